@@ -1,0 +1,91 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# PY=python3 uses an interpreter that has everything already and leaves .venv alone.
+PYTHON ?= python3
+VENV := .venv
+PY ?= $(VENV)/bin/python
+RECEIPT_DIR ?= validation/results
+GPU_RUN := build/gpu-run
+CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
+KERNELS := $(wildcard cuda_src/*/*.cu cuda_src/*/*.cuh ptx/*.cuh)
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+
+# Stamps carry the folder's checksum: an editable install is bound to the folder that it was made in.
+ifeq ($(PY),$(VENV)/bin/python)
+HERE := $(shell pwd -P | cksum | cut -d ' ' -f 1)
+DEMO_READY := $(VENV)/.demo-$(HERE)
+TEST_READY := $(VENV)/.test-$(HERE)
+endif
+# In this order: the last one decides which CUDA is there.
+GPU_READY := $(TEST_READY) $(DEMO_READY)
+
+.PHONY: demo test test-gpu gpu-tests gpu-sanitize gpu-receipt bench docs lint format compile-all wheel
+.PHONY: receipt-pending
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+## the main job: denoise a photograph, write demo.png
+demo: $(DEMO_READY)
+	$(PY) -m fa_cupy demo
+
+## everything that runs without a GPU
+test: lint
+	$(PY) -m pytest -m "not gpu and not slow"
+	$(PY) -m validation.receipt check
+
+## everything that needs a GPU; writes the receipt, of a failed run too
+test-gpu: gpu-tests gpu-sanitize gpu-receipt
+
+# Only the plugins that are named: an environment that has everything may have some that interfere.
+gpu-tests: $(GPU_READY)
+	rm -rf $(GPU_RUN) && mkdir -p $(GPU_RUN)
+	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -m gpu \
+	  -p _hypothesis_pytestplugin -p tests.receipt_plugin --receipt $(GPU_RUN)/tests.json
+
+gpu-sanitize: $(GPU_READY)
+	-$(PY) -m validation sanitize --json $(GPU_RUN)/sanitizer.json
+
+gpu-receipt: $(GPU_READY)
+	$(PY) -m validation.receipt write $(GPU_RUN) $(RECEIPT_DIR)/receipt.json
+
+## measure against the peers that can be imported
+bench: $(GPU_READY)
+	$(PY) -m validation bench
+
+docs: $(TEST_READY)
+	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+lint: $(TEST_READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(CLANG_FORMAT) --dry-run -Werror $(KERNELS)
+
+format: $(TEST_READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(CLANG_FORMAT) -i $(KERNELS)
+
+## compile every kernel for every further target
+compile-all: $(TEST_READY)
+	$(PY) -m pytest -m "slow and not gpu" tests/test_compile.py
+
+wheel: $(TEST_READY)
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+## mark the tree where no GPU could be had: make receipt-pending WHY="..."
+receipt-pending:
+	$(PYTHON) -m validation.receipt pending "$$WHY"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# For a CUDA 12 driver the two installs want different compilers, so there each undoes the other's stamp.
+$(VENV)/.demo-%: setup.cfg pyproject.toml | $(VENV)/bin/python
+	extra=$$($(PYTHON) -I fa_cupy/_driver.py) && $(PIP) --editable ".[plot$${extra:+,$$extra}]" && \
+	  if [ "$$extra" = cuda12 ]; then rm -f $(VENV)/.test-*; fi
+	touch $@
+
+$(VENV)/.test-%: setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(PIP) --editable ".[test]"
+	if [ "$$($(PYTHON) -I fa_cupy/_driver.py)" = cuda12 ]; then rm -f $(VENV)/.demo-*; fi
+	touch $@

@@ -1,0 +1,1 @@
+"""CUDA C++ kernels, shipped as data."""

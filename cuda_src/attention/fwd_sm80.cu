@@ -1,0 +1,341 @@
+// Attention forward for SM80 and later: mma.sync, ldmatrix, cp.async.
+//
+// One block takes kTileM query rows of one batch entry; each warp takes kTileM / kWarps of them
+// and, tile by tile of kTileN keys, computes S = Q K^T, turns S into weights P by the online
+// softmax and adds P V.  S, P and O stay in the registers of the warp that owns the rows: an
+// accumulator of m16n8k16 has the layout of an A operand, so P needs no shuffle (docs: "Reading
+// fwd_sm80").  K and V come through a ring of kStages buffers filled by cp.async.
+#include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/band.cuh"
+#include "cuda_src/common/element.cuh"
+#include "cuda_src/common/hidden_keys.cuh"
+#include "cuda_src/common/scores.cuh"
+#include "cuda_src/common/shared_tile.cuh"
+#include "cuda_src/common/softmax.cuh"
+#include "ptx/ldmatrix.cuh"
+
+// -------------------------------------------------------------------------------------- constants
+constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
+constexpr int kDim = FA_DIM;           // head_dim and v_dim, padded with zeros
+constexpr int kTileM = FA_TILE_M;      // query rows of a block
+constexpr int kTileN = FA_TILE_N;      // keys of a tile
+constexpr int kWarps = FA_WARPS;       // of a block
+constexpr int kStages = FA_STAGES;     // K/V tiles in flight
+constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
+// 0: the kernel; 1 to 5: stop after a stage of the first tile and dump it (validation/stages.py).
+constexpr int kDebugStage = FA_DEBUG_STAGE;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kWarpRows = kTileM / kWarps;
+constexpr int kMmaM = kWarpRows / 16;  // products down a warp's rows
+constexpr int kMmaN = kTileN / 8;      // products across a tile's keys
+constexpr int kMmaV = kDim / 8;        // products across the output's columns
+static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
+static_assert(kTileM == kWarps * kMmaM * 16, "a warp owns whole 16-row products");
+static_assert(kTileN * kDim * 2 >= kWarps * kReworkFloats * 4,
+              "a K tile holds every warp's scratch");
+static_assert(kTileN % 32 == 0, "rework_scores takes 32 columns at a time");
+static_assert(kStages >= 1 && kStages <= 4, "one buffer each of K and V at least");
+
+using QTile = SharedTile<kTileM, kDim>;
+using KVTile = SharedTile<kTileN, kDim>;
+
+// ---------------------------------------------------------------------------------------- storage
+struct SharedStorage {
+  uint16 q[kTileM * kDim];  // later the output tile, then row statistics of the slow path
+  uint16 k[kStages][kTileN * kDim];
+  uint16 v[kStages][kTileN * kDim];
+  TileWork work;
+  KeyTiles tiles;
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/variants.py asks for as much");
+
+// Where this lane's row of the four matrices of an ldmatrix.x4 lies (PTX ISA 9.7.14.5.15).
+FA_DEVICE uint32 q_lane() {  // A operand: rows 0-7, rows 8-15, then the same of columns 8-15
+  const int tid = tid_x_again(), lane = tid % 32, warp = tid / 32;
+  return QTile::lane_offset(warp * kWarpRows + lane % 16, lane / 16);
+}
+FA_DEVICE uint32 k_lane() {  // B operand of S: columns 0-7, 8-15 of keys 0-7, then of keys 8-15
+  const int lane = tid_x_again() % 32;
+  return KVTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+FA_DEVICE uint32
+v_lane() {  // B operand of O, transposed: keys 0-7, 8-15 of columns 0-7, then of columns 8-15
+  const int lane = tid_x_again() % 32;
+  return KVTile::lane_offset(lane % 16, lane / 16);
+}
+
+// S[16 i, 8 j] of this warp's rows; the addresses are this lane's.
+FA_DEVICE void multiply_qk(float (&s)[kMmaM][kMmaN][4], uint32 q_address, uint32 k_address) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    uint32 a[kMmaM][4];
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+      ldmatrix_x4(a[i], QTile::at(q_address, 16 * i, step));
+    }
+#pragma unroll
+    for (int j = 0; j < kMmaN; j += 2) {
+      uint32 b[4];
+      ldmatrix_x4(b, KVTile::at(k_address, 8 * j, step));
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+        mma_m16n8k16<kBf16>(s[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16<kBf16>(s[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O += P V, P from registers, V from shared memory (transposed by ldmatrix.trans on its way).
+FA_DEVICE void multiply_pv(float (&o)[kMmaM][kMmaV][4], const uint32 (&p)[kMmaM][kMmaN][2],
+                           uint32 v_address) {
+#pragma unroll
+  for (int step = 0; step < kTileN / 16; ++step) {
+#pragma unroll
+    for (int j = 0; j < kMmaV; j += 2) {
+      uint32 b[4];
+      ldmatrix_x4_trans(b, KVTile::at(v_address, 16 * step, j / 2));
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+        const uint32 a[4] = {p[i][2 * step][0], p[i][2 * step][1], p[i][2 * step + 1][0],
+                             p[i][2 * step + 1][1]};
+        mma_m16n8k16<kBf16>(o[i][j], a, b[0], b[1]);
+        mma_m16n8k16<kBf16>(o[i][j + 1], a, b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Writes a fragment of m16n8 accumulators to this block's part of the debug array, (blocks, kTileM,
+// 8 * kN).
+template <int kN>
+FA_DEVICE void dump(const AttentionParams& params, const float (&x)[kMmaM][kN][4]) {
+  const int lane = threadIdx.x % 32;
+  const int row0 = threadIdx.x / 32 * kWarpRows + lane / 4;
+  for (int i = 0; i < kMmaM; ++i) {
+    for (int j = 0; j < kN; ++j) {
+      for (int e = 0; e < 4; ++e) {
+        const int row = row0 + 16 * i + e / 2 * 8, col = 8 * j + 2 * (lane % 4) + e % 2;
+        params.debug[(int64(blockIdx.x) * kTileM + row) * (8 * kN) + col] = x[i][j][e];
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    attention_fwd_sm80(const __grid_constant__ AttentionParams params) {
+  // ---------------------------------------------------------------------------------------- setup
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const uint32 q_tile = cvta_to_shared(shared.q);
+  const uint32 k_ring = cvta_to_shared(shared.k), v_ring = cvta_to_shared(shared.v);
+  constexpr uint32 kTileBytes = kTileN * kDim * 2;
+
+  if (threadIdx.x == 0) {
+    shared.work = tile_work(params, kTileM);
+    shared.tiles = key_tiles(params, shared.work.q_begin,
+                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    if constexpr (kDebugStage > 0) shared.tiles.end = min(shared.tiles.end, shared.tiles.begin + 1);
+  }
+  __syncthreads();
+  const TileWork& work = shared.work;  // left there: registers are short in the loop
+  const KeyTiles& tiles = shared.tiles;
+  const int tiles_begin = tiles.begin, tiles_end = tiles.end;
+  const uint16* q = static_cast<const uint16*>(params.q) + work.at.q;
+
+  // Key tile `tile` into its place in the ring: rows of K, or of V.
+  auto load_k = [&](int tile) {
+    const uint16* k = static_cast<const uint16*>(params.k) + work.at.k;
+    load_tile<kTileN, kDim, kThreads>(k_ring + tile % kStages * kTileBytes, k, params.k_row,
+                                      tile * kTileN, params.k_len, params.head_dim, params.aligned);
+  };
+  auto load_v = [&](int tile) {
+    const uint16* v = static_cast<const uint16*>(params.v) + work.at.v;
+    load_tile<kTileN, kDim, kThreads>(v_ring + tile % kStages * kTileBytes, v, params.v_row,
+                                      tile * kTileN, params.k_len, params.v_dim, params.aligned);
+  };
+
+  // With one stage K and V of the first tile are groups of their own; with more a group is a tile.
+  load_tile<kTileM, kDim, kThreads>(q_tile, q, params.q_row, work.q_begin, params.q_len,
+                                    params.head_dim, params.aligned);
+#pragma unroll 1
+  for (int tile = tiles_begin; tile < tiles_begin + max(1, kStages - 1); ++tile) {
+    if (tile < tiles_end) load_k(tile);
+    if constexpr (kStages == 1) cp_async_commit_group();
+    if (tile < tiles_end) load_v(tile);
+    cp_async_commit_group();
+  }
+
+  OnlineSoftmax<kMmaM> softmax;
+  softmax.reset();
+  float o[kMmaM][kMmaV][4];
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[i][j][e] = 0.0f;
+    }
+  }
+
+  // -------------------------------------------------------------------------------- tiles of keys
+#pragma unroll 1
+  for (int tile = tiles_begin; tile < tiles_end; ++tile) {
+    // This tile has landed once at most kStages - 2 later groups are under way.  The barrier also
+    // says that every warp has left the buffers that are filled next: with one stage V's, which
+    // lands during the product with K, and after that product K's; with more the pair of an earlier
+    // tile.
+    if (kStages == 1 && tile == tiles_begin) {
+      cp_async_wait_group<1>();
+    } else {
+      cp_async_wait_group < kStages<2 ? 0 : kStages - 2>();
+    }
+    __syncthreads();
+    if constexpr (kStages == 1) {
+      if (tile > tiles_begin) load_v(tile);
+    } else if (tile + kStages - 1 < tiles_end) {
+      load_k(tile + kStages - 1);
+      load_v(tile + kStages - 1);
+    }
+    cp_async_commit_group();
+
+    float s[kMmaM][kMmaN][4];
+    multiply_qk(s, q_tile + q_lane(), k_ring + tile % kStages * kTileBytes + k_lane());
+    if constexpr (kDebugStage == 1) return dump(params, s);
+
+    if (params.transform || params.mask != nullptr) {
+      __syncthreads();  // K's buffer has been read by all; each warp takes a part of it
+      const int warp = tid_x_again() / 32;
+      float* scratch = reinterpret_cast<float*>(shared.k[tile % kStages]) + warp * kReworkFloats;
+      rework_scores(params, work.at, s, scratch, work.q_begin + warp * kWarpRows, tile * kTileN);
+    }
+    if constexpr (kStages == 1) {
+      cp_async_wait_group<0>();
+      __syncthreads();
+      if (tile + 1 < tiles_end) load_k(tile + 1);
+      cp_async_commit_group();
+    }
+    if (tile < tiles.full_begin || tile >= tiles.full_end) {
+      const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+      hide_outside(params, s, work.q_begin + warp * kWarpRows + lane / 4,
+                   tile * kTileN + 2 * (lane % 4));
+    }
+
+    float correction[kMmaM][2];
+    if (softmax.raise(s, correction, params.exp2_scale)) {
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[i][j][e] *= correction[i][e / 2];
+        }
+      }
+    }
+    uint32 p[kMmaM][kMmaN][2];
+    softmax.weigh<kBf16>(s, p, params.exp2_scale);
+    if constexpr (kDebugStage == 2) {
+      softmax.finish();
+      float statistics[kMmaM][1][4];
+      for (int i = 0; i < kMmaM; ++i) {
+        for (int e = 0; e < 4; ++e)
+          statistics[i][0][e] = e % 2 ? softmax.sum[i][e / 2] : softmax.reference[i][e / 2];
+      }
+      return dump(params,
+                  statistics);  // columns 0 and 1; every quad of threads writes the same pair
+    }
+    if constexpr (kDebugStage == 3) {
+      for (int i = 0; i < kMmaM; ++i) {
+        for (int j = 0; j < kMmaN; ++j) {
+          for (int e = 0; e < 4; ++e)
+            s[i][j][e] = to_float<kBf16>(uint16(p[i][j][e / 2] >> (e % 2 * 16)));
+        }
+      }
+      return dump(params, s);
+    }
+
+    multiply_pv(o, p, v_ring + tile % kStages * kTileBytes + v_lane());
+    if constexpr (kDebugStage == 4) return dump(params, o);
+  }
+
+  // ------------------------------------------------------------------------------------- epilogue
+  softmax.finish();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first_row =
+      work.q_begin + warp * kWarpRows + lane / 4;  // of the rows this thread holds
+  if (params.lse != nullptr && lane % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first_row + 16 * i + 8 * h;
+        if (row < params.q_len) {
+          params.lse[work.batch * params.q_len + row] =
+              log_sum_exp(softmax.reference[i][h], softmax.sum[i][h]);
+        }
+      }
+    }
+  }
+
+  float probe = 0.0f;  // NaN as soon as one accumulator is NaN or infinite
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) probe = fmaf(o[i][j][e], 0.0f, probe);
+    }
+  }
+  cp_async_wait_group<0>();
+  if (__any_sync(kFullWarp, probe != probe)) {
+    // This warp's part of the Q tile takes its row statistics.
+    float* statistics = reinterpret_cast<float*>(shared.q + warp * kWarpRows * KVTile::kBlockCols);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (lane % 4 == 0) {
+          statistics[2 * (16 * i + 8 * h + lane / 4)] = softmax.reference[i][h];
+          statistics[2 * (16 * i + 8 * h + lane / 4) + 1] = softmax.sum[i][h];
+        }
+      }
+    }
+    __syncwarp();
+    for (int r = 0; r < kWarpRows; ++r) {
+      const int row = work.q_begin + warp * kWarpRows + r;
+      if (row < params.q_len)
+        attend_row<kBf16, kDim>(params, work.at, row, statistics[2 * r], statistics[2 * r + 1]);
+    }
+    return;
+  }
+
+  // Each warp turns its own rows of the Q tile, which no other warp reads, into output rows.
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float inverse = inverse_sum(softmax.sum[i][h]);
+      const int row = warp * kWarpRows + 16 * i + 8 * h + lane / 4;
+#pragma unroll
+      for (int j = 0; j < kMmaV; ++j) {
+        const uint32 pair = pack2<kBf16>(o[i][j][2 * h] * inverse, o[i][j][2 * h + 1] * inverse);
+        st_shared_b32(q_tile + QTile::offset(row, j) + lane % 4 * 4, pair);
+      }
+    }
+  }
+  __syncwarp();
+  uint16* out = static_cast<uint16*>(params.out) + work.at.out +
+                static_cast<int64>(work.q_begin) * params.out_row;
+  store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,
+                                      params.v_dim, params.aligned);
+}

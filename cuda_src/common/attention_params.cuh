@@ -1,0 +1,90 @@
+// What one attention launch is told, and where its blocks find their part of it.
+#pragma once
+#include "ptx/types.cuh"
+
+constexpr int kMaxBatchAxes = 6;
+
+// Passed by value.  fa_cupy/gpu/params.py holds the same fields in the same order.
+// Strides count elements.  Axes that broadcast have stride 0, grouped heads are two axes.
+struct AttentionParams {
+  const void* q;      // (*batch, q_len, head_dim)
+  const void* k;      // (*batch, k_len, head_dim)
+  const void* v;      // (*batch, k_len, v_dim)
+  const void* bias;   // (*batch, q_len, k_len), null without one
+  const uint8* mask;  // (*batch, q_len, k_len), 0 hides a key; null without one
+  void* out;          // (*batch, q_len, v_dim)
+  float* lse;         // (*batch, q_len) dense, null when nobody asked
+  float* debug;       // what the staged builds (kDebugStage > 0) dump
+  int64 first_batch;  // entry of the first block: a grid has at most 2**31 - 1 blocks
+  int aligned;        // 1: every row of q, k, v and out starts at a multiple of 16 bytes
+  int batch_axes;     // how many of the axes below are in use
+  int64 bias_row, bias_col, mask_row, mask_col;
+  int64 q_batch[kMaxBatchAxes], k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes],
+      out_batch[kMaxBatchAxes];
+  int64 bias_batch[kMaxBatchAxes], mask_batch[kMaxBatchAxes];
+  int batch_size[kMaxBatchAxes];
+  int q_row, k_row, v_row, out_row;
+  int q_len, k_len, head_dim, v_dim;
+  int q_tiles;       // tiles of query rows in one batch entry
+  int lower, upper;  // query i sees keys i + lower to i + upper
+  int bias_kind;     // a FloatKind
+  int transform;     // 1: scale, softcap and bias come before the softmax (scores.cuh)
+  float exp2_scale;  // what the softmax multiplies scores by inside exp2
+  float scale, softcap;
+};
+
+static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,
+              "fa_cupy/gpu/params.py holds the same struct");
+
+enum FloatKind : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
+
+// Element offsets of one batch entry in each array.
+struct BatchOffsets {
+  int64 q, k, v, out, bias, mask;
+
+  __device__ __forceinline__ void add(const AttentionParams& p, int axis, int64 i) {
+    q += i * p.q_batch[axis];
+    k += i * p.k_batch[axis];
+    v += i * p.v_batch[axis];
+    out += i * p.out_batch[axis];
+    bias += i * p.bias_batch[axis];
+    mask += i * p.mask_batch[axis];
+  }
+};
+
+FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, int64 batch) {
+  BatchOffsets o = {0, 0, 0, 0, 0, 0};
+  if (batch >> 32 == 0) {  // 64-bit division takes hundreds of instructions
+    uint32 rest = static_cast<uint32>(batch);
+    for (int axis = p.batch_axes - 1; axis >= 0; --axis) {
+      const uint32 next = rest / static_cast<uint32>(p.batch_size[axis]);
+      o.add(p, axis, rest - next * p.batch_size[axis]);
+      rest = next;
+    }
+  } else {
+    int64 rest = batch;
+    for (int axis = p.batch_axes - 1; axis >= 0; --axis) {
+      const int64 next = rest / p.batch_size[axis];
+      o.add(p, axis, rest - next * p.batch_size[axis]);
+      rest = next;
+    }
+  }
+  return o;
+}
+
+// One block's part: a tile of query rows of one batch entry.
+struct TileWork {
+  BatchOffsets at;
+  int64 batch;  // index over all batch axes, C order
+  int q_begin;  // first query row
+  int q_rows;   // how many of the tile's rows exist
+};
+
+// Blocks start in the order of their index, and under a causal mask the last query rows have the
+// most keys: those go first, so that short tiles fill the end of the launch.
+FA_DEVICE TileWork tile_work(const AttentionParams& p, int tile_m) {
+  const uint32 entry = blockIdx.x / static_cast<uint32>(p.q_tiles);
+  const int tile = p.q_tiles - 1 - static_cast<int>(blockIdx.x - entry * p.q_tiles);
+  const int64 batch = p.first_batch + entry;
+  return {batch_offsets(p, batch), batch, tile * tile_m, min(tile_m, p.q_len - tile * tile_m)};
+}

@@ -1,0 +1,52 @@
+// Which keys a query row may see: causal masks and windows are one band of keys, [row + lower, row
+// + upper].
+#pragma once
+#include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/scores.cuh"
+
+FA_DEVICE int first_key(const AttentionParams& p, int row) {
+  const int64 key = static_cast<int64>(row) + p.lower;
+  return key < 0 ? 0 : key > p.k_len ? p.k_len : static_cast<int>(key);
+}
+
+// Inclusive; -1 when there is none.
+FA_DEVICE int last_key(const AttentionParams& p, int row) {
+  const int64 key = static_cast<int64>(row) + p.upper;
+  return key < -1 ? -1 : key > p.k_len - 1 ? p.k_len - 1 : static_cast<int>(key);
+}
+
+// Key tiles that rows [first_row, last_row] touch, and those of them that every row sees whole.
+struct KeyTiles {
+  int begin, end;            // [begin, end) is touched
+  int full_begin, full_end;  // [full_begin, full_end) is inside the band for every row
+};
+
+FA_DEVICE KeyTiles key_tiles(const AttentionParams& p, int first_row, int last_row, int tile_n) {
+  const int low = first_key(p, first_row), high = last_key(p, last_row);
+  if (high < low) return {0, 0, 0, 0};
+  const int full_low = first_key(p, last_row), full_high = last_key(p, first_row);
+  return {low / tile_n, high / tile_n + 1, (full_low + tile_n - 1) / tile_n,
+          (full_high + 1) / tile_n};
+}
+
+// Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
+// row's band.
+template <int kMmaM, int kMmaN>
+FA_DEVICE void hide_outside(const AttentionParams& p, float (&s)[kMmaM][kMmaN][4], int first_row,
+                            int first_col) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row + 16 * i + 8 * h;
+      const int low = first_key(p, row) - first_col, high = last_key(p, row) - first_col;
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (8 * j + e < low || 8 * j + e > high) s[i][j][2 * h + e] = -FA_INFINITY;
+        }
+      }
+    }
+  }
+}

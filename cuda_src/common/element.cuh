@@ -1,0 +1,37 @@
+// The two 16-bit element types behind one spelling: kBf16 chooses between bfloat16 and float16.
+#pragma once
+#include "ptx/convert.cuh"
+#include "ptx/mma_sync.cuh"
+
+template <bool kBf16>
+FA_DEVICE uint32 pack2(float low, float high) {
+  if constexpr (kBf16) {
+    return cvt_rn_bf16x2_f32(low, high);
+  } else {
+    return cvt_rn_f16x2_f32(low, high);
+  }
+}
+
+template <bool kBf16>
+FA_DEVICE float to_float(uint16 bits) {
+  if constexpr (kBf16) {
+    return cvt_f32_bf16(bits);
+  } else {
+    return cvt_f32_f16(bits);
+  }
+}
+
+// x rounded to the element type, as a float.
+template <bool kBf16>
+FA_DEVICE float rounded(float x) {
+  return to_float<kBf16>(static_cast<uint16>(pack2<kBf16>(x, 0.0f)));
+}
+
+template <bool kBf16>
+FA_DEVICE void mma_m16n8k16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  if constexpr (kBf16) {
+    mma_m16n8k16_f32_bf16(d, a, b0, b1);
+  } else {
+    mma_m16n8k16_f32_f16(d, a, b0, b1);
+  }
+}

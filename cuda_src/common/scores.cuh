@@ -1,0 +1,106 @@
+// From a product q . k to a score: scale, softcap and bias, then what the masks hide becomes -inf.
+//
+// Without softcap and bias and with a positive scale nothing is done here: the softmax multiplies
+// by the scale inside its exponent (exp2_scale = scale * log2(e)).  Otherwise (params.transform)
+// scores leave here in units of log2, (softcap * tanh(scale * x / softcap) + bias) * log2(e), and
+// exp2_scale is 1.
+#pragma once
+#include "cuda_src/common/attention_params.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/math.cuh"
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+// IEEE 754 bits of +infinity: NVRTC has no header that names it, and the intrinsic is no constant
+// expression.
+#define FA_INFINITY (__int_as_float(0x7f800000))
+
+// tanh to float32 accuracy near +-1 and 1e-7 absolute near 0 (tanh.approx has 11 bits, too few
+// beside 16-bit inputs).
+FA_DEVICE float tanh_by_exp2(float x) {
+  return 1.0f - 2.0f * rcp_rn(1.0f + ex2_approx_ftz(2.0f * kLog2e * x));
+}
+
+FA_DEVICE float capped(const AttentionParams& p, float product) {
+  const float x = p.scale * product;
+  return p.softcap > 0.0f ? p.softcap * tanh_by_exp2(x / p.softcap) : x;
+}
+
+FA_DEVICE float load_as_float(const void* base, int64 index, int kind) {
+  switch (kind) {
+    case kFloat16:
+      return cvt_f32_f16(static_cast<const uint16*>(base)[index]);
+    case kBfloat16:
+      return cvt_f32_bf16(static_cast<const uint16*>(base)[index]);
+    case kFloat32:
+      return static_cast<const float*>(base)[index];
+    default:
+      return static_cast<float>(static_cast<const double*>(base)[index]);
+  }
+}
+
+// One score by itself, in the same units; -inf where the mask hides the key.
+FA_DEVICE float one_score(const AttentionParams& p, const BatchOffsets& at, float product, int row,
+                          int col) {
+  float x = product;
+  if (p.transform) {
+    x = kLog2e * capped(p, x);
+    if (p.bias != nullptr) {
+      x += kLog2e *
+           load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);
+    }
+  }
+  const bool hidden =
+      p.mask != nullptr && p.mask[at.mask + row * p.mask_row + col * p.mask_col] == 0;
+  return hidden ? -FA_INFINITY : x;
+}
+
+// Floats of shared memory that a warp needs for rework_scores: 16 rows of 32 columns.
+constexpr int kReworkFloats = 16 * 32;
+
+// Applies one_score to the scores that a warp holds as accumulators of m16n8k16 (ptx/mma_sync.cuh).
+// They go through shared memory, 16 x 32 at a time, so that a lane has a column of its own: bias
+// and mask are then read in whole lines, and the loop need not be unrolled to keep the accumulators
+// in registers.  Columns are stored at col ^ 8 * (row % 4), which keeps both the accumulators'
+// pairs and the lanes' rows free of bank conflicts.
+template <int kMmaM, int kMmaN>
+FA_DEVICE void rework_scores(const AttentionParams& p, const BatchOffsets& at,
+                             float (&s)[kMmaM][kMmaN][4], float* scratch, int warp_row,
+                             int tile_col) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int part = 0; part < kMmaN; part += 4) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = lane / 4 + 8 * h, col = (8 * j + lane % 4 * 2) ^ (row % 4 * 8);
+          *reinterpret_cast<float2*>(&scratch[32 * row + col]) =
+              make_float2(s[i][part + j][2 * h], s[i][part + j][2 * h + 1]);
+        }
+      }
+      __syncwarp();
+      const int col = tile_col + 8 * part + lane;
+      const int rows = col < p.k_len ? min(16, p.q_len - warp_row - 16 * i) : 0;
+#pragma unroll 1
+      for (int row = 0; row < rows; ++row) {
+        float& x = scratch[32 * row + (lane ^ (row % 4 * 8))];
+        x = one_score(p, at, x, warp_row + 16 * i + row, col);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = lane / 4 + 8 * h, col = (8 * j + lane % 4 * 2) ^ (row % 4 * 8);
+          const float2 pair = *reinterpret_cast<const float2*>(&scratch[32 * row + col]);
+          s[i][part + j][2 * h] = pair.x;
+          s[i][part + j][2 * h + 1] = pair.y;
+        }
+      }
+      __syncwarp();
+    }
+  }
+}

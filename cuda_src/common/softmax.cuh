@@ -1,0 +1,105 @@
+// Online softmax over tiles of scores (Milakov and Gimelshein 2018, arXiv:1805.02867), in base 2.
+//
+// Each thread keeps, for each of its rows, the largest score so far and the sum of exp2(scale *
+// (score - largest)) over its own columns; four threads share a row, and only the maximum is
+// exchanged in every tile.
+//
+// `reference` trails the largest score: it moves only when a score passes it by more than
+// 2**kSlack, so that after the first tiles nearly no tile rescales the output.  Weights then reach
+// 2**kSlack, far inside every type's range, and are rounded with the same relative error.
+#pragma once
+#include "cuda_src/common/element.cuh"
+#include "cuda_src/common/scores.cuh"
+
+constexpr float kSlack = 8.0f;
+
+template <int kMmaM>
+struct OnlineSoftmax {
+  float reference[kMmaM][2];  // in units of log2: exp2_scale * score; -inf before the first key
+  float sum[kMmaM][2];
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+      reference[i][0] = reference[i][1] = -FA_INFINITY;
+      sum[i][0] = sum[i][1] = 0.0f;
+    }
+  }
+
+  // Looks at the next scores.  Returns whether a row of this warp needs its earlier sums and
+  // outputs multiplied by correction[i][h], which is done to the sums here.
+  template <int kMmaN>
+  __device__ __forceinline__ bool raise(const float (&s)[kMmaM][kMmaN][4],
+                                        float (&correction)[kMmaM][2], float exp2_scale) {
+    float top[kMmaM][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[i][h] = fmaxf(s[i][0][2 * h], s[i][0][2 * h + 1]);
+#pragma unroll
+        for (int j = 1; j < kMmaN; ++j)
+          top[i][h] = fmaxf(top[i][h], fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+        top[i][h] = fmaxf(top[i][h], __shfl_xor_sync(kFullWarp, top[i][h], 1));
+        top[i][h] = exp2_scale * fmaxf(top[i][h], __shfl_xor_sync(kFullWarp, top[i][h], 2));
+        moved |= top[i][h] > reference[i][h] + kSlack;
+      }
+    }
+    if (!__any_sync(kFullWarp, moved)) return false;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float now = fmaxf(reference[i][h], top[i][h]);
+        // Where no key has been seen both are -inf; 0 keeps their difference from being NaN.
+        correction[i][h] = ex2_approx_ftz(reference[i][h] - (now == -FA_INFINITY ? 0.0f : now));
+        reference[i][h] = now;
+        sum[i][h] *= correction[i][h];
+      }
+    }
+    return true;
+  }
+
+  // Turns scores into weights, adds them up and rounds them in pairs: weights[i][j][h] is what an A
+  // operand of m16n8k16 holds.
+  template <bool kBf16, int kMmaN>
+  __device__ __forceinline__ void weigh(const float (&s)[kMmaM][kMmaN][4],
+                                        uint32 (&weights)[kMmaM][kMmaN][2], float exp2_scale) {
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float offset = reference[i][h] == -FA_INFINITY ? 0.0f : -reference[i][h];
+#pragma unroll
+        for (int j = 0; j < kMmaN; ++j) {
+          const float low = ex2_approx_ftz(fmaf(s[i][j][2 * h], exp2_scale, offset));
+          const float high = ex2_approx_ftz(fmaf(s[i][j][2 * h + 1], exp2_scale, offset));
+          sum[i][h] += low;
+          sum[i][h] += high;
+          weights[i][j][h] = pack2<kBf16>(low, high);
+        }
+      }
+    }
+  }
+
+  // Adds up the four threads of each row.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[i][h] += __shfl_xor_sync(kFullWarp, sum[i][h], 1);
+        sum[i][h] += __shfl_xor_sync(kFullWarp, sum[i][h], 2);
+      }
+    }
+  }
+};
+
+// Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
+FA_DEVICE float log_sum_exp(float reference, float sum) {
+  return sum == 0.0f ? -FA_INFINITY : kLn2 * (reference + lg2_approx_ftz(sum));
+}
+
+// What turns an accumulated output into the result; a row that saw no key gives 0.
+FA_DEVICE float inverse_sum(float sum) { return sum == 0.0f ? 0.0f : rcp_rn(sum); }

@@ -1,0 +1,384 @@
+"""Draws the pictures of these pages: ``python docs/figures.py [FOLDER]``, by default docs/_static.
+
+They show what the library computes (masks, fragments, a running softmax), so they are drawn from
+it or from the same formulas, not by hand.
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fa_cupy import plot
+
+matplotlib.rcParams.update(
+    {
+        "svg.hashsalt": "fa_cupy",  # the same picture is the same file
+        "font.size": 9,
+        "axes.titlesize": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "mathtext.fontset": "cm",
+    }
+)
+INK, GREY, PALE = "#1f2933", "#8a939c", "#eef1f4"
+TILES = ("#2f6db5", "#d9822b", "#3d9a6b", "#a3478f")  # tiles 0 to 3; also registers of a fragment
+MEMORY = {"device memory": "#c9ced4", "shared memory": "#9cc3e6", "registers": "#f3c18a"}
+
+
+def save(figure, folder, name):
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+
+
+def canvas(width, height, xlim, ylim):
+    """Return a figure and axes without frame or ticks, y downwards, one unit equally long."""
+    figure = Figure(figsize=(width, height))
+    ax = figure.add_axes((0, 0, 1, 1))
+    ax.set(xlim=xlim, ylim=ylim[::-1], aspect="equal")
+    ax.set_axis_off()
+    return figure, ax
+
+
+def box(ax, x, y, width, height, text="", color=PALE, edge=INK, size=9, **style):
+    ax.add_patch(
+        Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=0.8, **style)
+    )
+    if text:
+        ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, color=INK)
+
+
+def arrow(ax, start, end, color=INK, **style):
+    ax.add_patch(
+        FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=10, color=color, linewidth=1, **style
+        )
+    )
+
+
+def online_softmax(folder):
+    """One query, 24 scores in four tiles: the running maximum, and the sum it rescales."""
+    mean = np.array([-0.5, 0.6, -0.6, 1.9])[:, None]
+    scores = np.random.default_rng(11).normal(mean, 1.1, (4, 6))
+    largest = np.maximum.accumulate(scores.max(axis=1))
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, height_ratios=(1.15, 1))
+
+    x = np.arange(24).reshape(4, 6)
+    for j in range(4):
+        top.bar(x[j], scores[j], color=TILES[j], width=0.8, label=f"tile {j}")
+        top.plot((x[j, 0] - 0.5, x[j, -1] + 0.5), [largest[j]] * 2, color=INK, lw=1.6)
+        top.text(
+            x[j].mean(), largest[j] + 0.12, f"$m_{j} = {largest[j]:.2f}$", ha="center", va="bottom"
+        )
+        top.axvline(x[j, -1] + 0.5, color=GREY, lw=0.6, ls=":")
+    top.axhline(0, color=INK, lw=0.6)
+    top.set(xlim=(-0.5, 23.5), ylim=(scores.min() - 0.2, largest[-1] + 0.9), ylabel="score")
+    top.set_xticks(x.mean(axis=1), [f"tile {j}" for j in range(4)])
+    top.tick_params(axis="x", length=0)
+    top.set_title("the largest score so far", loc="left")
+
+    for now in range(4):
+        base = 0.0
+        for j in range(now + 1):
+            part = np.exp(scores[j] - largest[now]).sum()
+            bottom.bar(now, part, bottom=base, color=TILES[j], width=0.5, edgecolor="white")
+            base += part
+        bottom.text(now + 0.28, base, f"$\\ell_{now} = {base:.2f}$", va="center", ha="left")
+        if now:
+            factor = np.exp(largest[now - 1] - largest[now])
+            bottom.annotate(
+                "", (now - 0.27, base * 0.25), (now - 0.73, base * 0.25),
+                arrowprops={"arrowstyle": "-|>", "color": GREY},
+            )  # fmt: skip
+            bottom.text(
+                now - 0.5, base * 0.25 + 0.25,
+                f"$\\times e^{{m_{now - 1}-m_{now}}}$\n$= {factor:.2f}$",
+                ha="center", va="bottom", color=INK, size=8.5,
+            )  # fmt: skip
+    bottom.set(xlim=(-0.5, 3.75), ylabel="sum of exponentials")
+    bottom.set_xticks(range(4), [f"after tile {j}" for j in range(4)])
+    bottom.tick_params(axis="x", length=0)
+    bottom.set_title("the sum so far, by the tile that contributed to it", loc="left")
+    save(figure, folder, "online_softmax")
+
+
+def tiling(folder):
+    """Where the matrices stand, and which part of each is at work."""
+    figure, ax = canvas(7.2, 4.9, (-0.4, 14.0), (-0.6, 9.2))
+    rows, cols, i, j = 4, 6, 1, 3
+    gx, gy, side, depth = 3.6, 2.6, 1.0, 1.7
+    for r in range(rows):
+        for c in range(cols):
+            color, style = "white", {}
+            if r < i or (r == i and c < j):
+                color = "#f6f7f9"
+            if (r, c) == (i, j):
+                color = MEMORY["registers"]
+            box(ax, gx + c * side, gy + r * side, side, side, "", color, GREY, **style)
+    ax.text(gx + (j + 0.5) * side, gy + (i + 0.5) * side, "$S_{13}, P_{13}$", ha="center",
+            va="center", size=9)  # fmt: skip
+    arrow(ax, (gx + 0.15, gy + (i + 0.5) * side), (gx + j * side - 0.05, gy + (i + 0.5) * side),
+          color=GREY)  # fmt: skip
+    for r in range(rows):
+        color = MEMORY["shared memory"] if r == i else MEMORY["device memory"]
+        box(ax, gx - depth - 0.35, gy + r * side, depth, side, f"$Q_{{{r}}}$", color)
+        color = MEMORY["registers"] if r == i else MEMORY["device memory"]
+        box(ax, gx + cols * side + 0.35, gy + r * side, depth, side, f"$O_{{{r}}}$", color)
+    for c in range(cols):
+        color = {j: MEMORY["shared memory"], j + 1: "#dbe9f6"}.get(c, MEMORY["device memory"])
+        style = {"linestyle": "--"} if c == j + 1 else {}
+        box(ax, gx + c * side, gy - depth - 0.35, side, depth, f"$K_{{{c}}}^T$", color, **style)
+        box(
+            ax,
+            gx + c * side,
+            gy + rows * side + 0.35,
+            side,
+            depth,
+            f"$V_{{{c}}}^T$",
+            color,
+            **style,
+        )
+
+    right = gx + cols * side + 0.35 + depth + 0.25
+    box(ax, right, gy + i * side, 0.9, side, "$m_1, \\ell_1$", MEMORY["registers"])
+    ax.text(gx - 0.2, gy - depth - 0.5, "$K^T$: (head_dim, Lk)", ha="left", va="bottom")
+    ax.text(gx - depth - 0.35, gy - 0.12, "$Q$: (Lq, head_dim)", ha="left", va="bottom", size=8)
+    ax.text(gx + cols * side + 0.35, gy - 0.12, "$O$: (Lq, v_dim)", va="bottom", size=8)
+    ax.text(gx - 0.2, gy + rows * side + depth + 0.5, "$V^T$: (v_dim, Lk)", va="top")
+    y = gy - depth - 0.2
+    for name, color in MEMORY.items():
+        box(ax, right - 2.05, y, 0.35, 0.35, "", color)
+        ax.text(right - 1.55, y + 0.18, name, va="center", size=8.5)
+        y += 0.5
+    ax.text(-0.2, gy + rows * side + 0.6,
+            "one block of threads\nkeeps $Q_1$ and $O_1$ and\nwalks along the keys;\n"
+            "while tile 3 is at work,\ntile 4 is on its way", va="top", size=8.5)  # fmt: skip
+    save(figure, folder, "tiling")
+
+
+def visibility(folder):
+    """What masks, windows and alignments let a query see; drawn by attention itself."""
+    padding = np.arange(6) >= 2
+    causal, right = {"is_causal": True}, {"causal_align": "bottom_right"}
+    cases = (
+        ("is_causal", 6, causal),
+        ("is_causal,\ncausal_align='top_left'", 4, {**causal, "causal_align": "top_left"}),
+        ("is_causal,\ncausal_align='bottom_right'", 4, {**causal, **right}),
+        ("window=(2, 1)", 6, {"window": (2, 1)}),
+        ("window=(2, 0),\ncausal_align='bottom_right'", 4, {"window": (2, 0), **right}),
+        ("is_causal and mask\n(keys 0 and 1 are padding)", 6, {**causal, "mask": padding}),
+    )
+    figure = Figure(figsize=(7.2, 5.0), layout="constrained")
+    for ax, (title, q_len, options) in zip(figure.subplots(2, 3).flat, cases, strict=True):
+        plot.weights(q_len, 6, ax=ax, **options)
+        ax.set_title(title, family="monospace", size=8)
+    save(figure, folder, "visibility")
+
+
+def alibi(folder):
+    """The bias of four ALiBi heads, as the weights it makes of equal scores."""
+    figure = Figure(figsize=(7.2, 2.2), layout="constrained")
+    powers = (1, 2, 4, 8)
+    for ax, power in zip(figure.subplots(1, 4), powers, strict=True):
+        bias = 2.0**-power * np.arange(8.0)[None, :]
+        plot.weights(8, 8, ax=ax, bias=bias, is_causal=True)
+        ax.set_title(f"slope 1/{2**power}", size=8.5)
+    save(figure, folder, "alibi")
+
+
+def call(folder):
+    """The way of a call, one direction."""
+    figure, ax = canvas(7.2, 4.5, (0, 16), (0, 10))
+    steps = [
+        ("attention(q, k, v, ...)", "fa_cupy/_attention.py", "array kinds, DLPack"),
+        ("check", "fa_cupy/_check.py", "shapes, strides, dtypes\n→ Problem, or an error"),
+    ]
+
+    def step(x, y, width, title, where, what="", color=PALE, height=1.35):
+        ax.add_patch(
+            FancyBboxPatch(
+                (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.15",
+                facecolor=color, edgecolor=INK, linewidth=0.9,
+            )
+        )  # fmt: skip
+        ax.text(x + width / 2, y + 0.42, title, ha="center", va="center", size=9.5)
+        ax.text(x + width / 2, y + 0.95, where, ha="center", va="center", size=7.5, color="#52606d",
+                family="monospace")  # fmt: skip
+        if what:
+            ax.text(x + width + 0.2, y + height / 2, what, va="center", size=8, color=INK)
+
+    for n, (title, where, what) in enumerate(steps):
+        step(5.6, 0.2 + 1.85 * n, 4.6, title, where, what)
+    arrow(ax, (7.9, 1.55), (7.9, 2.05))
+    arrow(ax, (6.6, 3.4), (3.2, 4.2))
+    arrow(ax, (6.2, 5.3), (4.8, 8.6), color=GREY)
+    ax.text(5.55, 7.8, "float32,\nfloat64,\nwide", size=7.5, color="#52606d", va="center")
+    arrow(ax, (9.2, 3.4), (10.3, 4.2))
+    ax.text(4.1, 3.65, "NumPy", ha="center", size=8.5)
+    ax.text(10.9, 3.85, "CuPy", ha="center", size=8.5)
+
+    step(0.3, 4.2, 4.5, "tiled, in threads", "fa_cupy/cpu/attention.py", color="#e5f0e8")
+    step(0.3, 6.3, 4.5, "tile sizes for the cache", "fa_cupy/_tiles.py", color="#e5f0e8")
+    step(0.3, 8.4, 4.5, "online softmax", "fa_cupy/_tiled.py", color="#e5f0e8")
+    arrow(ax, (2.55, 5.55), (2.55, 6.3))
+    arrow(ax, (2.55, 7.65), (2.55, 8.4))
+
+    wide, narrow = 5.4, 4.1
+    step(6.2, 4.2, wide, "plan", "fa_cupy/gpu/attention.py", "", "#e4ecf7")
+    ax.text(11.8, 4.87, "kept per shapes, strides,\ndtypes, options and device:\nnext time the way"
+            "\nstarts here", va="center", size=8)  # fmt: skip
+    step(6.2, 6.0, narrow, "choose a variant", "gpu/variants.py", "", "#e4ecf7")
+    step(11.2, 6.0, 4.3, "compile, or cache", "gpu/compile.py", "", "#e4ecf7")
+    step(6.2, 8.4, narrow, "launch", "gpu/launch.py", "", "#e4ecf7")
+    step(11.2, 8.4, 4.3, "the kernel", "cuda_src/, ptx/", "", "#f7e8d4")
+    arrow(ax, (8.3, 5.55), (8.3, 6.0))
+    arrow(ax, (10.3, 6.67), (11.2, 6.67))
+    arrow(ax, (13.3, 7.35), (13.3, 8.4))
+    ax.text(13.5, 7.85, "cubin", va="center", size=8)
+    arrow(ax, (6.75, 5.55), (6.75, 8.4), linestyle=(0, (3, 2)))
+    ax.text(6.9, 7.85, "kept plan", va="center", size=8)
+    arrow(ax, (10.3, 9.07), (11.2, 9.07))
+    save(figure, folder, "call")
+
+
+def fragment(folder):
+    """Accumulators of two m16n8 products beside the A operand of the next m16n8k16."""
+    figure, ax = canvas(7.2, 3.9, (-1.3, 38.6), (-3.4, 18.3))
+    for half, x0 in ((0, 0), (1, 20)):
+        for row in range(16):
+            for col in range(0, 16, 2):
+                lane = row % 8 * 4 + col % 8 // 2
+                register = row // 8 + 2 * (col // 8)
+                color = matplotlib.colors.to_rgba(TILES[register], 0.28 if lane != 5 else 0.95)
+                box(ax, x0 + col, row, 2, 1, "", color, "white")
+                ax.text(x0 + col + 1, row + 0.5, str(lane), ha="center", va="center", size=6.3,
+                        color="white" if lane == 5 else INK)  # fmt: skip
+        ax.add_patch(Rectangle((x0, 0), 16, 16, fill=False, edgecolor=INK, linewidth=1))
+        for col in (0, 8):
+            ax.text(x0 + col + 4, -0.35, f"columns {col} to {col + 7}", ha="center", size=7.5)
+        names = (
+            ("d[0], d[1]", "d[2], d[3]", "d'[0], d'[1]", "d'[2], d'[3]")
+            if half == 0
+            else ("a[0]", "a[1]", "a[2]", "a[3]")
+        )
+        for register, name in enumerate(names):
+            ax.text(x0 + 4 + register // 2 * 8, 16.55 + register % 2 * 0.95, name, ha="center",
+                    va="center", size=8, color=TILES[register], weight="bold")  # fmt: skip
+    ax.text(8, -2.2, "two accumulator tiles $S$ (16 × 8 each), float32", ha="center", size=9)
+    ax.text(28, -2.2, "one operand $A$ (16 × 16), pairs of 16 bits", ha="center", size=9)
+    arrow(ax, (16.5, 8), (19.5, 8))
+    ax.text(18, 7.2, "cvt", ha="center", size=8, family="monospace")
+    ax.plot((0, 16), (8, 8), color=INK, lw=0.6)
+    ax.plot((20, 36), (8, 8), color=INK, lw=0.6)
+    for row in (0, 8):
+        ax.text(-0.25, row + 0.5, str(row), ha="right", va="center", size=7)
+        ax.text(36.25, row + 0.5, str(row), ha="left", va="center", size=7)
+    save(figure, folder, "fragment")
+
+
+def swizzle(folder):
+    """Eight rows of 128 bytes, as they are and swizzled; one ldmatrix marked."""
+    figure, ax = canvas(7.2, 3.5, (-1.4, 19.6), (-2.3, 8.9))
+    for half, x0 in ((0, 0), (1, 10.5)):
+        for row in range(8):
+            for chunk in range(8):
+                place = chunk ^ row if half else chunk
+                marked = chunk == 2
+                color = TILES[1] if marked else PALE
+                box(ax, x0 + place, row, 1, 1, str(chunk), color, "white", size=8)
+            ax.text(x0 - 0.2, row + 0.5, f"row {row}", ha="right", va="center", size=7)
+        for place in range(8):
+            ax.text(x0 + place + 0.5, -0.2, f"{4 * place}–{4 * place + 3}", ha="center", size=6.3)
+        ax.text(x0 + 4, -0.8, "banks", ha="center", size=7.5)
+    ax.text(4, -1.6, "chunk $c$ at $c$: eight reads of the same four banks", ha="center")
+    ax.text(14.5, -1.6, "chunk $c$ at $c$ xor row: every bank once", ha="center")
+    ax.text(9.1, 8.55, "orange: the eight rows of 16 bytes that one 8 × 8 matrix of ldmatrix reads",
+            ha="center", size=8.5)  # fmt: skip
+    save(figure, folder, "swizzle")
+
+
+def pipeline(folder):
+    """Copies beside work, with one and with two tiles under way."""
+    figure, ax = canvas(7.2, 2.9, (-2.6, 19.0), (-0.8, 7.9))
+    work = (("$S$", 1.0, MEMORY["registers"]), ("softmax", 1.3, "#f8dfc0"),
+            ("$PV$", 1.0, MEMORY["registers"]))  # fmt: skip
+    total = sum(width for _, width, _ in work)
+
+    def tile(x, y, j):
+        for name, width, color in work:
+            label = name.replace("S", f"S_{j}").replace("PV", f"P_{j}V_{j}")
+            box(ax, x, y, width, 0.8, label, color, size=6.5 if name == "softmax" else 7.5)
+            x += width
+
+    ax.text(-2.5, -0.45, "one buffer: the copy waits for the work, the work for the copy", size=8.5)
+    x = 0.0
+    for j in range(3):
+        box(ax, x, 0, 2.4, 0.8, f"$K_{j}, V_{j}$", MEMORY["shared memory"], size=7.5)
+        tile(x + 2.4, 1, j)
+        x += 2.4 + total
+    ax.text(-2.5, 3.55, "a ring of two buffers: tile $j+1$ arrives while tile $j$ is at work",
+            size=8.5)  # fmt: skip
+    box(ax, 0, 4, 1.2, 0.8, "$Q, K_0$", MEMORY["shared memory"], size=7.5)
+    box(ax, 1.2, 4, 1.2, 0.8, "$V_0$", MEMORY["shared memory"], size=7.5)
+    x = 1.2
+    for j in range(5):
+        tile(x, 5, j)
+        if j < 4:
+            start = max(x, 2.4)
+            box(
+                ax, start, 4, 2.1, 0.8, f"$K_{j + 1}, V_{j + 1}$", MEMORY["shared memory"], size=7.5
+            )
+        x += total
+    for y in (0, 4):
+        ax.text(-0.2, y + 0.4, "cp.async", ha="right", va="center", size=8, family="monospace")
+        ax.text(-0.2, y + 1.4, "mma.sync", ha="right", va="center", size=8, family="monospace")
+    arrow(ax, (0, 6.6), (18.6, 6.6), color=GREY)
+    ax.text(18.6, 7.0, "time", ha="right", va="top", size=8, color=GREY)
+    save(figure, folder, "pipeline")
+
+
+def traffic(folder):
+    """Bytes through device memory by the formulas of the page, for one head."""
+    length = 2.0 ** np.arange(9, 18)
+    size, dim, tile_m = 2, 128, 128
+    least = size * 4 * length * dim
+    plain = least + size * 4 * length**2
+    tiled = size * 2 * dim * length * (1 + length / tile_m)
+    figure = Figure(figsize=(7.2, 3.3), layout="constrained")
+    ax = figure.subplots()
+    for values, label, color, style in (
+        (plain, "plain: $S$ and $P$ written and read", TILES[1], "-"),
+        (tiled, "tiled: $K$ and $V$ read for every query tile", TILES[0], "-"),
+        (least, "every array once", TILES[0], "--"),
+    ):
+        ax.loglog(length, values, style, color=color, label=label)
+        ax.text(length[-1] * 1.08, values[-1], f"{values[-1] / 1e9:.3g} GB", va="center", size=8,
+                color=color)  # fmt: skip
+    ax.fill_between(length, least, tiled, color=TILES[0], alpha=0.12, lw=0)
+    ax.text(4.2 * 2**13, 2**28, "tiled, with what L2 keeps", size=8, color=TILES[0], ha="center")
+    ax.set(xlabel="Lq = Lk", ylabel="bytes of one head", xlim=(length[0], length[-1] * 1.7))
+    ax.set_xticks(length[::2], [f"{int(n)}" for n in length[::2]])
+    ax.minorticks_off()
+    ax.legend(frameon=False)
+    save(figure, folder, "traffic")
+
+
+FIGURES = (
+    online_softmax, tiling, visibility, alibi, call, fragment, swizzle, pipeline, traffic
+)  # fmt: skip
+
+
+def main(folder=None):
+    folder = Path(folder) if folder else Path(__file__).parent / "_static"
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in FIGURES:
+        figure(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

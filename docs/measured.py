@@ -1,0 +1,125 @@
+"""Tables that are made when the pages are built: from measurements, the planner, the variants.
+
+Each function returns reStructuredText. Where nothing has been measured, it says so.
+"""
+
+import functools
+from pathlib import Path
+
+from fa_cupy import _tiles
+from fa_cupy.gpu import variants as gpu
+from validation import report, store
+
+RESULTS = Path(__file__).parents[1] / "validation" / "results"
+STATIC = Path(__file__).parent / "_static"
+NOT_A_SPEED = ("traffic", "tiles")
+
+
+def table(head, rows, widths="auto"):
+    """Return a list-table of cells, the first row its header."""
+    lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
+    for row in (head, *rows):
+        lines += [f"   {'* -' if i == 0 else '  -'} {cell}" for i, cell in enumerate(row)]
+    return "\n".join([*lines, ""])
+
+
+@functools.cache
+def results():
+    """Return {device slug: (header, rows)} of the benchmark files that exist."""
+    found = {}
+    for path in sorted(RESULTS.glob("bench-*.json")):
+        header, rows = store.load(path)
+        if rows:
+            found[path.stem.removeprefix("bench-")] = (header, rows)
+    return found
+
+
+def family(name):
+    """Return [(device, row)] of one family that are numbers."""
+    return [
+        (header.get("cpu", header["device"]), row)
+        for header, rows in results().values()
+        for row in rows
+        if row["family"] == name and "failed" not in row
+    ]
+
+
+def benchmarks():
+    """Every device's pictures and tables."""
+    parts = []
+    for slug, (header, rows) in results().items():
+        families = [f for f in dict.fromkeys(r["family"] for r in rows) if f not in NOT_A_SPEED]
+        if not families:
+            continue
+        name = header.get("cpu", header["device"])
+        versions = ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
+        parts.append(f".. rubric:: {name}\n\nMeasured on {header['date'][:10]} with {versions}.\n")
+        for picture in sorted(STATIC.glob(f"bench-{slug}*.png")):
+            parts.append(f".. image:: /_static/{picture.name}\n   :alt: speeds on {name}\n")
+        for f in families:
+            text = report.table([r for r in rows if r["family"] == f], report.best_peers(header, f))
+            indented = "\n".join(f"   {line}" for line in text.splitlines())
+            parts.append(f".. code-block:: text\n\n{indented}\n")
+    return "\n".join(parts) or "No speed has been measured yet: ``make bench`` does.\n"
+
+
+def traffic():
+    """Bytes that ncu counted beside the claims."""
+    rows = []
+    for device, row in family("traffic"):
+        numbers = (f"{row[name]:,.0f}" for name in ("value", "claim", "expected"))
+        rows.append((device, f"{row['case']}, {row['impl']}", *numbers))
+    if not rows:
+        return (
+            "No traffic has been measured yet: ``python -m validation traffic`` does, on a GPU with"
+            " ncu on the path.\n"
+        )
+    head = ("device", "call", "MB measured", "MB by the formula", "MB with L2 and separate passes")
+    return table(head, rows)
+
+
+def planned_cpu():
+    """The planner's tiles for the CPU, and the fastest measured ones where there are any."""
+    measured = {}
+    for _, row in family("tiles"):
+        best = measured.get(row["case"])
+        if best is None or row["ms"] < best["ms"]:
+            measured[row["case"]] = row
+    rows = []
+    for dtype, itemsize in (("float32", 4), ("float64", 8)):
+        for dim in (32, 64, 128, 256):
+            tile = _tiles.tile_sizes(dim, dim, itemsize, _tiles.CPU_CACHE_BYTES, 4096, 4096)
+            size = _tiles.footprint(*tile, dim, dim, itemsize)
+            row = measured.get(f"{dtype} hd{dim}")
+            fastest = row["impl"].replace("x", " x ") if row else "not measured"
+            rows.append((dtype, dim, f"{tile[0]} x {tile[1]}", f"{size / 1024:.0f} KB", fastest))
+    return table(("dtype", "head_dim", "planned", "it holds", "measured optimum"), rows)
+
+
+def planned_gpu():
+    """The planner's tiles for shared memory beside those of the kernels."""
+    rows = []
+    for dim in sorted({row.dim for row in gpu.VARIANTS}):
+        cells = [dim]
+        for budget in (99, 163, 227):
+            tile = _tiles.tile_sizes(dim, dim, 2, budget << 10, 4096, 4096, score_itemsize=4)
+            cells.append(f"{tile[0]} x {tile[1]}")
+        kernel = next(r for r in gpu.VARIANTS if r.dim == dim)
+        cells += [f"{kernel.tile_m} x {kernel.tile_n}", f"{kernel.shared_bytes / 1024:.0f} KB"]
+        rows.append(cells)
+    head = ("dims", "99 KB", "163 KB", "227 KB", "the kernel's", "its shared memory")
+    return table(head, rows)
+
+
+def variants():
+    """The rows of the table of kernels, one line for both dtypes."""
+    rows = [
+        (
+            f"``{r.entry}``", r.dim, f"{r.tile_m} x {r.tile_n}", r.warps, r.stages,
+            f"{r.shared_bytes / 1024:.0f} KB", r.why,
+        )
+        for r in gpu.VARIANTS
+        if r.dtype == "float16"
+    ]  # fmt: skip
+    head = ("kernel", "dims up to", "tile", "warps", "stages", "shared memory", "why")
+    return table(head, rows)

@@ -1,0 +1,207 @@
+"""Array kinds: what comes in, what the backends compute with, and the way back.
+
+NumPy and CuPy arrays are native. Arrays of other libraries are looked at in place through DLPack
+and results are handed back in the caller's kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_CPU, _CUDA = 1, 2
+# Pinned and managed memory go to the side that reads them at full speed (dlpack.h, DLDeviceType).
+_DEVICES = {1: _CPU, 3: _CPU, 2: _CUDA, 13: _CUDA}
+_MAX_WORK: Any = 100_000  # candidate solutions that numpy.shares_memory may look at
+_IMMUTABLE = ("jax", "jaxlib")
+
+
+class Native(NamedTuple):
+    """Arguments as native arrays, and what is needed to answer in the caller's kind."""
+
+    arrays: list[Any]  # numpy.ndarray or cupy.ndarray, in the order given; None stays None
+    backend: str  # "numpy" or "cupy"
+    give_back: Callable[[Any], Any]  # a native result in the caller's kind
+    context: contextlib.AbstractContextManager[Any]  # the caller's device and stream
+    # new(shape, dtype, axis order) allocates a result where the caller's library must do that;
+    # None where it is the backend's to allocate.
+    new: Callable[[Sequence[int], np.dtype[Any], Sequence[int]], Any] | None = None
+
+
+def to_native(name: str, **arrays: Any) -> Native:
+    """Return array arguments as NumPy or CuPy arrays, without copying their data.
+
+    Parameters
+    ----------
+    name : str
+        The public function that errors speak of.
+    **arrays : array or None
+        Arguments by name, at least one of them an array. `out` is what will be written to.
+
+    Returns
+    -------
+    Native
+
+    Raises
+    ------
+    TypeError
+        For what is not an array, for masked arrays, for arrays of two libraries, for torch tensors
+        that require a gradient and for arrays that DLPack cannot carry.
+    ValueError
+        For arrays on two devices.
+    """
+    given = {arg: x for arg, x in arrays.items() if x is not None}
+    places = {arg: _place(name, arg, x) for arg, x in given.items()}
+    lead = next(iter(given))
+    library, kind, device = places[lead]
+    for arg, x in given.items():
+        if places[arg][0] != library:
+            raise TypeError(
+                f"{name}: {arg} is a {_label(x)}, {lead} is a {_label(given[lead])}, "
+                "want arrays of one library"
+            )
+        if places[arg] != places[lead]:
+            raise ValueError(
+                f"{name}: {arg} is on {_device_label(places[arg])}, "
+                f"{lead} is on {_device_label(places[lead])}, want one device"
+            )
+    if library == "numpy":
+        plain = [None if x is None else np.asarray(x) for x in arrays.values()]
+        return Native(plain, "numpy", _same, contextlib.nullcontext())
+    if library == "cupy":
+        from fa_cupy.gpu import exchange as gpu_exchange
+
+        return Native(list(arrays.values()), "cupy", _same, gpu_exchange.on_device(device))
+    if library in _IMMUTABLE and "out" in given:
+        raise TypeError(f"{name}: out is a {_label(given['out'])}, which cannot be written to")
+
+    from fa_cupy import _dlpack
+
+    on_gpu = kind == _CUDA
+    native, exchange = _dlpack.open_exchange(name, library, arrays, on_gpu)
+    backend = "cupy" if on_gpu else "numpy"
+    new = exchange.new if on_gpu else None
+    return Native(native, backend, exchange.give_back, exchange.context(), new)
+
+
+def empty_like_layout(xp: Any, problem: Any, q: Any, dtype: np.dtype[Any]) -> Any:
+    """Return an uninitialised dense array for the output of `problem`, laid out as `q` is.
+
+    Parameters
+    ----------
+    xp : module
+        `numpy` or `cupy`.
+    problem : Problem
+        The array gets the shape ``problem.out_shape``.
+    q : array
+        The user's queries; see `memory_order`.
+    dtype : numpy.dtype
+    """
+    order = memory_order(problem.out_shape, q)
+    memory = xp.empty([problem.out_shape[axis] for axis in order], dtype)
+    return memory.transpose([order.index(axis) for axis in range(len(order))])
+
+
+def memory_order(shape: Sequence[int], like: Any) -> list[int]:
+    """Return the axes of a result of `shape`, outermost first, in the order of `like`'s strides.
+
+    The last axes of both correspond. Axes that `like` lacks or repeats become the outermost.
+    """
+    missing = len(shape) - like.ndim
+
+    def stride(axis: int) -> float:
+        if axis < missing or like.shape[axis - missing] == 1 or like.strides[axis - missing] == 0:
+            return np.inf
+        return float(abs(like.strides[axis - missing]))
+
+    return sorted(range(len(shape)), key=stride, reverse=True)
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Return whether two native arrays share an element (or may, where that is hard to tell)."""
+    if a.size == 0 or b.size == 0:
+        return False
+    try:
+        return np.shares_memory(_twin(a), _twin(b), max_work=_MAX_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(array: Any) -> bool:
+    """Return whether two elements of `array` may lie at one address.
+
+    An array passes when every axis steps over all that the axes with smaller strides span, which
+    is so for every view that slicing and transposing give.
+    """
+    if array.size == 0:
+        return False
+    span = array.dtype.itemsize
+    for stride, n in sorted((abs(s), n) for n, s in zip(array.shape, array.strides, strict=True)):
+        if n > 1:
+            if stride < span:
+                return True
+            span += stride * (n - 1)
+    return False
+
+
+def _twin(array: Any) -> np.ndarray[Any, Any]:
+    """Return a NumPy array with the addresses of `array`, which may be device memory: never read.
+
+    This lets NumPy solve the overlap problem for CuPy arrays too; CuPy's own solution lists all
+    addresses on the device.
+    """
+    if isinstance(array, np.ndarray):
+        return array
+    return np.asarray(_Addresses(array))
+
+
+class _Addresses:
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+            "data": (array.data.ptr, True),
+        }
+
+
+def _place(name: str, arg: str, x: Any) -> tuple[str, int, int]:
+    """Return (library, DLPack device type, device number) of an array argument."""
+    if isinstance(x, np.ndarray):
+        if any(base.__name__ == "MaskedArray" for base in type(x).__mro__):
+            raise TypeError(
+                f"{name}: {arg} is a masked array, want a plain array (hide keys with mask=)"
+            )
+        return "numpy", _CPU, 0
+    cupy = sys.modules.get("cupy")  # whoever made a CuPy array has imported it
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return "cupy", _CUDA, x.data.device_id
+    if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
+        raise TypeError(f"{name}: {arg} is a {_label(x)}, want an array")
+    try:
+        kind, number = x.__dlpack_device__()
+    except Exception as error:  # tracers and other stand-ins raise errors of their own kinds
+        raise TypeError(f"{name}: {arg} is a {_label(x)} that holds no data") from error
+    if int(kind) not in _DEVICES:
+        raise TypeError(
+            f"{name}: {arg} is on a device of DLPack type {int(kind)}, want the CPU or CUDA"
+        )
+    return type(x).__module__.partition(".")[0], _DEVICES[int(kind)], int(number)
+
+
+def _label(x: Any) -> str:
+    library = type(x).__module__.partition(".")[0]
+    return type(x).__qualname__ if library == "builtins" else f"{library}.{type(x).__qualname__}"
+
+
+def _device_label(place: tuple[str, int, int]) -> str:
+    return "the CPU" if place[1] == _CPU else f"CUDA device {place[2]}"
+
+
+def _same(native: Any) -> Any:
+    return native

@@ -1,0 +1,146 @@
+"""``python -m fa_cupy info``: what is here, and what would run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from fa_cupy import __version__, _driver
+from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.variants import SHARED_LIMIT, select
+
+#: What people call the types, besides their names.
+DTYPES = {
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+} | {name: name for name in ("float16", "bfloat16", "float32", "float64")}
+_REQUIRED = ("numpy", "scipy", "ml_dtypes", "threadpoolctl", "tqdm")
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+Line = tuple[str, str]
+
+
+def _version(*distributions: str) -> str | None:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _installed() -> Iterator[Line]:
+    yield "fa_cupy", f"{__version__} in {Path(__file__).parent}"
+    yield "python", f"{platform.python_version()} on {platform.machine()}"
+    yield "needs", ", ".join(f"{name} {_version(name) or 'missing'}" for name in _REQUIRED)
+    yield "cupy", _version(*_CUPY) or "not installed: CuPy arrays need the extra cuda12 or cuda13"
+    try:
+        found = "{}.{}".format(*nvrtc.version())
+        yield "nvrtc", f"{found}, cuda-bindings {_version('cuda-bindings')}"
+    except ImportError as error:
+        yield "nvrtc", str(error)
+
+
+def _machine() -> Iterator[Line]:
+    newest = _driver.driver_version()
+    yield "driver", f"CUDA {newest // 1000}.{newest % 1000 // 10}" if newest else "none in use"
+    found = devices.devices()
+    for one in found:
+        target = one.target or "too old for the kernels, served by CuPy's own"
+        yield (
+            f"device {one.number}",
+            f"{one.name}, compute capability {one.capability[0]}.{one.capability[1]} ({target}), "
+            f"{one.multiprocessors} multiprocessors, {one.memory_bytes / 2**30:.0f} GiB",
+        )
+    if not found:
+        yield "device", "none that CuPy sees: NumPy arrays only"
+
+
+def _kept() -> Iterator[Line]:
+    try:
+        folder = cache.cache_dir()
+        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
+        yield "cache", f"{folder}: {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
+    except OSError as error:
+        yield "cache", str(error)
+    # In a checkout; `make test` says whether the receipt still vouches for the tree.
+    try:
+        receipt = json.loads((compile.ROOT / "validation/results/receipt.json").read_text())
+    except (OSError, ValueError):
+        return
+    if "pending" in receipt:
+        mark = receipt["pending"]
+        yield "GPU tests", f"PENDING since {mark['since']}: {mark['why']}"
+    elif "run" in receipt:
+        run = receipt["run"]
+        failed = len(run["tests"].get("failed", []))
+        passed = sum(run["tests"].get("passed", {}).values())
+        where = f"{run['date'][:10]} on {run['environment']['device']}"
+        yield "GPU tests", f"{passed} passed, {failed} failed, {where}"
+
+
+def _call(options: argparse.Namespace) -> Iterator[Line]:
+    *batch, q_len, head_dim = options.shape
+    k_len = q_len if options.k_len is None else options.k_len
+    v_dim = head_dim if options.v_dim is None else options.v_dim
+    dtype = DTYPES[options.dtype]
+    entries = math.prod(batch)
+    flop = 2 * entries * q_len * k_len * (head_dim + v_dim) / (2 if options.causal else 1)
+    yield (
+        "call",
+        f"{dtype}, {entries} x {q_len} queries x {k_len} keys, head_dim {head_dim}, v_dim {v_dim}"
+        f"{', causal' if options.causal else ''}: {flop / 1e12:.3g} TFLOP",
+    )
+    yield "NumPy", "tiled NumPy, on all cores"
+    target = options.target or devices.current_target()
+    if target is None:
+        yield "CuPy", "no device here; --target asks for one that is not"
+        return
+    row = select(dtype, head_dim, v_dim, target)
+    if row is None:
+        yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
+        return
+    blocks = entries * -(-q_len // row.tile_m)
+    yield "CuPy", f"{target}: {row.name}"
+    yield (
+        "",
+        f"{blocks} blocks of {row.threads} threads, {row.shared_bytes / 1024:.0f} of "
+        f"{SHARED_LIMIT[target] // 1024} KB of shared memory",
+    )
+    yield "", row.why
+
+
+def _shape(text: str) -> list[int]:
+    shape = [int(size) for size in text.split(",")]
+    if len(shape) < 2 or min(shape) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 4,16,4096,128")
+    return shape
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fa_cupy info",
+        description="Say what is installed, and with --shape which kernel would serve a call.",
+    )
+    parser.add_argument("--shape", type=_shape, metavar="B,H,L,D", help="shape of the queries")
+    parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    parser.add_argument("--k-len", type=int, help="number of keys (default: of queries)")
+    parser.add_argument("--v-dim", type=int, help="last axis of the values (default: D)")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--target", choices=SHARED_LIMIT, help="default: the current device's")
+    options = parser.parse_args(argv)
+    parts = [_installed(), _machine(), _kept()]
+    if options.shape:
+        parts.append(_call(options))
+    for part in parts:
+        for label, text in part:
+            print(f"{label:<10}  {text}")
+    return 0

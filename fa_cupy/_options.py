@@ -1,0 +1,100 @@
+"""Checks of options: scalars, flags and the band of visible keys."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+_ALIGNMENTS = ("top_left", "bottom_right")
+
+
+def flag(name: str, arg: str, value: Any) -> bool:
+    """Return `value`, a bool, a NumPy bool or one of the integers 0 and 1, as a bool."""
+    if isinstance(value, (bool, np.bool_)) or (
+        isinstance(value, (int, np.integer)) and value in (0, 1)
+    ):
+        return bool(value)
+    raise TypeError(f"{name}: {arg} is {_show(value)}, want a bool")
+
+
+def finite(name: str, arg: str, value: Any, minimum: float = -math.inf) -> float:
+    """Return `value`, a finite real number of any type that is at least `minimum`, as a float."""
+    wanted = "a finite number" + (f" >= {minimum:g}" if minimum > -math.inf else "")
+    try:
+        # float() alone would also take a str, an array of one element and a complex NumPy scalar.
+        axes: int = getattr(value, "ndim", 0)
+        if axes or isinstance(value, (str, bytes, bool, np.bool_, np.complexfloating)):
+            raise TypeError
+        number = float(value)
+    except TypeError:
+        raise TypeError(f"{name}: {arg} is {_show(value)}, want {wanted}") from None
+    except OverflowError:  # an int above 1.8e308
+        number = math.inf
+    if not math.isfinite(number) or number < minimum:
+        raise ValueError(f"{name}: {arg} is {_show(value)}, want {wanted}")
+    return number
+
+
+def band(
+    name: str, is_causal: Any, causal_align: Any, window: Any, q_len: int, k_len: int
+) -> tuple[int | None, int | None]:
+    """Fold causality and window into the bounds of ``j - i``; a bound that never binds is None."""
+    causal = flag(name, "is_causal", is_causal)
+    known = isinstance(causal_align, str) and causal_align in _ALIGNMENTS
+    if causal_align is not None and not known:
+        raise ValueError(
+            f"{name}: causal_align is {_show(causal_align)}, want 'top_left' or 'bottom_right'"
+        )
+    left, right = _window(name, window)
+    if not causal and left is None and right is None:
+        return None, None
+    if q_len != k_len and causal_align is None:
+        raise ValueError(
+            f"{name}: {'is_causal' if causal else 'window'} with {q_len} queries and {k_len} keys "
+            "needs causal_align='top_left' (query i stands at key i) or 'bottom_right' "
+            "(the last query stands at the last key)"
+        )
+    offset = k_len - q_len if causal_align == "bottom_right" else 0
+    lower = None if left is None else offset - left
+    upper = None if right is None else offset + right
+    if causal:
+        upper = offset  # right >= 0, so that causality is the tighter bound
+    if lower is not None and lower <= 1 - q_len:
+        lower = None
+    if upper is not None and upper >= k_len - 1:
+        upper = None
+    return lower, upper
+
+
+def _window(name: str, window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"{name}: window is {_show(window)}, want a pair (left, right)")
+    sides: list[int | None] = []
+    for i, side in enumerate(window):
+        try:
+            reach = None if side is None else operator.index(side)
+        except TypeError:
+            raise TypeError(
+                f"{name}: window[{i}] is {_show(side)}, want None or an int >= 0"
+            ) from None
+        if reach is not None and reach < 0:
+            raise ValueError(f"{name}: window[{i}] is {_show(side)}, want None or an int >= 0")
+        sides.append(reach)
+    return sides[0], sides[1]
+
+
+def precision(name: str, value: Any, dtype: np.dtype[Any]) -> str | None:
+    """Return `value` where it has a meaning: "tf32" for float32, else None."""
+    if value is not None and not (isinstance(value, str) and value == "tf32"):
+        raise ValueError(f"{name}: precision is {_show(value)}, want None or 'tf32'")
+    return "tf32" if value is not None and dtype == np.float32 else None
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,65 @@
+"""``python -m fa_cupy warmup``: compile kernels ahead of their first call."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from tqdm import tqdm
+
+from fa_cupy._info import DTYPES
+from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, Variant, select
+
+
+def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
+    """Return the rows that calls of these types and dims get on a target, in the table's order."""
+    chosen = {select(dtype, dim, dim, target) for dtype in dtypes for dim in dims}
+    return [row for row in VARIANTS if row in chosen]
+
+
+def _compile(row: Variant, target: str) -> bool:
+    return compile.compile_variant(row, target).cached
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fa_cupy warmup",
+        description="Compile the kernels that calls would use, so that no call has to wait.",
+    )
+    parser.add_argument("--target", choices=SHARED_LIMIT, help="default: the current device's")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: all")
+    parser.add_argument("--head-dim", type=int, action="append", help="default: all")
+    options = parser.parse_args(argv)
+    target = options.target or devices.current_target()
+    if target is None:
+        print("warmup: no GPU here; name a target, as in --target sm_90a", file=sys.stderr)
+        return 1
+    dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
+    rows = serving(target, dtypes, set(options.head_dim or (row.dim for row in VARIANTS)))
+    start = time.perf_counter()
+    kept = 0
+    # Processes: NVRTC compiles one kernel at a time in each.
+    workers = max(1, min(len(rows), len(os.sched_getaffinity(0))))
+    spawn = multiprocessing.get_context("spawn")
+    try:
+        nvrtc.version()
+        folder = cache.cache_dir()
+        with ProcessPoolExecutor(workers, spawn) as pool, tqdm(total=len(rows), unit="") as bar:
+            for done in as_completed([pool.submit(_compile, row, target) for row in rows]):
+                kept += done.result()
+                bar.update()
+    except (ImportError, OSError, nvrtc.CompileError) as error:
+        print(f"warmup: {error}", file=sys.stderr)
+        return 1
+    took = time.perf_counter() - start
+    print(
+        f"{len(rows) - kept} kernels compiled for {target} in {took:.1f} s, {kept} were there; "
+        f"all in {folder}"
+    )
+    return 0

@@ -1,0 +1,1 @@
+"""The tiled NumPy implementation, one file per family."""

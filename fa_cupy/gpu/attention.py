@@ -1,0 +1,211 @@
+"""Attention on CuPy arrays: choose a kernel, lay the call out once, launch it often.
+
+Plans are cached on the arguments as they come, so that a repeated call costs a lookup, its
+allocations and a launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from fa_cupy import _arrays, _check, _options
+from fa_cupy.gpu import compile
+from fa_cupy.gpu.devices import target_of_device
+from fa_cupy.gpu.launch import Launch
+from fa_cupy.gpu.params import fill
+from fa_cupy.gpu.plan import (
+    Plan,
+    dense_strides,
+    fits,
+    kernel_takes,
+    pack_head,
+    packed_copy,
+    plan_for,
+    remember,
+    variant_for,
+)
+
+# By the arguments of a call as they come.
+_calls: dict[Any, Plan] = {}
+
+
+def cached(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: Any, is_causal: Any, causal_align: Any,
+    window: Any, softcap: Any, precision: Any, return_lse: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Answer a call of `fa_cupy.attention` whose plan is known or can be made; None otherwise.
+
+    The key holds the arguments unchecked, and the types of those that compare equal across types
+    (``1 == True``): only calls that were once checked are in the table.
+    """
+    if out is not None or not (type(q) is type(k) is type(v) is cupy.ndarray):
+        return None
+    device = q.data.device_id
+    if k.data.device_id != device or v.data.device_id != device or runtime.getDevice() != device:
+        return None
+    key: Any = (
+        device, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides,
+        v.dtype, scale, scale.__class__, is_causal, is_causal.__class__, causal_align, softcap,
+        softcap.__class__, precision, return_lse.__class__,
+    )  # fmt: skip
+    if bias is not None or mask is not None or window is not None:
+        extra = _signature(bias, device), _signature(mask, device), _signature(window, device)
+        if any(part is False for part in extra):
+            return None
+        key = (key, extra)
+    try:
+        plan = _calls.get(key)
+    except TypeError:  # an argument that cannot be hashed is nothing that can be right
+        return None
+    if plan is None:
+        problem = _check.attention_problem(
+            q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
+            window=window, softcap=softcap, precision=precision,
+        )  # fmt: skip
+        _options.flag("attention", "return_lse", return_lse)
+        if not _direct(problem, q, k, v, bias, None):
+            return None
+        strides = dense_strides(problem, q)
+        remember(_calls, key, plan := plan_for(problem, strides, device))
+    result = plan(q, k, v, bias, mask, None, return_lse)
+    return result if return_lse else result[0]
+
+
+def attention(
+    problem: _check.Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    out: Any,
+    return_lse: bool,
+) -> tuple[Any, Any | None]:
+    """Solve `problem` on the current device and stream.
+
+    Parameters
+    ----------
+    problem : Problem
+        From `fa_cupy._check.attention_problem`.
+    q, k, v, bias, mask : cupy.ndarray or None
+        The arrays that `problem` was made from.
+    out : cupy.ndarray or None
+        Array for the output; None allocates one laid out in memory as `q` is.
+    return_lse : bool
+
+    Returns
+    -------
+    out : cupy.ndarray
+        Of shape ``problem.out_shape``.
+    lse : cupy.ndarray or None
+    """
+    device = runtime.getDevice()
+    if math.prod(problem.out_shape[:-1]) and variant_for(problem, device) is None:
+        from fa_cupy.gpu import tiled  # needs cuBLAS, which the kernels do not
+
+        return tiled.attention(problem, q, k, v, bias, mask, out, return_lse)
+    if not _direct(problem, q, k, v, bias, out):
+        return _by_copies(problem, q, k, v, bias, mask, out, return_lse)
+    strides = dense_strides(problem, q) if out is None else out.strides
+    return plan_for(problem, strides, device)(q, k, v, bias, mask, out, return_lse)
+
+
+def _by_copies(
+    problem: _check.Problem, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: bool
+) -> tuple[Any, Any | None]:
+    """Solve a problem of which a kernel cannot take some array as it is."""
+    target = out
+    if out is None:
+        target = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
+    if not fits(target, problem.dtype):
+        target = cupy.empty(problem.out_shape, problem.dtype)
+    views = {"q": problem.q, "k": problem.k, "v": problem.v, "bias": problem.bias}
+    arrays = {"q": q, "k": k, "v": v, "bias": bias}
+    for name, view in views.items():
+        if view is not None and not kernel_takes(name, view, arrays[name]):
+            arrays[name], views[name] = packed_copy(view, arrays[name])
+    changed: dict[str, Any] = dict(views)
+    problem = dataclasses.replace(problem, **changed)
+    result, rows = attention(
+        problem, arrays["q"], arrays["k"], arrays["v"], arrays["bias"], mask, target, lse
+    )
+    if out is None or out is result:
+        return result, rows
+    out[...] = result
+    return out, rows
+
+
+def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarray[Any, Any]:
+    """Run the kernel up to a stage of its first key tile and return what it then holds.
+
+    Parameters
+    ----------
+    q, k, v : cupy.ndarray
+        Of float16 or bfloat16, with a contiguous last axis.
+    stage : int
+        1: scores; 2: per row the largest score, in units of ``log2(e) * scale``, and the sum of
+        weights, in columns 0 and 1; 3: weights; 4: the output before its division.
+    **options
+        Of `fa_cupy.attention`.
+
+    Returns
+    -------
+    numpy.ndarray, shape (batch entries, q_len padded to tiles, columns)
+        float32; columns past the end of the data are meaningless.
+    """
+    defaults = dict.fromkeys(("scale", "causal_align", "window", "precision"))
+    options = {**defaults, "is_causal": False, "softcap": 0.0, **options}
+    problem = _check.attention_problem(q, k, v, None, None, **options)
+    device = runtime.getDevice()
+    row = variant_for(problem, device)
+    if row is None or not _direct(problem, q, k, v, None, None):
+        raise ValueError("debug_stage: q, k and v go to no kernel, or only as copies")
+    row = dataclasses.replace(row, debug_stage=stage)
+    kernel = compile.load(row, str(target_of_device(device)), device)
+    out = cupy.empty(problem.out_shape, problem.dtype)
+    params, parts, aligned = fill(
+        problem, _check.out_view(problem, out.shape, out.strides), row.tile_m
+    )
+    columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
+    tiles = int(params["q_tiles"][0])
+    shape = (math.prod(problem.batch), tiles, row.tile_m, columns)
+    debug = cupy.full(shape, np.nan, np.float32)
+    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, 0, 0, out.data.ptr, 0, debug.data.ptr)
+    pack_head(params, 0, *pointers, 0, aligned and not any(p & 15 for p in pointers))
+    Launch(kernel, parts[0].blocks, row.threads, row.shared_bytes)(params)
+    # Blocks take the last query rows first.
+    dumped: np.ndarray[Any, Any] = debug.get()[:, ::-1]
+    return dumped.reshape(shape[0], tiles * row.tile_m, columns)
+
+
+def _signature(x: Any, device: int) -> Any:
+    """Return what a plan depends on in an optional argument; False if it cannot be told."""
+    if x is None:
+        return None
+    if type(x) is cupy.ndarray:
+        return x.data.device_id == device and (x.shape, x.strides, x.dtype)
+    if type(x) is tuple and all(side is None or type(side) is int for side in x):
+        return x
+    return False
+
+
+def _direct(problem: _check.Problem, q: Any, k: Any, v: Any, bias: Any, out: Any) -> bool:
+    """Whether a kernel serves `problem` and takes all arrays as they are."""
+    if math.prod(problem.out_shape[:-1]) == 0:
+        return True
+    if variant_for(problem, runtime.getDevice()) is None:
+        return False
+    if out is None:
+        dense = dense_strides(problem, q)[-1] == problem.dtype.itemsize or problem.v_dim < 2
+    else:
+        dense = fits(out, problem.dtype)
+    pairs = (("q", q), ("k", k), ("v", v), ("bias", bias))
+    return dense and all(
+        array is None or kernel_takes(name, getattr(problem, name), array) for name, array in pairs
+    )

@@ -1,0 +1,99 @@
+"""Compiled kernels on disk: one file each, written once, in a folder that is the user's alone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER_VARIABLE = "FA_CUPY_CACHE_DIR"
+_MAGIC = b"fa_cupy cubin 1\n"
+_DIGEST_BYTES = 32
+
+
+class Entry(NamedTuple):
+    """What is kept of one compilation."""
+
+    cubin: bytes
+    log: str
+    seconds: float
+
+
+def cache_dir() -> Path:
+    """Return the folder of the cache, made if need be.
+
+    ``$FA_CUPY_CACHE_DIR``, else ``fa_cupy`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Where no such
+    folder can be used, as in a container without a home, one of the user's own among the
+    temporary files.
+
+    Raises
+    ------
+    OSError
+        If the folder cannot be made, belongs to somebody else, or others can write to it: what
+        it holds is run on the GPU.
+    """
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return _private(Path(named).expanduser().absolute())
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        # The XDG specification has relative paths ignored.
+        home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+        return _private(home / "fa_cupy")
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return _private(Path(tempfile.gettempdir()) / f"fa_cupy-{os.geteuid()}")
+
+
+def _private(folder: Path) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise PermissionError(
+            f"kernel cache: {folder} belongs to user {status.st_uid}, want {os.geteuid()}; "
+            f"{FOLDER_VARIABLE} names another folder"
+        )
+    if status.st_mode & 0o022:
+        raise PermissionError(
+            f"kernel cache: {folder} has mode {status.st_mode & 0o777:o}, want 700 (others could "
+            f"have put kernels there: empty it and chmod it, or set {FOLDER_VARIABLE})"
+        )
+    return folder
+
+
+def read(path: Path, key: str) -> Entry | None:
+    """Return what a file of the cache holds; None where it is not sound or has another key."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    start = len(_MAGIC) + _DIGEST_BYTES
+    digest, payload = data[len(_MAGIC) : start], data[start:]
+    if not data.startswith(_MAGIC) or hashlib.sha256(payload).digest() != digest:
+        return None
+    head, _, cubin = payload.partition(b"\n")
+    facts = json.loads(head)
+    return Entry(cubin, facts["log"], facts["seconds"]) if facts["key"] == key else None
+
+
+def write(path: Path, key: str, entry: Entry) -> None:
+    """Keep a compilation in place of whatever stands there.
+
+    A reader sees the whole of it or nothing, whoever else writes at the same time.
+    """
+    head = json.dumps({"key": key, "log": entry.log, "seconds": entry.seconds})
+    payload = head.encode() + b"\n" + entry.cubin
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

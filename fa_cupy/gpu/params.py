@@ -1,0 +1,165 @@
+"""The parameter struct of the attention kernels, and how a problem fills it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy._check import FLOAT_DTYPES, Problem, View
+
+MAX_BATCH_AXES = 6
+MAX_GRID = 2**31 - 1
+#: Query and key indices are 32-bit inside a kernel; a tile may reach past the end.
+MAX_LENGTH = 2**31 - 2**16
+_INT32 = 2**31 - 1
+_LOG2E = math.log2(math.e)
+
+#: The arrays a launch points to, in the order of the struct.
+POINTERS = ("q", "k", "v", "bias", "mask", "out", "lse", "debug")
+_OPERANDS = ("q", "k", "v", "out", "bias", "mask")
+_ROWS = ("q", "k", "v", "out")
+
+#: The same fields in the same order as ``struct AttentionParams`` in
+#: ``cuda_src/common/attention_params.cuh``, which checks the size when it is compiled.
+ATTENTION_PARAMS = np.dtype(
+    [(name, np.uint64) for name in POINTERS]
+    + [("first_batch", np.int64), ("aligned", np.int32), ("batch_axes", np.int32)]
+    + [(f"{name}_{axis}", np.int64) for name in ("bias", "mask") for axis in ("row", "col")]
+    + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _OPERANDS]
+    + [("batch_size", np.int32, (MAX_BATCH_AXES,))]
+    + [(f"{name}_row", np.int32) for name in _ROWS]
+    + [(name, np.int32) for name in ("q_len", "k_len", "head_dim", "v_dim", "q_tiles")]
+    + [(name, np.int32) for name in ("lower", "upper", "bias_kind", "transform")]
+    + [(name, np.float32) for name in ("exp2_scale", "scale", "softcap")],
+    align=True,
+)
+#: How a call writes its pointers, `first_batch` and `aligned` at the head of the struct.
+HEAD_FORMAT = "=8Qqi"
+
+
+class Part(NamedTuple):
+    """One launch of a problem: byte offsets of `POINTERS`, its first batch entry, its blocks."""
+
+    offsets: tuple[int, ...]
+    first_batch: int
+    blocks: int
+
+
+def collapse(
+    batch: tuple[int, ...], views: dict[str, View]
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Merge neighbouring batch axes that every view walks as one.
+
+    Parameters
+    ----------
+    batch : tuple of int
+    views : dict of View
+        Views over `batch`; their last two axes are left alone.
+
+    Returns
+    -------
+    sizes : list of int
+        The batch axes that are left, none of them 1.
+    strides : dict of list of int
+        Bytes along each of them, for each view.
+    """
+    sizes: list[int] = []
+    strides: dict[str, list[int]] = {name: [] for name in views}
+    for axis, size in enumerate(batch):
+        if size == 1:
+            continue
+        here = {name: view.strides[axis] for name, view in views.items()}
+        if sizes and all(strides[name][-1] == here[name] * size for name in views):
+            sizes[-1] *= size
+            for name in views:
+                strides[name][-1] = here[name]
+        else:
+            sizes.append(size)
+            for name in views:
+                strides[name].append(here[name])
+    return sizes, strides
+
+
+def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any], list[Part], bool]:
+    """Return the parameter struct of a problem, all but its head, and the launches it takes.
+
+    Parameters
+    ----------
+    problem : Problem
+        With sizes and row strides that fit 32 bits.
+    out : View
+        Of the output, over ``problem.batch``.
+    tile_m : int
+        Query rows of a tile.
+
+    Returns
+    -------
+    params : numpy.ndarray
+        Shape (1,), dtype `ATTENTION_PARAMS`.
+    parts : list of Part
+        One, unless there are more batch axes or tiles than a launch takes.
+    aligned : bool
+        Whether all rows of q, k, v and out start at multiples of 16 bytes if the arrays do.
+    """
+    views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
+    item = dict.fromkeys(views, problem.dtype.itemsize)
+    if problem.bias is not None and problem.bias_dtype is not None:
+        views["bias"], item["bias"] = problem.bias, problem.bias_dtype.itemsize
+    if problem.mask is not None:
+        views["mask"], item["mask"] = problem.mask, 1
+    sizes, strides = collapse(problem.batch, views)
+    outer = max(0, len(sizes) - MAX_BATCH_AXES)
+    axes = len(sizes) - outer
+
+    params = np.zeros(1, ATTENTION_PARAMS)
+    p = params[0]
+    for name, view in views.items():
+        p[f"{name}_row"] = view.strides[-2] // item[name]
+        if name in ("bias", "mask"):
+            p[f"{name}_col"] = view.strides[-1] // item[name]
+        p[f"{name}_batch"][:axes] = [s // item[name] for s in strides[name][outer:]]
+    p["batch_size"] = 1
+    p["batch_size"][:axes] = sizes[outer:]
+    p["batch_axes"] = axes
+    for name in ("q_len", "k_len", "head_dim", "v_dim"):
+        p[name] = getattr(problem, name)
+    p["q_tiles"] = -(-problem.q_len // tile_m)
+    p["lower"] = -_INT32 if problem.lower is None else _clip(problem.lower)
+    p["upper"] = _INT32 if problem.upper is None else _clip(problem.upper)
+    if problem.bias_dtype is not None:
+        p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
+    # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
+    plain_scale = 1e-30 < problem.scale < 1e30
+    transform = problem.bias is not None or problem.softcap > 0 or not plain_scale
+    p["transform"] = transform
+    p["exp2_scale"] = 1.0 if transform else problem.scale * _LOG2E
+    p["scale"] = max(-3e38, min(3e38, problem.scale))
+    p["softcap"] = min(3e38, problem.softcap)
+
+    parts = list(_parts(sizes, outer, strides, problem.q_len, int(p["q_tiles"])))
+    steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
+    return params, parts, all(step % 16 == 0 for step in steps)
+
+
+def _parts(
+    sizes: list[int], outer: int, strides: dict[str, list[int]], q_len: int, q_tiles: int
+) -> Iterator[Part]:
+    inner = math.prod(sizes[outer:])
+    entries = max(1, MAX_GRID // q_tiles)
+    for number, index in enumerate(itertools.product(*map(range, sizes[:outer]))):
+        at = {
+            name: sum(i * s for i, s in zip(index, steps, strict=False))
+            for name, steps in strides.items()
+        }
+        at["lse"] = number * inner * q_len * 4
+        offsets = tuple(at.get(name, 0) for name in POINTERS)
+        for first in range(0, inner, entries):
+            yield Part(offsets, first, min(entries, inner - first) * q_tiles)
+
+
+def _clip(bound: int) -> int:
+    return max(-_INT32, min(_INT32, bound))

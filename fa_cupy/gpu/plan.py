@@ -1,0 +1,162 @@
+"""Plans: all of a launch that follows from shapes, strides, dtypes, options and device."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import alloc
+
+from fa_cupy import _arrays, _check
+from fa_cupy.gpu import compile
+from fa_cupy.gpu.devices import target_of_device
+from fa_cupy.gpu.launch import Launch
+from fa_cupy.gpu.params import HEAD_FORMAT, MAX_LENGTH, fill
+from fa_cupy.gpu.variants import Variant, select
+
+_MAX_PLANS = 4096
+_FLOAT32 = np.dtype(np.float32)
+#: Writes the head of a parameter struct: buffer, 0, eight pointers, first batch entry, aligned.
+pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
+
+_plans: dict[Any, Plan] = {}
+
+
+class Plan:
+    """How one kind of call runs on one device.
+
+    Parameters
+    ----------
+    problem : Problem
+    out_strides : tuple of int
+        Bytes, of the user's output.
+    device : int
+    """
+
+    __slots__ = (
+        "_aligned", "_launches", "_lse_bytes", "_lse_shape", "_out_bytes", "_out_shape",
+        "_out_strides", "_params", "_pool", "_problem", "device",
+    )  # fmt: skip
+
+    def __init__(self, problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> None:
+        self.device = device
+        self._problem = problem
+        self._out_shape = problem.out_shape
+        self._out_strides = out_strides
+        self._out_bytes = math.prod(problem.out_shape) * problem.dtype.itemsize
+        self._lse_shape = problem.out_shape[:-1]
+        self._lse_bytes = 4 * math.prod(self._lse_shape)
+        self._launches: list[tuple[tuple[int, ...], int, Launch]] = []
+        if self._lse_bytes == 0:  # no row to compute
+            return
+        variant = variant_for(problem, device)
+        assert variant is not None
+        kernel = compile.load(variant, str(target_of_device(device)), device)
+        out = _check.out_view(problem, problem.out_shape, out_strides)
+        self._params, parts, self._aligned = fill(problem, out, variant.tile_m)
+        # Parameter structs that no thread is using; a launch copies its struct before it returns.
+        self._pool: list[np.ndarray[Any, Any]] = []
+        for offsets, first, blocks in parts:
+            launch = Launch(kernel, blocks, variant.threads, variant.shared_bytes)
+            self._launches.append((offsets, first, launch))
+
+    def __call__(
+        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, return_lse: bool
+    ) -> tuple[Any, Any | None]:
+        """Run the call on the current stream of the plan's device, which must be current."""
+        if out is None:
+            memory = alloc(self._out_bytes)
+            out = cupy.ndarray(self._out_shape, self._problem.dtype, memory, self._out_strides)
+        lse, lse_pointer = None, 0
+        if return_lse:
+            lse = cupy.ndarray(self._lse_shape, _FLOAT32, alloc(self._lse_bytes))
+            lse_pointer = lse.data.ptr
+        if not self._launches:
+            return out, lse
+        q_pointer, k_pointer, v_pointer = q.data.ptr, k.data.ptr, v.data.ptr
+        bias_pointer = 0 if bias is None else bias.data.ptr
+        mask_pointer = 0 if mask is None else mask.data.ptr
+        out_pointer = out.data.ptr
+        aligned = self._aligned and not (q_pointer | k_pointer | v_pointer | out_pointer) & 15
+        try:
+            params = self._pool.pop()
+        except IndexError:
+            params = self._params.copy()
+        for offsets, first, launch in self._launches:
+            pointers = (
+                q_pointer, k_pointer, v_pointer, bias_pointer, mask_pointer, out_pointer,
+                lse_pointer, 0,
+            )  # fmt: skip
+            if len(self._launches) > 1:
+                moved = zip(pointers, offsets, strict=True)
+                pointers = tuple(p and p + o for p, o in moved)
+            pack_head(params, 0, *pointers, first, aligned)
+            launch(params)
+        self._pool.append(params)
+        return out, lse
+
+
+def plan_for(problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> Plan:
+    """Return the plan of a problem, made at most once."""
+    key = (problem, out_strides, device)
+    plan = _plans.get(key)
+    if plan is None:
+        remember(_plans, key, plan := Plan(problem, out_strides, device))
+    return plan
+
+
+def remember(table: dict[Any, Plan], key: Any, plan: Plan) -> None:
+    """Add a plan to a table, which starts anew when it is full."""
+    if len(table) >= _MAX_PLANS:
+        table.clear()
+    table[key] = plan
+
+
+def variant_for(problem: _check.Problem, device: int) -> Variant | None:
+    """Return the row that serves a problem on a device, None where `fa_cupy.gpu.tiled` does."""
+    if max(problem.q_len, problem.k_len) > MAX_LENGTH:
+        return None
+    target = target_of_device(device)
+    return select(problem.dtype.name, problem.head_dim, problem.v_dim, target)
+
+
+def kernel_takes(name: str, view: _check.View, array: Any) -> bool:
+    """Whether a kernel can read `array` through `view`: whole elements, dense rows."""
+    item = array.dtype.itemsize
+    if array.data.ptr % item or any(step % item for step in view.strides):
+        return False
+    if name == "bias":
+        return True
+    dense: bool = view.strides[-1] == item and abs(view.strides[-2] // item) < 2**31
+    return dense
+
+
+def fits(out: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether a kernel can write to `out`: whole elements, dense rows."""
+    item = dtype.itemsize
+    dense: bool = out.shape[-1] < 2 or out.strides[-1] == item
+    whole: bool = out.data.ptr % item == 0 and all(step % item == 0 for step in out.strides)
+    return dense and whole and abs(out.strides[-2] // item) < 2**31
+
+
+def packed_copy(view: _check.View, array: Any) -> tuple[Any, _check.View]:
+    """Copy what `view` sees of `array`, each broadcast element once."""
+    shape = [n if step else 1 for n, step in zip(view.shape, view.strides, strict=True)]
+    copy = cupy.ascontiguousarray(_check.view(cupy, array, _check.View(tuple(shape), view.strides)))
+    steps = [0 if n == 1 else step for n, step in zip(shape, copy.strides, strict=True)]
+    steps[-1] = array.dtype.itemsize if view.strides[-1] else 0
+    return copy, _check.View(view.shape, tuple(steps))
+
+
+def dense_strides(problem: _check.Problem, q: Any) -> tuple[int, ...]:
+    """Strides of a new output, laid out in memory as `q` is."""
+    strides = [0] * len(problem.out_shape)
+    step = problem.dtype.itemsize
+    for axis in reversed(_arrays.memory_order(problem.out_shape, q)):
+        strides[axis] = step
+        step *= max(1, problem.out_shape[axis])
+    return tuple(strides)

@@ -1,0 +1,303 @@
+"""Attention by batched cuBLAS products on tiles: what the dedicated kernels do not serve.
+
+Takes every dtype and head_dim, in float32 or float64 arithmetic. Several batch entries are stacked
+so that each product fills the device. Nothing waits for the device but one look at the end at
+whether all results are finite (see `fa_cupy._tiled`).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import cupy
+import numpy as np
+
+from fa_cupy import _arrays, _check, _stacks, _tiled
+from fa_cupy.gpu import _blas
+
+# Bytes of the largest scratch array. A gemm reaches its full speed from about 32768 rows by 1024
+# columns of float32 on; a product this size also takes longer than its launch.
+_SCRATCH_BYTES = 128 << 20
+_TILE_N = 1024
+# Fewest queries of a tile: below this, reading keys and values costs as much as the products.
+_LEAST_M = 1024
+# Most queries of a tile under a band, where scores above the diagonal are computed in vain.
+_MOST_BAND_M = 2048
+
+
+def attention(
+    problem: _check.Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any | None,
+    mask: Any | None,
+    out: Any | None,
+    return_lse: bool,
+) -> tuple[Any, Any | None]:
+    """Solve `problem` for CuPy arrays on the current device and stream.
+
+    Parameters
+    ----------
+    problem : Problem
+        From `fa_cupy._check.attention_problem`.
+    q, k, v, bias, mask : cupy.ndarray or None
+        The arrays that `problem` was made from.
+    out : cupy.ndarray or None
+        Array for the output; None allocates one laid out in memory as `q` is.
+    return_lse : bool
+        Whether the LSE is wanted.
+
+    Returns
+    -------
+    out : cupy.ndarray
+        Of shape ``problem.out_shape``.
+    lse : cupy.ndarray or None
+        Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
+    """
+    if out is None:
+        out = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
+    dtype = np.dtype(np.float64 if problem.dtype == np.float64 else np.float32)
+    lse = cupy.empty(problem.out_shape[:-1], dtype)
+    out_view = _check.out_view(problem, out.shape, out.strides)
+    lse_view = _check.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
+    views = (problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view)
+    present = [view for view in views if view is not None]
+
+    stack, tile_m = _tile(problem, dtype, _stack_length(present))
+    tasks = []
+    for x in _stacks.stacks(cupy, (q, k, v, bias, mask, out, lse), views, stack):
+        for begin in range(0, problem.q_len, tile_m):
+            rows = (begin, min(begin + tile_m, problem.q_len))
+            tasks.append((_tiled.Operands(*x), *rows, _TILE_N))
+    if not tasks:
+        return out, lse if return_lse else None
+
+    # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than weights rounded
+    # to float16, so that these may use the tensor cores.
+    tf32 = problem.precision == "tf32" or problem.dtype.itemsize == 2
+    steps = _Steps(dtype, tf32, len(tasks))
+    for task in tasks:
+        _tiled.attend(steps, problem, *task)
+    for index in np.flatnonzero(steps.spoiled.get()):
+        _tiled.attend_exactly(steps, problem, *tasks[index])
+    return out, lse if return_lse else None
+
+
+def _stack_length(views: list[_check.View]) -> int:
+    return _stacks.merged(views[0].shape[:-2], [v.strides[:-2] for v in views]).shape[-1]
+
+
+def _tile(problem: _check.Problem, dtype: np.dtype[Any], entries: int) -> tuple[int, int]:
+    """Return how many batch entries to stack, of at most `entries`, and tile_m."""
+    widest = max(_TILE_N, problem.head_dim, problem.v_dim)
+    rows = max(1, _SCRATCH_BYTES // (widest * dtype.itemsize))
+    banded = problem.lower is not None or problem.upper is not None
+    most = min(problem.q_len, _MOST_BAND_M) if banded else problem.q_len
+    tile_m = max(1, min(most, rows, max(_LEAST_M, rows // max(1, entries))))
+    return max(1, rows // tile_m), tile_m
+
+
+class _Steps:
+    """`_tiled.Steps` for CuPy arrays on the current device and stream.
+
+    `spoiled` has one element for each row of tiles in turn, which is set where a result is not
+    finite.
+    """
+
+    xp: Any = cupy
+
+    def __init__(self, dtype: np.dtype[Any], tf32: bool, tasks: int) -> None:
+        self.dtype = dtype
+        self.spoiled = cupy.zeros(tasks, np.int32)
+        self._finished = 0
+        self._tf32 = tf32
+        self._scratch: dict[str, Any] = {}
+
+    @cached_property
+    def _blas(self) -> int:
+        return _blas.handle(self._tf32)
+
+    def scratch(self, name: str, shape: tuple[int, ...]) -> Any:
+        size = int(np.prod(shape))
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._scratch[name] = cupy.empty(size, self.dtype)
+        return buffer[:size].reshape(shape)
+
+    def queries(self, q: Any, factor: float) -> tuple[Any, float]:
+        return self.operand("q", q), factor
+
+    def scores(self, queries: tuple[Any, float], first: int, k: Any, out: Any) -> None:
+        q, factor = queries
+        # For a factor of 0 cuBLAS would not look at the product, and 0 * NaN is NaN.
+        now, later = (factor, 1.0) if factor and _tiled.folds(factor) else (1.0, factor)
+        _blas.matmul(self._blas, q[:, first:], k, out, transposed=True, factor=now)
+        if later != 1:
+            _scale(later, out)
+
+    def operand(self, name: str, x: Any) -> Any:
+        if x.dtype == self.dtype and _blas.readable(x):
+            return x
+        out = self.scratch(name, x.shape)
+        if x.dtype == _check.BFLOAT16:
+            _from_bfloat16(x.view(np.uint16), out)
+        else:
+            cupy.copyto(out, x)
+        return out
+
+    def matmul(self, a: Any, b: Any, out: Any, add: bool = False) -> None:
+        _blas.matmul(self._blas, a, b, out, transposed=False, add=add)
+
+    def add_bias(self, scores: Any, bias: Any) -> None:
+        if bias.dtype == _check.BFLOAT16:
+            bias = _from_bfloat16(bias.view(np.uint16))
+        cupy.add(scores, bias, out=scores, casting="unsafe")
+
+    def hidden(self, mask: Any) -> bool:
+        return False
+
+    def mask_scores(self, scores: Any, mask: Any) -> None:
+        _mask_scores(mask, scores)
+
+    def band_scores(self, scores: Any, shift: int, lower: int | None, upper: int | None) -> None:
+        _, m, n = scores.shape
+        least = -m if lower is None else lower - shift
+        most = n if upper is None else upper - shift
+        _band_scores(m, n, least, most, scores)
+
+    def softmax(self, rows: _tiled.Rows, scores: Any) -> None:
+        if not rows.started:
+            rows.top.fill(-np.inf)
+            rows.total.fill(0)
+        shift = self.scratch("shift", rows.top.shape)
+        decay = self.scratch("decay", rows.top.shape)
+        sums = self.scratch("sums", rows.top.shape)
+        scores.max(axis=-1, keepdims=True, out=sums)
+        _raise_top(sums, rows.top, rows.total, shift, decay)
+        _weigh(shift, scores.shape[-1], scores)
+        scores.sum(axis=-1, keepdims=True, out=sums)
+        if self._tf32:
+            _round_to_tf32(scores)
+        cupy.add(rows.total, sums, out=rows.total)
+        if rows.started:
+            _scale_rows(decay, rows.acc.shape[-1], rows.acc)
+        rows.started = True
+
+    def finish(self, rows: _tiled.Rows, out: Any, lse: Any) -> bool:
+        _close_rows(rows.top, rows.total, lse)
+        flag = self.spoiled[self._finished : self._finished + 1]
+        self._finished += 1
+        if rows.acc.size:
+            _divide_rows(rows.total, rows.acc.shape[-1], rows.acc, flag)
+            self.store(out, rows.acc)
+        return True  # not known before `spoiled` is read
+
+    def store(self, out: Any, value: Any) -> None:
+        if out.dtype == _check.BFLOAT16:
+            _to_bfloat16(value, out.view(np.uint16))
+        else:
+            cupy.copyto(out, value, casting="unsafe")
+
+
+# Kernels over a whole tile find their row by a 32-bit division: tiles are below 2**32 elements.
+
+_INFINITY = "#define FA_INFINITY __longlong_as_double(0x7ff0000000000000LL)"
+
+_mask_scores = cupy.ElementwiseKernel(
+    "bool keep",
+    "T score",
+    "if (!keep) score = -FA_INFINITY",
+    "fa_cupy_mask_scores",
+    preamble=_INFINITY,
+)
+
+_scale = cupy.ElementwiseKernel(
+    "float64 factor", "T score", "score = score * factor", "fa_cupy_scale"
+)
+
+_band_scores = cupy.ElementwiseKernel(
+    "uint32 m, uint32 n, int64 least, int64 most",
+    "T score",
+    """
+    const unsigned int index = i;
+    const long long column = index % n, row = index / n % m;
+    if (column - row < least || column - row > most)
+        score = -FA_INFINITY;
+    """,
+    "fa_cupy_band_scores",
+    preamble=_INFINITY,
+)
+
+# One row of a tile: its maximum in, the running maximum and sum brought up to date, and what to
+# subtract from scores and to multiply the accumulator by.
+_raise_top = cupy.ElementwiseKernel(
+    "T found",
+    "T top, T total, T shift, T decay",
+    """
+    const T next = (found > top || found != found) ? found : top;
+    const T subtract = next == T(-FA_INFINITY) ? T(0) : next;  // -inf - -inf would be NaN
+    const T keep = exp(top - subtract);
+    total *= keep;
+    top = next;
+    shift = subtract;
+    decay = keep;
+    """,
+    "fa_cupy_raise_top",
+    preamble=_INFINITY,
+)
+
+_weigh = cupy.ElementwiseKernel(
+    "raw T shift, uint32 n",
+    "T score",
+    "score = exp(score - shift[(unsigned int)i / n])",
+    "fa_cupy_weigh",
+)
+
+# Weights rounded to the 10 bits of mantissa that TF32 keeps: the tensor cores would cut the rest
+# off, which makes every product a little too small.
+_round_to_tf32 = cupy.ElementwiseKernel(
+    "",
+    "float32 weight",
+    "weight = __uint_as_float((__float_as_uint(weight) + 0x1000u) & ~0x1fffu)",
+    "fa_cupy_round_to_tf32",
+)
+
+_scale_rows = cupy.ElementwiseKernel(
+    "raw T decay, uint32 n", "T acc", "acc *= decay[(unsigned int)i / n]", "fa_cupy_scale_rows"
+)
+
+_close_rows = cupy.ElementwiseKernel(
+    "T top",
+    "T total, T lse",
+    "lse = top + log(total); if (total == T(0)) total = 1",
+    "fa_cupy_close_rows",
+)
+
+_divide_rows = cupy.ElementwiseKernel(
+    "raw T total, uint32 n",
+    "T acc, raw int32 spoiled",
+    """
+    acc /= total[(unsigned int)i / n];
+    if (!isfinite(acc)) spoiled[0] = 1;
+    """,
+    "fa_cupy_divide_rows",
+)
+
+_from_bfloat16 = cupy.ElementwiseKernel(
+    "uint16 bits",
+    "float32 value",
+    "value = __uint_as_float((unsigned int)bits << 16)",
+    "fa_cupy_from_bfloat16",
+)
+
+_to_bfloat16 = cupy.ElementwiseKernel(  # to the nearest, ties to even
+    "float32 value",
+    "uint16 bits",
+    """
+    const unsigned int word = __float_as_uint(value);
+    bits = isnan(value) ? 0x7fff : (word + 0x7fff + ((word >> 16) & 1)) >> 16;
+    """,
+    "fa_cupy_to_bfloat16",
+)

@@ -1,0 +1,1 @@
+"""PTX wrappers, shipped as data."""

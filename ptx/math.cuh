@@ -1,0 +1,26 @@
+// Approximate special functions, one instruction each, on the multi-function unit (16 results a
+// clock and SM). PTX ISA 9.7.3 "Floating Point Instructions".
+#pragma once
+#include "ptx/types.cuh"
+
+// 2**x, relative error at most 2**-22; -inf gives +0, NaN gives NaN; subnormal inputs and results
+// are flushed to zero.
+FA_DEVICE float ex2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x), absolute error at most 2**-22 near 1; 0 gives -inf.
+FA_DEVICE float lg2_approx_ftz(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x, correctly rounded.
+FA_DEVICE float rcp_rn(float x) {
+  float y;
+  asm("rcp.rn.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}

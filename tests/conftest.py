@@ -1,0 +1,40 @@
+"""Fixtures and hypothesis profiles that all tests share."""
+
+import os
+
+import hypothesis
+import numpy as np
+import pytest
+
+# Some examples build a reference of seconds on a busy machine: time says nothing about them.
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,
+    max_examples=100,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "gpu", hypothesis.settings.get_profile("ci"), max_examples=2500
+)
+hypothesis.settings.load_profile(os.environ.get("FA_CUPY_HYPOTHESIS_PROFILE", "ci"))
+
+
+def cupy_or_skip():
+    """CuPy where it and a device are there."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if not cupy.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return cupy
+
+
+@pytest.fixture(scope="session", params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request):
+    """The array namespace that a rule is tested with."""
+    return np if request.param == "numpy" else cupy_or_skip()
+
+
+@pytest.fixture(scope="session")
+def cupy():
+    """CuPy, for tests marked gpu."""
+    return cupy_or_skip()

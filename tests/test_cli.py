@@ -1,0 +1,178 @@
+"""The command line, without a GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fa_cupy
+from fa_cupy.__main__ import COMMANDS, main
+from fa_cupy.gpu import cache, compile, devices
+from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, select
+
+ROOT = Path(__file__).parents[1]
+SERVES = select("bfloat16", 128, 128, "sm_90a")
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None, reason="needs cuda-bindings"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch, tmp_path):
+    """The same answers on every machine."""
+    monkeypatch.setattr(devices, "devices", list)
+    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_commands_are_listed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"python -m fa_cupy {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["info", "--dtype", "int8"]])
+def test_wrong_arguments_end_with_status_2(argv):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fa_cupy {fa_cupy.__version__}\n"
+
+
+def test_info_counts_the_cache(no_device, capsys):
+    assert main(["info"]) == 0
+    assert f"{no_device}: 0 kernels, 0.0 MB" in capsys.readouterr().out
+    (no_device / "a.cubin").write_bytes(bytes(1_500_000))
+    assert main(["info"]) == 0
+    assert f"{no_device}: 1 kernels, 1.5 MB" in capsys.readouterr().out
+
+
+def test_info_says_which_folder_it_refuses(no_device, capsys):
+    no_device.mkdir()
+    no_device.chmod(0o777)
+    assert main(["info"]) == 0
+    assert "has mode 777, want 700" in capsys.readouterr().out
+
+
+def test_info_without_cupy_and_compiler(no_device):
+    code = (
+        "import sys\n"
+        "sys.modules.update(cupy=None, cuda=None)\n"
+        "from fa_cupy.__main__ import main\n"
+        "sys.exit(main(['info', '--shape', '2,8,64']))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), cache.FOLDER_VARIABLE: str(no_device)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'fa_cupy[cuda13]'" in done.stdout
+    assert "NumPy arrays only" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("receipt", "shown"),
+    [
+        ('{"pending": {"why": "no GPU could be had", "since": "2026-01-02"}}', "PENDING since"),
+        (
+            '{"run": {"date": "2026-01-02T03:04", "environment": {"device": "NVIDIA H200"},'
+            ' "tests": {"passed": {"a": 3, "b": 4}, "failed": ["c"]}}}',
+            "7 passed, 1 failed, 2026-01-02 on NVIDIA H200",
+        ),
+    ],
+)
+def test_info_shows_the_receipt(tmp_path, monkeypatch, capsys, receipt, shown):
+    (tmp_path / "validation/results").mkdir(parents=True)
+    (tmp_path / "validation/results/receipt.json").write_text(receipt)
+    monkeypatch.setattr(compile, "ROOT", tmp_path)
+    assert main(["info"]) == 0
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--dtype", "bf16", "--target", "sm_90a"], f"sm_90a: {SERVES.name}"),
+        (["--dtype", "float32", "--target", "sm_90a"], "sm_90a: tiled CuPy"),
+        (["--v-dim", "300", "--target", "sm_80"], "sm_80: tiled CuPy"),
+        (["--causal"], "causal: 0.275 TFLOP"),
+        (["--k-len", "2048"], "64 x 4096 queries x 2048 keys, head_dim 128, v_dim 128: 0.275"),
+        ([], "no device here"),
+    ],
+)
+def test_info_says_what_would_serve_a_call(arguments, shown, capsys):
+    assert main(["info", "--shape", "4,16,4096,128", *arguments]) == 0
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", ["4096", "a,b", "-1,4"])
+def test_info_refuses_a_wrong_shape(shape, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", f"--shape={shape}"])
+    assert "--shape" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_warmup_fills_the_cache(no_device, capsys):
+    command = ["warmup", "--target", "sm_90a", "--dtype", "bf16", "--head-dim", "64"]
+    assert main(command) == 0
+    assert "1 kernels compiled for sm_90a" in capsys.readouterr().out
+    row = next(row for row in VARIANTS if row.dtype == "bfloat16" and row.dim == 64)
+    assert compile.compile_variant(row, "sm_90a").cached
+    assert main(command) == 0
+    assert "0 kernels compiled for sm_90a" in capsys.readouterr().out
+
+
+def test_warmup_compiles_what_calls_can_get():
+    from fa_cupy._warmup import serving
+
+    for target in SHARED_LIMIT:
+        rows = serving(target, {"float16", "bfloat16", "float32"}, {64, 100, 256, 300})
+        assert [row.dim for row in rows] == [64, 64, 128, 128, 256, 256]
+        assert all(target in row.targets for row in rows)
+
+
+def test_warmup_asks_for_a_target_where_there_is_no_device(capsys):
+    assert main(["warmup"]) == 1
+    assert "--target" in capsys.readouterr().err
+
+
+def test_emit_lists_all_rows(capsys):
+    assert main(["emit", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [row.name for row in VARIANTS]
+
+
+@needs_compiler
+def test_emit_writes_ptx(tmp_path, capsys):
+    row = VARIANTS[0]
+    assert main(["emit", "--ptx", row.name, "--target", "sm_80"]) == 0
+    text = capsys.readouterr().out
+    assert f".visible .entry {row.entry}(" in text
+    assert ".target sm_80" in text
+    path = tmp_path / "kernel.ptx"
+    assert main(["emit", "--ptx", row.name, "--target", "sm_80", "-o", str(path)]) == 0
+    assert path.read_text() == text
+
+
+def test_emit_names_what_is_wrong(capsys):
+    assert main(["emit", "--ptx", "nonsense"]) == 1
+    assert "nonsense is no kernel" in capsys.readouterr().err
+    row = next(row for row in VARIANTS if set(SHARED_LIMIT) - set(row.targets))
+    other = next(target for target in SHARED_LIMIT if target not in row.targets)
+    assert main(["emit", "--ptx", row.name, "--target", other]) == 1
+    assert f"is not for {other}" in capsys.readouterr().err

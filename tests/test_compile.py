@@ -1,0 +1,68 @@
+"""Every row of the variant table compiles, without a GPU, into what it promises."""
+
+import pytest
+
+from fa_cupy.gpu import compile, nvrtc
+from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS
+
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+
+# The further targets take their time: `make compile-all`.
+USUAL = ("sm_80", "sm_90a")
+# setmaxnreg ignored; a wgmma pipeline serialised by a call, by too few registers, by an accumulator
+# that is read too early.
+SLOW_NOTES = ("C7508", "C7510", "C7511", "C7514")
+
+ROWS = [
+    pytest.param(
+        row, target, marks=() if target in USUAL else pytest.mark.slow, id=f"{row.name}-{target}"
+    )
+    for row in VARIANTS
+    for target in row.targets
+]
+
+
+@pytest.mark.parametrize(("row", "target"), ROWS)
+def test_row_compiles_into_what_it_promises(row, target):
+    if not nvrtc.supported(target):
+        pytest.skip(f"NVRTC {nvrtc.version()} does not know {target}")
+    compiled = compile.compile_variant(row, target)
+    found = compile.resource_report(compiled.log)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.log.count("Compiling entry function") == 1
+    assert f"Compiling entry function '{row.entry}' for '{target}'" in compiled.log
+    assert "warning" not in compiled.log
+    assert row.shared_bytes + found.static_shared <= SHARED_LIMIT[target]
+    assert 0 < found.registers * row.threads <= 65536
+    assert not [note for note in found.notes if any(code in note for code in SLOW_NOTES)]
+    if target in row.hot_targets:
+        assert (found.stack, found.spill_stores, found.spill_loads) == (0, 0, 0)
+
+
+def test_names_are_unique():
+    assert len({row.name for row in VARIANTS}) == len(VARIANTS)
+
+
+def test_every_kernel_has_a_row_and_every_row_a_kernel():
+    folder = compile.ROOT / "cuda_src"
+    files = {p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.cu")}
+    assert files == {row.source for row in VARIANTS}
+
+
+def test_a_kernel_has_few_rows():
+    sources = [row.source for row in VARIANTS]
+    assert all(sources.count(source) <= 24 for source in sources)
+
+
+def test_a_row_is_for_the_targets_whose_shared_memory_it_fits():
+    for row in VARIANTS:
+        assert row.targets
+        assert all(row.shared_bytes <= SHARED_LIMIT[target] for target in row.targets)
+
+
+@pytest.mark.parametrize("row", VARIANTS[:1], ids=lambda row: row.name)
+def test_ptx_of_a_row(row):
+    text = compile.emit_ptx(row, "sm_80")
+    assert f".visible .entry {row.entry}(" in text
+    assert ".target sm_80" in text
+    assert text.isprintable() or set(filter(lambda c: not c.isprintable(), text)) <= set("\n\t")

@@ -1,0 +1,150 @@
+"""The demo denoises, and says in one line what is missing."""
+
+import builtins
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from fa_cupy import _demo, plot
+
+
+def noisy_photograph(height, sigma):
+    original = _demo.photograph(height)
+    noise = np.random.default_rng(0).standard_normal(original.shape, dtype=np.float32)
+    return original, original + sigma * noise
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.1, 0.2])
+def test_denoising_gains_what_it_claims(sigma):
+    original, noisy = noisy_photograph(96, sigma)
+    result = _demo.denoise(noisy, sigma, quiet=True)
+    assert result.image.shape == original.shape
+    assert result.image.dtype == np.float32
+    assert _demo.psnr(result.image, original) >= _demo.psnr(noisy, original) + 3.0
+    assert result.seconds > 0
+    assert result.tflops > 0
+
+
+def test_float16_denoises_as_well():
+    original, noisy = noisy_photograph(64, 0.1)
+    full = _demo.denoise(noisy, 0.1, quiet=True).image
+    half = _demo.denoise(noisy, 0.1, dtype=np.float16, quiet=True).image
+    assert _demo.psnr(half, original) == pytest.approx(_demo.psnr(full, original), abs=0.05)
+
+
+def test_chunks_do_not_show():
+    _, noisy = noisy_photograph(40, 0.1)
+    a = _demo.denoise(noisy, 0.1, quiet=True).image
+    b = _demo.denoise(noisy, 0.1, chunk=100, quiet=True).image
+    np.testing.assert_allclose(a, b, atol=1e-3)
+
+
+def test_features_measure_patches_and_places():
+    """Places are measured in units of the reach; equal patches have no distance."""
+    image = np.random.default_rng(0).random((7, 9, 3), dtype=np.float32)
+    keys = _demo.features(image, 100.0).astype(np.float64)
+    assert keys.shape == (63, 77)
+    moved = keys - keys[30]
+    place = np.moveaxis(np.indices((7, 9)), 0, -1).reshape(63, 2)
+    far = np.square(place - place[30]).sum(axis=-1) / _demo._REACH**2
+    np.testing.assert_allclose(100.0 * np.square(moved[:, 75:]).sum(axis=-1), far, atol=1e-4)
+    flat = _demo.features(np.full((8, 8, 3), 0.7, np.float32), 100.0)
+    np.testing.assert_allclose(flat[:, :75], 0.0, atol=1e-6)
+
+
+def test_psnr():
+    assert _demo.psnr(np.full((2, 2, 3), 0.5), np.full((2, 2, 3), 0.6)) == pytest.approx(20.0)
+
+
+def test_the_command_writes_a_picture(tmp_path, capsys):
+    path = tmp_path / "demo.png"
+    assert _demo.main(["--device", "cpu", "--size", "48", "-o", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    for line in ("device", "photograph", "attention", "time", "TFLOP/s", "PSNR", "picture"):
+        assert line in said
+    assert float(re.search(r"([+-][\d.]+) dB\n", said)[1]) >= 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "nowhere/demo.png"], "there is no folder nowhere"),
+        (["-o", "demo.nothing"], "its name must end in"),
+        (["-o", "folder.png"], "folder of that name"),
+    ],
+)
+def test_a_picture_that_cannot_be_written(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    assert _demo.main(["--device", "cpu", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--size", "0"], ["--sigma", "-1"], ["--sigma", "inf"]])
+def test_numbers_that_make_no_sense(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        _demo.main(arguments)
+    assert exit.value.code == 2
+    assert "is not above 0" in capsys.readouterr().err
+
+
+def hide(monkeypatch, *names):
+    """Make imports of these modules fail as if they were not installed."""
+    real = builtins.__import__
+
+    def missing(name, *rest, **options):
+        if name.partition(".")[0] in names:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+
+
+def test_without_matplotlib(monkeypatch, capsys):
+    hide(monkeypatch, "matplotlib")
+    assert _demo.main(["--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("demo: needs matplotlib")
+    assert "pip install" in error
+    assert error.count("\n") == 1
+
+
+def test_without_cupy(monkeypatch, capsys):
+    hide(monkeypatch, "cupy")
+    assert _demo.main(["--device", "gpu"]) == 1
+    assert "CuPy is not installed" in capsys.readouterr().err
+    assert _demo._cupy("auto") is None
+
+
+@pytest.mark.gpu
+def test_the_command_on_a_gpu(tmp_path, capsys):
+    path = tmp_path / "demo.png"
+    assert _demo.main(["--device", "gpu", "-o", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "float16" in said
+    assert "307,200 pixels" in said
+    assert float(re.search(r"([+-][\d.]+) dB\n", said)[1]) >= 3.0
+    assert path.exists()
+
+
+def test_weights_draw_what_is_seen():
+    ax = plot.weights(3, 5, is_causal=True, causal_align="bottom_right")
+    drawn = ax.collections[0].get_array()
+    assert (~np.ma.getmaskarray(drawn) == np.tri(3, 5, 2, dtype=bool)).all()
+    empty = plot.weights(2, 2, mask=np.zeros((2, 2), bool)).collections[0].get_array()
+    assert np.ma.getmaskarray(empty).all()
+
+
+def test_images_cuts_values_and_loses_no_pixel(tmp_path):
+    import PIL.Image
+
+    panels = {"a": np.full((30, 500, 3), 1.5), "b": np.full((30, 500, 3), -0.5)}
+    plot.images(panels, tmp_path / "two.png")
+    with PIL.Image.open(tmp_path / "two.png") as picture:
+        assert picture.width >= 1000

@@ -1,0 +1,163 @@
+"""The code on every page runs, the pages build without a warning, the pictures can be drawn."""
+
+import doctest
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.rst"))
+CODE_BLOCK = re.compile(
+    r"^( *)\.\. code-block:: python\n((?:\1 +:.*\n)*)\n*((?:\1 +.*\n|\n)+)", re.M
+)
+DOCTEST = re.compile(r"^( *)>>> .*\n(?:\1\S.*\n|\1 +.*\n)*", re.M)
+
+
+class Block(NamedTuple):
+    line: int
+    text: str
+    needs: str  # "", or what its :class: option names: gpu, torch, jax
+
+
+def blocks(page):
+    """Python blocks and doctests of a page, in order."""
+    text = page.read_text()
+    found = []
+    for match in CODE_BLOCK.finditer(text):
+        indent = re.match(" *", match[3].lstrip("\n"))[0]
+        code = re.sub(rf"^{indent}", "", match[3], flags=re.M)
+        needs = re.search(r":class: (\w+)", match[2])
+        line = text[: match.start(3)].count("\n") + 1
+        found.append(Block(line, code, needs[1] if needs else ""))
+    for match in DOCTEST.finditer(text):
+        line = text[: match.start()].count("\n") + 1
+        found.append(Block(line, re.sub(rf"^{match[1]}", "", match[0], flags=re.M), ""))
+    return sorted(found)
+
+
+def run(page, names, block):
+    """Run one block in the namespace of its page."""
+    if not block.text.startswith(">>>"):
+        # Line numbers of the page, for tracebacks.
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
+        return
+    example = doctest.DocTestParser().get_doctest(
+        block.text, names, page.name, str(page), block.line - 1
+    )
+    example.globs = names
+    report = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(example, out=report.append, clear_globs=False)
+    assert not runner.failures, "".join(report)
+
+
+def run_page(page, kinds):
+    names = {}
+    for block in blocks(page):
+        if block.needs not in kinds:
+            continue
+        if block.needs in ("torch", "jax"):
+            try:
+                __import__(block.needs)
+            except ImportError:
+                continue
+        run(page, names, block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(page, ("", "torch", "jax"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.needs == "gpu" for b in blocks(p))], ids=lambda p: p.stem
+)
+def test_gpu_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(page, ("", "gpu"))
+
+
+def test_no_block_is_missed():
+    """Every ``>>>`` and every code-block of a page is in some block that ran."""
+    for page in PAGES:
+        found = blocks(page)
+        text = page.read_text()
+        assert text.count(".. code-block:: python") == sum(
+            not b.text.startswith(">>>") for b in found
+        )
+        assert len(re.findall(r"^ *>>> ", text, re.M)) == sum(b.text.count(">>> ") for b in found)
+        assert {b.needs for b in found} <= {"", "gpu", "torch", "jax"}
+
+
+def test_pages_build_without_a_warning(tmp_path):
+    pytest.importorskip("furo")
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command = [*build, "-d", str(tmp_path / "doctrees"), str(DOCS), str(tmp_path / "html")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "html" / "index.html").exists()
+
+
+def test_every_ptx_function_is_in_the_glossary():
+    glossary = (DOCS / "ptx.rst").read_text()
+    names = {
+        name
+        for header in (ROOT / "ptx").glob("*.cuh")
+        for name in re.findall(r"^FA_DEVICE .*?(\w+)\(", header.read_text(), re.M)
+    }
+    assert names
+    assert names == set(re.findall(r"``(\w+)``", glossary)) & names
+    # and nothing that is no longer there
+    terms = re.findall(r"^``.*?(?= \(warp\)$|$)", glossary, re.M)
+    assert {name for term in terms for name in re.findall(r"``(\w+)``", term)} == names
+
+
+def test_pictures_can_be_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
+    figures = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    spec.loader.exec_module(figures)
+    sys.path[:] = before
+    figures.main(tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (DOCS / "_static").glob("*.svg")}
+
+
+def test_tables_without_measurements_say_so(monkeypatch):
+    pytest.importorskip("validation.report")
+    spec = importlib.util.spec_from_file_location("measured", DOCS / "measured.py")
+    measured = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measured)
+    monkeypatch.setattr(measured, "results", dict)
+    assert "No speed has been measured" in measured.benchmarks()
+    assert "No traffic has been measured" in measured.traffic()
+    assert "not measured" in measured.planned_cpu()
+
+    rows = [
+        {"family": "attention_fwd", "case": "bf16 hd64 full 512x32", "impl": impl, "ms": 1.0,
+         "value": speed, "unit": "TFLOP/s", "error": 1e-3, "date": "2000-01-01"}
+        for impl, speed in (("fa_cupy", 2.0), ("cudnn", 1.0))
+    ]  # fmt: skip
+    rows.append({"family": "tiles", "case": "float32 hd64", "impl": "96x128", "ms": 1.0})
+    header = {"device": "some device", "date": "2000-01-01T00:00:00Z", "versions": {"numpy": "2"}}
+    monkeypatch.setattr(measured, "results", lambda: {"some-device": (header, rows)})
+    assert "some device" in measured.benchmarks()
+    assert "2.00" in measured.benchmarks()
+    assert "96 x 128" in measured.planned_cpu()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="paths of the repository are POSIX")
+def test_pages_are_reached_from_the_index():
+    text = (DOCS / "index.rst").read_text()
+    for page in PAGES:
+        assert page.stem == "index" or re.search(rf"^   {page.stem}$", text, re.M)

@@ -1,0 +1,58 @@
+"""What the README and the docs show runs, and the places that they name exist."""
+
+import re
+
+import pytest
+
+from validation.digest import ROOT
+
+README = ROOT / "README.md"
+PAGES = sorted(
+    [README, ROOT / "CHANGELOG.md"]
+    + [
+        path
+        for path in (ROOT / "docs").rglob("*")
+        if path.suffix in {".md", ".rst"} and not {"_build", "generated"} & set(path.parts)
+    ]
+)
+FOLDERS = ("cuda_src/", "docs/", "fa_cupy/", "ptx/", "tests/", "validation/", ".ci/")
+
+
+def blocks(kind):
+    found = re.findall(rf"^```{kind}\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    return "\n".join(found)
+
+
+def test_readme_blocks_run():
+    """One after the other, as they are read."""
+    exec(compile(blocks("python"), str(README), "exec"), {})
+
+
+@pytest.mark.gpu
+def test_readme_blocks_run_on_a_gpu(cupy):
+    exec(compile("import fa_cupy\n" + blocks("python gpu"), str(README), "exec"), {})
+
+
+def test_readme_gives_the_two_commands_first():
+    commands = re.search(r"```sh\n(.*?)```", README.read_text(), re.DOTALL).group(1)
+    assert re.findall(r"^make (\w+)", commands, re.MULTILINE) == ["demo", "test"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_named_places_exist(page):
+    """Files of this project in backquotes or links, and the targets of `make`."""
+    text = page.read_text()
+    names = re.findall(r"`+([\w./*-]+)`+", text) + re.findall(r"\]\(([\w./-]+)\)", text)
+    for name in names:
+        # Results are there only once something has been measured.
+        if name.startswith(FOLDERS) and not name.startswith("validation/results/"):
+            assert list(ROOT.glob(name.rstrip("/"))), name
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {*re.findall(r"`make ([a-z-]+)", text)} <= targets
+
+
+def test_command_line_in_the_readme_exists():
+    from fa_cupy.__main__ import COMMANDS
+
+    named = set(re.findall(r"`python -m fa_cupy (\w+)", README.read_text()))
+    assert named <= set(COMMANDS)

@@ -1,0 +1,151 @@
+"""What no linter checks: the layout, where inline asm may stand, sizes, names of kernels."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from validation.digest import ROOT, c_tokens
+
+TOP_LEVEL = {
+    "cuda_src",
+    "docs",
+    "fa_cupy",
+    "ptx",
+    "tests",
+    "validation",
+    "CHANGELOG.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "pyproject.toml",
+    "setup.cfg",
+    ".ci",
+    ".clang-format",
+    ".gitattributes",
+    ".gitignore",
+}
+KERNELS = sorted((ROOT / "cuda_src").rglob("*.cu"))
+HEADERS = sorted((ROOT / "cuda_src").rglob("*.cuh"))
+PTX = sorted((ROOT / "ptx").glob("*.cuh"))
+MODULES = sorted((ROOT / "fa_cupy").rglob("*.py"))
+TEXTS = sorted(
+    path
+    for folder in ("cuda_src", "docs", "fa_cupy", "ptx", "tests", "validation")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".cu", ".cuh", ".md", ".ptx", ".py", ".rst"} and "_build" not in path.parts
+)
+by_path = {"ids": lambda path: path.relative_to(ROOT).as_posix()}
+
+
+def tracked():
+    """The files that git knows or would take; None where there is no git."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.splitlines()
+
+
+def imported(path):
+    """The modules that a file imports when it is itself imported."""
+    names = set()
+    todo = list(ast.parse(path.read_bytes()).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            # `if TYPE_CHECKING` imports nothing.
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                continue
+            todo += ast.iter_child_nodes(node)
+    return names
+
+
+def test_top_level_is_fixed():
+    files = tracked()
+    if files is None:
+        pytest.skip("not a git checkout")
+    assert {name.partition("/")[0] for name in files} <= TOP_LEVEL
+
+
+@pytest.mark.parametrize("path", KERNELS + HEADERS + MODULES, **by_path)
+def test_inline_asm_stands_in_ptx_only(path):
+    source = path.read_text()
+    if path.suffix == ".py":
+        assert not re.search(r"\basm\s*(volatile)?\s*\(", source)
+    else:
+        assert not {"asm", "__asm__", "__asm"} & set(c_tokens(source))
+
+
+@pytest.mark.parametrize("path", KERNELS, **by_path)
+def test_a_kernel_file_holds_one_entry_named_after_its_path(path):
+    tokens = c_tokens(path.read_text())
+    assert tokens.count('"C"') == 1
+    assert tokens.count("__global__") == 1
+    start = tokens.index('"C"')
+    entry = tokens[start : tokens.index("{", start)]
+    name = "_".join(path.relative_to(ROOT / "cuda_src").with_suffix("").parts)
+    assert entry[entry.index(name) + 1] == "("
+
+
+@pytest.mark.parametrize("path", KERNELS + HEADERS + PTX, **by_path)
+def test_kernels_include_nothing_but_parts_of_this_project(path):
+    allowed = ("ptx/",) if path in PTX else ("ptx/", "cuda_src/common/")
+    for name in re.findall(r"^\s*#\s*include\s+(\S+)", path.read_text(), re.MULTILINE):
+        assert name.strip('"').startswith(allowed)
+        assert (ROOT / name.strip('"')).is_file()
+
+
+@pytest.mark.parametrize("path", PTX, **by_path)
+def test_ptx_wrappers_cite_the_ptx_isa(path):
+    source = path.read_text()
+    if "asm" in c_tokens(source):
+        assert re.search(r"PTX ISA.*\b\d+", source)
+
+
+@pytest.mark.parametrize("path", KERNELS + HEADERS + PTX + MODULES, **by_path)
+def test_files_stay_readable(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= (300 if path.suffix == ".py" else 600)
+    # Ruff minds the lines of the modules.
+    assert path.suffix == ".py" or max(map(len, lines), default=0) <= 100
+
+
+@pytest.mark.parametrize("path", TEXTS, **by_path)
+def test_no_machine_paths_and_nothing_unfinished(path):
+    """A path of one machine, or a promise to finish, has no place in what people read."""
+    wrong = r"/(?:home|root|work|Users)/\w+|\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b"
+    assert not re.findall(wrong, path.read_text())
+
+
+@pytest.mark.parametrize("path", MODULES, **by_path)
+def test_cupy_is_imported_in_the_gpu_folder_only_and_late(path):
+    late = {"cupy", "cuda", "torch", "jax", "matplotlib"}
+    if path.relative_to(ROOT).parts[1] in ("gpu", "torch.py", "jax.py", "plot.py"):
+        return
+    assert not late & {name.partition(".")[0] for name in imported(path)}
+
+
+def test_dependencies_point_one_way():
+    """What serves the GPU families does not know them, nor its neighbours."""
+    low = {"variants", "compile", "tensor_map", "launch"}
+    for name in low:
+        others = {f"fa_cupy.gpu.{other}" for other in low - {name}}
+        path = ROOT / f"fa_cupy/gpu/{name}.py"
+        for module in imported(path):
+            assert not any(module.startswith(other) for other in others), (name, module)
+    for path in (ROOT / "fa_cupy/cpu").glob("*.py"):
+        assert not any(name.startswith("fa_cupy.gpu") for name in imported(path))
+
+
+def test_results_are_small():
+    for path in Path(ROOT / "validation/results").glob("*"):
+        assert path.stat().st_size < 2e6

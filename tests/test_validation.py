@@ -1,0 +1,369 @@
+"""What of validation/ runs without a GPU: names, merging, tables, parsers, the CPU families."""
+
+import dataclasses
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from validation import __main__ as command
+from validation import (
+    accuracy,
+    bench,
+    cases,
+    host_time,
+    memory,
+    peers,
+    report,
+    sanitize,
+    stages,
+    store,
+    traffic,
+)
+
+TINY = cases.Dense("fp32", 16, True, 96, 1, 2)
+FACTS = {"device": "NVIDIA H200", "date": "2026-01-02T03:04:05Z"}
+
+
+def row(case, impl, value, **more):
+    fixed = {"family": "attention_fwd", "unit": "TFLOP/s", "error": 1e-3}
+    return {**fixed, "case": case, "impl": impl, "ms": 1.0, "value": value, **more}
+
+
+# --------------------------------------------------------------------------------------- the data
+def test_every_dense_case_has_a_best_known_peer():
+    known = report.best_peers(FACTS, "attention_fwd")
+    assert len(known) == 48
+    assert set(known) == {case.name for case in cases.ATTENTION_FWD if case.dtype != "fp32"}
+
+
+def test_names_and_operations_of_a_case():
+    case = cases.Dense("bf16", 128, True, 4096, 4, 16)
+    assert case.name == "bf16 hd128 causal 4096x4"
+    assert case.flops == 4 * 4 * 16 * 4096**2 * 128 / 2
+    assert cases.ATTENTION_CPU[0].name == "fp32 hd64 full 2048x1 h8"
+
+
+# -------------------------------------------------------------------------------------- the store
+def test_rows_are_merged_by_family_case_and_impl(tmp_path):
+    path = tmp_path / "bench-x.json"
+    store.merge(path, FACTS, [row("a", "fa_cupy", 1.0), row("a", "cudnn", 2.0)])
+    later = {**FACTS, "date": "2026-02-02T00:00:00Z"}
+    merged = store.merge(path, later, [row("a", "fa_cupy", 3.0, error=math.inf)])
+    facts, rows = store.load(path)
+    assert facts == later
+    assert [(r["impl"], r["value"], r["date"]) for r in rows] == [
+        ("fa_cupy", 3.0, later["date"]),
+        ("cudnn", 2.0, FACTS["date"]),
+    ]
+    assert len(merged) == 2
+    assert rows[0]["error"] == "inf"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("NVIDIA H200", "h200"), ("cpu", "cpu"), ("Tesla V100-SXM2", "tesla-v100-sxm2")],
+)
+def test_device_names_in_file_names(device, name):
+    assert store.slug(device) == name
+
+
+# ------------------------------------------------------------------------------------- the report
+def test_ratios_are_within_one_run_and_reach_the_best_known_peer():
+    case = "bf16 hd128 causal 4096x4"
+    rows = [
+        row(case, "fa_cupy", 300.0, date="1"),
+        row(case, "cudnn", 500.0, date="1"),
+        row(case, "flash2", 250.0, date="0"),
+    ]
+    found = report.ratios(rows, {case: {"over_cudnn": 1.2}})
+    assert found == {"cudnn": {case: 0.6}, "best": {case: pytest.approx(0.5)}}
+
+
+def test_table_shows_speeds_ratios_means_and_failures():
+    rows = [
+        row("bf16 a", "fa_cupy", 200.0),
+        row("bf16 a", "flash2", 100.0),
+        row("bf16 b", "fa_cupy", 100.0),
+        row("bf16 b", "flash2", 200.0),
+        row("bf16 b", "cudnn", None, error=None, failed="RuntimeError: no"),
+    ]
+    lines = report.table(rows, {}).splitlines()
+    assert lines[0].split()[2:] == ["fa_cupy", "flash2", "cudnn", "/flash2", "error"]
+    assert lines[1].split() == ["bf16", "a", "200", "100", "-", "2.00", "1.0e-03"]
+    assert lines[2].split() == ["bf16", "b", "100", "200", "failed", "0.50", "1.0e-03"]
+    assert lines[3].split() == ["geometric", "mean", "1.00"]
+    assert lines[4].split() == ["lowest", "0.50"]
+
+
+def test_what_is_wrong_is_named():
+    rows = [
+        row("bf16 a", "fa_cupy", 1.0, error=0.5),
+        row("bf16 a", "cudnn", 1.0, error=math.nan),
+        row("bf16 a", "jax", None, error=None, failed="boom"),
+        row("bf16 a", "flash2", 1.0),
+    ]
+    found = report.wrong(rows)
+    assert len(found) == 3
+    assert "relative error 5.0e-01" in found[0]
+    assert "boom" in found[2]
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    names = [case.name for case in cases.ATTENTION_FWD]
+    rows = [
+        row(name, impl, 100.0 + i) for i, name in enumerate(names) for impl in ("cudnn", "fa_cupy")
+    ]
+    rows += [{**row(names[0], "cudnn", 50.0), "family": "attention_bwd"}]
+    target = report.draw(rows, FACTS, str(tmp_path / "sub" / "bench.png"))
+    assert target.stat().st_size > 10_000
+
+
+# -------------------------------------------------------------------------------------- the bench
+@pytest.fixture
+def tiny_family(monkeypatch):
+    changed = {"cases": (TINY,), "burst_ms": 1}
+    family = dataclasses.replace(bench.FAMILIES["attention_cpu"], **changed)
+    monkeypatch.setitem(bench.FAMILIES, "attention_cpu", family)
+
+
+def test_bench_on_the_cpu(tiny_family, tmp_path, capsys):
+    out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    arguments = ["--families", "attention_cpu", "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(picture)]) == 0
+    facts, rows = store.load(out)
+    assert facts["device"] == "cpu"
+    ours = rows[0]
+    assert {"family", "case", "impl", "ms", "value", "unit", "error"} <= ours.keys()
+    assert (ours["impl"], ours["unit"]) == ("fa_cupy", "GFLOP/s")
+    assert ours["error"] < 1e-6
+    assert ours["value"] == pytest.approx(TINY.flops / ours["ms"] / 1e6)
+    assert TINY.name in capsys.readouterr().out
+
+
+def test_bench_without_torch_says_so(tiny_family, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    out = tmp_path / "bench.json"
+    arguments = ["--families", "attention_cpu", "--rounds", "1", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    assert "torch is not installed" in capsys.readouterr().out
+    assert [row["impl"] for row in store.load(out)[1]] == ["fa_cupy"]
+
+
+def test_bench_catches_a_wrong_result(tiny_family, tmp_path, capsys, monkeypatch):
+    impls = {"fa_cupy": lambda case, qkv: peers.Call(lambda: qkv[2], lambda x: x, lambda x: x)}
+    family = dataclasses.replace(
+        bench.FAMILIES["attention_cpu"], impls=impls, default_impls=("fa_cupy",)
+    )
+    monkeypatch.setitem(bench.FAMILIES, "attention_cpu", family)
+    arguments = ["--families", "attention_cpu", "--rounds", "1", "--out", str(tmp_path / "b.json")]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 1
+    assert "relative error" in capsys.readouterr().out
+
+
+def test_bench_refuses_what_it_does_not_know(capsys, monkeypatch):
+    monkeypatch.setattr(store, "gpu_available", lambda: False)
+    assert bench.main(["--families", "nothing"]) == 2
+    assert bench.main(["--families", "attention_fwd"]) == 2
+    assert "needs CuPy and a GPU" in capsys.readouterr().out
+
+
+def test_check_sees_what_is_not_finite():
+    qkv = peers.random_numpy(TINY, 1)
+    check = bench.attention_check(TINY, qkv)
+    out = peers.fa_cupy(TINY, qkv).run()
+    assert check(out) < 1e-6
+    out[0, 1, 50, 3] = np.nan
+    assert check(out) == math.inf
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_torch_sees_the_same_memory(dtype):
+    pytest.importorskip("torch")
+    x = np.ones((2, 3, 4), peers.DTYPES[dtype]).swapaxes(0, 1)
+    tensor = peers.to_torch(x)
+    tensor[2, 1, 3] = 5
+    assert x[2, 1, 3] == 5
+    assert peers.from_torch(tensor).dtype == x.dtype
+
+
+def test_rounds_begin_with_another_implementation():
+    order = []
+
+    def call(name):
+        return peers.Call(lambda: order.append(name), lambda x: x, lambda x: x)
+
+    found = bench.interleaved({"a": call("a"), "b": call("b")}, rounds=2, burst_ms=1e-9)
+    assert set(found) == {"a", "b"}
+    assert "".join(order) == "aabb" + "aabb" + "bbaa"
+
+
+# --------------------------------------------------------------------------------------- stages
+TILE_M, TILE_N = 64, 32
+
+
+def emulated(q, k, v, stage):
+    """What the kernel holds after a stage, by NumPy in float32."""
+    q = np.pad(q, ((0, 0), (0, -q.shape[1] % TILE_M), (0, 0)))
+    k, v = (x[:, :TILE_N].astype(np.float32) for x in (k, v))
+    scores = q.astype(np.float32) @ k.swapaxes(-1, -2)
+    if stage == 1:
+        return scores
+    largest = scores.max(-1, keepdims=True)
+    p = np.exp(q.shape[-1] ** -0.5 * (scores - largest))
+    if stage == 2:
+        return np.concatenate([largest, p.sum(-1, keepdims=True)] * 4, -1)
+    p = p.astype(q.dtype).astype(np.float32)
+    return p if stage == 3 else np.pad(p @ v, ((0, 0), (0, 0), (0, 16)))
+
+
+def on_cpu(*arrays, **options):
+    from fa_cupy import attention
+
+    return attention(*arrays, **options)
+
+
+def test_stages_pass_on_what_is_right():
+    findings = stages.run(emulated, on_cpu, ("bf16",), (64,))
+    text, over = stages.report(findings)
+    assert over == 0, text
+    assert len(text.splitlines()) == 1 + len(stages.NAMES)
+
+
+@pytest.mark.parametrize("broken", [1, 2, 3, 4])
+def test_stages_name_the_one_that_is_wrong(broken):
+    def debug(q, k, v, stage):
+        return emulated(q, k, v, stage) * (1.01 if stage == broken else 1)
+
+    findings = stages.run(debug, on_cpu, ("fp16",), (64,))
+    assert [f.stage for f in findings if f.error > f.limit] == [broken]
+
+
+# ------------------------------------------------------------------------------------- accuracy
+def test_accuracy_sweep_on_the_cpu(tmp_path, capsys):
+    out = tmp_path / "accuracy.json"
+    assert accuracy.main(["--device", "cpu", "--cases", "hd64 130 ", "--out", str(out)]) == 0
+    rows = store.load(out)[1]
+    assert len(rows) == len(peers.DTYPES) * len(accuracy.SETTINGS)
+    assert "all together" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------- other programs
+MEMCHECK = """========= COMPUTE-SANITIZER
+calls made: 12
+========= ERROR SUMMARY: 0 errors
+"""
+RACECHECK = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at attention_fwd_sm80+0x90
+calls made: 12
+========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
+"""
+
+
+def test_reading_a_clean_log():
+    found = sanitize.read_log(MEMCHECK, 1.0)
+    assert found == {"ran": True, "errors": 0, "calls": 12, "seconds": 1.0, "findings": []}
+
+
+def test_reading_findings():
+    found = sanitize.read_log(RACECHECK, 1.0)
+    assert found["errors"] == 3
+    assert "Race reported" in found["findings"][0]
+
+
+def test_a_child_that_stopped_is_not_clean():
+    found = sanitize.read_log(MEMCHECK.replace("calls made: 12", "Traceback"), 1.0)
+    assert found["errors"] == 1
+
+
+def test_a_tool_that_could_not_run_says_why():
+    found = sanitize.read_log("========= Error: Device not supported\n", 1.0)
+    assert found == {"ran": False, "why": "Error: Device not supported"}
+
+
+def test_sanitize_without_a_gpu_writes_what_the_receipt_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
+    path = tmp_path / "run" / "sanitizer.json"
+    assert sanitize.main(["--json", str(path)]) == 1
+    tools = json.loads(path.read_text())["tools"]
+    assert set(tools) == set(sanitize.TOOLS)
+    assert not any(tool["ran"] for tool in tools.values())
+
+
+@pytest.mark.parametrize("dim", [32, 256])
+def test_the_reduced_set_is_made_of_valid_calls(dim):
+    count = 0
+    for shape, options in sanitize.problems(dim, 3):
+        out = on_cpu(**sanitize.arrays(peers.DTYPES["bf16"], shape), **options)
+        assert np.isfinite(out.astype(np.float32)).all(), (shape, options)
+        assert out.shape[-2:] == (shape["q_len"], shape["v_dim"])
+        count += 1
+    assert count == 10
+
+
+NCU = """==PROF== Connected to process 1
+"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
+"","","byte","byte"
+"0","gemm","1,000","10"
+"1","softmax","2,000","20"
+==PROF== Disconnected
+"""
+
+
+def test_reading_ncu():
+    assert traffic.parse(NCU.replace("==PROF== Disconnected\n", "")) == {
+        "dram__bytes_read.sum": 3000.0,
+        "dram__bytes_write.sum": 30.0,
+    }
+    assert sum(traffic.parse(NCU).values()) == 3030.0
+    with pytest.raises(ValueError, match="no table"):
+        traffic.parse("==ERROR== no permission")
+
+
+def test_claims_of_traffic():
+    case = traffic.CASES[0]
+    claimed, expected = traffic.claims(case, 128), traffic.expected(case)
+    assert claimed["plain_cupy"] > claimed["fa_cupy"] > expected["fa_cupy"]
+    assert expected["fa_cupy"] == 4 * 4 * 16 * 4096 * 128 * 2
+
+
+# ------------------------------------------------------------------------------- host and memory
+def test_import_is_quick_and_leaves_cupy_alone():
+    found = host_time.import_rows(1)[0]
+    assert found["unit"] == "us"
+    assert found["value"] == pytest.approx(found["ms"] * 1e3)
+
+
+def test_limits_of_host_time():
+    def limit(case, impl="fa_cupy"):
+        return host_time.limit_us({"case": case, "impl": impl})
+
+    assert limit("call bf16 hd128 with lse") == 12
+    assert limit("call bf16 hd128 with lse", "cudnn") is None
+    assert limit("first call, fresh cache") == 2e6
+    assert limit("import") == 2e5
+
+
+def test_calls_are_timed_in_microseconds():
+    assert 0 < host_time.per_call(lambda: None, lambda: None, bursts=3, calls=10) < 1e3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_a_long_sequence_is_linear():
+    found = memory.measure("cpu", 4096)
+    assert found["value"] < memory.LIMIT_MB["cpu"]
+
+
+# ---------------------------------------------------------------------------------- the commands
+def test_every_command_can_be_reached(capsys):
+    for name in command.COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            command.main([name, "--help"])
+    assert command.main([]) == 2
+    assert command.main(["--help"]) == 0
+    assert command.main(["nothing"]) == 2
+    assert "no command 'nothing'" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""What runs on a GPU and writes results: checks, accuracy, benchmarks, sanitizers, the receipt."""

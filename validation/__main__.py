@@ -1,0 +1,32 @@
+"""``python -m validation COMMAND``: what runs on a GPU, or beside a peer, and writes results."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "stages": ("validation.stages", "each stage of the SM80 kernel against NumPy, a line a stage"),
+    "accuracy": ("validation.accuracy", "errors over dtypes, lengths and options"),
+    "bench": ("validation.bench", "timings beside the peers that are installed"),
+    "host": ("validation.host_time", "time on the host: a call, a first call, the import"),
+    "memory": ("validation.memory", "peak memory of a long sequence"),
+    "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
+    "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Hand the arguments to a command; list the commands without one."""
+    if not argv or argv[0] not in COMMANDS:
+        wanted = argv[:1] and argv[0] not in ("-h", "--help")
+        if wanted:
+            print(f"validation: no command {argv[0]!r}")
+        print("usage: python -m validation COMMAND [--help]\n")
+        print("\n".join(f"  {name:9} {what}" for name, (_, what) in COMMANDS.items()))
+        return 0 if argv and not wanted else 2
+    return int(importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,284 @@
+"""Timings beside the peers that are importable in this process.
+
+``python -m validation bench`` runs every implementation of a case in turn, over several rounds, so
+that a drift of the clocks meets all of them alike, and keeps the median.  Before anything is
+timed, every result is compared with float64 arithmetic on the host, on memory that was filled
+with NaN.  Rows go to ``validation/results/bench-<device>.json``; those of other runs stay there,
+and ratios are only taken between rows of one run.
+
+A family is one entry in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from validation import cases, peers, report, store
+from validation.cases import Dense
+from validation.peers import Call, Qkv, UnavailableError
+
+Check = Callable[[Any], float]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is measured the same way: inputs, implementations, the reference and the unit."""
+
+    device: str  # "gpu" or "cpu"
+    cases: tuple[Dense, ...]
+    impls: Mapping[str, Callable[[Dense, Qkv], Call]]
+    default_impls: tuple[str, ...]
+    inputs: Callable[[Dense, int], Qkv]
+    check: Callable[[Dense, Qkv], Check]
+    unit: str
+    per_second: float  # operations a second in one unit
+    burst_ms: float  # how long one sample of one implementation lasts, at least one call
+
+
+# ----------------------------------------------------------------------------------- correctness
+_EXPONENT = {"fp16": 0x7C00, "bf16": 0x7F80}
+
+
+def _host(array: Any) -> np.ndarray:
+    return peers.to_host(array).astype(np.float64)
+
+
+def _all_finite(case: Dense, array: Any) -> bool:
+    if case.dtype not in _EXPONENT:
+        return bool((abs(array) < np.inf).all())
+    mask = _EXPONENT[case.dtype]
+    return not bool(((array.view("u2") & mask) == mask).any())
+
+
+def attention_check(case: Dense, qkv: Qkv) -> Check:
+    """Relative Frobenius error on sampled rows of the first and the last head.
+
+    inf where any element of the whole result is not finite.
+    """
+    rng = np.random.default_rng(case.length)
+    edge = np.arange(min(64, case.length))
+    drawn = rng.integers(0, case.length, 128)
+    rows = np.unique(np.concatenate([edge, drawn, case.length - 1 - edge]))
+    places = [(0, 0), (case.batch - 1, case.heads - 1)]
+
+    def reference(place: tuple[int, int]) -> np.ndarray:
+        q, k, v = (_host(x[place]) for x in qkv)
+        scores = q[rows] @ k.T * case.head_dim**-0.5
+        if case.causal:
+            scores[np.arange(case.length) > rows[:, None]] = -np.inf
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.asarray(p @ v / p.sum(-1, keepdims=True))
+
+    wanted = np.stack([reference(place) for place in places])
+
+    def error(out: Any) -> float:
+        if not _all_finite(case, out):
+            return float("inf")
+        got = np.stack([_host(out[place])[rows] for place in places])
+        return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+    return error
+
+
+FAMILIES: dict[str, Family] = {
+    "attention_fwd": Family(
+        device="gpu",
+        cases=cases.ATTENTION_FWD,
+        impls={
+            "fa_cupy": peers.fa_cupy,
+            "cudnn": peers.torch_sdpa("CUDNN_ATTENTION"),
+            "flash2": peers.torch_sdpa("FLASH_ATTENTION"),
+            "efficient": peers.torch_sdpa("EFFICIENT_ATTENTION"),
+            "jax": peers.jax,
+            "plain_cupy": peers.plain_cupy,
+        },
+        default_impls=("fa_cupy", "cudnn", "flash2"),
+        inputs=peers.random_cupy,
+        check=attention_check,
+        unit="TFLOP/s",
+        per_second=1e12,
+        burst_ms=8,
+    ),
+    "attention_cpu": Family(
+        device="cpu",
+        cases=cases.ATTENTION_CPU,
+        impls={"fa_cupy": peers.fa_cupy, "torch": peers.torch_sdpa("FLASH_ATTENTION")},
+        default_impls=("fa_cupy", "torch"),
+        inputs=peers.random_numpy,
+        check=attention_check,
+        unit="GFLOP/s",
+        per_second=1e9,
+        burst_ms=200,
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------- timing
+def burst(call: Call, calls: int) -> float:
+    """Milliseconds of one call, over ``calls`` of them; one more runs first, untimed.
+
+    That one keeps what the implementation before left behind (clocks, caches, spinning threads)
+    out of the sample.
+    """
+    result = call.run()
+    if call.wait is not None:
+        call.wait(result)
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call.run()
+        call.wait(result)
+        return (time.perf_counter() - start) * 1e3 / calls
+    import cupy
+
+    before, after = cupy.cuda.Event(), cupy.cuda.Event()
+    before.record()
+    for _ in range(calls):
+        call.run()
+    after.record()
+    after.synchronize()
+    return float(cupy.cuda.get_elapsed_time(before, after)) / calls
+
+
+def interleaved(calls: Mapping[str, Call], rounds: int, burst_ms: float) -> dict[str, float]:
+    """Median milliseconds of each, measured in turn; every round starts with another one."""
+    names = list(calls)
+    counts = {}
+    for name in names:
+        once = max(burst(calls[name], 1), 1e-3)
+        counts[name] = int(min(200, max(1, round(burst_ms / once))))
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(burst(calls[name], counts[name]))
+    return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def measure(
+    name: str, case: Dense, impls: Sequence[str], rounds: int
+) -> tuple[list[store.Row], dict[str, str]]:
+    """Rows of one case, and why implementations are missing from it."""
+    family = FAMILIES[name]
+    qkv = family.inputs(case, 1)
+    check = family.check(case, qkv)
+    calls: dict[str, Call] = {}
+    errors: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    rows: list[store.Row] = []
+    blank = {"family": name, "case": case.name, "ms": None, "value": None, "unit": family.unit}
+    for impl in impls:
+        try:
+            call = family.impls[impl](case, qkv)
+            call.run()  # compiles what has to be compiled
+            peers.poison(qkv[0])
+            errors[impl] = check(call.native(call.run()))
+            calls[impl] = call
+        except UnavailableError as reason:
+            missing[impl] = str(reason)
+        except Exception as failure:  # a peer may fail in any way; its row says how
+            text = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+            rows.append({**blank, "impl": impl, "error": None, "failed": text})
+            missing[impl] = text
+    if calls:
+        for impl, ms in interleaved(calls, rounds, family.burst_ms).items():
+            value = case.flops / (ms * 1e-3) / family.per_second
+            timed = {"impl": impl, "ms": ms, "value": value, "error": errors[impl]}
+            rows.append({**blank, **timed})
+    return rows, missing
+
+
+# --------------------------------------------------------------------------------------- command
+def parser() -> argparse.ArgumentParser:
+    """Options of the command."""
+    p = argparse.ArgumentParser("python -m validation bench", description="time beside the peers")
+    p.add_argument(
+        "--families", default="", help="comma list; default: all that run on the device found"
+    )
+    p.add_argument("--cases", default="*", help="pattern, such as 'bf16 hd128 causal *'")
+    p.add_argument("--impls", default="", help="comma list or 'all'; default: the main ones")
+    p.add_argument("--rounds", type=int, default=5, help="samples of each implementation")
+    p.add_argument("--budget", type=float, default=float("inf"), help="seconds; stops after them")
+    p.add_argument("--out", default="", help="JSON file instead of results/bench-<device>.json")
+    p.add_argument("--plot", default="", help="picture instead of docs/_static/bench-<device>.png")
+    return p
+
+
+def run_family(name: str, args: argparse.Namespace, started: float) -> list[store.Row]:
+    """Measure, store, print and draw one family; returns the fresh rows."""
+    family = FAMILIES[name]
+    chosen = [case for case in family.cases if fnmatch.fnmatchcase(case.name, args.cases)]
+    asked = args.impls.split(",") if args.impls else list(family.default_impls)
+    asked = list(family.impls) if asked == ["all"] else asked
+    impls = [impl for impl in asked if impl in family.impls]
+    if not chosen or not impls:
+        print(f"{name}: no case matches {args.cases!r} with implementations {asked}")
+        return []
+    rows: list[store.Row] = []
+    missing: dict[str, str] = {}
+    late = []
+    lost: Exception | None = None
+    for case in tqdm(chosen, desc=name, unit="case", file=sys.stderr):
+        if time.perf_counter() - started > args.budget:
+            late.append(case.name)
+            continue
+        # float32 stands beside plain CuPy, which the fused kernels of the peers do not serve
+        extra = ["plain_cupy"] if case.dtype == "fp32" and not args.impls else []
+        here = impls + [impl for impl in extra if impl in family.impls]
+        try:
+            fresh, reasons = measure(name, case, here, args.rounds)
+        except Exception as failure:  # most likely the device's context: keep what there is
+            lost = failure
+            break
+        rows += fresh
+        missing |= reasons
+    for impl, reason in missing.items():
+        print(f"{name}: {impl} left out of some or all cases: {reason}")
+    if late:
+        print(f"{name}: over the budget of {args.budget:.0f} s, not measured: {', '.join(late)}")
+    if not rows:
+        if lost is not None:
+            raise lost
+        return []
+    facts = store.header(family.device)
+    path = Path(args.out) if args.out else store.path_for("bench", facts)
+    store.merge(path, facts, rows)
+    print(report.table(rows, report.best_peers(facts, name)))
+    print(f"{facts['device']}, {len(rows)} rows in {path}")
+    merged = [row for row in store.load(path)[1] if row["family"] in FAMILIES]
+    picture = report.draw(merged, facts, args.plot)
+    print(f"drawn: {picture}" if picture else "matplotlib is not installed: nothing drawn")
+    if lost is not None:
+        raise lost
+    return rows
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the families asked for; 1 where an implementation failed or was wrong."""
+    args = parser().parse_args(argv)
+    device = "gpu" if store.gpu_available() else "cpu"
+    names = [n for n in args.families.split(",") if n]
+    names = names or [n for n, family in FAMILIES.items() if family.device == device]
+    unknown = [n for n in names if n not in FAMILIES]
+    if unknown:
+        print(f"no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+        return 2
+    started = time.perf_counter()
+    findings: list[str] = []
+    for name in names:
+        if FAMILIES[name].device == "gpu" and device != "gpu":
+            print(f"{name}: needs CuPy and a GPU, and finds none")
+            return 2
+        findings += report.wrong(run_family(name, args, started))
+    print("\n".join(findings) if findings else f"all right, {time.perf_counter() - started:.0f} s")
+    return 1 if findings else 0

@@ -1,0 +1,173 @@
+"""Time on the host: what a call costs before its kernel is queued, a first call, the import.
+
+A call is timed over bursts without a synchronization inside; the problem is so small that the GPU
+keeps up and the queue of launches never fills, which would make the host wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from validation import store
+from validation.cases import Dense
+
+# by how the name of a case starts
+LIMITS_US = {
+    "call": 12.0,
+    "first call, fresh cache": 2e6,
+    "first call, warm cache": 1.5e5,
+    "import": 2e5,
+}
+FAMILY = "host"
+SMALL = {d: Dense(d, 128, False, 128, 2, 16) for d in ("fp16", "bf16")}
+
+
+def per_call(run: Callable[[], Any], wait: Callable[[], Any], bursts: int, calls: int) -> float:
+    """Median microseconds of a call over ``bursts`` of ``calls``, waited for between bursts."""
+    for _ in range(calls):
+        run()
+    wait()
+    samples = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(bursts):
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            samples.append((time.perf_counter() - start) / calls * 1e6)
+            wait()
+    finally:
+        gc.enable()
+    return statistics.median(samples)
+
+
+def _row(case: str, impl: str, us: float) -> store.Row:
+    fixed = {"family": FAMILY, "unit": "us", "error": None}
+    return {**fixed, "case": case, "impl": impl, "ms": us / 1e3, "value": us}
+
+
+def call_rows(bursts: int, calls: int) -> list[store.Row]:
+    """Calls on ready arrays; ours returns the LSE too."""
+    import cupy
+
+    from fa_cupy import attention
+    from validation import peers
+
+    rows = []
+    for dtype, case in SMALL.items():
+        qkv = peers.random_cupy(case, 1)
+        runs: dict[str, Callable[[], Any]] = {
+            "fa_cupy": lambda qkv=qkv: attention(*qkv, return_lse=True),  # type: ignore[misc]
+        }
+        for name, backend in (("cudnn", "CUDNN_ATTENTION"), ("flash2", "FLASH_ATTENTION")):
+            try:
+                runs[name] = peers.torch_sdpa(backend)(case, qkv).run
+            except peers.UnavailableError as reason:
+                print(f"{name} left out: {reason}")
+        for name, run in runs.items():
+            us = per_call(run, cupy.cuda.Device().synchronize, bursts, calls)
+            rows.append(_row(f"call {dtype} hd128 with lse", name, us))
+    return rows
+
+
+def _child(code: str, environment: dict[str, str]) -> dict[str, float]:
+    """Run ``code`` in a new process; its last line is JSON."""
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"a measuring process failed:\n{done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# The context, and CuPy's own kernels for these inputs, are there before the clock starts.
+_FIRST = """
+import json, time
+import cupy, fa_cupy
+from validation import peers
+from validation.host_time import SMALL
+qkv = peers.random_cupy(SMALL["bf16"], 1)
+cupy.cuda.Device().synchronize()
+start = time.perf_counter()
+fa_cupy.attention(*qkv, return_lse=True)
+cupy.cuda.Device().synchronize()
+print(json.dumps({"s": time.perf_counter() - start}))
+"""
+_IMPORT = """
+import json, sys, time
+start = time.perf_counter()
+import fa_cupy
+s = time.perf_counter() - start
+print(json.dumps({"s": s, "cupy": "cupy" in sys.modules}))
+"""
+
+
+def first_rows() -> list[store.Row]:
+    """The first call in a new process: with an empty cache, then with what that one left."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"FA_CUPY_CACHE_DIR": folder}
+        cases = ("first call, fresh cache", "first call, warm cache")
+        return [_row(case, "fa_cupy", _child(_FIRST, environment)["s"] * 1e6) for case in cases]
+
+
+def import_rows(repeats: int = 5) -> list[store.Row]:
+    """``import fa_cupy`` in new processes, which must not import CuPy."""
+    found = [_child(_IMPORT, {}) for _ in range(repeats)]
+    if any(one["cupy"] for one in found):
+        raise RuntimeError("import fa_cupy imports CuPy")
+    return [_row("import", "fa_cupy", statistics.median(one["s"] for one in found) * 1e6)]
+
+
+def limit_us(row: store.Row) -> float | None:
+    """What a row must stay under; None for a peer's."""
+    if row["impl"] != "fa_cupy":
+        return None
+    return next(limit for start, limit in LIMITS_US.items() if row["case"].startswith(start))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure what can be measured here; 1 where a limit is passed."""
+    p = argparse.ArgumentParser("python -m validation host", description="time on the host")
+    p.add_argument("--bursts", type=int, default=50)
+    p.add_argument("--calls", type=int, default=200, help="calls a burst; under the queue's depth")
+    p.add_argument("--out", default="", help="JSON file instead of results/bench-<device>.json")
+    args = p.parse_args(argv)
+    rows = import_rows()
+    device = "gpu" if store.gpu_available() else "cpu"
+    if device == "gpu":
+        rows += first_rows() + call_rows(args.bursts, args.calls)
+    else:
+        print("no GPU, or no CuPy: only the import is measured")
+    facts = store.header(device)
+    path = Path(args.out) if args.out else store.path_for("bench", facts)
+    store.merge(path, facts, rows)
+    lines = [["host time", "impl", "us", "at most", ""]]
+    late = 0
+    for row in rows:
+        limit = limit_us(row)
+        over = limit is not None and row["value"] > limit
+        late += over
+        shown = "-" if limit is None else f"{limit:,.0f}"
+        lines.append([row["case"], row["impl"], f"{row['value']:,.1f}", shown, "OVER" * over])
+    print(store.align(lines))
+    print(f"{facts['device']}, {len(rows)} rows in {path}")
+    return int(late > 0)

@@ -1,0 +1,222 @@
+"""Adapters: one implementation of a problem each, called on the same memory.
+
+Inputs are NumPy or CuPy arrays; the peers see them through DLPack, without a copy (JAX gets one,
+outside the timed region).  16-bit floats travel as integers of their width, because not every
+DLPack has bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from validation.cases import Dense
+
+DTYPES = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+}
+Qkv = tuple[Any, Any, Any]
+
+
+class UnavailableError(Exception):
+    """The implementation is not installed, or does not take the case."""
+
+
+class Call(NamedTuple):
+    """An implementation bound to its inputs."""
+
+    run: Callable[[], Any]
+    """One call; returns the result as the implementation gives it."""
+    native: Callable[[Any], Any]
+    """That result as a NumPy or CuPy array (batch, heads, length, dim)."""
+    wait: Callable[[Any], object] | None = None
+    """Blocks until a result stands; None for work on CuPy's current stream (CUDA events)."""
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{name} is not installed ({error})") from error
+
+
+# ------------------------------------------------------------------------------------ conversion
+def _integers(array: Any) -> Any:
+    return array.view(f"i{array.dtype.itemsize}")
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A copy on the host; the array itself where it is there."""
+    if isinstance(array, np.ndarray):
+        return array
+    # integers, because what is not contiguous is packed by a kernel before it is copied
+    return np.ascontiguousarray(_integers(array).get()).view(array.dtype)
+
+
+def to_device(array: np.ndarray) -> Any:
+    """A copy on CuPy's current device."""
+    return _module("cupy").asarray(_integers(array)).view(array.dtype)
+
+
+def to_torch(array: Any) -> Any:
+    """The same memory as a torch tensor."""
+    torch = _module("torch")
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    name = next(name for name, dtype in DTYPES.items() if dtype == array.dtype)
+    return torch.from_dlpack(_integers(array)).view(dtypes[name])
+
+
+def from_torch(tensor: Any) -> Any:
+    """The same memory as a NumPy or CuPy array."""
+    torch = _module("torch")
+    dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    xp = _module("cupy") if tensor.is_cuda else np
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return xp.from_dlpack(tensor.view(integers)).view(DTYPES[dtypes[tensor.dtype]])
+
+
+def random_numpy(case: Dense, seed: int) -> Qkv:
+    """N(0, 1) q, k, v of shape (batch, heads, length, dim) on the CPU, contiguous."""
+    rng = np.random.default_rng(seed)
+    shape = (case.batch, case.heads, case.length, case.head_dim)
+    q, k, v = (
+        rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype], copy=False)
+        for _ in range(3)
+    )
+    return q, k, v
+
+
+def random_cupy(case: Dense, seed: int) -> Qkv:
+    """N(0, 1) q, k, v on the GPU: (batch, heads, length, dim) views of (batch, length, heads, dim).
+
+    That is how projections leave the data, and what every peer takes without a copy.
+    """
+    cp = _module("cupy")
+    rng = cp.random.default_rng(seed)
+    shape = (case.batch, case.length, case.heads, case.head_dim)
+
+    def draw() -> Any:
+        x = rng.standard_normal(shape, dtype=cp.float32)
+        if case.dtype == "bf16":  # round to the upper half of the bits
+            bits = (x.view(cp.uint32) + cp.uint32(0x8000)) >> cp.uint32(16)
+            x = bits.astype(cp.uint16).view(DTYPES["bf16"])
+        else:
+            x = x.astype(DTYPES[case.dtype])
+        return x.swapaxes(-3, -2)
+
+    return draw(), draw(), draw()
+
+
+def poison(array: Any) -> None:
+    """Leave NaN in the memory that an output shaped like ``array`` will most likely be given.
+
+    The pools of CuPy and torch hand out the block that was freed last, so an element which an
+    implementation does not write is read as NaN (all bits set, in every float type).
+    """
+    if isinstance(array, np.ndarray):
+        return  # malloc promises nothing of the kind; the CPU's rows are compared instead
+    cp = _module("cupy")
+    blocks = [cp.full(array.nbytes, 0xFF, dtype=cp.uint8)]
+    try:
+        torch = _module("torch")
+        blocks.append(torch.full((array.nbytes,), 0xFF, dtype=torch.uint8, device="cuda"))
+    except UnavailableError:
+        pass
+    cp.cuda.Device().synchronize()
+    blocks.clear()
+
+
+# ------------------------------------------------------------------------------------- attention
+def fa_cupy(case: Dense, qkv: Qkv) -> Call:
+    """This package on arrays of the case's device."""
+    from fa_cupy import attention
+
+    q, k, v = qkv
+    wait = _same if isinstance(q, np.ndarray) else None
+    return Call(lambda: attention(q, k, v, is_causal=case.causal), _same, wait)
+
+
+def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
+    """torch's scaled_dot_product_attention, held to one back end of the SDPBackend enumeration."""
+
+    def prepare(case: Dense, qkv: Qkv) -> Call:
+        torch = _module("torch")
+        on_cpu = isinstance(qkv[0], np.ndarray)
+        if not on_cpu and not torch.cuda.is_available():
+            raise UnavailableError("this torch has no CUDA")
+        if not on_cpu and case.dtype == "fp32" and backend != "EFFICIENT_ATTENTION":
+            raise UnavailableError("16-bit floats only")
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        attention = _module("torch.nn.attention")
+        chosen = getattr(attention.SDPBackend, backend)
+        q, k, v = map(to_torch, qkv)
+
+        def run() -> Any:
+            with attention.sdpa_kernel(chosen):
+                return sdpa(q, k, v, is_causal=case.causal)
+
+        return Call(run, from_torch, _same if on_cpu else None)
+
+    return prepare
+
+
+def jax(case: Dense, qkv: Qkv) -> Call:
+    """jax.nn.dot_product_attention through cuDNN, compiled; timed by the host's clock."""
+    if case.dtype == "fp32":
+        raise UnavailableError("16-bit floats only")
+    # without this JAX takes three quarters of the GPU's memory when it is imported
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax, jnp = _module("jax"), _module("jax.numpy")
+    cp = _module("cupy")
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[case.dtype]
+
+    def convert(array: Any) -> Any:  # JAX's axes are (batch, length, heads, dim)
+        integers = jax.dlpack.from_dlpack(cp.ascontiguousarray(_integers(array).swapaxes(-3, -2)))
+        return jax.lax.bitcast_convert_type(integers, dtype)
+
+    q, k, v = map(convert, qkv)
+    cp.cuda.Device().synchronize()
+
+    options = {"is_causal": case.causal, "implementation": "cudnn"}
+    attention = jax.jit(functools.partial(jax.nn.dot_product_attention, **options))
+
+    def native(out: Any) -> Any:
+        integers = jax.block_until_ready(jax.lax.bitcast_convert_type(out, jnp.int16))
+        return cp.from_dlpack(integers).view(DTYPES[case.dtype]).swapaxes(-3, -2)
+
+    return Call(lambda: attention(q, k, v), native, jax.block_until_ready)
+
+
+def plain_cupy(case: Dense, qkv: Qkv) -> Call:
+    """Matmul, softmax, matmul in CuPy, with the whole matrix of scores in memory."""
+    if case.dtype == "bf16":
+        raise UnavailableError("CuPy's matmul has no bfloat16")
+    cp = _module("cupy")
+    q, k, v = qkv
+    keep = cp.tril(cp.ones((case.length, case.length), dtype=bool)) if case.causal else None
+    lowest = float(np.finfo(DTYPES[case.dtype]).min)
+
+    def run() -> Any:
+        scores = cp.matmul(q, k.swapaxes(-1, -2))
+        scores *= case.head_dim**-0.5
+        if keep is not None:
+            scores = cp.where(keep, scores, scores.dtype.type(lowest))
+        scores -= scores.max(-1, keepdims=True)
+        cp.exp(scores, out=scores)
+        scores /= scores.sum(-1, keepdims=True, dtype=cp.float32).astype(scores.dtype)
+        return cp.matmul(scores, v)
+
+    return Call(run, _same)

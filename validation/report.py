@@ -1,0 +1,176 @@
+"""What the rows of a benchmark say: ratios, a table, a picture, and what went wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from validation import store
+
+# relative Frobenius error against float64 beyond which a result is wrong rather than rounded
+ERROR_LIMIT = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5}
+STATIC = Path(__file__).parents[1] / "docs" / "_static"
+
+
+def best_peers(facts: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Best known peer of each case on this device, from ``peers-<device>.json``."""
+    path = Path(__file__).parent / f"peers-{store.slug(facts['device'])}.json"
+    if not path.exists():
+        return {}
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")).get(family, {})
+    return known
+
+
+def ratios(rows: Sequence[store.Row], known: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """``ratios[column][case]``: fa_cupy's speed over a peer's of the same run.
+
+    The column ``best`` is the best known peer: cuDNN's figure of this run times what that peer
+    was over cuDNN when both were measured together.
+    """
+    found: dict[str, dict[str, float]] = {}
+    value = {(row["case"], row["impl"]): row for row in rows if row["value"]}
+    for (case, impl), row in value.items():
+        ours = value.get((case, "fa_cupy"))
+        if impl == "fa_cupy" or ours is None or ours.get("date") != row.get("date"):
+            continue
+        found.setdefault(impl, {})[case] = ours["value"] / row["value"]
+        if impl == "cudnn" and case in known:
+            best = row["value"] * known[case]["over_cudnn"]
+            found.setdefault("best", {})[case] = ours["value"] / best
+    return found
+
+
+def table(rows: Sequence[store.Row], known: Mapping[str, Any]) -> str:
+    """One line a case: speed of each implementation, fa_cupy over each, and means of that."""
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    columns = ratios(rows, known)
+    cell = {
+        (row["case"], row["impl"]): f"{row['value']:.0f}" if row["value"] else "failed"
+        for row in rows
+    }
+    error = {row["case"]: row["error"] for row in rows if row["impl"] == "fa_cupy"}
+
+    def shown(case: str) -> str:
+        found = error.get(case)
+        return "-" if found is None else f"{float(found):.1e}"
+
+    heads = [f"{rows[0]['family']} ({rows[0]['unit']})", *impls]
+    lines = [[*heads, *(f"/{column}" for column in columns), "error"]]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        speeds = [cell.get((case, impl), "-") for impl in impls]
+        over = [f"{c[case]:.2f}" if case in c else "-" for c in columns.values()]
+        lines.append([case, *speeds, *over, shown(case)])
+    for label, of in (("geometric mean", store.geometric_mean), ("lowest", min)):
+        over = [f"{of(list(c.values())):.2f}" for c in columns.values()]
+        if over:
+            lines.append([label, *([""] * len(impls)), *over, ""])
+    return store.align(lines)
+
+
+def wrong(rows: Sequence[store.Row]) -> list[str]:
+    """What failed or is further from float64 than its type explains."""
+    found = []
+    for row in rows:
+        where = f"{row['family']} {row['case']} {row['impl']}"
+        if "failed" in row:
+            found.append(f"{where}: {row['failed']}")
+        elif not row["error"] <= ERROR_LIMIT[row["case"].split()[0]]:
+            found.append(f"{where}: relative error {row['error']:.1e}")
+    return found
+
+
+_COLORS = {
+    "fa_cupy": "#c1272d",
+    "cudnn": "#1b6ca8",
+    "flash2": "#2e8b57",
+    "efficient": "#8a8a8a",
+    "jax": "#b8860b",
+    "plain_cupy": "#6a51a3",
+    "torch": "#1b6ca8",
+}
+
+
+def _panel(case: str) -> tuple[str, str]:
+    """``bf16 hd128 causal 4096x4`` belongs to panel ``bf16 hd128 causal`` at tick ``4096x4``."""
+    words = case.split()
+    return " ".join(words[:3]), " ".join(words[3:])
+
+
+Place = tuple[str, str]  # family and case, or family and title of a panel
+
+
+def _panels(places: Sequence[Place]) -> dict[Place, list[Place]]:
+    """Cases by panel; those of panels with less than three lengths share one for their dtype."""
+    panels: dict[Place, list[Place]] = {}
+    for family, case in places:
+        panels.setdefault((family, _panel(case)[0]), []).append((family, case))
+    found: dict[Place, list[Place]] = {}
+    for (family, title), members in panels.items():
+        alone = len(members) < 3
+        found.setdefault((family, title.split()[0] if alone else title), []).extend(members)
+    return found
+
+
+def draw(rows: Sequence[store.Row], facts: Mapping[str, Any], path: str = "") -> Path | None:
+    """Speed over the lengths, one panel a family, dtype, head_dim and mask.
+
+    None without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    speed = {((r["family"], r["case"]), r["impl"]): r["value"] for r in rows if r["value"]}
+    unit = {row["family"]: row["unit"] for row in rows}
+    known = {family: best_peers(facts, family) for family in unit}
+    best = {
+        (family, case): value * known[family][case]["over_cudnn"]
+        for ((family, case), impl), value in speed.items()
+        if impl == "cudnn" and case in known[family]
+    }
+    impls = list(dict.fromkeys(impl for _, impl in speed))
+    panels = _panels(list(dict.fromkeys(place for place, _ in speed)))
+    across = min(4, len(panels))
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(max(3.6 * across, 6.0), 2.9 * down), layout="constrained")
+    legends: set[tuple[str, ...]] = set()
+    for i, ((family, title), members) in enumerate(panels.items()):
+        axes = figure.add_subplot(down, across, i + 1)
+        bars = " " not in title
+        here = [impl for impl in impls if any((place, impl) in speed for place in members)]
+        for order, impl in enumerate(here):
+            points = [(n, speed[p, impl]) for n, p in enumerate(members) if (p, impl) in speed]
+            x, y = zip(*points, strict=True)
+            style = {"color": _COLORS.get(impl), "label": impl}
+            if bars:
+                width = 0.8 / len(here)
+                shift = (order + 0.5) * width - 0.4
+                axes.bar([at + shift for at in x], y, width, **style)
+            else:
+                axes.plot(x, y, "o-", ms=4, lw=2.2 if impl == "fa_cupy" else 1.3, **style)
+        marks = [(n, best[place]) for n, place in enumerate(members) if place in best]
+        if marks and not bars:
+            axes.plot(*zip(*marks, strict=True), "k:", lw=1, label="best known peer")
+        names = [case for _, case in members]
+        ticks = [c.split(maxsplit=1)[1].replace(" ", "\n") if bars else _panel(c)[1] for c in names]
+        axes.set_title(title if len(unit) == 1 else f"{family}: {title}", fontsize=10)
+        axes.set_xticks(range(len(members)), ticks, rotation=0 if bars else 30, fontsize=7)
+        axes.set_xlim(-0.6, len(members) - 0.4)
+        top = max(value for (place, _), value in speed.items() if place in members)
+        axes.set_ylim(0, 1.1 * max([top, *(value for _, value in marks)]))
+        axes.tick_params(axis="y", labelsize=7)
+        axes.grid(axis="y", lw=0.4)
+        axes.set_axisbelow(True)
+        if i % across == 0:
+            axes.set_ylabel(unit[family], fontsize=9)
+        if tuple(here) not in legends:
+            axes.legend(fontsize=7, loc="lower right")
+            legends.add(tuple(here))
+    what = next(iter(unit)) if len(unit) == 1 else "fa_cupy and its peers"
+    figure.suptitle(f"{what} on {facts.get('cpu', facts['device'])}, {facts['date'][:10]}")
+    target = Path(path) if path else STATIC / f"bench-{store.slug(facts['device'])}.png"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=110)
+    return target
