@@ -86,7 +86,7 @@ class Steps(Protocol):
         """Return `x` if `matmul` can read it where it is, otherwise a copy of compute dtype."""
 
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
-        """Set `out` to ``a @ b``, or add that to it."""
+        """Set `out` to ``a @ b``, or add that to it. Weights `a` may be rounded in place."""
 
     def add_bias(self, scores: Array, bias: Array) -> None:
         """Add `bias`, of any float dtype."""

@@ -27,9 +27,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# What a tile may take of a CPU core's caches: its L2 (1 or 2 MB on current server cores) and a share
-# of the L3. Tiles that fit a 1 MB L2 measured 5 to 10 % slower: every call on a tile costs some
-# microseconds. Fixed rather than asked of the machine, so that results do not depend on it.
+# What a tile may take of a CPU core's caches: its L2, 1 or 2 MB on current server cores, and a
+# share of the L3. Tiles that fit a 1 MB L2 measured 5 to 10 % slower, because every call on a tile
+# costs some microseconds. Fixed rather than asked of the machine, so that results do not depend on
+# it.
 CPU_CACHE_BYTES = 3 << 20
 
 # Largest dynamic shared memory of a thread block (CUDA C++ programming guide, "Technical

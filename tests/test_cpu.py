@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from fa_cupy import _tiled, _tiles, attention, reference
 from fa_cupy.cpu import _threads
-from fa_cupy.cpu import attention as cpu
+from fa_cupy.cpu._steps import Steps
 from tests.strategies import (
     DTYPES,
     Case,
@@ -40,6 +40,7 @@ def blas_threads():
 def small_tiles(monkeypatch):
     """Tiles of 16 by 16, so that short problems have many of them."""
     monkeypatch.setattr(_tiles, "tile_sizes", lambda *_, **__: _tiles.Tile(16, 16))
+    monkeypatch.setattr(_tiled, "_LEAST_HALF", 4)
 
 
 # Many tiles
@@ -85,13 +86,13 @@ def test_tiles_that_no_query_sees_are_not_computed(monkeypatch, small_tiles):
     mask = np.zeros((128, 128), bool)
     mask[:, 32:48] = True
     seen = []
-    product = cpu._Steps.scores
+    product = Steps.scores
 
     def scores(self, queries, first, k, out):
         seen.append(out.shape[-1])
         product(self, queries, first, k, out)
 
-    monkeypatch.setattr(cpu._Steps, "scores", scores)
+    monkeypatch.setattr(Steps, "scores", scores)
     attention(q, k, v, window=(16, 0))
     assert sum(seen) == 16 + 7 * 32  # keys in reach of each 16 queries
     seen.clear()

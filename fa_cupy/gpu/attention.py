@@ -120,24 +120,20 @@ def _by_copies(
     problem: _check.Problem, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: bool
 ) -> tuple[Any, Any | None]:
     """Solve a problem of which a kernel cannot take some array as it is."""
-    target = out
     if out is None:
-        target = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
-    if not fits(target, problem.dtype):
-        target = cupy.empty(problem.out_shape, problem.dtype)
+        out = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
+    target = out if fits(out, problem.dtype) else cupy.empty(problem.out_shape, problem.dtype)
     views = {"q": problem.q, "k": problem.k, "v": problem.v, "bias": problem.bias}
     arrays = {"q": q, "k": k, "v": v, "bias": bias}
     for name, view in views.items():
         if view is not None and not kernel_takes(name, view, arrays[name]):
-            arrays[name], views[name] = packed_copy(view, arrays[name])
+            arrays[name], views[name] = packed_copy(name, view, arrays[name])
     changed: dict[str, Any] = dict(views)
     problem = dataclasses.replace(problem, **changed)
-    result, rows = attention(
-        problem, arrays["q"], arrays["k"], arrays["v"], arrays["bias"], mask, target, lse
-    )
-    if out is None or out is result:
-        return result, rows
-    out[...] = result
+    plan = plan_for(problem, target.strides, runtime.getDevice())
+    _, rows = plan(arrays["q"], arrays["k"], arrays["v"], arrays["bias"], mask, target, lse)
+    if target is not out:
+        out[...] = target
     return out, rows
 
 
@@ -149,8 +145,8 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     q, k, v : cupy.ndarray
         Of float16 or bfloat16, with a contiguous last axis.
     stage : int
-        1: scores; 2: per row the largest score, in units of ``log2(e) * scale``, and the sum of
-        weights, in columns 0 and 1; 3: weights; 4: the output before its division.
+        1: products q . k; 2: per row the largest of them and the sum of weights, in columns 0 and
+        1; 3: weights; 4: the output before its division.
     **options
         Of `fa_cupy.attention`.
 
@@ -178,9 +174,11 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     debug = cupy.full(shape, np.nan, np.float32)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, 0, 0, out.data.ptr, 0, debug.data.ptr)
     pack_head(params, 0, *pointers, 0, aligned and not any(p & 15 for p in pointers))
-    Launch(kernel, parts[0].blocks, row.threads, row.shared_bytes)(params)
+    Launch(kernel, parts[0].blocks, row.threads, row.shared_bytes)(params[0])
     # Blocks take the last query rows first.
     dumped: np.ndarray[Any, Any] = debug.get()[:, ::-1]
+    if stage == 2:  # the kernel keeps the largest in units of the softmax
+        dumped[..., 0] /= params["exp2_scale"][0]
     return dumped.reshape(shape[0], tiles * row.tile_m, columns)
 
 

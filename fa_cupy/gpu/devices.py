@@ -59,7 +59,5 @@ def target_of_device(device: int) -> str | None:
     """Return the target that kernels are compiled for on a device, None where none runs."""
     import cupy
 
-    runtime = cupy.cuda.runtime
-    major = runtime.deviceGetAttribute(runtime.cudaDevAttrComputeCapabilityMajor, device)
-    minor = runtime.deviceGetAttribute(runtime.cudaDevAttrComputeCapabilityMinor, device)
-    return target_of(major, minor)
+    digits = str(cupy.cuda.Device(device).compute_capability)  # "90", "120"
+    return target_of(int(digits[:-1]), int(digits[-1]))

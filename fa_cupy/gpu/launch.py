@@ -41,20 +41,20 @@ class Launch:
         if driver.funcGetAttribute(_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.ptr) < shared_bytes:
             driver.funcSetAttribute(kernel.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
-    def __call__(self, params: np.ndarray[Any, Any]) -> None:
+    def __call__(self, params: np.void | np.ndarray[Any, Any]) -> None:
         """Queue the kernel on CuPy's current stream.
 
         Parameters
         ----------
-        params : numpy.ndarray, of size 1
-            The kernel's parameter struct. Its bytes are copied before the call returns; another
-            thread must not write to it until then.
+        params : numpy.void, or numpy.ndarray of size 1
+            The kernel's parameter struct; a scalar costs half the time of an array. Its bytes are
+            copied before the call returns; another thread must not write to it until then.
         """
         self._kernel(self._grid, self._block, (params,), self._shared_bytes)
 
 
 def launch(
-    kernel: Any, grid: int, block: int, shared_bytes: int, params: np.ndarray[Any, Any]
+    kernel: Any, grid: int, block: int, shared_bytes: int, params: np.void | np.ndarray[Any, Any]
 ) -> None:
     """Launch a kernel once; see `Launch`."""
     Launch(kernel, grid, block, shared_bytes)(params)

@@ -58,8 +58,9 @@ class Plan:
         kernel = compile.load(variant, str(target_of_device(device)), device)
         out = _check.out_view(problem, problem.out_shape, out_strides)
         self._params, parts, self._aligned = fill(problem, out, variant.tile_m)
-        # Parameter structs that no thread is using; a launch copies its struct before it returns.
-        self._pool: list[np.ndarray[Any, Any]] = []
+        # Parameter structs that no thread is using, each with the scalar that CuPy passes by value
+        # in half the time of the array it looks into. A launch copies it before it returns.
+        self._pool: list[tuple[np.ndarray[Any, Any], np.void]] = []
         for offsets, first, blocks in parts:
             launch = Launch(kernel, blocks, variant.threads, variant.shared_bytes)
             self._launches.append((offsets, first, launch))
@@ -83,9 +84,10 @@ class Plan:
         out_pointer = out.data.ptr
         aligned = self._aligned and not (q_pointer | k_pointer | v_pointer | out_pointer) & 15
         try:
-            params = self._pool.pop()
+            params, scalar = self._pool.pop()
         except IndexError:
             params = self._params.copy()
+            scalar = params[0]
         for offsets, first, launch in self._launches:
             pointers = (
                 q_pointer, k_pointer, v_pointer, bias_pointer, mask_pointer, out_pointer,
@@ -95,8 +97,8 @@ class Plan:
                 moved = zip(pointers, offsets, strict=True)
                 pointers = tuple(p and p + o for p, o in moved)
             pack_head(params, 0, *pointers, first, aligned)
-            launch(params)
-        self._pool.append(params)
+            launch(scalar)
+        self._pool.append((params, scalar))
         return out, lse
 
 
@@ -143,12 +145,16 @@ def fits(out: Any, dtype: np.dtype[Any]) -> bool:
     return dense and whole and abs(out.strides[-2] // item) < 2**31
 
 
-def packed_copy(view: _check.View, array: Any) -> tuple[Any, _check.View]:
-    """Copy what `view` sees of `array`, each broadcast element once."""
+def packed_copy(name: str, view: _check.View, array: Any) -> tuple[Any, _check.View]:
+    """Copy what `view` sees of an array, each broadcast element once, in a form kernels take."""
     shape = [n if step else 1 for n, step in zip(view.shape, view.strides, strict=True)]
-    copy = cupy.ascontiguousarray(_check.view(cupy, array, _check.View(tuple(shape), view.strides)))
+    if name != "bias":  # rows are read as they lie
+        shape[-1] = view.shape[-1]
+    seen = _check.View(tuple(shape), view.strides)
+    copy = cupy.ascontiguousarray(_check.view(cupy, array, seen))
     steps = [0 if n == 1 else step for n, step in zip(shape, copy.strides, strict=True)]
-    steps[-1] = array.dtype.itemsize if view.strides[-1] else 0
+    if name != "bias":
+        steps[-1] = array.dtype.itemsize
     return copy, _check.View(view.shape, tuple(steps))
 
 

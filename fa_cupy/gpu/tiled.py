@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from fa_cupy import _arrays, _check, _stacks, _tiled
-from fa_cupy.gpu import _blas
+from fa_cupy.gpu import _blas, _tile_kernels
 
 # Bytes of the largest scratch array. A gemm reaches its full speed from about 32768 rows by 1024
 # columns of float32 on; a product this size also takes longer than its launch.
@@ -135,37 +135,39 @@ class _Steps:
         now, later = (factor, 1.0) if factor and _tiled.folds(factor) else (1.0, factor)
         _blas.matmul(self._blas, q[:, first:], k, out, transposed=True, factor=now)
         if later != 1:
-            _scale(later, out)
+            _tile_kernels.scale(later, out)
 
     def operand(self, name: str, x: Any) -> Any:
         if x.dtype == self.dtype and _blas.readable(x):
             return x
         out = self.scratch(name, x.shape)
         if x.dtype == _check.BFLOAT16:
-            _from_bfloat16(x.view(np.uint16), out)
+            _tile_kernels.from_bfloat16(x.view(np.uint16), out)
         else:
             cupy.copyto(out, x)
         return out
 
     def matmul(self, a: Any, b: Any, out: Any, add: bool = False) -> None:
+        if self._tf32:
+            _tile_kernels.round_to_tf32(a)
         _blas.matmul(self._blas, a, b, out, transposed=False, add=add)
 
     def add_bias(self, scores: Any, bias: Any) -> None:
         if bias.dtype == _check.BFLOAT16:
-            bias = _from_bfloat16(bias.view(np.uint16))
+            bias = _tile_kernels.from_bfloat16(bias.view(np.uint16))
         cupy.add(scores, bias, out=scores, casting="unsafe")
 
     def hidden(self, mask: Any) -> bool:
         return False
 
     def mask_scores(self, scores: Any, mask: Any) -> None:
-        _mask_scores(mask, scores)
+        _tile_kernels.mask_scores(mask, scores)
 
     def band_scores(self, scores: Any, shift: int, lower: int | None, upper: int | None) -> None:
         _, m, n = scores.shape
         least = -m if lower is None else lower - shift
         most = n if upper is None else upper - shift
-        _band_scores(m, n, least, most, scores)
+        _tile_kernels.band_scores(m, n, least, most, scores)
 
     def softmax(self, rows: _tiled.Rows, scores: Any) -> None:
         if not rows.started:
@@ -175,129 +177,25 @@ class _Steps:
         decay = self.scratch("decay", rows.top.shape)
         sums = self.scratch("sums", rows.top.shape)
         scores.max(axis=-1, keepdims=True, out=sums)
-        _raise_top(sums, rows.top, rows.total, shift, decay)
-        _weigh(shift, scores.shape[-1], scores)
+        _tile_kernels.raise_top(sums, rows.top, rows.total, shift, decay)
+        _tile_kernels.weigh(shift, scores.shape[-1], scores)
         scores.sum(axis=-1, keepdims=True, out=sums)
-        if self._tf32:
-            _round_to_tf32(scores)
         cupy.add(rows.total, sums, out=rows.total)
         if rows.started:
-            _scale_rows(decay, rows.acc.shape[-1], rows.acc)
+            _tile_kernels.scale_rows(decay, rows.acc.shape[-1], rows.acc)
         rows.started = True
 
     def finish(self, rows: _tiled.Rows, out: Any, lse: Any) -> bool:
-        _close_rows(rows.top, rows.total, lse)
+        _tile_kernels.close_rows(rows.top, rows.total, lse)
         flag = self.spoiled[self._finished : self._finished + 1]
         self._finished += 1
         if rows.acc.size:
-            _divide_rows(rows.total, rows.acc.shape[-1], rows.acc, flag)
+            _tile_kernels.divide_rows(rows.total, rows.acc.shape[-1], rows.acc, flag)
             self.store(out, rows.acc)
         return True  # not known before `spoiled` is read
 
     def store(self, out: Any, value: Any) -> None:
         if out.dtype == _check.BFLOAT16:
-            _to_bfloat16(value, out.view(np.uint16))
+            _tile_kernels.to_bfloat16(value, out.view(np.uint16))
         else:
             cupy.copyto(out, value, casting="unsafe")
-
-
-# Kernels over a whole tile find their row by a 32-bit division: tiles are below 2**32 elements.
-
-_INFINITY = "#define FA_INFINITY __longlong_as_double(0x7ff0000000000000LL)"
-
-_mask_scores = cupy.ElementwiseKernel(
-    "bool keep",
-    "T score",
-    "if (!keep) score = -FA_INFINITY",
-    "fa_cupy_mask_scores",
-    preamble=_INFINITY,
-)
-
-_scale = cupy.ElementwiseKernel(
-    "float64 factor", "T score", "score = score * factor", "fa_cupy_scale"
-)
-
-_band_scores = cupy.ElementwiseKernel(
-    "uint32 m, uint32 n, int64 least, int64 most",
-    "T score",
-    """
-    const unsigned int index = i;
-    const long long column = index % n, row = index / n % m;
-    if (column - row < least || column - row > most)
-        score = -FA_INFINITY;
-    """,
-    "fa_cupy_band_scores",
-    preamble=_INFINITY,
-)
-
-# One row of a tile: its maximum in, the running maximum and sum brought up to date, and what to
-# subtract from scores and to multiply the accumulator by.
-_raise_top = cupy.ElementwiseKernel(
-    "T found",
-    "T top, T total, T shift, T decay",
-    """
-    const T next = (found > top || found != found) ? found : top;
-    const T subtract = next == T(-FA_INFINITY) ? T(0) : next;  // -inf - -inf would be NaN
-    const T keep = exp(top - subtract);
-    total *= keep;
-    top = next;
-    shift = subtract;
-    decay = keep;
-    """,
-    "fa_cupy_raise_top",
-    preamble=_INFINITY,
-)
-
-_weigh = cupy.ElementwiseKernel(
-    "raw T shift, uint32 n",
-    "T score",
-    "score = exp(score - shift[(unsigned int)i / n])",
-    "fa_cupy_weigh",
-)
-
-# Weights rounded to the 10 bits of mantissa that TF32 keeps: the tensor cores would cut the rest
-# off, which makes every product a little too small.
-_round_to_tf32 = cupy.ElementwiseKernel(
-    "",
-    "float32 weight",
-    "weight = __uint_as_float((__float_as_uint(weight) + 0x1000u) & ~0x1fffu)",
-    "fa_cupy_round_to_tf32",
-)
-
-_scale_rows = cupy.ElementwiseKernel(
-    "raw T decay, uint32 n", "T acc", "acc *= decay[(unsigned int)i / n]", "fa_cupy_scale_rows"
-)
-
-_close_rows = cupy.ElementwiseKernel(
-    "T top",
-    "T total, T lse",
-    "lse = top + log(total); if (total == T(0)) total = 1",
-    "fa_cupy_close_rows",
-)
-
-_divide_rows = cupy.ElementwiseKernel(
-    "raw T total, uint32 n",
-    "T acc, raw int32 spoiled",
-    """
-    acc /= total[(unsigned int)i / n];
-    if (!isfinite(acc)) spoiled[0] = 1;
-    """,
-    "fa_cupy_divide_rows",
-)
-
-_from_bfloat16 = cupy.ElementwiseKernel(
-    "uint16 bits",
-    "float32 value",
-    "value = __uint_as_float((unsigned int)bits << 16)",
-    "fa_cupy_from_bfloat16",
-)
-
-_to_bfloat16 = cupy.ElementwiseKernel(  # to the nearest, ties to even
-    "float32 value",
-    "uint16 bits",
-    """
-    const unsigned int word = __float_as_uint(value);
-    bits = isnan(value) ? 0x7fff : (word + 0x7fff + ((word >> 16) & 1)) >> 16;
-    """,
-    "fa_cupy_to_bfloat16",
-)
