@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--list", action="store_true", help="the names, and what each is for")
     what.add_argument("--ptx", metavar="NAME", help="one of them")
     parser.add_argument(
-        "--target", metavar="SM", help="such as sm_80; default: the current device's, else its first"
+        "--target", metavar="SM", help="default: the current device's, else its first"
     )
     parser.add_argument("-o", "--output", type=Path, help="default: the standard output")
     options = parser.parse_args(argv)
