@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class Steps:
         self._ones = np.ones(0, dtype)
 
     def scratch(self, name: str, shape: tuple[int, ...]) -> Array:
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         buffer = self._scratch.get(name)
         if buffer is None or buffer.size < size:
             raw = np.empty(size * self.dtype.itemsize + 63, np.uint8)

@@ -20,9 +20,10 @@ Array = npt.NDArray[Any]
 _PARALLEL_FLOP = 2e7
 # Most queries of a tile: more would compute more scores above the diagonal in vain.
 _MOST_M = 512
-# Small problems are split into this many tasks where that leaves tiles of 64 queries or more. The
-# number is fixed, so that results do not depend on the number of threads.
+# Small problems are split into this many tasks where that leaves tiles of so many queries. Both
+# are fixed, so that results do not depend on the number of threads.
 _LEAST_TASKS = 16
+_LEAST_M = 64
 # Float16 keys and values are converted once per batch entry up to this many bytes of float32, and
 # once per tile beyond.
 _CONVERTED_BYTES = 64 << 20
@@ -85,7 +86,10 @@ def attention(
 
 def _tile(problem: _check.Problem, dtype: np.dtype[Any]) -> _tiles.Tile:
     most, entries = _MOST_M, math.prod(problem.batch)
-    while most > 64 and entries * math.ceil(problem.q_len / most) < _LEAST_TASKS:
+    if problem.lower is not None and problem.upper is not None:
+        # A tile's queries together see tile_m keys more than each of them does.
+        most = min(most, max(_LEAST_M, problem.upper - problem.lower))
+    while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < _LEAST_TASKS:
         most //= 2
     tile = _tiles.tile_sizes(
         problem.head_dim,

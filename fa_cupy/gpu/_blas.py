@@ -18,7 +18,8 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 _OP_N, _OP_T = 0, 1  # cublasOperation_t
-_DEFAULT_MATH, _TF32_MATH = 0, 3  # cublasMath_t
+# cublasMath_t. Pedantic is what NVIDIA_TF32_OVERRIDE=1 in the environment does not override.
+_PEDANTIC_MATH, _TF32_MATH = 2, 3
 # A handle's workspace is 32 MiB on Hopper; the handle used longest ago goes first.
 _MOST_HANDLES = 4
 
@@ -29,7 +30,7 @@ class _Handle:
     def __init__(self, tf32: bool) -> None:
         self._destroy = cublas.destroy  # still there when the interpreter takes modules apart
         self.value = cublas.create()
-        cublas.setMathMode(self.value, _TF32_MATH if tf32 else _DEFAULT_MATH)
+        cublas.setMathMode(self.value, _TF32_MATH if tf32 else _PEDANTIC_MATH)
 
     def __del__(self) -> None:
         if hasattr(self, "value"):

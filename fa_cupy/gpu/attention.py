@@ -6,6 +6,7 @@ allocations and a launch.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import math
 from typing import Any
@@ -33,6 +34,7 @@ from fa_cupy.gpu.plan import (
 
 # By the arguments of a call as they come.
 _calls: dict[Any, Plan] = {}
+atexit.register(_calls.clear)  # as the plans themselves
 
 
 def cached(

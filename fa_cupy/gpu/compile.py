@@ -6,6 +6,7 @@ to the compiler, so the bytes that it can read are the bytes that the cache is k
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -142,6 +143,7 @@ def emit_ptx(variant: Variant, target: str) -> str:
 
 
 _loaded: dict[tuple[Variant, str, int], Any] = {}
+atexit.register(_loaded.clear)  # a kernel cannot be unloaded once CuPy's modules are gone
 _load_lock = threading.Lock()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import struct
 from collections.abc import Callable
@@ -24,6 +25,7 @@ _FLOAT32 = np.dtype(np.float32)
 pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
 
 _plans: dict[Any, Plan] = {}
+atexit.register(_plans.clear)  # kernels must go before CuPy's modules are taken apart
 
 
 class Plan:
@@ -60,7 +62,7 @@ class Plan:
         self._params, parts, self._aligned = fill(problem, out, variant.tile_m)
         # Parameter structs that no thread is using, each with the scalar that CuPy passes by value
         # in half the time of the array it looks into. A launch copies it before it returns.
-        self._pool: list[tuple[np.ndarray[Any, Any], np.void]] = []
+        self._pool: list[tuple[np.ndarray[Any, Any], np.void]] = []  # bytes, scalar
         for offsets, first, blocks in parts:
             launch = Launch(kernel, blocks, variant.threads, variant.shared_bytes)
             self._launches.append((offsets, first, launch))
@@ -84,10 +86,10 @@ class Plan:
         out_pointer = out.data.ptr
         aligned = self._aligned and not (q_pointer | k_pointer | v_pointer | out_pointer) & 15
         try:
-            params, scalar = self._pool.pop()
+            head, scalar = self._pool.pop()
         except IndexError:
             params = self._params.copy()
-            scalar = params[0]
+            head, scalar = params.view(np.uint8), params[0]
         for offsets, first, launch in self._launches:
             pointers = (
                 q_pointer, k_pointer, v_pointer, bias_pointer, mask_pointer, out_pointer,
@@ -96,9 +98,9 @@ class Plan:
             if len(self._launches) > 1:
                 moved = zip(pointers, offsets, strict=True)
                 pointers = tuple(p and p + o for p, o in moved)
-            pack_head(params, 0, *pointers, first, aligned)
+            pack_head(head, 0, *pointers, first, aligned)
             launch(scalar)
-        self._pool.append((params, scalar))
+        self._pool.append((head, scalar))
         return out, lse
 
 
@@ -147,7 +149,7 @@ def fits(out: Any, dtype: np.dtype[Any]) -> bool:
 
 def packed_copy(name: str, view: _check.View, array: Any) -> tuple[Any, _check.View]:
     """Copy what `view` sees of an array, each broadcast element once, in a form kernels take."""
-    shape = [n if step else 1 for n, step in zip(view.shape, view.strides, strict=True)]
+    shape = [n if step else min(n, 1) for n, step in zip(view.shape, view.strides, strict=True)]
     if name != "bias":  # rows are read as they lie
         shape[-1] = view.shape[-1]
     seen = _check.View(tuple(shape), view.strides)

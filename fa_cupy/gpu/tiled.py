@@ -7,6 +7,7 @@ whether all results are finite (see `fa_cupy._tiled`).
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -120,7 +121,7 @@ class _Steps:
         return _blas.handle(self._tf32)
 
     def scratch(self, name: str, shape: tuple[int, ...]) -> Any:
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         buffer = self._scratch.get(name)
         if buffer is None or buffer.size < size:
             buffer = self._scratch[name] = cupy.empty(size, self.dtype)
