@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from fa_cupy.gpu import compile, devices, tensor_map
-from fa_cupy.gpu.launch import Launch, launch
 from fa_cupy.gpu.variants import VARIANTS
+
+pytest.importorskip("cupy")
+from fa_cupy.gpu.launch import Arguments, Launch, launch
 
 PARAMS = np.dtype(
     [("out", np.uint64), ("bytes", np.uint8, (120,)), ("value", np.int32), ("shared", np.int32)]
@@ -71,7 +73,7 @@ def test_more_shared_memory_stays_granted(cupy, kernel):
     sizes = LARGE, 64 * 1024
     runs = [Launch(kernel, 1, 128, size) for size in sizes]
     for run, size in zip(runs, sizes, strict=True):
-        run(params_for(out, shared_bytes=size))
+        run(Arguments(params_for(out, shared_bytes=size)))
         check(cupy, out)
         out[:] = 0
 
@@ -85,7 +87,7 @@ def test_launch_uses_the_current_stream(cupy, kernel):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        run(params)
+        run(Arguments(params))
         graph = stream.end_capture()
     cupy.cuda.Device().synchronize()
     assert not out.any()  # it was recorded, so it went to that stream

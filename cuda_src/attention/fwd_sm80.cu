@@ -164,8 +164,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   };
 
   // With one stage K and V of the first tile are groups of their own; with more a group is a tile.
-  load_tile<kTileM, kDim, kThreads>(q_tile, q, params.q_row, work.q_begin, params.q_len,
-                                    params.head_dim, params.aligned);
+  // Without a tile nothing is read: the epilogue's output shares its place with Q.
+  if (tiles_begin < tiles_end) {
+    load_tile<kTileM, kDim, kThreads>(q_tile, q, params.q_row, work.q_begin, params.q_len,
+                                      params.head_dim, params.aligned);
+  }
 #pragma unroll 1
   for (int tile = tiles_begin; tile < tiles_begin + max(1, kStages - 1); ++tile) {
     if (tile < tiles_end) load_k(tile);

@@ -18,7 +18,7 @@ from cupy.cuda import runtime
 from fa_cupy import _arrays, _check, _options
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import target_of_device
-from fa_cupy.gpu.launch import Launch
+from fa_cupy.gpu.launch import launch
 from fa_cupy.gpu.params import fill
 from fa_cupy.gpu.plan import (
     Plan,
@@ -176,7 +176,7 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     debug = cupy.full(shape, np.nan, np.float32)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, 0, 0, out.data.ptr, 0, debug.data.ptr)
     pack_head(params, 0, *pointers, 0, aligned and not any(p & 15 for p in pointers))
-    Launch(kernel, parts[0].blocks, row.threads, row.shared_bytes)(params[0])
+    launch(kernel, parts[0].blocks, row.threads, row.shared_bytes, params)
     # Blocks take the last query rows first.
     dumped: np.ndarray[Any, Any] = debug.get()[:, ::-1]
     if stage == 2:  # the kernel keeps the largest in units of the softmax

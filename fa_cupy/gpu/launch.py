@@ -5,9 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from cupy.cuda import driver, get_current_stream, runtime
 
 # CUfunction_attribute, CUDA Driver API, section "Data types used by CUDA driver".
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_context = driver.ctxGetCurrent
+_launch_kernel = driver.launchKernel
+
+
+class Arguments:
+    """A kernel's parameter struct, where a launch finds it.
+
+    Parameters
+    ----------
+    values : numpy.ndarray, of size 1
+        The struct; copied.
+
+    Attributes
+    ----------
+    values : numpy.ndarray
+        The struct that launches pass.
+    bytes : numpy.ndarray
+        The same memory, for ``struct.pack_into``.
+    address : int
+        Of the array of one pointer that ``cuLaunchKernel`` takes.
+    """
+
+    __slots__ = ("_pointers", "address", "bytes", "values")
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.values = values.copy()
+        self.bytes = self.values.reshape(-1).view(np.uint8)
+        self._pointers = np.array([self.values.ctypes.data], np.uint64)
+        self.address = self._pointers.ctypes.data
 
 
 class Launch:
@@ -25,36 +55,42 @@ class Launch:
         Dynamic shared memory of a block.
     """
 
-    __slots__ = ("_block", "_grid", "_kernel", "_shared_bytes")
+    __slots__ = ("_block", "_function", "_grid", "_kernel", "_shared_bytes")
 
     def __init__(self, kernel: Any, grid: int, block: int, shared_bytes: int) -> None:
-        from cupy.cuda import driver, runtime
-
-        self._kernel = kernel
-        self._grid = (grid, 1, 1)
-        self._block = (block, 1, 1)
+        self._kernel = kernel  # whose module the function lives in
+        self._function = kernel.ptr
+        self._grid = grid
+        self._block = block
         self._shared_bytes = shared_bytes
-        if not driver.ctxGetCurrent():
+        if not _context():
             runtime.free(0)  # a thread gets the context with its first call of the runtime
         # The attribute belongs to the kernel on one device, and stays. It never shrinks, because
         # other launches of the kernel may need more.
         if driver.funcGetAttribute(_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.ptr) < shared_bytes:
             driver.funcSetAttribute(kernel.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
-    def __call__(self, params: np.void | np.ndarray[Any, Any]) -> None:
+    def __call__(self, arguments: Arguments) -> None:
         """Queue the kernel on CuPy's current stream.
+
+        This is CuPy's own call of the driver without its parsing of arguments: 2.8 us for 3.5.
 
         Parameters
         ----------
-        params : numpy.void, or numpy.ndarray of size 1
-            The kernel's parameter struct; a scalar costs half the time of an array. Its bytes are
-            copied before the call returns; another thread must not write to it until then.
+        arguments : Arguments
+            Copied before the call returns; another thread must not write to it until then.
         """
-        self._kernel(self._grid, self._block, (params,), self._shared_bytes)
+        if not _context():
+            runtime.free(0)
+        stream = get_current_stream().ptr
+        _launch_kernel(
+            self._function, self._grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream,
+            arguments.address, 0,
+        )  # fmt: skip
 
 
 def launch(
-    kernel: Any, grid: int, block: int, shared_bytes: int, params: np.void | np.ndarray[Any, Any]
+    kernel: Any, grid: int, block: int, shared_bytes: int, params: np.ndarray[Any, Any]
 ) -> None:
-    """Launch a kernel once; see `Launch`."""
-    Launch(kernel, grid, block, shared_bytes)(params)
+    """Launch a kernel once; see `Launch`. `params` is a struct array of size 1."""
+    Launch(kernel, grid, block, shared_bytes)(Arguments(params))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -15,12 +15,12 @@ from cupy.cuda import alloc
 from fa_cupy import _arrays, _check
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import target_of_device
-from fa_cupy.gpu.launch import Launch
+from fa_cupy.gpu.launch import Arguments, Launch
 from fa_cupy.gpu.params import HEAD_FORMAT, MAX_LENGTH, fill
 from fa_cupy.gpu.variants import Variant, select
 
 _MAX_PLANS = 4096
-_FLOAT32 = np.dtype(np.float32)
+_SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 #: Writes the head of a parameter struct: buffer, 0, eight pointers, first batch entry, aligned.
 pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
 
@@ -40,19 +40,20 @@ class Plan:
     """
 
     __slots__ = (
-        "_aligned", "_launches", "_lse_bytes", "_lse_shape", "_out_bytes", "_out_shape",
-        "_out_strides", "_params", "_pool", "_problem", "device",
+        "_aligned", "_dtype", "_launches", "_lse_bytes", "_lse_dtype", "_lse_shape", "_out_bytes",
+        "_out_shape", "_out_strides", "_params", "_pool",
     )  # fmt: skip
 
     def __init__(self, problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> None:
-        self.device = device
-        self._problem = problem
+        self._dtype = problem.dtype
         self._out_shape = problem.out_shape
-        self._out_strides = out_strides
+        # CuPy makes an array in C order faster when it is not told so.
+        self._out_strides = None if out_strides == _c_strides(problem) else out_strides
         self._out_bytes = math.prod(problem.out_shape) * problem.dtype.itemsize
         self._lse_shape = problem.out_shape[:-1]
-        self._lse_bytes = 4 * math.prod(self._lse_shape)
-        self._launches: list[tuple[tuple[int, ...], int, Launch]] = []
+        self._lse_dtype = _DOUBLE if problem.dtype == _DOUBLE else _SINGLE
+        self._lse_bytes = self._lse_dtype.itemsize * math.prod(self._lse_shape)
+        self._launches: list[tuple[tuple[int, ...] | None, int, Launch]] = []
         if self._lse_bytes == 0:  # no row to compute
             return
         variant = variant_for(problem, device)
@@ -60,12 +61,11 @@ class Plan:
         kernel = compile.load(variant, str(target_of_device(device)), device)
         out = _check.out_view(problem, problem.out_shape, out_strides)
         self._params, parts, self._aligned = fill(problem, out, variant.tile_m)
-        # Parameter structs that no thread is using, each with the scalar that CuPy passes by value
-        # in half the time of the array it looks into. A launch copies it before it returns.
-        self._pool: list[tuple[np.ndarray[Any, Any], np.void]] = []  # bytes, scalar
+        # Parameter structs that no thread is using; a launch copies one before it returns.
+        self._pool: list[Arguments] = []
         for offsets, first, blocks in parts:
             launch = Launch(kernel, blocks, variant.threads, variant.shared_bytes)
-            self._launches.append((offsets, first, launch))
+            self._launches.append((offsets if any(offsets) else None, first, launch))
 
     def __call__(
         self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, return_lse: bool
@@ -73,35 +73,40 @@ class Plan:
         """Run the call on the current stream of the plan's device, which must be current."""
         if out is None:
             memory = alloc(self._out_bytes)
-            out = cupy.ndarray(self._out_shape, self._problem.dtype, memory, self._out_strides)
+            out = cupy.ndarray(self._out_shape, self._dtype, memory, self._out_strides)
         lse, lse_pointer = None, 0
         if return_lse:
-            lse = cupy.ndarray(self._lse_shape, _FLOAT32, alloc(self._lse_bytes))
+            lse = cupy.ndarray(self._lse_shape, self._lse_dtype, alloc(self._lse_bytes))
             lse_pointer = lse.data.ptr
         if not self._launches:
             return out, lse
-        q_pointer, k_pointer, v_pointer = q.data.ptr, k.data.ptr, v.data.ptr
-        bias_pointer = 0 if bias is None else bias.data.ptr
-        mask_pointer = 0 if mask is None else mask.data.ptr
-        out_pointer = out.data.ptr
-        aligned = self._aligned and not (q_pointer | k_pointer | v_pointer | out_pointer) & 15
+        pointers = (
+            q.data.ptr,
+            k.data.ptr,
+            v.data.ptr,
+            0 if bias is None else bias.data.ptr,
+            0 if mask is None else mask.data.ptr,
+            out.data.ptr,
+            lse_pointer,
+            0,
+        )
+        aligned = self._aligned and not (
+            (pointers[0] | pointers[1] | pointers[2] | pointers[5]) & 15
+        )
         try:
-            head, scalar = self._pool.pop()
+            arguments = self._pool.pop()
         except IndexError:
-            params = self._params.copy()
-            head, scalar = params.view(np.uint8), params[0]
+            arguments = Arguments(self._params)
         for offsets, first, launch in self._launches:
-            pointers = (
-                q_pointer, k_pointer, v_pointer, bias_pointer, mask_pointer, out_pointer,
-                lse_pointer, 0,
-            )  # fmt: skip
-            if len(self._launches) > 1:
-                moved = zip(pointers, offsets, strict=True)
-                pointers = tuple(p and p + o for p, o in moved)
-            pack_head(head, 0, *pointers, first, aligned)
-            launch(scalar)
-        self._pool.append((head, scalar))
+            at = pointers if offsets is None else _moved(pointers, offsets)
+            pack_head(arguments.bytes, 0, *at, first, aligned)
+            launch(arguments)
+        self._pool.append(arguments)
         return out, lse
+
+
+def _moved(pointers: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(p and p + offset for p, offset in zip(pointers, offsets, strict=True))
 
 
 def plan_for(problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> Plan:
@@ -162,9 +167,17 @@ def packed_copy(name: str, view: _check.View, array: Any) -> tuple[Any, _check.V
 
 def dense_strides(problem: _check.Problem, q: Any) -> tuple[int, ...]:
     """Strides of a new output, laid out in memory as `q` is."""
+    return _strides(problem, _arrays.memory_order(problem.out_shape, q))
+
+
+def _c_strides(problem: _check.Problem) -> tuple[int, ...]:
+    return _strides(problem, range(len(problem.out_shape)))
+
+
+def _strides(problem: _check.Problem, order: Sequence[int]) -> tuple[int, ...]:
     strides = [0] * len(problem.out_shape)
     step = problem.dtype.itemsize
-    for axis in reversed(_arrays.memory_order(problem.out_shape, q)):
+    for axis in reversed(order):
         strides[axis] = step
         step *= max(1, problem.out_shape[axis])
     return tuple(strides)
