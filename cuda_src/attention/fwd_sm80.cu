@@ -130,6 +130,21 @@ FA_DEVICE void dump(const AttentionParams& params, const float (&x)[kMmaM][kN][4
   }
 }
 
+// The result of a block whose rows see no key at all.
+FA_DEVICE void write_nothing_seen(const AttentionParams& params, const TileWork& work) {
+  uint16* out = static_cast<uint16*>(params.out) + work.at.out;
+#pragma unroll 1
+  for (int r = threadIdx.x / 32; r < work.q_rows; r += kWarps) {
+    const int64 row = work.q_begin + r;
+    for (int col = threadIdx.x % 32; col < params.v_dim; col += 32) {
+      out[row * params.out_row + col] = 0;
+    }
+    if (params.lse != nullptr && threadIdx.x % 32 == 0) {
+      params.lse[work.batch * params.q_len + row] = -FA_INFINITY;
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_fwd_sm80(const __grid_constant__ AttentionParams params) {
   // ---------------------------------------------------------------------------------------- setup
@@ -149,6 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const TileWork& work = shared.work;  // left there: registers are short in the loop
   const KeyTiles& tiles = shared.tiles;
   const int tiles_begin = tiles.begin, tiles_end = tiles.end;
+  if (tiles_begin >= tiles_end) return write_nothing_seen(params, work);
   const uint16* q = static_cast<const uint16*>(params.q) + work.at.q;
 
   // Key tile `tile` into its place in the ring: rows of K, or of V.
@@ -164,11 +180,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   };
 
   // With one stage K and V of the first tile are groups of their own; with more a group is a tile.
-  // Without a tile nothing is read: the epilogue's output shares its place with Q.
-  if (tiles_begin < tiles_end) {
-    load_tile<kTileM, kDim, kThreads>(q_tile, q, params.q_row, work.q_begin, params.q_len,
-                                      params.head_dim, params.aligned);
-  }
+  load_tile<kTileM, kDim, kThreads>(q_tile, q, params.q_row, work.q_begin, params.q_len,
+                                    params.head_dim, params.aligned);
 #pragma unroll 1
   for (int tile = tiles_begin; tile < tiles_begin + max(1, kStages - 1); ++tile) {
     if (tile < tiles_end) load_k(tile);
@@ -177,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cp_async_commit_group();
   }
 
+  const uint32 q_address = q_tile + q_lane();
   OnlineSoftmax<kMmaM> softmax;
   softmax.reset();
   float o[kMmaM][kMmaV][4];
@@ -211,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cp_async_commit_group();
 
     float s[kMmaM][kMmaN][4];
-    multiply_qk(s, q_tile + q_lane(), k_ring + tile % kStages * kTileBytes + k_lane());
+    multiply_qk(s, q_address, k_ring + tile % kStages * kTileBytes + k_lane());
     if constexpr (kDebugStage == 1) return dump(params, s);
 
     if (params.transform || params.mask != nullptr) {
