@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from fa_cupy.gpu import compile, devices
-from fa_cupy.gpu.launch import launch
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -155,6 +154,7 @@ def test_no_wrapper_is_left_out():
 @pytest.fixture(scope="module")
 def run(cupy):
     """Run a kernel on NumPy arrays x, y, z; the result has the shape and type of `out`."""
+    from fa_cupy.gpu.launch import launch
 
     def run(name, out, *inputs, threads=32):
         target = devices.current_target()
