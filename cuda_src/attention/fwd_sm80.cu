@@ -22,7 +22,7 @@ constexpr int kTileN = FA_TILE_N;      // keys of a tile
 constexpr int kWarps = FA_WARPS;       // of a block
 constexpr int kStages = FA_STAGES;     // K/V tiles in flight
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
-// 0: the kernel; 1 to 5: stop after a stage of the first tile and dump it (validation/stages.py).
+// 0: the kernel; 1 to 4: stop after a stage of the first tile and dump it (validation/stages.py).
 constexpr int kDebugStage = FA_DEBUG_STAGE;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kTileM / kWarps;
@@ -41,7 +41,7 @@ using KVTile = SharedTile<kTileN, kDim>;
 
 // ---------------------------------------------------------------------------------------- storage
 struct SharedStorage {
-  uint16 q[kTileM * kDim];  // later the output tile, then row statistics of the slow path
+  uint16 q[kTileM * kDim];  // later the output tile
   uint16 k[kStages][kTileN * kDim];
   uint16 v[kStages][kTileN * kDim];
   TileWork work;
@@ -302,38 +302,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
   }
 
-  float probe = 0.0f;  // NaN as soon as one accumulator is NaN or infinite
+  // The lanes whose part of a row is not finite.
+  uint32 broken[kMmaM][2];
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
-    for (int j = 0; j < kMmaV; ++j) {
+    for (int h = 0; h < 2; ++h) {
+      float probe = 0.0f;  // NaN as soon as one accumulator is NaN or infinite
 #pragma unroll
-      for (int e = 0; e < 4; ++e) probe = fmaf(o[i][j][e], 0.0f, probe);
+      for (int j = 0; j < kMmaV; ++j) {
+        probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
+      }
+      broken[i][h] = __ballot_sync(kFullWarp, probe != probe);
     }
   }
   cp_async_wait_group<0>();
-  if (__any_sync(kFullWarp, probe != probe)) {
-    // This warp's part of the Q tile takes its row statistics.
-    float* statistics = reinterpret_cast<float*>(shared.q + warp * kWarpRows * KVTile::kBlockCols);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (lane % 4 == 0) {
-          statistics[2 * (16 * i + 8 * h + lane / 4)] = softmax.reference[i][h];
-          statistics[2 * (16 * i + 8 * h + lane / 4) + 1] = softmax.sum[i][h];
-        }
-      }
-    }
-    __syncwarp();
-    for (int r = 0; r < kWarpRows; ++r) {
-      const int row = work.q_begin + warp * kWarpRows + r;
-      if (row < params.q_len)
-        attend_row<kBf16, kDim>(params, work.at, row, statistics[2 * r], statistics[2 * r + 1]);
-    }
-    return;
-  }
 
   // Each warp turns its own rows of the Q tile, which no other warp reads, into output rows.
   __syncwarp();
@@ -355,4 +338,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                 static_cast<int64>(work.q_begin) * params.out_row;
   store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,
                                       params.v_dim, params.aligned);
+
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll 1
+      for (int r = 0; r < 8; ++r) {
+        if ((broken[i][h] >> 4 * r & 15) == 0) continue;
+        const int row = work.q_begin + warp * kWarpRows + 16 * i + 8 * h + r;
+        const float reference = __shfl_sync(kFullWarp, softmax.reference[i][h], 4 * r);
+        const float sum = __shfl_sync(kFullWarp, softmax.sum[i][h], 4 * r);
+        // A sum that is NaN makes the whole row NaN, which it is already.
+        if (row < params.q_len && sum == sum) {
+          attend_row<kBf16, kDim>(params, work.at, row, reference, sum);
+        }
+      }
+    }
+  }
 }

@@ -22,7 +22,7 @@ struct AttentionParams {
   int64 q_batch[kMaxBatchAxes], k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes],
       out_batch[kMaxBatchAxes];
   int64 bias_batch[kMaxBatchAxes], mask_batch[kMaxBatchAxes];
-  int batch_size[kMaxBatchAxes];
+  int64 batch_size[kMaxBatchAxes];
   int q_row, k_row, v_row, out_row;
   int q_len, k_len, head_dim, v_dim;
   int q_tiles;       // tiles of query rows in one batch entry
@@ -57,8 +57,9 @@ FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, int64 batch) {
   if (batch >> 32 == 0) {  // 64-bit division takes hundreds of instructions
     uint32 rest = static_cast<uint32>(batch);
     for (int axis = p.batch_axes - 1; axis >= 0; --axis) {
-      const uint32 next = rest / static_cast<uint32>(p.batch_size[axis]);
-      o.add(p, axis, rest - next * p.batch_size[axis]);
+      const int64 size = p.batch_size[axis];
+      const uint32 next = size >> 32 ? 0 : rest / static_cast<uint32>(size);
+      o.add(p, axis, rest - next * static_cast<uint32>(size));
       rest = next;
     }
   } else {

@@ -1,9 +1,9 @@
 // The slow path for non-finite results.
 //
 // A hidden key has weight 0, but 0 * NaN and 0 * inf are NaN inside a matrix product, so NaN or inf
-// in the value row of a hidden key would reach the output.  A block whose sums are not all finite
-// computes its rows once more, one key at a time, leaving out every key whose score is exactly
-// -inf.  Finite data never come here.
+// in the value row of a hidden key would reach the output.  A row whose output is not all finite is
+// computed once more, one key at a time, leaving out every key whose score is exactly -inf.  Finite
+// data never come here.
 #pragma once
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
@@ -20,6 +20,9 @@ FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int 
 #pragma unroll
   for (int i = 0; i < kDim / 32; ++i) acc[i] = 0.0f;
   const float offset = reference == -FA_INFINITY ? 0.0f : -reference;
+  // Weights are normalised before they meet the values: where values are near the end of the range
+  // only their sum weighted by more than 1 in all was infinite.
+  const float inverse = inverse_sum(sum);
   const int high = last_key(p, row);
 #pragma unroll 1
   for (int col = first_key(p, row); col <= high; ++col) {
@@ -32,7 +35,8 @@ FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int 
     for (int step = 16; step > 0; step /= 2) product += __shfl_xor_sync(kFullWarp, product, step);
     const float score = one_score(p, at, product, row, col);
     if (score == -FA_INFINITY) continue;
-    const float weight = rounded<kBf16>(ex2_approx_ftz(fmaf(score, p.exp2_scale, offset)));
+    const float weight =
+        inverse * rounded<kBf16>(ex2_approx_ftz(fmaf(score, p.exp2_scale, offset)));
     const uint16* v = static_cast<const uint16*>(p.v) + at.v + static_cast<int64>(col) * p.v_row;
 #pragma unroll
     for (int i = 0; i < kDim / 32; ++i) {
@@ -40,10 +44,9 @@ FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int 
     }
   }
   uint16* out = static_cast<uint16*>(p.out) + at.out + static_cast<int64>(row) * p.out_row;
-  const float inverse = inverse_sum(sum);
 #pragma unroll
   for (int i = 0; i < kDim / 32; ++i) {
     if (lane + 32 * i < p.v_dim)
-      out[lane + 32 * i] = static_cast<uint16>(pack2<kBf16>(acc[i] * inverse, 0.0f));
+      out[lane + 32 * i] = static_cast<uint16>(pack2<kBf16>(acc[i], 0.0f));
   }
 }

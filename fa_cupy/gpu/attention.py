@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from fa_cupy import _arrays, _check, _options
+from fa_cupy import _arrays, _check
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.launch import launch
@@ -24,16 +24,20 @@ from fa_cupy.gpu.plan import (
     Plan,
     dense_strides,
     fits,
+    fits_strides,
     kernel_takes,
     pack_head,
     packed_copy,
     plan_for,
     remember,
+    require_whole_elements,
     variant_for,
 )
 
 # By the arguments of a call as they come.
 _calls: dict[Any, Plan] = {}
+_NUMBERS = frozenset((type(None), float, int, np.float32, np.float64))
+_TEXTS = frozenset((type(None), str))
 atexit.register(_calls.clear)  # as the plans themselves
 
 
@@ -43,38 +47,43 @@ def cached(
 ) -> Any:  # fmt: skip
     """Answer a call of `fa_cupy.attention` whose plan is known or can be made; None otherwise.
 
-    The key holds the arguments unchecked, and the types of those that compare equal across types
-    (``1 == True``): only calls that were once checked are in the table.
+    The key holds the arguments unchecked: only calls that were once checked are in the table, and
+    only values of types that are equal where they mean the same make a key.
     """
     if out is not None or not (type(q) is type(k) is type(v) is cupy.ndarray):
         return None
     device = q.data.device_id
     if k.data.device_id != device or v.data.device_id != device or runtime.getDevice() != device:
         return None
+    if not (
+        scale.__class__ in _NUMBERS
+        and softcap.__class__ in _NUMBERS
+        and is_causal.__class__ is return_lse.__class__ is bool
+        and causal_align.__class__ in _TEXTS
+        and precision.__class__ in _TEXTS
+    ):
+        return None
     key: Any = (
         device, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides,
-        v.dtype, scale, scale.__class__, is_causal, is_causal.__class__, causal_align, softcap,
-        softcap.__class__, precision, return_lse.__class__,
+        v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
     if bias is not None or mask is not None or window is not None:
-        extra = _signature(bias, device), _signature(mask, device), _signature(window, device)
+        extra = _array_key(bias, device), _array_key(mask, device), _window_key(window)
         if any(part is False for part in extra):
             return None
         key = (key, extra)
-    try:
-        plan = _calls.get(key)
-    except TypeError:  # an argument that cannot be hashed is nothing that can be right
-        return None
+    plan = _calls.get(key)
     if plan is None:
         problem = _check.attention_problem(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, precision=precision,
         )  # fmt: skip
-        _options.flag("attention", "return_lse", return_lse)
-        if not _direct(problem, q, k, v, bias, None):
+        if not _direct(problem, q, None):
             return None
-        strides = dense_strides(problem, q)
-        remember(_calls, key, plan := plan_for(problem, strides, device))
+        require_whole_elements(q=q, k=k, v=v, bias=bias)
+        remember(_calls, key, plan := plan_for(problem, dense_strides(problem, q), device))
+    elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None:
+        require_whole_elements(q=q, k=k, v=v, bias=bias)
     result = plan(q, k, v, bias, mask, None, return_lse)
     return result if return_lse else result[0]
 
@@ -108,11 +117,12 @@ def attention(
     lse : cupy.ndarray or None
     """
     device = runtime.getDevice()
+    require_whole_elements(q=q, k=k, v=v, bias=bias, out=out)
     if math.prod(problem.out_shape[:-1]) and variant_for(problem, device) is None:
         from fa_cupy.gpu import tiled  # needs cuBLAS, which the kernels do not
 
         return tiled.attention(problem, q, k, v, bias, mask, out, return_lse)
-    if not _direct(problem, q, k, v, bias, out):
+    if not _direct(problem, q, out):
         return _by_copies(problem, q, k, v, bias, mask, out, return_lse)
     strides = dense_strides(problem, q) if out is None else out.strides
     return plan_for(problem, strides, device)(q, k, v, bias, mask, out, return_lse)
@@ -125,15 +135,15 @@ def _by_copies(
     if out is None:
         out = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
     target = out if fits(out, problem.dtype) else cupy.empty(problem.out_shape, problem.dtype)
-    views = {"q": problem.q, "k": problem.k, "v": problem.v, "bias": problem.bias}
-    arrays = {"q": q, "k": k, "v": v, "bias": bias}
+    views = {"q": problem.q, "k": problem.k, "v": problem.v}
+    arrays = {"q": q, "k": k, "v": v}
     for name, view in views.items():
-        if view is not None and not kernel_takes(name, view, arrays[name]):
-            arrays[name], views[name] = packed_copy(name, view, arrays[name])
+        if not kernel_takes(view, problem.dtype):
+            arrays[name], views[name] = packed_copy(view, arrays[name])
     changed: dict[str, Any] = dict(views)
     problem = dataclasses.replace(problem, **changed)
     plan = plan_for(problem, target.strides, runtime.getDevice())
-    _, rows = plan(arrays["q"], arrays["k"], arrays["v"], arrays["bias"], mask, target, lse)
+    _, rows = plan(arrays["q"], arrays["k"], arrays["v"], bias, mask, target, lse)
     if target is not out:
         out[...] = target
     return out, rows
@@ -162,7 +172,7 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     problem = _check.attention_problem(q, k, v, None, None, **options)
     device = runtime.getDevice()
     row = variant_for(problem, device)
-    if row is None or not _direct(problem, q, k, v, None, None):
+    if row is None or not _direct(problem, q, None):
         raise ValueError("debug_stage: q, k and v go to no kernel, or only as copies")
     row = dataclasses.replace(row, debug_stage=stage)
     kernel = compile.load(row, str(target_of_device(device)), device)
@@ -184,28 +194,30 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     return dumped.reshape(shape[0], tiles * row.tile_m, columns)
 
 
-def _signature(x: Any, device: int) -> Any:
-    """Return what a plan depends on in an optional argument; False if it cannot be told."""
+def _array_key(x: Any, device: int) -> Any:
+    """Return what a plan depends on in a bias or mask; False if it is no array of the device."""
     if x is None:
         return None
-    if type(x) is cupy.ndarray:
-        return x.data.device_id == device and (x.shape, x.strides, x.dtype)
-    if type(x) is tuple and all(side is None or type(side) is int for side in x):
-        return x
+    if type(x) is cupy.ndarray and x.data.device_id == device:
+        return x.shape, x.strides, x.dtype
     return False
 
 
-def _direct(problem: _check.Problem, q: Any, k: Any, v: Any, bias: Any, out: Any) -> bool:
+def _window_key(window: Any) -> Any:
+    """Return a window whose type says what it means; False for any other."""
+    if window is None:
+        return None
+    if type(window) is tuple and all(side is None or type(side) is int for side in window):
+        return window
+    return False
+
+
+def _direct(problem: _check.Problem, q: Any, out: Any) -> bool:
     """Whether a kernel serves `problem` and takes all arrays as they are."""
     if math.prod(problem.out_shape[:-1]) == 0:
         return True
     if variant_for(problem, runtime.getDevice()) is None:
         return False
-    if out is None:
-        dense = dense_strides(problem, q)[-1] == problem.dtype.itemsize or problem.v_dim < 2
-    else:
-        dense = fits(out, problem.dtype)
-    pairs = (("q", q), ("k", k), ("v", v), ("bias", bias))
-    return dense and all(
-        array is None or kernel_takes(name, getattr(problem, name), array) for name, array in pairs
-    )
+    strides = dense_strides(problem, q) if out is None else out.strides
+    dense = fits_strides(problem.out_shape, strides, problem.dtype)
+    return dense and all(kernel_takes(x, problem.dtype) for x in (problem.q, problem.k, problem.v))

@@ -68,7 +68,7 @@ def read(path: Path, key: str) -> Entry | None:
     """Return what a file of the cache holds; None where it is not sound or has another key."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:  # none there, or none that can be read: `write` replaces it or says why not
         return None
     start = len(_MAGIC) + _DIGEST_BYTES
     digest, payload = data[len(_MAGIC) : start], data[start:]

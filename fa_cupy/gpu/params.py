@@ -30,7 +30,7 @@ ATTENTION_PARAMS = np.dtype(
     + [("first_batch", np.int64), ("aligned", np.int32), ("batch_axes", np.int32)]
     + [(f"{name}_{axis}", np.int64) for name in ("bias", "mask") for axis in ("row", "col")]
     + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _OPERANDS]
-    + [("batch_size", np.int32, (MAX_BATCH_AXES,))]
+    + [("batch_size", np.int64, (MAX_BATCH_AXES,))]
     + [(f"{name}_row", np.int32) for name in _ROWS]
     + [(name, np.int32) for name in ("q_len", "k_len", "head_dim", "v_dim", "q_tiles")]
     + [(name, np.int32) for name in ("lower", "upper", "bias_kind", "transform")]
@@ -137,8 +137,8 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     transform = problem.bias is not None or problem.softcap > 0 or not plain_scale
     p["transform"] = transform
     p["exp2_scale"] = 1.0 if transform else problem.scale * _LOG2E
-    p["scale"] = max(-3e38, min(3e38, problem.scale))
-    p["softcap"] = min(3e38, problem.softcap)
+    p["scale"] = _in_float32(problem.scale)
+    p["softcap"] = _in_float32(problem.softcap)
 
     parts = list(_parts(sizes, outer, strides, problem.q_len, int(p["q_tiles"])))
     steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
@@ -159,6 +159,13 @@ def _parts(
         offsets = tuple(at.get(name, 0) for name in POINTERS)
         for first in range(0, inner, entries):
             yield Part(offsets, first, min(entries, inner - first) * q_tiles)
+
+
+def _in_float32(x: float) -> float:
+    """Keep an option inside float32, where a kernel computes: neither infinite nor 0 if not 0."""
+    if x == 0.0:
+        return x
+    return math.copysign(max(1.2e-38, min(3.4e38, abs(x))), x)
 
 
 def _clip(bound: int) -> int:

@@ -133,35 +133,47 @@ def variant_for(problem: _check.Problem, device: int) -> Variant | None:
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target)
 
 
-def kernel_takes(name: str, view: _check.View, array: Any) -> bool:
-    """Whether a kernel can read `array` through `view`: whole elements, dense rows."""
-    item = array.dtype.itemsize
-    if array.data.ptr % item or any(step % item for step in view.strides):
-        return False
-    if name == "bias":
-        return True
-    dense: bool = view.strides[-1] == item and abs(view.strides[-2] // item) < 2**31
-    return dense
+def require_whole_elements(**arrays: Any) -> None:
+    """Raise for an array whose elements do not lie at multiples of their size.
+
+    Neither these kernels nor CuPy's own can read one, not even to copy it.
+    """
+    for name, array in arrays.items():
+        if array is None or array.size == 0:
+            continue
+        item = array.dtype.itemsize
+        if array.data.ptr % item or any(step % item for step in array.strides):
+            raise ValueError(
+                f"attention: {name} is at address {array.data.ptr:#x} with strides "
+                f"{array.strides}, want multiples of its item size {item}"
+            )
+
+
+def kernel_takes(view: _check.View, dtype: np.dtype[Any]) -> bool:
+    """Whether a kernel can read q, k or v through `view`: dense rows."""
+    item = dtype.itemsize
+    return view.strides[-1] == item and abs(view.strides[-2] // item) < 2**31
 
 
 def fits(out: Any, dtype: np.dtype[Any]) -> bool:
-    """Whether a kernel can write to `out`: whole elements, dense rows."""
-    item = dtype.itemsize
-    dense: bool = out.shape[-1] < 2 or out.strides[-1] == item
-    whole: bool = out.data.ptr % item == 0 and all(step % item == 0 for step in out.strides)
-    return dense and whole and abs(out.strides[-2] // item) < 2**31
+    """Whether a kernel can write to `out`."""
+    return fits_strides(out.shape, out.strides, dtype)
 
 
-def packed_copy(name: str, view: _check.View, array: Any) -> tuple[Any, _check.View]:
-    """Copy what `view` sees of an array, each broadcast element once, in a form kernels take."""
+def fits_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether a kernel can write to an array of these strides: dense rows."""
+    dense = shape[-1] < 2 or strides[-1] == dtype.itemsize
+    return dense and abs(strides[-2] // dtype.itemsize) < 2**31
+
+
+def packed_copy(view: _check.View, array: Any) -> tuple[Any, _check.View]:
+    """Copy what `view` sees of q, k or v, each broadcast row once, in a form that kernels take."""
     shape = [n if step else min(n, 1) for n, step in zip(view.shape, view.strides, strict=True)]
-    if name != "bias":  # rows are read as they lie
-        shape[-1] = view.shape[-1]
+    shape[-1] = view.shape[-1]
     seen = _check.View(tuple(shape), view.strides)
     copy = cupy.ascontiguousarray(_check.view(cupy, array, seen))
     steps = [0 if n == 1 else step for n, step in zip(shape, copy.strides, strict=True)]
-    if name != "bias":
-        steps[-1] = array.dtype.itemsize
+    steps[-1] = array.dtype.itemsize
     return copy, _check.View(view.shape, tuple(steps))
 
 

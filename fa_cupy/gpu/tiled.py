@@ -61,6 +61,8 @@ def attention(
         out = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
     dtype = np.dtype(np.float64 if problem.dtype == np.float64 else np.float32)
     lse = cupy.empty(problem.out_shape[:-1], dtype)
+    if lse.size == 0:  # however many batch entries there are
+        return out, lse if return_lse else None
     out_view = _check.out_view(problem, out.shape, out.strides)
     lse_view = _check.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
     views = (problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view)
@@ -72,9 +74,6 @@ def attention(
         for begin in range(0, problem.q_len, tile_m):
             rows = (begin, min(begin + tile_m, problem.q_len))
             tasks.append((_tiled.Operands(*x), *rows, _TILE_N))
-    if not tasks:
-        return out, lse if return_lse else None
-
     # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than weights rounded
     # to float16, so that these may use the tensor cores.
     tf32 = problem.precision == "tf32" or problem.dtype.itemsize == 2

@@ -49,7 +49,7 @@ class Variant:
     hot_targets : tuple of str
         Targets whose speed was measured: a row does not spill there.
     debug_stage : int
-        0 for the kernel, 1 to 5 for one that stops after a stage and dumps it.
+        0 for the kernel, 1 to 4 for one that stops after a stage and dumps it.
     """
 
     source: str
