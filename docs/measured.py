@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fa_cupy import _tiles
 from fa_cupy.gpu import variants as gpu
-from validation import report, store
+from validation import report, store, tiles
 
 RESULTS = Path(__file__).parents[1] / "validation" / "results"
 STATIC = Path(__file__).parent / "_static"
@@ -80,20 +80,28 @@ def traffic():
 
 def planned_cpu():
     """The planner's tiles for the CPU, and the fastest measured ones where there are any."""
-    measured = {}
-    for _, row in family("tiles"):
-        best = measured.get(row["case"])
-        if best is None or row["ms"] < best["ms"]:
-            measured[row["case"]] = row
     rows = []
-    for dtype, itemsize in (("float32", 4), ("float64", 8)):
-        for dim in (32, 64, 128, 256):
-            tile = _tiles.tile_sizes(dim, dim, itemsize, _tiles.CPU_CACHE_BYTES, 4096, 4096)
-            size = _tiles.footprint(*tile, dim, dim, itemsize)
-            row = measured.get(f"{dtype} hd{dim}")
-            fastest = row["impl"].replace("x", " x ") if row else "not measured"
-            rows.append((dtype, dim, f"{tile[0]} x {tile[1]}", f"{size / 1024:.0f} KB", fastest))
-    return table(("dtype", "head_dim", "planned", "it holds", "measured optimum"), rows)
+    for case in tiles.CASES:
+        tile = tiles.planned(case)
+        itemsize = tiles.compute_dtype(case).itemsize
+        size = _tiles.footprint(*tile, case.head_dim, case.head_dim, itemsize)
+        dtype, dim = tiles.name(case).split(" hd")
+        planned = f"{tile.tile_m} x {tile.tile_n}"
+        rows.append((dtype, dim, planned, f"{size / 1024:,.0f} KB", *fastest(case, tile)))
+    head = ("dtype", "head_dim", "planned", "it holds", "measured optimum", "over planned")
+    return table(head, rows)
+
+
+def fastest(case, planned):
+    """The tile that took the least time in the newest run, and planned time over its time."""
+    found = [row for _, row in family("tiles") if row["case"] == tiles.name(case)]
+    newest = max((row.get("date", "") for row in found), default="")
+    ms = {row["impl"]: row["ms"] for row in found if row.get("date", "") == newest}
+    if not ms:
+        return "not measured", "-"
+    best = min(ms, key=ms.get)
+    of_planned = ms.get(f"{planned.tile_m}x{planned.tile_n}")
+    return best.replace("x", " x "), f"{of_planned / ms[best]:.2f}" if of_planned else "-"
 
 
 def planned_gpu():

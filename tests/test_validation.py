@@ -1,9 +1,11 @@
 """What of validation/ runs without a GPU: names, merging, tables, parsers, the CPU families."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from validation import (
     sanitize,
     stages,
     store,
+    tiles,
     traffic,
 )
 
@@ -202,6 +205,76 @@ def test_rounds_begin_with_another_implementation():
     assert "".join(order) == "aabb" + "aabb" + "bbaa"
 
 
+def test_calls_rest_before_they_are_timed_where_a_family_asks_for_it(monkeypatch):
+    events = []
+    monkeypatch.setattr(bench.time, "sleep", lambda s: events.append(f"rest {s:g}"))
+    call = peers.Call(lambda: events.append("run"), lambda x: x, lambda x: events.append("wait"))
+    bench.burst(call, 2, pause_ms=30)
+    once = ["run", "wait"]
+    assert events == [*once, "rest 0.03", *once, "rest 0.03", *once]
+    events.clear()
+    bench.burst(call, 2)
+    assert events == [*once, "run", *once]
+    rests = {family.device: family.pause_ms for family in bench.FAMILIES.values()}
+    assert rests == {"gpu": 0, "cpu": bench.CPU_PAUSE_MS}
+
+
+# ---------------------------------------------------------------------------------------- tiles
+SMALL_TILES = cases.Dense("fp32", 32, False, 256, 1, 2)
+
+
+@pytest.mark.parametrize("case", tiles.CASES, ids=tiles.name)
+def test_tiles_around_the_planned_one(case):
+    found = tiles.candidates(case)
+    assert tiles.planned(case) in found
+    assert 5 <= len(found) <= 9
+
+
+def test_tiles_are_measured_and_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tiles, "CASES", (SMALL_TILES,))
+    ran = set()
+    attend = tiles.cpu._tiled.attend
+
+    def spy(steps, problem, x, begin, end, tile_n):
+        ran.add(f"{end - begin}x{tile_n}")
+        return attend(steps, problem, x, begin, end, tile_n)
+
+    monkeypatch.setattr(tiles.cpu._tiled, "attend", spy)
+    out = tmp_path / "tiles.json"
+    assert tiles.main(["--rounds", "1", "--out", str(out)]) == 0
+    facts, rows = store.load(out)
+    assert facts["device"] == "cpu"
+    assert {r["impl"] for r in rows} == ran  # what a row is called is what ran
+    assert {(r["family"], r["case"]) for r in rows} == {("tiles", "float32 hd32")}
+    assert all(r["value"] == pytest.approx(SMALL_TILES.flops / r["ms"] / 1e6) for r in rows)
+    assert "float32 hd32" in capsys.readouterr().out
+    assert tiles.main(["--cases", "nothing"]) == 2
+
+
+def test_a_tile_with_a_wrong_result_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tiles, "CASES", (SMALL_TILES,))
+    monkeypatch.setattr(bench, "attention_check", lambda case, qkv: lambda out: math.inf)
+    assert tiles.main(["--rounds", "1", "--out", str(tmp_path / "tiles.json")]) == 1
+    assert "wrong results: float32 hd32" in capsys.readouterr().out
+
+
+def test_the_optimum_is_that_of_the_newest_run(monkeypatch):
+    path = Path(__file__).parents[1] / "docs" / "measured.py"
+    spec = importlib.util.spec_from_file_location("measured", path)
+    measured = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measured)
+    plan = tiles.planned(tiles.CASES[0])
+    fixed = {"family": "tiles", "case": tiles.name(tiles.CASES[0])}
+    found = [
+        {**fixed, "impl": "16x16", "ms": 1.0, "date": "2026-01-01"},
+        {**fixed, "impl": "96x128", "ms": 2.0, "date": "2026-02-01"},
+        {**fixed, "impl": f"{plan.tile_m}x{plan.tile_n}", "ms": 3.0, "date": "2026-02-01"},
+    ]
+    monkeypatch.setattr(measured, "results", lambda: {"cpu": ({"device": "cpu"}, found)})
+    assert measured.fastest(tiles.CASES[0], plan) == ("96 x 128", "1.50")
+    assert measured.fastest(tiles.CASES[1], plan) == ("not measured", "-")
+
+
 # --------------------------------------------------------------------------------------- stages
 TILE_M, TILE_N = 64, 32
 
@@ -336,6 +409,23 @@ def test_import_is_quick_and_leaves_cupy_alone():
     found = host_time.import_rows(1)[0]
     assert found["unit"] == "us"
     assert found["value"] == pytest.approx(found["ms"] * 1e3)
+
+
+def test_first_calls_get_caches_of_their_own(monkeypatch):
+    seen = []
+
+    def child(code, environment):
+        seen.append(environment)
+        return {"s": 0.9, "compile_s": 0.7}
+
+    monkeypatch.setattr(host_time, "_child", child)
+    fresh, warm = host_time.first_rows()
+    assert fresh["value"] == pytest.approx(9e5)
+    assert fresh["compile_ms"] == pytest.approx(700)
+    assert "compile_ms" not in warm
+    folders = {seen[0][name] for name in ("FA_CUPY_CACHE_DIR", "CUDA_CACHE_PATH")}
+    assert len(folders) == 2
+    assert seen[0] == {**seen[1], "CUDA_CACHE_DISABLE": "1"}
 
 
 def test_limits_of_host_time():

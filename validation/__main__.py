@@ -10,6 +10,7 @@ COMMANDS = {
     "accuracy": ("validation.accuracy", "errors over dtypes, lengths and options"),
     "bench": ("validation.bench", "timings beside the peers that are installed"),
     "host": ("validation.host_time", "time on the host: a call, a first call, the import"),
+    "tiles": ("validation.tiles", "tile sizes of the CPU path around the planned one"),
     "memory": ("validation.memory", "peak memory of a long sequence"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
     "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),

@@ -44,6 +44,13 @@ class Family:
     unit: str
     per_second: float  # operations a second in one unit
     burst_ms: float  # how long one sample of one implementation lasts, at least one call
+    pause_ms: float = 0.0  # rest before each timed call; see `CPU_PAUSE_MS`
+
+
+# After a call, the OpenMP threads of torch spin for a while before they sleep, and on a machine
+# with as many threads as cores that time is taken from whoever is timed next. So all
+# implementations rest alike before each timed call, until nothing of the call before is running.
+CPU_PAUSE_MS = 30.0
 
 
 # ----------------------------------------------------------------------------------- correctness
@@ -120,25 +127,32 @@ FAMILIES: dict[str, Family] = {
         unit="GFLOP/s",
         per_second=1e9,
         burst_ms=200,
+        pause_ms=CPU_PAUSE_MS,
     ),
 }
 
 
 # ---------------------------------------------------------------------------------------- timing
-def burst(call: Call, calls: int) -> float:
+def burst(call: Call, calls: int, pause_ms: float = 0.0) -> float:
     """Milliseconds of one call, over ``calls`` of them; one more runs first, untimed.
 
-    That one keeps what the implementation before left behind (clocks, caches, spinning threads)
-    out of the sample.
+    That one keeps what the implementation before left behind (clocks, caches) out of the sample.
+    With a pause each call is timed by itself, after a rest that is not.
     """
     result = call.run()
     if call.wait is not None:
         call.wait(result)
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = call.run()
-        call.wait(result)
-        return (time.perf_counter() - start) * 1e3 / calls
+        together = 1 if pause_ms else calls
+        seconds = 0.0
+        for _ in range(calls // together):
+            if pause_ms:
+                time.sleep(pause_ms * 1e-3)
+            start = time.perf_counter()
+            for _ in range(together):
+                result = call.run()
+            call.wait(result)
+            seconds += time.perf_counter() - start
+        return seconds * 1e3 / calls
     import cupy
 
     before, after = cupy.cuda.Event(), cupy.cuda.Event()
@@ -150,18 +164,20 @@ def burst(call: Call, calls: int) -> float:
     return float(cupy.cuda.get_elapsed_time(before, after)) / calls
 
 
-def interleaved(calls: Mapping[str, Call], rounds: int, burst_ms: float) -> dict[str, float]:
+def interleaved(
+    calls: Mapping[str, Call], rounds: int, burst_ms: float, pause_ms: float = 0.0
+) -> dict[str, float]:
     """Median milliseconds of each, measured in turn; every round starts with another one."""
     names = list(calls)
     counts = {}
     for name in names:
-        once = max(burst(calls[name], 1), 1e-3)
+        once = max(burst(calls[name], 1, pause_ms), 1e-3)
         counts[name] = int(min(200, max(1, round(burst_ms / once))))
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
-            samples[name].append(burst(calls[name], counts[name]))
+            samples[name].append(burst(calls[name], counts[name], pause_ms))
     return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
@@ -191,7 +207,8 @@ def measure(
             rows.append({**blank, "impl": impl, "error": None, "failed": text})
             missing[impl] = text
     if calls:
-        for impl, ms in interleaved(calls, rounds, family.burst_ms).items():
+        medians = interleaved(calls, rounds, family.burst_ms, family.pause_ms)
+        for impl, ms in medians.items():
             value = case.flops / (ms * 1e-3) / family.per_second
             timed = {"impl": impl, "ms": ms, "value": value, "error": errors[impl]}
             rows.append({**blank, **timed})

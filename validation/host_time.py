@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def call_rows(bursts: int, calls: int) -> list[store.Row]:
     return rows
 
 
-def _child(code: str, environment: dict[str, str]) -> dict[str, float]:
+def _child(code: str, environment: Mapping[str, str]) -> dict[str, float]:
     """Run ``code`` in a new process; its last line is JSON."""
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
@@ -99,7 +99,8 @@ def _child(code: str, environment: dict[str, str]) -> dict[str, float]:
     return found
 
 
-# The context, and CuPy's own kernels for these inputs, are there before the clock starts.
+# The context, and CuPy's own kernels for these inputs, are there before the clock starts. What has
+# been compiled is asked for again once it has stopped: the cache knows how long that took.
 _FIRST = """
 import json, time
 import cupy, fa_cupy
@@ -110,7 +111,10 @@ cupy.cuda.Device().synchronize()
 start = time.perf_counter()
 fa_cupy.attention(*qkv, return_lse=True)
 cupy.cuda.Device().synchronize()
-print(json.dumps({"s": time.perf_counter() - start}))
+s = time.perf_counter() - start
+from fa_cupy.gpu import compile
+compiled = [compile.compile_variant(variant, target) for variant, target, _ in compile._loaded]
+print(json.dumps({"s": s, "compile_s": sum(one.seconds for one in compiled)}))
 """
 _IMPORT = """
 import json, sys, time
@@ -122,11 +126,25 @@ print(json.dumps({"s": s, "cupy": "cupy" in sys.modules}))
 
 
 def first_rows() -> list[store.Row]:
-    """The first call in a new process: with an empty cache, then with what that one left."""
+    """The first call in a new process: with empty caches, then with what that one left.
+
+    NVRTC 13 keeps what it compiles as the driver does, in the folder and under the switch of the
+    driver's own cache. Left alone it would answer a compilation of an earlier run in no time, so
+    it gets an empty folder, and the first call does without it. The first row also holds what
+    NVRTC took: a first call that is quick because nothing was compiled shows there.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        environment = {"FA_CUPY_CACHE_DIR": folder}
-        cases = ("first call, fresh cache", "first call, warm cache")
-        return [_row(case, "fa_cupy", _child(_FIRST, environment)["s"] * 1e6) for case in cases]
+        caches = {
+            "FA_CUPY_CACHE_DIR": str(Path(folder) / "fa_cupy"),
+            "CUDA_CACHE_PATH": str(Path(folder) / "cuda"),
+        }
+        fresh = _child(_FIRST, {**caches, "CUDA_CACHE_DISABLE": "1"})
+        warm = _child(_FIRST, caches)
+    row = _row("first call, fresh cache", "fa_cupy", fresh["s"] * 1e6)
+    return [
+        {**row, "compile_ms": fresh["compile_s"] * 1e3},
+        _row("first call, warm cache", "fa_cupy", warm["s"] * 1e6),
+    ]
 
 
 def import_rows(repeats: int = 5) -> list[store.Row]:
@@ -167,7 +185,10 @@ def main(argv: Sequence[str]) -> int:
         over = limit is not None and row["value"] > limit
         late += over
         shown = "-" if limit is None else f"{limit:,.0f}"
-        lines.append([row["case"], row["impl"], f"{row['value']:,.1f}", shown, "OVER" * over])
+        notes = [f"compiled in {row['compile_ms']:,.0f} ms"] if "compile_ms" in row else []
+        notes += ["OVER"] * over
+        cells = [row["case"], row["impl"], f"{row['value']:,.1f}", shown]
+        lines.append([*cells, ", ".join(notes)])
     print(store.align(lines))
     print(f"{facts['device']}, {len(rows)} rows in {path}")
     return int(late > 0)

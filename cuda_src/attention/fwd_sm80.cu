@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 
   // The lanes whose part of a row is not finite.
-  uint32 broken[kMmaM][2];
+  uint32 broken[kMmaM][2], any_broken = 0;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -314,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
       }
       broken[i][h] = __ballot_sync(kFullWarp, probe != probe);
+      any_broken |= broken[i][h];
     }
   }
   cp_async_wait_group<0>();
@@ -339,6 +340,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,
                                       params.v_dim, params.aligned);
 
+  if (any_broken == 0) return;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {

@@ -47,29 +47,26 @@ struct BatchOffsets {
     k += i * p.k_batch[axis];
     v += i * p.v_batch[axis];
     out += i * p.out_batch[axis];
-    bias += i * p.bias_batch[axis];
-    mask += i * p.mask_batch[axis];
+    if (p.bias != nullptr) bias += i * p.bias_batch[axis];
+    if (p.mask != nullptr) mask += i * p.mask_batch[axis];
   }
 };
 
 FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, int64 batch) {
   BatchOffsets o = {0, 0, 0, 0, 0, 0};
-  if (batch >> 32 == 0) {  // 64-bit division takes hundreds of instructions
-    uint32 rest = static_cast<uint32>(batch);
-    for (int axis = p.batch_axes - 1; axis >= 0; --axis) {
-      const int64 size = p.batch_size[axis];
-      const uint32 next = size >> 32 ? 0 : rest / static_cast<uint32>(size);
-      o.add(p, axis, rest - next * static_cast<uint32>(size));
-      rest = next;
+  int64 rest = batch;
+  for (int axis = p.batch_axes - 1; axis > 0; --axis) {
+    const int64 size = p.batch_size[axis];
+    int64 next;
+    if ((rest | size) >> 32 == 0) {  // 64-bit division takes hundreds of instructions
+      next = static_cast<uint32>(rest) / static_cast<uint32>(size);
+    } else {
+      next = rest / size;
     }
-  } else {
-    int64 rest = batch;
-    for (int axis = p.batch_axes - 1; axis >= 0; --axis) {
-      const int64 next = rest / p.batch_size[axis];
-      o.add(p, axis, rest - next * p.batch_size[axis]);
-      rest = next;
-    }
+    o.add(p, axis, rest - next * size);
+    rest = next;
   }
+  if (p.batch_axes > 0) o.add(p, 0, rest);
   return o;
 }
 
