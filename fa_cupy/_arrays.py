@@ -7,6 +7,7 @@ and results are handed back in the caller's kind.
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -82,6 +83,8 @@ def to_native(name: str, **arrays: Any) -> Native:
     from fa_cupy import _dlpack
 
     on_gpu = kind == _CUDA
+    if on_gpu:
+        _require_device(f"{name}: {lead} is on CUDA device {device}", device)
     native, exchange = _dlpack.open_exchange(name, library, arrays, on_gpu)
     backend = "cupy" if on_gpu else "numpy"
     new = exchange.new if on_gpu else None
@@ -109,16 +112,29 @@ def empty_like_layout(xp: Any, problem: Any, q: Any, dtype: np.dtype[Any]) -> An
 def memory_order(shape: Sequence[int], like: Any) -> list[int]:
     """Return the axes of a result of `shape`, outermost first, in the order of `like`'s strides.
 
-    The last axes of both correspond. Axes that `like` lacks or repeats become the outermost.
+    The last axes of both correspond. Axes that `like` lacks or repeats become the outermost. Of an
+    axis of size 1 the stride is any number: where it is none that a kernel could take, the axis
+    comes after its neighbour, as in C order.
     """
     missing = len(shape) - like.ndim
-
-    def stride(axis: int) -> float:
-        if axis < missing or like.shape[axis - missing] == 1 or like.strides[axis - missing] == 0:
-            return np.inf
-        return float(abs(like.strides[axis - missing]))
-
-    return sorted(range(len(shape)), key=stride, reverse=True)
+    most = like.dtype.itemsize * 2**31
+    strides: dict[int, tuple[float, bool]] = {}
+    for axis, size in enumerate(shape):
+        stride = abs(like.strides[axis - missing]) if axis >= missing else 0
+        # The last axis is no batch axis: a single column is not one that is repeated.
+        single = axis >= missing and (size == 1 or axis == len(shape) - 1)
+        if single and like.shape[axis - missing] == 1:
+            if 0 < stride < most:
+                strides[axis] = stride, False
+        else:
+            repeated = stride == 0 or like.shape[axis - missing] == 1
+            strides[axis] = np.inf if repeated else stride, True
+    # Of two axes of one stride the single one is the inner. Stable: others stay in C order.
+    order = sorted(strides, key=strides.__getitem__, reverse=True)
+    for axis in range(len(shape)):
+        if axis not in strides:
+            order.insert(order.index(axis - 1) + 1 if axis else 0, axis)
+    return order
 
 
 def overlap(a: Any, b: Any) -> bool:
@@ -184,14 +200,38 @@ def _place(name: str, arg: str, x: Any) -> tuple[str, int, int]:
     if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
         raise TypeError(f"{name}: {arg} is a {_label(x)}, want an array")
     try:
-        kind, number = x.__dlpack_device__()
+        place = x.__dlpack_device__()
     except Exception as error:  # tracers and other stand-ins raise errors of their own kinds
         raise TypeError(f"{name}: {arg} is a {_label(x)} that holds no data") from error
-    if int(kind) not in _DEVICES:
+    try:
+        kind, number = map(operator.index, place)
+    except (TypeError, ValueError):
         raise TypeError(
-            f"{name}: {arg} is on a device of DLPack type {int(kind)}, want the CPU or CUDA"
-        )
-    return type(x).__module__.partition(".")[0], _DEVICES[int(kind)], int(number)
+            f"{name}: {arg} is a {_label(x)} on DLPack device {place!r}, want a pair of ints"
+        ) from None
+    if kind not in _DEVICES:
+        raise TypeError(f"{name}: {arg} is on a device of DLPack type {kind}, want the CPU or CUDA")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return "torch", _DEVICES[kind], number  # a subclass too, wherever that is defined
+    return type(x).__module__.partition(".")[0], _DEVICES[kind], number
+
+
+def _require_device(where: str, device: int) -> None:
+    """Raise an error that begins with `where` unless CuPy is here and sees that device."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"{where}, which needs CuPy: pip install 'fa_cupy[cuda13]', or 'fa_cupy[cuda12]' for a "
+            f"CUDA 12 driver ({error})"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"{where}, which needs an NVIDIA driver ({error})") from error
+    if device >= count:
+        raise RuntimeError(f"{where}, want one of the {count} that CuPy sees")
 
 
 def _label(x: Any) -> str:

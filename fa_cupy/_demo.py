@@ -30,6 +30,9 @@ _REACH = 32.0  # pixels; how far away a patch counts exp(-1/2) less
 _BANDWIDTH = 0.3  # h**2 as a part of the noise in one patch
 _OWN_WEIGHT = 0.2  # what the pixel itself may weigh, as a part of all others together
 
+# Less noise than the first does not show in 8 bits, and more than the second leaves no picture.
+_SIGMAS = (0.001, 10.0)
+
 Image = NDArray[np.float32]  # (height, width, 3), 0 to 1 where it is not noisy
 
 
@@ -232,15 +235,21 @@ def _run(options: argparse.Namespace) -> None:
     print(f"picture     {options.output}")
 
 
-def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not (0 < value < math.inf):
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return value
+def _rows(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
-    parse.__name__ = kind.__name__  # argparse names it where the text is no number at all
-    return parse
+
+def _sigma(text: str) -> float:
+    least, most = _SIGMAS
+    try:
+        sigma = float(text)
+    except ValueError:
+        sigma = math.nan
+    if not least <= sigma <= most:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from {least} to {most}")
+    return sigma
 
 
 def main(args: list[str] | None = None) -> int:
@@ -253,15 +262,16 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument(
         "--size",
-        type=_positive(int),
+        type=_rows,
         metavar="ROWS",
         help=f"reduce the photograph to this height (CPU: {CPU_HEIGHT}; GPU: the whole of it)",
     )
     parser.add_argument(
         "--sigma",
-        type=_positive(float),
+        type=_sigma,
         default=0.1,
-        help="standard deviation of the noise that is added, in parts of the full range",
+        help="standard deviation of the noise that is added, in parts of the full range "
+        "(default: 0.1)",
     )
     try:
         _run(parser.parse_args(args))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -40,8 +40,18 @@ class Torch:
             np.dtype(np.float64): torch.float64,
         }
         self._allocated: dict[int, tuple[Any, Any]] = {}
+        self._written: Any = None
 
-    def context(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Return the context of the computation: `device`, and `out` known as written after it."""
+        with self.device():
+            yield
+        if self._written is not None and not self._written.is_inference():
+            # What a backward pass has saved of it is not what it holds any more.
+            self._torch.autograd.graph.increment_version(self._written)
+
+    def device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context with torch's current device and stream as CuPy's."""
         if not self._on_gpu:
             return contextlib.nullcontext()
@@ -56,8 +66,12 @@ class Torch:
                 f"{self._name}: {arg} requires a gradient, which is not recorded here, "
                 f"want {arg}.detach()"
             )
+        if arg == "out":
+            self._written = tensor
+        return self._native(tensor.detach())
+
+    def _native(self, tensor: Any) -> Any:
         carrier, dtype = self._carriers.get(tensor.dtype, (None, None))
-        tensor = tensor.detach()
         native = self._share(tensor if carrier is None else tensor.view(carrier))
         return native if dtype is None else native.view(dtype)
 
@@ -67,7 +81,7 @@ class Torch:
             [shape[axis] for axis in order], dtype=self._dtypes[dtype], device=self._device
         )
         tensor = memory.permute([order.index(axis) for axis in range(len(order))])
-        native = self.load("out", tensor)
+        native = self._native(tensor)
         self._allocated[id(native)] = (native, tensor)
         return native
 
@@ -108,6 +122,10 @@ class Generic:
         self._on_gpu = on_gpu
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of the computation."""
+        return self.device()
+
+    def device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context with the arrays' device as CuPy's current one."""
         if not self._on_gpu:
             return contextlib.nullcontext()
@@ -144,7 +162,7 @@ def open_exchange(
     kind: Callable[..., Torch | Generic] = Torch if library == "torch" else Generic
     exchange = kind(name, example, on_gpu)
     native: list[Any] = []
-    with exchange.context():
+    with exchange.device():
         for arg, array in arrays.items():
             try:
                 native.append(None if array is None else exchange.load(arg, array))

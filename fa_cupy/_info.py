@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fa_cupy import __version__, _driver
 from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.variants import SHARED_LIMIT, select
 
 #: What people call the types, besides their names.
@@ -103,6 +104,10 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
     if target is None:
         yield "CuPy", "no device here; --target asks for one that is not"
         return
+    if max(q_len, k_len) > MAX_LENGTH:
+        yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
+        yield "", f"kernels take up to {MAX_LENGTH:,} queries and keys"
+        return
     row = select(dtype, head_dim, v_dim, target)
     if row is None:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
@@ -118,10 +123,17 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
 
 
 def _shape(text: str) -> list[int]:
-    shape = [int(size) for size in text.split(",")]
-    if len(shape) < 2 or min(shape) < 0:
+    sizes = [size.strip() for size in text.split(",")]
+    if len(sizes) < 2 or not all(size.isdecimal() for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r} is not like 4,16,4096,128")
-    return shape
+    return [int(size) for size in sizes]
+
+
+def length(text: str) -> int:
+    """Read a length or dim from the command line."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,8 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--shape", type=_shape, metavar="B,H,L,D", help="shape of the queries")
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
-    parser.add_argument("--k-len", type=int, help="number of keys (default: of queries)")
-    parser.add_argument("--v-dim", type=int, help="last axis of the values (default: D)")
+    parser.add_argument("--k-len", type=length, help="number of keys (default: of queries)")
+    parser.add_argument("--v-dim", type=length, help="last axis of the values (default: D)")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--target", choices=SHARED_LIMIT, help="default: the current device's")
     options = parser.parse_args(argv)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,16 +25,23 @@ def flag(name: str, arg: str, value: Any) -> bool:
 def finite(name: str, arg: str, value: Any, minimum: float = -math.inf) -> float:
     """Return `value`, a finite real number of any type that is at least `minimum`, as a float."""
     wanted = "a finite number" + (f" >= {minimum:g}" if minimum > -math.inf else "")
+    torch = sys.modules.get("torch")
+    if torch and getattr(value, "requires_grad", False) and torch.is_grad_enabled():
+        raise TypeError(
+            f"{name}: {arg} requires a gradient, which is not recorded here, want {arg}.detach()"
+        )
     try:
-        # float() alone would also take a str, an array of one element and a complex NumPy scalar.
-        axes: int = getattr(value, "ndim", 0)
-        if axes or isinstance(value, (str, bytes, bool, np.bool_, np.complexfloating)):
+        # float() alone would also take a str, a bool, an array of one element, and of some
+        # libraries' complex numbers the real part.
+        if isinstance(value, (str, bytes, bytearray, bool)) or not _is_real_scalar(value):
             raise TypeError
         number = float(value)
-    except TypeError:
-        raise TypeError(f"{name}: {arg} is {_show(value)}, want {wanted}") from None
     except OverflowError:  # an int above 1.8e308
         number = math.inf
+    except ValueError:  # a signalling NaN
+        number = math.nan
+    except Exception:  # libraries raise errors of their own kinds for what is no number
+        raise TypeError(f"{name}: {arg} is {_show(value)}, want {wanted}") from None
     if not math.isfinite(number) or number < minimum:
         raise ValueError(f"{name}: {arg} is {_show(value)}, want {wanted}")
     return number
@@ -95,6 +104,17 @@ def precision(name: str, value: Any, dtype: np.dtype[Any]) -> str | None:
     return "tf32" if value is not None and dtype == np.float32 else None
 
 
+def _is_real_scalar(value: Any) -> bool:
+    """Whether `value` has no axes and a dtype, if any, of integers or real numbers."""
+    if getattr(value, "ndim", 0):
+        return False
+    dtype = getattr(value, "dtype", None)
+    return dtype is None or bool(re.match(r"(\w+\.)?(b?float|u?int)", str(dtype)))
+
+
 def _show(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python writes, or somebody's broken class
+        text = "something that cannot be printed"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from tqdm import tqdm
 
-from fa_cupy._info import DTYPES
+from fa_cupy._info import DTYPES, length
 from fa_cupy.gpu import cache, compile, devices, nvrtc
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, Variant, select
 
@@ -20,6 +21,16 @@ def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that calls of these types and dims get on a target, in the table's order."""
     chosen = {select(dtype, dim, dim, target) for dtype in dtypes for dim in dims}
     return [row for row in VARIANTS if row in chosen]
+
+
+def unserved(target: str, dtypes: set[str], dims: set[int]) -> Iterator[str]:
+    """Say of each type and dim that no kernel of a target serves why that is."""
+    taken = {row.dtype for row in VARIANTS if target in row.targets}
+    largest = max(row.dim for row in VARIANTS if target in row.targets)
+    for what in sorted(dtypes - taken):
+        yield f"{what} has no kernel: such calls run on cuBLAS products"
+    for dim in sorted(dim for dim in dims if dim > largest):
+        yield f"head_dim {dim} has no kernel, the largest is {largest}: such calls run on cuBLAS"
 
 
 def _compile(row: Variant, target: str) -> bool:
@@ -34,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--target", choices=SHARED_LIMIT, help="default: the current device's")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: all")
-    parser.add_argument("--head-dim", type=int, action="append", help="default: all")
+    parser.add_argument("--head-dim", type=length, action="append", help="default: all")
     options = parser.parse_args(argv)
     target = options.target or devices.current_target()
     if target is None:
@@ -42,6 +53,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
     rows = serving(target, dtypes, set(options.head_dim or (row.dim for row in VARIANTS)))
+    for why in unserved(
+        target, {DTYPES[name] for name in options.dtype or ()}, set(options.head_dim or ())
+    ):
+        print(f"warmup: {why}", file=sys.stderr)
+    if not rows:
+        return 1
     start = time.perf_counter()
     kept = 0
     # Processes: NVRTC compiles one kernel at a time in each.

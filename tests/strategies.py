@@ -16,6 +16,20 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
 LAYOUTS = ("dense", "blhd", "transposed", "steps", "rows", "reversed", "upward", "offset")
 
+# Legal options at the ends of float32 and float64 under which scores of ordinary data are finite.
+EXTREMES = (
+    {"softcap": 5e-324},
+    {"softcap": 1e30},
+    {"softcap": 1e39},
+    {"softcap": 1.7e308},
+    {"scale": 5e-324},
+    {"scale": 1e-300, "softcap": 0.0},
+    {"scale": 5e-324, "softcap": 30.0},
+    {"scale": 1e300, "softcap": 1e-300},
+    {"scale": -1e300, "softcap": 5.0},
+    {"scale": 1e-300, "softcap": 1e300},
+)
+
 # Round-off of one element: half the spacing at 1.
 UNIT = {dtype: float(ml_dtypes.finfo(dtype).eps) / 2 for dtype in DTYPES}
 
@@ -106,10 +120,13 @@ def check_against_reference(case, out, lse):
     terms = np.abs(clean[0]).max(initial=0) * np.abs(clean[1]).sum(-1).max(initial=0)
     scale = case.options.get("scale")
     score = terms * (abs(scale) if scale is not None else case.q.shape[-1] ** -0.5 if terms else 0)
+    unit = UNIT[DTYPES[3] if dtype == np.float64 else DTYPES[2]]
+    if case.options.get("softcap"):  # no error goes beyond that of one cap for the other
+        score = min(score, 2 * case.options["softcap"] / (8 * unit))
     if case.bias is not None:
         bias = case.bias.astype(np.float64)
         score += np.abs(bias[np.isfinite(bias)]).max(initial=0)
-    slack = 8 * UNIT[DTYPES[3] if dtype == np.float64 else DTYPES[2]] * (8 + score)
+    slack = 8 * unit * (8 + score)
     largest = np.abs(clean[2]).max(initial=0)
     spread = reference.attention(
         *case.arrays[:2], np.abs(clean[2]), *case.arrays[3:], **case.options
@@ -190,6 +207,8 @@ def options(draw, q_len, k_len):
     chosen["causal_align"] = draw(align if q_len != k_len else st.none() | align)
     if draw(_RARELY):
         chosen["softcap"] = draw(st.floats(0.25, 50))
+    if draw(_RARELY):  # the ends of what the arithmetic can hold, where scores are 0 or capped
+        chosen |= draw(st.sampled_from(EXTREMES))
     return chosen
 
 

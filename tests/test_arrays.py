@@ -53,6 +53,25 @@ def test_devices_that_cannot_be_reached_are_refused():
         _arrays.to_native("attention", q=far)
 
 
+def test_a_device_that_is_none_is_refused():
+    odd = SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (None, 0))
+    with pytest.raises(TypeError, match=r"attention: q is a .* on DLPack device \(None, 0\), want"):
+        _arrays.to_native("attention", q=odd)
+
+
+def test_device_memory_without_what_it_takes_to_read_it(monkeypatch):
+    far = SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (2, 99))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", None)
+        with pytest.raises(
+            ImportError, match=r"attention: q is on CUDA device 99, which needs CuPy"
+        ):
+            _arrays.to_native("attention", q=far)
+    pytest.importorskip("cupy")
+    with pytest.raises(RuntimeError, match="attention: q is on CUDA device 99, w"):
+        _arrays.to_native("attention", q=far)
+
+
 # Other libraries on the CPU
 
 
@@ -99,6 +118,48 @@ def test_torch_out_is_written_in_place(torch, dtype):
     out = torch.full((4, 5), torch.nan, dtype=q.dtype).T
     assert attention(q, k, v, out=out) is out
     assert torch.equal(out, attention(q, k, v))
+
+
+def test_torch_subclasses_are_tensors(torch):
+    class Own(torch.Tensor):
+        pass
+
+    q, k, v = (torch.from_numpy(a) for a in draw((5, 8), (7, 8), (7, 4)))
+    out = torch.zeros(5, 4).as_subclass(Own)
+    want = attention(q, k, v)
+    assert attention(q.as_subclass(Own), k, v, out=out) is out
+    assert torch.equal(out.as_subclass(torch.Tensor), want)
+    assert torch.equal(attention(q.as_subclass(Own), k.as_subclass(Own), v), want)
+
+
+def test_torch_knows_that_out_is_written(torch):
+    q = torch.from_numpy(draw((5, 5))[0])
+    out, leaf = torch.ones(5, 5), torch.ones(5, 5, requires_grad=True)
+    product = (leaf * out).sum()  # backward needs what `out` was
+    version = out._version
+    with pytest.raises(ValueError, match="head_dim"):
+        attention(q, q[:, 1:], q, out=out)
+    assert out._version == version
+    attention(q, q, q, out=out)
+    assert out._version == version + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        own = torch.empty(5, 5)
+        assert attention(q, q, q, out=own) is own
+
+
+def test_torch_scalars_as_options(torch):
+    q = torch.zeros(5, 8)
+    assert attention(q, q, q, scale=torch.tensor(2.0), softcap=torch.tensor(3)).shape == (5, 8)
+    for arg in ("scale", "softcap"):
+        for value, said in (
+            (torch.tensor(1.0, requires_grad=True), f"requires a gradient.*want {arg}.detach"),
+            (torch.tensor(True), r"is tensor\(True\) \(Tensor\), want a finite number"),
+            (torch.tensor(1j), r"is tensor\(.*\) \(Tensor\), want a finite number"),
+        ):
+            with pytest.raises(TypeError, match=f"attention: {arg} {said}"):
+                attention(q, q, q, **{arg: value})
 
 
 def test_torch_tensors_that_require_a_gradient(torch):
@@ -271,6 +332,28 @@ def test_axes_that_q_repeats_are_outermost(xp):
     problem = SimpleNamespace(out_shape=(2, 3, 5, 8))
     out = _arrays.empty_like_layout(xp, problem, q, np.dtype(np.float32))
     assert out.strides == (160, 320, 32, 4)
+
+
+def test_axes_of_size_1_lie_where_q_has_them(xp):
+    def strides(q, v_dim=None):
+        out = SimpleNamespace(out_shape=(*q.shape[:-1], v_dim or q.shape[-1]))
+        return _arrays.empty_like_layout(xp, out, q, q.dtype).strides
+
+    for shape in ((4, 8, 1, 128), (1, 8, 1, 128), (4, 1, 8, 128), (1, 1, 1, 1)):
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)):
+            q = xp.zeros(shape, np.float32).transpose(order)
+            assert strides(q) == q.strides
+    q = xp.zeros((8, 128), np.float32)
+    assert strides(q[:, None]) == (512, 512, 4)
+    assert strides(q[None]) == (4096, 512, 4)
+    # One column is not an axis that is repeated.
+    assert strides(xp.zeros((4, 8, 5, 1), np.float32), 7) == (1120, 140, 28, 4)
+
+
+def test_a_single_row_has_a_stride_that_kernels_take():
+    row = np.zeros((2**16, 2**8, 1, 128), np.bool_)  # memory that nobody touches
+    for q in (row, np.lib.stride_tricks.as_strided(row, strides=(2**15, 128, 2**31, 1))):
+        assert _arrays.memory_order((*row.shape[:3], 64), q) == [0, 1, 2, 3]
 
 
 @st.composite

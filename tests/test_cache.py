@@ -127,6 +127,27 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(folder, damage):
     assert len(list(folder.iterdir())) == 1
 
 
+def test_a_file_that_cannot_be_read_is_a_miss(folder, monkeypatch):
+    build()
+    (path,) = folder.iterdir()
+
+    readable = Path.read_bytes
+
+    def refuse(self):
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return readable(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        assert not build().cached
+    assert build().cached
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(UserWarning, match="test could not be kept"):
+        assert not build().cached
+
+
 def test_a_file_under_the_wrong_key_is_a_miss(folder):
     build(value=1)
     (first,) = folder.iterdir()

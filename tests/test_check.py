@@ -1,6 +1,7 @@
 """Argument checks: every error with its text, and the canonical problem."""
 
 import itertools
+from decimal import Decimal
 from fractions import Fraction
 
 import ml_dtypes
@@ -94,6 +95,15 @@ def call(xp, arguments):
         (make(out=(5, 5)), "attention: out has shape (5, 5), want (5, 4)"),
         (make(scale=np.nan), "attention: scale is nan (float), want a finite number"),
         (make(scale=-np.inf), "attention: scale is -inf (float), want a finite number"),
+        (
+            make(scale=10**5000),
+            "attention: scale is something that cannot be printed (int), want a",
+        ),
+        (make(scale=Decimal("sNaN")), "attention: scale is Decimal('sNaN') (Decimal), want a"),
+        (
+            make(window=(-(10**5000), 1)),
+            "attention: window[0] is something that cannot be printed (int), want None or an int",
+        ),
         (make(scale=10**400), "attention: scale is 1000"),
         (make(softcap=-1), "attention: softcap is -1 (int), want a finite number >= 0"),
         (make(softcap=np.inf), "attention: softcap is inf (float), want a finite number >= 0"),
@@ -152,6 +162,12 @@ def test_value_errors(xp, arguments, text):
         (make(scale=np.complex64(1)), "(complex64), want a finite number"),
         (make(scale=True), "attention: scale is True (bool), want a finite number"),
         (make(scale=[1.0]), "attention: scale is [1.0] (list), want a finite number"),
+        (make(scale=np.array(True)), "attention: scale is array(True) (ndarray), want a finite"),
+        (make(scale=np.array(1j)), "attention: scale is array(0.+1.j) (ndarray), want a finite"),
+        (
+            make(is_causal=10**5000),
+            "attention: is_causal is something that cannot be printed (int)",
+        ),
         (make(softcap=None), "attention: softcap is None (NoneType), want a finite number >= 0"),
         (make(is_causal="no"), "attention: is_causal is 'no' (str), want a bool"),
         (make(is_causal=2), "attention: is_causal is 2 (int), want a bool"),

@@ -11,6 +11,7 @@ import pytest
 import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy.gpu import cache, compile, devices
+from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, select
 
 ROOT = Path(__file__).parents[1]
@@ -119,11 +120,50 @@ def test_info_says_what_would_serve_a_call(arguments, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shape", ["4096", "a,b", "-1,4"])
+def test_info_knows_how_long_kernels_take(capsys):
+    assert main(["info", "--shape", f"1,{MAX_LENGTH},64", "--target", "sm_90a"]) == 0
+    assert "64 KB" not in capsys.readouterr().out
+    for argv in (["--shape", f"{MAX_LENGTH + 1},64"], ["--shape", "1,64", "--k-len", f"{2**31}"]):
+        assert main(["info", *argv, "--target", "sm_90a"]) == 0
+        shown = capsys.readouterr().out
+        assert "sm_90a: tiled CuPy" in shown
+        assert f"kernels take up to {MAX_LENGTH:,}" in shown
+
+
+@pytest.mark.parametrize("shape", ["4096", "a,b", "-1,4", "1,,4", "1.5,4"])
 def test_info_refuses_a_wrong_shape(shape, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["info", f"--shape={shape}"])
-    assert "--shape" in capsys.readouterr().err
+    assert f"--shape: '{shape}' is not like 4,16,4096,128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["info", "--shape", "4,8", "--k-len", "-3"],
+        ["info", "--shape", "4,8", "--v-dim", "-3"],
+        ["warmup", "--target", "sm_90a", "--head-dim", "-1"],
+    ],
+)
+def test_negative_sizes_are_refused(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert f"{argv[-2]}: '{argv[-1]}' is not a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--head-dim", "999"], "warmup: head_dim 999 has no kernel, the largest is 256"),
+        (["--dtype", "fp32"], "warmup: float32 has no kernel"),
+    ],
+)
+def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
+    assert main(["warmup", "--target", "sm_90a", *argv]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith(why)
+    assert shown.err.count("\n") == 1
+    assert not shown.out
 
 
 @needs_compiler

@@ -14,6 +14,7 @@ from fa_cupy.cpu import _threads
 from fa_cupy.cpu._steps import Steps
 from tests.strategies import (
     DTYPES,
+    EXTREMES,
     Case,
     by_dtype,
     cases,
@@ -128,6 +129,55 @@ def test_values_near_the_largest_float():
     v *= 1e38 / np.abs(v).max()
     want, _ = reference.attention(q, k, v)
     assert reference.relative_error(attention(q, k, v), want) < 1e-6
+
+
+@pytest.mark.parametrize("options", EXTREMES, ids=str)
+@pytest.mark.parametrize(**by_dtype())
+def test_options_at_the_ends_of_the_arithmetic(small_tiles, dtype, options):
+    q, k, v = qkv(2, 40, 8, dtype=dtype)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    check_against_reference(Case(q, k, v, options=options), out, lse)
+    assert np.isfinite(out.astype(np.float64)).all()
+
+
+@pytest.mark.parametrize(**by_dtype())
+def test_a_softcap_bounds_infinite_products_of_any_scale(dtype):
+    q, k, v = qkv(30, 8, dtype=dtype)
+    q[3, 2] = np.inf
+    options = {"scale": 5e-324, "softcap": 30.0}
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    check_against_reference(Case(q, k, v, options=options), out, lse)
+    assert np.isfinite(lse).all()
+
+
+def test_finite_data_under_a_tiny_softcap_whose_terms_overflow():
+    q = np.array([[1e9, -1e9, 1.0]], np.float32)
+    k = np.array([[1e9, 1e9, 2.0], [1e9, 1e9, 1.0]], np.float32)
+    v = np.array([[1.0], [3.0]], np.float32)
+    assert attention(q, k, v, scale=1.0, softcap=1e-25)[0, 0] == 2
+
+
+def test_a_scale_beyond_float32_is_the_largest_float32():
+    q, k, v = qkv(5, 1)
+    q[...] = k[...] = 0
+    q[:, 0], k[3, 0] = 0.5, 0.5
+    want = np.broadcast_to(v[3], v.shape)
+    np.testing.assert_array_equal(attention(q, k, v, scale=1e300), want)
+    np.testing.assert_array_equal(attention(q, -k, v, scale=-1e300), want)
+
+
+def test_scores_beyond_a_softcap_that_is_cut_keep_their_order():
+    q, k, v = qkv(20, 8)
+    for options in ({"scale": 1e300, "softcap": 1e300}, {"scale": 1e38, "softcap": 1e39}):
+        want, _ = reference.attention(q, k, v, **options)
+        assert reference.relative_error(attention(q, k, v, **options), want) < 1e-6
+
+
+def test_no_row_is_no_work():
+    q = np.broadcast_to(np.zeros((1, 0, 8), np.float32), (2**40, 0, 8))
+    out, lse = attention(q, q, q, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:-1]
 
 
 # Accuracy at length

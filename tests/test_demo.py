@@ -86,12 +86,26 @@ def test_a_picture_that_cannot_be_written(arguments, message, tmp_path, monkeypa
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--size", "0"], ["--sigma", "-1"], ["--sigma", "inf"]])
-def test_numbers_that_make_no_sense(arguments, capsys):
-    with pytest.raises(SystemExit) as exit:
-        _demo.main(arguments)
-    assert exit.value.code == 2
-    assert "is not above 0" in capsys.readouterr().err
+@pytest.mark.parametrize("size", ["0", "-4", "1.5", "many"])
+def test_sizes_that_make_no_sense(size, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        _demo.main(["--size", size])
+    assert f"--size: {size} is not a whole number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sigma", ["-1", "0", "1e-320", "1e-30", "1e30", "inf", "nan", "some"])
+def test_noise_that_makes_no_sense(sigma, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        _demo.main(["--size", "8", "--sigma", sigma])
+    assert f"--sigma: {sigma} is not a number from 0.001 to 10.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sigma", _demo._SIGMAS)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_the_least_and_the_most_noise(sigma, dtype):
+    original, noisy = noisy_photograph(40, sigma)
+    image = _demo.denoise(noisy, sigma, dtype=dtype, quiet=True).image
+    assert _demo.psnr(image, original) >= _demo.psnr(noisy, original) - 0.5
 
 
 def hide(monkeypatch, *names):

@@ -63,6 +63,8 @@ def attention(
     if out is None:
         out = _arrays.empty_like_layout(np, problem, q, problem.dtype)
     lse = np.empty(problem.out_shape[:-1], dtype)
+    if lse.size == 0:  # however many batch entries there are
+        return out, lse if return_lse else None
     tile = _tile(problem, dtype)
     tasks = _tasks(problem, (q, k, v, bias, mask, out, lse), tile, dtype)
 

@@ -9,13 +9,13 @@ device, stream and precision has a handle of its own, with the math mode set onc
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections import OrderedDict
 from typing import Any
 
 import cupy
 import numpy as np
-from cupy_backends.cuda.libs import cublas
 
 _OP_N, _OP_T = 0, 1  # cublasOperation_t
 # cublasMath_t. Pedantic is what NVIDIA_TF32_OVERRIDE=1 in the environment does not override.
@@ -28,13 +28,30 @@ _by_thread = threading.local()
 
 class _Handle:
     def __init__(self, tf32: bool) -> None:
+        cublas = _library()
         self._destroy = cublas.destroy  # still there when the interpreter takes modules apart
+        self._device = cupy.cuda.Device()
         self.value = cublas.create()
         cublas.setMathMode(self.value, _TF32_MATH if tf32 else _PEDANTIC_MATH)
 
     def __del__(self) -> None:
         if hasattr(self, "value"):
-            self._destroy(self.value)
+            with self._device:  # a thread may have moved on to another
+                self._destroy(self.value)
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        from cupy_backends.cuda.libs import cublas
+    except ImportError as error:
+        reason = str(error).partition("\n")[0]  # CuPy goes on to list folders
+        raise ImportError(
+            "attention: float32, float64, a head_dim above 256 and whatever else no kernel serves "
+            "need cuBLAS: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12), or "
+            f"'fa_cupy[cuda13]' or 'fa_cupy[cuda12]' ({reason})"
+        ) from error
+    return cublas
 
 
 def handle(tf32: bool) -> int:
@@ -91,6 +108,7 @@ def matmul(
             out.fill(0)
         return
     single = out.dtype == np.float32
+    cublas = _library()
     gemm = cublas.sgemmStridedBatched if single else cublas.dgemmStridedBatched
     scalar = ctypes.c_float if single else ctypes.c_double
     alpha, beta = scalar(factor), scalar(1.0 if add else 0.0)
