@@ -76,7 +76,8 @@ def features(image: Image, scale: float) -> Image:
     height, width, _ = image.shape
     side = 2 * _RADIUS + 1
     padded = np.pad(image, ((_RADIUS, _RADIUS), (_RADIUS, _RADIUS), (0, 0)), mode="reflect")
-    patches = np.lib.stride_tricks.sliding_window_view(padded, (side, side), axis=(0, 1))
+    windows: Any = np.lib.stride_tricks.sliding_window_view  # old stubs take no tuple of axes
+    patches = windows(padded, (side, side), axis=(0, 1))
     offset = np.arange(-_RADIUS, _RADIUS + 1)
     window = np.exp(-np.add.outer(offset**2, offset**2) / (2 * _WINDOW**2))
     patches = patches * np.sqrt(window / window.sum()).astype(np.float32)

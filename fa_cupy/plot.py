@@ -85,7 +85,7 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
     largest = seen.max(axis=-1, keepdims=True)
     shade = np.divide(seen, largest, out=np.zeros_like(seen), where=largest > 0)
     ax.set_facecolor("#f1f3f5")
-    ax.pcolormesh(np.ma.masked_equal(shade, 0.0), cmap="Blues", vmin=0.0, vmax=1.6)
+    ax.pcolormesh(np.where(shade == 0.0, np.nan, shade), cmap="Blues", vmin=0.0, vmax=1.6)
     ax.hlines(np.arange(1, q_len), 0, k_len, color="white", linewidth=1)
     ax.vlines(np.arange(1, k_len), 0, q_len, color="white", linewidth=1)
     ax.set(aspect="equal", xlim=(0, k_len), ylim=(q_len, 0), xlabel="key", ylabel="query")

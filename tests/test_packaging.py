@@ -54,7 +54,7 @@ def sdist(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build("sdist", source, folder)) as archive:
         for member in archive.getmembers():
-            archive.extract(member, folder)
+            archive.extract(member, folder, filter="data")
     return next(path for path in folder.iterdir() if path.is_dir())
 
 
