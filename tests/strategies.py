@@ -123,6 +123,8 @@ def check_against_reference(case, out, lse):
     unit = UNIT[DTYPES[3] if dtype == np.float64 else DTYPES[2]]
     if case.options.get("softcap"):  # no error goes beyond that of one cap for the other
         score = min(score, 2 * case.options["softcap"] / (8 * unit))
+        if not all(np.isfinite(x.astype(np.float64)).all() for x in case.arrays[:2]):
+            score = max(score, 2 * case.options["softcap"])  # what an infinite product scores
     if case.bias is not None:
         bias = case.bias.astype(np.float64)
         score += np.abs(bias[np.isfinite(bias)]).max(initial=0)
@@ -136,7 +138,9 @@ def check_against_reference(case, out, lse):
     error = np.abs(out[finite] - want[finite])
     assert (error <= bound[finite]).all(), (error / bound[finite]).max()
     finite = np.isfinite(want_lse)
-    error = np.abs(lse[finite] - want_lse[finite])
+    # A softcap at the end of the range of float32 (float64) is lowered, to keep room for the bias.
+    far = float(np.finfo(np.float64 if dtype == np.float64 else np.float32).max) * 2.0**-24
+    error = np.abs(np.clip(lse[finite], -far, far) - np.clip(want_lse[finite], -far, far))
     assert (error <= slack).all(), error.max()
 
 

@@ -190,7 +190,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cp_async_commit_group();
   }
 
-  const uint32 q_address = q_tile + q_lane();
   OnlineSoftmax<kMmaM> softmax;
   softmax.reset();
   float o[kMmaM][kMmaV][4];
@@ -225,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cp_async_commit_group();
 
     float s[kMmaM][kMmaN][4];
-    multiply_qk(s, q_address, k_ring + tile % kStages * kTileBytes + k_lane());
+    multiply_qk(s, q_tile + q_lane(), k_ring + tile % kStages * kTileBytes + k_lane());
     if constexpr (kDebugStage == 1) return dump(params, s);
 
     if (params.transform || params.mask != nullptr) {

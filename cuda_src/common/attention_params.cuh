@@ -30,7 +30,8 @@ struct AttentionParams {
   int bias_kind;     // a FloatKind
   int transform;     // 1: scale, softcap and bias come before the softmax (scores.cuh)
   float exp2_scale;  // what the softmax multiplies scores by inside exp2
-  float scale, softcap;
+  float scale;       // of a product; with a softcap, divided by it
+  float softcap;     // 0: none
 };
 
 static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,

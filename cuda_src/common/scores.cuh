@@ -3,8 +3,8 @@
 //
 // Without softcap and bias and with a positive scale nothing is done here: the softmax multiplies
 // by the scale inside its exponent (exp2_scale = scale * log2(e)).  Otherwise (params.transform)
-// scores leave here in units of log2, (softcap * tanh(scale * x / softcap) + bias) * log2(e), and
-// exp2_scale is 1.
+// scores leave here in units of log2, (softcap * tanh(scale * x) + bias) * log2(e) where the scale
+// is divided by the softcap already, and exp2_scale is 1.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "ptx/convert.cuh"
@@ -30,7 +30,7 @@ FA_DEVICE float tanh_by_exp2(float x) {
 
 FA_DEVICE float capped(const AttentionParams& p, float product) {
   const float x = p.scale * product;
-  return p.softcap > 0.0f ? p.softcap * tanh_by_exp2(x / p.softcap) : x;
+  return p.softcap > 0.0f ? p.softcap * tanh_by_exp2(x) : x;
 }
 
 FA_DEVICE float load_as_float(const void* base, int64 index, int kind) {

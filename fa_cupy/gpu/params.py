@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy._check import FLOAT_DTYPES, Problem, View
+from fa_cupy._tiled import transform
 
 MAX_BATCH_AXES = 6
 MAX_GRID = 2**31 - 1
@@ -134,11 +135,11 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
         p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
     # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
     plain_scale = 1e-30 < problem.scale < 1e30
-    transform = problem.bias is not None or problem.softcap > 0 or not plain_scale
-    p["transform"] = transform
-    p["exp2_scale"] = 1.0 if transform else problem.scale * _LOG2E
-    p["scale"] = _in_float32(problem.scale)
-    p["softcap"] = _in_float32(problem.softcap)
+    transformed = problem.bias is not None or problem.softcap > 0 or not plain_scale
+    p["transform"] = transformed
+    p["exp2_scale"] = 1.0 if transformed else problem.scale * _LOG2E
+    factor, cap = transform(problem, np.dtype(np.float32))
+    p["scale"], p["softcap"] = _in_float32(factor), _in_float32(cap)
 
     parts = list(_parts(sizes, outer, strides, problem.q_len, int(p["q_tiles"])))
     steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
@@ -165,7 +166,7 @@ def _in_float32(x: float) -> float:
     """Keep an option inside float32, where a kernel computes: neither infinite nor 0 if not 0."""
     if x == 0.0:
         return x
-    return math.copysign(max(1.2e-38, min(3.4e38, abs(x))), x)
+    return math.copysign(max(1.5e-45, min(3.4e38, abs(x))), x)
 
 
 def _clip(bound: int) -> int:
