@@ -330,7 +330,8 @@ def test_all_else_is_done_to_scores_first(options):
     assert np.isfinite(p["scale"])
     assert p["softcap"] == options.get("softcap", 0)
     if options.get("scale", 0.0) <= 1:
-        np.testing.assert_allclose(p["scale"], options.get("scale", 8**-0.5), rtol=1e-6)
+        scale = options.get("scale", 8**-0.5) / options.get("softcap", 1.0)
+        np.testing.assert_allclose(p["scale"], scale, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", _check.FLOAT_DTYPES, ids=str)
