@@ -13,17 +13,10 @@ from hypothesis import strategies as st
 from fa_cupy import _check
 from fa_cupy.gpu import params
 from fa_cupy.gpu.params import ATTENTION_PARAMS, POINTERS
+from tests.test_check import NO_OPTIONS
 
 HEADER = Path(__file__).parents[1] / "cuda_src/common/attention_params.cuh"
 ROWS = ("q", "k", "v", "out")
-NO_OPTIONS = {
-    "scale": None,
-    "is_causal": False,
-    "causal_align": None,
-    "window": None,
-    "softcap": 0.0,
-    "precision": None,
-}
 
 
 # Layout
