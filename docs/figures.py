@@ -15,6 +15,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fa_cupy import plot
+from fa_cupy.gpu import variants
 
 matplotlib.rcParams.update(
     {
@@ -368,8 +369,230 @@ def traffic(folder):
     save(figure, folder, "traffic")
 
 
+def warpgroup_color(group, strength):
+    """Return the color of a computing warpgroup, mixed with white."""
+    color = np.array(matplotlib.colors.to_rgb(TILES[group]))
+    return tuple(1 - strength * (1 - color))
+
+
+def sm90_roles(folder):
+    """Who of a block of fwd_sm90 fills which buffer, and who empties it."""
+    figure, ax = canvas(7.2, 4.2, (0, 16), (0, 9.33))
+    mono = {"family": "monospace", "size": 6.8, "color": "#52606d"}
+    for x, width, title in (
+        (0.2, 4.3, "warpgroup 0 feeds:\n40 or 32 registers a thread"),
+        (6.1, 4.1, "shared memory:\nrings of buffers"),
+        (11.8, 4.0, "warpgroups 1 to 3 compute:\n232 or 160 registers a thread"),
+    ):
+        ax.text(x + width / 2, 0.55, title, ha="center", va="center", size=8.5)
+
+    for y, height, text in (
+        (1.3, 3.15, "a thread draws tickets,\nannounces tiles\nand loads $K$ and $V$"),
+        (4.9, 1.6, "a thread loads $Q$"),
+        (7.2, 1.6, "a thread stores $O$"),
+    ):
+        box(ax, 0.2, y, 4.3, height, text, PALE, size=8.5)
+    box(ax, 11.5, 1.3, 4.4, 7.5, "", "white", GREY, linestyle="--")
+    ax.text(13.7, 2.65, "every one reads all of these,\na lane of each of its warps\n"
+            "hands the buffers back", ha="center", va="center", size=8)  # fmt: skip
+
+    def ring(y, name, slots, color):
+        width = 4.1 / slots
+        for i in range(slots):
+            box(ax, 6.1 + i * width, y, width, 0.8, name.format(i), color, size=8)
+
+    ring(1.4, "tile", 4, "#e5f0e8")
+    ring(2.5, "$K$ {}", 2, MEMORY["shared memory"])
+    ring(3.6, "$V$ {}", 2, MEMORY["shared memory"])
+    for y, name in ((1.8, "work"), (2.9, "k"), (4.0, "v")):
+        ax.text(5.3, y - 0.12, f"{name}_full", ha="center", va="bottom", **mono)
+        ax.text(10.85, y - 0.12, f"{name}_empty", ha="center", va="bottom", **mono)
+        arrow(ax, (4.5, y), (6.1, y))
+        arrow(ax, (10.2, y), (11.5, y))
+    for group in range(3):
+        y, color = 4.75 + 1.35 * group, warpgroup_color(group, 0.3)
+        for i in range(2):
+            box(ax, 6.1 + 2.05 * i, y, 2.05, 1.2, f"$Q$ {i}, later $O$", color, size=7.5)
+        text = f"warpgroup {group + 1}: 64 rows,\n$S$, $P$, $O$ in registers"
+        text += "\n(head_dim 64 only)" if group == 2 else ""
+        box(ax, 11.7, y, 4.0, 1.2, text, color, size=8)
+        ax.add_patch(
+            FancyArrowPatch(
+                (10.2, y + 0.6), (11.7, y + 0.6), arrowstyle="<|-|>", mutation_scale=10,
+                color=TILES[group], linewidth=1,
+            )
+        )  # fmt: skip
+    arrow(ax, (4.5, 5.7), (6.1, 5.7))
+    ax.text(5.3, 5.58, "q_full", ha="center", va="bottom", **mono)
+    arrow(ax, (6.1, 8.0), (4.5, 8.0))
+    ax.text(5.3, 7.88, "out_full", ha="center", va="bottom", **mono)
+    arrow(ax, (2.35, 7.2), (2.35, 6.5))
+    ax.text(2.55, 6.85, "q_empty", ha="left", va="center", **mono)
+    save(figure, folder, "sm90_roles")
+
+
+def in_turns(groups, tiles, product, softmax, exclusive):
+    """When groups that take turns at the tensor cores do what: (group, what, tile, start, end).
+
+    A turn is S of a tile and, but for the first tile, O += P V of the tile before, each of
+    `product` clocks.  The softmax of the tile follows S, or where turns are exclusive the turn.
+    """
+    free, ready, done = 0, [0] * groups, []
+    for tile in range(tiles):
+        for group in range(groups):
+            start = max(free, ready[group])
+            done.append((group, "S", tile, start, start + product))
+            free = begin = start + product
+            if tile:
+                done.append((group, "PV", tile - 1, free, free + product))
+                free += product
+            if exclusive:
+                begin = free
+            done.append((group, "softmax", tile, begin, begin + softmax))
+            ready[group] = max(free, begin + softmax)
+    return done
+
+
+def sm90_pipeline(folder):
+    """Tensor cores and exponentials over time; clocks from the rates of the two units."""
+    last = 6144
+    figure, ax = canvas(7.2, 5.3, (-1.5, 12.65), (-0.75, 9.67))
+    alone, start = [], 0
+    for tile in range(5):
+        for what in ("S", "softmax", "PV"):
+            alone.append((0, what, tile, start, start + 512))
+            start += 512
+    panels = (
+        ("one warpgroup, head_dim 128, one thing after the other: the tensor cores rest a third"
+         " of the time", 1, alone),
+        ("two warpgroups, head_dim 128: products of one tile and of the next are started together",
+         2, in_turns(2, 7, 512, 512, exclusive=False)),
+        ("three warpgroups, head_dim 64, exclusive turns: one multiplies, two share the exponential"
+         " unit", 3, in_turns(3, 7, 256, 1024, exclusive=True)),
+    )  # fmt: skip
+    y = 0.0
+    for title, groups, events in panels:
+        ax.text(-1.4, y - 0.3, title, size=8.5)
+        ax.text(-0.1, y + 0.35, "tensor cores", ha="right", va="center", size=7.5)
+        for group in range(groups):
+            ax.text(-0.1, y + 1.15 + 0.75 * group, f"softmax, {group + 1}", ha="right",
+                    va="center", size=7.5)  # fmt: skip
+        for group, what, tile, begin, end in events:
+            if begin >= last:
+                continue
+            x, width = begin / 512, (min(end, last) - begin) / 512
+            if what == "softmax":
+                row, color, text = y + 0.8 + 0.75 * group, 0.22, f"softmax {tile}"
+            else:
+                row, color = y, 0.6 if what == "S" else 0.42
+                text = f"$S_{tile}$" if what == "S" else f"$P_{tile}V_{tile}$"
+            text = text if width > (0.7 if what == "softmax" else 0.35) else ""
+            size = 6.8 if what == "softmax" else 7.4 if width < 0.6 else 8.5
+            box(ax, x, row, width, 0.7, text, warpgroup_color(group, color), "white", size=size)
+        y += 1.65 + 0.75 * groups
+    y -= 0.6
+    arrow(ax, (0, y), (12.45, y), color=GREY)
+    for clocks in range(0, last + 1, 1024):
+        ax.plot((clocks / 512,) * 2, (y - 0.08, y + 0.08), color=GREY, lw=0.8)
+        ax.text(clocks / 512, y + 0.16, f"{clocks:,}", ha="center", va="top", size=7, color=GREY)
+    ax.text(-0.1, y, "clocks", ha="right", va="center", size=7.5, color=GREY)
+    save(figure, folder, "sm90_pipeline")
+
+
+def sm90_memory(folder):
+    """Shared memory of a block, to scale, from the table of kernels."""
+    limit = variants.SHARED_LIMIT["sm_90a"]
+    rows = [r for r in variants.VARIANTS if isinstance(r, variants.VariantSm90)]
+    figure = Figure(figsize=(7.2, 2.9))
+    ax = figure.add_axes((0.15, 0.16, 0.83, 0.7))
+    dims = (64, 128, 256)
+    for y, dim in enumerate(dims):
+        fitting = [r for r in rows if r.dim == dim and not r.transform and r.dtype == "float16"]
+        row = max(fitting, key=lambda r: r.tile_m)
+        width = 128 * -(-dim // 64)  # bytes of a row
+        at = 0
+
+        def part(size, text, color, y=y):
+            nonlocal at
+            ax.add_patch(
+                Rectangle((at / 1024, y - 0.33), size / 1024, 0.66, facecolor=color, edgecolor=INK,
+                          linewidth=0.7)
+            )  # fmt: skip
+            ax.text((at + size / 2) / 1024, y, text, ha="center", va="center", size=7)
+            at += size
+
+        for slot in range(row.q_stages):
+            for group in range(row.groups):
+                part(64 * width, f"$Q$ {slot}\n{64 * width // 1024}", warpgroup_color(group, 0.3))
+        for name, color in (("K", MEMORY["shared memory"]), ("V", "#c4dcf2")):
+            for slot in range(row.stages):
+                size = row.tile_n * width
+                part(size, f"${name}$ {slot}\n{size // 1024} KB", color)
+        rest = row.shared_bytes - at
+        ax.add_patch(
+            Rectangle((at / 1024, y - 0.4), rest / 1024, 0.8, facecolor=INK, edgecolor=INK, lw=1.2)
+        )
+        ax.text(at / 1024 + 1.8, y, f"{rest} B", va="center", size=7.5)
+    ax.axvline(limit / 1024, color=TILES[1], lw=1.4)
+    ax.text(limit / 1024, -0.56, f"limit: {limit // 1024} KB", ha="right", va="bottom", size=8,
+            color=TILES[1])  # fmt: skip
+    ax.set(xlim=(0, limit / 1024 + 2), ylim=(2.5, -0.5), xlabel="KB")
+    ax.set_yticks(range(3), [f"head_dim {dim}" for dim in dims])
+    ax.set_xticks(range(0, 225, 32))
+    ax.tick_params(axis="y", length=0)
+    save(figure, folder, "sm90_memory")
+
+
+def sm90_order(folder):
+    """The order of tiles, and what a causal mask leaves of the last tile of each warpgroup."""
+    figure, ax = canvas(7.2, 3.5, (-1.6, 19.2), (-1.75, 8.36))
+    q_tiles, entries, section, blocks = 6, 6, 3, 10
+    for index in range(q_tiles * entries):  # as in tile_of, cuda_src/common/schedule.cuh
+        first = index // (section * q_tiles) * section
+        in_section = index % (section * q_tiles)
+        here = min(section, entries - first)
+        tile, entry = q_tiles - 1 - in_section // here, first + in_section % here
+        color = matplotlib.colors.to_rgba(TILES[0], 0.1 + 0.75 * (tile + 1) / q_tiles)
+        box(ax, 1.2 * entry, 1.05 * tile, 1.2, 1.05, color=color, edge="white")
+        ax.text(1.2 * entry + 0.6, 1.05 * tile + 0.525, str(index), ha="center", va="center",
+                size=8, color="white" if tile > 2 else INK,
+                weight="bold" if index < blocks else "normal")  # fmt: skip
+    for tile in range(q_tiles):
+        ax.text(-0.15, 1.05 * tile + 0.5, f"tile {tile}", ha="right", va="center", size=7.5)
+    for entry in range(entries):
+        ax.text(1.2 * entry + 0.6, -0.2, f"head {entry}", ha="center", size=7.5)
+    ax.plot((1.2 * section,) * 2, (-0.75, 6.5), color=INK, lw=1.2)
+    ax.text(3.6, -1.15, "order of the tiles, two sections", ha="center", size=9)
+    ax.text(3.6, 6.75, f"bold: what the {blocks} blocks start with;\nthe rest is drawn by tickets",
+            ha="center", va="top", size=8)  # fmt: skip
+
+    x0, side = 11.0, 1.05  # a cell is 64 queries by 64 keys
+    for tile in range(3):
+        for group in range(2):
+            row = 2 * tile + group
+            for col in range(2 * (tile + 1)):
+                # Scores of a warpgroup's first tile are computed whole.
+                strength = 0.42 if col < row else 0.2 if col == row else 0.1 if tile == 0 else 0
+                color = warpgroup_color(group, strength)
+                box(ax, x0 + col * side, row * side, side, side, "", color, GREY)
+                if col == row:
+                    corners = [(col, row), (col, row + 1), (col + 1, row + 1)]
+                    ax.fill(*zip(*((x0 + a * side, b * side) for a, b in corners), strict=True),
+                            color=warpgroup_color(group, 0.42), lw=0)  # fmt: skip
+            ax.text(x0 - 0.15, (row + 0.5) * side, f"warpgroup {group + 1}", ha="right",
+                    va="center", size=7.5, color=TILES[group])  # fmt: skip
+        for other in range(tile + 1):
+            ax.add_patch(Rectangle((x0 + 2 * other * side, 2 * tile * side), 2 * side, 2 * side,
+                                   fill=False, edgecolor=INK, linewidth=1.2))  # fmt: skip
+    ax.text(x0 + 3 * side, -1.15, "tiles of 128 x 128 under a causal mask", ha="center", size=9)
+    ax.text(x0 + 3 * side, 6.75, "white: hidden and not computed;\npale: computed and hidden",
+            ha="center", va="top", size=8)  # fmt: skip
+    save(figure, folder, "sm90_order")
+
+
 FIGURES = (
-    online_softmax, tiling, visibility, alibi, call, fragment, swizzle, pipeline, traffic
+    online_softmax, tiling, visibility, alibi, call, fragment, swizzle, pipeline, traffic,
+    sm90_roles, sm90_pipeline, sm90_memory, sm90_order,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from fa_cupy import __version__, _driver
 from fa_cupy.gpu import cache, compile, devices, nvrtc
 from fa_cupy.gpu.params import MAX_LENGTH
-from fa_cupy.gpu.variants import SHARED_LIMIT, select
+from fa_cupy.gpu.variants import SHARED_LIMIT, Call, Variant, select
 
 #: What people call the types, besides their names.
 DTYPES = {
@@ -108,18 +108,28 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         yield "", f"kernels take up to {MAX_LENGTH:,} queries and keys"
         return
-    row = select(dtype, head_dim, v_dim, target)
+    call = Call()
+    row = select(dtype, head_dim, v_dim, target, call)
     if row is None:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         return
-    blocks = entries * -(-q_len // row.tile_m)
     yield "CuPy", f"{target}: {row.name}"
-    yield (
-        "",
-        f"{blocks} blocks of {row.threads} threads, {row.shared_bytes / 1024:.0f} of "
-        f"{SHARED_LIMIT[target] // 1024} KB of shared memory",
-    )
+    yield "", _described(row, entries * -(-q_len // row.tile_m), target)
     yield "", row.why
+    for what, other in (
+        ("with a softcap or bias", call._replace(transform=True)),
+        ("with a mask, or rows not of 16 bytes", call._replace(mapped=False)),
+    ):
+        instead = select(dtype, head_dim, v_dim, target, other)
+        if instead is not None and instead != row:
+            yield "", f"{what}: {instead.name}"
+
+
+def _described(row: Variant, tiles: int, target: str) -> str:
+    return (
+        f"{tiles} tiles for blocks of {row.threads} threads, {row.shared_bytes / 1024:.0f} of "
+        f"{SHARED_LIMIT[target] // 1024} KB of shared memory"
+    )
 
 
 def _shape(text: str) -> list[int]:

@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 from fa_cupy._info import DTYPES, length
 from fa_cupy.gpu import cache, compile, devices, nvrtc
-from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, Variant, select
+from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, Variant, reachable
 
 
 def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that calls of these types and dims get on a target, in the table's order."""
-    chosen = {select(dtype, dim, dim, target) for dtype in dtypes for dim in dims}
+    chosen = {row for dtype in dtypes for dim in dims for row in reachable(dtype, dim, dim, target)}
     return [row for row in VARIANTS if row in chosen]
 
 

@@ -12,7 +12,7 @@ import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy.gpu import cache, compile, devices
 from fa_cupy.gpu.params import MAX_LENGTH
-from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, select
+from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, reachable, select
 
 ROOT = Path(__file__).parents[1]
 SERVES = select("bfloat16", 128, 128, "sm_90a")
@@ -113,6 +113,8 @@ def test_info_shows_the_receipt(tmp_path, monkeypatch, capsys, receipt, shown):
         (["--causal"], "causal: 0.275 TFLOP"),
         (["--k-len", "2048"], "64 x 4096 queries x 2048 keys, head_dim 128, v_dim 128: 0.275"),
         ([], "no device here"),
+        (["--target", "sm_90a"], "with a softcap or bias: attention_fwd_sm90-float16-d128"),
+        (["--target", "sm_90a"], "rows not of 16 bytes: attention_fwd_sm80-float16-d128"),
     ],
 )
 def test_info_says_what_would_serve_a_call(arguments, shown, capsys):
@@ -169,10 +171,10 @@ def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
 @needs_compiler
 def test_warmup_fills_the_cache(no_device, capsys):
     command = ["warmup", "--target", "sm_90a", "--dtype", "bf16", "--head-dim", "64"]
+    rows = reachable("bfloat16", 64, 64, "sm_90a")
     assert main(command) == 0
-    assert "1 kernels compiled for sm_90a" in capsys.readouterr().out
-    row = next(row for row in VARIANTS if row.dtype == "bfloat16" and row.dim == 64)
-    assert compile.compile_variant(row, "sm_90a").cached
+    assert f"{len(rows)} kernels compiled for sm_90a" in capsys.readouterr().out
+    assert all(compile.compile_variant(row, "sm_90a").cached for row in rows)
     assert main(command) == 0
     assert "0 kernels compiled for sm_90a" in capsys.readouterr().out
 
@@ -182,8 +184,10 @@ def test_warmup_compiles_what_calls_can_get():
 
     for target in SHARED_LIMIT:
         rows = serving(target, {"float16", "bfloat16", "float32"}, {64, 100, 256, 300})
-        assert [row.dim for row in rows] == [64, 64, 128, 128, 256, 256]
+        assert {row.dtype for row in rows} == {"float16", "bfloat16"}
+        assert {row.dim for row in rows} == {64, 128, 256}
         assert all(target in row.targets for row in rows)
+        assert len({row.source for row in rows}) == (2 if target == "sm_90a" else 1)
 
 
 def test_warmup_asks_for_a_target_where_there_is_no_device(capsys):

@@ -100,7 +100,7 @@ def bits(result):
 def launches():
     """Launches of the one plan there is."""
     (only,) = plan._plans.values()
-    return len(only._launches)
+    return len(only.forward.launches)
 
 
 # Sizes
@@ -227,7 +227,7 @@ def test_a_grid_in_pieces_gives_the_same_bits(fresh_plans, monkeypatch, max_grid
     fresh_plans()
     monkeypatch.setattr(params, "MAX_GRID", max_grid)
     assert bits(attention(q, k, v, bias, **options)) == want
-    tiles = int(next(iter(plan._plans.values()))._params["q_tiles"][0])
+    tiles = next(iter(plan._plans.values())).forward.q_tiles
     assert launches() == -(-12 // max(1, max_grid // tiles)) > 1
 
 
@@ -371,7 +371,7 @@ def test_the_kernels_need_no_memory_but_their_results(fresh_plans, dtype, layout
             assert counter.sizes == [2 * q.size, 4 * heads * length]
             counter.sizes.clear()
         attention(q, k, v, out=out)
-        assert counter.sizes == []
+        assert sum(counter.sizes) <= 16  # the counter of a persistent grid
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(BFLOAT16, 320), (np.dtype(np.float32), 128)], ids=str)

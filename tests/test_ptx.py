@@ -1,4 +1,7 @@
-"""Each wrapper of ptx/ alone, in a kernel of a few lines, against NumPy."""
+"""Each wrapper of ptx/ alone, in a kernel of a few lines, against NumPy.
+
+Those that only SM90 has are in `test_ptx_sm90`.
+"""
 
 import re
 
@@ -7,17 +10,13 @@ import numpy as np
 import pytest
 
 from fa_cupy.gpu import compile, devices
+from tests.ptx_kernels import AT, INCLUDES, WRAPPERS
+from tests.test_ptx_sm90 import SOURCES as SM90_SOURCES
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 PARAMS = np.dtype([(name, np.uint64) for name in ("x", "y", "z", "out")])
-HEADERS = {path.name: path.read_text() for path in (compile.ROOT / "ptx").glob("*.cuh")}
-INCLUDES = "".join(f'#include "ptx/{name}"\n' for name in sorted(HEADERS))
 PREAMBLE = """
-template <typename T>
-static __device__ T* at(uint64 pointer) {
-  return reinterpret_cast<T*>(pointer);
-}
 struct Params { uint64 x, y, z, out; };
 extern "C" __global__ void test(const __grid_constant__ Params p) {
   [[maybe_unused]] const int lane = threadIdx.x % 32, i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -129,7 +128,7 @@ SOURCES = {
 
 
 def build(name, target):
-    source = INCLUDES + PREAMBLE + SOURCES[name] + "\n}\n"
+    source = INCLUDES + AT + PREAMBLE + SOURCES[name] + "\n}\n"
     return compile.compile_source(f"ptx-{name}", source.encode(), target)
 
 
@@ -142,13 +141,9 @@ def test_compiles_without_a_gpu(name, target):
 
 
 def test_no_wrapper_is_left_out():
-    wrappers = {
-        name
-        for text in HEADERS.values()
-        for name in re.findall(r"^FA_DEVICE\b[^;{(]*?\b(\w+)\(", text, re.MULTILINE)
-    }
-    assert len(wrappers) >= 18
-    assert wrappers <= set(re.findall(r"\w+", "".join(SOURCES.values())))
+    assert len(WRAPPERS) >= 40
+    tested = "".join([*SOURCES.values(), *SM90_SOURCES.values()])
+    assert set(re.findall(r"\w+", tested)) >= WRAPPERS
 
 
 @pytest.fixture(scope="module")

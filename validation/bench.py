@@ -45,12 +45,17 @@ class Family:
     per_second: float  # operations a second in one unit
     burst_ms: float  # how long one sample of one implementation lasts, at least one call
     pause_ms: float = 0.0  # rest before each timed call; see `CPU_PAUSE_MS`
+    rest_ms: float = 0.0  # rest before each sample; see `GPU_REST_MS`
 
 
 # After a call, the OpenMP threads of torch spin for a while before they sleep, and on a machine
 # with as many threads as cores that time is taken from whoever is timed next. So all
 # implementations rest alike before each timed call, until nothing of the call before is running.
 CPU_PAUSE_MS = 30.0
+
+# An H200 that has been busy for a while is slower: it runs into its power limit, whoever made it
+# busy. A rest before each sample, of all alike, keeps one implementation's heat from the next one.
+GPU_REST_MS = 30.0
 
 
 # ----------------------------------------------------------------------------------- correctness
@@ -116,6 +121,7 @@ FAMILIES: dict[str, Family] = {
         unit="TFLOP/s",
         per_second=1e12,
         burst_ms=8,
+        rest_ms=GPU_REST_MS,
     ),
     "attention_cpu": Family(
         device="cpu",
@@ -165,7 +171,11 @@ def burst(call: Call, calls: int, pause_ms: float = 0.0) -> float:
 
 
 def interleaved(
-    calls: Mapping[str, Call], rounds: int, burst_ms: float, pause_ms: float = 0.0
+    calls: Mapping[str, Call],
+    rounds: int,
+    burst_ms: float,
+    pause_ms: float = 0.0,
+    rest_ms: float = 0.0,
 ) -> dict[str, float]:
     """Median milliseconds of each, measured in turn; every round starts with another one."""
     names = list(calls)
@@ -177,6 +187,7 @@ def interleaved(
     for i in range(rounds):
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
+            time.sleep(rest_ms * 1e-3)
             samples[name].append(burst(calls[name], counts[name], pause_ms))
     return {name: statistics.median(taken) for name, taken in samples.items()}
 
@@ -207,7 +218,7 @@ def measure(
             rows.append({**blank, "impl": impl, "error": None, "failed": text})
             missing[impl] = text
     if calls:
-        medians = interleaved(calls, rounds, family.burst_ms, family.pause_ms)
+        medians = interleaved(calls, rounds, family.burst_ms, family.pause_ms, family.rest_ms)
         for impl, ms in medians.items():
             value = case.flops / (ms * 1e-3) / family.per_second
             timed = {"impl": impl, "ms": ms, "value": value, "error": errors[impl]}

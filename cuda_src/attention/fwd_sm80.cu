@@ -257,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     }
     uint32 p[kMmaM][kMmaN][2];
-    softmax.weigh<kBf16>(s, p, params.exp2_scale);
+    softmax.exponentials(s, params.exp2_scale);
+    round_weights<kBf16>(s, p);
     if constexpr (kDebugStage == 2) {
       softmax.finish();
       float statistics[kMmaM][1][4];
@@ -353,7 +354,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         const float sum = __shfl_sync(kFullWarp, softmax.sum[i][h], 4 * r);
         // A sum that is NaN makes the whole row NaN, which it is already.
         if (row < params.q_len && sum == sum) {
-          attend_row<kBf16, kDim>(params, work.at, row, reference, sum);
+          uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
+          attend_row<kBf16, kDim>(params, work.at, row, reference, sum,
+                                  [&](int col, uint16 x) { to[col] = x; });
         }
       }
     }

@@ -53,17 +53,17 @@ struct BatchOffsets {
   }
 };
 
+// a / b of numbers that are not negative; a 64-bit division takes hundreds of instructions.
+FA_DEVICE int64 divide(int64 a, int64 b) {
+  if ((a | b) >> 32 == 0) return static_cast<uint32>(a) / static_cast<uint32>(b);
+  return a / b;
+}
+
 FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, int64 batch) {
   BatchOffsets o = {0, 0, 0, 0, 0, 0};
   int64 rest = batch;
   for (int axis = p.batch_axes - 1; axis > 0; --axis) {
-    const int64 size = p.batch_size[axis];
-    int64 next;
-    if ((rest | size) >> 32 == 0) {  // 64-bit division takes hundreds of instructions
-      next = static_cast<uint32>(rest) / static_cast<uint32>(size);
-    } else {
-      next = rest / size;
-    }
+    const int64 size = p.batch_size[axis], next = divide(rest, size);
     o.add(p, axis, rest - next * size);
     rest = next;
   }

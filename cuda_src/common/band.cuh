@@ -30,15 +30,15 @@ FA_DEVICE KeyTiles key_tiles(const AttentionParams& p, int first_row, int last_r
 }
 
 // Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
-// row's band.
+// row's band.  2**row_shift rows of the accumulators belong to one query row.
 template <int kMmaM, int kMmaN>
 FA_DEVICE void hide_outside(const AttentionParams& p, float (&s)[kMmaM][kMmaN][4], int first_row,
-                            int first_col) {
+                            int first_col, int row_shift = 0) {
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = first_row + 16 * i + 8 * h;
+      const int row = (first_row + 16 * i + 8 * h) >> row_shift;
       const int low = first_key(p, row) - first_col, high = last_key(p, row) - first_col;
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {

@@ -10,10 +10,11 @@
 #include "cuda_src/common/scores.cuh"
 #include "cuda_src/common/softmax.cuh"
 
-// One warp computes one row; reference and sum are the finished statistics of that row.
-template <bool kBf16, int kDim>
+// One warp computes one row; reference and sum are the finished statistics of that row.  What comes
+// out is handed to `write` column by column.
+template <bool kBf16, int kDim, typename Write>
 FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int row,
-                          float reference, float sum) {
+                          float reference, float sum, const Write& write) {
   const int lane = threadIdx.x % 32;
   const uint16* q = static_cast<const uint16*>(p.q) + at.q + static_cast<int64>(row) * p.q_row;
   float acc[kDim / 32];
@@ -43,10 +44,9 @@ FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int 
       if (lane + 32 * i < p.v_dim) acc[i] = fmaf(weight, to_float<kBf16>(v[lane + 32 * i]), acc[i]);
     }
   }
-  uint16* out = static_cast<uint16*>(p.out) + at.out + static_cast<int64>(row) * p.out_row;
 #pragma unroll
   for (int i = 0; i < kDim / 32; ++i) {
     if (lane + 32 * i < p.v_dim)
-      out[lane + 32 * i] = static_cast<uint16>(pack2<kBf16>(acc[i], 0.0f));
+      write(lane + 32 * i, static_cast<uint16>(pack2<kBf16>(acc[i], 0.0f)));
   }
 }

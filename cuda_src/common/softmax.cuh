@@ -12,6 +12,8 @@
 #include "cuda_src/common/scores.cuh"
 
 constexpr float kSlack = 8.0f;
+// What a thread's weights of one tile and row may add up to unseen: float16 ends at 65504.
+constexpr float kMaxUnseen = 16384.0f;
 
 template <int kMmaM>
 struct OnlineSoftmax {
@@ -61,11 +63,9 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Turns scores into weights, adds them up and rounds them in pairs: weights[i][j][h] is what an A
-  // operand of m16n8k16 holds.
-  template <bool kBf16, int kMmaN>
-  __device__ __forceinline__ void weigh(const float (&s)[kMmaM][kMmaN][4],
-                                        uint32 (&weights)[kMmaM][kMmaN][2], float exp2_scale) {
+  // Turns scores into weights and adds them up.
+  template <int kMmaN>
+  __device__ __forceinline__ void exponentials(float (&s)[kMmaM][kMmaN][4], float exp2_scale) {
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -73,14 +73,47 @@ struct OnlineSoftmax {
         const float offset = reference[i][h] == -FA_INFINITY ? 0.0f : -reference[i][h];
 #pragma unroll
         for (int j = 0; j < kMmaN; ++j) {
-          const float low = ex2_approx_ftz(fmaf(s[i][j][2 * h], exp2_scale, offset));
-          const float high = ex2_approx_ftz(fmaf(s[i][j][2 * h + 1], exp2_scale, offset));
-          sum[i][h] += low;
-          sum[i][h] += high;
-          weights[i][j][h] = pack2<kBf16>(low, high);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[i][j][2 * h + e];
+            x = ex2_approx_ftz(fmaf(x, exp2_scale, offset));
+            sum[i][h] += x;
+          }
         }
       }
     }
+  }
+
+  // Turns scores into weights without looking for the largest: in trust that none passes the
+  // reference by much, which after a few tiles holds for nearly all data.  Returns false, with
+  // nothing changed but s, if it does not hold for some row of the warp: where a weight is so large
+  // that a float16 may not hold it, where a score is NaN, where a row has no reference yet.
+  template <int kMmaN>
+  __device__ __forceinline__ bool trust(float (&s)[kMmaM][kMmaN][4], float exp2_scale) {
+    float added[kMmaM][2];
+    bool fits = true;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) added[i][h] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[i][j][e];
+          x = ex2_approx_ftz(fmaf(x, exp2_scale, -reference[i][e / 2]));
+          added[i][e / 2] += x;
+        }
+      }
+      fits = fits && added[i][0] + added[i][1] <= kMaxUnseen;
+    }
+    if (!__all_sync(kFullWarp, fits)) return false;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) sum[i][h] += added[i][h];
+    }
+    return true;
   }
 
   // Adds up the four threads of each row.
@@ -99,6 +132,22 @@ struct OnlineSoftmax {
 // Natural logarithm of the sum of exponentials; -inf for a row that saw no key.
 FA_DEVICE float log_sum_exp(float reference, float sum) {
   return sum == 0.0f ? -FA_INFINITY : kLn2 * (reference + lg2_approx_ftz(sum));
+}
+
+// Rounds weights in pairs: weights[i][j][h] is what an A operand of m16n8k16 holds.
+template <bool kBf16, int kMmaM, int kMmaN>
+FA_DEVICE void round_weights(const float (&s)[kMmaM][kMmaN][4],
+                             uint32 (&weights)[kMmaM][kMmaN][2]) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        weights[i][j][h] = pack2<kBf16>(s[i][j][2 * h], s[i][j][2 * h + 1]);
+      }
+    }
+  }
 }
 
 // What turns an accumulated output into the result; a row that saw no key gives 0.

@@ -19,20 +19,20 @@ from fa_cupy import _arrays, _check
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.launch import launch
-from fa_cupy.gpu.params import fill
+from fa_cupy.gpu.params import fill, pack_head
 from fa_cupy.gpu.plan import (
     Plan,
     dense_strides,
     fits,
     fits_strides,
     kernel_takes,
-    pack_head,
     packed_copy,
     plan_for,
     remember,
     require_whole_elements,
     variant_for,
 )
+from fa_cupy.gpu.variants import VariantSm80
 
 # By the arguments of a call as they come.
 _calls: dict[Any, Plan] = {}
@@ -150,7 +150,7 @@ def _by_copies(
 
 
 def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarray[Any, Any]:
-    """Run the kernel up to a stage of its first key tile and return what it then holds.
+    """Run `fwd_sm80` up to a stage of its first key tile and return what it then holds.
 
     Parameters
     ----------
@@ -171,8 +171,8 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     options = {**defaults, "is_causal": False, "softcap": 0.0, **options}
     problem = _check.attention_problem(q, k, v, None, None, **options)
     device = runtime.getDevice()
-    row = variant_for(problem, device)
-    if row is None or not _direct(problem, q, None):
+    row = variant_for(problem, device)  # the one for any layout
+    if not isinstance(row, VariantSm80) or not _direct(problem, q, None):
         raise ValueError("debug_stage: q, k and v go to no kernel, or only as copies")
     row = dataclasses.replace(row, debug_stage=stage)
     kernel = compile.load(row, str(target_of_device(device)), device)

@@ -30,8 +30,8 @@ ROOT = _PACKAGE if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent
 #: Where set, what is compiled gets line numbers, and its sources and log stay beside the cubin.
 KEEP_VARIABLE = "FA_CUPY_KEEP_SOURCES"
 
-# -v has ptxas report registers and spills, in the log.
-_OPTIONS = ("-std=c++17", "--ptxas-options=-v")
+# -v has ptxas report registers and spills, in the log. Lambdas have no place for "__device__".
+_OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 Defines = Iterable[tuple[str, int]]

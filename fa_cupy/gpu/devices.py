@@ -61,3 +61,11 @@ def target_of_device(device: int) -> str | None:
 
     digits = str(cupy.cuda.Device(device).compute_capability)  # "90", "120"
     return target_of(int(digits[:-1]), int(digits[-1]))
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Return how many multiprocessors a device has."""
+    from cupy.cuda import runtime
+
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))

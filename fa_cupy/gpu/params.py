@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ ATTENTION_PARAMS = np.dtype(
 )
 #: How a call writes its pointers, `first_batch` and `aligned` at the head of the struct.
 HEAD_FORMAT = "=8Qqi"
+#: Does it: buffer, place of the struct in it, eight pointers, first batch entry, aligned.
+pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
 
 
 class Part(NamedTuple):
@@ -83,6 +86,13 @@ def collapse(
             for name in views:
                 strides[name].append(here[name])
     return sizes, strides
+
+
+def transforms(problem: Problem) -> bool:
+    """Whether scale, softcap or bias change the scores before the softmax."""
+    # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
+    plain_scale = 1e-30 < problem.scale < 1e30
+    return problem.bias is not None or problem.softcap > 0 or not plain_scale
 
 
 def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any], list[Part], bool]:
@@ -133,9 +143,7 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     p["upper"] = _INT32 if problem.upper is None else _clip(problem.upper)
     if problem.bias_dtype is not None:
         p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
-    # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
-    plain_scale = 1e-30 < problem.scale < 1e30
-    transformed = problem.bias is not None or problem.softcap > 0 or not plain_scale
+    transformed = transforms(problem)
     p["transform"] = transformed
     p["exp2_scale"] = 1.0 if transformed else problem.scale * _LOG2E
     factor, cap = transform(problem, np.dtype(np.float32))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -13,16 +12,15 @@ import numpy as np
 from cupy.cuda import alloc
 
 from fa_cupy import _arrays, _check
-from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import target_of_device
-from fa_cupy.gpu.launch import Arguments, Launch
-from fa_cupy.gpu.params import HEAD_FORMAT, MAX_LENGTH, fill
-from fa_cupy.gpu.variants import Variant, select
+from fa_cupy.gpu.fwd_sm80 import FwdSm80
+from fa_cupy.gpu.fwd_sm90 import FwdSm90
+from fa_cupy.gpu.params import MAX_LENGTH, transforms
+from fa_cupy.gpu.params_sm90 import takes
+from fa_cupy.gpu.variants import Call, Variant, VariantSm90, select
 
 _MAX_PLANS = 4096
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
-#: Writes the head of a parameter struct: buffer, 0, eight pointers, first batch entry, aligned.
-pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
 
 _plans: dict[Any, Plan] = {}
 atexit.register(_plans.clear)  # kernels must go before CuPy's modules are taken apart
@@ -40,8 +38,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_aligned", "_dtype", "_launches", "_lse_bytes", "_lse_dtype", "_lse_shape", "_out_bytes",
-        "_out_shape", "_out_strides", "_params", "_pool",
+        "_dtype", "_lse_bytes", "_lse_dtype", "_lse_shape", "_out_bytes", "_out_shape",
+        "_out_strides", "forward",
     )  # fmt: skip
 
     def __init__(self, problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> None:
@@ -53,19 +51,10 @@ class Plan:
         self._lse_shape = problem.out_shape[:-1]
         self._lse_dtype = _DOUBLE if problem.dtype == _DOUBLE else _SINGLE
         self._lse_bytes = self._lse_dtype.itemsize * math.prod(self._lse_shape)
-        self._launches: list[tuple[tuple[int, ...] | None, int, Launch]] = []
-        if self._lse_bytes == 0:  # no row to compute
-            return
-        variant = variant_for(problem, device)
-        assert variant is not None
-        kernel = compile.load(variant, str(target_of_device(device)), device)
-        out = _check.out_view(problem, problem.out_shape, out_strides)
-        self._params, parts, self._aligned = fill(problem, out, variant.tile_m)
-        # Parameter structs that no thread is using; a launch copies one before it returns.
-        self._pool: list[Arguments] = []
-        for offsets, first, blocks in parts:
-            launch = Launch(kernel, blocks, variant.threads, variant.shared_bytes)
-            self._launches.append((offsets if any(offsets) else None, first, launch))
+        self.forward: FwdSm80 | FwdSm90 | None = None
+        if self._lse_bytes:  # else there is no row to compute
+            out = _check.out_view(problem, problem.out_shape, out_strides)
+            self.forward = _forward(problem, out, device)
 
     def __call__(
         self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, return_lse: bool
@@ -78,35 +67,28 @@ class Plan:
         if return_lse:
             lse = cupy.ndarray(self._lse_shape, self._lse_dtype, alloc(self._lse_bytes))
             lse_pointer = lse.data.ptr
-        if not self._launches:
-            return out, lse
-        pointers = (
-            q.data.ptr,
-            k.data.ptr,
-            v.data.ptr,
-            0 if bias is None else bias.data.ptr,
-            0 if mask is None else mask.data.ptr,
-            out.data.ptr,
-            lse_pointer,
-            0,
-        )
-        aligned = self._aligned and not (
-            (pointers[0] | pointers[1] | pointers[2] | pointers[5]) & 15
-        )
-        try:
-            arguments = self._pool.pop()
-        except IndexError:
-            arguments = Arguments(self._params)
-        for offsets, first, launch in self._launches:
-            at = pointers if offsets is None else _moved(pointers, offsets)
-            pack_head(arguments.bytes, 0, *at, first, aligned)
-            launch(arguments)
-        self._pool.append(arguments)
+        if self.forward is not None:
+            pointers = (
+                q.data.ptr,
+                k.data.ptr,
+                v.data.ptr,
+                0 if bias is None else bias.data.ptr,
+                0 if mask is None else mask.data.ptr,
+                out.data.ptr,
+                lse_pointer,
+                0,
+            )
+            self.forward(pointers)
         return out, lse
 
 
-def _moved(pointers: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(p and p + offset for p, offset in zip(pointers, offsets, strict=True))
+def _forward(problem: _check.Problem, out: _check.View, device: int) -> FwdSm80 | FwdSm90:
+    row, plain = variant_for(problem, device, out), variant_for(problem, device)
+    assert row is not None
+    assert plain is not None
+    if isinstance(row, VariantSm90):
+        return FwdSm90(problem, out, row, plain, device)
+    return FwdSm80(problem, out, row, device)
 
 
 def plan_for(problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> Plan:
@@ -125,12 +107,27 @@ def remember(table: dict[Any, Plan], key: Any, plan: Plan) -> None:
     table[key] = plan
 
 
-def variant_for(problem: _check.Problem, device: int) -> Variant | None:
-    """Return the row that serves a problem on a device, None where `fa_cupy.gpu.tiled` does."""
+def variant_for(
+    problem: _check.Problem, device: int, out: _check.View | None = None
+) -> Variant | None:
+    """Return the row that serves a problem on a device, None where `fa_cupy.gpu.tiled` does.
+
+    Parameters
+    ----------
+    problem : Problem
+    device : int
+    out : View, optional
+        Of the output, over ``problem.batch``. Without it, the row is one for any layout and any
+        pointers.
+    """
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
+    call = Call(
+        transform=transforms(problem),
+        mapped=out is not None and takes(problem, out),
+    )
     target = target_of_device(device)
-    return select(problem.dtype.name, problem.head_dim, problem.v_dim, target)
+    return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
 
 
 def require_whole_elements(**arrays: Any) -> None:

@@ -6,109 +6,18 @@ Pure data. Tests, validation and docs walk over `VARIANTS`; a new tile is a new 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
 
-from fa_cupy.gpu.params import ATTENTION_PARAMS
+from fa_cupy.gpu.rows import SHARED_LIMIT as SHARED_LIMIT  # for those who read the table
+from fa_cupy.gpu.rows import Call as Call
+from fa_cupy.gpu.rows import Variant as Variant
+from fa_cupy.gpu.rows import VariantSm80 as VariantSm80
+from fa_cupy.gpu.rows import VariantSm90 as VariantSm90
 
-#: Dynamic shared memory that one block can have, in bytes (CUDA C++ Programming Guide, table
-#: "Technical Specifications per Compute Capability", less the 1 KB that the system keeps).
-SHARED_LIMIT = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_87": 163 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90a": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_103": 227 * 1024,
-    "sm_110": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "sm_121": 99 * 1024,
-}
-_WORK_BYTES = 80  # TileWork and KeyTiles in cuda_src/common
 DTYPE_NAMES = ("float16", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to compile one kernel.
-
-    Attributes
-    ----------
-    source : str
-        Path below ``cuda_src`` without suffix; the entry is named after it.
-    dtype : str
-        Element type of q, k, v and out.
-    dim : int
-        The padded head_dim and v_dim.
-    tile_m, tile_n : int
-        Query rows of a block, keys of a tile.
-    warps, stages, blocks : int
-        Warps of a block; K/V tiles in flight; blocks that should fit on a multiprocessor.
-    why : str
-        The reason for this tile.
-    hot_targets : tuple of str
-        Targets whose speed was measured: a row does not spill there.
-    debug_stage : int
-        0 for the kernel, 1 to 4 for one that stops after a stage and dumps it.
-    """
-
-    source: str
-    dtype: str
-    dim: int
-    tile_m: int
-    tile_n: int
-    warps: int
-    stages: int
-    blocks: int
-    why: str
-    debug_stage: int = 0
-    hot_targets: tuple[str, ...] = ("sm_90a",)
-
-    @property
-    def name(self) -> str:
-        """Unique, for people and for file names."""
-        tile = f"{self.tile_m}x{self.tile_n}"
-        name = f"{self.entry}-{self.dtype}-d{self.dim}-{tile}-w{self.warps}-s{self.stages}"
-        return name + (f"-debug{self.debug_stage}" if self.debug_stage else "")
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Targets the row may serve, all of whose shared memory it fits."""
-        return tuple(t for t, limit in SHARED_LIMIT.items() if self.shared_bytes <= limit)
-
-    @property
-    def entry(self) -> str:
-        """The kernel's symbol."""
-        return self.source.replace("/", "_")
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: a Q tile and a ring of K and V tiles, and the block's work."""
-        return 2 * self.dim * (self.tile_m + 2 * self.stages * self.tile_n) + _WORK_BYTES
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (
-            ("FA_BF16", int(self.dtype == "bfloat16")),
-            ("FA_DIM", self.dim),
-            ("FA_TILE_M", self.tile_m),
-            ("FA_TILE_N", self.tile_n),
-            ("FA_WARPS", self.warps),
-            ("FA_STAGES", self.stages),
-            ("FA_BLOCKS", self.blocks),
-            ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
-            ("FA_DEBUG_STAGE", self.debug_stage),
-        )
-
-
-def _fwd_sm80() -> Iterator[Variant]:
+def _fwd_sm80() -> Iterator[VariantSm80]:
     # dim, tile_m, tile_n, warps, stages, why. Speeds: H200, 4096 tokens, beside the other tiles
     # of validation/NOTES.md. Every row fits the 99 KB of the smallest targets.
     rows = (
@@ -121,11 +30,33 @@ def _fwd_sm80() -> Iterator[Variant]:
     )
     for dim, tile_m, tile_n, warps, stages, why in rows:
         for dtype in DTYPE_NAMES:
-            row = Variant("attention/fwd_sm80", dtype, dim, tile_m, tile_n, warps, stages, 2, why)
-            yield row
+            yield VariantSm80(
+                source="attention/fwd_sm80", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=tile_n,
+                warps=warps, stages=stages, blocks=2, why=why,
+            )  # fmt: skip
 
 
-VARIANTS: tuple[Variant, ...] = tuple(_fwd_sm80())
+def _fwd_sm90() -> Iterator[VariantSm90]:
+    # dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why. TFLOP/s: H200, bf16,
+    # 4096 tokens without a mask, beside the other tiles of validation/NOTES.md.
+    rows = (
+        (64, 3, 128, 4, 2, 1, 0, "three groups, one at the tensor cores: 617, two groups 519"),
+        (96, 2, 128, 2, 1, 0, 1, "as for 128"),
+        (128, 2, 128, 2, 2, 0, 1, "Q in registers 788, in shared memory 781; 112 keys a tile 768"),
+        (192, 2, 96, 2, 1, 0, 0, "96 keys: scores, weights and output fill the registers"),
+        (256, 2, 64, 2, 1, 0, 0, "64 keys a tile 824, 80 keys 801"),
+    )
+    for dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why in rows:
+        for dtype, transform in product(DTYPE_NAMES, (False, True)):
+            yield VariantSm90(
+                source="attention/fwd_sm90", dtype=dtype, dim=dim, tile_m=64 * groups,
+                tile_n=tile_n, warps=4 * (groups + 1), stages=stages, q_stages=q_stages,
+                exclusive=bool(exclusive), q_registers=bool(q_registers), transform=transform,
+                why=why, hot_targets=() if transform else ("sm_90a",),
+            )  # fmt: skip
+
+
+VARIANTS: tuple[Variant, ...] = (*_fwd_sm80(), *_fwd_sm90())
 
 
 def target_of(major: int, minor: int) -> str | None:
@@ -137,8 +68,10 @@ def target_of(major: int, minor: int) -> str | None:
     return older[0] if older else None
 
 
-def select(dtype: str, head_dim: int, v_dim: int, target: str | None) -> Variant | None:
-    """Pick the row that serves a forward call.
+def select(
+    dtype: str, head_dim: int, v_dim: int, target: str | None, call: Call | None = None
+) -> Variant | None:
+    """Pick the row that serves a forward call: the only place where that is decided.
 
     Parameters
     ----------
@@ -147,6 +80,8 @@ def select(dtype: str, head_dim: int, v_dim: int, target: str | None) -> Variant
     head_dim, v_dim : int
     target : str or None
         What `target_of` says of the device.
+    call : Call, optional
+        The rest that counts; by default a plain call.
 
     Returns
     -------
@@ -154,9 +89,22 @@ def select(dtype: str, head_dim: int, v_dim: int, target: str | None) -> Variant
         None where no kernel serves the call: float32 and float64, dims above 256, old devices.
         `fa_cupy.gpu.tiled` does then.
     """
+    call = Call() if call is None else call
     fits = [
         row
         for row in VARIANTS
-        if row.dtype == dtype and row.dim >= max(head_dim, v_dim) and target in row.targets
+        if row.dtype == dtype
+        and row.dim >= max(head_dim, v_dim)
+        and target in row.targets
+        and row.serves(call)
     ]
-    return min(fits, key=lambda row: (row.dim, -row.tile_m * row.tile_n), default=None)
+    return min(fits, key=lambda row: row.rank, default=None)
+
+
+def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[Variant]:
+    """Return all rows that calls of this type and these dims can get, first choices first."""
+    found = {
+        select(dtype, head_dim, v_dim, target, Call(transform, mapped))
+        for transform, mapped in product((False, True), repeat=2)
+    }
+    return sorted((row for row in found if row), key=lambda row: row.rank)

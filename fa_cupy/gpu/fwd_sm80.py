@@ -1,0 +1,64 @@
+"""How a plan launches ``fwd_sm80``."""
+
+from __future__ import annotations
+
+from fa_cupy._check import Problem, View
+from fa_cupy.gpu import compile
+from fa_cupy.gpu.devices import target_of_device
+from fa_cupy.gpu.launch import Arguments, Launch
+from fa_cupy.gpu.params import fill, pack_head
+from fa_cupy.gpu.variants import Variant
+
+
+class FwdSm80:
+    """The launches of a problem by one row of the table, whatever its pointers.
+
+    Parameters
+    ----------
+    problem : Problem
+        With a query to answer.
+    out : View
+        Of the output, over ``problem.batch``.
+    row : Variant
+    device : int
+
+    Attributes
+    ----------
+    row : Variant
+    q_tiles : int
+        Tiles of query rows in one batch entry.
+    launches : list
+        (offsets or None, first batch entry, `Launch`).
+    """
+
+    __slots__ = ("_aligned", "_params", "_pool", "launches", "q_tiles", "row")
+
+    def __init__(self, problem: Problem, out: View, row: Variant, device: int) -> None:
+        kernel = compile.load(row, str(target_of_device(device)), device)
+        self.row = row
+        self._params, parts, self._aligned = fill(problem, out, row.tile_m)
+        self.q_tiles = int(self._params["q_tiles"][0])
+        # Parameter structs that no thread is using; a launch copies one before it returns.
+        self._pool: list[Arguments] = []
+        self.launches: list[tuple[tuple[int, ...] | None, int, Launch]] = []
+        for offsets, first, blocks in parts:
+            launch = Launch(kernel, blocks, row.threads, row.shared_bytes)
+            self.launches.append((offsets if any(offsets) else None, first, launch))
+
+    def __call__(self, pointers: tuple[int, ...]) -> None:
+        """Launch with these addresses, in the order of `fa_cupy.gpu.params.POINTERS`."""
+        q, k, v, _, _, out, _, _ = pointers
+        aligned = self._aligned and not ((q | k | v | out) & 15)
+        try:
+            arguments = self._pool.pop()
+        except IndexError:
+            arguments = Arguments(self._params)
+        for offsets, first, launch in self.launches:
+            at = pointers if offsets is None else _moved(pointers, offsets)
+            pack_head(arguments.bytes, 0, *at, first, aligned)
+            launch(arguments)
+        self._pool.append(arguments)
+
+
+def _moved(pointers: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(p and p + offset for p, offset in zip(pointers, offsets, strict=True))

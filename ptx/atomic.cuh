@@ -1,0 +1,24 @@
+// Atomic operations on global memory.  PTX ISA 9.7.13.6 "atom".
+#pragma once
+#include "ptx/types.cuh"
+
+FA_DEVICE uint32 atom_add_u32(uint32* address, uint32 x) {
+  uint32 old;
+  asm volatile("atom.global.add.u32 %0, [%1], %2;\n" : "=r"(old) : "l"(address), "r"(x) : "memory");
+  return old;
+}
+
+// Sixteen aligned bytes at once: replaces them by `replacement` if they are `expected`; they are
+// returned in `expected` as they were.  From SM90 on.
+FA_DEVICE void atom_cas_b128(uint64* address, uint64 (&expected)[2],
+                             const uint64 (&replacement)[2]) {
+  asm volatile(
+      "{\n.reg .b128 old, want, put;\n"
+      "mov.b128 want, {%0, %1};\n"
+      "mov.b128 put, {%3, %4};\n"
+      "atom.global.cas.b128 old, [%2], want, put;\n"
+      "mov.b128 {%0, %1}, old;\n}\n"
+      : "+l"(expected[0]), "+l"(expected[1])
+      : "l"(address), "l"(replacement[0]), "l"(replacement[1])
+      : "memory");
+}

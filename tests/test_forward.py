@@ -1,0 +1,177 @@
+"""What a plan hands to a launch of `fwd_sm90`, without a GPU: nothing is launched here."""
+
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from fa_cupy import _check
+from tests.test_check import NO_OPTIONS
+
+pytest.importorskip("cupy")
+from fa_cupy.gpu import fwd_sm80, fwd_sm90, variants
+from fa_cupy.gpu.params_sm90 import FWD_SM90_PARAMS
+from fa_cupy.gpu.variants import Call, select
+
+HALF = np.dtype(np.float16)
+MULTIPROCESSORS = 10
+PLACES = (0x10000, 0x20000, 0x30000, 0, 0, 0x40000, 0x50000, 0)
+
+
+class Device:
+    """Stands in for CuPy and the driver, and notes what reaches them."""
+
+    def __init__(self):
+        self.launched, self.encoded, self.counters = [], [], []
+        self.capturing, self.refused = False, set()
+
+    def launch(self, kernel, grid, block, shared_bytes):
+        return lambda arguments: self.launched.append((kernel, grid, arguments.values.copy()))
+
+    def encode(self, pointer, dtype, shape, strides, box):
+        if pointer in self.refused:
+            raise ValueError("tensor map: the driver refuses it")
+        self.encoded.append(pointer)
+        return np.void(np.full(16, pointer, np.uint64).tobytes())
+
+    def alloc(self, size):
+        counter = types.SimpleNamespace(ptr=0x7000 + 16 * len(self.counters), mem=None)
+        assert size == 16
+        self.counters.append(counter)
+        return counter
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    for module in (fwd_sm80, fwd_sm90):
+        monkeypatch.setattr(module, "Launch", device.launch)
+        monkeypatch.setattr(module, "target_of_device", lambda number: "sm_90a")
+    monkeypatch.setattr(fwd_sm90.compile, "load", lambda row, target, number: row)
+    monkeypatch.setattr(fwd_sm90, "multiprocessors", lambda number: MULTIPROCESSORS)
+    monkeypatch.setattr(fwd_sm90, "encode_tiled", device.encode)
+    monkeypatch.setattr(fwd_sm90, "alloc", device.alloc)
+    monkeypatch.setattr(fwd_sm90, "_recorded", [])
+    monkeypatch.setattr(fwd_sm90, "get_current_stream", lambda: types.SimpleNamespace(ptr=device))
+    monkeypatch.setattr(
+        fwd_sm90, "runtime", types.SimpleNamespace(streamIsCapturing=lambda it: it.capturing)
+    )
+    return device
+
+
+def forward(q_len=300, heads=2, k_len=300, **options):
+    q, k = np.zeros((heads, q_len, 64), HALF), np.zeros((heads, k_len, 64), HALF)
+    problem = _check.attention_problem(q, k, k, None, None, **NO_OPTIONS | options)
+    out = _check.out_view(problem, q.shape, q.strides)
+    call = Call()
+    rows = [select("float16", 64, 64, "sm_90a", call._replace(mapped=mapped)) for mapped in (1, 0)]
+    return fwd_sm90.FwdSm90(problem, out, *rows, 0)
+
+
+def test_maps_pointers_and_schedule_reach_the_launch(device):
+    run = forward()
+    run(PLACES)
+    ((kernel, grid, values),) = device.launched
+    assert values.dtype == FWD_SM90_PARAMS
+    assert (kernel, grid) == (run.row, 4)
+    p = values[0]
+    for name, place in zip("qkv", PLACES, strict=False):
+        assert (p[f"{name}_map"] == place).all()
+        assert p["common"][name] == place
+    assert (p["out_map"] == p["common"]["out"]).all()
+    assert p["common"]["lse"] == PLACES[6]
+    assert p["schedule"].item() == (0, 0, 4, 2, 1)  # a block for each tile: no counter
+    assert p["size"].tolist() == [1, 1, 2]
+    assert device.counters == []
+
+
+def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(device):
+    run = forward(q_len=3000)
+    for _ in range(3):
+        run(PLACES)
+    assert [grid for _, grid, _ in device.launched] == [MULTIPROCESSORS] * 3
+    schedules = [values["schedule"][0].item() for _, _, values in device.launched]
+    assert [s[0] for s in schedules] == [counter.ptr for counter in device.counters]
+    assert len({s[1] for s in schedules} - {0}) == 3
+    assert {s[2:] for s in schedules} == {(2 * -(-3000 // run.row.tile_m), 2, 1)}
+    assert fwd_sm90._recorded == []
+
+
+def test_a_graph_keeps_its_counters(device):
+    device.capturing = True
+    run = forward(q_len=3000)
+    run(PLACES)
+    run(PLACES)
+    assert fwd_sm90._recorded == device.counters
+
+
+def test_maps_are_made_once_for_a_pointer(device):
+    run = forward()
+    run(PLACES)
+    assert device.encoded == [PLACES[0], PLACES[1], PLACES[2], PLACES[5]]
+    other = (*PLACES[:5], 0x60000, *PLACES[6:])
+    for places in (PLACES, other, PLACES, other):
+        run(places)
+    assert device.encoded[4:] == [0x60000]
+    assert [int(v["out_map"][0, 0]) for _, _, v in device.launched[1:]] == [
+        PLACES[5], 0x60000, PLACES[5], 0x60000
+    ]  # fmt: skip
+
+
+def test_few_maps_are_kept(device, monkeypatch):
+    monkeypatch.setattr(fwd_sm90, "_MOST_MAPS", 4)
+    run = forward()
+    for i in range(10):
+        run((0x10000 + 16 * i, *PLACES[1:]))
+    assert all(len(known) <= 4 for known in run._known)
+    assert [int(v["q_map"][0, 0]) for _, _, v in device.launched] == [
+        0x10000 + 16 * i for i in range(10)
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 5])
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_pointer_without_a_map_goes_to_the_other_kernel(device, which, refused):
+    run = forward()
+    run(PLACES)
+    wrong = list(PLACES)
+    wrong[which] += 16 if refused else 2
+    device.refused.add(wrong[which])
+    for _ in range(2):
+        run(tuple(wrong))
+        kernel, _, values = device.launched[-1]
+        assert kernel.source == "attention/fwd_sm80"
+        assert values["aligned"][0] == refused
+        assert values["q"][0] == wrong[0]
+    assert run.for_any_pointers() is run.for_any_pointers()
+    run(PLACES)
+    kernel, _, values = device.launched[-1]
+    assert kernel is run.row
+    for name, place in zip(("q", "k", "v", "out"), (*PLACES[:3], PLACES[5]), strict=True):
+        assert (values[f"{name}_map"] == place).all()
+
+
+def test_parts_follow_each_other(device, monkeypatch):
+    monkeypatch.setattr(fwd_sm90.fill.__globals__["params"], "MAX_GRID", 7)
+    run = forward(heads=5, is_causal=True)
+    run(PLACES)
+    found = [
+        (int(v["common"]["first_batch"][0]), *v["schedule"][0].item()[2:], grid)
+        for _, grid, v in device.launched
+    ]
+    assert found == [(0, 6, 3, 3, 6), (3, 4, 2, 2, 4)]
+
+
+def test_marks_are_unique_and_not_zero():
+    with ThreadPoolExecutor(8) as pool:
+        marks = list(pool.map(lambda _: next(fwd_sm90._marks), range(20000)))
+    assert len(set(marks)) == len(marks)
+    assert min(marks) > 0
+    assert max(marks) < 2**64
+
+
+def test_every_row_of_the_table_has_one_for_other_pointers():
+    for row in variants.VARIANTS:
+        for target in row.targets:
+            assert variants.reachable(row.dtype, row.dim, row.dim, target)[-1].rank[0] == 1
