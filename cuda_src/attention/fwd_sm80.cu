@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     }
     uint32 p[kMmaM][kMmaN][2];
-    softmax.exponentials(s, params.exp2_scale);
+    softmax.exponentials<false>(s, params.exp2_scale);
     round_weights<kBf16>(s, p);
     if constexpr (kDebugStage == 2) {
       softmax.finish();

@@ -339,9 +339,11 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       take_turn();
       pass_turn();
       wait(shared.k_full[k_place.index()], k_place.parity());
+      __syncwarp();  // or a lane that comes late would find the phase after the next
       release(shared.k_empty[k_place.index()]);
       k_place.advance();
       wait(shared.v_full[v_place.index()], v_place.parity());
+      __syncwarp();
       release(shared.v_empty[v_place.index()]);
       v_place.advance();
     };
@@ -400,7 +402,7 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         }
         float correction[1][2];
         const bool moved = softmax.raise(s_used, correction, p.exp2_scale);
-        softmax.exponentials(s_used, p.exp2_scale);
+        softmax.exponentials<true>(s_used, p.exp2_scale);
         if constexpr (kOverlap) wgmma_wait_group<0>();
         if (!kFirst && moved) {
 #pragma unroll

@@ -20,7 +20,6 @@ FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int 
   float acc[kDim / 32];
 #pragma unroll
   for (int i = 0; i < kDim / 32; ++i) acc[i] = 0.0f;
-  const float offset = reference == -FA_INFINITY ? 0.0f : -reference;
   // Weights are normalised before they meet the values: where values are near the end of the range
   // only their sum weighted by more than 1 in all was infinite.
   const float inverse = inverse_sum(sum);
@@ -37,7 +36,7 @@ FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int 
     const float score = one_score(p, at, product, row, col);
     if (score == -FA_INFINITY) continue;
     const float weight =
-        inverse * rounded<kBf16>(ex2_approx_ftz(fmaf(score, p.exp2_scale, offset)));
+        inverse * rounded<kBf16>(ex2_approx_ftz(exponent(score, p.exp2_scale, reference)));
     const uint16* v = static_cast<const uint16*>(p.v) + at.v + static_cast<int64>(col) * p.v_row;
 #pragma unroll
     for (int i = 0; i < kDim / 32; ++i) {

@@ -14,6 +14,20 @@
 constexpr float kSlack = 8.0f;
 // What a thread's weights of one tile and row may add up to unseen: float16 ends at 65504.
 constexpr float kMaxUnseen = 16384.0f;
+// From here on a reference is rounded so coarsely that the exact product inside fmaf would leave the
+// largest score of a row far from it.
+constexpr float kFar = 65536.0f;
+
+FA_DEVICE bool is_far(float reference) {
+  return fabsf(reference) >= kFar && fabsf(reference) < FA_INFINITY;
+}
+
+// What a score is raised to 2 to, relative to a reference that is such a score's.
+FA_DEVICE float exponent(float score, float exp2_scale, float reference) {
+  if (reference == -FA_INFINITY) return fmaf(score, exp2_scale, 0.0f);
+  return is_far(reference) ? __fmul_rn(score, exp2_scale) - reference
+                           : fmaf(score, exp2_scale, -reference);
+}
 
 template <int kMmaM>
 struct OnlineSoftmax {
@@ -63,9 +77,32 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Turns scores into weights and adds them up.
-  template <int kMmaN>
+  // Turns scores into weights and adds them up.  With kAnySize scores may be of any size; without,
+  // beyond kFar they may come out as 0 or infinity (fwd_sm80 has no registers left for the branch).
+  template <bool kAnySize, int kMmaN>
   __device__ __forceinline__ void exponentials(float (&s)[kMmaM][kMmaN][4], float exp2_scale) {
+    bool far = false;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) far = far || is_far(reference[i][0]) || is_far(reference[i][1]);
+    if (kAnySize && __any_sync(kFullWarp, far)) {
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float from = reference[i][h] == -FA_INFINITY ? 0.0f : reference[i][h];
+#pragma unroll
+          for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float& x = s[i][j][2 * h + e];
+              x = ex2_approx_ftz(__fmul_rn(x, exp2_scale) - from);
+              sum[i][h] += x;
+            }
+          }
+        }
+      }
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -105,7 +142,11 @@ struct OnlineSoftmax {
           added[i][e / 2] += x;
         }
       }
-      fits = fits && added[i][0] + added[i][1] <= kMaxUnseen;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // a row that is NaN already stays so, whatever comes
+        const bool lost = sum[i][h] != sum[i][h];
+        fits = fits && (lost || (added[i][h] <= kMaxUnseen && !is_far(reference[i][h])));
+      }
     }
     if (!__all_sync(kFullWarp, fits)) return false;
 #pragma unroll

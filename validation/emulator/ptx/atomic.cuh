@@ -1,0 +1,19 @@
+// As ptx/atomic.cuh; blocks run one after the other.
+#pragma once
+#include "ptx/types.cuh"
+
+FA_DEVICE uint32 atom_add_u32(uint32* address, uint32 x) {
+  const uint32 old = *address;
+  *address += x;
+  return old;
+}
+FA_DEVICE void atom_cas_b128(uint64* address, uint64 (&expected)[2],
+                             const uint64 (&replacement)[2]) {
+  const uint64 old[2] = {address[0], address[1]};
+  if (old[0] == expected[0] && old[1] == expected[1]) {
+    address[0] = replacement[0];
+    address[1] = replacement[1];
+  }
+  expected[0] = old[0];
+  expected[1] = old[1];
+}
