@@ -108,7 +108,8 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         yield "", f"kernels take up to {MAX_LENGTH:,} queries and keys"
         return
-    call = Call()
+    walkable = not (head_dim % 8 or v_dim % 8) and min(q_len, k_len, head_dim, v_dim) > 0
+    call = Call(mapped=walkable)
     row = select(dtype, head_dim, v_dim, target, call)
     if row is None:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"

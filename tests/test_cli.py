@@ -104,6 +104,11 @@ def test_info_shows_the_receipt(tmp_path, monkeypatch, capsys, receipt, shown):
     assert shown in capsys.readouterr().out
 
 
+def test_info_knows_what_tensor_maps_cannot_walk(capsys):
+    assert main(["info", "--shape", "1,2,300,100", "--target", "sm_90a"]) == 0
+    assert "sm_90a: attention_fwd_sm80-float16-d128" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [

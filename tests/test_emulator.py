@@ -48,7 +48,7 @@ def test_every_row(row):
 @pytest.mark.parametrize("row", SM90, ids=lambda row: row.name)
 def test_what_only_the_hopper_kernel_has(row):
     dtype = NAMES[row.dtype]
-    # Heads of one group in one tile; scores that pass every reference; rows without keys; NaN hidden.
+    # Heads of one group in a tile; scores that pass every reference; rows without keys; hidden NaN.
     q, k, v = (draw(1, h, n, 64, dtype=dtype, seed=n) for h, n in ((8, 5), (2, 300), (2, 300)))
     check(row, q, k, v, is_causal=True, causal_align="bottom_right")
     q, k, v = (draw(2, n, row.dim, dtype=dtype, seed=n, scale=3) for n in (130, 500, 500))
@@ -61,6 +61,31 @@ def test_what_only_the_hopper_kernel_has(row):
     want, _ = reference.attention(q[:200], k[:200], v[:200], is_causal=True)
     assert np.isfinite(got.astype(np.float32)).all()
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("size", [5000, 10000, 20000, 30000, 60000])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scores_of_any_size(dim, size):
+    """Beyond 2**24 a product with the scale is far from its rounded value, in units of log2."""
+    row = next(r for r in VARIANTS if (r.dtype, r.dim, r.targets) == ("float16", dim, ("sm_90a",)))
+    q = np.full((130, dim), size, np.float16)
+    k = np.full((300, dim), size, np.float16)
+    v = np.full((300, dim), 0.75, np.float16)
+    check(row, q, k, v)
+    k[::3] /= 2
+    check(row, q, k, v)
+
+
+def test_a_lost_row_does_not_spread():
+    row = SM90[1]
+    q, k, v = (draw(n, row.dim, dtype=NAMES[row.dtype], seed=n) for n in (100, 400, 400))
+    want, _ = emulator.attention(row, q, k, v)
+    q[17] = np.nan
+    got, lse = emulator.attention(row, q, k, v)
+    others = np.arange(100) != 17
+    assert got[others].tobytes() == want[others].tobytes()
+    assert np.isnan(got[17].astype(np.float32)).all()
+    assert np.isnan(lse[17])
 
 
 @settings(deadline=None, max_examples=25)

@@ -12,6 +12,7 @@ from tests.test_check import NO_OPTIONS
 pytest.importorskip("cupy")
 from fa_cupy.gpu import fwd_sm80, fwd_sm90, variants
 from fa_cupy.gpu.params_sm90 import FWD_SM90_PARAMS
+from fa_cupy.gpu.tensor_map import LayoutError
 from fa_cupy.gpu.variants import Call, select
 
 HALF = np.dtype(np.float16)
@@ -31,7 +32,7 @@ class Device:
 
     def encode(self, pointer, dtype, shape, strides, box):
         if pointer in self.refused:
-            raise ValueError("tensor map: the driver refuses it")
+            raise LayoutError("tensor map: the driver refuses it")
         self.encoded.append(pointer)
         return np.void(np.full(16, pointer, np.uint64).tobytes())
 
@@ -52,7 +53,7 @@ def device(monkeypatch):
     monkeypatch.setattr(fwd_sm90, "multiprocessors", lambda number: MULTIPROCESSORS)
     monkeypatch.setattr(fwd_sm90, "encode_tiled", device.encode)
     monkeypatch.setattr(fwd_sm90, "alloc", device.alloc)
-    monkeypatch.setattr(fwd_sm90, "_recorded", [])
+    monkeypatch.setattr(fwd_sm90, "bind_context", lambda: None)
     monkeypatch.setattr(fwd_sm90, "get_current_stream", lambda: types.SimpleNamespace(ptr=device))
     monkeypatch.setattr(
         fwd_sm90, "runtime", types.SimpleNamespace(streamIsCapturing=lambda it: it.capturing)
@@ -95,15 +96,16 @@ def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(device):
     assert [s[0] for s in schedules] == [counter.ptr for counter in device.counters]
     assert len({s[1] for s in schedules} - {0}) == 3
     assert {s[2:] for s in schedules} == {(2 * -(-3000 // run.row.tile_m), 2, 1)}
-    assert fwd_sm90._recorded == []
 
 
-def test_a_graph_keeps_its_counters(device):
+def test_a_graph_gets_a_block_for_each_tile_and_no_counter(device):
     device.capturing = True
     run = forward(q_len=3000)
     run(PLACES)
-    run(PLACES)
-    assert fwd_sm90._recorded == device.counters
+    tiles = 2 * -(-3000 // run.row.tile_m)
+    assert [grid for _, grid, _ in device.launched] == [tiles]
+    assert device.launched[0][2]["schedule"][0].item() == (0, 0, tiles, 2, 1)
+    assert device.counters == []
 
 
 def test_maps_are_made_once_for_a_pointer(device):

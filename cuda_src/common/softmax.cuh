@@ -14,8 +14,8 @@
 constexpr float kSlack = 8.0f;
 // What a thread's weights of one tile and row may add up to unseen: float16 ends at 65504.
 constexpr float kMaxUnseen = 16384.0f;
-// From here on a reference is rounded so coarsely that the exact product inside fmaf would leave the
-// largest score of a row far from it.
+// From here on a reference is rounded so coarsely that the exact product inside fmaf would leave
+// the largest score of a row far from it.
 constexpr float kFar = 65536.0f;
 
 FA_DEVICE bool is_far(float reference) {

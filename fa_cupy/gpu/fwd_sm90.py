@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 from typing import Any
 
-from cupy.cuda import alloc, get_current_stream, memory, runtime
+from cupy.cuda import alloc, get_current_stream, runtime
 
 from fa_cupy._check import Problem, View
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.fwd_sm80 import FwdSm80
-from fa_cupy.gpu.launch import Arguments, Launch
+from fa_cupy.gpu.launch import Arguments, Launch, bind_context
 from fa_cupy.gpu.params import pack_head
 from fa_cupy.gpu.params_sm90 import FWD_SM90_PARAMS, MAP_BYTES, MAPPED, Part, fill, pack_schedule
-from fa_cupy.gpu.tensor_map import encode_tiled
+from fa_cupy.gpu.tensor_map import LayoutError, encode_tiled
 from fa_cupy.gpu.variants import Variant
 
 _COMMON_AT = FWD_SM90_PARAMS.fields["common"][1] if FWD_SM90_PARAMS.fields else 0
@@ -28,10 +27,6 @@ _MOST_MAPS = 256  # of one array of one plan; a training loop meets the same few
 # One number for each launch. It starts where no other process did, because the memory that a
 # counter gets may hold what another one left. Never 0, and `next` is one step to other threads.
 _marks = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1 | 1)
-
-# Counters of launches that a graph recorded and may repeat at any time from now on.
-_recorded: list[Any] = []
-atexit.register(_recorded.clear)  # memory cannot be given back once CuPy's modules are gone
 
 
 class MappedArguments(Arguments):
@@ -64,7 +59,8 @@ class FwdSm90:
     q_tiles : int
         Tiles of query rows in one batch entry, of all heads that share them.
     launches : list
-        (`Part`, whether its tiles outnumber its blocks, `Launch`).
+        (`Part`, a `Launch` of a block for each tile or of one for each multiprocessor, None or a
+        `Launch` of a block for each tile where they are more).
     """
 
     __slots__ = (
@@ -83,15 +79,17 @@ class FwdSm90:
         self._params, maps, parts = fill(problem, out, row.tile_m, row.tile_n)
         self.q_tiles = int(self._params["common"]["q_tiles"][0])
         self._geometry = [maps[name] for name in MAPPED]
-        self._known: list[dict[int, bytes]] = [{} for _ in MAPPED]
+        self._known: list[dict[int, bytes | None]] = [{} for _ in MAPPED]
         # Parameter structs that no thread is using; a launch copies one before it returns.
         self._pool: list[MappedArguments] = []
-        self.launches: list[tuple[Part, bool, Launch]] = []
+        self.launches: list[tuple[Part, Launch, Launch | None]] = []
         most = multiprocessors(device)
         for part in parts:
-            blocks = min(most, part.tiles)
-            launch = Launch(kernel, blocks, row.threads, row.shared_bytes)
-            self.launches.append((part, blocks < part.tiles, launch))
+            few, all_tiles = (
+                Launch(kernel, blocks, row.threads, row.shared_bytes)
+                for blocks in (min(most, part.tiles), part.tiles)
+            )
+            self.launches.append((part, few, all_tiles if most < part.tiles else None))
 
     def __call__(self, pointers: tuple[int, ...]) -> None:
         """Launch with these addresses, in the order of `fa_cupy.gpu.params.POINTERS`."""
@@ -106,15 +104,18 @@ class FwdSm90:
             self.for_any_pointers()(pointers)
             return
         memory = arguments.memory
-        for (first, *numbers), shared_out, launch in self.launches:
+        for (first, *numbers), launch, all_tiles in self.launches:
             pack_head(memory, _COMMON_AT, *pointers, first, 1)
-            if shared_out:
-                counter = alloc(_COUNTER_BYTES)
-                pack_schedule(memory, _SCHEDULE_AT, counter.ptr, next(_marks), *numbers)
-                launch(arguments)
-                _keep_if_recorded(counter)
-            else:
+            if all_tiles is None:
                 pack_schedule(memory, _SCHEDULE_AT, 0, 0, *numbers)
+                launch(arguments)
+            elif runtime.streamIsCapturing(get_current_stream().ptr):
+                # What a graph records may run at any time, beside itself even: it gets no counter.
+                pack_schedule(memory, _SCHEDULE_AT, 0, 0, *numbers)
+                all_tiles(arguments)
+            else:
+                counter = alloc(_COUNTER_BYTES)  # the order of the stream protects it
+                pack_schedule(memory, _SCHEDULE_AT, counter.ptr, next(_marks), *numbers)
                 launch(arguments)
         self._pool.append(arguments)
 
@@ -130,7 +131,8 @@ class FwdSm90:
         arguments.mapped = (0, 0, 0, 0)  # until all maps are there
         for i, pointer in enumerate(pointers):
             if pointer != old[i]:
-                encoded = self._known[i].get(pointer) or self._encoded(i, pointer)
+                known = self._known[i]
+                encoded = known[pointer] if pointer in known else self._encoded(i, pointer)
                 if encoded is None:
                     return False
                 arguments.memory[_MAPS_AT[i]] = encoded
@@ -140,23 +142,13 @@ class FwdSm90:
     def _encoded(self, which: int, pointer: int) -> bytes | None:
         if pointer & 15:
             return None
+        bind_context()
         try:
             encoded = encode_tiled(pointer, self._dtype, *self._geometry[which]).tobytes()
-        except ValueError:  # a layout that the driver refuses
-            return None
+        except LayoutError:
+            encoded = None
         known = self._known[which]
         if len(known) >= _MOST_MAPS:
             known.clear()
         known[pointer] = encoded
         return encoded
-
-
-def _keep_if_recorded(counter: Any) -> None:
-    """Keep a counter's memory if its launch went into a graph, which may repeat it at any time.
-
-    Otherwise the order of the stream protects it: who gets it next comes later. Memory of CUDA's
-    own pool (``malloc_async``) is the graph's.
-    """
-    stream = get_current_stream().ptr
-    if runtime.streamIsCapturing(stream) and not isinstance(counter.mem, memory.MemoryAsync):
-        _recorded.append(counter)

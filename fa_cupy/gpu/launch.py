@@ -13,6 +13,12 @@ _context = driver.ctxGetCurrent
 _launch_kernel = driver.launchKernel
 
 
+def bind_context() -> None:
+    """Give this thread the context of its device, which it gets with its first runtime call."""
+    if not _context():
+        runtime.free(0)
+
+
 class Arguments:
     """A kernel's parameter struct, where a launch finds it.
 
@@ -63,8 +69,7 @@ class Launch:
         self._grid = grid
         self._block = block
         self._shared_bytes = shared_bytes
-        if not _context():
-            runtime.free(0)  # a thread gets the context with its first call of the runtime
+        bind_context()
         # The attribute belongs to the kernel on one device, and stays. It never shrinks, because
         # other launches of the kernel may need more.
         if driver.funcGetAttribute(_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.ptr) < shared_bytes:
@@ -80,7 +85,7 @@ class Launch:
         arguments : Arguments
             Copied before the call returns; another thread must not write to it until then.
         """
-        if not _context():
+        if not _context():  # as bind_context, without its call
             runtime.free(0)
         stream = get_current_stream().ptr
         _launch_kernel(
