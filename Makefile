@@ -6,7 +6,8 @@ PY ?= $(VENV)/bin/python
 RECEIPT_DIR ?= validation/results
 GPU_RUN := build/gpu-run
 CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
-KERNELS := $(wildcard cuda_src/*/*.cu cuda_src/*/*.cuh ptx/*.cuh)
+KERNELS := $(wildcard cuda_src/*/*.cu cuda_src/*/*.cuh ptx/*.cuh validation/emulator/*.?pp \
+  validation/emulator/ptx/*.cuh)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
 # Stamps carry the folder's checksum: an editable install is bound to the folder that it was made in.

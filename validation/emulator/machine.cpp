@@ -95,7 +95,7 @@ static int run_all(unsigned blocks, unsigned threads, uint64_t seed, Run run, ch
       b.block_index.x = index;
       b.grid.x = blocks;
       b.block_size.x = threads;
-      std::memset(shared_bytes, 0xff, sizeof shared_bytes);  // NaN: what is read before it is written
+      std::memset(shared_bytes, 0xff, sizeof shared_bytes);  // NaN, for who reads too early
       for (unsigned i = 0; i < threads; ++i) {
         b.fibers.push_back(std::make_unique<machine::Fiber>());
         b.fibers.back()->tid.x = i;

@@ -1,6 +1,6 @@
-// A block of a GPU on the CPU: threads are fibers, warps and warpgroups act when all their threads have
-// come, copies and products that run beside the threads happen at a random moment before the wait that
-// promises them.  One seed decides which fiber runs next and when that moment is.
+// A block of a GPU on the CPU: threads are fibers, warps and warpgroups act when all their threads
+// have come, copies and products that run beside the threads happen at a random moment before the
+// wait that promises them.  One seed decides which fiber runs next and when that moment is.
 #pragma once
 #include <ucontext.h>
 
@@ -34,8 +34,8 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   Dim3 tid;
-  Ready ready;              // empty: it can go on
-  const char* where = "";   // what it waits for
+  Ready ready;             // empty: it can go on
+  const char* where = "";  // what it waits for
   bool ended = false;
   // Copies that this thread asked for: those of the open group, and the closed groups.
   std::vector<std::shared_ptr<bool>> open_copies;
@@ -63,7 +63,8 @@ struct NamedBarrier {
   uint64_t times = 0;
 };
 
-// Products that a warpgroup has asked for, in order; a group is closed by a commit of all its threads.
+// Products that a warpgroup has asked for, in order; a group is closed by a commit of all its
+// threads.
 struct Products {
   std::deque<Action> queue;
   std::deque<int> groups;  // products of the queue that each closed group still has
@@ -75,14 +76,14 @@ struct Block {
   Fiber* current = nullptr;
   ucontext_t scheduler;
   Dim3 block_index, grid, block_size;
-  std::vector<Action> pending;  // copies under way
+  std::vector<Action> pending;                      // copies under way
   std::map<std::pair<int, int>, Meeting> meetings;  // (threads, number among those of that size)
   std::map<uint32_t, Barrier> barriers;
   std::map<int, NamedBarrier> named;
   std::map<int, Products> products;
   uint64_t state = 1;
-  // What runs beside the threads gets on at one of so many steps of theirs, and when none can go on.
-  // At 0 that is the only time: whoever does not wait finds nothing there.
+  // What runs beside the threads gets on at one of so many steps of theirs, and when none can go
+  // on. At 0 that is the only time: whoever does not wait finds nothing there.
   uint64_t patience = 8;
   bool copies_last = false;  // a copy happens only when no product can
 

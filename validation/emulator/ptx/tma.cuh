@@ -1,6 +1,6 @@
-// As ptx/tma.cuh.  A tensor map holds pointer, shape, strides (the last is the item size) and box of
-// five axes, the contiguous one last (validation/emulator/__init__.py); boxes have 128-byte rows and
-// that swizzle.
+// As ptx/tma.cuh.  A tensor map holds pointer, shape, strides (the last is the item size) and box
+// of five axes, the contiguous one last (validation/emulator/__init__.py); boxes have 128-byte rows
+// and that swizzle.
 #pragma once
 #include "ptx/types.cuh"
 

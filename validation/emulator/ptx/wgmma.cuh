@@ -28,7 +28,8 @@ FA_DEVICE uint64 wgmma_descriptor(uint32 address, uint32 leading_bytes) {
 
 enum Major : int { kKMajor = 0, kMnMajor = 1 };
 
-// Element (row, col) of a matrix of blocks of 64 columns in the 128-byte swizzle, from byte `start`.
+// Element (row, col) of a matrix of blocks of 64 columns in the 128-byte swizzle, from byte
+// `start`.
 FA_DEVICE float swizzled_element(uint32 start, uint32 leading, int row, int col, bool bf16) {
   // The swizzle acts on addresses: bits 4 to 6 are exchanged with bits 7 to 9.
   const uint32 linear = start + uint32(col / 64) * leading + uint32(row) * 128 + col % 64 * 2;
@@ -69,10 +70,9 @@ void start_product(float (*d)[4], const uint32* a, uint64 a_descriptor, uint64 b
           }
         }
         for (int n = 0; n < kN; ++n) {
-          y[k * kN + n] =
-              major == kKMajor
-                  ? swizzled_element(start(b_descriptor), 0, n, k, kBf16)
-                  : swizzled_element(start(b_descriptor), leading(b_descriptor), k, n, kBf16);
+          y[k * kN + n] = major == kKMajor ? swizzled_element(start(b_descriptor), 0, n, k, kBf16)
+                                           : swizzled_element(start(b_descriptor),
+                                                              leading(b_descriptor), k, n, kBf16);
         }
       }
       for (int thread = 0; thread < 128; ++thread) {
