@@ -13,6 +13,7 @@ from pathlib import Path
 from fa_cupy import __version__, _driver
 from fa_cupy.gpu import cache, compile, devices, nvrtc
 from fa_cupy.gpu.params import MAX_LENGTH
+from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.variants import SHARED_LIMIT, Call, Variant, select
 
 #: What people call the types, besides their names.
@@ -108,7 +109,8 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         yield "", f"kernels take up to {MAX_LENGTH:,} queries and keys"
         return
-    walkable = not (head_dim % 8 or v_dim % 8) and min(q_len, k_len, head_dim, v_dim) > 0
+    walkable = not (head_dim % DIM_STEP or v_dim % DIM_STEP)
+    walkable = walkable and min(q_len, k_len, head_dim, v_dim) > 0
     call = Call(mapped=walkable)
     row = select(dtype, head_dim, v_dim, target, call)
     if row is None:

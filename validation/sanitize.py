@@ -55,11 +55,13 @@ def problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict[str, A
 
 def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
     """Whether a row of ``fwd_sm90`` gets this call; the other kernel takes any."""
+    from fa_cupy.gpu.params_sm90 import DIM_STEP
     from fa_cupy.gpu.variants import VariantSm90
 
     if not isinstance(row, VariantSm90):
         return True
-    odd = shape["head_dim"] % 8 or shape["v_dim"] % 8 or shape.get("offset") or not shape["k_len"]
+    odd = any(shape[dim] % DIM_STEP for dim in ("head_dim", "v_dim"))
+    odd = odd or shape.get("offset") or not shape["k_len"]
     transform = bool(options.keys() & {"softcap", "scale"} or shape.get("bias"))
     return not odd and not shape.get("mask") and transform == row.transform
 

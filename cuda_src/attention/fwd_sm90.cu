@@ -183,8 +183,8 @@ FA_DEVICE Work next_work(SharedStorage& shared, WorkPlace& place) {
   return work;
 }
 
-// A box of 64 rows of Q or of the output starts at column c[0]; c[1], c[2] and the rest are row and
-// batch axes, or, with several heads in a tile, head, row and batch axes.
+// The second and third coordinate of a box of 64 rows of Q or of the output: row and last batch
+// axis, or, with several heads in a tile, head and row.
 FA_DEVICE void row_coordinates(const FwdSm90Params& params, int row, int batch, int (&c)[2]) {
   c[0] = params.row_shift ? 0 : row;
   c[1] = params.row_shift ? row >> params.row_shift : batch;

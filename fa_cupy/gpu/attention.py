@@ -167,8 +167,6 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     numpy.ndarray, shape (batch entries, q_len padded to tiles, columns)
         float32; columns past the end of the data are meaningless.
     """
-    defaults = dict.fromkeys(("scale", "causal_align", "window", "precision"))
-    options = {**defaults, "is_causal": False, "softcap": 0.0, **options}
     problem = _check.attention_problem(q, k, v, None, None, **options)
     device = runtime.getDevice()
     row = variant_for(problem, device)  # the one for any layout

@@ -23,6 +23,9 @@ MAP_BYTES = 128
 #: Batch axes of a tensor map: of its five, two are rows and columns.
 MAP_AXES = 3
 _MAX_PACKED = 64  # heads in a box of 64 rows
+#: Dims are multiples of it. Boxes are clipped in steps of 16 bytes: a store of 33 columns writes 40
+#: (seen on an H200).
+DIM_STEP = 8
 _BOX = 64  # rows and columns of a box of Q or of the output: 128 bytes are a swizzled row
 _MAX_STEP = 2**40  # bytes, CUDA Driver API, cuTensorMapEncodeTiled
 _L2_BYTES = 32 << 20  # what keys and values can count on of an H200's 50 MiB
@@ -104,8 +107,7 @@ def takes(problem: Problem, out: View) -> bool:
     sizes = problem.q_len, problem.k_len, problem.head_dim, problem.v_dim
     if problem.mask is not None or min(sizes) < 1:
         return False
-    # Boxes are clipped in steps of 16 bytes: a store of 33 columns writes 40 (seen on an H200).
-    if any(dim * problem.dtype.itemsize % 16 for dim in sizes[2:]):
+    if any(dim % DIM_STEP for dim in sizes[2:]):
         return False
     views = _views(problem, out)
     axes, steps = params.collapse(problem.batch, views)

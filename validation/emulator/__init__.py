@@ -51,7 +51,8 @@ def load(row: Variant, source: Path | None = None) -> ctypes.CDLL:
     EmulationError
         With what the compiler said.
     """
-    sources = [*FOLDER.rglob("*.[hc]pp"), *FOLDER.rglob("*.cuh"), *ROOT.glob("cuda_src/**/*.cu*")]
+    own = [*FOLDER.rglob("*.[hc]pp"), *FOLDER.rglob("*.cuh"), ROOT / "ptx/types.cuh"]
+    sources = [*own, *ROOT.glob("cuda_src/**/*.cu*")]
     source = source or ROOT / "cuda_src" / f"{row.source}.cu"
     digest = hashlib.sha256(repr((row.defines, _OPTIONS)).encode())
     for path in [*sorted(sources), source]:
@@ -129,8 +130,6 @@ def attention(
     EmulationError
         As `launch`.
     """
-    defaults = dict.fromkeys(("scale", "causal_align", "window", "precision"))
-    options = {**defaults, "is_causal": False, "softcap": 0.0, **options}
     problem = _check.attention_problem(q, k, v, bias, mask, **options)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)

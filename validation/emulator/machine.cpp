@@ -1,22 +1,7 @@
 // Runs the blocks of a launch one after the other.
-#include <random>
-
 #include "cuda.hpp"
 
 alignas(1024) unsigned char shared_bytes[kSharedLimit];
-
-void bar_sync(int id, int threads) {
-  auto& barrier = machine::block->named[id];
-  if (barrier.came == 0) barrier.threads = threads;
-  if (barrier.threads != threads) machine::fail("a named barrier of two sizes");
-  if (++barrier.came == threads) {
-    barrier.came = 0;
-    ++barrier.times;
-  } else {
-    const uint64_t before = barrier.times;
-    machine::wait_until("bar.sync", [&barrier, before] { return barrier.times != before; });
-  }
-}
 
 void bar_arrive(int id, int threads) {
   auto& barrier = machine::block->named[id];
@@ -25,6 +10,15 @@ void bar_arrive(int id, int threads) {
   if (++barrier.came == threads) {
     barrier.came = 0;
     ++barrier.times;
+  }
+}
+
+void bar_sync(int id, int threads) {
+  auto& barrier = machine::block->named[id];
+  const uint64_t before = barrier.times;
+  bar_arrive(id, threads);
+  if (barrier.times == before) {
+    machine::wait_until("bar.sync", [&barrier, before] { return barrier.times != before; });
   }
 }
 
@@ -80,10 +74,10 @@ static void run_block(Block& b) {
 extern "C" int emulate(unsigned blocks, unsigned threads, uint64_t seed, const void* params,
                        char* message, size_t message_size);
 
-template <typename Run>
-static int run_all(unsigned blocks, unsigned threads, uint64_t seed, Run run, char* message,
-                   size_t size) {
+static int run_all(unsigned blocks, unsigned threads, uint64_t seed, const machine::Kernel& run,
+                   char* message, size_t size) {
   machine::failure.clear();
+  machine::kernel = &run;
   try {
     for (unsigned index = 0; index < blocks; ++index) {
       machine::Block b;
@@ -101,8 +95,6 @@ static int run_all(unsigned blocks, unsigned threads, uint64_t seed, Run run, ch
         b.fibers.back()->tid.x = i;
         b.fibers.back()->stack.resize(128 << 10);
       }
-      const machine::Kernel kernel = run;
-      machine::kernel = &kernel;
       machine::run_block(b);
     }
   } catch (const std::exception& error) {
