@@ -23,13 +23,18 @@ using std::min;
 struct float2 {
   float x, y;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __int_as_float(int bits) { return machine::from_bits(static_cast<uint32_t>(bits)); }
+inline unsigned __float_as_uint(float x) { return machine::to_bits(x); }
 
 struct Exchange {
   int lane;
@@ -62,6 +67,15 @@ inline unsigned __ballot_sync(unsigned, bool x) {
 }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == 0xffffffffu; }
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  Exchange e{0, x, 0};
+  machine::meet(32, "redux", e, [](Exchange** all) {
+    uint32_t largest = 0;
+    for (int i = 0; i < 32; ++i) largest = std::max(largest, all[i]->mine);
+    for (int i = 0; i < 32; ++i) all[i]->got = largest;
+  });
+  return e.got;
+}
 inline void __syncwarp() {
   Exchange e{};
   machine::meet(32, "syncwarp", e, [](Exchange**) {});
