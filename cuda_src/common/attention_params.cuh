@@ -58,12 +58,16 @@ FA_DEVICE int64 divide(int64 a, int64 b) {
   if ((a | b) >> 32 == 0) return static_cast<uint32>(a) / static_cast<uint32>(b);
   return a / b;
 }
+FA_DEVICE uint32 divide(uint32 a, int64 b) { return a / static_cast<uint32>(b); }
 
-FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, int64 batch) {
+// Of a batch entry, counted over all batch axes; an Index of 32 bits does where entries fit it.
+template <typename Index>
+FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, Index batch) {
   BatchOffsets o = {0, 0, 0, 0, 0, 0};
-  int64 rest = batch;
+  Index rest = batch;
   for (int axis = p.batch_axes - 1; axis > 0; --axis) {
-    const int64 size = p.batch_size[axis], next = divide(rest, size);
+    const int64 size = p.batch_size[axis];
+    const Index next = divide(rest, size);
     o.add(p, axis, rest - next * size);
     rest = next;
   }
