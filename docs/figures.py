@@ -672,9 +672,68 @@ def sm90_order(folder):
     save(figure, folder, "sm90_order")
 
 
+def chunks(folder):
+    """Scores of eight chunks: those that are computed, and those that the state stands for."""
+    figure, ax = canvas(7.2, 3.7, (-1.9, 15.3), (-1.1, 7.75))
+    side, count, now = 0.8, 8, 5
+    for row in range(count):
+        for col in range(row):
+            color = MEMORY["registers"] if row == now else PALE
+            box(ax, col * side, row * side, side, side, color=color, edge="white")
+        x = y = row * side
+        ax.fill((x, x, x + side), (y, y + side, y + side), color=TILES[0], lw=0)
+        ax.add_patch(Rectangle((x, y), side, side, fill=False, edgecolor=INK, linewidth=0.8))
+    top = count * side
+    ax.text(top / 2, -0.35, "keys and values j", ha="center", size=9)
+    ax.text(-0.25, top / 2, "queries i", ha="right", va="center", rotation=90, size=9)
+    ax.text(-0.25, (now + 0.5) * side, "a chunk", ha="right", va="center", size=8)
+
+    x, wide, high = 8.1, 2.6, 1.25
+    before, own = (now + 0.5) * side - 2.9, (now + 0.5) * side + 0.35
+    box(ax, x, before, wide, high, "$S = \\sum\\, k_j^\\top v_j$", MEMORY["registers"])
+    box(ax, x, own, wide, high, "$\\mathrm{tril}(Q K^\\top)$", TILES[0] + "60")
+    arrow(ax, (now * side / 2, (now + 0.2) * side), (x, before + high / 2), GREY,
+          connectionstyle="arc3,rad=-0.25")  # fmt: skip
+    arrow(ax, ((now + 1) * side, (now + 0.6) * side), (x, own + high / 2), GREY)
+    middle = (before + own + high) / 2
+    box(ax, x + 4.5, middle - high / 2, wide, high, "$O$", PALE)
+    for y, text in ((before, "$Q\\,S$"), (own, "$\\cdot\\, V$")):
+        arrow(ax, (x + wide, y + high / 2), (x + 4.5, middle), GREY)
+        ax.text(x + wide + 0.6, y + high / 2 + (-0.35 if y == before else 0.4), text, size=9)
+    ax.text(x, before - 0.3, "all earlier chunks: E x M numbers", size=8)
+    ax.text(x, own + high + 0.45, "the chunk itself: C x C scores", size=8)
+    save(figure, folder, "chunks")
+
+
+def prefix_sums(folder):
+    """Four segments summed at once, their states one after the other, then all outputs at once."""
+    figure, ax = canvas(7.2, 3.5, (-3.3, 14.1), (-0.75, 7.7))
+    count, wide = 4, 3.2
+    for index in range(count):
+        x, color = 3.5 * index, TILES[index] + "50"
+        for part in range(4):
+            box(ax, x + part * wide / 4, 0, wide / 4, 0.9, color=color, edge="white")
+        ax.text(x + wide / 2, -0.25, f"segment {index}", ha="center", size=8)
+        if index < count - 1:
+            box(ax, x + 0.6, 2.0, 2.0, 0.8, f"$K_{index}^\\top V_{index}$", color)
+            arrow(ax, (x + wide / 2, 0.95), (x + wide / 2, 1.95), GREY)
+            arrow(ax, (x + wide / 2, 2.85), (x + 3.5 + 0.7, 3.95), GREY)
+            arrow(ax, (x + 2.6, 4.35), (x + 4.1, 4.35), INK)
+        box(ax, x + 0.6, 3.95, 2.0, 0.8, f"$S_{index}$", MEMORY["registers"])
+        arrow(ax, (x + wide / 2, 4.8), (x + wide / 2, 5.8), GREY)
+        for part in range(4):
+            box(ax, x + part * wide / 4, 5.85, wide / 4, 0.9, color=color, edge="white")
+    for y, text in ((2.4, "1  sums, all at once"), (4.35, "2  states, in turn"),
+                    (6.3, "3  outputs, all at once")):  # fmt: skip
+        ax.text(-3.2, y, text.replace(", ", ",\n    "), va="center", size=8.5)
+    ax.text(-3.2, 0.45, "keys, values", va="center", size=8.5)
+    ax.text(7, 7.35, "chunk by chunk, each segment from its own state", ha="center", size=8.5)
+    save(figure, folder, "prefix_sums")
+
+
 FIGURES = (
     online_softmax, tiling, visibility, alibi, call, fragment, swizzle, pipeline, traffic,
-    sm90_roles, sm90_pipeline, sm90_memory, sm90_order,
+    sm90_roles, sm90_pipeline, sm90_memory, sm90_order, chunks, prefix_sums,
 )  # fmt: skip
 
 

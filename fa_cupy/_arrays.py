@@ -104,8 +104,13 @@ def empty_like_layout(xp: Any, problem: Any, q: Any, dtype: np.dtype[Any]) -> An
         The user's queries; see `memory_order`.
     dtype : numpy.dtype
     """
-    order = memory_order(problem.out_shape, q)
-    memory = xp.empty([problem.out_shape[axis] for axis in order], dtype)
+    return empty_laid_out(xp, problem.out_shape, q, dtype)
+
+
+def empty_laid_out(xp: Any, shape: Sequence[int], like: Any, dtype: np.dtype[Any]) -> Any:
+    """Return an uninitialised dense array of `shape`, laid out as `like` is; see `memory_order`."""
+    order = memory_order(shape, like)
+    memory = xp.empty([shape[axis] for axis in order], dtype)
     return memory.transpose([order.index(axis) for axis in range(len(order))])
 
 

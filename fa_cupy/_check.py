@@ -95,11 +95,11 @@ def attention_problem(
         With a message that names the argument, what it got and what is wanted.
     """
     q_arg, k_arg, v_arg, bias_arg, mask_arg = args
-    dtype = _float_dtype(name, q_arg, q)
+    dtype = float_dtype(name, q_arg, q)
     for arg, array in ((k_arg, k), (v_arg, v)):
-        if _float_dtype(name, arg, array) != dtype:
+        if float_dtype(name, arg, array) != dtype:
             raise TypeError(f"{name}: {arg} has dtype {array.dtype}, {q_arg} has {dtype}")
-    bias_dtype = None if bias is None else _float_dtype(name, bias_arg, bias)
+    bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
     if mask is not None and mask.dtype != np.bool_:
         raise TypeError(
             f"{name}: {mask_arg} has dtype {mask.dtype}, want bool (cast it: {mask_arg} != 0)"
@@ -204,20 +204,20 @@ def check_out(
 
 def matching_parts(name: str, outs: list[Any], lses: list[Any]) -> None:
     """Raise unless outputs and log-sum-exps are parts of one attention result."""
-    shape, dtype = outs[0].shape, _float_dtype(name, "outs[0]", outs[0])
+    shape, dtype = outs[0].shape, float_dtype(name, "outs[0]", outs[0])
     if len(shape) < 2:
         raise ValueError(f"{name}: outs[0] has shape {shape}, want at least 2 axes (length, v_dim)")
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if out.shape != shape:
             raise ValueError(f"{name}: outs[{i}] has shape {out.shape}, outs[0] has {shape}")
-        if _float_dtype(name, f"outs[{i}]", out) != dtype:
+        if float_dtype(name, f"outs[{i}]", out) != dtype:
             raise TypeError(f"{name}: outs[{i}] has dtype {out.dtype}, outs[0] has {dtype}")
         if lse.shape != shape[:-1]:
             raise ValueError(f"{name}: lses[{i}] has shape {lse.shape}, want {shape[:-1]}")
-        _float_dtype(name, f"lses[{i}]", lse)
+        float_dtype(name, f"lses[{i}]", lse)
 
 
-def _float_dtype(name: str, arg: str, array: Any) -> np.dtype[Any]:
+def float_dtype(name: str, arg: str, array: Any) -> np.dtype[Any]:
     for dtype in FLOAT_DTYPES:
         if array.dtype == dtype:
             return dtype

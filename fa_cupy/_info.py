@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fa_cupy import __version__, _driver
+from fa_cupy.cpu import _segments
 from fa_cupy.gpu import cache, compile, devices, nvrtc
 from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.params_sm90 import DIM_STEP
@@ -101,6 +102,9 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         f"{', causal' if options.causal else ''}: {flop / 1e12:.3g} TFLOP",
     )
     yield "NumPy", "tiled NumPy, on all cores"
+    if q_len == k_len:
+        parts = _segments.segments(k_len, entries)
+        yield "", f"causal_product: chunked, {parts} segments a sequence; not on CuPy"
     target = options.target or devices.current_target()
     if target is None:
         yield "CuPy", "no device here; --target asks for one that is not"

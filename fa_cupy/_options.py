@@ -19,7 +19,7 @@ def flag(name: str, arg: str, value: Any) -> bool:
         isinstance(value, (int, np.integer)) and value in (0, 1)
     ):
         return bool(value)
-    raise TypeError(f"{name}: {arg} is {_show(value)}, want a bool")
+    raise TypeError(f"{name}: {arg} is {show(value)}, want a bool")
 
 
 def finite(name: str, arg: str, value: Any, minimum: float = -math.inf) -> float:
@@ -41,9 +41,9 @@ def finite(name: str, arg: str, value: Any, minimum: float = -math.inf) -> float
     except ValueError:  # a signalling NaN
         number = math.nan
     except Exception:  # libraries raise errors of their own kinds for what is no number
-        raise TypeError(f"{name}: {arg} is {_show(value)}, want {wanted}") from None
+        raise TypeError(f"{name}: {arg} is {show(value)}, want {wanted}") from None
     if not math.isfinite(number) or number < minimum:
-        raise ValueError(f"{name}: {arg} is {_show(value)}, want {wanted}")
+        raise ValueError(f"{name}: {arg} is {show(value)}, want {wanted}")
     return number
 
 
@@ -55,7 +55,7 @@ def band(
     known = isinstance(causal_align, str) and causal_align in _ALIGNMENTS
     if causal_align is not None and not known:
         raise ValueError(
-            f"{name}: causal_align is {_show(causal_align)}, want 'top_left' or 'bottom_right'"
+            f"{name}: causal_align is {show(causal_align)}, want 'top_left' or 'bottom_right'"
         )
     left, right = _window(name, window)
     if not causal and left is None and right is None:
@@ -82,17 +82,17 @@ def _window(name: str, window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"{name}: window is {_show(window)}, want a pair (left, right)")
+        raise TypeError(f"{name}: window is {show(window)}, want a pair (left, right)")
     sides: list[int | None] = []
     for i, side in enumerate(window):
         try:
             reach = None if side is None else operator.index(side)
         except TypeError:
             raise TypeError(
-                f"{name}: window[{i}] is {_show(side)}, want None or an int >= 0"
+                f"{name}: window[{i}] is {show(side)}, want None or an int >= 0"
             ) from None
         if reach is not None and reach < 0:
-            raise ValueError(f"{name}: window[{i}] is {_show(side)}, want None or an int >= 0")
+            raise ValueError(f"{name}: window[{i}] is {show(side)}, want None or an int >= 0")
         sides.append(reach)
     return sides[0], sides[1]
 
@@ -100,7 +100,7 @@ def _window(name: str, window: Any) -> tuple[int | None, int | None]:
 def precision(name: str, value: Any, dtype: np.dtype[Any]) -> str | None:
     """Return `value` where it has a meaning: "tf32" for float32, else None."""
     if value is not None and not (isinstance(value, str) and value == "tf32"):
-        raise ValueError(f"{name}: precision is {_show(value)}, want None or 'tf32'")
+        raise ValueError(f"{name}: precision is {show(value)}, want None or 'tf32'")
     return "tf32" if value is not None and dtype == np.float32 else None
 
 
@@ -112,7 +112,7 @@ def _is_real_scalar(value: Any) -> bool:
     return dtype is None or bool(re.match(r"(\w+\.)?(b?float|u?int)", str(dtype)))
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     try:
         text = repr(value)
     except Exception:  # an int of more digits than Python writes, or somebody's broken class

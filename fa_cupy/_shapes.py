@@ -43,14 +43,17 @@ def head_groups(
 
 
 def broadcast_batch(
-    name: str, groups: tuple[int, ...], arrays: list[tuple[str, Any]]
+    name: str, groups: tuple[int, ...], arrays: list[tuple[str, Any]], fewer: int = 2
 ) -> tuple[int, ...]:
-    """Broadcast the axes before the last two, as `numpy.matmul` does; `arrays` begins with q."""
+    """Broadcast the axes before the last two, as `numpy.matmul` does.
+
+    `arrays` begins with q; the next ones, `fewer` of them, may have fewer heads.
+    """
     batch: tuple[int, ...] = ()
     seen: list[str] = []
     for arg, array in arrays:
         shape = array.shape[:-2]
-        if groups and len(seen) in (1, 2) and shape[-1] > 1:  # k and v
+        if groups and 0 < len(seen) <= fewer and shape and shape[-1] > 1:
             shape = (*shape[:-1], math.prod(groups))
         axes = max(len(batch), len(shape))
         old = (1,) * (axes - len(batch)) + batch
@@ -94,4 +97,13 @@ def batch_strides(
         covered = [math.prod(groups[: i + 1]) for i in range(len(groups))]
         # `heads` is the product of some leading factors; the others repeat its heads.
         result[-1:] = [stride * (heads // n) if n <= heads else 0 for n in covered]
+    return result
+
+
+def batch_extents(shape: Sequence[int], axes: int, groups: tuple[int, ...]) -> list[int]:
+    """Sizes over `axes` batch axes, the last of them split by `groups`; broadcast ones are 1."""
+    result = [1] * (axes - len(shape)) + list(shape)
+    if groups:
+        covered = [math.prod(groups[: i + 1]) for i in range(len(groups))]
+        result[-1:] = [n if c <= result[-1] else 1 for n, c in zip(groups, covered, strict=True)]
     return result

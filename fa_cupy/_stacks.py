@@ -52,7 +52,11 @@ def merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Batch:
 
 
 def stacks(
-    xp: Any, arrays: Sequence[Any], views: Sequence[View | None], largest: int
+    xp: Any,
+    arrays: Sequence[Any],
+    views: Sequence[View | None],
+    largest: int,
+    axes: int = -2,
 ) -> Iterator[list[Any]]:
     """Yield, for each stack of at most `largest` batch entries, the arrays as (n, rows, cols).
 
@@ -66,18 +70,20 @@ def stacks(
         Of shape (*batch, rows, cols) with one `batch` in common; None where the array is None.
     largest : int
         Upper bound on n.
+    axes : int, optional
+        Where a view's batch axes end; all before its last two by default.
     """
     present = [v for v in views if v is not None]
-    shape = present[0].shape[:-2]
+    shape = present[0].shape[:axes]
     if math.prod(shape) == 0:
         return
-    batch = merged(shape, [v.strides[:-2] for v in present])
+    batch = merged(shape, [v.strides[:axes] for v in present])
     strides = iter(batch.strides)
     seen = [
         None
         if view is None
         else xp.lib.stride_tricks.as_strided(
-            array, (*batch.shape, *view.shape[-2:]), (*next(strides), *view.strides[-2:])
+            array, (*batch.shape, *view.shape[axes:]), (*next(strides), *view.strides[axes:])
         )
         for array, view in zip(arrays, views, strict=True)
     ]

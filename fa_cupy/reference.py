@@ -80,6 +80,61 @@ def plain(
     return _attend(q, k, v, bias, mask, real, dtype, **options)[0].astype(dtype)
 
 
+def causal_product(
+    q: Array,
+    k: Array,
+    v: Array,
+    initial_state: Array | None = None,
+    *,
+    reverse: bool = False,
+) -> tuple[Array, Array]:
+    """Causal product and its last state in float64.
+
+    Parameters
+    ----------
+    q, k, v, initial_state, reverse
+        As in `fa_cupy.causal_product`, the first four being NumPy arrays.
+
+    Returns
+    -------
+    out : numpy.ndarray of float64, shape (..., L, M)
+    state : numpy.ndarray of float64, shape (..., E, M)
+        With the batch axes of `out`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import reference
+    >>> x = np.array([[1.0], [2.0], [3.0]])
+    >>> out, state = reference.causal_product(x, x, x)
+    >>> out.ravel().tolist(), state.item()
+    ([1.0, 10.0, 42.0], 14.0)
+    """
+    return _product(q, k, v, initial_state, np.dtype(np.float64), reverse)
+
+
+def plain_product(q: Array, k: Array, v: Array, *, dtype: Any, reverse: bool = False) -> Array:
+    """Causal product computed plainly in low precision, whose error others are measured against.
+
+    Scores are sums in float32 (float64 for a `dtype` of float64), rounded to `dtype` before their
+    product with `v`, which is summed in float32 and rounded to `dtype`.
+
+    Parameters
+    ----------
+    q, k, v : numpy.ndarray
+    dtype : numpy.dtype
+        float16, bfloat16, float32 or float64.
+    reverse : bool
+
+    Returns
+    -------
+    numpy.ndarray of `dtype`, shape (..., L, M)
+    """
+    dtype = np.dtype(dtype)
+    real = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    return _product(q, k, v, None, real, reverse, dtype)[0].astype(dtype)
+
+
 def relative_error(x: Array, ref: Array) -> float:
     """Return the Frobenius norm of ``x - ref`` over that of `ref`; 0.0 where both are 0.
 
@@ -171,6 +226,33 @@ def _attend(
             weights = weights.astype(weight_dtype)
         out = _weigh(weights.astype(real), attended, v)
         return out, np.broadcast_to(lse, out.shape[:-1]).copy()
+
+
+def _product(
+    q: Array,
+    k: Array,
+    v: Array,
+    initial: Array | None,
+    real: np.dtype[Any],
+    reverse: bool,
+    score_dtype: np.dtype[Any] | None = None,
+) -> tuple[Array, Array]:
+    q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
+    state = np.zeros((k.shape[-1], v.shape[-1]), real) if initial is None else np.asarray(initial)
+    if min(q.ndim, k.ndim, v.ndim) >= 4:
+        k, v = (_repeat_heads(x, q.shape[-3]) for x in (k, v))
+        state = _repeat_heads(state, q.shape[-3]) if state.ndim > 2 else state
+    seen = np.tril(np.ones((q.shape[-2], k.shape[-2]), np.bool_))
+    seen = seen.T if reverse else seen
+    with np.errstate(all="ignore"):
+        scores = np.where(seen, q @ np.swapaxes(k, -1, -2), 0)
+        if score_dtype is not None:
+            scores = scores.astype(score_dtype).astype(real)
+        # A sum over no dims has no factor that could be anything but finite.
+        within = _weigh(scores, seen, v if k.shape[-1] else np.zeros_like(v))
+        out = within + q @ state
+        last = state + np.swapaxes(k, -1, -2) @ v
+    return out, np.broadcast_to(last, (*out.shape[:-2], *last.shape[-2:]))
 
 
 def _repeat_heads(x: Array, heads: int) -> Array:

@@ -169,7 +169,7 @@ def cases(draw, dtypes=DTYPES, max_batch=12):
         sizes[which] = 0
         q_len, k_len, head_dim, v_dim = sizes
 
-    batch, (q_batch, k_batch, v_batch) = draw(_batches(max_batch))
+    batch, (q_batch, k_batch, v_batch) = draw(batches(max_batch))
     q = normal(rng, (*q_batch, q_len, head_dim), dtype)
     k = normal(rng, (*k_batch, k_len, head_dim), dtype)
     v = normal(rng, (*v_batch, k_len, v_dim), dtype)
@@ -217,7 +217,7 @@ def options(draw, q_len, k_len):
 
 
 @st.composite
-def _batches(draw, max_batch):
+def batches(draw, max_batch):
     """The batch shape of the result, and those of q, k and v."""
     rank = draw(st.integers(0, 3))
     batch = tuple(draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank)))

@@ -13,8 +13,17 @@ import fa_cupy
 from fa_cupy import attention, scaled_dot_product_attention
 from tests.strategies import normal
 
-NAMES = {"__version__", "attention", "merge_attention", "scaled_dot_product_attention"}
-MODULES = ["_attention", "_merge", "reference"]
+NAMES = {
+    "__version__",
+    "attention",
+    "causal_product",
+    "causal_product_backward",
+    "linear_attention",
+    "merge_attention",
+    "prefix_state",
+    "scaled_dot_product_attention",
+}
+MODULES = ["_attention", "_linear", "_merge", "_normalised", "_prefix", "reference"]
 
 
 def test_public_names():

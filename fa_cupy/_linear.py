@@ -1,0 +1,231 @@
+"""Causal products: check, pick the backend by array kind, call it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from fa_cupy import _arrays, _check, _options, _product
+
+_BACKENDS = {"numpy": "fa_cupy.cpu.product"}
+_OPTIONAL = ("initial_state", "dstate", "out")
+
+
+def causal_product(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    initial_state: Any = None,
+    return_state: bool = False,
+    reverse: bool = False,
+    algorithm: str = "auto",
+    out: Any = None,
+) -> Any:
+    """Causal product of queries, keys and values, in time proportional to their length.
+
+    Computes ``numpy.tril(q @ k.mT) @ v`` over the last two axes, unscaled and unnormalised, without
+    an array of size L x L; the axes before them are batch axes that broadcast as in `numpy.matmul`.
+
+    Parameters
+    ----------
+    q : array, shape (..., L, E)
+        Queries: a NumPy array, or one of any library that speaks DLPack (PyTorch, JAX, ...) on the
+        CPU, of dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. Any strides.
+    k : array, shape (..., L, E)
+        Keys, of the same library, device and dtype.
+    v : array, shape (..., L, M)
+        Values. With 4 axes or more in each of `q`, `k` and `v`, the keys and values may have fewer
+        heads (axis -3) than the queries when the count divides.
+    initial_state : array, shape (..., E, M), optional
+        What was summed before the first row: the state that an earlier piece returned, or any
+        array of float32 (float64 for float64 input). It may have fewer heads, as `k` and `v`.
+    return_state : bool
+        Whether to return the state after the last row too.
+    reverse : bool
+        Whether to go from the last row to the first: ``numpy.triu`` for ``numpy.tril``.
+    algorithm : {"auto", "chunked", "recurrent", "low_occupancy"}
+        How it is computed. The last two are GPU kernels, and the CPU refuses them.
+    out : array, shape (..., L, M), optional
+        Where to write the output: of q's kind and dtype, overlapping no input.
+
+    Returns
+    -------
+    out : array, shape (..., L, M)
+        Of the kind and dtype of `q`, laid out in memory as `q` is.
+    state : array, shape (..., E, M)
+        Only with `return_state`: ``initial_state + k.mT @ v``, in float32, or float64 for float64
+        input. Its batch axes are those of `k`, `v` and `initial_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With a message that names the argument, what it got and what is wanted, before anything is
+        allocated.
+    NotImplementedError
+        For arrays on a GPU.
+
+    See Also
+    --------
+    causal_product_backward : its gradients.
+    linear_attention : the normalised form.
+    prefix_state : the states, or what queries at any positions read from them.
+
+    Notes
+    -----
+    Row i of the output is ``q[i] @ S[i]``, where the state ``S[i]`` is the sum of the outer
+    products of ``k[j]`` and ``v[j]`` up to row i [1]_. Within chunks of rows the product is masked
+    scores times values, between chunks it goes through the state. State and sums are float32
+    (float64 for float64 input). Results are bitwise repeatable.
+
+    Output (i, m) is not finite where a product ``q[i, e] * k[j, e] * v[j, m]`` that belongs to its
+    sum has a factor that is not finite. What rows after i hold never shows in it.
+
+    References
+    ----------
+    .. [1] A. Katharopoulos, A. Vyas, N. Pappas and F. Fleuret, "Transformers are RNNs: fast
+       autoregressive transformers with linear attention", ICML, 2020.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import causal_product
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 1000, 32))
+    >>> out = causal_product(q, k, v)
+    >>> bool(np.allclose(out, np.tril(q @ k.swapaxes(-1, -2)) @ v))
+    True
+
+    In two pieces, through the state:
+
+    >>> first, state = causal_product(q[:, :300], k[:, :300], v[:, :300], return_state=True)
+    >>> rest = causal_product(q[:, 300:], k[:, 300:], v[:, 300:], initial_state=state)
+    >>> bool(np.allclose(np.concatenate([first, rest], axis=1), out))
+    True
+    """
+    name = "causal_product"
+    native = to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
+    *inputs, result = native.arrays
+    problem = _product.product_problem(name, *inputs)
+    check_out(name, result, problem, inputs)
+    reverse = _options.flag(name, "reverse", reverse)
+    with_state = _options.flag(name, "return_state", return_state)
+    _product.algorithm(name, algorithm, native.backend)
+    backend = backend_of(name, native)
+    with native.context:
+        result, state = backend.product(
+            problem, *inputs, result, reverse=reverse, return_state=with_state
+        )
+        answer = native.give_back(result) if out is None else out
+        return (answer, native.give_back(state)) if with_state else answer
+
+
+def causal_product_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    initial_state: Any = None,
+    reverse: bool = False,
+    dstate: Any = None,
+) -> tuple[Any, ...]:
+    """Gradients of `causal_product` with respect to its array arguments.
+
+    Parameters
+    ----------
+    dout : array, shape (..., L, M)
+        Gradient of the output, of its shape and dtype.
+    q : array, shape (..., L, E)
+    k : array, shape (..., L, E)
+    v : array, shape (..., L, M)
+    initial_state : array, shape (..., E, M), optional
+        The arguments of the product.
+    reverse : bool
+        That of the product.
+    dstate : array, shape (..., E, M), optional
+        Gradient of the returned state, of its shape and dtype; zero by default.
+
+    Returns
+    -------
+    dq : array, shape (..., L, E)
+    dk : array, shape (..., L, E)
+    dv : array, shape (..., L, M)
+        Each of the shape and dtype of the argument: summed over the batch axes along which that
+        was broadcast, and over the queries of a group of heads.
+    dinitial_state : array, shape (..., E, M)
+        Only with `initial_state`, of its shape and dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `causal_product`.
+
+    See Also
+    --------
+    causal_product : whose notes apply here too.
+
+    Notes
+    -----
+    The gradients are causal products themselves, those of `k` and `v` in the other direction::
+
+        dq = causal_product(dout, v, k)
+        dk = causal_product(v, dout, q, reverse=True)
+        dv = causal_product(k, q, dout, reverse=True)
+
+    Two scans compute all of them, the state of the second one being the gradient of the state.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import causal_product, causal_product_backward
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 100, 8))
+    >>> dq, dk, dv = causal_product_backward(dout, q, k, v)
+
+    The output is linear in each argument, so that its gradient times the argument is the same
+    number for all of them:
+
+    >>> loss = np.sum(dout * causal_product(q, k, v))
+    >>> [bool(np.isclose(np.sum(x * dx), loss)) for x, dx in ((q, dq), (k, dk), (v, dv))]
+    [True, True, True]
+    """
+    name = "causal_product_backward"
+    native = to_native(name, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate)
+    *inputs, grad, state_grad = native.arrays
+    problem = _product.product_problem(name, *inputs)
+    _product.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
+    if state_grad is not None:
+        shape, dtype = problem.state_shape, problem.state_dtype
+        _product.check_gradient(name, "dstate", state_grad, shape, dtype)
+    reverse = _options.flag(name, "reverse", reverse)
+    backend = backend_of(name, native)
+    with native.context:
+        grads = backend.backward(problem, grad, *inputs, state_grad, reverse=reverse)
+        return tuple(native.give_back(x) for x in grads if x is not None)
+
+
+def to_native(name: str, **arrays: Any) -> _arrays.Native:
+    """Return array arguments as native arrays; only some of them may be None."""
+    require(name, **{arg: x for arg, x in arrays.items() if arg not in _OPTIONAL})
+    return _arrays.to_native(name, **arrays)
+
+
+def backend_of(name: str, native: _arrays.Native) -> Any:
+    """Return the module that computes with these arrays."""
+    if native.backend not in _BACKENDS:
+        raise NotImplementedError(f"{name}: q is on a GPU, want arrays on the CPU")
+    return importlib.import_module(_BACKENDS[native.backend])
+
+
+def check_out(name: str, out: Any, problem: _product.Product, inputs: Sequence[Any]) -> None:
+    """Raise unless `out`, where it is given, can take the output of `problem`."""
+    if out is not None:
+        named = zip(("q", "k", "v", "initial_state"), inputs, strict=False)
+        _check.check_out(name, out, problem.out_shape, problem.dtype, named)
+
+
+def require(name: str, **arrays: Any) -> None:
+    """Raise for an array that is None."""
+    for arg, array in arrays.items():
+        if array is None:
+            raise TypeError(f"{name}: {arg} is None, want an array")

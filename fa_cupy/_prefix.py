@@ -1,0 +1,119 @@
+"""The two halves of a causal product, each for itself: running states, and reading from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fa_cupy import _linear, _options, _product
+
+
+def prefix_state(
+    k: Any,
+    v: Any,
+    ends: Sequence[int] | Any = None,
+    *,
+    q: Any = None,
+    initial_state: Any = None,
+    reverse: bool = False,
+) -> Any:
+    """Return running sums of outer products, or what queries read from them.
+
+    The state at position p is ``initial_state + k[:p].mT @ v[:p]``, of shape (E, M), or with
+    `reverse` ``initial_state + k[p:].mT @ v[p:]``.
+
+    Parameters
+    ----------
+    k : array, shape (..., L, E)
+        Keys, as in `causal_product`.
+    v : array, shape (..., L, M)
+        Values.
+    ends : sequence of P ints from 0 to L, optional
+        Positions, in any order; all of the sequence by default.
+    q : array, shape (..., P, E), optional
+        Queries: row i reads the state at ``ends[i]`` (all rows read the whole sequence's without
+        `ends`). As in `causal_product`, `k` and `v` may have fewer heads.
+    initial_state : array, shape (..., E, M), optional
+        What was summed before, of float32 (float64 for float64 input).
+    reverse : bool
+        Whether sums go from the last row to the first.
+
+    Returns
+    -------
+    array
+        Without `q`: the states, of shape (..., P, E, M), or (..., E, M) without `ends`; float32, or
+        float64 for float64 input. With `q`: the rows ``q[i] @ state[i]``, of shape (..., P, M) and
+        q's dtype, without an array of P states.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `causal_product`.
+
+    See Also
+    --------
+    causal_product : where row i reads the state at ``i + 1`` (``i`` with `reverse`).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import prefix_state
+    >>> rng = np.random.default_rng(0)
+    >>> k, v = rng.standard_normal((2, 1000, 8))
+    >>> states = prefix_state(k, v, range(100, 1001, 100))  # after every 100 rows
+    >>> states.shape
+    (10, 8, 8)
+    >>> bool(np.allclose(states[2], k[:300].T @ v[:300]))
+    True
+
+    Queries at times that lie between those of the keys:
+
+    >>> times = np.sort(rng.random(1000))
+    >>> q = rng.standard_normal((3, 8))
+    >>> prefix_state(k, v, np.searchsorted(times, [0.7, 0.2, 0.5]), q=q).shape
+    (3, 8)
+    """
+    name = "prefix_state"
+    if q is None:
+        native = _linear.to_native(name, k=k, v=v, initial_state=initial_state)
+        inputs = [None, *native.arrays]
+    else:
+        native = _linear.to_native(name, q=q, k=k, v=v, initial_state=initial_state)
+        inputs = native.arrays
+    problem = _product.product_problem(name, *inputs, aligned=False)
+    reverse = _options.flag(name, "reverse", reverse)
+    rows = 1 if q is None else problem.q_len
+    if ends is None:
+        found = np.full(rows, 0 if reverse else problem.k_len)
+    else:
+        found = _product.positions(name, ends, problem.k_len)
+    if q is not None and len(found) != rows:
+        raise ValueError(f"{name}: ends has {len(found)} positions, q has {rows} rows")
+    backend = _linear.backend_of(name, native)
+    order = np.argsort(found, kind="stable")
+    back = np.argsort(order)
+    ascending = bool((np.diff(found) >= 0).all())
+    with native.context:
+        if q is None:
+            result = backend.states(problem, *inputs[1:], found[order], reverse=reverse)
+            if ends is None:
+                result = result[..., 0, :, :]
+            elif not ascending:
+                result = result[..., back, :, :]
+        else:
+            queries, *others = inputs
+            if not ascending:
+                queries = queries[..., order, :]
+                problem = _product.product_problem(name, queries, *others, aligned=False)
+            result, _ = backend.product(
+                problem,
+                *(queries, *others, None),
+                reverse=reverse,
+                return_state=False,
+                ends=found[order],
+            )
+            if not ascending:
+                result = result[..., back, :]
+        return native.give_back(result)
