@@ -44,7 +44,7 @@ def test_the_struct_is_that_of_the_kernel():
     sizes = {"TensorMap": (128, 64), "AttentionParams": (ATTENTION_PARAMS.itemsize, 8)}
     sizes |= {"Schedule": (SCHEDULE.itemsize, 8), "int": (4, 4)}
     at, names = 0, []
-    for kind, name, length in members("attention/fwd_sm90.cu", "FwdSm90Params"):
+    for kind, name, length in members("attention/fwd_sm90.cuh", "FwdSm90Params"):
         size, alignment = sizes[kind]
         at = -(-at // alignment) * alignment
         assert FWD_SM90_PARAMS.fields[name][1] == at, name

@@ -6,6 +6,7 @@
 // tile of kTileN keys a warpgroup starts S = Q K^T of that tile and O += P V of the tile before,
 // and turns S into the next P while the tensor cores are busy with what it or its neighbours have
 // started (docs: "Reading fwd_sm90").
+#include "cuda_src/attention/fwd_sm90.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/barriers.cuh"
@@ -21,88 +22,6 @@
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
-
-// -------------------------------------------------------------------------------------- constants
-constexpr bool kBf16 = FA_BF16;       // bfloat16, else float16
-constexpr int kDim = FA_DIM;          // head_dim and v_dim, padded with zeros
-constexpr int kGroups = FA_GROUPS;    // warpgroups that compute
-constexpr int kTileM = 64 * kGroups;  // query rows of a block
-constexpr int kTileN = FA_TILE_N;     // keys of a tile
-constexpr int kStages = FA_STAGES;    // K tiles, and V tiles, in flight
-constexpr int kQSlots = FA_Q_SLOTS;   // places for a warpgroup's rows of Q, and of its output
-// Warpgroups take turns at the tensor cores: one passes its turn on when its products are done
-// (exclusive), or when they are asked for.
-constexpr bool kExclusive = FA_EXCLUSIVE;
-constexpr bool kQRegisters = FA_Q_REGISTERS;  // Q is read from registers, not from shared memory
-constexpr bool kTransform = FA_TRANSFORM;     // scale, softcap and bias come before the softmax
-// A warpgroup's softmax starts before its O += P V is done; needs registers that scratch work
-// takes.
-constexpr bool kOverlap = !kExclusive && !kTransform;
-// The last tile may be cut to half its keys; ptxas serialises the products of other builds for it.
-constexpr bool kHalves = kTileN == 128 && kDim == 128 && !kTransform;
-constexpr bool kEarly = kQSlots >= 2 * kGroups;  // all rows of the next Q are there early
-constexpr int kWorkStages = 4;                   // places for announced work
-constexpr int kThreads = 128 * (kGroups + 1);
-constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
-constexpr int kMmaN = kTileN / 8;
-constexpr int kMmaV = kDim / 8;
-// 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
-constexpr int kFeedingRegisters = kGroups == 2 ? 40 : 32;
-constexpr int kComputingRegisters = kGroups == 2 ? 232 : 160;
-static_assert(kGroups == 2 || kGroups == 3, "registers are shared out for these");
-static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
-static_assert(kTileN % 16 == 0, "16 keys are one step of a product");
-static_assert(!kTransform || kTileN % 32 == 0, "rework_scores takes 32 columns at a time");
-
-struct FwdSm90Params {
-  TensorMap q_map, k_map, v_map, out_map;
-  AttentionParams common;
-  Schedule schedule;
-  int size[3];                          // batch axes of the maps
-  int q_step[3], k_step[3], v_step[3];  // 0 along an axis that the array broadcasts, else 1
-  int row_shift;                        // 2**row_shift heads share a tile of queries, row by row
-};
-static_assert(sizeof(FwdSm90Params) == FA_SM90_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
-
-// ---------------------------------------------------------------------------------------- storage
-using QTile = SharedTile<64, 64 * kBlocks>;
-constexpr int kQTileBytes = 64 * 128 * kBlocks, kKTileBytes = kTileN * 128 * kBlocks;
-
-// One block's next part of the work.
-struct Announced {
-  uint32 entry;       // batch entry, over all launches
-  int coordinate[3];  // of the entry along the maps' batch axes
-  int q_begin;        // first row of the query tile; -1: there is no more work
-  int begin, end;     // key tiles that its rows see
-};
-struct alignas(16) Work : Announced {
-  struct alignas(16) Group {
-    KeyTiles keys;  // of them a warpgroup's rows may see fewer,
-    int half;       // 1 for only half of the last one
-  } group[kGroups];
-};
-
-struct SharedStorage {
-  uint8 q[kQSlots][kQTileBytes];  // later a tile of the output
-  uint8 k[kStages][kKTileBytes];
-  uint8 v[kStages][kKTileBytes];
-  float scratch[kTransform ? 4 * kGroups : 1][kTransform ? kReworkFloats : 2];
-  uint64 q_full[kQSlots], q_empty[kQSlots], out_full[kQSlots];
-  uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  uint64 work_full[kWorkStages], work_empty[kWorkStages], work_begun[kWorkStages];
-  Work work[kWorkStages];
-};
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/variants.py asks for as much");
-
-enum NamedBarrier : int { kTurn = 1, kEpilogue = kTurn + kGroups };  // one each for a warpgroup
-
-using WorkPlace = RingPlace<kWorkStages>;
-using QPlace = RingPlace<kQSlots>;  // all warpgroups' rows of a tile, one after the other
-
-// Rows of a query tile, of all heads that share it.
-FA_DEVICE int tile_rows(const FwdSm90Params& params) {
-  return params.common.q_len << params.row_shift;
-}
 
 // ----------------------------------------------------------------------------------------- feeding
 // Writes down the work that an index of the schedule stands for, by a warp; false when there is
@@ -303,7 +222,7 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
   WorkPlace place;
   QPlace q_place;
   q_place.advance(group);
-  RingPlace<kStages> k_place;
+  RingPlace<kStages> k_place, v_place;
   auto release = [&](const uint64& barrier) {
     if (lane == 0) arrive(barrier);
   };
@@ -340,8 +259,8 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
     wgmma_commit_group();
   };
   // O += P V over the first kCols keys of a tile, started.
-  auto start_outputs = [&](auto cols, int stage) {
-    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.v[stage]), kTileN * 128);
+  auto start_outputs = [&](auto cols) {
+    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.v[v_place.index()]), kTileN * 128);
 #pragma unroll
     for (int step = 0; step < decltype(cols)::value / 16; ++step) {
       const uint32 a[4] = {weights[0][2 * step][0], weights[0][2 * step][1],
@@ -356,10 +275,11 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.k_full[k_place.index()], k_place.parity());
     __syncwarp();  // or a lane that comes late would find the phase after the next
     release(shared.k_empty[k_place.index()]);
-    wait(shared.v_full[k_place.index()], k_place.parity());
-    __syncwarp();
-    release(shared.v_empty[k_place.index()]);
     k_place.advance();
+    wait(shared.v_full[v_place.index()], v_place.parity());
+    __syncwarp();
+    release(shared.v_empty[v_place.index()]);
+    v_place.advance();
   };
 
   // Goes to the query tile announced at a place; false when there is no more work.
@@ -428,7 +348,8 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       k_place.advance();
       auto release_values = [&]() {
         if constexpr (!kFirst) {
-          release(shared.v_empty[k_place.before(2).index()]);
+          release(shared.v_empty[v_place.index()]);
+          v_place.advance();
         }
       };
       if constexpr (!kOverlap) release_values();
@@ -477,10 +398,9 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       take_turn();
       wgmma_fence();
       start_scores(cols, cvta_to_shared(shared.k[k_place.index()]));
-      const RingPlace<kStages> v_place = k_place.before(1);  // of the tile before
       wait(shared.v_full[v_place.index()], v_place.parity());
       wgmma_fence();
-      start_outputs(kAll, v_place.index());
+      start_outputs(kAll);
       if constexpr (!kExclusive) pass_turn();
       settle(Constant<0>(), cols);
     };
@@ -489,17 +409,17 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
 #pragma unroll 1
     while (tile < keys.end - (half ? 1 : 0)) step(kAll);
     if (half && tile < keys.end) step(kHalf);
-    const RingPlace<kStages> v_place = k_place.before(1);
     wait(shared.v_full[v_place.index()], v_place.parity());
     if (half) {
       wgmma_fence();
-      start_outputs(kHalf, v_place.index());
+      start_outputs(kHalf);
     } else {
       wgmma_fence();
-      start_outputs(kAll, v_place.index());
+      start_outputs(kAll);
     }
     wgmma_wait_group<0>();
     release(shared.v_empty[v_place.index()]);
+    v_place.advance();
 #pragma unroll 1
     for (; tile < shared.work[place.index()].end; ++tile) skip_tile();
     const int row_of_group = first_row;

@@ -21,7 +21,7 @@ FA_DEVICE void rescore(const AttentionParams& p, uint32 entry, float (&s)[1][kMm
   const int lane = threadIdx.x % 32;
   const uint16* k = static_cast<const uint16*>(p.k) + batch_offsets(p, entry).k;
   // Rolled up, because this code is rarely run and would be a quarter of the kernel.
-#pragma unroll 1
+#pragma unroll 2
   for (int j = 0; j < kMmaN; ++j) {
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const int key = first_key + 8 * j + lane / 4;

@@ -60,7 +60,7 @@ def _padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
 
 
 #: The same fields in the same order as ``struct FwdSm90Params`` in
-#: ``cuda_src/attention/fwd_sm90.cu``, which checks the size when it is compiled.
+#: ``cuda_src/attention/fwd_sm90.cuh``, which checks the size when it is compiled.
 FWD_SM90_PARAMS = _padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
     + [("common", ATTENTION_PARAMS), ("schedule", SCHEDULE), ("size", np.int32, (MAP_AXES,))]

@@ -23,7 +23,7 @@ SHARED_LIMIT = {
     "sm_121": 99 * 1024,
 }
 _WORK_BYTES = 80  # TileWork and KeyTiles in cuda_src/common
-_WORK_STAGES = 4  # kWorkStages in fwd_sm90.cu
+_WORK_STAGES = 4  # kWorkStages in fwd_sm90.cuh
 
 
 class Call(NamedTuple):
@@ -207,7 +207,7 @@ class VariantSm90(Variant):
         tiles = row * (self.q_slots * 64 + 2 * self.stages * self.tile_n)
         scratch = 4 * self.groups * 2048 if self.transform else 8
         barriers = 3 * self.q_slots + 4 * self.stages + 3 * _WORK_STAGES
-        work = 32 + 32 * self.groups  # Work in fwd_sm90.cu
+        work = 32 + 32 * self.groups  # Work in fwd_sm90.cuh
         return tiles + -(-(scratch + 8 * barriers) // 16) * 16 + _WORK_STAGES * work
 
     @property

@@ -30,6 +30,8 @@ BLOCKS = 2
 #: In the environment of a process that has AddressSanitizer loaded (`validation.emulator.seeds`).
 SANITIZE = "FA_CUPY_EMULATOR_SANITIZE"
 _COMMON = ("-std=c++17", "-g", "-fPIC", "-fvisibility=hidden", f"-I{FOLDER}", f"-I{ROOT}")
+# Some compilers define it, and then a jump to another fiber's stack aborts the process.
+_COMMON += ("-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0")
 _SANITIZERS = ("-fsanitize=address", "-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 # Kernels: -O1, so that a debugger finds its way; each load and store is reported to machine.cpp.
 _KERNEL = ("-O1", "-w", "-fno-strict-aliasing", "-fno-exceptions", "-fasynchronous-unwind-tables")
@@ -94,7 +96,7 @@ def build(
         for path in (FOLDER / "machine.cpp", FOLDER / "instructions.cpp")
     ]  # fmt: skip
     options = (*_KERNEL, *(_SANITIZERS if sanitize else _REPORTED))
-    used = sorted([*FOLDER.rglob("*.cuh"), *ROOT.glob("cuda_src/common/*")])
+    used = sorted([*FOLDER.rglob("*.cuh"), *ROOT.glob("cuda_src/*/*.cuh")])
     used += [FOLDER / "engine.hpp", FOLDER / "cuda.hpp", FOLDER / "entry.cpp", source]
     used += [ROOT / "ptx/types.cuh", *objects]
     stem = f"{name}-{_digest(used, options, defines, entries)}"
