@@ -1,5 +1,7 @@
 """The kernels' own source, run on the CPU: each row of the table, seeds, and planted bugs."""
 
+import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from fa_cupy import reference
 from fa_cupy.gpu.compile import ROOT
 from fa_cupy.gpu.variants import VARIANTS
-from validation import emulator
+from validation import emulator, stages
 from validation.emulator.seeds import DTYPES, check, draw, one, sanitizer
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
@@ -39,6 +41,93 @@ def test_every_row(row):
     check(row, q, k, v, seed=2, is_causal=True, causal_align="bottom_right", **options)
     check(row, q[:1], k[:1], v[:1, :, : dim - 8], seed=3, window=(70, 5), causal_align="top_left",
           **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [r for r in VARIANTS if r.entry.endswith("sm80") and r.dim == 96],
+                         ids=lambda row: row.dtype)  # fmt: skip
+def test_every_stage(row):
+    """As `validation.stages` on a GPU."""
+    dtype = {"float16": "fp16", "bfloat16": "bf16"}[row.dtype]
+
+    def attention(q, k, v, **options):
+        return emulator.attention(row, q, k, v, **options)[0]
+
+    def debug(q, k, v, stage):
+        tiles = -(-q.shape[1] // row.tile_m)
+        columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
+        found = np.full((len(q), tiles, row.tile_m, columns), np.nan, np.float32)
+        staged = dataclasses.replace(row, debug_stage=stage)
+        emulator.attention(staged, q, k, v, debug=found)
+        if stage == 2:  # the largest is in units of the softmax
+            found[..., 0] *= math.sqrt(q.shape[-1]) * math.log(2)
+        return found[:, ::-1].reshape(len(q), -1, columns)  # the last query rows are first
+
+    text, over = stages.report(stages.run(debug, attention, (dtype,), (80,)))
+    assert over == 0, text
+
+
+# Both tensor core instructions: a product whose numbers are all the same, added to a number.
+PROBE = """
+#include "ptx/mma_sync.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+
+struct Params {
+  float* out;
+  float c;
+  uint32 a, b;
+};
+
+extern "C" __global__ void probe(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const uint32 shared = cvta_to_shared(shared_bytes);
+  uint32 a[4], b[4];
+  for (int i = 0; i < 4; ++i) a[i] = params.a, b[i] = params.b;
+  if (threadIdx.x < 64) st_shared_v4_b32(shared + 16 * threadIdx.x, b);
+  fence_proxy_async_shared();
+  bar_sync(0, 128);
+  float d[1][4], e[4];
+  for (int i = 0; i < 4; ++i) d[0][i] = e[i] = params.c;
+  wgmma_fence();
+  wgmma_m64k16_rs<false, 8, kKMajor>(d, a, wgmma_descriptor(shared, 0), 1);
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  mma_m16n8k16_f32_f16(e, a, b[0], b[1]);
+  for (int i = 0; i < 4; ++i) {
+    params.out[threadIdx.x * 4 + i] = e[i];
+    params.out[512 + threadIdx.x * 4 + i] = d[0][i];
+  }
+}
+"""
+
+
+# Of the accumulator's ulp, with either sign: what is added, what arrives, what arrives truncated.
+@pytest.mark.parametrize(
+    ("added", "rounded", "truncated"), [(17.5, 18, 16), (1.75, 2, 0), (0, 0, 0)]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_tensor_cores(added, rounded, truncated, sign, tmp_path):
+    (tmp_path / "probe.cu").write_text(PROBE)
+    path = emulator.build("probe-sums", tmp_path / "probe.cu", (), ("probe",))
+    out = np.empty(1024, np.float32)
+    a, b = (np.full(2, x, np.float16).view(np.uint32)[0] for x in (sign * added / 16, 2.0**-13))
+    fields = [("out", "u8"), ("c", "f4"), ("a", "u4"), ("b", "u4")]
+    for steps, truncating in ((rounded, False), (truncated, True)):
+        params = np.array([(out.ctypes.data, 1536, a, b)], np.dtype(fields, align=True))
+        emulator.launch(path, "probe", 1, 128, 1024, params, 0, truncating)
+        assert set((out - 1536) * 2**13) == {sign * steps}
+
+
+@pytest.mark.parametrize("row", [SM80, *SM90], ids=lambda row: row.name)
+def test_truncating_sums(row):
+    q, k, v = (draw(2, n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (70, 200, 200))
+    check(row, q, k, v, truncating=True)
+    rounded, truncated = (
+        emulator.attention(row, q, k, v, truncating=truncating)[1] for truncating in (False, True)
+    )
+    assert (rounded != truncated).any()
 
 
 @pytest.mark.parametrize("row", SM90, ids=lambda row: row.name)

@@ -152,6 +152,7 @@ def launch(
     shared: int,
     filled: np.ndarray[Any, Any],
     seed: int,
+    truncating: bool = False,
 ) -> None:
     """Run a launch to its end.
 
@@ -167,6 +168,8 @@ def launch(
         The kernel's parameters.
     seed : int
         Of the order in which threads and what runs beside them take turns.
+    truncating : bool
+        Whether tensor cores cut what they add, as they were seen to, rather than round sums.
 
     Raises
     ------
@@ -181,10 +184,10 @@ def launch(
     run = _library(path).emulate
     run.argtypes = [
         ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64,
-        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
+        ctypes.c_bool, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
     ]  # fmt: skip
-    pointer = raw.ctypes.data + at
-    if run(entry.encode(), blocks, threads, shared, seed, pointer, message, len(message)):
+    arguments = blocks, threads, shared, seed, truncating, raw.ctypes.data + at
+    if run(entry.encode(), *arguments, message, len(message)):
         said = _line(path, message.value.decode())
         raise EmulationError(f"{entry}, seed {seed}: {said}")
 
@@ -198,6 +201,8 @@ def attention(
     mask: np.ndarray[Any, Any] | None = None,
     seed: int = 0,
     source: Path | None = None,
+    truncating: bool = False,
+    debug: np.ndarray[Any, Any] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """`fa_cupy.attention` by one row of the variant table, with LSE.
@@ -207,10 +212,12 @@ def attention(
     row : Variant
     q, k, v, bias, mask : numpy.ndarray
         As for `fa_cupy.attention`; aligned to 16 bytes where the row wants it.
-    seed : int
+    seed, truncating : int, bool
         As for `launch`.
     source : Path, optional
         A kernel in place of the row's own.
+    debug : numpy.ndarray, optional
+        Where a staged build writes what it holds, by block.
     **options
         Of `fa_cupy.attention`.
 
@@ -223,7 +230,7 @@ def attention(
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
     view = _check.out_view(problem, out.shape, out.strides)
-    places = (q, k, v, bias, mask, out, lse, None)
+    places = (q, k, v, bias, mask, out, lse, debug)
     pointers = [0 if x is None else x.ctypes.data for x in places]
     path = build_row(row, source)
     block = (row.threads, row.shared_bytes)
@@ -239,14 +246,14 @@ def attention(
         counter = counter[counter.ctypes.data // 8 % 2 :]
         address = counter.ctypes.data if tiles > BLOCKS else 0
         filled["schedule"] = (address, seed + 1, tiles, *rest)
-        launch(path, row.entry, min(BLOCKS, tiles), *block, filled, seed)
+        launch(path, row.entry, min(BLOCKS, tiles), *block, filled, seed, truncating)
         return out, lse
     filled, parts, aligned = params.fill(problem, view, row.tile_m)
     for offsets, first, blocks in parts:
         at = [p and p + offset for p, offset in zip(pointers, offsets, strict=True)]
         aligned = aligned and not any(p % 16 for p in (*at[:3], at[5]))
         params.pack_head(filled, 0, *at, first, aligned)
-        launch(path, row.entry, blocks, *block, filled, seed)
+        launch(path, row.entry, blocks, *block, filled, seed, truncating)
     return out, lse
 
 

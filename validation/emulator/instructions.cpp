@@ -81,13 +81,29 @@ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
   });
 }
 
+bool truncating;
+
+// Adds to an accumulator the product of one step over k: rounded once, or as tensor cores were seen
+// to.  There an accumulator that 17.5 of its ulp are added to grows by 16, and with 1.75 it stays:
+// the smaller of the two is cut, towards zero, to twice the ulp of the larger (2 is the smallest
+// power of two that does both), and so is what float32 cannot hold of the sum.
+static float accumulate(float c, double product) {
+  if (!truncating || !std::isfinite(c + product)) return static_cast<float>(c + product);
+  int exponent;
+  double low = c, high = product;
+  if (std::fabs(low) > std::fabs(high)) std::swap(low, high);
+  std::frexp(high, &exponent);
+  const double sum = high + std::ldexp(std::trunc(std::ldexp(low, 23 - exponent)), exponent - 23);
+  const float rounded = static_cast<float>(sum);
+  return std::fabs(rounded) > std::fabs(sum) ? std::nextafter(rounded, 0.0f) : rounded;
+}
+
 struct MmaArgument {
   float* d;
   const uint32_t* a;
   uint32_t b[2];
 };
 
-// Sums are rounded once, in float32.
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool bf16) {
   MmaArgument argument{d, a, {b0, b1}};
   meet(32, "mma.sync", argument, [bf16](MmaArgument** lanes) {
@@ -105,9 +121,9 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, b
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
-        double sum = lanes[lane]->d[i];
+        double sum = 0;
         for (int k = 0; k < 16; ++k) sum += x[row][k] * y[k][col];
-        lanes[lane]->d[i] = static_cast<float>(sum);
+        lanes[lane]->d[i] = accumulate(lanes[lane]->d[i], sum);
       }
     }
   });
@@ -174,24 +190,20 @@ struct Started {
         }
       }
     }
-    if (product.k_major) {
-      Matrix(product.b_descriptor).each_chunk(n, 16, [&](int row, int col, uint32_t at) {
-        read(at, &y[col][row], 256);
-      });
-    } else {
-      Matrix(product.b_descriptor).each_chunk(16, n, [&](int row, int col, uint32_t at) {
-        read(at, &y[row][col], 1);
-      });
-    }
+    const bool rows = product.k_major;  // of B, as stored, are its columns
+    Matrix(product.b_descriptor)
+        .each_chunk(rows ? n : 16, rows ? 16 : n, [&](int row, int col, uint32_t at) {
+          read(at, rows ? &y[col][row] : &y[row][col], rows ? 256 : 1);
+        });
     for (int m = 0; m < 64; ++m) {
-      float sum[256] = {};
+      double sum[256] = {};
       for (int k = 0; k < 16; ++k) {
-        for (int i = 0; i < n; ++i) sum[i] += x[m][k] * y[k][i];
+        for (int i = 0; i < n; ++i) sum[i] += double(x[m][k]) * y[k][i];
       }
       for (int i = 0; i < n; ++i) {
         const int thread = m / 16 * 32 + m % 8 * 4 + i % 8 / 2;
         float& out = d[thread][i / 8][m % 16 / 8 * 2 + i % 2];
-        out = (product.add ? out : 0.0f) + sum[i];
+        out = accumulate(product.add ? out : 0.0f, sum[i]);
       }
     }
   }
@@ -233,39 +245,41 @@ void wait_products(int pending) {
 }
 
 // ---------------------------------------------------------------------------------------- cp.async
+void CopyGroups::commit() {
+  closed.push_back(std::move(open));
+  open.clear();
+}
+
+void CopyGroups::wait(const char* where, int pending, int state) {
+  wait_until(where, [this, pending, state] {
+    const auto done = [](const std::vector<Copy>& group, int least) {
+      return std::all_of(group.begin(), group.end(), [=](const Copy& x) { return *x >= least; });
+    };
+    while (!closed.empty() && done(closed.front(), 2)) closed.pop_front();
+    for (size_t i = 0; i + size_t(pending) < closed.size(); ++i) {
+      if (!done(closed[i], state)) return false;
+    }
+    return true;
+  });
+}
+
 void copy_16(uint32_t address, const void* global, uint32_t bytes) {
   unsigned char* to = shared_at(address, 16, 16);
   if (bytes > 16) fail("cp.async of more than 16 bytes");
   if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16) fail("misaligned cp.async");
-  const auto done = std::make_shared<bool>(false);
   Fiber* fiber = &self();
-  fiber->open_copies.push_back(done);
+  const Copy state = fiber->copies.add();
   fill(address, 16, kNothing);
   block->pending.push_back([=] {
     std::memset(to, 0, 16);
     if (bytes > 0) std::memcpy(to, global, bytes);
     fill(address, 16, writing(*fiber));
-    *done = true;
+    *state = 2;
   });
 }
 
-void commit_copies() {
-  self().copy_groups.push_back(std::move(self().open_copies));
-  self().open_copies.clear();
-}
-
-void wait_copies(int pending) {
-  auto& groups = self().copy_groups;
-  wait_until("cp.async.wait_group", [&groups, pending] {
-    while (groups.size() > size_t(pending)) {
-      for (const auto& copy : groups.front()) {
-        if (!*copy) return false;
-      }
-      groups.pop_front();
-    }
-    return true;
-  });
-}
+void commit_copies() { self().copies.commit(); }
+void wait_copies(int pending) { self().copies.wait("cp.async.wait_group", pending, 2); }
 
 // --------------------------------------------------------------------------------------------- TMA
 // A box of an array in memory, and its place in shared memory.
@@ -284,37 +298,31 @@ struct Box {
     if (!aligned) fail("a tensor map of a misaligned array");
     shared_at(shared, static_cast<int>(bytes()));
   }
-  int64_t shape(int axis) const { return int64_t(map[1 + axis]); }
-  int64_t stride(int axis) const { return int64_t(map[6 + axis]); }
-  int64_t box(int axis) const { return int64_t(map[11 + axis]); }
+  int64_t shape(int64_t axis) const { return int64_t(map[1 + axis]); }
+  int64_t stride(int64_t axis) const { return int64_t(map[6 + axis]); }
+  int64_t box(int64_t axis) const { return int64_t(map[11 + axis]); }
   long bytes() const { return box(0) * box(1) * box(2) * box(3) * 128; }
 
   // Calls f(address in memory, shared address, elements that lie inside the array, bytes of one)
   // for each 16 bytes, in order; elements outside come last, or fill the 16 bytes.
   template <typename F>
   void each_chunk(const F& f) const {
-    uint32_t to = shared;
-    for (int64_t i0 = 0; i0 < box(0); ++i0) {
-      for (int64_t i1 = 0; i1 < box(1); ++i1) {
-        for (int64_t i2 = 0; i2 < box(2); ++i2) {
-          for (int64_t i3 = 0; i3 < box(3); ++i3) {
-            const int64_t at[4] = {c[4] + i0, c[3] + i1, c[2] + i2, c[1] + i3};
-            bool inside = true;
-            uint64_t address = map[0];
-            for (int axis = 0; axis < 4; ++axis) {
-              inside = inside && at[axis] >= 0 && at[axis] < shape(axis);
-              address += uint64_t(at[axis] * stride(axis));
-            }
-            const int64_t size = stride(4), each = 16 / size;
-            for (int64_t chunk = 0; chunk < 8; ++chunk, to += 16) {
-              const int64_t col = c[0] + each * chunk;
-              if (col % each) fail("a box whose columns do not start at a multiple of 16 bytes");
-              const int64_t left = inside && col >= 0 ? shape(4) - col : 0;
-              f(reinterpret_cast<unsigned char*>(address + uint64_t(size * col)),
-                to ^ (to >> 3 & 0x70), std::clamp<int64_t>(left, 0, each) * size);
-            }
-          }
-        }
+    const int64_t size = stride(4), each = 16 / size;
+    for (int64_t row = 0; row < bytes() / 128; ++row) {
+      bool inside = true;
+      uint64_t address = map[0];
+      for (int64_t axis = 3, rest = row; axis >= 0; rest /= box(axis--)) {
+        const int64_t at = c[4 - axis] + rest % box(axis);
+        inside = inside && at >= 0 && at < shape(axis);
+        address += uint64_t(at * stride(axis));
+      }
+      for (int64_t chunk = 0; chunk < 8; ++chunk) {
+        const int64_t col = c[0] + each * chunk;
+        if (col % each) fail("a box whose columns do not start at a multiple of 16 bytes");
+        const int64_t left = inside && col >= 0 ? shape(4) - col : 0;
+        const uint32_t to = shared + uint32_t(128 * row + 16 * chunk);
+        f(reinterpret_cast<unsigned char*>(address + uint64_t(size * col)), to ^ (to >> 3 & 0x70),
+          std::clamp<int64_t>(left, 0, each) * size);
       }
     }
   }
@@ -339,8 +347,7 @@ void load_box(uint32_t address, const unsigned long long* map, uint32_t barrier,
 // The source is read at one moment and written at a later one.
 void store_box(const unsigned long long* map, uint32_t address, const int (&c)[5]) {
   const Box box(map, address, c);
-  const auto state = std::make_shared<int>(0);
-  self().open_stores.push_back(state);
+  const Copy state = self().stores.add();
   box.each_chunk([](unsigned char*, uint32_t at, int64_t bytes) {
     check_filled("a TMA store", at, static_cast<int>(bytes));
     check_fenced("a TMA store", at, static_cast<int>(bytes));
@@ -364,21 +371,9 @@ void store_box(const unsigned long long* map, uint32_t address, const int (&c)[5
   });
 }
 
-void commit_stores() {
-  self().store_groups.push_back(std::move(self().open_stores));
-  self().open_stores.clear();
-}
-
+void commit_stores() { self().stores.commit(); }
 void wait_stores(int pending, bool written) {
-  auto& groups = self().store_groups;
-  wait_until("cp.async.bulk.wait_group", [&groups, pending, written] {
-    for (size_t i = 0; i + size_t(pending) < groups.size(); ++i) {
-      for (const auto& store : groups[i]) {
-        if (*store < (written ? 2 : 1)) return false;
-      }
-    }
-    return true;
-  });
+  self().stores.wait("cp.async.bulk.wait_group", pending, written ? 2 : 1);
 }
 
 }  // namespace machine

@@ -408,12 +408,13 @@ void __tsan_func_exit() {}
 // Returns 0, or 1 with what went wrong in `message`.
 __attribute__((visibility("default"))) int emulate(const char* entry, unsigned blocks,
                                                    unsigned threads, size_t shared, uint64_t seed,
-                                                   const void* params, char* message,
-                                                   size_t message_size) {
+                                                   bool truncating, const void* params,
+                                                   char* message, size_t message_size) {
   machine::failure.clear();
   machine::entry = entry;
   machine::entry_params = params;
   machine::shared_size = shared;
+  machine::truncating = truncating;
   machine::grid_size.x = blocks;
   machine::block_size.x = threads;
   ASAN_UNPOISON_MEMORY_REGION(shared_bytes, kSharedLimit);

@@ -30,6 +30,18 @@ struct Registers {
   bool touched;    // since the last wgmma_fence
 };
 
+// Copies that a thread asked for: those of the open group, and the closed groups.  Each is 0 at
+// first, 1 when its source has been read, 2 when it has been written.
+using Copy = std::shared_ptr<int>;
+struct CopyGroups {
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> closed;
+
+  Copy add() { return open.emplace_back(std::make_shared<int>(0)); }
+  void commit();
+  void wait(const char* where, int pending, int state);
+};
+
 struct Fiber : Thread {
   ucontext_t context;
   jmp_buf place;
@@ -38,13 +50,9 @@ struct Fiber : Thread {
   Ready ready;                 // empty: it can go on
   const char* where = "running";
   bool started = false, ended = false;
-  bool impatient = false;  // it waits for a while only
-  uint32_t fences = 0;     // of proxies
-  // Copies that this thread asked for: those of the open group, and the closed groups.
-  std::vector<std::shared_ptr<bool>> open_copies;
-  std::deque<std::vector<std::shared_ptr<bool>>> copy_groups;
-  std::vector<std::shared_ptr<int>> open_stores;  // 0: asked for, 1: source read, 2: written
-  std::deque<std::vector<std::shared_ptr<int>>> store_groups;
+  bool impatient = false;     // it waits for a while only
+  uint32_t fences = 0;        // of proxies
+  CopyGroups copies, stores;  // cp.async, TMA
   std::vector<Registers> registers;
   uintptr_t low = ~uintptr_t(0), high = 0;      // bounds of them all
   uint64_t groups = 0, waited = 0, fenced = 0;  // groups of products; wgmma_fences
@@ -96,6 +104,7 @@ struct Block {
 
 extern Block* block;
 extern size_t shared_size;
+extern bool truncating;  // how tensor cores add (instructions.cpp)
 
 inline Fiber& self() { return static_cast<Fiber&>(*current); }
 [[noreturn]] void fail(const std::string& what);

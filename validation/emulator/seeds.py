@@ -9,9 +9,9 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ def check(
     mask: np.ndarray | None = None,
     seed: int = 0,
     source: Path | None = None,
+    truncating: bool = False,
     **options: Any,
 ) -> None:
     """Hold a call against the reference.
@@ -51,7 +52,7 @@ def check(
     EmulationError
     AssertionError
     """
-    out, lse = emulator.attention(row, q, k, v, bias, mask, seed, source, **options)
+    out, lse = emulator.attention(row, q, k, v, bias, mask, seed, source, truncating, **options)
     want, want_lse = reference.attention(q, k, v, bias, mask, **options)
     largest = np.abs(np.nan_to_num(v.astype(np.float64))).max(initial=1)
     unit = 2.0**-10 if row.dtype == "float16" else 2.0**-7
@@ -108,11 +109,6 @@ def one(seed: int, part: str = "", source: Path | None = None) -> str | None:
     return None
 
 
-def _many(arguments: tuple[range, str, Path | None]) -> list[str]:
-    seeds, part, source = arguments
-    return [found for seed in seeds if (found := one(seed, part, source))]
-
-
 def sanitizer() -> str | None:
     """Return the path of the compiler's AddressSanitizer, None where there is none."""
     asked = [str(emulator.compiler()), "-print-file-name=libasan.so"]
@@ -158,17 +154,10 @@ def main(argv: Sequence[str]) -> int:
         failed = [found for seed in seeds if (found := one(seed, args.row, args.source))]
     else:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of each process
-        failed = []
-        parts = (seeds[i : i + 8] for i in range(0, len(seeds), 8))
-        tasks: Iterator[Any] = ((part, args.row, args.source) for part in parts)
-        with (
-            ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool,
-            tqdm(total=len(seeds), unit="seed", file=sys.stderr) as bar,
-        ):
-            while running := list(islice(tasks, 16 * args.jobs)):
-                for task, found in zip(running, pool.map(_many, running), strict=True):
-                    failed += found
-                    bar.update(len(task[0]))
+        fixed = repeat(args.row), repeat(args.source)
+        with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+            ran = pool.map(one, seeds, *fixed, chunksize=8)
+            failed = [found for found in tqdm(ran, total=len(seeds), unit="seed") if found]
     more = f" --row {args.row}" if args.row else ""
     more += f" --source {args.source}" if args.source else ""
     for found in failed:
