@@ -387,8 +387,9 @@ def sm90_roles(folder):
         ax.text(x + width / 2, 0.55, title, ha="center", va="center", size=8.5)
 
     for y, height, text in (
-        (1.3, 3.15, "a thread draws tickets,\nannounces tiles\nand loads $K$ and $V$"),
-        (4.9, 1.6, "a thread loads $Q$"),
+        (1.25, 1.1, "a warp draws tickets\nand announces tiles"),
+        (2.95, 1.7, "a thread\nloads $K$ and $V$"),
+        (5.05, 1.5, "a thread loads $Q$"),
         (7.2, 1.6, "a thread stores $O$"),
     ):
         box(ax, 0.2, y, 4.3, height, text, PALE, size=8.5)
@@ -402,17 +403,18 @@ def sm90_roles(folder):
             box(ax, 6.1 + i * width, y, width, 0.8, name.format(i), color, size=8)
 
     ring(1.4, "tile", 4, "#e5f0e8")
-    ring(2.5, "$K$ {}", 2, MEMORY["shared memory"])
-    ring(3.6, "$V$ {}", 2, MEMORY["shared memory"])
-    for y, name in ((1.8, "work"), (2.9, "k"), (4.0, "v")):
+    ring(2.75, "$K$ {}", 2, MEMORY["shared memory"])
+    ring(3.85, "$V$ {}", 2, MEMORY["shared memory"])
+    for y, name in ((1.8, "work"), (3.15, "k"), (4.25, "v")):
         ax.text(5.3, y - 0.12, f"{name}_full", ha="center", va="bottom", **mono)
         ax.text(10.85, y - 0.12, f"{name}_empty", ha="center", va="bottom", **mono)
         arrow(ax, (4.5, y), (6.1, y))
         arrow(ax, (10.2, y), (11.5, y))
     for group in range(3):
-        y, color = 4.75 + 1.35 * group, warpgroup_color(group, 0.3)
+        y, color = 4.95 + 1.3 * group, warpgroup_color(group, 0.3)
         for i in range(2):
-            box(ax, 6.1 + 2.05 * i, y, 2.05, 1.2, f"$Q$ {i}, later $O$", color, size=7.5)
+            text = f"$Q$ {group + 3 * i}, later $O$"
+            box(ax, 6.1 + 2.05 * i, y, 2.05, 1.2, text, color, size=7.5)
         text = f"warpgroup {group + 1}: 64 rows,\n$S$, $P$, $O$ in registers"
         text += "\n(head_dim 64 only)" if group == 2 else ""
         box(ax, 11.7, y, 4.0, 1.2, text, color, size=8)
@@ -422,12 +424,14 @@ def sm90_roles(folder):
                 color=TILES[group], linewidth=1,
             )
         )  # fmt: skip
+    arrow(ax, (2.35, 2.95), (2.35, 2.35))
+    ax.text(2.55, 2.65, "work_begun", ha="left", va="center", **mono)
     arrow(ax, (4.5, 5.7), (6.1, 5.7))
     ax.text(5.3, 5.58, "q_full", ha="center", va="bottom", **mono)
     arrow(ax, (6.1, 8.0), (4.5, 8.0))
     ax.text(5.3, 7.88, "out_full", ha="center", va="bottom", **mono)
-    arrow(ax, (2.35, 7.2), (2.35, 6.5))
-    ax.text(2.55, 6.85, "q_empty", ha="left", va="center", **mono)
+    arrow(ax, (2.35, 7.2), (2.35, 6.55))
+    ax.text(2.55, 6.87, "q_empty", ha="left", va="center", **mono)
     save(figure, folder, "sm90_roles")
 
 
@@ -453,10 +457,50 @@ def in_turns(groups, tiles, product, softmax, exclusive):
     return done
 
 
+def seam(early, product, softmax, epilogue):
+    """Two warpgroups from the last turn of a tile of queries to the second of the next.
+
+    As `in_turns`, but for an epilogue after the last P V, before or after the first S of the next
+    tile is started; what is of the next tile has an accent.
+    """
+    done, free, asked = [], 0, [0, 0]
+
+    def multiply(group, name, start):
+        nonlocal free
+        start = max(free, start)
+        free = start + product
+        done.append((group, name, start, free))
+        return free
+
+    def work(group, name, start, clocks):
+        done.append((group, name, start, start + clocks))
+        return start + clocks
+
+    for group in range(2):  # S of the last tile and P V of the one before
+        scores = multiply(group, "$S_n$", 0)
+        both = multiply(group, "$P_{n-1}V_{n-1}$", 0)
+        asked[group] = max(both, work(group, "softmax", scores, softmax))
+    asked = [multiply(group, "$P_nV_n$", asked[group]) for group in range(2)]
+    for group in range(2):
+        start = asked[group]
+        written = 0
+        if not early:
+            start = work(group, "epilogue", start, epilogue)
+        scores = multiply(group, "$S'_0$", start)
+        if early:
+            written = work(group, "epilogue", start, epilogue)
+        asked[group] = work(group, "softmax'", max(scores, written), softmax)
+    for group in range(2):
+        scores = multiply(group, "$S'_1$", asked[group])
+        multiply(group, "$P'_0V'_0$", asked[group])
+        work(group, "softmax'", scores, softmax)
+    return done
+
+
 def sm90_pipeline(folder):
-    """Tensor cores and exponentials over time; clocks from the rates of the two units."""
+    """Tensor cores and exponentials over time, in clocks; then the end of a tile of queries."""
     last = 6144
-    figure, ax = canvas(7.2, 5.3, (-1.5, 12.65), (-0.75, 9.67))
+    figure, ax = canvas(7.2, 8.78, (-1.5, 12.65), (-0.75, 16.5))
     alone, start = [], 0
     for tile in range(5):
         for what in ("S", "softmax", "PV"):
@@ -496,6 +540,34 @@ def sm90_pipeline(folder):
         ax.plot((clocks / 512,) * 2, (y - 0.08, y + 0.08), color=GREY, lw=0.8)
         ax.text(clocks / 512, y + 0.16, f"{clocks:,}", ha="center", va="top", size=7, color=GREY)
     ax.text(-0.1, y, "clocks", ha="right", va="center", size=7.5, color=GREY)
+
+    y += 1.35
+    for title, early in (
+        ("between two tiles of queries, up to head_dim 128: the next $S$ is started before the"
+         " epilogue", True),
+        ("between two tiles of queries, head_dim 192 and 256: it is started after the epilogue",
+         False),
+    ):  # fmt: skip
+        ax.text(-1.4, y - 0.3, title, size=8.5)
+        ax.text(-0.1, y + 0.35, "tensor cores", ha="right", va="center", size=7.5)
+        for group in range(2):
+            ax.text(-0.1, y + 1.15 + 0.75 * group, f"warpgroup {group + 1}", ha="right",
+                    va="center", size=7.5)  # fmt: skip
+        for group, what, begin, end in seam(early, 1, 1, 2):
+            if begin >= 12:
+                continue
+            if what.startswith("$"):
+                row, color = y, 0.6 if what.startswith("$S") else 0.42
+            else:
+                row = y + 0.8 + 0.75 * group
+                color = 0.55 if what == "epilogue" else 0.22
+            size = 6.8 if what.startswith("softmax") else 6.4 if "n-1" in what else 7.8
+            box(ax, begin, row, min(end, 12) - begin, 0.7, what, warpgroup_color(group, color),
+                "white", size=size)  # fmt: skip
+        y += 3.15
+    y -= 0.6
+    arrow(ax, (0, y), (12.45, y), color=GREY)
+    ax.text(12.45, y + 0.16, "time", ha="right", va="top", size=7, color=GREY)
     save(figure, folder, "sm90_pipeline")
 
 
@@ -518,12 +590,20 @@ def sm90_memory(folder):
                 Rectangle((at / 1024, y - 0.33), size / 1024, 0.66, facecolor=color, edgecolor=INK,
                           linewidth=0.7)
             )  # fmt: skip
-            ax.text((at + size / 2) / 1024, y, text, ha="center", va="center", size=7)
+            ax.text((at + size / 2) / 1024, y, text, ha="center", va="center",
+                    size=7 if size > 8192 else 6.2)  # fmt: skip
             at += size
 
-        for slot in range(row.q_stages):
-            for group in range(row.groups):
-                part(64 * width, f"$Q$ {slot}\n{64 * width // 1024}", warpgroup_color(group, 0.3))
+        for slot in range(row.q_slots):
+            whole = row.q_slots % row.groups == 0
+            users = [slot % row.groups] if whole else range(row.groups)
+            for i, group in enumerate(users):
+                high = 0.66 / len(users)
+                ax.add_patch(
+                    Rectangle((at / 1024, y - 0.33 + i * high), 64 * width / 1024, high, lw=0,
+                              facecolor=warpgroup_color(group, 0.3))
+                )  # fmt: skip
+            part(64 * width, f"$Q$ {slot}\n{64 * width // 1024}", "none")
         for name, color in (("K", MEMORY["shared memory"]), ("V", "#c4dcf2")):
             for slot in range(row.stages):
                 size = row.tile_n * width
@@ -532,11 +612,13 @@ def sm90_memory(folder):
         ax.add_patch(
             Rectangle((at / 1024, y - 0.4), rest / 1024, 0.8, facecolor=INK, edgecolor=INK, lw=1.2)
         )
-        ax.text(at / 1024 + 1.8, y, f"{rest} B", va="center", size=7.5)
+        x = at / 1024 + 1.8
+        x = x if x + 12 < limit / 1024 else limit / 1024 + 1  # not across the limit's line
+        ax.text(x, y, f"{rest} B", va="center", size=7.5)
     ax.axvline(limit / 1024, color=TILES[1], lw=1.4)
     ax.text(limit / 1024, -0.56, f"limit: {limit // 1024} KB", ha="right", va="bottom", size=8,
             color=TILES[1])  # fmt: skip
-    ax.set(xlim=(0, limit / 1024 + 2), ylim=(2.5, -0.5), xlabel="KB")
+    ax.set(xlim=(0, limit / 1024 + 13), ylim=(2.5, -0.5), xlabel="KB")
     ax.set_yticks(range(3), [f"head_dim {dim}" for dim in dims])
     ax.set_xticks(range(0, 225, 32))
     ax.tick_params(axis="y", length=0)

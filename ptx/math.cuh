@@ -24,3 +24,16 @@ FA_DEVICE float rcp_rn(float x) {
   asm("rcp.rn.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
+
+// a * b + c for each of two packed numbers, rounded to nearest even; subnormals count.
+FA_DEVICE uint32 fma_rn_f16x2(uint32 a, uint32 b, uint32 c) {
+  uint32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+FA_DEVICE uint32 fma_rn_bf16x2(uint32 a, uint32 b, uint32 c) {
+  uint32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}

@@ -1,5 +1,13 @@
 """The kernels' own source, run on the CPU: each row of the table, seeds, and planted bugs."""
 
+import dataclasses
+import math
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,37 +15,27 @@ from hypothesis import strategies as st
 
 from fa_cupy import reference
 from fa_cupy.gpu.compile import ROOT
-from fa_cupy.gpu.variants import VARIANTS, VariantSm90
-from tests.strategies import DTYPES
-from validation import emulator
+from fa_cupy.gpu.variants import VARIANTS
+from validation import emulator, stages
+from validation.emulator.seeds import DTYPES, check, draw, one, sanitizer
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
-NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1]}
 PLAIN = {(row.source, row.dim): row for row in VARIANTS if not getattr(row, "transform", False)}
-SM90 = PLAIN["attention/fwd_sm90", 64], PLAIN["attention/fwd_sm90", 128]
+SM80 = PLAIN["attention/fwd_sm80", 128]
+SM90 = D64, D128 = PLAIN["attention/fwd_sm90", 64], PLAIN["attention/fwd_sm90", 128]
 
 
-def draw(*shape, dtype, seed=0, scale=1.0):
-    values = np.random.default_rng(seed).standard_normal(shape)
-    return (scale * values).astype(np.float32).astype(dtype)
-
-
-def check(row, q, k, v, bias=None, mask=None, seed=0, **options):
-    out, lse = emulator.attention(row, q, k, v, bias, mask, seed=seed, **options)
-    want, want_lse = reference.attention(q, k, v, bias, mask, **options)
-    largest = np.abs(np.nan_to_num(v.astype(np.float64))).max(initial=1)
-    unit = 2.0**-10 if row.dtype == "float16" else 2.0**-7
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=unit * largest)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
-    return out, lse
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    """Every row, compiled on all cores."""
+    emulator.build_rows(VARIANTS)
 
 
 @pytest.mark.parametrize("row", VARIANTS, ids=lambda row: row.name)
 def test_every_row(row):
-    dtype, dim = NAMES[row.dtype], row.dim
-    q, k, v = (draw(4, n, dim, dtype=dtype, seed=i) for i, n in enumerate((150, 200, 200)))
+    dtype, dim = DTYPES[row.dtype], row.dim
+    q, k, v = (draw(2, n, dim, dtype=dtype, seed=i) for i, n in enumerate((150, 200, 200)))
     options = {"softcap": 3.0} if getattr(row, "transform", False) else {}
     check(row, q, k, v, seed=1, **options)
     check(row, q, k, v, seed=2, is_causal=True, causal_align="bottom_right", **options)
@@ -45,9 +43,96 @@ def test_every_row(row):
           **options)  # fmt: skip
 
 
+@pytest.mark.parametrize("row", [r for r in VARIANTS if r.entry.endswith("sm80") and r.dim == 96],
+                         ids=lambda row: row.dtype)  # fmt: skip
+def test_every_stage(row):
+    """As `validation.stages` on a GPU."""
+    dtype = {"float16": "fp16", "bfloat16": "bf16"}[row.dtype]
+
+    def attention(q, k, v, **options):
+        return emulator.attention(row, q, k, v, **options)[0]
+
+    def debug(q, k, v, stage):
+        tiles = -(-q.shape[1] // row.tile_m)
+        columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
+        found = np.full((len(q), tiles, row.tile_m, columns), np.nan, np.float32)
+        staged = dataclasses.replace(row, debug_stage=stage)
+        emulator.attention(staged, q, k, v, debug=found)
+        if stage == 2:  # the largest is in units of the softmax
+            found[..., 0] *= math.sqrt(q.shape[-1]) * math.log(2)
+        return found[:, ::-1].reshape(len(q), -1, columns)  # the last query rows are first
+
+    text, over = stages.report(stages.run(debug, attention, (dtype,), (80,)))
+    assert over == 0, text
+
+
+# Both tensor core instructions: a product whose numbers are all the same, added to a number.
+PROBE = """
+#include "ptx/mma_sync.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+
+struct Params {
+  float* out;
+  float c;
+  uint32 a, b;
+};
+
+extern "C" __global__ void probe(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const uint32 shared = cvta_to_shared(shared_bytes);
+  uint32 a[4], b[4];
+  for (int i = 0; i < 4; ++i) a[i] = params.a, b[i] = params.b;
+  if (threadIdx.x < 64) st_shared_v4_b32(shared + 16 * threadIdx.x, b);
+  fence_proxy_async_shared();
+  bar_sync(0, 128);
+  float d[1][4], e[4];
+  for (int i = 0; i < 4; ++i) d[0][i] = e[i] = params.c;
+  wgmma_fence();
+  wgmma_m64k16_rs<false, 8, kKMajor>(d, a, wgmma_descriptor(shared, 0), 1);
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  mma_m16n8k16_f32_f16(e, a, b[0], b[1]);
+  for (int i = 0; i < 4; ++i) {
+    params.out[threadIdx.x * 4 + i] = e[i];
+    params.out[512 + threadIdx.x * 4 + i] = d[0][i];
+  }
+}
+"""
+
+
+# Of the accumulator's ulp, with either sign: what is added, what arrives, what arrives truncated.
+@pytest.mark.parametrize(
+    ("added", "rounded", "truncated"), [(17.5, 18, 16), (1.75, 2, 0), (0, 0, 0)]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_tensor_cores(added, rounded, truncated, sign, tmp_path):
+    (tmp_path / "probe.cu").write_text(PROBE)
+    path = emulator.build("probe-sums", tmp_path / "probe.cu", (), ("probe",))
+    out = np.empty(1024, np.float32)
+    a, b = (np.full(2, x, np.float16).view(np.uint32)[0] for x in (sign * added / 16, 2.0**-13))
+    fields = [("out", "u8"), ("c", "f4"), ("a", "u4"), ("b", "u4")]
+    for steps, truncating in ((rounded, False), (truncated, True)):
+        params = np.array([(out.ctypes.data, 1536, a, b)], np.dtype(fields, align=True))
+        emulator.launch(path, "probe", 1, 128, 1024, params, 0, truncating)
+        assert set((out - 1536) * 2**13) == {sign * steps}
+
+
+@pytest.mark.parametrize("row", [SM80, *SM90], ids=lambda row: row.name)
+def test_truncating_sums(row):
+    q, k, v = (draw(2, n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (70, 200, 200))
+    check(row, q, k, v, truncating=True)
+    rounded, truncated = (
+        emulator.attention(row, q, k, v, truncating=truncating)[1] for truncating in (False, True)
+    )
+    assert (rounded != truncated).any()
+
+
 @pytest.mark.parametrize("row", SM90, ids=lambda row: row.name)
 def test_what_only_the_hopper_kernel_has(row):
-    dtype = NAMES[row.dtype]
+    dtype = DTYPES[row.dtype]
     # Heads of one group in a tile; scores that pass every reference; rows without keys; hidden NaN.
     q, k, v = (draw(1, h, n, 64, dtype=dtype, seed=n) for h, n in ((8, 5), (2, 300), (2, 300)))
     check(row, q, k, v, is_causal=True, causal_align="bottom_right")
@@ -78,7 +163,7 @@ def test_scores_of_any_size(dim, size):
 
 def test_a_lost_row_does_not_spread():
     row = SM90[1]
-    q, k, v = (draw(n, row.dim, dtype=NAMES[row.dtype], seed=n) for n in (100, 400, 400))
+    q, k, v = (draw(n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (100, 400, 400))
     want, _ = emulator.attention(row, q, k, v)
     q[17] = np.nan
     got, lse = emulator.attention(row, q, k, v)
@@ -98,16 +183,22 @@ def test_a_lost_row_does_not_spread():
     seed=st.integers(0, 2**32),
 )
 def test_any_call_with_any_schedule(row, lengths, window, heads, dim, seed):
-    dtype = NAMES[row.dtype]
+    dtype = DTYPES[row.dtype]
     q = draw(1, heads[0], lengths[0], dim, dtype=dtype, seed=1)
     k, v = (draw(1, heads[1], lengths[1], dim, dtype=dtype, seed=i) for i in (2, 3))
     options = {"window": window, "causal_align": "bottom_right"} if window else {}
     check(row, q, k, v, seed=seed, **options)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**40))
+def test_any_row_with_any_seed(seed):
+    assert one(seed) is None
+
+
 @pytest.mark.parametrize("row", SM90, ids=lambda row: row.name)
 def test_the_schedule_does_not_show(row):
-    q, k, v = (draw(3, n, row.dim, dtype=NAMES[row.dtype]) for n in (200, 420, 420))
+    q, k, v = (draw(3, n, row.dim, dtype=DTYPES[row.dtype]) for n in (200, 420, 420))
     options = {"is_causal": True, "causal_align": "bottom_right"}
     found = {
         tuple(x.tobytes() for x in emulator.attention(row, q, k, v, seed=seed, **options))
@@ -116,80 +207,231 @@ def test_the_schedule_does_not_show(row):
     assert len(found) == 1
 
 
-# What is taken out of fwd_sm90.cu, what stands there instead, and the row that shows it.
+def changed(text, old, new):
+    """The text with one place changed; white space in ``old`` stands for any white space."""
+    if isinstance(old, str):
+        old, new = re.compile(r"\s+".join(map(re.escape, old.split()))), new.replace("\\", r"\\")
+    text, count = old.subn(new, text)
+    assert count == 1, old
+    return text
+
+
+WORK_BEYOND = (
+    re.compile(r"(shared\.work\[place\.index\(\))(\] = work;|\], index\))"),
+    r"\1 + kWorkStages\2",
+)
+# What stands in a kernel, what is put there instead, on which row, and what is said about it; where
+# nothing is said, what comes out differs.
 BUGS = {
     "K is read before it has landed": (
-        "wait(shared.k_full[k_place.index()], k_place.parity());\n      take_turn();\n",
-        "take_turn();\n",
-        1,
+        D128,
+        r"wgmma reads .* not yet.*fwd_sm90.cu:\d+",
+        ("wait(shared.k_full[k_place.index()], k_place.parity());\n      take_turn", "take_turn"),
     ),
     "V is read before it has landed": (
-        "        wait(shared.v_full[v_place.index()], v_place.parity());\n        wgmma_fence();",
-        "        wgmma_fence();",
-        1,
+        D128,
+        "wgmma reads .* not yet",
+        ("  wait(shared.v_full[v_place.index()], v_place.parity());\n        wgmma_fence",
+         "wgmma_fence"),
     ),
     "the parity of Q is wrong": (
-        "wait(shared.q_full[q_place.index()][group], q_place.parity());",
-        "wait(shared.q_full[q_place.index()][group], q_place.parity() ^ 1);",
-        1,
+        D128,
+        "ldmatrix reads .* not yet",
+        (re.compile(r"parity\(\)(\);\s+(const uint32 )?q_tile =)"), r"parity() ^ 1\1"),
     ),
     "K is given back before it has been read": (
-        "      take_turn();\n      wgmma_fence();\n      start_scores(cols);",
-        "      take_turn();\n      release(shared.k_empty[k_place.index()]);\n"
-        "      wgmma_fence();\n      start_scores(cols);",
-        1,
+        D128,
+        "wgmma reads .* not yet",
+        ("      release(shared.k_empty[k_place.index()]);\n      k_place.advance();\n      auto",
+         "      k_place.advance();\n      auto"),
+        ("if constexpr (kOverlap && !kFirst) {",
+         "release(shared.k_empty[k_place.index()]);\n      if constexpr (kOverlap && !kFirst) {"),
     ),
     "K is never given back": (
-        "      release(shared.k_empty[k_place.index()]);\n      k_place.advance();\n      auto",
-        "      k_place.advance();\n      auto",
-        1,
+        D128,
+        "deadlock; .*mbarrier: warps 0 1",
+        ("      release(shared.k_empty[k_place.index()]);\n      k_place.advance();\n      auto",
+         "      k_place.advance();\n      auto"),
     ),
     "scores are used before the product is done": (
-        "      if constexpr (kOverlap && !kFirst) {\n        wgmma_wait_group<1>();",
-        "      if constexpr (kOverlap && !kFirst) {\n        wgmma_wait_group<2>();",
-        1,
+        D128,
+        "a load from registers of a wgmma in flight",
+        ("{\n        wgmma_wait_group<1>();", "{\n        wgmma_wait_group<2>();"),
     ),
     "the output is scaled before P V is done": (
-        "        if constexpr (kOverlap) wgmma_wait_group<0>();\n        if (!kFirst && moved) {",
-        "        if (!kFirst && moved) {",
-        1,
+        D128,
+        "a load from registers of a wgmma in flight",
+        ("wgmma_wait_group<0>();\n        if (!kFirst &&", ";\n        if (!kFirst &&"),
+    ),
+    "accumulators are set while they are in flight": (
+        D128,
+        "a store to registers of a wgmma in flight",
+        ("if constexpr (!kExclusive) pass_turn();", "s[0][0][0] = 0.0f;"),
+    ),
+    "registers of A are set while they are in flight": (
+        D128,
+        "a store to registers of a wgmma in flight",
+        ("if constexpr (!kExclusive) pass_turn();", "q[0][0] = 0;"),
+    ),
+    "registers are not fenced": (
+        D128,
+        "wgmma without wgmma.fence",
+        ("wgmma_fence();\n      start_scores(cols", "start_scores(cols"),
     ),
     "fewer bytes are expected than come": (
-        "mbarrier_arrive_expect_tx(barrier, kKTileBytes);",
-        "mbarrier_arrive_expect_tx(barrier, kKTileBytes - 16);",
-        0,
+        D64,
+        "deadlock",
+        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes)",
+         "mbarrier_arrive_expect_tx(barrier, kKTileBytes - 16)"),
+    ),
+    "half of a tile is never loaded": (
+        D128,
+        "wgmma reads .* holds nothing",
+        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes)",
+         "mbarrier_arrive_expect_tx(barrier, kKTileBytes / 2)"),
+        ("block < kBlocks; ++block) {\n        cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles",
+         "block < 1; ++block) {\n        cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles"),
+    ),
+    "work is announced but not written": (
+        D64,
+        "a load reads .* holds nothing",
+        (re.compile(r"shared\.work\[place\.index\(\)\] = work;|work\.q_begin = q_begin;"), ""),
     ),
     "a turn is not passed on": (
-        "      take_turn();\n      pass_turn();\n",
-        "      take_turn();\n",
-        0,
+        D64,
+        "deadlock; .*bar.sync: warps",
+        ("      take_turn();\n      pass_turn();\n", "      take_turn();\n"),
     ),
-    "a lane speaks for others that still wait": ("      __syncwarp();  // or a lane", "//", 0),
+    "a lane speaks for others that still wait": (D64, "", ("__syncwarp();  // or a lane", "//")),
+    "a lane is missing from a shuffle": (
+        D64,
+        "threads of one warp are at|others wait for it at|deadlock",
+        ("    softmax.finish();\n", "    if (lane != 5) softmax.finish();\n"),
+    ),
+    "a lane leaves early": (
+        D64,
+        "others wait for it at",
+        ("    softmax.finish();\n", "    if (lane == 5) return;\n    softmax.finish();\n"),
+    ),
     "Q is loaded while the output is stored": (
-        "      cp_async_bulk_wait_group_read<0>();\n",
-        "",
-        0,
+        D64,
+        "a TMA store reads .* not yet",
+        ("      cp_async_bulk_wait_group_read<0>();\n", ""),
     ),
-}
+    "the output is not fenced before it is stored": (
+        D64,
+        r"a TMA store without fence.proxy.async after what thread \d+ has written",
+        ("fence_proxy_async_shared();\n", ""),
+    ),
+    "a box is misaligned": (
+        D128,
+        "misaligned address of a box",
+        ("[block * kTileN * 128])", "[block * kTileN * 128 + 64])"),
+    ),
+    "ldmatrix is misaligned": (
+        D128,
+        "misaligned address in shared memory",
+        ("ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step))",
+         "ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step) + 8)"),
+    ),
+    "work is written beyond its place": (
+        D64,
+        "address beyond shared memory",
+        WORK_BEYOND,
+    ),
+    "a stage is read that is not waited for": (
+        SM80,
+        "ldmatrix reads .* not yet",
+        ("kStages<2 ? 0 : kStages - 2>();", "kStages<2 ? 0 : kStages - 1>();"),
+    ),
+    "a stage is read before all have waited for it": (
+        SM80,
+        "ldmatrix reads .* not yet",
+        ("kStages - 2>();\n    }\n    __syncthreads();", "kStages - 2>();\n    }"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """Each broken kernel as a file, compiled."""
+    folder, found = tmp_path_factory.mktemp("planted"), {}
+    for number, (bug, (row, _, *changes)) in enumerate(BUGS.items()):
+        text = (ROOT / f"cuda_src/{row.source}.cu").read_text()
+        for old, new in changes:
+            text = changed(text, old, new)
+        found[bug] = folder / str(number) / f"{row.source.rpartition('/')[2]}.cu"
+        found[bug].parent.mkdir()
+        found[bug].write_text(text)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda bug: emulator.build_row(BUGS[bug][0], found[bug]), BUGS))
+    return found
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug, tmp_path):
-    old, new, which = BUGS[bug]
-    text = (ROOT / "cuda_src/attention/fwd_sm90.cu").read_text()
-    assert text.count(old) == 1
-    source = tmp_path / "kernel.cu"
-    source.write_text(text.replace(old, new))
-    row = SM90[which]
-    assert isinstance(row, VariantSm90)
-    q, k, v = (draw(3, n, row.dim, dtype=NAMES[row.dtype], scale=2) for n in (200, 420, 420))
+def test_a_planted_bug_is_found(bug, planted):
+    row, message, *_ = BUGS[bug]
+    q, k, v = (draw(3, n, row.dim, dtype=DTYPES[row.dtype], scale=2) for n in (200, 420, 420))
     options = {"is_causal": True, "causal_align": "bottom_right"}
     want = emulator.attention(row, q, k, v, **options)
     for seed in range(60):
         try:
-            got = emulator.attention(row, q, k, v, seed=seed, source=source, **options)
-        except emulator.EmulationError:
-            return
-        if any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True)):
+            got = emulator.attention(row, q, k, v, seed=seed, source=planted[bug], **options)
+        except emulator.EmulationError as error:
+            if re.search(message, str(error)):
+                return
+            continue
+        if not message and any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True)):
             return
     pytest.fail("60 seeds did not show it")
+
+
+def command(*arguments):
+    """What `python -m validation.emulator` returns and prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "validation.emulator", *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_failing_seed_replays(planted):
+    bug = "the output is not fenced before it is stored"
+    more = "--row", BUGS[bug][0].name, "--source", planted[bug]
+    code, text = command("--seeds", 2, "--first", 40, *more)
+    assert code == 1
+    found = re.findall(r"^seed 40: .*$", text, re.MULTILINE)
+    again = re.search(r"again: python -m validation.emulator (--first 40 .*)", text)
+    assert "0 failed" not in text
+    code, text = command(*again[1].split())
+    assert code == 1
+    assert re.findall(r"^seed 40: .*$", text, re.MULTILINE) == found
+
+
+# Beyond an array in global memory, and beyond shared memory.
+BEYOND = {
+    "lse": (SM80, "if (row < params.q_len) {", "if (row < params.q_len + 64) {"),
+    "work": (
+        D64,
+        *WORK_BEYOND,
+    ),
+}
+
+
+@pytest.mark.parametrize("planted_there", [False, True], ids=["clean", "planted"])
+@pytest.mark.parametrize("name", BEYOND)
+def test_address_sanitizer(name, planted_there, tmp_path):
+    if sanitizer() is None:
+        pytest.skip("the compiler has no AddressSanitizer")
+    row, old, new = BEYOND[name]
+    text = (ROOT / f"cuda_src/{row.source}.cu").read_text()
+    source = tmp_path / f"{row.source.rpartition('/')[2]}.cu"
+    source.write_text(changed(text, old, new) if planted_there else text)
+    code, text = command("--sanitize", "--seeds", 4, "--row", row.name, "--source", source)
+    if planted_there:
+        assert code != 0
+        assert re.search(r"ERROR: AddressSanitizer.*\nWRITE of size", text)
+        assert f"{source.name}:" in text
+    else:
+        assert code == 0, text
+        assert "4 seeds over 1 rows, 0 failed" in text

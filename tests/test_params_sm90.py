@@ -44,7 +44,7 @@ def test_the_struct_is_that_of_the_kernel():
     sizes = {"TensorMap": (128, 64), "AttentionParams": (ATTENTION_PARAMS.itemsize, 8)}
     sizes |= {"Schedule": (SCHEDULE.itemsize, 8), "int": (4, 4)}
     at, names = 0, []
-    for kind, name, length in members("attention/fwd_sm90.cu", "FwdSm90Params"):
+    for kind, name, length in members("attention/fwd_sm90.cuh", "FwdSm90Params"):
         size, alignment = sizes[kind]
         at = -(-at // alignment) * alignment
         assert FWD_SM90_PARAMS.fields[name][1] == at, name
@@ -340,11 +340,13 @@ def test_without_a_band_entries_come_one_after_another():
     ("q", "k", "want"),
     [
         ((4, 8, 300, 64), (4, 8, 300, 64), 32),  # all there are
-        ((4, 8, 65536, 128), (4, 8, 65536, 128), 8),  # one fits
-        ((4, 32, 8192, 128), (4, 32, 8192, 128), 8),
+        ((4, 8, 65536, 128), (4, 8, 65536, 128), 16),  # one fits
+        ((4, 32, 1024, 128), (4, 32, 1024, 128), 32),  # 64 fit
         ((4, 32, 4096, 128), (4, 32, 4096, 128), 16),
-        ((4, 32, 4096, 128), (4, 8, 4096, 128), 64),  # four read the same
+        ((4, 32, 4096, 128), (4, 8, 4096, 128), 32),  # four read the same
         ((2, 1, 300, 64), (2, 1, 300, 64), 2),
+        ((1, 50, 300, 64), (1, 50, 300, 64), 25),  # two equal ones
+        ((1, 40, 300, 64), (1, 40, 300, 64), 40),  # not 32 and 8
     ],
 )
 def test_under_a_band_entries_that_fit_the_cache_take_turns(q, k, want):
@@ -356,4 +358,6 @@ def test_under_a_band_entries_that_fit_the_cache_take_turns(q, k, want):
     problem = problem_of(q, k, k, is_causal=True)
     view = _check.out_view(problem, q.shape, q.strides)
     (part,) = params_sm90.fill(problem, view, 128, 128).parts
-    assert part.section == want
+    found = part.section
+    del q, k, problem, view  # nobody may look at their entries, pytest's report included
+    assert found == want

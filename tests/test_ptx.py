@@ -31,6 +31,11 @@ def narrowing(name):
     return f"  at<uint32>(p.out)[i] = {name}(at<float>(p.x)[i], at<float>(p.y)[i]);"
 
 
+def fused(name):
+    x, y, z = (f"at<uint32>(p.{array})[i]" for array in "xyz")
+    return f"  at<uint32>(p.out)[i] = {name}({x}, {y}, {z});"
+
+
 def mma(call):
     """A is x (16, 16), B is y (16, 8), both row by row; the sum starts from z (16, 8)."""
     return """
@@ -68,6 +73,8 @@ SOURCES = {
     "ex2_approx_ftz": elementwise("ex2_approx_ftz"),
     "lg2_approx_ftz": elementwise("lg2_approx_ftz"),
     "rcp_rn": elementwise("rcp_rn"),
+    "fma_rn_f16x2": fused("fma_rn_f16x2"),
+    "fma_rn_bf16x2": fused("fma_rn_bf16x2"),
     "cvt_f32_f16": elementwise("cvt_f32_f16", "uint16"),
     "cvt_f32_bf16": elementwise("cvt_f32_bf16", "uint16"),
     "cvt_rn_f16x2_f32": narrowing("cvt_rn_f16x2_f32"),
@@ -200,6 +207,40 @@ def test_lg2_approx_ftz(run):
     wanted = [-np.inf, -np.inf, -np.inf, 0.0, np.inf, np.nan, np.nan]
     got = run("lg2_approx_ftz", (special.shape, np.float32), special, threads=special.size)
     np.testing.assert_array_equal(got[: len(wanted)], np.float32(wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_fma_of_packed_pairs(run, dtype):
+    name = "fma_rn_f16x2" if dtype is np.float16 else "fma_rn_bf16x2"
+    special = padded([*SPECIAL, 65504.0, 1e-7])
+    with np.errstate(all="ignore"):
+        x, y, z = (
+            np.r_[rng.permutation(special), rng.permutation(special), rng.standard_normal(2**14)]
+            .astype(np.float32)
+            .astype(dtype)
+            for _ in range(3)
+        )
+    got = run(
+        name, (x.size // 2, np.uint32), x.view(np.uint32), y.view(np.uint32), z.view(np.uint32),
+        threads=x.size // 2,
+    ).view(dtype)  # fmt: skip
+    with np.errstate(all="ignore"):
+        exact = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
+        wanted = exact.astype(dtype)
+    # Rounding twice, in NumPy's conversion of bfloat16, may move a tie by a bit.
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    np.testing.assert_allclose(
+        got.astype(np.float64), wanted.astype(np.float64),
+        rtol=float(ml_dtypes.finfo(dtype).eps) if dtype is not np.float16 else 0,
+    )  # fmt: skip
+    zeros = np.zeros_like(x)
+    probe = run(
+        name, (x.size // 2, np.uint32), x.view(np.uint32), zeros.view(np.uint32),
+        zeros.view(np.uint32), threads=x.size // 2,
+    )  # fmt: skip
+    finite = np.isfinite(x.astype(np.float32)).reshape(-1, 2).all(axis=1)
+    np.testing.assert_array_equal(probe == 0, finite)
 
 
 @pytest.mark.gpu

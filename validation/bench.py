@@ -85,10 +85,14 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
     places = [(0, 0), (case.batch - 1, case.heads - 1)]
 
     def reference(place: tuple[int, int]) -> np.ndarray:
-        q, k, v = (_host(x[place]) for x in qkv)
+        batch, head = place
+        kv_place = batch, head * (case.kv_heads or case.heads) // case.heads
+        q, k, v = (_host(x[at]) for x, at in zip(qkv, (place, kv_place, kv_place), strict=True))
         scores = q[rows] @ k.T * case.head_dim**-0.5
         if case.causal:
             scores[np.arange(case.length) > rows[:, None]] = -np.inf
+        if case.window:
+            scores[np.arange(case.length) <= rows[:, None] - case.window] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         return np.asarray(p @ v / p.sum(-1, keepdims=True))
 
@@ -116,6 +120,23 @@ FAMILIES: dict[str, Family] = {
             "plain_cupy": peers.plain_cupy,
         },
         default_impls=("fa_cupy", "cudnn", "flash2"),
+        inputs=peers.random_cupy,
+        check=attention_check,
+        unit="TFLOP/s",
+        per_second=1e12,
+        burst_ms=8,
+        rest_ms=GPU_REST_MS,
+    ),
+    "attention_options": Family(
+        device="gpu",
+        cases=cases.ATTENTION_OPTIONS,
+        impls={
+            "fa_cupy": peers.fa_cupy,
+            "cudnn": peers.torch_sdpa("CUDNN_ATTENTION"),
+            "flash2": peers.torch_sdpa("FLASH_ATTENTION"),
+            "flash2_window": peers.torch_flash_window,
+        },
+        default_impls=("fa_cupy", "cudnn", "flash2", "flash2_window"),
         inputs=peers.random_cupy,
         check=attention_check,
         unit="TFLOP/s",

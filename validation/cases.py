@@ -12,7 +12,8 @@ class Dense:
 
     The name of a case, such as ``bf16 hd128 causal 4096x4``, is dtype, head_dim, ``full`` or
     ``causal``, length x batch; the number of heads follows from heads * head_dim = 2048 and is
-    named (``h8``) only where it does not.
+    named (``h8``) only where it does not. Fewer heads of keys and values (``kv8``) and a causal
+    window (``window1024``: a query sees so many keys, its own the last) are named too.
     """
 
     dtype: str
@@ -21,18 +22,27 @@ class Dense:
     length: int
     batch: int
     heads: int
+    kv_heads: int = 0  # 0: as many as heads
+    window: int = 0  # 0: none
 
     @property
     def name(self) -> str:
         """The key under which results of this case are stored."""
         kind = "causal" if self.causal else "full"
         heads = "" if self.heads * self.head_dim == 2048 else f" h{self.heads}"
-        return f"{self.dtype} hd{self.head_dim} {kind} {self.length}x{self.batch}{heads}"
+        kv = f" kv{self.kv_heads}" if self.kv_heads else ""
+        window = f" window{self.window}" if self.window else ""
+        shape = f"{self.length}x{self.batch}"
+        return f"{self.dtype} hd{self.head_dim} {kind} {shape}{heads}{kv}{window}"
 
     @property
     def flops(self) -> float:
-        """Operations of the two products; a causal mask halves them."""
-        full = 4.0 * self.batch * self.heads * self.length**2 * self.head_dim
+        """Operations of the two products; a causal mask halves them, a window leaves its keys."""
+        of_a_key = 4.0 * self.batch * self.heads * self.head_dim
+        if self.window:
+            seen = min(self.window, self.length)
+            return of_a_key * (seen * (seen + 1) / 2 + (self.length - seen) * seen)
+        full = of_a_key * self.length**2
         return full / 2 if self.causal else full
 
 
@@ -52,6 +62,15 @@ ATTENTION_FWD = (
     *_tokens_16384("fp16", 128, _LENGTHS),
     # no tensor cores here: measured beside plain CuPy rather than beside the fused kernels
     *_tokens_16384("fp32", 128, (4096,)),
+)
+
+# Grouped queries, 4 heads for one of keys and values, and a window.
+ATTENTION_OPTIONS = (
+    *(
+        Dense("bf16", 128, causal, length, 16384 // length, 32, kv_heads=8)
+        for causal, length in product((False, True), (2048, 4096, 16384))
+    ),
+    Dense("bf16", 128, True, 8192, 1, 16, window=1024),
 )
 
 ATTENTION_CPU = tuple(

@@ -91,10 +91,11 @@ def from_torch(tensor: Any) -> Any:
 def random_numpy(case: Dense, seed: int) -> Qkv:
     """N(0, 1) q, k, v of shape (batch, heads, length, dim) on the CPU, contiguous."""
     rng = np.random.default_rng(seed)
-    shape = (case.batch, case.heads, case.length, case.head_dim)
+    heads = (case.heads, case.kv_heads or case.heads)
+    q_shape, kv_shape = ((case.batch, n, case.length, case.head_dim) for n in heads)
     q, k, v = (
         rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype], copy=False)
-        for _ in range(3)
+        for shape in (q_shape, kv_shape, kv_shape)
     )
     return q, k, v
 
@@ -106,9 +107,10 @@ def random_cupy(case: Dense, seed: int) -> Qkv:
     """
     cp = _module("cupy")
     rng = cp.random.default_rng(seed)
-    shape = (case.batch, case.length, case.heads, case.head_dim)
+    kv_heads = case.kv_heads or case.heads
 
-    def draw() -> Any:
+    def draw(heads: int) -> Any:
+        shape = (case.batch, case.length, heads, case.head_dim)
         x = rng.standard_normal(shape, dtype=cp.float32)
         if case.dtype == "bf16":  # round to the upper half of the bits
             bits = (x.view(cp.uint32) + cp.uint32(0x8000)) >> cp.uint32(16)
@@ -117,7 +119,7 @@ def random_cupy(case: Dense, seed: int) -> Qkv:
             x = x.astype(DTYPES[case.dtype])
         return x.swapaxes(-3, -2)
 
-    return draw(), draw(), draw()
+    return draw(case.heads), draw(kv_heads), draw(kv_heads)
 
 
 def poison(array: Any) -> None:
@@ -146,7 +148,8 @@ def fa_cupy(case: Dense, qkv: Qkv) -> Call:
 
     q, k, v = qkv
     wait = _same if isinstance(q, np.ndarray) else None
-    return Call(lambda: attention(q, k, v, is_causal=case.causal), _same, wait)
+    window = (case.window - 1, 0) if case.window else None
+    return Call(lambda: attention(q, k, v, is_causal=case.causal, window=window), _same, wait)
 
 
 def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
@@ -157,6 +160,8 @@ def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
         on_cpu = isinstance(qkv[0], np.ndarray)
         if not on_cpu and not torch.cuda.is_available():
             raise UnavailableError("this torch has no CUDA")
+        if case.window:
+            raise UnavailableError("no windows")
         if not on_cpu and case.dtype == "fp32" and backend != "EFFICIENT_ATTENTION":
             raise UnavailableError("16-bit floats only")
         sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -166,17 +171,35 @@ def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
 
         def run() -> Any:
             with attention.sdpa_kernel(chosen):
-                return sdpa(q, k, v, is_causal=case.causal)
+                return sdpa(q, k, v, is_causal=case.causal, enable_gqa=bool(case.kv_heads))
 
         return Call(run, from_torch, _same if on_cpu else None)
 
     return prepare
 
 
+def torch_flash_window(case: Dense, qkv: Qkv) -> Call:
+    """torch's FlashAttention-2 by its operator, which takes windows as its function does not."""
+    torch = _module("torch")
+    if not case.window or isinstance(qkv[0], np.ndarray):
+        raise UnavailableError("windows on a GPU only")
+    q, k, v = (to_torch(x).transpose(1, 2) for x in qkv)  # (batch, length, heads, dim)
+    n = case.length
+    sides = {"window_size_left": case.window - 1, "window_size_right": 0}
+
+    def run() -> Any:
+        forward = torch.ops.aten._flash_attention_forward
+        return forward(q, k, v, None, None, n, n, 0.0, True, False, **sides)[0].transpose(1, 2)
+
+    return Call(run, from_torch)
+
+
 def jax(case: Dense, qkv: Qkv) -> Call:
     """jax.nn.dot_product_attention through cuDNN, compiled; timed by the host's clock."""
     if case.dtype == "fp32":
         raise UnavailableError("16-bit floats only")
+    if case.window:
+        raise UnavailableError("no windows")
     # without this JAX takes three quarters of the GPU's memory when it is imported
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jax, jnp = _module("jax"), _module("jax.numpy")

@@ -88,6 +88,7 @@ _COLORS = {
     "efficient": "#8a8a8a",
     "jax": "#b8860b",
     "plain_cupy": "#6a51a3",
+    "flash2_window": "#66c2a5",
     "torch": "#1b6ca8",
 }
 
@@ -99,6 +100,13 @@ def _panel(case: str) -> tuple[str, str]:
 
 
 Place = tuple[str, str]  # family and case, or family and title of a panel
+
+
+#: Peers that were measured in another run, whose figures stand in ``peers-<device>.json``.
+_ELSEWHERE = {
+    "fa3": ("--", "#111111", "FlashAttention-3, another run"),
+    "fa4": (":", "#777777", "FlashAttention-4, another run"),
+}
 
 
 def _panels(places: Sequence[Place]) -> dict[Place, list[Place]]:
@@ -130,15 +138,21 @@ def draw(rows: Sequence[store.Row], facts: Mapping[str, Any], path: str = "") ->
         for ((family, case), impl), value in speed.items()
         if impl == "cudnn" and case in known[family]
     }
+    elsewhere = {  # measured in another run
+        (place, impl): known[place[0]][place[1]][impl]
+        for place in dict.fromkeys(place for place, _ in speed)
+        for impl in _ELSEWHERE
+        if impl in known[place[0]].get(place[1], ())
+    }
     impls = list(dict.fromkeys(impl for _, impl in speed))
     panels = _panels(list(dict.fromkeys(place for place, _ in speed)))
     across = min(4, len(panels))
     down = -(-len(panels) // across)
     figure = Figure(figsize=(max(3.6 * across, 6.0), 2.9 * down), layout="constrained")
-    legends: set[tuple[str, ...]] = set()
+    legend: dict[str, Any] = {}
     for i, ((family, title), members) in enumerate(panels.items()):
         axes = figure.add_subplot(down, across, i + 1)
-        bars = " " not in title
+        bars = " " not in title or family.endswith("options")
         here = [impl for impl in impls if any((place, impl) in speed for place in members)]
         for order, impl in enumerate(here):
             points = [(n, speed[p, impl]) for n, p in enumerate(members) if (p, impl) in speed]
@@ -151,8 +165,17 @@ def draw(rows: Sequence[store.Row], facts: Mapping[str, Any], path: str = "") ->
             else:
                 axes.plot(x, y, "o-", ms=4, lw=2.2 if impl == "fa_cupy" else 1.3, **style)
         marks = [(n, best[place]) for n, place in enumerate(members) if place in best]
-        if marks and not bars:
+        others = []
+        for impl, (style, color, label) in _ELSEWHERE.items():
+            found = [(n, elsewhere.get((p, impl))) for n, p in enumerate(members)]
+            points = [(n, value) for n, value in found if value]
+            others += points
+            if points:
+                how = {"ls": "", "marker": "_", "ms": 22, "mew": 1.6} if bars else {"ls": style}
+                axes.plot(*zip(*points, strict=True), color=color, lw=1.2, label=label, **how)
+        if marks and not bars and not others:
             axes.plot(*zip(*marks, strict=True), "k:", lw=1, label="best known peer")
+        marks += others
         names = [case for _, case in members]
         ticks = [c.split(maxsplit=1)[1].replace(" ", "\n") if bars else _panel(c)[1] for c in names]
         axes.set_title(title if len(unit) == 1 else f"{family}: {title}", fontsize=10)
@@ -165,11 +188,11 @@ def draw(rows: Sequence[store.Row], facts: Mapping[str, Any], path: str = "") ->
         axes.set_axisbelow(True)
         if i % across == 0:
             axes.set_ylabel(unit[family], fontsize=9)
-        if tuple(here) not in legends:
-            axes.legend(fontsize=7, loc="lower right")
-            legends.add(tuple(here))
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            legend.setdefault(label, handle)
     what = next(iter(unit)) if len(unit) == 1 else "fa_cupy and its peers"
     figure.suptitle(f"{what} on {facts.get('cpu', facts['device'])}, {facts['date'][:10]}")
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=5, fontsize=8)
     target = Path(path) if path else STATIC / f"bench-{store.slug(facts['device'])}.png"
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)

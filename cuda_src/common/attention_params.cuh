@@ -51,11 +51,14 @@ struct BatchOffsets {
   }
 };
 
-FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, int64 batch) {
+// Of a batch entry, counted over all batch axes; an Index of 32 bits does where entries fit it.
+template <typename Index>
+FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, Index batch) {
   BatchOffsets o = {0, 0, 0, 0, 0, 0};
-  int64 rest = batch;
+  Index rest = batch;
   for (int axis = p.batch_axes - 1; axis > 0; --axis) {
-    const int64 size = p.batch_size[axis], next = divide(rest, size);
+    const int64 size = p.batch_size[axis];
+    const Index next = divide(rest, size);
     o.add(p, axis, rest - next * size);
     rest = next;
   }

@@ -29,22 +29,34 @@ FA_DEVICE KeyTiles key_tiles(const AttentionParams& p, int first_row, int last_r
           (full_high + 1) / tile_n};
 }
 
+// Of the columns 0, 1, 8, 9, 16, 17, ... that a thread holds of an accumulator, those before col.
+FA_DEVICE int own_columns_before(int col, int count) {
+  const int before = 2 * (col >> 3) + min(col & 7, 2);
+  return max(0, min(before, count));
+}
+
+FA_DEVICE uint32 bits_below(int n) { return n < 32 ? (1u << n) - 1 : 0xffffffffu; }
+
 // Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
 // row's band.  2**row_shift rows of the accumulators belong to one query row.
 template <int kMmaM, int kMmaN>
 FA_DEVICE void hide_outside(const AttentionParams& p, float (&s)[kMmaM][kMmaN][4], int first_row,
                             int first_col, int row_shift = 0) {
+  static_assert(2 * kMmaN <= 32, "a bit for each column");
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = (first_row + 16 * i + 8 * h) >> row_shift;
-      const int low = first_key(p, row) - first_col, high = last_key(p, row) - first_col;
+      const int begin = own_columns_before(first_key(p, row) - first_col, 2 * kMmaN);
+      const int end = own_columns_before(last_key(p, row) - first_col + 1, 2 * kMmaN);
+      // Bits [begin, end): one register holds the answer for all columns.
+      const uint32 seen = bits_below(end) & ~bits_below(begin);
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (8 * j + e < low || 8 * j + e > high) s[i][j][2 * h + e] = -FA_INFINITY;
+          if ((seen >> (2 * j + e) & 1) == 0) s[i][j][2 * h + e] = -FA_INFINITY;
         }
       }
     }

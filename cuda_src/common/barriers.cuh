@@ -12,7 +12,7 @@ struct RingPlace {
 
   __device__ __forceinline__ int index() const { return static_cast<int>(count % kCount); }
   __device__ __forceinline__ uint32 parity() const { return count / kCount & 1; }
-  __device__ __forceinline__ void advance() { ++count; }
+  __device__ __forceinline__ void advance(uint32 by = 1) { count += by; }
 };
 
 FA_DEVICE void init(uint64& barrier, int arrivals) {

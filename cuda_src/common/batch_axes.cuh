@@ -9,3 +9,4 @@ FA_DEVICE int64 divide(int64 a, int64 b) {
   if ((a | b) >> 32 == 0) return static_cast<uint32>(a) / static_cast<uint32>(b);
   return a / b;
 }
+FA_DEVICE uint32 divide(uint32 a, int64 b) { return a / static_cast<uint32>(b); }

@@ -1,6 +1,7 @@
 // The two 16-bit element types behind one spelling: kBf16 chooses between bfloat16 and float16.
 #pragma once
 #include "ptx/convert.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
 
 template <bool kBf16>
@@ -9,6 +10,15 @@ FA_DEVICE uint32 pack2(float low, float high) {
     return cvt_rn_bf16x2_f32(low, high);
   } else {
     return cvt_rn_f16x2_f32(low, high);
+  }
+}
+
+template <bool kBf16>
+FA_DEVICE uint32 fma2(uint32 a, uint32 b, uint32 c) {
+  if constexpr (kBf16) {
+    return fma_rn_bf16x2(a, b, c);
+  } else {
+    return fma_rn_f16x2(a, b, c);
   }
 }
 

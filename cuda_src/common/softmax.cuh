@@ -18,28 +18,33 @@ constexpr float kMaxUnseen = 16384.0f;
 // the largest score of a row far from it.
 constexpr float kFar = 65536.0f;
 
+// The reference of a row that has seen no key: finite, so that no difference of two is NaN, and as
+// an exponent's offset it makes the first score that comes too large to be trusted.
+constexpr float kNoReference = -3.402823466e+38f;
+
 FA_DEVICE bool is_far(float reference) {
-  return fabsf(reference) >= kFar && fabsf(reference) < FA_INFINITY;
+  return fabsf(reference) >= kFar && fabsf(reference) < -kNoReference;
 }
 
 // What a score is raised to 2 to, relative to a reference that is such a score's.
 FA_DEVICE float exponent(float score, float exp2_scale, float reference) {
-  if (reference == -FA_INFINITY) return fmaf(score, exp2_scale, 0.0f);
   return is_far(reference) ? __fmul_rn(score, exp2_scale) - reference
                            : fmaf(score, exp2_scale, -reference);
 }
 
 template <int kMmaM>
 struct OnlineSoftmax {
-  float reference[kMmaM][2];  // in units of log2: exp2_scale * score; -inf before the first key
+  float reference[kMmaM][2];  // in units of log2: exp2_scale * score
   float sum[kMmaM][2];
+  bool far;  // whether a reference of this warp is; kept by exponentials<true>
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
-      reference[i][0] = reference[i][1] = -FA_INFINITY;
+      reference[i][0] = reference[i][1] = kNoReference;
       sum[i][0] = sum[i][1] = 0.0f;
     }
+    far = false;
   }
 
   // Looks at the next scores.  Returns whether a row of this warp needs its earlier sums and
@@ -68,8 +73,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float now = fmaxf(reference[i][h], top[i][h]);
-        // Where no key has been seen both are -inf; 0 keeps their difference from being NaN.
-        correction[i][h] = ex2_approx_ftz(reference[i][h] - (now == -FA_INFINITY ? 0.0f : now));
+        correction[i][h] = ex2_approx_ftz(reference[i][h] - now);
         reference[i][h] = now;
         sum[i][h] *= correction[i][h];
       }
@@ -78,42 +82,30 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into weights and adds them up.  With kAnySize scores may be of any size; without,
-  // beyond kFar they may come out as 0 or infinity (fwd_sm80 has no registers left for the branch).
+  // beyond kFar they may come out as 0 or infinity (fwd_sm80 has no registers left to know).
   template <bool kAnySize, int kMmaN>
   __device__ __forceinline__ void exponentials(float (&s)[kMmaM][kMmaN][4], float exp2_scale) {
-    bool far = false;
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) far = far || is_far(reference[i][0]) || is_far(reference[i][1]);
-    if (kAnySize && __any_sync(kFullWarp, far)) {
+    if constexpr (kAnySize) {
+      far = false;
 #pragma unroll
       for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float from = reference[i][h] == -FA_INFINITY ? 0.0f : reference[i][h];
-#pragma unroll
-          for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              float& x = s[i][j][2 * h + e];
-              x = ex2_approx_ftz(__fmul_rn(x, exp2_scale) - from);
-              sum[i][h] += x;
-            }
-          }
-        }
+        far = far || is_far(reference[i][0]) || is_far(reference[i][1]);
       }
-      return;
+      far = __any_sync(kFullWarp, far);
     }
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float offset = reference[i][h] == -FA_INFINITY ? 0.0f : -reference[i][h];
+        // Always the first of the two: it gets a register of its own, else fwd_sm80 spills.
+        const float offset = fminf(-reference[i][h], -kNoReference);
 #pragma unroll
         for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[i][j][2 * h + e];
-            x = ex2_approx_ftz(fmaf(x, exp2_scale, offset));
+            x = ex2_approx_ftz(kAnySize ? __fmul_rn(x, exp2_scale) + offset
+                                        : fmaf(x, exp2_scale, offset));
             sum[i][h] += x;
           }
         }
@@ -124,7 +116,8 @@ struct OnlineSoftmax {
   // Turns scores into weights without looking for the largest: in trust that none passes the
   // reference by much, which after a few tiles holds for nearly all data.  Returns false, with
   // nothing changed but s, if it does not hold for some row of the warp: where a weight is so large
-  // that a float16 may not hold it, where a score is NaN, where a row has no reference yet.
+  // that a float16 may not hold it, where a row has no reference yet.  A score that is NaN makes
+  // its row NaN here as it would anywhere.  Not to be called when `far`.
   template <int kMmaN>
   __device__ __forceinline__ bool trust(float (&s)[kMmaM][kMmaN][4], float exp2_scale) {
     float added[kMmaM][2];
@@ -142,11 +135,7 @@ struct OnlineSoftmax {
           added[i][e / 2] += x;
         }
       }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {  // a row that is NaN already stays so, whatever comes
-        const bool lost = sum[i][h] != sum[i][h];
-        fits = fits && (lost || (added[i][h] <= kMaxUnseen && !is_far(reference[i][h])));
-      }
+      fits = fits && !(added[i][0] > kMaxUnseen) && !(added[i][1] > kMaxUnseen);
     }
     if (!__all_sync(kFullWarp, fits)) return false;
 #pragma unroll

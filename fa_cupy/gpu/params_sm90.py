@@ -29,9 +29,10 @@ DIM_STEP = 8
 _BOX = 64  # rows and columns of a box of Q or of the output: 128 bytes are a swizzled row
 _MAX_STEP = 2**40  # bytes, CUDA Driver API, cuTensorMapEncodeTiled
 _L2_BYTES = 32 << 20  # what keys and values can count on of an H200's 50 MiB
-# Measured at 4,096 and 16,384 tokens: 8 and 16 entries are alike up to 128 columns, where 32 lose
-# 3%; with 256 columns 16 gain 2 to 5% on 8 and less.
-_LEAST_SECTION = {128: 8, 256: 16}
+# Entries of a section. Causal, 512 to 4,096 tokens, head_dim 64 to 256: fewer than 16 have too few
+# tiles of each length (hd256 at 2,048 tokens: 629 TFLOP/s with 8, 662 with 16), more than 32 first
+# load much and then compute much (hd128 at 512: 388 with 32, 376 with 64).
+_SECTION = (16, 32)
 
 #: ``struct Schedule`` of ``cuda_src/common/schedule.cuh``.
 SCHEDULE = np.dtype(
@@ -59,7 +60,7 @@ def _padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
 
 
 #: The same fields in the same order as ``struct FwdSm90Params`` in
-#: ``cuda_src/attention/fwd_sm90.cu``, which checks the size when it is compiled.
+#: ``cuda_src/attention/fwd_sm90.cuh``, which checks the size when it is compiled.
 FWD_SM90_PARAMS = _padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
     + [("common", ATTENTION_PARAMS), ("schedule", SCHEDULE), ("size", np.int32, (MAP_AXES,))]
@@ -111,7 +112,7 @@ def takes(problem: Problem, out: View) -> bool:
         return False
     views = _views(problem, out)
     axes, steps = params.collapse(problem.batch, views)
-    if len(axes) > MAP_AXES or max(axes, default=1) > MAX_LENGTH:
+    if len(axes) > MAP_AXES or math.prod(axes) > MAX_LENGTH:
         return False
     if problem.bias is not None:  # it has no map, only a place among the axes of the slow path
         every, _ = params.collapse(problem.batch, {**views, "bias": problem.bias})
@@ -224,8 +225,9 @@ def section(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> i
 
     Without a band all tiles take as long: entry by entry, so that one entry's keys and values are
     in the L2 cache when its tiles read them. Under a band the last tiles may take longest and
-    should not start last: those of some entries come first together, as many as have their keys
-    and values in the cache at once, and at least 8 or 16 to have enough tiles of every length.
+    should not start last: those of some entries come first together, about as many as have their
+    keys and values in the cache at once. Sections are about equal: a small one at the end would
+    start long tiles late.
 
     Parameters
     ----------
@@ -243,5 +245,7 @@ def section(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> i
             break
         sharing *= n
     one = problem.k_len * (problem.head_dim + problem.v_dim) * problem.dtype.itemsize
-    least = _LEAST_SECTION[128 if max(problem.head_dim, problem.v_dim) <= 128 else 256]
-    return max(least, _L2_BYTES // one * sharing)
+    least, most = _SECTION
+    wanted = min(most, max(least, _L2_BYTES // one * sharing))
+    entries = math.prod(size)
+    return -(-entries // max(1, round(entries / wanted)))

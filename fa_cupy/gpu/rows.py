@@ -23,7 +23,7 @@ SHARED_LIMIT = {
     "sm_121": 99 * 1024,
 }
 _WORK_BYTES = 80  # TileWork and KeyTiles in cuda_src/common
-_WORK_STAGES = 4  # kWorkStages in fwd_sm90.cu
+_WORK_STAGES = 4  # kWorkStages in fwd_sm90.cuh
 
 
 class Call(NamedTuple):
@@ -173,14 +173,14 @@ class VariantSm90(Variant):
 
     Attributes
     ----------
-    q_stages : int
-        Q tiles in flight.
+    q_slots : int
+        Places for a warpgroup's 64 rows of Q.
     exclusive, q_registers, transform : bool
         Whether a warpgroup has the tensor cores to itself until its products are done; whether Q is
         read from registers; whether scale, softcap and bias come before the softmax.
     """
 
-    q_stages: int
+    q_slots: int
     exclusive: bool
     q_registers: bool
     transform: bool
@@ -204,10 +204,11 @@ class VariantSm90(Variant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
-        tiles = row * (self.q_stages * self.tile_m + 2 * self.stages * self.tile_n)
+        tiles = row * (self.q_slots * 64 + 2 * self.stages * self.tile_n)
         scratch = 4 * self.groups * 2048 if self.transform else 8
-        barriers = 3 * self.q_stages * self.groups + 4 * self.stages + 2 * _WORK_STAGES
-        return tiles + scratch + 8 * barriers + _WORK_STAGES * 32  # 32: Work in fwd_sm90.cu
+        barriers = 3 * self.q_slots + 4 * self.stages + 3 * _WORK_STAGES
+        work = 32 + 32 * self.groups  # Work in fwd_sm90.cuh
+        return tiles + -(-(scratch + 8 * barriers) // 16) * 16 + _WORK_STAGES * work
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -215,7 +216,7 @@ class VariantSm90(Variant):
         return (
             *super().defines,
             ("FA_GROUPS", self.groups),
-            ("FA_Q_STAGES", self.q_stages),
+            ("FA_Q_SLOTS", self.q_slots),
             ("FA_EXCLUSIVE", int(self.exclusive)),
             ("FA_Q_REGISTERS", int(self.q_registers)),
             ("FA_TRANSFORM", int(self.transform)),

@@ -37,20 +37,21 @@ def _fwd_sm80() -> Iterator[VariantSm80]:
 
 
 def _fwd_sm90() -> Iterator[VariantSm90]:
-    # dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why. TFLOP/s: H200, bf16,
+    # dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why. TFLOP/s: H200, bf16,
     # 4096 tokens without a mask, beside the other tiles of validation/NOTES.md.
     rows = (
-        (64, 3, 128, 4, 2, 1, 0, "three groups, one at the tensor cores: 617 TFLOP/s; two 519"),
-        (96, 2, 128, 2, 1, 0, 1, "as for 128"),
-        (128, 2, 128, 2, 2, 0, 1, "788 TFLOP/s, with Q in shared memory 781, with 112 keys 768"),
-        (192, 2, 96, 2, 1, 0, 0, "96 keys: scores, weights and output fill the registers"),
-        (256, 2, 64, 2, 1, 0, 0, "64 keys a tile 824 TFLOP/s, 80 keys 801"),
+        (64, 3, 128, 4, 6, 1, 0, "three groups, one at the tensor cores: 617 TFLOP/s; two 519"),
+        (96, 2, 128, 2, 4, 0, 1, "as for 128"),
+        (128, 2, 128, 2, 4, 0, 1, "788 TFLOP/s, with Q in shared memory 781, with 112 keys 768"),
+        (192, 2, 96, 2, 3, 0, 0, "96 keys: scores, weights and output fill the registers"),
+        (256, 2, 64, 2, 3, 0, 0, "64 keys a tile 824 TFLOP/s, 80 keys 801"),
     )
-    for dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why in rows:
+    for dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why in rows:
         for dtype, transform in product(DTYPE_NAMES, (False, True)):
             yield VariantSm90(
                 source="attention/fwd_sm90", dtype=dtype, dim=dim, tile_m=64 * groups,
-                tile_n=tile_n, warps=4 * (groups + 1), stages=stages, q_stages=q_stages,
+                tile_n=tile_n, warps=4 * (groups + 1), stages=stages,
+                q_slots=2 if transform and dim > 128 else q_slots,
                 exclusive=bool(exclusive), q_registers=bool(q_registers), transform=transform,
                 why=why, hot_targets=() if transform else ("sm_90a",),
             )  # fmt: skip

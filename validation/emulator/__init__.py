@@ -1,6 +1,6 @@
 """The kernels' own sources on the CPU: compiled by g++ against headers that emulate ``ptx/``.
 
-A test tool. See ``machine.hpp`` for what is emulated and what it finds.
+A test tool. See ``machine.hpp`` for what is emulated; the docs say what it finds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,18 @@ from fa_cupy.gpu.product_choice import Choice
 from fa_cupy.gpu.variants import Variant, VariantSm90
 
 FOLDER = Path(__file__).parent
+BUILD = ROOT / "build" / "emulator"
 #: Multiprocessors of the emulated device; few, so that blocks take several tiles.
 BLOCKS = 2
-_OPTIONS = ("-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-w", "-fno-strict-aliasing")
+#: In the environment of a process that has AddressSanitizer loaded (`validation.emulator.seeds`).
+SANITIZE = "FA_CUPY_EMULATOR_SANITIZE"
+_COMMON = ("-std=c++17", "-g", "-fPIC", "-fvisibility=hidden", f"-I{FOLDER}", f"-I{ROOT}")
+# Some compilers define it, and then a jump to another fiber's stack aborts the process.
+_COMMON += ("-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0")
+_SANITIZERS = ("-fsanitize=address", "-fsanitize=undefined", "-fno-sanitize-recover=undefined")
+# Kernels: -O1, so that a debugger finds its way; each load and store is reported to machine.cpp.
+_KERNEL = ("-O1", "-w", "-fno-strict-aliasing", "-fno-exceptions", "-fasynchronous-unwind-tables")
+_REPORTED = ("-fsanitize=thread",)
 
 
 class EmulationError(RuntimeError):
@@ -37,68 +48,149 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-@functools.cache
-def load(row: Variant, source: Path | None = None) -> ctypes.CDLL:
-    """Compile a row of the variant table for this machine, or take it from ``build/``.
+def _compile(target: Path, *arguments: str) -> Path:
+    """Run the compiler unless ``target``, whose name holds a digest of all inputs, is there."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = target.with_suffix(f".{os.getpid()}{target.suffix}")
+        command = [str(compiler()), *_COMMON, *arguments, "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EmulationError(f"{target.name}: {done.stderr[:4000]}")
+        made.replace(target)
+    return target
+
+
+def _digest(paths: Iterable[Path], *options: object) -> str:
+    digest = hashlib.sha256(repr((compiler(), _COMMON, *options)).encode())
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build(
+    name: str, source: Path, defines: Sequence[tuple[str, int]], entries: Sequence[str]
+) -> Path:
+    """Compile a kernel for this machine, or take it from ``build/``.
 
     Parameters
     ----------
-    row : Variant
-    source : Path, optional
-        A kernel in place of the row's own.
+    name : str
+        Of the file.
+    source : Path
+        A file of CUDA C++ that includes nothing but ``ptx/`` and ``cuda_src/common/``.
+    defines : sequence of (str, int)
+    entries : sequence of str
+        Names of its kernels; each takes one struct.
 
     Raises
     ------
     EmulationError
         With what the compiler said.
     """
-    own = [*FOLDER.rglob("*.[hc]pp"), *FOLDER.rglob("*.cuh"), ROOT / "ptx/types.cuh"]
-    sources = [*own, *ROOT.glob("cuda_src/**/*.cu*")]
-    source = source or ROOT / "cuda_src" / f"{row.source}.cu"
-    digest = hashlib.sha256(repr((row.defines, _OPTIONS)).encode())
-    for path in [*sorted(sources), source]:
-        digest.update(path.read_bytes())
-    target = ROOT / "build" / "emulator" / f"{row.name}-{digest.hexdigest()[:16]}.so"
+    sanitize = SANITIZE in os.environ
+    options = ("-O1", _SANITIZERS[0]) if sanitize else ("-O2", "-ftree-vectorize")
+    headers = [FOLDER / "engine.hpp", FOLDER / "machine.hpp"]
+    objects = [
+        _compile(BUILD / f"{path.stem}-{_digest([path, *headers], options)}.o",
+                 *options, "-c", str(path))
+        for path in (FOLDER / "machine.cpp", FOLDER / "instructions.cpp")
+    ]  # fmt: skip
+    options = (*_KERNEL, *(_SANITIZERS if sanitize else _REPORTED))
+    used = sorted([*FOLDER.rglob("*.cuh"), *ROOT.glob("cuda_src/*/*.cuh")])
+    used += [FOLDER / "engine.hpp", FOLDER / "cuda.hpp", FOLDER / "entry.cpp", source]
+    used += [ROOT / "ptx/types.cuh", *objects]
+    stem = f"{name}-{_digest(used, options, defines, entries)}"
+    target = BUILD / f"{stem}.so"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = target.with_suffix(f".{os.getpid()}")
-        command = [str(compiler()), *_OPTIONS, "-include", "cuda.hpp", f"-I{FOLDER}", f"-I{ROOT}"]
-        command += [f"-D{name}={value}" for name, value in row.defines]
-        command += [f'-DKERNEL="{source}"', f"-DENTRY={row.entry}"]
-        command += [str(FOLDER / "machine.cpp"), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise EmulationError(f"{row.name}: {done.stderr[:4000]}")
-        made.replace(target)
-    return ctypes.CDLL(str(target))
+        listed = " ".join(f"ENTRY({entry})" for entry in entries)
+        flags = [*(f"-D{key}={value}" for key, value in defines), f'-DKERNEL="{source.resolve()}"']
+        flags += [f"-DENTRIES={listed}", "-c", str(FOLDER / "entry.cpp")]
+        kernel = _compile(BUILD / f"{stem}.o", *options, *flags)
+        _compile(target, *(_SANITIZERS if sanitize else ()), "-shared", str(kernel),
+                 *map(str, objects))  # fmt: skip
+        kernel.unlink(missing_ok=True)
+    return target
+
+
+def build_row(row: Variant, source: Path | None = None) -> Path:
+    """`build` of a row of the variant table, or of another kernel in its place."""
+    source = source or ROOT / "cuda_src" / f"{row.source}.cu"
+    return build(row.name, source, row.defines, (row.entry,))
+
+
+def build_rows(rows: Sequence[Variant], source: Path | None = None) -> None:
+    """`build_row` of many, as many at a time as there are cores."""
+    build_row(rows[0], source)  # and with it the machine, once
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda row: build_row(row, source), rows))
+
+
+@functools.cache
+def _library(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
+
+
+def _line(path: Path, message: str) -> str:
+    """Turn the callers at the end of a message, as offsets, into a line of the kernel."""
+    said, *offsets = message.split(" +")
+    program = shutil.which("addr2line")
+    if not offsets or not program:
+        return said
+    command = [program, "-i", "-e", str(path), *offsets]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Innermost first; what lies in this folder is the emulator's own.
+    lines = (Path(line.split()[0]) for line in done.stdout.splitlines() if line.strip())
+    where = next((x for x in lines if FOLDER not in x.parents and ".cu" in x.name), None)
+    return f"{said}; at {where.name}" if where else said
 
 
 def launch(
-    row: Variant,
+    path: Path,
+    entry: str,
     blocks: int,
+    threads: int,
+    shared: int,
     filled: np.ndarray[Any, Any],
     seed: int,
-    source: Path | None = None,
+    truncating: bool = False,
 ) -> None:
-    """Run a launch to its end; see `load` and `attention` for the parameters.
+    """Run a launch to its end.
+
+    Parameters
+    ----------
+    path : Path
+        What `build` returned.
+    entry : str
+    blocks, threads : int
+    shared : int
+        Bytes of shared memory.
+    filled : numpy.ndarray
+        The kernel's parameters.
+    seed : int
+        Of the order in which threads and what runs beside them take turns.
+    truncating : bool
+        Whether tensor cores cut what they add, as they were seen to, rather than round sums.
 
     Raises
     ------
     EmulationError
-        With the row, the seed and what each warp was at.
+        With the seed and what each warp was at.
     """
     message = ctypes.create_string_buffer(4096)
     # The struct is aligned as in C++: a copy in the middle of a larger buffer.
     raw = np.zeros(filled.nbytes + 64, np.uint8)
     at = -raw.ctypes.data % 64
     raw[at : at + filled.nbytes] = filled.reshape(-1).view(np.uint8)
-    run = load(row, source).emulate
+    run = _library(path).emulate
     run.argtypes = [
-        ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p,
-        ctypes.c_size_t,
+        ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64,
+        ctypes.c_bool, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
     ]  # fmt: skip
-    if run(blocks, row.threads, seed, raw.ctypes.data + at, message, len(message)):
-        raise EmulationError(f"{row.name}, seed {seed}: {message.value.decode()}")
+    arguments = blocks, threads, shared, seed, truncating, raw.ctypes.data + at
+    if run(entry.encode(), *arguments, message, len(message)):
+        said = _line(path, message.value.decode())
+        raise EmulationError(f"{entry}, seed {seed}: {said}")
 
 
 def attention(
@@ -110,6 +202,8 @@ def attention(
     mask: np.ndarray[Any, Any] | None = None,
     seed: int = 0,
     source: Path | None = None,
+    truncating: bool = False,
+    debug: np.ndarray[Any, Any] | None = None,
     **options: Any,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """`fa_cupy.attention` by one row of the variant table, with LSE.
@@ -119,10 +213,12 @@ def attention(
     row : Variant
     q, k, v, bias, mask : numpy.ndarray
         As for `fa_cupy.attention`; aligned to 16 bytes where the row wants it.
-    seed : int
-        Of the order in which threads and what runs beside them take turns.
+    seed, truncating : int, bool
+        As for `launch`.
     source : Path, optional
         A kernel in place of the row's own.
+    debug : numpy.ndarray, optional
+        Where a staged build writes what it holds, by block.
     **options
         Of `fa_cupy.attention`.
 
@@ -135,12 +231,14 @@ def attention(
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
     view = _check.out_view(problem, out.shape, out.strides)
-    places = (q, k, v, bias, mask, out, lse, None)
+    places = (q, k, v, bias, mask, out, lse, debug)
     pointers = [0 if x is None else x.ctypes.data for x in places]
+    path = build_row(row, source)
+    block = (row.threads, row.shared_bytes)
     if isinstance(row, VariantSm90):
         filled, maps, parts = params_sm90.fill(problem, view, row.tile_m, row.tile_n)
         for name in params_sm90.MAPPED:
-            words = _map(pointers[params.POINTERS.index(name)], *maps[name])
+            words = tensor_map(pointers[params.POINTERS.index(name)], *maps[name])
             filled[f"{name}_map"].view(np.uint64)[:] = words
         ((first, tiles, *rest),) = parts
         filled["common"][list(params.POINTERS)] = tuple(pointers)
@@ -149,14 +247,14 @@ def attention(
         counter = counter[counter.ctypes.data // 8 % 2 :]
         address = counter.ctypes.data if tiles > BLOCKS else 0
         filled["schedule"] = (address, seed + 1, tiles, *rest)
-        launch(row, min(BLOCKS, tiles), filled, seed, source)
+        launch(path, row.entry, min(BLOCKS, tiles), *block, filled, seed, truncating)
         return out, lse
     filled, parts, aligned = params.fill(problem, view, row.tile_m)
     for offsets, first, blocks in parts:
         at = [p and p + offset for p, offset in zip(pointers, offsets, strict=True)]
         aligned = aligned and not any(p % 16 for p in (*at[:3], at[5]))
         params.pack_head(filled, 0, *at, first, aligned)
-        launch(row, blocks, filled, seed, source)
+        launch(path, row.entry, blocks, *block, filled, seed, truncating)
     return out, lse
 
 
@@ -206,11 +304,12 @@ def causal_product(
         product_params.pack_head(filled, 0, *here, first, aligned)
         for row, tiles, segments in choice.launches(problem.qk_dim, problem.v_dim):
             filled["tiles"] = tiles
-            own = None if row is not choice.row else source
-            launch(row, blocks * tiles * segments, filled, seed, own)
+            path = build_row(row, source if row is choice.row else None)
+            block = (row.threads, row.shared_bytes)
+            launch(path, row.entry, blocks * tiles * segments, *block, filled, seed)
     return out, state
 
 
-def _map(pointer: int, shape: Any, strides: Any, box: Any) -> np.ndarray[Any, Any]:
+def tensor_map(pointer: int, shape: Any, strides: Any, box: Any) -> np.ndarray[Any, Any]:
     """Return the emulator's tensor map; see ``ptx/tma.cuh`` beside this file."""
     return np.array([pointer, *shape, *strides, *box], np.uint64)

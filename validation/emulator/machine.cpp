@@ -1,53 +1,189 @@
-// Runs the blocks of a launch one after the other.
-#include "cuda.hpp"
+// Runs the blocks of a launch one after the other, and watches what their threads touch.
+#include "machine.hpp"
+
+#include <dlfcn.h>
+#include <execinfo.h>
+
+#include <algorithm>
+#include <cstdio>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#else
+#define ASAN_UNPOISON_MEMORY_REGION(at, size)
+#define ASAN_POISON_MEMORY_REGION(at, size)
+#endif
 
 alignas(1024) unsigned char shared_bytes[kSharedLimit];
-
-void bar_arrive(int id, int threads) {
-  auto& barrier = machine::block->named[id];
-  if (barrier.came == 0) barrier.threads = threads;
-  if (barrier.threads != threads) machine::fail("a named barrier of two sizes");
-  if (++barrier.came == threads) {
-    barrier.came = 0;
-    ++barrier.times;
-  }
-}
-
-void bar_sync(int id, int threads) {
-  auto& barrier = machine::block->named[id];
-  const uint64_t before = barrier.times;
-  bar_arrive(id, threads);
-  if (barrier.times == before) {
-    machine::wait_until("bar.sync", [&barrier, before] { return barrier.times != before; });
-  }
-}
+void run_entry(const char* name, const void* params);  // entry.cpp
 
 namespace machine {
 
-using Kernel = std::function<void()>;
-static const Kernel* kernel;
+Thread* current;
+Dim3 block_index, grid_size, block_size;
+Block* block;
+size_t shared_size;
+static const char* entry;
+static const void* entry_params;
 static std::string failure;
+static uint32_t shadow[kSharedLimit];
+
+// -------------------------------------------------------------------------------------- scheduling
+uint64_t Block::random(uint64_t below) {  // xorshift64*
+  state ^= state >> 12;
+  state ^= state << 25;
+  state ^= state >> 27;
+  return (state * 2685821657736338717ull >> 33) % below;
+}
+
+static void advance_products(Products& products) {
+  const Action action = std::move(products.front().second);
+  action();
+  products.pop_front();
+}
+
+bool Block::advance() {
+  for (auto& [warpgroup, queue] : products) {
+    if (copies_last && !queue.empty()) {
+      advance_products(queue);
+      return true;
+    }
+  }
+  const size_t choices = pending.size() + products.size();
+  if (choices == 0) return false;
+  const size_t first = random(choices);
+  for (size_t i = 0; i < choices; ++i) {
+    const size_t choice = (first + i) % choices;
+    if (choice < pending.size()) {
+      const Action action = std::move(pending[choice]);
+      pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(choice));
+      action();
+      return true;
+    }
+    const auto it = std::next(products.begin(), static_cast<int>(choice - pending.size()));
+    if (!it->second.empty()) {
+      advance_products(it->second);
+      return true;
+    }
+  }
+  return false;
+}
+
+std::string Block::places() const {
+  std::map<std::string, std::set<unsigned>> found;
+  for (const auto& fiber : fibers) {
+    if (!fiber->ended) found[fiber->where].insert(fiber->tid.x / 32);
+  }
+  std::string text;
+  for (const auto& [where, warps] : found) {
+    text += " [" + where + ": warps";
+    for (unsigned warp : warps) text += " " + std::to_string(warp);
+    text += "]";
+  }
+  return text;
+}
+
+constexpr size_t kStack = 128 << 10;
+static char* stack_of(size_t thread) {  // kept from block to block
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  while (stacks.size() <= thread) stacks.emplace_back(new char[kStack]);
+  ASAN_UNPOISON_MEMORY_REGION(stacks[thread].get(), kStack);
+  return stacks[thread].get();
+}
+
+#if defined(__SANITIZE_ADDRESS__)
+bool checking = false;
+static const void* scheduler_stack;
+static size_t scheduler_stack_size;
+static void switch_to_scheduler(Fiber& fiber, bool forever) {
+  __sanitizer_start_switch_fiber(forever ? nullptr : &fiber.fake_stack, scheduler_stack,
+                                 scheduler_stack_size);
+  swapcontext(&fiber.context, &block->scheduler);
+  __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
+}
+static void switch_to(Fiber& fiber) {
+  void* mine;
+  __sanitizer_start_switch_fiber(&mine, fiber.stack, kStack);
+  swapcontext(&block->scheduler, &fiber.context);
+  __sanitizer_finish_switch_fiber(mine, nullptr, nullptr);
+}
+static void entered(Fiber& fiber) {
+  __sanitizer_finish_switch_fiber(fiber.fake_stack, &scheduler_stack, &scheduler_stack_size);
+}
+#else
+bool checking = true;
+// Jumps, because swapcontext asks the kernel for the signal mask each time.
+static void switch_to_scheduler(Fiber& fiber, bool) {
+  if (_setjmp(fiber.place) == 0) _longjmp(block->place, 1);
+}
+static void switch_to(Fiber& fiber) {
+  if (_setjmp(block->place) != 0) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
+}
+static void entered(Fiber&) {}
+#endif
+
+// The callers of what goes wrong, as offsets in this library; Python makes lines of them.
+static std::string callers() {
+  void* frames[32];
+  const int count = backtrace(frames, 32);
+  Dl_info own, info;
+  if (dladdr(shared_bytes, &own) == 0) return "";
+  char text[32];
+  std::string all;
+  for (int i = 0; i < count; ++i) {
+    if (dladdr(frames[i], &info) == 0 || info.dli_fbase != own.dli_fbase) continue;
+    const auto* at = static_cast<const char*>(frames[i]) - 1;
+    std::snprintf(text, sizeof text, " +0x%tx", at - static_cast<const char*>(info.dli_fbase));
+    all += text;
+  }
+  return all;
+}
+
+// From a thread it goes to the scheduler for good; what the thread holds is lost.
+void fail(const std::string& what) {
+  std::string thread;
+  if (current != nullptr) thread = "thread " + std::to_string(current->tid.x) + ": ";
+  const std::string text = thread + what + ";" + block->places();
+  if (current == nullptr) throw std::runtime_error(text);
+  failure = text + callers();
+  while (true) switch_to_scheduler(self(), true);
+}
+
+void wait_until(const char* where, Ready ready) {
+  Fiber& fiber = self();
+  fiber.where = where;
+  fiber.ready = std::move(ready);
+  switch_to_scheduler(fiber, false);
+  fiber.where = "running";
+}
 
 static void enter() {
-  try {
-    (*kernel)();
-  } catch (const std::exception& error) {
-    failure = error.what();
+  entered(self());
+  run_entry(entry, entry_params);
+  Fiber& fiber = self();
+  for (const auto& [key, meeting] : block->meetings) {
+    if (meeting.came > 0 && key.second == static_cast<int>(fiber.tid.x) / key.first) {
+      fail(std::string("it leaves, others wait for it at ") + meeting.what);
+    }
   }
-  block->current->ended = true;
-  swapcontext(&block->current->context, &block->scheduler);
+  fiber.ended = true;
+  switch_to_scheduler(fiber, true);
 }
 
 static void run_block(Block& b) {
   for (auto& fiber : b.fibers) {
     getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.data();
-    fiber->context.uc_stack.ss_size = fiber->stack.size();
+    fiber->context.uc_stack.ss_sp = fiber->stack;
+    fiber->context.uc_stack.ss_size = kStack;
     fiber->context.uc_link = nullptr;
     makecontext(&fiber->context, enter, 0);
   }
   size_t left = b.fibers.size();
   while (left > 0) {
+    ++b.steps;
     if (b.patience > 0 && b.random(b.patience) == 0) b.advance();
     // The next fiber that can go on, from a random place.
     const size_t first = b.random(b.fibers.size());
@@ -56,63 +192,256 @@ static void run_block(Block& b) {
       Fiber& fiber = *b.fibers[(first + i) % b.fibers.size()];
       if (fiber.ended || (fiber.ready && !fiber.ready())) continue;
       fiber.ready = nullptr;
-      b.current = &fiber;
-      swapcontext(&b.scheduler, &fiber.context);
+      current = &fiber;
+      switch_to(fiber);
+      current = nullptr;
       if (!failure.empty()) throw std::runtime_error(failure);
       left -= fiber.ended;
       ran = true;
     }
-    if (!ran && !b.advance()) throw std::runtime_error("deadlock;" + b.places());
+    if (ran || b.advance()) continue;
+    // Those who wait for a while have waited long enough.
+    for (auto& fiber : b.fibers) {
+      if (!fiber->ended && fiber->impatient) ran = true, fiber->ready = nullptr;
+    }
+    if (!ran || ++b.idle > 8) throw std::runtime_error("deadlock;" + b.places());
   }
   while (b.advance()) {
   }
 }
 
+long long clock() {
+  wait_until("running", {});
+  return 100 * block->steps;
+}
+
+// ----------------------------------------------------------------------------------------- barriers
+void arrive_named(int id, int threads) {
+  auto& barrier = block->named[id];
+  if (barrier.came == 0) barrier.threads = threads;
+  if (barrier.threads != threads) fail("a named barrier of two sizes");
+  if (++barrier.came == threads) {
+    barrier.came = 0;
+    ++barrier.times;
+  }
+}
+
+void sync_named(int id, int threads) {
+  auto& barrier = block->named[id];
+  const uint64_t before = barrier.times;
+  arrive_named(id, threads);
+  if (barrier.times == before) {
+    wait_until("bar.sync", [&barrier, before] { return barrier.times != before; });
+  }
+}
+
+void make_barrier(uint32_t address, int arrivals) {
+  shared_at(address, 8, 8);
+  block->barriers[address] = {arrivals, arrivals, 0, 0};
+}
+
+static Barrier& barrier_at(uint32_t address) {
+  const auto found = block->barriers.find(address);
+  if (found == block->barriers.end()) fail("an mbarrier that was not made");
+  return found->second;
+}
+
+void progress(uint32_t address, int arrivals, long bytes) {
+  Barrier& barrier = barrier_at(address);
+  block->idle = 0;
+  barrier.missing -= arrivals;
+  barrier.bytes += bytes;
+  if (barrier.missing < 0) fail("more arrivals at an mbarrier than it expects");
+  if (barrier.missing == 0 && barrier.bytes == 0) {
+    ++barrier.phase;
+    barrier.missing = barrier.arrivals;
+  }
+}
+
+void arrive(uint32_t address, uint32_t bytes) {
+  progress(address, 0, -static_cast<long>(bytes));
+  progress(address, 1, 0);
+}
+
+// "Waits a while": sometimes not at all, and no longer than until nothing else can go on.
+bool try_wait(uint32_t address, uint32_t parity) {
+  Barrier& barrier = barrier_at(address);
+  const auto over = [&barrier, parity] { return (barrier.phase & 1) != parity; };
+  if (!over() && block->random(16) > 0) {
+    self().impatient = true;
+    wait_until("mbarrier", over);
+    self().impatient = false;
+  }
+  return over();
+}
+
+// ------------------------------------------------------------------------ what shared memory holds
+constexpr uint32_t kFences = (1 << 20) - 1;
+
+uint32_t writing(const Fiber& fiber) { return (fiber.tid.x + 2) << 20 | (fiber.fences & kFences); }
+void fence_proxy() { ++self().fences; }
+
+void fill(uint32_t address, int bytes, uint32_t with) {
+  if (checking) std::fill_n(shadow + address, bytes, with);
+}
+
+void check_filled(const char* who, uint32_t address, int bytes) {
+  for (uint32_t at = address; checking && at < address + bytes; ++at) {
+    if (shadow[at] == kNothing) {
+      fail(std::string(who) + " reads shared memory that holds nothing, or not yet: byte " +
+           std::to_string(at));
+    }
+  }
+}
+
+void check_fenced(const char* who, uint32_t address, int bytes) {
+  for (uint32_t at = address; checking && at < address + bytes; ++at) {
+    if (shadow[at] <= kAnyone) continue;
+    const uint32_t writer = (shadow[at] >> 20) - 2;
+    if ((block->fibers[writer]->fences & kFences) == (shadow[at] & kFences)) {
+      fail(std::string(who) + " without fence.proxy.async after what thread " +
+           std::to_string(writer) + " has written: byte " + std::to_string(at));
+    }
+  }
+}
+
+unsigned char* shared_at(uint32_t address, int bytes, int alignment) {
+  if (address % static_cast<uint32_t>(alignment)) fail("misaligned address in shared memory");
+  if (address + static_cast<size_t>(bytes) > shared_size) fail("address beyond shared memory");
+  return shared_bytes + address;
+}
+
+uint32_t shared_address(const void* pointer) {
+  const auto offset = static_cast<const unsigned char*>(pointer) - shared_bytes;
+  if (offset < 0 || static_cast<size_t>(offset) >= shared_size) fail("not in shared memory");
+  return static_cast<uint32_t>(offset);
+}
+
+void load_shared(void* to, uint32_t address, int bytes) {
+  const void* from = shared_at(address, bytes, bytes);
+  check_filled("ld.shared", address, bytes);
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+void store_shared(uint32_t address, const void* from, int bytes) {
+  std::memcpy(shared_at(address, bytes, bytes), from, static_cast<size_t>(bytes));
+  fill(address, bytes, writing(self()));
+}
+
+// ------------------------------------------------------------------------ registers of products
+static bool in_flight(const Fiber& fiber, const Registers& r) { return r.group >= fiber.waited; }
+
+void fence_registers() {
+  ++self().fenced;
+  for (auto& r : self().registers) r.touched = false;
+}
+
+void lend(const void* registers, size_t bytes) {
+  Fiber& fiber = self();
+  const auto low = reinterpret_cast<uintptr_t>(registers), high = low + bytes;
+  auto& known = fiber.registers;
+  bool touched = fiber.fenced == 0;
+  for (size_t i = 0; i < known.size();) {
+    const bool overlap = known[i].low < high && low < known[i].high;
+    touched = touched || (overlap && known[i].touched);
+    if (overlap && (known[i].low >= low && known[i].high <= high)) {
+      known.erase(known.begin() + static_cast<std::ptrdiff_t>(i));
+    } else {
+      ++i;
+    }
+  }
+  if (touched && checking) fail("wgmma without wgmma.fence after its registers were touched");
+  known.push_back({low, high, fiber.groups, false});
+  fiber.low = std::min(fiber.low, low);
+  fiber.high = std::max(fiber.high, high);
+}
+
+// ---------------------------------------------------------------------------------------- accesses
+// A kernel is compiled as for ThreadSanitizer, so that each of its loads and stores calls one of
+// the functions below; that tool's own library is not linked.
+static void access(const void* pointer, size_t bytes, bool write, bool aligned, bool each = true) {
+  const auto at = reinterpret_cast<uintptr_t>(pointer);
+  const size_t offset = at - reinterpret_cast<uintptr_t>(shared_bytes);
+  if (offset < kSharedLimit) {
+    const auto address = static_cast<uint32_t>(offset);
+    const int size = static_cast<int>(bytes);
+    shared_at(address, size, aligned ? size : 1);
+    if (write) return fill(address, size, writing(self()));
+    // Each byte has to be there, but of a struct copied whole, which may have padding.
+    const uint32_t* first = shadow + address;
+    if (each || std::count(first, first + size, kNothing) == size) {
+      check_filled("a load", address, size);
+    }
+    return;
+  }
+  if (current == nullptr) return;
+  Fiber& fiber = self();
+  if (at >= fiber.high || at + bytes <= fiber.low) return;
+  for (auto& r : fiber.registers) {
+    if (at >= r.high || at + bytes <= r.low) continue;
+    if (in_flight(fiber, r)) {
+      fail(std::string(write ? "a store to" : "a load from") + " registers of a wgmma in flight");
+    }
+    r.touched = true;
+  }
+}
+
 }  // namespace machine
 
-// Returns 0, or 1 with what went wrong in `message`.
-extern "C" int emulate(unsigned blocks, unsigned threads, uint64_t seed, const void* params,
-                       char* message, size_t message_size);
+extern "C" {
+#define ACCESS(n)                                                                 \
+  void __tsan_read##n(void* p) { machine::access(p, n, false, true); }            \
+  void __tsan_write##n(void* p) { machine::access(p, n, true, true); }            \
+  void __tsan_unaligned_read##n(void* p) { machine::access(p, n, false, false); } \
+  void __tsan_unaligned_write##n(void* p) { machine::access(p, n, true, false); }
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+void __tsan_read_range(void* p, size_t n) { machine::access(p, n, false, false, false); }
+void __tsan_write_range(void* p, size_t n) { machine::access(p, n, true, false); }
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
 
-static int run_all(unsigned blocks, unsigned threads, uint64_t seed, const machine::Kernel& run,
-                   char* message, size_t size) {
+// Returns 0, or 1 with what went wrong in `message`.
+__attribute__((visibility("default"))) int emulate(const char* entry, unsigned blocks,
+                                                   unsigned threads, size_t shared, uint64_t seed,
+                                                   bool truncating, const void* params,
+                                                   char* message, size_t message_size) {
   machine::failure.clear();
-  machine::kernel = &run;
+  machine::entry = entry;
+  machine::entry_params = params;
+  machine::shared_size = shared;
+  machine::truncating = truncating;
+  machine::grid_size.x = blocks;
+  machine::block_size.x = threads;
+  ASAN_UNPOISON_MEMORY_REGION(shared_bytes, kSharedLimit);
+  ASAN_POISON_MEMORY_REGION(shared_bytes + shared, kSharedLimit - shared);
   try {
     for (unsigned index = 0; index < blocks; ++index) {
       machine::Block b;
       machine::block = &b;
+      machine::block_index.x = index;
       b.state = (seed + 1) * 0x9e3779b97f4a7c15ull + index * 0xbf58476d1ce4e5b9ull | 1;
       constexpr uint64_t kPatience[] = {0, 2, 8, 64, 1024};
       b.patience = kPatience[b.random(5)];
       b.copies_last = b.random(2) == 0;
-      b.block_index.x = index;
-      b.grid.x = blocks;
-      b.block_size.x = threads;
-      std::memset(shared_bytes, 0xff, sizeof shared_bytes);  // NaN, for who reads too early
+      std::memset(shared_bytes, 0xff, shared);  // NaN, for who reads too early
+      machine::fill(0, static_cast<int>(shared), machine::kNothing);
       for (unsigned i = 0; i < threads; ++i) {
         b.fibers.push_back(std::make_unique<machine::Fiber>());
         b.fibers.back()->tid.x = i;
-        b.fibers.back()->stack.resize(128 << 10);
+        b.fibers.back()->stack = machine::stack_of(i);
       }
       machine::run_block(b);
     }
   } catch (const std::exception& error) {
-    std::snprintf(message, size, "%s", error.what());
+    machine::current = nullptr;
+    std::snprintf(message, message_size, "%s", error.what());
     return 1;
   }
   return 0;
 }
-
-// The kernel's own source; its entry is ENTRY and takes one struct.
-#include KERNEL
-
-template <typename Params>
-static Params params_type(void (*)(Params));
-
-int emulate(unsigned blocks, unsigned threads, uint64_t seed, const void* params, char* message,
-            size_t message_size) {
-  using Params = decltype(params_type(&ENTRY));
-  const Params& given = *static_cast<const Params*>(params);
-  return run_all(blocks, threads, seed, [&] { ENTRY(given); }, message, message_size);
 }

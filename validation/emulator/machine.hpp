@@ -2,12 +2,9 @@
 // have come, copies and products that run beside the threads happen at a random moment before the
 // wait that promises them.  One seed decides which fiber runs next and when that moment is.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -17,31 +14,48 @@
 #include <string>
 #include <vector>
 
-struct Dim3 {
-  unsigned x = 0, y = 0, z = 0;
-};
+#include "engine.hpp"
 
-// Where dynamic shared memory lies; kernels declare it `extern`.
 constexpr size_t kSharedLimit = 227 * 1024;
-extern "C" unsigned char shared_bytes[kSharedLimit];
 
 namespace machine {
 
 using Ready = std::function<bool()>;
 using Action = std::function<void()>;
 
-struct Fiber {
+// Registers that a thread has lent to the tensor cores.
+struct Registers {
+  uintptr_t low, high;
+  uint64_t group;  // of products; in flight until that one has been waited for
+  bool touched;    // since the last wgmma_fence
+};
+
+// Copies that a thread asked for: those of the open group, and the closed groups.  Each is 0 at
+// first, 1 when its source has been read, 2 when it has been written.
+using Copy = std::shared_ptr<int>;
+struct CopyGroups {
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> closed;
+
+  Copy add() { return open.emplace_back(std::make_shared<int>(0)); }
+  void commit();
+  void wait(const char* where, int pending, int state);
+};
+
+struct Fiber : Thread {
   ucontext_t context;
-  std::vector<char> stack;
-  Dim3 tid;
-  Ready ready;             // empty: it can go on
-  const char* where = "";  // what it waits for
-  bool ended = false;
-  // Copies that this thread asked for: those of the open group, and the closed groups.
-  std::vector<std::shared_ptr<bool>> open_copies;
-  std::deque<std::vector<std::shared_ptr<bool>>> copy_groups;
-  std::vector<std::shared_ptr<int>> open_stores;  // 0: asked for, 1: source read, 2: written
-  std::deque<std::vector<std::shared_ptr<int>>> store_groups;
+  jmp_buf place;
+  char* stack;
+  void* fake_stack = nullptr;  // AddressSanitizer's
+  Ready ready;                 // empty: it can go on
+  const char* where = "running";
+  bool started = false, ended = false;
+  bool impatient = false;     // it waits for a while only
+  uint32_t fences = 0;        // of proxies
+  CopyGroups copies, stores;  // cp.async, TMA
+  std::vector<Registers> registers;
+  uintptr_t low = ~uintptr_t(0), high = 0;      // bounds of them all
+  uint64_t groups = 0, waited = 0, fenced = 0;  // groups of products; wgmma_fences
 };
 
 // Threads that meet: the last to come acts for all.
@@ -63,19 +77,13 @@ struct NamedBarrier {
   uint64_t times = 0;
 };
 
-// Products that a warpgroup has asked for, in order; a group is closed by a commit of all its
-// threads.
-struct Products {
-  std::deque<Action> queue;
-  std::deque<int> groups;  // products of the queue that each closed group still has
-  int open = 0;
-};
+// Products that a warpgroup has asked for, in order, with the number of their group.
+using Products = std::deque<std::pair<uint64_t, Action>>;
 
 struct Block {
   std::vector<std::unique_ptr<Fiber>> fibers;
-  Fiber* current = nullptr;
   ucontext_t scheduler;
-  Dim3 block_index, grid, block_size;
+  jmp_buf place;
   std::vector<Action> pending;                      // copies under way
   std::map<std::pair<int, int>, Meeting> meetings;  // (threads, number among those of that size)
   std::map<uint32_t, Barrier> barriers;
@@ -86,95 +94,53 @@ struct Block {
   // on. At 0 that is the only time: whoever does not wait finds nothing there.
   uint64_t patience = 8;
   bool copies_last = false;  // a copy happens only when no product can
+  int idle = 0;              // how often those who wait for a while have been sent on in vain
+  long long steps = 0;
 
-  uint64_t random(uint64_t below) {  // xorshift64*
-    state ^= state >> 12;
-    state ^= state << 25;
-    state ^= state >> 27;
-    return (state * 2685821657736338717ull >> 33) % below;
-  }
-
-  void advance_products(Products& p) {
-    Action action = std::move(p.queue.front());
-    p.queue.pop_front();
-    action();
-    if (!p.groups.empty()) {
-      if (--p.groups.front() == 0) p.groups.pop_front();
-    } else {
-      --p.open;
-    }
-  }
-
-  // Lets one thing that runs beside the threads happen; whether there was one.
-  bool advance() {
-    for (auto& [warpgroup, p] : products) {
-      if (copies_last && !p.queue.empty()) {
-        advance_products(p);
-        return true;
-      }
-    }
-    const size_t choices = pending.size() + products.size();
-    if (choices == 0) return false;
-    const size_t first = random(choices);
-    for (size_t i = 0; i < choices; ++i) {
-      const size_t choice = (first + i) % choices;
-      if (choice < pending.size()) {
-        Action action = std::move(pending[choice]);
-        pending.erase(pending.begin() + choice);
-        action();
-        return true;
-      }
-      auto it = products.begin();
-      std::advance(it, choice - pending.size());
-      if (!it->second.queue.empty()) {
-        advance_products(it->second);
-        return true;
-      }
-    }
-    return false;
-  }
-
-  std::string places() const {
-    std::map<std::string, std::set<unsigned>> found;
-    for (const auto& fiber : fibers) {
-      if (!fiber->ended) found[fiber->where].insert(fiber->tid.x / 32);
-    }
-    std::string text;
-    for (const auto& [where, warps] : found) {
-      text += " [" + where + ": warps";
-      for (unsigned warp : warps) text += " " + std::to_string(warp);
-      text += "]";
-    }
-    return text;
-  }
+  uint64_t random(uint64_t below);
+  bool advance();  // lets one thing that runs beside the threads happen; whether there was one
+  std::string places() const;  // where the warps are
 };
 
-inline Block* block = nullptr;
+extern Block* block;
+extern size_t shared_size;
+extern bool truncating;  // how tensor cores add (instructions.cpp)
 
-[[noreturn]] inline void fail(const std::string& what) {
-  throw std::runtime_error(what + ";" + block->places());
-}
+inline Fiber& self() { return static_cast<Fiber&>(*current); }
+[[noreturn]] void fail(const std::string& what);
+void wait_until(const char* where, Ready ready);
+// An arrival, or bytes that have landed; the phase ends when neither is missing.
+void progress(uint32_t address, int arrivals, long bytes);
 
-inline void yield() { swapcontext(&block->current->context, &block->scheduler); }
+// ------------------------------------------------------------------------ what shared memory holds
+// For each byte: nothing yet; what the async proxy has written, or everybody may read; or what a
+// thread has written, with the fences it had made by then.
+enum : uint32_t { kNothing = 0, kAnyone = 1 };
+extern bool checking;  // not under AddressSanitizer, which takes the place of the reports
+uint32_t writing(const Fiber& fiber);
+void fill(uint32_t address, int bytes, uint32_t with);
+void check_filled(const char* who, uint32_t address, int bytes);
+void check_fenced(const char* who, uint32_t address, int bytes);
+unsigned char* shared_at(uint32_t address, int bytes, int alignment = 1);
 
-inline void wait_until(const char* where, Ready ready) {
-  Fiber* self = block->current;
-  self->where = where;
-  self->ready = std::move(ready);
-  yield();
-  self->where = "running";
-}
+// Lends registers to the tensor cores until the open group of products has been waited for.
+void lend(const void* registers, size_t bytes);
 
 // `count` threads, 32 or 128, meet; `act` sees all their arguments, in the order of their lanes.
 template <typename Argument, typename Act>
 void meet(int count, const char* what, Argument& argument, Act act) {
-  const int thread = block->current->tid.x;
+  const int thread = current->tid.x, first = thread / count * count;
   Meeting& meeting = block->meetings[{count, thread / count}];
   if (meeting.came == 0) {
     meeting.what = what;
     meeting.arguments.assign(count, nullptr);
   } else if (std::strcmp(meeting.what, what) != 0) {
     fail(std::string("threads of one warp are at ") + meeting.what + " and at " + what);
+  }
+  for (int i = first; i < first + count; ++i) {
+    if (block->fibers.at(i)->ended) {
+      fail("thread " + std::to_string(i) + " has left, others wait for it at " + what);
+    }
   }
   meeting.arguments[thread % count] = &argument;
   if (++meeting.came == count) {
@@ -186,62 +152,6 @@ void meet(int count, const char* what, Argument& argument, Act act) {
     wait_until(what, [&meeting, before] { return meeting.times != before; });
   }
   if (block->random(4) == 0) wait_until("running", {});
-}
-
-inline uint32_t shared_address(const void* pointer) {
-  const auto* byte = static_cast<const unsigned char*>(pointer);
-  if (byte < shared_bytes || byte >= shared_bytes + kSharedLimit) fail("not in shared memory");
-  return static_cast<uint32_t>(byte - shared_bytes);
-}
-
-inline unsigned char* shared_at(uint32_t address, int bytes, int alignment = 1) {
-  if (address % alignment) fail("misaligned address in shared memory");
-  if (address + bytes > kSharedLimit) fail("address beyond shared memory");
-  return shared_bytes + address;
-}
-
-inline float from_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-inline uint32_t to_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-inline float widen(uint16_t bits, bool bf16) {
-  if (bf16) return from_bits(uint32_t(bits) << 16);
-  _Float16 x;
-  std::memcpy(&x, &bits, 2);
-  return static_cast<float>(x);
-}
-
-inline uint16_t narrow(float x, bool bf16) {
-  if (!bf16) {
-    const _Float16 half = static_cast<_Float16>(x);
-    uint16_t bits;
-    std::memcpy(&bits, &half, 2);
-    return bits;
-  }
-  const uint32_t bits = to_bits(x);
-  if (std::isnan(x)) return static_cast<uint16_t>(bits >> 16 | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-// An arrival, or bytes that have landed; the phase ends when neither is missing.
-inline void progress(uint32_t address, int arrivals, long bytes) {
-  auto found = block->barriers.find(address);
-  if (found == block->barriers.end()) fail("an mbarrier that was not made");
-  Barrier& barrier = found->second;
-  barrier.missing -= arrivals;
-  barrier.bytes += bytes;
-  if (barrier.missing < 0) fail("more arrivals at an mbarrier than it expects");
-  if (barrier.missing == 0 && barrier.bytes == 0) {
-    ++barrier.phase;
-    barrier.missing = barrier.arrivals;
-  }
 }
 
 }  // namespace machine

@@ -3,12 +3,10 @@
 #include "ptx/types.cuh"
 
 FA_DEVICE uint32 cvta_to_shared(const void* pointer) { return machine::shared_address(pointer); }
-FA_DEVICE void st_shared_b32(uint32 address, uint32 x) {
-  std::memcpy(machine::shared_at(address, 4, 4), &x, 4);
-}
+FA_DEVICE void st_shared_b32(uint32 address, uint32 x) { machine::store_shared(address, &x, 4); }
 FA_DEVICE void st_shared_v4_b32(uint32 address, const uint32 (&x)[4]) {
-  std::memcpy(machine::shared_at(address, 16, 16), x, 16);
+  machine::store_shared(address, x, 16);
 }
 FA_DEVICE void ld_shared_v4_b32(uint32 (&x)[4], uint32 address) {
-  std::memcpy(x, machine::shared_at(address, 16, 16), 16);
+  machine::load_shared(x, address, 16);
 }

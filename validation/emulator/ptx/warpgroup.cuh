@@ -10,10 +10,6 @@ template <int kRegisters>
 FA_DEVICE void setmaxnreg_inc() {
   setmaxnreg_dec<kRegisters>();
 }
-void bar_arrive(int id, int threads);
-
-// Any lane may be chosen; always the same one of a warp.
-FA_DEVICE bool elect_sync() {
-  return __shfl_sync(kFullWarp, static_cast<int>(machine::block->random(32)), 0) ==
-         static_cast<int>(threadIdx.x % 32);
-}
+FA_DEVICE void bar_sync(int id, int threads) { machine::sync_named(id, threads); }
+FA_DEVICE void bar_arrive(int id, int threads) { machine::arrive_named(id, threads); }
+FA_DEVICE bool elect_sync() { return machine::elect(); }

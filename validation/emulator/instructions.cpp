@@ -1,0 +1,379 @@
+// What warps, warpgroups and the copy engine do.
+#include <algorithm>
+
+#include "machine.hpp"
+
+namespace machine {
+
+// ------------------------------------------------------------------------------------------- warps
+struct Exchange {
+  int lane;
+  uint32_t mine, got;
+};
+
+uint32_t shuffle(uint32_t x, int lane) {
+  Exchange e{lane, x, 0};
+  meet(32, "shfl", e, [](Exchange** all) {
+    for (int i = 0; i < 32; ++i) all[i]->got = all[all[i]->lane % 32]->mine;
+  });
+  return e.got;
+}
+
+uint32_t vote(bool x) {
+  Exchange e{0, x, 0};
+  meet(32, "vote", e, [](Exchange** all) {
+    uint32_t votes = 0;
+    for (int i = 0; i < 32; ++i) votes |= all[i]->mine << i;
+    for (int i = 0; i < 32; ++i) all[i]->got = votes;
+  });
+  return e.got;
+}
+
+void sync_warp() {
+  Exchange e{};
+  meet(32, "syncwarp", e, [](Exchange**) {});
+}
+
+// Any lane may be chosen; always the same one of a warp.
+bool elect() {
+  const uint32_t chosen = shuffle(static_cast<uint32_t>(block->random(32)), 0);
+  return chosen == current->tid.x % 32;
+}
+
+struct MatrixAccess {
+  uint32_t address;
+  uint32_t r[4];
+};
+
+void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed) {
+  MatrixAccess access{address, {}};
+  shared_at(address, 16, 16);
+  check_filled("ldmatrix", address, 16);
+  meet(32, "ldmatrix", access, [transposed](MatrixAccess** lanes) {
+    for (int m = 0; m < 4; ++m) {
+      uint16_t matrix[8][8];
+      for (int row = 0; row < 8; ++row) {
+        std::memcpy(matrix[row], shared_at(lanes[8 * m + row]->address, 16, 16), 16);
+      }
+      for (int lane = 0; lane < 32; ++lane) {
+        const int i = lane / 4, j = lane % 4 * 2;
+        const uint16_t low = transposed ? matrix[j][i] : matrix[i][j];
+        const uint16_t high = transposed ? matrix[j + 1][i] : matrix[i][j + 1];
+        lanes[lane]->r[m] = low | uint32_t(high) << 16;
+      }
+    }
+  });
+  std::memcpy(r, access.r, 16);
+}
+
+void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+  MatrixAccess access{address, {r[0], r[1], r[2], r[3]}};
+  shared_at(address, 16, 16);
+  const int warp = current->tid.x / 32;
+  meet(32, "stmatrix", access, [warp](MatrixAccess** lanes) {
+    for (int m = 0; m < 4; ++m) {
+      for (int lane = 0; lane < 32; ++lane) {
+        const uint32_t at = lanes[8 * m + lane / 4]->address + lane % 4 * 4;
+        std::memcpy(shared_at(at, 4), &lanes[lane]->r[m], 4);
+        fill(at, 4, writing(*block->fibers[warp * 32 + lane]));
+      }
+    }
+  });
+}
+
+bool truncating;
+
+// Adds to an accumulator the product of one step over k: rounded once, or as tensor cores were seen
+// to.  There an accumulator that 17.5 of its ulp are added to grows by 16, and with 1.75 it stays:
+// the smaller of the two is cut, towards zero, to twice the ulp of the larger (2 is the smallest
+// power of two that does both), and so is what float32 cannot hold of the sum.
+static float accumulate(float c, double product) {
+  if (!truncating || !std::isfinite(c + product)) return static_cast<float>(c + product);
+  int exponent;
+  double low = c, high = product;
+  if (std::fabs(low) > std::fabs(high)) std::swap(low, high);
+  std::frexp(high, &exponent);
+  const double sum = high + std::ldexp(std::trunc(std::ldexp(low, 23 - exponent)), exponent - 23);
+  const float rounded = static_cast<float>(sum);
+  return std::fabs(rounded) > std::fabs(sum) ? std::nextafter(rounded, 0.0f) : rounded;
+}
+
+struct MmaArgument {
+  float* d;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool bf16) {
+  MmaArgument argument{d, a, {b0, b1}};
+  meet(32, "mma.sync", argument, [bf16](MmaArgument** lanes) {
+    double x[16][16], y[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, t = lane % 4;
+      for (int i = 0; i < 4; ++i) {
+        for (int e = 0; e < 2; ++e) {
+          const int column = 2 * t + i / 2 * 8 + e;
+          x[g + i % 2 * 8][column] = widen(uint16_t(lanes[lane]->a[i] >> 16 * e), bf16);
+          if (i < 2) y[2 * t + 8 * i + e][g] = widen(uint16_t(lanes[lane]->b[i] >> 16 * e), bf16);
+        }
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
+        double sum = 0;
+        for (int k = 0; k < 16; ++k) sum += x[row][k] * y[k][col];
+        lanes[lane]->d[i] = accumulate(lanes[lane]->d[i], sum);
+      }
+    }
+  });
+}
+
+// ------------------------------------------------------------------------------------------- wgmma
+// A matrix of blocks of 64 columns, each with rows of 128 bytes, in the 128-byte swizzle.
+struct Matrix {
+  uint32_t start, leading;
+  explicit Matrix(uint64_t descriptor)
+      : start(uint32_t(descriptor & 0x3fff) << 4), leading(descriptor >> 12 & 0x3fff0) {}
+  // The swizzle acts on addresses: bits 4 to 6 are exchanged with bits 7 to 9.
+  uint32_t address(int row, int col) const {
+    const uint32_t linear =
+        start + uint32_t(col / 64) * leading + uint32_t(row) * 128 + col % 64 * 2;
+    return linear ^ (linear >> 3 & 0x70);
+  }
+  template <typename F>
+  void each_chunk(int rows, int cols, const F& f) const {
+    for (int row = 0; row < rows; ++row) {
+      for (int col = 0; col < cols; col += 8) f(row, col, address(row, col));
+    }
+  }
+};
+
+static void check_operand(const Matrix& matrix, int rows, int cols) {
+  matrix.each_chunk(rows, cols, [](int, int, uint32_t at) {
+    shared_at(at, 16, 16);
+    check_filled("wgmma", at, 16);
+    check_fenced("wgmma", at, 16);
+  });
+}
+
+// A product once all its threads have asked for it.
+struct Started {
+  Product product;
+  float (*d[128])[4];
+  uint32_t a[128][4];
+
+  void check() const {
+    const Matrix b(product.b_descriptor);
+    if (product.a == nullptr) check_operand(Matrix(product.a_descriptor), 64, 16);
+    check_operand(b, product.k_major ? product.n : 16, product.k_major ? 16 : product.n);
+  }
+
+  void run() const {
+    const int n = product.n;
+    static float x[64][16], y[16][256];
+    const auto read = [&](uint32_t at, float* to, int stride) {
+      uint16_t bits[8];
+      check_filled("wgmma", at, 16);
+      std::memcpy(bits, shared_at(at, 16, 16), 16);
+      for (int i = 0; i < 8; ++i) to[i * stride] = widen(bits[i], product.bf16);
+    };
+    if (product.a == nullptr) {
+      Matrix(product.a_descriptor).each_chunk(64, 16, [&](int row, int col, uint32_t at) {
+        read(at, &x[row][col], 1);
+      });
+    } else {
+      for (int m = 0; m < 64; ++m) {
+        for (int k = 0; k < 16; ++k) {
+          const uint32_t word = a[m / 16 * 32 + m % 8 * 4 + k % 8 / 2][m % 16 / 8 + k / 8 * 2];
+          x[m][k] = widen(uint16_t(word >> 16 * (k % 2)), product.bf16);
+        }
+      }
+    }
+    const bool rows = product.k_major;  // of B, as stored, are its columns
+    Matrix(product.b_descriptor)
+        .each_chunk(rows ? n : 16, rows ? 16 : n, [&](int row, int col, uint32_t at) {
+          read(at, rows ? &y[col][row] : &y[row][col], rows ? 256 : 1);
+        });
+    for (int m = 0; m < 64; ++m) {
+      double sum[256] = {};
+      for (int k = 0; k < 16; ++k) {
+        for (int i = 0; i < n; ++i) sum[i] += double(x[m][k]) * y[k][i];
+      }
+      for (int i = 0; i < n; ++i) {
+        const int thread = m / 16 * 32 + m % 8 * 4 + i % 8 / 2;
+        float& out = d[thread][i / 8][m % 16 / 8 * 2 + i % 2];
+        out = accumulate(product.add ? out : 0.0f, sum[i]);
+      }
+    }
+  }
+};
+
+void start_product(const Product& product) {
+  lend(product.d, static_cast<size_t>(product.n) * 2);
+  if (product.watched) lend(product.a, 16);
+  const int warpgroup = current->tid.x / 128;
+  meet(128, "wgmma", const_cast<Product&>(product), [warpgroup](Product** all) {
+    const auto started = std::make_shared<Started>();
+    started->product = *all[0];
+    for (int i = 0; i < 128; ++i) {
+      const Product &mine = *all[i], &first = *all[0];
+      if (mine.b_descriptor != first.b_descriptor || mine.a_descriptor != first.a_descriptor) {
+        fail("threads of one wgmma name different matrices");
+      }
+      started->d[i] = mine.d;
+      if (mine.a != nullptr) std::memcpy(started->a[i], mine.a, 16);
+    }
+    started->check();
+    block->products[warpgroup].emplace_back(self().groups, [started] { started->run(); });
+  });
+}
+
+void commit_products() {
+  Exchange nothing{};
+  meet(128, "wgmma.commit_group", nothing, [](Exchange**) {});
+  ++self().groups;
+}
+
+void wait_products(int pending) {
+  Fiber& fiber = self();
+  const uint64_t until = fiber.groups > uint64_t(pending) ? fiber.groups - pending : 0;
+  const Products& queue = block->products[fiber.tid.x / 128];
+  wait_until("wgmma.wait_group",
+             [&queue, until] { return queue.empty() || queue.front().first >= until; });
+  fiber.waited = std::max(fiber.waited, until);
+}
+
+// ---------------------------------------------------------------------------------------- cp.async
+void CopyGroups::commit() {
+  closed.push_back(std::move(open));
+  open.clear();
+}
+
+void CopyGroups::wait(const char* where, int pending, int state) {
+  wait_until(where, [this, pending, state] {
+    const auto done = [](const std::vector<Copy>& group, int least) {
+      return std::all_of(group.begin(), group.end(), [=](const Copy& x) { return *x >= least; });
+    };
+    while (!closed.empty() && done(closed.front(), 2)) closed.pop_front();
+    for (size_t i = 0; i + size_t(pending) < closed.size(); ++i) {
+      if (!done(closed[i], state)) return false;
+    }
+    return true;
+  });
+}
+
+void copy_16(uint32_t address, const void* global, uint32_t bytes) {
+  unsigned char* to = shared_at(address, 16, 16);
+  if (bytes > 16) fail("cp.async of more than 16 bytes");
+  if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16) fail("misaligned cp.async");
+  Fiber* fiber = &self();
+  const Copy state = fiber->copies.add();
+  fill(address, 16, kNothing);
+  block->pending.push_back([=] {
+    std::memset(to, 0, 16);
+    if (bytes > 0) std::memcpy(to, global, bytes);
+    fill(address, 16, writing(*fiber));
+    *state = 2;
+  });
+}
+
+void commit_copies() { self().copies.commit(); }
+void wait_copies(int pending) { self().copies.wait("cp.async.wait_group", pending, 2); }
+
+// --------------------------------------------------------------------------------------------- TMA
+// A box of an array in memory, and its place in shared memory.
+struct Box {
+  const unsigned long long* map;
+  uint32_t shared;
+  int c[5];
+
+  Box(const unsigned long long* words, uint32_t address, const int (&at)[5])
+      : map(words), shared(address) {
+    std::copy(at, at + 5, c);
+    if (box(4) * stride(4) != 128) fail("a box whose rows are not 128 bytes");
+    if (shared % 128) fail("misaligned address of a box in shared memory");
+    bool aligned = map[0] % 16 == 0;
+    for (int axis = 0; axis < 4; ++axis) aligned = aligned && stride(axis) % 16 == 0;
+    if (!aligned) fail("a tensor map of a misaligned array");
+    shared_at(shared, static_cast<int>(bytes()));
+  }
+  int64_t shape(int64_t axis) const { return int64_t(map[1 + axis]); }
+  int64_t stride(int64_t axis) const { return int64_t(map[6 + axis]); }
+  int64_t box(int64_t axis) const { return int64_t(map[11 + axis]); }
+  long bytes() const { return box(0) * box(1) * box(2) * box(3) * 128; }
+
+  // Calls f(address in memory, shared address, elements that lie inside the array, bytes of one)
+  // for each 16 bytes, in order; elements outside come last, or fill the 16 bytes.
+  template <typename F>
+  void each_chunk(const F& f) const {
+    const int64_t size = stride(4), each = 16 / size;
+    for (int64_t row = 0; row < bytes() / 128; ++row) {
+      bool inside = true;
+      uint64_t address = map[0];
+      for (int64_t axis = 3, rest = row; axis >= 0; rest /= box(axis--)) {
+        const int64_t at = c[4 - axis] + rest % box(axis);
+        inside = inside && at >= 0 && at < shape(axis);
+        address += uint64_t(at * stride(axis));
+      }
+      for (int64_t chunk = 0; chunk < 8; ++chunk) {
+        const int64_t col = c[0] + each * chunk;
+        if (col % each) fail("a box whose columns do not start at a multiple of 16 bytes");
+        const int64_t left = inside && col >= 0 ? shape(4) - col : 0;
+        const uint32_t to = shared + uint32_t(128 * row + 16 * chunk);
+        f(reinterpret_cast<unsigned char*>(address + uint64_t(size * col)), to ^ (to >> 3 & 0x70),
+          std::clamp<int64_t>(left, 0, each) * size);
+      }
+    }
+  }
+};
+
+void load_box(uint32_t address, const unsigned long long* map, uint32_t barrier,
+              const int (&c)[5]) {
+  const Box box(map, address, c);
+  check_fenced("TMA writes", address, static_cast<int>(box.bytes()));
+  fill(address, static_cast<int>(box.bytes()), kNothing);
+  block->pending.push_back([box, barrier] {
+    box.each_chunk([](const unsigned char* from, uint32_t at, int64_t bytes) {
+      unsigned char* to = shared_at(at, 16);
+      std::memset(to, 0, 16);
+      if (bytes > 0) std::memcpy(to, from, size_t(bytes));
+      fill(at, 16, kAnyone);
+    });
+    progress(barrier, 0, box.bytes());
+  });
+}
+
+// The source is read at one moment and written at a later one.
+void store_box(const unsigned long long* map, uint32_t address, const int (&c)[5]) {
+  const Box box(map, address, c);
+  const Copy state = self().stores.add();
+  box.each_chunk([](unsigned char*, uint32_t at, int64_t bytes) {
+    check_filled("a TMA store", at, static_cast<int>(bytes));
+    check_fenced("a TMA store", at, static_cast<int>(bytes));
+  });
+  block->pending.push_back([box, state] {
+    const auto data = std::make_shared<std::vector<unsigned char>>();
+    box.each_chunk([&](unsigned char*, uint32_t at, int64_t bytes) {
+      const unsigned char* from = shared_at(at, 16);
+      check_filled("a TMA store", at, static_cast<int>(bytes));
+      data->insert(data->end(), from, from + 16);
+    });
+    *state = 1;
+    block->pending.push_back([box, state, data] {
+      const unsigned char* from = data->data();
+      box.each_chunk([&](unsigned char* to, uint32_t, int64_t bytes) {
+        if (bytes > 0) std::memcpy(to, from, size_t(bytes));
+        from += 16;
+      });
+      *state = 2;
+    });
+  });
+}
+
+void commit_stores() { self().stores.commit(); }
+void wait_stores(int pending, bool written) {
+  self().stores.wait("cp.async.bulk.wait_group", pending, written ? 2 : 1);
+}
+
+}  // namespace machine
