@@ -1,4 +1,4 @@
-// What the parts of fwd_sm90 share: constants of a variant, parameters, and a block's shared memory.
+// What the parts of fwd_sm90 share: constants of a variant, parameters, a block's shared memory.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
