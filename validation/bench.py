@@ -12,6 +12,7 @@ A family is one entry in `FAMILIES`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import statistics
 import sys
@@ -86,7 +87,7 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
 
     def reference(place: tuple[int, int]) -> np.ndarray:
         batch, head = place
-        kv_place = batch, head * (case.kv_heads or case.heads) // case.heads
+        kv_place = batch, head * case.key_heads // case.heads
         q, k, v = (_host(x[at]) for x, at in zip(qkv, (place, kv_place, kv_place), strict=True))
         scores = q[rows] @ k.T * case.head_dim**-0.5
         if case.causal:
@@ -107,28 +108,30 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
     return error
 
 
+_ATTENTION_FWD = Family(
+    device="gpu",
+    cases=cases.ATTENTION_FWD,
+    impls={
+        "fa_cupy": peers.fa_cupy,
+        "cudnn": peers.torch_sdpa("CUDNN_ATTENTION"),
+        "flash2": peers.torch_sdpa("FLASH_ATTENTION"),
+        "efficient": peers.torch_sdpa("EFFICIENT_ATTENTION"),
+        "jax": peers.jax,
+        "plain_cupy": peers.plain_cupy,
+    },
+    default_impls=("fa_cupy", "cudnn", "flash2"),
+    inputs=peers.random_cupy,
+    check=attention_check,
+    unit="TFLOP/s",
+    per_second=1e12,
+    burst_ms=8,
+    rest_ms=GPU_REST_MS,
+)
+
 FAMILIES: dict[str, Family] = {
-    "attention_fwd": Family(
-        device="gpu",
-        cases=cases.ATTENTION_FWD,
-        impls={
-            "fa_cupy": peers.fa_cupy,
-            "cudnn": peers.torch_sdpa("CUDNN_ATTENTION"),
-            "flash2": peers.torch_sdpa("FLASH_ATTENTION"),
-            "efficient": peers.torch_sdpa("EFFICIENT_ATTENTION"),
-            "jax": peers.jax,
-            "plain_cupy": peers.plain_cupy,
-        },
-        default_impls=("fa_cupy", "cudnn", "flash2"),
-        inputs=peers.random_cupy,
-        check=attention_check,
-        unit="TFLOP/s",
-        per_second=1e12,
-        burst_ms=8,
-        rest_ms=GPU_REST_MS,
-    ),
-    "attention_options": Family(
-        device="gpu",
+    "attention_fwd": _ATTENTION_FWD,
+    "attention_options": dataclasses.replace(
+        _ATTENTION_FWD,
         cases=cases.ATTENTION_OPTIONS,
         impls={
             "fa_cupy": peers.fa_cupy,
@@ -137,12 +140,6 @@ FAMILIES: dict[str, Family] = {
             "flash2_window": peers.torch_flash_window,
         },
         default_impls=("fa_cupy", "cudnn", "flash2", "flash2_window"),
-        inputs=peers.random_cupy,
-        check=attention_check,
-        unit="TFLOP/s",
-        per_second=1e12,
-        burst_ms=8,
-        rest_ms=GPU_REST_MS,
     ),
     "attention_cpu": Family(
         device="cpu",

@@ -26,6 +26,11 @@ class Dense:
     window: int = 0  # 0: none
 
     @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
     def name(self) -> str:
         """The key under which results of this case are stored."""
         kind = "causal" if self.causal else "full"

@@ -91,7 +91,7 @@ def from_torch(tensor: Any) -> Any:
 def random_numpy(case: Dense, seed: int) -> Qkv:
     """N(0, 1) q, k, v of shape (batch, heads, length, dim) on the CPU, contiguous."""
     rng = np.random.default_rng(seed)
-    heads = (case.heads, case.kv_heads or case.heads)
+    heads = (case.heads, case.key_heads)
     q_shape, kv_shape = ((case.batch, n, case.length, case.head_dim) for n in heads)
     q, k, v = (
         rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype], copy=False)
@@ -107,7 +107,6 @@ def random_cupy(case: Dense, seed: int) -> Qkv:
     """
     cp = _module("cupy")
     rng = cp.random.default_rng(seed)
-    kv_heads = case.kv_heads or case.heads
 
     def draw(heads: int) -> Any:
         shape = (case.batch, case.length, heads, case.head_dim)
@@ -119,7 +118,7 @@ def random_cupy(case: Dense, seed: int) -> Qkv:
             x = x.astype(DTYPES[case.dtype])
         return x.swapaxes(-3, -2)
 
-    return draw(case.heads), draw(kv_heads), draw(kv_heads)
+    return draw(case.heads), draw(case.key_heads), draw(case.key_heads)
 
 
 def poison(array: Any) -> None:
