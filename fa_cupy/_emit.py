@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from fa_cupy.gpu import compile, devices, nvrtc
+from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import VARIANTS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    rows = {row.name: row for row in VARIANTS}
+    rows = {row.name: row for row in (*VARIANTS, *PRODUCTS)}
     parser = argparse.ArgumentParser(
         prog="python -m fa_cupy emit", description="Write the PTX of a kernel."
     )
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.list:
         width = max(map(len, rows))
-        for row in VARIANTS:
+        for row in rows.values():
             print(f"{row.name:<{width}}  {', '.join(row.targets)}; {row.why}")
         return 0
     if options.ptx not in rows:

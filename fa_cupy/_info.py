@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fa_cupy import __version__, _driver
 from fa_cupy.cpu import _segments
-from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu import cache, compile, devices, nvrtc, product_choice
 from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.variants import SHARED_LIMIT, Call, Variant, select
@@ -25,6 +25,7 @@ DTYPES = {
     "fp64": "float64",
 } | {name: name for name in ("float16", "bfloat16", "float32", "float64")}
 _REQUIRED = ("numpy", "scipy", "ml_dtypes", "threadpoolctl", "tqdm")
+_SMS = 132  # multiprocessors of a device that is not here: those of an H200
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
 Line = tuple[str, str]
@@ -104,11 +105,22 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
     yield "NumPy", "tiled NumPy, on all cores"
     if q_len == k_len:
         parts = _segments.segments(k_len, entries)
-        yield "", f"causal_product: chunked, {parts} segments a sequence; not on CuPy"
+        yield "", f"causal_product: chunked, {parts} segments a sequence"
     target = options.target or devices.current_target()
     if target is None:
         yield "CuPy", "no device here; --target asks for one that is not"
         return
+    yield from _attention(dtype, entries, q_len, k_len, head_dim, v_dim, target)
+    if q_len == k_len:
+        sms = next((d.multiprocessors for d in devices.devices() if d.target == target), _SMS)
+        found = product_choice.choose(dtype, entries, q_len, head_dim, v_dim, target, sms)
+        text = found.text if found else "no kernel"
+        yield "", f"causal_product on {sms} multiprocessors: {text}"
+
+
+def _attention(
+    dtype: str, entries: int, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str
+) -> Iterator[Line]:
     if max(q_len, k_len) > MAX_LENGTH:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         yield "", f"kernels take up to {MAX_LENGTH:,} queries and keys"

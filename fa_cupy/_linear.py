@@ -8,7 +8,9 @@ from typing import Any
 
 from fa_cupy import _arrays, _check, _options, _product
 
-_BACKENDS = {"numpy": "fa_cupy.cpu.product"}
+_BACKENDS = {"numpy": "fa_cupy.cpu.product", "cupy": "fa_cupy.gpu.product"}
+# By the type of q: what answers a repeated call without looking at it closely.
+_CACHED: dict[type, Any] = {}
 _OPTIONAL = ("initial_state", "dstate", "out")
 
 
@@ -31,8 +33,8 @@ def causal_product(
     Parameters
     ----------
     q : array, shape (..., L, E)
-        Queries: a NumPy array, or one of any library that speaks DLPack (PyTorch, JAX, ...) on the
-        CPU, of dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. Any strides.
+        Queries: a NumPy or CuPy array, or one of any library that speaks DLPack (PyTorch, JAX,
+        ...), of dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. Any strides.
     k : array, shape (..., L, E)
         Keys, of the same library, device and dtype.
     v : array, shape (..., L, M)
@@ -46,7 +48,8 @@ def causal_product(
     reverse : bool
         Whether to go from the last row to the first: ``numpy.triu`` for ``numpy.tril``.
     algorithm : {"auto", "chunked", "recurrent", "low_occupancy"}
-        How it is computed. The last two are GPU kernels, and the CPU refuses them.
+        How it is computed. On a GPU, ``"chunked"`` takes float16 and bfloat16 where `k` has a dim
+        of at most 256, and the last two take float32. The CPU has ``"chunked"`` only.
     out : array, shape (..., L, M), optional
         Where to write the output: of q's kind and dtype, overlapping no input.
 
@@ -64,7 +67,7 @@ def causal_product(
         With a message that names the argument, what it got and what is wanted, before anything is
         allocated.
     NotImplementedError
-        For arrays on a GPU.
+        For what there is no kernel for on a GPU: float64, and what an algorithm does not take.
 
     See Also
     --------
@@ -103,6 +106,11 @@ def causal_product(
     >>> bool(np.allclose(np.concatenate([first, rest], axis=1), out))
     True
     """
+    cached = _CACHED.get(type(q))
+    if cached is not None:
+        answer = cached(q, k, v, initial_state, return_state, reverse, algorithm, out)
+        if answer is not None:
+            return answer
     name = "causal_product"
     native = to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
     *inputs, result = native.arrays
@@ -110,12 +118,18 @@ def causal_product(
     check_out(name, result, problem, inputs)
     reverse = _options.flag(name, "reverse", reverse)
     with_state = _options.flag(name, "return_state", return_state)
-    _product.algorithm(name, algorithm, native.backend)
-    backend = backend_of(name, native)
+    algorithm = _product.algorithm(name, algorithm, native.backend)
+    backend = backend_of(native)
+    if native.backend == "cupy" and inputs[0] is q:
+        _CACHED[type(q)] = backend.cached
     with native.context:
+        if out is None and native.new is not None:
+            order = _arrays.memory_order(problem.out_shape, inputs[0])
+            result = native.new(problem.out_shape, problem.dtype, order)
         result, state = backend.product(
-            problem, *inputs, result, reverse=reverse, return_state=with_state
-        )
+            problem, *inputs, result,
+            reverse=reverse, return_state=with_state, algorithm=algorithm,
+        )  # fmt: skip
         answer = native.give_back(result) if out is None else out
         return (answer, native.give_back(state)) if with_state else answer
 
@@ -198,7 +212,7 @@ def causal_product_backward(
         shape, dtype = problem.state_shape, problem.state_dtype
         _product.check_gradient(name, "dstate", state_grad, shape, dtype)
     reverse = _options.flag(name, "reverse", reverse)
-    backend = backend_of(name, native)
+    backend = backend_of(native)
     with native.context:
         grads = backend.backward(problem, grad, *inputs, state_grad, reverse=reverse)
         return tuple(native.give_back(x) for x in grads if x is not None)
@@ -210,10 +224,8 @@ def to_native(name: str, **arrays: Any) -> _arrays.Native:
     return _arrays.to_native(name, **arrays)
 
 
-def backend_of(name: str, native: _arrays.Native) -> Any:
+def backend_of(native: _arrays.Native) -> Any:
     """Return the module that computes with these arrays."""
-    if native.backend not in _BACKENDS:
-        raise NotImplementedError(f"{name}: q is on a GPU, want arrays on the CPU")
     return importlib.import_module(_BACKENDS[native.backend])
 
 

@@ -97,7 +97,7 @@ def linear_attention(
     *inputs, result = native.arrays
     problem = _product.product_problem(name, *inputs)
     _linear.check_out(name, result, problem, inputs)
-    backend = _linear.backend_of(name, native)
+    backend = _linear.backend_of(native)
     with native.context:
         result = backend.linear_attention(problem, *inputs, result, feature=feature, eps=number)
         return native.give_back(result) if out is None else out

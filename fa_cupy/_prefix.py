@@ -91,7 +91,7 @@ def prefix_state(
         found = _product.positions(name, ends, problem.k_len)
     if q is not None and len(found) != rows:
         raise ValueError(f"{name}: ends has {len(found)} positions, q has {rows} rows")
-    backend = _linear.backend_of(name, native)
+    backend = _linear.backend_of(native)
     order = np.argsort(found, kind="stable")
     back = np.argsort(order)
     ascending = bool((np.diff(found) >= 0).all())

@@ -8,7 +8,7 @@ import threadpoolctl
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from fa_cupy import _arrays, causal_product, causal_product_backward, reference
+from fa_cupy import causal_product, causal_product_backward, reference
 from fa_cupy.cpu import _scan, _segments
 from tests.products import (
     Case,
@@ -560,17 +560,6 @@ def test_algorithms_of_the_cpu(algorithm):
     q, k, v = draw(*[(30, 4)] * 3)
     want = causal_product(q, k, v)
     np.testing.assert_array_equal(causal_product(q, k, v, algorithm=algorithm), want)
-
-
-def test_arrays_on_a_gpu_are_refused(monkeypatch):
-    native = _arrays.to_native
-
-    def on_gpu(name, **arrays):
-        return native(name, **arrays)._replace(backend="cupy")
-
-    monkeypatch.setattr(_arrays, "to_native", on_gpu)
-    with pytest.raises(NotImplementedError, match="causal_product: q is on a GPU, want arrays on"):
-        causal_product(X, X, X)
 
 
 # Other libraries

@@ -12,6 +12,7 @@ import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy.gpu import cache, compile, devices
 from fa_cupy.gpu.params import MAX_LENGTH
+from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, reachable, select
 
 ROOT = Path(__file__).parents[1]
@@ -116,7 +117,7 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
         (["--dtype", "float32", "--target", "sm_90a"], "sm_90a: tiled CuPy"),
         (["--v-dim", "300", "--target", "sm_80"], "sm_80: tiled CuPy"),
         (["--causal"], "causal: 0.275 TFLOP"),
-        ([], "causal_product: chunked, 1 segments a sequence; not on CuPy"),
+        ([], "causal_product: chunked, 1 segments a sequence"),
         (["--k-len", "2048"], "64 x 4096 queries x 2048 keys, head_dim 128, v_dim 128: 0.275"),
         ([], "no device here"),
         (["--target", "sm_90a"], "with a softcap or bias: attention_fwd_sm90-float16-d128"),
@@ -204,7 +205,7 @@ def test_warmup_asks_for_a_target_where_there_is_no_device(capsys):
 def test_emit_lists_all_rows(capsys):
     assert main(["emit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [row.name for row in VARIANTS]
+    assert [line.split()[0] for line in lines] == [row.name for row in (*VARIANTS, *PRODUCTS)]
 
 
 @needs_compiler

@@ -3,6 +3,7 @@
 import pytest
 
 from fa_cupy.gpu import compile, nvrtc
+from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
@@ -13,11 +14,12 @@ USUAL = ("sm_80", "sm_90a")
 # that is read too early, or for another reason.
 SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
 
+ALL = (*VARIANTS, *PRODUCTS)
 ROWS = [
     pytest.param(
         row, target, marks=() if target in USUAL else pytest.mark.slow, id=f"{row.name}-{target}"
     )
-    for row in VARIANTS
+    for row in ALL
     for target in row.targets
 ]
 
@@ -40,22 +42,22 @@ def test_row_compiles_into_what_it_promises(row, target):
 
 
 def test_names_are_unique():
-    assert len({row.name for row in VARIANTS}) == len(VARIANTS)
+    assert len({row.name for row in ALL}) == len(ALL)
 
 
 def test_every_kernel_has_a_row_and_every_row_a_kernel():
     folder = compile.ROOT / "cuda_src"
     files = {p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.cu")}
-    assert files == {row.source for row in VARIANTS}
+    assert files == {row.source for row in ALL}
 
 
 def test_a_kernel_has_few_rows():
-    sources = [row.source for row in VARIANTS]
+    sources = [row.source for row in ALL]
     assert all(sources.count(source) <= 24 for source in sources)
 
 
 def test_a_row_is_for_the_targets_whose_shared_memory_it_fits():
-    for row in VARIANTS:
+    for row in ALL:
         assert row.targets
         assert all(row.shared_bytes <= SHARED_LIMIT[target] for target in row.targets)
 

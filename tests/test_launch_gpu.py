@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fa_cupy.gpu import compile, devices, tensor_map
+from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import VARIANTS
 
 pytest.importorskip("cupy")
@@ -126,7 +127,7 @@ def test_load_compiles_once_for_all_threads(cupy, target, monkeypatch):
 
 @pytest.mark.gpu
 def test_every_row_loads(cupy, target):
-    for row in VARIANTS:
+    for row in (*VARIANTS, *PRODUCTS):
         if target in row.targets:
             assert compile.load(row, target, cupy.cuda.Device().id).ptr
 

@@ -13,27 +13,33 @@ from hypothesis import strategies as st
 from fa_cupy import _check
 from fa_cupy.gpu import params
 from fa_cupy.gpu.params import ATTENTION_PARAMS, POINTERS
+from fa_cupy.gpu.product_params import PRODUCT_PARAMS
 from tests.test_check import NO_OPTIONS
 
-HEADER = Path(__file__).parents[1] / "cuda_src/common/attention_params.cuh"
+COMMON = Path(__file__).parents[1] / "cuda_src/common"
+STRUCTS = {
+    "AttentionParams": ("attention_params.cuh", ATTENTION_PARAMS),
+    "ProductParams": ("product_params.cuh", PRODUCT_PARAMS),
+}
 ROWS = ("q", "k", "v", "out")
 
 
 # Layout
 
 
-def header():
-    """The text of the header without its comments."""
-    return re.sub(r"//.*", "", HEADER.read_text())
+def header(name="attention_params.cuh"):
+    """The text of a header without its comments."""
+    return re.sub(r"//.*", "", (COMMON / name).read_text())
 
 
 def constant(name):
-    return int(re.search(rf"\b{name} = (\d+);", header()).group(1))
+    return int(re.search(rf"\b{name} = (\d+);", header("batch_axes.cuh")).group(1))
 
 
-def members():
-    """(name, type, array length or None) of each member of the struct, in order."""
-    body = re.search(r"struct AttentionParams \{(.*?)\};", header(), re.DOTALL).group(1)
+def members(struct):
+    """(name, type, array length or None) of each member of a struct, in order."""
+    text = header(STRUCTS[struct][0])
+    body = re.search(rf"struct {struct} \{{(.*?)\}};", text, re.DOTALL).group(1)
     types = {"int64": np.int64, "int": np.int32, "float": np.float32}
     for kind, pointer, names in re.findall(r"(?:const\s+)?(\w+)(\*?)\s+([^;]+);", body):
         for name, length in re.findall(r"(\w+)(?:\[(\w+)\])?\s*(?:,|$)", names.strip()):
@@ -44,21 +50,23 @@ def members():
             )
 
 
-def test_the_struct_is_that_of_the_header():
-    found = []
-    for name in ATTENTION_PARAMS.names:
-        dtype = ATTENTION_PARAMS[name]
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_the_struct_is_that_of_the_header(struct):
+    found, fields = [], STRUCTS[struct][1]
+    for name in fields.names:
+        dtype = fields[name]
         found.append((name, dtype.base, dtype.shape[0] if dtype.shape else None))
-    assert found == list(members())
+    assert found == list(members(struct))
 
 
-def test_every_member_lies_where_a_c_compiler_puts_it():
-    at = 0
-    for name, dtype, length in members():
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_every_member_lies_where_a_c_compiler_puts_it(struct):
+    at, fields = 0, STRUCTS[struct][1]
+    for name, dtype, length in members(struct):
         at = -(-at // dtype.itemsize) * dtype.itemsize
-        assert ATTENTION_PARAMS.fields[name][1] == at, name
+        assert fields.fields[name][1] == at, name
         at += dtype.itemsize * (length or 1)
-    assert ATTENTION_PARAMS.itemsize == -(-at // 8) * 8
+    assert fields.itemsize == -(-at // 8) * 8
 
 
 def test_the_number_of_axes_is_that_of_the_header():

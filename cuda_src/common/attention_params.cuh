@@ -1,8 +1,6 @@
 // What one attention launch is told, and where its blocks find their part of it.
 #pragma once
-#include "ptx/types.cuh"
-
-constexpr int kMaxBatchAxes = 6;
+#include "cuda_src/common/batch_axes.cuh"
 
 // Passed by value.  fa_cupy/gpu/params.py holds the same fields in the same order.
 // Strides count elements.  Axes that broadcast have stride 0, grouped heads are two axes.
@@ -52,13 +50,6 @@ struct BatchOffsets {
     if (p.mask != nullptr) mask += i * p.mask_batch[axis];
   }
 };
-
-// a / b of numbers that are not negative; a 64-bit division takes hundreds of instructions.
-FA_DEVICE int64 divide(int64 a, int64 b) {
-  if ((a | b) >> 32 == 0) return static_cast<uint32>(a) / static_cast<uint32>(b);
-  return a / b;
-}
-FA_DEVICE uint32 divide(uint32 a, int64 b) { return a / static_cast<uint32>(b); }
 
 // Of a batch entry, counted over all batch axes; an Index of 32 bits does where entries fit it.
 template <typename Index>

@@ -38,6 +38,7 @@ def product(
     *,
     reverse: bool,
     return_state: bool,
+    algorithm: str = "chunked",
     ends: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Solve `problem` for NumPy arrays.
@@ -51,6 +52,8 @@ def product(
     out : numpy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     reverse, return_state : bool
+    algorithm : str
+        Checked already; there is one here.
     ends : numpy.ndarray of int, optional
         In ascending order, the position that each row of `q` reads at; its own by default.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,25 +149,40 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     factor, cap = transform(problem, np.dtype(np.float32))
     p["scale"], p["softcap"] = _in_float32(factor), _in_float32(cap)
 
-    parts = list(_parts(sizes, outer, strides, problem.q_len, int(p["q_tiles"])))
+    strides["lse"] = [4 * problem.q_len * math.prod(sizes[a + 1 :]) for a in range(outer)]
+    found = list(parts(POINTERS, sizes, outer, strides, int(p["q_tiles"])))
     steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
-    return params, parts, all(step % 16 == 0 for step in steps)
+    return params, found, all(step % 16 == 0 for step in steps)
 
 
-def _parts(
-    sizes: list[int], outer: int, strides: dict[str, list[int]], q_len: int, q_tiles: int
+def parts(
+    pointers: Sequence[str],
+    sizes: list[int],
+    outer: int,
+    strides: dict[str, list[int]],
+    blocks: int,
 ) -> Iterator[Part]:
+    """Yield the launches of batch entries that take `blocks` blocks each.
+
+    Parameters
+    ----------
+    pointers : sequence of str
+        The arrays a launch points to.
+    sizes, strides
+        From `collapse`; a pointer without strides stays where it is.
+    outer : int
+        How many of the axes are walked by launches, not by a kernel.
+    blocks : int
+    """
     inner = math.prod(sizes[outer:])
-    entries = max(1, MAX_GRID // q_tiles)
-    for number, index in enumerate(itertools.product(*map(range, sizes[:outer]))):
-        at = {
-            name: sum(i * s for i, s in zip(index, steps, strict=False))
-            for name, steps in strides.items()
-        }
-        at["lse"] = number * inner * q_len * 4
-        offsets = tuple(at.get(name, 0) for name in POINTERS)
+    entries = max(1, MAX_GRID // blocks)
+    for index in itertools.product(*map(range, sizes[:outer])):
+        offsets = tuple(
+            sum(i * s for i, s in zip(index, strides.get(name, ()), strict=False))
+            for name in pointers
+        )
         for first in range(0, inner, entries):
-            yield Part(offsets, first, min(entries, inner - first) * q_tiles)
+            yield Part(offsets, first, min(entries, inner - first) * blocks)
 
 
 def _in_float32(x: float) -> float:

@@ -130,7 +130,7 @@ def variant_for(
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
 
 
-def require_whole_elements(**arrays: Any) -> None:
+def require_whole_elements(where: str = "attention", /, **arrays: Any) -> None:
     """Raise for an array whose elements do not lie at multiples of their size.
 
     Neither these kernels nor CuPy's own can read one, not even to copy it.
@@ -141,7 +141,7 @@ def require_whole_elements(**arrays: Any) -> None:
         item = array.dtype.itemsize
         if array.data.ptr % item or any(step % item for step in array.strides):
             raise ValueError(
-                f"attention: {name} is at address {array.data.ptr:#x} with strides "
+                f"{where}: {name} is at address {array.data.ptr:#x} with strides "
                 f"{array.strides}, want multiples of its item size {item}"
             )
 

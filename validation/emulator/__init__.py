@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _check
-from fa_cupy.gpu import params, params_sm90
+from fa_cupy import _check, _product
+from fa_cupy.gpu import params, params_sm90, product_params
 from fa_cupy.gpu.compile import ROOT
+from fa_cupy.gpu.product_choice import Choice
 from fa_cupy.gpu.variants import Variant, VariantSm90
 
 FOLDER = Path(__file__).parent
@@ -255,6 +256,58 @@ def attention(
         params.pack_head(filled, 0, *at, first, aligned)
         launch(path, row.entry, blocks, *block, filled, seed, truncating)
     return out, lse
+
+
+def causal_product(
+    choice: Choice,
+    q: np.ndarray[Any, Any],
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    initial: np.ndarray[Any, Any] | None = None,
+    reverse: bool = False,
+    seed: int = 0,
+    source: Path | None = None,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """`fa_cupy.causal_product` by some rows of the table of products, with its state.
+
+    Parameters
+    ----------
+    choice : Choice
+        The rows, and how the sequence is split.
+    q, k, v, initial, reverse
+        As for `fa_cupy.causal_product`; rows must be dense.
+    seed : int
+    source : Path, optional
+        As for `attention`; in place of the outputs' kernel.
+
+    Raises
+    ------
+    EmulationError
+        As `launch`.
+    """
+    problem = _product.product_problem("causal_product", q, k, v, initial)
+    out = np.full(problem.out_shape, np.nan, problem.dtype)
+    state = np.full(problem.state_shape, np.nan, np.float32)
+    entries = int(np.prod(problem.batch))
+    whole, last = (problem.view(x.shape, x.strides) for x in (out, state))
+    filled, parts, shifts, aligned = product_params.fill(
+        problem, whole, last, reverse, choice.split, 1
+    )
+    places: list[Any] = [q, k, v, out, initial, state, None]
+    if choice.segments > 1:
+        sizes = entries, choice.segments, problem.qk_dim, problem.v_dim
+        places[-1] = np.full(sizes, np.nan, np.float32)
+    at = [0 if x is None else x.ctypes.data + s for x, s in zip(places, shifts, strict=True)]
+    aligned = aligned and not any(p % 16 for p in at[:4])
+    for offsets, first, blocks in parts:
+        here = [p and p + offset for p, offset in zip(at, offsets, strict=True)]
+        product_params.pack_head(filled, 0, *here, first, aligned)
+        for row, tiles, segments in choice.launches(problem.qk_dim, problem.v_dim):
+            filled["tiles"] = tiles
+            path = build_row(row, source if row is choice.row else None)
+            block = (row.threads, row.shared_bytes)
+            launch(path, row.entry, blocks * tiles * segments, *block, filled, seed)
+    return out, state
 
 
 def tensor_map(pointer: int, shape: Any, strides: Any, box: Any) -> np.ndarray[Any, Any]:

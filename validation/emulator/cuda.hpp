@@ -23,13 +23,18 @@ using std::min;
 struct float2 {
   float x, y;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __int_as_float(int bits) { return machine::from_bits(static_cast<uint32_t>(bits)); }
+inline unsigned __float_as_uint(float x) { return machine::to_bits(x); }
 inline long long clock64() { return machine::clock(); }
 
 template <typename T>
@@ -48,5 +53,12 @@ T __shfl_xor_sync(unsigned mask, T x, int step) {
 inline unsigned __ballot_sync(unsigned, bool x) { return machine::vote(x); }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == 0xffffffffu; }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
+  for (int step = 16; step > 0; step /= 2) {
+    const unsigned other = __shfl_xor_sync(mask, x, step);
+    x = x < other ? other : x;
+  }
+  return x;
+}
 inline void __syncwarp() { machine::sync_warp(); }
 inline void __syncthreads() { machine::sync_named(0, static_cast<int>(blockDim.x)); }

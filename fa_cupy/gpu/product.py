@@ -1,0 +1,244 @@
+"""Causal products on CuPy arrays: plans, cached on what a call looks like, and their launches."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from cupy.cuda import alloc, runtime
+
+from fa_cupy import _arrays
+from fa_cupy._product import Product
+from fa_cupy._shapes import View
+from fa_cupy.gpu import compile
+from fa_cupy.gpu.devices import multiprocessors, target_of_device
+from fa_cupy.gpu.launch import Arguments, Launch
+from fa_cupy.gpu.plan import fits, kernel_takes, packed_copy, require_whole_elements
+from fa_cupy.gpu.product_choice import choose
+from fa_cupy.gpu.product_params import fill, pack_head
+
+_MAX_PLANS = 4096
+_AVAILABLE = (
+    "on a GPU there is causal_product of float16 and bfloat16 by algorithm 'chunked', "
+    "its dim of k up to 256, and of float32 by 'recurrent' and 'low_occupancy'"
+)
+
+_plans: dict[Any, Plan] = {}
+_calls: dict[Any, _Call] = {}  # by the arguments of a call as they come
+for _table in (_plans, _calls):
+    atexit.register(_table.clear)  # kernels must go before CuPy's modules are taken apart
+
+
+class Plan:
+    """How one kind of product runs on one device.
+
+    Parameters
+    ----------
+    problem : Product
+        With an output to compute or a state to return, of sizes other than 0.
+    out : View
+        Of the output, over ``problem.batch``.
+    state : View or None
+        Of the last state, where it is wanted.
+    reverse : bool
+    algorithm : str
+    device : int
+    """
+
+    __slots__ = ("_aligned", "_launches", "_params", "_pool", "_shifts", "_workspace")
+
+    def __init__(
+        self, problem: Product, out: View, state: View | None, reverse: bool, algorithm: str,
+        device: int,
+    ) -> None:  # fmt: skip
+        dims = problem.qk_dim, problem.v_dim
+        target, entries = target_of_device(device), math.prod(problem.batch)
+        sms = multiprocessors(device)
+        length, dtype = problem.k_len, problem.dtype.name
+        choice = target and choose(dtype, entries, length, *dims, target, sms)
+        if not choice:
+            raise NotImplementedError(
+                f"causal_product: {_AVAILABLE}, got {dtype} with dim {dims[0]}"
+            )
+        launches = choice.launches(*dims)
+        most = max(tiles * segments for _, tiles, segments in launches)
+        params, parts, self._shifts, self._aligned = fill(
+            problem, out, state, reverse, choice.split, most
+        )
+        self._workspace = 0
+        if choice.segments > 1:
+            self._workspace = 4 * entries * choice.segments * math.prod(dims)
+        # One struct a kernel; those that no thread is using. A launch copies one before it returns.
+        self._params = []
+        for _, tiles, _ in launches:
+            params["tiles"] = tiles
+            self._params.append(params.copy())
+        self._pool: list[list[Arguments]] = []
+        self._launches: list[tuple[tuple[int, ...], int, list[Launch]]] = []
+        kernels = [compile.load(row, str(target), device) for row, _, _ in launches]
+        for offsets, first, blocks in parts:
+            self._launches.append((offsets, first, [
+                Launch(kernel, blocks // most * tiles * segments, row.threads, row.shared_bytes)
+                for kernel, (row, tiles, segments) in zip(kernels, launches, strict=True)
+            ]))  # fmt: skip
+
+    def __call__(self, pointers: tuple[int, ...]) -> None:
+        """Launch with these addresses, those of `fa_cupy.gpu.product_params.POINTERS` but the last.
+
+        Parameters
+        ----------
+        pointers : tuple of int
+            0 where there is no array.
+        """
+        aligned = self._aligned and not any(p & 15 for p in pointers[:4])
+        workspace = alloc(self._workspace) if self._workspace else None
+        places = (*pointers, 0 if workspace is None else workspace.ptr)
+        try:
+            arguments = self._pool.pop()
+        except IndexError:
+            arguments = [Arguments(params) for params in self._params]
+        for offsets, first, launches in self._launches:
+            at = [p and p + s + o for p, s, o in zip(places, self._shifts, offsets, strict=True)]
+            for own, launch in zip(arguments, launches, strict=True):
+                pack_head(own.bytes, 0, *at, first, aligned)
+                launch(own)
+        self._pool.append(arguments)
+
+
+class _Call(NamedTuple):
+    """What a call whose arrays need no copies allocates, and its plan."""
+
+    plan: Plan
+    out: tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+    state: tuple[int, ...] | None
+
+
+def cached(
+    q: Any, k: Any, v: Any, initial: Any, return_state: Any, reverse: Any, algorithm: Any, out: Any
+) -> Any:
+    """Answer a call of `fa_cupy.causal_product` that was checked once before; None otherwise."""
+    if out is not None or not (type(q) is type(k) is type(v) is cupy.ndarray):
+        return None
+    if initial is not None and type(initial) is not cupy.ndarray:
+        return None
+    if not (return_state.__class__ is reverse.__class__ is bool and algorithm.__class__ is str):
+        return None
+    call = _calls.get(_key(q, k, v, initial, return_state, reverse, algorithm))
+    places = [0 if x is None else x.data.ptr for x in (q, k, v, initial)]
+    if call is None or any(place & 3 for place in places):
+        return None
+    shape, strides = call.out
+    memory = alloc(math.prod(shape) * q.dtype.itemsize)
+    result = cupy.ndarray(shape, q.dtype, memory, strides)
+    state = None if call.state is None else cupy.empty(call.state, np.float32)
+    call.plan((*places[:3], result.data.ptr, places[3], 0 if state is None else state.data.ptr))
+    return (result, state) if return_state else result
+
+
+def _key(q: Any, k: Any, v: Any, initial: Any, *options: Any) -> Any:
+    arrays = (q, k, v) if initial is None else (q, k, v, initial)
+    facts = tuple((x.data.device_id, x.shape, x.strides, x.dtype) for x in arrays)
+    return runtime.getDevice(), facts, options
+
+
+def product(
+    problem: Product,
+    q: Any,
+    k: Any,
+    v: Any,
+    initial: Any,
+    out: Any,
+    *,
+    reverse: bool,
+    return_state: bool,
+    algorithm: str = "auto",
+    ends: np.ndarray[Any, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Solve `problem` on the current device and stream; see `fa_cupy.cpu.product.product`."""
+    if ends is not None:
+        raise NotImplementedError(f"prefix_state: {_AVAILABLE}")
+    require_whole_elements("causal_product", q=q, k=k, v=v, initial_state=initial, out=out)
+    own = out is None
+    if own:
+        out = _arrays.empty_laid_out(cupy, problem.out_shape, q, problem.dtype)
+    state = cupy.empty(problem.state_shape, problem.state_dtype) if return_state else None
+    if problem.qk_dim == 0:
+        out[...] = cupy.zeros((), problem.dtype)  # no product to sum, whatever the values hold
+    elif out.size:
+        direct = fits(out, problem.dtype)
+        target = out if direct else cupy.empty(problem.out_shape, problem.dtype)
+        plan = _run(problem, q, k, v, initial, target, state, reverse, algorithm)
+        if not direct:
+            out[...] = target
+        elif own and plan is not None:
+            if len(_calls) >= _MAX_PLANS:
+                _calls.clear()
+            shape = None if state is None else state.shape
+            key = _key(q, k, v, initial, return_state, reverse, algorithm)
+            _calls[key] = _Call(plan, (out.shape, out.strides), shape)
+    elif state is not None and state.size:
+        # Queries of no row or no batch entry: the keys stand in for them.
+        batch = tuple(n or 1 for n in problem.batch)
+        wide = {name: View((*batch, *x.shape[-2:]), x.strides) for name, x in (
+            ("q", problem.k), ("k", problem.k), ("v", problem.v), ("initial", problem.initial)
+        ) if x is not None}  # fmt: skip
+        changed: dict[str, Any] = {"batch": batch, **wide}
+        problem = dataclasses.replace(problem, **changed)
+        shape = [n or 1 for n in problem.out_shape[:-2]] + [problem.k_len, problem.v_dim]
+        target = cupy.empty(shape, problem.dtype)
+        _run(problem, k, k, v, initial, target, state, reverse, algorithm)
+    return out, state
+
+
+def _run(
+    problem: Product, q: Any, k: Any, v: Any, initial: Any, out: Any, state: Any, reverse: bool,
+    algorithm: str,
+) -> Plan | None:  # fmt: skip
+    """Run a plan, with copies of what a kernel cannot read as it is; return it if none was made."""
+    views: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v}
+    arrays = {"q": q, "k": k, "v": v}
+    for name, view in views.items():
+        if problem.k_len and not kernel_takes(view, problem.dtype):
+            arrays[name], views[name] = packed_copy(view, arrays[name])
+    problem = dataclasses.replace(problem, **views)
+    device = runtime.getDevice()
+    key = problem, out.strides, state is not None, reverse, algorithm, device
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        whole = _over(problem, out)
+        last = None if state is None else _over(problem, state)
+        plan = _plans[key] = Plan(problem, whole, last, reverse, algorithm, device)
+    places = (*arrays.values(), out, initial, state)
+    plan(tuple(0 if x is None else x.data.ptr for x in places))
+    return plan if arrays["q"] is q and arrays["k"] is k and arrays["v"] is v else None
+
+
+def _over(problem: Product, array: Any) -> View:
+    """Return the view over ``problem.batch`` of an output or a state."""
+    view = problem.view(array.shape, array.strides)
+    return View((*problem.batch, *view.shape[-2:]), view.strides)
+
+
+def linear_attention(
+    problem: Product, q: Any, k: Any, v: Any, out: Any, *, feature: str | None, eps: float
+) -> Any:
+    """Refuse the call: there is no kernel for it."""
+    raise NotImplementedError(f"linear_attention: {_AVAILABLE}")
+
+
+def backward(
+    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *, reverse: bool
+) -> Any:
+    """Refuse the call: there is no kernel for it."""
+    raise NotImplementedError(f"causal_product_backward: {_AVAILABLE}")
+
+
+def states(problem: Product, k: Any, v: Any, initial: Any, ends: Any, *, reverse: bool) -> Any:
+    """Refuse the call: there is no kernel for it."""
+    raise NotImplementedError(f"prefix_state: {_AVAILABLE}")
