@@ -28,7 +28,10 @@ class Device:
         self.capturing, self.refused = False, set()
 
     def launch(self, kernel, grid, block, shared_bytes):
-        return lambda arguments: self.launched.append((kernel, grid, arguments.values.copy()))
+        def launch(arguments, stream=None):
+            self.launched.append((kernel, grid, arguments.values.copy()))
+
+        return launch
 
     def encode(self, pointer, dtype, shape, strides, box):
         if pointer in self.refused:
@@ -96,6 +99,16 @@ def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(device):
     assert [s[0] for s in schedules] == [counter.ptr for counter in device.counters]
     assert len({s[1] for s in schedules} - {0}) == 3
     assert {s[2:] for s in schedules} == {(2 * -(-3000 // run.row.tile_m), 2, 1)}
+
+
+def test_a_counter_that_the_caller_has_is_taken(device):
+    run = forward(q_len=3000)
+    for _ in range(2):
+        run(PLACES, 0x9000)
+    assert [int(values["schedule"]["counter"][0]) for _, _, values in device.launched] == [
+        0x9000
+    ] * 2
+    assert device.counters == []
 
 
 def test_a_graph_gets_a_block_for_each_tile_and_no_counter(device):

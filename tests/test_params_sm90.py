@@ -55,12 +55,14 @@ def test_the_struct_is_that_of_the_kernel():
     assert FWD_SM90_PARAMS.itemsize == -(-at // 64) * 64
 
 
-def test_a_schedule_is_written_where_the_struct_has_it():
+def test_a_part_and_a_counter_are_written_where_the_struct_has_them():
     filled = np.zeros(1, FWD_SM90_PARAMS)
     at = FWD_SM90_PARAMS.fields["schedule"][1]
-    params_sm90.pack_schedule(filled.view(np.uint8), at, 2**64 - 1, 2**63 + 5, 1, 2, 3)
+    params_sm90.Part(9, 1, 2, 3).write(filled)
+    params_sm90.pack_counter(filled.view(np.uint8), at, 2**64 - 1, 2**63 + 5)
     assert filled["schedule"][0].item() == (2**64 - 1, 2**63 + 5, 1, 2, 3)
-    filled["schedule"] = 0
+    assert [int(filled["common"][name][0]) for name in ("first_batch", "aligned")] == [9, 1]
+    filled["schedule"] = filled["common"]["first_batch"] = filled["common"]["aligned"] = 0
     assert not filled.view(np.uint8).any()
 
 

@@ -45,8 +45,11 @@ class FwdSm80:
             launch = Launch(kernel, blocks, row.threads, row.shared_bytes)
             self.launches.append((offsets if any(offsets) else None, first, launch))
 
-    def __call__(self, pointers: tuple[int, ...]) -> None:
-        """Launch with these addresses, in the order of `fa_cupy.gpu.params.POINTERS`."""
+    def __call__(self, pointers: tuple[int, ...], counter: int = 0) -> None:
+        """Launch with these addresses, in the order of `fa_cupy.gpu.params.POINTERS`.
+
+        `counter` is for what shares out tiles, which this does not.
+        """
         q, k, v, _, _, out, _, _ = pointers
         aligned = self._aligned and not ((q | k | v | out) & 15)
         try:

@@ -13,15 +13,22 @@ from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.launch import Arguments, Launch, bind_context
-from fa_cupy.gpu.params import pack_head
-from fa_cupy.gpu.params_sm90 import FWD_SM90_PARAMS, MAP_BYTES, MAPPED, Part, fill, pack_schedule
+from fa_cupy.gpu.params import pack_pointers
+from fa_cupy.gpu.params_sm90 import (
+    COUNTER_BYTES,
+    FWD_SM90_PARAMS,
+    MAP_BYTES,
+    MAPPED,
+    fill,
+    pack_counter,
+)
 from fa_cupy.gpu.tensor_map import LayoutError, encode_tiled
 from fa_cupy.gpu.variants import Variant
 
-_COMMON_AT = FWD_SM90_PARAMS.fields["common"][1] if FWD_SM90_PARAMS.fields else 0
-_SCHEDULE_AT = FWD_SM90_PARAMS.fields["schedule"][1] if FWD_SM90_PARAMS.fields else 0
+# Where a struct begins with what a call writes: the pointers, the counter and its mark.
+_POINTERS_AT = FWD_SM90_PARAMS.fields["common"][1] if FWD_SM90_PARAMS.fields else 0
+_COUNTER_AT = FWD_SM90_PARAMS.fields["schedule"][1] if FWD_SM90_PARAMS.fields else 0
 _MAPS_AT = [slice(MAP_BYTES * i, MAP_BYTES * (i + 1)) for i in range(len(MAPPED))]
-_COUNTER_BYTES = 16
 _MOST_MAPS = 256  # of one array of one plan; a training loop meets the same few pointers
 
 # One number for each launch. It starts where no other process did, because the memory that a
@@ -38,6 +45,30 @@ class MappedArguments(Arguments):
         super().__init__(values)
         self.memory = memoryview(self.bytes)  # type: ignore[arg-type]
         self.mapped = (0, 0, 0, 0)
+
+
+class PartLaunch:
+    """What launches one part of a problem.
+
+    Attributes
+    ----------
+    kernel : Launch
+        Of a block for each tile, or of one for each multiprocessor.
+    all_tiles : Launch or None
+        Of a block for each tile, where `kernel` has fewer.
+    params : numpy.ndarray
+        The struct, all but what depends on pointers.
+    pool : list of MappedArguments
+        Copies that no thread is using; a launch reads one before it returns.
+    """
+
+    __slots__ = ("all_tiles", "kernel", "params", "pool")
+
+    def __init__(self, params: Any, kernel: Launch, all_tiles: Launch | None) -> None:
+        self.params = params.copy()
+        self.kernel = kernel
+        self.all_tiles = all_tiles
+        self.pool: list[MappedArguments] = []
 
 
 class FwdSm90:
@@ -58,14 +89,11 @@ class FwdSm90:
     row : Variant
     q_tiles : int
         Tiles of query rows in one batch entry, of all heads that share them.
-    launches : list
-        (`Part`, a `Launch` of a block for each tile or of one for each multiprocessor, None or a
-        `Launch` of a block for each tile where they are more).
+    launches : list of PartLaunch
     """
 
     __slots__ = (
-        "_dtype", "_geometry", "_known", "_other", "_other_made", "_params", "_pool", "launches",
-        "q_tiles", "row",
+        "_dtype", "_geometry", "_known", "_other", "_other_made", "launches", "q_tiles", "row",
     )  # fmt: skip
 
     def __init__(
@@ -76,48 +104,66 @@ class FwdSm90:
         self._other_made: FwdSm80 | None = None
         self._other = problem, out, other, device
         self._dtype = problem.dtype.name
-        self._params, maps, parts = fill(problem, out, row.tile_m, row.tile_n)
-        self.q_tiles = int(self._params["common"]["q_tiles"][0])
+        params, maps, parts = fill(problem, out, row.tile_m, row.tile_n)
+        self.q_tiles = int(params["common"]["q_tiles"][0])
         self._geometry = [maps[name] for name in MAPPED]
         self._known: list[dict[int, bytes | None]] = [{} for _ in MAPPED]
-        # Parameter structs that no thread is using; a launch copies one before it returns.
-        self._pool: list[MappedArguments] = []
-        self.launches: list[tuple[Part, Launch, Launch | None]] = []
+        self.launches: list[PartLaunch] = []
         most = multiprocessors(device)
         for part in parts:
             few, all_tiles = (
                 Launch(kernel, blocks, row.threads, row.shared_bytes)
                 for blocks in (min(most, part.tiles), part.tiles)
             )
-            self.launches.append((part, few, all_tiles if most < part.tiles else None))
+            part.write(params)
+            self.launches.append(PartLaunch(params, few, all_tiles if most < part.tiles else None))
 
-    def __call__(self, pointers: tuple[int, ...]) -> None:
-        """Launch with these addresses, in the order of `fa_cupy.gpu.params.POINTERS`."""
+    def __call__(self, pointers: tuple[int, ...], counter: int = 0) -> None:
+        """Launch with these addresses.
+
+        Parameters
+        ----------
+        pointers : tuple of int
+            In the order of `fa_cupy.gpu.params.POINTERS`.
+        counter : int
+            Address of `fa_cupy.gpu.params_sm90.COUNTER_BYTES` bytes that nothing else uses until
+            what is launched has run; 0 allocates them where they are needed.
+        """
         q, k, v, _, _, out, _, _ = pointers
-        try:
-            arguments = self._pool.pop()
-        except IndexError:
-            arguments = MappedArguments(self._params)
         mapped = (q, k, v, out)
-        if arguments.mapped != mapped and not self._map(arguments, mapped):
-            self._pool.append(arguments)
-            self.for_any_pointers()(pointers)
-            return
-        memory = arguments.memory
-        for (first, *numbers), launch, all_tiles in self.launches:
-            pack_head(memory, _COMMON_AT, *pointers, first, 1)
-            if all_tiles is None:
-                pack_schedule(memory, _SCHEDULE_AT, 0, 0, *numbers)
-                launch(arguments)
-            elif runtime.streamIsCapturing(get_current_stream().ptr):
-                # What a graph records may run at any time, beside itself even: it gets no counter.
-                pack_schedule(memory, _SCHEDULE_AT, 0, 0, *numbers)
-                all_tiles(arguments)
+        for part in self.launches:
+            try:
+                arguments = part.pool.pop()
+            except IndexError:
+                arguments = MappedArguments(part.params)
+            if arguments.mapped != mapped and not self._map(arguments, mapped):
+                # So it is at the first part, before anything is launched: all have the same maps.
+                part.pool.append(arguments)
+                self.for_any_pointers()(pointers)
+                return
+            pack_pointers(arguments.memory, _POINTERS_AT, *pointers)
+            if part.all_tiles is None:
+                part.kernel(arguments)
             else:
-                counter = alloc(_COUNTER_BYTES)  # the order of the stream protects it
-                pack_schedule(memory, _SCHEDULE_AT, counter.ptr, next(_marks), *numbers)
-                launch(arguments)
-        self._pool.append(arguments)
+                self._launch(part, part.all_tiles, arguments, counter)
+            part.pool.append(arguments)
+
+    @staticmethod
+    def _launch(
+        part: PartLaunch, all_tiles: Launch, arguments: MappedArguments, counter: int
+    ) -> None:
+        """Launch a part whose blocks share out more tiles than they are."""
+        stream = get_current_stream().ptr
+        if runtime.streamIsCapturing(stream):
+            # What a graph records may run at any time, beside itself even: it gets no counter.
+            pack_counter(arguments.memory, _COUNTER_AT, 0, 0)
+            all_tiles(arguments, stream)
+            return
+        # The order of the stream protects what is given back before the kernel has run.
+        memory = None if counter else alloc(COUNTER_BYTES)
+        at = counter if memory is None else memory.ptr
+        pack_counter(arguments.memory, _COUNTER_AT, at, next(_marks))
+        part.kernel(arguments, stream)
 
     def for_any_pointers(self) -> FwdSm80:
         """Return the launches by the other kernel, made at the first call."""

@@ -43,6 +43,8 @@ ATTENTION_PARAMS = np.dtype(
 HEAD_FORMAT = "=8Qqi"
 #: Does it: buffer, place of the struct in it, eight pointers, first batch entry, aligned.
 pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
+#: Only the pointers.
+pack_pointers: Callable[..., None] = struct.Struct("=8Q").pack_into
 
 
 class Part(NamedTuple):

@@ -40,8 +40,9 @@ SCHEDULE = np.dtype(
     + [(name, np.int32) for name in ("tiles", "entries", "section")],
     align=True,
 )
-#: Writes it: buffer, place of the struct in it, its fields.
-pack_schedule: Callable[..., None] = struct.Struct("=QQiii").pack_into
+#: Writes its beginning: buffer, place of the struct in it, counter and mark.
+pack_counter: Callable[..., None] = struct.Struct("=QQ").pack_into
+COUNTER_BYTES = 16
 
 
 def _padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
@@ -85,6 +86,12 @@ class Part(NamedTuple):
     tiles: int
     entries: int
     section: int
+
+    def write(self, params: np.ndarray[Any, Any]) -> None:
+        """Write it to a struct of `FWD_SM90_PARAMS`; every part is of aligned rows."""
+        params["common"]["first_batch"], params["common"]["aligned"] = self.first_batch, 1
+        for name in ("tiles", "entries", "section"):
+            params["schedule"][name] = getattr(self, name)
 
 
 class Filled(NamedTuple):

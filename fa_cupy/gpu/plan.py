@@ -9,6 +9,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy import ndarray
 from cupy.cuda import alloc
 
 from fa_cupy import _arrays, _check
@@ -16,7 +17,7 @@ from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.params import MAX_LENGTH, transforms
-from fa_cupy.gpu.params_sm90 import takes
+from fa_cupy.gpu.params_sm90 import COUNTER_BYTES, takes
 from fa_cupy.gpu.variants import Call, Variant, VariantSm90, select
 
 _MAX_PLANS = 4096
@@ -38,7 +39,7 @@ class Plan:
     """
 
     __slots__ = (
-        "_dtype", "_lse_bytes", "_lse_dtype", "_lse_shape", "_out_bytes", "_out_shape",
+        "_counter_at", "_dtype", "_lse_dtype", "_lse_shape", "_out_bytes", "_out_shape",
         "_out_strides", "forward",
     )  # fmt: skip
 
@@ -50,9 +51,10 @@ class Plan:
         self._out_bytes = math.prod(problem.out_shape) * problem.dtype.itemsize
         self._lse_shape = problem.out_shape[:-1]
         self._lse_dtype = _DOUBLE if problem.dtype == _DOUBLE else _SINGLE
-        self._lse_bytes = self._lse_dtype.itemsize * math.prod(self._lse_shape)
+        # The counter of the kernel's tiles lies behind the rows: one allocation less.
+        self._counter_at = -(-self._lse_dtype.itemsize * math.prod(self._lse_shape) // 16) * 16
         self.forward: FwdSm80 | FwdSm90 | None = None
-        if self._lse_bytes:  # else there is no row to compute
+        if self._counter_at:  # else there is no row to compute
             out = _check.out_view(problem, problem.out_shape, out_strides)
             self.forward = _forward(problem, out, device)
 
@@ -62,11 +64,15 @@ class Plan:
         """Run the call on the current stream of the plan's device, which must be current."""
         if out is None:
             memory = alloc(self._out_bytes)
-            out = cupy.ndarray(self._out_shape, self._dtype, memory, self._out_strides)
-        lse, lse_pointer = None, 0
+            out = ndarray(self._out_shape, self._dtype, memory, self._out_strides)
+        else:
+            memory = out.data
+        lse, lse_pointer, counter = None, 0, 0
         if return_lse:
-            lse = cupy.ndarray(self._lse_shape, self._lse_dtype, alloc(self._lse_bytes))
-            lse_pointer = lse.data.ptr
+            rows = alloc(self._counter_at + COUNTER_BYTES)
+            lse = ndarray(self._lse_shape, self._lse_dtype, rows)
+            lse_pointer = rows.ptr
+            counter = lse_pointer + self._counter_at
         if self.forward is not None:
             pointers = (
                 q.data.ptr,
@@ -74,11 +80,11 @@ class Plan:
                 v.data.ptr,
                 0 if bias is None else bias.data.ptr,
                 0 if mask is None else mask.data.ptr,
-                out.data.ptr,
+                memory.ptr,
                 lse_pointer,
                 0,
             )
-            self.forward(pointers)
+            self.forward(pointers, counter)
         return out, lse
 
 
