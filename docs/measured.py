@@ -13,6 +13,7 @@ from validation import report, store, tiles
 RESULTS = Path(__file__).parents[1] / "validation" / "results"
 STATIC = Path(__file__).parent / "_static"
 NOT_A_SPEED = ("traffic", "tiles")
+PRODUCT = "causal_product"  # how its families and the picture of them are called
 
 
 def table(head, rows, widths="auto"):
@@ -44,23 +45,41 @@ def family(name):
     ]
 
 
-def benchmarks():
-    """Every device's pictures and tables."""
+def speeds(wanted, picture):
+    """Each device's pictures and the tables of its families that are `wanted`; "" for none.
+
+    `picture` is what follows the device in the names of its pictures, as a pattern.
+    """
     parts = []
     for slug, (header, rows) in results().items():
-        families = [f for f in dict.fromkeys(r["family"] for r in rows) if f not in NOT_A_SPEED]
+        families = [f for f in dict.fromkeys(r["family"] for r in rows) if wanted(f)]
         if not families:
             continue
         name = header.get("cpu", header["device"])
         versions = ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
         parts.append(f".. rubric:: {name}\n\nMeasured on {header['date'][:10]} with {versions}.\n")
-        for picture in sorted(STATIC.glob(f"bench-{slug}*.png")):
-            parts.append(f".. image:: /_static/{picture.name}\n   :alt: speeds on {name}\n")
+        for path in sorted(STATIC.glob(f"bench-{slug}{picture}.png")):
+            parts.append(f".. image:: /_static/{path.name}\n   :alt: speeds on {name}\n")
         for f in families:
             text = report.table([r for r in rows if r["family"] == f], report.best_peers(header, f))
             indented = "\n".join(f"   {line}" for line in text.splitlines())
             parts.append(f".. code-block:: text\n\n{indented}\n")
-    return "\n".join(parts) or "No speed has been measured yet: ``make bench`` does.\n"
+    return "\n".join(parts)
+
+
+def benchmarks():
+    """Every device's pictures and tables, but those of causal products."""
+    found = speeds(lambda f: not (f in NOT_A_SPEED or f.startswith(PRODUCT)), "")
+    return found or "No speed has been measured yet: ``make bench`` does.\n"
+
+
+def causal_product():
+    """Pictures and tables of causal products and their gradients."""
+    found = speeds(lambda f: f.startswith(PRODUCT), f"-{PRODUCT}")
+    return found or (
+        "No speed of it has been measured yet: ``python -m validation bench --families "
+        "causal_product_fwd,causal_product_bwd`` does, on a GPU.\n"
+    )
 
 
 def traffic():

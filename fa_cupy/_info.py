@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fa_cupy import __version__, _driver
+from fa_cupy._product import ALGORITHMS
 from fa_cupy.cpu import _segments
 from fa_cupy.gpu import cache, compile, devices, nvrtc, product_choice
 from fa_cupy.gpu.params import MAX_LENGTH
@@ -112,10 +113,35 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         return
     yield from _attention(dtype, entries, q_len, k_len, head_dim, v_dim, target)
     if q_len == k_len:
-        sms = next((d.multiprocessors for d in devices.devices() if d.target == target), _SMS)
-        found = product_choice.choose(dtype, entries, q_len, head_dim, v_dim, target, sms)
-        text = found.text if found else "no kernel"
-        yield "", f"causal_product on {sms} multiprocessors: {text}"
+        yield from _product(dtype, entries, q_len, head_dim, v_dim, target)
+
+
+def _product(
+    dtype: str, entries: int, length: int, qk_dim: int, v_dim: int, target: str
+) -> Iterator[Line]:
+    """Say how a causal product would be computed, and what the other ways would take."""
+    sms = multiprocessors(target)
+    call = dtype, entries, length, qk_dim, v_dim, target, sms
+    taken = product_choice.choose(*call)
+    ways = {name: product_choice.choose(*call, name) for name in ALGORITHMS if name != "auto"}
+    served = {name: way for name, way in ways.items() if way is not None}
+    name = next((name for name, way in served.items() if way == taken), "no kernel")
+    yield "", f"causal_product on {sms} multiprocessors: {name}"
+    if taken is None:
+        return
+    yield "", taken.text
+    yield "", taken.row.why
+    *before, _ = (row.name for row, _, _ in taken.launches(qk_dim, v_dim))
+    if before:
+        yield "", f"after {', '.join(before)}"
+    for other, way in served.items():
+        if other != name:
+            yield "", f"by {other}: {way.text}"
+
+
+def multiprocessors(target: str) -> int:
+    """Return how many multiprocessors a device of a target has here, or an H200 if none is here."""
+    return next((d.multiprocessors for d in devices.devices() if d.target == target), _SMS)
 
 
 def _attention(

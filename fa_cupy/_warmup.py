@@ -9,18 +9,38 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
 
 from tqdm import tqdm
 
-from fa_cupy._info import DTYPES, length
+from fa_cupy._info import DTYPES, length, multiprocessors
+from fa_cupy._product import ALGORITHMS
 from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.product_choice import choose
+from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, Variant, reachable
+
+# Which kernels a causal product gets depends on how many sequences there are and how long they are.
+_ENTRIES = tuple(2**n for n in range(14))
+_LENGTHS = tuple(2**n for n in range(4, 22))
 
 
 def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
-    """Return the rows that calls of these types and dims get on a target, in the table's order."""
+    """Return the rows that attention of these types and dims gets, in the table's order."""
     chosen = {row for dtype in dtypes for dim in dims for row in reachable(dtype, dim, dim, target)}
     return [row for row in VARIANTS if row in chosen]
+
+
+def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
+    """Return the rows that causal products of these types and dims get, in the table's order."""
+    sms = multiprocessors(target)
+    calls = product(dtypes, _ENTRIES, _LENGTHS, dims, ALGORITHMS)
+    chosen = set()
+    for dtype, entries, rows, dim, algorithm in calls:
+        choice = choose(dtype, entries, rows, dim, dim, target, sms, algorithm)
+        if choice is not None:
+            chosen |= {row for row, _, _ in choice.launches(dim, dim)}
+    return [row for row in PRODUCTS if row in chosen]
 
 
 def unserved(target: str, dtypes: set[str], dims: set[int]) -> Iterator[str]:
@@ -28,9 +48,15 @@ def unserved(target: str, dtypes: set[str], dims: set[int]) -> Iterator[str]:
     taken = {row.dtype for row in VARIANTS if target in row.targets}
     largest = max(row.dim for row in VARIANTS if target in row.targets)
     for what in sorted(dtypes - taken):
-        yield f"{what} has no kernel: such calls run on cuBLAS products"
+        yield f"attention of {what} has no kernel: such calls run on cuBLAS products"
     for dim in sorted(dim for dim in dims if dim > largest):
-        yield f"head_dim {dim} has no kernel, the largest is {largest}: such calls run on cuBLAS"
+        yield (
+            f"attention of head_dim {dim} has no kernel, the largest is {largest}: "
+            "such calls run on cuBLAS products"
+        )
+    for what in sorted(dtypes):
+        if not serving_products(target, {what}, dims or {64}):
+            yield f"causal products of {what} have no kernel"
 
 
 def _compile(row: Variant, target: str) -> bool:
@@ -52,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         print("warmup: no GPU here; name a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
-    rows = serving(target, dtypes, set(options.head_dim or (row.dim for row in VARIANTS)))
+    dims = set(options.head_dim or (row.dim for row in (*VARIANTS, *PRODUCTS)))
+    rows = serving(target, dtypes, dims) + serving_products(target, dtypes, dims)
     for why in unserved(
         target, {DTYPES[name] for name in options.dtype or ()}, set(options.head_dim or ())
     ):

@@ -10,8 +10,10 @@ import pytest
 
 import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
+from fa_cupy._warmup import serving, serving_products
 from fa_cupy.gpu import cache, compile, devices
 from fa_cupy.gpu.params import MAX_LENGTH
+from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, reachable, select
 
@@ -129,6 +131,23 @@ def test_info_says_what_would_serve_a_call(arguments, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["1,16,65536,64", "--dtype", "bf16"], ["132 multiprocessors: chunked", "after linear_st"]),
+        (["64,16,500,64", "--dtype", "fp16"], ["132 multiprocessors: chunked", "one pass"]),
+        (["1,16,4096,64", "--dtype", "fp32"], ["linear_recurrent-", "linear_low_occupancy-"]),
+        (["1,16,4096,300", "--dtype", "fp16"], ["132 multiprocessors: no kernel"]),
+        (["1,16,4096,64", "--dtype", "fp64"], ["132 multiprocessors: no kernel"]),
+    ],
+)
+def test_info_says_which_algorithm_a_causal_product_gets(arguments, shown, capsys):
+    assert main(["info", "--target", "sm_90a", "--shape", *arguments]) == 0
+    found = capsys.readouterr().out
+    for text in shown:
+        assert text in found
+
+
 def test_info_knows_how_long_kernels_take(capsys):
     assert main(["info", "--shape", f"1,{MAX_LENGTH},64", "--target", "sm_90a"]) == 0
     assert "64 KB" not in capsys.readouterr().out
@@ -163,15 +182,21 @@ def test_negative_sizes_are_refused(argv, capsys):
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--head-dim", "999"], "warmup: head_dim 999 has no kernel, the largest is 256"),
-        (["--dtype", "fp32"], "warmup: float32 has no kernel"),
+        (
+            ["--dtype", "bf16", "--head-dim", "999"],
+            [
+                "attention of head_dim 999 has no kernel, the largest is 256",
+                "causal products of bf",
+            ],
+        ),
+        (["--dtype", "fp64"], ["attention of float64 has no kernel", "causal products of float64"]),
     ],
 )
 def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
     assert main(["warmup", "--target", "sm_90a", *argv]) == 1
     shown = capsys.readouterr()
-    assert shown.err.startswith(why)
-    assert shown.err.count("\n") == 1
+    for line, start in zip(shown.err.splitlines(), why, strict=True):
+        assert line.startswith(f"warmup: {start}")
     assert not shown.out
 
 
@@ -179,6 +204,7 @@ def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
 def test_warmup_fills_the_cache(no_device, capsys):
     command = ["warmup", "--target", "sm_90a", "--dtype", "bf16", "--head-dim", "64"]
     rows = reachable("bfloat16", 64, 64, "sm_90a")
+    rows += serving_products("sm_90a", {"bfloat16"}, {64})
     assert main(command) == 0
     assert f"{len(rows)} kernels compiled for sm_90a" in capsys.readouterr().out
     assert all(compile.compile_variant(row, "sm_90a").cached for row in rows)
@@ -187,14 +213,40 @@ def test_warmup_fills_the_cache(no_device, capsys):
 
 
 def test_warmup_compiles_what_calls_can_get():
-    from fa_cupy._warmup import serving
-
     for target in SHARED_LIMIT:
         rows = serving(target, {"float16", "bfloat16", "float32"}, {64, 100, 256, 300})
         assert {row.dtype for row in rows} == {"float16", "bfloat16"}
         assert {row.dim for row in rows} == {64, 128, 256}
         assert all(target in row.targets for row in rows)
         assert len({row.source for row in rows}) == (2 if target == "sm_90a" else 1)
+
+
+@pytest.mark.parametrize("target", SHARED_LIMIT)
+def test_warmup_compiles_what_causal_products_can_get(target):
+    rows = serving_products(target, {"bfloat16", "float64"}, {60})
+    assert [row for row in PRODUCTS if row in rows] == rows
+    assert all(target in row.targets for row in rows)
+    # One sequence is split, so that sums of segments and their scan are there too.
+    assert {row.source for row in rows} == {
+        "linear/chunked_sm80",
+        "linear/states_sm80",
+        "linear/scan",
+    }
+    assert {row.dim for row in rows if row.dtype == "bfloat16"} == {64}
+    plain = serving_products(target, {"float32"}, {60, 999})
+    assert {(row.source, row.dim) for row in plain} == {
+        (source, dim)
+        for source in ("linear/recurrent", "linear/low_occupancy")
+        for dim in (64, 256)
+    }
+
+
+def test_warmup_knows_every_row_that_is_chosen():
+    for length in (1, 100, 3000, 100_000):
+        for entries in (1, 40, 3000):
+            choice = choose("float16", entries, length, 128, 128, "sm_90a", 132)
+            used = {row for row, _, _ in choice.launches(128, 128)}
+            assert used <= {*serving_products("sm_90a", {"float16"}, {128})}
 
 
 def test_warmup_asks_for_a_target_where_there_is_no_device(capsys):

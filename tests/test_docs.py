@@ -140,6 +140,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     spec.loader.exec_module(measured)
     monkeypatch.setattr(measured, "results", dict)
     assert "No speed has been measured" in measured.benchmarks()
+    assert "No speed of it has been measured" in measured.causal_product()
     assert "No traffic has been measured" in measured.traffic()
     assert "not measured" in measured.planned_cpu()
 
@@ -153,6 +154,12 @@ def test_tables_without_measurements_say_so(monkeypatch):
     monkeypatch.setattr(measured, "results", lambda: {"some-device": (header, rows)})
     assert "some device" in measured.benchmarks()
     assert "2.00" in measured.benchmarks()
+    assert "No speed of it has been measured" in measured.causal_product()
+    case = {"family": "causal_product_fwd", "case": "bf16 E64 4096x8 h16", "unit": "GB/s"}
+    rows += [{**row, **case} for row in rows[:2]]
+    assert "E64" in measured.causal_product()
+    assert "E64" not in measured.benchmarks()
+    assert ".. image" not in measured.causal_product()
     assert "96 x 128" in measured.planned_cpu()
 
 

@@ -13,8 +13,11 @@ import pytest
 from validation import __main__ as command
 from validation import (
     accuracy,
+    attention_calls,
     bench,
     cases,
+    checks,
+    families,
     host_time,
     memory,
     peers,
@@ -130,8 +133,8 @@ def test_picture(tmp_path):
 @pytest.fixture
 def tiny_family(monkeypatch):
     changed = {"cases": (TINY,), "burst_ms": 1}
-    family = dataclasses.replace(bench.FAMILIES["attention_cpu"], **changed)
-    monkeypatch.setitem(bench.FAMILIES, "attention_cpu", family)
+    family = dataclasses.replace(families.FAMILIES["attention_cpu"], **changed)
+    monkeypatch.setitem(families.FAMILIES, "attention_cpu", family)
 
 
 def test_bench_on_the_cpu(tiny_family, tmp_path, capsys):
@@ -160,9 +163,9 @@ def test_bench_without_torch_says_so(tiny_family, tmp_path, capsys, monkeypatch)
 def test_bench_catches_a_wrong_result(tiny_family, tmp_path, capsys, monkeypatch):
     impls = {"fa_cupy": lambda case, qkv: peers.Call(lambda: qkv[2], lambda x: x, lambda x: x)}
     family = dataclasses.replace(
-        bench.FAMILIES["attention_cpu"], impls=impls, default_impls=("fa_cupy",)
+        families.FAMILIES["attention_cpu"], impls=impls, default_impls=("fa_cupy",)
     )
-    monkeypatch.setitem(bench.FAMILIES, "attention_cpu", family)
+    monkeypatch.setitem(families.FAMILIES, "attention_cpu", family)
     arguments = ["--families", "attention_cpu", "--rounds", "1", "--out", str(tmp_path / "b.json")]
     assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 1
     assert "relative error" in capsys.readouterr().out
@@ -177,7 +180,7 @@ def test_bench_refuses_what_it_does_not_know(capsys, monkeypatch):
 
 def test_check_sees_what_is_not_finite():
     qkv = peers.random_numpy(TINY, 1)
-    check = bench.attention_check(TINY, qkv)
+    check = checks.attention_check(TINY, qkv)
     out = peers.fa_cupy(TINY, qkv).run()
     assert check(out) < 1e-6
     out[0, 1, 50, 3] = np.nan
@@ -215,8 +218,8 @@ def test_calls_rest_before_they_are_timed_where_a_family_asks_for_it(monkeypatch
     events.clear()
     bench.burst(call, 2)
     assert events == [*once, "run", *once]
-    rests = {family.device: family.pause_ms for family in bench.FAMILIES.values()}
-    assert rests == {"gpu": 0, "cpu": bench.CPU_PAUSE_MS}
+    rests = {family.device: family.pause_ms for family in families.FAMILIES.values()}
+    assert rests == {"gpu": 0, "cpu": families.CPU_PAUSE_MS}
 
 
 # ---------------------------------------------------------------------------------------- tiles
@@ -253,7 +256,7 @@ def test_tiles_are_measured_and_shown(tmp_path, capsys, monkeypatch):
 
 def test_a_tile_with_a_wrong_result_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tiles, "CASES", (SMALL_TILES,))
-    monkeypatch.setattr(bench, "attention_check", lambda case, qkv: lambda out: math.inf)
+    monkeypatch.setattr(checks, "attention_check", lambda case, qkv: lambda out: math.inf)
     assert tiles.main(["--rounds", "1", "--out", str(tmp_path / "tiles.json")]) == 1
     assert "wrong results: float32 hd32" in capsys.readouterr().out
 
@@ -370,8 +373,8 @@ def test_sanitize_without_a_gpu_writes_what_the_receipt_reads(tmp_path, monkeypa
 @pytest.mark.parametrize("dim", [32, 256])
 def test_the_reduced_set_is_made_of_valid_calls(dim):
     count = 0
-    for shape, options in sanitize.problems(dim, 3):
-        out = on_cpu(**sanitize.arrays(peers.DTYPES["bf16"], shape), **options)
+    for shape, options in attention_calls.problems(dim, 3):
+        out = on_cpu(**attention_calls.arrays(peers.DTYPES["bf16"], shape), **options)
         assert np.isfinite(out.astype(np.float32)).all(), (shape, options)
         assert out.shape[-2:] == (shape["q_len"], shape["v_dim"])
         count += 1

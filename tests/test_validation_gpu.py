@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from validation import bench, cases, stages, store
+from fa_cupy.gpu import devices
+from validation import bench, cases, families, product_calls, stages, store
 
 pytestmark = pytest.mark.gpu
 
@@ -18,9 +19,27 @@ def test_stages_of_the_kernel():
 def test_bench_on_the_gpu(dtype, tmp_path, monkeypatch):
     case = cases.Dense(dtype, 64, True, 256, 2, 32)
     changed = {"cases": (case,), "burst_ms": 1, "default_impls": ("fa_cupy",)}
-    family = dataclasses.replace(bench.FAMILIES["attention_fwd"], **changed)
-    monkeypatch.setitem(bench.FAMILIES, "attention_fwd", family)
+    family = dataclasses.replace(families.FAMILIES["attention_fwd"], **changed)
+    monkeypatch.setitem(families.FAMILIES, "attention_fwd", family)
     out = tmp_path / "bench.json"
     arguments = ["--families", "attention_fwd", "--rounds", "2", "--out", str(out)]
     assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
     assert store.load(out)[1][0]["value"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_bench_of_products_on_the_gpu(dtype, tmp_path, monkeypatch):
+    case = cases.CausalProduct(dtype, 64, 256, 2, 3)
+    changed = {"cases": (case,), "burst_ms": 1, "default_impls": ("fa_cupy", "fa_cupy_recurrent")}
+    family = dataclasses.replace(families.FAMILIES["causal_product_fwd"], **changed)
+    monkeypatch.setitem(families.FAMILIES, "causal_product_fwd", family)
+    out = tmp_path / "bench.json"
+    arguments = ["--families", "causal_product_fwd", "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert len(rows) == (1 if dtype == "bf16" else 2)
+    assert all(row["value"] > 0 for row in rows)
+
+
+def test_the_reduced_set_of_products_reaches_every_row():
+    assert product_calls.run(devices.current_target()) > 200

@@ -2,6 +2,8 @@
 
 For 16-bit inputs an error is judged by that of the same formula computed plainly (float32 scores
 and softmax, weights rounded to the dtype before the second product): at most 1.1 times it.
+
+The sweep of causal products, `validation.product_accuracy`, has limits of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from validation import peers, store
+from validation import peers, product_accuracy, store
 
 FAMILY = "accuracy"
 PLAIN_FACTOR = 1.1
@@ -94,6 +96,34 @@ class Case:
             found["mask"] = rng.random((1, q_len, self.length)) < 0.6
         return found
 
+    def measure(self, device: str) -> store.Row:
+        """The row of the case: ``value`` is the error over what it may be."""
+        from fa_cupy import attention, reference
+
+        arrays = self.arrays()
+        options = dict(self.setting.options)
+        if device == "gpu":
+            sent = {name: peers.to_device(x) for name, x in arrays.items()}
+        else:
+            sent = arrays
+        out, lse = (peers.to_host(x) for x in attention(**sent, **options, return_lse=True))
+        wanted, wanted_lse = reference.attention(**arrays, **options)
+        error = float(reference.relative_error(out.astype(np.float64), wanted))
+        if self.dtype in ERROR_LIMIT:
+            limit = ERROR_LIMIT[self.dtype]
+        else:
+            plain = reference.plain(**arrays, **options, dtype=out.dtype)
+            limit = PLAIN_FACTOR * float(reference.relative_error(plain.astype(np.float64), wanted))
+        empty = np.isneginf(wanted_lse)
+        if not (np.isneginf(lse) == empty).all():
+            lse_error = float("inf")
+        else:
+            lse_error = float(np.abs(lse[~empty] - wanted_lse[~empty]).max(initial=0.0))
+        share = max(error / limit, lse_error / LSE_LIMIT[self.dtype])
+        fixed = {"family": FAMILY, "impl": "fa_cupy", "ms": None, "unit": "of the limit"}
+        named = {"case": self.name, "value": share, "error": error, "lse_error": lse_error}
+        return {**fixed, **named, "limit": limit}
+
 
 def sweep(lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Case]:
     """All cases."""
@@ -104,35 +134,6 @@ def sweep(lengths: Sequence[int] = LENGTHS, head_dims: Sequence[int] = HEAD_DIMS
             yield from (Case(dtype, dim, middle, setting) for dim in head_dims)
 
 
-def measure(case: Case, device: str) -> store.Row:
-    """The row of one case: ``value`` is the error over what it may be."""
-    from fa_cupy import attention, reference
-
-    arrays = case.arrays()
-    options = dict(case.setting.options)
-    if device == "gpu":
-        sent = {name: peers.to_device(x) for name, x in arrays.items()}
-    else:
-        sent = arrays
-    out, lse = (peers.to_host(x) for x in attention(**sent, **options, return_lse=True))
-    wanted, wanted_lse = reference.attention(**arrays, **options)
-    error = float(reference.relative_error(out.astype(np.float64), wanted))
-    if case.dtype in ERROR_LIMIT:
-        limit = ERROR_LIMIT[case.dtype]
-    else:
-        plain = reference.plain(**arrays, **options, dtype=out.dtype)
-        limit = PLAIN_FACTOR * float(reference.relative_error(plain.astype(np.float64), wanted))
-    empty = np.isneginf(wanted_lse)
-    if not (np.isneginf(lse) == empty).all():
-        lse_error = float("inf")
-    else:
-        lse_error = float(np.abs(lse[~empty] - wanted_lse[~empty]).max(initial=0.0))
-    share = max(error / limit, lse_error / LSE_LIMIT[case.dtype])
-    fixed = {"family": FAMILY, "impl": "fa_cupy", "ms": None, "unit": "of the limit"}
-    named = {"case": case.name, "value": share, "error": error, "lse_error": lse_error}
-    return {**fixed, **named, "limit": limit}
-
-
 def table(rows: Sequence[store.Row]) -> str:
     """One line a dtype and setting: the largest share of the limit over its sizes."""
     kinds: dict[tuple[str, str], list[store.Row]] = {}
@@ -140,10 +141,13 @@ def table(rows: Sequence[store.Row]) -> str:
         dtype, _, _, setting = row["case"].split(maxsplit=3)
         kinds.setdefault((setting, dtype), []).append(row)
     dtypes = list(dict.fromkeys(dtype for _, dtype in kinds))
+
+    def worst(found: Sequence[store.Row]) -> str:
+        return f"{max(row['value'] for row in found):.2f}" if found else "-"
+
     lines = [["error over its limit, largest", *dtypes]]
     for setting in dict.fromkeys(setting for setting, _ in kinds):
-        worst = [max(row["value"] for row in kinds[setting, dtype]) for dtype in dtypes]
-        lines.append([setting, *(f"{value:.2f}" for value in worst)])
+        lines.append([setting, *(worst(kinds.get((setting, dtype), ())) for dtype in dtypes)])
     return store.align(lines)
 
 
@@ -155,11 +159,19 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--out", default="", help="JSON file instead of results/accuracy-<device>.json")
     args = p.parse_args(argv)
     device = args.device or ("gpu" if store.gpu_available() else "cpu")
-    chosen = [case for case in sweep() if args.cases in case.name]
+    everything: list[Case | product_accuracy.Case] = [*sweep(), *product_accuracy.sweep()]
+    chosen = [case for case in everything if args.cases in case.name]
     if not chosen:
         print(f"accuracy: no case contains {args.cases!r}")
         return 2
-    rows = [measure(case, device) for case in tqdm(chosen, desc=FAMILY, file=sys.stderr)]
+    rows = []
+    for case in tqdm(chosen, desc=FAMILY, file=sys.stderr):
+        try:
+            rows.append(case.measure(device))
+        except NotImplementedError as reason:
+            print(f"{case.name}: left out: {reason}")
+    if not rows:
+        return 2
     facts = store.header(device)
     path = Path(args.out) if args.out else store.path_for("accuracy", facts)
     store.merge(path, facts, rows)
@@ -167,6 +179,7 @@ def main(argv: Sequence[str]) -> int:
     over = [row for row in rows if not row["value"] <= 1.0]
     for row in over:
         error = f"error {row['error']:.2e}, at most {row['limit']:.2e}"
-        print(f"{row['case']}: {error}; LSE {row['lse_error']:.1e}")
+        other = "worst" if "worst" in row else "lse_error"
+        print(f"{row['case']}: {error}; {other} {row[other]:.1e}")
     print(f"{facts['device']}, {len(rows)} rows in {path}")
     return int(bool(over))

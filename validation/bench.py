@@ -6,154 +6,25 @@ timed, every result is compared with float64 arithmetic on the host, on memory t
 with NaN.  Rows go to ``validation/results/bench-<device>.json``; those of other runs stay there,
 and ratios are only taken between rows of one run.
 
-A family is one entry in `FAMILIES`.
+A family is one entry in `validation.families.FAMILIES`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
-from validation import cases, peers, report, store
-from validation.cases import Dense
-from validation.peers import Call, Qkv, UnavailableError
-
-Check = Callable[[Any], float]
-
-
-@dataclass(frozen=True)
-class Family:
-    """What is measured the same way: inputs, implementations, the reference and the unit."""
-
-    device: str  # "gpu" or "cpu"
-    cases: tuple[Dense, ...]
-    impls: Mapping[str, Callable[[Dense, Qkv], Call]]
-    default_impls: tuple[str, ...]
-    inputs: Callable[[Dense, int], Qkv]
-    check: Callable[[Dense, Qkv], Check]
-    unit: str
-    per_second: float  # operations a second in one unit
-    burst_ms: float  # how long one sample of one implementation lasts, at least one call
-    pause_ms: float = 0.0  # rest before each timed call; see `CPU_PAUSE_MS`
-    rest_ms: float = 0.0  # rest before each sample; see `GPU_REST_MS`
-
-
-# After a call, the OpenMP threads of torch spin for a while before they sleep, and on a machine
-# with as many threads as cores that time is taken from whoever is timed next. So all
-# implementations rest alike before each timed call, until nothing of the call before is running.
-CPU_PAUSE_MS = 30.0
-
-# An H200 that has been busy for a while is slower: it runs into its power limit, whoever made it
-# busy. A rest before each sample, of all alike, keeps one implementation's heat from the next one.
-GPU_REST_MS = 30.0
-
-
-# ----------------------------------------------------------------------------------- correctness
-_EXPONENT = {"fp16": 0x7C00, "bf16": 0x7F80}
-
-
-def _host(array: Any) -> np.ndarray:
-    return peers.to_host(array).astype(np.float64)
-
-
-def _all_finite(case: Dense, array: Any) -> bool:
-    if case.dtype not in _EXPONENT:
-        return bool((abs(array) < np.inf).all())
-    mask = _EXPONENT[case.dtype]
-    return not bool(((array.view("u2") & mask) == mask).any())
-
-
-def attention_check(case: Dense, qkv: Qkv) -> Check:
-    """Relative Frobenius error on sampled rows of the first and the last head.
-
-    inf where any element of the whole result is not finite.
-    """
-    rng = np.random.default_rng(case.length)
-    edge = np.arange(min(64, case.length))
-    drawn = rng.integers(0, case.length, 128)
-    rows = np.unique(np.concatenate([edge, drawn, case.length - 1 - edge]))
-    places = [(0, 0), (case.batch - 1, case.heads - 1)]
-
-    def reference(place: tuple[int, int]) -> np.ndarray:
-        batch, head = place
-        kv_place = batch, head * case.key_heads // case.heads
-        q, k, v = (_host(x[at]) for x, at in zip(qkv, (place, kv_place, kv_place), strict=True))
-        scores = q[rows] @ k.T * case.head_dim**-0.5
-        if case.causal:
-            scores[np.arange(case.length) > rows[:, None]] = -np.inf
-        if case.window:
-            scores[np.arange(case.length) <= rows[:, None] - case.window] = -np.inf
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        return np.asarray(p @ v / p.sum(-1, keepdims=True))
-
-    wanted = np.stack([reference(place) for place in places])
-
-    def error(out: Any) -> float:
-        if not _all_finite(case, out):
-            return float("inf")
-        got = np.stack([_host(out[place])[rows] for place in places])
-        return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
-
-    return error
-
-
-_ATTENTION_FWD = Family(
-    device="gpu",
-    cases=cases.ATTENTION_FWD,
-    impls={
-        "fa_cupy": peers.fa_cupy,
-        "cudnn": peers.torch_sdpa("CUDNN_ATTENTION"),
-        "flash2": peers.torch_sdpa("FLASH_ATTENTION"),
-        "efficient": peers.torch_sdpa("EFFICIENT_ATTENTION"),
-        "jax": peers.jax,
-        "plain_cupy": peers.plain_cupy,
-    },
-    default_impls=("fa_cupy", "cudnn", "flash2"),
-    inputs=peers.random_cupy,
-    check=attention_check,
-    unit="TFLOP/s",
-    per_second=1e12,
-    burst_ms=8,
-    rest_ms=GPU_REST_MS,
-)
-
-FAMILIES: dict[str, Family] = {
-    "attention_fwd": _ATTENTION_FWD,
-    "attention_options": dataclasses.replace(
-        _ATTENTION_FWD,
-        cases=cases.ATTENTION_OPTIONS,
-        impls={
-            "fa_cupy": peers.fa_cupy,
-            "cudnn": peers.torch_sdpa("CUDNN_ATTENTION"),
-            "flash2": peers.torch_sdpa("FLASH_ATTENTION"),
-            "flash2_window": peers.torch_flash_window,
-        },
-        default_impls=("fa_cupy", "cudnn", "flash2", "flash2_window"),
-    ),
-    "attention_cpu": Family(
-        device="cpu",
-        cases=cases.ATTENTION_CPU,
-        impls={"fa_cupy": peers.fa_cupy, "torch": peers.torch_sdpa("FLASH_ATTENTION")},
-        default_impls=("fa_cupy", "torch"),
-        inputs=peers.random_numpy,
-        check=attention_check,
-        unit="GFLOP/s",
-        per_second=1e9,
-        burst_ms=200,
-        pause_ms=CPU_PAUSE_MS,
-    ),
-}
+from validation import peers, report, store
+from validation.families import FAMILIES
+from validation.peers import Call, UnavailableError
 
 
 # ---------------------------------------------------------------------------------------- timing
@@ -211,12 +82,12 @@ def interleaved(
 
 
 def measure(
-    name: str, case: Dense, impls: Sequence[str], rounds: int
+    name: str, case: Any, impls: Sequence[str], rounds: int
 ) -> tuple[list[store.Row], dict[str, str]]:
     """Rows of one case, and why implementations are missing from it."""
     family = FAMILIES[name]
-    qkv = family.inputs(case, 1)
-    check = family.check(case, qkv)
+    inputs = family.inputs(case, 1)
+    check = family.check(case, inputs)
     calls: dict[str, Call] = {}
     errors: dict[str, float] = {}
     missing: dict[str, str] = {}
@@ -224,9 +95,9 @@ def measure(
     blank = {"family": name, "case": case.name, "ms": None, "value": None, "unit": family.unit}
     for impl in impls:
         try:
-            call = family.impls[impl](case, qkv)
+            call = family.impls[impl](case, inputs)
             call.run()  # compiles what has to be compiled
-            peers.poison(qkv[0])
+            peers.poison(*inputs)
             errors[impl] = check(call.native(call.run()))
             calls[impl] = call
         except UnavailableError as reason:
@@ -238,7 +109,7 @@ def measure(
     if calls:
         medians = interleaved(calls, rounds, family.burst_ms, family.pause_ms, family.rest_ms)
         for impl, ms in medians.items():
-            value = case.flops / (ms * 1e-3) / family.per_second
+            value = family.work(case) / (ms * 1e-3) / family.per_second
             timed = {"impl": impl, "ms": ms, "value": value, "error": errors[impl]}
             rows.append({**blank, **timed})
     return rows, missing
@@ -301,8 +172,9 @@ def run_family(name: str, args: argparse.Namespace, started: float) -> list[stor
     store.merge(path, facts, rows)
     print(report.table(rows, report.best_peers(facts, name)))
     print(f"{facts['device']}, {len(rows)} rows in {path}")
-    merged = [row for row in store.load(path)[1] if row["family"] in FAMILIES]
-    picture = report.draw(merged, facts, args.plot)
+    together = {n for n, other in FAMILIES.items() if other.picture == family.picture}
+    merged = [row for row in store.load(path)[1] if row["family"] in together]
+    picture = report.draw(merged, facts, args.plot, family.picture)
     print(f"drawn: {picture}" if picture else "matplotlib is not installed: nothing drawn")
     if lost is not None:
         raise lost

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from itertools import product
+
+ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,38 @@ class Dense:
         return full / 2 if self.causal else full
 
 
+@dataclass(frozen=True)
+class CausalProduct:
+    """``tril(q @ k.mT) @ v`` of ``batch`` sequences of ``length`` rows, or its gradients.
+
+    Queries, keys and values have the same dim. The name of a case, such as
+    ``bf16 E64 4096x8 h16``, is dtype, dim, length x batch and heads.
+    """
+
+    dtype: str
+    dim: int
+    length: int
+    batch: int
+    heads: int
+    backward: bool = False
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        return f"{self.dtype} E{self.dim} {self.length}x{self.batch} h{self.heads}"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of every array."""
+        return self.batch, self.heads, self.length, self.dim
+
+    @property
+    def bytes(self) -> float:
+        """What has to be moved: q, k, v and out once; with gradients dout, q, k, v, dq, dk, dv."""
+        arrays = 7 if self.backward else 4
+        return float(arrays * math.prod(self.shape) * ITEMSIZE[self.dtype])
+
+
 def _tokens_16384(dtype: str, head_dim: int, lengths: tuple[int, ...]) -> tuple[Dense, ...]:
     return tuple(
         Dense(dtype, head_dim, causal, length, 16384 // length, 2048 // head_dim)
@@ -84,3 +119,19 @@ ATTENTION_CPU = tuple(
         ((8, 2048, 64), (8, 2048, 128), (4, 8192, 64)), (False, True)
     )
 )
+
+# Many sequences, few long ones, and one case so small that it stays in the L2 cache.
+CAUSAL_PRODUCT_FWD = tuple(
+    CausalProduct(dtype, dim, length, batch, heads)
+    for dtype, (batch, heads, length, dim) in product(
+        ("bf16", "fp32"),
+        (
+            (8, 16, 4096, 64),
+            (8, 16, 4096, 128),
+            (1, 16, 32768, 128),
+            (1, 8, 65536, 64),
+            (2, 4, 1024, 64),
+        ),
+    )
+)
+CAUSAL_PRODUCT_BWD = tuple(replace(case, backward=True) for case in CAUSAL_PRODUCT_FWD)

@@ -46,7 +46,8 @@ def _same(result: Any) -> Any:
     return result
 
 
-def _module(name: str) -> Any:
+def module(name: str) -> Any:
+    """An optional module; `UnavailableError` where it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -68,12 +69,12 @@ def to_host(array: Any) -> np.ndarray:
 
 def to_device(array: np.ndarray) -> Any:
     """A copy on CuPy's current device."""
-    return _module("cupy").asarray(_integers(array)).view(array.dtype)
+    return module("cupy").asarray(_integers(array)).view(array.dtype)
 
 
 def to_torch(array: Any) -> Any:
     """The same memory as a torch tensor."""
-    torch = _module("torch")
+    torch = module("torch")
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     name = next(name for name, dtype in DTYPES.items() if dtype == array.dtype)
     return torch.from_dlpack(_integers(array)).view(dtypes[name])
@@ -81,11 +82,34 @@ def to_torch(array: Any) -> Any:
 
 def from_torch(tensor: Any) -> Any:
     """The same memory as a NumPy or CuPy array."""
-    torch = _module("torch")
+    torch = module("torch")
     dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    xp = _module("cupy") if tensor.is_cuda else np
+    xp = module("cupy") if tensor.is_cuda else np
     integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return xp.from_dlpack(tensor.view(integers)).view(DTYPES[dtypes[tensor.dtype]])
+
+
+def normal(xp: Any, rng: Any, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
+    """Normal numbers in the namespace `xp`, of standard deviation `scale` before they are rounded.
+
+    Parameters
+    ----------
+    xp : module
+        NumPy or CuPy.
+    rng : Generator
+        That namespace's.
+    shape : tuple of int
+    dtype : str
+        A key of `DTYPES`.
+    scale : float, optional
+    """
+    x = rng.standard_normal(shape, dtype=xp.float32)
+    if scale != 1:
+        x *= xp.float32(scale)
+    if dtype == "bf16" and xp is not np:  # CuPy knows no bfloat16: round to the upper half
+        bits = (x.view(xp.uint32) + xp.uint32(0x8000)) >> xp.uint32(16)
+        return bits.astype(xp.uint16).view(DTYPES["bf16"])
+    return x.astype(DTYPES[dtype], copy=False)
 
 
 def random_numpy(case: Dense, seed: int) -> Qkv:
@@ -93,10 +117,7 @@ def random_numpy(case: Dense, seed: int) -> Qkv:
     rng = np.random.default_rng(seed)
     heads = (case.heads, case.key_heads)
     q_shape, kv_shape = ((case.batch, n, case.length, case.head_dim) for n in heads)
-    q, k, v = (
-        rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype], copy=False)
-        for shape in (q_shape, kv_shape, kv_shape)
-    )
+    q, k, v = (normal(np, rng, shape, case.dtype) for shape in (q_shape, kv_shape, kv_shape))
     return q, k, v
 
 
@@ -105,35 +126,30 @@ def random_cupy(case: Dense, seed: int) -> Qkv:
 
     That is how projections leave the data, and what every peer takes without a copy.
     """
-    cp = _module("cupy")
+    cp = module("cupy")
     rng = cp.random.default_rng(seed)
 
     def draw(heads: int) -> Any:
         shape = (case.batch, case.length, heads, case.head_dim)
-        x = rng.standard_normal(shape, dtype=cp.float32)
-        if case.dtype == "bf16":  # round to the upper half of the bits
-            bits = (x.view(cp.uint32) + cp.uint32(0x8000)) >> cp.uint32(16)
-            x = bits.astype(cp.uint16).view(DTYPES["bf16"])
-        else:
-            x = x.astype(DTYPES[case.dtype])
-        return x.swapaxes(-3, -2)
+        return normal(cp, rng, shape, case.dtype).swapaxes(-3, -2)
 
     return draw(case.heads), draw(case.key_heads), draw(case.key_heads)
 
 
-def poison(array: Any) -> None:
-    """Leave NaN in the memory that an output shaped like ``array`` will most likely be given.
+def poison(*arrays: Any) -> None:
+    """Leave NaN in the memory that outputs shaped like ``arrays`` will most likely be given.
 
     The pools of CuPy and torch hand out the block that was freed last, so an element which an
     implementation does not write is read as NaN (all bits set, in every float type).
     """
-    if isinstance(array, np.ndarray):
+    if isinstance(arrays[0], np.ndarray):
         return  # malloc promises nothing of the kind; the CPU's rows are compared instead
-    cp = _module("cupy")
-    blocks = [cp.full(array.nbytes, 0xFF, dtype=cp.uint8)]
+    cp = module("cupy")
+    blocks = [cp.full(array.nbytes, 0xFF, dtype=cp.uint8) for array in arrays]
     try:
-        torch = _module("torch")
-        blocks.append(torch.full((array.nbytes,), 0xFF, dtype=torch.uint8, device="cuda"))
+        torch = module("torch")
+        options = {"dtype": torch.uint8, "device": "cuda"}
+        blocks += [torch.full((array.nbytes,), 0xFF, **options) for array in arrays]
     except UnavailableError:
         pass
     cp.cuda.Device().synchronize()
@@ -155,7 +171,7 @@ def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
     """torch's scaled_dot_product_attention, held to one back end of the SDPBackend enumeration."""
 
     def prepare(case: Dense, qkv: Qkv) -> Call:
-        torch = _module("torch")
+        torch = module("torch")
         on_cpu = isinstance(qkv[0], np.ndarray)
         if not on_cpu and not torch.cuda.is_available():
             raise UnavailableError("this torch has no CUDA")
@@ -164,7 +180,7 @@ def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
         if not on_cpu and case.dtype == "fp32" and backend != "EFFICIENT_ATTENTION":
             raise UnavailableError("16-bit floats only")
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        attention = _module("torch.nn.attention")
+        attention = module("torch.nn.attention")
         chosen = getattr(attention.SDPBackend, backend)
         q, k, v = map(to_torch, qkv)
 
@@ -179,7 +195,7 @@ def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
 
 def torch_flash_window(case: Dense, qkv: Qkv) -> Call:
     """torch's FlashAttention-2 by its operator, which takes windows as its function does not."""
-    torch = _module("torch")
+    torch = module("torch")
     if not case.window or isinstance(qkv[0], np.ndarray):
         raise UnavailableError("windows on a GPU only")
     q, k, v = (to_torch(x).transpose(1, 2) for x in qkv)  # (batch, length, heads, dim)
@@ -201,8 +217,8 @@ def jax(case: Dense, qkv: Qkv) -> Call:
         raise UnavailableError("no windows")
     # without this JAX takes three quarters of the GPU's memory when it is imported
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    jax, jnp = _module("jax"), _module("jax.numpy")
-    cp = _module("cupy")
+    jax, jnp = module("jax"), module("jax.numpy")
+    cp = module("cupy")
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[case.dtype]
 
     def convert(array: Any) -> Any:  # JAX's axes are (batch, length, heads, dim)
@@ -226,7 +242,7 @@ def plain_cupy(case: Dense, qkv: Qkv) -> Call:
     """Matmul, softmax, matmul in CuPy, with the whole matrix of scores in memory."""
     if case.dtype == "bf16":
         raise UnavailableError("CuPy's matmul has no bfloat16")
-    cp = _module("cupy")
+    cp = module("cupy")
     q, k, v = qkv
     keep = cp.tril(cp.ones((case.length, case.length), dtype=bool)) if case.causal else None
     lowest = float(np.finfo(DTYPES[case.dtype]).min)

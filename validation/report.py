@@ -10,7 +10,9 @@ from typing import Any
 from validation import store
 
 # relative Frobenius error against float64 beyond which a result is wrong rather than rounded
-ERROR_LIMIT = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5}
+ERROR_LIMIT = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "tf32": 5e-3}
+# Triton's products round factors of float32 to TF32, which has ten bits, unless told otherwise.
+_TF32 = ("fla_chunk", "fla_fused_chunk")
 STATIC = Path(__file__).parents[1] / "docs" / "_static"
 
 
@@ -27,7 +29,8 @@ def ratios(rows: Sequence[store.Row], known: Mapping[str, Any]) -> dict[str, dic
     """``ratios[column][case]``: fa_cupy's speed over a peer's of the same run.
 
     The column ``best`` is the best known peer: cuDNN's figure of this run times what that peer
-    was over cuDNN when both were measured together.
+    was over cuDNN when both were measured together; where none is known, the best of several peers
+    of this run.
     """
     found: dict[str, dict[str, float]] = {}
     value = {(row["case"], row["impl"]): row for row in rows if row["value"]}
@@ -39,6 +42,12 @@ def ratios(rows: Sequence[store.Row], known: Mapping[str, Any]) -> dict[str, dic
         if impl == "cudnn" and case in known:
             best = row["value"] * known[case]["over_cudnn"]
             found.setdefault("best", {})[case] = ours["value"] / best
+    if not known:
+        others = {name: of for name, of in found.items() if not name.startswith("fa_cupy")}
+        for case in dict.fromkeys(case for case, _ in value):
+            over = [of[case] for of in others.values() if case in of]
+            if len(over) > 1:
+                found.setdefault("best", {})[case] = min(over)
     return found
 
 
@@ -76,7 +85,10 @@ def wrong(rows: Sequence[store.Row]) -> list[str]:
         where = f"{row['family']} {row['case']} {row['impl']}"
         if "failed" in row:
             found.append(f"{where}: {row['failed']}")
-        elif not row["error"] <= ERROR_LIMIT[row["case"].split()[0]]:
+            continue
+        dtype = row["case"].split()[0]
+        kind = "tf32" if dtype == "fp32" and row["impl"] in _TF32 else dtype
+        if not row["error"] <= ERROR_LIMIT[kind]:
             found.append(f"{where}: relative error {row['error']:.1e}")
     return found
 
@@ -90,6 +102,11 @@ _COLORS = {
     "plain_cupy": "#6a51a3",
     "flash2_window": "#66c2a5",
     "torch": "#1b6ca8",
+    "fa_cupy_recurrent": "#e07b39",
+    "fa_cupy_low_occupancy": "#f2b880",
+    "fla_chunk": "#1b6ca8",
+    "fla_fused_chunk": "#66a3d2",
+    "torch_chunk": "#8a8a8a",
 }
 
 
@@ -121,10 +138,12 @@ def _panels(places: Sequence[Place]) -> dict[Place, list[Place]]:
     return found
 
 
-def draw(rows: Sequence[store.Row], facts: Mapping[str, Any], path: str = "") -> Path | None:
+def draw(
+    rows: Sequence[store.Row], facts: Mapping[str, Any], path: str = "", part: str = ""
+) -> Path | None:
     """Speed over the lengths, one panel a family, dtype, head_dim and mask.
 
-    None without matplotlib.
+    `part` is appended to the picture's name. None without matplotlib.
     """
     try:
         from matplotlib.figure import Figure
@@ -194,6 +213,7 @@ def draw(rows: Sequence[store.Row], facts: Mapping[str, Any], path: str = "") ->
     figure.suptitle(f"{what} on {facts.get('cpu', facts['device'])}, {facts['date'][:10]}")
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=5, fontsize=8)
     target = Path(path) if path else STATIC / f"bench-{store.slug(facts['device'])}.png"
+    target = target.with_stem(f"{target.stem}-{part}") if part else target
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
     return target

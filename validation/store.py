@@ -16,7 +16,10 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 
-_DISTRIBUTIONS = ("numpy", "scipy", "cupy-cuda12x", "cupy-cuda13x", "torch", "jax", "jaxlib")
+_DISTRIBUTIONS = (
+    *("numpy", "scipy", "cupy-cuda12x", "cupy-cuda13x"),
+    *("torch", "triton", "fla-core", "jax", "jaxlib"),
+)
 
 
 def now() -> str:

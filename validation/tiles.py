@@ -21,7 +21,7 @@ from tqdm import tqdm
 from fa_cupy import _check, _tiles
 from fa_cupy._tiles import Tile
 from fa_cupy.cpu import attention as cpu
-from validation import bench, peers, report, store
+from validation import bench, checks, peers, report, store
 from validation.cases import Dense
 from validation.peers import Call
 
@@ -78,7 +78,7 @@ def candidates(case: Dense) -> list[Tile]:
 def measure(case: Dense, rounds: int) -> list[store.Row]:
     """One row a tile, the tiles measured in turn."""
     qkv = peers.random_numpy(case, 1)
-    check = bench.attention_check(case, qkv)
+    check = checks.attention_check(case, qkv)
     ours = peers.fa_cupy(case, qkv)
     calls, errors = {}, {}
     for tile in candidates(case):

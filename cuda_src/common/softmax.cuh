@@ -15,7 +15,7 @@ constexpr float kSlack = 8.0f;
 // What a thread's weights of one tile and row may add up to unseen: float16 ends at 65504.
 constexpr float kMaxUnseen = 16384.0f;
 // From here on products are rounded as references are, else the exact product inside fmaf would
-// leave the largest score of a row far from its reference.  Two equal scores of a row, one on either
+// leave the largest score of a row far from its reference.  Two equal scores of a row, one on each
 // side, get weights that differ by half a unit of it: 2**-11, less than a 16-bit type sees.
 constexpr float kFar = 8192.0f;
 

@@ -1,0 +1,108 @@
+"""The reduced set of the sanitizers, attention: every row of the table on every kind of problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from validation import peers
+
+
+def problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Array shapes and options that reach every branch of a forward kernel with this ``dim``.
+
+    ``extra`` keys make the shapes of each row of the table its own, so that no plan of another row
+    is met again; ``offset`` moves an array off the alignment that 16-byte copies need.
+    """
+    plain = {"q_len": 150, "k_len": 193 + extra, "head_dim": dim, "v_dim": dim}
+    yield plain, {}
+    yield {**plain, "q_len": 193 + extra}, {"is_causal": True}
+    yield {**plain, "q_len": 33}, {"is_causal": True, "causal_align": "bottom_right"}
+    yield {**plain, "q_len": 1, "heads": 4}, {"window": (20, 0), "causal_align": "bottom_right"}
+    yield {**plain, "head_dim": dim - 3, "v_dim": dim - 15}, {}
+    yield {**plain, "head_dim": dim - 8, "v_dim": dim - 16, "heads": 4, "q_len": 17}, {}
+    yield plain, {"softcap": 2.0}
+    yield {**plain, "offset": 1}, {"softcap": 2.0}
+    yield {**plain, "bias": True, "heads": 4}, {"scale": -0.1}
+    yield {**plain, "bias": True, "mask": True, "heads": 4}, {"scale": -0.1}
+    yield {**plain, "nan": True, "mask": True}, {}
+    yield {**plain, "q_len": 64 + extra, "k_len": 1}, {}
+    yield {**plain, "q_len": 64 + extra, "k_len": 0}, {}
+
+
+def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
+    """Whether a row of ``fwd_sm90`` gets this call; the other kernel takes any."""
+    from fa_cupy.gpu.params_sm90 import DIM_STEP
+    from fa_cupy.gpu.variants import VariantSm90
+
+    if not isinstance(row, VariantSm90):
+        return True
+    odd = any(shape[dim] % DIM_STEP for dim in ("head_dim", "v_dim"))
+    odd = odd or shape.get("offset") or not shape["k_len"]
+    transform = bool(options.keys() & {"softcap", "scale"} or shape.get("bias"))
+    return not odd and not shape.get("mask") and transform == row.transform
+
+
+def arrays(dtype: np.dtype, shape: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Random arrays on the host; 2 key heads, so that 4 query heads are grouped."""
+    rng = np.random.default_rng(1)
+    heads, q_len, k_len = shape.get("heads", 2), shape["q_len"], shape["k_len"]
+
+    def draw(*of: int) -> np.ndarray:
+        return rng.standard_normal(of).astype(np.float32).astype(dtype)
+
+    found = {
+        "q": draw(1, heads, q_len, shape["head_dim"]),
+        "k": draw(1, 2, k_len, shape["head_dim"]),
+        "v": draw(1, 2, k_len, shape["v_dim"]),
+    }
+    if shape.get("mask"):
+        found["mask"] = rng.random((q_len, k_len)) < 0.7
+        found["mask"][:, -1] = False  # where NaN may stand
+    if shape.get("nan"):
+        found["k"][..., -1, :] = found["v"][..., -1, :] = np.nan
+    if shape.get("bias"):
+        found["bias"] = draw(heads, 1, k_len)
+    return found
+
+
+def send(array: np.ndarray, offset: int) -> Any:
+    """A copy on the device that starts ``offset`` elements into its allocation."""
+    flat = np.concatenate([np.zeros(offset, array.dtype), array.ravel()])
+    return peers.to_device(flat)[offset:].reshape(array.shape)
+
+
+def run(target: str) -> int:
+    """Make every call once and look at each result; return how many there were.
+
+    Raises
+    ------
+    RuntimeError
+        Where a result is wrong, so that nothing can be left out in silence.
+    """
+    from fa_cupy import attention
+    from fa_cupy.gpu import variants
+
+    calls = 0
+    others = tuple(row for row in variants.VARIANTS if isinstance(row, variants.VariantSm80))
+    for number, row in enumerate(variants.VARIANTS):
+        if target not in row.targets:
+            print(f"{row.name}: not for {target}")
+            continue
+        dtype = peers.DTYPES["bf16" if row.dtype == "bfloat16" else "fp16"]
+        # What `select` chooses from; a row of fwd_sm90 needs one beside it for other pointers.
+        rows = (row,) if row in others else (row, *others)
+        with mock.patch.object(variants, "VARIANTS", rows):
+            for shape, options in problems(row.dim, number):
+                if not serves(row, shape, options):
+                    continue
+                host = arrays(dtype, shape)
+                sent = {name: send(x, shape.get("offset", 0)) for name, x in host.items()}
+                out, _ = attention(**sent, **options, return_lse=True)
+                if not np.isfinite(peers.to_host(out).astype(np.float32)).all():
+                    raise RuntimeError(f"{row.name} {shape} {options}: the result is not finite")
+                calls += 1
+    return calls

@@ -1,0 +1,106 @@
+"""How far a result is from float64 arithmetic on the host, on a part that is quick to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from validation import peers
+from validation.cases import CausalProduct, Dense
+from validation.peers import Qkv
+
+Check = Callable[[Any], float]
+
+_EXPONENT = {"fp16": 0x7C00, "bf16": 0x7F80}
+
+
+def _host(array: Any) -> np.ndarray:
+    return peers.to_host(array).astype(np.float64)
+
+
+def _all_finite(case: Dense | CausalProduct, array: Any) -> bool:
+    if case.dtype not in _EXPONENT:
+        return bool((abs(array) < np.inf).all())
+    mask = _EXPONENT[case.dtype]
+    return not bool(((array.view("u2") & mask) == mask).any())
+
+
+def attention_check(case: Dense, qkv: Qkv) -> Check:
+    """Relative Frobenius error on sampled rows of the first and the last head.
+
+    inf where any element of the whole result is not finite.
+    """
+    rng = np.random.default_rng(case.length)
+    edge = np.arange(min(64, case.length))
+    drawn = rng.integers(0, case.length, 128)
+    rows = np.unique(np.concatenate([edge, drawn, case.length - 1 - edge]))
+    places = [(0, 0), (case.batch - 1, case.heads - 1)]
+
+    def reference(place: tuple[int, int]) -> np.ndarray:
+        batch, head = place
+        kv_place = batch, head * case.key_heads // case.heads
+        q, k, v = (_host(x[at]) for x, at in zip(qkv, (place, kv_place, kv_place), strict=True))
+        scores = q[rows] @ k.T * case.head_dim**-0.5
+        if case.causal:
+            scores[np.arange(case.length) > rows[:, None]] = -np.inf
+        if case.window:
+            scores[np.arange(case.length) <= rows[:, None] - case.window] = -np.inf
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.asarray(p @ v / p.sum(-1, keepdims=True))
+
+    wanted = np.stack([reference(place) for place in places])
+
+    def error(out: Any) -> float:
+        if not _all_finite(case, out):
+            return float("inf")
+        got = np.stack([_host(out[place])[rows] for place in places])
+        return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+    return error
+
+
+def product64(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, reverse: bool = False, chunk: int = 256
+) -> np.ndarray:
+    """Causal product in float64, in chunks: for sequences whose scores would not fit in memory."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    state = np.zeros((*k.shape[:-2], k.shape[-1], v.shape[-1]))
+    out = np.empty_like(v)
+    mask = np.triu if reverse else np.tril
+    starts = range(0, k.shape[-2], chunk)
+    for start in reversed(starts) if reverse else starts:
+        rows = (..., slice(start, start + chunk), slice(None))
+        scores = mask(q[rows] @ k[rows].swapaxes(-1, -2))
+        out[rows] = q[rows] @ state + scores @ v[rows]
+        state += k[rows].swapaxes(-1, -2) @ v[rows]
+    return out
+
+
+def gradients64(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
+    """Gradients of the causal product in float64: those of q, k and v."""
+    return [
+        product64(dout, v, k),
+        product64(v, dout, q, reverse=True),
+        product64(k, q, dout, reverse=True),
+    ]
+
+
+def product_check(case: CausalProduct, arrays: tuple[Any, ...]) -> Check:
+    """Relative Frobenius error of the last head, the largest of an output or three gradients.
+
+    inf where any element of the whole result is not finite.
+    """
+    place = case.batch - 1, case.heads - 1
+    *dout, q, k, v = (_host(x[place]) for x in arrays)
+    wanted = gradients64(dout[0], q, k, v) if dout else [product64(q, k, v)]
+
+    def error(result: Any) -> float:
+        found = result if case.backward else (result,)
+        if not all(_all_finite(case, x) for x in found):
+            return float("inf")
+        pairs = zip((_host(x[place]) for x in found), wanted, strict=True)
+        return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))
+
+    return error

@@ -1,0 +1,120 @@
+"""The families of the benchmark: inputs, implementations, what checks them, and units."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from validation import cases, checks, peers, product_peers
+from validation.checks import Check
+from validation.peers import Call
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is measured the same way: inputs, implementations, the reference and the unit."""
+
+    device: str  # "gpu" or "cpu"
+    cases: tuple[Any, ...]
+    impls: Mapping[str, Callable[[Any, Any], Call]]
+    default_impls: tuple[str, ...]
+    inputs: Callable[[Any, int], tuple[Any, ...]]
+    check: Callable[[Any, Any], Check]
+    unit: str
+    per_second: float  # of `work` a second in one unit
+    burst_ms: float  # how long one sample of one implementation lasts, at least one call
+    pause_ms: float = 0.0  # rest before each timed call; see `CPU_PAUSE_MS`
+    rest_ms: float = 0.0  # rest before each sample; see `GPU_REST_MS`
+    work: Callable[[Any], float] = attrgetter("flops")  # what a speed counts of a case
+    picture: str = ""  # families of one name share a picture, which is called after it
+
+
+# After a call, the OpenMP threads of torch spin for a while before they sleep, and on a machine
+# with as many threads as cores that time is taken from whoever is timed next. So all
+# implementations rest alike before each timed call, until nothing of the call before is running.
+CPU_PAUSE_MS = 30.0
+
+# An H200 that has been busy for a while is slower: it runs into its power limit, whoever made it
+# busy. A rest before each sample, of all alike, keeps one implementation's heat from the next one.
+GPU_REST_MS = 30.0
+
+_ATTENTION_FWD = Family(
+    device="gpu",
+    cases=cases.ATTENTION_FWD,
+    impls={
+        "fa_cupy": peers.fa_cupy,
+        "cudnn": peers.torch_sdpa("CUDNN_ATTENTION"),
+        "flash2": peers.torch_sdpa("FLASH_ATTENTION"),
+        "efficient": peers.torch_sdpa("EFFICIENT_ATTENTION"),
+        "jax": peers.jax,
+        "plain_cupy": peers.plain_cupy,
+    },
+    default_impls=("fa_cupy", "cudnn", "flash2"),
+    inputs=peers.random_cupy,
+    check=checks.attention_check,
+    unit="TFLOP/s",
+    per_second=1e12,
+    burst_ms=8,
+    rest_ms=GPU_REST_MS,
+)
+
+_PRODUCTS = {
+    "fa_cupy": product_peers.fa_cupy(),
+    "fa_cupy_recurrent": product_peers.fa_cupy("recurrent"),
+    "fa_cupy_low_occupancy": product_peers.fa_cupy("low_occupancy"),
+    "fla_chunk": product_peers.fla("chunk_linear_attn"),
+    "fla_fused_chunk": product_peers.fla("fused_chunk_linear_attn"),
+    "torch_chunk": product_peers.torch_chunk,
+}
+_GRADIENTS = {name: _PRODUCTS[name] for name in _PRODUCTS if not name.startswith("fa_cupy_")}
+_CAUSAL_PRODUCT_FWD = Family(
+    device="gpu",
+    cases=cases.CAUSAL_PRODUCT_FWD,
+    impls=_PRODUCTS,
+    default_impls=tuple(_PRODUCTS),
+    inputs=product_peers.random_cupy,
+    check=checks.product_check,
+    unit="GB/s",
+    per_second=1e9,
+    burst_ms=8,
+    rest_ms=GPU_REST_MS,
+    work=attrgetter("bytes"),
+    picture="causal_product",
+)
+
+FAMILIES: dict[str, Family] = {
+    "attention_fwd": _ATTENTION_FWD,
+    "attention_options": dataclasses.replace(
+        _ATTENTION_FWD,
+        cases=cases.ATTENTION_OPTIONS,
+        impls={
+            "fa_cupy": peers.fa_cupy,
+            "cudnn": peers.torch_sdpa("CUDNN_ATTENTION"),
+            "flash2": peers.torch_sdpa("FLASH_ATTENTION"),
+            "flash2_window": peers.torch_flash_window,
+        },
+        default_impls=("fa_cupy", "cudnn", "flash2", "flash2_window"),
+    ),
+    "causal_product_fwd": _CAUSAL_PRODUCT_FWD,
+    "causal_product_bwd": dataclasses.replace(
+        _CAUSAL_PRODUCT_FWD,
+        cases=cases.CAUSAL_PRODUCT_BWD,
+        impls=_GRADIENTS,
+        default_impls=tuple(_GRADIENTS),
+    ),
+    "attention_cpu": Family(
+        device="cpu",
+        cases=cases.ATTENTION_CPU,
+        impls={"fa_cupy": peers.fa_cupy, "torch": peers.torch_sdpa("FLASH_ATTENTION")},
+        default_impls=("fa_cupy", "torch"),
+        inputs=peers.random_numpy,
+        check=checks.attention_check,
+        unit="GFLOP/s",
+        per_second=1e9,
+        burst_ms=200,
+        pause_ms=CPU_PAUSE_MS,
+    ),
+}
