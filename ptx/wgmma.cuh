@@ -67,13 +67,13 @@ FA_DEVICE uint64 wgmma_descriptor(uint32 shared_address, uint32 leading_bytes) {
 #define FA_LIST_256(d) FA_LIST_224(d), FA_D(d, 28), FA_D(d, 29), FA_D(d, 30), FA_D(d, 31)
 
 // One N: the numbers of the four operands after D, as text.
-#define FA_WGMMA_SS(n, type, o0, o1, o2)                                                        \
+#define FA_WGMMA_SS(n, type, o0, o1, o2, o3, o4)                                                \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " o2                                       \
                ", 0;\n"                                                                         \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FA_TEXT_##n \
-               "}, " o0 ", " o1 ", add, 1, 1, 0, 0;\n}\n"                                       \
+               "}, " o0 ", " o1 ", add, 1, 1, " o3 ", " o4 ";\n}\n"                             \
                : FA_LIST_##n(d)                                                                 \
-               : "l"(a), "l"(b), "r"(add))
+               : "l"(a), "l"(b), "r"(add), "n"(int(kMajorA)), "n"(int(kMajorB)))
 #define FA_WGMMA_RS(n, type, o0, o1, o2, o3, o4, o5, o6)                                        \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " o5                                       \
                ", 0;\n"                                                                         \
@@ -95,29 +95,30 @@ constexpr bool wgmma_has(int n) {
          n == 160 || n == 176 || n == 192 || n == 224 || n == 256;
 }
 
-// D (+)= A B^T: A (64 x 16) and B (N x 16) in shared memory, both K-major.
-template <bool kBf16, int kN>
-FA_DEVICE void wgmma_m64k16_ss(float (*d)[4], uint64 a, uint64 b, int add) {
-  static_assert(wgmma_has(kN), "one of the sizes below");
-  FA_WGMMA(SS, 16, "%8", "%9", "%10")
-  FA_WGMMA(SS, 32, "%16", "%17", "%18")
-  FA_WGMMA(SS, 64, "%32", "%33", "%34")
-  FA_WGMMA(SS, 80, "%40", "%41", "%42")
-  FA_WGMMA(SS, 96, "%48", "%49", "%50")
-  FA_WGMMA(SS, 112, "%56", "%57", "%58")
-  FA_WGMMA(SS, 128, "%64", "%65", "%66")
-  FA_WGMMA(SS, 144, "%72", "%73", "%74")
-  FA_WGMMA(SS, 160, "%80", "%81", "%82")
-  FA_WGMMA(SS, 176, "%88", "%89", "%90")
-  FA_WGMMA(SS, 192, "%96", "%97", "%98")
-  FA_WGMMA(SS, 224, "%112", "%113", "%114")
-  FA_WGMMA(SS, 256, "%128", "%129", "%130")
-}
-
+// How a matrix lies in shared memory.  K-major: as rows of K columns, 64 of A or N of B.  MN-major:
+// as K rows of 64 or N columns; 16-bit types can (PTX ISA 9.7.15.5.2 "wgmma.mma_async", imm-trans).
 enum Major : int { kKMajor = 0, kMnMajor = 1 };
 
-// D (+)= A B: A (64 x 16) in registers, B (16 x N) in shared memory: K-major where it is stored as
-// N rows of K columns, MN-major where it is stored as K rows of N columns.
+// D (+)= A B: A (64 x 16) and B (16 x N) in shared memory.
+template <bool kBf16, int kN, Major kMajorA = kKMajor, Major kMajorB = kKMajor>
+FA_DEVICE void wgmma_m64k16_ss(float (*d)[4], uint64 a, uint64 b, int add) {
+  static_assert(wgmma_has(kN), "one of the sizes below");
+  FA_WGMMA(SS, 16, "%8", "%9", "%10", "%11", "%12")
+  FA_WGMMA(SS, 32, "%16", "%17", "%18", "%19", "%20")
+  FA_WGMMA(SS, 64, "%32", "%33", "%34", "%35", "%36")
+  FA_WGMMA(SS, 80, "%40", "%41", "%42", "%43", "%44")
+  FA_WGMMA(SS, 96, "%48", "%49", "%50", "%51", "%52")
+  FA_WGMMA(SS, 112, "%56", "%57", "%58", "%59", "%60")
+  FA_WGMMA(SS, 128, "%64", "%65", "%66", "%67", "%68")
+  FA_WGMMA(SS, 144, "%72", "%73", "%74", "%75", "%76")
+  FA_WGMMA(SS, 160, "%80", "%81", "%82", "%83", "%84")
+  FA_WGMMA(SS, 176, "%88", "%89", "%90", "%91", "%92")
+  FA_WGMMA(SS, 192, "%96", "%97", "%98", "%99", "%100")
+  FA_WGMMA(SS, 224, "%112", "%113", "%114", "%115", "%116")
+  FA_WGMMA(SS, 256, "%128", "%129", "%130", "%131", "%132")
+}
+
+// D (+)= A B: A (64 x 16) in registers, B (16 x N) in shared memory.
 template <bool kBf16, int kN, Major kMajor = kMnMajor>
 FA_DEVICE void wgmma_m64k16_rs(float (*d)[4], const uint32 (&a)[4], uint64 b, int add) {
   static_assert(wgmma_has(kN), "one of the sizes below");

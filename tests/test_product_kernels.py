@@ -8,27 +8,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy import reference
+from fa_cupy import _product, reference
 from fa_cupy.gpu.compile import ROOT
 from fa_cupy.gpu.product_choice import Choice, choose
 from fa_cupy.gpu.product_params import HEAD_FORMAT, POINTERS, PRODUCT_PARAMS
+from fa_cupy.gpu.product_params_sm90 import POINTERS_AT, PRODUCT_JOB, Job, takes
 from fa_cupy.gpu.products import (
     PRODUCTS,
     ChunkedVariant,
     RecurrentVariant,
     StatesVariant,
 )
+from fa_cupy.gpu.products_sm90 import ChunkedSm90Variant, StatesSm90Variant
 from fa_cupy.gpu.rows import SHARED_LIMIT
 from tests.products import Case, check_product, draw
-from tests.strategies import DTYPES, normal
+from tests.strategies import DTYPES, lay, normal
 from validation import emulator
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
 NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2]}
 CHUNKED = [row for row in PRODUCTS if isinstance(row, ChunkedVariant)]
+SM90 = [row for row in PRODUCTS if isinstance(row, ChunkedSm90Variant)]
 STATES = {(row.dtype, row.dim): row for row in PRODUCTS if isinstance(row, StatesVariant)}
+STATES_SM90 = {
+    (row.dtype, row.dim, row.tile_n): row for row in PRODUCTS if isinstance(row, StatesSm90Variant)
+}
 PLAIN = [row for row in PRODUCTS if isinstance(row, RecurrentVariant)]
+SMALL_SM90 = [row for row in SM90 if row.dim == 64 and (row.tile_n == 128 or row.blocks == 2)]
 SMALL = [row for row in CHUNKED if row.dim == 32 or (row.dim, row.stages) == (64, 3)]
 
 
@@ -38,8 +45,11 @@ def split(row, length, segment_chunks):
         return Choice(row, None, 1, max(1, length), 0.0)
     rows = segment_chunks * row.tile_m
     segments = max(1, -(-length // rows))
-    states = STATES[row.dtype, row.dim] if segments > 1 else None
-    return Choice(row, states, segments, rows, 0.0)
+    if isinstance(row, ChunkedSm90Variant):
+        states = STATES_SM90[row.dtype, row.dim, row.tile_n]
+    else:
+        states = STATES[row.dtype, row.dim]
+    return Choice(row, states if segments > 1 else None, segments, rows, 0.0)
 
 
 def solve(row, case, segment_chunks=None, seed=0, source=None):
@@ -49,12 +59,12 @@ def solve(row, case, segment_chunks=None, seed=0, source=None):
 
 def check(row, case, segment_chunks=None, seed=0):
     out, state = solve(row, case, segment_chunks, seed)
-    check_product(case, out, state, rounded=isinstance(row, ChunkedVariant))
+    check_product(case, out, state, rounded=isinstance(row, (ChunkedVariant, ChunkedSm90Variant)))
     return out, state
 
 
 @needs_compiler
-@pytest.mark.parametrize("row", CHUNKED, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*CHUNKED, *SM90], ids=lambda row: row.name)
 def test_every_row(row):
     length = 3 * row.tile_m + 9
     shapes = (2, length, row.dim), (2, length, row.dim), (2, length, row.tile_n)
@@ -122,11 +132,78 @@ def test_any_call_with_any_schedule(call):
     check(row, case, segment_chunks, seed)
 
 
+@st.composite
+def mapped_calls(draw_):
+    """Products that the kernels for SM90 take as they are."""
+    row = draw_(st.sampled_from(SMALL_SM90))
+    rng = np.random.default_rng(draw_(st.integers(0, 2**32 - 1)))
+    length = draw_(st.integers(1, 130) | st.sampled_from([1, 63, 64, 65, 128, 300]))
+    qk_dim = 8 * draw_(st.integers(1, row.dim // 8) | st.just(row.dim // 8))
+    v_dim = draw_(st.sampled_from([8, 24, 64, 72, 128, 136]))
+    heads = draw_(
+        st.sampled_from(
+            [((), (), ()), ((3,), (3,), (3,)), ((2, 4), (2, 2), (2, 1)), ((2, 1), (1, 3), (3,))]
+        )
+    )
+    shapes = [(*b, length, d) for b, d in zip(heads, (qk_dim, qk_dim, v_dim), strict=True)]
+    arrays = [normal(rng, shape, NAMES[row.dtype]) for shape in shapes]
+    if draw_(st.sampled_from([False, False, True])):
+        for x in arrays:
+            bad = rng.random(x.shape) < draw_(st.sampled_from([0.0, 0.001]))
+            x[bad] = draw_(st.sampled_from([np.nan, np.inf, -np.inf]))
+    initial = normal(rng, (qk_dim, v_dim), np.float32) if draw_(st.booleans()) else None
+    layouts = st.sampled_from(["dense", "blhd", "rows"])
+    case = Case(
+        *arrays,
+        initial,
+        reverse=draw_(st.booleans()),
+        layouts=(*(draw_(layouts) for _ in range(3)), "transposed"),
+    )
+    return row, case, draw_(st.sampled_from([None, 1, 2])), draw_(st.integers(0, 2**32))
+
+
 @needs_compiler
-@pytest.mark.parametrize("row", [CHUNKED[0], CHUNKED[1]], ids=lambda row: row.name)
+@settings(max_examples=25)
+@given(call=mapped_calls())
+def test_any_call_with_any_schedule_on_sm90(call):
+    row, case, segment_chunks, seed = call
+    check(row, case, segment_chunks, seed)
+
+
+@needs_compiler
+@settings(max_examples=5)
+@given(
+    row=st.sampled_from([*SMALL_SM90, *(row for row in SM90 if row.dim > row.tile_n)]),
+    lengths=st.tuples(st.integers(1, 3), st.integers(1, 200)),
+    dims=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    segment_chunks=st.sampled_from([None, 1]),
+    seed=st.integers(0, 2**32),
+)
+def test_jobs_of_one_launch(row, lengths, dims, segment_chunks, seed):
+    """As for gradients: the same arrays in turn, of other dims, two of the jobs in reverse."""
+    (entries, length), (qk_dim, v_dim) = (
+        lengths,
+        (8 + 8 * int(x * (row.dim // 8 - 1)) for x in dims),
+    )
+    q, k = draw(*[(entries, length, qk_dim)] * 2, dtype=NAMES[row.dtype], seed=seed)
+    v, dout = draw(*[(entries, length, v_dim)] * 2, dtype=NAMES[row.dtype], seed=seed + 1)
+    initial = draw((qk_dim, v_dim))[0]
+    cases = [Case(dout, v, k), Case(v, dout, q, reverse=True), Case(k, q, dout, initial, True)]
+    cases = cases[: 1 + seed % 3] if seed % 4 else cases
+    calls = [(*case.arrays, case.reverse) for case in cases]
+    choice = split(row, length, segment_chunks)
+    found = emulator.causal_products_sm90(choice, calls, seed)
+    for case, call, (out, state) in zip(cases, calls, found, strict=True):
+        check_product(case, out, state, rounded=True)
+        ((alone, last),) = emulator.causal_products_sm90(choice, [call], seed + 1)
+        assert (out.tobytes(), state.tobytes()) == (alone.tobytes(), last.tobytes())
+
+
+@needs_compiler
+@pytest.mark.parametrize("row", [*CHUNKED[:2], *SMALL_SM90], ids=lambda row: row.name)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_shows_where_it_is_read_only(row, bad):
-    clean = draw((150, 30), (150, 30), (150, 32), dtype=NAMES[row.dtype])
+    clean = draw((150, 24), (150, 24), (150, 32), dtype=NAMES[row.dtype])
     for reverse, (which, line, col) in itertools.product(
         (False, True), ((0, 40, 2), (1, 70, 3), (2, 70, 3), (2, 64, 0), (2, 127, 31))
     ):
@@ -142,7 +219,7 @@ def test_what_is_not_finite_shows_where_it_is_read_only(row, bad):
 
 @needs_compiler
 @pytest.mark.parametrize("sizes", [(100, 100, 1e-4), (1e-3, 1e-3, 1e3), (1e-4, 30, 300)], ids=str)
-@pytest.mark.parametrize("row", [CHUNKED[0], CHUNKED[1]], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*CHUNKED[:2], *SMALL_SM90[:2]], ids=lambda row: row.name)
 def test_scores_and_states_of_any_size(row, sizes):
     """Where float16 ends they reach 1e5 or 1e6, or where it begins 1e-5."""
     arrays = [size * np.abs(x) for x, size in zip(draw(*[(400, 32)] * 3), sizes, strict=True)]
@@ -150,7 +227,7 @@ def test_scores_and_states_of_any_size(row, sizes):
 
 
 @needs_compiler
-@pytest.mark.parametrize("row", SMALL[::2], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*SMALL[::2], *SMALL_SM90[1:3]], ids=lambda row: row.name)
 def test_the_schedule_does_not_show(row):
     case = Case(*draw(*[(2, 300, 32)] * 3, dtype=NAMES[row.dtype]))
     found = {
@@ -177,15 +254,48 @@ BUGS = {
 }
 
 
+# The same for chunked_sm90.cu.
+BUGS_SM90 = {
+    "scores of a chunk that has not landed": (
+        "wait(shared.full[at], place.parity());\n    const uint64 a",
+        "const uint64 a",
+    ),
+    "scores over those in use": (
+        "wait(shared.p_empty[p_at], p_place.parity() ^ 1);",
+        "",
+    ),
+    "outputs without scores": (
+        "wait(shared.p_full[p_at], p_place.parity());",
+        "",
+    ),
+    "an output over one that is being stored": (
+        "wait(shared.out_empty[at][group], out_place.parity() ^ 1);",
+        "",
+    ),
+    "a chunk given back while it is multiplied": (
+        "    wgmma_wait_group<0>();\n    release(shared.p_empty[p_at]);\n"
+        "    if constexpr (kEarly) release(shared.empty[at]);",
+        "    release(shared.empty[at]);\n    wgmma_wait_group<0>();\n"
+        "    release(shared.p_empty[p_at]);",
+    ),
+    "sums that are not there yet": ("wgmma_wait_group<2>();", ""),
+    "scores without a proxy fence": (
+        "fence_proxy_async_shared();\n    __syncwarp();\n    release(shared.p_full[p_at]);",
+        "__syncwarp();\n    release(shared.p_full[p_at]);",
+    ),
+    "scores on both sides of the diagonal": (" > 0) s[v][e] = 0.0f;", " > 99) s[v][e] = 0.0f;"),
+}
+
+
 @needs_compiler
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", [*BUGS, *BUGS_SM90])
 def test_a_planted_bug_is_found(bug, tmp_path):
-    old, new = BUGS[bug]
-    text = (ROOT / "cuda_src/linear/chunked_sm80.cu").read_text()
+    old, new = (BUGS | BUGS_SM90)[bug]
+    row = SMALL_SM90[2] if bug in BUGS_SM90 else SMALL[1]
+    text = (ROOT / f"cuda_src/{row.source}.cu").read_text()
     assert text.count(old) == 1
     source = tmp_path / "kernel.cu"
     source.write_text(text.replace(old, new))
-    row = SMALL[1]
     case = Case(*draw(*[(500, 32)] * 3, dtype=NAMES[row.dtype]))
     want = solve(row, case)
     for seed in range(30):
@@ -257,6 +367,50 @@ def test_what_no_kernel_computes():
     assert choose("float32", 8, 2**31, 64, 64, "sm_90a", 132) is None
 
 
+@pytest.mark.parametrize(("entries", "dim", "tile_n"), [(128, 64, 64), (128, 128, 128)])
+def test_hopper_computes_what_tensor_maps_can_walk(entries, dim, tile_n):
+    call = "bfloat16", entries, 4096, dim, dim, "sm_90a", 132
+    found = choose(*call)
+    assert isinstance(found.row, ChunkedSm90Variant)
+    assert (found.row.tile_n, found.segments) == (tile_n, 1)
+    assert isinstance(choose(*call, mapped=False).row, ChunkedVariant)
+    assert isinstance(choose(*call[:5], "sm_100", 132).row, ChunkedVariant)
+    assert isinstance(choose(*call, jobs=3).row, ChunkedSm90Variant)
+    assert choose("bfloat16", 8, 4096, 64, 64, "sm_80", 108, jobs=3) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "taken"),
+    [
+        ((2, 3, 70, 64), "dense", True),
+        ((2, 3, 70, 64), "blhd", True),
+        ((2, 3, 70, 64), "rows", True),
+        ((70, 64), "dense", True),
+        ((1, 64), "dense", True),
+        ((70, 60), "dense", False),  # no multiple of 16 bytes
+        ((70, 64), "upward", False),
+        ((70, 64), "steps", False),
+        ((2, 3, 2, 3, 70, 8), "dense", True),  # one axis to the kernel
+    ],
+)
+def test_what_tensor_maps_can_walk(shape, layout, taken):
+    (x,) = draw(shape, dtype=DTYPES[0])
+    x = lay(np, x, layout)
+    problem = _product.product_problem("causal_product", x, x, x)
+    out = np.empty(problem.out_shape, problem.dtype)
+    job = Job(problem, problem.view(out.shape, out.strides), None, False)
+    assert takes(job) == taken
+
+
+def test_axes_that_no_tensor_map_has():
+    q, k = (np.zeros(shape, np.float16) for shape in ((2, 1, 2, 1, 9, 8), (1, 2, 1, 2, 9, 8)))
+    problem = _product.product_problem("causal_product", q, k, k)
+    out = np.empty(problem.out_shape, problem.dtype)
+    assert not takes(Job(problem, problem.view(out.shape, out.strides), None, False))
+
+
 def test_the_head_of_the_struct():
+    assert PRODUCT_JOB.fields["initial"][1] == POINTERS_AT
+    assert PRODUCT_JOB.names[4:7] == ("initial", "state", "workspace")
     assert struct.calcsize(HEAD_FORMAT) == PRODUCT_PARAMS.fields["batch_axes"][1]
     assert PRODUCT_PARAMS.names[: len(POINTERS)] == POINTERS

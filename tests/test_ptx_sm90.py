@@ -58,13 +58,14 @@ def kernel(body, attributes=""):
     return f"{head}\n{lane}\n{body}\n}}\n"
 
 
-# Three forms: B^T and A in shared memory; A in registers and B either way.
+# Five forms: A and B in shared memory, both as rows of K, A as columns of it or both; A in
+# registers and B either way.
 WGMMA = """
-enum Form { kSs, kRs, kRsTransposed };
+enum Form { kSs, kSsColumns, kSsBothColumns, kRs, kRsTransposed };
 constexpr int kK = 128;
 
-// y is the image of shared memory: A (64, K), then B.  x and z hold the registers of A and D, out
-// those of D, thread by thread.
+// y is the image of shared memory: A (64, K) or A^T, then B.  x and z hold the registers of A and
+// D, out those of D, thread by thread.
 template <bool kBf16, int kN, Form kForm>
 static __device__ __forceinline__ void product(const Params& p) {
   extern __shared__ __align__(1024) uint32 image[];
@@ -94,6 +95,11 @@ static __device__ __forceinline__ void product(const Params& p) {
     if constexpr (kForm == kSs) {
       wgmma_m64k16_ss<kBf16, kN>(d, wgmma_descriptor(a_tile + s / 4 * 64 * 128 + s % 4 * 32, 0), b,
                                  add);
+    } else if constexpr (kForm == kSsColumns || kForm == kSsBothColumns) {
+      constexpr Major kMajorB = kForm == kSsColumns ? kKMajor : kMnMajor;
+      const uint64 columns = wgmma_descriptor(a_tile, 0) + s * (16 * 128 / 16);
+      const uint64 rows = wgmma_descriptor(b_tile, kK * 128) + s * (16 * 128 / 16);
+      wgmma_m64k16_ss<kBf16, kN, kMnMajor, kMajorB>(d, columns, kMajorB == kKMajor ? b : rows, add);
     } else if constexpr (kForm == kRsTransposed) {
       wgmma_m64k16_rs<kBf16, kN, kKMajor>(d, a[s], b, add);
     } else {
@@ -116,6 +122,10 @@ static __device__ __forceinline__ void product(const Params& p) {
   }
 ENTRY(kSs, ss, bfloat16, true)
 ENTRY(kSs, ss, float16, false)
+ENTRY(kSsColumns, ss_columns, bfloat16, true)
+ENTRY(kSsColumns, ss_columns, float16, false)
+ENTRY(kSsBothColumns, ss_both_columns, bfloat16, true)
+ENTRY(kSsBothColumns, ss_both_columns, float16, false)
 ENTRY(kRs, rs, bfloat16, true)
 ENTRY(kRs, rs, float16, false)
 ENTRY(kRsTransposed, rs_transposed, bfloat16, true)
@@ -375,6 +385,15 @@ SOURCES = {
   __syncwarp();
   const uint32* x = at<uint32>(p.x) + lane * 4;
   stmatrix_x4(cvta_to_shared(rows + lane * 24), x[0], x[1], x[2], x[3]);
+  __syncwarp();
+  for (int c = 0; c < 24; ++c) at<uint16>(p.out)[lane * 24 + c] = rows[lane * 24 + c];
+"""),
+    "stmatrix_trans": kernel("""
+  __shared__ __align__(16) uint16 rows[32 * 24];
+  for (int c = 0; c < 24; ++c) rows[lane * 24 + c] = 0xeeee;
+  __syncwarp();
+  const uint32* x = at<uint32>(p.x) + lane * 4;
+  stmatrix_x4_trans(cvta_to_shared(rows + lane * 24), x[0], x[1], x[2], x[3]);
   __syncwarp();
   for (int c = 0; c < 24; ++c) at<uint16>(p.out)[lane * 24 + c] = rows[lane * 24 + c];
 """),
@@ -670,12 +689,14 @@ def test_elect_sync_chooses_one_lane(run):
 
 
 @pytest.mark.gpu
-def test_stmatrix(run):
+@pytest.mark.parametrize("name", ["stmatrix", "stmatrix_trans"])
+def test_stmatrix(run, name):
     matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
     # Lane l, register m: row l / 4, columns 2 * (l % 4) and + 1 of matrix m.
     x = matrices.reshape(4, 32, 2).swapaxes(0, 1)
-    got = run("stmatrix", ((32, 24), np.uint16), x, threads=32)
-    np.testing.assert_array_equal(got[:, :8], matrices.reshape(32, 8))
+    got = run(name, ((32, 24), np.uint16), x, threads=32)
+    stored = matrices if name == "stmatrix" else matrices.swapaxes(1, 2)
+    np.testing.assert_array_equal(got[:, :8], stored.reshape(32, 8))
     np.testing.assert_array_equal(got[:, 8:], 0xEEEE)
 
 
@@ -701,8 +722,8 @@ def multiply(run):
 
     def multiply(form, dtype, a, b, d):
         a, b = a.astype(dtype), b.astype(dtype)
-        stored = b if form == "rs" else np.ascontiguousarray(b.T)
-        image = np.concatenate([swizzled(a).reshape(-1), swizzled(stored).reshape(-1)])
+        stored = [a.T if "columns" in form else a, b if form in ("rs", "ss_both_columns") else b.T]
+        image = np.concatenate([swizzled(x).reshape(-1) for x in stored])
         before = np.full((64, b.shape[1]), np.nan) if d is None else d
         return run(
             f"wgmma_{b.shape[1]}",
@@ -719,7 +740,8 @@ def multiply(run):
     return multiply
 
 
-BY_FORM = pytest.mark.parametrize("form", ["ss", "rs", "rs_transposed"])
+FORMS = ["ss", "ss_columns", "ss_both_columns", "rs", "rs_transposed"]
+BY_FORM = pytest.mark.parametrize("form", FORMS)
 BY_TYPE = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 
 

@@ -20,6 +20,8 @@ from fa_cupy.gpu.launch import Arguments, Launch
 from fa_cupy.gpu.plan import fits, kernel_takes, packed_copy, require_whole_elements
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.product_params import fill, pack_head
+from fa_cupy.gpu.product_params_sm90 import Job
+from fa_cupy.gpu.product_sm90 import ProductSm90, choice_for
 
 _MAX_PLANS = 4096
 _AVAILABLE = (
@@ -27,7 +29,7 @@ _AVAILABLE = (
     "its dim of k up to 256, and of float32 by 'recurrent' and 'low_occupancy'"
 )
 
-_plans: dict[Any, Plan] = {}
+_plans: dict[Any, Plan | ProductSm90] = {}
 _calls: dict[Any, _Call] = {}  # by the arguments of a call as they come
 for _table in (_plans, _calls):
     atexit.register(_table.clear)  # kernels must go before CuPy's modules are taken apart
@@ -59,7 +61,7 @@ class Plan:
         target, entries = target_of_device(device), math.prod(problem.batch)
         sms = multiprocessors(device)
         length, dtype = problem.k_len, problem.dtype.name
-        choice = target and choose(dtype, entries, length, *dims, target, sms)
+        choice = target and choose(dtype, entries, length, *dims, target, sms, mapped=False)
         if not choice:
             raise NotImplementedError(
                 f"causal_product: {_AVAILABLE}, got {dtype} with dim {dims[0]}"
@@ -112,7 +114,7 @@ class Plan:
 class _Call(NamedTuple):
     """What a call whose arrays need no copies allocates, and its plan."""
 
-    plan: Plan
+    plan: Plan | ProductSm90
     out: tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
     state: tuple[int, ...] | None
 
@@ -197,7 +199,7 @@ def product(
 def _run(
     problem: Product, q: Any, k: Any, v: Any, initial: Any, out: Any, state: Any, reverse: bool,
     algorithm: str,
-) -> Plan | None:  # fmt: skip
+) -> Plan | ProductSm90 | None:  # fmt: skip
     """Run a plan, with copies of what a kernel cannot read as it is; return it if none was made."""
     views: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v}
     arrays = {"q": q, "k": k, "v": v}
@@ -213,10 +215,23 @@ def _run(
             _plans.clear()
         whole = _over(problem, out)
         last = None if state is None else _over(problem, state)
-        plan = _plans[key] = Plan(problem, whole, last, reverse, algorithm, device)
+        plan = _plans[key] = _planned(problem, whole, last, reverse, algorithm, device)
     places = (*arrays.values(), out, initial, state)
     plan(tuple(0 if x is None else x.data.ptr for x in places))
     return plan if arrays["q"] is q and arrays["k"] is k and arrays["v"] is v else None
+
+
+def _planned(
+    problem: Product, out: View, state: View | None, reverse: bool, algorithm: str, device: int
+) -> Plan | ProductSm90:
+    """Make a plan: by kernels for SM90 where these are the best for it."""
+
+    def other() -> Plan:
+        return Plan(problem, out, state, reverse, algorithm, device)
+
+    jobs = (Job(problem, out, state, reverse),)
+    choice = choice_for(jobs, device, algorithm)
+    return other() if choice is None else ProductSm90(jobs, choice, device, other)
 
 
 def _over(problem: Product, array: Any) -> View:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fa_cupy.gpu.product_choice_sm90 import ways as ways_sm90
 from fa_cupy.gpu.products import (
     PRODUCTS,
     SCAN,
@@ -31,7 +32,7 @@ class Choice(NamedTuple):
     Attributes
     ----------
     row : ProductVariant
-    states : StatesVariant or None
+    states : ProductVariant or None
         What sums the states of segments; None for one segment.
     segments, segment_rows : int
         The parts of a sequence, and the rows of each but the last.
@@ -40,7 +41,7 @@ class Choice(NamedTuple):
     """
 
     row: ProductVariant
-    states: StatesVariant | None
+    states: ProductVariant | None
     segments: int
     segment_rows: int
     microseconds: float
@@ -69,17 +70,20 @@ class Choice(NamedTuple):
 # The cost model, in microseconds and bytes. An H200's memory gives each of its 132 multiprocessors
 # 32 KB a microsecond; other devices differ in both alike. What a chunk takes at least: barriers and
 # latency, and m16n8k16 products, of which a quarter of a multiprocessor makes one in 6.1 clocks.
+# Where outputs wait for scores and states for outputs, a block alone was measured at twice of both
+# (H200: 1.65 us a chunk at dims of 64, 3.8 us at dims of 128); several fill a part of these waits.
 _BYTES_PER_US = 32e3
 _LAUNCH_US = 3.0
 _START_US = 2.0
 _STEP_US = 0.35
 _CLOCKS_PER_US = 1755
 _MMA_US = 6.1 / _CLOCKS_PER_US
+_WAITING, _WAITING_TOGETHER = 2.1, 1.6
 
 
 def choose(
     dtype: str, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int,
-    algorithm: str = "auto",
+    algorithm: str = "auto", mapped: bool = True, jobs: int = 1,
 ) -> Choice | None:  # fmt: skip
     """Pick the kernels and the split of a product: the only place where that is decided.
 
@@ -95,6 +99,10 @@ def choose(
         Multiprocessors of the device.
     algorithm : str, optional
         Of `fa_cupy._product.ALGORITHMS`.
+    mapped : bool, optional
+        Whether tensor maps can walk the arrays (`fa_cupy.gpu.product_params_sm90.takes`).
+    jobs : int, optional
+        Such products in one launch, which kernels for SM90 alone can do.
 
     Returns
     -------
@@ -107,6 +115,10 @@ def choose(
         if algorithm in ("auto", name):
             row_type = (row for row in PRODUCTS if type(row) is kind and row.dtype == dtype)
             choices += _ways([row for row in row_type if target in row.targets], *call)
+    if jobs > 1:
+        choices = []
+    if mapped and algorithm in ("auto", "chunked"):  # first: where both wait for memory
+        choices = [Choice(*way) for way in ways_sm90(dtype, *call, jobs)] + choices
     return min(choices, key=lambda choice: (choice.microseconds, choice.segments), default=None)
 
 
@@ -189,7 +201,10 @@ def _pass_us(
     if outputs:
         scores = row.tile_m**2 * (row.dim + row.tile_n) / 2 / (16 * 8 * 16) / 4
         mma = mma * (3 if row.dtype == "bfloat16" else 2) + scores
-    step = max(_STEP_US + mma * _MMA_US, together * max(traffic / _BYTES_PER_US, mma * _MMA_US))
+    waiting, waiting_together = (_WAITING, _WAITING_TOGETHER) if outputs else (1.0, 1.0)
+    alone = waiting * (_STEP_US + mma * _MMA_US)
+    busy = max(traffic / _BYTES_PER_US, waiting_together * mma * _MMA_US)
+    step = max(alone, together * busy)
     waves = -(-blocks // (sms * together))
     return _LAUNCH_US + waves * (_START_US + chunks * step)
 

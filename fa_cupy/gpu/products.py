@@ -8,43 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fa_cupy.gpu.product_params import PRODUCT_PARAMS
-from fa_cupy.gpu.rows import Variant
+from fa_cupy.gpu.product_rows import DTYPE_NAMES
+from fa_cupy.gpu.product_rows import ProductVariant as ProductVariant
+from fa_cupy.gpu.products_sm90 import chunked_sm90, states_sm90
 
-DTYPE_NAMES = ("float16", "bfloat16")
 _WORK_BYTES = 72  # ProductWork in cuda_src/common
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProductVariant(Variant):
-    """A row of a kernel that walks chunks: `tile_m` rows each, for `tile_n` value columns.
-
-    Attributes
-    ----------
-    blocks : int
-        Blocks that should fit on a multiprocessor.
-    """
-
-    blocks: int
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (
-            ("FA_BF16", int(self.dtype == "bfloat16")),
-            ("FA_DIM", self.dim),
-            ("FA_TILE_M", self.tile_m),
-            ("FA_TILE_N", self.tile_n),
-            ("FA_STAGES", self.stages),
-            ("FA_BLOCKS", self.blocks),
-            ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", PRODUCT_PARAMS.itemsize),
-        )
-
-    @property
-    def rank(self) -> tuple[int, ...]:
-        """Of the rows that serve a call, the one of the lowest rank gets it."""
-        return (self.dim, -self.tile_m, -self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,4 +168,6 @@ PRODUCTS: tuple[ProductVariant, ...] = (
     SCAN,
     *_recurrent(),
     *_low_occupancy(),
+    *chunked_sm90(),
+    *states_sm90(),
 )

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from fa_cupy import _check, _product
-from fa_cupy.gpu import params, params_sm90, product_params
+from fa_cupy.gpu import params, params_sm90, product_params, product_params_sm90
 from fa_cupy.gpu.compile import ROOT
 from fa_cupy.gpu.product_choice import Choice
+from fa_cupy.gpu.products import SCAN
+from fa_cupy.gpu.products_sm90 import VariantSm90 as ProductVariantSm90
 from fa_cupy.gpu.variants import Variant, VariantSm90
 
 FOLDER = Path(__file__).parent
@@ -285,6 +287,9 @@ def causal_product(
     EmulationError
         As `launch`.
     """
+    if isinstance(choice.row, ProductVariantSm90):
+        (found,) = causal_products_sm90(choice, [(q, k, v, initial, reverse)], seed, source)
+        return found
     problem = _product.product_problem("causal_product", q, k, v, initial)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     state = np.full(problem.state_shape, np.nan, np.float32)
@@ -308,6 +313,68 @@ def causal_product(
             block = (row.threads, row.shared_bytes)
             launch(path, row.entry, blocks * tiles * segments, *block, filled, seed)
     return out, state
+
+
+def causal_products_sm90(
+    choice: Choice,
+    calls: Sequence[tuple[Any, ...]],
+    seed: int = 0,
+    source: Path | None = None,
+) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Several causal products as the jobs of one launch, by rows for SM90, with their states.
+
+    Parameters
+    ----------
+    choice : Choice
+    calls : sequence of tuple
+        Of each job q, k, v, initial state and whether it is in reverse, as for `causal_product`.
+    seed : int
+    source : Path, optional
+        As for `attention`; in place of the outputs' kernel.
+
+    Raises
+    ------
+    EmulationError
+        As `launch`.
+    """
+    jobs, arrays = [], []
+    for q, k, v, initial, reverse in calls:
+        problem = _product.product_problem("causal_product", q, k, v, initial)
+        out = np.full(problem.out_shape, np.nan, problem.dtype)
+        state = np.full(problem.state_shape, np.nan, np.float32)
+        whole, last = (problem.view(x.shape, x.strides) for x in (out, state))
+        jobs.append(product_params_sm90.Job(problem, whole, last, reverse))
+        assert product_params_sm90.takes(jobs[-1])
+        workspace = None
+        if choice.segments > 1:
+            sizes = int(np.prod(problem.batch)), choice.segments, problem.qk_dim, problem.v_dim
+            workspace = np.full(sizes, np.nan, np.float32)
+        arrays.append((q, k, v, out, initial, state, workspace))
+    for row, _, segments in choice.launches(jobs[0].problem.qk_dim, jobs[0].problem.v_dim):
+        if row is SCAN:
+            for job, places in zip(jobs, arrays, strict=True):
+                _scan(job, places, choice, seed)
+            continue
+        filled, maps, blocks = product_params_sm90.fill(jobs, row.tile_n, choice.split)
+        for p, geometry, places in zip(filled[0]["job"], maps, arrays, strict=False):
+            *mapped, initial, state, workspace = (0 if x is None else x.ctypes.data for x in places)
+            for name, pointer in zip(product_params_sm90.MAPPED, mapped, strict=True):
+                p[f"{name}_map"] = tensor_map(pointer, *geometry[name])
+            p["initial"], p["state"], p["workspace"] = initial, state, workspace
+        path = build_row(row, source if row is choice.row else None)
+        launch(path, row.entry, blocks * segments, row.threads, row.shared_bytes, filled, seed)
+    return [(places[3], places[5]) for places in arrays]
+
+
+def _scan(job: product_params_sm90.Job, places: tuple[Any, ...], choice: Choice, seed: int) -> None:
+    """Turn the states of a job's segments into their sums."""
+    dims = job.problem.qk_dim, job.problem.v_dim
+    ((_, tiles, _),) = (one for one in choice.launches(*dims) if one[0] is SCAN)
+    filled, ((_, first, blocks),), _, _ = product_params.fill(*job, choice.split, tiles)
+    filled["tiles"] = tiles
+    pointers = [0 if x is None else x.ctypes.data for x in places]
+    product_params.pack_head(filled, 0, *pointers, first, True)
+    launch(build_row(SCAN), SCAN.entry, blocks, SCAN.threads, SCAN.shared_bytes, filled, seed)
 
 
 def tensor_map(pointer: int, shape: Any, strides: Any, box: Any) -> np.ndarray[Any, Any]:

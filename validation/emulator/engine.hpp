@@ -32,14 +32,14 @@ uint32_t vote(bool x);
 bool elect();
 void sync_warp();
 void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed);
-void store_matrices(uint32_t address, const uint32_t (&r)[4]);
+void store_matrices(uint32_t address, const uint32_t (&r)[4], bool transposed);
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool bf16);
 
 // wgmma: D (64 x n) (+)= A B.  `a` is null where A is in shared memory.  `watched`: the registers
 // of A are the kernel's own, which it could touch too early, and no copy made for the call.
 struct Product {
   int n;
-  bool bf16, add, k_major, watched;
+  bool bf16, add, a_k_major, k_major, watched;
   float (*d)[4];
   const uint32_t* a;
   uint64_t a_descriptor, b_descriptor;

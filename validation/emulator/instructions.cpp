@@ -66,16 +66,21 @@ void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed) {
   std::memcpy(r, access.r, 16);
 }
 
-void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+void store_matrices(uint32_t address, const uint32_t (&r)[4], bool transposed) {
   MatrixAccess access{address, {r[0], r[1], r[2], r[3]}};
   shared_at(address, 16, 16);
   const int warp = current->tid.x / 32;
-  meet(32, "stmatrix", access, [warp](MatrixAccess** lanes) {
+  meet(32, "stmatrix", access, [warp, transposed](MatrixAccess** lanes) {
     for (int m = 0; m < 4; ++m) {
       for (int lane = 0; lane < 32; ++lane) {
-        const uint32_t at = lanes[8 * m + lane / 4]->address + lane % 4 * 4;
-        std::memcpy(shared_at(at, 4), &lanes[lane]->r[m], 4);
-        fill(at, 4, writing(*block->fibers[warp * 32 + lane]));
+        for (int e = 0; e < 2; ++e) {
+          const int i = lane / 4, j = lane % 4 * 2 + e;
+          const uint32_t at =
+              lanes[8 * m + (transposed ? j : i)]->address + (transposed ? i : j) * 2;
+          const uint16_t x = uint16_t(lanes[lane]->r[m] >> 16 * e);
+          std::memcpy(shared_at(at, 2), &x, 2);
+          fill(at, 2, writing(*block->fibers[warp * 32 + lane]));
+        }
       }
     }
   });
@@ -165,7 +170,10 @@ struct Started {
 
   void check() const {
     const Matrix b(product.b_descriptor);
-    if (product.a == nullptr) check_operand(Matrix(product.a_descriptor), 64, 16);
+    if (product.a == nullptr) {
+      const bool rows = product.a_k_major;
+      check_operand(Matrix(product.a_descriptor), rows ? 64 : 16, rows ? 16 : 64);
+    }
     check_operand(b, product.k_major ? product.n : 16, product.k_major ? 16 : product.n);
   }
 
@@ -179,9 +187,11 @@ struct Started {
       for (int i = 0; i < 8; ++i) to[i * stride] = widen(bits[i], product.bf16);
     };
     if (product.a == nullptr) {
-      Matrix(product.a_descriptor).each_chunk(64, 16, [&](int row, int col, uint32_t at) {
-        read(at, &x[row][col], 1);
-      });
+      const bool rows = product.a_k_major;  // of A, as stored, are its rows
+      Matrix(product.a_descriptor)
+          .each_chunk(rows ? 64 : 16, rows ? 16 : 64, [&](int row, int col, uint32_t at) {
+            read(at, rows ? &x[row][col] : &x[col][row], rows ? 1 : 16);
+          });
     } else {
       for (int m = 0; m < 64; ++m) {
         for (int k = 0; k < 16; ++k) {

@@ -17,16 +17,17 @@ FA_DEVICE uint64 wgmma_descriptor(uint32 address, uint32 leading_bytes) {
 
 enum Major : int { kKMajor = 0, kMnMajor = 1 };
 
-template <bool kBf16, int kN>
+template <bool kBf16, int kN, Major kMajorA = kKMajor, Major kMajorB = kKMajor>
 FA_DEVICE void wgmma_m64k16_ss(float (*d)[4], uint64 a, uint64 b, int add) {
-  machine::start_product({kN, kBf16, add != 0, true, false, d, nullptr, a, b});
+  machine::start_product(
+      {kN, kBf16, add != 0, kMajorA == kKMajor, kMajorB == kKMajor, false, d, nullptr, a, b});
 }
 // Registers that are `const` were made for the call; others are the kernel's own.
 template <bool kBf16, int kN, Major kMajor = kMnMajor>
 FA_DEVICE void wgmma_m64k16_rs(float (*d)[4], const uint32 (&a)[4], uint64 b, int add) {
-  machine::start_product({kN, kBf16, add != 0, kMajor == kKMajor, false, d, a, 0, b});
+  machine::start_product({kN, kBf16, add != 0, true, kMajor == kKMajor, false, d, a, 0, b});
 }
 template <bool kBf16, int kN, Major kMajor = kMnMajor>
 FA_DEVICE void wgmma_m64k16_rs(float (*d)[4], uint32 (&a)[4], uint64 b, int add) {
-  machine::start_product({kN, kBf16, add != 0, kMajor == kKMajor, true, d, a, 0, b});
+  machine::start_product({kN, kBf16, add != 0, true, kMajor == kKMajor, true, d, a, 0, b});
 }

@@ -1,0 +1,119 @@
+"""What causal products cost on the kernels for SM90, and the ways there are to compute one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from fa_cupy.gpu.params import MAX_LENGTH
+from fa_cupy.gpu.params_sm90 import DIM_STEP
+from fa_cupy.gpu.products import PRODUCTS
+from fa_cupy.gpu.products_sm90 import ChunkedSm90Variant, StatesSm90Variant, VariantSm90
+from fa_cupy.gpu.rows import SHARED_LIMIT
+
+
+class Way(NamedTuple):
+    """One way to compute a product; see `fa_cupy.gpu.product_choice.Choice`."""
+
+    row: ChunkedSm90Variant
+    states: StatesSm90Variant | None
+    segments: int
+    segment_rows: int
+    microseconds: float
+
+
+# The model. What memory gives each of an H200's 132 multiprocessors when all ask for it, a launch,
+# what a block does before its first chunk and after its last, and a launch of `scan`, as in
+# `product_choice`; what one multiprocessor gets alone.
+CLOCKS_PER_US = 1755
+BYTES_PER_US = 32e3
+ALONE_BYTES_PER_US = 64e3
+LAUNCH_US = 3.0
+START_US = 2.0
+SCAN_US = 3.0
+SCAN_SEGMENT_US = 0.1
+# Expected, not measured: clocks that a chunk takes in waits and for its output, whatever the dims;
+# to round a key column of the state, once or twice; around the sums where they are not early.
+CHAIN_CLOCKS = 450
+ROUND_CLOCKS = 2.0
+LATE_CLOCKS = 150
+STATES_CHAIN_CLOCKS = 250
+# Of the tensor cores, for each clock and multiprocessor.
+FLOPS_PER_CLOCK = 3600
+
+
+def ways(
+    dtype: str, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int,
+    jobs: int = 1,
+) -> Iterator[Way]:  # fmt: skip
+    """Yield the ways that come into question.
+
+    Parameters
+    ----------
+    dtype, entries, length, qk_dim, v_dim, target, sms
+        As for `fa_cupy.gpu.product_choice.choose`.
+    jobs : int, optional
+        Such products in one launch.
+    """
+    if not 1 <= length <= MAX_LENGTH or qk_dim % DIM_STEP or v_dim % DIM_STEP or not v_dim:
+        return
+    rows = [row for row in PRODUCTS if isinstance(row, ChunkedSm90Variant) and row.dtype == dtype]
+    dim = min((row.dim for row in rows if row.dim >= qk_dim), default=0)
+    call = entries * jobs, length, qk_dim, v_dim, sms
+    for row in rows:
+        if row.dim == dim and target in row.targets:
+            yield from _splits(row, *call)
+
+
+def _splits(
+    row: ChunkedSm90Variant, entries: int, length: int, qk_dim: int, v_dim: int, sms: int
+) -> Iterator[Way]:
+    states = next(
+        other
+        for other in PRODUCTS
+        if isinstance(other, StatesSm90Variant)
+        and (other.dtype, other.dim, other.tile_n) == (row.dtype, row.dim, row.tile_n)
+    )
+    chunks = -(-length // row.tile_m)
+    blocks = entries * -(-v_dim // row.tile_n)
+    # Splits that fill the device so many times, as far as each segment has a few chunks.
+    wanted = {times * sms * resident(row) // max(1, blocks) for times in (1, 2, 3)}
+    for split in {1} | {max(1, min(split, chunks // 4)) for split in wanted}:
+        segment_chunks = -(-chunks // split)
+        segments = -(-chunks // segment_chunks)
+        us = pass_us(row, blocks * segments, segment_chunks, qk_dim, v_dim, sms)
+        if segments > 1:
+            us += pass_us(states, blocks * (segments - 1), segment_chunks, qk_dim, v_dim, sms)
+            scanned = 8 * entries * segments * qk_dim * v_dim
+            us += SCAN_US + SCAN_SEGMENT_US * segments + scanned / (BYTES_PER_US * sms)
+        yield Way(row, states if segments > 1 else None, segments, segment_chunks * row.tile_m, us)
+
+
+def resident(row: VariantSm90) -> int:
+    """Blocks that fit on a multiprocessor."""
+    return min(row.blocks, (SHARED_LIMIT["sm_90a"] + 1024) // (row.shared_bytes + 1024))
+
+
+def pass_us(row: VariantSm90, blocks: int, chunks: int, qk_dim: int, v_dim: int, sms: int) -> float:
+    """Time of a launch whose blocks walk so many chunks.
+
+    A chunk takes what it waits for, what all blocks of a multiprocessor multiply, or what they
+    load and store, whichever is most.
+    """
+    together = max(1, min(resident(row), -(-blocks // sms)))
+    columns = min(v_dim, row.tile_n)
+    outputs = isinstance(row, ChunkedSm90Variant)
+    traffic = 2 * row.tile_m * (2 if outputs else 1) * (qk_dim + columns)
+    parts = 2 if row.dtype == "bfloat16" else 1
+    product = 2 * row.tile_m * 64 / FLOPS_PER_CLOCK  # of 64 columns, for each one summed over
+    tensor, chain = row.groups * row.dim * product, STATES_CHAIN_CLOCKS + row.dim * product
+    if outputs:
+        tensor += row.dim * product + row.groups * product * (row.tile_m + parts * row.dim)
+        chain = CHAIN_CLOCKS + parts * row.dim * (product + ROUND_CLOCKS)
+        if row.dim > 64 and row.groups > 1:
+            chain += LATE_CLOCKS + row.dim * product
+    clocks = max(chain, together * tensor)
+    share = max(1 / ALONE_BYTES_PER_US, min(1.0, blocks / (sms * together)) / BYTES_PER_US)
+    step = max(clocks / CLOCKS_PER_US, together * traffic * share)
+    waves = -(-blocks // (sms * together))
+    return LAUNCH_US + waves * (START_US + chunks * step)

@@ -1,0 +1,206 @@
+"""How a plan launches ``chunked_sm90``: tensor maps for its pointers, states of segments."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cupy.cuda import alloc
+
+from fa_cupy.gpu import compile, product_params
+from fa_cupy.gpu.devices import multiprocessors, target_of_device
+from fa_cupy.gpu.fwd_sm90 import MappedArguments
+from fa_cupy.gpu.launch import Arguments, Launch, bind_context
+from fa_cupy.gpu.params_sm90 import MAP_BYTES
+from fa_cupy.gpu.product_choice import Choice, choose
+from fa_cupy.gpu.product_params_sm90 import (
+    MAPPED,
+    POINTERS_AT,
+    PRODUCT_JOB,
+    Job,
+    fill,
+    pack_pointers,
+    takes,
+)
+from fa_cupy.gpu.products import SCAN
+from fa_cupy.gpu.products_sm90 import VariantSm90
+from fa_cupy.gpu.tensor_map import LayoutError, encode_tiled
+
+_JOB_BYTES = PRODUCT_JOB.itemsize
+_MOST_MAPS = 256  # of one array of one plan; a training loop meets the same few pointers
+
+
+def choice_for(jobs: Sequence[Job], device: int, algorithm: str = "auto") -> Choice | None:
+    """Return how the kernels for SM90 compute some products in one launch; None if they do not.
+
+    Parameters
+    ----------
+    jobs : sequence of Job
+        One to three, of as many batch entries and rows each, and of one dtype.
+    device : int
+    algorithm : str, optional
+        Of `fa_cupy._product.ALGORITHMS`.
+    """
+    if not all(map(takes, jobs)):
+        return None
+    problem = jobs[0].problem
+    choice = choose(
+        problem.dtype.name, math.prod(problem.batch), problem.k_len,
+        max(job.problem.qk_dim for job in jobs), max(job.problem.v_dim for job in jobs),
+        str(target_of_device(device)), multiprocessors(device), algorithm, jobs=len(jobs),
+    )  # fmt: skip
+    return choice if choice is not None and isinstance(choice.row, VariantSm90) else None
+
+
+class ProductSm90:
+    """The launches of some products, all in one, by rows for SM90.
+
+    Parameters
+    ----------
+    jobs : sequence of Job
+    choice : Choice
+        What `choice_for` returned for them.
+    device : int
+    other : callable
+        Returns what to call in place of this for pointers that tensor maps cannot have; called
+        once, when first needed.
+    """
+
+    __slots__ = (
+        "_dtype", "_geometry", "_jobs", "_known", "_launches", "_nothing", "_other", "_other_made",
+        "_params", "_pool", "_workspaces",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        choice: Choice,
+        device: int,
+        other: Callable[[], Callable[..., None]],
+    ) -> None:
+        target = str(target_of_device(device))
+        self._other = other
+        self._other_made: Callable[..., None] | None = None
+        self._dtype = jobs[0].problem.dtype.name
+        self._jobs = range(len(jobs))
+        # The states' rows have as many value columns as the outputs', so one struct serves both.
+        self._params, maps, blocks = fill(jobs, choice.row.tile_n, choice.split)
+        self._geometry = [geometry[name] for geometry in maps for name in MAPPED]
+        self._known: list[dict[int, bytes | None]] = [{} for _ in self._geometry]
+        self._nothing = (0,) * len(self._geometry)
+        # Parameter structs that no thread is using; a launch copies one before it returns.
+        self._pool: list[MappedArguments] = []
+        self._workspaces = [
+            4 * math.prod((*job.problem.batch, choice.segments, *_dims(job)))
+            for job in jobs
+            if choice.segments > 1
+        ]
+        self._launches: list[Launch | _Scan] = []
+        for row, _, segments in choice.launches(*_dims(jobs[0])):
+            kernel = compile.load(row, target, device)
+            if row is SCAN:
+                self._launches += [_Scan(i, job, choice, kernel) for i, job in enumerate(jobs)]
+            else:
+                grid = blocks * segments
+                self._launches.append(Launch(kernel, grid, row.threads, row.shared_bytes))
+
+    def __call__(self, *pointers: tuple[int, ...]) -> None:
+        """Launch with these addresses.
+
+        Parameters
+        ----------
+        pointers : tuple of int
+            Of each job: q, k, v, out, initial state, state; 0 where there is no array.
+        """
+        mapped = pointers[0][:4] if len(pointers) == 1 else sum((p[:4] for p in pointers), ())
+        try:
+            arguments = self._pool.pop()
+        except IndexError:
+            arguments = MappedArguments(self._params)
+            arguments.mapped = self._nothing  # type: ignore[assignment]
+        if arguments.mapped != mapped and not self._map(arguments, mapped):
+            self._pool.append(arguments)
+            self.for_any_pointers()(*pointers)
+            return
+        workspace = alloc(sum(self._workspaces)) if self._workspaces else None
+        places = [0] * len(pointers)
+        if workspace is not None:
+            places = [workspace.ptr + sum(self._workspaces[:i]) for i in self._jobs]
+        for i in self._jobs:
+            at = POINTERS_AT + i * _JOB_BYTES
+            pack_pointers(arguments.memory, at, pointers[i][4], pointers[i][5], places[i])
+        for launch in self._launches:
+            if isinstance(launch, Launch):
+                launch(arguments)
+            else:
+                launch(pointers[launch.job][4], places[launch.job])
+        self._pool.append(arguments)
+
+    def for_any_pointers(self) -> Callable[..., None]:
+        """Return what serves pointers that have no tensor map, made at the first call."""
+        if self._other_made is None:
+            self._other_made = self._other()
+        return self._other_made
+
+    def _map(self, arguments: MappedArguments, pointers: tuple[int, ...]) -> bool:
+        """Write the tensor maps of these pointers; False where one cannot have a map."""
+        old = arguments.mapped
+        arguments.mapped = self._nothing  # type: ignore[assignment]  # until all maps are there
+        for i, pointer in enumerate(pointers):
+            if pointer != old[i]:
+                known = self._known[i]
+                encoded = known[pointer] if pointer in known else self._encoded(i, pointer)
+                if encoded is None:
+                    return False
+                job, which = divmod(i, len(MAPPED))
+                at = job * _JOB_BYTES + which * MAP_BYTES
+                arguments.memory[at : at + MAP_BYTES] = encoded
+        arguments.mapped = pointers  # type: ignore[assignment]
+        return True
+
+    def _encoded(self, which: int, pointer: int) -> bytes | None:
+        encoded = None
+        if not pointer & 15:
+            bind_context()
+            with contextlib.suppress(LayoutError):
+                encoded = encode_tiled(pointer, self._dtype, *self._geometry[which]).tobytes()
+        known = self._known[which]
+        if len(known) >= _MOST_MAPS:
+            known.clear()
+        known[pointer] = encoded
+        return encoded
+
+
+class _Scan:
+    """The launches of ``scan`` for one job: the states of its segments become their sums."""
+
+    __slots__ = ("_launches", "_params", "_pool", "job")
+
+    def __init__(self, index: int, job: Job, choice: Choice, kernel: Any) -> None:
+        self.job = index
+        ((_, tiles, _),) = (one for one in choice.launches(*_dims(job)) if one[0] is SCAN)
+        self._params, parts, _, _ = product_params.fill(*job, choice.split, tiles)
+        self._params["tiles"] = tiles
+        self._pool: list[Arguments] = []
+        self._launches = [
+            (first, Launch(kernel, blocks, SCAN.threads, SCAN.shared_bytes))
+            for _, first, blocks in parts
+        ]
+
+    def __call__(self, initial: int, workspace: int) -> None:
+        try:
+            arguments = self._pool.pop()
+        except IndexError:
+            arguments = Arguments(self._params)
+        for first, launch in self._launches:
+            product_params.pack_head(
+                arguments.bytes, 0, 0, 0, 0, 0, initial, 0, workspace, first, 1
+            )
+            launch(arguments)
+        self._pool.append(arguments)
+
+
+def _dims(job: Job) -> tuple[int, int]:
+    return job.problem.qk_dim, job.problem.v_dim

@@ -1,0 +1,111 @@
+"""The kernels of causal products for SM90, one row a compiled variant, with the reason for each.
+
+A part of the table in `fa_cupy.gpu.products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fa_cupy.gpu.product_params_sm90 import PRODUCT_SM90_PARAMS
+from fa_cupy.gpu.product_rows import DTYPE_NAMES, ProductVariant
+
+_WORK_BYTES = 64  # Work in cuda_src/common/product_sm90.cuh
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantSm90(ProductVariant):
+    """A row of a kernel that tensor maps feed: a warpgroup for every 64 of its value columns."""
+
+    @property
+    def name(self) -> str:
+        """Unique, for people and for file names."""
+        return super().name + (f"-b{self.blocks}" if self.blocks > 1 else "")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The only target that has wgmma."""
+        return ("sm_90a",)
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that hold the state."""
+        return self.tile_n // 64
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_SM90_PARAMS_BYTES", PRODUCT_SM90_PARAMS.itemsize))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedSm90Variant(VariantSm90):
+    """A row of ``chunked_sm90``: a warpgroup feeds, another one makes scores.
+
+    Attributes
+    ----------
+    out_slots : int
+        Places for finished chunks of the output.
+    """
+
+    out_slots: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        rows = self.stages * (2 * self.dim + self.tile_n) + 2 * 64 + self.out_slots * self.tile_n
+        barriers = 2 * self.stages + 4 + 2 * self.out_slots * self.groups
+        return 2 * self.tile_m * rows + 64 + 8 * self.tile_n + 8 * barriers + _WORK_BYTES
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_OUT_SLOTS", self.out_slots))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesSm90Variant(VariantSm90):
+    """A row of ``states_sm90``: a warpgroup feeds."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        rows = self.stages * (self.dim + self.tile_n)
+        return 2 * self.tile_m * rows + 16 * self.stages + _WORK_BYTES
+
+
+def chunked_sm90() -> Iterator[ChunkedSm90Variant]:
+    """Yield the rows of ``chunked_sm90``."""
+    # dim, tile_n, stages, out_slots, blocks, why. A multiprocessor has 32 KB a microsecond; a chunk
+    # of 64 rows takes 24 KB of loads at dims of 64, 48 KB at dims of 128.
+    rows = (
+        (64, 64, 6, 2, 1, "four chunks of 24 KB under way"),
+        (64, 64, 3, 2, 2, "two blocks on a multiprocessor fill each other's waits"),
+        (64, 128, 4, 2, 1, "scores once for 128 value columns"),
+        (128, 64, 4, 2, 1, "as for 64; more blocks where there are few batch entries"),
+        (128, 128, 4, 1, 1, "two chunks of 48 KB under way"),
+    )
+    for dim, tile_n, stages, out_slots, blocks, why in rows:
+        for dtype in DTYPE_NAMES:
+            yield ChunkedSm90Variant(
+                source="linear/chunked_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=tile_n,
+                warps=8 + tile_n // 16, stages=stages, out_slots=out_slots, blocks=blocks, why=why,
+            )  # fmt: skip
+
+
+def states_sm90() -> Iterator[StatesSm90Variant]:
+    """Yield the rows of ``states_sm90``."""
+    # dim, tile_n, stages, blocks, why.
+    rows = (
+        (64, 64, 6, 2, "ten chunks of 16 KB under way on a multiprocessor"),
+        (64, 128, 4, 2, "six chunks of 24 KB under way; K is read once for 128 value columns"),
+        (128, 64, 8, 1, "seven chunks of 24 KB under way; two blocks would have 128 registers"),
+        (128, 128, 6, 1, "five chunks of 32 KB under way"),
+    )
+    for dim, tile_n, stages, blocks, why in rows:
+        for dtype in DTYPE_NAMES:
+            yield StatesSm90Variant(
+                source="linear/states_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=tile_n,
+                warps=4 + tile_n // 16, stages=stages, blocks=blocks, why=why,
+            )  # fmt: skip
