@@ -13,6 +13,7 @@ struct alignas(64) TensorMap {
 };
 
 // L2 cache policies as createpolicy makes them (PTX ISA 9.7.9.18), for whole accesses.
+constexpr uint64 kEvictNormal = 0x1000000000000000;
 constexpr uint64 kEvictFirst = 0x12F0000000000000;
 constexpr uint64 kEvictLast = 0x14F0000000000000;
 

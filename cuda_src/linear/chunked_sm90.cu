@@ -57,7 +57,7 @@ using OutPlace = RingPlace<kOutSlots>;
 FA_DEVICE void feed(const ProductSm90Params& params, SharedStorage& shared) {
   const Work work = shared.work;
   const ProductJob& job = params.job[work.job];
-  const uint64 policy = params.keep ? kEvictLast : kEvictFirst;
+  const uint64 policy = params.keep ? kEvictLast : kEvictNormal;
   Place place;
 #pragma unroll 1
   for (int i = 0; i < work.chunks; ++i) {
@@ -85,7 +85,7 @@ FA_DEVICE void store_outputs(const ProductSm90Params& params, SharedStorage& sha
       wait(shared.out_full[at][group], place.parity());
       cp_async_bulk_tensor_5d_store(&job.out_map,
                                     cvta_to_shared(&shared.out[at][group * kBlockBytes]),
-                                    kEvictFirst, work.column + 64 * group, row, work.coordinate[2],
+                                    kEvictNormal, work.column + 64 * group, row, work.coordinate[2],
                                     work.coordinate[1], work.coordinate[0]);
       cp_async_bulk_commit_group();
     }

@@ -8,6 +8,7 @@ struct alignas(64) TensorMap {
   uint64 words[16];
 };
 
+constexpr uint64 kEvictNormal = 0x1000000000000000;
 constexpr uint64 kEvictFirst = 0x12F0000000000000;
 constexpr uint64 kEvictLast = 0x14F0000000000000;
 
