@@ -30,7 +30,7 @@ BYTES_PER_US = 30e3
 ALONE_BYTES_PER_US = 64e3
 LAUNCH_US = 3.0
 START_US = 2.0
-SCAN_US = 3.0
+SCAN_US = 8.0
 SCAN_SEGMENT_US = 0.1
 # Clocks that a chunk takes in waits and for its output, whatever the dims; to round a key column of
 # the state, once or twice; around the sums where they are not early. Measured on an H200, one block
