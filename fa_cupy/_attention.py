@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from fa_cupy import _arrays, _check, _options
+from fa_cupy import _arrays, _calls, _check, _options
 
-_BACKENDS = {"numpy": "fa_cupy.cpu.attention", "cupy": "fa_cupy.gpu.attention"}
 _TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 
 # Array type -> a function that answers a call whose plan is known, or None. The GPU backend's
@@ -237,9 +235,7 @@ def _solve(
     **options: Any,
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
-    for arg, array in zip(args[:3], arrays, strict=False):
-        if array is None:
-            raise TypeError(f"{name}: {arg} is None, want an array")
+    _calls.require(name, **dict(zip(args[:3], arrays, strict=False)))
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
     given = {arg: x for arg, x in zip(args, arrays, strict=True) if x is not None}
     native = _arrays.to_native(name, **given, out=out)
@@ -250,13 +246,11 @@ def _solve(
         *inputs, out=result, name=name, args=args, grouped=grouped, **options
     )
     with_lse = _options.flag(name, "return_lse", return_lse)
-    backend = importlib.import_module(_BACKENDS[native.backend])
+    backend = _calls.backend_of(native, "attention")
     if native.backend == "cupy" and inputs[0] is arrays[0]:
         _CACHED[type(arrays[0])] = backend.cached
     with native.context:
-        if out is None and native.new is not None:
-            order = _arrays.memory_order(problem.out_shape, inputs[0])
-            result = native.new(problem.out_shape, problem.dtype, order)
+        result = _calls.result_for(native, problem, inputs[0], result)
         result, lse = backend.attention(problem, *inputs, result, with_lse)
         answer = native.give_back(result) if out is None else out
         return (answer, native.give_back(lse)) if with_lse else answer

@@ -95,21 +95,15 @@ def attention_problem(
         With a message that names the argument, what it got and what is wanted.
     """
     q_arg, k_arg, v_arg, bias_arg, mask_arg = args
-    dtype = float_dtype(name, q_arg, q)
-    for arg, array in ((k_arg, k), (v_arg, v)):
-        if float_dtype(name, arg, array) != dtype:
-            raise TypeError(f"{name}: {arg} has dtype {array.dtype}, {q_arg} has {dtype}")
+    rows = dict(zip(args, (q, k, v), strict=False))
+    dtype = common_dtype(name, rows)
     bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
     if mask is not None and mask.dtype != np.bool_:
         raise TypeError(
             f"{name}: {mask_arg} has dtype {mask.dtype}, want bool (cast it: {mask_arg} != 0)"
         )
 
-    for arg, array in zip(args, (q, k, v), strict=False):
-        if array.ndim < 2:
-            raise ValueError(
-                f"{name}: {arg} has shape {array.shape}, want at least 2 axes (..., length, dim)"
-            )
+    check_axes(name, rows)
     q_len, head_dim = q.shape[-2:]
     k_len, v_dim = v.shape[-2:]
     if k.shape[-1] != head_dim:
@@ -122,18 +116,16 @@ def attention_problem(
     user_batch = _shapes.broadcast_batch(
         name, groups, [(arg, x) for arg, x in arrays if x is not None]
     )
-    batch = user_batch[:-1] + groups if groups else user_batch
     for arg, array in ((bias_arg, bias), (mask_arg, mask)):
         if array is not None:
             _shapes.check_score_axes(name, arg, array.shape, (*user_batch, q_len, k_len))
 
     def view(array: Any, rows: int, cols: int) -> View:
-        strides = _shapes.view_strides(array, len(user_batch), cols, groups)
-        return View((*batch, rows, cols), strides)
+        return _shapes.over(user_batch, groups, array, rows, cols)
 
     lower, upper = _options.band(name, is_causal, causal_align, window, q_len, k_len)
     problem = Problem(
-        batch=batch,
+        batch=_shapes.split_heads(user_batch, groups),
         q_len=q_len,
         k_len=k_len,
         head_dim=head_dim,
@@ -215,6 +207,25 @@ def matching_parts(name: str, outs: list[Any], lses: list[Any]) -> None:
         if lse.shape != shape[:-1]:
             raise ValueError(f"{name}: lses[{i}] has shape {lse.shape}, want {shape[:-1]}")
         float_dtype(name, f"lses[{i}]", lse)
+
+
+def common_dtype(name: str, arrays: dict[str, Any]) -> np.dtype[Any]:
+    """Return the float dtype of all `arrays`, by argument."""
+    lead, first = next(iter(arrays.items()))
+    dtype = float_dtype(name, lead, first)
+    for arg, array in arrays.items():
+        if float_dtype(name, arg, array) != dtype:
+            raise TypeError(f"{name}: {arg} has dtype {array.dtype}, {lead} has {dtype}")
+    return dtype
+
+
+def check_axes(name: str, arrays: dict[str, Any]) -> None:
+    """Raise for an array that has no rows and columns."""
+    for arg, array in arrays.items():
+        if array.ndim < 2:
+            raise ValueError(
+                f"{name}: {arg} has shape {array.shape}, want at least 2 axes (..., length, dim)"
+            )
 
 
 def float_dtype(name: str, arg: str, array: Any) -> np.dtype[Any]:

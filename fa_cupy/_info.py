@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fa_cupy import __version__, _driver
 from fa_cupy._product import ALGORITHMS
-from fa_cupy.cpu import _segments
+from fa_cupy.cpu._machine import Machine
 from fa_cupy.gpu import cache, compile, devices, nvrtc, product_choice
 from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.params_sm90 import DIM_STEP
@@ -105,7 +105,7 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
     )
     yield "NumPy", "tiled NumPy, on all cores"
     if q_len == k_len:
-        parts = _segments.segments(k_len, entries)
+        parts = Machine.segments(k_len, entries)
         yield "", f"causal_product: chunked, {parts} segments a sequence"
     target = options.target or devices.current_target()
     if target is None:
@@ -125,9 +125,10 @@ def _product(
     taken = product_choice.choose(*call)
     ways = {name: product_choice.choose(*call, name) for name in ALGORITHMS if name != "auto"}
     served = {name: way for name, way in ways.items() if way is not None}
-    name = next((name for name, way in served.items() if way == taken), "no kernel")
+    name = next((name for name, way in served.items() if way == taken), "chunked")
     yield "", f"causal_product on {sms} multiprocessors: {name}"
     if taken is None:
+        yield "", "on cuBLAS products"
         return
     yield "", taken.text
     yield "", taken.row.why

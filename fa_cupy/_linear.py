@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
 from typing import Any
 
-from fa_cupy import _arrays, _check, _options, _product
+from fa_cupy import _calls, _options, _product
 
-_BACKENDS = {"numpy": "fa_cupy.cpu.product", "cupy": "fa_cupy.gpu.product"}
 # By the type of q: what answers a repeated call without looking at it closely.
 _CACHED: dict[type, Any] = {}
-_OPTIONAL = ("initial_state", "dstate", "out")
+_CACHED_BACKWARD: dict[type, Any] = {}
 
 
 def causal_product(
@@ -48,8 +45,8 @@ def causal_product(
     reverse : bool
         Whether to go from the last row to the first: ``numpy.triu`` for ``numpy.tril``.
     algorithm : {"auto", "chunked", "recurrent", "low_occupancy"}
-        How it is computed. On a GPU, ``"chunked"`` takes float16 and bfloat16 where `k` has a dim
-        of at most 256, and the last two take float32. The CPU has ``"chunked"`` only.
+        How it is computed. ``"auto"`` and ``"chunked"`` take everything; the others are kernels
+        for float32 on a GPU.
     out : array, shape (..., L, M), optional
         Where to write the output: of q's kind and dtype, overlapping no input.
 
@@ -67,7 +64,7 @@ def causal_product(
         With a message that names the argument, what it got and what is wanted, before anything is
         allocated.
     NotImplementedError
-        For what there is no kernel for on a GPU: float64, and what an algorithm does not take.
+        For a kernel named by `algorithm` that the device cannot run.
 
     See Also
     --------
@@ -112,20 +109,18 @@ def causal_product(
         if answer is not None:
             return answer
     name = "causal_product"
-    native = to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
+    native = _calls.to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
     *inputs, result = native.arrays
     problem = _product.product_problem(name, *inputs)
-    check_out(name, result, problem, inputs)
+    _calls.check_out(name, result, problem, inputs)
     reverse = _options.flag(name, "reverse", reverse)
     with_state = _options.flag(name, "return_state", return_state)
-    algorithm = _product.algorithm(name, algorithm, native.backend)
-    backend = backend_of(native)
+    algorithm = _product.algorithm(name, algorithm, native.backend, problem.dtype)
+    backend = _calls.backend_of(native, "product")
     if native.backend == "cupy" and inputs[0] is q:
         _CACHED[type(q)] = backend.cached
     with native.context:
-        if out is None and native.new is not None:
-            order = _arrays.memory_order(problem.out_shape, inputs[0])
-            result = native.new(problem.out_shape, problem.dtype, order)
+        result = _calls.result_for(native, problem, inputs[0], result)
         result, state = backend.product(
             problem, *inputs, result,
             reverse=reverse, return_state=with_state, algorithm=algorithm,
@@ -172,7 +167,7 @@ def causal_product_backward(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError
         As `causal_product`.
 
     See Also
@@ -187,7 +182,7 @@ def causal_product_backward(
         dk = causal_product(v, dout, q, reverse=True)
         dv = causal_product(k, q, dout, reverse=True)
 
-    Two scans compute all of them, the state of the second one being the gradient of the state.
+    The last state of the third is the gradient of the initial state.
 
     Examples
     --------
@@ -203,8 +198,15 @@ def causal_product_backward(
     >>> [bool(np.isclose(np.sum(x * dx), loss)) for x, dx in ((q, dq), (k, dk), (v, dv))]
     [True, True, True]
     """
+    cached = _CACHED_BACKWARD.get(type(q))
+    if cached is not None:
+        answer: tuple[Any, ...] | None = cached(dout, q, k, v, initial_state, reverse, dstate)
+        if answer is not None:
+            return answer
     name = "causal_product_backward"
-    native = to_native(name, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate)
+    native = _calls.to_native(
+        name, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
+    )
     *inputs, grad, state_grad = native.arrays
     problem = _product.product_problem(name, *inputs)
     _product.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
@@ -212,32 +214,9 @@ def causal_product_backward(
         shape, dtype = problem.state_shape, problem.state_dtype
         _product.check_gradient(name, "dstate", state_grad, shape, dtype)
     reverse = _options.flag(name, "reverse", reverse)
-    backend = backend_of(native)
+    backend = _calls.backend_of(native, "product")
+    if native.backend == "cupy" and inputs[0] is q:
+        _CACHED_BACKWARD[type(q)] = _calls.backend_of(native, "product_backward").cached
     with native.context:
         grads = backend.backward(problem, grad, *inputs, state_grad, reverse=reverse)
         return tuple(native.give_back(x) for x in grads if x is not None)
-
-
-def to_native(name: str, **arrays: Any) -> _arrays.Native:
-    """Return array arguments as native arrays; only some of them may be None."""
-    require(name, **{arg: x for arg, x in arrays.items() if arg not in _OPTIONAL})
-    return _arrays.to_native(name, **arrays)
-
-
-def backend_of(native: _arrays.Native) -> Any:
-    """Return the module that computes with these arrays."""
-    return importlib.import_module(_BACKENDS[native.backend])
-
-
-def check_out(name: str, out: Any, problem: _product.Product, inputs: Sequence[Any]) -> None:
-    """Raise unless `out`, where it is given, can take the output of `problem`."""
-    if out is not None:
-        named = zip(("q", "k", "v", "initial_state"), inputs, strict=False)
-        _check.check_out(name, out, problem.out_shape, problem.dtype, named)
-
-
-def require(name: str, **arrays: Any) -> None:
-    """Raise for an array that is None."""
-    for arg, array in arrays.items():
-        if array is None:
-            raise TypeError(f"{name}: {arg} is None, want an array")

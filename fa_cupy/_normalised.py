@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fa_cupy import _linear, _options, _product
+from fa_cupy import _calls, _options, _product
 
 _FEATURE_MAPS = ("elu1", "relu", "exp", "identity")
 
@@ -46,7 +46,7 @@ def linear_attention(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError
         As `causal_product`.
 
     See Also
@@ -85,7 +85,7 @@ def linear_attention(
     if isinstance(feature_map, str) and feature_map in _FEATURE_MAPS:
         feature = None if feature_map == "identity" else feature_map
     elif callable(feature_map):
-        _linear.require(name, q=q, k=k, v=v)
+        _calls.require(name, q=q, k=k, v=v)
         q, k = feature_map(q), feature_map(k)
     else:
         raise ValueError(
@@ -93,11 +93,12 @@ def linear_attention(
             f"want one of {', '.join(map(repr, _FEATURE_MAPS))} or a callable"
         )
     number = _options.finite(name, "eps", eps, minimum=0.0)
-    native = _linear.to_native(name, q=q, k=k, v=v, out=out)
+    native = _calls.to_native(name, q=q, k=k, v=v, out=out)
     *inputs, result = native.arrays
     problem = _product.product_problem(name, *inputs)
-    _linear.check_out(name, result, problem, inputs)
-    backend = _linear.backend_of(native)
+    _calls.check_out(name, result, problem, inputs)
+    backend = _calls.backend_of(native, "product")
     with native.context:
+        result = _calls.result_for(native, problem, inputs[0], result)
         result = backend.linear_attention(problem, *inputs, result, feature=feature, eps=number)
         return native.give_back(result) if out is None else out

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _linear, _options, _product
+from fa_cupy import _calls, _options, _product
 
 
 def prefix_state(
@@ -49,7 +49,7 @@ def prefix_state(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError
         As `causal_product`.
 
     See Also
@@ -76,12 +76,9 @@ def prefix_state(
     (3, 8)
     """
     name = "prefix_state"
-    if q is None:
-        native = _linear.to_native(name, k=k, v=v, initial_state=initial_state)
-        inputs = [None, *native.arrays]
-    else:
-        native = _linear.to_native(name, q=q, k=k, v=v, initial_state=initial_state)
-        inputs = native.arrays
+    given = {"k": k, "v": v, "initial_state": initial_state}
+    native = _calls.to_native(name, **(given if q is None else {"q": q} | given))
+    inputs = [None, *native.arrays] if q is None else native.arrays
     problem = _product.product_problem(name, *inputs, aligned=False)
     reverse = _options.flag(name, "reverse", reverse)
     rows = 1 if q is None else problem.q_len
@@ -91,29 +88,15 @@ def prefix_state(
         found = _product.positions(name, ends, problem.k_len)
     if q is not None and len(found) != rows:
         raise ValueError(f"{name}: ends has {len(found)} positions, q has {rows} rows")
-    backend = _linear.backend_of(native)
-    order = np.argsort(found, kind="stable")
-    back = np.argsort(order)
-    ascending = bool((np.diff(found) >= 0).all())
+    backend = _calls.backend_of(native, "product")
     with native.context:
-        if q is None:
-            result = backend.states(problem, *inputs[1:], found[order], reverse=reverse)
-            if ends is None:
-                result = result[..., 0, :, :]
-            elif not ascending:
-                result = result[..., back, :, :]
-        else:
-            queries, *others = inputs
-            if not ascending:
-                queries = queries[..., order, :]
-                problem = _product.product_problem(name, queries, *others, aligned=False)
-            result, _ = backend.product(
-                problem,
-                *(queries, *others, None),
-                reverse=reverse,
-                return_state=False,
-                ends=found[order],
-            )
-            if not ascending:
-                result = result[..., back, :]
+        if q is not None:
+            result = backend.readings(problem, *inputs, found, reverse=reverse)
+            return native.give_back(result)
+        order = np.argsort(found, kind="stable")
+        result = backend.states(problem, *inputs[1:], found[order], reverse=reverse)
+        if ends is None:
+            result = result[..., 0, :, :]
+        elif (order[1:] < order[:-1]).any():
+            result = result[..., np.argsort(order), :, :]
         return native.give_back(result)

@@ -16,6 +16,8 @@ from fa_cupy import _check, _options, _shapes
 from fa_cupy._check import View
 
 ALGORITHMS = ("auto", "chunked", "recurrent", "low_occupancy")
+#: What takes every array, on every backend.
+_ANY = ALGORITHMS[:2]
 
 
 @dataclass(frozen=True)
@@ -85,21 +87,14 @@ def product_problem(
     """
     named = {arg: x for arg, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     lead = next(iter(named))
-    dtype = _check.float_dtype(name, lead, named[lead])
+    dtype = _check.common_dtype(name, named)
     state_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    for arg, array in named.items():
-        if _check.float_dtype(name, arg, array) != dtype:
-            raise TypeError(f"{name}: {arg} has dtype {array.dtype}, {lead} has {dtype}")
     if initial_state is not None and initial_state.dtype != state_dtype:
         raise TypeError(
             f"{name}: initial_state has dtype {initial_state.dtype}, want {state_dtype} "
             f"for {lead} of {dtype}"
         )
-    for arg, array in named.items():
-        if array.ndim < 2:
-            raise ValueError(
-                f"{name}: {arg} has shape {array.shape}, want at least 2 axes (..., length, dim)"
-            )
+    _check.check_axes(name, named)
     (k_len, qk_dim), v_dim = k.shape[-2:], v.shape[-1]
     if v.shape[-2] != k_len:
         raise ValueError(f"{name}: v has length {v.shape[-2]}, k has {k_len}")
@@ -124,13 +119,11 @@ def product_problem(
     extents = [_shapes.batch_extents(shape, axes, groups) for shape in holders]
 
     def view(array: Any) -> View:
-        rows, cols = array.shape[-2:]
-        return View((*batch, rows, cols), _shapes.view_strides(array, axes, cols, groups))
+        return _shapes.over(user_batch, groups, array, *array.shape[-2:])
 
-    batch = user_batch[:-1] + groups if groups else user_batch
     q_len = 0 if q is None else q.shape[-2]
     return Product(
-        batch=batch,
+        batch=_shapes.split_heads(user_batch, groups),
         shared=tuple(all(n == 1 for n in sizes) for sizes in zip(*extents, strict=True)),
         groups=groups,
         q_len=q_len,
@@ -148,18 +141,20 @@ def product_problem(
     )
 
 
-def algorithm(name: str, value: Any, backend: str) -> str:
-    """Return `value`, the name of an algorithm that `backend` has."""
+def algorithm(name: str, value: Any, backend: str, dtype: np.dtype[Any]) -> str:
+    """Return `value`, the name of an algorithm that `backend` has for arrays of `dtype`."""
     if not isinstance(value, str) or value not in ALGORITHMS:
         wanted = ", ".join(map(repr, ALGORITHMS[:-1]))
         raise ValueError(
             f"{name}: algorithm is {_options.show(value)}, want {wanted} or {ALGORITHMS[-1]!r}"
         )
-    if backend == "numpy" and value not in ("auto", "chunked"):
-        raise ValueError(
-            f"{name}: algorithm is {value!r}, which is a GPU kernel, "
-            "want 'auto' or 'chunked' for arrays on the CPU"
-        )
+    reason = ""
+    if backend == "numpy":
+        reason = "is a GPU kernel, want 'auto' or 'chunked' for arrays on the CPU"
+    elif dtype != np.float32:
+        reason = f"is a kernel for float32, want 'auto' or 'chunked' for {dtype}"
+    if reason and value not in _ANY:
+        raise ValueError(f"{name}: algorithm is {value!r}, which {reason}")
     return value
 
 

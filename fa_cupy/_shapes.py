@@ -1,4 +1,4 @@
-"""Shapes and strides: grouped heads, broadcasting of batch axes, views over them."""
+"""Shapes and strides: grouped heads, broadcasting of batch axes, views over them, sums back."""
 
 from __future__ import annotations
 
@@ -75,6 +75,17 @@ def check_score_axes(name: str, arg: str, shape: tuple[int, ...], scores: tuple[
         raise ValueError(f"{name}: {arg} has shape {shape}, want one that broadcasts to {scores}")
 
 
+def split_heads(batch: tuple[int, ...], groups: tuple[int, ...]) -> tuple[int, ...]:
+    """Return batch axes with the head axis split into its factors."""
+    return batch[:-1] + groups if groups else batch
+
+
+def over(batch: tuple[int, ...], groups: tuple[int, ...], array: Any, rows: int, cols: int) -> View:
+    """Return the view of `array` over the axes of `batch`, heads split, of `rows` and `cols`."""
+    strides = view_strides(array, len(batch), cols, groups)
+    return View((*split_heads(batch, groups), rows, cols), strides)
+
+
 def view_strides(array: Any, axes: int, cols: int, groups: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of `array` over the batch axes (heads split), its rows and its `cols` columns."""
     shape, strides = array.shape, array.strides
@@ -107,3 +118,14 @@ def batch_extents(shape: Sequence[int], axes: int, groups: tuple[int, ...]) -> l
         covered = [math.prod(groups[: i + 1]) for i in range(len(groups))]
         result[-1:] = [n if c <= result[-1] else 1 for n, c in zip(groups, covered, strict=True)]
     return result
+
+
+def summed(x: Any, shape: Sequence[int]) -> Any:
+    """Sum `x` over the batch axes along which an array of `shape` was broadcast or repeated."""
+    if x.ndim > len(shape):
+        x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    for axis, size in enumerate(shape[:-2]):
+        if size != x.shape[axis]:  # 1, or the number of key heads for groups of query heads
+            split = (*x.shape[:axis], size, x.shape[axis] // (size or 1), *x.shape[axis + 1 :])
+            x = x.reshape(split).sum(axis=axis + 1)
+    return x

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import note
 from hypothesis import strategies as st
 
-from fa_cupy import reference
-from tests.strategies import DTYPES, LAYOUTS, UNIT, batches, lay, normal
+from fa_cupy import causal_product, causal_product_backward, reference
+from tests.strategies import DTYPES, LAYOUTS, UNIT, batches, lay, normal, to_numpy
 
 SINGLE, DOUBLE = DTYPES[2:]
 
@@ -76,6 +77,26 @@ def cases(draw, dtypes=DTYPES):
     )
 
 
+def solve(xp, case):
+    """Run a case on `xp`; inputs must stay as they are and every element of `out` be written."""
+    q, k, v, initial = arrays = case.native(xp)
+    before = [None if a is None else to_numpy(a).tobytes() for a in arrays]
+    shape = reference.causal_product(*case.arrays)[0].shape
+    poison = np.full(shape, np.nan).astype(case.q.dtype)
+    out = xp.asarray(poison) if case.with_out else None
+    result, state = causal_product(
+        q, k, v, initial_state=initial, return_state=True, reverse=case.reverse, out=out
+    )
+    assert out is None or result is out
+    assert before == [None if a is None else to_numpy(a).tobytes() for a in arrays]
+    return to_numpy(result), to_numpy(state)
+
+
+def describe(case):
+    shapes = [None if a is None else (a.shape, a.dtype.name) for a in case.arrays]
+    note(f"{shapes} reverse={case.reverse} {case.layouts}")
+
+
 def check_product(case, out, state, rounded=False):
     """Compare output and state with float64, element by element.
 
@@ -112,6 +133,41 @@ def check_close(got, want, bound):
     finite = np.isfinite(want)
     error = np.abs(got[finite] - want[finite])
     assert (error <= bound[finite]).all(), (error / bound[finite]).max()
+
+
+def check_gradients(xp, case, with_dstate=False, rounded=False):
+    """Compare gradients with float64, element by element; see `check_product`.
+
+    What is not finite is left alone: which elements it reaches is another test's matter.
+    """
+    rng = np.random.default_rng(5)
+    q, k, v, initial = case.native(xp)
+    options = {"initial_state": initial, "reverse": case.reverse}
+    out, last = causal_product(q, k, v, return_state=True, **options)
+    dtype = case.q.dtype
+    dout = normal(rng, out.shape, dtype)
+    dstate = normal(rng, last.shape, state_dtype(dtype)) if with_dstate else None
+    device_dstate = None if dstate is None else xp.asarray(dstate)
+    got = causal_product_backward(xp.asarray(dout), q, k, v, dstate=device_dstate, **options)
+    given_arrays = [a for a in case.arrays if a is not None]
+    assert len(got) == len(given_arrays)
+    for x, mine in zip(given_arrays, got, strict=True):
+        assert mine.dtype == x.dtype
+        assert mine.shape == x.shape
+    if not all(np.isfinite(a.astype(float)).all() for a in given_arrays):
+        return
+    arrays = (dout, *case.arrays, dstate)
+    want = gradients(*arrays, case.reverse)
+    sizes = (None if a is None else np.abs(a.astype(float)) for a in arrays)
+    spread = gradients(*sizes, case.reverse)
+    slack = 16 * UNIT[state_dtype(dtype)]
+    # A gradient is a product, of 16 bits where those are `rounded`, and then a sum of such.
+    of_terms = 3.5 * UNIT[dtype] if rounded else slack
+    tiny = (dtype == DTYPES[0]) * 2.0**-24 * (1 + case.q.shape[-2] * rounded)
+    for i, (mine, theirs, terms) in enumerate(zip(got, want, spread, strict=True)):
+        found = to_numpy(mine)
+        unit, own = (slack, slack) if i == 3 else (2 * UNIT[dtype], of_terms)
+        check_close(found, theirs, unit * np.abs(theirs) + own * terms + tiny)
 
 
 def gradients(dout, q, k, v, initial=None, dstate=None, reverse=False) -> list[Any]:
@@ -151,3 +207,28 @@ def sum_to(x, shape):
             parts = np.split(x, size, axis=axis)
             x = np.concatenate([part.sum(axis=axis, keepdims=True) for part in parts], axis=axis)
     return x
+
+
+def plain_states(k, v, ends, initial=None, reverse=False):
+    """States in float64, one after the other."""
+    k, v = k.astype(float), v.astype(float)
+    spans = [slice(end, None) if reverse else slice(None, end) for end in ends]
+    found = [k[..., s, :].swapaxes(-1, -2) @ v[..., s, :] for s in spans]
+    return [x if initial is None else x + initial for x in found]
+
+
+FEATURES = {
+    "elu1": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+    "relu": lambda x: np.maximum(x, 0),
+    "exp": np.exp,
+    "identity": lambda x: x,
+}
+
+
+def plain_attention(q, k, v, feature=FEATURES["elu1"], eps=1e-6):
+    """Linear attention in float64 from all of its weights."""
+    q, k, v = (x.astype(float) for x in (q, k, v))
+    shape = (*q.shape[:-1], v.shape[-1])
+    q, k, v = feature(q), expand_heads(feature(k), shape), expand_heads(v, shape)
+    weights = np.tril(q @ k.swapaxes(-1, -2))
+    return weights @ v / (weights.sum(axis=-1, keepdims=True) + eps)

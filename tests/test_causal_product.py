@@ -5,18 +5,21 @@ import itertools
 import numpy as np
 import pytest
 import threadpoolctl
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa_cupy import causal_product, causal_product_backward, reference
-from fa_cupy.cpu import _scan, _segments
+from fa_cupy import _product, _scan, causal_product, causal_product_backward, reference
+from fa_cupy.cpu import _machine
 from tests.products import (
     Case,
     cases,
+    check_gradients,
     check_product,
+    describe,
     draw,
     expand_heads,
     gradients,
+    solve,
     state_dtype,
 )
 from tests.strategies import (
@@ -26,7 +29,6 @@ from tests.strategies import (
     UNIT,
     by_dtype,
     lay,
-    normal,
     to_numpy,
 )
 
@@ -44,26 +46,9 @@ def xp():
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks and segments of a few rows, so that short sequences have many of them."""
-    monkeypatch.setattr(_scan, "CHUNK", 8)
-    monkeypatch.setattr(_scan, "_STATE_CHUNK", 16)
-    monkeypatch.setattr(_scan, "_LEAST_CHUNK", 2)
-    monkeypatch.setattr(_scan, "_MOST_ROWS", 16)
-    monkeypatch.setattr(_segments, "_LEAST_SEGMENT", 32)
-
-
-def solve(xp, case):
-    """Run a case on `xp`; inputs must stay as they are and every element of `out` be written."""
-    q, k, v, initial = arrays = case.native(xp)
-    before = [None if a is None else to_numpy(a).tobytes() for a in arrays]
-    shape = reference.causal_product(*case.arrays)[0].shape
-    poison = np.full(shape, np.nan).astype(case.q.dtype)
-    out = xp.asarray(poison) if case.with_out else None
-    result, state = causal_product(
-        q, k, v, initial_state=initial, return_state=True, reverse=case.reverse, out=out
-    )
-    assert out is None or result is out
-    assert before == [None if a is None else to_numpy(a).tobytes() for a in arrays]
-    return to_numpy(result), to_numpy(state)
+    sizes = _scan.Sizes(chunk=8, state_chunk=16, most_rows=16, least_chunk=2)
+    monkeypatch.setattr(_machine.Machine, "sizes", sizes)
+    monkeypatch.setattr(_machine, "_LEAST_SEGMENT", 32)
 
 
 def check(xp, *arrays, **options):
@@ -71,11 +56,6 @@ def check(xp, *arrays, **options):
     out, state = solve(xp, case)
     check_product(case, out, state)
     return out, state
-
-
-def describe(case):
-    shapes = [None if a is None else (a.shape, a.dtype.name) for a in case.arrays]
-    note(f"{shapes} reverse={case.reverse} {case.layouts}")
 
 
 @given(case=cases())
@@ -167,40 +147,14 @@ def test_the_state_has_the_batch_axes_of_what_it_sums(xp, q, k, v, initial, stat
 @with_fixture
 def test_gradients_are_those_of_the_plain_form(small_chunks, xp, case, with_dstate):
     describe(case)
-    check_gradients(xp, case, with_dstate, 1e-12)
+    check_gradients(xp, case, with_dstate)
 
 
 @given(case=cases(dtypes=(HALF, BFLOAT16, SINGLE)), with_dstate=st.booleans())
 @settings(max_examples=50)
 def test_gradients_of_other_dtypes(xp, case, with_dstate):
     describe(case)
-    check_gradients(xp, case, with_dstate, 8 * UNIT[case.q.dtype])
-
-
-def check_gradients(xp, case, with_dstate, tolerance):
-    rng = np.random.default_rng(5)
-    out, last = solve(xp, case)
-    dout = normal(rng, out.shape, case.q.dtype)
-    dstate = normal(rng, last.shape, last.dtype) if with_dstate else None
-    q, k, v, initial = case.native(xp)
-    got = causal_product_backward(
-        xp.asarray(dout),
-        *(q, k, v),
-        initial_state=initial,
-        reverse=case.reverse,
-        dstate=None if dstate is None else xp.asarray(dstate),
-    )
-    given_arrays = [a for a in case.arrays if a is not None]
-    assert len(got) == len(given_arrays)
-    clean = [a if a is None else np.isfinite(a.astype(float)).all() for a in case.arrays]
-    if False in clean:
-        return  # which elements a bad one reaches is another test's matter
-    want = gradients(dout, *case.arrays, dstate, case.reverse)
-    for x, mine, theirs in zip(given_arrays, got, want, strict=True):
-        assert mine.dtype == x.dtype
-        assert mine.shape == x.shape
-        error = np.abs(to_numpy(mine).astype(float) - theirs)
-        assert (error <= tolerance * (1 + np.abs(theirs).max(initial=0))).all()
+    check_gradients(xp, case, with_dstate)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -245,7 +199,7 @@ def test_gradients_are_summed_over_groups_of_heads(xp, k_heads, v_heads, state_h
         *((2, 8, 20, 4), (2, k_heads, 20, 4), (2, v_heads, 20, 3), (state_heads, 4, 3)),
         dtype=DOUBLE,
     )
-    check_gradients(xp, Case(*arrays), True, 1e-12)
+    check_gradients(xp, Case(*arrays), True)
 
 
 def test_gradients_lie_as_their_arrays_do(xp):
@@ -560,6 +514,16 @@ def test_algorithms_of_the_cpu(algorithm):
     q, k, v = draw(*[(30, 4)] * 3)
     want = causal_product(q, k, v)
     np.testing.assert_array_equal(causal_product(q, k, v, algorithm=algorithm), want)
+
+
+@pytest.mark.parametrize(**by_dtype())
+def test_algorithms_of_a_gpu(dtype):
+    for algorithm in _product.ALGORITHMS:
+        if dtype == SINGLE or algorithm in ("auto", "chunked"):
+            assert _product.algorithm("f", algorithm, "cupy", dtype) == algorithm
+            continue
+        with pytest.raises(ValueError, match="is a kernel for float32, want 'auto' or 'chunked'"):
+            _product.algorithm("f", algorithm, "cupy", dtype)
 
 
 # Other libraries

@@ -120,6 +120,7 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
         (["--v-dim", "300", "--target", "sm_80"], "sm_80: tiled CuPy"),
         (["--causal"], "causal: 0.275 TFLOP"),
         ([], "causal_product: chunked, 1 segments a sequence"),
+        (["--dtype", "float64", "--target", "sm_80"], "chunked, on cuBLAS products"),
         (["--k-len", "2048"], "64 x 4096 queries x 2048 keys, head_dim 128, v_dim 128: 0.275"),
         ([], "no device here"),
         (["--target", "sm_90a"], "with a softcap or bias: attention_fwd_sm90-float16-d128"),

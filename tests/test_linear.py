@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import causal_product, linear_attention, prefix_state, reference
-from tests.products import draw, expand_heads, state_dtype
+from tests.products import FEATURES, draw, plain_attention, plain_states, state_dtype
 from tests.strategies import DTYPES, LAYOUTS, UNIT, by_dtype, lay, to_numpy
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
@@ -21,14 +21,6 @@ def xp():
 
 
 # States
-
-
-def plain_states(k, v, ends, initial=None, reverse=False):
-    """States in float64, one after the other."""
-    k, v = k.astype(float), v.astype(float)
-    spans = [slice(end, None) if reverse else slice(None, end) for end in ends]
-    found = [k[..., s, :].swapaxes(-1, -2) @ v[..., s, :] for s in spans]
-    return [x if initial is None else x + initial for x in found]
 
 
 @given(
@@ -137,23 +129,6 @@ def test_errors_of_states(arguments, error, text):
 
 
 # Linear attention
-
-
-FEATURES = {
-    "elu1": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
-    "relu": lambda x: np.maximum(x, 0),
-    "exp": np.exp,
-    "identity": lambda x: x,
-}
-
-
-def plain_attention(q, k, v, feature=FEATURES["elu1"], eps=1e-6):
-    """Linear attention in float64 from all of its weights."""
-    q, k, v = (x.astype(float) for x in (q, k, v))
-    shape = (*q.shape[:-1], v.shape[-1])
-    q, k, v = feature(q), expand_heads(feature(k), shape), expand_heads(v, shape)
-    weights = np.tril(q @ k.swapaxes(-1, -2))
-    return weights @ v / (weights.sum(axis=-1, keepdims=True) + eps)
 
 
 @pytest.mark.parametrize("feature_map", [f for f in FEATURES if f != "identity"])

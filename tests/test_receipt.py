@@ -138,6 +138,8 @@ def test_gpu_tests_are_found(tmp_path):
         "helpers": "",
         "arrays": "import pytest\nBOTH = [pytest.param(0, marks=pytest.mark.gpu)]\n",
         "test_fixture": "def test_it(xp): pass\n",
+        "test_own_fixture": "import numpy\n@pytest.fixture\ndef xp(): return numpy\n"
+        "def test_it(xp): pass\n",
         "test_shared": "from tests.arrays import BOTH\n",
         "test_marked": "import pytest\nfrom .strategies import problems\n@pytest.mark.gpu\n"
         "def test_it(): pass\n",

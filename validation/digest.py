@@ -145,11 +145,19 @@ def _gpu_fixtures(tree: ast.Module) -> set[str]:
     }
 
 
+def _arguments(tree: ast.Module) -> set[str]:
+    return {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+
+
+def _functions(tree: ast.Module) -> set[str]:
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
 def gpu_tests(root: Path = ROOT) -> set[str]:
     """Return the test files that hold GPU tests, and the test files that those import.
 
-    A file holds GPU tests when it uses the ``gpu`` mark, takes a fixture of conftest.py that does,
-    or imports a shared module that does.
+    A file holds GPU tests when it uses the ``gpu`` mark, takes a fixture of conftest.py that does
+    and that it does not define anew, or imports a shared module that does.
     """
     trees = {path.stem: ast.parse(path.read_bytes()) for path in (root / "tests").glob("*.py")}
     fixtures = _gpu_fixtures(trees["conftest"]) if "conftest" in trees else set()
@@ -163,7 +171,7 @@ def gpu_tests(root: Path = ROOT) -> set[str]:
         for name, tree in trees.items()
         if _mentions_gpu_mark(tree)
         or shared & _imports(tree)
-        or any(isinstance(node, ast.arg) and node.arg in fixtures for node in ast.walk(tree))
+        or _arguments(tree) & (fixtures - _functions(tree))
     }
     todo = list(chosen)
     while todo:

@@ -1,4 +1,4 @@
-"""The operations on tiles, in NumPy."""
+"""The operations on tiles and on chunks, in NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy import _tiled
+from fa_cupy import _scan, _tiled
 
 Array = npt.NDArray[Any]
 
@@ -18,7 +18,7 @@ _SMALL_SCORE = 16.0
 
 
 class Steps:
-    """`_tiled.Steps` for NumPy; one per thread, since scratch memory is its own."""
+    """Both for NumPy: `_tiled.Steps`, `_scan.Steps`; one a thread: scratch memory is its own."""
 
     xp: Any = np
 
@@ -136,6 +136,15 @@ class Steps:
 
     def store(self, out: Array, value: Array) -> None:
         np.copyto(out, value, casting="unsafe")
+
+    def load(self, out: Array, x: Array) -> None:
+        np.copyto(out, x, casting="unsafe")
+
+    def triangle(self, size: int, reverse: bool) -> Array:
+        return _scan.triangle(size, reverse)
+
+    def finite(self, x: Array) -> bool:
+        return bool(np.isfinite(x).all())
 
     def _sum(self, weights: Array, out: Array) -> None:
         """Row sums, as a product with ones: BLAS sums rows four times as fast as a reduction."""

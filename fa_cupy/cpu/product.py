@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy import _arrays, _product
-from fa_cupy.cpu import _features, _scan, _threads
-from fa_cupy.cpu._scan import Operand
-from fa_cupy.cpu._segments import (
-    NOTHING,
-    PARALLEL_FLOP,
-    Gradient,
-    Reader,
-    Scan,
-    Side,
-    stacks_of,
-    summed,
-)
-from fa_cupy.cpu._steps import Steps
+from fa_cupy import _arrays, _product, _scan, _segments, _shapes
+from fa_cupy._scan import Operand, Steps
+from fa_cupy._segments import NOTHING, Reader, Scan, Side
+from fa_cupy.cpu import _features
+from fa_cupy.cpu._machine import Machine
 
 Array = npt.NDArray[Any]
 
@@ -39,7 +30,6 @@ def product(
     reverse: bool,
     return_state: bool,
     algorithm: str = "chunked",
-    ends: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Solve `problem` for NumPy arrays.
 
@@ -54,8 +44,6 @@ def product(
     reverse, return_state : bool
     algorithm : str
         Checked already; there is one here.
-    ends : numpy.ndarray of int, optional
-        In ascending order, the position that each row of `q` reads at; its own by default.
 
     Returns
     -------
@@ -64,18 +52,23 @@ def product(
     state : numpy.ndarray or None
         Of shape ``problem.state_shape``.
     """
-    assert problem.q is not None
     if out is None:
         out = _arrays.empty_laid_out(np, problem.out_shape, q, problem.dtype)
     state = np.empty(problem.state_shape, problem.state_dtype) if return_state else None
-    reader = Reader(
-        Side(q, problem.q, copies=True, rows=ends is None),
-        Side(out, problem.view(out.shape, out.strides), copies=True, rows=ends is None),
-        ends=ends,
-    )
-    scan = Scan(problem, Side(k, problem.k), Side(v, problem.v), (reader,), reverse)
-    scan.run(Side(initial, problem.initial, rows=False), state)
+    machine = Machine(problem.state_dtype)
+    _segments.product(machine, problem, q, k, v, initial, out, state, reverse=reverse)
     return out, state
+
+
+def _scan_of(
+    problem: _product.Product, k: Array, v: Array, readers: tuple[Reader, ...], reverse: bool
+) -> Scan:
+    keys, values = Side(k, problem.k), Side(v, problem.v)
+    return Scan(Machine(problem.state_dtype), problem, keys, values, readers, reverse)
+
+
+def _state(array: Array | None, view: _segments.View | None) -> Side:
+    return Side(array, view, rows=False)
 
 
 def linear_attention(
@@ -92,7 +85,6 @@ def linear_attention(
 
     `feature` names the feature map of q and k; None leaves them as they are.
     """
-    assert problem.q is not None
     if out is None:
         out = _arrays.empty_laid_out(np, problem.out_shape, q, problem.dtype)
 
@@ -109,7 +101,8 @@ def linear_attention(
         finish=normalised,
     )
     keys, values = Side(k, problem.k, feature=apply), Side(v, problem.v, ones=True)
-    Scan(problem, keys, values, (reader,), reverse=False).run(NOTHING)
+    machine = Machine(problem.state_dtype)
+    Scan(machine, problem, keys, values, (reader,), reverse=False).run(NOTHING)
     return out
 
 
@@ -129,27 +122,48 @@ def backward(
     One scan in the direction of the product rebuilds its states, from which `dout` reads dq. One
     in the other direction sums ``q.mT @ dout``, from which v reads dk and k reads dv.
     """
-    assert problem.q is not None
     # With the batch axes of the output, or of the states; summed to those of the inputs at the end.
-    dq = Gradient(q, (*problem.out_shape[:-1], problem.qk_dim), problem, copies=True)
+    dq = _Gradient(q, (*problem.out_shape[:-1], problem.qk_dim), problem, copies=True)
     rows = (*problem.state_shape[:-2], problem.k_len)
-    dk = Gradient(k, (*rows, problem.qk_dim), problem, copies=False)
-    dv = Gradient(v, (*rows, problem.v_dim), problem, copies=False)
+    dk = _Gradient(k, (*rows, problem.qk_dim), problem, copies=False)
+    dv = _Gradient(v, (*rows, problem.v_dim), problem, copies=False)
     grads = Side(dout, problem.view(dout.shape, dout.strides), copies=True)
     queries = Side(q, problem.q, copies=True)
     keys, values = Side(k, problem.k), Side(v, problem.v)
 
     reader = Reader(grads, dq.side, flipped=True)
-    scan = Scan(problem, keys, values, (reader,), reverse)
-    scan.run(Side(initial, problem.initial, rows=False))
+    _scan_of(problem, k, v, (reader,), reverse).run(_state(initial, problem.initial))
 
     readers = (Reader(values, dk.side, flipped=True), Reader(keys, dv.side))
-    scan = Scan(problem, queries, grads, readers, not reverse)
+    machine = Machine(problem.state_dtype)
+    scan = Scan(machine, problem, queries, grads, readers, not reverse)
     first = None if dstate is None else problem.view(dstate.shape, dstate.strides)
     last = None if initial is None else np.empty(problem.state_shape, problem.state_dtype)
-    scan.run(Side(dstate, first, rows=False), last)
-    dinitial = None if last is None or initial is None else summed(last, initial.shape)
-    return dq.finished(), dk.finished(), dv.finished(), dinitial
+    scan.run(_state(dstate, first), last)
+    with np.errstate(all="ignore"):
+        found = dq.finished(), dk.finished(), dv.finished()
+        return *found, None if initial is None else _shapes.summed(last, initial.shape)
+
+
+class _Gradient:
+    """The gradient of an array, with the batch axes of a level of the problem until it is done."""
+
+    def __init__(self, of: Array, shape: Sequence[int], problem: _product.Product, copies: bool):
+        whole = of.shape == tuple(shape)
+        self._of = of
+        self._found = (
+            _arrays.empty_laid_out(np, of.shape, of, of.dtype)
+            if whole
+            else np.empty(shape, problem.state_dtype)
+        )
+        self.side = Side(self._found, problem.view(shape, self._found.strides), copies)
+
+    def finished(self) -> Array:
+        """Return the gradient in the shape and dtype of the array."""
+        if self._found.shape == self._of.shape:
+            return self._found
+        total: Array = _shapes.summed(self._found, self._of.shape)
+        return total.astype(self._of.dtype)
 
 
 def states(
@@ -171,24 +185,20 @@ def states(
         Side(k, problem.k),
         Side(v, problem.v),
         Side(found, problem.view(shape, found.strides, tail=3)),
-        Side(initial, problem.initial, rows=False),
+        _state(initial, problem.initial),
     ]
-    stacks = [*stacks_of(problem, sides)]
+    machine = Machine(problem.state_dtype)
+    stacks = [*_segments.stacks_of(machine, problem, sides)]
 
-    def new_worker() -> Callable[[tuple[list[Array], int]], None]:
-        steps = Steps(problem.state_dtype)
-
-        def work(task: tuple[list[Array], int]) -> None:
-            (a, b, out, _), index = task
-            out[:, index] = 0
-            with np.errstate(all="ignore"):
-                _scan.total(steps, Operand(a), Operand(b), *spans[index], out[:, index])
-
-        return work
+    def work(steps: Steps, task: tuple[list[Array], int], exact: bool) -> bool:
+        (a, b, out, _), index = task
+        out[:, index] = 0
+        span = spans[index]
+        _scan.total(steps, machine.sizes, Operand(a), Operand(b), *span, out[:, index])
+        return True
 
     tasks = [(stack, index) for stack in stacks for index in range(len(ends))]
-    flop = 2 * math.prod(problem.state_shape) * problem.k_len
-    _threads.run(tasks, new_worker, parallel=flop > PARALLEL_FLOP)
+    machine.run(tasks, work, 2 * math.prod(problem.state_shape) * problem.k_len)
     order = range(len(ends))
     for _, _, out, before in stacks:
         for index in reversed(order) if reverse else order:
@@ -196,4 +206,31 @@ def states(
                 with np.errstate(all="ignore"):
                     np.add(out[:, index], before, out=out[:, index])
             before = out[:, index]
+    return found
+
+
+def readings(
+    problem: _product.Product,
+    q: Array,
+    k: Array,
+    v: Array,
+    initial: Array | None,
+    ends: Array,
+    *,
+    reverse: bool,
+) -> Array:
+    """Return what row i of `q` reads from the state at ``ends[i]``, of shape problem.out_shape."""
+    order = np.argsort(ends, kind="stable")
+    ascending = bool((np.diff(ends) >= 0).all())
+    if not ascending:
+        q = q[..., order, :]
+        problem = _product.product_problem("prefix_state", q, k, v, initial, aligned=False)
+    out = _arrays.empty_laid_out(np, problem.out_shape, q, problem.dtype)
+    reader = Reader(
+        Side(q, problem.q, copies=True, rows=False),
+        Side(out, problem.view(out.shape, out.strides), copies=True, rows=False),
+        ends=ends[order],
+    )
+    _scan_of(problem, k, v, (reader,), reverse).run(_state(initial, problem.initial))
+    found: Array = out if ascending else out[..., np.argsort(order), :]
     return found

@@ -47,8 +47,8 @@ def _library() -> Any:
     except ImportError as error:
         reason = str(error).partition("\n")[0]  # CuPy goes on to list folders
         raise ImportError(
-            "attention: float32, float64, a head_dim above 256 and whatever else no kernel serves "
-            "need cuBLAS: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12), or "
+            "attention of float32, products of float64, dims above 256 and whatever else no kernel "
+            "serves need cuBLAS: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12), or "
             f"'fa_cupy[cuda13]' or 'fa_cupy[cuda12]' ({reason})"
         ) from error
     return cublas
@@ -80,8 +80,9 @@ def readable(x: Any) -> bool:
 
 
 def matmul(
-    blas: int, a: Any, b: Any, out: Any, *, transposed: bool, factor: float = 1.0, add: bool = False
-) -> None:
+    blas: int, a: Any, b: Any, out: Any, *, transposed: bool = False, a_transposed: bool = False,
+    factor: float = 1.0, add: bool = False,
+) -> None:  # fmt: skip
     """Set `out` to ``factor * a @ b``, or add that to it.
 
     Parameters
@@ -89,18 +90,19 @@ def matmul(
     blas : int
         From `handle`.
     a, b : cupy.ndarray
-        (n, rows, depth) and (n, depth, cols), or (n, cols, depth) if `transposed`. `readable`.
+        (n, rows, depth), or (n, depth, rows) if `a_transposed`; and (n, depth, cols), or
+        (n, cols, depth) if `transposed`. `readable`.
     out : cupy.ndarray
         (n, rows, cols), of the same dtype.
-    transposed : bool
-        Whether `b` is to be transposed.
+    transposed, a_transposed : bool, optional
+        Whether `b` and `a` are to be transposed.
     factor : float, optional
         Multiplies the product.
     add : bool, optional
         Whether to keep what is in `out`.
     """
-    n, rows, depth = a.shape
-    cols = out.shape[2]
+    n, rows, cols = out.shape
+    depth = a.shape[1 if a_transposed else 2]
     if out.size == 0:
         return
     if depth == 0:
@@ -116,7 +118,7 @@ def matmul(
     gemm(
         blas,
         _OP_T if transposed else _OP_N,
-        _OP_N,
+        _OP_T if a_transposed else _OP_N,
         cols,
         rows,
         depth,

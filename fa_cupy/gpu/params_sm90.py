@@ -45,7 +45,7 @@ pack_counter: Callable[..., None] = struct.Struct("=QQ").pack_into
 COUNTER_BYTES = 16
 
 
-def _padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
+def padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
     """Return a struct whose size is a multiple of `alignment`, as that of an ``alignas`` one."""
     plain = np.dtype(fields, align=True)
     names = plain.names or ()
@@ -62,7 +62,7 @@ def _padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
 
 #: The same fields in the same order as ``struct FwdSm90Params`` in
 #: ``cuda_src/attention/fwd_sm90.cuh``, which checks the size when it is compiled.
-FWD_SM90_PARAMS = _padded(
+FWD_SM90_PARAMS = padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
     + [("common", ATTENTION_PARAMS), ("schedule", SCHEDULE), ("size", np.int32, (MAP_AXES,))]
     + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]

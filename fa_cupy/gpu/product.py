@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cupy
@@ -18,21 +20,36 @@ from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.launch import Arguments, Launch
 from fa_cupy.gpu.plan import fits, kernel_takes, packed_copy, require_whole_elements
-from fa_cupy.gpu.product_choice import choose
+from fa_cupy.gpu.product_choice import Choice, choose
 from fa_cupy.gpu.product_params import fill, pack_head
 from fa_cupy.gpu.product_params_sm90 import Job
 from fa_cupy.gpu.product_sm90 import ProductSm90, choice_for
 
 _MAX_PLANS = 4096
-_AVAILABLE = (
-    "on a GPU there is causal_product of float16 and bfloat16 by algorithm 'chunked', "
-    "its dim of k up to 256, and of float32 by 'recurrent' and 'low_occupancy'"
-)
 
 _plans: dict[Any, Plan | ProductSm90] = {}
+_joint: dict[Any, ProductSm90 | None] = {}
 _calls: dict[Any, _Call] = {}  # by the arguments of a call as they come
-for _table in (_plans, _calls):
+for _table in (_plans, _joint, _calls):
     atexit.register(_table.clear)  # kernels must go before CuPy's modules are taken apart
+
+
+@functools.lru_cache(maxsize=_MAX_PLANS)
+def _choose(
+    dtype: str, entries: int, length: int, qk_dim: int, v_dim: int, algorithm: str, device: int
+) -> Choice | None:
+    target = target_of_device(device)
+    if target is None:
+        return None
+    sms = multiprocessors(device)
+    sizes = entries, length, qk_dim, v_dim
+    return choose(dtype, *sizes, target, sms, algorithm, mapped=False)
+
+
+def _choice(problem: Product, algorithm: str, device: int) -> Choice | None:
+    """Return the kernels that serve `problem` in any layout; None where cuBLAS products do."""
+    sizes = math.prod(problem.batch), problem.k_len, problem.qk_dim, problem.v_dim
+    return _choose(problem.dtype.name, *sizes, algorithm, device)
 
 
 class Plan:
@@ -41,7 +58,8 @@ class Plan:
     Parameters
     ----------
     problem : Product
-        With an output to compute or a state to return, of sizes other than 0.
+        With an output to compute or a state to return, of sizes other than 0; `_choice` has kernels
+        for it.
     out : View
         Of the output, over ``problem.batch``.
     state : View or None
@@ -59,13 +77,8 @@ class Plan:
     ) -> None:  # fmt: skip
         dims = problem.qk_dim, problem.v_dim
         target, entries = target_of_device(device), math.prod(problem.batch)
-        sms = multiprocessors(device)
-        length, dtype = problem.k_len, problem.dtype.name
-        choice = target and choose(dtype, entries, length, *dims, target, sms, mapped=False)
-        if not choice:
-            raise NotImplementedError(
-                f"causal_product: {_AVAILABLE}, got {dtype} with dim {dims[0]}"
-            )
+        choice = _choice(problem, algorithm, device)
+        assert choice is not None
         launches = choice.launches(*dims)
         most = max(tiles * segments for _, tiles, segments in launches)
         params, parts, self._shifts, self._aligned = fill(
@@ -158,30 +171,52 @@ def product(
     reverse: bool,
     return_state: bool,
     algorithm: str = "auto",
-    ends: np.ndarray[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Solve `problem` on the current device and stream; see `fa_cupy.cpu.product.product`."""
-    if ends is not None:
-        raise NotImplementedError(f"prefix_state: {_AVAILABLE}")
     require_whole_elements("causal_product", q=q, k=k, v=v, initial_state=initial, out=out)
+    named = algorithm not in ("auto", "chunked")
+    if named and _choice(problem, algorithm, runtime.getDevice()) is None:
+        raise NotImplementedError(
+            f"causal_product: algorithm is {algorithm!r}, for which there is no kernel on this "
+            f"device and {problem.k_len} rows, want 'auto' or 'chunked'"
+        )
     own = out is None
     if own:
         out = _arrays.empty_laid_out(cupy, problem.out_shape, q, problem.dtype)
     state = cupy.empty(problem.state_shape, problem.state_dtype) if return_state else None
+    plan = compute(problem, q, k, v, initial, out, state, reverse=reverse, algorithm=algorithm)
+    if own and plan is not None:
+        if len(_calls) >= _MAX_PLANS:
+            _calls.clear()
+        shape = None if state is None else state.shape
+        key = _key(q, k, v, initial, return_state, reverse, algorithm)
+        _calls[key] = _Call(plan, (out.shape, out.strides), shape)
+    return out, state
+
+
+def compute(
+    problem: Product, q: Any, k: Any, v: Any, initial: Any, out: Any, state: Any, *, reverse: bool,
+    algorithm: str = "auto",
+) -> Plan | ProductSm90 | None:  # fmt: skip
+    """Write the output, and the state where it is not None; return the plan that does it at once.
+
+    None where the arrays need copies, or no kernel.
+    """
     if problem.qk_dim == 0:
         out[...] = cupy.zeros((), problem.dtype)  # no product to sum, whatever the values hold
+    elif (out.size or (state is not None and state.size)) and _choice(
+        problem, algorithm, runtime.getDevice()
+    ) is None:
+        from fa_cupy.gpu import product_tiled  # needs cuBLAS, which the kernels do not
+
+        product_tiled.product(problem, q, k, v, initial, out, state, reverse=reverse)
     elif out.size:
         direct = fits(out, problem.dtype)
         target = out if direct else cupy.empty(problem.out_shape, problem.dtype)
         plan = _run(problem, q, k, v, initial, target, state, reverse, algorithm)
-        if not direct:
-            out[...] = target
-        elif own and plan is not None:
-            if len(_calls) >= _MAX_PLANS:
-                _calls.clear()
-            shape = None if state is None else state.shape
-            key = _key(q, k, v, initial, return_state, reverse, algorithm)
-            _calls[key] = _Call(plan, (out.shape, out.strides), shape)
+        if direct:
+            return plan
+        out[...] = target
     elif state is not None and state.size:
         # Queries of no row or no batch entry: the keys stand in for them.
         batch = tuple(n or 1 for n in problem.batch)
@@ -193,7 +228,7 @@ def product(
         shape = [n or 1 for n in problem.out_shape[:-2]] + [problem.k_len, problem.v_dim]
         target = cupy.empty(shape, problem.dtype)
         _run(problem, k, k, v, initial, target, state, reverse, algorithm)
-    return out, state
+    return None
 
 
 def _run(
@@ -234,6 +269,71 @@ def _planned(
     return other() if choice is None else ProductSm90(jobs, choice, device, other)
 
 
+class Term(NamedTuple):
+    """A causal product and its arrays; `initial` and `state` may be None."""
+
+    problem: Product
+    q: Any
+    k: Any
+    v: Any
+    initial: Any
+    out: Any
+    state: Any
+    reverse: bool
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """Where its arrays are, in the order of the kernels' structs."""
+        arrays = self.q, self.k, self.v, self.out, self.initial, self.state
+        return tuple(0 if x is None else x.data.ptr for x in arrays)
+
+
+def plan_together(terms: tuple[Term, ...]) -> ProductSm90 | None:
+    """Return the plan of products of the same entries and rows in one launch; None without one."""
+    device = runtime.getDevice()
+    jobs = tuple(
+        Job(
+            term.problem,
+            _over(term.problem, term.out),
+            None if term.state is None else _over(term.problem, term.state),
+            term.reverse,
+        )
+        for term in terms
+    )
+    key = jobs, device
+    if key not in _joint:
+        if len(_joint) >= _MAX_PLANS:
+            _joint.clear()
+        direct = all(
+            term.out.size
+            and fits(term.out, problem.dtype)
+            and all(
+                x is not None and kernel_takes(x, problem.dtype)
+                for x in (problem.q, problem.k, problem.v)
+            )
+            for term in terms
+            for problem in [term.problem]
+        )
+        choice = choice_for(jobs, device) if direct else None
+        _joint[key] = (
+            None
+            if choice is None
+            else ProductSm90(jobs, choice, device, lambda: _apart(jobs, device))
+        )
+    return _joint[key]
+
+
+def _apart(jobs: tuple[Job, ...], device: int) -> Callable[..., None]:
+    """Return what runs products one after the other, whatever their pointers."""
+    plans = [Plan(*job, "auto", device) for job in jobs]
+
+    def run(*pointers: tuple[int, ...]) -> None:
+        for plan, places in zip(plans, pointers, strict=True):
+            plan(places)
+
+    return run
+
+
 def _over(problem: Product, array: Any) -> View:
     """Return the view over ``problem.batch`` of an output or a state."""
     view = problem.view(array.shape, array.strides)
@@ -243,17 +343,34 @@ def _over(problem: Product, array: Any) -> View:
 def linear_attention(
     problem: Product, q: Any, k: Any, v: Any, out: Any, *, feature: str | None, eps: float
 ) -> Any:
-    """Refuse the call: there is no kernel for it."""
-    raise NotImplementedError(f"linear_attention: {_AVAILABLE}")
+    """Solve `problem`, normalised; see `fa_cupy.cpu.product.linear_attention`."""
+    from fa_cupy.gpu import product_uses
+
+    return product_uses.linear_attention(problem, q, k, v, out, feature=feature, eps=eps)
 
 
 def backward(
     problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *, reverse: bool
-) -> Any:
-    """Refuse the call: there is no kernel for it."""
-    raise NotImplementedError(f"causal_product_backward: {_AVAILABLE}")
+) -> tuple[Any, Any, Any, Any]:
+    """Return the gradients of a causal product; see `fa_cupy.cpu.product.backward`."""
+    from fa_cupy.gpu import product_backward
+
+    arrays = dout, q, k, v, initial, dstate
+    return product_backward.backward(problem, *arrays, reverse=reverse)
 
 
 def states(problem: Product, k: Any, v: Any, initial: Any, ends: Any, *, reverse: bool) -> Any:
-    """Refuse the call: there is no kernel for it."""
-    raise NotImplementedError(f"prefix_state: {_AVAILABLE}")
+    """Return the states at `ends`, ascending; see `fa_cupy.cpu.product.states`."""
+    from fa_cupy.gpu import product_tiled
+
+    require_whole_elements("prefix_state", k=k, v=v, initial_state=initial)
+    return product_tiled.states(problem, k, v, initial, ends, reverse=reverse)
+
+
+def readings(
+    problem: Product, q: Any, k: Any, v: Any, initial: Any, ends: Any, *, reverse: bool
+) -> Any:
+    """Return what queries read from states at `ends`; see `fa_cupy.cpu.product.readings`."""
+    from fa_cupy.gpu import product_uses
+
+    return product_uses.readings(problem, q, k, v, initial, ends, reverse=reverse)

@@ -17,7 +17,7 @@ import numpy as np
 from fa_cupy._product import Product
 from fa_cupy._shapes import View
 from fa_cupy.gpu.params import MAX_GRID, MAX_LENGTH, collapse
-from fa_cupy.gpu.params_sm90 import DIM_STEP, MAP_AXES, MAP_BYTES, Geometry
+from fa_cupy.gpu.params_sm90 import DIM_STEP, MAP_AXES, MAP_BYTES, Geometry, padded
 
 #: Products of one launch, at most.
 MAX_JOBS = 3
@@ -28,24 +28,9 @@ _MAX_STEP = 2**40  # bytes, CUDA Driver API, cuTensorMapEncodeTiled
 _STATES = ("initial", "state")
 
 
-def _padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
-    """Return a struct whose size is a multiple of `alignment`, as that of an ``alignas`` one."""
-    plain = np.dtype(fields, align=True)
-    names = plain.names or ()
-    return np.dtype(
-        {
-            "names": names,
-            "formats": [plain[name] for name in names],
-            "offsets": [plain.fields[name][1] for name in names] if plain.fields else [],
-            "itemsize": -(-plain.itemsize // alignment) * alignment,
-        },
-        align=True,
-    )
-
-
 #: The same fields in the same order as ``struct ProductJob`` in
 #: ``cuda_src/common/product_sm90.cuh``, which checks the size when it is compiled.
-PRODUCT_JOB = _padded(
+PRODUCT_JOB = padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
     + [(name, np.uint64) for name in (*_STATES, "workspace")]
     + [(f"{name}_batch", np.int64, (MAP_AXES,)) for name in _STATES]
@@ -56,7 +41,7 @@ PRODUCT_JOB = _padded(
     alignment=64,
 )
 #: ``struct ProductSm90Params`` there.
-PRODUCT_SM90_PARAMS = _padded(
+PRODUCT_SM90_PARAMS = padded(
     [("job", PRODUCT_JOB, (MAX_JOBS,))]
     + [(name, np.int32) for name in ("jobs", "tiles", "chunks", "segments", "segment_chunks")]
     + [("keep", np.int32)],

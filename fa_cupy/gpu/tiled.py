@@ -7,15 +7,13 @@ whether all results are finite (see `fa_cupy._tiled`).
 
 from __future__ import annotations
 
-import math
-from functools import cached_property
 from typing import Any
 
 import cupy
 import numpy as np
 
 from fa_cupy import _arrays, _check, _stacks, _tiled
-from fa_cupy.gpu import _blas, _tile_kernels
+from fa_cupy.gpu import _blas, _steps, _tile_kernels
 
 # Bytes of the largest scratch array. A gemm reaches its full speed from about 32768 rows by 1024
 # columns of float32 on; a product this size also takes longer than its launch.
@@ -99,32 +97,17 @@ def _tile(problem: _check.Problem, dtype: np.dtype[Any], entries: int) -> tuple[
     return max(1, rows // tile_m), tile_m
 
 
-class _Steps:
+class _Steps(_steps.Steps):
     """`_tiled.Steps` for CuPy arrays on the current device and stream.
 
     `spoiled` has one element for each row of tiles in turn, which is set where a result is not
     finite.
     """
 
-    xp: Any = cupy
-
     def __init__(self, dtype: np.dtype[Any], tf32: bool, tasks: int) -> None:
-        self.dtype = dtype
+        super().__init__(dtype, tf32)
         self.spoiled = cupy.zeros(tasks, np.int32)
         self._finished = 0
-        self._tf32 = tf32
-        self._scratch: dict[str, Any] = {}
-
-    @cached_property
-    def _blas(self) -> int:
-        return _blas.handle(self._tf32)
-
-    def scratch(self, name: str, shape: tuple[int, ...]) -> Any:
-        size = math.prod(shape)
-        buffer = self._scratch.get(name)
-        if buffer is None or buffer.size < size:
-            buffer = self._scratch[name] = cupy.empty(size, self.dtype)
-        return buffer[:size].reshape(shape)
 
     def queries(self, q: Any, factor: float) -> tuple[Any, float]:
         return self.operand("q", q), factor
@@ -136,16 +119,6 @@ class _Steps:
         _blas.matmul(self._blas, q[:, first:], k, out, transposed=True, factor=now)
         if later != 1:
             _tile_kernels.scale(later, out)
-
-    def operand(self, name: str, x: Any) -> Any:
-        if x.dtype == self.dtype and _blas.readable(x):
-            return x
-        out = self.scratch(name, x.shape)
-        if x.dtype == _check.BFLOAT16:
-            _tile_kernels.from_bfloat16(x.view(np.uint16), out)
-        else:
-            cupy.copyto(out, x)
-        return out
 
     def matmul(self, a: Any, b: Any, out: Any, add: bool = False) -> None:
         if self._tf32:
@@ -193,9 +166,3 @@ class _Steps:
             _tile_kernels.divide_rows(rows.total, rows.acc.shape[-1], rows.acc, flag)
             self.store(out, rows.acc)
         return True  # not known before `spoiled` is read
-
-    def store(self, out: Any, value: Any) -> None:
-        if out.dtype == _check.BFLOAT16:
-            _tile_kernels.to_bfloat16(value, out.view(np.uint16))
-        else:
-            cupy.copyto(out, value, casting="unsafe")
