@@ -1,5 +1,5 @@
-// Addresses and 16-byte accesses in shared memory.  PTX ISA 9.7.9.8 "ld", 9.7.9.11 "st", 9.7.9.20
-// "cvta".
+// Addresses, and accesses of 4 to 16 bytes, in shared memory.  PTX ISA 9.7.9.8 "ld", 9.7.9.11 "st",
+// 9.7.9.20 "cvta".
 #pragma once
 #include "ptx/types.cuh"
 
@@ -12,6 +12,11 @@ FA_DEVICE uint32 cvta_to_shared(const void* pointer) {
 
 FA_DEVICE void st_shared_b32(uint32 shared_address, uint32 x) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(shared_address), "r"(x) : "memory");
+}
+
+FA_DEVICE void st_shared_v2_b32(uint32 shared_address, uint32 x, uint32 y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1,%2};\n" ::"r"(shared_address), "r"(x), "r"(y)
+               : "memory");
 }
 
 FA_DEVICE void st_shared_v4_b32(uint32 shared_address, const uint32 (&x)[4]) {

@@ -1,7 +1,10 @@
 """The kernels of causal products: their own source on the CPU, and what chooses between them."""
 
+import importlib
 import itertools
 import struct
+import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from fa_cupy.gpu.product_params import HEAD_FORMAT, POINTERS, PRODUCT_PARAMS
 from fa_cupy.gpu.product_params_sm90 import POINTERS_AT, PRODUCT_JOB, Job, takes
 from fa_cupy.gpu.products import (
     PRODUCTS,
+    ChunkedSingleVariant,
     ChunkedVariant,
     RecurrentVariant,
     StatesVariant,
@@ -30,6 +34,8 @@ needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ 
 NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2]}
 CHUNKED = [row for row in PRODUCTS if isinstance(row, ChunkedVariant)]
 SM90 = [row for row in PRODUCTS if isinstance(row, ChunkedSm90Variant)]
+SINGLE = [row for row in PRODUCTS if isinstance(row, ChunkedSingleVariant)]
+SPLIT = (ChunkedVariant, ChunkedSingleVariant)
 STATES = {(row.dtype, row.dim): row for row in PRODUCTS if isinstance(row, StatesVariant)}
 STATES_SM90 = {
     (row.dtype, row.dim, row.tile_n): row for row in PRODUCTS if isinstance(row, StatesSm90Variant)
@@ -52,13 +58,14 @@ def split(row, length, segment_chunks):
     return Choice(row, states if segments > 1 else None, segments, rows, 0.0)
 
 
-def solve(row, case, segment_chunks=None, seed=0, source=None):
+def solve(row, case, segment_chunks=None, seed=0, source=None, truncating=False):
     choice = split(row, case.q.shape[-2], segment_chunks)
-    return emulator.causal_product(choice, *case.native(np), case.reverse, seed, source)
+    how = case.reverse, seed, source, truncating
+    return emulator.causal_product(choice, *case.native(np), *how)
 
 
-def check(row, case, segment_chunks=None, seed=0):
-    out, state = solve(row, case, segment_chunks, seed)
+def check(row, case, segment_chunks=None, seed=0, truncating=False):
+    out, state = solve(row, case, segment_chunks, seed, truncating=truncating)
     check_product(case, out, state, rounded=isinstance(row, (ChunkedVariant, ChunkedSm90Variant)))
     return out, state
 
@@ -93,10 +100,97 @@ def test_every_plain_row(row):
     check(row, Case(*wide, draw((row.dim + 40, 4))[0]))
 
 
+@needs_compiler
+@pytest.mark.parametrize("row", SINGLE, ids=lambda row: row.name)
+def test_every_row_of_single_precision(row):
+    length = 3 * row.tile_m + 9
+    shapes = (2, length, row.dim), (2, length, row.dim), (2, length, row.tile_n)
+    arrays = draw(*shapes)
+    initial = draw((2, row.dim, row.tile_n), seed=1)[0]
+    check(row, Case(*arrays, initial), seed=1, truncating=True)
+    check(row, Case(*arrays, initial, reverse=True), segment_chunks=2, seed=2)
+    out, state = check(row, Case(*arrays), segment_chunks=1, seed=3, truncating=True)
+    want, last = reference.causal_product(*arrays)
+    plain = reference.plain_product(*arrays, dtype=arrays[0].dtype)
+    errors = [reference.relative_error(x, want) for x in (out, plain)]
+    assert errors[0] <= min(3e-7, 1.2 * errors[1])
+    assert reference.relative_error(state, last) <= 3e-7
+
+
+@needs_compiler
+def test_error_of_a_long_sequence_of_single_precision():
+    arrays = draw(*[(6000, 32)] * 3)
+    for truncating in (False, True):
+        out, state = solve(SINGLE[0], Case(*arrays), truncating=truncating)
+        want, last = reference.causal_product(*arrays)
+        assert reference.relative_error(out[-500:], want[-500:]) <= 4e-7
+        assert reference.relative_error(state, last) <= 4e-7
+
+
+def scaled(rng, x, exponents, axis):
+    """`x` with rows (columns) times random powers of two between these."""
+    shape = [1, 1]
+    shape[axis] = x.shape[axis]
+    return np.ldexp(x, rng.integers(*exponents, shape)).astype(np.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("axis", "exponents"),
+    [(0, (-8, 9)), (0, (-20, 21)), (0, (-30, 21)), (1, (-4, 5)), (1, (-10, 11))],
+)
+def test_single_precision_of_rows_and_columns_of_any_size(axis, exponents):
+    """Each output has the accuracy of its own terms, though its neighbours are larger by far.
+
+    A row's numbers are whole down to 2**-25 of its largest.
+    """
+    rng = np.random.default_rng(0)
+    q, k, v = draw(*[(200, 32)] * 3)
+    v = scaled(rng, v, exponents, axis)
+    if axis == 0:
+        q, k = (scaled(rng, x, exponents, 0) for x in (q, k))
+    for segment_chunks in (None, 2):
+        check(SINGLE[0], Case(q, k, v), segment_chunks, truncating=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "sizes",
+    [(1e37, 1e-25, 1e20), (1e20, 1e30, 1e-28), (1e-30, 1e-20, 1e25), (1e-40, 1e30, 1e5),
+     (1e20, 1e-40, 1e10), (1e-5, 1e37, 1e-39), (1e-30, 1e18, 1e18)],
+    ids=str,
+)  # fmt: skip
+def test_single_precision_at_the_ends_of_its_range(sizes):
+    """Scores may be more than float32 holds, or less, where states and outputs are not."""
+    arrays = [np.float32(size) * x for x, size in zip(draw(*[(150, 32)] * 3), sizes, strict=True)]
+    check(SINGLE[0], Case(*arrays))
+
+
+@needs_compiler
+def test_a_tiny_row_before_a_huge_one():
+    q, k, v = draw(*[(64, 32)] * 3)
+    k[:40] *= np.float32(1e-15)
+    v[:40] *= np.float32(1e-15)
+    k[40:] *= np.float32(1e15)
+    q[::2] *= np.float32(1e12)
+    check(SINGLE[0], Case(q, k, v))
+    check(SINGLE[1], Case(q, k, v))
+
+
+@needs_compiler
+def test_keys_that_share_no_column():
+    """One element each: what a row adds to the state is alone there, however small it is."""
+    rng = np.random.default_rng(0)
+    q, v = draw((64, 32), (64, 32))
+    k = np.zeros((64, 32), np.float32)
+    k[np.arange(64), np.arange(64) % 32] = np.ldexp(1.0, rng.integers(-14, 1, 64))
+    check(SINGLE[0], Case(q, k, v))
+
+
 @st.composite
 def calls(draw_):
     """Products that the kernels take as they are."""
-    row = draw_(st.sampled_from([*SMALL, PLAIN[0], PLAIN[4]]))
+    row = draw_(st.sampled_from([*SMALL, SINGLE[0], SINGLE[1], PLAIN[0], PLAIN[4]]))
     rng = np.random.default_rng(draw_(st.integers(0, 2**32 - 1)))
     length = draw_(st.integers(0, 2 * row.tile_m + 2) | st.sampled_from([63, 64, 65, 128, 300]))
     qk_dim = draw_(st.integers(1, row.dim) | st.just(row.dim))
@@ -120,12 +214,12 @@ def calls(draw_):
         reverse=draw_(st.booleans()),
         layouts=(*(draw_(layouts) for _ in range(3)), "transposed"),
     )
-    split_by = [None, 1, 2] if isinstance(row, ChunkedVariant) else [None]
+    split_by = [None, 1, 2] if isinstance(row, SPLIT) else [None]
     return row, case, draw_(st.sampled_from(split_by)), draw_(st.integers(0, 2**32))
 
 
 @needs_compiler
-@settings(max_examples=25)
+@settings(max_examples=30)
 @given(call=calls())
 def test_any_call_with_any_schedule(call):
     row, case, segment_chunks, seed = call
@@ -200,7 +294,7 @@ def test_jobs_of_one_launch(row, lengths, dims, segment_chunks, seed):
 
 
 @needs_compiler
-@pytest.mark.parametrize("row", [*CHUNKED[:2], *SMALL_SM90], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*CHUNKED[:2], *SMALL_SM90, *SINGLE[:2]], ids=lambda row: row.name)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_shows_where_it_is_read_only(row, bad):
     clean = draw((150, 24), (150, 24), (150, 32), dtype=NAMES[row.dtype])
@@ -227,7 +321,9 @@ def test_scores_and_states_of_any_size(row, sizes):
 
 
 @needs_compiler
-@pytest.mark.parametrize("row", [*SMALL[::2], *SMALL_SM90[1:3]], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [*SMALL[::2], *SMALL_SM90[1:3], SINGLE[0]], ids=lambda row: row.name
+)
 def test_the_schedule_does_not_show(row):
     case = Case(*draw(*[(2, 300, 32)] * 3, dtype=NAMES[row.dtype]))
     found = {
@@ -237,7 +333,7 @@ def test_the_schedule_does_not_show(row):
     assert len(found) == 1
 
 
-# What is taken out of chunked_sm80.cu, and what stands there instead.
+# What is taken out of a kernel, and what stands there instead.
 BUGS = {
     "a chunk is read before it has landed": (
         "cp_async_wait_group<kStages - 3>();",
@@ -250,6 +346,28 @@ BUGS = {
     "scores of the wrong chunk": (
         "cvta_to_shared(shared.p[chunk % 2])",
         "cvta_to_shared(shared.p[0])",
+    ),
+}
+SINGLE_BUGS = {
+    "a buffer is filled while it is in use": (
+        "rows.store(shared, i % kBuffers);",
+        "rows.store(shared, i % 2);",
+    ),
+    "scores while the chunk is split": (
+        "if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);\n      __syncthreads();",
+        "if (i < chunks()) multiply_scores(shared, i);\n      __syncthreads();",
+    ),
+    "weights of the wrong chunk": (
+        "cvta_to_shared(shared.p[chunk % 2][0]) + rows_first",
+        "cvta_to_shared(shared.p[0][0]) + rows_first",
+    ),
+    "a low part is left out": (
+        "mma_f16(sums[n].cross, a_low,",
+        "mma_f16(sums[n].cross, a,",
+    ),
+    "exponents of the wrong chunk": (
+        "shared.q_exponent[buffer][row + 8 * h];",
+        "shared.q_exponent[0][row + 8 * h];",
     ),
 }
 
@@ -287,11 +405,9 @@ BUGS_SM90 = {
 }
 
 
-@needs_compiler
-@pytest.mark.parametrize("bug", [*BUGS, *BUGS_SM90])
-def test_a_planted_bug_is_found(bug, tmp_path):
-    old, new = (BUGS | BUGS_SM90)[bug]
-    row = SMALL_SM90[2] if bug in BUGS_SM90 else SMALL[1]
+def show(row, bug, tmp_path):
+    """Fail unless some schedule shows a bug."""
+    old, new = bug
     text = (ROOT / f"cuda_src/{row.source}.cu").read_text()
     assert text.count(old) == 1
     source = tmp_path / "kernel.cu"
@@ -308,12 +424,30 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     pytest.fail("30 seeds did not show it")
 
 
+@needs_compiler
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, tmp_path):
+    show(SMALL[1], BUGS[bug], tmp_path)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", BUGS_SM90)
+def test_a_bug_planted_for_sm90_is_found(bug, tmp_path):
+    show(SMALL_SM90[2], BUGS_SM90[bug], tmp_path)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", SINGLE_BUGS)
+def test_a_bug_planted_in_single_precision_is_found(bug, tmp_path):
+    show(SINGLE[0], SINGLE_BUGS[bug], tmp_path)
+
+
 # The choice
 
 
 @settings(max_examples=200)
 @given(
-    dtype=st.sampled_from(["float16", "bfloat16"]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
     entries=st.integers(1, 300) | st.sampled_from([65536, 10**6]),
     length=st.integers(0, 10**6) | st.sampled_from([2**31, 2**33]),
     qk_dim=st.integers(1, 256),
@@ -322,7 +456,10 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     sms=st.integers(1, 200),
 )
 def test_a_choice_covers_its_call(dtype, entries, length, qk_dim, v_dim, target, sms):
-    found = choose(dtype, entries, length, qk_dim, v_dim, target, sms)
+    found = choose(dtype, entries, length, qk_dim, v_dim, target, sms, "chunked")
+    if found is None and dtype == "float32":
+        assert qk_dim > (128 if SHARED_LIMIT[target] > 160 * 1024 else 64)
+        return
     if found is None:
         assert qk_dim > 128
         assert SHARED_LIMIT[target] < 160 * 1024
@@ -340,7 +477,7 @@ def test_a_choice_covers_its_call(dtype, entries, length, qk_dim, v_dim, target,
         assert found.segments <= length // found.row.tile_m
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_full_device_takes_one_pass_and_an_empty_one_is_filled(dtype):
     full = choose(dtype, 128, 4096, 64, 64, "sm_90a", 132)
     assert (full.segments, full.row.tile_n) == (1, 64)
@@ -352,7 +489,10 @@ def test_a_full_device_takes_one_pass_and_an_empty_one_is_filled(dtype):
 @pytest.mark.parametrize("qk_dim", [1, 64, 200, 1000])
 def test_plain_kernels_take_any_dim(qk_dim):
     few, many = (choose("float32", n, 5000, qk_dim, 64, "sm_90a", 132) for n in (1, 1000))
-    assert (few.row.source, many.row.source) == ("linear/low_occupancy", "linear/recurrent")
+    if qk_dim <= 128:
+        assert {few.row.source, many.row.source} == {"linear/chunked_single_sm80"}
+    else:
+        assert (few.row.source, many.row.source) == ("linear/low_occupancy", "linear/recurrent")
     for name in ("recurrent", "low_occupancy"):
         found = choose("float32", 8, 100, qk_dim, 64, "sm_80", 108, name)
         assert found.row.source == f"linear/{name}"
@@ -361,10 +501,37 @@ def test_plain_kernels_take_any_dim(qk_dim):
 
 def test_what_no_kernel_computes():
     assert choose("float64", 8, 100, 64, 64, "sm_90a", 132) is None
-    assert choose("float32", 8, 100, 64, 64, "sm_90a", 132, "chunked") is None
+    assert choose("float32", 8, 100, 129, 64, "sm_90a", 132, "chunked") is None
     assert choose("float16", 8, 100, 64, 64, "sm_90a", 132, "recurrent") is None
     assert choose("float16", 8, 100, 257, 64, "sm_90a", 132) is None
-    assert choose("float32", 8, 2**31, 64, 64, "sm_90a", 132) is None
+    assert choose("float32", 8, 2**31, 200, 64, "sm_90a", 132) is None
+
+
+@pytest.fixture
+def product_module():
+    """`fa_cupy.gpu.product` where there is no CuPy: planning runs nothing of it."""
+    fakes = {name: mock.MagicMock() for name in ("cupy", "cupy.cuda", "fa_cupy.gpu._blas")}
+    gone = ("fa_cupy.gpu.product", "fa_cupy.gpu.plan", "fa_cupy.gpu.launch", "fa_cupy.gpu.devices")
+    with mock.patch.dict(sys.modules, fakes):
+        for name in gone:
+            sys.modules.pop(name, None)
+        yield importlib.import_module("fa_cupy.gpu.product")
+
+
+@pytest.mark.parametrize("algorithm", ["chunked", "recurrent", "low_occupancy"])
+def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_module):
+    q, k, v = draw(*[(8, 1000, 64)] * 3)
+    problem = _product.product_problem("causal_product", q, k, v)
+    out = problem.view(q.shape, q.strides)
+    with (
+        mock.patch.object(product_module, "target_of_device", return_value="sm_90a"),
+        mock.patch.object(product_module, "multiprocessors", return_value=132),
+        mock.patch.object(product_module, "Launch"),
+        mock.patch.object(product_module.compile, "load") as load,
+    ):
+        product_module.Plan(problem, out, None, False, algorithm, 0)
+        sources = [call.args[0].source for call in load.call_args_list]
+        assert algorithm in sources[-1]
 
 
 @pytest.mark.parametrize(("entries", "dim", "tile_n"), [(128, 64, 64), (128, 128, 128)])

@@ -115,20 +115,24 @@ SOURCES = {
 """,
     # What a wrapper writes C++ reads, and the other way round.
     "shared": """
-  __shared__ __align__(16) uint32 words[3][32 * 4];
+  __shared__ __align__(16) uint32 words[4][32 * 4];
   const uint32* x = at<uint32>(p.x) + lane * 4;
   const uint32 four[4] = {x[0], x[1], x[2], x[3]};
   st_shared_v4_b32(cvta_to_shared(words[0] + lane * 4), four);
   for (int c = 0; c < 4; ++c) st_shared_b32(cvta_to_shared(words[1] + c * 32 + lane), x[c]);
   for (int c = 0; c < 4; ++c) words[2][lane * 4 + c] = x[c];
+  for (int c = 0; c < 4; c += 2) {
+    st_shared_v2_b32(cvta_to_shared(words[3] + lane * 4 + c), x[c], x[c + 1]);
+  }
   __syncwarp();
   uint32 back[4];
   ld_shared_v4_b32(back, cvta_to_shared(words[2] + (31 - lane) * 4));
-  uint32* out = at<uint32>(p.out) + lane * 12;
+  uint32* out = at<uint32>(p.out) + lane * 16;
   for (int c = 0; c < 4; ++c) {
     out[c] = words[0][(31 - lane) * 4 + c];
     out[4 + c] = words[1][c * 32 + 31 - lane];
     out[8 + c] = back[c];
+    out[12 + c] = words[3][(31 - lane) * 4 + c];
   }
 """,
 }
@@ -339,5 +343,5 @@ def test_cp_async_wait_group(run):
 @pytest.mark.gpu
 def test_shared_memory_accesses(run):
     x = rng.integers(0, 2**32, (32, 4), dtype=np.uint32)
-    got = run("shared", ((32, 3, 4), np.uint32), x)
-    np.testing.assert_array_equal(got, np.repeat(x[::-1, None], 3, 1))
+    got = run("shared", ((32, 4, 4), np.uint32), x)
+    np.testing.assert_array_equal(got, np.repeat(x[::-1, None], 4, 1))

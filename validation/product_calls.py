@@ -146,13 +146,29 @@ def alone(row: Any, target: str, qk_dim: int | None = None) -> bool:
 def forcing(row: Any, target: str) -> tuple[Any, ...]:
     """The table without the rows that could be taken in place of this one."""
     from fa_cupy.gpu.products import PRODUCTS
+    from fa_cupy.gpu.products_sm90 import VariantSm90
 
     itself = alone(row, target)
 
     def rival(other: Any) -> bool:
+        if isinstance(row, VariantSm90) and not isinstance(other, VariantSm90):
+            return False  # what serves arrays that tensor maps cannot walk
         return alone(other, target) if itself else other.source == row.source
 
     return tuple(other for other in PRODUCTS if other is row or not rival(other))
+
+
+@contextlib.contextmanager
+def forced(row: Any, target: str) -> Iterator[None]:
+    """While entered, calls get this row if it can compute them."""
+    from fa_cupy.gpu import product_choice
+    from fa_cupy.gpu.products_sm90 import VariantSm90
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(table(forcing(row, target)))
+        if isinstance(row, VariantSm90):  # those beside it are never cheaper then
+            stack.enter_context(mock.patch.object(product_choice, "_WAITING", 1e4))
+        yield
 
 
 def run(target: str) -> int:
@@ -182,7 +198,7 @@ def run(target: str) -> int:
             if target not in row.targets or row in reached:
                 continue
             wide = alone(row, target, row.dim + WIDER)
-            with table(forcing(row, target)):
+            with forced(row, target):
                 for problem in problems(row.dim, number, wide):
                     host = arrays(dtypes[row.dtype], problem)
                     sent = {n: attention_calls.send(x, problem.offset) for n, x in host.items()}

@@ -102,7 +102,7 @@ struct ChunkState {
   template <typename Pointer, typename Visit>
   __device__ __forceinline__ void each(Pointer base, int64 row, int64 col, int rows, int cols,
                                        Visit visit) {
-    const int lane = threadIdx.x % 32, first_row = lane % 4 * 2, first_col = lane / 4;
+    const int lane = tid_x_again() & 31, first_row = lane % 4 * 2, first_col = lane / 4;
     if (base == nullptr) cols = 0;
 #pragma unroll
     for (int h = 0; h < 2 * kMmaM; ++h) {

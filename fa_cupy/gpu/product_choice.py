@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fa_cupy.gpu.product_choice_sm90 import SCAN_SEGMENT_US, SCAN_US
 from fa_cupy.gpu.product_choice_sm90 import ways as ways_sm90
 from fa_cupy.gpu.products import (
     PRODUCTS,
     SCAN,
+    ChunkedSingleVariant,
     ChunkedVariant,
     LowOccupancyVariant,
     ProductVariant,
@@ -21,6 +23,7 @@ from fa_cupy.gpu.rows import SHARED_LIMIT
 _MAX_ROWS = 2**31 - 2**16
 _ALGORITHMS = {
     ChunkedVariant: "chunked",
+    ChunkedSingleVariant: "chunked",
     RecurrentVariant: "recurrent",
     LowOccupancyVariant: "low_occupancy",
 }
@@ -79,6 +82,14 @@ _STEP_US = 0.35
 _CLOCKS_PER_US = 1755
 _MMA_US = 6.1 / _CLOCKS_PER_US
 _WAITING, _WAITING_TOGETHER = 2.1, 1.6
+# The same of float32 by chunks, whose steps have one barrier and whose warps wait for themselves
+# more than for tensor cores.
+_SINGLE_STEP_US = 0.5
+_SINGLE_MMA_US = 1.3 * _MMA_US
+# Clocks of the plain kernels: a row of `recurrent`, and of each warp of a multiprocessor where it
+# has many; a tile of `low_occupancy`, what 32 key columns add, and an instruction.
+_RECURRENT_CLOCKS, _RECURRENT_WARP_CLOCKS = 200, 30
+_LOW_OCCUPANCY_CLOCKS, _LOW_OCCUPANCY_DIM_CLOCKS, _LOW_OCCUPANCY_ISSUE_CLOCKS = 600, 700, 2.8
 
 
 def choose(
@@ -133,7 +144,7 @@ def _ways(
     for row in wide:
         if row.dim != wide[0].dim:
             return
-        if isinstance(row, ChunkedVariant):
+        if isinstance(row, (ChunkedVariant, ChunkedSingleVariant)):
             yield from _splits(row, entries, length, qk_dim, v_dim, target, sms)
         elif length <= _MAX_ROWS:
             blocks = entries * -(-v_dim // row.tile_n)
@@ -142,7 +153,7 @@ def _ways(
 
 
 def _splits(
-    row: ChunkedVariant, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int
+    row: ProductVariant, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int
 ) -> Iterator[Choice]:
     """Yield the ways to split a product into segments that come into question."""
     states = next(
@@ -173,7 +184,7 @@ def _splits(
             work = tiles * (segments - 1), segment_chunks * row.tile_m / states.tile_m
             us += _pass_us(states, *work, qk_dim, v_dim, target, sms)
             scanned = 8 * entries * segments * qk_dim * v_dim
-            us += _LAUNCH_US + 0.1 * segments + scanned / (_BYTES_PER_US * sms)
+            us += SCAN_US + SCAN_SEGMENT_US * segments + scanned / (_BYTES_PER_US * sms)
         segment_rows = segment_chunks * row.tile_m
         used = states if segments > 1 else None
         yield Choice(row, used, segments, segment_rows, us)
@@ -195,15 +206,17 @@ def _pass_us(
     """Time of a launch whose blocks walk so many chunks."""
     together = max(1, min(_resident(row, target), -(-blocks // sms)))
     own_columns = min(v_dim, row.tile_n)
-    outputs = isinstance(row, ChunkedVariant)
-    traffic = 2 * row.tile_m * (2 if outputs else 1) * (qk_dim + own_columns)
+    outputs = isinstance(row, (ChunkedVariant, ChunkedSingleVariant))
+    single = row.dtype == "float32"
+    traffic = (4 if single else 2) * row.tile_m * (2 if outputs else 1) * (qk_dim + own_columns)
     mma = row.tile_m * row.dim * row.tile_n / (16 * 8 * 16) / 4  # of the state, a quarter of an SM
     if outputs:
         scores = row.tile_m**2 * (row.dim + row.tile_n) / 2 / (16 * 8 * 16) / 4
         mma = mma * (3 if row.dtype == "bfloat16" else 2) + scores
-    waiting, waiting_together = (_WAITING, _WAITING_TOGETHER) if outputs else (1.0, 1.0)
-    alone = waiting * (_STEP_US + mma * _MMA_US)
-    busy = max(traffic / _BYTES_PER_US, waiting_together * mma * _MMA_US)
+    least, mma_us = (_SINGLE_STEP_US, 3 * _SINGLE_MMA_US) if single else (_STEP_US, _MMA_US)
+    waiting, waiting_together = (_WAITING, _WAITING_TOGETHER) if outputs and not single else (1, 1)
+    alone = waiting * (least + mma * mma_us)
+    busy = max(traffic / _BYTES_PER_US, waiting_together * mma * mma_us)
     step = max(alone, together * busy)
     waves = -(-blocks // (sms * together))
     return _LAUNCH_US + waves * (_START_US + chunks * step)
@@ -220,8 +233,10 @@ def _plain_us(
     together = max(1, min(_resident(row, target), -(-blocks // sms)))
     if isinstance(row, LowOccupancyVariant):
         instructions = 160 + row.dim / 32 * (130 + 8 * row.warps)
-        clocks = max(1000, together * row.warps * instructions / 4) / row.tile_m
+        issued = together * row.warps * instructions / 4 * _LOW_OCCUPANCY_ISSUE_CLOCKS
+        waited = _LOW_OCCUPANCY_CLOCKS + _LOW_OCCUPANCY_DIM_CLOCKS * row.dim / 32
+        clocks = max(waited, issued) / row.tile_m
     else:
-        clocks = max(90, together * row.warps * 20)
+        clocks = max(_RECURRENT_CLOCKS, together * row.warps * _RECURRENT_WARP_CLOCKS)
     waves, turns = -(-blocks // (sms * together)), -(-qk_dim // row.dim)
     return _LAUNCH_US + waves * turns * (_START_US + length * clocks / _CLOCKS_PER_US)

@@ -69,12 +69,9 @@ def ways(
 def _splits(
     row: ChunkedSm90Variant, entries: int, length: int, qk_dim: int, v_dim: int, sms: int
 ) -> Iterator[Way]:
-    states = next(
-        other
-        for other in PRODUCTS
-        if isinstance(other, StatesSm90Variant)
-        and (other.dtype, other.dim, other.tile_n) == (row.dtype, row.dim, row.tile_n)
-    )
+    sizes = row.dtype, row.dim, row.tile_n
+    sums = (other for other in PRODUCTS if isinstance(other, StatesSm90Variant))
+    states = next((one for one in sums if (one.dtype, one.dim, one.tile_n) == sizes), None)
     chunks = -(-length // row.tile_m)
     blocks = entries * -(-v_dim // row.tile_n)
     # Splits that fill the device so many times, as far as each segment has a few chunks.
@@ -84,6 +81,8 @@ def _splits(
         segments = -(-chunks // segment_chunks)
         us = pass_us(row, blocks * segments, segment_chunks, qk_dim, v_dim, sms)
         if segments > 1:
+            if states is None:
+                continue
             us += pass_us(states, blocks * (segments - 1), segment_chunks, qk_dim, v_dim, sms)
             scanned = 8 * entries * segments * qk_dim * v_dim
             us += SCAN_US + SCAN_SEGMENT_US * segments + scanned / (BYTES_PER_US * sms)

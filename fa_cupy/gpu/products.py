@@ -59,6 +59,60 @@ class StatesVariant(ProductVariant):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkedSingleVariant(ProductVariant):
+    """A row of ``chunked_single_sm80``: float32 as pairs of float16, three teams of warps.
+
+    Attributes
+    ----------
+    split_warps, score_warps : int
+        Those that make the pairs, and those with 16 rows of scores each; 0: split warps have them,
+        too. Each of the others has 16 value columns.
+    """
+
+    split_warps: int
+    score_warps: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: buffers of Q, K and V, two tiles of scores, exponents, notes."""
+        rows = self.stages * (2 * self.dim + self.tile_n) + 2 * self.tile_m
+        exponents = (2 * self.stages + 2) * self.tile_m
+        notes = self.stages * self.split_warps + self.tile_n
+        return 4 * (rows * self.tile_m + exponents + notes) + _WORK_BYTES + 8
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        teams = ("FA_SPLIT_WARPS", self.split_warps), ("FA_SCORE_WARPS", self.score_warps)
+        return (*super().defines, *teams, ("FA_THREADS", self.threads))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesSingleVariant(StatesVariant):
+    """A row of ``states_single_sm80``: two teams of warps.
+
+    Attributes
+    ----------
+    split_warps : int
+        Those that make the pairs; each of the others has 16 value columns.
+    """
+
+    split_warps: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: buffers of K and V, and exponents."""
+        row = self.dim + self.tile_n + 1
+        return 4 * self.stages * self.tile_m * row + _WORK_BYTES
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        teams = ("FA_SPLIT_WARPS", self.split_warps), ("FA_THREADS", self.threads)
+        return (*ProductVariant.defines.__get__(self), *teams)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecurrentVariant(ProductVariant):
     """A row of ``recurrent``: `tile_m` rows in each of `stages` buffers."""
 
@@ -128,6 +182,38 @@ def _states() -> Iterator[StatesVariant]:
             )  # fmt: skip
 
 
+def _chunked_single() -> Iterator[ChunkedSingleVariant]:
+    # dim and tile_n, tile_m, score warps, blocks, why. 4 warps split, one has 16 value columns.
+    rows = (
+        (32, 32, 2, 2, "two blocks on a multiprocessor hide each other's barriers"),
+        (64, 64, 4, 1, "a warp of each team on each quarter; 48 KB under way in registers"),
+        (64, 32, 2, 1, "for 99 KB of shared memory"),
+        (96, 32, 2, 1, "36 KB under way in registers"),
+        (128, 32, 0, 1, "12 warps, or the state would not fit in registers"),
+    )
+    for dim, tile_m, score_warps, blocks, why in rows:
+        yield ChunkedSingleVariant(
+            source="linear/chunked_single_sm80", dtype="float32", dim=dim, tile_m=tile_m,
+            tile_n=dim, warps=4 + score_warps + dim // 16, stages=3, split_warps=4,
+            score_warps=score_warps, blocks=blocks, why=why,
+        )  # fmt: skip
+
+
+def _states_single() -> Iterator[StatesSingleVariant]:
+    # dim and tile_n, tile_m, blocks, why. Warps: 4 that split, one for 16 columns.
+    rows = (
+        (32, 64, 3, "16 KB a buffer"),
+        (64, 64, 1, "32 KB a buffer"),
+        (96, 32, 1, "24 KB a buffer"),
+        (128, 32, 1, "two state warps on each quarter; 32 KB a buffer"),
+    )
+    for dim, tile_m, blocks, why in rows:
+        yield StatesSingleVariant(
+            source="linear/states_single_sm80", dtype="float32", dim=dim, tile_m=tile_m,
+            tile_n=dim, warps=4 + dim // 16, stages=2, split_warps=4, blocks=blocks, why=why,
+        )  # fmt: skip
+
+
 def _recurrent() -> Iterator[RecurrentVariant]:
     # dim, tile_m, stages, blocks, why. 64 value columns: 16 threads, times one for 8 key columns.
     rows = (
@@ -166,6 +252,8 @@ PRODUCTS: tuple[ProductVariant, ...] = (
     *_chunked(),
     *_states(),
     SCAN,
+    *_chunked_single(),
+    *_states_single(),
     *_recurrent(),
     *_low_occupancy(),
     *chunked_sm90(),

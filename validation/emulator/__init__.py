@@ -108,7 +108,7 @@ def build(
         listed = " ".join(f"ENTRY({entry})" for entry in entries)
         flags = [*(f"-D{key}={value}" for key, value in defines), f'-DKERNEL="{source.resolve()}"']
         flags += [f"-DENTRIES={listed}", "-c", str(FOLDER / "entry.cpp")]
-        kernel = _compile(BUILD / f"{stem}.o", *options, *flags)
+        kernel = _compile(BUILD / f"{stem}.{os.getpid()}.o", *options, *flags)
         _compile(target, *(_SANITIZERS if sanitize else ()), "-shared", str(kernel),
                  *map(str, objects))  # fmt: skip
         kernel.unlink(missing_ok=True)
@@ -269,6 +269,7 @@ def causal_product(
     reverse: bool = False,
     seed: int = 0,
     source: Path | None = None,
+    truncating: bool = False,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """`fa_cupy.causal_product` by some rows of the table of products, with its state.
 
@@ -281,6 +282,8 @@ def causal_product(
     seed : int
     source : Path, optional
         As for `attention`; in place of the outputs' kernel.
+    truncating : bool
+        As for `launch`.
 
     Raises
     ------
@@ -311,7 +314,7 @@ def causal_product(
             filled["tiles"] = tiles
             path = build_row(row, source if row is choice.row else None)
             block = (row.threads, row.shared_bytes)
-            launch(path, row.entry, blocks * tiles * segments, *block, filled, seed)
+            launch(path, row.entry, blocks * tiles * segments, *block, filled, seed, truncating)
     return out, state
 
 
