@@ -508,28 +508,33 @@ def test_what_no_kernel_computes():
 
 
 @pytest.fixture
-def product_module():
-    """`fa_cupy.gpu.product` where there is no CuPy: planning runs nothing of it."""
+def product_plan():
+    """`fa_cupy.gpu.product_plan` where there is no CuPy: planning runs nothing of it."""
     fakes = {name: mock.MagicMock() for name in ("cupy", "cupy.cuda", "fa_cupy.gpu._blas")}
-    gone = ("fa_cupy.gpu.product", "fa_cupy.gpu.plan", "fa_cupy.gpu.launch", "fa_cupy.gpu.devices")
+    gone = (
+        "fa_cupy.gpu.product_plan",
+        "fa_cupy.gpu.plan",
+        "fa_cupy.gpu.launch",
+        "fa_cupy.gpu.devices",
+    )
     with mock.patch.dict(sys.modules, fakes):
         for name in gone:
             sys.modules.pop(name, None)
-        yield importlib.import_module("fa_cupy.gpu.product")
+        yield importlib.import_module("fa_cupy.gpu.product_plan")
 
 
 @pytest.mark.parametrize("algorithm", ["chunked", "recurrent", "low_occupancy"])
-def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_module):
+def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_plan):
     q, k, v = draw(*[(8, 1000, 64)] * 3)
     problem = _product.product_problem("causal_product", q, k, v)
     out = problem.view(q.shape, q.strides)
     with (
-        mock.patch.object(product_module, "target_of_device", return_value="sm_90a"),
-        mock.patch.object(product_module, "multiprocessors", return_value=132),
-        mock.patch.object(product_module, "Launch"),
-        mock.patch.object(product_module.compile, "load") as load,
+        mock.patch.object(product_plan, "target_of_device", return_value="sm_90a"),
+        mock.patch.object(product_plan, "multiprocessors", return_value=132),
+        mock.patch.object(product_plan, "Launch"),
+        mock.patch.object(product_plan.compile, "load") as load,
     ):
-        product_module.Plan(problem, out, None, False, algorithm, 0)
+        product_plan.Plan(problem, out, None, False, algorithm, 0)
         sources = [call.args[0].source for call in load.call_args_list]
         assert algorithm in sources[-1]
 

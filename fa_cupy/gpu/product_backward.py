@@ -26,7 +26,8 @@ from fa_cupy._product import Product, product_problem
 from fa_cupy._shapes import View
 from fa_cupy.gpu import _steps
 from fa_cupy.gpu.plan import require_whole_elements
-from fa_cupy.gpu.product import Term, compute, plan_together
+from fa_cupy.gpu.product import compute
+from fa_cupy.gpu.product_plan import MAX_PLANS, Term, plan_together
 from fa_cupy.gpu.product_sm90 import ProductSm90
 
 _NAME = "causal_product_backward"
@@ -34,7 +35,6 @@ _NAME = "causal_product_backward"
 
 _calls: dict[Any, _Call] = {}  # by the arguments of a call as they come
 atexit.register(_calls.clear)  # kernels must go before CuPy's modules are taken apart
-_MAX_CALLS = 4096
 
 
 class _Call(NamedTuple):
@@ -104,7 +104,7 @@ def _gradients(
     found = [term.out for term in terms] + ([] if initial is None else [terms[2].state])
     plain = all(x is y for x, y in zip(found, (dq, dk, dv, dinitial), strict=False))
     if plan is not None and plain and terms[2].initial is dstate:
-        if len(_calls) >= _MAX_CALLS:
+        if len(_calls) >= MAX_PLANS:
             _calls.clear()
         results = tuple((x.shape, x.strides, x.dtype) for x in found)
         _calls[_key(dout, q, k, v, initial, dstate, reverse)] = _Call(plan, results)

@@ -54,7 +54,7 @@ pack_pointers: Callable[..., None] = struct.Struct("=3Q").pack_into
 
 
 class Job(NamedTuple):
-    """A product as `fa_cupy.gpu.product.Plan` takes it.
+    """A product as `fa_cupy.gpu.product_plan.Plan` takes it.
 
     Attributes
     ----------
