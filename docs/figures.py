@@ -11,10 +11,11 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from scipy import sparse
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fa_cupy import plot
+from fa_cupy import BitMask, plot
 from fa_cupy.gpu import variants
 
 matplotlib.rcParams.update(
@@ -179,6 +180,41 @@ def visibility(folder):
         plot.weights(q_len, 6, ax=ax, **options)
         ax.set_title(title, family="monospace", size=8)
     save(figure, folder, "visibility")
+
+
+def mask_words(folder):
+    """Which word and bit an element of a mask has, in either order."""
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    rows = {"fragment": 9, "row_major": 3}
+    axes = figure.subplots(2, 1, height_ratios=tuple(rows.values()))
+    for ax, order in zip(axes, rows, strict=True):
+        plot.layout(order, rows=rows[order], cols=40, ax=ax)
+        ax.set_title(order, family="monospace", size=8)
+    save(figure, folder, "mask_words")
+
+
+def masks(folder):
+    """The masks that the page on them makes, each made the same way but smaller."""
+    rng = np.random.default_rng(0)
+    n = 640
+    path = rng.standard_normal((n, 2)).cumsum(axis=0)
+    distance = np.linalg.norm(path[:, None] - path, axis=-1)
+    best = np.argpartition(distance, 24, axis=1)[:, :24]
+    document = np.repeat(np.arange(4), [200, 50, 260, 130])
+    points = np.sort(rng.random(n))
+    graph = sparse.csr_array(np.abs(points - points[:, None]) < 0.04)
+    board = np.indices((5, 5)).sum(axis=0) % 2 == 0
+    panels = {
+        "top-k": BitMask.from_indices(best, n),
+        "documents": BitMask.from_function(lambda q, k: document[q] == document[k], (n, n)),
+        "a graph": BitMask.from_csr(graph),
+        "a checkerboard": BitMask.from_blocks(board, n, n),
+    }
+    figure = Figure(figsize=(7.2, 7.2), layout="constrained")
+    for ax, (title, mask) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        plot.mask(mask, ax=ax)
+        ax.set_title(title)
+    save(figure, folder, "masks")
 
 
 def alibi(folder):
@@ -732,8 +768,8 @@ def prefix_sums(folder):
 
 
 FIGURES = (
-    online_softmax, tiling, visibility, alibi, call, fragment, swizzle, pipeline, traffic,
-    sm90_roles, sm90_pipeline, sm90_memory, sm90_order, chunks, prefix_sums,
+    online_softmax, tiling, visibility, mask_words, masks, alibi, call, fragment, swizzle, pipeline,
+    traffic, sm90_roles, sm90_pipeline, sm90_memory, sm90_order, chunks, prefix_sums,
 )  # fmt: skip
 
 

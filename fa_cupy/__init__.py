@@ -2,6 +2,7 @@
 
 from fa_cupy._attention import attention, scaled_dot_product_attention
 from fa_cupy._linear import causal_product, causal_product_backward
+from fa_cupy._masks import BitMask
 from fa_cupy._merge import merge_attention
 from fa_cupy._normalised import linear_attention
 from fa_cupy._prefix import prefix_state
@@ -9,6 +10,7 @@ from fa_cupy._prefix import prefix_state
 __version__ = "0.1.0"
 
 __all__ = [
+    "BitMask",
     "__version__",
     "attention",
     "causal_product",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fa_cupy import _arrays, _calls, _check, _options
+from fa_cupy._masks import BitMask
 
 _TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 
@@ -47,8 +48,9 @@ def attention(
         heads (axis -3) than the queries when the count divides: grouped-query attention.
     bias : array, broadcastable to (..., Lq, Lk), optional
         Added to the scores; any of the four dtypes.
-    mask : array of bool, broadcastable to (..., Lq, Lk), optional
-        True where a query may attend to a key.
+    mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
+        True where a query may attend to a key. Of a `BitMask`, batch axes broadcast and lengths
+        are those of `q` and `k`; it works on the CPU only.
     scale : float, optional
         Any finite factor; ``D ** -0.5`` by default.
     is_causal : bool
@@ -81,6 +83,8 @@ def attention(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted, before anything is
         allocated.
+    NotImplementedError
+        For a `BitMask` with arrays on a GPU.
 
     See Also
     --------
@@ -164,7 +168,7 @@ def scaled_dot_product_attention(
     query : array, shape (..., L, E)
     key : array, shape (..., S, E)
     value : array, shape (..., S, Ev)
-    attn_mask : array, broadcastable to (..., L, S), optional
+    attn_mask : array, broadcastable to (..., L, S), or BitMask, optional
         Of bool, True where a query attends to a key; or of floats, added to the scores.
     dropout_p : float
         Must be 0.0.
@@ -236,16 +240,23 @@ def _solve(
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
     _calls.require(name, **dict(zip(args[:3], arrays, strict=False)))
+    bits = arrays[4] if isinstance(arrays[4], BitMask) else None
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
-    given = {arg: x for arg, x in zip(args, arrays, strict=True) if x is not None}
+    given = {arg: x for arg, x in zip(args, arrays, strict=True) if x is not None and x is not bits}
     native = _arrays.to_native(name, **given, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
-    inputs = [None if x is None else by_arg[arg] for arg, x in zip(args, arrays, strict=True)]
+    named = zip(args, arrays, strict=True)
+    inputs = [x if x is None or x is bits else by_arg[arg] for arg, x in named]
     result = native.arrays[-1]
     problem = _check.attention_problem(
         *inputs, out=result, name=name, args=args, grouped=grouped, **options
     )
     with_lse = _options.flag(name, "return_lse", return_lse)
+    if bits is not None and native.backend == "cupy":
+        raise NotImplementedError(
+            f"{name}: {args[4]} is a BitMask, which no GPU kernel takes yet, want arrays on the "
+            "CPU or an array of bool"
+        )
     backend = _calls.backend_of(native, "attention")
     if native.backend == "cupy" and inputs[0] is arrays[0]:
         _CACHED[type(arrays[0])] = backend.cached

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from fa_cupy import _arrays, _options, _shapes
+from fa_cupy._masks import BitMask
 from fa_cupy._shapes import View as View  # for the backends
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -43,7 +44,7 @@ class Problem:
     v: View  # (*batch, k_len, v_dim)
     bias: View | None  # (*batch, q_len, k_len)
     bias_dtype: np.dtype[Any] | None
-    mask: View | None  # (*batch, q_len, k_len) of bool
+    mask: View | None  # (*batch, q_len, k_len) of bool, or of a BitMask's entries
     out_shape: tuple[int, ...]  # the user's: (*user_batch, q_len, v_dim)
     scale: float
     lower: int | None
@@ -76,6 +77,7 @@ def attention_problem(
     ----------
     q, k, v, bias, mask, out : numpy.ndarray or cupy.ndarray, or None for the last three
         Native arrays; only their metadata is read (and the address of `out`, to see overlaps).
+        `mask` may be a BitMask.
     scale, is_causal, causal_align, window, softcap, precision
         As in `fa_cupy.attention`.
     name : str
@@ -110,6 +112,14 @@ def attention_problem(
         raise ValueError(f"{name}: {k_arg} has head_dim {k.shape[-1]}, {q_arg} has {head_dim}")
     if k.shape[-2] != k_len:
         raise ValueError(f"{name}: {v_arg} has length {k_len}, {k_arg} has {k.shape[-2]}")
+
+    if isinstance(mask, BitMask):
+        for what, arg, got, want in zip(
+            ("q_len", "k_len"), (q_arg, k_arg), mask.shape[-2:], (q_len, k_len), strict=True
+        ):
+            if got != want:
+                raise ValueError(f"{name}: {mask_arg} has {what} {got}, {arg} has {want}")
+        mask = mask.entries[..., None, None]  # from here on an array like any other
 
     groups = _shapes.head_groups(name, args, q, k, v, grouped)
     arrays = zip(args, (q, k, v, bias, mask), strict=True)

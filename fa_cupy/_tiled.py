@@ -39,6 +39,14 @@ _CAP_MARGIN = 2.0**-24
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
+class SparseMask(Protocol):
+    """A mask (n, q_len, k_len), read as an array of bool, that knows where it hides keys."""
+
+    def __getitem__(self, tile: tuple[slice, slice, slice]) -> Array: ...
+    def runs(self, rows: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end) of keys that some of these rows see, ascending."""
+
+
 @dataclass(frozen=True)
 class Operands:
     """Arrays of n stacked batch entries; broadcast axes have stride 0."""
@@ -47,7 +55,7 @@ class Operands:
     k: Array  # (n, k_len, head_dim)
     v: Array  # (n, k_len, v_dim)
     bias: Array | None  # (n, q_len, k_len)
-    mask: Array | None  # (n, q_len, k_len)
+    mask: Array | SparseMask | None  # (n, q_len, k_len)
     out: Array  # (n, q_len, v_dim)
     lse: Array  # (n, q_len, 1)
 
@@ -131,7 +139,7 @@ def attend(
         top=steps.scratch("top", (n, m, 1)),
         total=steps.scratch("total", (n, m, 1)),
     )
-    for first, keys in tiles(problem, row_begin, row_end, tile_n):
+    for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
         if first and not rows.started:
             _start_empty(rows)
         weights = _scores(steps, problem, x, q, (row_begin, row_end), first, keys)
@@ -162,7 +170,7 @@ def attend_exactly(
     total = xp.zeros((n, m, 1), steps.dtype)
     lse = x.lse[:, row_begin:row_end].copy()
     lse[lse == -np.inf] = 0
-    for first, keys in tiles(problem, row_begin, row_end, tile_n):
+    for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
         scores = _scores(steps, problem, x, q, (row_begin, row_end), first, keys)
         if scores is None:
             continue
@@ -212,12 +220,13 @@ def transform(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float]:
 
 
 def tiles(
-    problem: Problem, row_begin: int, row_end: int, tile_n: int
+    problem: Problem, row_begin: int, row_end: int, tile_n: int, mask: Any = None
 ) -> Iterator[tuple[int, tuple[int, int]]]:
     """Yield (first, (key_begin, key_end)) for the tiles of these queries.
 
     All queries but the `first` ones, which do not see any of these keys, take part: `first` is 0
     but for the last keys under a diagonal, which only the second half of the queries can see.
+    Blocks of keys that a sparse mask hides from all of them are left out.
     """
     begin, end = visible_keys(problem, row_begin, row_end)
     half = (row_end - row_begin) // 2
@@ -225,8 +234,10 @@ def tiles(
     if problem.upper is not None and half >= _LEAST_HALF:
         corner = min(end, max(begin, row_begin + half + problem.upper))
     for first, start, stop in ((0, begin, corner), (half, corner, end)):
-        for key in range(start, stop, tile_n):
-            yield first, (key, min(key + tile_n, stop))
+        keys, runs = (start, stop), getattr(mask, "runs", None)
+        for begin, end in runs((row_begin + first, row_end), keys) if runs else [keys]:
+            for key in range(begin, end, tile_n):
+                yield first, (key, min(key + tile_n, end))
 
 
 def visible_keys(problem: Problem, row_begin: int, row_end: int) -> tuple[int, int]:

@@ -9,9 +9,15 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fa_cupy import layouts
 from fa_cupy._attention import attention
+from fa_cupy._masks import BitMask
 
-__all__ = ["images", "weights"]
+__all__ = ["images", "layout", "mask", "weights"]
+
+_WORDS = ("#2f6db5", "#d9822b", "#3d9a6b", "#a3478f")  # the four words of a row
+# Masks up to this many queries and keys are drawn bit by bit, larger ones block by block.
+_MOST_BITS = 1024
 
 
 def images(panels: Mapping[str, NDArray[Any]], path: str | PathLike[str] | IO[bytes]) -> None:
@@ -77,10 +83,7 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
     >>> [float(x) for x in ax.get_xlim()]
     [0.0, 6.0]
     """
-    if ax is None:
-        from matplotlib.figure import Figure
-
-        ax = Figure(figsize=(0.4 * k_len + 0.8, 0.4 * q_len + 0.8), layout="constrained").subplots()
+    ax = ax or _axes(0.4 * k_len + 0.8, 0.4 * q_len + 0.8)
     seen = attention(np.zeros((q_len, 1)), np.zeros((k_len, 1)), np.eye(k_len), **options)
     largest = seen.max(axis=-1, keepdims=True)
     shade = np.divide(seen, largest, out=np.zeros_like(seen), where=largest > 0)
@@ -93,3 +96,115 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
     ax.set_yticks(np.arange(q_len) + 0.5, [str(i) for i in range(q_len)])
     ax.tick_params(length=0)
     return ax
+
+
+def mask(mask: BitMask, *, ax: Any = None) -> Any:
+    """Draw a bit mask and the blocks that it is made of.
+
+    Parameters
+    ----------
+    mask : BitMask, shape (Lq, Lk)
+        Of a mask with batch axes, pick an entry first: ``mask[0]``.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Full blocks are drawn in blue, the bits of partial blocks in orange, and empty blocks are
+        left white. Of more than 1024 queries or keys, a partial block is orange as a whole.
+
+    Raises
+    ------
+    ValueError
+        For a mask with batch axes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import BitMask, plot
+    >>> ax = plot.mask(BitMask.from_dense(np.tri(500, dtype=bool)))
+    >>> [float(x) for x in ax.get_xlim()]
+    [0.0, 500.0]
+    """
+    if mask.ndim != 2:
+        raise ValueError(f"plot.mask: mask has shape {mask.shape}, want 2 axes (as of mask[0])")
+    from matplotlib.colors import ListedColormap
+
+    (q_len, k_len), shade = mask.shape, mask.block_states()
+    blocks = [layouts.BLOCK * np.arange(n + 1) for n in shade.shape]
+    drawn = max(q_len, k_len) <= _MOST_BITS
+    if drawn:
+        for axis in (0, 1):
+            shade = shade.repeat(layouts.BLOCK, axis)
+        shade = shade[:q_len, :k_len] * mask.to_dense()
+    ax = ax or _axes(4.4, 0.6 + 3.8 * max(0.2, min(2.0, q_len / max(1, k_len))))
+    edges = [np.arange(n + 1) for n in shade.shape] if drawn else blocks
+    colors = ListedColormap(["white", _WORDS[1], _WORDS[0]])  # by BitMask.EMPTY, PARTIAL, FULL
+    ax.pcolormesh(edges[1], edges[0], shade, cmap=colors, vmin=0, vmax=2, rasterized=True)
+    if len(blocks[0]) + len(blocks[1]) <= 66:
+        ax.hlines(blocks[0][1:-1], 0, k_len, color="#8a939c", linewidth=0.5)
+        ax.vlines(blocks[1][1:-1], 0, q_len, color="#8a939c", linewidth=0.5)
+    limits = {"xlim": (0, max(1, k_len)), "ylim": (max(1, q_len), 0)}
+    ax.set(aspect="equal", xlabel="key", ylabel="query", **limits)
+    return ax
+
+
+def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any = None) -> Any:
+    """Draw which word and bit of a mask block stands for which query and key.
+
+    Parameters
+    ----------
+    order : {"fragment", "row_major"}
+        Of the words; see `fa_cupy.layouts`.
+    rows, cols : int
+        How much of the block to draw, from its upper left corner: at most 128 each.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; by default a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Every element shows the number of its bit, in the colour of its word of the row. The numbers
+        on the left are those of the words in memory, from the row's first to its last.
+
+    Raises
+    ------
+    ValueError
+        For another order.
+
+    Examples
+    --------
+    >>> from fa_cupy import plot
+    >>> ax = plot.layout("fragment", rows=2, cols=16)
+    >>> [text.get_text() for text in ax.texts][:10]
+    ['0', '1', '0', '1', '0', '1', '0', '1', '2', '3']
+    """
+    if order not in layouts.ORDERS:
+        raise ValueError(f"plot.layout: order is {order!r}, want 'fragment' or 'row_major'")
+    from matplotlib.colors import ListedColormap
+
+    address = layouts.fragment_address if order == "fragment" else layouts.row_major_address
+    word, bit = address(*np.indices((rows, layouts.BLOCK)))
+    ax = ax or _axes(0.24 * cols + 1.2, 0.24 * rows + 0.8)
+    of_row = np.argsort(np.argsort(word, axis=1, kind="stable"), axis=1) // layouts.WORD_BITS
+    colors = ListedColormap(_WORDS)
+    ax.pcolormesh(
+        of_row[:, :cols], cmap=colors, vmin=0, vmax=3, alpha=0.45, edgecolors="white", linewidth=0.5
+    )
+    for row, col in np.ndindex(rows, cols):
+        text = str(bit[row, col])
+        ax.text(col + 0.5, row + 0.5, text, ha="center", va="center_baseline", size=6)
+    words = [", ".join(str(n) for n in np.unique(line)) for line in word]
+    ax.set_yticks(np.arange(rows) + 0.5, words, size=6)
+    ax.set_xticks(np.arange(0, cols, 8) + 0.5, [str(col) for col in range(0, cols, 8)])
+    ax.set(aspect="equal", xlim=(0, cols), ylim=(rows, 0), xlabel="key", ylabel="words")
+    ax.tick_params(length=0)
+    return ax
+
+
+def _axes(width: float, height: float) -> Any:
+    """Return axes on a new figure, sizes in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained").subplots()

@@ -27,7 +27,7 @@ def attention(
     Parameters
     ----------
     q, k, v, bias, mask : numpy.ndarray
-        As in `fa_cupy.attention`.
+        As in `fa_cupy.attention`; a `fa_cupy.BitMask` is unpacked to all its Lq x Lk elements.
     **options
         `scale`, `is_causal`, `causal_align`, `window` and `softcap`, as there.
 
@@ -216,7 +216,7 @@ def _attend(
             scores = scores + np.asarray(bias).astype(real)
         seen = visible(q.shape[-2], k.shape[-2], **band)
         if mask is not None:
-            seen = seen & mask
+            seen = seen & (mask.to_dense() if hasattr(mask, "to_dense") else mask)
         scores = np.where(seen, scores, real.type(-np.inf))
         lse = _logsumexp(scores)
         attended = scores != -np.inf

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy import _arrays, _check, _stacks, _tiled, _tiles
+from fa_cupy._masks import BitMask
 from fa_cupy.cpu import _threads
+from fa_cupy.cpu._mask_tiles import MaskTiles, mask_tile
 from fa_cupy.cpu._steps import Steps
 
 Array = npt.NDArray[Any]
@@ -35,7 +37,7 @@ def attention(
     k: Array,
     v: Array,
     bias: Array | None,
-    mask: Array | None,
+    mask: Array | BitMask | None,
     out: Array | None,
     return_lse: bool,
 ) -> tuple[Array, Array | None]:
@@ -46,7 +48,7 @@ def attention(
     problem : Problem
         From `fa_cupy._check.attention_problem`.
     q, k, v, bias, mask : numpy.ndarray or None
-        The arrays that `problem` was made from.
+        The arrays that `problem` was made from; `mask` may be a BitMask.
     out : numpy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
@@ -66,6 +68,8 @@ def attention(
     if lse.size == 0:  # however many batch entries there are
         return out, lse if return_lse else None
     tile = _tile(problem, dtype)
+    if isinstance(mask, BitMask):
+        tile = mask_tile(tile)
     tasks = _tasks(problem, (q, k, v, bias, mask, out, lse), tile, dtype)
 
     def new_worker() -> Callable[[_Task], None]:
@@ -120,7 +124,10 @@ def _tasks(
     problem: _check.Problem, arrays: tuple[Any, ...], tile: _tiles.Tile, dtype: np.dtype[Any]
 ) -> list[_Task]:
     """Split the problem, the largest tasks of each stack first, so that threads end together."""
-    out, lse = arrays[5:]
+    mask, out, lse = arrays[4:]
+    bits = mask if isinstance(mask, BitMask) else None
+    if bits is not None:
+        arrays = (*arrays[:4], bits.entries[..., None, None], out, lse)
     out_view = _check.out_view(problem, out.shape, out.strides)
     lse_view = _check.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
     views = (problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view)
@@ -135,6 +142,8 @@ def _tasks(
     tasks = []
     most = min(_tiles.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
     for x in _stacks.stacks(np, arrays, views, max(1, most)):
+        if bits is not None and problem.k_len:
+            x[4] = MaskTiles(bits, x[4][:, 0, 0])
         stack = _Stack(_tiled.Operands(*x), dtype, users=len(rows))
         n = x[0].shape[0]
         tasks += [_Task(stack, begin, end, n * cost) for begin, end, cost in rows]

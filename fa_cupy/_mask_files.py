@@ -1,0 +1,77 @@
+"""Masks in files: .npz archives of their lists."""
+
+from __future__ import annotations
+
+import zipfile
+from os import PathLike
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy._blocks import WORDS, BlockLists, Grid
+
+Array = npt.NDArray[Any]
+
+_FORMAT = 1
+_DTYPES = (np.int64, np.int32, np.uint32, np.int64, np.int32)  # of the fields of BlockLists
+
+
+def save(
+    file: str | PathLike[str] | IO[bytes], grid: Grid, lists: BlockLists, entries: Array
+) -> None:
+    """Write a mask; see `fa_cupy.BitMask.save`."""
+    arrays: dict[str, Any] = lists._asdict()
+    arrays |= {"format": _FORMAT, "lengths": np.array(grid, np.int64), "entries": entries}
+    if not isinstance(file, (str, PathLike)):
+        np.savez(file, **arrays)
+        return
+    with open(file, "wb") as opened:  # to a name, NumPy would add an ending
+        np.savez(opened, **arrays)
+
+
+def load(file: str | PathLike[str] | IO[bytes]) -> tuple[Grid, BlockLists, Array]:
+    """Read a mask; see `fa_cupy.BitMask.load`."""
+    if isinstance(file, (str, PathLike)):
+        with open(file, "rb") as opened:  # NumPy does not close what turns out to be no archive
+            return _read(opened, str(file))
+    return _read(file, repr(file))
+
+
+def _read(file: IO[bytes], name: str) -> tuple[Grid, BlockLists, Array]:
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            found = {key: archive[key] for key in archive.files}
+        if int(found["format"]) != _FORMAT:
+            raise ValueError(f"format {int(found['format'])}, want {_FORMAT}")
+        grid = Grid(*(int(n) for n in found["lengths"]))
+        lists = BlockLists(*(found[key] for key in BlockLists._fields))
+        entries = found["entries"]
+        _check(grid, lists, entries)
+    except (AttributeError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"BitMask.load: {name} holds no mask ({error})") from error
+    for array in lists:
+        array.flags.writeable = False
+    return grid, lists, entries
+
+
+def _check(grid: Grid, lists: BlockLists, entries: Array) -> None:
+    """Raise a ValueError unless all indices lie where a kernel may follow them."""
+    for name, array, dtype in zip(BlockLists._fields, lists, _DTYPES, strict=True):
+        if array.dtype != dtype:
+            raise ValueError(f"{name} has dtype {array.dtype}, want {np.dtype(dtype)}")
+    count = 1 + int(entries.max(initial=-1))
+    fits = min(grid) >= 0 and entries.dtype.kind in "iu" and entries.min(initial=0) >= 0
+    fits = fits and lists.words.shape == (len(lists.partial), *WORDS)
+    for begin, tiles in ((lists.partial_begin, lists.partial), (lists.full_begin, lists.full)):
+        fits = fits and begin.ndim == tiles.ndim == 1
+        fits = fits and len(begin) > count * grid.q_tiles and begin[0] == 0
+        fits = fits and begin[-1] == len(tiles) and bool((np.diff(begin) >= 0).all())
+        fits = fits and tiles.min(initial=0) >= 0 and tiles.max(initial=-1) < grid.k_tiles
+        if not fits:
+            break
+        follows = np.ones(len(tiles) + 1, np.bool_)
+        follows[begin] = False  # the first of a row
+        fits = bool((np.diff(tiles)[follows[1:-1]] > 0).all())
+    if not fits:
+        raise ValueError("its lists contradict each other")

@@ -1,0 +1,299 @@
+"""Who holds what: accumulators of tensor-core products, and the bits of a mask that go with them.
+
+A product of tensor cores leaves its result spread over the registers of many threads. Both
+instructions that the kernels use, ``wgmma`` with 64 rows and ``mma`` with 16, spread it alike [1]_:
+a warp owns 16 rows, and thread ``lane`` of it holds, in register ``4*v + 2*i + j``, the element ::
+
+    row     16*warp + lane//4 + 8*i       i = 0, 1
+    column  8*v + 2*(lane % 4) + j        j = 0, 1
+
+so of every 8 columns two neighbours, in two rows that lie 8 apart.
+
+A block of a mask is 128 x 128 bits in 512 words of 32, in one of two orders:
+
+``row_major``
+    ``words[row, word]``: bit b of word w is column ``32*w + b``. What most tools write.
+``fragment``
+    ``words[slab, lane, i]``: the row is ``16*slab + lane//4 + 8*i``, and bit b is column
+    ``8*(b >> 1) + 2*(lane % 4) + (b & 1)``, which is what that thread of the warp that owns the
+    slab of 16 rows holds in its registers ``v = b >> 1, j = b & 1``. A thread therefore reads one
+    word a row a 128 columns and uses every bit of it; in row-major order it would read four words
+    and use a quarter of them.
+
+In fragment order **a lane's two rows come first in memory**, and then the lanes: ``lane % 4``,
+which picks the word of a row, runs faster than ``lane // 4``, which picks the row. The two words of
+a lane are one 8-byte load, and a warp's 32 loads are 256 bytes in a row: in device memory the
+fewest possible sectors, in shared memory every bank once in each half warp. With a row's four words
+first instead, the same bytes would take two loads of 4 bytes. A slab fits a tile of any height:
+``m64nN`` gives slab ``4*k + warp`` to a warp of its k-th 64 rows, ``m16n8`` any slab to any warp.
+A tile of 64 columns takes one 16-bit half of each word (the low one holds columns 0 to 63), a tile
+of 256 columns the words of two neighbouring blocks; see `Accumulator.mask_bit`.
+
+`pack` and `unpack` use only methods and functions that CuPy arrays answer to as well.
+
+.. [1] PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16" and "Matrix Fragments for
+   mma.m16n8k16".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["BLOCK", "ORDERS", "SLAB", "Accumulator", "fragment_address", "mma", "pack",
+           "row_major_address", "unpack", "wgmma"]  # fmt: skip
+
+BLOCK = 128  # rows and columns of a block
+SLAB = 16  # rows that a warp owns
+WORD_BITS = 32
+# Shapes of a block's words.
+ORDERS = {
+    "row_major": (BLOCK, BLOCK // WORD_BITS),  # row, word
+    "fragment": (BLOCK // SLAB, 32, 2),  # slab, lane, row of the lane
+}
+# The two bits j of one v stay neighbours in either order, so pairs of bools move, as one uint16.
+# Axes of a block's pairs, rows being (slab, i, lane//4), columns (v, lane % 4), and where they go.
+_PAIRS = (BLOCK // SLAB, 2, 8, BLOCK // 8, 4)
+_TO_FRAGMENT = (0, 2, 4, 1, 3)
+_TO_BLOCK = (0, 3, 1, 4, 2)
+
+
+class Accumulator(NamedTuple):
+    """The result of one product of tensor cores, or of several side by side.
+
+    Parameters
+    ----------
+    rows : int
+        A multiple of 16; there is one warp for every 16.
+    cols : int
+        A multiple of 8.
+
+    Examples
+    --------
+    >>> from fa_cupy import layouts
+    >>> tile = layouts.wgmma(128)
+    >>> tile.threads, tile.registers
+    (128, 64)
+    >>> row, col = tile.element(37, 6)  # warp 1, lane 5, v = 1, i = 1, j = 0
+    >>> int(row), int(col)
+    (25, 10)
+    >>> [int(x) for x in tile.holder(25, 10)]
+    [37, 6]
+    """
+
+    rows: int
+    cols: int
+
+    @property
+    def threads(self) -> int:
+        """Threads that hold it."""
+        return 2 * self.rows
+
+    @property
+    def registers(self) -> int:
+        """Elements that a thread holds."""
+        return self.cols // 2
+
+    def element(self, thread: Any, register: Any) -> tuple[Any, Any]:
+        """Return (row, column) of what `thread` holds in `register`; arrays broadcast."""
+        warp, lane = np.divmod(thread, 32)
+        v, i, j = np.asarray(register) // 4, np.asarray(register) // 2 % 2, np.asarray(register) % 2
+        return SLAB * warp + lane // 4 + 8 * i, 8 * v + 2 * (lane % 4) + j
+
+    def holder(self, row: Any, col: Any) -> tuple[Any, Any]:
+        """Return (thread, register) that hold an element; arrays broadcast."""
+        warp, below = np.divmod(row, SLAB)
+        v, across = np.divmod(col, 8)
+        thread = 32 * warp + 4 * (below % 8) + across // 2
+        return thread, 4 * v + 2 * (below // 8) + across % 2
+
+    def mask_bit(self, register: Any, first_col: int = 0) -> tuple[Any, Any, Any]:
+        """Return where a thread finds the mask bit of `register` in words of fragment order.
+
+        Parameters
+        ----------
+        register : int or array of int
+        first_col : int, optional
+            Column of the mask, a multiple of 8, at which the tile begins.
+
+        Returns
+        -------
+        block : int or array of int
+            Blocks of 128 columns from that of column 0.
+        i : int or array of int
+            Which of the lane's two words there.
+        bit : int or array of int
+
+        Examples
+        --------
+        The second half of a block, for a tile of 64 columns, is in bits 16 to 31:
+
+        >>> from fa_cupy import layouts
+        >>> block, i, bit = layouts.wgmma(64).mask_bit(range(32), first_col=64)
+        >>> bool((block == 0).all()), int(bit.min()), int(bit.max())
+        (True, 16, 31)
+        """
+        register = np.asarray(register)
+        block, v = np.divmod(first_col // 8 + register // 4, BLOCK // 8)
+        return block, register // 2 % 2, 2 * v + register % 2
+
+
+def wgmma(n: int) -> Accumulator:
+    """Return the accumulator of ``wgmma.mma_async.m64nN``, of one warpgroup.
+
+    Parameters
+    ----------
+    n : int
+        A multiple of 8, at most 256.
+
+    Raises
+    ------
+    ValueError
+        For any other `n`.
+    """
+    if n % 8 or not 8 <= n <= 256:
+        raise ValueError(f"wgmma: n is {n}, want a multiple of 8 from 8 to 256")
+    return Accumulator(64, n)
+
+
+def mma(n: int = 8) -> Accumulator:
+    """Return the accumulators of ``mma.m16n8`` side by side, of one warp.
+
+    Parameters
+    ----------
+    n : int, optional
+        Columns together, a multiple of 8. Four registers of one product follow those of another.
+
+    Raises
+    ------
+    ValueError
+        For any other `n`.
+    """
+    if n % 8 or n < 8:
+        raise ValueError(f"mma: n is {n}, want a multiple of 8")
+    return Accumulator(SLAB, n)
+
+
+def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
+    """Return (word, bit) of an element of a block in fragment order; words count from 0 to 511.
+
+    Examples
+    --------
+    >>> from fa_cupy import layouts
+    >>> [int(x) for x in layouts.fragment_address(9, 10)]  # slab 0, lane 5, its second row
+    [11, 2]
+    """
+    lane, register = mma(BLOCK).holder(row % SLAB, col)
+    _, i, bit = mma(BLOCK).mask_bit(register)
+    return 64 * (row // SLAB) + 2 * lane + i, bit
+
+
+def row_major_address(row: Any, col: Any) -> tuple[Any, Any]:
+    """Return (word, bit) of an element of a block in row-major order; words count from 0 to 511.
+
+    Examples
+    --------
+    >>> from fa_cupy import layouts
+    >>> layouts.row_major_address(9, 40)
+    (37, 8)
+    """
+    return row * (BLOCK // WORD_BITS) + col // WORD_BITS, col % WORD_BITS
+
+
+def pack(bits: Any, order: str = "fragment") -> Any:
+    """Pack blocks of bool into words.
+
+    Parameters
+    ----------
+    bits : array of bool, shape (..., 128, 128)
+    order : {"fragment", "row_major"}
+
+    Returns
+    -------
+    array of uint32, shape (..., 8, 32, 2) or (..., 128, 4)
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another dtype, shape or order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import layouts
+    >>> bits = np.zeros((128, 128), bool)
+    >>> bits[9, 10] = True
+    >>> words = layouts.pack(bits)
+    >>> words.shape, int(words[0, 5, 1])
+    ((8, 32, 2), 4)
+    """
+    shape = _shape("pack", order)
+    if bits.dtype != np.bool_:
+        raise TypeError(f"pack: bits has dtype {bits.dtype}, want bool")
+    if bits.shape[-2:] != (BLOCK, BLOCK):
+        raise ValueError(f"pack: bits has shape {bits.shape}, want (..., {BLOCK}, {BLOCK})")
+    batch = bits.shape[:-2]
+    if order == "fragment":
+        bits = _moved(bits, _PAIRS, _TO_FRAGMENT)
+    # Flat, since CuPy packs along no axis; a word is whole bytes.
+    packed = np.packbits(bits.ravel(), bitorder="little")
+    return packed.view("<u4").astype(np.uint32, copy=False).reshape(*batch, *shape)
+
+
+def unpack(words: Any, order: str = "fragment") -> Any:
+    """Unpack words into blocks of bool: the inverse of `pack`.
+
+    Parameters
+    ----------
+    words : array of uint32, shape (..., 8, 32, 2) or (..., 128, 4)
+    order : {"fragment", "row_major"}
+        Of the words.
+
+    Returns
+    -------
+    array of bool, shape (..., 128, 128)
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another dtype, shape or order.
+
+    Examples
+    --------
+    From one order to the other:
+
+    >>> import numpy as np
+    >>> from fa_cupy import layouts
+    >>> words = np.zeros((128, 4), np.uint32)
+    >>> words[9, 0] = 1 << 10
+    >>> int(layouts.pack(layouts.unpack(words, "row_major"))[0, 5, 1])
+    4
+    """
+    shape = _shape("unpack", order)
+    if words.dtype != np.uint32:
+        raise TypeError(f"unpack: words has dtype {words.dtype}, want uint32")
+    batch = words.shape[: max(0, words.ndim - len(shape))]
+    if words.shape != (*batch, *shape):
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(f"unpack: words has shape {words.shape}, want (..., {wanted})")
+    flat = words.ravel().astype("<u4", copy=False).view(np.uint8)
+    bits = np.unpackbits(flat, bitorder="little").view(np.bool_)
+    if order == "fragment":
+        bits = _moved(bits, [_PAIRS[axis] for axis in _TO_FRAGMENT], _TO_BLOCK)
+    return bits.reshape(*batch, BLOCK, BLOCK)
+
+
+def _shape(name: str, order: str) -> tuple[int, ...]:
+    shape = ORDERS.get(order) if isinstance(order, str) else None
+    if shape is None:
+        raise ValueError(f"{name}: order is {order!r}, want 'fragment' or 'row_major'")
+    return shape
+
+
+def _moved(bits: Any, split: Sequence[int], axes: Sequence[int]) -> Any:
+    """Return `bits` as flat bools, the pairs of each block (of shape `split`) in another order."""
+    pairs = bits.ravel().view(np.uint16).reshape(-1, *split)
+    moved = pairs.transpose(0, *(1 + axis for axis in axes))
+    return moved.ravel().view(np.bool_)
