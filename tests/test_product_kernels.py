@@ -375,33 +375,44 @@ SINGLE_BUGS = {
 # The same for chunked_sm90.cu.
 BUGS_SM90 = {
     "scores of a chunk that has not landed": (
-        "wait(shared.full[at], place.parity());\n    const uint64 a",
-        "const uint64 a",
+        "wait(shared.full[0], 0);\n  start_scores",
+        "start_scores",
     ),
     "scores over those in use": (
         "wait(shared.p_empty[p_at], p_place.parity() ^ 1);",
         "",
     ),
     "outputs without scores": (
-        "wait(shared.p_full[p_at], p_place.parity());",
+        "if (i + 1 < chunks) wait(shared.p_full[p_next.index()], p_next.parity());",
         "",
     ),
     "an output over one that is being stored": (
-        "wait(shared.out_empty[at][group], out_place.parity() ^ 1);",
+        "wait(shared.out_empty[out_at][group], out_place.parity() ^ 1);",
         "",
     ),
     "a chunk given back while it is multiplied": (
-        "    wgmma_wait_group<0>();\n    release(shared.p_empty[p_at]);\n"
+        "    wgmma_wait_group<kEarly || !kScaled ? 1 : 0>();  // for the outputs\n"
         "    if constexpr (kEarly) release(shared.empty[at]);",
-        "    release(shared.empty[at]);\n    wgmma_wait_group<0>();\n"
-        "    release(shared.p_empty[p_at]);",
+        "    release(shared.empty[at]);\n    wgmma_wait_group<1>();",
     ),
-    "sums that are not there yet": ("wgmma_wait_group<2>();", ""),
+    "outputs that are not there yet": (
+        "wgmma_wait_group<kEarly || !kScaled ? 1 : 0>();  // for the outputs",
+        "",
+    ),
+    "a rounded state over one in use": ("wgmma_wait_group<2>();", ""),
+    "sums that are not there yet": (
+        "wgmma_wait_group<0>();\n    if constexpr (!kEarly) {\n      release",
+        "if constexpr (!kEarly) {\n      release",
+    ),
+    "scores that are not there yet": (
+        "wgmma_wait_group<0>();\n#pragma unroll\n    for (int n = 0; n < 32; ++n) {",
+        "for (int n = 0; n < 32; ++n) {",
+    ),
     "scores without a proxy fence": (
-        "fence_proxy_async_shared();\n    __syncwarp();\n    release(shared.p_full[p_at]);",
-        "__syncwarp();\n    release(shared.p_full[p_at]);",
+        "fence_proxy_async_shared();\n      __syncwarp();\n      release(shared.p_full[p_at]);",
+        "__syncwarp();\n      release(shared.p_full[p_at]);",
     ),
-    "scores on both sides of the diagonal": (" > 0) s[v][e] = 0.0f;", " > 99) s[v][e] = 0.0f;"),
+    "scores on both sides of the diagonal": ("if ((seen >> n & 1) == 0)", "if (seen == 0)"),
 }
 
 

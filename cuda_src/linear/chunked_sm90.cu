@@ -8,59 +8,27 @@
 // which S^T grows by.  In reverse, chunks come from the last to the first, and P is the upper
 // triangle.
 #include "cuda_src/common/chunk_state.cuh"
-#include "cuda_src/common/product_sm90.cuh"
+#include "cuda_src/linear/chunked_sm90.cuh"
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 
-// -------------------------------------------------------------------------------------- constants
-constexpr int kOutSlots = FA_OUT_SLOTS;  // places for finished outputs
-// bfloat16 rounds the state as coarsely as the output: there what rounding leaves is multiplied
-// too.  float16 has the bits but not the range, so there state and scores are scaled.
-constexpr bool kLowPart = kBf16;
-constexpr bool kScaled = !kBf16;
-// With registers for it, the sums of a chunk start before its outputs and are added to the state
-// while those are multiplied; else they take the registers of the state's rounded parts, later.
-constexpr bool kEarly = kMinBlocks == 1 && (kDim == 64 || (kGroups == 1 && kLowPart));
-constexpr int kThreads = 128 * (kGroups + 2);
-constexpr int kSumCols = kCols / 4;  // value columns of one of the score warps
-// 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
-constexpr int kFeedingRegisters = kMinBlocks == 2 ? 24 : 32;
-constexpr int kScoreRegisters = kMinBlocks == 2 ? 72 : 96;
-constexpr int kStateRegisters = kMinBlocks == 2 ? 144 : kGroups == 2 ? 192 : 240;
-static_assert(kGroups <= 2 && kMinBlocks <= 2 && kGroups * kMinBlocks <= 2, "registers, as above");
-
-using PTile = SharedTile<kChunk, 64>;
-using OutTile = SharedTile<kChunk, 64>;
-
-// ---------------------------------------------------------------------------------------- storage
-struct SharedStorage {
-  uint8 q[kStages][kDimBlocks * kBlockBytes];
-  uint8 k[kStages][kDimBlocks * kBlockBytes];
-  uint8 v[kStages][kGroups * kBlockBytes];
-  uint8 p[2][kBlockBytes];
-  uint8 out[kOutSlots][kGroups * kBlockBytes];
-  float p_inverse[2][4];  // what 16 rows of P V are multiplied by, where kScaled
-  int broken[2][4];       // whether values of a score warp's columns are not finite
-  int bound[2][kCols];    // then: the first (in reverse, last) row of each column where that is so
-  uint64 full[kStages], empty[kStages];
-  uint64 p_full[2], p_empty[2];
-  uint64 out_full[kOutSlots][kGroups], out_empty[kOutSlots][kGroups];
-  Work work;
-};
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
-
-using Place = RingPlace<kStages>;
-using PPlace = RingPlace<2>;
-using OutPlace = RingPlace<kOutSlots>;
-
 // ---------------------------------------------------------------------------------------- feeding
-FA_DEVICE void feed(const ProductSm90Params& params, SharedStorage& shared) {
-  const Work work = shared.work;
+FA_DEVICE void prefetch_maps(const ProductJob& job) {
+  prefetch_tensormap(&job.q_map);
+  prefetch_tensormap(&job.k_map);
+  prefetch_tensormap(&job.v_map);
+  prefetch_tensormap(&job.out_map);
+}
+
+// Loads some of the block's chunks.
+FA_DEVICE void feed(const ProductSm90Params& params, SharedStorage& shared, const Work& work,
+                    int begin, int end) {
   const ProductJob& job = params.job[work.job];
   const uint64 policy = params.keep ? kEvictLast : kEvictNormal;
   Place place;
+  place.advance(begin);
 #pragma unroll 1
-  for (int i = 0; i < work.chunks; ++i) {
+  for (int i = begin; i < end; ++i) {
     const int row = (work.chunk + i * work.step) * kChunk, at = place.index();
     wait(shared.empty[at], place.parity() ^ 1);
     const uint32 barrier = cvta_to_shared(&shared.full[at]);
@@ -139,66 +107,92 @@ FA_DEVICE void forget_not_finite(uint8* v_tile, int (&bound)[kCols], int warp, b
   }
 }
 
+// S = Q K^T, started.
+FA_DEVICE void start_scores(float (&s)[8][4], const uint8* q_tile, const uint8* k_tile) {
+  const uint64 a = wgmma_descriptor(cvta_to_shared(q_tile), 0);
+  const uint64 b = wgmma_descriptor(cvta_to_shared(k_tile), 0);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
+    const int more = (step / 4 * kBlockBytes + step % 4 * 32) / 16;
+    wgmma_m64k16_ss<kBf16, 64>(s, a + more, b + more, step > 0);
+  }
+  wgmma_commit_group();
+}
+
 FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& shared, int warp) {
   const int lane = threadIdx.x % 32, chunks = shared.work.chunks;
   const bool reverse = params.job[shared.work.job].reverse;
-  // How far beyond the diagonal this lane's first element lies.
-  const int sign = reverse ? -1 : 1, beyond = sign * (lane % 4 * 2 - 16 * warp - lane / 4);
+  // Which of this lane's elements are on this side of the diagonal: a bit each.
+  uint32 seen = 0;
+#pragma unroll
+  for (int n = 0; n < 32; ++n) {
+    const int row = 16 * warp + lane / 4 + n / 2 % 2 * 8, col = n / 4 * 8 + lane % 4 * 2 + n % 2;
+    if (reverse ? col >= row : col <= row) seen |= 1u << n;
+  }
   // Where this lane's row of the four matrices of an stmatrix.x4 lies: rows 0-7, 8-15, then the
   // same of the next 8 columns (PTX ISA 9.7.14.5.16).
   const uint32 p_lane = PTile::lane_offset(16 * warp + lane % 16, lane / 16);
   Place place;
   PPlace p_place;
+  float s[8][4];
+  wait(shared.full[0], 0);
+  start_scores(s, shared.q[0], shared.k[0]);
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     const int at = place.index(), p_at = p_place.index();
-    float s[8][4];
-    wait(shared.full[at], place.parity());
-    const uint64 a = wgmma_descriptor(cvta_to_shared(shared.q[at]), 0);
-    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.k[at]), 0);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
-      const int more = (step / 4 * kBlockBytes + step % 4 * 32) / 16;
-      wgmma_m64k16_ss<kBf16, 64>(s, a + more, b + more, step > 0);
-    }
-    wgmma_commit_group();
     const bool broken = not_finite(cvta_to_shared(shared.v[at]), warp);
-    wait(shared.p_empty[p_at], p_place.parity() ^ 1);
     wgmma_wait_group<0>();
+#pragma unroll
+    for (int n = 0; n < 32; ++n) {
+      if ((seen >> n & 1) == 0) s[n / 4][n % 4] = 0.0f;
+    }
+    const float scale = kScaled ? range_scale(s) : 1.0f;
+    uint32 pairs[8][2];
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (beyond + sign * (8 * v + e % 2 - e / 2 * 8) > 0) s[v][e] = 0.0f;
+      for (int h = 0; h < 2; ++h) {
+        pairs[v][h] = pack2<kBf16>(s[v][2 * h] * scale, s[v][2 * h + 1] * scale);
       }
     }
-    float scale = 1.0f;
-    if constexpr (kScaled) {
-      scale = range_scale(s);
-      if (lane == 0) shared.p_inverse[p_at][warp] = rcp_rn(scale);
-    }
-    const uint32 p_tile = cvta_to_shared(shared.p[p_at]) + p_lane;
+    auto publish = [&]() {
+      wait(shared.p_empty[p_at], p_place.parity() ^ 1);
+      const uint32 p_tile = cvta_to_shared(shared.p[p_at]) + p_lane;
 #pragma unroll
-    for (int v = 0; v < 8; v += 2) {
-      uint32 pairs[2][2];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float* pair = &s[v + n / 2][n % 2 * 2];
-        pairs[n / 2][n % 2] = pack2<kBf16>(pair[0] * scale, pair[1] * scale);
+      for (int v = 0; v < 8; v += 2) {
+        stmatrix_x4(PTile::at(p_tile, 0, v / 2), pairs[v][0], pairs[v][1], pairs[v + 1][0],
+                    pairs[v + 1][1]);
       }
-      stmatrix_x4(PTile::at(p_tile, 0, v / 2), pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+      if (kScaled && lane == 0) shared.p_inverse[p_at][warp] = rcp_rn(scale);
+      if (lane == 0) shared.broken[p_at][warp] = broken;
+      if (broken) forget_not_finite(shared.v[at], shared.bound[p_at], warp, reverse);
+      fence_proxy_async_shared();
+      __syncwarp();
+      release(shared.p_full[p_at]);
+      release(shared.empty[at]);
+    };
+    // The next chunk's scores are multiplied while this one's are stored, if it is there: nobody
+    // has to wait for it.  After the last chunk its own are multiplied again, for nobody, because
+    // ptxas serialises products that start behind a branch.
+    const bool more = i + 1 < chunks;
+    Place next = place;
+    next.advance();
+    const uint32 full = cvta_to_shared(&shared.full[next.index()]);
+    const bool landed =
+        more && __all_sync(kFullWarp, mbarrier_try_wait_parity(full, next.parity()));
+    if (!landed) {
+      publish();
+      if (more) wait(shared.full[next.index()], next.parity());
     }
-    if (lane == 0) shared.broken[p_at][warp] = broken;
-    if (broken) forget_not_finite(shared.v[at], shared.bound[p_at], warp, reverse);
-    fence_proxy_async_shared();
-    __syncwarp();
-    release(shared.p_full[p_at]);
-    release(shared.empty[at]);
-    place.advance();
+    const int from = more ? next.index() : at;
+    start_scores(s, shared.q[from], shared.k[from]);
+    if (landed) publish();
+    place = next;
     p_place.advance();
   }
+  wgmma_wait_group<0>();
 }
 
 // ---------------------------------------------------------------------------------- state, outputs
@@ -216,33 +210,41 @@ FA_DEVICE void round_state(const State& s, float scale, Rounded& high, Rounded& 
       const float x = pair[0] * scale, y = pair[1] * scale;
       high[step][r] = pack2<kBf16>(x, y);
       if constexpr (kLowPart) {
-        low[step][r] = pack2<kBf16>(x - to_float<kBf16>(static_cast<uint16>(high[step][r])),
-                                    y - to_float<kBf16>(static_cast<uint16>(high[step][r] >> 16)));
+        const int bits = static_cast<int>(high[step][r]);  // bfloat16: upper halves of floats
+        low[step][r] =
+            pack2<kBf16>(x - __int_as_float(bits << 16), y - __int_as_float(bits & ~0xffff));
       }
     }
   }
 }
 
-// O^T (+)= S^T Q^T, started.
-FA_DEVICE void start_state_outputs(Outputs& o, Rounded& high, Rounded& low, const uint8* q_tile,
-                                   int add) {
+// Of all registers of a warp.
+FA_DEVICE uint32 mixed(const Rounded& x) {
+  uint32 all = 0;
+#pragma unroll
+  for (int n = 0; n < kDim / 4; ++n) all ^= x[n / 4][n % 4];
+  return all;
+}
+
+// O^T = S^T Q^T, started.
+FA_DEVICE void start_state_outputs(Outputs& o, Rounded& high, Rounded& low, const uint8* q_tile) {
   const uint64 b = wgmma_descriptor(cvta_to_shared(q_tile), 0);
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint64 b_step = b + (step / 4 * kBlockBytes + step % 4 * 32) / 16;
-    wgmma_m64k16_rs<kBf16, 64, kKMajor>(o, high[step], b_step, add || step > 0);
+    wgmma_m64k16_rs<kBf16, 64, kKMajor>(o, high[step], b_step, step > 0);
     if constexpr (kLowPart) wgmma_m64k16_rs<kBf16, 64, kKMajor>(o, low[step], b_step, 1);
   }
 }
 
-// O^T = V^T P^T, started.
-FA_DEVICE void start_score_outputs(Outputs& o, const uint8* v_tile, const uint8* p_tile) {
+// O^T (+)= V^T P^T, started.
+FA_DEVICE void start_score_outputs(Outputs& o, const uint8* v_tile, const uint8* p_tile, int add) {
   const uint64 a = wgmma_descriptor(cvta_to_shared(v_tile), 0);
   const uint64 b = wgmma_descriptor(cvta_to_shared(p_tile), 0);
 #pragma unroll
   for (int step = 0; step < kChunk / 16; ++step) {
     wgmma_m64k16_ss<kBf16, 64, kMnMajor, kKMajor>(o, a + step * (16 * 128 / 16),
-                                                  b + step * (32 / 16), step > 0);
+                                                  b + step * (32 / 16), add || step > 0);
   }
 }
 
@@ -272,86 +274,95 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
   State u;
   Outputs o, o_scores;
   Rounded high, low;
-  Packed out;
-  auto store = [&]() {
-    const int at = out_place.index();
-    wait(shared.out_empty[at][group], out_place.parity() ^ 1);
-    const uint32 tile = cvta_to_shared(&shared.out[at][group * kBlockBytes]) + out_lane;
-#pragma unroll
-    for (int v = 0; v < 8; v += 2) {
-      stmatrix_x4_trans(tile + 8 * v * OutTile::kRowBytes, out[v][0], out[v][1], out[v + 1][0],
-                        out[v + 1][1]);
-    }
+  auto start_next_sums = [&](int at) {
+    wgmma_fence();
+    start_sums(u, shared.k[at], &shared.v[at][group * kBlockBytes]);
+    wgmma_commit_group();
+  };
+  auto publish = [&]() {
     fence_proxy_async_shared();
     __syncwarp();
-    release(shared.out_full[at][group]);
+    release(shared.out_full[out_place.index()][group]);
     out_place.advance();
   };
 
+  round_state(s, scale, high, low);
+  if constexpr (kEarly) {
+    wait(shared.p_full[0], 0);
+    start_next_sums(0);
+    wgmma_wait_group<0>();
+  }
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     const int at = place.index(), p_at = p_place.index();
-    const uint8* v_tile = &shared.v[at][group * kBlockBytes];
-    wait(shared.full[at], place.parity());
-    wait(shared.p_full[p_at], p_place.parity());
+    if constexpr (!kEarly) wait(shared.full[at], place.parity());
     wgmma_fence();
-    if constexpr (kEarly) {
-      start_sums(u, shared.k[at], v_tile);
-      wgmma_commit_group();
-    }
-    start_score_outputs(kScaled ? o_scores : o, v_tile, shared.p[p_at]);
+    start_state_outputs(o, high, low, shared.q[at]);
     wgmma_commit_group();
-    // Meanwhile: the output of the chunk before, and where this one's may not be read.
-    if (kEarly && i > 0) store();
-    const bool broken = shared.broken[p_at][(64 * group + 16 * warp) / kSumCols] != 0;
-    int bound[2] = {0, 0};
-    if (broken) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        bound[h] = shared.bound[p_at][64 * group + 16 * warp + lane / 4 + 8 * h];
-      }
-    }
-    float inverse[4];
-    if constexpr (kScaled) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) inverse[r] = shared.p_inverse[p_at][r];
-    }
-    round_state(s, scale, high, low);
+    if constexpr (!kEarly) wait(shared.p_full[p_at], p_place.parity());
     wgmma_fence();
-    start_state_outputs(o, high, low, shared.q[at], !kScaled);
+    start_score_outputs(kScaled ? o_scores : o, &shared.v[at][group * kBlockBytes], shared.p[p_at],
+                        !kScaled);
     wgmma_commit_group();
 
+    // Meanwhile: the output of the chunk before, and the state after this one.
+    if (kEarly && i > 0) publish();
+    const bool broken = shared.broken[p_at][(64 * group + 16 * warp) / kSumCols] != 0;
+    auto bound = [&](int h) {
+      return shared.bound[p_at][64 * group + 16 * warp + lane / 4 + 8 * h];
+    };
     const float state_inverse = kScaled ? rcp_rn(scale) : 1.0f;
     auto finish_state = [&]() {
       add_sums(s, u);
       if (broken) {  // values that are not finite were left out of the sums
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          if (bound[h] < 0 || bound[h] >= kChunk) continue;
+          if (bound(h) < 0 || bound(h) >= kChunk) continue;
 #pragma unroll
           for (int v = 0; v < kMmaE; ++v) {
             s[v][2 * h] = s[v][2 * h + 1] = __int_as_float(0x7fc00000);
           }
         }
       }
+    };
+    auto round = [&]() {
       if constexpr (kScaled) scale = range_scale(s);
+      round_state(s, scale, high, low);
     };
     if constexpr (kEarly) {
-      wgmma_wait_group<2>();
       finish_state();
+      // After the last chunk its own sums start again, for nobody, because ptxas serialises
+      // products that start behind a branch.
+      PPlace p_next = p_place;
+      Place next = place;
+      p_next.advance();
+      next.advance();
+      if (i + 1 < chunks) wait(shared.p_full[p_next.index()], p_next.parity());
+      start_next_sums(i + 1 < chunks ? next.index() : at);
+      wgmma_wait_group<2>();  // for the products with the rounded state
+      round();
+      // ptxas moves arithmetic behind the next wait, unless it has to branch on it.
+      const bool rare = mixed(kLowPart ? low : high) == 0x7fc17fc3;
+      if (__any_sync(kFullWarp, rare)) wait(shared.full[at], place.parity());
+    } else if constexpr (!kScaled) {
+      wgmma_wait_group<1>();
+      start_next_sums(at);
     }
-    wgmma_wait_group<0>();
-    release(shared.p_empty[p_at]);
+    const int out_at = out_place.index();
+    wait(shared.out_empty[out_at][group], out_place.parity() ^ 1);
+    wgmma_wait_group<kEarly || !kScaled ? 1 : 0>();  // for the outputs
     if constexpr (kEarly) release(shared.empty[at]);
     if constexpr (kScaled) {
 #pragma unroll
       for (int v = 0; v < 8; ++v) {
+        const float inverse = shared.p_inverse[p_at][v / 2];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          o[v][e] = fmaf(o_scores[v][e], inverse[v / 2], o[v][e] * state_inverse);
+          o[v][e] = fmaf(o_scores[v][e], inverse, o[v][e] * state_inverse);
         }
       }
     }
+    Packed out;
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
 #pragma unroll
@@ -362,24 +373,36 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
       for (int v = 0; v < 8; ++v) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          const int row = 8 * v + lane % 4 * 2 + n % 2, from = bound[n / 2];
+          const int row = 8 * v + lane % 4 * 2 + n % 2, from = bound(n / 2);
           if (reverse ? row <= from : row >= from) out[v][n / 2] |= 0x7fffu << 16 * (n % 2);
         }
       }
     }
+    if constexpr (!kEarly && kScaled) start_next_sums(at);
+    if constexpr (kEarly) {
+      __syncwarp();  // all lanes have read what lies beside the weights
+      release(shared.p_empty[p_at]);
+    }
+    const uint32 tile = cvta_to_shared(&shared.out[out_at][group * kBlockBytes]) + out_lane;
+#pragma unroll
+    for (int v = 0; v < 8; v += 2) {
+      stmatrix_x4_trans(tile + 8 * v * OutTile::kRowBytes, out[v][0], out[v][1], out[v + 1][0],
+                        out[v + 1][1]);
+    }
+    // For the sums: ptxas serialises products that one turn of the loop starts and the next reads.
+    if constexpr (!kEarly) publish();
+    wgmma_wait_group<0>();
     if constexpr (!kEarly) {
-      wgmma_fence();
-      start_sums(u, shared.k[at], v_tile);
-      wgmma_commit_group();
-      store();
-      wgmma_wait_group<0>();
       release(shared.empty[at]);
       finish_state();
+      __syncwarp();
+      release(shared.p_empty[p_at]);
+      round();
     }
     place.advance();
     p_place.advance();
   }
-  if constexpr (kEarly) store();
+  if constexpr (kEarly) publish();
 
   const Work& work = shared.work;
   if (job.state != nullptr && work.owns && work.segment == params.segments - 1) {
@@ -393,30 +416,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_chunked_sm90(const __grid_constant__ ProductSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      init(shared.full[i], 1);
-      init(shared.empty[i], 4 + 4 * kGroups);
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+  // The first chunk is asked for before anything else.
+  if (warp == 0) {
+    init_barriers(shared, threadIdx.x);
+    __syncwarp();
+    if (elect_sync()) {
+      const Work work = find_work(params, params.segments);
+      shared.work = work;
+      feed(params, shared, work, 0, min(1, work.chunks));
     }
-    for (int i = 0; i < 2; ++i) {
-      init(shared.p_full[i], 4);
-      init(shared.p_empty[i], 4 * kGroups);
-    }
-    for (int i = 0; i < kOutSlots * kGroups; ++i) {
-      init(shared.out_full[i / kGroups][i % kGroups], 4);
-      init(shared.out_empty[i / kGroups][i % kGroups], 1);
-    }
-    fence_mbarrier_init();
-  } else if (threadIdx.x == 32) {
-    shared.work = find_work(params, params.segments);
+  } else if (warp == 1 && elect_sync()) {
+    prefetch_maps(params.job[blockIdx.x % static_cast<uint32>(params.jobs)]);
   }
   __syncthreads();
   if (shared.work.chunks == 0) return;
 
-  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
   if (warp < 4) {
     setmaxnreg_dec<kFeedingRegisters>();
-    if (warp == 0 && elect_sync()) feed(params, shared);
+    if (warp == 0 && elect_sync()) feed(params, shared, shared.work, 1, shared.work.chunks);
     if (warp == 1 && elect_sync()) store_outputs(params, shared);
   } else if (warp < 8) {
     setmaxnreg_dec<kScoreRegisters>();

@@ -45,23 +45,32 @@ class ChunkedSm90Variant(VariantSm90):
 
     Attributes
     ----------
+    p_slots : int
+        Places for the weights of a chunk.
     out_slots : int
         Places for finished chunks of the output.
     """
 
+    p_slots: int
     out_slots: int
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
-        rows = self.stages * (2 * self.dim + self.tile_n) + 2 * 64 + self.out_slots * self.tile_n
-        barriers = 2 * self.stages + 4 + 2 * self.out_slots * self.groups
-        return 2 * self.tile_m * rows + 64 + 8 * self.tile_n + 8 * barriers + _WORK_BYTES
+        rows = self.stages * (2 * self.dim + self.tile_n)
+        rows += self.p_slots * 64 + self.out_slots * self.tile_n
+        notes = self.p_slots * (32 + 4 * self.tile_n)
+        barriers = 2 * (self.stages + self.p_slots + self.out_slots * self.groups)
+        return 2 * self.tile_m * rows + notes + 8 * barriers + _WORK_BYTES
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_OUT_SLOTS", self.out_slots))
+        return (
+            *super().defines,
+            ("FA_P_SLOTS", self.p_slots),
+            ("FA_OUT_SLOTS", self.out_slots),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +86,21 @@ class StatesSm90Variant(VariantSm90):
 
 def chunked_sm90() -> Iterator[ChunkedSm90Variant]:
     """Yield the rows of ``chunked_sm90``."""
-    # dim, tile_n, stages, out_slots, blocks, why. A multiprocessor has 32 KB a microsecond; a chunk
-    # of 64 rows takes 24 KB of loads at dims of 64, 48 KB at dims of 128.
+    # dim, tile_n, stages, p_slots, out_slots, blocks, why. A multiprocessor has 32 KB a
+    # microsecond; a chunk of 64 rows takes 24 KB of loads at dims of 64, 48 KB at dims of 128.
     rows = (
-        (64, 64, 6, 2, 1, "four chunks of 24 KB under way"),
-        (64, 64, 3, 2, 2, "two blocks on a multiprocessor fill each other's waits"),
-        (64, 128, 4, 2, 1, "scores once for 128 value columns"),
-        (128, 64, 4, 2, 1, "as for 64; more blocks where there are few batch entries"),
-        (128, 128, 4, 1, 1, "two chunks of 48 KB under way"),
+        (64, 64, 6, 3, 2, 1, "four chunks of 24 KB under way"),
+        (64, 64, 3, 2, 2, 2, "two blocks on a multiprocessor fill each other's waits"),
+        (64, 128, 4, 3, 2, 1, "scores once for 128 value columns"),
+        (128, 64, 4, 3, 2, 1, "as for 64; more blocks where there are few batch entries"),
+        (128, 128, 4, 2, 1, 1, "two chunks of 48 KB under way"),
     )
-    for dim, tile_n, stages, out_slots, blocks, why in rows:
+    for dim, tile_n, stages, p_slots, out_slots, blocks, why in rows:
         for dtype in DTYPE_NAMES:
             yield ChunkedSm90Variant(
                 source="linear/chunked_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=tile_n,
-                warps=8 + tile_n // 16, stages=stages, out_slots=out_slots, blocks=blocks, why=why,
+                warps=8 + tile_n // 16, stages=stages, p_slots=p_slots, out_slots=out_slots,
+                blocks=blocks, why=why,
             )  # fmt: skip
 
 

@@ -1,0 +1,62 @@
+// What the parts of chunked_sm90 share: constants of a variant, a block's shared memory and
+// barriers.
+#pragma once
+#include "cuda_src/common/product_sm90.cuh"
+
+constexpr int kOutSlots = FA_OUT_SLOTS;  // places for finished outputs
+constexpr int kPSlots = FA_P_SLOTS;      // places for weights
+// bfloat16 rounds the state as coarsely as the output: there what rounding leaves is multiplied
+// too.  float16 has the bits but not the range, so there state and scores are scaled.
+constexpr bool kLowPart = kBf16;
+constexpr bool kScaled = !kBf16;
+// With registers for it, the sums of the next chunk start before the outputs of this one are done,
+// so that the tensor cores have work while the state grows and is rounded; else they take the
+// registers of the state's rounded parts, later.
+constexpr bool kEarly = kMinBlocks == 1 && (kDim == 64 || kGroups == 1);
+static_assert(!kEarly || kPSlots >= 3, "weights of two chunks are in use, others are written");
+constexpr int kThreads = 128 * (kGroups + 2);
+constexpr int kSumCols = kCols / 4;  // value columns of one of the score warps
+// 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
+constexpr int kFeedingRegisters = kMinBlocks == 2 ? 24 : 32;
+constexpr int kScoreRegisters = kMinBlocks == 2 ? 72 : 96;
+constexpr int kStateRegisters = kMinBlocks == 2 ? 144 : kGroups == 2 ? 192 : 240;
+static_assert(kGroups <= 2 && kMinBlocks <= 2 && kGroups * kMinBlocks <= 2, "registers, as above");
+
+using PTile = SharedTile<kChunk, 64>;
+using OutTile = SharedTile<kChunk, 64>;
+
+struct SharedStorage {
+  uint8 q[kStages][kDimBlocks * kBlockBytes];
+  uint8 k[kStages][kDimBlocks * kBlockBytes];
+  uint8 v[kStages][kGroups * kBlockBytes];
+  uint8 p[kPSlots][kBlockBytes];
+  uint8 out[kOutSlots][kGroups * kBlockBytes];
+  float p_inverse[kPSlots][4];  // what 16 rows of P V are multiplied by, where kScaled
+  int broken[kPSlots][4];       // whether values of a score warp's columns are not finite
+  int bound[kPSlots][kCols];    // then: the first (in reverse, last) row of each column with one
+  uint64 full[kStages], empty[kStages];
+  uint64 p_full[kPSlots], p_empty[kPSlots];
+  uint64 out_full[kOutSlots][kGroups], out_empty[kOutSlots][kGroups];
+  Work work;
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+
+FA_DEVICE void init_barriers(SharedStorage& shared, int lane) {
+  if (lane < kStages) {
+    init(shared.full[lane], 1);
+    init(shared.empty[lane], 4 + 4 * kGroups);
+  }
+  if (lane < kPSlots) {
+    init(shared.p_full[lane], 4);
+    init(shared.p_empty[lane], 4 * kGroups);
+  }
+  if (lane < kOutSlots * kGroups) {
+    init(shared.out_full[lane / kGroups][lane % kGroups], 4);
+    init(shared.out_empty[lane / kGroups][lane % kGroups], 1);
+  }
+  fence_mbarrier_init();
+}
+
+using Place = RingPlace<kStages>;
+using PPlace = RingPlace<kPSlots>;
+using OutPlace = RingPlace<kOutSlots>;
