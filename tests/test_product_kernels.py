@@ -379,8 +379,8 @@ BUGS_SM90 = {
         "start_scores",
     ),
     "scores over those in use": (
-        "wait(shared.p_empty[p_at], p_place.parity() ^ 1);",
-        "",
+        "wait(shared.p_empty[p_at], p_place.parity() ^ 1);\n      const uint32",
+        "const uint32",
     ),
     "outputs without scores": (
         "if (i + 1 < chunks) wait(shared.p_full[p_next.index()], p_next.parity());",

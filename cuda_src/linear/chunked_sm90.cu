@@ -2,8 +2,8 @@
 //
 // One block walks the chunks of one segment of one batch entry, for kCols value columns:
 //   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V.
-// A thread loads chunks, another one stores outputs.  A score warpgroup turns Q K^T of a chunk into
-// weights P in shared memory, ahead of the state warpgroups.  Each of these owns 64 value columns
+// A thread loads chunks, another one stores outputs, two warps look at the values.  A score warpgroup
+// turns Q K^T of a chunk into weights P in shared memory, ahead of the state warpgroups.  Each of these owns 64 value columns
 // and computes transposed: O^T = S^T Q^T + V^T P^T with S^T from its registers, and U = V^T K,
 // which S^T grows by.  In reverse, chunks come from the last to the first, and P is the upper
 // triangle.
@@ -55,17 +55,19 @@ FA_DEVICE void store_outputs(const ProductSm90Params& params, SharedStorage& sha
                                     cvta_to_shared(&shared.out[at][group * kBlockBytes]),
                                     kEvictNormal, work.column + 64 * group, row, work.coordinate[2],
                                     work.coordinate[1], work.coordinate[0]);
-      cp_async_bulk_commit_group();
     }
-    cp_async_bulk_wait_group_read<0>();
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[at][group]);
+    cp_async_bulk_commit_group();
+    // A store takes most of a microsecond to read what it stores: others go on meanwhile.
+    cp_async_bulk_wait_group_read<kOutSlots - 1>();
     place.advance();
+    if (i + 1 < kOutSlots) continue;
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[place.index()][group]);
   }
   cp_async_bulk_wait_group<0>();
 }
 
-// ----------------------------------------------------------------------------------------- scores
+// ----------------------------------------------------------------------------------------- values
 // Whether some of the values in a warp's columns are not finite.
 FA_DEVICE bool not_finite(uint32 v_tile, int warp) {
   constexpr uint32 kExponents = kBf16 ? 0x7f807f80 : 0x7c007c00;  // of two values
@@ -73,9 +75,9 @@ FA_DEVICE bool not_finite(uint32 v_tile, int warp) {
   const int lane = threadIdx.x % 32;
   uint32 found = 0;
   // Rows that are a multiple of 8 apart have the same swizzle.
-  const uint32 v_lane = v_tile + lane * 128, first = warp * (kSumCols / 8);
+  const uint32 v_lane = v_tile + lane * 128, first = warp * (kProbeCols / 8);
 #pragma unroll 1
-  for (int chunk = 0; chunk < kSumCols / 8; ++chunk) {  // registers are short
+  for (int chunk = 0; chunk < kProbeCols / 8; ++chunk) {  // registers are short
 #pragma unroll
     for (int row = 0; row < kChunk; row += 32) {
       uint32 words[4];
@@ -92,8 +94,9 @@ FA_DEVICE bool not_finite(uint32 v_tile, int warp) {
 // Zeroes what is not finite among the values of a warp's columns, and keeps where that was.
 FA_DEVICE void forget_not_finite(uint8* v_tile, int (&bound)[kCols], int warp, bool reverse) {
   constexpr uint16 kExponent = kBf16 ? 0x7f80 : 0x7c00;
-  const int lane = threadIdx.x % 32, column = warp * kSumCols + lane;
-  if (lane < kSumCols) {
+#pragma unroll 1
+  for (int n = threadIdx.x % 32; n < kProbeCols; n += 32) {
+    const int column = warp * kProbeCols + n;
     int found = reverse ? -1 : kChunk;
 #pragma unroll 1
     for (int row = 0; row < kChunk; ++row) {
@@ -107,6 +110,31 @@ FA_DEVICE void forget_not_finite(uint8* v_tile, int (&bound)[kCols], int warp, b
   }
 }
 
+// Looks at a warp's columns of all values, before they are multiplied.
+FA_DEVICE void probe_values(const ProductSm90Params& params, SharedStorage& shared, int warp) {
+  const int lane = threadIdx.x % 32, chunks = shared.work.chunks;
+  const bool reverse = params.job[shared.work.job].reverse;
+  Place place;
+  PPlace p_place;
+#pragma unroll 1
+  for (int i = 0; i < chunks; ++i) {
+    const int at = place.index(), p_at = p_place.index();
+    wait(shared.full[at], place.parity());
+    const bool broken = not_finite(cvta_to_shared(shared.v[at]), warp);
+    wait(shared.p_empty[p_at], p_place.parity() ^ 1);
+    if (lane == 0) shared.broken[p_at][warp] = broken;
+    if (broken) {
+      forget_not_finite(shared.v[at], shared.bound[p_at], warp, reverse);
+      fence_proxy_async_shared();
+    }
+    __syncwarp();
+    release(shared.p_full[p_at]);
+    place.advance();
+    p_place.advance();
+  }
+}
+
+// ----------------------------------------------------------------------------------------- scores
 // S = Q K^T, started.
 FA_DEVICE void start_scores(float (&s)[8][4], const uint8* q_tile, const uint8* k_tile) {
   const uint64 a = wgmma_descriptor(cvta_to_shared(q_tile), 0);
@@ -142,7 +170,6 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     const int at = place.index(), p_at = p_place.index();
-    const bool broken = not_finite(cvta_to_shared(shared.v[at]), warp);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
@@ -166,16 +193,14 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
                     pairs[v + 1][1]);
       }
       if (kScaled && lane == 0) shared.p_inverse[p_at][warp] = rcp_rn(scale);
-      if (lane == 0) shared.broken[p_at][warp] = broken;
-      if (broken) forget_not_finite(shared.v[at], shared.bound[p_at], warp, reverse);
       fence_proxy_async_shared();
       __syncwarp();
       release(shared.p_full[p_at]);
       release(shared.empty[at]);
     };
-    // The next chunk's scores are multiplied while this one's are stored, if it is there: nobody
-    // has to wait for it.  After the last chunk its own are multiplied again, for nobody, because
-    // ptxas serialises products that start behind a branch.
+    // The next scores are multiplied while these are stored, if their chunk is there: nobody has to
+    // wait for it.  After the last chunk its own are multiplied again, for nobody, because ptxas
+    // serialises products that start behind a branch.
     const bool more = i + 1 < chunks;
     Place next = place;
     next.advance();
@@ -307,7 +332,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
 
     // Meanwhile: the output of the chunk before, and the state after this one.
     if (kEarly && i > 0) publish();
-    const bool broken = shared.broken[p_at][(64 * group + 16 * warp) / kSumCols] != 0;
+    const bool broken = shared.broken[p_at][(64 * group + 16 * warp) / kProbeCols] != 0;
     auto bound = [&](int h) {
       return shared.bound[p_at][64 * group + 16 * warp + lane / 4 + 8 * h];
     };
@@ -436,6 +461,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     setmaxnreg_dec<kFeedingRegisters>();
     if (warp == 0 && elect_sync()) feed(params, shared, shared.work, 1, shared.work.chunks);
     if (warp == 1 && elect_sync()) store_outputs(params, shared);
+    if (warp >= 2) probe_values(params, shared, warp - 2);
   } else if (warp < 8) {
     setmaxnreg_dec<kScoreRegisters>();
     compute_scores(params, shared, warp - 4);

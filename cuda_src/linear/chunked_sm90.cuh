@@ -15,10 +15,12 @@ constexpr bool kScaled = !kBf16;
 constexpr bool kEarly = kMinBlocks == 1 && (kDim == 64 || kGroups == 1);
 static_assert(!kEarly || kPSlots >= 3, "weights of two chunks are in use, others are written");
 constexpr int kThreads = 128 * (kGroups + 2);
-constexpr int kSumCols = kCols / 4;  // value columns of one of the score warps
+constexpr int kProbeWarps =
+    2;  // of the feeding warpgroup, that look for values that are not finite
+constexpr int kProbeCols = kCols / kProbeWarps;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
-constexpr int kFeedingRegisters = kMinBlocks == 2 ? 24 : 32;
-constexpr int kScoreRegisters = kMinBlocks == 2 ? 72 : 96;
+constexpr int kFeedingRegisters = 32;
+constexpr int kScoreRegisters = kMinBlocks == 2 ? 64 : 96;
 constexpr int kStateRegisters = kMinBlocks == 2 ? 144 : kGroups == 2 ? 192 : 240;
 static_assert(kGroups <= 2 && kMinBlocks <= 2 && kGroups * kMinBlocks <= 2, "registers, as above");
 
@@ -31,9 +33,9 @@ struct SharedStorage {
   uint8 v[kStages][kGroups * kBlockBytes];
   uint8 p[kPSlots][kBlockBytes];
   uint8 out[kOutSlots][kGroups * kBlockBytes];
-  float p_inverse[kPSlots][4];  // what 16 rows of P V are multiplied by, where kScaled
-  int broken[kPSlots][4];       // whether values of a score warp's columns are not finite
-  int bound[kPSlots][kCols];    // then: the first (in reverse, last) row of each column with one
+  float p_inverse[kPSlots][4];       // what 16 rows of P V are multiplied by, where kScaled
+  int broken[kPSlots][kProbeWarps];  // whether values of a probe's columns are not finite
+  int bound[kPSlots][kCols];  // then: the first (in reverse, last) row of each column with one
   uint64 full[kStages], empty[kStages];
   uint64 p_full[kPSlots], p_empty[kPSlots];
   uint64 out_full[kOutSlots][kGroups], out_empty[kOutSlots][kGroups];
@@ -47,7 +49,7 @@ FA_DEVICE void init_barriers(SharedStorage& shared, int lane) {
     init(shared.empty[lane], 4 + 4 * kGroups);
   }
   if (lane < kPSlots) {
-    init(shared.p_full[lane], 4);
+    init(shared.p_full[lane], 4 + kProbeWarps);
     init(shared.p_empty[lane], 4 * kGroups);
   }
   if (lane < kOutSlots * kGroups) {

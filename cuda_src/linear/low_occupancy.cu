@@ -113,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
       for (int i = 0; i < kOwn; ++i) {
         const int e = lane + 32 * i;
         Row state = before[i];
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
+#pragma unroll 4
+        for (int w = 0; w < kWarps; ++w) {  // registers are short with many warps
           const float4 sums = shared.sums[w][e];
           if (w < warp) state.add(sums);
           before[i].add(sums);

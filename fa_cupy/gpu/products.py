@@ -233,7 +233,7 @@ def _low_occupancy() -> Iterator[LowOccupancyVariant]:
     # dim, tile_m, stages, blocks, why.
     rows = (
         (32, 64, 3, 2, "8 warps, 16 KB a stage"),
-        (64, 96, 2, 1, "12 warps: long sequences alone on a multiprocessor take fewer tiles"),
+        (64, 128, 2, 1, "16 warps: long sequences alone on a multiprocessor take fewer tiles"),
         (64, 32, 3, 3, "4 warps, 17 KB a stage"),
         (128, 64, 2, 1, "8 warps, 66 KB a stage"),
         (128, 32, 2, 2, "4 warps, 33 KB a stage"),
