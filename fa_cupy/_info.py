@@ -125,10 +125,10 @@ def _product(
     taken = product_choice.choose(*call)
     ways = {name: product_choice.choose(*call, name) for name in ALGORITHMS if name != "auto"}
     served = {name: way for name, way in ways.items() if way is not None}
-    name = next((name for name, way in served.items() if way == taken), "chunked")
+    name = next((name for name, way in served.items() if way == taken), None)
+    name = name or "chunked, on cuBLAS products"
     yield "", f"causal_product on {sms} multiprocessors: {name}"
     if taken is None:
-        yield "", "on cuBLAS products"
         return
     yield "", taken.text
     yield "", taken.row.why

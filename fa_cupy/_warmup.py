@@ -34,10 +34,10 @@ def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
 def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that causal products of these types and dims get, in the table's order."""
     sms = multiprocessors(target)
-    calls = product(dtypes, _ENTRIES, _LENGTHS, dims, ALGORITHMS)
+    calls = product(dtypes, _ENTRIES, _LENGTHS, dims, ALGORITHMS, (True, False))
     chosen = set()
-    for dtype, entries, rows, dim, algorithm in calls:
-        choice = choose(dtype, entries, rows, dim, dim, target, sms, algorithm)
+    for dtype, entries, rows, dim, algorithm, mapped in calls:
+        choice = choose(dtype, entries, rows, dim, dim, target, sms, algorithm, mapped)
         if choice is not None:
             chosen |= {row for row, _, _ in choice.launches(dim, dim)}
     return [row for row in PRODUCTS if row in chosen]

@@ -138,8 +138,11 @@ def test_info_says_what_would_serve_a_call(arguments, shown, capsys):
         (["1,16,65536,64", "--dtype", "bf16"], ["132 multiprocessors: chunked", "after linear_st"]),
         (["64,16,500,64", "--dtype", "fp16"], ["132 multiprocessors: chunked", "one pass"]),
         (["1,16,4096,64", "--dtype", "fp32"], ["linear_recurrent-", "linear_low_occupancy-"]),
-        (["1,16,4096,300", "--dtype", "fp16"], ["132 multiprocessors: no kernel"]),
-        (["1,16,4096,64", "--dtype", "fp64"], ["132 multiprocessors: no kernel"]),
+        (
+            ["1,16,4096,300", "--dtype", "fp16"],
+            ["132 multiprocessors: chunked, on cuBLAS products"],
+        ),
+        (["1,16,4096,64", "--dtype", "fp64"], ["132 multiprocessors: chunked, on cuBLAS products"]),
     ],
 )
 def test_info_says_which_algorithm_a_causal_product_gets(arguments, shown, capsys):
@@ -234,12 +237,13 @@ def test_warmup_compiles_what_causal_products_can_get(target):
         "linear/scan",
     }
     assert {row.dim for row in rows if row.dtype == "bfloat16"} == {64}
-    plain = serving_products(target, {"float32"}, {60, 999})
-    assert {(row.source, row.dim) for row in plain} == {
-        (source, dim)
-        for source in ("linear/recurrent", "linear/low_occupancy")
-        for dim in (64, 256)
-    }
+    single = serving_products(target, {"float32"}, {60, 999})
+    plain = [
+        (f"linear/{name}", dim) for name in ("recurrent", "low_occupancy") for dim in (64, 256)
+    ]
+    chunked = [("linear/chunked_single_sm80", 64), ("linear/states_single_sm80", 64)]
+    found = {(row.source, row.dim) for row in single}
+    assert found == {*plain, *chunked, ("linear/scan", 256)}
 
 
 def test_warmup_knows_every_row_that_is_chosen():

@@ -2,11 +2,11 @@
 //
 // One block walks the chunks of one segment of one batch entry, for kCols value columns:
 //   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V.
-// A thread loads chunks, another one stores outputs, two warps look at the values.  A score warpgroup
-// turns Q K^T of a chunk into weights P in shared memory, ahead of the state warpgroups.  Each of these owns 64 value columns
-// and computes transposed: O^T = S^T Q^T + V^T P^T with S^T from its registers, and U = V^T K,
-// which S^T grows by.  In reverse, chunks come from the last to the first, and P is the upper
-// triangle.
+// A thread loads chunks, another one stores outputs, two warps look at the values.  A score
+// warpgroup turns Q K^T of a chunk into weights P in shared memory, ahead of the state warpgroups.
+// Each of these owns 64 value columns and computes transposed: O^T = S^T Q^T + V^T P^T with S^T in
+// its registers, and U = V^T K, which S^T grows by.  In reverse, chunks come from the last to the
+// first, and P is the upper triangle.
 #include "cuda_src/common/chunk_state.cuh"
 #include "cuda_src/linear/chunked_sm90.cuh"
 #include "ptx/math.cuh"
