@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fa_cupy import _product, reference
 from fa_cupy.gpu.compile import ROOT
 from fa_cupy.gpu.product_choice import Choice, choose
+from fa_cupy.gpu.product_choice_sm90 import states_for
 from fa_cupy.gpu.product_params import HEAD_FORMAT, POINTERS, PRODUCT_PARAMS
-from fa_cupy.gpu.product_params_sm90 import POINTERS_AT, PRODUCT_JOB, Job, takes
+from fa_cupy.gpu.product_params_sm90 import POINTERS_AT, PRODUCT_JOB, Job, dim_step, takes
 from fa_cupy.gpu.products import (
     PRODUCTS,
     ChunkedSingleVariant,
@@ -23,7 +24,7 @@ from fa_cupy.gpu.products import (
     RecurrentVariant,
     StatesVariant,
 )
-from fa_cupy.gpu.products_sm90 import ChunkedSm90Variant, StatesSm90Variant
+from fa_cupy.gpu.products_sm90 import ChunkedSingleSm90Variant, ChunkedSm90Variant, VariantSm90
 from fa_cupy.gpu.rows import SHARED_LIMIT
 from tests.products import Case, check_product, draw
 from tests.strategies import DTYPES, lay, normal
@@ -35,11 +36,9 @@ NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2]}
 CHUNKED = [row for row in PRODUCTS if isinstance(row, ChunkedVariant)]
 SM90 = [row for row in PRODUCTS if isinstance(row, ChunkedSm90Variant)]
 SINGLE = [row for row in PRODUCTS if isinstance(row, ChunkedSingleVariant)]
+SINGLE_SM90 = [row for row in PRODUCTS if isinstance(row, ChunkedSingleSm90Variant)]
 SPLIT = (ChunkedVariant, ChunkedSingleVariant)
 STATES = {(row.dtype, row.dim): row for row in PRODUCTS if isinstance(row, StatesVariant)}
-STATES_SM90 = {
-    (row.dtype, row.dim, row.tile_n): row for row in PRODUCTS if isinstance(row, StatesSm90Variant)
-}
 PLAIN = [row for row in PRODUCTS if isinstance(row, RecurrentVariant)]
 SMALL_SM90 = [row for row in SM90 if row.dim == 64 and (row.tile_n == 128 or row.blocks == 2)]
 SMALL = [row for row in CHUNKED if row.dim == 32 or (row.dim, row.stages) == (64, 3)]
@@ -51,8 +50,8 @@ def split(row, length, segment_chunks):
         return Choice(row, None, 1, max(1, length), 0.0)
     rows = segment_chunks * row.tile_m
     segments = max(1, -(-length // rows))
-    if isinstance(row, ChunkedSm90Variant):
-        states = STATES_SM90[row.dtype, row.dim, row.tile_n]
+    if isinstance(row, VariantSm90):
+        states = states_for(row)
     else:
         states = STATES[row.dtype, row.dim]
     return Choice(row, states if segments > 1 else None, segments, rows, 0.0)
@@ -101,7 +100,7 @@ def test_every_plain_row(row):
 
 
 @needs_compiler
-@pytest.mark.parametrize("row", SINGLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*SINGLE, *SINGLE_SM90], ids=lambda row: row.name)
 def test_every_row_of_single_precision(row):
     length = 3 * row.tile_m + 9
     shapes = (2, length, row.dim), (2, length, row.dim), (2, length, row.tile_n)
@@ -113,15 +112,18 @@ def test_every_row_of_single_precision(row):
     want, last = reference.causal_product(*arrays)
     plain = reference.plain_product(*arrays, dtype=arrays[0].dtype)
     errors = [reference.relative_error(x, want) for x in (out, plain)]
-    assert errors[0] <= min(3e-7, 1.2 * errors[1])
+    # Where three products share a sum, that is cut more often while it is large.
+    most = (4e-7, 1.6) if row in SINGLE_SM90 else (3e-7, 1.2)
+    assert errors[0] <= min(most[0], most[1] * errors[1])
     assert reference.relative_error(state, last) <= 3e-7
 
 
 @needs_compiler
-def test_error_of_a_long_sequence_of_single_precision():
+@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0]], ids=lambda row: row.name)
+def test_error_of_a_long_sequence_of_single_precision(row):
     arrays = draw(*[(6000, 32)] * 3)
     for truncating in (False, True):
-        out, state = solve(SINGLE[0], Case(*arrays), truncating=truncating)
+        out, state = solve(row, Case(*arrays), truncating=truncating)
         want, last = reference.causal_product(*arrays)
         assert reference.relative_error(out[-500:], want[-500:]) <= 4e-7
         assert reference.relative_error(state, last) <= 4e-7
@@ -139,18 +141,21 @@ def scaled(rng, x, exponents, axis):
     ("axis", "exponents"),
     [(0, (-8, 9)), (0, (-20, 21)), (0, (-30, 21)), (1, (-4, 5)), (1, (-10, 11))],
 )
-def test_single_precision_of_rows_and_columns_of_any_size(axis, exponents):
+@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0]], ids=lambda row: row.name)
+def test_single_precision_of_rows_and_columns_of_any_size(row, axis, exponents):
     """Each output has the accuracy of its own terms, though its neighbours are larger by far.
 
-    A row's numbers are whole down to 2**-25 of its largest.
+    A row's numbers are whole down to 2**-25 of its largest; on SM90 down to 2**-17.
     """
+    if axis == 1 and row in SINGLE_SM90:
+        exponents = tuple(max(-8, min(9, x)) for x in exponents)
     rng = np.random.default_rng(0)
     q, k, v = draw(*[(200, 32)] * 3)
     v = scaled(rng, v, exponents, axis)
     if axis == 0:
         q, k = (scaled(rng, x, exponents, 0) for x in (q, k))
     for segment_chunks in (None, 2):
-        check(SINGLE[0], Case(q, k, v), segment_chunks, truncating=True)
+        check(row, Case(q, k, v), segment_chunks, truncating=True)
 
 
 @needs_compiler
@@ -160,10 +165,11 @@ def test_single_precision_of_rows_and_columns_of_any_size(axis, exponents):
      (1e20, 1e-40, 1e10), (1e-5, 1e37, 1e-39), (1e-30, 1e18, 1e18)],
     ids=str,
 )  # fmt: skip
-def test_single_precision_at_the_ends_of_its_range(sizes):
+@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0]], ids=lambda row: row.name)
+def test_single_precision_at_the_ends_of_its_range(row, sizes):
     """Scores may be more than float32 holds, or less, where states and outputs are not."""
     arrays = [np.float32(size) * x for x, size in zip(draw(*[(150, 32)] * 3), sizes, strict=True)]
-    check(SINGLE[0], Case(*arrays))
+    check(row, Case(*arrays))
 
 
 @needs_compiler
@@ -173,8 +179,8 @@ def test_a_tiny_row_before_a_huge_one():
     v[:40] *= np.float32(1e-15)
     k[40:] *= np.float32(1e15)
     q[::2] *= np.float32(1e12)
-    check(SINGLE[0], Case(q, k, v))
-    check(SINGLE[1], Case(q, k, v))
+    for row in (*SINGLE[:2], SINGLE_SM90[0]):
+        check(row, Case(q, k, v))
 
 
 @needs_compiler
@@ -184,7 +190,8 @@ def test_keys_that_share_no_column():
     q, v = draw((64, 32), (64, 32))
     k = np.zeros((64, 32), np.float32)
     k[np.arange(64), np.arange(64) % 32] = np.ldexp(1.0, rng.integers(-14, 1, 64))
-    check(SINGLE[0], Case(q, k, v))
+    for row in (SINGLE[0], SINGLE_SM90[0]):
+        check(row, Case(q, k, v))
 
 
 @st.composite
@@ -229,11 +236,12 @@ def test_any_call_with_any_schedule(call):
 @st.composite
 def mapped_calls(draw_):
     """Products that the kernels for SM90 take as they are."""
-    row = draw_(st.sampled_from(SMALL_SM90))
+    row = draw_(st.sampled_from([*SMALL_SM90, *SINGLE_SM90[:2]]))
     rng = np.random.default_rng(draw_(st.integers(0, 2**32 - 1)))
     length = draw_(st.integers(1, 130) | st.sampled_from([1, 63, 64, 65, 128, 300]))
-    qk_dim = 8 * draw_(st.integers(1, row.dim // 8) | st.just(row.dim // 8))
-    v_dim = draw_(st.sampled_from([8, 24, 64, 72, 128, 136]))
+    step = dim_step(row.dtype)
+    qk_dim = step * draw_(st.integers(1, row.dim // step) | st.just(row.dim // step))
+    v_dim = draw_(st.sampled_from([step, 3 * step, 64, 72, 128, 136]))
     heads = draw_(
         st.sampled_from(
             [((), (), ()), ((3,), (3,), (3,)), ((2, 4), (2, 2), (2, 1)), ((2, 1), (1, 3), (3,))]
@@ -257,17 +265,19 @@ def mapped_calls(draw_):
 
 
 @needs_compiler
-@settings(max_examples=25)
+@settings(max_examples=30)
 @given(call=mapped_calls())
 def test_any_call_with_any_schedule_on_sm90(call):
     row, case, segment_chunks, seed = call
-    check(row, case, segment_chunks, seed)
+    check(row, case, segment_chunks, seed, truncating=seed % 2 == 0 and row in SINGLE_SM90)
 
 
 @needs_compiler
-@settings(max_examples=5)
+@settings(max_examples=6)
 @given(
-    row=st.sampled_from([*SMALL_SM90, *(row for row in SM90 if row.dim > row.tile_n)]),
+    row=st.sampled_from(
+        [*SMALL_SM90, *(row for row in SM90 if row.dim > row.tile_n), *SINGLE_SM90[:3]]
+    ),
     lengths=st.tuples(st.integers(1, 3), st.integers(1, 200)),
     dims=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     segment_chunks=st.sampled_from([None, 1]),
@@ -288,13 +298,17 @@ def test_jobs_of_one_launch(row, lengths, dims, segment_chunks, seed):
     choice = split(row, length, segment_chunks)
     found = emulator.causal_products_sm90(choice, calls, seed)
     for case, call, (out, state) in zip(cases, calls, found, strict=True):
-        check_product(case, out, state, rounded=True)
+        check_product(case, out, state, rounded=row not in SINGLE_SM90)
         ((alone, last),) = emulator.causal_products_sm90(choice, [call], seed + 1)
         assert (out.tobytes(), state.tobytes()) == (alone.tobytes(), last.tobytes())
 
 
 @needs_compiler
-@pytest.mark.parametrize("row", [*CHUNKED[:2], *SMALL_SM90, *SINGLE[:2]], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [*CHUNKED[:2], *SMALL_SM90, *SINGLE[:2], *SINGLE_SM90[:2]],
+    ids=lambda row: row.name,
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_shows_where_it_is_read_only(row, bad):
     clean = draw((150, 24), (150, 24), (150, 32), dtype=NAMES[row.dtype])
@@ -322,7 +336,9 @@ def test_scores_and_states_of_any_size(row, sizes):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "row", [*SMALL[::2], *SMALL_SM90[1:3], SINGLE[0]], ids=lambda row: row.name
+    "row",
+    [*SMALL[::2], *SMALL_SM90[1:3], SINGLE[0], *SINGLE_SM90[:3:2]],
+    ids=lambda row: row.name,
 )
 def test_the_schedule_does_not_show(row):
     case = Case(*draw(*[(2, 300, 32)] * 3, dtype=NAMES[row.dtype]))
@@ -416,6 +432,44 @@ BUGS_SM90 = {
 }
 
 
+# The same for chunked_single_sm90.cu.
+BUGS_SINGLE_SM90 = {
+    "rows are split before they have landed": (
+        "wait(shared.raw_full[from][array], raw_place.parity());",
+        "",
+    ),
+    "rows are loaded over those that are split": (
+        "fence_proxy_async_shared();\n      bar_sync(1, 128);",
+        "fence_proxy_async_shared();\n      __syncwarp();",
+    ),
+    "pairs over those in use": ("wait(shared.empty[at][array], place.parity() ^ 1);", ""),
+    "pairs without a proxy fence": (
+        "fence_proxy_async_shared();\n      bar_sync(1, 128);",
+        "bar_sync(1, 128);",
+    ),
+    "scores of keys that are not there yet": (
+        "wait(shared.full[at][kK], place.parity());\n    start_scores",
+        "start_scores",
+    ),
+    "outputs without scores": ("wait(shared.p_full[at], place.parity());", ""),
+    "keys given back before their sums": (
+        "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release(shared.empty[at][kK]);",
+        "if (block == kDimBlocks - 1) release(shared.empty[at][kK]);\n      wgmma_wait_group<0>();",
+    ),
+    "values without their low part": ("part == 0 ? kLowV : 0", "part == 9 ? kLowV : 0"),
+    "weights without their low part": ("part == 1 ? kLowP : 0", "part == 9 ? kLowP : 0"),
+    "exponents of another chunk": (
+        "RowFactors factors(shared.kv_exponent[at]",
+        "RowFactors factors(shared.kv_exponent[0]",
+    ),
+    "queries given back while they are multiplied": (
+        "    if constexpr (kEarly) wgmma_wait_group<1>();\n",
+        "    release(shared.empty[at][kQ]);\n    if constexpr (kEarly) wgmma_wait_group<1>();\n",
+    ),
+    "scores on both sides of the diagonal": (" > 0) s[v][e] = 0.0f;", " > 99) s[v][e] = 0.0f;"),
+}
+
+
 def show(row, bug, tmp_path):
     """Fail unless some schedule shows a bug."""
     old, new = bug
@@ -445,6 +499,12 @@ def test_a_planted_bug_is_found(bug, tmp_path):
 @pytest.mark.parametrize("bug", BUGS_SM90)
 def test_a_bug_planted_for_sm90_is_found(bug, tmp_path):
     show(SMALL_SM90[2], BUGS_SM90[bug], tmp_path)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", BUGS_SINGLE_SM90)
+def test_a_bug_planted_in_single_precision_for_sm90_is_found(bug, tmp_path):
+    show(SINGLE_SM90[0], BUGS_SINGLE_SM90[bug], tmp_path)
 
 
 @needs_compiler
@@ -499,9 +559,14 @@ def test_a_full_device_takes_one_pass_and_an_empty_one_is_filled(dtype):
 
 @pytest.mark.parametrize("qk_dim", [1, 64, 200, 1000])
 def test_plain_kernels_take_any_dim(qk_dim):
-    few, many = (choose("float32", n, 5000, qk_dim, 64, "sm_90a", 132) for n in (1, 1000))
-    if qk_dim <= 128:
-        assert {few.row.source, many.row.source} == {"linear/chunked_single_sm80"}
+    calls = [("float32", n, 5000, qk_dim, 64, "sm_90a", 132) for n in (1, 1000)]
+    few, many = (choose(*call) for call in calls)
+    if qk_dim == 64:
+        assert many.row.source == "linear/chunked_single_sm90"
+        assert few.row.source.startswith("linear/chunked_single_sm")
+        assert choose(*calls[0], mapped=False).row.source == "linear/chunked_single_sm80"
+    elif qk_dim <= 128:
+        assert few.row.source == "linear/chunked_single_sm80"
     else:
         assert (few.row.source, many.row.source) == ("linear/low_occupancy", "linear/recurrent")
     for name in ("recurrent", "low_occupancy"):
@@ -550,16 +615,68 @@ def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_plan
         assert algorithm in sources[-1]
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_plan):
+    q, k, v = draw(*[(2, 1000, 64)] * 3)
+    problem = _product.product_problem("causal_product", q, k, v)
+    job = Job(problem, problem.view(q.shape, q.strides), None, reverse)
+    made, launched = [], []
+
+    class Launch:
+        def __init__(self, row, blocks, *_):
+            self.source = row.source.split("/")[1]
+            made.append((self.source, blocks))
+
+        def __call__(self, arguments):
+            launched.append((self.source, arguments.bytes.tobytes()))
+
+    module = sys.modules[product_plan.ProductSm90.__module__]
+    memory = mock.Mock(ptr=1 << 20)
+    with (
+        mock.patch.object(module, "target_of_device", return_value="sm_90a"),
+        mock.patch.object(module.compile, "load", lambda row, *_: row),
+        mock.patch.object(module, "Launch", Launch),
+        mock.patch.object(module, "alloc", return_value=memory),
+        mock.patch.object(module.ProductSm90, "_map", return_value=True),
+    ):
+        plan = module.ProductSm90((job, job), split(SINGLE_SM90[0], 1000, 4), 0, None)
+        plan((1, 2, 3, 4, 5, 0), (6, 7, 8, 9, 0, 0))
+    blocks = {"states_single_sm80": 2 * 3, "scan": 2 * 16, "chunked_single_sm90": 2 * 2 * 4}
+    assert [*dict(made).items()] == [*blocks.items()]
+    assert [source for source, _ in launched] == [source for source, _ in made]
+    assert len(launched) == 5
+    last = q.strides[-2] * 999 if reverse else 0
+    second = (1 << 20) + 4 * 2 * 4 * 64 * 64  # workspace of the second job
+    found = struct.unpack_from(HEAD_FORMAT, launched[1][1])
+    assert found[1:3] == (7 + last, 8 + last)
+    assert found[6:] == (second, 0, 1)
+    for i, want in enumerate(((5, 0, 1 << 20, 4), (0, 0, second, 9))):
+        at = POINTERS_AT + i * PRODUCT_JOB.itemsize
+        assert struct.unpack_from("=4Q", launched[-1][1], at) == want
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "other"),
+    [("bfloat16", ChunkedSm90Variant, ChunkedVariant),
+     ("float32", ChunkedSingleSm90Variant, ChunkedSingleVariant)],
+)  # fmt: skip
 @pytest.mark.parametrize(("entries", "dim", "tile_n"), [(128, 64, 64), (128, 128, 128)])
-def test_hopper_computes_what_tensor_maps_can_walk(entries, dim, tile_n):
-    call = "bfloat16", entries, 4096, dim, dim, "sm_90a", 132
-    found = choose(*call)
-    assert isinstance(found.row, ChunkedSm90Variant)
-    assert (found.row.tile_n, found.segments) == (tile_n, 1)
-    assert isinstance(choose(*call, mapped=False).row, ChunkedVariant)
-    assert isinstance(choose(*call[:5], "sm_100", 132).row, ChunkedVariant)
-    assert isinstance(choose(*call, jobs=3).row, ChunkedSm90Variant)
-    assert choose("bfloat16", 8, 4096, 64, 64, "sm_80", 108, jobs=3) is None
+def test_hopper_computes_what_tensor_maps_can_walk(dtype, kind, other, entries, dim, tile_n):
+    call = dtype, entries, 4096, dim, dim, "sm_90a", 132
+    for algorithm in ("auto", "chunked"):
+        found = choose(*call, algorithm)
+        assert isinstance(found.row, kind)
+        assert (found.row.tile_n, found.segments) == (tile_n, 1)
+        assert isinstance(choose(*call, algorithm, mapped=False).row, other)
+        assert isinstance(choose(*call[:5], "sm_100", 132, algorithm).row, other)
+    assert isinstance(choose(*call, jobs=3).row, kind)
+    assert choose(dtype, 8, 4096, 64, 64, "sm_80", 108, jobs=3) is None
+
+
+@pytest.mark.parametrize("algorithm", ["recurrent", "low_occupancy"])
+def test_hopper_does_not_take_what_another_algorithm_was_asked_for(algorithm):
+    found = choose("float32", 128, 4096, 64, 64, "sm_90a", 132, algorithm)
+    assert not isinstance(found.row, VariantSm90)
 
 
 @pytest.mark.parametrize(
@@ -583,6 +700,13 @@ def test_what_tensor_maps_can_walk(shape, layout, taken):
     out = np.empty(problem.out_shape, problem.dtype)
     job = Job(problem, problem.view(out.shape, out.strides), None, False)
     assert takes(job) == taken
+
+
+@pytest.mark.parametrize(("dim", "taken"), [(64, True), (60, True), (62, False)])
+def test_what_tensor_maps_of_float32_can_walk(dim, taken):
+    (x,) = draw((70, dim))
+    problem = _product.product_problem("causal_product", x, x, x)
+    assert takes(Job(problem, problem.view(x.shape, x.strides), None, False)) == taken
 
 
 def test_axes_that_no_tensor_map_has():

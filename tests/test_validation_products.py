@@ -10,6 +10,7 @@ import pytest
 import fa_cupy
 from fa_cupy import reference
 from fa_cupy.gpu import compile, product_choice
+from fa_cupy.gpu.product_params_sm90 import dim_step
 from fa_cupy.gpu.products import PRODUCTS, RecurrentVariant
 from fa_cupy.gpu.products_sm90 import VariantSm90
 from tests.products import draw, gradients
@@ -293,7 +294,7 @@ def test_every_row_that_computes_products_is_forced_and_split():
                     sizes = max(problem.heads), problem.length, *dims
                     choice = product_choice.choose(forced.dtype, *sizes, TARGET, SMS)
                     # Tensor maps walk rows, in steps of 16 bytes.
-                    odd = not problem.length or any(dim % 8 for dim in dims)
+                    odd = not problem.length or any(dim % dim_step(forced.dtype) for dim in dims)
                     assert choice.row == forced or (odd and isinstance(forced, VariantSm90))
                     reached |= {row for row, _, _ in choice.launches(*dims)}
                     splits.add(choice.segments > 1)

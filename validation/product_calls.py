@@ -167,7 +167,12 @@ def forced(row: Any, target: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(table(forcing(row, target)))
         if isinstance(row, VariantSm90):  # those beside it are never cheaper then
-            stack.enter_context(mock.patch.object(product_choice, "_WAITING", 1e4))
+            for name, dear in (
+                ("_WAITING", 1e4),
+                ("_SINGLE_WAITING", 1e4),
+                ("_CLOCKS_PER_US", 0.1),
+            ):
+                stack.enter_context(mock.patch.object(product_choice, name, dear))
         yield
 
 

@@ -33,8 +33,10 @@ struct ProductJob {
   const float* initial;  // (*batch, qk_dim, v_dim), null for zeros
   float* state;          // (*batch, qk_dim, v_dim), null when nobody asked
   float* workspace;      // (batch entries, segments, qk_dim, v_dim) dense; null for one segment
+  float* out;            // (*batch, length, v_dim) of float32, which threads write
   int64 initial_batch[kMapAxes], state_batch[kMapAxes];  // strides count elements
-  int64 initial_row, initial_col, state_row, state_col;
+  int64 out_batch[kMapAxes];
+  int64 initial_row, initial_col, state_row, state_col, out_row;
   int size[kMapAxes];                                        // batch axes of the maps
   int q_step[kMapAxes], k_step[kMapAxes], v_step[kMapAxes];  // 0 along an axis of one entry, else 1
   int qk_dim, v_dim;
@@ -50,6 +52,7 @@ struct ProductSm90Params {
   int segments;        // parts of a sequence, each a block's
   int segment_chunks;  // of all segments but the last
   int keep;            // 1: what is loaded will be wanted again, by other blocks
+  int length;
 };
 static_assert(sizeof(ProductSm90Params) == FA_SM90_PARAMS_BYTES,
               "fa_cupy/gpu holds the same struct");

@@ -6,17 +6,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fa_cupy.gpu.params import MAX_LENGTH
-from fa_cupy.gpu.params_sm90 import DIM_STEP
-from fa_cupy.gpu.products import PRODUCTS
-from fa_cupy.gpu.products_sm90 import ChunkedSm90Variant, StatesSm90Variant, VariantSm90
+from fa_cupy.gpu.product_params_sm90 import CHUNK, dim_step
+from fa_cupy.gpu.products import PRODUCTS, ProductVariant, StatesSingleVariant
+from fa_cupy.gpu.products_sm90 import (
+    ChunkedSingleSm90Variant,
+    ChunkedSm90Variant,
+    StatesSm90Variant,
+    VariantSm90,
+)
 from fa_cupy.gpu.rows import SHARED_LIMIT
 
 
 class Way(NamedTuple):
     """One way to compute a product; see `fa_cupy.gpu.product_choice.Choice`."""
 
-    row: ChunkedSm90Variant
-    states: StatesSm90Variant | None
+    row: VariantSm90
+    states: ProductVariant | None
     segments: int
     segment_rows: int
     microseconds: float
@@ -41,6 +46,10 @@ LATE_CLOCKS = 150
 STATES_CHAIN_CLOCKS = 250
 # Of the tensor cores, for each clock and multiprocessor.
 FLOPS_PER_CLOCK = 3600
+# float32, by dim: microseconds of a chunk of 64 rows, expected from its chain of products of pairs,
+# and of such a chunk where the states of segments are summed by `states_single_sm80`.
+SINGLE_US = {64: 2.2, 128: 5.0}
+SINGLE_STATES_US = {64: 2.3, 128: 4.2}
 
 
 def ways(
@@ -56,9 +65,12 @@ def ways(
     jobs : int, optional
         Such products in one launch.
     """
-    if not 1 <= length <= MAX_LENGTH or qk_dim % DIM_STEP or v_dim % DIM_STEP or not v_dim:
+    if not 1 <= length <= MAX_LENGTH or min(qk_dim, v_dim) < 1:
         return
-    rows = [row for row in PRODUCTS if isinstance(row, ChunkedSm90Variant) and row.dtype == dtype]
+    if any(dim % dim_step(dtype) for dim in (qk_dim, v_dim)):
+        return
+    kinds = ChunkedSm90Variant, ChunkedSingleSm90Variant
+    rows = [row for row in PRODUCTS if isinstance(row, kinds) and row.dtype == dtype]
     dim = min((row.dim for row in rows if row.dim >= qk_dim), default=0)
     call = entries * jobs, length, qk_dim, v_dim, sms
     for row in rows:
@@ -67,11 +79,9 @@ def ways(
 
 
 def _splits(
-    row: ChunkedSm90Variant, entries: int, length: int, qk_dim: int, v_dim: int, sms: int
+    row: VariantSm90, entries: int, length: int, qk_dim: int, v_dim: int, sms: int
 ) -> Iterator[Way]:
-    sizes = row.dtype, row.dim, row.tile_n
-    sums = (other for other in PRODUCTS if isinstance(other, StatesSm90Variant))
-    states = next((one for one in sums if (one.dtype, one.dim, one.tile_n) == sizes), None)
+    states = states_for(row)
     chunks = -(-length // row.tile_m)
     blocks = entries * -(-v_dim // row.tile_n)
     # Splits that fill the device so many times, as far as each segment has a few chunks.
@@ -79,14 +89,40 @@ def _splits(
     for split in {1} | {max(1, min(split, chunks // 4)) for split in wanted}:
         segment_chunks = -(-chunks // split)
         segments = -(-chunks // segment_chunks)
-        us = pass_us(row, blocks * segments, segment_chunks, qk_dim, v_dim, sms)
+        us = _us(row, blocks * segments, segment_chunks, qk_dim, v_dim, sms)
         if segments > 1:
             if states is None:
                 continue
-            us += pass_us(states, blocks * (segments - 1), segment_chunks, qk_dim, v_dim, sms)
+            parts = entries * -(-v_dim // states.tile_n) * (segments - 1)
+            us += _us(states, parts, segment_chunks, qk_dim, v_dim, sms)
             scanned = 8 * entries * segments * qk_dim * v_dim
             us += SCAN_US + SCAN_SEGMENT_US * segments + scanned / (BYTES_PER_US * sms)
         yield Way(row, states if segments > 1 else None, segments, segment_chunks * row.tile_m, us)
+
+
+def states_for(row: VariantSm90) -> ProductVariant | None:
+    """Return the row that sums the states of segments for one that computes outputs."""
+    for other in PRODUCTS:
+        if row.dtype == "float32":
+            if isinstance(other, StatesSingleVariant) and other.dim == row.dim:
+                return other
+        elif isinstance(other, StatesSm90Variant) and (
+            (other.dtype, other.dim, other.tile_n) == (row.dtype, row.dim, row.tile_n)
+        ):
+            return other
+    return None
+
+
+def _us(row: ProductVariant, blocks: int, chunks: int, qk_dim: int, v_dim: int, sms: int) -> float:
+    """Time of a launch whose blocks walk so many chunks."""
+    if isinstance(row, VariantSm90) and row.dtype != "float32":
+        return pass_us(row, blocks, chunks, qk_dim, v_dim, sms)
+    outputs = isinstance(row, VariantSm90)
+    columns = min(v_dim, row.tile_n)
+    traffic = 4 * CHUNK * (2 if outputs else 1) * (qk_dim + columns)
+    share = max(1 / ALONE_BYTES_PER_US, min(1.0, blocks / sms) / BYTES_PER_US)
+    step = max((SINGLE_US if outputs else SINGLE_STATES_US)[row.dim], traffic * share)
+    return LAUNCH_US + -(-blocks // sms) * (START_US + chunks * step)
 
 
 def resident(row: VariantSm90) -> int:

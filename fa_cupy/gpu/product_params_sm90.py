@@ -23,7 +23,11 @@ from fa_cupy.gpu.params_sm90 import DIM_STEP, MAP_AXES, MAP_BYTES, Geometry, pad
 MAX_JOBS = 3
 #: The arrays of a job that have a tensor map, in the order of the struct.
 MAPPED = ("q", "k", "v", "out")
-CHUNK = 64  # rows; a box is 64 rows of 64 columns, whose 128 bytes are a swizzled row
+CHUNK = 64  # rows; a box is 64 rows of 128 bytes, which are a swizzled row
+_BOX_BYTES = 128
+#: Dims of 16-bit arrays are multiples of `DIM_STEP`; of float32, whose outputs no map stores, of
+#: as many columns as are 16 bytes, the step in which boxes are clipped.
+SINGLE_DIM_STEP = 4
 _MAX_STEP = 2**40  # bytes, CUDA Driver API, cuTensorMapEncodeTiled
 _STATES = ("initial", "state")
 
@@ -32,9 +36,10 @@ _STATES = ("initial", "state")
 #: ``cuda_src/common/product_sm90.cuh``, which checks the size when it is compiled.
 PRODUCT_JOB = padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
-    + [(name, np.uint64) for name in (*_STATES, "workspace")]
-    + [(f"{name}_batch", np.int64, (MAP_AXES,)) for name in _STATES]
+    + [(name, np.uint64) for name in (*_STATES, "workspace", "out")]
+    + [(f"{name}_batch", np.int64, (MAP_AXES,)) for name in (*_STATES, "out")]
     + [(f"{name}_{axis}", np.int64) for name in _STATES for axis in ("row", "col")]
+    + [("out_row", np.int64)]
     + [("size", np.int32, (MAP_AXES,))]
     + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
     + [(name, np.int32) for name in ("qk_dim", "v_dim", "tiles", "reverse")],
@@ -44,13 +49,13 @@ PRODUCT_JOB = padded(
 PRODUCT_SM90_PARAMS = padded(
     [("job", PRODUCT_JOB, (MAX_JOBS,))]
     + [(name, np.int32) for name in ("jobs", "tiles", "chunks", "segments", "segment_chunks")]
-    + [("keep", np.int32)],
+    + [("keep", np.int32), ("length", np.int32)],
     alignment=64,
 )
 #: Where the pointers of a job follow its maps.
 POINTERS_AT = MAP_BYTES * len(MAPPED)
-#: Writes them: buffer, their place in it, initial state, state, workspace.
-pack_pointers: Callable[..., None] = struct.Struct("=3Q").pack_into
+#: Writes them: buffer, their place in it, initial state, state, workspace, output.
+pack_pointers: Callable[..., None] = struct.Struct("=4Q").pack_into
 
 
 class Job(NamedTuple):
@@ -87,7 +92,8 @@ def takes(job: Job) -> bool:
     if problem.q is None or problem.q_len != problem.k_len:
         return False
     dims = problem.qk_dim, problem.v_dim
-    if not 1 <= problem.k_len <= MAX_LENGTH or min(dims) < 1 or any(d % DIM_STEP for d in dims):
+    step = dim_step(problem.dtype.name)
+    if not 1 <= problem.k_len <= MAX_LENGTH or min(dims) < 1 or any(d % step for d in dims):
         return False
     views = job.views
     sizes, steps = collapse(problem.batch, views)
@@ -105,6 +111,11 @@ def takes(job: Job) -> bool:
         if not all(_walks(step) or (step == 0 and name != "out") for step in steps[name]):
             return False
     return True
+
+
+def dim_step(dtype: str) -> int:
+    """Return what the dims of arrays are multiples of, or no kernel for SM90 takes them."""
+    return SINGLE_DIM_STEP if dtype == "float32" else DIM_STEP
 
 
 def _walks(step: int) -> bool:
@@ -142,6 +153,7 @@ def fill(
     params["chunks"] = -(-jobs[0].problem.k_len // CHUNK)
     params["segments"] = split[0]
     params["segment_chunks"] = -(-split[1] // CHUNK)
+    params["length"] = jobs[0].problem.k_len
     maps = []
     for job, p in zip(jobs, params["job"], strict=False):
         maps.append(_fill_job(job, p))
@@ -171,6 +183,9 @@ def _fill_job(job: Job, p: Any) -> dict[str, Geometry]:
             p[f"{name}_batch"] = [step // item for step in steps[name]]
             row, col = views[name].strides[-2:]
             p[f"{name}_row"], p[f"{name}_col"] = row // item, col // item
+    item = problem.dtype.itemsize
+    p["out_batch"] = [step // item for step in steps["out"]]
+    p["out_row"] = job.out.strides[-2] // item
     maps = {}
     for name in MAPPED:
         view = views[name]
@@ -179,6 +194,6 @@ def _fill_job(job: Job, p: Any) -> dict[str, Geometry]:
         strides = [*steps[name], view.strides[-2]]
         # Along an axis of one entry the stride is any number; the driver wants one that it knows.
         strides = [step if n > 1 else 16 for n, step in zip(shape, strides, strict=True)]
-        box = (1, 1, 1, CHUNK, CHUNK)
-        maps[name] = Geometry((*shape, view.shape[-1]), (*strides, problem.dtype.itemsize), box)
+        box = (1, 1, 1, CHUNK, _BOX_BYTES // item)
+        maps[name] = Geometry((*shape, view.shape[-1]), (*strides, item), box)
     return maps

@@ -1,4 +1,4 @@
-"""How a plan launches ``chunked_sm90``: tensor maps for its pointers, states of segments."""
+"""How a plan launches kernels for SM90: tensor maps for its pointers, states of segments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fa_cupy.gpu.product_params_sm90 import (
     pack_pointers,
     takes,
 )
-from fa_cupy.gpu.products import SCAN
+from fa_cupy.gpu.products import ProductVariant
 from fa_cupy.gpu.products_sm90 import VariantSm90
 from fa_cupy.gpu.tensor_map import LayoutError, encode_tiled
 
@@ -97,11 +97,12 @@ class ProductSm90:
             for job in jobs
             if choice.segments > 1
         ]
-        self._launches: list[Launch | _Scan] = []
+        self._launches: list[Launch | _JobLaunch] = []
         for row, _, segments in choice.launches(*_dims(jobs[0])):
             kernel = compile.load(row, target, device)
-            if row is SCAN:
-                self._launches += [_Scan(i, job, choice, kernel) for i, job in enumerate(jobs)]
+            if not isinstance(row, VariantSm90):
+                own = (_JobLaunch(i, job, choice, row, kernel) for i, job in enumerate(jobs))
+                self._launches += own
             else:
                 grid = blocks * segments
                 self._launches.append(Launch(kernel, grid, row.threads, row.shared_bytes))
@@ -130,12 +131,13 @@ class ProductSm90:
             places = [workspace.ptr + sum(self._workspaces[:i]) for i in self._jobs]
         for i in self._jobs:
             at = POINTERS_AT + i * _JOB_BYTES
-            pack_pointers(arguments.memory, at, pointers[i][4], pointers[i][5], places[i])
+            out, initial, state = pointers[i][3:]
+            pack_pointers(arguments.memory, at, initial, state, places[i], out)
         for launch in self._launches:
             if isinstance(launch, Launch):
                 launch(arguments)
             else:
-                launch(pointers[launch.job][4], places[launch.job])
+                launch(pointers[launch.job], places[launch.job])
         self._pool.append(arguments)
 
     def for_any_pointers(self) -> Callable[..., None]:
@@ -173,31 +175,34 @@ class ProductSm90:
         return encoded
 
 
-class _Scan:
-    """The launches of ``scan`` for one job: the states of its segments become their sums."""
+class _JobLaunch:
+    """The launches of a kernel that takes one product, for one job: ``scan``, states of float32."""
 
-    __slots__ = ("_launches", "_params", "_pool", "job")
+    __slots__ = ("_launches", "_params", "_pool", "_shifts", "job")
 
-    def __init__(self, index: int, job: Job, choice: Choice, kernel: Any) -> None:
+    def __init__(
+        self, index: int, job: Job, choice: Choice, row: ProductVariant, kernel: Any
+    ) -> None:
         self.job = index
-        ((_, tiles, _),) = (one for one in choice.launches(*_dims(job)) if one[0] is SCAN)
-        self._params, parts, _, _ = product_params.fill(*job, choice.split, tiles)
+        ((tiles, segments),) = (one[1:] for one in choice.launches(*_dims(job)) if one[0] is row)
+        self._params, parts, self._shifts, _ = product_params.fill(*job, choice.split, tiles)
         self._params["tiles"] = tiles
         self._pool: list[Arguments] = []
         self._launches = [
-            (first, Launch(kernel, blocks, SCAN.threads, SCAN.shared_bytes))
-            for _, first, blocks in parts
+            (offsets, first, Launch(kernel, blocks * segments, row.threads, row.shared_bytes))
+            for offsets, first, blocks in parts
         ]
 
-    def __call__(self, initial: int, workspace: int) -> None:
+    def __call__(self, pointers: tuple[int, ...], workspace: int) -> None:
         try:
             arguments = self._pool.pop()
         except IndexError:
             arguments = Arguments(self._params)
-        for first, launch in self._launches:
-            product_params.pack_head(
-                arguments.bytes, 0, 0, 0, 0, 0, initial, 0, workspace, first, 1
-            )
+        for offsets, first, launch in self._launches:
+            places = zip((*pointers, workspace), self._shifts, offsets, strict=True)
+            at = [p and p + shift + offset for p, shift, offset in places]
+            # Tensor maps walk the same rows, so these are aligned.
+            product_params.pack_head(arguments.bytes, 0, *at, first, 1)
             launch(arguments)
         self._pool.append(arguments)
 

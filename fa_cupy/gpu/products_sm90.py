@@ -84,6 +84,32 @@ class StatesSm90Variant(VariantSm90):
         return 2 * self.tile_m * rows + 16 * self.stages + _WORK_BYTES
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChunkedSingleSm90Variant(VariantSm90):
+    """A row of ``chunked_single_sm90``: a warpgroup splits float32, another one makes scores.
+
+    Attributes
+    ----------
+    tiles : int
+        Chunks as pairs of float16 in shared memory, beside `stages` of them as they come.
+    """
+
+    tiles: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        columns = (self.stages + self.tiles) * (2 * self.dim + self.tile_n) + self.tiles * 64
+        notes = self.tiles * (4 * self.tile_m + self.tile_n + 4)
+        barriers = 3 * self.stages + 7 * self.tiles
+        return 4 * (self.tile_m * columns + notes) + 8 * barriers + _WORK_BYTES + 8
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_TILES", self.tiles))
+
+
 def chunked_sm90() -> Iterator[ChunkedSm90Variant]:
     """Yield the rows of ``chunked_sm90``."""
     # dim, tile_n, stages, p_slots, out_slots, blocks, why. A multiprocessor has 32 KB a
@@ -102,6 +128,23 @@ def chunked_sm90() -> Iterator[ChunkedSm90Variant]:
                 warps=8 + tile_n // 16, stages=stages, p_slots=p_slots, out_slots=out_slots,
                 blocks=blocks, why=why,
             )  # fmt: skip
+
+
+def chunked_single_sm90() -> Iterator[ChunkedSingleSm90Variant]:
+    """Yield the rows of ``chunked_single_sm90``."""
+    # dim, tile_n, stages, tiles, why. A chunk of 64 rows takes 48 KB of loads at dims of 64 and
+    # 96 KB at dims of 128, and as much as pairs of float16.
+    rows = (
+        (64, 64, 2, 2, "a chunk of 48 KB under way while the one before is split"),
+        (64, 128, 2, 1, "scores once for 128 value columns; 64 KB under way"),
+        (128, 64, 1, 1, "80 KB under way; more blocks where there are few batch entries"),
+        (128, 128, 1, 1, "Q, K and V come and go apart: all that 227 KB have room for"),
+    )
+    for dim, tile_n, stages, tiles, why in rows:
+        yield ChunkedSingleSm90Variant(
+            source="linear/chunked_single_sm90", dtype="float32", dim=dim, tile_m=64,
+            tile_n=tile_n, warps=8 + tile_n // 16, stages=stages, tiles=tiles, blocks=1, why=why,
+        )  # fmt: skip
 
 
 def states_sm90() -> Iterator[StatesSm90Variant]:

@@ -22,7 +22,7 @@ from fa_cupy import _check, _product
 from fa_cupy.gpu import params, params_sm90, product_params, product_params_sm90
 from fa_cupy.gpu.compile import ROOT
 from fa_cupy.gpu.product_choice import Choice
-from fa_cupy.gpu.products import SCAN
+from fa_cupy.gpu.products import ProductVariant
 from fa_cupy.gpu.products_sm90 import VariantSm90 as ProductVariantSm90
 from fa_cupy.gpu.variants import Variant, VariantSm90
 
@@ -291,7 +291,8 @@ def causal_product(
         As `launch`.
     """
     if isinstance(choice.row, ProductVariantSm90):
-        (found,) = causal_products_sm90(choice, [(q, k, v, initial, reverse)], seed, source)
+        call = q, k, v, initial, reverse
+        (found,) = causal_products_sm90(choice, [call], seed, source, truncating)
         return found
     problem = _product.product_problem("causal_product", q, k, v, initial)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
@@ -323,6 +324,7 @@ def causal_products_sm90(
     calls: Sequence[tuple[Any, ...]],
     seed: int = 0,
     source: Path | None = None,
+    truncating: bool = False,
 ) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Several causal products as the jobs of one launch, by rows for SM90, with their states.
 
@@ -334,6 +336,8 @@ def causal_products_sm90(
     seed : int
     source : Path, optional
         As for `attention`; in place of the outputs' kernel.
+    truncating : bool
+        As for `launch`.
 
     Raises
     ------
@@ -354,9 +358,9 @@ def causal_products_sm90(
             workspace = np.full(sizes, np.nan, np.float32)
         arrays.append((q, k, v, out, initial, state, workspace))
     for row, _, segments in choice.launches(jobs[0].problem.qk_dim, jobs[0].problem.v_dim):
-        if row is SCAN:
+        if not isinstance(row, ProductVariantSm90):
             for job, places in zip(jobs, arrays, strict=True):
-                _scan(job, places, choice, seed)
+                _launch_for_job(row, job, places, choice, seed, truncating)
             continue
         filled, maps, blocks = product_params_sm90.fill(jobs, row.tile_n, choice.split)
         for p, geometry, places in zip(filled[0]["job"], maps, arrays, strict=False):
@@ -364,20 +368,32 @@ def causal_products_sm90(
             for name, pointer in zip(product_params_sm90.MAPPED, mapped, strict=True):
                 p[f"{name}_map"] = tensor_map(pointer, *geometry[name])
             p["initial"], p["state"], p["workspace"] = initial, state, workspace
+            p["out"] = mapped[3]
         path = build_row(row, source if row is choice.row else None)
-        launch(path, row.entry, blocks * segments, row.threads, row.shared_bytes, filled, seed)
+        block = (row.threads, row.shared_bytes)
+        launch(path, row.entry, blocks * segments, *block, filled, seed, truncating)
     return [(places[3], places[5]) for places in arrays]
 
 
-def _scan(job: product_params_sm90.Job, places: tuple[Any, ...], choice: Choice, seed: int) -> None:
-    """Turn the states of a job's segments into their sums."""
+def _launch_for_job(
+    row: ProductVariant,
+    job: product_params_sm90.Job,
+    places: tuple[Any, ...],
+    choice: Choice,
+    seed: int,
+    truncating: bool,
+) -> None:
+    """Run a kernel that takes one product a launch, for the states of a job's segments."""
     dims = job.problem.qk_dim, job.problem.v_dim
-    ((_, tiles, _),) = (one for one in choice.launches(*dims) if one[0] is SCAN)
-    filled, ((_, first, blocks),), _, _ = product_params.fill(*job, choice.split, tiles)
+    ((tiles, segments),) = (one[1:] for one in choice.launches(*dims) if one[0] is row)
+    filled, ((_, first, blocks),), shifts, _ = product_params.fill(*job, choice.split, tiles)
     filled["tiles"] = tiles
-    pointers = [0 if x is None else x.ctypes.data for x in places]
+    pointers = [
+        0 if x is None else x.ctypes.data + shift for x, shift in zip(places, shifts, strict=True)
+    ]
     product_params.pack_head(filled, 0, *pointers, first, True)
-    launch(build_row(SCAN), SCAN.entry, blocks, SCAN.threads, SCAN.shared_bytes, filled, seed)
+    block = (row.threads, row.shared_bytes)
+    launch(build_row(row), row.entry, blocks * segments, *block, filled, seed, truncating)
 
 
 def tensor_map(pointer: int, shape: Any, strides: Any, box: Any) -> np.ndarray[Any, Any]:

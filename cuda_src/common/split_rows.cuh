@@ -1,0 +1,92 @@
+// Rows of float32 in shared memory, as TMA brings them, turned into pairs of float16 there.
+//
+//   x = 2^-s (high + low),  high = x 2^s rounded,  low = x 2^s - high rounded,
+//
+// with one s for a row, as in split_float.cuh, but without a factor for low parts: so one
+// accumulator takes all three products of two pairs.  Numbers down to 2^-17 of the largest of their
+// row keep both parts whole (below, low parts are subnormal); what is 2^-39 of it or less becomes
+// zero.
+#pragma once
+#include "cuda_src/common/split_float.cuh"
+
+// x and y, as pairs: what is left of them by rounding, rounded.
+FA_DEVICE SplitPair split_near(float x, float y) {
+  const uint32 high = cvt_rn_f16x2_f32(x, y);
+  return {high, cvt_rn_f16x2_f32(x - cvt_f32_f16(static_cast<uint16>(high)),
+                                 y - cvt_f32_f16(static_cast<uint16>(high >> 16)))};
+}
+
+// The largest of a row: eight neighbouring lanes', four columns of each box a lane.
+FA_DEVICE float over_row(float most) {
+  most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
+  most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
+  return fmaxf(most, __shfl_xor_sync(kFullWarp, most, 4));
+}
+
+// A warpgroup turns kRows rows into pairs: from boxes of 32 columns into a tile of high parts,
+// which one of low parts follows, kAtOnce of a thread's rows in registers.  `own`: the exponents s
+// of this thread's rows, which are 16 apart.  False: some of its numbers are not finite.
+template <int kRows, int kBoxes, int kAtOnce>
+FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint8* tile) {
+  using Tile = SharedTile<kRows, 32 * kBoxes>;
+  constexpr float kLargest = 3.40282347e38f;
+  const int lane = threadIdx.x % 8, row = split_row<Tile>(threadIdx.x);
+  // Boxes have rows of 128 bytes in that swizzle (PTX ISA 5.5.7 "Swizzling Modes").
+  const uint32 from = cvta_to_shared(boxes) + row * 128 + ((lane ^ (row & 7)) << 4);
+  const uint32 to = cvta_to_shared(tile) + Tile::lane_offset(row, lane / 2) + lane % 2 * 8;
+  float sum = 0.0f;
+#pragma unroll
+  for (int first = 0; first < kRows / 16; first += kAtOnce) {
+    float x[kAtOnce][4 * kBoxes], most[kAtOnce];
+    bool hidden = false;
+#pragma unroll
+    for (int i = 0; i < kAtOnce * kBoxes; ++i) {
+      uint32 words[4];
+      ld_shared_v4_b32(words, from + (first + i / kBoxes) * (16 * 128) + i % kBoxes * kRows * 128);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[i / kBoxes][i % kBoxes * 4 + e] = __int_as_float(static_cast<int>(words[e]));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      most[r] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4 * kBoxes; ++i) {
+        most[r] = fmaxf(most[r], fabsf(x[r][i]));
+        sum = fmaf(x[r][i], 0.0f, sum);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      most[r] = over_row(most[r]);
+      hidden = hidden || most[r] > kLargest;
+    }
+    if (__any_sync(kFullWarp, hidden)) {  // an infinity hides the others
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        most[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4 * kBoxes; ++i) {
+          if (fabsf(x[r][i]) <= kLargest) most[r] = fmaxf(most[r], fabsf(x[r][i]));
+        }
+        most[r] = over_row(most[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      own[first + r] = split_exponent(most[r]);
+      const float scale = power_of_two(own[first + r]);
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const float* four = &x[r][4 * box];
+        const SplitPair one = split_near(four[0] * scale, four[1] * scale);
+        const SplitPair two = split_near(four[2] * scale, four[3] * scale);
+        const uint32 at = Tile::at(to, 16 * (first + r), 2 * box);
+        st_shared_v2_b32(at, one.high, two.high);
+        st_shared_v2_b32(at + kRows * kBoxes * 64, one.low, two.low);
+      }
+    }
+  }
+  return sum == 0.0f;
+}

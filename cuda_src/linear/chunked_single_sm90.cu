@@ -1,0 +1,476 @@
+// Causal product of float32 by chunks for SM90: TMA, wgmma of pairs of float16, warp
+// specialisation, the state in registers.
+//
+// As in chunked_sm90.cu one block walks the chunks of one segment of one batch entry, for kCols
+// value columns:
+//   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V,
+// but every operand is a pair of float16, x 2^s = high + low, and every product three.  The split
+// warpgroup, one thread of which loads chunks, turns their rows into pairs in shared memory.  The
+// score warpgroup turns Q K^T into pairs of weights P there.  Each state warpgroup owns 64 value
+// columns and computes transposed: O^T = S^T Q^T + V^T P^T with S^T from its registers, and
+// U = V^T K, which S^T grows by, with V^T from its registers, where all rows get one exponent.
+//
+// All exponents are those of rows (of value columns in S), which bring the largest of a row near
+// 2^14 (cuda_src/common/split_rows.cuh).  So a row next to one that is larger by far keeps its own
+// accuracy.  The three products of a sum share an accumulator: first the small ones, because tensor
+// cores truncate what they add to.
+//
+// In reverse, chunks are counted from the end, as in states_single_sm80.cu: the rows that the last
+// one lacks lie before the first row.
+#include "cuda_src/common/product_sm90.cuh"
+#include "cuda_src/common/split_state.cuh"
+#include "cuda_src/common/split_state_sm90.cuh"
+#include "ptx/stmatrix.cuh"
+
+// -------------------------------------------------------------------------------------- constants
+constexpr int kTiles = FA_TILES;  // chunks in shared memory as pairs
+constexpr int kThreads = 128 * (kGroups + 2);
+constexpr int kDimBoxes = kDim / 32, kColBoxes = kCols / 32;  // boxes of float32 have 32 columns
+constexpr int kLowQK = kDimBlocks * kBlockBytes;              // from high parts to low ones
+constexpr int kLowV = kGroups * kBlockBytes, kLowP = kBlockBytes;
+constexpr int kSteps = kChunk / 16;  // of a product that sums over a chunk's rows
+// With registers for it, products with the state and with the scores are under way at once, and
+// outputs are stored while the chunk's sums are.
+constexpr bool kEarly = kDim == 64 && kGroups == 1;
+constexpr int kAtOnce = kDim > 64 || kCols > 64 ? 2 : 4;  // rows of a split thread in registers
+// 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
+constexpr int kSplitRegisters = kGroups == 2 ? 72 : 96;
+constexpr int kScoreRegisters = kGroups == 2 ? 72 : 120;
+constexpr int kStateRegisters = kGroups == 2 ? 184 : 240;
+static_assert(kGroups <= 2 && kMinBlocks == 1, "registers, as above");
+
+using QKTile = SharedTile<kChunk, kDim>;
+using VTile = SharedTile<kChunk, kCols>;
+using PTile = SharedTile<kChunk, kChunk>;
+enum Array { kQ = 0, kV = 1, kK = 2 };  // in the order in which their tiles come free
+
+// ---------------------------------------------------------------------------------------- storage
+struct SharedStorage {
+  uint8 raw_q[kStages][kDimBoxes * kBlockBytes];  // as they come
+  uint8 raw_v[kStages][kColBoxes * kBlockBytes];
+  uint8 raw_k[kStages][kDimBoxes * kBlockBytes];
+  uint8 q[kTiles][2 * kLowQK];  // high parts, low parts
+  uint8 v[kTiles][2 * kLowV];
+  uint8 k[kTiles][2 * kLowQK];
+  uint8 p[kTiles][2 * kLowP];         // weights are done with before the keys that they are made of
+  int q_exponent[kTiles][kChunk];     // row i of Q is 2^-e of what its tile says
+  int kv_exponent[kTiles][kChunk];    // row j of K times row j of V is 2^e of what theirs say
+  float p_factor[kTiles][kChunk][2];  // row i of P V is so many times, twice, what the tiles say
+  int broken[kTiles][4];              // whether a split warp found values that are not finite
+  int bound[kTiles][kCols];  // then: the first (in reverse, last) row of each column with one
+  uint64 raw_full[kStages][3], full[kTiles][3], empty[kTiles][3];
+  uint64 p_full[kTiles];
+  Work work;
+  int64 out;  // element offset of the entry's outputs
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+
+using RawPlace = RingPlace<kStages>;
+using Place = RingPlace<kTiles>;
+
+// The row that a chunk of this block's segment begins with; rows before 0 are zeros.
+FA_DEVICE int first_row(const ProductSm90Params& params, const Work& work, int chunk) {
+  const int begin = kChunk * (work.segment * params.segment_chunks + chunk);
+  return params.job[work.job].reverse ? params.length - begin - kChunk : begin;
+}
+
+// ------------------------------------------------------------------------------------ split warps
+FA_DEVICE void load_array(const ProductSm90Params& params, SharedStorage& shared, int chunk,
+                          int array) {
+  const Work& work = shared.work;
+  const ProductJob& job = params.job[work.job];
+  const uint64 policy = params.keep ? kEvictLast : kEvictNormal;
+  const int row = first_row(params, work, chunk), at = chunk % kStages;
+  const TensorMap& map = array == kQ ? job.q_map : array == kV ? job.v_map : job.k_map;
+  const int (&step)[kMapAxes] = array == kQ ? job.q_step : array == kV ? job.v_step : job.k_step;
+  uint8* to = array == kQ ? shared.raw_q[at] : array == kV ? shared.raw_v[at] : shared.raw_k[at];
+  const int boxes = array == kV ? kColBoxes : kDimBoxes, column = array == kV ? work.column : 0;
+  const uint32 barrier = cvta_to_shared(&shared.raw_full[at][array]);
+  mbarrier_arrive_expect_tx(barrier, boxes * kBlockBytes);
+#pragma unroll 1
+  for (int box = 0; box < boxes; ++box) {
+    cp_async_bulk_tensor_5d_load(cvta_to_shared(to + box * kBlockBytes), &map, barrier, policy,
+                                 column + 32 * box, row, work.coordinate[2] * step[2],
+                                 work.coordinate[1] * step[1], work.coordinate[0] * step[0]);
+  }
+}
+
+// P is 0 where a row does not read a value, and 0 * NaN is NaN.  So this zeroes what is not finite
+// among the values of a warp's columns, and keeps where that was.
+FA_DEVICE void forget_not_finite(uint8* v_tile, int (&bound)[kCols], bool reverse) {
+  const int column = threadIdx.x;
+  if (column < kCols) {
+    int found = reverse ? -1 : kChunk;
+#pragma unroll 1
+    for (int row = 0; row < kChunk; ++row) {
+      uint8* at = v_tile + VTile::offset(row, column / 8) + column % 8 * 2;
+      uint16 &high = *reinterpret_cast<uint16*>(at), &low = *reinterpret_cast<uint16*>(at + kLowV);
+      if ((high & 0x7c00) != 0x7c00) continue;
+      high = low = 0;
+      found = reverse ? row : min(found, row);
+    }
+    bound[column] = found;
+  }
+}
+
+FA_DEVICE bool any_broken(const int (&broken)[4]) {
+  return (broken[0] | broken[1] | broken[2] | broken[3]) != 0;
+}
+
+FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shared) {
+  const int chunks = shared.work.chunks;
+  const bool reverse = params.job[shared.work.job].reverse;
+  const int row = split_row<QKTile>(threadIdx.x);
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int i = 0; i < 3 * min(kStages, chunks); ++i) load_array(params, shared, i / 3, i % 3);
+  }
+  __syncwarp();
+  RawPlace raw_place;
+  Place place;
+#pragma unroll 1
+  for (int i = 0; i < chunks; ++i) {
+    const int from = raw_place.index(), at = place.index();
+    int own[kSteps], of_v[kSteps];
+    auto begin = [&](int array) {
+      wait(shared.raw_full[from][array], raw_place.parity());
+      wait(shared.empty[at][array], place.parity() ^ 1);
+    };
+    // Tiles are for the tensor cores to read, and the rows' place for the next ones.
+    auto end = [&](int array) {
+      fence_proxy_async_shared();
+      bar_sync(1, 128);
+      release(shared.full[at][array]);
+      if (threadIdx.x == 0 && i + kStages < chunks) load_array(params, shared, i + kStages, array);
+      __syncwarp();
+    };
+    begin(kQ);
+    split_rows<kChunk, kDimBoxes, kAtOnce>(own, shared.raw_q[from], shared.q[at]);
+#pragma unroll
+    for (int g = 0; g < kSteps; ++g) {
+      if (threadIdx.x % 8 == 0) shared.q_exponent[at][row + 16 * g] = own[g];
+    }
+    end(kQ);
+    begin(kV);
+    const bool finite =
+        split_rows<kChunk, kColBoxes, kAtOnce>(of_v, shared.raw_v[from], shared.v[at]);
+    const bool broken = __any_sync(kFullWarp, !finite);
+    if (threadIdx.x % 32 == 0) shared.broken[at][threadIdx.x / 32] = broken;
+    bar_sync(1, 128);
+    if (any_broken(shared.broken[at])) forget_not_finite(shared.v[at], shared.bound[at], reverse);
+    end(kV);
+    begin(kK);
+    split_rows<kChunk, kDimBoxes, kAtOnce>(own, shared.raw_k[from], shared.k[at]);
+#pragma unroll
+    for (int g = 0; g < kSteps; ++g) {
+      if (threadIdx.x % 8 == 0) shared.kv_exponent[at][row + 16 * g] = -own[g] - of_v[g];
+    }
+    end(kK);
+    raw_place.advance();
+    place.advance();
+  }
+}
+
+// ------------------------------------------------------------------------------------ score warps
+FA_DEVICE void start_scores(float (&s)[8][4], const uint8* q_tile, const uint8* k_tile) {
+  const uint64 a = wgmma_descriptor(cvta_to_shared(q_tile), 0);
+  const uint64 b = wgmma_descriptor(cvta_to_shared(k_tile), 0);
+  wgmma_fence();
+#pragma unroll
+  for (int part = 0; part < 3; ++part) {  // low high, high low, high high
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
+      const int more = (step / 4 * kBlockBytes + step % 4 * 32) / 16;
+      wgmma_m64k16_ss<false, 64>(s, a + more + (part == 0 ? kLowQK / 16 : 0),
+                                 b + more + (part == 1 ? kLowQK / 16 : 0), part + step > 0);
+    }
+  }
+  wgmma_commit_group();
+}
+
+FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& shared, int warp) {
+  const int lane = threadIdx.x % 32, chunks = shared.work.chunks, row = 16 * warp + lane / 4;
+  // How far beyond the diagonal this lane's first element lies.
+  const int sign = params.job[shared.work.job].reverse ? -1 : 1;
+  const int beyond = sign * (lane % 4 * 2 - row);
+  // Where this lane's row of the four matrices of an stmatrix.x4 lies: rows 0-7, 8-15, then the
+  // same of the next 8 columns (PTX ISA 9.7.14.5.16).
+  const uint32 p_lane = PTile::lane_offset(16 * warp + lane % 16, lane / 16);
+  Place place;
+#pragma unroll 1
+  for (int i = 0; i < chunks; ++i) {
+    const int at = place.index();
+    float s[8][4];
+    wait(shared.full[at][kQ], place.parity());
+    wait(shared.full[at][kK], place.parity());
+    start_scores(s, shared.q[at], shared.k[at]);
+    const int* kv_exponent = shared.kv_exponent[at] + lane % 4 * 2;
+    wgmma_wait_group<0>();
+
+    // The exponent of a row is that of its largest weight.
+    int top[2] = {-1000, -1000};
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (beyond + sign * (8 * v + e % 2 - e / 2 * 8) > 0) s[v][e] = 0.0f;
+        const int exponent = static_cast<int>(__float_as_uint(s[v][e]) >> 23 & 255) - 127;
+        if (s[v][e] != 0.0f) top[e / 2] = max(top[e / 2], exponent + kv_exponent[8 * v + e % 2]);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      top[h] = max(top[h], __shfl_xor_sync(kFullWarp, top[h], 1));
+      top[h] = max(top[h], __shfl_xor_sync(kFullWarp, top[h], 2));
+      if (lane % 4 == 0) {
+        // All of it at once may be more than a float32 holds.
+        const int exponent = top[h] - 14 - shared.q_exponent[at][row + 8 * h];
+        const int bounded = max(-252, min(252, exponent));
+        shared.p_factor[at][row + 8 * h][0] = power_of_two(bounded / 2);
+        shared.p_factor[at][row + 8 * h][1] = power_of_two(bounded - bounded / 2);
+      }
+    }
+    const uint32 p_tile = cvta_to_shared(shared.p[at]) + p_lane;
+#pragma unroll
+    for (int v = 0; v < 8; v += 2) {
+      SplitPair pairs[4];  // [2 * (v % 2) + h]
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int shift = kv_exponent[8 * (v + n / 2) + e] + 14 - top[n % 2];
+          x[e] = s[v + n / 2][n % 2 * 2 + e] * power_of_two(max(-127, min(127, shift)));
+        }
+        pairs[n] = split_near(x[0], x[1]);
+      }
+      const uint32 to = PTile::at(p_tile, 0, v / 2);
+      stmatrix_x4(to, pairs[0].high, pairs[1].high, pairs[2].high, pairs[3].high);
+      stmatrix_x4(to + kLowP, pairs[0].low, pairs[1].low, pairs[2].low, pairs[3].low);
+    }
+    fence_proxy_async_shared();
+    __syncwarp();
+    release(shared.p_full[at]);
+    release(shared.empty[at][kQ]);
+    release(shared.empty[at][kK]);
+    place.advance();
+  }
+}
+
+// ---------------------------------------------------------------------------------- state, outputs
+// O^T = V^T P^T, started.
+FA_DEVICE void start_score_outputs(Outputs& o, const uint8* v_tile, const uint8* p_tile) {
+  const uint64 a = wgmma_descriptor(cvta_to_shared(v_tile), 0);
+  const uint64 b = wgmma_descriptor(cvta_to_shared(p_tile), 0);
+  wgmma_fence();
+#pragma unroll
+  for (int part = 0; part < 3; ++part) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      wgmma_m64k16_ss<false, 64, kMnMajor, kKMajor>(
+          o, a + (step * 16 * 128 + (part == 0 ? kLowV : 0)) / 16,
+          b + (step * 32 + (part == 1 ? kLowP : 0)) / 16, part + step > 0);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// V^T of a warp's 16 value columns.
+FA_DEVICE void load_values(Operand<kSteps>& high, Operand<kSteps>& low, const uint8* v_tile,
+                           int pair) {
+  const uint32 from =
+      VTile::at(cvta_to_shared(v_tile) + columns_first<VTile>(threadIdx.x % 32), 0, pair);
+#pragma unroll
+  for (int c = 0; c < kSteps; ++c) {
+    ldmatrix_x4_trans(high[c], VTile::at(from, 16 * c, 0));
+    ldmatrix_x4_trans(low[c], VTile::at(from + kLowV, 16 * c, 0));
+  }
+}
+
+FA_DEVICE void store_outputs(const ProductSm90Params& params, const SharedStorage& shared,
+                             const Outputs& o, int chunk, int column) {
+  const ProductJob& job = params.job[shared.work.job];
+  const int row = first_row(params, shared.work, chunk) + threadIdx.x % 4 * 2;
+  float* to = job.out + shared.out + static_cast<int64>(row) * job.out_row + column;
+  // Eight lanes write 32 bytes of a row: all of what memory moves at once.
+#pragma unroll
+  for (int v = 0; v < 8; ++v) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const bool valid = static_cast<uint32>(row + 8 * v + j) < static_cast<uint32>(params.length);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (valid && column + 8 * h < job.v_dim) to[j * job.out_row + 8 * h] = o[v][2 * h + j];
+      }
+    }
+    to += 8 * job.out_row;
+  }
+}
+
+FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& shared, int group) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const Work& work = shared.work;  // left there: registers are short in the loop
+  const int chunks = work.chunks;
+  const ProductJob& job = params.job[work.job];
+  const bool reverse = job.reverse;
+  State s;
+  {
+    const int column = work.column + 64 * group;
+    const bool split = job.workspace != nullptr;
+    const int64 row = split ? job.v_dim : job.initial_row, col = split ? 1 : job.initial_col;
+    const float* from = split ? segment_state(params, work, work.segment) : job.initial;
+    if (from != nullptr) from += (split ? 0 : work.initial) + column * col;
+    load_state(s, from, row, col, job.qk_dim, job.v_dim - column);
+  }
+  int exponents[2];
+  state_exponents(exponents, s);
+  Place place;
+  Operand<kDim / 16> high, low;
+  Outputs o, o_scores, u;
+  Operand<kSteps> values, values_low;
+
+#pragma unroll 1
+  for (int i = 0; i < chunks; ++i) {
+    const int at = place.index();
+    split_state(s, exponents, high, low);
+    wait(shared.full[at][kQ], place.parity());
+    start_product<kKMajor, kDim / 16>(o, high, low, shared.q[at], kLowQK, [](int step) {
+      return step / 4 * kBlockBytes + step % 4 * 32;
+    });
+    if constexpr (!kEarly) wgmma_wait_group<0>();
+    wait(shared.full[at][kV], place.parity());
+    wait(shared.p_full[at], place.parity());
+    start_score_outputs(o_scores, &shared.v[at][group * kBlockBytes], shared.p[at]);
+    const bool broken = any_broken(shared.broken[at]);
+    int bound[2] = {0, 0};
+    if (broken) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        bound[h] = shared.bound[at][64 * group + 16 * warp + lane / 4 + 8 * h];
+      }
+    }
+    if constexpr (kEarly) wgmma_wait_group<1>();
+    // Half of the exponents twice: all of them at once may be more than a float32 holds.
+    const float of_column[2] = {power_of_two(-exponents[0] / 2), power_of_two(-exponents[1] / 2)};
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int row = 8 * v + lane % 4 * 2 + j;
+        const float of_row = power_of_two(-shared.q_exponent[at][row] / 2);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float factor = of_row * of_column[h];
+          o[v][2 * h + j] = o[v][2 * h + j] * factor * factor;
+        }
+      }
+    }
+    __syncwarp();
+    release(shared.empty[at][kQ]);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int row = 8 * v + lane % 4 * 2 + j;
+        const float factor = shared.p_factor[at][row][0], rest = shared.p_factor[at][row][1];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& x = o[v][2 * h + j];
+          x = fmaf(o_scores[v][2 * h + j] * factor, rest, x);
+          if (broken && (reverse ? row <= bound[h] : row >= bound[h])) {
+            x = __int_as_float(0x7fc00000);  // it reads what is not finite
+          }
+        }
+      }
+    }
+
+    auto store = [&]() {
+      store_outputs(params, shared, o, i, work.column + 64 * group + 16 * warp + lane / 4);
+    };
+    if (!kEarly) store();
+
+    // The sums of a chunk, apart from the state: rows of V times what brings K's to one exponent.
+    load_values(values, values_low, shared.v[at], 4 * group + warp);
+    __syncwarp();
+    release(shared.empty[at][kV]);
+    wait(shared.full[at][kK], place.parity());
+    const int most = largest_exponent<kChunk>(shared.kv_exponent[at]);
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+      const RowFactors factors(shared.kv_exponent[at] + 16 * c, most);
+      factors.multiply(values[c]);
+      factors.multiply(values_low[c]);
+    }
+    const float factor = power_of_two(most / 2), rest = power_of_two(most - most / 2);
+#pragma unroll
+    for (int block = 0; block < kDimBlocks; ++block) {
+      // Of 64 key columns.
+      start_product<kMnMajor, kSteps>(u, values, values_low, shared.k[at] + block * kBlockBytes,
+                                      kLowQK, [](int step) { return step * 16 * 128; });
+      if (kEarly) store();
+      wgmma_wait_group<0>();
+      if (block == kDimBlocks - 1) release(shared.empty[at][kK]);
+#pragma unroll
+      for (int e = 0; e < 32; ++e) {
+        float& x = s[8 * block + e / 4][e % 4];
+        x = fmaf(u[e / 4][e % 4] * factor, rest, x);
+      }
+    }
+    if (broken) {  // values that are not finite were left out of the sums
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (bound[h] < 0 || bound[h] >= kChunk) continue;
+#pragma unroll
+        for (int v = 0; v < kMmaE; ++v) {
+          s[v][2 * h] = s[v][2 * h + 1] = __int_as_float(0x7fc00000);
+        }
+      }
+    }
+    state_exponents(exponents, s);
+    place.advance();
+  }
+
+  if (job.state != nullptr && work.owns && work.segment == params.segments - 1) {
+    const int column = work.column + 64 * group;
+    store_state(s, job.state + work.state + column * job.state_col, job.state_row, job.state_col,
+                job.qk_dim, job.v_dim - column);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    linear_chunked_single_sm90(const __grid_constant__ ProductSm90Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 3 * kStages; ++i) init(shared.raw_full[i / 3][i % 3], 1);
+    for (int i = 0; i < 3 * kTiles; ++i) {
+      init(shared.full[i / 3][i % 3], 4);
+      init(shared.empty[i / 3][i % 3], (i % 3 == kV ? 0 : 4) + 4 * kGroups);
+    }
+    for (int i = 0; i < kTiles; ++i) init(shared.p_full[i], 4);
+    fence_mbarrier_init();
+  } else if (threadIdx.x == 32) {
+    shared.work = find_work(params, params.segments);
+    shared.out = 0;
+#pragma unroll
+    for (int axis = 0; axis < kMapAxes; ++axis) {
+      shared.out += shared.work.coordinate[axis] * params.job[shared.work.job].out_batch[axis];
+    }
+  }
+  __syncthreads();
+  if (shared.work.chunks == 0) return;
+
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+  if (warp < 4) {
+    setmaxnreg_dec<kSplitRegisters>();
+    split_chunks(params, shared);
+  } else if (warp < 8) {
+    setmaxnreg_dec<kScoreRegisters>();
+    compute_scores(params, shared, warp - 4);
+  } else {
+    setmaxnreg_inc<kStateRegisters>();
+    compute_outputs(params, shared, warp / 4 - 2);
+  }
+}
