@@ -242,8 +242,9 @@ def test_warmup_compiles_what_causal_products_can_get(target):
         (f"linear/{name}", dim) for name in ("recurrent", "low_occupancy") for dim in (64, 256)
     ]
     chunked = [("linear/chunked_single_sm80", 64), ("linear/states_single_sm80", 64)]
+    mapped = [("linear/chunked_single_sm90", 64)] if target == "sm_90a" else []
     found = {(row.source, row.dim) for row in single}
-    assert found == {*plain, *chunked, ("linear/scan", 256)}
+    assert found == {*plain, *chunked, *mapped, ("linear/scan", 256)}
 
 
 def test_warmup_knows_every_row_that_is_chosen():
