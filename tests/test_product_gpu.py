@@ -226,6 +226,29 @@ def test_products_of_matrices_in_small_stacks(cupy, monkeypatch, dtype, reverse)
     check(cupy, *arrays, reverse=reverse)
 
 
+@pytest.mark.parametrize(**by_dtype(HALF, SINGLE))
+def test_a_graph_keeps_to_memory_of_its_own(cupy, dtype):
+    """A sequence that is split, whose states would lie in memory that the pool gives away again."""
+    arrays = draw(*[(2, 3000, 64)] * 3, dtype=dtype)
+    q, k, v = map(cupy.asarray, arrays)
+    out = cupy.empty(v.shape, dtype)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for _ in range(2):
+            causal_product(q, k, v, out=out)
+        stream.begin_capture()
+        causal_product(q, k, v, out=out)
+        graph = stream.end_capture()
+        others = [cupy.full(2**14, 7, np.float32) for _ in range(200)]
+        out.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+        assert all((other == 7).all() for other in others)
+    want, _ = reference.causal_product(*arrays)
+    assert reference.relative_error(to_numpy(out), want) <= LIMITS[dtype]
+
+
 def test_more_elements_than_32_bits_count(cupy):
     # 2**31 elements each and a few: 17 GB.
     length, heads, dim = 4096, 8193, 64

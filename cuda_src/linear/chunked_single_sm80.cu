@@ -12,7 +12,8 @@
 // and the next S, of the chunk before that.
 //
 // All exponents are those of rows: q_i of Q, k_j v_j of K and V, p_i of P, and those of S's value
-// columns.  So a row next to one that is larger by far keeps its own accuracy.
+// columns.  So scores next to larger ones keep their own accuracy; rows of a chunk share what their
+// outer products are added up with.
 #include "cuda_src/common/product_params.cuh"
 #include "cuda_src/common/split_state.cuh"
 

@@ -11,9 +11,9 @@
 // U = V^T K, which S^T grows by, with V^T from its registers, where all rows get one exponent.
 //
 // All exponents are those of rows (of value columns in S), which bring the largest of a row near
-// 2^14 (cuda_src/common/split_rows.cuh).  So a row next to one that is larger by far keeps its own
-// accuracy.  The three products of a sum share an accumulator: first the small ones, because tensor
-// cores truncate what they add to.
+// 2^14 (cuda_src/common/split_rows.cuh).  So scores next to larger ones keep their own accuracy;
+// rows of a chunk share what their outer products are added up with.  The three products of a sum
+// share an accumulator: first the small ones, because tensor cores truncate what they add to.
 //
 // In reverse, chunks are counted from the end, as in states_single_sm80.cu: the rows that the last
 // one lacks lie before the first row.

@@ -28,10 +28,20 @@ accumulate = cupy.ElementwiseKernel(
     "fa_cupy_accumulate",
 )
 
+# A power of two near the largest of some values, inside the range whose sums stay finite.
+unit = cupy.ElementwiseKernel(
+    "T largest",
+    "T found",
+    "found = largest > T(0) && isfinite(largest) ? exp2(rint(log2(largest))) : T(1);"
+    "found = min(max(found, T(0x1p-40)), T(0x1p40))",
+    "fa_cupy_unit",
+)
+
+# `weight` is a sum of weights times `unit`.
 normalise = cupy.ElementwiseKernel(
-    "T weight, float64 eps",
+    "T weight, T unit, float64 eps",
     "T weighted",
-    "weighted = weighted / (weight + T(eps))",
+    "weighted = weighted / (weight / unit + T(eps))",
     "fa_cupy_normalise",
 )
 

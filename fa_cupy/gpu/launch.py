@@ -19,6 +19,14 @@ def bind_context() -> None:
         runtime.free(0)
 
 
+def capturing() -> bool:
+    """Whether what is queued on CuPy's current stream becomes a part of a graph.
+
+    That may run long after memory from the pool that it works in was given to someone else.
+    """
+    return bool(runtime.streamIsCapturing(get_current_stream().ptr))
+
+
 class Arguments:
     """A kernel's parameter struct, where a launch finds it.
 

@@ -48,7 +48,7 @@ STATES_CHAIN_CLOCKS = 250
 FLOPS_PER_CLOCK = 3600
 # float32, by dim: microseconds of a chunk of 64 rows, expected from its chain of products of pairs,
 # and of such a chunk where the states of segments are summed by `states_single_sm80`.
-SINGLE_US = {64: 2.2, 128: 5.0}
+SINGLE_US = {64: 4.2, 128: 7.6}
 SINGLE_STATES_US = {64: 2.3, 128: 4.2}
 
 

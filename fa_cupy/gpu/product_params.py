@@ -84,6 +84,8 @@ def fill(
     shifts = dict.fromkeys(POINTERS, 0)
     for name, view in views.items():
         row, col = view.strides[-2:]
+        if name in _ROWS and problem.k_len < 2:
+            row = 0  # of no row or one, any number
         if name in _STATES:
             p[f"{name}_row"], p[f"{name}_col"] = row // item[name], col // item[name]
         else:

@@ -14,7 +14,7 @@ from fa_cupy._product import Product
 from fa_cupy._shapes import View
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
-from fa_cupy.gpu.launch import Arguments, Launch
+from fa_cupy.gpu.launch import Arguments, Launch, capturing
 from fa_cupy.gpu.plan import fits, kernel_takes
 from fa_cupy.gpu.product_choice import Choice, choose
 from fa_cupy.gpu.product_params import fill, pack_head
@@ -23,6 +23,7 @@ from fa_cupy.gpu.product_sm90 import ProductSm90, choice_for
 
 MAX_PLANS = 4096
 
+_UNKNOWN: Any = object()
 _joint: dict[Any, ProductSm90 | None] = {}
 atexit.register(_joint.clear)  # kernels must go before CuPy's modules are taken apart
 
@@ -60,18 +61,28 @@ class Plan:
     reverse : bool
     algorithm : str
     device : int
+    whole : bool, optional
+        Whether not to split sequences.
     """
 
-    __slots__ = ("_aligned", "_launches", "_params", "_pool", "_shifts", "_workspace")
+    __slots__ = (
+        "_aligned", "_can_be_whole", "_launches", "_params", "_pool", "_shifts", "_whole",
+        "_whole_made", "_workspace",
+    )  # fmt: skip
 
     def __init__(
         self, problem: Product, out: View, state: View | None, reverse: bool, algorithm: str,
-        device: int,
+        device: int, whole: bool = False,
     ) -> None:  # fmt: skip
         dims = problem.qk_dim, problem.v_dim
         target, entries = target_of_device(device), math.prod(problem.batch)
         choice = choice_of(problem, algorithm, device)
         assert choice is not None
+        if whole:
+            choice = choice.whole(problem.k_len)
+        self._whole = problem, out, state, reverse, algorithm, device, True
+        self._can_be_whole = choice.whole(problem.k_len).segments == 1
+        self._whole_made: Plan | None = None
         launches = choice.launches(*dims)
         most = max(tiles * segments for _, tiles, segments in launches)
         params, parts, self._shifts, self._aligned = fill(
@@ -102,6 +113,9 @@ class Plan:
         pointers : tuple of int
             0 where there is no array.
         """
+        if self._workspace and self._can_be_whole and capturing():
+            self.whole()(pointers)
+            return
         aligned = self._aligned and not any(p & 15 for p in pointers[:4])
         workspace = alloc(self._workspace) if self._workspace else None
         places = (*pointers, 0 if workspace is None else workspace.ptr)
@@ -115,6 +129,12 @@ class Plan:
                 pack_head(own.bytes, 0, *at, first, aligned)
                 launch(own)
         self._pool.append(arguments)
+
+    def whole(self) -> Plan:
+        """Return the plan without a split, which needs no workspace, made at the first call."""
+        if self._whole_made is None:
+            self._whole_made = Plan(*self._whole)
+        return self._whole_made
 
 
 def planned(
@@ -162,7 +182,8 @@ def plan_together(terms: tuple[Term, ...]) -> ProductSm90 | None:
         for term in terms
     )
     key = jobs, device
-    if key not in _joint:
+    plan: Any = _joint.get(key, _UNKNOWN)
+    if plan is _UNKNOWN:
         if len(_joint) >= MAX_PLANS:
             _joint.clear()
         direct = all(
@@ -176,12 +197,12 @@ def plan_together(terms: tuple[Term, ...]) -> ProductSm90 | None:
             for problem in [term.problem]
         )
         choice = choice_for(jobs, device) if direct else None
-        _joint[key] = (
-            None
-            if choice is None
-            else ProductSm90(jobs, choice, device, lambda: _apart(jobs, device))
-        )
-    return _joint[key]
+        plan = None
+        if choice is not None:
+            plan = ProductSm90(jobs, choice, device, lambda: _apart(jobs, device))
+        _joint[key] = plan
+    found: ProductSm90 | None = plan
+    return found
 
 
 def _apart(jobs: tuple[Job, ...], device: int) -> Callable[..., None]:

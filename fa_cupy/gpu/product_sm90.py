@@ -12,7 +12,7 @@ from cupy.cuda import alloc
 from fa_cupy.gpu import compile, product_params
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.fwd_sm90 import MappedArguments
-from fa_cupy.gpu.launch import Arguments, Launch, bind_context
+from fa_cupy.gpu.launch import Arguments, Launch, bind_context, capturing
 from fa_cupy.gpu.params_sm90 import MAP_BYTES
 from fa_cupy.gpu.product_choice import Choice, choose
 from fa_cupy.gpu.product_params_sm90 import (
@@ -70,7 +70,7 @@ class ProductSm90:
 
     __slots__ = (
         "_dtype", "_geometry", "_jobs", "_known", "_launches", "_nothing", "_other", "_other_made",
-        "_params", "_pool", "_workspaces",
+        "_params", "_pool", "_whole", "_whole_made", "_workspaces",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,8 @@ class ProductSm90:
         target = str(target_of_device(device))
         self._other = other
         self._other_made: Callable[..., None] | None = None
+        self._whole = jobs, choice.whole(jobs[0].problem.k_len), device, other
+        self._whole_made: ProductSm90 | None = None
         self._dtype = jobs[0].problem.dtype.name
         self._jobs = range(len(jobs))
         # The states' rows have as many value columns as the outputs', so one struct serves both.
@@ -125,6 +127,10 @@ class ProductSm90:
             self._pool.append(arguments)
             self.for_any_pointers()(*pointers)
             return
+        if self._workspaces and capturing():
+            self._pool.append(arguments)
+            self._without_split()(*pointers)
+            return
         workspace = alloc(sum(self._workspaces)) if self._workspaces else None
         places = [0] * len(pointers)
         if workspace is not None:
@@ -139,6 +145,12 @@ class ProductSm90:
             else:
                 launch(pointers[launch.job], places[launch.job])
         self._pool.append(arguments)
+
+    def _without_split(self) -> ProductSm90:
+        """Return what needs no workspace, made at the first call."""
+        if self._whole_made is None:
+            self._whole_made = ProductSm90(*self._whole)
+        return self._whole_made
 
     def for_any_pointers(self) -> Callable[..., None]:
         """Return what serves pointers that have no tensor map, made at the first call."""

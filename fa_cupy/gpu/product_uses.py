@@ -20,7 +20,9 @@ def linear_attention(
 ) -> Any:
     """Solve `problem`, and divide by the sums of the weights.
 
-    Features and sums are float32 (float64), as sums of features in 16 bits would soon overflow.
+    Features and sums are float32 (float64), as sums of features in 16 bits would soon overflow. The
+    weights are summed as one more column of values: of the values' own size, because a kernel may
+    give a row of values one scale.
     """
     require_whole_elements("linear_attention", q=q, k=k, v=v, out=out)
     if out is None:
@@ -28,15 +30,18 @@ def linear_attention(
     if out.size == 0:
         return out
     dtype, dim = problem.state_dtype, problem.v_dim
-    values = cupy.empty((*v.shape[:-1], dim + 1), dtype)  # and a column of ones
+    values = cupy.empty((*v.shape[:-1], dim + 1), dtype)
     _steps.load(values[..., :dim], v)
-    values[..., dim] = 1
+    unit = cupy.ones((), dtype)
+    if dim and values.size:
+        unit = _product_kernels.unit(cupy.abs(values[..., :dim]).max())
+    values[..., dim] = unit
     x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
     weighing = product_problem("linear_attention", x, y, values)
     sums = cupy.empty(weighing.out_shape, dtype)
     compute(weighing, x, y, values, None, sums, None, reverse=False)
     weighted = sums[..., :dim]
-    _product_kernels.normalise(sums[..., dim:], eps, weighted)
+    _product_kernels.normalise(sums[..., dim:], unit, eps, weighted)
     _steps.store(out, weighted)
     return out
 
