@@ -33,7 +33,7 @@ unit = cupy.ElementwiseKernel(
     "T largest",
     "T found",
     "found = largest > T(0) && isfinite(largest) ? exp2(rint(log2(largest))) : T(1);"
-    "found = min(max(found, T(0x1p-40)), T(0x1p40))",
+    "found = min(max(found, T(9.094947017729282e-13)), T(1099511627776.0))",  # 2**-40, 2**40
     "fa_cupy_unit",
 )
 
