@@ -16,6 +16,7 @@
 // outer products are added up with.
 #include "cuda_src/common/product_params.cuh"
 #include "cuda_src/common/split_state.cuh"
+#include "ptx/warpgroup.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr int kDim = FA_DIM;      // qk_dim, padded with zeros
@@ -43,6 +44,9 @@ using PTile = SharedTile<kChunk, kChunk>;
 using State = SplitState<kDim, kChunk, kCols>;
 
 // ---------------------------------------------------------------------------------------- storage
+// All teams, once a chunk, each from a place of its own: __syncthreads wants one place.
+enum NamedBarrier : int { kStep = 1 };
+
 struct SharedStorage {
   uint16 q[kBuffers][2][kChunk * kDim];  // high parts, low parts
   uint16 k[kBuffers][2][kChunk * kDim];
@@ -399,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         rows.load(params, work, (i + 1) * kChunk, shared.whole);
       }
       if (kScoreWarps == 0 && i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);
-      __syncthreads();
+      bar_sync(kStep, kThreads);
     }
     return;
   }
@@ -407,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
     for (int i = 0; i < steps(); ++i) {
       if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);
-      __syncthreads();
+      bar_sync(kStep, kThreads);
     }
     return;
   }
@@ -461,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
       state.exponents(exponents);
     }
-    __syncthreads();
+    bar_sync(kStep, kThreads);
   }
 
   if (params.state != nullptr && work.owns && work.segment == params.segments - 1) {

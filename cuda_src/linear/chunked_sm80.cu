@@ -9,6 +9,7 @@
 #include "cuda_src/common/chunk_state.cuh"
 #include "cuda_src/common/product_params.cuh"
 #include "ptx/math.cuh"
+#include "ptx/warpgroup.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr bool kBf16 = FA_BF16;     // bfloat16, else float16
@@ -37,6 +38,9 @@ using PTile = SharedTile<kChunk, kChunk>;
 using State = ChunkState<kBf16, QKTile, kDim, kChunk, kMmaM>;
 
 // ---------------------------------------------------------------------------------------- storage
+// All teams, once a chunk, each from a place of its own: __syncthreads wants one place.
+enum NamedBarrier : int { kStep = 1 };
+
 struct SharedStorage {
   uint16 q[kStages][kChunk * kDim];
   uint16 k[kStages][kChunk * kDim];
@@ -260,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
       cp_async_wait_group<kStages - 3>();
-      __syncthreads();
+      bar_sync(kStep, kThreads);
       if (i + kStages - 2 < chunks) load(i + kStages - 2);
       cp_async_commit_group();
       if (i < chunks) {
@@ -295,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   float scale = kScaled ? range_scale(state.s) : 1.0f;
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    __syncthreads();
+    bar_sync(kStep, kThreads);
     const int chunk = i - 1;
     if (chunk < 0 || chunk >= chunks) continue;
     const int lane = tid_x_again() % 32, warp = tid_x_again() / 32 - kScoreWarps;

@@ -90,10 +90,13 @@ class FwdSm90:
     q_tiles : int
         Tiles of query rows in one batch entry, of all heads that share them.
     launches : list of PartLaunch
+    counts : bool
+        Whether blocks share out more tiles than they are, and want a counter.
     """
 
     __slots__ = (
-        "_dtype", "_geometry", "_known", "_other", "_other_made", "launches", "q_tiles", "row",
+        "_dtype", "_geometry", "_known", "_other", "_other_made", "counts", "launches", "q_tiles",
+        "row",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +120,8 @@ class FwdSm90:
             )
             part.write(params)
             self.launches.append(PartLaunch(params, few, all_tiles if most < part.tiles else None))
+
+        self.counts = any(part.all_tiles is not None for part in self.launches)
 
     def __call__(self, pointers: tuple[int, ...], counter: int = 0) -> None:
         """Launch with these addresses.

@@ -38,8 +38,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_counter_at", "_dtype", "_lse_dtype", "_lse_shape", "_out_bytes", "_out_shape",
-        "_out_strides", "forward",
+        "_counter_at", "_dtype", "_lse_bytes", "_lse_dtype", "_lse_shape", "_out_bytes",
+        "_out_shape", "_out_strides", "forward",
     )  # fmt: skip
 
     def __init__(self, problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> None:
@@ -51,14 +51,16 @@ class Plan:
         self._out_bytes = math.prod(problem.out_shape) * problem.dtype.itemsize
         self._lse_shape = problem.out_shape[:-1]
         self._lse_dtype = np.float64 if problem.dtype == np.float64 else np.float32
-        # The counter of the kernel's tiles lies behind the rows: one allocation less.
-        self._counter_at = (
-            -(-np.dtype(self._lse_dtype).itemsize * math.prod(self._lse_shape) // 16) * 16
-        )
+        self._lse_bytes = np.dtype(self._lse_dtype).itemsize * math.prod(self._lse_shape)
+        self._counter_at = 0
         self.forward: FwdSm80 | FwdSm90 | None = None
-        if self._counter_at:  # else there is no row to compute
+        if self._lse_bytes:  # else there is no row to compute
             out = _check.out_view(problem, problem.out_shape, out_strides)
             self.forward = _forward(problem, out, device)
+        if isinstance(self.forward, FwdSm90) and self.forward.counts:
+            # The counter of the kernel's tiles lies behind the rows: one allocation less.
+            self._counter_at = -(-self._lse_bytes // 16) * 16
+            self._lse_bytes = self._counter_at + COUNTER_BYTES
 
     def __call__(
         self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, return_lse: bool
@@ -71,10 +73,10 @@ class Plan:
             memory = out.data
         lse, lse_pointer, counter = None, 0, 0
         if return_lse:
-            rows = alloc(self._counter_at + COUNTER_BYTES)
+            rows = alloc(self._lse_bytes)
             lse = ndarray(self._lse_shape, self._lse_dtype, rows)
             lse_pointer = rows.ptr
-            counter = lse_pointer + self._counter_at
+            counter = self._counter_at and lse_pointer + self._counter_at
         if self.forward is not None:
             pointers = (
                 q.data.ptr,

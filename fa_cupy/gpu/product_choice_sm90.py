@@ -46,8 +46,8 @@ LATE_CLOCKS = 150
 STATES_CHAIN_CLOCKS = 250
 # Of the tensor cores, for each clock and multiprocessor.
 FLOPS_PER_CLOCK = 3600
-# float32, by dim: microseconds of a chunk of 64 rows, measured with 128 blocks on an H200 (one alone
-# takes 3.2 and 8.0), and of such a chunk where `states_single_sm80` sums the states of segments.
+# float32, by dim: microseconds of a chunk of 64 rows, measured with 128 blocks on an H200 (one
+# alone takes 3.2 and 8.0), and of such a chunk where `states_single_sm80` sums the states.
 SINGLE_US = {64: 4.2, 128: 7.6}
 SINGLE_STATES_US = {64: 2.3, 128: 4.2}
 
