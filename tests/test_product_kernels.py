@@ -370,8 +370,8 @@ SINGLE_BUGS = {
         "rows.store(shared, i % 2);",
     ),
     "scores while the chunk is split": (
-        "if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);\n      bar_sync(kStep, kThreads);",
-        "if (i < chunks()) multiply_scores(shared, i);\n      bar_sync(kStep, kThreads);",
+        "if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);\n      bar_sync",
+        "if (i < chunks()) multiply_scores(shared, i);\n      bar_sync",
     ),
     "weights of the wrong chunk": (
         "cvta_to_shared(shared.p[chunk % 2][0]) + rows_first",
