@@ -309,6 +309,18 @@ def test_every_row_that_computes_products_is_forced_and_split():
     assert reached >= {row for row in PRODUCTS if row.source in helpers and TARGET in row.targets}
 
 
+def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
+    """Each row is some share's own, and a share that misses one of its rows says so."""
+    monkeypatch.setattr("fa_cupy.gpu.product", None, raising=False)
+    monkeypatch.setattr(product_calls, "problems", lambda *_: iter(()))
+    missed = []
+    for share in range(3):
+        with pytest.raises(RuntimeError, match="no call reached") as error:
+            product_calls.run(TARGET, share, 3)
+        missed += str(error.value).removeprefix("no call reached ").split(", ")
+    assert sorted(missed) == sorted(row.name for row in PRODUCTS if TARGET in row.targets)
+
+
 @pytest.mark.parametrize("hidden", ["", "linear/scan"])
 def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch, capsys):
     """With NumPy in place of the kernels, which are loaded as the choice says."""

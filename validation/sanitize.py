@@ -1,8 +1,8 @@
 """compute-sanitizer over a reduced set: memory accesses, races, initialisation, barriers.
 
 The set is every row of the tables of kernels on every kind of problem, small: those of attention
-and those of causal products are two parts.  CuPy's memory pool is off, so that an access past the
-end of an array is one past the end of an allocation.
+and those of causal products, which some processes share out.  CuPy's memory pool is off, so that an
+access past the end of an array is one past the end of an allocation.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from validation import attention_calls, product_calls, store
 
+_SHARES = 3  # of the causal products, of which some take a tool a second
 # By name, what makes its calls on a target and counts them.
-PARTS = {"attention": attention_calls.run, "causal_product": product_calls.run}
+PARTS: dict[str, Callable[[str], int]] = {"attention": attention_calls.run} | {
+    f"causal_product_{i + 1}": partial(product_calls.run, share=i, shares=_SHARES)
+    for i in range(_SHARES)
+}
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
