@@ -125,11 +125,24 @@ def takes(problem: Problem, out: View) -> bool:
         every, _ = params.collapse(problem.batch, {**views, "bias": problem.bias})
         if len(every) > MAX_BATCH_AXES:
             return False
-    for name, view in views.items():
-        rows, cols = view.shape[-2:]
-        if rows > 1 and not _walks(view.strides[-2]):
-            return False
-        if cols > 1 and view.strides[-1] != problem.dtype.itemsize:
+    return maps_walk(views, steps, problem.dtype.itemsize)
+
+
+def maps_walk(views: dict[str, View], steps: dict[str, list[int]], item: int) -> bool:
+    """Whether tensor maps can walk arrays whose pointers are multiples of 16.
+
+    Parameters
+    ----------
+    views : dict of View
+        Of the `MAPPED` arrays, by name.
+    steps : dict of list of int
+        Bytes along their batch axes, 0 where an array broadcasts, which an output does not.
+    item : int
+        Bytes of an element.
+    """
+    for name in MAPPED:
+        (rows, cols), (row, col) = views[name].shape[-2:], views[name].strides[-2:]
+        if (rows > 1 and not _walks(row)) or (cols > 1 and col != item):
             return False
         if not all(_walks(step) or (step == 0 and name != "out") for step in steps[name]):
             return False

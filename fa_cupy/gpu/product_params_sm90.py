@@ -17,7 +17,7 @@ import numpy as np
 from fa_cupy._product import Product
 from fa_cupy._shapes import View
 from fa_cupy.gpu.params import MAX_GRID, MAX_LENGTH, collapse
-from fa_cupy.gpu.params_sm90 import DIM_STEP, MAP_AXES, MAP_BYTES, Geometry, padded
+from fa_cupy.gpu.params_sm90 import DIM_STEP, MAP_AXES, MAP_BYTES, Geometry, maps_walk, padded
 
 #: Products of one launch, at most.
 MAX_JOBS = 3
@@ -28,7 +28,6 @@ _BOX_BYTES = 128
 #: Dims of 16-bit arrays are multiples of `DIM_STEP`; of float32, whose outputs no map stores, of
 #: as many columns as are 16 bytes, the step in which boxes are clipped.
 SINGLE_DIM_STEP = 4
-_MAX_STEP = 2**40  # bytes, CUDA Driver API, cuTensorMapEncodeTiled
 _STATES = ("initial", "state")
 
 
@@ -101,25 +100,12 @@ def takes(job: Job) -> bool:
     blocks = math.prod(sizes) * -(-problem.v_dim // CHUNK) * MAX_JOBS
     if len(sizes) > MAP_AXES or not 1 <= blocks <= MAX_GRID // 2:
         return False
-    for name in MAPPED:
-        view = views[name]
-        rows, cols = view.shape[-2:]
-        if rows > 1 and not _walks(view.strides[-2]):
-            return False
-        if cols > 1 and view.strides[-1] != problem.dtype.itemsize:
-            return False
-        if not all(_walks(step) or (step == 0 and name != "out") for step in steps[name]):
-            return False
-    return True
+    return maps_walk(views, steps, problem.dtype.itemsize)
 
 
 def dim_step(dtype: str) -> int:
     """Return what the dims of arrays are multiples of, or no kernel for SM90 takes them."""
     return SINGLE_DIM_STEP if dtype == "float32" else DIM_STEP
-
-
-def _walks(step: int) -> bool:
-    return 0 < step < _MAX_STEP and step % 16 == 0
 
 
 def fill(
