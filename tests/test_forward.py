@@ -10,7 +10,7 @@ from fa_cupy import _check
 from tests.test_check import NO_OPTIONS
 
 pytest.importorskip("cupy")
-from fa_cupy.gpu import fwd_sm80, fwd_sm90, variants
+from fa_cupy.gpu import fwd_sm80, fwd_sm90, maps, variants
 from fa_cupy.gpu.params_sm90 import FWD_SM90_PARAMS
 from fa_cupy.gpu.tensor_map import LayoutError
 from fa_cupy.gpu.variants import Call, select
@@ -54,9 +54,9 @@ def device(monkeypatch):
         monkeypatch.setattr(module, "target_of_device", lambda number: "sm_90a")
     monkeypatch.setattr(fwd_sm90.compile, "load", lambda row, target, number: row)
     monkeypatch.setattr(fwd_sm90, "multiprocessors", lambda number: MULTIPROCESSORS)
-    monkeypatch.setattr(fwd_sm90, "encode_tiled", device.encode)
+    monkeypatch.setattr(maps, "encode_tiled", device.encode)
     monkeypatch.setattr(fwd_sm90, "alloc", device.alloc)
-    monkeypatch.setattr(fwd_sm90, "bind_context", lambda: None)
+    monkeypatch.setattr(maps, "bind_context", lambda: None)
     monkeypatch.setattr(fwd_sm90, "get_current_stream", lambda: types.SimpleNamespace(ptr=device))
     monkeypatch.setattr(
         fwd_sm90, "runtime", types.SimpleNamespace(streamIsCapturing=lambda it: it.capturing)
@@ -135,11 +135,11 @@ def test_maps_are_made_once_for_a_pointer(device):
 
 
 def test_few_maps_are_kept(device, monkeypatch):
-    monkeypatch.setattr(fwd_sm90, "_MOST_MAPS", 4)
+    monkeypatch.setattr(maps, "_MOST_MAPS", 4)
     run = forward()
     for i in range(10):
         run((0x10000 + 16 * i, *PLACES[1:]))
-    assert all(len(known) <= 4 for known in run._known)
+    assert all(len(known) <= 4 for known in run._maps.known)
     assert [int(v["q_map"][0, 0]) for _, _, v in device.launched] == [
         0x10000 + 16 * i for i in range(10)
     ]

@@ -638,7 +638,7 @@ def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_
         mock.patch.object(module, "Launch", Launch),
         mock.patch.object(module, "alloc", return_value=memory),
         mock.patch.object(module, "capturing", return_value=False),
-        mock.patch.object(module.ProductSm90, "_map", return_value=True),
+        mock.patch.object(module.Maps, "write", return_value=True),
     ):
         plan = module.ProductSm90((job, job), split(SINGLE_SM90[0], 1000, 4), 0, None)
         plan((1, 2, 3, 4, 5, 0), (6, 7, 8, 9, 0, 0))

@@ -12,7 +12,8 @@ from fa_cupy._check import Problem, View
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.fwd_sm80 import FwdSm80
-from fa_cupy.gpu.launch import Arguments, Launch, bind_context
+from fa_cupy.gpu.launch import Launch
+from fa_cupy.gpu.maps import MappedArguments, Maps
 from fa_cupy.gpu.params import pack_pointers
 from fa_cupy.gpu.params_sm90 import (
     COUNTER_BYTES,
@@ -22,29 +23,16 @@ from fa_cupy.gpu.params_sm90 import (
     fill,
     pack_counter,
 )
-from fa_cupy.gpu.tensor_map import LayoutError, encode_tiled
 from fa_cupy.gpu.variants import Variant
 
 # Where a struct begins with what a call writes: the pointers, the counter and its mark.
 _POINTERS_AT = FWD_SM90_PARAMS.fields["common"][1] if FWD_SM90_PARAMS.fields else 0
 _COUNTER_AT = FWD_SM90_PARAMS.fields["schedule"][1] if FWD_SM90_PARAMS.fields else 0
-_MAPS_AT = [slice(MAP_BYTES * i, MAP_BYTES * (i + 1)) for i in range(len(MAPPED))]
-_MOST_MAPS = 256  # of one array of one plan; a training loop meets the same few pointers
+_MAPS_AT = [MAP_BYTES * i for i in range(len(MAPPED))]
 
 # One number for each launch. It starts where no other process did, because the memory that a
 # counter gets may hold what another one left. Never 0, and `next` is one step to other threads.
 _marks = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1 | 1)
-
-
-class MappedArguments(Arguments):
-    """A parameter struct, and the pointers that its tensor maps are for."""
-
-    __slots__ = ("mapped", "memory")
-
-    def __init__(self, values: Any) -> None:
-        super().__init__(values)
-        self.memory = memoryview(self.bytes)  # type: ignore[arg-type]
-        self.mapped = (0, 0, 0, 0)
 
 
 class PartLaunch:
@@ -95,8 +83,7 @@ class FwdSm90:
     """
 
     __slots__ = (
-        "_dtype", "_geometry", "_known", "_other", "_other_made", "counts", "launches", "q_tiles",
-        "row",
+        "_maps", "_other", "_other_made", "counts", "launches", "q_tiles", "row",
     )  # fmt: skip
 
     def __init__(
@@ -106,11 +93,9 @@ class FwdSm90:
         self.row = row
         self._other_made: FwdSm80 | None = None
         self._other = problem, out, other, device
-        self._dtype = problem.dtype.name
         params, maps, parts = fill(problem, out, row.tile_m, row.tile_n)
         self.q_tiles = int(params["common"]["q_tiles"][0])
-        self._geometry = [maps[name] for name in MAPPED]
-        self._known: list[dict[int, bytes | None]] = [{} for _ in MAPPED]
+        self._maps = Maps(problem.dtype.name, [maps[name] for name in MAPPED], _MAPS_AT)
         self.launches: list[PartLaunch] = []
         most = multiprocessors(device)
         for part in parts:
@@ -120,7 +105,6 @@ class FwdSm90:
             )
             part.write(params)
             self.launches.append(PartLaunch(params, few, all_tiles if most < part.tiles else None))
-
         self.counts = any(part.all_tiles is not None for part in self.launches)
 
     def __call__(self, pointers: tuple[int, ...], counter: int = 0) -> None:
@@ -141,7 +125,7 @@ class FwdSm90:
                 arguments = part.pool.pop()
             except IndexError:
                 arguments = MappedArguments(part.params)
-            if arguments.mapped != mapped and not self._map(arguments, mapped):
+            if arguments.mapped != mapped and not self._maps.write(arguments, mapped):
                 # So it is at the first part, before anything is launched: all have the same maps.
                 part.pool.append(arguments)
                 self.for_any_pointers()(pointers)
@@ -175,31 +159,3 @@ class FwdSm90:
         if self._other_made is None:
             self._other_made = FwdSm80(*self._other)
         return self._other_made
-
-    def _map(self, arguments: MappedArguments, pointers: tuple[int, int, int, int]) -> bool:
-        """Write the tensor maps of these pointers; False where one cannot have a map."""
-        old = arguments.mapped
-        arguments.mapped = (0, 0, 0, 0)  # until all maps are there
-        for i, pointer in enumerate(pointers):
-            if pointer != old[i]:
-                known = self._known[i]
-                encoded = known[pointer] if pointer in known else self._encoded(i, pointer)
-                if encoded is None:
-                    return False
-                arguments.memory[_MAPS_AT[i]] = encoded
-        arguments.mapped = pointers
-        return True
-
-    def _encoded(self, which: int, pointer: int) -> bytes | None:
-        if pointer & 15:
-            return None
-        bind_context()
-        try:
-            encoded = encode_tiled(pointer, self._dtype, *self._geometry[which]).tobytes()
-        except LayoutError:
-            encoded = None
-        known = self._known[which]
-        if len(known) >= _MOST_MAPS:
-            known.clear()
-        known[pointer] = encoded
-        return encoded

@@ -17,12 +17,18 @@ import numpy as np
 from fa_cupy._product import Product
 from fa_cupy._shapes import View
 from fa_cupy.gpu.params import MAX_GRID, MAX_LENGTH, collapse
-from fa_cupy.gpu.params_sm90 import DIM_STEP, MAP_AXES, MAP_BYTES, Geometry, maps_walk, padded
+from fa_cupy.gpu.params_sm90 import (
+    DIM_STEP,
+    MAP_AXES,
+    MAP_BYTES,
+    MAPPED,
+    Geometry,
+    maps_walk,
+    padded,
+)
 
 #: Products of one launch, at most.
 MAX_JOBS = 3
-#: The arrays of a job that have a tensor map, in the order of the struct.
-MAPPED = ("q", "k", "v", "out")
 CHUNK = 64  # rows; a box is 64 rows of 128 bytes, which are a swizzled row
 _BOX_BYTES = 128
 #: Dims of 16-bit arrays are multiples of `DIM_STEP`; of float32, whose outputs no map stores, of
@@ -109,7 +115,7 @@ def dim_step(dtype: str) -> int:
 
 
 def fill(
-    jobs: Sequence[Job], tile_n: int, split: tuple[int, int], keep: bool = False
+    jobs: Sequence[Job], tile_n: int, split: tuple[int, int]
 ) -> tuple[np.ndarray[Any, Any], list[dict[str, Geometry]], int]:
     """Return all of a launch that does not depend on pointers.
 
@@ -121,8 +127,6 @@ def fill(
         Value columns of a block.
     split : tuple of int
         The segments of a sequence, and the rows of each but the last.
-    keep : bool, optional
-        Whether another launch reads the same rows.
 
     Returns
     -------
@@ -145,7 +149,7 @@ def fill(
         maps.append(_fill_job(job, p))
         p["tiles"] = -(-job.problem.v_dim // tile_n)
     params["tiles"] = tiles = int(params["job"]["tiles"].max())
-    params["keep"] = keep or tiles * len(jobs) > 1
+    params["keep"] = tiles * len(jobs) > 1
     entries = {math.prod(job.problem.batch) for job in jobs}
     lengths = {job.problem.k_len for job in jobs}
     assert len(entries) == len(lengths) == 1, "jobs of a launch have the same entries and rows"

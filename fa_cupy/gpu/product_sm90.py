@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +10,11 @@ from cupy.cuda import alloc
 
 from fa_cupy.gpu import compile, product_params
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
-from fa_cupy.gpu.fwd_sm90 import MappedArguments
-from fa_cupy.gpu.launch import Arguments, Launch, bind_context, capturing
-from fa_cupy.gpu.params_sm90 import MAP_BYTES
+from fa_cupy.gpu.launch import Arguments, Launch, capturing
+from fa_cupy.gpu.maps import MappedArguments, Maps
+from fa_cupy.gpu.params_sm90 import MAP_BYTES, MAPPED
 from fa_cupy.gpu.product_choice import Choice, choose
 from fa_cupy.gpu.product_params_sm90 import (
-    MAPPED,
     POINTERS_AT,
     PRODUCT_JOB,
     Job,
@@ -26,10 +24,8 @@ from fa_cupy.gpu.product_params_sm90 import (
 )
 from fa_cupy.gpu.products import ProductVariant
 from fa_cupy.gpu.products_sm90 import VariantSm90
-from fa_cupy.gpu.tensor_map import LayoutError, encode_tiled
 
 _JOB_BYTES = PRODUCT_JOB.itemsize
-_MOST_MAPS = 256  # of one array of one plan; a training loop meets the same few pointers
 
 
 def choice_for(jobs: Sequence[Job], device: int, algorithm: str = "auto") -> Choice | None:
@@ -69,8 +65,8 @@ class ProductSm90:
     """
 
     __slots__ = (
-        "_dtype", "_geometry", "_jobs", "_known", "_launches", "_nothing", "_other", "_other_made",
-        "_params", "_pool", "_whole", "_whole_made", "_workspaces",
+        "_jobs", "_launches", "_maps", "_other", "_other_made", "_params", "_pool", "_whole",
+        "_whole_made", "_workspaces",
     )  # fmt: skip
 
     def __init__(
@@ -85,13 +81,12 @@ class ProductSm90:
         self._other_made: Callable[..., None] | None = None
         self._whole = jobs, choice.whole(jobs[0].problem.k_len), device, other
         self._whole_made: ProductSm90 | None = None
-        self._dtype = jobs[0].problem.dtype.name
         self._jobs = range(len(jobs))
         # The states' rows have as many value columns as the outputs', so one struct serves both.
         self._params, maps, blocks = fill(jobs, choice.row.tile_n, choice.split)
-        self._geometry = [geometry[name] for geometry in maps for name in MAPPED]
-        self._known: list[dict[int, bytes | None]] = [{} for _ in self._geometry]
-        self._nothing = (0,) * len(self._geometry)
+        geometry = [own[name] for own in maps for name in MAPPED]
+        places = [i * _JOB_BYTES + at * MAP_BYTES for i in self._jobs for at in range(len(MAPPED))]
+        self._maps = Maps(jobs[0].problem.dtype.name, geometry, places)
         # Parameter structs that no thread is using; a launch copies one before it returns.
         self._pool: list[MappedArguments] = []
         self._workspaces = [
@@ -122,8 +117,7 @@ class ProductSm90:
             arguments = self._pool.pop()
         except IndexError:
             arguments = MappedArguments(self._params)
-            arguments.mapped = self._nothing  # type: ignore[assignment]
-        if arguments.mapped != mapped and not self._map(arguments, mapped):
+        if arguments.mapped != mapped and not self._maps.write(arguments, mapped):
             self._pool.append(arguments)
             self.for_any_pointers()(*pointers)
             return
@@ -157,34 +151,6 @@ class ProductSm90:
         if self._other_made is None:
             self._other_made = self._other()
         return self._other_made
-
-    def _map(self, arguments: MappedArguments, pointers: tuple[int, ...]) -> bool:
-        """Write the tensor maps of these pointers; False where one cannot have a map."""
-        old = arguments.mapped
-        arguments.mapped = self._nothing  # type: ignore[assignment]  # until all maps are there
-        for i, pointer in enumerate(pointers):
-            if pointer != old[i]:
-                known = self._known[i]
-                encoded = known[pointer] if pointer in known else self._encoded(i, pointer)
-                if encoded is None:
-                    return False
-                job, which = divmod(i, len(MAPPED))
-                at = job * _JOB_BYTES + which * MAP_BYTES
-                arguments.memory[at : at + MAP_BYTES] = encoded
-        arguments.mapped = pointers  # type: ignore[assignment]
-        return True
-
-    def _encoded(self, which: int, pointer: int) -> bytes | None:
-        encoded = None
-        if not pointer & 15:
-            bind_context()
-            with contextlib.suppress(LayoutError):
-                encoded = encode_tiled(pointer, self._dtype, *self._geometry[which]).tobytes()
-        known = self._known[which]
-        if len(known) >= _MOST_MAPS:
-            known.clear()
-        known[pointer] = encoded
-        return encoded
 
 
 class _JobLaunch:
