@@ -322,7 +322,7 @@ def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
 
 
 @pytest.mark.parametrize("hidden", ["", "linear/scan"])
-def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch, capsys):
+def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch):
     """With NumPy in place of the kernels, which are loaded as the choice says."""
     real = fa_cupy.causal_product
 
@@ -334,16 +334,11 @@ def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch, capsys
                 compile.load(used, TARGET, 0)
         return real(q, k, v, **options)
 
-    def refuse(*arrays, **options):
-        raise NotImplementedError
-
     loaded = []
     monkeypatch.setattr("fa_cupy.gpu.product", None, raising=False)
     monkeypatch.setattr(compile, "load", lambda row, *rest: loaded.append(row))
     monkeypatch.setattr(peers, "to_device", lambda array: array)
     monkeypatch.setattr(fa_cupy, "causal_product", solve)
-    for name in ("causal_product_backward", "linear_attention", "prefix_state"):
-        monkeypatch.setattr(fa_cupy, name, refuse)
     rows = tuple(row for row in PRODUCTS if row.dim == 32 or row.source == "linear/scan")
     with product_calls.table(rows):
         if hidden:
@@ -352,10 +347,20 @@ def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch, capsys
             return
         calls = product_calls.run(TARGET)
     assert {*loaded} == {*rows}
+    served = [row for row in rows if product_calls.alone(row, TARGET)]
     assert calls == sum(
-        9 + isinstance(row, RecurrentVariant) for row in rows if product_calls.alone(row, TARGET)
+        len(
+            [
+                *product_calls.problems(
+                    row.dim, 0, product_calls.alone(row, TARGET, row.dim + product_calls.WIDER)
+                )
+            ]
+        )
+        for row in served
     )
-    assert "linear_attention: left out" in capsys.readouterr().out
+    monkeypatch.setattr(fa_cupy, "prefix_state", lambda *_, **__: np.full(1, np.nan))
+    with pytest.raises(RuntimeError, match=r"prefix_state.*the result is wrong"):
+        product_calls.run(TARGET)
 
 
 def test_parts_of_a_tool_add_up():
