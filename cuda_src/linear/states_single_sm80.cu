@@ -21,6 +21,9 @@ static_assert(kBuffers == 2, "a buffer for each team");
 using KTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
 
+// Both teams, once a chunk, each from a place of its own: __syncthreads wants one place.
+enum NamedBarrier : int { kStep = 1 };
+
 struct SharedStorage {
   uint16 k[kBuffers][2][kChunk * kDim];  // high parts, low parts
   uint16 v[kBuffers][2][kChunk * kCols];
@@ -69,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
         load(i + 1);
       }
-      __syncthreads();
+      bar_sync(kStep, kThreads);
     }
     return;
   }
@@ -85,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           shared.exponent[buffer], cvta_to_shared(shared.k[buffer][0]) + rows_first<KTile>(lane),
           cvta_to_shared(shared.v[buffer][0]) + VTile::at(columns_first<VTile>(lane), 0, warp));
     }
-    __syncthreads();
+    bar_sync(kStep, kThreads);
   }
 
   const int first_col = work.tile * kCols + ((tid_x_again() >> 5) - kSplitWarps) * 16;
