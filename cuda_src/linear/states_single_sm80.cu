@@ -6,6 +6,7 @@
 // columns, add the outer products of the chunk before.
 #include "cuda_src/common/product_params.cuh"
 #include "cuda_src/common/split_state.cuh"
+#include "ptx/warpgroup.cuh"
 
 constexpr int kDim = FA_DIM;      // qk_dim, padded with zeros
 constexpr int kCols = FA_TILE_N;  // value columns of a block
