@@ -370,8 +370,8 @@ SINGLE_BUGS = {
         "rows.store(shared, i % 2);",
     ),
     "scores while the chunk is split": (
-        "if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);\n      bar_sync",
-        "if (i < chunks()) multiply_scores(shared, i);\n      bar_sync",
+        "if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);\n      Steps::follow",
+        "if (i < chunks()) multiply_scores(shared, i);\n      Steps::follow",
     ),
     "weights of the wrong chunk": (
         "cvta_to_shared(shared.p[chunk % 2][0]) + rows_first",
@@ -425,8 +425,8 @@ BUGS_SM90 = {
         "for (int n = 0; n < 32; ++n) {",
     ),
     "scores without a proxy fence": (
-        "fence_proxy_async_shared();\n      __syncwarp();\n      release(shared.p_full[p_at]);",
-        "__syncwarp();\n      release(shared.p_full[p_at]);",
+        "fence_proxy_async_shared();\n      release_own(shared.p_full[p_at]);",
+        "release_own(shared.p_full[p_at]);",
     ),
     "scores on both sides of the diagonal": ("if ((seen >> n & 1) == 0)", "if (seen == 0)"),
 }
@@ -453,8 +453,8 @@ BUGS_SINGLE_SM90 = {
     ),
     "outputs without scores": ("wait(shared.p_full[at], place.parity());", ""),
     "keys given back before their sums": (
-        "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release(shared.empty[at][kK]);",
-        "if (block == kDimBlocks - 1) release(shared.empty[at][kK]);\n      wgmma_wait_group<0>();",
+        "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release_own(shared.empty[at][kK]);",
+        "if (block == kDimBlocks - 1) release_own(shared.empty[at][kK]);\n      wgmma_wait_group<0>();",
     ),
     "values without their low part": ("part == 0 ? kLowV : 0", "part == 9 ? kLowV : 0"),
     "weights without their low part": ("part == 1 ? kLowP : 0", "part == 9 ? kLowP : 0"),
@@ -464,7 +464,7 @@ BUGS_SINGLE_SM90 = {
     ),
     "queries given back while they are multiplied": (
         "    if constexpr (kEarly) wgmma_wait_group<1>();\n",
-        "    release(shared.empty[at][kQ]);\n    if constexpr (kEarly) wgmma_wait_group<1>();\n",
+        "    release_own(shared.empty[at][kQ]);\n    if constexpr (kEarly) wgmma_wait_group<1>();\n",
     ),
     "scores on both sides of the diagonal": (" > 0) s[v][e] = 0.0f;", " > 99) s[v][e] = 0.0f;"),
 }

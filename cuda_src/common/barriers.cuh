@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
 
 // A place in a ring of kCount buffers, and the parity of the phase that its barriers are in.  A
 // consumer waits for the `full` barrier with this parity, a producer for the `empty` barrier with
@@ -26,3 +27,24 @@ FA_DEVICE void wait(const uint64& barrier, uint32 parity) {
 }
 
 FA_DEVICE void arrive(const uint64& barrier) { mbarrier_arrive(cvta_to_shared(&barrier)); }
+
+// Steps that the teams of a block take together, each team at a place of its own in the code.  At
+// named barrier 1 the leader waits until the other teams have come, and then lets each of them go at
+// a barrier of its own.  One barrier for all would do for the hardware, but sanitizers take one of a
+// whole block for __syncthreads, which wants one place.  Teams are given by their threads.
+template <int kLeader, int kFirst, int kSecond = 0>
+struct TeamSteps {
+  static constexpr int kAll = kLeader + kFirst + kSecond;
+
+  __device__ __forceinline__ static void lead() {
+    bar_sync(1, kAll);
+    bar_arrive(2, kLeader + kFirst);
+    if (kSecond > 0) bar_arrive(3, kLeader + kSecond);
+  }
+  template <int kTeam>
+  __device__ __forceinline__ static void follow() {
+    static_assert(kTeam == 1 || kTeam == 2, "there is no such team");
+    bar_arrive(1, kAll);
+    bar_sync(1 + kTeam, kLeader + (kTeam == 1 ? kFirst : kSecond));
+  }
+};

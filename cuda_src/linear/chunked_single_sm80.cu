@@ -14,9 +14,9 @@
 // All exponents are those of rows: q_i of Q, k_j v_j of K and V, p_i of P, and those of S's value
 // columns.  So scores next to larger ones keep their own accuracy; rows of a chunk share what their
 // outer products are added up with.
+#include "cuda_src/common/barriers.cuh"
 #include "cuda_src/common/product_params.cuh"
 #include "cuda_src/common/split_state.cuh"
-#include "ptx/warpgroup.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr int kDim = FA_DIM;      // qk_dim, padded with zeros
@@ -42,11 +42,9 @@ using QKTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
 using PTile = SharedTile<kChunk, kChunk>;
 using State = SplitState<kDim, kChunk, kCols>;
+using Steps = TeamSteps<32 * kSplitWarps, 32 * kStateWarps, 32 * kScoreWarps>;
 
 // ---------------------------------------------------------------------------------------- storage
-// All teams, once a chunk, each from a place of its own: __syncthreads wants one place.
-enum NamedBarrier : int { kStep = 1 };
-
 struct SharedStorage {
   uint16 q[kBuffers][2][kChunk * kDim];  // high parts, low parts
   uint16 k[kBuffers][2][kChunk * kDim];
@@ -403,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         rows.load(params, work, (i + 1) * kChunk, shared.whole);
       }
       if (kScoreWarps == 0 && i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);
-      bar_sync(kStep, kThreads);
+      Steps::lead();
     }
     return;
   }
@@ -411,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
     for (int i = 0; i < steps(); ++i) {
       if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);
-      bar_sync(kStep, kThreads);
+      Steps::follow<2>();
     }
     return;
   }
@@ -465,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
       state.exponents(exponents);
     }
-    bar_sync(kStep, kThreads);
+    Steps::follow<1>();
   }
 
   if (params.state != nullptr && work.owns && work.segment == params.segments - 1) {

@@ -140,7 +140,7 @@ FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shar
     auto end = [&](int array) {
       fence_proxy_async_shared();
       bar_sync(1, 128);
-      release(shared.full[at][array]);
+      release_own(shared.full[at][array]);
       if (threadIdx.x == 0 && i + kStages < chunks) load_array(params, shared, i + kStages, array);
       __syncwarp();
     };
@@ -250,10 +250,9 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
       stmatrix_x4(to + kLowP, pairs[0].low, pairs[1].low, pairs[2].low, pairs[3].low);
     }
     fence_proxy_async_shared();
-    __syncwarp();
-    release(shared.p_full[at]);
-    release(shared.empty[at][kQ]);
-    release(shared.empty[at][kK]);
+    release_own(shared.p_full[at]);
+    release_own(shared.empty[at][kQ]);
+    release_own(shared.empty[at][kK]);
     place.advance();
   }
 }
@@ -366,8 +365,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
         }
       }
     }
-    __syncwarp();
-    release(shared.empty[at][kQ]);
+    release_own(shared.empty[at][kQ]);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
@@ -393,8 +391,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
 
     // The sums of a chunk, apart from the state: rows of V times what brings K's to one exponent.
     load_values(values, values_low, shared.v[at], 4 * group + warp);
-    __syncwarp();
-    release(shared.empty[at][kV]);
+    release_own(shared.empty[at][kV]);
     wait(shared.full[at][kK], place.parity());
     const int most = largest_exponent<kChunk>(shared.kv_exponent[at]);
 #pragma unroll
@@ -411,7 +408,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
                                       kLowQK, [](int step) { return step * 16 * 128; });
       if (kEarly) store();
       wgmma_wait_group<0>();
-      if (block == kDimBlocks - 1) release(shared.empty[at][kK]);
+      if (block == kDimBlocks - 1) release_own(shared.empty[at][kK]);
 #pragma unroll
       for (int e = 0; e < 32; ++e) {
         float& x = s[8 * block + e / 4][e % 4];
@@ -446,10 +443,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3 * kStages; ++i) init(shared.raw_full[i / 3][i % 3], 1);
     for (int i = 0; i < 3 * kTiles; ++i) {
-      init(shared.full[i / 3][i % 3], 4);
-      init(shared.empty[i / 3][i % 3], (i % 3 == kV ? 0 : 4) + 4 * kGroups);
+      init(shared.full[i / 3][i % 3], kWarpArrivals * 4);
+      init(shared.empty[i / 3][i % 3], kWarpArrivals * (4 * kGroups + (i % 3 == kV ? 0 : 4)));
     }
-    for (int i = 0; i < kTiles; ++i) init(shared.p_full[i], 4);
+    for (int i = 0; i < kTiles; ++i) init(shared.p_full[i], kWarpArrivals * 4);
     fence_mbarrier_init();
   } else if (threadIdx.x == 32) {
     shared.work = find_work(params, params.segments);

@@ -6,10 +6,10 @@
 // the rings by cp.async, turn Q K^T of a chunk into weights P in shared memory and write finished
 // outputs to global memory.  State warps, each the owner of some value columns, hold those of S in
 // registers and compute their columns of O and the next S, of the chunk before.
+#include "cuda_src/common/barriers.cuh"
 #include "cuda_src/common/chunk_state.cuh"
 #include "cuda_src/common/product_params.cuh"
 #include "ptx/math.cuh"
-#include "ptx/warpgroup.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr bool kBf16 = FA_BF16;     // bfloat16, else float16
@@ -36,11 +36,9 @@ using QKTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
 using PTile = SharedTile<kChunk, kChunk>;
 using State = ChunkState<kBf16, QKTile, kDim, kChunk, kMmaM>;
+using Steps = TeamSteps<kScoreThreads, kThreads - kScoreThreads>;
 
 // ---------------------------------------------------------------------------------------- storage
-// All teams, once a chunk, each from a place of its own: __syncthreads wants one place.
-enum NamedBarrier : int { kStep = 1 };
-
 struct SharedStorage {
   uint16 q[kStages][kChunk * kDim];
   uint16 k[kStages][kChunk * kDim];
@@ -264,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
       cp_async_wait_group<kStages - 3>();
-      bar_sync(kStep, kThreads);
+      Steps::lead();
       if (i + kStages - 2 < chunks) load(i + kStages - 2);
       cp_async_commit_group();
       if (i < chunks) {
@@ -299,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   float scale = kScaled ? range_scale(state.s) : 1.0f;
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    bar_sync(kStep, kThreads);
+    Steps::follow<1>();
     const int chunk = i - 1;
     if (chunk < 0 || chunk >= chunks) continue;
     const int lane = tid_x_again() % 32, warp = tid_x_again() / 32 - kScoreWarps;

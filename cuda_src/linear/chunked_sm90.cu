@@ -127,8 +127,7 @@ FA_DEVICE void probe_values(const ProductSm90Params& params, SharedStorage& shar
       forget_not_finite(shared.v[at], shared.bound[p_at], warp, reverse);
       fence_proxy_async_shared();
     }
-    __syncwarp();
-    release(shared.p_full[p_at]);
+    release_own(shared.p_full[p_at]);
     place.advance();
     p_place.advance();
   }
@@ -194,8 +193,7 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
       }
       if (kScaled && lane == 0) shared.p_inverse[p_at][warp] = rcp_rn(scale);
       fence_proxy_async_shared();
-      __syncwarp();
-      release(shared.p_full[p_at]);
+      release_own(shared.p_full[p_at]);
       release(shared.empty[at]);
     };
     // The next scores are multiplied while these are stored, if their chunk is there: nobody has to
@@ -404,10 +402,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
       }
     }
     if constexpr (!kEarly && kScaled) start_next_sums(at);
-    if constexpr (kEarly) {
-      __syncwarp();  // all lanes have read what lies beside the weights
-      release(shared.p_empty[p_at]);
-    }
+    if constexpr (kEarly) release_own(shared.p_empty[p_at]);
     const uint32 tile = cvta_to_shared(&shared.out[out_at][group * kBlockBytes]) + out_lane;
 #pragma unroll
     for (int v = 0; v < 8; v += 2) {
@@ -420,8 +415,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
     if constexpr (!kEarly) {
       release(shared.empty[at]);
       finish_state();
-      __syncwarp();
-      release(shared.p_empty[p_at]);
+      release_own(shared.p_empty[p_at]);
       round();
     }
     place.advance();

@@ -49,8 +49,8 @@ FA_DEVICE void init_barriers(SharedStorage& shared, int lane) {
     init(shared.empty[lane], 4 + 4 * kGroups);
   }
   if (lane < kPSlots) {
-    init(shared.p_full[lane], 4 + kProbeWarps);
-    init(shared.p_empty[lane], 4 * kGroups);
+    init(shared.p_full[lane], kWarpArrivals * (4 + kProbeWarps));
+    init(shared.p_empty[lane], kWarpArrivals * 4 * kGroups);
   }
   if (lane < kOutSlots * kGroups) {
     init(shared.out_full[lane / kGroups][lane % kGroups], 4);

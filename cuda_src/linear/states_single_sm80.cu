@@ -4,9 +4,9 @@
 // As states_sm80.cu, with operands as in chunked_single_sm80.cu: split warps turn the rows of a
 // chunk into pairs of float16 in shared memory while state warps, each the owner of 16 value
 // columns, add the outer products of the chunk before.
+#include "cuda_src/common/barriers.cuh"
 #include "cuda_src/common/product_params.cuh"
 #include "cuda_src/common/split_state.cuh"
-#include "ptx/warpgroup.cuh"
 
 constexpr int kDim = FA_DIM;      // qk_dim, padded with zeros
 constexpr int kCols = FA_TILE_N;  // value columns of a block
@@ -21,9 +21,7 @@ static_assert(kBuffers == 2, "a buffer for each team");
 
 using KTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
-
-// Both teams, once a chunk, each from a place of its own: __syncthreads wants one place.
-enum NamedBarrier : int { kStep = 1 };
+using Steps = TeamSteps<kTeam, kThreads - kTeam>;
 
 struct SharedStorage {
   uint16 k[kBuffers][2][kChunk * kDim];  // high parts, low parts
@@ -73,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         }
         load(i + 1);
       }
-      bar_sync(kStep, kThreads);
+      Steps::lead();
     }
     return;
   }
@@ -89,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           shared.exponent[buffer], cvta_to_shared(shared.k[buffer][0]) + rows_first<KTile>(lane),
           cvta_to_shared(shared.v[buffer][0]) + VTile::at(columns_first<VTile>(lane), 0, warp));
     }
-    bar_sync(kStep, kThreads);
+    Steps::follow<1>();
   }
 
   const int first_col = work.tile * kCols + ((tid_x_again() >> 5) - kSplitWarps) * 16;
