@@ -453,8 +453,9 @@ BUGS_SINGLE_SM90 = {
     ),
     "outputs without scores": ("wait(shared.p_full[at], place.parity());", ""),
     "keys given back before their sums": (
-        "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release_own(shared.empty[at][kK]);",
-        "if (block == kDimBlocks - 1) release_own(shared.empty[at][kK]);\n      wgmma_wait_group<0>();",
+        "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release",
+        "if (block == kDimBlocks - 1) release_own(shared.empty[at][kK]);\n"
+        "      wgmma_wait_group<0>();\n      if (false) release",
     ),
     "values without their low part": ("part == 0 ? kLowV : 0", "part == 9 ? kLowV : 0"),
     "weights without their low part": ("part == 1 ? kLowP : 0", "part == 9 ? kLowP : 0"),
@@ -464,7 +465,8 @@ BUGS_SINGLE_SM90 = {
     ),
     "queries given back while they are multiplied": (
         "    if constexpr (kEarly) wgmma_wait_group<1>();\n",
-        "    release_own(shared.empty[at][kQ]);\n    if constexpr (kEarly) wgmma_wait_group<1>();\n",
+        "    release_own(shared.empty[at][kQ]);\n"
+        "    if constexpr (kEarly) wgmma_wait_group<1>();\n",
     ),
     "scores on both sides of the diagonal": (" > 0) s[v][e] = 0.0f;", " > 99) s[v][e] = 0.0f;"),
 }

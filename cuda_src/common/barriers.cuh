@@ -29,9 +29,9 @@ FA_DEVICE void wait(const uint64& barrier, uint32 parity) {
 FA_DEVICE void arrive(const uint64& barrier) { mbarrier_arrive(cvta_to_shared(&barrier)); }
 
 // Steps that the teams of a block take together, each team at a place of its own in the code.  At
-// named barrier 1 the leader waits until the other teams have come, and then lets each of them go at
-// a barrier of its own.  One barrier for all would do for the hardware, but sanitizers take one of a
-// whole block for __syncthreads, which wants one place.  Teams are given by their threads.
+// named barrier 1 the leader waits until the other teams have come, and then lets each of them go
+// at a barrier of its own.  One barrier for all would do for the hardware, but sanitizers take one
+// of a whole block for __syncthreads, which wants one place.  Teams are given by their threads.
 template <int kLeader, int kFirst, int kSecond = 0>
 struct TeamSteps {
   static constexpr int kAll = kLeader + kFirst + kSecond;

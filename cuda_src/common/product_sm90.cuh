@@ -128,8 +128,8 @@ FA_DEVICE void load_chunk(uint8* to, const TensorMap& map, const int (&step)[kMa
 FA_DEVICE void release(const uint64& barrier) {
   if (threadIdx.x % 32 == 0) arrive(barrier);
 }
-// Each lane arrives for what it read or wrote itself: racecheck sees no order between a lane and the
-// arrival of another one, whatever __syncwarp says.  Not measurably slower.
+// Each lane arrives for what it read or wrote itself: racecheck sees no order between a lane and
+// the arrival of another one, whatever __syncwarp says.  Not measurably slower.
 constexpr int kWarpArrivals = 32;
 FA_DEVICE void release_own(const uint64& barrier) { arrive(barrier); }
 
