@@ -191,6 +191,30 @@ def test_gradients_are_finite_differences(xp, reverse):
         np.testing.assert_allclose(to_numpy(got[i]), want, atol=1e-9)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("length", "heads"), [(200, (4, 2)), (1100, (1, 1))])
+def test_gradients_are_those_of_autograd(xp, length, heads, reverse):
+    """Of the whole matrix of scores in float64, by a library that differentiates by itself."""
+    torch = pytest.importorskip("torch")
+    (n, m), (e, d) = heads, (24, 40)
+    shapes = ((n, length, e), (m, length, e), (m, length, d), (m, e, d), (n, length, d), (m, e, d))
+    arrays = draw(*shapes)
+    q, k, v, initial = (torch.from_numpy(x).requires_grad_() for x in arrays[:4])
+    dout, dstate = (torch.from_numpy(x) for x in arrays[4:])
+    keys, values, start = (x.repeat_interleave(n // m, 0) for x in (k, v, initial))
+    scores = q @ keys.mT
+    out = (scores.triu() if reverse else scores.tril()) @ values + q @ start
+    ((out * dout).sum() + ((initial + k.mT @ v) * dstate).sum()).backward()
+    got = causal_product_backward(
+        *map(xp.asarray, (arrays[4], *arrays[:3])),
+        initial_state=xp.asarray(arrays[3]),
+        dstate=xp.asarray(arrays[5]),
+        reverse=reverse,
+    )
+    for mine, theirs in zip(got, (q, k, v, initial), strict=True):
+        assert reference.relative_error(to_numpy(mine), theirs.grad.numpy()) <= 1e-14
+
+
 @pytest.mark.parametrize(
     ("k_heads", "v_heads", "state_heads"), [(2, 2, 2), (4, 2, 2), (2, 4, 8), (1, 4, 1), (2, 2, 8)]
 )
