@@ -198,10 +198,10 @@ def test_gradients_are_those_of_autograd(xp, length, heads, reverse):
     torch = pytest.importorskip("torch")
     (n, m), (e, d) = heads, (24, 40)
     shapes = ((n, length, e), (m, length, e), (m, length, d), (m, e, d), (n, length, d), (m, e, d))
-    arrays = draw(*shapes)
+    arrays = draw(*((1, *shape) for shape in shapes), dtype=DOUBLE)
     q, k, v, initial = (torch.from_numpy(x).requires_grad_() for x in arrays[:4])
     dout, dstate = (torch.from_numpy(x) for x in arrays[4:])
-    keys, values, start = (x.repeat_interleave(n // m, 0) for x in (k, v, initial))
+    keys, values, start = (x.repeat_interleave(n // m, 1) for x in (k, v, initial))
     scores = q @ keys.mT
     out = (scores.triu() if reverse else scores.tril()) @ values + q @ start
     ((out * dout).sum() + ((initial + k.mT @ v) * dstate).sum()).backward()
