@@ -31,6 +31,7 @@ html_static_path = ["_static"]
 html_copy_source = False
 html_show_sourcelink = False
 
+autodoc_mock_imports = ["torch", "jax"]  # which the adapters import, and pages do without
 autodoc_typehints = "none"  # the numpydoc sections say it in words
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False

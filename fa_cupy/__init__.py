@@ -1,6 +1,7 @@
 """Exact attention and causal products for NumPy and CuPy arrays."""
 
 from fa_cupy._attention import attention, scaled_dot_product_attention
+from fa_cupy._backward import attention_backward
 from fa_cupy._linear import causal_product, causal_product_backward
 from fa_cupy._masks import BitMask
 from fa_cupy._merge import merge_attention
@@ -13,6 +14,7 @@ __all__ = [
     "BitMask",
     "__version__",
     "attention",
+    "attention_backward",
     "causal_product",
     "causal_product_backward",
     "linear_attention",

@@ -33,15 +33,17 @@ class Native(NamedTuple):
     new: Callable[[Sequence[int], np.dtype[Any], Sequence[int]], Any] | None = None
 
 
-def to_native(name: str, **arrays: Any) -> Native:
+def to_native(name: str, *, writes: str | None = "out", **arrays: Any) -> Native:
     """Return array arguments as NumPy or CuPy arrays, without copying their data.
 
     Parameters
     ----------
     name : str
         The public function that errors speak of.
+    writes : str or None, optional
+        The argument that will be written to.
     **arrays : array or None
-        Arguments by name, at least one of them an array. `out` is what will be written to.
+        Arguments by name, at least one of them an array.
 
     Returns
     -------
@@ -77,15 +79,17 @@ def to_native(name: str, **arrays: Any) -> Native:
         from fa_cupy.gpu import exchange as gpu_exchange
 
         return Native(list(arrays.values()), "cupy", _same, gpu_exchange.on_device(device))
-    if library in _IMMUTABLE and "out" in given:
-        raise TypeError(f"{name}: out is a {_label(given['out'])}, which cannot be written to")
+    if library in _IMMUTABLE and writes in given:
+        raise TypeError(
+            f"{name}: {writes} is a {_label(given[writes])}, which cannot be written to"
+        )
 
     from fa_cupy import _dlpack
 
     on_gpu = kind == _CUDA
     if on_gpu:
         _require_device(f"{name}: {lead} is on CUDA device {device}", device)
-    native, exchange = _dlpack.open_exchange(name, library, arrays, on_gpu)
+    native, exchange = _dlpack.open_exchange(name, library, arrays, on_gpu, writes)
     backend = "cupy" if on_gpu else "numpy"
     new = exchange.new if on_gpu else None
     return Native(native, backend, exchange.give_back, exchange.context(), new)

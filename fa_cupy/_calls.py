@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fa_cupy import _arrays, _check
+from fa_cupy._masks import BitMask
 
 _PACKAGES = {"numpy": "fa_cupy.cpu", "cupy": "fa_cupy.gpu"}
 _OPTIONAL = ("initial_state", "dstate", "out")
@@ -23,6 +24,30 @@ def to_native(name: str, **arrays: Any) -> _arrays.Native:
     """Return arrays of a product as native arrays; only some of them may be None."""
     require(name, **{arg: x for arg, x in arrays.items() if arg not in _OPTIONAL})
     return _arrays.to_native(name, **arrays)
+
+
+def with_bits(
+    name: str, args: Sequence[str], arrays: Sequence[Any], **more: Any
+) -> tuple[_arrays.Native, list[Any], list[Any]]:
+    """Return arrays to be read as native ones, but a BitMask as it is; `more` apart from them."""
+    named = dict(zip(args, arrays, strict=True))
+    plain = {arg: None if isinstance(x, BitMask) else x for arg, x in named.items()}
+    native = _arrays.to_native(name, writes=None, **plain, **more)
+    inputs = native.arrays[: len(args)]
+    inputs = [x if isinstance(x, BitMask) else y for x, y in zip(arrays, inputs, strict=True)]
+    return native, inputs, native.arrays[len(args) :]
+
+
+def allocator(native: _arrays.Native) -> Callable[..., Any]:
+    """Return ``empty(shape, dtype, like)``, which makes results that lie in memory as `like`."""
+
+    def empty(shape: Sequence[int], dtype: Any, like: Any) -> Any:
+        if native.new is not None:
+            return native.new(shape, dtype, _arrays.memory_order(shape, like))
+        xp = importlib.import_module(native.backend)
+        return _arrays.empty_laid_out(xp, shape, like, dtype)
+
+    return empty
 
 
 def backend_of(native: _arrays.Native, family: str) -> Any:

@@ -180,6 +180,13 @@ def out_view(problem: Problem, shape: Sequence[int], strides: Sequence[int]) -> 
     return View((*problem.batch, *shape[axes:]), (*heads, *strides[axes:]))
 
 
+def batch_view(problem: Problem, array: Any, rows: int, cols: int) -> View:
+    """Return the view over ``problem.batch`` of an array that broadcasts to the user's batch."""
+    axes = len(problem.out_shape) - 2
+    groups = problem.batch[axes - 1 :] if len(problem.batch) > axes else ()
+    return _shapes.over(problem.out_shape[:-2], groups, array, rows, cols)
+
+
 def check_out(
     name: str,
     out: Any,
@@ -227,6 +234,11 @@ def common_dtype(name: str, arrays: dict[str, Any]) -> np.dtype[Any]:
         if float_dtype(name, arg, array) != dtype:
             raise TypeError(f"{name}: {arg} has dtype {array.dtype}, {lead} has {dtype}")
     return dtype
+
+
+def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of sums and of the LSE: float32, or float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def check_axes(name: str, arrays: dict[str, Any]) -> None:

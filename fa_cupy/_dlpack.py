@@ -21,7 +21,7 @@ _NO_EXCHANGE = (BufferError, TypeError, RuntimeError, ValueError, AttributeError
 class Torch:
     """Exchange with PyTorch. On a GPU results are allocated by torch, on torch's stream."""
 
-    def __init__(self, name: str, example: Any, on_gpu: bool) -> None:
+    def __init__(self, name: str, example: Any, on_gpu: bool, writes: str | None) -> None:
         import torch
 
         self._torch = torch
@@ -39,6 +39,7 @@ class Torch:
             np.dtype(np.float32): torch.float32,
             np.dtype(np.float64): torch.float64,
         }
+        self._writes = writes
         self._allocated: dict[int, tuple[Any, Any]] = {}
         self._written: Any = None
 
@@ -66,7 +67,7 @@ class Torch:
                 f"{self._name}: {arg} requires a gradient, which is not recorded here, "
                 f"want {arg}.detach()"
             )
-        if arg == "out":
+        if arg == self._writes:
             self._written = tensor
         return self._native(tensor.detach())
 
@@ -110,7 +111,7 @@ class Generic:
 
     new = None
 
-    def __init__(self, name: str, example: Any, on_gpu: bool) -> None:
+    def __init__(self, name: str, example: Any, on_gpu: bool, writes: str | None) -> None:
         library = type(example).__module__.partition(".")[0]
         if hasattr(example, "__array_namespace__"):
             self._namespace = example.__array_namespace__()
@@ -155,12 +156,12 @@ class Generic:
 
 
 def open_exchange(
-    name: str, library: str, arrays: dict[str, Any], on_gpu: bool
+    name: str, library: str, arrays: dict[str, Any], on_gpu: bool, writes: str | None
 ) -> tuple[list[Any], Torch | Generic]:
     """Return `arrays` (of one library, on one device) as native arrays, and their exchange."""
     example = next(x for x in arrays.values() if x is not None)
     kind: Callable[..., Torch | Generic] = Torch if library == "torch" else Generic
-    exchange = kind(name, example, on_gpu)
+    exchange = kind(name, example, on_gpu, writes)
     native: list[Any] = []
     with exchange.device():
         for arg, array in arrays.items():

@@ -22,7 +22,6 @@ leaves masked keys out of the product; finite data never get there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,11 +29,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from fa_cupy._check import Problem
+from fa_cupy._transform import folds as folds
+from fa_cupy._transform import transform as transform
 
 # Fewest queries that are worth a tile of their own at the diagonal.
 _LEAST_HALF = 64
-# The largest softcap, in parts of the largest number.
-_CAP_MARGIN = 2.0**-24
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -133,7 +132,7 @@ def attend(
         `attend_exactly` has to follow.
     """
     n, m = x.q.shape[0], row_end - row_begin
-    q = _queries(steps, problem, x, row_begin, row_end)
+    q = queries_of(steps, problem, x, row_begin, row_end)
     rows = Rows(
         acc=steps.scratch("acc", (n, m, problem.v_dim)),
         top=steps.scratch("top", (n, m, 1)),
@@ -142,7 +141,7 @@ def attend(
     for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
         if first and not rows.started:
             _start_empty(rows)
-        weights = _scores(steps, problem, x, q, (row_begin, row_end), first, keys)
+        weights = scores_of(steps, problem, x, q, (row_begin, row_end), first, keys)
         if weights is None:
             continue
         add, some = rows.started, rows.since(first)
@@ -165,13 +164,13 @@ def attend_exactly(
     """
     xp = steps.xp
     n, m = x.q.shape[0], row_end - row_begin
-    q = _queries(steps, problem, x, row_begin, row_end)
+    q = queries_of(steps, problem, x, row_begin, row_end)
     acc = xp.zeros((n, m, problem.v_dim), steps.dtype)
     total = xp.zeros((n, m, 1), steps.dtype)
     lse = x.lse[:, row_begin:row_end].copy()
     lse[lse == -np.inf] = 0
     for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
-        scores = _scores(steps, problem, x, q, (row_begin, row_end), first, keys)
+        scores = scores_of(steps, problem, x, q, (row_begin, row_end), first, keys)
         if scores is None:
             continue
         seen = (scores > -np.inf).astype(steps.dtype)
@@ -186,37 +185,6 @@ def attend_exactly(
             some += xp.where(reached > 0, bad, 0).astype(steps.dtype)
     total[total == 0] = 1
     steps.store(x.out[:, row_begin:row_end], acc / total)
-
-
-def folds(factor: float) -> bool:
-    """Whether `factor` can be taken into a float32 product, neither under- nor overflowing there.
-
-    Otherwise finished scores have to be multiplied by it, in float64: they may become infinite
-    then, but terms of a sum that were infinite already could make it NaN.
-    """
-    return factor == 0 or 1e-8 < abs(factor) < 1e4
-
-
-def transform(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float]:
-    """Return (factor, cap): a score is ``factor * q.k``, or ``cap * tanh(factor * q.k)``.
-
-    Both are finite in `dtype` (the factor in float64 at least), and the factor of a scale other
-    than 0 is not 0, so that neither 0 * inf nor inf * 0 makes a NaN of finite data.
-
-    A scale that `dtype` cannot hold counts as the largest number that it can. So does a softcap,
-    but for a margin, so that a subnormal ``factor * q.k`` still has all digits of the score that
-    it makes: below such a cap tanh changes no score that is not itself beyond all sense. Scores
-    that are, since the scale is as large, keep their order: they all shrink as the cap does.
-    """
-    largest = float(np.finfo(dtype).max)
-    if not problem.softcap:
-        return max(-largest, min(largest, problem.scale)), 0.0
-    cap = min(problem.softcap, largest * _CAP_MARGIN)
-    scale = abs(problem.scale)
-    factor = min(scale / cap, max(scale / problem.softcap, _CAP_MARGIN))
-    bound = np.finfo(np.float64)
-    factor = max(float(bound.smallest_subnormal), min(float(bound.max), factor))
-    return math.copysign(factor, problem.scale) if scale else 0.0, cap
 
 
 def tiles(
@@ -249,7 +217,8 @@ def visible_keys(problem: Problem, row_begin: int, row_end: int) -> tuple[int, i
     return begin, max(begin, end)
 
 
-def _queries(steps: Steps, problem: Problem, x: Operands, row_begin: int, row_end: int) -> Any:
+def queries_of(steps: Steps, problem: Problem, x: Operands, row_begin: int, row_end: int) -> Any:
+    """Return some queries as `Steps.scores` wants them."""
     factor, _ = transform(problem, steps.dtype)
     return steps.queries(x.q[:, row_begin:row_end], factor)
 
@@ -262,7 +231,7 @@ def _start_empty(rows: Rows) -> None:
     rows.started = True
 
 
-def _scores(
+def scores_of(
     steps: Steps,
     problem: Problem,
     x: Operands,
@@ -270,8 +239,14 @@ def _scores(
     rows: tuple[int, int],
     first: int,
     keys: tuple[int, int],
+    k: Array | None = None,
+    slope: Array | None = None,
 ) -> Array | None:
-    """Return one tile of scores, masked ones -inf; None where the mask hides all of it."""
+    """Return one tile of scores, masked ones -inf; None where the mask hides all of it.
+
+    `k` are the keys as `Steps.operand` returned them, where that was asked before. Under a softcap,
+    the derivative of capped scores is left in `slope`.
+    """
     xp = steps.xp
     row_begin, row_end = rows[0] + first, rows[1]
     key_begin, key_end = keys
@@ -280,9 +255,14 @@ def _scores(
     if mask is not None and steps.hidden(mask):
         return None
     scores = steps.scratch("scores", (x.q.shape[0], row_end - row_begin, key_end - key_begin))
-    steps.scores(queries, first, steps.operand("k", x.k[:, key_begin:key_end]), scores)
+    if k is None:
+        k = steps.operand("k", x.k[:, key_begin:key_end])
+    steps.scores(queries, first, k, scores)
     if problem.softcap:
         xp.tanh(scores, out=scores)
+        if slope is not None:
+            xp.multiply(scores, scores, out=slope)
+            xp.subtract(1, slope, out=slope)
         _, cap = transform(problem, steps.dtype)
         xp.multiply(scores, steps.dtype.type(cap), out=scores)
     if x.bias is not None:

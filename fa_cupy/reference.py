@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
+
+from fa_cupy import _definitions
+from fa_cupy._definitions import visible as visible
 
 Array = NDArray[Any]
 
@@ -44,7 +46,9 @@ def attention(
     >>> out.item(), round(lse.item(), 4)
     (1.5, 1.3863)
     """
-    return _attend(q, k, v, bias, mask, np.dtype(np.float64), None, **options)
+    with np.errstate(all="ignore"):
+        scores = _definitions.scores_of(q, k, v, bias, mask, np.dtype(np.float64), **options)
+        return _definitions.attend(scores, None)[:2]
 
 
 def plain(
@@ -77,7 +81,65 @@ def plain(
     """
     dtype = np.dtype(dtype)
     real = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    return _attend(q, k, v, bias, mask, real, dtype, **options)[0].astype(dtype)
+    with np.errstate(all="ignore"):
+        scores = _definitions.scores_of(q, k, v, bias, mask, real, **options)
+        return _definitions.attend(scores, dtype)[0].astype(dtype)
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    dlse: Array | None = None,
+    dtype: Any = None,
+    **options: Any,
+) -> tuple[Array, ...]:
+    """Gradients of attention in float64, or computed plainly in low precision.
+
+    Parameters
+    ----------
+    dout, q, k, v, bias, mask, dlse : numpy.ndarray
+        As in `fa_cupy.attention_backward`.
+    dtype : numpy.dtype, optional
+        If given, scores and their gradients are in float32 (float64 for float64), and weights,
+        gradients of scores, output and results are rounded to `dtype`, as in `plain`.
+    **options
+        As in `attention`.
+
+    Returns
+    -------
+    dq, dk, dv : numpy.ndarray
+        Of the shapes of `q`, `k` and `v`.
+    dbias : numpy.ndarray
+        Only with `bias`.
+
+    Notes
+    -----
+    A gradient is NaN where something that belongs to its sum is not finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import reference
+    >>> x = np.array([[0.0], [1.0]])
+    >>> [g.ravel().round(4).tolist() for g in reference.attention_backward(x, x, x, x)]
+    [[0.0, 0.1966], [-0.1966, 0.1966], [0.2689, 0.7311]]
+    """
+    given = [x for x in (q, k, v, bias) if x is not None]
+    low = None if dtype is None else np.dtype(dtype)
+    real = np.dtype(np.float64 if low in (None, np.float64) else np.float32)
+    with np.errstate(all="ignore"):
+        scores = _definitions.scores_of(q, k, v, bias, mask, real, **options)
+        found = _definitions.gradients(scores, dout, dlse, low)
+        result = (
+            _definitions.summed(x, of.shape)
+            for x, of in zip(found, map(np.asarray, given), strict=False)
+        )
+        return tuple(x if low is None else x.astype(low) for x in result)
 
 
 def causal_product(
@@ -110,7 +172,7 @@ def causal_product(
     >>> out.ravel().tolist(), state.item()
     ([1.0, 10.0, 42.0], 14.0)
     """
-    return _product(q, k, v, initial_state, np.dtype(np.float64), reverse)
+    return _definitions.product(q, k, v, initial_state, np.dtype(np.float64), reverse)
 
 
 def plain_product(q: Array, k: Array, v: Array, *, dtype: Any, reverse: bool = False) -> Array:
@@ -132,7 +194,7 @@ def plain_product(q: Array, k: Array, v: Array, *, dtype: Any, reverse: bool = F
     """
     dtype = np.dtype(dtype)
     real = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    return _product(q, k, v, None, real, reverse, dtype)[0].astype(dtype)
+    return _definitions.product(q, k, v, None, real, reverse, dtype)[0].astype(dtype)
 
 
 def relative_error(x: Array, ref: Array) -> float:
@@ -156,129 +218,3 @@ def relative_error(x: Array, ref: Array) -> float:
     if norm == 0:
         return 0.0 if error == 0 else np.inf
     return float(error / norm)
-
-
-def visible(
-    q_len: int,
-    k_len: int,
-    *,
-    is_causal: bool = False,
-    causal_align: str | None = None,
-    window: tuple[int | None, int | None] | None = None,
-) -> NDArray[np.bool_]:
-    """Return which keys causality and window leave to which queries, shape (q_len, k_len).
-
-    Examples
-    --------
-    >>> from fa_cupy import reference
-    >>> reference.visible(2, 3, is_causal=True, causal_align="bottom_right").astype(int)
-    array([[1, 1, 0],
-           [1, 1, 1]])
-    """
-    i, j = np.indices((q_len, k_len))
-    if causal_align == "bottom_right":
-        i = i + (k_len - q_len)
-    left, right = window or (None, None)
-    seen = np.ones((q_len, k_len), np.bool_)
-    if is_causal:
-        seen &= j <= i
-    if left is not None:
-        seen &= i - j <= left
-    if right is not None:
-        seen &= j - i <= right
-    return seen
-
-
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Array | None,
-    mask: Array | None,
-    real: np.dtype[Any],
-    weight_dtype: np.dtype[Any] | None,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    precision: str | None = None,  # nothing that a definition depends on
-    **band: Any,
-) -> tuple[Array, Array]:
-    q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
-    if min(q.ndim, k.ndim, v.ndim) >= 4:
-        k, v = (_repeat_heads(x, q.shape[-3]) for x in (k, v))
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    with np.errstate(all="ignore"):
-        scores = real.type(scale) * (q @ np.swapaxes(k, -1, -2))
-        if softcap:
-            scores = real.type(softcap) * np.tanh(scores / real.type(softcap))
-        if bias is not None:
-            scores = scores + np.asarray(bias).astype(real)
-        seen = visible(q.shape[-2], k.shape[-2], **band)
-        if mask is not None:
-            seen = seen & (mask.to_dense() if hasattr(mask, "to_dense") else mask)
-        scores = np.where(seen, scores, real.type(-np.inf))
-        lse = _logsumexp(scores)
-        attended = scores != -np.inf
-        rows = attended.any(axis=-1, keepdims=True)
-        weights = np.where(rows, _softmax(np.where(rows, scores, 0)), 0)
-        if weight_dtype is not None:
-            weights = weights.astype(weight_dtype)
-        out = _weigh(weights.astype(real), attended, v)
-        return out, np.broadcast_to(lse, out.shape[:-1]).copy()
-
-
-def _product(
-    q: Array,
-    k: Array,
-    v: Array,
-    initial: Array | None,
-    real: np.dtype[Any],
-    reverse: bool,
-    score_dtype: np.dtype[Any] | None = None,
-) -> tuple[Array, Array]:
-    q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
-    state = np.zeros((k.shape[-1], v.shape[-1]), real) if initial is None else np.asarray(initial)
-    if min(q.ndim, k.ndim, v.ndim) >= 4:
-        k, v = (_repeat_heads(x, q.shape[-3]) for x in (k, v))
-        state = _repeat_heads(state, q.shape[-3]) if state.ndim > 2 else state
-    seen = np.tril(np.ones((q.shape[-2], k.shape[-2]), np.bool_))
-    seen = seen.T if reverse else seen
-    with np.errstate(all="ignore"):
-        scores = np.where(seen, q @ np.swapaxes(k, -1, -2), 0)
-        if score_dtype is not None:
-            scores = scores.astype(score_dtype).astype(real)
-        # A sum over no dims has no factor that could be anything but finite.
-        within = _weigh(scores, seen, v if k.shape[-1] else np.zeros_like(v))
-        out = within + q @ state
-        last = state + np.swapaxes(k, -1, -2) @ v
-    return out, np.broadcast_to(last, (*out.shape[:-2], *last.shape[-2:]))
-
-
-def _repeat_heads(x: Array, heads: int) -> Array:
-    count = x.shape[-3]
-    return np.repeat(x, heads // count, axis=-3) if 1 < count < heads else x
-
-
-def _softmax(scores: Array) -> Array:
-    return special.softmax(scores, axis=-1) if scores.shape[-1] else scores
-
-
-def _logsumexp(scores: Array) -> Array:
-    """Log-sum-exp of the last axis: -inf for nothing, NaN where softmax has NaN."""
-    if scores.shape[-1] == 0:
-        return np.full(scores.shape[:-1], -np.inf, scores.dtype)
-    lse: Array = special.logsumexp(scores, axis=-1)
-    return np.where(lse == np.inf, np.nan, lse)
-
-
-def _weigh(weights: Array, attended: Array, v: Array) -> Array:
-    """Return ``weights @ v`` in which a key that is not attended to counts for nothing."""
-    finite = np.isfinite(v)
-    out: Array = weights @ np.where(finite, v, 0)
-    if finite.all():
-        return out
-    hits = attended.astype(v.dtype)
-    up, down, nan = (hits @ x.astype(v.dtype) > 0 for x in (v == np.inf, v == -np.inf, np.isnan(v)))
-    out = np.where(up, np.inf, np.where(down, -np.inf, out))
-    return np.where(nan | (up & down), np.nan, out)

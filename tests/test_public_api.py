@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import fa_cupy
-from fa_cupy import attention, scaled_dot_product_attention
+from fa_cupy import attention, attention_backward, scaled_dot_product_attention
 from tests.strategies import normal
 
 NAMES = {
     "BitMask",
     "__version__",
     "attention",
+    "attention_backward",
     "causal_product",
     "causal_product_backward",
     "linear_attention",
@@ -24,8 +25,16 @@ NAMES = {
     "prefix_state",
     "scaled_dot_product_attention",
 }
-MODULES = ["_attention", "_linear", "_mask_sources", "_masks", "_merge", "_normalised", "_prefix"]
-MODULES += ["layouts", "reference"]
+MODULES = [
+    "_attention",
+    "_backward",
+    "_definitions",
+    "_linear",
+    "_mask_sources",
+    "_masks",
+    "_merge",
+]
+MODULES += ["_merge", "_normalised", "_prefix", "layouts", "reference"]
 
 
 def test_public_names():
@@ -46,6 +55,12 @@ def test_signatures():
         *("return_lse", "out"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in names[5:])
+    backward = list(inspect.signature(attention_backward).parameters.values())
+    assert [p.name for p in backward] == [
+        *("dout", "q", "k", "v", "out", "lse", "bias", "mask"),
+        *("scale", "is_causal", "causal_align", "window", "softcap", "dlse", "need"),
+    ]
+    assert all(p.kind is p.KEYWORD_ONLY for p in backward[8:])
     torch = inspect.signature(scaled_dot_product_attention).parameters.values()
     assert {p.name: p.default for p in torch} == {
         "query": inspect.Parameter.empty,

@@ -18,7 +18,10 @@ _SMALL_SCORE = 16.0
 
 
 class Steps:
-    """Both for NumPy: `_tiled.Steps`, `_scan.Steps`; one a thread: scratch memory is its own."""
+    """All for NumPy: `_tiled.Steps`, `_tiled_backward.Steps`, `_scan.Steps`.
+
+    One a thread: scratch memory is its own.
+    """
 
     xp: Any = np
 
@@ -139,6 +142,13 @@ class Steps:
 
     def load(self, out: Array, x: Array) -> None:
         np.copyto(out, x, casting="unsafe")
+
+    def weigh(self, scores: Array, lse: Array) -> None:
+        np.subtract(scores, lse, out=scores)
+        np.exp(scores, out=scores)
+
+    def scale(self, x: Array, factor: float) -> None:
+        np.multiply(x, np.float64(factor), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
         return _scan.triangle(size, reverse)

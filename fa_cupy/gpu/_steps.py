@@ -51,6 +51,11 @@ class Steps:
         load(out, x)
         return out
 
+    def matmul(self, a: Any, b: Any, out: Any, add: bool = False) -> None:
+        turned = not _blas.readable(a), not _blas.readable(b)
+        a, b = (x.swapaxes(1, 2) if turn else x for x, turn in zip((a, b), turned, strict=True))
+        _blas.matmul(self._blas, a, b, out, a_transposed=turned[0], transposed=turned[1], add=add)
+
     def load(self, out: Any, x: Any) -> None:
         load(out, x)
 
@@ -69,7 +74,7 @@ def load(out: Any, x: Any) -> None:
 def store(out: Any, value: Any) -> None:
     """Copy `value`, of float32 or float64, to `out`, rounded to its dtype."""
     if out.dtype == _check.BFLOAT16:
-        _tile_kernels.to_bfloat16(value, out.view(np.uint16))
+        _tile_kernels.to_bfloat16(value.astype(np.float32, copy=False), out.view(np.uint16))
     else:
         cupy.copyto(out, value, casting="unsafe")
 

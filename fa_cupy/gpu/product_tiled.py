@@ -20,7 +20,7 @@ from fa_cupy import _segments
 from fa_cupy._product import Product
 from fa_cupy._scan import Sizes, triangle
 from fa_cupy._segments import Part, Scan, Side, Work
-from fa_cupy.gpu import _blas, _product_kernels, _steps
+from fa_cupy.gpu import _product_kernels, _steps
 
 # Bytes of scratch memory of a stack, about.
 _SCRATCH_BYTES = 256 << 20
@@ -116,11 +116,6 @@ class _Steps(_steps.Steps):
         if key not in self._triangles:
             self._triangles[key] = cupy.asarray(triangle(size, reverse))
         return self._triangles[key]
-
-    def matmul(self, a: Any, b: Any, out: Any, add: bool = False) -> None:
-        turned = not _blas.readable(a), not _blas.readable(b)
-        a, b = (x.swapaxes(1, 2) if turn else x for x, turn in zip((a, b), turned, strict=True))
-        _blas.matmul(self._blas, a, b, out, a_transposed=turned[0], transposed=turned[1], add=add)
 
     def finite(self, x: Any) -> bool:
         if x.size:

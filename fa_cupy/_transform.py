@@ -1,0 +1,44 @@
+"""Scale and softcap as the arithmetic can take them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fa_cupy._check import Problem
+
+# The largest softcap, in parts of the largest number.
+_CAP_MARGIN = 2.0**-24
+
+
+def folds(factor: float) -> bool:
+    """Whether `factor` can be taken into a float32 product, neither under- nor overflowing there.
+
+    Otherwise finished scores have to be multiplied by it, in float64: they may become infinite
+    then, but terms of a sum that were infinite already could make it NaN.
+    """
+    return factor == 0 or 1e-8 < abs(factor) < 1e4
+
+
+def transform(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Return (factor, cap): a score is ``factor * q.k``, or ``cap * tanh(factor * q.k)``.
+
+    Both are finite in `dtype` (the factor in float64 at least), and the factor of a scale other
+    than 0 is not 0, so that neither 0 * inf nor inf * 0 makes a NaN of finite data.
+
+    A scale that `dtype` cannot hold counts as the largest number that it can. So does a softcap,
+    but for a margin, so that a subnormal ``factor * q.k`` still has all digits of the score that
+    it makes: below such a cap tanh changes no score that is not itself beyond all sense. Scores
+    that are, since the scale is as large, keep their order: they all shrink as the cap does.
+    """
+    largest = float(np.finfo(dtype).max)
+    if not problem.softcap:
+        return max(-largest, min(largest, problem.scale)), 0.0
+    cap = min(problem.softcap, largest * _CAP_MARGIN)
+    scale = abs(problem.scale)
+    factor = min(scale / cap, max(scale / problem.softcap, _CAP_MARGIN))
+    bound = np.finfo(np.float64)
+    factor = max(float(bound.smallest_subnormal), min(float(bound.max), factor))
+    return math.copysign(factor, problem.scale) if scale else 0.0, cap

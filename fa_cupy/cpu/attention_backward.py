@@ -1,0 +1,181 @@
+"""Gradients of attention on NumPy arrays: the tiled algorithm, spread over threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy import _check, _gradients, _stacks, _tiled_backward, _tiles
+from fa_cupy._gradients import Gradient, Operands
+from fa_cupy._masks import BitMask
+from fa_cupy.cpu import _threads
+from fa_cupy.cpu._in_order import InOrder
+from fa_cupy.cpu._mask_tiles import MaskTiles
+from fa_cupy.cpu._steps import Steps
+from fa_cupy.layouts import BLOCK
+
+Array = npt.NDArray[Any]
+
+# As in `fa_cupy.cpu.attention`.
+_PARALLEL_FLOP = 2e7
+_LEAST_TASKS = 16
+_LEAST_N = 64
+# Most keys of a tile: more would compute more scores above the diagonal in vain.
+_MOST_N = 512
+
+
+def backward(
+    problem: _check.Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+) -> dict[str, Array]:
+    """Return the gradients named by `need`, for NumPy arrays.
+
+    Parameters
+    ----------
+    problem : Problem
+        From `fa_cupy._check.attention_problem`.
+    inputs : tuple of numpy.ndarray or None
+        q, k, v, bias and mask, which `problem` was made from; the mask may be a BitMask.
+    results : tuple of numpy.ndarray or None
+        Output and LSE, and the gradients of both; that of the LSE may be None.
+    need : tuple of str
+        Of "q", "k", "v" and "bias".
+    empty : callable
+        ``empty(shape, dtype, like)`` returns memory for a result.
+    """
+    dtype = _check.sum_dtype(problem.dtype)
+    grads = _gradients.gradients(np, problem, inputs, need, dtype, empty)
+    if problem.q_len and problem.k_len:
+        with np.errstate(all="ignore"):
+            _run(problem, inputs, results, grads, dtype)
+    steps = Steps(dtype)
+    with np.errstate(all="ignore"):
+        return {name: grad.finished(steps) for name, grad in grads.items()}
+
+
+class _Task(NamedTuple):
+    """Some keys of one stack of batch entries."""
+
+    number: int
+    x: Operands
+    keys: tuple[int, int]
+
+
+def _run(
+    problem: _check.Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    grads: dict[str, Gradient],
+    dtype: np.dtype[Any],
+) -> None:
+    bits = inputs[4] if isinstance(inputs[4], BitMask) else None
+    tile = _tile(problem, dtype, bits is not None)
+    main = Steps(dtype)
+    sums = InOrder(lambda target, term: _gradients.accumulate(main, target, term))
+    stacks = _operands(problem, inputs, results, grads, tile, dtype)
+    columns = [
+        (begin, min(begin + tile.tile_n, problem.k_len))
+        for begin in range(0, problem.k_len, tile.tile_n)
+    ]
+    tasks: list[_Task] = []
+    scores = 0
+    for x in stacks:
+        for begin in range(0, problem.q_len, tile.tile_m):
+            _tiled_backward.prepare(main, x, begin, min(begin + tile.tile_m, problem.q_len))
+        for keys in columns:
+            task = _Task(len(tasks), x, keys)
+            for rows in _tiled_backward.row_tiles(problem, keys, tile.tile_m, x.columns):
+                scores += x.q.shape[0] * (rows[1] - rows[0]) * (keys[1] - keys[0])
+                for name in x.grads.keys() & {"q", "bias"}:
+                    sums.expect(_place(task, name, rows, tile), task.number)
+            for name in x.grads.keys() & {"k", "v"}:
+                sums.expect(_place(task, name, (0, 0), tile), task.number)
+            tasks.append(task)
+
+    def new_worker() -> Callable[[_Task], None]:
+        steps = Steps(dtype)
+
+        def work(task: _Task) -> None:
+            def add(name: str, rows: tuple[int, int], term: Array | None) -> None:
+                target = _gradients.target(task.x, name, rows, task.keys)
+                if term is not None:
+                    term = _gradients.reduced(target, term)
+                sums.add(_place(task, name, rows, tile), task.number, target, term)
+
+            with np.errstate(all="ignore"):
+                _tiled_backward.column(steps, problem, task.x, task.keys, tile.tile_m, add)
+
+        return work
+
+    flop = scores * (6 * problem.head_dim + 4 * problem.v_dim)
+    _threads.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
+
+
+def _place(task: _Task, name: str, rows: tuple[int, int], tile: _tiles.Tile) -> tuple[Any, ...]:
+    """Name the part of a gradient that a term is added to: parts are equal or disjoint."""
+    grad = task.x.grads[name]
+    row = rows[0] // tile.tile_m if name != "bias" or grad.strides[1] else 0
+    key = task.keys[0] if name != "q" and (name != "bias" or grad.strides[2]) else 0
+    return name, grad.ctypes.data, row, key
+
+
+def _tile(problem: _check.Problem, dtype: np.dtype[Any], sparse: bool) -> _tiles.Tile:
+    most, entries = _MOST_N, math.prod(problem.batch)
+    if problem.lower is not None and problem.upper is not None:
+        # A tile's keys are together seen by tile_n queries more than each of them is.
+        most = min(most, max(_LEAST_N, problem.upper - problem.lower))
+    while most > _LEAST_N and entries * math.ceil(problem.k_len / most) < _LEAST_TASKS:
+        most //= 2
+    # Keys and queries have changed places: a column of tiles reads all queries.
+    tile_n, tile_m = _tiles.tile_sizes(
+        problem.head_dim + problem.v_dim,
+        problem.head_dim + problem.v_dim,
+        dtype.itemsize,
+        _tiles.CPU_CACHE_BYTES,
+        problem.k_len,
+        problem.q_len,
+        score_itemsize=2 * dtype.itemsize,  # weights and gradients of scores
+        max_m=most,
+    )
+    if sparse:  # edges on those of blocks
+        return _tiles.Tile(
+            max(1, tile_m // BLOCK) * BLOCK, BLOCK if tile_n > _LEAST_N else _LEAST_N
+        )
+    columns = math.ceil(problem.k_len / tile_n) or 1
+    return _tiles.Tile(tile_m, math.ceil(problem.k_len / columns / 16) * 16 or 16)
+
+
+def _operands(
+    problem: _check.Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    grads: dict[str, Gradient],
+    tile: _tiles.Tile,
+    dtype: np.dtype[Any],
+) -> list[Operands]:
+    """Return the stacks of batch entries."""
+    bits = inputs[4] if isinstance(inputs[4], BitMask) else None
+    arrays, views = _gradients.arrays(np, problem, inputs, results, grads, dtype)
+    if bits is not None:
+        for mask in (bits, bits.T):
+            arrays.append(mask.entries[..., None, None])
+            views.append(_check.batch_view(problem, arrays[-1], problem.q_len, problem.k_len))
+    whole = _tiles.footprint(
+        tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
+    )
+    most = min(_tiles.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
+    found = []
+    for stack in _stacks.stacks(np, arrays, views, max(1, most)):
+        masks: tuple[Any, ...] = ()
+        if bits is not None:
+            of_rows, of_columns = (entries[:, 0, 0] for entries in stack[-2:])
+            masks = MaskTiles(bits, of_rows), MaskTiles(bits.T, of_columns)
+        found.append(_gradients.operands(stack, [*grads], *masks))
+    return found

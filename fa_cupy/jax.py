@@ -1,0 +1,232 @@
+"""Attention and causal products that JAX differentiates and traces.
+
+Importing this module imports jax; nothing else here does. Arrays that hold data are computed with
+where they lie. Under `jax.jit` and other transformations the arrays hold none yet: what is recorded
+then is a callback, which computes on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+import fa_cupy
+from fa_cupy import _check, _product
+
+Array = Any
+Options = tuple[tuple[str, Any], ...]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of JAX arrays, with gradients of `q`, `k`, `v` and `bias`.
+
+    Parameters
+    ----------
+    q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap
+        As in `fa_cupy.attention`; but for the arrays, all are static under `jax.jit`.
+    return_lse : bool
+        Whether to return the log-sum-exp too, through which gradients flow as well.
+
+    Returns
+    -------
+    out : jax.Array, shape (..., Lq, Dv)
+    lse : jax.Array, shape (..., Lq)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `fa_cupy.attention`.
+
+    See Also
+    --------
+    fa_cupy.attention_backward : what computes the gradients; they have none of their own.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import attention
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
+    >>> dq = jax.grad(lambda q: attention(q, k, v, is_causal=True).sum())(q)
+    """
+    bits = mask if isinstance(mask, fa_cupy.BitMask) else None
+    options = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "causal_align": causal_align,
+        "window": None if window is None else tuple(window),
+        "softcap": softcap,
+    }
+    given = (q, k, v, bias, None if bits is not None else mask)
+    out, lse = _attention((_Bits(bits), *options.items()), *given)
+    return (out, lse) if return_lse else out
+
+
+def causal_product(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    initial_state: Array = None,
+    return_state: bool = False,
+    reverse: bool = False,
+) -> Any:
+    """Causal product of JAX arrays, with gradients of `q`, `k`, `v` and `initial_state`.
+
+    Parameters
+    ----------
+    q, k, v, initial_state, return_state, reverse
+        As in `fa_cupy.causal_product`; but for the arrays, all are static under `jax.jit`.
+
+    Returns
+    -------
+    out : jax.Array, shape (..., L, M)
+    state : jax.Array, shape (..., E, M)
+        Only with `return_state`; gradients flow through it as well.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `fa_cupy.causal_product`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import causal_product
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
+    >>> dq = jax.grad(lambda q: causal_product(q, k, v).sum())(q)
+    """
+    out, state = _causal_product(reverse, q, k, v, initial_state)
+    return (out, state) if return_state else out
+
+
+class _Bits:
+    """A mask that is no array, compared by identity, so that it can be an option."""
+
+    def __init__(self, mask: Any) -> None:
+        self.mask = mask
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bits) and self.mask is other.mask
+
+    def __hash__(self) -> int:
+        return id(self.mask)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    static: tuple[Any, ...], q: Array, k: Array, v: Array, bias: Array, mask: Array
+) -> Any:
+    bits, *pairs = static
+    options = dict(pairs)
+
+    def function(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+        mask = mask if bits.mask is None else bits.mask
+        return fa_cupy.attention(q, k, v, bias, mask, return_lse=True, **options)
+
+    def shapes(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+        mask = mask if bits.mask is None else bits.mask
+        problem = _check.attention_problem(q, k, v, bias, mask, **options)
+        lse = jax.ShapeDtypeStruct(problem.out_shape[:-1], _check.sum_dtype(problem.dtype))
+        return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), lse
+
+    return _call(function, shapes, q, k, v, bias, mask)
+
+
+def _attention_forward(static: tuple[Any, ...], *arrays: Array) -> Any:
+    out, lse = _attention(static, *arrays)
+    return (out, lse), (*arrays, out, lse)
+
+
+def _attention_backward(static: tuple[Any, ...], saved: tuple[Array, ...], grads: Any) -> Any:
+    bits, *pairs = static
+
+    def function(q: Any, k: Any, v: Any, bias: Any, mask: Any, *results: Any) -> Any:
+        out, lse, dout, dlse = results
+        mask = mask if bits.mask is None else bits.mask
+        return fa_cupy.attention_backward(
+            dout, q, k, v, out, lse, bias, mask, dlse=dlse, **dict(pairs)
+        )
+
+    given = [x for x in saved[:4] if x is not None]
+    found = _call(function, lambda *_: tuple(map(_shape_of, given)), *saved, *grads)
+    return *found, *[None] * (5 - len(found))
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _causal_product(reverse: bool, q: Array, k: Array, v: Array, initial: Array) -> Any:
+    def function(q: Any, k: Any, v: Any, initial: Any) -> Any:
+        return fa_cupy.causal_product(
+            q, k, v, initial_state=initial, return_state=True, reverse=reverse
+        )
+
+    def shapes(*arrays: Any) -> Any:
+        problem = _product.product_problem("causal_product", *arrays)
+        state = jax.ShapeDtypeStruct(problem.state_shape, problem.state_dtype)
+        return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), state
+
+    return _call(function, shapes, q, k, v, initial)
+
+
+def _product_forward(reverse: bool, *arrays: Array) -> Any:
+    return _causal_product(reverse, *arrays), arrays
+
+
+def _product_backward(reverse: bool, saved: tuple[Array, ...], grads: Any) -> Any:
+    def function(q: Any, k: Any, v: Any, initial: Any, dout: Any, dstate: Any) -> Any:
+        return fa_cupy.causal_product_backward(
+            dout, q, k, v, initial_state=initial, reverse=reverse, dstate=dstate
+        )
+
+    given = [x for x in saved if x is not None]
+    found = _call(function, lambda *_: tuple(map(_shape_of, given)), *saved, *grads)
+    return *found, *[None] * (4 - len(found))
+
+
+_causal_product.defvjp(_product_forward, _product_backward)
+
+
+def _call(function: Callable[..., Any], shapes: Callable[..., Any], *arrays: Array) -> Any:
+    """Call `function`, or record a callback whose results have the shapes of ``shapes(*arrays)``.
+
+    An array may be None.
+    """
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return function(*(None if x is None else jax.numpy.asarray(x) for x in arrays))
+    stand_ins = [None if x is None else _stand_in(x) for x in arrays]
+
+    def on_host(*given: Any) -> Any:
+        rest = iter(given)
+        return function(*(None if x is None else np.asarray(next(rest)) for x in arrays))
+
+    present = [x for x in arrays if x is not None]
+    return jax.pure_callback(on_host, shapes(*stand_ins), *present, vmap_method="sequential")
+
+
+def _stand_in(x: Any) -> Any:
+    """Return an array of the shape and dtype of `x` in the memory of one element."""
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+
+def _shape_of(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,296 @@
+"""Gradients through PyTorch and JAX, where they are installed."""
+
+import doctest
+import importlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fa_cupy import BitMask, attention, attention_backward
+
+OPTIONS = (
+    {},
+    {"is_causal": True, "causal_align": "bottom_right"},
+    {"window": (2, 1), "causal_align": "top_left", "scale": -0.7},
+    {"softcap": 1.5, "scale": 0.8},
+)
+# q, k, v, bias: grouped heads, a value dim of its own, a bias that is broadcast
+SHAPES = ((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 2), (4, 1, 6))
+PRODUCT = ((2, 4, 5, 3), (2, 2, 5, 3), (2, 2, 5, 2), (2, 2, 3, 2))
+
+
+def draw(*shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def mask_of(q_len, k_len):
+    mask = np.random.default_rng(3).random((q_len, k_len)) < 0.7
+    mask[1] = False
+    return mask
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_adapters_are_imported_by_name_only(library):
+    pytest.importorskip(library)
+    code = f"import sys, fa_cupy; assert {library!r} not in sys.modules; import fa_cupy.{library}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_examples_in_docstrings(library):
+    pytest.importorskip(library)
+    results = doctest.testmod(importlib.import_module(f"fa_cupy.{library}"))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+# PyTorch
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def torch(request):
+    """PyTorch with the default device set to one that is there."""
+    torch = pytest.importorskip("torch")
+    if request.param == "cuda":
+        pytest.importorskip("cupy")
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+    with torch.device(request.param):
+        yield torch
+
+
+def tensors(torch, *shapes, grad=True):
+    return [torch.tensor(x, requires_grad=grad) for x in draw(*shapes)]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_torch_gradients_of_attention(torch, options, with_mask):
+    from fa_cupy.torch import attention
+
+    mask = torch.tensor(mask_of(5, 6)) if with_mask else None
+
+    def function(q, k, v, bias):
+        out, lse = attention(q, k, v, bias, mask, return_lse=True, **options)
+        return out, lse.masked_fill(lse == -torch.inf, 0)
+
+    assert torch.autograd.gradcheck(function, tensors(torch, *SHAPES))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_torch_gradients_of_causal_products(torch, reverse, with_state):
+    from fa_cupy.torch import causal_product
+
+    def function(q, k, v, state=None):
+        return causal_product(
+            q, k, v, initial_state=state, return_state=with_state, reverse=reverse
+        )
+
+    assert torch.autograd.gradcheck(function, tensors(torch, *PRODUCT[: 3 + with_state]))
+
+
+def test_torch_gradients_are_torchs(torch):
+    from fa_cupy.torch import attention
+
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
+        mine, theirs = (
+            [x.detach().to(dtype).requires_grad_() for x in tensors(torch, *[(2, 3, 70, 16)] * 3)]
+            for _ in range(2)
+        )
+        out = attention(*mine, is_causal=True)
+        out.float().square().sum().backward()
+        wide = [x.float() for x in theirs]
+        want = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+        want.square().sum().backward()
+        assert out.dtype == dtype
+        for x, y in zip(mine, theirs, strict=True):
+            assert x.grad.dtype == dtype
+            assert x.grad.device == x.device
+            torch.testing.assert_close(x.grad, y.grad, rtol=rtol, atol=rtol * 3)
+
+
+def test_torch_computes_what_is_needed_only(torch, monkeypatch):
+    import fa_cupy
+    from fa_cupy.torch import attention
+
+    asked = []
+
+    def spy(*arguments, need, **options):
+        asked.append(need)
+        return attention_backward(*arguments, need=need, **options)
+
+    monkeypatch.setattr(fa_cupy, "attention_backward", spy)
+    q, k, v, bias = tensors(torch, *SHAPES, grad=False)
+    attention(q, k.requires_grad_(), v, bias.requires_grad_()).sum().backward()
+    assert asked == [["k", "bias"]]
+    assert q.grad is v.grad is None
+    assert k.grad.shape == k.shape
+    assert bias.grad.shape == bias.shape
+
+
+def test_torch_gradients_of_the_lse_alone(torch):
+    from fa_cupy.torch import attention
+
+    q, k, v, _ = tensors(torch, *SHAPES)
+    attention(q, k, v, return_lse=True)[1].sum().backward()
+    scores = q.detach()[0, 0] @ k.detach()[0, 0].T / 3**0.5
+    want = torch.softmax(scores, -1) @ k.detach()[0, 0] / 3**0.5
+    torch.testing.assert_close(q.grad[0, 0], want)
+    assert not v.grad.any()
+
+
+def test_torch_has_no_second_derivatives(torch):
+    from fa_cupy.torch import attention
+
+    q, k, v, _ = tensors(torch, *SHAPES)
+    (first,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="there are no second derivatives"):
+        first.sum().backward()
+
+
+def test_torch_function_transforms(torch):
+    from fa_cupy.torch import attention, causal_product
+
+    q, k, v = tensors(torch, *[(2, 5, 3)] * 3)
+    for function in (attention, causal_product):
+        got = torch.func.grad(lambda q, f=function: f(q, k.detach(), v.detach()).sum())(q.detach())
+        (want,) = torch.autograd.grad(function(q, k, v).sum(), q)
+        torch.testing.assert_close(got, want)
+
+
+def test_torch_bit_masks():
+    torch = pytest.importorskip("torch")
+    from fa_cupy.torch import attention
+
+    found = []
+    for mask in (torch.tensor(mask_of(5, 6)), BitMask.from_dense(mask_of(5, 6))):
+        q, k, v, _ = tensors(torch, *SHAPES)
+        attention(q, k, v, mask=mask).sum().backward()
+        found.append([q.grad, k.grad, v.grad])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_torch_without_gradients_and_with_errors(torch):
+    from fa_cupy.torch import attention, causal_product
+
+    q, k, v, _ = tensors(torch, *SHAPES)
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    with pytest.raises(ValueError, match=r"^attention: k has head_dim 2, q has 3"):
+        attention(q, k[..., :2], v)
+    with pytest.raises(TypeError, match=r"^causal_product: return_state is 2"):
+        causal_product(q, k[..., :5, :], v[..., :5, :], return_state=2)
+
+
+# JAX
+
+
+@pytest.fixture
+def jax():
+    """JAX with 64-bit types."""
+    jax = pytest.importorskip("jax")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield jax
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def callbacks(jax, monkeypatch):
+    """The callbacks that are recorded."""
+    recorded, record = [], jax.pure_callback
+
+    def spy(*arguments, **options):
+        recorded.append(arguments)
+        return record(*arguments, **options)
+
+    monkeypatch.setattr(jax, "pure_callback", spy)
+    return recorded
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("traced", [False, True])
+def test_jax_gradients_of_attention(jax, callbacks, options, traced):
+    from jax.test_util import check_grads
+
+    from fa_cupy.jax import attention
+
+    mask = jax.numpy.asarray(mask_of(5, 6))
+
+    def function(q, k, v, bias):
+        out, lse = attention(q, k, v, bias, mask, return_lse=True, **options)
+        return out, jax.numpy.where(lse == -np.inf, 0, lse)
+
+    arrays = [jax.numpy.asarray(x) for x in draw(*SHAPES)]
+    check_grads(jax.jit(function) if traced else function, arrays, order=1, modes=["rev"])
+    assert bool(callbacks) == traced
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_jax_gradients_of_causal_products(jax, callbacks, reverse, traced):
+    from jax.test_util import check_grads
+
+    from fa_cupy.jax import causal_product
+
+    def function(q, k, v, state=None):
+        return causal_product(q, k, v, initial_state=state, return_state=True, reverse=reverse)
+
+    arrays = [jax.numpy.asarray(x) for x in draw(*PRODUCT)]
+    for given in (arrays[:3], arrays):
+        check_grads(jax.jit(function) if traced else function, given, order=1, modes=["rev"])
+    assert bool(callbacks) == traced
+
+
+def test_jax_gradients_of_16_bits_and_long_sequences(jax):
+    from fa_cupy.jax import attention
+
+    x = jax.numpy.asarray(draw((2, 1500, 32))[0])
+
+    def loss(x):
+        return attention(x, x, x, is_causal=True).astype(np.float32).sum()
+
+    for dtype in (jax.numpy.float32, jax.numpy.bfloat16):
+        y = x.astype(dtype)
+        eager, traced = jax.grad(loss)(y), jax.jit(jax.grad(loss))(y)
+        assert eager.dtype == traced.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(eager), np.asarray(traced))
+
+
+def test_jax_masks_and_mapped_axes(jax):
+    from fa_cupy.jax import attention as mapped
+
+    q, k, v = draw((3, 5, 4), (3, 6, 4), (3, 6, 4))
+    mask = mask_of(5, 6)
+    want = attention(q, k, v, mask=mask)
+    np.testing.assert_allclose(jax.vmap(lambda *a: mapped(*a, mask=mask))(q, k, v), want)
+    for kind in (jax.numpy.asarray(mask), BitMask.from_dense(mask)):
+        jitted = jax.jit(jax.grad(lambda q, kind=kind: mapped(q, k, v, mask=kind).sum()))
+        out, lse = attention(q, k, v, mask=mask, return_lse=True)
+        (dq,) = attention_backward(np.ones_like(out), q, k, v, out, lse, mask=mask, need=["q"])
+        np.testing.assert_allclose(jitted(q), dq, atol=1e-12)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_jax_has_no_second_derivatives(jax, traced):
+    from fa_cupy.jax import attention
+
+    x = jax.numpy.asarray(draw((5, 3))[0])
+    first = jax.grad(lambda x: attention(x, x, x).sum())
+    with pytest.raises(ValueError, match="callbacks do not support JVP"):
+        jax.jacrev(jax.jit(first) if traced else first)(x)
+
+
+def test_jax_errors_come_when_traced(jax):
+    from fa_cupy.jax import attention
+
+    q, k, v, _ = map(jax.numpy.asarray, draw(*SHAPES))
+    with pytest.raises(ValueError, match=r"attention: k has head_dim 2, q has 3"):
+        jax.jit(attention)(q, k[..., :2], v)
+    with pytest.raises(ValueError, match=r"attention: k has head_dim 2, q has 3"):
+        attention(q, k[..., :2], v)
