@@ -55,7 +55,7 @@ class Grid(NamedTuple):
         """Return words of blocks in which just the bits inside the matrix are set."""
         q_tile, k_tile = np.divmod(keys, max(1, self.k_tiles))
         kind = (q_tile == self.q_tiles - 1) * 2 + (k_tile == self.k_tiles - 1)
-        words: Array = _insides(self)[kind]
+        words: Array = inside_words(self)[kind]
         return words
 
 
@@ -242,7 +242,11 @@ def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
     return result
 
 
-def _ones(words: Array) -> int:
+def _ones(words: Any) -> int:
+    if not isinstance(words, np.ndarray):
+        from fa_cupy.gpu import mask_lists
+
+        return mask_lists.count_ones(words)
     table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype="u1")
     flat = words.reshape(-1)
     step = CHUNK * BLOCK * BLOCK // layouts.WORD_BITS
@@ -251,7 +255,7 @@ def _ones(words: Array) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _insides(grid: Grid) -> Array:
+def inside_words(grid: Grid) -> Array:
     """Return the words of blocks inside, at the right end, at the lower end and at both."""
     rows, cols = ((n - 1) % BLOCK + 1 if n else 0 for n in grid)
     bits = np.zeros((2, 2, BLOCK, BLOCK), np.bool_)

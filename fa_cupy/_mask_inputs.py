@@ -14,14 +14,12 @@ from fa_cupy._blocks import EMPTY, FULL, WORDS
 Array = npt.NDArray[Any]
 
 
-def on_cpu(name: str, arg: str, array: Any) -> Array:
-    """Return an argument of 2 axes or more as a NumPy array."""
-    native = _arrays.to_native(name, **{arg: array})
-    if native.backend != "numpy":
-        raise TypeError(f"{name}: {arg} is on a CUDA device, want an array on the CPU")
-    found: Array = native.arrays[0]
-    if found.ndim < 2:
-        raise ValueError(f"{name}: {arg} has shape {found.shape}, want at least 2 axes")
+def native(name: str, **arrays: Any) -> _arrays.Native:
+    """Return arguments of 2 axes or more, of one library and device, as NumPy or CuPy arrays."""
+    found = _arrays.to_native(name, **arrays)
+    for arg, array in zip(arrays, found.arrays, strict=True):
+        if array is not None and array.ndim < 2:
+            raise ValueError(f"{name}: {arg} has shape {array.shape}, want at least 2 axes")
     return found
 
 
@@ -36,13 +34,21 @@ def length(name: str, arg: str, value: Any) -> int:
     return number
 
 
-def canonical_csr(name: str, matrix: Any) -> Any:
-    """Return a sparse matrix in CSR form, one stored element a place."""
+def of_one_device(name: str, matrices: list[Any]) -> _arrays.Native:
+    """Return the data of sparse matrices, which are all of one library and device."""
+    data = {f"matrix[{i}]": matrix.data for i, matrix in enumerate(matrices)}
+    return _arrays.to_native(name, **data)
+
+
+def as_csr(name: str, matrix: Any) -> Any:
+    """Return a sparse matrix in CSR form, with one stored element a place if it is SciPy's."""
     if not hasattr(matrix, "tocsr"):
         raise TypeError(f"{name}: matrix is {_options.show(matrix)}, want a scipy.sparse matrix")
     if len(matrix.shape) != 2:
         raise ValueError(f"{name}: matrix has shape {matrix.shape}, want 2 axes")
     csr = matrix.tocsr()
+    if not isinstance(csr.data, np.ndarray):  # CuPy's, whose elements are summed on their device
+        return csr
     csr.check_format(full_check=True)
     if not csr.has_canonical_format:
         csr = csr.copy() if csr is matrix else csr
@@ -50,33 +56,32 @@ def canonical_csr(name: str, matrix: Any) -> Any:
     return csr
 
 
-def check_states(name: str, arg: str, states: Array, kinds: str = "biu") -> None:
+def check_states(name: str, arg: str, states: Any, kinds: str = "biu") -> None:
     """Raise unless `states` is of an allowed kind of dtype and holds states of blocks."""
     if states.dtype.kind not in kinds:
         wanted = "bool or integers" if "b" in kinds else "integers"
         raise TypeError(f"{name}: {arg} has dtype {states.dtype}, want {wanted}")
-    if states.size and not EMPTY <= int(states.min()) <= int(states.max()) <= FULL:
+    low, high = (int(states.min()), int(states.max())) if states.size else (EMPTY, EMPTY)
+    if not EMPTY <= low <= high <= FULL:
         raise ValueError(
-            f"{name}: {arg} has {states.min()} to {states.max()}, want EMPTY (0), "
-            "PARTIAL (1) or FULL (2)"
+            f"{name}: {arg} has {low} to {high}, want EMPTY (0), PARTIAL (1) or FULL (2)"
         )
 
 
-def checked_words(name: str, words: Any, count: int) -> Array:
-    """Return the words of `count` partial blocks; none are needed where there are none."""
-    if words is None and count == 0:
-        return np.empty((0, *WORDS), np.uint32)
+def check_words(name: str, words: Any, count: int) -> None:
+    """Raise unless `words` are those of `count` partial blocks; where there are none, so may be."""
     wanted = (count, *WORDS)
     if words is None:
-        raise ValueError(f"{name}: words is None, want shape {wanted} for {count} partial blocks")
-    found = on_cpu(name, "words", words)
-    if found.dtype != np.uint32:
-        raise TypeError(f"{name}: words has dtype {found.dtype}, want uint32")
-    if found.shape != wanted:
+        if count:
+            text = f"want shape {wanted} for {count} partial blocks"
+            raise ValueError(f"{name}: words is None, {text}")
+        return
+    if words.dtype != np.uint32:
+        raise TypeError(f"{name}: words has dtype {words.dtype}, want uint32")
+    if words.shape != wanted:
         raise ValueError(
-            f"{name}: words has shape {found.shape}, want {wanted} for {count} partial blocks"
+            f"{name}: words has shape {words.shape}, want {wanted} for {count} partial blocks"
         )
-    return found
 
 
 def fitted(name: str, function: str, found: Any, shape: tuple[int, ...]) -> Array:

@@ -22,11 +22,12 @@ def used(grid: Grid, lists: BlockLists, entries: Array) -> tuple[list[Blocks], A
 
 def listed(grid: Grid, lists: BlockLists, entries: Array) -> tuple[int, int]:
     """Return how many blocks are partial and full, those that entries share each time."""
-    matrices, places = used(grid, lists, entries)
-    times = np.bincount(places.reshape(-1), minlength=len(matrices))
-    counts = [(len(m.partial), len(m.full)) for m in matrices]
-    partial, full = times @ np.array(counts, np.int64).reshape(-1, 2)
-    return int(partial), int(full)
+    rows = entries.astype(np.int64).reshape(-1) * grid.q_tiles
+    partial, full = (
+        int((begin[rows + grid.q_tiles] - begin[rows]).sum())
+        for begin in (lists.partial_begin, lists.full_begin)
+    )
+    return partial, full
 
 
 def bits_of_row(lists: BlockLists, t: int, begin: int, end: int) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fa_cupy import _blocks, _mask_rows
 from fa_cupy import _mask_inputs as inputs
-from fa_cupy._blocks import FULL, PARTIAL, Blocks, Grid
+from fa_cupy._blocks import FULL, PARTIAL, WORDS, Blocks, Grid
 
 Array = npt.NDArray[Any]
 Mask = TypeVar("Mask", bound="Sources")
@@ -30,13 +30,17 @@ class Sources:
         raise NotImplementedError
 
     @classmethod
+    def _on_device(cls: type[Mask], grid: Grid, lists: Any, entries: Array) -> Mask:
+        raise NotImplementedError
+
+    @classmethod
     def from_dense(cls: type[Mask], mask: Any) -> Mask:
         """Pack an array of bool.
 
         Parameters
         ----------
         mask : array of bool, shape (..., Lq, Lk)
-            True where a query may attend to a key; on the CPU. Batch axes of stride 0, as
+            True where a query may attend to a key. Batch axes of stride 0, as
             `numpy.broadcast_to` makes them, are packed once.
 
         Returns
@@ -46,7 +50,7 @@ class Sources:
         Raises
         ------
         TypeError, ValueError
-            For what is no array of bool on the CPU or has fewer than 2 axes.
+            For what is no array of bool or has fewer than 2 axes.
 
         Examples
         --------
@@ -56,11 +60,16 @@ class Sources:
         <BitMask (300, 300): 3 full and 3 partial blocks of 9, 6.2 kB>
         """
         name = "BitMask.from_dense"
-        mask = inputs.on_cpu(name, "mask", mask)
+        native = inputs.native(name, mask=mask)
+        mask = native.arrays[0]
         if mask.dtype != np.bool_:
             raise TypeError(f"{name}: mask has dtype {mask.dtype}, want bool (cast it: mask != 0)")
         grid = Grid(*mask.shape[-2:])
+        if native.backend == "cupy":
+            from fa_cupy.gpu import mask_sources
 
+            with native.context:
+                return cls._on_device(grid, *mask_sources.from_dense(grid, mask))
         return _mask_rows.from_rows(cls._of, grid, mask, _mask_rows.add_dense)
 
     @classmethod
@@ -71,7 +80,7 @@ class Sources:
         ----------
         indices : array of int, shape (..., Lq, K)
             Key numbers of each query, in any order; a number may be repeated, and a negative one
-            stands for no key, so that queries may see fewer than K keys. On the CPU.
+            stands for no key, so that queries may see fewer than K keys.
         k_len : int
             Number of keys.
 
@@ -95,13 +104,19 @@ class Sources:
                [0, 1, 0, 0]])
         """
         name = "BitMask.from_indices"
-        indices = inputs.on_cpu(name, "indices", indices)
+        native = inputs.native(name, indices=indices)
+        indices = native.arrays[0]
         if indices.dtype.kind not in "iu":
             raise TypeError(f"{name}: indices has dtype {indices.dtype}, want integers")
         grid = Grid(indices.shape[-2], inputs.length(name, "k_len", k_len))
-        if indices.size and indices.max() >= grid.k_len:
-            raise ValueError(f"{name}: indices has {indices.max()}, want less than {grid.k_len}")
+        with native.context:
+            largest = int(indices.max()) if indices.size else -1
+            if largest >= grid.k_len:
+                raise ValueError(f"{name}: indices has {largest}, want less than {grid.k_len}")
+            if native.backend == "cupy":
+                from fa_cupy.gpu import mask_sources
 
+                return cls._on_device(grid, *mask_sources.from_indices(grid, indices))
         return _mask_rows.from_rows(cls._of, grid, indices, _mask_rows.add_indices)
 
     @classmethod
@@ -110,10 +125,11 @@ class Sources:
 
         Parameters
         ----------
-        matrix : scipy.sparse array or matrix, shape (Lq, Lk), or sequence of them
-            True where an element is not 0: a stored 0 is False, and stored elements of one place
-            count by their sum. CSR is read as it is, other formats by way of it. A sequence of
-            matrices of one shape gives a mask with a batch axis.
+        matrix : sparse array or matrix, shape (Lq, Lk), or sequence of them
+            Of `scipy.sparse` or `cupyx.scipy.sparse`. True where an element is not 0: a stored 0
+            is False, and stored elements of one place count by their sum. CSR is read as it is,
+            other formats by way of it. A sequence of matrices of one shape gives a mask with a
+            batch axis.
 
         Returns
         -------
@@ -135,7 +151,7 @@ class Sources:
         """
         name = "BitMask.from_csr"
         batched = isinstance(matrix, (list, tuple))
-        found = [inputs.canonical_csr(name, x) for x in (matrix if batched else [matrix])]
+        found = [inputs.as_csr(name, x) for x in (matrix if batched else [matrix])]
         if not found:
             raise ValueError(f"{name}: matrix has no elements, want at least one matrix")
         grid = Grid(*found[0].shape)
@@ -145,9 +161,14 @@ class Sources:
                     f"{name}: matrix[{i}] has shape {csr.shape}, matrix[0] has {tuple(grid)}"
                 )
 
-        matrices = [_mask_rows.of_csr(grid, csr) for csr in found]
         entries = np.arange(len(found)) if batched else np.array(0)
-        return cls._of(grid, matrices, entries)
+        native = inputs.of_one_device(name, found)
+        if native.backend == "cupy":
+            from fa_cupy.gpu import mask_sources
+
+            with native.context:
+                return cls._on_device(grid, mask_sources.from_csr(name, grid, found), entries)
+        return cls._of(grid, [_mask_rows.of_csr(grid, csr) for csr in found], entries)
 
     @classmethod
     def from_blocks(
@@ -159,7 +180,7 @@ class Sources:
         ----------
         states : array, shape (..., ceil(q_len / 128), ceil(k_len / 128))
             Of bool, True for a full block; or of integers: ``BitMask.EMPTY`` (0),
-            ``BitMask.PARTIAL`` (1) or ``BitMask.FULL`` (2). On the CPU.
+            ``BitMask.PARTIAL`` (1) or ``BitMask.FULL`` (2).
         q_len, k_len : int
             Numbers of queries and keys. The last blocks may stick out.
         words : array of uint32, shape (n, 8, 32, 2), optional
@@ -184,7 +205,8 @@ class Sources:
         <BitMask (500, 500): 8 full and 0 partial blocks of 16, 0.1 kB>
         """
         name = "BitMask.from_blocks"
-        states = inputs.on_cpu(name, "states", states)
+        native = inputs.native(name, states=states, words=words)
+        states, words = native.arrays
         grid = Grid(inputs.length(name, "q_len", q_len), inputs.length(name, "k_len", k_len))
         wanted = (grid.q_tiles, grid.k_tiles)
         if states.shape[-2:] != wanted:
@@ -193,9 +215,15 @@ class Sources:
                 f"for {grid.q_len} queries and {grid.k_len} keys"
             )
         full_value = True if states.dtype == np.bool_ else FULL
-        inputs.check_states(name, "states", states)
-        count = 0 if full_value is True else int(np.count_nonzero(states == PARTIAL))
-        words = inputs.checked_words(name, words, count)
+        with native.context:
+            inputs.check_states(name, "states", states)
+            count = 0 if full_value is True else int((states == PARTIAL).sum())
+            inputs.check_words(name, words, count)
+            if native.backend == "cupy":
+                from fa_cupy.gpu import mask_sources
+
+                return cls._on_device(grid, *mask_sources.from_blocks(grid, states, words))
+        words = np.empty((0, *WORDS), np.uint32) if words is None else words
         batch, matrices, first = states.shape[:-2], [], 0
         for index in np.ndindex(batch):
             matrix = states[index].reshape(-1)
@@ -213,7 +241,7 @@ class Sources:
         shape: Sequence[int],
         block_states: Callable[..., Any] | None = None,
     ) -> Mask:
-        """Let a function of indices say which keys a query sees, block by block.
+        """Let a function of indices say which keys a query sees, block by block, on the CPU.
 
         Parameters
         ----------

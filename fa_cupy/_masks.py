@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy import _blocks, _mask_files, _mask_outputs
-from fa_cupy._blocks import BlockLists, Blocks, Grid
+from fa_cupy._blocks import BlockLists, Grid
+from fa_cupy._mask_algebra import Algebra
 from fa_cupy._mask_sources import Sources
+from fa_cupy._mask_store import Store
 
 Array = npt.NDArray[Any]
 File = str | PathLike[str] | IO[bytes]
 
 
-class BitMask(Sources):
+class BitMask(Sources, Algebra):
     """Which keys each query may attend to, one bit a pair, without the pairs that none attends to.
 
     A mask of shape (..., Lq, Lk) is cut into blocks of 128 queries and 128 keys. A block is empty,
@@ -29,6 +31,10 @@ class BitMask(Sources):
     as in NumPy; ``a == b`` asks whether all bits are the same; ``a[i]`` picks batch entries, by
     whatever picks elements of an array of the batch shape, and shares the memory of `a`.
 
+    A mask made from arrays on a GPU is there, one made from arrays on the CPU is there; either
+    serves calls on both, since its lists are copied where they are needed first and kept. Masks
+    are combined on the CPU. `get` returns the mask on the CPU.
+
     Where lengths are no multiples of 128, the last blocks stick out of the matrix. Bits out there
     are 0 and do not count: a block is full if it is so inside.
 
@@ -38,7 +44,7 @@ class BitMask(Sources):
         ``partial_begin, partial, words, full_begin, full``: row ``t = entry * ceil(Lq / 128) + i``
         lists the key tiles ``partial[partial_begin[t] : partial_begin[t + 1]]``, with the words of
         the same places in the fragment order of `fa_cupy.layouts`, and ``full`` likewise. Those of
-        `T` go by key tiles, and their bits by queries. Read-only.
+        `T` go by key tiles, and their bits by queries. NumPy or CuPy arrays. Read-only.
     entries : ndarray of int32, shape of the batch
         The `entry` of each batch entry: those that are the same share one. Read-only.
 
@@ -56,31 +62,37 @@ class BitMask(Sources):
     True
     """
 
-    __slots__ = ("_count", "_grid", "_transposed", "entries", "lists")
+    __slots__ = ("_count", "_grid", "_kept", "_store", "_transposed", "entries")
     __array_ufunc__ = None  # an array on the left leaves operators to this class
 
     EMPTY, PARTIAL, FULL = _blocks.EMPTY, _blocks.PARTIAL, _blocks.FULL
     dtype = np.dtype(np.bool_)  # of the elements, as of an array of bool
 
     entries: Array
-    lists: BlockLists
     _grid: Grid
+    _store: Store
     _count: int | None
     _transposed: BitMask | None
+    _kept: dict[Any, Any]  # what a backend has worked out of this mask
 
     def __init__(self) -> None:
         raise TypeError("BitMask: want from_dense, from_indices, from_csr, from_blocks, ...")
 
     @classmethod
-    def _of(cls, grid: Grid, matrices: Any, entries: Array) -> BitMask:
-        return cls._wrap(grid, _blocks.joined(grid, matrices), entries)
+    def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
+        return cls._wrap(grid, Store(_blocks.joined(grid, matrices), device), entries)
 
     @classmethod
-    def _wrap(cls, grid: Grid, lists: BlockLists, entries: Array) -> BitMask:
+    def _on_device(cls, grid: Grid, lists: Any, entries: Array) -> BitMask:
+        device = lists.words.data.device_id
+        return cls._wrap(grid, Store(lists, device, device), entries)
+
+    @classmethod
+    def _wrap(cls, grid: Grid, store: Store, entries: Array) -> BitMask:
         self = object.__new__(cls)
         entries = np.asarray(entries, np.int32).view()
         entries.flags.writeable = False
-        fields = {"_grid": grid, "lists": lists, "entries": entries}
+        fields = {"_grid": grid, "_store": store, "entries": entries, "_kept": {}}
         for name, value in {**fields, "_count": None, "_transposed": None}.items():
             object.__setattr__(self, name, value)
         return self
@@ -89,9 +101,8 @@ class BitMask(Sources):
         raise AttributeError(f"BitMask: {name} cannot be set, a mask never changes")
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Batch axes, number of queries, number of keys."""
-        return (*self.entries.shape, *self._grid)
+    def lists(self) -> BlockLists:
+        return self._store.home
 
     @property
     def ndim(self) -> int:
@@ -102,15 +113,15 @@ class BitMask(Sources):
     def nbytes(self) -> int:
         """Bytes that the mask holds, of all entries that it shares with the one it is a slice of.
 
-        What `T` keeps is not counted.
+        What `T` keeps is not counted, nor are copies on other devices.
         """
-        return self.entries.nbytes + sum(array.nbytes for array in self.lists)
+        return self.entries.nbytes + self._store.nbytes
 
     @property
     def density(self) -> float:
         """Share of pairs of a query and a key that attend, from 0 to 1; 0 where there are none."""
         if self._count is None:
-            matrices, entries = _mask_outputs.used(*self._parts)
+            matrices, entries = _mask_outputs.used(*self._outline)
             bits = [_blocks.bit_count(self._grid, m) for m in matrices]
             object.__setattr__(self, "_count", sum(bits[e] for e in entries.flat))
         return (self._count or 0) / max(1, self.entries.size * self._grid.q_len * self._grid.k_len)
@@ -118,7 +129,7 @@ class BitMask(Sources):
     @property
     def block_density(self) -> float:
         """Share of blocks that are not empty, from 0 to 1; 0 where there are none."""
-        return sum(_mask_outputs.listed(*self._parts)) / max(1, self._block_count())
+        return sum(_mask_outputs.listed(*self._outline)) / max(1, self._block_count())
 
     @property
     def T(self) -> BitMask:
@@ -129,7 +140,8 @@ class BitMask(Sources):
         if self._transposed is None:
             matrices, entries = _mask_outputs.used(*self._parts)
             blocks = [_blocks.transposed(self._grid, m) for m in matrices]
-            turned = self._of(Grid(self._grid.k_len, self._grid.q_len), blocks, entries)
+            grid = Grid(self._grid.k_len, self._grid.q_len)
+            turned = self._of(grid, blocks, entries, self._store.device)
             object.__setattr__(turned, "_transposed", self)
             object.__setattr__(self, "_transposed", turned)
         assert self._transposed is not None
@@ -143,29 +155,19 @@ class BitMask(Sources):
             entries = self.entries[index]
         except IndexError as error:
             raise IndexError(f"BitMask: for batch shape {self.entries.shape}, {error}") from None
-        return self._wrap(self._grid, self.lists, entries)
+        return self._wrap(self._grid, self._store, entries)
 
-    def __invert__(self) -> BitMask:
-        matrices, entries = _mask_outputs.used(*self._parts)
-        return self._of(self._grid, [_blocks.inverted(self._grid, m) for m in matrices], entries)
+    def get(self) -> BitMask:
+        """Return the mask on the CPU, as `cupy.ndarray.get` does of an array.
 
-    def __and__(self, other: Any) -> Any:
-        return self._combined(other, "&", np.bitwise_and)
-
-    def __or__(self, other: Any) -> Any:
-        return self._combined(other, "|", np.bitwise_or)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BitMask):
-            return NotImplemented
-        if self.shape != other.shape:
-            return False
-        pairs = set(zip(self.entries.flat, other.entries.flat, strict=True))
-        return all(
-            np.array_equal(mine, theirs)
-            for a, b in pairs
-            for mine, theirs in zip(self._blocks(a), other._blocks(b), strict=True)
-        )
+        Returns
+        -------
+        BitMask
+            This one, if it is there.
+        """
+        if self._store.device is None:
+            return self
+        return self._wrap(self._grid, Store(self._store.host()), self.entries)
 
     def block_states(self) -> npt.NDArray[np.int8]:
         """Return the state of each block.
@@ -175,10 +177,15 @@ class BitMask(Sources):
         ndarray of int8, shape (..., ceil(Lq / 128), ceil(Lk / 128))
             ``BitMask.EMPTY`` (0), ``BitMask.PARTIAL`` (1) or ``BitMask.FULL`` (2).
         """
-        return _mask_outputs.block_states(*self._parts)
+        return _mask_outputs.block_states(*self._outline)
 
-    def to_dense(self) -> npt.NDArray[np.bool_]:
+    def to_dense(self) -> Any:
         """Return the mask as an array of bool, of its shape: 1 byte for each pair.
+
+        Returns
+        -------
+        ndarray or cupy.ndarray
+            Where the mask is.
 
         Examples
         --------
@@ -189,15 +196,20 @@ class BitMask(Sources):
                [0, 1, 0],
                [0, 0, 1]])
         """
-        return _mask_outputs.dense(*self._parts)
+        if self._store.device is None:
+            return _mask_outputs.dense(*self._parts)
+        from fa_cupy.gpu import mask_lists
+
+        lists = self._store.outline()._replace(words=self.lists.words)
+        return mask_lists.dense(self._grid, lists, self.entries, self._store.device)
 
     def to_csr(self) -> Any:
         """Return a mask without batch axes as a sparse matrix.
 
         Returns
         -------
-        scipy.sparse.csr_array of bool, shape (Lq, Lk)
-            True is stored and nothing else, columns in ascending order.
+        scipy.sparse.csr_array or cupyx.scipy.sparse.csr_matrix of bool, shape (Lq, Lk)
+            Where the mask is. True is stored and nothing else, columns in ascending order.
 
         Raises
         ------
@@ -208,7 +220,12 @@ class BitMask(Sources):
             raise ValueError(
                 f"BitMask.to_csr: the mask has shape {self.shape}, want 2 axes (as of mask[0])"
             )
-        return _mask_outputs.csr(self._grid, self.lists, int(self.entries))
+        found = _mask_outputs.csr(self._grid, self._store.host(), int(self.entries))
+        if self._store.device is None:
+            return found
+        from fa_cupy.gpu import mask_lists
+
+        return mask_lists.csr_on(found, self._store.device)
 
     def save(self, file: File) -> None:
         """Write the mask to a file, as an .npz archive of its lists.
@@ -218,10 +235,7 @@ class BitMask(Sources):
         file : path-like or binary file
             Entries that no batch entry uses, such as those sliced away, are left out.
         """
-        lists, (matrices, entries) = (
-            self.lists,
-            _mask_outputs.used(*self._parts),
-        )
+        lists, (matrices, entries) = self._store.host(), _mask_outputs.used(*self._parts)
         if len(matrices) * self._grid.q_tiles + 1 < len(lists.full_begin):
             lists = _blocks.joined(self._grid, matrices)
         _mask_files.save(file, self._grid, lists, entries)
@@ -243,54 +257,36 @@ class BitMask(Sources):
         ValueError
             For a file that holds no mask, or a damaged one.
         """
-        return cls._wrap(*_mask_files.load(file))
+        grid, lists, entries = _mask_files.load(file)
+        return cls._wrap(grid, Store(lists), entries)
 
     def __reduce__(self) -> Any:
         return _restored, (tuple(self._grid), tuple(self.lists), self.entries)
 
     def __repr__(self) -> str:
-        partial, full = _mask_outputs.listed(*self._parts)
+        partial, full = _mask_outputs.listed(*self._outline)
         size = self.nbytes / 1e3
         memory = f"{size:.1f} kB" if size < 1e3 else f"{size / 1e3:.1f} MB"
+        device = self._store.device
+        place = "" if device is None else f" on CUDA device {device}"
         return (
             f"<BitMask {self.shape}: {full} full and {partial} partial blocks "
-            f"of {self._block_count()}, {memory}>"
+            f"of {self._block_count()}, {memory}{place}>"
         )
-
-    def _combined(self, other: Any, sign: str, op: Any) -> Any:
-        if not isinstance(other, BitMask):
-            return NotImplemented
-        if self._grid != other._grid:
-            raise ValueError(
-                f"BitMask: {sign} of shapes {self.shape} and {other.shape}, want equal lengths"
-            )
-        try:
-            a, b = np.broadcast_arrays(self.entries, other.entries)
-        except ValueError:
-            raise ValueError(
-                f"BitMask: {sign} of shapes {self.shape} and {other.shape}, whose batch axes do "
-                "not broadcast"
-            ) from None
-        count = 1 + int(b.max(initial=0))
-        pairs, entries = np.unique(a.astype(np.int64) * count + b, return_inverse=True)
-        made = [
-            _blocks.combined(self._grid, self._blocks(p // count), other._blocks(p % count), op)
-            for p in pairs
-        ]
-        return self._of(self._grid, made, entries.reshape(a.shape))
 
     @property
     def _parts(self) -> tuple[Grid, BlockLists, Array]:
-        return self._grid, self.lists, self.entries
+        return self._grid, self._store.host(), self.entries
 
-    def _blocks(self, matrix: int) -> Blocks:
-        return self.lists.blocks(self._grid, int(matrix))
+    @property
+    def _outline(self) -> tuple[Grid, BlockLists, Array]:
+        return self._grid, self._store.outline(), self.entries
 
     def _block_count(self) -> int:
         return self.entries.size * self._grid.q_tiles * self._grid.k_tiles
 
 
 def _restored(lengths: tuple[int, int], lists: tuple[Array, ...], entries: Array) -> BitMask:
-    for array in lists:
-        array.flags.writeable = False
-    return BitMask._wrap(Grid(*lengths), BlockLists(*lists), entries)
+    if isinstance(lists[0], np.ndarray):
+        return BitMask._wrap(Grid(*lengths), Store(BlockLists(*lists)), entries)
+    return BitMask._on_device(Grid(*lengths), BlockLists(*lists), entries)

@@ -137,7 +137,7 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
     if drawn:
         for axis in (0, 1):
             shade = shade.repeat(layouts.BLOCK, axis)
-        shade = shade[:q_len, :k_len] * mask.to_dense()
+        shade = shade[:q_len, :k_len] * mask.get().to_dense()
     ax = ax or _axes(4.4, 0.6 + 3.8 * max(0.2, min(2.0, q_len / max(1, k_len))))
     edges = [np.arange(n + 1) for n in shade.shape] if drawn else blocks
     colors = ListedColormap(["white", _WORDS[1], _WORDS[0]])  # by BitMask.EMPTY, PARTIAL, FULL

@@ -37,7 +37,7 @@ class MaskTiles:
     """
 
     def __init__(self, mask: BitMask, entries: Array) -> None:
-        self._lists = mask.lists
+        self._lists = mask._store.host()
         self._q_tiles, self._k_tiles = (-(-n // BLOCK) for n in mask.shape[-2:])
         # Neighbours share an entry as a rule, and their tiles are then one.
         self._entries = entries[:1] if (entries == entries[0]).all() else entries

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,9 +142,9 @@ def emit_ptx(variant: Variant, target: str) -> str:
     return image.rstrip(b"\0").decode()
 
 
-_loaded: dict[tuple[Variant, str, int], Any] = {}
+_loaded: dict[tuple[Any, str, int], Any] = {}
 atexit.register(_loaded.clear)  # a kernel cannot be unloaded once CuPy's modules are gone
-_load_lock = threading.Lock()
+_load_lock = threading.RLock()  # a kernel of a PTX file loads the file first
 
 
 def load(variant: Variant, target: str, device: int) -> Any:
@@ -163,15 +163,43 @@ def load(variant: Variant, target: str, device: int) -> Any:
     cupy.cuda.Function
         The same one for the same arguments, in every thread.
     """
-    key = (variant, target, device)
-    function = _loaded.get(key)
-    if function is None:
-        with _load_lock:
-            function = _loaded.get(key)
-            if function is None:
-                cubin = compile_variant(variant, target).cubin
-                function = _loaded[key] = load_cubin(cubin, variant.entry, device)
-    return function
+
+    def make() -> Any:
+        return load_cubin(compile_variant(variant, target).cubin, variant.entry, device)
+
+    return _once((variant, target, device), make)
+
+
+def load_ptx(file: str, entry: str, device: int) -> Any:
+    """Load a kernel of a PTX file on a device: the driver compiles it, or knows it from before.
+
+    Parameters
+    ----------
+    file : str
+        Of the folder ``ptx``.
+    entry : str
+        The kernel.
+    device : int
+
+    Returns
+    -------
+    cupy.cuda.Function
+        The same one for the same arguments, in every thread.
+
+    Raises
+    ------
+    RuntimeError
+        If the driver does not take the file.
+    """
+
+    def module() -> Any:
+        image = (ROOT / "ptx" / file).read_bytes() + b"\0"
+        return _module(image, f"ptx/{file}", "it", device)
+
+    def make() -> Any:
+        return _once((file, "", device), module).get_function(entry)
+
+    return _once((file, entry, device), make)
 
 
 def load_cubin(cubin: bytes, entry: str, device: int) -> Any:
@@ -185,18 +213,34 @@ def load_cubin(cubin: bytes, entry: str, device: int) -> Any:
     RuntimeError
         If the driver does not take it.
     """
+    what = f"the cubin of NVRTC {nvrtc.version()}"
+    return _module(cubin, entry, what, device).get_function(entry)
+
+
+def _module(image: bytes, name: str, what: str, device: int) -> Any:
     import cupy
 
     with cupy.cuda.Device(device):
         module = cupy.cuda.function.Module()
         try:
-            module.load(cubin)
+            module.load(image)
         except cupy.cuda.driver.CUDADriverError as error:
             raise RuntimeError(
-                f"{entry}: the driver (CUDA {cupy.cuda.runtime.driverGetVersion()}) of device "
-                f"{device} refuses the cubin of NVRTC {nvrtc.version()}: {error}"
+                f"{name}: the driver (CUDA {cupy.cuda.runtime.driverGetVersion()}) of device "
+                f"{device} refuses {what}: {error}"
             ) from error
-        return module.get_function(entry)
+        return module
+
+
+def _once(key: tuple[Any, str, int], make: Callable[[], Any]) -> Any:
+    """Return what is loaded by that key, made at most once."""
+    found = _loaded.get(key)
+    if found is None:
+        with _load_lock:
+            found = _loaded.get(key)
+            if found is None:
+                found = _loaded[key] = make()
+    return found
 
 
 def resource_report(log: str) -> Resources:

@@ -1,0 +1,237 @@
+"""As much of CuPy as the masks use, on NumPy, launching hand-written PTX in the interpreter.
+
+Its arrays refuse NumPy arrays as operands, as CuPy's do, and answer to no more than is written
+here. Of NumPy's functions they know those that `fa_cupy.layouts` calls.
+"""
+
+import contextlib
+import ctypes
+import operator
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+
+from tests.ptx_interpreter import Memory
+from tests.ptx_interpreter import Module as Interpreted
+
+MEMORY = Memory()
+_FUNCTIONS = {np.unpackbits}
+_NAMES = (
+    "arange", "concatenate", "cumsum", "diff", "empty", "flatnonzero", "full", "nonzero", "ones",
+    "repeat", "searchsorted", "sort", "where", "zeros",
+)  # fmt: skip
+
+
+def bare(x):
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(bare, x))
+    return x._array if isinstance(x, ndarray) else x
+
+
+def strict(x):
+    """What an operation takes: no NumPy array that has axes."""
+    if isinstance(x, np.ndarray) and x.ndim:
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    return bare(x)
+
+
+def owned(array):
+    """A device array of its own memory, on which kernels may be launched."""
+    array = np.array(array, order="C")
+    MEMORY.add(array, array.ctypes.data)
+    return ndarray._of(array)
+
+
+class MemoryPointer:
+    def __init__(self, array, offset=0):
+        self.array, self.offset = array, offset
+        self.ptr, self.device_id = array.ctypes.data + offset, 0
+
+    def __add__(self, offset):
+        return MemoryPointer(self.array, self.offset + offset)
+
+
+class ndarray:
+    __array_priority__ = 100
+
+    def __init__(self, shape, dtype=float, memptr=None, strides=None):
+        buffer = memptr.array.reshape(-1).view(np.uint8)
+        self._array = np.ndarray(shape, dtype, buffer, memptr.offset, strides)
+
+    @classmethod
+    def _of(cls, array):
+        self = object.__new__(cls)
+        self._array = np.asarray(array)
+        return self
+
+    def __getattr__(self, name):
+        if name in ("shape", "strides", "dtype", "ndim", "size", "nbytes"):
+            return getattr(self._array, name)
+        if name in ("reshape", "astype", "copy", "view", "ravel", "swapaxes", "transpose", "any",
+                    "all", "min", "max", "sum"):  # fmt: skip
+            method = getattr(self._array, name)
+
+            def call(*args, **options):
+                result = method(*args, **options)
+                if np.shares_memory(result, self._array):
+                    return ndarray._of(result)
+                return owned(result)
+
+            return call
+        raise AttributeError(name)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self._array.__array_interface__["data"][0], device_id=0)
+
+    def get(self):
+        return self._array.copy()
+
+    def __len__(self):
+        return len(self._array)
+
+    def __int__(self):
+        return int(self._array)
+
+    def __bool__(self):
+        return bool(self._array)
+
+    def __getitem__(self, key):
+        found = self._array[strict_key(key)]
+        return ndarray._of(found) if np.shares_memory(found, self._array) else owned(found)
+
+    def __setitem__(self, key, value):
+        self._array[strict_key(key)] = strict(value)
+
+    def __array__(self, *args, **options):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")
+
+    def __array_function__(self, function, types, args, options):
+        assert function in _FUNCTIONS, f"no {function} of NumPy on arrays of CuPy"
+        return owned(function(*map(bare, args), **options))
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        assert method == "__call__"
+        assert not options
+        return owned(ufunc(*map(strict, inputs)))
+
+
+def strict_key(key):
+    return tuple(map(strict, key)) if isinstance(key, tuple) else strict(key)
+
+
+def _binary(name, swapped=False):
+    op = getattr(operator, name)
+
+    def method(self, other):
+        a, b = strict(self), strict(other)
+        return owned(op(b, a) if swapped else op(a, b))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "lshift", "rshift"):
+    _bare = _name.rstrip("_")
+    setattr(ndarray, f"__{_bare}__", _binary(_name))
+    setattr(ndarray, f"__r{_bare}__", _binary(_name, swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(ndarray, f"__{_name}__", _binary(_name))
+
+
+def _function(name):
+    def call(*args, **options):
+        result = getattr(np, name)(*map(strict_list, args), **options)
+        return tuple(map(owned, result)) if isinstance(result, tuple) else owned(result)
+
+    return call
+
+
+def strict_list(x):
+    return [strict(part) for part in x] if isinstance(x, (list, tuple)) else strict(x)
+
+
+def sums(begin, end, data):
+    """What the kernel of `fa_cupy.gpu.mask_sources` does."""
+    pairs = zip(begin._array, end._array, strict=True)
+    return owned([bool(sum(data._array[i:j].tolist())) for i, j in pairs])
+
+
+class Module:
+    def load(self, image):
+        assert image.endswith(b"\0")
+        self.interpreted = Interpreted(image.rstrip(b"\0").decode())
+
+    def get_function(self, entry):
+        return SimpleNamespace(ptr=(self.interpreted, entry))
+
+
+def launch_kernel(function, grid, gy, gz, block, by, bz, shared, stream, arguments, extra):
+    module, entry = function
+    assert grid > 0
+    size = module.entries[entry].param_bytes
+    struct = ctypes.c_void_p.from_address(arguments).value
+    module.launch(entry, grid, block, (ctypes.c_uint8 * size).from_address(struct), MEMORY)
+
+
+def alloc(size):
+    memory = owned(np.full(size + 512, 0xAB, np.uint8))._array  # CuPy's begin at multiples of 512
+    return MemoryPointer(memory, -memory.ctypes.data % 512)
+
+
+class Stream:
+    ptr = 0
+
+    def synchronize(self):
+        pass
+
+
+class CUDADriverError(Exception):
+    pass
+
+
+def make():
+    """Return the modules by name."""
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    for name in _NAMES:
+        setattr(cupy, name, _function(name))
+    cupy.argsort = lambda x: owned(np.argsort(bare(x), kind="stable"))
+    cupy.ndarray, cupy.cuda, cupy.bool_ = ndarray, cuda, np.bool_
+    cupy.asarray = lambda x: x if isinstance(x, ndarray) else owned(x)
+    cupy.ReductionKernel = lambda *text: (
+        lambda words: int(np.unpackbits(words._array.reshape(-1).view(np.uint8)).sum())
+    )
+    cupy.ElementwiseKernel = lambda *text: sums
+    cuda.alloc, cuda.get_current_stream = alloc, Stream
+    cuda.Device = lambda device: contextlib.nullcontext()
+    cuda.function = SimpleNamespace(Module=Module)
+    cuda.driver = SimpleNamespace(
+        ctxGetCurrent=lambda: 1, launchKernel=launch_kernel, CUDADriverError=CUDADriverError,
+        funcGetAttribute=lambda attribute, function: 0,
+    )  # fmt: skip
+    cuda.runtime = SimpleNamespace(getDevice=lambda: 0)
+    return {"cupy": cupy, "cupy.cuda": cuda}
+
+
+@contextlib.contextmanager
+def in_place_of_cupy():
+    """Have ``fa_cupy.gpu`` import the stand-in, and forget it afterwards."""
+    from fa_cupy.gpu import compile
+
+    ours = [name for name in sys.modules if name.startswith(("cupy", "fa_cupy.gpu."))]
+    kept = {name: sys.modules.pop(name) for name in ours if name != compile.__name__}
+    loaded, compile._loaded = compile._loaded, {}
+    package = sys.modules["fa_cupy.gpu"]
+    attributes = dict(vars(package))
+    modules = make()
+    sys.modules.update(modules)
+    try:
+        yield modules["cupy"]
+    finally:
+        for name in [name for name in sys.modules if name.startswith(("cupy", "fa_cupy.gpu."))]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+        sys.modules[compile.__name__] = compile
+        compile._loaded = loaded
+        vars(package).clear()
+        vars(package).update(attributes)
