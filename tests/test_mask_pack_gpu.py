@@ -37,7 +37,11 @@ def laid_out(cupy, bits, layout):
 @given(dense=dense_masks(), layout=st.sampled_from(LAYOUTS))
 @settings(max_examples=500)
 def test_any_mask_is_packed_as_on_the_cpu(cupy, dense, layout):
-    same(BitMask.from_dense(laid_out(cupy, dense, layout)), BitMask.from_dense(dense))
+    packed, wanted = BitMask.from_dense(laid_out(cupy, dense, layout)), BitMask.from_dense(dense)
+    if dense.size:
+        same(packed, wanted)
+    else:  # NumPy's strides of empty arrays are 0, as of entries that are one
+        assert packed == wanted
 
 
 @pytest.mark.parametrize("k_len", [*range(1, 40), 112, 127, 128, 129, 143, 144, 145, 255, 256, 257])

@@ -59,12 +59,12 @@ weigh = cupy.ElementwiseKernel(
     "fa_cupy_weigh",
 )
 
-# Weights rounded to the 10 bits of mantissa that TF32 keeps: the tensor cores would cut the rest
-# off, which makes every product a little too small.
+# Rounded to the 10 bits of mantissa that TF32 keeps: the tensor cores would cut the rest off, which
+# makes every product a little too small. A NaN of ones would overflow into the sign: it stays.
 round_to_tf32 = cupy.ElementwiseKernel(
     "",
     "float32 weight",
-    "weight = __uint_as_float((__float_as_uint(weight) + 0x1000u) & ~0x1fffu)",
+    "if (isfinite(weight)) weight = __uint_as_float((__float_as_uint(weight) + 0x1000u) & ~0x1fffu)",
     "fa_cupy_round_to_tf32",
 )
 

@@ -52,7 +52,8 @@ def backward(
         present = [view for view in views if view is not None]
         stack, tile_m = tiled._tile(problem, dtype, tiled._stack_length(present))
         stacks = [
-            _gradients.operands(found, need) for found in _stacks.stacks(cupy, arrays, views, stack)
+            _gradients.operands(found, [*grads])
+            for found in _stacks.stacks(cupy, arrays, views, stack)
         ]
         for x in stacks:
             for begin in range(0, problem.q_len, tile_m):
