@@ -64,7 +64,8 @@ weigh = cupy.ElementwiseKernel(
 round_to_tf32 = cupy.ElementwiseKernel(
     "",
     "float32 weight",
-    "if (isfinite(weight)) weight = __uint_as_float((__float_as_uint(weight) + 0x1000u) & ~0x1fffu)",
+    "if (isfinite(weight)) "
+    "weight = __uint_as_float((__float_as_uint(weight) + 0x1000u) & ~0x1fffu)",
     "fa_cupy_round_to_tf32",
 )
 
