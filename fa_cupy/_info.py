@@ -162,13 +162,17 @@ def _attention(
     yield "CuPy", f"{target}: {row.name}"
     yield "", _described(row, entries * -(-q_len // row.tile_m), target)
     yield "", row.why
+    shown = [row]
     for what, other in (
         ("with a softcap or bias", call._replace(transform=True)),
-        ("with a mask, or rows not of 16 bytes", call._replace(mapped=False)),
+        ("rows not of 16 bytes", call._replace(mapped=False)),
+        ("with a mask", call._replace(masked=True)),
+        ("with a mask, rows not of 16 bytes", call._replace(masked=True, mapped=False)),
     ):
         instead = select(dtype, head_dim, v_dim, target, other)
-        if instead is not None and instead != row:
+        if instead is not None and instead not in shown:
             yield "", f"{what}: {instead.name}"
+            shown.append(instead)
 
 
 def _described(row: Variant, tiles: int, target: str) -> str:

@@ -1,6 +1,6 @@
 // The tensor memory accelerator: boxes of an array in global memory, described by a tensor map
-// (fa_cupy/gpu/tensor_map.py), copied to and from shared memory by one thread's instruction.
-// PTX ISA 9.7.9.27 "Tensor copy", 9.7.9.25.4 "Bulk copy".
+// (fa_cupy/gpu/tensor_map.py), copied to and from shared memory by one thread's instruction; and
+// bytes that lie together, without a map.  PTX ISA 9.7.9.27 "Tensor copy", 9.7.9.25.4 "Bulk copy".
 //
 // Coordinates count elements along each axis, the contiguous one first.  What lies outside the
 // array is read as zero and is not written.  A box in shared memory starts at a multiple of 128
@@ -42,6 +42,17 @@ FA_DEVICE void cp_async_bulk_tensor_5d_multicast(uint32 shared_address, const Te
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%5,%6,%7,%8,%9}], [%2], %3, %4;\n" ::"r"(
           shared_address),
       "l"(map), "r"(barrier), "h"(blocks), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// Bytes that lie together, from global to shared memory; they arrive at `barrier`.  Both addresses
+// and the number of bytes are multiples of 16.
+FA_DEVICE void cp_async_bulk_load(uint32 shared_address, const void* global, uint32 bytes,
+                                  uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
+          "r"(shared_address),
+      "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
 

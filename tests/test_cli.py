@@ -124,7 +124,13 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
         (["--k-len", "2048"], "64 x 4096 queries x 2048 keys, head_dim 128, v_dim 128: 0.275"),
         ([], "no device here"),
         (["--target", "sm_90a"], "with a softcap or bias: attention_fwd_sm90-float16-d128"),
-        (["--target", "sm_90a"], "rows not of 16 bytes: attention_fwd_sm80-float16-d128"),
+        (["--target", "sm_90a"], "  rows not of 16 bytes: attention_fwd_sm80-float16-d128"),
+        (["--target", "sm_90a"], "with a mask: attention_fwd_sm90-float16-d128-128x128-w12-s2-sp"),
+        (
+            ["--target", "sm_90a"],
+            "with a mask, rows not of 16 bytes: attention_fwd_sm80-float16-d1",
+        ),
+        (["--target", "sm_80"], "with a mask: attention_fwd_sm80-float16-d128-128x64-w4-s2-sparse"),
     ],
 )
 def test_info_says_what_would_serve_a_call(arguments, shown, capsys):

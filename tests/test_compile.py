@@ -53,7 +53,8 @@ def test_every_kernel_has_a_row_and_every_row_a_kernel():
 
 def test_a_kernel_has_few_rows():
     sources = [row.source for row in ALL]
-    assert all(sources.count(source) <= 24 for source in sources)
+    # Five dims, two dtypes, with a transform of the scores or a mask or both or neither.
+    assert all(sources.count(source) <= 40 for source in sources)
 
 
 def test_a_row_is_for_the_targets_whose_shared_memory_it_fits():

@@ -210,6 +210,31 @@ SOURCES = {
     __syncthreads();
   }
 """),
+    # Pieces of x of p.bytes, from the places y on, one after the other into 8 KB.
+    "bulk_load": kernel("""
+  __shared__ __align__(128) uint32 piece[2048];
+  __shared__ uint64 place;
+  const uint32 full = cvta_to_shared(&place);
+  if (threadIdx.x == 0) {
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+  }
+  for (int n = 0; n < p.count; ++n) {
+    for (int i = threadIdx.x; i < 2048; i += 128) piece[i] = 0xeeeeeeee;
+    fence_proxy_async_shared();
+    __syncthreads();
+    if (warp == 0 && elect_sync()) {
+      mbarrier_arrive_expect_tx(full, p.bytes);
+      if (mbarrier_try_wait_parity(full, n & 1)) *at<uint32>(p.failed) = 2;
+      cp_async_bulk_load(cvta_to_shared(piece) + 16 * n, at<uint8>(p.x) + at<int>(p.y)[n], p.bytes,
+                         full);
+    }
+    __syncwarp();
+    wait(p, full, n & 1);
+    for (int i = threadIdx.x; i < 2048; i += 128) at<uint32>(p.out)[n * 2048 + i] = piece[i];
+    __syncthreads();
+  }
+"""),
     # The tiles x to the coordinates y.  A buffer is written again when the store before the last
     # has read it.
     "tma_store": kernel("""
@@ -598,6 +623,18 @@ def test_tma_load(run, dtype, box):
         wanted = swizzled(wanted.reshape(-1, box[-1])).reshape(-1)
         np.testing.assert_array_equal(tile[:size], wanted, err_msg=str(start))
     assert (got[:, size:] == 0xEE).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [16, 2048, 8128])
+def test_bulk_load(run, size):
+    x = rng.integers(0, 256, 16384, dtype=np.uint8)
+    starts = np.array([0, 16, 4096, 16384 - size], np.int32)
+    got = run("bulk_load", ((4, 8192), np.uint8), x, starts, count=4, bytes=size)
+    for n, (start, piece) in enumerate(zip(starts, got, strict=True)):
+        wanted = np.full(8192, 0xEE, np.uint8)
+        wanted[16 * n : 16 * n + size] = x[start : start + size]
+        np.testing.assert_array_equal(piece, wanted)
 
 
 @pytest.mark.gpu

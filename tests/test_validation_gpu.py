@@ -43,3 +43,19 @@ def test_bench_of_products_on_the_gpu(dtype, tmp_path, monkeypatch):
 
 def test_the_reduced_set_of_products_reaches_every_row():
     assert product_calls.run(devices.current_target()) > 200
+
+
+@pytest.mark.parametrize("name", ["attention_sparse", "mask_pack", "mask_source"])
+def test_bench_of_masks_on_the_gpu(name, tmp_path, monkeypatch):
+    family = families.FAMILIES[name]
+    sizes = {"mask_source": {"length": 2048, "keys": 20}}.get(name, {"length": 2048, "heads": 2})
+    small = tuple(dataclasses.replace(case, **sizes) for case in family.cases)
+    impls = tuple(impl for impl in family.impls if impl != "flex")
+    changed = {"cases": small, "burst_ms": 1, "default_impls": impls}
+    monkeypatch.setitem(families.FAMILIES, name, dataclasses.replace(family, **changed))
+    out = tmp_path / "bench.json"
+    arguments = ["--families", name, "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert {row["case"] for row in rows} == {case.name for case in small}
+    assert all(row["value"] > 0 for row in rows)

@@ -86,6 +86,80 @@ class CausalProduct:
         return float(arrays * math.prod(self.shape) * ITEMSIZE[self.dtype])
 
 
+@dataclass(frozen=True)
+class MaskedAttention:
+    """Self-attention under a mask, of a kind and with a number where it has one.
+
+    "elements": half of all elements, at random; "elements heads": likewise, another mask for each
+    head. "blocks 0.25": a quarter of the blocks of 128 x 128 for each head, and the diagonal.
+    "documents 16": documents that see themselves, cut at random. "causal", "window 1024". "" is
+    without a mask. The name of a case, such as ``bf16 hd128 blocks-0.25 8192x1``, is like that of
+    `Dense`.
+    """
+
+    dtype: str
+    head_dim: int
+    mask: str
+    length: int
+    batch: int
+    heads: int
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        kind = self.mask.replace(" ", "-") or "full"
+        return f"{self.dtype} hd{self.head_dim} {kind} {self.length}x{self.batch}"
+
+    @property
+    def flops(self) -> float:
+        """Operations without a mask, so that speeds compare as times do."""
+        return 4.0 * self.batch * self.heads * self.head_dim * self.length**2
+
+
+@dataclass(frozen=True)
+class MaskPack:
+    """Packing an array of bool of ``heads`` masks; named ``bool 8192x16``, length x heads."""
+
+    length: int
+    heads: int
+    dtype: str = "bool"
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        return f"{self.dtype} {self.length}x{self.heads}"
+
+    @property
+    def bytes(self) -> float:
+        """What has to be moved: a byte read for a bit written."""
+        return self.heads * self.length**2 * 1.125
+
+
+@dataclass(frozen=True)
+class MaskSource:
+    """A mask from ``keys`` random keys of each query; named ``bool csr 32768x305``."""
+
+    source: str  # "csr" or "indices"
+    length: int
+    keys: int
+    dtype: str = "bool"
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        return f"{self.dtype} {self.source} {self.length}x{self.keys}"
+
+    @property
+    def entries(self) -> float:
+        """Keys that are named."""
+        return float(self.length * self.keys)
+
+
 def _tokens_16384(dtype: str, head_dim: int, lengths: tuple[int, ...]) -> tuple[Dense, ...]:
     return tuple(
         Dense(dtype, head_dim, causal, length, 16384 // length, 2048 // head_dim)
@@ -112,6 +186,17 @@ ATTENTION_OPTIONS = (
     ),
     Dense("bf16", 128, True, 8192, 1, 16, window=1024),
 )
+
+ATTENTION_SPARSE = tuple(
+    MaskedAttention("bf16", 128, mask, 8192, 1, 16)
+    for mask in (
+        *("", "causal", "window 1024", "documents 16"),
+        *("blocks 1.0", "blocks 0.5", "blocks 0.25", "blocks 0.1"),
+        *("elements", "elements heads"),
+    )
+)
+MASK_PACK = (MaskPack(8192, 1), MaskPack(8192, 16))
+MASK_SOURCE = (MaskSource("csr", 32768, 305), MaskSource("indices", 32768, 305))
 
 ATTENTION_CPU = tuple(
     Dense("fp32", head_dim, causal, length, 1, heads)

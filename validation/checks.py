@@ -20,10 +20,10 @@ def _host(array: Any) -> np.ndarray:
     return peers.to_host(array).astype(np.float64)
 
 
-def _all_finite(case: Dense | CausalProduct, array: Any) -> bool:
-    if case.dtype not in _EXPONENT:
+def _all_finite(dtype: str, array: Any) -> bool:
+    if dtype not in _EXPONENT:
         return bool((abs(array) < np.inf).all())
-    mask = _EXPONENT[case.dtype]
+    mask = _EXPONENT[dtype]
     return not bool(((array.view("u2") & mask) == mask).any())
 
 
@@ -32,10 +32,7 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
 
     inf where any element of the whole result is not finite.
     """
-    rng = np.random.default_rng(case.length)
-    edge = np.arange(min(64, case.length))
-    drawn = rng.integers(0, case.length, 128)
-    rows = np.unique(np.concatenate([edge, drawn, case.length - 1 - edge]))
+    rows = sampled_rows(case.length)
     places = [(0, 0), (case.batch - 1, case.heads - 1)]
 
     def reference(place: tuple[int, int]) -> np.ndarray:
@@ -50,10 +47,24 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
         p = np.exp(scores - scores.max(-1, keepdims=True))
         return np.asarray(p @ v / p.sum(-1, keepdims=True))
 
-    wanted = np.stack([reference(place) for place in places])
+    return relative_error(case.dtype, places, rows, np.stack([reference(at) for at in places]))
+
+
+def sampled_rows(length: int) -> np.ndarray:
+    """Rows that stand for all: the first, the last and some between."""
+    rng = np.random.default_rng(length)
+    edge = np.arange(min(64, length))
+    drawn = rng.integers(0, length, 128)
+    return np.unique(np.concatenate([edge, drawn, length - 1 - edge]))
+
+
+def relative_error(
+    dtype: str, places: list[tuple[int, int]], rows: np.ndarray, wanted: np.ndarray
+) -> Check:
+    """Relative Frobenius error of these rows at these places (batch, head) of a result."""
 
     def error(out: Any) -> float:
-        if not _all_finite(case, out):
+        if not _all_finite(dtype, out):
             return float("inf")
         got = np.stack([_host(out[place])[rows] for place in places])
         return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
@@ -98,7 +109,7 @@ def product_check(case: CausalProduct, arrays: tuple[Any, ...]) -> Check:
 
     def error(result: Any) -> float:
         found = result if case.backward else (result,)
-        if not all(_all_finite(case, x) for x in found):
+        if not all(_all_finite(case.dtype, x) for x in found):
             return float("inf")
         pairs = zip((_host(x[place]) for x in found), wanted, strict=True)
         return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))

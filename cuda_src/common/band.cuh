@@ -37,6 +37,14 @@ FA_DEVICE int own_columns_before(int col, int count) {
 
 FA_DEVICE uint32 bits_below(int n) { return n < 32 ? (1u << n) - 1 : 0xffffffffu; }
 
+// Of the columns that a thread holds from first_col on, those inside a row's band, as bits: one
+// register holds the answer for all columns.
+FA_DEVICE uint32 columns_inside(const AttentionParams& p, int row, int first_col, int count) {
+  const int begin = own_columns_before(first_key(p, row) - first_col, count);
+  const int end = own_columns_before(last_key(p, row) - first_col + 1, count);
+  return bits_below(end) & ~bits_below(begin);
+}
+
 // Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
 // row's band.  2**row_shift rows of the accumulators belong to one query row.
 template <int kMmaM, int kMmaN>
@@ -48,10 +56,7 @@ FA_DEVICE void hide_outside(const AttentionParams& p, float (&s)[kMmaM][kMmaN][4
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = (first_row + 16 * i + 8 * h) >> row_shift;
-      const int begin = own_columns_before(first_key(p, row) - first_col, 2 * kMmaN);
-      const int end = own_columns_before(last_key(p, row) - first_col + 1, 2 * kMmaN);
-      // Bits [begin, end): one register holds the answer for all columns.
-      const uint32 seen = bits_below(end) & ~bits_below(begin);
+      const uint32 seen = columns_inside(p, row, first_col, 2 * kMmaN);
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll

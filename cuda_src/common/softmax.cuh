@@ -114,6 +114,20 @@ struct OnlineSoftmax {
     }
   }
 
+  // Whether every row of this warp that sees a key of the next tile has a reference, so that trust
+  // may hold; seen[i][h] is not 0 where this thread's part of a row sees one.
+  __device__ __forceinline__ bool refers(const uint32 (&seen)[kMmaM][2]) const {
+    bool known = true;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        known = known && (seen[i][h] == 0 || reference[i][h] > kNoReference);
+      }
+    }
+    return __all_sync(kFullWarp, known);
+  }
+
   // Turns scores into weights without looking for the largest: in trust that none passes the
   // reference by much, which after a few tiles holds for nearly all data.  Returns false, with
   // nothing changed but s, if it does not hold for some row of the warp: where a weight is so large

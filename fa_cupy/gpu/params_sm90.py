@@ -113,7 +113,7 @@ def takes(problem: Problem, out: View) -> bool:
         Of the output, over ``problem.batch``.
     """
     sizes = problem.q_len, problem.k_len, problem.head_dim, problem.v_dim
-    if problem.mask is not None or min(sizes) < 1:
+    if min(sizes) < 1:
         return False
     if any(dim % DIM_STEP for dim in sizes[2:]):
         return False
@@ -161,8 +161,11 @@ def packed_heads(problem: Problem, out: View, tile_m: int) -> int:
     """Return how many heads share tiles of queries, row by row; 1 where none do.
 
     Heads that read the same keys and values are rows of one matrix to them. They are packed where
-    that makes fewer tiles of `tile_m` rows: when each head alone would leave tiles unfilled.
+    that makes fewer tiles of `tile_m` rows: when each head alone would leave tiles unfilled. Under
+    a mask they are not: its rows of blocks are tiles.
     """
+    if problem.mask is not None:
+        return 1
     axes, steps = params.collapse(problem.batch, _views(problem, out))
     if not axes or steps["k"][-1] or steps["v"][-1] or not steps["q"][-1]:
         return 1
@@ -259,13 +262,21 @@ def section(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> i
     """
     if problem.lower is None and problem.upper is None:
         return 1
+    least, most = _SECTION
+    wanted = min(most, max(least, cached_entries(problem, size, steps)))
+    entries = math.prod(size)
+    return -(-entries // max(1, round(entries / wanted)))
+
+
+def cached_entries(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> int:
+    """Return how many batch entries have their keys and values in the L2 cache at once.
+
+    The parameters are those of `section`.
+    """
     sharing = 1  # entries next to each other that read the same keys and values
     for n, k_step, v_step in reversed(list(zip(size, steps["k"], steps["v"], strict=True))):
         if n > 1 and (k_step or v_step):
             break
         sharing *= n
     one = problem.k_len * (problem.head_dim + problem.v_dim) * problem.dtype.itemsize
-    least, most = _SECTION
-    wanted = min(most, max(least, _L2_BYTES // one * sharing))
-    entries = math.prod(size)
-    return -(-entries // max(1, round(entries / wanted)))
+    return _L2_BYTES // max(1, one) * sharing

@@ -168,7 +168,7 @@ class _JobLaunch:
         self._pool: list[Arguments] = []
         self._launches = [
             (offsets, first, Launch(kernel, blocks * segments, row.threads, row.shared_bytes))
-            for offsets, first, blocks in parts
+            for offsets, first, blocks, _ in parts
         ]
 
     def __call__(self, pointers: tuple[int, ...], workspace: int) -> None:

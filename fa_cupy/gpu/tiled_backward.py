@@ -50,7 +50,7 @@ def backward(
     if problem.q_len and problem.k_len:
         arrays, views = _gradients.arrays(cupy, problem, inputs, results, grads, dtype)
         present = [view for view in views if view is not None]
-        stack, tile_m = tiled._tile(problem, dtype, tiled._stack_length(present))
+        stack, tile_m = tiled._tile(problem, dtype, tiled._stack_length(present), problem.q_len)
         stacks = [
             _gradients.operands(found, [*grads])
             for found in _stacks.stacks(cupy, arrays, views, stack)

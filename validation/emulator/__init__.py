@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _check, _product
+from fa_cupy import BitMask, _check, _product
 from fa_cupy.gpu import params, params_sm90, product_params, product_params_sm90
 from fa_cupy.gpu.compile import ROOT
 from fa_cupy.gpu.product_choice import Choice
 from fa_cupy.gpu.products import ProductVariant
 from fa_cupy.gpu.products_sm90 import VariantSm90 as ProductVariantSm90
 from fa_cupy.gpu.variants import Variant, VariantSm90
+from validation.emulator.masks import lists_of
 
 FOLDER = Path(__file__).parent
 BUILD = ROOT / "build" / "emulator"
@@ -201,11 +202,13 @@ def attention(
     k: np.ndarray[Any, Any],
     v: np.ndarray[Any, Any],
     bias: np.ndarray[Any, Any] | None = None,
-    mask: np.ndarray[Any, Any] | None = None,
+    mask: np.ndarray[Any, Any] | BitMask | None = None,
     seed: int = 0,
     source: Path | None = None,
     truncating: bool = False,
     debug: np.ndarray[Any, Any] | None = None,
+    order: np.ndarray[Any, Any] | None = None,
+    by_tile: bool = False,
     **options: Any,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """`fa_cupy.attention` by one row of the variant table, with LSE.
@@ -213,14 +216,18 @@ def attention(
     Parameters
     ----------
     row : Variant
-    q, k, v, bias, mask : numpy.ndarray
+    q, k, v, bias : numpy.ndarray
         As for `fa_cupy.attention`; aligned to 16 bytes where the row wants it.
+    mask : numpy.ndarray or BitMask, optional
+        As for `fa_cupy.attention`; wants a row for masks.
     seed, truncating : int, bool
         As for `launch`.
     source : Path, optional
         A kernel in place of the row's own.
     debug : numpy.ndarray, optional
         Where a staged build writes what it holds, by block.
+    order, by_tile
+        As for `validation.emulator.masks.lists_of`.
     **options
         Of `fa_cupy.attention`.
 
@@ -230,10 +237,11 @@ def attention(
         As `launch`.
     """
     problem = _check.attention_problem(q, k, v, bias, mask, **options)
+    lists = None if mask is None else lists_of(problem, mask, order, by_tile)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
     view = _check.out_view(problem, out.shape, out.strides)
-    places = (q, k, v, bias, mask, out, lse, debug)
+    places = (q, k, v, bias, out, lse, debug)
     pointers = [0 if x is None else x.ctypes.data for x in places]
     path = build_row(row, source)
     block = (row.threads, row.shared_bytes)
@@ -245,6 +253,8 @@ def attention(
         ((first, tiles, *rest),) = parts
         filled["common"][list(params.POINTERS)] = tuple(pointers)
         filled["common"]["first_batch"], filled["common"]["aligned"] = first, 1
+        if lists is not None:
+            filled["common"]["mask"] = tuple(lists.pointers())
         counter = np.random.default_rng(seed).integers(0, 2**63, 4, np.uint64)
         counter = counter[counter.ctypes.data // 8 % 2 :]
         address = counter.ctypes.data if tiles > BLOCKS else 0
@@ -252,10 +262,13 @@ def attention(
         launch(path, row.entry, min(BLOCKS, tiles), *block, filled, seed, truncating)
         return out, lse
     filled, parts, aligned = params.fill(problem, view, row.tile_m)
-    for offsets, first, blocks in parts:
+    for offsets, first, blocks, entry in parts:
         at = [p and p + offset for p, offset in zip(pointers, offsets, strict=True)]
-        aligned = aligned and not any(p % 16 for p in (*at[:3], at[5]))
+        aligned = aligned and not any(p % 16 for p in (*at[:3], at[4]))
         params.pack_head(filled, 0, *at, first, aligned)
+        if lists is not None:
+            listed = lists.pointers().of_part(entry, len(parts) == 1)
+            params.pack_mask(filled, params.MASK_AT, *listed)
         launch(path, row.entry, blocks, *block, filled, seed, truncating)
     return out, lse
 
@@ -308,7 +321,7 @@ def causal_product(
         places[-1] = np.full(sizes, np.nan, np.float32)
     at = [0 if x is None else x.ctypes.data + s for x, s in zip(places, shifts, strict=True)]
     aligned = aligned and not any(p % 16 for p in at[:4])
-    for offsets, first, blocks in parts:
+    for offsets, first, blocks, _ in parts:
         here = [p and p + offset for p, offset in zip(at, offsets, strict=True)]
         product_params.pack_head(filled, 0, *here, first, aligned)
         for row, tiles, segments in choice.launches(problem.qk_dim, problem.v_dim):

@@ -50,10 +50,11 @@ void commit_products();
 void wait_products(int pending);
 
 // cp.async and TMA; a tensor map is described in ptx/tma.cuh.
-void copy_16(uint32_t address, const void* global, uint32_t bytes);
+void copy(uint32_t address, const void* global, uint32_t size, uint32_t bytes);
 void commit_copies();
 void wait_copies(int pending);
 void load_box(uint32_t address, const unsigned long long* map, uint32_t barrier, const int (&c)[5]);
+void load_bytes(uint32_t address, const void* global, uint32_t bytes, uint32_t barrier);
 void store_box(const unsigned long long* map, uint32_t address, const int (&c)[5]);
 void commit_stores();
 void wait_stores(int pending, bool written);

@@ -273,17 +273,18 @@ void CopyGroups::wait(const char* where, int pending, int state) {
   });
 }
 
-void copy_16(uint32_t address, const void* global, uint32_t bytes) {
-  unsigned char* to = shared_at(address, 16, 16);
-  if (bytes > 16) fail("cp.async of more than 16 bytes");
-  if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16) fail("misaligned cp.async");
+// The first of `size` bytes, 4, 8 or 16; the rest becomes zero.
+void copy(uint32_t address, const void* global, uint32_t size, uint32_t bytes) {
+  unsigned char* to = shared_at(address, static_cast<int>(size), static_cast<int>(size));
+  if (bytes > size) fail("cp.async of more than " + std::to_string(size) + " bytes");
+  if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % size) fail("misaligned cp.async");
   Fiber* fiber = &self();
   const Copy state = fiber->copies.add();
-  fill(address, 16, kNothing);
+  fill(address, static_cast<int>(size), kNothing);
   block->pending.push_back([=] {
-    std::memset(to, 0, 16);
+    std::memset(to, 0, size);
     if (bytes > 0) std::memcpy(to, global, bytes);
-    fill(address, 16, writing(*fiber));
+    fill(address, static_cast<int>(size), writing(*fiber));
     *state = 2;
   });
 }
@@ -351,6 +352,19 @@ void load_box(uint32_t address, const unsigned long long* map, uint32_t barrier,
       fill(at, 16, kAnyone);
     });
     progress(barrier, 0, box.bytes());
+  });
+}
+
+void load_bytes(uint32_t address, const void* global, uint32_t bytes, uint32_t barrier) {
+  const int count = static_cast<int>(bytes);
+  unsigned char* to = shared_at(address, count, 16);
+  if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16) fail("misaligned cp.async.bulk");
+  check_fenced("TMA writes", address, count);
+  fill(address, count, kNothing);
+  block->pending.push_back([=] {
+    std::memcpy(to, global, bytes);
+    fill(address, count, kAnyone);
+    progress(barrier, 0, count);
   });
 }
 

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
-from fa_cupy import reference
+from fa_cupy import BitMask, reference
 from fa_cupy.gpu.variants import VARIANTS, Variant, VariantSm90
 from validation import emulator
 
@@ -39,10 +39,12 @@ def check(
     k: np.ndarray,
     v: np.ndarray,
     bias: np.ndarray | None = None,
-    mask: np.ndarray | None = None,
+    mask: np.ndarray | BitMask | None = None,
     seed: int = 0,
     source: Path | None = None,
     truncating: bool = False,
+    order: np.ndarray | None = None,
+    by_tile: bool = False,
     **options: Any,
 ) -> None:
     """Hold a call against the reference.
@@ -52,8 +54,11 @@ def check(
     EmulationError
     AssertionError
     """
-    out, lse = emulator.attention(row, q, k, v, bias, mask, seed, source, truncating, **options)
-    want, want_lse = reference.attention(q, k, v, bias, mask, **options)
+    how = {"seed": seed, "source": source, "truncating": truncating}
+    how |= {"order": order, "by_tile": by_tile}
+    out, lse = emulator.attention(row, q, k, v, bias, mask, **how, **options)
+    dense = mask.to_dense() if isinstance(mask, BitMask) else mask
+    want, want_lse = reference.attention(q, k, v, bias, dense, **options)
     largest = np.abs(np.nan_to_num(v.astype(np.float64))).max(initial=1)
     unit = 2.0**-10 if row.dtype == "float16" else 2.0**-7
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
@@ -87,7 +92,23 @@ def call(row: Variant, seed: int) -> tuple[list[np.ndarray], dict[str, Any]]:
     transform = row.transform if isinstance(row, VariantSm90) else rng.random() < 0.3
     if transform:
         options["softcap"] = 3.0
+    if row.sparse:
+        shape = (groups * heads if rng.random() < 0.5 else 1, q_len, k_len)
+        options["mask"] = random_mask(rng, shape)
+        options["by_tile"] = bool(rng.random() < 0.5)
+        if rng.random() < 0.5:
+            rows = groups * heads * -(-q_len // 128)
+            options["order"] = rng.permutation(rows).astype(np.int32)
     return arrays, options
+
+
+def random_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """A mask of blocks of 128 x 128, each empty, full or of some density."""
+    *batch, q_len, k_len = shape
+    blocks = (*batch, -(-q_len // 128), -(-k_len // 128))
+    density = rng.choice([0.0, 1.0, 0.5, 0.1, 0.01, 0.99], blocks, p=[0.3, 0.3, 0.1, 0.1, 0.1, 0.1])
+    share = density.repeat(128, axis=-2).repeat(128, axis=-1)[..., :q_len, :k_len]
+    return rng.random(shape) < share
 
 
 def rows_named(part: str) -> list[Variant]:
@@ -105,7 +126,8 @@ def one(seed: int, part: str = "", source: Path | None = None) -> str | None:
     try:
         check(row, *arrays, seed=seed, source=source, **options)
     except (emulator.EmulationError, AssertionError) as error:
-        return f"seed {seed}: {row.name} on {shapes}, {options}: {error}"
+        with np.printoptions(threshold=8):
+            return f"seed {seed}: {row.name} on {shapes}, {options}: {error}"
     return None
 
 

@@ -1,0 +1,278 @@
+"""What is made of a mask for a call on a GPU, and kept: on NumPy in place of CuPy."""
+
+import importlib
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from fa_cupy import BitMask, _check
+from fa_cupy._blocks import BlockLists
+
+MODULES = ("fa_cupy.gpu.launch", "fa_cupy.gpu.mask_lists", "fa_cupy.gpu.call_mask")
+
+
+class Array(np.ndarray):
+    """A device array."""
+
+    device = SimpleNamespace(id=0)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+
+    def get(self):
+        return np.array(self)
+
+
+def asarray(x):
+    return x if isinstance(x, Array) else np.array(x).view(Array)
+
+
+class DeviceMask(NamedTuple):
+    """As that of `fa_cupy.gpu.mask_lists`."""
+
+    partial_begin: Any
+    partial_end: Any
+    partial: Any
+    words: Any
+    full_begin: Any
+    full_end: Any
+    full: Any
+    words_by_tile: int
+
+
+class Machine:
+    """A device: what was done on it, and whether the current stream is captured."""
+
+    def __init__(self):
+        self.stream, self.streams, self.allocator = 7, 100, "pool"
+        self.capturing = False
+        self.log = []
+        self.events = []
+
+    @contextmanager
+    def changed(self, **values):
+        old = {name: getattr(self, name) for name in values}
+        self.__dict__.update(values)
+        yield
+        self.__dict__.update(old)
+
+    def cupy(self):
+        machine = self
+
+        class Stream:
+            def __init__(self, non_blocking=False):
+                assert non_blocking  # or it would wait for the default stream
+                machine.streams += 1
+                self.ptr = machine.streams
+
+            def __enter__(self):
+                self.context = machine.changed(stream=self.ptr, capturing=False)
+                return self.context.__enter__()
+
+            def __exit__(self, *error):
+                return self.context.__exit__(*error)
+
+            def synchronize(self):
+                machine.log.append(("synchronize", self.ptr))
+
+        class Event:
+            def __init__(self, disable_timing):
+                self.done = False
+                machine.events.append(self)
+
+            def record(self):
+                self.stream = machine.stream
+
+            def synchronize(self):
+                machine.log.append("wait for event")
+                self.done = True
+
+        cuda = SimpleNamespace(
+            Stream=Stream, Event=Event, driver=SimpleNamespace(ctxGetCurrent=1, launchKernel=1),
+            get_current_stream=lambda: SimpleNamespace(ptr=machine.stream),
+            runtime=SimpleNamespace(streamIsCapturing=lambda ptr: machine.capturing),
+            using_allocator=lambda allocator: machine.changed(allocator=allocator),
+            memory=SimpleNamespace(malloc_async="of the graph"),
+        )  # fmt: skip
+        names = {name: getattr(np, name) for name in ("arange", "argsort", "divmod", "where")}
+        names["searchsorted"] = np.searchsorted
+        return {"ndarray": Array, "asarray": asarray, "cuda": cuda, **names}
+
+    def of(self, mask, device):
+        assert device == 0
+        self.log.append(("sent", self.stream, self.allocator))
+        partial_begin, partial, words, full_begin, full = map(asarray, mask.lists)
+        ends = partial_begin[1:], full_begin[1:]
+        return DeviceMask(partial_begin, ends[0], partial, words, full_begin, ends[1], full, 0)
+
+    def pack(self, mask, view):
+        self.log.append(("packed", self.stream, self.allocator))
+        found = self.of(BitMask.from_dense(np.asarray(mask)), 0)._replace(words_by_tile=5)
+        self.log.pop()
+        return found, asarray(np.zeros(np.prod(view.shape[:-2]), np.int32))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A device without CuPy; the modules that use it are imported anew, and forgotten."""
+    found = Machine()
+    cupy, lists = ModuleType("cupy"), ModuleType(MODULES[1])
+    cupy.__dict__.update(found.cupy())
+    cuda = ModuleType("cupy.cuda")
+    cuda.__dict__.update(vars(cupy.cuda))
+    DeviceMask.of = staticmethod(found.of)
+    lists.DeviceMask, lists.pack = DeviceMask, found.pack
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), (MODULES[1], lists)):
+        monkeypatch.setitem(sys.modules, name, module)
+    module = importlib.import_module(MODULES[2])
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
+    found.CallMask, found.host_lists = module.CallMask, module.host_lists
+    yield found
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def dense(*batch, seed=0):
+    return np.random.default_rng(seed).random((*batch, 300, 400)) < 0.5
+
+
+def call_of(machine, mask, **options):
+    x = np.empty((2, 3, 400, 8), np.float16)
+    problem = _check.attention_problem(x[:, :, :300], x, x, None, mask, **options)
+    return machine.CallMask(problem, 0)
+
+
+def at(pointer, like):
+    """What lies at an address that a launch is told."""
+    kind = np.ctypeslib.as_ctypes_type(like.dtype)
+    return np.ctypeslib.as_array((kind * like.size).from_address(pointer)).reshape(like.shape)
+
+
+def on_device(mask):
+    """The same mask as one that was made on the device."""
+    return BitMask._wrap(mask._grid, BlockLists(*map(asarray, mask.lists)), mask.entries)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_lists_are_sent_once_and_readable_on_any_stream(machine, capturing):
+    mask = BitMask.from_dense(dense(3))
+    call = call_of(machine, mask)
+    with machine.changed(capturing=capturing):
+        told, kept = call(mask)
+    # Apart from the caller's stream and the pool, and waited for.
+    (_, stream, allocator), *_ = sends = [x for x in machine.log if x[0] == "sent"]
+    assert len(sends) == 1
+    assert stream != 7
+    assert callable(allocator)
+    assert ("synchronize", stream) in machine.log
+    assert machine.log[-1][0] == "synchronize"
+    assert not machine.events
+    for name in ("partial", "words", "full_begin", "partial_begin"):
+        want = getattr(mask.lists, name)
+        assert (at(getattr(told, name), want) == want).all()
+    assert at(told.partial_end, mask.lists.partial_begin[1:]).tolist() == [
+        4,
+        8,
+        12,
+        16,
+        20,
+        24,
+        28,
+        32,
+        36,
+    ]
+    assert at(told.entries, np.zeros(6, np.int32)).tolist() == [0, 1, 2, 0, 1, 2]
+    order = at(told.order, np.zeros(18, np.int32))
+    assert sorted(order.tolist()) == list(range(18))
+    assert told.words_by_tile == 0
+    machine.log.clear()
+    assert call(mask) == (told, kept)
+    assert call_of(machine, mask)(mask)[0] == told  # another plan of the same kind of call
+    assert not machine.log
+
+
+def test_calls_of_other_kinds_share_the_lists_only(machine):
+    mask = BitMask.from_dense(dense(3))
+    plain, _ = call_of(machine, mask)(mask)
+    causal, _ = call_of(machine, mask, is_causal=True, causal_align="top_left")(mask)
+    assert causal.words == plain.words
+    assert causal.order != plain.order
+    batched = mask[None, [2, 2, 0]]
+    told, _ = call_of(machine, batched)(batched)
+    assert at(told.entries, np.zeros(6, np.int32)).tolist() == [2, 2, 0] * 2
+
+
+@pytest.mark.parametrize("stream", [7, 8])
+def test_lists_on_the_device_are_sorted_there(machine, stream):
+    mask = BitMask.from_dense(dense(3))
+    want, _ = call_of(machine, mask)(mask)
+    found = on_device(mask)
+    machine.log.clear()
+    call = call_of(machine, found)
+    told, _ = call(found)
+    assert machine.log == [("sent", 7, "pool")]
+    assert (at(told.order, np.zeros(18, np.int32)) == at(want.order, np.zeros(18, np.int32))).all()
+    (event,) = machine.events
+    assert event.stream == 7
+    with machine.changed(stream=stream):
+        assert call(found)[0] == told
+    # The stream that made it need not wait, any other must as long as it is not known to be there.
+    assert machine.log[1:] == (["wait for event"] if stream == 8 else [])
+    event.done = True
+    with machine.changed(stream=9):
+        assert call(found)[0] == told
+    assert call(found)[1].made is None
+
+
+def test_nothing_is_sorted_on_a_captured_stream(machine):
+    mask = on_device(BitMask.from_dense(dense(3)))
+    call = call_of(machine, mask)
+    with machine.changed(capturing=True):
+        told, kept = call(mask)
+        assert machine.log[-1][0] == "synchronize"
+        machine.log.clear()
+        again, same = call(mask)
+    assert not machine.log
+    assert told.order == 0
+    assert told.entries
+    assert (again, same) == (told, kept)  # so that the graph's memory stays where it is
+    assert not machine.events
+    later, _ = call(mask)
+    assert later.order
+    with machine.changed(capturing=True):
+        assert call(mask)[0] == later
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_an_array_is_packed_by_every_call(machine, capturing):
+    mask = asarray(dense(3))
+    call = call_of(machine, mask)
+    with machine.changed(capturing=capturing):
+        told, _owners = call(mask)
+        call(mask)
+    where = "of the graph" if capturing else "pool"
+    assert machine.log == [("packed", 7, where)] * 2
+    assert (told.order, told.words_by_tile) == (0, 5)
+
+
+def test_lists_come_back_to_the_host_once(machine, monkeypatch):
+    mask = on_device(BitMask.from_dense(dense(3)))
+    fetched = []
+    monkeypatch.setattr(Array, "get", lambda self: fetched.append(self) or np.array(self))
+    lists = machine.host_lists(mask)
+    assert [type(x) for x in lists] == [np.ndarray] * 5
+    assert sum(x.nbytes for x in fetched) < mask.lists.words.nbytes
+    count = len(fetched)
+    assert machine.host_lists(mask) is lists
+    assert len(fetched) == count
+    partial, places, full = lists.row(4, 1, 3)
+    assert partial.tolist() == [1, 2]
+    assert places.tolist() == [17, 18]
+    assert full.tolist() == []
