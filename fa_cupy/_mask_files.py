@@ -66,6 +66,8 @@ def _check(grid: Grid, lists: BlockLists, entries: Array) -> None:
     for begin, tiles in ((lists.partial_begin, lists.partial), (lists.full_begin, lists.full)):
         fits = fits and begin.ndim == tiles.ndim == 1
         fits = fits and len(begin) > count * grid.q_tiles and begin[0] == 0
+        fits = fits and len(begin) == len(lists.full_begin)
+        fits = fits and (len(begin) - 1) % max(1, grid.q_tiles) == 0
         fits = fits and begin[-1] == len(tiles) and bool((np.diff(begin) >= 0).all())
         fits = fits and tiles.min(initial=0) >= 0 and tiles.max(initial=-1) < grid.k_tiles
         if not fits:

@@ -45,6 +45,12 @@ class DeviceMask(NamedTuple):
     words_by_tile: int
 
 
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status):
+        super().__init__(status)
+        self.status = status
+
+
 class Machine:
     """A device: what was done on it, and whether the current stream is captured."""
 
@@ -95,7 +101,9 @@ class Machine:
         cuda = SimpleNamespace(
             Stream=Stream, Event=Event, driver=SimpleNamespace(ctxGetCurrent=1, launchKernel=1),
             get_current_stream=lambda: SimpleNamespace(ptr=machine.stream),
-            runtime=SimpleNamespace(streamIsCapturing=lambda ptr: machine.capturing),
+            runtime=SimpleNamespace(
+                streamIsCapturing=lambda ptr: machine.capturing, CUDARuntimeError=CUDARuntimeError
+            ),
             using_allocator=lambda allocator: machine.changed(allocator=allocator),
             memory=SimpleNamespace(malloc_async="of the graph"),
         )  # fmt: skip
@@ -106,7 +114,8 @@ class Machine:
     def of(self, mask, device):
         assert device == 0
         self.log.append(("sent", self.stream, self.allocator))
-        partial_begin, partial, words, full_begin, full = map(asarray, mask.lists)
+        lists = mask.lists if mask._store.only_on(device) else mask.get().lists
+        partial_begin, partial, words, full_begin, full = map(asarray, lists)
         ends = partial_begin[1:], full_begin[1:]
         return DeviceMask(partial_begin, ends[0], partial, words, full_begin, ends[1], full, 0)
 
@@ -127,6 +136,7 @@ def machine(monkeypatch):
     cuda.__dict__.update(vars(cupy.cuda))
     DeviceMask.of = staticmethod(found.of)
     lists.DeviceMask, lists.pack = DeviceMask, found.pack
+    lists.to_host = lambda x: BlockLists(*(array.get() for array in x))
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), (MODULES[1], lists)):
@@ -134,6 +144,7 @@ def machine(monkeypatch):
     module = importlib.import_module(MODULES[2])
     monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
     found.CallMask, found.host_lists = module.CallMask, module.host_lists
+    found.malloc, found.module = module._malloc, cupy
     yield found
     for name in MODULES:
         sys.modules.pop(name, None)
@@ -157,7 +168,7 @@ def at(pointer, like):
 
 def on_device(mask):
     """The same mask as one that was made on the device."""
-    return BitMask._wrap(mask._grid, BlockLists(*map(asarray, mask.lists)), mask.entries)
+    return BitMask._on_device(mask._grid, BlockLists(*map(asarray, mask.lists)), mask.entries)
 
 
 @pytest.mark.parametrize("capturing", [False, True])
@@ -229,6 +240,55 @@ def test_lists_on_the_device_are_sorted_there(machine, stream):
     with machine.changed(stream=9):
         assert call(found)[0] == told
     assert call(found)[1].made is None
+
+
+def test_the_stream_of_each_thread_is_another(machine):
+    """cudaStreamPerThread has one name in all threads."""
+    mask = on_device(BitMask.from_dense(dense(3)))
+    call = call_of(machine, mask)
+    with machine.changed(stream=2):
+        call(mask)
+        call(mask)
+    assert machine.log[-1] == "wait for event"
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_mask_combined_on_the_cpu_is_sent_as_one_of_the_cpu(machine, capturing):
+    """It belongs to the device, but nothing of it is there yet."""
+    a, b = (BitMask.from_dense(dense(3, seed=seed)) for seed in range(2))
+    mask = on_device(a) & b
+    assert mask._store.device == 0
+    plain = a & b
+    want, _ = call_of(machine, plain)(plain)
+    machine.log.clear()
+    with machine.changed(capturing=capturing):
+        told, _ = call_of(machine, mask)(mask)
+    ((_, stream, allocator),) = [x for x in machine.log if x[0] == "sent"]
+    assert stream != 7
+    assert callable(allocator)
+    assert not machine.events
+    like = np.zeros(18, np.int32)
+    assert (at(told.order, like) == at(want.order, like)).all()
+
+
+@pytest.mark.parametrize("status", [2, 1])
+def test_memory_of_the_pool_makes_room(machine, status):
+    freed = []
+
+    def memory(size):
+        if not freed:
+            raise CUDARuntimeError(status)
+        return size
+
+    machine.module.cuda.Memory, machine.module.cuda.MemoryPointer = memory, lambda x, at: (x, at)
+    pool = SimpleNamespace(free_all_blocks=lambda: freed.append(1))
+    machine.module.get_default_memory_pool = lambda: pool
+    if status == 2:  # cudaErrorMemoryAllocation
+        assert machine.malloc(100) == (100, 0)
+    else:
+        with pytest.raises(CUDARuntimeError):
+            machine.malloc(100)
+    assert len(freed) == (status == 2)
 
 
 def test_nothing_is_sorted_on_a_captured_stream(machine):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, reference
+from fa_cupy.gpu import params
 from fa_cupy.gpu.compile import ROOT
 from fa_cupy.gpu.variants import VARIANTS
 from tests.test_emulator import changed
@@ -72,6 +73,21 @@ def test_every_row(row):
     check(row, q, k, v, mask, seed=2, by_tile=True, order=shuffled(rng, (2,), 300), **BANDS[1])
     q, k, v = q[..., : row.dim - 3], k[..., : row.dim - 3], v[..., : row.dim - 5]  # not aligned
     check(row, q[:1], k[:1], v[:1], mask, seed=3, softcap=3.0, **BANDS[2])
+
+
+@pytest.mark.parametrize(("axes", "q_len", "blocks"), [(7, 20, None), (2, 130, 3)])
+def test_calls_of_several_launches(axes, q_len, blocks, monkeypatch):
+    """More batch axes than a launch walks, and more blocks than a grid has."""
+    if blocks:
+        monkeypatch.setattr(params, "MAX_GRID", blocks)
+    row, rng = BY_DIM[32], np.random.default_rng(axes)
+    turned = (*range(axes)[::-1], axes, axes + 1)  # so that axes do not merge
+    q, k, v = (
+        draw(*[2] * axes, n, 32, dtype=DTYPES[row.dtype], seed=n).transpose(turned)
+        for n in (q_len, 30, 30)
+    )
+    mask = rng.random((*[2] * axes, q_len, 30)) < 0.3
+    check(row, q, k, v, mask, order=shuffled(rng, (2,) * axes, q_len))
 
 
 @settings(deadline=None, max_examples=25)

@@ -24,6 +24,9 @@ from fa_cupy.gpu.mask_order import section, work_order
 from fa_cupy.gpu.params import MaskPointers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+# CUDA Runtime API, section "Data types used by CUDA Runtime".
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_STREAM_OF_THREAD = 2  # cudaStreamPerThread: another stream in each thread
 
 
 class Kept:
@@ -54,7 +57,8 @@ class Kept:
         if made is None:  # by now: another thread knows
             return
         if not made.done:
-            if cupy.cuda.get_current_stream().ptr == self.stream:
+            here = cupy.cuda.get_current_stream().ptr
+            if here == self.stream != _STREAM_OF_THREAD:
                 return
             # The stream cannot wait for it: a graph must not depend on what is no part of it.
             made.synchronize()
@@ -111,7 +115,7 @@ class CallMask:
     def _prepared(self, mask: BitMask) -> Kept:
         lists = device_lists(mask, self._device)
         entries = self._matrices(mask)
-        if not _is_on(mask, self._device):
+        if not mask._store.only_on(self._device):
             order = work_order(np, self._problem, host_lists(mask), entries, self._section)
             return _keep(mask, self._key, lists, entries, order)
         if capturing():
@@ -147,7 +151,7 @@ def device_lists(mask: BitMask, device: int) -> DeviceMask:
     """
     kept: DeviceMask | None = mask._kept.get(("lists", device))
     if kept is None:
-        if _is_on(mask, device):
+        if mask._store.only_on(device):
             kept = DeviceMask.of(mask, device)
         else:
             with _apart() as stream:
@@ -167,9 +171,8 @@ def host_lists(mask: BitMask) -> BlockLists:
     """
     kept: BlockLists | None = mask._kept.get("host")
     if kept is None:
-        begins = [_on_host(x) for x in mask.lists._replace(words=mask.lists.full_begin[:0])]
-        kept = BlockLists(*begins)._replace(words=np.arange(len(begins[1])))
-        mask._kept["host"] = kept
+        lists = mask._store.outline()
+        kept = mask._kept["host"] = lists._replace(words=np.arange(len(lists.partial)))
     return kept
 
 
@@ -181,16 +184,6 @@ def _keep(mask: BitMask, key: Any, lists: DeviceMask, entries: Array, order: Arr
     # Of two threads that come here at once, both take what the first one made.
     stored: Kept = mask._kept.setdefault(key, kept)
     return stored
-
-
-def _is_on(mask: BitMask, device: int) -> bool:
-    begin = mask.lists.partial_begin
-    return isinstance(begin, cupy.ndarray) and begin.device.id == device
-
-
-def _on_host(x: Array) -> np.ndarray[Any, Any]:
-    on_host: np.ndarray[Any, Any] = x.get() if isinstance(x, cupy.ndarray) else x
-    return on_host
 
 
 def _pointers(lists: DeviceMask, entries: Any, order: Any) -> MaskPointers:
@@ -223,7 +216,10 @@ def _apart() -> Iterator[Any]:
 
 def _malloc(size: int) -> Any:
     try:
-        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
-    except cupy.cuda.memory.OutOfMemoryError:
+        memory = cupy.cuda.Memory(size)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if error.status != _OUT_OF_MEMORY:
+            raise
         cupy.get_default_memory_pool().free_all_blocks()
-        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+        memory = cupy.cuda.Memory(size)
+    return cupy.cuda.MemoryPointer(memory, 0)

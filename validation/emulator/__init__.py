@@ -399,7 +399,7 @@ def _launch_for_job(
     """Run a kernel that takes one product a launch, for the states of a job's segments."""
     dims = job.problem.qk_dim, job.problem.v_dim
     ((tiles, segments),) = (one[1:] for one in choice.launches(*dims) if one[0] is row)
-    filled, ((_, first, blocks),), shifts, _ = product_params.fill(*job, choice.split, tiles)
+    filled, ((_, first, blocks, _),), shifts, _ = product_params.fill(*job, choice.split, tiles)
     filled["tiles"] = tiles
     pointers = [
         0 if x is None else x.ctypes.data + shift for x, shift in zip(places, shifts, strict=True)
