@@ -1,7 +1,7 @@
 """compute-sanitizer over a reduced set: memory accesses, races, initialisation, barriers.
 
 The set is every row of the tables of kernels on every kind of problem, small: those of attention
-and those of causal products, which some processes share out.  CuPy's memory pool is off, so that an
+and those of causal products, which processes share out.  CuPy's memory pool is off, so that an
 access past the end of an array is one past the end of an allocation.
 """
 
@@ -25,11 +25,13 @@ from typing import Any
 
 from validation import attention_calls, product_calls, store
 
-_SHARES = 6  # of the causal products, of which some take a tool a second
+# By how many processes the calls are shared out, some of which take a tool a second.
+_SHARES = {"attention": (attention_calls.run, 4), "causal_product": (product_calls.run, 6)}
 # By name, what makes its calls on a target and counts them.
-PARTS: dict[str, Callable[[str], int]] = {"attention": attention_calls.run} | {
-    f"causal_product_{i + 1}": partial(product_calls.run, share=i, shares=_SHARES)
-    for i in range(_SHARES)
+PARTS: dict[str, Callable[[str], int]] = {
+    f"{name}_{i + 1}": partial(run, share=i, shares=shares)
+    for name, (run, shares) in _SHARES.items()
+    for i in range(shares)
 }
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
