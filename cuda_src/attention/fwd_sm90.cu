@@ -363,7 +363,6 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       if constexpr (kSparse) {
         listed = read_tile(shared, k_place.index(), key_tile, seen);
         if constexpr (!kFirst && !kTransform) referred = softmax.refers(seen);
-        __syncwarp();  // all lanes have read before one of them gives the place back
       }
       if constexpr (kOverlap && !kFirst) {
         wgmma_wait_group<1>();
@@ -371,7 +370,11 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         wgmma_wait_group<0>();
       }
       if constexpr (kExclusive && !kFirst) pass_turn();
-      release(shared.k_empty[k_place.index()]);
+      if constexpr (kSparse) {
+        arrive(shared.k_empty[k_place.index()]);  // each lane for what it read beside the keys
+      } else {
+        release(shared.k_empty[k_place.index()]);
+      }
       k_place.advance();
       auto release_values = [&]() {
         if constexpr (!kFirst) {
@@ -558,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kStages; ++i) {
       init(shared.k_full[i], 1);
-      init(shared.k_empty[i], 4 * kGroups);
+      init(shared.k_empty[i], kSparse ? 128 * kGroups : 4 * kGroups);
       init(shared.v_full[i], 1);
       init(shared.v_empty[i], 4 * kGroups);
     }
