@@ -357,12 +357,12 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       auto& s_used = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
       auto& weights_used = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
       int key_tile = tile;
-      bool listed = false;    // whether the tile has words
-      uint32 seen[1][2];      // which scores they leave
-      bool referred = false;  // whether all rows that see some have a reference
+      bool listed = false;             // whether the tile has words
+      uint32 seen[1][2 * kLaneWords];  // which scores they leave
+      bool referred = false;           // whether all rows that see some have a reference
       if constexpr (kSparse) {
         listed = read_tile(shared, k_place.index(), key_tile, seen);
-        if constexpr (!kFirst && !kTransform) referred = softmax.refers(seen);
+        if constexpr (!kFirst && !kTransform) referred = softmax.refers(seen, kLaneBits);
       }
       if constexpr (kOverlap && !kFirst) {
         wgmma_wait_group<1>();
@@ -396,8 +396,8 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
             const int row = first_row_again() + tid / 32 % 4 * 16 + tid % 32 / 4;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              seen[0][h] &=
-                  columns_inside(p, row + 8 * h, key_tile * kTileN + 2 * (tid % 4), 2 * kMmaN);
+              const int first_col = key_tile * kTileN + 2 * (tid % 4);
+              keep_columns(seen[0], h, columns_inside(p, row + 8 * h, first_col, 2 * kMmaN));
             }
           }
           if (listed || outside) hide_by_words(s_used, seen);

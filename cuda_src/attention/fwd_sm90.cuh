@@ -44,6 +44,7 @@ static_assert(kTileN % 16 == 0, "16 keys are one step of a product");
 static_assert(!kTransform || kTileN % 32 == 0, "rework_scores takes 32 columns at a time");
 static_assert(!kSparse || (kTileM == kMaskBlock && (kInBlock == 1 || kInBlock == 2)),
               "a row of blocks is a tile of queries, a block is one tile of keys or two");
+static_assert(kRowMajor == 0 || (kSparse && kInBlock == 1), "a lane takes whole rows of a block");
 
 struct FwdSm90Params {
   TensorMap q_map, k_map, v_map, out_map;
@@ -197,7 +198,8 @@ FA_DEVICE void feed_listed(const AttentionParams& p, const Work& work, Shared& s
 
 // This thread's two words of a block, from the first bit of a tile on: a warp that computes has 16
 // rows, as a slab of the block has, and the first four warps do not compute.
-FA_DEVICE void take_words(const uint64* block, int tile, uint32 (&seen)[1][2]) {
+FA_DEVICE void take_words(const uint64* block, int tile, uint32 (&seen)[1][2 * kLaneWords]) {
+  if constexpr (kRowMajor > 0) return take_rows(block, tid_x_again() - 128, seen[0]);
   const uint64 words = block[tid_x_again() - 128];
   const int first_bit = tile % kInBlock * (32 / kInBlock);
   seen[0][0] = static_cast<uint32>(words) >> first_bit;
@@ -207,10 +209,11 @@ FA_DEVICE void take_words(const uint64* block, int tile, uint32 (&seen)[1][2]) {
 // Reads which tile is in a place of K, and what of it this thread's two rows see; returns whether
 // words say so.
 template <typename Shared>
-FA_DEVICE bool read_tile(const Shared& shared, int stage, int& tile, uint32 (&seen)[1][2]) {
+FA_DEVICE bool read_tile(const Shared& shared, int stage, int& tile,
+                         uint32 (&seen)[1][2 * kLaneWords]) {
   const int found = shared.tile[stage];
   tile = found / 2;
-  seen[0][0] = seen[0][1] = 0xffffffffu;
+  see_all(seen[0]);
   if (found % 2 == 0) return false;
   take_words(shared.words[stage], tile, seen);
   return true;
@@ -224,9 +227,9 @@ FA_DEVICE int tile_again(const AttentionParams& p, const Work& work, int i) {
 }
 template <typename Work>
 FA_DEVICE bool words_again(const AttentionParams& p, const Work& work, int i,
-                           uint32 (&seen)[1][2]) {
+                           uint32 (&seen)[1][2 * kLaneWords]) {
   const uint32* words = listed_words(p, work, i, listed_block(p, work, i));
-  seen[0][0] = seen[0][1] = 0xffffffffu;
+  see_all(seen[0]);
   if (words == nullptr) return false;
   take_words(reinterpret_cast<const uint64*>(words), i, seen);
   return true;
