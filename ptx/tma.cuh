@@ -45,17 +45,6 @@ FA_DEVICE void cp_async_bulk_tensor_5d_multicast(uint32 shared_address, const Te
       : "memory");
 }
 
-// Bytes that lie together, from global to shared memory; they arrive at `barrier`.  Both addresses
-// and the number of bytes are multiples of 16.
-FA_DEVICE void cp_async_bulk_load(uint32 shared_address, const void* global, uint32 bytes,
-                                  uint32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
-          "r"(shared_address),
-      "l"(global), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 // Shared to global memory, as a part of this thread's next bulk group.
 FA_DEVICE void cp_async_bulk_tensor_5d_store(const TensorMap* map, uint32 shared_address,
                                              uint64 policy, int c0, int c1, int c2, int c3,

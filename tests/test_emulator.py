@@ -129,6 +129,45 @@ def test_sums_of_tensor_cores(added, rounded, truncated, sign, tmp_path):
         assert set((out - 1536) * 2**13) == {sign * steps}
 
 
+# The first block waits for the second one.
+WAITING = """
+#include "ptx/atomic.cuh"
+#include "ptx/shared.cuh"
+
+struct Params {
+  uint32 *word, *out;
+};
+
+extern "C" __global__ void waiting(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  uint32& mine = *reinterpret_cast<uint32*>(shared_bytes);
+  if (threadIdx.x == 0) mine = 10 + blockIdx.x;
+  __syncthreads();
+  if (blockIdx.x == 0) {
+    while (ld_acquire_gpu_u32(params.word) == 0) {
+    }
+  } else if (threadIdx.x == 0) {
+    red_release_gpu_add_u32(params.word, 7);
+  }
+  params.out[blockIdx.x * 32 + threadIdx.x] = mine;
+}
+"""
+
+
+def test_blocks_that_wait_for_each_other(tmp_path):
+    (tmp_path / "waiting.cu").write_text(WAITING)
+    path = emulator.build("probe-waiting", tmp_path / "waiting.cu", (), ("waiting",))
+    for seed in range(10):
+        word, out = np.zeros(1, np.uint32), np.zeros((3, 32), np.uint32)
+        params = np.array([(word.ctypes.data, out.ctypes.data)], "u8, u8")
+        emulator.launch(path, "waiting", 3, 32, 1024, params, seed, together=2)
+        assert (out.T == [10, 11, 12]).all()
+        assert word == 14
+        word[:] = 0
+        with pytest.raises(emulator.EmulationError, match=r"deadlock; \[ld.acquire: warps 0\]"):
+            emulator.launch(path, "waiting", 3, 32, 1024, params, seed)
+
+
 @pytest.mark.parametrize("row", [SM80, *SM90], ids=lambda row: row.name)
 def test_truncating_sums(row):
     q, k, v = (draw(2, n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (70, 200, 200))

@@ -42,6 +42,13 @@ static_assert(alignof(Params) == 64 && sizeof(Params) == SIZE);
   __syncwarp();
 }
 
+// Comes late.
+[[maybe_unused]] FA_DEVICE void pause_one(int clocks) {
+  const int64 start = clock64();
+  while (clock64() - start < clocks) {
+  }
+}
+
 // For whole warps: comes late, so that those who do not wait are found out.
 [[maybe_unused]] FA_DEVICE void pause(int clocks) {
   const int64 start = clock64();
@@ -459,6 +466,66 @@ SOURCES = {
   out[1] = seen[0];
   out[2] = seen[1];
 """),
+    # 512 floats come, three times as many are written: as they are, added once, added twice.
+    "bulk": kernel("""
+  __shared__ __align__(128) float words[512];
+  __shared__ uint64 place;
+  const uint32 full = cvta_to_shared(&place);
+  if (threadIdx.x == 0) {
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+  }
+  for (int i = threadIdx.x; i < 512; i += 128) words[i] = -1.0f;
+  fence_proxy_async_shared();
+  __syncthreads();
+  if (warp == 0 && elect_sync()) {
+    mbarrier_arrive_expect_tx(full, 2048);
+    cp_async_bulk_load(cvta_to_shared(words), at<float>(p.x), 2048, full);
+  }
+  __syncwarp();
+  wait(p, full, 0);
+  for (int i = threadIdx.x; i < 512; i += 128) words[i] *= 0.5f;
+  fence_proxy_async_shared();
+  __syncthreads();
+  if (warp == 0 && elect_sync()) {
+    float* out = at<float>(p.out);
+    cp_async_bulk_store(out, cvta_to_shared(words), 2048);
+    for (int n = 1; n < 3; ++n) {
+      cp_async_bulk_store(out + 512 * n, cvta_to_shared(words), 2048);
+      cp_async_bulk_commit_group();
+      cp_async_bulk_wait_group<0>();
+      for (int i = 0; i < n; ++i) {
+        cp_reduce_async_bulk_add_f32(out + 512 * n, cvta_to_shared(words), 1024);
+      }
+      cp_async_bulk_commit_group();
+      cp_async_bulk_wait_group<0>();
+    }
+  }
+"""),
+    # Each block adds to what the one before it has left, by the copy engine, when it is its turn.
+    "turns": kernel("""
+  __shared__ __align__(128) float words[32];
+  words[lane] = at<float>(p.x)[blockIdx.x * 32 + lane];
+  fence_proxy_async_shared();
+  __syncwarp();
+  uint32* turn = at<uint32>(p.y);
+  if (elect_sync()) {
+    if (blockIdx.x == 0) pause_one(100000);
+    while (ld_acquire_gpu_u32(turn) != blockIdx.x) {
+    }
+    fence_proxy_async_global();
+    if (blockIdx.x == 0) {
+      cp_async_bulk_store(at<float>(p.out), cvta_to_shared(words), 128);
+    } else {
+      cp_reduce_async_bulk_add_f32(at<float>(p.out), cvta_to_shared(words), 128);
+    }
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group<0>();
+    fence_proxy_async_global();
+    red_release_gpu_add_u32(turn, 1);
+  }
+"""),
+    "opaque": kernel("  at<uint32>(p.out)[threadIdx.x] = opaque(threadIdx.x * 3);"),
     **{f"wgmma_{n}": f"constexpr int N = {n};\n{WGMMA}" for n in WGMMA_N},
 }  # fmt: skip
 
@@ -678,6 +745,36 @@ def test_a_waited_for_store_can_be_read(run):
     tensor = ("x", "float16", (1, 1, 1, *x.shape), (4096, 4096, 4096, 128, 2), (1, 1, 1, 16, 64))
     got = run("tma_store_wait", (x.shape, x.dtype), x, swizzled(y), tensor=tensor)
     np.testing.assert_array_equal(got, y)
+
+
+@pytest.mark.gpu
+def test_bulk_copies(run):
+    x = rng.standard_normal(512).astype(np.float32)
+    got = run("bulk", ((3, 512), np.float32), x)
+    half = x / 2
+    wanted = np.stack([half, half, half])
+    for n in (1, 2):
+        for _ in range(n):
+            wanted[n, :256] += half[:256]
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.gpu
+def test_blocks_add_in_turn(run):
+    blocks = 40
+    x = np.ldexp(rng.standard_normal((blocks, 32)), rng.integers(-20, 20, (blocks, 1)))
+    x = x.astype(np.float32)
+    got = run("turns", ((32,), np.float32), x, np.zeros(1, np.uint32), threads=32, blocks=blocks)
+    wanted = x[0]
+    for more in x[1:]:
+        wanted = wanted + more  # in this order: float32 sums of another one are others
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.gpu
+def test_opaque(run):
+    got = run("opaque", ((128,), np.uint32))
+    np.testing.assert_array_equal(got, 3 * np.arange(128))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@
 #include "cuda_src/common/schedule.cuh"
 #include "cuda_src/common/scores.cuh"
 #include "cuda_src/common/shared_tile.cuh"
+#include "ptx/bulk.cuh"
 #include "ptx/special.cuh"
 #include "ptx/tma.cuh"
 

@@ -18,7 +18,7 @@ MAX_GRID = 2**31 - 1
 #: Query and key indices are 32-bit inside a kernel; a tile may reach past the end.
 MAX_LENGTH = 2**31 - 2**16
 _INT32 = 2**31 - 1
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 
 #: The arrays a launch points to, in the order of the struct.
 POINTERS = ("q", "k", "v", "bias", "out", "lse", "debug")
@@ -157,6 +157,13 @@ def collapse(
     return sizes, strides
 
 
+def band_limits(problem: Problem) -> tuple[int, int]:
+    """Return ``lower`` and ``upper`` of a problem, as a kernel's 32 bits hold them."""
+    lower = -_INT32 if problem.lower is None else _clip(problem.lower)
+    upper = _INT32 if problem.upper is None else _clip(problem.upper)
+    return lower, upper
+
+
 def transforms(problem: Problem) -> bool:
     """Whether scale, softcap or bias change the scores before the softmax."""
     # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
@@ -211,14 +218,13 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     for name in ("q_len", "k_len", "head_dim", "v_dim"):
         p[name] = getattr(problem, name)
     p["q_tiles"] = query_tiles(problem, tile_m)
-    p["lower"] = -_INT32 if problem.lower is None else _clip(problem.lower)
-    p["upper"] = _INT32 if problem.upper is None else _clip(problem.upper)
+    p["lower"], p["upper"] = band_limits(problem)
     if problem.bias is not None and problem.bias_dtype is not None:
         p["bias_col"] = problem.bias.strides[-1] // item["bias"]
         p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
     transformed = transforms(problem)
     p["transform"] = transformed
-    p["exp2_scale"] = 1.0 if transformed else problem.scale * _LOG2E
+    p["exp2_scale"] = 1.0 if transformed else problem.scale * LOG2E
     factor, cap = transform(problem, np.dtype(np.float32))
     p["scale"], p["softcap"] = _in_float32(factor), _in_float32(cap)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,23 +128,30 @@ def takes(problem: Problem, out: View) -> bool:
     return maps_walk(views, steps, problem.dtype.itemsize)
 
 
-def maps_walk(views: dict[str, View], steps: dict[str, list[int]], item: int) -> bool:
+def maps_walk(
+    views: dict[str, View],
+    steps: dict[str, list[int]],
+    item: int,
+    outputs: Collection[str] = ("out",),
+) -> bool:
     """Whether tensor maps can walk arrays whose pointers are multiples of 16.
 
     Parameters
     ----------
     views : dict of View
-        Of the `MAPPED` arrays, by name.
+        Of the arrays, by name.
     steps : dict of list of int
-        Bytes along their batch axes, 0 where an array broadcasts, which an output does not.
+        Bytes along their batch axes, 0 where an array broadcasts.
     item : int
         Bytes of an element.
+    outputs : collection of str
+        Those that may not broadcast.
     """
-    for name in MAPPED:
+    for name in views:
         (rows, cols), (row, col) = views[name].shape[-2:], views[name].strides[-2:]
         if (rows > 1 and not _walks(row)) or (cols > 1 and col != item):
             return False
-        if not all(_walks(step) or (step == 0 and name != "out") for step in steps[name]):
+        if not all(_walks(step) or (step == 0 and name not in outputs) for step in steps[name]):
             return False
     return True
 

@@ -157,6 +157,7 @@ def launch(
     filled: np.ndarray[Any, Any],
     seed: int,
     truncating: bool = False,
+    together: int = 1,
 ) -> None:
     """Run a launch to its end.
 
@@ -174,6 +175,8 @@ def launch(
         Of the order in which threads and what runs beside them take turns.
     truncating : bool
         Whether tensor cores cut what they add, as they were seen to, rather than round sums.
+    together : int
+        Blocks that run at the same time, by turns; the next begins when one of them has ended.
 
     Raises
     ------
@@ -188,9 +191,9 @@ def launch(
     run = _library(path).emulate
     run.argtypes = [
         ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64,
-        ctypes.c_bool, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
+        ctypes.c_bool, ctypes.c_uint, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
     ]  # fmt: skip
-    arguments = blocks, threads, shared, seed, truncating, raw.ctypes.data + at
+    arguments = blocks, threads, shared, seed, truncating, together, raw.ctypes.data + at
     if run(entry.encode(), *arguments, message, len(message)):
         said = _line(path, message.value.decode())
         raise EmulationError(f"{entry}, seed {seed}: {said}")

@@ -1,4 +1,5 @@
-// Runs the blocks of a launch one after the other, and watches what their threads touch.
+// Runs the blocks of a launch, one after the other or some at a time, and watches what their
+// threads touch.
 #include "machine.hpp"
 
 #include <dlfcn.h>
@@ -173,16 +174,26 @@ static void enter() {
   switch_to_scheduler(fiber, true);
 }
 
-static void run_block(Block& b) {
-  for (auto& fiber : b.fibers) {
-    getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack;
-    fiber->context.uc_stack.ss_size = kStack;
-    fiber->context.uc_link = nullptr;
-    makecontext(&fiber->context, enter, 0);
+static void start_block(Block& b, unsigned threads) {
+  b.left = threads;
+  for (unsigned i = 0; i < threads; ++i) {
+    b.fibers.push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *b.fibers.back();
+    fiber.tid.x = i;
+    fiber.stack = stack_of(b.slot * 1024 + i);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
   }
-  size_t left = b.fibers.size();
-  while (left > 0) {
+}
+
+// A block's turn of so many steps, or until nobody can go on; whether it has ended.
+static bool run_block(Block& b, uint64_t steps) {
+  b.stuck = false;
+  b.idle = 0;
+  for (; b.left > 0 && steps > 0; --steps) {
     ++b.steps;
     if (b.patience > 0 && b.random(b.patience) == 0) b.advance();
     // The next fiber that can go on, from a random place.
@@ -196,7 +207,7 @@ static void run_block(Block& b) {
       switch_to(fiber);
       current = nullptr;
       if (!failure.empty()) throw std::runtime_error(failure);
-      left -= fiber.ended;
+      b.left -= fiber.ended;
       ran = true;
     }
     if (ran || b.advance()) continue;
@@ -204,9 +215,76 @@ static void run_block(Block& b) {
     for (auto& fiber : b.fibers) {
       if (!fiber->ended && fiber->impatient) ran = true, fiber->ready = nullptr;
     }
-    if (!ran || ++b.idle > 8) throw std::runtime_error("deadlock;" + b.places());
+    if (!ran || ++b.idle > 8) {
+      b.stuck = true;
+      return false;
+    }
   }
+  if (b.left > 0) return false;
   while (b.advance()) {
+  }
+  return true;
+}
+
+// Gives shared memory to a block.
+static void enter_block(Block& b) {
+  block = &b;
+  block_index.x = b.index;
+  if (b.memory.empty()) {
+    std::memset(shared_bytes, 0xff, shared_size);  // NaN, for who reads too early
+    fill(0, static_cast<int>(shared_size), kNothing);
+  } else {
+    std::memcpy(shared_bytes, b.memory.data(), shared_size);
+    std::copy(b.memory_holds.begin(), b.memory_holds.end(), shadow);
+  }
+}
+static void leave_block(Block& b) {
+  b.memory.assign(shared_bytes, shared_bytes + shared_size);
+  b.memory_holds.assign(shadow, shadow + shared_size);
+}
+
+static std::unique_ptr<Block> make_block(unsigned index, unsigned slot, unsigned threads,
+                                         uint64_t seed) {
+  auto b = std::make_unique<Block>();
+  b->index = index;
+  b->slot = slot;
+  b->state = (seed + 1) * 0x9e3779b97f4a7c15ull + index * 0xbf58476d1ce4e5b9ull | 1;
+  constexpr uint64_t kPatience[] = {0, 2, 8, 64, 1024};
+  b->patience = kPatience[b->random(5)];
+  b->copies_last = b->random(2) == 0;
+  start_block(*b, threads);
+  return b;
+}
+
+// Runs all blocks, up to so many of them by turns; they begin in the order of their index.
+static void run_grid(unsigned blocks, unsigned threads, uint64_t seed, unsigned together) {
+  Block chance;  // whose turn it is, and for how long
+  chance.state = (seed + 1) * 0x94d049bb133111ebull | 1;
+  std::vector<std::unique_ptr<Block>> running(std::min(together, blocks));
+  unsigned next = 0, left = blocks;
+  size_t vain = 0;  // turns in a row in which nobody could go on
+  for (size_t turn = 0; left > 0; ++turn) {
+    for (unsigned slot = 0; slot < running.size() && next < blocks; ++slot) {
+      if (!running[slot]) running[slot] = make_block(next++, slot, threads, seed);
+    }
+    // One that waits for another block to go on lets the next one try.
+    if (vain == 0) turn = chance.random(running.size());
+    auto& b = running[turn % running.size()];
+    if (!b) continue;
+    constexpr uint64_t kSteps[] = {100, 1000, 10000, 100000};
+    enter_block(*b);
+    if (run_block(*b, together > 1 ? kSteps[chance.random(4)] : ~uint64_t(0))) {
+      b.reset();
+      --left;
+      vain = 0;
+      continue;
+    }
+    leave_block(*b);
+    vain = b->stuck ? vain + 1 : 0;
+    if (vain <= 2 * running.size()) continue;
+    std::string text = "deadlock;";
+    for (const auto& one : running) text += one ? one->places() : "";
+    throw std::runtime_error(text);
   }
 }
 
@@ -273,6 +351,26 @@ bool try_wait(uint32_t address, uint32_t parity) {
     self().impatient = false;
   }
   return over();
+}
+
+// A thread that gets the same answer twice asks in a loop: mostly it then waits for another one, or
+// until nothing else can go on.
+uint32_t load_acquire(const uint32_t* address) {
+  Fiber& fiber = self();
+  const uint32_t before = *address;
+  if (fiber.asked == address && fiber.answer == before && block->random(16) > 0) {
+    fiber.impatient = true;
+    wait_until("ld.acquire", [address, before] { return *address != before; });
+    fiber.impatient = false;
+  }
+  fiber.asked = address;
+  fiber.answer = *address;
+  return fiber.answer;
+}
+
+void add_release(uint32_t* address, uint32_t x) {
+  *address += x;
+  block->idle = 0;
 }
 
 // ------------------------------------------------------------------------ what shared memory holds
@@ -408,8 +506,9 @@ void __tsan_func_exit() {}
 // Returns 0, or 1 with what went wrong in `message`.
 __attribute__((visibility("default"))) int emulate(const char* entry, unsigned blocks,
                                                    unsigned threads, size_t shared, uint64_t seed,
-                                                   bool truncating, const void* params,
-                                                   char* message, size_t message_size) {
+                                                   bool truncating, unsigned together,
+                                                   const void* params, char* message,
+                                                   size_t message_size) {
   machine::failure.clear();
   machine::entry = entry;
   machine::entry_params = params;
@@ -420,23 +519,7 @@ __attribute__((visibility("default"))) int emulate(const char* entry, unsigned b
   ASAN_UNPOISON_MEMORY_REGION(shared_bytes, kSharedLimit);
   ASAN_POISON_MEMORY_REGION(shared_bytes + shared, kSharedLimit - shared);
   try {
-    for (unsigned index = 0; index < blocks; ++index) {
-      machine::Block b;
-      machine::block = &b;
-      machine::block_index.x = index;
-      b.state = (seed + 1) * 0x9e3779b97f4a7c15ull + index * 0xbf58476d1ce4e5b9ull | 1;
-      constexpr uint64_t kPatience[] = {0, 2, 8, 64, 1024};
-      b.patience = kPatience[b.random(5)];
-      b.copies_last = b.random(2) == 0;
-      std::memset(shared_bytes, 0xff, shared);  // NaN, for who reads too early
-      machine::fill(0, static_cast<int>(shared), machine::kNothing);
-      for (unsigned i = 0; i < threads; ++i) {
-        b.fibers.push_back(std::make_unique<machine::Fiber>());
-        b.fibers.back()->tid.x = i;
-        b.fibers.back()->stack = machine::stack_of(i);
-      }
-      machine::run_block(b);
-    }
+    machine::run_grid(blocks, threads, seed, together);
   } catch (const std::exception& error) {
     machine::current = nullptr;
     std::snprintf(message, message_size, "%s", error.what());

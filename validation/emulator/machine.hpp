@@ -1,4 +1,4 @@
-// A block of a GPU on the CPU: threads are fibers, warps and warpgroups act when all their threads
+// Blocks of a GPU on the CPU: threads are fibers, warps and warpgroups act when all their threads
 // have come, copies and products that run beside the threads happen at a random moment before the
 // wait that promises them.  One seed decides which fiber runs next and when that moment is.
 #pragma once
@@ -50,8 +50,10 @@ struct Fiber : Thread {
   Ready ready;                 // empty: it can go on
   const char* where = "running";
   bool started = false, ended = false;
-  bool impatient = false;     // it waits for a while only
-  uint32_t fences = 0;        // of proxies
+  bool impatient = false;           // it waits for a while only
+  uint32_t fences = 0;              // of proxies
+  const uint32_t* asked = nullptr;  // the word that it asked for last, and what that was
+  uint32_t answer = 0;
   CopyGroups copies, stores;  // cp.async, TMA
   std::vector<Registers> registers;
   uintptr_t low = ~uintptr_t(0), high = 0;      // bounds of them all
@@ -96,6 +98,11 @@ struct Block {
   bool copies_last = false;  // a copy happens only when no product can
   int idle = 0;              // how often those who wait for a while have been sent on in vain
   long long steps = 0;
+  unsigned index = 0, slot = 0;        // in the grid; among those that run at the same time
+  size_t left = 0;                     // threads that have not ended
+  bool stuck = false;                  // nobody could go on at the end of its turn
+  std::vector<unsigned char> memory;   // shared memory,
+  std::vector<uint32_t> memory_holds;  // and what it holds, while another block has its turn
 
   uint64_t random(uint64_t below);
   bool advance();  // lets one thing that runs beside the threads happen; whether there was one

@@ -18,9 +18,6 @@ FA_DEVICE void cp_async_bulk_tensor_5d_load(uint32 shared, const TensorMap* map,
                                             uint64, int c0, int c1, int c2, int c3, int c4) {
   machine::load_box(shared, map->words, barrier, {c0, c1, c2, c3, c4});
 }
-FA_DEVICE void cp_async_bulk_load(uint32 shared, const void* global, uint32 bytes, uint32 barrier) {
-  machine::load_bytes(shared, global, bytes, barrier);
-}
 FA_DEVICE void cp_async_bulk_tensor_5d_store(const TensorMap* map, uint32 shared, uint64, int c0,
                                              int c1, int c2, int c3, int c4) {
   machine::store_box(map->words, shared, {c0, c1, c2, c3, c4});
