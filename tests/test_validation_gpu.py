@@ -27,6 +27,18 @@ def test_bench_on_the_gpu(dtype, tmp_path, monkeypatch):
     assert store.load(out)[1][0]["value"] > 0
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_bench_of_gradients_on_the_gpu(dtype, tmp_path, monkeypatch):
+    case = cases.Dense(dtype, 64, True, 256, 2, 32, backward=True)
+    changed = {"cases": (case,), "burst_ms": 1, "default_impls": ("fa_cupy",)}
+    family = dataclasses.replace(families.FAMILIES["attention_bwd"], **changed)
+    monkeypatch.setitem(families.FAMILIES, "attention_bwd", family)
+    out = tmp_path / "bench.json"
+    arguments = ["--families", "attention_bwd", "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    assert store.load(out)[1][0]["value"] > 0
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_bench_of_products_on_the_gpu(dtype, tmp_path, monkeypatch):
     case = cases.CausalProduct(dtype, 64, 256, 2, 3)

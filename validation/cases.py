@@ -11,7 +11,7 @@ ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class Dense:
-    """Self-attention over ``batch`` sequences of ``length`` tokens.
+    """Self-attention over ``batch`` sequences of ``length`` tokens, or its gradients.
 
     The name of a case, such as ``bf16 hd128 causal 4096x4``, is dtype, head_dim, ``full`` or
     ``causal``, length x batch; the number of heads follows from heads * head_dim = 2048 and is
@@ -27,6 +27,7 @@ class Dense:
     heads: int
     kv_heads: int = 0  # 0: as many as heads
     window: int = 0  # 0: none
+    backward: bool = False
 
     @property
     def key_heads(self) -> int:
@@ -45,8 +46,12 @@ class Dense:
 
     @property
     def flops(self) -> float:
-        """Operations of the two products; a causal mask halves them, a window leaves its keys."""
-        of_a_key = 4.0 * self.batch * self.heads * self.head_dim
+        """Operations of the two products, five for gradients.
+
+        A causal mask halves them, a window leaves its keys.
+        """
+        products = 5 if self.backward else 2
+        of_a_key = 2.0 * products * self.batch * self.heads * self.head_dim
         if self.window:
             seen = min(self.window, self.length)
             return of_a_key * (seen * (seen + 1) / 2 + (self.length - seen) * seen)
@@ -176,6 +181,12 @@ ATTENTION_FWD = (
     *_tokens_16384("fp16", 128, _LENGTHS),
     # no tensor cores here: measured beside plain CuPy rather than beside the fused kernels
     *_tokens_16384("fp32", 128, (4096,)),
+)
+
+ATTENTION_BWD = tuple(
+    replace(case, backward=True)
+    for head_dim in (128, 64, 256)
+    for case in _tokens_16384("bf16", head_dim, (1024, 4096, 16384))
 )
 
 # Grouped queries, 4 heads for one of keys and values, and a window.

@@ -50,6 +50,46 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
     return relative_error(case.dtype, places, rows, np.stack([reference(at) for at in places]))
 
 
+def backward_check(case: Dense, arrays: tuple[Any, ...]) -> Check:
+    """Relative Frobenius error of the last head's gradients, the largest of the three.
+
+    inf where any element of the whole result is not finite.
+    """
+    place = case.batch - 1, case.heads - 1
+    wanted = attention_gradients64(*(_host(x[place]) for x in arrays), causal=case.causal)
+
+    def error(result: Any) -> float:
+        if not all(_all_finite(case.dtype, x) for x in result):
+            return float("inf")
+        pairs = zip((_host(x[place]) for x in result), wanted, strict=True)
+        return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))
+
+    return error
+
+
+def attention_gradients64(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, causal: bool, chunk: int = 512
+) -> list[np.ndarray]:
+    """Gradients of one head's attention in float64, some queries at a time: dq, dk and dv."""
+    q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
+    scale = q.shape[-1] ** -0.5
+    dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
+    for start in range(0, len(q), chunk):
+        rows = slice(start, min(start + chunk, len(q)))
+        seen = slice(0, rows.stop if causal else len(k))
+        p = q[rows] @ k[seen].T * scale
+        if causal:
+            p[np.arange(seen.stop) > np.arange(start, rows.stop)[:, None]] = -np.inf
+        p = np.exp(p - p.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        dv[seen] += p.T @ dout[rows]
+        dp = dout[rows] @ v[seen].T
+        ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+        dq[rows] = ds @ k[seen]
+        dk[seen] += ds.T @ q[rows]
+    return [dq, dk, dv]
+
+
 def sampled_rows(length: int) -> np.ndarray:
     """Rows that stand for all: the first, the last and some between."""
     rng = np.random.default_rng(length)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from validation import cases, checks, peers, product_peers, sparse_peers
+from validation import backward_peers, cases, checks, peers, product_peers, sparse_peers
 from validation.checks import Check
 from validation.peers import Call
 
@@ -87,6 +87,17 @@ _CAUSAL_PRODUCT_FWD = Family(
 
 FAMILIES: dict[str, Family] = {
     "attention_fwd": _ATTENTION_FWD,
+    "attention_bwd": dataclasses.replace(
+        _ATTENTION_FWD,
+        cases=cases.ATTENTION_BWD,
+        impls={
+            "fa_cupy": backward_peers.fa_cupy,
+            "cudnn": backward_peers.torch_sdpa("CUDNN_ATTENTION"),
+            "flash2": backward_peers.torch_sdpa("FLASH_ATTENTION"),
+        },
+        inputs=backward_peers.random_cupy,
+        check=checks.backward_check,
+    ),
     "attention_options": dataclasses.replace(
         _ATTENTION_FWD,
         cases=cases.ATTENTION_OPTIONS,

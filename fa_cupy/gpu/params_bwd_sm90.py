@@ -62,10 +62,14 @@ ROWS_THREADS, ROUND_THREADS = 256, 128
 class Row(Protocol):
     """What is asked of a row of `fa_cupy.gpu.variants_bwd`."""
 
-    source: str
-    dim: int
-    tile_m: int
-    tile_n: int
+    @property
+    def source(self) -> str: ...  # noqa: D102
+    @property
+    def dim(self) -> int: ...  # noqa: D102
+    @property
+    def tile_m(self) -> int: ...  # noqa: D102
+    @property
+    def tile_n(self) -> int: ...  # noqa: D102
 
 
 class Gradients(NamedTuple):

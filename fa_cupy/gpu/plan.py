@@ -118,7 +118,7 @@ def plan_for(problem: _check.Problem, out_strides: tuple[int, ...], device: int)
     return plan
 
 
-def remember(table: dict[Any, Plan], key: Any, plan: Plan) -> None:
+def remember(table: dict[Any, Any], key: Any, plan: Any) -> None:
     """Add a plan to a table, which starts anew when it is full."""
     if len(table) >= _MAX_PLANS:
         table.clear()
