@@ -75,5 +75,16 @@ def _check(grid: Grid, lists: BlockLists, entries: Array) -> None:
         follows = np.ones(len(tiles) + 1, np.bool_)
         follows[begin] = False  # the first of a row
         fits = bool((np.diff(tiles)[follows[1:-1]] > 0).all())
+    if fits:
+        partial, full = _places(grid, lists)
+        fits = len(np.intersect1d(partial, full, assume_unique=True)) == 0
     if not fits:
         raise ValueError("its lists contradict each other")
+
+
+def _places(grid: Grid, lists: BlockLists) -> list[Array]:
+    """Return where partial and full blocks lie among all blocks, counted row by row."""
+    return [
+        np.repeat(np.arange(len(begin) - 1), np.diff(begin)) * grid.k_tiles + tiles
+        for begin, tiles in ((lists.partial_begin, lists.partial), (lists.full_begin, lists.full))
+    ]

@@ -109,7 +109,12 @@ class Machine:
         )  # fmt: skip
         names = {name: getattr(np, name) for name in ("arange", "argsort", "divmod", "where")}
         names["searchsorted"] = np.searchsorted
-        return {"ndarray": Array, "asarray": asarray, "cuda": cuda, **names}
+
+        def empty(size, dtype):
+            machine.log.append(("allocated", machine.stream, machine.allocator))
+            return np.empty(size, dtype).view(Array)
+
+        return {"ndarray": Array, "asarray": asarray, "empty": empty, "cuda": cuda, **names}
 
     def of(self, mask, device):
         assert device == 0
@@ -144,7 +149,7 @@ def machine(monkeypatch):
     module = importlib.import_module(MODULES[2])
     monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
     found.CallMask, found.host_lists = module.CallMask, module.host_lists
-    found.malloc, found.module = module._malloc, cupy
+    found.malloc, found.module, found.host = module._malloc, cupy, module
     yield found
     for name in MODULES:
         sys.modules.pop(name, None)
@@ -228,14 +233,15 @@ def test_lists_on_the_device_are_sorted_there(machine, stream):
     machine.log.clear()
     call = call_of(machine, found)
     told, _ = call(found)
-    assert machine.log == [("sent", 7, "pool")]
+    # What the mask may drop goes back when no stream reads it any more.
+    assert machine.log == [("sent", 7, "pool"), ("allocated", 7, machine.malloc)]
     assert (at(told.order, np.zeros(18, np.int32)) == at(want.order, np.zeros(18, np.int32))).all()
     (event,) = machine.events
     assert event.stream == 7
     with machine.changed(stream=stream):
         assert call(found)[0] == told
     # The stream that made it need not wait, any other must as long as it is not known to be there.
-    assert machine.log[1:] == (["wait for event"] if stream == 8 else [])
+    assert machine.log[2:] == (["wait for event"] if stream == 8 else [])
     event.done = True
     with machine.changed(stream=9):
         assert call(found)[0] == told
@@ -336,3 +342,81 @@ def test_lists_come_back_to_the_host_once(machine, monkeypatch):
     assert partial.tolist() == [1, 2]
     assert places.tolist() == [17, 18]
     assert full.tolist() == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_kind_of_call_has_one_memory(machine, there):
+    mask = BitMask.from_dense(dense(3))
+    mask = on_device(mask) if there else mask
+    told, kept = call_of(machine, mask)(mask)
+    _, memory = kept.owners
+    assert memory.dtype == np.int32
+    assert len(memory) == 6 + 18
+    assert told.entries == memory.ctypes.data
+    assert told.order == told.entries + 4 * 6
+
+
+def bands(machine, mask, count, start=0):
+    """Calls of as many kinds."""
+    windows = [(start + i, 0) for i in range(count)]
+    return [call_of(machine, mask, window=w, causal_align="top_left") for w in windows]
+
+
+def kinds(machine, mask):
+    return [x for x in mask._kept.values() if isinstance(x, machine.host.Kept)]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_kinds_of_calls_that_pass_are_dropped(machine, monkeypatch, there):
+    monkeypatch.setattr(machine.host, "_MOST_STAYING", 3)
+    monkeypatch.setattr(machine.host, "_MOST_PASSING", 4)
+    mask = BitMask.from_dense(dense(3))
+    mask = on_device(mask) if there else mask
+    calls = bands(machine, mask, 30)
+    first = [call(mask) for call in calls[:3]]
+    for call in calls:
+        told, kept = call(mask)
+        assert call(mask) == (told, kept)
+        assert len(kinds(machine, mask)) <= 3 + 4
+    machine.log.clear()
+    assert [call(mask) for call in calls[:3]] == first  # these stay
+    assert not [x for x in machine.log if x != "wait for event"]
+    order = at(calls[5](mask)[0].order, np.zeros(18, np.int32))  # made again
+    assert sorted(order.tolist()) == list(range(18))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_graphs_point_to_stays(machine, monkeypatch, there):
+    monkeypatch.setattr(machine.host, "_MOST_STAYING", 1)
+    monkeypatch.setattr(machine.host, "_MOST_PASSING", 2)
+    mask = BitMask.from_dense(dense(3))
+    mask = on_device(mask) if there else mask
+    calls = bands(machine, mask, 12)
+    calls[0](mask)
+    held = calls[1](mask)
+    with machine.changed(capturing=True):
+        assert calls[1](mask) == held  # made before, and in a graph now
+        fresh = [call(mask) for call in calls[2:6]]  # nothing is dropped meanwhile
+        assert [call(mask) for call in calls[2:6]] == fresh
+    for call in bands(machine, mask, 12, start=50):
+        call(mask)
+    assert len(kinds(machine, mask)) <= 1 + 1 + 4 + 2
+    with machine.changed(capturing=True):
+        assert calls[1](mask) == held
+        assert [call(mask) for call in calls[2:6]] == fresh
+
+
+def test_what_is_dropped_while_a_graph_takes_it_is_kept(machine):
+    """Between the look-up and the mark another thread may drop it, or make it anew."""
+    mask = BitMask.from_dense(dense(3))
+    call = call_of(machine, mask)
+    _, kept = call(mask)
+    kept.passing = True
+    stay, key = machine.host._stay, call._key
+    del mask._kept[key]
+    assert stay(mask, key, kept) is kept
+    assert mask._kept[key] is kept
+    assert not kept.passing
+    del mask._kept[key]
+    _, other = call(mask)
+    assert stay(mask, key, kept) is other

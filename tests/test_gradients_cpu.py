@@ -90,17 +90,6 @@ def test_finite_data_are_computed_once(monkeypatch):
 # Bit masks
 
 
-@given(case=cases(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=50)
-def test_a_bit_mask_is_the_dense_one(case, seed):
-    assume(plain_options(case))
-    lengths = case.q.shape[-2], case.k.shape[-2]
-    if case.mask is None:
-        case.mask = np.random.default_rng(seed).random((1, *lengths)) < 0.5
-    shape = (*case.mask.shape[:-2], *lengths)
-    check(np, case, mask=BitMask.from_dense(np.broadcast_to(case.mask, shape)))
-
-
 @given(st.data())
 @settings(max_examples=25)
 def test_blocks_of_any_state_agree_with_the_dense_mask(data):

@@ -367,7 +367,7 @@ def test_two_streams_at_once_give_the_bits_of_one(on_device):
             assert all(bits(result) == one for result in results)
 
 
-@pytest.mark.parametrize("kind", ["lists", "lists on the device", "array"])
+@pytest.mark.parametrize("kind", ["lists", "lists on the device", "combined", "array"])
 @pytest.mark.parametrize("first", [False, True], ids=["known", "first"])
 def test_graphs(kind, first):
     arrays, others = sent(0), sent(1)
@@ -375,6 +375,10 @@ def test_graphs(kind, first):
     array = cp.asarray(dense)
     mask = {"lists": dense, "lists on the device": array}.get(kind)
     mask = array if mask is None else BitMask.from_dense(mask)
+    if kind == "combined":  # of the device, and made on the CPU
+        other = blocks(500, 513, seed=5)
+        mask = BitMask.from_dense(array) & BitMask.from_dense(cp.asarray(other))
+        array = cp.asarray(dense & other)
     want = [bits(attention(*x, mask=array, return_lse=True)) for x in (arrays, others)]
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()

@@ -375,6 +375,7 @@ def test_a_slice_is_saved_alone():
         {"partial_begin": np.array([0, 1, 2, 4])},
         {"partial_begin": np.array([1, 1, 2, 3])},
         {"full": np.array([0, 1, 1], np.int32)},
+        {"full": np.array([0, 0, 2], np.int32)},  # full and partial
         {"full_begin": np.zeros((4, 1), np.int64)},
         {"full_begin": np.array([0, 0, 1, 3, 3, 3, 3])},
         {"entries": np.array(1)},

@@ -75,24 +75,46 @@ class MaskTiles:
     def __getitem__(self, tile: tuple[slice, slice, slice]) -> TableTile | None:
         """Return what `TableTile.hide` goes by; None where nothing is hidden."""
         rows, keys = tile[1:]
-        table = self._of_rows(rows.start, rows.stop)
-        here = table[:, :, keys.start // BLOCK : -(-keys.stop // BLOCK)]
+        span, begin, end = _span(rows.start, rows.stop), *_span(keys.start, keys.stop)
+        known = span == self._range
+        here = self._table[:, :, begin:end] if known else self._listed(span, begin, end)
         if (here == _FULL).all():
             return None
-        if self._sent is None:
-            self._sent = cupy.asarray(table)
         empty = bool((here == _EMPTY).all())
-        return TableTile(self._sent, self._words, rows.start % BLOCK, keys.start, empty)
+        if not known:  # other queries than those that `runs` was asked for: a column of tiles
+            table, column = cupy.asarray(here), keys.start % BLOCK
+        else:
+            if self._sent is None:
+                self._sent = cupy.asarray(self._table)
+            table, column = self._sent, keys.start
+        return TableTile(table, self._words, rows.start % BLOCK, column, empty)
 
     def _of_rows(self, row_begin: int, row_end: int) -> np.ndarray[Any, Any]:
         """Return the table of these queries: all key tiles of the query tiles that they are in."""
-        span = row_begin // BLOCK, -(-row_end // BLOCK)
+        span = _span(row_begin, row_end)
         if span != self._range:
-            shape = len(self._entries), span[1] - span[0], self._k_tiles
-            table = np.full(shape, _EMPTY, np.int32)
-            for i, j in np.ndindex(shape[:2]):
-                t = int(self._entries[i]) * self._q_tiles + span[0] + j
-                partial, places, full = self._lists.row(t, 0, self._k_tiles)
-                table[i, j][partial], table[i, j][full] = places, _FULL
-            self._range, self._table, self._sent = span, table, None
+            self._table = self._listed(span, 0, self._k_tiles)
+            self._range, self._sent = span, None
         return self._table
+
+    def _listed(self, span: tuple[int, int], begin: int, end: int) -> np.ndarray[Any, Any]:
+        """Return the table of these query tiles and key tiles."""
+        t = self._entries.astype(np.int64)[:, None] * self._q_tiles + np.arange(*span)
+        table = np.full((*t.shape, end - begin), _EMPTY, np.int32)
+        flat, t, lists = table.reshape(-1, end - begin), t.reshape(-1), self._lists
+        for starts, tiles, full in (
+            (lists.partial_begin, lists.partial, False),
+            (lists.full_begin, lists.full, True),
+        ):
+            counts = starts[t + 1] - starts[t]
+            row = np.repeat(np.arange(len(t)), counts)
+            place = np.arange(len(row)) + np.repeat(starts[t] + counts - counts.cumsum(), counts)
+            column = tiles[place] - begin
+            here = (column >= 0) & (column < end - begin)
+            flat[row[here], column[here]] = _FULL if full else place[here]
+        return table
+
+
+def _span(begin: int, end: int) -> tuple[int, int]:
+    """Return (first, last + 1) of the blocks that these rows or keys are in."""
+    return begin // BLOCK, -(-end // BLOCK)

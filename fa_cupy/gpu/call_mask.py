@@ -1,12 +1,14 @@
 """What launches are told of a mask: where its lists lie, and in which order to work.
 
 The lists of a `BitMask` are sent to a device once and kept with the mask, and so is what follows
-from them and the shape of a call: the mask's matrix of each batch entry, and an order of work. An
-array of bool is packed by every call.
+from them and the shape of a call: the mask's matrix of each batch entry, and an order of work. Of
+kinds of calls, the first ones stay with the mask; later ones are dropped when there are too many,
+but for those that a graph points to. An array of bool is packed by every call.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +29,10 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 # CUDA Runtime API, section "Data types used by CUDA Runtime".
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _STREAM_OF_THREAD = 2  # cudaStreamPerThread: another stream in each thread
+# Kinds of calls that a mask keeps: those that stay, which need no look at whether a graph is being
+# made of them, and those that come and go.
+_MOST_STAYING, _MOST_PASSING = 64, 64
+_changing = threading.Lock()  # of what may go
 
 
 class Kept:
@@ -36,18 +42,22 @@ class Kept:
     ----------
     pointers : MaskPointers
     owners : tuple
-        The arrays that they point to.
+        The lists, and the memory of the rest.
+    passing : bool
+        Whether the mask may drop it.
     stream : int
         Where they are being written, if that may not be done.
     made : cupy.cuda.Event or None
         When they are; None once that is known.
     """
 
-    __slots__ = ("made", "owners", "pointers", "stream")
+    __slots__ = ("made", "owners", "passing", "pointers", "stream")
 
-    def __init__(self, lists: DeviceMask, entries: Any, order: Any) -> None:
-        self.pointers = _pointers(lists, entries, order)
-        self.owners = lists, entries, order
+    def __init__(self, lists: DeviceMask, memory: Array, entries: int) -> None:
+        order = memory[entries:]
+        self.pointers = _pointers(lists, memory, order if len(order) else None)
+        self.owners = lists, memory
+        self.passing = False
         self.stream = 0
         self.made: Any = None
 
@@ -98,6 +108,8 @@ class CallMask:
         if not isinstance(mask, BitMask):
             return self._packed(mask)
         kept = mask._kept.get(self._key) or self._prepared(mask)
+        if kept.passing and capturing():
+            kept = _stay(mask, self._key, kept)
         if kept.made is not None:
             kept.wait()
         return kept.pointers, kept
@@ -125,12 +137,17 @@ class CallMask:
             return mask._kept.get(key) or _keep(mask, key, lists, entries, None)
         sent = cupy.asarray(entries)
         order = work_order(cupy, self._problem, mask.lists, sent, self._section)
-        kept = Kept(lists, sent, order)
+        size = len(entries) + (0 if order is None else len(order))
+        with cupy.cuda.using_allocator(_malloc):
+            memory = cupy.empty(size, np.int32)
+        memory[: len(entries)] = sent
+        if order is not None:
+            memory[len(entries) :] = order
+        kept = Kept(lists, memory, len(entries))
         kept.stream = cupy.cuda.get_current_stream().ptr
         kept.made = cupy.cuda.Event(disable_timing=True)
         kept.made.record()
-        stored: Kept = mask._kept.setdefault(self._key, kept)
-        return stored
+        return _remember(mask, self._key, kept)
 
     def _matrices(self, mask: BitMask) -> np.ndarray[Any, Any]:
         """Return the number of the mask's matrix of each batch entry of the call."""
@@ -178,11 +195,33 @@ def host_lists(mask: BitMask) -> BlockLists:
 
 def _keep(mask: BitMask, key: Any, lists: DeviceMask, entries: Array, order: Array | None) -> Kept:
     """Send what the host knows, and let the mask keep it."""
+    both = entries if order is None else np.concatenate([entries, order])
     with _apart() as stream:
-        kept = Kept(lists, cupy.asarray(entries), None if order is None else cupy.asarray(order))
+        kept = Kept(lists, cupy.asarray(both), len(entries))
         stream.synchronize()
-    # Of two threads that come here at once, both take what the first one made.
-    stored: Kept = mask._kept.setdefault(key, kept)
+    return _remember(mask, key, kept)
+
+
+def _remember(mask: BitMask, key: Any, kept: Kept) -> Kept:
+    """Let the mask keep what was made for a kind of call; return what is kept."""
+    dropped: list[Kept] = []  # whose memory is freed, which waits for the device, behind the lock
+    with _changing:
+        known = [(k, x) for k, x in list(mask._kept.items()) if isinstance(x, Kept)]
+        passing = [k for k, x in known if x.passing]
+        if not capturing():  # what that makes stays, and memory is not freed meanwhile
+            kept.passing = len(known) >= _MOST_STAYING
+            if len(passing) >= _MOST_PASSING:
+                dropped += [mask._kept.pop(k) for k in passing]
+        # Of two threads that come here at once, both take what the first one made.
+        stored: Kept = mask._kept.setdefault(key, kept)
+    return stored
+
+
+def _stay(mask: BitMask, key: Any, kept: Kept) -> Kept:
+    """Let the mask keep for good what a graph is going to point to; return what is kept."""
+    with _changing:
+        stored: Kept = mask._kept.setdefault(key, kept)  # it may have been dropped just now
+        stored.passing = False
     return stored
 
 
