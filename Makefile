@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 PY ?= $(VENV)/bin/python
 RECEIPT_DIR ?= validation/results
+JOBS ?= 2
+# A test that hangs is named, not waited for.
+WATCHED := --timeout 1200 --timeout-method thread --durations 25
 GPU_RUN := build/gpu-run
 CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
 KERNELS := $(wildcard cuda_src/*/*.cu cuda_src/*/*.cuh ptx/*.cuh validation/emulator/*.?pp \
@@ -30,7 +33,7 @@ demo: $(DEMO_READY)
 
 ## everything that runs without a GPU
 test: lint
-	$(PY) -m pytest -m "not gpu and not slow"
+	$(PY) -m pytest -n $(JOBS) -m "not gpu and not slow" $(WATCHED)
 	$(PY) -m validation.receipt check
 
 ## everything that needs a GPU; writes the receipt, of a failed run too

@@ -610,7 +610,7 @@ def sm90_pipeline(folder):
 def sm90_memory(folder):
     """Shared memory of a block, to scale, from the table of kernels."""
     limit = variants.SHARED_LIMIT["sm_90a"]
-    rows = [r for r in variants.VARIANTS if isinstance(r, variants.VariantSm90)]
+    rows = [r for r in variants.VARIANTS if isinstance(r, variants.VariantSm90) and not r.sparse]
     figure = Figure(figsize=(7.2, 2.9))
     ax = figure.add_axes((0.15, 0.16, 0.83, 0.7))
     dims = (64, 128, 256)

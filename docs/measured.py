@@ -8,12 +8,13 @@ from pathlib import Path
 
 from fa_cupy import _tiles
 from fa_cupy.gpu import variants as gpu
-from validation import report, store, tiles
+from validation import report, store, tiles, word_orders
 
 RESULTS = Path(__file__).parents[1] / "validation" / "results"
 STATIC = Path(__file__).parent / "_static"
-NOT_A_SPEED = ("traffic", "tiles")
+NOT_A_SPEED = ("traffic", "tiles", word_orders.FAMILY)
 PRODUCT = "causal_product"  # how its families and the picture of them are called
+SPARSE = ("attention_sparse", "mask_pack", "mask_source")
 
 
 def table(head, rows, widths="auto"):
@@ -68,8 +69,9 @@ def speeds(wanted, picture):
 
 
 def benchmarks():
-    """Every device's pictures and tables, but those of causal products."""
-    found = speeds(lambda f: not (f in NOT_A_SPEED or f.startswith(PRODUCT)), "")
+    """Every device's pictures and tables, but those of causal products and sparse masks."""
+    elsewhere = (*NOT_A_SPEED, *SPARSE)
+    found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet: ``make bench`` does.\n"
 
 
@@ -79,6 +81,15 @@ def causal_product():
     return found or (
         "No speed of it has been measured yet: ``python -m validation bench --families "
         "causal_product_fwd,causal_product_bwd`` does, on a GPU.\n"
+    )
+
+
+def sparse_masks():
+    """Pictures and tables of sparse masks."""
+    found = speeds(lambda f: f in SPARSE, "-sparse")
+    return found or (
+        "No speed of it has been measured yet: ``python -m validation bench --families "
+        f"{','.join(SPARSE)}`` does, on a GPU.\n"
     )
 
 
@@ -94,6 +105,41 @@ def traffic():
             " ncu on the path.\n"
         )
     head = ("device", "call", "MB measured", "MB by the formula", "MB with L2 and separate passes")
+    return table(head, rows)
+
+
+def orders_of_words():
+    """What the orders of a mask's words come to, beside the claim; times where there are any."""
+    made = {row["impl"]: row for row in store.load(RESULTS / "word_orders-sm-90a.json")[1]}
+    if not made:
+        return "No build has been looked at yet: ``python -m validation word_orders`` does.\n"
+    claims, both = word_orders.CLAIMS, ("row_major", "fragment")
+    lines = [
+        ("bytes that a thread reads", 0, "bytes", "d"),
+        ("cycles of a warp's loads", None, "cycles", "d"),
+        ("of them bank conflicts", None, "conflicts", "d"),
+        ("instructions", 1, "value", ".0f"),
+        ("registers: for the words; in use at most", 2, "live", "d"),
+        ("bytes spilled", None, "spilled", "d"),
+    ]
+    rows = [
+        [
+            what,
+            *("-" if claim is None else 2 * claims[name][claim] for name in both),
+            *(format(made[name][key], form) for name in word_orders.BUILDS),
+        ]
+        for what, claim, key, form in lines
+    ]
+    times = {}
+    for device, row in family(word_orders.FAMILY):
+        times.setdefault(device, {})[row["impl"]] = row["ms"]
+    for device, ms in times.items():
+        cells = (f"{ms[name]:.3f}" for name in word_orders.BUILDS)
+        rows.append([f"ms, {device}; without a mask {ms['dense']:.3f}", "-", "-", *cells])
+    if not times:
+        rows.append(["ms", "-", "-", *["not measured"] * len(word_orders.BUILDS)])
+    head = ("", "claim: row-major", "claim: by threads", "fragment", "row-major, four words kept",
+            "row-major, gathered")  # fmt: skip
     return table(head, rows)
 
 

@@ -50,7 +50,8 @@ def attention(
         Added to the scores; any of the four dtypes.
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. Of a `BitMask`, batch axes broadcast and lengths
-        are those of `q` and `k`; it works on the CPU only.
+        are those of `q` and `k`. On a GPU its lists are sent there by the first call and kept with
+        it; an array is packed by every call.
     scale : float, optional
         Any finite factor; ``D ** -0.5`` by default.
     is_causal : bool
@@ -83,8 +84,6 @@ def attention(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted, before anything is
         allocated.
-    NotImplementedError
-        For a `BitMask` with arrays on a GPU.
 
     See Also
     --------
@@ -252,11 +251,6 @@ def _solve(
         *inputs, out=result, name=name, args=args, grouped=grouped, **options
     )
     with_lse = _options.flag(name, "return_lse", return_lse)
-    if bits is not None and native.backend == "cupy":
-        raise NotImplementedError(
-            f"{name}: {args[4]} is a BitMask, which no GPU kernel takes yet, want arrays on the "
-            "CPU or an array of bool"
-        )
     backend = _calls.backend_of(native, "attention")
     if native.backend == "cupy" and inputs[0] is arrays[0]:
         _CACHED[type(arrays[0])] = backend.cached

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fa_cupy import _calls, _check, _options, _product
-from fa_cupy._masks import BitMask
 
 _NEED = ("q", "k", "v", "bias")
 
@@ -67,8 +66,6 @@ def attention_backward(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted, before anything is
         allocated.
-    NotImplementedError
-        For a `BitMask` with arrays on a GPU.
 
     See Also
     --------
@@ -126,11 +123,6 @@ def attention_backward(
         if array is not None:
             _product.check_gradient(name, arg, array, shape[:-1], _check.sum_dtype(dtype))
     wanted = _wanted(name, need, bias is not None)
-    if isinstance(mask, BitMask) and native.backend == "cupy":
-        raise NotImplementedError(
-            f"{name}: mask is a BitMask, which no GPU kernel takes yet, want arrays on the CPU or "
-            "an array of bool"
-        )
     backend = _calls.backend_of(native, "attention_backward")
     with native.context:
         found = backend.backward(

@@ -44,7 +44,7 @@ class Problem:
     v: View  # (*batch, k_len, v_dim)
     bias: View | None  # (*batch, q_len, k_len)
     bias_dtype: np.dtype[Any] | None
-    mask: View | None  # (*batch, q_len, k_len) of bool, or of a BitMask's entries
+    mask: View | None  # (*batch, q_len, k_len) of bool, or of a BitMask's entries; not of no keys
     out_shape: tuple[int, ...]  # the user's: (*user_batch, q_len, v_dim)
     scale: float
     lower: int | None
@@ -146,7 +146,7 @@ def attention_problem(
         v=view(v, k_len, v_dim),
         bias=None if bias is None else view(bias, q_len, k_len),
         bias_dtype=bias_dtype,
-        mask=None if mask is None else view(mask, q_len, k_len),
+        mask=None if mask is None or k_len == 0 else view(mask, q_len, k_len),
         out_shape=(*user_batch, q_len, v_dim),
         scale=(head_dim or 1) ** -0.5 if scale is None else _options.finite(name, "scale", scale),
         lower=lower,

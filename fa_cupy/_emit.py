@@ -9,11 +9,12 @@ from pathlib import Path
 from fa_cupy.gpu import compile, devices, nvrtc
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import VARIANTS
+from fa_cupy.gpu.variants_bwd import BACKWARD
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    rows = {row.name: row for row in (*VARIANTS, *PRODUCTS)}
+    rows = {row.name: row for row in (*VARIANTS, *BACKWARD, *PRODUCTS)}
     parser = argparse.ArgumentParser(
         prog="python -m fa_cupy emit", description="Write the PTX of a kernel."
     )

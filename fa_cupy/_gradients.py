@@ -106,7 +106,8 @@ def arrays(
     xp : module
     problem : Problem
     inputs : sequence of array or None
-        q, k, v, bias and mask. A sparse mask has to follow at the end, if it is one.
+        q, k, v, bias and mask. If that is a BitMask, its entries and those of its transpose are
+        the last of the arrays.
     results : sequence of array or None
         Output and LSE, and the gradients of both.
     grads : dict
@@ -115,7 +116,8 @@ def arrays(
         Of the sums.
     """
     *inputs, mask = inputs
-    mask = None if isinstance(mask, BitMask) else mask
+    bits = mask if isinstance(mask, BitMask) else None
+    mask = None if bits is not None else mask
     out, lse, dout, dlse = results
     base = xp.empty(lse.shape, dtype)
     views = [problem.q, problem.k, problem.v, problem.bias, None if mask is None else problem.mask]
@@ -128,7 +130,9 @@ def arrays(
         )
     views += [grad.view for grad in grads.values()]
     sums = [grad.sums for grad in grads.values()]
-    return [*inputs, mask, out, dout, lse, dlse, base, *sums], views
+    entries = [] if bits is None else [x.entries[..., None, None] for x in (bits, bits.T)]
+    views += [_check.batch_view(problem, x, problem.q_len, problem.k_len) for x in entries]
+    return [*inputs, mask, out, dout, lse, dlse, base, *sums, *entries], views
 
 
 def operands(
@@ -139,6 +143,23 @@ def operands(
     grads = dict(zip(need, stack[10:], strict=False))
     mask = dense if mask is None else mask
     return Operands(q, k, v, bias, mask, out, lse, dout, dlse, base, columns, grads)
+
+
+def sparse(bits: BitMask | None, stack: Sequence[Any], tiles: Any) -> tuple[Any, ...]:
+    """Return the mask of a stack of `arrays` and its transpose, as `operands` takes them.
+
+    Parameters
+    ----------
+    bits : BitMask or None
+        If None, nothing is returned.
+    stack : sequence of array
+    tiles : callable
+        ``tiles(mask, entries)`` makes a `_tiled.SparseMask`.
+    """
+    if bits is None:
+        return ()
+    of_rows, of_columns = (entries[:, 0, 0] for entries in stack[-2:])
+    return tiles(bits, of_rows), tiles(bits.T, of_columns)
 
 
 def target(x: Operands, name: str, rows: tuple[int, int], keys: tuple[int, int]) -> Array:

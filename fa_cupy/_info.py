@@ -17,6 +17,7 @@ from fa_cupy.gpu import cache, compile, devices, nvrtc, product_choice
 from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.variants import SHARED_LIMIT, Call, Variant, select
+from fa_cupy.gpu.variants_bwd import select_bwd
 
 #: What people call the types, besides their names.
 DTYPES = {
@@ -112,6 +113,7 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         yield "CuPy", "no device here; --target asks for one that is not"
         return
     yield from _attention(dtype, entries, q_len, k_len, head_dim, v_dim, target)
+    yield from _backward(dtype, q_len, k_len, head_dim, v_dim, target)
     if q_len == k_len:
         yield from _product(dtype, entries, q_len, head_dim, v_dim, target)
 
@@ -162,13 +164,33 @@ def _attention(
     yield "CuPy", f"{target}: {row.name}"
     yield "", _described(row, entries * -(-q_len // row.tile_m), target)
     yield "", row.why
+    shown = [row]
     for what, other in (
         ("with a softcap or bias", call._replace(transform=True)),
-        ("with a mask, or rows not of 16 bytes", call._replace(mapped=False)),
+        ("rows not of 16 bytes", call._replace(mapped=False)),
+        ("with a mask", call._replace(masked=True)),
+        ("with a mask, rows not of 16 bytes", call._replace(masked=True, mapped=False)),
     ):
         instead = select(dtype, head_dim, v_dim, target, other)
-        if instead is not None and instead != row:
+        if instead is not None and instead not in shown:
             yield "", f"{what}: {instead.name}"
+            shown.append(instead)
+
+
+def _backward(
+    dtype: str, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str
+) -> Iterator[Line]:
+    """Say how gradients of attention would be computed, without mask, bias and softcap."""
+    sizes = q_len, k_len, head_dim, v_dim
+    rows = select_bwd(dtype, head_dim, v_dim) or ()
+    taken = min(sizes) > 0 and max(q_len, k_len) <= MAX_LENGTH
+    taken = taken and not (head_dim % DIM_STEP or v_dim % DIM_STEP)
+    if not rows or not taken or any(target not in row.targets for row in rows):
+        yield "", "attention_backward: tiled CuPy, on cuBLAS products"
+        return
+    main = rows[1]  # what comes before and after it is the same for all dims
+    yield "", f"attention_backward: {main.name}"
+    yield "", f"with {', '.join(row.entry for row in rows if row is not main)}"
 
 
 def _described(row: Variant, tiles: int, target: str) -> str:

@@ -66,6 +66,8 @@ def _check(grid: Grid, lists: BlockLists, entries: Array) -> None:
     for begin, tiles in ((lists.partial_begin, lists.partial), (lists.full_begin, lists.full)):
         fits = fits and begin.ndim == tiles.ndim == 1
         fits = fits and len(begin) > count * grid.q_tiles and begin[0] == 0
+        fits = fits and len(begin) == len(lists.full_begin)
+        fits = fits and (len(begin) - 1) % max(1, grid.q_tiles) == 0
         fits = fits and begin[-1] == len(tiles) and bool((np.diff(begin) >= 0).all())
         fits = fits and tiles.min(initial=0) >= 0 and tiles.max(initial=-1) < grid.k_tiles
         if not fits:
@@ -73,5 +75,16 @@ def _check(grid: Grid, lists: BlockLists, entries: Array) -> None:
         follows = np.ones(len(tiles) + 1, np.bool_)
         follows[begin] = False  # the first of a row
         fits = bool((np.diff(tiles)[follows[1:-1]] > 0).all())
+    if fits:
+        partial, full = _places(grid, lists)
+        fits = len(np.intersect1d(partial, full, assume_unique=True)) == 0
     if not fits:
         raise ValueError("its lists contradict each other")
+
+
+def _places(grid: Grid, lists: BlockLists) -> list[Array]:
+    """Return where partial and full blocks lie among all blocks, counted row by row."""
+    return [
+        np.repeat(np.arange(len(begin) - 1), np.diff(begin)) * grid.k_tiles + tiles
+        for begin, tiles in ((lists.partial_begin, lists.partial), (lists.full_begin, lists.full))
+    ]

@@ -87,6 +87,10 @@ class Store:
             found = self._places[device] = mask_lists.to_device(self.host(), device)
         return found
 
+    def only_on(self, device: int) -> bool:
+        """Whether the lists are on a device and not on the CPU: what needs them works there."""
+        return device in self._places and None not in self._places
+
     def _any(self) -> BlockLists:
         return next(iter(self._places.values()))
 

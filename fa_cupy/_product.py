@@ -88,7 +88,7 @@ def product_problem(
     named = {arg: x for arg, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     lead = next(iter(named))
     dtype = _check.common_dtype(name, named)
-    state_dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    state_dtype = _check.sum_dtype(dtype)
     if initial_state is not None and initial_state.dtype != state_dtype:
         raise TypeError(
             f"{name}: initial_state has dtype {initial_state.dtype}, want {state_dtype} "

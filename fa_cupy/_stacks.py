@@ -63,7 +63,7 @@ def stacks(
     Parameters
     ----------
     xp : module
-        Namespace of the arrays.
+        Namespace of the arrays, of all that are no NumPy arrays.
     arrays : sequence of arrays or None
         What the views look at.
     views : sequence of View or None
@@ -82,7 +82,7 @@ def stacks(
     seen = [
         None
         if view is None
-        else xp.lib.stride_tricks.as_strided(
+        else (np if type(array) is np.ndarray else xp).lib.stride_tricks.as_strided(
             array, (*batch.shape, *view.shape[axes:]), (*next(strides), *view.strides[axes:])
         )
         for array, view in zip(arrays, views, strict=True)

@@ -24,8 +24,11 @@ elements a score; the accumulator is read and written once for every `tile_n` ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 # What a tile may take of a CPU core's caches: its L2, 1 or 2 MB on current server cores, and a
 # share of the L3. Tiles that fit a 1 MB L2 measured 5 to 10 % slower, because every call on a tile
@@ -121,6 +124,27 @@ def tile_sizes(
             if cost < best_cost:
                 best, best_cost = Tile(m, n), cost
     return best
+
+
+def listed_runs(
+    some: npt.NDArray[np.bool_], whole: npt.NDArray[np.bool_], step: int, keys: tuple[int, int]
+) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of keys in runs of blocks that a tile of queries sees, or does in part.
+
+    Parameters
+    ----------
+    some, whole : ndarray of bool
+        Of each block of `step` keys: whether some query sees it, and whether all see all of it.
+    step : int
+    keys : (int, int)
+        Ends of the keys that count.
+    """
+    state = np.add(some, whole, dtype=np.int8)
+    changes = np.flatnonzero(np.diff(state)) + 1
+    for begin, end in zip([0, *changes], [*changes, len(state)], strict=True):
+        first, last = max(keys[0], begin * step), min(keys[1], end * step)
+        if begin < end and state[begin] and first < last:
+            yield int(first), int(last)
 
 
 def _edges(length: int, largest: int) -> Iterable[int]:

@@ -16,9 +16,11 @@ from tqdm import tqdm
 from fa_cupy._info import DTYPES, length, multiprocessors
 from fa_cupy._product import ALGORITHMS
 from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, Variant, reachable
+from fa_cupy.gpu.variants_bwd import BACKWARD, select_bwd
 
 # Which kernels a causal product gets depends on how many sequences there are and how long they are.
 _ENTRIES = tuple(2**n for n in range(14))
@@ -29,6 +31,16 @@ def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that attention of these types and dims gets, in the table's order."""
     chosen = {row for dtype in dtypes for dim in dims for row in reachable(dtype, dim, dim, target)}
     return [row for row in VARIANTS if row in chosen]
+
+
+def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
+    """Return the rows that gradients of attention get, in the table's order."""
+    chosen: set[Variant] = set()
+    for dtype, dim in product(dtypes, dims):
+        rows = None if dim % DIM_STEP else select_bwd(dtype, dim, dim)
+        if rows is not None and all(target in row.targets for row in rows):
+            chosen |= set(rows)
+    return [row for row in BACKWARD if row in chosen]
 
 
 def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
@@ -78,8 +90,9 @@ def main(argv: list[str] | None = None) -> int:
         print("warmup: no GPU here; name a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
-    dims = set(options.head_dim or (row.dim for row in (*VARIANTS, *PRODUCTS)))
-    rows = serving(target, dtypes, dims) + serving_products(target, dtypes, dims)
+    dims = set(options.head_dim or (row.dim for row in (*VARIANTS, *BACKWARD, *PRODUCTS)))
+    rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
+    rows += serving_products(target, dtypes, dims)
     for why in unserved(
         target, {DTYPES[name] for name in options.dtype or ()}, set(options.head_dim or ())
     ):

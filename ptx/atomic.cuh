@@ -22,3 +22,15 @@ FA_DEVICE void atom_cas_b128(uint64* address, uint64 (&expected)[2],
       : "l"(address), "l"(replacement[0]), "l"(replacement[1])
       : "memory");
 }
+
+// Reads a word; what its writer released with it can be read afterwards.  PTX ISA 9.7.9.8 "ld".
+FA_DEVICE uint32 ld_acquire_gpu_u32(const uint32* address) {
+  uint32 x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(x) : "l"(address) : "memory");
+  return x;
+}
+
+// Adds to a word, behind all that this thread did or saw done before.  PTX ISA 9.7.13.7 "red".
+FA_DEVICE void red_release_gpu_add_u32(uint32* address, uint32 x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(address), "r"(x) : "memory");
+}

@@ -11,6 +11,14 @@ FA_DEVICE void cp_async_cg_16(uint32 shared_address, const void* global, uint32 
                : "memory");
 }
 
+// 4, 8 or 16 bytes, through L1 (.ca); both addresses are multiples of as many.
+template <int kBytes>
+FA_DEVICE void cp_async_ca(uint32 shared_address, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;\n" ::"r"(shared_address), "l"(global),
+               "n"(kBytes)
+               : "memory");
+}
+
 // All copies that this thread asked for since the last commit become one group.
 FA_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 

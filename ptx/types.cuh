@@ -12,3 +12,7 @@ using uint64 = unsigned long long;
 
 // A warp's lanes, all taking part.
 constexpr uint32 kFullWarp = 0xffffffffu;
+
+// IEEE 754 bits of +infinity: NVRTC has no header that names it, and the intrinsic is no constant
+// expression.
+#define FA_INFINITY (__int_as_float(0x7f800000))

@@ -34,6 +34,15 @@ FA_DEVICE uint64 wgmma_descriptor(uint32 shared_address, uint32 leading_bytes) {
   return (uint64(1) << 62) | (uint64(1024 >> 4) << 32) | (uint64(leading_bytes >> 4) << 16) |
          uint64((shared_address & 0x3ffff) >> 4);
 }
+// The descriptor of what lies so many bytes behind.  An address does not leave its 14 bits, so that
+// the sum is one of 32 bits, beside an upper half that is a constant; compilers that see that too
+// add 64 bits all the same.
+FA_DEVICE uint64 wgmma_at(uint64 descriptor, uint32 bytes) {
+  const uint32 low = static_cast<uint32>(descriptor) + bytes / 16;
+  uint64 sum;
+  asm("mov.b64 %0, {%1, %2};\n" : "=l"(sum) : "r"(low), "r"(static_cast<uint32>(descriptor >> 32)));
+  return sum;
+}
 
 // Register lists: the text "%0,%1,..." and the operands, for N / 2 registers.
 #define FA_D(d, v) "+f"(d[v][0]), "+f"(d[v][1]), "+f"(d[v][2]), "+f"(d[v][3])

@@ -88,6 +88,10 @@ class ndarray:
     def get(self):
         return self._array.copy()
 
+    def set(self, array, stream):
+        assert (array.shape, array.dtype) == (self.shape, self.dtype)
+        self._array[...] = array
+
     def __len__(self):
         return len(self._array)
 
@@ -179,6 +183,11 @@ def alloc(size):
     return MemoryPointer(memory, -memory.ctypes.data % 512)
 
 
+def unowned(pointer, size, owner, device):
+    """What a MemoryPointer is made of, over memory that something else keeps."""
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), np.uint8)
+
+
 class Stream:
     ptr = 0
 
@@ -203,13 +212,14 @@ def make():
     )
     cupy.ElementwiseKernel = lambda *text: sums
     cuda.alloc, cuda.get_current_stream = alloc, Stream
+    cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, unowned
     cuda.Device = lambda device: contextlib.nullcontext()
     cuda.function = SimpleNamespace(Module=Module)
     cuda.driver = SimpleNamespace(
         ctxGetCurrent=lambda: 1, launchKernel=launch_kernel, CUDADriverError=CUDADriverError,
         funcGetAttribute=lambda attribute, function: 0,
     )  # fmt: skip
-    cuda.runtime = SimpleNamespace(getDevice=lambda: 0)
+    cuda.runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda stream: False)
     return {"cupy": cupy, "cupy.cuda": cuda}
 
 

@@ -39,10 +39,14 @@ def solve(xp, case, dlse=False, need=None, mask=None):
 def check(xp, case, dlse=False, mask=None):
     """Compare all gradients of a case with float64."""
     (dout, dstat), found = solve(xp, case, dlse, mask=mask)
-    dstat = dstat if dlse else None
-    want = reference.attention_backward(dout, *case.arrays, dlse=dstat, **case.options)
-    rounded = UNIT[case.q.dtype] if xp is not np else 0.0
-    limits = bounds(case, dout, dstat, rounded)
+    hold(case, found, dout, dstat if dlse else None, UNIT[case.q.dtype] if xp is not np else 0.0)
+    return found
+
+
+def hold(case, found, dout, dlse, rounded):
+    """Compare gradients by name with float64; `rounded` as for `bounds`."""
+    want = reference.attention_backward(dout, *case.arrays, dlse=dlse, **case.options)
+    limits = bounds(case, dout, dlse, rounded)
     for (name, x), of, bound in zip(found.items(), want, limits, strict=False):
         argument = dict(zip(("q", "k", "v", "bias"), case.arrays, strict=False))[name]
         x = x.astype(np.float64).reshape(argument.shape)
@@ -52,7 +56,6 @@ def check(xp, case, dlse=False, mask=None):
         limit += (argument.dtype == DTYPES[0]) * 2.0**-24
         error = np.abs(x[finite] - of[finite])
         assert (error <= limit).all(), (name, (error / limit).max())
-    return found
 
 
 def bounds(case, dout, dlse, rounded=0.0):
@@ -60,14 +63,17 @@ def bounds(case, dout, dlse, rounded=0.0):
 
     Weights carry an error of float32 (float64) that grows with the scores, and the output that the
     gradient is shifted by is rounded to the dtype. On a GPU, weights and gradients of scores are
-    rounded too before they are multiplied.
+    rounded too before they are multiplied; those that float16 has no full precision for, below
+    2**-14, to a multiple of 2**-24.
     """
     dtype = case.q.dtype
     unit = UNIT[sum_dtype(dtype)]
+    step = 2.0**-25 if rounded and dtype == DTYPES[0] else 0.0
     with np.errstate(all="ignore"):
         x = _definitions.scores_of(*case.arrays, DOUBLE, **case.options)
-        clean = [np.nan_to_num(a, posinf=0, neginf=0) for a in (x.q, x.k, x.v)]
-        q, k, v = map(np.abs, clean)
+        given = x.q, x.k, x.v, dout.astype(np.float64), 0.0 if dlse is None else dlse[..., None]
+        clean = (np.nan_to_num(a, posinf=0, neginf=0) for a in given)
+        q, k, v, dout, dlse = map(np.abs, clean)
         weights = np.nan_to_num(_definitions.attend(x, None)[2])
         scale = case.options.get("scale")
         scale = abs(scale) if scale is not None else (case.q.shape[-1] or 1) ** -0.5
@@ -76,14 +82,12 @@ def bounds(case, dout, dlse, rounded=0.0):
             bias = case.bias.astype(np.float64)
             size += np.abs(bias[np.isfinite(bias)]).max(initial=0)
         slack = 24 * unit * (8 + size)
-        dout = np.abs(dout.astype(np.float64))
         values = dout @ v.swapaxes(-1, -2)
-        means = (dout * (weights @ v)).sum(-1, keepdims=True)
-        if dlse is not None:
-            means = means + np.abs(dlse)[..., None]
-        off = weights * ((slack + rounded) * (values + means) + 2 * UNIT[dtype] * means)
+        means = (dout * (weights @ v)).sum(-1, keepdims=True) + dlse
+        step = np.where(x.attended, step, 0.0)
+        off = weights * ((slack + rounded) * (values + means) + 2 * UNIT[dtype] * means) + step
         terms = off @ k * scale, off.swapaxes(-1, -2) @ q * scale
-        off_v = (slack + rounded) * weights.swapaxes(-1, -2) @ dout
+        off_v = ((slack + rounded) * weights + step).swapaxes(-1, -2) @ dout
         shapes = [a.shape for a in case.arrays[:4] if a is not None]
         return [
             _definitions.summed(a, s) for a, s in zip((*terms, off_v, off), shapes, strict=False)

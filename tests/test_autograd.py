@@ -175,6 +175,28 @@ def test_torch_bit_masks():
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("made_there", [False, True])
+def test_torch_bit_masks_on_a_gpu(cupy, made_there):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no device")
+    from fa_cupy.torch import attention
+
+    dense = torch.tensor(mask_of(300, 400)).cuda()
+    bits = BitMask.from_dense(dense if made_there else dense.cpu())
+    found = []
+    for mask in (dense, bits):
+        torch.manual_seed(0)
+        q, k, v = (
+            torch.randn(2, n, 32, device="cuda", requires_grad=True) for n in (300, 400, 400)
+        )
+        attention(q, k, v, mask=mask).square().sum().backward()
+        found.append([q.grad, k.grad, v.grad])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_torch_without_gradients_and_with_errors(torch):
     from fa_cupy.torch import attention, causal_product
 

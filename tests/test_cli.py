@@ -10,12 +10,13 @@ import pytest
 
 import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
-from fa_cupy._warmup import serving, serving_products
+from fa_cupy._warmup import serving, serving_backward, serving_products
 from fa_cupy.gpu import cache, compile, devices
 from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, reachable, select
+from fa_cupy.gpu.variants_bwd import BACKWARD, select_bwd
 
 ROOT = Path(__file__).parents[1]
 SERVES = select("bfloat16", 128, 128, "sm_90a")
@@ -123,8 +124,21 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
         (["--dtype", "float64", "--target", "sm_80"], "chunked, on cuBLAS products"),
         (["--k-len", "2048"], "64 x 4096 queries x 2048 keys, head_dim 128, v_dim 128: 0.275"),
         ([], "no device here"),
+        (["--target", "sm_90a"], "attention_backward: attention_bwd_sm90-float16-d128"),
+        (
+            ["--target", "sm_90a"],
+            "with attention_bwd_rows, attention_bwd_round, attention_bwd_redo",
+        ),
+        (["--target", "sm_90a", "--v-dim", "250"], "attention_backward: tiled CuPy, on cuBLAS"),
+        (["--target", "sm_80"], "attention_backward: tiled CuPy, on cuBLAS products"),
         (["--target", "sm_90a"], "with a softcap or bias: attention_fwd_sm90-float16-d128"),
-        (["--target", "sm_90a"], "rows not of 16 bytes: attention_fwd_sm80-float16-d128"),
+        (["--target", "sm_90a"], "  rows not of 16 bytes: attention_fwd_sm80-float16-d128"),
+        (["--target", "sm_90a"], "with a mask: attention_fwd_sm90-float16-d128-128x128-w12-s2-sp"),
+        (
+            ["--target", "sm_90a"],
+            "with a mask, rows not of 16 bytes: attention_fwd_sm80-float16-d1",
+        ),
+        (["--target", "sm_80"], "with a mask: attention_fwd_sm80-float16-d128-128x64-w4-s2-sparse"),
     ],
 )
 def test_info_says_what_would_serve_a_call(arguments, shown, capsys):
@@ -206,14 +220,15 @@ def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
 
 @needs_compiler
 def test_warmup_fills_the_cache(no_device, capsys):
-    command = ["warmup", "--target", "sm_90a", "--dtype", "bf16", "--head-dim", "64"]
-    rows = reachable("bfloat16", 64, 64, "sm_90a")
-    rows += serving_products("sm_90a", {"bfloat16"}, {64})
+    command = ["warmup", "--target", "sm_80", "--dtype", "bf16", "--head-dim", "32"]
+    rows = reachable("bfloat16", 32, 32, "sm_80")
+    rows += serving_backward("sm_80", {"bfloat16"}, {32})
+    rows += serving_products("sm_80", {"bfloat16"}, {32})
     assert main(command) == 0
-    assert f"{len(rows)} kernels compiled for sm_90a" in capsys.readouterr().out
-    assert all(compile.compile_variant(row, "sm_90a").cached for row in rows)
+    assert f"{len(rows)} kernels compiled for sm_80" in capsys.readouterr().out
+    assert all(compile.compile_variant(row, "sm_80").cached for row in rows)
     assert main(command) == 0
-    assert "0 kernels compiled for sm_90a" in capsys.readouterr().out
+    assert "0 kernels compiled for sm_80" in capsys.readouterr().out
 
 
 def test_warmup_compiles_what_calls_can_get():
@@ -223,6 +238,15 @@ def test_warmup_compiles_what_calls_can_get():
         assert {row.dim for row in rows} == {64, 128, 256}
         assert all(target in row.targets for row in rows)
         assert len({row.source for row in rows}) == (2 if target == "sm_90a" else 1)
+
+
+def test_warmup_compiles_what_gradients_can_get():
+    rows = serving_backward("sm_90a", {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
+    chains = [select_bwd(dtype, dim, dim) for dtype in ("float16", "bfloat16") for dim in (64, 200)]
+    assert rows == [row for row in BACKWARD if any(row in chain for chain in chains)]
+    dims = {row.dim for row in BACKWARD}
+    assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == list(BACKWARD)
+    assert not serving_backward("sm_80", {"float16"}, dims)
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)
@@ -242,9 +266,10 @@ def test_warmup_compiles_what_causal_products_can_get(target):
         (f"linear/{name}", dim) for name in ("recurrent", "low_occupancy") for dim in (64, 256)
     ]
     chunked = [("linear/chunked_single_sm80", 64), ("linear/states_single_sm80", 64)]
-    mapped = [("linear/chunked_single_sm90", 64)] if target == "sm_90a" else []
+    mapped = [("linear/chunked_single_turns_sm90", 64), ("linear/states_single_sm90", 64)]
     found = {(row.source, row.dim) for row in single}
-    assert found == {*plain, *chunked, *mapped, ("linear/scan", 256)}
+    wanted = {*plain, *chunked, ("linear/scan", 256)}
+    assert found == (wanted | {*mapped} if target == "sm_90a" else wanted)
 
 
 def test_warmup_knows_every_row_that_is_chosen():
@@ -263,7 +288,9 @@ def test_warmup_asks_for_a_target_where_there_is_no_device(capsys):
 def test_emit_lists_all_rows(capsys):
     assert main(["emit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [row.name for row in (*VARIANTS, *PRODUCTS)]
+    assert [line.split()[0] for line in lines] == [
+        row.name for row in (*VARIANTS, *BACKWARD, *PRODUCTS)
+    ]
 
 
 @needs_compiler

@@ -5,6 +5,7 @@ import pytest
 from fa_cupy.gpu import compile, nvrtc
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS
+from fa_cupy.gpu.variants_bwd import BACKWARD
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -14,7 +15,7 @@ USUAL = ("sm_80", "sm_90a")
 # that is read too early, or for another reason.
 SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
 
-ALL = (*VARIANTS, *PRODUCTS)
+ALL = (*VARIANTS, *PRODUCTS, *BACKWARD)
 ROWS = [
     pytest.param(
         row, target, marks=() if target in USUAL else pytest.mark.slow, id=f"{row.name}-{target}"
@@ -53,7 +54,8 @@ def test_every_kernel_has_a_row_and_every_row_a_kernel():
 
 def test_a_kernel_has_few_rows():
     sources = [row.source for row in ALL]
-    assert all(sources.count(source) <= 24 for source in sources)
+    # Five dims, two dtypes, with a transform of the scores or a mask or both or neither.
+    assert all(sources.count(source) <= 40 for source in sources)
 
 
 def test_a_row_is_for_the_targets_whose_shared_memory_it_fits():

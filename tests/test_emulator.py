@@ -2,11 +2,9 @@
 
 import dataclasses
 import math
-import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,21 +13,23 @@ from hypothesis import strategies as st
 
 from fa_cupy import reference
 from fa_cupy.gpu.compile import ROOT
+from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import VARIANTS
-from validation import emulator, stages
-from validation.emulator.seeds import DTYPES, check, draw, one, sanitizer
+from fa_cupy.gpu.variants_bwd import BACKWARD
+from tests.kernel_attention import DTYPES, check, draw
+from tests.planted import plant
+from tests.seeds import FAMILIES, Chosen, one, sanitizer
+from validation import emulated, emulator, stages
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
-PLAIN = {(row.source, row.dim): row for row in VARIANTS if not getattr(row, "transform", False)}
+PLAIN = {
+    (row.source, row.dim): row
+    for row in VARIANTS
+    if not row.sparse and not getattr(row, "transform", False)
+}
 SM80 = PLAIN["attention/fwd_sm80", 128]
 SM90 = D64, D128 = PLAIN["attention/fwd_sm90", 64], PLAIN["attention/fwd_sm90", 128]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built():
-    """Every row, compiled on all cores."""
-    emulator.build_rows(VARIANTS)
 
 
 @pytest.mark.parametrize("row", VARIANTS, ids=lambda row: row.name)
@@ -37,27 +37,32 @@ def test_every_row(row):
     dtype, dim = DTYPES[row.dtype], row.dim
     q, k, v = (draw(2, n, dim, dtype=dtype, seed=i) for i, n in enumerate((150, 200, 200)))
     options = {"softcap": 3.0} if getattr(row, "transform", False) else {}
+    if row.sparse:
+        options["mask"] = np.random.default_rng(0).random((150, 200)) < 0.5
     check(row, q, k, v, seed=1, **options)
     check(row, q, k, v, seed=2, is_causal=True, causal_align="bottom_right", **options)
     check(row, q[:1], k[:1], v[:1, :, : dim - 8], seed=3, window=(70, 5), causal_align="top_left",
           **options)  # fmt: skip
 
 
-@pytest.mark.parametrize("row", [r for r in VARIANTS if r.entry.endswith("sm80") and r.dim == 96],
-                         ids=lambda row: row.dtype)  # fmt: skip
+@pytest.mark.parametrize(
+    "row",
+    [r for r in VARIANTS if r.entry.endswith("sm80") and r.dim == 96 and not r.sparse],
+    ids=lambda row: row.dtype,
+)
 def test_every_stage(row):
     """As `validation.stages` on a GPU."""
     dtype = {"float16": "fp16", "bfloat16": "bf16"}[row.dtype]
 
     def attention(q, k, v, **options):
-        return emulator.attention(row, q, k, v, **options)[0]
+        return emulated.attention(row, q, k, v, **options)[0]
 
     def debug(q, k, v, stage):
         tiles = -(-q.shape[1] // row.tile_m)
         columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
         found = np.full((len(q), tiles, row.tile_m, columns), np.nan, np.float32)
         staged = dataclasses.replace(row, debug_stage=stage)
-        emulator.attention(staged, q, k, v, debug=found)
+        emulated.attention(staged, q, k, v, debug=found)
         if stage == 2:  # the largest is in units of the softmax
             found[..., 0] *= math.sqrt(q.shape[-1]) * math.log(2)
         return found[:, ::-1].reshape(len(q), -1, columns)  # the last query rows are first
@@ -120,12 +125,81 @@ def test_sums_of_tensor_cores(added, rounded, truncated, sign, tmp_path):
         assert set((out - 1536) * 2**13) == {sign * steps}
 
 
+# The first block waits for the second one.
+WAITING = """
+#include "ptx/atomic.cuh"
+#include "ptx/shared.cuh"
+
+struct Params {
+  uint32 *word, *out;
+};
+
+extern "C" __global__ void waiting(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  uint32& mine = *reinterpret_cast<uint32*>(shared_bytes);
+  if (threadIdx.x == 0) mine = 10 + blockIdx.x;
+  __syncthreads();
+  if (blockIdx.x == 0) {
+    while (ld_acquire_gpu_u32(params.word) == 0) {
+    }
+  } else if (threadIdx.x == 0) {
+    red_release_gpu_add_u32(params.word, 7);
+  }
+  params.out[blockIdx.x * 32 + threadIdx.x] = mine;
+}
+"""
+
+
+def test_blocks_that_wait_for_each_other(tmp_path):
+    (tmp_path / "waiting.cu").write_text(WAITING)
+    path = emulator.build("probe-waiting", tmp_path / "waiting.cu", (), ("waiting",))
+    for seed in range(10):
+        word, out = np.zeros(1, np.uint32), np.zeros((3, 32), np.uint32)
+        params = np.array([(word.ctypes.data, out.ctypes.data)], "u8, u8")
+        emulator.launch(path, "waiting", 3, 32, 1024, params, seed, together=2)
+        assert (out.T == [10, 11, 12]).all()
+        assert word == 14
+        word[:] = 0
+        with pytest.raises(emulator.EmulationError, match=r"deadlock; \[ld.acquire: warps 0\]"):
+            emulator.launch(path, "waiting", 3, 32, 1024, params, seed)
+
+
+# A loop that nobody ends, alone or with others.
+ENDLESS = """
+#include "ptx/shared.cuh"
+
+struct Params {
+  const int* word;
+  int together;
+};
+
+extern "C" __global__ void endless(const __grid_constant__ Params params) {
+  const volatile int* word = params.word;
+  while (*word == 0) {
+    if (params.together) __syncwarp();
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_loop_without_an_end_is_reported(together, tmp_path):
+    (tmp_path / "endless.cu").write_text(ENDLESS)
+    path = emulator.build("probe-endless", tmp_path / "endless.cu", (), ("endless",))
+    word = np.zeros(1, np.int32)
+    params = np.array(
+        [(word.ctypes.data, together)], np.dtype([("", "u8"), ("", "i4")], align=True)
+    )
+    with pytest.raises(emulator.EmulationError, match=r"it does not end; .*warps 0"):
+        emulator.launch(path, "endless", 1, 32, 1024, params, 0)
+
+
 @pytest.mark.parametrize("row", [SM80, *SM90], ids=lambda row: row.name)
 def test_truncating_sums(row):
     q, k, v = (draw(2, n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (70, 200, 200))
     check(row, q, k, v, truncating=True)
     rounded, truncated = (
-        emulator.attention(row, q, k, v, truncating=truncating)[1] for truncating in (False, True)
+        emulated.attention(row, q, k, v, truncating=truncating)[1] for truncating in (False, True)
     )
     assert (rounded != truncated).any()
 
@@ -142,7 +216,7 @@ def test_what_only_the_hopper_kernel_has(row):
     q, k, v = (draw(300, row.dim, dtype=dtype, seed=i) for i in range(3))
     check(row, q, k[:40], v[:40], is_causal=True, causal_align="bottom_right")
     k[200:], v[200:] = np.nan, np.nan
-    got, _ = emulator.attention(row, q[:200], k, v, is_causal=True, causal_align="top_left")
+    got, _ = emulated.attention(row, q[:200], k, v, is_causal=True, causal_align="top_left")
     want, _ = reference.attention(q[:200], k[:200], v[:200], is_causal=True)
     assert np.isfinite(got.astype(np.float32)).all()
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=0.05)
@@ -164,9 +238,9 @@ def test_scores_of_any_size(dim, size):
 def test_a_lost_row_does_not_spread():
     row = SM90[1]
     q, k, v = (draw(n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (100, 400, 400))
-    want, _ = emulator.attention(row, q, k, v)
+    want, _ = emulated.attention(row, q, k, v)
     q[17] = np.nan
-    got, lse = emulator.attention(row, q, k, v)
+    got, lse = emulated.attention(row, q, k, v)
     others = np.arange(100) != 17
     assert got[others].tobytes() == want[others].tobytes()
     assert np.isnan(got[17].astype(np.float32)).all()
@@ -190,10 +264,11 @@ def test_any_call_with_any_schedule(row, lengths, window, heads, dim, seed):
     check(row, q, k, v, seed=seed, **options)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(0, 2**40))
-def test_any_row_with_any_seed(seed):
-    assert one(seed) is None
+@pytest.mark.parametrize("family", ["attention", "mask"])
+def test_any_row_with_any_seed(family, seed):
+    assert one(seed, Chosen(family)) is None
 
 
 @pytest.mark.parametrize("row", SM90, ids=lambda row: row.name)
@@ -201,19 +276,10 @@ def test_the_schedule_does_not_show(row):
     q, k, v = (draw(3, n, row.dim, dtype=DTYPES[row.dtype]) for n in (200, 420, 420))
     options = {"is_causal": True, "causal_align": "bottom_right"}
     found = {
-        tuple(x.tobytes() for x in emulator.attention(row, q, k, v, seed=seed, **options))
+        tuple(x.tobytes() for x in emulated.attention(row, q, k, v, seed=seed, **options))
         for seed in range(10)
     }
     assert len(found) == 1
-
-
-def changed(text, old, new):
-    """The text with one place changed; white space in ``old`` stands for any white space."""
-    if isinstance(old, str):
-        old, new = re.compile(r"\s+".join(map(re.escape, old.split()))), new.replace("\\", r"\\")
-    text, count = old.subn(new, text)
-    assert count == 1, old
-    return text
 
 
 WORK_BEYOND = (
@@ -242,16 +308,14 @@ BUGS = {
     "K is given back before it has been read": (
         D128,
         "wgmma reads .* not yet",
-        ("      release(shared.k_empty[k_place.index()]);\n      k_place.advance();\n      auto",
-         "      k_place.advance();\n      auto"),
+        ("        release(shared.k_empty[k_place.index()]);\n      }", "      }"),
         ("if constexpr (kOverlap && !kFirst) {",
          "release(shared.k_empty[k_place.index()]);\n      if constexpr (kOverlap && !kFirst) {"),
     ),
     "K is never given back": (
         D128,
         "deadlock; .*mbarrier: warps 0 1",
-        ("      release(shared.k_empty[k_place.index()]);\n      k_place.advance();\n      auto",
-         "      k_place.advance();\n      auto"),
+        ("        release(shared.k_empty[k_place.index()]);\n      }", "      }"),
     ),
     "scores are used before the product is done": (
         D128,
@@ -281,13 +345,13 @@ BUGS = {
     "fewer bytes are expected than come": (
         D64,
         "deadlock",
-        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes)",
+        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes + beside)",
          "mbarrier_arrive_expect_tx(barrier, kKTileBytes - 16)"),
     ),
     "half of a tile is never loaded": (
         D128,
         "wgmma reads .* holds nothing",
-        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes)",
+        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes + beside)",
          "mbarrier_arrive_expect_tx(barrier, kKTileBytes / 2)"),
         ("block < kBlocks; ++block) {\n        cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles",
          "block < 1; ++block) {\n        cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles"),
@@ -352,31 +416,16 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory):
-    """Each broken kernel as a file, compiled."""
-    folder, found = tmp_path_factory.mktemp("planted"), {}
-    for number, (bug, (row, _, *changes)) in enumerate(BUGS.items()):
-        text = (ROOT / f"cuda_src/{row.source}.cu").read_text()
-        for old, new in changes:
-            text = changed(text, old, new)
-        found[bug] = folder / str(number) / f"{row.source.rpartition('/')[2]}.cu"
-        found[bug].parent.mkdir()
-        found[bug].write_text(text)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda bug: emulator.build_row(BUGS[bug][0], found[bug]), BUGS))
-    return found
-
-
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug, planted):
-    row, message, *_ = BUGS[bug]
+def test_a_planted_bug_is_found(bug, tmp_path):
+    row, message, *changes = BUGS[bug]
+    source = plant(tmp_path, row.source, *changes)
     q, k, v = (draw(3, n, row.dim, dtype=DTYPES[row.dtype], scale=2) for n in (200, 420, 420))
     options = {"is_causal": True, "causal_align": "bottom_right"}
-    want = emulator.attention(row, q, k, v, **options)
+    want = emulated.attention(row, q, k, v, **options)
     for seed in range(60):
         try:
-            got = emulator.attention(row, q, k, v, seed=seed, source=planted[bug], **options)
+            got = emulated.attention(row, q, k, v, seed=seed, source=source, **options)
         except emulator.EmulationError as error:
             if re.search(message, str(error)):
                 return
@@ -395,17 +444,46 @@ def command(*arguments):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_failing_seed_replays(planted):
-    bug = "the output is not fenced before it is stored"
-    more = "--row", BUGS[bug][0].name, "--source", planted[bug]
-    code, text = command("--seeds", 2, "--first", 40, *more)
+# Of each family some rows, a kernel, what stands there and what is put in its place.
+BROKEN = {
+    "attention": ("sm90-bfloat16-d64", "attention/fwd_sm90", "fence_proxy_async_shared();\n", ""),
+    "mask": (
+        "sm80-float16-d192",
+        "attention/fwd_sm80",
+        "in_block == 0 || after_full == 0",
+        "after_full == 0",
+    ),
+    "product": ("sm80-float16-d32", "linear/scan", "sum += more[i];", "sum = more[i];"),
+    "backward": ("sm90-float16-d64", "attention/bwd_rows", "sum - params.dlse[dense]", "sum"),
+}
+
+
+@pytest.mark.parametrize("family", BROKEN)
+def test_a_failing_seed_replays(family, tmp_path):
+    part, kernel, *change = BROKEN[family]
+    source = plant(tmp_path, kernel, change)
+    given = ("--family", family, "--row", part, "--source", source)
+    code, text = command("--seeds", 8, "--first", 40, *given)
     assert code == 1
-    found = re.findall(r"^seed 40: .*$", text, re.MULTILINE)
-    again = re.search(r"again: python -m validation.emulator (--first 40 .*)", text)
-    assert "0 failed" not in text
-    code, text = command(*again[1].split())
+    again = r"(?ms)^(seed \d+: .*?)\nagain: python -m validation.emulator ([^\n]*)"
+    found = re.findall(again, text)
+    assert f"8 seeds over {len(Chosen(family, part, source).kinds())} rows" in text
+    assert f" {len(found)} failed" in text
+    assert " ".join(map(str, ("--seeds 1", *given))) in found[-1][1]
+    code, text = command(*found[-1][1].split())
     assert code == 1
-    assert re.findall(r"^seed 40: .*$", text, re.MULTILINE) == found
+    assert re.findall(again, text) == found[-1:]
+
+
+def test_seeds_are_drawn_from_all_families_or_one():
+    kinds = {family: Chosen(family).kinds() for family in FAMILIES}
+    assert Chosen().kinds() == [kind for family in kinds.values() for kind in family]
+    launched = {row.name for rows, _ in Chosen().kinds() for row in rows}
+    assert launched == {row.name for row in (*VARIANTS, *PRODUCTS, *BACKWARD)}
+    (scan,) = {row.name for row in PRODUCTS if row.source == "linear/scan"}
+    assert {rows[-1].name for rows, _ in Chosen(part=scan).kinds()} == {scan}
+    code, text = command("--seeds", 1, "--family", "mask", "--row", "linear")
+    assert (code, text) == (2, "emulator: no row for --family mask --row linear\n")
 
 
 # Beyond an array in global memory, and beyond shared memory.
@@ -418,15 +496,14 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize("planted_there", [False, True], ids=["clean", "planted"])
-@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize(
+    ("name", "planted_there"), [("lse", True), ("work", False), ("work", True)]
+)
 def test_address_sanitizer(name, planted_there, tmp_path):
     if sanitizer() is None:
         pytest.skip("the compiler has no AddressSanitizer")
-    row, old, new = BEYOND[name]
-    text = (ROOT / f"cuda_src/{row.source}.cu").read_text()
-    source = tmp_path / f"{row.source.rpartition('/')[2]}.cu"
-    source.write_text(changed(text, old, new) if planted_there else text)
+    row, *change = BEYOND[name]
+    source = plant(tmp_path, row.source, *[change] * planted_there)
     code, text = command("--sanitize", "--seeds", 4, "--row", row.name, "--source", source)
     if planted_there:
         assert code != 0

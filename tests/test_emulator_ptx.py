@@ -154,6 +154,10 @@ AXES = (1, 1, 1, 32, 64), (4096, 4096, 4096, 128, 2)
 FENCED = {
     "wgmma_groups": ((np.zeros(32768, np.uint8),) * 2, {"shared": 32768, "bytes": 32768}),
     "tma_store_wait": ((BLANK, BLANK), {"tensor": ("x", "float16", *AXES, (1, 1, 1, 16, 64))}),
+    "bulk_load": (
+        (BLANK, np.zeros(1, np.int32)),
+        {"count": 1, "bytes": 2048},
+    ),
     "tma_load": (
         (BLANK, np.zeros((1, 5), np.int32)),
         {"tensor": ("x", "float16", *AXES, (1, 1, 1, 16, 64)), "count": 1, "bytes": 2048},

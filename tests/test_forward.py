@@ -11,13 +11,15 @@ from tests.test_check import NO_OPTIONS
 
 pytest.importorskip("cupy")
 from fa_cupy.gpu import fwd_sm80, fwd_sm90, maps, variants
+from fa_cupy.gpu.params import MaskPointers
 from fa_cupy.gpu.params_sm90 import FWD_SM90_PARAMS
 from fa_cupy.gpu.tensor_map import LayoutError
 from fa_cupy.gpu.variants import Call, select
 
 HALF = np.dtype(np.float16)
 MULTIPROCESSORS = 10
-PLACES = (0x10000, 0x20000, 0x30000, 0, 0, 0x40000, 0x50000, 0)
+PLACES = (0x10000, 0x20000, 0x30000, 0, 0x40000, 0x50000, 0)
+MASK = MaskPointers(*range(0x1000, 0xA000, 0x1000), words_by_tile=3)
 
 
 class Device:
@@ -64,11 +66,12 @@ def device(monkeypatch):
     return device
 
 
-def forward(q_len=300, heads=2, k_len=300, **options):
+def forward(q_len=300, heads=2, k_len=300, masked=False, **options):
     q, k = np.zeros((heads, q_len, 64), HALF), np.zeros((heads, k_len, 64), HALF)
-    problem = _check.attention_problem(q, k, k, None, None, **NO_OPTIONS | options)
+    mask = np.ones((q_len, k_len), bool) if masked else None
+    problem = _check.attention_problem(q, k, k, None, mask, **NO_OPTIONS | options)
     out = _check.out_view(problem, q.shape, q.strides)
-    call = Call()
+    call = Call(masked=masked)
     rows = [select("float16", 64, 64, "sm_90a", call._replace(mapped=mapped)) for mapped in (1, 0)]
     return fwd_sm90.FwdSm90(problem, out, *rows, 0)
 
@@ -84,7 +87,7 @@ def test_maps_pointers_and_schedule_reach_the_launch(device):
         assert (p[f"{name}_map"] == place).all()
         assert p["common"][name] == place
     assert (p["out_map"] == p["common"]["out"]).all()
-    assert p["common"]["lse"] == PLACES[6]
+    assert p["common"]["lse"] == PLACES[5]
     assert p["schedule"].item() == (0, 0, 4, 2, 1)  # a block for each tile: no counter
     assert p["size"].tolist() == [1, 1, 2]
     assert device.counters == []
@@ -124,13 +127,13 @@ def test_a_graph_gets_a_block_for_each_tile_and_no_counter(device):
 def test_maps_are_made_once_for_a_pointer(device):
     run = forward()
     run(PLACES)
-    assert device.encoded == [PLACES[0], PLACES[1], PLACES[2], PLACES[5]]
-    other = (*PLACES[:5], 0x60000, *PLACES[6:])
+    assert device.encoded == [PLACES[0], PLACES[1], PLACES[2], PLACES[4]]
+    other = (*PLACES[:4], 0x60000, *PLACES[5:])
     for places in (PLACES, other, PLACES, other):
         run(places)
     assert device.encoded[4:] == [0x60000]
     assert [int(v["out_map"][0, 0]) for _, _, v in device.launched[1:]] == [
-        PLACES[5], 0x60000, PLACES[5], 0x60000
+        PLACES[4], 0x60000, PLACES[4], 0x60000
     ]  # fmt: skip
 
 
@@ -145,7 +148,7 @@ def test_few_maps_are_kept(device, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("which", [0, 1, 2, 5])
+@pytest.mark.parametrize("which", [0, 1, 2, 4])
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_pointer_without_a_map_goes_to_the_other_kernel(device, which, refused):
     run = forward()
@@ -163,7 +166,7 @@ def test_a_pointer_without_a_map_goes_to_the_other_kernel(device, which, refused
     run(PLACES)
     kernel, _, values = device.launched[-1]
     assert kernel is run.row
-    for name, place in zip(("q", "k", "v", "out"), (*PLACES[:3], PLACES[5]), strict=True):
+    for name, place in zip(("q", "k", "v", "out"), (*PLACES[:3], PLACES[4]), strict=True):
         assert (values[f"{name}_map"] == place).all()
 
 
@@ -176,6 +179,24 @@ def test_parts_follow_each_other(device, monkeypatch):
         for _, grid, v in device.launched
     ]
     assert found == [(0, 6, 3, 3, 6), (3, 4, 2, 2, 4)]
+
+
+def test_a_mask_reaches_every_launch_of_the_other_kernel(device, monkeypatch):
+    run = forward(heads=5, masked=True).for_any_pointers()
+    assert run.row.sparse
+    run(PLACES, mask=MASK)
+    run(PLACES, mask=MASK._replace(entries=0xC000))
+    found = [(grid, values["mask"][0].item()) for _, grid, values in device.launched]
+    assert found == [(15, MASK), (15, MASK._replace(entries=0xC000))]
+    assert device.launched[0][2]["q_tiles"] == 3
+    # Of several launches none has all rows of blocks: the order is not theirs.
+    monkeypatch.setattr(fwd_sm90.fill.__globals__["params"], "MAX_GRID", 7)
+    run = forward(heads=5, masked=True).for_any_pointers()
+    device.launched.clear()
+    run(PLACES, mask=MASK)
+    found = [(v["first_batch"][0], grid, v["mask"][0].item()) for _, grid, v in device.launched]
+    told = MASK._replace(order=0)
+    assert found == [(0, 6, told), (2, 6, told), (4, 3, told)]
 
 
 def test_marks_are_unique_and_not_zero():

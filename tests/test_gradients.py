@@ -1,15 +1,13 @@
 """Gradients of attention: rules that hold on the CPU and the GPU alike, and a fuzz of them."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
-from fa_cupy import BitMask, _arrays, _calls, attention, attention_backward, reference
+from fa_cupy import BitMask, attention, attention_backward, reference
 from tests.gradients import check, solve
-from tests.strategies import DTYPES, LAYOUTS, Case, by_dtype, cases, lay, normal, to_numpy
+from tests.strategies import DTYPES, LAYOUTS, UNIT, Case, by_dtype, cases, lay, normal, to_numpy
 from tests.test_attention import HIDE, hidden
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
@@ -280,9 +278,11 @@ def test_a_row_with_nothing_to_attend_to(xp, dtype, how):
     if how != "bias":
         q[:20] = np.nan
     dout[:20], dlse[:20] = np.nan, np.inf
+    # On a GPU weights are rounded, and not where rows are computed again for what they hide.
+    slack = 1e-5 if xp is np else 1e-5 + 2 * UNIT[dtype]
     for mine, theirs in zip(backward(xp, arrays, dout, dlse=dlse, **options), want, strict=True):
         np.testing.assert_allclose(
-            to_numpy(mine).astype(float), to_numpy(theirs).astype(float), rtol=1e-2, atol=1e-5
+            to_numpy(mine).astype(float), to_numpy(theirs).astype(float), rtol=1e-2, atol=slack
         )
 
 
@@ -365,16 +365,43 @@ def test_errors(arguments, error, text):
     assert str(caught.value).startswith(f"attention_backward: {text}")
 
 
-def test_bit_masks_on_a_gpu_are_refused_before_anything_is_allocated(monkeypatch):
-    mask = BitMask.from_dense(np.ones((5, 5), bool))
+# Bit masks
 
-    def on_gpu(name, writes, **arrays):
-        return _arrays.Native(list(arrays.values()), "cupy", None, nullcontext(), np.empty)
 
-    monkeypatch.setattr(_arrays, "to_native", on_gpu)
-    monkeypatch.setattr(_calls, "backend_of", None)
-    with pytest.raises(NotImplementedError, match=r"^attention_backward: mask is a BitMask, which"):
-        attention_backward(X, X, X, X, X, LSE, mask=mask)
+@pytest.mark.parametrize(
+    ("batch", "there", "options"),
+    [
+        ((), False, {}),
+        ((4,), True, {"is_causal": True, "causal_align": "bottom_right"}),
+        ((2, 1), False, {"window": (150, 20), "causal_align": "top_left", "softcap": 4.0}),
+    ],
+    ids=["one", "heads", "batch"],
+)
+@pytest.mark.parametrize(**by_dtype(*DTYPES))
+def test_bit_masks_are_the_dense_ones(xp, dtype, batch, there, options):
+    rng = np.random.default_rng(3)
+    states = rng.choice(3, (*batch, 2, 5), p=[0.5, 0.3, 0.2]).repeat(128, -2).repeat(128, -1)
+    states = states[..., :200, :600]
+    dense = (states == 1) | (states == 2) & (rng.random(states.shape) < 0.5)
+    dense[..., 7, :] = dense[..., 550] = False
+    shapes = (2, 4, 200, 24), (2, 2, 600, 24), (2, 2, 600, 16), (4, 1, 600)
+    case = Case(*draw(*shapes, dtype=dtype), dense, options)
+    case.v[..., 550, :] = np.nan
+    mask = BitMask.from_dense(xp.asarray(dense) if there else dense)
+    found = check(xp, case, dlse=True, mask=mask)
+    again = solve(xp, case, dlse=True, mask=mask)[1]
+    assert [x.tobytes() for x in found.values()] == [x.tobytes() for x in again.values()]
+
+
+@given(case=cases(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=50)
+def test_any_bit_mask_agrees_with_the_reference(xp, case, seed):
+    assume(plain_options(case))
+    lengths = case.q.shape[-2], case.k.shape[-2]
+    if case.mask is None:
+        case.mask = np.random.default_rng(seed).random((1, *lengths)) < 0.5
+    shape = (*case.mask.shape[:-2], *lengths)
+    check(xp, case, mask=BitMask.from_dense(np.broadcast_to(case.mask, shape)))
 
 
 # Other libraries

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from fa_cupy import attention
+from fa_cupy import BitMask, attention
 from fa_cupy._check import View
 from tests.strategies import BFLOAT16, Case, by_dtype, check_against_reference, normal
 
@@ -366,9 +366,13 @@ def test_the_kernels_need_no_memory_but_their_results(fresh_plans, dtype, layout
     out = cp.empty_like(q)
     counter = Counter()
     with cp.cuda.using_allocator(counter):
-        for _ in range(2):  # without and with a plan
-            attention(q, k, v, bias, mask, is_causal=True, return_lse=True)
-            assert counter.sizes == [2 * q.size, 4 * heads * length]
+        for given in (None, None, mask, mask):  # without and with a plan
+            attention(q, k, v, bias, given, is_causal=True, return_lse=True)
+            results, rest = counter.sizes[:2], sum(counter.sizes[2:])
+            assert results[0] == 2 * q.size
+            # The counter of a persistent grid lies behind the rows.
+            assert results[1] - 4 * heads * length in (0, 16)
+            assert rest == 0 if given is None else rest < 2**22  # packed: of one row for all
             counter.sizes.clear()
         attention(q, k, v, out=out)
         assert sum(counter.sizes) <= 16  # the counter of a persistent grid
@@ -475,6 +479,8 @@ MISTAKES = {
     "mask of floats": lambda c: {"mask": c["mask"].astype(HALF)},
     "mask turned": lambda c: {"mask": c["mask"].T},
     "mask on the CPU": lambda c: {"mask": c["mask"].get()},
+    "mask of other lengths": lambda c: {"mask": BitMask.from_dense(np.ones((9, 12), bool))},
+    "mask of a batch too many": lambda c: {"mask": BitMask.from_dense(np.ones((3, 9, 11), bool))},
     "q of one axis": lambda c: {"q": c["q"][0, 0]},
     "k on the CPU": lambda c: {"k": c["k"].get()},
     "k of float32": lambda c: {"k": c["k"].astype(np.float32)},

@@ -76,6 +76,20 @@ def test_copies_are_kept(cupy):
     mask_sources.check_copies(cupy)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lists_are_sent_to_one_memory(cupy, shape, monkeypatch):
+    from fa_cupy.gpu import mask_lists
+
+    mask = BitMask.from_dense(mask_sources.dense(np.random.default_rng(0), shape))
+    sizes = []
+    monkeypatch.setattr(mask_lists, "alloc", lambda n: sizes.append(n) or cupy.cuda.alloc(n))
+    sent = mask._store.on(0)
+    assert sizes == [mask._store.nbytes]
+    assert sent.words.data.ptr % 16 == 0
+    for mine, want in zip(sent, mask.lists, strict=True):
+        np.testing.assert_array_equal(mine.get(), want, strict=True)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [

@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import _check
+from fa_cupy import _check, layouts
 from fa_cupy.gpu import params
-from fa_cupy.gpu.params import ATTENTION_PARAMS, POINTERS
+from fa_cupy.gpu.params import ATTENTION_PARAMS, MASK_LISTS, POINTERS
 from fa_cupy.gpu.product_params import PRODUCT_PARAMS
 from tests.test_check import NO_OPTIONS
 
 COMMON = Path(__file__).parents[1] / "cuda_src/common"
 STRUCTS = {
     "AttentionParams": ("attention_params.cuh", ATTENTION_PARAMS),
+    "MaskLists": ("mask_lists.cuh", MASK_LISTS),
     "ProductParams": ("product_params.cuh", PRODUCT_PARAMS),
 }
 ROWS = ("q", "k", "v", "out")
@@ -40,7 +41,7 @@ def members(struct):
     """(name, type, array length or None) of each member of a struct, in order."""
     text = header(STRUCTS[struct][0])
     body = re.search(rf"struct {struct} \{{(.*?)\}};", text, re.DOTALL).group(1)
-    types = {"int64": np.int64, "int": np.int32, "float": np.float32}
+    types = {"int64": np.int64, "int": np.int32, "float": np.float32, "MaskLists": MASK_LISTS}
     for kind, pointer, names in re.findall(r"(?:const\s+)?(\w+)(\*?)\s+([^;]+);", body):
         for name, length in re.findall(r"(\w+)(?:\[(\w+)\])?\s*(?:,|$)", names.strip()):
             yield (
@@ -63,7 +64,7 @@ def test_the_struct_is_that_of_the_header(struct):
 def test_every_member_lies_where_a_c_compiler_puts_it(struct):
     at, fields = 0, STRUCTS[struct][1]
     for name, dtype, length in members(struct):
-        at = -(-at // dtype.itemsize) * dtype.itemsize
+        at = -(-at // dtype.alignment) * dtype.alignment
         assert fields.fields[name][1] == at, name
         at += dtype.itemsize * (length or 1)
     assert fields.itemsize == -(-at // 8) * 8
@@ -87,6 +88,29 @@ def test_the_head_is_written_where_the_struct_has_it():
     assert filled["first_batch"][0] == -5
     assert filled["aligned"][0] == 7
     assert not filled.view(np.uint8)[struct.calcsize(params.HEAD_FORMAT) :].any()
+
+
+def test_a_mask_is_written_where_the_struct_has_it():
+    assert params.MaskPointers._fields == MASK_LISTS.names
+    filled = np.zeros(1, ATTENTION_PARAMS)
+    told = params.MaskPointers(*(2**64 - 1 - i for i in range(9)), words_by_tile=-5)
+    params.pack_mask(filled.view(np.uint8), params.MASK_AT, *told)
+    assert filled["mask"][0].item() == told
+    filled["mask"] = 0
+    assert not filled.view(np.uint8).any()
+
+
+def test_a_part_of_a_call_has_its_own_entries_and_the_usual_order():
+    told = params.MaskPointers(*range(100, 1000, 100))
+    assert told.of_part(7, whole=True) is told
+    assert told.of_part(7, whole=False) == told._replace(entries=828, order=0)
+
+
+def test_the_size_of_a_block_is_that_of_the_header():
+    found = dict(re.findall(r"constexpr int (kMaskBlock|kBlockWords) = (\d+);",
+                            header("mask_lists.cuh")))  # fmt: skip
+    assert int(found["kMaskBlock"]) == params.MASK_BLOCK == layouts.BLOCK
+    assert int(found["kBlockWords"]) == np.prod(layouts.ORDERS["fragment"])
 
 
 # Offsets
@@ -117,7 +141,7 @@ class Array:
 
 
 @st.composite
-def layouts(draw, shape, dtype, free=False):
+def laid(draw, shape, dtype, free=False):
     """An `Array` with any order of axes and any directions; the last axis is dense unless free."""
     turned = len(shape) if free else len(shape) - 1
     order = draw(st.permutations(range(turned))) + list(range(turned, len(shape)))
@@ -150,14 +174,14 @@ def calls(draw):
         shapes = [tuple(batch), some(), some()]
     tails = (q_len, head_dim), (k_len, head_dim), (k_len, v_dim)
     arrays = {
-        name: draw(layouts((*shape, *tail), dtype))
+        name: draw(laid((*shape, *tail), dtype))
         for name, shape, tail in zip("qkv", shapes, tails, strict=True)
     }
     scores = (*batch, q_len, k_len)
     for name, kind in (("bias", draw(st.sampled_from(_check.FLOAT_DTYPES))), ("mask", np.bool_)):
         if draw(st.booleans()):
-            arrays[name] = draw(layouts(some(scores), kind, free=True))
-    arrays["out"] = draw(layouts((*batch, q_len, v_dim), dtype))
+            arrays[name] = draw(laid(some(scores), kind, free=True))
+    arrays["out"] = draw(laid((*batch, q_len, v_dim), dtype))
     return arrays
 
 
@@ -166,7 +190,7 @@ def rows_and_columns(problem):
     q_len, k_len, head_dim, v_dim = problem.q_len, problem.k_len, problem.head_dim, problem.v_dim
     scores = (q_len, k_len)
     tails = {"q": (q_len, head_dim), "k": (k_len, head_dim), "v": (k_len, v_dim)}
-    return {**tails, "out": (q_len, v_dim), "bias": scores, "mask": scores}
+    return {**tails, "out": (q_len, v_dim), "bias": scores}
 
 
 def wanted(problem, name, array):
@@ -190,15 +214,18 @@ def by_kernel(p, part, name, item, tail):
     moved, odd = divmod(part.offsets[POINTERS.index(name)], item)
     assert odd == 0
     row, col = np.ogrid[: tail[0], : tail[1]]
-    step = p[f"{name}_col"] if name in ("bias", "mask") else 1
+    step = p["bias_col"] if name == "bias" else 1
     inner = row * np.int64(p[f"{name}_row"]) + col * step
-    # LSE has no strides: it says which entry of the whole problem this is.
-    entry, odd = divmod(part.offsets[POINTERS.index("lse")], 4 * int(p["q_len"]))
-    assert odd == 0
-    return entry + batch, (moved + offset)[:, None, None] + inner
+    # LSE has no strides, it is dense.
+    assert part.offsets[POINTERS.index("lse")] == 4 * int(p["q_len"]) * part.entry
+    return part.entry + batch, (moved + offset)[:, None, None] + inner
 
 
-@given(arrays=calls(), tile_m=st.integers(1, 3), max_grid=st.sampled_from([1, 2, 5, 30, 2**31 - 1]))
+@given(
+    arrays=calls(),
+    tile_m=st.sampled_from([1, 2, 4]),
+    max_grid=st.sampled_from([1, 2, 5, 30, 2**31 - 1]),
+)
 def test_a_kernel_finds_every_element(arrays, tile_m, max_grid):
     given = [arrays[name].array if name in arrays else None for name in _check.ARGS]
     problem = _check.attention_problem(*given, **NO_OPTIONS)
@@ -209,11 +236,15 @@ def test_a_kernel_finds_every_element(arrays, tile_m, max_grid):
         )
     p = filled[0]
     tiles = -(-problem.q_len // tile_m)
+    if "mask" in arrays:  # whole blocks of rows
+        tiles = 128 // tile_m
     assert p["q_tiles"] == tiles
     assert all(0 < part.blocks <= max(max_grid, tiles) for part in parts)
     assert all(part.blocks % tiles == 0 for part in parts)
     assert sum(part.blocks for part in parts) == np.prod(problem.batch, dtype=int) * tiles
     for name, array in arrays.items():
+        if name == "mask":
+            continue
         item, tail = array.array.itemsize, rows_and_columns(problem)[name]
         want = wanted(problem, name, array)
         seen = np.zeros(len(want), int)
@@ -275,7 +306,7 @@ def test_batch_entries_past_2_to_the_31(batch):
     assert all(0 < part.blocks < 2**31 for part in parts)
     for part in parts:
         for batch_entry in (part.first_batch, part.first_batch + part.blocks - 1):
-            one = params.Part(part.offsets, batch_entry, 1)
+            one = params.Part(part.offsets, batch_entry, 1, part.entry)
             entries, places = by_kernel(p, one, "out", 2, (1, 1))
             np.testing.assert_array_equal(places[:, 0, 0], entries)
         count += part.blocks

@@ -223,6 +223,12 @@ def test_heads_are_not_packed_where_scores_are_transformed(options):
     assert filled_for(half(2, 8, 1, 64), half(2, 2, 70, 64), **options).params["row_shift"] == 0
 
 
+def test_heads_are_not_packed_under_a_mask():
+    q, k = half(2, 8, 1, 64), half(2, 2, 70, 64)
+    p = filled_for(q, k, mask=np.ones((1, 70), bool)).params[0]
+    assert (p["row_shift"], p["common"]["q_tiles"], p["size"].prod()) == (0, 1, 16)
+
+
 def test_an_array_that_broadcasts_has_no_axis():
     q, k, v = half(2, 3, 5, 64), half(3, 9, 64), half(2, 1, 9, 64)
     filled, maps, _ = filled_for(q, k, v)
@@ -256,7 +262,7 @@ CHANGES = {
     "one query for all": ({"q": strided((2, 3, 20, 64), (384, 128, 0, 2))}, False),
     "broadcast heads": ({"k": half(20, 64), "v": half(2, 1, 20, 64)}, True),
     "no keys": ({"k": half(2, 3, 0, 64), "v": half(2, 3, 0, 64)}, False),
-    "a mask": ({"mask": np.ones((20, 20), bool)}, False),
+    "a mask": ({"mask": np.ones((20, 20), bool)}, True),
     "a bias": ({"bias": np.zeros((3, 20, 20))}, True),
     "no columns": ({"v": half(2, 3, 20, 0)}, False),
     "one column in odd rows": ({"v": half(2, 3, 20, 1)}, False),
@@ -302,14 +308,16 @@ def test_four_axes_that_do_not_merge_are_too_many():
 @pytest.mark.parametrize("target", variants.SHARED_LIMIT)
 @pytest.mark.parametrize("dim", [1, 32, 33, 64, 96, 100, 192, 200, 256])
 def test_sm90_comes_first_where_it_can(target, dim):
-    for transform in (False, True):
-        call = Call(transform)
+    for transform, masked in itertools.product((False, True), repeat=2):
+        call = Call(transform, masked=masked)
         row = select("bfloat16", dim, 1, target, call)
         other = select("bfloat16", dim, 1, target, call._replace(mapped=False))
         assert isinstance(other, VariantSm80)
+        assert other.sparse == masked
         if target == "sm_90a":
             assert isinstance(row, VariantSm90)
             assert row.transform == transform
+            assert row.sparse == masked
             assert row.dim >= dim
         else:
             assert row == other

@@ -62,7 +62,7 @@ def test_a_repeated_call_gives_the_same_bits(cupy, case):
 @pytest.mark.parametrize("batch", [(), (3, 50)])
 @pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 80), (128, 128), (200, 100), (20, 300)])
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(**by_dtype(HALF, BFLOAT16))
+@pytest.mark.parametrize(**by_dtype(HALF, BFLOAT16, SINGLE))
 def test_sequences_that_are_split_and_that_are_not(cupy, dtype, reverse, dims, batch):
     """Of many batch entries a few are compared: each is a block's own work."""
     arrays = draw(*[(*batch, 777, dim) for dim in (dims[0], *dims)], dtype=dtype)
@@ -72,9 +72,32 @@ def test_sequences_that_are_split_and_that_are_not(cupy, dtype, reverse, dims, b
     out, state = map(to_numpy, causal_product(q, k, v, **options))
     for entry in some(batch):
         case = Case(*(x[entry] for x in arrays), reverse=reverse)
-        check_product(case, out[entry], state[entry], rounded=True)
+        check_product(case, out[entry], state[entry], rounded=rounded(dtype))
         want, _ = reference.causal_product(*case.arrays, reverse=reverse)
         assert reference.relative_error(out[entry], want) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (120, 60), (128, 128)])
+@pytest.mark.parametrize("length", [2000, 20000])
+@pytest.mark.parametrize(**by_dtype(HALF, BFLOAT16, SINGLE))
+def test_states_of_sequences_that_are_split(cupy, dtype, length, dims, reverse):
+    """By the blocks themselves, or by a kernel and a scan before them: some outputs, and states."""
+    arrays = draw(*[(4, length, dim) for dim in (dims[0], *dims)], dtype=dtype)
+    arrays.append(draw((4, *dims), seed=1)[0])
+    q, k, v, initial = map(cupy.asarray, arrays)
+    options = {"initial_state": initial, "reverse": reverse, "return_state": True}
+    out, last = map(to_numpy, causal_product(q, k, v, **options))
+    q, k, v, initial = (x.astype(np.float64) for x in arrays)
+    rows = [0, 63, 64, length // 3, length - 65, length - 1]
+    want = np.empty((4, len(rows), dims[1]))
+    for n, row in enumerate(rows):
+        read = slice(row, None) if reverse else slice(row + 1)
+        state = initial + k[:, read].swapaxes(-1, -2) @ v[:, read]
+        want[:, n] = (q[:, row, None] @ state)[:, 0]
+    assert reference.relative_error(out[:, rows], want) <= 1.2 * LIMITS[dtype]
+    whole = initial + k.swapaxes(-1, -2) @ v
+    assert reference.relative_error(last, whole) <= LIMITS[SINGLE]
 
 
 @pytest.mark.parametrize("dim", [64, 128])

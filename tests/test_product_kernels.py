@@ -1,5 +1,6 @@
 """The kernels of causal products: their own source on the CPU, and what chooses between them."""
 
+import dataclasses
 import importlib
 import itertools
 import struct
@@ -12,61 +13,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import _product, reference
-from fa_cupy.gpu.compile import ROOT
-from fa_cupy.gpu.product_choice import Choice, choose
-from fa_cupy.gpu.product_choice_sm90 import states_for
+from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.product_params import HEAD_FORMAT, POINTERS, PRODUCT_PARAMS
-from fa_cupy.gpu.product_params_sm90 import POINTERS_AT, PRODUCT_JOB, Job, dim_step, takes
+from fa_cupy.gpu.product_params_sm90 import POINTERS_AT, PRODUCT_JOB, Job, takes
 from fa_cupy.gpu.products import (
     PRODUCTS,
     ChunkedSingleVariant,
     ChunkedVariant,
     RecurrentVariant,
-    StatesVariant,
 )
-from fa_cupy.gpu.products_sm90 import ChunkedSingleSm90Variant, ChunkedSm90Variant, VariantSm90
+from fa_cupy.gpu.products_sm90 import (
+    ChunkedSingleSm90Variant,
+    ChunkedSingleTurnsVariant,
+    ChunkedSm90Variant,
+    VariantSm90,
+)
 from fa_cupy.gpu.rows import SHARED_LIMIT
-from tests.products import Case, check_product, draw
-from tests.strategies import DTYPES, lay, normal
-from validation import emulator
+from tests.kernel_products import NAMES, check, gradients, solve, split
+from tests.planted import plant
+from tests.products import Case, draw
+from tests.seeds import Chosen, one
+from tests.strategies import DTYPES, lay
+from validation import emulated, emulator
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
-NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2]}
 CHUNKED = [row for row in PRODUCTS if isinstance(row, ChunkedVariant)]
 SM90 = [row for row in PRODUCTS if isinstance(row, ChunkedSm90Variant)]
 SINGLE = [row for row in PRODUCTS if isinstance(row, ChunkedSingleVariant)]
 SINGLE_SM90 = [row for row in PRODUCTS if isinstance(row, ChunkedSingleSm90Variant)]
-SPLIT = (ChunkedVariant, ChunkedSingleVariant)
-STATES = {(row.dtype, row.dim): row for row in PRODUCTS if isinstance(row, StatesVariant)}
+TURNS = next(row for row in PRODUCTS if isinstance(row, ChunkedSingleTurnsVariant))
+SINGLE_SM90.append(TURNS)
 PLAIN = [row for row in PRODUCTS if isinstance(row, RecurrentVariant)]
 SMALL_SM90 = [row for row in SM90 if row.dim == 64 and (row.tile_n == 128 or row.blocks == 2)]
 SMALL = [row for row in CHUNKED if row.dim == 32 or (row.dim, row.stages) == (64, 3)]
-
-
-def split(row, length, segment_chunks):
-    """The choice of a row with segments of so many chunks; None: one segment."""
-    if segment_chunks is None:
-        return Choice(row, None, 1, max(1, length), 0.0)
-    rows = segment_chunks * row.tile_m
-    segments = max(1, -(-length // rows))
-    if isinstance(row, VariantSm90):
-        states = states_for(row)
-    else:
-        states = STATES[row.dtype, row.dim]
-    return Choice(row, states if segments > 1 else None, segments, rows, 0.0)
-
-
-def solve(row, case, segment_chunks=None, seed=0, source=None, truncating=False):
-    choice = split(row, case.q.shape[-2], segment_chunks)
-    how = case.reverse, seed, source, truncating
-    return emulator.causal_product(choice, *case.native(np), *how)
-
-
-def check(row, case, segment_chunks=None, seed=0, truncating=False):
-    out, state = solve(row, case, segment_chunks, seed, truncating=truncating)
-    check_product(case, out, state, rounded=isinstance(row, (ChunkedVariant, ChunkedSm90Variant)))
-    return out, state
 
 
 @needs_compiler
@@ -113,13 +93,14 @@ def test_every_row_of_single_precision(row):
     plain = reference.plain_product(*arrays, dtype=arrays[0].dtype)
     errors = [reference.relative_error(x, want) for x in (out, plain)]
     # Where three products share a sum, that is cut more often while it is large.
-    most = (4e-7, 1.6) if row in SINGLE_SM90 else (3e-7, 1.2)
+    # What plain sums come to is the machine's BLAS's.
+    most = (4e-7, 1.6) if row in SINGLE_SM90 else (3e-7, 1.4)
     assert errors[0] <= min(most[0], most[1] * errors[1])
     assert reference.relative_error(state, last) <= 3e-7
 
 
 @needs_compiler
-@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0]], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0], TURNS], ids=lambda row: row.name)
 def test_error_of_a_long_sequence_of_single_precision(row):
     arrays = draw(*[(6000, 32)] * 3)
     for truncating in (False, True):
@@ -141,7 +122,7 @@ def scaled(rng, x, exponents, axis):
     ("axis", "exponents"),
     [(0, (-8, 9)), (0, (-20, 21)), (0, (-30, 21)), (1, (-4, 5)), (1, (-10, 11))],
 )
-@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0]], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0], TURNS], ids=lambda row: row.name)
 def test_single_precision_of_rows_and_columns_of_any_size(row, axis, exponents):
     """Each output has the accuracy of its own terms, though its neighbours are larger by far.
 
@@ -165,7 +146,7 @@ def test_single_precision_of_rows_and_columns_of_any_size(row, axis, exponents):
      (1e20, 1e-40, 1e10), (1e-5, 1e37, 1e-39), (1e-30, 1e18, 1e18)],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0]], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0], TURNS], ids=lambda row: row.name)
 def test_single_precision_at_the_ends_of_its_range(row, sizes):
     """Scores may be more than float32 holds, or less, where states and outputs are not."""
     arrays = [np.float32(size) * x for x, size in zip(draw(*[(150, 32)] * 3), sizes, strict=True)]
@@ -179,7 +160,7 @@ def test_a_tiny_row_before_a_huge_one():
     v[:40] *= np.float32(1e-15)
     k[40:] *= np.float32(1e15)
     q[::2] *= np.float32(1e12)
-    for row in (*SINGLE[:2], SINGLE_SM90[0]):
+    for row in (*SINGLE[:2], SINGLE_SM90[0], TURNS):
         check(row, Case(q, k, v))
 
 
@@ -190,93 +171,32 @@ def test_keys_that_share_no_column():
     q, v = draw((64, 32), (64, 32))
     k = np.zeros((64, 32), np.float32)
     k[np.arange(64), np.arange(64) % 32] = np.ldexp(1.0, rng.integers(-14, 1, 64))
-    for row in (SINGLE[0], SINGLE_SM90[0]):
+    for row in (SINGLE[0], SINGLE_SM90[0], TURNS):
         check(row, Case(q, k, v))
 
 
-@st.composite
-def calls(draw_):
-    """Products that the kernels take as they are."""
-    row = draw_(st.sampled_from([*SMALL, SINGLE[0], SINGLE[1], PLAIN[0], PLAIN[4]]))
-    rng = np.random.default_rng(draw_(st.integers(0, 2**32 - 1)))
-    length = draw_(st.integers(0, 2 * row.tile_m + 2) | st.sampled_from([63, 64, 65, 128, 300]))
-    qk_dim = draw_(st.integers(1, row.dim) | st.just(row.dim))
-    v_dim = draw_(st.integers(1, 40) | st.sampled_from([1, 32, 64, 72]))
-    heads = draw_(
-        st.sampled_from(
-            [((), (), ()), ((3,), (3,), (3,)), ((2, 4), (2, 2), (2, 1)), ((2, 1), (1, 3), (3,))]
-        )
-    )
-    shapes = [(*b, length, d) for b, d in zip(heads, (qk_dim, qk_dim, v_dim), strict=True)]
-    arrays = [normal(rng, shape, NAMES[row.dtype]) for shape in shapes]
-    if draw_(st.sampled_from([False, False, True])):
-        for x in arrays:
-            bad = rng.random(x.shape) < draw_(st.sampled_from([0.0, 0.001]))
-            x[bad] = draw_(st.sampled_from([np.nan, np.inf, -np.inf]))
-    initial = normal(rng, (qk_dim, v_dim), np.float32) if draw_(st.booleans()) else None
-    layouts = st.sampled_from(["dense", "blhd", "rows", "upward", "offset"])
-    case = Case(
-        *arrays,
-        initial,
-        reverse=draw_(st.booleans()),
-        layouts=(*(draw_(layouts) for _ in range(3)), "transposed"),
-    )
-    split_by = [None, 1, 2] if isinstance(row, SPLIT) else [None]
-    return row, case, draw_(st.sampled_from(split_by)), draw_(st.integers(0, 2**32))
+@needs_compiler
+@pytest.mark.parametrize(
+    "row", [SMALL[0], SMALL_SM90[0], SINGLE[0], SINGLE_SM90[0], PLAIN[0]], ids=lambda row: row.name
+)
+def test_heads_that_share_keys_or_values(row):
+    arrays = draw((2, 4, 70, 16), (2, 2, 70, 16), (2, 1, 70, 24), dtype=NAMES[row.dtype])
+    for seed, heads in enumerate((1, 2, 4)):
+        check(row, Case(*arrays, draw((heads, 16, 24))[0]), seed=seed)
 
 
 @needs_compiler
-@settings(max_examples=30)
-@given(call=calls())
-def test_any_call_with_any_schedule(call):
-    row, case, segment_chunks, seed = call
-    check(row, case, segment_chunks, seed)
-
-
-@st.composite
-def mapped_calls(draw_):
-    """Products that the kernels for SM90 take as they are."""
-    row = draw_(st.sampled_from([*SMALL_SM90, *SINGLE_SM90[:2]]))
-    rng = np.random.default_rng(draw_(st.integers(0, 2**32 - 1)))
-    length = draw_(st.integers(1, 130) | st.sampled_from([1, 63, 64, 65, 128, 300]))
-    step = dim_step(row.dtype)
-    qk_dim = step * draw_(st.integers(1, row.dim // step) | st.just(row.dim // step))
-    v_dim = draw_(st.sampled_from([step, 3 * step, 64, 72, 128, 136]))
-    heads = draw_(
-        st.sampled_from(
-            [((), (), ()), ((3,), (3,), (3,)), ((2, 4), (2, 2), (2, 1)), ((2, 1), (1, 3), (3,))]
-        )
-    )
-    shapes = [(*b, length, d) for b, d in zip(heads, (qk_dim, qk_dim, v_dim), strict=True)]
-    arrays = [normal(rng, shape, NAMES[row.dtype]) for shape in shapes]
-    if draw_(st.sampled_from([False, False, True])):
-        for x in arrays:
-            bad = rng.random(x.shape) < draw_(st.sampled_from([0.0, 0.001]))
-            x[bad] = draw_(st.sampled_from([np.nan, np.inf, -np.inf]))
-    initial = normal(rng, (qk_dim, v_dim), np.float32) if draw_(st.booleans()) else None
-    layouts = st.sampled_from(["dense", "blhd", "rows"])
-    case = Case(
-        *arrays,
-        initial,
-        reverse=draw_(st.booleans()),
-        layouts=(*(draw_(layouts) for _ in range(3)), "transposed"),
-    )
-    return row, case, draw_(st.sampled_from([None, 1, 2])), draw_(st.integers(0, 2**32))
-
-
-@needs_compiler
-@settings(max_examples=30)
-@given(call=mapped_calls())
-def test_any_call_with_any_schedule_on_sm90(call):
-    row, case, segment_chunks, seed = call
-    check(row, case, segment_chunks, seed, truncating=seed % 2 == 0 and row in SINGLE_SM90)
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**40))
+def test_any_call_with_any_schedule(seed):
+    assert one(seed, Chosen("product")) is None
 
 
 @needs_compiler
 @settings(max_examples=6)
 @given(
     row=st.sampled_from(
-        [*SMALL_SM90, *(row for row in SM90 if row.dim > row.tile_n), *SINGLE_SM90[:3]]
+        [*SMALL_SM90, *(row for row in SM90 if row.dim > row.tile_n), *SINGLE_SM90[:3], TURNS]
     ),
     lengths=st.tuples(st.integers(1, 3), st.integers(1, 200)),
     dims=st.tuples(st.floats(0, 1), st.floats(0, 1)),
@@ -284,29 +204,24 @@ def test_any_call_with_any_schedule_on_sm90(call):
     seed=st.integers(0, 2**32),
 )
 def test_jobs_of_one_launch(row, lengths, dims, segment_chunks, seed):
-    """As for gradients: the same arrays in turn, of other dims, two of the jobs in reverse."""
+    """They are what each of them is alone."""
     (entries, length), (qk_dim, v_dim) = (
         lengths,
         (8 + 8 * int(x * (row.dim // 8 - 1)) for x in dims),
     )
     q, k = draw(*[(entries, length, qk_dim)] * 2, dtype=NAMES[row.dtype], seed=seed)
     v, dout = draw(*[(entries, length, v_dim)] * 2, dtype=NAMES[row.dtype], seed=seed + 1)
-    initial = draw((qk_dim, v_dim))[0]
-    cases = [Case(dout, v, k), Case(v, dout, q, reverse=True), Case(k, q, dout, initial, True)]
-    cases = cases[: 1 + seed % 3] if seed % 4 else cases
-    calls = [(*case.arrays, case.reverse) for case in cases]
-    choice = split(row, length, segment_chunks)
-    found = emulator.causal_products_sm90(choice, calls, seed)
-    for case, call, (out, state) in zip(cases, calls, found, strict=True):
-        check_product(case, out, state, rounded=row not in SINGLE_SM90)
-        ((alone, last),) = emulator.causal_products_sm90(choice, [call], seed + 1)
+    case, dstate = Case(q, k, v), draw((qk_dim, v_dim))[0]
+    cases, found = gradients(row, case, dout, dstate, segment_chunks, seed=seed)
+    for one_of, (out, state) in zip(cases, found, strict=True):
+        alone, last = solve(row, one_of, segment_chunks, seed=seed + 1)
         assert (out.tobytes(), state.tobytes()) == (alone.tobytes(), last.tobytes())
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     "row",
-    [*CHUNKED[:2], *SMALL_SM90, *SINGLE[:2], *SINGLE_SM90[:2]],
+    [*CHUNKED[:2], *SMALL_SM90, *SINGLE[:2], *SINGLE_SM90[:2], TURNS],
     ids=lambda row: row.name,
 )
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -337,7 +252,7 @@ def test_scores_and_states_of_any_size(row, sizes):
 @needs_compiler
 @pytest.mark.parametrize(
     "row",
-    [*SMALL[::2], *SMALL_SM90[1:3], SINGLE[0], *SINGLE_SM90[:3:2]],
+    [*SMALL[::2], *SMALL_SM90[1:3], SINGLE[0], *SINGLE_SM90[:3:2], TURNS],
     ids=lambda row: row.name,
 )
 def test_the_schedule_does_not_show(row):
@@ -391,7 +306,7 @@ SINGLE_BUGS = {
 # The same for chunked_sm90.cu.
 BUGS_SM90 = {
     "scores of a chunk that has not landed": (
-        "wait(shared.full[0], 0);\n  start_scores",
+        "wait(shared.full[place.index()], place.parity());\n  start_scores",
         "start_scores",
     ),
     "scores over those in use": (
@@ -442,48 +357,44 @@ BUGS_SINGLE_SM90 = {
         "fence_proxy_async_shared();\n      bar_sync(1, 128);",
         "fence_proxy_async_shared();\n      __syncwarp();",
     ),
-    "pairs over those in use": ("wait(shared.empty[at][array], place.parity() ^ 1);", ""),
+    "pairs over those in use": ("wait(shared.empty[array], ~i & 1);", ""),
     "pairs without a proxy fence": (
         "fence_proxy_async_shared();\n      bar_sync(1, 128);",
         "bar_sync(1, 128);",
     ),
     "scores of keys that are not there yet": (
-        "wait(shared.full[at][kK], place.parity());\n    start_scores",
+        "wait(shared.full[kK], i & 1);\n    start_scores",
         "start_scores",
     ),
-    "outputs without scores": ("wait(shared.p_full[at], place.parity());", ""),
+    "outputs without scores": ("wait(shared.p_full, i & 1);", ""),
     "keys given back before their sums": (
         "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release",
-        "if (block == kDimBlocks - 1) release_own(shared.empty[at][kK]);\n"
+        "if (block == kDimBlocks - 1) release_own(shared.empty[kK]);\n"
         "      wgmma_wait_group<0>();\n      if (false) release",
     ),
     "values without their low part": ("part == 0 ? kLowV : 0", "part == 9 ? kLowV : 0"),
     "weights without their low part": ("part == 1 ? kLowP : 0", "part == 9 ? kLowP : 0"),
-    "exponents of another chunk": (
-        "RowFactors factors(shared.kv_exponent[at]",
-        "RowFactors factors(shared.kv_exponent[0]",
+    "exponents of other rows": (
+        "to_one_exponent(values, values_low, shared.kv_exponent)",
+        "to_one_exponent(values, values_low, shared.q_exponent)",
     ),
     "queries given back while they are multiplied": (
-        "    if constexpr (kEarly) wgmma_wait_group<1>();\n",
-        "    release_own(shared.empty[at][kQ]);\n"
-        "    if constexpr (kEarly) wgmma_wait_group<1>();\n",
+        "    wgmma_wait_group<0>();\n    wait(shared.full[kV], i & 1);",
+        "    release_own(shared.empty[kQ]);\n    wait(shared.full[kV], i & 1);",
     ),
     "scores on both sides of the diagonal": (" > 0) s[v][e] = 0.0f;", " > 99) s[v][e] = 0.0f;"),
 }
 
 
-def show(row, bug, tmp_path):
-    """Fail unless some schedule shows a bug."""
-    old, new = bug
-    text = (ROOT / f"cuda_src/{row.source}.cu").read_text()
-    assert text.count(old) == 1
-    source = tmp_path / "kernel.cu"
-    source.write_text(text.replace(old, new))
+def show(row, bug, tmp_path, choice=None):
+    """Fail unless some schedule shows a bug in a row of a choice, by default in its only one."""
+    sources = {row.entry: plant(tmp_path, row.source, bug)}
     case = Case(*draw(*[(500, 32)] * 3, dtype=NAMES[row.dtype]))
-    want = solve(row, case)
+    choice = choice or split(row, 500, None)
+    want = emulated.causal_product(choice, *case.native(np))
     for seed in range(30):
         try:
-            got = solve(row, case, seed=seed, source=source)
+            got = emulated.causal_product(choice, *case.native(np), seed=seed, sources=sources)
         except emulator.EmulationError:
             return
         if any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True)):
@@ -507,6 +418,99 @@ def test_a_bug_planted_for_sm90_is_found(bug, tmp_path):
 @pytest.mark.parametrize("bug", BUGS_SINGLE_SM90)
 def test_a_bug_planted_in_single_precision_for_sm90_is_found(bug, tmp_path):
     show(SINGLE_SM90[0], BUGS_SINGLE_SM90[bug], tmp_path)
+
+
+BUGS_TURNS = {
+    "values split that have not landed": (
+        "wait(shared.raw_full[at][kV], place.parity());",
+        "",
+    ),
+    "rows loaded over those in use": (
+        "(i + kAhead)};\n      wait(shared.empty[later.index()], later.parity() ^ 1);",
+        "(i + kAhead)};",
+    ),
+    "a state over one in use": ("wait(shared.s_empty[slot], state.parity() ^ 1);", ""),
+    "a state that is not there yet": ("wait(shared.s_full[slot], state.parity());", ""),
+    "weights of the row's first two columns alone": ("__shfl_xor_sync(kFullWarp, most, 2)", "most"),
+    "outputs that are not there yet": (
+        "release_own(shared.s_empty[slot]);\n    wgmma_wait_group<0>();",
+        "release_own(shared.s_empty[slot]);",
+    ),
+    "a state let go while it is multiplied": ("wgmma_wait_group<1>();", ""),
+    "a place that the outputs are not done with": ("kWarpArrivals * 8", "kWarpArrivals * 4"),
+    "values that are not finite looked at too late": (
+        "    bar_sync(1, 128);\n",
+        "",
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", BUGS_TURNS)
+def test_a_bug_planted_where_warpgroups_take_turns_is_found(bug, tmp_path):
+    # With more places the state's warpgroup gets further ahead of the outputs.
+    stages = 4 if bug == "a state over one in use" else TURNS.stages
+    show(dataclasses.replace(TURNS, stages=stages), BUGS_TURNS[bug], tmp_path)
+
+
+# The same for states_single_sm90.cu.
+BUGS_STATES = {
+    "rows split that have not landed": ("wait(shared.raw_full[at], place.parity());", ""),
+    "rows loaded over those in use": ("wait(shared.empty[later.index()], later.parity() ^ 1);", ""),
+    "pairs that are not there yet": ("wait(shared.full[at], place.parity());", ""),
+    "pairs without a proxy fence": ("fence_proxy_async_shared();", ""),
+    "a place let go while it is multiplied": (
+        "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release_own(shared.empty[at]);",
+        "if (block == kDimBlocks - 1) release_own(shared.empty[at]);\n      wgmma_wait_group<0>();",
+    ),
+    "sums that are not there yet": ("wgmma_wait_group<0>();\n      if (block", "if (block"),
+    "exponents of another chunk": (
+        "to_one_exponent(values, values_low, shared.kv_exponent[at])",
+        "to_one_exponent(values, values_low, shared.kv_exponent[0])",
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", BUGS_STATES)
+def test_a_bug_planted_in_sums_of_single_precision_is_found(bug, tmp_path):
+    choice = split(TURNS, 500, 7)
+    show(choice.states, BUGS_STATES[bug], tmp_path, choice)
+
+
+# The same for blocks of chunked_sm90.cu that sum what lies before their segment.
+BUGS_PREFIX = {
+    "sums of a chunk that has not landed": (
+        "wait(shared.full[at], place.parity());\n    wgmma_fence();\n    start_sums",
+        "wgmma_fence();\n    start_sums",
+    ),
+    "sums that are not there yet": (
+        "wgmma_wait_group<0>();\n    release(shared.empty[at]);\n    if",
+        "release(shared.empty[at]);\n    if",
+    ),
+    "a place let go for one of two": ("if (group == 0) release(shared.empty[at]);", ""),
+    "queries awaited that nobody loads": ("(outputs ? 2 : 1) * kDimBlocks", "2 * kDimBlocks"),
+    "chunks that lie elsewhere": ("(i - before) * work.step", "i * work.step"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", BUGS_PREFIX)
+def test_a_bug_planted_in_sums_before_a_segment_is_found(bug, tmp_path):
+    show(SMALL_SM90[2], BUGS_PREFIX[bug], tmp_path, split(SMALL_SM90[2], 500, 4, own_prefix=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("row", SM90[1::2], ids=lambda row: row.name)
+def test_blocks_that_sum_what_lies_before_their_segment(row):
+    length = 6 * row.tile_m + 13
+    shapes = (2, length, row.dim), (2, length, row.dim), (2, length, row.tile_n)
+    q, k, v = draw(*shapes, dtype=NAMES[row.dtype])
+    initial = draw((2, row.dim, row.tile_n), seed=1)[0]
+    for seed, (reverse, chunks) in enumerate([(False, 3), (True, 1), (True, 6), (False, 2)]):
+        if seed == 3:
+            v[0, 100, 3], v[1, 300, 2] = np.nan, np.inf
+        check(row, Case(q, k, v, initial, reverse), chunks, own_prefix=True, seed=seed)
 
 
 @needs_compiler
@@ -540,7 +544,9 @@ def test_a_choice_covers_its_call(dtype, entries, length, qk_dim, v_dim, target,
     assert found.row.dtype == dtype
     assert found.row.dim >= qk_dim
     assert target in found.row.targets
-    assert (found.states is None) == (found.segments == 1)
+    # Else a block sums what lies before its segment itself, where there are few of them.
+    own = isinstance(found.row, ChunkedSm90Variant) and entries * found.segments <= sms
+    assert (found.states is None) == (found.segments == 1) or (found.states is None and own)
     assert found.segment_rows % found.row.tile_m == 0
     assert found.segment_rows < 2**31
     assert (found.segments - 1) * found.segment_rows < max(1, length)
@@ -559,12 +565,40 @@ def test_a_full_device_takes_one_pass_and_an_empty_one_is_filled(dtype):
         assert 0.8 * sms <= entries * found.segments <= 3 * sms
 
 
+@pytest.mark.parametrize(
+    ("call", "source", "states", "segments"),
+    [
+        (("float32", 128, 4096, 64), "chunked_single_turns_sm90", None, 1),
+        (("float32", 8, 65536, 64), "chunked_single_turns_sm90", "states_single_sm90", 16),
+        (("float32", 16, 32768, 128), "chunked_single_sm90", "states_single_sm90", 8),
+        (("bfloat16", 8, 1024, 64), "chunked_sm90", None, 16),
+        (("bfloat16", 8, 65536, 64), "chunked_sm90", "states_sm90", 16),
+    ],
+)
+def test_what_was_fastest_is_chosen(call, source, states, segments):
+    """On an H200 (validation/NOTES.md)."""
+    found = choose(*call, call[-1], "sm_90a", 132)
+    assert found.row.source == f"linear/{source}"
+    assert found.states is None if states is None else found.states.source == f"linear/{states}"
+    assert found.segments == segments
+
+
+def test_few_short_sequences_take_one_launch():
+    """With all multiprocessors; long ones take three, and no row twice."""
+    for entries, length in itertools.product((1, 3, 8, 30), (128, 300, 1024, 2048)):
+        found = choose("float16", entries, length, 64, 64, "sm_90a", 132)
+        assert found.states is None
+        segments = min(-(-length // 64), 132 // entries)
+        assert 0.5 * segments < found.segments <= segments
+        assert choose("float16", entries, 65536, 64, 64, "sm_90a", 132).states is not None
+
+
 @pytest.mark.parametrize("qk_dim", [1, 64, 200, 1000])
 def test_plain_kernels_take_any_dim(qk_dim):
     calls = [("float32", n, 5000, qk_dim, 64, "sm_90a", 132) for n in (1, 1000)]
     few, many = (choose(*call) for call in calls)
     if qk_dim == 64:
-        assert many.row.source == "linear/chunked_single_sm90"
+        assert many.row.source == "linear/chunked_single_turns_sm90"
         assert few.row.source.startswith("linear/chunked_single_sm")
         assert choose(*calls[0], mapped=False).row.source == "linear/chunked_single_sm80"
     elif qk_dim <= 128:
@@ -644,13 +678,13 @@ def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_
     ):
         plan = module.ProductSm90((job, job), split(SINGLE_SM90[0], 1000, 4), 0, None)
         plan((1, 2, 3, 4, 5, 0), (6, 7, 8, 9, 0, 0))
-    blocks = {"states_single_sm80": 2 * 3, "scan": 2 * 16, "chunked_single_sm90": 2 * 2 * 4}
+    blocks = {"states_single_sm90": 2 * 2 * 3, "scan": 2 * 16, "chunked_single_sm90": 2 * 2 * 4}
     assert [*dict(made).items()] == [*blocks.items()]
     assert [source for source, _ in launched] == [source for source, _ in made]
-    assert len(launched) == 5
+    assert len(launched) == 4
     last = q.strides[-2] * 999 if reverse else 0
     second = (1 << 20) + 4 * 2 * 4 * 64 * 64  # workspace of the second job
-    found = struct.unpack_from(HEAD_FORMAT, launched[1][1])
+    found = struct.unpack_from(HEAD_FORMAT, launched[2][1])
     assert found[1:3] == (7 + last, 8 + last)
     assert found[6:] == (second, 0, 1)
     for i, want in enumerate(((5, 0, 1 << 20, 4), (0, 0, second, 9))):
@@ -661,7 +695,7 @@ def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_
 @pytest.mark.parametrize(
     ("dtype", "kind", "other"),
     [("bfloat16", ChunkedSm90Variant, ChunkedVariant),
-     ("float32", ChunkedSingleSm90Variant, ChunkedSingleVariant)],
+     ("float32", (ChunkedSingleSm90Variant, ChunkedSingleTurnsVariant), ChunkedSingleVariant)],
 )  # fmt: skip
 @pytest.mark.parametrize(("entries", "dim", "tile_n"), [(128, 64, 64), (128, 128, 128)])
 def test_hopper_computes_what_tensor_maps_can_walk(dtype, kind, other, entries, dim, tile_n):
@@ -699,10 +733,25 @@ def test_hopper_does_not_take_what_another_algorithm_was_asked_for(algorithm):
 def test_what_tensor_maps_can_walk(shape, layout, taken):
     (x,) = draw(shape, dtype=DTYPES[0])
     x = lay(np, x, layout)
-    problem = _product.product_problem("causal_product", x, x, x)
-    out = np.empty(problem.out_shape, problem.dtype)
-    job = Job(problem, problem.view(out.shape, out.strides), None, False)
-    assert takes(job) == taken
+    initial = lay(np, np.zeros((shape[-1],) * 2, np.float32), "transposed")
+    for first in (None, initial):
+        problem = _product.product_problem("causal_product", x, x, x, first)
+        out, state = np.empty(problem.out_shape, x.dtype), np.empty(problem.state_shape, np.float32)
+        views = [problem.view(array.shape, array.strides) for array in (out, state)]
+        assert takes(Job(problem, *views, False)) == taken
+        assert takes(Job(problem, views[0], None, False)) == taken
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_states_are_of_any_layout(dtype):
+    """Threads read and write them: no tensor map walks them, whatever the dtype of the rows."""
+    q, k, v = draw(*[(2, 70, 16)] * 3, dtype=dtype)
+    (initial,) = draw((2, 16, 16))
+    for state in (initial, initial.swapaxes(-1, -2), np.zeros((2, 16, 33), np.float32)[..., 1::2]):
+        problem = _product.product_problem("causal_product", q, k, v, state)
+        view = problem.view(v.shape, v.strides)
+        for last in (None, problem.view(state.shape, state.strides)):
+            assert takes(Job(problem, view, last, False))
 
 
 @pytest.mark.parametrize(("dim", "taken"), [(64, True), (60, True), (62, False)])

@@ -96,6 +96,20 @@ SOURCES = {
   __syncwarp();
   for (int c = 0; c < 16; ++c) at<uint8>(p.out)[c * 32 + lane] = rows[lane * 16 + c];
 """,
+    # Lane l copies 4, 8 and 16 bytes of its 28.
+    "cp_async_ca": """
+  __shared__ __align__(16) uint32 rows[3][32 * 4];
+  const uint32* x = at<uint32>(p.x);
+  cp_async_ca<4>(cvta_to_shared(rows[0] + lane), x + lane);
+  cp_async_ca<8>(cvta_to_shared(rows[1] + lane * 2), x + 32 + lane * 2);
+  cp_async_ca<16>(cvta_to_shared(rows[2] + lane * 4), x + 96 + lane * 4);
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  uint32* out = at<uint32>(p.out);
+  out[lane] = rows[0][lane];
+  for (int c = 0; c < 2; ++c) out[32 + lane * 2 + c] = rows[1][lane * 2 + c];
+  for (int c = 0; c < 4; ++c) out[96 + lane * 4 + c] = rows[2][lane * 4 + c];
+""",
     # Four groups; each is read as soon as the wait says that it is there.
     "cp_async_wait_group": """
   __shared__ __align__(16) uint32 rows[4][32 * 4];
@@ -332,6 +346,12 @@ def test_cp_async_fills_with_zeros(run):
     count = (np.arange(32, dtype=np.uint32) * 5) % 17
     got = run("cp_async_cg_16", ((16, 32), np.uint8), x, count).T
     np.testing.assert_array_equal(got, np.where(np.arange(16) < count[:, None], x, 0))
+
+
+@pytest.mark.gpu
+def test_cp_async_of_any_size(run):
+    x = rng.integers(0, 2**32, 7 * 32, dtype=np.uint32)
+    np.testing.assert_array_equal(run("cp_async_ca", (x.shape, x.dtype), x), x)
 
 
 @pytest.mark.gpu

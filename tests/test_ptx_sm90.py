@@ -42,6 +42,13 @@ static_assert(alignof(Params) == 64 && sizeof(Params) == SIZE);
   __syncwarp();
 }
 
+// Comes late.
+[[maybe_unused]] FA_DEVICE void pause_one(int clocks) {
+  const int64 start = clock64();
+  while (clock64() - start < clocks) {
+  }
+}
+
 // For whole warps: comes late, so that those who do not wait are found out.
 [[maybe_unused]] FA_DEVICE void pause(int clocks) {
   const int64 start = clock64();
@@ -97,13 +104,13 @@ static __device__ __forceinline__ void product(const Params& p) {
                                  add);
     } else if constexpr (kForm == kSsColumns || kForm == kSsBothColumns) {
       constexpr Major kMajorB = kForm == kSsColumns ? kKMajor : kMnMajor;
-      const uint64 columns = wgmma_descriptor(a_tile, 0) + s * (16 * 128 / 16);
-      const uint64 rows = wgmma_descriptor(b_tile, kK * 128) + s * (16 * 128 / 16);
+      const uint64 columns = wgmma_at(wgmma_descriptor(a_tile, 0), s * 16 * 128);
+      const uint64 rows = wgmma_at(wgmma_descriptor(b_tile, kK * 128), s * 16 * 128);
       wgmma_m64k16_ss<kBf16, kN, kMnMajor, kMajorB>(d, columns, kMajorB == kKMajor ? b : rows, add);
     } else if constexpr (kForm == kRsTransposed) {
       wgmma_m64k16_rs<kBf16, kN, kKMajor>(d, a[s], b, add);
     } else {
-      const uint64 rows = wgmma_descriptor(b_tile, kK * 128) + s * (16 * 128 / 16);
+      const uint64 rows = wgmma_at(wgmma_descriptor(b_tile, kK * 128), s * 16 * 128);
       wgmma_m64k16_rs<kBf16, kN>(d, a[s], rows, add);
     }
   }
@@ -207,6 +214,31 @@ SOURCES = {
     __syncwarp();
     wait(p, full, n & 1);
     for (int i = threadIdx.x; i < 2048; i += 128) at<uint32>(p.out)[n * 2048 + i] = tile[i];
+    __syncthreads();
+  }
+"""),
+    # Pieces of x of p.bytes, from the places y on, one after the other into 8 KB.
+    "bulk_load": kernel("""
+  __shared__ __align__(128) uint32 piece[2048];
+  __shared__ uint64 place;
+  const uint32 full = cvta_to_shared(&place);
+  if (threadIdx.x == 0) {
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+  }
+  for (int n = 0; n < p.count; ++n) {
+    for (int i = threadIdx.x; i < 2048; i += 128) piece[i] = 0xeeeeeeee;
+    fence_proxy_async_shared();
+    __syncthreads();
+    if (warp == 0 && elect_sync()) {
+      mbarrier_arrive_expect_tx(full, p.bytes);
+      if (mbarrier_try_wait_parity(full, n & 1)) *at<uint32>(p.failed) = 2;
+      cp_async_bulk_load(cvta_to_shared(piece) + 16 * n, at<uint8>(p.x) + at<int>(p.y)[n], p.bytes,
+                         full);
+    }
+    __syncwarp();
+    wait(p, full, n & 1);
+    for (int i = threadIdx.x; i < 2048; i += 128) at<uint32>(p.out)[n * 2048 + i] = piece[i];
     __syncthreads();
   }
 """),
@@ -434,6 +466,66 @@ SOURCES = {
   out[1] = seen[0];
   out[2] = seen[1];
 """),
+    # 512 floats come, three times as many are written: as they are, added once, added twice.
+    "bulk": kernel("""
+  __shared__ __align__(128) float words[512];
+  __shared__ uint64 place;
+  const uint32 full = cvta_to_shared(&place);
+  if (threadIdx.x == 0) {
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+  }
+  for (int i = threadIdx.x; i < 512; i += 128) words[i] = -1.0f;
+  fence_proxy_async_shared();
+  __syncthreads();
+  if (warp == 0 && elect_sync()) {
+    mbarrier_arrive_expect_tx(full, 2048);
+    cp_async_bulk_load(cvta_to_shared(words), at<float>(p.x), 2048, full);
+  }
+  __syncwarp();
+  wait(p, full, 0);
+  for (int i = threadIdx.x; i < 512; i += 128) words[i] *= 0.5f;
+  fence_proxy_async_shared();
+  __syncthreads();
+  if (warp == 0 && elect_sync()) {
+    float* out = at<float>(p.out);
+    cp_async_bulk_store(out, cvta_to_shared(words), 2048);
+    for (int n = 1; n < 3; ++n) {
+      cp_async_bulk_store(out + 512 * n, cvta_to_shared(words), 2048);
+      cp_async_bulk_commit_group();
+      cp_async_bulk_wait_group<0>();
+      for (int i = 0; i < n; ++i) {
+        cp_reduce_async_bulk_add_f32(out + 512 * n, cvta_to_shared(words), 1024);
+      }
+      cp_async_bulk_commit_group();
+      cp_async_bulk_wait_group<0>();
+    }
+  }
+"""),
+    # Each block adds to what the one before it has left, by the copy engine, when it is its turn.
+    "turns": kernel("""
+  __shared__ __align__(128) float words[32];
+  words[lane] = at<float>(p.x)[blockIdx.x * 32 + lane];
+  fence_proxy_async_shared();
+  __syncwarp();
+  uint32* turn = at<uint32>(p.y);
+  if (elect_sync()) {
+    if (blockIdx.x == 0) pause_one(100000);
+    while (ld_acquire_gpu_u32(turn) != blockIdx.x) {
+    }
+    fence_proxy_async_global();
+    if (blockIdx.x == 0) {
+      cp_async_bulk_store(at<float>(p.out), cvta_to_shared(words), 128);
+    } else {
+      cp_reduce_async_bulk_add_f32(at<float>(p.out), cvta_to_shared(words), 128);
+    }
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group<0>();
+    fence_proxy_async_global();
+    red_release_gpu_add_u32(turn, 1);
+  }
+"""),
+    "opaque": kernel("  at<uint32>(p.out)[threadIdx.x] = opaque(threadIdx.x * 3);"),
     **{f"wgmma_{n}": f"constexpr int N = {n};\n{WGMMA}" for n in WGMMA_N},
 }  # fmt: skip
 
@@ -601,6 +693,18 @@ def test_tma_load(run, dtype, box):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [16, 2048, 8128])
+def test_bulk_load(run, size):
+    x = rng.integers(0, 256, 16384, dtype=np.uint8)
+    starts = np.array([0, 16, 4096, 16384 - size], np.int32)
+    got = run("bulk_load", ((4, 8192), np.uint8), x, starts, count=4, bytes=size)
+    for n, (start, piece) in enumerate(zip(starts, got, strict=True)):
+        wanted = np.full(8192, 0xEE, np.uint8)
+        wanted[16 * n : 16 * n + size] = x[start : start + size]
+        np.testing.assert_array_equal(piece, wanted)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("box", [(1, 1, 1, 16, 64), (1, 2, 1, 8, 64)])
 def test_tma_store(run, box):
     # Apart from each other, so that their order does not matter.
@@ -641,6 +745,36 @@ def test_a_waited_for_store_can_be_read(run):
     tensor = ("x", "float16", (1, 1, 1, *x.shape), (4096, 4096, 4096, 128, 2), (1, 1, 1, 16, 64))
     got = run("tma_store_wait", (x.shape, x.dtype), x, swizzled(y), tensor=tensor)
     np.testing.assert_array_equal(got, y)
+
+
+@pytest.mark.gpu
+def test_bulk_copies(run):
+    x = rng.standard_normal(512).astype(np.float32)
+    got = run("bulk", ((3, 512), np.float32), x)
+    half = x / 2
+    wanted = np.stack([half, half, half])
+    for n in (1, 2):
+        for _ in range(n):
+            wanted[n, :256] += half[:256]
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.gpu
+def test_blocks_add_in_turn(run):
+    blocks = 40
+    x = np.ldexp(rng.standard_normal((blocks, 32)), rng.integers(-20, 20, (blocks, 1)))
+    x = x.astype(np.float32)
+    got = run("turns", ((32,), np.float32), x, np.zeros(1, np.uint32), threads=32, blocks=blocks)
+    wanted = x[0]
+    for more in x[1:]:
+        wanted = wanted + more  # in this order: float32 sums of another one are others
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.gpu
+def test_opaque(run):
+    got = run("opaque", ((128,), np.uint32))
+    np.testing.assert_array_equal(got, 3 * np.arange(128))
 
 
 @pytest.mark.gpu

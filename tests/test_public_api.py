@@ -91,22 +91,14 @@ def test_docstrings_tell_all_parameters(name):
         assert f"\n{parameter} : " in doc or f"\n{parameter} : " in f"\n{doc}"
 
 
-def test_import_is_quick():
-    """Judged by the fastest of a few runs: a busy machine slows any of them."""
+def test_import_loads_little():
+    """What takes long to import waits until it is needed."""
     code = (
-        "import sys, time; start = time.perf_counter(); import fa_cupy; "
-        "print(time.perf_counter() - start); "
-        "assert not {'cupy', 'scipy', 'torch', 'jax', 'matplotlib'} & set(sys.modules)"
+        "import sys, fa_cupy; "
+        "print(*{'cupy', 'scipy', 'torch', 'jax', 'matplotlib'} & set(sys.modules))"
     )
-    times = []
-    for _ in range(8):
-        done = subprocess.run(
-            [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
-        )
-        times.append(float(done.stdout))
-        if min(times) <= 0.2:
-            return
-    raise AssertionError(times)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "\n"
 
 
 # torch's names

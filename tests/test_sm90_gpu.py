@@ -104,9 +104,14 @@ def test_what_tensor_maps_cannot_walk_goes_to_the_other_kernel(what, dtype):
     run_and_check(arrays, SM80, layouts, **options)
 
 
-def test_a_mask_goes_to_the_other_kernel():
-    arrays = [draw(2, 4, 200, 64, seed=i) for i in range(3)]
-    run_and_check([*arrays, None, rng().random((200, 200)) < 0.7], SM80)
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_a_mask_goes_to_a_row_for_masks(dim):
+    arrays = [draw(2, 4, 200, dim, seed=i) for i in range(3)]
+    mask = rng().random((200, 200)) < 0.7
+    for case in ([*arrays, None, mask], [*arrays, draw(4, 1, 200, seed=3), mask]):
+        run_and_check(case)
+        assert all(one.forward.row.sparse for one in plan._plans.values())
+    run_and_check([*arrays, None, mask], SM80, ("offset", *["dense"] * 4))
 
 
 def test_four_axes_that_do_not_merge_go_to_the_other_kernel():

@@ -371,14 +371,24 @@ def test_sanitize_without_a_gpu_writes_what_the_receipt_reads(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("dim", [32, 256])
-def test_the_reduced_set_is_made_of_valid_calls(dim):
-    count = 0
-    for shape, options in attention_calls.problems(dim, 3):
-        out = on_cpu(**attention_calls.arrays(peers.DTYPES["bf16"], shape), **options)
+@pytest.mark.parametrize("kind", [attention_calls.problems, attention_calls.masked_problems])
+def test_the_reduced_set_is_made_of_valid_calls(dim, kind):
+    count, states = 0, set()
+    for shape, options in kind(dim, 3):
+        arrays = attention_calls.arrays(peers.DTYPES["bf16"], shape)
+        out = on_cpu(**arrays, **options)
         assert np.isfinite(out.astype(np.float32)).all(), (shape, options)
         assert out.shape[-2:] == (shape["q_len"], shape["v_dim"])
+        assert ("mask" in arrays) == (kind is attention_calls.masked_problems)
+        if "mask" in arrays:
+            attention_calls.as_mask(sent := dict(arrays), arrays, shape)
+            again = on_cpu(**sent, **options)
+            np.testing.assert_allclose(again.astype(float), out.astype(float), atol=0.02)
+            if sent["mask"] is not arrays["mask"]:
+                states |= set(sent["mask"].block_states().flat)
         count += 1
-    assert count == 13
+    assert count == (13 if "mask" in arrays else 11)
+    assert states == ({0, 1, 2} if "mask" in arrays else set())
 
 
 NCU = """==PROF== Connected to process 1
@@ -408,7 +418,7 @@ def test_claims_of_traffic():
 
 
 # ------------------------------------------------------------------------------- host and memory
-def test_import_is_quick_and_leaves_cupy_alone():
+def test_time_of_an_import():
     found = host_time.import_rows(1)[0]
     assert found["unit"] == "us"
     assert found["value"] == pytest.approx(found["ms"] * 1e3)

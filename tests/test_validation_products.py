@@ -12,7 +12,7 @@ from fa_cupy import reference
 from fa_cupy.gpu import compile, product_choice
 from fa_cupy.gpu.product_params_sm90 import dim_step
 from fa_cupy.gpu.products import PRODUCTS, RecurrentVariant
-from fa_cupy.gpu.products_sm90 import VariantSm90
+from fa_cupy.gpu.products_sm90 import ChunkedSm90Variant, StatesSm90Variant, VariantSm90
 from tests.products import draw, gradients
 from validation import (
     accuracy,
@@ -283,27 +283,33 @@ def test_a_wrong_result_of_the_reduced_set_is_seen():
 def test_every_row_that_computes_products_is_forced_and_split():
     reached = set()
     for number, forced in enumerate(PRODUCTS):
-        if not product_calls.alone(forced, TARGET):
+        itself = product_calls.alone(forced, TARGET)
+        if not itself and not isinstance(forced, StatesSm90Variant):
             continue
-        wide = product_calls.alone(forced, TARGET, forced.dim + product_calls.WIDER)
-        splits = set()
+        listed = product_calls.problems_of(forced, number, TARGET)
+        splits, own = set(), set()
         with product_calls.forced(forced, TARGET):
-            for problem in product_calls.problems(forced.dim, number, wide):
+            for problem in listed:
                 if problem.function == "causal_product":
                     dims = problem.qk_dim, problem.v_dim
                     sizes = max(problem.heads), problem.length, *dims
                     choice = product_choice.choose(forced.dtype, *sizes, TARGET, SMS)
                     # Tensor maps walk rows, in steps of 16 bytes.
                     odd = not problem.length or any(dim % dim_step(forced.dtype) for dim in dims)
-                    assert choice.row == forced or (odd and isinstance(forced, VariantSm90))
+                    if itself:
+                        assert choice.row == forced or (odd and isinstance(forced, VariantSm90))
                     reached |= {row for row, _, _ in choice.launches(*dims)}
                     splits.add(choice.segments > 1)
+                    own.add(choice.segments > 1 and choice.states is None)
         assert splits == ({False} if isinstance(forced, RecurrentVariant) else {False, True})
+        # Without the states' row blocks sum what lies before their segments themselves.
+        assert (True in own) == isinstance(forced, ChunkedSm90Variant)
     assert product_choice.PRODUCTS is PRODUCTS
     helpers = (
         "linear/states_sm80",
         "linear/states_sm90",
         "linear/states_single_sm80",
+        "linear/states_single_sm90",
         "linear/scan",
     )
     assert reached >= {row for row in PRODUCTS if row.source in helpers and TARGET in row.targets}
@@ -348,16 +354,7 @@ def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch):
         calls = product_calls.run(TARGET)
     assert {*loaded} == {*rows}
     served = [row for row in rows if product_calls.alone(row, TARGET)]
-    assert calls == sum(
-        len(
-            [
-                *product_calls.problems(
-                    row.dim, 0, product_calls.alone(row, TARGET, row.dim + product_calls.WIDER)
-                )
-            ]
-        )
-        for row in served
-    )
+    assert calls == sum(len([*product_calls.problems_of(row, 0, TARGET)]) for row in served)
     monkeypatch.setattr(fa_cupy, "prefix_state", lambda *_, **__: np.full(1, np.nan))
     with pytest.raises(RuntimeError, match=r"prefix_state.*the result is wrong"):
         product_calls.run(TARGET)

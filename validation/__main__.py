@@ -12,6 +12,7 @@ COMMANDS = {
     "host": ("validation.host_time", "time on the host: a call, a first call, the import"),
     "tiles": ("validation.tiles", "tile sizes of the CPU path around the planned one"),
     "memory": ("validation.memory", "peak memory of a long sequence"),
+    "word_orders": ("validation.word_orders", "orders of mask words: loads, instructions, time"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
     "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),
 }
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> int:
         if wanted:
             print(f"validation: no command {argv[0]!r}")
         print("usage: python -m validation COMMAND [--help]\n")
-        print("\n".join(f"  {name:9} {what}" for name, (_, what) in COMMANDS.items()))
+        print("\n".join(f"  {name:11} {what}" for name, (_, what) in COMMANDS.items()))
         return 0 if argv and not wanted else 2
     return int(importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
 

@@ -27,14 +27,34 @@ def problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict[str, A
     yield plain, {"softcap": 2.0}
     yield {**plain, "offset": 1}, {"softcap": 2.0}
     yield {**plain, "bias": True, "heads": 4}, {"scale": -0.1}
-    yield {**plain, "bias": True, "mask": True, "heads": 4}, {"scale": -0.1}
-    yield {**plain, "nan": True, "mask": True}, {}
     yield {**plain, "q_len": 64 + extra, "k_len": 1}, {}
     yield {**plain, "q_len": 64 + extra, "k_len": 0}, {}
 
 
+def masked_problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The same for a row that serves masks: "array" is packed by the call, the others are masks.
+
+    Of "blocks" some are empty, some full and some partial; of "nothing" all are empty.
+    """
+    plain = {"q_len": 300, "k_len": 450 + extra, "head_dim": dim, "v_dim": dim}
+    yield {**plain, "mask": "blocks"}, {}
+    yield {**plain, "mask": "array"}, {"softcap": 2.0}
+    yield {**plain, "mask": "array", "q_len": 1, "heads": 4}, {}
+    causal = {"is_causal": True, "causal_align": "bottom_right"}
+    yield {**plain, "mask": "blocks"}, causal
+    yield {**plain, "mask": "array", "nan": True}, causal
+    yield {**plain, "mask": "blocks"}, {"window": (100, 20), "causal_align": "top_left"}
+    yield {**plain, "head_dim": dim - 3, "v_dim": dim - 15, "mask": "blocks"}, {}
+    yield {**plain, "head_dim": dim - 8, "v_dim": dim - 16, "heads": 4, "mask": "heads"}, {}
+    yield {**plain, "bias": True, "mask": "heads", "heads": 4}, {"scale": -0.1}
+    yield {**plain, "nan": True, "mask": "blocks"}, {}
+    yield {**plain, "offset": 1, "mask": "blocks"}, {}
+    yield {**plain, "q_len": 64 + extra, "k_len": 1, "mask": "array"}, {}
+    yield {**plain, "mask": "nothing"}, {}
+
+
 def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
-    """Whether a row of ``fwd_sm90`` gets this call; the other kernel takes any."""
+    """Whether a row of ``fwd_sm90`` gets this call; one of the other kernel takes any."""
     from fa_cupy.gpu.params_sm90 import DIM_STEP
     from fa_cupy.gpu.variants import VariantSm90
 
@@ -43,7 +63,7 @@ def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
     odd = any(shape[dim] % DIM_STEP for dim in ("head_dim", "v_dim"))
     odd = odd or shape.get("offset") or not shape["k_len"]
     transform = bool(options.keys() & {"softcap", "scale"} or shape.get("bias"))
-    return not odd and not shape.get("mask") and transform == row.transform
+    return not odd and transform == row.transform
 
 
 def arrays(dtype: np.dtype, shape: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -59,14 +79,27 @@ def arrays(dtype: np.dtype, shape: dict[str, Any]) -> dict[str, np.ndarray]:
         "k": draw(1, 2, k_len, shape["head_dim"]),
         "v": draw(1, 2, k_len, shape["v_dim"]),
     }
-    if shape.get("mask"):
-        found["mask"] = rng.random((q_len, k_len)) < 0.7
-        found["mask"][:, -1] = False  # where NaN may stand
+    if "mask" in shape:
+        of = (heads, q_len, k_len) if shape["mask"] == "heads" else (q_len, k_len)
+        found["mask"] = rng.random(of) < (0.0 if shape["mask"] == "nothing" else 0.7)
+        if shape["mask"] != "array":
+            found["mask"][..., 128:256, 100:300] = True
+            found["mask"][..., :128, 200:] = False
+            found["mask"][..., 256:290, :] = False  # rows of queries that see nothing
+        found["mask"][..., -1] = False  # where NaN may stand
     if shape.get("nan"):
         found["k"][..., -1, :] = found["v"][..., -1, :] = np.nan
     if shape.get("bias"):
         found["bias"] = draw(heads, 1, k_len)
     return found
+
+
+def as_mask(sent: dict[str, Any], host: dict[str, np.ndarray], shape: dict[str, Any]) -> None:
+    """Put a `BitMask` in place of an array that was sent, where the shape asks for one."""
+    from fa_cupy import BitMask
+
+    if shape.get("mask", "array") != "array":
+        sent["mask"] = BitMask.from_dense(host["mask"])
 
 
 def send(array: np.ndarray, offset: int) -> Any:
@@ -104,11 +137,12 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         # What `select` chooses from; a row of fwd_sm90 needs one beside it for other pointers.
         rows = (row,) if row in others else (row, *others)
         with mock.patch.object(variants, "VARIANTS", rows):
-            for shape, options in problems(row.dim, number):
+            for shape, options in (masked_problems if row.sparse else problems)(row.dim, number):
                 if not serves(row, shape, options):
                     continue
                 host = arrays(dtype, shape)
                 sent = {name: send(x, shape.get("offset", 0)) for name, x in host.items()}
+                as_mask(sent, host, shape)
                 out, _ = attention(**sent, **options, return_lse=True)
                 if not np.isfinite(peers.to_host(out).astype(np.float32)).all():
                     raise RuntimeError(f"{row.name} {shape} {options}: the result is not finite")

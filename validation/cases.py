@@ -11,7 +11,7 @@ ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class Dense:
-    """Self-attention over ``batch`` sequences of ``length`` tokens.
+    """Self-attention over ``batch`` sequences of ``length`` tokens, or its gradients.
 
     The name of a case, such as ``bf16 hd128 causal 4096x4``, is dtype, head_dim, ``full`` or
     ``causal``, length x batch; the number of heads follows from heads * head_dim = 2048 and is
@@ -27,6 +27,7 @@ class Dense:
     heads: int
     kv_heads: int = 0  # 0: as many as heads
     window: int = 0  # 0: none
+    backward: bool = False
 
     @property
     def key_heads(self) -> int:
@@ -45,8 +46,12 @@ class Dense:
 
     @property
     def flops(self) -> float:
-        """Operations of the two products; a causal mask halves them, a window leaves its keys."""
-        of_a_key = 4.0 * self.batch * self.heads * self.head_dim
+        """Operations of the two products, five for gradients.
+
+        A causal mask halves them, a window leaves its keys.
+        """
+        products = 5 if self.backward else 2
+        of_a_key = 2.0 * products * self.batch * self.heads * self.head_dim
         if self.window:
             seen = min(self.window, self.length)
             return of_a_key * (seen * (seen + 1) / 2 + (self.length - seen) * seen)
@@ -86,6 +91,80 @@ class CausalProduct:
         return float(arrays * math.prod(self.shape) * ITEMSIZE[self.dtype])
 
 
+@dataclass(frozen=True)
+class MaskedAttention:
+    """Self-attention under a mask, of a kind and with a number where it has one.
+
+    "elements": half of all elements, at random; "elements heads": likewise, another mask for each
+    head. "blocks 0.25": a quarter of the blocks of 128 x 128 for each head, and the diagonal.
+    "documents 16": documents that see themselves, cut at random. "causal", "window 1024". "" is
+    without a mask. The name of a case, such as ``bf16 hd128 blocks-0.25 8192x1``, is like that of
+    `Dense`.
+    """
+
+    dtype: str
+    head_dim: int
+    mask: str
+    length: int
+    batch: int
+    heads: int
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        kind = self.mask.replace(" ", "-") or "full"
+        return f"{self.dtype} hd{self.head_dim} {kind} {self.length}x{self.batch}"
+
+    @property
+    def flops(self) -> float:
+        """Operations without a mask, so that speeds compare as times do."""
+        return 4.0 * self.batch * self.heads * self.head_dim * self.length**2
+
+
+@dataclass(frozen=True)
+class MaskPack:
+    """Packing an array of bool of ``heads`` masks; named ``bool 8192x16``, length x heads."""
+
+    length: int
+    heads: int
+    dtype: str = "bool"
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        return f"{self.dtype} {self.length}x{self.heads}"
+
+    @property
+    def bytes(self) -> float:
+        """What has to be moved: a byte read for a bit written."""
+        return self.heads * self.length**2 * 1.125
+
+
+@dataclass(frozen=True)
+class MaskSource:
+    """A mask from ``keys`` random keys of each query; named ``bool csr 32768x305``."""
+
+    source: str  # "csr" or "indices"
+    length: int
+    keys: int
+    dtype: str = "bool"
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        return f"{self.dtype} {self.source} {self.length}x{self.keys}"
+
+    @property
+    def entries(self) -> float:
+        """Keys that are named."""
+        return float(self.length * self.keys)
+
+
 def _tokens_16384(dtype: str, head_dim: int, lengths: tuple[int, ...]) -> tuple[Dense, ...]:
     return tuple(
         Dense(dtype, head_dim, causal, length, 16384 // length, 2048 // head_dim)
@@ -104,6 +183,12 @@ ATTENTION_FWD = (
     *_tokens_16384("fp32", 128, (4096,)),
 )
 
+ATTENTION_BWD = tuple(
+    replace(case, backward=True)
+    for head_dim in (128, 64, 256)
+    for case in _tokens_16384("bf16", head_dim, (1024, 4096, 16384))
+)
+
 # Grouped queries, 4 heads for one of keys and values, and a window.
 ATTENTION_OPTIONS = (
     *(
@@ -112,6 +197,17 @@ ATTENTION_OPTIONS = (
     ),
     Dense("bf16", 128, True, 8192, 1, 16, window=1024),
 )
+
+ATTENTION_SPARSE = tuple(
+    MaskedAttention("bf16", 128, mask, 8192, 1, 16)
+    for mask in (
+        *("", "causal", "window 1024", "documents 16"),
+        *("blocks 1.0", "blocks 0.5", "blocks 0.25", "blocks 0.1"),
+        *("elements", "elements heads"),
+    )
+)
+MASK_PACK = (MaskPack(8192, 1), MaskPack(8192, 16))
+MASK_SOURCE = (MaskSource("csr", 32768, 305), MaskSource("indices", 32768, 305))
 
 ATTENTION_CPU = tuple(
     Dense("fp32", head_dim, causal, length, 1, heads)

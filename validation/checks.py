@@ -20,10 +20,10 @@ def _host(array: Any) -> np.ndarray:
     return peers.to_host(array).astype(np.float64)
 
 
-def _all_finite(case: Dense | CausalProduct, array: Any) -> bool:
-    if case.dtype not in _EXPONENT:
+def _all_finite(dtype: str, array: Any) -> bool:
+    if dtype not in _EXPONENT:
         return bool((abs(array) < np.inf).all())
-    mask = _EXPONENT[case.dtype]
+    mask = _EXPONENT[dtype]
     return not bool(((array.view("u2") & mask) == mask).any())
 
 
@@ -32,10 +32,7 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
 
     inf where any element of the whole result is not finite.
     """
-    rng = np.random.default_rng(case.length)
-    edge = np.arange(min(64, case.length))
-    drawn = rng.integers(0, case.length, 128)
-    rows = np.unique(np.concatenate([edge, drawn, case.length - 1 - edge]))
+    rows = sampled_rows(case.length)
     places = [(0, 0), (case.batch - 1, case.heads - 1)]
 
     def reference(place: tuple[int, int]) -> np.ndarray:
@@ -50,10 +47,64 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
         p = np.exp(scores - scores.max(-1, keepdims=True))
         return np.asarray(p @ v / p.sum(-1, keepdims=True))
 
-    wanted = np.stack([reference(place) for place in places])
+    return relative_error(case.dtype, places, rows, np.stack([reference(at) for at in places]))
+
+
+def backward_check(case: Dense, arrays: tuple[Any, ...]) -> Check:
+    """Relative Frobenius error of the last head's gradients, the largest of the three.
+
+    inf where any element of the whole result is not finite.
+    """
+    place = case.batch - 1, case.heads - 1
+    wanted = attention_gradients64(*(_host(x[place]) for x in arrays), causal=case.causal)
+
+    def error(result: Any) -> float:
+        if not all(_all_finite(case.dtype, x) for x in result):
+            return float("inf")
+        pairs = zip((_host(x[place]) for x in result), wanted, strict=True)
+        return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))
+
+    return error
+
+
+def attention_gradients64(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, causal: bool, chunk: int = 512
+) -> list[np.ndarray]:
+    """Gradients of one head's attention in float64, some queries at a time: dq, dk and dv."""
+    q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
+    scale = q.shape[-1] ** -0.5
+    dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
+    for start in range(0, len(q), chunk):
+        rows = slice(start, min(start + chunk, len(q)))
+        seen = slice(0, rows.stop if causal else len(k))
+        p = q[rows] @ k[seen].T * scale
+        if causal:
+            p[np.arange(seen.stop) > np.arange(start, rows.stop)[:, None]] = -np.inf
+        p = np.exp(p - p.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        dv[seen] += p.T @ dout[rows]
+        dp = dout[rows] @ v[seen].T
+        ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+        dq[rows] = ds @ k[seen]
+        dk[seen] += ds.T @ q[rows]
+    return [dq, dk, dv]
+
+
+def sampled_rows(length: int) -> np.ndarray:
+    """Rows that stand for all: the first, the last and some between."""
+    rng = np.random.default_rng(length)
+    edge = np.arange(min(64, length))
+    drawn = rng.integers(0, length, 128)
+    return np.unique(np.concatenate([edge, drawn, length - 1 - edge]))
+
+
+def relative_error(
+    dtype: str, places: list[tuple[int, int]], rows: np.ndarray, wanted: np.ndarray
+) -> Check:
+    """Relative Frobenius error of these rows at these places (batch, head) of a result."""
 
     def error(out: Any) -> float:
-        if not _all_finite(case, out):
+        if not _all_finite(dtype, out):
             return float("inf")
         got = np.stack([_host(out[place])[rows] for place in places])
         return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
@@ -98,7 +149,7 @@ def product_check(case: CausalProduct, arrays: tuple[Any, ...]) -> Check:
 
     def error(result: Any) -> float:
         found = result if case.backward else (result,)
-        if not all(_all_finite(case, x) for x in found):
+        if not all(_all_finite(case.dtype, x) for x in found):
             return float("inf")
         pairs = zip((_host(x[place]) for x in found), wanted, strict=True)
         return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from validation import cases, checks, peers, product_peers
+from validation import backward_peers, cases, checks, peers, product_peers, sparse_peers
 from validation.checks import Check
 from validation.peers import Call
 
@@ -87,6 +87,17 @@ _CAUSAL_PRODUCT_FWD = Family(
 
 FAMILIES: dict[str, Family] = {
     "attention_fwd": _ATTENTION_FWD,
+    "attention_bwd": dataclasses.replace(
+        _ATTENTION_FWD,
+        cases=cases.ATTENTION_BWD,
+        impls={
+            "fa_cupy": backward_peers.fa_cupy,
+            "cudnn": backward_peers.torch_sdpa("CUDNN_ATTENTION"),
+            "flash2": backward_peers.torch_sdpa("FLASH_ATTENTION"),
+        },
+        inputs=backward_peers.random_cupy,
+        check=checks.backward_check,
+    ),
     "attention_options": dataclasses.replace(
         _ATTENTION_FWD,
         cases=cases.ATTENTION_OPTIONS,
@@ -97,6 +108,41 @@ FAMILIES: dict[str, Family] = {
             "flash2_window": peers.torch_flash_window,
         },
         default_impls=("fa_cupy", "cudnn", "flash2", "flash2_window"),
+    ),
+    "attention_sparse": dataclasses.replace(
+        _ATTENTION_FWD,
+        cases=cases.ATTENTION_SPARSE,
+        impls={
+            "fa_cupy": sparse_peers.fa_cupy,
+            "fa_cupy_array": sparse_peers.fa_cupy_array,
+            "fa_cupy_band": sparse_peers.fa_cupy_band,
+            "flex": sparse_peers.flex,
+        },
+        default_impls=("fa_cupy", "fa_cupy_array", "fa_cupy_band", "flex"),
+        inputs=sparse_peers.random_cupy,
+        check=sparse_peers.masked_check,
+        picture="sparse",
+    ),
+    "mask_pack": dataclasses.replace(
+        _CAUSAL_PRODUCT_FWD,
+        cases=cases.MASK_PACK,
+        impls={"fa_cupy": sparse_peers.pack, "copy": sparse_peers.copy},
+        default_impls=("fa_cupy", "copy"),
+        inputs=sparse_peers.random_masks,
+        check=sparse_peers.pack_check,
+        picture="sparse",
+    ),
+    "mask_source": dataclasses.replace(
+        _CAUSAL_PRODUCT_FWD,
+        cases=cases.MASK_SOURCE,
+        impls={"fa_cupy": sparse_peers.from_source, "fa_cupy_cpu": sparse_peers.from_source_cpu},
+        default_impls=("fa_cupy",),
+        inputs=sparse_peers.random_source,
+        check=sparse_peers.source_check,
+        unit="M/s",
+        per_second=1e6,
+        work=attrgetter("entries"),
+        picture="sparse",
     ),
     "causal_product_fwd": _CAUSAL_PRODUCT_FWD,
     "causal_product_bwd": dataclasses.replace(

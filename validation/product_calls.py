@@ -161,11 +161,14 @@ def forcing(row: Any, target: str) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def forced(row: Any, target: str) -> Iterator[None]:
     """While entered, calls get this row if it can compute them."""
-    from fa_cupy.gpu import product_choice
-    from fa_cupy.gpu.products_sm90 import VariantSm90
+    from fa_cupy.gpu import product_choice, product_choice_sm90
+    from fa_cupy.gpu.products_sm90 import StatesSm90Variant, VariantSm90
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(table(forcing(row, target)))
+        if isinstance(row, StatesSm90Variant):  # no block does that itself then
+            none = mock.patch.object(product_choice_sm90, "_own_prefix", return_value=())
+            stack.enter_context(none)
         if isinstance(row, VariantSm90):  # those beside it are never cheaper then
             for name, dear in (
                 ("_WAITING", 1e4),
@@ -174,6 +177,11 @@ def forced(row: Any, target: str) -> Iterator[None]:
             ):
                 stack.enter_context(mock.patch.object(product_choice, name, dear))
         yield
+
+
+def problems_of(row: Any, number: int, target: str) -> Iterator[Problem]:
+    """`problems` for a row of the table, the ``number``-th."""
+    return problems(row.dim, number, alone(row, target, row.dim + WIDER))
 
 
 def run(target: str, share: int = 0, shares: int = 1) -> int:
@@ -208,9 +216,9 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
             # One that helped the rows before it has met these problems with them.
             if row not in own or row in reached:
                 continue
-            wide = alone(row, target, row.dim + WIDER)
+            listed = problems_of(row, number, target)
             with forced(row, target):
-                for problem in problems(row.dim, number, wide):
+                for problem in listed:
                     host = arrays(dtypes[row.dtype], problem)
                     sent = {n: attention_calls.send(x, problem.offset) for n, x in host.items()}
                     if wrong(problem, host, call(problem, sent)):

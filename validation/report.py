@@ -10,7 +10,7 @@ from typing import Any
 from validation import store
 
 # relative Frobenius error against float64 beyond which a result is wrong rather than rounded
-ERROR_LIMIT = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "tf32": 5e-3}
+ERROR_LIMIT = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "tf32": 5e-3, "bool": 0.0}
 # Triton's products round factors of float32 to TF32, which has ten bits, unless told otherwise.
 _TF32 = ("fla_chunk", "fla_fused_chunk")
 STATIC = Path(__file__).parents[1] / "docs" / "_static"
@@ -107,6 +107,10 @@ _COLORS = {
     "fla_chunk": "#1b6ca8",
     "fla_fused_chunk": "#66a3d2",
     "torch_chunk": "#8a8a8a",
+    "fa_cupy_array": "#e07b39",
+    "fa_cupy_band": "#f2b880",
+    "flex": "#1b6ca8",
+    "copy": "#8a8a8a",
 }
 
 
@@ -171,7 +175,7 @@ def draw(
     legend: dict[str, Any] = {}
     for i, ((family, title), members) in enumerate(panels.items()):
         axes = figure.add_subplot(down, across, i + 1)
-        bars = " " not in title or family.endswith("options")
+        bars = " " not in title or family.endswith(("options", "sparse"))
         here = [impl for impl in impls if any((place, impl) in speed for place in members)]
         for order, impl in enumerate(here):
             points = [(n, speed[p, impl]) for n, p in enumerate(members) if (p, impl) in speed]

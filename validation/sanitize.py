@@ -1,8 +1,8 @@
 """compute-sanitizer over a reduced set: memory accesses, races, initialisation, barriers.
 
-The set is every row of the tables of kernels on every kind of problem, small: those of attention
-and those of causal products, which processes share out.  CuPy's memory pool is off, so that an
-access past the end of an array is one past the end of an allocation.
+The set is every row of the tables of kernels on every kind of problem, small: those of attention,
+of its gradients and of causal products, which processes share out.  CuPy's memory pool is off, so
+that an access past the end of an array is one past the end of an allocation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from validation import attention_calls, product_calls, store
+from validation import attention_calls, backward_calls, product_calls, store
 
 # By how many processes the calls are shared out, some of which take a tool a second.
-_SHARES = {"attention": (attention_calls.run, 4), "causal_product": (product_calls.run, 6)}
+_SHARES = {
+    "attention": (attention_calls.run, 4),
+    "attention_backward": (backward_calls.run, 2),
+    "causal_product": (product_calls.run, 6),
+}
 # By name, what makes its calls on a target and counts them.
 PARTS: dict[str, Callable[[str], int]] = {
     f"{name}_{i + 1}": partial(run, share=i, shares=shares)
@@ -68,7 +72,8 @@ def read_log(text: str, seconds: float) -> dict[str, Any]:
     errors = sum(counts)
     if made is None:  # it stopped early: no clean bill, whatever the summary counts
         errors = max(1, errors)
-        findings.append("the calls did not end: " + text[-600:])
+        said = [line for line in text.splitlines() if line.startswith("=====")]
+        findings.append("the calls did not end: " + "\n".join([*said[:20], text[-600:]]))
     calls = int(made.group(1)) if made else 0
     return {
         "ran": True,

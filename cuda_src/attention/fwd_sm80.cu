@@ -5,6 +5,10 @@
 // softmax and adds P V.  S, P and O stay in the registers of the warp that owns the rows: an
 // accumulator of m16n8k16 has the layout of an A operand, so P needs no shuffle (docs: "Reading
 // fwd_sm80").  K and V come through a ring of kStages buffers filled by cp.async.
+//
+// With a mask the tiles of keys are those that its lists name for the block's rows, full ones
+// first.  What is needed of the lists comes by cp.async too: the number of each key block two tiles
+// ahead, and each thread's own words of a partial block one tile ahead.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
@@ -22,6 +26,7 @@ constexpr int kTileN = FA_TILE_N;      // keys of a tile
 constexpr int kWarps = FA_WARPS;       // of a block
 constexpr int kStages = FA_STAGES;     // K/V tiles in flight
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
+constexpr bool kSparse = FA_SPARSE;    // with a mask
 // 0: the kernel; 1 to 4: stop after a stage of the first tile and dump it (validation/stages.py).
 constexpr int kDebugStage = FA_DEBUG_STAGE;
 constexpr int kThreads = 32 * kWarps;
@@ -29,12 +34,20 @@ constexpr int kWarpRows = kTileM / kWarps;
 constexpr int kMmaM = kWarpRows / 16;  // products down a warp's rows
 constexpr int kMmaN = kTileN / 8;      // products across a tile's keys
 constexpr int kMmaV = kDim / 8;        // products across the output's columns
+// Tiles of keys in a block of a mask; places for numbers of key blocks: this tile's, the next two.
+constexpr int kInBlock = kSparse ? kMaskBlock / kTileN : 1, kKeySlots = 4;
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
 static_assert(kTileM == kWarps * kMmaM * 16, "a warp owns whole 16-row products");
 static_assert(kTileN * kDim * 2 >= kWarps * kReworkFloats * 4,
               "a K tile holds every warp's scratch");
 static_assert(kTileN % 32 == 0, "rework_scores takes 32 columns at a time");
 static_assert(kStages >= 1 && kStages <= 4, "one buffer each of K and V at least");
+static_assert(!kSparse || (kInBlock * kTileN == kMaskBlock && kMaskBlock % kTileM == 0),
+              "tiles divide the blocks of a mask");
+static_assert(!kSparse || (kStages <= 2 && kWarps == 4),
+              "a tile is loaded one tile ahead; each warp looks for one end of a list");
+static_assert(!kSparse || kDebugStage == 0, "stages are those without a mask");
+static_assert(kRowMajor == 0, "a thread copies its words in fragment order");
 
 using QTile = SharedTile<kTileM, kDim>;
 using KVTile = SharedTile<kTileN, kDim>;
@@ -47,7 +60,40 @@ struct SharedStorage {
   TileWork work;
   KeyTiles tiles;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/variants.py asks for as much");
+// What a mask lists for the block's rows, in tiles of keys: kInBlock for each place of a list.
+struct ListedTiles {
+  int64 row;       // of blocks
+  uint64 full[2];  // first and last + 1
+  uint64 partial[2];
+
+  __device__ __forceinline__ int full_count() const { return static_cast<int>(full[1] - full[0]); }
+  __device__ __forceinline__ int count() const {
+    return full_count() + static_cast<int>(partial[1] - partial[0]);
+  }
+};
+struct SparseStorage : SharedStorage {  // only with a mask
+  ListedTiles listed;
+  int keys[kKeySlots];  // key blocks of the coming tiles
+  uint32 words[kMmaM][kThreads][2];
+};
+static_assert((kSparse ? sizeof(SparseStorage) : sizeof(SharedStorage)) == FA_SHARED_BYTES,
+              "fa_cupy/gpu/variants.py asks for as much");
+
+// The i-th tile of keys that a mask lists, full blocks first.
+struct ListedTile {
+  bool partial;
+  bool first;    // of the partial block's tiles that are listed
+  int64 place;   // of its block in the list
+  int in_block;  // which of the block's tiles
+};
+
+FA_DEVICE ListedTile listed_tile(const ListedTiles& listed, int i) {
+  const int after_full = i - listed.full_count();
+  const bool partial = after_full >= 0;
+  const uint64 tile = partial ? listed.partial[0] + after_full : listed.full[0] + i;
+  const int in_block = static_cast<int>(tile % kInBlock);
+  return {partial, in_block == 0 || after_full == 0, static_cast<int64>(tile / kInBlock), in_block};
+}
 
 // Where this lane's row of the four matrices of an ldmatrix.x4 lies (PTX ISA 9.7.14.5.15).
 FA_DEVICE uint32 q_lane() {  // A operand: rows 0-7, rows 8-15, then the same of columns 8-15
@@ -130,6 +176,18 @@ FA_DEVICE void dump(const AttentionParams& params, const float (&x)[kMmaM][kN][4
   }
 }
 
+// Finds what a mask lists for a row of blocks of the tiles that a band leaves.  Each warp finds one
+// end of one list.
+FA_DEVICE void find_listed(const MaskLists& mask, ListedTiles& listed, const KeyTiles& tiles) {
+  const int warp = threadIdx.x / 32, last = warp % 2;
+  const bool partial = warp >= 2;
+  const int64 begin = (partial ? mask.partial_begin : mask.full_begin)[listed.row];
+  const int64 end = (partial ? mask.partial_end : mask.full_end)[listed.row];
+  const int64 found = first_tile<kInBlock>(partial ? mask.partial : mask.full, begin, end,
+                                           last ? tiles.end : tiles.begin);
+  if (threadIdx.x % 32 == 0) (partial ? listed.partial : listed.full)[last] = found;
+}
+
 // The result of a block whose rows see no key at all.
 FA_DEVICE void write_nothing_seen(const AttentionParams& params, const TileWork& work) {
   uint16* out = static_cast<uint16*>(params.out) + work.at.out;
@@ -149,39 +207,89 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_fwd_sm80(const __grid_constant__ AttentionParams params) {
   // ---------------------------------------------------------------------------------------- setup
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  SparseStorage& shared = *reinterpret_cast<SparseStorage*>(shared_bytes);
   const uint32 q_tile = cvta_to_shared(shared.q);
   const uint32 k_ring = cvta_to_shared(shared.k), v_ring = cvta_to_shared(shared.v);
   constexpr uint32 kTileBytes = kTileN * kDim * 2;
 
   if (threadIdx.x == 0) {
-    shared.work = tile_work(params, kTileM);
+    shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
     shared.tiles = key_tiles(params, shared.work.q_begin,
                              shared.work.q_begin + shared.work.q_rows - 1, kTileN);
     if constexpr (kDebugStage > 0) shared.tiles.end = min(shared.tiles.end, shared.tiles.begin + 1);
+    if constexpr (kSparse) {
+      shared.listed.row =
+          row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);
+    }
   }
   __syncthreads();
   const TileWork& work = shared.work;  // left there: registers are short in the loop
   const KeyTiles& tiles = shared.tiles;
-  const int tiles_begin = tiles.begin, tiles_end = tiles.end;
+  int tiles_begin = tiles.begin, tiles_end = tiles.end;
+  if constexpr (kSparse) {  // the tiles that are listed and in the band
+    if (work.q_rows <= 0) return;
+    find_listed(params.mask, shared.listed, tiles);
+    __syncthreads();
+    tiles_begin = 0;
+    tiles_end = shared.listed.count();
+  }
   if (tiles_begin >= tiles_end) return write_nothing_seen(params, work);
   const uint16* q = static_cast<const uint16*>(params.q) + work.at.q;
 
-  // Key tile `tile` into its place in the ring: rows of K, or of V.
+  // Which of all tiles of keys a tile is.
+  auto key_tile = [&](int tile) {
+    if constexpr (!kSparse) {
+      return tile;
+    } else {
+      return shared.keys[tile % kKeySlots] * kInBlock + listed_tile(shared.listed, tile).in_block;
+    }
+  };
+  // Tile `tile` into its place in the ring: rows of K, or of V.
   auto load_k = [&](int tile) {
     const uint16* k = static_cast<const uint16*>(params.k) + work.at.k;
     load_tile<kTileN, kDim, kThreads>(k_ring + tile % kStages * kTileBytes, k, params.k_row,
-                                      tile * kTileN, params.k_len, params.head_dim, params.aligned);
+                                      key_tile(tile) * kTileN, params.k_len, params.head_dim,
+                                      params.aligned);
   };
   auto load_v = [&](int tile) {
     const uint16* v = static_cast<const uint16*>(params.v) + work.at.v;
     load_tile<kTileN, kDim, kThreads>(v_ring + tile % kStages * kTileBytes, v, params.v_row,
-                                      tile * kTileN, params.k_len, params.v_dim, params.aligned);
+                                      key_tile(tile) * kTileN, params.k_len, params.v_dim,
+                                      params.aligned);
+  };
+  // The number of a tile's key block, for all threads; and this thread's own words of the block.
+  auto load_key = [&](int tile) {
+    if (tid_x_again() != 0 || tile >= tiles_end) return;
+    const ListedTile at = listed_tile(shared.listed, tile);
+    cp_async_ca<4>(cvta_to_shared(&shared.keys[tile % kKeySlots]),
+                   (at.partial ? params.mask.partial : params.mask.full) + at.place);
+  };
+  auto load_words = [&](int tile) {
+    const ListedTile at = listed_tile(shared.listed, tile);
+    if (tile >= tiles_end || !at.partial || !at.first) return;
+    const int tid = tid_x_again(), lane = tid % 32, warp = tid / 32;
+    const uint32* words =
+        block_words(params.mask, shared.listed.row, at.place, shared.keys[tile % kKeySlots]) +
+        (work.q_begin % kMaskBlock + warp * kWarpRows) / 16 * kSlabWords + 2 * lane;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+      cp_async_ca<8>(cvta_to_shared(shared.words[i][tid]), words + i * kSlabWords);
+    }
   };
 
-  // With one stage K and V of the first tile are groups of their own; with more a group is a tile.
+  if constexpr (kSparse) {
+    load_key(0);
+    cp_async_commit_group();
+  }
   load_tile<kTileM, kDim, kThreads>(q_tile, q, params.q_row, work.q_begin, params.q_len,
                                     params.head_dim, params.aligned);
+  if constexpr (kSparse) {
+    cp_async_wait_group<0>();
+    __syncthreads();
+    load_key(1);
+    load_words(0);
+  }
+  // With one stage K and V of the first tile are groups of their own; with more a group is a tile.
 #pragma unroll 1
   for (int tile = tiles_begin; tile < tiles_begin + max(1, kStages - 1); ++tile) {
     if (tile < tiles_end) load_k(tile);
@@ -215,6 +323,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       cp_async_wait_group < kStages<2 ? 0 : kStages - 2>();
     }
     __syncthreads();
+    if constexpr (kSparse) load_key(tile + 2);
     if constexpr (kStages == 1) {
       if (tile > tiles_begin) load_v(tile);
     } else if (tile + kStages - 1 < tiles_end) {
@@ -227,11 +336,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     multiply_qk(s, q_tile + q_lane(), k_ring + tile % kStages * kTileBytes + k_lane());
     if constexpr (kDebugStage == 1) return dump(params, s);
 
-    if (params.transform || params.mask != nullptr) {
+    const int key = key_tile(tile);
+    if (params.transform) {
       __syncthreads();  // K's buffer has been read by all; each warp takes a part of it
       const int warp = tid_x_again() / 32;
       float* scratch = reinterpret_cast<float*>(shared.k[tile % kStages]) + warp * kReworkFloats;
-      rework_scores(params, work.at, s, scratch, work.q_begin + warp * kWarpRows, tile * kTileN);
+      rework_scores(params, work.at, s, scratch, work.q_begin + warp * kWarpRows, key * kTileN);
     }
     if constexpr (kStages == 1) {
       cp_async_wait_group<0>();
@@ -239,10 +349,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       if (tile + 1 < tiles_end) load_k(tile + 1);
       cp_async_commit_group();
     }
-    if (tile < tiles.full_begin || tile >= tiles.full_end) {
+    if constexpr (kSparse) {
+      const ListedTile at = listed_tile(shared.listed, tile);
+      if (at.partial) {
+        uint32 words[kMmaM][2];
+#pragma unroll
+        for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            words[i][h] = shared.words[i][tid_x_again()][h] >> at.in_block * (kTileN / 4);
+          }
+        }
+        hide_by_words(s, words);
+      }
+    }
+    if (key < tiles.full_begin || key >= tiles.full_end) {
       const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
       hide_outside(params, s, work.q_begin + warp * kWarpRows + lane / 4,
-                   tile * kTileN + 2 * (lane % 4));
+                   key * kTileN + 2 * (lane % 4));
     }
 
     float correction[kMmaM][2];
@@ -279,6 +403,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       return dump(params, s);
     }
 
+    if constexpr (kSparse) {  // here and not before, or sm_80 runs out of registers
+      load_words(tile + 1);
+      cp_async_commit_group();
+    }
     multiply_pv(o, p, v_ring + tile % kStages * kTileBytes + v_lane());
     if constexpr (kDebugStage == 4) return dump(params, o);
   }
@@ -355,8 +483,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         // A sum that is NaN makes the whole row NaN, which it is already.
         if (row < params.q_len && sum == sum) {
           uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
-          attend_row<kBf16, kDim>(params, work.at, row, reference, sum,
-                                  [&](int col, uint16 x) { to[col] = x; });
+          attend_row<kBf16, kDim, kSparse>(params, work.at, work.batch, row, reference, sum,
+                                           [&](int col, uint16 x) { to[col] = x; });
         }
       }
     }

@@ -10,6 +10,7 @@
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/barriers.cuh"
+#include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/hidden_keys.cuh"
 #include "cuda_src/common/rescore.cuh"
@@ -18,6 +19,7 @@
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/softmax.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
@@ -33,7 +35,8 @@ FA_DEVICE bool announce(const FwdSm90Params& params, Work& work, uint32 index) {
     return false;
   }
   const AttentionParams& p = params.common;
-  const Tile tile = tile_of(params.schedule, p.q_tiles, index);
+  const Tile tile = kSparse ? tile_in_order(params.schedule, p.mask.order, p.q_tiles, index)
+                            : tile_of(params.schedule, p.q_tiles, index);
   const int q_begin = tile.row_tile * kTileM;
   // One lane for each warpgroup looks for its key tiles, and one more for all of the block's.
   const bool all = lane >= kGroups;
@@ -46,6 +49,10 @@ FA_DEVICE bool announce(const FwdSm90Params& params, Work& work, uint32 index) {
   // Rows that see no key go through one tile like all others, which hides all of it from them.
   const int begin = __shfl_sync(kFullWarp, keys.begin, kGroups);
   if (keys.begin == keys.end) keys = {begin, begin + 1, 0, 0};
+  if constexpr (kSparse) {
+    keys.begin = 0;
+    keys.end = find_blocks(p, work, p.first_batch + tile.entry, q_begin);
+  }
   if (lane < kGroups) {
     const int seen = last_key(p, last_row >> params.row_shift) - (keys.end - 1) * kTileN;
     work.group[lane] = {keys, kHalves && seen < kTileN / 2};
@@ -76,7 +83,9 @@ FA_DEVICE void schedule_work(const FwdSm90Params& params, SharedStorage& shared)
   while (true) {
     wait(shared.work_empty[place.index()], place.parity() ^ 1);
     const bool more = announce(params, shared.work[place.index()], index);
-    if (lane <= kGroups) arrive(shared.work_full[place.index()]);  // all that write
+    if (lane <= kGroups || (kSparse && lane == kPartialLane)) {  // all that write
+      arrive(shared.work_full[place.index()]);
+    }
     if (!more) break;
     // The ticket of the next tile is taken when the loads of this one begin: later, its own loads
     // would be late; earlier, a block that is behind would keep tiles from others.
@@ -116,10 +125,10 @@ FA_DEVICE void feed_keys(const FwdSm90Params& params, SharedStorage& shared) {
     arrive(begun);
     auto load = [&](uint8(&tiles)[kStages][kKTileBytes], uint64(&full)[kStages],
                     uint64(&empty)[kStages], RingPlace<kStages>& at, const TensorMap& map,
-                    const int (&step)[3], int tile) {
+                    const int (&step)[3], int tile, uint32 beside) {
       wait(empty[at.index()], at.parity() ^ 1);
       const uint32 barrier = cvta_to_shared(&full[at.index()]);
-      mbarrier_arrive_expect_tx(barrier, kKTileBytes);
+      mbarrier_arrive_expect_tx(barrier, kKTileBytes + beside);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles[at.index()][block * kTileN * 128]), &map,
@@ -129,15 +138,21 @@ FA_DEVICE void feed_keys(const FwdSm90Params& params, SharedStorage& shared) {
       }
       at.advance();
     };
-    // In the order in which they are waited for: K of a tile before V of the one before it.
+    auto load_keys = [&](int tile, uint32 beside) {
+      load(shared.k, shared.k_full, shared.k_empty, k_place, params.k_map, params.k_step, tile,
+           beside);
+    };
+    auto load_values = [&](int tile) {
+      load(shared.v, shared.v_full, shared.v_empty, v_place, params.v_map, params.v_step, tile, 0);
+    };
+    if constexpr (kSparse) {
+      feed_listed(params.common, work, shared, k_place, load_keys, load_values);
+    } else {
+      // In the order in which they are waited for: K of a tile before V of the one before it.
 #pragma unroll 1
-    for (int tile = work.begin; tile <= work.end; ++tile) {
-      if (tile < work.end) {
-        load(shared.k, shared.k_full, shared.k_empty, k_place, params.k_map, params.k_step, tile);
-      }
-      if (tile > work.begin) {
-        load(shared.v, shared.v_full, shared.v_empty, v_place, params.v_map, params.v_step,
-             tile - 1);
+      for (int tile = work.begin; tile <= work.end; ++tile) {
+        if (tile < work.end) load_keys(tile, 0);
+        if (tile > work.begin) load_values(tile - 1);
       }
     }
   }
@@ -204,11 +219,6 @@ FA_DEVICE void store_outputs(const FwdSm90Params& params, SharedStorage& shared)
 }
 
 // -------------------------------------------------------------------------------------- computing
-template <int kValue>
-struct Constant {
-  static constexpr int value = kValue;
-};
-
 constexpr Constant<kTileN> kAll;
 constexpr Constant<kHalves ? kTileN / 2 : kTileN> kHalf;
 
@@ -308,8 +318,10 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
           ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step));
         }
       }
+      if constexpr (!kSparse) {
 #pragma unroll 1
-      for (; tile < keys.begin; ++tile) skip_tile();
+        for (; tile < keys.begin; ++tile) skip_tile();
+      }
       wait(shared.k_full[k_place.index()], k_place.parity());
       k_tile = cvta_to_shared(shared.k[k_place.index()]);
     }
@@ -324,7 +336,11 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
   open(q_place, true);
 #pragma unroll 1
   while (true) {
-    auto entry = [&]() { return shared.work[place.index()].entry; };  // registers are short
+    // Registers are short, most of all where there are the words of a mask.
+    auto entry = [&]() { return shared.work[place.index()].entry; };
+    auto first_row_again = [&]() {
+      return kSparse ? shared.work[place.index()].q_begin + 64 * group : first_row;
+    };
     OnlineSoftmax<1> softmax;
     softmax.reset();
 #pragma unroll
@@ -338,13 +354,25 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       constexpr int kCols = decltype(cols)::value;
       auto& s_used = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
       auto& weights_used = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
+      int key_tile = tile;
+      bool listed = false;             // whether the tile has words
+      uint32 seen[1][2 * kLaneWords];  // which scores they leave
+      bool referred = false;           // whether all rows that see some have a reference
+      if constexpr (kSparse) {
+        listed = read_tile(shared, k_place.index(), key_tile, seen);
+        if constexpr (!kFirst && !kTransform) referred = softmax.refers(seen, kLaneBits);
+      }
       if constexpr (kOverlap && !kFirst) {
         wgmma_wait_group<1>();
       } else {
         wgmma_wait_group<0>();
       }
       if constexpr (kExclusive && !kFirst) pass_turn();
-      release(shared.k_empty[k_place.index()]);
+      if constexpr (kSparse) {
+        arrive(shared.k_empty[k_place.index()]);  // each lane for what it read beside the keys
+      } else {
+        release(shared.k_empty[k_place.index()]);
+      }
       k_place.advance();
       auto release_values = [&]() {
         if constexpr (!kFirst) {
@@ -356,23 +384,39 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       auto finish_scores = [&]() {
         if constexpr (kTransform) {
           rework_scores(p, batch_offsets(p, entry()), s_used, shared.scratch[warp - 4],
-                        first_row + warp_row, tile * kTileN);
+                        first_row_again() + warp_row, key_tile * kTileN);
         }
-        if (tile < keys.full_begin || tile >= keys.full_end) {
+        if constexpr (kSparse) {
+          const KeyTiles& inside = shared.work[place.index()].group[group].keys;
+          const bool outside = (key_tile < inside.full_begin) | (key_tile >= inside.full_end);
+          if (outside) {
+            const int tid = tid_x_again();
+            const int row = first_row_again() + tid / 32 % 4 * 16 + tid % 32 / 4;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int first_col = key_tile * kTileN + 2 * (tid % 4);
+              keep_columns(seen[0], h, columns_inside(p, row + 8 * h, first_col, 2 * kMmaN));
+            }
+          }
+          if (listed || outside) hide_by_words(s_used, seen);
+        } else if (tile < keys.full_begin || tile >= keys.full_end) {
           hide_outside(p, s_used, first_row + warp_row + lane / 4, tile * kTileN + 2 * (lane % 4),
                        params.row_shift);
         }
       };
       finish_scores();
-      // Rows have a reference once they have seen a key.
-      const bool trusting =
-          !kFirst && kCols == kTileN && !kTransform && tile > keys.full_begin && !softmax.far;
+      // Without a mask rows have a reference once they have seen a key.
+      const bool trusting = !kFirst && kCols == kTileN && !kTransform &&
+                            (kSparse ? referred : tile > keys.full_begin) && !softmax.far;
       if (trusting && softmax.trust(s_used, p.exp2_scale)) {
         if constexpr (kOverlap) wgmma_wait_group<0>();
       } else {
-        if (trusting) {  // the scores are gone
+        if (trusting) {  // the scores are gone, and what the mask says of them
+          const auto& work = shared.work[place.index()];
+          if constexpr (kSparse) key_tile = tile_again(p, work, tile);
           rescore<kBf16, QTile, kDim / 16>(p, entry() << params.row_shift, s_used, q_tile + q_lane,
-                                           tile * kTileN);
+                                           key_tile * kTileN);
+          if constexpr (kSparse) listed = words_again(p, work, tile, seen);
           finish_scores();
         }
         float correction[1][2];
@@ -420,9 +464,11 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
     wgmma_wait_group<0>();
     release(shared.v_empty[v_place.index()]);
     v_place.advance();
+    if constexpr (!kSparse) {
 #pragma unroll 1
-    for (; tile < shared.work[place.index()].end; ++tile) skip_tile();
-    const int row_of_group = first_row;
+      for (; tile < shared.work[place.index()].end; ++tile) skip_tile();
+    }
+    const int row_of_group = first_row_again();
     const uint32 out_tile = q_tile;
     WorkPlace next = place;
     next.advance();
@@ -481,9 +527,9 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         const float sum = __shfl_sync(kFullWarp, h ? softmax.sum[0][1] : softmax.sum[0][0], from);
         // A sum that is NaN makes the whole row NaN, which it is already.
         if (row >= tile_rows(params) || sum != sum) continue;
-        attend_row<kBf16, (kDim + 31) / 32 * 32>(
-            p, batch_offsets(p, head_of(row)), row >> params.row_shift, reference, sum,
-            [&](int col, uint16 x) {
+        attend_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
+            p, batch_offsets(p, head_of(row)), head_of(row), row >> params.row_shift, reference,
+            sum, [&](int col, uint16 x) {
               const uint32 at = QTile::offset(row_in_group, col / 8) + col % 8 * 2;
               *reinterpret_cast<uint16*>(&shared.q[q_place.index()][at]) = x;
             });
@@ -513,12 +559,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kStages; ++i) {
       init(shared.k_full[i], 1);
-      init(shared.k_empty[i], 4 * kGroups);
+      init(shared.k_empty[i], kSparse ? 128 * kGroups : 4 * kGroups);
       init(shared.v_full[i], 1);
       init(shared.v_empty[i], 4 * kGroups);
     }
     for (int i = 0; i < kWorkStages; ++i) {
-      init(shared.work_full[i], kGroups + 1);
+      init(shared.work_full[i], kGroups + 1 + kSparse);
       init(shared.work_empty[i], 4 * kGroups + 3);
       init(shared.work_begun[i], 1);
     }

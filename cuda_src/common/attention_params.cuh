@@ -1,6 +1,7 @@
 // What one attention launch is told, and where its blocks find their part of it.
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
+#include "cuda_src/common/mask_lists.cuh"
 
 // Passed by value.  fa_cupy/gpu/params.py holds the same fields in the same order.
 // Strides count elements.  Axes that broadcast have stride 0, grouped heads are two axes.
@@ -9,17 +10,17 @@ struct AttentionParams {
   const void* k;      // (*batch, k_len, head_dim)
   const void* v;      // (*batch, k_len, v_dim)
   const void* bias;   // (*batch, q_len, k_len), null without one
-  const uint8* mask;  // (*batch, q_len, k_len), 0 hides a key; null without one
   void* out;          // (*batch, q_len, v_dim)
   float* lse;         // (*batch, q_len) dense, null when nobody asked
   float* debug;       // what the staged builds (kDebugStage > 0) dump
   int64 first_batch;  // entry of the first block: a grid has at most 2**31 - 1 blocks
   int aligned;        // 1: every row of q, k, v and out starts at a multiple of 16 bytes
   int batch_axes;     // how many of the axes below are in use
-  int64 bias_row, bias_col, mask_row, mask_col;
+  MaskLists mask;     // of batch entries counted over all launches
+  int64 bias_row, bias_col;
   int64 q_batch[kMaxBatchAxes], k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes],
       out_batch[kMaxBatchAxes];
-  int64 bias_batch[kMaxBatchAxes], mask_batch[kMaxBatchAxes];
+  int64 bias_batch[kMaxBatchAxes];
   int64 batch_size[kMaxBatchAxes];
   int q_row, k_row, v_row, out_row;
   int q_len, k_len, head_dim, v_dim;
@@ -39,7 +40,7 @@ enum FloatKind : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 }
 
 // Element offsets of one batch entry in each array.
 struct BatchOffsets {
-  int64 q, k, v, out, bias, mask;
+  int64 q, k, v, out, bias;
 
   __device__ __forceinline__ void add(const AttentionParams& p, int axis, int64 i) {
     q += i * p.q_batch[axis];
@@ -47,14 +48,13 @@ struct BatchOffsets {
     v += i * p.v_batch[axis];
     out += i * p.out_batch[axis];
     if (p.bias != nullptr) bias += i * p.bias_batch[axis];
-    if (p.mask != nullptr) mask += i * p.mask_batch[axis];
   }
 };
 
 // Of a batch entry, counted over all batch axes; an Index of 32 bits does where entries fit it.
 template <typename Index>
 FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, Index batch) {
-  BatchOffsets o = {0, 0, 0, 0, 0, 0};
+  BatchOffsets o = {0, 0, 0, 0, 0};
   Index rest = batch;
   for (int axis = p.batch_axes - 1; axis > 0; --axis) {
     const int64 size = p.batch_size[axis];
@@ -81,4 +81,18 @@ FA_DEVICE TileWork tile_work(const AttentionParams& p, int tile_m) {
   const int tile = p.q_tiles - 1 - static_cast<int>(blockIdx.x - entry * p.q_tiles);
   const int64 batch = p.first_batch + entry;
   return {batch_offsets(p, batch), batch, tile * tile_m, min(tile_m, p.q_len - tile * tile_m)};
+}
+
+// The same under a mask, whose rows of blocks go in its own order: tiles of tile_m rows, the last
+// ones of which may have no row that exists.
+FA_DEVICE TileWork masked_tile_work(const AttentionParams& p, int tile_m) {
+  const uint32 in_block = kMaskBlock / tile_m, blocks = mask_blocks(p.q_len);
+  const uint32 item = blockIdx.x / in_block, part = blockIdx.x % in_block;
+  const uint32 row = p.mask.order != nullptr ? p.mask.order[item] : item;
+  const uint32 entry = row / blocks;
+  uint32 block = row - entry * blocks;
+  if (p.mask.order == nullptr) block = blocks - 1 - block;
+  const int64 batch = p.first_batch + entry;
+  const int q_begin = block * kMaskBlock + part * tile_m;
+  return {batch_offsets(p, batch), batch, q_begin, min(tile_m, p.q_len - q_begin)};
 }

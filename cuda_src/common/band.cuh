@@ -37,28 +37,71 @@ FA_DEVICE int own_columns_before(int col, int count) {
 
 FA_DEVICE uint32 bits_below(int n) { return n < 32 ? (1u << n) - 1 : 0xffffffffu; }
 
+// Of the columns that a thread holds from first_col on, those inside a row's band, as bits: one
+// register holds the answer for all columns.
+FA_DEVICE uint32 columns_inside(const AttentionParams& p, int row, int first_col, int count) {
+  const int begin = own_columns_before(first_key(p, row) - first_col, count);
+  const int end = own_columns_before(last_key(p, row) - first_col + 1, count);
+  return bits_below(end) & ~bits_below(begin);
+}
+
 // Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
-// row's band.  2**row_shift rows of the accumulators belong to one query row.
+// row's band, by putting `hidden` there.  2**row_shift rows of the accumulators belong to one query
+// row.
 template <int kMmaM, int kMmaN>
 FA_DEVICE void hide_outside(const AttentionParams& p, float (&s)[kMmaM][kMmaN][4], int first_row,
-                            int first_col, int row_shift = 0) {
+                            int first_col, int row_shift = 0, float hidden = -FA_INFINITY) {
   static_assert(2 * kMmaN <= 32, "a bit for each column");
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = (first_row + 16 * i + 8 * h) >> row_shift;
-      const int begin = own_columns_before(first_key(p, row) - first_col, 2 * kMmaN);
-      const int end = own_columns_before(last_key(p, row) - first_col + 1, 2 * kMmaN);
-      // Bits [begin, end): one register holds the answer for all columns.
-      const uint32 seen = bits_below(end) & ~bits_below(begin);
+      const uint32 seen = columns_inside(p, row, first_col, 2 * kMmaN);
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if ((seen >> (2 * j + e) & 1) == 0) s[i][j][2 * h + e] = -FA_INFINITY;
+          if ((seen >> (2 * j + e) & 1) == 0) s[i][j][2 * h + e] = hidden;
         }
       }
     }
   }
+}
+
+// The same band seen from a key: which queries see it.
+FA_DEVICE int first_query(const AttentionParams& p, int key) {
+  const int64 row = static_cast<int64>(key) - p.upper;
+  return row < 0 ? 0 : row > p.q_len ? p.q_len : static_cast<int>(row);
+}
+
+// Inclusive; -1 when there is none.
+FA_DEVICE int last_query(const AttentionParams& p, int key) {
+  const int64 row = static_cast<int64>(key) - p.lower;
+  return row < -1 ? -1 : row > p.q_len - 1 ? p.q_len - 1 : static_cast<int>(row);
+}
+
+// Query tiles that see some of the keys [first_key, last_key], and those of them of which every row
+// sees them all; rows behind the last query count as such.
+struct QueryTiles {
+  int begin, end;
+  int full_begin, full_end;
+};
+
+FA_DEVICE QueryTiles query_tiles(const AttentionParams& p, int first_key, int last_key,
+                                 int tile_m) {
+  const int low = first_query(p, first_key), high = last_query(p, last_key);
+  if (high < low) return {0, 0, 0, 0};
+  const int full_low = first_query(p, last_key), full_high = last_query(p, first_key);
+  const int behind = full_high == p.q_len - 1 ? tile_m : 1;
+  return {low / tile_m, high / tile_m + 1, (full_low + tile_m - 1) / tile_m,
+          (full_high + behind) / tile_m};
+}
+
+// Which of the queries from + {0, 1, 8, 9, 16, ...}, `count` of them, see a key: a bit each.
+FA_DEVICE uint32 queries_seeing(const AttentionParams& p, int key, int from, int count) {
+  if (key >= p.k_len) return 0;
+  const int begin = own_columns_before(first_query(p, key) - from, count);
+  const int end = own_columns_before(last_query(p, key) - from + 1, count);
+  return bits_below(end) & ~bits_below(begin);
 }

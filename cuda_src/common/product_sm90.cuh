@@ -32,7 +32,7 @@ struct ProductJob {
   TensorMap q_map, k_map, v_map, out_map;
   const float* initial;  // (*batch, qk_dim, v_dim), null for zeros
   float* state;          // (*batch, qk_dim, v_dim), null when nobody asked
-  float* workspace;      // (batch entries, segments, qk_dim, v_dim) dense; null for one segment
+  float* workspace;      // (batch entries, segments, qk_dim, v_dim) dense; null where none is read
   float* out;            // (*batch, length, v_dim) of float32, which threads write
   int64 initial_batch[kMapAxes], state_batch[kMapAxes];  // strides count elements
   int64 out_batch[kMapAxes];
@@ -105,6 +105,16 @@ FA_DEVICE Work find_work(const ProductSm90Params& params, int segments) {
   return w;
 }
 
+// Where the outputs of a block's batch entry begin, in elements.
+FA_DEVICE int64 out_offset(const ProductSm90Params& params, const Work& work) {
+  int64 offset = 0;
+#pragma unroll
+  for (int axis = 0; axis < kMapAxes; ++axis) {
+    offset += work.coordinate[axis] * params.job[work.job].out_batch[axis];
+  }
+  return offset;
+}
+
 // The state before a segment, of qk_dim x v_dim elements in the workspace.
 FA_DEVICE float* segment_state(const ProductSm90Params& params, const Work& work, int segment) {
   const ProductJob& job = params.job[work.job];
@@ -128,10 +138,6 @@ FA_DEVICE void load_chunk(uint8* to, const TensorMap& map, const int (&step)[kMa
 FA_DEVICE void release(const uint64& barrier) {
   if (threadIdx.x % 32 == 0) arrive(barrier);
 }
-// Each lane arrives for what it read or wrote itself: racecheck sees no order between a lane and
-// the arrival of another one, whatever __syncwarp says.  Not measurably slower.
-constexpr int kWarpArrivals = 32;
-FA_DEVICE void release_own(const uint64& barrier) { arrive(barrier); }
 
 // S^T of a warpgroup.
 using State = float[kMmaE][4];
@@ -184,4 +190,11 @@ FA_DEVICE void add_sums(State& s, const State& u) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[v][e] += u[v][e];
   }
+}
+// Writes a warpgroup's sum of a segment to the place of the next one's state.
+FA_DEVICE void store_sum(State& s, const ProductSm90Params& params, const Work& work, int group) {
+  const ProductJob& job = params.job[work.job];
+  const int column = work.column + 64 * group;
+  store_state(s, segment_state(params, work, work.segment + 1) + column, job.v_dim, 1, job.qk_dim,
+              job.v_dim - column);
 }

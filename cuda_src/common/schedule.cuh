@@ -35,6 +35,14 @@ FA_DEVICE Tile tile_of(const Schedule& schedule, int q_tiles, uint32 index) {
           q_tiles - 1 - static_cast<int>(from_last)};
 }
 
+// The same where the rows of blocks of a mask come in an order of their own, longest first.
+FA_DEVICE Tile tile_in_order(const Schedule& schedule, const int* order, int q_tiles,
+                             uint32 index) {
+  if (order == nullptr) return tile_of(schedule, q_tiles, index);
+  const int row = order[index], entry = row / q_tiles;
+  return {entry, row - entry * q_tiles};
+}
+
 // The next ticket, in a counter that this block has found marked.  Nothing here waits for the
 // answer.
 FA_DEVICE uint32 take_ticket(const Schedule& schedule) {

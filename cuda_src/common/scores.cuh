@@ -1,5 +1,4 @@
-// From a product q . k to a score: scale, softcap and bias, then what the masks hide becomes
-// -infinity.
+// From a product q . k to a score: scale, softcap and bias.
 //
 // Without softcap and bias and with a positive scale nothing is done here: the softmax multiplies
 // by the scale inside its exponent (exp2_scale = scale * log2(e)).  Otherwise (params.transform)
@@ -12,9 +11,6 @@
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-// IEEE 754 bits of +infinity: NVRTC has no header that names it, and the intrinsic is no constant
-// expression.
-#define FA_INFINITY (__int_as_float(0x7f800000))
 
 // tanh to a relative error of 4e-7 (tanh.approx has 11 bits, too few beside 16-bit inputs).  Below
 // 1/4 the quotient would lose what the softcap multiplies back in; there it is the Taylor series.
@@ -46,28 +42,23 @@ FA_DEVICE float load_as_float(const void* base, int64 index, int kind) {
   }
 }
 
-// One score by itself, in the same units; -inf where the mask hides the key.
+// One score by itself, in the same units.
 FA_DEVICE float one_score(const AttentionParams& p, const BatchOffsets& at, float product, int row,
                           int col) {
-  float x = product;
-  if (p.transform) {
-    x = kLog2e * capped(p, x);
-    if (p.bias != nullptr) {
-      x += kLog2e *
-           load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);
-    }
+  if (!p.transform) return product;
+  float x = kLog2e * capped(p, product);
+  if (p.bias != nullptr) {
+    x += kLog2e * load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);
   }
-  const bool hidden =
-      p.mask != nullptr && p.mask[at.mask + row * p.mask_row + col * p.mask_col] == 0;
-  return hidden ? -FA_INFINITY : x;
+  return x;
 }
 
 // Floats of shared memory that a warp needs for rework_scores: 16 rows of 32 columns.
 constexpr int kReworkFloats = 16 * 32;
 
 // Applies one_score to the scores that a warp holds as accumulators of m16n8k16 (ptx/mma_sync.cuh).
-// They go through shared memory, 16 x 32 at a time, so that a lane has a column of its own: bias
-// and mask are then read in whole lines, and the loop need not be unrolled to keep the accumulators
+// They go through shared memory, 16 x 32 at a time, so that a lane has a column of its own: a
+// bias is then read in whole lines, and the loop need not be unrolled to keep the accumulators
 // in registers.  Columns are stored at col ^ 8 * (row % 4), which keeps both the accumulators'
 // pairs and the lanes' rows free of bank conflicts.
 template <int kMmaM, int kMmaN>

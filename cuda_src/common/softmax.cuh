@@ -114,6 +114,25 @@ struct OnlineSoftmax {
     }
   }
 
+  // Whether every row of this warp that sees a key of the next tile has a reference, so that trust
+  // may hold.  Half of seen[i] is for each row: `bits` of it are not 0 where this thread's part of
+  // the row sees one.
+  template <int kWords>
+  __device__ __forceinline__ bool refers(const uint32 (&seen)[kMmaM][kWords], uint32 bits) const {
+    bool known = true;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32 any = 0;
+#pragma unroll
+        for (int w = 0; w < kWords / 2; ++w) any |= seen[i][kWords / 2 * h + w] & bits;
+        known = known && (any == 0 || reference[i][h] > kNoReference);
+      }
+    }
+    return __all_sync(kFullWarp, known);
+  }
+
   // Turns scores into weights without looking for the largest: in trust that none passes the
   // reference by much, which after a few tiles holds for nearly all data.  Returns false, with
   // nothing changed but s, if it does not hold for some row of the warp: where a weight is so large

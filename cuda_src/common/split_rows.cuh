@@ -26,11 +26,14 @@ FA_DEVICE float over_row(float most) {
 // A warpgroup turns kRows rows into pairs: from boxes of 32 columns into a tile of high parts,
 // which one of low parts follows, kAtOnce of a thread's rows in registers.  `own`: the exponents s
 // of this thread's rows, which are 16 apart.  False: some of its numbers are not finite.
-template <int kRows, int kBoxes, int kAtOnce>
+//
+// With kInPlace the tiles lie where the boxes do.  A row of pairs then takes the bytes of the same
+// row, which the eight lanes that share it have in registers.
+template <int kRows, int kBoxes, int kAtOnce, bool kInPlace = false>
 FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint8* tile) {
   using Tile = SharedTile<kRows, 32 * kBoxes>;
   constexpr float kLargest = 3.40282347e38f;
-  const int lane = threadIdx.x % 8, row = split_row<Tile>(threadIdx.x);
+  const int lane = threadIdx.x % 8, row = split_row<Tile>(threadIdx.x % 128);
   // Boxes have rows of 128 bytes in that swizzle (PTX ISA 5.5.7 "Swizzling Modes").
   const uint32 from = cvta_to_shared(boxes) + row * 128 + ((lane ^ (row & 7)) << 4);
   const uint32 to = cvta_to_shared(tile) + Tile::lane_offset(row, lane / 2) + lane % 2 * 8;
@@ -73,6 +76,7 @@ FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint
         most[r] = over_row(most[r]);
       }
     }
+    if (kInPlace) __syncwarp();
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
       own[first + r] = split_exponent(most[r]);

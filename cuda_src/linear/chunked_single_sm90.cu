@@ -15,32 +15,20 @@
 // rows of a chunk share what their outer products are added up with.  The three products of a sum
 // share an accumulator: first the small ones, because tensor cores truncate what they add to.
 //
-// In reverse, chunks are counted from the end, as in states_single_sm80.cu: the rows that the last
-// one lacks lie before the first row.
-#include "cuda_src/common/product_sm90.cuh"
-#include "cuda_src/common/split_state.cuh"
-#include "cuda_src/common/split_state_sm90.cuh"
+// Of 64 key and 64 value columns chunked_single_turns_sm90.cu does it in less time.
+#include "cuda_src/common/single_sm90.cuh"
 #include "ptx/stmatrix.cuh"
 
 // -------------------------------------------------------------------------------------- constants
-constexpr int kTiles = FA_TILES;  // chunks in shared memory as pairs
 constexpr int kThreads = 128 * (kGroups + 2);
-constexpr int kDimBoxes = kDim / 32, kColBoxes = kCols / 32;  // boxes of float32 have 32 columns
-constexpr int kLowQK = kDimBlocks * kBlockBytes;              // from high parts to low ones
-constexpr int kLowV = kGroups * kBlockBytes, kLowP = kBlockBytes;
-constexpr int kSteps = kChunk / 16;  // of a product that sums over a chunk's rows
-// With registers for it, products with the state and with the scores are under way at once, and
-// outputs are stored while the chunk's sums are.
-constexpr bool kEarly = kDim == 64 && kGroups == 1;
-constexpr int kAtOnce = kDim > 64 || kCols > 64 ? 2 : 4;  // rows of a split thread in registers
+constexpr int kLowP = kBlockBytes;  // from high parts to low ones
+constexpr int kAtOnce = 2;          // rows of a split thread in registers
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kSplitRegisters = kGroups == 2 ? 72 : 96;
 constexpr int kScoreRegisters = kGroups == 2 ? 72 : 120;
 constexpr int kStateRegisters = kGroups == 2 ? 184 : 240;
 static_assert(kGroups <= 2 && kMinBlocks == 1, "registers, as above");
 
-using QKTile = SharedTile<kChunk, kDim>;
-using VTile = SharedTile<kChunk, kCols>;
 using PTile = SharedTile<kChunk, kChunk>;
 enum Array { kQ = 0, kV = 1, kK = 2 };  // in the order in which their tiles come free
 
@@ -49,30 +37,23 @@ struct SharedStorage {
   uint8 raw_q[kStages][kDimBoxes * kBlockBytes];  // as they come
   uint8 raw_v[kStages][kColBoxes * kBlockBytes];
   uint8 raw_k[kStages][kDimBoxes * kBlockBytes];
-  uint8 q[kTiles][2 * kLowQK];  // high parts, low parts
-  uint8 v[kTiles][2 * kLowV];
-  uint8 k[kTiles][2 * kLowQK];
-  uint8 p[kTiles][2 * kLowP];         // weights are done with before the keys that they are made of
-  int q_exponent[kTiles][kChunk];     // row i of Q is 2^-e of what its tile says
-  int kv_exponent[kTiles][kChunk];    // row j of K times row j of V is 2^e of what theirs say
-  float p_factor[kTiles][kChunk][2];  // row i of P V is so many times, twice, what the tiles say
-  int broken[kTiles][4];              // whether a split warp found values that are not finite
-  int bound[kTiles][kCols];  // then: the first (in reverse, last) row of each column with one
-  uint64 raw_full[kStages][3], full[kTiles][3], empty[kTiles][3];
-  uint64 p_full[kTiles];
+  uint8 q[2 * kLowQK];  // a chunk as pairs: high parts, low parts
+  uint8 v[2 * kLowV];
+  uint8 k[2 * kLowQK];
+  uint8 p[2 * kLowP];         // weights are done with before the keys that they are made of
+  int q_exponent[kChunk];     // row i of Q is 2^-e of what its tile says
+  int kv_exponent[kChunk];    // row j of K times row j of V is 2^e of what theirs say
+  float p_factor[kChunk][2];  // row i of P V is so many times, twice, what the tiles say
+  int broken[4];              // whether a split warp found values that are not finite
+  int bound[kCols];           // then: the first (in reverse, last) row of each column with one
+  uint64 raw_full[kStages][3], full[3], empty[3];
+  uint64 p_full;
   Work work;
   int64 out;  // element offset of the entry's outputs
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
 
 using RawPlace = RingPlace<kStages>;
-using Place = RingPlace<kTiles>;
-
-// The row that a chunk of this block's segment begins with; rows before 0 are zeros.
-FA_DEVICE int first_row(const ProductSm90Params& params, const Work& work, int chunk) {
-  const int begin = kChunk * (work.segment * params.segment_chunks + chunk);
-  return params.job[work.job].reverse ? params.length - begin - kChunk : begin;
-}
 
 // ------------------------------------------------------------------------------------ split warps
 FA_DEVICE void load_array(const ProductSm90Params& params, SharedStorage& shared, int chunk,
@@ -81,40 +62,15 @@ FA_DEVICE void load_array(const ProductSm90Params& params, SharedStorage& shared
   const ProductJob& job = params.job[work.job];
   const uint64 policy = params.keep ? kEvictLast : kEvictNormal;
   const int row = first_row(params, work, chunk), at = chunk % kStages;
-  const TensorMap& map = array == kQ ? job.q_map : array == kV ? job.v_map : job.k_map;
-  const int (&step)[kMapAxes] = array == kQ ? job.q_step : array == kV ? job.v_step : job.k_step;
-  uint8* to = array == kQ ? shared.raw_q[at] : array == kV ? shared.raw_v[at] : shared.raw_k[at];
-  const int boxes = array == kV ? kColBoxes : kDimBoxes, column = array == kV ? work.column : 0;
-  const uint32 barrier = cvta_to_shared(&shared.raw_full[at][array]);
-  mbarrier_arrive_expect_tx(barrier, boxes * kBlockBytes);
-#pragma unroll 1
-  for (int box = 0; box < boxes; ++box) {
-    cp_async_bulk_tensor_5d_load(cvta_to_shared(to + box * kBlockBytes), &map, barrier, policy,
-                                 column + 32 * box, row, work.coordinate[2] * step[2],
-                                 work.coordinate[1] * step[1], work.coordinate[0] * step[0]);
+  uint64& full = shared.raw_full[at][array];
+  if (array == kQ) {
+    load_boxes<kDimBoxes>(shared.raw_q[at], job.q_map, job.q_step, work, full, policy, 0, row);
+  } else if (array == kV) {
+    load_boxes<kColBoxes>(shared.raw_v[at], job.v_map, job.v_step, work, full, policy, work.column,
+                          row);
+  } else {
+    load_boxes<kDimBoxes>(shared.raw_k[at], job.k_map, job.k_step, work, full, policy, 0, row);
   }
-}
-
-// P is 0 where a row does not read a value, and 0 * NaN is NaN.  So this zeroes what is not finite
-// among the values of a warp's columns, and keeps where that was.
-FA_DEVICE void forget_not_finite(uint8* v_tile, int (&bound)[kCols], bool reverse) {
-  const int column = threadIdx.x;
-  if (column < kCols) {
-    int found = reverse ? -1 : kChunk;
-#pragma unroll 1
-    for (int row = 0; row < kChunk; ++row) {
-      uint8* at = v_tile + VTile::offset(row, column / 8) + column % 8 * 2;
-      uint16 &high = *reinterpret_cast<uint16*>(at), &low = *reinterpret_cast<uint16*>(at + kLowV);
-      if ((high & 0x7c00) != 0x7c00) continue;
-      high = low = 0;
-      found = reverse ? row : min(found, row);
-    }
-    bound[column] = found;
-  }
-}
-
-FA_DEVICE bool any_broken(const int (&broken)[4]) {
-  return (broken[0] | broken[1] | broken[2] | broken[3]) != 0;
 }
 
 FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shared) {
@@ -127,68 +83,48 @@ FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shar
   }
   __syncwarp();
   RawPlace raw_place;
-  Place place;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const int from = raw_place.index(), at = place.index();
+    const int from = raw_place.index();
     int own[kSteps], of_v[kSteps];
     auto begin = [&](int array) {
       wait(shared.raw_full[from][array], raw_place.parity());
-      wait(shared.empty[at][array], place.parity() ^ 1);
+      wait(shared.empty[array], ~i & 1);
     };
     // Tiles are for the tensor cores to read, and the rows' place for the next ones.
     auto end = [&](int array) {
       fence_proxy_async_shared();
       bar_sync(1, 128);
-      release_own(shared.full[at][array]);
+      release_own(shared.full[array]);
       if (threadIdx.x == 0 && i + kStages < chunks) load_array(params, shared, i + kStages, array);
       __syncwarp();
     };
     begin(kQ);
-    split_rows<kChunk, kDimBoxes, kAtOnce>(own, shared.raw_q[from], shared.q[at]);
+    split_rows<kChunk, kDimBoxes, kAtOnce>(own, shared.raw_q[from], shared.q);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
-      if (threadIdx.x % 8 == 0) shared.q_exponent[at][row + 16 * g] = own[g];
+      if (threadIdx.x % 8 == 0) shared.q_exponent[row + 16 * g] = own[g];
     }
     end(kQ);
     begin(kV);
-    const bool finite =
-        split_rows<kChunk, kColBoxes, kAtOnce>(of_v, shared.raw_v[from], shared.v[at]);
+    const bool finite = split_rows<kChunk, kColBoxes, kAtOnce>(of_v, shared.raw_v[from], shared.v);
     const bool broken = __any_sync(kFullWarp, !finite);
-    if (threadIdx.x % 32 == 0) shared.broken[at][threadIdx.x / 32] = broken;
+    if (threadIdx.x % 32 == 0) shared.broken[threadIdx.x / 32] = broken;
     bar_sync(1, 128);
-    if (any_broken(shared.broken[at])) forget_not_finite(shared.v[at], shared.bound[at], reverse);
+    if (any_broken(shared.broken)) forget_not_finite(shared.v, shared.bound, threadIdx.x, reverse);
     end(kV);
     begin(kK);
-    split_rows<kChunk, kDimBoxes, kAtOnce>(own, shared.raw_k[from], shared.k[at]);
+    split_rows<kChunk, kDimBoxes, kAtOnce>(own, shared.raw_k[from], shared.k);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
-      if (threadIdx.x % 8 == 0) shared.kv_exponent[at][row + 16 * g] = -own[g] - of_v[g];
+      if (threadIdx.x % 8 == 0) shared.kv_exponent[row + 16 * g] = -own[g] - of_v[g];
     }
     end(kK);
     raw_place.advance();
-    place.advance();
   }
 }
 
 // ------------------------------------------------------------------------------------ score warps
-FA_DEVICE void start_scores(float (&s)[8][4], const uint8* q_tile, const uint8* k_tile) {
-  const uint64 a = wgmma_descriptor(cvta_to_shared(q_tile), 0);
-  const uint64 b = wgmma_descriptor(cvta_to_shared(k_tile), 0);
-  wgmma_fence();
-#pragma unroll
-  for (int part = 0; part < 3; ++part) {  // low high, high low, high high
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
-      const int more = (step / 4 * kBlockBytes + step % 4 * 32) / 16;
-      wgmma_m64k16_ss<false, 64>(s, a + more + (part == 0 ? kLowQK / 16 : 0),
-                                 b + more + (part == 1 ? kLowQK / 16 : 0), part + step > 0);
-    }
-  }
-  wgmma_commit_group();
-}
-
 FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& shared, int warp) {
   const int lane = threadIdx.x % 32, chunks = shared.work.chunks, row = 16 * warp + lane / 4;
   // How far beyond the diagonal this lane's first element lies.
@@ -197,15 +133,13 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
   // Where this lane's row of the four matrices of an stmatrix.x4 lies: rows 0-7, 8-15, then the
   // same of the next 8 columns (PTX ISA 9.7.14.5.16).
   const uint32 p_lane = PTile::lane_offset(16 * warp + lane % 16, lane / 16);
-  Place place;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const int at = place.index();
-    float s[8][4];
-    wait(shared.full[at][kQ], place.parity());
-    wait(shared.full[at][kK], place.parity());
-    start_scores(s, shared.q[at], shared.k[at]);
-    const int* kv_exponent = shared.kv_exponent[at] + lane % 4 * 2;
+    Outputs s;
+    wait(shared.full[kQ], i & 1);
+    wait(shared.full[kK], i & 1);
+    start_scores(s, shared.q, shared.k);
+    const int* kv_exponent = shared.kv_exponent + lane % 4 * 2;
     wgmma_wait_group<0>();
 
     // The exponent of a row is that of its largest weight.
@@ -225,13 +159,13 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
       top[h] = max(top[h], __shfl_xor_sync(kFullWarp, top[h], 2));
       if (lane % 4 == 0) {
         // All of it at once may be more than a float32 holds.
-        const int exponent = top[h] - 14 - shared.q_exponent[at][row + 8 * h];
+        const int exponent = top[h] - 14 - shared.q_exponent[row + 8 * h];
         const int bounded = max(-252, min(252, exponent));
-        shared.p_factor[at][row + 8 * h][0] = power_of_two(bounded / 2);
-        shared.p_factor[at][row + 8 * h][1] = power_of_two(bounded - bounded / 2);
+        shared.p_factor[row + 8 * h][0] = power_of_two(bounded / 2);
+        shared.p_factor[row + 8 * h][1] = power_of_two(bounded - bounded / 2);
       }
     }
-    const uint32 p_tile = cvta_to_shared(shared.p[at]) + p_lane;
+    const uint32 p_tile = cvta_to_shared(shared.p) + p_lane;
 #pragma unroll
     for (int v = 0; v < 8; v += 2) {
       SplitPair pairs[4];  // [2 * (v % 2) + h]
@@ -250,10 +184,9 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
       stmatrix_x4(to + kLowP, pairs[0].low, pairs[1].low, pairs[2].low, pairs[3].low);
     }
     fence_proxy_async_shared();
-    release_own(shared.p_full[at]);
-    release_own(shared.empty[at][kQ]);
-    release_own(shared.empty[at][kK]);
-    place.advance();
+    release_own(shared.p_full);
+    release_own(shared.empty[kQ]);
+    release_own(shared.empty[kK]);
   }
 }
 
@@ -273,18 +206,6 @@ FA_DEVICE void start_score_outputs(Outputs& o, const uint8* v_tile, const uint8*
     }
   }
   wgmma_commit_group();
-}
-
-// V^T of a warp's 16 value columns.
-FA_DEVICE void load_values(Operand<kSteps>& high, Operand<kSteps>& low, const uint8* v_tile,
-                           int pair) {
-  const uint32 from =
-      VTile::at(cvta_to_shared(v_tile) + columns_first<VTile>(threadIdx.x % 32), 0, pair);
-#pragma unroll
-  for (int c = 0; c < kSteps; ++c) {
-    ldmatrix_x4_trans(high[c], VTile::at(from, 16 * c, 0));
-    ldmatrix_x4_trans(low[c], VTile::at(from + kLowV, 16 * c, 0));
-  }
 }
 
 FA_DEVICE void store_outputs(const ProductSm90Params& params, const SharedStorage& shared,
@@ -324,32 +245,29 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
   }
   int exponents[2];
   state_exponents(exponents, s);
-  Place place;
   Operand<kDim / 16> high, low;
   Outputs o, o_scores, u;
   Operand<kSteps> values, values_low;
 
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const int at = place.index();
     split_state(s, exponents, high, low);
-    wait(shared.full[at][kQ], place.parity());
-    start_product<kKMajor, kDim / 16>(o, high, low, shared.q[at], kLowQK, [](int step) {
+    wait(shared.full[kQ], i & 1);
+    start_product<kKMajor, kDim / 16>(o, high, low, shared.q, kLowQK, [](int step) {
       return step / 4 * kBlockBytes + step % 4 * 32;
     });
-    if constexpr (!kEarly) wgmma_wait_group<0>();
-    wait(shared.full[at][kV], place.parity());
-    wait(shared.p_full[at], place.parity());
-    start_score_outputs(o_scores, &shared.v[at][group * kBlockBytes], shared.p[at]);
-    const bool broken = any_broken(shared.broken[at]);
+    wgmma_wait_group<0>();
+    wait(shared.full[kV], i & 1);
+    wait(shared.p_full, i & 1);
+    start_score_outputs(o_scores, &shared.v[group * kBlockBytes], shared.p);
+    const bool broken = any_broken(shared.broken);
     int bound[2] = {0, 0};
     if (broken) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        bound[h] = shared.bound[at][64 * group + 16 * warp + lane / 4 + 8 * h];
+        bound[h] = shared.bound[64 * group + 16 * warp + lane / 4 + 8 * h];
       }
     }
-    if constexpr (kEarly) wgmma_wait_group<1>();
     // Half of the exponents twice: all of them at once may be more than a float32 holds.
     const float of_column[2] = {power_of_two(-exponents[0] / 2), power_of_two(-exponents[1] / 2)};
 #pragma unroll
@@ -357,7 +275,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int row = 8 * v + lane % 4 * 2 + j;
-        const float of_row = power_of_two(-shared.q_exponent[at][row] / 2);
+        const float of_row = power_of_two(-shared.q_exponent[row] / 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float factor = of_row * of_column[h];
@@ -365,14 +283,14 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
         }
       }
     }
-    release_own(shared.empty[at][kQ]);
+    release_own(shared.empty[kQ]);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int row = 8 * v + lane % 4 * 2 + j;
-        const float factor = shared.p_factor[at][row][0], rest = shared.p_factor[at][row][1];
+        const float factor = shared.p_factor[row][0], rest = shared.p_factor[row][1];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& x = o[v][2 * h + j];
@@ -384,49 +302,29 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
       }
     }
 
-    auto store = [&]() {
-      store_outputs(params, shared, o, i, work.column + 64 * group + 16 * warp + lane / 4);
-    };
-    if (!kEarly) store();
+    store_outputs(params, shared, o, i, work.column + 64 * group + 16 * warp + lane / 4);
 
     // The sums of a chunk, apart from the state: rows of V times what brings K's to one exponent.
-    load_values(values, values_low, shared.v[at], 4 * group + warp);
-    release_own(shared.empty[at][kV]);
-    wait(shared.full[at][kK], place.parity());
-    const int most = largest_exponent<kChunk>(shared.kv_exponent[at]);
-#pragma unroll
-    for (int c = 0; c < kSteps; ++c) {
-      const RowFactors factors(shared.kv_exponent[at] + 16 * c, most);
-      factors.multiply(values[c]);
-      factors.multiply(values_low[c]);
-    }
+    load_values(values, values_low, shared.v, 4 * group + warp);
+    release_own(shared.empty[kV]);
+    wait(shared.full[kK], i & 1);
+    const int most = to_one_exponent(values, values_low, shared.kv_exponent);
     const float factor = power_of_two(most / 2), rest = power_of_two(most - most / 2);
 #pragma unroll
     for (int block = 0; block < kDimBlocks; ++block) {
       // Of 64 key columns.
-      start_product<kMnMajor, kSteps>(u, values, values_low, shared.k[at] + block * kBlockBytes,
-                                      kLowQK, [](int step) { return step * 16 * 128; });
-      if (kEarly) store();
+      start_product<kMnMajor, kSteps>(u, values, values_low, shared.k + block * kBlockBytes, kLowQK,
+                                      [](int step) { return step * 16 * 128; });
       wgmma_wait_group<0>();
-      if (block == kDimBlocks - 1) release_own(shared.empty[at][kK]);
+      if (block == kDimBlocks - 1) release_own(shared.empty[kK]);
 #pragma unroll
       for (int e = 0; e < 32; ++e) {
         float& x = s[8 * block + e / 4][e % 4];
         x = fmaf(u[e / 4][e % 4] * factor, rest, x);
       }
     }
-    if (broken) {  // values that are not finite were left out of the sums
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (bound[h] < 0 || bound[h] >= kChunk) continue;
-#pragma unroll
-        for (int v = 0; v < kMmaE; ++v) {
-          s[v][2 * h] = s[v][2 * h + 1] = __int_as_float(0x7fc00000);
-        }
-      }
-    }
+    if (broken) break_sums(s, bound);
     state_exponents(exponents, s);
-    place.advance();
   }
 
   if (job.state != nullptr && work.owns && work.segment == params.segments - 1) {
@@ -442,19 +340,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3 * kStages; ++i) init(shared.raw_full[i / 3][i % 3], 1);
-    for (int i = 0; i < 3 * kTiles; ++i) {
-      init(shared.full[i / 3][i % 3], kWarpArrivals * 4);
-      init(shared.empty[i / 3][i % 3], kWarpArrivals * (4 * kGroups + (i % 3 == kV ? 0 : 4)));
+    for (int i = 0; i < 3; ++i) {
+      init(shared.full[i], kWarpArrivals * 4);
+      init(shared.empty[i], kWarpArrivals * (4 * kGroups + (i == kV ? 0 : 4)));
     }
-    for (int i = 0; i < kTiles; ++i) init(shared.p_full[i], kWarpArrivals * 4);
+    init(shared.p_full, kWarpArrivals * 4);
     fence_mbarrier_init();
   } else if (threadIdx.x == 32) {
     shared.work = find_work(params, params.segments);
-    shared.out = 0;
-#pragma unroll
-    for (int axis = 0; axis < kMapAxes; ++axis) {
-      shared.out += shared.work.coordinate[axis] * params.job[shared.work.job].out_batch[axis];
-    }
+    shared.out = out_offset(params, shared.work);
   }
   __syncthreads();
   if (shared.work.chunks == 0) return;

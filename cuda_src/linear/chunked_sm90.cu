@@ -7,6 +7,9 @@
 // Each of these owns 64 value columns and computes transposed: O^T = S^T Q^T + V^T P^T with S^T in
 // its registers, and U = V^T K, which S^T grows by.  In reverse, chunks come from the last to the
 // first, and P is the upper triangle.
+//
+// Without a workspace for the states before segments, the state warpgroups first sum all chunks
+// before theirs, and the others wait: for few short sequences, where other launches take longer.
 #include "cuda_src/common/chunk_state.cuh"
 #include "cuda_src/linear/chunked_sm90.cuh"
 #include "ptx/math.cuh"
@@ -20,20 +23,24 @@ FA_DEVICE void prefetch_maps(const ProductJob& job) {
   prefetch_tensormap(&job.out_map);
 }
 
-// Loads some of the block's chunks.
+// Loads some of the block's chunks, those that are only summed first.
 FA_DEVICE void feed(const ProductSm90Params& params, SharedStorage& shared, const Work& work,
                     int begin, int end) {
   const ProductJob& job = params.job[work.job];
   const uint64 policy = params.keep ? kEvictLast : kEvictNormal;
+  const int before = chunks_before(params, work);
   Place place;
   place.advance(begin);
 #pragma unroll 1
   for (int i = begin; i < end; ++i) {
-    const int row = (work.chunk + i * work.step) * kChunk, at = place.index();
+    const int row = (work.chunk + (i - before) * work.step) * kChunk, at = place.index();
+    const bool outputs = i >= before;
     wait(shared.empty[at], place.parity() ^ 1);
     const uint32 barrier = cvta_to_shared(&shared.full[at]);
-    mbarrier_arrive_expect_tx(barrier, (2 * kDimBlocks + kGroups) * kBlockBytes);
-    load_chunk<kDimBlocks>(shared.q[at], job.q_map, job.q_step, work, barrier, policy, 0, row);
+    mbarrier_arrive_expect_tx(barrier, ((outputs ? 2 : 1) * kDimBlocks + kGroups) * kBlockBytes);
+    if (outputs) {
+      load_chunk<kDimBlocks>(shared.q[at], job.q_map, job.q_step, work, barrier, policy, 0, row);
+    }
     load_chunk<kDimBlocks>(shared.k[at], job.k_map, job.k_step, work, barrier, policy, 0, row);
     load_chunk<kGroups>(shared.v[at], job.v_map, job.v_step, work, barrier, policy, work.column,
                         row);
@@ -114,7 +121,7 @@ FA_DEVICE void forget_not_finite(uint8* v_tile, int (&bound)[kCols], int warp, b
 FA_DEVICE void probe_values(const ProductSm90Params& params, SharedStorage& shared, int warp) {
   const int lane = threadIdx.x % 32, chunks = shared.work.chunks;
   const bool reverse = params.job[shared.work.job].reverse;
-  Place place;
+  Place place = first_place(params, shared, kProbesWait);
   PPlace p_place;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
@@ -161,11 +168,11 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
   // Where this lane's row of the four matrices of an stmatrix.x4 lies: rows 0-7, 8-15, then the
   // same of the next 8 columns (PTX ISA 9.7.14.5.16).
   const uint32 p_lane = PTile::lane_offset(16 * warp + lane % 16, lane / 16);
-  Place place;
+  Place place = first_place(params, shared, kScoresWait);
   PPlace p_place;
   float s[8][4];
-  wait(shared.full[0], 0);
-  start_scores(s, shared.q[0], shared.k[0]);
+  wait(shared.full[place.index()], place.parity());
+  start_scores(s, shared.q[place.index()], shared.k[place.index()]);
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     const int at = place.index(), p_at = p_place.index();
@@ -233,9 +240,9 @@ FA_DEVICE void round_state(const State& s, float scale, Rounded& high, Rounded& 
       const float x = pair[0] * scale, y = pair[1] * scale;
       high[step][r] = pack2<kBf16>(x, y);
       if constexpr (kLowPart) {
-        const int bits = static_cast<int>(high[step][r]);  // bfloat16: upper halves of floats
-        low[step][r] =
-            pack2<kBf16>(x - __int_as_float(bits << 16), y - __int_as_float(bits & ~0xffff));
+        const uint32 bits = high[step][r];  // bfloat16: upper halves of floats
+        low[step][r] = pack2<kBf16>(x - __int_as_float(static_cast<int>(bits << 16)),
+                                    y - __int_as_float(static_cast<int>(bits & ~0xffffu)));
       }
     }
   }
@@ -286,15 +293,28 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
     if (from != nullptr) from += (split ? 0 : work.initial) + column * col;
     load_state(s, from, row, col, job.qk_dim, job.v_dim - column);
   }
+  Place place;
+  State u;
+  for (int i = chunks_before(params, shared.work); i > 0; --i) {
+    const int at = place.index();
+    wait(shared.full[at], place.parity());
+    wgmma_fence();
+    start_sums(u, shared.k[at], &shared.v[at][group * kBlockBytes]);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    release(shared.empty[at]);
+    if (group == 0) release(shared.empty[at]);  // for the score warps
+    add_sums(s, u);
+    place.advance();
+  }
+  if (place.count > 0) let_others_go();
   float scale = kScaled ? range_scale(s) : 1.0f;
   // Where this lane's row of the four matrices of a transposing stmatrix.x4 lies: 8 rows of the
   // output, of two blocks of 8 columns, then the same of the next 8 rows.
   const uint32 out_lane =
       OutTile::at(OutTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2), 0, warp);
-  Place place;
   PPlace p_place;
   OutPlace out_place;
-  State u;
   Outputs o, o_scores;
   Rounded high, low;
   auto start_next_sums = [&](int at) {
@@ -312,7 +332,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
   round_state(s, scale, high, low);
   if constexpr (kEarly) {
     wait(shared.p_full[0], 0);
-    start_next_sums(0);
+    start_next_sums(place.index());
     wgmma_wait_group<0>();
   }
 #pragma unroll 1
@@ -443,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (elect_sync()) {
       const Work work = find_work(params, params.segments);
       shared.work = work;
-      feed(params, shared, work, 0, min(1, work.chunks));
+      feed(params, shared, work, 0, min(1, work.chunks));  // of those before, if there are any
     }
   } else if (warp == 1 && elect_sync()) {
     prefetch_maps(params.job[blockIdx.x % static_cast<uint32>(params.jobs)]);
@@ -453,7 +473,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if (warp < 4) {
     setmaxnreg_dec<kFeedingRegisters>();
-    if (warp == 0 && elect_sync()) feed(params, shared, shared.work, 1, shared.work.chunks);
+    if (warp == 0 && elect_sync()) {
+      const Work& work = shared.work;
+      feed(params, shared, work, 1, chunks_before(params, work) + work.chunks);
+    }
     if (warp == 1 && elect_sync()) store_outputs(params, shared);
     if (warp >= 2) probe_values(params, shared, warp - 2);
   } else if (warp < 8) {

@@ -62,3 +62,27 @@ FA_DEVICE void init_barriers(SharedStorage& shared, int lane) {
 using Place = RingPlace<kStages>;
 using PPlace = RingPlace<kPSlots>;
 using OutPlace = RingPlace<kOutSlots>;
+
+// Chunks before a segment, which its block sums itself where nobody else does.
+FA_DEVICE int chunks_before(const ProductSm90Params& params, const Work& work) {
+  return params.job[work.job].workspace == nullptr ? work.segment * params.segment_chunks : 0;
+}
+
+// Where the score warps, and those that probe, wait until the state warpgroups have summed
+// the chunks before the segment: until then they cannot tell the phases of a place apart.
+enum NamedBarrier : int { kScoresWait = 1, kProbesWait = 2 };
+constexpr int kScoresMeet = 128 + 128 * kGroups, kProbesMeet = 32 * kProbeWarps + 128 * kGroups;
+
+FA_DEVICE void let_others_go() {
+  bar_arrive(kScoresWait, kScoresMeet);
+  bar_arrive(kProbesWait, kProbesMeet);
+}
+
+// The place of the segment's first chunk, once it is the next one.
+FA_DEVICE Place first_place(const ProductSm90Params& params, const SharedStorage& shared,
+                            NamedBarrier barrier) {
+  Place place;
+  place.advance(chunks_before(params, shared.work));
+  if (place.count > 0) bar_sync(barrier, barrier == kScoresWait ? kScoresMeet : kProbesMeet);
+  return place;
+}

@@ -38,7 +38,6 @@ FA_DEVICE void feed(const ProductSm90Params& params, SharedStorage& shared) {
 
 FA_DEVICE void sum(const ProductSm90Params& params, SharedStorage& shared, int group) {
   const int chunks = shared.work.chunks;
-  const ProductJob& job = params.job[shared.work.job];
   State s;
   load_state(s, nullptr, 0, 0, 0, 0);
   Place place;
@@ -55,10 +54,7 @@ FA_DEVICE void sum(const ProductSm90Params& params, SharedStorage& shared, int g
     add_sums(s, u);
     place.advance();
   }
-  const Work& work = shared.work;
-  const int column = work.column + 64 * group;
-  store_state(s, segment_state(params, work, work.segment + 1) + column, job.v_dim, 1, job.qk_dim,
-              job.v_dim - column);
+  store_sum(s, params, shared.work, group);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)

@@ -44,14 +44,8 @@ class MaskTiles:
         self._n = len(entries)
 
     def runs(self, rows: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
-        """Yield runs of keys whose blocks are full for all entries and rows, or for some not."""
-        some, whole = self._shown(*rows)
-        state = some.astype(np.int8) + whole
-        changes = np.flatnonzero(np.diff(state)) + 1
-        for begin, end in zip([0, *changes], [*changes, self._k_tiles], strict=True):
-            first, last = max(keys[0], begin * BLOCK), min(keys[1], end * BLOCK)
-            if begin < end and state[begin] and first < last:
-                yield int(first), int(last)
+        """Return runs of keys whose blocks are full for all entries and rows, or for some not."""
+        return _tiles.listed_runs(*self._shown(*rows), BLOCK, keys)
 
     def __getitem__(self, tile: tuple[slice, slice, slice]) -> Array:
         rows, keys = tile[1:]

@@ -61,7 +61,7 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
-    dtype = np.dtype(np.float64 if problem.dtype == np.float64 else np.float32)
+    dtype = _check.sum_dtype(problem.dtype)
     if out is None:
         out = _arrays.empty_like_layout(np, problem, q, problem.dtype)
     lse = np.empty(problem.out_shape[:-1], dtype)

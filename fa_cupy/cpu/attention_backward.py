@@ -163,19 +163,11 @@ def _operands(
     """Return the stacks of batch entries."""
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     arrays, views = _gradients.arrays(np, problem, inputs, results, grads, dtype)
-    if bits is not None:
-        for mask in (bits, bits.T):
-            arrays.append(mask.entries[..., None, None])
-            views.append(_check.batch_view(problem, arrays[-1], problem.q_len, problem.k_len))
     whole = _tiles.footprint(
         tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
     )
     most = min(_tiles.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
-    found = []
-    for stack in _stacks.stacks(np, arrays, views, max(1, most)):
-        masks: tuple[Any, ...] = ()
-        if bits is not None:
-            of_rows, of_columns = (entries[:, 0, 0] for entries in stack[-2:])
-            masks = MaskTiles(bits, of_rows), MaskTiles(bits.T, of_columns)
-        found.append(_gradients.operands(stack, [*grads], *masks))
-    return found
+    return [
+        _gradients.operands(stack, [*grads], *_gradients.sparse(bits, stack, MaskTiles))
+        for stack in _stacks.stacks(np, arrays, views, max(1, most))
+    ]

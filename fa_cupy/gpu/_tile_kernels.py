@@ -17,6 +17,29 @@ mask_scores = cupy.ElementwiseKernel(
     preamble=_INFINITY,
 )
 
+# A table says of each block of 128 x 128 where its words are, -1 if it is full, -2 if it is empty;
+# words are in the fragment order of `fa_cupy.layouts`. Of a table of one entry all have the blocks.
+mask_blocks = cupy.ElementwiseKernel(
+    "raw int32 table, raw uint32 words, uint32 entries, uint32 q_tiles, uint32 k_tiles, "
+    "uint32 m, uint32 n, uint32 row, uint32 column",
+    "T score",
+    """
+    const unsigned int index = i;
+    const unsigned int x = column + index % n, y = row + index / n % m;
+    const unsigned int entry = entries > 1 ? index / n / m : 0;
+    const long long place = table[(entry * q_tiles + y / 128) * k_tiles + x / 128];
+    bool keep = place == -1;
+    if (place >= 0) {
+        const unsigned int lane = y % 8 * 4 + x % 8 / 2;
+        const unsigned int word = words[512 * place + y % 128 / 16 * 64 + 2 * lane + y % 16 / 8];
+        keep = word >> (x % 128 / 8 * 2 + x % 2) & 1;
+    }
+    if (!keep) score = -FA_INFINITY;
+    """,
+    "fa_cupy_mask_blocks",
+    preamble=_INFINITY,
+)
+
 scale = cupy.ElementwiseKernel(
     "float64 factor", "T score", "score = score * factor", "fa_cupy_scale"
 )

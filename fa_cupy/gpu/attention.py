@@ -16,6 +16,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from fa_cupy import _arrays, _check
+from fa_cupy._masks import BitMask
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.launch import launch
@@ -68,7 +69,7 @@ def cached(
         v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
     if bias is not None or mask is not None or window is not None:
-        extra = _array_key(bias, device), _array_key(mask, device), _window_key(window)
+        extra = _array_key(bias, device), _mask_key(mask, device), _window_key(window)
         if any(part is False for part in extra):
             return None
         key = (key, extra)
@@ -105,7 +106,7 @@ def attention(
     problem : Problem
         From `fa_cupy._check.attention_problem`.
     q, k, v, bias, mask : cupy.ndarray or None
-        The arrays that `problem` was made from.
+        The arrays that `problem` was made from; `mask` may be a BitMask.
     out : cupy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
@@ -182,7 +183,7 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     tiles = int(params["q_tiles"][0])
     shape = (math.prod(problem.batch), tiles, row.tile_m, columns)
     debug = cupy.full(shape, np.nan, np.float32)
-    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, 0, 0, out.data.ptr, 0, debug.data.ptr)
+    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, 0, out.data.ptr, 0, debug.data.ptr)
     pack_head(params, 0, *pointers, 0, aligned and not any(p & 15 for p in pointers))
     launch(kernel, parts[0].blocks, row.threads, row.shared_bytes, params)
     # Blocks take the last query rows first.
@@ -193,12 +194,19 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
 
 
 def _array_key(x: Any, device: int) -> Any:
-    """Return what a plan depends on in a bias or mask; False if it is no array of the device."""
+    """Return what a plan depends on in an array; False if it is none of the device."""
     if x is None:
         return None
     if type(x) is cupy.ndarray and x.data.device_id == device:
         return x.shape, x.strides, x.dtype
     return False
+
+
+def _mask_key(x: Any, device: int) -> Any:
+    """Return what a plan depends on in a mask; False if it is an array of elsewhere."""
+    if type(x) is BitMask:
+        return BitMask, x.shape, x.entries.strides
+    return _array_key(x, device)
 
 
 def _window_key(window: Any) -> Any:

@@ -6,7 +6,7 @@ from fa_cupy._check import Problem, View
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.launch import Arguments, Launch
-from fa_cupy.gpu.params import fill, pack_head
+from fa_cupy.gpu.params import MASK_AT, MaskPointers, Part, fill, pack_head, pack_mask
 from fa_cupy.gpu.variants import Variant
 
 
@@ -28,7 +28,7 @@ class FwdSm80:
     q_tiles : int
         Tiles of query rows in one batch entry.
     launches : list
-        (offsets or None, first batch entry, `Launch`).
+        (`Part`, `Launch`).
     """
 
     __slots__ = ("_aligned", "_params", "_pool", "launches", "q_tiles", "row")
@@ -40,25 +40,36 @@ class FwdSm80:
         self.q_tiles = int(self._params["q_tiles"][0])
         # Parameter structs that no thread is using; a launch copies one before it returns.
         self._pool: list[Arguments] = []
-        self.launches: list[tuple[tuple[int, ...] | None, int, Launch]] = []
-        for offsets, first, blocks in parts:
-            launch = Launch(kernel, blocks, row.threads, row.shared_bytes)
-            self.launches.append((offsets if any(offsets) else None, first, launch))
+        self.launches: list[tuple[Part, Launch]] = [
+            (part, Launch(kernel, part.blocks, row.threads, row.shared_bytes)) for part in parts
+        ]
 
-    def __call__(self, pointers: tuple[int, ...], counter: int = 0) -> None:
-        """Launch with these addresses, in the order of `fa_cupy.gpu.params.POINTERS`.
+    def __call__(
+        self, pointers: tuple[int, ...], counter: int = 0, mask: MaskPointers | None = None
+    ) -> None:
+        """Launch with these addresses.
 
-        `counter` is for what shares out tiles, which this does not.
+        Parameters
+        ----------
+        pointers : tuple of int
+            In the order of `fa_cupy.gpu.params.POINTERS`.
+        counter : int
+            For what shares out tiles, which this does not.
+        mask : MaskPointers, optional
+            The mask, if the problem has one.
         """
-        q, k, v, _, _, out, _, _ = pointers
+        q, k, v, _, out, _, _ = pointers
         aligned = self._aligned and not ((q | k | v | out) & 15)
         try:
             arguments = self._pool.pop()
         except IndexError:
             arguments = Arguments(self._params)
-        for offsets, first, launch in self.launches:
-            at = pointers if offsets is None else _moved(pointers, offsets)
-            pack_head(arguments.bytes, 0, *at, first, aligned)
+        whole = len(self.launches) == 1
+        for part, launch in self.launches:
+            at = pointers if whole else _moved(pointers, part.offsets)
+            pack_head(arguments.bytes, 0, *at, part.first_batch, aligned)
+            if mask is not None:
+                pack_mask(arguments.bytes, MASK_AT, *mask.of_part(part.entry, whole))
             launch(arguments)
         self._pool.append(arguments)
 

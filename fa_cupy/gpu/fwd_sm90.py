@@ -14,7 +14,7 @@ from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.launch import Launch
 from fa_cupy.gpu.maps import MappedArguments, Maps
-from fa_cupy.gpu.params import pack_pointers
+from fa_cupy.gpu.params import MASK_AT, MaskPointers, pack_mask, pack_pointers
 from fa_cupy.gpu.params_sm90 import (
     COUNTER_BYTES,
     FWD_SM90_PARAMS,
@@ -107,7 +107,9 @@ class FwdSm90:
             self.launches.append(PartLaunch(params, few, all_tiles if most < part.tiles else None))
         self.counts = any(part.all_tiles is not None for part in self.launches)
 
-    def __call__(self, pointers: tuple[int, ...], counter: int = 0) -> None:
+    def __call__(
+        self, pointers: tuple[int, ...], counter: int = 0, mask: MaskPointers | None = None
+    ) -> None:
         """Launch with these addresses.
 
         Parameters
@@ -117,9 +119,13 @@ class FwdSm90:
         counter : int
             Address of `fa_cupy.gpu.params_sm90.COUNTER_BYTES` bytes that nothing else uses until
             what is launched has run; 0 allocates them where they are needed.
+        mask : MaskPointers, optional
+            The mask, if the problem has one.
         """
-        q, k, v, _, _, out, _, _ = pointers
+        q, k, v, _, out, _, _ = pointers
         mapped = (q, k, v, out)
+        if mask is not None:
+            mask = mask.of_part(0, len(self.launches) == 1)
         for part in self.launches:
             try:
                 arguments = part.pool.pop()
@@ -128,9 +134,11 @@ class FwdSm90:
             if arguments.mapped != mapped and not self._maps.write(arguments, mapped):
                 # So it is at the first part, before anything is launched: all have the same maps.
                 part.pool.append(arguments)
-                self.for_any_pointers()(pointers)
+                self.for_any_pointers()(pointers, mask=mask)
                 return
             pack_pointers(arguments.memory, _POINTERS_AT, *pointers)
+            if mask is not None:
+                pack_mask(arguments.memory, _POINTERS_AT + MASK_AT, *mask)
             if part.all_tiles is None:
                 part.kernel(arguments)
             else:

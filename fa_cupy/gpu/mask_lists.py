@@ -179,11 +179,17 @@ def to_host(lists: Any) -> BlockLists:
 
 
 def to_device(lists: BlockLists, device: int) -> BlockLists:
-    """Return lists of NumPy arrays as CuPy arrays, for any stream to read."""
+    """Return lists of NumPy arrays as CuPy arrays in one memory, for any stream to read."""
     with exchange.on_device(device):
-        found = BlockLists(*(cupy.asarray(array) for array in lists))
-        cupy.cuda.get_current_stream().synchronize()
-        return found
+        stream = cupy.cuda.get_current_stream()
+        names = "words", "partial_begin", "full_begin", "partial", "full"  # the widest first
+        sources = [getattr(lists, name) for name in names]
+        arrays = _arrays(*((array.size, array.dtype) for array in sources))
+        for array, source in zip(arrays, sources, strict=True):
+            array.set(source.reshape(-1), stream)
+        found = dict(zip(names, arrays, strict=True))
+        stream.synchronize()
+        return BlockLists(**found | {"words": found["words"].reshape(-1, *WORDS)})
 
 
 def dense(grid: Grid, outline: BlockLists, entries: np.ndarray[Any, Any], device: int) -> Any:

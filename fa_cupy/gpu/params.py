@@ -18,19 +18,30 @@ MAX_GRID = 2**31 - 1
 #: Query and key indices are 32-bit inside a kernel; a tile may reach past the end.
 MAX_LENGTH = 2**31 - 2**16
 _INT32 = 2**31 - 1
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 
 #: The arrays a launch points to, in the order of the struct.
-POINTERS = ("q", "k", "v", "bias", "mask", "out", "lse", "debug")
-_OPERANDS = ("q", "k", "v", "out", "bias", "mask")
+POINTERS = ("q", "k", "v", "bias", "out", "lse", "debug")
+_OPERANDS = ("q", "k", "v", "out", "bias")
 _ROWS = ("q", "k", "v", "out")
+#: Rows and columns of a block of a mask.
+MASK_BLOCK = 128
+
+#: The same fields in the same order as ``struct MaskLists`` in ``cuda_src/common/mask_lists.cuh``:
+#: addresses, and a number. All 0 is no mask.
+MASK_LISTS = np.dtype(
+    [(name, np.uint64) for name in ("partial_begin", "partial_end", "partial", "words")]
+    + [(name, np.uint64) for name in ("full_begin", "full_end", "full", "entries", "order")]
+    + [("words_by_tile", np.int64)],
+    align=True,
+)
 
 #: The same fields in the same order as ``struct AttentionParams`` in
 #: ``cuda_src/common/attention_params.cuh``, which checks the size when it is compiled.
 ATTENTION_PARAMS = np.dtype(
     [(name, np.uint64) for name in POINTERS]
     + [("first_batch", np.int64), ("aligned", np.int32), ("batch_axes", np.int32)]
-    + [(f"{name}_{axis}", np.int64) for name in ("bias", "mask") for axis in ("row", "col")]
+    + [("mask", MASK_LISTS), ("bias_row", np.int64), ("bias_col", np.int64)]
     + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _OPERANDS]
     + [("batch_size", np.int64, (MAX_BATCH_AXES,))]
     + [(f"{name}_row", np.int32) for name in _ROWS]
@@ -40,19 +51,75 @@ ATTENTION_PARAMS = np.dtype(
     align=True,
 )
 #: How a call writes its pointers, `first_batch` and `aligned` at the head of the struct.
-HEAD_FORMAT = "=8Qqi"
-#: Does it: buffer, place of the struct in it, eight pointers, first batch entry, aligned.
+HEAD_FORMAT = "=7Qqi"
+#: Does it: buffer, place of the struct in it, seven pointers, first batch entry, aligned.
 pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
 #: Only the pointers.
-pack_pointers: Callable[..., None] = struct.Struct("=8Q").pack_into
+pack_pointers: Callable[..., None] = struct.Struct("=7Q").pack_into
+#: Where a call that has a mask writes it, from the beginning of the struct.
+MASK_AT = ATTENTION_PARAMS.fields["mask"][1] if ATTENTION_PARAMS.fields else 0
+MASK_FORMAT = "=9Qq"
+#: Does it: buffer, place of the mask in it, a `MaskPointers`.
+pack_mask: Callable[..., None] = struct.Struct(MASK_FORMAT).pack_into
+
+
+class MaskPointers(NamedTuple):
+    """What a launch is told of a mask: addresses in the order of `MASK_LISTS`.
+
+    Attributes
+    ----------
+    partial_begin, partial_end, partial, words, full_begin, full_end, full : int
+        Addresses of the lists.
+    entries : int
+        Address of the matrix of each batch entry of the call, int32.
+    order : int
+        Address of the order in which rows of blocks are taken, int32; 0 for the usual one.
+    words_by_tile : int
+        0 if a block's words lie at its place in `partial`; else row ``t`` has places for so many
+        key blocks, and block ``c`` has the words of place ``t * words_by_tile + c``.
+    """
+
+    partial_begin: int
+    partial_end: int
+    partial: int
+    words: int
+    full_begin: int
+    full_end: int
+    full: int
+    entries: int
+    order: int = 0
+    words_by_tile: int = 0
+
+    def of_part(self, entry: int, whole: bool) -> MaskPointers:
+        """Return what the launch of a part is told.
+
+        Parameters
+        ----------
+        entry : int
+            The batch entry of the call that is entry 0 of the part.
+        whole : bool
+            Whether the part is all of the call: `order` is for that only.
+        """
+        return self if whole else self._replace(entries=self.entries + 4 * entry, order=0)
 
 
 class Part(NamedTuple):
-    """One launch of a problem: byte offsets of `POINTERS`, its first batch entry, its blocks."""
+    """One launch of a problem.
+
+    Attributes
+    ----------
+    offsets : tuple of int
+        Bytes from `POINTERS` to the arrays of its entry 0.
+    first_batch, blocks : int
+        The entry of its first block, how many blocks there are.
+    entry : int
+        Its entry 0, counted over all batch entries of the problem.
+    """
 
     offsets: tuple[int, ...]
     first_batch: int
     blocks: int
+    entry: int = 0
 
 
 def collapse(
@@ -90,11 +157,24 @@ def collapse(
     return sizes, strides
 
 
+def band_limits(problem: Problem) -> tuple[int, int]:
+    """Return ``lower`` and ``upper`` of a problem, as a kernel's 32 bits hold them."""
+    lower = -_INT32 if problem.lower is None else _clip(problem.lower)
+    upper = _INT32 if problem.upper is None else _clip(problem.upper)
+    return lower, upper
+
+
 def transforms(problem: Problem) -> bool:
     """Whether scale, softcap or bias change the scores before the softmax."""
     # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
     plain_scale = 1e-30 < problem.scale < 1e30
     return problem.bias is not None or problem.softcap > 0 or not plain_scale
+
+
+def query_tiles(problem: Problem, tile_m: int) -> int:
+    """Return the tiles of query rows of a batch entry; with a mask, of whole blocks of rows."""
+    block = tile_m if problem.mask is None else MASK_BLOCK
+    return -(-problem.q_len // block) * (block // tile_m)
 
 
 def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any], list[Part], bool]:
@@ -112,7 +192,8 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     Returns
     -------
     params : numpy.ndarray
-        Shape (1,), dtype `ATTENTION_PARAMS`.
+        Shape (1,), dtype `ATTENTION_PARAMS`; a mask's lists, which move, are written by
+        `pack_mask`.
     parts : list of Part
         One, unless there are more batch axes or tiles than a launch takes.
     aligned : bool
@@ -122,8 +203,6 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     item = dict.fromkeys(views, problem.dtype.itemsize)
     if problem.bias is not None and problem.bias_dtype is not None:
         views["bias"], item["bias"] = problem.bias, problem.bias_dtype.itemsize
-    if problem.mask is not None:
-        views["mask"], item["mask"] = problem.mask, 1
     sizes, strides = collapse(problem.batch, views)
     outer = max(0, len(sizes) - MAX_BATCH_AXES)
     axes = len(sizes) - outer
@@ -132,22 +211,20 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     p = params[0]
     for name, view in views.items():
         p[f"{name}_row"] = view.strides[-2] // item[name]
-        if name in ("bias", "mask"):
-            p[f"{name}_col"] = view.strides[-1] // item[name]
         p[f"{name}_batch"][:axes] = [s // item[name] for s in strides[name][outer:]]
     p["batch_size"] = 1
     p["batch_size"][:axes] = sizes[outer:]
     p["batch_axes"] = axes
     for name in ("q_len", "k_len", "head_dim", "v_dim"):
         p[name] = getattr(problem, name)
-    p["q_tiles"] = -(-problem.q_len // tile_m)
-    p["lower"] = -_INT32 if problem.lower is None else _clip(problem.lower)
-    p["upper"] = _INT32 if problem.upper is None else _clip(problem.upper)
-    if problem.bias_dtype is not None:
+    p["q_tiles"] = query_tiles(problem, tile_m)
+    p["lower"], p["upper"] = band_limits(problem)
+    if problem.bias is not None and problem.bias_dtype is not None:
+        p["bias_col"] = problem.bias.strides[-1] // item["bias"]
         p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
     transformed = transforms(problem)
     p["transform"] = transformed
-    p["exp2_scale"] = 1.0 if transformed else problem.scale * _LOG2E
+    p["exp2_scale"] = 1.0 if transformed else problem.scale * LOG2E
     factor, cap = transform(problem, np.dtype(np.float32))
     p["scale"], p["softcap"] = _in_float32(factor), _in_float32(cap)
 
@@ -178,13 +255,13 @@ def parts(
     """
     inner = math.prod(sizes[outer:])
     entries = max(1, MAX_GRID // blocks)
-    for index in itertools.product(*map(range, sizes[:outer])):
+    for number, index in enumerate(itertools.product(*map(range, sizes[:outer]))):
         offsets = tuple(
             sum(i * s for i, s in zip(index, strides.get(name, ()), strict=False))
             for name in pointers
         )
         for first in range(0, inner, entries):
-            yield Part(offsets, first, min(entries, inner - first) * blocks)
+            yield Part(offsets, first, min(entries, inner - first) * blocks, number * inner)
 
 
 def _in_float32(x: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,7 +113,7 @@ def takes(problem: Problem, out: View) -> bool:
         Of the output, over ``problem.batch``.
     """
     sizes = problem.q_len, problem.k_len, problem.head_dim, problem.v_dim
-    if problem.mask is not None or min(sizes) < 1:
+    if min(sizes) < 1:
         return False
     if any(dim % DIM_STEP for dim in sizes[2:]):
         return False
@@ -128,23 +128,30 @@ def takes(problem: Problem, out: View) -> bool:
     return maps_walk(views, steps, problem.dtype.itemsize)
 
 
-def maps_walk(views: dict[str, View], steps: dict[str, list[int]], item: int) -> bool:
+def maps_walk(
+    views: dict[str, View],
+    steps: dict[str, list[int]],
+    item: int,
+    outputs: Collection[str] = ("out",),
+) -> bool:
     """Whether tensor maps can walk arrays whose pointers are multiples of 16.
 
     Parameters
     ----------
     views : dict of View
-        Of the `MAPPED` arrays, by name.
+        Of the arrays, by name.
     steps : dict of list of int
-        Bytes along their batch axes, 0 where an array broadcasts, which an output does not.
+        Bytes along their batch axes, 0 where an array broadcasts.
     item : int
         Bytes of an element.
+    outputs : collection of str
+        Those that may not broadcast.
     """
-    for name in MAPPED:
+    for name in views:
         (rows, cols), (row, col) = views[name].shape[-2:], views[name].strides[-2:]
         if (rows > 1 and not _walks(row)) or (cols > 1 and col != item):
             return False
-        if not all(_walks(step) or (step == 0 and name != "out") for step in steps[name]):
+        if not all(_walks(step) or (step == 0 and name not in outputs) for step in steps[name]):
             return False
     return True
 
@@ -161,8 +168,11 @@ def packed_heads(problem: Problem, out: View, tile_m: int) -> int:
     """Return how many heads share tiles of queries, row by row; 1 where none do.
 
     Heads that read the same keys and values are rows of one matrix to them. They are packed where
-    that makes fewer tiles of `tile_m` rows: when each head alone would leave tiles unfilled.
+    that makes fewer tiles of `tile_m` rows: when each head alone would leave tiles unfilled. Under
+    a mask they are not: its rows of blocks are tiles.
     """
+    if problem.mask is not None:
+        return 1
     axes, steps = params.collapse(problem.batch, _views(problem, out))
     if not axes or steps["k"][-1] or steps["v"][-1] or not steps["q"][-1]:
         return 1
@@ -259,13 +269,21 @@ def section(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> i
     """
     if problem.lower is None and problem.upper is None:
         return 1
+    least, most = _SECTION
+    wanted = min(most, max(least, cached_entries(problem, size, steps)))
+    entries = math.prod(size)
+    return -(-entries // max(1, round(entries / wanted)))
+
+
+def cached_entries(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> int:
+    """Return how many batch entries have their keys and values in the L2 cache at once.
+
+    The parameters are those of `section`.
+    """
     sharing = 1  # entries next to each other that read the same keys and values
     for n, k_step, v_step in reversed(list(zip(size, steps["k"], steps["v"], strict=True))):
         if n > 1 and (k_step or v_step):
             break
         sharing *= n
     one = problem.k_len * (problem.head_dim + problem.v_dim) * problem.dtype.itemsize
-    least, most = _SECTION
-    wanted = min(most, max(least, _L2_BYTES // one * sharing))
-    entries = math.prod(size)
-    return -(-entries // max(1, round(entries / wanted)))
+    return _L2_BYTES // max(1, one) * sharing

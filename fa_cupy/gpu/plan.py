@@ -13,6 +13,7 @@ from cupy import ndarray
 from cupy.cuda import alloc
 
 from fa_cupy import _arrays, _check
+from fa_cupy.gpu.call_mask import CallMask
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.fwd_sm90 import FwdSm90
@@ -38,7 +39,7 @@ class Plan:
     """
 
     __slots__ = (
-        "_counter_at", "_dtype", "_lse_bytes", "_lse_dtype", "_lse_shape", "_out_bytes",
+        "_counter_at", "_dtype", "_lse_bytes", "_lse_dtype", "_lse_shape", "_mask", "_out_bytes",
         "_out_shape", "_out_strides", "forward",
     )  # fmt: skip
 
@@ -50,13 +51,16 @@ class Plan:
         self._out_strides = None if out_strides == _c_strides(problem) else out_strides
         self._out_bytes = math.prod(problem.out_shape) * problem.dtype.itemsize
         self._lse_shape = problem.out_shape[:-1]
-        self._lse_dtype = np.float64 if problem.dtype == np.float64 else np.float32
-        self._lse_bytes = np.dtype(self._lse_dtype).itemsize * math.prod(self._lse_shape)
+        self._lse_dtype = _check.sum_dtype(problem.dtype)
+        self._lse_bytes = self._lse_dtype.itemsize * math.prod(self._lse_shape)
         self._counter_at = 0
         self.forward: FwdSm80 | FwdSm90 | None = None
+        self._mask: CallMask | None = None
         if self._lse_bytes:  # else there is no row to compute
             out = _check.out_view(problem, problem.out_shape, out_strides)
             self.forward = _forward(problem, out, device)
+            if problem.mask is not None:
+                self._mask = CallMask(problem, device)
         if isinstance(self.forward, FwdSm90) and self.forward.counts:
             # The counter of the kernel's tiles lies behind the rows: one allocation less.
             self._counter_at = -(-self._lse_bytes // 16) * 16
@@ -83,12 +87,16 @@ class Plan:
                 k.data.ptr,
                 v.data.ptr,
                 0 if bias is None else bias.data.ptr,
-                0 if mask is None else mask.data.ptr,
                 memory.ptr,
                 lse_pointer,
                 0,
             )
-            self.forward(pointers, counter)
+            if self._mask is None:
+                self.forward(pointers, counter)
+            else:
+                # What a launch reads is given back to the pool when the launch is queued.
+                told, _owners = self._mask(mask)
+                self.forward(pointers, counter, told)
         return out, lse
 
 
@@ -110,7 +118,7 @@ def plan_for(problem: _check.Problem, out_strides: tuple[int, ...], device: int)
     return plan
 
 
-def remember(table: dict[Any, Plan], key: Any, plan: Plan) -> None:
+def remember(table: dict[Any, Any], key: Any, plan: Any) -> None:
     """Add a plan to a table, which starts anew when it is full."""
     if len(table) >= _MAX_PLANS:
         table.clear()
@@ -135,6 +143,7 @@ def variant_for(
     call = Call(
         transform=transforms(problem),
         mapped=out is not None and takes(problem, out),
+        masked=problem.mask is not None,
     )
     target = target_of_device(device)
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)

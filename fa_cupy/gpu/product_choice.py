@@ -36,7 +36,8 @@ class Choice(NamedTuple):
     ----------
     row : ProductVariant
     states : ProductVariant or None
-        What sums the states of segments; None for one segment.
+        What sums the states of segments; None for one segment, and where each block sums what lies
+        before its segment itself.
     segments, segment_rows : int
         The parts of a sequence, and the rows of each but the last.
     microseconds : float

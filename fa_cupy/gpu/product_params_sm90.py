@@ -106,7 +106,8 @@ def takes(job: Job) -> bool:
     blocks = math.prod(sizes) * -(-problem.v_dim // CHUNK) * MAX_JOBS
     if len(sizes) > MAP_AXES or not 1 <= blocks <= MAX_GRID // 2:
         return False
-    return maps_walk(views, steps, problem.dtype.itemsize)
+    mapped = {name: views[name] for name in MAPPED}  # states are float32, and in any layout
+    return maps_walk(mapped, steps, problem.dtype.itemsize)
 
 
 def dim_step(dtype: str) -> int:

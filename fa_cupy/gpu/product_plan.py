@@ -99,7 +99,7 @@ class Plan:
         self._pool: list[list[Arguments]] = []
         self._launches: list[tuple[tuple[int, ...], int, list[Launch]]] = []
         kernels = [compile.load(row, str(target), device) for row, _, _ in launches]
-        for offsets, first, blocks in parts:
+        for offsets, first, blocks, _ in parts:
             self._launches.append((offsets, first, [
                 Launch(kernel, blocks // most * tiles * segments, row.threads, row.shared_bytes)
                 for kernel, (row, tiles, segments) in zip(kernels, launches, strict=True)

@@ -92,7 +92,7 @@ class ProductSm90:
         self._workspaces = [
             4 * math.prod((*job.problem.batch, choice.segments, *_dims(job)))
             for job in jobs
-            if choice.segments > 1
+            if choice.states is not None
         ]
         self._launches: list[Launch | _JobLaunch] = []
         for row, _, segments in choice.launches(*_dims(jobs[0])):
@@ -154,7 +154,7 @@ class ProductSm90:
 
 
 class _JobLaunch:
-    """The launches of a kernel that takes one product, for one job: ``scan``, states of float32."""
+    """The launches of a kernel that takes one product, ``scan``, for one job."""
 
     __slots__ = ("_launches", "_params", "_pool", "_shifts", "job")
 
@@ -168,7 +168,7 @@ class _JobLaunch:
         self._pool: list[Arguments] = []
         self._launches = [
             (offsets, first, Launch(kernel, blocks * segments, row.threads, row.shared_bytes))
-            for offsets, first, blocks in parts
+            for offsets, first, blocks, _ in parts
         ]
 
     def __call__(self, pointers: tuple[int, ...], workspace: int) -> None:

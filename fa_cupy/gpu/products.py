@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from fa_cupy.gpu.product_rows import DTYPE_NAMES
 from fa_cupy.gpu.product_rows import ProductVariant as ProductVariant
-from fa_cupy.gpu.products_sm90 import chunked_single_sm90, chunked_sm90, states_sm90
+from fa_cupy.gpu.products_sm90 import (
+    chunked_single_sm90,
+    chunked_single_turns_sm90,
+    chunked_sm90,
+    states_single_sm90,
+    states_sm90,
+)
 
 _WORK_BYTES = 72  # ProductWork in cuda_src/common
 
@@ -261,4 +267,6 @@ PRODUCTS: tuple[ProductVariant, ...] = (
     *chunked_sm90(),
     *chunked_single_sm90(),
     *states_sm90(),
+    *chunked_single_turns_sm90(),
+    *states_single_sm90(),
 )

@@ -88,26 +88,46 @@ class StatesSm90Variant(VariantSm90):
 class ChunkedSingleSm90Variant(VariantSm90):
     """A row of ``chunked_single_sm90``: a warpgroup splits float32, another one makes scores.
 
-    Attributes
-    ----------
-    tiles : int
-        Chunks as pairs of float16 in shared memory, beside `stages` of them as they come.
+    One chunk lies in shared memory as pairs of float16, beside `stages` of them as they come.
     """
-
-    tiles: int
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
-        columns = (self.stages + self.tiles) * (2 * self.dim + self.tile_n) + self.tiles * 64
-        notes = self.tiles * (4 * self.tile_m + self.tile_n + 4)
-        barriers = 3 * self.stages + 7 * self.tiles
+        columns = (self.stages + 1) * (2 * self.dim + self.tile_n) + 64
+        notes = 4 * self.tile_m + self.tile_n + 4
+        barriers = 3 * self.stages + 7
         return 4 * (self.tile_m * columns + notes) + 8 * barriers + _WORK_BYTES + 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesSingleSm90Variant(VariantSm90):
+    """A row of ``states_single_sm90``: `splitters` warpgroups split float32 in turns."""
+
+    splitters: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        rows = self.stages * (self.dim + self.tile_n + 1)
+        return 4 * self.tile_m * rows + 24 * self.stages + _WORK_BYTES
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_TILES", self.tiles))
+        return (*super().defines, ("FA_SPLITTERS", self.splitters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedSingleTurnsVariant(VariantSm90):
+    """A row of ``chunked_single_turns_sm90``: two warpgroups take turns at scores and outputs."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        chunk = 4 * self.tile_m * (2 * self.dim + self.tile_n) + 6 * self.tile_m + self.tile_n + 16
+        state = 4 * self.tile_n * (self.dim + 1) + 16  # there are two
+        return self.stages * (chunk + 7 * 8) + 2 * state + _WORK_BYTES + 8
 
 
 def chunked_sm90() -> Iterator[ChunkedSm90Variant]:
@@ -132,18 +152,17 @@ def chunked_sm90() -> Iterator[ChunkedSm90Variant]:
 
 def chunked_single_sm90() -> Iterator[ChunkedSingleSm90Variant]:
     """Yield the rows of ``chunked_single_sm90``."""
-    # dim, tile_n, stages, tiles, why. A chunk of 64 rows takes 48 KB of loads at dims of 64 and
-    # 96 KB at dims of 128, and as much as pairs of float16.
+    # dim, tile_n, stages, why. A chunk of 64 rows takes 96 KB of loads at dims of 128, and as much
+    # as pairs of float16. Dims of 64 are those of `chunked_single_turns_sm90`.
     rows = (
-        (64, 64, 2, 2, "a chunk of 48 KB under way while the one before is split"),
-        (64, 128, 2, 1, "scores once for 128 value columns; 64 KB under way"),
-        (128, 64, 1, 1, "80 KB under way; more blocks where there are few batch entries"),
-        (128, 128, 1, 1, "Q, K and V come and go apart: all that 227 KB have room for"),
+        (64, 128, 2, "scores once for 128 value columns; 64 KB under way"),
+        (128, 64, 1, "80 KB under way; more blocks where there are few batch entries"),
+        (128, 128, 1, "Q, K and V come and go apart: all that 227 KB have room for"),
     )
-    for dim, tile_n, stages, tiles, why in rows:
+    for dim, tile_n, stages, why in rows:
         yield ChunkedSingleSm90Variant(
             source="linear/chunked_single_sm90", dtype="float32", dim=dim, tile_m=64,
-            tile_n=tile_n, warps=8 + tile_n // 16, stages=stages, tiles=tiles, blocks=1, why=why,
+            tile_n=tile_n, warps=8 + tile_n // 16, stages=stages, blocks=1, why=why,
         )  # fmt: skip
 
 
@@ -162,3 +181,30 @@ def states_sm90() -> Iterator[StatesSm90Variant]:
                 source="linear/states_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=tile_n,
                 warps=4 + tile_n // 16, stages=stages, blocks=blocks, why=why,
             )  # fmt: skip
+
+
+def chunked_single_turns_sm90() -> Iterator[ChunkedSingleTurnsVariant]:
+    """Yield the row of ``chunked_single_turns_sm90``."""
+    yield ChunkedSingleTurnsVariant(
+        source="linear/chunked_single_turns_sm90", dtype="float32", dim=64, tile_m=64, tile_n=64,
+        warps=16, stages=3, blocks=1,
+        why="each warpgroup has the time of two chunks for one; one of 48 KB under way",
+    )  # fmt: skip
+
+
+def states_single_sm90() -> Iterator[StatesSingleSm90Variant]:
+    """Yield the rows of ``states_single_sm90``."""
+    # dim, tile_n, stages, splitters, why. A chunk of 64 rows takes 32 KB of loads at dims of 64 and
+    # 64 KB at dims of 128.
+    rows = (
+        (64, 64, 6, 2, "four chunks of 32 KB under way"),
+        (64, 128, 4, 1, "two chunks of 48 KB under way"),
+        (128, 64, 4, 1, "two chunks of 48 KB under way"),
+        (128, 128, 3, 1, "a chunk of 64 KB under way"),
+    )
+    for dim, tile_n, stages, splitters, why in rows:
+        yield StatesSingleSm90Variant(
+            source="linear/states_single_sm90", dtype="float32", dim=dim, tile_m=64,
+            tile_n=tile_n, warps=4 * splitters + tile_n // 16, stages=stages, splitters=splitters,
+            blocks=1, why=why,
+        )  # fmt: skip

@@ -22,8 +22,10 @@ SHARED_LIMIT = {
     "sm_120": 99 * 1024,
     "sm_121": 99 * 1024,
 }
-_WORK_BYTES = 80  # TileWork and KeyTiles in cuda_src/common
+_WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
+_LISTED_BYTES = 56  # ListedTiles and keys in fwd_sm80.cu
 _WORK_STAGES = 4  # kWorkStages in fwd_sm90.cuh
+_WORDS_BYTES = 2048  # of a partial block of a mask
 
 
 class Call(NamedTuple):
@@ -35,10 +37,13 @@ class Call(NamedTuple):
         Whether scale, softcap or bias change the scores before the softmax.
     mapped : bool
         Whether tensor maps can walk the arrays (`fa_cupy.gpu.params_sm90.takes`).
+    masked : bool
+        Whether there is a mask.
     """
 
     transform: bool = False
     mapped: bool = True
+    masked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,11 @@ class Variant:
         Warps of a block; K/V tiles in flight.
     why : str
         The reason for this tile.
+    sparse : bool
+        Whether the row is for calls with a mask.
+    row_major : int
+        0: words of the mask are in fragment order. Validation also builds ``fwd_sm90`` for words in
+        row-major order, of which a thread keeps all four of a row, 1, or gathers its bits, 2.
     hot_targets : tuple of str
         Targets whose speed was measured: a row does not spill there.
     """
@@ -71,13 +81,17 @@ class Variant:
     warps: int
     stages: int
     why: str
+    sparse: bool = False
+    row_major: int = 0
     hot_targets: tuple[str, ...] = ("sm_90a",)
 
     @property
     def name(self) -> str:
         """Unique, for people and for file names."""
         tile = f"{self.tile_m}x{self.tile_n}"
-        return f"{self.entry}-{self.dtype}-d{self.dim}-{tile}-w{self.warps}-s{self.stages}"
+        plain = f"{self.entry}-{self.dtype}-d{self.dim}-{tile}-w{self.warps}-s{self.stages}"
+        plain += "-sparse" if self.sparse else ""
+        return plain + (f"-row-major{self.row_major}" if self.row_major else "")
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -107,6 +121,8 @@ class Variant:
             ("FA_DIM", self.dim),
             ("FA_TILE_N", self.tile_n),
             ("FA_STAGES", self.stages),
+            ("FA_SPARSE", int(self.sparse)),
+            ("FA_ROW_MAJOR", self.row_major),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
         )
@@ -123,7 +139,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantSm80(Variant):
-    """A row of ``fwd_sm80``, which takes any call.
+    """A row of ``fwd_sm80``, which takes any call with a mask, or any without.
 
     Attributes
     ----------
@@ -144,7 +160,9 @@ class VariantSm80(Variant):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: a Q tile and a ring of K and V tiles, and the block's work."""
-        return 2 * self.dim * (self.tile_m + 2 * self.stages * self.tile_n) + _WORK_BYTES
+        listed = _LISTED_BYTES + 16 * self.tile_m if self.sparse else 0  # with words of a block
+        tiles = 2 * self.dim * (self.tile_m + 2 * self.stages * self.tile_n)
+        return tiles + _WORK_BYTES + listed
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -163,8 +181,8 @@ class VariantSm80(Variant):
         return (1, self.dim, -self.tile_m * self.tile_n)
 
     def serves(self, call: Call) -> bool:
-        """Whatever the call is."""
-        return True
+        """Whatever the call is, but for its mask."""
+        return call.masked == self.sparse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +225,10 @@ class VariantSm90(Variant):
         tiles = row * (self.q_slots * 64 + 2 * self.stages * self.tile_n)
         scratch = 4 * self.groups * 2048 if self.transform else 8
         barriers = 3 * self.q_slots + 4 * self.stages + 3 * _WORK_STAGES
-        work = 32 + 32 * self.groups  # Work in fwd_sm90.cuh
-        return tiles + -(-(scratch + 8 * barriers) // 16) * 16 + _WORK_STAGES * work
+        work = 32 * (self.groups + (2 if self.sparse else 1))  # Work in fwd_sm90.cuh
+        listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
+        parts = scratch + 8 * barriers, _WORK_STAGES * work, listed
+        return tiles + sum(-(-part // 16) * 16 for part in parts)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -230,4 +250,5 @@ class VariantSm90(Variant):
 
     def serves(self, call: Call) -> bool:
         """Whether tensor maps can walk the arrays and the row has what the call asks for."""
-        return call.mapped and call.transform == self.transform
+        alike = call.transform == self.transform and call.masked == self.sparse
+        return call.mapped and alike

@@ -13,7 +13,9 @@ import cupy
 import numpy as np
 
 from fa_cupy import _arrays, _check, _stacks, _tiled
+from fa_cupy._masks import BitMask
 from fa_cupy.gpu import _blas, _steps, _tile_kernels
+from fa_cupy.gpu._mask_tiles import TABLE_M, MaskTiles, TableTile
 
 # Bytes of the largest scratch array. A gemm reaches its full speed from about 32768 rows by 1024
 # columns of float32 on; a product this size also takes longer than its launch.
@@ -31,7 +33,7 @@ def attention(
     k: Any,
     v: Any,
     bias: Any | None,
-    mask: Any | None,
+    mask: Any | BitMask | None,
     out: Any | None,
     return_lse: bool,
 ) -> tuple[Any, Any | None]:
@@ -42,7 +44,7 @@ def attention(
     problem : Problem
         From `fa_cupy._check.attention_problem`.
     q, k, v, bias, mask : cupy.ndarray or None
-        The arrays that `problem` was made from.
+        The arrays that `problem` was made from; `mask` may be a BitMask.
     out : cupy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
@@ -57,7 +59,7 @@ def attention(
     """
     if out is None:
         out = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
-    dtype = np.dtype(np.float64 if problem.dtype == np.float64 else np.float32)
+    dtype = _check.sum_dtype(problem.dtype)
     lse = cupy.empty(problem.out_shape[:-1], dtype)
     if lse.size == 0:  # however many batch entries there are
         return out, lse if return_lse else None
@@ -66,9 +68,14 @@ def attention(
     views = (problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view)
     present = [view for view in views if view is not None]
 
-    stack, tile_m = _tile(problem, dtype, _stack_length(present))
+    bits = mask if isinstance(mask, BitMask) and problem.mask is not None else None
+    most = problem.q_len if bits is None else TABLE_M
+    stack, tile_m = _tile(problem, dtype, _stack_length(present), most)
     tasks = []
-    for x in _stacks.stacks(cupy, (q, k, v, bias, mask, out, lse), views, stack):
+    seen = mask if bits is None else bits.entries
+    for x in _stacks.stacks(cupy, (q, k, v, bias, seen, out, lse), views, stack):
+        if bits is not None:
+            x[4] = MaskTiles(bits, x[4][:, 0, 0])
         for begin in range(0, problem.q_len, tile_m):
             rows = (begin, min(begin + tile_m, problem.q_len))
             tasks.append((_tiled.Operands(*x), *rows, _TILE_N))
@@ -87,12 +94,14 @@ def _stack_length(views: list[_check.View]) -> int:
     return _stacks.merged(views[0].shape[:-2], [v.strides[:-2] for v in views]).shape[-1]
 
 
-def _tile(problem: _check.Problem, dtype: np.dtype[Any], entries: int) -> tuple[int, int]:
-    """Return how many batch entries to stack, of at most `entries`, and tile_m."""
+def _tile(
+    problem: _check.Problem, dtype: np.dtype[Any], entries: int, most: int
+) -> tuple[int, int]:
+    """Return how many batch entries to stack, of at most `entries`, and tile_m, at most `most`."""
     widest = max(_TILE_N, problem.head_dim, problem.v_dim)
     rows = max(1, _SCRATCH_BYTES // (widest * dtype.itemsize))
     banded = problem.lower is not None or problem.upper is not None
-    most = min(problem.q_len, _MOST_BAND_M) if banded else problem.q_len
+    most = min(most, problem.q_len, _MOST_BAND_M if banded else most)
     tile_m = max(1, min(most, rows, max(_LEAST_M, rows // max(1, entries))))
     return max(1, rows // tile_m), tile_m
 
@@ -131,10 +140,13 @@ class _Steps(_steps.Steps):
         cupy.add(scores, bias, out=scores, casting="unsafe")
 
     def hidden(self, mask: Any) -> bool:
-        return False
+        return isinstance(mask, TableTile) and mask.empty
 
     def mask_scores(self, scores: Any, mask: Any) -> None:
-        _tile_kernels.mask_scores(mask, scores)
+        if isinstance(mask, TableTile):
+            mask.hide(scores)
+        else:
+            _tile_kernels.mask_scores(mask, scores)
 
     def band_scores(self, scores: Any, shift: int, lower: int | None, upper: int | None) -> None:
         _, m, n = scores.shape

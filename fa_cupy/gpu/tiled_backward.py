@@ -18,7 +18,9 @@ import numpy as np
 
 from fa_cupy import _check, _gradients, _stacks, _tiled_backward
 from fa_cupy._gradients import Operands
+from fa_cupy._masks import BitMask
 from fa_cupy.gpu import _product_kernels, _steps, _tile_kernels, tiled
+from fa_cupy.gpu._mask_tiles import TABLE_M, MaskTiles
 
 
 def backward(
@@ -35,7 +37,7 @@ def backward(
     problem : Problem
         From `fa_cupy._check.attention_problem`.
     inputs : tuple of cupy.ndarray or None
-        q, k, v, bias and mask, which `problem` was made from.
+        q, k, v, bias and mask, which `problem` was made from; the mask may be a BitMask.
     results : tuple of cupy.ndarray or None
         Output and LSE, and the gradients of both; that of the LSE may be None.
     need : tuple of str
@@ -50,28 +52,36 @@ def backward(
     if problem.q_len and problem.k_len:
         arrays, views = _gradients.arrays(cupy, problem, inputs, results, grads, dtype)
         present = [view for view in views if view is not None]
-        stack, tile_m = tiled._tile(problem, dtype, tiled._stack_length(present))
+        stack, tile_m = tiled._tile(problem, dtype, tiled._stack_length(present), problem.q_len)
+        bits = inputs[4] if isinstance(inputs[4], BitMask) else None
+        # Queries that few of a tile's keys are seen by are computed for all of them.
+        tile_n = tiled._TILE_N if bits is None else TABLE_M
         stacks = [
-            _gradients.operands(found, [*grads])
+            _gradients.operands(found, [*grads], *_gradients.sparse(bits, found, MaskTiles))
             for found in _stacks.stacks(cupy, arrays, views, stack)
         ]
         for x in stacks:
             for begin in range(0, problem.q_len, tile_m):
                 _tiled_backward.prepare(steps, x, begin, min(begin + tile_m, problem.q_len))
-        _columns(steps, problem, stacks, tile_m, exact=False)
+        _columns(steps, problem, stacks, (tile_m, tile_n), exact=False)
         if steps.spoiled.get()[0]:
             for grad in grads.values():
                 grad.clear()
-            _columns(steps, problem, stacks, tile_m, exact=True)
+            _columns(steps, problem, stacks, (tile_m, tile_n), exact=True)
     return {name: grad.finished(steps) for name, grad in grads.items()}
 
 
 def _columns(
-    steps: _Steps, problem: _check.Problem, stacks: list[Operands], tile_m: int, exact: bool
+    steps: _Steps,
+    problem: _check.Problem,
+    stacks: list[Operands],
+    tile: tuple[int, int],
+    exact: bool,
 ) -> None:
+    tile_m, tile_n = tile
     for x in stacks:
-        for begin in range(0, problem.k_len, tiled._TILE_N):
-            keys = begin, min(begin + tiled._TILE_N, problem.k_len)
+        for begin in range(0, problem.k_len, tile_n):
+            keys = begin, min(begin + tile_n, problem.k_len)
             add = partial(_add, steps, x, keys)
             _tiled_backward.column(steps, problem, x, keys, tile_m, add, exact)
 

@@ -19,7 +19,8 @@ DTYPE_NAMES = ("float16", "bfloat16")
 
 def _fwd_sm80() -> Iterator[VariantSm80]:
     # dim, tile_m, tile_n, warps, stages, why. Speeds: H200, 4096 tokens, beside the other tiles
-    # of validation/NOTES.md. Every row fits the 99 KB of the smallest targets.
+    # of validation/NOTES.md. Every row fits the 99 KB of the smallest targets. With a mask tiles of
+    # keys divide its blocks of 128.
     rows = (
         (32, 128, 128, 4, 2, "32 rows a warp: every K and V fragment serves two products"),
         (64, 128, 128, 4, 1, "as for 32; 2% faster with one stage than with two"),
@@ -29,10 +30,11 @@ def _fwd_sm80() -> Iterator[VariantSm80]:
         (256, 64, 64, 4, 1, "as for 192; two blocks an SM beat one of 8 warps by 15%"),
     )
     for dim, tile_m, tile_n, warps, stages, why in rows:
-        for dtype in DTYPE_NAMES:
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield VariantSm80(
-                source="attention/fwd_sm80", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=tile_n,
-                warps=warps, stages=stages, blocks=2, why=why,
+                source="attention/fwd_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
+                tile_n=64 if sparse and 128 % tile_n else tile_n, warps=warps, stages=stages,
+                blocks=2, why=why, sparse=sparse,
             )  # fmt: skip
 
 
@@ -46,14 +48,23 @@ def _fwd_sm90() -> Iterator[VariantSm90]:
         (192, 2, 96, 2, 3, 0, 0, "96 keys: scores, weights and output fill the registers"),
         (256, 2, 64, 2, 3, 0, 0, "64 keys a tile 824 TFLOP/s, 80 keys 801"),
     )
-    for dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why in rows:
+    # With a mask: a row of its blocks is a tile of queries, a block one tile of keys or two.
+    masked = (
+        (64, 2, 128, 4, 4, 0, 1, "as for 128"),
+        (96, 2, 128, 2, 4, 0, 1, "as for 128"),
+        (128, 2, 128, 2, 4, 0, 1, "as without a mask"),
+        (192, 2, 64, 2, 4, 0, 0, "half a block of the mask; the next rows of Q come early"),
+        (256, 2, 64, 2, 2, 0, 0, "half a block of the mask; its words take the place of a slot"),
+    )
+    both = [(False, row) for row in rows] + [(True, row) for row in masked]
+    for sparse, (dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why) in both:
         for dtype, transform in product(DTYPE_NAMES, (False, True)):
             yield VariantSm90(
                 source="attention/fwd_sm90", dtype=dtype, dim=dim, tile_m=64 * groups,
                 tile_n=tile_n, warps=4 * (groups + 1), stages=stages,
-                q_slots=2 if transform and dim > 128 else q_slots,
+                q_slots=2 if transform and dim > 128 and not sparse else q_slots,
                 exclusive=bool(exclusive), q_registers=bool(q_registers), transform=transform,
-                why=why, hot_targets=() if transform else ("sm_90a",),
+                sparse=sparse, why=why, hot_targets=() if transform else ("sm_90a",),
             )  # fmt: skip
 
 
@@ -105,7 +116,7 @@ def select(
 def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[Variant]:
     """Return all rows that calls of this type and these dims can get, first choices first."""
     found = {
-        select(dtype, head_dim, v_dim, target, Call(transform, mapped))
-        for transform, mapped in product((False, True), repeat=2)
+        select(dtype, head_dim, v_dim, target, Call(*call))
+        for call in product((False, True), repeat=3)
     }
     return sorted((row for row in found if row), key=lambda row: row.rank)

@@ -1,8 +1,8 @@
-"""``python -m validation.emulator``: see `validation.emulator.seeds`."""
+"""``python -m validation.emulator``: see `tests.seeds`."""
 
 import sys
 
-from validation.emulator.seeds import main
+from tests.seeds import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

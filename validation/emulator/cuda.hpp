@@ -53,6 +53,10 @@ T __shfl_xor_sync(unsigned mask, T x, int step) {
 inline unsigned __ballot_sync(unsigned, bool x) { return machine::vote(x); }
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == 0xffffffffu; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((uint64_t{high} << 32 | low) >> (shift & 31));
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
   for (int step = 16; step > 0; step /= 2) {
     const unsigned other = __shfl_xor_sync(mask, x, step);

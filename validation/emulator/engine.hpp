@@ -50,11 +50,13 @@ void commit_products();
 void wait_products(int pending);
 
 // cp.async and TMA; a tensor map is described in ptx/tma.cuh.
-void copy_16(uint32_t address, const void* global, uint32_t bytes);
+void copy(uint32_t address, const void* global, uint32_t size, uint32_t bytes);
 void commit_copies();
 void wait_copies(int pending);
 void load_box(uint32_t address, const unsigned long long* map, uint32_t barrier, const int (&c)[5]);
 void store_box(const unsigned long long* map, uint32_t address, const int (&c)[5]);
+void load_bytes(uint32_t address, const void* global, uint32_t bytes, uint32_t barrier);
+void store_bytes(void* global, uint32_t address, uint32_t bytes, bool add);  // add: as floats
 void commit_stores();
 void wait_stores(int pending, bool written);
 
@@ -64,6 +66,9 @@ void arrive(uint32_t address, uint32_t bytes);
 bool try_wait(uint32_t address, uint32_t parity);
 void arrive_named(int id, int threads);
 void sync_named(int id, int threads);
+// Words of global memory that threads wait for.
+uint32_t load_acquire(const uint32_t* address);
+void add_release(uint32_t* address, uint32_t x);
 
 long long clock();
 

@@ -273,17 +273,18 @@ void CopyGroups::wait(const char* where, int pending, int state) {
   });
 }
 
-void copy_16(uint32_t address, const void* global, uint32_t bytes) {
-  unsigned char* to = shared_at(address, 16, 16);
-  if (bytes > 16) fail("cp.async of more than 16 bytes");
-  if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % 16) fail("misaligned cp.async");
+// The first of `size` bytes, 4, 8 or 16; the rest becomes zero.
+void copy(uint32_t address, const void* global, uint32_t size, uint32_t bytes) {
+  unsigned char* to = shared_at(address, static_cast<int>(size), static_cast<int>(size));
+  if (bytes > size) fail("cp.async of more than " + std::to_string(size) + " bytes");
+  if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % size) fail("misaligned cp.async");
   Fiber* fiber = &self();
   const Copy state = fiber->copies.add();
-  fill(address, 16, kNothing);
+  fill(address, static_cast<int>(size), kNothing);
   block->pending.push_back([=] {
-    std::memset(to, 0, 16);
+    std::memset(to, 0, size);
     if (bytes > 0) std::memcpy(to, global, bytes);
-    fill(address, 16, writing(*fiber));
+    fill(address, static_cast<int>(size), writing(*fiber));
     *state = 2;
   });
 }
@@ -376,6 +377,47 @@ void store_box(const unsigned long long* map, uint32_t address, const int (&c)[5
         if (bytes > 0) std::memcpy(to, from, size_t(bytes));
         from += 16;
       });
+      *state = 2;
+    });
+  });
+}
+
+static unsigned char* bulk_at(uint32_t address, const void* global, uint32_t bytes) {
+  if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16) fail("a misaligned bulk copy");
+  return shared_at(address, static_cast<int>(bytes), 16);
+}
+
+void load_bytes(uint32_t address, const void* global, uint32_t bytes, uint32_t barrier) {
+  unsigned char* to = bulk_at(address, global, bytes);
+  check_fenced("a bulk copy writes", address, static_cast<int>(bytes));
+  fill(address, static_cast<int>(bytes), kNothing);
+  block->pending.push_back([=] {
+    std::memcpy(to, global, bytes);
+    fill(address, static_cast<int>(bytes), kAnyone);
+    progress(barrier, 0, bytes);
+  });
+}
+
+// As for a box: read at one moment, written, or added, at a later one.
+void store_bytes(void* global, uint32_t address, uint32_t bytes, bool add) {
+  const unsigned char* from = bulk_at(address, global, bytes);
+  const Copy state = self().stores.add();
+  const int size = static_cast<int>(bytes);
+  check_filled("a bulk copy", address, size);
+  check_fenced("a bulk copy", address, size);
+  block->pending.push_back([=] {
+    check_filled("a bulk copy", address, size);
+    const auto data = std::make_shared<std::vector<unsigned char>>(from, from + size);
+    *state = 1;
+    block->pending.push_back([=] {
+      auto* to = static_cast<unsigned char*>(global);
+      for (int i = 0; i < size; i += 4) {
+        float x, sum = 0;
+        std::memcpy(&x, data->data() + i, 4);
+        std::memcpy(&sum, to + i, 4);
+        sum += x;
+        std::memcpy(to + i, add ? &sum : &x, 4);
+      }
       *state = 2;
     });
   });

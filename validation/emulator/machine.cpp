@@ -1,4 +1,5 @@
-// Runs the blocks of a launch one after the other, and watches what their threads touch.
+// Runs the blocks of a launch, one after the other or some at a time, and watches what their
+// threads touch.
 #include "machine.hpp"
 
 #include <dlfcn.h>
@@ -6,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <utility>
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -27,6 +29,10 @@ static const char* entry;
 static const void* entry_params;
 static std::string failure;
 static uint32_t shadow[kSharedLimit];
+// More turns of a block's threads than any test takes, or loads and stores of one turn: a loop
+// without an end, which a deadlock would be in other kernels.
+constexpr uint64_t kEndless = 1 << 26;
+static uint64_t accesses;
 
 // -------------------------------------------------------------------------------------- scheduling
 uint64_t Block::random(uint64_t below) {  // xorshift64*
@@ -51,7 +57,8 @@ bool Block::advance() {
   }
   const size_t choices = pending.size() + products.size();
   if (choices == 0) return false;
-  const size_t first = random(choices);
+  const size_t newest = std::max<size_t>(pending.size(), 1) - 1;
+  const size_t first = order == 0 ? random(choices) : order == 1 ? 0 : newest;
   for (size_t i = 0; i < choices; ++i) {
     const size_t choice = (first + i) % choices;
     if (choice < pending.size()) {
@@ -160,6 +167,18 @@ void wait_until(const char* where, Ready ready) {
   fiber.where = "running";
 }
 
+void park(const char* where, Parked& among) {
+  self().parked = true;
+  among.push_back(&self());
+  wait_until(where, {});
+}
+
+void wake(Parked& parked) {
+  for (Fiber* fiber : parked) fiber->parked = false;
+  block->runnable.insert(block->runnable.end(), parked.begin(), parked.end());
+  parked.clear();
+}
+
 static void enter() {
   entered(self());
   run_entry(entry, entry_params);
@@ -173,46 +192,148 @@ static void enter() {
   switch_to_scheduler(fiber, true);
 }
 
-static void run_block(Block& b) {
-  for (auto& fiber : b.fibers) {
-    getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack;
-    fiber->context.uc_stack.ss_size = kStack;
-    fiber->context.uc_link = nullptr;
-    makecontext(&fiber->context, enter, 0);
+static void start_block(Block& b, unsigned threads) {
+  b.left = threads;
+  for (unsigned i = 0; i < threads; ++i) {
+    b.fibers.push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *b.fibers.back();
+    fiber.tid.x = i;
+    fiber.stack = stack_of(b.slot * 1024 + i);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+    b.runnable.push_back(&fiber);
   }
-  size_t left = b.fibers.size();
-  while (left > 0) {
+}
+
+// Takes out the fiber that runs next; null when none can go on.
+static Fiber* next_fiber(Block& b) {
+  const auto take = [](std::vector<Fiber*>& from, size_t i) {
+    Fiber* fiber = std::exchange(from[i], from.back());
+    from.pop_back();
+    return fiber;
+  };
+  const auto can = [](Fiber* fiber) { return !fiber->ready || fiber->ready(); };
+  const size_t runnable = b.runnable.size(), all = runnable + b.waiting.size();
+  if (all == 0) return nullptr;
+  const size_t pick = b.random(all);
+  if (pick < runnable) return take(b.runnable, pick);
+  if (can(b.waiting[pick - runnable])) return take(b.waiting, pick - runnable);
+  if (runnable > 0) return take(b.runnable, b.random(runnable));
+  for (size_t i = 0; i < all; ++i) {
+    const size_t at = (pick + i) % all;
+    if (can(b.waiting[at])) return take(b.waiting, at);
+  }
+  return nullptr;
+}
+
+// A block's turn of so many steps, or until nobody can go on; whether it has ended.
+static bool run_block(Block& b, uint64_t steps) {
+  b.stuck = false;
+  b.idle = 0;
+  for (; b.left > 0 && steps > 0; --steps) {
     ++b.steps;
     if (b.patience > 0 && b.random(b.patience) == 0) b.advance();
-    // The next fiber that can go on, from a random place.
-    const size_t first = b.random(b.fibers.size());
-    bool ran = false;
-    for (size_t i = 0; i < b.fibers.size() && !ran; ++i) {
-      Fiber& fiber = *b.fibers[(first + i) % b.fibers.size()];
-      if (fiber.ended || (fiber.ready && !fiber.ready())) continue;
-      fiber.ready = nullptr;
-      current = &fiber;
-      switch_to(fiber);
+    if (b.steps > kEndless) throw std::runtime_error("it does not end;" + b.places());
+    Fiber* fiber = next_fiber(b);
+    if (fiber != nullptr) {
+      fiber->ready = nullptr;
+      accesses = 0;
+      current = fiber;
+      switch_to(*fiber);
       current = nullptr;
       if (!failure.empty()) throw std::runtime_error(failure);
-      left -= fiber.ended;
-      ran = true;
+      b.left -= fiber->ended;
+      if (!fiber->ended && !fiber->parked) {
+        (fiber->ready ? b.waiting : b.runnable).push_back(fiber);
+      }
+      continue;
     }
-    if (ran || b.advance()) continue;
+    if (b.advance()) continue;
     // Those who wait for a while have waited long enough.
-    for (auto& fiber : b.fibers) {
-      if (!fiber->ended && fiber->impatient) ran = true, fiber->ready = nullptr;
+    bool more = false;
+    for (Fiber* one : b.waiting) {
+      if (one->impatient) more = true, one->ready = nullptr;
     }
-    if (!ran || ++b.idle > 8) throw std::runtime_error("deadlock;" + b.places());
+    if (!more || ++b.idle > 8) {
+      b.stuck = true;
+      return false;
+    }
   }
+  if (b.left > 0) return false;
   while (b.advance()) {
+  }
+  return true;
+}
+
+// Gives shared memory to a block.
+static void enter_block(Block& b) {
+  block = &b;
+  block_index.x = b.index;
+  if (b.memory.empty()) {
+    std::memset(shared_bytes, 0xff, shared_size);  // NaN, for who reads too early
+    fill(0, static_cast<int>(shared_size), kNothing);
+  } else {
+    std::memcpy(shared_bytes, b.memory.data(), shared_size);
+    std::copy(b.memory_holds.begin(), b.memory_holds.end(), shadow);
+  }
+}
+static void leave_block(Block& b) {
+  b.memory.assign(shared_bytes, shared_bytes + shared_size);
+  b.memory_holds.assign(shadow, shadow + shared_size);
+}
+
+static std::unique_ptr<Block> make_block(unsigned index, unsigned slot, unsigned threads,
+                                         uint64_t seed) {
+  auto b = std::make_unique<Block>();
+  b->index = index;
+  b->slot = slot;
+  b->state = (seed + 1) * 0x9e3779b97f4a7c15ull + index * 0xbf58476d1ce4e5b9ull | 1;
+  constexpr uint64_t kPatience[] = {0, 2, 8, 64, 1024};
+  b->patience = kPatience[b->random(5)];
+  b->copies_last = b->random(2) == 0;
+  b->order = static_cast<int>(b->random(3));
+  start_block(*b, threads);
+  return b;
+}
+
+// Runs all blocks, up to so many of them by turns; they begin in the order of their index.
+static void run_grid(unsigned blocks, unsigned threads, uint64_t seed, unsigned together) {
+  Block chance;  // whose turn it is, and for how long
+  chance.state = (seed + 1) * 0x94d049bb133111ebull | 1;
+  std::vector<std::unique_ptr<Block>> running(std::min(together, blocks));
+  unsigned next = 0, left = blocks;
+  size_t vain = 0;  // turns in a row in which nobody could go on
+  for (size_t turn = 0; left > 0; ++turn) {
+    for (unsigned slot = 0; slot < running.size() && next < blocks; ++slot) {
+      if (!running[slot]) running[slot] = make_block(next++, slot, threads, seed);
+    }
+    // One that waits for another block to go on lets the next one try.
+    if (vain == 0) turn = chance.random(running.size());
+    auto& b = running[turn % running.size()];
+    if (!b) continue;
+    constexpr uint64_t kSteps[] = {100, 1000, 10000, 100000};
+    enter_block(*b);
+    if (run_block(*b, together > 1 ? kSteps[chance.random(4)] : ~uint64_t(0))) {
+      b.reset();
+      --left;
+      vain = 0;
+      continue;
+    }
+    leave_block(*b);
+    vain = b->stuck ? vain + 1 : 0;
+    if (vain <= 2 * running.size()) continue;
+    std::string text = "deadlock;";
+    for (const auto& one : running) text += one ? one->places() : "";
+    throw std::runtime_error(text);
   }
 }
 
 long long clock() {
   wait_until("running", {});
-  return 100 * block->steps;
+  return static_cast<long long>(100 * block->steps);
 }
 
 // ----------------------------------------------------------------------------------------- barriers
@@ -222,17 +343,14 @@ void arrive_named(int id, int threads) {
   if (barrier.threads != threads) fail("a named barrier of two sizes");
   if (++barrier.came == threads) {
     barrier.came = 0;
-    ++barrier.times;
+    wake(barrier.parked);
   }
 }
 
 void sync_named(int id, int threads) {
   auto& barrier = block->named[id];
-  const uint64_t before = barrier.times;
   arrive_named(id, threads);
-  if (barrier.times == before) {
-    wait_until("bar.sync", [&barrier, before] { return barrier.times != before; });
-  }
+  if (barrier.came > 0) park("bar.sync", barrier.parked);
 }
 
 void make_barrier(uint32_t address, int arrivals) {
@@ -273,6 +391,26 @@ bool try_wait(uint32_t address, uint32_t parity) {
     self().impatient = false;
   }
   return over();
+}
+
+// A thread that gets the same answer twice asks in a loop: mostly it then waits for another one, or
+// until nothing else can go on.
+uint32_t load_acquire(const uint32_t* address) {
+  Fiber& fiber = self();
+  const uint32_t before = *address;
+  if (fiber.asked == address && fiber.answer == before && block->random(16) > 0) {
+    fiber.impatient = true;
+    wait_until("ld.acquire", [address, before] { return *address != before; });
+    fiber.impatient = false;
+  }
+  fiber.asked = address;
+  fiber.answer = *address;
+  return fiber.answer;
+}
+
+void add_release(uint32_t* address, uint32_t x) {
+  *address += x;
+  block->idle = 0;
 }
 
 // ------------------------------------------------------------------------ what shared memory holds
@@ -375,6 +513,7 @@ static void access(const void* pointer, size_t bytes, bool write, bool aligned, 
     return;
   }
   if (current == nullptr) return;
+  if (++accesses > kEndless) fail("it does not end");
   Fiber& fiber = self();
   if (at >= fiber.high || at + bytes <= fiber.low) return;
   for (auto& r : fiber.registers) {
@@ -408,8 +547,9 @@ void __tsan_func_exit() {}
 // Returns 0, or 1 with what went wrong in `message`.
 __attribute__((visibility("default"))) int emulate(const char* entry, unsigned blocks,
                                                    unsigned threads, size_t shared, uint64_t seed,
-                                                   bool truncating, const void* params,
-                                                   char* message, size_t message_size) {
+                                                   bool truncating, unsigned together,
+                                                   const void* params, char* message,
+                                                   size_t message_size) {
   machine::failure.clear();
   machine::entry = entry;
   machine::entry_params = params;
@@ -420,23 +560,7 @@ __attribute__((visibility("default"))) int emulate(const char* entry, unsigned b
   ASAN_UNPOISON_MEMORY_REGION(shared_bytes, kSharedLimit);
   ASAN_POISON_MEMORY_REGION(shared_bytes + shared, kSharedLimit - shared);
   try {
-    for (unsigned index = 0; index < blocks; ++index) {
-      machine::Block b;
-      machine::block = &b;
-      machine::block_index.x = index;
-      b.state = (seed + 1) * 0x9e3779b97f4a7c15ull + index * 0xbf58476d1ce4e5b9ull | 1;
-      constexpr uint64_t kPatience[] = {0, 2, 8, 64, 1024};
-      b.patience = kPatience[b.random(5)];
-      b.copies_last = b.random(2) == 0;
-      std::memset(shared_bytes, 0xff, shared);  // NaN, for who reads too early
-      machine::fill(0, static_cast<int>(shared), machine::kNothing);
-      for (unsigned i = 0; i < threads; ++i) {
-        b.fibers.push_back(std::make_unique<machine::Fiber>());
-        b.fibers.back()->tid.x = i;
-        b.fibers.back()->stack = machine::stack_of(i);
-      }
-      machine::run_block(b);
-    }
+    machine::run_grid(blocks, threads, seed, together);
   } catch (const std::exception& error) {
     machine::current = nullptr;
     std::snprintf(message, message_size, "%s", error.what());

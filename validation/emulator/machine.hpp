@@ -1,4 +1,4 @@
-// A block of a GPU on the CPU: threads are fibers, warps and warpgroups act when all their threads
+// Blocks of a GPU on the CPU: threads are fibers, warps and warpgroups act when all their threads
 // have come, copies and products that run beside the threads happen at a random moment before the
 // wait that promises them.  One seed decides which fiber runs next and when that moment is.
 #pragma once
@@ -47,23 +47,27 @@ struct Fiber : Thread {
   jmp_buf place;
   char* stack;
   void* fake_stack = nullptr;  // AddressSanitizer's
-  Ready ready;                 // empty: it can go on
+  Ready ready;                 // empty: it can go on, unless it is parked
   const char* where = "running";
   bool started = false, ended = false;
-  bool impatient = false;     // it waits for a while only
-  uint32_t fences = 0;        // of proxies
+  bool parked = false;              // until somebody wakes it
+  bool impatient = false;           // it waits for a while only
+  uint32_t fences = 0;              // of proxies
+  const uint32_t* asked = nullptr;  // the word that it asked for last, and what that was
+  uint32_t answer = 0;
   CopyGroups copies, stores;  // cp.async, TMA
   std::vector<Registers> registers;
   uintptr_t low = ~uintptr_t(0), high = 0;      // bounds of them all
   uint64_t groups = 0, waited = 0, fenced = 0;  // groups of products; wgmma_fences
 };
 
-// Threads that meet: the last to come acts for all.
+// Threads that meet: the last to come acts for all, and wakes them.
+using Parked = std::vector<Fiber*>;
 struct Meeting {
   int came = 0;
-  uint64_t times = 0;
   const char* what = nullptr;
   std::vector<void*> arguments;
+  Parked parked;
 };
 
 struct Barrier {  // an mbarrier
@@ -74,7 +78,7 @@ struct Barrier {  // an mbarrier
 
 struct NamedBarrier {
   int threads = 0, came = 0;
-  uint64_t times = 0;
+  Parked parked;
 };
 
 // Products that a warpgroup has asked for, in order, with the number of their group.
@@ -82,6 +86,7 @@ using Products = std::deque<std::pair<uint64_t, Action>>;
 
 struct Block {
   std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Fiber*> runnable, waiting;  // of those that are not parked, by whether they wait
   ucontext_t scheduler;
   jmp_buf place;
   std::vector<Action> pending;                      // copies under way
@@ -94,8 +99,14 @@ struct Block {
   // on. At 0 that is the only time: whoever does not wait finds nothing there.
   uint64_t patience = 8;
   bool copies_last = false;  // a copy happens only when no product can
+  int order = 0;             // of copies: any, 1: the oldest first, 2: the newest first
   int idle = 0;              // how often those who wait for a while have been sent on in vain
-  long long steps = 0;
+  uint64_t steps = 0;
+  unsigned index = 0, slot = 0;        // in the grid; among those that run at the same time
+  size_t left = 0;                     // threads that have not ended
+  bool stuck = false;                  // nobody could go on at the end of its turn
+  std::vector<unsigned char> memory;   // shared memory,
+  std::vector<uint32_t> memory_holds;  // and what it holds, while another block has its turn
 
   uint64_t random(uint64_t below);
   bool advance();  // lets one thing that runs beside the threads happen; whether there was one
@@ -109,6 +120,8 @@ extern bool truncating;  // how tensor cores add (instructions.cpp)
 inline Fiber& self() { return static_cast<Fiber&>(*current); }
 [[noreturn]] void fail(const std::string& what);
 void wait_until(const char* where, Ready ready);
+void park(const char* where, Parked& among);
+void wake(Parked& parked);
 // An arrival, or bytes that have landed; the phase ends when neither is missing.
 void progress(uint32_t address, int arrivals, long bytes);
 
@@ -134,22 +147,21 @@ void meet(int count, const char* what, Argument& argument, Act act) {
   if (meeting.came == 0) {
     meeting.what = what;
     meeting.arguments.assign(count, nullptr);
-  } else if (std::strcmp(meeting.what, what) != 0) {
-    fail(std::string("threads of one warp are at ") + meeting.what + " and at " + what);
-  }
-  for (int i = first; i < first + count; ++i) {
-    if (block->fibers.at(i)->ended) {
-      fail("thread " + std::to_string(i) + " has left, others wait for it at " + what);
+    for (int i = first; i < first + count; ++i) {  // who leaves later looks for meetings
+      if (block->fibers.at(i)->ended) {
+        fail("thread " + std::to_string(i) + " has left, others wait for it at " + what);
+      }
     }
+  } else if (meeting.what != what && std::strcmp(meeting.what, what) != 0) {
+    fail(std::string("threads of one warp are at ") + meeting.what + " and at " + what);
   }
   meeting.arguments[thread % count] = &argument;
   if (++meeting.came == count) {
     meeting.came = 0;
     act(reinterpret_cast<Argument**>(meeting.arguments.data()));
-    ++meeting.times;
+    wake(meeting.parked);
   } else {
-    const uint64_t before = meeting.times;
-    wait_until(what, [&meeting, before] { return meeting.times != before; });
+    park(what, meeting.parked);
   }
   if (block->random(4) == 0) wait_until("running", {});
 }

@@ -1,4 +1,4 @@
-// As ptx/atomic.cuh; blocks run one after the other.
+// As ptx/atomic.cuh; one thread runs at a time.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -16,4 +16,10 @@ FA_DEVICE void atom_cas_b128(uint64* address, uint64 (&expected)[2],
   }
   expected[0] = old[0];
   expected[1] = old[1];
+}
+FA_DEVICE uint32 ld_acquire_gpu_u32(const uint32* address) {
+  return machine::load_acquire(address);
+}
+FA_DEVICE void red_release_gpu_add_u32(uint32* address, uint32 x) {
+  machine::add_release(address, x);
 }

@@ -3,7 +3,11 @@
 #include "ptx/types.cuh"
 
 FA_DEVICE void cp_async_cg_16(uint32 address, const void* global, uint32 bytes) {
-  machine::copy_16(address, global, bytes);
+  machine::copy(address, global, 16, bytes);
+}
+template <int kBytes>
+FA_DEVICE void cp_async_ca(uint32 address, const void* global) {
+  machine::copy(address, global, kBytes, kBytes);
 }
 FA_DEVICE void cp_async_commit_group() { machine::commit_copies(); }
 template <int kPending>

@@ -14,6 +14,10 @@ FA_DEVICE uint64 wgmma_descriptor(uint32 address, uint32 leading_bytes) {
   return (uint64(1) << 62) | (uint64(1024 >> 4) << 32) | (uint64(leading_bytes >> 4) << 16) |
          uint64((address & 0x3ffff) >> 4);
 }
+FA_DEVICE uint64 wgmma_at(uint64 descriptor, uint32 bytes) {
+  const uint32 low = static_cast<uint32>(descriptor) + bytes / 16;
+  return (descriptor >> 32 << 32) | low;
+}
 
 enum Major : int { kKMajor = 0, kMnMajor = 1 };
 

@@ -1,0 +1,363 @@
+// dQ of attention backward for SM90 where head_dim is too wide for bwd_sm90.
+//
+// A block works on kTileM queries at a time, 64 for each computing warpgroup, and walks over all
+// tiles of kTileN keys that they see:
+//   S = Q K^T,   P = exp(S - LSE),   dP = dO V^T,   dS = P (dP - delta),   dQ += dS K
+// with Q and dO in shared memory and dQ in registers.  A tile's dQ += dS K runs beside the
+// exponentials of the next one.
+#include "cuda_src/common/backward_sm90.cuh"
+#include "cuda_src/common/constant.cuh"
+#include "cuda_src/common/element.cuh"
+#include "cuda_src/common/shared_tile.cuh"
+#include "ptx/special.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+
+constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
+constexpr int kDim = FA_DIM;           // head_dim and v_dim, padded with zeros
+constexpr int kGroups = 2;             // warpgroups that compute
+constexpr int kTileM = FA_TILE_M;      // queries of a block
+constexpr int kTileN = FA_TILE_N;      // keys of a tile
+constexpr int kKStages = FA_STAGES;    // tiles of K in flight
+constexpr int kVStages = FA_V_STAGES;  // tiles of V in flight
+constexpr int kWorkStages = 2;
+constexpr int kThreads = 128 * (kGroups + 1);
+constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
+constexpr int kQBytes = 64 * 128 * kBlocks, kKBytes = kTileN * 128 * kBlocks;
+constexpr int kMmaN = kTileN / 8;
+constexpr int kMmaD = kDim / 8;
+constexpr int kFeedingRegisters = 24, kComputingRegisters = 240;
+static_assert(kTileM == 64 * kGroups, "a warpgroup has 64 queries");
+static_assert(kTileN % 16 == 0 && kTileN <= 128, "16 keys are one step of a product");
+static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
+
+using QTile = SharedTile<64, 64 * kBlocks>;
+
+// A block's next part of the work: a tile of queries.
+struct Work {
+  uint32 entry;
+  int coordinate[3];  // of it along the maps' batch axes
+  int tile;           // which tile of queries; -1: there is no more work
+  int begin, end;     // key tiles that its rows see
+  struct {
+    int full_begin, full_end;  // of them those that all rows of a warpgroup see whole
+  } group[kGroups];
+};
+
+struct SharedStorage {
+  uint8 q[kGroups][kQBytes];  // later dQ
+  uint8 dout[kGroups][kQBytes];
+  uint8 k[kKStages][kKBytes];
+  uint8 v[kVStages][kKBytes];
+  float4 rows[kGroups][32];
+  uint64 q_full[kGroups], q_empty[kGroups];  // of dO and rows too
+  uint64 k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
+  uint64 work_full[kWorkStages], work_empty[kWorkStages];
+  Work work[kWorkStages];
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
+
+enum NamedBarrier : int { kWritten = 1 };  // dQ of a warpgroup
+
+using WorkPlace = RingPlace<kWorkStages>;
+using QPlace = RingPlace<1>;
+using KPlace = RingPlace<kKStages>;
+using VPlace = RingPlace<kVStages>;
+
+// ----------------------------------------------------------------------------------------- feeding
+// Writes down the work of a number; false when there is none.  The last queries come first, because
+// under a causal mask they see the most keys.
+FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
+  const AttentionParams& p = params.common;
+  const uint32 entries = static_cast<uint32>(params.entries) * params.group;
+  if (index >= entries * p.q_tiles) {
+    work.tile = -1;
+    return false;
+  }
+  const Turn turn = turn_of(index, entries, p.q_tiles, params.section * params.group);
+  work.entry = turn.entry;
+  locate(params, turn.entry, work.coordinate);
+  work.tile = p.q_tiles - 1 - turn.tile;
+  const int first_row = work.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
+  const KeyTiles all = key_tiles(p, first_row, last_row, kTileN);
+  work.begin = all.begin;
+  work.end = max(all.end, all.begin + 1);  // rows that see no key go through a tile that is hidden
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    const int row = first_row + 64 * group;
+    const KeyTiles own = key_tiles(p, row, min(row + 64, p.q_len) - 1, kTileN);
+    work.group[group] = {own.full_begin, own.full_end};
+  }
+  return true;
+}
+
+// Draws up the order of this block's work; loads K.
+FA_DEVICE void feed_keys(const BwdSm90Params& params, SharedStorage& shared) {
+  WorkPlace work_place;
+  KPlace place;
+  uint32 index = atom_add_u32(params.counters + 1, 1);
+#pragma unroll 1
+  while (true) {
+    wait(shared.work_empty[work_place.index()], work_place.parity() ^ 1);
+    Work& work = shared.work[work_place.index()];
+    const bool more = announce(params, work, index);
+    arrive(shared.work_full[work_place.index()]);
+    if (!more) break;
+    index = atom_add_u32(params.counters + 1, 1);  // the answer is not needed for long
+#pragma unroll 1
+    for (int tile = work.begin; tile < work.end; ++tile) {
+      const int at = place.index();
+      wait(shared.k_empty[at], place.parity() ^ 1);
+      const uint32 full = cvta_to_shared(&shared.k_full[at]);
+      mbarrier_arrive_expect_tx(full, kKBytes);
+      load_rows<kTileN, kBlocks>(shared.k[at], params.k_map, full, kEvictNormal, tile * kTileN,
+                                 params.k_step, work.coordinate, 0);
+      place.advance();
+    }
+    work_place.advance();
+  }
+}
+
+// Q, dO and what is known of their rows; V.
+FA_DEVICE void feed_values(const BwdSm90Params& params, SharedStorage& shared) {
+  QPlace q_place;
+  VPlace place;
+  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      const int row = work.tile * kTileM + 64 * group;
+      wait(shared.q_empty[group], q_place.parity() ^ 1);
+      const uint32 full = cvta_to_shared(&shared.q_full[group]);
+      mbarrier_arrive_expect_tx(full, 2 * kQBytes + sizeof(shared.rows[0]));
+      load_rows<64, kBlocks>(shared.q[group], params.q_map, full, kEvictFirst, row, params.q_step,
+                             work.coordinate, 0);
+      load_rows<64, kBlocks>(shared.dout[group], params.dout_map, full, kEvictFirst, row,
+                             params.dout_step, work.coordinate, 0);
+      load_known<64>(shared.rows[group], params, full, work.entry, row);
+    }
+    q_place.advance();
+#pragma unroll 1
+    for (int tile = work.begin; tile < work.end; ++tile) {
+      const int at = place.index();
+      wait(shared.v_empty[at], place.parity() ^ 1);
+      const uint32 full = cvta_to_shared(&shared.v_full[at]);
+      mbarrier_arrive_expect_tx(full, kKBytes);
+      load_rows<kTileN, kBlocks>(shared.v[at], params.v_map, full, kEvictNormal, tile * kTileN,
+                                 params.v_step, work.coordinate, 0);
+      place.advance();
+    }
+  });
+}
+
+// -------------------------------------------------------------------------------------- computing
+FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int warp) {
+  const AttentionParams& p = params.common;
+  // The same in all lanes, as a vote's result is to the compiler: what follows from it is computed
+  // once for a warp.
+  const int group = __any_sync(kFullWarp, warp >= 8);
+  const uint32 thread = threadIdx.x;
+  // Registers are short: what follows from the thread's number is computed where it is needed.
+  auto my_thread = [&]() { return static_cast<int>(opaque(thread) % 128); };
+  auto lane = [&]() { return my_thread() % 32; };
+  auto warp_row = [&]() { return my_thread() / 32 * 16; };  // of the warpgroup's 64
+  auto release = [&](const uint64& barrier) {
+    if (lane() == 0) arrive(barrier);
+  };
+
+  uint32 works = 0, tiles = 0;  // done so far; all places in rings follow from them
+  float s[1][kMmaN][4], dp[1][kMmaN][4], dq[kMmaD][4];
+  uint32 ds[kMmaN][2];  // of the tile before, rounded
+
+  // D = A B^T of 64 queries and a tile of keys, over the columns of both, started.
+  auto start_scores = [&](float (&d)[kMmaN][4], const uint8(&rows)[kGroups][kQBytes],
+                          const uint8* tile) {
+    const uint64 a = wgmma_descriptor(cvta_to_shared(rows) + group * kQBytes, 0);
+    const uint64 b = wgmma_descriptor(cvta_to_shared(tile), 0);
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      // 16 columns are 32 bytes of a block's rows.
+      wgmma_m64k16_ss<kBf16, kTileN>(d, wgmma_at(a, step / 4 * 64 * 128 + step % 4 * 32),
+                                     wgmma_at(b, step / 4 * kTileN * 128 + step % 4 * 32),
+                                     step > 0);
+    }
+    wgmma_commit_group();
+  };
+  // dQ += dS K, started.
+  auto start_sum = [&](const uint8* tile) {
+    const uint64 b = wgmma_descriptor(cvta_to_shared(tile), kTileN * 128);
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+      const uint32 a[4] = {ds[2 * step][0], ds[2 * step][1], ds[2 * step + 1][0],
+                           ds[2 * step + 1][1]};
+      wgmma_m64k16_rs<kBf16, kDim>(dq, a, wgmma_at(b, step * 16 * 128), 1);
+    }
+    wgmma_commit_group();
+  };
+
+#pragma unroll 1
+  while (true) {
+    WorkPlace work_place;
+    work_place.advance(works);
+    wait(shared.work_full[work_place.index()], work_place.parity());
+    const Work& work = shared.work[work_place.index()];
+    if (work.tile < 0) break;
+    int tile = work.begin;
+#pragma unroll
+    for (int j = 0; j < kMmaD; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dq[j][e] = 0.0f;
+    }
+    wait(shared.q_full[group], works & 1);
+    // LSE (0) or delta (2) of this thread's row g, or g + 8.
+    auto known = [&](int h, int which) {
+      const int row = warp_row() + lane() / 4 + 8 * h;
+      return reinterpret_cast<const float*>(&shared.rows[group][row / 2])[row % 2 + which];
+    };
+    // Puts a number where a key is hidden.
+    auto hide = [&](float (&x)[1][kMmaN][4], float hidden) {
+      if (tile >= work.group[group].full_begin && tile < work.group[group].full_end) return;
+      hide_outside(p, x, work.tile * kTileM + 64 * group + warp_row() + lane() / 4,
+                   tile * kTileN + lane() % 4 * 2, 0, hidden);
+    };
+    // The tile of K before this one, whose dQ is next.
+    auto k_before = [&]() {
+      KPlace place;
+      place.advance(tiles - 1);
+      return place.index();
+    };
+    auto step = [&](auto first) {
+      constexpr bool kFirst = decltype(first)::value;
+      KPlace k_place;
+      VPlace v_place;
+      k_place.advance(tiles);
+      v_place.advance(tiles);
+      const int k_at = k_place.index(), v_at = v_place.index();
+      wait(shared.k_full[k_at], k_place.parity());
+      wgmma_fence();
+      start_scores(s[0], shared.q, shared.k[k_at]);
+      wait(shared.v_full[v_at], v_place.parity());
+      wgmma_fence();
+      start_scores(dp[0], shared.dout, shared.v[v_at]);
+      if constexpr (!kFirst) start_sum(shared.k[k_before()]);
+      wgmma_wait_group<kFirst ? 1 : 2>();
+      hide(s, -FA_INFINITY);
+      const float lse[2] = {known(0, 0), known(1, 0)};
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], p.exp2_scale, -lse[e / 2]));
+        }
+      }
+      wgmma_wait_group<kFirst ? 0 : 1>();
+      release(shared.v_empty[v_at]);
+      hide(dp, 0.0f);
+      const float delta[2] = {known(0, 2), known(1, 2)};
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp[0][j][e] = s[0][j][e] * (dp[0][j][e] - delta[e / 2]);
+      }
+      if constexpr (!kFirst) {
+        wgmma_wait_group<0>();
+        release(shared.k_empty[k_before()]);
+      }
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          ds[j][h] = pack2<kBf16>(dp[0][j][2 * h], dp[0][j][2 * h + 1]);
+        }
+      }
+      ++tiles;
+      ++tile;
+    };
+
+    step(Constant<1>());
+#pragma unroll 1
+    while (tile < work.end) step(Constant<0>());
+    wgmma_fence();
+    start_sum(shared.k[k_before()]);
+    wgmma_wait_group<0>();
+    release(shared.k_empty[k_before()]);
+
+    // All warps have left the rows of Q, which become those of dQ.
+    bar_sync(kWritten + group, 128);
+    Look look;
+    const uint32 to = cvta_to_shared(shared.q[0]) + group * kQBytes +
+                      QTile::lane_offset(warp_row() + my_thread() % 16, my_thread() / 16 % 2);
+#pragma unroll
+    for (int j = 0; j < kMmaD; j += 2) {
+      uint32 four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* two = &dq[j + i / 2][i % 2 * 2];
+        look.at(two[0]);
+        look.at(two[1]);
+        four[i] = pack2<kBf16>(two[0] * p.scale, two[1] * p.scale);
+      }
+      stmatrix_x4(QTile::at(to, 0, j / 2), four[0], four[1], four[2], four[3]);
+    }
+    if (look.spoiled()) {
+      spoil_queries_64(params, work.entry, work.tile * kTileM + 64 * group);
+    }
+    fence_proxy_async_shared();
+    bar_sync(kWritten + group, 128);
+    if (my_thread() == 0) {
+      const int row = work.tile * kTileM + 64 * group;
+      if (row < p.q_len)
+        store_rows_64<kBlocks>(params.dq_map, shared.q[group], row, work.coordinate);
+      cp_async_bulk_wait_group_read<0>();
+    }
+    release_own(shared.q_empty[group]);  // of rows and results, too
+    release_own(shared.work_empty[work_place.index()]);
+    ++works;
+  }
+  if (thread % 128 == 0) cp_async_bulk_wait_group<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attention_bwd_queries_sm90(const __grid_constant__ BwdSm90Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kGroups; ++i) {
+      init(shared.q_full[i], 1);
+      init(shared.q_empty[i], kWarpArrivals * 4);
+    }
+    for (int i = 0; i < kKStages; ++i) {
+      init(shared.k_full[i], 1);
+      init(shared.k_empty[i], 4 * kGroups);
+    }
+    for (int i = 0; i < kVStages; ++i) {
+      init(shared.v_full[i], 1);
+      init(shared.v_empty[i], 4 * kGroups);
+    }
+    for (int i = 0; i < kWorkStages; ++i) {
+      init(shared.work_full[i], 1);
+      init(shared.work_empty[i], kWarpArrivals * 4 * kGroups + 1);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+  if (warp >= 4) {
+    setmaxnreg_inc<kComputingRegisters>();
+    compute(params, shared, warp);
+  } else {
+    setmaxnreg_dec<kFeedingRegisters>();
+    if (!elect_sync()) return;
+    if (warp == 0) {
+      prefetch_tensormap(&params.k_map);
+      feed_keys(params, shared);
+    } else if (warp == 1) {
+      prefetch_tensormap(&params.q_map);
+      prefetch_tensormap(&params.dout_map);
+      prefetch_tensormap(&params.v_map);
+      prefetch_tensormap(&params.dq_map);
+      feed_values(params, shared);
+    }
+  }
+}

@@ -1,0 +1,280 @@
+// Rows of gradients whose sums came out not finite, computed once more in float32, pair by pair.
+//
+// It is launched behind the kernels that write gradients, and leaves at once where they have
+// spoiled nothing.  64 queries or keys are one task, dK and dV of the same keys two.  A block goes
+// through the tiles of 64 rows on the other side of the pairs, as the other kernels do:
+//   weights:  P = exp(S - LSE) for dV,   dS = P (dO V^T - delta) for dK and dQ
+//   sums:     dV = P^T dO,   dK = dS^T Q,   dQ = dS K
+// but a hidden pair has no part in a sum, whatever its rows hold.  So a gradient is not finite
+// where something that belongs to its sum is not.
+#include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/band.cuh"
+#include "cuda_src/common/element.cuh"
+#include "cuda_src/common/spoiled.cuh"
+
+constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
+constexpr int kThreads = FA_THREADS;
+constexpr int kTile = kSpoiledRows;
+constexpr int kColumns = 32;         // of the factors of a score, at a time
+constexpr int kParts = FA_DIM / 64;  // of the sums, of 64 columns each
+constexpr int kPitch = kTile + 4;    // floats of a row in shared memory
+constexpr int kAxes = 3;             // of the batch
+static_assert(kThreads == 256, "a thread has 4 x 4 pairs");
+static_assert(FA_DIM % 64 == 0, "sums are in parts of 64 columns");
+
+struct Array {
+  uint16* start;
+  int64 row, batch[kAxes];  // strides, in elements
+};
+
+struct BwdRedoParams {
+  AttentionParams common;  // without arrays
+  Array q, k, v, dout, dq, dk, dv;
+  const float4* rows;     // two queries each: LSE * log2(e), then delta
+  const uint32* spoiled;  // common/spoiled.cuh
+  int size[kAxes];        // of the batch
+  int group;              // how many entries, along the last axis, share keys and values
+  int entries;            // of keys and values
+  int row_pairs;          // of `rows` in one entry
+};
+static_assert(sizeof(BwdRedoParams) == FA_REDO_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
+
+struct SharedStorage {
+  union {
+    float factors[2][kColumns][kPitch];  // of the scores: by column, then row
+    float rows[kTile][kPitch];           // of what is summed
+  };
+  float weights[kTile][kPitch];  // by row of the other side, then own row
+  uint32 spoiled[kThreads / 32];
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
+
+enum Gradient : int { kOfQueries, kOfKeys, kOfValues };
+
+// The weight of a hidden pair.  Others are never -0: they have had 0 added.
+constexpr uint32 kHidden = 0x80000000u;
+
+// Rows of one entry, from one of them on.
+struct Rows {
+  uint16* start;
+  int64 step;
+  int count;  // how many there are
+
+  __device__ __forceinline__ uint16* at(int row, int col) const { return start + row * step + col; }
+  __device__ __forceinline__ Rows from(int row) const {
+    return {start + row * step, step, count - row};
+  }
+};
+
+FA_DEVICE Rows rows_of(const BwdRedoParams& params, const Array& array, uint32 entry, int count) {
+  uint16* start = array.start;
+#pragma unroll
+  for (int axis = kAxes - 1; axis > 0; --axis) {
+    const uint32 size = params.size[axis];
+    start += entry % size * array.batch[axis];
+    entry /= size;
+  }
+  return {start + entry * array.batch[0], array.row, count};
+}
+
+// Eight elements as floats; zeros where there are none.
+FA_DEVICE void load_8(float (&x)[8], const Rows& rows, int row, int col, int cols) {
+  uint4 words = {0, 0, 0, 0};
+  if (row < rows.count && col < cols) {
+    words = *reinterpret_cast<const uint4*>(rows.at(row, col));
+  }
+  const uint32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = to_float<kBf16>(static_cast<uint16>(pairs[i]));
+    x[2 * i + 1] = to_float<kBf16>(static_cast<uint16>(pairs[i] >> 16));
+  }
+}
+
+// This thread's own rows of 64, and its rows, or columns, of the other side: four from here on.
+FA_DEVICE int own_rows() { return threadIdx.x / 16 * 4; }
+FA_DEVICE int other_rows() { return threadIdx.x % 16 * 4; }
+
+FA_DEVICE void load_four(float (&x)[4], const float* from) {
+  const float4 four = *reinterpret_cast<const float4*>(from);
+  x[0] = four.x;
+  x[1] = four.y;
+  x[2] = four.z;
+  x[3] = four.w;
+}
+
+// x = A B^T of 64 rows each.
+FA_DEVICE void multiply(SharedStorage& shared, float (&x)[4][4], const Rows& a, const Rows& b,
+                        int cols) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i / 4][i % 4] = 0.0f;
+  const int row = threadIdx.x % kTile, chunk = threadIdx.x / kTile * 8;
+#pragma unroll 1
+  for (int first = 0; first < cols; first += kColumns) {
+    float own[8], other[8];
+    load_8(own, a, row, first + chunk, cols);
+    load_8(other, b, row, first + chunk, cols);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      shared.factors[0][chunk + i][row] = own[i];
+      shared.factors[1][chunk + i][row] = other[i];
+    }
+    __syncthreads();
+#pragma unroll 8
+    for (int col = 0; col < kColumns; ++col) {
+      float left[4], right[4];
+      load_four(left, &shared.factors[0][col][own_rows()]);
+      load_four(right, &shared.factors[1][col][other_rows()]);
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        x[i / 4][i % 4] = fmaf(left[i / 4], right[i % 4], x[i / 4][i % 4]);
+    }
+  }
+}
+
+// Adds, to 64 columns of the sums of own rows, weights times rows of the other side.
+FA_DEVICE void add(SharedStorage& shared, float (&sums)[4][4], const Rows& rows, int first,
+                   int cols) {
+  __syncthreads();  // the weights are there, and nobody reads what lies where the rows go
+#pragma unroll
+  for (int half = 0; half < kTile; half += 32) {
+    const int row = half + threadIdx.x / 8, col = threadIdx.x % 8 * 8;
+    float x[8];
+    load_8(x, rows, row, first + col, cols);
+    float4* to = reinterpret_cast<float4*>(&shared.rows[row][col]);
+    to[0] = make_float4(x[0], x[1], x[2], x[3]);
+    to[1] = make_float4(x[4], x[5], x[6], x[7]);
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (int row = 0; row < kTile; ++row) {
+    float weights[4], x[4];
+    load_four(weights, &shared.weights[row][own_rows()]);
+    load_four(x, &shared.rows[row][other_rows()]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (__float_as_uint(weights[i]) == kHidden) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(weights[i], x[j], sums[i][j]);
+    }
+  }
+}
+
+// The gradient of 64 rows: tile `index`, of all entries.
+template <Gradient kOf>
+FA_DEVICE void redo(const BwdRedoParams& params, SharedStorage& shared, int64 index) {
+  constexpr bool kQueries = kOf == kOfQueries;
+  const AttentionParams& p = params.common;
+  const uint32 tiles = spoiled_tiles(kQueries ? p.q_len : p.k_len);
+  const uint32 own_entry = static_cast<uint32>(divide(index, static_cast<int64>(tiles)));
+  const int own = static_cast<int>(index - static_cast<int64>(own_entry) * tiles) * kTile;
+  int begin, end;  // tiles of the other side
+  if constexpr (kQueries) {
+    const KeyTiles all = key_tiles(p, own, min(own + kTile, p.q_len) - 1, kTile);
+    begin = all.begin;
+    end = all.end;
+  } else {
+    const QueryTiles all = query_tiles(p, own, min(own + kTile, p.k_len) - 1, kTile);
+    begin = all.begin;
+    end = all.end;
+  }
+  const int cols = kOf == kOfValues ? p.v_dim : p.head_dim;
+  float sums[kParts][4][4];
+#pragma unroll
+  for (int i = 0; i < 16 * kParts; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0.0f;
+  const uint32 first_entry = kQueries ? own_entry : own_entry * params.group;
+#pragma unroll 1
+  for (int head = 0; head < (kQueries ? 1 : params.group); ++head) {
+    const uint32 entry = first_entry + head;
+    const Rows q = rows_of(params, params.q, entry, p.q_len);
+    const Rows k = rows_of(params, params.k, entry, p.k_len);
+    const Rows v = rows_of(params, params.v, entry, p.k_len);
+    const Rows dout = rows_of(params, params.dout, entry, p.q_len);
+    const float* known =
+        reinterpret_cast<const float*>(params.rows + static_cast<int64>(entry) * params.row_pairs);
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile) {
+      const int other = tile * kTile;
+      float s[4][4], dp[4][4];
+      multiply(shared, s, kQueries ? q.from(own) : k.from(own),
+               kQueries ? k.from(other) : q.from(other), p.head_dim);
+      if constexpr (kOf != kOfValues) {
+        multiply(shared, dp, kQueries ? dout.from(own) : v.from(own),
+                 kQueries ? v.from(other) : dout.from(other), p.v_dim);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float weights[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int mine = own + own_rows() + i, its = other + other_rows() + j;
+          const int query = kQueries ? mine : its, key = kQueries ? its : mine;
+          const float* pair = known + query / 2 * 4 + query % 2;
+          // Of a query that does not exist, or that attends to nothing, the LSE is infinite.
+          const bool seen = pair[0] != FA_INFINITY && s[i][j] != -FA_INFINITY &&
+                            key >= first_key(p, query) && key <= last_key(p, query);
+          float x = ex2_approx_ftz(fmaf(s[i][j], p.exp2_scale, -pair[0]));
+          if constexpr (kOf != kOfValues) x *= dp[i][j] - pair[2];
+          weights[i] = seen ? x + 0.0f : __int_as_float(static_cast<int>(kHidden));
+        }
+        *reinterpret_cast<float4*>(&shared.weights[other_rows() + j][own_rows()]) =
+            make_float4(weights[0], weights[1], weights[2], weights[3]);
+      }
+      const Rows summed = kOf == kOfValues ? dout : kQueries ? k : q;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (64 * part < cols) add(shared, sums[part], summed.from(other), 64 * part, cols);
+      }
+    }
+  }
+
+  const Array& array = kQueries ? params.dq : kOf == kOfKeys ? params.dk : params.dv;
+  const Rows to = rows_of(params, array, first_entry, kQueries ? p.q_len : p.k_len).from(own);
+  const float scale = kOf == kOfValues ? 1.0f : p.scale;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const int col = 64 * part + other_rows();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&x)[4] = sums[part][i];
+      if (own_rows() + i >= to.count || col >= cols) continue;
+      uint32* words = reinterpret_cast<uint32*>(to.at(own_rows() + i, col));
+      words[0] = pack2<kBf16>(x[0] * scale, x[1] * scale);
+      words[1] = pack2<kBf16>(x[2] * scale, x[3] * scale);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    attention_bwd_redo(const __grid_constant__ BwdRedoParams params) {
+  if (params.spoiled[0] == 0) return;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const AttentionParams& p = params.common;
+  const int64 queries = static_cast<int64>(params.entries) * params.group * spoiled_tiles(p.q_len);
+  const int64 tasks = queries + 2 * static_cast<int64>(params.entries) * spoiled_tiles(p.k_len);
+  const int64 step = gridDim.x;
+  // A thread looks at one task; then the block does those that were found, one by one.
+#pragma unroll 1
+  for (int64 first = blockIdx.x; first < tasks; first += step * kThreads) {
+    const int64 mine = first + step * threadIdx.x;
+    const int64 word = mine < queries ? mine : queries + (mine - queries) / 2;
+    const uint32 found = __ballot_sync(kFullWarp, mine < tasks && params.spoiled[1 + word] != 0);
+    if (threadIdx.x % 32 == 0) shared.spoiled[threadIdx.x / 32] = found;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < kThreads; ++i) {
+      if ((shared.spoiled[i / 32] >> (i % 32) & 1) == 0) continue;
+      const int64 task = first + step * i, of_keys = task - queries;
+      if (of_keys < 0) {
+        redo<kOfQueries>(params, shared, task);
+      } else if (of_keys % 2 == 0) {
+        redo<kOfKeys>(params, shared, of_keys / 2);
+      } else {
+        redo<kOfValues>(params, shared, of_keys / 2);
+      }
+    }
+    __syncthreads();
+  }
+}

@@ -1,0 +1,72 @@
+// dQ of attention backward from what bwd_sm90 has added up: scaled, rounded, in rows.
+//
+// A block writes one piece.  Where no block of keys added to a piece, no query of it sees a key,
+// and dQ is 0.
+#include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/band.cuh"
+#include "cuda_src/common/element.cuh"
+#include "cuda_src/common/gradient_sums.cuh"
+#include "cuda_src/common/shared_tile.cuh"
+#include "cuda_src/common/spoiled.cuh"
+#include "ptx/stmatrix.cuh"
+
+constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
+constexpr int kThreads = FA_THREADS;
+static_assert(kThreads == 128, "a piece is of a warpgroup's accumulators");
+
+struct BwdRoundParams {
+  AttentionParams common;  // out is dq
+  const float* sums;
+  uint32* spoiled;     // rows to compute again
+  int tile_m, tile_n;  // queries of a tile, keys of a block
+  int blocks;          // of 64 columns
+};
+static_assert(sizeof(BwdRoundParams) == FA_ROUND_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
+
+using PieceTile = SharedTile<64, 64>;
+static_assert(PieceTile::kBlockBytes == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    attention_bwd_round(const __grid_constant__ BwdRoundParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const AttentionParams& p = params.common;
+  const uint32 pieces = params.tile_m / 64 * params.blocks;
+  const uint32 row_tile = blockIdx.x / pieces, piece = blockIdx.x - row_tile * pieces;
+  const uint32 entry = row_tile / p.q_tiles, tile = row_tile - entry * p.q_tiles;
+  const int first_row = tile * params.tile_m;
+  const KeyTiles keys =
+      key_tiles(p, first_row, min(first_row + params.tile_m, p.q_len) - 1, params.tile_n);
+  const int row = first_row + 64 * (piece / params.blocks), col = 64 * (piece % params.blocks);
+  if (row >= p.q_len || col >= p.v_dim) return;
+
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const float* sums = params.sums + static_cast<int64>(blockIdx.x) * kPieceFloats;
+  const uint32 tile_address = cvta_to_shared(shared_bytes);
+  const uint32 to = tile_address + PieceTile::lane_offset(warp_row + lane % 16, lane / 16);
+  uint32 pairs[8][2];
+  Look look;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (keys.begin < keys.end) {
+      x = *reinterpret_cast<const float4*>(sums + piece_offset(j, threadIdx.x));
+    }
+    look.at(x.x);
+    look.at(x.y);
+    look.at(x.z);
+    look.at(x.w);
+    pairs[j][0] = pack2<kBf16>(x.x * p.scale, x.y * p.scale);
+    pairs[j][1] = pack2<kBf16>(x.z * p.scale, x.w * p.scale);
+  }
+  if (look.spoiled()) spoil_queries(params.spoiled, p, entry, row);
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    stmatrix_x4(PieceTile::at(to, 0, j / 2), pairs[j][0], pairs[j][1], pairs[j + 1][0],
+                pairs[j + 1][1]);
+  }
+  __syncwarp();
+  uint16* dq = static_cast<uint16*>(p.out) + batch_offsets(p, entry).out +
+               static_cast<int64>(row) * p.out_row + col;
+  store_rows<64, 64, 16>(tile_address, dq, p.out_row, warp_row, p.q_len - row, p.v_dim - col,
+                         p.aligned != 0);
+}

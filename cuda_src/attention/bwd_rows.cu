@@ -1,0 +1,86 @@
+// What attention backward knows of each query before it begins: its LSE in units of log2 and
+// delta = dout . out - dlse, for bwd_sm90.
+//
+// 2**lane_shift threads read a row, and each reads kUnroll rows at a time, so that enough bytes are
+// on their way.  Queries that do not exist, or that see no key, get an LSE of +infinity: all their
+// weights are 0.  The words that blocks of bwd_sm90 wait for each other with are set to 0 here.
+#include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/element.cuh"
+#include "cuda_src/common/scores.cuh"
+
+constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
+constexpr int kThreads = FA_THREADS;
+constexpr int kUnroll = FA_UNROLL;
+
+struct BwdRowsParams {
+  AttentionParams common;  // q is dout
+  const float* dlse;       // (*batch, q_len) dense, null for zeros
+  float4* rows;            // (*batch, entry_rows / 2): LSE of two rows, delta of them
+  uint32* turns;
+  int64 words;     // how many of them
+  int entry_rows;  // q_len, padded to whole tiles
+  int lane_shift;
+  int entry_blocks;  // blocks of threads for an entry
+};
+static_assert(sizeof(BwdRowsParams) == FA_ROWS_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    attention_bwd_rows(const __grid_constant__ BwdRowsParams params) {
+  const AttentionParams& p = params.common;
+  const int64 index = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x;
+  for (int64 i = index; i < params.words; i += static_cast<int64>(gridDim.x) * kThreads) {
+    params.turns[i] = 0;
+  }
+  const int64 entry =
+      divide(static_cast<int64>(blockIdx.x), static_cast<int64>(params.entry_blocks));
+  const int block = static_cast<int>(blockIdx.x - entry * params.entry_blocks);
+  const int at_once = kThreads >> params.lane_shift;  // rows
+  const int first = block * at_once * kUnroll + (threadIdx.x >> params.lane_shift);
+  const int lane = threadIdx.x & ((1 << params.lane_shift) - 1);
+  const BatchOffsets at = batch_offsets(p, entry);
+  const bool some = 8 * lane < p.v_dim;
+  uint4 x[kUnroll], y[kUnroll];
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    const int row = first + i * at_once;
+    auto load = [&](const void* base, int64 offset) {
+      const uint16* from = static_cast<const uint16*>(base) + offset + 8 * lane;
+      return row < p.q_len && some ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+    };
+    x[i] = load(p.q, at.q + static_cast<int64>(row) * p.q_row);
+    y[i] = load(p.out, at.out + static_cast<int64>(row) * p.out_row);
+  }
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    float sum = 0.0f;
+    auto add = [&](uint32 a, uint32 b) {
+      sum = fmaf(to_float<kBf16>(static_cast<uint16>(a)), to_float<kBf16>(static_cast<uint16>(b)),
+                 sum);
+      sum = fmaf(to_float<kBf16>(static_cast<uint16>(a >> 16)),
+                 to_float<kBf16>(static_cast<uint16>(b >> 16)), sum);
+    };
+    add(x[i].x, y[i].x);
+    add(x[i].y, y[i].y);
+    add(x[i].z, y[i].z);
+    add(x[i].w, y[i].w);
+#pragma unroll 1
+    for (int step = 1 << params.lane_shift >> 1; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, step);
+    }
+    const int row = first + i * at_once;
+    if (lane != 0 || row >= params.entry_rows) continue;
+    float lse = FA_INFINITY, delta = 0.0f;
+    if (row < p.q_len) {
+      const int64 dense = entry * p.q_len + row;
+      const float given = p.lse[dense];
+      if (given != -FA_INFINITY) {
+        lse = given * kLog2e;
+        delta = params.dlse == nullptr ? sum : sum - params.dlse[dense];
+      }
+    }
+    float* pair = reinterpret_cast<float*>(params.rows + ((entry * params.entry_rows + row) >> 1)) +
+                  (row & 1);
+    pair[0] = lse;
+    pair[2] = delta;
+  }
+}

@@ -1,0 +1,79 @@
+// What the parts of bwd_sm90 share: constants of a variant, parameters, a block's shared memory.
+#pragma once
+#include "cuda_src/common/backward_sm90.cuh"
+#include "cuda_src/common/gradient_sums.cuh"
+#include "cuda_src/common/shared_tile.cuh"
+
+constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
+constexpr int kDim = FA_DIM;           // head_dim and v_dim, padded with zeros
+constexpr int kGroups = 2;             // warpgroups that compute, each on 64 keys
+constexpr int kTileM = FA_TILE_M;      // queries of a tile
+constexpr int kTileN = FA_TILE_N;      // keys of a block
+constexpr int kQStages = FA_STAGES;    // tiles of Q in flight
+constexpr int kOStages = FA_O_STAGES;  // tiles of dO in flight
+constexpr int kSlots = 2;              // places for a warpgroup's results on their way out
+constexpr int kWorkStages = 2;         // places for announced work
+constexpr int kThreads = 128 * (kGroups + 1);
+constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
+constexpr int kParts = kTileM / 64;        // of a tile of queries, one after the other
+// What runs beside the exponentials: products of the other part of the tile or, where it has one
+// part only, dK += dS^T Q of the tile before.
+constexpr bool kLate = kParts == 1;
+constexpr int kMmaD = kDim / 8;
+// dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
+// that of the tile before: then neither waits for the other, and one's exponentials run beside the
+// other's products.
+constexpr bool kDelayed = kParts > 1;
+// The order of the blocks of keys.  From the first one on, each works on the tiles of queries from
+// the last one on, one tile or more behind the block before.  From the last one on, each works on
+// the tiles from the first one on: under a causal mask blocks of keys that begin together, each at
+// its own diagonal, then come to a tile one after the other.  The former ends with the short work,
+// the latter waits less, which counts where turns pass slowly.
+constexpr bool kLastFirst = kDelayed;
+constexpr int kDsStages = kDelayed ? 2 : 1;  // places for dS
+// dQ of a tile is added up in pieces of 64 queries and 64 columns, one for each warpgroup.
+constexpr int kPieces = kParts * kBlocks;
+// 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
+constexpr int kFeedingRegisters = 24;
+constexpr int kComputingRegisters = 240;
+static_assert(kTileN == 64 * kGroups, "a warpgroup has 64 keys");
+static_assert(kPieces == kGroups, "a warpgroup has a piece of dQ");
+static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
+static_assert(kParts <= 2, "registers hold the scores of two parts");
+
+constexpr int kKTileBytes = kTileN * 128 * kBlocks, kQTileBytes = kTileM * 128 * kBlocks;
+constexpr int kSlotBytes = kPieceFloats * 4;
+using PartTile = SharedTile<kTileN, 64>;       // dS^T of 64 queries
+using KeyTile = SharedTile<64, 64 * kBlocks>;  // a warpgroup's rows of dK or dV
+static_assert(64 * 128 * kBlocks <= kSlotBytes, "rows of dK fit where a piece of dQ does");
+
+// A block's next part of the work.
+struct Work : KeyWork {
+  struct {
+    int full_begin, full_end;  // query tiles that see all keys of a warpgroup
+  } group[kGroups];
+};
+
+struct SharedStorage {
+  uint8 k[kKTileBytes];
+  uint8 v[kKTileBytes];
+  uint8 q[kQStages][kQTileBytes];
+  uint8 dout[kOStages][kQTileBytes];
+  uint8 ds[kDsStages][kParts * kTileN * 128];
+  uint8 out[kGroups][kSlots][kSlotBytes];  // pieces of dQ, later rows of dV and dK
+  float4 rows[kQStages][kTileM / 2];
+  uint64 k_full, k_empty, v_full, v_empty;
+  uint64 q_full[kQStages], q_empty[kQStages], dout_full[kOStages], dout_empty[kOStages];
+  uint64 ds_full[kDsStages], ds_empty[kDsStages];
+  uint64 out_full[kGroups][kSlots], out_empty[kGroups][kSlots];
+  uint64 work_full[kWorkStages], work_empty[kWorkStages];
+  Work work[kWorkStages];
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
+
+using WorkPlace = RingPlace<kWorkStages>;
+using KPlace = RingPlace<1>;
+using QPlace = RingPlace<kQStages>;
+using OPlace = RingPlace<kOStages>;
+using DsPlace = RingPlace<kDsStages>;
+using SlotPlace = RingPlace<kSlots>;

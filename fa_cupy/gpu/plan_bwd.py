@@ -1,0 +1,221 @@
+"""Plans of gradients of attention by kernels, and the memory that a call works in.
+
+A call has one workspace. It holds what the kernels hand to each other, dense copies of arrays that
+they cannot read as they lie, and gradients that nobody asked for or that are to lie in memory in
+another way than the kernels write them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from cupy.cuda import MemoryPointer, UnownedMemory, alloc, get_current_stream, runtime
+
+from fa_cupy import _arrays, _check
+from fa_cupy._check import Problem, View
+from fa_cupy.gpu.bwd_sm90 import BwdSm90
+from fa_cupy.gpu.devices import target_of_device
+from fa_cupy.gpu.launch import capturing
+from fa_cupy.gpu.params import transforms
+from fa_cupy.gpu.params_bwd_sm90 import Gradients, takes
+from fa_cupy.gpu.params_sm90 import DIM_STEP
+from fa_cupy.gpu.plan import remember
+from fa_cupy.gpu.variants_bwd import select_bwd
+
+_TARGET = "sm_90a"
+_ALIGNMENT = 256  # of what lies in a workspace
+_ROWS = ("lse", "dlse")  # which kernels read as dense arrays
+_GRADIENTS = ("dq", "dk", "dv")
+
+_plans: dict[Any, Plan | None] = {}
+atexit.register(_plans.clear)  # kernels must go before CuPy's modules are taken apart
+
+
+class Laid(NamedTuple):
+    """How an array lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def ndim(self) -> int:
+        """Axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a dense array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Plan:
+    """How one kind of call runs on one device.
+
+    Parameters
+    ----------
+    problem : Problem
+        Of the arrays as the kernels read them.
+    views : Gradients
+    inside : dict of Laid
+        What lies in the workspace besides what the kernels hand to each other.
+    device : int
+    """
+
+    __slots__ = ("_inside", "bytes", "run")
+
+    def __init__(
+        self, problem: Problem, views: Gradients, inside: dict[str, Laid], device: int
+    ) -> None:
+        rows = select_bwd(problem.dtype.name, problem.head_dim, problem.v_dim)
+        assert rows is not None
+        self.run = BwdSm90(problem, views, rows, device)
+        self._inside: dict[str, tuple[Laid, int]] = {}
+        self.bytes = _padded(self.run.workspace_bytes)
+        for name, laid in inside.items():
+            self._inside[name] = laid, self.bytes
+            self.bytes += _padded(laid.nbytes)
+
+    def __call__(self, arrays: dict[str, Any]) -> bool:
+        """Run the call on the current stream of the plan's device, which must be current.
+
+        Parameters
+        ----------
+        arrays : dict of cupy.ndarray or None
+            What is read, and the gradients that are wanted; False as for `BwdSm90`.
+        """
+        pointers = {name: 0 if x is None else x.data.ptr for name, x in arrays.items()}
+        with _workspace(self.bytes) as memory:
+            copies = {}
+            for name, (laid, place) in self._inside.items():
+                pointers[name] = memory.ptr + place
+                if name in arrays:
+                    at = memory + place
+                    copies[name] = cupy.ndarray(laid.shape, laid.dtype, at, laid.strides)
+                    if name not in _GRADIENTS:
+                        _bits(copies[name])[...] = _bits(arrays[name])
+            ran = self.run(pointers, memory.ptr)
+            for name in _GRADIENTS:
+                if ran and name in copies:
+                    _bits(arrays[name])[...] = _bits(copies[name])
+            return ran
+
+
+@contextlib.contextmanager
+def _workspace(size: int) -> Iterator[MemoryPointer]:
+    """Give memory to work in on the current stream, whose order protects what is given back.
+
+    What a graph records may run at any time: there the memory is the graph's own, which the driver
+    makes of memory that is asked for and given back while the stream is captured.
+    """
+    if not capturing():
+        yield alloc(size)
+        return
+    stream = get_current_stream().ptr
+    pointer = runtime.mallocAsync(size, stream)
+    try:
+        # The driver may not know yet which device such memory is on.
+        yield MemoryPointer(UnownedMemory(pointer, size, None, runtime.getDevice()), 0)
+    finally:
+        runtime.freeAsync(pointer, stream)
+
+
+def backward(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+) -> dict[str, Any] | None:
+    """Return the gradients named by `need`; None where the kernels do not take the call.
+
+    The parameters are those of `fa_cupy.gpu.tiled_backward.backward`. All gradients are computed,
+    whichever are asked for.
+    """
+    device = runtime.getDevice()
+    if not _serves(problem, device):
+        return None
+    arrays = dict(zip(("q", "k", "v"), inputs, strict=False))
+    arrays |= dict(zip(("out", "lse", "dout", "dlse"), results, strict=True))
+    laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
+    copied = tuple(name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr))
+    key = problem, (*laid.values(),), copied, frozenset(need), device
+    try:
+        plan = _plans[key]
+    except KeyError:
+        remember(_plans, key, plan := _plan(problem, laid, copied, need, device))
+    if plan is None:
+        return None
+    found = {name: empty(laid[name].shape, problem.dtype, arrays[name]) for name in need}
+    arrays |= {f"d{name}": x for name, x in found.items()}
+    return found if plan(arrays) else None
+
+
+def _serves(problem: Problem, device: int) -> bool:
+    """Whether there are kernels for the dtype, the dims and the options, whatever the layout."""
+    if problem.mask is not None or transforms(problem) or target_of_device(device) != _TARGET:
+        return False
+    if not math.prod(problem.batch) or problem.head_dim % DIM_STEP or problem.v_dim % DIM_STEP:
+        return False
+    return select_bwd(problem.dtype.name, problem.head_dim, problem.v_dim) is not None
+
+
+def _readable(name: str, laid: Laid, pointer: int) -> bool:
+    """Whether kernels read an array as it lies; others are copied."""
+    steps = [(n, step) for n, step in zip(laid.shape, laid.strides, strict=True) if n > 1]
+    if name in _ROWS:
+        dense = _laid_out(laid.shape, None, laid.dtype).strides
+        return steps == [(n, step) for n, step in zip(laid.shape, dense, strict=True) if n > 1]
+    if pointer & 15 or (laid.shape[-1] > 1 and steps.pop()[1] != laid.dtype.itemsize):
+        return False
+    if laid.shape[-2] > 1 and steps[-1][1] == 0:
+        return False
+    return all(step >= 0 and step % 16 == 0 for _, step in steps)
+
+
+def _plan(
+    problem: Problem, laid: dict[str, Laid], copied: Sequence[str], need: Sequence[str], device: int
+) -> Plan | None:
+    """Return the plan of a call, None where the kernels do not take it."""
+    inside = {name: _laid_out(laid[name].shape, None, laid[name].dtype) for name in copied}
+    for name in ("q", "k", "v"):
+        x = laid[name]
+        grad = _laid_out(x.shape, _arrays.memory_order(x.shape, x), x.dtype)
+        if name not in need or not _readable("", grad, 0):
+            grad = inside[f"d{name}"] = _laid_out(x.shape, None, x.dtype)
+        laid[f"d{name}"] = grad
+    laid |= {name: inside[name] for name in copied}
+
+    def view(name: str) -> View:
+        rows = problem.k_len if name in ("k", "v", "dk", "dv") else problem.q_len
+        cols = problem.head_dim if name in ("q", "k", "dq", "dk") else problem.v_dim
+        return _check.batch_view(problem, laid[name], rows, cols)
+
+    views = Gradients(*(view(name) for name in Gradients._fields))
+    problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
+    return Plan(problem, views, inside, device) if takes(problem, views) else None
+
+
+def _laid_out(shape: tuple[int, ...], order: Sequence[int] | None, dtype: np.dtype[Any]) -> Laid:
+    """Return a dense array whose axes lie in `order`, outermost first; C order by default."""
+    strides, step = [0] * len(shape), dtype.itemsize
+    for axis in reversed(range(len(shape)) if order is None else order):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return Laid(shape, tuple(strides), dtype)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bits(x: Any) -> Any:
+    """Return `x` as integers of its size: CuPy does not move bfloat16 around everywhere."""
+    return x.view(np.dtype(f"u{x.dtype.itemsize}"))

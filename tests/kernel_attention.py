@@ -1,0 +1,95 @@
+"""Calls of attention for kernels in the emulator, and how these are held against the reference."""
+
+import ml_dtypes
+import numpy as np
+
+from fa_cupy import BitMask, reference
+from fa_cupy.gpu.variants import VARIANTS, VariantSm90
+from validation import emulated
+
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+PLAIN = [(row,) for row in VARIANTS if not row.sparse]
+SPARSE = [(row,) for row in VARIANTS if row.sparse]
+BANDS = [
+    {},
+    {"is_causal": True, "causal_align": "bottom_right"},
+    {"window": (50, 5), "causal_align": "top_left"},
+    {"window": (300, None), "causal_align": "bottom_right"},
+    {"window": (0, 0), "causal_align": "top_left"},
+]
+
+
+def draw(*shape, dtype, seed=0, scale=1.0):
+    """Random normal values."""
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return (scale * values).astype(np.float32).astype(dtype)
+
+
+def blocks_of(rng, *shape, density=None):
+    """A mask whose blocks are empty, full, or seen in part, all three as often."""
+    *batch, q_len, k_len = shape
+    states = rng.integers(0, 3, (*batch, -(-q_len // 128), -(-k_len // 128)))
+    states = states.repeat(128, -2).repeat(128, -1)[..., :q_len, :k_len]
+    density = rng.choice([0.02, 0.5, 0.95]) if density is None else density
+    return (states == 2) | ((states == 1) & (rng.random(shape) < density))
+
+
+def shuffled(rng, batch, q_len):
+    """Some order of all rows of blocks."""
+    return rng.permutation(int(np.prod(batch)) * -(-q_len // 128)).astype(np.int32)
+
+
+def check(row, q, k, v, mask=None, bias=None, bits=None, seed=0, order=None, by_tile=False,
+          source=None, truncating=False, **options):  # fmt: skip
+    """Hold a call against the reference; `bits` is the same mask for the kernel."""
+    if bits is None and mask is not None:
+        bits = BitMask.from_dense(mask)
+    how = {"source": source, "truncating": truncating, "order": order, "by_tile": by_tile}
+    out, lse = emulated.attention(row, q, k, v, bias, bits, seed, **how, **options)
+    want, want_lse = reference.attention(q, k, v, bias, mask, **options)
+    largest = np.abs(np.nan_to_num(v.astype(np.float64), posinf=0, neginf=0)).max(initial=1)
+    unit = 2.0**-10 if row.dtype == "float16" else 2.0**-7
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=unit * largest)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+    return out, lse
+
+
+def random_call(rows, seed):
+    """What a row can take: as text, and how it is checked with kernels in place of the rows'."""
+    (row,), rng = rows, np.random.default_rng(seed)
+    hopper, dtype = isinstance(row, VariantSm90), DTYPES[row.dtype]
+    groups, heads = (int(rng.integers(1, 3)) for _ in range(2))
+    q_len = int(rng.choice([1, 5, 64, 70, 130, 193]))
+    k_len = int(rng.choice([1, 40, 64, 129, 200, 300]))
+    step = 8 if hopper else 1
+    dims = [row.dim - step * int(rng.integers(0, 3)) for _ in range(2)]
+    scale = float(rng.choice([0.3, 1.0, 3.0]))
+    shapes = ((groups * heads, q_len, dims[0]), (heads, k_len, dims[0]), (heads, k_len, dims[1]))
+    arrays = [
+        draw(1, *shape, dtype=dtype, seed=3 * seed + i, scale=scale)
+        for i, shape in enumerate(shapes)
+    ]
+    options = {}
+    kind = rng.integers(0, 3)
+    if kind == 1:
+        options["is_causal"] = True
+    elif kind == 2:
+        options["window"] = (int(rng.integers(0, 100)), int(rng.integers(0, 100)))
+    if kind:
+        options["causal_align"] = str(rng.choice(["top_left", "bottom_right"]))
+    if row.transform if hopper else rng.random() < 0.3:
+        options["softcap"] = 3.0
+    if row.sparse:
+        batch = (groups * heads,) if rng.random() < 0.5 else (1,)
+        options["mask"] = blocks_of(rng, *batch, q_len, k_len)
+        options["by_tile"] = bool(rng.random() < 0.5)
+        if rng.random() < 0.5:
+            options["order"] = shuffled(rng, (groups, heads), q_len)
+    if (row.transform if hopper else True) and rng.random() < 0.3:
+        options["bias"] = draw(groups * heads, 1, k_len, dtype=dtype, seed=seed)
+    shown = {name: getattr(x, "shape", x) for name, x in options.items()}
+    text = f"{', '.join(str(x.shape) for x in arrays)}, {shown}"
+    return text, lambda sources: check(
+        row, *arrays, seed=seed, source=sources.get(row.entry), **options
+    )

@@ -1,0 +1,187 @@
+"""Attention backward by its definition, and how kernels are held against it."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fa_cupy import reference
+from fa_cupy.gpu.variants_bwd import BACKWARD, BwdKeysSm90, BwdSm90, select_bwd
+from tests import strategies
+from tests.gradients import hold
+from tests.kernel_attention import BANDS, DTYPES, draw
+from validation.emulated import attention_backward
+
+
+class Case(NamedTuple):
+    """Arrays (batch, heads, length, dim) of a call, and its options."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    dlse: np.ndarray | None
+    options: dict
+
+
+def case(
+    dtype, heads, lengths, dims, *, batch=2, dlse=False, scale=1.0, seed=0, layout=None, **options
+):
+    """A call of random numbers; `layout` says how each array lies in memory."""
+    (q_heads, k_heads), (q_len, k_len), (dim, v_dim) = heads, lengths, dims
+    shapes = [(q_heads, q_len, dim), (k_heads, k_len, dim), (k_heads, k_len, v_dim)]
+    arrays = [
+        draw(batch, *shape, dtype=DTYPES[dtype], seed=4 * seed + i, scale=scale)
+        for i, shape in enumerate([*shapes, (q_heads, q_len, v_dim)])
+    ]
+    if layout == "blhd":
+        arrays = [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays]
+    given = draw(batch, q_heads, q_len, dtype=np.dtype(np.float32), seed=seed + 9) if dlse else None
+    return Case(*arrays, given, options)
+
+
+class Gradients(NamedTuple):
+    out: np.ndarray
+    lse: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+class Parts(NamedTuple):
+    """What gradients are made of, with the keys of each query head."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    p: np.ndarray
+    lse: np.ndarray
+
+    @classmethod
+    def of(cls, call, real):
+        q, k, v, dout = (x.astype(real) for x in call[:4])
+        group = q.shape[1] // k.shape[1]
+        k, v = (np.repeat(x, group, axis=1) for x in (k, v))
+        seen = reference.visible(q.shape[2], k.shape[2], **call.options)
+        s = np.where(seen, real(q.shape[-1] ** -0.5) * (q @ k.swapaxes(2, 3)), -np.inf)
+        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        top = np.where(top == -np.inf, 0, top)
+        e = np.exp(s - top)
+        total = e.sum(axis=-1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return cls(
+                q, k, v, dout, np.where(total > 0, e / total, 0), (np.log(total) + top)[..., 0]
+            )
+
+    def sums(self, call, p, ds):
+        """dq, dk and dv of weights and of gradients of scores."""
+        scale = self.q.dtype.type(self.q.shape[-1] ** -0.5)
+        dk, dv = scale * (ds.swapaxes(2, 3) @ self.q), p.swapaxes(2, 3) @ self.dout
+        shape = *call.k.shape[:2], -1
+        of_keys = (x.reshape(*shape, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
+        return scale * (ds @ self.k), *of_keys
+
+
+def gradients(call, low=None, out=None):
+    """In float64; with a type in `low`, weights and dS rounded to it and sums in float32.
+
+    `out` is what the gradients of weights are shifted by, their own output by default.
+    """
+    real = np.float64 if low is None else np.float32
+
+    def rounded(x):
+        return x if low is None else x.astype(low).astype(real)
+
+    x = Parts.of(call, real)
+    p = rounded(x.p)
+    out = rounded(p @ x.v) if out is None else out.astype(real)
+    delta = (x.dout * out).sum(axis=-1)
+    if call.dlse is not None:
+        delta = delta - call.dlse
+    ds = x.p * (x.dout @ x.v.swapaxes(2, 3) - delta[..., None])
+    return Gradients(out, x.lse, *map(rounded, x.sums(call, p, rounded(ds))))
+
+
+def slack(call):
+    """Norms of what sums in float32 may put gradients off, where their terms cancel too."""
+    x = Parts.of(call, np.float64)
+    size = x._replace(**{name: np.abs(getattr(x, name)) for name in ("q", "k", "v", "dout")})
+    terms = size.dout @ size.v.swapaxes(2, 3) + (size.dout * (x.p @ size.v)).sum(-1, keepdims=True)
+    return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * terms)]
+
+
+def solve(call, rows=None, **how):
+    """The kernels' dq, dk and dv; `how` is for `validation.emulated.attention_backward`."""
+    dtype = call.q.dtype
+    rows = rows or select_bwd(dtype.name, call.q.shape[-1], call.v.shape[-1])
+    q, k, v, dout, dlse, options = call
+    out = np.empty_like(dout)  # and laid out as it
+    with np.errstate(all="ignore"):
+        exact, lse = reference.attention(q, k, v, **options)
+        out[...] = exact.astype(dtype)
+        return attention_backward(rows, dout, q, k, v, out, lse, dlse, **how, **options)
+
+
+def check(call, **how):
+    """Hold the kernels' gradients against the definition, beside plain ones in low precision."""
+    got = solve(call, **how)
+    exact = gradients(call)
+    plain = gradients(call, call.q.dtype, exact.out.astype(call.q.dtype))
+    for name, x, room in zip(("dq", "dk", "dv"), got, slack(call), strict=True):
+        want = getattr(exact, name)
+        error, limit = (
+            np.linalg.norm(y - want) for y in (x.astype(np.float64), getattr(plain, name))
+        )
+        assert np.isfinite(error), name
+        assert error <= 1.2 * limit + room, (name, error, limit, room)
+    return got
+
+
+def check_spoiled(call, **how):
+    """Where numbers are not finite: hold each element against float64, and where there is none."""
+    q, k, v, dout, dlse, options = call
+    with np.errstate(all="ignore"):
+        found = dict(zip("qkv", solve(call, **how), strict=True))
+        definition = strategies.Case(q, k, v, None, None, options=options)
+        hold(definition, found, dout, dlse, strategies.UNIT[q.dtype])
+
+
+# Of each call, in the order of their launches.
+ROWS = [
+    select_bwd(row.dtype, row.dim, row.dim)
+    for row in BACKWARD
+    if isinstance(row, (BwdSm90, BwdKeysSm90))
+]
+
+
+def random_call(rows, seed):
+    """As that of `tests.kernel_attention`."""
+    rng, dim = np.random.default_rng(seed), rows[1].dim
+    options = dict(BANDS[int(rng.integers(0, len(BANDS)))])
+    if rng.random() < 0.2:
+        options = {"window": (int(rng.integers(0, 150)), int(rng.integers(0, 150)))}
+        options["causal_align"] = str(rng.choice(["top_left", "bottom_right"]))
+    given = {
+        "batch": 1,
+        "heads": [(1, 1), (2, 2), (2, 1)][int(rng.integers(0, 3))],
+        "lengths": tuple(int(x) for x in rng.choice([1, 5, 63, 64, 70, 129, 150], 2)),
+        "dims": tuple(dim - 8 * int(x) for x in rng.integers(0, 4, 2)),
+        "dlse": bool(rng.random() < 0.5),
+        "layout": [None, "blhd"][int(rng.integers(0, 2))],
+        "scale": float(rng.choice([0.3, 1.0, 3.0])),
+        **options,
+    }
+    blocks = int(rng.integers(1, 5))
+    together = int(rng.integers(1, blocks + 1))
+    how = {"seed": seed, "blocks": blocks, "together": together, "truncating": rng.random() < 0.3}
+    call = case(rows[0].dtype, seed=seed, **given)
+    spoiled = str(rng.choice(["q", "k", "v", "dout"])) if rng.random() < 1 / 3 else ""
+    if spoiled:
+        x = getattr(call, spoiled)
+        x[tuple(rng.integers(0, x.shape))] = rng.choice([np.nan, np.inf, -np.inf])
+
+    def run(sources):
+        (check_spoiled if spoiled else check)(call, rows=rows, sources=sources, **how)
+
+    text = f"{given}, {blocks} blocks, {together} at a time, truncating={how['truncating']}"
+    return text + (f", {spoiled} is not finite" if spoiled else ""), run

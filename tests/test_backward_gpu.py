@@ -1,0 +1,350 @@
+"""Gradients by the kernels for Hopper: which calls they get, and what is their own in them."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from fa_cupy import attention, attention_backward, reference
+from tests.gradients import check
+from tests.strategies import BFLOAT16, Case, by_dtype, normal
+
+pytest.importorskip("cupy")
+import cupy as cp
+
+from fa_cupy.gpu import plan_bwd
+from fa_cupy.gpu.devices import current_target
+
+pytestmark = pytest.mark.gpu
+HALF = np.dtype(np.float16)
+DIMS = (64, 96, 128, 192, 256)  # of the rows of the table
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 193, 300)
+TOP, BOTTOM = "top_left", "bottom_right"
+
+
+@pytest.fixture(autouse=True)
+def hopper(cupy):
+    """Only where the kernels run; every test starts without plans."""
+    if current_target() != "sm_90a":
+        pytest.skip("the kernels run on sm_90a")
+    plan_bwd._plans.clear()
+    yield
+    plan_bwd._plans.clear()
+
+
+def kernels():
+    """Sources of the kernels of all plans, None for a call that they did not take."""
+    return [
+        plan and [row.source.rpartition("/")[2] for row in plan.run.rows]
+        for plan in plan_bwd._plans.values()
+    ]
+
+
+def draw(*shape, dtype=HALF, seed=0):
+    return normal(np.random.default_rng(seed + sum(shape)), shape, dtype)
+
+
+def poison(nbytes):
+    """Fill the memory that the next allocations get with NaN."""
+    cp.cuda.Device().synchronize()
+    blocks = [cp.full(nbytes, 0xFF, np.uint8) for _ in range(3)]
+    cp.cuda.Device().synchronize()
+    del blocks
+
+
+def run_and_check(arrays, layouts=("dense",) * 5, dlse=False, **options):
+    """Call on poisoned memory, compare with float64, and see that kernels did it."""
+    case = Case(*arrays, *[None] * (5 - len(arrays)), options=options, layouts=layouts)
+    plan_bwd._plans.clear()
+    poison(sum(4 * x.nbytes for x in arrays) + 2**20)
+    found = check(cp, case, dlse)
+    (names,) = kernels()
+    wide = max(arrays[0].shape[-1], arrays[2].shape[-1]) > 128
+    narrow = ["bwd_sm90", "bwd_round"]
+    main = ["bwd_keys_sm90", "bwd_queries_sm90"] if wide else narrow
+    assert names == ["bwd_rows", *main, "bwd_redo"]
+    return found
+
+
+class Call:
+    """Arrays on the device and the gradients of them, made as often as one likes."""
+
+    def __init__(self, q, k, v, dlse=False, **options):
+        self.q, self.k, self.v = (cp.asarray(x) for x in (q, k, v))
+        self.out, self.lse = attention(self.q, self.k, self.v, return_lse=True, **options)
+        self.dout = cp.asarray(draw(*self.out.shape, dtype=q.dtype, seed=5))
+        rows = draw(*self.lse.shape, dtype=np.dtype(np.float32), seed=6)
+        self.dlse = cp.asarray(rows) if dlse else None
+        self.options = options
+
+    def __call__(self, **more):
+        return attention_backward(
+            self.dout, self.q, self.k, self.v, self.out, self.lse, dlse=self.dlse,
+            **self.options, **more,
+        )  # fmt: skip
+
+
+def bits(result):
+    return [x.get().tobytes() for x in result]
+
+
+def random_call(*shape, heads=None, dtype=BFLOAT16, seed=0, **how):
+    kv = shape if heads is None else (*shape[:-3], heads, *shape[-2:])
+    arrays = (draw(*s, dtype=dtype, seed=seed + i) for i, s in enumerate((shape, kv, kv)))
+    return Call(*arrays, **how)
+
+
+# Dims, lengths and bands
+
+
+@pytest.mark.parametrize(**by_dtype(HALF, BFLOAT16))
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 72, 96, 104, 128, 136, 192, 200, 256])
+def test_dims(dim, dtype):
+    q, k = draw(2, 3, 150, dim, dtype=dtype), draw(2, 3, 270, dim, dtype=dtype, seed=1)
+    for v_dim in {dim, 8, 64, 136}:
+        v = draw(2, 3, 270, v_dim, dtype=dtype, seed=2)
+        run_and_check((q, k, v))
+        run_and_check((q, k, v), dlse=True, is_causal=True, causal_align=BOTTOM)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("q_len", LENGTHS)
+def test_lengths_and_bands(q_len, dim):
+    windows = (64, 0), (0, 63), (130, 70), (None, 5)
+    for i, k_len in enumerate(dict.fromkeys((q_len, 1, 64, 129, 300))):
+        arrays = [draw(n, dim, seed=i) for n in (q_len, k_len, k_len)]
+        run_and_check(arrays)
+        for align in (TOP, BOTTOM):
+            run_and_check(arrays, is_causal=True, causal_align=align)
+            window = windows[(LENGTHS.index(q_len) + i) % 4]
+            run_and_check(arrays, dlse=True, window=window, causal_align=align)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_long_calls(dim):
+    arrays = [draw(1, 2, 2100, dim, seed=i) for i in range(3)]
+    run_and_check(arrays)
+    run_and_check(arrays, is_causal=True)
+    run_and_check(arrays, window=(700, 300))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_queries_and_keys_that_see_nothing(dim):
+    for lengths, align in (((300, 100), BOTTOM), ((100, 300), TOP)):
+        arrays = [draw(2, n, dim, seed=i) for i, n in enumerate((*lengths, lengths[1]))]
+        found = run_and_check(arrays, is_causal=True, causal_align=align)
+        if align == BOTTOM:
+            assert not found["q"][:, :200].any()
+        else:
+            assert not found["k"][:, 100:].any()
+            assert not found["v"][:, 100:].any()
+
+
+# Batch axes, heads and layouts
+
+
+@pytest.mark.parametrize(**by_dtype(HALF, BFLOAT16))
+@pytest.mark.parametrize("layout", ["dense", "blhd", "rows", "transposed", "reversed", "offset"])
+@pytest.mark.parametrize("heads", [8, 2, 1])
+def test_groups_and_layouts(heads, layout, dtype):
+    shapes = (2, 8, 130, 64), (2, heads, 200, 64), (2, heads, 200, 40)
+    arrays = [draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    run_and_check(arrays, (layout,) * 5)
+    causal = {"is_causal": True, "causal_align": BOTTOM}
+    run_and_check(arrays, (layout,) * 5, dlse=True, **causal)
+
+
+@pytest.mark.parametrize("layout", ["dense", "blhd"])
+def test_gradients_lie_as_their_arguments_do(layout):
+    call = random_call(2, 8, 130, 64, heads=2)
+    if layout == "blhd":
+        for name in ("q", "k", "v"):
+            x = cp.ascontiguousarray(getattr(call, name).view(np.int16).swapaxes(1, 2))
+            setattr(call, name, x.view(BFLOAT16).swapaxes(1, 2))
+    for x, like in zip(call(), (call.q, call.k, call.v), strict=True):
+        assert (x.strides, x.dtype, x.shape) == (like.strides, like.dtype, like.shape)
+
+
+def test_keys_of_all_entries():
+    arrays = draw(3, 4, 130, 64), draw(200, 64, seed=1), draw(1, 200, 64, seed=2)
+    run_and_check(arrays)
+    run_and_check(arrays, dlse=True, is_causal=True, causal_align=TOP)
+
+
+def test_the_gradient_of_a_sum():
+    """It repeats one number along strides of 0."""
+    call = random_call(2, 3, 130, 64, dtype=HALF)
+    call.dout = cp.ones(call.out.shape, HALF)
+    want = bits(call())
+    call.dout = cp.broadcast_to(cp.ones((), HALF), call.out.shape)
+    assert bits(call()) == want
+    assert None not in kernels()
+
+
+@pytest.mark.parametrize("need", [("q",), ("k",), ("v",), ("v", "q"), ("k", "v")])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_what_is_asked_for(dim, need):
+    call = random_call(2, 4, 200, dim, heads=2, is_causal=True)
+    every = dict(zip("qkv", bits(call()), strict=True))
+    assert bits(call(need=need)) == [every[name] for name in need]
+    assert None not in kernels()
+
+
+ELSEWHERE = {
+    "a softcap": (HALF, 64, {"softcap": 5.0}),
+    "a negative scale": (HALF, 64, {"scale": -0.1}),
+    "float32": (np.dtype(np.float32), 64, {}),
+    "rows of odd bytes": (HALF, 65, {}),
+    "rows of 8 bytes more": (HALF, 68, {}),
+    "wide dims": (HALF, 264, {}),
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_what_the_kernels_do_not_take(what):
+    dtype, dim, options = ELSEWHERE[what]
+    arrays = [draw(2, 130, dim, dtype=dtype, seed=i) for i in range(3)]
+    check(cp, Case(*arrays, options=options))
+    assert not any(kernels())
+
+
+def test_calls_of_nothing():
+    for q_shape, k_shape in (
+        ((0, 5, 64), (0, 7, 64)),
+        ((2, 0, 64), (2, 7, 64)),
+        ((2, 5, 64), (2, 0, 64)),
+    ):
+        call = Call(draw(*q_shape), draw(*k_shape), draw(*k_shape, seed=1))
+        dq, dk, dv = call()
+        assert (dq.shape, dk.shape, dv.shape) == (q_shape, k_shape, k_shape)
+        assert not any(x.get().any() for x in (dq, dk, dv))
+    assert not any(kernels())
+
+
+# Accuracy of calls with more work than there are blocks
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_large_calls_are_those_of_the_products(dim, causal, monkeypatch):
+    call = random_call(2, 8, 3000, dim, heads=4, is_causal=causal, dlse=True)
+    got = call()
+    assert None not in kernels()
+    monkeypatch.setattr(plan_bwd, "backward", lambda *args: None)
+    for x, y in zip(got, call(), strict=True):
+        x, y = (z.get().astype(np.float64) for z in (x, y))
+        assert np.isfinite(x).all()
+        assert reference.relative_error(x, y) < 8e-3
+
+
+# Repeatability, streams, threads, graphs, memory
+
+REPEATED = [(64, {}), (128, {"is_causal": True}), (128, {"window": (300, 200)}), (256, {})]
+by_kind = pytest.mark.parametrize(("dim", "options"), REPEATED, ids=str)
+
+
+class Differing:
+    """How many numbers of results differ from those of a first call, counted on the device."""
+
+    def __init__(self, want):
+        cp.cuda.Device().synchronize()
+        self.want = [x.view(np.int16) for x in want]
+        self.count = cp.zeros((), np.int64)
+
+    def look(self, found):
+        for x, want in zip(found, self.want, strict=True):
+            self.count += (x.view(np.int16) != want).sum()
+
+
+@by_kind
+def test_a_thousand_runs_give_the_same_bits(dim, options):
+    call = random_call(2, 16, 1500, dim, heads=4, dlse=True, **options)
+    differing = Differing(call())
+    for i in range(1000):
+        if i % 100 == 0:
+            poison(2**24)
+        differing.look(call())
+    assert differing.count == 0
+
+
+@by_kind
+def test_a_thousand_runs_beside_a_busy_stream_give_the_same_bits(dim, options):
+    call = random_call(2, 16, 1500, dim, heads=4, **options)
+    beside = random_call(1, 8, 2000, 128, seed=9)
+    differing, others = Differing(call()), Differing(beside())
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cp.cuda.Device().synchronize()
+    for _ in range(1000):
+        with streams[1]:
+            others.look(beside())
+        with streams[0]:
+            differing.look(call())
+    cp.cuda.Device().synchronize()
+    assert differing.count == others.count == 0
+
+
+def test_threads_on_streams_of_their_own():
+    calls = [random_call(2, 4, 700, 64, seed=10 * i, is_causal=True) for i in range(4)]
+    wants, found = [bits(call()) for call in calls], {}
+    cp.cuda.Device().synchronize()
+
+    def work(i):
+        with cp.cuda.Stream(non_blocking=True) as stream:
+            found[i] = [calls[i]() for _ in range(20)]
+            stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, want in enumerate(wants):
+        assert all(bits(x) == want for x in found[i])
+    assert len(plan_bwd._plans) == 1
+
+
+@pytest.mark.parametrize("need", [("q", "k", "v"), ("v",)])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_graph_repeats_the_same_bits(dim, need):
+    call = random_call(2, 8, 700, dim, heads=2, dlse=True, is_causal=True)
+    want = bits(call(need=need))
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        call(need=need)  # leaves memory to take
+        stream.synchronize()
+        stream.begin_capture()
+        result = call(need=need)
+        graph = stream.end_capture()
+        # None of these gets memory that the graph writes to.
+        others = [cp.full(2**20, 0x55, np.uint8) for _ in range(64)]
+    for _ in range(3):
+        for x in result:
+            x.view(np.int16).fill(-1)
+        cp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert bits(result) == want
+    assert all((x == 0x55).all() for x in others)
+
+
+def test_memory_that_is_not_there_leaves_all_as_it_was():
+    call = random_call(2, 8, 1000, 64)
+    want = bits(call())
+    pool = cp.cuda.MemoryPool()
+    pool.set_limit(4 * call.q.nbytes)  # there are three results and a workspace
+    with cp.cuda.using_allocator(pool.malloc), pytest.raises(cp.cuda.memory.OutOfMemoryError):
+        call()
+    assert bits(call()) == want
+
+
+def test_a_call_keeps_nothing():
+    """Its workspace goes back to the pool: two arrays' worth of sums, and two numbers a row."""
+    call = random_call(2, 8, 2000, 64)
+    pool = cp.cuda.MemoryPool()
+    with cp.cuda.using_allocator(pool.malloc):
+        found = call()
+    cp.cuda.Device().synchronize()
+    assert pool.used_bytes() <= sum(x.nbytes for x in found) + 4096
+    assert pool.total_bytes() <= 6 * call.q.nbytes
+    del found

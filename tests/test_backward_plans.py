@@ -1,0 +1,367 @@
+"""How gradients on CuPy arrays get to the kernels, which run in the emulator on a stand-in."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fa_cupy import _arrays, _check
+from tests import cupy_stand_in
+from tests.kernel_gradients import case, gradients
+from tests.strategies import lay
+from validation import emulator
+from validation.emulated import attention_backward
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+NAMES = ("q", "k", "v", "dout", "out", "lse", "dlse")
+ALL = ("q", "k", "v")
+
+
+class Launch:
+    """A launch that the emulator runs; `ran` says by which entry, in what workspace."""
+
+    ran: list = []  # noqa: RUF012
+
+    def __init__(self, row, grid, block, shared_bytes):
+        self.row, self.how = row, (grid, block, shared_bytes)
+
+    def __call__(self, arguments, stream=None):
+        self.ran.append(self.row.source.rpartition("/")[2])
+        emulator.launch(
+            emulator.build_row(self.row), self.row.entry, *self.how, arguments.values, len(self.ran)
+        )
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    with cupy_stand_in.in_place_of_cupy() as cupy:
+        yield cupy
+
+
+@pytest.fixture
+def host(cupy, monkeypatch):
+    """The module under test, without plans, on an emulated device of two multiprocessors."""
+    from fa_cupy.gpu import bwd_sm90, maps, plan_bwd
+
+    for module in (bwd_sm90, plan_bwd):
+        monkeypatch.setattr(module, "target_of_device", lambda device: "sm_90a")
+    monkeypatch.setattr(bwd_sm90, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(bwd_sm90, "Launch", Launch)
+    load = SimpleNamespace(load=lambda row, target, device: row)
+    monkeypatch.setattr(bwd_sm90, "compile", load)
+
+    def encode(pointer, dtype, *geometry):
+        return emulator.tensor_map(pointer, *geometry)
+
+    monkeypatch.setattr(maps, "encode_tiled", encode)
+    monkeypatch.setattr(Launch, "ran", [])
+    plan_bwd._plans.clear()
+    return plan_bwd
+
+
+class Call:
+    """A call, as what comes in and as device arrays, which lie as `layouts` say."""
+
+    def __init__(self, given, **layouts):
+        exact = gradients(given)
+        out = np.empty_like(given.dout)
+        out[...] = exact.out.astype(given.dout.dtype)
+        *arrays, dlse, options = given
+        arrays = dict(zip(NAMES, (*arrays, out, exact.lse.astype(np.float32), dlse), strict=True))
+        self.given, self.options, self.plain = given, options, arrays
+        self.arrays = {name: self.device(x, layouts.get(name)) for name, x in arrays.items()}
+
+    @staticmethod
+    def device(x, layout):
+        if x is None:
+            return None
+        if layout is not None:
+            x = lay(np, x, layout)
+        return cupy_stand_in.ndarray._of(x)
+
+    def problem(self, bias=None, mask=None, **options):
+        q, k, v = (self.arrays[name] for name in ALL)
+        options = {**self.options, **options}
+        return _check.attention_problem(q, k, v, bias, mask, **options)
+
+    def solve(self, host, cupy, need=ALL, **options):
+        """What the module under test makes of it, None where it does not take it."""
+
+        def empty(shape, dtype, like):
+            x = _arrays.empty_laid_out(cupy, shape, like, dtype)
+            cupy_stand_in.bare(x)[...] = np.nan
+            return x
+
+        inputs = [*(self.arrays[name] for name in ALL), None, None]
+        results = [self.arrays[name] for name in ("out", "lse", "dout", "dlse")]
+        problem = self.problem(**options)
+        found = host.backward(problem, tuple(inputs), tuple(results), need, empty)
+        return found and {name: cupy_stand_in.bare(x) for name, x in found.items()}
+
+    def want(self):
+        """The kernels' bits."""
+        from fa_cupy.gpu.variants_bwd import select_bwd
+
+        x = self.plain
+        rows = select_bwd(x["q"].dtype.name, x["q"].shape[-1], x["v"].shape[-1])
+        found = attention_backward(
+            rows, x["dout"], x["q"], x["k"], x["v"], x["out"], x["lse"], x["dlse"], **self.options
+        )
+        return dict(zip(ALL, found, strict=True))
+
+    def check(self, host, cupy, need=ALL):
+        found, want = self.solve(host, cupy, need), self.want()
+        assert list(found) == list(need)
+        for name, x in found.items():
+            like = self.arrays[name]
+            assert (x.shape, x.dtype) == (like.shape, like.dtype)
+            assert np.argsort(x.strides).tolist() == np.argsort(np.abs(like.strides)).tolist()
+            assert x.tobytes() == want[name].tobytes(), name
+
+
+def small(dims=(64, 64), heads=(2, 2), lengths=(70, 150), **more):
+    return case("float16", heads, lengths, dims, **more)
+
+
+@pytest.mark.parametrize("layout", [None, "blhd"])
+@pytest.mark.parametrize("dims", [(64, 64), (56, 40), (192, 136)])
+def test_gradients_are_the_kernels(host, cupy, dims, layout):
+    call = Call(small(dims, (4, 2), layout=layout, dlse=True))
+    call.check(host, cupy)
+    narrow, wide = ["bwd_sm90", "bwd_round"], ["bwd_keys_sm90", "bwd_queries_sm90"]
+    main = narrow if max(dims) <= 128 else wide
+    assert Launch.ran == ["bwd_rows", *main, "bwd_redo"]
+
+
+@pytest.mark.parametrize("need", [("q",), ("k",), ("v", "q"), ("v", "k")])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 136)])
+def test_what_nobody_asked_for_lies_in_the_workspace(host, cupy, dims, need):
+    Call(small(dims)).check(host, cupy, need)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_kernels_cannot_read_is_copied(host, cupy, name):
+    """An address off 16 bytes, a last axis that goes down or is not the innermost."""
+    given = small(dlse=True, is_causal=True, causal_align="bottom_right")
+    first = "steps" if name in ("lse", "dlse") else "offset"
+    for layout in (first, "reversed", "transposed"):
+        call = Call(given, **{name: layout})
+        call.check(host, cupy)
+        (plan,) = host._plans.values()
+        # Gradients lie as their arguments do, and kernels write no columns.
+        turned = [f"d{name}"] if layout == "transposed" and name in ALL else []
+        assert list(plan._inside) == [name, *turned]
+        host._plans.clear()
+
+
+def test_a_gradient_of_one_number_is_copied(host, cupy):
+    """What a sum over the output gives."""
+    given = small()
+    given = given._replace(dout=np.ones_like(given.dout))
+    call = Call(given)
+    one = np.broadcast_to(np.ones((), given.dout.dtype), given.dout.shape)
+    call.arrays["dout"] = cupy_stand_in.ndarray._of(one)
+    call.check(host, cupy)
+
+
+def test_keys_that_repeat_along_a_stride_of_0_have_gradients_of_their_own(host, cupy):
+    given = small()
+    k = np.broadcast_to(given.k[:, :1], given.k.shape)
+    call = Call(given._replace(k=np.ascontiguousarray(k)))
+    call.arrays["k"] = cupy_stand_in.ndarray._of(np.broadcast_to(call.plain["k"][:, :1], k.shape))
+    found, want = call.solve(host, cupy), call.want()
+    assert all(found[name].tobytes() == want[name].tobytes() for name in ALL)
+
+
+def test_arrays_without_batch_axes_and_of_one_row(host, cupy):
+    for lengths in ((1, 1), (1, 130), (70, 1)):
+        call = Call(small(lengths=lengths, heads=(1, 1)))
+        call.check(host, cupy)
+        want = call.want()
+        for name, x in call.arrays.items():
+            if x is not None:
+                call.arrays[name] = cupy_stand_in.ndarray._of(cupy_stand_in.bare(x)[0, 0])
+        found = call.solve(host, cupy)
+        assert all(found[name].tobytes() == want[name][0, 0].tobytes() for name in ALL)
+
+
+ELSEWHERE = {
+    "a softcap": (small(), {"softcap": 2.0}),
+    "a negative scale": (small(), {"scale": -1.0}),
+    "a bias": (small(), {"bias": np.zeros(150, np.float16)}),
+    "a mask": (small(), {"mask": np.ones(150, np.bool_)}),
+    "dims that rows of 16 bytes do not have": (small((60, 64)), {}),
+    "wide dims": (small((264, 64)), {}),
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_what_is_not_for_the_kernels(host, cupy, what):
+    given, options = ELSEWHERE[what]
+    call = Call(given)
+    assert call.solve(host, cupy, **options) is None
+    assert not Launch.ran
+
+
+def test_calls_of_nothing_are_not_for_the_kernels(host, cupy):
+    call, kept = Call(small()), {"q": "q", "lse": "q", "k": "k", "v": "k", "out": "q", "dout": "q"}
+    for empty in (None, "q", "k"):
+        for name, of in kept.items():
+            x = call.plain[name]
+            x = x[:0] if empty is None else x[:, :, :0] if empty == of else x
+            call.arrays[name] = cupy_stand_in.ndarray._of(x)
+        assert call.solve(host, cupy) is None
+    assert not Launch.ran
+
+
+def test_keys_of_all_entries_are_not_for_the_kernels(host, cupy):
+    """Sums over entries but those next to each other."""
+    given = small(heads=(2, 2))
+    call = Call(given)
+    for name in ("k", "v"):
+        call.arrays[name] = cupy_stand_in.ndarray._of(call.plain[name][:1])
+    assert call.solve(host, cupy) is None
+    assert not Launch.ran
+
+
+def test_other_devices_have_no_kernels(host, cupy, monkeypatch):
+    call = Call(small())
+    for target in (None, "sm_80", "sm_100a"):
+        monkeypatch.setattr(host, "target_of_device", lambda device, target=target: target)
+        assert call.solve(host, cupy) is None
+
+
+def test_a_plan_serves_all_calls_of_a_kind(host, cupy):
+    calls = [Call(small(seed=seed)) for seed in range(2)]
+    for call in (*calls, *calls):
+        call.check(host, cupy)
+    (plan,) = host._plans.values()
+    (kept,) = plan.run._pool
+    assert len(kept) == 4
+    Call(small(seed=1, dlse=True)).check(host, cupy)
+    Call(small(seed=1)).check(host, cupy, ("q",))
+    Call(small(seed=1), k="offset").check(host, cupy)  # of the same strides
+    assert len(host._plans) == 4
+
+
+def same(a, b):
+    """Whether structs agree, whatever lies between their fields."""
+    if a.dtype.names is None:
+        return bool((a == b).all())
+    return all(same(a[name], b[name]) for name in a.dtype.names)
+
+
+def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
+    """The plan packs what `Step.point` writes by name."""
+    from fa_cupy.gpu import bwd_sm90
+    from fa_cupy.gpu.params_bwd_sm90 import fill
+
+    call = Call(small(dlse=True))
+    filled = []
+
+    def spy(*what):
+        filled.append(what)
+        return fill(*what)
+
+    monkeypatch.setattr(bwd_sm90, "fill", spy)
+    call.solve(host, cupy)
+    (plan,) = host._plans.values()
+    pointers = {name: 4096 * (i + 1) for i, name in enumerate((*NAMES, "dq", "dk", "dv"))}
+    seen = []
+
+    class Silent:
+        def __init__(self, *how):
+            pass
+
+        def __call__(self, arguments, stream):
+            seen.append(arguments.values.copy())
+
+    for step in plan.run._steps:
+        step.launch = Silent()
+    assert plan.run(pointers, 1 << 20)
+    for step, got in zip(fill(*filled[0]).steps, seen, strict=True):
+        step.point(1 << 20, pointers)
+        for name, geometry in step.maps.items():
+            step.params[f"{name}_map"][0] = emulator.tensor_map(pointers[name], *geometry)
+        assert same(got, step.params)
+
+
+def test_a_pointer_without_a_map_is_left_to_others(host, cupy, monkeypatch):
+    from fa_cupy.gpu import maps
+
+    def refuse(pointer, dtype, *geometry):
+        raise maps.LayoutError("no such map")
+
+    monkeypatch.setattr(maps, "encode_tiled", refuse)
+    assert Call(small()).solve(host, cupy) is None
+    assert not Launch.ran
+
+
+def test_a_captured_call_works_in_memory_of_its_graph(host, cupy, monkeypatch):
+    events, kept = [], {}
+
+    def malloc(size, stream):
+        memory = cupy_stand_in.alloc(size)
+        kept[memory.ptr] = memory
+        events.append("malloc")
+        return memory.ptr
+
+    def free(pointer, stream):
+        assert pointer in kept
+        events.append("free")
+
+    call = Call(small(dlse=True), lse="steps")
+    want = call.want()
+    runtime = host.runtime
+    monkeypatch.setattr(runtime, "streamIsCapturing", lambda stream: True)
+    monkeypatch.setattr(runtime, "mallocAsync", malloc, raising=False)
+    monkeypatch.setattr(runtime, "freeAsync", free, raising=False)
+    monkeypatch.setattr(host, "alloc", None)
+    monkeypatch.setattr(Launch, "ran", events)
+    found = call.solve(host, cupy, ("k",))
+    assert found["k"].tobytes() == want["k"].tobytes()
+    assert events == ["malloc", "bwd_rows", "bwd_sm90", "bwd_round", "bwd_redo", "free"]
+
+
+def test_threads_do_not_share_structs_or_workspaces(host, cupy, monkeypatch):
+    calls = [Call(small(lengths=(20, 30), seed=seed)) for seed in range(3)]
+    calls[0].check(host, cupy)  # so that all find a plan
+    wants, found = [call.want() for call in calls], {}
+    barrier = threading.Barrier(len(calls))
+    one = threading.Lock()
+    emulate = Launch.__call__
+
+    def together(self, arguments, stream=None):
+        barrier.wait(60)  # all have written their structs
+        with one:  # the emulator is for one thread
+            emulate(self, arguments, stream)
+
+    monkeypatch.setattr(Launch, "__call__", together)
+
+    def work(i):
+        found[i] = calls[i].solve(host, cupy)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, want in enumerate(wants):
+        assert all(found[i][name].tobytes() == want[name].tobytes() for name in ALL)
+    (plan,) = host._plans.values()
+    assert len(plan.run._pool) == len(calls)
+
+
+def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, monkeypatch):
+    call = Call(small())
+
+    def refuse(size):
+        raise MemoryError(f"no {size} bytes")
+
+    monkeypatch.setattr(host, "alloc", refuse)
+    with pytest.raises(MemoryError, match="bytes"):
+        call.solve(host, cupy)
+    assert not Launch.ran
+    monkeypatch.setattr(host, "alloc", cupy_stand_in.alloc)
+    call.check(host, cupy)

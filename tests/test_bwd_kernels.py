@@ -1,0 +1,251 @@
+"""The kernels of attention backward: their own source on the CPU, and what fills their structs."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_cupy import _check
+from fa_cupy.gpu.params_bwd_sm90 import Gradients, fill, takes
+from fa_cupy.gpu.variants_bwd import select_bwd
+from tests.kernel_attention import DTYPES
+from tests.kernel_gradients import case, check, solve
+from tests.planted import plant
+from validation import emulator
+
+needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+DIMS = (64, 96, 128, 192, 256)
+ANY = settings(deadline=None, max_examples=25)
+TOP, BOTTOM = "top_left", "bottom_right"
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_row(dim, dtype):
+    check(case(dtype, (2, 2), (150, 200), (dim, dim)), seed=1)
+    causal = {"is_causal": True, "causal_align": BOTTOM}
+    check(case(dtype, (4, 2), (130, 300), (dim - 8, dim - 16), dlse=True, **causal), seed=2)
+    window = {"window": (70, 5), "causal_align": TOP}
+    check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), layout="blhd", **window), seed=3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", DIMS)
+def test_rows_and_keys_that_see_nothing(dim):
+    """Queries without keys have no gradient, nor have keys without queries."""
+    for lengths, align in (((300, 70), BOTTOM), ((70, 300), TOP)):
+        call = case("bfloat16", (2, 1), lengths, (dim, dim), is_causal=True, causal_align=align)
+        dq, dk, dv = check(call, seed=4)
+        hidden = 300 - 70
+        if align == BOTTOM:
+            assert not dq[:, :, :hidden].astype(np.float32).any()
+        else:
+            assert not dk[:, :, 70:].astype(np.float32).any()
+            assert not dv[:, :, 70:].astype(np.float32).any()
+    # Bands that leave out whole tiles on both sides.
+    for window in ((0, 0), (5, 0)):
+        check(case("float16", (1, 1), (290, 290), (dim, dim), window=window), seed=5)
+
+
+@needs_compiler
+@ANY
+@given(
+    dim=st.sampled_from(DIMS),
+    dtype=st.sampled_from(list(DTYPES)),
+    lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (4, 2)]),
+    less=st.tuples(st.sampled_from([0, 8, 24]), st.sampled_from([0, 8, 16])),
+    band=st.sampled_from(["none", "causal", (0, 0), (64, 0), (0, 63), (130, 70), (None, 5)]),
+    align=st.sampled_from([TOP, BOTTOM]),
+    dlse=st.booleans(),
+    layout=st.sampled_from([None, "blhd"]),
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(1, 4),
+)
+def test_any_call_with_any_schedule(
+    dim, dtype, lengths, heads, less, band, align, dlse, layout, seed, blocks
+):
+    options = {"causal_align": align} if band != "none" else {}
+    if band == "causal":
+        options["is_causal"] = True
+    elif band != "none":
+        options["window"] = band
+    dims = dim - less[0], dim - less[1]
+    call = case(dtype, heads, lengths, dims, dlse=dlse, layout=layout, **options)
+    check(call, seed=seed, blocks=blocks, together=blocks)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_schedule_does_not_show(dim, causal):
+    """Bit for bit the same, whoever comes first: the order of all sums is fixed."""
+    options = {"is_causal": True, "causal_align": BOTTOM} if causal else {}
+    call = case("bfloat16", (2, 1), (200, 390), (dim, dim), **options)
+    found = {
+        tuple(x.tobytes() for x in solve(call, seed=seed, blocks=blocks, together=together))
+        for seed, (blocks, together) in enumerate([(1, 1), (2, 1), (3, 3), (8, 8), (8, 3), (5, 5)])
+    }
+    assert len(found) == 1
+
+
+@needs_compiler
+def test_sums_of_tensor_cores_that_truncate():
+    for dim in (64, 128, 256):
+        call = case("float16", (1, 1), (130, 260), (dim, dim))
+        assert solve(call, truncating=True)[0].tobytes() != solve(call)[0].tobytes()
+        check(call, truncating=True)
+
+
+@needs_compiler
+def test_scores_of_any_size():
+    """Weights of 1 and of nothing; keys of zeros behind the last one would weigh 2**200."""
+    for dim in (64, 128, 256):
+        call = case("bfloat16", (1, 1), (100, 130), (dim, dim), scale=6.0)
+        check(call)
+        q = np.abs(call.q)
+        check(call._replace(q=q, k=-np.abs(call.k)))
+
+
+# Of a kernel and a padded dim: what is said, then what stands there and what is put in its place.
+# Where nothing is said, what comes out differs.
+BUGS = {
+    "a piece is added before its turn": (
+        "bwd_sm90", 128, "",
+        ("while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) { }", ""),
+    ),
+    "a turn is passed on before the sums are written": (
+        "bwd_sm90", 128, "",
+        ("if (!work.unseen) { cp_async_bulk_wait_group<0>();", "if (!work.unseen) {"),
+    ),
+    "a turn is never passed on": (
+        "bwd_sm90", 64, "deadlock; .*ld.acquire: warps",
+        ("red_release_gpu_add_u32(params.turns + row_tile, 1);", ""),
+    ),
+    "the first piece is added to what lay there": (
+        "bwd_sm90", 64, "", ("if (turn == 0) {", "if (turn < 0) {"),
+    ),
+    "dS is overwritten while the other warpgroup reads it": (
+        "bwd_sm90", 128, "",
+        ("wait(shared.ds_empty[place.index()], place.parity() ^ 1);", ""),
+    ),
+    "dS is read before the other warpgroup has written it": (
+        "bwd_sm90", 128, "wgmma reads .* holds nothing|",
+        ("wait(shared.ds_full[place.index()], place.parity());", ""),
+    ),
+    "dS is not fenced": (
+        "bwd_sm90", 64, "wgmma without fence.proxy.async",
+        ("fence_proxy_async_shared(); release_own(shared.ds_full[own_ds().index()]);",
+         "release_own(shared.ds_full[own_ds().index()]);"),
+    ),
+    "Q is given back before dK has read it": (
+        "bwd_sm90", 128, "wgmma reads .* not yet",
+        ("wgmma_wait_group<0>(); release_own(shared.q_empty[q_at]);", "wgmma_wait_group<0>();"),
+        ("start_late(q_tile);", "start_late(q_tile), release_own(shared.q_empty[q_at]);"),
+    ),
+    "dQ is read before it is done": (
+        "bwd_sm90", 64, "a load from registers of a wgmma in flight",
+        ("wgmma_wait_group<0>(); free_scores();", "free_scores();"),
+    ),
+    "K is given back before the last dQ": (
+        "bwd_sm90", 128, "wgmma reads .* not yet|",
+        ("release(shared.k_empty);", ""),
+        ("turn(yes, no);", "release(shared.k_empty); turn(yes, no);"),
+    ),
+    "weights are read before they are written": (
+        "bwd_keys_sm90", 256, "a load reads .* holds nothing|",
+        ("wait(shared.p_full[place.index()], place.parity());", ""),
+    ),
+    "K is given back before dQ has read it": (
+        "bwd_queries_sm90", 256, "wgmma reads .* not yet",
+        ("release(shared.k_empty[k_before()]); }", "}"),
+        ("if constexpr (!kFirst) start_sum(shared.k[k_before()]);",
+         "if (!kFirst) start_sum(shared.k[k_before()]), release(shared.k_empty[k_before()]);"),
+    ),
+    "V is given back before dP is done": (
+        "bwd_queries_sm90", 256, "wgmma reads .* not yet",
+        ("release(shared.v_empty[v_at]);", ""),
+        ("if constexpr (!kFirst) start_sum(",
+         "release(shared.v_empty[v_at]); if constexpr (!kFirst) start_sum("),
+    ),
+}  # fmt: skip
+
+
+def planted_row(kind, dim):
+    return next(row for row in select_bwd("bfloat16", dim, dim) if row.source.endswith(kind))
+
+
+@needs_compiler
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, tmp_path):
+    kind, dim, message, *changes = BUGS[bug]
+    call = case("bfloat16", (2, 1), (200, 420), (dim, dim))
+    row = planted_row(kind, dim)
+    sources = {row.entry: plant(tmp_path, row.source, *changes)}
+    want = solve(call)
+    for seed in range(60):
+        try:
+            got = solve(call, seed=seed, blocks=3, together=3, sources=sources)
+        except emulator.EmulationError as error:
+            if re.search(message, str(error)):
+                return
+            continue
+        if any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True)):
+            assert re.search(message, ""), "what comes out differs, and nothing was said"
+            return
+    pytest.fail("60 seeds did not show it")
+
+
+def problem_and_views(q, k, v, **options):
+    problem = _check.attention_problem(q, k, v, None, None, **options)
+    dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
+    dout = np.empty(problem.out_shape, q.dtype)
+    like = _check.attention_problem(q, dk, dv, None, None, **options)
+    queries = (_check.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
+    return problem, Gradients(*queries, like.k, like.v)
+
+
+def test_what_the_kernels_take():
+    x = np.zeros((2, 4, 40, 64), np.float16)
+    few = np.zeros((2, 2, 40, 64), np.float16)
+    assert takes(*problem_and_views(x, x, x))
+    assert takes(*problem_and_views(x, few, few, is_causal=True))
+    assert not takes(*problem_and_views(x, x, x, softcap=2.0))
+    assert not takes(*problem_and_views(x, x, x, scale=-1.0))
+    assert not takes(*problem_and_views(x[..., :63], x[..., :63], x))
+    assert not takes(*problem_and_views(x, few, x))  # the sum over heads is of k alone
+    assert not takes(*problem_and_views(x, x[..., :0, :], x[..., :0, :]))
+    odd = np.zeros((2, 40, 4, 68), np.float16)[..., :64].swapaxes(1, 2)
+    assert not takes(*problem_and_views(odd, x, x))
+
+
+def test_a_workspace_holds_what_kernels_write():
+    q, k = np.zeros((3, 4, 130, 64), np.float16), np.zeros((3, 2, 300, 64), np.float16)
+    problem, views = problem_and_views(q, k, k)
+    rows = select_bwd("float16", 64, 64)
+    steps, size = fill(problem, views, rows)
+    first, main, last, redo = steps
+    assert [step.row for step in steps] == list(rows)
+    assert main.places["sums"] - main.places["rows"] >= 3 * 4 * 256 * 8
+    assert main.places["turns"] - main.places["sums"] >= 3 * 4 * 2 * 2 * 64 * 64 * 4
+    assert first.params["words"] * 4 == size - main.places["turns"]
+    assert size >= main.places["counters"] + 16
+    assert all(place % 256 == 0 for place in main.places.values())
+    p = main.params[0]
+    assert (p["group"], p["entries"], p["k_tiles"], main.blocks) == (2, 6, 3, 18)
+    assert last.blocks == 3 * 4 * 2 * 2
+    tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
+    assert redo.blocks == tiles[0] + 2 * tiles[1]
+    assert size >= main.places["spoiled"] + 4 * (1 + sum(tiles))
+
+
+def test_select():
+    assert select_bwd("float32", 64, 64) is None
+    assert select_bwd("float16", 257, 64) is None
+    for dim in range(8, 264, 8):
+        rows = select_bwd("bfloat16", 8, dim)
+        assert len(rows) == 4
+        assert all(row.dim >= dim for row in rows)

@@ -1,0 +1,118 @@
+"""What validation/ does with gradients of attention, as far as it runs without a GPU."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+
+import fa_cupy
+from fa_cupy import reference
+from validation import (
+    backward_calls,
+    backward_peers,
+    bench,
+    cases,
+    checks,
+    families,
+    peers,
+    report,
+    store,
+)
+
+CASE = cases.Dense("fp32", 16, True, 200, 2, 3, backward=True)
+FACTS = {"device": "NVIDIA H200", "date": "2026-01-02T03:04:05Z"}
+
+
+def test_every_case_has_a_best_known_peer():
+    known = report.best_peers(FACTS, "attention_bwd")
+    assert [*known] == [case.name for case in cases.ATTENTION_BWD]
+    assert len(known) == 18
+
+
+def test_operations():
+    for case in cases.ATTENTION_BWD:
+        assert case.flops == 2.5 * dataclasses.replace(case, backward=False).flops
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("chunk", [64, 70, 512])
+def test_gradients_in_float64_are_the_definition(causal, chunk):
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 200, 8))
+    want = reference.attention_backward(dout, q, k, v, is_causal=causal)
+    got = checks.attention_gradients64(q, k, v, dout, causal, chunk)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-13)
+
+
+def test_the_check_looks_at_every_gradient():
+    arrays = backward_peers.random_numpy(CASE, 1)
+    check = checks.backward_check(CASE, arrays)
+    result = backward_peers.fa_cupy(CASE, arrays).run()
+    assert check(result) < 1e-6
+    for i in range(3):
+        wrong = [x.copy() for x in result]
+        wrong[i][-1, -1, 3] *= 1.5
+        assert check(wrong) > 1e-2
+        wrong[i][0, 0, 0, 0] = np.nan
+        assert check(wrong) == np.inf
+
+
+def test_bench_of_gradients(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    changed = {"device": "cpu", "cases": (CASE,), "inputs": backward_peers.random_numpy}
+    family = dataclasses.replace(
+        families.FAMILIES["attention_bwd"], **changed, burst_ms=1, rest_ms=0
+    )
+    monkeypatch.setitem(families.FAMILIES, "attention_bwd", family)
+    out = tmp_path / "bench.json"
+    arguments = ["--families", "attention_bwd", "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    (row,) = store.load(out)[1]
+    assert (row["impl"], row["unit"]) == ("fa_cupy", "TFLOP/s")
+    assert row["value"] == pytest.approx(CASE.flops / row["ms"] / 1e9)
+    assert row["error"] < 1e-6
+    assert "torch is not installed" in capsys.readouterr().out
+
+
+def test_peers_are_on_a_gpu(monkeypatch):
+    arrays = backward_peers.random_numpy(CASE, 1)
+    monkeypatch.setattr(peers, "module", lambda name: np)
+    with pytest.raises(peers.UnavailableError, match="GPU only"):
+        backward_peers.torch_sdpa("CUDNN_ATTENTION")(CASE, arrays)
+
+
+def test_the_package_is_called_with_its_own_results(monkeypatch):
+    """The output and its LSE are made once, before anything is timed."""
+    made = []
+    attention = fa_cupy.attention
+
+    def counted(*args, **options):
+        made.append(options)
+        return attention(*args, **options)
+
+    monkeypatch.setattr(fa_cupy, "attention", counted)
+    call = backward_peers.fa_cupy(CASE, backward_peers.random_numpy(CASE, 1))
+    assert len(call.run()) == len(call.run()) == 3
+    assert made == [{"is_causal": True, "return_lse": True}]
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@pytest.mark.parametrize("dim", [64, 192])
+def test_the_reduced_set_is_made_of_valid_calls(dim, name):
+    count = 0
+    for shape, options in backward_calls.problems(dim):
+        host = backward_calls.arrays(peers.DTYPES[name], shape)
+        q, k, v, dout = (host[name] for name in ("q", "k", "v", "dout"))
+        out, lse = fa_cupy.attention(q, k, v, return_lse=True, **options)
+        given = dout, q, k, v, out, lse
+        found = fa_cupy.attention_backward(*given, dlse=host.get("dlse"), **options)
+        assert all(np.isfinite(x.astype(float)).all() for x in found)
+        assert backward_calls.error(host, found, options) < backward_calls._WRONG / 2
+        for i, x in enumerate(found):
+            for wrong in (1.1 * x.astype(float), np.full(x.shape, np.nan)):
+                if min(shape["q_len"], shape["k_len"]) > 1:
+                    results = (*found[:i], wrong, *found[i + 1 :])
+                    assert backward_calls.error(host, results, options) > backward_calls._WRONG
+        count += 1
+    assert count == 7

@@ -1,0 +1,83 @@
+"""Attention backward by the kernels for SM90, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from fa_cupy import _check
+from fa_cupy.gpu import params_bwd_sm90
+from fa_cupy.gpu.params_bwd_sm90 import Gradients
+from fa_cupy.gpu.variants_bwd import BackwardVariant
+from validation import emulator
+from validation.emulated.forward import BLOCKS
+
+
+def attention_backward(
+    rows: Sequence[BackwardVariant],
+    dout: np.ndarray[Any, Any],
+    q: np.ndarray[Any, Any],
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    out: np.ndarray[Any, Any],
+    lse: np.ndarray[Any, Any],
+    dlse: np.ndarray[Any, Any] | None = None,
+    seed: int = 0,
+    sources: Mapping[str, Path] = MappingProxyType({}),
+    blocks: int = BLOCKS,
+    together: int = 1,
+    truncating: bool = False,
+    **options: Any,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Gradients of attention by some rows of the table.
+
+    Parameters
+    ----------
+    rows : sequence of BackwardVariant
+        In the order of their launches, as `fa_cupy.gpu.variants_bwd.select_bwd` returns them.
+    dout, q, k, v, out, lse, dlse : numpy.ndarray
+        `k` and `v` have the batch axes of `q`, but for a head axis that may have fewer heads.
+    seed, truncating : int, bool
+        As for `emulator.launch`.
+    sources : mapping of Path
+        Kernels in place of the rows' own, by the row's entry.
+    blocks, together : int
+        Of the launches whose blocks take work until none is left: how many blocks, and how many of
+        them run at the same time.
+    **options
+        Of `fa_cupy.attention`.
+
+    Raises
+    ------
+    EmulationError
+        As `emulator.launch`.
+    """
+    problem = _check.attention_problem(q, k, v, None, None, **options)
+    dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
+    queries = (_check.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
+    # As k and v are seen, so are dk and dv.
+    like = _check.attention_problem(q, dk, dv, None, None, **options)
+    views = Gradients(*queries, like.k, like.v)
+    assert params_bwd_sm90.takes(problem, views)
+    steps, size = params_bwd_sm90.fill(problem, views, rows)
+    # What lies in a workspace is anything: NaN, and words that are far from 0.
+    space = np.full(size // 4 + 64, 0x7FC0DEAD, np.uint32)
+    base = space[-space.ctypes.data % 256 // 4 :].ctypes.data
+    lse = np.ascontiguousarray(lse, np.float32)
+    dlse = None if dlse is None else np.ascontiguousarray(dlse, np.float32)
+    arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    arrays |= {"dq": dq, "dk": dk, "dv": dv}
+    pointers = {name: 0 if x is None else x.ctypes.data for name, x in arrays.items()}
+    for step in steps:
+        step.point(base, pointers)
+        for name, geometry in step.maps.items():
+            step.params[f"{name}_map"][0] = emulator.tensor_map(pointers[name], *geometry)
+        row = step.row
+        source = sources.get(row.entry)
+        grid, at_once = (min(blocks, step.blocks), together) if step.shares else (step.blocks, 1)
+        emulator.launch_row(row, grid, step.params, seed, source, truncating, at_once)
+    return dq, dk, dv

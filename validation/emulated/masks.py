@@ -1,0 +1,109 @@
+"""A mask as the kernels are told of it, from NumPy arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy import BitMask, _check, layouts
+from fa_cupy._blocks import WORDS, Grid
+from fa_cupy.gpu.params import MaskPointers
+
+
+class Lists(NamedTuple):
+    """What ``struct MaskLists`` points to; it lives as long as this does.
+
+    Attributes
+    ----------
+    arrays : dict of numpy.ndarray
+        By the names of `MaskPointers`.
+    order : numpy.ndarray or None
+        Of the rows of blocks of all batch entries, int32.
+    words_by_tile : int
+    """
+
+    arrays: dict[str, np.ndarray[Any, Any]]
+    order: np.ndarray[Any, Any] | None
+    words_by_tile: int
+
+    def pointers(self) -> MaskPointers:
+        """Return the addresses."""
+        order = 0 if self.order is None else self.order.ctypes.data
+        at = {name: array.ctypes.data for name, array in self.arrays.items()}
+        return MaskPointers(**at, order=order, words_by_tile=self.words_by_tile)
+
+
+def lists_of(
+    problem: _check.Problem,
+    mask: np.ndarray[Any, Any] | BitMask,
+    order: np.ndarray[Any, Any] | None = None,
+    by_tile: bool = False,
+    row_major: bool = False,
+) -> Lists:
+    """Return the lists of a mask.
+
+    Parameters
+    ----------
+    problem : Problem
+        Made with the mask.
+    mask : numpy.ndarray of bool or BitMask
+    order : numpy.ndarray of int32, optional
+        In which the kernel takes rows of blocks, ``batch_entry * q_blocks + q_block``.
+    by_tile : bool
+        Whether lists and words lie as those of an array that is packed for the call: with room for
+        each block, what is not used left as it was.
+    row_major : bool
+        Whether the words of a block are in row-major order.
+    """
+    assert problem.mask is not None
+    if isinstance(mask, BitMask):
+        entries = _check.view(np, mask.entries, _check.View(*(x[:-2] for x in problem.mask)))
+    else:
+        dense = _check.view(np, mask, problem.mask)
+        mask = BitMask.from_dense(np.ascontiguousarray(dense))
+        entries = mask.entries
+    found = mask.lists
+    begins = {"partial": found.partial_begin, "full": found.full_begin}
+    arrays = {"partial": found.partial, "words": found.words, "full": found.full}
+    for name, begin in begins.items():
+        arrays |= {f"{name}_begin": begin[:-1], f"{name}_end": begin[1:]}
+    if row_major:
+        arrays["words"] = layouts.pack(layouts.unpack(found.words), "row_major").reshape(-1, *WORDS)
+    grid = Grid(problem.q_len, problem.k_len)
+    if by_tile:
+        arrays = _with_room(arrays, grid.k_tiles)
+    arrays["entries"] = entries.reshape(math.prod(problem.batch))
+    # A kernel may rely on 16 bytes, and copies the words in that unit.
+    arrays = {name: _aligned(array) for name, array in arrays.items()}
+    return Lists(arrays, None if order is None else _aligned(order), by_tile * grid.k_tiles)
+
+
+def _with_room(
+    arrays: dict[str, np.ndarray[Any, Any]], k_tiles: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    rows = len(arrays["full_begin"])
+    moved: dict[str, np.ndarray[Any, Any]] = {
+        "words": np.full((rows * k_tiles, *WORDS), 0xEEEEEEEE, np.uint32)
+    }
+    for name in ("partial", "full"):
+        first = np.arange(rows) * k_tiles
+        begin, end = arrays[f"{name}_begin"], arrays[f"{name}_end"]
+        row = np.repeat(np.arange(rows), end - begin)
+        place = np.arange(len(row)) - begin[row]
+        listed = np.full(rows * k_tiles, -1, np.int32)
+        listed[first[row] + place] = arrays[name]
+        moved |= {name: listed, f"{name}_begin": first, f"{name}_end": first + (end - begin)}
+        if name == "partial":
+            moved["words"][first[row] + arrays[name]] = arrays["words"]
+    return moved
+
+
+def _aligned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a copy that begins at a multiple of 16 bytes, and has an address if it is empty."""
+    raw = np.zeros(array.nbytes + 32, np.uint8)
+    start = -raw.ctypes.data % 16
+    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
