@@ -5,8 +5,8 @@ VENV := .venv
 PY ?= $(VENV)/bin/python
 RECEIPT_DIR ?= validation/results
 JOBS ?= 2
-# A test that hangs is named, not waited for.
-WATCHED := --timeout 1200 --timeout-method thread --durations 25
+# A test that hangs is not waited for: after 5 minutes its stack is shown, after 10 its process ends.
+WATCHED := -o faulthandler_timeout=300 --timeout 600 --timeout-method thread --durations 25
 GPU_RUN := build/gpu-run
 CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
 KERNELS := $(wildcard cuda_src/*/*.cu cuda_src/*/*.cuh ptx/*.cuh validation/emulator/*.?pp \
