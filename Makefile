@@ -51,9 +51,10 @@ gpu-sanitize: $(GPU_READY)
 gpu-receipt: $(GPU_READY)
 	$(PY) -m validation.receipt write $(GPU_RUN) $(RECEIPT_DIR)/receipt.json
 
-## measure against the peers that can be imported
+## measure against the peers that can be imported, and renew the README's tables
 bench: $(GPU_READY)
 	$(PY) -m validation bench
+	$(PY) -m validation readme
 
 docs: $(TEST_READY)
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from validation import readme
 from validation.digest import ROOT
 
 README = ROOT / "README.md"
@@ -31,6 +32,28 @@ def test_readme_blocks_run():
 @pytest.mark.gpu
 def test_readme_blocks_run_on_a_gpu(cupy):
     exec(compile("import fa_cupy\n" + blocks("python gpu"), str(README), "exec"), {})
+
+
+def test_readme_tables_are_those_of_the_results():
+    """`python -m validation readme` writes them."""
+    text = README.read_text()
+    names = re.findall(r"^<!-- (\w+): from validation/results -->$", text, re.MULTILINE)
+    assert sorted(names) == sorted(readme.TABLES)
+    assert readme.renewed(text) == text
+
+
+def test_a_number_of_another_run_is_marked(monkeypatch):
+    def row(impl, date):
+        return {"family": "f", "case": "c", "impl": impl, "value": 1234.0, "date": date}
+
+    rows = [row("fa_cupy", "b"), row("peer", "a"), row("fast", "b") | {"value": 2000.0}]
+    monkeypatch.setattr(readme.store, "load", lambda path: ({}, rows))
+    found = readme.Results("some")
+    assert found.cell("f", "c", "fa_cupy") == "1,234"
+    assert found.cell("f", "c", "peer") == "1,234 †"
+    assert found.cell("f", "c", "peer", "fast") == "2,000"
+    assert found.cell("f", "other", "fa_cupy") == "-"
+    assert found.mean(["f"], "fast") == pytest.approx((1, 0.617, 0.617))
 
 
 def test_readme_gives_the_two_commands_first():

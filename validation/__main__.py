@@ -14,6 +14,7 @@ COMMANDS = {
     "memory": ("validation.memory", "peak memory of a long sequence"),
     "word_orders": ("validation.word_orders", "orders of mask words: loads, instructions, time"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
+    "readme": ("validation.readme", "the README's tables, from the results"),
     "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),
 }
 

@@ -1,0 +1,218 @@
+"""The README's tables, written from the result files, so that nobody copies a number by hand.
+
+Each stands between two comments, ``<!-- NAME: from validation/results -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from validation import report, store
+
+README = Path(__file__).parents[1] / "README.md"
+_BLOCK = re.compile(r"(<!-- (\w+): from validation/results -->\n).*?(<!-- end -->)", re.DOTALL)
+_OTHER_RUN = "†"
+
+# What the README calls a case, and its case.
+FORWARD = {
+    "head_dim 64, 512x32": "bf16 hd64 full 512x32",
+    "head_dim 64, 4096x4": "bf16 hd64 full 4096x4",
+    "head_dim 64, causal, 4096x4": "bf16 hd64 causal 4096x4",
+    "head_dim 128, 512x32": "bf16 hd128 full 512x32",
+    "head_dim 128, 4096x4": "bf16 hd128 full 4096x4",
+    "head_dim 128, 16384x1": "bf16 hd128 full 16384x1",
+    "head_dim 128, causal, 512x32": "bf16 hd128 causal 512x32",
+    "head_dim 128, causal, 4096x4": "bf16 hd128 causal 4096x4",
+    "head_dim 128, causal, 16384x1": "bf16 hd128 causal 16384x1",
+    "head_dim 256, 4096x4": "bf16 hd256 full 4096x4",
+    "head_dim 256, causal, 4096x4": "bf16 hd256 causal 4096x4",
+    "4 heads share keys, head_dim 128, causal, 4096x4": "bf16 hd128 causal 4096x4 h32 kv8",
+    "window of 1,024, head_dim 128, 8192x1": "bf16 hd128 causal 8192x1 window1024",
+}
+SPARSE = {
+    "no mask": "full",
+    "half of all pairs, at random": "elements",
+    "the same, of each head its own": "elements-heads",
+    "blocks of 128 x 128: all": "blocks-1.0",
+    "half of them": "blocks-0.5",
+    "a quarter": "blocks-0.25",
+    "a tenth": "blocks-0.1",
+    "sixteen documents": "documents-16",
+    "causal": "causal",
+    "window of 1,024": "window-1024",
+}
+PRODUCTS = {
+    "64, 4096 x 8 x 16": "E64 4096x8 h16",
+    "128, 4096 x 8 x 16": "E128 4096x8 h16",
+    "128, 32768 x 1 x 16": "E128 32768x1 h16",
+    "64, 65536 x 1 x 8": "E64 65536x1 h8",
+    "64, 1024 x 2 x 4": "E64 1024x2 h4",
+}
+
+
+class Results:
+    """The rows of a device's benchmark, looked up as cells of a table.
+
+    Parameters
+    ----------
+    device : str
+        Slug of its name, as in the name of the file.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.facts, self.rows = store.load(store.RESULTS / f"bench-{device}.json")
+        self._found = {store.key(row): row for row in self.rows if "failed" not in row}
+
+    def best(self, family: str, case: str, impls: Sequence[str]) -> store.Row | None:
+        """The row of the fastest of some implementations."""
+        rows = [self._found.get((family, case, impl)) for impl in impls]
+        return max(
+            (row for row in rows if row and row["value"]), key=lambda r: r["value"], default=None
+        )
+
+    def cell(
+        self, family: str, case: str, *impls: str, field: str = "value", form: str = ",.0f"
+    ) -> str:
+        """A number of the fastest, marked where fa_cupy's is of another run; - without one."""
+        row, ours = self.best(family, case, impls), self.best(family, case, ["fa_cupy"])
+        if row is None:
+            return "-"
+        other = ours is not None and ours["date"] != row["date"]
+        return f"{row[field]:{form}}" + other * f" {_OTHER_RUN}"
+
+    def mean(self, families: Sequence[str], peer: str) -> tuple[int, float, float]:
+        """How many cases a peer ran in fa_cupy's run, mean and least of the ratios of speeds."""
+        found: list[float] = []
+        for family in families:
+            rows = [row for row in self._found.values() if row["family"] == family]
+            found += report.ratios(rows, {}).get(peer, {}).values()
+        return len(found), store.geometric_mean(found), min(found)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    marked = f"\n{_OTHER_RUN} in another run on such a card\n" if _OTHER_RUN in text else ""
+    return text + marked
+
+
+def forward() -> str:
+    """Attention beside cuDNN and FlashAttention."""
+    found = Results("h200")
+    known = {
+        **report.best_peers(found.facts, "attention_fwd"),
+        **report.best_peers(found.facts, "attention_options"),
+    }
+    rows = []
+    for label, case in FORWARD.items():
+        family = "attention_options" if len(case.split()) > 4 else "attention_fwd"
+        impls = (["fa_cupy"], ["cudnn"], ["flash2", "flash2_window"])
+        cells = [found.cell(family, case, *names) for names in impls]
+        cells += [f"{known[case][name]:.0f}" for name in ("fa3", "fa4")]
+        rows.append([label, *cells])
+    names = ("fa_cupy", "cuDNN", "FlashAttention-2", "FlashAttention-3", "FlashAttention-4")
+    count, mean, least = found.mean(["attention_fwd"], "cudnn")
+    flash = found.mean(["attention_fwd"], "flash2")[1]
+    said = f"""
+Over {count} cases (float16 and bfloat16, lengths 512 to 16,384) the geometric mean is
+{mean:.2f} times cuDNN, the lowest {least:.2f}, and {flash:.2f} times FlashAttention-2.
+"""
+    return _table(["case, bf16", *names], rows) + said
+
+
+def backward() -> str:
+    """Gradients of attention beside cuDNN."""
+    found = Results("h200")
+    rows = []
+    for dim in (64, 128, 256):
+        cells = [
+            found.cell("attention_bwd", f"bf16 hd{dim} {mask} 4096x4", impl)
+            for mask in ("full", "causal")
+            for impl in ("fa_cupy", "cudnn")
+        ]
+        rows.append([str(dim), *cells])
+    count, mean, least = found.mean(["attention_bwd"], "cudnn")
+    return (
+        _table(["head_dim, 4096x4", "fa_cupy", "cuDNN", "causal: fa_cupy", "cuDNN"], rows)
+        + f"\nOver {count} cases (lengths 1,024 to 16,384) the geometric mean is {mean:.2f} times"
+        f" cuDNN, the lowest {least:.2f}.\n"
+    )
+
+
+def sparse() -> str:
+    """Attention under masks beside FlexAttention."""
+    found = Results("h200")
+    rows = []
+    for label, mask in SPARSE.items():
+        case = f"bf16 hd128 {mask} 8192x1"
+        cells = [
+            found.cell("attention_sparse", case, impl, field="ms", form=".3f")
+            for impl in ("fa_cupy", "flex")
+        ]
+        rows.append([label, *cells])
+    return _table(["pairs that are seen", "fa_cupy", "FlexAttention"], rows)
+
+
+def products() -> str:
+    """Causal products beside torch's chunks and fla-core."""
+    found = Results("h200")
+    columns: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+        ("bf16", "fwd", "bf16", ("fa_cupy",)),
+        ("torch", "fwd", "bf16", ("torch_chunk",)),
+        ("fla-core", "fwd", "bf16", ("fla_chunk", "fla_fused_chunk")),
+        ("bf16 gradients", "bwd", "bf16", ("fa_cupy",)),
+        ("torch", "bwd", "bf16", ("torch_chunk",)),
+        ("fla-core", "bwd", "bf16", ("fla_chunk", "fla_fused_chunk")),
+        ("float32", "fwd", "fp32", ("fa_cupy",)),
+        ("torch", "fwd", "fp32", ("torch_chunk",)),
+    )
+    rows = [
+        [label]
+        + [
+            found.cell(f"causal_product_{way}", f"{dtype} {case}", *impls)
+            for _, way, dtype, impls in columns
+        ]
+        for label, case in PRODUCTS.items()
+    ]
+    return _table(["dim, length x batch x heads", *(name for name, *_ in columns)], rows)
+
+
+def cpu() -> str:
+    """Attention on a CPU beside torch."""
+    found = Results("cpu")
+    rows = []
+    for heads, length, dim in ((8, 2048, 64), (8, 2048, 128), (4, 8192, 64)):
+        cells = [
+            found.cell("attention_cpu", f"fp32 hd{dim} {mask} {length}x1 h{heads}", impl)
+            for mask in ("full", "causal")
+            for impl in ("fa_cupy", "torch")
+        ]
+        rows.append([f"{heads}, {length}, {dim}", *cells])
+    head = ("heads, length, head_dim", "fa_cupy", "PyTorch", "causal: fa_cupy", "PyTorch")
+    return _table(head, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "forward": forward,
+    "backward": backward,
+    "sparse": sparse,
+    "products": products,
+    "cpu": cpu,
+}
+
+
+def renewed(text: str) -> str:
+    """Return a page with each of its tables as the results say."""
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def main(argv: list[str]) -> int:
+    """Write the README."""
+    argparse.ArgumentParser(prog="python -m validation readme", description=__doc__).parse_args(
+        argv
+    )
+    README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
