@@ -5,7 +5,7 @@
 //   S^T = K Q^T,   P^T = exp(S^T - LSE),   dP^T = V dO^T,   dS^T = P^T (dP^T - delta),
 // so that a warpgroup has P^T and dS^T of its 64 keys in registers, as operands of
 //   dV += P^T dO   and   dK += dS^T Q;
-// dS^T goes through shared memory for dQ = dS K, of which each warpgroup computes a piece.
+// dS goes through shared memory for dQ^T = K^T dS^T, of which each warpgroup computes a piece.
 //
 // Pieces of dQ are added up in global memory in the order of the blocks of keys: each waits for its
 // turn.  Blocks draw their work in that order too, so whom a block waits for is always at work.
@@ -197,65 +197,68 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
   };
   auto own_ds = [&]() { return ds_place(tiles + kDelayed); };  // of the tile at hand
   auto ds_of_piece = [&]() { return ds_place(tiles); };        // what dQ is computed from now
-  float s[kParts][8][4], dp[kParts][8][4], dk[kMmaD][4], dv[kMmaD][4];
+  float s[kParts][kMmaM][4], dp[kParts][kMmaM][4], dk[kMmaD][4], dv[kMmaD][4];
 
-  // D = A B^T of 64 keys and 64 queries, over the columns of both, started.
-  auto start_scores = [&](float (&d)[8][4], const uint8* keys, const uint8* queries) {
+  // D = A B^T of 64 keys and a part's queries, over the columns of both, started.
+  auto start_scores = [&](float (&d)[kMmaM][4], const uint8* keys, const uint8* queries) {
     const uint64 a = wgmma_descriptor(cvta_to_shared(keys) + group * 64 * 128, 0);
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), 0);
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       // 16 columns are 32 bytes of a block's rows.
-      wgmma_m64k16_ss<kBf16, 64>(d, wgmma_at(a, step / 4 * kTileN * 128 + step % 4 * 32),
-                                 wgmma_at(b, step / 4 * kTileM * 128 + step % 4 * 32), step > 0);
+      wgmma_m64k16_ss<kBf16, kPartM>(d, wgmma_at(a, step / 4 * kTileN * 128 + step % 4 * 32),
+                                     wgmma_at(b, step / 4 * kTileM * 128 + step % 4 * 32),
+                                     step > 0);
     }
   };
-  // D += A B of 64 keys and all columns, over 64 queries, started; A is in registers.
-  auto start_keys = [&](float (&d)[kMmaD][4], const uint32(&pairs)[8][2], const uint8* queries) {
+  // D += A B of 64 keys and all columns, over a part's queries, started; A is in registers.
+  auto start_keys = [&](float (&d)[kMmaD][4], const uint32(&pairs)[kMmaM][2],
+                        const uint8* queries) {
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < kPartM / 16; ++step) {
       const uint32 a[4] = {pairs[2 * step][0], pairs[2 * step][1], pairs[2 * step + 1][0],
                            pairs[2 * step + 1][1]};
       wgmma_m64k16_rs<kBf16, kDim>(d, a, wgmma_at(b, step * 16 * 128), 1);
     }
   };
-  // dK += dS^T Q with dS^T from shared memory, where it stays when its registers are used again.
+  // dK += dS^T Q with dS from shared memory, where it stays when its registers are used again.
   auto start_late = [&](const uint8* queries) {
-    const uint64 a =
-        wgmma_descriptor(cvta_to_shared(shared.ds[own_ds().index()]) + group * 64 * 128, 0);
+    const uint64 a = wgmma_descriptor(
+        cvta_to_shared(shared.ds[own_ds().index()]) + group * ScoreTile::kBlockBytes, 0);
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      wgmma_m64k16_ss<kBf16, kDim, kKMajor, kMnMajor>(dk, wgmma_at(a, step * 32),
-                                                      wgmma_at(b, step * 16 * 128), 1);
+    for (int step = 0; step < kPartM / 16; ++step) {
+      wgmma_m64k16_ss<kBf16, kDim, kMnMajor, kMnMajor>(dk, wgmma_at(a, step * 16 * 128),
+                                                       wgmma_at(b, step * 16 * 128), 1);
     }
     wgmma_commit_group();
   };
-  // A piece of dQ = dS K, started.
-  auto start_piece = [&](float (&d)[8][4]) {
+  // A piece of dQ^T = K^T dS^T, started.
+  auto start_piece = [&](float (&d)[kMmaM][4]) {
     const DsPlace place = ds_of_piece();
     wait(shared.ds_full[place.index()], place.parity());
     wgmma_fence();
     const int mine = group, part = kParts > 1 ? mine : 0, block = kParts > 1 ? 0 : mine;
-    const uint64 a =
-        wgmma_descriptor(cvta_to_shared(shared.ds[place.index()]) + part * kTileN * 128, 0);
-    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.k) + block * kTileN * 128, 0);
+    const uint64 a = wgmma_descriptor(cvta_to_shared(shared.k) + block * kTileN * 128, 0);
+    const uint64 b =
+        wgmma_descriptor(cvta_to_shared(shared.ds[place.index()]) + part * kPartM * 128, 0);
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
-      wgmma_m64k16_ss<kBf16, 64, kMnMajor, kMnMajor>(d, wgmma_at(a, step * 16 * 128),
-                                                     wgmma_at(b, step * 16 * 128), step > 0);
+      wgmma_m64k16_ss<kBf16, kPartM, kMnMajor>(
+          d, wgmma_at(a, step * 16 * 128),
+          wgmma_at(b, step / 4 * ScoreTile::kBlockBytes + step % 4 * 32), step > 0);
     }
     wgmma_commit_group();
   };
   // Writes a piece of dQ to the next slot.
-  auto put_piece = [&](const float (&d)[8][4]) {
+  auto put_piece = [&](const float (&d)[kMmaM][4]) {
     const SlotPlace slot = slot_place(-kDelayed);
     wait(shared.out_empty[group][slot.index()], slot.parity() ^ 1);
     const uint32 to =
         cvta_to_shared(shared.out[group][slot.index()]) + 4 * piece_offset(0, my_thread());
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < kMmaM; ++j) {
       const uint32 four[4] = {__float_as_uint(d[j][0]), __float_as_uint(d[j][1]),
                               __float_as_uint(d[j][2]), __float_as_uint(d[j][3])};
       st_shared_v4_b32(to + 4 * piece_offset(j, 0), four);
@@ -291,8 +294,8 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
   if constexpr (kDelayed) {  // what dQ is computed from at the first tile
     const uint32 nothing[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int i = my_thread(); i < kParts * 64 * 128 / 16; i += 128) {
-      st_shared_v4_b32(cvta_to_shared(shared.ds[0]) + group * (kParts * 64 * 128) + 16 * i,
+    for (int i = my_thread(); i < ScoreTile::kBlockBytes / 16; i += 128) {
+      st_shared_v4_b32(cvta_to_shared(shared.ds[0]) + group * ScoreTile::kBlockBytes + 16 * i,
                        nothing);
     }
     fence_proxy_async_shared();
@@ -326,14 +329,14 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
     };
     // Puts a number where a key is hidden.
-    auto hide = [&](float (&x)[8][4], int part, float hidden) {
+    auto hide = [&](float (&x)[kMmaM][4], int part, float hidden) {
       const int key = work.tile * kTileN + 64 * group + warp_row() + lane() / 4;
-      const int query = tile * kTileM + 64 * part + lane() % 4 * 2;
+      const int query = tile * kTileM + kPartM * part + lane() % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint32 seen = queries_seeing(p, key + 8 * h, query, 16);
+        const uint32 seen = queries_seeing(p, key + 8 * h, query, 2 * kMmaM);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < kMmaM; ++j) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             if ((seen >> (2 * j + e) & 1) == 0) x[j][2 * h + e] = hidden;
@@ -345,8 +348,8 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     auto weigh = [&](int part, const float4* rows, bool cut) {
       if (cut) hide(s[part], part, -FA_INFINITY);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float4 row = rows[32 * part + 4 * j];
+      for (int j = 0; j < kMmaM; ++j) {
+        const float4 row = rows[kPartM / 2 * part + 4 * j];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           s[part][j][e] =
@@ -358,29 +361,31 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     auto differentiate = [&](int part, const float4* rows, bool cut) {
       if (cut) hide(dp[part], part, 0.0f);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float4 row = rows[32 * part + 4 * j];
+      for (int j = 0; j < kMmaM; ++j) {
+        const float4 row = rows[kPartM / 2 * part + 4 * j];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           dp[part][j][e] = s[part][j][e] * (dp[part][j][e] - (e % 2 ? row.w : row.z));
         }
       }
     };
-    auto round_to = [&](uint32(&pairs)[8][2], const float (&x)[8][4]) {
+    auto round_to = [&](uint32(&pairs)[kMmaM][2], const float (&x)[kMmaM][4]) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
+      for (int j = 0; j < kMmaM; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) pairs[j][h] = pack2<kBf16>(x[j][2 * h], x[j][2 * h + 1]);
       }
     };
-    // dS^T to shared memory.
-    auto put_scores = [&](int part, const uint32(&pairs)[8][2]) {
-      const uint32 to = cvta_to_shared(shared.ds[own_ds().index()]) + part * kTileN * 128 +
-                        PartTile::lane_offset(matrix_row(64 * group + warp_row()), matrix_half());
+    // dS to shared memory: matrices of 8 keys are written as rows of queries.
+    auto put_scores = [&](int part, const uint32(&pairs)[kMmaM][2]) {
+      const int row = lane() / 16 * 8 + lane() % 8, chunk = warp_row() / 8 + lane() / 8 % 2;
+      const uint32 to = cvta_to_shared(shared.ds[own_ds().index()]) +
+                        group * ScoreTile::kBlockBytes + part * kPartM * 128 +
+                        ScoreTile::lane_offset(row, chunk);
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        stmatrix_x4(PartTile::at(to, 0, j / 2), pairs[j][0], pairs[j][1], pairs[j + 1][0],
-                    pairs[j + 1][1]);
+      for (int j = 0; j < kMmaM; j += 2) {
+        stmatrix_x4_trans(to + j * 8 * 128, pairs[j][0], pairs[j][1], pairs[j + 1][0],
+                          pairs[j + 1][1]);
       }
     };
 
@@ -406,7 +411,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       const bool dropped = kDelayed && step == 0;  // dQ
       bool cut = false;                            // the next tile
       auto& dq = kParts > 1 ? s[0] : dp[0];
-      uint32 weights[8][2], ds[8][2];
+      uint32 weights[kMmaM][2], ds[kMmaM][2];
       // Rounds a part and starts its products.
       auto start_part = [&](int part) {
         round_to(weights, s[part]);
@@ -417,10 +422,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         }
         put_scores(part, ds);
         wgmma_fence();
-        start_keys(dv, weights, o_tile + part * 64 * 128);
+        start_keys(dv, weights, o_tile + part * kPartM * 128);
         if constexpr (!kLate) {
           wgmma_fence();
-          start_keys(dk, ds, q_tile + part * 64 * 128);
+          start_keys(dk, ds, q_tile + part * kPartM * 128);
         }
         wgmma_commit_group();
       };
@@ -428,11 +433,15 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         fence_proxy_async_shared();
         release_own(shared.ds_full[own_ds().index()]);
       };
+      auto free_operands = [&]() {
+        release(shared.dout_empty[o_at]);
+        if constexpr (!kLate) release_own(shared.q_empty[q_at]);  // of rows, too
+      };
       auto free_scores = [&]() { release(shared.ds_empty[ds_of_piece().index()]); };
       auto start_next = [&](int part) {
         wgmma_fence();
-        start_scores(s[part], shared.k, next_q + part * 64 * 128);
-        start_scores(dp[part], shared.v, next_o + part * 64 * 128);
+        start_scores(s[part], shared.k, next_q + part * kPartM * 128);
+        start_scores(dp[part], shared.v, next_o + part * kPartM * 128);
         wgmma_commit_group();
       };
       if constexpr (kParts > 1) {
@@ -458,8 +467,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         if constexpr (kFinish) {
           if (!dropped) send_piece();
           wgmma_wait_group<kBegin>();
-          release(shared.dout_empty[o_at]);
-          release_own(shared.q_empty[q_at]);  // of rows, too
+          free_operands();
           ++tiles;
         }
         if constexpr (kBegin) {
@@ -473,6 +481,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           start_part(0);
           tell_scores();
           start_piece(dq);
+          if constexpr (!kSoon) {
+            wgmma_wait_group<1>();
+            free_operands();
+          }
         }
         if constexpr (kBegin) {
           wait(shared.q_full[q_next.index()], q_next.parity());
@@ -481,8 +493,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           wgmma_commit_group();
         }
         if constexpr (kFinish) {
-          wgmma_wait_group<1 + kBegin>();
-          release(shared.dout_empty[o_at]);
+          if constexpr (kSoon) {
+            wgmma_wait_group<1 + kBegin>();
+            free_operands();
+          }
           wgmma_wait_group<kBegin>();
           free_scores();
           next_step();
@@ -498,8 +512,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         }
         if constexpr (kFinish) {
           if (!dropped) send_piece();
-          wgmma_fence();
-          start_late(q_tile);
+          if constexpr (kLate) {
+            wgmma_fence();
+            start_late(q_tile);
+          }
         }
         if constexpr (kBegin) {
           wgmma_wait_group<1 + kDkLate>();
@@ -508,8 +524,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           differentiate(0, next_rows, cut);
         }
         if constexpr (kFinish) {
-          wgmma_wait_group<0>();
-          release_own(shared.q_empty[q_at]);  // of rows, too
+          if constexpr (kLate) {
+            wgmma_wait_group<0>();
+            release_own(shared.q_empty[q_at]);  // of rows, too
+          }
           ++tiles;
         }
       }
@@ -570,7 +588,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kWorkStages; ++i) {
       init(shared.work_full[i], 1);
-      init(shared.work_empty[i], kWarpArrivals * 4 * kGroups + 3);
+      init(shared.work_empty[i], kWarpArrivals * 4 * kGroups + 1 + kSlots);
     }
     fence_mbarrier_init();
   }
@@ -591,7 +609,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       prefetch_tensormap(&params.dout_map);
       prefetch_tensormap(&params.v_map);
       feed_gradients(params, shared);
-    } else {
+    } else if (warp < 2 + kSlots) {
       prefetch_tensormap(&params.dk_map);
       prefetch_tensormap(&params.dv_map);
       store_results(params, shared, warp - 2);

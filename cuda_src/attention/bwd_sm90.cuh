@@ -11,15 +11,19 @@ constexpr int kTileM = FA_TILE_M;      // queries of a tile
 constexpr int kTileN = FA_TILE_N;      // keys of a block
 constexpr int kQStages = FA_STAGES;    // tiles of Q in flight
 constexpr int kOStages = FA_O_STAGES;  // tiles of dO in flight
-constexpr int kSlots = 2;              // places for a warpgroup's results on their way out
+constexpr int kSlots = FA_SLOTS;       // places for a warpgroup's results on their way out
 constexpr int kWorkStages = 2;         // places for announced work
 constexpr int kThreads = 128 * (kGroups + 1);
-constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
-constexpr int kParts = kTileM / 64;        // of a tile of queries, one after the other
+constexpr int kBlocks = (kDim + 63) / 64;    // a tile in shared memory has blocks of 64 columns
+constexpr int kParts = kTileM > 80 ? 2 : 1;  // of a tile of queries, one after the other
+constexpr int kPartM = kTileM / kParts;      // queries of a part
 // What runs beside the exponentials: products of the other part of the tile or, where it has one
 // part only, dK += dS^T Q of the tile before.
-constexpr bool kLate = kParts == 1;
+constexpr bool kLate = FA_LATE;
+// Whether S of the next tile starts while dV of this one still has its weights in registers.
+constexpr bool kSoon = kPartM <= 64;
 constexpr int kMmaD = kDim / 8;
+constexpr int kMmaM = kPartM / 8;
 // dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
 // that of the tile before: then neither waits for the other, and one's exponentials run beside the
 // other's products.
@@ -31,7 +35,7 @@ constexpr bool kDelayed = kParts > 1;
 // the latter waits less, which counts where turns pass slowly.
 constexpr bool kLastFirst = kDelayed;
 constexpr int kDsStages = kDelayed ? 2 : 1;  // places for dS
-// dQ of a tile is added up in pieces of 64 queries and 64 columns, one for each warpgroup.
+// dQ of a tile is added up in pieces of a part's queries and 64 columns, one for each warpgroup.
 constexpr int kPieces = kParts * kBlocks;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kFeedingRegisters = 24;
@@ -39,11 +43,13 @@ constexpr int kComputingRegisters = 240;
 static_assert(kTileN == 64 * kGroups, "a warpgroup has 64 keys");
 static_assert(kPieces == kGroups, "a warpgroup has a piece of dQ");
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
-static_assert(kParts <= 2, "registers hold the scores of two parts");
+static_assert(kPartM % 16 == 0, "a part's queries are summed over by m64nNk16");
+static_assert(kParts == 1 || !kLate, "a second part is what runs beside the exponentials");
 
 constexpr int kKTileBytes = kTileN * 128 * kBlocks, kQTileBytes = kTileM * 128 * kBlocks;
+constexpr int kPieceFloats = piece_floats(kPartM);
 constexpr int kSlotBytes = kPieceFloats * 4;
-using PartTile = SharedTile<kTileN, 64>;       // dS^T of 64 queries
+using ScoreTile = SharedTile<kTileM, kTileN>;  // dS; a warpgroup's keys are a block of columns
 using KeyTile = SharedTile<64, 64 * kBlocks>;  // a warpgroup's rows of dK or dV
 static_assert(64 * 128 * kBlocks <= kSlotBytes, "rows of dK fit where a piece of dQ does");
 
@@ -59,7 +65,7 @@ struct SharedStorage {
   uint8 v[kKTileBytes];
   uint8 q[kQStages][kQTileBytes];
   uint8 dout[kOStages][kQTileBytes];
-  uint8 ds[kDsStages][kParts * kTileN * 128];
+  uint8 ds[kDsStages][kGroups * ScoreTile::kBlockBytes];
   uint8 out[kGroups][kSlots][kSlotBytes];  // pieces of dQ, later rows of dV and dK
   float4 rows[kQStages][kTileM / 2];
   uint64 k_full, k_empty, v_full, v_empty;

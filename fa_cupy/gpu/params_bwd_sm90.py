@@ -9,7 +9,7 @@ Last, ``bwd_redo`` computes the rows again whose sums were not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -32,7 +32,6 @@ from fa_cupy.gpu.structs_bwd import (
 
 _ALL = (*MAPPED, "out")
 _BOX = 64  # columns of a box, and rows where it is a result's: 128 bytes are a swizzled row
-_PIECE = 64 * 64  # kPieceFloats of cuda_src/common/gradient_sums.cuh
 _PADDED = 128  # rows of the workspace are padded to a multiple of it, the largest tile
 _ALIGNMENT = 256  # of the parts of a workspace
 _COUNTERS = 4  # words
@@ -52,6 +51,10 @@ class Row(Protocol):
     def tile_n(self) -> int: ...  # noqa: D102
     @property
     def sections(self) -> tuple[int, int]: ...  # noqa: D102
+    @property
+    def pieces(self) -> int: ...  # noqa: D102
+    @property
+    def piece_floats(self) -> int: ...  # noqa: D102
 
 
 class Gradients(NamedTuple):
@@ -137,7 +140,7 @@ def takes(problem: Problem, views: Gradients) -> bool:
     every = _views(problem, views)
     axes, steps = params.collapse(problem.batch, every)
     # The most blocks: 8 rows each, or a piece of 64 rows and 64 columns of at most 256.
-    rows = math.prod(axes) * (-(-problem.q_len // _PADDED) * _PADDED)
+    rows = math.prod(axes) * (-(-problem.q_len // _PADDED) + 1) * _PADDED
     if len(axes) > MAP_AXES or rows // 8 > MAX_GRID:
         return False
     if math.prod(axes) * -(-problem.k_len // 64) > MAX_GRID:
@@ -152,7 +155,7 @@ def takes(problem: Problem, views: Gradients) -> bool:
 class _Axes:
     """The batch axes of a call, and what all its structs say of them."""
 
-    def __init__(self, problem: Problem, views: Gradients) -> None:
+    def __init__(self, problem: Problem, views: Gradients, tiles: Iterable[int]) -> None:
         self.problem = problem
         self.views = _views(problem, views)
         axes, steps = params.collapse(problem.batch, self.views)
@@ -161,7 +164,8 @@ class _Axes:
         self.steps = {name: [0] * missing + steps[name] for name in _ALL}
         self.group = self.size[-1] if axes and _shared(steps) else 1
         self.entries = math.prod(self.size)
-        self.padded = -(-problem.q_len // _PADDED) * _PADDED
+        # Whole tiles, whatever their size.
+        self.padded = max(-(-problem.q_len // m) * m for m in {_PADDED, *tiles})
 
     def common(self, q: str, out: str, v_dim: int, tile_m: int) -> np.ndarray[Any, Any]:
         """Return ``AttentionParams`` that walk the arrays `q` and `out` in their places."""
@@ -202,12 +206,12 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
     rows : sequence of Row
         The kernels to launch, in order: what `fa_cupy.gpu.variants_bwd.select_bwd` returns.
     """
-    axes = _Axes(problem, views)
+    axes = _Axes(problem, views, [row.tile_m for row in rows])
     sizes = [axes.entries * axes.padded * 8, 0, 0, _COUNTERS * 4, 4 * (1 + sum(_spoiled(axes)))]
     for row in rows:
         if row.source.endswith("bwd_sm90"):
             tiles = axes.entries * -(-problem.q_len // row.tile_m)
-            sizes[1:3] = [tiles * _pieces(row) * _PIECE * 4, tiles * 4]
+            sizes[1:3] = [tiles * row.pieces * row.piece_floats * 4, tiles * 4]
     ends = [0]
     for n in sizes:
         ends.append(ends[-1] + -(-n // _ALIGNMENT) * _ALIGNMENT)
@@ -224,11 +228,6 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
         else:
             steps.append(_mapped_step(axes, row, kind, places))
     return Filled(steps, ends[-1])
-
-
-def _pieces(row: Row) -> int:
-    """Return in how many pieces dQ of a tile is added up."""
-    return row.tile_m // 64 * -(-row.dim // 64)
 
 
 def _spoiled(axes: _Axes) -> tuple[int, int]:
@@ -278,7 +277,7 @@ def _round_step(axes: _Axes, row: Row, main: Row, places: dict[str, int]) -> Ste
     filled["common"] = axes.common("q", "dq", axes.problem.head_dim, main.tile_m)
     filled["tile_m"], filled["tile_n"] = main.tile_m, main.tile_n
     filled["blocks"] = -(-main.dim // 64)
-    blocks = axes.entries * -(-axes.problem.q_len // main.tile_m) * _pieces(main)
+    blocks = axes.entries * -(-axes.problem.q_len // main.tile_m) * main.pieces
     used = {name: places[name] for name in ("sums", "spoiled")}
     return Step(row, filled, {}, {"common.out": "dq"}, used, blocks, False)
 

@@ -22,8 +22,7 @@ from fa_cupy.gpu.structs_bwd import (
 )
 
 DTYPE_NAMES = ("float16", "bfloat16")
-_GROUPS, _SLOTS, _WORK_STAGES = 2, 2, 2  # kGroups, kSlots, kWorkStages in bwd_sm90.cuh
-_SLOT_BYTES = 64 * 64 * 4  # a piece of dQ
+_GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
 _WORK_BYTES, _KEY_WORK_BYTES = 48, 40  # Work there, and in bwd_keys_sm90.cu
 
 
@@ -81,22 +80,44 @@ class BwdSm90(BackwardVariant):
     ----------
     o_stages : int
         Tiles of dO in flight; `stages` are those of Q.
+    slots : int
+        Places for a warpgroup's results on their way out.
+    late : bool
+        Whether dK of a tile is computed beside the exponentials of the next one.
     """
 
     o_stages: int
+    slots: int
+    late: bool
+
+    @property
+    def part_m(self) -> int:
+        """Queries whose scores a warpgroup has in registers: kPartM."""
+        return self.tile_m // (2 if self.tile_m > 80 else 1)
+
+    @property
+    def piece_floats(self) -> int:
+        """Of a piece of dQ."""
+        return 64 * self.part_m
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces dQ of a tile is added up."""
+        return self.tile_m // self.part_m * -(-self.dim // 64)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = row * (2 * self.tile_n + (self.stages + self.o_stages) * self.tile_m)
-        ds_stages = self.tile_m // 64  # kDsStages
+        ds_stages = self.tile_m // self.part_m  # kDsStages
         scores = 2 * self.tile_m * self.tile_n * ds_stages
         rows = 8 * self.tile_m * self.stages
-        rings = self.stages + self.o_stages + ds_stages + _GROUPS * _SLOTS + _WORK_STAGES
+        slots = _GROUPS * self.slots
+        rings = self.stages + self.o_stages + ds_stages + slots + _WORK_STAGES
         barriers = 4 + 2 * rings
         end = 8 * barriers + _WORK_STAGES * _WORK_BYTES
-        return tiles + scores + _GROUPS * _SLOTS * _SLOT_BYTES + rows + -(-end // 16) * 16
+        return tiles + scores + slots * 4 * self.piece_floats + rows + -(-end // 16) * 16
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -105,6 +126,8 @@ class BwdSm90(BackwardVariant):
             *super().defines,
             *self.tiles,
             ("FA_O_STAGES", self.o_stages),
+            ("FA_SLOTS", self.slots),
+            ("FA_LATE", int(self.late)),
         )
 
 
@@ -118,7 +141,7 @@ class BwdKeysSm90(BackwardVariant):
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = 64 * row * (2 + 2 * self.stages)
         end = 8 * (4 + 5 * self.stages + 2 * _WORK_STAGES) + _WORK_STAGES * _KEY_WORK_BYTES
-        return tiles + (_SLOT_BYTES + 512) * self.stages + -(-end // 16) * 16
+        return tiles + (4 * 64 * 64 + 512) * self.stages + -(-end // 16) * 16
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -188,6 +211,7 @@ class BwdRound(BackwardVariant):
         return (
             *super().defines,
             ("FA_THREADS", self.threads),
+            ("FA_TILE_M", self.tile_m),
             ("FA_ROUND_PARAMS_BYTES", BWD_ROUND_PARAMS.itemsize),
         )
 
@@ -219,17 +243,19 @@ class BwdRedo(BackwardVariant):
 
 
 def _sm90() -> Iterator[BwdSm90]:
-    # dim, tile_m, stages, o_stages, sections, why
+    # dim, tile_m, stages, o_stages, slots, sections, why
+    late = "dK and dV fill half of the registers; Q stays for another tile"
     rows = (
-        (64, 128, 2, 2, (12, 4), "two parts: exponentials of one beside products of the other"),
-        (96, 64, 3, 2, (16, 16), "as for 128"),
-        (128, 64, 3, 2, (16, 16), "dK and dV fill half of the registers; Q stays for another tile"),
+        (64, 128, 2, 2, 2, (12, 4), "two parts: exponentials of one beside products of the other"),
+        (96, 64, 3, 2, 2, (16, 16), "as for 128"),
+        (128, 64, 3, 2, 2, (16, 16), late),
     )
-    for dim, tile_m, stages, o_stages, sections, why in rows:
+    for dim, tile_m, stages, o_stages, slots, sections, why in rows:
         for dtype in DTYPE_NAMES:
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
-                warps=12, stages=stages, o_stages=o_stages, sections=sections, why=why,
+                warps=12, stages=stages, o_stages=o_stages, slots=slots, late=tile_m < 128,
+                sections=sections, why=why,
             )  # fmt: skip
 
 
@@ -254,10 +280,11 @@ def _around() -> Iterator[BackwardVariant]:
             source="attention/bwd_rows", dtype=dtype, dim=256, tile_m=1, tile_n=1,
             warps=ROWS_THREADS // 32, stages=1, why="reads dout and out once",
         )  # fmt: skip
-        yield BwdRound(
-            source="attention/bwd_round", dtype=dtype, dim=256, tile_m=64, tile_n=64,
-            warps=ROUND_THREADS // 32, stages=1, why="a block for each piece",
-        )  # fmt: skip
+        for part_m in (64, 80):
+            yield BwdRound(
+                source="attention/bwd_round", dtype=dtype, dim=256, tile_m=part_m, tile_n=64,
+                warps=ROUND_THREADS // 32, stages=1, why="a block for each piece",
+            )  # fmt: skip
         yield BwdRedo(
             source="attention/bwd_redo", dtype=dtype, dim=256, tile_m=64, tile_n=64,
             warps=REDO_THREADS // 32, stages=1, why="4 x 4 pairs a thread; rarely any work",
@@ -266,6 +293,12 @@ def _around() -> Iterator[BackwardVariant]:
 
 #: All rows.
 BACKWARD: tuple[BackwardVariant, ...] = (*_sm90(), *_wide(), *_around())
+
+
+def round_of(row: BwdSm90) -> BwdRound:
+    """Return the row of ``bwd_round`` that takes the pieces of a row."""
+    return next(r for r in BACKWARD if isinstance(r, BwdRound)
+                and (r.dtype, r.tile_m) == (row.dtype, row.part_m))  # fmt: skip
 
 
 def select_bwd(dtype: str, head_dim: int, v_dim: int) -> tuple[BackwardVariant, ...] | None:
@@ -289,8 +322,10 @@ def select_bwd(dtype: str, head_dim: int, v_dim: int) -> tuple[BackwardVariant, 
         return min((row for row in fits if isinstance(row, kind)), key=lambda row: row.rank,
                    default=None)  # fmt: skip
 
-    main = [pick(BwdSm90), pick(BwdRound)]
-    if main[0] is None:
+    main = [pick(BwdSm90)]
+    if isinstance(main[0], BwdSm90):
+        main.append(round_of(main[0]))
+    else:
         main = [pick(BwdKeysSm90), pick(BwdQueriesSm90)]
     chain = [pick(BwdRows), *main, pick(BwdRedo)]
     found = tuple(row for row in chain if row is not None)
