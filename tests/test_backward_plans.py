@@ -1,5 +1,6 @@
 """How gradients on CuPy arrays get to the kernels, which run in the emulator on a stand-in."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from fa_cupy import _arrays, _check
 from tests import cupy_stand_in
 from tests.kernel_gradients import case, gradients
 from tests.strategies import lay
-from validation import emulator
+from validation import emulator, families, peers, rows
 from validation.emulated import attention_backward
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
@@ -22,12 +23,14 @@ class Launch:
     """A launch that the emulator runs; `ran` says by which entry, in what workspace."""
 
     ran: list = []  # noqa: RUF012
+    tiles: list = []  # noqa: RUF012
 
     def __init__(self, row, grid, block, shared_bytes):
         self.row, self.how = row, (grid, block, shared_bytes)
 
     def __call__(self, arguments, stream=None):
         self.ran.append(self.row.source.rpartition("/")[2])
+        self.tiles.append((self.ran[-1], self.row.tile_m))
         emulator.launch(
             emulator.build_row(self.row), self.row.entry, *self.how, arguments.values, len(self.ran)
         )
@@ -56,6 +59,7 @@ def host(cupy, monkeypatch):
 
     monkeypatch.setattr(maps, "encode_tiled", encode)
     monkeypatch.setattr(Launch, "ran", [])
+    monkeypatch.setattr(Launch, "tiles", [])
     plan_bwd._plans.clear()
     return plan_bwd
 
@@ -365,3 +369,24 @@ def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, monkeypatch):
     assert not Launch.ran
     monkeypatch.setattr(host, "alloc", cupy_stand_in.alloc)
     call.check(host, cupy)
+
+
+def test_other_settings_of_a_row_beside_the_table_s(host, cupy, monkeypatch):
+    """What `python -m validation rows` does: each setting has plans, and so kernels, of its own."""
+    call = Call(small(dims=(128, 128)))
+    family = dataclasses.replace(
+        families.FAMILIES[rows.FAMILY],
+        impls={"fa_cupy": lambda case, inputs: peers.Call(lambda: call.solve(host, cupy), None)},
+    )
+    monkeypatch.setitem(families.FAMILIES, rows.FAMILY, family)
+    before = host._plans, host.select_bwd
+    settings = ("", "bwd_sm90:tile_m=80,slots=1,soon=0")
+    made = [rows._with_rows(setting)(None, None) for setting in settings]
+    want = call.want()
+    for once in (*made, *made):
+        for name, x in once.run().items():
+            np.testing.assert_allclose(*(y.astype(float) for y in (x, want[name])), atol=0.05)
+    assert (host._plans, host.select_bwd) == before
+    assert not host._plans
+    tiles = [tile_m for entry, tile_m in Launch.tiles if entry == "bwd_sm90"]
+    assert tiles == [64, 80, 64, 80]

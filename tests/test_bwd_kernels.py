@@ -14,6 +14,7 @@ from tests.kernel_attention import DTYPES
 from tests.kernel_gradients import case, check, solve
 from tests.planted import plant
 from validation import emulator
+from validation.rows import replaced
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 DIMS = (64, 96, 128, 192, 256)
@@ -30,6 +31,29 @@ def test_every_row(dim, dtype):
     check(case(dtype, (4, 2), (130, 300), (dim - 8, dim - 16), dlse=True, **causal), seed=2)
     window = {"window": (70, 5), "causal_align": TOP}
     check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), layout="blhd", **window), seed=3)
+
+
+# What the source of a row can do beyond the table.
+SETTINGS = {
+    "bwd_sm90:tile_m=80,slots=1,soon=0": (96, 128),
+    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0": (96, 128),
+    "bwd_sm90:tile_m=80,stages=2,o_stages=1,late=0,soon=0": (128,),
+    "bwd_sm90:stages=2,late=0,soon=0": (128,),
+    "bwd_sm90:parts=1,soon=0": (64,),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("setting", "dim"), [(s, d) for s in SETTINGS for d in SETTINGS[s]])
+def test_other_settings_of_a_row(setting, dim):
+    rows = replaced(select_bwd("bfloat16", dim, dim), setting)
+    check(case("bfloat16", (2, 2), (150, 200), (dim, dim)), rows=rows, seed=1)
+    causal = {"is_causal": True, "causal_align": BOTTOM}
+    call = case("bfloat16", (4, 2), (130, 300), (dim - 8, dim - 16), dlse=True, **causal)
+    found = {tuple(x.tobytes() for x in check(call, rows=rows, seed=seed, blocks=blocks,
+                                              together=blocks))
+             for seed, blocks in ((2, 1), (3, 3), (4, 5))}  # fmt: skip
+    assert len(found) == 1
 
 
 @needs_compiler

@@ -8,6 +8,7 @@ import pytest
 
 import fa_cupy
 from fa_cupy import reference
+from fa_cupy.gpu.variants_bwd import select_bwd
 from validation import (
     backward_calls,
     backward_peers,
@@ -17,6 +18,7 @@ from validation import (
     families,
     peers,
     report,
+    rows,
     store,
 )
 
@@ -116,3 +118,16 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, name):
                     assert backward_calls.error(host, results, options) > backward_calls._WRONG
         count += 1
     assert count == 7
+
+
+def test_a_setting_changes_a_row_and_what_takes_its_pieces():
+    chain = select_bwd("bfloat16", 128, 128)
+    assert rows.replaced(chain, "") == chain
+    found = rows.replaced(chain, "bwd_sm90:tile_m=80,slots=1,sections=8/4")
+    assert (found[1].tile_m, found[1].slots, found[1].sections) == (80, 1, (8, 4))
+    assert found[2].tile_m == found[1].piece_m == 80
+    assert [row.source for row in found] == [row.source for row in chain]
+    for setting, text in (("bwd_keys_sm90:stages=3", "no 'bwd_keys_sm90' among bwd_rows, bwd_sm90"),
+                          ("bwd_sm90:tiles=3", "has no 'tiles'")):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            rows.replaced(chain, setting)

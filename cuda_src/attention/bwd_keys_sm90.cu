@@ -9,6 +9,7 @@
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/gradient_sums.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
@@ -39,7 +40,7 @@ struct SharedStorage {
   uint8 v[kBytes];  // later dK
   uint8 q[kStages][kBytes];
   uint8 dout[kStages][kBytes];
-  float p[kStages][kTile * kTile];  // P^T
+  float p[kStages][piece_floats(kTile)];  // P^T
   float4 rows[kStages][kTile / 2];
   uint64 k_full, k_empty, v_full, v_empty;
   uint64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];

@@ -130,7 +130,7 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
         fence_proxy_async_global();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
-          float* sums = params.sums + (row_tile * kPieces + group) * kPieceFloats;
+          float* sums = params.sums + (row_tile * kGroups + group) * kPieceFloats;
           const uint32 piece = cvta_to_shared(shared.out[group][slot]);
           if (turn == 0) {  // what lies there comes as it is
             cp_async_bulk_store(sums, piece, kSlotBytes);
@@ -235,30 +235,30 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     wgmma_commit_group();
   };
   // A piece of dQ^T = K^T dS^T, started.
-  auto start_piece = [&](float (&d)[kMmaM][4]) {
+  auto start_piece = [&](float (*d)[4]) {
     const DsPlace place = ds_of_piece();
     wait(shared.ds_full[place.index()], place.parity());
     wgmma_fence();
-    const int mine = group, part = kParts > 1 ? mine : 0, block = kParts > 1 ? 0 : mine;
+    const int mine = group, part = kBlocks > 1 ? 0 : mine, block = kBlocks > 1 ? mine : 0;
     const uint64 a = wgmma_descriptor(cvta_to_shared(shared.k) + block * kTileN * 128, 0);
     const uint64 b =
-        wgmma_descriptor(cvta_to_shared(shared.ds[place.index()]) + part * kPartM * 128, 0);
+        wgmma_descriptor(cvta_to_shared(shared.ds[place.index()]) + part * kPieceM * 128, 0);
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
-      wgmma_m64k16_ss<kBf16, kPartM, kMnMajor>(
+      wgmma_m64k16_ss<kBf16, kPieceM, kMnMajor>(
           d, wgmma_at(a, step * 16 * 128),
           wgmma_at(b, step / 4 * ScoreTile::kBlockBytes + step % 4 * 32), step > 0);
     }
     wgmma_commit_group();
   };
   // Writes a piece of dQ to the next slot.
-  auto put_piece = [&](const float (&d)[kMmaM][4]) {
+  auto put_piece = [&](const float (*d)[4]) {
     const SlotPlace slot = slot_place(-kDelayed);
     wait(shared.out_empty[group][slot.index()], slot.parity() ^ 1);
     const uint32 to =
         cvta_to_shared(shared.out[group][slot.index()]) + 4 * piece_offset(0, my_thread());
 #pragma unroll
-    for (int j = 0; j < kMmaM; ++j) {
+    for (int j = 0; j < kPieceM / 8; ++j) {
       const uint32 four[4] = {__float_as_uint(d[j][0]), __float_as_uint(d[j][1]),
                               __float_as_uint(d[j][2]), __float_as_uint(d[j][3])};
       st_shared_v4_b32(to + 4 * piece_offset(j, 0), four);

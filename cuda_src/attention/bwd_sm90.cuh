@@ -15,13 +15,13 @@ constexpr int kSlots = FA_SLOTS;       // places for a warpgroup's results on th
 constexpr int kWorkStages = 2;         // places for announced work
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;    // a tile in shared memory has blocks of 64 columns
-constexpr int kParts = kTileM > 80 ? 2 : 1;  // of a tile of queries, one after the other
+constexpr int kParts = FA_PARTS;             // of a tile of queries, one after the other
 constexpr int kPartM = kTileM / kParts;      // queries of a part
 // What runs beside the exponentials: products of the other part of the tile or, where it has one
 // part only, dK += dS^T Q of the tile before.
 constexpr bool kLate = FA_LATE;
 // Whether S of the next tile starts while dV of this one still has its weights in registers.
-constexpr bool kSoon = kPartM <= 64;
+constexpr bool kSoon = FA_SOON;
 constexpr int kMmaD = kDim / 8;
 constexpr int kMmaM = kPartM / 8;
 // dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
@@ -35,19 +35,21 @@ constexpr bool kDelayed = kParts > 1;
 // the latter waits less, which counts where turns pass slowly.
 constexpr bool kLastFirst = kDelayed;
 constexpr int kDsStages = kDelayed ? 2 : 1;  // places for dS
-// dQ of a tile is added up in pieces of a part's queries and 64 columns, one for each warpgroup.
-constexpr int kPieces = kParts * kBlocks;
+// dQ of a tile is added up in two pieces, one for each warpgroup: 64 columns each of all queries, or
+// half of the queries.
+constexpr int kPieceM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a piece
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kFeedingRegisters = 24;
 constexpr int kComputingRegisters = 240;
 static_assert(kTileN == 64 * kGroups, "a warpgroup has 64 keys");
-static_assert(kPieces == kGroups, "a warpgroup has a piece of dQ");
+static_assert(kGroups == 2 && kBlocks <= 2, "a warpgroup has a piece of dQ");
+static_assert(kParts == 1 || kPartM == kPieceM, "dQ goes to where scores of a part were");
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kPartM % 16 == 0, "a part's queries are summed over by m64nNk16");
 static_assert(kParts == 1 || !kLate, "a second part is what runs beside the exponentials");
 
 constexpr int kKTileBytes = kTileN * 128 * kBlocks, kQTileBytes = kTileM * 128 * kBlocks;
-constexpr int kPieceFloats = piece_floats(kPartM);
+constexpr int kPieceFloats = piece_floats(kPieceM);
 constexpr int kSlotBytes = kPieceFloats * 4;
 using ScoreTile = SharedTile<kTileM, kTileN>;  // dS; a warpgroup's keys are a block of columns
 using KeyTile = SharedTile<64, 64 * kBlocks>;  // a warpgroup's rows of dK or dV

@@ -82,35 +82,42 @@ class BwdSm90(BackwardVariant):
         Tiles of dO in flight; `stages` are those of Q.
     slots : int
         Places for a warpgroup's results on their way out.
+    parts : int
+        Of a tile of queries: exponentials of one run beside products of the other.
     late : bool
         Whether dK of a tile is computed beside the exponentials of the next one.
+    soon : bool
+        Whether the scores of the next tile start before dV of this one is done; that takes more
+        registers.
     """
 
     o_stages: int
     slots: int
+    parts: int
     late: bool
+    soon: bool
 
     @property
-    def part_m(self) -> int:
-        """Queries whose scores a warpgroup has in registers: kPartM."""
-        return self.tile_m // (2 if self.tile_m > 80 else 1)
+    def pieces(self) -> int:
+        """Of dQ of a tile: one for each warpgroup."""
+        return _GROUPS
+
+    @property
+    def piece_m(self) -> int:
+        """Queries of a piece of dQ: kPieceM."""
+        return self.tile_m if self.dim > 64 else self.tile_m // 2
 
     @property
     def piece_floats(self) -> int:
         """Of a piece of dQ."""
-        return 64 * self.part_m
-
-    @property
-    def pieces(self) -> int:
-        """In how many pieces dQ of a tile is added up."""
-        return self.tile_m // self.part_m * -(-self.dim // 64)
+        return 64 * self.piece_m
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = row * (2 * self.tile_n + (self.stages + self.o_stages) * self.tile_m)
-        ds_stages = self.tile_m // self.part_m  # kDsStages
+        ds_stages = self.parts  # kDsStages
         scores = 2 * self.tile_m * self.tile_n * ds_stages
         rows = 8 * self.tile_m * self.stages
         slots = _GROUPS * self.slots
@@ -128,6 +135,8 @@ class BwdSm90(BackwardVariant):
             ("FA_O_STAGES", self.o_stages),
             ("FA_SLOTS", self.slots),
             ("FA_LATE", int(self.late)),
+            ("FA_PARTS", self.parts),
+            ("FA_SOON", int(self.soon)),
         )
 
 
@@ -243,19 +252,18 @@ class BwdRedo(BackwardVariant):
 
 
 def _sm90() -> Iterator[BwdSm90]:
-    # dim, tile_m, stages, o_stages, slots, sections, why
-    late = "dK and dV fill half of the registers; Q stays for another tile"
+    # dim, tile_m, stages, parts, sections, why
     rows = (
-        (64, 128, 2, 2, 2, (12, 4), "two parts: exponentials of one beside products of the other"),
-        (96, 64, 3, 2, 2, (16, 16), "as for 128"),
-        (128, 64, 3, 2, 2, (16, 16), late),
+        (64, 128, 2, 2, (12, 4), "two parts: exponentials of one beside products of the other"),
+        (96, 64, 3, 1, (16, 16), "as for 128"),
+        (128, 64, 3, 1, (16, 16), "dK and dV fill half of the registers; Q stays for another tile"),
     )
-    for dim, tile_m, stages, o_stages, slots, sections, why in rows:
+    for dim, tile_m, stages, parts, sections, why in rows:
         for dtype in DTYPE_NAMES:
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
-                warps=12, stages=stages, o_stages=o_stages, slots=slots, late=tile_m < 128,
-                sections=sections, why=why,
+                warps=12, stages=stages, o_stages=2, slots=2, parts=parts, late=parts == 1,
+                soon=True, sections=sections, why=why,
             )  # fmt: skip
 
 
@@ -298,7 +306,7 @@ BACKWARD: tuple[BackwardVariant, ...] = (*_sm90(), *_wide(), *_around())
 def round_of(row: BwdSm90) -> BwdRound:
     """Return the row of ``bwd_round`` that takes the pieces of a row."""
     return next(r for r in BACKWARD if isinstance(r, BwdRound)
-                and (r.dtype, r.tile_m) == (row.dtype, row.part_m))  # fmt: skip
+                and (r.dtype, r.tile_m) == (row.dtype, row.piece_m))  # fmt: skip
 
 
 def select_bwd(dtype: str, head_dim: int, v_dim: int) -> tuple[BackwardVariant, ...] | None:
