@@ -11,7 +11,7 @@ from fa_cupy import _check
 from fa_cupy.gpu.params_bwd_sm90 import Gradients, fill, takes
 from fa_cupy.gpu.variants_bwd import select_bwd
 from tests.kernel_attention import DTYPES
-from tests.kernel_gradients import case, check, solve
+from tests.kernel_gradients import case, check, check_spoiled, solve
 from tests.planted import plant
 from validation import emulator
 from validation.rows import replaced
@@ -54,6 +54,11 @@ def test_other_settings_of_a_row(setting, dim):
                                               together=blocks))
              for seed, blocks in ((2, 1), (3, 3), (4, 5))}  # fmt: skip
     assert len(found) == 1
+    # Sums of rows in either of the words that a piece touches, and hidden keys that spoil others.
+    call = case("float16", (1, 1), (170, 170), (dim, dim), is_causal=True)
+    call.q[..., 70, 0] = call.dout[..., 130, 3] = np.nan
+    call.v[..., 150, 1] = call.k[..., 160, 2] = np.inf
+    check_spoiled(call, rows=replaced(select_bwd("float16", dim, dim), setting))
 
 
 @needs_compiler

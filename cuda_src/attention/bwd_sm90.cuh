@@ -14,9 +14,9 @@ constexpr int kOStages = FA_O_STAGES;  // tiles of dO in flight
 constexpr int kSlots = FA_SLOTS;       // places for a warpgroup's results on their way out
 constexpr int kWorkStages = 2;         // places for announced work
 constexpr int kThreads = 128 * (kGroups + 1);
-constexpr int kBlocks = (kDim + 63) / 64;    // a tile in shared memory has blocks of 64 columns
-constexpr int kParts = FA_PARTS;             // of a tile of queries, one after the other
-constexpr int kPartM = kTileM / kParts;      // queries of a part
+constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
+constexpr int kParts = FA_PARTS;           // of a tile of queries, one after the other
+constexpr int kPartM = kTileM / kParts;    // queries of a part
 // What runs beside the exponentials: products of the other part of the tile or, where it has one
 // part only, dK += dS^T Q of the tile before.
 constexpr bool kLate = FA_LATE;

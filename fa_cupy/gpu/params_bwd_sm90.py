@@ -32,6 +32,7 @@ from fa_cupy.gpu.structs_bwd import (
 
 _ALL = (*MAPPED, "out")
 _BOX = 64  # columns of a box, and rows where it is a result's: 128 bytes are a swizzled row
+_PIECES = 2  # of dQ of a tile, one a warpgroup; each has 64 columns of `piece_m` queries
 _PADDED = 128  # rows of the workspace are padded to a multiple of it, the largest tile
 _ALIGNMENT = 256  # of the parts of a workspace
 _COUNTERS = 4  # words
@@ -52,9 +53,7 @@ class Row(Protocol):
     @property
     def sections(self) -> tuple[int, int]: ...  # noqa: D102
     @property
-    def pieces(self) -> int: ...  # noqa: D102
-    @property
-    def piece_floats(self) -> int: ...  # noqa: D102
+    def piece_m(self) -> int: ...  # noqa: D102
 
 
 class Gradients(NamedTuple):
@@ -211,7 +210,7 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
     for row in rows:
         if row.source.endswith("bwd_sm90"):
             tiles = axes.entries * -(-problem.q_len // row.tile_m)
-            sizes[1:3] = [tiles * row.pieces * row.piece_floats * 4, tiles * 4]
+            sizes[1:3] = [tiles * _PIECES * 64 * row.piece_m * 4, tiles * 4]
     ends = [0]
     for n in sizes:
         ends.append(ends[-1] + -(-n // _ALIGNMENT) * _ALIGNMENT)
@@ -277,7 +276,7 @@ def _round_step(axes: _Axes, row: Row, main: Row, places: dict[str, int]) -> Ste
     filled["common"] = axes.common("q", "dq", axes.problem.head_dim, main.tile_m)
     filled["tile_m"], filled["tile_n"] = main.tile_m, main.tile_n
     filled["blocks"] = -(-main.dim // 64)
-    blocks = axes.entries * -(-axes.problem.q_len // main.tile_m) * main.pieces
+    blocks = axes.entries * -(-axes.problem.q_len // main.tile_m) * _PIECES
     used = {name: places[name] for name in ("sums", "spoiled")}
     return Step(row, filled, {}, {"common.out": "dq"}, used, blocks, False)
 

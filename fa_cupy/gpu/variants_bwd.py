@@ -51,6 +51,11 @@ class BackwardVariant(Variant):
         return (self.dim,)
 
     @property
+    def piece_m(self) -> int:
+        """Queries of a piece of dQ; 0 where a row adds none up."""
+        return 0
+
+    @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
         return (
@@ -98,19 +103,9 @@ class BwdSm90(BackwardVariant):
     soon: bool
 
     @property
-    def pieces(self) -> int:
-        """Of dQ of a tile: one for each warpgroup."""
-        return _GROUPS
-
-    @property
     def piece_m(self) -> int:
         """Queries of a piece of dQ: kPieceM."""
         return self.tile_m if self.dim > 64 else self.tile_m // 2
-
-    @property
-    def piece_floats(self) -> int:
-        """Of a piece of dQ."""
-        return 64 * self.piece_m
 
     @property
     def shared_bytes(self) -> int:
@@ -124,7 +119,7 @@ class BwdSm90(BackwardVariant):
         rings = self.stages + self.o_stages + ds_stages + slots + _WORK_STAGES
         barriers = 4 + 2 * rings
         end = 8 * barriers + _WORK_STAGES * _WORK_BYTES
-        return tiles + scores + slots * 4 * self.piece_floats + rows + -(-end // 16) * 16
+        return tiles + scores + slots * 4 * 64 * self.piece_m + rows + -(-end // 16) * 16
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
