@@ -54,10 +54,10 @@ def test_other_settings_of_a_row(setting, dim):
                                               together=blocks))
              for seed, blocks in ((2, 1), (3, 3), (4, 5))}  # fmt: skip
     assert len(found) == 1
-    # Sums of rows in either of the words that a piece touches, and hidden keys that spoil others.
-    call = case("float16", (1, 1), (170, 170), (dim, dim), is_causal=True)
+    # Sums of a piece of 80 queries spoil rows of two words.
+    call = case("float16", (1, 1), (160, 170), (dim, dim), is_causal=True, causal_align=TOP)
     call.q[..., 70, 0] = call.dout[..., 130, 3] = np.nan
-    call.v[..., 150, 1] = call.k[..., 160, 2] = np.inf
+    call.k[..., 165, 2] = call.v[..., 168, 1] = np.inf  # which no query sees
     check_spoiled(call, rows=replaced(select_bwd("float16", dim, dim), setting))
 
 
