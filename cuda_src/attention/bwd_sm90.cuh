@@ -27,13 +27,13 @@ constexpr int kMmaM = kPartM / 8;
 // dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
 // that of the tile before: then neither waits for the other, and one's exponentials run beside the
 // other's products.
-constexpr bool kDelayed = kParts > 1;
+constexpr bool kDelayed = FA_DELAYED;
 // The order of the blocks of keys.  From the first one on, each works on the tiles of queries from
 // the last one on, one tile or more behind the block before.  From the last one on, each works on
 // the tiles from the first one on: under a causal mask blocks of keys that begin together, each at
 // its own diagonal, then come to a tile one after the other.  The former ends with the short work,
 // the latter waits less, which counts where turns pass slowly.
-constexpr bool kLastFirst = kDelayed;
+constexpr bool kLastFirst = FA_LAST_FIRST;
 constexpr int kDsStages = kDelayed ? 2 : 1;  // places for dS
 // dQ of a tile is added up in two pieces, one for each warpgroup: 64 columns each of all queries, or
 // half of the queries.

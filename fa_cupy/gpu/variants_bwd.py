@@ -94,6 +94,10 @@ class BwdSm90(BackwardVariant):
     soon : bool
         Whether the scores of the next tile start before dV of this one is done; that takes more
         registers.
+    delayed : bool
+        Whether dQ is that of the tile before, so that the two warpgroups need not keep step.
+    last_first : bool
+        Whether blocks of keys are given out from the last one on; see kLastFirst.
     """
 
     o_stages: int
@@ -101,6 +105,8 @@ class BwdSm90(BackwardVariant):
     parts: int
     late: bool
     soon: bool
+    delayed: bool
+    last_first: bool
 
     @property
     def piece_m(self) -> int:
@@ -112,7 +118,7 @@ class BwdSm90(BackwardVariant):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = row * (2 * self.tile_n + (self.stages + self.o_stages) * self.tile_m)
-        ds_stages = self.parts  # kDsStages
+        ds_stages = 2 if self.delayed else 1  # kDsStages
         scores = 2 * self.tile_m * self.tile_n * ds_stages
         rows = 8 * self.tile_m * self.stages
         slots = _GROUPS * self.slots
@@ -132,6 +138,8 @@ class BwdSm90(BackwardVariant):
             ("FA_LATE", int(self.late)),
             ("FA_PARTS", self.parts),
             ("FA_SOON", int(self.soon)),
+            ("FA_DELAYED", int(self.delayed)),
+            ("FA_LAST_FIRST", int(self.last_first)),
         )
 
 
@@ -258,7 +266,8 @@ def _sm90() -> Iterator[BwdSm90]:
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
                 warps=12, stages=stages, o_stages=2, slots=2, parts=parts, late=parts == 1,
-                soon=True, sections=sections, why=why,
+                soon=True, delayed=parts > 1, last_first=parts > 1,
+                sections=sections, why=why,
             )  # fmt: skip
 
 
