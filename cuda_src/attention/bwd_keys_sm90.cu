@@ -5,7 +5,8 @@
 //   weights:    S^T = K Q^T,    P^T = exp(S^T - LSE),           dV += P^T dO
 //   gradients:  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),      dK += dS^T Q
 // P^T goes from the first to the second through shared memory, in float32.  A tile's second product
-// runs beside the exponentials of the next one.  dQ has a kernel of its own, bwd_queries_sm90.cu.
+// runs beside the exponentials of the next one, or before its first product, where the tile should
+// be given back soon.  dQ has a kernel of its own, bwd_queries_sm90.cu.
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
@@ -141,6 +142,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
   auto release_dout = [&](int at) { release(shared.dout_empty[at]); };
   auto release_near = [&](int at) { kWeights ? release_q(at) : release_dout(at); };
   auto release_far = [&](int at) { kWeights ? release_dout(at) : release_q(at); };
+  constexpr bool kSumFirst = (FA_SUM_FIRST >> (kWeights ? 0 : 1)) & 1;
   auto& keys = kWeights ? shared.k : shared.v;
   auto& keys_full = kWeights ? shared.k_full : shared.v_full;
   auto& keys_empty = kWeights ? shared.k_empty : shared.v_empty;
@@ -255,11 +257,17 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
       Place place;
       place.advance(tiles);
       const int at = place.index();
+      auto finish_last = [&]() { release_far(last_place().index()); };
+      if constexpr (!kFirst && kSumFirst) start_last(last_place());
       wait(near_full[at], place.parity());
       wgmma_fence();
       start_scores(near_tile[at]);
-      if constexpr (!kFirst) start_last(last_place());
-      wgmma_wait_group<kFirst ? 0 : 1>();
+      if constexpr (!kFirst && kSumFirst) {
+        wgmma_wait_group<1>();
+        finish_last();
+      }
+      if constexpr (!kFirst && !kSumFirst) start_last(last_place());
+      wgmma_wait_group<kFirst || kSumFirst ? 0 : 1>();
       if constexpr (kWeights) {
         weigh(place);  // what is known of the rows lies beside Q
       } else {
@@ -267,9 +275,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
         differentiate(place);
       }
       release_near(at);
-      if constexpr (!kFirst) {
+      if constexpr (!kFirst && !kSumFirst) {
         wgmma_wait_group<0>();
-        release_far(last_place().index());
+        finish_last();
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

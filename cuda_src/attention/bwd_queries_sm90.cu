@@ -4,7 +4,7 @@
 // tiles of kTileN keys that they see:
 //   S = Q K^T,   P = exp(S - LSE),   dP = dO V^T,   dS = P (dP - delta),   dQ += dS K
 // with Q and dO in shared memory and dQ in registers.  A tile's dQ += dS K runs beside the
-// exponentials of the next one.
+// exponentials of the next one, or before its scores.
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
@@ -21,6 +21,9 @@ constexpr int kTileM = FA_TILE_M;      // queries of a block
 constexpr int kTileN = FA_TILE_N;      // keys of a tile
 constexpr int kKStages = FA_STAGES;    // tiles of K in flight
 constexpr int kVStages = FA_V_STAGES;  // tiles of V in flight
+// Whether dQ of a tile comes before the scores of the next one, and its K is given back soon, rather
+// than beside the exponentials.
+constexpr bool kSumFirst = FA_SUM_FIRST;
 constexpr int kWorkStages = 2;
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
@@ -233,14 +236,22 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       k_place.advance(tiles);
       v_place.advance(tiles);
       const int k_at = k_place.index(), v_at = v_place.index();
+      if constexpr (!kFirst && kSumFirst) {
+        wgmma_fence();
+        start_sum(shared.k[k_before()]);
+      }
       wait(shared.k_full[k_at], k_place.parity());
       wgmma_fence();
       start_scores(s[0], shared.q, shared.k[k_at]);
       wait(shared.v_full[v_at], v_place.parity());
       wgmma_fence();
       start_scores(dp[0], shared.dout, shared.v[v_at]);
-      if constexpr (!kFirst) start_sum(shared.k[k_before()]);
-      wgmma_wait_group<kFirst ? 1 : 2>();
+      if constexpr (!kFirst && kSumFirst) {
+        wgmma_wait_group<2>();
+        release(shared.k_empty[k_before()]);
+      }
+      if constexpr (!kFirst && !kSumFirst) start_sum(shared.k[k_before()]);
+      wgmma_wait_group<kFirst || kSumFirst ? 1 : 2>();
       hide(s, -FA_INFINITY);
       const float lse[2] = {known(0, 0), known(1, 0)};
 #pragma unroll
@@ -250,7 +261,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], p.exp2_scale, -lse[e / 2]));
         }
       }
-      wgmma_wait_group<kFirst ? 0 : 1>();
+      wgmma_wait_group<kFirst || kSumFirst ? 0 : 1>();
       release(shared.v_empty[v_at]);
       hide(dp, 0.0f);
       const float delta[2] = {known(0, 2), known(1, 2)};
@@ -259,7 +270,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
 #pragma unroll
         for (int e = 0; e < 4; ++e) dp[0][j][e] = s[0][j][e] * (dp[0][j][e] - delta[e / 2]);
       }
-      if constexpr (!kFirst) {
+      if constexpr (!kFirst && !kSumFirst) {
         wgmma_wait_group<0>();
         release(shared.k_empty[k_before()]);
       }

@@ -145,7 +145,16 @@ class BwdSm90(BackwardVariant):
 
 @dataclass(frozen=True, kw_only=True)
 class BwdKeysSm90(BackwardVariant):
-    """A row of ``bwd_keys_sm90``: a warpgroup for dV, one for dK, and one that feeds them."""
+    """A row of ``bwd_keys_sm90``: a warpgroup for dV, one for dK, and one that feeds them.
+
+    Attributes
+    ----------
+    sum_first : int
+        Bit 0: a tile's dV comes before the scores of the next one, not beside its exponentials.
+        Bit 1: so does dK. Tiles are given back sooner then.
+    """
+
+    sum_first: int
 
     @property
     def shared_bytes(self) -> int:
@@ -158,7 +167,7 @@ class BwdKeysSm90(BackwardVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, *self.tiles)
+        return (*super().defines, *self.tiles, ("FA_SUM_FIRST", self.sum_first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +178,12 @@ class BwdQueriesSm90(BackwardVariant):
     ----------
     v_stages : int
         Tiles of V in flight; `stages` are those of K.
+    sum_first : int
+        1: a tile's dQ comes before the scores of the next one, not beside its exponentials.
     """
 
     v_stages: int
+    sum_first: int
 
     @property
     def shared_bytes(self) -> int:
@@ -185,7 +197,8 @@ class BwdQueriesSm90(BackwardVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, *self.tiles, ("FA_V_STAGES", self.v_stages))
+        more = ("FA_V_STAGES", self.v_stages), ("FA_SUM_FIRST", self.sum_first)
+        return (*super().defines, *self.tiles, *more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,11 +290,11 @@ def _wide() -> Iterator[BackwardVariant]:
         for dtype in DTYPE_NAMES:
             yield BwdKeysSm90(
                 source="attention/bwd_keys_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=64,
-                warps=12, stages=2, why=why,
+                warps=12, stages=2, sum_first=0, why=why,
             )  # fmt: skip
             yield BwdQueriesSm90(
                 source="attention/bwd_queries_sm90", dtype=dtype, dim=dim, tile_m=128, tile_n=64,
-                warps=12, stages=2, v_stages=v_stages,
+                warps=12, stages=2, v_stages=v_stages, sum_first=0,
                 why="Q and dO of 128 queries leave room for three tiles of 64 keys at 256",
             )  # fmt: skip
 
