@@ -1,0 +1,235 @@
+// Attention backward for SM80 and later, gradients of keys and values: mma.sync, ldmatrix, cp.async.
+//
+// One block owns kTileN keys of one entry of keys and values and walks over the tiles of kTileM
+// queries that see some of them, head by head of those that share the keys:
+//   S^T = K Q^T,  P^T = exp(S^T - LSE),          dV += P^T dO
+//   dP^T = V dO^T,  dS^T = P^T (dP^T - delta),   dK += dS^T Q
+// All sums are added up by one block in one order, so results are the same bits every time.
+//
+// Each warp has some keys, of which it may hold the scores of all queries of a tile and all columns
+// of dK and dV: then P^T and dS^T, as accumulators of m16n8k16, are A operands as they stand.
+// Where a row of the sums is too long for the registers of a warp, warps share keys.  Each of them
+// computes the scores of some queries, puts weights into shared memory for the others, and sums up
+// some columns (kExchange).  Tiles of Q, which the first product and the last one read, come
+// through a ring of two by cp.async, those of dO through one of kStages.
+#include "cuda_src/common/backward_sm80.cuh"
+#include "cuda_src/common/softmax.cuh"
+
+// -------------------------------------------------------------------------------------- constants
+constexpr bool kBf16 = FA_BF16;              // bfloat16, else float16
+constexpr int kDim = FA_DIM;                 // head_dim and v_dim, padded with zeros
+constexpr int kTileM = FA_TILE_M;            // queries of a tile
+constexpr int kTileN = FA_TILE_N;            // keys of a block
+constexpr int kWarps = FA_WARPS;             // of a block
+constexpr int kStages = FA_STAGES;           // tiles of dO in flight
+constexpr int kMinBlocks = FA_BLOCKS;        // blocks that should fit on a multiprocessor
+constexpr int kScoreCols = FA_SCORE_GROUPS;  // warps that share the queries of a tile
+constexpr int kSumCols = FA_SUM_GROUPS;      // warps that share the columns of the sums
+constexpr bool kExchange = kScoreCols > 1 || kSumCols > 1;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kScoreRows = kTileN / (kWarps / kScoreCols);  // keys of a warp's scores
+constexpr int kScoreQueries = kTileM / kScoreCols;          // queries of them
+constexpr int kSumRows = kTileN / (kWarps / kSumCols);      // keys of a warp's sums
+constexpr int kMmaM = kScoreRows / 16, kMmaN = kScoreQueries / 8;
+constexpr int kSumM = kSumRows / 16, kSumN = kDim / kSumCols / 8;
+constexpr int kQStages = 2;
+static_assert(kDim % 32 == 0 && kDim <= 256, "dims are padded to a multiple of 32, at most 256");
+static_assert(kMmaM * 16 == kScoreRows && kSumM * 16 == kSumRows && kMmaN % 2 == 0 &&
+                  kSumN % 2 == 0,
+              "warps own whole products");
+static_assert(kExchange || kMmaM == kSumM, "weights stay where they are");
+static_assert(kStages == 1 || kStages == kQStages, "dO comes with Q or in the middle of a tile");
+static_assert(kTileM / 2 <= kThreads, "a thread loads what is known of two queries");
+
+using KeyTile = SharedTile<kTileN, kDim>;
+using QueryTile = SharedTile<kTileM, kDim>;
+using WeightTile = SharedTile<kTileN, kTileM>;
+
+// ---------------------------------------------------------------------------------------- storage
+// Elements of P^T and of dS^T, where warps put them down for each other; else for form's sake.
+constexpr int kWeights = kExchange ? kTileN * kTileM : 8;
+struct SharedStorage {
+  uint16 k[kTileN * kDim];  // later dK
+  uint16 v[kTileN * kDim];  // later dV
+  uint16 q[kQStages][kTileM * kDim];
+  uint16 dout[kStages][kTileM * kDim];
+  uint16 p[kWeights], ds[kWeights];
+  float4 rows[kQStages][kTileM / 2];  // LSE of two queries, delta of them
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
+
+// A tile of queries of one of the entries that share the keys.
+struct Step {
+  int head, tile;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    attention_bwd_keys_sm80(const __grid_constant__ BackwardParams params) {
+  // ---------------------------------------------------------------------------------------- setup
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const AttentionParams& p = params.common;
+  constexpr uint32 kTileBytes = kTileM * kDim * 2;
+  const uint32 k_tile = cvta_to_shared(shared.k), v_tile = cvta_to_shared(shared.v);
+  const uint32 q_ring = cvta_to_shared(shared.q), dout_ring = cvta_to_shared(shared.dout);
+  const uint32 p_tile = cvta_to_shared(shared.p);
+  const uint32 ds_tile = cvta_to_shared(shared.ds);
+
+  // Under a causal mask the first keys are seen by the most queries: they go first.
+  const uint32 k_tiles = (p.k_len + kTileN - 1) / kTileN;
+  const uint32 entry = blockIdx.x / k_tiles, first_entry = entry * params.group;
+  const int first_key = static_cast<int>(blockIdx.x - entry * k_tiles) * kTileN;
+  const QueryTiles tiles = query_tiles(p, first_key, min(first_key + kTileN, p.k_len) - 1, kTileM);
+  const int heads = tiles.begin < tiles.end ? params.group : 0;
+
+  // Heads that share keys are neighbours along the last axis.
+  const uint16* q = entry_of(params, params.q, first_entry);
+  const uint16* dout = entry_of(params, params.dout, first_entry);
+  auto load_q = [&](const Step& step, int stage) {
+    load_tile<kTileM, kDim, kThreads>(
+        q_ring + stage * kTileBytes, q + step.head * params.q.batch[kAxes - 1],
+        static_cast<int>(params.q.row), step.tile * kTileM, p.q_len, p.head_dim, true);
+    const int tid = tid_x_again();
+    if (tid < kTileM / 2) {
+      const float4* known = params.rows +
+                            static_cast<int64>(first_entry + step.head) * params.row_pairs +
+                            step.tile * (kTileM / 2);
+      cp_async_cg_16(cvta_to_shared(&shared.rows[stage][tid]), known + tid, 16);
+    }
+  };
+  auto load_dout = [&](const Step& step, int stage) {
+    load_tile<kTileM, kDim, kThreads>(
+        dout_ring + stage * kTileBytes, dout + step.head * params.dout.batch[kAxes - 1],
+        static_cast<int>(params.dout.row), step.tile * kTileM, p.q_len, p.v_dim, true);
+  };
+  auto after = [&](const Step& step) {
+    return step.tile + 1 < tiles.end ? Step{step.head, step.tile + 1}
+                                     : Step{step.head + 1, tiles.begin};
+  };
+
+  Step step = {0, tiles.begin};
+  if (heads > 0) {
+    const uint16* k = entry_of(params, params.k, first_entry);
+    const uint16* v = entry_of(params, params.v, first_entry);
+    load_tile<kTileN, kDim, kThreads>(k_tile, k, static_cast<int>(params.k.row), first_key, p.k_len,
+                                      p.head_dim, true);
+    load_tile<kTileN, kDim, kThreads>(v_tile, v, static_cast<int>(params.v.row), first_key, p.k_len,
+                                      p.v_dim, true);
+    load_q(step, 0);
+    load_dout(step, 0);
+    cp_async_commit_group();
+  }
+
+  float dk[kSumM][kSumN][4], dv[kSumM][kSumN][4];
+  clear(dk);
+  clear(dv);
+  // Where this warp's scores begin, and its sums.
+  auto score_row = [] { return tid_x_again() / 32 / kScoreCols * kScoreRows; };
+  auto score_col = [] { return tid_x_again() / 32 % kScoreCols * kScoreQueries; };
+  auto sum_row = [] { return tid_x_again() / 32 / kSumCols * kSumRows; };
+  auto sum_pair = [] { return tid_x_again() / 32 % kSumCols; };
+
+  // ----------------------------------------------------------------------------- tiles of queries
+#pragma unroll 1
+  for (int i = 0; step.head < heads; ++i) {
+    const int q_stage = i % kQStages, dout_stage = i % kStages;
+    cp_async_wait_group<0>();
+    __syncthreads();  // this tile is there, and nobody reads the one before it any more
+    const Step next = after(step);
+    if (next.head < heads) {
+      load_q(next, (i + 1) % kQStages);
+      if constexpr (kStages > 1) load_dout(next, (i + 1) % kStages);
+    }
+    cp_async_commit_group();
+
+    float s[kMmaM][kMmaN][4], dp[kMmaM][kMmaN][4];
+    const uint32 q_tile = q_ring + q_stage * kTileBytes;
+    const uint32 dout_tile = dout_ring + dout_stage * kTileBytes;
+    multiply_rows<kBf16, KeyTile, QueryTile, kDim / 16>(s, k_tile + a_lane<KeyTile>(score_row()),
+                                                        q_tile + b_lane<QueryTile>(score_col()));
+    multiply_rows<kBf16, KeyTile, QueryTile, kDim / 16>(dp, v_tile + a_lane<KeyTile>(score_row()),
+                                                        dout_tile + b_lane<QueryTile>(score_col()));
+
+    const int lane = tid_x_again() % 32;
+    const float4* known = &shared.rows[q_stage][score_col() / 2 + lane % 4];
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+      const float2 delta = *reinterpret_cast<const float2*>(&known[4 * j].z);
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp[i][j][e] -= e % 2 ? delta.y : delta.x;
+      }
+    }
+    const int own = first_key + score_row() + lane / 4;
+    const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
+    if (p.transform) {
+      transform_scores<true>(p, batch_offsets(p, first_entry + step.head).bias, s, dp, own, other);
+    }
+    if (step.tile < tiles.full_begin || step.tile >= tiles.full_end) {
+      uint32 seen[kMmaM][2];
+      pairs_in_band<true>(p, seen, own, other, 2 * kMmaN);
+      hide_by_words(s, seen);
+    }
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+      const float2 lse = *reinterpret_cast<const float2*>(&known[4 * j].x);
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[i][j][e] = ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -(e % 2 ? lse.y : lse.x)));
+          dp[i][j][e] *= s[i][j][e];
+        }
+      }
+    }
+
+    uint32 weights[kMmaM][kMmaN][2], ds[kMmaM][kMmaN][2];
+    round_weights<kBf16>(s, weights);
+    round_weights<kBf16>(dp, ds);
+    if constexpr (kExchange) {
+      put_pairs<WeightTile>(p_tile, weights, score_row(), score_col());
+      put_pairs<WeightTile>(ds_tile, ds, score_row(), score_col());
+      __syncthreads();
+    }
+    const uint32 columns = b_trans_lane<QueryTile>(sum_pair());
+    if constexpr (kExchange) {
+      add_product<kBf16, WeightTile, QueryTile, kTileM / 16, kSumCols>(
+          dv, p_tile + a_lane<WeightTile>(sum_row()), dout_tile + columns);
+    } else {
+      add_product<kBf16, QueryTile>(dv, weights, dout_tile + columns);
+    }
+    if constexpr (kStages == 1) {
+      __syncthreads();  // nobody reads this tile of dO any more
+      if (next.head < heads) load_dout(next, 0);
+      cp_async_commit_group();
+    }
+    if constexpr (kExchange) {
+      add_product<kBf16, WeightTile, QueryTile, kTileM / 16, kSumCols>(
+          dk, ds_tile + a_lane<WeightTile>(sum_row()), q_tile + columns);
+    } else {
+      add_product<kBf16, QueryTile>(dk, ds, q_tile + columns);
+    }
+    step = next;
+  }
+
+  // ------------------------------------------------------------------------------------- epilogue
+  cp_async_wait_group<0>();
+  __syncthreads();  // K and V have been read by all
+  Look look;
+  const int rows = p.k_len - first_key;
+  put_sums<kBf16, KeyTile, kSumCols>(k_tile, dk, sum_row(), sum_pair(), rows, params.scale, look);
+  put_sums<kBf16, KeyTile, kSumCols>(v_tile, dv, sum_row(), sum_pair(), rows, 1.0f, look);
+  if (look.spoiled()) {
+    spoil_keys(params.spoiled, p, params.entries * params.group, entry, first_key + sum_row());
+  }
+  __syncthreads();
+  auto store = [&](uint32 tile, const Array& array, int cols) {
+    constexpr int kOwnRows = kTileN / kWarps;
+    uint16* to = entry_of(params, array, first_entry) + first_key * array.row;
+    store_rows<kTileN, kDim, kOwnRows>(tile, to, static_cast<int>(array.row),
+                                       threadIdx.x / 32 * kOwnRows, rows, cols, true);
+  };
+  store(k_tile, params.dk, p.head_dim);
+  store(v_tile, params.dv, p.v_dim);
+}
