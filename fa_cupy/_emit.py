@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from fa_cupy.gpu import compile, devices, nvrtc
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import VARIANTS
 from fa_cupy.gpu.variants_bwd import BACKWARD
@@ -14,7 +15,7 @@ from fa_cupy.gpu.variants_bwd import BACKWARD
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    rows = {row.name: row for row in (*VARIANTS, *BACKWARD, *PRODUCTS)}
+    rows = {row.name: row for row in (*VARIANTS, *BACKWARD, *PRODUCTS, *MASKS)}
     parser = argparse.ArgumentParser(
         prog="python -m fa_cupy emit", description="Write the PTX of a kernel."
     )
