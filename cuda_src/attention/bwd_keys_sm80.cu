@@ -25,6 +25,7 @@ constexpr int kStages = FA_STAGES;           // tiles of dO in flight
 constexpr int kMinBlocks = FA_BLOCKS;        // blocks that should fit on a multiprocessor
 constexpr int kScoreCols = FA_SCORE_GROUPS;  // warps that share the queries of a tile
 constexpr int kSumCols = FA_SUM_GROUPS;      // warps that share the columns of the sums
+constexpr bool kSparse = FA_SPARSE;          // with a mask
 constexpr bool kExchange = kScoreCols > 1 || kSumCols > 1;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kScoreRows = kTileN / (kWarps / kScoreCols);  // keys of a warp's scores
@@ -39,6 +40,8 @@ static_assert(kMmaM * 16 == kScoreRows && kSumM * 16 == kSumRows && kMmaN % 2 ==
               "warps own whole products");
 static_assert(kExchange || kMmaM == kSumM, "weights stay where they are");
 static_assert(kStages == 1 || kStages == kQStages, "dO comes with Q or in the middle of a tile");
+static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
+static_assert(kRowMajor == 0, "words are in fragment order");
 static_assert(kTileM / 2 <= kThreads, "a thread loads what is known of two queries");
 
 using KeyTile = SharedTile<kTileN, kDim>;
@@ -48,6 +51,15 @@ using WeightTile = SharedTile<kTileN, kTileM>;
 // ---------------------------------------------------------------------------------------- storage
 // Elements of P^T and of dS^T, where warps put them down for each other; else for form's sake.
 constexpr int kWeights = kExchange ? kTileN * kTileM : 8;
+// What the block has to do; left in shared memory, since registers are short in the loop.
+struct Work {
+  const uint16 *q, *dout;  // of the first one of the heads that share the keys
+  const float4* rows;
+  QueryTiles tiles;  // of each head
+  uint32 entry;      // of keys
+  int heads;         // 0 where no query sees a key
+  int first_key;
+};
 struct SharedStorage {
   uint16 k[kTileN * kDim];  // later dK
   uint16 v[kTileN * kDim];  // later dV
@@ -55,6 +67,7 @@ struct SharedStorage {
   uint16 dout[kStages][kTileM * kDim];
   uint16 p[kWeights], ds[kWeights];
   float4 rows[kQStages][kTileM / 2];  // LSE of two queries, delta of them
+  Work work;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -62,6 +75,23 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as
 struct Step {
   int head, tile;
 };
+
+// Where this warp's scores begin, and its sums.
+FA_DEVICE int score_row() { return tid_x_again() / 32 / kScoreCols * kScoreRows; }
+FA_DEVICE int score_col() { return tid_x_again() / 32 % kScoreCols * kScoreQueries; }
+FA_DEVICE int sum_row() { return tid_x_again() / 32 / kSumCols * kSumRows; }
+FA_DEVICE int sum_pair() { return tid_x_again() / 32 % kSumCols; }
+
+// sums += weights times rows of Q or dO, weights being this warp's own or, from all, in a tile.
+template <bool kFromTile, typename Sums, typename Weights>
+FA_DEVICE void add_weights(Sums& sums, const Weights& weights, uint32 weight_tile, uint32 rows) {
+  if constexpr (kFromTile) {
+    add_product<kBf16, WeightTile, QueryTile, kTileM / 16, kSumCols>(
+        sums, weight_tile + a_lane<WeightTile>(sum_row()), rows);
+  } else {
+    add_product<kBf16, QueryTile>(sums, weights, rows);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_bwd_keys_sm80(const __grid_constant__ BackwardParams params) {
@@ -75,72 +105,87 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const uint32 p_tile = cvta_to_shared(shared.p);
   const uint32 ds_tile = cvta_to_shared(shared.ds);
 
-  // Under a causal mask the first keys are seen by the most queries: they go first.
-  const uint32 k_tiles = (p.k_len + kTileN - 1) / kTileN;
-  const uint32 entry = blockIdx.x / k_tiles, first_entry = entry * params.group;
-  const int first_key = static_cast<int>(blockIdx.x - entry * k_tiles) * kTileN;
-  const QueryTiles tiles = query_tiles(p, first_key, min(first_key + kTileN, p.k_len) - 1, kTileM);
-  const int heads = tiles.begin < tiles.end ? params.group : 0;
+  if (threadIdx.x == 0) {
+    // Under a causal mask the first keys are seen by the most queries: they go first.
+    const uint32 k_tiles = (p.k_len + kTileN - 1) / kTileN;
+    Work& work = shared.work;
+    work.entry = blockIdx.x / k_tiles;
+    work.first_key = static_cast<int>(blockIdx.x - work.entry * k_tiles) * kTileN;
+    work.tiles = query_tiles(p, work.first_key, min(work.first_key + kTileN, p.k_len) - 1, kTileM);
+    work.heads = work.tiles.begin < work.tiles.end ? params.group : 0;
+    const uint32 first = work.entry * params.group;
+    work.q = entry_of(params, params.q, first);
+    work.dout = entry_of(params, params.dout, first);
+    work.rows = params.rows + static_cast<int64>(first) * params.row_pairs;
+  }
+  __syncthreads();
+  const Work& work = shared.work;
 
   // Heads that share keys are neighbours along the last axis.
-  const uint16* q = entry_of(params, params.q, first_entry);
-  const uint16* dout = entry_of(params, params.dout, first_entry);
   auto load_q = [&](const Step& step, int stage) {
     load_tile<kTileM, kDim, kThreads>(
-        q_ring + stage * kTileBytes, q + step.head * params.q.batch[kAxes - 1],
+        q_ring + stage * kTileBytes, work.q + step.head * params.q.batch[kAxes - 1],
         static_cast<int>(params.q.row), step.tile * kTileM, p.q_len, p.head_dim, true);
     const int tid = tid_x_again();
     if (tid < kTileM / 2) {
-      const float4* known = params.rows +
-                            static_cast<int64>(first_entry + step.head) * params.row_pairs +
-                            step.tile * (kTileM / 2);
-      cp_async_cg_16(cvta_to_shared(&shared.rows[stage][tid]), known + tid, 16);
+      const int64 at = static_cast<int64>(step.head) * params.row_pairs + step.tile * (kTileM / 2);
+      cp_async_cg_16(cvta_to_shared(&shared.rows[stage][tid]), work.rows + at + tid, 16);
     }
   };
   auto load_dout = [&](const Step& step, int stage) {
     load_tile<kTileM, kDim, kThreads>(
-        dout_ring + stage * kTileBytes, dout + step.head * params.dout.batch[kAxes - 1],
+        dout_ring + stage * kTileBytes, work.dout + step.head * params.dout.batch[kAxes - 1],
         static_cast<int>(params.dout.row), step.tile * kTileM, p.q_len, p.v_dim, true);
   };
-  auto after = [&](const Step& step) {
-    return step.tile + 1 < tiles.end ? Step{step.head, step.tile + 1}
-                                     : Step{step.head + 1, tiles.begin};
+  auto mask_row = [&](const Step& step) {
+    return table_row(params.mask, work.entry * params.group + step.head,
+                     work.first_key / kMaskBlock);
+  };
+  // The step, or the first one behind it, whose tile there is and a mask does not hide.
+  auto seen_from = [&](Step step) {
+    while (step.head < work.heads) {
+      if constexpr (kSparse) {
+        step.tile = next_tile<kTileM>(params.mask, mask_row(step), step.tile, work.tiles.end);
+      }
+      if (step.tile < work.tiles.end) break;
+      step = {step.head + 1, work.tiles.begin};
+    }
+    return step;
   };
 
-  Step step = {0, tiles.begin};
-  if (heads > 0) {
-    const uint16* k = entry_of(params, params.k, first_entry);
-    const uint16* v = entry_of(params, params.v, first_entry);
-    load_tile<kTileN, kDim, kThreads>(k_tile, k, static_cast<int>(params.k.row), first_key, p.k_len,
+  Step step = seen_from({0, work.tiles.begin});
+  if (step.head < work.heads) {
+    const uint32 first = work.entry * params.group;
+    load_tile<kTileN, kDim, kThreads>(k_tile, entry_of(params, params.k, first),
+                                      static_cast<int>(params.k.row), work.first_key, p.k_len,
                                       p.head_dim, true);
-    load_tile<kTileN, kDim, kThreads>(v_tile, v, static_cast<int>(params.v.row), first_key, p.k_len,
+    load_tile<kTileN, kDim, kThreads>(v_tile, entry_of(params, params.v, first),
+                                      static_cast<int>(params.v.row), work.first_key, p.k_len,
                                       p.v_dim, true);
     load_q(step, 0);
     load_dout(step, 0);
     cp_async_commit_group();
   }
-
   float dk[kSumM][kSumN][4], dv[kSumM][kSumN][4];
   clear(dk);
   clear(dv);
-  // Where this warp's scores begin, and its sums.
-  auto score_row = [] { return tid_x_again() / 32 / kScoreCols * kScoreRows; };
-  auto score_col = [] { return tid_x_again() / 32 % kScoreCols * kScoreQueries; };
-  auto sum_row = [] { return tid_x_again() / 32 / kSumCols * kSumRows; };
-  auto sum_pair = [] { return tid_x_again() / 32 % kSumCols; };
 
   // ----------------------------------------------------------------------------- tiles of queries
 #pragma unroll 1
-  for (int i = 0; step.head < heads; ++i) {
+  for (int i = 0; step.head < work.heads; ++i) {
     const int q_stage = i % kQStages, dout_stage = i % kStages;
     cp_async_wait_group<0>();
     __syncthreads();  // this tile is there, and nobody reads the one before it any more
-    const Step next = after(step);
-    if (next.head < heads) {
+    const Step next = seen_from({step.head, step.tile + 1});
+    if (next.head < work.heads) {
       load_q(next, (i + 1) % kQStages);
       if constexpr (kStages > 1) load_dout(next, (i + 1) % kStages);
     }
     cp_async_commit_group();
+    int place = kWholeBlock;
+    if constexpr (kSparse) {
+      place = block_place(params.mask, mask_row(step), step.tile * kTileM / kMaskBlock);
+    }
 
     float s[kMmaM][kMmaN][4], dp[kMmaM][kMmaN][4];
     const uint32 q_tile = q_ring + q_stage * kTileBytes;
@@ -161,16 +206,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         for (int e = 0; e < 4; ++e) dp[i][j][e] -= e % 2 ? delta.y : delta.x;
       }
     }
-    const int own = first_key + score_row() + lane / 4;
+    const int own = work.first_key + score_row() + lane / 4;
     const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
     if (p.transform) {
-      transform_scores<true>(p, batch_offsets(p, first_entry + step.head).bias, s, dp, own, other);
+      transform_scores<true>(p, batch_offsets(p, work.entry * params.group + step.head).bias, s, dp,
+                             own, other);
     }
-    if (step.tile < tiles.full_begin || step.tile >= tiles.full_end) {
-      uint32 seen[kMmaM][2];
-      pairs_in_band<true>(p, seen, own, other, 2 * kMmaN);
-      hide_by_words(s, seen);
-    }
+    const bool in_band = step.tile >= work.tiles.full_begin && step.tile < work.tiles.full_end;
+    hide_pairs<true, kSparse>(params, s, in_band, place, own, other);
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
       const float2 lse = *reinterpret_cast<const float2*>(&known[4 * j].x);
@@ -193,23 +236,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       __syncthreads();
     }
     const uint32 columns = b_trans_lane<QueryTile>(sum_pair());
-    if constexpr (kExchange) {
-      add_product<kBf16, WeightTile, QueryTile, kTileM / 16, kSumCols>(
-          dv, p_tile + a_lane<WeightTile>(sum_row()), dout_tile + columns);
-    } else {
-      add_product<kBf16, QueryTile>(dv, weights, dout_tile + columns);
-    }
+    add_weights<kExchange>(dv, weights, p_tile, dout_tile + columns);
     if constexpr (kStages == 1) {
       __syncthreads();  // nobody reads this tile of dO any more
-      if (next.head < heads) load_dout(next, 0);
+      if (next.head < work.heads) load_dout(next, 0);
       cp_async_commit_group();
     }
-    if constexpr (kExchange) {
-      add_product<kBf16, WeightTile, QueryTile, kTileM / 16, kSumCols>(
-          dk, ds_tile + a_lane<WeightTile>(sum_row()), q_tile + columns);
-    } else {
-      add_product<kBf16, QueryTile>(dk, ds, q_tile + columns);
-    }
+    add_weights<kExchange>(dk, ds, ds_tile, q_tile + columns);
     step = next;
   }
 
@@ -217,16 +250,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   cp_async_wait_group<0>();
   __syncthreads();  // K and V have been read by all
   Look look;
-  const int rows = p.k_len - first_key;
+  const int rows = p.k_len - work.first_key;
   put_sums<kBf16, KeyTile, kSumCols>(k_tile, dk, sum_row(), sum_pair(), rows, params.scale, look);
   put_sums<kBf16, KeyTile, kSumCols>(v_tile, dv, sum_row(), sum_pair(), rows, 1.0f, look);
   if (look.spoiled()) {
-    spoil_keys(params.spoiled, p, params.entries * params.group, entry, first_key + sum_row());
+    spoil_keys(params.spoiled, p, params.entries * params.group, work.entry,
+               work.first_key + sum_row());
   }
   __syncthreads();
   auto store = [&](uint32 tile, const Array& array, int cols) {
     constexpr int kOwnRows = kTileN / kWarps;
-    uint16* to = entry_of(params, array, first_entry) + first_key * array.row;
+    uint16* to = entry_of(params, array, work.entry * params.group) + work.first_key * array.row;
     store_rows<kTileN, kDim, kOwnRows>(tile, to, static_cast<int>(array.row),
                                        threadIdx.x / 32 * kOwnRows, rows, cols, true);
   };

@@ -17,6 +17,7 @@ constexpr int kTileN = FA_TILE_N;      // keys of a tile
 constexpr int kWarps = FA_WARPS;       // of a block
 constexpr int kStages = FA_STAGES;     // tiles of V in flight
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
+constexpr bool kSparse = FA_SPARSE;    // with a mask
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kTileM / kWarps;
 constexpr int kMmaM = kWarpRows / 16, kMmaN = kTileN / 8, kMmaD = kDim / 8;
@@ -24,6 +25,9 @@ constexpr int kKStages = 2;
 static_assert(kDim % 32 == 0 && kDim <= 256, "dims are padded to a multiple of 32, at most 256");
 static_assert(kTileM == kWarps * kMmaM * 16, "a warp owns whole 16-row products");
 static_assert(kStages == 1 || kStages == kKStages, "V comes with K or in the middle of a tile");
+
+static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
+static_assert(kRowMajor == 0, "words are in fragment order");
 
 using QueryTile = SharedTile<kTileM, kDim>;
 using KeyTile = SharedTile<kTileN, kDim>;
@@ -66,7 +70,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                                       p.v_dim, true);
   };
 
-  int tile = tiles.begin;
+  int64 mask_row = 0;
+  if constexpr (kSparse) mask_row = table_row(params.mask, entry, first_query / kMaskBlock);
+  // The tile, or the first one behind it, that a mask does not hide.
+  auto seen_from = [&](int tile) {
+    return kSparse ? next_tile<kTileN>(params.mask, mask_row, tile, tiles.end) : tile;
+  };
+
+  int tile = seen_from(tiles.begin);
   if (tile < tiles.end) {
     load_tile<kTileM, kDim, kThreads>(q_tile, entry_of(params, params.q, entry),
                                       static_cast<int>(params.q.row), first_query, p.q_len,
@@ -101,12 +112,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int k_stage = i % kKStages, v_stage = i % kStages;
     cp_async_wait_group<0>();
     __syncthreads();  // this tile is there, and nobody reads the one before it any more
-    const int next = tile + 1;
+    const int next = seen_from(tile + 1);
     if (next < tiles.end) {
       load_k(next, (i + 1) % kKStages);
       if constexpr (kStages > 1) load_v(next, (i + 1) % kStages);
     }
     cp_async_commit_group();
+    int place = kWholeBlock;
+    if constexpr (kSparse) {
+      place = block_place(params.mask, mask_row, tile * kTileN / kMaskBlock);
+    }
 
     float s[kMmaM][kMmaN][4], dp[kMmaM][kMmaN][4];
     const uint32 k_tile = k_ring + k_stage * kTileBytes;
@@ -128,11 +143,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (p.transform) {
       transform_scores<false>(p, batch_offsets(p, entry).bias, s, dp, own, other);
     }
-    if (tile < tiles.full_begin || tile >= tiles.full_end) {
-      uint32 seen[kMmaM][2];
-      pairs_in_band<false>(p, seen, own, other, 2 * kMmaN);
-      hide_by_words(s, seen);
-    }
+    const bool in_band = tile >= tiles.full_begin && tile < tiles.full_end;
+    hide_pairs<false, kSparse>(params, s, in_band, place, own, other);
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll

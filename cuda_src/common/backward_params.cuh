@@ -2,6 +2,7 @@
 // bwd_queries_sm80 and bwd_redo.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/mask_table.cuh"
 
 constexpr int kAxes = 3;  // of the batch
 
@@ -13,6 +14,7 @@ struct Array {
 struct BackwardParams {
   AttentionParams common;  // without arrays but the bias
   Array q, k, v, dout, dq, dk, dv;
+  MaskTable mask;      // by rows of blocks of the side that a kernel owns; straight for bwd_redo
   const float4* rows;  // two queries each: LSE * log2(e), then delta
   uint32* spoiled;     // rows to compute again (common/spoiled.cuh)
   int size[kAxes];     // of the batch

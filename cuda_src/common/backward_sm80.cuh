@@ -11,20 +11,56 @@
 #include "cuda_src/common/scores.cuh"
 #include "cuda_src/common/spoiled.cuh"
 
-// Of a thread's accumulators, the pairs that are seen: bit 2 j + e of word [i][h] is that of
-// register 2 h + e of x[i][j], as in the words of a mask.
+// The first tile of kTile rows in [tile, end) whose block a mask does not hide; `end` if there is
+// none.
+template <int kTile>
+FA_DEVICE int next_tile(const MaskTable& mask, int64 row, int tile, int end) {
+  constexpr int kInBlock = kMaskBlock / kTile;
+  const int block = next_block(mask, row, tile / kInBlock, (end + kInBlock - 1) / kInBlock);
+  return min(max(tile, block * kInBlock), end);
+}
+
+// Takes the pairs outside the band from those that are seen of a thread's accumulators: bit 2 j + e
+// of word [i][h] is that of register 2 h + e of x[i][j], as in the words of a mask.
 template <bool kOwnKeys, int kMmaM>
-FA_DEVICE void pairs_in_band(const AttentionParams& p, uint32 (&seen)[kMmaM][2], int first_own,
-                             int first_other, int count) {
+FA_DEVICE void keep_band(const AttentionParams& p, uint32 (&seen)[kMmaM][2], int first_own,
+                         int first_other, int count) {
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int own = first_own + 16 * i + 8 * h;
-      seen[i][h] = kOwnKeys ? queries_seeing(p, own, first_other, count)
-                            : columns_inside(p, own, first_other, count);
+      seen[i][h] &= kOwnKeys ? queries_seeing(p, own, first_other, count)
+                             : columns_inside(p, own, first_other, count);
     }
   }
+}
+
+// What a mask's words leave of the pairs of a block in part, in place of those in `seen`.
+template <int kMmaM>
+FA_DEVICE void pairs_of_words(const uint32* words, uint32 (&seen)[kMmaM][2], int own, int other) {
+  words += own % kMaskBlock / 16 * kSlabWords + tid_x_again() % 32 * 2;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+    const uint2 both = *reinterpret_cast<const uint2*>(words + i * kSlabWords);
+    seen[i][0] = both.x >> other % kMaskBlock / 8 * 2;
+    seen[i][1] = both.y >> other % kMaskBlock / 8 * 2;
+  }
+}
+
+// Hides scores outside the band, where a tile is not inside of it, and those that a mask hides of a
+// block that has words.
+template <bool kOwnKeys, bool kSparse, int kMmaM, int kMmaN>
+FA_DEVICE void hide_pairs(const BackwardParams& params, float (&s)[kMmaM][kMmaN][4], bool in_band,
+                          int place, int own, int other) {
+  const bool in_part = kSparse && place >= 0;
+  if (in_band && !in_part) return;
+  uint32 seen[kMmaM][2];
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) seen[i][0] = seen[i][1] = ~0u;
+  if (in_part) pairs_of_words(place_words(params.mask, place), seen, own, other);
+  if (!in_band) keep_band<kOwnKeys>(params.common, seen, own, other, 2 * kMmaN);
+  hide_by_words(s, seen);
 }
 
 // The bias of 16 x 32 pairs at most, in units of log2.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from fa_cupy._blocks import Grid
+from fa_cupy._check import Problem
 from fa_cupy.gpu.params import MASK_LISTS
 
 #: ``struct MaskTable`` of ``cuda_src/common/mask_table.cuh``; all 0 is no mask.
@@ -27,3 +31,25 @@ MASK_TABLES_PARAMS = np.dtype(
 MASK_TURN_PARAMS = np.dtype(
     [(name, np.uint64) for name in ("words", "turned", "places")] + [("blocks", np.int64)]
 )
+
+
+def fields(turned: bool) -> dict[str, str]:
+    """Return which address each field of a `MASK_TABLE` holds, by the names of
+    `fa_cupy.gpu.mask_tables.Tables.pointers`.
+
+    Parameters
+    ----------
+    turned : bool
+        Whether it is the table by blocks of keys.
+    """
+    kind, names = ("turned", TURNED) if turned else ("straight", STRAIGHT)
+    return {"entries": "mask_entries", **{name: f"mask_{kind}_{name}" for name in names}}
+
+
+def table(problem: Problem, turned: bool) -> np.ndarray[Any, Any]:
+    """Return a `MASK_TABLE` of shape (1,) of the mask of a problem, without addresses."""
+    filled = np.zeros(1, MASK_TABLE)
+    grid = Grid(problem.q_len, problem.k_len)
+    sizes = (grid.k_tiles, grid.q_tiles) if turned else (grid.q_tiles, grid.k_tiles)
+    filled["rows"], filled["cols"] = sizes
+    return filled

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fa_cupy.gpu.params import ATTENTION_PARAMS
 from fa_cupy.gpu.rows import SHARED_LIMIT, Variant
 from fa_cupy.gpu.structs_bwd import (
-    BWD_REDO_PARAMS,
+    BACKWARD_PARAMS,
     BWD_ROUND_PARAMS,
     BWD_ROWS_PARAMS,
     BWD_SM90_PARAMS,
@@ -155,7 +155,12 @@ class BwdQueriesSm90(BackwardVariant):
 
 @dataclass(frozen=True, kw_only=True)
 class BwdRows(BackwardVariant):
-    """A row of ``bwd_rows``, for all dims."""
+    """A row of ``bwd_rows``, for all dims, which runs anywhere."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All."""
+        return tuple(SHARED_LIMIT)
 
     @property
     def shared_bytes(self) -> int:
@@ -214,7 +219,7 @@ class BwdRedo(BackwardVariant):
             *super().defines,
             ("FA_DIM", self.dim),
             ("FA_THREADS", self.threads),
-            ("FA_REDO_PARAMS_BYTES", BWD_REDO_PARAMS.itemsize),
+            ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
         )
 
 
