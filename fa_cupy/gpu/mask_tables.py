@@ -50,7 +50,7 @@ class Tables(NamedTuple):
     turned_words: Any
 
     def pointers(self, entries: int) -> dict[str, int]:
-        """Return addresses by the names that `fields` gives, with that of the entries."""
+        """Return addresses by the names of `table_arrays`, with that of the entries."""
         found = {f"mask_{name}": array.data.ptr for name, array in self._asdict().items()}
         return {**found, "mask_turned_counts": self.counts.data.ptr, "mask_entries": entries}
 

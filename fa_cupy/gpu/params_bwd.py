@@ -24,7 +24,7 @@ from fa_cupy.gpu.structs_bwd import (
     ROWS_THREADS,
     ROWS_UNROLL,
 )
-from fa_cupy.gpu.structs_mask import fields, table
+from fa_cupy.gpu.structs_mask import table_arrays, table_of
 
 BOX = 64  # columns of a box, and rows where it is a result's: 128 bytes are a swizzled row
 PADDED = 128  # rows of the workspace are padded to a multiple of it, the largest tile
@@ -223,8 +223,8 @@ def plain_step(
     if problem.bias is not None:
         arrays["common.bias"] = "bias"
     if problem.mask is not None:
-        filled["mask"] = table(problem, turned)
-        arrays |= {f"mask.{name}": found for name, found in fields(turned).items()}
+        filled["mask"] = table_of(problem, turned)
+        arrays |= {f"mask.{name}": found for name, found in table_arrays(turned).items()}
     return Step(row, filled, {}, arrays, used, blocks, shares)
 
 
