@@ -13,7 +13,7 @@ from validation.emulated import attention_backward
 
 
 class Case(NamedTuple):
-    """Arrays (batch, heads, length, dim) of a call, and its options."""
+    """Arrays (batch, heads, length, dim) of a call, and its options, of which one is a mask."""
 
     q: np.ndarray
     k: np.ndarray
@@ -62,7 +62,9 @@ class Parts(NamedTuple):
         q, k, v, dout = (x.astype(real) for x in call[:4])
         group = q.shape[1] // k.shape[1]
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-        seen = reference.visible(q.shape[2], k.shape[2], **call.options)
+        options = {name: x for name, x in call.options.items() if name != "mask"}
+        seen = reference.visible(q.shape[2], k.shape[2], **options)
+        seen = seen & call.options.get("mask", True)
         s = np.where(seen, real(q.shape[-1] ** -0.5) * (q @ k.swapaxes(2, 3)), -np.inf)
         top = s.max(axis=-1, keepdims=True, initial=-np.inf)
         top = np.where(top == -np.inf, 0, top)
@@ -110,16 +112,26 @@ def slack(call):
     return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * terms)]
 
 
-def solve(call, rows=None, **how):
-    """The kernels' dq, dk and dv; `how` is for `validation.emulated.attention_backward`."""
+def rows_of(call):
+    """The rows that serve a call."""
+    dims = call.q.shape[-1], call.v.shape[-1]
+    return select_bwd(call.q.dtype.name, *dims, masked="mask" in call.options)
+
+
+def solve(call, rows=None, bits=None, **how):
+    """The kernels' dq, dk and dv; `how` is for `validation.emulated.attention_backward`.
+
+    `bits` is the same mask for the kernels.
+    """
     dtype = call.q.dtype
-    rows = rows or select_bwd(dtype.name, call.q.shape[-1], call.v.shape[-1])
+    rows = rows or rows_of(call)
     q, k, v, dout, dlse, options = call
     out = np.empty_like(dout)  # and laid out as it
     with np.errstate(all="ignore"):
         exact, lse = reference.attention(q, k, v, **options)
         out[...] = exact.astype(dtype)
-        return attention_backward(rows, dout, q, k, v, out, lse, dlse, **how, **options)
+        given = options if bits is None else {**options, "mask": bits}
+        return attention_backward(rows, dout, q, k, v, out, lse, dlse, **how, **given)
 
 
 def check(call, **how):

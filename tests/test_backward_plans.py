@@ -255,7 +255,7 @@ def same(a, b):
 def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
     """The plan packs what `Step.point` writes by name."""
     from fa_cupy.gpu import bwd_sm90
-    from fa_cupy.gpu.params_bwd_sm90 import fill
+    from fa_cupy.gpu.steps_bwd_sm90 import fill
 
     call = Call(small(dlse=True))
     filled = []

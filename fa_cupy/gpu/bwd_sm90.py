@@ -14,7 +14,8 @@ from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.launch import Launch
 from fa_cupy.gpu.maps import MappedArguments, Maps
-from fa_cupy.gpu.params_bwd_sm90 import Gradients, Step, fill
+from fa_cupy.gpu.params_bwd_sm90 import Gradients
+from fa_cupy.gpu.steps_bwd_sm90 import Step, fill
 from fa_cupy.gpu.structs_bwd import MAPPED
 from fa_cupy.gpu.variants_bwd import BackwardVariant
 

@@ -22,9 +22,7 @@ from fa_cupy.gpu.launch import capturing, launch
 from fa_cupy.gpu.mask_lists import DeviceMask, arrays_of
 from fa_cupy.gpu.mask_rows import SIDE, TABLES, TURN
 from fa_cupy.gpu.params import MaskPointers
-from fa_cupy.gpu.structs_mask import MASK_TABLE, MASK_TABLES_PARAMS, MASK_TURN_PARAMS
-from fa_cupy.gpu.structs_mask import STRAIGHT as STRAIGHT
-from fa_cupy.gpu.structs_mask import TURNED as TURNED
+from fa_cupy.gpu.structs_mask import MASK_TABLES_PARAMS, MASK_TURN_PARAMS
 from fa_cupy.layouts import BLOCK
 
 _WORDS = BLOCK * BLOCK // 32  # of a block
@@ -52,30 +50,9 @@ class Tables(NamedTuple):
     turned_words: Any
 
     def pointers(self, entries: int) -> dict[str, int]:
-        """Return addresses by the names that `fields` gives, with that of the entries."""
+        """Return addresses by the names of `table_arrays`, with that of the entries."""
         found = {f"mask_{name}": array.data.ptr for name, array in self._asdict().items()}
         return {**found, "mask_turned_counts": self.counts.data.ptr, "mask_entries": entries}
-
-
-def fields(turned: bool) -> dict[str, str]:
-    """Return which address each field of a `MASK_TABLE` holds, by the names of `Tables.pointers`.
-
-    Parameters
-    ----------
-    turned : bool
-        Whether it is the table by blocks of keys.
-    """
-    kind, names = ("turned", TURNED) if turned else ("straight", STRAIGHT)
-    return {"entries": "mask_entries", **{name: f"mask_{kind}_{name}" for name in names}}
-
-
-def table(problem: Problem, turned: bool) -> np.ndarray[Any, Any]:
-    """Return a `MASK_TABLE` of shape (1,) of the mask of a problem, without addresses."""
-    filled = np.zeros(1, MASK_TABLE)
-    grid = Grid(problem.q_len, problem.k_len)
-    sizes = (grid.k_tiles, grid.q_tiles) if turned else (grid.q_tiles, grid.k_tiles)
-    filled["rows"], filled["cols"] = sizes
-    return filled
 
 
 class CallTables:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _check
-from fa_cupy.gpu import params_bwd_sm90
-from fa_cupy.gpu.params_bwd_sm90 import Gradients
+from fa_cupy import BitMask, _check
+from fa_cupy.gpu.params_bwd_sm90 import Gradients, takes
+from fa_cupy.gpu.steps_bwd_sm90 import fill
 from fa_cupy.gpu.variants_bwd import BackwardVariant
 from validation import emulator
 from validation.emulated.forward import BLOCKS
+from validation.emulated.masks import tables_of
 
 
 def attention_backward(
@@ -31,6 +32,7 @@ def attention_backward(
     blocks: int = BLOCKS,
     together: int = 1,
     truncating: bool = False,
+    mask: np.ndarray[Any, Any] | BitMask | None = None,
     **options: Any,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Gradients of attention by some rows of the table.
@@ -48,6 +50,8 @@ def attention_backward(
     blocks, together : int
         Of the launches whose blocks take work until none is left: how many blocks, and how many of
         them run at the same time.
+    mask : numpy.ndarray or BitMask, optional
+        As for `fa_cupy.attention_backward`; wants rows for masks.
     **options
         Of `fa_cupy.attention`.
 
@@ -56,14 +60,14 @@ def attention_backward(
     EmulationError
         As `emulator.launch`.
     """
-    problem = _check.attention_problem(q, k, v, None, None, **options)
+    problem = _check.attention_problem(q, k, v, None, mask, **options)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     queries = (_check.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
     # As k and v are seen, so are dk and dv.
     like = _check.attention_problem(q, dk, dv, None, None, **options)
     views = Gradients(*queries, like.k, like.v)
-    assert params_bwd_sm90.takes(problem, views)
-    steps, size = params_bwd_sm90.fill(problem, views, rows)
+    assert takes(problem, views)
+    steps, size = fill(problem, views, rows)
     # What lies in a workspace is anything: NaN, and words that are far from 0.
     space = np.full(size // 4 + 64, 0x7FC0DEAD, np.uint32)
     base = space[-space.ctypes.data % 256 // 4 :].ctypes.data
@@ -72,6 +76,9 @@ def attention_backward(
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
     arrays |= {"dq": dq, "dk": dk, "dv": dv}
     pointers = {name: 0 if x is None else x.ctypes.data for name, x in arrays.items()}
+    tables = None if mask is None else tables_of(problem, mask)
+    if tables is not None:
+        pointers |= tables.pointers()
     for step in steps:
         step.point(base, pointers)
         for name, geometry in step.maps.items():
