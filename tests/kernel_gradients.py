@@ -127,16 +127,26 @@ def slack(call):
     return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * x.slope * terms)]
 
 
-def solve(call, rows=None, **how):
-    """The kernels' dq, dk and dv; `how` is for `validation.emulated.attention_backward`."""
+def rows_of(call):
+    """The rows that serve a call."""
+    dims = call.q.shape[-1], call.v.shape[-1]
+    return select_bwd(call.q.dtype.name, *dims, masked="mask" in call.options)
+
+
+def solve(call, rows=None, bits=None, **how):
+    """The kernels' dq, dk and dv; `how` is for `validation.emulated.attention_backward`.
+
+    `bits` is the same mask for the kernels.
+    """
     dtype = call.q.dtype
-    rows = rows or select_bwd(dtype.name, call.q.shape[-1], call.v.shape[-1])
+    rows = rows or rows_of(call)
     q, k, v, dout, dlse, options = call
     out = np.empty_like(dout)  # and laid out as it
     with np.errstate(all="ignore"):
         exact, lse = reference.attention(q, k, v, **options)
         out[...] = exact.astype(dtype)
-        return attention_backward(rows, dout, q, k, v, out, lse, dlse, **how, **options)
+        given = options if bits is None else {**options, "mask": bits}
+        return attention_backward(rows, dout, q, k, v, out, lse, dlse, **how, **given)
 
 
 def check(call, **how):

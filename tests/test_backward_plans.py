@@ -42,7 +42,7 @@ def cupy():
 @pytest.fixture
 def host(cupy, monkeypatch):
     """The module under test, without plans, on an emulated device of two multiprocessors."""
-    from fa_cupy.gpu import maps, plan_bwd, launches_bwd
+    from fa_cupy.gpu import launches_bwd, maps, plan_bwd
 
     for module in (launches_bwd, plan_bwd):
         monkeypatch.setattr(module, "target_of_device", lambda device: "sm_90a")
@@ -254,9 +254,9 @@ def same(a, b):
 
 def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
     """The plan packs what `Step.point` writes by name."""
-    from fa_cupy.gpu import bwd_sm90
-    from fa_cupy.gpu.params_bwd_sm90 import fill
+    from fa_cupy.gpu import steps_bwd_sm90
 
+    fill = steps_bwd_sm90.fill
     call = Call(small(dlse=True))
     filled = []
 
@@ -264,7 +264,7 @@ def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
         filled.append(what)
         return fill(*what)
 
-    monkeypatch.setattr(launches_bwd, "fill", spy)
+    monkeypatch.setattr(steps_bwd_sm90, "fill", spy)
     call.solve(host, cupy)
     (plan,) = host._plans.values()
     pointers = {name: 4096 * (i + 1) for i, name in enumerate((*NAMES, "dq", "dk", "dv"))}

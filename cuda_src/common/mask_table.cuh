@@ -30,13 +30,14 @@ FA_DEVICE bool is_masked(const MaskTable& mask) { return mask.entries != nullptr
 
 FA_DEVICE int seen_words(int cols) { return (cols + 31) / 32; }
 
-// The row of blocks, over all matrices, of a batch entry (over all batch axes).
-FA_DEVICE int64 table_row(const MaskTable& mask, int64 batch, int own) {
-  return static_cast<int64>(mask.entries[batch]) * mask.rows + own;
+// The row of blocks, over all matrices, of a batch entry (over all batch axes).  There are fewer
+// than 2**31, or their places would not fit any memory.
+FA_DEVICE int table_row(const MaskTable& mask, int64 batch, int own) {
+  return mask.entries[batch] * mask.rows + own;
 }
 
-FA_DEVICE int block_place(const MaskTable& mask, int64 row, int col) {
-  return mask.places[row * mask.cols + col];
+FA_DEVICE int block_place(const MaskTable& mask, int row, int col) {
+  return mask.places[static_cast<int64>(row) * mask.cols + col];
 }
 
 // The words of a block in part; `place` is not one of the constants above.
@@ -44,9 +45,13 @@ FA_DEVICE const uint32* place_words(const MaskTable& mask, int place) {
   return mask.words + static_cast<int64>(kBlockWords) * place;
 }
 
+FA_DEVICE const uint32* seen_row(const MaskTable& mask, int row) {
+  return mask.seen + static_cast<int64>(row) * seen_words(mask.cols);
+}
+
 // The first block of a row in [from, end) that is not hidden; `end` if there is none.
-FA_DEVICE int next_block(const MaskTable& mask, int64 row, int from, int end) {
-  const uint32* seen = mask.seen + row * seen_words(mask.cols);
+FA_DEVICE int next_block(const MaskTable& mask, int row, int from, int end) {
+  const uint32* seen = seen_row(mask, row);
   while (from < end) {
     const uint32 left = seen[from / 32] >> from % 32;
     if (left != 0) return min(from + __ffs(left) - 1, end);
@@ -56,8 +61,8 @@ FA_DEVICE int next_block(const MaskTable& mask, int64 row, int from, int end) {
 }
 
 // The last block of a row in [begin, from] that is not hidden; begin - 1 if there is none.
-FA_DEVICE int block_before(const MaskTable& mask, int64 row, int from, int begin) {
-  const uint32* seen = mask.seen + row * seen_words(mask.cols);
+FA_DEVICE int block_before(const MaskTable& mask, int row, int from, int begin) {
+  const uint32* seen = seen_row(mask, row);
   while (from >= begin) {
     const uint32 left = seen[from / 32] << (31 - from % 32);
     if (left != 0) return max(from - __clz(left), begin - 1);
@@ -67,8 +72,8 @@ FA_DEVICE int block_before(const MaskTable& mask, int64 row, int from, int begin
 }
 
 // How many blocks of a row in [begin, end) are not hidden.
-FA_DEVICE int count_blocks(const MaskTable& mask, int64 row, int begin, int end) {
-  const uint32* seen = mask.seen + row * seen_words(mask.cols);
+FA_DEVICE int count_blocks(const MaskTable& mask, int row, int begin, int end) {
+  const uint32* seen = seen_row(mask, row);
   int count = 0;
   while (begin < end) {
     const int next = min((begin / 32 + 1) * 32, end);
@@ -82,8 +87,11 @@ FA_DEVICE int count_blocks(const MaskTable& mask, int64 row, int begin, int end)
 // Of a turned table: how many blocks of keys in [first, last] the queries of a column do not have
 // hidden.
 FA_DEVICE int counted_blocks(const MaskTable& mask, int64 batch, int first, int last, int col) {
-  const int64 matrix_row = table_row(mask, batch, 0);
-  auto up_to = [&](int own) { return mask.counts[(matrix_row + own) * mask.cols + col]; };
   if (last < first) return 0;
-  return up_to(last) - (first > 0 ? up_to(first - 1) : 0);
+  const int row = table_row(mask, batch, 0);
+  auto up_to = [&](int own) {
+    return mask.counts[static_cast<int64>(row + own) * mask.cols + col];
+  };
+  const int count = up_to(last);
+  return first > 0 ? count - up_to(first - 1) : count;
 }

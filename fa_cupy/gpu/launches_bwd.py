@@ -55,7 +55,7 @@ class Launches:
     Parameters
     ----------
     filled : Filled
-        From `fa_cupy.gpu.params_bwd_sm90.fill` or `fa_cupy.gpu.params_bwd_sm80.fill`.
+        From `fa_cupy.gpu.steps_bwd_sm90.fill` or `fa_cupy.gpu.params_bwd_sm80.fill`.
     dtype : str
         Name of the dtype of q, k and v.
     device : int

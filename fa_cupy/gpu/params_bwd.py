@@ -192,6 +192,14 @@ def rows_step(
     return Step(row, filled, {}, arrays, used, axes.entries * blocks, False)
 
 
+def mask_arrays(problem: Problem, filled: np.ndarray[Any, Any], turned: bool) -> dict[str, str]:
+    """Fill in the mask of a struct; return which arrays it points to."""
+    if problem.mask is None:
+        return {}
+    filled["mask"] = table_of(problem, turned)
+    return {f"mask.{field}": array for field, array in table_arrays(turned).items()}
+
+
 def plain_step(
     axes: Axes, row: Row, places: dict[str, int], blocks: int, shares: bool, turned: bool
 ) -> Step:
@@ -222,9 +230,7 @@ def plain_step(
     arrays = {f"{name}.start": name for name in REDONE}
     if problem.bias is not None:
         arrays["common.bias"] = "bias"
-    if problem.mask is not None:
-        filled["mask"] = table_of(problem, turned)
-        arrays |= {f"mask.{name}": found for name, found in table_arrays(turned).items()}
+    arrays |= mask_arrays(problem, filled, turned)
     return Step(row, filled, {}, arrays, used, blocks, shares)
 
 
@@ -241,7 +247,7 @@ def laid_out(axes: Axes, **sizes: int) -> tuple[dict[str, int], int]:
     ----------
     axes : Axes
     **sizes : int
-        Bytes of what lies between ``rows`` and ``spoiled``, which all calls have. ``spoiled`` is the last.
+        Bytes of what lies between ``rows`` and ``spoiled``, which all calls have.
     """
     every = {"rows": axes.entries * axes.padded * 8, **sizes}
     every["spoiled"] = 4 * (1 + sum(spoiled(axes)))

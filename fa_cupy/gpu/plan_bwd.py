@@ -21,14 +21,14 @@ from cupy.cuda import MemoryPointer, UnownedMemory, alloc, get_current_stream, r
 
 from fa_cupy import _arrays, _check
 from fa_cupy._check import Problem, View
-from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90
+from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90, steps_bwd_sm90
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.launch import capturing
+from fa_cupy.gpu.launches_bwd import Launches
 from fa_cupy.gpu.mask_tables import CallTables
 from fa_cupy.gpu.params_bwd import Filled, Gradients
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.plan import remember
-from fa_cupy.gpu.launches_bwd import Launches
 from fa_cupy.gpu.variants_bwd import select_bwd
 from fa_cupy.gpu.variants_bwd_sm80 import select_bwd_sm80
 
@@ -181,11 +181,12 @@ def _has_rows(dtype: str, head_dim: int, v_dim: int, target: str | None) -> bool
 
 def _filled(problem: Problem, views: Gradients, device: int) -> Filled | None:
     """Return the launches of a call, None where no kernels take it."""
-    call, target = (problem.dtype.name, problem.head_dim, problem.v_dim), target_of_device(device)
-    rows = select_bwd(*call) if target == "sm_90a" else None
+    call, masked = (problem.dtype.name, problem.head_dim, problem.v_dim), problem.mask is not None
+    target = target_of_device(device)
+    rows = select_bwd(*call, masked) if target == "sm_90a" else None
     if rows is not None and params_bwd_sm90.takes(problem, views):
-        return params_bwd_sm90.fill(problem, views, rows)
-    rows = select_bwd_sm80(*call, target, problem.mask is not None)
+        return steps_bwd_sm90.fill(problem, views, rows)
+    rows = select_bwd_sm80(*call, target, masked)
     if rows is not None and params_bwd_sm80.takes(problem, views):
         return params_bwd_sm80.fill(problem, views, rows)
     return None

@@ -20,6 +20,7 @@ BWD_SM90_PARAMS = padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
     + [("common", ATTENTION_PARAMS)]
     + [(name, np.uint64) for name in ("rows", "sums", "turns", "counters", "spoiled")]
+    + [("mask", MASK_TABLE)]
     + [("size", np.int32, (MAP_AXES,))]
     + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in WALKED]
     + [(name, np.int32) for name in ("group", "entries", "k_tiles", "section", "row_pairs")],
@@ -36,6 +37,7 @@ BWD_ROWS_PARAMS = np.dtype(
 #: ``struct BwdRoundParams`` of ``cuda_src/attention/bwd_round.cu``.
 BWD_ROUND_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS), ("sums", np.uint64), ("spoiled", np.uint64)]
+    + [("mask", MASK_TABLE)]
     + [(name, np.int32) for name in ("tile_m", "tile_n", "blocks")],
     align=True,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fa_cupy import BitMask, _check
-from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90
+from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90, steps_bwd_sm90
 from fa_cupy.gpu.params_bwd import Gradients
 from fa_cupy.gpu.variants_bwd import BackwardVariant
 from fa_cupy.gpu.variants_bwd_sm80 import BackwardSm80
@@ -47,7 +47,9 @@ def attention_backward(
     dout, q, k, v, out, lse, dlse : numpy.ndarray
         `k` and `v` have the batch axes of `q`, but for a head axis that may have fewer heads.
     bias : numpy.ndarray, optional
-    mask : numpy.ndarray of bool or BitMask, optional
+        As for `fa_cupy.attention_backward`; only rows for SM80 take one.
+    mask : numpy.ndarray or BitMask, optional
+        As for `fa_cupy.attention_backward`; wants rows for masks.
     seed, truncating : int, bool
         As for `emulator.launch`.
     sources : mapping of Path
@@ -69,10 +71,12 @@ def attention_backward(
     # As k and v are seen, so are dk and dv.
     like = _check.attention_problem(q, dk, dv, bias, mask, **options)
     views = Gradients(*queries, like.k, like.v)
-    old = any(isinstance(row, BackwardSm80) for row in rows)
-    params = params_bwd_sm80 if old else params_bwd_sm90
-    assert params.takes(problem, views)
-    steps, size = params.fill(problem, views, rows)
+    if any(isinstance(row, BackwardSm80) for row in rows):
+        assert params_bwd_sm80.takes(problem, views)
+        steps, size = params_bwd_sm80.fill(problem, views, rows)
+    else:
+        assert params_bwd_sm90.takes(problem, views)
+        steps, size = steps_bwd_sm90.fill(problem, views, rows)
     # What lies in a workspace is anything: NaN, and words that are far from 0.
     space = np.full(size // 4 + 64, 0x7FC0DEAD, np.uint32)
     base = space[-space.ctypes.data % 256 // 4 :].ctypes.data
@@ -82,7 +86,8 @@ def attention_backward(
     arrays |= {"dq": dq, "dk": dk, "dv": dv, "bias": bias}
     pointers = {name: 0 if x is None else x.ctypes.data for name, x in arrays.items()}
     tables = None if mask is None else tables_of(problem, mask)
-    pointers |= {} if tables is None else tables.pointers()
+    if tables is not None:
+        pointers |= tables.pointers()
     for step in steps:
         step.point(base, pointers)
         for name, geometry in step.maps.items():
