@@ -45,14 +45,14 @@ def cupy():
 @pytest.fixture
 def host(cupy, monkeypatch):
     """The module under test, without plans, on an emulated device of two multiprocessors."""
-    from fa_cupy.gpu import bwd_sm90, maps, plan_bwd
+    from fa_cupy.gpu import launches_bwd, maps, plan_bwd
 
-    for module in (bwd_sm90, plan_bwd):
+    for module in (launches_bwd, plan_bwd):
         monkeypatch.setattr(module, "target_of_device", lambda device: "sm_90a")
-    monkeypatch.setattr(bwd_sm90, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(bwd_sm90, "Launch", Launch)
+    monkeypatch.setattr(launches_bwd, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(launches_bwd, "Launch", Launch)
     load = SimpleNamespace(load=lambda row, target, device: row)
-    monkeypatch.setattr(bwd_sm90, "compile", load)
+    monkeypatch.setattr(launches_bwd, "compile", load)
 
     def encode(pointer, dtype, *geometry):
         return emulator.tensor_map(pointer, *geometry)
@@ -258,9 +258,9 @@ def same(a, b):
 
 def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
     """The plan packs what `Step.point` writes by name."""
-    from fa_cupy.gpu import bwd_sm90
-    from fa_cupy.gpu.params_bwd_sm90 import fill
+    from fa_cupy.gpu import steps_bwd_sm90
 
+    fill = steps_bwd_sm90.fill
     call = Call(small(dlse=True))
     filled = []
 
@@ -268,7 +268,7 @@ def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
         filled.append(what)
         return fill(*what)
 
-    monkeypatch.setattr(bwd_sm90, "fill", spy)
+    monkeypatch.setattr(steps_bwd_sm90, "fill", spy)
     call.solve(host, cupy)
     (plan,) = host._plans.values()
     pointers = {name: 4096 * (i + 1) for i, name in enumerate((*NAMES, "dq", "dk", "dv"))}

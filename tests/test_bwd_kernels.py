@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import _check
-from fa_cupy.gpu.params_bwd_sm90 import Gradients, fill, takes
+from fa_cupy.gpu.params_bwd_sm90 import Gradients, takes
+from fa_cupy.gpu.steps_bwd_sm90 import fill
 from fa_cupy.gpu.variants_bwd import select_bwd
 from tests.kernel_attention import DTYPES
 from tests.kernel_gradients import case, check, check_spoiled, solve

@@ -12,6 +12,7 @@ import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy._warmup import serving, serving_backward, serving_products
 from fa_cupy.gpu import cache, compile, devices
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
@@ -289,7 +290,7 @@ def test_emit_lists_all_rows(capsys):
     assert main(["emit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        row.name for row in (*VARIANTS, *BACKWARD, *PRODUCTS)
+        row.name for row in (*VARIANTS, *BACKWARD, *PRODUCTS, *MASKS)
     ]
 
 

@@ -49,6 +49,7 @@ struct SharedStorage {
       p_full[kStages];  // nobody writes P^T of a tile before Q of the one it was of is given back
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
+  TileNote note[kSparse ? kStages : 1];  // of the tile in each place of Q
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -70,7 +71,7 @@ FA_DEVICE void feed_queries(const BwdSm90Params& params, SharedStorage& shared) 
   while (true) {
     wait(shared.work_empty[work_place.index()], work_place.parity() ^ 1);
     Work& work = shared.work[work_place.index()];
-    const bool more = announce_keys<false>(params, work, index, kTile, kTile);
+    const bool more = announce_keys<false, kTile, kTile>(params, work, index);
     if (more) {
       const int key = work.tile * kTile;
       const QueryTiles own = query_tiles(p, key, key + kTile - 1, kTile);
@@ -87,9 +88,11 @@ FA_DEVICE void feed_queries(const BwdSm90Params& params, SharedStorage& shared) 
     load_rows<kTile, kBlocks>(shared.k, params.k_map, k_full, kEvictFirst, work.tile * kTile,
                               params.k_step, work.coordinate, 0);
     k_place.advance();
-    each_step<true>(params, work, [&](Step step) {
+    each_step<true, kTile, kTile>(params, work, [&](Step step) {
       const int at = place.index();
+      const TileNote note = note_of<kTile, kTile>(params, work, step);
       wait(shared.q_empty[at], place.parity() ^ 1);
+      if constexpr (kSparse) shared.note[at] = note;
       const uint32 full = cvta_to_shared(&shared.q_full[at]);
       mbarrier_arrive_expect_tx(full, kBytes + sizeof(shared.rows[0]));
       load_rows<kTile, kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, step.tile * kTile,
@@ -112,7 +115,7 @@ FA_DEVICE void feed_gradients(const BwdSm90Params& params, SharedStorage& shared
     load_rows<kTile, kBlocks>(shared.v, params.v_map, v_full, kEvictFirst, work.tile * kTile,
                               params.v_step, work.coordinate, 0);
     v_place.advance();
-    each_step<true>(params, work, [&](Step step) {
+    each_step<true, kTile, kTile>(params, work, [&](Step step) {
       const int at = place.index();
       wait(shared.dout_empty[at], place.parity() ^ 1);
       const uint32 full = cvta_to_shared(&shared.dout_full[at]);
@@ -184,27 +187,40 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
     wait(shared.work_full[work_place.index()], work_place.parity());
     const Work& work = shared.work[work_place.index()];
     if (work.tile < 0) break;
-    int tile = work.begin;
+    int tile = work.begin;  // without a mask
+    uint32 seen[2];         // under a mask: by which queries of the tile, of a thread's keys
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[j][e] = 0.0f;
     }
-    // Puts a number where a key is hidden.
-    auto hide = [&](float hidden) {
-      if (tile >= work.full_begin && tile < work.full_end) return;
-      const int key = work.tile * kTile + my_thread() / 32 * 16 + lane() / 4;
+    auto outside = [&](int tile) { return tile < work.full_begin || tile >= work.full_end; };
+    auto in_band = [&](int tile, int h) {
+      const int key = work.tile * kTile + my_thread() / 32 * 16 + lane() / 4 + 8 * h;
+      return queries_seeing(p, key, tile * kTile + lane() % 4 * 2, 16);
+    };
+    // Under a mask, asks for what it says of the tile in a place of Q; then adds what the band does.
+    auto ask_mask = [&](int at) {
+      if constexpr (kSparse) {
+        read_words(seen, params.mask, shared.note[at].place, work.tile % 2 * 64, my_thread());
+      }
+    };
+    auto add_band = [&](int at) {
+      if constexpr (kSparse) {
+        const int note = shared.note[at].tile;
+        const bool cut = outside(note);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32 seen = queries_seeing(p, key + 8 * h, tile * kTile + lane() % 4 * 2, 16);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if ((seen >> (2 * j + e) & 1) == 0) s[j][2 * h + e] = hidden;
-          }
+        for (int h = 0; h < 2; ++h) {
+          seen[h] = seen[h] >> note % 2 * 16 | 0xffff0000u;
+          if (cut) seen[h] &= in_band(note, h);
         }
       }
+    };
+    // Puts a number where a key is hidden.
+    auto hide = [&](float hidden) {
+      if (kSparse ? (seen[0] & seen[1]) == ~0u : !outside(tile)) return;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) hide_row(s, h, kSparse ? seen[h] : in_band(tile, h), hidden);
     };
     // S^T becomes P^T.
     auto weigh = [&](const Place& place) {
@@ -267,11 +283,16 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
         finish_last();
       }
       if constexpr (!kFirst && !kSumFirst) start_last(last_place());
+      if constexpr (kSparse) {
+        if constexpr (!kWeights) wait(far_full[at], place.parity());
+        ask_mask(at);
+      }
       wgmma_wait_group<kFirst || kSumFirst ? 0 : 1>();
+      add_band(at);
       if constexpr (kWeights) {
         weigh(place);  // what is known of the rows lies beside Q
       } else {
-        wait(far_full[at], place.parity());
+        if constexpr (!kSparse) wait(far_full[at], place.parity());
         differentiate(place);
       }
       release_near(at);
@@ -290,7 +311,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
 
     wait(keys_full, works & 1);
     step(Constant<1>());
-    int left = (work.end - work.begin) * params.group;
+    int left = work.steps;
 #pragma unroll 1
     while (--left > 0) step(Constant<0>());
     start_last(last_place());

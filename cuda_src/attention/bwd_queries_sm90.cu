@@ -32,6 +32,8 @@ constexpr int kMmaN = kTileN / 8;
 constexpr int kMmaD = kDim / 8;
 constexpr int kFeedingRegisters = 24, kComputingRegisters = 240;
 static_assert(kTileM == 64 * kGroups, "a warpgroup has 64 queries");
+static_assert(!kSparse || (kTileM == kMaskBlock && kTileN == 64),
+              "a row of blocks is a tile of queries, a block is two tiles of keys");
 static_assert(kTileN % 16 == 0 && kTileN <= 128, "16 keys are one step of a product");
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
 
@@ -43,6 +45,7 @@ struct Work {
   int coordinate[3];  // of it along the maps' batch axes
   int tile;           // which tile of queries; -1: there is no more work
   int begin, end;     // key tiles that its rows see
+  int steps;          // of them: under a mask, those whose blocks are not hidden
   struct {
     int full_begin, full_end;  // of them those that all rows of a warpgroup see whole
   } group[kGroups];
@@ -58,6 +61,7 @@ struct SharedStorage {
   uint64 k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
+  TileNote note[kSparse ? kKStages : 1];  // of the tile in each place of K
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -86,13 +90,40 @@ FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
   const KeyTiles all = key_tiles(p, first_row, last_row, kTileN);
   work.begin = all.begin;
   work.end = max(all.end, all.begin + 1);  // rows that see no key go through a tile that is hidden
+  work.steps = work.end - work.begin;
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     const int row = first_row + 64 * group;
     const KeyTiles own = key_tiles(p, row, min(row + 64, p.q_len) - 1, kTileN);
     work.group[group] = {own.full_begin, own.full_end};
   }
+  if constexpr (kSparse) {
+    const int row = table_row(params.mask, work.entry, work.tile);
+    work.steps = count_tiles<kTileN>(params.mask, row, work.begin, work.end);
+    if (work.steps == 0) {  // past the last key
+      work.begin = mask_blocks(p.k_len) * kMaskBlock / kTileN;
+      work.end = work.begin + 1;
+    }
+  }
   return true;
+}
+
+// Calls f for each tile of keys of some work, in order.
+template <typename F>
+FA_DEVICE void each_tile(const BwdSm90Params& params, const Work& work, F f) {
+  if constexpr (kSparse) {
+    auto row = [&]() { return table_row(params.mask, work.entry, work.tile); };
+    each_seen_tile<true, kTileN>(params.mask, row, work, work.steps == 0, f);
+  } else {
+#pragma unroll 1
+    for (int tile = work.begin; tile < work.end; ++tile) f(tile);
+  }
+}
+
+FA_DEVICE TileNote note_of(const BwdSm90Params& params, const Work& work, int tile) {
+  if (!kSparse || work.steps == 0) return {tile, kWholeBlock};
+  const int row = table_row(params.mask, work.entry, work.tile);
+  return {tile, block_place(params.mask, row, tile * kTileN / kMaskBlock)};
 }
 
 // Draws up the order of this block's work; loads K.
@@ -108,16 +139,17 @@ FA_DEVICE void feed_keys(const BwdSm90Params& params, SharedStorage& shared) {
     arrive(shared.work_full[work_place.index()]);
     if (!more) break;
     index = atom_add_u32(params.counters + 1, 1);  // the answer is not needed for long
-#pragma unroll 1
-    for (int tile = work.begin; tile < work.end; ++tile) {
+    each_tile(params, work, [&](int tile) {
       const int at = place.index();
+      const TileNote note = note_of(params, work, tile);
       wait(shared.k_empty[at], place.parity() ^ 1);
+      if constexpr (kSparse) shared.note[at] = note;
       const uint32 full = cvta_to_shared(&shared.k_full[at]);
       mbarrier_arrive_expect_tx(full, kKBytes);
       load_rows<kTileN, kBlocks>(shared.k[at], params.k_map, full, kEvictNormal, tile * kTileN,
                                  params.k_step, work.coordinate, 0);
       place.advance();
-    }
+    });
     work_place.advance();
   }
 }
@@ -140,8 +172,7 @@ FA_DEVICE void feed_values(const BwdSm90Params& params, SharedStorage& shared) {
       load_known<64>(shared.rows[group], params, full, work.entry, row);
     }
     q_place.advance();
-#pragma unroll 1
-    for (int tile = work.begin; tile < work.end; ++tile) {
+    each_tile(params, work, [&](int tile) {
       const int at = place.index();
       wait(shared.v_empty[at], place.parity() ^ 1);
       const uint32 full = cvta_to_shared(&shared.v_full[at]);
@@ -149,7 +180,7 @@ FA_DEVICE void feed_values(const BwdSm90Params& params, SharedStorage& shared) {
       load_rows<kTileN, kBlocks>(shared.v[at], params.v_map, full, kEvictNormal, tile * kTileN,
                                  params.v_step, work.coordinate, 0);
       place.advance();
-    }
+    });
   });
 }
 
@@ -205,7 +236,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.work_full[work_place.index()], work_place.parity());
     const Work& work = shared.work[work_place.index()];
     if (work.tile < 0) break;
-    int tile = work.begin;
+    int tile = work.begin;  // without a mask
+    int left = max(work.steps, 1);
+    uint32 seen[2];  // under a mask: of the tile's keys, by a thread's queries
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
@@ -217,11 +250,40 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       const int row = warp_row() + lane() / 4 + 8 * h;
       return reinterpret_cast<const float*>(&shared.rows[group][row / 2])[row % 2 + which];
     };
+    auto outside = [&](int tile) {
+      return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
+    };
+    auto first_row = [&]() { return work.tile * kTileM + 64 * group + warp_row() + lane() / 4; };
+    // Under a mask, asks for what it says of the tile in a place of K; then adds what the band does.
+    auto ask_mask = [&](int at) {
+      if constexpr (kSparse) {
+        read_words(seen, params.mask, shared.note[at].place, 64 * group, my_thread());
+      }
+    };
+    auto add_band = [&](int at) {
+      if constexpr (kSparse) {
+        const int note = shared.note[at].tile, key = note * kTileN + lane() % 4 * 2;
+        const bool cut = outside(note);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          seen[h] = seen[h] >> note % 2 * 16 | 0xffff0000u;
+          if (cut) seen[h] &= columns_inside(p, first_row() + 8 * h, key, 16);
+        }
+      }
+    };
     // Puts a number where a key is hidden.
     auto hide = [&](float (&x)[1][kMmaN][4], float hidden) {
-      if (tile >= work.group[group].full_begin && tile < work.group[group].full_end) return;
-      hide_outside(p, x, work.tile * kTileM + 64 * group + warp_row() + lane() / 4,
-                   tile * kTileN + lane() % 4 * 2, 0, hidden);
+      if constexpr (kSparse) {
+        if ((seen[0] & seen[1]) == ~0u) return;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) hide_row(x[0], h, seen[h], hidden);
+      } else if (outside(tile)) {
+        hide_outside(p, x, first_row(), tile * kTileN + lane() % 4 * 2, 0, hidden);
+      }
+    };
+    // Under a mask lanes read what lies beside K.
+    auto release_k = [&](int at) {
+      kSparse ? release_own(shared.k_empty[at]) : release(shared.k_empty[at]);
     };
     // The tile of K before this one, whose dQ is next.
     auto k_before = [&]() {
@@ -248,10 +310,12 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       start_scores(dp[0], shared.dout, shared.v[v_at]);
       if constexpr (!kFirst && kSumFirst) {
         wgmma_wait_group<2>();
-        release(shared.k_empty[k_before()]);
+        release_k(k_before());
       }
       if constexpr (!kFirst && !kSumFirst) start_sum(shared.k[k_before()]);
+      ask_mask(k_at);
       wgmma_wait_group<kFirst || kSumFirst ? 1 : 2>();
+      add_band(k_at);
       hide(s, -FA_INFINITY);
       const float lse[2] = {known(0, 0), known(1, 0)};
 #pragma unroll
@@ -272,7 +336,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
       if constexpr (!kFirst && !kSumFirst) {
         wgmma_wait_group<0>();
-        release(shared.k_empty[k_before()]);
+        release_k(k_before());
       }
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
@@ -287,11 +351,11 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
 
     step(Constant<1>());
 #pragma unroll 1
-    while (tile < work.end) step(Constant<0>());
+    while (--left > 0) step(Constant<0>());
     wgmma_fence();
     start_sum(shared.k[k_before()]);
     wgmma_wait_group<0>();
-    release(shared.k_empty[k_before()]);
+    release_k(k_before());
 
     // All warps have left the rows of Q, which become those of dQ.
     bar_sync(kWritten + group, 128);
@@ -339,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kKStages; ++i) {
       init(shared.k_full[i], 1);
-      init(shared.k_empty[i], 4 * kGroups);
+      init(shared.k_empty[i], (kSparse ? kWarpArrivals : 1) * 4 * kGroups);
     }
     for (int i = 0; i < kVStages; ++i) {
       init(shared.v_full[i], 1);

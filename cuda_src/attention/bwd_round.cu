@@ -1,11 +1,12 @@
 // dQ of attention backward from what bwd_sm90 has added up: scaled, rounded, in rows.
 //
 // A block writes one piece.  Where no block of keys added to a piece, no query of it sees a key,
-// and dQ is 0.
+// and dQ is 0: nothing was ever written to the sums.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/gradient_sums.cuh"
+#include "cuda_src/common/mask_table.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/spoiled.cuh"
 #include "ptx/stmatrix.cuh"
@@ -19,6 +20,7 @@ struct BwdRoundParams {
   AttentionParams common;  // out is dq
   const float* sums;
   uint32* spoiled;     // rows to compute again
+  MaskTable mask;      // by blocks of keys
   int tile_m, tile_n;  // queries of a tile, keys of a block
   int blocks;          // of 64 columns
 };
@@ -37,6 +39,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int first_row = tile * params.tile_m;
   const KeyTiles keys =
       key_tiles(p, first_row, min(first_row + params.tile_m, p.q_len) - 1, params.tile_n);
+  bool added = keys.begin < keys.end;
+  if (is_masked(params.mask)) {
+    const int block = first_row / kMaskBlock;
+    added = counted_blocks(params.mask, entry, keys.begin, keys.end - 1, block) > 0;
+  }
   const int row = first_row + kRows * (piece / params.blocks), col = 64 * (piece % params.blocks);
   if (row >= p.q_len || col >= p.v_dim) return;
 
@@ -51,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
     float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (keys.begin < keys.end) {
+    if (added) {
       x = *reinterpret_cast<const float4*>(sums + piece_offset(j, threadIdx.x));
     }
     look.at(x.x);

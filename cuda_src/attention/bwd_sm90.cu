@@ -18,153 +18,6 @@
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 
-// ----------------------------------------------------------------------------------------- feeding
-// Writes down the work of a number; false when there is none.
-FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
-  const AttentionParams& p = params.common;
-  if (!announce_keys<kLastFirst>(params, work, index, kTileM, kTileN)) return false;
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    const int key = work.tile * kTileN + 64 * group;
-    const QueryTiles own = query_tiles(p, key, key + 63, kTileM);
-    const bool whole = key + 64 <= p.k_len;  // keys that do not exist have to be hidden
-    work.group[group] = {whole ? own.full_begin : 0, whole ? own.full_end : 0};
-  }
-  return true;
-}
-
-// Draws up the order of this block's work; loads K and Q, and what is known of Q's rows.
-FA_DEVICE void feed_queries(const BwdSm90Params& params, SharedStorage& shared) {
-  WorkPlace place;
-  KPlace k_place;
-  QPlace q_place;
-  uint32 index = atom_add_u32(params.counters, 1);
-#pragma unroll 1
-  while (true) {
-    wait(shared.work_empty[place.index()], place.parity() ^ 1);
-    Work& work = shared.work[place.index()];
-    const bool more = announce(params, work, index);
-    arrive(shared.work_full[place.index()]);
-    if (!more) break;
-    wait(shared.k_empty, k_place.parity() ^ 1);
-    const uint32 k_full = cvta_to_shared(&shared.k_full);
-    mbarrier_arrive_expect_tx(k_full, kKTileBytes);
-    load_rows<kTileN, kBlocks>(shared.k, params.k_map, k_full, kEvictFirst, work.tile * kTileN,
-                               params.k_step, work.coordinate, 0);
-    k_place.advance();
-    each_step<kLastFirst>(params, work, [&](Step step) {
-      const int at = q_place.index();
-      wait(shared.q_empty[at], q_place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.q_full[at]);
-      mbarrier_arrive_expect_tx(full, kQTileBytes + sizeof(shared.rows[0]));
-      load_rows<kTileM, kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, step.tile * kTileM,
-                                 params.q_step, work.coordinate, step.head);
-      load_known<kTileM>(shared.rows[at], params, full, work.entry + step.head, step.tile * kTileM);
-      q_place.advance();
-    });
-    // Not before this work is nearly done: whoever waits for a piece of the next one waits for as
-    // long as that has been drawn and not begun.
-    index = atom_add_u32(params.counters, 1);
-    place.advance();
-  }
-}
-
-// V and dO.
-FA_DEVICE void feed_gradients(const BwdSm90Params& params, SharedStorage& shared) {
-  KPlace v_place;
-  OPlace place;
-  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    wait(shared.v_empty, v_place.parity() ^ 1);
-    const uint32 v_full = cvta_to_shared(&shared.v_full);
-    mbarrier_arrive_expect_tx(v_full, kKTileBytes);
-    load_rows<kTileN, kBlocks>(shared.v, params.v_map, v_full, kEvictFirst, work.tile * kTileN,
-                               params.v_step, work.coordinate, 0);
-    v_place.advance();
-    each_step<kLastFirst>(params, work, [&](Step step) {
-      const int at = place.index();
-      wait(shared.dout_empty[at], place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
-      mbarrier_arrive_expect_tx(full, kQTileBytes);
-      load_rows<kTileM, kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
-                                 step.tile * kTileM, params.dout_step, work.coordinate, step.head);
-      place.advance();
-    });
-  });
-}
-
-// Adds pieces of dQ to the sums, and stores rows of dV and dK: those of both warpgroups that pass
-// through one of their slots.  A piece takes a while from its turn to the next one's; a thread for
-// each slot lets two tiles be on their way.
-FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 slot) {
-  const AttentionParams& p = params.common;
-  uint32 results = 0;  // of each warpgroup, done so far
-  // Whether the next result comes this way; then the parity of its slot.
-  uint32 parity;
-  auto mine = [&]() {
-    parity = results / kSlots & 1;
-    return results++ % kSlots == slot;
-  };
-  auto wait_for_slots = [&]() {
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) wait(shared.out_full[group][slot], parity);
-  };
-  auto free_slots = [&]() {
-    cp_async_bulk_wait_group_read<0>();
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
-  };
-  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    each_step<kLastFirst>(params, work, [&](Step step) {
-      if (!mine()) return;
-      const int64 row_tile = static_cast<int64>(work.entry + step.head) * p.q_tiles + step.tile;
-      // The first to add is the first or the last block of keys that the tile sees.
-      const int first_row = step.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
-      const uint32 turn = kLastFirst ? last_key(p, last_row) / kTileN - work.tile
-                                     : work.tile - first_key(p, first_row) / kTileN;
-      if (!work.unseen) {
-        while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
-        }
-      }
-      wait_for_slots();
-      if (!work.unseen) {
-        fence_proxy_async_global();
-#pragma unroll 1
-        for (int group = 0; group < kGroups; ++group) {
-          float* sums = params.sums + (row_tile * kGroups + group) * kPieceFloats;
-          const uint32 piece = cvta_to_shared(shared.out[group][slot]);
-          if (turn == 0) {  // what lies there comes as it is
-            cp_async_bulk_store(sums, piece, kSlotBytes);
-          } else {
-            cp_reduce_async_bulk_add_f32(sums, piece, kSlotBytes);
-          }
-        }
-        cp_async_bulk_commit_group();
-      }
-      free_slots();
-      if (!work.unseen) {
-        cp_async_bulk_wait_group<0>();
-        fence_proxy_async_global();
-        red_release_gpu_add_u32(params.turns + row_tile, 1);
-      }
-    });
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      if (!mine()) continue;
-      wait_for_slots();
-#pragma unroll 1
-      for (int group = 0; group < kGroups; ++group) {
-        const int row = work.tile * kTileN + 64 * group;
-        if (row < p.k_len) {
-          store_rows_64<kBlocks>(i == 0 ? params.dv_map : params.dk_map, shared.out[group][slot],
-                                 row, work.coordinate);
-        }
-      }
-      free_slots();
-    }
-  });
-  cp_async_bulk_wait_group<0>();
-}
-
 // -------------------------------------------------------------------------------------- computing
 FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int warp) {
   const AttentionParams& p = params.common;
@@ -308,8 +161,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.work_full[place.index()], place.parity());
     const Work& work = shared.work[place.index()];
     if (work.tile < 0) break;
-    int tile = kLastFirst ? work.begin : work.end - 1;
+    const int steps = work.steps;
+    int tile = kLastFirst ? work.begin : work.end - 1;  // without a mask
     int step = 0;
+    uint32 seen[2] = {~0u, ~0u};  // under a mask: by which queries of the tile, of a thread's keys
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
@@ -317,6 +172,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     }
 
     auto next_step = [&]() {
+      if constexpr (kSparse) {
+        ++step;
+        return;
+      }
       if constexpr (kLastFirst) {
         tile = tile == work.end - 1 ? work.begin : tile + 1;
       } else {
@@ -324,24 +183,39 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
       ++step;
     };
-    // Whether some of a warpgroup's keys are hidden from queries of the tile.
-    auto is_cut = [&]() {
+    auto outside = [&](int tile) {
       return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
+    };
+    // Whether some of a warpgroup's keys, under a mask of a thread's, are hidden from queries of
+    // the tile.
+    auto is_cut = [&]() { return kSparse ? (seen[0] & seen[1]) != ~0u : outside(tile); };
+    auto own_key = [&]() { return work.tile * kTileN + 64 * group + warp_row() + lane() / 4; };
+    // Under a mask, asks for what it says of the tile in a place of Q; then adds what the band does.
+    auto ask_mask = [&](int at) {
+      if constexpr (kSparse) {
+        read_words(seen, params.mask, shared.note[at].place, 64 * group, my_thread());
+      }
+    };
+    auto add_band = [&](int at) {
+      if constexpr (kSparse) {
+        const int note = shared.note[at].tile, query = note * kTileM + lane() % 4 * 2;
+        const bool cut = outside(note);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (kTileM == 64) seen[h] = seen[h] >> note % 2 * 16 | 0xffff0000u;
+          if (cut) seen[h] &= queries_seeing(p, own_key() + 8 * h, query, kTileM / 4);
+        }
+      }
     };
     // Puts a number where a key is hidden.
     auto hide = [&](float (&x)[kMmaM][4], int part, float hidden) {
-      const int key = work.tile * kTileN + 64 * group + warp_row() + lane() / 4;
       const int query = tile * kTileM + kPartM * part + lane() % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint32 seen = queries_seeing(p, key + 8 * h, query, 2 * kMmaM);
-#pragma unroll
-        for (int j = 0; j < kMmaM; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if ((seen >> (2 * j + e) & 1) == 0) x[j][2 * h + e] = hidden;
-          }
-        }
+        hide_row(
+            x, h,
+            kSparse ? seen[h] >> 16 * part : queries_seeing(p, own_key() + 8 * h, query, 2 * kMmaM),
+            hidden);
       }
     };
     // S^T becomes P^T.
@@ -455,14 +329,15 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           start_part(1);
           tell_scores();
           next_step();
-          cut = kBegin && is_cut();
+          cut = !kSparse && kBegin && is_cut();
           if (!dropped) put_piece(dq);
         }
         if constexpr (kBegin) {
-          if constexpr (!kFinish) cut = is_cut();
+          if constexpr (!kSparse && !kFinish) cut = is_cut();
           wait(shared.q_full[q_next.index()], q_next.parity());
           wait(shared.dout_full[o_next.index()], o_next.parity());
           start_next(0);
+          ask_mask(q_next.index());
         }
         if constexpr (kFinish) {
           if (!dropped) send_piece();
@@ -473,6 +348,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         if constexpr (kBegin) {
           start_next(1);
           wgmma_wait_group<1>();
+          if constexpr (kSparse) {
+            add_band(q_next.index());
+            cut = is_cut();
+          }
           weigh(0, next_rows, cut);
           differentiate(0, next_rows, cut);
         }
@@ -491,6 +370,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           wgmma_fence();
           start_scores(s[0], shared.k, next_q);
           wgmma_commit_group();
+          ask_mask(q_next.index());
         }
         if constexpr (kFinish) {
           if constexpr (kSoon) {
@@ -500,11 +380,11 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           wgmma_wait_group<kBegin>();
           free_scores();
           next_step();
-          cut = kBegin && is_cut();
+          cut = !kSparse && kBegin && is_cut();
           if (!dropped) put_piece(dq);
         }
         if constexpr (kBegin) {
-          if constexpr (!kFinish) cut = is_cut();
+          if constexpr (!kSparse && !kFinish) cut = is_cut();
           wait(shared.dout_full[o_next.index()], o_next.parity());
           wgmma_fence();
           start_scores(dp[0], shared.v, next_o);
@@ -519,6 +399,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         }
         if constexpr (kBegin) {
           wgmma_wait_group<1 + kDkLate>();
+          if constexpr (kSparse) {
+            add_band(q_next.index());
+            cut = is_cut();
+          }
           weigh(0, next_rows, cut);
           wgmma_wait_group<kDkLate>();
           differentiate(0, next_rows, cut);
@@ -538,7 +422,6 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.k_full, works & 1);
     wait(shared.v_full, works & 1);
     turn(no, yes);
-    const int steps = (work.end - work.begin) * params.group;
 #pragma unroll 1
     while (step < steps - 1) turn(yes, yes);
     release(shared.v_empty);

@@ -1,4 +1,5 @@
-// What the parts of bwd_sm90 share: constants of a variant, parameters, a block's shared memory.
+// What the parts of bwd_sm90 share: constants of a variant, a block's shared memory; and the threads
+// that feed it.
 #pragma once
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/gradient_sums.cuh"
@@ -47,6 +48,8 @@ static_assert(kParts == 1 || kPartM == kPieceM, "dQ goes to where scores of a pa
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kPartM % 16 == 0, "a part's queries are summed over by m64nNk16");
 static_assert(kParts == 1 || !kLate, "a second part is what runs beside the exponentials");
+static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
+static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
 
 constexpr int kKTileBytes = kTileN * 128 * kBlocks, kQTileBytes = kTileM * 128 * kBlocks;
 constexpr int kPieceFloats = piece_floats(kPieceM);
@@ -76,6 +79,7 @@ struct SharedStorage {
   uint64 out_full[kGroups][kSlots], out_empty[kGroups][kSlots];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
+  TileNote note[kSparse ? kQStages : 1];  // of the tile in each place of Q
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -85,3 +89,159 @@ using QPlace = RingPlace<kQStages>;
 using OPlace = RingPlace<kOStages>;
 using DsPlace = RingPlace<kDsStages>;
 using SlotPlace = RingPlace<kSlots>;
+
+// ----------------------------------------------------------------------------------------- feeding
+// Writes down the work of a number; false when there is none.
+FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
+  const AttentionParams& p = params.common;
+  if (!announce_keys<kLastFirst, kTileM, kTileN>(params, work, index)) return false;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    const int key = work.tile * kTileN + 64 * group;
+    const QueryTiles own = query_tiles(p, key, key + 63, kTileM);
+    const bool whole = key + 64 <= p.k_len;  // keys that do not exist have to be hidden
+    work.group[group] = {whole ? own.full_begin : 0, whole ? own.full_end : 0};
+  }
+  return true;
+}
+
+// Draws up the order of this block's work; loads K and Q, and what is known of Q's rows.
+FA_DEVICE void feed_queries(const BwdSm90Params& params, SharedStorage& shared) {
+  WorkPlace place;
+  KPlace k_place;
+  QPlace q_place;
+  uint32 index = atom_add_u32(params.counters, 1);
+#pragma unroll 1
+  while (true) {
+    wait(shared.work_empty[place.index()], place.parity() ^ 1);
+    Work& work = shared.work[place.index()];
+    const bool more = announce(params, work, index);
+    arrive(shared.work_full[place.index()]);
+    if (!more) break;
+    wait(shared.k_empty, k_place.parity() ^ 1);
+    const uint32 k_full = cvta_to_shared(&shared.k_full);
+    mbarrier_arrive_expect_tx(k_full, kKTileBytes);
+    load_rows<kTileN, kBlocks>(shared.k, params.k_map, k_full, kEvictFirst, work.tile * kTileN,
+                               params.k_step, work.coordinate, 0);
+    k_place.advance();
+    each_step<kLastFirst, kTileM, kTileN>(params, work, [&](Step step) {
+      const int at = q_place.index();
+      const TileNote note = note_of<kTileM, kTileN>(params, work, step);
+      wait(shared.q_empty[at], q_place.parity() ^ 1);
+      if constexpr (kSparse) shared.note[at] = note;
+      const uint32 full = cvta_to_shared(&shared.q_full[at]);
+      mbarrier_arrive_expect_tx(full, kQTileBytes + sizeof(shared.rows[0]));
+      load_rows<kTileM, kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, step.tile * kTileM,
+                                 params.q_step, work.coordinate, step.head);
+      load_known<kTileM>(shared.rows[at], params, full, work.entry + step.head, step.tile * kTileM);
+      q_place.advance();
+    });
+    // Not before this work is nearly done: whoever waits for a piece of the next one waits for as
+    // long as that has been drawn and not begun.
+    index = atom_add_u32(params.counters, 1);
+    place.advance();
+  }
+}
+
+// V and dO.
+FA_DEVICE void feed_gradients(const BwdSm90Params& params, SharedStorage& shared) {
+  KPlace v_place;
+  OPlace place;
+  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
+    wait(shared.v_empty, v_place.parity() ^ 1);
+    const uint32 v_full = cvta_to_shared(&shared.v_full);
+    mbarrier_arrive_expect_tx(v_full, kKTileBytes);
+    load_rows<kTileN, kBlocks>(shared.v, params.v_map, v_full, kEvictFirst, work.tile * kTileN,
+                               params.v_step, work.coordinate, 0);
+    v_place.advance();
+    each_step<kLastFirst, kTileM, kTileN>(params, work, [&](Step step) {
+      const int at = place.index();
+      wait(shared.dout_empty[at], place.parity() ^ 1);
+      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
+      mbarrier_arrive_expect_tx(full, kQTileBytes);
+      load_rows<kTileM, kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
+                                 step.tile * kTileM, params.dout_step, work.coordinate, step.head);
+      place.advance();
+    });
+  });
+}
+
+// Adds pieces of dQ to the sums, and stores rows of dV and dK: those of both warpgroups that pass
+// through one of their slots.  A piece takes a while from its turn to the next one's; a thread for
+// each slot lets two tiles be on their way.
+FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 slot) {
+  const AttentionParams& p = params.common;
+  uint32 results = 0;  // of each warpgroup, done so far
+  // Whether the next result comes this way; then the parity of its slot.
+  uint32 parity;
+  auto mine = [&]() {
+    parity = results / kSlots & 1;
+    return results++ % kSlots == slot;
+  };
+  auto wait_for_slots = [&]() {
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) wait(shared.out_full[group][slot], parity);
+  };
+  auto free_slots = [&]() {
+    cp_async_bulk_wait_group_read<0>();
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
+  };
+  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
+    each_step<kLastFirst, kTileM, kTileN>(params, work, [&](Step step) {
+      if (!mine()) return;
+      const uint32 row_tile = (work.entry + step.head) * p.q_tiles + step.tile;
+      // The first to add is the first or the last block of keys that the tile sees.
+      const int first_row = step.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
+      const int end = (kLastFirst ? last_key(p, last_row) : first_key(p, first_row)) / kTileN;
+      uint32 turn = kLastFirst ? end - work.tile : work.tile - end;
+      if constexpr (kSparse) {
+        // Blocks that are hidden from it add nothing, and nobody waits for them.  How many others
+        // come before this one is known beforehand, so that a turn is a number here, too: were it
+        // passed on for tiles that are stepped over, every block would have to look at all tiles.
+        turn = counted_blocks(params.mask, work.entry + step.head, kLastFirst ? work.tile + 1 : end,
+                              kLastFirst ? end : work.tile - 1, step.tile * kTileM / kMaskBlock);
+      }
+      if (!work.unseen) {
+        while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
+        }
+      }
+      wait_for_slots();
+      if (!work.unseen) {
+        fence_proxy_async_global();
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) {
+          float* sums = params.sums + static_cast<int64>(row_tile * kGroups + group) * kPieceFloats;
+          const uint32 piece = cvta_to_shared(shared.out[group][slot]);
+          if (turn == 0) {  // what lies there comes as it is
+            cp_async_bulk_store(sums, piece, kSlotBytes);
+          } else {
+            cp_reduce_async_bulk_add_f32(sums, piece, kSlotBytes);
+          }
+        }
+        cp_async_bulk_commit_group();
+      }
+      free_slots();
+      if (!work.unseen) {
+        cp_async_bulk_wait_group<0>();
+        fence_proxy_async_global();
+        red_release_gpu_add_u32(params.turns + row_tile, 1);
+      }
+    });
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      if (!mine()) continue;
+      wait_for_slots();
+#pragma unroll 1
+      for (int group = 0; group < kGroups; ++group) {
+        const int row = work.tile * kTileN + 64 * group;
+        if (row < p.k_len) {
+          store_rows_64<kBlocks>(i == 0 ? params.dv_map : params.dk_map, shared.out[group][slot],
+                                 row, work.coordinate);
+        }
+      }
+      free_slots();
+    }
+  });
+  cp_async_bulk_wait_group<0>();
+}

@@ -6,265 +6,18 @@ Pure data, as `fa_cupy.gpu.variants`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
 
-from fa_cupy.gpu.params import ATTENTION_PARAMS
-from fa_cupy.gpu.rows import SHARED_LIMIT, Variant
-from fa_cupy.gpu.structs_bwd import (
-    BWD_REDO_PARAMS,
-    BWD_ROUND_PARAMS,
-    BWD_ROWS_PARAMS,
-    BWD_SM90_PARAMS,
-    REDO_THREADS,
-    ROUND_THREADS,
-    ROWS_THREADS,
-    ROWS_UNROLL,
-)
+from fa_cupy.gpu.rows_bwd import BackwardVariant as BackwardVariant  # for those who read the table
+from fa_cupy.gpu.rows_bwd import BwdKeysSm90 as BwdKeysSm90
+from fa_cupy.gpu.rows_bwd import BwdQueriesSm90 as BwdQueriesSm90
+from fa_cupy.gpu.rows_bwd import BwdRedo as BwdRedo
+from fa_cupy.gpu.rows_bwd import BwdRound
+from fa_cupy.gpu.rows_bwd import BwdRows as BwdRows
+from fa_cupy.gpu.rows_bwd import BwdSm90 as BwdSm90
+from fa_cupy.gpu.structs_bwd import REDO_THREADS, ROUND_THREADS, ROWS_THREADS
 
 DTYPE_NAMES = ("float16", "bfloat16")
-_GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
-_WORK_BYTES, _KEY_WORK_BYTES = 48, 40  # Work there, and in bwd_keys_sm90.cu
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackwardVariant(Variant):
-    """A row of a kernel that runs where tensor maps and wgmma are.
-
-    Attributes
-    ----------
-    sections : tuple of int
-        Entries that take turns at giving the next block of keys, without a band and under one. A
-        block of keys may wait for those before it, so those that run together should be of some
-        entries; those of one entry read the same queries, so there should not be too many.
-    """
-
-    sections: tuple[int, int] = (16, 16)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """The only target that has wgmma."""
-        return ("sm_90a",)
-
-    @property
-    def rank(self) -> tuple[int, ...]:
-        """Smaller dims first."""
-        return (self.dim,)
-
-    @property
-    def piece_m(self) -> int:
-        """Queries of a piece of dQ; 0 where a row adds none up."""
-        return 0
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (
-            ("FA_BF16", int(self.dtype == "bfloat16")),
-            ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
-            ("FA_ROW_MAJOR", 0),  # words of masks, which headers know of
-        )
-
-    @property
-    def tiles(self) -> tuple[tuple[str, int], ...]:
-        """Those of a kernel that tensor maps feed."""
-        return (
-            ("FA_DIM", self.dim),
-            ("FA_TILE_M", self.tile_m),
-            ("FA_TILE_N", self.tile_n),
-            ("FA_STAGES", self.stages),
-            ("FA_SM90_PARAMS_BYTES", BWD_SM90_PARAMS.itemsize),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BwdSm90(BackwardVariant):
-    """A row of ``bwd_sm90``: one warpgroup feeds two others, each of 64 keys.
-
-    Attributes
-    ----------
-    o_stages : int
-        Tiles of dO in flight; `stages` are those of Q.
-    slots : int
-        Places for a warpgroup's results on their way out.
-    parts : int
-        Of a tile of queries: exponentials of one run beside products of the other.
-    late : bool
-        Whether dK of a tile is computed beside the exponentials of the next one.
-    soon : bool
-        Whether the scores of the next tile start before dV of this one is done; that takes more
-        registers.
-    delayed : bool
-        Whether dQ is that of the tile before, so that the two warpgroups need not keep step.
-    last_first : bool
-        Whether blocks of keys are given out from the last one on; see kLastFirst.
-    """
-
-    o_stages: int
-    slots: int
-    parts: int
-    late: bool
-    soon: bool
-    delayed: bool
-    last_first: bool
-
-    @property
-    def piece_m(self) -> int:
-        """Queries of a piece of dQ: kPieceM."""
-        return self.tile_m if self.dim > 64 else self.tile_m // 2
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
-        row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
-        tiles = row * (2 * self.tile_n + (self.stages + self.o_stages) * self.tile_m)
-        ds_stages = 2 if self.delayed else 1  # kDsStages
-        scores = 2 * self.tile_m * self.tile_n * ds_stages
-        rows = 8 * self.tile_m * self.stages
-        slots = _GROUPS * self.slots
-        rings = self.stages + self.o_stages + ds_stages + slots + _WORK_STAGES
-        barriers = 4 + 2 * rings
-        end = 8 * barriers + _WORK_STAGES * _WORK_BYTES
-        return tiles + scores + slots * 4 * 64 * self.piece_m + rows + -(-end // 16) * 16
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (
-            *super().defines,
-            *self.tiles,
-            ("FA_O_STAGES", self.o_stages),
-            ("FA_SLOTS", self.slots),
-            ("FA_LATE", int(self.late)),
-            ("FA_PARTS", self.parts),
-            ("FA_SOON", int(self.soon)),
-            ("FA_DELAYED", int(self.delayed)),
-            ("FA_LAST_FIRST", int(self.last_first)),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BwdKeysSm90(BackwardVariant):
-    """A row of ``bwd_keys_sm90``: a warpgroup for dV, one for dK, and one that feeds them.
-
-    Attributes
-    ----------
-    sum_first : int
-        Bit 0: a tile's dV comes before the scores of the next one, not beside its exponentials.
-        Bit 1: so does dK. Tiles are given back sooner then.
-    """
-
-    sum_first: int
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
-        row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
-        tiles = 64 * row * (2 + 2 * self.stages)
-        end = 8 * (4 + 5 * self.stages + 2 * _WORK_STAGES) + _WORK_STAGES * _KEY_WORK_BYTES
-        return tiles + (4 * 64 * 64 + 512) * self.stages + -(-end // 16) * 16
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (*super().defines, *self.tiles, ("FA_SUM_FIRST", self.sum_first))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BwdQueriesSm90(BackwardVariant):
-    """A row of ``bwd_queries_sm90``: two warpgroups of 64 queries each, and one that feeds them.
-
-    Attributes
-    ----------
-    v_stages : int
-        Tiles of V in flight; `stages` are those of K.
-    sum_first : int
-        1: a tile's dQ comes before the scores of the next one, not beside its exponentials.
-    """
-
-    v_stages: int
-    sum_first: int
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
-        row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
-        tiles = row * (2 * self.tile_m + (self.stages + self.v_stages) * self.tile_n)
-        barriers = 2 * (_GROUPS + self.stages + self.v_stages + _WORK_STAGES)
-        end = 8 * barriers + _WORK_STAGES * _WORK_BYTES
-        return tiles + 8 * self.tile_m + -(-end // 16) * 16
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        more = ("FA_V_STAGES", self.v_stages), ("FA_SUM_FIRST", self.sum_first)
-        return (*super().defines, *self.tiles, *more)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BwdRows(BackwardVariant):
-    """A row of ``bwd_rows``, for all dims."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (
-            *super().defines,
-            ("FA_THREADS", self.threads),
-            ("FA_UNROLL", ROWS_UNROLL),
-            ("FA_ROWS_PARAMS_BYTES", BWD_ROWS_PARAMS.itemsize),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BwdRound(BackwardVariant):
-    """A row of ``bwd_round``, for all dims."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: a piece, rounded."""
-        return 2 * self.tile_m * self.tile_n
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (
-            *super().defines,
-            ("FA_THREADS", self.threads),
-            ("FA_TILE_M", self.tile_m),
-            ("FA_ROUND_PARAMS_BYTES", BWD_ROUND_PARAMS.itemsize),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BwdRedo(BackwardVariant):
-    """A row of ``bwd_redo``, which runs anywhere."""
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """All that have its shared memory."""
-        return tuple(t for t, limit in SHARED_LIMIT.items() if self.shared_bytes <= limit)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
-        pitch = self.tile_m + 4  # kPitch
-        return 4 * (2 * self.tile_n * pitch + self.warps)
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (
-            *super().defines,
-            ("FA_DIM", self.dim),
-            ("FA_THREADS", self.threads),
-            ("FA_REDO_PARAMS_BYTES", BWD_REDO_PARAMS.itemsize),
-        )
 
 
 def _sm90() -> Iterator[BwdSm90]:
@@ -275,26 +28,26 @@ def _sm90() -> Iterator[BwdSm90]:
         (128, 64, 3, 1, (16, 16), "dK and dV fill half of the registers; Q stays for another tile"),
     )
     for dim, tile_m, stages, parts, sections, why in rows:
-        for dtype in DTYPE_NAMES:
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
                 warps=12, stages=stages, o_stages=2, slots=2, parts=parts, late=parts == 1,
-                soon=True, delayed=parts > 1, last_first=parts > 1,
-                sections=sections, why=why,
+                soon=True, delayed=parts > 1, last_first=parts > 1, sections=sections, why=why,
+                sparse=sparse,
             )  # fmt: skip
 
 
 def _wide() -> Iterator[BackwardVariant]:
     why = "dK and dV of 64 keys are all registers that two warpgroups have for sums"
     for dim, v_stages in ((192, 2), (256, 1)):
-        for dtype in DTYPE_NAMES:
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdKeysSm90(
                 source="attention/bwd_keys_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=64,
-                warps=12, stages=2, sum_first=0, why=why,
+                warps=12, stages=2, sum_first=0, why=why, sparse=sparse,
             )  # fmt: skip
             yield BwdQueriesSm90(
                 source="attention/bwd_queries_sm90", dtype=dtype, dim=dim, tile_m=128, tile_n=64,
-                warps=12, stages=2, v_stages=v_stages, sum_first=0,
+                warps=12, stages=2, v_stages=v_stages, sum_first=0, sparse=sparse,
                 why="Q and dO of 128 queries leave room for three tiles of 64 keys at 256",
             )  # fmt: skip
 
@@ -305,9 +58,9 @@ def _around() -> Iterator[BackwardVariant]:
             source="attention/bwd_rows", dtype=dtype, dim=256, tile_m=1, tile_n=1,
             warps=ROWS_THREADS // 32, stages=1, why="reads dout and out once",
         )  # fmt: skip
-        for part_m in (64, 80):
+        for piece_m in (64, 80):
             yield BwdRound(
-                source="attention/bwd_round", dtype=dtype, dim=256, tile_m=part_m, tile_n=64,
+                source="attention/bwd_round", dtype=dtype, dim=256, tile_m=piece_m, tile_n=64,
                 warps=ROUND_THREADS // 32, stages=1, why="a block for each piece",
             )  # fmt: skip
         yield BwdRedo(
@@ -326,7 +79,9 @@ def round_of(row: BwdSm90) -> BwdRound:
                 and (r.dtype, r.tile_m) == (row.dtype, row.piece_m))  # fmt: skip
 
 
-def select_bwd(dtype: str, head_dim: int, v_dim: int) -> tuple[BackwardVariant, ...] | None:
+def select_bwd(
+    dtype: str, head_dim: int, v_dim: int, masked: bool = False
+) -> tuple[BackwardVariant, ...] | None:
     """Pick the kernels of a call that they take, in the order of their launches.
 
     Parameters
@@ -334,6 +89,8 @@ def select_bwd(dtype: str, head_dim: int, v_dim: int) -> tuple[BackwardVariant, 
     dtype : str
         Name of the dtype of q, k and v.
     head_dim, v_dim : int
+    masked : bool
+        Whether there is a mask.
 
     Returns
     -------
@@ -343,15 +100,15 @@ def select_bwd(dtype: str, head_dim: int, v_dim: int) -> tuple[BackwardVariant, 
     wanted = max(head_dim, v_dim)
     fits = [row for row in BACKWARD if row.dtype == dtype and row.dim >= wanted]
 
-    def pick(kind: type[BackwardVariant]) -> BackwardVariant | None:
-        return min((row for row in fits if isinstance(row, kind)), key=lambda row: row.rank,
-                   default=None)  # fmt: skip
+    def pick(kind: type[BackwardVariant], sparse: bool = False) -> BackwardVariant | None:
+        found = (row for row in fits if isinstance(row, kind) and row.sparse == sparse)
+        return min(found, key=lambda row: row.rank, default=None)
 
-    main = [pick(BwdSm90)]
+    main = [pick(BwdSm90, masked)]
     if isinstance(main[0], BwdSm90):
         main.append(round_of(main[0]))
     else:
-        main = [pick(BwdKeysSm90), pick(BwdQueriesSm90)]
+        main = [pick(BwdKeysSm90, masked), pick(BwdQueriesSm90, masked)]
     chain = [pick(BwdRows), *main, pick(BwdRedo)]
     found = tuple(row for row in chain if row is not None)
     return found if len(found) == len(chain) else None
