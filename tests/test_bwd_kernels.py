@@ -48,7 +48,7 @@ SETTINGS = {
     "bwd_keys_sm90:sum_first=2": (192,),
     "bwd_keys_sm90:sum_first=3": (192, 256),
     "bwd_queries_sm90:sum_first=1": (192, 256),
-    "bwd_sm90:parts=1,soon=0": (64,),
+    "bwd_sm90:parts=1,soon=0,last_first=0": (64,),
     "bwd_sm90:parts=1,soon=0,delayed=0,last_first=0": (64,),
 }
 
@@ -200,15 +200,15 @@ BUGS = {
     ),
     "K is given back before dQ has read it": (
         "bwd_queries_sm90", 256, "wgmma reads .* not yet",
-        ("release(shared.k_empty[k_before()]); }", "}"),
-        ("if constexpr (!kFirst) start_sum(shared.k[k_before()]);",
-         "if (!kFirst) start_sum(shared.k[k_before()]), release(shared.k_empty[k_before()]);"),
+        ("wgmma_wait_group<0>(); release_k(k_before()); }", "wgmma_wait_group<0>(); }"),
+        ("if constexpr (!kFirst && !kSumFirst) start_sum(shared.k[k_before()]);",
+         "if (!kFirst) start_sum(shared.k[k_before()]), release_k(k_before());"),
     ),
     "V is given back before dP is done": (
         "bwd_queries_sm90", 256, "wgmma reads .* not yet",
         ("release(shared.v_empty[v_at]);", ""),
-        ("if constexpr (!kFirst) start_sum(",
-         "release(shared.v_empty[v_at]); if constexpr (!kFirst) start_sum("),
+        ("if constexpr (!kFirst && !kSumFirst) start_sum(",
+         "release(shared.v_empty[v_at]); if constexpr (!kFirst && !kSumFirst) start_sum("),
     ),
 }  # fmt: skip
 
