@@ -23,10 +23,12 @@ from fa_cupy._check import Problem, View
 from fa_cupy.gpu.bwd_sm90 import BwdSm90
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.launch import capturing
+from fa_cupy.gpu.mask_tables import CallTables
 from fa_cupy.gpu.params import transforms
 from fa_cupy.gpu.params_bwd_sm90 import Gradients, takes
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.plan import remember
+from fa_cupy.gpu.rows_bwd import BackwardVariant
 from fa_cupy.gpu.variants_bwd import select_bwd
 
 _TARGET = "sm_90a"
@@ -69,29 +71,36 @@ class Plan:
     device : int
     """
 
-    __slots__ = ("_inside", "bytes", "run")
+    __slots__ = ("_inside", "_mask", "bytes", "run")
 
     def __init__(
         self, problem: Problem, views: Gradients, inside: dict[str, Laid], device: int
     ) -> None:
-        rows = select_bwd(problem.dtype.name, problem.head_dim, problem.v_dim)
+        rows = _rows(problem)
         assert rows is not None
         self.run = BwdSm90(problem, views, rows, device)
+        self._mask = None if problem.mask is None else CallTables(problem, device)
         self._inside: dict[str, tuple[Laid, int]] = {}
         self.bytes = _padded(self.run.workspace_bytes)
         for name, laid in inside.items():
             self._inside[name] = laid, self.bytes
             self.bytes += _padded(laid.nbytes)
 
-    def __call__(self, arrays: dict[str, Any]) -> bool:
+    def __call__(self, arrays: dict[str, Any], mask: Any = None) -> bool:
         """Run the call on the current stream of the plan's device, which must be current.
 
         Parameters
         ----------
         arrays : dict of cupy.ndarray or None
             What is read, and the gradients that are wanted; False as for `BwdSm90`.
+        mask : BitMask or cupy.ndarray of bool, optional
+            As the problem has one.
         """
         pointers = {name: 0 if x is None else x.data.ptr for name, x in arrays.items()}
+        if self._mask is not None:
+            # What launches read is given back to the pool when they are queued.
+            told, _owners = self._mask(mask)
+            pointers |= told
         with _workspace(self.bytes) as memory:
             copies = {}
             for name, (laid, place) in self._inside.items():
@@ -155,16 +164,21 @@ def backward(
         return None
     found = {name: empty(laid[name].shape, problem.dtype, arrays[name]) for name in need}
     arrays |= {f"d{name}": x for name, x in found.items()}
-    return found if plan(arrays) else None
+    return found if plan(arrays, inputs[4]) else None
 
 
 def _serves(problem: Problem, device: int) -> bool:
     """Whether there are kernels for the dtype, the dims and the options, whatever the layout."""
-    if problem.mask is not None or transforms(problem) or target_of_device(device) != _TARGET:
+    if transforms(problem) or target_of_device(device) != _TARGET:
         return False
     if not math.prod(problem.batch) or problem.head_dim % DIM_STEP or problem.v_dim % DIM_STEP:
         return False
-    return select_bwd(problem.dtype.name, problem.head_dim, problem.v_dim) is not None
+    return _rows(problem) is not None
+
+
+def _rows(problem: Problem) -> tuple[BackwardVariant, ...] | None:
+    masked = problem.mask is not None
+    return select_bwd(problem.dtype.name, problem.head_dim, problem.v_dim, masked)
 
 
 def _readable(name: str, laid: Laid, pointer: int) -> bool:
