@@ -18,8 +18,8 @@ from tests.ptx_interpreter import Module as Interpreted
 MEMORY = Memory()
 _FUNCTIONS = {np.unpackbits}
 _NAMES = (
-    "arange", "concatenate", "cumsum", "diff", "divmod", "empty", "flatnonzero", "full", "nonzero", "ones",
-    "repeat", "searchsorted", "sort", "where", "zeros",
+    "arange", "concatenate", "cumsum", "diff", "divmod", "empty", "flatnonzero", "full", "nonzero",
+    "ones", "repeat", "searchsorted", "sort", "where", "zeros",
 )  # fmt: skip
 
 
