@@ -162,9 +162,9 @@ BUGS = {
     ),
     "K is given back before dQ has read it": (
         "bwd_queries_sm90", 256, "wgmma reads .* not yet",
-        ("release(shared.k_empty[k_before()]); }", "}"),
+        ("release_k(k_before()); }", "}"),
         ("if constexpr (!kFirst) start_sum(shared.k[k_before()]);",
-         "if (!kFirst) start_sum(shared.k[k_before()]), release(shared.k_empty[k_before()]);"),
+         "if (!kFirst) start_sum(shared.k[k_before()]), release_k(k_before());"),
     ),
     "V is given back before dP is done": (
         "bwd_queries_sm90", 256, "wgmma reads .* not yet",
@@ -200,8 +200,8 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     pytest.fail("60 seeds did not show it")
 
 
-def problem_and_views(q, k, v, **options):
-    problem = _check.attention_problem(q, k, v, None, None, **options)
+def problem_and_views(q, k, v, mask=None, **options):
+    problem = _check.attention_problem(q, k, v, None, mask, **options)
     dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
     dout = np.empty(problem.out_shape, q.dtype)
     like = _check.attention_problem(q, dk, dv, None, None, **options)
@@ -214,6 +214,7 @@ def test_what_the_kernels_take():
     few = np.zeros((2, 2, 40, 64), np.float16)
     assert takes(*problem_and_views(x, x, x))
     assert takes(*problem_and_views(x, few, few, is_causal=True))
+    assert takes(*problem_and_views(x, x, x, mask=np.ones((4, 40, 40), bool)))
     assert not takes(*problem_and_views(x, x, x, softcap=2.0))
     assert not takes(*problem_and_views(x, x, x, scale=-1.0))
     assert not takes(*problem_and_views(x[..., :63], x[..., :63], x))
@@ -247,6 +248,11 @@ def test_select():
     assert select_bwd("float32", 64, 64) is None
     assert select_bwd("float16", 257, 64) is None
     for dim in range(8, 264, 8):
-        rows = select_bwd("bfloat16", 8, dim)
-        assert len(rows) == 4
-        assert all(row.dim >= dim for row in rows)
+        plain, masked = (select_bwd("bfloat16", 8, dim, masked=m) for m in (False, True))
+        for rows in (plain, masked):
+            assert len(rows) == 4
+            assert all(row.dim >= dim for row in rows)
+        # Only the kernels that go from tile to tile are others.
+        differing = [a.source for a, b in zip(plain, masked, strict=True) if a is not b]
+        wide = ["attention/bwd_keys_sm90", "attention/bwd_queries_sm90"]
+        assert differing == (["attention/bwd_sm90"] if dim <= 128 else wide)

@@ -309,7 +309,8 @@ BUGS = {
         "bwd_keys_sm80", 64, ("dp[i][part + j][e] *= x.slope;", ""),
     ),
     "a bias of other rows": (
-        "bwd_queries_sm80", 128, ("first_own + 16 * i, first_other + 8 * part", "first_own, first_other"),
+        "bwd_queries_sm80", 128, ("first_own + 16 * i, first_other + 8 * part",
+                                  "first_own, first_other"),
     ),
     "query and key change places in a bias": (
         "bwd_keys_sm80", 96, ("const int query = min(kOwnKeys ? its : mine,",
