@@ -14,7 +14,10 @@ from validation.emulated import attention_backward
 
 
 class Case(NamedTuple):
-    """Arrays (batch, heads, length, dim) of a call, and its options, bias and mask among them."""
+    """Arrays (batch, heads, length, dim) of a call, and its options, bias and mask among them.
+
+    A `scale` among these is that of the scores; `case` has another one, of its numbers.
+    """
 
     q: np.ndarray
     k: np.ndarray
@@ -229,13 +232,14 @@ def random_call(rows, seed):
         "scale": float(rng.choice([0.3, 1.0, 3.0])),
         **options,
     }
+    call = case(rows[0].dtype, seed=seed, **given)
     if isinstance(rows[1], BwdKeysSm80):
         sizes = 1, given["heads"][0], *given["lengths"]
-        given |= any_transform(rng, rows[1].sparse, *sizes)
+        options |= any_transform(rng, rows[1].sparse, *sizes)
+        call = call._replace(options=options)
     blocks = int(rng.integers(1, 5))
     together = int(rng.integers(1, blocks + 1))
     how = {"seed": seed, "blocks": blocks, "together": together, "truncating": rng.random() < 0.3}
-    call = case(rows[0].dtype, seed=seed, **given)
     spoiled = str(rng.choice(["q", "k", "v", "dout"])) if rng.random() < 1 / 3 else ""
     if spoiled:
         x = getattr(call, spoiled)
@@ -244,6 +248,6 @@ def random_call(rows, seed):
     def run(sources):
         (check_spoiled if spoiled else check)(call, rows=rows, sources=sources, **how)
 
-    shown = {name: getattr(x, "shape", x) for name, x in given.items()}
+    shown = {name: getattr(x, "shape", x) for name, x in {**given, **options}.items()}
     text = f"{shown}, {blocks} blocks, {together} at a time, truncating={how['truncating']}"
     return text + (f", {spoiled} is not finite" if spoiled else ""), run
