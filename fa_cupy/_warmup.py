@@ -16,6 +16,7 @@ from tqdm import tqdm
 from fa_cupy._info import DTYPES, length, multiprocessors
 from fa_cupy._product import ALGORITHMS
 from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
@@ -34,13 +35,13 @@ def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
 
 
 def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
-    """Return the rows that gradients of attention get, in the table's order."""
+    """Return the rows that gradients of attention get, in the tables' order."""
     chosen: set[Variant] = set()
-    for dtype, dim in product(dtypes, dims):
-        rows = None if dim % DIM_STEP else select_bwd(dtype, dim, dim)
+    for dtype, dim, masked in product(dtypes, dims, (False, True)):
+        rows = None if dim % DIM_STEP else select_bwd(dtype, dim, dim, masked)
         if rows is not None and all(target in row.targets for row in rows):
-            chosen |= set(rows)
-    return [row for row in BACKWARD if row in chosen]
+            chosen |= {*rows, *MASKS}
+    return [row for row in (*BACKWARD, *MASKS) if row in chosen]
 
 
 def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:

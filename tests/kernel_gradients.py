@@ -8,7 +8,7 @@ from fa_cupy import reference
 from fa_cupy.gpu.variants_bwd import BACKWARD, BwdKeysSm90, BwdSm90, select_bwd
 from tests import strategies
 from tests.gradients import hold
-from tests.kernel_attention import BANDS, DTYPES, draw
+from tests.kernel_attention import BANDS, DTYPES, blocks_of, draw
 from validation.emulated import attention_backward
 
 
@@ -154,13 +154,14 @@ def check_spoiled(call, **how):
     q, k, v, dout, dlse, options = call
     with np.errstate(all="ignore"):
         found = dict(zip("qkv", solve(call, **how), strict=True))
-        definition = strategies.Case(q, k, v, None, None, options=options)
+        rest = {name: x for name, x in options.items() if name != "mask"}
+        definition = strategies.Case(q, k, v, None, options.get("mask"), options=rest)
         hold(definition, found, dout, dlse, strategies.UNIT[q.dtype])
 
 
 # Of each call, in the order of their launches.
 ROWS = [
-    select_bwd(row.dtype, row.dim, row.dim)
+    select_bwd(row.dtype, row.dim, row.dim, row.sparse)
     for row in BACKWARD
     if isinstance(row, (BwdSm90, BwdKeysSm90))
 ]
@@ -188,6 +189,12 @@ def random_call(rows, seed):
     how = {"seed": seed, "blocks": blocks, "together": together, "truncating": rng.random() < 0.3}
     call = case(rows[0].dtype, seed=seed, **given)
     spoiled = str(rng.choice(["q", "k", "v", "dout"])) if rng.random() < 1 / 3 else ""
+    shown = given
+    if rows[1].sparse:
+        shape = call.q.shape[1] if rng.random() < 0.5 else 1, call.q.shape[2], call.k.shape[2]
+        call = call._replace(options={**options, "mask": blocks_of(rng, *shape)})
+        shown = {**given, "mask": shape}
+        spoiled = ""
     if spoiled:
         x = getattr(call, spoiled)
         x[tuple(rng.integers(0, x.shape))] = rng.choice([np.nan, np.inf, -np.inf])
@@ -195,5 +202,5 @@ def random_call(rows, seed):
     def run(sources):
         (check_spoiled if spoiled else check)(call, rows=rows, sources=sources, **how)
 
-    text = f"{given}, {blocks} blocks, {together} at a time, truncating={how['truncating']}"
+    text = f"{shown}, {blocks} blocks, {together} at a time, truncating={how['truncating']}"
     return text + (f", {spoiled} is not finite" if spoiled else ""), run
