@@ -16,6 +16,7 @@ from tqdm import tqdm
 from fa_cupy._info import DTYPES, length, multiprocessors
 from fa_cupy._product import ALGORITHMS
 from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
@@ -38,10 +39,13 @@ def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Vari
     """Return the rows that gradients of attention get, in the tables' order."""
     chosen: set[Variant] = set()
     for dtype, dim in product(dtypes, (dim for dim in dims if dim % DIM_STEP == 0)):
-        chains = [select_bwd(dtype, dim, dim)] if target == "sm_90a" else []
-        chains += [select_bwd_sm80(dtype, dim, dim, target, masked) for masked in (False, True)]
-        chosen.update(row for rows in chains if rows is not None for row in rows)
-    return [row for row in (*BACKWARD, *BACKWARD_SM80) if row in chosen]
+        for masked in (False, True):
+            chains = [select_bwd_sm80(dtype, dim, dim, target, masked)]
+            if target == "sm_90a":
+                chains.append(select_bwd(dtype, dim, dim, masked))
+            for rows in chains:
+                chosen |= {*rows, *MASKS} if rows is not None else set()
+    return [row for row in (*BACKWARD, *BACKWARD_SM80, *MASKS) if row in chosen]
 
 
 def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -243,10 +244,11 @@ def test_warmup_compiles_what_calls_can_get():
 
 def test_warmup_compiles_what_gradients_can_get():
     rows = serving_backward("sm_90a", {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
-    chains = [select_bwd(dtype, dim, dim) for dtype in ("float16", "bfloat16") for dim in (64, 200)]
-    assert rows == [row for row in BACKWARD if any(row in chain for chain in chains)]
+    calls = product(("float16", "bfloat16"), (64, 200), (False, True))
+    chains = [select_bwd(dtype, dim, dim, masked) for dtype, dim, masked in calls]
+    assert rows == [*(row for row in BACKWARD if any(row in chain for chain in chains)), *MASKS]
     dims = {row.dim for row in BACKWARD}
-    assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == list(BACKWARD)
+    assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == [*BACKWARD, *MASKS]
     assert not serving_backward("sm_80", {"float16"}, dims)
 
 
