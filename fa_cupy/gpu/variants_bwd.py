@@ -6,6 +6,7 @@ Pure data, as `fa_cupy.gpu.variants`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from fa_cupy.gpu.rows_bwd import BackwardVariant as BackwardVariant  # for those who read the table
@@ -58,11 +59,10 @@ def _around() -> Iterator[BackwardVariant]:
             source="attention/bwd_rows", dtype=dtype, dim=256, tile_m=1, tile_n=1,
             warps=ROWS_THREADS // 32, stages=1, why="reads dout and out once",
         )  # fmt: skip
-        for piece_m in (64, 80):
-            yield BwdRound(
-                source="attention/bwd_round", dtype=dtype, dim=256, tile_m=piece_m, tile_n=64,
-                warps=ROUND_THREADS // 32, stages=1, why="a block for each piece",
-            )  # fmt: skip
+        yield BwdRound(
+            source="attention/bwd_round", dtype=dtype, dim=256, tile_m=64, tile_n=64,
+            warps=ROUND_THREADS // 32, stages=1, why="a block for each piece",
+        )  # fmt: skip
         yield BwdRedo(
             source="attention/bwd_redo", dtype=dtype, dim=256, tile_m=64, tile_n=64,
             warps=REDO_THREADS // 32, stages=1, why="4 x 4 pairs a thread; rarely any work",
@@ -75,8 +75,8 @@ BACKWARD: tuple[BackwardVariant, ...] = (*_sm90(), *_wide(), *_around())
 
 def round_of(row: BwdSm90) -> BwdRound:
     """Return the row of ``bwd_round`` that takes the pieces of a row."""
-    return next(r for r in BACKWARD if isinstance(r, BwdRound)
-                and (r.dtype, r.tile_m) == (row.dtype, row.piece_m))  # fmt: skip
+    rounds = (r for r in BACKWARD if isinstance(r, BwdRound) and r.dtype == row.dtype)
+    return replace(next(rounds), tile_m=row.piece_m)
 
 
 def select_bwd(
