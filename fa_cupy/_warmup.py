@@ -38,9 +38,11 @@ def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Vari
     """Return the rows that gradients of attention get, in the tables' order."""
     chosen: set[Variant] = set()
     for dtype, dim in product(dtypes, (dim for dim in dims if dim % DIM_STEP == 0)):
-        chains = [select_bwd(dtype, dim, dim)] if target == "sm_90a" else []
-        chains += [select_bwd_sm80(dtype, dim, dim, target, masked) for masked in (False, True)]
-        chosen.update(row for rows in chains if rows is not None for row in rows)
+        for masked in (False, True):
+            chains = [select_bwd_sm80(dtype, dim, dim, target, masked)]
+            if target == "sm_90a":
+                chains.append(select_bwd(dtype, dim, dim, masked))
+            chosen.update(row for rows in chains if rows is not None for row in rows)
     return [row for row in (*BACKWARD, *BACKWARD_SM80) if row in chosen]
 
 

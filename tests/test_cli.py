@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, reachable, select
 from fa_cupy.gpu.variants_bwd import BACKWARD, select_bwd
+from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80, select_bwd_sm80
 
 ROOT = Path(__file__).parents[1]
 SERVES = select("bfloat16", 128, 128, "sm_90a")
@@ -242,12 +244,19 @@ def test_warmup_compiles_what_calls_can_get():
 
 
 def test_warmup_compiles_what_gradients_can_get():
-    rows = serving_backward("sm_90a", {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
-    chains = [select_bwd(dtype, dim, dim) for dtype in ("float16", "bfloat16") for dim in (64, 200)]
-    assert rows == [row for row in BACKWARD if any(row in chain for chain in chains)]
-    dims = {row.dim for row in BACKWARD}
-    assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == list(BACKWARD)
-    assert not serving_backward("sm_80", {"float16"}, dims)
+    every = (*BACKWARD, *BACKWARD_SM80)
+    for target in ("sm_80", "sm_90a", "sm_120"):
+        rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
+        calls = product(("float16", "bfloat16"), (64, 200), (False, True))
+        chains = []
+        for dtype, dim, masked in calls:
+            chains.append(select_bwd_sm80(dtype, dim, dim, target, masked))
+            if target == "sm_90a":
+                chains.append(select_bwd(dtype, dim, dim, masked))
+        assert rows == [row for row in every if any(row in chain for chain in chains)]
+        assert all(target in row.targets for row in rows)
+    dims = {row.dim for row in every}
+    assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == list(every)
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)
@@ -290,7 +299,7 @@ def test_emit_lists_all_rows(capsys):
     assert main(["emit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        row.name for row in (*VARIANTS, *BACKWARD, *PRODUCTS, *MASKS)
+        row.name for row in (*VARIANTS, *BACKWARD, *BACKWARD_SM80, *PRODUCTS, *MASKS)
     ]
 
 
