@@ -16,6 +16,7 @@ from tqdm import tqdm
 from fa_cupy._info import DTYPES, length, multiprocessors
 from fa_cupy._product import ALGORITHMS
 from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
@@ -42,8 +43,9 @@ def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Vari
             chains = [select_bwd_sm80(dtype, dim, dim, target, masked)]
             if target == "sm_90a":
                 chains.append(select_bwd(dtype, dim, dim, masked))
-            chosen.update(row for rows in chains if rows is not None for row in rows)
-    return [row for row in (*BACKWARD, *BACKWARD_SM80) if row in chosen]
+            for rows in filter(None, chains):
+                chosen |= {*rows, *MASKS}
+    return [row for row in (*BACKWARD, *BACKWARD_SM80, *MASKS) if row in chosen]
 
 
 def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:

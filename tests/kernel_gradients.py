@@ -180,7 +180,7 @@ def check_spoiled(call, **how):
 
 # Of each call, in the order of their launches.
 ROWS = [
-    select_bwd(row.dtype, row.dim, row.dim)
+    select_bwd(row.dtype, row.dim, row.dim, row.sparse)
     for row in BACKWARD
     if isinstance(row, (BwdSm90, BwdKeysSm90))
 ]
@@ -241,6 +241,10 @@ def random_call(rows, seed):
     together = int(rng.integers(1, blocks + 1))
     how = {"seed": seed, "blocks": blocks, "together": together, "truncating": rng.random() < 0.3}
     spoiled = str(rng.choice(["q", "k", "v", "dout"])) if rng.random() < 1 / 3 else ""
+    if rows[1].sparse and not isinstance(rows[1], BwdKeysSm80):
+        shape = call.q.shape[1] if rng.random() < 0.5 else 1, call.q.shape[2], call.k.shape[2]
+        options["mask"] = blocks_of(rng, *shape)
+        call = call._replace(options=options)
     if spoiled:
         x = getattr(call, spoiled)
         x[tuple(rng.integers(0, x.shape))] = rng.choice([np.nan, np.inf, -np.inf])

@@ -190,7 +190,7 @@ BUGS = {
         "bwd_round", 64, "", ("keys.end - 1, block) > 0", "keys.end - 1, block) >= 0"),
     ),
     "words of the other half of a block's queries": (
-        "bwd_sm90", 128, "", ("seen[h] = seen[h] >> note % 2 * 16", "seen[h] = seen[h] >> 0"),
+        "bwd_sm90", 128, "", ("seen[h] = seen[h] >> tile % 2 * 16", "seen[h] = seen[h] >> 0"),
     ),
     "words of the other warpgroup's keys": (
         "bwd_sm90", 64, "", ("shared.note[at].place, 64 * group, my_thread()",

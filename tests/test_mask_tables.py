@@ -10,6 +10,7 @@ from fa_cupy._blocks import BlockLists
 from fa_cupy.gpu.structs_mask import MASK_TABLE
 from tests import cupy_stand_in
 from tests.kernel_attention import blocks_of
+from tests.planted import plant
 from validation import emulator
 from validation.emulated.masks import WHOLE, tables_of
 
@@ -121,3 +122,37 @@ def test_any_mask(host, seed):
     sizes = np.random.default_rng(seed).integers(1, 600, 2)
     mask = BitMask.from_dense(random_mask(seed, 2, *sizes))
     check_tables(host, mask.T if seed % 2 else mask)
+
+
+# Of a kernel: what stands there, and what is put in its place.
+BUGS = {
+    "a search ends behind what it looks for": (
+        "mask/tables", ("if (list[middle] < block)", "if (list[middle] <= block)"),
+    ),
+    "what is before a block is not counted": (
+        "mask/tables", ("count += place != kHiddenBlock;", ""),
+    ),
+    "the turned table is not turned": (
+        "mask/tables", ("const int place = shared.places[lane][warp];",
+                        "const int place = shared.places[warp][lane];"),
+    ),
+    "it is read before it is written": ("mask/tables", ("__syncthreads();", "")),
+    "full blocks are those in part": (
+        "mask/tables", ("place = kWholeBlock;", "place = static_cast<int>(full);"),
+    ),
+    "rows and columns of a word are mixed up": (
+        "mask/turn", ("turned[word_of(own + 2 * of_col, of_row)]",
+                      "turned[word_of(own + 2 * of_row, of_col)]"),
+    ),
+    "words of the lower half": ("mask/turn", ("row % 16 / 8", "0")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(host, bug, tmp_path, monkeypatch):
+    source, *changes = BUGS[bug]
+    planted = {source.replace("/", "_"): plant(tmp_path, source, *changes)}
+    monkeypatch.setattr(host, "launch", Launch(planted))
+    mask = BitMask.from_dense(random_mask(4, 2, 300, 700))
+    with pytest.raises((AssertionError, emulator.EmulationError)):
+        check_tables(host, mask)

@@ -30,6 +30,19 @@ def problems(dim: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield {**plain, "q_len": 1, "k_len": 1}, {}
 
 
+def masked_problems(dim: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The same for rows that serve masks, which are those of `attention_calls.masked_problems`."""
+    plain = {"q_len": 300, "k_len": 450, "head_dim": dim, "v_dim": dim}
+    bottom = {"is_causal": True, "causal_align": "bottom_right"}
+    yield {**plain, "mask": "blocks"}, {}
+    yield {**plain, "mask": "array", "dlse": True}, {}
+    yield {**plain, "mask": "heads", "heads": 4}, bottom
+    yield {**plain, "mask": "blocks"}, {"window": (100, 20), "causal_align": "top_left"}
+    yield {**plain, "head_dim": dim - 8, "v_dim": dim - 16, "mask": "array", "heads": 4}, bottom
+    yield {**plain, "mask": "nothing"}, {}
+    yield {**plain, "q_len": 1, "k_len": 2, "mask": "array"}, {}
+
+
 def arrays(dtype: np.dtype, shape: dict[str, Any]) -> dict[str, np.ndarray]:
     """Random arrays on the host: queries, keys, values, and gradients of output and LSE."""
     found = attention_calls.arrays(dtype, shape)
@@ -46,7 +59,8 @@ def error(
 ) -> float:
     """Return the largest relative error of gradients, infinite where one should be finite."""
     q, k, v, dout = (host[name] for name in ("q", "k", "v", "dout"))
-    want = reference.attention_backward(dout, q, k, v, dlse=host.get("dlse"), **options)
+    given = {"mask": host.get("mask"), "dlse": host.get("dlse")}
+    want = reference.attention_backward(dout, q, k, v, **given, **options)
     # Where there is one key, gradients of scores are 0 but for how sums of products are rounded.
     small = 1e-4 * np.sqrt(dout.shape[-1])
     return max(
@@ -89,18 +103,18 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
                 print(f"{row.name}: not for {target}")
                 continue
             dtype = peers.DTYPES["bf16" if row.dtype == "bfloat16" else "fp16"]
-            for shape, options in problems(row.dim):
+            for shape, options in (masked_problems if row.sparse else problems)(row.dim):
                 host = arrays(dtype, shape)
                 sent = {name: peers.to_device(x) for name, x in host.items()}
+                attention_calls.as_mask(sent, host, shape)
                 q, k, v, dout = (sent[name] for name in ("q", "k", "v", "dout"))
-                out, lse = attention(q, k, v, return_lse=True, **options)
-                grads = attention_backward(
-                    dout, q, k, v, out, lse, dlse=sent.get("dlse"), **options
-                )
+                masked = {"mask": sent.get("mask"), **options}
+                out, lse = attention(q, k, v, return_lse=True, **masked)
+                grads = attention_backward(dout, q, k, v, out, lse, dlse=sent.get("dlse"), **masked)
                 if error(host, tuple(map(peers.to_host, grads)), options) > _WRONG:
                     raise RuntimeError(f"{row.name} {shape} {options}: the result is wrong")
                 calls += 1
-            missed = {*(select_bwd(row.dtype, row.dim, row.dim) or ())} - reached
+            missed = {*(select_bwd(row.dtype, row.dim, row.dim, row.sparse) or ())} - reached
             if missed:
                 raise RuntimeError(f"no call reached {', '.join(x.name for x in missed)}")
     return calls

@@ -185,8 +185,8 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
     wait(shared.work_full[work_place.index()], work_place.parity());
     const Work& work = shared.work[work_place.index()];
     if (work.tile < 0) break;
-    int tile = work.begin;  // without a mask
-    uint32 seen[2];         // under a mask: by which queries of the tile, of a thread's keys
+    int tile = work.begin;        // without a mask
+    uint32 seen[2] = {~0u, ~0u};  // under a mask: by which queries of the tile, of a thread's keys
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
@@ -197,7 +197,8 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
       const int key = work.tile * kTile + my_thread() / 32 * 16 + lane() / 4 + 8 * h;
       return queries_seeing(p, key, tile * kTile + lane() % 4 * 2, 16);
     };
-    // Under a mask, asks for what it says of the tile in a place of Q; then adds what the band does.
+    // Under a mask, asks for what it says of the tile in a place of Q; then takes away what is
+    // outside of the band.
     auto ask_mask = [&](int at) {
       if constexpr (kSparse) {
         read_words(seen, params.mask, shared.note[at].place, work.tile % 2 * 64, my_thread());
@@ -205,13 +206,8 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
     };
     auto add_band = [&](int at) {
       if constexpr (kSparse) {
-        const int note = shared.note[at].tile;
-        const bool cut = outside(note);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          seen[h] = seen[h] >> note % 2 * 16 | 0xffff0000u;
-          if (cut) seen[h] &= in_band(note, h);
-        }
+        const int here = shared.note[at].tile;
+        cut_words<kTile>(seen, here, outside(here), [&](int h) { return in_band(here, h); });
       }
     };
     // Puts a number where a key is hidden.

@@ -235,7 +235,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     if (work.tile < 0) break;
     int tile = work.begin;  // without a mask
     int left = max(work.steps, 1);
-    uint32 seen[2];  // under a mask: of the tile's keys, by a thread's queries
+    uint32 seen[2] = {~0u, ~0u};  // under a mask: of the tile's keys, by a thread's queries
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
@@ -251,7 +251,8 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
     };
     auto first_row = [&]() { return work.tile * kTileM + 64 * group + warp_row() + lane() / 4; };
-    // Under a mask, asks for what it says of the tile in a place of K; then adds what the band does.
+    // Under a mask, asks for what it says of the tile in a place of K; then takes away what is
+    // outside of the band.
     auto ask_mask = [&](int at) {
       if constexpr (kSparse) {
         read_words(seen, params.mask, shared.note[at].place, 64 * group, my_thread());
@@ -259,13 +260,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     };
     auto add_band = [&](int at) {
       if constexpr (kSparse) {
-        const int note = shared.note[at].tile, key = note * kTileN + lane() % 4 * 2;
-        const bool cut = outside(note);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          seen[h] = seen[h] >> note % 2 * 16 | 0xffff0000u;
-          if (cut) seen[h] &= columns_inside(p, first_row() + 8 * h, key, 16);
-        }
+        const int here = shared.note[at].tile, key = here * kTileN + lane() % 4 * 2;
+        cut_words<kTileN>(seen, here, outside(here),
+                          [&](int h) { return columns_inside(p, first_row() + 8 * h, key, 16); });
       }
     };
     // Puts a number where a key is hidden.

@@ -187,7 +187,8 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     // the tile.
     auto is_cut = [&]() { return kSparse ? (seen[0] & seen[1]) != ~0u : outside(tile); };
     auto own_key = [&]() { return work.tile * kTileN + 64 * group + warp_row() + lane() / 4; };
-    // Under a mask, asks for what it says of the tile in a place of Q; then adds what the band does.
+    // Under a mask, asks for what it says of the tile in a place of Q; then takes away what is
+    // outside of the band.
     auto ask_mask = [&](int at) {
       if constexpr (kSparse) {
         read_words(seen, params.mask, shared.note[at].place, 64 * group, my_thread());
@@ -195,13 +196,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     };
     auto add_band = [&](int at) {
       if constexpr (kSparse) {
-        const int note = shared.note[at].tile, query = note * kTileM + lane() % 4 * 2;
-        const bool cut = outside(note);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (kParts == 1) seen[h] = seen[h] >> note % 2 * 16 | 0xffff0000u;
-          if (cut) seen[h] &= queries_seeing(p, own_key() + 8 * h, query, 16 * kParts);
-        }
+        const int here = shared.note[at].tile, query = here * kTileM + lane() % 4 * 2;
+        cut_words<kTileM>(seen, here, outside(here), [&](int h) {
+          return queries_seeing(p, own_key() + 8 * h, query, 16 * kParts);
+        });
       }
     };
     // Puts a number where a key is hidden.

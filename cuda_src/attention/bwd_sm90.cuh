@@ -1,5 +1,5 @@
-// What the parts of bwd_sm90 share: constants of a variant, a block's shared memory; and the threads
-// that feed it.
+// What the parts of bwd_sm90 share: constants of a variant, a block's shared memory; and the
+// threads that feed it.
 #pragma once
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/gradient_sums.cuh"

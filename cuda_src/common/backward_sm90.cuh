@@ -122,6 +122,18 @@ FA_DEVICE void read_words(uint32 (&seen)[2], const MaskTable& mask, int place, i
   seen[1] = static_cast<uint32>(two >> 32);
 }
 
+// Of these words the bits of a tile of kTile columns, from bit 0 on; where it is `cut` by the band,
+// without those that in_band(h) lacks of row h.
+template <int kTile, typename InBand>
+FA_DEVICE void cut_words(uint32 (&seen)[2], int tile, bool cut, InBand in_band) {
+  static_assert(kTile == kMaskBlock || kTile == kMaskBlock / 2, "16 bits of a word, or all");
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (kTile < kMaskBlock) seen[h] = seen[h] >> tile % 2 * 16 | 0xffff0000u;
+    if (cut) seen[h] &= in_band(h);
+  }
+}
+
 // Puts a number where a bit is 0, in row h of the two that a thread has of 64 columns.
 FA_DEVICE void hide_row(float (&x)[8][4], int h, uint32 seen, float hidden) {
 #pragma unroll
