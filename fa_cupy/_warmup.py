@@ -43,8 +43,8 @@ def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Vari
             chains = [select_bwd_sm80(dtype, dim, dim, target, masked)]
             if target == "sm_90a":
                 chains.append(select_bwd(dtype, dim, dim, masked))
-            for rows in chains:
-                chosen |= {*rows, *MASKS} if rows is not None else set()
+            for rows in filter(None, chains):
+                chosen |= {*rows, *MASKS}
     return [row for row in (*BACKWARD, *BACKWARD_SM80, *MASKS) if row in chosen]
 
 

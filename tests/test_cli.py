@@ -300,7 +300,7 @@ def test_emit_lists_all_rows(capsys):
     assert main(["emit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        row.name for row in (*VARIANTS, *BACKWARD, *PRODUCTS, *MASKS)
+        row.name for row in (*VARIANTS, *BACKWARD, *BACKWARD_SM80, *PRODUCTS, *MASKS)
     ]
 
 

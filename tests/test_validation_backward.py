@@ -104,15 +104,18 @@ def test_the_package_is_called_with_its_own_results(monkeypatch):
 def test_the_reduced_set_is_made_of_valid_calls(dim, name):
     count = 0
     problems = [*backward_calls.problems(dim), *backward_calls.masked_problems(dim)]
+    for sparse in (False, True):
+        problems += backward_calls.sm80_problems(dim, sparse)
     for shape, options in problems:
         host = backward_calls.arrays(peers.DTYPES[name], shape)
-        options = {**options, "mask": host.get("mask")}
+        options = {**options, "mask": host.get("mask"), "bias": host.get("bias")}
         q, k, v, dout = (host[name] for name in ("q", "k", "v", "dout"))
         out, lse = fa_cupy.attention(q, k, v, return_lse=True, **options)
         given = dout, q, k, v, out, lse
-        found = fa_cupy.attention_backward(*given, dlse=host.get("dlse"), **options)
+        need = "q", "k", "v"
+        found = fa_cupy.attention_backward(*given, dlse=host.get("dlse"), need=need, **options)
         assert all(np.isfinite(x.astype(float)).all() for x in found)
-        options.pop("mask")
+        options = {name: x for name, x in options.items() if name not in ("bias", "mask")}
         assert backward_calls.error(host, found, options) < backward_calls._WRONG / 2
         for i, x in enumerate(found):
             for wrong in (1.1 * x.astype(float), np.full(x.shape, np.nan)):
@@ -120,7 +123,7 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, name):
                     results = (*found[:i], wrong, *found[i + 1 :])
                     assert backward_calls.error(host, results, options) > backward_calls._WRONG
         count += 1
-    assert count == 14
+    assert count == 24
 
 
 def test_a_setting_changes_a_row_and_what_takes_its_pieces():
