@@ -1,4 +1,4 @@
-// Attention backward for SM80 and later, the gradient of queries: mma.sync, ldmatrix, cp.async.
+// Attention backward for SM80 and later, queries: mma.sync, ldmatrix, cp.async.
 //
 // One block owns kTileM queries of one batch entry and walks over the tiles of kTileN keys that
 // they see:
