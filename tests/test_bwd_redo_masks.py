@@ -75,7 +75,6 @@ def test_only_rows_that_are_not_finite_are_computed_again():
     call.v[0, 1, 200] = np.nan
     got = solve(call, rows=rows_of(call))
     assert all(x[0, 0].tobytes() == y[0, 0].tobytes() for x, y in zip(got, want, strict=True))
-    assert got[2][0, 1].tobytes() == want[2][0, 1].tobytes()
     check_spoiled(call, rows=rows_of(call))
 
 

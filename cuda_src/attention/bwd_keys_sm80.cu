@@ -1,4 +1,4 @@
-// Attention backward for SM80 and later, gradients of keys and values: mma.sync, ldmatrix, cp.async.
+// Attention backward for SM80 and later, keys and values: mma.sync, ldmatrix, cp.async.
 //
 // One block owns kTileN keys of one entry of keys and values and walks over the tiles of kTileM
 // queries that see some of them, head by head of those that share the keys:

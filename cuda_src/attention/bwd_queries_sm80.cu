@@ -1,11 +1,11 @@
-// Attention backward for SM80 and later, the gradient of queries: mma.sync, ldmatrix, cp.async.
+// Attention backward for SM80 and later, queries: mma.sync, ldmatrix, cp.async.
 //
 // One block owns kTileM queries of one batch entry and walks over the tiles of kTileN keys that
 // they see:
 //   S = Q K^T,  P = exp(S - LSE),  dP = dO V^T,  dS = P (dP - delta),  dQ += dS K
 // Each warp owns kTileM / kWarps queries: dS, as accumulators of m16n8k16, is an A operand as it
-// stands, and nothing is exchanged.  Tiles of K, which the first product and the last one read, come
-// through a ring of two by cp.async, those of V through one of kStages.
+// stands, and nothing is exchanged.  Tiles of K, which the first product and the last one read,
+// come through a ring of two by cp.async, those of V through one of kStages.
 #include "cuda_src/common/backward_sm80.cuh"
 #include "cuda_src/common/softmax.cuh"
 
