@@ -44,6 +44,7 @@ SETTINGS = {
     "bwd_sm90:tile_m=80,slots=1,stages=2,soon=0,delayed=1,last_first=1": (128,),
     "bwd_sm90:tile_m=80,slots=1,stages=3,o_stages=1,late=0,soon=0,delayed=1": (128,),
     "bwd_sm90:stages=2,late=0,soon=0,delayed=1": (128,),
+    "bwd_rows:tile_m=8,warps=4": (64,),
     "bwd_keys_sm90:sum_first=1": (256,),
     "bwd_keys_sm90:sum_first=2": (192,),
     "bwd_keys_sm90:sum_first=3": (192, 256),

@@ -21,8 +21,6 @@ from fa_cupy.gpu.structs_bwd import (
     BACKWARD_PARAMS,
     BWD_ROWS_PARAMS,
     REDONE,
-    ROWS_THREADS,
-    ROWS_UNROLL,
 )
 from fa_cupy.gpu.structs_mask import table_arrays, table_of
 
@@ -43,6 +41,8 @@ class Row(Protocol):
     def tile_m(self) -> int: ...  # noqa: D102
     @property
     def tile_n(self) -> int: ...  # noqa: D102
+    @property
+    def threads(self) -> int: ...  # noqa: D102
     @property
     def sections(self) -> tuple[int, int]: ...  # noqa: D102
     @property
@@ -189,7 +189,7 @@ def rows_step(
     filled["words"] = (end - places[zeroed]) // 4  # and all behind them
     filled["entry_rows"] = axes.padded
     filled["lane_shift"] = shift = max(0, (-(-v_dim // 8) - 1).bit_length())
-    filled["entry_blocks"] = blocks = -(-axes.padded // ((ROWS_THREADS >> shift) * ROWS_UNROLL))
+    filled["entry_blocks"] = blocks = -(-axes.padded // ((row.threads >> shift) * row.tile_m))
     arrays = {"common.q": "dout", "common.out": "out", "common.lse": "lse", "dlse": "dlse"}
     used = {"rows": places["rows"], "turns": places[zeroed]}
     return Step(row, filled, {}, arrays, used, axes.entries * blocks, False)

@@ -11,7 +11,6 @@ from fa_cupy.gpu.structs_bwd import (
     BWD_ROUND_PARAMS,
     BWD_ROWS_PARAMS,
     BWD_SM90_PARAMS,
-    ROWS_UNROLL,
 )
 
 _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
@@ -204,7 +203,7 @@ class BwdQueriesSm90(BackwardVariant):
 
 @dataclass(frozen=True, kw_only=True)
 class BwdRows(BackwardVariant):
-    """A row of ``bwd_rows``, for all dims, which runs anywhere."""
+    """A row of ``bwd_rows``, for all dims, which runs anywhere; a thread reads `tile_m` queries."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -222,7 +221,7 @@ class BwdRows(BackwardVariant):
         return (
             *super().defines,
             ("FA_THREADS", self.threads),
-            ("FA_UNROLL", ROWS_UNROLL),
+            ("FA_UNROLL", self.tile_m),
             ("FA_ROWS_PARAMS_BYTES", BWD_ROWS_PARAMS.itemsize),
         )
 

@@ -54,7 +54,5 @@ BACKWARD_PARAMS = np.dtype(
     + [("scale", np.float32)],
     align=True,
 )
-#: Threads of a block of ``bwd_rows``, of ``bwd_round``, and of ``bwd_redo``.
-ROWS_THREADS, ROUND_THREADS, REDO_THREADS = 256, 128, 256
-#: Rows that a thread of ``bwd_rows`` reads.
-ROWS_UNROLL = 4
+#: Threads of a block of ``bwd_round``, and of ``bwd_redo``.
+ROUND_THREADS, REDO_THREADS = 128, 256

@@ -16,7 +16,7 @@ from fa_cupy.gpu.rows_bwd import BwdRedo as BwdRedo
 from fa_cupy.gpu.rows_bwd import BwdRound
 from fa_cupy.gpu.rows_bwd import BwdRows as BwdRows
 from fa_cupy.gpu.rows_bwd import BwdSm90 as BwdSm90
-from fa_cupy.gpu.structs_bwd import REDO_THREADS, ROUND_THREADS, ROWS_THREADS
+from fa_cupy.gpu.structs_bwd import REDO_THREADS, ROUND_THREADS
 
 DTYPE_NAMES = ("float16", "bfloat16")
 
@@ -56,8 +56,8 @@ def _wide() -> Iterator[BackwardVariant]:
 def _around() -> Iterator[BackwardVariant]:
     for dtype in DTYPE_NAMES:
         yield BwdRows(
-            source="attention/bwd_rows", dtype=dtype, dim=256, tile_m=1, tile_n=1,
-            warps=ROWS_THREADS // 32, stages=1, why="reads dout and out once",
+            source="attention/bwd_rows", dtype=dtype, dim=256, tile_m=4, tile_n=1,
+            warps=8, stages=1, why="reads dout and out once, enough rows at a time",
         )  # fmt: skip
         yield BwdRound(
             source="attention/bwd_round", dtype=dtype, dim=256, tile_m=64, tile_n=64,
