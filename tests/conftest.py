@@ -19,11 +19,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("FA_CUPY_HYPOTHESIS_PROFILE", "ci"))
 
-# Where these are set, pytest writes out in full how two values differ, inside of `pytest.raises`
-# too: for the bytes of two arrays of 100 kB that takes hours.
-for name in ("CI", "BUILD_NUMBER"):
-    os.environ.pop(name, None)
-
 
 def cupy_or_skip():
     """CuPy where it and a device are there."""
@@ -43,3 +38,15 @@ def xp(request):
 def cupy():
     """CuPy, for tests marked gpu."""
     return cupy_or_skip()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_differences():
+    """Keep pytest from writing out in full how two values differ, which it does where CI is set.
+
+    It does so inside of `pytest.raises` too: for the bytes of arrays of 100 kB that takes hours.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CI", "BUILD_NUMBER"):
+            patch.delenv(name, raising=False)
+        yield
