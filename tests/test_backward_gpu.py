@@ -179,6 +179,7 @@ def test_the_gradient_of_a_sum():
     want = bits(call())
     call.dout = cp.broadcast_to(cp.ones((), HALF), call.out.shape)
     assert bits(call()) == want
+    assert kernels()
     assert None not in kernels()
 
 
@@ -188,6 +189,7 @@ def test_what_is_asked_for(dim, need):
     call = random_call(2, 4, 200, dim, heads=2, is_causal=True)
     every = dict(zip("qkv", bits(call()), strict=True))
     assert bits(call(need=need)) == [every[name] for name in need]
+    assert kernels()
     assert None not in kernels()
 
 
@@ -323,6 +325,7 @@ def test_large_masked_calls_are_those_of_the_products(dim, density, monkeypatch)
     call.options = {"mask": BitMask.from_dense(mask)}
     call.out, call.lse = attention(call.q, call.k, call.v, return_lse=True, **call.options)
     got = call()
+    assert kernels()
     assert None not in kernels()
     monkeypatch.setattr(plan_bwd, "backward", lambda *args: None)
     for x, y in zip(got, call(), strict=True):
@@ -404,6 +407,7 @@ def test_a_graph_repeats_masked_calls(dim, how, known):
 def test_large_calls_are_those_of_the_products(dim, causal, monkeypatch):
     call = random_call(2, 8, 3000, dim, heads=4, is_causal=causal, dlse=True)
     got = call()
+    assert kernels()
     assert None not in kernels()
     monkeypatch.setattr(plan_bwd, "backward", lambda *args: None)
     for x, y in zip(got, call(), strict=True):

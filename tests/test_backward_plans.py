@@ -480,3 +480,12 @@ def test_other_settings_of_a_row_beside_the_table_s(host, cupy, monkeypatch):
     assert not host._plans
     tiles = [tile_m for entry, tile_m in Launch.tiles if entry == "bwd_sm90"]
     assert tiles == [64, 80, 64, 80]
+
+
+def test_rows_too_far_apart_for_the_kernels_are_copied(host):
+    def readable(step):
+        return host._readable("q", host.Laid((2, 64), (step, 2), np.dtype(np.float16)), 0)
+
+    assert readable(2**32 - 16)
+    assert not readable(2**32)
+    assert not readable(0)

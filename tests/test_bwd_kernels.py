@@ -41,7 +41,7 @@ SETTINGS = {
     "bwd_sm90:tile_m=80,stages=2,o_stages=1,late=0,soon=0": (128,),
     "bwd_sm90:stages=2,late=0,soon=0": (128,),
     "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0,delayed=1": (96, 128),
-    "bwd_sm90:tile_m=80,slots=1,stages=2,soon=0,delayed=1,last_first=1": (128,),
+    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0,delayed=1,last_first=1": (128,),
     "bwd_sm90:tile_m=80,slots=1,stages=3,o_stages=1,late=0,soon=0,delayed=1": (128,),
     "bwd_sm90:stages=2,late=0,soon=0,delayed=1": (128,),
     "bwd_rows:tile_m=8,warps=4": (64,),

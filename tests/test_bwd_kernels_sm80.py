@@ -280,7 +280,7 @@ BUGS = {
                                   "load_k(next, i % kKStages);"),
     ),
     "delta is not taken away": (
-        "bwd_queries_sm80", 96, ("dp[i][j][e] -= delta[i][e / 2];", ""),
+        "bwd_queries_sm80", 96, ("dp[i][j][e] -= delta[i][e / 2];", ";"),
     ),
     "keys behind the last one are seen": (
         "bwd_queries_sm80", 32, ("hide_pairs<false, kSparse>(params, s, in_band,",

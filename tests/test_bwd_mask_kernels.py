@@ -228,7 +228,7 @@ BUGS = {
         "bwd_queries_sm90", 192, "",
         ("kSparse ? release_own(shared.k_empty[at]) :", "lane() > 0 ? void() :"),
         ("(kSparse ? kWarpArrivals : 1) * 4 * kGroups", "4 * kGroups"),
-        ("wgmma_wait_group<kFirst ? 1 : 2>(); add_band(k_at);",
+        ("wgmma_wait_group<kFirst || kSumFirst ? 1 : 2>(); add_band(k_at);",
          "wgmma_wait_group<kFirst ? 1 : 2>(); release(shared.k_empty[k_at]); add_band(k_at);"),
     ),
     "queries that see no key go through a block that there is": (

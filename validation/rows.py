@@ -7,6 +7,7 @@ What it computes is held against float64 before it is timed, as in ``bench``.
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import fnmatch
 import json
@@ -64,6 +65,7 @@ def _with_rows(setting: str) -> Callable[[Any, Any], peers.Call]:
     from fa_cupy.gpu.variants_bwd import select_bwd
 
     plans: dict[Any, Any] = {}  # its own, as those of the other settings have the same keys
+    atexit.register(plans.clear)  # as in plan_bwd
 
     def select(*call: Any) -> Any:
         chain = select_bwd(*call)

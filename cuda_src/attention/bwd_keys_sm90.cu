@@ -29,6 +29,7 @@ constexpr int kMmaD = kDim / 8;
 constexpr int kFeedingRegisters = 24, kComputingRegisters = 240;
 static_assert(FA_TILE_M == kTile && FA_TILE_N == kTile, "tiles are of 64");
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
+static_assert(kStages > 1, "a tile is held while the next one is waited for");
 
 using KeyTile = SharedTile<kTile, 64 * kBlocks>;
 

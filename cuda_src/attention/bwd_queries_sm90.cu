@@ -21,8 +21,8 @@ constexpr int kTileM = FA_TILE_M;      // queries of a block
 constexpr int kTileN = FA_TILE_N;      // keys of a tile
 constexpr int kKStages = FA_STAGES;    // tiles of K in flight
 constexpr int kVStages = FA_V_STAGES;  // tiles of V in flight
-// Whether dQ of a tile comes before the scores of the next one, and its K is given back soon, rather
-// than beside the exponentials.
+// Whether dQ of a tile comes before the scores of the next one, so that its K is given back soon,
+// rather than beside the exponentials.
 constexpr bool kSumFirst = FA_SUM_FIRST;
 constexpr int kWorkStages = 2;
 constexpr int kThreads = 128 * (kGroups + 1);
@@ -36,6 +36,7 @@ static_assert(!kSparse || (kTileM == kMaskBlock && kTileN == 64),
               "a row of blocks is a tile of queries, a block is two tiles of keys");
 static_assert(kTileN % 16 == 0 && kTileN <= 128, "16 keys are one step of a product");
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
+static_assert(kKStages > 1, "a tile is held while the next one is waited for");
 
 using QTile = SharedTile<64, 64 * kBlocks>;
 

@@ -36,7 +36,7 @@ constexpr bool kDelayed = FA_DELAYED;
 // the latter waits less, which counts where turns pass slowly.
 constexpr bool kLastFirst = FA_LAST_FIRST;
 constexpr int kDsStages = kDelayed ? 2 : 1;  // places for dS
-// dQ of a tile is added up in two pieces, one for each warpgroup: 64 columns each of all queries, or
+// dQ of a tile is added up in two pieces, one for each warpgroup: 64 columns of all queries, or
 // half of the queries.
 constexpr int kPieceM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a piece
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
@@ -48,6 +48,11 @@ static_assert(kParts == 1 || kPartM == kPieceM, "dQ goes to where scores of a pa
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kPartM % 16 == 0, "a part's queries are summed over by m64nNk16");
 static_assert(kParts == 1 || !kLate, "a second part is what runs beside the exponentials");
+static_assert(!kLate || !kDelayed, "nobody waits for dS of this tile then");
+static_assert(kSlots <= 2, "two threads store results");
+static_assert(kQStages > 1 || (kParts == 1 && !kLate && !kSoon),
+              "the next tile is waited for early");
+static_assert(kOStages > 1 || kParts == 1, "the next tile is waited for early");
 static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
 static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
 

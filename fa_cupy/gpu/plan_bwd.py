@@ -200,7 +200,8 @@ def _readable(name: str, laid: Laid, pointer: int) -> bool:
         return steps == [(n, step) for n, step in zip(laid.shape, dense, strict=True) if n > 1]
     if pointer & 15 or (laid.shape[-1] > 1 and steps.pop()[1] != laid.dtype.itemsize):
         return False
-    if laid.shape[-2] > 1 and steps[-1][1] == 0:
+    # Kernels count the steps of rows in int32, in elements.
+    if laid.shape[-2] > 1 and not 0 < steps[-1][1] < 2**31 * laid.dtype.itemsize:
         return False
     return all(step >= 0 and step % 16 == 0 for _, step in steps)
 
