@@ -61,71 +61,15 @@ using KPlace = RingPlace<1>;
 using Place = RingPlace<kStages>;
 
 // ----------------------------------------------------------------------------------------- feeding
-// Draws up the order of this block's work; loads K and Q, and what is known of Q's rows.
-FA_DEVICE void feed_queries(const BwdSm90Params& params, SharedStorage& shared) {
-  const AttentionParams& p = params.common;
-  WorkPlace work_place;
-  KPlace k_place;
-  Place place;
-  uint32 index = atom_add_u32(params.counters, 1);
-#pragma unroll 1
-  while (true) {
-    wait(shared.work_empty[work_place.index()], work_place.parity() ^ 1);
-    Work& work = shared.work[work_place.index()];
-    const bool more = announce_keys<false, kTile, kTile>(params, work, index);
-    if (more) {
-      const int key = work.tile * kTile;
-      const QueryTiles own = query_tiles(p, key, key + kTile - 1, kTile);
-      const bool whole = key + kTile <= p.k_len;  // keys that do not exist have to be hidden
-      work.full_begin = whole ? own.full_begin : 0;
-      work.full_end = whole ? own.full_end : 0;
-    }
-    arrive(shared.work_full[work_place.index()]);
-    if (!more) break;
-    index = atom_add_u32(params.counters, 1);  // the answer is not needed for long
-    wait(shared.k_empty, k_place.parity() ^ 1);
-    const uint32 k_full = cvta_to_shared(&shared.k_full);
-    mbarrier_arrive_expect_tx(k_full, kBytes);
-    load_rows<kTile, kBlocks>(shared.k, params.k_map, k_full, kEvictFirst, work.tile * kTile,
-                              params.k_step, work.coordinate, 0);
-    k_place.advance();
-    each_step<true, kTile, kTile>(params, work, [&](Step step) {
-      const int at = place.index();
-      const TileNote note = note_of<kTile, kTile>(params, work, step);
-      wait(shared.q_empty[at], place.parity() ^ 1);
-      if constexpr (kSparse) shared.note[at] = note;
-      const uint32 full = cvta_to_shared(&shared.q_full[at]);
-      mbarrier_arrive_expect_tx(full, kBytes + sizeof(shared.rows[0]));
-      load_rows<kTile, kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, step.tile * kTile,
-                                params.q_step, work.coordinate, step.head);
-      load_known<kTile>(shared.rows[at], params, full, work.entry + step.head, step.tile * kTile);
-      place.advance();
-    });
-    work_place.advance();
-  }
-}
+using Walk = KeyWalk<false, true, false, kTile, kTile, kBlocks>;
 
-// V and dO.
-FA_DEVICE void feed_gradients(const BwdSm90Params& params, SharedStorage& shared) {
-  KPlace v_place;
-  Place place;
-  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    wait(shared.v_empty, v_place.parity() ^ 1);
-    const uint32 v_full = cvta_to_shared(&shared.v_full);
-    mbarrier_arrive_expect_tx(v_full, kBytes);
-    load_rows<kTile, kBlocks>(shared.v, params.v_map, v_full, kEvictFirst, work.tile * kTile,
-                              params.v_step, work.coordinate, 0);
-    v_place.advance();
-    each_step<true, kTile, kTile>(params, work, [&](Step step) {
-      const int at = place.index();
-      wait(shared.dout_empty[at], place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
-      mbarrier_arrive_expect_tx(full, kBytes);
-      load_rows<kTile, kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
-                                step.tile * kTile, params.dout_step, work.coordinate, step.head);
-      place.advance();
-    });
-  });
+// What the warpgroups are told of some work.
+FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
+  const int key = work.tile * kTile;
+  const QueryTiles own = query_tiles(p, key, key + kTile - 1, kTile);
+  const bool whole = key + kTile <= p.k_len;  // keys that do not exist have to be hidden
+  work.full_begin = whole ? own.full_begin : 0;
+  work.full_end = whole ? own.full_end : 0;
 }
 
 // -------------------------------------------------------------------------------------- computing
@@ -387,11 +331,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       prefetch_tensormap(&params.q_map);
       prefetch_tensormap(&params.k_map);
-      feed_queries(params, shared);
+      feed_queries<Walk>(params, shared, [&](Work& work) { draw_up(params.common, work); });
     } else if (warp == 1) {
       prefetch_tensormap(&params.dout_map);
       prefetch_tensormap(&params.v_map);
-      feed_gradients(params, shared);
+      feed_gradients<Walk>(params, shared);
     }
   }
 }

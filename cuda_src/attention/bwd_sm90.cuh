@@ -96,10 +96,12 @@ using DsPlace = RingPlace<kDsStages>;
 using SlotPlace = RingPlace<kSlots>;
 
 // ----------------------------------------------------------------------------------------- feeding
-// Writes down the work of a number; false when there is none.
-FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
-  const AttentionParams& p = params.common;
-  if (!announce_keys<kLastFirst, kTileM, kTileN>(params, work, index)) return false;
+// Work is not drawn before the last one is nearly done: whoever waits for a piece of the next one
+// waits for as long as that has been drawn and not begun.
+using Walk = KeyWalk<kLastFirst, kLastFirst, true, kTileM, kTileN, kBlocks>;
+
+// What the warpgroups are told of some work.
+FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     const int key = work.tile * kTileN + 64 * group;
@@ -107,68 +109,6 @@ FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
     const bool whole = key + 64 <= p.k_len;  // keys that do not exist have to be hidden
     work.group[group] = {whole ? own.full_begin : 0, whole ? own.full_end : 0};
   }
-  return true;
-}
-
-// Draws up the order of this block's work; loads K and Q, and what is known of Q's rows.
-FA_DEVICE void feed_queries(const BwdSm90Params& params, SharedStorage& shared) {
-  WorkPlace place;
-  KPlace k_place;
-  QPlace q_place;
-  uint32 index = atom_add_u32(params.counters, 1);
-#pragma unroll 1
-  while (true) {
-    wait(shared.work_empty[place.index()], place.parity() ^ 1);
-    Work& work = shared.work[place.index()];
-    const bool more = announce(params, work, index);
-    arrive(shared.work_full[place.index()]);
-    if (!more) break;
-    wait(shared.k_empty, k_place.parity() ^ 1);
-    const uint32 k_full = cvta_to_shared(&shared.k_full);
-    mbarrier_arrive_expect_tx(k_full, kKTileBytes);
-    load_rows<kTileN, kBlocks>(shared.k, params.k_map, k_full, kEvictFirst, work.tile * kTileN,
-                               params.k_step, work.coordinate, 0);
-    k_place.advance();
-    each_step<kLastFirst, kTileM, kTileN>(params, work, [&](Step step) {
-      const int at = q_place.index();
-      const TileNote note = note_of<kTileM, kTileN>(params, work, step);
-      wait(shared.q_empty[at], q_place.parity() ^ 1);
-      if constexpr (kSparse) shared.note[at] = note;
-      const uint32 full = cvta_to_shared(&shared.q_full[at]);
-      mbarrier_arrive_expect_tx(full, kQTileBytes + sizeof(shared.rows[0]));
-      load_rows<kTileM, kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, step.tile * kTileM,
-                                 params.q_step, work.coordinate, step.head);
-      load_known<kTileM>(shared.rows[at], params, full, work.entry + step.head, step.tile * kTileM);
-      q_place.advance();
-    });
-    // Not before this work is nearly done: whoever waits for a piece of the next one waits for as
-    // long as that has been drawn and not begun.
-    index = atom_add_u32(params.counters, 1);
-    place.advance();
-  }
-}
-
-// V and dO.
-FA_DEVICE void feed_gradients(const BwdSm90Params& params, SharedStorage& shared) {
-  KPlace v_place;
-  OPlace place;
-  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    wait(shared.v_empty, v_place.parity() ^ 1);
-    const uint32 v_full = cvta_to_shared(&shared.v_full);
-    mbarrier_arrive_expect_tx(v_full, kKTileBytes);
-    load_rows<kTileN, kBlocks>(shared.v, params.v_map, v_full, kEvictFirst, work.tile * kTileN,
-                               params.v_step, work.coordinate, 0);
-    v_place.advance();
-    each_step<kLastFirst, kTileM, kTileN>(params, work, [&](Step step) {
-      const int at = place.index();
-      wait(shared.dout_empty[at], place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
-      mbarrier_arrive_expect_tx(full, kQTileBytes);
-      load_rows<kTileM, kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
-                                 step.tile * kTileM, params.dout_step, work.coordinate, step.head);
-      place.advance();
-    });
-  });
 }
 
 // Adds pieces of dQ to the sums, and stores rows of dV and dK: those of both warpgroups that pass

@@ -268,6 +268,87 @@ FA_DEVICE void load_known(float4* to, const BwdSm90Params& params, uint32 barrie
   cp_async_bulk_load(cvta_to_shared(to), from, kRows / 2 * sizeof(float4), barrier);
 }
 
+// How a kernel that owns keys walks: over blocks of keys from the last one on, or from the first
+// one; over their tiles of queries upwards or downwards; and whether it draws its next work only
+// when all of this one is asked for.
+template <bool kFromLast, bool kUpwards, bool kDrawsLate, int kQueries, int kKeys,
+          int kColumnBlocks>
+struct KeyWalk {
+  static constexpr bool kLastFirst = kFromLast, kUp = kUpwards, kLate = kDrawsLate;
+  static constexpr int kTileM = kQueries, kTileN = kKeys, kBlocks = kColumnBlocks;
+  static constexpr int kQBytes = kTileM * 128 * kBlocks, kKBytes = kTileN * 128 * kBlocks;
+};
+
+// Asks for a block of keys, or of their values.
+template <typename Walk>
+FA_DEVICE void load_keys(uint8* tile, const TensorMap& map, const uint64& full_barrier,
+                         const KeyWork& work, const int (&step)[3]) {
+  const uint32 full = cvta_to_shared(&full_barrier);
+  mbarrier_arrive_expect_tx(full, Walk::kKBytes);
+  load_rows<Walk::kTileN, Walk::kBlocks>(tile, map, full, kEvictFirst, work.tile * Walk::kTileN,
+                                         step, work.coordinate, 0);
+}
+
+// Draws up the order of a block's work; loads K and Q, and what is known of Q's rows.  draw_up
+// writes down the work of a number, and says whether there is some.
+template <typename Walk, typename Shared, typename DrawUp>
+FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp draw_up) {
+  RingPlace<sizeof(shared.work_full) / 8> work_place;
+  RingPlace<sizeof(shared.q_full) / 8> place;
+  RingPlace<1> k_place;
+  uint32 index = atom_add_u32(params.counters, 1);
+#pragma unroll 1
+  while (true) {
+    wait(shared.work_empty[work_place.index()], work_place.parity() ^ 1);
+    auto& work = shared.work[work_place.index()];
+    const bool more =
+        announce_keys<Walk::kLastFirst, Walk::kTileM, Walk::kTileN>(params, work, index);
+    if (more) draw_up(work);
+    arrive(shared.work_full[work_place.index()]);
+    if (!more) break;
+    if constexpr (!Walk::kLate) index = atom_add_u32(params.counters, 1);  // needed much later
+    wait(shared.k_empty, k_place.parity() ^ 1);
+    load_keys<Walk>(shared.k, params.k_map, shared.k_full, work, params.k_step);
+    k_place.advance();
+    each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, [&](Step step) {
+      const int at = place.index(), row = step.tile * Walk::kTileM;
+      const TileNote note = note_of<Walk::kTileM, Walk::kTileN>(params, work, step);
+      wait(shared.q_empty[at], place.parity() ^ 1);
+      if constexpr (kSparse) shared.note[at] = note;
+      const uint32 full = cvta_to_shared(&shared.q_full[at]);
+      mbarrier_arrive_expect_tx(full, Walk::kQBytes + sizeof(shared.rows[0]));
+      load_rows<Walk::kTileM, Walk::kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, row,
+                                             params.q_step, work.coordinate, step.head);
+      load_known<Walk::kTileM>(shared.rows[at], params, full, work.entry + step.head, row);
+      place.advance();
+    });
+    if constexpr (Walk::kLate) index = atom_add_u32(params.counters, 1);
+    work_place.advance();
+  }
+}
+
+// V and dO.
+template <typename Walk, typename Shared>
+FA_DEVICE void feed_gradients(const BwdSm90Params& params, Shared& shared) {
+  RingPlace<1> v_place;
+  RingPlace<sizeof(shared.dout_full) / 8> place;
+  each_work(shared.work, shared.work_full, shared.work_empty, [&](const auto& work) {
+    wait(shared.v_empty, v_place.parity() ^ 1);
+    load_keys<Walk>(shared.v, params.v_map, shared.v_full, work, params.v_step);
+    v_place.advance();
+    each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, [&](Step step) {
+      const int at = place.index();
+      wait(shared.dout_empty[at], place.parity() ^ 1);
+      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
+      mbarrier_arrive_expect_tx(full, Walk::kQBytes);
+      load_rows<Walk::kTileM, Walk::kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
+                                             step.tile * Walk::kTileM, params.dout_step,
+                                             work.coordinate, step.head);
+      place.advance();
+    });
+  });
+}
+
 // Leaves 64 rows of the gradients of queries, or of the keys of some work, to bwd_redo.cu.
 FA_DEVICE void spoil_queries_64(const BwdSm90Params& params, uint32 entry, int row) {
   if (row < params.common.q_len) spoil_queries(params.spoiled, params.common, entry, row);
