@@ -209,8 +209,8 @@ BUGS = {
     ),
     "a note is overwritten early": (
         "bwd_sm90", 64, "",
-        ("wait(shared.q_empty[at], q_place.parity() ^ 1); if constexpr (kSparse) shared.note",
-         "shared.note[at] = note; wait(shared.q_empty[at], q_place.parity() ^ 1); shared.note"),
+        ("wait(shared.q_empty[at], place.parity() ^ 1); if constexpr (kSparse) shared.note",
+         "shared.note[at] = note; wait(shared.q_empty[at], place.parity() ^ 1); shared.note"),
     ),
     "rows of blocks of the group's first head": (
         "bwd_sm90", 128, "deadlock|",
