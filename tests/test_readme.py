@@ -53,7 +53,7 @@ def test_a_number_of_another_run_is_marked(monkeypatch):
     assert found.cell("f", "c", "peer") == "1,234 †"
     assert found.cell("f", "c", "peer", "fast") == "2,000"
     assert found.cell("f", "other", "fa_cupy") == "-"
-    assert found.mean(["f"], "fast") == pytest.approx((1, 0.617, 0.617))
+    assert found.mean("f", "fast") == pytest.approx((1, 0.617, 0.617))
 
 
 def test_readme_gives_the_two_commands_first():

@@ -63,8 +63,8 @@ class Results:
     """
 
     def __init__(self, device: str) -> None:
-        self.facts, self.rows = store.load(store.RESULTS / f"bench-{device}.json")
-        self._found = {store.key(row): row for row in self.rows if "failed" not in row}
+        self.facts, rows = store.load(store.RESULTS / f"bench-{device}.json")
+        self._found = {store.key(row): row for row in rows if "failed" not in row}
 
     def best(self, family: str, case: str, impls: Sequence[str]) -> store.Row | None:
         """The row of the fastest of some implementations."""
@@ -83,12 +83,10 @@ class Results:
         other = ours is not None and ours["date"] != row["date"]
         return f"{row[field]:{form}}" + other * f" {_OTHER_RUN}"
 
-    def mean(self, families: Sequence[str], peer: str) -> tuple[int, float, float]:
+    def mean(self, family: str, peer: str) -> tuple[int, float, float]:
         """How many cases a peer ran in fa_cupy's run, mean and least of the ratios of speeds."""
-        found: list[float] = []
-        for family in families:
-            rows = [row for row in self._found.values() if row["family"] == family]
-            found += report.ratios(rows, {}).get(peer, {}).values()
+        rows = [row for row in self._found.values() if row["family"] == family]
+        found = [*report.ratios(rows, {}).get(peer, {}).values()]
         return len(found), store.geometric_mean(found), min(found)
 
 
@@ -114,8 +112,8 @@ def forward() -> str:
         cells += [f"{known[case][name]:.0f}" for name in ("fa3", "fa4")]
         rows.append([label, *cells])
     names = ("fa_cupy", "cuDNN", "FlashAttention-2", "FlashAttention-3", "FlashAttention-4")
-    count, mean, least = found.mean(["attention_fwd"], "cudnn")
-    flash = found.mean(["attention_fwd"], "flash2")[1]
+    count, mean, least = found.mean("attention_fwd", "cudnn")
+    flash = found.mean("attention_fwd", "flash2")[1]
     said = f"""
 Over {count} cases (float16 and bfloat16, lengths 512 to 16,384) the geometric mean is
 {mean:.2f} times cuDNN, the lowest {least:.2f}, and {flash:.2f} times FlashAttention-2.
@@ -134,7 +132,7 @@ def backward() -> str:
             for impl in ("fa_cupy", "cudnn")
         ]
         rows.append([str(dim), *cells])
-    count, mean, least = found.mean(["attention_bwd"], "cudnn")
+    count, mean, least = found.mean("attention_bwd", "cudnn")
     return (
         _table(["head_dim, 4096x4", "fa_cupy", "cuDNN", "causal: fa_cupy", "cuDNN"], rows)
         + f"\nOver {count} cases (lengths 1,024 to 16,384) the geometric mean is {mean:.2f} times"
