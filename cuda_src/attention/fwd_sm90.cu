@@ -408,9 +408,11 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       // Without a mask rows have a reference once they have seen a key.
       const bool trusting = !kFirst && kCols == kTileN && !kTransform &&
                             (kSparse ? referred : tile > keys.full_begin) && !softmax.far;
-      if (trusting && softmax.trust(s_used, p.exp2_scale)) {
-        if constexpr (kOverlap) wgmma_wait_group<0>();
-      } else {
+      // What a warp decides is not what its neighbours do, and a warpgroup waits at one place for its
+      // products (PTX ISA 9.7.15.7.3: wgmma.wait_group is for all threads of it alike).
+      float correction[1][2];
+      bool moved = false;
+      if (!trusting || !softmax.trust(s_used, p.exp2_scale)) {
         if (trusting) {  // the scores are gone, and what the mask says of them
           const auto& work = shared.work[place.index()];
           if constexpr (kSparse) key_tile = tile_again(p, work, tile);
@@ -419,16 +421,15 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
           if constexpr (kSparse) listed = words_again(p, work, tile, seen);
           finish_scores();
         }
-        float correction[1][2];
-        const bool moved = softmax.raise(s_used, correction, p.exp2_scale);
+        moved = softmax.raise(s_used, correction, p.exp2_scale) && !kFirst;
         softmax.exponentials<true>(s_used, p.exp2_scale);
-        if constexpr (kOverlap) wgmma_wait_group<0>();
-        if (!kFirst && moved) {
+      }
+      if constexpr (kOverlap) wgmma_wait_group<0>();
+      if (moved) {
 #pragma unroll
-          for (int j = 0; j < kMmaV; ++j) {
+        for (int j = 0; j < kMmaV; ++j) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) o[0][j][e] *= correction[0][e / 2];
-          }
+          for (int e = 0; e < 4; ++e) o[0][j][e] *= correction[0][e / 2];
         }
       }
       round_weights<kBf16>(s_used, weights_used);
