@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[1] / "validation" / "results"
 STATIC = Path(__file__).parent / "_static"
 NOT_A_SPEED = ("traffic", "tiles", word_orders.FAMILY)
 PRODUCT = "causal_product"  # how its families and the picture of them are called
-SPARSE = ("attention_sparse", "mask_pack", "mask_source")
+SPARSE = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
 
 
 def table(head, rows, widths="auto"):

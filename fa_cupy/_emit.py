@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 
 from fa_cupy.gpu import compile, devices, nvrtc
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import VARIANTS
 from fa_cupy.gpu.variants_bwd import BACKWARD
+from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    rows = {row.name: row for row in (*VARIANTS, *BACKWARD, *PRODUCTS)}
+    every = (*VARIANTS, *BACKWARD, *BACKWARD_SM80, *PRODUCTS, *MASKS)
+    rows = {row.name: row for row in every}
     parser = argparse.ArgumentParser(
         prog="python -m fa_cupy emit", description="Write the PTX of a kernel."
     )

@@ -18,6 +18,7 @@ from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.variants import SHARED_LIMIT, Call, Variant, select
 from fa_cupy.gpu.variants_bwd import select_bwd
+from fa_cupy.gpu.variants_bwd_sm80 import select_bwd_sm80
 
 #: What people call the types, besides their names.
 DTYPES = {
@@ -180,17 +181,32 @@ def _attention(
 def _backward(
     dtype: str, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str
 ) -> Iterator[Line]:
-    """Say how gradients of attention would be computed, without mask, bias and softcap."""
+    """Say how gradients of attention would be computed, and which other kernels there are."""
     sizes = q_len, k_len, head_dim, v_dim
-    rows = select_bwd(dtype, head_dim, v_dim) or ()
     taken = min(sizes) > 0 and max(q_len, k_len) <= MAX_LENGTH
     taken = taken and not (head_dim % DIM_STEP or v_dim % DIM_STEP)
-    if not rows or not taken or any(target not in row.targets for row in rows):
+
+    def chain(masked: bool, plain: bool) -> tuple[Variant, ...]:
+        hopper = select_bwd(dtype, head_dim, v_dim, masked) if plain and target == "sm_90a" else ()
+        return hopper or select_bwd_sm80(dtype, head_dim, v_dim, target, masked) or ()
+
+    rows = chain(False, True) if taken else ()
+    if not rows:
         yield "", "attention_backward: tiled CuPy, on cuBLAS products"
         return
     main = rows[1]  # what comes before and after it is the same for all dims
     yield "", f"attention_backward: {main.name}"
     yield "", f"with {', '.join(row.entry for row in rows if row is not main)}"
+    shown = [main]
+    for what, masked, plain in (
+        ("with a mask", True, True),
+        ("with a softcap or bias", False, False),
+        ("with a mask and a softcap or bias", True, False),
+    ):
+        instead = chain(masked, plain)[1]
+        if instead not in shown:
+            yield "", f"  {what}: {instead.name}"
+            shown.append(instead)
 
 
 def _described(row: Variant, tiles: int, target: str) -> str:

@@ -29,15 +29,18 @@ class Store:
     device : int or None
     device_masks : dict
         `fa_cupy.gpu.mask_lists.DeviceMask` by device.
+    device_tables : dict
+        `fa_cupy.gpu.mask_tables.Tables` by device, behind what waits for them.
     """
 
-    __slots__ = ("_outline", "_places", "device", "device_masks")
+    __slots__ = ("_outline", "_places", "device", "device_masks", "device_tables")
 
     def __init__(
         self, lists: BlockLists, device: int | None = None, found_on: int | None = None
     ) -> None:
         self.device = device
         self.device_masks: dict[int, Any] = {}
+        self.device_tables: dict[int, Any] = {}
         self._outline: BlockLists | None = None
         self._places: dict[int | None, BlockLists] = {found_on: lists}
         if found_on is None:

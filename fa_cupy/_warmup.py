@@ -16,11 +16,13 @@ from tqdm import tqdm
 from fa_cupy._info import DTYPES, length, multiprocessors
 from fa_cupy._product import ALGORITHMS
 from fa_cupy.gpu import cache, compile, devices, nvrtc
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, Variant, reachable
 from fa_cupy.gpu.variants_bwd import BACKWARD, select_bwd
+from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80, select_bwd_sm80
 
 # Which kernels a causal product gets depends on how many sequences there are and how long they are.
 _ENTRIES = tuple(2**n for n in range(14))
@@ -34,13 +36,16 @@ def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
 
 
 def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
-    """Return the rows that gradients of attention get, in the table's order."""
+    """Return the rows that gradients of attention get, in the tables' order."""
     chosen: set[Variant] = set()
-    for dtype, dim in product(dtypes, dims):
-        rows = None if dim % DIM_STEP else select_bwd(dtype, dim, dim)
-        if rows is not None and all(target in row.targets for row in rows):
-            chosen |= set(rows)
-    return [row for row in BACKWARD if row in chosen]
+    for dtype, dim in product(dtypes, (dim for dim in dims if dim % DIM_STEP == 0)):
+        for masked in (False, True):
+            chains = [select_bwd_sm80(dtype, dim, dim, target, masked)]
+            if target == "sm_90a":
+                chains.append(select_bwd(dtype, dim, dim, masked))
+            for rows in filter(None, chains):
+                chosen |= {*rows, *MASKS}
+    return [row for row in (*BACKWARD, *BACKWARD_SM80, *MASKS) if row in chosen]
 
 
 def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:

@@ -18,8 +18,8 @@ from tests.ptx_interpreter import Module as Interpreted
 MEMORY = Memory()
 _FUNCTIONS = {np.unpackbits}
 _NAMES = (
-    "arange", "concatenate", "cumsum", "diff", "empty", "flatnonzero", "full", "nonzero", "ones",
-    "repeat", "searchsorted", "sort", "where", "zeros",
+    "arange", "concatenate", "cumsum", "diff", "divmod", "empty", "flatnonzero", "full", "nonzero",
+    "ones", "repeat", "searchsorted", "sort", "where", "zeros",
 )  # fmt: skip
 
 
@@ -79,6 +79,8 @@ class ndarray:
                 return owned(result)
 
             return call
+        if name == "T":
+            return ndarray._of(self._array.T)
         raise AttributeError(name)
 
     @property
@@ -188,11 +190,34 @@ def unowned(pointer, size, owner, device):
     return np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), np.uint8)
 
 
-class Stream:
+class Stream(contextlib.nullcontext):
     ptr = 0
+
+    def __init__(self, non_blocking=False):
+        super().__init__(self)
 
     def synchronize(self):
         pass
+
+
+class Event:
+    done = True
+
+    def __init__(self, disable_timing):
+        pass
+
+    def record(self):
+        pass
+
+
+class Memory:
+    def __init__(self, size):
+        self.whole = alloc(size)
+
+
+def allocated(memory, offset):
+    assert offset == 0
+    return memory.whole
 
 
 class CUDADriverError(Exception):
@@ -204,7 +229,7 @@ def make():
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     for name in _NAMES:
         setattr(cupy, name, _function(name))
-    cupy.argsort = lambda x: owned(np.argsort(bare(x), kind="stable"))
+    cupy.argsort = lambda x, kind="stable": owned(np.argsort(bare(x), kind=kind))
     cupy.ndarray, cupy.cuda, cupy.bool_ = ndarray, cuda, np.bool_
     cupy.asarray = lambda x: x if isinstance(x, ndarray) else owned(x)
     cupy.ReductionKernel = lambda *text: (
@@ -213,6 +238,9 @@ def make():
     cupy.ElementwiseKernel = lambda *text: sums
     cuda.alloc, cuda.get_current_stream = alloc, Stream
     cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, unowned
+    cuda.Stream, cuda.Event, cuda.Memory = Stream, Event, Memory
+    cuda.using_allocator = lambda allocator: contextlib.nullcontext()
+    cuda.memory = SimpleNamespace(malloc_async=alloc)
     cuda.Device = lambda device: contextlib.nullcontext()
     cuda.function = SimpleNamespace(Module=Module)
     cuda.driver = SimpleNamespace(

@@ -6,14 +6,18 @@ import numpy as np
 
 from fa_cupy import reference
 from fa_cupy.gpu.variants_bwd import BACKWARD, BwdKeysSm90, BwdSm90, select_bwd
+from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80, BwdKeysSm80, select_bwd_sm80
 from tests import strategies
 from tests.gradients import hold
-from tests.kernel_attention import BANDS, DTYPES, draw
+from tests.kernel_attention import BANDS, DTYPES, blocks_of, draw
 from validation.emulated import attention_backward
 
 
 class Case(NamedTuple):
-    """Arrays (batch, heads, length, dim) of a call, and its options."""
+    """Arrays (batch, heads, length, dim) of a call, and its options, bias and mask among them.
+
+    A `scale` among these is that of the scores; `case` has another one, of its numbers.
+    """
 
     q: np.ndarray
     k: np.ndarray
@@ -39,6 +43,12 @@ def case(
     return Case(*arrays, given, options)
 
 
+def scale_of(call, real, options):
+    """The scale of a call, taken out of its options."""
+    scale = options.pop("scale", None)
+    return real(call.q.shape[-1] ** -0.5 if scale is None else scale)
+
+
 class Gradients(NamedTuple):
     out: np.ndarray
     lse: np.ndarray
@@ -56,26 +66,36 @@ class Parts(NamedTuple):
     dout: np.ndarray
     p: np.ndarray
     lse: np.ndarray
+    slope: np.ndarray  # of the scores, by their products times the scale
 
     @classmethod
     def of(cls, call, real):
         q, k, v, dout = (x.astype(real) for x in call[:4])
         group = q.shape[1] // k.shape[1]
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-        seen = reference.visible(q.shape[2], k.shape[2], **call.options)
-        s = np.where(seen, real(q.shape[-1] ** -0.5) * (q @ k.swapaxes(2, 3)), -np.inf)
+        band = dict(call.options)
+        bias, mask, softcap = (band.pop(name, None) for name in ("bias", "mask", "softcap"))
+        s, slope = scale_of(call, real, band) * (q @ k.swapaxes(2, 3)), np.ones((), real)
+        if softcap:
+            tanh = np.tanh(s / real(softcap))
+            s, slope = real(softcap) * tanh, 1 - tanh * tanh
+        seen = reference.visible(q.shape[2], k.shape[2], **band)
+        if mask is not None:
+            seen = seen & (mask.to_dense() if hasattr(mask, "to_dense") else mask)
+        s = np.where(seen, s if bias is None else s + bias.astype(real), -np.inf)
         top = s.max(axis=-1, keepdims=True, initial=-np.inf)
         top = np.where(top == -np.inf, 0, top)
         e = np.exp(s - top)
         total = e.sum(axis=-1, keepdims=True)
         with np.errstate(divide="ignore", invalid="ignore"):
             return cls(
-                q, k, v, dout, np.where(total > 0, e / total, 0), (np.log(total) + top)[..., 0]
-            )
+                q, k, v, dout, np.where(total > 0, e / total, 0), (np.log(total) + top)[..., 0],
+                slope,
+            )  # fmt: skip
 
     def sums(self, call, p, ds):
-        """dq, dk and dv of weights and of gradients of scores."""
-        scale = self.q.dtype.type(self.q.shape[-1] ** -0.5)
+        """dq, dk and dv of weights and of gradients of products times the scale."""
+        scale = scale_of(call, self.q.dtype.type, dict(call.options))
         dk, dv = scale * (ds.swapaxes(2, 3) @ self.q), p.swapaxes(2, 3) @ self.dout
         shape = *call.k.shape[:2], -1
         of_keys = (x.reshape(*shape, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
@@ -98,7 +118,7 @@ def gradients(call, low=None, out=None):
     delta = (x.dout * out).sum(axis=-1)
     if call.dlse is not None:
         delta = delta - call.dlse
-    ds = x.p * (x.dout @ x.v.swapaxes(2, 3) - delta[..., None])
+    ds = x.p * (x.dout @ x.v.swapaxes(2, 3) - delta[..., None]) * x.slope
     return Gradients(out, x.lse, *map(rounded, x.sums(call, p, rounded(ds))))
 
 
@@ -107,19 +127,29 @@ def slack(call):
     x = Parts.of(call, np.float64)
     size = x._replace(**{name: np.abs(getattr(x, name)) for name in ("q", "k", "v", "dout")})
     terms = size.dout @ size.v.swapaxes(2, 3) + (size.dout * (x.p @ size.v)).sum(-1, keepdims=True)
-    return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * terms)]
+    return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * x.slope * terms)]
 
 
-def solve(call, rows=None, **how):
-    """The kernels' dq, dk and dv; `how` is for `validation.emulated.attention_backward`."""
+def rows_of(call):
+    """The rows that serve a call."""
+    dims = call.q.shape[-1], call.v.shape[-1]
+    return select_bwd(call.q.dtype.name, *dims, masked="mask" in call.options)
+
+
+def solve(call, rows=None, bits=None, **how):
+    """The kernels' dq, dk and dv; `how` is for `validation.emulated.attention_backward`.
+
+    `bits` is the same mask for the kernels.
+    """
     dtype = call.q.dtype
-    rows = rows or select_bwd(dtype.name, call.q.shape[-1], call.v.shape[-1])
+    rows = rows or rows_of(call)
     q, k, v, dout, dlse, options = call
     out = np.empty_like(dout)  # and laid out as it
     with np.errstate(all="ignore"):
         exact, lse = reference.attention(q, k, v, **options)
         out[...] = exact.astype(dtype)
-        return attention_backward(rows, dout, q, k, v, out, lse, dlse, **how, **options)
+        given = options if bits is None else {**options, "mask": bits}
+        return attention_backward(rows, dout, q, k, v, out, lse, dlse, **how, **given)
 
 
 def check(call, **how):
@@ -142,16 +172,47 @@ def check_spoiled(call, **how):
     q, k, v, dout, dlse, options = call
     with np.errstate(all="ignore"):
         found = dict(zip("qkv", solve(call, **how), strict=True))
-        definition = strategies.Case(q, k, v, None, None, options=options)
+        band = dict(options)
+        more = [band.pop(name, None) for name in ("bias", "mask")]
+        definition = strategies.Case(q, k, v, *more, options=band)
         hold(definition, found, dout, dlse, strategies.UNIT[q.dtype])
 
 
 # Of each call, in the order of their launches.
 ROWS = [
-    select_bwd(row.dtype, row.dim, row.dim)
+    select_bwd(row.dtype, row.dim, row.dim, row.sparse)
     for row in BACKWARD
     if isinstance(row, (BwdSm90, BwdKeysSm90))
 ]
+ROWS += [
+    select_bwd_sm80(row.dtype, row.dim, row.dim, "sm_80", row.sparse)
+    for row in BACKWARD_SM80
+    if isinstance(row, BwdKeysSm80)
+]
+
+
+def any_bias(rng, batch, heads, q_len, k_len):
+    """A bias of any type that broadcasts along any axes, with -inf in it."""
+    sizes = (n if rng.random() < 0.5 else 1 for n in (batch, heads, q_len, k_len))
+    dtype = [*DTYPES.values(), np.float32, np.float64][int(rng.integers(0, 4))]
+    bias = rng.standard_normal(tuple(sizes)).astype(np.float32)
+    bias[rng.random(bias.shape) < 0.1] = -np.inf
+    return bias.astype(dtype)
+
+
+def any_transform(rng, masked, batch, heads, q_len, k_len):
+    """What only the kernels for SM80 take, as options; a mask where there has to be one."""
+    options = {}
+    if rng.random() < 0.3:
+        options["softcap"] = float(rng.choice([0.5, 2.0, 30.0]))
+    if rng.random() < 0.5:
+        options["bias"] = any_bias(rng, batch, heads, q_len, k_len)
+    if rng.random() < 0.2:
+        options["scale"] = float(rng.choice([-0.2, 0.0, 0.05]))
+    if masked:
+        sizes = (n if rng.random() < 0.5 else 1 for n in (batch, heads))
+        options["mask"] = blocks_of(rng, *sizes, q_len, k_len)
+    return options
 
 
 def random_call(rows, seed):
@@ -171,11 +232,19 @@ def random_call(rows, seed):
         "scale": float(rng.choice([0.3, 1.0, 3.0])),
         **options,
     }
+    call = case(rows[0].dtype, seed=seed, **given)
+    if isinstance(rows[1], BwdKeysSm80):
+        sizes = 1, given["heads"][0], *given["lengths"]
+        options |= any_transform(rng, rows[1].sparse, *sizes)
+        call = call._replace(options=options)
     blocks = int(rng.integers(1, 5))
     together = int(rng.integers(1, blocks + 1))
     how = {"seed": seed, "blocks": blocks, "together": together, "truncating": rng.random() < 0.3}
-    call = case(rows[0].dtype, seed=seed, **given)
     spoiled = str(rng.choice(["q", "k", "v", "dout"])) if rng.random() < 1 / 3 else ""
+    if rows[1].sparse and not isinstance(rows[1], BwdKeysSm80):
+        shape = call.q.shape[1] if rng.random() < 0.5 else 1, call.q.shape[2], call.k.shape[2]
+        options["mask"] = blocks_of(rng, *shape)
+        call = call._replace(options=options)
     if spoiled:
         x = getattr(call, spoiled)
         x[tuple(rng.integers(0, x.shape))] = rng.choice([np.nan, np.inf, -np.inf])
@@ -183,5 +252,6 @@ def random_call(rows, seed):
     def run(sources):
         (check_spoiled if spoiled else check)(call, rows=rows, sources=sources, **how)
 
-    text = f"{given}, {blocks} blocks, {together} at a time, truncating={how['truncating']}"
+    shown = {name: getattr(x, "shape", x) for name, x in {**given, **options}.items()}
+    text = f"{shown}, {blocks} blocks, {together} at a time, truncating={how['truncating']}"
     return text + (f", {spoiled} is not finite" if spoiled else ""), run

@@ -5,8 +5,9 @@ import threading
 import numpy as np
 import pytest
 
-from fa_cupy import attention, attention_backward, reference
+from fa_cupy import BitMask, attention, attention_backward, reference
 from tests.gradients import check
+from tests.kernel_attention import blocks_of
 from tests.strategies import BFLOAT16, Case, by_dtype, normal
 
 pytest.importorskip("cupy")
@@ -178,6 +179,7 @@ def test_the_gradient_of_a_sum():
     want = bits(call())
     call.dout = cp.broadcast_to(cp.ones((), HALF), call.out.shape)
     assert bits(call()) == want
+    assert kernels()
     assert None not in kernels()
 
 
@@ -187,6 +189,7 @@ def test_what_is_asked_for(dim, need):
     call = random_call(2, 4, 200, dim, heads=2, is_causal=True)
     every = dict(zip("qkv", bits(call()), strict=True))
     assert bits(call(need=need)) == [every[name] for name in need]
+    assert kernels()
     assert None not in kernels()
 
 
@@ -221,6 +224,181 @@ def test_calls_of_nothing():
     assert not any(kernels())
 
 
+# Masks, as arrays of bool and as bit masks that were made on the CPU or on the device
+
+HOWS = ("array", "host", "device")
+
+
+def mask_of(*shape, seed=0):
+    """Blocks that are empty, full and seen in part, and rows and columns that are hidden."""
+    mask = blocks_of(np.random.default_rng(seed), *shape)
+    mask[..., 5:7, :], mask[..., 3] = False, False
+    mask[..., 128:256] &= shape[-1] <= 256
+    return mask
+
+
+def as_given(mask, how):
+    if how == "array":
+        return cp.asarray(mask)
+    return BitMask.from_dense(mask if how == "host" else cp.asarray(mask))
+
+
+def run_masked(arrays, mask, how="array", dlse=False, **options):
+    """As `run_and_check`; the rows for masks must have done it."""
+    case = Case(*arrays, None, mask, options=options)
+    plan_bwd._plans.clear()
+    poison(sum(4 * x.nbytes for x in arrays) + 2**20)
+    found = check(cp, case, dlse, mask=as_given(mask, how))
+    (plan,) = plan_bwd._plans.values()
+    assert plan.run.rows[1].sparse
+    return found
+
+
+@pytest.mark.parametrize(**by_dtype(HALF, BFLOAT16))
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("dim", [8, 64, 72, 96, 128, 136, 192, 256])
+def test_masks(dim, how, dtype):
+    q, k = draw(2, 3, 300, dim, dtype=dtype), draw(2, 3, 420, dim, dtype=dtype, seed=1)
+    v = draw(2, 3, 420, dim, dtype=dtype, seed=2)
+    mask = mask_of(2, 3, 300, 420, seed=dim)
+    found = run_masked((q, k, v), mask, how)
+    assert not found["q"][:, :, 5:7].any()
+    assert not found["k"][:, :, 3].any()
+    assert not found["v"][:, :, 128:256].any()
+    run_masked((q, k, v), mask[0, 1], how, dlse=True, is_causal=True, causal_align=BOTTOM)
+    run_masked((q, k, v), mask[:, :1], how, window=(130, 70), causal_align=TOP)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("q_len", LENGTHS)
+def test_lengths_under_masks(q_len, dim):
+    for i, k_len in enumerate(dict.fromkeys((q_len, 1, 64, 129, 300))):
+        arrays = [draw(n, dim, seed=i) for n in (q_len, k_len, k_len)]
+        mask = blocks_of(np.random.default_rng(i), q_len, k_len)
+        run_masked(arrays, mask, HOWS[i % 3], dlse=bool(i % 2))
+        run_masked(arrays, mask, HOWS[i % 3], is_causal=True, causal_align=BOTTOM)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("shape", [(2, 8), (1, 8), (2, 1), (8,), ()], ids=str)
+@pytest.mark.parametrize("heads", [8, 2, 1])
+def test_masks_of_groups(heads, shape, how):
+    shapes = (2, 8, 200, 64), (2, heads, 330, 64), (2, heads, 330, 40)
+    arrays = [draw(*s, seed=i) for i, s in enumerate(shapes)]
+    run_masked(arrays, mask_of(*shape, 200, 330, seed=heads), how)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_masks_that_hide_all_or_nothing(dim, how):
+    arrays = [draw(2, 300, dim, seed=i) for i in range(3)]
+    found = run_masked(arrays, np.zeros((300, 300), bool), how)
+    assert not any(x.any() for x in found.values())
+    call = Call(*arrays, is_causal=True)
+    want = bits(call())
+    assert bits(call(mask=as_given(np.ones((300, 300), bool), how))) == want
+
+
+def test_a_mask_that_is_the_same_for_all_queries():
+    arrays = [draw(2, 3, 500, 64, seed=i) for i in range(3)]
+    run_masked(arrays, mask_of(2, 1, 1, 500))
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_what_masks_hide_never_shows(dim, how):
+    q, k, v = (draw(2, 4, 400, dim, seed=i) for i in range(3))
+    mask = mask_of(400, 400)
+    mask[:, 300:310], mask[40] = False, False
+    k[..., 300:305, :], v[..., 305:310, 2], q[..., 40, 3] = np.nan, np.inf, np.nan
+    found = run_masked((q, k, v), mask, how)
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in found.values())
+
+
+@pytest.mark.parametrize("density", [1.0, 0.3, 0.02])
+@pytest.mark.parametrize("dim", DIMS)
+def test_large_masked_calls_are_those_of_the_products(dim, density, monkeypatch):
+    call = random_call(2, 8, 3000, dim, heads=4, dlse=True)
+    rng = np.random.default_rng(int(100 * density))
+    board = rng.random((8, 24, 24)) < density
+    mask = board.repeat(128, 1).repeat(128, 2)[:, :3000, :3000] & (rng.random((3000, 3000)) < 0.9)
+    call.options = {"mask": BitMask.from_dense(mask)}
+    call.out, call.lse = attention(call.q, call.k, call.v, return_lse=True, **call.options)
+    got = call()
+    assert kernels()
+    assert None not in kernels()
+    monkeypatch.setattr(plan_bwd, "backward", lambda *args: None)
+    for x, y in zip(got, call(), strict=True):
+        x, y = (z.get().astype(np.float64) for z in (x, y))
+        assert np.isfinite(x).all()
+        assert reference.relative_error(x, y) < 8e-3
+
+
+def masked_call(dim, how, heads=2, **options):
+    """Long enough that blocks of keys wait for each other, some of them for long."""
+    call = random_call(2, 8, 1500, dim, heads=heads, **options)
+    call.options["mask"] = as_given(mask_of(2, 8, 1500, 1500, seed=dim), how)
+    call.out, call.lse = attention(call.q, call.k, call.v, return_lse=True, **call.options)
+    return call
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_thousand_masked_runs_give_the_same_bits(dim, causal):
+    call = masked_call(dim, "device", is_causal=causal)
+    differing = Differing(call())
+    for i in range(1000):
+        if i % 100 == 0:
+            poison(2**24)
+        differing.look(call())
+    assert differing.count == 0
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_masks_of_threads_on_streams_of_their_own(how):
+    """Which all find that no tables have been made."""
+    want = bits(masked_call(64, how)())
+    call, found = masked_call(64, how), {}
+    cp.cuda.Device().synchronize()
+
+    def work(i):
+        with cp.cuda.Stream(non_blocking=True) as stream:
+            found[i] = [call() for _ in range(20)]
+            stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(bits(x) == want for i in range(4) for x in found[i])
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_graph_repeats_masked_calls(dim, how, known):
+    call = masked_call(dim, how)
+    want = bits(call())
+    if not known:  # no tables have been made of the mask
+        call.options["mask"] = as_given(mask_of(2, 8, 1500, 1500, seed=dim), how)
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        result = call()
+        graph = stream.end_capture()
+        others = [cp.full(2**20, 0x55, np.uint8) for _ in range(64)]
+    for _ in range(3):
+        for x in result:
+            x.view(np.int16).fill(-1)
+        cp.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert bits(result) == want
+    assert all((x == 0x55).all() for x in others)
+
+
 # Accuracy of calls with more work than there are blocks
 
 
@@ -229,6 +407,7 @@ def test_calls_of_nothing():
 def test_large_calls_are_those_of_the_products(dim, causal, monkeypatch):
     call = random_call(2, 8, 3000, dim, heads=4, is_causal=causal, dlse=True)
     got = call()
+    assert kernels()
     assert None not in kernels()
     monkeypatch.setattr(plan_bwd, "backward", lambda *args: None)
     for x, y in zip(got, call(), strict=True):

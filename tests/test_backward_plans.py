@@ -1,16 +1,19 @@
 """How gradients on CuPy arrays get to the kernels, which run in the emulator on a stand-in."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from fa_cupy import _arrays, _check
+from fa_cupy import BitMask, _arrays, _check
+from fa_cupy._blocks import BlockLists
 from tests import cupy_stand_in
-from tests.kernel_gradients import case, gradients
+from tests.kernel_attention import blocks_of
+from tests.kernel_gradients import case, gradients, rows_of
 from tests.strategies import lay
-from validation import emulator
+from validation import emulator, families, peers, rows
 from validation.emulated import attention_backward
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
@@ -22,15 +25,24 @@ class Launch:
     """A launch that the emulator runs; `ran` says by which entry, in what workspace."""
 
     ran: list = []  # noqa: RUF012
+    tiles: list = []  # noqa: RUF012
 
     def __init__(self, row, grid, block, shared_bytes):
         self.row, self.how = row, (grid, block, shared_bytes)
 
     def __call__(self, arguments, stream=None):
         self.ran.append(self.row.source.rpartition("/")[2])
+        self.tiles.append((self.ran[-1], self.row.tile_m))
         emulator.launch(
             emulator.build_row(self.row), self.row.entry, *self.how, arguments.values, len(self.ran)
         )
+
+
+def launch(row, grid, block, shared_bytes, params):
+    """`fa_cupy.gpu.launch.launch` by the emulator."""
+    Launch.ran.append(row.source.rpartition("/")[2])
+    path = emulator.build_row(row)
+    emulator.launch(path, row.entry, grid, block, shared_bytes, params, len(Launch.ran))
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +54,24 @@ def cupy():
 @pytest.fixture
 def host(cupy, monkeypatch):
     """The module under test, without plans, on an emulated device of two multiprocessors."""
-    from fa_cupy.gpu import bwd_sm90, maps, plan_bwd
+    from fa_cupy.gpu import call_mask, launches_bwd, maps, mask_tables, plan_bwd
 
-    for module in (bwd_sm90, plan_bwd):
+    for module in (launches_bwd, plan_bwd, mask_tables):
         monkeypatch.setattr(module, "target_of_device", lambda device: "sm_90a")
-    monkeypatch.setattr(bwd_sm90, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(bwd_sm90, "Launch", Launch)
+    monkeypatch.setattr(call_mask, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(mask_tables, "launch", launch)
+    monkeypatch.setattr(launches_bwd, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(launches_bwd, "Launch", Launch)
     load = SimpleNamespace(load=lambda row, target, device: row)
-    monkeypatch.setattr(bwd_sm90, "compile", load)
+    for module in (launches_bwd, mask_tables):
+        monkeypatch.setattr(module, "compile", load)
 
     def encode(pointer, dtype, *geometry):
         return emulator.tensor_map(pointer, *geometry)
 
     monkeypatch.setattr(maps, "encode_tiled", encode)
     monkeypatch.setattr(Launch, "ran", [])
+    monkeypatch.setattr(Launch, "tiles", [])
     plan_bwd._plans.clear()
     return plan_bwd
 
@@ -82,10 +98,10 @@ class Call:
 
     def problem(self, bias=None, mask=None, **options):
         q, k, v = (self.arrays[name] for name in ALL)
-        options = {**self.options, **options}
-        return _check.attention_problem(q, k, v, bias, mask, **options)
+        options = {**self.options, **options, "mask": mask}
+        return _check.attention_problem(q, k, v, bias, **options)
 
-    def solve(self, host, cupy, need=ALL, **options):
+    def solve(self, host, cupy, need=ALL, mask=None, bias=None, **options):
         """What the module under test makes of it, None where it does not take it."""
 
         def empty(shape, dtype, like):
@@ -93,25 +109,22 @@ class Call:
             cupy_stand_in.bare(x)[...] = np.nan
             return x
 
-        inputs = [*(self.arrays[name] for name in ALL), None, None]
+        inputs = [*(self.arrays[name] for name in ALL), bias, mask]
         results = [self.arrays[name] for name in ("out", "lse", "dout", "dlse")]
-        problem = self.problem(**options)
+        problem = self.problem(bias, mask, **options)
         found = host.backward(problem, tuple(inputs), tuple(results), need, empty)
         return found and {name: cupy_stand_in.bare(x) for name, x in found.items()}
 
     def want(self):
         """The kernels' bits."""
-        from fa_cupy.gpu.variants_bwd import select_bwd
-
-        x = self.plain
-        rows = select_bwd(x["q"].dtype.name, x["q"].shape[-1], x["v"].shape[-1])
+        x, rows = self.plain, rows_of(self.given)
         found = attention_backward(
             rows, x["dout"], x["q"], x["k"], x["v"], x["out"], x["lse"], x["dlse"], **self.options
         )
         return dict(zip(ALL, found, strict=True))
 
-    def check(self, host, cupy, need=ALL):
-        found, want = self.solve(host, cupy, need), self.want()
+    def check(self, host, cupy, need=ALL, mask=None):
+        found, want = self.solve(host, cupy, need, mask), self.want()
         assert list(found) == list(need)
         for name, x in found.items():
             like = self.arrays[name]
@@ -186,11 +199,92 @@ def test_arrays_without_batch_axes_and_of_one_row(host, cupy):
         assert all(found[name].tobytes() == want[name][0, 0].tobytes() for name in ALL)
 
 
+def masked(dims=(64, 64), shape=(2, 4), lengths=(200, 300), **more):
+    """A call under a mask of that batch shape."""
+    mask = blocks_of(np.random.default_rng(5), *shape, *lengths)
+    return Call(small(dims, (4, 2), lengths, mask=mask, **more)), mask
+
+
+def device_mask(mask):
+    """A BitMask as one that was made on the device."""
+    lists = BlockLists(*map(cupy_stand_in.owned, mask.lists))
+    return BitMask._on_device(mask._grid, lists, mask.entries)
+
+
+TABLES = ["tables", "turn"]
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4,), (2, 1), ()], ids=str)
+def test_masks_of_bool_are_packed_by_every_call(host, cupy, shape):
+    call, mask = masked(shape=shape, lengths=(130, 150), dlse=True)
+    for _ in range(2):
+        call.check(host, cupy, mask=cupy_stand_in.owned(mask))
+    kernels = ["bwd_rows", "bwd_sm90", "bwd_round", "bwd_redo"]
+    assert Launch.ran == 2 * [*TABLES, *kernels]
+
+
+def test_masks_of_wide_dims(host, cupy):
+    call, mask = masked((192, 136), (4,), (130, 300))
+    call.check(host, cupy, mask=cupy_stand_in.owned(mask))
+    assert Launch.ran == [*TABLES, "bwd_rows", "bwd_keys_sm90", "bwd_queries_sm90", "bwd_redo"]
+
+
+def test_a_mask_that_is_the_same_for_all_queries(host, cupy):
+    """One row of its blocks is packed."""
+    seen = np.random.default_rng(0).random((2, 1, 1, 300)) < 0.5
+    seen[..., 128:256] = False
+    call = Call(small((128, 128), (4, 2), (200, 300), mask=seen))
+    call.check(host, cupy, mask=cupy_stand_in.owned(seen))
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 1)], ids=str)
+def test_tables_of_bit_masks_are_made_once(host, cupy, shape, place):
+    call, mask = masked(shape=shape, is_causal=True, causal_align="bottom_right")
+    bits = BitMask.from_dense(mask)
+    given = bits if place == "host" else device_mask(bits)
+    for _ in range(2):
+        call.check(host, cupy, mask=given)
+    kernels = ["bwd_rows", "bwd_sm90", "bwd_round", "bwd_redo"]
+    assert Launch.ran == [*TABLES, *kernels, *kernels]
+    # Another kind of call, and slices, which share the lists.
+    call, _ = masked(shape=shape)
+    call.check(host, cupy, mask=given[:])
+    assert Launch.ran[len(TABLES) + 8 :] == kernels
+
+
+def test_graphs_make_tables_that_no_call_has_made(host, cupy, monkeypatch):
+    """Of lists on the device, which the captured stream may be waiting for."""
+    call, mask = masked()
+    given, kept = device_mask(BitMask.from_dense(mask)), []
+
+    def malloc(size, stream):
+        kept.append(cupy_stand_in.alloc(size))
+        return kept[-1].ptr
+
+    monkeypatch.setattr(host.runtime, "streamIsCapturing", lambda stream: True)
+    monkeypatch.setattr(host.runtime, "mallocAsync", malloc, raising=False)
+    monkeypatch.setattr(host.runtime, "freeAsync", lambda *what: None, raising=False)
+    for _ in range(2):
+        call.check(host, cupy, mask=given)
+    assert Launch.ran.count("tables") == 2
+    assert not given._store.device_tables
+    monkeypatch.setattr(host.runtime, "streamIsCapturing", lambda stream: False)
+    for _ in range(2):
+        call.check(host, cupy, mask=given)
+    assert Launch.ran.count("tables") == 3
+    assert given._store.device_tables
+
+
+def test_a_mask_that_hides_everything(host, cupy):
+    mask = np.zeros((200, 300), np.bool_)
+    call = Call(small((64, 64), (2, 2), (200, 300), mask=mask))
+    for given in (cupy_stand_in.owned(mask), BitMask.from_dense(mask)):
+        found = call.solve(host, cupy, mask=given)
+        assert not any(x.any() for x in found.values())
+
+
 ELSEWHERE = {
-    "a softcap": (small(), {"softcap": 2.0}),
-    "a negative scale": (small(), {"scale": -1.0}),
-    "a bias": (small(), {"bias": np.zeros(150, np.float16)}),
-    "a mask": (small(), {"mask": np.ones(150, np.bool_)}),
     "dims that rows of 16 bytes do not have": (small((60, 64)), {}),
     "wide dims": (small((264, 64)), {}),
 }
@@ -227,7 +321,7 @@ def test_keys_of_all_entries_are_not_for_the_kernels(host, cupy):
 
 def test_other_devices_have_no_kernels(host, cupy, monkeypatch):
     call = Call(small())
-    for target in (None, "sm_80", "sm_100a"):
+    for target in (None, "sm_75"):
         monkeypatch.setattr(host, "target_of_device", lambda device, target=target: target)
         assert call.solve(host, cupy) is None
 
@@ -254,9 +348,9 @@ def same(a, b):
 
 def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
     """The plan packs what `Step.point` writes by name."""
-    from fa_cupy.gpu import bwd_sm90
-    from fa_cupy.gpu.params_bwd_sm90 import fill
+    from fa_cupy.gpu import steps_bwd_sm90
 
+    fill = steps_bwd_sm90.fill
     call = Call(small(dlse=True))
     filled = []
 
@@ -264,7 +358,7 @@ def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
         filled.append(what)
         return fill(*what)
 
-    monkeypatch.setattr(bwd_sm90, "fill", spy)
+    monkeypatch.setattr(steps_bwd_sm90, "fill", spy)
     call.solve(host, cupy)
     (plan,) = host._plans.values()
     pointers = {name: 4096 * (i + 1) for i, name in enumerate((*NAMES, "dq", "dk", "dv"))}
@@ -365,3 +459,33 @@ def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, monkeypatch):
     assert not Launch.ran
     monkeypatch.setattr(host, "alloc", cupy_stand_in.alloc)
     call.check(host, cupy)
+
+
+def test_other_settings_of_a_row_beside_the_table_s(host, cupy, monkeypatch):
+    """What `python -m validation rows` does: each setting has plans, and so kernels, of its own."""
+    call = Call(small(dims=(128, 128)))
+    family = dataclasses.replace(
+        families.FAMILIES[rows.FAMILY],
+        impls={"fa_cupy": lambda case, inputs: peers.Call(lambda: call.solve(host, cupy), None)},
+    )
+    monkeypatch.setitem(families.FAMILIES, rows.FAMILY, family)
+    before = host._plans, host.select_bwd
+    settings = ("", "bwd_sm90:tile_m=80,slots=1,soon=0")
+    made = [rows._with_rows(setting)(None, None) for setting in settings]
+    want = call.want()
+    for once in (*made, *made):
+        for name, x in once.run().items():
+            np.testing.assert_allclose(*(y.astype(float) for y in (x, want[name])), atol=0.05)
+    assert (host._plans, host.select_bwd) == before
+    assert not host._plans
+    tiles = [tile_m for entry, tile_m in Launch.tiles if entry == "bwd_sm90"]
+    assert tiles == [64, 80, 64, 80]
+
+
+def test_rows_too_far_apart_for_the_kernels_are_copied(host):
+    def readable(step):
+        return host._readable("q", host.Laid((2, 64), (step, 2), np.dtype(np.float16)), 0)
+
+    assert readable(2**32 - 16)
+    assert not readable(2**32)
+    assert not readable(0)

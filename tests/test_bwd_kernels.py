@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import _check
-from fa_cupy.gpu.params_bwd_sm90 import Gradients, fill, takes
+from fa_cupy.gpu.params_bwd_sm90 import Gradients, takes
+from fa_cupy.gpu.steps_bwd_sm90 import fill
 from fa_cupy.gpu.variants_bwd import select_bwd
 from tests.kernel_attention import DTYPES
-from tests.kernel_gradients import case, check, solve
+from tests.kernel_gradients import case, check, check_spoiled, solve
 from tests.planted import plant
 from validation import emulator
+from validation.rows import replaced
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 DIMS = (64, 96, 128, 192, 256)
@@ -30,6 +32,44 @@ def test_every_row(dim, dtype):
     check(case(dtype, (4, 2), (130, 300), (dim - 8, dim - 16), dlse=True, **causal), seed=2)
     window = {"window": (70, 5), "causal_align": TOP}
     check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), layout="blhd", **window), seed=3)
+
+
+# What the source of a row can do beyond the table.
+SETTINGS = {
+    "bwd_sm90:tile_m=80,slots=1,soon=0": (96, 128),
+    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0": (96, 128),
+    "bwd_sm90:tile_m=80,stages=2,o_stages=1,late=0,soon=0": (128,),
+    "bwd_sm90:stages=2,late=0,soon=0": (128,),
+    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0,delayed=1": (96, 128),
+    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0,delayed=1,last_first=1": (128,),
+    "bwd_sm90:tile_m=80,slots=1,stages=3,o_stages=1,late=0,soon=0,delayed=1": (128,),
+    "bwd_sm90:stages=2,late=0,soon=0,delayed=1": (128,),
+    "bwd_rows:tile_m=8,warps=4": (64,),
+    "bwd_keys_sm90:sum_first=1": (256,),
+    "bwd_keys_sm90:sum_first=2": (192,),
+    "bwd_keys_sm90:sum_first=3": (192, 256),
+    "bwd_queries_sm90:sum_first=1": (192, 256),
+    "bwd_sm90:parts=1,soon=0,last_first=0": (64,),
+    "bwd_sm90:parts=1,soon=0,delayed=0,last_first=0": (64,),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("setting", "dim"), [(s, d) for s in SETTINGS for d in SETTINGS[s]])
+def test_other_settings_of_a_row(setting, dim):
+    rows = replaced(select_bwd("bfloat16", dim, dim), setting)
+    check(case("bfloat16", (2, 2), (150, 200), (dim, dim)), rows=rows, seed=1)
+    causal = {"is_causal": True, "causal_align": BOTTOM}
+    call = case("bfloat16", (4, 2), (130, 300), (dim - 8, dim - 16), dlse=True, **causal)
+    found = {tuple(x.tobytes() for x in check(call, rows=rows, seed=seed, blocks=blocks,
+                                              together=blocks))
+             for seed, blocks in ((2, 1), (3, 3), (4, 5))}  # fmt: skip
+    assert len(found) == 1
+    # Sums of a piece of 80 queries spoil rows of two words.
+    call = case("float16", (1, 1), (160, 170), (dim, dim), is_causal=True, causal_align=TOP)
+    call.q[..., 70, 0] = call.dout[..., 130, 3] = np.nan
+    call.k[..., 165, 2] = call.v[..., 168, 1] = np.inf  # which no query sees
+    check_spoiled(call, rows=replaced(select_bwd("float16", dim, dim), setting))
 
 
 @needs_compiler
@@ -161,15 +201,15 @@ BUGS = {
     ),
     "K is given back before dQ has read it": (
         "bwd_queries_sm90", 256, "wgmma reads .* not yet",
-        ("release(shared.k_empty[k_before()]); }", "}"),
-        ("if constexpr (!kFirst) start_sum(shared.k[k_before()]);",
-         "if (!kFirst) start_sum(shared.k[k_before()]), release(shared.k_empty[k_before()]);"),
+        ("wgmma_wait_group<0>(); release_k(k_before()); }", "wgmma_wait_group<0>(); }"),
+        ("if constexpr (!kFirst && !kSumFirst) start_sum(shared.k[k_before()]);",
+         "if (!kFirst) start_sum(shared.k[k_before()]), release_k(k_before());"),
     ),
     "V is given back before dP is done": (
         "bwd_queries_sm90", 256, "wgmma reads .* not yet",
         ("release(shared.v_empty[v_at]);", ""),
-        ("if constexpr (!kFirst) start_sum(",
-         "release(shared.v_empty[v_at]); if constexpr (!kFirst) start_sum("),
+        ("if constexpr (!kFirst && !kSumFirst) start_sum(",
+         "release(shared.v_empty[v_at]); if constexpr (!kFirst && !kSumFirst) start_sum("),
     ),
 }  # fmt: skip
 

@@ -149,7 +149,7 @@ def machine(monkeypatch):
     module = importlib.import_module(MODULES[2])
     monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
     found.CallMask, found.host_lists = module.CallMask, module.host_lists
-    found.malloc, found.module, found.host = module._malloc, cupy, module
+    found.malloc, found.module, found.host = module.malloc, cupy, module
     yield found
     for name in MODULES:
         sys.modules.pop(name, None)
@@ -349,7 +349,7 @@ def test_a_kind_of_call_has_one_memory(machine, there):
     mask = BitMask.from_dense(dense(3))
     mask = on_device(mask) if there else mask
     told, kept = call_of(machine, mask)(mask)
-    _, memory = kept.owners
+    _, memory = kept.found
     assert memory.dtype == np.int32
     assert len(memory) == 6 + 18
     assert told.entries == memory.ctypes.data

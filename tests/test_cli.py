@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy._warmup import serving, serving_backward, serving_products
 from fa_cupy.gpu import cache, compile, devices
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.params import MAX_LENGTH
 from fa_cupy.gpu.product_choice import choose
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, reachable, select
 from fa_cupy.gpu.variants_bwd import BACKWARD, select_bwd
+from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80, select_bwd_sm80
 
 ROOT = Path(__file__).parents[1]
 SERVES = select("bfloat16", 128, 128, "sm_90a")
@@ -130,7 +133,13 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
             "with attention_bwd_rows, attention_bwd_round, attention_bwd_redo",
         ),
         (["--target", "sm_90a", "--v-dim", "250"], "attention_backward: tiled CuPy, on cuBLAS"),
-        (["--target", "sm_80"], "attention_backward: tiled CuPy, on cuBLAS products"),
+        (["--target", "sm_80"], "attention_backward: attention_bwd_keys_sm80-float16-d128"),
+        (["--target", "sm_80", "--v-dim", "300"], "attention_backward: tiled CuPy, on cuBLAS"),
+        (
+            ["--target", "sm_90a"],
+            "  with a mask: attention_bwd_sm90-float16-d128-64x128-w12-s3-spa",
+        ),
+        (["--target", "sm_90a"], "  with a softcap or bias: attention_bwd_keys_sm80-float16-d128"),
         (["--target", "sm_90a"], "with a softcap or bias: attention_fwd_sm90-float16-d128"),
         (["--target", "sm_90a"], "  rows not of 16 bytes: attention_fwd_sm80-float16-d128"),
         (["--target", "sm_90a"], "with a mask: attention_fwd_sm90-float16-d128-128x128-w12-s2-sp"),
@@ -241,12 +250,20 @@ def test_warmup_compiles_what_calls_can_get():
 
 
 def test_warmup_compiles_what_gradients_can_get():
-    rows = serving_backward("sm_90a", {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
-    chains = [select_bwd(dtype, dim, dim) for dtype in ("float16", "bfloat16") for dim in (64, 200)]
-    assert rows == [row for row in BACKWARD if any(row in chain for chain in chains)]
-    dims = {row.dim for row in BACKWARD}
-    assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == list(BACKWARD)
-    assert not serving_backward("sm_80", {"float16"}, dims)
+    every = (*BACKWARD, *BACKWARD_SM80)
+    for target in ("sm_80", "sm_90a", "sm_120"):
+        rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
+        calls = product(("float16", "bfloat16"), (64, 200), (False, True))
+        chains = []
+        for dtype, dim, masked in calls:
+            chains.append(select_bwd_sm80(dtype, dim, dim, target, masked))
+            if target == "sm_90a":
+                chains.append(select_bwd(dtype, dim, dim, masked))
+        found = [row for row in every if any(row in chain for chain in chains)]
+        assert rows == [*found, *MASKS]
+        assert all(target in row.targets for row in rows)
+    dims = {row.dim for row in every}
+    assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == [*every, *MASKS]
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)
@@ -289,7 +306,7 @@ def test_emit_lists_all_rows(capsys):
     assert main(["emit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        row.name for row in (*VARIANTS, *BACKWARD, *PRODUCTS)
+        row.name for row in (*VARIANTS, *BACKWARD, *BACKWARD_SM80, *PRODUCTS, *MASKS)
     ]
 
 

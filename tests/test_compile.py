@@ -3,9 +3,11 @@
 import pytest
 
 from fa_cupy.gpu import compile, nvrtc
+from fa_cupy.gpu.mask_rows import MASKS
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS
 from fa_cupy.gpu.variants_bwd import BACKWARD
+from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -15,7 +17,7 @@ USUAL = ("sm_80", "sm_90a")
 # that is read too early, or for another reason.
 SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
 
-ALL = (*VARIANTS, *PRODUCTS, *BACKWARD)
+ALL = (*VARIANTS, *PRODUCTS, *BACKWARD, *BACKWARD_SM80, *MASKS)
 ROWS = [
     pytest.param(
         row, target, marks=() if target in USUAL else pytest.mark.slow, id=f"{row.name}-{target}"

@@ -16,6 +16,7 @@ from fa_cupy.gpu.compile import ROOT
 from fa_cupy.gpu.products import PRODUCTS
 from fa_cupy.gpu.variants import VARIANTS
 from fa_cupy.gpu.variants_bwd import BACKWARD
+from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80
 from tests.kernel_attention import DTYPES, check, draw
 from tests.planted import plant
 from tests.seeds import FAMILIES, Chosen, one, sanitizer
@@ -479,7 +480,7 @@ def test_seeds_are_drawn_from_all_families_or_one():
     kinds = {family: Chosen(family).kinds() for family in FAMILIES}
     assert Chosen().kinds() == [kind for family in kinds.values() for kind in family]
     launched = {row.name for rows, _ in Chosen().kinds() for row in rows}
-    assert launched == {row.name for row in (*VARIANTS, *PRODUCTS, *BACKWARD)}
+    assert launched == {row.name for row in (*VARIANTS, *PRODUCTS, *BACKWARD, *BACKWARD_SM80)}
     (scan,) = {row.name for row in PRODUCTS if row.source == "linear/scan"}
     assert {rows[-1].name for rows, _ in Chosen(part=scan).kinds()} == {scan}
     code, text = command("--seeds", 1, "--family", "mask", "--row", "linear")

@@ -8,6 +8,7 @@ import pytest
 
 import fa_cupy
 from fa_cupy import reference
+from fa_cupy.gpu.variants_bwd import select_bwd
 from validation import (
     backward_calls,
     backward_peers,
@@ -17,6 +18,7 @@ from validation import (
     families,
     peers,
     report,
+    rows,
     store,
 )
 
@@ -101,18 +103,37 @@ def test_the_package_is_called_with_its_own_results(monkeypatch):
 @pytest.mark.parametrize("dim", [64, 192])
 def test_the_reduced_set_is_made_of_valid_calls(dim, name):
     count = 0
-    for shape, options in backward_calls.problems(dim):
+    problems = [*backward_calls.problems(dim), *backward_calls.masked_problems(dim)]
+    for sparse in (False, True):
+        problems += backward_calls.sm80_problems(dim, sparse)
+    for shape, options in problems:
         host = backward_calls.arrays(peers.DTYPES[name], shape)
+        options = {**options, "mask": host.get("mask"), "bias": host.get("bias")}
         q, k, v, dout = (host[name] for name in ("q", "k", "v", "dout"))
         out, lse = fa_cupy.attention(q, k, v, return_lse=True, **options)
         given = dout, q, k, v, out, lse
-        found = fa_cupy.attention_backward(*given, dlse=host.get("dlse"), **options)
+        need = "q", "k", "v"
+        found = fa_cupy.attention_backward(*given, dlse=host.get("dlse"), need=need, **options)
         assert all(np.isfinite(x.astype(float)).all() for x in found)
+        options = {name: x for name, x in options.items() if name not in ("bias", "mask")}
         assert backward_calls.error(host, found, options) < backward_calls._WRONG / 2
         for i, x in enumerate(found):
             for wrong in (1.1 * x.astype(float), np.full(x.shape, np.nan)):
-                if min(shape["q_len"], shape["k_len"]) > 1:
+                if min(shape["q_len"], shape["k_len"]) > 1 and shape.get("mask") != "nothing":
                     results = (*found[:i], wrong, *found[i + 1 :])
                     assert backward_calls.error(host, results, options) > backward_calls._WRONG
         count += 1
-    assert count == 7
+    assert count == 24
+
+
+def test_a_setting_changes_a_row_and_what_takes_its_pieces():
+    chain = select_bwd("bfloat16", 128, 128)
+    assert rows.replaced(chain, "") == chain
+    found = rows.replaced(chain, "bwd_sm90:tile_m=80,slots=1,sections=8/4")
+    assert (found[1].tile_m, found[1].slots, found[1].sections) == (80, 1, (8, 4))
+    assert found[2].tile_m == found[1].piece_m == 80
+    assert [row.source for row in found] == [row.source for row in chain]
+    for setting, text in (("bwd_keys_sm90:stages=3", "no 'bwd_keys_sm90' among bwd_rows, bwd_sm90"),
+                          ("bwd_sm90:tiles=3", "has no 'tiles'")):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            rows.replaced(chain, setting)

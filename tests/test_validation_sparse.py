@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fa_cupy import BitMask, attention, layouts
-from validation import cases, families, peers, report, sparse_peers
+from validation import cases, families, peers, report, sparse_backward, sparse_peers
 
-FAMILIES = ("attention_sparse", "mask_pack", "mask_source")
+FAMILIES = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,21 @@ def test_masks_are_what_the_check_takes_them_for(case):
     assert check(out) < report.ERROR_LIMIT["bf16"]
     out[0, -1, -1] = 1
     assert check(out) > report.ERROR_LIMIT["bf16"]
+
+
+@pytest.mark.parametrize("case", cases.ATTENTION_BWD_SPARSE, ids=lambda case: case.name)
+def test_gradients_under_masks_are_looked_at(case):
+    case = dataclasses.replace(small(case), length=768)
+    arrays = sparse_backward.random_cupy(case, 1)
+    check = sparse_backward.masked_check(case, arrays)
+    result = sparse_backward.fa_cupy(case, arrays).run()
+    assert check(result) < report.ERROR_LIMIT["bf16"]
+    if case.mask.startswith("elements"):
+        assert check(sparse_backward.fa_cupy_array(case, arrays).run()) == check(result)
+    for i in range(3):
+        wrong = [x.copy() for x in result]
+        wrong[i][-1, -1, 5:9] += 1
+        assert check(wrong) > report.ERROR_LIMIT["bf16"]
 
 
 def test_masks_hide_what_their_names_say():

@@ -15,6 +15,7 @@ COMMANDS = {
     "word_orders": ("validation.word_orders", "orders of mask words: loads, instructions, time"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
     "readme": ("validation.readme", "the README's tables, from the results"),
+    "rows": ("validation.rows", "other tiles and stages of the backward kernels"),
     "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -30,6 +31,32 @@ def problems(dim: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield {**plain, "q_len": 1, "k_len": 1}, {}
 
 
+def masked_problems(dim: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The same for rows that serve masks, which are those of `attention_calls.masked_problems`."""
+    plain = {"q_len": 300, "k_len": 450, "head_dim": dim, "v_dim": dim}
+    bottom = {"is_causal": True, "causal_align": "bottom_right"}
+    yield {**plain, "mask": "blocks"}, {}
+    yield {**plain, "mask": "array", "dlse": True}, {}
+    yield {**plain, "mask": "heads", "heads": 4}, bottom
+    yield {**plain, "mask": "blocks"}, {"window": (100, 20), "causal_align": "top_left"}
+    yield {**plain, "head_dim": dim - 8, "v_dim": dim - 16, "mask": "array", "heads": 4}, bottom
+    yield {**plain, "mask": "nothing"}, {}
+    yield {**plain, "q_len": 1, "k_len": 2, "mask": "array"}, {}
+
+
+def sm80_problems(dim: int, sparse: bool) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The same for rows of the kernels of mma.sync, which take all options."""
+    plain = {"q_len": 150, "k_len": 193, "head_dim": dim, "v_dim": dim, "dlse": True}
+    if sparse:
+        plain |= {"q_len": 300, "k_len": 450, "mask": "blocks"}
+    bottom = {"is_causal": True, "causal_align": "bottom_right"}
+    yield {**plain, "heads": 4, "nan": True}, {"is_causal": True, "causal_align": "top_left"}
+    yield {**plain, "head_dim": dim - 8, "v_dim": dim - 16}, {}
+    yield {**plain, "bias": True, "heads": 4}, {"softcap": 2.0, **bottom}
+    yield {**plain, "bias": True}, {"window": (70, 5), "causal_align": "top_left"}
+    yield {**plain, "q_len": 1, "k_len": 2}, {"scale": -0.1}
+
+
 def arrays(dtype: np.dtype, shape: dict[str, Any]) -> dict[str, np.ndarray]:
     """Random arrays on the host: queries, keys, values, and gradients of output and LSE."""
     found = attention_calls.arrays(dtype, shape)
@@ -46,7 +73,8 @@ def error(
 ) -> float:
     """Return the largest relative error of gradients, infinite where one should be finite."""
     q, k, v, dout = (host[name] for name in ("q", "k", "v", "dout"))
-    want = reference.attention_backward(dout, q, k, v, dlse=host.get("dlse"), **options)
+    given = {name: host.get(name) for name in ("bias", "mask", "dlse")}
+    want = reference.attention_backward(dout, q, k, v, **given, **options)[:3]
     # Where there is one key, gradients of scores are 0 but for how sums of products are rounded.
     small = 1e-4 * np.sqrt(dout.shape[-1])
     return max(
@@ -69,9 +97,9 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     RuntimeError
         Where a result is wrong, or no call reached a row.
     """
-    from fa_cupy import attention, attention_backward
     from fa_cupy.gpu import compile, plan_bwd
     from fa_cupy.gpu.variants_bwd import BACKWARD, BwdKeysSm90, BwdSm90, select_bwd
+    from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80, BwdKeysSm80, select_bwd_sm80
 
     reached: set[Any] = set()
     load = compile.load
@@ -82,25 +110,44 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
 
     calls = 0
     mains = [row for row in BACKWARD if isinstance(row, (BwdSm90, BwdKeysSm90))]
-    plan_bwd._plans.clear()  # what is kept would not be loaded again
-    with mock.patch.object(compile, "load", spy):
-        for row in mains[share::shares]:
-            if target not in row.targets:
-                print(f"{row.name}: not for {target}")
-                continue
-            dtype = peers.DTYPES["bf16" if row.dtype == "bfloat16" else "fp16"]
-            for shape, options in problems(row.dim):
-                host = arrays(dtype, shape)
-                sent = {name: peers.to_device(x) for name, x in host.items()}
-                q, k, v, dout = (sent[name] for name in ("q", "k", "v", "dout"))
-                out, lse = attention(q, k, v, return_lse=True, **options)
-                grads = attention_backward(
-                    dout, q, k, v, out, lse, dlse=sent.get("dlse"), **options
-                )
-                if error(host, tuple(map(peers.to_host, grads)), options) > _WRONG:
-                    raise RuntimeError(f"{row.name} {shape} {options}: the result is wrong")
+    mains += [row for row in BACKWARD_SM80 if isinstance(row, BwdKeysSm80)]
+    for row in mains[share::shares]:
+        if target not in row.targets:
+            print(f"{row.name}: not for {target}")
+            continue
+        dims = row.dtype, row.dim, row.dim
+        problem_set = (masked_problems if row.sparse else problems)(row.dim)
+        rows = select_bwd(*dims, row.sparse)
+        patches: list[Any] = [mock.patch.object(compile, "load", spy)]
+        if isinstance(row, BwdKeysSm80):  # which are to take what others would
+            problem_set = sm80_problems(row.dim, row.sparse)
+            rows = select_bwd_sm80(*dims, target, row.sparse)
+            patches.append(mock.patch.object(plan_bwd, "select_bwd", return_value=None))
+        plan_bwd._plans.clear()  # what is kept would not be loaded again
+        reached.clear()
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            for shape, options in problem_set:
+                _call(row, shape, options)
                 calls += 1
-            missed = {*(select_bwd(row.dtype, row.dim, row.dim) or ())} - reached
-            if missed:
-                raise RuntimeError(f"no call reached {', '.join(x.name for x in missed)}")
+        if missed := {*(rows or ())} - reached:
+            raise RuntimeError(f"no call reached {', '.join(x.name for x in missed)}")
+    plan_bwd._plans.clear()  # of those that took what others would
     return calls
+
+
+def _call(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> None:
+    """Make one call and look at its results."""
+    from fa_cupy import attention, attention_backward
+
+    host = arrays(peers.DTYPES["bf16" if row.dtype == "bfloat16" else "fp16"], shape)
+    sent = {name: peers.to_device(x) for name, x in host.items()}
+    attention_calls.as_mask(sent, host, shape)
+    q, k, v, dout = (sent[name] for name in ("q", "k", "v", "dout"))
+    more = {"bias": sent.get("bias"), "mask": sent.get("mask"), **options}
+    out, lse = attention(q, k, v, return_lse=True, **more)
+    given = dout, q, k, v, out, lse
+    grads = attention_backward(*given, dlse=sent.get("dlse"), need=("q", "k", "v"), **more)
+    if error(host, tuple(map(peers.to_host, grads)), options) > _WRONG:
+        raise RuntimeError(f"{row.name} {shape} {options}: the result is wrong")

@@ -93,7 +93,7 @@ class CausalProduct:
 
 @dataclass(frozen=True)
 class MaskedAttention:
-    """Self-attention under a mask, of a kind and with a number where it has one.
+    """Self-attention under a mask, of a kind and with a number where it has one, or its gradients.
 
     "elements": half of all elements, at random; "elements heads": likewise, another mask for each
     head. "blocks 0.25": a quarter of the blocks of 128 x 128 for each head, and the diagonal.
@@ -108,6 +108,7 @@ class MaskedAttention:
     length: int
     batch: int
     heads: int
+    backward: bool = False
 
     @property
     def key_heads(self) -> int:
@@ -123,7 +124,8 @@ class MaskedAttention:
     @property
     def flops(self) -> float:
         """Operations without a mask, so that speeds compare as times do."""
-        return 4.0 * self.batch * self.heads * self.head_dim * self.length**2
+        products = 5 if self.backward else 2
+        return 2.0 * products * self.batch * self.heads * self.head_dim * self.length**2
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,11 @@ ATTENTION_SPARSE = tuple(
         *("blocks 1.0", "blocks 0.5", "blocks 0.25", "blocks 0.1"),
         *("elements", "elements heads"),
     )
+)
+ATTENTION_BWD_SPARSE = tuple(
+    replace(case, backward=True)
+    for case in ATTENTION_SPARSE
+    if case.mask.split(" ")[0] in ("", "documents", "blocks", "elements")
 )
 MASK_PACK = (MaskPack(8192, 1), MaskPack(8192, 16))
 MASK_SOURCE = (MaskSource("csr", 32768, 305), MaskSource("indices", 32768, 305))

@@ -57,9 +57,14 @@ def backward_check(case: Dense, arrays: tuple[Any, ...]) -> Check:
     """
     place = case.batch - 1, case.heads - 1
     wanted = attention_gradients64(*(_host(x[place]) for x in arrays), causal=case.causal)
+    return gradients_error(case.dtype, place, wanted)
+
+
+def gradients_error(dtype: str, place: tuple[int, int], wanted: list[np.ndarray]) -> Check:
+    """Relative Frobenius error of gradients at a place (batch, head), the largest of them."""
 
     def error(result: Any) -> float:
-        if not all(_all_finite(case.dtype, x) for x in result):
+        if not all(_all_finite(dtype, x) for x in result):
             return float("inf")
         pairs = zip((_host(x[place]) for x in result), wanted, strict=True)
         return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))
@@ -68,25 +73,36 @@ def backward_check(case: Dense, arrays: tuple[Any, ...]) -> Check:
 
 
 def attention_gradients64(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, causal: bool, chunk: int = 512
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    dout: np.ndarray,
+    causal: bool,
+    chunk: int = 512,
+    seen: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """Gradients of one head's attention in float64, some queries at a time: dq, dk and dv."""
+    """Gradients of one head's attention in float64, some queries at a time: dq, dk and dv.
+
+    `seen` gives rows of a mask.
+    """
     q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
     scale = q.shape[-1] ** -0.5
     dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
     for start in range(0, len(q), chunk):
         rows = slice(start, min(start + chunk, len(q)))
-        seen = slice(0, rows.stop if causal else len(k))
-        p = q[rows] @ k[seen].T * scale
+        keys = slice(0, rows.stop if causal else len(k))
+        p = q[rows] @ k[keys].T * scale
         if causal:
-            p[np.arange(seen.stop) > np.arange(start, rows.stop)[:, None]] = -np.inf
+            p[np.arange(keys.stop) > np.arange(start, rows.stop)[:, None]] = -np.inf
+        if seen is not None:
+            p[~seen(np.arange(start, rows.stop))[:, keys]] = -np.inf
         p = np.exp(p - p.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
-        dv[seen] += p.T @ dout[rows]
-        dp = dout[rows] @ v[seen].T
+        dv[keys] += p.T @ dout[rows]
+        dp = dout[rows] @ v[keys].T
         ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
-        dq[rows] = ds @ k[seen]
-        dk[seen] += ds.T @ q[rows]
+        dq[rows] = ds @ k[keys]
+        dk[keys] += ds.T @ q[rows]
     return [dq, dk, dv]
 
 

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from validation import backward_peers, cases, checks, peers, product_peers, sparse_peers
+from validation import (
+    backward_peers,
+    cases,
+    checks,
+    peers,
+    product_peers,
+    sparse_backward,
+    sparse_peers,
+)
 from validation.checks import Check
 from validation.peers import Call
 
@@ -121,6 +129,19 @@ FAMILIES: dict[str, Family] = {
         default_impls=("fa_cupy", "fa_cupy_array", "fa_cupy_band", "flex"),
         inputs=sparse_peers.random_cupy,
         check=sparse_peers.masked_check,
+        picture="sparse",
+    ),
+    "attention_bwd_sparse": dataclasses.replace(
+        _ATTENTION_FWD,
+        cases=cases.ATTENTION_BWD_SPARSE,
+        impls={
+            "fa_cupy": sparse_backward.fa_cupy,
+            "fa_cupy_array": sparse_backward.fa_cupy_array,
+            "flex": sparse_backward.flex,
+        },
+        default_impls=("fa_cupy", "fa_cupy_array", "flex"),
+        inputs=sparse_backward.random_cupy,
+        check=sparse_backward.masked_check,
         picture="sparse",
     ),
     "mask_pack": dataclasses.replace(

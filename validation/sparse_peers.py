@@ -222,23 +222,29 @@ def flex(case: MaskedAttention, arrays: Arrays) -> Call:
 
     The first call of each kind of mask compiles, for some seconds.
     """
+    attend = flexible(case, arrays[3:])
+    q, k, v = (peers.to_torch(x).contiguous() for x in arrays[:3])
+    return Call(lambda: attend(q, k, v), peers.from_torch)
+
+
+def flexible(case: MaskedAttention, made_of: Arrays) -> Callable[..., Any]:
+    """FlexAttention of three tensors under the mask of a case."""
     torch = peers.module("torch")
     if not torch.cuda.is_available():
         raise UnavailableError("this torch has no CUDA")
-    flexible = peers.module("torch.nn.attention.flex_attention")
-    q, k, v = (peers.to_torch(x).contiguous() for x in arrays[:3])
+    parts = peers.module("torch.nn.attention.flex_attention")
     kind, _, number = case.mask.partition(" ")
     if not kind or number == "heads":
         raise UnavailableError("not without a mask, nor with one for each head")
     of = None
-    if arrays[3:]:  # bool travels as bytes, because not every DLPack has it
-        of = torch.from_dlpack(arrays[3].view(f"i{arrays[3].itemsize}"))
+    if made_of:  # bool travels as bytes, because not every DLPack has it
+        of = torch.from_dlpack(made_of[0].view(f"i{made_of[0].itemsize}"))
         of = of.bool() if of.element_size() == 1 else of
     if kind == "blocks":
         count = of.sum(-1, dtype=torch.int32)[None]
         order = torch.argsort(of.to(torch.int8), dim=-1, descending=True, stable=True)
         index = order.to(torch.int32)[None]
-        mask = flexible.BlockMask.from_kv_blocks(
+        mask = parts.BlockMask.from_kv_blocks(
             torch.zeros_like(count), torch.zeros_like(index), count, index, BLOCK_SIZE=BLOCK,
             mask_mod=_all_of_a_block,
         )  # fmt: skip
@@ -251,9 +257,8 @@ def flex(case: MaskedAttention, arrays: Arrays) -> Call:
             "elements": lambda b, h, i, j: of[i, j],
         }[kind]
         size = case.length, case.length
-        mask = flexible.create_block_mask(tell, None, None, *size, device="cuda")
-    attend = _flex()
-    return Call(lambda: attend(q, k, v, block_mask=mask), peers.from_torch)
+        mask = parts.create_block_mask(tell, None, None, *size, device="cuda")
+    return functools.partial(_flex(), block_mask=mask)
 
 
 # --------------------------------------------------------------------------------------- packing

@@ -5,7 +5,8 @@
 //   weights:    S^T = K Q^T,    P^T = exp(S^T - LSE),           dV += P^T dO
 //   gradients:  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),      dK += dS^T Q
 // P^T goes from the first to the second through shared memory, in float32.  A tile's second product
-// runs beside the exponentials of the next one.  dQ has a kernel of its own, bwd_queries_sm90.cu.
+// runs beside the exponentials of the next one, or before its first product, where the tile should
+// be given back soon.  dQ has a kernel of its own, bwd_queries_sm90.cu.
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
@@ -28,6 +29,7 @@ constexpr int kMmaD = kDim / 8;
 constexpr int kFeedingRegisters = 24, kComputingRegisters = 240;
 static_assert(FA_TILE_M == kTile && FA_TILE_N == kTile, "tiles are of 64");
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
+static_assert(kStages > 1, "a tile is held while the next one is waited for");
 
 using KeyTile = SharedTile<kTile, 64 * kBlocks>;
 
@@ -40,7 +42,7 @@ struct SharedStorage {
   uint8 v[kBytes];  // later dK
   uint8 q[kStages][kBytes];
   uint8 dout[kStages][kBytes];
-  float p[kStages][kPieceFloats];  // P^T
+  float p[kStages][piece_floats(kTile)];  // P^T
   float4 rows[kStages][kTile / 2];
   uint64 k_full, k_empty, v_full, v_empty;
   uint64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
@@ -48,6 +50,7 @@ struct SharedStorage {
       p_full[kStages];  // nobody writes P^T of a tile before Q of the one it was of is given back
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
+  TileNote note[kSparse ? kStages : 1];  // of the tile in each place of Q
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -58,69 +61,15 @@ using KPlace = RingPlace<1>;
 using Place = RingPlace<kStages>;
 
 // ----------------------------------------------------------------------------------------- feeding
-// Draws up the order of this block's work; loads K and Q, and what is known of Q's rows.
-FA_DEVICE void feed_queries(const BwdSm90Params& params, SharedStorage& shared) {
-  const AttentionParams& p = params.common;
-  WorkPlace work_place;
-  KPlace k_place;
-  Place place;
-  uint32 index = atom_add_u32(params.counters, 1);
-#pragma unroll 1
-  while (true) {
-    wait(shared.work_empty[work_place.index()], work_place.parity() ^ 1);
-    Work& work = shared.work[work_place.index()];
-    const bool more = announce_keys<false>(params, work, index, kTile, kTile);
-    if (more) {
-      const int key = work.tile * kTile;
-      const QueryTiles own = query_tiles(p, key, key + kTile - 1, kTile);
-      const bool whole = key + kTile <= p.k_len;  // keys that do not exist have to be hidden
-      work.full_begin = whole ? own.full_begin : 0;
-      work.full_end = whole ? own.full_end : 0;
-    }
-    arrive(shared.work_full[work_place.index()]);
-    if (!more) break;
-    index = atom_add_u32(params.counters, 1);  // the answer is not needed for long
-    wait(shared.k_empty, k_place.parity() ^ 1);
-    const uint32 k_full = cvta_to_shared(&shared.k_full);
-    mbarrier_arrive_expect_tx(k_full, kBytes);
-    load_rows<kTile, kBlocks>(shared.k, params.k_map, k_full, kEvictFirst, work.tile * kTile,
-                              params.k_step, work.coordinate, 0);
-    k_place.advance();
-    each_step<true>(params, work, [&](Step step) {
-      const int at = place.index();
-      wait(shared.q_empty[at], place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.q_full[at]);
-      mbarrier_arrive_expect_tx(full, kBytes + sizeof(shared.rows[0]));
-      load_rows<kTile, kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, step.tile * kTile,
-                                params.q_step, work.coordinate, step.head);
-      load_known<kTile>(shared.rows[at], params, full, work.entry + step.head, step.tile * kTile);
-      place.advance();
-    });
-    work_place.advance();
-  }
-}
+using Walk = KeyWalk<false, true, false, kTile, kTile, kBlocks>;
 
-// V and dO.
-FA_DEVICE void feed_gradients(const BwdSm90Params& params, SharedStorage& shared) {
-  KPlace v_place;
-  Place place;
-  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    wait(shared.v_empty, v_place.parity() ^ 1);
-    const uint32 v_full = cvta_to_shared(&shared.v_full);
-    mbarrier_arrive_expect_tx(v_full, kBytes);
-    load_rows<kTile, kBlocks>(shared.v, params.v_map, v_full, kEvictFirst, work.tile * kTile,
-                              params.v_step, work.coordinate, 0);
-    v_place.advance();
-    each_step<true>(params, work, [&](Step step) {
-      const int at = place.index();
-      wait(shared.dout_empty[at], place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
-      mbarrier_arrive_expect_tx(full, kBytes);
-      load_rows<kTile, kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
-                                step.tile * kTile, params.dout_step, work.coordinate, step.head);
-      place.advance();
-    });
-  });
+// What the warpgroups are told of some work.
+FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
+  const int key = work.tile * kTile;
+  const QueryTiles own = query_tiles(p, key, key + kTile - 1, kTile);
+  const bool whole = key + kTile <= p.k_len;  // keys that do not exist have to be hidden
+  work.full_begin = whole ? own.full_begin : 0;
+  work.full_end = whole ? own.full_end : 0;
 }
 
 // -------------------------------------------------------------------------------------- computing
@@ -141,6 +90,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
   auto release_dout = [&](int at) { release(shared.dout_empty[at]); };
   auto release_near = [&](int at) { kWeights ? release_q(at) : release_dout(at); };
   auto release_far = [&](int at) { kWeights ? release_dout(at) : release_q(at); };
+  constexpr bool kSumFirst = (FA_SUM_FIRST >> (kWeights ? 0 : 1)) & 1;
   auto& keys = kWeights ? shared.k : shared.v;
   auto& keys_full = kWeights ? shared.k_full : shared.v_full;
   auto& keys_empty = kWeights ? shared.k_empty : shared.v_empty;
@@ -182,27 +132,36 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
     wait(shared.work_full[work_place.index()], work_place.parity());
     const Work& work = shared.work[work_place.index()];
     if (work.tile < 0) break;
-    int tile = work.begin;
+    int tile = work.begin;        // without a mask
+    uint32 seen[2] = {~0u, ~0u};  // under a mask: by which queries of the tile, of a thread's keys
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[j][e] = 0.0f;
     }
+    auto outside = [&](int tile) { return tile < work.full_begin || tile >= work.full_end; };
+    auto in_band = [&](int tile, int h) {
+      const int key = work.tile * kTile + my_thread() / 32 * 16 + lane() / 4 + 8 * h;
+      return queries_seeing(p, key, tile * kTile + lane() % 4 * 2, 16);
+    };
+    // Under a mask, asks for what it says of the tile in a place of Q; then takes away what is
+    // outside of the band.
+    auto ask_mask = [&](int at) {
+      if constexpr (kSparse) {
+        read_words(seen, params.mask, shared.note[at].place, work.tile % 2 * 64, my_thread());
+      }
+    };
+    auto add_band = [&](int at) {
+      if constexpr (kSparse) {
+        const int here = shared.note[at].tile;
+        cut_words<kTile>(seen, here, outside(here), [&](int h) { return in_band(here, h); });
+      }
+    };
     // Puts a number where a key is hidden.
     auto hide = [&](float hidden) {
-      if (tile >= work.full_begin && tile < work.full_end) return;
-      const int key = work.tile * kTile + my_thread() / 32 * 16 + lane() / 4;
+      if (kSparse ? (seen[0] & seen[1]) == ~0u : !outside(tile)) return;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32 seen = queries_seeing(p, key + 8 * h, tile * kTile + lane() % 4 * 2, 16);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if ((seen >> (2 * j + e) & 1) == 0) s[j][2 * h + e] = hidden;
-          }
-        }
-      }
+      for (int h = 0; h < 2; ++h) hide_row(s, h, kSparse ? seen[h] : in_band(tile, h), hidden);
     };
     // S^T becomes P^T.
     auto weigh = [&](const Place& place) {
@@ -255,21 +214,32 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
       Place place;
       place.advance(tiles);
       const int at = place.index();
+      auto finish_last = [&]() { release_far(last_place().index()); };
+      if constexpr (!kFirst && kSumFirst) start_last(last_place());
       wait(near_full[at], place.parity());
       wgmma_fence();
       start_scores(near_tile[at]);
-      if constexpr (!kFirst) start_last(last_place());
-      wgmma_wait_group<kFirst ? 0 : 1>();
+      if constexpr (!kFirst && kSumFirst) {
+        wgmma_wait_group<1>();
+        finish_last();
+      }
+      if constexpr (!kFirst && !kSumFirst) start_last(last_place());
+      if constexpr (kSparse) {
+        if constexpr (!kWeights) wait(far_full[at], place.parity());
+        ask_mask(at);
+      }
+      wgmma_wait_group<kFirst || kSumFirst ? 0 : 1>();
+      add_band(at);
       if constexpr (kWeights) {
         weigh(place);  // what is known of the rows lies beside Q
       } else {
-        wait(far_full[at], place.parity());
+        if constexpr (!kSparse) wait(far_full[at], place.parity());
         differentiate(place);
       }
       release_near(at);
-      if constexpr (!kFirst) {
+      if constexpr (!kFirst && !kSumFirst) {
         wgmma_wait_group<0>();
-        release_far(last_place().index());
+        finish_last();
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -282,7 +252,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared) {
 
     wait(keys_full, works & 1);
     step(Constant<1>());
-    int left = (work.end - work.begin) * params.group;
+    int left = work.steps;
 #pragma unroll 1
     while (--left > 0) step(Constant<0>());
     start_last(last_place());
@@ -361,11 +331,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       prefetch_tensormap(&params.q_map);
       prefetch_tensormap(&params.k_map);
-      feed_queries(params, shared);
+      feed_queries<Walk>(params, shared, [&](Work& work) { draw_up(params.common, work); });
     } else if (warp == 1) {
       prefetch_tensormap(&params.dout_map);
       prefetch_tensormap(&params.v_map);
-      feed_gradients(params, shared);
+      feed_gradients<Walk>(params, shared);
     }
   }
 }

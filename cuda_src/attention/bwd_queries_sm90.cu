@@ -4,7 +4,7 @@
 // tiles of kTileN keys that they see:
 //   S = Q K^T,   P = exp(S - LSE),   dP = dO V^T,   dS = P (dP - delta),   dQ += dS K
 // with Q and dO in shared memory and dQ in registers.  A tile's dQ += dS K runs beside the
-// exponentials of the next one.
+// exponentials of the next one, or before its scores.
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
@@ -21,6 +21,9 @@ constexpr int kTileM = FA_TILE_M;      // queries of a block
 constexpr int kTileN = FA_TILE_N;      // keys of a tile
 constexpr int kKStages = FA_STAGES;    // tiles of K in flight
 constexpr int kVStages = FA_V_STAGES;  // tiles of V in flight
+// Whether dQ of a tile comes before the scores of the next one, so that its K is given back soon,
+// rather than beside the exponentials.
+constexpr bool kSumFirst = FA_SUM_FIRST;
 constexpr int kWorkStages = 2;
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
@@ -29,8 +32,11 @@ constexpr int kMmaN = kTileN / 8;
 constexpr int kMmaD = kDim / 8;
 constexpr int kFeedingRegisters = 24, kComputingRegisters = 240;
 static_assert(kTileM == 64 * kGroups, "a warpgroup has 64 queries");
+static_assert(!kSparse || (kTileM == kMaskBlock && kTileN == 64),
+              "a row of blocks is a tile of queries, a block is two tiles of keys");
 static_assert(kTileN % 16 == 0 && kTileN <= 128, "16 keys are one step of a product");
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
+static_assert(kKStages > 1, "a tile is held while the next one is waited for");
 
 using QTile = SharedTile<64, 64 * kBlocks>;
 
@@ -40,6 +46,7 @@ struct Work {
   int coordinate[3];  // of it along the maps' batch axes
   int tile;           // which tile of queries; -1: there is no more work
   int begin, end;     // key tiles that its rows see
+  int steps;          // of them: under a mask, those whose blocks are not hidden
   struct {
     int full_begin, full_end;  // of them those that all rows of a warpgroup see whole
   } group[kGroups];
@@ -55,6 +62,7 @@ struct SharedStorage {
   uint64 k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
+  TileNote note[kSparse ? kKStages : 1];  // of the tile in each place of K
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -83,13 +91,40 @@ FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
   const KeyTiles all = key_tiles(p, first_row, last_row, kTileN);
   work.begin = all.begin;
   work.end = max(all.end, all.begin + 1);  // rows that see no key go through a tile that is hidden
+  work.steps = work.end - work.begin;
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     const int row = first_row + 64 * group;
     const KeyTiles own = key_tiles(p, row, min(row + 64, p.q_len) - 1, kTileN);
     work.group[group] = {own.full_begin, own.full_end};
   }
+  if constexpr (kSparse) {
+    const int row = table_row(params.mask, work.entry, work.tile);
+    work.steps = count_tiles<kTileN>(params.mask, row, work.begin, work.end);
+    if (work.steps == 0) {  // past the last key
+      work.begin = mask_blocks(p.k_len) * kMaskBlock / kTileN;
+      work.end = work.begin + 1;
+    }
+  }
   return true;
+}
+
+// Calls f for each tile of keys of some work, in order.
+template <typename F>
+FA_DEVICE void each_tile(const BwdSm90Params& params, const Work& work, F f) {
+  if constexpr (kSparse) {
+    auto row = [&]() { return table_row(params.mask, work.entry, work.tile); };
+    each_seen_tile<true, kTileN>(params.mask, row, work, work.steps == 0, f);
+  } else {
+#pragma unroll 1
+    for (int tile = work.begin; tile < work.end; ++tile) f(tile);
+  }
+}
+
+FA_DEVICE TileNote note_of(const BwdSm90Params& params, const Work& work, int tile) {
+  if (!kSparse || work.steps == 0) return {tile, kWholeBlock};
+  const int row = table_row(params.mask, work.entry, work.tile);
+  return {tile, block_place(params.mask, row, tile * kTileN / kMaskBlock)};
 }
 
 // Draws up the order of this block's work; loads K.
@@ -105,16 +140,17 @@ FA_DEVICE void feed_keys(const BwdSm90Params& params, SharedStorage& shared) {
     arrive(shared.work_full[work_place.index()]);
     if (!more) break;
     index = atom_add_u32(params.counters + 1, 1);  // the answer is not needed for long
-#pragma unroll 1
-    for (int tile = work.begin; tile < work.end; ++tile) {
+    each_tile(params, work, [&](int tile) {
       const int at = place.index();
+      const TileNote note = note_of(params, work, tile);
       wait(shared.k_empty[at], place.parity() ^ 1);
+      if constexpr (kSparse) shared.note[at] = note;
       const uint32 full = cvta_to_shared(&shared.k_full[at]);
       mbarrier_arrive_expect_tx(full, kKBytes);
       load_rows<kTileN, kBlocks>(shared.k[at], params.k_map, full, kEvictNormal, tile * kTileN,
                                  params.k_step, work.coordinate, 0);
       place.advance();
-    }
+    });
     work_place.advance();
   }
 }
@@ -137,8 +173,7 @@ FA_DEVICE void feed_values(const BwdSm90Params& params, SharedStorage& shared) {
       load_known<64>(shared.rows[group], params, full, work.entry, row);
     }
     q_place.advance();
-#pragma unroll 1
-    for (int tile = work.begin; tile < work.end; ++tile) {
+    each_tile(params, work, [&](int tile) {
       const int at = place.index();
       wait(shared.v_empty[at], place.parity() ^ 1);
       const uint32 full = cvta_to_shared(&shared.v_full[at]);
@@ -146,7 +181,7 @@ FA_DEVICE void feed_values(const BwdSm90Params& params, SharedStorage& shared) {
       load_rows<kTileN, kBlocks>(shared.v[at], params.v_map, full, kEvictNormal, tile * kTileN,
                                  params.v_step, work.coordinate, 0);
       place.advance();
-    }
+    });
   });
 }
 
@@ -202,7 +237,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.work_full[work_place.index()], work_place.parity());
     const Work& work = shared.work[work_place.index()];
     if (work.tile < 0) break;
-    int tile = work.begin;
+    int tile = work.begin;  // without a mask
+    int left = max(work.steps, 1);
+    uint32 seen[2] = {~0u, ~0u};  // under a mask: of the tile's keys, by a thread's queries
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
@@ -214,11 +251,37 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       const int row = warp_row() + lane() / 4 + 8 * h;
       return reinterpret_cast<const float*>(&shared.rows[group][row / 2])[row % 2 + which];
     };
+    auto outside = [&](int tile) {
+      return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
+    };
+    auto first_row = [&]() { return work.tile * kTileM + 64 * group + warp_row() + lane() / 4; };
+    // Under a mask, asks for what it says of the tile in a place of K; then takes away what is
+    // outside of the band.
+    auto ask_mask = [&](int at) {
+      if constexpr (kSparse) {
+        read_words(seen, params.mask, shared.note[at].place, 64 * group, my_thread());
+      }
+    };
+    auto add_band = [&](int at) {
+      if constexpr (kSparse) {
+        const int here = shared.note[at].tile, key = here * kTileN + lane() % 4 * 2;
+        cut_words<kTileN>(seen, here, outside(here),
+                          [&](int h) { return columns_inside(p, first_row() + 8 * h, key, 16); });
+      }
+    };
     // Puts a number where a key is hidden.
     auto hide = [&](float (&x)[1][kMmaN][4], float hidden) {
-      if (tile >= work.group[group].full_begin && tile < work.group[group].full_end) return;
-      hide_outside(p, x, work.tile * kTileM + 64 * group + warp_row() + lane() / 4,
-                   tile * kTileN + lane() % 4 * 2, 0, hidden);
+      if constexpr (kSparse) {
+        if ((seen[0] & seen[1]) == ~0u) return;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) hide_row(x[0], h, seen[h], hidden);
+      } else if (outside(tile)) {
+        hide_outside(p, x, first_row(), tile * kTileN + lane() % 4 * 2, 0, hidden);
+      }
+    };
+    // Under a mask lanes read what lies beside K.
+    auto release_k = [&](int at) {
+      kSparse ? release_own(shared.k_empty[at]) : release(shared.k_empty[at]);
     };
     // The tile of K before this one, whose dQ is next.
     auto k_before = [&]() {
@@ -233,14 +296,24 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       k_place.advance(tiles);
       v_place.advance(tiles);
       const int k_at = k_place.index(), v_at = v_place.index();
+      if constexpr (!kFirst && kSumFirst) {
+        wgmma_fence();
+        start_sum(shared.k[k_before()]);
+      }
       wait(shared.k_full[k_at], k_place.parity());
       wgmma_fence();
       start_scores(s[0], shared.q, shared.k[k_at]);
       wait(shared.v_full[v_at], v_place.parity());
       wgmma_fence();
       start_scores(dp[0], shared.dout, shared.v[v_at]);
-      if constexpr (!kFirst) start_sum(shared.k[k_before()]);
-      wgmma_wait_group<kFirst ? 1 : 2>();
+      if constexpr (!kFirst && kSumFirst) {
+        wgmma_wait_group<2>();
+        release_k(k_before());
+      }
+      if constexpr (!kFirst && !kSumFirst) start_sum(shared.k[k_before()]);
+      ask_mask(k_at);
+      wgmma_wait_group<kFirst || kSumFirst ? 1 : 2>();
+      add_band(k_at);
       hide(s, -FA_INFINITY);
       const float lse[2] = {known(0, 0), known(1, 0)};
 #pragma unroll
@@ -250,7 +323,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], p.exp2_scale, -lse[e / 2]));
         }
       }
-      wgmma_wait_group<kFirst ? 0 : 1>();
+      wgmma_wait_group<kFirst || kSumFirst ? 0 : 1>();
       release(shared.v_empty[v_at]);
       hide(dp, 0.0f);
       const float delta[2] = {known(0, 2), known(1, 2)};
@@ -259,9 +332,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
 #pragma unroll
         for (int e = 0; e < 4; ++e) dp[0][j][e] = s[0][j][e] * (dp[0][j][e] - delta[e / 2]);
       }
-      if constexpr (!kFirst) {
+      if constexpr (!kFirst && !kSumFirst) {
         wgmma_wait_group<0>();
-        release(shared.k_empty[k_before()]);
+        release_k(k_before());
       }
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
@@ -276,11 +349,11 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
 
     step(Constant<1>());
 #pragma unroll 1
-    while (tile < work.end) step(Constant<0>());
+    while (--left > 0) step(Constant<0>());
     wgmma_fence();
     start_sum(shared.k[k_before()]);
     wgmma_wait_group<0>();
-    release(shared.k_empty[k_before()]);
+    release_k(k_before());
 
     // All warps have left the rows of Q, which become those of dQ.
     bar_sync(kWritten + group, 128);
@@ -328,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kKStages; ++i) {
       init(shared.k_full[i], 1);
-      init(shared.k_empty[i], 4 * kGroups);
+      init(shared.k_empty[i], (kSparse ? kWarpArrivals : 1) * 4 * kGroups);
     }
     for (int i = 0; i < kVStages; ++i) {
       init(shared.v_full[i], 1);

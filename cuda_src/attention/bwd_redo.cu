@@ -5,11 +5,13 @@
 // through the tiles of 64 rows on the other side of the pairs, as the other kernels do:
 //   weights:  P = exp(S - LSE) for dV,   dS = P (dO V^T - delta) for dK and dQ
 //   sums:     dV = P^T dO,   dK = dS^T Q,   dQ = dS K
-// but a hidden pair has no part in a sum, whatever its rows hold.  So a gradient is not finite
-// where something that belongs to its sum is not.
-#include "cuda_src/common/attention_params.cuh"
+// dS times what a softcap makes of it.  But a hidden pair has no part in a sum, whatever its rows
+// hold, whether a band, a mask or a bias of -inf hides it.  So a gradient is not finite where
+// something that belongs to its sum is not.
+#include "cuda_src/common/backward_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/scores.cuh"
 #include "cuda_src/common/spoiled.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
@@ -18,26 +20,8 @@ constexpr int kTile = kSpoiledRows;
 constexpr int kColumns = 32;         // of the factors of a score, at a time
 constexpr int kParts = FA_DIM / 64;  // of the sums, of 64 columns each
 constexpr int kPitch = kTile + 4;    // floats of a row in shared memory
-constexpr int kAxes = 3;             // of the batch
 static_assert(kThreads == 256, "a thread has 4 x 4 pairs");
 static_assert(FA_DIM % 64 == 0, "sums are in parts of 64 columns");
-
-struct Array {
-  uint16* start;
-  int64 row, batch[kAxes];  // strides, in elements
-};
-
-struct BwdRedoParams {
-  AttentionParams common;  // without arrays
-  Array q, k, v, dout, dq, dk, dv;
-  const float4* rows;     // two queries each: LSE * log2(e), then delta
-  const uint32* spoiled;  // common/spoiled.cuh
-  int size[kAxes];        // of the batch
-  int group;              // how many entries, along the last axis, share keys and values
-  int entries;            // of keys and values
-  int row_pairs;          // of `rows` in one entry
-};
-static_assert(sizeof(BwdRedoParams) == FA_REDO_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
 
 struct SharedStorage {
   union {
@@ -66,15 +50,8 @@ struct Rows {
   }
 };
 
-FA_DEVICE Rows rows_of(const BwdRedoParams& params, const Array& array, uint32 entry, int count) {
-  uint16* start = array.start;
-#pragma unroll
-  for (int axis = kAxes - 1; axis > 0; --axis) {
-    const uint32 size = params.size[axis];
-    start += entry % size * array.batch[axis];
-    entry /= size;
-  }
-  return {start + entry * array.batch[0], array.row, count};
+FA_DEVICE Rows rows_of(const BackwardParams& params, const Array& array, uint32 entry, int count) {
+  return {entry_of(params, array, entry), array.row, count};
 }
 
 // Eight elements as floats; zeros where there are none.
@@ -161,9 +138,33 @@ FA_DEVICE void add(SharedStorage& shared, float (&sums)[4][4], const Rows& rows,
   }
 }
 
+// What a mask says of 64 queries and 64 keys, which are of one of its blocks.
+struct MaskTile {
+  bool hidden;
+  const uint32* words;  // of the block; null where all of it is seen
+
+  __device__ __forceinline__ bool sees(int query, int key) const {
+    return words == nullptr || block_bit(words, query % kMaskBlock, key % kMaskBlock);
+  }
+};
+
+FA_DEVICE MaskTile mask_tile(const MaskTable& mask, uint32 entry, int query, int key) {
+  if (!is_masked(mask)) return {false, nullptr};
+  const int place = block_place(mask, table_row(mask, entry, query / kMaskBlock), key / kMaskBlock);
+  return {place == kHiddenBlock, place < 0 ? nullptr : place_words(mask, place)};
+}
+
+// A score in units that p.exp2_scale makes those of log2, and what a softcap makes of a step of the
+// product.
+FA_DEVICE Capped score_of(const AttentionParams& p, const BatchOffsets& at, float product,
+                          int query, int key) {
+  if (!p.transform) return {product, 1.0f};
+  return {one_score(p, at, product, query, key), capped_with_slope(p, product).slope};
+}
+
 // The gradient of 64 rows: tile `index`, of all entries.
 template <Gradient kOf>
-FA_DEVICE void redo(const BwdRedoParams& params, SharedStorage& shared, int64 index) {
+FA_DEVICE void redo(const BackwardParams& params, SharedStorage& shared, int64 index) {
   constexpr bool kQueries = kOf == kOfQueries;
   const AttentionParams& p = params.common;
   const uint32 tiles = spoiled_tiles(kQueries ? p.q_len : p.k_len);
@@ -191,11 +192,15 @@ FA_DEVICE void redo(const BwdRedoParams& params, SharedStorage& shared, int64 in
     const Rows k = rows_of(params, params.k, entry, p.k_len);
     const Rows v = rows_of(params, params.v, entry, p.k_len);
     const Rows dout = rows_of(params, params.dout, entry, p.q_len);
+    const BatchOffsets at = batch_offsets(p, entry);  // of the bias
     const float* known =
         reinterpret_cast<const float*>(params.rows + static_cast<int64>(entry) * params.row_pairs);
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
       const int other = tile * kTile;
+      const MaskTile mask =
+          mask_tile(params.mask, entry, kQueries ? own : other, kQueries ? other : own);
+      if (mask.hidden) continue;
       float s[4][4], dp[4][4];
       multiply(shared, s, kQueries ? q.from(own) : k.from(own),
                kQueries ? k.from(other) : q.from(other), p.head_dim);
@@ -212,10 +217,15 @@ FA_DEVICE void redo(const BwdRedoParams& params, SharedStorage& shared, int64 in
           const int query = kQueries ? mine : its, key = kQueries ? its : mine;
           const float* pair = known + query / 2 * 4 + query % 2;
           // Of a query that does not exist, or that attends to nothing, the LSE is infinite.
-          const bool seen = pair[0] != FA_INFINITY && s[i][j] != -FA_INFINITY &&
-                            key >= first_key(p, query) && key <= last_key(p, query);
-          float x = ex2_approx_ftz(fmaf(s[i][j], p.exp2_scale, -pair[0]));
-          if constexpr (kOf != kOfValues) x *= dp[i][j] - pair[2];
+          bool seen = pair[0] != FA_INFINITY && key >= first_key(p, query) &&
+                      key <= last_key(p, query) && mask.sees(query, key);
+          float x = 0.0f;
+          if (seen) {
+            const Capped score = score_of(p, at, s[i][j], query, key);
+            seen = score.score != -FA_INFINITY;
+            x = ex2_approx_ftz(fmaf(score.score, p.exp2_scale, -pair[0]));
+            if constexpr (kOf != kOfValues) x *= (dp[i][j] - pair[2]) * score.slope;
+          }
           weights[i] = seen ? x + 0.0f : __int_as_float(static_cast<int>(kHidden));
         }
         *reinterpret_cast<float4*>(&shared.weights[other_rows() + j][own_rows()]) =
@@ -231,7 +241,7 @@ FA_DEVICE void redo(const BwdRedoParams& params, SharedStorage& shared, int64 in
 
   const Array& array = kQueries ? params.dq : kOf == kOfKeys ? params.dk : params.dv;
   const Rows to = rows_of(params, array, first_entry, kQueries ? p.q_len : p.k_len).from(own);
-  const float scale = kOf == kOfValues ? 1.0f : p.scale;
+  const float scale = kOf == kOfValues ? 1.0f : params.scale;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const int col = 64 * part + other_rows();
@@ -247,7 +257,7 @@ FA_DEVICE void redo(const BwdRedoParams& params, SharedStorage& shared, int64 in
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_bwd_redo(const __grid_constant__ BwdRedoParams params) {
+    attention_bwd_redo(const __grid_constant__ BackwardParams params) {
   if (params.spoiled[0] == 0) return;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);

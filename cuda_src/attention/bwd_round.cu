@@ -1,54 +1,64 @@
 // dQ of attention backward from what bwd_sm90 has added up: scaled, rounded, in rows.
 //
 // A block writes one piece.  Where no block of keys added to a piece, no query of it sees a key,
-// and dQ is 0.
+// and dQ is 0: nothing was ever written to the sums.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/gradient_sums.cuh"
+#include "cuda_src/common/mask_table.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/spoiled.cuh"
 #include "ptx/stmatrix.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
 constexpr int kThreads = FA_THREADS;
+constexpr int kRows = FA_TILE_M;  // queries of a piece
 static_assert(kThreads == 128, "a piece is of a warpgroup's accumulators");
 
 struct BwdRoundParams {
   AttentionParams common;  // out is dq
   const float* sums;
   uint32* spoiled;     // rows to compute again
+  MaskTable mask;      // by blocks of keys
   int tile_m, tile_n;  // queries of a tile, keys of a block
   int blocks;          // of 64 columns
 };
 static_assert(sizeof(BwdRoundParams) == FA_ROUND_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
 
-using PieceTile = SharedTile<64, 64>;
+using PieceTile = SharedTile<kRows, 64>;
 static_assert(PieceTile::kBlockBytes == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     attention_bwd_round(const __grid_constant__ BwdRoundParams params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const AttentionParams& p = params.common;
-  const uint32 pieces = params.tile_m / 64 * params.blocks;
+  const uint32 pieces = params.tile_m / kRows * params.blocks;
   const uint32 row_tile = blockIdx.x / pieces, piece = blockIdx.x - row_tile * pieces;
   const uint32 entry = row_tile / p.q_tiles, tile = row_tile - entry * p.q_tiles;
   const int first_row = tile * params.tile_m;
   const KeyTiles keys =
       key_tiles(p, first_row, min(first_row + params.tile_m, p.q_len) - 1, params.tile_n);
-  const int row = first_row + 64 * (piece / params.blocks), col = 64 * (piece % params.blocks);
+  bool added = keys.begin < keys.end;
+  if (is_masked(params.mask)) {
+    const int block = first_row / kMaskBlock;
+    added = counted_blocks(params.mask, entry, keys.begin, keys.end - 1, block) > 0;
+  }
+  const int row = first_row + kRows * (piece / params.blocks), col = 64 * (piece % params.blocks);
   if (row >= p.q_len || col >= p.v_dim) return;
 
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
-  const float* sums = params.sums + static_cast<int64>(blockIdx.x) * kPieceFloats;
+  // A warp has 16 columns; its matrices of 8 columns are written as rows of queries.
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float* sums = params.sums + static_cast<int64>(blockIdx.x) * piece_floats(kRows);
   const uint32 tile_address = cvta_to_shared(shared_bytes);
-  const uint32 to = tile_address + PieceTile::lane_offset(warp_row + lane % 16, lane / 16);
-  uint32 pairs[8][2];
+  const uint32 to =
+      tile_address + PieceTile::lane_offset(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
+  uint32 pairs[kRows / 8][2];
   Look look;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kRows / 8; ++j) {
     float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (keys.begin < keys.end) {
+    if (added) {
       x = *reinterpret_cast<const float4*>(sums + piece_offset(j, threadIdx.x));
     }
     look.at(x.x);
@@ -58,15 +68,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     pairs[j][0] = pack2<kBf16>(x.x * p.scale, x.y * p.scale);
     pairs[j][1] = pack2<kBf16>(x.z * p.scale, x.w * p.scale);
   }
-  if (look.spoiled()) spoil_queries(params.spoiled, p, entry, row);
-#pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    stmatrix_x4(PieceTile::at(to, 0, j / 2), pairs[j][0], pairs[j][1], pairs[j + 1][0],
-                pairs[j + 1][1]);
+  if (look.spoiled()) {
+    spoil_queries(params.spoiled, p, entry, row);
+    spoil_queries(params.spoiled, p, entry, min(row + kRows, p.q_len) - 1);
   }
-  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < kRows / 8; j += 2) {
+    stmatrix_x4_trans(to + j * 8 * 128, pairs[j][0], pairs[j][1], pairs[j + 1][0], pairs[j + 1][1]);
+  }
+  __syncthreads();
   uint16* dq = static_cast<uint16*>(p.out) + batch_offsets(p, entry).out +
                static_cast<int64>(row) * p.out_row + col;
-  store_rows<64, 64, 16>(tile_address, dq, p.out_row, warp_row, p.q_len - row, p.v_dim - col,
-                         p.aligned != 0);
+  store_rows<kRows, 64, kRows / 4>(tile_address, dq, p.out_row, warp * (kRows / 4), p.q_len - row,
+                                   p.v_dim - col, p.aligned != 0);
 }

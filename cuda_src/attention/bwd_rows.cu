@@ -1,9 +1,9 @@
 // What attention backward knows of each query before it begins: its LSE in units of log2 and
-// delta = dout . out - dlse, for bwd_sm90.
+// delta = dout . out - dlse.
 //
 // 2**lane_shift threads read a row, and each reads kUnroll rows at a time, so that enough bytes are
 // on their way.  Queries that do not exist, or that see no key, get an LSE of +infinity: all their
-// weights are 0.  The words that blocks of bwd_sm90 wait for each other with are set to 0 here.
+// weights are 0.  Words that later launches count and mark with are set to 0 here.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/scores.cuh"

@@ -5,7 +5,7 @@
 //   S^T = K Q^T,   P^T = exp(S^T - LSE),   dP^T = V dO^T,   dS^T = P^T (dP^T - delta),
 // so that a warpgroup has P^T and dS^T of its 64 keys in registers, as operands of
 //   dV += P^T dO   and   dK += dS^T Q;
-// dS^T goes through shared memory for dQ = dS K, of which each warpgroup computes a piece.
+// dS goes through shared memory for dQ^T = K^T dS^T, of which each warpgroup computes a piece.
 //
 // Pieces of dQ are added up in global memory in the order of the blocks of keys: each waits for its
 // turn.  Blocks draw their work in that order too, so whom a block waits for is always at work.
@@ -17,153 +17,6 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
-
-// ----------------------------------------------------------------------------------------- feeding
-// Writes down the work of a number; false when there is none.
-FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
-  const AttentionParams& p = params.common;
-  if (!announce_keys<kLastFirst>(params, work, index, kTileM, kTileN)) return false;
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    const int key = work.tile * kTileN + 64 * group;
-    const QueryTiles own = query_tiles(p, key, key + 63, kTileM);
-    const bool whole = key + 64 <= p.k_len;  // keys that do not exist have to be hidden
-    work.group[group] = {whole ? own.full_begin : 0, whole ? own.full_end : 0};
-  }
-  return true;
-}
-
-// Draws up the order of this block's work; loads K and Q, and what is known of Q's rows.
-FA_DEVICE void feed_queries(const BwdSm90Params& params, SharedStorage& shared) {
-  WorkPlace place;
-  KPlace k_place;
-  QPlace q_place;
-  uint32 index = atom_add_u32(params.counters, 1);
-#pragma unroll 1
-  while (true) {
-    wait(shared.work_empty[place.index()], place.parity() ^ 1);
-    Work& work = shared.work[place.index()];
-    const bool more = announce(params, work, index);
-    arrive(shared.work_full[place.index()]);
-    if (!more) break;
-    wait(shared.k_empty, k_place.parity() ^ 1);
-    const uint32 k_full = cvta_to_shared(&shared.k_full);
-    mbarrier_arrive_expect_tx(k_full, kKTileBytes);
-    load_rows<kTileN, kBlocks>(shared.k, params.k_map, k_full, kEvictFirst, work.tile * kTileN,
-                               params.k_step, work.coordinate, 0);
-    k_place.advance();
-    each_step<kLastFirst>(params, work, [&](Step step) {
-      const int at = q_place.index();
-      wait(shared.q_empty[at], q_place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.q_full[at]);
-      mbarrier_arrive_expect_tx(full, kQTileBytes + sizeof(shared.rows[0]));
-      load_rows<kTileM, kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, step.tile * kTileM,
-                                 params.q_step, work.coordinate, step.head);
-      load_known<kTileM>(shared.rows[at], params, full, work.entry + step.head, step.tile * kTileM);
-      q_place.advance();
-    });
-    // Not before this work is nearly done: whoever waits for a piece of the next one waits for as
-    // long as that has been drawn and not begun.
-    index = atom_add_u32(params.counters, 1);
-    place.advance();
-  }
-}
-
-// V and dO.
-FA_DEVICE void feed_gradients(const BwdSm90Params& params, SharedStorage& shared) {
-  KPlace v_place;
-  OPlace place;
-  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    wait(shared.v_empty, v_place.parity() ^ 1);
-    const uint32 v_full = cvta_to_shared(&shared.v_full);
-    mbarrier_arrive_expect_tx(v_full, kKTileBytes);
-    load_rows<kTileN, kBlocks>(shared.v, params.v_map, v_full, kEvictFirst, work.tile * kTileN,
-                               params.v_step, work.coordinate, 0);
-    v_place.advance();
-    each_step<kLastFirst>(params, work, [&](Step step) {
-      const int at = place.index();
-      wait(shared.dout_empty[at], place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
-      mbarrier_arrive_expect_tx(full, kQTileBytes);
-      load_rows<kTileM, kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
-                                 step.tile * kTileM, params.dout_step, work.coordinate, step.head);
-      place.advance();
-    });
-  });
-}
-
-// Adds pieces of dQ to the sums, and stores rows of dV and dK: those of both warpgroups that pass
-// through one of their slots.  A piece takes a while from its turn to the next one's; a thread for
-// each slot lets two tiles be on their way.
-FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 slot) {
-  const AttentionParams& p = params.common;
-  uint32 results = 0;  // of each warpgroup, done so far
-  // Whether the next result comes this way; then the parity of its slot.
-  uint32 parity;
-  auto mine = [&]() {
-    parity = results / kSlots & 1;
-    return results++ % kSlots == slot;
-  };
-  auto wait_for_slots = [&]() {
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) wait(shared.out_full[group][slot], parity);
-  };
-  auto free_slots = [&]() {
-    cp_async_bulk_wait_group_read<0>();
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
-  };
-  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    each_step<kLastFirst>(params, work, [&](Step step) {
-      if (!mine()) return;
-      const int64 row_tile = static_cast<int64>(work.entry + step.head) * p.q_tiles + step.tile;
-      // The first to add is the first or the last block of keys that the tile sees.
-      const int first_row = step.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
-      const uint32 turn = kLastFirst ? last_key(p, last_row) / kTileN - work.tile
-                                     : work.tile - first_key(p, first_row) / kTileN;
-      if (!work.unseen) {
-        while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
-        }
-      }
-      wait_for_slots();
-      if (!work.unseen) {
-        fence_proxy_async_global();
-#pragma unroll 1
-        for (int group = 0; group < kGroups; ++group) {
-          float* sums = params.sums + (row_tile * kPieces + group) * kPieceFloats;
-          const uint32 piece = cvta_to_shared(shared.out[group][slot]);
-          if (turn == 0) {  // what lies there comes as it is
-            cp_async_bulk_store(sums, piece, kSlotBytes);
-          } else {
-            cp_reduce_async_bulk_add_f32(sums, piece, kSlotBytes);
-          }
-        }
-        cp_async_bulk_commit_group();
-      }
-      free_slots();
-      if (!work.unseen) {
-        cp_async_bulk_wait_group<0>();
-        fence_proxy_async_global();
-        red_release_gpu_add_u32(params.turns + row_tile, 1);
-      }
-    });
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      if (!mine()) continue;
-      wait_for_slots();
-#pragma unroll 1
-      for (int group = 0; group < kGroups; ++group) {
-        const int row = work.tile * kTileN + 64 * group;
-        if (row < p.k_len) {
-          store_rows_64<kBlocks>(i == 0 ? params.dv_map : params.dk_map, shared.out[group][slot],
-                                 row, work.coordinate);
-        }
-      }
-      free_slots();
-    }
-  });
-  cp_async_bulk_wait_group<0>();
-}
 
 // -------------------------------------------------------------------------------------- computing
 FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int warp) {
@@ -197,65 +50,68 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
   };
   auto own_ds = [&]() { return ds_place(tiles + kDelayed); };  // of the tile at hand
   auto ds_of_piece = [&]() { return ds_place(tiles); };        // what dQ is computed from now
-  float s[kParts][8][4], dp[kParts][8][4], dk[kMmaD][4], dv[kMmaD][4];
+  float s[kParts][kMmaM][4], dp[kParts][kMmaM][4], dk[kMmaD][4], dv[kMmaD][4];
 
-  // D = A B^T of 64 keys and 64 queries, over the columns of both, started.
-  auto start_scores = [&](float (&d)[8][4], const uint8* keys, const uint8* queries) {
+  // D = A B^T of 64 keys and a part's queries, over the columns of both, started.
+  auto start_scores = [&](float (&d)[kMmaM][4], const uint8* keys, const uint8* queries) {
     const uint64 a = wgmma_descriptor(cvta_to_shared(keys) + group * 64 * 128, 0);
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), 0);
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       // 16 columns are 32 bytes of a block's rows.
-      wgmma_m64k16_ss<kBf16, 64>(d, wgmma_at(a, step / 4 * kTileN * 128 + step % 4 * 32),
-                                 wgmma_at(b, step / 4 * kTileM * 128 + step % 4 * 32), step > 0);
+      wgmma_m64k16_ss<kBf16, kPartM>(d, wgmma_at(a, step / 4 * kTileN * 128 + step % 4 * 32),
+                                     wgmma_at(b, step / 4 * kTileM * 128 + step % 4 * 32),
+                                     step > 0);
     }
   };
-  // D += A B of 64 keys and all columns, over 64 queries, started; A is in registers.
-  auto start_keys = [&](float (&d)[kMmaD][4], const uint32(&pairs)[8][2], const uint8* queries) {
+  // D += A B of 64 keys and all columns, over a part's queries, started; A is in registers.
+  auto start_keys = [&](float (&d)[kMmaD][4], const uint32(&pairs)[kMmaM][2],
+                        const uint8* queries) {
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < kPartM / 16; ++step) {
       const uint32 a[4] = {pairs[2 * step][0], pairs[2 * step][1], pairs[2 * step + 1][0],
                            pairs[2 * step + 1][1]};
       wgmma_m64k16_rs<kBf16, kDim>(d, a, wgmma_at(b, step * 16 * 128), 1);
     }
   };
-  // dK += dS^T Q with dS^T from shared memory, where it stays when its registers are used again.
+  // dK += dS^T Q with dS from shared memory, where it stays when its registers are used again.
   auto start_late = [&](const uint8* queries) {
-    const uint64 a =
-        wgmma_descriptor(cvta_to_shared(shared.ds[own_ds().index()]) + group * 64 * 128, 0);
+    const uint64 a = wgmma_descriptor(
+        cvta_to_shared(shared.ds[own_ds().index()]) + group * ScoreTile::kBlockBytes, 0);
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      wgmma_m64k16_ss<kBf16, kDim, kKMajor, kMnMajor>(dk, wgmma_at(a, step * 32),
-                                                      wgmma_at(b, step * 16 * 128), 1);
+    for (int step = 0; step < kPartM / 16; ++step) {
+      wgmma_m64k16_ss<kBf16, kDim, kMnMajor, kMnMajor>(dk, wgmma_at(a, step * 16 * 128),
+                                                       wgmma_at(b, step * 16 * 128), 1);
     }
     wgmma_commit_group();
   };
-  // A piece of dQ = dS K, started.
-  auto start_piece = [&](float (&d)[8][4]) {
+  // A piece of dQ^T = K^T dS^T, started.
+  auto start_piece = [&](float (*d)[4]) {
     const DsPlace place = ds_of_piece();
     wait(shared.ds_full[place.index()], place.parity());
     wgmma_fence();
-    const int mine = group, part = kParts > 1 ? mine : 0, block = kParts > 1 ? 0 : mine;
-    const uint64 a =
-        wgmma_descriptor(cvta_to_shared(shared.ds[place.index()]) + part * kTileN * 128, 0);
-    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.k) + block * kTileN * 128, 0);
+    const int mine = group, part = kBlocks > 1 ? 0 : mine, block = kBlocks > 1 ? mine : 0;
+    const uint64 a = wgmma_descriptor(cvta_to_shared(shared.k) + block * kTileN * 128, 0);
+    const uint64 b =
+        wgmma_descriptor(cvta_to_shared(shared.ds[place.index()]) + part * kPieceM * 128, 0);
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
-      wgmma_m64k16_ss<kBf16, 64, kMnMajor, kMnMajor>(d, wgmma_at(a, step * 16 * 128),
-                                                     wgmma_at(b, step * 16 * 128), step > 0);
+      wgmma_m64k16_ss<kBf16, kPieceM, kMnMajor>(
+          d, wgmma_at(a, step * 16 * 128),
+          wgmma_at(b, step / 4 * ScoreTile::kBlockBytes + step % 4 * 32), step > 0);
     }
     wgmma_commit_group();
   };
   // Writes a piece of dQ to the next slot.
-  auto put_piece = [&](const float (&d)[8][4]) {
+  auto put_piece = [&](const float (*d)[4]) {
     const SlotPlace slot = slot_place(-kDelayed);
     wait(shared.out_empty[group][slot.index()], slot.parity() ^ 1);
     const uint32 to =
         cvta_to_shared(shared.out[group][slot.index()]) + 4 * piece_offset(0, my_thread());
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < kPieceM / 8; ++j) {
       const uint32 four[4] = {__float_as_uint(d[j][0]), __float_as_uint(d[j][1]),
                               __float_as_uint(d[j][2]), __float_as_uint(d[j][3])};
       st_shared_v4_b32(to + 4 * piece_offset(j, 0), four);
@@ -291,8 +147,8 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
   if constexpr (kDelayed) {  // what dQ is computed from at the first tile
     const uint32 nothing[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int i = my_thread(); i < kParts * 64 * 128 / 16; i += 128) {
-      st_shared_v4_b32(cvta_to_shared(shared.ds[0]) + group * (kParts * 64 * 128) + 16 * i,
+    for (int i = my_thread(); i < ScoreTile::kBlockBytes / 16; i += 128) {
+      st_shared_v4_b32(cvta_to_shared(shared.ds[0]) + group * ScoreTile::kBlockBytes + 16 * i,
                        nothing);
     }
     fence_proxy_async_shared();
@@ -305,8 +161,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.work_full[place.index()], place.parity());
     const Work& work = shared.work[place.index()];
     if (work.tile < 0) break;
-    int tile = kLastFirst ? work.begin : work.end - 1;
+    const int steps = work.steps;
+    int tile = kLastFirst ? work.begin : work.end - 1;  // without a mask
     int step = 0;
+    uint32 seen[2] = {~0u, ~0u};  // under a mask: by which queries of the tile, of a thread's keys
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
@@ -314,6 +172,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     }
 
     auto next_step = [&]() {
+      if constexpr (kSparse) {
+        ++step;
+        return;
+      }
       if constexpr (kLastFirst) {
         tile = tile == work.end - 1 ? work.begin : tile + 1;
       } else {
@@ -321,32 +183,45 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
       ++step;
     };
-    // Whether some of a warpgroup's keys are hidden from queries of the tile.
-    auto is_cut = [&]() {
+    auto outside = [&](int tile) {
       return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
     };
+    // Whether some of a warpgroup's keys, under a mask of a thread's, are hidden from queries of
+    // the tile.
+    auto is_cut = [&]() { return kSparse ? (seen[0] & seen[1]) != ~0u : outside(tile); };
+    auto own_key = [&]() { return work.tile * kTileN + 64 * group + warp_row() + lane() / 4; };
+    // Under a mask, asks for what it says of the tile in a place of Q; then takes away what is
+    // outside of the band.
+    auto ask_mask = [&](int at) {
+      if constexpr (kSparse) {
+        read_words(seen, params.mask, shared.note[at].place, 64 * group, my_thread());
+      }
+    };
+    auto add_band = [&](int at) {
+      if constexpr (kSparse) {
+        const int here = shared.note[at].tile, query = here * kTileM + lane() % 4 * 2;
+        cut_words<kTileM>(seen, here, outside(here), [&](int h) {
+          return queries_seeing(p, own_key() + 8 * h, query, kTileM / 4);
+        });
+      }
+    };
     // Puts a number where a key is hidden.
-    auto hide = [&](float (&x)[8][4], int part, float hidden) {
-      const int key = work.tile * kTileN + 64 * group + warp_row() + lane() / 4;
-      const int query = tile * kTileM + 64 * part + lane() % 4 * 2;
+    auto hide = [&](float (&x)[kMmaM][4], int part, float hidden) {
+      const int query = tile * kTileM + kPartM * part + lane() % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint32 seen = queries_seeing(p, key + 8 * h, query, 16);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if ((seen >> (2 * j + e) & 1) == 0) x[j][2 * h + e] = hidden;
-          }
-        }
+        hide_row(
+            x, h,
+            kSparse ? seen[h] >> 16 * part : queries_seeing(p, own_key() + 8 * h, query, 2 * kMmaM),
+            hidden);
       }
     };
     // S^T becomes P^T.
     auto weigh = [&](int part, const float4* rows, bool cut) {
       if (cut) hide(s[part], part, -FA_INFINITY);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float4 row = rows[32 * part + 4 * j];
+      for (int j = 0; j < kMmaM; ++j) {
+        const float4 row = rows[kPartM / 2 * part + 4 * j];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           s[part][j][e] =
@@ -358,29 +233,31 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     auto differentiate = [&](int part, const float4* rows, bool cut) {
       if (cut) hide(dp[part], part, 0.0f);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float4 row = rows[32 * part + 4 * j];
+      for (int j = 0; j < kMmaM; ++j) {
+        const float4 row = rows[kPartM / 2 * part + 4 * j];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           dp[part][j][e] = s[part][j][e] * (dp[part][j][e] - (e % 2 ? row.w : row.z));
         }
       }
     };
-    auto round_to = [&](uint32(&pairs)[8][2], const float (&x)[8][4]) {
+    auto round_to = [&](uint32(&pairs)[kMmaM][2], const float (&x)[kMmaM][4]) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
+      for (int j = 0; j < kMmaM; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) pairs[j][h] = pack2<kBf16>(x[j][2 * h], x[j][2 * h + 1]);
       }
     };
-    // dS^T to shared memory.
-    auto put_scores = [&](int part, const uint32(&pairs)[8][2]) {
-      const uint32 to = cvta_to_shared(shared.ds[own_ds().index()]) + part * kTileN * 128 +
-                        PartTile::lane_offset(matrix_row(64 * group + warp_row()), matrix_half());
+    // dS to shared memory: matrices of 8 keys are written as rows of queries.
+    auto put_scores = [&](int part, const uint32(&pairs)[kMmaM][2]) {
+      const int row = lane() / 16 * 8 + lane() % 8, chunk = warp_row() / 8 + lane() / 8 % 2;
+      const uint32 to = cvta_to_shared(shared.ds[own_ds().index()]) +
+                        group * ScoreTile::kBlockBytes + part * kPartM * 128 +
+                        ScoreTile::lane_offset(row, chunk);
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        stmatrix_x4(PartTile::at(to, 0, j / 2), pairs[j][0], pairs[j][1], pairs[j + 1][0],
-                    pairs[j + 1][1]);
+      for (int j = 0; j < kMmaM; j += 2) {
+        stmatrix_x4_trans(to + j * 8 * 128, pairs[j][0], pairs[j][1], pairs[j + 1][0],
+                          pairs[j + 1][1]);
       }
     };
 
@@ -406,7 +283,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       const bool dropped = kDelayed && step == 0;  // dQ
       bool cut = false;                            // the next tile
       auto& dq = kParts > 1 ? s[0] : dp[0];
-      uint32 weights[8][2], ds[8][2];
+      uint32 weights[kMmaM][2], ds[kMmaM][2];
       // Rounds a part and starts its products.
       auto start_part = [&](int part) {
         round_to(weights, s[part]);
@@ -417,10 +294,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         }
         put_scores(part, ds);
         wgmma_fence();
-        start_keys(dv, weights, o_tile + part * 64 * 128);
+        start_keys(dv, weights, o_tile + part * kPartM * 128);
         if constexpr (!kLate) {
           wgmma_fence();
-          start_keys(dk, ds, q_tile + part * 64 * 128);
+          start_keys(dk, ds, q_tile + part * kPartM * 128);
         }
         wgmma_commit_group();
       };
@@ -428,11 +305,15 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         fence_proxy_async_shared();
         release_own(shared.ds_full[own_ds().index()]);
       };
+      auto free_operands = [&]() {
+        release(shared.dout_empty[o_at]);
+        if constexpr (!kLate) release_own(shared.q_empty[q_at]);  // of rows, too
+      };
       auto free_scores = [&]() { release(shared.ds_empty[ds_of_piece().index()]); };
       auto start_next = [&](int part) {
         wgmma_fence();
-        start_scores(s[part], shared.k, next_q + part * 64 * 128);
-        start_scores(dp[part], shared.v, next_o + part * 64 * 128);
+        start_scores(s[part], shared.k, next_q + part * kPartM * 128);
+        start_scores(dp[part], shared.v, next_o + part * kPartM * 128);
         wgmma_commit_group();
       };
       if constexpr (kParts > 1) {
@@ -446,25 +327,29 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           start_part(1);
           tell_scores();
           next_step();
-          cut = kBegin && is_cut();
+          cut = !kSparse && kBegin && is_cut();
           if (!dropped) put_piece(dq);
         }
         if constexpr (kBegin) {
-          if constexpr (!kFinish) cut = is_cut();
+          if constexpr (!kSparse && !kFinish) cut = is_cut();
           wait(shared.q_full[q_next.index()], q_next.parity());
           wait(shared.dout_full[o_next.index()], o_next.parity());
           start_next(0);
+          ask_mask(q_next.index());
         }
         if constexpr (kFinish) {
           if (!dropped) send_piece();
           wgmma_wait_group<kBegin>();
-          release(shared.dout_empty[o_at]);
-          release_own(shared.q_empty[q_at]);  // of rows, too
+          free_operands();
           ++tiles;
         }
         if constexpr (kBegin) {
           start_next(1);
           wgmma_wait_group<1>();
+          if constexpr (kSparse) {
+            add_band(q_next.index());
+            cut = is_cut();
+          }
           weigh(0, next_rows, cut);
           differentiate(0, next_rows, cut);
         }
@@ -473,24 +358,31 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
           start_part(0);
           tell_scores();
           start_piece(dq);
+          if constexpr (!kSoon) {
+            wgmma_wait_group<1>();
+            free_operands();
+          }
         }
         if constexpr (kBegin) {
           wait(shared.q_full[q_next.index()], q_next.parity());
           wgmma_fence();
           start_scores(s[0], shared.k, next_q);
           wgmma_commit_group();
+          ask_mask(q_next.index());
         }
         if constexpr (kFinish) {
-          wgmma_wait_group<1 + kBegin>();
-          release(shared.dout_empty[o_at]);
+          if constexpr (kSoon) {
+            wgmma_wait_group<1 + kBegin>();
+            free_operands();
+          }
           wgmma_wait_group<kBegin>();
           free_scores();
           next_step();
-          cut = kBegin && is_cut();
+          cut = !kSparse && kBegin && is_cut();
           if (!dropped) put_piece(dq);
         }
         if constexpr (kBegin) {
-          if constexpr (!kFinish) cut = is_cut();
+          if constexpr (!kSparse && !kFinish) cut = is_cut();
           wait(shared.dout_full[o_next.index()], o_next.parity());
           wgmma_fence();
           start_scores(dp[0], shared.v, next_o);
@@ -498,18 +390,26 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         }
         if constexpr (kFinish) {
           if (!dropped) send_piece();
-          wgmma_fence();
-          start_late(q_tile);
+          if constexpr (kLate) {
+            wgmma_fence();
+            start_late(q_tile);
+          }
         }
         if constexpr (kBegin) {
           wgmma_wait_group<1 + kDkLate>();
+          if constexpr (kSparse) {
+            add_band(q_next.index());
+            cut = is_cut();
+          }
           weigh(0, next_rows, cut);
           wgmma_wait_group<kDkLate>();
           differentiate(0, next_rows, cut);
         }
         if constexpr (kFinish) {
-          wgmma_wait_group<0>();
-          release_own(shared.q_empty[q_at]);  // of rows, too
+          if constexpr (kLate) {
+            wgmma_wait_group<0>();
+            release_own(shared.q_empty[q_at]);  // of rows, too
+          }
           ++tiles;
         }
       }
@@ -520,7 +420,6 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.k_full, works & 1);
     wait(shared.v_full, works & 1);
     turn(no, yes);
-    const int steps = (work.end - work.begin) * params.group;
 #pragma unroll 1
     while (step < steps - 1) turn(yes, yes);
     release(shared.v_empty);
@@ -570,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kWorkStages; ++i) {
       init(shared.work_full[i], 1);
-      init(shared.work_empty[i], kWarpArrivals * 4 * kGroups + 3);
+      init(shared.work_empty[i], kWarpArrivals * 4 * kGroups + 1 + kSlots);
     }
     fence_mbarrier_init();
   }
@@ -586,12 +485,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       prefetch_tensormap(&params.q_map);
       prefetch_tensormap(&params.k_map);
-      feed_queries(params, shared);
+      feed_queries<Walk>(params, shared, [&](Work& work) { draw_up(params.common, work); });
     } else if (warp == 1) {
       prefetch_tensormap(&params.dout_map);
       prefetch_tensormap(&params.v_map);
-      feed_gradients(params, shared);
-    } else {
+      feed_gradients<Walk>(params, shared);
+    } else if (warp < 2 + kSlots) {
       prefetch_tensormap(&params.dk_map);
       prefetch_tensormap(&params.dv_map);
       store_results(params, shared, warp - 2);

@@ -1,4 +1,5 @@
-// What the parts of bwd_sm90 share: constants of a variant, parameters, a block's shared memory.
+// What the parts of bwd_sm90 share: constants of a variant, a block's shared memory; and the
+// threads that feed it.
 #pragma once
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/gradient_sums.cuh"
@@ -11,39 +12,54 @@ constexpr int kTileM = FA_TILE_M;      // queries of a tile
 constexpr int kTileN = FA_TILE_N;      // keys of a block
 constexpr int kQStages = FA_STAGES;    // tiles of Q in flight
 constexpr int kOStages = FA_O_STAGES;  // tiles of dO in flight
-constexpr int kSlots = 2;              // places for a warpgroup's results on their way out
+constexpr int kSlots = FA_SLOTS;       // places for a warpgroup's results on their way out
 constexpr int kWorkStages = 2;         // places for announced work
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
-constexpr int kParts = kTileM / 64;        // of a tile of queries, one after the other
+constexpr int kParts = FA_PARTS;           // of a tile of queries, one after the other
+constexpr int kPartM = kTileM / kParts;    // queries of a part
 // What runs beside the exponentials: products of the other part of the tile or, where it has one
 // part only, dK += dS^T Q of the tile before.
-constexpr bool kLate = kParts == 1;
+constexpr bool kLate = FA_LATE;
+// Whether S of the next tile starts while dV of this one still has its weights in registers.
+constexpr bool kSoon = FA_SOON;
 constexpr int kMmaD = kDim / 8;
+constexpr int kMmaM = kPartM / 8;
 // dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
 // that of the tile before: then neither waits for the other, and one's exponentials run beside the
 // other's products.
-constexpr bool kDelayed = kParts > 1;
+constexpr bool kDelayed = FA_DELAYED;
 // The order of the blocks of keys.  From the first one on, each works on the tiles of queries from
 // the last one on, one tile or more behind the block before.  From the last one on, each works on
 // the tiles from the first one on: under a causal mask blocks of keys that begin together, each at
 // its own diagonal, then come to a tile one after the other.  The former ends with the short work,
 // the latter waits less, which counts where turns pass slowly.
-constexpr bool kLastFirst = kDelayed;
+constexpr bool kLastFirst = FA_LAST_FIRST;
 constexpr int kDsStages = kDelayed ? 2 : 1;  // places for dS
-// dQ of a tile is added up in pieces of 64 queries and 64 columns, one for each warpgroup.
-constexpr int kPieces = kParts * kBlocks;
+// dQ of a tile is added up in two pieces, one for each warpgroup: 64 columns of all queries, or
+// half of the queries.
+constexpr int kPieceM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a piece
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kFeedingRegisters = 24;
 constexpr int kComputingRegisters = 240;
 static_assert(kTileN == 64 * kGroups, "a warpgroup has 64 keys");
-static_assert(kPieces == kGroups, "a warpgroup has a piece of dQ");
+static_assert(kGroups == 2 && kBlocks <= 2, "a warpgroup has a piece of dQ");
+static_assert(kParts == 1 || kPartM == kPieceM, "dQ goes to where scores of a part were");
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
-static_assert(kParts <= 2, "registers hold the scores of two parts");
+static_assert(kPartM % 16 == 0, "a part's queries are summed over by m64nNk16");
+static_assert(kParts == 1 || !kLate, "a second part is what runs beside the exponentials");
+static_assert(!kLate || !kDelayed, "nobody waits for dS of this tile then");
+static_assert(kSlots <= 2, "two threads store results");
+static_assert(kQStages > 1 || (kParts == 1 && !kLate && !kSoon),
+              "the next tile is waited for early");
+static_assert(kOStages > 1 || kParts == 1, "the next tile is waited for early");
+static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
+static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
 
 constexpr int kKTileBytes = kTileN * 128 * kBlocks, kQTileBytes = kTileM * 128 * kBlocks;
+constexpr int kPieceFloats = piece_floats(kPieceM);
 constexpr int kSlotBytes = kPieceFloats * 4;
-using PartTile = SharedTile<kTileN, 64>;       // dS^T of 64 queries
+using ScoreTile = SharedTile<kTileM, kTileN>;  // dS; a warpgroup's keys are a block of columns
 using KeyTile = SharedTile<64, 64 * kBlocks>;  // a warpgroup's rows of dK or dV
 static_assert(64 * 128 * kBlocks <= kSlotBytes, "rows of dK fit where a piece of dQ does");
 
@@ -59,7 +75,7 @@ struct SharedStorage {
   uint8 v[kKTileBytes];
   uint8 q[kQStages][kQTileBytes];
   uint8 dout[kOStages][kQTileBytes];
-  uint8 ds[kDsStages][kParts * kTileN * 128];
+  uint8 ds[kDsStages][kGroups * ScoreTile::kBlockBytes];
   uint8 out[kGroups][kSlots][kSlotBytes];  // pieces of dQ, later rows of dV and dK
   float4 rows[kQStages][kTileM / 2];
   uint64 k_full, k_empty, v_full, v_empty;
@@ -68,6 +84,7 @@ struct SharedStorage {
   uint64 out_full[kGroups][kSlots], out_empty[kGroups][kSlots];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
+  TileNote note[kSparse ? kQStages : 1];  // of the tile in each place of Q
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -77,3 +94,99 @@ using QPlace = RingPlace<kQStages>;
 using OPlace = RingPlace<kOStages>;
 using DsPlace = RingPlace<kDsStages>;
 using SlotPlace = RingPlace<kSlots>;
+
+// ----------------------------------------------------------------------------------------- feeding
+// Work is not drawn before the last one is nearly done: whoever waits for a piece of the next one
+// waits for as long as that has been drawn and not begun.
+using Walk = KeyWalk<kLastFirst, kLastFirst, true, kTileM, kTileN, kBlocks>;
+
+// What the warpgroups are told of some work.
+FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    const int key = work.tile * kTileN + 64 * group;
+    const QueryTiles own = query_tiles(p, key, key + 63, kTileM);
+    const bool whole = key + 64 <= p.k_len;  // keys that do not exist have to be hidden
+    work.group[group] = {whole ? own.full_begin : 0, whole ? own.full_end : 0};
+  }
+}
+
+// Adds pieces of dQ to the sums, and stores rows of dV and dK: those of both warpgroups that pass
+// through one of their slots.  A piece takes a while from its turn to the next one's; a thread for
+// each slot lets two tiles be on their way.
+FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 slot) {
+  const AttentionParams& p = params.common;
+  uint32 results = 0;  // of each warpgroup, done so far
+  // Whether the next result comes this way; then the parity of its slot.
+  uint32 parity;
+  auto mine = [&]() {
+    parity = results / kSlots & 1;
+    return results++ % kSlots == slot;
+  };
+  auto wait_for_slots = [&]() {
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) wait(shared.out_full[group][slot], parity);
+  };
+  auto free_slots = [&]() {
+    cp_async_bulk_wait_group_read<0>();
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
+  };
+  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
+    each_step<kLastFirst, kTileM, kTileN>(params, work, [&](Step step) {
+      if (!mine()) return;
+      const uint32 row_tile = (work.entry + step.head) * p.q_tiles + step.tile;
+      // The first to add is the first or the last block of keys that the tile sees.
+      const int first_row = step.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
+      const int end = (kLastFirst ? last_key(p, last_row) : first_key(p, first_row)) / kTileN;
+      uint32 turn = kLastFirst ? end - work.tile : work.tile - end;
+      if constexpr (kSparse) {
+        // Blocks that are hidden from it add nothing, and nobody waits for them.  How many others
+        // come before this one is known beforehand, so that a turn is a number here, too: were it
+        // passed on for tiles that are stepped over, every block would have to look at all tiles.
+        turn = counted_blocks(params.mask, work.entry + step.head, kLastFirst ? work.tile + 1 : end,
+                              kLastFirst ? end : work.tile - 1, step.tile * kTileM / kMaskBlock);
+      }
+      if (!work.unseen) {
+        while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
+        }
+      }
+      wait_for_slots();
+      if (!work.unseen) {
+        fence_proxy_async_global();
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) {
+          float* sums = params.sums + static_cast<int64>(row_tile * kGroups + group) * kPieceFloats;
+          const uint32 piece = cvta_to_shared(shared.out[group][slot]);
+          if (turn == 0) {  // what lies there comes as it is
+            cp_async_bulk_store(sums, piece, kSlotBytes);
+          } else {
+            cp_reduce_async_bulk_add_f32(sums, piece, kSlotBytes);
+          }
+        }
+        cp_async_bulk_commit_group();
+      }
+      free_slots();
+      if (!work.unseen) {
+        cp_async_bulk_wait_group<0>();
+        fence_proxy_async_global();
+        red_release_gpu_add_u32(params.turns + row_tile, 1);
+      }
+    });
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      if (!mine()) continue;
+      wait_for_slots();
+#pragma unroll 1
+      for (int group = 0; group < kGroups; ++group) {
+        const int row = work.tile * kTileN + 64 * group;
+        if (row < p.k_len) {
+          store_rows_64<kBlocks>(i == 0 ? params.dv_map : params.dk_map, shared.out[group][slot],
+                                 row, work.coordinate);
+        }
+      }
+      free_slots();
+    }
+  });
+  cp_async_bulk_wait_group<0>();
+}

@@ -13,10 +13,10 @@
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/hidden_keys.cuh"
+#include "cuda_src/common/products_sm80.cuh"
 #include "cuda_src/common/scores.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/softmax.cuh"
-#include "ptx/ldmatrix.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
@@ -93,71 +93,6 @@ FA_DEVICE ListedTile listed_tile(const ListedTiles& listed, int i) {
   const uint64 tile = partial ? listed.partial[0] + after_full : listed.full[0] + i;
   const int in_block = static_cast<int>(tile % kInBlock);
   return {partial, in_block == 0 || after_full == 0, static_cast<int64>(tile / kInBlock), in_block};
-}
-
-// Where this lane's row of the four matrices of an ldmatrix.x4 lies (PTX ISA 9.7.14.5.15).
-FA_DEVICE uint32 q_lane() {  // A operand: rows 0-7, rows 8-15, then the same of columns 8-15
-  const int tid = tid_x_again(), lane = tid % 32, warp = tid / 32;
-  return QTile::lane_offset(warp * kWarpRows + lane % 16, lane / 16);
-}
-FA_DEVICE uint32 k_lane() {  // B operand of S: columns 0-7, 8-15 of keys 0-7, then of keys 8-15
-  const int lane = tid_x_again() % 32;
-  return KVTile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-FA_DEVICE uint32
-v_lane() {  // B operand of O, transposed: keys 0-7, 8-15 of columns 0-7, then of columns 8-15
-  const int lane = tid_x_again() % 32;
-  return KVTile::lane_offset(lane % 16, lane / 16);
-}
-
-// S[16 i, 8 j] of this warp's rows; the addresses are this lane's.
-FA_DEVICE void multiply_qk(float (&s)[kMmaM][kMmaN][4], uint32 q_address, uint32 k_address) {
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[i][j][e] = 0.0f;
-    }
-  }
-#pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
-    uint32 a[kMmaM][4];
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-      ldmatrix_x4(a[i], QTile::at(q_address, 16 * i, step));
-    }
-#pragma unroll
-    for (int j = 0; j < kMmaN; j += 2) {
-      uint32 b[4];
-      ldmatrix_x4(b, KVTile::at(k_address, 8 * j, step));
-#pragma unroll
-      for (int i = 0; i < kMmaM; ++i) {
-        mma_m16n8k16<kBf16>(s[i][j], a[i], b[0], b[1]);
-        mma_m16n8k16<kBf16>(s[i][j + 1], a[i], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// O += P V, P from registers, V from shared memory (transposed by ldmatrix.trans on its way).
-FA_DEVICE void multiply_pv(float (&o)[kMmaM][kMmaV][4], const uint32 (&p)[kMmaM][kMmaN][2],
-                           uint32 v_address) {
-#pragma unroll
-  for (int step = 0; step < kTileN / 16; ++step) {
-#pragma unroll
-    for (int j = 0; j < kMmaV; j += 2) {
-      uint32 b[4];
-      ldmatrix_x4_trans(b, KVTile::at(v_address, 16 * step, j / 2));
-#pragma unroll
-      for (int i = 0; i < kMmaM; ++i) {
-        const uint32 a[4] = {p[i][2 * step][0], p[i][2 * step][1], p[i][2 * step + 1][0],
-                             p[i][2 * step + 1][1]};
-        mma_m16n8k16<kBf16>(o[i][j], a, b[0], b[1]);
-        mma_m16n8k16<kBf16>(o[i][j + 1], a, b[2], b[3]);
-      }
-    }
-  }
 }
 
 // Writes a fragment of m16n8 accumulators to this block's part of the debug array, (blocks, kTileM,
@@ -301,14 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   OnlineSoftmax<kMmaM> softmax;
   softmax.reset();
   float o[kMmaM][kMmaV][4];
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[i][j][e] = 0.0f;
-    }
-  }
+  clear(o);
 
   // -------------------------------------------------------------------------------- tiles of keys
 #pragma unroll 1
@@ -333,7 +261,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cp_async_commit_group();
 
     float s[kMmaM][kMmaN][4];
-    multiply_qk(s, q_tile + q_lane(), k_ring + tile % kStages * kTileBytes + k_lane());
+    multiply_rows<kBf16, QTile, KVTile, kDim / 16>(
+        s, q_tile + a_lane<QTile>(tid_x_again() / 32 * kWarpRows),
+        k_ring + tile % kStages * kTileBytes + b_lane<KVTile>(0));
     if constexpr (kDebugStage == 1) return dump(params, s);
 
     const int key = key_tile(tile);
@@ -407,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       load_words(tile + 1);
       cp_async_commit_group();
     }
-    multiply_pv(o, p, v_ring + tile % kStages * kTileBytes + v_lane());
+    add_product<kBf16, KVTile>(o, p, v_ring + tile % kStages * kTileBytes + b_trans_lane<KVTile>());
     if constexpr (kDebugStage == 4) return dump(params, o);
   }
 

@@ -1,13 +1,18 @@
-// What the kernels of attention backward for SM90 share: their parameters, and how work on keys is
-// shared out and fed.
+// What the kernels of attention backward for SM90 share: their parameters, how work on keys is
+// shared out and fed, and what a mask leaves of a tile.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/barriers.cuh"
+#include "cuda_src/common/mask_table.cuh"
 #include "cuda_src/common/spoiled.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/special.cuh"
 #include "ptx/tma.cuh"
+
+constexpr bool kSparse = FA_SPARSE;  // a mask says which blocks are hidden, and has bits of others
+static_assert(!kSparse || kRowMajor == 0, "words are in fragment order");
 
 struct BwdSm90Params {
   TensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map, dq_map;
@@ -17,6 +22,7 @@ struct BwdSm90Params {
   uint32* turns;       // of each tile of queries, how often dQ was added to; 0 at first
   uint32* counters;    // of work that is given out, one for each kernel; 0 at first
   uint32* spoiled;     // rows to compute again (common/spoiled.cuh); 0 at first
+  MaskTable mask;      // by blocks of what the kernel owns, keys or queries
   int size[3];         // batch axes of the maps
   int q_step[3], k_step[3], v_step[3], dout_step[3];  // 0 along an axis that broadcasts, else 1
   int group;      // how many entries, along the last axis, share keys and values
@@ -54,20 +60,108 @@ FA_DEVICE Turn turn_of(uint32 index, uint32 entries, int tiles, int section) {
   return {first + (in_section - tile * here), static_cast<int>(tile)};
 }
 
+// ------------------------------------------------------------------------------------------- masks
+// Tiles along a row of blocks are numbered as without a mask: kTile columns each, a whole block or
+// a part of one.
+
+// How many of the tiles [begin, end) are in blocks that are not hidden.
+template <int kTile>
+FA_DEVICE int count_tiles(const MaskTable& mask, int row, int begin, int end) {
+  constexpr int kInBlock = kMaskBlock / kTile;
+  int tiles = 0;
+#pragma unroll 1
+  for (int part = 0; part < kInBlock; ++part) {  // the first tiles of blocks, then the next ones
+    const int less = kInBlock - 1 - part;
+    tiles += count_blocks(mask, row, (begin + less) / kInBlock, (end + less) / kInBlock);
+  }
+  return tiles;
+}
+
+// The first of these tiles from `tile` on, upwards or downwards, whose block is not hidden; one
+// outside of them if there is none.
+template <bool kUp, int kTile>
+FA_DEVICE int seen_tile(const MaskTable& mask, int row, int tile, int begin, int end) {
+  constexpr int kInBlock = kMaskBlock / kTile;
+  if constexpr (kUp) {
+    return max(tile, kInBlock * next_block(mask, row, tile / kInBlock, (end - 1) / kInBlock + 1));
+  } else {
+    const int block = block_before(mask, row, tile / kInBlock, begin / kInBlock);
+    return min(tile, kInBlock * block + kInBlock - 1);
+  }
+}
+
+// Calls f for each of the tiles of some work that are in blocks that are not hidden, from the first
+// one on or from the last one on; or for `one` of them, whatever the mask says.  Registers are
+// short: the row is asked for when it is needed.
+template <bool kUp, int kTile, typename Row, typename Work, typename F>
+FA_DEVICE void each_seen_tile(const MaskTable& mask, Row row, const Work& work, bool one, F f) {
+  int tile = kUp ? work.begin : work.end - 1;
+#pragma unroll 1
+  while (true) {
+    if (!one) tile = seen_tile<kUp, kTile>(mask, row(), tile, work.begin, work.end);
+    if (tile < work.begin || tile >= work.end) return;
+    f(tile);
+    if (one) return;
+    tile += kUp ? 1 : -1;
+  }
+}
+
+// What is told of a tile beside it: its number, and what its block is in the table.
+struct TileNote {
+  int tile, place;
+};
+
+// The words of this thread's two rows of a block, of which `rows` are the first ones of its
+// warpgroup; all bits are set where it is seen whole.  Nothing here waits for them.
+FA_DEVICE void read_words(uint32 (&seen)[2], const MaskTable& mask, int place, int rows,
+                          int thread) {
+  seen[0] = seen[1] = ~0u;
+  if (place < 0) return;
+  const uint64 two = reinterpret_cast<const uint64*>(place_words(mask, place))[2 * rows + thread];
+  seen[0] = static_cast<uint32>(two);
+  seen[1] = static_cast<uint32>(two >> 32);
+}
+
+// Of these words the bits of a tile of kTile columns, from bit 0 on; where it is `cut` by the band,
+// without those that in_band(h) lacks of row h.
+template <int kTile, typename InBand>
+FA_DEVICE void cut_words(uint32 (&seen)[2], int tile, bool cut, InBand in_band) {
+  static_assert(!kSparse || kTile == kMaskBlock || kTile == kMaskBlock / 2,
+                "16 bits of a word, or all");
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (kTile < kMaskBlock) seen[h] = seen[h] >> tile % 2 * 16 | 0xffff0000u;
+    if (cut) seen[h] &= in_band(h);
+  }
+}
+
+// Puts a number where a bit is 0, in row h of the two that a thread has.
+template <int kMmaN>
+FA_DEVICE void hide_row(float (&x)[kMmaN][4], int h, uint32 seen, float hidden) {
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if ((seen >> (2 * j + e) & 1) == 0) x[j][2 * h + e] = hidden;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------ work on keys
 // A block of keys, for all queries that see it.
 struct KeyWork {
   uint32 entry;       // the first one of those that share the keys
   int coordinate[3];  // of it along the maps' batch axes
   int tile;           // which block of keys; -1: there is no more work
   int begin, end;     // query tiles
+  int steps;          // of all entries: under a mask, tiles whose blocks are not hidden
   int unseen;         // 1: no query sees a key, and the one tile is there for form's sake
 };
 
 // Writes down the work of a number; false when there is none.  Blocks of keys come from the first
 // one on, which under a causal mask are seen by the most queries, or from the last one on.
-template <bool kLastFirst>
-FA_DEVICE bool announce_keys(const BwdSm90Params& params, KeyWork& work, uint32 index, int tile_m,
-                             int tile_n) {
+template <bool kLastFirst, int kTileM, int kTileN>
+FA_DEVICE bool announce_keys(const BwdSm90Params& params, KeyWork& work, uint32 index) {
   const AttentionParams& p = params.common;
   if (index >= static_cast<uint32>(params.entries) * params.k_tiles) {
     work.tile = -1;
@@ -77,11 +171,24 @@ FA_DEVICE bool announce_keys(const BwdSm90Params& params, KeyWork& work, uint32 
   work.entry = turn.entry * params.group;
   locate(params, work.entry, work.coordinate);
   work.tile = kLastFirst ? params.k_tiles - 1 - turn.tile : turn.tile;
-  const int first_key = work.tile * tile_n, end_key = min(first_key + tile_n, p.k_len);
-  const QueryTiles all = query_tiles(p, first_key, end_key - 1, tile_m);
+  const int first_key = work.tile * kTileN, end_key = min(first_key + kTileN, p.k_len);
+  const QueryTiles all = query_tiles(p, first_key, end_key - 1, kTileM);
   work.unseen = all.begin == all.end;
   work.begin = all.begin;
   work.end = work.unseen ? all.begin + 1 : all.end;
+  work.steps = (work.end - work.begin) * params.group;
+  if constexpr (kSparse) {
+    int steps = 0;
+    if (!work.unseen) {
+#pragma unroll 1
+      for (int head = 0; head < params.group; ++head) {
+        const int row = table_row(params.mask, work.entry + head, first_key / kMaskBlock);
+        steps += count_tiles<kTileM>(params.mask, row, work.begin, work.end);
+      }
+    }
+    work.unseen = steps == 0;
+    work.steps = max(steps, 1);
+  }
   return true;
 }
 
@@ -90,16 +197,38 @@ struct Step {
   int head, tile;
 };
 
+// Of a mask, the row of blocks that the keys of some work are in.
+template <int kTileN>
+FA_DEVICE int row_of_keys(const BwdSm90Params& params, const KeyWork& work, int head) {
+  return table_row(params.mask, work.entry + head, work.tile * kTileN / kMaskBlock);
+}
+
 // Calls f for each step of some work, in order: tiles from the first one on, or from the last one.
-template <bool kUp, typename F>
+// Under a mask tiles whose blocks are hidden are stepped over.
+template <bool kUp, int kTileM, int kTileN, typename F>
 FA_DEVICE void each_step(const BwdSm90Params& params, const KeyWork& work, F f) {
 #pragma unroll 1
   for (int head = 0; head < params.group; ++head) {
+    if constexpr (kSparse) {
+      auto row = [&]() { return row_of_keys<kTileN>(params, work, head); };
+      each_seen_tile<kUp, kTileM>(params.mask, row, work, work.unseen != 0,
+                                  [&](int tile) { f(Step{head, tile}); });
+      if (work.unseen) return;
+    } else {
 #pragma unroll 1
-    for (int i = 0; i < work.end - work.begin; ++i) {
-      f(Step{head, kUp ? work.begin + i : work.end - 1 - i});
+      for (int i = 0; i < work.end - work.begin; ++i) {
+        f(Step{head, kUp ? work.begin + i : work.end - 1 - i});
+      }
     }
   }
+}
+
+// What is told of the tile of a step.
+template <int kTileM, int kTileN>
+FA_DEVICE TileNote note_of(const BwdSm90Params& params, const KeyWork& work, Step step) {
+  if (!kSparse || work.unseen) return {step.tile, kWholeBlock};
+  const int row = row_of_keys<kTileN>(params, work, step.head);
+  return {step.tile, block_place(params.mask, row, step.tile * kTileM / kMaskBlock)};
 }
 
 // Calls f for each work that is announced, until one has no tile; the announcement stands until f
@@ -137,6 +266,87 @@ FA_DEVICE void load_known(float4* to, const BwdSm90Params& params, uint32 barrie
                           int row) {
   const float4* from = params.rows + static_cast<int64>(entry) * params.row_pairs + row / 2;
   cp_async_bulk_load(cvta_to_shared(to), from, kRows / 2 * sizeof(float4), barrier);
+}
+
+// How a kernel that owns keys walks: over blocks of keys from the last one on, or from the first
+// one; over their tiles of queries upwards or downwards; and whether it draws its next work only
+// when all of this one is asked for.
+template <bool kFromLast, bool kUpwards, bool kDrawsLate, int kQueries, int kKeys,
+          int kColumnBlocks>
+struct KeyWalk {
+  static constexpr bool kLastFirst = kFromLast, kUp = kUpwards, kLate = kDrawsLate;
+  static constexpr int kTileM = kQueries, kTileN = kKeys, kBlocks = kColumnBlocks;
+  static constexpr int kQBytes = kTileM * 128 * kBlocks, kKBytes = kTileN * 128 * kBlocks;
+};
+
+// Asks for a block of keys, or of their values.
+template <typename Walk>
+FA_DEVICE void load_keys(uint8* tile, const TensorMap& map, const uint64& full_barrier,
+                         const KeyWork& work, const int (&step)[3]) {
+  const uint32 full = cvta_to_shared(&full_barrier);
+  mbarrier_arrive_expect_tx(full, Walk::kKBytes);
+  load_rows<Walk::kTileN, Walk::kBlocks>(tile, map, full, kEvictFirst, work.tile * Walk::kTileN,
+                                         step, work.coordinate, 0);
+}
+
+// Draws up the order of a block's work; loads K and Q, and what is known of Q's rows.  draw_up
+// writes down the work of a number, and says whether there is some.
+template <typename Walk, typename Shared, typename DrawUp>
+FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp draw_up) {
+  RingPlace<sizeof(shared.work_full) / 8> work_place;
+  RingPlace<sizeof(shared.q_full) / 8> place;
+  RingPlace<1> k_place;
+  uint32 index = atom_add_u32(params.counters, 1);
+#pragma unroll 1
+  while (true) {
+    wait(shared.work_empty[work_place.index()], work_place.parity() ^ 1);
+    auto& work = shared.work[work_place.index()];
+    const bool more =
+        announce_keys<Walk::kLastFirst, Walk::kTileM, Walk::kTileN>(params, work, index);
+    if (more) draw_up(work);
+    arrive(shared.work_full[work_place.index()]);
+    if (!more) break;
+    if constexpr (!Walk::kLate) index = atom_add_u32(params.counters, 1);  // needed much later
+    wait(shared.k_empty, k_place.parity() ^ 1);
+    load_keys<Walk>(shared.k, params.k_map, shared.k_full, work, params.k_step);
+    k_place.advance();
+    each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, [&](Step step) {
+      const int at = place.index(), row = step.tile * Walk::kTileM;
+      const TileNote note = note_of<Walk::kTileM, Walk::kTileN>(params, work, step);
+      wait(shared.q_empty[at], place.parity() ^ 1);
+      if constexpr (kSparse) shared.note[at] = note;
+      const uint32 full = cvta_to_shared(&shared.q_full[at]);
+      mbarrier_arrive_expect_tx(full, Walk::kQBytes + sizeof(shared.rows[0]));
+      load_rows<Walk::kTileM, Walk::kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, row,
+                                             params.q_step, work.coordinate, step.head);
+      load_known<Walk::kTileM>(shared.rows[at], params, full, work.entry + step.head, row);
+      place.advance();
+    });
+    if constexpr (Walk::kLate) index = atom_add_u32(params.counters, 1);
+    work_place.advance();
+  }
+}
+
+// V and dO.
+template <typename Walk, typename Shared>
+FA_DEVICE void feed_gradients(const BwdSm90Params& params, Shared& shared) {
+  RingPlace<1> v_place;
+  RingPlace<sizeof(shared.dout_full) / 8> place;
+  each_work(shared.work, shared.work_full, shared.work_empty, [&](const auto& work) {
+    wait(shared.v_empty, v_place.parity() ^ 1);
+    load_keys<Walk>(shared.v, params.v_map, shared.v_full, work, params.v_step);
+    v_place.advance();
+    each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, [&](Step step) {
+      const int at = place.index();
+      wait(shared.dout_empty[at], place.parity() ^ 1);
+      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
+      mbarrier_arrive_expect_tx(full, Walk::kQBytes);
+      load_rows<Walk::kTileM, Walk::kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
+                                             step.tile * Walk::kTileM, params.dout_step,
+                                             work.coordinate, step.head);
+      place.advance();
+    });
+  });
 }
 
 // Leaves 64 rows of the gradients of queries, or of the keys of some work, to bwd_redo.cu.

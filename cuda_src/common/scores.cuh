@@ -29,6 +29,18 @@ FA_DEVICE float capped(const AttentionParams& p, float product) {
   return p.softcap > 0.0f ? p.softcap * tanh_by_exp2(x) : x;
 }
 
+// The same, and what it grows by for a step of scale * product.
+struct Capped {
+  float score, slope;
+};
+
+FA_DEVICE Capped capped_with_slope(const AttentionParams& p, float product) {
+  const float x = p.scale * product;
+  if (p.softcap <= 0.0f) return {x, 1.0f};
+  const float y = tanh_by_exp2(x);
+  return {p.softcap * y, fmaf(-y, y, 1.0f)};
+}
+
 FA_DEVICE float load_as_float(const void* base, int64 index, int kind) {
   switch (kind) {
     case kFloat16:

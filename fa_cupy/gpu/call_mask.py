@@ -35,31 +35,31 @@ _MOST_STAYING, _MOST_PASSING = 64, 64
 _changing = threading.Lock()  # of what may go
 
 
-class Kept:
-    """What a mask is to one kind of call on one device; the mask keeps it.
+class Made:
+    """Arrays that a mask keeps on a device, which may still be being written.
 
     Attributes
     ----------
-    pointers : MaskPointers
-    owners : tuple
-        The lists, and the memory of the rest.
-    passing : bool
-        Whether the mask may drop it.
+    found : Any
+        The arrays.
     stream : int
         Where they are being written, if that may not be done.
     made : cupy.cuda.Event or None
         When they are; None once that is known.
     """
 
-    __slots__ = ("made", "owners", "passing", "pointers", "stream")
+    __slots__ = ("found", "made", "stream")
 
-    def __init__(self, lists: DeviceMask, memory: Array, entries: int) -> None:
-        order = memory[entries:]
-        self.pointers = _pointers(lists, memory, order if len(order) else None)
-        self.owners = lists, memory
-        self.passing = False
+    def __init__(self, found: Any) -> None:
+        self.found = found
         self.stream = 0
         self.made: Any = None
+
+    def begin(self) -> None:
+        """Take down that the current stream writes the arrays: what it was told so far."""
+        self.stream = cupy.cuda.get_current_stream().ptr
+        self.made = cupy.cuda.Event(disable_timing=True)
+        self.made.record()
 
     def wait(self) -> None:
         """Return when the current stream can read the arrays."""
@@ -73,6 +73,25 @@ class Kept:
             # The stream cannot wait for it: a graph must not depend on what is no part of it.
             made.synchronize()
         self.made = None
+
+
+class Kept(Made):
+    """What a mask is to one kind of call on one device; the mask keeps it.
+
+    Attributes
+    ----------
+    pointers : MaskPointers
+    passing : bool
+        Whether the mask may drop it.
+    """
+
+    __slots__ = ("passing", "pointers")
+
+    def __init__(self, lists: DeviceMask, memory: Array, entries: int) -> None:
+        super().__init__((lists, memory))
+        order = memory[entries:]
+        self.pointers = _pointers(lists, memory, order if len(order) else None)
+        self.passing = False
 
 
 class CallMask:
@@ -138,15 +157,13 @@ class CallMask:
         sent = cupy.asarray(entries)
         order = work_order(cupy, self._problem, mask.lists, sent, self._section)
         size = len(entries) + (0 if order is None else len(order))
-        with cupy.cuda.using_allocator(_malloc):
+        with cupy.cuda.using_allocator(malloc):
             memory = cupy.empty(size, np.int32)
         memory[: len(entries)] = sent
         if order is not None:
             memory[len(entries) :] = order
         kept = Kept(lists, memory, len(entries))
-        kept.stream = cupy.cuda.get_current_stream().ptr
-        kept.made = cupy.cuda.Event(disable_timing=True)
-        kept.made.record()
+        kept.begin()
         return _remember(mask, self._key, kept)
 
     def _matrices(self, mask: BitMask) -> np.ndarray[Any, Any]:
@@ -171,7 +188,7 @@ def device_lists(mask: BitMask, device: int) -> DeviceMask:
         if mask._store.only_on(device):
             kept = DeviceMask.of(mask, device)
         else:
-            with _apart() as stream:
+            with apart() as stream:
                 kept = DeviceMask.of(mask, device)
                 stream.synchronize()
         kept = mask._kept.setdefault(("lists", device), kept)
@@ -196,7 +213,7 @@ def host_lists(mask: BitMask) -> BlockLists:
 def _keep(mask: BitMask, key: Any, lists: DeviceMask, entries: Array, order: Array | None) -> Kept:
     """Send what the host knows, and let the mask keep it."""
     both = entries if order is None else np.concatenate([entries, order])
-    with _apart() as stream:
+    with apart() as stream:
         kept = Kept(lists, cupy.asarray(both), len(entries))
         stream.synchronize()
     return _remember(mask, key, kept)
@@ -241,7 +258,7 @@ def _pointers(lists: DeviceMask, entries: Any, order: Any) -> MaskPointers:
 
 
 @contextmanager
-def _apart() -> Iterator[Any]:
+def apart() -> Iterator[Any]:
     """Work on a stream and in memory that no other call has to do with.
 
     What is made here may be read on any stream when this one was waited for, also if the current
@@ -249,11 +266,12 @@ def _apart() -> Iterator[Any]:
     while others may read it: freeing this waits for the device.
     """
     stream = cupy.cuda.Stream(non_blocking=True)
-    with stream, cupy.cuda.using_allocator(_malloc):
+    with stream, cupy.cuda.using_allocator(malloc):
         yield stream
 
 
-def _malloc(size: int) -> Any:
+def malloc(size: int) -> Any:
+    """Give memory that is not the pool's, for arrays that any stream may read."""
     try:
         memory = cupy.cuda.Memory(size)
     except cupy.cuda.runtime.CUDARuntimeError as error:

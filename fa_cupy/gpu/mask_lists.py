@@ -100,7 +100,7 @@ def pack(mask: Any, view: View) -> tuple[DeviceMask, Any]:
 def launch_packing(mask: Any, plan: Packing) -> tuple[DeviceMask, Any]:
     """Pack a mask as `packing` has laid out; see `pack`."""
     blocks, rows = plan.blocks, plan.matrices * plan.q_tiles
-    words, *ends, partial, full, entries, states = _arrays(
+    words, *ends, partial, full, entries, states = arrays_of(
         (blocks * params.WORDS, np.uint32),  # 2 kB each, so that what follows is aligned
         *[(rows, np.int64)] * 4,
         *[(blocks, np.int32)] * 2,
@@ -162,7 +162,7 @@ def _repeated(found: DeviceMask, plan: Packing, q_tiles: int) -> DeviceMask:
     return DeviceMask(a, b, found.partial, words, c, d, found.full, 0)
 
 
-def _arrays(*wanted: tuple[int, Any]) -> list[Any]:
+def arrays_of(*wanted: tuple[int, Any]) -> list[Any]:
     """Return uninitialised arrays of (size, dtype) in one memory, each right behind the last."""
     starts = np.cumsum([0, *(n * np.dtype(dtype).itemsize for n, dtype in wanted)]).tolist()
     memory = alloc(starts[-1])
@@ -184,7 +184,7 @@ def to_device(lists: BlockLists, device: int) -> BlockLists:
         stream = cupy.cuda.get_current_stream()
         names = "words", "partial_begin", "full_begin", "partial", "full"  # the widest first
         sources = [getattr(lists, name) for name in names]
-        arrays = _arrays(*((array.size, array.dtype) for array in sources))
+        arrays = arrays_of(*((array.size, array.dtype) for array in sources))
         for array, source in zip(arrays, sources, strict=True):
             array.set(source.reshape(-1), stream)
         found = dict(zip(names, arrays, strict=True))

@@ -226,7 +226,7 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     p["transform"] = transformed
     p["exp2_scale"] = 1.0 if transformed else problem.scale * LOG2E
     factor, cap = transform(problem, np.dtype(np.float32))
-    p["scale"], p["softcap"] = _in_float32(factor), _in_float32(cap)
+    p["scale"], p["softcap"] = in_float32(factor), in_float32(cap)
 
     strides["lse"] = [4 * problem.q_len * math.prod(sizes[a + 1 :]) for a in range(outer)]
     found = list(parts(POINTERS, sizes, outer, strides, int(p["q_tiles"])))
@@ -264,7 +264,7 @@ def parts(
             yield Part(offsets, first, min(entries, inner - first) * blocks, number * inner)
 
 
-def _in_float32(x: float) -> float:
+def in_float32(x: float) -> float:
     """Keep an option inside float32, where a kernel computes: neither infinite nor 0 if not 0."""
     if x == 0.0:
         return x

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,16 +21,17 @@ from cupy.cuda import MemoryPointer, UnownedMemory, alloc, get_current_stream, r
 
 from fa_cupy import _arrays, _check
 from fa_cupy._check import Problem, View
-from fa_cupy.gpu.bwd_sm90 import BwdSm90
+from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90, steps_bwd_sm90
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.launch import capturing
-from fa_cupy.gpu.params import transforms
-from fa_cupy.gpu.params_bwd_sm90 import Gradients, takes
+from fa_cupy.gpu.launches_bwd import Launches
+from fa_cupy.gpu.mask_tables import CallTables
+from fa_cupy.gpu.params_bwd import Filled, Gradients
 from fa_cupy.gpu.params_sm90 import DIM_STEP
 from fa_cupy.gpu.plan import remember
 from fa_cupy.gpu.variants_bwd import select_bwd
+from fa_cupy.gpu.variants_bwd_sm80 import select_bwd_sm80
 
-_TARGET = "sm_90a"
 _ALIGNMENT = 256  # of what lies in a workspace
 _ROWS = ("lse", "dlse")  # which kernels read as dense arrays
 _GRADIENTS = ("dq", "dk", "dv")
@@ -63,35 +65,40 @@ class Plan:
     ----------
     problem : Problem
         Of the arrays as the kernels read them.
-    views : Gradients
+    filled : Filled
+        The launches.
     inside : dict of Laid
         What lies in the workspace besides what the kernels hand to each other.
     device : int
     """
 
-    __slots__ = ("_inside", "bytes", "run")
+    __slots__ = ("_inside", "_tables", "bytes", "run")
 
     def __init__(
-        self, problem: Problem, views: Gradients, inside: dict[str, Laid], device: int
+        self, problem: Problem, filled: Filled, inside: dict[str, Laid], device: int
     ) -> None:
-        rows = select_bwd(problem.dtype.name, problem.head_dim, problem.v_dim)
-        assert rows is not None
-        self.run = BwdSm90(problem, views, rows, device)
+        self.run = Launches(filled, problem.dtype.name, device)
+        self._tables = None if problem.mask is None else CallTables(problem, device)
         self._inside: dict[str, tuple[Laid, int]] = {}
         self.bytes = _padded(self.run.workspace_bytes)
         for name, laid in inside.items():
             self._inside[name] = laid, self.bytes
             self.bytes += _padded(laid.nbytes)
 
-    def __call__(self, arrays: dict[str, Any]) -> bool:
+    def __call__(self, arrays: dict[str, Any], mask: Any = None) -> bool:
         """Run the call on the current stream of the plan's device, which must be current.
 
         Parameters
         ----------
         arrays : dict of cupy.ndarray or None
-            What is read, and the gradients that are wanted; False as for `BwdSm90`.
+            What is read, and the gradients that are wanted; False as for `Launches`.
+        mask : BitMask or cupy.ndarray of bool, optional
+            The mask, if the problem has one.
         """
         pointers = {name: 0 if x is None else x.data.ptr for name, x in arrays.items()}
+        # What a launch reads is given back to the pool when the launch is queued.
+        told, _owners = ({}, None) if self._tables is None else self._tables(mask)
+        pointers |= told
         with _workspace(self.bytes) as memory:
             copies = {}
             for name, (laid, place) in self._inside.items():
@@ -137,11 +144,12 @@ def backward(
     """Return the gradients named by `need`; None where the kernels do not take the call.
 
     The parameters are those of `fa_cupy.gpu.tiled_backward.backward`. All gradients are computed,
-    whichever are asked for.
+    whichever are asked for, but for that of the bias, which the kernels do not.
     """
     device = runtime.getDevice()
-    if not _serves(problem, device):
+    if "bias" in need or not _serves(problem, device):
         return None
+    bias, mask = inputs[3:]
     arrays = dict(zip(("q", "k", "v"), inputs, strict=False))
     arrays |= dict(zip(("out", "lse", "dout", "dlse"), results, strict=True))
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
@@ -154,17 +162,34 @@ def backward(
     if plan is None:
         return None
     found = {name: empty(laid[name].shape, problem.dtype, arrays[name]) for name in need}
-    arrays |= {f"d{name}": x for name, x in found.items()}
-    return found if plan(arrays) else None
+    arrays |= {f"d{name}": x for name, x in found.items()} | {"bias": bias}
+    return found if plan(arrays, mask) else None
 
 
 def _serves(problem: Problem, device: int) -> bool:
     """Whether there are kernels for the dtype, the dims and the options, whatever the layout."""
-    if problem.mask is not None or transforms(problem) or target_of_device(device) != _TARGET:
-        return False
     if not math.prod(problem.batch) or problem.head_dim % DIM_STEP or problem.v_dim % DIM_STEP:
         return False
-    return select_bwd(problem.dtype.name, problem.head_dim, problem.v_dim) is not None
+    target = target_of_device(device)
+    return _has_rows(problem.dtype.name, problem.head_dim, problem.v_dim, target)
+
+
+@functools.cache
+def _has_rows(dtype: str, head_dim: int, v_dim: int, target: str | None) -> bool:
+    return select_bwd_sm80(dtype, head_dim, v_dim, target) is not None  # they take any options
+
+
+def _filled(problem: Problem, views: Gradients, device: int) -> Filled | None:
+    """Return the launches of a call, None where no kernels take it."""
+    call, masked = (problem.dtype.name, problem.head_dim, problem.v_dim), problem.mask is not None
+    target = target_of_device(device)
+    rows = select_bwd(*call, masked) if target == "sm_90a" else None
+    if rows is not None and params_bwd_sm90.takes(problem, views):
+        return steps_bwd_sm90.fill(problem, views, rows)
+    rows = select_bwd_sm80(*call, target, masked)
+    if rows is not None and params_bwd_sm80.takes(problem, views):
+        return params_bwd_sm80.fill(problem, views, rows)
+    return None
 
 
 def _readable(name: str, laid: Laid, pointer: int) -> bool:
@@ -175,7 +200,8 @@ def _readable(name: str, laid: Laid, pointer: int) -> bool:
         return steps == [(n, step) for n, step in zip(laid.shape, dense, strict=True) if n > 1]
     if pointer & 15 or (laid.shape[-1] > 1 and steps.pop()[1] != laid.dtype.itemsize):
         return False
-    if laid.shape[-2] > 1 and steps[-1][1] == 0:
+    # Kernels count the steps of rows in int32, in elements.
+    if laid.shape[-2] > 1 and not 0 < steps[-1][1] < 2**31 * laid.dtype.itemsize:
         return False
     return all(step >= 0 and step % 16 == 0 for _, step in steps)
 
@@ -200,7 +226,8 @@ def _plan(
 
     views = Gradients(*(view(name) for name in Gradients._fields))
     problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
-    return Plan(problem, views, inside, device) if takes(problem, views) else None
+    filled = _filled(problem, views, device)
+    return None if filled is None else Plan(problem, filled, inside, device)
 
 
 def _laid_out(shape: tuple[int, ...], order: Sequence[int] | None, dtype: np.dtype[Any]) -> Laid:

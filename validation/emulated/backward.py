@@ -1,4 +1,4 @@
-"""Attention backward by the kernels for SM90, on the CPU."""
+"""Attention backward by the kernels, on the CPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _check
-from fa_cupy.gpu import params_bwd_sm90
-from fa_cupy.gpu.params_bwd_sm90 import Gradients
+from fa_cupy import BitMask, _check
+from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90, steps_bwd_sm90
+from fa_cupy.gpu.params_bwd import Gradients
 from fa_cupy.gpu.variants_bwd import BackwardVariant
+from fa_cupy.gpu.variants_bwd_sm80 import BackwardSm80
 from validation import emulator
 from validation.emulated.forward import BLOCKS
+from validation.emulated.masks import tables_of
 
 
 def attention_backward(
@@ -26,6 +28,8 @@ def attention_backward(
     out: np.ndarray[Any, Any],
     lse: np.ndarray[Any, Any],
     dlse: np.ndarray[Any, Any] | None = None,
+    bias: np.ndarray[Any, Any] | None = None,
+    mask: np.ndarray[Any, Any] | BitMask | None = None,
     seed: int = 0,
     sources: Mapping[str, Path] = MappingProxyType({}),
     blocks: int = BLOCKS,
@@ -38,9 +42,14 @@ def attention_backward(
     Parameters
     ----------
     rows : sequence of BackwardVariant
-        In the order of their launches, as `fa_cupy.gpu.variants_bwd.select_bwd` returns them.
+        In the order of their launches, as `fa_cupy.gpu.variants_bwd.select_bwd` or
+        `fa_cupy.gpu.variants_bwd_sm80.select_bwd_sm80` returns them.
     dout, q, k, v, out, lse, dlse : numpy.ndarray
         `k` and `v` have the batch axes of `q`, but for a head axis that may have fewer heads.
+    bias : numpy.ndarray, optional
+        As for `fa_cupy.attention_backward`; only rows for SM80 take one.
+    mask : numpy.ndarray or BitMask, optional
+        As for `fa_cupy.attention_backward`; wants rows for masks.
     seed, truncating : int, bool
         As for `emulator.launch`.
     sources : mapping of Path
@@ -56,22 +65,29 @@ def attention_backward(
     EmulationError
         As `emulator.launch`.
     """
-    problem = _check.attention_problem(q, k, v, None, None, **options)
+    problem = _check.attention_problem(q, k, v, bias, mask, **options)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     queries = (_check.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
     # As k and v are seen, so are dk and dv.
-    like = _check.attention_problem(q, dk, dv, None, None, **options)
+    like = _check.attention_problem(q, dk, dv, bias, mask, **options)
     views = Gradients(*queries, like.k, like.v)
-    assert params_bwd_sm90.takes(problem, views)
-    steps, size = params_bwd_sm90.fill(problem, views, rows)
+    if any(isinstance(row, BackwardSm80) for row in rows):
+        assert params_bwd_sm80.takes(problem, views)
+        steps, size = params_bwd_sm80.fill(problem, views, rows)
+    else:
+        assert params_bwd_sm90.takes(problem, views)
+        steps, size = steps_bwd_sm90.fill(problem, views, rows)
     # What lies in a workspace is anything: NaN, and words that are far from 0.
     space = np.full(size // 4 + 64, 0x7FC0DEAD, np.uint32)
     base = space[-space.ctypes.data % 256 // 4 :].ctypes.data
     lse = np.ascontiguousarray(lse, np.float32)
     dlse = None if dlse is None else np.ascontiguousarray(dlse, np.float32)
     arrays = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    arrays |= {"dq": dq, "dk": dk, "dv": dv}
+    arrays |= {"dq": dq, "dk": dk, "dv": dv, "bias": bias}
     pointers = {name: 0 if x is None else x.ctypes.data for name, x in arrays.items()}
+    tables = None if mask is None else tables_of(problem, mask)
+    if tables is not None:
+        pointers |= tables.pointers()
     for step in steps:
         step.point(base, pointers)
         for name, geometry in step.maps.items():

@@ -10,6 +10,10 @@ import numpy as np
 from fa_cupy import BitMask, _check, layouts
 from fa_cupy._blocks import WORDS, Grid
 from fa_cupy.gpu.params import MaskPointers
+from fa_cupy.layouts import BLOCK
+
+#: As kHiddenBlock and kWholeBlock of ``cuda_src/common/mask_table.cuh``.
+HIDDEN, WHOLE = -1, -2
 
 
 class Lists(NamedTuple):
@@ -57,13 +61,7 @@ def lists_of(
     row_major : bool
         Whether the words of a block are in row-major order.
     """
-    assert problem.mask is not None
-    if isinstance(mask, BitMask):
-        entries = _check.view(np, mask.entries, _check.View(*(x[:-2] for x in problem.mask)))
-    else:
-        dense = _check.view(np, mask, problem.mask)
-        mask = BitMask.from_dense(np.ascontiguousarray(dense))
-        entries = mask.entries
+    mask, entries = _bits(problem, mask)
     found = mask.lists
     begins = {"partial": found.partial_begin, "full": found.full_begin}
     arrays = {"partial": found.partial, "words": found.words, "full": found.full}
@@ -78,6 +76,72 @@ def lists_of(
     # A kernel may rely on 16 bytes, and copies the words in that unit.
     arrays = {name: _aligned(array) for name, array in arrays.items()}
     return Lists(arrays, None if order is None else _aligned(order), by_tile * grid.k_tiles)
+
+
+class Tables(NamedTuple):
+    """What ``struct MaskTable`` points to, of both tables; it lives as long as this does.
+
+    Attributes
+    ----------
+    arrays : dict of numpy.ndarray
+        By the names of `fa_cupy.gpu.mask_tables.Tables.pointers`.
+    """
+
+    arrays: dict[str, np.ndarray[Any, Any]]
+
+    def pointers(self) -> dict[str, int]:
+        """Return the addresses."""
+        return {name: array.ctypes.data for name, array in self.arrays.items()}
+
+
+def tables_of(problem: _check.Problem, mask: np.ndarray[Any, Any] | BitMask) -> Tables:
+    """Return both tables of a mask, from its states and from those of the transposed mask.
+
+    Parameters
+    ----------
+    problem : Problem
+        Made with the mask.
+    mask : numpy.ndarray of bool or BitMask
+    """
+    mask, entries = _bits(problem, mask)
+    matrices = (len(mask.lists.full_begin) - 1) // -(-problem.q_len // BLOCK)
+    whole = BitMask._wrap(mask._grid, mask._store, np.arange(matrices))
+    arrays = {"mask_entries": np.ascontiguousarray(entries.reshape(math.prod(problem.batch)))}
+    # Words of both tables have the same places, which are not those of the transposed lists.
+    (words, straight), (_, turned) = map(_placed, (whole, whole.T))
+    back = np.empty(len(words), np.int64)
+    back[straight[straight >= 0]] = turned.swapaxes(1, 2)[straight >= 0]
+    number = np.concatenate([np.argsort(back), [WHOLE, HIDDEN]]).astype(np.int32)
+    turned = number[turned]  # the last elements are those of -2 and -1
+    for kind, places, of in (("straight", straight, whole), ("turned", turned, whole.T)):
+        bits = np.packbits(places != HIDDEN, axis=-1, bitorder="little")
+        room = -(-places.shape[-1] // 32) * 4 - bits.shape[-1]
+        seen = np.pad(bits, ((0, 0), (0, 0), (0, room))).view(np.uint32)
+        arrays |= {f"mask_{kind}_places": places, f"mask_{kind}_seen": seen}
+        arrays[f"mask_{kind}_words"] = of.lists.words[back] if kind == "turned" else words
+    arrays["mask_turned_counts"] = (turned != HIDDEN).cumsum(axis=1, dtype=np.int32)
+    return Tables({name: _aligned(array) for name, array in arrays.items()})
+
+
+def _placed(mask: BitMask) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the words of a mask, and of each block the place of its words or a state."""
+    states = mask.block_states()
+    partial = states == BitMask.PARTIAL
+    places = np.where(states == BitMask.FULL, WHOLE, HIDDEN).astype(np.int32)
+    places[partial] = np.arange(partial.sum())  # lists ascend
+    return mask.lists.words, places
+
+
+def _bits(
+    problem: _check.Problem, mask: np.ndarray[Any, Any] | BitMask
+) -> tuple[BitMask, np.ndarray[Any, Any]]:
+    """Return a mask as a BitMask, and its matrix of each batch entry of a problem."""
+    assert problem.mask is not None
+    if isinstance(mask, BitMask):
+        return mask, _check.view(np, mask.entries, _check.View(*(x[:-2] for x in problem.mask)))
+    dense = _check.view(np, mask, problem.mask)
+    mask = BitMask.from_dense(np.ascontiguousarray(dense))
+    return mask, mask.entries
 
 
 def _with_room(

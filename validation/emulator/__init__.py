@@ -38,6 +38,10 @@ class EmulationError(RuntimeError):
     """A kernel did what the GPU would not forgive, or deadlocked."""
 
 
+class CompilerError(RuntimeError):
+    """A kernel is no C++: nothing that a test of a bug may take for its discovery."""
+
+
 def compiler() -> str | None:
     """Return the path of g++, None where there is none."""
     return shutil.which(os.environ.get("CXX", "g++"))
@@ -57,7 +61,7 @@ def _compile(target: Path, *arguments: str) -> Path:
                 command = [str(compiler()), *_COMMON, *arguments, "-o", str(made)]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
-                    raise EmulationError(f"{target.name}: {done.stderr[:4000]}")
+                    raise CompilerError(f"{target.name}: {done.stderr[:4000]}")
                 made.replace(target)
     return target
 
@@ -108,7 +112,7 @@ def build(
 
     Raises
     ------
-    EmulationError
+    CompilerError
         With what the compiler said.
     """
     sanitize = SANITIZE in os.environ

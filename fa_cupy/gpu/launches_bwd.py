@@ -1,22 +1,19 @@
-"""How a plan launches the backward kernels for SM90, one after another in one workspace."""
+"""How a plan launches backward kernels, one after another in one workspace."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from cupy.cuda import get_current_stream
 
-from fa_cupy._check import Problem
 from fa_cupy.gpu import compile
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.launch import Launch
 from fa_cupy.gpu.maps import MappedArguments, Maps
-from fa_cupy.gpu.params_bwd_sm90 import Gradients, Step, fill
+from fa_cupy.gpu.params_bwd import Filled, Step
 from fa_cupy.gpu.structs_bwd import MAPPED
-from fa_cupy.gpu.variants_bwd import BackwardVariant
 
 _pack = struct.Struct("=Q").pack_into
 
@@ -52,16 +49,15 @@ def _place(dtype: np.dtype[Any], path: str) -> int:
     return found
 
 
-class BwdSm90:
-    """The launches of a problem by rows for SM90.
+class Launches:
+    """The launches of a call.
 
     Parameters
     ----------
-    problem : Problem
-    views : Gradients
-        What `fa_cupy.gpu.params_bwd_sm90.takes` accepts.
-    rows : sequence of BackwardVariant
-        From `fa_cupy.gpu.variants_bwd.select_bwd`.
+    filled : Filled
+        From `fa_cupy.gpu.steps_bwd_sm90.fill` or `fa_cupy.gpu.params_bwd_sm80.fill`.
+    dtype : str
+        Name of the dtype of q, k and v.
     device : int
 
     Attributes
@@ -72,12 +68,10 @@ class BwdSm90:
 
     __slots__ = ("_pool", "_steps", "rows", "workspace_bytes")
 
-    def __init__(
-        self, problem: Problem, views: Gradients, rows: Sequence[BackwardVariant], device: int
-    ) -> None:
-        self.rows = tuple(rows)
-        steps, self.workspace_bytes = fill(problem, views, rows)
-        self._steps = [_StepLaunch(step, problem.dtype.name, device) for step in steps]
+    def __init__(self, filled: Filled, dtype: str, device: int) -> None:
+        self.rows = tuple(step.row for step in filled.steps)
+        self.workspace_bytes = filled.workspace_bytes
+        self._steps = [_StepLaunch(step, dtype, device) for step in filled.steps]
         # Structs of all launches that no thread is using; a launch copies one before it returns.
         self._pool: list[list[MappedArguments]] = []
 
@@ -87,7 +81,8 @@ class BwdSm90:
         Parameters
         ----------
         pointers : dict of int
-            By the names of the arrays; that of ``dlse`` may be 0.
+            By the names of the arrays; that of ``dlse`` may be 0. Those of what a mask holds are
+            named as in `fa_cupy.gpu.mask_tables.Tables.pointers`.
         workspace : int
             Address of `workspace_bytes` bytes, a multiple of 256, that nothing else uses until
             what is launched has run.

@@ -1,0 +1,175 @@
+"""Gradients where something is not finite, under masks, biases and softcaps."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_cupy.gpu.variants_bwd import select_bwd
+from fa_cupy.gpu.variants_bwd_sm80 import select_bwd_sm80
+from tests.kernel_attention import DTYPES, blocks_of, draw
+from tests.kernel_gradients import any_transform, case, check_spoiled, solve
+from tests.planted import plant
+from validation import emulator
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+TOP = "top_left"
+CAUSAL = {"is_causal": True, "causal_align": TOP}
+BAD = [np.nan, np.inf, -np.inf]
+
+
+def rows_of(call, hopper=False):
+    """The rows for SM80 that serve a call, or those for SM90."""
+    name, dims = call.q.dtype.name, (call.q.shape[-1], call.v.shape[-1])
+    masked = call.options.get("mask") is not None
+    if hopper:
+        return select_bwd(name, *dims, masked)
+    return select_bwd_sm80(name, *dims, "sm_80", masked)
+
+
+def finite(x):
+    return np.isfinite(x.astype(np.float64))
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("dim", "hopper"), [(64, 0), (128, 0), (192, 0), (64, 1), (192, 1)])
+def test_what_a_mask_hides_does_not_show(dim, hopper, bad):
+    rng = np.random.default_rng(1)
+    mask = blocks_of(rng, 2, 140, 270, density=0.5)
+    mask[:, :, [3, 129, 150, 269]] = False  # full blocks are partial then
+    mask[:, [5, 139]] = False
+    call = case("bfloat16", (2, 1), (140, 270), (dim, dim), batch=1, dlse=True, mask=mask)
+    want = solve(call, rows=rows_of(call, hopper))
+    call.k[:, :, [3, 129, 269]] = call.v[:, :, [3, 129, 150]] = bad
+    call.q[:, :, [5, 139]] = call.dout[:, :, 139] = bad
+    got = solve(call, rows=rows_of(call, hopper))
+    for x, y in zip(got, want, strict=True):
+        assert finite(x).all()
+        np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=2e-2, atol=2e-2)
+    assert not got[0][:, :, [5, 139]].any()
+    assert not any(x[:, :, [3, 129, 269]].any() for x in got[1:])
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_what_a_bias_of_minus_infinity_hides_does_not_show(dim, bad):
+    bias = draw(2, 70, 90, dtype=np.dtype(np.float32))
+    bias[:, :, [0, 89]], bias[:, 69] = -np.inf, -np.inf
+    for more in ({}, {"softcap": 2.0}):
+        call = case("float16", (2, 2), (70, 90), (dim, dim), batch=1, bias=bias, **more)
+        want = solve(call, rows=rows_of(call))
+        call.v[:, :, [0, 89]] = call.dout[:, :, 69] = bad  # NaN in a key is one in a score
+        got = solve(call, rows=rows_of(call))
+        for x, y in zip(got, want, strict=True):
+            assert finite(x).all()
+            np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=2e-2, atol=2e-2)
+
+
+def test_only_rows_that_are_not_finite_are_computed_again():
+    """The others have the bits that they would have had, whatever the options."""
+    bias = draw(2, 1, 270, dtype=np.dtype(np.float32))
+    mask = blocks_of(np.random.default_rng(0), 130, 270, density=0.7)
+    call = case("bfloat16", (2, 2), (130, 270), (64, 64), batch=1)
+    call = call._replace(options={"bias": bias, "mask": mask, "softcap": 3.0})
+    want = solve(call, rows=rows_of(call))
+    call.v[0, 1, 200] = np.nan
+    got = solve(call, rows=rows_of(call))
+    assert all(x[0, 0].tobytes() == y[0, 0].tobytes() for x, y in zip(got, want, strict=True))
+    check_spoiled(call, rows=rows_of(call))
+
+
+SPOILED = st.tuples(
+    st.sampled_from(["q", "k", "v", "dout", "dlse"]),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 2**16),
+    st.sampled_from(BAD),
+)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    dim=st.sampled_from([32, 64, 96, 128, 192, 256]),
+    dtype=st.sampled_from(list(DTYPES)),
+    lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2)]),
+    causal=st.booleans(),
+    sparse=st.booleans(),
+    bad=st.lists(SPOILED, min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+)
+def test_any_bad_number_shows_where_it_belongs(
+    dim, dtype, lengths, heads, causal, sparse, bad, seed
+):
+    call = case(dtype, heads, lengths, (dim, dim), batch=1, dlse=True)
+    more = any_transform(np.random.default_rng(seed), sparse, 1, heads[0], *lengths)
+    call = call._replace(options={**more, **(CAUSAL if causal else {})})
+    for name, row, place, number in bad:
+        x = getattr(call, name)
+        x = x.reshape(-1, lengths[name in ("k", "v")], 1 if name == "dlse" else dim)
+        x[place % len(x), int(row * x.shape[1]), place % x.shape[2]] = number
+    check_spoiled(call, rows=rows_of(call), seed=seed)
+
+
+# Of a kernel and a dim: what stands there, and what is put in its place.
+BUGS = {
+    "words of a mask are not looked at": (
+        "bwd_redo", 64, "words == nullptr || block_bit(", "true || block_bit(",
+    ),
+    "hidden blocks are gone through": ("bwd_redo", 64, "if (mask.hidden) continue;", ""),
+    "the mask of another head": (
+        "bwd_redo", 64, "block_place(mask, table_row(mask, entry,",
+        "block_place(mask, table_row(mask, 0,",
+    ),
+    "keys and queries change places in a mask": (
+        "bwd_redo", 64, "mask_tile(params.mask, entry, kQueries ? own : other,",
+        "mask_tile(params.mask, entry, kQueries ? other : own,",
+    ),
+    "the slope of a softcap is left out": ("bwd_redo", 64, "* score.slope", ""),
+    "the bias of another head": (
+        "bwd_redo", 64, "const BatchOffsets at = batch_offsets(p, entry);",
+        "const BatchOffsets at = batch_offsets(p, first_entry);",
+    ),
+    "what a bias hides counts": (
+        "bwd_redo", 64, "seen = score.score != -FA_INFINITY;", "",
+    ),
+    "the scale is that inside a softcap": (
+        "bwd_redo", 64, "kOf == kOfValues ? 1.0f : params.scale;",
+        "kOf == kOfValues ? 1.0f : p.scale;",
+    ),
+    "keys are not looked at": (
+        "bwd_keys_sm80", 64, "if (look.spoiled()) {", "if (0) {",
+    ),
+    "queries are not looked at": (
+        "bwd_queries_sm80", 64, "if (look.spoiled()) spoil", "if (0) spoil",
+    ),
+}  # fmt: skip
+
+
+def spoiled_call(dim):
+    """All that the last launch has to know of; what is not finite is seen, and is hidden."""
+    rng = np.random.default_rng(2)
+    mask = blocks_of(rng, 4, 150, 200, density=0.6)
+    mask[..., 140:150] = False
+    bias = draw(4, 150, 200, dtype=np.dtype(np.float32))
+    bias[:, :, 20:23] = -np.inf
+    call = case("bfloat16", (4, 2), (150, 200), (dim, dim), batch=1, dlse=True, bias=bias,
+                mask=mask, softcap=2.0)  # fmt: skip
+    call.v[:, :, 20:23], call.k[:, :, 141], call.dout[:, 2:, 149, 5] = np.inf, np.nan, np.nan
+    call.q[:, 1, 30], call.v[:, 1, 190] = np.nan, np.inf
+    return call
+
+
+def test_what_is_spoiled_by_all_kinds_of_hidden_pairs():
+    call = spoiled_call(64)
+    check_spoiled(call, rows=rows_of(call))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, tmp_path):
+    kind, dim, *change = BUGS[bug]
+    call = spoiled_call(dim)
+    (row,) = (row for row in rows_of(call) if row.source.endswith(kind))
+    sources = {row.entry: plant(tmp_path, row.source, change)}
+    want = solve(call, rows=rows_of(call))
+    got = solve(call, rows=rows_of(call), sources=sources)
+    assert any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True))

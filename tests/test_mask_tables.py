@@ -1,0 +1,158 @@
+"""Tables of masks: by the kernels that make them, run on the CPU, and as validation makes them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fa_cupy import BitMask, _check, layouts
+from fa_cupy._blocks import BlockLists
+from fa_cupy.gpu.structs_mask import MASK_TABLE
+from tests import cupy_stand_in
+from tests.kernel_attention import blocks_of
+from tests.planted import plant
+from validation import emulator
+from validation.emulated.masks import WHOLE, tables_of
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+SIZES = [(1, 1), (300, 70), (128, 128), (129, 4300), (4200, 260)]
+
+
+def problem_of(mask, batch=None):
+    q_len, k_len = mask.shape[-2:]
+    batch = mask.shape[:-2] if batch is None else batch
+    q, k = (np.zeros((*batch, n, 8), np.float16) for n in (q_len, k_len))
+    return _check.attention_problem(q, k, k, None, mask)
+
+
+def random_mask(seed, *shape):
+    rng = np.random.default_rng(seed)
+    mask = blocks_of(rng, *shape)
+    mask[..., : shape[-2] // 3, shape[-1] // 2 :] = False
+    return mask
+
+
+def dense_of(arrays, kind, matrix, rows, cols):
+    """A matrix as a table has it, blocks of 128."""
+    places = arrays[f"mask_{kind}_places"].reshape(-1, rows, cols)[matrix]
+    words = arrays[f"mask_{kind}_words"].reshape(-1, *layouts.ORDERS["fragment"])
+    dense = np.zeros((rows, cols, 128, 128), bool)
+    dense[places == WHOLE] = True
+    if (places >= 0).any():
+        dense[places >= 0] = layouts.unpack(words[places[places >= 0]])
+    return dense.swapaxes(1, 2).reshape(rows * 128, cols * 128)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_tables_say_what_the_mask_does(size):
+    dense = random_mask(1, 2, *size)
+    for mask in (dense, BitMask.from_dense(dense)[::-1]):
+        arrays = tables_of(problem_of(mask), mask).arrays
+        q_blocks, k_blocks = (-(-n // 128) for n in size)
+        for entry, matrix in enumerate(arrays["mask_entries"]):
+            want = mask[entry].to_dense() if isinstance(mask, BitMask) else mask[entry]
+            got = dense_of(arrays, "straight", matrix, q_blocks, k_blocks)
+            assert (got[: size[0], : size[1]] == want).all()
+            turned = dense_of(arrays, "turned", matrix, k_blocks, q_blocks)
+            assert (got == turned.T).all()
+
+
+def test_the_struct_is_that_of_cuda():
+    assert MASK_TABLE.itemsize == 48
+
+
+class Launch:
+    """`fa_cupy.gpu.launch.launch` by the emulator."""
+
+    def __init__(self, sources=None):
+        self.sources = sources or {}
+        self.ran = []
+
+    def __call__(self, row, grid, block, shared, struct):
+        self.ran.append(row.source)
+        path = emulator.build_row(row, self.sources.get(row.entry))
+        emulator.launch(path, row.entry, grid, block, shared, struct, len(self.ran))
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    with cupy_stand_in.in_place_of_cupy() as cupy:
+        yield cupy
+
+
+@pytest.fixture
+def host(cupy, monkeypatch):
+    from fa_cupy.gpu import mask_tables
+
+    monkeypatch.setattr(mask_tables, "launch", Launch())
+    monkeypatch.setattr(mask_tables, "target_of_device", lambda device: "sm_80")
+    load = SimpleNamespace(load=lambda row, target, device: row)
+    monkeypatch.setattr(mask_tables, "compile", load)
+    return mask_tables
+
+
+def made_by(host, mask):
+    """The tables of all matrices of a mask, from its lists."""
+    from fa_cupy.gpu.mask_lists import DeviceMask
+
+    lists = BlockLists(*map(cupy_stand_in.owned, mask.lists))
+    ends = [lists.partial_begin[:-1], lists.partial_begin[1:]]
+    more = [lists.full_begin[:-1], lists.full_begin[1:]]
+    device = DeviceMask(*ends, lists.partial, lists.words, *more, lists.full, 0)
+    found = host.make(device, mask._grid, 0)
+    return {f"mask_{name}": cupy_stand_in.bare(x) for name, x in found._asdict().items()}
+
+
+def check_tables(host, mask):
+    found = made_by(host, mask)
+    found["mask_turned_counts"] = found.pop("mask_counts")
+    want = tables_of(problem_of(mask), mask).arrays
+    for name in found:
+        like = want[name].reshape(-1)
+        assert (found[name][: like.size] == like).all(), name
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_kernels_make_the_tables(host, size):
+    check_tables(host, BitMask.from_dense(random_mask(2, 3, *size)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_mask(host, seed):
+    sizes = np.random.default_rng(seed).integers(1, 600, 2)
+    mask = BitMask.from_dense(random_mask(seed, 2, *sizes))
+    check_tables(host, mask.T if seed % 2 else mask)
+
+
+# Of a kernel: what stands there, and what is put in its place.
+BUGS = {
+    "a search ends behind what it looks for": (
+        "mask/tables", ("if (list[middle] < block)", "if (list[middle] <= block)"),
+    ),
+    "what is before a block is not counted": (
+        "mask/tables", ("count += place != kHiddenBlock;", ""),
+    ),
+    "the turned table is not turned": (
+        "mask/tables", ("const int place = shared.places[lane][warp];",
+                        "const int place = shared.places[warp][lane];"),
+    ),
+    "it is read before it is written": ("mask/tables", ("__syncthreads();", "")),
+    "full blocks are those in part": (
+        "mask/tables", ("place = kWholeBlock;", "place = static_cast<int>(full);"),
+    ),
+    "rows and columns of a word are mixed up": (
+        "mask/turn", ("turned[word_of(own + 2 * of_col, of_row)]",
+                      "turned[word_of(own + 2 * of_row, of_col)]"),
+    ),
+    "words of the lower half": ("mask/turn", ("row % 16 / 8", "0")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(host, bug, tmp_path, monkeypatch):
+    source, *changes = BUGS[bug]
+    planted = {source.replace("/", "_"): plant(tmp_path, source, *changes)}
+    monkeypatch.setattr(host, "launch", Launch(planted))
+    mask = BitMask.from_dense(random_mask(4, 2, 300, 700))
+    with pytest.raises((AssertionError, emulator.EmulationError)):
+        check_tables(host, mask)
