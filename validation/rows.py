@@ -64,6 +64,7 @@ def _with_rows(setting: str) -> Callable[[Any, Any], peers.Call]:
     from fa_cupy.gpu import plan_bwd
     from fa_cupy.gpu.variants_bwd import select_bwd
 
+    table = FAMILIES[FAMILY].impls["fa_cupy"]
     plans: dict[Any, Any] = {}  # its own, as those of the other settings have the same keys
     atexit.register(plans.clear)  # as in plan_bwd
 
@@ -72,7 +73,7 @@ def _with_rows(setting: str) -> Callable[[Any, Any], peers.Call]:
         return None if chain is None else replaced(chain, setting)
 
     def make(case: Any, inputs: Any) -> peers.Call:
-        call = FAMILIES[FAMILY].impls["fa_cupy"](case, inputs)
+        call = table(case, inputs)
 
         def run() -> Any:
             before = plan_bwd._plans, plan_bwd.select_bwd
