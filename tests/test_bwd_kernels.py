@@ -36,21 +36,15 @@ def test_every_row(dim, dtype):
 
 # What the source of a row can do beyond the table.
 SETTINGS = {
-    "bwd_sm90:tile_m=80,slots=1,soon=0": (96, 128),
-    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0": (96, 128),
+    "bwd_sm90:tile_m=80,slots=1,soon=0": (128,),
     "bwd_sm90:tile_m=80,stages=2,o_stages=1,late=0,soon=0": (128,),
-    "bwd_sm90:stages=2,late=0,soon=0": (128,),
-    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0,delayed=1": (96, 128),
-    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0,delayed=1,last_first=1": (128,),
-    "bwd_sm90:tile_m=80,slots=1,stages=3,o_stages=1,late=0,soon=0,delayed=1": (128,),
+    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0,delayed=1,last_first=1": (96,),
     "bwd_sm90:stages=2,late=0,soon=0,delayed=1": (128,),
+    "bwd_sm90:delayed=0,last_first=0": (64,),
     "bwd_rows:tile_m=8,warps=4": (64,),
-    "bwd_keys_sm90:sum_first=1": (256,),
-    "bwd_keys_sm90:sum_first=2": (192,),
-    "bwd_keys_sm90:sum_first=3": (192, 256),
-    "bwd_queries_sm90:sum_first=1": (192, 256),
-    "bwd_sm90:parts=1,soon=0,last_first=0": (64,),
-    "bwd_sm90:parts=1,soon=0,delayed=0,last_first=0": (64,),
+    "bwd_keys_sm90:sum_first=0+bwd_queries_sm90:sum_first=0": (256,),
+    "bwd_keys_sm90:sum_first=1": (192,),
+    "bwd_keys_sm90:sum_first=3": (256,),
 }
 
 
@@ -170,7 +164,7 @@ BUGS = {
     ),
     "dS is overwritten while the other warpgroup reads it": (
         "bwd_sm90", 128, "",
-        ("wait(shared.ds_empty[place.index()], place.parity() ^ 1);", ""),
+        ("wait(shared.ds_empty[own.index()], own.parity() ^ 1);", ""),
     ),
     "dS is read before the other warpgroup has written it": (
         "bwd_sm90", 128, "wgmma reads .* holds nothing|",
@@ -178,8 +172,12 @@ BUGS = {
     ),
     "dS is not fenced": (
         "bwd_sm90", 64, "wgmma without fence.proxy.async",
-        ("fence_proxy_async_shared(); release_own(shared.ds_full[own_ds().index()]);",
-         "release_own(shared.ds_full[own_ds().index()]);"),
+        ("fence_proxy_async_shared(); release_own(shared.ds_full[own.index()]);",
+         "release_own(shared.ds_full[own.index()]);"),
+    ),
+    "a piece is not fenced": (
+        "bwd_sm90", 128, "a bulk copy without fence.proxy.async",
+        ("auto send_piece = [&]() { fence_proxy_async_shared();", "auto send_piece = [&]() {"),
     ),
     "Q is given back before dK has read it": (
         "bwd_sm90", 128, "wgmma reads .* not yet",
@@ -188,7 +186,7 @@ BUGS = {
     ),
     "dQ is read before it is done": (
         "bwd_sm90", 64, "a load from registers of a wgmma in flight",
-        ("wgmma_wait_group<0>(); free_scores();", "free_scores();"),
+        ("wgmma_wait_group<kBegin>(); release(shared.ds_empty", "release(shared.ds_empty"),
     ),
     "K is given back before the last dQ": (
         "bwd_sm90", 128, "wgmma reads .* not yet|",

@@ -1,6 +1,7 @@
 """Other settings of a backward kernel beside the table's, on the same inputs and in one run.
 
-A setting is written ``bwd_sm90:tile_m=80,slots=1,soon=0``: the row of the table with other fields.
+A setting is written ``bwd_sm90:tile_m=80,slots=1,soon=0``: the row of the table with other fields;
+``+`` joins those of several kernels of a call.
 What it computes is held against float64 before it is timed, as in ``bench``.
 """
 
@@ -28,7 +29,8 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
     ----------
     chain : sequence of BackwardVariant
     setting : str
-        ``kernel:field=value,...``, a tuple's values separated by ``/``; empty for no change.
+        ``kernel:field=value,...``, a tuple's values separated by ``/``; empty for no change, and
+        several of them joined by ``+``.
 
     Raises
     ------
@@ -39,6 +41,9 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
 
     if not setting:
         return tuple(chain)
+    first, _, others = setting.partition("+")
+    if others:
+        return replaced(replaced(chain, first), others)
     kernel, _, fields = setting.partition(":")
     values: dict[str, Any] = {}
     for field in fields.split(","):

@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const BatchOffsets at = batch_offsets(p, entry);
   const bool some = 8 * lane < p.v_dim;
   uint4 x[kUnroll], y[kUnroll];
+  float given[kUnroll], shift[kUnroll];  // LSE and its gradient, for the thread that writes them
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
     const int row = first + i * at_once;
@@ -49,6 +50,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     };
     x[i] = load(p.q, at.q + static_cast<int64>(row) * p.q_row);
     y[i] = load(p.out, at.out + static_cast<int64>(row) * p.out_row);
+    given[i] = -FA_INFINITY;
+    shift[i] = 0.0f;
+    if (lane == 0 && row < p.q_len) {
+      const int64 dense = entry * p.q_len + row;
+      given[i] = p.lse[dense];
+      if (params.dlse != nullptr) shift[i] = params.dlse[dense];
+    }
   }
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
@@ -70,13 +78,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int row = first + i * at_once;
     if (lane != 0 || row >= params.entry_rows) continue;
     float lse = FA_INFINITY, delta = 0.0f;
-    if (row < p.q_len) {
-      const int64 dense = entry * p.q_len + row;
-      const float given = p.lse[dense];
-      if (given != -FA_INFINITY) {
-        lse = given * kLog2e;
-        delta = params.dlse == nullptr ? sum : sum - params.dlse[dense];
-      }
+    if (given[i] != -FA_INFINITY) {
+      lse = given[i] * kLog2e;
+      delta = sum - shift[i];
     }
     float* pair = reinterpret_cast<float*>(params.rows + ((entry * params.entry_rows + row) >> 1)) +
                   (row & 1);

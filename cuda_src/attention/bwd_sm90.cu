@@ -50,26 +50,26 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
   };
   auto own_ds = [&]() { return ds_place(tiles + kDelayed); };  // of the tile at hand
   auto ds_of_piece = [&]() { return ds_place(tiles); };        // what dQ is computed from now
-  float s[kParts][kMmaM][4], dp[kParts][kMmaM][4], dk[kMmaD][4], dv[kMmaD][4];
+  float s[kMmaM][4], dp[kMmaM][4], dk[kMmaD][4], dv[kMmaD][4];
 
-  // D = A B^T of 64 keys and a part's queries, over the columns of both, started.
+  // D = A B^T of 64 keys and a tile's queries, over the columns of both, started.
   auto start_scores = [&](float (&d)[kMmaM][4], const uint8* keys, const uint8* queries) {
     const uint64 a = wgmma_descriptor(cvta_to_shared(keys) + group * 64 * 128, 0);
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), 0);
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       // 16 columns are 32 bytes of a block's rows.
-      wgmma_m64k16_ss<kBf16, kPartM>(d, wgmma_at(a, step / 4 * kTileN * 128 + step % 4 * 32),
+      wgmma_m64k16_ss<kBf16, kTileM>(d, wgmma_at(a, step / 4 * kTileN * 128 + step % 4 * 32),
                                      wgmma_at(b, step / 4 * kTileM * 128 + step % 4 * 32),
                                      step > 0);
     }
   };
-  // D += A B of 64 keys and all columns, over a part's queries, started; A is in registers.
+  // D += A B of 64 keys and all columns, over a tile's queries, started; A is in registers.
   auto start_keys = [&](float (&d)[kMmaD][4], const uint32(&pairs)[kMmaM][2],
                         const uint8* queries) {
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
 #pragma unroll
-    for (int step = 0; step < kPartM / 16; ++step) {
+    for (int step = 0; step < kTileM / 16; ++step) {
       const uint32 a[4] = {pairs[2 * step][0], pairs[2 * step][1], pairs[2 * step + 1][0],
                            pairs[2 * step + 1][1]};
       wgmma_m64k16_rs<kBf16, kDim>(d, a, wgmma_at(b, step * 16 * 128), 1);
@@ -81,7 +81,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         cvta_to_shared(shared.ds[own_ds().index()]) + group * ScoreTile::kBlockBytes, 0);
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
 #pragma unroll
-    for (int step = 0; step < kPartM / 16; ++step) {
+    for (int step = 0; step < kTileM / 16; ++step) {
       wgmma_m64k16_ss<kBf16, kDim, kMnMajor, kMnMajor>(dk, wgmma_at(a, step * 16 * 128),
                                                        wgmma_at(b, step * 16 * 128), 1);
     }
@@ -162,7 +162,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     const Work& work = shared.work[place.index()];
     if (work.tile < 0) break;
     const int steps = work.steps;
-    int tile = kLastFirst ? work.begin : work.end - 1;  // without a mask
+    int left = work.end - 1;  // without a mask: the tile at hand, counted from the other end if
+                              // kLastFirst, which takes fewer registers
+    auto tile = [&]() { return kLastFirst ? work.begin + work.end - 1 - left : left; };
     int step = 0;
     uint32 seen[2] = {~0u, ~0u};  // under a mask: by which queries of the tile, of a thread's keys
 #pragma unroll
@@ -176,11 +178,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         ++step;
         return;
       }
-      if constexpr (kLastFirst) {
-        tile = tile == work.end - 1 ? work.begin : tile + 1;
-      } else {
-        tile = tile == work.begin ? work.end - 1 : tile - 1;
-      }
+      left = left == work.begin ? work.end - 1 : left - 1;
       ++step;
     };
     auto outside = [&](int tile) {
@@ -188,7 +186,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     };
     // Whether some of a warpgroup's keys, under a mask of a thread's, are hidden from queries of
     // the tile.
-    auto is_cut = [&]() { return kSparse ? (seen[0] & seen[1]) != ~0u : outside(tile); };
+    auto is_cut = [&]() { return kSparse ? (seen[0] & seen[1]) != ~0u : outside(tile()); };
     auto own_key = [&]() { return work.tile * kTileN + 64 * group + warp_row() + lane() / 4; };
     // Under a mask, asks for what it says of the tile in a place of Q; then takes away what is
     // outside of the band.
@@ -206,38 +204,45 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
     };
     // Puts a number where a key is hidden.
-    auto hide = [&](float (&x)[kMmaM][4], int part, float hidden) {
-      const int query = tile * kTileM + kPartM * part + lane() % 4 * 2;
+    auto hide = [&](float (&x)[kMmaM][4], float hidden) {
+      const int query = tile() * kTileM + lane() % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        hide_row(
-            x, h,
-            kSparse ? seen[h] >> 16 * part : queries_seeing(p, own_key() + 8 * h, query, 2 * kMmaM),
-            hidden);
+        hide_row(x, h, kSparse ? seen[h] : queries_seeing(p, own_key() + 8 * h, query, 2 * kMmaM),
+                 hidden);
       }
     };
+    // Numbers of two queries for each j, of a thread's rows of LSE and delta: the first of them
+    // asked for ahead.
+    float2 ahead[kAhead + 1];
+    auto ask_rows = [&](const float* rows) {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) ahead[j] = *reinterpret_cast<const float2*>(rows + 16 * j);
+    };
+    auto row_pair = [&](const float* rows, int j) {
+      return j < kAhead ? ahead[j] : *reinterpret_cast<const float2*>(rows + 16 * j);
+    };
     // S^T becomes P^T.
-    auto weigh = [&](int part, const float4* rows, bool cut) {
-      if (cut) hide(s[part], part, -FA_INFINITY);
+    auto weigh = [&](const float* rows, bool cut) {
+      if (cut) hide(s, -FA_INFINITY);
 #pragma unroll
       for (int j = 0; j < kMmaM; ++j) {
-        const float4 row = rows[kPartM / 2 * part + 4 * j];
+        const float2 lse = row_pair(rows, j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          s[part][j][e] =
-              ex2_approx_ftz(fmaf(s[part][j][e], p.exp2_scale, e % 2 ? -row.y : -row.x));
+          s[j][e] = ex2_approx_ftz(fmaf(s[j][e], p.exp2_scale, e % 2 ? -lse.y : -lse.x));
         }
       }
     };
     // dP^T becomes dS^T.
-    auto differentiate = [&](int part, const float4* rows, bool cut) {
-      if (cut) hide(dp[part], part, 0.0f);
+    auto differentiate = [&](const float* rows, bool cut) {
+      if (cut) hide(dp, 0.0f);
 #pragma unroll
       for (int j = 0; j < kMmaM; ++j) {
-        const float4 row = rows[kPartM / 2 * part + 4 * j];
+        const float2 delta = row_pair(rows, j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          dp[part][j][e] = s[part][j][e] * (dp[part][j][e] - (e % 2 ? row.w : row.z));
+          dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta.y : delta.x));
         }
       }
     };
@@ -249,11 +254,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
     };
     // dS to shared memory: matrices of 8 keys are written as rows of queries.
-    auto put_scores = [&](int part, const uint32(&pairs)[kMmaM][2]) {
+    auto put_scores = [&](const uint32(&pairs)[kMmaM][2]) {
       const int row = lane() / 16 * 8 + lane() % 8, chunk = warp_row() / 8 + lane() / 8 % 2;
       const uint32 to = cvta_to_shared(shared.ds[own_ds().index()]) +
-                        group * ScoreTile::kBlockBytes + part * kPartM * 128 +
-                        ScoreTile::lane_offset(row, chunk);
+                        group * ScoreTile::kBlockBytes + ScoreTile::lane_offset(row, chunk);
 #pragma unroll
       for (int j = 0; j < kMmaM; j += 2) {
         stmatrix_x4_trans(to + j * 8 * 128, pairs[j][0], pairs[j][1], pairs[j + 1][0],
@@ -278,140 +282,89 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       const int q_at = q_place.index(), o_at = o_place.index();
       const uint8 *q_tile = shared.q[q_at], *o_tile = shared.dout[o_at];
       const uint8 *next_q = shared.q[q_next.index()], *next_o = shared.dout[o_next.index()];
-      const float4* rows = shared.rows[q_at] + lane() % 4;
-      const float4* next_rows = shared.rows[q_next.index()] + lane() % 4;
-      const bool dropped = kDelayed && step == 0;  // dQ
-      bool cut = false;                            // the next tile
-      auto& dq = kParts > 1 ? s[0] : dp[0];
+      const float4* rows = shared.rows[q_next.index()] + lane() % 4;
+      bool cut = false;  // the next tile
       uint32 weights[kMmaM][2], ds[kMmaM][2];
-      // Rounds a part and starts its products.
-      auto start_part = [&](int part) {
-        round_to(weights, s[part]);
-        round_to(ds, dp[part]);
-        if (part == 0) {
-          const DsPlace place = own_ds();
-          wait(shared.ds_empty[place.index()], place.parity() ^ 1);
-        }
-        put_scores(part, ds);
-        wgmma_fence();
-        start_keys(dv, weights, o_tile + part * kPartM * 128);
-        if constexpr (!kLate) {
-          wgmma_fence();
-          start_keys(dk, ds, q_tile + part * kPartM * 128);
-        }
-        wgmma_commit_group();
-      };
-      auto tell_scores = [&]() {
-        fence_proxy_async_shared();
-        release_own(shared.ds_full[own_ds().index()]);
+      auto dropped = [&]() { return kDelayed && step == 1; };  // dQ, once gone on from the first
+      auto go_on = [&]() {
+        next_step();
+        cut = !kSparse && kBegin && is_cut();
       };
       auto free_operands = [&]() {
         release(shared.dout_empty[o_at]);
         if constexpr (!kLate) release_own(shared.q_empty[q_at]);  // of rows, too
       };
-      auto free_scores = [&]() { release(shared.ds_empty[ds_of_piece().index()]); };
-      auto start_next = [&](int part) {
+      if constexpr (kFinish) {
+        round_to(weights, s);
+        round_to(ds, dp);
+        const DsPlace own = own_ds();
+        wait(shared.ds_empty[own.index()], own.parity() ^ 1);
+        put_scores(ds);
         wgmma_fence();
-        start_scores(s[part], shared.k, next_q + part * kPartM * 128);
-        start_scores(dp[part], shared.v, next_o + part * kPartM * 128);
+        start_keys(dv, weights, o_tile);
+        if constexpr (!kLate) {
+          wgmma_fence();
+          start_keys(dk, ds, q_tile);
+        }
         wgmma_commit_group();
-      };
-      if constexpr (kParts > 1) {
-        if constexpr (kFinish) {
-          start_part(0);
-          start_piece(dq);
-          weigh(1, rows, is_cut());
-          differentiate(1, rows, is_cut());
-          wgmma_wait_group<0>();
-          free_scores();
-          start_part(1);
-          tell_scores();
-          next_step();
-          cut = !kSparse && kBegin && is_cut();
-          if (!dropped) put_piece(dq);
-        }
-        if constexpr (kBegin) {
-          if constexpr (!kSparse && !kFinish) cut = is_cut();
-          wait(shared.q_full[q_next.index()], q_next.parity());
-          wait(shared.dout_full[o_next.index()], o_next.parity());
-          start_next(0);
-          ask_mask(q_next.index());
-        }
-        if constexpr (kFinish) {
-          if (!dropped) send_piece();
-          wgmma_wait_group<kBegin>();
-          free_operands();
-          ++tiles;
-        }
-        if constexpr (kBegin) {
-          start_next(1);
+        fence_proxy_async_shared();
+        release_own(shared.ds_full[own.index()]);
+        start_piece(dp);
+        if constexpr (kAhead) go_on();  // beside products
+        if constexpr (!kSoon) {
           wgmma_wait_group<1>();
-          if constexpr (kSparse) {
-            add_band(q_next.index());
-            cut = is_cut();
-          }
-          weigh(0, next_rows, cut);
-          differentiate(0, next_rows, cut);
+          free_operands();
         }
-      } else {
-        if constexpr (kFinish) {
-          start_part(0);
-          tell_scores();
-          start_piece(dq);
-          if constexpr (!kSoon) {
-            wgmma_wait_group<1>();
-            free_operands();
-          }
+      }
+      if constexpr (kBegin) {
+        wait(shared.q_full[q_next.index()], q_next.parity());
+        wgmma_fence();
+        start_scores(s, shared.k, next_q);
+        wgmma_commit_group();
+        ask_mask(q_next.index());
+      }
+      if constexpr (kFinish) {
+        if constexpr (kSoon) {
+          wgmma_wait_group<1 + kBegin>();
+          free_operands();
         }
-        if constexpr (kBegin) {
-          wait(shared.q_full[q_next.index()], q_next.parity());
-          wgmma_fence();
-          start_scores(s[0], shared.k, next_q);
-          wgmma_commit_group();
-          ask_mask(q_next.index());
+        wgmma_wait_group<kBegin>();
+        release(shared.ds_empty[ds_of_piece().index()]);
+        if constexpr (!kAhead) go_on();
+        if (!dropped()) put_piece(dp);
+      }
+      if constexpr (kBegin) {
+        if constexpr (!kSparse && !kFinish) cut = is_cut();
+        wait(shared.dout_full[o_next.index()], o_next.parity());
+        wgmma_fence();
+        start_scores(dp, shared.v, next_o);
+        wgmma_commit_group();
+      }
+      if constexpr (kFinish) {
+        if (!dropped()) send_piece();
+      }
+      if constexpr (kDkLate) {
+        wgmma_fence();
+        start_late(q_tile);
+      }
+      if constexpr (kBegin) {
+        ask_rows(&rows->x);
+        wgmma_wait_group<1 + kDkLate>();
+        if constexpr (kSparse) {
+          add_band(q_next.index());
+          cut = is_cut();
         }
-        if constexpr (kFinish) {
-          if constexpr (kSoon) {
-            wgmma_wait_group<1 + kBegin>();
-            free_operands();
-          }
-          wgmma_wait_group<kBegin>();
-          free_scores();
-          next_step();
-          cut = !kSparse && kBegin && is_cut();
-          if (!dropped) put_piece(dq);
+        weigh(&rows->x, cut);
+        ask_rows(&rows->z);
+        wgmma_wait_group<kDkLate>();
+        differentiate(&rows->z, cut);
+      }
+      if constexpr (kFinish) {
+        if constexpr (kLate) {
+          wgmma_wait_group<0>();
+          release_own(shared.q_empty[q_at]);  // of rows, too
         }
-        if constexpr (kBegin) {
-          if constexpr (!kSparse && !kFinish) cut = is_cut();
-          wait(shared.dout_full[o_next.index()], o_next.parity());
-          wgmma_fence();
-          start_scores(dp[0], shared.v, next_o);
-          wgmma_commit_group();
-        }
-        if constexpr (kFinish) {
-          if (!dropped) send_piece();
-          if constexpr (kLate) {
-            wgmma_fence();
-            start_late(q_tile);
-          }
-        }
-        if constexpr (kBegin) {
-          wgmma_wait_group<1 + kDkLate>();
-          if constexpr (kSparse) {
-            add_band(q_next.index());
-            cut = is_cut();
-          }
-          weigh(0, next_rows, cut);
-          wgmma_wait_group<kDkLate>();
-          differentiate(0, next_rows, cut);
-        }
-        if constexpr (kFinish) {
-          if constexpr (kLate) {
-            wgmma_wait_group<0>();
-            release_own(shared.q_empty[q_at]);  // of rows, too
-          }
-          ++tiles;
-        }
+        ++tiles;
       }
       wgmma_wait_group<0>();
     };
@@ -425,9 +378,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     release(shared.v_empty);
     turn(yes, no);
     if constexpr (kDelayed) {
-      start_piece(s[0]);
+      start_piece(s);
       wgmma_wait_group<0>();
-      put_piece(s[0]);
+      put_piece(s);
       send_piece();
     }
     release(shared.k_empty);

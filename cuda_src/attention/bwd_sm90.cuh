@@ -16,15 +16,12 @@ constexpr int kSlots = FA_SLOTS;       // places for a warpgroup's results on th
 constexpr int kWorkStages = 2;         // places for announced work
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
-constexpr int kParts = FA_PARTS;           // of a tile of queries, one after the other
-constexpr int kPartM = kTileM / kParts;    // queries of a part
-// What runs beside the exponentials: products of the other part of the tile or, where it has one
-// part only, dK += dS^T Q of the tile before.
+// Whether dK += dS^T Q of the tile before runs beside the exponentials.
 constexpr bool kLate = FA_LATE;
 // Whether S of the next tile starts while dV of this one still has its weights in registers.
 constexpr bool kSoon = FA_SOON;
 constexpr int kMmaD = kDim / 8;
-constexpr int kMmaM = kPartM / 8;
+constexpr int kMmaM = kTileM / 8;
 // dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
 // that of the tile before: then neither waits for the other, and one's exponentials run beside the
 // other's products.
@@ -39,20 +36,20 @@ constexpr int kDsStages = kDelayed ? 2 : 1;  // places for dS
 // dQ of a tile is added up in two pieces, one for each warpgroup: 64 columns of all queries, or
 // half of the queries.
 constexpr int kPieceM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a piece
+// Rows of LSE and delta, of kMmaM, that are asked for before the scores that they go with are
+// there: then the first of them need not be waited for (they took 9% of the time).  Larger tiles
+// leave no registers for them.
+constexpr int kAhead = kTileM <= 64 ? 4 : 0;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kFeedingRegisters = 24;
 constexpr int kComputingRegisters = 240;
 static_assert(kTileN == 64 * kGroups, "a warpgroup has 64 keys");
 static_assert(kGroups == 2 && kBlocks <= 2, "a warpgroup has a piece of dQ");
-static_assert(kParts == 1 || kPartM == kPieceM, "dQ goes to where scores of a part were");
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
-static_assert(kPartM % 16 == 0, "a part's queries are summed over by m64nNk16");
-static_assert(kParts == 1 || !kLate, "a second part is what runs beside the exponentials");
+static_assert(kTileM % 16 == 0, "queries are summed over by m64nNk16");
 static_assert(!kLate || !kDelayed, "nobody waits for dS of this tile then");
 static_assert(kSlots <= 2, "two threads store results");
-static_assert(kQStages > 1 || (kParts == 1 && !kLate && !kSoon),
-              "the next tile is waited for early");
-static_assert(kOStages > 1 || kParts == 1, "the next tile is waited for early");
+static_assert(kQStages > 1 || (!kLate && !kSoon), "the next tile is waited for early");
 static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
 static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
 
@@ -147,11 +144,11 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
         turn = counted_blocks(params.mask, work.entry + step.head, kLastFirst ? work.tile + 1 : end,
                               kLastFirst ? end : work.tile - 1, step.tile * kTileM / kMaskBlock);
       }
+      wait_for_slots();
       if (!work.unseen) {
         while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
         }
       }
-      wait_for_slots();
       if (!work.unseen) {
         fence_proxy_async_global();
 #pragma unroll 1

@@ -408,8 +408,8 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       // Without a mask rows have a reference once they have seen a key.
       const bool trusting = !kFirst && kCols == kTileN && !kTransform &&
                             (kSparse ? referred : tile > keys.full_begin) && !softmax.far;
-      // What a warp decides is not what its neighbours do, and a warpgroup waits at one place for its
-      // products (PTX ISA 9.7.15.7.3: wgmma.wait_group is for all threads of it alike).
+      // What a warp decides is not what its neighbours do, and a warpgroup waits for its products
+      // at one place (PTX ISA 9.7.15.7.3: all its threads execute the same wgmma.wait_group).
       float correction[1][2];
       bool moved = false;
       if (!trusting || !softmax.trust(s_used, p.exp2_scale)) {

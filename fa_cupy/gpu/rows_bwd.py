@@ -86,8 +86,6 @@ class BwdSm90(BackwardVariant):
         Tiles of dO in flight; `stages` are those of Q.
     slots : int
         Places for a warpgroup's results on their way out.
-    parts : int
-        Of a tile of queries: exponentials of one run beside products of the other.
     late : bool
         Whether dK of a tile is computed beside the exponentials of the next one.
     soon : bool
@@ -101,7 +99,6 @@ class BwdSm90(BackwardVariant):
 
     o_stages: int
     slots: int
-    parts: int
     late: bool
     soon: bool
     delayed: bool
@@ -135,7 +132,6 @@ class BwdSm90(BackwardVariant):
             ("FA_O_STAGES", self.o_stages),
             ("FA_SLOTS", self.slots),
             ("FA_LATE", int(self.late)),
-            ("FA_PARTS", self.parts),
             ("FA_SOON", int(self.soon)),
             ("FA_DELAYED", int(self.delayed)),
             ("FA_LAST_FIRST", int(self.last_first)),

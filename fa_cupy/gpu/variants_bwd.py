@@ -22,18 +22,18 @@ DTYPE_NAMES = ("float16", "bfloat16")
 
 
 def _sm90() -> Iterator[BwdSm90]:
-    # dim, tile_m, stages, parts, sections, why
+    # dim, tile_m, stages, delayed, sections, why
     rows = (
-        (64, 128, 2, 2, (12, 4), "two parts: exponentials of one beside products of the other"),
-        (96, 64, 3, 1, (16, 16), "as for 128"),
-        (128, 64, 3, 1, (16, 16), "dK and dV fill half of the registers; Q stays for another tile"),
+        (64, 128, 2, True, (16, 8), "products read K and V once for 128 queries"),
+        (96, 64, 3, False, (16, 16), "as for 128"),
+        (128, 64, 3, False, (16, 16), "dK and dV fill half of the registers; Q stays for a tile"),
     )
-    for dim, tile_m, stages, parts, sections, why in rows:
+    for dim, tile_m, stages, delayed, sections, why in rows:
         for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
-                warps=12, stages=stages, o_stages=2, slots=2, parts=parts, late=parts == 1,
-                soon=True, delayed=parts > 1, last_first=parts > 1, sections=sections, why=why,
+                warps=12, stages=stages, o_stages=2, slots=2, late=not delayed,
+                soon=not delayed, delayed=delayed, last_first=delayed, sections=sections, why=why,
                 sparse=sparse,
             )  # fmt: skip
 
@@ -44,11 +44,11 @@ def _wide() -> Iterator[BackwardVariant]:
         for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdKeysSm90(
                 source="attention/bwd_keys_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=64,
-                warps=12, stages=2, sum_first=0, why=why, sparse=sparse,
+                warps=12, stages=2, sum_first=2, why=why, sparse=sparse,
             )  # fmt: skip
             yield BwdQueriesSm90(
                 source="attention/bwd_queries_sm90", dtype=dtype, dim=dim, tile_m=128, tile_n=64,
-                warps=12, stages=2, v_stages=v_stages, sum_first=0, sparse=sparse,
+                warps=12, stages=2, v_stages=v_stages, sum_first=1, sparse=sparse,
                 why="Q and dO of 128 queries leave room for three tiles of 64 keys at 256",
             )  # fmt: skip
 
