@@ -41,9 +41,12 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
 
     if not setting:
         return tuple(chain)
-    first, _, others = setting.partition("+")
-    if others:
-        return replaced(replaced(chain, first), others)
+    if "+" in setting:
+        for one in setting.split("+"):
+            if not one:
+                raise ValueError(f"{setting}: nothing on one side of a +")
+            chain = replaced(chain, one)
+        return tuple(chain)
     kernel, _, fields = setting.partition(":")
     values: dict[str, Any] = {}
     for field in fields.split(","):

@@ -15,6 +15,7 @@ constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
 constexpr int kThreads = FA_THREADS;
 constexpr int kRows = FA_TILE_M;  // queries of a piece
 static_assert(kThreads == 128, "a piece is of a warpgroup's accumulators");
+static_assert(kRows % 16 == 0, "two matrices of 8 queries are stored at once");
 
 struct BwdRoundParams {
   AttentionParams common;  // out is dq

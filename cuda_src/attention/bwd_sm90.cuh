@@ -47,6 +47,7 @@ static_assert(kTileN == 64 * kGroups, "a warpgroup has 64 keys");
 static_assert(kGroups == 2 && kBlocks <= 2, "a warpgroup has a piece of dQ");
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kTileM % 16 == 0, "queries are summed over by m64nNk16");
+static_assert(kTileM <= 128, "a bit for each query of a thread is in a word");
 static_assert(!kLate || !kDelayed, "nobody waits for dS of this tile then");
 static_assert(kSlots <= 2, "two threads store results");
 static_assert(kQStages > 1 || (!kLate && !kSoon), "the next tile is waited for early");
@@ -148,8 +149,6 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
       if (!work.unseen) {
         while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
         }
-      }
-      if (!work.unseen) {
         fence_proxy_async_global();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
