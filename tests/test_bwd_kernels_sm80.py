@@ -62,18 +62,23 @@ def masked(call, seed=0, density=None, heads=True, bits=False):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_row(dim, dtype):
-    check(case(dtype, (2, 2), (150, 200), (dim, dim), batch=1), seed=1)
+    check(case(dtype, (2, 2), (70, 140), (dim, dim)), seed=1)
     causal = BANDS["causal"]
-    check(case(dtype, (4, 2), (130, 230), (dim - 8, dim - 16), batch=1, dlse=True, **causal))
+    check(case(dtype, (4, 2), (130, 150), (dim - 8, dim - 16), batch=1, dlse=True, **causal))
     window = BANDS["window"]
-    check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), layout="blhd", **window), seed=3)
+    check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), batch=1, layout="blhd", **window),
+          seed=3)  # fmt: skip
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_row_under_a_mask(dim, dtype):
+    # The dtypes share the causal band, and one has each of the others.
+    left_out = 2 if dtype == "float16" else 0
     for i, band in enumerate(BANDS.values()):
+        if i == left_out:
+            continue
         call = case(dtype, (2, 1), (200 - i, 290 + i), (dim, dim), batch=1, dlse=True, **band)
         check(masked(call, i, heads=i < 2, bits=i > 0), seed=i)
 
@@ -96,14 +101,15 @@ BIASES = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 70, 1), (1, 1, 1, 90)
 @needs_compiler
 @pytest.mark.parametrize("shape", BIASES, ids=str)
 def test_a_bias_of_any_type_along_any_axes(shape):
-    for dtype in (*DTYPES.values(), np.dtype(np.float32), np.dtype(np.float64)):
+    dtypes = (*DTYPES.values(), np.dtype(np.float32), np.dtype(np.float64))
+    for i, dtype in enumerate(dtypes):
         bias = draw(*shape, dtype=np.dtype(np.float32)).astype(dtype)
         if bias.size > 4:
             bias.reshape(-1)[::7] = -np.inf
         for heads in ((2, 2), (2, 1)):
             given = case("float16", heads, (70, 90), (32, 32), bias=bias, dlse=True)
-            check(given)
-            check(given._replace(options={"bias": bias, **BANDS["causal"]}))
+            causal = (i + heads[1]) % 2
+            check(given._replace(options={"bias": bias, **(BANDS["causal"] if causal else {})}))
     # Not as an array of C lies, and one that is not contiguous.
     turned = np.ascontiguousarray(bias.swapaxes(2, 3)).swapaxes(2, 3)[..., ::-1, :]
     check(given._replace(options={"bias": turned}))
@@ -124,8 +130,8 @@ def test_softcaps_of_any_size():
     for dim in (32, 128):
         for softcap in (1e-3, 0.5, 7.0, 1e4):
             for scale in (1.0, 5.0):
-                call = case("bfloat16", (1, 1), (90, 70), (dim, dim), scale=scale, softcap=softcap)
-                check(call)
+                check(case("bfloat16", (1, 1), (90, 70), (dim, dim), batch=1, scale=scale,
+                           softcap=softcap))  # fmt: skip
 
 
 @needs_compiler
