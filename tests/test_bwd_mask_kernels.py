@@ -87,17 +87,21 @@ def test_the_schedule_does_not_show(dim, band):
     """Bit for bit the same, whoever comes first: the order of all sums is fixed."""
     mask = mask_of(1, 2, 200, 650)
     call = case("bfloat16", (2, 1), (200, 650), (dim, dim), batch=1, mask=mask, **band)
+    schedules = [(1, 1), (2, 1), (6, 6), (5, 5)] if band else [(1, 1), (3, 3), (6, 6), (6, 3)]
     found = {
         tuple(x.tobytes() for x in solve(call, seed=seed, blocks=blocks, together=together))
-        for seed, (blocks, together) in enumerate([(1, 1), (2, 1), (3, 3), (6, 6), (6, 3), (5, 5)])
+        for seed, (blocks, together) in enumerate(schedules)
     }
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("band", BANDS[:3], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "band"),
+    [(64, 0), (64, 2), (96, 1), (128, 0), (128, 1), (192, 1), (192, 2), (256, 0), (256, 2)],
+)
 def test_an_all_true_mask_is_no_mask(dim, band):
     """The same tiles in the same order."""
+    band = BANDS[band]
     call = case("float16", (2, 1), (200, 330), (dim, dim), batch=1, **band)
     masked = call._replace(options={**band, "mask": np.ones((200, 330), bool)})
     for x, y in zip(solve(call), solve(masked), strict=True):
