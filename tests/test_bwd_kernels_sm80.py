@@ -1,5 +1,6 @@
 """The kernels of attention backward for SM80: their own source on the CPU, whatever the options."""
 
+import functools
 import re
 
 import numpy as np
@@ -325,18 +326,24 @@ BUGS = {
 }  # fmt: skip
 
 
+@functools.cache
+def solved(dim, sparse):
+    """Calls that bugs are planted for, and their gradients."""
+    bias = draw(2, 150, 260, dtype=np.dtype(np.float32))
+    plain = case("bfloat16", (2, 1), (150, 260), (dim, dim), batch=1, **BANDS["causal"])
+    full = plain._replace(options={"bias": bias, "softcap": 2.0})
+    calls = [masked(call, 1, density=0.5) if sparse else call for call in (plain, full)]
+    return calls, [solve(call) for call in calls]
+
+
 @needs_compiler
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, tmp_path):
     kind, dim, *changes = BUGS[bug]
     name, _, sparse = kind.partition("-")
-    bias = draw(2, 150, 260, dtype=np.dtype(np.float32))
-    plain = case("bfloat16", (2, 1), (150, 260), (dim, dim), batch=1, **BANDS["causal"])
-    full = plain._replace(options={"bias": bias, "softcap": 2.0})
-    calls = [masked(call, 1, density=0.5) if sparse else call for call in (plain, full)]
+    calls, wants = solved(dim, sparse)
     (row,) = (row for row in chain(calls[0]) if row.source.endswith(name))
     sources = {row.entry: plant(tmp_path, row.source, *changes)}
-    wants = [solve(call) for call in calls]
     for seed in range(8):
         for call, want in zip(calls, wants, strict=True):
             try:
