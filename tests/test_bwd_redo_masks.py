@@ -39,20 +39,20 @@ def finite(x):
 )
 def test_what_a_mask_hides_does_not_show(dim, hopper, infinity):
     rng = np.random.default_rng(1)
-    mask = blocks_of(rng, 2, 140, 270, density=0.5)
-    mask[:, :, [3, 129, 150, 269]] = False  # full blocks are partial then
+    mask = blocks_of(rng, 2, 140, 160, density=0.5)
+    mask[:, :, [3, 129, 150, 159]] = False  # full blocks are partial then
     mask[:, [5, 139]] = False
-    call = case("bfloat16", (2, 1), (140, 270), (dim, dim), batch=1, dlse=True, mask=mask)
+    call = case("bfloat16", (2, 1), (140, 160), (dim, dim), batch=1, dlse=True, mask=mask)
     want = solve(call, rows=rows_of(call, hopper))
     for bad in (np.nan, infinity):
-        call.k[:, :, [3, 129, 269]] = call.v[:, :, [3, 129, 150]] = bad
+        call.k[:, :, [3, 129, 159]] = call.v[:, :, [3, 129, 150]] = bad
         call.q[:, :, [5, 139]] = call.dout[:, :, 139] = bad
         got = solve(call, rows=rows_of(call, hopper))
         for x, y in zip(got, want, strict=True):
             assert finite(x).all()
             np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=2e-2, atol=2e-2)
         assert not got[0][:, :, [5, 139]].any()
-        assert not any(x[:, :, [3, 129, 269]].any() for x in got[1:])
+        assert not any(x[:, :, [3, 129, 159]].any() for x in got[1:])
 
 
 @pytest.mark.parametrize(("dim", "infinity"), [(64, np.inf), (256, -np.inf)])
@@ -91,7 +91,7 @@ SPOILED = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     dim=st.sampled_from([32, 64, 96, 128, 192, 256]),
     dtype=st.sampled_from(list(DTYPES)),
