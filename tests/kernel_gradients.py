@@ -102,17 +102,18 @@ class Parts(NamedTuple):
         return scale * (ds @ self.k), *of_keys
 
 
-def gradients(call, low=None, out=None):
+def gradients(call, low=None, out=None, parts=None):
     """In float64; with a type in `low`, weights and dS rounded to it and sums in float32.
 
-    `out` is what the gradients of weights are shifted by, their own output by default.
+    `out` is what the gradients of weights are shifted by, their own output by default; `parts` are
+    those of the call where somebody has them.
     """
     real = np.float64 if low is None else np.float32
 
     def rounded(x):
         return x if low is None else x.astype(low).astype(real)
 
-    x = Parts.of(call, real)
+    x = parts or Parts.of(call, real)
     p = rounded(x.p)
     out = rounded(p @ x.v) if out is None else out.astype(real)
     delta = (x.dout * out).sum(axis=-1)
@@ -122,9 +123,8 @@ def gradients(call, low=None, out=None):
     return Gradients(out, x.lse, *map(rounded, x.sums(call, p, rounded(ds))))
 
 
-def slack(call):
+def slack(call, x):
     """Norms of what sums in float32 may put gradients off, where their terms cancel too."""
-    x = Parts.of(call, np.float64)
     size = x._replace(**{name: np.abs(getattr(x, name)) for name in ("q", "k", "v", "dout")})
     terms = size.dout @ size.v.swapaxes(2, 3) + (size.dout * (x.p @ size.v)).sum(-1, keepdims=True)
     return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * x.slope * terms)]
@@ -154,10 +154,10 @@ def solve(call, rows=None, bits=None, **how):
 
 def check(call, **how):
     """Hold the kernels' gradients against the definition, beside plain ones in low precision."""
-    got = solve(call, **how)
-    exact = gradients(call)
+    got, parts = solve(call, **how), Parts.of(call, np.float64)
+    exact = gradients(call, parts=parts)
     plain = gradients(call, call.q.dtype, exact.out.astype(call.q.dtype))
-    for name, x, room in zip(("dq", "dk", "dv"), got, slack(call), strict=True):
+    for name, x, room in zip(("dq", "dk", "dv"), got, slack(call, parts), strict=True):
         want = getattr(exact, name)
         error, limit = (
             np.linalg.norm(y - want) for y in (x.astype(np.float64), getattr(plain, name))

@@ -1,5 +1,6 @@
 """The kernels of attention backward for SM80: their own source on the CPU, whatever the options."""
 
+import functools
 import re
 
 import numpy as np
@@ -62,18 +63,23 @@ def masked(call, seed=0, density=None, heads=True, bits=False):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_row(dim, dtype):
-    check(case(dtype, (2, 2), (150, 200), (dim, dim), batch=1), seed=1)
+    check(case(dtype, (2, 2), (70, 140), (dim, dim)), seed=1)
     causal = BANDS["causal"]
-    check(case(dtype, (4, 2), (130, 230), (dim - 8, dim - 16), batch=1, dlse=True, **causal))
+    check(case(dtype, (4, 2), (130, 150), (dim - 8, dim - 16), batch=1, dlse=True, **causal))
     window = BANDS["window"]
-    check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), layout="blhd", **window), seed=3)
+    check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), batch=1, layout="blhd", **window),
+          seed=3)  # fmt: skip
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_row_under_a_mask(dim, dtype):
+    # The dtypes share the causal band, and one has each of the others.
+    left_out = 2 if dtype == "float16" else 0
     for i, band in enumerate(BANDS.values()):
+        if i == left_out:
+            continue
         call = case(dtype, (2, 1), (200 - i, 290 + i), (dim, dim), batch=1, dlse=True, **band)
         check(masked(call, i, heads=i < 2, bits=i > 0), seed=i)
 
@@ -96,14 +102,15 @@ BIASES = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 70, 1), (1, 1, 1, 90)
 @needs_compiler
 @pytest.mark.parametrize("shape", BIASES, ids=str)
 def test_a_bias_of_any_type_along_any_axes(shape):
-    for dtype in (*DTYPES.values(), np.dtype(np.float32), np.dtype(np.float64)):
+    dtypes = (*DTYPES.values(), np.dtype(np.float32), np.dtype(np.float64))
+    for i, dtype in enumerate(dtypes):
         bias = draw(*shape, dtype=np.dtype(np.float32)).astype(dtype)
         if bias.size > 4:
             bias.reshape(-1)[::7] = -np.inf
         for heads in ((2, 2), (2, 1)):
             given = case("float16", heads, (70, 90), (32, 32), bias=bias, dlse=True)
-            check(given)
-            check(given._replace(options={"bias": bias, **BANDS["causal"]}))
+            causal = (i + heads[1]) % 2
+            check(given._replace(options={"bias": bias, **(BANDS["causal"] if causal else {})}))
     # Not as an array of C lies, and one that is not contiguous.
     turned = np.ascontiguousarray(bias.swapaxes(2, 3)).swapaxes(2, 3)[..., ::-1, :]
     check(given._replace(options={"bias": turned}))
@@ -124,8 +131,8 @@ def test_softcaps_of_any_size():
     for dim in (32, 128):
         for softcap in (1e-3, 0.5, 7.0, 1e4):
             for scale in (1.0, 5.0):
-                call = case("bfloat16", (1, 1), (90, 70), (dim, dim), scale=scale, softcap=softcap)
-                check(call)
+                check(case("bfloat16", (1, 1), (90, 70), (dim, dim), batch=1, scale=scale,
+                           softcap=softcap))  # fmt: skip
 
 
 @needs_compiler
@@ -156,7 +163,7 @@ def test_rows_and_keys_that_see_nothing(dim):
 
 
 @needs_compiler
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     dim=st.sampled_from(DIMS),
     dtype=st.sampled_from(list(DTYPES)),
@@ -319,18 +326,24 @@ BUGS = {
 }  # fmt: skip
 
 
+@functools.cache
+def solved(dim, sparse):
+    """Calls that bugs are planted for, and their gradients."""
+    bias = draw(2, 150, 260, dtype=np.dtype(np.float32))
+    plain = case("bfloat16", (2, 1), (150, 260), (dim, dim), batch=1, **BANDS["causal"])
+    full = plain._replace(options={"bias": bias, "softcap": 2.0})
+    calls = [masked(call, 1, density=0.5) if sparse else call for call in (plain, full)]
+    return calls, [solve(call) for call in calls]
+
+
 @needs_compiler
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, tmp_path):
     kind, dim, *changes = BUGS[bug]
     name, _, sparse = kind.partition("-")
-    bias = draw(2, 150, 260, dtype=np.dtype(np.float32))
-    plain = case("bfloat16", (2, 1), (150, 260), (dim, dim), batch=1, **BANDS["causal"])
-    full = plain._replace(options={"bias": bias, "softcap": 2.0})
-    calls = [masked(call, 1, density=0.5) if sparse else call for call in (plain, full)]
+    calls, wants = solved(dim, sparse)
     (row,) = (row for row in chain(calls[0]) if row.source.endswith(name))
     sources = {row.entry: plant(tmp_path, row.source, *changes)}
-    wants = [solve(call) for call in calls]
     for seed in range(8):
         for call, want in zip(calls, wants, strict=True):
             try:

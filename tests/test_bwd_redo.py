@@ -1,5 +1,7 @@
 """Gradients by kernels where something is not finite: what is hidden does not show in them."""
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -149,7 +151,7 @@ BAD = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(
     dim=st.sampled_from([*DIMS, 88, 256]),
     dtype=st.sampled_from(list(DTYPES)),
@@ -221,13 +223,23 @@ def planted_row(kind, dim):
     return next(row for row in select_bwd("bfloat16", dim, dim) if row.source.endswith(kind))
 
 
+@functools.cache
 def spoiled_call(dim):
-    """Bad numbers of queries that see no key, and one that counts though many weights are 0."""
+    """Bad numbers of queries that see no key, and one that counts though many weights are 0.
+
+    Arrays and options, and the kernels' gradients, which are finite where those in float64 are.
+    """
     q, k, v, dout, dlse = arrays("bfloat16", 180, 150, dim, heads=(4, 2))
     q *= q.dtype.type(30)
     q[..., :30, :], dout[:, 2:, 160, 5] = np.nan, np.nan
     v[:, 1, 140:] = np.inf
-    return (q, k, v, dout, dlse), {"is_causal": True, "causal_align": BOTTOM}
+    options = {"is_causal": True, "causal_align": BOTTOM}
+    want = solve(q, k, v, dout, dlse, **options)
+    exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    assert all(
+        np.array_equal(finite(x), finite(y)) for x, y in zip(want.values(), exact, strict=True)
+    )
+    return (q, k, v, dout, dlse), options, want
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -235,12 +247,7 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     kind, dim, *change = BUGS[bug]
     row = planted_row(kind, dim)
     sources = {row.entry: plant(tmp_path, row.source, change)}
-    given, options = spoiled_call(dim)
-    want = solve(*given, **options)
-    exact = reference.attention_backward(given[3], *given[:3], dlse=given[4], **options)
-    assert all(
-        np.array_equal(finite(x), finite(y)) for x, y in zip(want.values(), exact, strict=True)
-    )
+    given, options, want = spoiled_call(dim)
     for seed in range(20):
         try:
             got = solve(*given, sources=sources, seed=seed, **options)

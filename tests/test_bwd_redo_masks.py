@@ -1,5 +1,7 @@
 """Gradients where something is not finite, under masks, biases and softcaps."""
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,38 +33,41 @@ def finite(x):
     return np.isfinite(x.astype(np.float64))
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize(("dim", "hopper"), [(64, 0), (128, 0), (192, 0), (64, 1), (192, 1)])
-def test_what_a_mask_hides_does_not_show(dim, hopper, bad):
+@pytest.mark.parametrize(
+    ("dim", "hopper", "infinity"),
+    [(64, 0, np.inf), (128, 0, -np.inf), (192, 0, np.inf), (64, 1, np.inf), (192, 1, -np.inf)],
+)
+def test_what_a_mask_hides_does_not_show(dim, hopper, infinity):
     rng = np.random.default_rng(1)
-    mask = blocks_of(rng, 2, 140, 270, density=0.5)
-    mask[:, :, [3, 129, 150, 269]] = False  # full blocks are partial then
+    mask = blocks_of(rng, 2, 140, 160, density=0.5)
+    mask[:, :, [3, 129, 150, 159]] = False  # full blocks are partial then
     mask[:, [5, 139]] = False
-    call = case("bfloat16", (2, 1), (140, 270), (dim, dim), batch=1, dlse=True, mask=mask)
+    call = case("bfloat16", (2, 1), (140, 160), (dim, dim), batch=1, dlse=True, mask=mask)
     want = solve(call, rows=rows_of(call, hopper))
-    call.k[:, :, [3, 129, 269]] = call.v[:, :, [3, 129, 150]] = bad
-    call.q[:, :, [5, 139]] = call.dout[:, :, 139] = bad
-    got = solve(call, rows=rows_of(call, hopper))
-    for x, y in zip(got, want, strict=True):
-        assert finite(x).all()
-        np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=2e-2, atol=2e-2)
-    assert not got[0][:, :, [5, 139]].any()
-    assert not any(x[:, :, [3, 129, 269]].any() for x in got[1:])
+    for bad in (np.nan, infinity):
+        call.k[:, :, [3, 129, 159]] = call.v[:, :, [3, 129, 150]] = bad
+        call.q[:, :, [5, 139]] = call.dout[:, :, 139] = bad
+        got = solve(call, rows=rows_of(call, hopper))
+        for x, y in zip(got, want, strict=True):
+            assert finite(x).all()
+            np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=2e-2, atol=2e-2)
+        assert not got[0][:, :, [5, 139]].any()
+        assert not any(x[:, :, [3, 129, 159]].any() for x in got[1:])
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("dim", [64, 256])
-def test_what_a_bias_of_minus_infinity_hides_does_not_show(dim, bad):
+@pytest.mark.parametrize(("dim", "infinity"), [(64, np.inf), (256, -np.inf)])
+def test_what_a_bias_of_minus_infinity_hides_does_not_show(dim, infinity):
     bias = draw(2, 70, 90, dtype=np.dtype(np.float32))
     bias[:, :, [0, 89]], bias[:, 69] = -np.inf, -np.inf
     for more in ({}, {"softcap": 2.0}):
         call = case("float16", (2, 2), (70, 90), (dim, dim), batch=1, bias=bias, **more)
         want = solve(call, rows=rows_of(call))
-        call.v[:, :, [0, 89]] = call.dout[:, :, 69] = bad  # NaN in a key is one in a score
-        got = solve(call, rows=rows_of(call))
-        for x, y in zip(got, want, strict=True):
-            assert finite(x).all()
-            np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=2e-2, atol=2e-2)
+        for bad in (np.nan, infinity):
+            call.v[:, :, [0, 89]] = call.dout[:, :, 69] = bad  # NaN in a key is one in a score
+            got = solve(call, rows=rows_of(call))
+            for x, y in zip(got, want, strict=True):
+                assert finite(x).all()
+                np.testing.assert_allclose(x.astype(float), y.astype(float), rtol=2e-2, atol=2e-2)
 
 
 def test_only_rows_that_are_not_finite_are_computed_again():
@@ -86,7 +91,7 @@ SPOILED = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     dim=st.sampled_from([32, 64, 96, 128, 192, 256]),
     dtype=st.sampled_from(list(DTYPES)),
@@ -145,8 +150,12 @@ BUGS = {
 }  # fmt: skip
 
 
+@functools.cache
 def spoiled_call(dim):
-    """All that the last launch has to know of; what is not finite is seen, and is hidden."""
+    """All that the last launch has to know of; what is not finite is seen, and is hidden.
+
+    With the kernels' gradients.
+    """
     rng = np.random.default_rng(2)
     mask = blocks_of(rng, 4, 150, 200, density=0.6)
     mask[..., 140:150] = False
@@ -156,20 +165,19 @@ def spoiled_call(dim):
                 mask=mask, softcap=2.0)  # fmt: skip
     call.v[:, :, 20:23], call.k[:, :, 141], call.dout[:, 2:, 149, 5] = np.inf, np.nan, np.nan
     call.q[:, 1, 30], call.v[:, 1, 190] = np.nan, np.inf
-    return call
+    return call, solve(call, rows=rows_of(call))
 
 
 def test_what_is_spoiled_by_all_kinds_of_hidden_pairs():
-    call = spoiled_call(64)
+    call, _ = spoiled_call(64)
     check_spoiled(call, rows=rows_of(call))
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, tmp_path):
     kind, dim, *change = BUGS[bug]
-    call = spoiled_call(dim)
+    call, want = spoiled_call(dim)
     (row,) = (row for row in rows_of(call) if row.source.endswith(kind))
     sources = {row.entry: plant(tmp_path, row.source, change)}
-    want = solve(call, rows=rows_of(call))
     got = solve(call, rows=rows_of(call), sources=sources)
     assert any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True))

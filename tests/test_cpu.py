@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from fa_cupy import _tiled, _tiles, attention, reference
 from fa_cupy.cpu import _threads
 from fa_cupy.cpu._steps import Steps
+from tests.blas import two_threads
 from tests.strategies import (
     DTYPES,
     EXTREMES,
@@ -25,6 +26,7 @@ from tests.strategies import (
 SINGLE, DOUBLE = DTYPES[2:]
 # A fixture that stays the same for all examples is what these tests mean.
 with_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+with_threads = pytest.fixture(autouse=True, scope="module")(two_threads)
 
 
 def qkv(*shape, dtype=np.float32, seed=0):

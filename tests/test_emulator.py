@@ -1,6 +1,7 @@
 """The kernels' own source, run on the CPU: each row of the table, seeds, and planted bugs."""
 
 import dataclasses
+import functools
 import math
 import re
 import subprocess
@@ -40,10 +41,11 @@ def test_every_row(row):
     options = {"softcap": 3.0} if getattr(row, "transform", False) else {}
     if row.sparse:
         options["mask"] = np.random.default_rng(0).random((150, 200)) < 0.5
-    check(row, q, k, v, seed=1, **options)
+    if not row.sparse:  # the tests of masks make more calls
+        check(row, q, k, v, seed=1, **options)
     check(row, q, k, v, seed=2, is_causal=True, causal_align="bottom_right", **options)
-    check(row, q[:1], k[:1], v[:1, :, : dim - 8], seed=3, window=(70, 5), causal_align="top_left",
-          **options)  # fmt: skip
+    window = {"window": (70, 5), "causal_align": "top_left"}
+    check(row, q[:1], k[:1], v[:1, :, : dim - 8], seed=3, **window, **options)
 
 
 @pytest.mark.parametrize(
@@ -417,13 +419,19 @@ BUGS = {
 }  # fmt: skip
 
 
+@functools.cache
+def solved(row):
+    """A call that bugs are planted for, its options and its result."""
+    given = [draw(3, n, row.dim, dtype=DTYPES[row.dtype], scale=2) for n in (200, 420, 420)]
+    options = {"is_causal": True, "causal_align": "bottom_right"}
+    return given, options, emulated.attention(row, *given, **options)
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, tmp_path):
     row, message, *changes = BUGS[bug]
     source = plant(tmp_path, row.source, *changes)
-    q, k, v = (draw(3, n, row.dim, dtype=DTYPES[row.dtype], scale=2) for n in (200, 420, 420))
-    options = {"is_causal": True, "causal_align": "bottom_right"}
-    want = emulated.attention(row, q, k, v, **options)
+    (q, k, v), options, want = solved(row)
     for seed in range(60):
         try:
             got = emulated.attention(row, q, k, v, seed=seed, source=source, **options)

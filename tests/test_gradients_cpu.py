@@ -21,6 +21,7 @@ from fa_cupy import (
 )
 from fa_cupy.cpu import _threads
 from fa_cupy.cpu._in_order import InOrder
+from tests.blas import two_threads
 from tests.gradients import UNIT, check, hold, solve
 from tests.strategies import DTYPES, Case, by_dtype, cases, normal
 from tests.test_gradients import plain_options
@@ -28,6 +29,7 @@ from tests.test_masks import dense_masks
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
 with_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+with_threads = pytest.fixture(autouse=True, scope="module")(two_threads)
 
 
 def draw(*shapes, dtype=np.float32, seed=0):

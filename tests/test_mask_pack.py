@@ -105,11 +105,11 @@ VALUES = st.sampled_from([(0, 1), (0, 255), (0, 128), (0, 1, 2, 127, 128, 254, 2
 
 
 @given(st.data())
-@settings(max_examples=25)
+@settings(max_examples=16)
 def test_any_mask_is_packed_as_on_the_cpu(data):
     lengths = [data.draw(st.sampled_from([1, 5, 16, 100, 127, 128, 129, 144, 200, 256, 272])) for
                _ in range(2)]  # fmt: skip
-    batch = data.draw(st.lists(st.integers(1, 3), max_size=2))
+    batch = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
     values = data.draw(VALUES)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     shape = [*batch, *lengths]

@@ -101,12 +101,21 @@ def test_the_package_is_called_with_its_own_results(monkeypatch):
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 @pytest.mark.parametrize("dim", [64, 192])
-def test_the_reduced_set_is_made_of_valid_calls(dim, name):
-    count = 0
+def test_the_reduced_set_is_made_of_valid_calls(dim, name, monkeypatch):
+    count, definition, known = 0, reference.attention_backward, []
+
+    def once(*given, **options):
+        """The results of a call are looked at seven times."""
+        if not known:
+            known.append(definition(*given, **options))
+        return known[0]
+
+    monkeypatch.setattr(reference, "attention_backward", once)
     problems = [*backward_calls.problems(dim), *backward_calls.masked_problems(dim)]
     for sparse in (False, True):
         problems += backward_calls.sm80_problems(dim, sparse)
     for shape, options in problems:
+        known.clear()
         host = backward_calls.arrays(peers.DTYPES[name], shape)
         options = {**options, "mask": host.get("mask"), "bias": host.get("bias")}
         q, k, v, dout = (host[name] for name in ("q", "k", "v", "dout"))

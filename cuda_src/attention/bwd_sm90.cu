@@ -117,11 +117,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       st_shared_v4_b32(to + 4 * piece_offset(j, 0), four);
     }
   };
-  // Hands it on, and comes after what need not wait for it.
-  auto send_piece = [&]() {
-    fence_proxy_async_shared();
-    release_own(shared.out_full[group][slot_place(-kDelayed).index()]);
-  };
+  auto send_piece = [&]() { release_own(shared.out_full[group][slot_place(-kDelayed).index()]); };
   // Writes 16-bit rows of 64 keys to the slot after so many.
   auto put_keys = [&](const float (&d)[kMmaD][4], int more, float scale, bool zero, Look& look) {
     const SlotPlace slot = slot_place(more);
@@ -140,7 +136,6 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
       stmatrix_x4(KeyTile::at(to, 0, j / 2), pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    fence_proxy_async_shared();
     release_own(shared.out_full[group][slot.index()]);
   };
 
@@ -283,9 +278,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       const uint8 *q_tile = shared.q[q_at], *o_tile = shared.dout[o_at];
       const uint8 *next_q = shared.q[q_next.index()], *next_o = shared.dout[o_next.index()];
       const float4* rows = shared.rows[q_next.index()] + lane() % 4;
-      bool cut = false;  // the next tile
+      const bool dropped = kDelayed && step == 0;  // dQ
+      bool cut = false;                            // the next tile
       uint32 weights[kMmaM][2], ds[kMmaM][2];
-      auto dropped = [&]() { return kDelayed && step == 1; };  // dQ, once gone on from the first
       auto go_on = [&]() {
         next_step();
         cut = !kSparse && kBegin && is_cut();
@@ -331,7 +326,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         wgmma_wait_group<kBegin>();
         release(shared.ds_empty[ds_of_piece().index()]);
         if constexpr (!kAhead) go_on();
-        if (!dropped()) put_piece(dp);
+        if (!dropped) {
+          put_piece(dp);
+        }
       }
       if constexpr (kBegin) {
         if constexpr (!kSparse && !kFinish) cut = is_cut();
@@ -341,7 +338,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         wgmma_commit_group();
       }
       if constexpr (kFinish) {
-        if (!dropped()) send_piece();
+        if (!dropped) send_piece();
       }
       if constexpr (kDkLate) {
         wgmma_fence();

@@ -124,6 +124,7 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
   auto wait_for_slots = [&]() {
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) wait(shared.out_full[group][slot], parity);
+    fence_proxy_async_shared();
   };
   auto free_slots = [&]() {
     cp_async_bulk_wait_group_read<0>();

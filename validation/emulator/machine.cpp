@@ -416,8 +416,13 @@ void add_release(uint32_t* address, uint32_t x) {
 // ------------------------------------------------------------------------ what shared memory holds
 constexpr uint32_t kFences = (1 << 20) - 1;
 
-uint32_t writing(const Fiber& fiber) { return (fiber.tid.x + 2) << 20 | (fiber.fences & kFences); }
-void fence_proxy() { ++self().fences; }
+uint32_t writing(const Fiber& fiber) { return (fiber.tid.x + 2) << 20 | (block->fences & kFences); }
+void fence_proxy() { self().fence = ++block->fences; }
+
+static bool has_fenced(const Fiber& fiber, uint32_t since) {
+  const uint32_t later = (fiber.fence - since) & kFences;
+  return fiber.fence != 0 && later != 0 && later <= kFences / 2;
+}
 
 void fill(uint32_t address, int bytes, uint32_t with) {
   if (checking) std::fill_n(shadow + address, bytes, with);
@@ -436,7 +441,7 @@ void check_fenced(const char* who, uint32_t address, int bytes) {
   for (uint32_t at = address; checking && at < address + bytes; ++at) {
     if (shadow[at] <= kAnyone) continue;
     const uint32_t writer = (shadow[at] >> 20) - 2;
-    if ((block->fibers[writer]->fences & kFences) == (shadow[at] & kFences)) {
+    if (!has_fenced(*block->fibers[writer], shadow[at]) && !has_fenced(self(), shadow[at])) {
       fail(std::string(who) + " without fence.proxy.async after what thread " +
            std::to_string(writer) + " has written: byte " + std::to_string(at));
     }

@@ -52,7 +52,7 @@ struct Fiber : Thread {
   bool started = false, ended = false;
   bool parked = false;              // until somebody wakes it
   bool impatient = false;           // it waits for a while only
-  uint32_t fences = 0;              // of proxies
+  uint32_t fence = 0;               // of proxies, its last: the number in the block
   const uint32_t* asked = nullptr;  // the word that it asked for last, and what that was
   uint32_t answer = 0;
   CopyGroups copies, stores;  // cp.async, TMA
@@ -102,6 +102,7 @@ struct Block {
   int order = 0;             // of copies: any, 1: the oldest first, 2: the newest first
   int idle = 0;              // how often those who wait for a while have been sent on in vain
   uint64_t steps = 0;
+  uint32_t fences = 0;                 // of proxies, by all threads
   unsigned index = 0, slot = 0;        // in the grid; among those that run at the same time
   size_t left = 0;                     // threads that have not ended
   bool stuck = false;                  // nobody could go on at the end of its turn
@@ -127,7 +128,9 @@ void progress(uint32_t address, int arrivals, long bytes);
 
 // ------------------------------------------------------------------------ what shared memory holds
 // For each byte: nothing yet; what the async proxy has written, or everybody may read; or what a
-// thread has written, with the fences it had made by then.
+// thread has written, with the fences there had been by then.  A fence of its own counts after
+// that, or one of whoever lets the async proxy read: it has waited for the writer meanwhile, or
+// the memory would be found unwritten in another order of turns.
 enum : uint32_t { kNothing = 0, kAnyone = 1 };
 extern bool checking;  // not under AddressSanitizer, which takes the place of the reports
 uint32_t writing(const Fiber& fiber);
