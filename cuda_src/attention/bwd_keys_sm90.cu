@@ -51,6 +51,7 @@ struct SharedStorage {
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
   TileNote note[kSparse ? kStages : 1];  // of the tile in each place of Q
+  MaskCursor cursors[kCursors];
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 

@@ -83,6 +83,7 @@ struct SharedStorage {
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
   TileNote note[kSparse ? kQStages : 1];  // of the tile in each place of Q
+  MaskCursor cursors[kCursors];
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -132,7 +133,8 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
     for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
   };
   each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    each_step<kLastFirst, kTileM, kTileN>(params, work, [&](Step step) {
+    MaskCursor& cursor = shared.cursors[kCursors > 1 ? 2 + slot : 0];
+    each_step<kLastFirst, kTileM, kTileN>(params, work, cursor, [&](Step step) {
       if (!mine()) return;
       const uint32 row_tile = (work.entry + step.head) * p.q_tiles + step.tile;
       // The first to add is the first or the last block of keys that the tile sees.
@@ -143,8 +145,10 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
         // Blocks that are hidden from it add nothing, and nobody waits for them.  How many others
         // come before this one is known beforehand, so that a turn is a number here, too: were it
         // passed on for tiles that are stepped over, every block would have to look at all tiles.
-        turn = counted_blocks(params.mask, work.entry + step.head, kLastFirst ? work.tile + 1 : end,
-                              kLastFirst ? end : work.tile - 1, step.tile * kTileM / kMaskBlock);
+        // Tiles of a block have one number, but where the band begins or ends between them.
+        const int block = step.tile * kTileM / kMaskBlock;
+        turn = counted_blocks(params.mask, cursor.row - work.tile, kLastFirst ? work.tile + 1 : end,
+                              kLastFirst ? end : work.tile - 1, block);
       }
       wait_for_slots();
       if (!work.unseen) {

@@ -17,6 +17,7 @@ _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
 # Work there, in bwd_keys_sm90.cu and in bwd_queries_sm90.cu
 _WORK_BYTES, _KEY_WORK_BYTES, _QUERY_WORK_BYTES = 52, 44, 48
 _NOTE_BYTES = 8  # TileNote
+_CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,9 @@ class BackwardVariant(Variant):
 
     @property
     def notes(self) -> int:
-        """Bytes of what is told of the tiles in flight, under a mask."""
-        return _NOTE_BYTES * (self.stages if self.sparse else 1)
+        """Bytes of what is told of the tiles in flight, under a mask, and of where feeders are."""
+        cursors = _CURSORS if self.sparse else 1
+        return _NOTE_BYTES * (self.stages if self.sparse else 1) + _CURSOR_BYTES * cursors
 
 
 @dataclass(frozen=True, kw_only=True)
