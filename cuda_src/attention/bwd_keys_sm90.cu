@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       prefetch_tensormap(&params.q_map);
       prefetch_tensormap(&params.k_map);
-      feed_queries<Walk>(params, shared, [&](Work& work) { draw_up(params.common, work); });
+      feed_queries<Walk, false>(params, shared, [&](Work& work) { draw_up(params.common, work); });
     } else if (warp == 1) {
       prefetch_tensormap(&params.dout_map);
       prefetch_tensormap(&params.v_map);

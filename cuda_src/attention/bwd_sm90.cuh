@@ -13,7 +13,12 @@ constexpr int kTileN = FA_TILE_N;      // keys of a block
 constexpr int kQStages = FA_STAGES;    // tiles of Q in flight
 constexpr int kOStages = FA_O_STAGES;  // tiles of dO in flight
 constexpr int kSlots = FA_SLOTS;       // places for a warpgroup's results on their way out
-constexpr int kWorkStages = 2;         // places for announced work
+constexpr int kStores = FA_STORES;     // threads that store results, each waiting for its turns
+constexpr int kFeeders = kStores > 2 ? 1 : 2;  // threads that load, of the other warps
+// Barriers that say of a result that it is there.  A thread that saw only some phases of one could
+// not tell them apart by parity, so that each has its own.
+constexpr int kTickets = kStores == kSlots ? kSlots : kStores * kSlots;
+constexpr int kWorkStages = 2;  // places for announced work
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
 // Whether dK += dS^T Q of the tile before runs beside the exponentials.
@@ -49,7 +54,8 @@ static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kTileM % 16 == 0, "queries are summed over by m64nNk16");
 static_assert(kTileM <= 128, "a bit for each query of a thread is in a word");
 static_assert(!kLate || !kDelayed, "nobody waits for dS of this tile then");
-static_assert(kSlots <= 2, "two threads store results");
+static_assert(kFeeders + kStores <= 4, "a warpgroup feeds");
+static_assert(kSlots >= 1 && kStores >= 1, "results go out");
 static_assert(kQStages > 1 || (!kLate && !kSoon), "the next tile is waited for early");
 static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
 static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
@@ -79,7 +85,7 @@ struct SharedStorage {
   uint64 k_full, k_empty, v_full, v_empty;
   uint64 q_full[kQStages], q_empty[kQStages], dout_full[kOStages], dout_empty[kOStages];
   uint64 ds_full[kDsStages], ds_empty[kDsStages];
-  uint64 out_full[kGroups][kSlots], out_empty[kGroups][kSlots];
+  uint64 out_full[kGroups][kTickets], out_empty[kGroups][kSlots];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
   TileNote note[kSparse ? kQStages : 1];  // of the tile in each place of Q
@@ -111,20 +117,24 @@ FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
 }
 
 // Adds pieces of dQ to the sums, and stores rows of dV and dK: those of both warpgroups that pass
-// through one of their slots.  A piece takes a while from its turn to the next one's; a thread for
-// each slot lets two tiles be on their way.
-FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 slot) {
+// through slots.  A piece takes a while from its turn to the next one's, longer than its bytes are
+// in a slot: a tile for each of these threads is on its way.
+FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 thread) {
   const AttentionParams& p = params.common;
   uint32 results = 0;  // of each warpgroup, done so far
-  // Whether the next result comes this way; then the parity of its slot.
-  uint32 parity;
+  // Whether this thread stores the next result; then its slot, and what says that it is there.
+  uint32 slot, ticket, parity;
   auto mine = [&]() {
-    parity = results / kSlots & 1;
-    return results++ % kSlots == slot;
+    slot = results % kSlots;
+    ticket = results % kTickets;
+    parity = results / kTickets & 1;
+    return results++ % kStores == thread;
   };
   auto wait_for_slots = [&]() {
 #pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) wait(shared.out_full[group][slot], parity);
+    for (int group = 0; group < kGroups; ++group) {
+      wait(shared.out_full[group][ticket], parity);
+    }
     fence_proxy_async_shared();
   };
   auto free_slots = [&]() {
@@ -133,7 +143,7 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
     for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
   };
   each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    MaskCursor& cursor = shared.cursors[kCursors > 1 ? 2 + slot : 0];
+    MaskCursor& cursor = shared.cursors[kCursors > 1 ? kFeeders + thread : 0];
     each_step<kLastFirst, kTileM, kTileN>(params, work, cursor, [&](Step step) {
       if (!mine()) return;
       const uint32 row_tile = (work.entry + step.head) * p.q_tiles + step.tile;

@@ -321,12 +321,44 @@ FA_DEVICE void load_keys(uint8* tile, const TensorMap& map, const uint64& full_b
                                          step, work.coordinate, 0);
 }
 
+// Asks for Q of a step, what is known of its rows and what a mask says of it, once there is room.
+template <typename Walk, typename Shared, typename Place>
+FA_DEVICE void load_queries(const BwdSm90Params& params, Shared& shared, const KeyWork& work,
+                            MaskCursor& cursor, Step step, Place& place) {
+  const int at = place.index(), row = step.tile * Walk::kTileM;
+  const TileNote note = note_of<Walk::kTileM>(params.mask, cursor, step.tile, work.unseen);
+  wait(shared.q_empty[at], place.parity() ^ 1);
+  if constexpr (kSparse) shared.note[at] = note;
+  const uint32 full = cvta_to_shared(&shared.q_full[at]);
+  mbarrier_arrive_expect_tx(full, Walk::kQBytes + sizeof(shared.rows[0]));
+  load_rows<Walk::kTileM, Walk::kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, row,
+                                         params.q_step, work.coordinate, step.head);
+  load_known<Walk::kTileM>(shared.rows[at], params, full, work.entry + step.head, row);
+  place.advance();
+}
+
+// The same for dO.
+template <typename Walk, typename Shared, typename Place>
+FA_DEVICE void load_gradients(const BwdSm90Params& params, Shared& shared, const KeyWork& work,
+                              Step step, Place& place) {
+  const int at = place.index();
+  wait(shared.dout_empty[at], place.parity() ^ 1);
+  const uint32 full = cvta_to_shared(&shared.dout_full[at]);
+  mbarrier_arrive_expect_tx(full, Walk::kQBytes);
+  load_rows<Walk::kTileM, Walk::kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
+                                         step.tile * Walk::kTileM, params.dout_step,
+                                         work.coordinate, step.head);
+  place.advance();
+}
+
 // Draws up the order of a block's work; loads K and Q, and what is known of Q's rows.  draw_up
-// writes down the work of a number, and says whether there is some.
-template <typename Walk, typename Shared, typename DrawUp>
+// writes down the work of a number, and says whether there is some.  `kAll`: loads V and dO, too,
+// which leaves a thread for something else.
+template <typename Walk, bool kAll, typename Shared, typename DrawUp>
 FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp draw_up) {
   RingPlace<sizeof(shared.work_full) / 8> work_place;
-  RingPlace<sizeof(shared.q_full) / 8> place;
+  RingPlace<sizeof(shared.q_full) / 8> q_place;
+  RingPlace<sizeof(shared.dout_full) / 8> o_place;
   RingPlace<1> k_place;
   uint32 index = atom_add_u32(params.counters, 1);
 #pragma unroll 1
@@ -341,19 +373,15 @@ FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp 
     if constexpr (!Walk::kLate) index = atom_add_u32(params.counters, 1);  // needed much later
     wait(shared.k_empty, k_place.parity() ^ 1);
     load_keys<Walk>(shared.k, params.k_map, shared.k_full, work, params.k_step);
+    if constexpr (kAll) {
+      wait(shared.v_empty, k_place.parity() ^ 1);
+      load_keys<Walk>(shared.v, params.v_map, shared.v_full, work, params.v_step);
+    }
     k_place.advance();
     MaskCursor& cursor = shared.cursors[0];
     each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, cursor, [&](Step step) {
-      const int at = place.index(), row = step.tile * Walk::kTileM;
-      const TileNote note = note_of<Walk::kTileM>(params.mask, cursor, step.tile, work.unseen);
-      wait(shared.q_empty[at], place.parity() ^ 1);
-      if constexpr (kSparse) shared.note[at] = note;
-      const uint32 full = cvta_to_shared(&shared.q_full[at]);
-      mbarrier_arrive_expect_tx(full, Walk::kQBytes + sizeof(shared.rows[0]));
-      load_rows<Walk::kTileM, Walk::kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, row,
-                                             params.q_step, work.coordinate, step.head);
-      load_known<Walk::kTileM>(shared.rows[at], params, full, work.entry + step.head, row);
-      place.advance();
+      load_queries<Walk>(params, shared, work, cursor, step, q_place);
+      if constexpr (kAll) load_gradients<Walk>(params, shared, work, step, o_place);
     });
     if constexpr (Walk::kLate) index = atom_add_u32(params.counters, 1);
     work_place.advance();
@@ -371,14 +399,7 @@ FA_DEVICE void feed_gradients(const BwdSm90Params& params, Shared& shared) {
     v_place.advance();
     MaskCursor& cursor = shared.cursors[kCursors > 1 ? 1 : 0];
     each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, cursor, [&](Step step) {
-      const int at = place.index();
-      wait(shared.dout_empty[at], place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
-      mbarrier_arrive_expect_tx(full, Walk::kQBytes);
-      load_rows<Walk::kTileM, Walk::kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
-                                             step.tile * Walk::kTileM, params.dout_step,
-                                             work.coordinate, step.head);
-      place.advance();
+      load_gradients<Walk>(params, shared, work, step, place);
     });
   });
 }

@@ -88,6 +88,8 @@ class BwdSm90(BackwardVariant):
         Tiles of dO in flight; `stages` are those of Q.
     slots : int
         Places for a warpgroup's results on their way out.
+    stores : int
+        Threads that store results, each of which waits for turns. Three leave one thread that loads.
     late : bool
         Whether dK of a tile is computed beside the exponentials of the next one.
     soon : bool
@@ -101,6 +103,7 @@ class BwdSm90(BackwardVariant):
 
     o_stages: int
     slots: int
+    stores: int
     late: bool
     soon: bool
     delayed: bool
@@ -121,7 +124,8 @@ class BwdSm90(BackwardVariant):
         rows = 8 * self.tile_m * self.stages
         slots = _GROUPS * self.slots
         rings = self.stages + self.o_stages + ds_stages + slots + _WORK_STAGES
-        barriers = 4 + 2 * rings
+        tickets = self.slots if self.stores == self.slots else self.stores * self.slots
+        barriers = 4 + 2 * rings + _GROUPS * (tickets - self.slots)
         end = 8 * barriers + _WORK_STAGES * _WORK_BYTES + self.notes
         return tiles + scores + slots * 4 * 64 * self.piece_m + rows + -(-end // 16) * 16
 
@@ -133,6 +137,7 @@ class BwdSm90(BackwardVariant):
             *self.tiles,
             ("FA_O_STAGES", self.o_stages),
             ("FA_SLOTS", self.slots),
+            ("FA_STORES", self.stores),
             ("FA_LATE", int(self.late)),
             ("FA_SOON", int(self.soon)),
             ("FA_DELAYED", int(self.delayed)),
