@@ -67,6 +67,9 @@ using ScoreTile = SharedTile<kTileM, kTileN>;  // dS; a warpgroup's keys are a b
 using KeyTile = SharedTile<64, 64 * kBlocks>;  // a warpgroup's rows of dK or dV
 static_assert(64 * 128 * kBlocks <= kSlotBytes, "rows of dK fit where a piece of dQ does");
 
+// Whether a thread that stores a piece asks for its turn before the piece has come, or after it.
+constexpr bool kTurnFirst = FA_TURN_FIRST;
+
 // A block's next part of the work.
 struct Work : KeyWork {
   struct {
@@ -160,10 +163,15 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
         turn = counted_blocks(params.mask, cursor.row - work.tile, kLastFirst ? work.tile + 1 : end,
                               kLastFirst ? end : work.tile - 1, block);
       }
-      wait_for_slots();
-      if (!work.unseen) {
+      auto wait_for_turn = [&]() {
+        if (work.unseen) return;
         while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
         }
+      };
+      if constexpr (kTurnFirst) wait_for_turn();
+      wait_for_slots();
+      if constexpr (!kTurnFirst) wait_for_turn();
+      if (!work.unseen) {
         fence_proxy_async_global();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {

@@ -90,6 +90,8 @@ class BwdSm90(BackwardVariant):
         Places for a warpgroup's results on their way out.
     stores : int
         Threads that store results, each of which waits for turns. Three leave one thread that loads.
+    turn_first : bool
+        Whether a thread that stores a piece of dQ waits for its turn before it waits for the piece.
     late : bool
         Whether dK of a tile is computed beside the exponentials of the next one.
     soon : bool
@@ -104,6 +106,7 @@ class BwdSm90(BackwardVariant):
     o_stages: int
     slots: int
     stores: int
+    turn_first: bool
     late: bool
     soon: bool
     delayed: bool
@@ -138,6 +141,7 @@ class BwdSm90(BackwardVariant):
             ("FA_O_STAGES", self.o_stages),
             ("FA_SLOTS", self.slots),
             ("FA_STORES", self.stores),
+            ("FA_TURN_FIRST", int(self.turn_first)),
             ("FA_LATE", int(self.late)),
             ("FA_SOON", int(self.soon)),
             ("FA_DELAYED", int(self.delayed)),
