@@ -49,8 +49,8 @@ FA_DEVICE const uint32* seen_row(const MaskTable& mask, int row) {
   return mask.seen + static_cast<int64>(row) * seen_words(mask.cols);
 }
 
-// The first block of a row in [from, end) that is not hidden, by its words of `seen`; `end` if there
-// is none.
+// The first block of a row in [from, end) that is not hidden, by the row's words of `seen`; `end`
+// if there is none.
 template <typename Word>
 FA_DEVICE int next_block(Word word, int from, int end) {
   while (from < end) {

@@ -89,9 +89,9 @@ class BwdSm90(BackwardVariant):
     slots : int
         Places for a warpgroup's results on their way out.
     stores : int
-        Threads that store results, each of which waits for turns. Three leave one thread that loads.
+        Threads that store results, each of which waits for turns. Three leave one that loads.
     turn_first : bool
-        Whether a thread that stores a piece of dQ waits for its turn before it waits for the piece.
+        Whether a thread that stores a piece of dQ waits for its turn first, then for the piece.
     late : bool
         Whether dK of a tile is computed beside the exponentials of the next one.
     soon : bool
