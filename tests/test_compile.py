@@ -1,7 +1,5 @@
 """Every row of the variant table compiles, without a GPU, into what it promises."""
 
-import re
-
 import pytest
 
 from fa_cupy.gpu import compile, nvrtc
@@ -19,21 +17,10 @@ USUAL = ("sm_80", "sm_90a")
 # that is read too early, or for another reason.
 SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
 
-# Rows for both of these differ by their dtype in a few instructions only: here float16 is compiled
-# for one of them and bfloat16 for the other. `make compile-all` compiles the rest.
-BY_DTYPE = {"float16": "sm_80", "bfloat16": "sm_90a"}
-
 ALL = (*VARIANTS, *PRODUCTS, *BACKWARD, *BACKWARD_SM80, *MASKS)
-
-
-def usual(row, target):
-    both = row.dtype in BY_DTYPE and set(USUAL) <= set(row.targets)
-    return target == BY_DTYPE[row.dtype] if both else target in USUAL
-
-
 ROWS = [
     pytest.param(
-        row, target, marks=() if usual(row, target) else pytest.mark.slow, id=f"{row.name}-{target}"
+        row, target, marks=() if target in USUAL else pytest.mark.slow, id=f"{row.name}-{target}"
     )
     for row in ALL
     for target in row.targets
@@ -55,22 +42,6 @@ def test_row_compiles_into_what_it_promises(row, target):
     assert not [note for note in found.notes if any(code in note for code in SLOW_NOTES)]
     if target in row.hot_targets:
         assert (found.stack, found.spill_stores, found.spill_loads) == (0, 0, 0)
-
-
-def test_usual_targets_leave_nothing_out():
-    """Each kernel with each of its settings meets each target that it is for, in some dtype."""
-
-    def settings(row):
-        # Rows of the other dtype have another name, and nothing else that differs.
-        return re.sub(r"b?float16", "half", row.name)
-
-    for target in USUAL:
-        for_it = [row for row in ALL if target in row.targets]
-        compiled = {settings(row) for row in for_it if usual(row, target)}
-        assert {settings(row) for row in for_it} == compiled
-    assert {row.name for row in ALL if any(usual(row, target) for target in USUAL)} == {
-        row.name for row in ALL if set(USUAL) & set(row.targets)
-    }
 
 
 def test_names_are_unique():
