@@ -2,7 +2,7 @@
 // instruction.  PTX ISA 9.7.9.25.4 "Data Movement and Conversion Instructions: Bulk copy".
 //
 // Addresses and sizes are multiples of 16.  What is written to global memory is a part of this
-// thread's next bulk group (ptx/tma.cuh).
+// thread's next bulk group (ptx/tma.cuh, which has the L2 cache policies, too).
 #pragma once
 #include "ptx/types.cuh"
 
@@ -17,18 +17,23 @@ FA_DEVICE void cp_async_bulk_load(uint32 shared_address, const void* global, uin
 }
 
 // Shared to global memory.
-FA_DEVICE void cp_async_bulk_store(void* global, uint32 shared_address, uint32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global),
-               "r"(shared_address), "r"(bytes)
-               : "memory");
+FA_DEVICE void cp_async_bulk_store(void* global, uint32 shared_address, uint32 bytes,
+                                   uint64 policy) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;\n" ::"l"(
+          global),
+      "r"(shared_address), "r"(bytes), "l"(policy)
+      : "memory");
 }
 
 // Adds floats of shared memory to those in global memory, each sum rounded to nearest.  PTX ISA
 // 9.7.9.25.4.2 "cp.reduce.async.bulk".
-FA_DEVICE void cp_reduce_async_bulk_add_f32(float* global, uint32 shared_address, uint32 bytes) {
+FA_DEVICE void cp_reduce_async_bulk_add_f32(float* global, uint32 shared_address, uint32 bytes,
+                                            uint64 policy) {
   asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(global),
-      "r"(shared_address), "r"(bytes)
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, "
+      "%3;\n" ::"l"(global),
+      "r"(shared_address), "r"(bytes), "l"(policy)
       : "memory");
 }
 

@@ -210,7 +210,7 @@ BUGS = {
     ),
     "steps are counted without the mask": (
         "bwd_sm90", 128, "deadlock|does not end",
-        ("work.steps = max(steps, 1);", "work.steps = (work.end - work.begin) * params.group;"),
+        ("if (work.unseen) work.steps = 1;", "work.steps = (work.end - work.begin) * params.group;"),
     ),
     "a note is overwritten early": (
         "bwd_sm90", 64, "",
@@ -219,8 +219,8 @@ BUGS = {
     ),
     "rows of blocks of the group's first head": (
         "bwd_sm90", 128, "deadlock|",
-        ("table_row(params.mask, work.entry + head, work.tile",
-         "table_row(params.mask, work.entry, work.tile"),
+        ("begin_row(cursor, table_row(params.mask, work.entry + head,",
+         "begin_row(cursor, table_row(params.mask, work.entry,"),
     ),
     "words of the other half of a block's keys": (
         "bwd_keys_sm90", 192, "", ("work.tile % 2 * 64, my_thread()", "0, my_thread()"),

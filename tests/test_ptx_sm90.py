@@ -489,13 +489,13 @@ SOURCES = {
   __syncthreads();
   if (warp == 0 && elect_sync()) {
     float* out = at<float>(p.out);
-    cp_async_bulk_store(out, cvta_to_shared(words), 2048);
+    cp_async_bulk_store(out, cvta_to_shared(words), 2048, kEvictLast);
     for (int n = 1; n < 3; ++n) {
-      cp_async_bulk_store(out + 512 * n, cvta_to_shared(words), 2048);
+      cp_async_bulk_store(out + 512 * n, cvta_to_shared(words), 2048, kEvictNormal);
       cp_async_bulk_commit_group();
       cp_async_bulk_wait_group<0>();
       for (int i = 0; i < n; ++i) {
-        cp_reduce_async_bulk_add_f32(out + 512 * n, cvta_to_shared(words), 1024);
+        cp_reduce_async_bulk_add_f32(out + 512 * n, cvta_to_shared(words), 1024, kEvictLast);
       }
       cp_async_bulk_commit_group();
       cp_async_bulk_wait_group<0>();
@@ -515,9 +515,9 @@ SOURCES = {
     }
     fence_proxy_async_global();
     if (blockIdx.x == 0) {
-      cp_async_bulk_store(at<float>(p.out), cvta_to_shared(words), 128);
+      cp_async_bulk_store(at<float>(p.out), cvta_to_shared(words), 128, kEvictNormal);
     } else {
-      cp_reduce_async_bulk_add_f32(at<float>(p.out), cvta_to_shared(words), 128);
+      cp_reduce_async_bulk_add_f32(at<float>(p.out), cvta_to_shared(words), 128, kEvictFirst);
     }
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_group<0>();

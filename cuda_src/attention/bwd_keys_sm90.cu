@@ -51,6 +51,7 @@ struct SharedStorage {
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
   TileNote note[kSparse ? kStages : 1];  // of the tile in each place of Q
+  MaskCursor cursors[kCursors];
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -61,7 +62,7 @@ using KPlace = RingPlace<1>;
 using Place = RingPlace<kStages>;
 
 // ----------------------------------------------------------------------------------------- feeding
-using Walk = KeyWalk<false, true, false, kTile, kTile, kBlocks>;
+using Walk = KeyWalk<false, true, false, kEvictNormal, kTile, kTile, kBlocks>;
 
 // What the warpgroups are told of some work.
 FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
@@ -331,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       prefetch_tensormap(&params.q_map);
       prefetch_tensormap(&params.k_map);
-      feed_queries<Walk>(params, shared, [&](Work& work) { draw_up(params.common, work); });
+      feed_queries<Walk, false>(params, shared, [&](Work& work) { draw_up(params.common, work); });
     } else if (warp == 1) {
       prefetch_tensormap(&params.dout_map);
       prefetch_tensormap(&params.v_map);

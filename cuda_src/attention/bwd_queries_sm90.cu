@@ -63,6 +63,7 @@ struct SharedStorage {
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
   TileNote note[kSparse ? kKStages : 1];  // of the tile in each place of K
+  MaskCursor cursors[kCursors];
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -111,20 +112,14 @@ FA_DEVICE bool announce(const BwdSm90Params& params, Work& work, uint32 index) {
 
 // Calls f for each tile of keys of some work, in order.
 template <typename F>
-FA_DEVICE void each_tile(const BwdSm90Params& params, const Work& work, F f) {
+FA_DEVICE void each_tile(const BwdSm90Params& params, const Work& work, MaskCursor& cursor, F f) {
   if constexpr (kSparse) {
-    auto row = [&]() { return table_row(params.mask, work.entry, work.tile); };
-    each_seen_tile<true, kTileN>(params.mask, row, work, work.steps == 0, f);
+    begin_row(cursor, table_row(params.mask, work.entry, work.tile));
+    each_seen_tile<true, kTileN>(params.mask, cursor, work, work.steps == 0, f);
   } else {
 #pragma unroll 1
     for (int tile = work.begin; tile < work.end; ++tile) f(tile);
   }
-}
-
-FA_DEVICE TileNote note_of(const BwdSm90Params& params, const Work& work, int tile) {
-  if (!kSparse || work.steps == 0) return {tile, kWholeBlock};
-  const int row = table_row(params.mask, work.entry, work.tile);
-  return {tile, block_place(params.mask, row, tile * kTileN / kMaskBlock)};
 }
 
 // Draws up the order of this block's work; loads K.
@@ -140,9 +135,10 @@ FA_DEVICE void feed_keys(const BwdSm90Params& params, SharedStorage& shared) {
     arrive(shared.work_full[work_place.index()]);
     if (!more) break;
     index = atom_add_u32(params.counters + 1, 1);  // the answer is not needed for long
-    each_tile(params, work, [&](int tile) {
+    MaskCursor& cursor = shared.cursors[0];
+    each_tile(params, work, cursor, [&](int tile) {
       const int at = place.index();
-      const TileNote note = note_of(params, work, tile);
+      const TileNote note = note_of<kTileN>(params.mask, cursor, tile, work.steps == 0);
       wait(shared.k_empty[at], place.parity() ^ 1);
       if constexpr (kSparse) shared.note[at] = note;
       const uint32 full = cvta_to_shared(&shared.k_full[at]);
@@ -173,7 +169,7 @@ FA_DEVICE void feed_values(const BwdSm90Params& params, SharedStorage& shared) {
       load_known<64>(shared.rows[group], params, full, work.entry, row);
     }
     q_place.advance();
-    each_tile(params, work, [&](int tile) {
+    each_tile(params, work, shared.cursors[kCursors > 1 ? 1 : 0], [&](int tile) {
       const int at = place.index();
       wait(shared.v_empty[at], place.parity() ^ 1);
       const uint32 full = cvta_to_shared(&shared.v_full[at]);

@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   bool added = keys.begin < keys.end;
   if (is_masked(params.mask)) {
     const int block = first_row / kMaskBlock;
-    added = counted_blocks(params.mask, entry, keys.begin, keys.end - 1, block) > 0;
+    added = counted_blocks(params.mask, table_row(params.mask, entry, 0), keys.begin, keys.end - 1,
+                           block) > 0;
   }
   const int row = first_row + kRows * (piece / params.blocks), col = 64 * (piece % params.blocks);
   if (row >= p.q_len || col >= p.v_dim) return;

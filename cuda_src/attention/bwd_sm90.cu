@@ -38,11 +38,13 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
   auto warp_row = [&]() { return my_thread() / 32 * 16; };  // of the warpgroup's 64
 
   uint32 works = 0, tiles = 0;  // done so far; all places in rings follow from them
+  auto result = [&](int more) { return tiles + 2 * works + more; };  // its number
   auto slot_place = [&](int more) {
     SlotPlace slot;
-    slot.advance(tiles + 2 * works + more);
+    slot.advance(result(more));
     return slot;
   };
+  auto hand_on = [&](int more) { release_own(shared.out_full[group][result(more) % kTickets]); };
   auto ds_place = [&](uint32 number) {
     DsPlace place;
     place.advance(number);
@@ -117,7 +119,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       st_shared_v4_b32(to + 4 * piece_offset(j, 0), four);
     }
   };
-  auto send_piece = [&]() { release_own(shared.out_full[group][slot_place(-kDelayed).index()]); };
+  auto send_piece = [&]() { hand_on(-kDelayed); };
   // Writes 16-bit rows of 64 keys to the slot after so many.
   auto put_keys = [&](const float (&d)[kMmaD][4], int more, float scale, bool zero, Look& look) {
     const SlotPlace slot = slot_place(more);
@@ -136,7 +138,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
       stmatrix_x4(KeyTile::at(to, 0, j / 2), pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    release_own(shared.out_full[group][slot.index()]);
+    hand_on(more);
   };
 
   if constexpr (kDelayed) {  // what dQ is computed from at the first tile
@@ -277,6 +279,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       const int q_at = q_place.index(), o_at = o_place.index();
       const uint8 *q_tile = shared.q[q_at], *o_tile = shared.dout[o_at];
       const uint8 *next_q = shared.q[q_next.index()], *next_o = shared.dout[o_next.index()];
+      // Of this lane's queries: two of LSE, then two of delta.
       const float4* rows = shared.rows[q_next.index()] + lane() % 4;
       const bool dropped = kDelayed && step == 0;  // dQ
       bool cut = false;                            // the next tile
@@ -326,9 +329,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
         wgmma_wait_group<kBegin>();
         release(shared.ds_empty[ds_of_piece().index()]);
         if constexpr (!kAhead) go_on();
-        if (!dropped) {
-          put_piece(dp);
-        }
+        if (!dropped) put_piece(dp);
       }
       if constexpr (kBegin) {
         if constexpr (!kSparse && !kFinish) cut = is_cut();
@@ -413,13 +414,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int group = 0; group < kGroups; ++group) {
       for (int i = 0; i < kSlots; ++i) {
-        init(shared.out_full[group][i], kWarpArrivals * 4);
         init(shared.out_empty[group][i], 1);
       }
+      for (int i = 0; i < kTickets; ++i) init(shared.out_full[group][i], kWarpArrivals * 4);
     }
     for (int i = 0; i < kWorkStages; ++i) {
       init(shared.work_full[i], 1);
-      init(shared.work_empty[i], kWarpArrivals * 4 * kGroups + 1 + kSlots);
+      init(shared.work_empty[i], kWarpArrivals * 4 * kGroups + kFeeders - 1 + kStores);
     }
     fence_mbarrier_init();
   }
@@ -435,15 +436,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       prefetch_tensormap(&params.q_map);
       prefetch_tensormap(&params.k_map);
-      feed_queries<Walk>(params, shared, [&](Work& work) { draw_up(params.common, work); });
-    } else if (warp == 1) {
+      if constexpr (kFeeders == 1) {
+        prefetch_tensormap(&params.dout_map);
+        prefetch_tensormap(&params.v_map);
+      }
+      feed_queries<Walk, kFeeders == 1>(params, shared,
+                                        [&](Work& work) { draw_up(params.common, work); });
+    } else if (warp < kFeeders) {
       prefetch_tensormap(&params.dout_map);
       prefetch_tensormap(&params.v_map);
       feed_gradients<Walk>(params, shared);
-    } else if (warp < 2 + kSlots) {
+    } else if (warp < kFeeders + kStores) {
       prefetch_tensormap(&params.dk_map);
       prefetch_tensormap(&params.dv_map);
-      store_results(params, shared, warp - 2);
+      store_results(params, shared, warp - kFeeders);
     }
   }
 }

@@ -13,7 +13,14 @@ constexpr int kTileN = FA_TILE_N;      // keys of a block
 constexpr int kQStages = FA_STAGES;    // tiles of Q in flight
 constexpr int kOStages = FA_O_STAGES;  // tiles of dO in flight
 constexpr int kSlots = FA_SLOTS;       // places for a warpgroup's results on their way out
-constexpr int kWorkStages = 2;         // places for announced work
+constexpr int kStores = FA_STORES;     // threads that store results, each waiting for its turns
+constexpr int kFeeders = kStores > 2 ? 1 : 2;  // threads that load, of the other warps
+// Barriers that say of a result that it is there.  A thread that saw only some phases of one could
+// not tell them apart by parity, so that each has its own.
+constexpr int kTickets = kStores == kSlots ? kSlots : kStores * kSlots;
+// Whether a thread that stores a piece asks for its turn before the piece has come, or after it.
+constexpr bool kTurnFirst = FA_TURN_FIRST;
+constexpr int kWorkStages = 2;  // places for announced work
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
 // Whether dK += dS^T Q of the tile before runs beside the exponentials.
@@ -40,6 +47,13 @@ constexpr int kPieceM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a piec
 // there: then the first of them need not be waited for (they took 9% of the time).  Larger tiles
 // leave no registers for them.
 constexpr int kAhead = kTileM <= 64 ? 4 : 0;
+// Blocks of keys that are at work together without a mask come to a tile of queries one after the
+// other, so that one of them brings it into the L2 cache for all.  Under a mask each goes its own
+// way, and what they read and add to is too much for the cache: then the sums of dQ should stay,
+// which whoever waits for its turn waits for.
+constexpr bool kKeepSums = FA_KEEP_SUMS;
+constexpr uint64 kPolicyOfSums = kKeepSums ? kEvictLast : kEvictNormal;
+constexpr uint64 kPolicyOfTiles = kKeepSums ? kEvictFirst : kEvictNormal;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kFeedingRegisters = 24;
 constexpr int kComputingRegisters = 240;
@@ -49,7 +63,8 @@ static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kTileM % 16 == 0, "queries are summed over by m64nNk16");
 static_assert(kTileM <= 128, "a bit for each query of a thread is in a word");
 static_assert(!kLate || !kDelayed, "nobody waits for dS of this tile then");
-static_assert(kSlots <= 2, "two threads store results");
+static_assert(kFeeders + kStores <= 4, "a warpgroup feeds");
+static_assert(kSlots >= 1 && kStores >= 1, "results go out");
 static_assert(kQStages > 1 || (!kLate && !kSoon), "the next tile is waited for early");
 static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
 static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
@@ -79,10 +94,11 @@ struct SharedStorage {
   uint64 k_full, k_empty, v_full, v_empty;
   uint64 q_full[kQStages], q_empty[kQStages], dout_full[kOStages], dout_empty[kOStages];
   uint64 ds_full[kDsStages], ds_empty[kDsStages];
-  uint64 out_full[kGroups][kSlots], out_empty[kGroups][kSlots];
+  uint64 out_full[kGroups][kTickets], out_empty[kGroups][kSlots];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   Work work[kWorkStages];
   TileNote note[kSparse ? kQStages : 1];  // of the tile in each place of Q
+  MaskCursor cursors[kCursors];
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -96,11 +112,11 @@ using SlotPlace = RingPlace<kSlots>;
 // ----------------------------------------------------------------------------------------- feeding
 // Work is not drawn before the last one is nearly done: whoever waits for a piece of the next one
 // waits for as long as that has been drawn and not begun.
-using Walk = KeyWalk<kLastFirst, kLastFirst, true, kTileM, kTileN, kBlocks>;
+using Walk = KeyWalk<kLastFirst, kLastFirst, true, kPolicyOfTiles, kTileM, kTileN, kBlocks>;
 
 // What the warpgroups are told of some work.
 FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
-#pragma unroll
+#pragma unroll 1
   for (int group = 0; group < kGroups; ++group) {
     const int key = work.tile * kTileN + 64 * group;
     const QueryTiles own = query_tiles(p, key, key + 63, kTileM);
@@ -110,20 +126,26 @@ FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
 }
 
 // Adds pieces of dQ to the sums, and stores rows of dV and dK: those of both warpgroups that pass
-// through one of their slots.  A piece takes a while from its turn to the next one's; a thread for
-// each slot lets two tiles be on their way.
-FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 slot) {
+// through slots.  A piece takes a while from its turn to the next one's, longer than its bytes are
+// in a slot: a tile for each of these threads is on its way.
+FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 thread) {
   const AttentionParams& p = params.common;
   uint32 results = 0;  // of each warpgroup, done so far
-  // Whether the next result comes this way; then the parity of its slot.
-  uint32 parity;
+  // Whether this thread stores the next result; then its slot, and what says that it is there.
+  uint32 slot, ticket, parity;
   auto mine = [&]() {
-    parity = results / kSlots & 1;
-    return results++ % kSlots == slot;
+    slot = results % kSlots;
+    ticket = results % kTickets;
+    parity = results / kTickets & 1;
+    return results++ % kStores == thread;
   };
   auto wait_for_slots = [&]() {
 #pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) wait(shared.out_full[group][slot], parity);
+    for (int group = 0; group < kGroups; ++group) {
+      wait(shared.out_full[group][ticket], parity);
+    }
+    // On behalf of those who wrote, whose arrivals have been seen: a fence between what they wrote
+    // and the copy may stand anywhere on the way (PTX ISA 8.9.5 "Causality order").
     fence_proxy_async_shared();
   };
   auto free_slots = [&]() {
@@ -132,7 +154,8 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
     for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
   };
   each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    each_step<kLastFirst, kTileM, kTileN>(params, work, [&](Step step) {
+    MaskCursor& cursor = shared.cursors[kCursors > 1 ? kFeeders + thread : 0];
+    each_step<kLastFirst, kTileM, kTileN>(params, work, cursor, [&](Step step) {
       if (!mine()) return;
       const uint32 row_tile = (work.entry + step.head) * p.q_tiles + step.tile;
       // The first to add is the first or the last block of keys that the tile sees.
@@ -143,22 +166,29 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
         // Blocks that are hidden from it add nothing, and nobody waits for them.  How many others
         // come before this one is known beforehand, so that a turn is a number here, too: were it
         // passed on for tiles that are stepped over, every block would have to look at all tiles.
-        turn = counted_blocks(params.mask, work.entry + step.head, kLastFirst ? work.tile + 1 : end,
-                              kLastFirst ? end : work.tile - 1, step.tile * kTileM / kMaskBlock);
+        // Tiles of a block have one number, but where the band begins or ends between them.
+        const int block = step.tile * kTileM / kMaskBlock;
+        turn = counted_blocks(params.mask, cursor.row - work.tile, kLastFirst ? work.tile + 1 : end,
+                              kLastFirst ? end : work.tile - 1, block);
       }
-      wait_for_slots();
-      if (!work.unseen) {
+      auto wait_for_turn = [&]() {
+        if (work.unseen) return;
         while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
         }
+      };
+      if constexpr (kTurnFirst) wait_for_turn();
+      wait_for_slots();
+      if constexpr (!kTurnFirst) wait_for_turn();
+      if (!work.unseen) {
         fence_proxy_async_global();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
           float* sums = params.sums + static_cast<int64>(row_tile * kGroups + group) * kPieceFloats;
           const uint32 piece = cvta_to_shared(shared.out[group][slot]);
           if (turn == 0) {  // what lies there comes as it is
-            cp_async_bulk_store(sums, piece, kSlotBytes);
+            cp_async_bulk_store(sums, piece, kSlotBytes, kPolicyOfSums);
           } else {
-            cp_reduce_async_bulk_add_f32(sums, piece, kSlotBytes);
+            cp_reduce_async_bulk_add_f32(sums, piece, kSlotBytes, kPolicyOfSums);
           }
         }
         cp_async_bulk_commit_group();

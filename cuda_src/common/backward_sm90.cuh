@@ -77,28 +77,65 @@ FA_DEVICE int count_tiles(const MaskTable& mask, int row, int begin, int end) {
   return tiles;
 }
 
+// Where one thread is that walks along a row of blocks, and what it has read of the table last: a
+// load takes as long as a third of a tile, because whoever waits for its turn empties the cache
+// with every look.  It lies in shared memory, as registers are short.
+struct MaskCursor {
+  int row;         // of blocks
+  int word_index;  // of `word`, of the row's `seen`; -1: there is none yet
+  uint32 word;
+  int block;  // that `number` is of; -1: of none
+  int number;
+};
+constexpr int kCursors = kSparse ? 4 : 1;  // one for each warp that feeds
+
+FA_DEVICE void begin_row(MaskCursor& cursor, int row) {
+  cursor.row = row;
+  cursor.word_index = cursor.block = -1;
+}
+
+FA_DEVICE uint32 word_of(const MaskTable& mask, MaskCursor& cursor, int index) {
+  if (cursor.word_index != index) {
+    cursor.word_index = index;
+    cursor.word = seen_row(mask, cursor.row)[index];
+  }
+  return cursor.word;
+}
+
+// What look_up() finds for a block; a row's block is looked up once.
+template <typename LookUp>
+FA_DEVICE int number_of(MaskCursor& cursor, int block, LookUp look_up) {
+  if (cursor.block != block) {
+    cursor.block = block;
+    cursor.number = look_up();
+  }
+  return cursor.number;
+}
+
 // The first of these tiles from `tile` on, upwards or downwards, whose block is not hidden; one
 // outside of them if there is none.
 template <bool kUp, int kTile>
-FA_DEVICE int seen_tile(const MaskTable& mask, int row, int tile, int begin, int end) {
+FA_DEVICE int seen_tile(const MaskTable& mask, MaskCursor& cursor, int tile, int begin, int end) {
   constexpr int kInBlock = kMaskBlock / kTile;
+  auto word = [&](int index) { return word_of(mask, cursor, index); };
   if constexpr (kUp) {
-    return max(tile, kInBlock * next_block(mask, row, tile / kInBlock, (end - 1) / kInBlock + 1));
+    return max(tile, kInBlock * next_block(word, tile / kInBlock, (end - 1) / kInBlock + 1));
   } else {
-    const int block = block_before(mask, row, tile / kInBlock, begin / kInBlock);
+    const int block = block_before(word, tile / kInBlock, begin / kInBlock);
     return min(tile, kInBlock * block + kInBlock - 1);
   }
 }
 
-// Calls f for each of the tiles of some work that are in blocks that are not hidden, from the first
-// one on or from the last one on; or for `one` of them, whatever the mask says.  Registers are
-// short: the row is asked for when it is needed.
-template <bool kUp, int kTile, typename Row, typename Work, typename F>
-FA_DEVICE void each_seen_tile(const MaskTable& mask, Row row, const Work& work, bool one, F f) {
+// Calls f for each of the tiles of some work that are in blocks of the cursor's row that are not
+// hidden, from the first one on or from the last one on; or for `one` of them, whatever the mask
+// says.
+template <bool kUp, int kTile, typename Work, typename F>
+FA_DEVICE void each_seen_tile(const MaskTable& mask, MaskCursor& cursor, const Work& work, bool one,
+                              F f) {
   int tile = kUp ? work.begin : work.end - 1;
 #pragma unroll 1
   while (true) {
-    if (!one) tile = seen_tile<kUp, kTile>(mask, row(), tile, work.begin, work.end);
+    if (!one) tile = seen_tile<kUp, kTile>(mask, cursor, tile, work.begin, work.end);
     if (tile < work.begin || tile >= work.end) return;
     f(tile);
     if (one) return;
@@ -110,6 +147,14 @@ FA_DEVICE void each_seen_tile(const MaskTable& mask, Row row, const Work& work, 
 struct TileNote {
   int tile, place;
 };
+
+// Of a tile of kTile columns in the cursor's row.
+template <int kTile>
+FA_DEVICE TileNote note_of(const MaskTable& mask, MaskCursor& cursor, int tile, bool unseen) {
+  if (!kSparse || unseen) return {tile, kWholeBlock};
+  const int block = tile * kTile / kMaskBlock;
+  return {tile, number_of(cursor, block, [&]() { return block_place(mask, cursor.row, block); })};
+}
 
 // The words of this thread's two rows of a block, of which `rows` are the first ones of its
 // warpgroup; all bits are set where it is seen whole.  Nothing here waits for them.
@@ -178,16 +223,16 @@ FA_DEVICE bool announce_keys(const BwdSm90Params& params, KeyWork& work, uint32 
   work.end = work.unseen ? all.begin + 1 : all.end;
   work.steps = (work.end - work.begin) * params.group;
   if constexpr (kSparse) {
-    int steps = 0;
     if (!work.unseen) {
+      work.steps = 0;
 #pragma unroll 1
       for (int head = 0; head < params.group; ++head) {
-        const int row = table_row(params.mask, work.entry + head, first_key / kMaskBlock);
-        steps += count_tiles<kTileM>(params.mask, row, work.begin, work.end);
+        const int row = table_row(params.mask, work.entry + head, work.tile * kTileN / kMaskBlock);
+        work.steps += count_tiles<kTileM>(params.mask, row, work.begin, work.end);
       }
+      work.unseen = work.steps == 0;
     }
-    work.unseen = steps == 0;
-    work.steps = max(steps, 1);
+    if (work.unseen) work.steps = 1;
   }
   return true;
 }
@@ -197,21 +242,16 @@ struct Step {
   int head, tile;
 };
 
-// Of a mask, the row of blocks that the keys of some work are in.
-template <int kTileN>
-FA_DEVICE int row_of_keys(const BwdSm90Params& params, const KeyWork& work, int head) {
-  return table_row(params.mask, work.entry + head, work.tile * kTileN / kMaskBlock);
-}
-
 // Calls f for each step of some work, in order: tiles from the first one on, or from the last one.
 // Under a mask tiles whose blocks are hidden are stepped over.
 template <bool kUp, int kTileM, int kTileN, typename F>
-FA_DEVICE void each_step(const BwdSm90Params& params, const KeyWork& work, F f) {
+FA_DEVICE void each_step(const BwdSm90Params& params, const KeyWork& work, MaskCursor& cursor,
+                         F f) {
 #pragma unroll 1
   for (int head = 0; head < params.group; ++head) {
     if constexpr (kSparse) {
-      auto row = [&]() { return row_of_keys<kTileN>(params, work, head); };
-      each_seen_tile<kUp, kTileM>(params.mask, row, work, work.unseen != 0,
+      begin_row(cursor, table_row(params.mask, work.entry + head, work.tile * kTileN / kMaskBlock));
+      each_seen_tile<kUp, kTileM>(params.mask, cursor, work, work.unseen != 0,
                                   [&](int tile) { f(Step{head, tile}); });
       if (work.unseen) return;
     } else {
@@ -221,14 +261,6 @@ FA_DEVICE void each_step(const BwdSm90Params& params, const KeyWork& work, F f) 
       }
     }
   }
-}
-
-// What is told of the tile of a step.
-template <int kTileM, int kTileN>
-FA_DEVICE TileNote note_of(const BwdSm90Params& params, const KeyWork& work, Step step) {
-  if (!kSparse || work.unseen) return {step.tile, kWholeBlock};
-  const int row = row_of_keys<kTileN>(params, work, step.head);
-  return {step.tile, block_place(params.mask, row, step.tile * kTileM / kMaskBlock)};
 }
 
 // Calls f for each work that is announced, until one has no tile; the announcement stands until f
@@ -243,6 +275,7 @@ FA_DEVICE void each_work(const Work (&works)[kStages], const uint64 (&full)[kSta
     const Work& work = works[place.index()];
     if (work.tile < 0) break;
     f(work);
+    place.count = opaque(place.count);  // where it is, is computed anew: registers are short
     arrive(empty[place.index()]);
     place.advance();
   }
@@ -269,11 +302,12 @@ FA_DEVICE void load_known(float4* to, const BwdSm90Params& params, uint32 barrie
 }
 
 // How a kernel that owns keys walks: over blocks of keys from the last one on, or from the first
-// one; over their tiles of queries upwards or downwards; and whether it draws its next work only
-// when all of this one is asked for.
-template <bool kFromLast, bool kUpwards, bool kDrawsLate, int kQueries, int kKeys,
+// one; over their tiles of queries upwards or downwards; whether it draws its next work only when
+// all of this one is asked for; and how the L2 cache is to keep those tiles.
+template <bool kFromLast, bool kUpwards, bool kDrawsLate, uint64 kOfTiles, int kQueries, int kKeys,
           int kColumnBlocks>
 struct KeyWalk {
+  static constexpr uint64 kPolicy = kOfTiles;
   static constexpr bool kLastFirst = kFromLast, kUp = kUpwards, kLate = kDrawsLate;
   static constexpr int kTileM = kQueries, kTileN = kKeys, kBlocks = kColumnBlocks;
   static constexpr int kQBytes = kTileM * 128 * kBlocks, kKBytes = kTileN * 128 * kBlocks;
@@ -289,41 +323,71 @@ FA_DEVICE void load_keys(uint8* tile, const TensorMap& map, const uint64& full_b
                                          step, work.coordinate, 0);
 }
 
+// Asks for Q of a step, of which there were so many before, what is known of its rows and what a
+// mask says of it, once there is room.
+template <typename Walk, typename Shared>
+FA_DEVICE void load_queries(const BwdSm90Params& params, Shared& shared, const KeyWork& work,
+                            MaskCursor& cursor, Step step, uint32 before) {
+  const RingPlace<sizeof(shared.q_full) / 8> place{before};
+  const int at = place.index(), row = step.tile * Walk::kTileM;
+  const TileNote note = note_of<Walk::kTileM>(params.mask, cursor, step.tile, work.unseen);
+  wait(shared.q_empty[at], place.parity() ^ 1);
+  if constexpr (kSparse) shared.note[at] = note;
+  const uint32 full = cvta_to_shared(&shared.q_full[at]);
+  mbarrier_arrive_expect_tx(full, Walk::kQBytes + sizeof(shared.rows[0]));
+  load_rows<Walk::kTileM, Walk::kBlocks>(shared.q[at], params.q_map, full, Walk::kPolicy, row,
+                                         params.q_step, work.coordinate, step.head);
+  load_known<Walk::kTileM>(shared.rows[at], params, full, work.entry + step.head, row);
+}
+
+// The same for dO.
+template <typename Walk, typename Shared>
+FA_DEVICE void load_gradients(const BwdSm90Params& params, Shared& shared, const KeyWork& work,
+                              Step step, uint32 before) {
+  const RingPlace<sizeof(shared.dout_full) / 8> place{before};
+  const int at = place.index();
+  wait(shared.dout_empty[at], place.parity() ^ 1);
+  const uint32 full = cvta_to_shared(&shared.dout_full[at]);
+  mbarrier_arrive_expect_tx(full, Walk::kQBytes);
+  load_rows<Walk::kTileM, Walk::kBlocks>(shared.dout[at], params.dout_map, full, Walk::kPolicy,
+                                         step.tile * Walk::kTileM, params.dout_step,
+                                         work.coordinate, step.head);
+}
+
 // Draws up the order of a block's work; loads K and Q, and what is known of Q's rows.  draw_up
-// writes down the work of a number, and says whether there is some.
-template <typename Walk, typename Shared, typename DrawUp>
+// writes down the work of a number, and says whether there is some.  `kAll`: loads V and dO, too,
+// which leaves a thread for something else.
+template <typename Walk, bool kAll, typename Shared, typename DrawUp>
 FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp draw_up) {
-  RingPlace<sizeof(shared.work_full) / 8> work_place;
-  RingPlace<sizeof(shared.q_full) / 8> place;
-  RingPlace<1> k_place;
+  uint32 works = 0, steps = 0;  // done so far; all places in rings follow from them
+  auto work_place = [&]() { return RingPlace<sizeof(shared.work_full) / 8>{works}; };
   uint32 index = atom_add_u32(params.counters, 1);
 #pragma unroll 1
   while (true) {
-    wait(shared.work_empty[work_place.index()], work_place.parity() ^ 1);
-    auto& work = shared.work[work_place.index()];
+    wait(shared.work_empty[work_place().index()], work_place().parity() ^ 1);
+    auto& work = shared.work[work_place().index()];
     const bool more =
         announce_keys<Walk::kLastFirst, Walk::kTileM, Walk::kTileN>(params, work, index);
     if (more) draw_up(work);
-    arrive(shared.work_full[work_place.index()]);
+    works = opaque(works);  // where it is, is computed anew: registers are short
+    arrive(shared.work_full[work_place().index()]);
     if (!more) break;
     if constexpr (!Walk::kLate) index = atom_add_u32(params.counters, 1);  // needed much later
+    const RingPlace<1> k_place{works};
     wait(shared.k_empty, k_place.parity() ^ 1);
     load_keys<Walk>(shared.k, params.k_map, shared.k_full, work, params.k_step);
-    k_place.advance();
-    each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, [&](Step step) {
-      const int at = place.index(), row = step.tile * Walk::kTileM;
-      const TileNote note = note_of<Walk::kTileM, Walk::kTileN>(params, work, step);
-      wait(shared.q_empty[at], place.parity() ^ 1);
-      if constexpr (kSparse) shared.note[at] = note;
-      const uint32 full = cvta_to_shared(&shared.q_full[at]);
-      mbarrier_arrive_expect_tx(full, Walk::kQBytes + sizeof(shared.rows[0]));
-      load_rows<Walk::kTileM, Walk::kBlocks>(shared.q[at], params.q_map, full, kEvictNormal, row,
-                                             params.q_step, work.coordinate, step.head);
-      load_known<Walk::kTileM>(shared.rows[at], params, full, work.entry + step.head, row);
-      place.advance();
+    if constexpr (kAll) {
+      wait(shared.v_empty, k_place.parity() ^ 1);
+      load_keys<Walk>(shared.v, params.v_map, shared.v_full, work, params.v_step);
+    }
+    MaskCursor& cursor = shared.cursors[0];
+    each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, cursor, [&](Step step) {
+      load_queries<Walk>(params, shared, work, cursor, step, steps);
+      if constexpr (kAll) load_gradients<Walk>(params, shared, work, step, steps);
+      ++steps;
     });
     if constexpr (Walk::kLate) index = atom_add_u32(params.counters, 1);
-    work_place.advance();
+    ++works;
   }
 }
 
@@ -331,20 +395,14 @@ FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp 
 template <typename Walk, typename Shared>
 FA_DEVICE void feed_gradients(const BwdSm90Params& params, Shared& shared) {
   RingPlace<1> v_place;
-  RingPlace<sizeof(shared.dout_full) / 8> place;
+  uint32 steps = 0;
   each_work(shared.work, shared.work_full, shared.work_empty, [&](const auto& work) {
     wait(shared.v_empty, v_place.parity() ^ 1);
     load_keys<Walk>(shared.v, params.v_map, shared.v_full, work, params.v_step);
     v_place.advance();
-    each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, [&](Step step) {
-      const int at = place.index();
-      wait(shared.dout_empty[at], place.parity() ^ 1);
-      const uint32 full = cvta_to_shared(&shared.dout_full[at]);
-      mbarrier_arrive_expect_tx(full, Walk::kQBytes);
-      load_rows<Walk::kTileM, Walk::kBlocks>(shared.dout[at], params.dout_map, full, kEvictNormal,
-                                             step.tile * Walk::kTileM, params.dout_step,
-                                             work.coordinate, step.head);
-      place.advance();
+    MaskCursor& cursor = shared.cursors[kCursors > 1 ? 1 : 0];
+    each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, cursor, [&](Step step) {
+      load_gradients<Walk>(params, shared, work, step, steps++);
     });
   });
 }

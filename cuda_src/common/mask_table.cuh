@@ -49,22 +49,28 @@ FA_DEVICE const uint32* seen_row(const MaskTable& mask, int row) {
   return mask.seen + static_cast<int64>(row) * seen_words(mask.cols);
 }
 
-// The first block of a row in [from, end) that is not hidden; `end` if there is none.
-FA_DEVICE int next_block(const MaskTable& mask, int row, int from, int end) {
-  const uint32* seen = seen_row(mask, row);
+// The first block of a row in [from, end) that is not hidden, by the row's words of `seen`; `end`
+// if there is none.
+template <typename Word>
+FA_DEVICE int next_block(Word word, int from, int end) {
   while (from < end) {
-    const uint32 left = seen[from / 32] >> from % 32;
+    const uint32 left = word(from / 32) >> from % 32;
     if (left != 0) return min(from + __ffs(left) - 1, end);
     from = (from / 32 + 1) * 32;
   }
   return end;
 }
 
-// The last block of a row in [begin, from] that is not hidden; begin - 1 if there is none.
-FA_DEVICE int block_before(const MaskTable& mask, int row, int from, int begin) {
+FA_DEVICE int next_block(const MaskTable& mask, int row, int from, int end) {
   const uint32* seen = seen_row(mask, row);
+  return next_block([&](int i) { return seen[i]; }, from, end);
+}
+
+// The last block of a row in [begin, from] that is not hidden; begin - 1 if there is none.
+template <typename Word>
+FA_DEVICE int block_before(Word word, int from, int begin) {
   while (from >= begin) {
-    const uint32 left = seen[from / 32] << (31 - from % 32);
+    const uint32 left = word(from / 32) << (31 - from % 32);
     if (left != 0) return max(from - __clz(left), begin - 1);
     from = from / 32 * 32 - 1;
   }
@@ -84,11 +90,10 @@ FA_DEVICE int count_blocks(const MaskTable& mask, int row, int begin, int end) {
   return count;
 }
 
-// Of a turned table: how many blocks of keys in [first, last] the queries of a column do not have
-// hidden.
-FA_DEVICE int counted_blocks(const MaskTable& mask, int64 batch, int first, int last, int col) {
+// Of a turned table, of a matrix whose rows of blocks begin at `row`: how many blocks of keys in
+// [first, last] the queries of a column do not have hidden.
+FA_DEVICE int counted_blocks(const MaskTable& mask, int row, int first, int last, int col) {
   if (last < first) return 0;
-  const int row = table_row(mask, batch, 0);
   auto up_to = [&](int own) {
     return mask.counts[static_cast<int64>(row + own) * mask.cols + col];
   };

@@ -17,6 +17,7 @@ _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
 # Work there, in bwd_keys_sm90.cu and in bwd_queries_sm90.cu
 _WORK_BYTES, _KEY_WORK_BYTES, _QUERY_WORK_BYTES = 52, 44, 48
 _NOTE_BYTES = 8  # TileNote
+_CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,9 @@ class BackwardVariant(Variant):
 
     @property
     def notes(self) -> int:
-        """Bytes of what is told of the tiles in flight, under a mask."""
-        return _NOTE_BYTES * (self.stages if self.sparse else 1)
+        """Bytes of what is told of the tiles in flight, under a mask, and of where feeders are."""
+        cursors = _CURSORS if self.sparse else 1
+        return _NOTE_BYTES * (self.stages if self.sparse else 1) + _CURSOR_BYTES * cursors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,12 @@ class BwdSm90(BackwardVariant):
         Tiles of dO in flight; `stages` are those of Q.
     slots : int
         Places for a warpgroup's results on their way out.
+    stores : int
+        Threads that store results, each of which waits for turns. Three leave one that loads.
+    turn_first : bool
+        Whether a thread that stores a piece of dQ waits for its turn first, then for the piece.
+    keep_sums : bool
+        Whether the L2 cache is to keep the sums of dQ rather than Q and dO.
     late : bool
         Whether dK of a tile is computed beside the exponentials of the next one.
     soon : bool
@@ -99,6 +107,9 @@ class BwdSm90(BackwardVariant):
 
     o_stages: int
     slots: int
+    stores: int
+    turn_first: bool
+    keep_sums: bool
     late: bool
     soon: bool
     delayed: bool
@@ -119,7 +130,8 @@ class BwdSm90(BackwardVariant):
         rows = 8 * self.tile_m * self.stages
         slots = _GROUPS * self.slots
         rings = self.stages + self.o_stages + ds_stages + slots + _WORK_STAGES
-        barriers = 4 + 2 * rings
+        tickets = self.slots if self.stores == self.slots else self.stores * self.slots
+        barriers = 4 + 2 * rings + _GROUPS * (tickets - self.slots)
         end = 8 * barriers + _WORK_STAGES * _WORK_BYTES + self.notes
         return tiles + scores + slots * 4 * 64 * self.piece_m + rows + -(-end // 16) * 16
 
@@ -131,6 +143,9 @@ class BwdSm90(BackwardVariant):
             *self.tiles,
             ("FA_O_STAGES", self.o_stages),
             ("FA_SLOTS", self.slots),
+            ("FA_STORES", self.stores),
+            ("FA_TURN_FIRST", int(self.turn_first)),
+            ("FA_KEEP_SUMS", int(self.keep_sums)),
             ("FA_LATE", int(self.late)),
             ("FA_SOON", int(self.soon)),
             ("FA_DELAYED", int(self.delayed)),
