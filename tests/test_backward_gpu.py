@@ -356,6 +356,21 @@ def test_a_thousand_masked_runs_give_the_same_bits(dim, causal):
     assert differing.count == 0
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_thousand_masked_runs_beside_a_busy_stream_give_the_same_bits(dim):
+    call, beside = masked_call(dim, "device"), random_call(1, 8, 2000, 128, seed=9)
+    differing, others = Differing(call()), Differing(beside())
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cp.cuda.Device().synchronize()
+    for _ in range(1000):
+        with streams[1]:
+            others.look(beside())
+        with streams[0]:
+            differing.look(call())
+    cp.cuda.Device().synchronize()
+    assert differing.count == others.count == 0
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_masks_of_threads_on_streams_of_their_own(how):
     """Which all find that no tables have been made."""

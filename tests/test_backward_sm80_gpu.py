@@ -215,16 +215,24 @@ def test_large_calls_are_those_of_the_products(dim, options, forced, monkeypatch
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_many_runs_give_the_same_bits(dim, sparse, forced):
+def test_a_thousand_runs_beside_a_busy_stream_give_the_same_bits(dim, sparse, forced):
     more = {"mask": BitMask.from_dense(mask_of(1500, 1500))} if sparse else {}
     call = random_call(2, 16, 1500, dim, heads=4, dlse=True, **CAUSAL, **more)
     want = [x.view(np.int16) for x in call()]
+    beside = random_call(1, 4, 1000, 128)
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
     count = cp.zeros((), np.int64)
-    for i in range(300):
+    beside()
+    cp.cuda.Device().synchronize()
+    for i in range(1000):
         if i % 100 == 0:
             poison(2**24)
-        for x, like in zip(call(), want, strict=True):
-            count += (x.view(np.int16) != like).sum()
+        with streams[1]:
+            beside()
+        with streams[0]:
+            for x, like in zip(call(), want, strict=True):
+                count += (x.view(np.int16) != like).sum()
+    cp.cuda.Device().synchronize()
     assert count == 0
 
 

@@ -44,7 +44,7 @@ SETTINGS = {
     "bwd_sm90:stages=2,late=0,soon=0,delayed=1": (128,),
     "bwd_sm90:delayed=0,last_first=0": (64,),
     "bwd_sm90:stores=3": (64, 128),
-    "bwd_sm90:stores=1,turn_first=1": (128,),
+    "bwd_sm90:stores=1,keep_sums=1": (128,),
     "bwd_rows:tile_m=8,warps=4": (64,),
     "bwd_keys_sm90:sum_first=0+bwd_queries_sm90:sum_first=0": (256,),
     "bwd_keys_sm90:sum_first=1": (192,),

@@ -210,7 +210,8 @@ BUGS = {
     ),
     "steps are counted without the mask": (
         "bwd_sm90", 128, "deadlock|does not end",
-        ("if (work.unseen) work.steps = 1;", "work.steps = (work.end - work.begin) * params.group;"),
+        ("if (work.unseen) work.steps = 1;",
+         "work.steps = (work.end - work.begin) * params.group;"),
     ),
     "a note is overwritten early": (
         "bwd_sm90", 64, "",

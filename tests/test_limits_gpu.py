@@ -1,6 +1,5 @@
 """Sizes past 32 bits, streams, graphs, threads, memory and cached plans, on a GPU."""
 
-import functools
 import subprocess
 import sys
 import textwrap
@@ -19,6 +18,7 @@ import cupy as cp
 from fa_cupy.gpu import attention as host
 from fa_cupy.gpu import params, plan
 from fa_cupy.gpu.devices import current_target
+from tests.device_arrays import free_all, needs, uniform
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
@@ -30,11 +30,9 @@ def free_memory(cupy):
     """Each test starts with no memory held, and leaves none."""
     if current_target() is None:
         pytest.skip("the kernels do not run on this device")
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
+    free_all()
     yield
-    cupy.cuda.Device().synchronize()
-    pool.free_all_blocks()
+    free_all()
 
 
 @pytest.fixture
@@ -48,38 +46,6 @@ def fresh_plans():
     forget()
     yield forget
     forget()
-
-
-def needs(gigabytes):
-    """Skip where the device has less memory free."""
-    if cp.cuda.runtime.memGetInfo()[0] < gigabytes * 2**30:
-        pytest.skip(f"needs {gigabytes} GB of device memory")
-
-
-@functools.cache
-def _uniform():
-    # splitmix64 of the index, so that no two parts of an array are alike.
-    return cp.ElementwiseKernel(
-        "uint64 seed",
-        "T x",
-        """
-        unsigned long long z = ((unsigned long long)i + (seed << 40) + 1) * 0x9E3779B97F4A7C15ull;
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-        x = T(((float)((z ^ (z >> 31)) >> 40) / 8388608.0f - 1.0f) * 1.7320508f);
-        """,
-        "uniform",
-    )
-
-
-def uniform(shape, seed, dtype=HALF):
-    """A CuPy array of any size of numbers with mean 0 and variance 1."""
-    if dtype == BFLOAT16:  # the upper half of a float32; not every CuPy converts
-        words = uniform(shape, seed, np.float32).view(np.uint32) >> 16
-        return words.astype(np.uint16).view(BFLOAT16)
-    out = cp.empty(shape, dtype)
-    _uniform()(np.uint64(seed), out)
-    return out
 
 
 def to_host(*arrays):

@@ -37,7 +37,7 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
     ValueError
         Where the call has no such kernel, or the row no such field.
     """
-    from fa_cupy.gpu.variants_bwd import BwdRound, BwdSm90, round_of
+    from fa_cupy.gpu.variants_bwd import BwdRound, BwdSm90
 
     if not setting:
         return tuple(chain)
@@ -62,8 +62,12 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
     if unknown:
         raise ValueError(f"{setting}: a row of {kernel} has no {unknown.pop()!r}")
     rows[at] = dataclasses.replace(rows[at], **values)
-    if isinstance(rows[at], BwdSm90):
-        rows = [round_of(rows[at]) if isinstance(row, BwdRound) else row for row in rows]
+    if isinstance(rows[at], BwdSm90):  # pieces of dQ are rounded as they come
+        tile_m = rows[at].piece_m
+        rows = [
+            dataclasses.replace(row, tile_m=tile_m) if isinstance(row, BwdRound) else row
+            for row in rows
+        ]
     return tuple(rows)
 
 

@@ -58,7 +58,6 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as
 enum NamedBarrier : int { kWritten = 1 };  // a warpgroup's rows of dV, or of dK
 
 using WorkPlace = RingPlace<kWorkStages>;
-using KPlace = RingPlace<1>;
 using Place = RingPlace<kStages>;
 
 // ----------------------------------------------------------------------------------------- feeding

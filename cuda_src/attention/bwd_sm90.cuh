@@ -18,8 +18,6 @@ constexpr int kFeeders = kStores > 2 ? 1 : 2;  // threads that load, of the othe
 // Barriers that say of a result that it is there.  A thread that saw only some phases of one could
 // not tell them apart by parity, so that each has its own.
 constexpr int kTickets = kStores == kSlots ? kSlots : kStores * kSlots;
-// Whether a thread that stores a piece asks for its turn before the piece has come, or after it.
-constexpr bool kTurnFirst = FA_TURN_FIRST;
 constexpr int kWorkStages = 2;  // places for announced work
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
@@ -103,7 +101,6 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
 using WorkPlace = RingPlace<kWorkStages>;
-using KPlace = RingPlace<1>;
 using QPlace = RingPlace<kQStages>;
 using OPlace = RingPlace<kOStages>;
 using DsPlace = RingPlace<kDsStages>;
@@ -166,20 +163,14 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
         // Blocks that are hidden from it add nothing, and nobody waits for them.  How many others
         // come before this one is known beforehand, so that a turn is a number here, too: were it
         // passed on for tiles that are stepped over, every block would have to look at all tiles.
-        // Tiles of a block have one number, but where the band begins or ends between them.
         const int block = step.tile * kTileM / kMaskBlock;
         turn = counted_blocks(params.mask, cursor.row - work.tile, kLastFirst ? work.tile + 1 : end,
                               kLastFirst ? end : work.tile - 1, block);
       }
-      auto wait_for_turn = [&]() {
-        if (work.unseen) return;
+      wait_for_slots();
+      if (!work.unseen) {
         while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
         }
-      };
-      if constexpr (kTurnFirst) wait_for_turn();
-      wait_for_slots();
-      if constexpr (!kTurnFirst) wait_for_turn();
-      if (!work.unseen) {
         fence_proxy_async_global();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {

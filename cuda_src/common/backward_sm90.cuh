@@ -78,8 +78,8 @@ FA_DEVICE int count_tiles(const MaskTable& mask, int row, int begin, int end) {
 }
 
 // Where one thread is that walks along a row of blocks, and what it has read of the table last: a
-// load takes as long as a third of a tile, because whoever waits for its turn empties the cache
-// with every look.  It lies in shared memory, as registers are short.
+// load takes as long as a third of a tile where others wait for turns, who empty the cache with
+// every look.  It lies in shared memory, as registers are short.
 struct MaskCursor {
   int row;         // of blocks
   int word_index;  // of `word`, of the row's `seen`; -1: there is none yet
@@ -87,7 +87,7 @@ struct MaskCursor {
   int block;  // that `number` is of; -1: of none
   int number;
 };
-constexpr int kCursors = kSparse ? 4 : 1;  // one for each warp that feeds
+constexpr int kCursors = kSparse ? 4 : 1;  // four warps feed at most
 
 FA_DEVICE void begin_row(MaskCursor& cursor, int row) {
   cursor.row = row;
@@ -354,9 +354,9 @@ FA_DEVICE void load_gradients(const BwdSm90Params& params, Shared& shared, const
                                          work.coordinate, step.head);
 }
 
-// Draws up the order of a block's work; loads K and Q, and what is known of Q's rows.  draw_up
-// writes down the work of a number, and says whether there is some.  `kAll`: loads V and dO, too,
-// which leaves a thread for something else.
+// Draws up the order of a block's work; loads K and Q, and what is known of Q's rows.  draw_up adds
+// what the warpgroups of the kernel are told of some work.  `kAll`: loads V and dO, too, which
+// leaves a thread for something else.
 template <typename Walk, bool kAll, typename Shared, typename DrawUp>
 FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp draw_up) {
   uint32 works = 0, steps = 0;  // done so far; all places in rings follow from them

@@ -90,8 +90,6 @@ class BwdSm90(BackwardVariant):
         Places for a warpgroup's results on their way out.
     stores : int
         Threads that store results, each of which waits for turns. Three leave one that loads.
-    turn_first : bool
-        Whether a thread that stores a piece of dQ waits for its turn first, then for the piece.
     keep_sums : bool
         Whether the L2 cache is to keep the sums of dQ rather than Q and dO.
     late : bool
@@ -108,7 +106,6 @@ class BwdSm90(BackwardVariant):
     o_stages: int
     slots: int
     stores: int
-    turn_first: bool
     keep_sums: bool
     late: bool
     soon: bool
@@ -144,7 +141,6 @@ class BwdSm90(BackwardVariant):
             ("FA_O_STAGES", self.o_stages),
             ("FA_SLOTS", self.slots),
             ("FA_STORES", self.stores),
-            ("FA_TURN_FIRST", int(self.turn_first)),
             ("FA_KEEP_SUMS", int(self.keep_sums)),
             ("FA_LATE", int(self.late)),
             ("FA_SOON", int(self.soon)),

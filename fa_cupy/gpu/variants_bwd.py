@@ -33,8 +33,8 @@ def _sm90() -> Iterator[BwdSm90]:
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
                 warps=12, stages=stages, o_stages=2, slots=2, stores=3 if sparse else 2,
-                turn_first=False, keep_sums=sparse, late=not delayed, soon=not delayed,
-                delayed=delayed, last_first=delayed, sections=sections, why=why, sparse=sparse,
+                keep_sums=sparse, late=not delayed, soon=not delayed, delayed=delayed,
+                last_first=delayed, sections=sections, why=why, sparse=sparse,
             )  # fmt: skip
 
 
