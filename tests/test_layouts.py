@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import layouts
 from fa_cupy.layouts import BLOCK, ORDERS
+from tests import test_ptx_sm90
 
 ROWS, COLS = np.indices((BLOCK, BLOCK))
 ADDRESS = {"fragment": layouts.fragment_address, "row_major": layouts.row_major_address}
@@ -51,6 +52,15 @@ def test_an_accumulator_of_mma_is_as_the_ptx_isa_says():
         for i in range(4):
             row, col = layouts.mma().element(lane, i)
             assert (row, col) == (lane // 4 + (8 if i >= 2 else 0), lane % 4 * 2 + (i & 1))
+
+
+@pytest.mark.parametrize("n", range(8, 257, 8))
+def test_a_device_holds_accumulators_of_wgmma_so(n):
+    """As the probes of `test_wgmma_accumulator_map` and `test_wgmma` find them there."""
+    tile, matrix = layouts.wgmma(n), np.arange(64 * n).reshape(64, n)
+    held = matrix[tile.element(*np.indices((tile.threads, tile.registers)))]
+    probed = test_ptx_sm90.accumulator(matrix)
+    np.testing.assert_array_equal(probed.reshape(tile.threads, tile.registers), held)
 
 
 @pytest.mark.parametrize(("make", "n"), [("wgmma", 4), ("wgmma", 264), ("mma", 12), ("mma", 0)])
