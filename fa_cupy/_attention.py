@@ -95,7 +95,8 @@ def attention(
     float32 (float64 for float64 input). Results are bitwise repeatable.
 
     A query with nothing to attend to (all masked, or every score exactly -inf) gives output 0 and
-    log-sum-exp -inf, and what a masked key or value holds, NaN included, never shows.
+    log-sum-exp -inf, and what a masked key or value holds, NaN included, never shows (where it is
+    not finite, sums on the CPU may be taken in another order, which moves the last bits).
 
     References
     ----------
