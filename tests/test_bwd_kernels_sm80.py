@@ -163,7 +163,7 @@ def test_rows_and_keys_that_see_nothing(dim):
 
 
 @needs_compiler
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(
     dim=st.sampled_from(DIMS),
     dtype=st.sampled_from(list(DTYPES)),

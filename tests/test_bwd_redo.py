@@ -151,7 +151,7 @@ BAD = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=30)
 @given(
     dim=st.sampled_from([*DIMS, 88, 256]),
     dtype=st.sampled_from(list(DTYPES)),

@@ -91,7 +91,7 @@ SPOILED = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=20)
 @given(
     dim=st.sampled_from([32, 64, 96, 128, 192, 256]),
     dtype=st.sampled_from(list(DTYPES)),

@@ -227,10 +227,9 @@ def test_jobs_of_one_launch(row, lengths, dims, segment_chunks, seed):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_shows_where_it_is_read_only(row, bad):
     clean = draw((150, 24), (150, 24), (150, 32), dtype=NAMES[row.dtype])
-    places = (0, 40, 2), (1, 70, 3), (2, 70, 3), (2, 64, 0), (2, 127, 31)
-    calls = [*itertools.product((False, True), places)]
-    # NaN in each of the calls; of two that are each other's reverse one has an infinity.
-    for reverse, (which, line, col) in calls if np.isnan(bad) else calls[:5:2] + calls[6::2]:
+    for reverse, (which, line, col) in itertools.product(
+        (False, True), ((0, 40, 2), (1, 70, 3), (2, 70, 3), (2, 64, 0), (2, 127, 31))
+    ):
         arrays = [x.copy() for x in clean]
         arrays[which][line, col] = bad
         out, _ = check(row, Case(*arrays, reverse=reverse))

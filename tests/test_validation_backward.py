@@ -144,6 +144,8 @@ def test_a_setting_changes_a_row_and_what_takes_its_pieces():
     assert [row.source for row in found] == [row.source for row in chain]
     both = rows.replaced(chain, "bwd_sm90:slots=1+bwd_rows:tile_m=8")
     assert (both[0].tile_m, both[1].slots, *both[2:]) == (8, 1, *chain[2:])
+    rounded = rows.replaced(chain, "bwd_round:warps=8+bwd_sm90:tile_m=80")[2]
+    assert (rounded.warps, rounded.tile_m) == (8, 80)
     for setting, text in (("bwd_keys_sm90:stages=3", "no 'bwd_keys_sm90' among bwd_rows, bwd_sm90"),
                           ("bwd_sm90:tiles=3", "has no 'tiles'"),
                           ("+bwd_sm90:slots=1", "nothing on one side")):  # fmt: skip

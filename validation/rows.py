@@ -62,7 +62,7 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
     if unknown:
         raise ValueError(f"{setting}: a row of {kernel} has no {unknown.pop()!r}")
     rows[at] = dataclasses.replace(rows[at], **values)
-    if isinstance(rows[at], BwdSm90):  # pieces of dQ are rounded as they come
+    if isinstance(rows[at], BwdSm90):  # its pieces are what is rounded; the rest stays as set
         tile_m = rows[at].piece_m
         rows = [
             dataclasses.replace(row, tile_m=tile_m) if isinstance(row, BwdRound) else row
