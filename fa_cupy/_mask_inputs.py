@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,13 @@ Array = npt.NDArray[Any]
 
 
 def native(name: str, **arrays: Any) -> _arrays.Native:
-    """Return arguments of 2 axes or more, of one library and device, as NumPy or CuPy arrays."""
+    """Return arguments of 2 axes or more, of one library and device, as NumPy or CuPy arrays.
+
+    All but the first may be None.
+    """
+    lead = next(iter(arrays))
+    if arrays[lead] is None:
+        raise TypeError(f"{name}: {lead} is None, want an array")
     found = _arrays.to_native(name, **arrays)
     for arg, array in zip(arrays, found.arrays, strict=True):
         if array is not None and array.ndim < 2:
@@ -25,13 +31,23 @@ def native(name: str, **arrays: Any) -> _arrays.Native:
 
 def length(name: str, arg: str, value: Any) -> int:
     """Return a number of queries, keys or batch entries."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: {arg} is {_options.show(value)}, want an int >= 0") from None
-    if number < 0:
-        raise ValueError(f"{name}: {arg} is {_options.show(value)}, want an int >= 0")
-    return number
+    return _options.whole(name, arg, value)
+
+
+def lengths(name: str, shape: Any) -> list[int]:
+    """Return the shape of a mask."""
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"{name}: shape is {_options.show(shape)}, want a sequence of ints")
+    found = [length(name, f"shape[{i}]", n) for i, n in enumerate(shape)]
+    if len(found) < 2:
+        raise ValueError(f"{name}: shape is {tuple(found)}, want at least 2 axes")
+    return found
+
+
+def check_callable(name: str, arg: str, value: Any, wanted: str) -> None:
+    """Raise unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name}: {arg} is {_options.show(value)}, want {wanted}")
 
 
 def of_one_device(name: str, matrices: list[Any]) -> _arrays.Native:
@@ -49,7 +65,10 @@ def as_csr(name: str, matrix: Any) -> Any:
     csr = matrix.tocsr()
     if not isinstance(csr.data, np.ndarray):  # CuPy's, whose elements are summed on their device
         return csr
-    csr.check_format(full_check=True)
+    try:
+        csr.check_format(full_check=True)
+    except ValueError as error:
+        raise ValueError(f"{name}: matrix is not a valid sparse matrix: {error}") from error
     if not csr.has_canonical_format:
         csr = csr.copy() if csr is matrix else csr
         csr.sum_duplicates()

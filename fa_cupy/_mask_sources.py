@@ -279,9 +279,10 @@ class Sources:
         <BitMask (100000, 100000): 305371 full and 782 partial blocks of 611524, 2.8 MB>
         """
         name = "BitMask.from_function"
-        lengths = [inputs.length(name, f"shape[{i}]", n) for i, n in enumerate(shape)]
-        if len(lengths) < 2:
-            raise ValueError(f"{name}: shape is {tuple(lengths)}, want at least 2 axes")
+        inputs.check_callable(name, "function", function, "a callable")
+        if block_states is not None:
+            inputs.check_callable(name, "block_states", block_states, "None or a callable")
+        lengths = inputs.lengths(name, shape)
         batch, grid = lengths[:-2], Grid(*lengths[-2:])
         matrices = [
             _mask_rows.of_function(name, grid, function, block_states, index)

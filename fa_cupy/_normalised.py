@@ -86,7 +86,7 @@ def linear_attention(
         feature = None if feature_map == "identity" else feature_map
     elif callable(feature_map):
         _calls.require(name, q=q, k=k, v=v)
-        q, k = feature_map(q), feature_map(k)
+        q, k = _mapped(name, "q", q, feature_map), _mapped(name, "k", k, feature_map)
     else:
         raise ValueError(
             f"{name}: feature_map is {_options.show(feature_map)}, "
@@ -102,3 +102,15 @@ def linear_attention(
         result = _calls.result_for(native, problem, inputs[0], result)
         result = backend.linear_attention(problem, *inputs, result, feature=feature, eps=number)
         return native.give_back(result) if out is None else out
+
+
+def _mapped(name: str, arg: str, array: Any, feature_map: Callable[[Any], Any]) -> Any:
+    """Return the features of an array, which have its axes but the last."""
+    found = feature_map(array)
+    shape, wanted = getattr(found, "shape", ()), getattr(array, "shape", ())
+    if len(shape) > 1 and tuple(shape[:-1]) != tuple(wanted[:-1]):
+        raise ValueError(
+            f"{name}: feature_map gave shape {tuple(shape)} for {arg} of shape {tuple(wanted)}, "
+            "want the same axes but the last"
+        )
+    return found

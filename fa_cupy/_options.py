@@ -78,6 +78,20 @@ def band(
     return lower, upper
 
 
+def whole(name: str, arg: str, value: Any, wanted: str = "an int") -> int:
+    """Return a whole number of at least 0, which a bool is not."""
+    wanted = f"{arg} is {show(value)}, want {wanted} >= 0"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {wanted}") from None
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: {wanted}")
+    if number < 0:
+        raise ValueError(f"{name}: {wanted}")
+    return number
+
+
 def _window(name: str, window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
@@ -85,15 +99,7 @@ def _window(name: str, window: Any) -> tuple[int | None, int | None]:
         raise TypeError(f"{name}: window is {show(window)}, want a pair (left, right)")
     sides: list[int | None] = []
     for i, side in enumerate(window):
-        try:
-            reach = None if side is None else operator.index(side)
-        except TypeError:
-            raise TypeError(
-                f"{name}: window[{i}] is {show(side)}, want None or an int >= 0"
-            ) from None
-        if reach is not None and reach < 0:
-            raise ValueError(f"{name}: window[{i}] is {show(side)}, want None or an int >= 0")
-        sides.append(reach)
+        sides.append(None if side is None else whole(name, f"window[{i}]", side, "None or an int"))
     return sides[0], sides[1]
 
 
@@ -114,7 +120,7 @@ def _is_real_scalar(value: Any) -> bool:
 
 def show(value: Any) -> str:
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())  # an array has lines of its own
     except Exception:  # an int of more digits than Python writes, or somebody's broken class
         text = "something that cannot be printed"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

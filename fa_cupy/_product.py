@@ -6,7 +6,7 @@ As in `fa_cupy._check`, nothing here touches data.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +162,10 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
     """Return `ends`, ints from 0 to `k_len`, as an array."""
     wanted = f"a sequence of ints from 0 to {k_len}, the length of k"
     try:
-        found = [operator.index(end) for end in ends]
+        given = None if isinstance(ends, (Set, Mapping)) else list(ends)  # those have no order
+        if given is None or any(isinstance(end, bool) for end in given):
+            raise TypeError
+        found = [operator.index(end) for end in given]
     except TypeError:
         raise TypeError(f"{name}: ends is {_options.show(ends)}, want {wanted}") from None
     for i, end in enumerate(found):

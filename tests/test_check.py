@@ -162,6 +162,8 @@ def test_value_errors(xp, arguments, text):
         (make(scale=np.complex64(1)), "(complex64), want a finite number"),
         (make(scale=True), "attention: scale is True (bool), want a finite number"),
         (make(scale=[1.0]), "attention: scale is [1.0] (list), want a finite number"),
+        (make(scale=np.eye(2)), "attention: scale is array([[1., 0.], [0., 1.]]) (ndarray), want"),
+        (make(window=(True, 3)), "attention: window[0] is True (bool), want None or an int >= 0"),
         (make(scale=np.array(True)), "attention: scale is array(True) (ndarray), want a finite"),
         (make(scale=np.array(1j)), "attention: scale is array(0.+1.j) (ndarray), want a finite"),
         (

@@ -416,6 +416,13 @@ def by_function(function, shape=(300, 300), states=None):
     return lambda: BitMask.from_function(function, shape, states)
 
 
+def outside():
+    """A sparse matrix with an element outside of it."""
+    matrix = sparse.csr_array(np.eye(3))
+    matrix.indices[0] = 99
+    return matrix
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -426,6 +433,16 @@ def by_function(function, shape=(300, 300), states=None):
         (lambda: BitMask.from_dense([[True]]), TypeError, "from_dense: mask is a list, want an ar"),
         (lambda: BitMask.from_dense(np.ma.array(GRID > 0)), TypeError, "mask is a masked array"),
         (lambda: BitMask.from_csr(GRID), TypeError, "from_csr: matrix is array("),
+        (lambda: BitMask.from_dense(None), TypeError, "from_dense: mask is None, want an array"),
+        (lambda: BitMask.from_indices(None, 3), TypeError, "from_indices: indices is None, want"),
+        (lambda: BitMask.from_indices(GRID, True), TypeError, "k_len is True (bool), want an int"),
+        (lambda: BitMask.from_blocks(None, 3, 3), TypeError, "from_blocks: states is None, want"),
+        (lambda: BitMask.from_csr(outside()), ValueError,
+         "from_csr: matrix is not a valid sparse matrix: indices must be < 3"),
+        (by_function(None), TypeError, "from_function: function is None (NoneType), want a call"),
+        (by_function(np.equal, 3), TypeError, "from_function: shape is 3 (int), want a sequence"),
+        (by_function(np.equal, states="x"), TypeError,
+         "from_function: block_states is 'x' (str), want None or a callable"),
         (lambda: BitMask.from_csr([]), ValueError, "from_csr: matrix has no elements, want at"),
         (lambda: BitMask.from_csr([sparse.csr_array((3, 4)), sparse.csr_array((4, 3))]), ValueError,
          "from_csr: matrix[1] has shape (4, 3), matrix[0] has (3, 4)"),
@@ -466,6 +483,7 @@ def test_errors(call, error, text):
     with pytest.raises(error, match=r"^BitMask\.from_") as caught:
         call()
     assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_errors_of_masks_together():
