@@ -1,5 +1,6 @@
-"""Arrays of any size, made on the device."""
+"""Arrays of any size, made on the device; what is held there, and what differs."""
 
+import contextlib
 import fcntl
 import functools
 import tempfile
@@ -10,6 +11,7 @@ import cupy as cp
 import numpy as np
 import pytest
 
+from fa_cupy.gpu.devices import current_target
 from tests.strategies import BFLOAT16, DTYPES
 
 _turn: list[IO[str]] = []
@@ -30,6 +32,40 @@ def free_all():
     cp.get_default_memory_pool().free_all_blocks()
     while _turn:
         _turn.pop().close()
+
+
+@contextlib.contextmanager
+def no_memory_held():
+    """Neither before nor after; skips where no kernels run."""
+    if current_target() is None:
+        pytest.skip("the kernels do not run on this device")
+    free_all()
+    yield
+    free_all()
+
+
+class Counter:
+    """An allocator that notes what it is asked for."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, size):
+        self.sizes.append(size)
+        return cp.get_default_memory_pool().malloc(size)
+
+
+class Differing:
+    """How many numbers of results differ from those of a first call, counted on the device."""
+
+    def __init__(self, want):
+        cp.cuda.Device().synchronize()
+        self.want = [x.view(np.int16) for x in want]
+        self.count = cp.zeros((), np.int64)
+
+    def look(self, found):
+        for x, want in zip(found, self.want, strict=True):
+            self.count += (x.view(np.int16) != want).sum()
 
 
 @functools.cache

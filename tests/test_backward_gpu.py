@@ -15,6 +15,7 @@ import cupy as cp
 
 from fa_cupy.gpu import plan_bwd
 from fa_cupy.gpu.devices import current_target
+from tests.device_arrays import Differing
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
@@ -344,6 +345,21 @@ def masked_call(dim, how, heads=2, **options):
     return call
 
 
+def repeat_beside_a_busy_stream(call):
+    """A thousand times each, and neither result changes."""
+    beside = random_call(1, 8, 2000, 128, seed=9)
+    differing, others = Differing(call()), Differing(beside())
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cp.cuda.Device().synchronize()
+    for _ in range(1000):
+        with streams[1]:
+            others.look(beside())
+        with streams[0]:
+            differing.look(call())
+    cp.cuda.Device().synchronize()
+    assert differing.count == others.count == 0
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_thousand_masked_runs_give_the_same_bits(dim, causal):
@@ -358,17 +374,7 @@ def test_a_thousand_masked_runs_give_the_same_bits(dim, causal):
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_thousand_masked_runs_beside_a_busy_stream_give_the_same_bits(dim):
-    call, beside = masked_call(dim, "device"), random_call(1, 8, 2000, 128, seed=9)
-    differing, others = Differing(call()), Differing(beside())
-    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
-    cp.cuda.Device().synchronize()
-    for _ in range(1000):
-        with streams[1]:
-            others.look(beside())
-        with streams[0]:
-            differing.look(call())
-    cp.cuda.Device().synchronize()
-    assert differing.count == others.count == 0
+    repeat_beside_a_busy_stream(masked_call(dim, "device"))
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -439,19 +445,6 @@ REPEATED = [(64, {}), (128, {"is_causal": True}), (128, {"window": (300, 200)}),
 by_kind = pytest.mark.parametrize(("dim", "options"), REPEATED, ids=str)
 
 
-class Differing:
-    """How many numbers of results differ from those of a first call, counted on the device."""
-
-    def __init__(self, want):
-        cp.cuda.Device().synchronize()
-        self.want = [x.view(np.int16) for x in want]
-        self.count = cp.zeros((), np.int64)
-
-    def look(self, found):
-        for x, want in zip(found, self.want, strict=True):
-            self.count += (x.view(np.int16) != want).sum()
-
-
 @by_kind
 def test_a_thousand_runs_give_the_same_bits(dim, options):
     call = random_call(2, 16, 1500, dim, heads=4, dlse=True, **options)
@@ -465,18 +458,7 @@ def test_a_thousand_runs_give_the_same_bits(dim, options):
 
 @by_kind
 def test_a_thousand_runs_beside_a_busy_stream_give_the_same_bits(dim, options):
-    call = random_call(2, 16, 1500, dim, heads=4, **options)
-    beside = random_call(1, 8, 2000, 128, seed=9)
-    differing, others = Differing(call()), Differing(beside())
-    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
-    cp.cuda.Device().synchronize()
-    for _ in range(1000):
-        with streams[1]:
-            others.look(beside())
-        with streams[0]:
-            differing.look(call())
-    cp.cuda.Device().synchronize()
-    assert differing.count == others.count == 0
+    repeat_beside_a_busy_stream(random_call(2, 16, 1500, dim, heads=4, **options))
 
 
 def test_threads_on_streams_of_their_own():

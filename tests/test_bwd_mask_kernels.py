@@ -220,8 +220,8 @@ BUGS = {
     ),
     "rows of blocks of the group's first head": (
         "bwd_sm90", 128, "deadlock|",
-        ("begin_row(cursor, table_row(params.mask, work.entry + head,",
-         "begin_row(cursor, table_row(params.mask, work.entry,"),
+        ("begin_row(cursor, row_of_keys<kTileN>(params, work, head)",
+         "begin_row(cursor, row_of_keys<kTileN>(params, work, 0)"),
     ),
     "words of the other half of a block's keys": (
         "bwd_keys_sm90", 192, "", ("work.tile % 2 * 64, my_thread()", "0, my_thread()"),

@@ -20,7 +20,7 @@ import cupy as cp
 
 from fa_cupy.gpu import plan_bwd
 from fa_cupy.gpu.devices import current_target
-from tests.device_arrays import free_all, needs, uniform
+from tests.device_arrays import Counter, Differing, needs, no_memory_held, uniform
 
 pytestmark = pytest.mark.gpu
 HALF, _, SINGLE, DOUBLE = DTYPES
@@ -33,12 +33,9 @@ ENTRIES = 2**16 + 5
 @pytest.fixture(autouse=True)
 def free_memory(cupy):
     """Each test starts with no memory held, and leaves none."""
-    if current_target() is None:
-        pytest.skip("the kernels do not run on this device")
-    free_all()
-    yield
-    plan_bwd._plans.clear()
-    free_all()
+    with no_memory_held():
+        yield
+        plan_bwd._plans.clear()
 
 
 def solve(q, k, v, dout, **options):
@@ -59,14 +56,6 @@ def repeated(few, count):
     return out
 
 
-def differing(found, few):
-    """How many numbers differ from those of the few entries that were repeated."""
-    count = cp.zeros((), np.int64)
-    for i in range(len(few)):
-        count += (found[i :: len(few)].view(np.int16) != few[i].view(np.int16)).sum()
-    return int(count)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize(("dim", "rows"), [(128, 257), (256, 129)])
@@ -76,9 +65,7 @@ def test_many_entries_of_more_than_2_to_the_31_elements(dim, rows, softcap, mask
     keys = 17
     shapes = (KINDS, rows, dim), (KINDS, keys, dim), (KINDS, keys, dim), (KINDS, rows, dim)
     few = [uniform(shape, seed) for seed, shape in enumerate(shapes)]
-    mask = None
-    if masked:
-        mask = np.random.default_rng(0).random((rows, keys)) < 0.7
+    mask = np.random.default_rng(0).random((rows, keys)) < 0.7 if masked else None
     options = {"softcap": softcap} if softcap else {}
     given = {"mask": BitMask.from_dense(mask)} if masked else {}
     want, names = solve(*few, **given, **options)
@@ -93,8 +80,9 @@ def test_many_entries_of_more_than_2_to_the_31_elements(dim, rows, softcap, mask
     assert same == names
     if current_target() == "sm_90a":
         assert ("bwd_queries_sm80" in names) == bool(softcap)
-    for x, of_few in zip(found, want, strict=True):
-        assert differing(x, of_few) == 0
+    differing = Differing(y[i] for y in want for i in range(KINDS))
+    differing.look(x[i::KINDS] for x in found for i in range(KINDS))
+    assert differing.count == 0
 
 
 def exact(q, k, v, dout, lse, shift):
@@ -113,16 +101,11 @@ def test_a_sequence_of_131072(dim, causal):
     length = 2**17
     q, k, v, dout = (uniform((length, dim), seed, BFLOAT16) for seed in range(4))
     out, lse = attention(q, k, v, return_lse=True, is_causal=causal)
-    sizes = []
-
-    def counted(size):
-        sizes.append(size)
-        return cp.get_default_memory_pool().malloc(size)
-
-    with cp.cuda.using_allocator(counted):
+    counter = Counter()
+    with cp.cuda.using_allocator(counter):
         found = attention_backward(dout, q, k, v, out, lse, is_causal=causal)
     # Sums of dQ in float32, two numbers a row and a word for each tile.
-    assert sum(sizes) - 3 * q.nbytes <= length * (4 * max(64, dim) + 32) + 2**16
+    assert sum(counter.sizes) - 3 * q.nbytes <= length * (4 * max(64, dim) + 32) + 2**16
     dq, dk, dv = (x.astype(np.float64) for x in found)
     lse, shift = lse.astype(np.float64), (out.astype(np.float64) * dout.astype(np.float64)).sum(1)
     every = cp.arange(length)
@@ -189,14 +172,12 @@ def test_causal_products_repeat_beside_a_busy_stream(dtype):
         def run(arrays=arrays):
             return causal_product(*arrays[1:]), *causal_product_backward(*arrays)
 
-        want = [x.view(np.int16) for x in run()]
-        count = cp.zeros((), np.int64)
+        differing = Differing(run())
         cp.cuda.Device().synchronize()
         for _ in range(200):
             with busy:
                 attention(*load, out=target)
             with stream:
-                for x, like in zip(run(), want, strict=True):
-                    count += (x.view(np.int16) != like).sum()
+                differing.look(run())
         cp.cuda.Device().synchronize()
-        assert count == 0
+        assert differing.count == 0

@@ -17,8 +17,7 @@ import cupy as cp
 
 from fa_cupy.gpu import attention as host
 from fa_cupy.gpu import params, plan
-from fa_cupy.gpu.devices import current_target
-from tests.device_arrays import free_all, needs, uniform
+from tests.device_arrays import Counter, needs, no_memory_held, uniform
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
@@ -28,11 +27,8 @@ FAR = 2**31
 @pytest.fixture(autouse=True)
 def free_memory(cupy):
     """Each test starts with no memory held, and leaves none."""
-    if current_target() is None:
-        pytest.skip("the kernels do not run on this device")
-    free_all()
-    yield
-    free_all()
+    with no_memory_held():
+        yield
 
 
 @pytest.fixture
@@ -307,17 +303,6 @@ def test_results_repeat_while_another_stream_keeps_the_device_busy(dtype):
 
 
 # Memory
-
-
-class Counter:
-    """An allocator that notes what it is asked for."""
-
-    def __init__(self):
-        self.sizes = []
-
-    def __call__(self, size):
-        self.sizes.append(size)
-        return cp.get_default_memory_pool().malloc(size)
 
 
 @pytest.mark.parametrize("layout", ["dense", "blhd"])

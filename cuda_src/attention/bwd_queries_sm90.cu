@@ -135,7 +135,7 @@ FA_DEVICE void feed_keys(const BwdSm90Params& params, SharedStorage& shared) {
     arrive(shared.work_full[work_place.index()]);
     if (!more) break;
     index = atom_add_u32(params.counters + 1, 1);  // the answer is not needed for long
-    MaskCursor& cursor = shared.cursors[0];
+    MaskCursor& cursor = cursor_of(shared, 0);
     each_tile(params, work, cursor, [&](int tile) {
       const int at = place.index();
       const TileNote note = note_of<kTileN>(params.mask, cursor, tile, work.steps == 0);
@@ -169,7 +169,7 @@ FA_DEVICE void feed_values(const BwdSm90Params& params, SharedStorage& shared) {
       load_known<64>(shared.rows[group], params, full, work.entry, row);
     }
     q_place.advance();
-    each_tile(params, work, shared.cursors[kCursors > 1 ? 1 : 0], [&](int tile) {
+    each_tile(params, work, cursor_of(shared, 1), [&](int tile) {
       const int at = place.index();
       wait(shared.v_empty[at], place.parity() ^ 1);
       const uint32 full = cvta_to_shared(&shared.v_full[at]);

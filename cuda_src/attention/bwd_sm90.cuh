@@ -151,7 +151,7 @@ FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared,
     for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
   };
   each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    MaskCursor& cursor = shared.cursors[kCursors > 1 ? kFeeders + thread : 0];
+    MaskCursor& cursor = cursor_of(shared, kFeeders + thread);
     each_step<kLastFirst, kTileM, kTileN>(params, work, cursor, [&](Step step) {
       if (!mine()) return;
       const uint32 row_tile = (work.entry + step.head) * p.q_tiles + step.tile;

@@ -89,6 +89,12 @@ struct MaskCursor {
 };
 constexpr int kCursors = kSparse ? 4 : 1;  // four warps feed at most
 
+// That of a warp, or what stands for it where there is no mask.
+template <typename Shared>
+FA_DEVICE MaskCursor& cursor_of(Shared& shared, uint32 warp) {
+  return shared.cursors[kSparse ? warp : 0];
+}
+
 FA_DEVICE void begin_row(MaskCursor& cursor, int row) {
   cursor.row = row;
   cursor.word_index = cursor.block = -1;
@@ -203,6 +209,12 @@ struct KeyWork {
   int unseen;         // 1: no query sees a key, and the one tile is there for form's sake
 };
 
+// Of a mask, the row of blocks that the keys of some work are in.
+template <int kTileN>
+FA_DEVICE int row_of_keys(const BwdSm90Params& params, const KeyWork& work, int head) {
+  return table_row(params.mask, work.entry + head, work.tile * kTileN / kMaskBlock);
+}
+
 // Writes down the work of a number; false when there is none.  Blocks of keys come from the first
 // one on, which under a causal mask are seen by the most queries, or from the last one on.
 template <bool kLastFirst, int kTileM, int kTileN>
@@ -227,7 +239,7 @@ FA_DEVICE bool announce_keys(const BwdSm90Params& params, KeyWork& work, uint32 
       work.steps = 0;
 #pragma unroll 1
       for (int head = 0; head < params.group; ++head) {
-        const int row = table_row(params.mask, work.entry + head, work.tile * kTileN / kMaskBlock);
+        const int row = row_of_keys<kTileN>(params, work, head);
         work.steps += count_tiles<kTileM>(params.mask, row, work.begin, work.end);
       }
       work.unseen = work.steps == 0;
@@ -250,7 +262,7 @@ FA_DEVICE void each_step(const BwdSm90Params& params, const KeyWork& work, MaskC
 #pragma unroll 1
   for (int head = 0; head < params.group; ++head) {
     if constexpr (kSparse) {
-      begin_row(cursor, table_row(params.mask, work.entry + head, work.tile * kTileN / kMaskBlock));
+      begin_row(cursor, row_of_keys<kTileN>(params, work, head));
       each_seen_tile<kUp, kTileM>(params.mask, cursor, work, work.unseen != 0,
                                   [&](int tile) { f(Step{head, tile}); });
       if (work.unseen) return;
@@ -380,7 +392,7 @@ FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp 
       wait(shared.v_empty, k_place.parity() ^ 1);
       load_keys<Walk>(shared.v, params.v_map, shared.v_full, work, params.v_step);
     }
-    MaskCursor& cursor = shared.cursors[0];
+    MaskCursor& cursor = cursor_of(shared, 0);
     each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, cursor, [&](Step step) {
       load_queries<Walk>(params, shared, work, cursor, step, steps);
       if constexpr (kAll) load_gradients<Walk>(params, shared, work, step, steps);
@@ -400,7 +412,7 @@ FA_DEVICE void feed_gradients(const BwdSm90Params& params, Shared& shared) {
     wait(shared.v_empty, v_place.parity() ^ 1);
     load_keys<Walk>(shared.v, params.v_map, shared.v_full, work, params.v_step);
     v_place.advance();
-    MaskCursor& cursor = shared.cursors[kCursors > 1 ? 1 : 0];
+    MaskCursor& cursor = cursor_of(shared, 1);
     each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, cursor, [&](Step step) {
       load_gradients<Walk>(params, shared, work, step, steps++);
     });
