@@ -200,7 +200,7 @@ def _place(name: str, arg: str, x: Any) -> tuple[str, int, int]:
     if isinstance(x, np.ndarray):
         if any(base.__name__ == "MaskedArray" for base in type(x).__mro__):
             raise TypeError(
-                f"{name}: {arg} is a masked array, want a plain array (hide keys with mask=)"
+                f"{name}: {arg} is a masked array, want a plain array (as of {arg}.filled(0))"
             )
         return "numpy", _CPU, 0
     cupy = sys.modules.get("cupy")  # whoever made a CuPy array has imported it

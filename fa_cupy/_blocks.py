@@ -28,6 +28,7 @@ Array = npt.NDArray[Any]
 EMPTY, PARTIAL, FULL = 0, 1, 2
 WORDS = layouts.ORDERS["fragment"]
 CHUNK = 64  # blocks unpacked at a time: 1 MB of bools
+LONGEST = 2**31  # lengths are below, so that key numbers, and those of tiles, are int32
 
 
 class Grid(NamedTuple):
@@ -169,6 +170,16 @@ def tightened(grid: Grid, keys: Array, words: Array, full: Array | None = None) 
     if not kept.all():
         keys, words = keys[kept], words[kept]
     return Blocks(keys.astype(np.int64, copy=False), words, whole)
+
+
+def are_tight(grid: Grid, keys: Array, words: Array) -> bool:
+    """Return whether blocks are partial, all of them, and have no bits outside the matrix."""
+    for part in chunks(len(keys)):
+        inside, found = grid.inside(keys[part]), words[part]
+        full = (found == inside).all(axis=(1, 2, 3))
+        if (found & ~inside).any() or full.any() or not found.any(axis=(1, 2, 3)).all():
+            return False
+    return True
 
 
 def inverted(grid: Grid, blocks: Blocks) -> Blocks:

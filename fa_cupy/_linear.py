@@ -39,7 +39,9 @@ def causal_product(
         heads (axis -3) than the queries when the count divides.
     initial_state : array, shape (..., E, M), optional
         What was summed before the first row: the state that an earlier piece returned, or any
-        array of float32 (float64 for float64 input). It may have fewer heads, as `k` and `v`.
+        array of float32 (float64 for float64 input). Its batch axes broadcast with theirs. Where
+        these have heads (4 axes or more each), it has 1, or as many as `q`, `k` or `v`; any number
+        where all of them have 1.
     return_state : bool
         Whether to return the state after the last row too.
     reverse : bool
@@ -84,8 +86,14 @@ def causal_product(
     that are 1e-5 of their neighbours lose digits. ``algorithm="recurrent"`` and ``"low_occupancy"``
     are plain float32.
 
+    The state and the scores ``q[i] @ k[j]`` have to stay in the range of float32 (float64 for
+    float64 input) themselves, also where the third factor would scale them down again. A state that
+    exceeds it is infinite, and NaN times a 0 in `q`; products that underflow are lost. From which
+    row on depends on the chunks.
+
     Output (i, m) is not finite where a product ``q[i, e] * k[j, e] * v[j, m]`` that belongs to its
-    sum has a factor that is not finite. What rows after i hold never shows in it.
+    sum has a factor that is not finite, or where a sum is out of range. What rows after i hold
+    never shows in it.
 
     References
     ----------

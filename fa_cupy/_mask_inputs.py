@@ -9,9 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy import _arrays, _options
-from fa_cupy._blocks import EMPTY, FULL, WORDS
+from fa_cupy._blocks import EMPTY, FULL, LONGEST, WORDS, Grid
 
 Array = npt.NDArray[Any]
+
+# The arrays of a sparse matrix by its format, where turning it into CSR follows indices without a
+# look at them; other formats look for themselves.
+_PARTS = {
+    **dict.fromkeys(("bsr", "csc", "csr"), ("data", "indices", "indptr")),
+    "coo": ("data", "row", "col"),
+    "dia": ("data", "offsets"),
+}
 
 
 def native(name: str, **arrays: Any) -> _arrays.Native:
@@ -31,12 +39,20 @@ def native(name: str, **arrays: Any) -> _arrays.Native:
 
 def length(name: str, arg: str, value: Any) -> int:
     """Return a number of queries, keys or batch entries."""
-    return _options.whole(name, arg, value)
+    return _options.whole(name, arg, value, "an int >= 0 and below 2**31", range(LONGEST))
+
+
+def grid(name: str, arg: str, shape: Sequence[int]) -> Grid:
+    """Return the size of a mask's matrices, which have the last axes of an argument's `shape`."""
+    if max(shape[-2:]) >= LONGEST:
+        raise ValueError(f"{name}: {arg} has shape {tuple(shape)}, want axes shorter than 2**31")
+    return Grid(*shape[-2:])
 
 
 def lengths(name: str, shape: Any) -> list[int]:
     """Return the shape of a mask."""
-    if not isinstance(shape, Sequence) or isinstance(shape, str):
+    known = isinstance(shape, Sequence) or (isinstance(shape, np.ndarray) and shape.ndim == 1)
+    if not known or isinstance(shape, (str, bytes, bytearray, memoryview)):
         raise TypeError(f"{name}: shape is {_options.show(shape)}, want a sequence of ints")
     found = [length(name, f"shape[{i}]", n) for i, n in enumerate(shape)]
     if len(found) < 2:
@@ -56,23 +72,62 @@ def of_one_device(name: str, matrices: list[Any]) -> _arrays.Native:
     return _arrays.to_native(name, **data)
 
 
-def as_csr(name: str, matrix: Any) -> Any:
+def as_csr(name: str, arg: str, matrix: Any) -> Any:
     """Return a sparse matrix in CSR form, with one stored element a place if it is SciPy's."""
-    if not hasattr(matrix, "tocsr"):
-        raise TypeError(f"{name}: matrix is {_options.show(matrix)}, want a scipy.sparse matrix")
+    if not hasattr(matrix, "tocsr") or isinstance(matrix, type):
+        raise TypeError(f"{name}: {arg} is {_options.show(matrix)}, want a scipy.sparse matrix")
     if len(matrix.shape) != 2:
-        raise ValueError(f"{name}: matrix has shape {matrix.shape}, want 2 axes")
-    csr = matrix.tocsr()
-    if not isinstance(csr.data, np.ndarray):  # CuPy's, whose elements are summed on their device
-        return csr
+        raise ValueError(f"{name}: {arg} has shape {matrix.shape}, want 2 axes")
+    parts = _PARTS.get(getattr(matrix, "format", ""), ())
+    found = None
+    if parts and all(hasattr(matrix, part) for part in parts):  # other libraries have formats too
+        found = _checked_parts(name, {f"{arg}.{part}": getattr(matrix, part) for part in parts})
     try:
-        csr.check_format(full_check=True)
+        if found is None:
+            csr = matrix.tocsr()
+        elif found.backend == "numpy":
+            csr = _sound(matrix, *found.arrays).tocsr()
+        else:  # elements of one place are summed on their device
+            from fa_cupy.gpu import mask_sources
+
+            with found.context:
+                mask_sources.check_sparse(matrix)
+                return matrix.tocsr()
     except ValueError as error:
-        raise ValueError(f"{name}: matrix is not a valid sparse matrix: {error}") from error
+        raise ValueError(f"{name}: {arg} is not a valid sparse matrix: {error}") from error
+    if found is None:
+        return as_csr(name, arg, csr)
     if not csr.has_canonical_format:
-        csr = csr.copy() if csr is matrix else csr
+        csr = csr.copy() if matrix.format == "csr" else csr  # what it shares stays as it is
         csr.sum_duplicates()
     return csr
+
+
+def _checked_parts(name: str, parts: dict[str, Any]) -> _arrays.Native:
+    """Return the arrays of a sparse matrix, those of indices being integers."""
+    for part, array in parts.items():
+        if array is None:
+            raise TypeError(f"{name}: {part} is None, want an array")
+    found = _arrays.to_native(name, **parts)
+    for part, array in list(zip(parts, found.arrays, strict=True))[1:]:
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: {part} has dtype {array.dtype}, want integers")
+    return found
+
+
+def _sound(matrix: Any, data: Array, *indices: Array) -> Any:
+    """Return a matrix of SciPy's, or raise a ValueError where it points to what is not there.
+
+    It shares its arrays with the one that is given, which SciPy's checks cut and cast in place.
+    """
+    from scipy import sparse
+
+    kind = getattr(sparse, f"{matrix.format}_array")
+    parts = (data, indices) if matrix.format == "coo" else (data, *indices)
+    own = kind(parts, shape=matrix.shape)
+    if hasattr(own, "check_format"):  # of others the constructor does that
+        own.check_format(full_check=True)
+    return own
 
 
 def check_states(name: str, arg: str, states: Any, kinds: str = "biu") -> None:
@@ -105,10 +160,16 @@ def check_words(name: str, words: Any, count: int) -> None:
 
 def fitted(name: str, function: str, found: Any, shape: tuple[int, ...]) -> Array:
     """Return what a function of the caller returned, broadcast to `shape`."""
-    array: Array = np.asarray(found)
+    wanted = f"want one that broadcasts to {shape}"
+    if isinstance(found, np.ma.MaskedArray):
+        raise TypeError(f"{name}: {function} returns a masked array, want a plain array")
+    try:
+        array: Array = np.asarray(found)
+    except ValueError:  # lists of several lengths
+        raise ValueError(
+            f"{name}: {function} returns {_options.show(found)}, which is no array, {wanted}"
+        ) from None
     try:
         return np.broadcast_to(array, shape)
     except ValueError:
-        raise ValueError(
-            f"{name}: {function} returns shape {array.shape}, want one that broadcasts to {shape}"
-        ) from None
+        raise ValueError(f"{name}: {function} returns shape {array.shape}, {wanted}") from None

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy import layouts
-from fa_cupy._blocks import FULL, PARTIAL, BlockLists, Blocks, Grid
+from fa_cupy._blocks import FULL, PARTIAL, BlockLists, Blocks, Grid, joined
 from fa_cupy.layouts import BLOCK
 
 Array = npt.NDArray[Any]
@@ -18,6 +18,14 @@ def used(grid: Grid, lists: BlockLists, entries: Array) -> tuple[list[Blocks], A
     """Return the matrices that some entry uses, and the entries by their numbers there."""
     numbers, places = np.unique(entries, return_inverse=True)
     return [lists.blocks(grid, int(n)) for n in numbers], places.reshape(entries.shape)
+
+
+def compact(grid: Grid, lists: BlockLists, entries: Array) -> tuple[BlockLists, Array]:
+    """Return the lists without matrices that no entry uses, and the entries by their numbers."""
+    matrices, entries = used(grid, lists, entries)
+    if len(matrices) * grid.q_tiles + 1 < len(lists.full_begin):
+        lists = joined(grid, matrices)
+    return lists, entries
 
 
 def listed(grid: Grid, lists: BlockLists, entries: Array) -> tuple[int, int]:

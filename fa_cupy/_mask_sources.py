@@ -64,7 +64,7 @@ class Sources:
         mask = native.arrays[0]
         if mask.dtype != np.bool_:
             raise TypeError(f"{name}: mask has dtype {mask.dtype}, want bool (cast it: mask != 0)")
-        grid = Grid(*mask.shape[-2:])
+        grid = inputs.grid(name, "mask", mask.shape)
         if native.backend == "cupy":
             from fa_cupy.gpu import mask_sources
 
@@ -108,7 +108,10 @@ class Sources:
         indices = native.arrays[0]
         if indices.dtype.kind not in "iu":
             raise TypeError(f"{name}: indices has dtype {indices.dtype}, want integers")
-        grid = Grid(indices.shape[-2], inputs.length(name, "k_len", k_len))
+        grid = Grid(
+            inputs.grid(name, "indices", indices.shape).q_len,
+            inputs.length(name, "k_len", k_len),
+        )
         with native.context:
             largest = int(indices.max()) if indices.size else -1
             if largest >= grid.k_len:
@@ -138,7 +141,8 @@ class Sources:
         Raises
         ------
         TypeError, ValueError
-            For what is no sparse matrix, or matrices of several shapes.
+            For what is no sparse matrix, for indices that lie outside of one, and for matrices of
+            several shapes.
 
         Examples
         --------
@@ -150,15 +154,17 @@ class Sources:
         0
         """
         name = "BitMask.from_csr"
-        batched = isinstance(matrix, (list, tuple))
-        found = [inputs.as_csr(name, x) for x in (matrix if batched else [matrix])]
-        if not found:
+        batched = isinstance(matrix, Sequence) and not isinstance(matrix, (str, bytes))
+        args = [f"matrix[{i}]" for i in range(len(matrix))] if batched else ["matrix"]
+        if not args:
             raise ValueError(f"{name}: matrix has no elements, want at least one matrix")
-        grid = Grid(*found[0].shape)
-        for i, csr in enumerate(found):
+        given = zip(args, matrix if batched else [matrix], strict=True)
+        found = [inputs.as_csr(name, arg, x) for arg, x in given]
+        grid = inputs.grid(name, args[0], found[0].shape)
+        for arg, csr in zip(args, found, strict=True):
             if csr.shape != grid:
                 raise ValueError(
-                    f"{name}: matrix[{i}] has shape {csr.shape}, matrix[0] has {tuple(grid)}"
+                    f"{name}: {arg} has shape {csr.shape}, matrix[0] has {tuple(grid)}"
                 )
 
         entries = np.arange(len(found)) if batched else np.array(0)
@@ -167,7 +173,7 @@ class Sources:
             from fa_cupy.gpu import mask_sources
 
             with native.context:
-                return cls._on_device(grid, mask_sources.from_csr(name, grid, found), entries)
+                return cls._on_device(grid, mask_sources.from_csr(grid, found), entries)
         return cls._of(grid, [_mask_rows.of_csr(grid, csr) for csr in found], entries)
 
     @classmethod

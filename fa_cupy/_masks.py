@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from os import PathLike
 from typing import IO, Any
 
@@ -62,7 +63,7 @@ class BitMask(Sources, Algebra):
     True
     """
 
-    __slots__ = ("_count", "_grid", "_kept", "_store", "_transposed", "entries")
+    __slots__ = ("__weakref__", "_count", "_grid", "_kept", "_store", "_transposed", "entries")
     __array_ufunc__ = None  # an array on the left leaves operators to this class
 
     EMPTY, PARTIAL, FULL = _blocks.EMPTY, _blocks.PARTIAL, _blocks.FULL
@@ -99,6 +100,14 @@ class BitMask(Sources, Algebra):
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"BitMask: {name} cannot be set, a mask never changes")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"BitMask: {name} cannot be deleted, a mask never changes")
+
+    def __iter__(self) -> Iterator[BitMask]:
+        if not self.entries.ndim:
+            raise TypeError(f"BitMask: iteration over shape {self.shape}, want a batch axis")
+        return (self[i] for i in range(len(self.entries)))
 
     @property
     def lists(self) -> BlockLists:
@@ -153,8 +162,8 @@ class BitMask(Sources, Algebra):
             raise IndexError("BitMask: the index has ..., want indices of batch axes only")
         try:
             entries = self.entries[index]
-        except IndexError as error:
-            raise IndexError(f"BitMask: for batch shape {self.entries.shape}, {error}") from None
+        except (IndexError, TypeError) as e:
+            raise type(e)(f"BitMask: for batch shape {self.entries.shape}, {e}") from None
         return self._wrap(self._grid, self._store, entries)
 
     def get(self) -> BitMask:
@@ -235,10 +244,7 @@ class BitMask(Sources, Algebra):
         file : path-like or binary file
             Entries that no batch entry uses, such as those sliced away, are left out.
         """
-        lists, (matrices, entries) = self._store.host(), _mask_outputs.used(*self._parts)
-        if len(matrices) * self._grid.q_tiles + 1 < len(lists.full_begin):
-            lists = _blocks.joined(self._grid, matrices)
-        _mask_files.save(file, self._grid, lists, entries)
+        _mask_files.save(file, self._grid, *_mask_outputs.compact(*self._parts))
 
     @classmethod
     def load(cls, file: File) -> BitMask:
@@ -261,7 +267,9 @@ class BitMask(Sources, Algebra):
         return cls._wrap(grid, Store(lists), entries)
 
     def __reduce__(self) -> Any:
-        return _restored, (tuple(self._grid), tuple(self.lists), self.entries)
+        parts = self._grid, self.lists, self.entries
+        lists, entries = _mask_outputs.compact(*parts) if self._store.device is None else parts[1:]
+        return _restored, (tuple(self._grid), tuple(lists), entries)
 
     def __repr__(self) -> str:
         partial, full = _mask_outputs.listed(*self._outline)

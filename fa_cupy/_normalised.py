@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fa_cupy import _calls, _options, _product
+import numpy as np
+
+from fa_cupy import _arrays, _calls, _check, _options, _product
 
 _FEATURE_MAPS = ("elu1", "relu", "exp", "identity")
 
@@ -32,22 +34,24 @@ def linear_attention(
         As in `causal_product`.
     feature_map : {"elu1", "relu", "exp", "identity"} or callable
         What is applied to `q` and `k`: ``elu(x) + 1``, ``max(x, 0)``, ``exp(x)`` or nothing, in
-        float32 (float64 for float64 input). A callable gets each array as it was given and returns
-        one of the same library with the same axes, of which the last may have another size.
+        float32 (float64 for float64 input). A callable gets `q`, then `k`, as they were given (of
+        NumPy arrays read-only views) and returns new arrays of the same library and dtype. The last
+        axis may have another size, the same for both; the others stay.
     eps : float
-        Added to the sums of weights; at least 0.
+        Added to the sums of weights; at least 0. With 0, or what rounds to it in the dtype of the
+        sums, the output is 0 / 0 = NaN where all weights are 0, and everywhere where E is 0.
     out : array, shape (..., L, M), optional
         Where to write the output: of q's kind and dtype, overlapping no input.
 
     Returns
     -------
     array, shape (..., L, M)
-        Of the kind and dtype of `q`, laid out in memory as `q` is.
+        Of the kind and dtype of `q`, laid out in memory as the given `q` is.
 
     Raises
     ------
     TypeError, ValueError
-        As `causal_product`.
+        As `causal_product`, before a callable runs; for what that returns, after it.
 
     See Also
     --------
@@ -58,6 +62,10 @@ def linear_attention(
     The sums of weights are a causal product with a column of ones beside the values, so one pass
     computes both [1]_. Where weights may be negative (``"identity"``), their sum may be near 0 and
     the quotient anything.
+
+    Features have to stay in the range of their dtype, and weights and sums in that of the sums, as
+    in `causal_product`: ``"exp"`` of 89 is infinite in float32, and infinity divided by infinity is
+    NaN. The features of a callable have the dtype of `q`, of which float16 ends at 65,504.
 
     References
     ----------
@@ -81,13 +89,8 @@ def linear_attention(
     (1000, 16)
     """
     name = "linear_attention"
-    feature = None
-    if isinstance(feature_map, str) and feature_map in _FEATURE_MAPS:
-        feature = None if feature_map == "identity" else feature_map
-    elif callable(feature_map):
-        _calls.require(name, q=q, k=k, v=v)
-        q, k = _mapped(name, "q", q, feature_map), _mapped(name, "k", k, feature_map)
-    else:
+    known = isinstance(feature_map, str) and feature_map in _FEATURE_MAPS
+    if not known and not callable(feature_map):
         raise ValueError(
             f"{name}: feature_map is {_options.show(feature_map)}, "
             f"want one of {', '.join(map(repr, _FEATURE_MAPS))} or a callable"
@@ -97,20 +100,55 @@ def linear_attention(
     *inputs, result = native.arrays
     problem = _product.product_problem(name, *inputs)
     _calls.check_out(name, result, problem, inputs)
+    like, feature = inputs[0], None
+    if callable(feature_map):
+        features = _features(name, (q, k), inputs[:2], feature_map)
+        inputs[:2] = features.values()
+        problem = _product.product_problem(name, *inputs)
+        if out is not None:
+            _check.check_out(name, result, problem.out_shape, problem.dtype, features.items())
+    elif feature_map != "identity":
+        feature = feature_map
     backend = _calls.backend_of(native, "product")
     with native.context:
-        result = _calls.result_for(native, problem, inputs[0], result)
+        if result is None:
+            result = _calls.allocator(native)(problem.out_shape, problem.dtype, like)
         result = backend.linear_attention(problem, *inputs, result, feature=feature, eps=number)
         return native.give_back(result) if out is None else out
 
 
-def _mapped(name: str, arg: str, array: Any, feature_map: Callable[[Any], Any]) -> Any:
-    """Return the features of an array, which have its axes but the last."""
-    found = feature_map(array)
-    shape, wanted = getattr(found, "shape", ()), getattr(array, "shape", ())
-    if len(shape) > 1 and tuple(shape[:-1]) != tuple(wanted[:-1]):
-        raise ValueError(
-            f"{name}: feature_map gave shape {tuple(shape)} for {arg} of shape {tuple(wanted)}, "
-            "want the same axes but the last"
-        )
-    return found
+def _features(
+    name: str,
+    given: tuple[Any, Any],
+    inputs: Sequence[Any],
+    feature_map: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """Return the features of q and k as native arrays, by the names that errors give them.
+
+    `given` are q and k as the caller has them, `inputs` the same as native arrays.
+    """
+    q, k = given
+    of_q, of_k = "feature_map(q)", "feature_map(k)"
+    found = {of_q: feature_map(_read_only(q)), of_k: feature_map(_read_only(k))}
+    x, y = _calls.to_native(name, q=q, **found).arrays[1:]
+    _check.common_dtype(name, {"q": inputs[0], of_q: x, of_k: y})
+    for arg, array, features in zip("qk", inputs, (x, y), strict=True):
+        if features.shape[:-1] != array.shape[:-1]:
+            raise ValueError(
+                f"{name}: feature_map({arg}) has shape {features.shape}, "
+                f"{arg} has {array.shape}, want the same axes but the last"
+            )
+    if x.shape[-1] != y.shape[-1]:
+        raise ValueError(f"{name}: {of_k} has dim {y.shape[-1]}, {of_q} has {x.shape[-1]}")
+    # A buffer used twice holds the features of k only; views of q and k may meet in memory.
+    if q is not k and _arrays.overlap(x, y) and not _arrays.overlap(x, inputs[0]):
+        raise ValueError(f"{name}: {of_k} overlaps {of_q} in memory, want separate memory")
+    return {of_q: x, of_k: y}
+
+
+def _read_only(array: Any) -> Any:
+    """Return a view that cannot be written to, where the library of `array` has such views."""
+    if isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array

@@ -78,18 +78,32 @@ def band(
     return lower, upper
 
 
-def whole(name: str, arg: str, value: Any, wanted: str = "an int") -> int:
-    """Return a whole number of at least 0, which a bool is not."""
-    wanted = f"{arg} is {show(value)}, want {wanted} >= 0"
+def whole(
+    name: str,
+    arg: str,
+    value: Any,
+    wanted: str = "an int >= 0",
+    allowed: range | None = None,
+) -> int:
+    """Return a whole number of at least 0, among those that are allowed; a bool is none."""
+    text = f"{name}: {arg} is {show(value)}, want {wanted}"
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: {wanted}") from None
+        raise TypeError(text) from None
     if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: {wanted}")
-    if number < 0:
-        raise ValueError(f"{name}: {wanted}")
+        raise TypeError(text)
+    if number < 0 or (allowed is not None and number not in allowed):
+        raise ValueError(text)
     return number
+
+
+def array_of(name: str, arg: str, array: Any, dtype: str) -> None:
+    """Raise a TypeError unless `array` is one, of NumPy or like that, of a dtype."""
+    if not hasattr(array, "ravel") or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name}: {arg} is a {type(array).__name__}, want an array of {dtype}")
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {dtype}")
 
 
 def _window(name: str, window: Any) -> tuple[int | None, int | None]:
@@ -99,7 +113,8 @@ def _window(name: str, window: Any) -> tuple[int | None, int | None]:
         raise TypeError(f"{name}: window is {show(window)}, want a pair (left, right)")
     sides: list[int | None] = []
     for i, side in enumerate(window):
-        sides.append(None if side is None else whole(name, f"window[{i}]", side, "None or an int"))
+        reach = None if side is None else whole(name, f"window[{i}]", side, "None or an int >= 0")
+        sides.append(reach)
     return sides[0], sides[1]
 
 

@@ -34,9 +34,11 @@ def prefix_state(
         Positions, in any order; all of the sequence by default.
     q : array, shape (..., P, E), optional
         Queries: row i reads the state at ``ends[i]`` (all rows read the whole sequence's without
-        `ends`). As in `causal_product`, `k` and `v` may have fewer heads.
+        `ends`). As in `causal_product`, `k` and `v` may have fewer heads. Where they have different
+        numbers of heads, neither of them 1, `q` has to be given.
     initial_state : array, shape (..., E, M), optional
-        What was summed before, of float32 (float64 for float64 input).
+        What was summed before, of float32 (float64 for float64 input), with heads as in
+        `causal_product`.
     reverse : bool
         Whether sums go from the last row to the first.
 

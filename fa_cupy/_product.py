@@ -18,6 +18,8 @@ from fa_cupy._check import View
 ALGORITHMS = ("auto", "chunked", "recurrent", "low_occupancy")
 #: What takes every array, on every backend.
 _ANY = ALGORITHMS[:2]
+#: What holds things in no order, or bytes and characters, is no sequence of positions.
+_NO_POSITIONS = (Set, Mapping, str, bytes, bytearray, memoryview)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def product_problem(
     groups = () if q is None else _shapes.head_groups(name, ("q", "k", "v"), q, k, v, True)
     arrays = [*named.items()]
     if initial_state is not None:
-        _check_state_heads(name, initial_state, groups)
+        _check_state_heads(name, initial_state, named)
         arrays.append(("initial_state", initial_state))
     user_batch = _shapes.broadcast_batch(name, groups, arrays, fewer=3)
     axes = len(user_batch)
@@ -160,17 +162,28 @@ def algorithm(name: str, value: Any, backend: str, dtype: np.dtype[Any]) -> str:
 
 def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return `ends`, ints from 0 to `k_len`, as an array."""
-    wanted = f"a sequence of ints from 0 to {k_len}, the length of k"
+    wanted = f"from 0 to {k_len}, the length of k"
     try:
-        given = None if isinstance(ends, (Set, Mapping)) else list(ends)  # those have no order
-        if given is None or any(isinstance(end, bool) for end in given):
+        if isinstance(ends, _NO_POSITIONS):
             raise TypeError
-        found = [operator.index(end) for end in given]
+        len(ends)  # what has none may never end
+        given = iter(ends)
     except TypeError:
-        raise TypeError(f"{name}: ends is {_options.show(ends)}, want {wanted}") from None
-    for i, end in enumerate(found):
-        if not 0 <= end <= k_len:
-            raise ValueError(f"{name}: ends[{i}] is {_options.show(end)}, want {wanted}")
+        raise TypeError(
+            f"{name}: ends is {_options.show(ends)}, want a sequence of ints {wanted}"
+        ) from None
+    found = []
+    for i, end in enumerate(given):
+        try:
+            if isinstance(end, bool):
+                raise TypeError
+            found.append(operator.index(end))
+        except TypeError:
+            raise TypeError(
+                f"{name}: ends[{i}] is {_options.show(end)}, want an int {wanted}"
+            ) from None
+        if not 0 <= found[-1] <= k_len:
+            raise ValueError(f"{name}: ends[{i}] is {_options.show(end)}, want an int {wanted}")
     return np.asarray(found, np.int64)
 
 
@@ -184,12 +197,12 @@ def check_gradient(
         raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {dtype}")
 
 
-def _check_state_heads(name: str, state: Any, groups: tuple[int, ...]) -> None:
-    """Raise unless `state` has the heads of k, v or q."""
-    if not groups or state.ndim < 3:
+def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> None:
+    """Raise unless `state` has one head, or as many as one of `arrays`, by argument."""
+    if state.ndim < 3 or min(x.ndim for x in arrays.values()) < 4:
         return
-    counts = [1, *np.cumprod(groups).tolist()]
-    if state.shape[-3] not in counts:
+    counts = sorted({1, *(x.shape[-3] for x in arrays.values())})
+    if counts != [1] and state.shape[-3] not in counts:
         raise ValueError(
             f"{name}: initial_state has {state.shape[-3]} heads, "
             f"want {', '.join(map(str, counts[:-1]))} or {counts[-1]}"

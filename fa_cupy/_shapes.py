@@ -53,8 +53,9 @@ def broadcast_batch(
     seen: list[str] = []
     for arg, array in arrays:
         shape = array.shape[:-2]
-        if groups and 0 < len(seen) <= fewer and shape and shape[-1] > 1:
-            shape = (*shape[:-1], math.prod(groups))
+        heads = math.prod(groups)
+        if groups and 0 < len(seen) <= fewer and shape and 1 < shape[-1] <= heads:
+            shape = (*shape[:-1], heads)
         axes = max(len(batch), len(shape))
         old = (1,) * (axes - len(batch)) + batch
         new = (1,) * (axes - len(shape)) + shape

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import fa_cupy
-from fa_cupy import _check, _product
+from fa_cupy import _arrays, _calls, _check, _options, _product
 
 Array = Any
 Options = tuple[tuple[str, Any], ...]
@@ -67,16 +67,18 @@ def attention(
     >>> dq = jax.grad(lambda q: attention(q, k, v, is_causal=True).sum())(q)
     """
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
+    mask = None if bits is not None else mask
+    _require_arrays("attention", q, k, v, bias=bias, mask=mask)
+    with_lse = _options.flag("attention", "return_lse", return_lse)
     options = {
         "scale": scale,
         "is_causal": is_causal,
         "causal_align": causal_align,
-        "window": None if window is None else tuple(window),
+        "window": tuple(window) if isinstance(window, list) else window,
         "softcap": softcap,
     }
-    given = (q, k, v, bias, None if bits is not None else mask)
-    out, lse = _attention((_Bits(bits), *options.items()), *given)
-    return (out, lse) if return_lse else out
+    out, lse = _attention((_Bits(bits), *options.items()), q, k, v, bias, mask)
+    return (out, lse) if with_lse else out
 
 
 def causal_product(
@@ -113,8 +115,12 @@ def causal_product(
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
     >>> dq = jax.grad(lambda q: causal_product(q, k, v).sum())(q)
     """
+    name = "causal_product"
+    _require_arrays(name, q, k, v, initial_state=initial_state)
+    reverse = _options.flag(name, "reverse", reverse)
+    with_state = _options.flag(name, "return_state", return_state)
     out, state = _causal_product(reverse, q, k, v, initial_state)
-    return (out, state) if return_state else out
+    return (out, state) if with_state else out
 
 
 class _Bits:
@@ -221,6 +227,15 @@ def _call(function: Callable[..., Any], shapes: Callable[..., Any], *arrays: Arr
 
     present = [x for x in arrays if x is not None]
     return jax.pure_callback(on_host, shapes(*stand_ins), *present, vmap_method="sequential")
+
+
+def _require_arrays(name: str, q: Any, k: Any, v: Any, **more: Any) -> None:
+    """Raise for what is no array; only those of `more` may be None."""
+    named = {"q": q, "k": k, "v": v}
+    _calls.require(name, **named)
+    for arg, x in (named | more).items():
+        if x is not None and not isinstance(x, jax.Array):  # as what is traced is
+            _arrays.to_native(name, writes=None, **{arg: x})
 
 
 def _stand_in(x: Any) -> Any:

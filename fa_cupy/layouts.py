@@ -42,6 +42,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fa_cupy import _options
+
 __all__ = ["BLOCK", "ORDERS", "SLAB", "Accumulator", "fragment_address", "mma", "pack",
            "row_major_address", "unpack", "wgmma"]  # fmt: skip
 
@@ -97,13 +99,13 @@ class Accumulator(NamedTuple):
         return self.cols // 2
 
     def element(self, thread: Any, register: Any) -> tuple[Any, Any]:
-        """Return (row, column) of what `thread` holds in `register`; arrays broadcast."""
+        """Return (row, column) of a thread's `register`; arrays broadcast, unchecked."""
         warp, lane = np.divmod(thread, 32)
         v, i, j = np.asarray(register) // 4, np.asarray(register) // 2 % 2, np.asarray(register) % 2
         return SLAB * warp + lane // 4 + 8 * i, 8 * v + 2 * (lane % 4) + j
 
     def holder(self, row: Any, col: Any) -> tuple[Any, Any]:
-        """Return (thread, register) that hold an element; arrays broadcast."""
+        """Return (thread, register) that hold an element; arrays broadcast, unchecked."""
         warp, below = np.divmod(row, SLAB)
         v, across = np.divmod(col, 8)
         thread = 32 * warp + 4 * (below % 8) + across // 2
@@ -150,12 +152,11 @@ def wgmma(n: int) -> Accumulator:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         For any other `n`.
     """
-    if n % 8 or not 8 <= n <= 256:
-        raise ValueError(f"wgmma: n is {n}, want a multiple of 8 from 8 to 256")
-    return Accumulator(64, n)
+    wanted = "a multiple of 8 from 8 to 256"
+    return Accumulator(64, _options.whole("wgmma", "n", n, wanted, range(8, 257, 8)))
 
 
 def mma(n: int = 8) -> Accumulator:
@@ -168,16 +169,17 @@ def mma(n: int = 8) -> Accumulator:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         For any other `n`.
     """
-    if n % 8 or n < 8:
-        raise ValueError(f"mma: n is {n}, want a multiple of 8")
-    return Accumulator(SLAB, n)
+    wanted = "a multiple of 8 from 8 on"
+    return Accumulator(SLAB, _options.whole("mma", "n", n, wanted, range(8, 2**31, 8)))
 
 
 def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
     """Return (word, bit) of an element of a block in fragment order; words count from 0 to 511.
+
+    `row` and `col` are from 0 to 127, unchecked.
 
     Examples
     --------
@@ -191,7 +193,7 @@ def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
 
 
 def row_major_address(row: Any, col: Any) -> tuple[Any, Any]:
-    """Return (word, bit) of an element of a block in row-major order; words count from 0 to 511.
+    """Return (word, bit) of an element of a block in row-major order, as `fragment_address` does.
 
     Examples
     --------
@@ -230,8 +232,7 @@ def pack(bits: Any, order: str = "fragment") -> Any:
     ((8, 32, 2), 4)
     """
     shape = _shape("pack", order)
-    if bits.dtype != np.bool_:
-        raise TypeError(f"pack: bits has dtype {bits.dtype}, want bool")
+    _options.array_of("pack", "bits", bits, "bool")
     if bits.shape[-2:] != (BLOCK, BLOCK):
         raise ValueError(f"pack: bits has shape {bits.shape}, want (..., {BLOCK}, {BLOCK})")
     batch = bits.shape[:-2]
@@ -272,8 +273,7 @@ def unpack(words: Any, order: str = "fragment") -> Any:
     4
     """
     shape = _shape("unpack", order)
-    if words.dtype != np.uint32:
-        raise TypeError(f"unpack: words has dtype {words.dtype}, want uint32")
+    _options.array_of("unpack", "words", words, "uint32")
     batch = words.shape[: max(0, words.ndim - len(shape))]
     if words.shape != (*batch, *shape):
         wanted = ", ".join(map(str, shape))

@@ -9,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fa_cupy import layouts
+from fa_cupy import _options, layouts
 from fa_cupy._attention import attention
 from fa_cupy._masks import BitMask
 
@@ -40,6 +40,8 @@ def images(panels: Mapping[str, NDArray[Any]], path: str | PathLike[str] | IO[by
     >>> file.getvalue()[1:4]
     b'PNG'
     """
+    if not panels:
+        raise ValueError("plot.images: panels is empty, want at least one image")
     # Without pyplot there is no global state and no window.
     from matplotlib.figure import Figure
 
@@ -83,15 +85,18 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
     >>> [float(x) for x in ax.get_xlim()]
     [0.0, 6.0]
     """
+    for arg, length in (("q_len", q_len), ("k_len", k_len)):
+        _options.whole("plot.weights", arg, length)
     ax = ax or _axes(0.4 * k_len + 0.8, 0.4 * q_len + 0.8)
     seen = attention(np.zeros((q_len, 1)), np.zeros((k_len, 1)), np.eye(k_len), **options)
-    largest = seen.max(axis=-1, keepdims=True)
+    largest = seen.max(axis=-1, keepdims=True, initial=0.0)
     shade = np.divide(seen, largest, out=np.zeros_like(seen), where=largest > 0)
     ax.set_facecolor("#f1f3f5")
     ax.pcolormesh(np.where(shade == 0.0, np.nan, shade), cmap="Blues", vmin=0.0, vmax=1.6)
     ax.hlines(np.arange(1, q_len), 0, k_len, color="white", linewidth=1)
     ax.vlines(np.arange(1, k_len), 0, q_len, color="white", linewidth=1)
-    ax.set(aspect="equal", xlim=(0, k_len), ylim=(q_len, 0), xlabel="key", ylabel="query")
+    limits = {"xlim": (0, max(1, k_len)), "ylim": (max(1, q_len), 0)}
+    ax.set(aspect="equal", xlabel="key", ylabel="query", **limits)
     ax.set_xticks(np.arange(k_len) + 0.5, [str(j) for j in range(k_len)])
     ax.set_yticks(np.arange(q_len) + 0.5, [str(i) for i in range(q_len)])
     ax.tick_params(length=0)
@@ -116,8 +121,8 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
 
     Raises
     ------
-    ValueError
-        For a mask with batch axes.
+    TypeError, ValueError
+        For what is no BitMask, and a mask with batch axes.
 
     Examples
     --------
@@ -127,6 +132,9 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
     >>> [float(x) for x in ax.get_xlim()]
     [0.0, 500.0]
     """
+    if not isinstance(mask, BitMask):
+        wanted = "a BitMask (BitMask.from_dense makes one)"
+        raise TypeError(f"plot.mask: mask is {_options.show(mask)}, want {wanted}")
     if mask.ndim != 2:
         raise ValueError(f"plot.mask: mask has shape {mask.shape}, want 2 axes (as of mask[0])")
     from matplotlib.colors import ListedColormap
@@ -158,7 +166,7 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
     order : {"fragment", "row_major"}
         Of the words; see `fa_cupy.layouts`.
     rows, cols : int
-        How much of the block to draw, from its upper left corner: at most 128 each.
+        How much of the block to draw, from its upper left corner: 1 to 128 each.
     ax : matplotlib.axes.Axes, optional
         Where to draw; by default a new figure.
 
@@ -170,8 +178,8 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
 
     Raises
     ------
-    ValueError
-        For another order.
+    TypeError, ValueError
+        For another order or size.
 
     Examples
     --------
@@ -180,8 +188,10 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
     >>> [text.get_text() for text in ax.texts][:10]
     ['0', '1', '0', '1', '0', '1', '0', '1', '2', '3']
     """
-    if order not in layouts.ORDERS:
-        raise ValueError(f"plot.layout: order is {order!r}, want 'fragment' or 'row_major'")
+    layouts._shape("plot.layout", order)
+    for arg, count in (("rows", rows), ("cols", cols)):
+        wanted = "an int from 1 to 128"
+        _options.whole("plot.layout", arg, count, wanted, range(1, layouts.BLOCK + 1))
     from matplotlib.colors import ListedColormap
 
     address = layouts.fragment_address if order == "fragment" else layouts.row_major_address

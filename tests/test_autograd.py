@@ -316,3 +316,57 @@ def test_jax_errors_come_when_traced(jax):
         jax.jit(attention)(q, k[..., :2], v)
     with pytest.raises(ValueError, match=r"attention: k has head_dim 2, q has 3"):
         attention(q, k[..., :2], v)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", ["attention", "causal_product"])
+@pytest.mark.parametrize("arg", ["q", "k", "v", "more"])
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [(None, "None"), ([[1.0]], "a list"), ("q", "a str"), (np.ma.ones((5, 3)), "a masked array")],
+)
+def test_jax_arrays_are_checked_when_traced_too(jax, name, arg, bad, text, traced):
+    function = getattr(importlib.import_module("fa_cupy.jax"), name)
+    if arg == "more":
+        arg = {"attention": "bias", "causal_product": "initial_state"}[name]
+        if bad is None:
+            return
+
+    def call(x):
+        return function(**({"q": x, "k": x, "v": x} | {arg: bad}))
+
+    with pytest.raises(TypeError, match=f"^{name}: {arg} is {text}, want a"):
+        (jax.jit(call) if traced else call)(jax.numpy.ones((5, 3)))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("causal_product", {"return_state": "yes"}, "return_state is 'yes' (str), want a bool"),
+        ("causal_product", {"return_state": 2}, "return_state is 2 (int), want a bool"),
+        ("causal_product", {"reverse": None}, "reverse is None (NoneType), want a bool"),
+        ("attention", {"return_lse": []}, "return_lse is [] (list), want a bool"),
+        ("attention", {"is_causal": "yes"}, "is_causal is 'yes' (str), want a bool"),
+        ("attention", {"window": 3}, "window is 3 (int), want a pair (left, right)"),
+        ("attention", {"window": {1, 2}}, "window is {1, 2} (set), want a pair (left, right)"),
+    ],
+)
+def test_jax_options_are_checked_when_traced_too(jax, name, options, text, traced):
+    function = getattr(importlib.import_module("fa_cupy.jax"), name)
+
+    def call(x):
+        return function(x, x, x, **options)
+
+    x = jax.numpy.ones((5, 3))
+    with pytest.raises(TypeError) as caught:
+        jax.eval_shape(call, x) if traced else call(x)
+    assert str(caught.value) == f"{name}: {text}"
+
+
+def test_jax_a_flag_that_is_traced(jax):
+    from fa_cupy.jax import causal_product
+
+    x = jax.numpy.ones((5, 3))
+    with pytest.raises(TypeError, match=r"^causal_product: reverse is .*, want a bool"):
+        jax.jit(lambda flag: causal_product(x, x, x, reverse=flag))(True)

@@ -408,6 +408,18 @@ def test_gradients_of_what_is_not_finite(xp, which):
         np.testing.assert_array_equal(~np.isfinite(to_numpy(mine)), bad)
 
 
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_state_out_of_range_is_infinite(xp, zero):
+    """Although each output is in range: the sum of k v is not, and q reads it after a chunk."""
+    small, large = np.full((150, 3), 1e-20, np.float32), np.full((150, 3), 1e20, np.float32)
+    q = np.zeros_like(small) if zero else small
+    out = to_numpy(causal_product(*map(xp.asarray, (q, large, large))))
+    assert np.isfinite(out[:16]).all()
+    assert (np.isnan(out[-1]) if zero else np.isposinf(out[-1])).all()
+    out = to_numpy(causal_product(*map(xp.asarray, (large, small, large))))
+    np.testing.assert_allclose(out[:, 0], 3e20 * np.arange(1, 151), rtol=1e-4)
+
+
 def test_finite_data_are_computed_once(monkeypatch):
     modes = []
     scan = _scan.scan
@@ -448,6 +460,11 @@ STATE = np.zeros((8, 8), np.float32)
         ({"v": X[..., :3, :]}, ValueError, "v has length 3, k has 5"),
         ({"q": X[..., :3, :]}, ValueError, "k has length 5, q has 3"),
         ({"k": X[:, :3]}, ValueError, "k has 3 heads, q has 4, want a divisor of it"),
+        (
+            {"k": X[:, :2], "v": X[:, [0, 1] * 4]},  # not every second head of v
+            ValueError,
+            "v has batch shape (2, 8), which does not broadcast with (2, 4) of q, k",
+        ),
         ({"v": X[[0, 0, 0]]}, ValueError, "v has batch shape (3, 4), which does not broadcast"),
         (
             {"initial_state": STATE[:4]},
@@ -468,6 +485,11 @@ STATE = np.zeros((8, 8), np.float32)
             {"k": X[:, :2], "initial_state": np.zeros((3, 8, 8), np.float32)},
             ValueError,
             "initial_state has 3 heads, want 1, 2 or 4",
+        ),
+        (
+            {"initial_state": np.zeros((2, 8, 8), np.float32)},
+            ValueError,
+            "initial_state has 2 heads, want 1 or 4",
         ),
         ({"reverse": "yes"}, TypeError, "reverse is 'yes' (str), want a bool"),
     ],

@@ -83,6 +83,10 @@ def call(xp, arguments):
             "attention: k has batch shape (1, 8), which does not broadcast with (1, 2) of q",
         ),
         (
+            make(q=(1, 8, 5, 8), k=(1, 16, 7, 8), v=(1, 2, 7, 4)),  # not every second head of k
+            "attention: k has batch shape (1, 16), which does not broadcast with (1, 8) of q",
+        ),
+        (
             make(bias=(5, 6)),
             "attention: bias has shape (5, 6), want one that broadcasts to (5, 7)",
         ),

@@ -1,6 +1,7 @@
 """The demo denoises, and says in one line what is missing."""
 
 import builtins
+import io
 import re
 
 import numpy as np
@@ -153,6 +154,15 @@ def test_weights_draw_what_is_seen():
     assert (~np.ma.getmaskarray(drawn) == np.tri(3, 5, 2, dtype=bool)).all()
     empty = plot.weights(2, 2, mask=np.zeros((2, 2), bool)).collections[0].get_array()
     assert np.ma.getmaskarray(empty).all()
+    assert plot.weights(3, 0).collections[0].get_array().size == 0
+    with pytest.raises(
+        TypeError, match=r"^plot\.weights: k_len is 2.0 \(float\), want an int >= 0"
+    ):
+        plot.weights(3, 2.0)
+    with pytest.raises(
+        ValueError, match=r"^plot\.images: panels is empty, want at least one image"
+    ):
+        plot.images({}, io.BytesIO())
 
 
 def test_images_cuts_values_and_loses_no_pixel(tmp_path):

@@ -65,7 +65,7 @@ def test_a_device_holds_accumulators_of_wgmma_so(n):
 
 @pytest.mark.parametrize(("make", "n"), [("wgmma", 4), ("wgmma", 264), ("mma", 12), ("mma", 0)])
 def test_no_such_accumulator(make, n):
-    with pytest.raises(ValueError, match=f"^{make}: n is {n}, want a multiple of 8"):
+    with pytest.raises(ValueError, match=rf"^{make}: n is {n} \(int\), want a multiple of 8"):
         getattr(layouts, make)(n)
 
 
@@ -160,6 +160,17 @@ WORDS = np.zeros((8, 32, 2), np.uint32)
         ("unpack", (WORDS.view(np.int32),), TypeError, "words has dtype int32, want uint32"),
         ("unpack", (WORDS, "row_major"), ValueError, "words has shape (8, 32, 2), want (..., 128,"),
         ("unpack", (WORDS[0],), ValueError, "words has shape (32, 2), want (..., 8, 32, 2)"),
+        ("pack", ([[True]],), TypeError, "pack: bits is a list, want an array of bool"),
+        (
+            "pack",
+            (np.ma.array(BITS, mask=True),),
+            TypeError,
+            "bits is a MaskedArray, want an array",
+        ),
+        ("unpack", (None,), TypeError, "words is a NoneType, want an array of uint32"),
+        ("wgmma", ("8",), TypeError, "n is '8' (str), want a multiple of 8 from 8 to 256"),
+        ("wgmma", (8.0,), TypeError, "n is 8.0 (float), want a multiple of 8 from 8 to 256"),
+        ("mma", (None,), TypeError, "n is None (NoneType), want a multiple of 8 from 8 on"),
     ],
 )
 def test_errors(function, arguments, error, text):
@@ -181,3 +192,8 @@ def test_a_picture_shows_the_address_of_each_bit(order):
         assert set(word[row]) <= set(map(int, label.split(", ")))
     with pytest.raises(ValueError, match=r"^plot\.layout: order is 'x', want"):
         plot.layout("x")
+    with pytest.raises(ValueError, match=r"^plot\.layout: order is \[\], want"):
+        plot.layout([])
+    for arg, count in (("rows", 129), ("cols", 129), ("rows", 0), ("cols", -1)):
+        with pytest.raises(ValueError, match=rf"^plot\.layout: {arg} is .*, want an int from 1 to"):
+            plot.layout(order, **{arg: count})

@@ -1,5 +1,6 @@
 """What is built on causal products: states at positions, readings of them, linear attention."""
 
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -99,7 +100,13 @@ def test_rows_beyond_a_position_do_not_show(xp, reverse):
     np.testing.assert_array_equal(~np.isfinite(states).all(axis=-2), want)
 
 
+@pytest.mark.parametrize("none", [[], (), range(0), np.array([], int), np.array([])])
+def test_no_position_is_no_state(xp, none):
+    assert prefix_state(xp.zeros((9, 4)), xp.zeros((9, 4)), none).shape == (0, 4, 4)
+
+
 K = np.zeros((9, 4), np.float32)
+HEADS = np.zeros((1, 4, 9, 4), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +117,23 @@ K = np.zeros((9, 4), np.float32)
             TypeError,
             "ends is 3 (int), want a sequence of ints from 0 to 9, the length",
         ),
-        ({"ends": [1.5]}, TypeError, "ends is [1.5] (list), want a sequence of ints"),
+        (
+            {"ends": [*range(6), 1.5]},
+            TypeError,
+            "ends[6] is 1.5 (float), want an int from 0 to 9, the length of k",
+        ),
         ({"ends": {3}}, TypeError, "ends is {3} (set), want a sequence of ints"),
-        ({"ends": [True]}, TypeError, "ends is [True] (list), want a sequence of ints"),
-        ({"ends": [3, 10]}, ValueError, "ends[1] is 10 (int), want a sequence of ints from 0 to 9"),
-        ({"ends": [-1]}, ValueError, "ends[0] is -1 (int), want a sequence of ints from 0 to 9"),
+        ({"ends": {3: 4}}, TypeError, "ends is {3: 4} (dict), want a sequence of ints"),
+        ({"ends": b"\1\2"}, TypeError, r"ends is b'\x01\x02' (bytes), want a sequence of ints"),
+        ({"ends": bytearray(b"\1")}, TypeError, r"ends is bytearray(b'\x01') (bytearray), want"),
+        ({"ends": memoryview(b"\1")}, TypeError, "ends is <memory at "),
+        ({"ends": "12"}, TypeError, "ends is '12' (str), want a sequence of ints"),
+        ({"ends": itertools.count()}, TypeError, "ends is count(0) (count), want a sequence of"),
+        ({"ends": (x for x in [1])}, TypeError, "ends is <generator object"),
+        ({"ends": np.array(3)}, TypeError, "ends is array(3) (ndarray), want a sequence of ints"),
+        ({"ends": [1, True]}, TypeError, "ends[1] is True (bool), want an int from 0 to 9"),
+        ({"ends": [3, 10]}, ValueError, "ends[1] is 10 (int), want an int from 0 to 9"),
+        ({"ends": [-1, 1.5]}, ValueError, "ends[0] is -1 (int), want an int from 0 to 9"),
         ({"ends": [1], "q": K}, ValueError, "ends has 1 positions, q has 9 rows"),
         ({"q": K[:, :3]}, ValueError, "k has dim 4, q has 3"),
         ({"v": K[:5]}, ValueError, "v has length 5, k has 9"),
@@ -122,6 +141,16 @@ K = np.zeros((9, 4), np.float32)
         ({"k": K.astype(int)}, TypeError, "k has dtype int64, want float16"),
         ({"initial_state": K}, ValueError, "initial_state has shape (9, 4), want (..., 4, 4)"),
         ({"reverse": None}, TypeError, "reverse is None (NoneType), want a bool"),
+        (
+            {"k": HEADS, "v": HEADS[:, :2]},
+            ValueError,
+            "v has batch shape (1, 2), which does not broadcast with (1, 4) of k",
+        ),
+        (
+            {"k": HEADS, "v": HEADS, "initial_state": np.zeros((3, 4, 4), np.float32)},
+            ValueError,
+            "initial_state has 3 heads, want 1 or 4",
+        ),
     ],
 )
 def test_errors_of_states(arguments, error, text):
@@ -157,7 +186,7 @@ def test_a_mean_of_ones_is_one(xp):
     np.testing.assert_allclose(to_numpy(got), 1, rtol=1e-5)
 
 
-def test_a_callable_gets_the_arrays_as_they_are_given(xp):
+def test_a_callable_gets_views_of_the_arrays(xp):
     seen = []
 
     def square(x):
@@ -166,7 +195,8 @@ def test_a_callable_gets_the_arrays_as_they_are_given(xp):
 
     q, k, v = map(xp.asarray, draw((2, 90, 4), (90, 4), (90, 5), dtype=DOUBLE))
     got = linear_attention(q, k, v, feature_map=square)
-    assert [x is y for x, y in zip(seen, (q, k), strict=True)] == [True, True]
+    for x, y in zip(seen, (q, k), strict=True):
+        assert (x.shape, x.strides, x.ctypes.data) == (y.shape, y.strides, y.ctypes.data)
     want = plain_attention(
         *map(to_numpy, (q, k, v)), lambda x: np.concatenate([x, x], axis=-1) ** 2
     )
@@ -178,8 +208,11 @@ def test_eps_bounds_the_quotient(xp):
     v = xp.ones((5, 2))
     assert (to_numpy(linear_attention(zero, zero, v, feature_map="relu")) == 0).all()
     assert np.isnan(to_numpy(linear_attention(zero, zero, v, feature_map="relu", eps=0))).all()
+    few = zero.astype(np.float32), zero.astype(np.float32), v.astype(np.float32)
+    assert np.isnan(to_numpy(linear_attention(*few, feature_map="relu", eps=1e-46))).all()
     none = xp.zeros((5, 0))
     assert (to_numpy(linear_attention(none, none, v)) == 0).all()
+    assert np.isnan(to_numpy(linear_attention(none, none, v, eps=0))).all()
 
 
 @pytest.mark.parametrize(**by_dtype())
@@ -208,6 +241,7 @@ def test_linear_attention_of_any_strides(xp, dtype, layout):
 
 
 X = np.zeros((5, 4), np.float32)
+BUFFER = np.ones((5, 4), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -219,14 +253,59 @@ X = np.zeros((5, 4), np.float32)
             "feature_map is 'softmax' (str), want one of 'elu1', 'relu', 'exp', 'identity' or a c",
         ),
         ({"feature_map": None}, ValueError, "feature_map is None (NoneType), want one of"),
-        ({"feature_map": lambda x: x.sum()}, TypeError, "q is a numpy.float32, want an array"),
-        ({"feature_map": lambda x: x[0]}, ValueError, "q has shape (4,), want at least 2 axes"),
+        ({"feature_map": lambda x: None}, TypeError, "feature_map(q) is None, want an array"),
+        ({"feature_map": np.ndarray.tolist}, TypeError, "feature_map(q) is a list, want an array"),
+        ({"feature_map": np.sum}, TypeError, "feature_map(q) is a numpy.float32, want an array"),
         (
-            {"feature_map": lambda x: x[1:]},
-            ValueError,
-            "feature_map gave shape (4, 4) for q of shape (5, 4), want the same axes but the last",
+            {"feature_map": lambda x: x.astype(float)},
+            TypeError,
+            "feature_map(q) has dtype float64, q has float32",
         ),
-        ({"feature_map": np.abs, "q": None}, TypeError, "q is None, want an array"),
+        (
+            {"feature_map": lambda x: x > 0},
+            TypeError,
+            "feature_map(q) has dtype bool, want float16",
+        ),
+        (
+            {"feature_map": lambda x: x.astype(">f4")},
+            TypeError,
+            "feature_map(q) has dtype >f4, want native byte order (float32)",
+        ),
+        (
+            {"feature_map": lambda x: x[0]},
+            ValueError,
+            "feature_map(q) has shape (4,), q has (5, 4), want the same axes but the last",
+        ),
+        (
+            {"feature_map": lambda x: x[None]},
+            ValueError,
+            "feature_map(q) has shape (1, 5, 4), q has (5, 4), want the same axes but the last",
+        ),
+        (
+            {"feature_map": lambda x: x if x[0, 0] else x[1:], "q": X + 1},
+            ValueError,
+            "feature_map(k) has shape (4, 4), k has (5, 4), want the same axes but the last",
+        ),
+        (
+            {"feature_map": lambda x: x if x[0, 0] else x[:, 1:], "q": X + 1},
+            ValueError,
+            "feature_map(k) has dim 3, feature_map(q) has 4",
+        ),
+        (
+            {"feature_map": lambda x: BUFFER, "k": X + 1},
+            ValueError,
+            "feature_map(k) overlaps feature_map(q) in memory, want separate memory",
+        ),
+        (
+            {"feature_map": lambda x: BUFFER, "out": BUFFER},
+            ValueError,
+            "out overlaps feature_map(q) in memory, want separate memory",
+        ),
+        (
+            {"feature_map": lambda x: np.abs(x, out=x)},
+            ValueError,
+            "output array is read-only",
+        ),
         ({"eps": -1.0}, ValueError, "eps is -1.0 (float), want a finite number >= 0"),
         ({"eps": "0"}, TypeError, "eps is '0' (str), want a finite number >= 0"),
         ({"k": X[:3]}, ValueError, "v has length 5, k has 3"),
@@ -237,7 +316,54 @@ X = np.zeros((5, 4), np.float32)
 def test_errors_of_linear_attention(arguments, error, text):
     with pytest.raises(error) as caught:
         linear_attention(**({"q": X, "k": X, "v": X} | arguments))
+    assert str(caught.value).removeprefix("linear_attention: ").startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"q": None}, TypeError, "q is None, want an array"),
+        ({"k": [1.0]}, TypeError, "k is a list, want an array"),
+        ({"q": X.astype(int)}, TypeError, "q has dtype int64, want float16"),
+        ({"k": X.astype(">f4")}, TypeError, "k has dtype >f4, want native byte order (float32)"),
+        ({"v": X.astype(float)}, TypeError, "v has dtype float64, q has float32"),
+        ({"k": X[:, :3]}, ValueError, "k has dim 3, q has 4"),
+        ({"k": X[:3]}, ValueError, "v has length 5, k has 3"),
+        ({"eps": -1.0}, ValueError, "eps is -1.0 (float), want a finite number >= 0"),
+        ({"out": X[:3].copy()}, ValueError, "out has shape (3, 4), want (5, 4)"),
+        ({"k": X.copy(), "v": X.copy(), "out": X}, ValueError, "out overlaps q in memory"),
+        ({"q": X.copy(), "v": X.copy(), "out": X}, ValueError, "out overlaps k in memory"),
+    ],
+)
+def test_arguments_are_checked_before_a_callable_runs(arguments, error, text):
+    ran = []
+    with pytest.raises(error) as caught:
+        linear_attention(**({"q": X, "k": X, "v": X} | arguments), feature_map=ran.append)
     assert str(caught.value).startswith(f"linear_attention: {text}")
+    assert not ran
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_out_is_laid_out_as_q_whatever_a_callable_returns(xp, layout):
+    q, k, v = (lay(xp, x, layout) for x in draw(*[(2, 3, 70, 8)] * 3))
+    want = linear_attention(q, k, v, feature_map="exp")
+    got = linear_attention(q, k, v, feature_map=lambda x: np.exp(x).copy(order="C"))
+    assert got.strides == want.strides
+    np.testing.assert_allclose(to_numpy(got), to_numpy(want), rtol=1e-5)
+
+
+def test_features_may_be_views_of_one_array(xp):
+    x, v = map(xp.asarray, draw((71, 8), (70, 4), dtype=DOUBLE))
+    both = np.abs(x)
+    for q, k in ((both[1:], both[:-1]), (both[1:], both[1:])):
+        want = linear_attention(q, k, v, feature_map="identity")
+        got = linear_attention(q, k, v, feature_map=lambda x: x)
+        np.testing.assert_array_equal(to_numpy(got), to_numpy(want))
+    buffer = xp.empty_like(k)
+    got = linear_attention(k, k, v, feature_map=lambda x: np.exp(x, out=buffer))
+    np.testing.assert_allclose(got, linear_attention(k, k, v, feature_map="exp"), rtol=1e-10)
+    with pytest.raises(ValueError, match=r"feature_map\(k\) overlaps feature_map\(q\) in memory"):
+        linear_attention(both[1:], both[:-1], v, feature_map=lambda x: np.exp(x, out=buffer))
 
 
 def test_other_libraries_arrays():

@@ -200,6 +200,12 @@ def test_linear_attention_of_any_strides(cupy, dtype, layout):
     out = lay(cupy, np.full(want.shape, np.nan).astype(dtype), layout)
     assert linear_attention(*laid, out=out) is out
     assert to_numpy(out).tobytes() == want.tobytes()
+    want = linear_attention(*laid, feature_map="identity")
+    got = linear_attention(*laid, feature_map=lambda x: x.copy(order="C"))
+    assert got.strides == want.strides
+    assert to_numpy(got).tobytes() == to_numpy(want).tobytes()
+    with pytest.raises(ValueError, match="out overlaps q in memory"):
+        linear_attention(*laid, feature_map=lambda x: x.copy(), out=laid[0])
 
 
 @pytest.mark.parametrize(**by_dtype())

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy import sparse
 
 from fa_cupy import BitMask, _arrays
 from fa_cupy._check import View
@@ -39,9 +40,27 @@ def test_from_blocks(cupy, shape):
 
 def csr_of(cupy, matrix):
     parts = {name: cupy.asarray(getattr(matrix, name)) for name in ("data", "indices", "indptr")}
-    found = SimpleNamespace(**parts, shape=matrix.shape)
+    found = SimpleNamespace(**parts, shape=matrix.shape, format="csr")
     found.tocsr = lambda: found
     return found
+
+
+def coo_of(cupy, row, col):
+    parts = {"data": np.ones(3), "row": np.array(row), "col": np.array(col)}
+    found = SimpleNamespace(**{k: cupy.asarray(v) for k, v in parts.items()})
+    found.shape, found.format = (3, 4), "coo"
+    found.tocsr = lambda: csr_of(cupy, sparse.coo_array((np.ones(3), (row, col)), (3, 4)).tocsr())
+    return found
+
+
+def test_from_coo(cupy):
+    mask = BitMask.from_csr(coo_of(cupy, [0, 2, 1], [3, 1, 2]))
+    assert np.argwhere(mask.get().to_dense()).tolist() == [[0, 3], [1, 2], [2, 1]]
+    for row, col in (([0, 3, 1], [0, 1, 2]), ([0, 1, 2], [0, 4, 1]), ([-1, 1, 2], [0, 1, 2])):
+        with pytest.raises(ValueError, match="valid sparse matrix: indices contradict its shape"):
+            BitMask.from_csr(coo_of(cupy, row, col))
+    with pytest.raises(ValueError, match="lengths of its arrays contradict its shape"):
+        BitMask.from_csr(coo_of(cupy, [0, 1], [0, 1, 2]))
 
 
 def test_from_csr(cupy):
@@ -64,7 +83,7 @@ def test_from_csr(cupy):
 def test_damaged_csr_is_refused(cupy, change, text):
     parts = {"data": [1.0] * 3, "indices": [0, 1, 2], "indptr": [0, 1, 2, 3]} | change
     matrix = SimpleNamespace(**{k: np.array(v) for k, v in parts.items()}, shape=(3, 4))
-    with pytest.raises(ValueError, match=rf"^BitMask\.from_csr: matrix has .*{text}"):
+    with pytest.raises(ValueError, match=rf"^BitMask\.from_csr: matrix is not a valid sp.*{text}"):
         BitMask.from_csr(csr_of(cupy, matrix))
 
 

@@ -152,8 +152,18 @@ def test_sparse_matrices(cupy):
         mask_sources.check_csr(put, matrices, batched)
         found = BitMask.from_csr(put(matrices[0])).to_csr()
         assert (found.get() != (matrices[0] != 0)).nnz == 0
-    coo = put(matrices[0]).tocoo()
-    same(BitMask.from_csr(coo), BitMask.from_csr(matrices[0]))
+    for form in ("coo", "csc", "csr"):
+        given = put(matrices[0]).asformat(form)
+        same(BitMask.from_csr(given), BitMask.from_csr(matrices[0]))
+        indices = given.row if form == "coo" else given.indices
+        for outside in (max(given.shape), 10**6, -1):  # before anybody follows them
+            indices[0] = outside
+            with pytest.raises(
+                ValueError, match=r"^BitMask\.from_csr: matrix is .* indices contra"
+            ):
+                BitMask.from_csr(given)
+    above = sparse.dia_matrix((cupy.ones((1, 3)), cupy.array([1])), shape=(3, 3))
+    same(BitMask.from_csr(above), BitMask.from_dense(np.eye(3, k=1, dtype=bool)))
     with pytest.raises(TypeError, match=r"^BitMask\.from_csr: matrix\[1\] is a cupy"):
         BitMask.from_csr([matrices[0], put(matrices[0])])
 

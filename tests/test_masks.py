@@ -4,7 +4,9 @@ import inspect
 import io
 import math
 import pickle
+import re
 import tracemalloc
+import warnings
 
 import numpy as np
 import pytest
@@ -142,6 +144,19 @@ def test_from_csr_counts_sums_and_no_stored_zeros():
     assert mask == again
 
 
+def test_from_csr_leaves_the_matrix_as_it_is():
+    """SciPy's checks cut arrays that are too long, and cast them."""
+    data, indices = np.ones(8, ">f8"), np.array([2, 0, 1, 0, 0, 0, 0, 0])
+    matrix = sparse.csr_array((3, 3))
+    matrix.data, matrix.indices, matrix.indptr = data, indices, np.array([0, 2, 3, 3], np.int32)
+    before = matrix.indptr
+    mask = BitMask.from_csr(matrix)
+    check(mask, np.array([[1, 0, 1], [0, 1, 0], [0, 0, 0]], bool))
+    assert matrix.data is data
+    assert matrix.indices is indices
+    assert matrix.indptr is before
+
+
 @given(dense_masks())
 def test_to_csr_comes_back(dense):
     mask = BitMask.from_dense(dense)
@@ -247,6 +262,16 @@ def test_broadcast_axes_are_packed_once():
     assert len(mask.lists.words) == 2
 
 
+LAST = 2**31 - 2  # the last key that a mask can have
+
+
+def test_the_longest_masks():
+    mask = BitMask.from_indices(np.array([[3, LAST]]), LAST + 1)
+    assert mask.to_csr().indices.tolist() == [3, LAST]
+    assert BitMask.from_csr(mask.to_csr()) == mask
+    assert mask.density == 2 / (LAST + 1)
+
+
 # What masks do with each other
 
 
@@ -312,11 +337,12 @@ def test_slices_pick_batch_entries(index):
         ((0, 0, 0), "BitMask: for batch shape (3, 2), too many indices"),
         (3, "BitMask: for batch shape (3, 2), index 3 is out of bounds"),
         ((..., 0), "BitMask: the index has ..., want indices of batch axes only"),
+        (slice(0, 1.5), "BitMask: for batch shape (3, 2), slice indices must be integers"),
     ],
 )
 def test_queries_and_keys_are_not_sliced(index, text):
     mask = BitMask.from_dense(np.ones((3, 2, 5, 7), bool))
-    with pytest.raises(IndexError) as caught:
+    with pytest.raises((IndexError, TypeError)) as caught:
         mask[index]
     assert text in str(caught.value)
 
@@ -327,8 +353,19 @@ def test_masks_do_not_change():
         mask.entries = 0
     with pytest.raises(ValueError, match="read-only"):
         mask.lists.words[0] = 0
+    with pytest.raises(AttributeError, match="entries cannot be deleted"):
+        del mask.entries
     with pytest.raises(TypeError, match="want from_dense"):
         BitMask()
+
+
+def test_iteration_is_over_the_first_batch_axis():
+    dense = np.random.default_rng(0).random((3, 2, 150, 140)) < 0.3
+    parts = list(BitMask.from_dense(dense))
+    assert [part.shape for part in parts] == [(2, 150, 140)] * 3
+    check(parts[2], dense[2])
+    with pytest.raises(TypeError, match=r"^BitMask: iteration over shape \(150, 140\), want a bat"):
+        iter(parts[0][0])
 
 
 # Files
@@ -355,6 +392,9 @@ def test_a_slice_is_saved_alone():
     assert len(files[1].getvalue()) < 0.2 * len(files[0].getvalue())
     files[1].seek(0)
     assert BitMask.load(files[1]) == mask[[3, 3]]
+    again = pickle.loads(pickle.dumps(mask[3]))
+    assert again == mask[3]
+    assert again.nbytes < 0.1 * mask.nbytes
 
 
 @pytest.mark.parametrize(
@@ -381,7 +421,16 @@ def test_a_slice_is_saved_alone():
         {"entries": np.array(1)},
         {"entries": np.array(-1)},
         {"entries": np.array(0.0)},
+        {"entries": np.array(2**63, np.uint64)},
         {"entries": None},
+        {"words": np.full((3, 8, 32, 2), 0xFFFFFFFF, np.uint32)},
+        {"words": np.zeros((3, 8, 32, 2), np.uint32)},
+        {"lengths": np.array([300, 299])},  # which leaves bits outside
+        {"lengths": np.array([300.7, 300.2])},
+        {"lengths": np.array([np.inf, 300])},
+        {"lengths": np.array([300, 2**31])},
+        {"format": 1.5},
+        {"format": np.inf},
     ],
     ids=str,
 )
@@ -392,6 +441,30 @@ def test_damaged_files_are_refused(tmp_path, change):
     np.savez(path, **{name: x for name, x in arrays.items() if x is not None})
     with pytest.raises(ValueError, match=r"^BitMask\.load: .*mask\.npz holds no mask \("):
         BitMask.load(path)
+
+
+def test_integers_of_any_kind_are_read(tmp_path):
+    mask = BitMask.from_dense(np.tri(300, dtype=bool))
+    mask.save(tmp_path / "mask")
+    arrays = dict(np.load(tmp_path / "mask")) | {"entries": np.array(0, np.uint32)}
+    np.savez(tmp_path / "mask.npz", **arrays)
+    assert BitMask.load(tmp_path / "mask.npz") == mask
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_bit_that_falls_is_seen_or_does_not_matter(data):
+    mask = BitMask.from_dense(np.tri(100, 90, dtype=bool))
+    mask.save(file := io.BytesIO())
+    content = bytearray(file.getvalue())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found = BitMask.load(io.BytesIO(content))
+    except ValueError as error:
+        assert re.match(r"BitMask\.load: <_io\.BytesIO .*> holds no mask \(", str(error))  # noqa: PT017
+    else:
+        assert found == mask
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"something else"])
@@ -416,11 +489,11 @@ def by_function(function, shape=(300, 300), states=None):
     return lambda: BitMask.from_function(function, shape, states)
 
 
-def outside():
-    """A sparse matrix with an element outside of it."""
-    matrix = sparse.csr_array(np.eye(3))
-    matrix.indices[0] = 99
-    return matrix
+def damaged(form, part, value):
+    """The identity of 3 rows as a sparse matrix, an array of which is another one."""
+    matrix = sparse.csr_array(np.eye(3)).asformat(form)
+    setattr(matrix, part, value)
+    return lambda: BitMask.from_csr(matrix)
 
 
 @pytest.mark.parametrize(
@@ -437,8 +510,34 @@ def outside():
         (lambda: BitMask.from_indices(None, 3), TypeError, "from_indices: indices is None, want"),
         (lambda: BitMask.from_indices(GRID, True), TypeError, "k_len is True (bool), want an int"),
         (lambda: BitMask.from_blocks(None, 3, 3), TypeError, "from_blocks: states is None, want"),
-        (lambda: BitMask.from_csr(outside()), ValueError,
+        (damaged("csr", "indices", np.array([0, 99, 2])), ValueError,
          "from_csr: matrix is not a valid sparse matrix: indices must be < 3"),
+        (damaged("csc", "indices", np.array([0, 3, 2])), ValueError, "indices must be < 3"),
+        (damaged("csc", "indices", np.array([0, -1, 2])), ValueError, "indices must be >= 0"),
+        (damaged("bsr", "indices", np.array([0, 1, 3])), ValueError, "must be < 3"),
+        (damaged("csc", "indptr", np.array([0, 1, 2, 9])), ValueError, "not a valid sparse matrix"),
+        (damaged("csc", "indptr", np.array([0, 2, 1, 3])), ValueError, "not a valid sparse matrix"),
+        (damaged("dia", "offsets", np.array([0, 1])), ValueError, "not a valid sparse matrix"),
+        (damaged("coo", "row", np.array([0, 3, 2])), ValueError, "not a valid sparse matrix"),
+        (damaged("coo", "row", np.array([0, -1, 2])), ValueError, "not a valid sparse matrix"),
+        (damaged("coo", "col", np.array([0, 10**6, 2])), ValueError, "not a valid sparse matrix"),
+        (damaged("csr", "data", None), TypeError, "from_csr: matrix.data is None, want an array"),
+        (damaged("csr", "indices", np.array([0.5, 1.0, 2.0])), TypeError,
+         "from_csr: matrix.indices has dtype float64, want integers"),
+        (lambda: BitMask.from_csr(sparse.csr_array), TypeError, "from_csr: matrix is <class"),
+        (lambda: BitMask.from_csr(sparse.csr_array((1, 2**31))), ValueError,
+         "from_csr: matrix has shape (1, 2147483648), want axes shorter than 2**31"),
+        (lambda: BitMask.from_csr([GRID]), TypeError, "from_csr: matrix[0] is array("),
+        (lambda: BitMask.from_indices(GRID, 2**31), ValueError,
+         "k_len is 2147483648 (int), want an int >= 0 and below 2**31"),
+        (lambda: BitMask.from_blocks(GRID, 2**70, 3), ValueError, "(int), want an int >= 0 and be"),
+        (by_function(np.equal, (10**5000, 3, 3)), ValueError, "shape[0] is something that cannot"),
+        (by_function(np.equal, (2**63, 0)), ValueError, "shape[0] is 9223372036854775808 (int)"),
+        (by_function(np.equal, b"ab"), TypeError, "shape is b'ab' (bytes), want a sequence of int"),
+        (by_function(lambda q, k: np.ma.array(q == k)), TypeError,
+         "from_function: function returns a masked array, want a plain array"),
+        (by_function(lambda q, k: [[True], [True, False]]), ValueError,
+         "function returns [[True], [True, False]] (list), which is no array, want one that"),
         (by_function(None), TypeError, "from_function: function is None (NoneType), want a call"),
         (by_function(np.equal, 3), TypeError, "from_function: shape is 3 (int), want a sequence"),
         (by_function(np.equal, states="x"), TypeError,
@@ -617,3 +716,5 @@ def test_a_picture_shows_states_and_bits(lengths):
         np.testing.assert_array_equal(shades, mask.block_states())
     with pytest.raises(ValueError, match=r"^plot\.mask: mask has shape \(1, .*, want 2 axes"):
         plot.mask(mask[None])
+    with pytest.raises(TypeError, match=r"^plot\.mask: mask is .* \(ndarray\), want a BitMask \("):
+        plot.mask(dense)

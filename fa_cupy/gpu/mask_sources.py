@@ -73,11 +73,10 @@ def from_indices(grid: Grid, indices: Any) -> Made:
     return made, np.broadcast_to(np.arange(matrices).reshape(own), batch)
 
 
-def from_csr(name: str, grid: Grid, matrices: list[Any]) -> BlockLists:
-    """Let queries see keys as sparse matrices of CuPy, in CSR form, have elements."""
+def from_csr(grid: Grid, matrices: list[Any]) -> BlockLists:
+    """Let queries see keys as sparse matrices of CuPy, in CSR form and checked, have elements."""
     parts, values = [], []
     for i, csr in enumerate(matrices):
-        _check_csr(name, csr)
         stored = cupy.arange(len(csr.indices))
         rows = cupy.searchsorted(csr.indptr.astype(np.int64), stored, side="right") - 1
         parts.append(_codes(grid, i, rows, csr.indices.astype(np.int64)))
@@ -109,16 +108,28 @@ def from_blocks(grid: Grid, states: Any, words: Any) -> Made:
     return made, np.arange(matrices).reshape(batch)
 
 
-def _check_csr(name: str, csr: Any) -> None:
-    """Raise a ValueError unless all that a CSR matrix points to is there."""
-    indptr, indices = csr.indptr, csr.indices
-    if len(indptr) != csr.shape[0] + 1 or len(csr.data) != len(indices):
-        raise ValueError(f"{name}: matrix has arrays of lengths that contradict its shape")
-    wrong = (indptr[0] != 0) | (indptr[-1] != len(indices)) | (cupy.diff(indptr) < 0).any()
-    if len(indices):
-        wrong |= (indices.min() < 0) | (indices.max() >= csr.shape[1])
-    if bool(wrong):
-        raise ValueError(f"{name}: matrix has indptr or indices that contradict its shape")
+def check_sparse(matrix: Any) -> None:
+    """Raise a ValueError unless all that a sparse matrix of CuPy points to is there."""
+    form, count, begins = matrix.format, len(matrix.data), None
+    if form == "dia":
+        wrong, indices = count != len(matrix.offsets), []
+    elif form == "coo":
+        wrong = not count == len(matrix.row) == len(matrix.col)
+        indices = [(matrix.row, matrix.shape[0]), (matrix.col, matrix.shape[1])]
+    else:
+        rows, cols = matrix.shape if form == "csr" else matrix.shape[::-1]
+        begins, indices = matrix.indptr, [(matrix.indices, cols)]
+        wrong = len(begins) != rows + 1 or count != len(matrix.indices)
+    if wrong:
+        raise ValueError("lengths of its arrays contradict its shape")
+    outside = cupy.zeros((), np.bool_)
+    if begins is not None:
+        outside |= (begins[0] != 0) | (begins[-1] != count) | (cupy.diff(begins) < 0).any()
+    for numbers, length in indices:
+        if len(numbers):
+            outside |= (numbers.min() < 0) | (numbers.max() >= length)
+    if bool(outside):
+        raise ValueError("indices contradict its shape")
 
 
 def _codes(grid: Grid, matrix: Any, row: Any, col: Any) -> Any:
