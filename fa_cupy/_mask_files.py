@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from os import PathLike
 from typing import IO, Any
 
@@ -58,7 +59,11 @@ def _read(file: IO[bytes], name: str) -> tuple[Grid, BlockLists, Array]:
         lists = BlockLists(*(found[key] for key in BlockLists._fields))
         entries = found["entries"].astype(np.int64)
         _check(grid, lists, entries)
+    except MemoryError:
+        raise
     except Exception as error:  # of many kinds, as a bit falls in an archive, a header or an array
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the first
+            raise
         raise ValueError(f"BitMask.load: {name} holds no mask ({error})") from error
     for array in lists:
         array.flags.writeable = False

@@ -78,6 +78,7 @@ def as_csr(name: str, arg: str, matrix: Any) -> Any:
         raise TypeError(f"{name}: {arg} is {_options.show(matrix)}, want a scipy.sparse matrix")
     if len(matrix.shape) != 2:
         raise ValueError(f"{name}: {arg} has shape {matrix.shape}, want 2 axes")
+    grid(name, arg, matrix.shape)  # before SciPy makes room for that many rows
     parts = _PARTS.get(getattr(matrix, "format", ""), ())
     found = None
     if parts and all(hasattr(matrix, part) for part in parts):  # other libraries have formats too
@@ -93,9 +94,11 @@ def as_csr(name: str, arg: str, matrix: Any) -> Any:
             with found.context:
                 mask_sources.check_sparse(matrix)
                 return matrix.tocsr()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {arg} is not a valid sparse matrix: {error}") from error
     if found is None:
+        if csr is matrix:
+            raise TypeError(f"{name}: {arg}.tocsr() is no CSR matrix, want a scipy.sparse matrix")
         return as_csr(name, arg, csr)
     if not csr.has_canonical_format:
         csr = csr.copy() if matrix.format == "csr" else csr  # what it shares stays as it is
@@ -127,6 +130,8 @@ def _sound(matrix: Any, data: Array, *indices: Array) -> Any:
     own = kind(parts, shape=matrix.shape)
     if hasattr(own, "check_format"):  # of others the constructor does that
         own.check_format(full_check=True)
+    elif matrix.format == "dia" and not np.array_equal(own.offsets, indices[0]):
+        raise ValueError("offsets exceed int32")
     return own
 
 

@@ -108,10 +108,8 @@ class Sources:
         indices = native.arrays[0]
         if indices.dtype.kind not in "iu":
             raise TypeError(f"{name}: indices has dtype {indices.dtype}, want integers")
-        grid = Grid(
-            inputs.grid(name, "indices", indices.shape).q_len,
-            inputs.length(name, "k_len", k_len),
-        )
+        q_len = inputs.length(name, "indices.shape[-2]", indices.shape[-2])
+        grid = Grid(q_len, inputs.length(name, "k_len", k_len))
         with native.context:
             largest = int(indices.max()) if indices.size else -1
             if largest >= grid.k_len:
@@ -160,7 +158,7 @@ class Sources:
             raise ValueError(f"{name}: matrix has no elements, want at least one matrix")
         given = zip(args, matrix if batched else [matrix], strict=True)
         found = [inputs.as_csr(name, arg, x) for arg, x in given]
-        grid = inputs.grid(name, args[0], found[0].shape)
+        grid = Grid(*found[0].shape)
         for arg, csr in zip(args, found, strict=True):
             if csr.shape != grid:
                 raise ValueError(

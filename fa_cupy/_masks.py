@@ -146,24 +146,24 @@ class BitMask(Sources, Algebra):
 
         Its lists are those of this mask by key tiles, with each block's bits transposed.
         """
-        if self._transposed is None:
+        if (turned := self._transposed) is None:
             matrices, entries = _mask_outputs.used(*self._parts)
             blocks = [_blocks.transposed(self._grid, m) for m in matrices]
             grid = Grid(self._grid.k_len, self._grid.q_len)
             turned = self._of(grid, blocks, entries, self._store.device)
             object.__setattr__(turned, "_transposed", self)
             object.__setattr__(self, "_transposed", turned)
-        assert self._transposed is not None
-        return self._transposed
+        return turned
 
     def __getitem__(self, index: Any) -> BitMask:
-        parts = index if isinstance(index, tuple) else (index,)
-        if any(part is Ellipsis for part in parts):
+        if any(part is Ellipsis for part in (index if isinstance(index, tuple) else (index,))):
             raise IndexError("BitMask: the index has ..., want indices of batch axes only")
         try:
             entries = self.entries[index]
-        except (IndexError, TypeError) as e:
-            raise type(e)(f"BitMask: for batch shape {self.entries.shape}, {e}") from None
+        except (IndexError, TypeError, ValueError) as e:
+            if type(e) in (IndexError, TypeError, ValueError):  # others are not of an index
+                e.args = (f"BitMask: for batch shape {self.entries.shape}, {e}",)
+            raise
         return self._wrap(self._grid, self._store, entries)
 
     def get(self) -> BitMask:
@@ -268,15 +268,15 @@ class BitMask(Sources, Algebra):
 
     def __reduce__(self) -> Any:
         parts = self._grid, self.lists, self.entries
-        lists, entries = _mask_outputs.compact(*parts) if self._store.device is None else parts[1:]
-        return _restored, (tuple(self._grid), tuple(lists), entries)
+        if self._store.device is None:
+            parts = self._grid, *_mask_outputs.compact(*parts)
+        return _restored, tuple(map(tuple, parts[:2])) + parts[2:]
 
     def __repr__(self) -> str:
         partial, full = _mask_outputs.listed(*self._outline)
         size = self.nbytes / 1e3
         memory = f"{size:.1f} kB" if size < 1e3 else f"{size / 1e3:.1f} MB"
-        device = self._store.device
-        place = "" if device is None else f" on CUDA device {device}"
+        place = "" if self._store.device is None else f" on CUDA device {self._store.device}"
         return (
             f"<BitMask {self.shape}: {full} full and {partial} partial blocks "
             f"of {self._block_count()}, {memory}{place}>"

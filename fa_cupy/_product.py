@@ -166,7 +166,8 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
     try:
         if isinstance(ends, _NO_POSITIONS):
             raise TypeError
-        len(ends)  # what has none may never end
+        if not hasattr(ends, "shape"):
+            len(ends)  # what has none may never end
         given = iter(ends)
     except TypeError:
         raise TypeError(

@@ -100,6 +100,13 @@ def test_rows_beyond_a_position_do_not_show(xp, reverse):
     np.testing.assert_array_equal(~np.isfinite(states).all(axis=-2), want)
 
 
+def test_positions_of_another_library(xp):
+    other = pytest.importorskip("array_api_strict")
+    x = xp.ones((5, 3))
+    got = prefix_state(x, x, other.asarray([1, 4]))
+    np.testing.assert_array_equal(got, prefix_state(x, x, [1, 4]))
+
+
 @pytest.mark.parametrize("none", [[], (), range(0), np.array([], int), np.array([])])
 def test_no_position_is_no_state(xp, none):
     assert prefix_state(xp.zeros((9, 4)), xp.zeros((9, 4)), none).shape == (0, 4, 4)

@@ -7,6 +7,7 @@ import pickle
 import re
 import tracemalloc
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -338,13 +339,30 @@ def test_slices_pick_batch_entries(index):
         (3, "BitMask: for batch shape (3, 2), index 3 is out of bounds"),
         ((..., 0), "BitMask: the index has ..., want indices of batch axes only"),
         (slice(0, 1.5), "BitMask: for batch shape (3, 2), slice indices must be integers"),
+        ([[0], [0, 1]], "BitMask: for batch shape (3, 2), setting an array element"),
     ],
 )
 def test_queries_and_keys_are_not_sliced(index, text):
     mask = BitMask.from_dense(np.ones((3, 2, 5, 7), bool))
-    with pytest.raises((IndexError, TypeError)) as caught:
+    with pytest.raises((IndexError, TypeError, ValueError)) as caught:
         mask[index]
     assert text in str(caught.value)
+
+
+class OfTwoError(TypeError):
+    """As of what JAX traces."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def test_errors_of_other_libraries_pass():
+    class Traced:
+        def __array__(self, dtype=None, copy=None):
+            raise OfTwoError("traced", 1)
+
+    with pytest.raises(OfTwoError, match="traced"):
+        BitMask.from_dense(np.ones((3, 5, 7), bool))[Traced()]
 
 
 def test_masks_do_not_change():
@@ -451,6 +469,14 @@ def test_integers_of_any_kind_are_read(tmp_path):
     assert BitMask.load(tmp_path / "mask.npz") == mask
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError(5, "I/O error")])
+def test_what_is_not_the_fault_of_a_file(error):
+    file = io.BytesIO()
+    file.read = mock.Mock(side_effect=error)
+    with pytest.raises(type(error)):
+        BitMask.load(file)
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_a_bit_that_falls_is_seen_or_does_not_matter(data):
@@ -489,6 +515,13 @@ def by_function(function, shape=(300, 300), states=None):
     return lambda: BitMask.from_function(function, shape, states)
 
 
+class SameAgain:
+    shape = (3, 3)
+
+    def tocsr(self):
+        return self
+
+
 def damaged(form, part, value):
     """The identity of 3 rows as a sparse matrix, an array of which is another one."""
     matrix = sparse.csr_array(np.eye(3)).asformat(form)
@@ -517,6 +550,10 @@ def damaged(form, part, value):
         (damaged("bsr", "indices", np.array([0, 1, 3])), ValueError, "must be < 3"),
         (damaged("csc", "indptr", np.array([0, 1, 2, 9])), ValueError, "not a valid sparse matrix"),
         (damaged("csc", "indptr", np.array([0, 2, 1, 3])), ValueError, "not a valid sparse matrix"),
+        (damaged("dia", "offsets", np.array([2**32])), ValueError, "offsets exceed int32"),
+        (lambda: BitMask.from_csr(sparse.coo_array(([1.0], ([0], [0])), (2**40, 4))), ValueError,
+         "from_csr: matrix has shape (1099511627776, 4), want axes shorter than 2**31"),
+        (damaged("csc", "data", np.array([1, "x", 2.0], object)), ValueError, "not a valid sparse"),
         (damaged("dia", "offsets", np.array([0, 1])), ValueError, "not a valid sparse matrix"),
         (damaged("coo", "row", np.array([0, 3, 2])), ValueError, "not a valid sparse matrix"),
         (damaged("coo", "row", np.array([0, -1, 2])), ValueError, "not a valid sparse matrix"),
@@ -542,6 +579,7 @@ def damaged(form, part, value):
         (by_function(np.equal, 3), TypeError, "from_function: shape is 3 (int), want a sequence"),
         (by_function(np.equal, states="x"), TypeError,
          "from_function: block_states is 'x' (str), want None or a callable"),
+        (lambda: BitMask.from_csr(SameAgain()), TypeError, "matrix.tocsr() is no CSR matrix, want"),
         (lambda: BitMask.from_csr([]), ValueError, "from_csr: matrix has no elements, want at"),
         (lambda: BitMask.from_csr([sparse.csr_array((3, 4)), sparse.csr_array((4, 3))]), ValueError,
          "from_csr: matrix[1] has shape (4, 3), matrix[0] has (3, 4)"),
