@@ -95,8 +95,7 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
     ax.pcolormesh(np.where(shade == 0.0, np.nan, shade), cmap="Blues", vmin=0.0, vmax=1.6)
     ax.hlines(np.arange(1, q_len), 0, k_len, color="white", linewidth=1)
     ax.vlines(np.arange(1, k_len), 0, q_len, color="white", linewidth=1)
-    limits = {"xlim": (0, max(1, k_len)), "ylim": (max(1, q_len), 0)}
-    ax.set(aspect="equal", xlabel="key", ylabel="query", **limits)
+    _frame(ax, q_len, k_len)
     ax.set_xticks(np.arange(k_len) + 0.5, [str(j) for j in range(k_len)])
     ax.set_yticks(np.arange(q_len) + 0.5, [str(i) for i in range(q_len)])
     ax.tick_params(length=0)
@@ -153,8 +152,7 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
     if len(blocks[0]) + len(blocks[1]) <= 66:
         ax.hlines(blocks[0][1:-1], 0, k_len, color="#8a939c", linewidth=0.5)
         ax.vlines(blocks[1][1:-1], 0, q_len, color="#8a939c", linewidth=0.5)
-    limits = {"xlim": (0, max(1, k_len)), "ylim": (max(1, q_len), 0)}
-    ax.set(aspect="equal", xlabel="key", ylabel="query", **limits)
+    _frame(ax, q_len, k_len)
     return ax
 
 
@@ -211,6 +209,12 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
     ax.set(aspect="equal", xlim=(0, cols), ylim=(rows, 0), xlabel="key", ylabel="words")
     ax.tick_params(length=0)
     return ax
+
+
+def _frame(ax: Any, q_len: int, k_len: int) -> None:
+    """Set ends and names of axes for queries, downwards, and keys; there may be none of them."""
+    limits = {"xlim": (0, max(1, k_len)), "ylim": (max(1, q_len), 0)}
+    ax.set(aspect="equal", xlabel="key", ylabel="query", **limits)
 
 
 def _axes(width: float, height: float) -> Any:
