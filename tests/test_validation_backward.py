@@ -2,13 +2,15 @@
 
 import dataclasses
 import sys
+import types
 
 import numpy as np
 import pytest
 
 import fa_cupy
 from fa_cupy import reference
-from fa_cupy.gpu.variants_bwd import select_bwd
+from fa_cupy.gpu import compile
+from fa_cupy.gpu.variants_bwd import BwdSm90, select_bwd
 from validation import (
     backward_calls,
     backward_peers,
@@ -20,6 +22,7 @@ from validation import (
     report,
     rows,
     store,
+    turns,
 )
 
 CASE = cases.Dense("fp32", 16, True, 200, 2, 3, backward=True)
@@ -151,3 +154,47 @@ def test_a_setting_changes_a_row_and_what_takes_its_pieces():
                           ("+bwd_sm90:slots=1", "nothing on one side")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             rows.replaced(chain, setting)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_turns_are_late_in_the_kernel_that_is_timed(dim):
+    """The build with pauses has both of them, and is no other kernel for it: nothing spills."""
+    row = next(x for x in select_bwd("bfloat16", dim, dim) if isinstance(x, BwdSm90))
+    source = turns.source()
+    assert [source.count(f"pause[{i}]".encode()) for i in range(3)] == [1, 1, 1]
+    for stores in turns.STORES:
+        row = dataclasses.replace(row, stores=stores)
+        late = compile.compile_source(row.name, source, "sm_90a", row.defines)
+        found = compile.resource_report(late.log)
+        assert found == compile.resource_report(compile.compile_variant(row, "sm_90a").log)
+        assert (found.stack, found.spill_stores, found.notes) == (0, 0, ())
+
+
+def test_turns_that_moved_are_missed(monkeypatch):
+    monkeypatch.setitem(turns.PLACES, "added late", "no such line")
+    with pytest.raises(RuntimeError, match="not there once, but 0 times"):
+        turns.source()
+
+
+def test_picture_of_turns(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(report, "STATIC", tmp_path)
+    _, rows = store.load(store.RESULTS / "turns-h200.json")
+    facts = {**FACTS, "card": "GPU-01234567-89ab"}
+    assert turns.draw(rows, facts).stat().st_size > 10_000
+    lines = turns._lines(rows, rows[0]["case"])
+    assert [len(line) for line in lines.values()] == [len(turns.PAUSES)] * 4
+
+
+def test_the_card_is_named_as_nvidia_smi_does(monkeypatch, tmp_path):
+    class Driver:
+        cuDeviceGet = staticmethod(lambda device: (0, device))
+        cuDeviceGetUuid = staticmethod(lambda _: (0, types.SimpleNamespace(bytes=bytes(range(16)))))
+
+    monkeypatch.setattr("cuda.bindings.driver", Driver)
+    assert store.card(0) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    facts = {**FACTS, "card": store.card(0)}
+    merged = store.merge(
+        tmp_path / "x.json", facts, [{"family": "a", "case": "b", "impl": "c", "value": 1.0}]
+    )
+    assert merged[0]["card"] == facts["card"]

@@ -16,6 +16,7 @@ COMMANDS = {
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
     "readme": ("validation.readme", "the README's tables, from the results"),
     "rows": ("validation.rows", "other tiles and stages of the backward kernels"),
+    "turns": ("validation.turns", "gradients whose turns at dQ are passed on late"),
     "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),
 }
 

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from validation import store
 from validation.digest import ROOT, digest, fingerprints
 
 RECEIPT = Path("validation/results/receipt.json")
@@ -61,6 +62,7 @@ def environment() -> dict[str, str]:
     _, major, minor = nvrtc.nvrtcVersion()
     return {
         "device": properties["name"].decode(),
+        "card": store.card(cupy.cuda.Device().id),
         "compute_capability": f"{properties['major']}.{properties['minor']}",
         "driver": driver,
         "driver_cuda": str(cupy.cuda.runtime.driverGetVersion()),

@@ -71,8 +71,8 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
     return tuple(rows)
 
 
-def _with_rows(setting: str) -> Callable[[Any, Any], peers.Call]:
-    """Make an implementation of the family that runs these rows."""
+def with_rows(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., peers.Call]:
+    """Make an implementation of the family that runs what `change` makes of the table's rows."""
     from fa_cupy.gpu import plan_bwd
     from fa_cupy.gpu.variants_bwd import select_bwd
 
@@ -82,7 +82,7 @@ def _with_rows(setting: str) -> Callable[[Any, Any], peers.Call]:
 
     def select(*call: Any) -> Any:
         chain = select_bwd(*call)
-        return None if chain is None else replaced(chain, setting)
+        return None if chain is None else tuple(change(chain))
 
     def make(case: Any, inputs: Any) -> peers.Call:
         call = table(case, inputs)
@@ -100,6 +100,10 @@ def _with_rows(setting: str) -> Callable[[Any, Any], peers.Call]:
     return make
 
 
+def _with_setting(setting: str) -> Callable[..., peers.Call]:
+    return with_rows(lambda chain: replaced(chain, setting))
+
+
 def main(argv: Sequence[str]) -> int:
     """Compare settings; 1 where one failed or was wrong."""
     p = argparse.ArgumentParser("python -m validation rows", description=__doc__)
@@ -113,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         print("rows: needs CuPy and a GPU, and finds none")
         return 2
     family = FAMILIES[FAMILY]
-    impls = {"table": _with_rows(""), **{s: _with_rows(s) for s in args.settings}}
+    impls = {s or "table": _with_setting(s) for s in ("", *args.settings)}
     others = [name for name in args.peers.split(",") if name in family.impls]
     impls |= {name: family.impls[name] for name in others}
     FAMILIES[FAMILY] = dataclasses.replace(family, impls=impls)

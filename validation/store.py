@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -63,6 +64,20 @@ def _cpu_model() -> str:
     return match.group(1) if match else platform.processor()
 
 
+def card(device: int) -> str:
+    """Name one GPU among all others, as ``nvidia-smi -L`` does.
+
+    Cards of one kind differ: by a tenth in some figures, where latencies of the L2 cache decide.
+    """
+    from cuda.bindings import driver
+
+    error, handle = driver.cuDeviceGet(device)
+    error, uuid = driver.cuDeviceGetUuid(handle) if not int(error) else (error, None)
+    if uuid is None or int(error):
+        raise RuntimeError(f"the driver does not tell the UUID of device {device}: {error.name}")
+    return f"GPU-{UUID(bytes=bytes(uuid.bytes))}"
+
+
 def header(device: str) -> dict[str, Any]:
     """What the rows were measured on; ``device`` is ``"gpu"`` (CuPy's current) or ``"cpu"``."""
     if device == "cpu":
@@ -73,6 +88,7 @@ def header(device: str) -> dict[str, Any]:
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         facts = {
             "device": properties["name"].decode(),
+            "card": card(cupy.cuda.Device().id),
             "multiprocessors": properties["multiProcessorCount"],
             "memory_gib": round(properties["totalGlobalMem"] / 2**30, 1),
             "cuda_driver": cupy.cuda.runtime.driverGetVersion(),
@@ -103,9 +119,11 @@ def key(row: Row) -> tuple[str, str, str]:
 def merge(path: Path, facts: Mapping[str, Any], rows: Iterable[Row]) -> list[Row]:
     """Replace the rows of the same key in ``path``, keep the others, return all of them.
 
-    Every row gets the date of its run: a ratio is only taken between rows of one date.
+    Every row gets the date of its run, as a ratio is only taken between rows of one date, and the
+    card, if it is of one.
     """
-    fresh = {key(row): {**row, "date": facts["date"]} for row in rows}
+    run = {name: facts[name] for name in ("date", "card") if name in facts}
+    fresh = {key(row): {**row, **run} for row in rows}
     merged = {key(row): row for row in load(path)[1]} | fresh
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(json.dumps(_finite(row)) for row in merged.values())

@@ -385,17 +385,28 @@ FA_DEVICE void feed_queries(const BwdSm90Params& params, Shared& shared, DrawUp 
     arrive(shared.work_full[work_place().index()]);
     if (!more) break;
     if constexpr (!Walk::kLate) index = atom_add_u32(params.counters, 1);  // needed much later
-    const RingPlace<1> k_place{works};
-    wait(shared.k_empty, k_place.parity() ^ 1);
-    load_keys<Walk>(shared.k, params.k_map, shared.k_full, work, params.k_step);
+    const RingPlace<1> place{works};
+    auto load_k = [&]() {
+      wait(shared.k_empty, place.parity() ^ 1);
+      load_keys<Walk>(shared.k, params.k_map, shared.k_full, work, params.k_step);
+    };
     if constexpr (kAll) {
-      wait(shared.v_empty, k_place.parity() ^ 1);
+      wait(shared.v_empty, place.parity() ^ 1);
       load_keys<Walk>(shared.v, params.v_map, shared.v_full, work, params.v_step);
+    } else {
+      load_k();
     }
     MaskCursor& cursor = cursor_of(shared, 0);
+    bool first = true;
     each_step<Walk::kUp, Walk::kTileM, Walk::kTileN>(params, work, cursor, [&](Step step) {
       load_queries<Walk>(params, shared, work, cursor, step, steps);
-      if constexpr (kAll) load_gradients<Walk>(params, shared, work, step, steps);
+      if constexpr (kAll) {
+        load_gradients<Walk>(params, shared, work, step, steps);
+        // K of the work before is the last to be given back: all that one thread can ask for
+        // without it comes first.
+        if (first) load_k();
+        first = false;
+      }
       ++steps;
     });
     if constexpr (Walk::kLate) index = atom_add_u32(params.counters, 1);
