@@ -471,7 +471,7 @@ def test_other_settings_of_a_row_beside_the_table_s(host, cupy, monkeypatch):
     monkeypatch.setitem(families.FAMILIES, rows.FAMILY, family)
     before = host._plans, host.select_bwd
     settings = ("", "bwd_sm90:tile_m=80,slots=1,soon=0")
-    impls = {setting: rows._with_rows(setting) for setting in settings}
+    impls = {setting: rows._with_setting(setting) for setting in settings}
     monkeypatch.setitem(families.FAMILIES, rows.FAMILY, dataclasses.replace(family, impls=impls))
     made = [impls[setting](None, None) for setting in settings]
     want = call.want()
