@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from validation import __main__ as command
 from validation import (
@@ -18,6 +19,7 @@ from validation import (
     cases,
     checks,
     families,
+    fuzz,
     host_time,
     memory,
     peers,
@@ -470,3 +472,27 @@ def test_every_command_can_be_reached(capsys):
     assert command.main(["--help"]) == 0
     assert command.main(["nothing"]) == 2
     assert "no command 'nothing'" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------- the fuzzer
+def test_fuzz_counts_what_ran(capsys, monkeypatch):
+    monkeypatch.setattr(store, "gpu_available", lambda: False)
+    assert fuzz.campaign(np, 1, 0.0) == 0  # no time
+    assert fuzz.main(["--seconds", "1", "--jobs", "1", "--seed", "5"]) == 0
+    told = capsys.readouterr().out
+    assert "calls in 1 s on cpu, seed 5: no finding" in told
+    assert "attention" in told
+
+
+def test_fuzz_finds_a_wrong_value(capsys, monkeypatch):
+    """Its examples reach the check, and one that fails is printed with its arguments."""
+
+    def wrong(case):
+        raise AssertionError(f"wrong at {case}")
+
+    kinds = {"wrong": (wrong, {"case": st.integers(0, 9)})}
+    monkeypatch.setattr(fuzz, "kinds", lambda xp: kinds)
+    assert fuzz.campaign(np, 1, 5.0) == 1
+    told = capsys.readouterr().out
+    assert "FINDING wrong, seed 1, batch 1" in told
+    assert "wrong at 0" in told

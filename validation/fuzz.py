@@ -1,0 +1,291 @@
+"""Random calls for a given time: against float64, and captured into graphs that are replayed.
+
+Every call is drawn by hypothesis, with the strategies of the tests, and of one of these kinds:
+attention, its gradients, causal products, their gradients (each held against float64), and, on a
+GPU, any of them captured into a graph.  A captured call is replayed three times while all memory
+that it gave back belongs to others: results must be the bits of an eager call, and the others'
+memory must stay as it is.
+
+Several processes share the device, each with seeds of its own, until the time is up.  A finding is
+printed with the example that hypothesis reduced it to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis
+import numpy as np
+from hypothesis import strategies as st
+from tqdm import tqdm
+
+from fa_cupy import reference
+from validation import store
+
+EXAMPLES = 25  # of a kind, before the next kind has its turn
+MODES = ("streamCaptureModeGlobal", "streamCaptureModeThreadLocal", "streamCaptureModeRelaxed")
+_STRANGER = 0x5A
+
+
+# ------------------------------------------------------------------------------------------ calls
+def attention_call(xp: Any, case: Any, gradient: bool) -> Callable[[], tuple[Any, ...]]:
+    """Return a call of `attention`, or of it and `attention_backward`, on arrays of a case."""
+    from fa_cupy import attention, attention_backward
+    from tests.strategies import normal
+
+    *qkv, bias, mask = case.native(xp)
+    options = case.options
+    shape = (*_batch(case), case.q.shape[-2], case.v.shape[-1])
+    dout = xp.asarray(normal(np.random.default_rng(7), shape, case.q.dtype))
+
+    def run() -> tuple[Any, ...]:
+        out, lse = attention(*qkv, bias, mask, return_lse=True, **options)
+        if not gradient:
+            return out, lse
+        grads = attention_backward(dout, *qkv, out, lse, bias, mask, **options)
+        return out, lse, *grads
+
+    return run
+
+
+PRODUCTS = ("causal_product", "causal_product_backward", "linear_attention")
+
+
+def product_call(xp: Any, case: Any, name: str) -> Callable[[], tuple[Any, ...]]:
+    """Return a call of one of `PRODUCTS` on arrays of a case."""
+    from fa_cupy import causal_product, causal_product_backward, linear_attention
+    from tests.strategies import normal
+
+    *qkv, initial = case.native(xp)
+    options = {"initial_state": initial, "reverse": case.reverse}
+    if name == "linear_attention":
+        return lambda: (linear_attention(*qkv),)
+    if name == "causal_product":
+        return lambda: causal_product(*qkv, return_state=True, **options)
+    shape = reference.causal_product(*case.arrays)[0].shape
+    dout = xp.asarray(normal(np.random.default_rng(7), shape, case.q.dtype))
+    return lambda: causal_product_backward(dout, *qkv, **options)
+
+
+def _batch(case: Any) -> tuple[int, ...]:
+    """Return the batch axes of a case's output: those of q, which may have more heads."""
+    return reference.attention(*case.arrays, **case.options)[1].shape[:-1]
+
+
+# ----------------------------------------------------------------------------------------- graphs
+def hold_all_free(pool: Any) -> list[Any]:
+    """Take all memory that a pool has free, as arrays of a pattern."""
+    import cupy
+
+    taken: list[Any] = []
+    pool.set_limit(size=max(pool.total_bytes(), 1))
+    size = 1 << max(9, int(pool.free_bytes()).bit_length())
+    while size >= 512:  # the pool's unit
+        try:
+            memory = pool.malloc(size)
+        except cupy.cuda.memory.OutOfMemoryError:
+            size //= 2
+            continue
+        taken.append(cupy.ndarray(size, np.uint8, memory))
+        taken[-1].fill(_STRANGER)
+    pool.set_limit(size=0)
+    return taken
+
+
+def _bits(arrays: Sequence[Any]) -> list[bytes]:
+    return [x.get().tobytes() for x in arrays]
+
+
+def check_captured(run: Callable[[], tuple[Any, ...]], mode: str) -> None:
+    """Capture a call that ran once before, and look at what its replays write."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    pool = cupy.cuda.MemoryPool()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        want = _bits(run())
+        stream.begin_capture(getattr(cupy.cuda.runtime, mode))
+        try:
+            found = run()
+        finally:
+            graph = stream.end_capture()
+        strangers = hold_all_free(pool)
+        stream.synchronize()
+        for _ in range(3):
+            for x in found:
+                x.view(np.dtype(f"u{x.itemsize}")).fill(2 ** (8 * x.itemsize) - 1)  # NaN
+            graph.launch(stream)
+            stream.synchronize()
+            if _bits(found) != want:
+                raise AssertionError("a replay gives other bits than an eager call")
+            if not all(bool((x == _STRANGER).all()) for x in strangers):
+                raise AssertionError("a replay writes to memory that it gave back")
+        del graph, found, strangers
+        stream.synchronize()
+
+
+# ------------------------------------------------------------------------------------------ kinds
+def kinds(xp: Any) -> dict[str, Any]:
+    """Return the kinds of calls as functions of what hypothesis draws, with their strategies."""
+    from tests import gradients, products, strategies
+    from tests.strategies import to_numpy
+
+    def forward(case: Any) -> None:
+        out, lse = attention_call(xp, case, False)()
+        strategies.check_against_reference(case, to_numpy(out), to_numpy(lse))
+
+    def backward(case: Any, dlse: bool) -> None:
+        gradients.check(xp, case, dlse)
+
+    def product(case: Any) -> None:
+        out, state = products.solve(xp, case)
+        products.check_product(case, out, state, rounded=_rounded(xp, case))
+
+    def product_backward(case: Any, dstate: bool) -> None:
+        products.check_gradients(xp, case, dstate, rounded=_rounded(xp, case))
+
+    def captured_attention(case: Any, gradient: bool, mode: str) -> None:
+        check_captured(attention_call(xp, case, gradient), mode)
+
+    def captured_product(case: Any, name: str, mode: str) -> None:
+        check_captured(product_call(xp, case, name), mode)
+
+    calls = {"case": strategies.cases()}
+    of_products = {"case": products.cases()}
+    finite = {"case": strategies.cases().filter(_is_finite), "dlse": st.booleans()}
+    found = {
+        "attention": (forward, calls),
+        "attention_backward": (backward, finite),
+        "causal_product": (product, of_products),
+        "causal_product_backward": (product_backward, {**of_products, "dstate": st.booleans()}),
+    }
+    if xp is not np:
+        mode = {"mode": st.sampled_from(MODES)}
+        gradient = {"gradient": st.booleans(), **mode}
+        found["captured attention"] = (captured_attention, {**calls, **gradient})
+        name = {"name": st.sampled_from(PRODUCTS), **mode}
+        found["captured products"] = (captured_product, {**of_products, **name})
+    return found
+
+
+def _rounded(xp: Any, case: Any) -> bool:
+    """Whether scores and states are rounded to the dtype, as kernels do."""
+    return xp is not np and case.q.dtype.itemsize == 2
+
+
+def _is_finite(case: Any) -> bool:
+    """Whether q, k and v are: which gradients others reach is another test's matter."""
+    return all(np.isfinite(x.astype(np.float64)).all() for x in case.arrays[:3])
+
+
+# ------------------------------------------------------------------------------------------- runs
+def campaign(xp: Any, seed: int, seconds: float) -> int:
+    """Draw calls until the time is up; print a line for each batch of them; 1 after a finding."""
+    until = time.perf_counter() + seconds
+    chosen = kinds(xp)
+    failed = batch = 0
+    while chosen and time.perf_counter() < until:
+        for name, (check, drawn) in list(chosen.items()):
+            batch += 1
+            try:
+                ran = draw_batch(check, drawn, seed * 1_000_003 + batch)
+            except Exception:  # whatever it is, it is a finding
+                failed, ran = 1, 1
+                del chosen[name]  # the others go on
+                print(f"FINDING {name}, seed {seed}, batch {batch}\n{traceback.format_exc()}")
+            print(f"RAN {ran} {name}", flush=True)
+            if time.perf_counter() > until:
+                break
+    return failed
+
+
+def draw_batch(check: Callable[..., None], drawn: dict[str, Any], seed: int) -> int:
+    """Check some examples; return how many."""
+    ran = 0
+
+    @functools.wraps(check)
+    def counted(**given: Any) -> None:
+        nonlocal ran
+        ran += 1
+        hypothesis.note(str(given))
+        check(**given)
+
+    settings = hypothesis.settings(
+        max_examples=EXAMPLES, deadline=None, database=None, print_blob=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    settings(hypothesis.seed(seed)(hypothesis.given(**drawn)(counted)))()
+    return ran
+
+
+def follow(workers: Sequence[subprocess.Popen[str]], seconds: float) -> tuple[Counter[str], str]:
+    """Read what workers print, with a bar for the time; return how much ran, and all findings."""
+    ran: Counter[str] = Counter()
+    findings: list[str] = []
+
+    def read(worker: subprocess.Popen[str]) -> None:
+        assert worker.stdout is not None
+        for line in worker.stdout:  # ends when the worker does
+            if line.startswith("RAN "):
+                _, count, name = line.split(maxsplit=2)
+                ran[name.strip()] += int(count)
+            else:
+                findings.append(line)
+
+    threads = [threading.Thread(target=read, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    with tqdm(total=round(seconds), unit="s", desc="fuzz", file=sys.stderr) as bar:
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(1)
+            bar.update(min(1, bar.total - bar.n))
+            bar.set_postfix(calls=ran.total(), refresh=False)
+    return ran, "".join(findings)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run workers until the time is up; 1 where one found something or died."""
+    p = argparse.ArgumentParser("python -m validation fuzz", description=__doc__)
+    p.add_argument("--seconds", type=float, default=60.0, help="for how long")
+    p.add_argument("--jobs", type=int, default=8, help="processes")
+    p.add_argument("--seed", type=int, default=None, help="of the first process")
+    p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    seed = int.from_bytes(os.urandom(3), "little") if args.seed is None else args.seed
+    if args.worker:
+        xp: Any = np
+        if store.gpu_available():
+            import cupy as xp
+        return campaign(xp, seed, args.seconds)
+    command = [sys.executable, "-m", "validation", "fuzz", "--worker"]
+    command += ["--seconds", str(args.seconds), "--seed"]
+    workers = [
+        subprocess.Popen([*command, str(seed + i)], stdout=subprocess.PIPE, text=True)
+        for i in range(args.jobs)
+    ]
+    with contextlib.ExitStack() as stack:
+        for worker in workers:
+            stack.enter_context(worker)  # closes its pipe and waits for it
+        ran, findings = follow(workers, args.seconds)
+    died = [worker.returncode for worker in workers if worker.returncode not in (0, 1)]
+    print(findings, end="")
+    print(store.align([[name, str(count)] for name, count in sorted(ran.items())]))
+    facts = store.header("gpu" if store.gpu_available() else "cpu")
+    where = facts.get("card", facts["device"])
+    print(f"{ran.total()} calls in {args.seconds:.0f} s on {where}, seed {seed}: ", end="")
+    print("findings above" if findings or died else "no finding")
+    if died:
+        print(f"workers ended with {died}")
+    return int(bool(findings or died))
