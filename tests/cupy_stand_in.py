@@ -20,8 +20,9 @@ MEMORY = Memory()
 _local = threading.local()  # `allocator`, where that is not `pool`
 _FUNCTIONS = {np.unpackbits}
 _NAMES = (
-    "arange", "concatenate", "cumsum", "diff", "divmod", "empty", "flatnonzero", "full", "nonzero",
-    "ones", "repeat", "searchsorted", "sort", "where", "zeros",
+    "abs", "arange", "concatenate", "cumsum", "diff", "divmod", "empty", "exp", "flatnonzero",
+    "full", "isneginf", "log", "maximum", "nonzero", "ones", "repeat", "searchsorted", "sort",
+    "where", "zeros", "zeros_like",
 )  # fmt: skip
 
 
@@ -32,7 +33,7 @@ class Capture:
     ----------
     going_on : bool
     log : list
-        What came from the pool, and nodes of the graph, in order: ("pool", bytes),
+        What came from the pool, and nodes of the graph, in order: ("pool", bytes, address),
         ("malloc", bytes, address), ("free", address), and what else a test adds.
     nodes : dict
         Memory of the graph by address, which stays when it is given back.
@@ -43,9 +44,9 @@ class Capture:
 
     def malloc(self, size, stream):
         assert self.going_on
-        memory = pool(size)
+        memory = malloc(size)
         self.nodes[memory.ptr] = memory
-        self.log[-1] = "malloc", size, memory.ptr
+        self.log.append(("malloc", size, memory.ptr))
         return memory.ptr
 
     def free(self, pointer, stream):
@@ -120,7 +121,7 @@ class ndarray:
         return self
 
     def __getattr__(self, name):
-        if name in ("shape", "strides", "dtype", "ndim", "size", "nbytes", "itemsize"):
+        if name in ("shape", "strides", "dtype", "ndim", "size", "nbytes", "itemsize", "flags"):
             return getattr(self._array, name)
         if name in ("reshape", "astype", "copy", "view", "ravel", "swapaxes", "transpose", "any",
                     "all", "min", "max", "sum"):  # fmt: skip
@@ -194,7 +195,7 @@ def _binary(name, swapped=False):
     return method
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "lshift", "rshift"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "lshift", "rshift"):
     _bare = _name.rstrip("_")
     setattr(ndarray, f"__{_bare}__", _binary(_name))
     setattr(ndarray, f"__r{_bare}__", _binary(_name, swapped=True))
@@ -218,6 +219,21 @@ def sums(begin, end, data):
     """What the kernel of `fa_cupy.gpu.mask_sources` does."""
     pairs = zip(begin._array, end._array, strict=True)
     return owned([bool(sum(data._array[i:j].tolist())) for i, j in pairs])
+
+
+def as_strided(x, shape, strides):
+    return ndarray._of(np.lib.stride_tricks.as_strided(bare(x), shape, strides), x._mem)
+
+
+def empty_like(x):
+    order = sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis]))
+    found = ndarray([x.shape[axis] for axis in order], x.dtype, alloc(x.nbytes))
+    return found.transpose([order.index(axis) for axis in range(x.ndim)])
+
+
+def copyto(out, x, casting="same_kind"):
+    with np.errstate(all="ignore"):
+        np.copyto(bare(out), strict(x), casting=casting)
 
 
 class Module:
@@ -257,10 +273,15 @@ def alloc(size):
 
 def pool(size):
     """The allocator that there is if nobody sets one."""
+    found = malloc(size)
+    if CAPTURE.going_on:
+        CAPTURE.log.append(("pool", size, found.ptr))
+    return found
+
+
+def malloc(size):
     memory = np.full(size + 512, 0xAB, np.uint8)
     MEMORY.add(memory, memory.ctypes.data)
-    if CAPTURE.going_on:
-        CAPTURE.log.append(("pool", size))
     place = -memory.ctypes.data % 512  # CuPy's begin at multiples of 512
     return MemoryPointer(SimpleNamespace(array=memory), place)
 
@@ -298,7 +319,7 @@ class Event:
 
 class Memory:
     def __init__(self, size):
-        found = pool(size)
+        found = malloc(size)
         self.array = found.mem.array[found.offset :]
 
 
@@ -318,6 +339,9 @@ def make():
     cupy.argsort = lambda x, kind="stable": owned(np.argsort(bare(x), kind=kind))
     cupy.ndarray, cupy.cuda, cupy.bool_ = ndarray, cuda, np.bool_
     cupy.asarray = lambda x: x if isinstance(x, ndarray) else owned(x)
+    cupy.ascontiguousarray = lambda x: owned(bare(x))
+    cupy.copyto, cupy.empty_like = copyto, empty_like
+    cupy.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
     cupy.ReductionKernel = lambda *text: (
         lambda words: int(np.unpackbits(words._array.reshape(-1).view(np.uint8)).sum())
     )
@@ -349,6 +373,7 @@ def in_place_of_cupy():
     loaded, compile._loaded = compile._loaded, {}
     package = sys.modules["fa_cupy.gpu"]
     attributes = dict(vars(package))
+    CAPTURE.__init__()
     modules = make()
     sys.modules.update(modules)
     try:
