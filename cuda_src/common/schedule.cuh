@@ -12,9 +12,9 @@
 // The exchange of 128 bits and the addition of 32 bits overlap only in part, so they are not
 // "morally strong" and the axioms of the memory model say nothing of them (PTX ISA 8.7).  They need
 // no more than to be performed one after the other, which holds for any two atomic operations that
-// overlap (8.7.2, "Atomicity of mixed-size RMW operations"): the L2 cache does both.  The store that
-// takes the mark away is no atomic operation; it waits for the last ticket, and before that is
-// drawn every block has exchanged.
+// overlap (8.7.2, "Atomicity of mixed-size RMW operations"): the L2 cache does both.  The store
+// that takes the mark away is no atomic operation; it waits for the last ticket, and before that
+// one is drawn every block has exchanged.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "ptx/atomic.cuh"
