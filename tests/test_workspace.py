@@ -278,8 +278,21 @@ def multiply_backward(heads=4, dtype=HALF, state=False):
     )
 
 
-def linear(feature="elu1", out=None, dtype=HALF):
-    q, k = (array(2, 300, 64, dtype=dtype) for _ in range(2))
+def multiply_backward_without_queries():
+    q, k, states = array(0, 300, 64), array(1, 300, 64), array(1, 64, 64, dtype=SINGLE)
+    dout = array(0, 300, 64)
+    return lambda: fa_cupy.causal_product_backward(
+        dout, q, k, k, initial_state=states, dstate=states
+    )
+
+
+def pairs(x):
+    """A feature map that makes arrays of its own."""
+    return (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
+
+
+def linear(feature="elu1", out=None, dtype=HALF, dim=64):
+    q, k = (array(2, 300, dim, dtype=dtype) for _ in range(2))
     out = out and out()
     return lambda: fa_cupy.linear_attention(q, k, k, feature_map=feature, out=out)
 
@@ -330,8 +343,10 @@ CASES = {
     "causal_product_backward": multiply_backward,
     "causal_product_backward, heads": lambda: multiply_backward(heads=2),
     "causal_product_backward, states": lambda: multiply_backward(heads=2, state=True, dtype=SINGLE),
+    "causal_product_backward without queries": multiply_backward_without_queries,
     "linear_attention": linear,
     "linear_attention, no feature": lambda: linear("identity", dtype=SINGLE),
+    "linear_attention with a function": lambda: linear(pairs, dim=8),
     "linear_attention, out strided": lambda: linear(out=lambda: array(2, 300, 128)[..., ::2]),
     "merge_attention": merge,
     "scaled_dot_product_attention": lambda: scaled(is_causal=True),

@@ -91,14 +91,17 @@ def backward(
         q = cupy.zeros((*(n or 1 for n in q.shape[:-2]), *q.shape[-2:]), q.dtype)
         problem = product_problem(_NAME, q, k, v, initial)
         dout = cupy.zeros(problem.out_shape, problem.dtype)
-        return dq, *_gradients(problem, dout, q, k, v, initial, dstate, reverse)[1:]
-    return _gradients(problem, dout, q, k, v, initial, dstate, reverse)
+        terms = describe(problem, dout, q, k, v, initial, dstate, reverse=reverse, with_q=False)
+        return dq, *_gradients(problem, terms, (dout, q, k, v, initial, dstate), reverse)[1:]
+    terms = describe(problem, dout, q, k, v, initial, dstate, reverse=reverse)
+    return _gradients(problem, terms, (dout, q, k, v, initial, dstate), reverse)
 
 
 def _gradients(
-    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, reverse: bool
+    problem: Product, terms: tuple[Term, Term, Term], arrays: tuple[Any, ...], reverse: bool
 ) -> tuple[Any, Any, Any, Any]:
-    terms = describe(problem, dout, q, k, v, initial, dstate, reverse=reverse)
+    """Compute `terms`, which belong to dout, q, k, v and two states, and sum what they give."""
+    dout, q, k, v, initial, dstate = arrays
     plan = run(terms)
     dtype = problem.state_dtype
     dq, dk, dv = (_summed(term.out, x, dtype) for term, x in zip(terms, (q, k, v), strict=True))
@@ -114,9 +117,13 @@ def _gradients(
 
 
 def describe(
-    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *, reverse: bool
-) -> tuple[Term, Term, Term]:
-    """Return the products that give the gradients of q, k and v, with the arrays they write."""
+    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *,
+    reverse: bool, with_q: bool = True,
+) -> tuple[Term, Term, Term]:  # fmt: skip
+    """Return the products that give the gradients of q, k and v, with the arrays they write.
+
+    That of q is a temporary unless `with_q`.
+    """
     assert problem.q is not None
     batch, dims = problem.out_shape[:-2], (problem.qk_dim, problem.v_dim)
     wide, narrow = (*batch, problem.k_len, dims[0]), (*batch, problem.k_len, dims[1])
@@ -140,8 +147,9 @@ def describe(
     )  # fmt: skip
     last = None if initial is None else _memory(of_v.state_shape, initial)
     back = not reverse
+    of_queries = _memory(wide, q, q) if with_q else cupy.empty(wide, q.dtype)
     return (
-        Term(of_q, dout, v, k, initial, _memory(wide, q, q), None, reverse),
+        Term(of_q, dout, v, k, initial, of_queries, None, reverse),
         Term(of_k, v, dout, q, first, _memory(wide, k, k), None, back),
         Term(of_v, k, q, dout, first, _memory(narrow, v, v), last, back),
     )
