@@ -76,9 +76,10 @@ def to_native(name: str, *, writes: str | None = "out", **arrays: Any) -> Native
         plain = [None if x is None else np.asarray(x) for x in arrays.values()]
         return Native(plain, "numpy", _same, contextlib.nullcontext())
     if library == "cupy":
-        from fa_cupy.gpu import exchange as gpu_exchange
+        from fa_cupy.gpu import workspace
 
-        return Native(list(arrays.values()), "cupy", _same, gpu_exchange.on_device(device))
+        context = workspace.computing(device)
+        return Native(list(arrays.values()), "cupy", workspace.hand_over, context)
     if library in _IMMUTABLE and writes in given:
         raise TypeError(
             f"{name}: {writes} is a {_label(given[writes])}, which cannot be written to"

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from fa_cupy import _arrays, _check
 from fa_cupy._masks import BitMask
 
@@ -42,12 +44,12 @@ def allocator(native: _arrays.Native) -> Callable[..., Any]:
     """Return ``empty(shape, dtype, like)``, which makes results that lie in memory as `like`."""
 
     def empty(shape: Sequence[int], dtype: Any, like: Any) -> Any:
-        if native.new is not None:
-            return native.new(shape, dtype, _arrays.memory_order(shape, like))
-        xp = importlib.import_module(native.backend)
-        return _arrays.empty_laid_out(xp, shape, like, dtype)
+        return _arrays.empty_laid_out(np, shape, like, dtype)
 
-    return empty
+    if native.backend == "numpy":
+        return empty
+    made: Callable[..., Any] = importlib.import_module("fa_cupy.gpu.workspace").empty
+    return made
 
 
 def backend_of(native: _arrays.Native, family: str) -> Any:

@@ -46,7 +46,7 @@ class Torch:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Return the context of the computation: `device`, and `out` known as written after it."""
-        with self.device():
+        with self._computing():
             yield
         if self._written is not None and not self._written.is_inference():
             # What a backward pass has saved of it is not what it holds any more.
@@ -59,6 +59,13 @@ class Torch:
         from fa_cupy.gpu import exchange
 
         return exchange.on_device(self._device.index, self._stream)
+
+    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+        if not self._on_gpu:
+            return contextlib.nullcontext()
+        from fa_cupy.gpu import workspace
+
+        return workspace.computing(self._device.index, self._stream, self.new)
 
     def load(self, arg: str, tensor: Any) -> Any:
         """Return a native array over the memory of `tensor`."""
@@ -124,7 +131,11 @@ class Generic:
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the computation."""
-        return self.device()
+        if not self._on_gpu:
+            return contextlib.nullcontext()
+        from fa_cupy.gpu import workspace
+
+        return workspace.computing(self._device)
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context with the arrays' device as CuPy's current one."""
@@ -149,6 +160,10 @@ class Generic:
 
     def give_back(self, native: Any) -> Any:
         """Return a result as an array of the library."""
+        if self._on_gpu:
+            from fa_cupy.gpu import workspace
+
+            native = workspace.hand_over(native)
         if native.dtype == _BFLOAT16:
             bits = self._namespace.from_dlpack(native.view(np.uint16))
             return bits.view(self._namespace.bfloat16)

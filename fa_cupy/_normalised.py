@@ -101,16 +101,16 @@ def linear_attention(
     problem = _product.product_problem(name, *inputs)
     _calls.check_out(name, result, problem, inputs)
     like, feature = inputs[0], None
-    if callable(feature_map):
-        features = _features(name, (q, k), inputs[:2], feature_map)
-        inputs[:2] = features.values()
-        problem = _product.product_problem(name, *inputs)
-        if out is not None:
-            _check.check_out(name, result, problem.out_shape, problem.dtype, features.items())
-    elif feature_map != "identity":
+    if known and feature_map != "identity":
         feature = feature_map
     backend = _calls.backend_of(native, "product")
     with native.context:
+        if callable(feature_map):  # which may allocate what belongs to this call
+            features = _features(name, (q, k), inputs[:2], feature_map)
+            inputs[:2] = features.values()
+            problem = _product.product_problem(name, *inputs)
+            if out is not None:
+                _check.check_out(name, result, problem.out_shape, problem.dtype, features.items())
         if result is None:
             result = _calls.allocator(native)(problem.out_shape, problem.dtype, like)
         result = backend.linear_attention(problem, *inputs, result, feature=feature, eps=number)

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import operator
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -16,11 +17,61 @@ from tests.ptx_interpreter import Memory
 from tests.ptx_interpreter import Module as Interpreted
 
 MEMORY = Memory()
+_local = threading.local()  # `allocator`, where that is not `pool`
 _FUNCTIONS = {np.unpackbits}
 _NAMES = (
-    "arange", "concatenate", "cumsum", "diff", "divmod", "empty", "flatnonzero", "full", "nonzero",
-    "ones", "repeat", "searchsorted", "sort", "where", "zeros",
+    "abs", "arange", "concatenate", "cumsum", "diff", "divmod", "empty", "exp", "flatnonzero",
+    "full", "isneginf", "log", "maximum", "nonzero", "ones", "repeat", "searchsorted", "sort",
+    "where", "zeros", "zeros_like",
 )  # fmt: skip
+
+
+class Capture:
+    """Whether the current stream is captured, and what was asked for while it was.
+
+    Attributes
+    ----------
+    going_on : bool
+    log : list
+        What came from the pool, and nodes of the graph, in order: ("pool", bytes, address),
+        ("malloc", bytes, address), ("free", address), and what else a test adds.
+    nodes : dict
+        Memory of the graph by address, which stays when it is given back.
+    """
+
+    def __init__(self):
+        self.going_on, self.log, self.nodes = False, [], {}
+
+    def malloc(self, size, stream):
+        assert self.going_on
+        memory = malloc(size)
+        self.nodes[memory.ptr] = memory
+        self.log.append(("malloc", size, memory.ptr))
+        return memory.ptr
+
+    def free(self, pointer, stream):
+        assert self.going_on
+        assert pointer in self.nodes
+        assert ("free", pointer) not in self.log
+        self.log.append(("free", pointer))
+
+    @property
+    def held(self):
+        """Nodes that were not given back, by address."""
+        given = {event[1] for event in self.log if event[0] == "free"}
+        return self.nodes.keys() - given
+
+    @contextlib.contextmanager
+    def record(self):
+        self.__init__()
+        self.going_on = True
+        try:
+            yield self
+        finally:
+            self.going_on = False
+
+
+CAPTURE = Capture()
 
 
 def bare(x):
@@ -39,34 +90,38 @@ def strict(x):
 def owned(array):
     """A device array of its own memory, on which kernels may be launched."""
     array = np.array(array, order="C")
-    MEMORY.add(array, array.ctypes.data)
-    return ndarray._of(array)
+    if not CAPTURE.going_on:
+        MEMORY.add(array, array.ctypes.data)
+        return ndarray._of(array)
+    found = ndarray(array.shape, array.dtype, alloc(array.nbytes))
+    found._array[...] = array
+    return found
 
 
 class MemoryPointer:
-    def __init__(self, array, offset=0):
-        self.array, self.offset = array, offset
-        self.ptr, self.device_id = array.ctypes.data + offset, 0
+    def __init__(self, mem, offset=0):
+        self.mem, self.offset = mem, offset
+        self.ptr, self.device_id = mem.array.ctypes.data + offset, 0
 
     def __add__(self, offset):
-        return MemoryPointer(self.array, self.offset + offset)
+        return MemoryPointer(self.mem, self.offset + offset)
 
 
 class ndarray:
     __array_priority__ = 100
 
     def __init__(self, shape, dtype=float, memptr=None, strides=None):
-        buffer = memptr.array.reshape(-1).view(np.uint8)
-        self._array = np.ndarray(shape, dtype, buffer, memptr.offset, strides)
+        self._mem = memptr.mem
+        self._array = np.ndarray(shape, dtype, self._mem.array, memptr.offset, strides)
 
     @classmethod
-    def _of(cls, array):
+    def _of(cls, array, mem=None):
         self = object.__new__(cls)
-        self._array = np.asarray(array)
+        self._array, self._mem = np.asarray(array), mem
         return self
 
     def __getattr__(self, name):
-        if name in ("shape", "strides", "dtype", "ndim", "size", "nbytes"):
+        if name in ("shape", "strides", "dtype", "ndim", "size", "nbytes", "itemsize", "flags"):
             return getattr(self._array, name)
         if name in ("reshape", "astype", "copy", "view", "ravel", "swapaxes", "transpose", "any",
                     "all", "min", "max", "sum"):  # fmt: skip
@@ -75,17 +130,18 @@ class ndarray:
             def call(*args, **options):
                 result = method(*args, **options)
                 if np.shares_memory(result, self._array):
-                    return ndarray._of(result)
+                    return ndarray._of(result, self._mem)
                 return owned(result)
 
             return call
         if name == "T":
-            return ndarray._of(self._array.T)
+            return ndarray._of(self._array.T, self._mem)
         raise AttributeError(name)
 
     @property
     def data(self):
-        return SimpleNamespace(ptr=self._array.__array_interface__["data"][0], device_id=0)
+        pointer = self._array.__array_interface__["data"][0]
+        return SimpleNamespace(ptr=pointer, device_id=0, mem=self._mem)
 
     def get(self):
         return self._array.copy()
@@ -105,7 +161,9 @@ class ndarray:
 
     def __getitem__(self, key):
         found = self._array[strict_key(key)]
-        return ndarray._of(found) if np.shares_memory(found, self._array) else owned(found)
+        if np.shares_memory(found, self._array):
+            return ndarray._of(found, self._mem)
+        return owned(found)
 
     def __setitem__(self, key, value):
         self._array[strict_key(key)] = strict(value)
@@ -137,7 +195,7 @@ def _binary(name, swapped=False):
     return method
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "lshift", "rshift"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "lshift", "rshift"):
     _bare = _name.rstrip("_")
     setattr(ndarray, f"__{_bare}__", _binary(_name))
     setattr(ndarray, f"__r{_bare}__", _binary(_name, swapped=True))
@@ -163,6 +221,21 @@ def sums(begin, end, data):
     return owned([bool(sum(data._array[i:j].tolist())) for i, j in pairs])
 
 
+def as_strided(x, shape, strides):
+    return ndarray._of(np.lib.stride_tricks.as_strided(bare(x), shape, strides), x._mem)
+
+
+def empty_like(x):
+    order = sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis]))
+    found = ndarray([x.shape[axis] for axis in order], x.dtype, alloc(x.nbytes))
+    return found.transpose([order.index(axis) for axis in range(x.ndim)])
+
+
+def copyto(out, x, casting="same_kind"):
+    with np.errstate(all="ignore"):
+        np.copyto(bare(out), strict(x), casting=casting)
+
+
 class Module:
     def load(self, image):
         assert image.endswith(b"\0")
@@ -180,14 +253,48 @@ def launch_kernel(function, grid, gy, gz, block, by, bz, shared, stream, argumen
     module.launch(entry, grid, block, (ctypes.c_uint8 * size).from_address(struct), MEMORY)
 
 
+def get_allocator():
+    return getattr(_local, "allocator", pool)
+
+
+@contextlib.contextmanager
+def using_allocator(allocator):
+    before = get_allocator()
+    _local.allocator = allocator
+    try:
+        yield
+    finally:
+        _local.allocator = before
+
+
 def alloc(size):
-    memory = owned(np.full(size + 512, 0xAB, np.uint8))._array  # CuPy's begin at multiples of 512
-    return MemoryPointer(memory, -memory.ctypes.data % 512)
+    return get_allocator()(size)
 
 
-def unowned(pointer, size, owner, device):
+def pool(size):
+    """The allocator that there is if nobody sets one."""
+    found = malloc(size)
+    if CAPTURE.going_on:
+        CAPTURE.log.append(("pool", size, found.ptr))
+    return found
+
+
+def malloc(size):
+    memory = np.full(size + 512, 0xAB, np.uint8)
+    MEMORY.add(memory, memory.ctypes.data)
+    place = -memory.ctypes.data % 512  # CuPy's begin at multiples of 512
+    return MemoryPointer(SimpleNamespace(array=memory), place)
+
+
+class UnownedMemory:
     """What a MemoryPointer is made of, over memory that something else keeps."""
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), np.uint8)
+
+    def __init__(self, pointer, size, owner, device):
+        if pointer:
+            self.array = np.frombuffer((ctypes.c_uint8 * size).from_address(pointer), np.uint8)
+        else:
+            self.array = np.empty(0, np.uint8)
+        self._owner = owner
 
 
 class Stream(contextlib.nullcontext):
@@ -212,15 +319,15 @@ class Event:
 
 class Memory:
     def __init__(self, size):
-        self.whole = alloc(size)
-
-
-def allocated(memory, offset):
-    assert offset == 0
-    return memory.whole
+        found = malloc(size)
+        self.array = found.mem.array[found.offset :]
 
 
 class CUDADriverError(Exception):
+    pass
+
+
+class CUDARuntimeError(Exception):
     pass
 
 
@@ -232,22 +339,27 @@ def make():
     cupy.argsort = lambda x, kind="stable": owned(np.argsort(bare(x), kind=kind))
     cupy.ndarray, cupy.cuda, cupy.bool_ = ndarray, cuda, np.bool_
     cupy.asarray = lambda x: x if isinstance(x, ndarray) else owned(x)
+    cupy.ascontiguousarray = lambda x: owned(bare(x))
+    cupy.copyto, cupy.empty_like = copyto, empty_like
+    cupy.lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=as_strided))
     cupy.ReductionKernel = lambda *text: (
         lambda words: int(np.unpackbits(words._array.reshape(-1).view(np.uint8)).sum())
     )
     cupy.ElementwiseKernel = lambda *text: sums
     cuda.alloc, cuda.get_current_stream = alloc, Stream
-    cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, unowned
+    cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, UnownedMemory
     cuda.Stream, cuda.Event, cuda.Memory = Stream, Event, Memory
-    cuda.using_allocator = lambda allocator: contextlib.nullcontext()
-    cuda.memory = SimpleNamespace(malloc_async=alloc)
+    cuda.using_allocator, cuda.get_allocator = using_allocator, get_allocator
     cuda.Device = lambda device: contextlib.nullcontext()
     cuda.function = SimpleNamespace(Module=Module)
     cuda.driver = SimpleNamespace(
         ctxGetCurrent=lambda: 1, launchKernel=launch_kernel, CUDADriverError=CUDADriverError,
         funcGetAttribute=lambda attribute, function: 0,
     )  # fmt: skip
-    cuda.runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda stream: False)
+    cuda.runtime = SimpleNamespace(
+        getDevice=lambda: 0, streamIsCapturing=lambda stream: CAPTURE.going_on,
+        mallocAsync=CAPTURE.malloc, freeAsync=CAPTURE.free, CUDARuntimeError=CUDARuntimeError,
+    )  # fmt: skip
     return {"cupy": cupy, "cupy.cuda": cuda}
 
 
@@ -261,6 +373,7 @@ def in_place_of_cupy():
     loaded, compile._loaded = compile._loaded, {}
     package = sys.modules["fa_cupy.gpu"]
     attributes = dict(vars(package))
+    CAPTURE.__init__()
     modules = make()
     sys.modules.update(modules)
     try:

@@ -10,6 +10,7 @@ import pytest
 from fa_cupy import BitMask, _arrays, _check
 from fa_cupy._blocks import BlockLists
 from tests import cupy_stand_in
+from tests.cupy_stand_in import CAPTURE
 from tests.kernel_attention import blocks_of
 from tests.kernel_gradients import case, gradients, rows_of
 from tests.strategies import lay
@@ -253,23 +254,16 @@ def test_tables_of_bit_masks_are_made_once(host, cupy, shape, place):
     assert Launch.ran[len(TABLES) + 8 :] == kernels
 
 
-def test_graphs_make_tables_that_no_call_has_made(host, cupy, monkeypatch):
+def test_graphs_make_tables_that_no_call_has_made(host, cupy):
     """Of lists on the device, which the captured stream may be waiting for."""
     call, mask = masked()
-    given, kept = device_mask(BitMask.from_dense(mask)), []
-
-    def malloc(size, stream):
-        kept.append(cupy_stand_in.alloc(size))
-        return kept[-1].ptr
-
-    monkeypatch.setattr(host.runtime, "streamIsCapturing", lambda stream: True)
-    monkeypatch.setattr(host.runtime, "mallocAsync", malloc, raising=False)
-    monkeypatch.setattr(host.runtime, "freeAsync", lambda *what: None, raising=False)
-    for _ in range(2):
-        call.check(host, cupy, mask=given)
+    given = device_mask(BitMask.from_dense(mask))
+    with CAPTURE.record():
+        for _ in range(2):
+            call.check(host, cupy, mask=given)
     assert Launch.ran.count("tables") == 2
+    assert not CAPTURE.held
     assert not given._store.device_tables
-    monkeypatch.setattr(host.runtime, "streamIsCapturing", lambda stream: False)
     for _ in range(2):
         call.check(host, cupy, mask=given)
     assert Launch.ran.count("tables") == 3
@@ -393,29 +387,17 @@ def test_a_pointer_without_a_map_is_left_to_others(host, cupy, monkeypatch):
 
 
 def test_a_captured_call_works_in_memory_of_its_graph(host, cupy, monkeypatch):
-    events, kept = [], {}
-
-    def malloc(size, stream):
-        memory = cupy_stand_in.alloc(size)
-        kept[memory.ptr] = memory
-        events.append("malloc")
-        return memory.ptr
-
-    def free(pointer, stream):
-        assert pointer in kept
-        events.append("free")
-
     call = Call(small(dlse=True), lse="steps")
     want = call.want()
-    runtime = host.runtime
-    monkeypatch.setattr(runtime, "streamIsCapturing", lambda stream: True)
-    monkeypatch.setattr(runtime, "mallocAsync", malloc, raising=False)
-    monkeypatch.setattr(runtime, "freeAsync", free, raising=False)
-    monkeypatch.setattr(host, "alloc", None)
-    monkeypatch.setattr(Launch, "ran", events)
-    found = call.solve(host, cupy, ("k",))
+    with CAPTURE.record():
+        monkeypatch.setattr(Launch, "ran", CAPTURE.log)
+        found = call.solve(host, cupy, ("k",))
     assert found["k"].tobytes() == want["k"].tobytes()
-    assert events == ["malloc", "bwd_rows", "bwd_sm90", "bwd_round", "bwd_redo", "free"]
+    (result, size, _), node, *launches, last = CAPTURE.log
+    assert (result, size) == ("pool", found["k"].nbytes)
+    assert node[0] == "malloc"
+    assert launches == ["bwd_rows", "bwd_sm90", "bwd_round", "bwd_redo"]
+    assert last == ("free", node[2])
 
 
 def test_threads_do_not_share_structs_or_workspaces(host, cupy, monkeypatch):
@@ -453,11 +435,9 @@ def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, monkeypatch):
     def refuse(size):
         raise MemoryError(f"no {size} bytes")
 
-    monkeypatch.setattr(host, "alloc", refuse)
-    with pytest.raises(MemoryError, match="bytes"):
+    with cupy_stand_in.using_allocator(refuse), pytest.raises(MemoryError, match="bytes"):
         call.solve(host, cupy)
     assert not Launch.ran
-    monkeypatch.setattr(host, "alloc", cupy_stand_in.alloc)
     call.check(host, cupy)
 
 

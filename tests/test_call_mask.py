@@ -12,7 +12,10 @@ import pytest
 from fa_cupy import BitMask, _check
 from fa_cupy._blocks import BlockLists
 
-MODULES = ("fa_cupy.gpu.launch", "fa_cupy.gpu.mask_lists", "fa_cupy.gpu.call_mask")
+MODULES = (
+    "fa_cupy.gpu.launch", "fa_cupy.gpu.mask_lists", "fa_cupy.gpu.exchange",
+    "fa_cupy.gpu.workspace", "fa_cupy.gpu.call_mask",
+)  # fmt: skip
 
 
 class Array(np.ndarray):
@@ -105,7 +108,8 @@ class Machine:
                 streamIsCapturing=lambda ptr: machine.capturing, CUDARuntimeError=CUDARuntimeError
             ),
             using_allocator=lambda allocator: machine.changed(allocator=allocator),
-            memory=SimpleNamespace(malloc_async="of the graph"),
+            get_allocator=lambda: machine.allocator, alloc=None, MemoryPointer=None,
+            UnownedMemory=None,
         )  # fmt: skip
         names = {name: getattr(np, name) for name in ("arange", "argsort", "divmod", "where")}
         names["searchsorted"] = np.searchsorted
@@ -146,7 +150,8 @@ def machine(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), (MODULES[1], lists)):
         monkeypatch.setitem(sys.modules, name, module)
-    module = importlib.import_module(MODULES[2])
+    module = importlib.import_module(MODULES[-1])
+    found.of_graph = sys.modules["fa_cupy.gpu.workspace"].of_graph
     monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
     found.CallMask, found.host_lists = module.CallMask, module.host_lists
     found.malloc, found.module, found.host = module.malloc, cupy, module
@@ -277,7 +282,7 @@ def test_a_mask_combined_on_the_cpu_is_sent_as_one_of_the_cpu(machine, capturing
     assert (at(told.order, like) == at(want.order, like)).all()
 
 
-@pytest.mark.parametrize("status", [2, 1])
+@pytest.mark.parametrize("status", [2, 1, 900])
 def test_memory_of_the_pool_makes_room(machine, status):
     freed = []
 
@@ -291,6 +296,9 @@ def test_memory_of_the_pool_makes_room(machine, status):
     machine.module.get_default_memory_pool = lambda: pool
     if status == 2:  # cudaErrorMemoryAllocation
         assert machine.malloc(100) == (100, 0)
+    elif status == 900:  # cudaErrorStreamCaptureUnsupported
+        with pytest.raises(RuntimeError, match=r"BitMask: .* want a call before the capture"):
+            machine.malloc(100)
     else:
         with pytest.raises(CUDARuntimeError):
             machine.malloc(100)
@@ -323,7 +331,7 @@ def test_an_array_is_packed_by_every_call(machine, capturing):
     with machine.changed(capturing=capturing):
         told, _owners = call(mask)
         call(mask)
-    where = "of the graph" if capturing else "pool"
+    where = machine.of_graph if capturing else "pool"
     assert machine.log == [("packed", 7, where)] * 2
     assert (told.order, told.words_by_tile) == (0, 5)
 

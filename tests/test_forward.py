@@ -26,7 +26,7 @@ class Device:
     """Stands in for CuPy and the driver, and notes what reaches them."""
 
     def __init__(self):
-        self.launched, self.encoded, self.counters = [], [], []
+        self.launched, self.encoded, self.counters, self.nodes = [], [], [], []
         self.capturing, self.refused = False, set()
 
     def launch(self, kernel, grid, block, shared_bytes):
@@ -41,8 +41,14 @@ class Device:
         self.encoded.append(pointer)
         return np.void(np.full(16, pointer, np.uint64).tobytes())
 
+    def of_graph(self, size):
+        node = self.alloc(size)
+        self.nodes.append(self.counters.pop())
+        return node
+
     def alloc(self, size):
         counter = types.SimpleNamespace(ptr=0x7000 + 16 * len(self.counters), mem=None)
+        counter.ptr += 0x1000 * len(self.nodes)
         assert size == 16
         self.counters.append(counter)
         return counter
@@ -58,6 +64,7 @@ def device(monkeypatch):
     monkeypatch.setattr(fwd_sm90, "multiprocessors", lambda number: MULTIPROCESSORS)
     monkeypatch.setattr(maps, "encode_tiled", device.encode)
     monkeypatch.setattr(fwd_sm90, "alloc", device.alloc)
+    monkeypatch.setattr(fwd_sm90.workspace, "of_graph", device.of_graph)
     monkeypatch.setattr(maps, "bind_context", lambda: None)
     monkeypatch.setattr(fwd_sm90, "get_current_stream", lambda: types.SimpleNamespace(ptr=device))
     monkeypatch.setattr(
@@ -114,14 +121,26 @@ def test_a_counter_that_the_caller_has_is_taken(device):
     assert device.counters == []
 
 
-def test_a_graph_gets_a_block_for_each_tile_and_no_counter(device):
+@pytest.mark.parametrize("counter", [0, 0x9000])
+def test_a_graph_gets_the_same_grid_and_counters_of_its_own(device, counter):
     device.capturing = True
     run = forward(q_len=3000)
-    run(PLACES)
-    tiles = 2 * -(-3000 // run.row.tile_m)
-    assert [grid for _, grid, _ in device.launched] == [tiles]
-    assert device.launched[0][2]["schedule"][0].item() == (0, 0, tiles, 2, 1)
+    for _ in range(3):
+        run(PLACES, counter)
+    assert [grid for _, grid, _ in device.launched] == [MULTIPROCESSORS] * 3
+    schedules = [values["schedule"][0].item() for _, _, values in device.launched]
+    assert [s[0] for s in schedules] == [node.ptr for node in device.nodes]
+    assert len({s[0] for s in schedules}) == len({s[1] for s in schedules} - {0}) == 3
+    assert {s[2:] for s in schedules} == {(2 * -(-3000 // run.row.tile_m), 2, 1)}
     assert device.counters == []
+
+
+def test_a_graph_with_a_block_for_each_tile_has_no_counter(device):
+    device.capturing = True
+    forward()(PLACES)
+    ((_, grid, values),) = device.launched
+    assert (grid, values["schedule"][0].item()[:2]) == (4, (0, 0))
+    assert device.nodes == []
 
 
 def test_maps_are_made_once_for_a_pointer(device):

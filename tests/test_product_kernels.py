@@ -672,8 +672,7 @@ def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_
         mock.patch.object(module, "target_of_device", return_value="sm_90a"),
         mock.patch.object(module.compile, "load", lambda row, *_: row),
         mock.patch.object(module, "Launch", Launch),
-        mock.patch.object(module, "alloc", return_value=memory),
-        mock.patch.object(module, "capturing", return_value=False),
+        mock.patch.object(module.workspace, "take", return_value=memory),
         mock.patch.object(module.Maps, "write", return_value=True),
     ):
         plan = module.ProductSm90((job, job), split(SINGLE_SM90[0], 1000, 4), 0, None)

@@ -8,6 +8,13 @@
 // memory say what is next.  The counter's memory comes as it is, not zeroed: a launch marks it with
 // a number of its own, the first block to come sets it up, and the last one to leave takes the mark
 // away, so that a replayed launch finds none.
+//
+// The exchange of 128 bits and the addition of 32 bits overlap only in part, so they are not
+// "morally strong" and the axioms of the memory model say nothing of them (PTX ISA 8.7).  They need
+// no more than to be performed one after the other, which holds for any two atomic operations that
+// overlap (8.7.2, "Atomicity of mixed-size RMW operations"): the L2 cache does both.  The store
+// that takes the mark away is no atomic operation; it waits for the last ticket, and before that
+// one is drawn every block has exchanged.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "ptx/atomic.cuh"

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from fa_cupy import _check
-from fa_cupy.gpu import _blas, _tile_kernels
+from fa_cupy.gpu import _blas, _tile_kernels, workspace
 
 
 class Steps:
@@ -89,9 +89,9 @@ def widened(x: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def narrowed(x: Any, dtype: np.dtype[Any]) -> Any:
-    """Return `x`, of float32 or float64, in `dtype`: itself, or a copy."""
+    """Return `x`, of float32 or float64, in `dtype`: itself, or a copy, which is a result."""
     if x.dtype == dtype:
         return x
-    out = cupy.empty(x.shape, dtype)
+    out = workspace.empty(x.shape, dtype)
     store(out, x)
     return out

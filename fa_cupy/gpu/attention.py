@@ -15,9 +15,9 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from fa_cupy import _arrays, _check
+from fa_cupy import _check
 from fa_cupy._masks import BitMask
-from fa_cupy.gpu import compile
+from fa_cupy.gpu import compile, workspace
 from fa_cupy.gpu.devices import target_of_device
 from fa_cupy.gpu.launch import launch
 from fa_cupy.gpu.params import fill, pack_head
@@ -126,7 +126,16 @@ def attention(
     if not _direct(problem, q, out):
         return _by_copies(problem, q, k, v, bias, mask, out, return_lse)
     strides = dense_strides(problem, q) if out is None else out.strides
-    return plan_for(problem, strides, device)(q, k, v, bias, mask, out, return_lse)
+    lse = lse_for(problem, return_lse)
+    with workspace.results():
+        return plan_for(problem, strides, device)(q, k, v, bias, mask, out, lse)
+
+
+def lse_for(problem: _check.Problem, wanted: bool) -> Any:
+    """Return an array for the LSE where another library makes it, `wanted` where a plan does."""
+    if not (wanted and workspace.foreign()):
+        return wanted
+    return workspace.empty(problem.out_shape[:-1], _check.sum_dtype(problem.dtype))
 
 
 def _by_copies(
@@ -134,7 +143,7 @@ def _by_copies(
 ) -> tuple[Any, Any | None]:
     """Solve a problem of which a kernel cannot take some array as it is."""
     if out is None:
-        out = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
+        out = workspace.empty(problem.out_shape, problem.dtype, q)
     target = out if fits(out, problem.dtype) else cupy.empty(problem.out_shape, problem.dtype)
     views = {"q": problem.q, "k": problem.k, "v": problem.v}
     arrays = {"q": q, "k": k, "v": v}
@@ -144,7 +153,9 @@ def _by_copies(
     changed: dict[str, Any] = dict(views)
     problem = dataclasses.replace(problem, **changed)
     plan = plan_for(problem, target.strides, runtime.getDevice())
-    _, rows = plan(arrays["q"], arrays["k"], arrays["v"], bias, mask, target, lse)
+    rows = lse_for(problem, lse)
+    with workspace.results():
+        _, rows = plan(arrays["q"], arrays["k"], arrays["v"], bias, mask, target, rows)
     if target is not out:
         out[...] = target
     return out, rows

@@ -24,10 +24,12 @@ from fa_cupy.gpu.launch import capturing
 from fa_cupy.gpu.mask_lists import DeviceMask, pack
 from fa_cupy.gpu.mask_order import section, work_order
 from fa_cupy.gpu.params import MaskPointers
+from fa_cupy.gpu.workspace import temporaries
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 # CUDA Runtime API, section "Data types used by CUDA Runtime".
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_NOT_WHILE_CAPTURED = 900  # cudaErrorStreamCaptureUnsupported
 _STREAM_OF_THREAD = 2  # cudaStreamPerThread: another stream in each thread
 # Kinds of calls that a mask keeps: those that stay, which need no look at whether a graph is being
 # made of them, and those that come and go.
@@ -134,12 +136,7 @@ class CallMask:
         return kept.pointers, kept
 
     def _packed(self, mask: Any) -> tuple[MaskPointers, Any]:
-        if capturing():
-            # Memory from the pool would go to someone else and be written to by the graph; this
-            # becomes a part of it.
-            with cupy.cuda.using_allocator(cupy.cuda.memory.malloc_async):
-                lists, entries = pack(mask, self._view)
-        else:
+        with temporaries():
             lists, entries = pack(mask, self._view)
         return _pointers(lists, entries, None), (lists, entries)
 
@@ -275,6 +272,11 @@ def malloc(size: int) -> Any:
     try:
         memory = cupy.cuda.Memory(size)
     except cupy.cuda.runtime.CUDARuntimeError as error:
+        if error.status == _NOT_WHILE_CAPTURED:
+            raise RuntimeError(
+                "BitMask: a first call takes memory from the driver, which the mode of a capture "
+                "that is going on refuses; want a call before the capture, or mode 'relaxed'"
+            ) from error
         if error.status != _OUT_OF_MEMORY:
             raise
         cupy.get_default_memory_pool().free_all_blocks()

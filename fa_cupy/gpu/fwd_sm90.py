@@ -9,7 +9,7 @@ from typing import Any
 from cupy.cuda import alloc, get_current_stream, runtime
 
 from fa_cupy._check import Problem, View
-from fa_cupy.gpu import compile
+from fa_cupy.gpu import compile, workspace
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.launch import Launch
@@ -42,20 +42,20 @@ class PartLaunch:
     ----------
     kernel : Launch
         Of a block for each tile, or of one for each multiprocessor.
-    all_tiles : Launch or None
-        Of a block for each tile, where `kernel` has fewer.
+    counts : bool
+        Whether blocks share out more tiles than they are, and want a counter.
     params : numpy.ndarray
         The struct, all but what depends on pointers.
     pool : list of MappedArguments
         Copies that no thread is using; a launch reads one before it returns.
     """
 
-    __slots__ = ("all_tiles", "kernel", "params", "pool")
+    __slots__ = ("counts", "kernel", "params", "pool")
 
-    def __init__(self, params: Any, kernel: Launch, all_tiles: Launch | None) -> None:
+    def __init__(self, params: Any, kernel: Launch, counts: bool) -> None:
         self.params = params.copy()
         self.kernel = kernel
-        self.all_tiles = all_tiles
+        self.counts = counts
         self.pool: list[MappedArguments] = []
 
 
@@ -79,7 +79,7 @@ class FwdSm90:
         Tiles of query rows in one batch entry, of all heads that share them.
     launches : list of PartLaunch
     counts : bool
-        Whether blocks share out more tiles than they are, and want a counter.
+        Whether some part wants a counter.
     """
 
     __slots__ = (
@@ -99,13 +99,10 @@ class FwdSm90:
         self.launches: list[PartLaunch] = []
         most = multiprocessors(device)
         for part in parts:
-            few, all_tiles = (
-                Launch(kernel, blocks, row.threads, row.shared_bytes)
-                for blocks in (min(most, part.tiles), part.tiles)
-            )
+            launch = Launch(kernel, min(most, part.tiles), row.threads, row.shared_bytes)
             part.write(params)
-            self.launches.append(PartLaunch(params, few, all_tiles if most < part.tiles else None))
-        self.counts = any(part.all_tiles is not None for part in self.launches)
+            self.launches.append(PartLaunch(params, launch, most < part.tiles))
+        self.counts = any(part.counts for part in self.launches)
 
     def __call__(
         self, pointers: tuple[int, ...], counter: int = 0, mask: MaskPointers | None = None
@@ -118,7 +115,8 @@ class FwdSm90:
             In the order of `fa_cupy.gpu.params.POINTERS`.
         counter : int
             Address of `fa_cupy.gpu.params_sm90.COUNTER_BYTES` bytes that nothing else uses until
-            what is launched has run; 0 allocates them where they are needed.
+            what is launched has run; 0 allocates them where they are needed. A graph has a counter
+            of its own.
         mask : MaskPointers, optional
             The mask, if the problem has one.
         """
@@ -139,25 +137,23 @@ class FwdSm90:
             pack_pointers(arguments.memory, _POINTERS_AT, *pointers)
             if mask is not None:
                 pack_mask(arguments.memory, _POINTERS_AT + MASK_AT, *mask)
-            if part.all_tiles is None:
-                part.kernel(arguments)
+            if part.counts:
+                self._launch(part, arguments, counter)
             else:
-                self._launch(part, part.all_tiles, arguments, counter)
+                part.kernel(arguments)
             part.pool.append(arguments)
 
     @staticmethod
-    def _launch(
-        part: PartLaunch, all_tiles: Launch, arguments: MappedArguments, counter: int
-    ) -> None:
+    def _launch(part: PartLaunch, arguments: MappedArguments, counter: int) -> None:
         """Launch a part whose blocks share out more tiles than they are."""
         stream = get_current_stream().ptr
-        if runtime.streamIsCapturing(stream):
-            # What a graph records may run at any time, beside itself even: it gets no counter.
-            pack_counter(arguments.memory, _COUNTER_AT, 0, 0)
-            all_tiles(arguments, stream)
-            return
         # The order of the stream protects what is given back before the kernel has run.
-        memory = None if counter else alloc(COUNTER_BYTES)
+        memory = None
+        if runtime.streamIsCapturing(stream):
+            # A result that the caller has may be gone, or be read, when the graph runs.
+            memory = workspace.of_graph(COUNTER_BYTES)
+        elif not counter:
+            memory = alloc(COUNTER_BYTES)
         at = counter if memory is None else memory.ptr
         pack_counter(arguments.memory, _COUNTER_AT, at, next(_marks))
         part.kernel(arguments, stream)

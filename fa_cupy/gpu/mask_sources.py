@@ -11,7 +11,7 @@ import numpy as np
 from fa_cupy import _blocks
 from fa_cupy._blocks import FULL, PARTIAL, WORDS, BlockLists, Grid
 from fa_cupy._check import View
-from fa_cupy.gpu import mask_lists
+from fa_cupy.gpu import mask_lists, workspace
 from fa_cupy.gpu.mask_params import packing
 from fa_cupy.layouts import BLOCK
 
@@ -35,6 +35,7 @@ _sums = cupy.ElementwiseKernel(
 
 def from_dense(grid: Grid, mask: Any) -> Made:
     """Pack an array of bool, shape (..., q_len, k_len)."""
+    _refuse()
     plan = packing(View(mask.shape, mask.strides), False)
     found, _ = mask_lists.launch_packing(mask, plan)
     lists = []
@@ -60,6 +61,7 @@ def from_dense(grid: Grid, mask: Any) -> Made:
 
 def from_indices(grid: Grid, indices: Any) -> Made:
     """Let each query see the keys of its row; a negative number is none."""
+    _refuse()
     batch = indices.shape[:-2]
     once = tuple(slice(1 if step == 0 else None) for step in indices.strides[: len(batch)])
     keys = indices[once]
@@ -97,6 +99,7 @@ def from_csr(grid: Grid, matrices: list[Any]) -> BlockLists:
 
 def from_blocks(grid: Grid, states: Any, words: Any) -> Made:
     """Show and hide whole blocks; `states` is of bool or checked, `words` as many as partial."""
+    _refuse()
     batch = states.shape[:-2]
     states = states.reshape(-1)
     whole = states.dtype == np.bool_
@@ -110,6 +113,7 @@ def from_blocks(grid: Grid, states: Any, words: Any) -> Made:
 
 def check_sparse(matrix: Any) -> None:
     """Raise a ValueError unless all that a sparse matrix of CuPy points to is there."""
+    _refuse()
     form, count, begins = matrix.format, len(matrix.data), None
     if form == "dia":
         wrong, indices = count != len(matrix.offsets), []
@@ -130,6 +134,10 @@ def check_sparse(matrix: Any) -> None:
             outside |= (numbers.min() < 0) | (numbers.max() >= length)
     if bool(outside):
         raise ValueError("indices contradict its shape")
+
+
+def _refuse() -> None:
+    workspace.refuse("BitMask", "how many blocks are listed is read by the host")
 
 
 def _codes(grid: Grid, matrix: Any, row: Any, col: Any) -> Any:

@@ -23,6 +23,7 @@ from fa_cupy.gpu.mask_lists import DeviceMask, arrays_of
 from fa_cupy.gpu.mask_rows import SIDE, TABLES, TURN
 from fa_cupy.gpu.params import MaskPointers
 from fa_cupy.gpu.structs_mask import MASK_TABLES_PARAMS, MASK_TURN_PARAMS
+from fa_cupy.gpu.workspace import temporaries
 from fa_cupy.layouts import BLOCK
 
 _WORDS = BLOCK * BLOCK // 32  # of a block
@@ -111,10 +112,7 @@ class CallTables:
         return kept.found, kept
 
     def _made(self, lists: DeviceMask) -> Tables:
-        if not capturing():
-            return make(lists, self._grid, self._device)
-        # Memory from the pool would go to someone else and be written to by the graph.
-        with cupy.cuda.using_allocator(cupy.cuda.memory.malloc_async):
+        with temporaries():
             return make(lists, self._grid, self._device)
 
 

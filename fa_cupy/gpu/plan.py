@@ -67,20 +67,28 @@ class Plan:
             self._lse_bytes = self._counter_at + COUNTER_BYTES
 
     def __call__(
-        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, return_lse: bool
+        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any
     ) -> tuple[Any, Any | None]:
-        """Run the call on the current stream of the plan's device, which must be current."""
+        """Run the call on the current stream of the plan's device, which must be current.
+
+        Results are made by the current allocator, unless `out` and `lse` are arrays to write them
+        to; `lse` may be a bool too, which says whether it is wanted.
+        """
         if out is None:
             memory = alloc(self._out_bytes)
             out = ndarray(self._out_shape, self._dtype, memory, self._out_strides)
         else:
             memory = out.data
-        lse, lse_pointer, counter = None, 0, 0
-        if return_lse:
+        lse_pointer, counter = 0, 0
+        if lse is True:
             rows = alloc(self._lse_bytes)
             lse = ndarray(self._lse_shape, self._lse_dtype, rows)
             lse_pointer = rows.ptr
             counter = self._counter_at and lse_pointer + self._counter_at
+        elif lse is False:
+            lse = None
+        else:
+            lse_pointer = lse.data.ptr
         if self.forward is not None:
             pointers = (
                 q.data.ptr,
@@ -94,7 +102,7 @@ class Plan:
             if self._mask is None:
                 self.forward(pointers, counter)
             else:
-                # What a launch reads is given back to the pool when the launch is queued.
+                # What a launch reads is given back when the launch is queued.
                 told, _owners = self._mask(mask)
                 self.forward(pointers, counter, told)
         return out, lse

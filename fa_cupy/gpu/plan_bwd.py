@@ -8,22 +8,20 @@ another way than the kernels write them.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from cupy.cuda import MemoryPointer, UnownedMemory, alloc, get_current_stream, runtime
+from cupy.cuda import runtime
 
 from fa_cupy import _arrays, _check
 from fa_cupy._check import Problem, View
-from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90, steps_bwd_sm90
+from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90, steps_bwd_sm90, workspace
 from fa_cupy.gpu.devices import target_of_device
-from fa_cupy.gpu.launch import capturing
 from fa_cupy.gpu.launches_bwd import Launches
 from fa_cupy.gpu.mask_tables import CallTables
 from fa_cupy.gpu.params_bwd import Filled, Gradients
@@ -96,42 +94,23 @@ class Plan:
             The mask, if the problem has one.
         """
         pointers = {name: 0 if x is None else x.data.ptr for name, x in arrays.items()}
-        # What a launch reads is given back to the pool when the launch is queued.
+        # What a launch reads is given back when the launch is queued.
         told, _owners = ({}, None) if self._tables is None else self._tables(mask)
         pointers |= told
-        with _workspace(self.bytes) as memory:
-            copies = {}
-            for name, (laid, place) in self._inside.items():
-                pointers[name] = memory.ptr + place
-                if name in arrays:
-                    at = memory + place
-                    copies[name] = cupy.ndarray(laid.shape, laid.dtype, at, laid.strides)
-                    if name not in _GRADIENTS:
-                        _bits(copies[name])[...] = _bits(arrays[name])
-            ran = self.run(pointers, memory.ptr)
-            for name in _GRADIENTS:
-                if ran and name in copies:
-                    _bits(arrays[name])[...] = _bits(copies[name])
-            return ran
-
-
-@contextlib.contextmanager
-def _workspace(size: int) -> Iterator[MemoryPointer]:
-    """Give memory to work in on the current stream, whose order protects what is given back.
-
-    What a graph records may run at any time: there the memory is the graph's own, which the driver
-    makes of memory that is asked for and given back while the stream is captured.
-    """
-    if not capturing():
-        yield alloc(size)
-        return
-    stream = get_current_stream().ptr
-    pointer = runtime.mallocAsync(size, stream)
-    try:
-        # The driver may not know yet which device such memory is on.
-        yield MemoryPointer(UnownedMemory(pointer, size, None, runtime.getDevice()), 0)
-    finally:
-        runtime.freeAsync(pointer, stream)
+        memory = workspace.take(self.bytes)
+        copies = {}
+        for name, (laid, place) in self._inside.items():
+            pointers[name] = memory.ptr + place
+            if name in arrays:
+                at = memory + place
+                copies[name] = cupy.ndarray(laid.shape, laid.dtype, at, laid.strides)
+                if name not in _GRADIENTS:
+                    _bits(copies[name])[...] = _bits(arrays[name])
+        ran = self.run(pointers, memory.ptr)
+        for name in _GRADIENTS:
+            if ran and name in copies:
+                _bits(arrays[name])[...] = _bits(copies[name])
+        return ran
 
 
 def backward(

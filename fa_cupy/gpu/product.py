@@ -11,11 +11,11 @@ import cupy
 import numpy as np
 from cupy.cuda import alloc, runtime
 
-from fa_cupy import _arrays
 from fa_cupy._product import Product
 from fa_cupy._shapes import View
+from fa_cupy.gpu import workspace
 from fa_cupy.gpu.plan import fits, kernel_takes, packed_copy, require_whole_elements
-from fa_cupy.gpu.product_plan import MAX_PLANS, Plan, choice_of, over, planned
+from fa_cupy.gpu.product_plan import MAX_PLANS, Plan, choice_of, over, planned, require_kernels
 from fa_cupy.gpu.product_sm90 import ProductSm90
 
 _plans: dict[Any, Plan | ProductSm90] = {}
@@ -80,10 +80,11 @@ def product(
             f"causal_product: algorithm is {algorithm!r}, for which there is no kernel on this "
             f"device and {problem.k_len} rows, want 'auto' or 'chunked'"
         )
+    require_kernels("causal_product", problem, algorithm=algorithm)
     own = out is None
     if own:
-        out = _arrays.empty_laid_out(cupy, problem.out_shape, q, problem.dtype)
-    state = cupy.empty(problem.state_shape, problem.state_dtype) if return_state else None
+        out = workspace.empty(problem.out_shape, problem.dtype, q)
+    state = workspace.empty(problem.state_shape, problem.state_dtype) if return_state else None
     plan = compute(problem, q, k, v, initial, out, state, reverse=reverse, algorithm=algorithm)
     if own and plan is not None:
         if len(_calls) >= MAX_PLANS:

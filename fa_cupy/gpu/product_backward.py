@@ -21,13 +21,13 @@ import cupy
 import numpy as np
 from cupy.cuda import alloc, runtime
 
-from fa_cupy import _arrays, _check, _shapes
+from fa_cupy import _check, _shapes
 from fa_cupy._product import Product, product_problem
 from fa_cupy._shapes import View
-from fa_cupy.gpu import _steps
+from fa_cupy.gpu import _steps, workspace
 from fa_cupy.gpu.plan import require_whole_elements
 from fa_cupy.gpu.product import compute
-from fa_cupy.gpu.product_plan import MAX_PLANS, Term, plan_together
+from fa_cupy.gpu.product_plan import MAX_PLANS, Term, plan_together, require_kernels
 from fa_cupy.gpu.product_sm90 import ProductSm90
 
 _NAME = "causal_product_backward"
@@ -82,21 +82,26 @@ def backward(
 ) -> tuple[Any, Any, Any, Any]:
     """Return the gradients of a causal product with respect to q, k, v and the initial state."""
     require_whole_elements(_NAME, dout=dout, q=q, k=k, v=v, initial_state=initial, dstate=dstate)
+    turned = dataclasses.replace(problem, qk_dim=problem.v_dim, v_dim=problem.qk_dim)
+    require_kernels(_NAME, problem, turned)
     nobody = any(n == 0 and alone for n, alone in zip(problem.batch, problem.shared, strict=True))
     if nobody and dstate is not None:
         # No query reads the states, whose own gradient remains: what queries of zeros leave of it.
-        dq = cupy.empty(q.shape, q.dtype)
+        dq = workspace.empty(q.shape, q.dtype)
         q = cupy.zeros((*(n or 1 for n in q.shape[:-2]), *q.shape[-2:]), q.dtype)
         problem = product_problem(_NAME, q, k, v, initial)
         dout = cupy.zeros(problem.out_shape, problem.dtype)
-        return dq, *_gradients(problem, dout, q, k, v, initial, dstate, reverse)[1:]
-    return _gradients(problem, dout, q, k, v, initial, dstate, reverse)
+        terms = describe(problem, dout, q, k, v, initial, dstate, reverse=reverse, with_q=False)
+        return dq, *_gradients(problem, terms, (dout, q, k, v, initial, dstate), reverse)[1:]
+    terms = describe(problem, dout, q, k, v, initial, dstate, reverse=reverse)
+    return _gradients(problem, terms, (dout, q, k, v, initial, dstate), reverse)
 
 
 def _gradients(
-    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, reverse: bool
+    problem: Product, terms: tuple[Term, Term, Term], arrays: tuple[Any, ...], reverse: bool
 ) -> tuple[Any, Any, Any, Any]:
-    terms = describe(problem, dout, q, k, v, initial, dstate, reverse=reverse)
+    """Compute `terms`, which belong to dout, q, k, v and two states, and sum what they give."""
+    dout, q, k, v, initial, dstate = arrays
     plan = run(terms)
     dtype = problem.state_dtype
     dq, dk, dv = (_summed(term.out, x, dtype) for term, x in zip(terms, (q, k, v), strict=True))
@@ -112,9 +117,13 @@ def _gradients(
 
 
 def describe(
-    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *, reverse: bool
-) -> tuple[Term, Term, Term]:
-    """Return the products that give the gradients of q, k and v, with the arrays they write."""
+    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *,
+    reverse: bool, with_q: bool = True,
+) -> tuple[Term, Term, Term]:  # fmt: skip
+    """Return the products that give the gradients of q, k and v, with the arrays they write.
+
+    That of q is a temporary unless `with_q`.
+    """
     assert problem.q is not None
     batch, dims = problem.out_shape[:-2], (problem.qk_dim, problem.v_dim)
     wide, narrow = (*batch, problem.k_len, dims[0]), (*batch, problem.k_len, dims[1])
@@ -136,12 +145,13 @@ def describe(
         problem, q=problem.k, k=problem.q, v=grads, initial=seen, shared=alone,
         out_shape=narrow, state_shape=(*batch, *dims),
     )  # fmt: skip
-    last = None if initial is None else cupy.empty(of_v.state_shape, problem.state_dtype)
+    last = None if initial is None else _memory(of_v.state_shape, initial)
     back = not reverse
+    of_queries = _memory(wide, q, q) if with_q else cupy.empty(wide, q.dtype)
     return (
-        Term(of_q, dout, v, k, initial, _target(of_q, q), None, reverse),
-        Term(of_k, v, dout, q, first, _target(of_k, k), None, back),
-        Term(of_v, k, q, dout, first, _target(of_v, v), last, back),
+        Term(of_q, dout, v, k, initial, of_queries, None, reverse),
+        Term(of_k, v, dout, q, first, _memory(wide, k, k), None, back),
+        Term(of_v, k, q, dout, first, _memory(narrow, v, v), last, back),
     )
 
 
@@ -180,11 +190,11 @@ def _transposed(view: View | None) -> View | None:
     return View(shape, strides)
 
 
-def _target(problem: Product, of: Any) -> Any:
-    """Return memory for the gradient of `of`: its own where it is not broadcast."""
-    if of.shape == problem.out_shape:
-        return _arrays.empty_laid_out(cupy, of.shape, of, of.dtype)
-    return cupy.empty(problem.out_shape, of.dtype)
+def _memory(shape: tuple[int, ...], of: Any, like: Any = None) -> Any:
+    """Return memory for the gradient of `of`: a result where `of` is not broadcast."""
+    if of.shape == shape:
+        return workspace.empty(shape, of.dtype, like)
+    return cupy.empty(shape, of.dtype)
 
 
 def _summed(found: Any, of: Any, dtype: np.dtype[Any]) -> Any:

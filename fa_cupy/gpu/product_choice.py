@@ -50,13 +50,6 @@ class Choice(NamedTuple):
     segment_rows: int
     microseconds: float
 
-    def whole(self, length: int) -> Choice:
-        """Return the same without a split, as far as one block can count the rows."""
-        if length > _MAX_ROWS:
-            return self
-        rows = max(1, -(-length // self.row.tile_m)) * self.row.tile_m
-        return self._replace(states=None, segments=1, segment_rows=rows)
-
     def launches(self, qk_dim: int, v_dim: int) -> list[tuple[ProductVariant, int, int]]:
         """Return rows in the order of their launches, with blocks a segment, and segments."""
         launches: list[tuple[ProductVariant, int, int]] = []

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cupy.cuda import alloc, runtime
+from cupy.cuda import runtime
 
 from fa_cupy._product import Product
 from fa_cupy._shapes import View
-from fa_cupy.gpu import compile
+from fa_cupy.gpu import compile, workspace
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
-from fa_cupy.gpu.launch import Arguments, Launch, capturing
+from fa_cupy.gpu.launch import Arguments, Launch
 from fa_cupy.gpu.plan import fits, kernel_takes
 from fa_cupy.gpu.product_choice import Choice, choose
 from fa_cupy.gpu.product_params import fill, pack_head
@@ -46,6 +46,19 @@ def choice_of(problem: Product, algorithm: str, device: int) -> Choice | None:
     return _choose(problem.dtype.name, *sizes, algorithm, device)
 
 
+def require_kernels(name: str, *problems: Product, algorithm: str = "auto") -> None:
+    """Raise for a product of a captured call that no kernel serves, before anything is launched."""
+    call = workspace.current()
+    if call is None or not call.captured:
+        return
+    device = runtime.getDevice()
+    for problem in problems:
+        some = math.prod((*problem.batch, problem.k_len, problem.qk_dim, problem.v_dim))
+        if some and choice_of(problem, algorithm, device) is None:
+            dims = f"dims {problem.qk_dim} and {problem.v_dim}"
+            workspace.refuse_products(name, f"{problem.dtype} with {dims}")
+
+
 class Plan:
     """How one kind of product runs on one device.
 
@@ -61,28 +74,18 @@ class Plan:
     reverse : bool
     algorithm : str
     device : int
-    whole : bool, optional
-        Whether not to split sequences.
     """
 
-    __slots__ = (
-        "_aligned", "_can_be_whole", "_launches", "_params", "_pool", "_shifts", "_whole",
-        "_whole_made", "_workspace",
-    )  # fmt: skip
+    __slots__ = ("_aligned", "_launches", "_params", "_pool", "_shifts", "_workspace")
 
     def __init__(
         self, problem: Product, out: View, state: View | None, reverse: bool, algorithm: str,
-        device: int, whole: bool = False,
+        device: int,
     ) -> None:  # fmt: skip
         dims = problem.qk_dim, problem.v_dim
         target, entries = target_of_device(device), math.prod(problem.batch)
         choice = choice_of(problem, algorithm, device)
         assert choice is not None
-        if whole:
-            choice = choice.whole(problem.k_len)
-        self._whole = problem, out, state, reverse, algorithm, device, True
-        self._can_be_whole = choice.whole(problem.k_len).segments == 1
-        self._whole_made: Plan | None = None
         launches = choice.launches(*dims)
         most = max(tiles * segments for _, tiles, segments in launches)
         params, parts, self._shifts, self._aligned = fill(
@@ -113,12 +116,9 @@ class Plan:
         pointers : tuple of int
             0 where there is no array.
         """
-        if self._workspace and self._can_be_whole and capturing():
-            self.whole()(pointers)
-            return
         aligned = self._aligned and not any(p & 15 for p in pointers[:4])
-        workspace = alloc(self._workspace) if self._workspace else None
-        places = (*pointers, 0 if workspace is None else workspace.ptr)
+        states = workspace.take(self._workspace) if self._workspace else None
+        places = (*pointers, 0 if states is None else states.ptr)
         try:
             arguments = self._pool.pop()
         except IndexError:
@@ -129,12 +129,6 @@ class Plan:
                 pack_head(own.bytes, 0, *at, first, aligned)
                 launch(own)
         self._pool.append(arguments)
-
-    def whole(self) -> Plan:
-        """Return the plan without a split, which needs no workspace, made at the first call."""
-        if self._whole_made is None:
-            self._whole_made = Plan(*self._whole)
-        return self._whole_made
 
 
 def planned(

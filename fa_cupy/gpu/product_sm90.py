@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cupy.cuda import alloc
-
-from fa_cupy.gpu import compile, product_params
+from fa_cupy.gpu import compile, product_params, workspace
 from fa_cupy.gpu.devices import multiprocessors, target_of_device
-from fa_cupy.gpu.launch import Arguments, Launch, capturing
+from fa_cupy.gpu.launch import Arguments, Launch
 from fa_cupy.gpu.maps import MappedArguments, Maps
 from fa_cupy.gpu.params_sm90 import MAP_BYTES, MAPPED
 from fa_cupy.gpu.product_choice import Choice, choose
@@ -65,8 +63,7 @@ class ProductSm90:
     """
 
     __slots__ = (
-        "_jobs", "_launches", "_maps", "_other", "_other_made", "_params", "_pool", "_whole",
-        "_whole_made", "_workspaces",
+        "_jobs", "_launches", "_maps", "_other", "_other_made", "_params", "_pool", "_workspaces",
     )  # fmt: skip
 
     def __init__(
@@ -79,8 +76,6 @@ class ProductSm90:
         target = str(target_of_device(device))
         self._other = other
         self._other_made: Callable[..., None] | None = None
-        self._whole = jobs, choice.whole(jobs[0].problem.k_len), device, other
-        self._whole_made: ProductSm90 | None = None
         self._jobs = range(len(jobs))
         # The states' rows have as many value columns as the outputs', so one struct serves both.
         self._params, maps, blocks = fill(jobs, choice.row.tile_n, choice.split)
@@ -121,14 +116,10 @@ class ProductSm90:
             self._pool.append(arguments)
             self.for_any_pointers()(*pointers)
             return
-        if self._workspaces and capturing():
-            self._pool.append(arguments)
-            self._without_split()(*pointers)
-            return
-        workspace = alloc(sum(self._workspaces)) if self._workspaces else None
+        states = workspace.take(sum(self._workspaces)) if self._workspaces else None
         places = [0] * len(pointers)
-        if workspace is not None:
-            places = [workspace.ptr + sum(self._workspaces[:i]) for i in self._jobs]
+        if states is not None:
+            places = [states.ptr + sum(self._workspaces[:i]) for i in self._jobs]
         for i in self._jobs:
             at = POINTERS_AT + i * _JOB_BYTES
             out, initial, state = pointers[i][3:]
@@ -139,12 +130,6 @@ class ProductSm90:
             else:
                 launch(pointers[launch.job], places[launch.job])
         self._pool.append(arguments)
-
-    def _without_split(self) -> ProductSm90:
-        """Return what needs no workspace, made at the first call."""
-        if self._whole_made is None:
-            self._whole_made = ProductSm90(*self._whole)
-        return self._whole_made
 
     def for_any_pointers(self) -> Callable[..., None]:
         """Return what serves pointers that have no tensor map, made at the first call."""

@@ -20,7 +20,7 @@ from fa_cupy import _segments
 from fa_cupy._product import Product
 from fa_cupy._scan import Sizes, triangle
 from fa_cupy._segments import Part, Scan, Side, Work
-from fa_cupy.gpu import _product_kernels, _steps
+from fa_cupy.gpu import _product_kernels, _steps, workspace
 
 # Bytes of scratch memory of a stack, about.
 _SCRATCH_BYTES = 256 << 20
@@ -36,6 +36,8 @@ class Machine:
 
     Parameters
     ----------
+    name : str
+        The public function that errors speak of.
     problem : Product
         What will be computed.
     """
@@ -43,7 +45,9 @@ class Machine:
     xp: Any = cupy
     sizes = Sizes(chunk=128, state_chunk=1024, most_rows=4096, least_chunk=32)
 
-    def __init__(self, problem: Product) -> None:
+    def __init__(self, name: str, problem: Product) -> None:
+        what = f"{problem.dtype} with dims {problem.qk_dim} and {problem.v_dim}"
+        workspace.refuse_products(name, what)
         self._steps = _Steps(problem.state_dtype)
         # Rows of the least segment: those that take as much memory as a state.
         dims = problem.qk_dim, problem.v_dim
@@ -127,14 +131,14 @@ def product(
     problem: Product, q: Any, k: Any, v: Any, initial: Any, out: Any, state: Any, *, reverse: bool
 ) -> None:
     """Solve `problem`: write the output, and the state where that is not None."""
-    machine = Machine(problem)
+    machine = Machine("causal_product", problem)
     _segments.product(machine, problem, q, k, v, initial, out, state, reverse=reverse)
     machine.finish()
 
 
 def states(problem: Product, k: Any, v: Any, initial: Any, ends: Any, *, reverse: bool) -> Any:
     """Return the states at `ends`, ascending, of shape (*state_batch, len(ends), E, M)."""
-    machine = Machine(problem)
+    machine = Machine("prefix_state", problem)
     scan = Scan(machine, problem, Side(k, problem.k), Side(v, problem.v), (), reverse)
     found = scan.states(len(ends))
     # Each state is the one before it in the scan's order and what the rows between them add.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import cupy
 import numpy as np
 
-from fa_cupy import _arrays
 from fa_cupy._product import Product, product_problem
-from fa_cupy.gpu import _product_kernels, _steps
+from fa_cupy.gpu import _product_kernels, _steps, workspace
 from fa_cupy.gpu.plan import require_whole_elements
 from fa_cupy.gpu.product import compute
+from fa_cupy.gpu.product_plan import require_kernels
 
 
 def linear_attention(
@@ -24,12 +25,14 @@ def linear_attention(
     weights are summed as one more column of values: of the values' own size, because a kernel may
     give a row of values one scale.
     """
-    require_whole_elements("linear_attention", q=q, k=k, v=v, out=out)
+    name = "linear_attention"
+    require_whole_elements(name, q=q, k=k, v=v, out=out)
     if out is None:
-        out = _arrays.empty_laid_out(cupy, problem.out_shape, q, problem.dtype)
+        out = workspace.empty(problem.out_shape, problem.dtype, q)
     if out.size == 0:
         return out
     dtype, dim = problem.state_dtype, problem.v_dim
+    require_kernels(name, dataclasses.replace(problem, dtype=dtype, v_dim=dim + 1))
     values = cupy.empty((*v.shape[:-1], dim + 1), dtype)
     _steps.load(values[..., :dim], v)
     unit = cupy.ones((), dtype)
@@ -37,7 +40,7 @@ def linear_attention(
         unit = _product_kernels.unit(cupy.abs(values[..., :dim]).max())
     values[..., dim] = unit
     x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
-    weighing = product_problem("linear_attention", x, y, values)
+    weighing = product_problem(name, x, y, values)
     sums = cupy.empty(weighing.out_shape, dtype)
     compute(weighing, x, y, values, None, sums, None, reverse=False)
     weighted = sums[..., :dim]
@@ -68,7 +71,8 @@ def readings(
     name = "prefix_state"
     require_whole_elements(name, q=q, k=k, v=v, initial_state=initial)
     if math.prod(problem.out_shape) == 0:
-        return cupy.empty(problem.out_shape, problem.dtype)
+        return workspace.empty(problem.out_shape, problem.dtype)
+    workspace.refuse(name, "positions are sent from the host, which is not captured")
     order = np.argsort(ends, kind="stable")
     asked = np.empty(len(ends), np.int64)
     asked[order] = ends[order] + np.arange(len(ends))

@@ -12,9 +12,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from fa_cupy import _arrays, _check, _stacks, _tiled
+from fa_cupy import _check, _stacks, _tiled
 from fa_cupy._masks import BitMask
-from fa_cupy.gpu import _blas, _steps, _tile_kernels
+from fa_cupy.gpu import _blas, _steps, _tile_kernels, workspace
 from fa_cupy.gpu._mask_tiles import TABLE_M, MaskTiles, TableTile
 
 # Bytes of the largest scratch array. A gemm reaches its full speed from about 32768 rows by 1024
@@ -57,10 +57,12 @@ def attention(
     lse : cupy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
+    dims = f"head_dim {problem.head_dim} and v_dim {problem.v_dim}"
+    workspace.refuse_products("attention", f"{problem.dtype} with {dims}")
     if out is None:
-        out = _arrays.empty_like_layout(cupy, problem, q, problem.dtype)
+        out = workspace.empty(problem.out_shape, problem.dtype, q)
     dtype = _check.sum_dtype(problem.dtype)
-    lse = cupy.empty(problem.out_shape[:-1], dtype)
+    lse = (workspace if return_lse else cupy).empty(problem.out_shape[:-1], dtype)
     if lse.size == 0:  # however many batch entries there are
         return out, lse if return_lse else None
     out_view = _check.out_view(problem, out.shape, out.strides)

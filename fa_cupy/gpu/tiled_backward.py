@@ -19,7 +19,7 @@ import numpy as np
 from fa_cupy import _check, _gradients, _stacks, _tiled_backward
 from fa_cupy._gradients import Operands
 from fa_cupy._masks import BitMask
-from fa_cupy.gpu import _product_kernels, _steps, _tile_kernels, tiled
+from fa_cupy.gpu import _product_kernels, _steps, _tile_kernels, tiled, workspace
 from fa_cupy.gpu._mask_tiles import TABLE_M, MaskTiles
 
 
@@ -45,6 +45,9 @@ def backward(
     empty : callable
         ``empty(shape, dtype, like)`` returns memory for a result.
     """
+    dims = f"head_dim {problem.head_dim} and v_dim {problem.v_dim}"
+    what = "the gradient of a bias" if "bias" in need else f"{problem.dtype} with {dims}"
+    workspace.refuse_products("attention_backward", what)
     dtype = _check.sum_dtype(problem.dtype)
     grads = _gradients.gradients(cupy, problem, inputs, need, dtype, empty)
     # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than to float16.
