@@ -9,10 +9,10 @@
 // With a mask the tiles of keys are those that its lists name for the block's rows, full ones
 // first.  What is needed of the lists comes by cp.async too: the number of each key block two tiles
 // ahead, and each thread's own words of a partial block one tile ahead.
+#include "cuda_src/common/attend_row.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/hidden_keys.cuh"
 #include "cuda_src/common/products_sm80.cuh"
 #include "cuda_src/common/scores.cuh"
 #include "cuda_src/common/shared_tile.cuh"
@@ -360,8 +360,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
   }
 
-  // The lanes whose part of a row is not finite.
-  uint32 broken[kMmaM][2], any_broken = 0;
+  // The lanes that want their row computed again: their part of it is not finite, though its sum
+  // is a number (else the row is NaN, as it should be), or it has outgrown all of this.
+  uint32 again[kMmaM][2], any_again = 0;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -371,8 +372,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       for (int j = 0; j < kMmaV; ++j) {
         probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
       }
-      broken[i][h] = __ballot_sync(kFullWarp, probe != probe);
-      any_broken |= broken[i][h];
+      const float sum = softmax.sum[i][h];
+      const bool broken = probe != probe && sum == sum;
+      again[i][h] = __ballot_sync(
+          kFullWarp, broken || outgrown<true, kSparse>(params, first_row + 16 * i + 8 * h,
+                                                       softmax.reference[i][h], sum));
+      any_again |= again[i][h];
     }
   }
   cp_async_wait_group<0>();
@@ -398,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,
                                       params.v_dim, params.aligned);
 
-  if (any_broken == 0) return;
+  if (any_again == 0) return;
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
@@ -406,16 +411,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     for (int h = 0; h < 2; ++h) {
 #pragma unroll 1
       for (int r = 0; r < 8; ++r) {
-        if ((broken[i][h] >> 4 * r & 15) == 0) continue;
         const int row = work.q_begin + warp * kWarpRows + 16 * i + 8 * h + r;
-        const float reference = __shfl_sync(kFullWarp, softmax.reference[i][h], 4 * r);
-        const float sum = __shfl_sync(kFullWarp, softmax.sum[i][h], 4 * r);
-        // A sum that is NaN makes the whole row NaN, which it is already.
-        if (row < params.q_len && sum == sum) {
-          uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
-          attend_row<kBf16, kDim, kSparse>(params, work.at, work.batch, row, reference, sum,
-                                           [&](int col, uint16 x) { to[col] = x; });
-        }
+        if ((again[i][h] >> 4 * r & 15) == 0 || row >= params.q_len) continue;
+        uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
+        const float lse = attend_row<kBf16, kDim, kSparse>(params, work.at, work.batch, row,
+                                                           [&](int col, uint16 x) { to[col] = x; });
+        if (params.lse != nullptr && lane == 0) params.lse[work.batch * params.q_len + row] = lse;
       }
     }
   }

@@ -7,12 +7,12 @@
 // and turns S into the next P while the tensor cores are busy with what it or its neighbours have
 // started (docs: "Reading fwd_sm90").
 #include "cuda_src/attention/fwd_sm90.cuh"
+#include "cuda_src/common/attend_row.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/barriers.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/hidden_keys.cuh"
 #include "cuda_src/common/rescore.cuh"
 #include "cuda_src/common/schedule.cuh"
 #include "cuda_src/common/scores.cuh"
@@ -504,10 +504,16 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         probe[h][j % 2] = fma2<kBf16>(out[j][h], 0, probe[h][j % 2]);
       }
     }
-    uint32 broken[2];  // lanes whose part of a row is not finite
+    // The lanes that want their row computed again: their part of it is not finite, though its sum
+    // is a number (else the row is NaN, as it should be), or it has outgrown all of this.
+    uint32 again[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      broken[h] = __ballot_sync(kFullWarp, (probe[h][0] | probe[h][1]) != 0);
+      const float sum = softmax.sum[0][h];
+      const bool broken = (probe[h][0] | probe[h][1]) != 0 && sum == sum;
+      again[h] = __ballot_sync(
+          kFullWarp, broken || outgrown<false, kSparse>(p, (my_row + 8 * h) >> params.row_shift,
+                                                        softmax.reference[0][h], sum));
     }
     // The output overwrites Q: of this warp's rows where they were in registers, else of them all.
     if constexpr (!kQRegisters) bar_sync(kEpilogue + group, 128);
@@ -516,24 +522,22 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       stmatrix_x4(QTile::at(out_tile + q_lane, 0, j / 2), out[j][0], out[j][1], out[j + 1][0],
                   out[j + 1][1]);
     }
-    if ((broken[0] | broken[1]) != 0) {
+    if ((again[0] | again[1]) != 0) {
       __syncwarp();
 #pragma unroll 1
       for (int r = 0; r < 16; ++r) {
-        const int h = r / 8, from = r % 8 * 4;  // the first of the row's four lanes
-        if (((h ? broken[1] : broken[0]) >> from & 15) == 0) continue;
         const int row_in_group = warp_row + r, row = row_of_group + row_in_group;
-        const float reference =
-            __shfl_sync(kFullWarp, h ? softmax.reference[0][1] : softmax.reference[0][0], from);
-        const float sum = __shfl_sync(kFullWarp, h ? softmax.sum[0][1] : softmax.sum[0][0], from);
-        // A sum that is NaN makes the whole row NaN, which it is already.
-        if (row >= tile_rows(params) || sum != sum) continue;
-        attend_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
-            p, batch_offsets(p, head_of(row)), head_of(row), row >> params.row_shift, reference,
-            sum, [&](int col, uint16 x) {
+        if (((r < 8 ? again[0] : again[1]) >> r % 8 * 4 & 15) == 0) continue;
+        if (row >= tile_rows(params)) continue;
+        const uint32 head = head_of(row);
+        const float lse = attend_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
+            p, batch_offsets(p, head), head, row >> params.row_shift, [&](int col, uint16 x) {
               const uint32 at = QTile::offset(row_in_group, col / 8) + col % 8 * 2;
               *reinterpret_cast<uint16*>(&shared.q[q_place.index()][at]) = x;
             });
+        if (p.lse != nullptr && lane == 0) {
+          p.lse[static_cast<int64>(head) * p.q_len + (row >> params.row_shift)] = lse;
+        }
       }
     }
     fence_proxy_async_shared();

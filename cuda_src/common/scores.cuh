@@ -10,6 +10,7 @@
 #include "ptx/math.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
+constexpr double kLog2eDouble = 1.4426950408889634;
 constexpr float kLn2 = 0.6931471805599453f;
 
 // tanh to a relative error of 4e-7 (tanh.approx has 11 bits, too few beside 16-bit inputs).  Below
@@ -41,7 +42,9 @@ FA_DEVICE Capped capped_with_slope(const AttentionParams& p, float product) {
   return {p.softcap * y, fmaf(-y, y, 1.0f)};
 }
 
-FA_DEVICE float load_as_float(const void* base, int64 index, int kind) {
+// An element of any float type, as float or double.
+template <typename To = float>
+FA_DEVICE To load_as_float(const void* base, int64 index, int kind) {
   switch (kind) {
     case kFloat16:
       return cvt_f32_f16(static_cast<const uint16*>(base)[index]);
@@ -50,17 +53,33 @@ FA_DEVICE float load_as_float(const void* base, int64 index, int kind) {
     case kFloat32:
       return static_cast<const float*>(base)[index];
     default:
-      return static_cast<float>(static_cast<const double*>(base)[index]);
+      return static_cast<To>(static_cast<const double*>(base)[index]);
   }
 }
 
 // One score by itself, in the same units.
+//
+// A large bias is not multiplied by log2(e) on its own: two scores that are equal beside it would
+// come out on either side of a rounding, far apart.  Rounding the product towards zero leaves it
+// finite where the sum is: a bias of the lowest float32 hides no key from a row that has no other.
 FA_DEVICE float one_score(const AttentionParams& p, const BatchOffsets& at, float product, int row,
                           int col) {
   if (!p.transform) return product;
-  float x = kLog2e * capped(p, product);
+  float x = capped(p, product);
   if (p.bias != nullptr) {
-    x += kLog2e * load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);
+    x += load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);
+  }
+  return __fmul_rz(kLog2e, x);
+}
+
+// The same in float64 and without log2(e).
+FA_DEVICE double exact_score(const AttentionParams& p, const BatchOffsets& at, double product,
+                             int row, int col) {
+  double x = p.scale * product;
+  if (p.softcap > 0.0f) x = p.softcap * tanh(x);
+  if (p.bias != nullptr) {
+    const int64 index = at.bias + row * p.bias_row + col * p.bias_col;
+    x += load_as_float<double>(p.bias, index, p.bias_kind);
   }
   return x;
 }

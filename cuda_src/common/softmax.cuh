@@ -18,6 +18,9 @@ constexpr float kMaxUnseen = 16384.0f;
 // leave the largest score of a row far from its reference.  Two equal scores of a row, one on each
 // side, get weights that differ by half a unit of it: 2**-11, less than a 16-bit type sees.
 constexpr float kFar = 8192.0f;
+// From here on a unit of a reference is 2 or more.  Scores of this size that differ by 1 are equal
+// in float32.
+constexpr float kCoarse = 16777216.0f;
 
 // The reference of a row that has seen no key: finite, so that no difference of two is NaN, and as
 // an exponent's offset it makes the first score that comes too large to be trusted.
@@ -82,8 +85,11 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Turns scores into weights and adds them up.  With kAnySize scores may be of any size; without,
-  // beyond kFar they may come out as 0 or infinity (fwd_sm80 has no registers left to know).
+  // Turns scores into weights and adds them up.  With kAnySize scores may be of any size.  Without,
+  // the products are exact, so all weights of a row have the factor that lies between the largest
+  // product and the reference, which is its rounded value: it cancels, but where references are
+  // kCoarse or more it may be too large or too small for the weights' type, and such rows are to be
+  // computed again (fwd_sm80 has no registers left to do better here).
   template <bool kAnySize, int kMmaN>
   __device__ __forceinline__ void exponentials(float (&s)[kMmaM][kMmaN][4], float exp2_scale) {
     if constexpr (kAnySize) {

@@ -36,17 +36,22 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmul_rz(float x, float y) {
+  const double exact = double(x) * y;
+  const float near = float(exact);
+  return std::fabs(near) > std::fabs(exact) ? std::nextafter(near, 0.0f) : near;
+}
 inline float __int_as_float(int bits) { return machine::from_bits(static_cast<uint32_t>(bits)); }
 inline unsigned __float_as_uint(float x) { return machine::to_bits(x); }
 inline long long clock64() { return machine::clock(); }
 
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane) {
-  static_assert(sizeof(T) == 4);
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits = machine::shuffle(bits, lane);
-  std::memcpy(&x, &bits, 4);
+  static_assert(sizeof(T) % 4 == 0);
+  uint32_t words[sizeof(T) / 4];
+  std::memcpy(words, &x, sizeof(T));
+  for (uint32_t& word : words) word = machine::shuffle(word, lane);
+  std::memcpy(&x, words, sizeof(T));
   return x;
 }
 template <typename T>
