@@ -199,7 +199,7 @@ BUGS = {
         "bwd_redo", 64, "if (__float_as_uint(weights[i]) == kHidden) continue;", "",
     ),
     "one query head of its keys is left out": (
-        "bwd_redo", 64, "head < (kQueries ? 1 : params.group)", "head < 1",
+        "bwd_redo", 64, "heads = queries ? 1 : params.group;", "heads = 1;",
     ),
     "weights of 0 of what is seen count as hidden": (
         "bwd_redo", 64, "seen ? x + 0.0f", "seen && x != 0.0f ? x + 0.0f",
@@ -211,6 +211,12 @@ BUGS = {
         "bwd_redo", 64,
         "load_8(other, b, row, first + chunk, cols); __syncthreads();",
         "load_8(other, b, row, first + chunk, cols);",
+    ),
+    "products are written where factors are still read": (
+        "bwd_redo", 64, "__syncthreads();  // nobody reads the factors any more", "",
+    ),
+    "weights are made of products that are not there": (
+        "bwd_redo", 64, "__syncthreads();  // the products are there", "",
     ),
     "rows are read before they are written": (
         "bwd_redo", 64, "to[1] = make_float4(x[4], x[5], x[6], x[7]); } __syncthreads();",

@@ -8,11 +8,20 @@
 // dS times what a softcap makes of it.  But a hidden pair has no part in a sum, whatever its rows
 // hold, whether a band, a mask or a bias of -inf hides it.  So a gradient is not finite where
 // something that belongs to its sum is not.
+//
+// Sums are also spoiled by rows whose LSE is too large (common/far_rows.cuh).  Their largest scores
+// and sums of exponentials come first, again 64 queries a task, for all that follows needs them.
+//
+// All kinds of tasks go through the same loops, which are rolled up, and scores become weights in
+// shared memory, so that there is no second copy of anything: this kernel was most of the time that
+// a first call took to compile.
 #include "cuda_src/common/backward_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/far_rows.cuh"
 #include "cuda_src/common/scores.cuh"
 #include "cuda_src/common/spoiled.cuh"
+#include "ptx/atomic.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
 constexpr int kThreads = FA_THREADS;
@@ -23,17 +32,25 @@ constexpr int kPitch = kTile + 4;    // floats of a row in shared memory
 static_assert(kThreads == 256, "a thread has 4 x 4 pairs");
 static_assert(FA_DIM % 64 == 0, "sums are in parts of 64 columns");
 
+struct RedoParams : BackwardParams {
+  float2* far;     // of each query, as in `rows`: its largest score, 1 / its sum of exponentials
+  uint32* shares;  // how many of the tasks on queries were drawn, and how many are done; 0 at first
+};
+static_assert(sizeof(RedoParams) == FA_REDO_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
+
 struct SharedStorage {
   union {
     float factors[2][kColumns][kPitch];  // of the scores: by column, then row
-    float rows[kTile][kPitch];           // of what is summed
+    float rows[kTile][kPitch];           // of what is summed; before, dP by row of the other side
+    RowSums sums[kThreads];
   };
-  float weights[kTile][kPitch];  // by row of the other side, then own row
-  uint32 spoiled[kThreads / 32];
+  float weights[kTile][kPitch];  // by row of the other side, then own row; before, products
+  uint32 found[kThreads / 32];
+  uint32 share;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
-enum Gradient : int { kOfQueries, kOfKeys, kOfValues };
+enum Kind : int { kRowSums, kOfQueries, kOfKeys, kOfValues };
 
 // The weight of a hidden pair.  Others are never -0: they have had 0 added.
 constexpr uint32 kHidden = 0x80000000u;
@@ -49,6 +66,11 @@ struct Rows {
     return {start + row * step, step, count - row};
   }
 };
+
+// One or the other, by their members: a choice between structs would put them on a stack.
+FA_DEVICE Rows either(bool first, const Rows& a, const Rows& b) {
+  return {first ? a.start : b.start, first ? a.step : b.step, first ? a.count : b.count};
+}
 
 FA_DEVICE Rows rows_of(const BackwardParams& params, const Array& array, uint32 entry, int count) {
   return {entry_of(params, array, entry), array.row, count};
@@ -80,9 +102,10 @@ FA_DEVICE void load_four(float (&x)[4], const float* from) {
   x[3] = four.w;
 }
 
-// x = A B^T of 64 rows each.
-FA_DEVICE void multiply(SharedStorage& shared, float (&x)[4][4], const Rows& a, const Rows& b,
+// A B^T of 64 rows each, by row of B, then row of A.
+FA_DEVICE void multiply(SharedStorage& shared, float (*to)[kPitch], const Rows& a, const Rows& b,
                         int cols) {
+  float x[4][4];
 #pragma unroll
   for (int i = 0; i < 16; ++i) x[i / 4][i % 4] = 0.0f;
   const int row = threadIdx.x % kTile, chunk = threadIdx.x / kTile * 8;
@@ -107,6 +130,12 @@ FA_DEVICE void multiply(SharedStorage& shared, float (&x)[4][4], const Rows& a, 
       for (int i = 0; i < 16; ++i)
         x[i / 4][i % 4] = fmaf(left[i / 4], right[i % 4], x[i / 4][i % 4]);
     }
+  }
+  __syncthreads();  // nobody reads the factors any more
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    *reinterpret_cast<float4*>(&to[other_rows() + j][own_rows()]) =
+        make_float4(x[0][j], x[1][j], x[2][j], x[3][j]);
   }
 }
 
@@ -162,86 +191,160 @@ FA_DEVICE Capped score_of(const AttentionParams& p, const BatchOffsets& at, floa
   return {one_score(p, at, product, query, key), capped_with_slope(p, product).slope};
 }
 
-// The gradient of 64 rows: tile `index`, of all entries.
-template <Gradient kOf>
-FA_DEVICE void redo(const BackwardParams& params, SharedStorage& shared, int64 index) {
-  constexpr bool kQueries = kOf == kOfQueries;
+// What is known of the queries of an entry.
+struct Known {
+  const float* pairs;  // LSE of two of them, delta of them
+  const float2* far;
+
+  __device__ __forceinline__ float lse(int query) const { return pairs[query / 2 * 4 + query % 2]; }
+  __device__ __forceinline__ float delta(int query) const {
+    return pairs[query / 2 * 4 + query % 2 + 2];
+  }
+  // The weight of a score of a query of this LSE.
+  __device__ __forceinline__ float weight(float lse, int query, float score, float scale) const {
+    if (!is_far_row(lse)) return ex2_approx_ftz(fmaf(score, scale, -lse));
+    const float2 of = far[query];
+    return ex2_approx_ftz(__fmul_rn(score, scale) - of.x) * of.y;
+  }
+};
+
+FA_DEVICE Known known_of(const RedoParams& params, uint32 entry) {
+  const int64 first = static_cast<int64>(entry) * params.row_pairs;
+  return {reinterpret_cast<const float*>(params.rows + first), params.far + 2 * first};
+}
+
+// Of 64 queries and 64 keys of an entry: their first ones, and what there is to know of them.
+struct Pairs {
+  Kind kind;
+  int own, other;
+  BatchOffsets at;  // of the bias
+  Known known;
+  MaskTile mask;
+};
+
+// Makes weights of the products of 64 x 64 pairs, where they stand, or adds them to this thread's
+// part of the sums of its row.
+FA_DEVICE void weigh(const AttentionParams& p, SharedStorage& shared, const Pairs& pairs,
+                     RowSums& sums) {
+  const int col = threadIdx.x % kTile;  // the own row
+#pragma unroll 1
+  for (int row = threadIdx.x / kTile; row < kTile; row += kThreads / kTile) {
+    float& cell = shared.weights[row][col];
+    const bool queries = pairs.kind <= kOfQueries;
+    const int mine = pairs.own + col, its = pairs.other + row;
+    const int query = queries ? mine : its, key = queries ? its : mine;
+    const float lse = pairs.known.lse(query);
+    // Of a query that does not exist, or that attends to nothing, the LSE is infinite.
+    bool seen = lse != FA_INFINITY && key >= first_key(p, query) && key <= last_key(p, query) &&
+                pairs.mask.sees(query, key);
+    float x = 0.0f;
+    if (seen) {
+      const Capped score = score_of(p, pairs.at, cell, query, key);
+      seen = score.score != -FA_INFINITY;
+      if (pairs.kind == kRowSums) {
+        if (seen) sums.add(__fmul_rn(score.score, p.exp2_scale), 1.0f);
+        continue;
+      }
+      x = pairs.known.weight(lse, query, score.score, p.exp2_scale);
+      if (pairs.kind != kOfValues) {
+        x *= (shared.rows[row][col] - pairs.known.delta(query)) * score.slope;
+      }
+    }
+    cell = seen ? x + 0.0f : __int_as_float(static_cast<int>(kHidden));
+  }
+}
+
+// Puts down the sums of 64 queries, of each of which four threads have a part.
+FA_DEVICE void put_sums(SharedStorage& shared, float2* to, const RowSums& sums) {
+  shared.sums[threadIdx.x] = sums;
+  __syncthreads();
+  if (threadIdx.x >= kTile) return;
+  RowSums all;
+#pragma unroll
+  for (int i = 0; i < kThreads; i += kTile) {
+    const RowSums& part = shared.sums[i + threadIdx.x];
+    all.add(part.top, part.sum);
+  }
+  to[threadIdx.x] = make_float2(all.top, inverse_sum(all.sum));
+}
+
+// Whether one of 64 queries is far; all threads of a warp ask.
+FA_DEVICE bool any_far(const Known& known, int first) {
+  const int lane = threadIdx.x % 32;
+  return __any_sync(
+      kFullWarp, is_far_row(known.lse(first + lane)) || is_far_row(known.lse(first + 32 + lane)));
+}
+
+// The tiles of the other side that 64 rows see.
+struct Tiles {
+  int begin, end;
+};
+
+FA_DEVICE Tiles tiles_of(const AttentionParams& p, bool queries, int own) {
+  if (queries) {
+    const KeyTiles all = key_tiles(p, own, min(own + kTile, p.q_len) - 1, kTile);
+    return {all.begin, all.end};
+  }
+  const QueryTiles all = query_tiles(p, own, min(own + kTile, p.k_len) - 1, kTile);
+  return {all.begin, all.end};
+}
+
+// The gradient, or the sums, of 64 rows: tile `index`, of all entries.
+FA_DEVICE void redo(const RedoParams& params, SharedStorage& shared, Kind kind, int64 index) {
+  const bool queries = kind <= kOfQueries;
   const AttentionParams& p = params.common;
-  const uint32 tiles = spoiled_tiles(kQueries ? p.q_len : p.k_len);
+  const uint32 tiles = spoiled_tiles(queries ? p.q_len : p.k_len);
   const uint32 own_entry = static_cast<uint32>(divide(index, static_cast<int64>(tiles)));
   const int own = static_cast<int>(index - static_cast<int64>(own_entry) * tiles) * kTile;
-  int begin, end;  // tiles of the other side
-  if constexpr (kQueries) {
-    const KeyTiles all = key_tiles(p, own, min(own + kTile, p.q_len) - 1, kTile);
-    begin = all.begin;
-    end = all.end;
-  } else {
-    const QueryTiles all = query_tiles(p, own, min(own + kTile, p.k_len) - 1, kTile);
-    begin = all.begin;
-    end = all.end;
-  }
-  const int cols = kOf == kOfValues ? p.v_dim : p.head_dim;
+  if (kind == kRowSums && !any_far(known_of(params, own_entry), own)) return;
+  const Tiles others = tiles_of(p, queries, own);
+  const int cols = kind == kOfValues ? p.v_dim : p.head_dim;
+  RowSums row_sums;
   float sums[kParts][4][4];
 #pragma unroll
   for (int i = 0; i < 16 * kParts; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0.0f;
-  const uint32 first_entry = kQueries ? own_entry : own_entry * params.group;
+  const uint32 first_entry = queries ? own_entry : own_entry * params.group;
+  const int heads = queries ? 1 : params.group;
 #pragma unroll 1
-  for (int head = 0; head < (kQueries ? 1 : params.group); ++head) {
+  for (int head = 0; head < heads; ++head) {
     const uint32 entry = first_entry + head;
     const Rows q = rows_of(params, params.q, entry, p.q_len);
     const Rows k = rows_of(params, params.k, entry, p.k_len);
     const Rows v = rows_of(params, params.v, entry, p.k_len);
     const Rows dout = rows_of(params, params.dout, entry, p.q_len);
-    const BatchOffsets at = batch_offsets(p, entry);  // of the bias
-    const float* known =
-        reinterpret_cast<const float*>(params.rows + static_cast<int64>(entry) * params.row_pairs);
+    Pairs pairs = {kind, own, 0, batch_offsets(p, entry), known_of(params, entry), {}};
 #pragma unroll 1
-    for (int tile = begin; tile < end; ++tile) {
-      const int other = tile * kTile;
-      const MaskTile mask =
-          mask_tile(params.mask, entry, kQueries ? own : other, kQueries ? other : own);
-      if (mask.hidden) continue;
-      float s[4][4], dp[4][4];
-      multiply(shared, s, kQueries ? q.from(own) : k.from(own),
-               kQueries ? k.from(other) : q.from(other), p.head_dim);
-      if constexpr (kOf != kOfValues) {
-        multiply(shared, dp, kQueries ? dout.from(own) : v.from(own),
-                 kQueries ? v.from(other) : dout.from(other), p.v_dim);
+    for (int tile = others.begin; tile < others.end; ++tile) {
+      const int other = pairs.other = tile * kTile;
+      pairs.mask = mask_tile(params.mask, entry, queries ? own : other, queries ? other : own);
+      if (pairs.mask.hidden) continue;
+      const bool differentiates = kind == kOfQueries || kind == kOfKeys;
+#pragma unroll 1
+      for (int i = 0; i < (differentiates ? 2 : 1); ++i) {
+        const Rows of_queries = either(i == 0, q, dout), of_keys = either(i == 0, k, v);
+        multiply(shared, i == 0 ? shared.weights : shared.rows,
+                 either(queries, of_queries, of_keys).from(own),
+                 either(queries, of_keys, of_queries).from(other), i == 0 ? p.head_dim : p.v_dim);
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float weights[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int mine = own + own_rows() + i, its = other + other_rows() + j;
-          const int query = kQueries ? mine : its, key = kQueries ? its : mine;
-          const float* pair = known + query / 2 * 4 + query % 2;
-          // Of a query that does not exist, or that attends to nothing, the LSE is infinite.
-          bool seen = pair[0] != FA_INFINITY && key >= first_key(p, query) &&
-                      key <= last_key(p, query) && mask.sees(query, key);
-          float x = 0.0f;
-          if (seen) {
-            const Capped score = score_of(p, at, s[i][j], query, key);
-            seen = score.score != -FA_INFINITY;
-            x = ex2_approx_ftz(fmaf(score.score, p.exp2_scale, -pair[0]));
-            if constexpr (kOf != kOfValues) x *= (dp[i][j] - pair[2]) * score.slope;
-          }
-          weights[i] = seen ? x + 0.0f : __int_as_float(static_cast<int>(kHidden));
-        }
-        *reinterpret_cast<float4*>(&shared.weights[other_rows() + j][own_rows()]) =
-            make_float4(weights[0], weights[1], weights[2], weights[3]);
-      }
-      const Rows summed = kOf == kOfValues ? dout : kQueries ? k : q;
+      __syncthreads();  // the products are there
+      weigh(p, shared, pairs, row_sums);
+      if (kind == kRowSums) continue;
+      const Rows summed = either(kind == kOfValues, dout, either(queries, k, q));
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         if (64 * part < cols) add(shared, sums[part], summed.from(other), 64 * part, cols);
       }
     }
   }
+  if (kind == kRowSums) {
+    __syncthreads();
+    const int64 first = 2 * static_cast<int64>(own_entry) * params.row_pairs;
+    return put_sums(shared, params.far + first + own, row_sums);
+  }
 
-  const Array& array = kQueries ? params.dq : kOf == kOfKeys ? params.dk : params.dv;
-  const Rows to = rows_of(params, array, first_entry, kQueries ? p.q_len : p.k_len).from(own);
-  const float scale = kOf == kOfValues ? 1.0f : params.scale;
+  const Array& array = queries ? params.dq : kind == kOfKeys ? params.dk : params.dv;
+  const Rows to = rows_of(params, array, first_entry, queries ? p.q_len : p.k_len).from(own);
+  const float scale = kind == kOfValues ? 1.0f : params.scale;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const int col = 64 * part + other_rows();
@@ -256,35 +359,59 @@ FA_DEVICE void redo(const BackwardParams& params, SharedStorage& shared, int64 i
   }
 }
 
+// Draws the next share of the tasks on queries; it is the same for all threads of the block.
+FA_DEVICE uint32 draw(const RedoParams& params, SharedStorage& shared) {
+  if (threadIdx.x == 0) shared.share = atom_add_u32(&params.shares[0], 1);
+  __syncthreads();
+  const uint32 share = shared.share;
+  __syncthreads();
+  return share;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_bwd_redo(const __grid_constant__ BackwardParams params) {
+    attention_bwd_redo(const __grid_constant__ RedoParams params) {
   if (params.spoiled[0] == 0) return;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const AttentionParams& p = params.common;
   const int64 queries = static_cast<int64>(params.entries) * params.group * spoiled_tiles(p.q_len);
-  const int64 tasks = queries + 2 * static_cast<int64>(params.entries) * spoiled_tiles(p.k_len);
+  const int64 all = queries + 2 * static_cast<int64>(params.entries) * spoiled_tiles(p.k_len);
   const int64 step = gridDim.x;
-  // A thread looks at one task; then the block does those that were found, one by one.
+  // Shares of the sums of rows are drawn, so that a block that waits for them waits only for blocks
+  // that have begun and wait for nobody.
+  bool summed = false;
 #pragma unroll 1
-  for (int64 first = blockIdx.x; first < tasks; first += step * kThreads) {
-    const int64 mine = first + step * threadIdx.x;
-    const int64 word = mine < queries ? mine : queries + (mine - queries) / 2;
-    const uint32 found = __ballot_sync(kFullWarp, mine < tasks && params.spoiled[1 + word] != 0);
-    if (threadIdx.x % 32 == 0) shared.spoiled[threadIdx.x / 32] = found;
-    __syncthreads();
-#pragma unroll 1
-    for (int i = 0; i < kThreads; ++i) {
-      if ((shared.spoiled[i / 32] >> (i % 32) & 1) == 0) continue;
-      const int64 task = first + step * i, of_keys = task - queries;
-      if (of_keys < 0) {
-        redo<kOfQueries>(params, shared, task);
-      } else if (of_keys % 2 == 0) {
-        redo<kOfKeys>(params, shared, of_keys / 2);
-      } else {
-        redo<kOfValues>(params, shared, of_keys / 2);
+  while (!summed) {
+    const uint32 share = draw(params, shared);
+    summed = share >= gridDim.x;
+    if (summed) {
+      if (threadIdx.x == 0) {
+        while (ld_acquire_gpu_u32(&params.shares[1]) != gridDim.x) {
+        }
       }
+      __syncthreads();
     }
-    __syncthreads();
+    const int64 tasks = summed ? all : queries;
+    // A thread looks at one task; then the block does those that were found, one by one.
+#pragma unroll 1
+    for (int64 first = summed ? blockIdx.x : share; first < tasks; first += step * kThreads) {
+      const int64 mine = first + step * threadIdx.x;
+      const int64 word = mine < queries ? mine : queries + (mine - queries) / 2;
+      const uint32 found = __ballot_sync(kFullWarp, mine < tasks && params.spoiled[1 + word] != 0);
+      if (threadIdx.x % 32 == 0) shared.found[threadIdx.x / 32] = found;
+      __syncthreads();
+#pragma unroll 1
+      for (int i = 0; i < kThreads; ++i) {
+        if ((shared.found[i / 32] >> (i % 32) & 1) == 0) continue;
+        const int64 task = first + step * i, of_keys = task - queries;
+        const Kind kind = !summed            ? kRowSums
+                          : of_keys < 0      ? kOfQueries
+                          : of_keys % 2 == 0 ? kOfKeys
+                                             : kOfValues;
+        redo(params, shared, kind, of_keys < 0 ? task : of_keys / 2);
+      }
+      __syncthreads();
+    }
+    if (!summed && threadIdx.x == 0) red_release_gpu_add_u32(&params.shares[1], 1);
   }
 }

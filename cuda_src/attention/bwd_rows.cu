@@ -3,10 +3,11 @@
 //
 // 2**lane_shift threads read a row, and each reads kUnroll rows at a time, so that enough bytes are
 // on their way.  Queries that do not exist, or that see no key, get an LSE of +infinity: all their
-// weights are 0.  Words that later launches count and mark with are set to 0 here.
+// weights are 0.  An LSE that is too large to compute weights from becomes a NaN, which bwd_redo
+// knows (common/far_rows.cuh).  Words that later launches count and mark with are set to 0 here.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/scores.cuh"
+#include "cuda_src/common/far_rows.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
 constexpr int kThreads = FA_THREADS;
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (lane != 0 || row >= params.entry_rows) continue;
     float lse = FA_INFINITY, delta = 0.0f;
     if (given[i] != -FA_INFINITY) {
-      lse = given[i] * kLog2e;
+      lse = known_lse(given[i]);
       delta = sum - shift[i];
     }
     float* pair = reinterpret_cast<float*>(params.rows + ((entry * params.entry_rows + row) >> 1)) +

@@ -1,7 +1,8 @@
 """What fills the parameter structs of backward kernels, whatever their architecture.
 
 A few launches make the gradients of one call. ``bwd_rows`` prepares what is known of each query,
-others compute gradients, and ``bwd_redo`` computes the rows again whose sums were not finite.
+others compute gradients, and ``bwd_redo`` computes the rows again whose sums were not finite, or
+that have to do with a log-sum-exp too large for the others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fa_cupy.gpu.params_sm90 import MAP_AXES, Geometry
 from fa_cupy.gpu.structs_bwd import (
     BACKWARD_PARAMS,
     BWD_ROWS_PARAMS,
+    REDO_PARAMS,
     REDONE,
 )
 from fa_cupy.gpu.structs_mask import table_arrays, table_of
@@ -28,6 +30,7 @@ BOX = 64  # columns of a box, and rows where it is a result's: 128 bytes are a s
 PADDED = 128  # rows of the workspace are padded to a multiple of it, the largest tile
 _ALIGNMENT = 256  # of the parts of a workspace
 _SPOILED = 64  # kSpoiledRows of cuda_src/common/spoiled.cuh
+_SHARES = 2  # words, of struct RedoParams in cuda_src/attention/bwd_redo.cu
 
 
 class Row(Protocol):
@@ -204,9 +207,10 @@ def mask_arrays(problem: Problem, filled: np.ndarray[Any, Any], turned: bool) ->
 
 
 def plain_step(
-    axes: Axes, row: Row, places: dict[str, int], blocks: int, shares: bool, turned: bool
-) -> Step:
-    """Return the step of a kernel that takes `BACKWARD_PARAMS`.
+    axes: Axes, row: Row, places: dict[str, int], blocks: int, shares: bool, turned: bool,
+    struct: np.dtype[Any] = BACKWARD_PARAMS,
+) -> Step:  # fmt: skip
+    """Return the step of a kernel that takes `BACKWARD_PARAMS`, or more.
 
     Parameters
     ----------
@@ -218,8 +222,10 @@ def plain_step(
         As in `Step`.
     turned : bool
         Whether it reads a mask by blocks of keys.
+    struct : numpy.dtype
+        What it takes, which begins with the fields of `BACKWARD_PARAMS`.
     """
-    problem, filled = axes.problem, np.zeros(1, BACKWARD_PARAMS)
+    problem, filled = axes.problem, np.zeros(1, struct)
     filled["common"] = axes.common("q", "dq", problem.v_dim, row.tile_m)
     axes.bias(filled["common"][0])
     for name in REDONE:
@@ -240,7 +246,10 @@ def plain_step(
 def redo_step(axes: Axes, row: Row, places: dict[str, int]) -> Step:
     """Return the step of ``bwd_redo``."""
     queries, keys = spoiled(axes)
-    return plain_step(axes, row, places, queries + 2 * keys, shares=True, turned=False)
+    tasks = queries + 2 * keys
+    step = plain_step(axes, row, places, tasks, shares=True, turned=False, struct=REDO_PARAMS)
+    step.places.update(far=places["far"], shares=places["shares"])
+    return step
 
 
 def laid_out(axes: Axes, **sizes: int) -> tuple[dict[str, int], int]:
@@ -250,10 +259,12 @@ def laid_out(axes: Axes, **sizes: int) -> tuple[dict[str, int], int]:
     ----------
     axes : Axes
     **sizes : int
-        Bytes of what lies between ``rows`` and ``spoiled``, which all calls have.
+        Bytes of what lies between ``rows`` and ``far``, which all calls have, and ``spoiled`` and
+        ``shares``, which all have, too.
     """
-    every = {"rows": axes.entries * axes.padded * 8, **sizes}
-    every["spoiled"] = 4 * (1 + sum(spoiled(axes)))
+    of_rows = axes.entries * axes.padded * 8
+    every = {"rows": of_rows, "far": of_rows, **sizes}
+    every |= {"spoiled": 4 * (1 + sum(spoiled(axes))), "shares": 4 * _SHARES}
     places, end = {}, 0
     for name, size in every.items():
         places[name] = end

@@ -11,6 +11,7 @@ from fa_cupy.gpu.structs_bwd import (
     BWD_ROUND_PARAMS,
     BWD_ROWS_PARAMS,
     BWD_SM90_PARAMS,
+    REDO_PARAMS,
 )
 
 _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
@@ -266,7 +267,7 @@ class BwdRedo(BackwardVariant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         pitch = self.tile_m + 4  # kPitch
-        return 4 * (2 * self.tile_n * pitch + self.warps)
+        return 4 * (2 * self.tile_n * pitch + self.warps + 1)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -276,4 +277,5 @@ class BwdRedo(BackwardVariant):
             ("FA_DIM", self.dim),
             ("FA_THREADS", self.threads),
             ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
+            ("FA_REDO_PARAMS_BYTES", REDO_PARAMS.itemsize),
         )

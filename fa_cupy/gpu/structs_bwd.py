@@ -43,16 +43,18 @@ BWD_ROUND_PARAMS = np.dtype(
 )
 #: ``struct Array`` of ``cuda_src/common/backward_params.cuh``.
 ARRAY = np.dtype([("start", np.uint64), ("row", np.int64), ("batch", np.int64, (MAP_AXES,))])
-#: ``struct BackwardParams`` of ``cuda_src/common/backward_params.cuh``.
-BACKWARD_PARAMS = np.dtype(
+_PLAIN = (
     [("common", ATTENTION_PARAMS)]
     + [(name, ARRAY) for name in REDONE]
     + [("mask", MASK_TABLE)]
     + [(name, np.uint64) for name in ("rows", "spoiled")]
     + [("size", np.int32, (MAP_AXES,))]
     + [(name, np.int32) for name in ("group", "entries", "row_pairs")]
-    + [("scale", np.float32)],
-    align=True,
+    + [("scale", np.float32)]
 )
+#: ``struct BackwardParams`` of ``cuda_src/common/backward_params.cuh``.
+BACKWARD_PARAMS = np.dtype(_PLAIN, align=True)
+#: ``struct RedoParams`` of ``cuda_src/attention/bwd_redo.cu``, which begins with the same.
+REDO_PARAMS = np.dtype([*_PLAIN, ("far", np.uint64), ("shares", np.uint64)], align=True)
 #: Threads of a block of ``bwd_round``, and of ``bwd_redo``.
 ROUND_THREADS, REDO_THREADS = 128, 256
