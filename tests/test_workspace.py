@@ -227,6 +227,18 @@ def test_a_temporary_is_copied_to_the_caller(workspace, cupy):
         assert found.get().tolist() == np.arange(24).reshape(4, 6).T[1:].tolist()
 
 
+def test_results_of_a_call_inside_of_a_call_are_temporaries_of_that(workspace, cupy):
+    with CAPTURE.record():
+        with workspace.computing(0):
+            with workspace.computing(0):
+                other, result = cupy.zeros(3, SINGLE), workspace.empty((5,), SINGLE)
+            assert is_node(result)
+            assert CAPTURE.held == {result.data.ptr}
+            assert other.size == 3
+        assert not CAPTURE.held
+    assert "pool" not in kinds()
+
+
 def test_threads_are_in_calls_of_their_own(workspace, cupy):
     seen = []
 
