@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import fa_cupy
-from fa_cupy import BitMask, _attention, _linear
+from fa_cupy import BitMask, _attention, _check, _linear, _product
 from tests import cupy_stand_in
-from tests.cupy_stand_in import CAPTURE, owned
+from tests.cupy_stand_in import CAPTURE, ndarray, owned
+from tests.test_check import NO_OPTIONS
 from validation.digest import ROOT
 
 HALF, SINGLE, DOUBLE = map(np.dtype, (np.float16, np.float32, np.float64))
@@ -227,6 +228,18 @@ def test_a_temporary_is_copied_to_the_caller(workspace, cupy):
         assert found.get().tolist() == np.arange(24).reshape(4, 6).T[1:].tolist()
 
 
+def test_results_of_a_call_inside_of_a_call_are_temporaries_of_that(workspace, cupy):
+    with CAPTURE.record():
+        with workspace.computing(0):
+            with workspace.computing(0):
+                other, result = cupy.zeros(3, SINGLE), workspace.empty((5,), SINGLE)
+            assert is_node(result)
+            assert CAPTURE.held == {result.data.ptr}
+            assert other.size == 3
+        assert not CAPTURE.held
+    assert "pool" not in kinds()
+
+
 def test_threads_are_in_calls_of_their_own(workspace, cupy):
     seen = []
 
@@ -422,6 +435,32 @@ def test_a_captured_forward_has_the_grid_of_any_other(cupy):
     assert node[:2] == ("malloc", 16)
     assert launched == ("launch", "attention_fwd_sm90", 2)
     assert given == ("free", node[2])
+
+
+def test_another_library_makes_every_result(workspace, cupy):
+    """The LSE and the state too; nothing is left for the pool of CuPy."""
+    from fa_cupy.gpu import attention, product, product_backward
+
+    made = []
+
+    def new(shape, dtype, order):
+        assert [*order] == [*range(len(shape))]
+        made.append(ndarray(shape, dtype, cupy_stand_in.malloc(4 * np.prod(shape))))
+        return made[-1]
+
+    q, k, state = array(2, 3000, 64), array(2, 3000, 128)[..., ::2], array(2, 64, 64, dtype=SINGLE)
+    direct, copied = (_check.attention_problem(q, x, q, None, None, **NO_OPTIONS) for x in (q, k))
+    causal = _product.product_problem("causal_product", q, k, q, state)
+    with CAPTURE.record(), workspace.computing(0, None, new):
+        out = new(q.shape, HALF, (0, 1, 2))
+        _, lse = attention.attention(direct, q, q, q, None, None, out, True)
+        results = [out, lse, attention.attention(copied, q, k, q, None, None, out, True)[1]]
+        results += product.product(causal, q, k, q, state, None, reverse=False, return_state=True)
+        results += product_backward.backward(causal, q, q, k, q, state, state, reverse=False)
+    assert "pool" not in kinds()
+    assert len(made) == len(results)
+    assert {id(x) for x in made} == {id(x) for x in results}
+    assert lse.shape == (2, 3000)
 
 
 # The source

@@ -4,6 +4,9 @@
 handle, thus one workspace, for all streams of a thread, so that products running in two streams
 are not bitwise repeatable (cuBLAS documentation, "Results reproducibility"). Here every thread,
 device, stream and precision has a handle of its own, with the math mode set once.
+
+No graph points to a handle's workspace, though handles come and go: CuPy refuses to call cuBLAS
+while a stream is captured, and `fa_cupy.gpu.workspace.refuse_products` says so before that.
 """
 
 from __future__ import annotations

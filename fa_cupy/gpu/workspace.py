@@ -53,7 +53,8 @@ class _Node:
     def __init__(self, size: int, stream: int) -> None:
         self.stream = stream
         self.pointer = 0
-        self.pointer = runtime.mallocAsync(size, stream)
+        if size:
+            self.pointer = runtime.mallocAsync(size, stream)
 
     def free(self) -> None:
         """Give it back, if that was not done."""
@@ -116,7 +117,7 @@ class Call:
         self.captured = True
         self._allocator = get_allocator()
         self._nodes: weakref.WeakSet[_Node] = weakref.WeakSet()
-        self._using = using_allocator(of_graph)
+        self._using = using_allocator(self.allocate)
         self._using.__enter__()
 
     def _free(self, error: type[BaseException] | None) -> None:
@@ -127,10 +128,11 @@ class Call:
             else:  # which may have ended the capture
                 node.__del__()
 
-    def own(self, node: _Node) -> None:
-        """Give a node back at the end, if nobody has until then."""
-        if self.captured:
-            self._nodes.add(node)
+    def allocate(self, size: int) -> MemoryPointer:
+        """Give memory of the graph that is given back at the end at the latest."""
+        node, memory = _of_graph(size)
+        self._nodes.add(node)
+        return memory
 
     def results(self) -> AbstractContextManager[Any]:
         """Return a context in which memory is the caller's."""
@@ -154,15 +156,15 @@ def of_graph(size: int) -> MemoryPointer:
 
     It is given back when the last array in it goes, or when the `Call` ends.
     """
-    # The driver may not know yet which device such memory is on.
-    device = runtime.getDevice()
-    if size == 0:
-        return MemoryPointer(UnownedMemory(0, 0, None, device), 0)
-    node = _Node(size, get_current_stream().ptr)
     call = current()
-    if call is not None:
-        call.own(node)
-    return MemoryPointer(UnownedMemory(node.pointer, size, node, device), 0)
+    return _of_graph(size)[1] if call is None or not call.captured else call.allocate(size)
+
+
+def _of_graph(size: int) -> tuple[_Node, MemoryPointer]:
+    node = _Node(size, get_current_stream().ptr)
+    # The driver may not know yet which device such memory is on.
+    memory = UnownedMemory(node.pointer, size, node, runtime.getDevice())
+    return node, MemoryPointer(memory, 0)
 
 
 def take(size: int) -> MemoryPointer:
