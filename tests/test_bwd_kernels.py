@@ -290,7 +290,10 @@ def test_a_workspace_holds_what_kernels_write():
     assert last.blocks == 3 * 4 * 2 * 2
     tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
     assert redo.blocks == tiles[0] + 2 * tiles[1]
-    assert size >= main.places["spoiled"] + 4 * (1 + sum(tiles))
+    assert redo.places["shares"] - main.places["spoiled"] >= 4 * (1 + sum(tiles))
+    assert redo.places["far"] - redo.places["rows"] >= 3 * 4 * 256 * 8
+    assert main.places["sums"] - redo.places["far"] >= 3 * 4 * 256 * 8
+    assert size >= redo.places["shares"] + 8
 
 
 def test_select():

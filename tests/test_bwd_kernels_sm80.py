@@ -407,7 +407,10 @@ def test_a_workspace_holds_what_kernels_write():
     assert queries.blocks == 12 * -(-130 // rows[2].tile_m)
     tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
     assert redo.blocks == tiles[0] + 2 * tiles[1]
-    assert size >= keys.places["spoiled"] + 4 * (1 + sum(tiles))
+    assert redo.places["shares"] - keys.places["spoiled"] >= 4 * (1 + sum(tiles))
+    assert redo.places["far"] - redo.places["rows"] >= 3 * 4 * 256 * 8
+    assert keys.places["spoiled"] - redo.places["far"] >= 3 * 4 * 256 * 8
+    assert size >= redo.places["shares"] + 8
 
 
 def test_every_dim_has_rows_of_both_kernels_for_all_targets():

@@ -242,7 +242,7 @@ FA_DEVICE void weigh(const AttentionParams& p, SharedStorage& shared, const Pair
       const Capped score = score_of(p, pairs.at, cell, query, key);
       seen = score.score != -FA_INFINITY;
       if (pairs.kind == kRowSums) {
-        if (seen) sums.add(__fmul_rn(score.score, p.exp2_scale), 1.0f);
+        sums.add(__fmul_rn(score.score, p.exp2_scale), 1.0f);
         continue;
       }
       x = pairs.known.weight(lse, query, score.score, p.exp2_scale);
@@ -337,7 +337,7 @@ FA_DEVICE void redo(const RedoParams& params, SharedStorage& shared, Kind kind, 
     }
   }
   if (kind == kRowSums) {
-    __syncthreads();
+    __syncthreads();  // nobody reads those of the task before any more
     const int64 first = 2 * static_cast<int64>(own_entry) * params.row_pairs;
     return put_sums(shared, params.far + first + own, row_sums);
   }

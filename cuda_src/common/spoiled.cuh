@@ -2,7 +2,8 @@
 //
 // A hidden pair of a query and a key has weight 0, but 0 * NaN and 0 * inf are NaN inside a matrix
 // product.  So whoever writes a gradient looks at its sums before they are rounded, and bwd_redo.cu
-// computes the rows again where one of them is not finite.
+// computes the rows again where one of them is not finite.  Queries with a large log-sum-exp spoil
+// their sums on purpose (far_rows.cuh).
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 
