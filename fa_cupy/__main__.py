@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 
 from fa_cupy import __version__
@@ -35,5 +37,38 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
+def run() -> int:
+    """Run `main` for a shell: output that cannot be written ends it with one line at most."""
+    status = 0
+    try:
+        try:
+            status = main()
+        finally:  # after --help too, which leaves by SystemExit
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # as in `... | head -1`: whoever reads has enough
+        status = status or 128 + 13  # what a shell says of a program that SIGPIPE ended
+    except OSError as error:
+        if not status:  # else the command has said what is wrong
+            with contextlib.suppress(OSError, AttributeError):  # standard error may be no better
+                print(f"fa_cupy: {error}", file=sys.stderr)
+        status = status or 1
+    finally:
+        _drop_what_cannot_be_written()
+    return status
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Spare the end of the interpreter a second attempt, with its own message and status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

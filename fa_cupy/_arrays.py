@@ -19,6 +19,8 @@ _CPU, _CUDA = 1, 2
 _DEVICES = {1: _CPU, 3: _CPU, 2: _CUDA, 13: _CUDA}
 _MAX_WORK: Any = 100_000  # candidate solutions that numpy.shares_memory may look at
 _IMMUTABLE = ("jax", "jaxlib")
+#: What libraries raise for an array that DLPack cannot carry (sparse, quantised, traced, ...).
+NO_EXCHANGE = (BufferError, TypeError, RuntimeError, ValueError, AttributeError)
 
 
 class Native(NamedTuple):
@@ -204,14 +206,15 @@ def _place(name: str, arg: str, x: Any) -> tuple[str, int, int]:
                 f"{name}: {arg} is a masked array, want a plain array (as of {arg}.filled(0))"
             )
         return "numpy", _CPU, 0
-    cupy = sys.modules.get("cupy")  # whoever made a CuPy array has imported it
-    if cupy is not None and isinstance(x, cupy.ndarray):
+    # Whoever made a CuPy array has imported CuPy; of a broken one there is no `ndarray`.
+    cupy = getattr(sys.modules.get("cupy"), "__dict__", {})
+    if isinstance(x, cupy.get("ndarray", ())):
         return "cupy", _CUDA, x.data.device_id
     if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
         raise TypeError(f"{name}: {arg} is a {_label(x)}, want an array")
     try:
         place = x.__dlpack_device__()
-    except Exception as error:  # tracers and other stand-ins raise errors of their own kinds
+    except NO_EXCHANGE as error:
         raise TypeError(f"{name}: {arg} is a {_label(x)} that holds no data") from error
     try:
         kind, number = map(operator.index, place)
@@ -229,13 +232,14 @@ def _place(name: str, arg: str, x: Any) -> tuple[str, int, int]:
 
 def _require_device(where: str, device: int) -> None:
     """Raise an error that begins with `where` unless CuPy is here and sees that device."""
-    try:
-        import cupy
-    except ImportError as error:
+    from fa_cupy.gpu import devices
+
+    cupy, why = devices.import_cupy()
+    if cupy is None:
         raise ImportError(
             f"{where}, which needs CuPy: pip install 'fa_cupy[cuda13]', or 'fa_cupy[cuda12]' for a "
-            f"CUDA 12 driver ({error})"
-        ) from error
+            f"CUDA 12 driver ({why})"
+        )
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:

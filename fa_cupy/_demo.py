@@ -171,16 +171,14 @@ def _cupy(device: str) -> Any:
     """Return CuPy for a run on the GPU, or None for one on the CPU."""
     if device == "cpu":
         return None
-    try:
-        import cupy
+    from fa_cupy.gpu import devices
 
-        if cupy.cuda.is_available():
-            return cupy
-        missing = "CuPy sees no CUDA device"
-    except ImportError:
-        missing = "CuPy is not installed: pip install 'fa_cupy[cuda13]' (or cuda12)"
+    found, why = devices.look()
+    if found:
+        return devices.import_cupy()[0]
     if device == "gpu":
-        raise DemoError(f"--device gpu: {missing}")
+        hint = ": pip install 'fa_cupy[cuda13]' (or cuda12)" if why == devices.ABSENT else ""
+        raise DemoError(f"--device gpu: {why}{hint}")
     return None
 
 
@@ -276,6 +274,8 @@ def main(args: list[str] | None = None) -> int:
     )
     try:
         _run(parser.parse_args(args))
+    except BrokenPipeError:  # whoever reads the output has enough of it
+        raise
     except (DemoError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1

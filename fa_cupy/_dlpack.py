@@ -13,9 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fa_cupy._arrays import NO_EXCHANGE as _NO_EXCHANGE
+
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# What libraries raise for a tensor that DLPack cannot carry (sparse, quantised, traced, ...).
-_NO_EXCHANGE = (BufferError, TypeError, RuntimeError, ValueError, AttributeError)
 
 
 class Torch:

@@ -51,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
             options.output.write_text(text)
         else:
             print(text, end="")
+    except BrokenPipeError:  # whoever reads the output has enough of it
+        raise
     except (ImportError, OSError, nvrtc.CompileError) as error:
         print(f"emit: {error}", file=sys.stderr)
         return 1

@@ -43,11 +43,22 @@ def _version(*distributions: str) -> str | None:
     return None
 
 
+def _cupy() -> str:
+    """Return CuPy's version, or why there is none to use."""
+    cupy, why = devices.import_cupy()
+    found = _version(*_CUPY)
+    if cupy is not None:
+        return found or str(getattr(cupy, "__version__", "of an unknown version"))
+    if found is None and why == devices.ABSENT:
+        return "not installed: CuPy arrays need the extra cuda12 or cuda13"
+    return f"{found} is installed, but treated as absent: {why}" if found else f"absent: {why}"
+
+
 def _installed() -> Iterator[Line]:
     yield "fa_cupy", f"{__version__} in {Path(__file__).parent}"
     yield "python", f"{platform.python_version()} on {platform.machine()}"
     yield "needs", ", ".join(f"{name} {_version(name) or 'missing'}" for name in _REQUIRED)
-    yield "cupy", _version(*_CUPY) or "not installed: CuPy arrays need the extra cuda12 or cuda13"
+    yield "cupy", _cupy()
     try:
         found = "{}.{}".format(*nvrtc.version())
         yield "nvrtc", f"{found}, cuda-bindings {_version('cuda-bindings')}"
@@ -58,22 +69,23 @@ def _installed() -> Iterator[Line]:
 def _machine() -> Iterator[Line]:
     newest = _driver.driver_version()
     yield "driver", f"CUDA {newest // 1000}.{newest % 1000 // 10}" if newest else "none in use"
-    found = devices.devices()
+    found, why = devices.look()
     for one in found:
-        target = one.target or "too old for the kernels, served by CuPy's own"
         yield (
             f"device {one.number}",
-            f"{one.name}, compute capability {one.capability[0]}.{one.capability[1]} ({target}), "
+            f"{one.name}, compute capability {one.capability[0]}.{one.capability[1]}, "
             f"{one.multiprocessors} multiprocessors, {one.memory_bytes / 2**30:.0f} GiB",
         )
+        yield "", f"target {one.target or 'none'}: {one.why}"
     if not found:
-        yield "device", "none that CuPy sees: NumPy arrays only"
+        yield "device", f"none ({why}): NumPy arrays only"
 
 
 def _kept() -> Iterator[Line]:
     try:
         folder = cache.cache_dir()
-        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
+        kept = [path for ending in ("cubin", "ptx") for path in folder.glob(f"*.{ending}")]
+        sizes = [path.stat().st_size for path in kept]
         yield "cache", f"{folder}: {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
     except OSError as error:
         yield "cache", str(error)

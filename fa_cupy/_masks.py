@@ -242,7 +242,7 @@ class BitMask(Sources, Algebra):
         Parameters
         ----------
         file : path-like or binary file
-            Entries that no batch entry uses, such as those sliced away, are left out.
+            What was sliced away is left out. A file is replaced once all of the new is written.
         """
         _mask_files.save(file, self._grid, *_mask_outputs.compact(*self._parts))
 

@@ -79,15 +79,16 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
 def _merge(xp: Any, outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     """Merge native parts; the arithmetic is in float32, or float64 for float64 outputs."""
     real = np.float64 if outs[0].dtype == np.float64 else np.float32
-    lses = [lse.astype(real) for lse in lses]
-    top = lses[0]
-    for lse in lses[1:]:
-        top = xp.maximum(top, lse)
-    top = xp.where(xp.isneginf(top), real(0), top)
-    total = xp.zeros_like(top)
-    weighted = xp.zeros_like(outs[0], dtype=real)
-    # Silent: 0 * inf and log(0) have their IEEE results, which are the wanted ones.
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+    # Silent, whatever the caller has NumPy do: 0 * inf, log(0) and what is too small or too large
+    # have their IEEE results, which are the wanted ones.
+    with np.errstate(all="ignore"):
+        lses = [lse.astype(real) for lse in lses]
+        top = lses[0]
+        for lse in lses[1:]:
+            top = xp.maximum(top, lse)
+        top = xp.where(xp.isneginf(top), real(0), top)
+        total = xp.zeros_like(top)
+        weighted = xp.zeros_like(outs[0], dtype=real)
         for out, lse in zip(outs, lses, strict=True):
             weight = xp.exp(lse - top)
             total += weight

@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 
 _ALIGNMENTS = ("top_left", "bottom_right")
+_FLOATS = {float, np.float16, np.float32, np.float64}
+_TOO_LARGE = 2**1024 - 2**970  # the first int that float() refuses
+# What a broken __repr__ raises; not all errors, for a handler of signals may raise its own there.
+_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
 def flag(name: str, arg: str, value: Any) -> bool:
@@ -30,18 +34,9 @@ def finite(name: str, arg: str, value: Any, minimum: float = -math.inf) -> float
         raise TypeError(
             f"{name}: {arg} requires a gradient, which is not recorded here, want {arg}.detach()"
         )
-    try:
-        # float() alone would also take a str, a bool, an array of one element, and of some
-        # libraries' complex numbers the real part.
-        if isinstance(value, (str, bytes, bytearray, bool)) or not _is_real_scalar(value):
-            raise TypeError
-        number = float(value)
-    except OverflowError:  # an int above 1.8e308
-        number = math.inf
-    except ValueError:  # a signalling NaN
-        number = math.nan
-    except Exception:  # libraries raise errors of their own kinds for what is no number
-        raise TypeError(f"{name}: {arg} is {show(value)}, want {wanted}") from None
+    number = _as_float(value) if _is_real_scalar(value) else None
+    if number is None:
+        raise TypeError(f"{name}: {arg} is {show(value)}, want {wanted}")
     if not math.isfinite(number) or number < minimum:
         raise ValueError(f"{name}: {arg} is {show(value)}, want {wanted}")
     return number
@@ -126,16 +121,45 @@ def precision(name: str, value: Any, dtype: np.dtype[Any]) -> str | None:
 
 
 def _is_real_scalar(value: Any) -> bool:
-    """Whether `value` has no axes and a dtype, if any, of integers or real numbers."""
-    if getattr(value, "ndim", 0):
+    """Whether `value` can be one real number, as far as its type, axes and dtype say.
+
+    float() alone would also take a str, a bool, an array of one element, and of some libraries'
+    complex numbers the real part.
+    """
+    kind = type(value)
+    if issubclass(kind, (str, bytes, bytearray, bool)):
+        return False
+    if not (hasattr(kind, "__float__") or hasattr(kind, "__index__")):
+        return False
+    if getattr(value, "ndim", 0) or getattr(value, "is_meta", False):  # torch, without data
         return False
     dtype = getattr(value, "dtype", None)
     return dtype is None or bool(re.match(r"(\w+\.)?(b?float|u?int)", str(dtype)))
 
 
+def _as_float(value: Any) -> float | None:
+    """Return what may be a number as a float, None where its conversion says that it is none.
+
+    Caught is only what conversions raise: any other error is somebody else's, as that of a handler
+    of signals on a time-out. The usual types have conversions that raise nothing.
+    """
+    if type(value) in _FLOATS:
+        return float(value)
+    if type(value) is int:
+        return float(value) if abs(value) < _TOO_LARGE else math.inf
+    try:
+        return float(value)
+    except OverflowError:  # as of a Fraction
+        return math.inf
+    except ValueError:  # a signalling NaN
+        return math.nan
+    except TypeError:
+        return None
+
+
 def show(value: Any) -> str:
     try:
         text = " ".join(repr(value).split())  # an array has lines of its own
-    except Exception:  # an int of more digits than Python writes, or somebody's broken class
+    except _FAULTS:  # an int of more digits than Python writes, or somebody's broken class
         text = "something that cannot be printed"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

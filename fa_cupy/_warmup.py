@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
@@ -77,7 +78,10 @@ def unserved(target: str, dtypes: set[str], dims: set[int]) -> Iterator[str]:
 
 
 def _compile(row: Variant, target: str) -> bool:
-    return compile.compile_variant(row, target).cached
+    with warnings.catch_warnings():
+        # Of a kernel that cannot be kept nothing would be left.
+        warnings.filterwarnings("error", "kernel cache", UserWarning)
+        return compile.compile_variant(row, target).cached
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,10 +117,15 @@ def main(argv: list[str] | None = None) -> int:
         nvrtc.version()
         folder = cache.cache_dir()
         with ProcessPoolExecutor(workers, spawn) as pool, tqdm(total=len(rows), unit="") as bar:
-            for done in as_completed([pool.submit(_compile, row, target) for row in rows]):
-                kept += done.result()
-                bar.update()
-    except (ImportError, OSError, nvrtc.CompileError) as error:
+            try:
+                for done in as_completed([pool.submit(_compile, row, target) for row in rows]):
+                    kept += done.result()
+                    bar.update()
+            finally:  # after an error the rest is not waited for
+                pool.shutdown(cancel_futures=True)
+    except BrokenPipeError:  # whoever reads the output has enough of it
+        raise
+    except (ImportError, OSError, nvrtc.CompileError, UserWarning) as error:
         print(f"warmup: {error}", file=sys.stderr)
         return 1
     took = time.perf_counter() - start

@@ -1,11 +1,16 @@
 """The compiler without a GPU, and what it keeps on disk."""
 
+import errno
+import hashlib
+import json
 import os
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -180,20 +185,121 @@ def test_processes_that_compile_the_same_kernel_do_no_harm(folder, root):
     assert build().cached
 
 
+def compiles_without(why):
+    """Compile twice without a cache; the first time only, one warning of one line says why."""
+    with pytest.warns(UserWarning, match=why) as caught:
+        first, second = build(), build()
+    (warning,) = caught
+    assert "\n" not in str(warning.message)
+    assert str(warning.message).startswith("kernel cache: ")
+    assert first.cubin == second.cubin
+    assert first.cubin[:4] == b"\x7fELF"
+    assert not first.cached
+    assert not second.cached
+
+
 def test_a_folder_of_somebody_else_is_refused(folder, monkeypatch):
-    folder.mkdir(mode=0o700)
+    build()
+    (path,) = folder.iterdir()
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    compiles_without(r"each process \(.*belongs to user \d+, want \d+")
     with pytest.raises(PermissionError, match=r"belongs to user \d+, want \d+"):
-        build()
+        cache.cache_dir()
+    assert list(folder.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
 def test_a_folder_that_others_write_to_is_refused(folder, mode):
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(PermissionError, match=f"has mode {mode:o}, want 700"):
-        build()
+    compiles_without(f"has mode {mode:o}, want 700")
     assert not list(folder.iterdir())
+
+
+def test_a_squatted_folder_costs_time_only(tmp_path, monkeypatch):
+    """No home, and among the temporary files somebody else has made a folder of that name."""
+    monkeypatch.delenv(cache.FOLDER_VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    squatted = tmp_path / f"fa_cupy-{os.geteuid()}"
+    squatted.mkdir(mode=0o777)
+    squatted.chmod(0o777)
+    compiles_without("has mode 777, want 700")
+    assert not list(squatted.iterdir())
+    squatted.rmdir()
+    squatted.symlink_to("nowhere")
+    compiles_without("File exists")
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("file", "File exists"),
+        ("file/below", "Not a directory"),
+        ("/proc/none", "No such file or directory|Operation not permitted|Read-only"),
+        ("/dev/full/x", "Not a directory"),
+        ("~nosuchuser/x", "FA_CUPY_CACHE_DIR is '~nosuchuser/x': "),
+    ],
+)
+def test_a_name_that_is_no_folder_costs_time_only(tmp_path, monkeypatch, named, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setenv(cache.FOLDER_VARIABLE, named)
+    monkeypatch.setattr(cache, "_warned", set())
+    compiles_without(why)
+    assert (tmp_path / "file").read_text() == "kept"
+    assert set(os.listdir(tmp_path)) == {"file", "root"}
+
+
+def test_a_folder_that_takes_no_files_costs_time_only(folder, monkeypatch):
+    """Each kernel would have a name of its own in the system's message."""
+    build()
+
+    def refuse(dir, **names):
+        raise PermissionError(errno.EACCES, "Permission denied", f"{dir}/{os.urandom(4).hex()}")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    with pytest.warns(UserWarning, match=f"test could not be kept in {folder}") as caught:
+        assert not any(build(value=value).cached for value in (2, 3, 4))
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"no JSON",
+        b"{",
+        b"\xff\xfe",
+        b"null",
+        b"[1, 2]",
+        b"{}",
+        b'{"key": 1}',
+        b'{"key": KEY, "log": "", "seconds": null}',
+        b'{"key": KEY, "log": "", "seconds": "soon"}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_sound_digest_over_a_head_that_is_none_is_a_miss(folder, head):
+    first = build()
+    (path,) = folder.iterdir()
+    data = path.read_bytes()
+    payload = data[len(cache._MAGIC) + cache._DIGEST_BYTES :]
+    key = json.loads(payload.partition(b"\n")[0])["key"]
+    payload = head.replace(b"KEY", json.dumps(key).encode()) + b"\n" + first.cubin
+    path.write_bytes(cache._MAGIC + hashlib.sha256(payload).digest() + payload)
+    again = build()
+    assert not again.cached
+    assert again.cubin == first.cubin
+    assert build().cached
+
+
+@pytest.mark.parametrize("where", ["os.fsync", "pathlib.Path.read_bytes"])
+def test_a_time_out_of_a_signal_handler_passes(root, where):
+    build()
+    with mock.patch(where, side_effect=TimeoutError("too slow")), pytest.raises(TimeoutError):
+        build(value=2)
 
 
 def test_the_folder_without_the_variable(tmp_path, monkeypatch):
@@ -222,7 +328,7 @@ def test_a_disk_that_takes_nothing_costs_a_warning_only(monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.warns(UserWarning, match="test could not be kept .No space left"):
+    with pytest.warns(UserWarning, match="test could not be kept in .* .No space left"):
         assert build().cubin[:4] == b"\x7fELF"
     monkeypatch.undo()
 

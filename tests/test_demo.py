@@ -115,7 +115,7 @@ def hide(monkeypatch, *names):
 
     def missing(name, *rest, **options):
         if name.partition(".")[0] in names:
-            raise ModuleNotFoundError(f"No module named {name!r}")
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)

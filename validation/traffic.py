@@ -102,10 +102,9 @@ def _tile_m(case: cases.Dense) -> int:
     """Query rows of the tile that serves ``case`` here."""
     import cupy
 
-    from fa_cupy.gpu import variants
+    from fa_cupy.gpu import devices, variants
 
-    capability = cupy.cuda.Device().compute_capability
-    target = variants.target_of(int(capability[:-1]), int(capability[-1]))
+    target = devices.target_of_device(cupy.cuda.Device().id)
     dtype = peers.DTYPES[case.dtype].name
     row = variants.select(dtype, case.head_dim, case.head_dim, target)
     if row is None:

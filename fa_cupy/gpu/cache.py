@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ _DIGEST_BYTES = 32
 class Entry(NamedTuple):
     """What is kept of one compilation."""
 
-    cubin: bytes
+    cubin: bytes  # or PTX
     log: str
     seconds: float
 
@@ -33,12 +35,12 @@ def cache_dir() -> Path:
     Raises
     ------
     OSError
-        If the folder cannot be made, belongs to somebody else, or others can write to it: what
-        it holds is run on the GPU.
+        If the folder cannot be made, is not known, belongs to somebody else, or others can write
+        to it: what it holds is run on the GPU.
     """
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
-        return _private(Path(named).expanduser().absolute())
+        return _private(_expanded(named))
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         # The XDG specification has relative paths ignored.
@@ -46,6 +48,47 @@ def cache_dir() -> Path:
         return _private(home / "fa_cupy")
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return _private(Path(tempfile.gettempdir()) / f"fa_cupy-{os.geteuid()}")
+
+
+def place(file_name: str) -> Path | None:
+    """Return where a file of the cache is; None, with a warning, where no folder can be used."""
+    with costing_time("kernels are compiled anew in each process"):
+        return cache_dir() / file_name
+    return None
+
+
+_warned: set[tuple[str, int | str]] = set()
+
+
+@contextlib.contextmanager
+def costing_time(what: str, folder: Path | None = None) -> Iterator[None]:
+    """Turn an OSError of the cache into a warning, one for each kind in each folder.
+
+    A folder that is refused, full or read-only costs time, not the result.
+    """
+    try:
+        yield
+    except OSError as error:
+        if _is_foreign(error):
+            raise
+        where = "" if folder is None else f" {folder}"
+        kind = where, error.errno or str(error)
+        if kind not in _warned:
+            _warned.add(kind)
+            why = str(error).removeprefix("kernel cache: ")
+            warnings.warn(f"kernel cache: {what}{where} ({why})", stacklevel=4)
+
+
+def _is_foreign(error: OSError) -> bool:
+    """Whether a handler of signals raised it, on a time-out: errors of files have a number."""
+    return isinstance(error, TimeoutError) and error.errno is None
+
+
+def _expanded(named: str) -> Path:
+    try:
+        return Path(named).expanduser().absolute()
+    except RuntimeError as error:  # "~name", and nobody of that name
+        raise FileNotFoundError(f"kernel cache: {FOLDER_VARIABLE} is {named!r}: {error}") from None
 
 
 def _private(folder: Path) -> Path:
@@ -68,15 +111,21 @@ def read(path: Path, key: str) -> Entry | None:
     """Return what a file of the cache holds; None where it is not sound or has another key."""
     try:
         data = path.read_bytes()
-    except OSError:  # none there, or none that can be read: `write` replaces it or says why not
-        return None
+    except OSError as error:
+        if _is_foreign(error):
+            raise
+        return None  # none there, or none that can be read: `write` replaces it or says why not
     start = len(_MAGIC) + _DIGEST_BYTES
     digest, payload = data[len(_MAGIC) : start], data[start:]
     if not data.startswith(_MAGIC) or hashlib.sha256(payload).digest() != digest:
         return None
     head, _, cubin = payload.partition(b"\n")
-    facts = json.loads(head)
-    return Entry(cubin, facts["log"], facts["seconds"]) if facts["key"] == key else None
+    try:
+        facts = json.loads(head)
+        entry = Entry(cubin, str(facts["log"]), float(facts["seconds"]))
+        return entry if facts["key"] == key else None
+    except (ValueError, TypeError, KeyError, RecursionError):  # a head that `write` does not write
+        return None
 
 
 def write(path: Path, key: str, entry: Entry) -> None:

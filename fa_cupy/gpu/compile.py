@@ -13,7 +13,6 @@ import os
 import re
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +42,8 @@ class Compiled(NamedTuple):
     Attributes
     ----------
     cubin : bytes
-        An ELF image for exactly one target.
+        An ELF image for exactly one target; for a target of PTX that text, with a zero byte
+        behind it.
     log : str
         What NVRTC and ptxas said; see `resource_report`.
     seconds : float
@@ -76,7 +76,7 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     ----------
     variant : Variant
     target : str
-        As NVRTC names it: ``"sm_80"``, ``"sm_90a"``.
+        One of the row's: ``"sm_80"``, ``"sm_90a"``, ``"compute_80"`` for PTX.
 
     Raises
     ------
@@ -112,19 +112,19 @@ def compile_source(
     """
     headers, options = _headers(source), _options(defines)
     key = _key(source, headers, target, options)
-    path = cache.cache_dir() / f"{name}-{target}-{key[:24]}.cubin"
-    entry = cache.read(path, key)
+    file_name = f"{name}-{nvrtc.architecture(target)}-{key[:24]}.{nvrtc.kind_of(target).lower()}"
+    path = cache.place(file_name)
+    entry = None if path is None else cache.read(path, key)
     if entry is not None:
         return Compiled(*entry, cached=True)
     start = time.perf_counter()
     log, cubin = nvrtc.run(name, file, source, headers, target, options)
     entry = cache.Entry(cubin, log, time.perf_counter() - start)
-    try:
-        cache.write(path, key, entry)
-        if os.environ.get(KEEP_VARIABLE):
-            _keep(path.with_suffix(".sources"), source, headers, f"{' '.join(options)}\n{log}")
-    except OSError as error:  # a full or read-only disk costs time, not the result
-        warnings.warn(f"kernel cache: {name} could not be kept ({error})", stacklevel=2)
+    if path is not None:
+        with cache.costing_time(f"{name} could not be kept in", path.parent):
+            cache.write(path, key, entry)
+            if os.environ.get(KEEP_VARIABLE):
+                _keep(path.with_suffix(".sources"), source, headers, f"{' '.join(options)}\n{log}")
     return Compiled(*entry, cached=False)
 
 
@@ -203,7 +203,7 @@ def load_ptx(file: str, entry: str, device: int) -> Any:
 
 
 def load_cubin(cubin: bytes, entry: str, device: int) -> Any:
-    """Load a cubin on a device and return the kernel called `entry`, a `cupy.cuda.Function`.
+    """Load a cubin, or PTX, on a device; return the kernel called `entry`, a `cupy.cuda.Function`.
 
     It goes to the driver from memory: what was held against its digest is what is run, which a
     path (``cupy.RawModule(path=...)``) could not promise.
@@ -213,7 +213,8 @@ def load_cubin(cubin: bytes, entry: str, device: int) -> Any:
     RuntimeError
         If the driver does not take it.
     """
-    what = f"the cubin of NVRTC {nvrtc.version()}"
+    kind = "cubin" if cubin.startswith(b"\x7fELF") else "PTX"
+    what = f"the {kind} of NVRTC {nvrtc.version()}"
     return _module(cubin, entry, what, device).get_function(entry)
 
 
@@ -288,7 +289,7 @@ def _options(defines: Defines) -> list[str]:
 def _key(source: bytes, headers: dict[str, bytes], target: str, options: list[str]) -> str:
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in headers.items()}
     digests["source"] = hashlib.sha256(source).hexdigest()
-    facts = [digests, target, options, nvrtc.version()]
+    facts = [digests, nvrtc.architecture(target), options, nvrtc.version()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

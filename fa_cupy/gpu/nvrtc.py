@@ -16,10 +16,30 @@ def version() -> tuple[int, int]:
     return _library()[1]
 
 
-def supported(target: str) -> bool:
-    """Return whether this NVRTC knows a target such as ``"sm_90a"``."""
-    capabilities = _library()[0].nvrtcGetSupportedArchs()[1]
-    return int(target.removeprefix("sm_").rstrip("af")) in capabilities
+def capabilities() -> list[int]:
+    """Return the compute capabilities that this NVRTC can compile for, as 90 for sm_90 and sm_90a.
+
+    Raises
+    ------
+    CompileError
+        If NVRTC does not say.
+    ImportError
+        If NVRTC or its bindings are missing; says how to install them.
+    """
+    nvrtc, _ = _library()
+    error, numbers = nvrtc.nvrtcGetSupportedArchs()
+    _check(nvrtc, error)
+    return list(numbers)
+
+
+def kind_of(target: str) -> str:
+    """Return what is compiled for a target: a cubin, or PTX, which the driver compiles."""
+    return "PTX" if target.startswith("compute_") else "CUBIN"
+
+
+def architecture(target: str) -> str:
+    """Return what NVRTC calls a target; what follows "+" in its name is for the rows alone."""
+    return target.partition("+")[0]
 
 
 def run(
@@ -29,7 +49,7 @@ def run(
     headers: Mapping[str, bytes],
     target: str,
     options: Sequence[str],
-    kind: str = "CUBIN",
+    kind: str | None = None,
 ) -> tuple[str, bytes]:
     """Compile a source that sees nothing but these headers.
 
@@ -43,9 +63,10 @@ def run(
     headers : mapping of str to bytes
         By the name that ``#include`` gives them.
     target : str
-        ``"sm_80"``, ``"sm_90a"``, ...
+        ``"sm_80"``, ``"sm_90a"``, ``"compute_80"``, ...
     options : sequence of str
-    kind : {"CUBIN", "PTX"}
+    kind : {"CUBIN", "PTX"}, optional
+        By default what `kind_of` says of the target.
 
     Returns
     -------
@@ -69,7 +90,7 @@ def run(
     )
     _check(nvrtc, error)
     try:
-        given = [f"--gpu-architecture={target}", *options]
+        given = [f"--gpu-architecture={architecture(target)}", *options]
         (error,) = nvrtc.nvrtcCompileProgram(program, len(given), [o.encode() for o in given])
         log = _fetch(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -77,7 +98,7 @@ def run(
                 f"NVRTC {known[0]}.{known[1]} refuses {name} for {target} ({error.name})\n"
                 f"options: {' '.join(options)}\n{log}"
             )
-        return log, _fetch(nvrtc, program, kind)
+        return log, _fetch(nvrtc, program, kind or kind_of(target))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -107,7 +107,7 @@ def choose(
         Batch entries.
     length, qk_dim, v_dim : int
     target : str
-        What `fa_cupy.gpu.variants.target_of` says of the device.
+        That of the device, as `fa_cupy.gpu.variants.target_of` chooses it.
     sms : int
         Multiprocessors of the device.
     algorithm : str, optional

@@ -21,6 +21,11 @@ SHARED_LIMIT = {
     "sm_110": 227 * 1024,
     "sm_120": 99 * 1024,
     "sm_121": 99 * 1024,
+    # PTX, for devices of which NVRTC knows no target. The driver compiles it; what follows "+" is
+    # for rows alone, and NVRTC does not see it.
+    "compute_80": 99 * 1024,
+    "compute_80+163K": 163 * 1024,
+    "compute_80+227K": 227 * 1024,
 }
 _WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
 _LISTED_BYTES = 56  # ListedTiles and keys in fwd_sm80.cu

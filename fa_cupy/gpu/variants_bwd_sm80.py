@@ -137,7 +137,7 @@ def select_bwd_sm80(
         Name of the dtype of q, k and v.
     head_dim, v_dim : int
     target : str or None
-        What `fa_cupy.gpu.variants.target_of` says of the device.
+        That of the device, as `fa_cupy.gpu.variants.target_of` chooses it.
     masked : bool
         Whether there is a mask.
 
