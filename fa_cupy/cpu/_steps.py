@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy import _scan, _tiled
+from fa_cupy import _scan, _tiled, _transform
 
 Array = npt.NDArray[Any]
 
-# While all scores stay within +-this, exp(score) is used as it is, with no maximum subtracted:
-# weights are then within 1e-7 and 1e7 of 1, far from the ends of float32.
+# While all scores stay within +-this, no maximum is subtracted: exp(score) is used as it is, or
+# exp(score - first) in a row whose first maximum is below 0. The largest weight of each row is then
+# from 1 to 1e14, far from the end of float32, and takes no value below its other end.
 _SMALL_SCORE = 16.0
+
+
+class _Queries(NamedTuple):
+    """Some queries, and how scores are made from them."""
+
+    q: Array
+    factor: np.floating[Any]  # of products with q
+    # Queries times the factor, where that takes digits away from the smallest of them: for scores
+    # that are too large for products of q alone.
+    scaled: Array | None = None
 
 
 class Steps:
@@ -40,18 +51,45 @@ class Steps:
             self._scratch[name] = buffer
         return buffer[:size].reshape(shape)
 
-    def queries(self, q: Array, factor: float) -> tuple[Array, float]:
-        now, later = (factor, 1.0) if _tiled.folds(factor) else (1.0, factor)
-        out = self.scratch("q", q.shape)
-        # In float64, so that the factor itself is not rounded.
-        np.multiply(q, np.float64(now), out=out, casting="unsafe")
-        return out, later
+    def queries(self, q: Array, factor: float) -> _Queries:
+        now, later = _transform.split(factor) if abs(factor) < 1e4 else (1.0, factor)
+        scaled = self.scratch("q", q.shape)
+        np.multiply(q, self._factor(now), out=scaled, casting="unsafe")
+        if abs(now) in (0, 1) or not self._loses_digits(q, now):
+            return _Queries(scaled, self._factor(later))
+        plain = self.scratch("unscaled", q.shape)
+        np.copyto(plain, q, casting="unsafe")
+        return _Queries(plain, self._factor(factor), scaled if later == 1 else None)
 
-    def scores(self, queries: tuple[Array, float], first: int, k: Array, out: Array) -> None:
-        q, factor = queries
-        np.matmul(q[:, first:], k.swapaxes(1, 2), out=out)
-        if factor != 1:
-            np.multiply(out, np.float64(factor), out=out, casting="unsafe")
+    def _factor(self, factor: float) -> np.floating[Any]:
+        """Return `factor` for a product with an array, in float64 where float32 would round it.
+
+        Products with float64 take five times as long.
+        """
+        exact = self.dtype.type(factor)
+        return exact if float(exact) == factor else np.float64(factor)
+
+    def _loses_digits(self, q: Array, factor: float) -> bool:
+        """Whether `factor`, below 1, makes a subnormal number of an element of `q`."""
+        if not q.size or (q.dtype == np.float16 and abs(factor) > 2.0**-100):
+            return False  # the smallest number of float16 is 2**-24
+        bits = q.view(f"u{q.itemsize}")
+        # Twice the magnitudes, less 1, so that zeros become the largest.
+        magnitudes = self.scratch("magnitudes", q.shape).view(bits.dtype)[..., : q.shape[-1]]
+        np.left_shift(bits, 1, out=magnitudes)
+        np.subtract(magnitudes, 1, out=magnitudes)
+        least = 2 * np.finfo(self.dtype).tiny / abs(np.float64(factor))
+        limit = np.asarray(least).astype(q.dtype).view(bits.dtype)
+        return int(magnitudes.min()) < 2 * int(limit) - 1
+
+    def scores(self, queries: _Queries, first: int, k: Array, out: Array) -> None:
+        keys = k.swapaxes(1, 2)
+        np.matmul(queries.q[:, first:], keys, out=out)
+        if queries.factor != 1:
+            np.multiply(out, queries.factor, out=out, casting="unsafe")
+        if queries.scaled is not None and not np.isfinite(out).all():
+            other = np.matmul(queries.scaled[:, first:], keys)
+            np.copyto(out, other, where=~np.isfinite(out) & np.isfinite(other))
 
     def operand(self, name: str, x: Array) -> Array:
         if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):
@@ -100,7 +138,7 @@ class Steps:
     def softmax(self, rows: _tiled.Rows, scores: Array) -> None:
         sums = self.scratch("sums", rows.total.shape)
         if rows.unshifted and scores.max() <= _SMALL_SCORE:
-            np.exp(scores, out=scores)
+            self._exp(rows, scores)
             self._sum(scores, sums)
             np.add(rows.total, sums, out=rows.total)
             return
@@ -108,8 +146,11 @@ class Steps:
         np.maximum.reduce(scores, axis=-1, keepdims=True, out=top)
         if not rows.started and np.abs(top).max() <= _SMALL_SCORE:
             rows.started = rows.unshifted = True
-            rows.top.fill(0)
-            np.exp(scores, out=scores)
+            # Weights below 1 in all of a row would take the smallest values away.
+            np.minimum(top, 0, out=rows.top)
+            below = np.flatnonzero((rows.top < 0).any(axis=(0, 2)))
+            rows.lowered = int(below[-1]) + 1 if below.size else 0
+            self._exp(rows, scores)
             self._sum(scores, rows.total)
             return
         rows.unshifted = False
@@ -143,18 +184,27 @@ class Steps:
     def load(self, out: Array, x: Array) -> None:
         np.copyto(out, x, casting="unsafe")
 
-    def weigh(self, scores: Array, lse: Array) -> None:
-        np.subtract(scores, lse, out=scores)
+    def weigh(self, scores: Array, top: Array, total: Array | None) -> None:
+        np.subtract(scores, top, out=scores)
         np.exp(scores, out=scores)
+        if total is not None and (total != 1).any():
+            np.divide(scores, total, out=scores)
 
     def scale(self, x: Array, factor: float) -> None:
-        np.multiply(x, np.float64(factor), out=x, casting="unsafe")
+        np.multiply(x, self._factor(factor), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
         return _scan.triangle(size, reverse)
 
     def finite(self, x: Array) -> bool:
         return bool(np.isfinite(x).all())
+
+    def _exp(self, rows: _tiled.Rows, scores: Array) -> None:
+        """Turn scores into weights in place; few rows have a top that is not 0, the first ones."""
+        if rows.lowered:
+            few = scores[:, : rows.lowered]
+            np.subtract(few, rows.top[:, : rows.lowered], out=few)
+        np.exp(scores, out=scores)
 
     def _sum(self, weights: Array, out: Array) -> None:
         """Row sums, as a product with ones: BLAS sums rows four times as fast as a reduction."""
