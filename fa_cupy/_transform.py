@@ -65,6 +65,8 @@ def in_turn(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float, bool]
     small for float64, or the softcap so large that `transform` cuts it and the scale is not.
     """
     factor, cap = transform(problem, dtype)
+    if not cap:
+        return factor, cap, False
     largest = float(np.finfo(dtype).max)
     scale, softcap = abs(problem.scale), problem.softcap
     vanishes = 0 < scale < softcap * float(np.finfo(np.float64).tiny)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ Array = npt.NDArray[Any]
 # exp(score - first) in a row whose first maximum is below 0. The largest weight of each row is then
 # from 1 to 1e14, far from the end of float32, and takes no value below its other end.
 _SMALL_SCORE = 16.0
+# Products are multiplied by such a factor, and queries by no part of it.
+_LARGE_FACTOR = 1e4
+# Numbers below it have fewer digits.
+_SMALLEST = {np.dtype(t): np.finfo(t).tiny for t in (np.float32, np.float64)}
 
 
 class _Queries(NamedTuple):
@@ -26,6 +31,31 @@ class _Queries(NamedTuple):
     # Queries times the factor, where that takes digits away from the smallest of them: for scores
     # that are too large for products of q alone.
     scaled: Array | None = None
+
+
+class _Fold(NamedTuple):
+    """How a factor is shared between queries and their products."""
+
+    now: np.floating[Any]  # what queries are multiplied by, 1 at most
+    later: np.floating[Any]  # what products are
+    whole: np.floating[Any]
+
+
+@functools.lru_cache(maxsize=64)
+def _fold(factor: float, dtype: np.dtype[Any]) -> _Fold:
+    """Return how queries and products of `dtype` share a factor."""
+    now, later = _transform.split(factor) if abs(factor) < _LARGE_FACTOR else (1.0, factor)
+    with np.errstate(all="ignore"):
+        return _Fold(_exact(now, dtype), _exact(later, dtype), _exact(factor, dtype))
+
+
+def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
+    """Return `factor` for a product with an array, in float64 where float32 would round it.
+
+    Products with float64 take five times as long.
+    """
+    exact: np.floating[Any] = dtype.type(factor)
+    return exact if float(exact) == factor else np.float64(factor)
 
 
 class Steps:
@@ -52,35 +82,22 @@ class Steps:
         return buffer[:size].reshape(shape)
 
     def queries(self, q: Array, factor: float) -> _Queries:
-        now, later = _transform.split(factor) if abs(factor) < 1e4 else (1.0, factor)
+        fold = _fold(factor, self.dtype)
         scaled = self.scratch("q", q.shape)
-        np.multiply(q, self._factor(now), out=scaled, casting="unsafe")
-        if abs(now) in (0, 1) or not self._loses_digits(q, now):
-            return _Queries(scaled, self._factor(later))
+        np.multiply(q, fold.now, out=scaled, casting="unsafe")
+        if factor == 0 or fold.whole == fold.later or not self._any_subnormal(scaled, q):
+            return _Queries(scaled, fold.later)
         plain = self.scratch("unscaled", q.shape)
         np.copyto(plain, q, casting="unsafe")
-        return _Queries(plain, self._factor(factor), scaled if later == 1 else None)
+        return _Queries(plain, fold.whole, scaled if fold.later == 1 else None)
 
-    def _factor(self, factor: float) -> np.floating[Any]:
-        """Return `factor` for a product with an array, in float64 where float32 would round it.
-
-        Products with float64 take five times as long.
-        """
-        exact = self.dtype.type(factor)
-        return exact if float(exact) == factor else np.float64(factor)
-
-    def _loses_digits(self, q: Array, factor: float) -> bool:
-        """Whether `factor`, below 1, makes a subnormal number of an element of `q`."""
-        if not q.size or (q.dtype == np.float16 and abs(factor) > 2.0**-100):
-            return False  # the smallest number of float16 is 2**-24
-        bits = q.view(f"u{q.itemsize}")
-        # Twice the magnitudes, less 1, so that zeros become the largest.
-        magnitudes = self.scratch("magnitudes", q.shape).view(bits.dtype)[..., : q.shape[-1]]
-        np.left_shift(bits, 1, out=magnitudes)
-        np.subtract(magnitudes, 1, out=magnitudes)
-        least = 2 * np.finfo(self.dtype).tiny / abs(np.float64(factor))
-        limit = np.asarray(least).astype(q.dtype).view(bits.dtype)
-        return int(magnitudes.min()) < 2 * int(limit) - 1
+    def _any_subnormal(self, scaled: Array, q: Array) -> bool:
+        """Whether queries that are not 0 are subnormal when scaled, and so have lost digits."""
+        magnitudes = self.scratch("magnitudes", q.shape)
+        np.abs(scaled, out=magnitudes)
+        if magnitudes.min(initial=np.inf) >= _SMALLEST[self.dtype]:
+            return False
+        return bool(((magnitudes < _SMALLEST[self.dtype]) & (q != 0)).any())
 
     def scores(self, queries: _Queries, first: int, k: Array, out: Array) -> None:
         keys = k.swapaxes(1, 2)
@@ -144,12 +161,12 @@ class Steps:
             return
         top = self.scratch("new_top", rows.top.shape)
         np.maximum.reduce(scores, axis=-1, keepdims=True, out=top)
-        if not rows.started and np.abs(top).max() <= _SMALL_SCORE:
+        if not rows.started and top.max() <= _SMALL_SCORE and (least := top.min()) >= -_SMALL_SCORE:
             rows.started = rows.unshifted = True
-            # Weights below 1 in all of a row would take the smallest values away.
-            np.minimum(top, 0, out=rows.top)
-            below = np.flatnonzero((rows.top < 0).any(axis=(0, 2)))
-            rows.lowered = int(below[-1]) + 1 if below.size else 0
+            rows.top.fill(0)
+            if least < 0:  # weights below 1 in all of a row would take the smallest values away
+                np.minimum(top, 0, out=rows.top)
+                rows.lowered = int(np.nonzero(top < 0)[1].max()) + 1
             self._exp(rows, scores)
             self._sum(scores, rows.total)
             return
@@ -191,7 +208,7 @@ class Steps:
             np.divide(scores, total, out=scores)
 
     def scale(self, x: Array, factor: float) -> None:
-        np.multiply(x, self._factor(factor), out=x, casting="unsafe")
+        np.multiply(x, _exact(factor, self.dtype), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
         return _scan.triangle(size, reverse)
