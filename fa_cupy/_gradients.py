@@ -23,6 +23,9 @@ class Operands(_tiled.Operands):
     base: Array  # (n, q_len, 1)
     columns: _tiled.SparseMask | None  # (n, k_len, q_len): a sparse mask with its axes swapped
     grads: dict[str, Array]  # what is wanted, of the shape of the argument
+    # Where some rows are far, (n, q_len, 1) each: weights are exp(s - top) / total.
+    top: Array | None = None
+    total: Array | None = None
 
 
 class Gradient:

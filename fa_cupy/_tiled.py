@@ -28,9 +28,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fa_cupy import _transform
 from fa_cupy._check import Problem
-from fa_cupy._transform import folds as folds
-from fa_cupy._transform import transform as transform
+from fa_cupy._statistics import Rows as Rows
+from fa_cupy._statistics import statistics
 
 # Fewest queries that are worth a tile of their own at the diagonal.
 _LEAST_HALF = 64
@@ -59,24 +60,6 @@ class Operands:
     lse: Array  # (n, q_len, 1)
 
 
-@dataclass
-class Rows:
-    """Running state of the queries of one row of tiles, all in the compute dtype."""
-
-    acc: Array  # (n, m, v_dim)
-    top: Array  # (n, m, 1): what is subtracted from scores, -inf before any
-    total: Array  # (n, m, 1): sum of the weights
-    started: bool = False
-    unshifted: bool = False  # top is 0 throughout, and scores are known to be small
-
-    def since(self, first: int) -> Rows:
-        """Return the queries from `first` on, as views."""
-        if first == 0:
-            return self
-        arrays = (self.acc[:, first:], self.top[:, first:], self.total[:, first:])
-        return Rows(*arrays, self.started, self.unshifted)
-
-
 class Steps(Protocol):
     """Operations on tiles that a backend supplies. Arrays named `out` are written in place."""
 
@@ -90,7 +73,10 @@ class Steps(Protocol):
         """Prepare one row of tiles: whatever `scores` wants to know of the queries."""
 
     def scores(self, queries: Any, first: int, k: Array, out: Array) -> None:
-        """Set `out` to ``factor * q[:, first:] @ k.mT``; `k` as `operand` returned it."""
+        """Set `out` to ``factor * q[:, first:] @ k.mT``; `k` as `operand` returned it.
+
+        Right wherever ``factor * (q @ k.mT)`` is: it neither over- nor underflows before that does.
+        """
 
     def operand(self, name: str, x: Array) -> Array:
         """Return `x` if `matmul` can read it where it is, otherwise a copy of compute dtype."""
@@ -156,35 +142,38 @@ def attend(
 def attend_exactly(
     steps: Steps, problem: Problem, x: Operands, row_begin: int, row_end: int, tile_n: int
 ) -> None:
-    """Compute the output of `attend` again, from its LSE, leaving masked keys out of the product.
+    """Compute the output of `attend` again, leaving masked keys out of the product.
 
-    Weights are ``exp(s - lse)``, at most about 1, so that the sum overflows only where that of the
-    plain formula does. Non-finite elements of the values are taken out of the product; which
-    queries they reach is counted in a product of its own, over the keys whose score is not -inf.
+    Weights are ``exp(s - m) / l``, at most 1, so that the sum overflows only where that of the
+    plain formula does; `m` and `l` come from a pass over the keys before. Non-finite elements of
+    the values are taken out of the product; which queries they reach is counted in a product of
+    its own, over the keys whose score is not -inf.
     """
     xp = steps.xp
     n, m = x.q.shape[0], row_end - row_begin
     q = queries_of(steps, problem, x, row_begin, row_end)
+
+    def scored() -> Iterator[tuple[int, tuple[int, int], Array | None]]:
+        for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
+            rows = row_begin, row_end
+            yield first, keys, scores_of(steps, problem, x, q, rows, first, keys)
+
+    found = (((first, m), scores) for first, _, scores in scored())
+    top, total = statistics(steps, n, m, found)
     acc = xp.zeros((n, m, problem.v_dim), steps.dtype)
-    total = xp.zeros((n, m, 1), steps.dtype)
-    lse = x.lse[:, row_begin:row_end].copy()
-    lse[lse == -np.inf] = 0
-    for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
-        scores = scores_of(steps, problem, x, q, (row_begin, row_end), first, keys)
+    for first, keys, scores in scored():
         if scores is None:
             continue
         seen = (scores > -np.inf).astype(steps.dtype)
-        weights = xp.exp(scores - lse[:, first:])
-        total[:, first:] += weights.sum(axis=-1, keepdims=True)
+        weights = xp.exp(scores - top[:, first:]) / total[:, first:]
         v = steps.operand("v", x.v[:, slice(*keys)])
         some, reached = acc[:, first:], xp.empty((n, m - first, problem.v_dim), steps.dtype)
         steps.matmul(weights, xp.where(xp.isfinite(v), v, 0).astype(steps.dtype), some, add=True)
         for bad in (np.nan, np.inf, -np.inf):
-            found = xp.isnan(v) if np.isnan(bad) else v == bad
-            steps.matmul(seen, found.astype(steps.dtype), reached)
+            found_bad = xp.isnan(v) if np.isnan(bad) else v == bad
+            steps.matmul(seen, found_bad.astype(steps.dtype), reached)
             some += xp.where(reached > 0, bad, 0).astype(steps.dtype)
-    total[total == 0] = 1
-    steps.store(x.out[:, row_begin:row_end], acc / total)
+    steps.store(x.out[:, row_begin:row_end], acc)
 
 
 def tiles(
@@ -219,7 +208,7 @@ def visible_keys(problem: Problem, row_begin: int, row_end: int) -> tuple[int, i
 
 def queries_of(steps: Steps, problem: Problem, x: Operands, row_begin: int, row_end: int) -> Any:
     """Return some queries as `Steps.scores` wants them."""
-    factor, _ = transform(problem, steps.dtype)
+    factor, _, _ = _transform.in_turn(problem, steps.dtype)
     return steps.queries(x.q[:, row_begin:row_end], factor)
 
 
@@ -259,12 +248,15 @@ def scores_of(
         k = steps.operand("k", x.k[:, key_begin:key_end])
     steps.scores(queries, first, k, scores)
     if problem.softcap:
-        xp.tanh(scores, out=scores)
-        if slope is not None:
-            xp.multiply(scores, scores, out=slope)
-            xp.subtract(1, slope, out=slope)
-        _, cap = transform(problem, steps.dtype)
-        xp.multiply(scores, steps.dtype.type(cap), out=scores)
+        _, cap, apart = _transform.in_turn(problem, steps.dtype)
+        if apart:
+            _transform.capped(xp, scores, cap, slope)
+        else:
+            xp.tanh(scores, out=scores)
+            if slope is not None:
+                xp.multiply(scores, scores, out=slope)
+                xp.subtract(1, slope, out=slope)
+            xp.multiply(scores, steps.dtype.type(cap), out=scores)
     if x.bias is not None:
         steps.add_bias(scores, x.bias[tile])
     if mask is not None:

@@ -10,7 +10,10 @@ of queries and keys gives [1]_::
 
 and `ds` itself is the gradient of the bias. Under a softcap, ``ds`` is multiplied by
 ``1 - tanh**2`` before the last two. Weights are made again from the queries, the keys and the LSE,
-so that memory is that of a few tiles and of `base`, whatever the lengths.
+so that memory is that of a few tiles and of `base`, whatever the lengths. Where an LSE is so large
+that its rounding would spoil them (`_statistics.is_far`), maximum and sum of its row's weights are
+computed once more, by `keep_apart`, from the same tiles: weights then sum to 1. Other rows of tiles
+are spared.
 
 A column of tiles (some keys of some batch entries, all queries that see them) sums its dk and dv
 and hands them over at its end; dq and the gradient of the bias are handed over tile by tile.
@@ -24,7 +27,8 @@ get there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,7 +36,9 @@ import numpy as np
 from fa_cupy import _tiled
 from fa_cupy._check import Problem
 from fa_cupy._gradients import Operands, reduced
+from fa_cupy._statistics import is_far, statistics
 from fa_cupy._tiled import Array
+from fa_cupy._transform import split
 
 #: add(name, rows, term): what a tile or, of k and v, a column adds to a gradient; None for nothing.
 Add = Callable[[str, tuple[int, int], Array | None], None]
@@ -47,8 +53,8 @@ class Steps(_tiled.Steps, Protocol):
     def load(self, out: Array, x: Array) -> None:
         """Copy `x`, of any float dtype, to `out`, of compute dtype."""
 
-    def weigh(self, scores: Array, lse: Array) -> None:
-        """Set scores to ``exp(scores - lse)``."""
+    def weigh(self, scores: Array, top: Array, total: Array | None) -> None:
+        """Set scores to ``exp(scores - top) / total``; None is 1."""
 
     def scale(self, x: Array, factor: float) -> None:
         """Multiply `x` by `factor`, which the dtype need not hold."""
@@ -65,6 +71,48 @@ def prepare(steps: Steps, x: Operands, row_begin: int, row_end: int) -> None:
     steps.xp.multiply(terms, steps.operand("dout", x.dout[:, rows]), out=terms)
     base = terms.sum(axis=-1, keepdims=True)
     x.base[:, rows] = base if x.dlse is None else base - x.dlse[:, rows]
+
+
+def far_rows(steps: Steps, x: Operands, tile_m: int) -> tuple[Operands, list[tuple[int, int]]]:
+    """Return (begin, end) of the tiles of queries some of which are far, for `keep_apart`.
+
+    The operands come with memory for what that finds, if there are any.
+    """
+    xp, q_len = steps.xp, x.q.shape[1]
+    bounds = [(begin, min(begin + tile_m, q_len)) for begin in range(0, q_len, tile_m)]
+    found = [rows for rows in bounds if bool(is_far(xp, x.lse[:, slice(*rows)]).any())]
+    if not found:
+        return x, found
+    top = _finite_or_0(xp, x.lse).astype(steps.dtype)
+    return replace(x, top=top, total=xp.ones_like(top)), found
+
+
+def keep_apart(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    rows: tuple[int, int],
+    columns: Iterable[tuple[int, int]],
+    tile_m: int,
+) -> None:
+    """Set ``x.top`` and ``x.total`` of far queries among some, given all columns of tiles.
+
+    Scores come from the same products as in `column`, so that they are rounded alike.
+    """
+
+    def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
+        for keys in columns:
+            for some in row_tiles(problem, keys, tile_m, x.columns, rows):
+                queries = _tiled.queries_of(steps, problem, x, *some)
+                scores = _tiled.scores_of(steps, problem, x, queries, some, 0, keys)
+                yield (some[0] - rows[0], some[1] - rows[0]), scores
+
+    part = slice(*rows)
+    found = statistics(steps, x.q.shape[0], rows[1] - rows[0], scored())
+    far = is_far(steps.xp, x.lse[:, part])
+    for kept, new in zip((x.top, x.total), found, strict=True):
+        assert kept is not None
+        kept[:, part] = steps.xp.where(far, new, kept[:, part])
 
 
 def column(
@@ -97,15 +145,23 @@ def column(
 
 
 def row_tiles(
-    problem: Problem, keys: tuple[int, int], tile_m: int, columns: Any = None
+    problem: Problem,
+    keys: tuple[int, int],
+    tile_m: int,
+    columns: Any = None,
+    within: tuple[int, int] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield (begin, end) of queries that see some of these keys, none across a multiple of tile_m.
+
+    `within` leaves those of one multiple to the next only.
 
     From the last to the first: columns that are computed side by side then come to a query at about
     the same time, whether or not the first queries see all of them.
     """
     begin = 0 if problem.upper is None else max(0, keys[0] - problem.upper)
     end = problem.q_len if problem.lower is None else min(problem.q_len, keys[1] - problem.lower)
+    if within is not None:
+        begin, end = max(begin, within[0]), min(end, within[1])
     if begin >= end:
         return
     runs = [(begin, end)] if columns is None else [*columns.runs(keys, (begin, end))]
@@ -133,8 +189,11 @@ def _terms(
     if weights is None:
         return {}
     seen = weights != -np.inf if exact else None
-    lse = x.lse[:, part]
-    steps.weigh(weights, xp.where(lse == -np.inf, 0, lse).astype(steps.dtype))
+    if x.top is None or x.total is None:
+        top, total = _finite_or_0(xp, x.lse[:, part]).astype(steps.dtype), None
+    else:
+        top, total = x.top[:, part], x.total[:, part]
+    steps.weigh(weights, top, total)
     dout = steps.operand("dout", x.dout[:, part])
     terms = {}
     if x.grads.keys() - {"v"}:
@@ -151,12 +210,10 @@ def _terms(
             dscores = slope
         factor = _slope(problem, steps.dtype)
         if "q" in x.grads:
-            terms["q"] = _product(steps, "of_q", dscores, k, seen)
-            steps.scale(terms["q"], factor)
+            terms["q"] = _scaled(steps, "of_q", factor, dscores, k, seen)
         if "k" in x.grads:
             q = steps.operand("plain_q", x.q[:, part])
-            terms["k"] = _product(steps, "of_k", _turned(dscores), q, _turned(seen))
-            steps.scale(terms["k"], factor)
+            terms["k"] = _scaled(steps, "of_k", factor, dscores, q, seen, turn=True)
     if "v" in x.grads:
         _hide(steps, seen, weights)
         terms["v"] = _product(steps, "of_v", _turned(weights), dout, _turned(seen))
@@ -167,6 +224,46 @@ def _slope(problem: Problem, dtype: np.dtype[Any]) -> float:
     """Return what a score, below the cap, changes by with q.k: the scale that `dtype` can hold."""
     largest = float(np.finfo(dtype).max)
     return max(-largest, min(largest, problem.scale))
+
+
+def _scaled(
+    steps: Steps,
+    name: str,
+    factor: float,
+    a: Array,
+    b: Array,
+    seen: Array | None,
+    turn: bool = False,
+) -> Array:
+    """Return ``factor * a @ b`` as `_product` does, with `a` and `seen` transposed for `turn`.
+
+    What overflows where the factor comes last may not where it comes first, so that given `seen`
+    both are tried.
+    """
+    rest, power = split(factor)
+    if power == 1:
+        orders = [(1.0, factor), (factor, 1.0)]
+    else:  # last, a large factor would only find what its product has lost below the range
+        orders = [(power / 2, 2 * rest), (1.0, factor)]
+    found = None
+    for before, after in orders[: 1 if seen is None else 2]:
+        scaled = a
+        if before != 1:
+            scaled = steps.scratch("scaled", a.shape)
+            scaled[...] = a
+            steps.scale(scaled, before)
+        sides = (_turned(scaled), _turned(seen)) if turn else (scaled, seen)
+        term = _product(steps, name, sides[0], b, sides[1])
+        steps.scale(term, after)
+        if found is not None:
+            return steps.xp.where(steps.xp.isfinite(found), found, term)
+        found = term if seen is None else term.copy()
+    return found
+
+
+def _finite_or_0(xp: Any, lse: Array) -> Array:
+    """Return what is subtracted from scores: 0 for queries that see nothing."""
+    return xp.where(lse == -np.inf, 0, lse)
 
 
 def _product(steps: Steps, name: str, a: Array, b: Array, seen: Array | None) -> Array:

@@ -11,6 +11,8 @@ from fa_cupy._check import Problem
 
 # The largest softcap, in parts of the largest number.
 _CAP_MARGIN = 2.0**-24
+# From here on a factor is one that products cannot bear.
+_MOST = 1e4
 
 
 def folds(factor: float) -> bool:
@@ -19,7 +21,19 @@ def folds(factor: float) -> bool:
     Otherwise finished scores have to be multiplied by it, in float64: they may become infinite
     then, but terms of a sum that were infinite already could make it NaN.
     """
-    return factor == 0 or 1e-8 < abs(factor) < 1e4
+    return factor == 0 or 1e-8 < abs(factor) < _MOST
+
+
+def split(factor: float) -> tuple[float, float]:
+    """Return (now, later) with product `factor`: what queries are multiplied by, and products then.
+
+    At most 1 now, so that nothing overflows which plain products would keep, and a power of two
+    later, which is exact.
+    """
+    if abs(factor) <= 1:
+        return factor, 1.0
+    now, exponent = math.frexp(factor)
+    return now, math.ldexp(1.0, exponent)
 
 
 def transform(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float]:
@@ -42,3 +56,32 @@ def transform(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float]:
     bound = np.finfo(np.float64)
     factor = max(float(bound.smallest_subnormal), min(float(bound.max), factor))
     return math.copysign(factor, problem.scale) if scale else 0.0, cap
+
+
+def in_turn(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float, bool]:
+    """Return (factor, cap, apart): those of `transform`, or of ``cap * tanh(factor * q.k / cap)``.
+
+    The latter is meant if `apart`, and for `capped`: where the quotient of scale and softcap is too
+    small for float64, or the softcap so large that `transform` cuts it and the scale is not.
+    """
+    factor, cap = transform(problem, dtype)
+    if not cap:
+        return factor, cap, False
+    largest = float(np.finfo(dtype).max)
+    scale, softcap = abs(problem.scale), problem.softcap
+    vanishes = 0 < scale < softcap * float(np.finfo(np.float64).tiny)
+    if vanishes or (cap < softcap <= largest and scale < _MOST):
+        return problem.scale, min(softcap, largest), True
+    return factor, cap, False
+
+
+def capped(xp: Any, scores: Any, cap: float, slope: Any | None) -> None:
+    """Set `scores` to ``cap * tanh(scores / cap)`` where their quotient may be subnormal.
+
+    The derivative is left in `slope`.
+    """
+    small = xp.abs(scores) < cap * float(np.finfo(scores.dtype).eps) ** 0.5
+    quotient = xp.tanh(scores / scores.dtype.type(cap))
+    if slope is not None:
+        slope[...] = 1 - quotient * quotient
+    scores[...] = xp.where(small, scores, scores.dtype.type(cap) * quotient)

@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy import _scan, _tiled
+from fa_cupy import _scan, _tiled, _transform
 
 Array = npt.NDArray[Any]
 
-# While all scores stay within +-this, exp(score) is used as it is, with no maximum subtracted:
-# weights are then within 1e-7 and 1e7 of 1, far from the ends of float32.
+# While all scores stay within +-this, no maximum is subtracted: exp(score) is used as it is, or
+# exp(score - first) in a row whose first maximum is below 0. The largest weight of each row is then
+# from 1 to 1e14, far from the end of float32, and takes no value below its other end.
 _SMALL_SCORE = 16.0
+# Products are multiplied by such a factor, and queries by no part of it.
+_LARGE_FACTOR = 1e4
+# Numbers below it have fewer digits.
+_SMALLEST = {np.dtype(t): np.finfo(t).tiny for t in (np.float32, np.float64)}
+
+
+class _Queries(NamedTuple):
+    """Some queries, and how scores are made from them."""
+
+    q: Array
+    factor: np.floating[Any]  # of products with q
+    # Queries times the factor, where that takes digits away from the smallest of them: for scores
+    # that are too large for products of q alone.
+    scaled: Array | None = None
+
+
+class _Fold(NamedTuple):
+    """How a factor is shared between queries and their products."""
+
+    now: np.floating[Any]  # what queries are multiplied by, 1 at most
+    later: np.floating[Any]  # what products are
+    whole: np.floating[Any]
+
+
+@functools.lru_cache(maxsize=64)
+def _fold(factor: float, dtype: np.dtype[Any]) -> _Fold:
+    """Return how queries and products of `dtype` share a factor."""
+    now, later = _transform.split(factor) if abs(factor) < _LARGE_FACTOR else (1.0, factor)
+    with np.errstate(all="ignore"):
+        return _Fold(_exact(now, dtype), _exact(later, dtype), _exact(factor, dtype))
+
+
+def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
+    """Return `factor` for a product with an array, in float64 where float32 would round it.
+
+    Products with float64 take five times as long.
+    """
+    exact: np.floating[Any] = dtype.type(factor)
+    return exact if float(exact) == factor else np.float64(factor)
 
 
 class Steps:
@@ -40,18 +81,32 @@ class Steps:
             self._scratch[name] = buffer
         return buffer[:size].reshape(shape)
 
-    def queries(self, q: Array, factor: float) -> tuple[Array, float]:
-        now, later = (factor, 1.0) if _tiled.folds(factor) else (1.0, factor)
-        out = self.scratch("q", q.shape)
-        # In float64, so that the factor itself is not rounded.
-        np.multiply(q, np.float64(now), out=out, casting="unsafe")
-        return out, later
+    def queries(self, q: Array, factor: float) -> _Queries:
+        fold = _fold(factor, self.dtype)
+        scaled = self.scratch("q", q.shape)
+        np.multiply(q, fold.now, out=scaled, casting="unsafe")
+        if factor == 0 or fold.whole == fold.later or not self._any_subnormal(scaled, q):
+            return _Queries(scaled, fold.later)
+        plain = self.scratch("unscaled", q.shape)
+        np.copyto(plain, q, casting="unsafe")
+        return _Queries(plain, fold.whole, scaled if fold.later == 1 else None)
 
-    def scores(self, queries: tuple[Array, float], first: int, k: Array, out: Array) -> None:
-        q, factor = queries
-        np.matmul(q[:, first:], k.swapaxes(1, 2), out=out)
-        if factor != 1:
-            np.multiply(out, np.float64(factor), out=out, casting="unsafe")
+    def _any_subnormal(self, scaled: Array, q: Array) -> bool:
+        """Whether queries that are not 0 are subnormal when scaled, and so have lost digits."""
+        magnitudes = self.scratch("magnitudes", q.shape)
+        np.abs(scaled, out=magnitudes)
+        if magnitudes.min(initial=np.inf) >= _SMALLEST[self.dtype]:
+            return False
+        return bool(((magnitudes < _SMALLEST[self.dtype]) & (q != 0)).any())
+
+    def scores(self, queries: _Queries, first: int, k: Array, out: Array) -> None:
+        keys = k.swapaxes(1, 2)
+        np.matmul(queries.q[:, first:], keys, out=out)
+        if queries.factor != 1:
+            np.multiply(out, queries.factor, out=out, casting="unsafe")
+        if queries.scaled is not None and not np.isfinite(out).all():
+            other = np.matmul(queries.scaled[:, first:], keys)
+            np.copyto(out, other, where=~np.isfinite(out) & np.isfinite(other))
 
     def operand(self, name: str, x: Array) -> Array:
         if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):
@@ -100,16 +155,19 @@ class Steps:
     def softmax(self, rows: _tiled.Rows, scores: Array) -> None:
         sums = self.scratch("sums", rows.total.shape)
         if rows.unshifted and scores.max() <= _SMALL_SCORE:
-            np.exp(scores, out=scores)
+            self._exp(rows, scores)
             self._sum(scores, sums)
             np.add(rows.total, sums, out=rows.total)
             return
         top = self.scratch("new_top", rows.top.shape)
         np.maximum.reduce(scores, axis=-1, keepdims=True, out=top)
-        if not rows.started and np.abs(top).max() <= _SMALL_SCORE:
+        if not rows.started and top.max() <= _SMALL_SCORE and (least := top.min()) >= -_SMALL_SCORE:
             rows.started = rows.unshifted = True
             rows.top.fill(0)
-            np.exp(scores, out=scores)
+            if least < 0:  # weights below 1 in all of a row would take the smallest values away
+                np.minimum(top, 0, out=rows.top)
+                rows.lowered = int(np.nonzero(top < 0)[1].max()) + 1
+            self._exp(rows, scores)
             self._sum(scores, rows.total)
             return
         rows.unshifted = False
@@ -143,18 +201,27 @@ class Steps:
     def load(self, out: Array, x: Array) -> None:
         np.copyto(out, x, casting="unsafe")
 
-    def weigh(self, scores: Array, lse: Array) -> None:
-        np.subtract(scores, lse, out=scores)
+    def weigh(self, scores: Array, top: Array, total: Array | None) -> None:
+        np.subtract(scores, top, out=scores)
         np.exp(scores, out=scores)
+        if total is not None and (total != 1).any():
+            np.divide(scores, total, out=scores)
 
     def scale(self, x: Array, factor: float) -> None:
-        np.multiply(x, np.float64(factor), out=x, casting="unsafe")
+        np.multiply(x, _exact(factor, self.dtype), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
         return _scan.triangle(size, reverse)
 
     def finite(self, x: Array) -> bool:
         return bool(np.isfinite(x).all())
+
+    def _exp(self, rows: _tiled.Rows, scores: Array) -> None:
+        """Turn scores into weights in place; few rows have a top that is not 0, the first ones."""
+        if rows.lowered:
+            few = scores[:, : rows.lowered]
+            np.subtract(few, rows.top[:, : rows.lowered], out=few)
+        np.exp(scores, out=scores)
 
     def _sum(self, weights: Array, out: Array) -> None:
         """Row sums, as a product with ones: BLAS sums rows four times as fast as a reduction."""

@@ -79,16 +79,15 @@ def _run(
     tile = _tile(problem, dtype, bits is not None)
     main = Steps(dtype)
     sums = InOrder(lambda target, term: _gradients.accumulate(main, target, term))
-    stacks = _operands(problem, inputs, results, grads, tile, dtype)
     columns = [
         (begin, min(begin + tile.tile_n, problem.k_len))
         for begin in range(0, problem.k_len, tile.tile_n)
     ]
+    stacks = _operands(problem, inputs, results, grads, tile, dtype)
+    stacks = _prepared(problem, stacks, columns, tile, main)
     tasks: list[_Task] = []
     scores = 0
     for x in stacks:
-        for begin in range(0, problem.q_len, tile.tile_m):
-            _tiled_backward.prepare(main, x, begin, min(begin + tile.tile_m, problem.q_len))
         for keys in columns:
             task = _Task(len(tasks), x, keys)
             for rows in _tiled_backward.row_tiles(problem, keys, tile.tile_m, x.columns):
@@ -116,6 +115,38 @@ def _run(
 
     flop = scores * (6 * problem.head_dim + 4 * problem.v_dim)
     _threads.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
+
+
+def _prepared(
+    problem: _check.Problem,
+    stacks: list[Operands],
+    columns: list[tuple[int, int]],
+    tile: _tiles.Tile,
+    steps: Steps,
+) -> list[Operands]:
+    """Return the stacks with what is known of a query before the first column of tiles."""
+    ready, tasks, scores = [], [], 0
+    for x in stacks:
+        for begin in range(0, problem.q_len, tile.tile_m):
+            _tiled_backward.prepare(steps, x, begin, min(begin + tile.tile_m, problem.q_len))
+        x, far = _tiled_backward.far_rows(steps, x, tile.tile_m)
+        ready.append(x)
+        tasks += [(x, rows) for rows in far]
+        scores += sum(x.q.shape[0] * (end - begin) * problem.k_len for begin, end in far)
+
+    def new_worker() -> Callable[[tuple[Operands, tuple[int, int]]], None]:
+        own = Steps(steps.dtype)
+
+        def work(task: tuple[Operands, tuple[int, int]]) -> None:
+            with np.errstate(all="ignore"):
+                _tiled_backward.keep_apart(own, problem, *task, columns, tile.tile_m)
+
+        return work
+
+    if tasks:
+        parallel = 2 * scores * problem.head_dim > _PARALLEL_FLOP
+        _threads.run(tasks, new_worker, parallel)
+    return ready
 
 
 def _place(task: _Task, name: str, rows: tuple[int, int], tile: _tiles.Tile) -> tuple[Any, ...]:

@@ -82,6 +82,14 @@ weigh = cupy.ElementwiseKernel(
     "fa_cupy_weigh",
 )
 
+# Whether some row is far, as `_statistics.is_far` has it.
+mark_far = cupy.ElementwiseKernel(
+    "T lse, float64 far",
+    "raw int32 found",
+    "if (isfinite(lse) && fabs((double)lse) >= far) found[1] = 1",
+    "fa_cupy_mark_far",
+)
+
 # Rounded to the 10 bits of mantissa that TF32 keeps: the tensor cores would cut the rest off, which
 # makes every product a little too small. A NaN of ones would overflow into the sign: it stays.
 round_to_tf32 = cupy.ElementwiseKernel(

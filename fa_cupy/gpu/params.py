@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy._check import FLOAT_DTYPES, Problem, View
-from fa_cupy._tiled import transform
+from fa_cupy._transform import transform
 
 MAX_BATCH_AXES = 6
 MAX_GRID = 2**31 - 1

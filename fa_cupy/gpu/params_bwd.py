@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fa_cupy._check import FLOAT_DTYPES, Problem, View
-from fa_cupy._tiled import transform
+from fa_cupy._transform import transform
 from fa_cupy.gpu import params
 from fa_cupy.gpu.params import ATTENTION_PARAMS, MAX_BATCH_AXES
 from fa_cupy.gpu.params_sm90 import MAP_AXES, Geometry

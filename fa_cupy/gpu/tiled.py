@@ -12,7 +12,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from fa_cupy import _check, _stacks, _tiled
+from fa_cupy import _check, _stacks, _tiled, _transform
 from fa_cupy._masks import BitMask
 from fa_cupy.gpu import _blas, _steps, _tile_kernels, workspace
 from fa_cupy.gpu._mask_tiles import TABLE_M, MaskTiles, TableTile
@@ -126,7 +126,7 @@ class _Steps(_steps.Steps):
     def scores(self, queries: tuple[Any, float], first: int, k: Any, out: Any) -> None:
         q, factor = queries
         # For a factor of 0 cuBLAS would not look at the product, and 0 * NaN is NaN.
-        now, later = (factor, 1.0) if factor and _tiled.folds(factor) else (1.0, factor)
+        now, later = (factor, 1.0) if factor and _transform.folds(factor) else (1.0, factor)
         _blas.matmul(self._blas, q[:, first:], k, out, transposed=True, factor=now)
         if later != 1:
             _tile_kernels.scale(later, out)

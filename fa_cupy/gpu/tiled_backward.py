@@ -3,13 +3,14 @@
 Takes every dtype and head_dim, in float32 or float64 arithmetic. Columns of tiles follow on each
 other on one stream, so that sums have one order, and `fa_cupy.gpu._blas` gives each stream a
 workspace of its own: results are bitwise repeatable. Nothing waits for the device but one look at
-the end at whether all terms are finite; if not, all is computed again `exact`
-(see `fa_cupy._tiled_backward`).
+the end at whether all terms are finite; if not, all is computed again `exact`. It also says whether
+there are far rows, which are computed again with maximum and sum of their weights kept apart (see
+`fa_cupy._tiled_backward`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from fa_cupy import _check, _gradients, _stacks, _tiled_backward
 from fa_cupy._gradients import Operands
 from fa_cupy._masks import BitMask
+from fa_cupy._statistics import FAR
 from fa_cupy.gpu import _product_kernels, _steps, _tile_kernels, tiled, workspace
 from fa_cupy.gpu._mask_tiles import TABLE_M, MaskTiles
 
@@ -64,14 +66,51 @@ def backward(
             for found in _stacks.stacks(cupy, arrays, views, stack)
         ]
         for x in stacks:
-            for begin in range(0, problem.q_len, tile_m):
-                _tiled_backward.prepare(steps, x, begin, min(begin + tile_m, problem.q_len))
+            for rows in _bounds(problem.q_len, tile_m):
+                _tiled_backward.prepare(steps, x, *rows)
+        if results[1].size:
+            _tile_kernels.mark_far(results[1], FAR, steps.spoiled)
         _columns(steps, problem, stacks, (tile_m, tile_n), exact=False)
-        if steps.spoiled.get()[0]:
-            for grad in grads.values():
-                grad.clear()
-            _columns(steps, problem, stacks, (tile_m, tile_n), exact=True)
+        spoiled, far = steps.spoiled.get().tolist()
+        if far:
+            stacks = [_kept_apart(steps, problem, x, (tile_m, tile_n)) for x in stacks]
+            spoiled = _again(steps, problem, stacks, (tile_m, tile_n), grads, exact=False)
+        if spoiled:
+            _again(steps, problem, stacks, (tile_m, tile_n), grads, exact=True)
     return {name: grad.finished(steps) for name, grad in grads.items()}
+
+
+def _kept_apart(
+    steps: _Steps, problem: _check.Problem, x: Operands, tile: tuple[int, int]
+) -> Operands:
+    """Return a stack with maxima and sums of its far rows."""
+    tile_m, tile_n = tile
+    x, far = _tiled_backward.far_rows(steps, x, tile_m)
+    columns = [*_bounds(problem.k_len, tile_n)]
+    for rows in far:
+        _tiled_backward.keep_apart(steps, problem, x, rows, columns, tile_m)
+    return x
+
+
+def _again(
+    steps: _Steps,
+    problem: _check.Problem,
+    stacks: list[Operands],
+    tile: tuple[int, int],
+    grads: dict[str, _gradients.Gradient],
+    exact: bool,
+) -> bool:
+    """Compute all columns from the start, and return whether a term was not finite."""
+    for grad in grads.values():
+        grad.clear()
+    steps.spoiled.fill(0)
+    _columns(steps, problem, stacks, tile, exact)
+    return bool(steps.spoiled.get()[0])
+
+
+def _bounds(length: int, size: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, length, size):
+        yield begin, min(begin + size, length)
 
 
 def _columns(
@@ -83,8 +122,7 @@ def _columns(
 ) -> None:
     tile_m, tile_n = tile
     for x in stacks:
-        for begin in range(0, problem.k_len, tile_n):
-            keys = begin, min(begin + tile_n, problem.k_len)
+        for keys in _bounds(problem.k_len, tile_n):
             add = partial(_add, steps, x, keys)
             _tiled_backward.column(steps, problem, x, keys, tile_m, add, exact)
 
@@ -100,11 +138,11 @@ def _add(
 class _Steps(tiled._Steps):
     """`_tiled_backward.Steps` for CuPy arrays on the current device and stream.
 
-    `spoiled` has one element, which is set where a term is not finite.
+    `spoiled` has two elements: set where a term is not finite, and where a row is far.
     """
 
     def __init__(self, dtype: np.dtype[Any], tf32: bool) -> None:
-        super().__init__(dtype, tf32, tasks=1)
+        super().__init__(dtype, tf32, tasks=2)
 
     def matmul(self, a: Any, b: Any, out: Any, add: bool = False) -> None:
         # `a` is never the caller's memory here: TF32 is for 16-bit inputs, which are converted.
@@ -112,8 +150,10 @@ class _Steps(tiled._Steps):
             _tile_kernels.round_to_tf32(a)
         _steps.Steps.matmul(self, a, b, out, add)
 
-    def weigh(self, scores: Any, lse: Any) -> None:
-        _tile_kernels.weigh(lse, scores.shape[-1], scores)
+    def weigh(self, scores: Any, top: Any, total: Any | None) -> None:
+        _tile_kernels.weigh(top, scores.shape[-1], scores)
+        if total is not None:
+            cupy.divide(scores, total, out=scores)
 
     def scale(self, x: Any, factor: float) -> None:
         _tile_kernels.scale(factor, x)

@@ -1,0 +1,74 @@
+"""The softmax of rows of tiles: running maximum and sum, and rows whose log-sum-exp is no use.
+
+A log-sum-exp of 1e9 is a multiple of 64 in float32: the logarithm of the sum is lost in it, and
+weights ``exp(s - lse)`` may be anything. With maximum ``m`` and sum ``l`` of the same scores,
+weights ``exp(s - m) / l`` sum to 1 wherever the scores are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+#: From this log-sum-exp on, rows are far. Below, its rounding changes weights by 2**-14 at most in
+#: float32 and by 2**-43 in float64, which is what the rounding of scores of that size does.
+FAR = 2.0**10
+
+
+@dataclass
+class Rows:
+    """Running state of the queries of one row of tiles, all in the compute dtype."""
+
+    acc: Array  # (n, m, v_dim)
+    top: Array  # (n, m, 1): what is subtracted from scores, -inf before any
+    total: Array  # (n, m, 1): sum of the weights
+    started: bool = False
+    # Scores are known to be small: top stays as it is, 0 but for the `lowered` first queries.
+    unshifted: bool = False
+    lowered: int = 0
+
+    def since(self, first: int) -> Rows:
+        """Return the queries from `first` on, as views."""
+        if first == 0:
+            return self
+        arrays = (self.acc[:, first:], self.top[:, first:], self.total[:, first:])
+        return Rows(*arrays, self.started, self.unshifted, max(0, self.lowered - first))
+
+
+def is_far(xp: Any, lse: Array) -> Array:
+    """Return whether weights made from this log-sum-exp would be off; not if it is not finite."""
+    return xp.isfinite(lse) & (xp.abs(lse) >= FAR)
+
+
+def statistics(
+    steps: Any, n: int, m: int, scored: Iterable[tuple[tuple[int, int], Array | None]]
+) -> tuple[Array, Array]:
+    """Return maximum and sum of the weights of m queries of n batch entries, (n, m, 1) each.
+
+    Parameters
+    ----------
+    steps : _tiled.Steps
+    n, m : int
+    scored : iterable
+        ``((begin, end), scores)`` for each tile: which of the queries, and their scores, which are
+        overwritten; None where all are hidden.
+
+    Returns
+    -------
+    top, total : array
+        0 and 1 where nothing is seen.
+    """
+    xp, dtype = steps.xp, steps.dtype
+    empty = xp.empty((n, m, 0), dtype)
+    top, total = xp.full((n, m, 1), -np.inf, dtype), xp.zeros((n, m, 1), dtype)
+    for (begin, end), scores in scored:
+        if scores is not None:
+            part = slice(begin, end)
+            rows = Rows(empty[:, part], top[:, part], total[:, part], started=True)
+            steps.softmax(rows, scores)
+    return xp.where(top == -np.inf, dtype.type(0), top), xp.where(total == 0, dtype.type(1), total)
