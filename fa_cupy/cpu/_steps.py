@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy import _scan, _tiled
+from fa_cupy.cpu import _blas
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +50,7 @@ class Steps:
 
     def scores(self, queries: tuple[Array, float], first: int, k: Array, out: Array) -> None:
         q, factor = queries
-        np.matmul(q[:, first:], k.swapaxes(1, 2), out=out)
+        self.matmul(q[:, first:], k.swapaxes(1, 2), out)
         if factor != 1:
             np.multiply(out, np.float64(factor), out=out, casting="unsafe")
 
@@ -61,6 +62,9 @@ class Steps:
         return out
 
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
+        large = a.shape[1] * a.shape[2] * out.shape[2] > _blas.SERIAL
+        if large and _blas.matmul(a, b, out, add):
+            return
         if add:
             product = self.scratch("product", out.shape)
             np.matmul(a, b, out=product)
@@ -160,7 +164,9 @@ class Steps:
         """Row sums, as a product with ones: BLAS sums rows four times as fast as a reduction."""
         if self._ones.size < weights.shape[-1]:
             self._ones = np.ones(weights.shape[-1], self.dtype)
-        np.matmul(weights, self._ones[: weights.shape[-1]], out=out[..., 0])
+        ones, sums = self._ones[: weights.shape[-1]], out[..., 0]
+        if not _blas.sum_rows(weights, ones, sums):
+            np.matmul(weights, ones, out=sums)
 
 
 def _readable_by_blas(x: Array) -> bool:
