@@ -235,14 +235,13 @@ def test_no_helper_works_on_after_an_interrupt(most):
         time.sleep(1e-3)
         at_work.discard(me)
 
-    before, end, ended = blas.numbers(), time.monotonic() + 2, 0
+    before, ended = blas.numbers(), 0
     with blas.threads(3), Interrupts(most) as interrupts:
         inside = blas.numbers()
-        while time.monotonic() < end:
+        while ended < 100:
             ended += interrupts.during(lambda: _threads.run(range(6), lambda: work))
             assert not at_work
             assert blas.numbers() == inside
-    assert ended > 50
     assert interrupts.raised >= ended
     assert blas.numbers() == before
     assert not _threads._at_work
@@ -255,11 +254,9 @@ def test_no_helper_works_on_after_an_interrupt(most):
 def test_interrupts_of_small_calls_leave_nothing_changed():
     x = np.ones((4, 8), np.float32)
     before, want = blas.numbers(), attention(x, x, x)
-    end = time.monotonic() + 3
     with Interrupts(1) as interrupts:
-        while time.monotonic() < end:
+        while interrupts.raised < 300:
             interrupts.during(lambda: [attention(x, x, x) for _ in range(100)])
-    assert interrupts.raised > 100
     assert blas.numbers() == before
     np.testing.assert_array_equal(attention(x, x, x), want)
 
@@ -273,12 +270,12 @@ def run_alone(code, seconds=60):
 
 
 HANDLER = """
-import random, signal, time
+import random, signal
 import numpy as np
 from fa_cupy import attention
 rng, handled = random.Random(0), 0
 x = np.ones((4, 8), np.float32)
-y = rng.choice([np.ones((3, 300, 64), np.float32)])
+y = np.ones((3, 300, 64), np.float32)
 def arm():
     signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 1e-3))
 def handler(*_):
@@ -290,18 +287,16 @@ def handler(*_):
 attention(x, x, x)
 signal.signal(signal.SIGALRM, handler)
 arm()
-end = time.monotonic() + 4
-while time.monotonic() < end:
+while handled < 100:
     attention(x, x, x)
     attention(y, y, y)
 signal.setitimer(signal.ITIMER_REAL, 0)
-print(handled)
 """
 
 
 @with_signals
 def test_a_handler_may_call_attention():
-    assert int(run_alone(HANDLER, 30)) > 20
+    run_alone(HANDLER)
 
 
 FORK = """
