@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fa_cupy import __version__, _driver
 from fa_cupy._product import ALGORITHMS
+from fa_cupy.cpu import _blas
 from fa_cupy.cpu._machine import Machine
 from fa_cupy.gpu import cache, compile, devices, nvrtc, product_choice
 from fa_cupy.gpu.params import MAX_LENGTH
@@ -58,6 +59,7 @@ def _installed() -> Iterator[Line]:
     yield "fa_cupy", f"{__version__} in {Path(__file__).parent}"
     yield "python", f"{platform.python_version()} on {platform.machine()}"
     yield "needs", ", ".join(f"{name} {_version(name) or 'missing'}" for name in _REQUIRED)
+    yield "BLAS", _blas.described()
     yield "cupy", _cupy()
     try:
         found = "{}.{}".format(*nvrtc.version())

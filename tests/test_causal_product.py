@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
-import threadpoolctl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import _product, _scan, causal_product, causal_product_backward, reference
 from fa_cupy.cpu import _machine
+from tests import blas
 from tests.products import (
     Case,
     cases,
@@ -358,7 +358,7 @@ def test_the_number_of_threads_does_not_show(threads):
     q, k, v = draw(*[(2, 5000, 32)] * 3)
     want = causal_product(q, k, v, return_state=True)
     grads = causal_product_backward(q, q, k, v)
-    with threadpoolctl.threadpool_limits(threads, user_api="blas"):
+    with blas.threads(threads):
         again = causal_product(q, k, v, return_state=True)
         again += causal_product_backward(q, q, k, v)
     assert [x.tobytes() for x in again] == [x.tobytes() for x in (*want, *grads)]

@@ -1,16 +1,12 @@
-"""What only the CPU path does: many small tiles, threads, the BLAS limit, memory."""
+"""What only the CPU path does: many small tiles, long sequences, memory."""
 
-import multiprocessing
-import threading
 import tracemalloc
 
 import numpy as np
 import pytest
-import threadpoolctl
 from hypothesis import HealthCheck, given, settings
 
 from fa_cupy import _tiled, _tiles, attention, reference
-from fa_cupy.cpu import _threads
 from fa_cupy.cpu._steps import Steps
 from tests.blas import two_threads
 from tests.strategies import (
@@ -32,11 +28,6 @@ with_threads = pytest.fixture(autouse=True, scope="module")(two_threads)
 def qkv(*shape, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     return [normal(rng, shape, dtype) for _ in range(3)]
-
-
-def blas_threads():
-    found = threadpoolctl.threadpool_info()
-    return [lib["num_threads"] for lib in found if lib["user_api"] == "blas"]
 
 
 @pytest.fixture
@@ -193,139 +184,6 @@ def test_error_at_length_4096(dtype, bound, is_causal):
     out, lse = attention(q, k, v, is_causal=is_causal, return_lse=True)
     assert reference.relative_error(out, want) < bound
     assert reference.relative_error(lse, want_lse) < bound
-
-
-# Threads
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_number_of_threads_does_not_show(is_causal):
-    q, k, v = qkv(5, 700, 32)
-    results = []
-    for threads in (1, 2, 3, 8):
-        with threadpoolctl.threadpool_limits(threads, user_api="blas"):
-            results.append(attention(q, k, v, is_causal=is_causal).tobytes())
-    assert len(set(results)) == 1
-
-
-def test_limits_come_back():
-    before = blas_threads()
-    attention(*qkv(4, 600, 32))
-    assert blas_threads() == before
-    with threadpoolctl.threadpool_limits(3, user_api="blas"):
-        inside = blas_threads()
-        attention(*qkv(4, 600, 32))
-        assert blas_threads() == inside
-    assert blas_threads() == before
-
-
-@pytest.mark.parametrize("others_limit", [1, 3])
-def test_threads_inside_somebody_elses_limit(others_limit):
-    # threadpoolctl lets only the thread that entered a limit first change it.
-    q, k, v = qkv(3, 400, 32)
-    want = attention(q, k, v).tobytes()
-    seen = []
-
-    def call():
-        with _threads._limit.hold() as allowed:
-            seen.append((allowed, *blas_threads()))
-        seen.append(attention(q, k, v).tobytes() == want)
-
-    with threadpoolctl.threadpool_limits(others_limit, user_api="blas"):
-        inside = blas_threads()
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        assert seen == [(others_limit, *[1] * len(inside)), True]
-        assert blas_threads() == inside
-
-
-def test_limits_come_back_after_an_exception():
-    before = blas_threads()
-
-    def new_worker():
-        def work(task):
-            if task == 3:
-                raise KeyError(task)
-            done.append(task)
-
-        return work
-
-    done = []
-    with pytest.raises(KeyError, match="3"):
-        _threads.run(range(1000), new_worker)
-    assert len(done) < 999
-    assert blas_threads() == before
-
-
-def test_somebody_elses_change_during_a_call_is_kept():
-    libraries = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
-    if not libraries:
-        pytest.skip("no BLAS library whose threads can be set")
-    before = [lib.get_num_threads() for lib in libraries]
-    try:
-        with _threads._limit.hold():
-            assert all(lib.get_num_threads() == 1 for lib in libraries)
-            for lib in libraries:
-                lib.set_num_threads(2)
-        assert all(lib.get_num_threads() == 2 for lib in libraries)
-    finally:
-        for lib, threads in zip(libraries, before, strict=True):
-            lib.set_num_threads(threads)
-
-
-def test_concurrent_calls():
-    before = blas_threads()
-    inputs = [qkv(3, 400 + 50 * i, 32, seed=i) for i in range(6)]
-    want = [attention(*x).tobytes() for x in inputs]
-    wrong = []
-
-    def repeat(i):
-        for _ in range(5):
-            if attention(*inputs[i]).tobytes() != want[i]:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert blas_threads() == before
-
-
-def test_every_task_is_done_once_where_no_thread_can_be_started(monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    done = []
-    with threadpoolctl.threadpool_limits(4, user_api="blas"):
-        _threads.run(range(10), lambda: done.append)
-    assert done == list(range(10))
-
-
-def _in_child(q, k, v, expected, before, answers):
-    same = attention(q, k, v).tobytes() == expected
-    answers.put(same and blas_threads() == before)
-
-
-@pytest.mark.skipif(
-    "fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork"
-)
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_during_a_call():
-    q, k, v = qkv(2, 400, 16)
-    before = blas_threads()
-    expected = attention(q, k, v).tobytes()
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    child = context.Process(target=_in_child, args=(q, k, v, expected, before, answers))
-    with _threads._limit.hold(), _threads._limit._lock:  # as another thread might hold them
-        child.start()
-    assert answers.get(timeout=60)
-    child.join()
-    assert blas_threads() == before
 
 
 def test_floating_point_errors_are_nobodys_business():

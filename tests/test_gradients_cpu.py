@@ -6,7 +6,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import threadpoolctl
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from fa_cupy import (
 )
 from fa_cupy.cpu import _threads
 from fa_cupy.cpu._in_order import InOrder
+from tests import blas
 from tests.blas import two_threads
 from tests.gradients import UNIT, check, hold, solve
 from tests.strategies import DTYPES, Case, by_dtype, cases, normal
@@ -142,7 +142,7 @@ def test_the_number_of_threads_does_not_show(is_causal, shape):
     bias = draw(shape, seed=1)[0]
     results = []
     for threads in (1, 2, 3, 8):
-        with threadpoolctl.threadpool_limits(threads, user_api="blas"):
+        with blas.threads(threads):
             found = backward(q, k, v, bias, is_causal=is_causal)
             results.append(b"".join(x.tobytes() for x in found))
     assert len(set(results)) == 1
@@ -204,11 +204,11 @@ def test_an_error_in_one_thread_ends_all(monkeypatch):
 
     monkeypatch.setattr(_tiled_backward, "_terms", failing)
     with (
-        threadpoolctl.threadpool_limits(4, user_api="blas"),
+        blas.threads(4),
         pytest.raises(KeyError, match="planted"),
     ):
         attention_backward(out, q, k, v, out, lse)
-    assert _threads._limit._holders == 0
+    assert not _threads._at_work
 
 
 def test_floating_point_errors_are_nobodys_business():

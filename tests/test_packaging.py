@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from fa_cupy import _driver
 
@@ -145,6 +146,70 @@ def test_wheel_runs_info(run):
     done = run("-m", "fa_cupy", "info")
     assert done.returncode == 0, done.stderr
     assert "fa_cupy" in done.stdout
+
+
+def minimums(source):
+    """What setup.cfg requires here, each at the lowest version that it allows."""
+    config = configparser.ConfigParser()
+    config.read(source / "setup.cfg")
+    lines = config["options"]["install_requires"].splitlines()
+    wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    for one in wanted:
+        assert [bound.operator for bound in one.specifier] == [">="], one
+    here = [one for one in wanted if one.marker is None or one.marker.evaluate()]
+    return [str(one.specifier).replace(">=", f"{one.name}==") for one in here]
+
+
+BATTERY = """
+import numpy as np
+import fa_cupy
+rng = np.random.default_rng(0)
+for dtype in ("float16", "float32", "float64"):
+    q, k, v = rng.standard_normal((3, 2, 300, 64)).astype(dtype)
+    out, lse = fa_cupy.attention(q, k, v, is_causal=True, return_lse=True)
+    scores = q.astype(float) @ k.astype(float).swapaxes(1, 2)
+    shown = np.where(np.tri(300) > 0, scores / 8, -np.inf)
+    weights = np.exp(shown - shown.max(-1, keepdims=True))
+    want = weights / weights.sum(-1, keepdims=True) @ v
+    assert np.abs(out - want).max() < 2e-3
+    dq, dk, dv = fa_cupy.attention_backward(out, q, k, v, out, lse, is_causal=True)
+    assert dq.shape == dk.shape == dv.shape == q.shape
+    product, state = fa_cupy.causal_product(q, k, v, return_state=True)
+    want = np.tril(scores) @ v
+    assert np.abs(product - want).max() / np.abs(want).max() < 2e-3
+    assert fa_cupy.causal_product_backward(product, q, k, v)[0].shape == q.shape
+    assert fa_cupy.linear_attention(q, k, v).shape == v.shape
+import ml_dtypes
+x = q.astype(ml_dtypes.bfloat16)
+assert fa_cupy.attention(x, x, x).dtype == x.dtype
+dense = rng.random((300, 300)) < 0.3
+dense[:, 0] = True
+mask = fa_cupy.BitMask.from_dense(dense)
+mask.save("mask.npz")
+mask = fa_cupy.BitMask.load("mask.npz")
+assert (mask.to_dense() == dense).all()
+assert np.allclose(fa_cupy.attention(q, k, v, mask=mask), fa_cupy.attention(q, k, v, mask=dense))
+from scipy import sparse
+rows = sparse.csr_matrix(dense)
+assert (fa_cupy.BitMask.from_csr(rows).to_dense() == dense).all()
+assert (mask.to_csr() != rows).nnz == 0
+"""
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="older than wheels for this Python")
+def test_wheel_works_with_the_lowest_versions(source, wheel, tmp_path):
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*command, "--only-binary", ":all:", *minimums(source), str(wheel)], check=True)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    for arguments in (["-W", "error", "-c", BATTERY], ["-m", "fa_cupy", "info"]):
+        command = [str(python), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    for one in minimums(source):
+        assert one.replace("==", " ") in done.stdout
+    assert "one thread a product" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,134 +1,134 @@
-"""Work spread over threads, with the BLAS library held to one thread in each of them.
+"""Work spread over threads that live as long as a call, whatever interrupts it.
 
-The number of threads of most BLAS libraries belongs to the whole process, so calls that overlap
-share one limit: the first sets it, the last puts back what it found. A library whose number
-somebody else has changed in between is left as it is. OpenBLAS on OpenMP keeps a number for every
-thread instead; there each thread sets its own.
+Python runs the handlers of signals in the main thread, between any two calls, and what one raises
+goes up from there. The caller of `run` must not go on while helpers work on its arrays, so a run
+ends with one call in C that no handler can interrupt. Nothing here has a finalizer in Python: what
+a handler raises in one is lost.
 """
 
 from __future__ import annotations
 
-import itertools
+import _thread
+import ctypes
+import functools
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import threadpoolctl
 
+from fa_cupy.cpu import _blas
+
 Task = TypeVar("Task")
 
+# The locks that Python's own are made of: waiting for those of `threading` runs handlers, which may
+# raise. Through `ctypes.pythonapi` itself, a thread that waits would let no other run Python.
+_python = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
+_allocate_lock = _python.PyThread_allocate_lock
+_allocate_lock.restype = ctypes.c_void_p
+_acquire_lock = _python.PyThread_acquire_lock
+_acquire_lock.argtypes = [ctypes.c_void_p, ctypes.c_int]
+_release_lock = _python.PyThread_release_lock
+_release_lock.argtypes = [ctypes.c_void_p]
+_release_lock.restype = None
+_NO_WAIT, _WAIT = 0, 1
 
-class _Library(NamedTuple):
-    """A loaded BLAS library."""
-
-    get_threads: Callable[[], int | None]
-    set_threads: Callable[[int], Any]
-    by_thread: bool  # whether each thread has a number of its own
+_unused_locks: deque[int] = deque()  # kept for later runs
 
 
-class _BlasLimit:
-    """One thread for every BLAS library, while anyone holds it."""
+class _Helpers(Generic[Task]):
+    """Threads that do tasks together with the one that starts them.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._libraries: list[_Library] | None = None  # finding them takes milliseconds
-        self._saved: list[tuple[_Library, int]] = []
+    Attributes
+    ----------
+    errors : list of BaseException
+        What helpers raised, and nobody has handled.
+    """
 
-    @contextmanager
-    def hold(self) -> Iterator[int]:
-        """Hold the limit, and give the number of threads that BLAS was allowed before it."""
-        with self._lock:
-            if self._libraries is None:
-                self._libraries = _find_libraries()
-            if self._holders == 0:
-                self._saved = _limit_to_one(self._libraries, by_thread=False)
-            self._holders += 1
-            own = _limit_to_one(self._libraries, by_thread=True)
-            allowed = max((n for _, n in self._saved + own), default=_cpu_count())
-        try:
-            yield allowed
-        finally:
-            _restore(own)
-            with self._lock:
-                self._holders -= 1
-                if self._holders == 0:
-                    self._let_go()
+    def __init__(
+        self, tasks: Sequence[Task], new_worker: Callable[[], Callable[[Task], None]], count: int
+    ) -> None:
+        self.errors: list[BaseException] = []
+        self._left = deque(tasks)  # that nobody has begun
+        self._new_worker = new_worker
+        # One a helper, held while it works. A helper that comes to run late finds no task.
+        self._locks = [_new_lock() for _ in range(count)]
 
-    def join(self) -> None:
-        """Apply the limit to the calling thread, which somebody else's `hold` outlives."""
-        _limit_to_one(self._libraries or [], by_thread=True)
+    def start(self) -> None:
+        """Start as many as there can be."""
+        _at_work.add(self)
+        for lock in self._locks:
+            try:
+                # One call in C: the thread is there or it is not.
+                _thread.start_new_thread(self._help, (lock,))
+            except RuntimeError:  # no more threads to be had: go on with those there are
+                return
+
+    def work(self) -> None:
+        """Do what is left, one task after the other."""
+        worker = self._new_worker()
+        while True:
+            try:
+                task = self._left.popleft()
+            except IndexError:
+                return
+            worker(task)
+
+    def end(self) -> Iterator[None]:
+        """Return an iterator, in C, of what is to be done at the end: waiting, above all."""
+        steps = [functools.partial(self._left.clear)]
+        steps += [functools.partial(_acquire_lock, lock, _WAIT) for lock in self._locks]
+        steps += [functools.partial(_release_lock, lock) for lock in self._locks]
+        steps += [functools.partial(_unused_locks.extend, self._locks)]
+        steps += [functools.partial(_at_work.discard, self)]
+        return map(functools.partial.__call__, steps)
 
     def forget(self) -> None:
-        """Start afresh in a forked child, where the holders' threads do not exist."""
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._let_go()
+        """Wait for none of them: they are not in this process, and what they had begun is lost."""
+        self._left.clear()
+        self.errors.append(RuntimeError("fa_cupy: this process was forked in the middle of a call"))
+        for lock in self._locks:
+            _release_lock(lock)
 
-    def _let_go(self) -> None:
-        saved, self._saved = self._saved, []
-        _restore(saved)
-
-
-def _find_libraries() -> list[_Library]:
-    found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
-    return [
-        _Library(
-            lib.get_num_threads,
-            _openblas_setter(lib) or lib.set_num_threads,
-            by_thread=getattr(lib, "threading_layer", None) == "openmp",
-        )
-        for lib in found
-    ]
+    def _help(self, lock: int) -> None:
+        if not _acquire_lock(lock, _NO_WAIT):
+            return
+        try:
+            self.work()
+        except BaseException as error:  # handed to the caller
+            self._left.clear()
+            self.errors.append(error)
+        finally:
+            _release_lock(lock)
 
 
-def _openblas_setter(library: Any) -> Callable[[int], Any] | None:
-    """Return the C function of OpenBLAS on POSIX threads; None for other libraries.
-
-    threadpoolctl >= 3.8 lets only the first thread that asks, as a rule the main one, change the
-    number, and ignores the others in silence. Counting holders makes that needless.
-    """
-    if library.internal_api != "openblas" or library.threading_layer == "openmp":
-        return None
-    for prefix, suffix in itertools.product(("", "scipy_"), ("", "64_", "_64")):
-        name = f"{prefix}openblas_set_num_threads{suffix}"
-        setter: Callable[[int], Any] | None = getattr(library.dynlib, name, None)
-        if setter is not None:
-            return setter
-    return None
+_at_work: set[_Helpers[Any]] = set()
 
 
-def _limit_to_one(libraries: list[_Library], *, by_thread: bool) -> list[tuple[_Library, int]]:
-    """Set the libraries of one kind to one thread; return them with what they had."""
-    chosen = [lib for lib in libraries if lib.by_thread == by_thread]
-    saved = [(lib, lib.get_threads() or 1) for lib in chosen]
-    for lib in chosen:
-        lib.set_threads(1)
-    return saved
+def _new_lock() -> int:
+    try:
+        return _unused_locks.pop()
+    except IndexError:
+        lock: int | None = _allocate_lock()
+    if not lock:
+        raise MemoryError("no memory for a lock")
+    return lock
 
 
-def _restore(saved: list[tuple[_Library, int]]) -> None:
-    for lib, threads in saved:
-        if lib.get_threads() == 1:
-            lib.set_threads(threads)
+def _after_fork() -> None:
+    for helpers in [*_at_work]:
+        helpers.forget()
 
 
-def _cpu_count() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-_limit = _BlasLimit()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_limit.forget)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def run(
     tasks: Sequence[Task], new_worker: Callable[[], Callable[[Task], None]], parallel: bool = True
 ) -> None:
-    """Do `tasks` in order of the sequence, in as many threads as BLAS would have been allowed.
+    """Do `tasks` in order of the sequence, in as many threads as BLAS is allowed.
 
     Parameters
     ----------
@@ -143,40 +143,38 @@ def run(
     Raises
     ------
     BaseException
-        The first exception that a task raised; tasks not begun by then are left out.
+        What a task raised, or the handler of a signal; tasks not begun by then are left out, and
+        those that were begun have ended.
     """
-    queue, queue_lock = iter(tasks), threading.Lock()
-    errors: list[BaseException] = []
+    count = min(allowed(), len(tasks)) - 1 if parallel else 0
+    helpers = _Helpers(tasks, new_worker, max(0, count))
+    if count < 1:
+        helpers.work()
+        return
+    end = helpers.end()
+    try:
+        helpers.start()
+        helpers.work()
+    finally:
+        tuple(end)  # one call in C, and nothing before it in which a handler could run
+    if helpers.errors:
+        raise helpers.errors.pop(0)
 
-    def drain(in_thread: bool) -> None:
-        try:
-            if in_thread:
-                _limit.join()
-            worker = new_worker()
-            while not errors:
-                with queue_lock:
-                    task = next(queue, None)
-                if task is None:
-                    return
-                worker(task)
-        except BaseException as error:  # handed to the caller below
-            errors.append(error)
 
-    with _limit.hold() as allowed:
-        helpers: list[threading.Thread] = []
-        try:
-            for _ in range(min(allowed, len(tasks)) - 1 if parallel else 0):
-                helper = threading.Thread(target=drain, args=(True,), name="fa_cupy")
-                try:
-                    helper.start()
-                except RuntimeError:  # no more threads to be had: go on with those there are
-                    break
-                helpers.append(helper)
-            drain(False)
-        except BaseException as error:  # an interrupt between two statements above
-            errors.append(error)
-        finally:
-            for helper in helpers:
-                helper.join()
-    if errors:
-        raise errors[0]
+def allowed() -> int:
+    """Return how many threads BLAS may have, of the processors that this thread may run on."""
+    if _blas.LIBRARY is None:
+        # NumPy's library has threads of its own for every product, which would wait for each other.
+        return 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+    most = max((library.get_num_threads() or 1 for library in _libraries()), default=processors)
+    return min(most, processors)
+
+
+@functools.cache
+def _libraries() -> list[Any]:
+    """Return the BLAS libraries of others; finding them takes milliseconds."""
+    own = None if _blas.LIBRARY is None else os.path.realpath(_blas.LIBRARY.path)
+    found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    return [library for library in found if os.path.realpath(library.filepath) != own]

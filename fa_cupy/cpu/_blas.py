@@ -1,0 +1,232 @@
+"""Matrix products that stay on the thread that asks for them.
+
+A BLAS library spreads a large product over threads of its own, and for most libraries how many
+belongs to the whole process. NumPy's library is everybody's, so its number is not ours to change.
+The wheel scipy-openblas32 holds the same library once more: a copy that nobody else calls and that
+gets one thread. NumPy computes what is small: OpenBLAS keeps that on the calling thread.
+
+Without the wheel NumPy computes everything, with as many threads as its library takes, and there
+are no other threads: several that wait for those of the library take several times as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+#: What OpenBLAS computes on the calling thread anyway: products of so many multiplications, and
+#: fewer with a vector (interface/gemm.c and gemv.c). These are left to NumPy, which asks for less.
+SERIAL = 4 * 65536
+SERIAL_SUMS = 8000
+_WHEEL, _MODULE = "scipy-openblas32", "scipy_openblas32"
+
+
+class _Library:
+    """Our copy of OpenBLAS, at one thread."""
+
+    def __init__(self, path: Path) -> None:
+        # Another OpenBLAS that everybody sees must not take the place of symbols inside of this.
+        loaded = ctypes.CDLL(str(path), mode=getattr(os, "RTLD_DEEPBIND", 0))
+        self.path = path
+        single, double = np.dtype(np.float32), np.dtype(np.float64)
+        self.reals = {single: ctypes.c_float, double: ctypes.c_double}
+        self.gemm = {single: loaded.scipy_sgemm_, double: loaded.scipy_dgemm_}
+        self.gemv = {single: loaded.scipy_sgemv_, double: loaded.scipy_dgemv_}
+        for function in (*self.gemm.values(), *self.gemv.values()):
+            function.restype = None
+        self.threads = loaded.scipy_openblas_get_num_threads
+        self.set_threads = loaded.scipy_openblas_set_num_threads
+        self.set_threads(1)
+
+
+def _load() -> tuple[_Library | None, str]:
+    """Return the library, and what to say of it or of why it is not there."""
+    if _MODULE in sys.modules:  # a NumPy under development, which computes with it
+        return None, f"{_WHEEL} is in use by others"
+    if hasattr(ctypes.pythonapi, "__asan_init"):
+        return None, "the address sanitizer takes no library with symbols of its own"
+    found = importlib.util.find_spec(_MODULE)
+    if found is None or found.origin is None:
+        return None, f"{_WHEEL} is not installed"
+    paths = [*Path(found.origin).parent.glob("lib/libscipy_openblas*")]
+    try:
+        version = metadata.version(_WHEEL)
+        return _Library(paths[0]), f"{_WHEEL} {version}, one thread a product"
+    # What is left of it after an update, or made for other systems.
+    except (ImportError, OSError, AttributeError, IndexError) as error:
+        return None, f"{_WHEEL} cannot be loaded: {error}"
+
+
+#: Loaded with this module, not at the first call: no lock that a signal handler might wait for.
+LIBRARY, _said = _load()
+
+
+def described() -> str:
+    """Return which library computes large products."""
+    return _said if LIBRARY is not None else f"NumPy's own, on its threads alone: {_said}"
+
+
+_HEAD, _from_address = object.__basicsize__, ctypes.c_void_p.from_address
+
+
+def _pointer_of(array: Array) -> ctypes.c_void_p:
+    """Return a pointer to the elements, in a tenth of the time that ``array.ctypes`` takes.
+
+    It is the first thing in the struct PyArrayObject after what all objects begin with.
+    """
+    return _from_address(id(array) + _HEAD)
+
+
+def _choose_pointer() -> Callable[[Array], ctypes.c_void_p]:
+    probe = np.zeros((3, 2))[1:]
+    if sys.implementation.name == "cpython" and _pointer_of(probe).value == probe.ctypes.data:
+        return _pointer_of
+    return lambda array: ctypes.c_void_p(array.ctypes.data)
+
+
+_pointer = _choose_pointer()
+
+
+def matmul(a: Array, b: Array, out: Array, add: bool) -> bool:
+    """Set `out` to ``a @ b`` or add that to it; return False if that is left to NumPy.
+
+    Operands are stacks (n, rows, cols) of one dtype, float32 or float64, and aligned.
+    """
+    if LIBRARY is None:
+        return False
+    if LIBRARY.threads() != 1:  # threadpoolctl sets all libraries that it finds
+        LIBRARY.set_threads(1)
+    call = _gemm(a.dtype, a.shape, a.strides, b.shape, b.strides, out.strides, add)
+    if call is None:
+        return False
+    call(a, b, out)
+    return True
+
+
+def sum_rows(a: Array, ones: Array, out: Array) -> bool:
+    """Set `out` (n, rows) to ``a @ ones``; return False if that is left to NumPy."""
+    if LIBRARY is None or a.shape[1] * a.shape[2] <= SERIAL_SUMS:
+        return False
+    if LIBRARY.threads() != 1:
+        LIBRARY.set_threads(1)
+    call = _gemv(a.dtype, a.shape, a.strides, out.strides)
+    if call is None:
+        return False
+    call(a, ones, out)
+    return True
+
+
+# A call of the library for three arrays. What else it takes is references, made once: converting
+# numbers anew takes as long as a small product.
+_Call = Callable[[Array, Array, Array], None]
+_Sizes = tuple[int, ...]
+_MOST_CALLS = 4096
+
+
+@functools.lru_cache(maxsize=_MOST_CALLS)
+def _gemm(
+    dtype: np.dtype[Any],
+    shape_a: _Sizes,
+    strides_a: _Sizes,
+    shape_b: _Sizes,
+    strides_b: _Sizes,
+    strides_out: _Sizes,
+    add: bool,
+) -> _Call | None:
+    """Return the call for such operands; None where the library cannot read them."""
+    count, rows, inner = shape_a
+    cols, size = shape_b[2], dtype.itemsize
+    of_a, of_b = _layout(shape_a, strides_a, size), _layout(shape_b, strides_b, size)
+    of_out = _layout((count, rows, cols), strides_out, size)
+    if LIBRARY is None or not (of_a and of_b and of_out) or of_out.kind != b"N":
+        return None
+    # The library wants columns dense, and so takes these for their transposes: out.T = b.T @ a.T.
+    kinds = [_reference(ctypes.c_char, x.kind) for x in (of_b, of_a)]
+    sizes = [_reference(ctypes.c_int, x) for x in (cols, rows, inner)]
+    real, gemm = LIBRARY.reals[dtype], LIBRARY.gemm[dtype]
+    before, beta = (*kinds, *sizes, _reference(real, 1)), _reference(real, 1 if add else 0)
+    ld_a, ld_b, ld_out = (_reference(ctypes.c_int, x.step) for x in (of_a, of_b, of_out))
+    step_a, step_b, step_out = strides_a[0], strides_b[0], strides_out[0]
+
+    def call(a: Array, b: Array, out: Array) -> None:
+        to_a, to_b, to_out = _pointer(a), _pointer(b), _pointer(out)
+        gemm(*before, to_b, ld_b, to_a, ld_a, beta, to_out, ld_out)
+        if count > 1:
+            # Pointers of its own from here on: those above are parts of the arrays.
+            at_a, at_b, at_out = to_a.value or 0, to_b.value or 0, to_out.value or 0
+            to_a, to_b, to_out = (ctypes.c_void_p() for _ in range(3))
+        for _ in range(1, count):
+            to_a.value = at_a = at_a + step_a
+            to_b.value = at_b = at_b + step_b
+            to_out.value = at_out = at_out + step_out
+            gemm(*before, to_b, ld_b, to_a, ld_a, beta, to_out, ld_out)
+
+    return call
+
+
+@functools.lru_cache(maxsize=_MOST_CALLS)
+def _gemv(
+    dtype: np.dtype[Any], shape: _Sizes, strides: _Sizes, strides_out: _Sizes
+) -> _Call | None:
+    """Return the call for sums of such rows; None where the library cannot read them."""
+    count, rows, cols = shape
+    layout = _layout(shape, strides, dtype.itemsize)
+    if LIBRARY is None or not layout or layout.kind != b"N":
+        return None
+    real, gemv = LIBRARY.reals[dtype], LIBRARY.gemv[dtype]
+    sizes = [_reference(ctypes.c_int, x) for x in (cols, rows)]
+    before = (_reference(ctypes.c_char, b"T"), *sizes, _reference(real, 1))
+    ld, beta, one = (
+        _reference(kind, x)
+        for kind, x in ((ctypes.c_int, layout.step), (real, 0), (ctypes.c_int, 1))
+    )
+    step = _reference(ctypes.c_int, strides_out[1] // dtype.itemsize)
+
+    def call(a: Array, ones: Array, out: Array) -> None:
+        to_a, to_ones, to_out = _pointer(a), _pointer(ones), _pointer(out)
+        gemv(*before, to_a, ld, to_ones, one, beta, to_out, step)
+        for i in range(1, count):
+            next_a, next_out = _moved(to_a, i * strides[0]), _moved(to_out, i * strides_out[0])
+            gemv(*before, next_a, ld, to_ones, one, beta, next_out, step)
+
+    return call
+
+
+def _reference(kind: Any, value: Any) -> Any:
+    return ctypes.byref(kind(value))
+
+
+def _moved(pointer: ctypes.c_void_p, distance: int) -> ctypes.c_void_p:
+    # A new one: the old one is part of an array.
+    return ctypes.c_void_p((pointer.value or 0) + distance)
+
+
+class _Layout(NamedTuple):
+    """How a matrix lies in memory."""
+
+    kind: bytes  # "N" where rows lie densely, "T" where columns do
+    step: int  # from one of them to the next, in elements
+
+
+def _layout(shape: _Sizes, strides: _Sizes, itemsize: int) -> _Layout | None:
+    """Return the layout of matrices (n, rows, cols); None where the library cannot read them."""
+    for kind, dense, other in ((b"N", 2, 1), (b"T", 1, 2)):
+        step, rest = divmod(strides[other], itemsize)
+        if shape[other] == 1:  # no step is made
+            step, rest = shape[dense], 0
+        is_dense = strides[dense] == itemsize or shape[dense] == 1
+        if is_dense and not rest and shape[dense] <= step < 1 << 31:
+            return _Layout(kind, step)
+    return None
