@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import cupy
@@ -20,7 +20,7 @@ from fa_cupy._blocks import BlockLists
 from fa_cupy._check import Problem
 from fa_cupy._masks import BitMask
 from fa_cupy.gpu.devices import multiprocessors
-from fa_cupy.gpu.launch import capturing
+from fa_cupy.gpu.launch import any_mode, capturing
 from fa_cupy.gpu.mask_lists import DeviceMask, pack
 from fa_cupy.gpu.mask_order import section, work_order
 from fa_cupy.gpu.params import MaskPointers
@@ -68,12 +68,13 @@ class Made:
         made = self.made
         if made is None:  # by now: another thread knows
             return
-        if not made.done:
-            here = cupy.cuda.get_current_stream().ptr
-            if here == self.stream != _STREAM_OF_THREAD:
-                return
-            # The stream cannot wait for it: a graph must not depend on what is no part of it.
-            made.synchronize()
+        with any_mode() if capturing() else nullcontext():
+            if not made.done:
+                here = cupy.cuda.get_current_stream().ptr
+                if here == self.stream != _STREAM_OF_THREAD:
+                    return
+                # The stream cannot wait for it: a graph must not depend on what is no part of it.
+                made.synchronize()
         self.made = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,23 @@ def capturing() -> bool:
     That may run long after memory from the pool that it works in was given to someone else.
     """
     return bool(runtime.streamIsCapturing(get_current_stream().ptr))
+
+
+@contextmanager
+def any_mode() -> Iterator[None]:
+    """Let this thread ask the driver for what the mode of a capture may forbid.
+
+    The modes ``global`` and ``thread_local`` do not even let it ask whether an event has happened,
+    because what it waits for might be part of the capture, which ends with an error then.
+    """
+    from cuda.bindings import driver as bindings
+
+    relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = bindings.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        bindings.cuThreadExchangeStreamCaptureMode(before)
 
 
 class Arguments:
