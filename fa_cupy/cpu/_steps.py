@@ -17,8 +17,6 @@ Array = npt.NDArray[Any]
 # exp(score - first) in a row whose first maximum is below 0. The largest weight of each row is then
 # from 1 to 1e14, far from the end of float32, and takes no value below its other end.
 _SMALL_SCORE = 16.0
-# Products are multiplied by such a factor, and queries by no part of it.
-_LARGE_FACTOR = 1e4
 # Numbers below it have fewer digits.
 _SMALLEST = {np.dtype(t): np.finfo(t).tiny for t in (np.float32, np.float64)}
 
@@ -44,7 +42,7 @@ class _Fold(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _fold(factor: float, dtype: np.dtype[Any]) -> _Fold:
     """Return how queries and products of `dtype` share a factor."""
-    now, later = _transform.split(factor) if abs(factor) < _LARGE_FACTOR else (1.0, factor)
+    now, later = _transform.split(factor) if abs(factor) < _transform.MOST else (1.0, factor)
     with np.errstate(all="ignore"):
         return _Fold(_exact(now, dtype), _exact(later, dtype), _exact(factor, dtype))
 
@@ -166,7 +164,8 @@ class Steps:
             rows.top.fill(0)
             if least < 0:  # weights below 1 in all of a row would take the smallest values away
                 np.minimum(top, 0, out=rows.top)
-                rows.lowered = int(np.nonzero(top < 0)[1].max()) + 1
+                below = top[0] < 0 if len(top) == 1 else (top < 0).any(axis=0)
+                rows.lowered = len(below) - int(below[::-1].argmax())
             self._exp(rows, scores)
             self._sum(scores, rows.total)
             return
