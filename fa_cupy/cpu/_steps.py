@@ -164,7 +164,7 @@ class Steps:
             rows.top.fill(0)
             if least < 0:  # weights below 1 in all of a row would take the smallest values away
                 np.minimum(top, 0, out=rows.top)
-                below = top[0] < 0 if len(top) == 1 else (top < 0).any(axis=0)
+                below: Array = np.less(top[0] if len(top) == 1 else top.min(axis=0), 0)
                 rows.lowered = len(below) - int(below[::-1].argmax())
             self._exp(rows, scores)
             self._sum(scores, rows.total)
@@ -190,9 +190,11 @@ class Steps:
     def finish(self, rows: _tiled.Rows, out: Array, lse: Array) -> bool:
         np.add(rows.top, np.log(rows.total), out=lse)
         np.copyto(rows.total, 1, where=rows.total == 0)
-        np.divide(rows.acc, rows.total, out=rows.acc)
-        self.store(out, rows.acc)
-        return bool(np.isfinite(rows.acc).all())
+        found = out if out.dtype == self.dtype else rows.acc
+        np.divide(rows.acc, rows.total, out=found)
+        if found is not out:
+            self.store(out, found)
+        return self.finite(found)
 
     def store(self, out: Array, value: Array) -> None:
         np.copyto(out, value, casting="unsafe")
