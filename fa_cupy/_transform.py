@@ -11,8 +11,8 @@ from fa_cupy._check import Problem
 
 # The largest softcap, in parts of the largest number.
 _CAP_MARGIN = 2.0**-24
-# From here on a factor is one that products cannot bear.
-_MOST = 1e4
+#: Queries take no part of a factor from here on; products are multiplied by it when they are done.
+MOST = 1e4
 
 
 def folds(factor: float) -> bool:
@@ -21,7 +21,7 @@ def folds(factor: float) -> bool:
     Otherwise finished scores have to be multiplied by it, in float64: they may become infinite
     then, but terms of a sum that were infinite already could make it NaN.
     """
-    return factor == 0 or 1e-8 < abs(factor) < _MOST
+    return factor == 0 or 1e-8 < abs(factor) < MOST
 
 
 def split(factor: float) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def in_turn(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float, bool]
     largest = float(np.finfo(dtype).max)
     scale, softcap = abs(problem.scale), problem.softcap
     vanishes = 0 < scale < softcap * float(np.finfo(np.float64).tiny)
-    if vanishes or (cap < softcap <= largest and scale < _MOST):
+    if vanishes or (cap < softcap <= largest and scale < MOST):
         return problem.scale, min(softcap, largest), True
     return factor, cap, False
 

@@ -18,8 +18,6 @@ Array = npt.NDArray[Any]
 # exp(score - first) in a row whose first maximum is below 0. The largest weight of each row is then
 # from 1 to 1e14, far from the end of float32, and takes no value below its other end.
 _SMALL_SCORE = 16.0
-# Products are multiplied by such a factor, and queries by no part of it.
-_LARGE_FACTOR = 1e4
 # Numbers below it have fewer digits.
 _SMALLEST = {np.dtype(t): np.finfo(t).tiny for t in (np.float32, np.float64)}
 
@@ -45,7 +43,7 @@ class _Fold(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _fold(factor: float, dtype: np.dtype[Any]) -> _Fold:
     """Return how queries and products of `dtype` share a factor."""
-    now, later = _transform.split(factor) if abs(factor) < _LARGE_FACTOR else (1.0, factor)
+    now, later = _transform.split(factor) if abs(factor) < _transform.MOST else (1.0, factor)
     with np.errstate(all="ignore"):
         return _Fold(_exact(now, dtype), _exact(later, dtype), _exact(factor, dtype))
 
@@ -171,7 +169,8 @@ class Steps:
             rows.top.fill(0)
             if least < 0:  # weights below 1 in all of a row would take the smallest values away
                 np.minimum(top, 0, out=rows.top)
-                rows.lowered = int(np.nonzero(top < 0)[1].max()) + 1
+                below: Array = np.less(top[0] if len(top) == 1 else top.min(axis=0), 0)
+                rows.lowered = len(below) - int(below[::-1].argmax())
             self._exp(rows, scores)
             self._sum(scores, rows.total)
             return
@@ -196,9 +195,11 @@ class Steps:
     def finish(self, rows: _tiled.Rows, out: Array, lse: Array) -> bool:
         np.add(rows.top, np.log(rows.total), out=lse)
         np.copyto(rows.total, 1, where=rows.total == 0)
-        np.divide(rows.acc, rows.total, out=rows.acc)
-        self.store(out, rows.acc)
-        return bool(np.isfinite(rows.acc).all())
+        found = out if out.dtype == self.dtype else rows.acc
+        np.divide(rows.acc, rows.total, out=found)
+        if found is not out:
+            self.store(out, found)
+        return self.finite(found)
 
     def store(self, out: Array, value: Array) -> None:
         np.copyto(out, value, casting="unsafe")
