@@ -19,6 +19,7 @@ from tests.large_scores import (
     spoiled_scores,
     whole_scores,
 )
+from tests.planted import plant
 from validation import emulated, emulator
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
@@ -32,9 +33,9 @@ FEW = [r for r in PLAIN if (r.dim == 64) == (r.dtype == "float16") and r.dim in 
 of_few = pytest.mark.parametrize("row", FEW, ids=lambda row: row.name)
 
 
-def run(row, call, seed=0):
+def run(row, call, seed=0, source=None):
     *arrays, options = call
-    return emulated.attention(row, *arrays, seed, **options)
+    return emulated.attention(row, *arrays, seed, source, **options)
 
 
 def takes_bias(row):
@@ -115,3 +116,55 @@ def test_a_lost_row_does_not_spread_to_those_computed_again(row):
     out, lse = run(row, call)
     assert np.isnan(lse[17])
     hold(call, out, lse)
+
+
+def check_all(row, source=None):
+    """Some calls of every kind, for a kernel in place of the row's own."""
+    dtype, dims, biased = DTYPES[row.dtype], (row.dim, row.dim), takes_bias(row)
+    calls = one_key(dtype, dims, 25000)
+    if row.dtype == "bfloat16":
+        calls += beyond_float32(dims, 1e30)
+    for call in calls:
+        hold(call, *run(row, call, source=source))
+    call = spoiled_scores(dtype, dims, 1e8)
+    hold_as_plain(call, run(row, call, source=source)[0])
+    for size in (-1e9, -LARGEST, LARGEST):
+        for call in same_bias(dtype, dims, size):
+            hold_as_plain(call, run(biased, call, source=source)[0])
+
+
+# What stands in the headers, what is put there instead; which kernel shows it.
+BUGS = {
+    "no row is far": ("fwd_sm80", ("< kCoarse) return false", "< FA_INFINITY) return false")),
+    "infinite references are not far": (
+        "fwd_sm90",
+        ("< kCoarse)", "< kCoarse || fabsf(reference) == FA_INFINITY)"),
+    ),
+    "rows below everything saw no key": (
+        "fwd_sm80", ("p.bias == nullptr && first_key", "p.bias != nullptr && first_key"),
+    ),
+    "products in float32": ("fwd_sm80", ("product_of<kBf16, double>", "product_of<kBf16, float>")),
+    "the bias times log2(e) by itself": (
+        "fwd_sm80",
+        ("x += load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);",
+         "return fmaf(kLog2e, load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col,"
+         " p.bias_kind), kLog2e * x);"),
+    ),
+    "the lowest bias hides": ("fwd_sm90", ("__fmul_rz(kLog2e, x)", "kLog2e * x")),
+    "the log-sum-exp stays": ("fwd_sm80", ("p.lse[batch * p.q_len + row] = lse;", ";")),
+    "the maximum stays": ("fwd_sm80", ("top = score;", "top = top < -1e300 ? score : top;")),
+    "far rows trust the fast path": ("fwd_sm80", ("fabsf(reference) >= kFar", "false")),
+}  # fmt: skip
+
+
+@of_few
+def test_all_kinds_of_calls(row):
+    check_all(row)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, tmp_path):
+    kernel, change = BUGS[bug]
+    row = next(r for r in FEW if r.source == f"attention/{kernel}" and r.dtype == "bfloat16")
+    with pytest.raises(AssertionError):
+        check_all(row, plant(tmp_path, row.source, change))

@@ -360,9 +360,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
   }
 
-  // The lanes that want their row computed again: their part of it is not finite, though its sum
-  // is a number (else the row is NaN, as it should be), or it has outgrown all of this.
-  uint32 again[kMmaM][2], any_again = 0;
+  uint32 again[kMmaM][2], any_again = 0;  // lanes whose row is to be computed again
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -372,11 +370,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       for (int j = 0; j < kMmaV; ++j) {
         probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
       }
-      const float sum = softmax.sum[i][h];
-      const bool broken = probe != probe && sum == sum;
-      again[i][h] = __ballot_sync(
-          kFullWarp, broken || outgrown<true, kSparse>(params, first_row + 16 * i + 8 * h,
-                                                       softmax.reference[i][h], sum));
+      again[i][h] =
+          __ballot_sync(kFullWarp, needs_slow_path<true, kSparse>(
+                                       params, first_row + 16 * i + 8 * h, softmax.reference[i][h],
+                                       softmax.sum[i][h], probe == probe));
       any_again |= again[i][h];
     }
   }
@@ -405,19 +402,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if (any_again == 0) return;
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
 #pragma unroll 1
-      for (int r = 0; r < 8; ++r) {
-        const int row = work.q_begin + warp * kWarpRows + 16 * i + 8 * h + r;
-        if ((again[i][h] >> 4 * r & 15) == 0 || row >= params.q_len) continue;
-        uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
-        const float lse = attend_row<kBf16, kDim, kSparse>(params, work.at, work.batch, row,
-                                                           [&](int col, uint16 x) { to[col] = x; });
-        if (params.lse != nullptr && lane == 0) params.lse[work.batch * params.q_len + row] = lse;
-      }
+  for (int r = 0; r < kWarpRows; ++r) {
+    const int row = work.q_begin + warp * kWarpRows + r, from = r % 8 * 4;  // the row's first lane
+    if ((again[0][0] >> from & 15) != 0 && row < params.q_len) {
+      uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
+      attend_row<kBf16, kDim, kSparse>(
+          params, work.at, work.batch, row, __shfl_sync(kFullWarp, softmax.reference[0][0], from),
+          __shfl_sync(kFullWarp, softmax.sum[0][0], from), [&](int col, uint16 x) { to[col] = x; });
+    }
+    if (r % 8 < 7) continue;
+    // Registers have no index: what belongs to the next eight rows moves to the first place.
+#pragma unroll
+    for (int part = 1; part < 2 * kMmaM; ++part) {
+      again[(part - 1) / 2][(part - 1) % 2] = again[part / 2][part % 2];
+      softmax.reference[(part - 1) / 2][(part - 1) % 2] = softmax.reference[part / 2][part % 2];
+      softmax.sum[(part - 1) / 2][(part - 1) % 2] = softmax.sum[part / 2][part % 2];
     }
   }
 }

@@ -504,16 +504,13 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         probe[h][j % 2] = fma2<kBf16>(out[j][h], 0, probe[h][j % 2]);
       }
     }
-    // The lanes that want their row computed again: their part of it is not finite, though its sum
-    // is a number (else the row is NaN, as it should be), or it has outgrown all of this.
-    uint32 again[2];
+    uint32 again[2];  // lanes whose row is to be computed again
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float sum = softmax.sum[0][h];
-      const bool broken = (probe[h][0] | probe[h][1]) != 0 && sum == sum;
-      again[h] = __ballot_sync(
-          kFullWarp, broken || outgrown<false, kSparse>(p, (my_row + 8 * h) >> params.row_shift,
-                                                        softmax.reference[0][h], sum));
+      const bool finite = (probe[h][0] | probe[h][1]) == 0;
+      again[h] = __ballot_sync(kFullWarp, needs_slow_path<false, kSparse>(
+                                              p, (my_row + 8 * h) >> params.row_shift,
+                                              softmax.reference[0][h], softmax.sum[0][h], finite));
     }
     // The output overwrites Q: of this warp's rows where they were in registers, else of them all.
     if constexpr (!kQRegisters) bar_sync(kEpilogue + group, 128);
@@ -530,14 +527,11 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         if (((r < 8 ? again[0] : again[1]) >> r % 8 * 4 & 15) == 0) continue;
         if (row >= tile_rows(params)) continue;
         const uint32 head = head_of(row);
-        const float lse = attend_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
+        attend_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
             p, batch_offsets(p, head), head, row >> params.row_shift, [&](int col, uint16 x) {
               const uint32 at = QTile::offset(row_in_group, col / 8) + col % 8 * 2;
               *reinterpret_cast<uint16*>(&shared.q[q_place.index()][at]) = x;
             });
-        if (p.lse != nullptr && lane == 0) {
-          p.lse[static_cast<int64>(head) * p.q_len + (row >> params.row_shift)] = lse;
-        }
       }
     }
     fence_proxy_async_shared();

@@ -1,11 +1,9 @@
-// The slow path: one row of attention by itself, in float64.
+// The slow path: one row of attention by itself, key by key.
 //
 // Two kinds of rows take it once the fast path has finished.  A row whose output is not all finite:
 // a hidden key has weight 0, but 0 * NaN and 0 * inf are NaN inside a matrix product, so NaN or inf
 // in the value row of a hidden key would reach the output.  And a row whose scores are so large
-// that float32 does not carry the fast path's arithmetic (`outgrown`).  Nothing that the fast path
-// has found of the row is used: its products are sums in another order, and of scores of 1e8 they
-// differ by whole powers of e.
+// that float32 does not carry the fast path's arithmetic (`outgrown`).
 #pragma once
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
@@ -14,11 +12,12 @@
 
 // Whether a finished row has to be computed again, whatever its output looks like.
 //
-// With exact products (softmax.cuh) a row's weights share a factor of up to 2 to half a unit of its
-// reference: from kCoarse on that may be more than 2, and no 16-bit type holds them for long.
-// Scores that went through one_score are references themselves; only the ends of float32 matter to
-// these.  There a row may also look as if it had seen no key: all its scores were too low.  Without
-// mask and bias it is told apart by its band; with one of them it counts as having seen none.
+// With exact products (softmax.cuh) the weights of a row share a factor, 2 to the power of up to
+// half a unit of its reference.  From kCoarse on it may be more than 2, and a few powers of two
+// further no 16-bit type holds the weights.  Scores that went through one_score are references
+// themselves; to these only the ends of float32 matter.  There a row may also look as if it had
+// seen no key: all its scores were too low.  Without mask and bias its band tells whether it has
+// seen one; with either it counts as having seen none.
 template <bool kExactProducts, bool kMasked>
 FA_DEVICE bool outgrown(const AttentionParams& p, int row, float reference, float sum) {
   if (fabsf(reference) < kCoarse) return false;
@@ -26,6 +25,14 @@ FA_DEVICE bool outgrown(const AttentionParams& p, int row, float reference, floa
     return !kMasked && sum == 0.0f && p.bias == nullptr && first_key(p, row) <= last_key(p, row);
   }
   return (kExactProducts && !p.transform) || fabsf(reference) >= -kNoReference;
+}
+
+// Whether a row is to be computed again; `finite`: this lane's part of its output is.  A row whose
+// sum is NaN saw a NaN and is to stay NaN.
+template <bool kExactProducts, bool kMasked>
+FA_DEVICE bool needs_slow_path(const AttentionParams& p, int row, float reference, float sum,
+                               bool finite) {
+  return (!finite && sum == sum) || outgrown<kExactProducts, kMasked>(p, row, reference, sum);
 }
 
 // Calls attend(key) for each key that a row may see by its band and by the mask's lists, as a whole
@@ -52,17 +59,58 @@ FA_DEVICE void for_listed_keys(const AttentionParams& p, int64 batch, int row,
   }
 }
 
-// q . k, all of it in every lane.
-template <bool kBf16>
-FA_DEVICE double exact_product(const uint16* q, const uint16* k, int dim) {
-  double product = 0.0;
+// The same without lists, if there is no mask.
+template <bool kMasked, typename Attend>
+FA_DEVICE void for_keys(const AttentionParams& p, int64 batch, int row, const Attend& attend) {
+  if constexpr (kMasked) {
+    for_listed_keys(p, batch, row, attend);
+  } else {
+    const int high = last_key(p, row);
 #pragma unroll 1
-  for (int d = threadIdx.x % 32; d < dim; d += 32) {
-    product += static_cast<double>(to_float<kBf16>(q[d])) * to_float<kBf16>(k[d]);
+    for (int key = first_key(p, row); key <= high; ++key) attend(key);
+  }
+}
+
+// q . k of a row and a key, all of it in every lane.
+template <bool kBf16, typename Real>
+FA_DEVICE Real product_of(const AttentionParams& p, const BatchOffsets& at, int row, int key) {
+  const uint16* q = static_cast<const uint16*>(p.q) + at.q + static_cast<int64>(row) * p.q_row;
+  const uint16* k = static_cast<const uint16*>(p.k) + at.k + static_cast<int64>(key) * p.k_row;
+  Real product = 0;
+#pragma unroll 1
+  for (int d = threadIdx.x % 32; d < p.head_dim; d += 32) {
+    product += static_cast<Real>(to_float<kBf16>(q[d])) * to_float<kBf16>(k[d]);
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) product += __shfl_xor_sync(kFullWarp, product, step);
   return product;
+}
+
+// acc += weight * v: a lane has every 32nd column.
+template <bool kBf16, int kCols, typename Real>
+FA_DEVICE void add_values(const AttentionParams& p, const BatchOffsets& at, int key, Real weight,
+                          Real (&acc)[kCols]) {
+  const int lane = threadIdx.x % 32;
+  const uint16* v = static_cast<const uint16*>(p.v) + at.v + static_cast<int64>(key) * p.v_row;
+#pragma unroll
+  for (int i = 0; i < kCols; ++i) {
+    if (lane + 32 * i < p.v_dim) acc[i] += weight * to_float<kBf16>(v[lane + 32 * i]);
+  }
+}
+
+// The output of a row whose reference and sum are known.
+template <bool kBf16, bool kMasked, int kCols>
+FA_DEVICE void attend_near(const AttentionParams& p, const BatchOffsets& at, int64 batch, int row,
+                           float reference, float sum, float (&acc)[kCols]) {
+  // Weights are normalised before they meet the values: where values are near the end of the range
+  // only their sum weighted by more than 1 in all was infinite.
+  const float inverse = inverse_sum(sum);
+  for_keys<kMasked>(p, batch, row, [&](int key) {
+    const float score = one_score(p, at, product_of<kBf16, float>(p, at, row, key), row, key);
+    if (score == -FA_INFINITY) return;
+    const float weight = ex2_approx_ftz(fmaf(score, p.exp2_scale, -reference));
+    add_values<kBf16>(p, at, key, inverse * rounded<kBf16>(weight), acc);
+  });
 }
 
 // e to the power of a difference of scores.
@@ -70,54 +118,73 @@ FA_DEVICE float weight_of(double difference) {
   return ex2_approx_ftz(static_cast<float>(difference * kLog2eDouble));
 }
 
-// One warp computes one row of a batch entry (counted over all batch axes, which only a mask asks
-// for), leaving out every key whose score is exactly -inf.  What comes out is handed to `write`
-// column by column, and its log-sum-exp is returned.
-template <bool kBf16, int kDim, bool kMasked, typename Write>
-FA_DEVICE float attend_row(const AttentionParams& p, const BatchOffsets& at, int64 batch, int row,
-                           const Write& write) {
-  const int lane = threadIdx.x % 32;
-  const uint16* q = static_cast<const uint16*>(p.q) + at.q + static_cast<int64>(row) * p.q_row;
-  // In float64 no sum of weighted values overflows before it is divided by the sum of the weights.
-  double acc[kDim / 32], sum = 0.0, top = -FA_INFINITY;
+// The output of a row of scores of any size; returns its log-sum-exp.  Products are exact in
+// float64.  The reference and the sum that the fast path has found are of no use: its products are
+// sums in another order, and of scores of 1e8 two such sums differ by whole powers of e.
+template <bool kBf16, bool kMasked, int kCols>
+FA_DEVICE float attend_far(const AttentionParams& p, const BatchOffsets& at, int64 batch, int row,
+                           float (&out)[kCols]) {
+  double acc[kCols], sum = 0.0, top = -FA_INFINITY;
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) acc[i] = 0.0;
-  const auto attend = [&](int col) {
-    const uint16* k = static_cast<const uint16*>(p.k) + at.k + static_cast<int64>(col) * p.k_row;
-    const double score = exact_score(p, at, exact_product<kBf16>(q, k, p.head_dim), row, col);
+  for (double& x : acc) x = 0.0;
+  for_keys<kMasked>(p, batch, row, [&](int key) {
+    const double score = exact_score(p, at, product_of<kBf16, double>(p, at, row, key), row, key);
     if (score == -FA_INFINITY) return;
     if (score > top) {
       const double correction = weight_of(top - score);
       top = score;
       sum *= correction;
 #pragma unroll
-      for (int i = 0; i < kDim / 32; ++i) acc[i] *= correction;
+      for (double& x : acc) x *= correction;
     }
     const double weight = weight_of(score - top);
     sum += weight;
-    const uint16* v = static_cast<const uint16*>(p.v) + at.v + static_cast<int64>(col) * p.v_row;
-#pragma unroll
-    for (int i = 0; i < kDim / 32; ++i) {
-      if (lane + 32 * i < p.v_dim) acc[i] += weight * to_float<kBf16>(v[lane + 32 * i]);
-    }
-  };
-  if constexpr (kMasked) {
-    for_listed_keys(p, batch, row, attend);
-  } else {
-    const int high = last_key(p, row);
-#pragma unroll 1
-    for (int col = first_key(p, row); col <= high; ++col) attend(col);
-  }
+    add_values<kBf16>(p, at, key, weight, acc);
+  });
   const float total = static_cast<float>(sum);
-  const double inverse = inverse_sum(total);
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) {
-    const uint32 x = pack2<kBf16>(static_cast<float>(acc[i] * inverse), 0.0f);
-    if (lane + 32 * i < p.v_dim) write(lane + 32 * i, static_cast<uint16>(x));
-  }
+  for (int i = 0; i < kCols; ++i) out[i] = static_cast<float>(acc[i] * inverse_sum(total));
   if (total == 0.0f) return -FA_INFINITY;
   const double lse = top + kLn2 * lg2_approx_ftz(total);
   // An infinite one would say that the row has seen no key.
   if (fabs(lse) > -kNoReference) return lse < 0.0 ? kNoReference : -kNoReference;
   return static_cast<float>(lse);
+}
+
+// Hands a lane's columns of an output to `write`.
+template <bool kBf16, int kCols, typename Write>
+FA_DEVICE void write_row(const AttentionParams& p, const float (&out)[kCols], const Write& write) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kCols; ++i) {
+    if (lane + 32 * i < p.v_dim)
+      write(lane + 32 * i, static_cast<uint16>(pack2<kBf16>(out[i], 0.0f)));
+  }
+}
+
+// One warp computes one row of a batch entry (counted over all batch axes), leaving out every key
+// whose score is exactly -inf.  What comes out is handed to `write` column by column; its
+// log-sum-exp is stored.
+template <bool kBf16, int kDim, bool kMasked, typename Write>
+FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int64 batch, int row,
+                          const Write& write) {
+  float out[kDim / 32];
+  const float lse = attend_far<kBf16, kMasked>(p, at, batch, row, out);
+  if (p.lse != nullptr && threadIdx.x % 32 == 0) p.lse[batch * p.q_len + row] = lse;
+  write_row<kBf16>(p, out, write);
+}
+
+// The same where float64 may be slow: a row whose reference is not far is computed in float32, with
+// the reference and the sum that the fast path has found, and keeps its log-sum-exp.
+template <bool kBf16, int kDim, bool kMasked, typename Write>
+FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int64 batch, int row,
+                          float reference, float sum, const Write& write) {
+  if (fabsf(reference) >= kFar) {
+    return attend_row<kBf16, kDim, kMasked>(p, at, batch, row, write);
+  }
+  float out[kDim / 32];
+#pragma unroll
+  for (float& x : out) x = 0.0f;
+  attend_near<kBf16, kMasked>(p, at, batch, row, reference, sum, out);
+  write_row<kBf16>(p, out, write);
 }

@@ -31,6 +31,9 @@ _COMMON += ("-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0")
 _SANITIZERS = ("-fsanitize=address", "-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 # Kernels: -O1, so that a debugger finds its way; each load and store is reported to machine.cpp.
 _KERNEL = ("-O1", "-w", "-fno-strict-aliasing", "-fno-exceptions", "-fasynchronous-unwind-tables")
+# What a function returns by value into shared memory is stored unreported; inlined it is not, and
+# a kernel is long enough for a compiler to stop inlining.
+_KERNEL += ("--param=large-function-insns=100000",)
 _REPORTED = ("-fsanitize=thread",)
 
 
