@@ -3,9 +3,9 @@
 Blocks of keys add to dQ in a fixed order; each waits until the one before has passed its turn on,
 by way of the L2 cache.  That takes longer on some cards than on others of the same name.  Here the
 kernel is built once more with a pause, for two and for three storing threads, and timed over the
-length of the pause: either before a turn is passed on, when the slot of what was added is free
-again, or before that slot is freed, as if adding took longer.  The bits of the results must not
-change.
+length of the pause: either after the buffer of what was added is free, before the turn is passed
+on, or before the buffer is free, as if adding took longer.  The bits of the first head's results
+must not change.
 
 Rows go to ``validation/results/turns-<device>.json``, the picture to
 ``docs/_static/turns-<device>.png``.
@@ -135,7 +135,7 @@ def measure(case: cases.Dense, rounds: int) -> list[store.Row]:
 
 
 def _bits(grads: Any) -> list[bytes]:
-    """Return a digest of some gradients that two results share only if they are the same bits."""
+    """Return the bytes of the gradients of the first head."""
     return [peers.to_host(x[0, 0]).tobytes() for x in grads]
 
 
@@ -187,6 +187,11 @@ def main(argv: Sequence[str]) -> int:
     args = p.parse_args(argv)
     if not store.gpu_available():
         print("turns: needs CuPy and a GPU, and finds none")
+        return 2
+    from fa_cupy.gpu.devices import current_target
+
+    if current_target() != "sm_90a":
+        print(f"turns: only kernels of sm_90a have turns, and this device runs {current_target()}")
         return 2
     rows: list[store.Row] = []
     for case in tqdm(_MEASURED, desc="turns", unit="case", file=sys.stderr):
