@@ -370,10 +370,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       for (int j = 0; j < kMmaV; ++j) {
         probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
       }
-      again[i][h] =
-          __ballot_sync(kFullWarp, needs_slow_path<true, kSparse>(
-                                       params, first_row + 16 * i + 8 * h, softmax.reference[i][h],
-                                       softmax.sum[i][h], probe == probe));
+      const float sum = softmax.sum[i][h];
+      const bool lost =
+          outgrown<true, kSparse>(params, first_row + 16 * i + 8 * h, softmax.reference[i][h], sum);
+      again[i][h] = __ballot_sync(kFullWarp, lost || is_broken(probe == probe, sum));
       any_again |= again[i][h];
     }
   }

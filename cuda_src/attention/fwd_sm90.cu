@@ -494,6 +494,13 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         }
       }
     }
+    uint32 again[2];  // lanes whose row is to be computed again
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      again[h] = __ballot_sync(
+          kFullWarp, outgrown<false, kSparse>(p, (my_row + 8 * h) >> params.row_shift,
+                                              softmax.reference[0][h], softmax.sum[0][h]));
+    }
     const float inverse[2] = {inverse_sum(softmax.sum[0][0]), inverse_sum(softmax.sum[0][1])};
     uint32 out[kMmaV][2], probe[2][2] = {{0, 0}, {0, 0}};  // NaN once an output is not finite
 #pragma unroll
@@ -504,13 +511,10 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         probe[h][j % 2] = fma2<kBf16>(out[j][h], 0, probe[h][j % 2]);
       }
     }
-    uint32 again[2];  // lanes whose row is to be computed again
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const bool finite = (probe[h][0] | probe[h][1]) == 0;
-      again[h] = __ballot_sync(kFullWarp, needs_slow_path<false, kSparse>(
-                                              p, (my_row + 8 * h) >> params.row_shift,
-                                              softmax.reference[0][h], softmax.sum[0][h], finite));
+      const bool broken = is_broken((probe[h][0] | probe[h][1]) == 0, softmax.sum[0][h]);
+      again[h] |= __ballot_sync(kFullWarp, broken);
     }
     // The output overwrites Q: of this warp's rows where they were in registers, else of them all.
     if constexpr (!kQRegisters) bar_sync(kEpilogue + group, 128);

@@ -27,13 +27,9 @@ FA_DEVICE bool outgrown(const AttentionParams& p, int row, float reference, floa
   return (kExactProducts && !p.transform) || fabsf(reference) >= -kNoReference;
 }
 
-// Whether a row is to be computed again; `finite`: this lane's part of its output is.  A row whose
-// sum is NaN saw a NaN and is to stay NaN.
-template <bool kExactProducts, bool kMasked>
-FA_DEVICE bool needs_slow_path(const AttentionParams& p, int row, float reference, float sum,
-                               bool finite) {
-  return (!finite && sum == sum) || outgrown<kExactProducts, kMasked>(p, row, reference, sum);
-}
+// Whether a row is to be computed again because of its output; `finite`: this lane's part of it is.
+// A row whose sum is NaN saw a NaN and is to stay NaN.
+FA_DEVICE bool is_broken(bool finite, float sum) { return !finite && sum == sum; }
 
 // Calls attend(key) for each key that a row may see by its band and by the mask's lists, as a whole
 // warp.
