@@ -19,6 +19,10 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 #: float32 and by 2**-43 in float64, which is what the rounding of scores of that size does.
 FAR = 2.0**10
 
+#: By how much of itself a log-sum-exp may differ from that of a call's own scores, by dtype, before
+#: it is one of more keys, as where results over parts of the keys were merged.
+_SAME = {np.dtype(np.float32): 2.0**-20, np.dtype(np.float64): 2.0**-48}
+
 
 @dataclass
 class Rows:
@@ -43,6 +47,16 @@ class Rows:
 def is_far(xp: Any, lse: Array) -> Array:
     """Return whether weights made from this log-sum-exp would be off; not if it is not finite."""
     return xp.isfinite(lse) & (xp.abs(lse) >= FAR)
+
+
+def given_total(xp: Any, lse: Array, top: Array, total: Array) -> Array:
+    """Return what weights ``exp(s - top)`` are divided by, given the log-sum-exp of a caller.
+
+    That is `total`, unless the log-sum-exp is one of more keys than `top` and `total` come from.
+    """
+    dtype = top.dtype.type
+    of_more = xp.abs(lse - (top + xp.log(total))) > dtype(_SAME[top.dtype]) * xp.abs(lse)
+    return xp.where(of_more, xp.exp(xp.where(of_more, lse - top, dtype(0))), total)
 
 
 def statistics(

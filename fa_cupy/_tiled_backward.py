@@ -36,7 +36,7 @@ import numpy as np
 from fa_cupy import _tiled
 from fa_cupy._check import Problem
 from fa_cupy._gradients import Operands, reduced
-from fa_cupy._statistics import is_far, statistics
+from fa_cupy._statistics import given_total, is_far, statistics
 from fa_cupy._tiled import Array
 from fa_cupy._transform import split
 
@@ -108,8 +108,10 @@ def keep_apart(
                 yield (some[0] - rows[0], some[1] - rows[0]), scores
 
     part = slice(*rows)
-    found = statistics(steps, x.q.shape[0], rows[1] - rows[0], scored())
-    far = is_far(steps.xp, x.lse[:, part])
+    lse = x.lse[:, part]
+    top, total = statistics(steps, x.q.shape[0], rows[1] - rows[0], scored())
+    far = is_far(steps.xp, lse)
+    found = top, given_total(steps.xp, lse, top, total)
     for kept, new in zip((x.top, x.total), found, strict=True):
         assert kept is not None
         kept[:, part] = steps.xp.where(far, new, kept[:, part])

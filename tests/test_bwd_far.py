@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fa_cupy import reference
 from fa_cupy.gpu.variants_bwd import select_bwd
 from fa_cupy.gpu.variants_bwd_sm80 import select_bwd_sm80
 from tests.far_rows import LARGE, far_case, padded_case
@@ -214,3 +215,21 @@ def test_a_planted_bug_is_found(bug, tmp_path):
         if any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True)):
             return
     pytest.fail("20 seeds did not show it")
+
+
+@pytest.mark.parametrize(("dim", "hopper"), [(64, True), (192, True), (64, False)])
+def test_a_log_sum_exp_of_more_keys_is_used_as_given(dim, hopper, monkeypatch):
+    """As of merged results: a call with half of the keys has half of the weights."""
+    call = far_case("bfloat16", (2, 1), (150, 140), dim, sizes=(3 * 2.0**12, 1.0))
+    whole = call._replace(k=np.concatenate([call.k] * 2, 2), v=np.concatenate([call.v] * 2, 2))
+    want = check(whole, rows=rows_of(whole, hopper))
+    real = reference.attention
+    for_whole = real(whole.q, whole.k, whole.v, **whole.options)
+    monkeypatch.setattr(reference, "attention", lambda *x, **options: for_whole)
+    got = solve(call, rows=rows_of(call, hopper))
+    for x, y in zip(got[1:], want[1:], strict=True):  # each key is there twice
+        half = y[:, :, :140].astype(float)
+        np.testing.assert_allclose(x.astype(float), half, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(
+        2 * got[0].astype(float), want[0].astype(float), rtol=3e-2, atol=6e-2
+    )

@@ -10,6 +10,7 @@ from fa_cupy import (
     _tiles,
     attention,
     attention_backward,
+    merge_attention,
     reference,
 )
 from tests.strategies import BFLOAT16, DTYPES, by_dtype, normal, to_numpy
@@ -272,3 +273,23 @@ def test_the_number_of_threads_does_not_show_in_far_rows():
         with threadpoolctl.threadpool_limits(threads, user_api="blas"):
             results.append(b"".join(x.tobytes() for x in solve(np, *case)))
     assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("offset", [1100.0, 1e4, -1e5])
+@pytest.mark.parametrize(**by_dtype(SINGLE, DOUBLE))
+def test_gradients_over_parts_of_the_keys_from_a_merged_log_sum_exp(xp, dtype, offset):
+    """A call that has some of the keys gets the log-sum-exp of all: weights are of all."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (xp.asarray(normal(rng, (70, 16), dtype)) for _ in range(4))
+    bias = xp.full((70, 1), offset, dtype)
+    parts = [slice(0, 25), slice(25, 70)]
+    results = [attention(q, k[s], v[s], bias, return_lse=True) for s in parts]
+    out, lse = merge_attention(*map(list, zip(*results, strict=True)))
+    grads = [attention_backward(dout, q, k[s], v[s], out, lse, bias) for s in parts]
+    found = [grads[0][0] + grads[1][0], *(xp.concatenate(x) for x in zip(*grads, strict=True))][:4]
+    plain = attention(q, k, v, return_lse=True)
+    want = attention_backward(dout, q, k, v, *plain)
+    limit = 4 * abs(offset) * np.finfo(dtype).eps  # of an LSE that is rounded
+    for x, y in zip((found[0], found[2], found[3]), want, strict=True):
+        x, y = (to_numpy(a).astype(np.float64) for a in (x, y))
+        assert np.abs(x - y).max() <= (limit + CLOSE[dtype]) * np.abs(y).max()

@@ -254,18 +254,20 @@ FA_DEVICE void weigh(const AttentionParams& p, SharedStorage& shared, const Pair
   }
 }
 
-// Puts down the sums of 64 queries, of each of which four threads have a part.
-FA_DEVICE void put_sums(SharedStorage& shared, float2* to, const RowSums& sums) {
+// Puts down the sums of 64 queries, of each of which four threads have a part, given the natural
+// LSEs of `count` of them.
+FA_DEVICE void put_sums(SharedStorage& shared, float2* to, const RowSums& sums, const float* lse,
+                        int count) {
   shared.sums[threadIdx.x] = sums;
   __syncthreads();
-  if (threadIdx.x >= kTile) return;
+  if (static_cast<int>(threadIdx.x) >= min(count, kTile)) return;
   RowSums all;
 #pragma unroll
   for (int i = 0; i < kThreads; i += kTile) {
     const RowSums& part = shared.sums[i + threadIdx.x];
     all.add(part.top, part.sum);
   }
-  to[threadIdx.x] = make_float2(all.top, inverse_sum(all.sum));
+  to[threadIdx.x] = make_float2(all.top, inverse_of(all, lse[threadIdx.x] * kLog2e));
 }
 
 // Whether one of 64 queries is far; all threads of a warp ask.
@@ -339,7 +341,8 @@ FA_DEVICE void redo(const RedoParams& params, SharedStorage& shared, Kind kind, 
   if (kind == kRowSums) {
     __syncthreads();  // nobody reads those of the task before any more
     const int64 first = 2 * static_cast<int64>(own_entry) * params.row_pairs;
-    return put_sums(shared, params.far + first + own, row_sums);
+    const float* lse = p.lse + static_cast<int64>(own_entry) * p.q_len + own;
+    return put_sums(shared, params.far + first + own, row_sums, lse, p.q_len - own);
   }
 
   const Array& array = queries ? params.dq : kind == kOfKeys ? params.dk : params.dv;

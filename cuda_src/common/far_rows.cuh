@@ -37,3 +37,15 @@ struct RowSums {
     top = now;
   }
 };
+
+// An LSE that differs from that of these scores by more is one of more keys than these, as where
+// results over parts of the keys were merged.  Less may come from tensor cores, which truncate where
+// they add up: 2**-19.7 of a score of 256 equal terms (measured).
+constexpr float kSameLse = 1.0f / (1 << 18);
+
+// What exponentials relative to the largest score are multiplied by; `lse` is in units of log2.
+FA_DEVICE float inverse_of(const RowSums& sums, float lse) {
+  const float own = sums.top + lg2_approx_ftz(sums.sum);
+  const bool of_more = fabsf(lse - own) > kSameLse * fabsf(lse);
+  return of_more ? ex2_approx_ftz(sums.top - lse) : inverse_sum(sums.sum);
+}

@@ -248,6 +248,7 @@ def redo_step(axes: Axes, row: Row, places: dict[str, int]) -> Step:
     queries, keys = spoiled(axes)
     tasks = queries + 2 * keys
     step = plain_step(axes, row, places, tasks, shares=True, turned=False, struct=REDO_PARAMS)
+    step.arrays["common.lse"] = "lse"
     step.places.update(far=places["far"], shares=places["shares"])
     return step
 
