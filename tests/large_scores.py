@@ -48,7 +48,8 @@ def whole_scores(seed, dtype, dims, how=None, masked=False, q_len=70, k_len=150,
     # Near and far rows and keys: mixed, or one after the other.
     lower = rng.integers(0, 2, k_len) if rng.random() < 0.5 else np.arange(k_len) < k_len // 2
     k *= np.where(lower[:: rng.choice([-1, 1])], 2.0**-6, 1)[:, None]
-    q *= 2.0 ** -rng.choice([0, 0, 12], q_len)[:, None]
+    if how != "bias":  # beside which they would have more digits than float32
+        q *= 2.0 ** -rng.choice([0, 0, 12], q_len)[:, None]
     size = int(rng.choice([0, 6, 10, 13, 16, 18, 20, 22, 24, 28, 34, 50, 80, 95]))
     if how == "huge":  # a scale that the softmax does not take
         size = 100
@@ -59,13 +60,13 @@ def whole_scores(seed, dtype, dims, how=None, masked=False, q_len=70, k_len=150,
         size = min(size, 50)
     v = rng.standard_normal((1, heads[1], k_len, v_dim)).astype(np.float32)
     options = dict(BANDS[rng.integers(0, len(BANDS))])
-    unit = 2.0**size * np.abs(q).max() * np.abs(k).max() / 4
+    unit = 2.0**size * np.abs(q).max(initial=2.0**-24) * np.abs(k).max(initial=2.0**-24) / 4
     options["scale"] = 2.0 ** min(size, 98 if how != "huge" else 100)
     if how == "negative":
         options["scale"] *= -1
     bias = None
     if how == "softcap":
-        options["softcap"] = min(2.0**-20 * unit, 2.0**99)  # every score but 0 is at the cap
+        options["softcap"] = min(2.0**-26 * unit, 2.0**99)  # every score but 0 is at the cap
     elif how == "lowest":
         bias = np.full((q_len, k_len), -LARGEST, np.float32)
         bias[rng.random((q_len, k_len)) < 0.01] = 0

@@ -261,10 +261,11 @@ def test_interrupts_of_small_calls_leave_nothing_changed():
     np.testing.assert_array_equal(attention(x, x, x), want)
 
 
-def run_alone(code, seconds=60):
+def run_alone(code, seconds=60, *arguments):
     """Run code in a process that ends with a traceback if it hangs."""
     watch = f"import faulthandler; faulthandler.dump_traceback_later({seconds}, exit=True)\n"
-    done = subprocess.run([sys.executable, "-c", watch + code], capture_output=True, text=True)
+    command = [sys.executable, "-c", watch + code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -300,8 +301,14 @@ def test_a_handler_may_call_attention():
 
 
 FORK = """
-import os, signal, time
+import os, signal, sys, threading, time
 from fa_cupy.cpu import _threads
+of_helpers = float(sys.argv[1])  # seconds of a task
+def work(task):
+    time.sleep(0.3 if threading.current_thread() is threading.main_thread() else of_helpers)
+def slowly(task):
+    time.sleep(0.002)
+    done.append(task)
 _threads.allowed = lambda: 3
 def handler(*_):
     if os.fork() == 0:
@@ -311,13 +318,16 @@ signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.2)
 said = 'nothing'
 try:
-    _threads.run(range(9), lambda: lambda task: time.sleep(0.1))
+    _threads.run(range(9 if of_helpers else 4), lambda: work)
 except RuntimeError as error:
     said = str(error)
 if children:
-    done = []
-    _threads.run(range(9), lambda: done.append)
-    os._exit(0 if 'forked' in said and len(done) == 9 else 1)
+    found = []
+    for _ in range(20):
+        done = []
+        _threads.run(range(9), lambda: slowly)
+        found.append(len(done))  # of tasks that had ended when the call returned
+    os._exit(0 if 'forked' in said and set(found) == {9} else 1)
 assert said == 'nothing'
 _, status = os.wait()
 print(os.waitstatus_to_exitcode(status))
@@ -326,9 +336,13 @@ print(os.waitstatus_to_exitcode(status))
 
 @with_signals
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_handler_may_fork():
-    """The child has no helpers: it must not wait for them, nor return what they have not done."""
-    assert run_alone(FORK, 30).strip() == "0"
+@pytest.mark.parametrize("seconds", [0.1, 0.0], ids=["at-work", "ended"])
+def test_a_handler_may_fork(seconds):
+    """The child has no helpers: it must not wait for them, nor return what they have not done.
+
+    Nor do locks of helpers that had ended by then let later calls return too early.
+    """
+    assert run_alone(FORK, 30, seconds).strip() == "0"
 
 
 def _in_child(q, k, v, expected, before, answers):

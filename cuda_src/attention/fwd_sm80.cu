@@ -365,15 +365,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float probe = 0.0f;  // NaN as soon as one accumulator is NaN or infinite
+      const float sum = softmax.sum[i][h];
+      float probe = 0.0f * sum;  // NaN as soon as one accumulator, or this, is NaN or infinite
 #pragma unroll
       for (int j = 0; j < kMmaV; ++j) {
         probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
       }
-      const float sum = softmax.sum[i][h];
       const bool lost =
           outgrown<true, kSparse>(params, first_row + 16 * i + 8 * h, softmax.reference[i][h], sum);
-      again[i][h] = __ballot_sync(kFullWarp, lost || is_broken(probe == probe, sum));
+      again[i][h] = __ballot_sync(kFullWarp, lost || probe != probe);
       any_again |= again[i][h];
     }
   }

@@ -513,7 +513,9 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const bool broken = is_broken((probe[h][0] | probe[h][1]) == 0, softmax.sum[0][h]);
+      // A row whose sum is NaN saw a NaN and is to stay NaN.
+      const bool broken =
+          (probe[h][0] | probe[h][1]) != 0 && softmax.sum[0][h] == softmax.sum[0][h];
       again[h] |= __ballot_sync(kFullWarp, broken);
     }
     // The output overwrites Q: of this warp's rows where they were in registers, else of them all.

@@ -27,12 +27,8 @@ FA_DEVICE bool outgrown(const AttentionParams& p, int row, float reference, floa
   return (kExactProducts && !p.transform) || fabsf(reference) >= -kNoReference;
 }
 
-// Whether a row is to be computed again because of its output; `finite`: this lane's part of it is.
-// A row whose sum is NaN saw a NaN and is to stay NaN.
-FA_DEVICE bool is_broken(bool finite, float sum) { return !finite && sum == sum; }
-
 // Calls attend(key) for each key that a row may see by its band and by the mask's lists, as a whole
-// warp.
+// warp, until it says false.
 template <typename Attend>
 FA_DEVICE void for_listed_keys(const AttentionParams& p, int64 batch, int row,
                                const Attend& attend) {
@@ -49,7 +45,8 @@ FA_DEVICE void for_listed_keys(const AttentionParams& p, int64 batch, int row,
       const uint32* words = partial ? block_words(p.mask, t, place, block) : nullptr;
 #pragma unroll 1
       for (int key = max(low, first); key <= min(high, first + kMaskBlock - 1); ++key) {
-        if (!partial || block_bit(words, row % kMaskBlock, key - first)) attend(key);
+        const bool seen = !partial || block_bit(words, row % kMaskBlock, key - first);
+        if (seen && !attend(key)) return;
       }
     }
   }
@@ -63,7 +60,9 @@ FA_DEVICE void for_keys(const AttentionParams& p, int64 batch, int row, const At
   } else {
     const int high = last_key(p, row);
 #pragma unroll 1
-    for (int key = first_key(p, row); key <= high; ++key) attend(key);
+    for (int key = first_key(p, row); key <= high; ++key) {
+      if (!attend(key)) return;
+    }
   }
 }
 
@@ -103,9 +102,10 @@ FA_DEVICE void attend_near(const AttentionParams& p, const BatchOffsets& at, int
   const float inverse = inverse_sum(sum);
   for_keys<kMasked>(p, batch, row, [&](int key) {
     const float score = one_score(p, at, product_of<kBf16, float>(p, at, row, key), row, key);
-    if (score == -FA_INFINITY) return;
+    if (score == -FA_INFINITY) return true;
     const float weight = ex2_approx_ftz(fmaf(score, p.exp2_scale, -reference));
     add_values<kBf16>(p, at, key, inverse * rounded<kBf16>(weight), acc);
+    return true;
   });
 }
 
@@ -125,7 +125,11 @@ FA_DEVICE float attend_far(const AttentionParams& p, const BatchOffsets& at, int
   for (double& x : acc) x = 0.0;
   for_keys<kMasked>(p, batch, row, [&](int key) {
     const double score = exact_score(p, at, product_of<kBf16, double>(p, at, row, key), row, key);
-    if (score == -FA_INFINITY) return;
+    if (score == -FA_INFINITY) return true;
+    if (!(score < FA_INFINITY)) {  // all of the row is NaN
+      sum = score - score;
+      return false;
+    }
     if (score > top) {
       const double correction = weight_of(top - score);
       top = score;
@@ -136,6 +140,7 @@ FA_DEVICE float attend_far(const AttentionParams& p, const BatchOffsets& at, int
     const double weight = weight_of(score - top);
     sum += weight;
     add_values<kBf16>(p, at, key, weight, acc);
+    return true;
   });
   const float total = static_cast<float>(sum);
 #pragma unroll
@@ -171,11 +176,12 @@ FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int6
 }
 
 // The same where float64 may be slow: a row whose reference is not far is computed in float32, with
-// the reference and the sum that the fast path has found, and keeps its log-sum-exp.
+// the reference and the sum that the fast path has found, and keeps its log-sum-exp.  A sum that is
+// not finite is of no use: a reference that was far at first may have made it so.
 template <bool kBf16, int kDim, bool kMasked, typename Write>
 FA_DEVICE void attend_row(const AttentionParams& p, const BatchOffsets& at, int64 batch, int row,
                           float reference, float sum, const Write& write) {
-  if (fabsf(reference) >= kFar) {
+  if (fabsf(reference) >= kFar || sum * 0.0f != 0.0f) {
     return attend_row<kBf16, kDim, kMasked>(p, at, batch, row, write);
   }
   float out[kDim / 32];

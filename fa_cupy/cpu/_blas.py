@@ -152,6 +152,8 @@ def _gemm(
     of_out = _layout((count, rows, cols), strides_out, size)
     if LIBRARY is None or not (of_a and of_b and of_out) or of_out.kind != b"N":
         return None
+    if count == 0:
+        return lambda a, b, out: None
     # The library wants columns dense, and so takes these for their transposes: out.T = b.T @ a.T.
     kinds = [_reference(ctypes.c_char, x.kind) for x in (of_b, of_a)]
     sizes = [_reference(ctypes.c_int, x) for x in (cols, rows, inner)]
@@ -185,6 +187,8 @@ def _gemv(
     layout = _layout(shape, strides, dtype.itemsize)
     if LIBRARY is None or not layout or layout.kind != b"N":
         return None
+    if count == 0:
+        return lambda a, ones, out: None
     real, gemv = LIBRARY.reals[dtype], LIBRARY.gemv[dtype]
     sizes = [_reference(ctypes.c_int, x) for x in (cols, rows)]
     before = (_reference(ctypes.c_char, b"T"), *sizes, _reference(real, 1))

@@ -89,6 +89,7 @@ class _Helpers(Generic[Task]):
         self._left.clear()
         self.errors.append(RuntimeError("fa_cupy: this process was forked in the middle of a call"))
         for lock in self._locks:
+            _acquire_lock(lock, _NO_WAIT)  # one that is free must not be released twice
             _release_lock(lock)
 
     def _help(self, lock: int) -> None:
@@ -117,8 +118,12 @@ def _new_lock() -> int:
 
 
 def _after_fork() -> None:
+    """Start afresh in a child, where the threads that held locks do not exist."""
+    global _unused_locks
+    _unused_locks = deque()  # those that were kept may be held by a helper that came late
     for helpers in [*_at_work]:
         helpers.forget()
+    _at_work.clear()
 
 
 if hasattr(os, "register_at_fork"):
