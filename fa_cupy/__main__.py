@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import sys
 
@@ -40,6 +41,9 @@ def main(argv: list[str] | None = None) -> int:
 def run() -> int:
     """Run `main` for a shell: output that cannot be written ends it with one line at most."""
     status = 0
+    for stream in (sys.stdout, sys.stderr):  # a path may hold what their encoding does not
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             status = main()

@@ -41,10 +41,14 @@ def save(
         "entries": entries,
     }
     if not isinstance(file, (str, PathLike)):
-        _require("BitMask.save", file, "write")
+        _require("BitMask.save", file, "write", "read")  # NumPy takes what has no `read` for a path
         np.savez(file, **arrays)
         return
-    with _opened(os.fsdecode(file)) as opened:  # to a name, NumPy would add an ending
+    name = os.fsdecode(file)
+    if not os.path.basename(name):  # a folder, or nothing: Python has an error for each
+        with open(name, "wb"):
+            pass
+    with _opened(name) as opened:  # to a name, NumPy would add an ending
         np.savez(opened, **arrays)
 
 

@@ -134,3 +134,12 @@ def test_warmup_on_a_disk_that_takes_nothing(tmp_path):
     assert last.startswith("warmup: kernel cache: ")
     assert "could not be kept" in last
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("ascii", b"\xc3\xa9"), ("utf-8", b"\xff")])
+def test_a_path_that_the_encoding_does_not_hold_is_escaped(tmp_path, encoding, name):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
+    given = {"FA_CUPY_CACHE_DIR": folder, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    with open(tmp_path / "out", "wb") as out:
+        assert run(["info"], tmp_path, stdout=out, environment=given) == (0, "")
+    assert b"\\x" in (tmp_path / "out").read_bytes() or b"\\udc" in (tmp_path / "out").read_bytes()

@@ -288,3 +288,20 @@ def test_a_pipe_is_written_to_once(tmp_path):
     assert BitMask.load(io.BytesIO(content)) == MASK
     assert os.listdir(tmp_path) == ["pipe"]
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_name_of_a_folder_or_of_nothing_is_no_name_of_a_mask(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        MASK.save(f"{tmp_path}/new/")
+    with pytest.raises(FileNotFoundError):
+        MASK.save("")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_object_that_numpy_cannot_write_to_is_named():
+    class Sink:
+        def write(self, data):
+            return len(data)
+
+    with pytest.raises(TypeError, match=r"BitMask\.save: file is .*Sink.*, want a path or"):
+        MASK.save(Sink())

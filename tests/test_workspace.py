@@ -5,7 +5,9 @@ What graphs do with it on a device is in ``test_graphs_gpu.py``.
 
 import ast
 import contextlib
+import gc
 import importlib
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -106,6 +108,51 @@ def test_memory_is_that_of_the_allocator_without_a_capture(workspace, cupy):
         kept = workspace.take(100), cupy.empty(3), workspace.empty((3,), HALF)
         assert workspace.hand_over(kept[1]) is kept[1]
     assert CAPTURE.nodes == {}
+
+
+class Alarm(Exception):
+    """What a signal handler raises."""
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_exception_of_a_handler_leaves_nothing_changed(workspace, cupy, captured):
+    """Wherever it comes: at the beginning of every function that the context calls."""
+    before, steps = cupy.cuda.get_allocator(), 0
+
+    def enter_until(last):
+        nonlocal steps
+        steps = 0
+
+        def trace(frame, event, argument):
+            nonlocal steps
+            if frame.f_code.co_filename not in (workspace.__file__, contextlib.__file__):
+                return None
+            steps += event == "call"  # which is where Python runs handlers, among others
+            if steps == last and event == "call":
+                sys.settrace(None)
+                raise Alarm
+            return trace
+
+        context = workspace.computing(0)
+        old = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with context:
+                sys.settrace(old)
+                return True
+        except Alarm:
+            return False
+        finally:
+            sys.settrace(old)
+
+    last = 0
+    with CAPTURE.record() if captured else contextlib.nullcontext():
+        while not enter_until(last := last + 1):
+            assert last < 1000
+            gc.collect()
+            assert workspace.current() is None, last
+            assert cupy.cuda.get_allocator() is before, last
+    assert last > 5
 
 
 def test_what_is_taken_in_a_capture_is_given_back_when_it_goes(workspace):

@@ -71,9 +71,9 @@ class Made:
         with any_mode() if capturing() else nullcontext():
             if not made.done:
                 here = cupy.cuda.get_current_stream().ptr
-                if here == self.stream != _STREAM_OF_THREAD:
+                if here == self.stream != _STREAM_OF_THREAD and not capturing():
                     return
-                # The stream cannot wait for it: a graph must not depend on what is no part of it.
+                # A graph cannot wait for what is no part of it, and may be launched on any stream.
                 made.synchronize()
         self.made = None
 
@@ -274,7 +274,7 @@ def malloc(size: int) -> Any:
         memory = cupy.cuda.Memory(size)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if error.status == _NOT_WHILE_CAPTURED:
-            raise RuntimeError(
+            raise NotImplementedError(
                 "BitMask: a first call takes memory from the driver, which the mode of a capture "
                 "that is going on refuses; want a call before the capture, or mode 'relaxed'"
             ) from error

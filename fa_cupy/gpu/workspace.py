@@ -18,10 +18,9 @@ comes from the allocator as it is.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -69,12 +68,10 @@ class _Node:
 
 
 class Call:
-    """The context of the computation of a public function: what is allocated is a temporary.
+    """The computation of a public function, inside of which what is allocated is a temporary.
 
     Parameters
     ----------
-    place : context manager
-        Makes the device and the stream of the computation current.
     new : callable, optional
         ``new(shape, dtype, order)`` makes a result whose axes lie in `order`, outermost first,
         where the library of the caller's arrays has to do that.
@@ -85,48 +82,13 @@ class Call:
         Whether the stream is being captured.
     """
 
-    __slots__ = ("_allocator", "_nodes", "_outer", "_place", "_using", "captured", "new")
+    __slots__ = ("_allocator", "_nodes", "captured", "new")
 
-    def __init__(self, place: AbstractContextManager[Any], new: Callable[..., Any] | None) -> None:
-        self._place = place
+    def __init__(self, new: Callable[..., Any] | None) -> None:
         self.new = new
-        self.captured = False
-        self._outer: Call | None = None
-
-    def __enter__(self) -> Call:
-        self._place.__enter__()
-        try:
-            if capturing():
-                self._capture()
-        except BaseException:
-            self._place.__exit__(*sys.exc_info())
-            raise
-        self._outer, _here.call = current(), self
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _here.call = self._outer
-        try:
-            if self.captured:
-                self._using.__exit__(*error)
-                self._free(error[0])
-        finally:
-            self._place.__exit__(*error)
-
-    def _capture(self) -> None:
-        self.captured = True
-        self._allocator = get_allocator()
+        self.captured = capturing()
+        self._allocator = get_allocator()  # the caller's
         self._nodes: weakref.WeakSet[_Node] = weakref.WeakSet()
-        self._using = using_allocator(self.allocate)
-        self._using.__enter__()
-
-    def _free(self, error: type[BaseException] | None) -> None:
-        """Give back what an exception or a frame still holds: after the capture it is too late."""
-        for node in list(self._nodes):
-            if error is None:
-                node.free()
-            else:  # which may have ended the capture
-                node.__del__()
 
     def allocate(self, size: int) -> MemoryPointer:
         """Give memory of the graph that is given back at the end at the latest."""
@@ -134,9 +96,40 @@ class Call:
         self._nodes.add(node)
         return memory
 
+    def free(self) -> None:
+        """Give back what an exception or a frame still holds: after the capture it is too late."""
+        for node in list(self._nodes):
+            node.free()
+
+    def abandon(self) -> None:
+        """Do as `free` after an error, which may have ended the capture."""
+        for node in list(self._nodes):
+            node.__del__()
+
     def results(self) -> AbstractContextManager[Any]:
         """Return a context in which memory is the caller's."""
         return using_allocator(self._allocator) if self.captured else _NOTHING
+
+
+@contextlib.contextmanager
+def _computing(
+    place: AbstractContextManager[Any], new: Callable[..., Any] | None
+) -> Iterator[Call]:
+    # A generator that only the `with` statement holds: if a signal handler raises before the body
+    # is reached, it goes, and so restores all that it has changed.
+    with place:
+        outer, call = current(), Call(new)
+        try:
+            _here.call = call
+            with using_allocator(call.allocate) if call.captured else _NOTHING:
+                try:
+                    yield call
+                except BaseException:
+                    call.abandon()
+                    raise
+            call.free()
+        finally:
+            _here.call = outer
 
 
 def current() -> Call | None:
@@ -146,9 +139,9 @@ def current() -> Call | None:
 
 def computing(
     device: int, stream: int | None = None, new: Callable[..., Any] | None = None
-) -> Call:
-    """Return a `Call` on a device and, unless that is None, on a stream (a handle)."""
-    return Call(exchange.on_device(device, stream), new)
+) -> AbstractContextManager[Call]:
+    """Return the context of a `Call` on a device and, unless that is None, a stream (a handle)."""
+    return _computing(exchange.on_device(device, stream), new)
 
 
 def of_graph(size: int) -> MemoryPointer:
