@@ -51,8 +51,6 @@ def whole_scores(seed, dtype, dims, how=None, masked=False, q_len=70, k_len=150,
     if how != "bias":  # beside which they would have more digits than float32
         q *= 2.0 ** -rng.choice([0, 0, 12], q_len)[:, None]
     size = int(rng.choice([0, 6, 10, 13, 16, 18, 20, 22, 24, 28, 34, 50, 80, 95]))
-    if how == "lowest":  # with which the sum must stay in range
-        size = min(size, 50)
     if how == "huge":  # a scale that the softmax does not take
         size = 100
     elif dtype != np.float16:  # as far as float32 goes

@@ -51,8 +51,8 @@ needs_compiler = pytest.mark.skipif(
         ((13, 4), CUDA_13_0, 500, "compute_80+227K", "fa_cupy has no target sm_134"),
         ((13, 0), CUDA_13_0, 64, None, "less than kernels need"),
         # Too old.
-        ((7, 5), CUDA_12_8, 64, None, "too old for the kernels, served by CuPy's own"),
-        ((1, 3), CUDA_12_8, 16, None, "too old for the kernels, served by CuPy's own"),
+        ((7, 5), CUDA_12_8, 64, None, "too old for the kernels: products of cuBLAS serve it"),
+        ((1, 3), CUDA_12_8, 16, None, "too old for the kernels: products of cuBLAS serve it"),
     ],
 )
 def test_the_target_of_a_device(capability, known, shared, target, why):

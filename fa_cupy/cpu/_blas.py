@@ -99,15 +99,20 @@ def _choose_pointer() -> Callable[[Array], ctypes.c_void_p]:
 _pointer = _choose_pointer()
 
 
+def _library() -> _Library | None:
+    """Return the library at one thread: threadpoolctl sets all libraries that it finds."""
+    if LIBRARY is not None and LIBRARY.threads() != 1:
+        LIBRARY.set_threads(1)
+    return LIBRARY
+
+
 def matmul(a: Array, b: Array, out: Array, add: bool) -> bool:
     """Set `out` to ``a @ b`` or add that to it; return False if that is left to NumPy.
 
     Operands are stacks (n, rows, cols) of one dtype, float32 or float64, and aligned.
     """
-    if LIBRARY is None:
+    if _library() is None:
         return False
-    if LIBRARY.threads() != 1:  # threadpoolctl sets all libraries that it finds
-        LIBRARY.set_threads(1)
     call = _gemm(a.dtype, a.shape, a.strides, b.shape, b.strides, out.strides, add)
     if call is None:
         return False
@@ -117,10 +122,8 @@ def matmul(a: Array, b: Array, out: Array, add: bool) -> bool:
 
 def sum_rows(a: Array, ones: Array, out: Array) -> bool:
     """Set `out` (n, rows) to ``a @ ones``; return False if that is left to NumPy."""
-    if LIBRARY is None or a.shape[1] * a.shape[2] <= SERIAL_SUMS:
+    if a.shape[1] * a.shape[2] <= SERIAL_SUMS or _library() is None:
         return False
-    if LIBRARY.threads() != 1:
-        LIBRARY.set_threads(1)
     call = _gemv(a.dtype, a.shape, a.strides, out.strides)
     if call is None:
         return False

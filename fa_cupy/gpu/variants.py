@@ -97,7 +97,7 @@ def target_of(
         Dynamic shared memory in bytes that a block can have; by default enough for any target.
     """
     if major < 8:
-        return Chosen(None, "too old for the kernels, served by CuPy's own")
+        return Chosen(None, "too old for the kernels: products of cuBLAS serve it")
     own = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
     fits = [t for t, limit in SHARED_LIMIT.items() if shared is None or limit <= shared]
     cubins = {t: number_of(t) for t in fits if t.startswith("sm_")}
