@@ -84,6 +84,10 @@ def attention(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted, before anything is
         allocated.
+    NotImplementedError
+        While a stream is captured into a CUDA graph: for float32 and float64, and dims above 256,
+        after which the capture can go on; and for the first call with a `BitMask`, which takes
+        memory from the driver, in a capture mode other than "relaxed".
 
     See Also
     --------
@@ -92,7 +96,8 @@ def attention(
     Notes
     -----
     Scores are computed tile by tile with the online softmax of [1]_, as in [2]_ and [3]_, in
-    float32 (float64 for float64 input). Results are bitwise repeatable.
+    float32 (float64 for float64 input). Results are bitwise repeatable; on a CPU without the wheel
+    scipy-openblas32, only with the same number of threads in NumPy's BLAS.
 
     A query with nothing to attend to (all masked, or every score exactly -inf) gives output 0 and
     log-sum-exp -inf, and what a masked key or value holds, NaN included, never shows (where it is
@@ -186,7 +191,7 @@ def scaled_dot_product_attention(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, NotImplementedError
         As `attention`; and for a `dropout_p` other than 0, for `attn_mask` together with
         `is_causal` and for grouped heads without `enable_gqa`.
 

@@ -40,7 +40,8 @@ def attention_backward(
         The arguments of `attention`.
     out : array, shape (..., Lq, Dv)
     lse : array, shape (..., Lq)
-        What it returned for them, with ``return_lse=True``.
+        What it returned for them, with ``return_lse=True``. Where keys are a part of those that
+        were attended to, `out` and `lse` are the merged ones, of all keys (see Notes).
     bias : array, broadcastable to (..., Lq, Lk), optional
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
     scale : float, optional
@@ -66,6 +67,9 @@ def attention_backward(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted, before anything is
         allocated.
+    NotImplementedError
+        While a stream is captured into a CUDA graph: for float32 and float64, for dims that are no
+        multiples of 8 or above 256, for the gradient of a bias, and as `attention` for a `BitMask`.
 
     See Also
     --------
@@ -76,6 +80,13 @@ def attention_backward(
     The weights are computed again tile by tile from the log-sum-exp [1]_; besides the results,
     memory is proportional to the lengths. Results are bitwise repeatable. There are no second
     derivatives.
+
+    Where `lse` is large (beyond 1,024, in kernels 5,678), weights are made from maximum and sum of
+    the scores instead, computed once more, so that they sum to 1. An `lse` of more keys than these
+    is recognised by its difference from that maximum and sum, and used as it is given. Where the
+    difference is within rounding (2**-20 of `lse` in float32, 2**-48 in float64, 2**-18 in
+    kernels), as under a padding bias of -1e9, it cannot be: the weights of each part of the keys
+    then sum to 1.
 
     A query with nothing to attend to has gradient 0 and adds nothing to any other, and what hidden
     keys and values hold, NaN included, never shows.

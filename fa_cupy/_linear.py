@@ -66,7 +66,9 @@ def causal_product(
         With a message that names the argument, what it got and what is wanted, before anything is
         allocated.
     NotImplementedError
-        For a kernel named by `algorithm` that the device cannot run.
+        For a kernel named by `algorithm` that the device cannot run; and while a stream is captured
+        into a CUDA graph, for float64 and for 16-bit `q` and `k` wider than 256. The capture can
+        go on.
 
     See Also
     --------
@@ -180,8 +182,8 @@ def causal_product_backward(
 
     Raises
     ------
-    TypeError, ValueError
-        As `causal_product`.
+    TypeError, ValueError, NotImplementedError
+        As `causal_product`; in a capture for 16-bit `v` wider than 256 too.
 
     See Also
     --------

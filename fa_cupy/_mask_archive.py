@@ -29,8 +29,9 @@ _HEADER = re.compile(
     rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n"
 )
 _LONGEST_HEADER = 4096
-# `BitMask.save` does not compress. What was compressed since may grow by so much; a mask of a
-# million keys of which each sees its neighbours has lists of 20 MB.
+# Limits on what an archive may expand to: so many bytes for each of its own, and so many besides.
+# `BitMask.save` does not compress, so only archives that others have compressed come near them. The
+# lists of a mask of a million keys, of which each query sees its neighbours, have 20 MB.
 _GROWTH = 64
 _ALWAYS_FREE = 128 << 20  # bytes
 _PIECE = 1 << 24  # bytes read at a time

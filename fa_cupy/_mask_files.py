@@ -22,7 +22,7 @@ from fa_cupy._blocks import BlockLists, Grid
 Array = npt.NDArray[Any]
 
 _BEGIN = b"PK\x03\x04"  # of an archive
-# What reading an archive raises where a bit has fallen.
+# What reading a damaged archive may raise: a single flipped bit can lead to any of these.
 _FAULTS = (
     ValueError, zipfile.BadZipFile, zlib.error, EOFError, OverflowError, NotImplementedError,
     struct.error,

@@ -32,9 +32,10 @@ class BitMask(Sources, Algebra):
     as in NumPy; ``a == b`` asks whether all bits are the same; ``a[i]`` picks batch entries, by
     whatever picks elements of an array of the batch shape, and shares the memory of `a`.
 
-    A mask made from arrays on a GPU is there, one made from arrays on the CPU is there; either
-    serves calls on both, since its lists are copied where they are needed first and kept. Masks
-    are combined on the CPU. `get` returns the mask on the CPU.
+    A mask lies where the arrays lie that it is made from, and serves calls anywhere: its lists are
+    copied where they are needed first, and kept. Masks are combined on the CPU; `get` returns one
+    there. While a stream is captured into a CUDA graph, making a mask from arrays on a GPU raises a
+    NotImplementedError.
 
     Where lengths are no multiples of 128, the last blocks stick out of the matrix. Bits out there
     are 0 and do not count: a block is full if it is so inside.
@@ -142,10 +143,7 @@ class BitMask(Sources, Algebra):
 
     @property
     def T(self) -> BitMask:
-        """The mask with queries and keys swapped, made when first asked for and kept.
-
-        Its lists are those of this mask by key tiles, with each block's bits transposed.
-        """
+        """The mask with queries and keys swapped, made when first asked for and kept."""
         if (turned := self._transposed) is None:
             matrices, entries = _mask_outputs.used(*self._parts)
             blocks = [_blocks.transposed(self._grid, m) for m in matrices]
@@ -241,8 +239,9 @@ class BitMask(Sources, Algebra):
 
         Parameters
         ----------
-        file : path-like or binary file
-            What was sliced away is left out. A file is replaced once all of the new is written.
+        file : path-like or binary file with `read` and `write`
+            What was sliced away is left out. A path's file is replaced after the new one, written
+            beside it, is complete: its folder has to take new files, and hard links keep the old.
         """
         _mask_files.save(file, self._grid, *_mask_outputs.compact(*self._parts))
 
@@ -252,7 +251,7 @@ class BitMask(Sources, Algebra):
 
         Parameters
         ----------
-        file : path-like or binary file
+        file : path-like or binary file with `read`, `seek` and `tell`
 
         Returns
         -------
@@ -261,7 +260,8 @@ class BitMask(Sources, Algebra):
         Raises
         ------
         ValueError
-            For a file that holds no mask, or a damaged one.
+            For a file without a mask, a damaged one, or (if compressed by others) one whose arrays
+            exceed 128 MiB plus 64 times its size.
         """
         grid, lists, entries = _mask_files.load(file)
         return cls._wrap(grid, Store(lists), entries)

@@ -41,6 +41,11 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     A part with log-sum-exp -inf counts for nothing, whatever its output holds. Where all of them
     are -inf the output is 0. The parts are summed in the order given.
 
+    Shares of the parts are as accurate as their log-sum-exps. In float32 one of -1e9, as under a
+    padding bias, is a multiple of 64: such parts weigh the same, or one of them counts alone. Hide
+    padding with a mask instead. Gradients of a part (`attention_backward`) take the merged `out`
+    and `lse`; where those are so large, they cannot be told from the part's own.
+
     Examples
     --------
     >>> import numpy as np

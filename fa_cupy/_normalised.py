@@ -36,7 +36,8 @@ def linear_attention(
         What is applied to `q` and `k`: ``elu(x) + 1``, ``max(x, 0)``, ``exp(x)`` or nothing, in
         float32 (float64 for float64 input). A callable gets `q`, then `k`, as they were given (of
         NumPy arrays read-only views) and returns new arrays of the same library and dtype. The last
-        axis may have another size, the same for both; the others stay.
+        axis may have another size, the same for both; the others stay. It must not store arrays
+        that it allocates while a stream is captured: they are the graph's.
     eps : float
         Added to the sums of weights; at least 0. With 0, or what rounds to it in the dtype of the
         sums, the output is 0 / 0 = NaN where all weights are 0, and everywhere where E is 0.
@@ -52,6 +53,9 @@ def linear_attention(
     ------
     TypeError, ValueError
         As `causal_product`, before a callable runs; for what that returns, after it.
+    NotImplementedError
+        While a stream is captured into a CUDA graph: for float64. The capture can go on; a callable
+        has run before.
 
     See Also
     --------

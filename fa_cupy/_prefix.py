@@ -53,6 +53,8 @@ def prefix_state(
     ------
     TypeError, ValueError
         As `causal_product`.
+    NotImplementedError
+        While a stream is captured into a CUDA graph. The capture can go on.
 
     See Also
     --------

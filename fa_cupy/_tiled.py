@@ -15,7 +15,7 @@ tile, whatever the lengths. A backend supplies the operations on tiles as a subc
 
 A masked key has weight 0, and 0 * NaN is NaN: a non-finite value row spoils queries that must not
 see it. Results that come out non-finite are therefore computed again by `attend_exactly`, which
-leaves masked keys out of the product; finite data never get there.
+leaves masked keys out of the product; finite data get there only where something overflows.
 
 .. [1] T. Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135, Algorithm 1.
 """

@@ -19,8 +19,8 @@ A column of tiles (some keys of some batch entries, all queries that see them) s
 and hands them over at its end; dq and the gradient of the bias are handed over tile by tile.
 
 A masked key has weight 0, and 0 * NaN is NaN. A tile that gives something that is not finite is
-therefore computed again with `exact`, which leaves masked keys out of every sum; finite data never
-get there.
+therefore computed again with `exact`, which leaves masked keys out of every sum. Finite data get
+there only where something overflows.
 
 .. [1] T. Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135, Algorithm 4.
 """
@@ -245,7 +245,7 @@ def _scaled(
     rest, power = split(factor)
     if power == 1:
         orders = [(1.0, factor), (factor, 1.0)]
-    else:  # last, a large factor would only find what its product has lost below the range
+    else:  # the power first: a product that underflows before a large factor has lost its digits
         orders = [(power / 2, 2 * rest), (1.0, factor)]
     found = None
     for before, after in orders[: 1 if seen is None else 2]:

@@ -27,8 +27,8 @@ def folds(factor: float) -> bool:
 def split(factor: float) -> tuple[float, float]:
     """Return (now, later) with product `factor`: what queries are multiplied by, and products then.
 
-    At most 1 now, so that nothing overflows which plain products would keep, and a power of two
-    later, which is exact.
+    `now` is at most 1 in size: queries times more than that could overflow where q.k does not.
+    `later` is a power of two, so that multiplying by it rounds nothing.
     """
     if abs(factor) <= 1:
         return factor, 1.0
@@ -42,10 +42,10 @@ def transform(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float]:
     Both are finite in `dtype` (the factor in float64 at least), and the factor of a scale other
     than 0 is not 0, so that neither 0 * inf nor inf * 0 makes a NaN of finite data.
 
-    A scale that `dtype` cannot hold counts as the largest number that it can. So does a softcap,
-    but for a margin, so that a subnormal ``factor * q.k`` still has all digits of the score that
-    it makes: below such a cap tanh changes no score that is not itself beyond all sense. Scores
-    that are, since the scale is as large, keep their order: they all shrink as the cap does.
+    A scale that `dtype` cannot hold counts as the largest number that it can. A softcap beyond
+    2**-24 of that number counts as so much, for then ``factor * q.k`` is not subnormal, and keeps
+    its digits, where the score is an ordinary number. tanh changes only scores that are near the
+    cap itself. If the scale is so large too, they keep their order: all shrink as the cap does.
     """
     largest = float(np.finfo(dtype).max)
     if not problem.softcap:
@@ -61,8 +61,9 @@ def transform(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float]:
 def in_turn(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float, bool]:
     """Return (factor, cap, apart): those of `transform`, or of ``cap * tanh(factor * q.k / cap)``.
 
-    The latter is meant if `apart`, and for `capped`: where the quotient of scale and softcap is too
-    small for float64, or the softcap so large that `transform` cuts it and the scale is not.
+    If `apart`, the second form is meant, which `capped` computes. It is needed where scale divided
+    by softcap is too small for float64, and where `transform` would reduce the softcap although the
+    scale is an ordinary number.
     """
     factor, cap = transform(problem, dtype)
     if not cap:

@@ -79,7 +79,7 @@ def unserved(target: str, dtypes: set[str], dims: set[int]) -> Iterator[str]:
 
 def _compile(row: Variant, target: str) -> bool:
     with warnings.catch_warnings():
-        # Of a kernel that cannot be kept nothing would be left.
+        # A kernel that cannot be written to the cache was compiled in vain: that is an error here.
         warnings.filterwarnings("error", "kernel cache", UserWarning)
         return compile.compile_variant(row, target).cached
 

@@ -48,7 +48,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `fa_cupy.attention`.
+        As `fa_cupy.attention`; its gradients as `fa_cupy.attention_backward`.
 
     See Also
     --------
@@ -98,7 +98,7 @@ def causal_product(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `fa_cupy.causal_product`.
+        As `fa_cupy.causal_product`; its gradients as `fa_cupy.causal_product_backward`.
 
     Examples
     --------

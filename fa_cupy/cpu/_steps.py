@@ -14,11 +14,12 @@ from fa_cupy.cpu import _blas
 
 Array = npt.NDArray[Any]
 
-# While all scores stay within +-this, no maximum is subtracted: exp(score) is used as it is, or
-# exp(score - first) in a row whose first maximum is below 0. The largest weight of each row is then
-# from 1 to 1e14, far from the end of float32, and takes no value below its other end.
+# If the maxima of the first tile are within +-this, and until a score exceeds it, no maximum is
+# subtracted: exp(score) is used as it is, or exp(score - first) in a row whose first maximum is
+# below 0. The largest weight of each row is then from 1 to 1e14: sums are far from overflow, and
+# the products of the largest weight with small values do not underflow.
 _SMALL_SCORE = 16.0
-# Numbers below it have fewer digits.
+# Numbers below these are subnormal, and have fewer digits.
 _SMALLEST = {np.dtype(t): np.finfo(t).tiny for t in (np.float32, np.float64)}
 
 
@@ -167,7 +168,7 @@ class Steps:
         if not rows.started and top.max() <= _SMALL_SCORE and (least := top.min()) >= -_SMALL_SCORE:
             rows.started = rows.unshifted = True
             rows.top.fill(0)
-            if least < 0:  # weights below 1 in all of a row would take the smallest values away
+            if least < 0:  # else all weights of a row are below 1: small values lose digits
                 np.minimum(top, 0, out=rows.top)
                 below: Array = np.less(top[0] if len(top) == 1 else top.min(axis=0), 0)
                 rows.lowered = len(below) - int(below[::-1].argmax())

@@ -1,7 +1,8 @@
 """How a problem fills the parameter structs of the backward kernels for SM80.
 
 ``bwd_rows`` prepares what is known of each query, ``bwd_keys_sm80`` computes dK and dV,
-``bwd_queries_sm80`` dQ, and ``bwd_redo`` the rows again whose sums were not finite.
+``bwd_queries_sm80`` dQ, and ``bwd_redo`` the rows again whose sums were not finite, or whose
+log-sum-exp is too large.
 """
 
 from __future__ import annotations

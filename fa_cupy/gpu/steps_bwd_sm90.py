@@ -83,6 +83,7 @@ def _mapped_step(axes: Axes, row: Row, kind: str, places: dict[str, int]) -> Ste
         blocks = keys * k_tiles
     arrays = mask_arrays(problem, filled, turned=kind != "bwd_queries_sm90")
     maps = {name: axes.geometry(name, boxes.get(name, BOX)) for name in MAPPED}
+    # The other parts of the workspace are those of bwd_redo.
     used = {name: places[name] for name in ("rows", "sums", "turns", "counters", "spoiled")}
     return Step(row, filled, maps, arrays, used, blocks, True)
 
