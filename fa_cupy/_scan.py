@@ -10,7 +10,7 @@ where ``seen[i, j]`` is 1 if x[i] reads a[j] and b[j]. The whole product costs 2
 multiplications a row, about, for chunks of C rows, and memory for one chunk.
 
 What a row does not read has weight 0, and 0 * NaN is NaN. Where an output is not finite, the scan
-is done again with `exact`, which keeps what is not read out of the sums; finite data never pay.
+is done again with `exact`, which keeps what is not read out of the sums; other data pay nothing.
 
 A backend supplies the operations on chunks as a subclass of `Steps`, and how long chunks are.
 """

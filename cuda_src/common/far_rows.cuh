@@ -38,9 +38,9 @@ struct RowSums {
   }
 };
 
-// An LSE that differs from that of these scores by more is one of more keys than these, as where
-// results over parts of the keys were merged.  Less may come from tensor cores, which truncate where
-// they add up: 2**-19.7 of a score of 256 equal terms (measured).
+// An LSE that differs from that of these scores by more than this part of itself is one of more
+// keys than these: results over parts of the keys were merged.  Tensor cores truncate where they
+// add up, which makes a smaller difference: 2**-19.7 of a score of 256 equal terms (measured).
 constexpr float kSameLse = 1.0f / (1 << 18);
 
 // What exponentials relative to the largest score are multiplied by; `lse` is in units of log2.
