@@ -122,6 +122,15 @@ def one_key(dtype, dims, size):
     return [Call(of_q, k, v, None, None, {}) for of_q in (q, -q)]
 
 
+def rising_scores(dtype, dims):
+    """A call whose first keys score far below 0, all others 0: their tiles come later."""
+    rng = np.random.default_rng(0)
+    k = np.where(np.arange(300) < 200, -rng.uniform(1, 2, 300), 0)[:, None] * np.ones(dims[0])
+    q = rng.uniform(1, 2, (70, 1)) * np.ones(dims[0])
+    arrays = _rounded(dtype, q, k, rng.standard_normal((300, dims[1])))
+    return Call(*arrays, None, None, {"scale": 1e15})
+
+
 def beyond_float32(dims, size):
     """Calls in bfloat16 whose products float32 does not hold, some of which are equal."""
     rng = np.random.default_rng(0)

@@ -15,6 +15,7 @@ from tests.large_scores import (
     hold_as_plain,
     one_key,
     random_scores,
+    rising_scores,
     same_bias,
     spoiled_scores,
     whole_scores,
@@ -78,6 +79,12 @@ def test_random_scores_are_as_good_as_plain_ones(row, size):
 def test_one_key(row, size):
     for call in one_key(DTYPES[row.dtype], (row.dim, row.dim), size):
         hold(call, *run(row, call))
+
+
+@of_plain
+def test_far_keys_before_near_ones(row):
+    call = rising_scores(DTYPES[row.dtype], (row.dim, row.dim))
+    hold(call, *run(row, call))
 
 
 @of_plain

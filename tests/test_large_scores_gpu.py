@@ -72,6 +72,13 @@ def test_one_key(dims, dtype, size):
 
 @by_16_bits
 @by_dims
+def test_far_keys_before_near_ones(dims, dtype):
+    call = large_scores.rising_scores(dtype, dims)
+    large_scores.hold(call, *run(call))
+
+
+@by_16_bits
+@by_dims
 def test_rows_that_are_not_finite_beside_large_scores(dims, dtype):
     """A weight made of another sum of the same products would be off by whole powers of two."""
     call = large_scores.spoiled_scores(dtype, dims, 1e8)
