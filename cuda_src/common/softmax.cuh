@@ -30,12 +30,6 @@ FA_DEVICE bool is_far(float reference) {
   return fabsf(reference) >= kFar && fabsf(reference) < -kNoReference;
 }
 
-// What a score is raised to 2 to, relative to a reference that is such a score's.
-FA_DEVICE float exponent(float score, float exp2_scale, float reference) {
-  return is_far(reference) ? __fmul_rn(score, exp2_scale) - reference
-                           : fmaf(score, exp2_scale, -reference);
-}
-
 template <int kMmaM>
 struct OnlineSoftmax {
   float reference[kMmaM][2];  // in units of log2: exp2_scale * score
