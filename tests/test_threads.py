@@ -1,6 +1,7 @@
 """Threads of the CPU path, signals that interrupt them, and the BLAS of others, left as it is."""
 
 import _thread
+import gc
 import itertools
 import multiprocessing
 import os
@@ -191,12 +192,14 @@ class Interrupts:
         self.raised = 0
 
     def __enter__(self):
+        gc.disable()  # what is raised in a callback of a collection, as hypothesis has, is lost
         self._before = signal.signal(signal.SIGALRM, self._raise)
         return self
 
     def __exit__(self, *_):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, self._before)
+        gc.enable()
 
     def during(self, call):
         """Call it; return whether it was interrupted."""
