@@ -372,7 +372,9 @@ def in_place_of_cupy():
     kept = {name: sys.modules.pop(name) for name in ours if name != compile.__name__}
     loaded, compile._loaded = compile._loaded, {}
     package = sys.modules["fa_cupy.gpu"]
-    attributes = dict(vars(package))
+    attributes = dict(vars(package))  # where imports would find what others have made
+    for name in kept:
+        vars(package).pop(name.rpartition(".")[2], None)
     CAPTURE.__init__()
     modules = make()
     sys.modules.update(modules)

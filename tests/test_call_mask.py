@@ -152,8 +152,11 @@ def machine(monkeypatch):
     DeviceMask.of = staticmethod(found.of)
     lists.DeviceMask, lists.pack = DeviceMask, found.pack
     lists.to_host = lambda x: BlockLists(*(array.get() for array in x))
+    package = importlib.import_module("fa_cupy.gpu")
+    attributes = dict(vars(package))  # where imports would find what others have made
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
+        vars(package).pop(name.rpartition(".")[2], None)
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), (MODULES[1], lists)):
         monkeypatch.setitem(sys.modules, name, module)
     module = importlib.import_module(MODULES[-1])
@@ -163,9 +166,10 @@ def machine(monkeypatch):
     found.malloc, found.module, found.host = module.malloc, cupy, module
     monkeypatch.setattr(module, "any_mode", lambda: found.changed(relaxed=True))
     yield found
-    for name in MODULES:  # and from the package, where imports of others would find them
+    for name in MODULES:
         sys.modules.pop(name, None)
-        vars(sys.modules["fa_cupy.gpu"]).pop(name.rpartition(".")[2], None)
+    vars(package).clear()
+    vars(package).update(attributes)
 
 
 def dense(*batch, seed=0):
