@@ -15,7 +15,7 @@ import cupy as cp
 
 from fa_cupy.gpu import plan_bwd
 from fa_cupy.gpu.devices import current_target
-from tests.device_arrays import Differing
+from tests.device_arrays import Differing, bits, check_replays
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
@@ -84,10 +84,6 @@ class Call:
             self.dout, self.q, self.k, self.v, self.out, self.lse, dlse=self.dlse,
             **self.options, **more,
         )  # fmt: skip
-
-
-def bits(result):
-    return [x.get().tobytes() for x in result]
 
 
 def random_call(*shape, heads=None, dtype=BFLOAT16, seed=0, **how):
@@ -405,21 +401,7 @@ def test_a_graph_repeats_masked_calls(dim, how, known):
     want = bits(call())
     if not known:  # no tables have been made of the mask
         call.options["mask"] = as_given(mask_of(2, 8, 1500, 1500, seed=dim), how)
-    stream = cp.cuda.Stream(non_blocking=True)
-    cp.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        result = call()
-        graph = stream.end_capture()
-        others = [cp.full(2**20, 0x55, np.uint8) for _ in range(64)]
-    for _ in range(3):
-        for x in result:
-            x.view(np.int16).fill(-1)
-        cp.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        assert bits(result) == want
-    assert all((x == 0x55).all() for x in others)
+    check_replays(call, want, warm_up=False)
 
 
 # Accuracy of calls with more work than there are blocks
@@ -486,24 +468,7 @@ def test_threads_on_streams_of_their_own():
 def test_a_graph_repeats_the_same_bits(dim, need):
     call = random_call(2, 8, 700, dim, heads=2, dlse=True, is_causal=True)
     want = bits(call(need=need))
-    stream = cp.cuda.Stream(non_blocking=True)
-    cp.cuda.Device().synchronize()
-    with stream:
-        call(need=need)  # leaves memory to take
-        stream.synchronize()
-        stream.begin_capture()
-        result = call(need=need)
-        graph = stream.end_capture()
-        # None of these gets memory that the graph writes to.
-        others = [cp.full(2**20, 0x55, np.uint8) for _ in range(64)]
-    for _ in range(3):
-        for x in result:
-            x.view(np.int16).fill(-1)
-        cp.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        assert bits(result) == want
-    assert all((x == 0x55).all() for x in others)
+    check_replays(lambda: call(need=need), want)
 
 
 def test_memory_that_is_not_there_leaves_all_as_it_was():

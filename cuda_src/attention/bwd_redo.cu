@@ -339,7 +339,7 @@ FA_DEVICE void redo(const RedoParams& params, SharedStorage& shared, Kind kind, 
     }
   }
   if (kind == kRowSums) {
-    __syncthreads();  // nobody reads those of the task before any more
+    __syncthreads();  // all threads have read the sums of the task before
     const int64 first = 2 * static_cast<int64>(own_entry) * params.row_pairs;
     const float* lse = p.lse + static_cast<int64>(own_entry) * p.q_len + own;
     return put_sums(shared, params.far + first + own, row_sums, lse, p.q_len - own);
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int64 all = queries + 2 * static_cast<int64>(params.entries) * spoiled_tiles(p.k_len);
   const int64 step = gridDim.x;
   // Shares of the sums of rows are drawn, so that a block that waits for them waits only for blocks
-  // that have begun and wait for nobody.
+  // that have begun and do not wait.
   bool summed = false;
 #pragma unroll 1
   while (!summed) {
