@@ -55,7 +55,7 @@ def hold(case, found, dout, dlse, rounded):
         np.testing.assert_array_equal(np.isfinite(x), np.isfinite(of), name)
         finite = np.isfinite(of)
         limit = bound[finite] + 2 * UNIT[argument.dtype] * np.abs(of[finite])
-        limit += SMALLEST.get(argument.dtype, 2.0**-110)
+        limit += max(SMALLEST.get(x, 2.0**-110) for x in (argument.dtype, sum_dtype(case.q.dtype)))
         error = np.abs(x[finite] - of[finite])
         assert (error <= limit).all(), (name, (error / limit).max())
 

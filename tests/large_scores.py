@@ -1,5 +1,6 @@
 """Calls whose scores are large, and what their results must be."""
 
+import math
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -60,8 +61,9 @@ def whole_scores(seed, dtype, dims, how=None, masked=False, q_len=70, k_len=150,
         size = min(size, 50)
     v = rng.standard_normal((1, heads[1], k_len, v_dim)).astype(np.float32)
     options = dict(BANDS[rng.integers(0, len(BANDS))])
-    unit = 2.0**size * np.abs(q).max(initial=2.0**-24) * np.abs(k).max(initial=2.0**-24) / 4
     options["scale"] = 2.0 ** min(size, 98 if how != "huge" else 100)
+    largest = (float(np.abs(x).max(initial=2.0**-24)) for x in (q, k))
+    unit = options["scale"] * math.prod(largest) / 4
     if how == "negative":
         options["scale"] *= -1
     bias = None

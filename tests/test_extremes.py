@@ -20,13 +20,14 @@ HALF, _, SINGLE, DOUBLE = DTYPES
 CLOSE = {HALF: 2e-3, BFLOAT16: 2e-2, SINGLE: 2e-5, DOUBLE: 1e-13}
 
 
-def near(found, want, dtype):
+def near(found, want, dtype, flushed=0.0):
+    """Hold an array against another; what is below `flushed` may be 0."""
     found, want = (to_numpy(x).astype(np.longdouble) for x in (found, want))
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(want))
     finite = np.isfinite(want)
     error = np.abs(found[finite] - want[finite]).max(initial=0)
     least = 0 if dtype == DOUBLE else 2.0**-126
-    assert error <= CLOSE[dtype] * np.abs(want[finite]).max(initial=least), error
+    assert error <= CLOSE[dtype] * np.abs(want[finite]).max(initial=least) + flushed, error
 
 
 def solve(xp, dout, *arrays, mask=None, dlse=None, **options):
@@ -73,7 +74,9 @@ def test_small_values_under_scores_below_0(xp, tile_size, dtype, size, is_causal
     bias[40:60] = 0
     v *= dtype.type(size)
     out = attention(*map(xp.asarray, (q, k, v, bias)), is_causal=is_causal)
-    near(out, reference.attention(q, k, v, bias, is_causal=is_causal)[0], dtype)
+    # CuPy compiles its elementwise kernels with -ftz=true: subnormal float32 results are 0.
+    flushed = 2.0**-126 if xp is not np and dtype == SINGLE else 0.0
+    near(out, reference.attention(q, k, v, bias, is_causal=is_causal)[0], dtype, 1.1 * flushed)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Sizes past 32 bits, streams, graphs, threads, memory and cached plans, on a GPU."""
 
+import contextlib
+import gc
 import subprocess
 import sys
 import textwrap
@@ -8,7 +10,15 @@ import threading
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, attention
+from fa_cupy import (
+    BitMask,
+    attention,
+    attention_backward,
+    causal_product,
+    causal_product_backward,
+    linear_attention,
+    prefix_state,
+)
 from fa_cupy._check import View
 from tests.strategies import BFLOAT16, Case, by_dtype, check_against_reference, normal
 
@@ -344,11 +354,44 @@ def test_tiles_need_far_less_memory_than_all_scores(dtype, dim):
     assert most < length * length * dtype.itemsize / 4
 
 
+@pytest.mark.parametrize(**by_dtype())
+@pytest.mark.parametrize("function", ["attention", "causal_product", "linear_attention"])
+def test_results_are_given_back_without_the_garbage_collector(function, dtype):
+    """Memory that the collector frees while a stream is captured would end the capture."""
+    q, k, v = (cp.asarray(normal(np.random.default_rng(i), (2, 70, 24), dtype)) for i in range(3))
+
+    def run():
+        if function == "linear_attention":
+            linear_attention(q, k, v)
+        elif function == "attention":
+            out, lse = attention(q, k, v, return_lse=True)
+            attention_backward(out, q, k, v, out, lse)
+        else:
+            causal_product(q, k, v, return_state=True)
+            causal_product_backward(q, q, k, v)
+            prefix_state(k, v, [3, 50])
+
+    run()
+    pool = cp.cuda.MemoryPool()
+    gc.collect()
+    gc.disable()
+    try:
+        with cp.cuda.using_allocator(pool.malloc):
+            run()
+        assert pool.used_bytes() == 0
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
 def poisoned(value, sizes):
-    """Fill the memory that the next allocations of these sizes get; return its addresses."""
-    cp.get_default_memory_pool().free_all_blocks()
-    blocks = [cp.full(size, value, np.uint8) for size in sizes]
-    return {block.data.ptr for block in blocks}
+    """Fill the memory that allocations of these sizes get inside; yields its addresses."""
+    pool = cp.cuda.MemoryPool()  # has nothing else to give
+    with cp.cuda.using_allocator(pool.malloc):
+        blocks = [cp.full(size, value, np.uint8) for size in sizes]
+        places = {block.data.ptr for block in blocks}
+        del blocks
+        yield places
 
 
 @pytest.mark.parametrize("v_dim", [1, 3, 33, 72, 130, 255])
@@ -358,8 +401,8 @@ def test_every_element_of_a_result_is_written(q_len, v_dim):
     for options in ({}, {"is_causal": True, "causal_align": "bottom_right"}):  # some see no key
         found = []
         for value in (0xFF, 0):  # all bits set is a NaN in every float type
-            places = poisoned(value, (2 * 3 * q_len * v_dim, 4 * 3 * q_len))
-            result = attention(q, k, v, return_lse=True, **options)
+            with poisoned(value, (2 * 3 * q_len * v_dim, 4 * 3 * q_len)) as places:
+                result = attention(q, k, v, return_lse=True, **options)
             assert {x.data.ptr for x in result} == places
             found.append(bits(result))
         assert found[0] == found[1]

@@ -494,13 +494,6 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         }
       }
     }
-    uint32 again[2];  // lanes whose row is to be computed again
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      again[h] = __ballot_sync(
-          kFullWarp, outgrown<false, kSparse>(p, (my_row + 8 * h) >> params.row_shift,
-                                              softmax.reference[0][h], softmax.sum[0][h]));
-    }
     const float inverse[2] = {inverse_sum(softmax.sum[0][0]), inverse_sum(softmax.sum[0][1])};
     uint32 out[kMmaV][2], probe[2][2] = {{0, 0}, {0, 0}};  // NaN once an output is not finite
 #pragma unroll
@@ -511,13 +504,6 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         probe[h][j % 2] = fma2<kBf16>(out[j][h], 0, probe[h][j % 2]);
       }
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // A row whose sum is NaN saw a NaN and is to stay NaN.
-      const bool broken =
-          (probe[h][0] | probe[h][1]) != 0 && softmax.sum[0][h] == softmax.sum[0][h];
-      again[h] |= __ballot_sync(kFullWarp, broken);
-    }
     // The output overwrites Q: of this warp's rows where they were in registers, else of them all.
     if constexpr (!kQRegisters) bar_sync(kEpilogue + group, 128);
 #pragma unroll
@@ -525,8 +511,21 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       stmatrix_x4(QTile::at(out_tile + q_lane, 0, j / 2), out[j][0], out[j][1], out[j + 1][0],
                   out[j + 1][1]);
     }
-    if ((again[0] | again[1]) != 0) {
+    // One question of all rows first: hardly any warp has a row to be computed again.
+    const float farthest = fmaxf(fabsf(softmax.reference[0][0]), fabsf(softmax.reference[0][1]));
+    const uint32 probes = probe[0][0] | probe[0][1] | probe[1][0] | probe[1][1];
+    if (__any_sync(kFullWarp, farthest >= kCoarse || probes != 0)) {
       __syncwarp();
+      uint32 again[2];  // lanes whose row it is
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float reference = softmax.reference[0][h], sum = softmax.sum[0][h];
+        const int row = (my_row + 8 * h) >> params.row_shift;
+        // A row whose sum is NaN saw a NaN and is to stay NaN.
+        const bool broken = (probe[h][0] | probe[h][1]) != 0 && sum == sum;
+        again[h] =
+            __ballot_sync(kFullWarp, broken || outgrown<false, kSparse>(p, row, reference, sum));
+      }
 #pragma unroll 1
       for (int r = 0; r < 16; ++r) {
         const int row_in_group = warp_row + r, row = row_of_group + row_in_group;

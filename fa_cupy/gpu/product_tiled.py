@@ -82,7 +82,9 @@ class Machine:
 
     def finish(self) -> None:
         """Look at what is finite, and do the rest once more."""
-        for tasks, work, flags in self._done:
+        # What `work` knows holds this object: kept here, it would wait for the garbage collector.
+        done, self._done = self._done, []
+        for tasks, work, flags in done:
             for index in np.flatnonzero(flags.get()):
                 work(self._steps, tasks[index], True)
 
@@ -155,6 +157,7 @@ def states(problem: Product, k: Any, v: Any, initial: Any, ends: Any, *, reverse
     before = Side(initial, problem.initial, rows=False)
     for sums, start in _segments.stacks_of(machine, problem, [found, before]):
         machine.accumulate(sums, start, None, reverse, inclusive=True)
+    machine.finish()
     return found.array.reshape(*problem.state_shape[:-2], len(ends), *problem.state_shape[-2:])
 
 

@@ -125,8 +125,10 @@ class _Steps(_steps.Steps):
 
     def scores(self, queries: tuple[Any, float], first: int, k: Any, out: Any) -> None:
         q, factor = queries
-        # For a factor of 0 cuBLAS would not look at the product, and 0 * NaN is NaN.
-        now, later = (factor, 1.0) if factor and _transform.folds(factor) else (1.0, factor)
+        # For a factor of 0 cuBLAS would not look at the product, and 0 * NaN is NaN. Of few rows it
+        # multiplies queries by the factor first, which can make them infinite if it is above 1.
+        fits = 0 < abs(factor) <= 1 and _transform.folds(factor)
+        now, later = (factor, 1.0) if fits else (1.0, factor)
         _blas.matmul(self._blas, q[:, first:], k, out, transposed=True, factor=now)
         if later != 1:
             _tile_kernels.scale(later, out)
