@@ -51,8 +51,11 @@ def tracked():
     return done.stdout.splitlines()
 
 
-def imported(path):
-    """The modules that a file imports when it is itself imported."""
+def imported(path, in_functions=False):
+    """The modules that a file imports when it is itself imported, or later too, in functions.
+
+    They come with the names that are taken from them, as ``"module.name"``.
+    """
     names = set()
     todo = list(ast.parse(path.read_bytes()).body)
     while todo:
@@ -61,7 +64,7 @@ def imported(path):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        elif in_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             # `if TYPE_CHECKING` imports nothing.
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
                 continue
