@@ -1,7 +1,7 @@
-"""How far a call on CuPy arrays travels through the package before its kernels are launched.
+"""The path of a call on CuPy arrays through the package, counted without a GPU.
 
-Every Python line of the package runs; CuPy and the driver are stand-ins. What is measured may only
-shrink: a change that shortens a path lowers its limits here.
+All Python code of the package runs; CuPy and the driver are stand-ins. The counts may only shrink:
+a change that shortens a path lowers its limits here.
 """
 
 import gc
@@ -42,8 +42,8 @@ class Counts(NamedTuple):
     returns: int
 
 
-# Of the first call of its kind, when the modules are imported and the kernels loaded, and of the
-# third call like it. They are what was measured: whoever shortens a path lowers them.
+# "cold" is the first call of its kind, with its modules imported and its kernels loaded; "hot" is
+# the third such call. The limits equal the counts of today; later changes lower them.
 LIMITS = {
     ("attention", "cold"): Counts(723, 17, 50),
     ("attention", "hot"): Counts(5, 5, 0),
@@ -58,8 +58,8 @@ LIMITS = {
     ("causal_product_backward", "cold"): Counts(538, 27, 206),
     ("causal_product_backward", "hot"): Counts(5, 4, 0),
 }
-#: Where the limits are to end: a repeated call costs few Python calls, and a first call goes
-#: through each of few modules once.
+# Limits to reach: a repeated call makes few Python calls, and a first call enters few modules, each
+# of them once.
 GOALS = {
     "cold": {"modules": 10, "returns": 0},
     "hot": {"calls": 10},
@@ -73,7 +73,7 @@ KERNELS = {
     "causal_product": ["linear_chunked_sm90"],
     "causal_product_backward": ["linear_chunked_sm90"],
 }  # fmt: skip
-# That make what a BitMask keeps.
+# They make the tables that a BitMask keeps.
 MASK_KERNELS = {"attention_backward with a BitMask": ["mask_tables", "mask_turn"]}
 
 
@@ -107,7 +107,7 @@ def trace(call):
         ours = code.co_filename.startswith(f"{PACKAGE}{os.sep}")
         if event != "call" or not ours or code.co_name.startswith("<"):
             return
-        if code.co_flags & inspect.CO_GENERATOR:  # which counts once, not whenever it goes on
+        if code.co_flags & inspect.CO_GENERATOR:  # counts once, however often it is resumed
             if frame in resumed:
                 return
             resumed.add(frame)
@@ -117,7 +117,7 @@ def trace(call):
 
     before = sys.getprofile()
     gc.collect()
-    gc.disable()  # it would run destructors of what other calls have left
+    gc.disable()  # a collection would run destructors that other calls have left
     sys.setprofile(note)
     try:
         call()
@@ -128,7 +128,7 @@ def trace(call):
 
 
 def prepare(name, length):
-    """Return a call of a public function, on arrays that are made now."""
+    """Return a call of a public function on new arrays of that length."""
     function, _, masked = name.partition(" with ")
 
     def array(heads=4, *dims, dtype=HALF):
@@ -162,7 +162,7 @@ def traces():
 
 
 def table(traces):
-    """Say where each path stands: its size, its limit and its goal."""
+    """Return the counts of all paths with their limits and goals, as text."""
     lines = ["{:34}{:6}{:8}{:>6}{:>6}{:>6}".format("call", "", "count", "now", "limit", "goal")]
     for (name, kind), found in traces.items():
         goals = GOALS["hot gradients" if kind == "hot" and "_backward" in name else kind]
@@ -176,7 +176,7 @@ def test_paths_do_not_grow(traces, name, kind):
     found, limits = traces[name, kind], LIMITS[name, kind]
     pairs = zip(Counts._fields, found.counts, limits, strict=True)
     grown = [f"{now} {field}, at most {limit}" for field, now, limit in pairs if now > limit]
-    # The whole path shows what has grown.
+    # The message ends with the whole path, which shows where it has grown.
     assert not grown, f"{name}, {kind}: {'; '.join(grown)}\n{table(traces)}\n\n{found}"
 
 
@@ -188,7 +188,7 @@ def test_calls_are_served_by_kernels(traces, name, kind):
 
 
 def test_a_trace_counts_functions_modules_and_returns():
-    """On modules of the package that are made up."""
+    """In two modules that are made up."""
     sources = {
         "gpu/first.py": """
 def begin(second):
