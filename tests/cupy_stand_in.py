@@ -1,7 +1,8 @@
 """As much of CuPy as the masks use, on NumPy, launching hand-written PTX in the interpreter.
 
 Its arrays refuse NumPy arrays as operands, as CuPy's do, and answer to no more than is written
-here. Of NumPy's functions they know those that `fa_cupy.layouts` calls.
+here. Of NumPy's functions they know those that `fa_cupy.layouts` calls. `on_a_device` adds a
+device for whole calls of public functions: what is not Python of this project is replaced there.
 """
 
 import contextlib
@@ -9,9 +10,11 @@ import ctypes
 import operator
 import sys
 import threading
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pytest
 
 from tests.ptx_interpreter import Memory
 from tests.ptx_interpreter import Module as Interpreted
@@ -215,6 +218,19 @@ def strict_list(x):
     return [strict(part) for part in x] if isinstance(x, (list, tuple)) else strict(x)
 
 
+def elementwise(*text, **options):
+    """A kernel of CuPy: the sums of masks, or one whose launches are logged."""
+    name = text[-1]
+    if name == "fa_cupy_mask_sums":
+        return sums
+
+    def run(*args):
+        CAPTURE.log.append(("launch", name, 0))
+        return owned(np.ones((), np.float32)) if name == "fa_cupy_unit" else None
+
+    return run
+
+
 def sums(begin, end, data):
     """What the kernel of `fa_cupy.gpu.mask_sources` does."""
     pairs = zip(begin._array, end._array, strict=True)
@@ -237,9 +253,13 @@ def copyto(out, x, casting="same_kind"):
 
 
 class Module:
+    interprets = True  # otherwise launches are logged and compute nothing
+    interpreted = None
+
     def load(self, image):
-        assert image.endswith(b"\0")
-        self.interpreted = Interpreted(image.rstrip(b"\0").decode())
+        if self.interprets:
+            assert image.endswith(b"\0")
+            self.interpreted = Interpreted(image.rstrip(b"\0").decode())
 
     def get_function(self, entry):
         return SimpleNamespace(ptr=(self.interpreted, entry))
@@ -248,6 +268,9 @@ class Module:
 def launch_kernel(function, grid, gy, gz, block, by, bz, shared, stream, arguments, extra):
     module, entry = function
     assert grid > 0
+    if module is None:
+        CAPTURE.log.append(("launch", entry, grid))
+        return
     size = module.entries[entry].param_bytes
     struct = ctypes.c_void_p.from_address(arguments).value
     module.launch(entry, grid, block, (ctypes.c_uint8 * size).from_address(struct), MEMORY)
@@ -271,9 +294,27 @@ def alloc(size):
     return get_allocator()(size)
 
 
+class Owner:
+    """Memory of the pool, which gets it back when no array is in it."""
+
+    def __init__(self, array):
+        self.array = array
+        weakref.finalize(self, _free.setdefault(len(array), []).append, array)
+
+
+_free = {}  # memory that the pool got back, by its bytes
+
+
 def pool(size):
-    """The allocator that there is if nobody sets one."""
-    found = malloc(size)
+    """The default allocator. As CuPy's, it reuses memory: repeated calls get the same addresses."""
+    free = _free.get(size + 512)
+    if free:
+        memory = free.pop()
+        memory[...] = 0xAB
+        found = MemoryPointer(Owner(memory), -memory.ctypes.data % 512)
+    else:
+        found = malloc(size)
+        found.mem = Owner(found.mem.array)
     if CAPTURE.going_on:
         CAPTURE.log.append(("pool", size, found.ptr))
     return found
@@ -323,6 +364,10 @@ class Memory:
         self.array = found.mem.array[found.offset :]
 
 
+#: Properties of the device.
+H200 = {"major": 9, "minor": 0, "sharedMemPerBlockOptin": 232448, "multiProcessorCount": 132}
+
+
 class CUDADriverError(Exception):
     pass
 
@@ -345,7 +390,7 @@ def make():
     cupy.ReductionKernel = lambda *text: (
         lambda words: int(np.unpackbits(words._array.reshape(-1).view(np.uint8)).sum())
     )
-    cupy.ElementwiseKernel = lambda *text: sums
+    cupy.ElementwiseKernel = elementwise
     cuda.alloc, cuda.get_current_stream = alloc, Stream
     cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, UnownedMemory
     cuda.Stream, cuda.Event, cuda.Memory = Stream, Event, Memory
@@ -354,10 +399,12 @@ def make():
     cuda.function = SimpleNamespace(Module=Module)
     cuda.driver = SimpleNamespace(
         ctxGetCurrent=lambda: 1, launchKernel=launch_kernel, CUDADriverError=CUDADriverError,
-        funcGetAttribute=lambda attribute, function: 0,
+        funcGetAttribute=lambda attribute, function: 0, funcSetAttribute=lambda *arguments: None,
     )  # fmt: skip
     cuda.runtime = SimpleNamespace(
         getDevice=lambda: 0, streamIsCapturing=lambda stream: CAPTURE.going_on,
+        getDeviceProperties=lambda device: H200, cudaDevAttrMultiProcessorCount=16,
+        deviceGetAttribute=lambda attribute, device: {16: H200["multiProcessorCount"]}[attribute],
         mallocAsync=CAPTURE.malloc, freeAsync=CAPTURE.free, CUDARuntimeError=CUDARuntimeError,
     )  # fmt: skip
     return {"cupy": cupy, "cupy.cuda": cuda}
@@ -388,3 +435,36 @@ def in_place_of_cupy():
         compile._loaded = loaded
         vars(package).clear()
         vars(package).update(attributes)
+
+
+def encoded_map(*arguments):
+    """Answer in place of ``cuTensorMapEncodeTiled``, which needs a driver."""
+    from cuda.bindings.driver import CUresult
+
+    return CUresult.CUDA_SUCCESS, SimpleNamespace(opaque=range(16))
+
+
+@contextlib.contextmanager
+def on_a_device(**properties):
+    """Have public functions run on the stand-in, down to a driver that only logs the launches.
+
+    Kernels count as compiled. The device is an H200, but for `properties`.
+    """
+    from cuda.bindings import driver
+
+    from fa_cupy import _attention, _linear
+    from fa_cupy.gpu import compile
+
+    compiled = compile.Compiled(b"", "", 0.0, cached=True)
+    _free.clear()
+    with in_place_of_cupy() as cupy, pytest.MonkeyPatch.context() as patch:
+        for name, value in properties.items():
+            patch.setitem(H200, name, value)
+        # By the type of arrays, which other tests share.
+        patch.setattr(_attention, "_CACHED", {})
+        patch.setattr(_linear, "_CACHED", {})
+        patch.setattr(_linear, "_CACHED_BACKWARD", {})
+        patch.setattr(Module, "interprets", False)
+        patch.setattr(compile, "compile_variant", lambda variant, target: compiled)
+        patch.setattr(driver, "cuTensorMapEncodeTiled", encoded_map)
+        yield cupy

@@ -6,16 +6,14 @@ What graphs do with it on a device is in ``test_graphs_gpu.py``.
 import ast
 import contextlib
 import gc
-import importlib
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import fa_cupy
-from fa_cupy import BitMask, _attention, _check, _linear, _product
+from fa_cupy import BitMask, _check, _product
 from tests import cupy_stand_in
 from tests.cupy_stand_in import CAPTURE, ndarray, owned
 from tests.test_check import NO_OPTIONS
@@ -25,53 +23,11 @@ HALF, SINGLE, DOUBLE = map(np.dtype, (np.float16, np.float32, np.float64))
 
 
 @pytest.fixture
-def cupy(monkeypatch):
-    """A device of two multiprocessors, with kernels that are noted down and do nothing."""
-
-    def elementwise(*text, **options):
-        def run(*args):
-            CAPTURE.log.append(("launch", text[-1], 0))
-            return owned(np.ones((), SINGLE)) if text[-1] == "fa_cupy_unit" else None
-
-        return run
-
+def cupy():
+    """A device of two multiprocessors, whose kernels are logged and compute nothing."""
     # What no kernel has written may be any number.
-    with cupy_stand_in.in_place_of_cupy() as found, np.errstate(all="ignore"):
-        found.ElementwiseKernel = elementwise
-        # By the type of arrays, which tests of other stand-ins share.
-        monkeypatch.setattr(_attention, "_CACHED", {})
-        monkeypatch.setattr(_linear, "_CACHED", {})
-        monkeypatch.setattr(_linear, "_CACHED_BACKWARD", {})
-        prepare(monkeypatch)
+    with cupy_stand_in.on_a_device(multiProcessorCount=2) as found, np.errstate(all="ignore"):
         yield found
-
-
-def prepare(monkeypatch):
-    """Replace what asks for a device by what an H200 of two multiprocessors would answer."""
-
-    class Launch:
-        def __init__(self, kernel, grid, *how):
-            self.entry, self.grid = kernel.entry, grid
-
-        def __call__(self, arguments, stream=None):
-            CAPTURE.log.append(("launch", self.entry, self.grid))
-
-    def launch(kernel, *how):
-        CAPTURE.log.append(("launch", getattr(kernel, "entry", "mask"), 0))
-
-    load = SimpleNamespace(load=lambda row, *_: row, load_ptx=lambda *_: SimpleNamespace())
-    for where in (
-        "attention", "call_mask", "fwd_sm80", "fwd_sm90", "launches_bwd", "mask_lists",
-        "mask_tables", "maps", "plan", "plan_bwd", "product_plan", "product_sm90",
-    ):  # fmt: skip
-        module = importlib.import_module(f"fa_cupy.gpu.{where}")
-        for name, value in {
-            "Launch": Launch, "launch": launch, "compile": load, "bind_context": lambda: None,
-            "target_of_device": lambda device: "sm_90a", "multiprocessors": lambda device: 2,
-            "encode_tiled": lambda *_: np.zeros(16, np.uint64),
-        }.items():  # fmt: skip
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
