@@ -88,11 +88,11 @@ $(VENV)/bin/python:
 
 # For a CUDA 12 driver the two installs want different compilers, so there each undoes the other's stamp.
 $(VENV)/.demo-%: setup.cfg pyproject.toml | $(VENV)/bin/python
-	extra=$$($(PYTHON) -I fa_cupy/_driver.py) && $(PIP) --editable ".[plot$${extra:+,$$extra}]" && \
+	extra=$$($(PYTHON) -I fa_cupy/cli/cuda_extra.py) && $(PIP) --editable ".[plot$${extra:+,$$extra}]" && \
 	  if [ "$$extra" = cuda12 ]; then rm -f $(VENV)/.test-*; fi
 	touch $@
 
 $(VENV)/.test-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable ".[test]"
-	if [ "$$($(PYTHON) -I fa_cupy/_driver.py)" = cuda12 ]; then rm -f $(VENV)/.demo-*; fi
+	if [ "$$($(PYTHON) -I fa_cupy/cli/cuda_extra.py)" = cuda12 ]; then rm -f $(VENV)/.demo-*; fi
 	touch $@

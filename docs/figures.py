@@ -16,7 +16,7 @@ from scipy import sparse
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fa_cupy import BitMask, plot
-from fa_cupy.gpu import variants
+from fa_cupy.gpu.kernels.attention import fwd_variants
 
 matplotlib.rcParams.update(
     {
@@ -233,7 +233,11 @@ def call(folder):
     figure, ax = canvas(7.2, 4.5, (0, 16), (0, 10))
     steps = [
         ("attention(q, k, v, ...)", "fa_cupy/_attention.py", "array kinds, DLPack"),
-        ("check", "fa_cupy/_check.py", "shapes, strides, dtypes\n→ Problem, or an error"),
+        (
+            "check",
+            "fa_cupy/core/attention_problem.py",
+            "shapes, strides, dtypes\n→ Problem, or an error",
+        ),
     ]
 
     def step(x, y, width, title, where, what="", color=PALE, height=1.35):
@@ -260,8 +264,8 @@ def call(folder):
     ax.text(10.9, 3.85, "CuPy", ha="center", size=8.5)
 
     step(0.3, 4.2, 4.5, "tiled, in threads", "fa_cupy/cpu/attention.py", color="#e5f0e8")
-    step(0.3, 6.3, 4.5, "tile sizes for the cache", "fa_cupy/_tiles.py", color="#e5f0e8")
-    step(0.3, 8.4, 4.5, "online softmax", "fa_cupy/_tiled.py", color="#e5f0e8")
+    step(0.3, 6.3, 4.5, "tile sizes for the cache", "fa_cupy/tiled/tile_sizes.py", color="#e5f0e8")
+    step(0.3, 8.4, 4.5, "online softmax", "fa_cupy/tiled/attention.py", color="#e5f0e8")
     arrow(ax, (2.55, 5.55), (2.55, 6.3))
     arrow(ax, (2.55, 7.65), (2.55, 8.4))
 
@@ -609,8 +613,10 @@ def sm90_pipeline(folder):
 
 def sm90_memory(folder):
     """Shared memory of a block, to scale, from the table of kernels."""
-    limit = variants.SHARED_LIMIT["sm_90a"]
-    rows = [r for r in variants.VARIANTS if isinstance(r, variants.VariantSm90) and not r.sparse]
+    limit = fwd_variants.SHARED_LIMIT["sm_90a"]
+    rows = [
+        r for r in fwd_variants.VARIANTS if isinstance(r, fwd_variants.VariantSm90) and not r.sparse
+    ]
     figure = Figure(figsize=(7.2, 2.9))
     ax = figure.add_axes((0.15, 0.16, 0.83, 0.7))
     dims = (64, 128, 256)

@@ -6,8 +6,8 @@ Each function returns reStructuredText. Where nothing has been measured, it says
 import functools
 from pathlib import Path
 
-from fa_cupy import _tiles
-from fa_cupy.gpu import variants as gpu
+from fa_cupy.gpu.kernels.attention import fwd_variants as gpu
+from fa_cupy.tiled import tile_sizes
 from validation import report, store, tiles, word_orders
 
 RESULTS = Path(__file__).parents[1] / "validation" / "results"
@@ -149,7 +149,7 @@ def planned_cpu():
     for case in tiles.CASES:
         tile = tiles.planned(case)
         itemsize = tiles.compute_dtype(case).itemsize
-        size = _tiles.footprint(*tile, case.head_dim, case.head_dim, itemsize)
+        size = tile_sizes.footprint(*tile, case.head_dim, case.head_dim, itemsize)
         dtype, dim = tiles.name(case).split(" hd")
         planned = f"{tile.tile_m} x {tile.tile_n}"
         rows.append((dtype, dim, planned, f"{size / 1024:,.0f} KB", *fastest(case, tile)))
@@ -175,7 +175,7 @@ def planned_gpu():
     for dim in sorted({row.dim for row in gpu.VARIANTS}):
         cells = [dim]
         for budget in (99, 163, 227):
-            tile = _tiles.tile_sizes(dim, dim, 2, budget << 10, 4096, 4096, score_itemsize=4)
+            tile = tile_sizes.tile_sizes(dim, dim, 2, budget << 10, 4096, 4096, score_itemsize=4)
             cells.append(f"{tile[0]} x {tile[1]}")
         kernel = next(r for r in gpu.VARIANTS if r.dim == dim)
         cells += [f"{kernel.tile_m} x {kernel.tile_n}", f"{kernel.shared_bytes / 1024:.0f} KB"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fa_cupy import _arrays, _calls, _check, _options
-from fa_cupy._masks import BitMask
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import attention_problem, checks, dispatch
 
 _TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 
@@ -143,7 +144,7 @@ def attention(
             return result
     return _solve(
         "attention",
-        _check.ARGS,
+        attention_problem.ARGS,
         (q, k, v, bias, mask),
         out,
         return_lse,
@@ -214,9 +215,9 @@ def scaled_dot_product_attention(
            [0.26, 0.26, 0.47]])
     """
     name = "scaled_dot_product_attention"
-    if _options.finite(name, "dropout_p", dropout_p) != 0.0:
+    if checks.finite(name, "dropout_p", dropout_p) != 0.0:
         raise ValueError(f"{name}: dropout_p is {dropout_p}, want 0.0 (there is no dropout)")
-    if attn_mask is not None and _options.flag(name, "is_causal", is_causal):
+    if attn_mask is not None and checks.flag(name, "is_causal", is_causal):
         raise ValueError(f"{name}: is_causal is True and attn_mask is given, want one of them")
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
@@ -224,7 +225,7 @@ def scaled_dot_product_attention(
         name,
         _TORCH_ARGS,
         (query, key, value, bias, mask),
-        grouped=_options.flag(name, "enable_gqa", enable_gqa),
+        grouped=checks.flag(name, "enable_gqa", enable_gqa),
         scale=scale,
         is_causal=is_causal,
         causal_align="top_left",
@@ -244,24 +245,24 @@ def _solve(
     **options: Any,
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
-    _calls.require(name, **dict(zip(args[:3], arrays, strict=False)))
+    dispatch.require(name, **dict(zip(args[:3], arrays, strict=False)))
     bits = arrays[4] if isinstance(arrays[4], BitMask) else None
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
     given = {arg: x for arg, x in zip(args, arrays, strict=True) if x is not None and x is not bits}
-    native = _arrays.to_native(name, **given, out=out)
+    native = core_arrays.to_native(name, **given, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
     named = zip(args, arrays, strict=True)
     inputs = [x if x is None or x is bits else by_arg[arg] for arg, x in named]
     result = native.arrays[-1]
-    problem = _check.attention_problem(
+    problem = attention_problem.attention_problem(
         *inputs, out=result, name=name, args=args, grouped=grouped, **options
     )
-    with_lse = _options.flag(name, "return_lse", return_lse)
-    backend = _calls.backend_of(native, "attention")
+    with_lse = checks.flag(name, "return_lse", return_lse)
+    backend = dispatch.backend_of(native, "attention")
     if native.backend == "cupy" and inputs[0] is arrays[0]:
         _CACHED[type(arrays[0])] = backend.cached
     with native.context:
-        result = _calls.result_for(native, problem, inputs[0], result)
+        result = dispatch.result_for(native, problem, inputs[0], result)
         result, lse = backend.attention(problem, *inputs, result, with_lse)
         answer = native.give_back(result) if out is None else out
         return (answer, native.give_back(lse)) if with_lse else answer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _arrays, _check
+from fa_cupy.core import arrays, attention_problem
 
 
 def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tuple[Any, Any]:
@@ -74,8 +74,10 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
             f"merge_attention: lses has {len(named) - count} parts, outs has {count}, "
             "want the same number, at least 1"
         )
-    native = _arrays.to_native("merge_attention", **named)
-    _check.matching_parts("merge_attention", native.arrays[:count], native.arrays[count:])
+    native = arrays.to_native("merge_attention", **named)
+    attention_problem.matching_parts(
+        "merge_attention", native.arrays[:count], native.arrays[count:]
+    )
     with native.context:
         out, lse = _merge(sys.modules[native.backend], native.arrays[:count], native.arrays[count:])
         return native.give_back(out), native.give_back(lse)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _arrays, _calls, _check, _options, _product
+from fa_cupy.core import arrays, attention_problem, checks, dispatch, linear_problem
 
 _FEATURE_MAPS = ("elu1", "relu", "exp", "identity")
 
@@ -96,27 +96,29 @@ def linear_attention(
     known = isinstance(feature_map, str) and feature_map in _FEATURE_MAPS
     if not known and not callable(feature_map):
         raise ValueError(
-            f"{name}: feature_map is {_options.show(feature_map)}, "
+            f"{name}: feature_map is {checks.show(feature_map)}, "
             f"want one of {', '.join(map(repr, _FEATURE_MAPS))} or a callable"
         )
-    number = _options.finite(name, "eps", eps, minimum=0.0)
-    native = _calls.to_native(name, q=q, k=k, v=v, out=out)
+    number = checks.finite(name, "eps", eps, minimum=0.0)
+    native = dispatch.to_native(name, q=q, k=k, v=v, out=out)
     *inputs, result = native.arrays
-    problem = _product.product_problem(name, *inputs)
-    _calls.check_out(name, result, problem, inputs)
+    problem = linear_problem.product_problem(name, *inputs)
+    dispatch.check_out(name, result, problem, inputs)
     like, feature = inputs[0], None
     if known and feature_map != "identity":
         feature = feature_map
-    backend = _calls.backend_of(native, "product")
+    backend = dispatch.backend_of(native, "product")
     with native.context:
         if callable(feature_map):  # which may allocate what belongs to this call
             features = _features(name, (q, k), inputs[:2], feature_map)
             inputs[:2] = features.values()
-            problem = _product.product_problem(name, *inputs)
+            problem = linear_problem.product_problem(name, *inputs)
             if out is not None:
-                _check.check_out(name, result, problem.out_shape, problem.dtype, features.items())
+                attention_problem.check_out(
+                    name, result, problem.out_shape, problem.dtype, features.items()
+                )
         if result is None:
-            result = _calls.allocator(native)(problem.out_shape, problem.dtype, like)
+            result = dispatch.allocator(native)(problem.out_shape, problem.dtype, like)
         result = backend.linear_attention(problem, *inputs, result, feature=feature, eps=number)
         return native.give_back(result) if out is None else out
 
@@ -134,8 +136,8 @@ def _features(
     q, k = given
     of_q, of_k = "feature_map(q)", "feature_map(k)"
     found = {of_q: feature_map(_read_only(q)), of_k: feature_map(_read_only(k))}
-    x, y = _calls.to_native(name, q=q, **found).arrays[1:]
-    _check.common_dtype(name, {"q": inputs[0], of_q: x, of_k: y})
+    x, y = dispatch.to_native(name, q=q, **found).arrays[1:]
+    attention_problem.common_dtype(name, {"q": inputs[0], of_q: x, of_k: y})
     for arg, array, features in zip("qk", inputs, (x, y), strict=True):
         if features.shape[:-1] != array.shape[:-1]:
             raise ValueError(
@@ -145,7 +147,7 @@ def _features(
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(f"{name}: {of_k} has dim {y.shape[-1]}, {of_q} has {x.shape[-1]}")
     # A buffer used twice holds the features of k only; views of q and k may meet in memory.
-    if q is not k and _arrays.overlap(x, y) and not _arrays.overlap(x, inputs[0]):
+    if q is not k and arrays.overlap(x, y) and not arrays.overlap(x, inputs[0]):
         raise ValueError(f"{name}: {of_k} overlaps {of_q} in memory, want separate memory")
     return {of_q: x, of_k: y}
 

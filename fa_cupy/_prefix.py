@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _calls, _options, _product
+from fa_cupy.core import checks, dispatch, linear_problem
 
 
 def prefix_state(
@@ -81,18 +81,18 @@ def prefix_state(
     """
     name = "prefix_state"
     given = {"k": k, "v": v, "initial_state": initial_state}
-    native = _calls.to_native(name, **(given if q is None else {"q": q} | given))
+    native = dispatch.to_native(name, **(given if q is None else {"q": q} | given))
     inputs = [None, *native.arrays] if q is None else native.arrays
-    problem = _product.product_problem(name, *inputs, aligned=False)
-    reverse = _options.flag(name, "reverse", reverse)
+    problem = linear_problem.product_problem(name, *inputs, aligned=False)
+    reverse = checks.flag(name, "reverse", reverse)
     rows = 1 if q is None else problem.q_len
     if ends is None:
         found = np.full(rows, 0 if reverse else problem.k_len)
     else:
-        found = _product.positions(name, ends, problem.k_len)
+        found = linear_problem.positions(name, ends, problem.k_len)
     if q is not None and len(found) != rows:
         raise ValueError(f"{name}: ends has {len(found)} positions, q has {rows} rows")
-    backend = _calls.backend_of(native, "product")
+    backend = dispatch.backend_of(native, "product")
     with native.context:
         if q is not None:
             result = backend.readings(problem, *inputs, found, reverse=reverse)

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 import fa_cupy
-from fa_cupy import _arrays, _calls, _check, _options, _product
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import attention_problem, checks, dispatch, linear_problem
 
 Array = Any
 Options = tuple[tuple[str, Any], ...]
@@ -69,7 +70,7 @@ def attention(
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
     _require_arrays("attention", q, k, v, bias=bias, mask=mask)
-    with_lse = _options.flag("attention", "return_lse", return_lse)
+    with_lse = checks.flag("attention", "return_lse", return_lse)
     options = {
         "scale": scale,
         "is_causal": is_causal,
@@ -117,8 +118,8 @@ def causal_product(
     """
     name = "causal_product"
     _require_arrays(name, q, k, v, initial_state=initial_state)
-    reverse = _options.flag(name, "reverse", reverse)
-    with_state = _options.flag(name, "return_state", return_state)
+    reverse = checks.flag(name, "reverse", reverse)
+    with_state = checks.flag(name, "return_state", return_state)
     out, state = _causal_product(reverse, q, k, v, initial_state)
     return (out, state) if with_state else out
 
@@ -149,8 +150,10 @@ def _attention(
 
     def shapes(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
         mask = mask if bits.mask is None else bits.mask
-        problem = _check.attention_problem(q, k, v, bias, mask, **options)
-        lse = jax.ShapeDtypeStruct(problem.out_shape[:-1], _check.sum_dtype(problem.dtype))
+        problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+        lse = jax.ShapeDtypeStruct(
+            problem.out_shape[:-1], attention_problem.sum_dtype(problem.dtype)
+        )
         return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), lse
 
     return _call(function, shapes, q, k, v, bias, mask)
@@ -187,7 +190,7 @@ def _causal_product(reverse: bool, q: Array, k: Array, v: Array, initial: Array)
         )
 
     def shapes(*arrays: Any) -> Any:
-        problem = _product.product_problem("causal_product", *arrays)
+        problem = linear_problem.product_problem("causal_product", *arrays)
         state = jax.ShapeDtypeStruct(problem.state_shape, problem.state_dtype)
         return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), state
 
@@ -232,10 +235,10 @@ def _call(function: Callable[..., Any], shapes: Callable[..., Any], *arrays: Arr
 def _require_arrays(name: str, q: Any, k: Any, v: Any, **more: Any) -> None:
     """Raise for what is no array; only those of `more` may be None."""
     named = {"q": q, "k": k, "v": v}
-    _calls.require(name, **named)
+    dispatch.require(name, **named)
     for arg, x in (named | more).items():
         if x is not None and not isinstance(x, jax.Array):  # as what is traced is
-            _arrays.to_native(name, writes=None, **{arg: x})
+            core_arrays.to_native(name, writes=None, **{arg: x})
 
 
 def _stand_in(x: Any) -> Any:

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy import _options
+from fa_cupy.core import checks
 
 __all__ = ["BLOCK", "ORDERS", "SLAB", "Accumulator", "fragment_address", "mma", "pack",
            "row_major_address", "unpack", "wgmma"]  # fmt: skip
@@ -156,7 +156,7 @@ def wgmma(n: int) -> Accumulator:
         For any other `n`.
     """
     wanted = "a multiple of 8 from 8 to 256"
-    return Accumulator(64, _options.whole("wgmma", "n", n, wanted, range(8, 257, 8)))
+    return Accumulator(64, checks.whole("wgmma", "n", n, wanted, range(8, 257, 8)))
 
 
 def mma(n: int = 8) -> Accumulator:
@@ -173,7 +173,7 @@ def mma(n: int = 8) -> Accumulator:
         For any other `n`.
     """
     wanted = "a multiple of 8 from 8 on"
-    return Accumulator(SLAB, _options.whole("mma", "n", n, wanted, range(8, 2**31, 8)))
+    return Accumulator(SLAB, checks.whole("mma", "n", n, wanted, range(8, 2**31, 8)))
 
 
 def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
@@ -232,7 +232,7 @@ def pack(bits: Any, order: str = "fragment") -> Any:
     ((8, 32, 2), 4)
     """
     shape = _shape("pack", order)
-    _options.array_of("pack", "bits", bits, "bool")
+    checks.array_of("pack", "bits", bits, "bool")
     if bits.shape[-2:] != (BLOCK, BLOCK):
         raise ValueError(f"pack: bits has shape {bits.shape}, want (..., {BLOCK}, {BLOCK})")
     batch = bits.shape[:-2]
@@ -273,7 +273,7 @@ def unpack(words: Any, order: str = "fragment") -> Any:
     4
     """
     shape = _shape("unpack", order)
-    _options.array_of("unpack", "words", words, "uint32")
+    checks.array_of("unpack", "words", words, "uint32")
     batch = words.shape[: max(0, words.ndim - len(shape))]
     if words.shape != (*batch, *shape):
         wanted = ", ".join(map(str, shape))

@@ -9,9 +9,10 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fa_cupy import _options, layouts
+from fa_cupy import layouts
 from fa_cupy._attention import attention
-from fa_cupy._masks import BitMask
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core import checks
 
 __all__ = ["images", "layout", "mask", "weights"]
 
@@ -86,7 +87,7 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
     [0.0, 6.0]
     """
     for arg, length in (("q_len", q_len), ("k_len", k_len)):
-        _options.whole("plot.weights", arg, length)
+        checks.whole("plot.weights", arg, length)
     ax = ax or _axes(0.4 * k_len + 0.8, 0.4 * q_len + 0.8)
     seen = attention(np.zeros((q_len, 1)), np.zeros((k_len, 1)), np.eye(k_len), **options)
     largest = seen.max(axis=-1, keepdims=True, initial=0.0)
@@ -133,7 +134,7 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
     """
     if not isinstance(mask, BitMask):
         wanted = "a BitMask (BitMask.from_dense makes one)"
-        raise TypeError(f"plot.mask: mask is {_options.show(mask)}, want {wanted}")
+        raise TypeError(f"plot.mask: mask is {checks.show(mask)}, want {wanted}")
     if mask.ndim != 2:
         raise ValueError(f"plot.mask: mask has shape {mask.shape}, want 2 axes (as of mask[0])")
     from matplotlib.colors import ListedColormap
@@ -189,7 +190,7 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
     layouts._shape("plot.layout", order)
     for arg, count in (("rows", rows), ("cols", cols)):
         wanted = "an int from 1 to 128"
-        _options.whole("plot.layout", arg, count, wanted, range(1, layouts.BLOCK + 1))
+        checks.whole("plot.layout", arg, count, wanted, range(1, layouts.BLOCK + 1))
     from matplotlib.colors import ListedColormap
 
     address = layouts.fragment_address if order == "fragment" else layouts.row_major_address

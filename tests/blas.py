@@ -6,12 +6,12 @@ from unittest import mock
 
 import threadpoolctl
 
-from fa_cupy.cpu import _blas
+from fa_cupy.cpu import blas
 
 
 def of_others():
     """The BLAS libraries that are not the CPU path's own."""
-    own = None if _blas.LIBRARY is None else os.path.realpath(_blas.LIBRARY.path)
+    own = None if blas.LIBRARY is None else os.path.realpath(blas.LIBRARY.path)
     found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
     return [library for library in found if os.path.realpath(library.filepath) != own]
 

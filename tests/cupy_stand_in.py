@@ -232,7 +232,7 @@ def elementwise(*text, **options):
 
 
 def sums(begin, end, data):
-    """What the kernel of `fa_cupy.gpu.mask_sources` does."""
+    """What the kernel of `fa_cupy.gpu.masks.build` does."""
     pairs = zip(begin._array, end._array, strict=True)
     return owned([bool(sum(data._array[i:j].tolist())) for i, j in pairs])
 
@@ -413,7 +413,7 @@ def make():
 @contextlib.contextmanager
 def in_place_of_cupy():
     """Have ``fa_cupy.gpu`` import the stand-in, and forget it afterwards."""
-    from fa_cupy.gpu import compile
+    from fa_cupy.gpu.driver import compile
 
     ours = [name for name in sys.modules if name.startswith(("cupy", "fa_cupy.gpu."))]
     kept = {name: sys.modules.pop(name) for name in ours if name != compile.__name__}
@@ -452,8 +452,8 @@ def on_a_device(**properties):
     """
     from cuda.bindings import driver
 
-    from fa_cupy import _attention, _linear
-    from fa_cupy.gpu import compile
+    from fa_cupy import _attention, _linear_attention
+    from fa_cupy.gpu.driver import compile
 
     compiled = compile.Compiled(b"", "", 0.0, cached=True)
     _free.clear()
@@ -462,8 +462,8 @@ def on_a_device(**properties):
             patch.setitem(H200, name, value)
         # By the type of arrays, which other tests share.
         patch.setattr(_attention, "_CACHED", {})
-        patch.setattr(_linear, "_CACHED", {})
-        patch.setattr(_linear, "_CACHED_BACKWARD", {})
+        patch.setattr(_linear_attention, "_CACHED", {})
+        patch.setattr(_linear_attention, "_CACHED_BACKWARD", {})
         patch.setattr(Module, "interprets", False)
         patch.setattr(compile, "compile_variant", lambda variant, target: compiled)
         patch.setattr(driver, "cuTensorMapEncodeTiled", encoded_map)

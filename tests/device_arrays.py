@@ -11,7 +11,7 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from fa_cupy.gpu.devices import current_target
+from fa_cupy.gpu.driver.devices import current_target
 from tests.strategies import BFLOAT16, DTYPES
 
 _turn: list[IO[str]] = []

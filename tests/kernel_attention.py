@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from fa_cupy import BitMask, reference
-from fa_cupy.gpu.variants import VARIANTS, VariantSm90
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, VariantSm90
 from validation import emulated
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

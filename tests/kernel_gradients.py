@@ -5,8 +5,17 @@ from typing import NamedTuple
 import numpy as np
 
 from fa_cupy import reference
-from fa_cupy.gpu.variants_bwd import BACKWARD, BwdKeysSm90, BwdSm90, select_bwd
-from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80, BwdKeysSm80, select_bwd_sm80
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
+    BACKWARD_SM80,
+    BwdKeysSm80,
+    select_bwd_sm80,
+)
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
+    BACKWARD,
+    BwdKeysSm90,
+    BwdSm90,
+    select_bwd,
+)
 from tests import strategies
 from tests.gradients import hold
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, draw

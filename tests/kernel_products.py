@@ -2,10 +2,8 @@
 
 import numpy as np
 
-from fa_cupy.gpu.product_choice import Choice
-from fa_cupy.gpu.product_choice_sm90 import states_for
-from fa_cupy.gpu.product_params_sm90 import dim_step
-from fa_cupy.gpu.products import (
+from fa_cupy.gpu.kernels.linear.heuristics import Choice
+from fa_cupy.gpu.kernels.linear.sm80_variants import (
     PRODUCTS,
     SCAN,
     ChunkedSingleVariant,
@@ -13,7 +11,9 @@ from fa_cupy.gpu.products import (
     RecurrentVariant,
     StatesVariant,
 )
-from fa_cupy.gpu.products_sm90 import (
+from fa_cupy.gpu.kernels.linear.sm90_heuristics import states_for
+from fa_cupy.gpu.kernels.linear.sm90_params import dim_step
+from fa_cupy.gpu.kernels.linear.sm90_variants import (
     ChunkedSingleSm90Variant,
     ChunkedSingleTurnsVariant,
     ChunkedSm90Variant,
@@ -83,7 +83,7 @@ def gradients(row, case, dout, dstate=None, segment_chunks=None, own_prefix=Fals
 def readings(case, asks):
     """The same sequence with queries and keys in turns: `asks` are rows that only read.
 
-    As `fa_cupy.gpu.product_uses` lays them for queries of states at positions.
+    As `fa_cupy.gpu.linear_attention_uses` lays them for queries of states at positions.
     """
     q, k, v = (x.copy() for x in case.arrays[:3])
     q[..., ~asks, :] = 0

@@ -7,7 +7,7 @@ import numpy as np
 from scipy import sparse
 
 from fa_cupy import BitMask, layouts
-from fa_cupy.gpu.mask_params import WORDS
+from fa_cupy.gpu.masks.packing import WORDS
 
 B = layouts.BLOCK
 
@@ -132,7 +132,7 @@ def check_what_masks_answer(cupy):
 
 def check_copies(cupy):
     """A mask of NumPy is copied once, and its slices share the copy; one of CuPy is not."""
-    from fa_cupy.gpu.mask_lists import DeviceMask
+    from fa_cupy.gpu.masks.device_mask import DeviceMask
 
     mask = BitMask.from_dense(dense(np.random.default_rng(5), (2, 300, 200)))
     found = DeviceMask.of(mask, 0)

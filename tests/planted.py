@@ -2,7 +2,7 @@
 
 import re
 
-from fa_cupy.gpu.compile import ROOT
+from fa_cupy.gpu.driver.compile import ROOT
 
 
 def flat(name, seen=None):

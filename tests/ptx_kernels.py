@@ -2,7 +2,7 @@
 
 import re
 
-from fa_cupy.gpu import compile
+from fa_cupy.gpu.driver import compile
 
 HEADERS = {path.name: path.read_text() for path in (compile.ROOT / "ptx").glob("*.cuh")}
 INCLUDES = "".join(f'#include "ptx/{name}"\n' for name in sorted(HEADERS))

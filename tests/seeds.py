@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from fa_cupy.gpu.rows import Variant
+from fa_cupy.gpu.kernels.variant import Variant
 from tests import kernel_attention, kernel_gradients, kernel_products
 from validation import emulator
 

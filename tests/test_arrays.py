@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import _arrays, attention, merge_attention, reference
+from fa_cupy import attention, merge_attention, reference
+from fa_cupy.core import arrays as core_arrays
 from tests.strategies import BFLOAT16, DTYPES, by_dtype, lay, normal, to_numpy
 
 
@@ -50,13 +51,13 @@ def test_what_speaks_no_dlpack_is_refused():
 def test_devices_that_cannot_be_reached_are_refused():
     far = SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (8, 0))
     with pytest.raises(TypeError, match="attention: q is on a device of DLPack type 8"):
-        _arrays.to_native("attention", q=far)
+        core_arrays.to_native("attention", q=far)
 
 
 def test_a_device_that_is_none_is_refused():
     odd = SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (None, 0))
     with pytest.raises(TypeError, match=r"attention: q is a .* on DLPack device \(None, 0\), want"):
-        _arrays.to_native("attention", q=odd)
+        core_arrays.to_native("attention", q=odd)
 
 
 def test_device_memory_without_what_it_takes_to_read_it(monkeypatch):
@@ -66,10 +67,10 @@ def test_device_memory_without_what_it_takes_to_read_it(monkeypatch):
         with pytest.raises(
             ImportError, match=r"attention: q is on CUDA device 99, which needs CuPy"
         ):
-            _arrays.to_native("attention", q=far)
+            core_arrays.to_native("attention", q=far)
     pytest.importorskip("cupy")
     with pytest.raises(RuntimeError, match="attention: q is on CUDA device 99, w"):
-        _arrays.to_native("attention", q=far)
+        core_arrays.to_native("attention", q=far)
 
 
 # Other libraries on the CPU
@@ -104,7 +105,7 @@ def test_torch_tensors_come_back_as_tensors(torch, dtype):
 @pytest.mark.parametrize(**by_dtype())
 def test_torch_tensors_are_not_copied(torch, dtype):
     tensor = as_torch(torch, draw((4, 6), dtype=dtype)[0]).T
-    native = _arrays.to_native("attention", q=tensor)
+    native = core_arrays.to_native("attention", q=tensor)
     (array,) = native.arrays
     assert native.backend == "numpy"
     assert array.dtype == dtype
@@ -318,7 +319,7 @@ def test_arrays_of_another_device_than_the_current_one(cupy):
 def test_new_arrays_are_dense_in_the_order_of_q(xp, layout):
     q = lay(xp, np.zeros((2, 3, 5, 8), np.float32), layout)
     problem = SimpleNamespace(out_shape=(4, 2, 3, 5, 7))
-    out = _arrays.empty_like_layout(xp, problem, q, np.dtype(np.float16))
+    out = core_arrays.empty_like_layout(xp, problem, q, np.dtype(np.float16))
     assert out.shape == (4, 2, 3, 5, 7)
     assert out.dtype == np.float16
     by_stride = sorted(range(1, 5), key=lambda axis: -abs(q.strides[axis - 1]))
@@ -330,14 +331,14 @@ def test_new_arrays_are_dense_in_the_order_of_q(xp, layout):
 def test_axes_that_q_repeats_are_outermost(xp):
     q = xp.broadcast_to(xp.zeros((2, 1, 5, 8), np.float32), (2, 3, 5, 8))
     problem = SimpleNamespace(out_shape=(2, 3, 5, 8))
-    out = _arrays.empty_like_layout(xp, problem, q, np.dtype(np.float32))
+    out = core_arrays.empty_like_layout(xp, problem, q, np.dtype(np.float32))
     assert out.strides == (160, 320, 32, 4)
 
 
 def test_axes_of_size_1_lie_where_q_has_them(xp):
     def strides(q, v_dim=None):
         out = SimpleNamespace(out_shape=(*q.shape[:-1], v_dim or q.shape[-1]))
-        return _arrays.empty_like_layout(xp, out, q, q.dtype).strides
+        return core_arrays.empty_like_layout(xp, out, q, q.dtype).strides
 
     for shape in ((4, 8, 1, 128), (1, 8, 1, 128), (4, 1, 8, 128), (1, 1, 1, 1)):
         for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)):
@@ -353,7 +354,7 @@ def test_axes_of_size_1_lie_where_q_has_them(xp):
 def test_a_single_row_has_a_stride_that_kernels_take():
     row = np.zeros((2**16, 2**8, 1, 128), np.bool_)  # memory that nobody touches
     for q in (row, np.lib.stride_tricks.as_strided(row, strides=(2**15, 128, 2**31, 1))):
-        assert _arrays.memory_order((*row.shape[:3], 64), q) == [0, 1, 2, 3]
+        assert core_arrays.memory_order((*row.shape[:3], 64), q) == [0, 1, 2, 3]
 
 
 @st.composite
@@ -385,7 +386,7 @@ def addresses(array):
 def test_overlap_is_sharing_an_address(a, b, offset):
     a, b = view_of(a, 120), view_of(b, offset)
     shared = set().union(*addresses(a)) & set().union(*addresses(b))
-    assert _arrays.overlap(a, b) == bool(shared)
+    assert core_arrays.overlap(a, b) == bool(shared)
 
 
 @given(spec=views())
@@ -393,7 +394,7 @@ def test_no_array_that_overlaps_itself_passes(spec):
     array = view_of(spec, 120)
     cells = addresses(array)
     if sum(map(len, cells)) > len(set().union(*cells)):
-        assert _arrays.overlaps_itself(array)
+        assert core_arrays.overlaps_itself(array)
 
 
 @given(data=st.data())
@@ -401,17 +402,17 @@ def test_views_by_slicing_do_not_overlap_themselves(data):
     array = np.zeros((3, 4, 5), np.float32).transpose(data.draw(st.permutations(range(3))))
     step = st.sampled_from([1, 2, -1, -3])
     array = array[tuple(slice(None, None, data.draw(step)) for _ in range(3))]
-    assert not _arrays.overlaps_itself(array)
+    assert not core_arrays.overlaps_itself(array)
 
 
 @pytest.mark.gpu
 def test_overlap_of_device_memory(cupy):
     memory = cupy.zeros((4, 6), np.float32)
-    assert _arrays.overlap(memory[:2], memory[1:])
-    assert not _arrays.overlap(memory[:2], memory[2:])
-    assert not _arrays.overlap(memory[:, ::2], memory[:, 1::2])
-    assert not _arrays.overlap(memory, memory.copy())
-    assert _arrays.overlaps_itself(cupy.broadcast_to(memory[0], (4, 6)))
+    assert core_arrays.overlap(memory[:2], memory[1:])
+    assert not core_arrays.overlap(memory[:2], memory[2:])
+    assert not core_arrays.overlap(memory[:, ::2], memory[:, 1::2])
+    assert not core_arrays.overlap(memory, memory.copy())
+    assert core_arrays.overlaps_itself(cupy.broadcast_to(memory[0], (4, 6)))
 
 
 def test_numpy_input_does_not_import_cupy():

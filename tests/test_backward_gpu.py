@@ -13,8 +13,8 @@ from tests.strategies import BFLOAT16, Case, by_dtype, normal
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import plan_bwd
-from fa_cupy.gpu.devices import current_target
+from fa_cupy.gpu import attention_backward_plan
+from fa_cupy.gpu.driver.devices import current_target
 from tests.device_arrays import Differing, bits, check_replays
 
 pytestmark = pytest.mark.gpu
@@ -29,16 +29,16 @@ def hopper(cupy):
     """Only where the kernels run; every test starts without plans."""
     if current_target() != "sm_90a":
         pytest.skip("the kernels run on sm_90a")
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
     yield
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
 
 
 def kernels():
     """Sources of the kernels of all plans, None for a call that they did not take."""
     return [
         plan and [row.source.rpartition("/")[2] for row in plan.run.rows]
-        for plan in plan_bwd._plans.values()
+        for plan in attention_backward_plan._plans.values()
     ]
 
 
@@ -57,7 +57,7 @@ def poison(nbytes):
 def run_and_check(arrays, layouts=("dense",) * 5, dlse=False, **options):
     """Call on poisoned memory, compare with float64, and see that kernels did it."""
     case = Case(*arrays, *[None] * (5 - len(arrays)), options=options, layouts=layouts)
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
     poison(sum(4 * x.nbytes for x in arrays) + 2**20)
     found = check(cp, case, dlse)
     (names,) = kernels()
@@ -245,10 +245,10 @@ def as_given(mask, how):
 def run_masked(arrays, mask, how="array", dlse=False, **options):
     """As `run_and_check`; the rows for masks must have done it."""
     case = Case(*arrays, None, mask, options=options)
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
     poison(sum(4 * x.nbytes for x in arrays) + 2**20)
     found = check(cp, case, dlse, mask=as_given(mask, how))
-    (plan,) = plan_bwd._plans.values()
+    (plan,) = attention_backward_plan._plans.values()
     assert plan.run.rows[1].sparse
     return found
 
@@ -326,7 +326,7 @@ def test_large_masked_calls_are_those_of_the_products(dim, density, monkeypatch)
     got = call()
     assert kernels()
     assert None not in kernels()
-    monkeypatch.setattr(plan_bwd, "backward", lambda *args: None)
+    monkeypatch.setattr(attention_backward_plan, "backward", lambda *args: None)
     for x, y in zip(got, call(), strict=True):
         x, y = (z.get().astype(np.float64) for z in (x, y))
         assert np.isfinite(x).all()
@@ -414,7 +414,7 @@ def test_large_calls_are_those_of_the_products(dim, causal, monkeypatch):
     got = call()
     assert kernels()
     assert None not in kernels()
-    monkeypatch.setattr(plan_bwd, "backward", lambda *args: None)
+    monkeypatch.setattr(attention_backward_plan, "backward", lambda *args: None)
     for x, y in zip(got, call(), strict=True):
         x, y = (z.get().astype(np.float64) for z in (x, y))
         assert np.isfinite(x).all()
@@ -460,7 +460,7 @@ def test_threads_on_streams_of_their_own():
         thread.join()
     for i, want in enumerate(wants):
         assert all(bits(x) == want for x in found[i])
-    assert len(plan_bwd._plans) == 1
+    assert len(attention_backward_plan._plans) == 1
 
 
 @pytest.mark.parametrize("need", [("q", "k", "v"), ("v",)])

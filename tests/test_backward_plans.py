@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, _arrays, _check
-from fa_cupy._blocks import BlockLists
+from fa_cupy import BitMask
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import attention_problem
+from fa_cupy.masks.blocks import BlockLists
 from tests import cupy_stand_in
 from tests.cupy_stand_in import CAPTURE
 from tests.kernel_attention import blocks_of
@@ -40,7 +42,7 @@ class Launch:
 
 
 def launch(row, grid, block, shared_bytes, params):
-    """`fa_cupy.gpu.launch.launch` by the emulator."""
+    """`fa_cupy.gpu.driver.launch.launch` by the emulator."""
     Launch.ran.append(row.source.rpartition("/")[2])
     path = emulator.build_row(row)
     emulator.launch(path, row.entry, grid, block, shared_bytes, params, len(Launch.ran))
@@ -55,26 +57,29 @@ def cupy():
 @pytest.fixture
 def host(cupy, monkeypatch):
     """The module under test, without plans, on an emulated device of two multiprocessors."""
-    from fa_cupy.gpu import call_mask, launches_bwd, maps, mask_tables, plan_bwd
+    from fa_cupy.gpu import attention_backward_plan
+    from fa_cupy.gpu.driver import tensor_map_cache
+    from fa_cupy.gpu.kernels.attention import bwd_launch
+    from fa_cupy.gpu.masks import binding, block_tables
 
-    for module in (launches_bwd, plan_bwd, mask_tables):
+    for module in (bwd_launch, attention_backward_plan, block_tables):
         monkeypatch.setattr(module, "target_of_device", lambda device: "sm_90a")
-    monkeypatch.setattr(call_mask, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(mask_tables, "launch", launch)
-    monkeypatch.setattr(launches_bwd, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(launches_bwd, "Launch", Launch)
+    monkeypatch.setattr(binding, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(block_tables, "launch", launch)
+    monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(bwd_launch, "Launch", Launch)
     load = SimpleNamespace(load=lambda row, target, device: row)
-    for module in (launches_bwd, mask_tables):
+    for module in (bwd_launch, block_tables):
         monkeypatch.setattr(module, "compile", load)
 
     def encode(pointer, dtype, *geometry):
         return emulator.tensor_map(pointer, *geometry)
 
-    monkeypatch.setattr(maps, "encode_tiled", encode)
+    monkeypatch.setattr(tensor_map_cache, "encode_tiled", encode)
     monkeypatch.setattr(Launch, "ran", [])
     monkeypatch.setattr(Launch, "tiles", [])
-    plan_bwd._plans.clear()
-    return plan_bwd
+    attention_backward_plan._plans.clear()
+    return attention_backward_plan
 
 
 class Call:
@@ -100,13 +105,13 @@ class Call:
     def problem(self, bias=None, mask=None, **options):
         q, k, v = (self.arrays[name] for name in ALL)
         options = {**self.options, **options, "mask": mask}
-        return _check.attention_problem(q, k, v, bias, **options)
+        return attention_problem.attention_problem(q, k, v, bias, **options)
 
     def solve(self, host, cupy, need=ALL, mask=None, bias=None, **options):
         """What the module under test makes of it, None where it does not take it."""
 
         def empty(shape, dtype, like):
-            x = _arrays.empty_laid_out(cupy, shape, like, dtype)
+            x = core_arrays.empty_laid_out(cupy, shape, like, dtype)
             cupy_stand_in.bare(x)[...] = np.nan
             return x
 
@@ -342,9 +347,9 @@ def same(a, b):
 
 def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
     """The plan packs what `Step.point` writes by name."""
-    from fa_cupy.gpu import steps_bwd_sm90
+    from fa_cupy.gpu.kernels.attention import bwd_sm90_steps
 
-    fill = steps_bwd_sm90.fill
+    fill = bwd_sm90_steps.fill
     call = Call(small(dlse=True))
     filled = []
 
@@ -352,7 +357,7 @@ def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
         filled.append(what)
         return fill(*what)
 
-    monkeypatch.setattr(steps_bwd_sm90, "fill", spy)
+    monkeypatch.setattr(bwd_sm90_steps, "fill", spy)
     call.solve(host, cupy)
     (plan,) = host._plans.values()
     pointers = {name: 4096 * (i + 1) for i, name in enumerate((*NAMES, "dq", "dk", "dv"))}
@@ -376,12 +381,12 @@ def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
 
 
 def test_a_pointer_without_a_map_is_left_to_others(host, cupy, monkeypatch):
-    from fa_cupy.gpu import maps
+    from fa_cupy.gpu.driver import tensor_map_cache
 
     def refuse(pointer, dtype, *geometry):
-        raise maps.LayoutError("no such map")
+        raise tensor_map_cache.LayoutError("no such map")
 
-    monkeypatch.setattr(maps, "encode_tiled", refuse)
+    monkeypatch.setattr(tensor_map_cache, "encode_tiled", refuse)
     assert Call(small()).solve(host, cupy) is None
     assert not Launch.ran
 

@@ -11,8 +11,8 @@ from tests.strategies import BFLOAT16, UNIT, Case, by_dtype, normal
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import plan_bwd
-from fa_cupy.gpu.devices import current_target
+from fa_cupy.gpu import attention_backward_plan
+from fa_cupy.gpu.driver.devices import current_target
 from tests.device_arrays import Differing, bits, check_replays
 
 pytestmark = pytest.mark.gpu
@@ -29,15 +29,15 @@ def device(cupy):
     """Only where the kernels run; every test starts and ends without plans."""
     if current_target() is None:
         pytest.skip("the kernels do not run on this device")
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
     yield
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
 
 
 @pytest.fixture
 def forced(monkeypatch):
     """Takes the kernels for SM90 away."""
-    monkeypatch.setattr(plan_bwd, "select_bwd", lambda *call: None)
+    monkeypatch.setattr(attention_backward_plan, "select_bwd", lambda *call: None)
 
 
 def draw(*shape, dtype=HALF, seed=0):
@@ -75,10 +75,10 @@ class Call:
 
     def check(self):
         """Hold the gradients against float64, and see that these kernels made them."""
-        plan_bwd._plans.clear()
+        attention_backward_plan._plans.clear()
         poison(4 * (self.q.nbytes + self.k.nbytes) + 2**20)
         found = self()
-        (plan,) = plan_bwd._plans.values()
+        (plan,) = attention_backward_plan._plans.values()
         assert [row.source.rpartition("/")[2] for row in plan.run.rows] == KERNELS
         arrays = {name: self.given.get(name) for name in ("bias", "mask")}
         options = {name: x for name, x in self.given.items() if name not in arrays}
@@ -167,8 +167,8 @@ def test_layouts(heads, layout):
     arrays = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
     options = {"softcap": 3.0, **CAUSAL}
     check(cp, Case(*arrays, options=options, layouts=(layout,) * 5), dlse=True)
-    assert plan_bwd._plans
-    assert all(plan_bwd._plans.values())
+    assert attention_backward_plan._plans
+    assert all(attention_backward_plan._plans.values())
 
 
 def test_nothing_leaks_from_hidden_pairs():
@@ -190,7 +190,7 @@ def test_the_gradient_of_a_bias_is_that_of_the_products():
     call = random_call(2, 4, 130, 64, bias=draw(4, 1, 130))
     *_, dbias = call(need=("q", "k", "v", "bias"))
     assert dbias.shape == (4, 1, 130)
-    assert not any(plan_bwd._plans.values())
+    assert not any(attention_backward_plan._plans.values())
 
 
 # Calls of more work than there are blocks; repeatability
@@ -201,9 +201,9 @@ def test_the_gradient_of_a_bias_is_that_of_the_products():
 def test_large_calls_are_those_of_the_products(dim, options, forced, monkeypatch):
     call = random_call(2, 8, 3000, dim, heads=4, dlse=True, **options)
     got = call()
-    assert plan_bwd._plans
-    assert all(plan_bwd._plans.values())
-    monkeypatch.setattr(plan_bwd, "backward", lambda *args: None)
+    assert attention_backward_plan._plans
+    assert all(attention_backward_plan._plans.values())
+    monkeypatch.setattr(attention_backward_plan, "backward", lambda *args: None)
     for x, y in zip(got, call(), strict=True):
         x, y = (z.get().astype(np.float64) for z in (x, y))
         assert np.isfinite(x).all()

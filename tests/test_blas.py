@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from fa_cupy.gpu import _blas
+from fa_cupy.gpu.cublas import blas
 
 
 class Devices:
@@ -47,14 +47,14 @@ def test_a_handle_ends_on_its_own_device(monkeypatch):
         destroy=lambda handle: ended.append((handle, devices.current)),
         setMathMode=lambda handle, mode: None,
     )
-    monkeypatch.setattr(_blas, "cupy", devices)
-    monkeypatch.setattr(_blas, "_library", lambda: library)
-    monkeypatch.setattr(_blas, "_by_thread", threading.local())
-    for devices.current in range(_blas._MOST_HANDLES + 1):
-        _blas.handle(tf32=False)
+    monkeypatch.setattr(blas, "cupy", devices)
+    monkeypatch.setattr(blas, "_library", lambda: library)
+    monkeypatch.setattr(blas, "_by_thread", threading.local())
+    for devices.current in range(blas._MOST_HANDLES + 1):
+        blas.handle(tf32=False)
     assert ended == [(1, 0)]
-    assert devices.current == _blas._MOST_HANDLES
-    _blas._by_thread.handles.clear()
+    assert devices.current == blas._MOST_HANDLES
+    blas._by_thread.handles.clear()
     assert ended == [(i + 1, device) for i, device in enumerate(made)]
 
 
@@ -68,9 +68,9 @@ def test_a_missing_cublas_says_how_to_install_it(monkeypatch):
         monkeypatch.delattr(libs, "cublas")
     monkeypatch.setattr(libs, "__getattr__", missing, raising=False)
     monkeypatch.delitem(sys.modules, "cupy_backends.cuda.libs.cublas", raising=False)
-    _blas._library.cache_clear()
+    blas._library.cache_clear()
     with pytest.raises(ImportError, match="need cuBLAS: pip install nvidia-cublas") as caught:
-        _blas._library()
+        blas._library()
     assert str(caught.value).startswith("attention of float32, products of float64, dims above 256")
     assert str(caught.value).endswith('(Failure finding "libcublas.so.13")')
     assert "\n" not in str(caught.value)

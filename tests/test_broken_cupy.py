@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, _arrays, attention, attention_backward, causal_product, merge_attention
+from fa_cupy import BitMask, attention, attention_backward, causal_product, merge_attention
 from fa_cupy.__main__ import main
-from fa_cupy.gpu import cache, devices
+from fa_cupy.core import arrays
+from fa_cupy.gpu.driver import cubin_cache, devices
 
 INSTALLED = importlib.util.find_spec("cupy") is not None
 #: What stands in ``cupy/__init__.py``, where None there is none, and what `info` says of it.
@@ -38,7 +39,7 @@ BROKEN = {
 @pytest.fixture
 def install(tmp_path, monkeypatch):
     """Have `import cupy` find what a test puts there."""
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
     for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -110,7 +111,7 @@ def test_what_needs_it_says_what_is_wrong(why):
     if why == BROKEN["devices that raise"][1]:
         return
     with pytest.raises(ImportError, match=r"^f: q is on CUDA device 0, which needs CuPy") as caught:
-        _arrays._require_device("f: q is on CUDA device 0", 0)
+        arrays._require_device("f: q is on CUDA device 0", 0)
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
 

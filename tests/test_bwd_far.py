@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import reference
-from fa_cupy.gpu.variants_bwd import select_bwd
-from fa_cupy.gpu.variants_bwd_sm80 import select_bwd_sm80
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.far_rows import LARGE, far_case, padded_case
 from tests.kernel_attention import BANDS, DTYPES, blocks_of
 from tests.kernel_gradients import case, check, compare, solve

@@ -11,8 +11,8 @@ from tests.kernel_gradients import compare
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import plan_bwd
-from fa_cupy.gpu.devices import current_target
+from fa_cupy.gpu import attention_backward_plan
+from fa_cupy.gpu.driver.devices import current_target
 from tests.device_arrays import bits, check_replays
 
 pytestmark = pytest.mark.gpu
@@ -24,16 +24,16 @@ def device(cupy):
     """Only where the kernels run; every test starts and ends without plans."""
     if current_target() is None:
         pytest.skip("the kernels do not run on this device")
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
     yield
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
 
 
 @pytest.fixture(params=["its own", "sm80"])
 def kernels(request, monkeypatch):
     """The kernels of the device, and those by mma.sync in their place."""
     if request.param == "sm80":
-        monkeypatch.setattr(plan_bwd, "select_bwd", lambda *call: None)
+        monkeypatch.setattr(attention_backward_plan, "select_bwd", lambda *call: None)
 
 
 def on_device(x):
@@ -52,8 +52,8 @@ def maker(call):
 def check(call, times=3):
     """Hold them against float64; the output that they start from has an error of its own."""
     found = maker(call)()
-    assert plan_bwd._plans
-    assert all(plan_bwd._plans.values())
+    assert attention_backward_plan._plans
+    assert all(attention_backward_plan._plans.values())
     compare(call, [x.get() for x in found], times)
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy import _check
-from fa_cupy.gpu.params_bwd_sm90 import Gradients, takes
-from fa_cupy.gpu.steps_bwd_sm90 import fill
-from fa_cupy.gpu.variants_bwd import select_bwd
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention.bwd_sm90_params import Gradients, takes
+from fa_cupy.gpu.kernels.attention.bwd_sm90_steps import fill
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.kernel_attention import DTYPES
 from tests.kernel_gradients import case, check, check_spoiled, solve
 from tests.planted import plant
@@ -251,11 +251,11 @@ def test_a_planted_bug_is_found(bug, tmp_path):
 
 
 def problem_and_views(q, k, v, **options):
-    problem = _check.attention_problem(q, k, v, None, None, **options)
+    problem = attention_problem.attention_problem(q, k, v, None, None, **options)
     dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
     dout = np.empty(problem.out_shape, q.dtype)
-    like = _check.attention_problem(q, dk, dv, None, None, **options)
-    queries = (_check.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
+    like = attention_problem.attention_problem(q, dk, dv, None, None, **options)
+    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
     return problem, Gradients(*queries, like.k, like.v)
 
 

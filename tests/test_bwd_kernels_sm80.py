@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy import BitMask, _check
-from fa_cupy.gpu.params_bwd import Gradients
-from fa_cupy.gpu.params_bwd_sm80 import fill, takes
-from fa_cupy.gpu.variants_bwd_sm80 import (
+from fa_cupy import BitMask
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention.bwd_params import Gradients
+from fa_cupy.gpu.kernels.attention.bwd_sm80_params import fill, takes
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
     BACKWARD_SM80,
     BwdKeysSm80,
     BwdQueriesSm80,
@@ -368,11 +369,11 @@ def test_seeds_of_gradients(tmp_path):
 
 
 def problem_and_views(q, k, v, bias=None, mask=None, **options):
-    problem = _check.attention_problem(q, k, v, bias, mask, **options)
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
     dout = np.empty(problem.out_shape, q.dtype)
-    like = _check.attention_problem(q, dk, dv, bias, mask, **options)
-    queries = (_check.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
+    like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
+    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
     return problem, Gradients(*queries, like.k, like.v)
 
 

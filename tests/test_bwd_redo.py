@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import reference
-from fa_cupy.gpu.variants_bwd import select_bwd
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.gradients import UNIT, hold
 from tests.kernel_attention import DTYPES, draw
 from tests.planted import plant

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy.gpu.variants_bwd import select_bwd
-from fa_cupy.gpu.variants_bwd_sm80 import select_bwd_sm80
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.kernel_attention import DTYPES, blocks_of, draw
 from tests.kernel_gradients import any_transform, case, check_spoiled, solve
 from tests.planted import plant

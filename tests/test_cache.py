@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from fa_cupy.gpu import cache, compile, nvrtc
+from fa_cupy.gpu.driver import compile, cubin_cache, nvrtc
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -32,7 +32,7 @@ HEADERS = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """An empty cache."""
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -204,7 +204,7 @@ def test_a_folder_of_somebody_else_is_refused(folder, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     compiles_without(r"each process \(.*belongs to user \d+, want \d+")
     with pytest.raises(PermissionError, match=r"belongs to user \d+, want \d+"):
-        cache.cache_dir()
+        cubin_cache.cache_dir()
     assert list(folder.iterdir()) == [path]
 
 
@@ -218,7 +218,7 @@ def test_a_folder_that_others_write_to_is_refused(folder, mode):
 
 def test_a_squatted_folder_costs_time_only(tmp_path, monkeypatch):
     """No home, and among the temporary files somebody else has made a folder of that name."""
-    monkeypatch.delenv(cache.FOLDER_VARIABLE)
+    monkeypatch.delenv(cubin_cache.FOLDER_VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/dev/null")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -245,8 +245,8 @@ def test_a_squatted_folder_costs_time_only(tmp_path, monkeypatch):
 def test_a_name_that_is_no_folder_costs_time_only(tmp_path, monkeypatch, named, why):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, named)
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, named)
+    monkeypatch.setattr(cubin_cache, "_warned", set())
     compiles_without(why)
     assert (tmp_path / "file").read_text() == "kept"
     assert set(os.listdir(tmp_path)) == {"file", "root"}
@@ -285,10 +285,10 @@ def test_a_sound_digest_over_a_head_that_is_none_is_a_miss(folder, head):
     first = build()
     (path,) = folder.iterdir()
     data = path.read_bytes()
-    payload = data[len(cache._MAGIC) + cache._DIGEST_BYTES :]
+    payload = data[len(cubin_cache._MAGIC) + cubin_cache._DIGEST_BYTES :]
     key = json.loads(payload.partition(b"\n")[0])["key"]
     payload = head.replace(b"KEY", json.dumps(key).encode()) + b"\n" + first.cubin
-    path.write_bytes(cache._MAGIC + hashlib.sha256(payload).digest() + payload)
+    path.write_bytes(cubin_cache._MAGIC + hashlib.sha256(payload).digest() + payload)
     again = build()
     assert not again.cached
     assert again.cubin == first.cubin
@@ -303,24 +303,24 @@ def test_a_time_out_of_a_signal_handler_passes(root, where):
 
 
 def test_the_folder_without_the_variable(tmp_path, monkeypatch):
-    monkeypatch.delenv(cache.FOLDER_VARIABLE)
+    monkeypatch.delenv(cubin_cache.FOLDER_VARIABLE)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.cache_dir() == tmp_path / "xdg/fa_cupy"
+    assert cubin_cache.cache_dir() == tmp_path / "xdg/fa_cupy"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache.cache_dir() == tmp_path / "home/.cache/fa_cupy"
+    assert cubin_cache.cache_dir() == tmp_path / "home/.cache/fa_cupy"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.cache_dir() == tmp_path / "home/.cache/fa_cupy"
+    assert cubin_cache.cache_dir() == tmp_path / "home/.cache/fa_cupy"
 
 
 def test_a_home_that_cannot_be_used_leaves_the_temporary_folder(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.delenv(cache.FOLDER_VARIABLE)
+    monkeypatch.delenv(cubin_cache.FOLDER_VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "file/home"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert cache.cache_dir() == tmp_path / f"fa_cupy-{os.geteuid()}"
-    assert stat.S_IMODE(cache.cache_dir().stat().st_mode) == 0o700
+    assert cubin_cache.cache_dir() == tmp_path / f"fa_cupy-{os.geteuid()}"
+    assert stat.S_IMODE(cubin_cache.cache_dir().stat().st_mode) == 0o700
 
 
 def test_a_disk_that_takes_nothing_costs_a_warning_only(monkeypatch):

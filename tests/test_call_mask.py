@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, _check
-from fa_cupy._blocks import BlockLists
+from fa_cupy import BitMask
+from fa_cupy.core import attention_problem
+from fa_cupy.masks.blocks import BlockLists
 
 MODULES = (
-    "fa_cupy.gpu.launch", "fa_cupy.gpu.mask_lists", "fa_cupy.gpu.exchange",
-    "fa_cupy.gpu.workspace", "fa_cupy.gpu.call_mask",
+    "fa_cupy.gpu.driver.launch", "fa_cupy.gpu.masks.device_mask", "fa_cupy.gpu.driver.interop",
+    "fa_cupy.gpu.workspace", "fa_cupy.gpu.masks.binding",
 )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def asarray(x):
 
 
 class DeviceMask(NamedTuple):
-    """As that of `fa_cupy.gpu.mask_lists`."""
+    """As that of `fa_cupy.gpu.masks.device_mask`."""
 
     partial_begin: Any
     partial_end: Any
@@ -178,7 +179,7 @@ def dense(*batch, seed=0):
 
 def call_of(machine, mask, **options):
     x = np.empty((2, 3, 400, 8), np.float16)
-    problem = _check.attention_problem(x[:, :, :300], x, x, None, mask, **options)
+    problem = attention_problem.attention_problem(x[:, :, :300], x, x, None, mask, **options)
     return machine.CallMask(problem, 0)
 
 

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa_cupy import _product, _scan, causal_product, causal_product_backward, reference
-from fa_cupy.cpu import _machine
+from fa_cupy import causal_product, causal_product_backward, reference
+from fa_cupy.core import linear_problem
+from fa_cupy.cpu import executor
+from fa_cupy.tiled import chunked_scan
 from tests import blas
 from tests.products import (
     Case,
@@ -46,9 +48,9 @@ def xp():
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks and segments of a few rows, so that short sequences have many of them."""
-    sizes = _scan.Sizes(chunk=8, state_chunk=16, most_rows=16, least_chunk=2)
-    monkeypatch.setattr(_machine.Machine, "sizes", sizes)
-    monkeypatch.setattr(_machine, "_LEAST_SEGMENT", 32)
+    sizes = chunked_scan.Sizes(chunk=8, state_chunk=16, most_rows=16, least_chunk=2)
+    monkeypatch.setattr(executor.Machine, "sizes", sizes)
+    monkeypatch.setattr(executor, "_LEAST_SEGMENT", 32)
 
 
 def check(xp, *arrays, **options):
@@ -422,13 +424,13 @@ def test_a_state_out_of_range_is_infinite(xp, zero):
 
 def test_finite_data_are_computed_once(monkeypatch):
     modes = []
-    scan = _scan.scan
+    scan = chunked_scan.scan
 
     def spy(*arguments):
         modes.append(arguments[-1])
         return scan(*arguments)
 
-    monkeypatch.setattr(_scan, "scan", spy)
+    monkeypatch.setattr(chunked_scan, "scan", spy)
     causal_product(*draw(*[(2, 300, 8)] * 3))
     assert set(modes) == {False}
 
@@ -564,12 +566,12 @@ def test_algorithms_of_the_cpu(algorithm):
 
 @pytest.mark.parametrize(**by_dtype())
 def test_algorithms_of_a_gpu(dtype):
-    for algorithm in _product.ALGORITHMS:
+    for algorithm in linear_problem.ALGORITHMS:
         if dtype == SINGLE or algorithm in ("auto", "chunked"):
-            assert _product.algorithm("f", algorithm, "cupy", dtype) == algorithm
+            assert linear_problem.algorithm("f", algorithm, "cupy", dtype) == algorithm
             continue
         with pytest.raises(ValueError, match="is a kernel for float32, want 'auto' or 'chunked'"):
-            _product.algorithm("f", algorithm, "cupy", dtype)
+            linear_problem.algorithm("f", algorithm, "cupy", dtype)
 
 
 # Other libraries

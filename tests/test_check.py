@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import _check, _options, attention, reference
+from fa_cupy import attention, reference
+from fa_cupy.core import attention_problem, checks
 from tests.strategies import BFLOAT16, by_dtype, cases
 
 SINGLE = np.dtype(np.float32)
@@ -35,7 +36,9 @@ def make(q=(5, 8), k=(7, 8), v=(7, 4), bias=None, mask=None, out=None, **options
 
 def problem(**arguments):
     arguments = NO_OPTIONS | make(**arguments)
-    return _check.attention_problem(*[arguments.pop(a) for a in _check.ARGS], **arguments)
+    return attention_problem.attention_problem(
+        *[arguments.pop(a) for a in attention_problem.ARGS], **arguments
+    )
 
 
 def call(xp, arguments):
@@ -266,7 +269,7 @@ def test_nothing_is_allocated_before_the_checks(monkeypatch):
 
 @pytest.mark.parametrize("value", [True, False, 0, 1, np.True_, np.False_, np.int8(1)])
 def test_what_counts_as_a_bool(value):
-    assert _options.flag("f", "x", value) is bool(value)
+    assert checks.flag("f", "x", value) is bool(value)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +278,7 @@ def test_what_counts_as_a_bool(value):
     ids=repr,
 )
 def test_what_counts_as_a_number(value):
-    got = _options.finite("f", "x", value)
+    got = checks.finite("f", "x", value)
     assert type(got) is float
     assert got == float(value)
 
@@ -311,7 +314,7 @@ def test_precision_counts_for_float32_only():
     assert problem(precision="tf32").precision == "tf32"
     arrays = [np.zeros((5, 8), BFLOAT16)] * 3
     options = NO_OPTIONS | {"precision": "tf32"}
-    assert _check.attention_problem(*arrays, None, None, **options).precision is None
+    assert attention_problem.attention_problem(*arrays, None, None, **options).precision is None
 
 
 def expanded(array, p):
@@ -327,13 +330,13 @@ def expanded(array, p):
 @given(case=cases())
 def test_views_show_what_broadcasting_gives(case):
     arrays = case.native(np)
-    p = _check.attention_problem(*arrays, **(NO_OPTIONS | case.options))
+    p = attention_problem.attention_problem(*arrays, **(NO_OPTIONS | case.options))
     views = (p.q, p.k, p.v, p.bias, p.mask)
     for array, v in zip(arrays, views, strict=True):
         if array is None or (array is arrays[4] and not p.k_len):  # a mask of no keys hides none
             assert v is None
             continue
-        seen = _check.view(np, array, v)
+        seen = attention_problem.view(np, array, v)
         want = np.broadcast_to(expanded(array, p), v.shape)
         assert seen.shape == v.shape
         assert seen.tobytes() == want.tobytes()
@@ -341,11 +344,11 @@ def test_views_show_what_broadcasting_gives(case):
 
 @given(case=cases(dtypes=[SINGLE]))
 def test_out_view_splits_heads_as_the_problem_does(case):
-    p = _check.attention_problem(*case.arrays, **(NO_OPTIONS | case.options))
+    p = attention_problem.attention_problem(*case.arrays, **(NO_OPTIONS | case.options))
     for shape in (p.out_shape, p.out_shape[:-1]):
         out = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-        v = _check.out_view(p, out.shape, out.strides)
-        seen = _check.view(np, out, v)
+        v = attention_problem.out_view(p, out.shape, out.strides)
+        seen = attention_problem.view(np, out, v)
         assert seen.tobytes() == out.tobytes()
         assert seen.shape[: len(p.batch)] == p.batch
 
@@ -358,7 +361,7 @@ def test_out_view_splits_heads_as_the_problem_does(case):
 )
 def test_band_is_what_causality_and_window_leave(lengths, is_causal, align, window):
     q_len, k_len = lengths
-    lower, upper = _options.band("f", is_causal, align, window, q_len, k_len)
+    lower, upper = checks.band("f", is_causal, align, window, q_len, k_len)
     want = reference.visible(q_len, k_len, is_causal=is_causal, causal_align=align, window=window)
     for i, j in itertools.product(range(q_len), range(k_len)):
         seen = (lower is None or i + lower <= j) and (upper is None or j <= i + upper)
@@ -370,5 +373,5 @@ def test_band_is_what_causality_and_window_leave(lengths, is_causal, align, wind
 @pytest.mark.parametrize(**by_dtype())
 def test_a_column_of_length_one_is_contiguous(dtype):
     x = np.zeros((5, 9), dtype)[:, ::9]
-    p = _check.attention_problem(x, x, x, None, None, **NO_OPTIONS)
+    p = attention_problem.attention_problem(x, x, x, None, None, **NO_OPTIONS)
     assert p.q.strides == (9 * dtype.itemsize, dtype.itemsize)

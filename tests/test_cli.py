@@ -11,15 +11,15 @@ import pytest
 
 import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
-from fa_cupy._warmup import serving, serving_backward, serving_products
-from fa_cupy.gpu import cache, compile, devices
-from fa_cupy.gpu.mask_rows import MASKS
-from fa_cupy.gpu.params import MAX_LENGTH
-from fa_cupy.gpu.product_choice import choose
-from fa_cupy.gpu.products import PRODUCTS
-from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, reachable, select
-from fa_cupy.gpu.variants_bwd import BACKWARD, select_bwd
-from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80, select_bwd_sm80
+from fa_cupy.cli.warmup import serving, serving_backward, serving_products
+from fa_cupy.gpu.driver import compile, cubin_cache, devices
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80, select_bwd_sm80
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, select_bwd
+from fa_cupy.gpu.kernels.attention.fwd_params import MAX_LENGTH
+from fa_cupy.gpu.kernels.attention.fwd_variants import SHARED_LIMIT, VARIANTS, reachable, select
+from fa_cupy.gpu.kernels.linear.heuristics import choose
+from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+from fa_cupy.gpu.kernels.mask.variants import MASKS
 
 ROOT = Path(__file__).parents[1]
 SERVES = select("bfloat16", 128, 128, "sm_90a")
@@ -32,7 +32,7 @@ needs_compiler = pytest.mark.skipif(
 def no_device(monkeypatch, tmp_path):
     """The same answers on every machine."""
     monkeypatch.setattr(devices, "look", lambda: devices.Found([], "none in this test"))
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -84,7 +84,11 @@ def test_info_without_cupy_and_compiler(no_device):
         "from fa_cupy.__main__ import main\n"
         "sys.exit(main(['info', '--shape', '2,8,64']))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), cache.FOLDER_VARIABLE: str(no_device)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        cubin_cache.FOLDER_VARIABLE: str(no_device),
+    }
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from fa_cupy.gpu import compile, nvrtc
-from fa_cupy.gpu.mask_rows import MASKS
-from fa_cupy.gpu.products import PRODUCTS
-from fa_cupy.gpu.variants import SHARED_LIMIT, VARIANTS, number_of
-from fa_cupy.gpu.variants_bwd import BACKWARD, BwdRedo
-from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80
+from fa_cupy.gpu.driver import compile, nvrtc
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, BwdRedo
+from fa_cupy.gpu.kernels.attention.fwd_variants import SHARED_LIMIT, VARIANTS, number_of
+from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+from fa_cupy.gpu.kernels.mask.variants import MASKS
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from fa_cupy.gpu.compile import ROOT
+from fa_cupy.gpu.driver.compile import ROOT
 
 UNEQUAL = """
 import numpy as np, pytest

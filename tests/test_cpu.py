@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from fa_cupy import _tiled, _tiles, attention, reference
-from fa_cupy.cpu._steps import Steps
+from fa_cupy import attention, reference
+from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.tiled import attention as tiled_attention
+from fa_cupy.tiled import tile_sizes
 from tests.blas import two_threads
 from tests.strategies import (
     DTYPES,
@@ -33,8 +35,8 @@ def qkv(*shape, dtype=np.float32, seed=0):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 16 by 16, so that short problems have many of them."""
-    monkeypatch.setattr(_tiles, "tile_sizes", lambda *_, **__: _tiles.Tile(16, 16))
-    monkeypatch.setattr(_tiled, "_LEAST_HALF", 4)
+    monkeypatch.setattr(tile_sizes, "tile_sizes", lambda *_, **__: tile_sizes.Tile(16, 16))
+    monkeypatch.setattr(tiled_attention, "_LEAST_HALF", 4)
 
 
 # Many tiles
@@ -110,7 +112,7 @@ def test_finite_data_are_computed_once(monkeypatch):
     def never(*_):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(_tiled, "attend_exactly", never)
+    monkeypatch.setattr(tiled_attention, "attend_exactly", never)
     q, k, v = qkv(2, 300, 16)
     mask = np.random.default_rng(0).random((300, 300)) < 0.5
     attention(q, k, v, None, mask, is_causal=True)

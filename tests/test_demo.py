@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from fa_cupy import _demo, plot
+from fa_cupy import plot
+from fa_cupy.cli import demo
 
 
 def noisy_photograph(height, sigma):
-    original = _demo.photograph(height)
+    original = demo.photograph(height)
     noise = np.random.default_rng(0).standard_normal(original.shape, dtype=np.float32)
     return original, original + sigma * noise
 
@@ -21,48 +22,48 @@ def noisy_photograph(height, sigma):
 @pytest.mark.parametrize("sigma", [0.05, 0.1, 0.2])
 def test_denoising_gains_what_it_claims(sigma):
     original, noisy = noisy_photograph(96, sigma)
-    result = _demo.denoise(noisy, sigma, quiet=True)
+    result = demo.denoise(noisy, sigma, quiet=True)
     assert result.image.shape == original.shape
     assert result.image.dtype == np.float32
-    assert _demo.psnr(result.image, original) >= _demo.psnr(noisy, original) + 3.0
+    assert demo.psnr(result.image, original) >= demo.psnr(noisy, original) + 3.0
     assert result.seconds > 0
     assert result.tflops > 0
 
 
 def test_float16_denoises_as_well():
     original, noisy = noisy_photograph(64, 0.1)
-    full = _demo.denoise(noisy, 0.1, quiet=True).image
-    half = _demo.denoise(noisy, 0.1, dtype=np.float16, quiet=True).image
-    assert _demo.psnr(half, original) == pytest.approx(_demo.psnr(full, original), abs=0.05)
+    full = demo.denoise(noisy, 0.1, quiet=True).image
+    half = demo.denoise(noisy, 0.1, dtype=np.float16, quiet=True).image
+    assert demo.psnr(half, original) == pytest.approx(demo.psnr(full, original), abs=0.05)
 
 
 def test_chunks_do_not_show():
     _, noisy = noisy_photograph(40, 0.1)
-    a = _demo.denoise(noisy, 0.1, quiet=True).image
-    b = _demo.denoise(noisy, 0.1, chunk=100, quiet=True).image
+    a = demo.denoise(noisy, 0.1, quiet=True).image
+    b = demo.denoise(noisy, 0.1, chunk=100, quiet=True).image
     np.testing.assert_allclose(a, b, atol=1e-3)
 
 
 def test_features_measure_patches_and_places():
     """Places are measured in units of the reach; equal patches have no distance."""
     image = np.random.default_rng(0).random((7, 9, 3), dtype=np.float32)
-    keys = _demo.features(image, 100.0).astype(np.float64)
+    keys = demo.features(image, 100.0).astype(np.float64)
     assert keys.shape == (63, 77)
     moved = keys - keys[30]
     place = np.moveaxis(np.indices((7, 9)), 0, -1).reshape(63, 2)
-    far = np.square(place - place[30]).sum(axis=-1) / _demo._REACH**2
+    far = np.square(place - place[30]).sum(axis=-1) / demo._REACH**2
     np.testing.assert_allclose(100.0 * np.square(moved[:, 75:]).sum(axis=-1), far, atol=1e-4)
-    flat = _demo.features(np.full((8, 8, 3), 0.7, np.float32), 100.0)
+    flat = demo.features(np.full((8, 8, 3), 0.7, np.float32), 100.0)
     np.testing.assert_allclose(flat[:, :75], 0.0, atol=1e-6)
 
 
 def test_psnr():
-    assert _demo.psnr(np.full((2, 2, 3), 0.5), np.full((2, 2, 3), 0.6)) == pytest.approx(20.0)
+    assert demo.psnr(np.full((2, 2, 3), 0.5), np.full((2, 2, 3), 0.6)) == pytest.approx(20.0)
 
 
 def test_the_command_writes_a_picture(tmp_path, capsys):
     path = tmp_path / "demo.png"
-    assert _demo.main(["--device", "cpu", "--size", "48", "-o", str(path)]) == 0
+    assert demo.main(["--device", "cpu", "--size", "48", "-o", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     for line in ("device", "photograph", "attention", "time", "TFLOP/s", "PSNR", "picture"):
@@ -81,7 +82,7 @@ def test_the_command_writes_a_picture(tmp_path, capsys):
 def test_a_picture_that_cannot_be_written(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
-    assert _demo.main(["--device", "cpu", *arguments]) == 1
+    assert demo.main(["--device", "cpu", *arguments]) == 1
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -90,23 +91,23 @@ def test_a_picture_that_cannot_be_written(arguments, message, tmp_path, monkeypa
 @pytest.mark.parametrize("size", ["0", "-4", "1.5", "many"])
 def test_sizes_that_make_no_sense(size, capsys):
     with pytest.raises(SystemExit, match="2"):
-        _demo.main(["--size", size])
+        demo.main(["--size", size])
     assert f"--size: {size} is not a whole number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sigma", ["-1", "0", "1e-320", "1e-30", "1e30", "inf", "nan", "some"])
 def test_noise_that_makes_no_sense(sigma, capsys):
     with pytest.raises(SystemExit, match="2"):
-        _demo.main(["--size", "8", "--sigma", sigma])
+        demo.main(["--size", "8", "--sigma", sigma])
     assert f"--sigma: {sigma} is not a number from 0.001 to 10.0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sigma", _demo._SIGMAS)
+@pytest.mark.parametrize("sigma", demo._SIGMAS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_the_least_and_the_most_noise(sigma, dtype):
     original, noisy = noisy_photograph(40, sigma)
-    image = _demo.denoise(noisy, sigma, dtype=dtype, quiet=True).image
-    assert _demo.psnr(image, original) >= _demo.psnr(noisy, original) - 0.5
+    image = demo.denoise(noisy, sigma, dtype=dtype, quiet=True).image
+    assert demo.psnr(image, original) >= demo.psnr(noisy, original) - 0.5
 
 
 def hide(monkeypatch, *names):
@@ -123,7 +124,7 @@ def hide(monkeypatch, *names):
 
 def test_without_matplotlib(monkeypatch, capsys):
     hide(monkeypatch, "matplotlib")
-    assert _demo.main(["--device", "cpu"]) == 1
+    assert demo.main(["--device", "cpu"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("demo: needs matplotlib")
     assert "pip install" in error
@@ -132,15 +133,15 @@ def test_without_matplotlib(monkeypatch, capsys):
 
 def test_without_cupy(monkeypatch, capsys):
     hide(monkeypatch, "cupy")
-    assert _demo.main(["--device", "gpu"]) == 1
+    assert demo.main(["--device", "gpu"]) == 1
     assert "CuPy is not installed" in capsys.readouterr().err
-    assert _demo._cupy("auto") is None
+    assert demo._cupy("auto") is None
 
 
 @pytest.mark.gpu
 def test_the_command_on_a_gpu(tmp_path, capsys):
     path = tmp_path / "demo.png"
-    assert _demo.main(["--device", "gpu", "-o", str(path)]) == 0
+    assert demo.main(["--device", "gpu", "-o", str(path)]) == 0
     said = capsys.readouterr().out
     assert "float16" in said
     assert "307,200 pixels" in said

@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fa_cupy.__main__ import main
-from fa_cupy.gpu import cache, compile, devices, nvrtc
-from fa_cupy.gpu.rows import SHARED_LIMIT
-from fa_cupy.gpu.variants import VARIANTS, reachable, target_of
+from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, reachable, target_of
+from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 
 KB = 1024
 CUDA_12_8 = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 120)
@@ -114,7 +114,7 @@ def stand_in(*facts):
 @pytest.fixture
 def with_devices(monkeypatch, tmp_path):
     """Put stand-ins in the place of CuPy and of NVRTC's list; the cache is empty."""
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
     devices.target_of_device.cache_clear()
 
     def use(*facts, known=CUDA_12_8):
@@ -162,7 +162,7 @@ def test_info_says_which_target_was_chosen_and_why(with_devices, capsys):
 
 @needs_compiler
 def test_a_row_is_compiled_to_ptx_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path))
     row = VARIANTS[0]
     first = compile.compile_variant(row, "compute_80")
     assert not first.cached
@@ -182,7 +182,7 @@ def test_a_row_is_compiled_to_ptx_and_kept(tmp_path, monkeypatch):
 
 @needs_compiler
 def test_info_counts_ptx_too(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cubin_cache.FOLDER_VARIABLE, str(tmp_path))
     (tmp_path / "a.ptx").write_bytes(bytes(500_000))
     (tmp_path / "b.cubin").write_bytes(bytes(700_000))
     assert main(["info"]) == 0

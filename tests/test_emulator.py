@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import reference
-from fa_cupy.gpu.compile import ROOT
-from fa_cupy.gpu.products import PRODUCTS
-from fa_cupy.gpu.variants import VARIANTS
-from fa_cupy.gpu.variants_bwd import BACKWARD
-from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80
+from fa_cupy.gpu.driver.compile import ROOT
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
 from tests.kernel_attention import DTYPES, check, draw
 from tests.planted import plant
 from tests.seeds import FAMILIES, Chosen, one, sanitizer

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from fa_cupy.gpu import compile
+from fa_cupy.gpu.driver import compile
 from tests.ptx_kernels import AT, HEADERS
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")

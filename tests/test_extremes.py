@@ -3,16 +3,10 @@
 import numpy as np
 import pytest
 
-from fa_cupy import (
-    BitMask,
-    _tiled,
-    _tiled_backward,
-    _tiles,
-    attention,
-    attention_backward,
-    merge_attention,
-    reference,
-)
+from fa_cupy import BitMask, attention, attention_backward, merge_attention, reference
+from fa_cupy.tiled import attention as tiled_attention
+from fa_cupy.tiled import attention_backward as tiled_attention_backward
+from fa_cupy.tiled import tile_sizes
 from tests.strategies import BFLOAT16, DTYPES, by_dtype, normal, to_numpy
 
 HALF, _, SINGLE, DOUBLE = DTYPES
@@ -58,8 +52,8 @@ def check(xp, dout, *arrays, mask=None, dlse=None, **options):
 def tile_size(request, monkeypatch):
     """Tiles as they are, and of 16 by 32 on the CPU, so that short problems have many of them."""
     if request.param == "small":
-        monkeypatch.setattr(_tiles, "tile_sizes", lambda *_, **__: _tiles.Tile(16, 32))
-        monkeypatch.setattr(_tiled, "_LEAST_HALF", 4)
+        monkeypatch.setattr(tile_sizes, "tile_sizes", lambda *_, **__: tile_sizes.Tile(16, 32))
+        monkeypatch.setattr(tiled_attention, "_LEAST_HALF", 4)
 
 
 # Values and scores at the ends of the range
@@ -249,14 +243,14 @@ def test_a_nan_that_is_hidden_beside_far_rows(xp, tile_size):
 
 
 def test_tiles_of_ordinary_rows_take_no_second_pass(monkeypatch):
-    monkeypatch.setattr(_tiles, "tile_sizes", lambda *_, **__: _tiles.Tile(16, 16))
-    apart, calls = _tiled_backward.keep_apart, []
+    monkeypatch.setattr(tile_sizes, "tile_sizes", lambda *_, **__: tile_sizes.Tile(16, 16))
+    apart, calls = tiled_attention_backward.keep_apart, []
 
     def counted(steps, problem, x, rows, *more):
         calls.append(rows)
         apart(steps, problem, x, rows, *more)
 
-    monkeypatch.setattr(_tiled_backward, "keep_apart", counted)
+    monkeypatch.setattr(tiled_attention_backward, "keep_apart", counted)
     dout, q, k, v, bias = far_case(SINGLE, 0.0)
     ordinary = solve(np, dout, q, k, v, bias)
     assert not calls

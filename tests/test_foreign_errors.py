@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fa_cupy import _arrays, _options, attention
+from fa_cupy import attention
+from fa_cupy.core import arrays, checks
 
-HERE = os.path.dirname(_options.__file__)
+HERE = os.path.dirname(checks.__file__)
 
 
 class Late(Exception):
@@ -84,7 +85,7 @@ BAD = [
 def test_an_error_at_any_step_of_a_check_passes(value, good, kind):
     for step in range(10_000):
         error = kind()
-        found = interrupted_at(lambda: _options.finite("f", "x", value, 0.0), step, error)
+        found = interrupted_at(lambda: checks.finite("f", "x", value, 0.0), step, error)
         if found is not error:
             break  # all steps were taken
         assert found.__cause__ is None
@@ -102,7 +103,7 @@ def test_of_usual_numbers_even_errors_of_conversions_kinds_pass(value, kind):
     """Their conversions raise nothing, so that nothing is caught around them."""
     for step in range(10_000):
         error = kind("somebody else's")
-        found = interrupted_at(lambda: _options._as_float(value), step, error)
+        found = interrupted_at(lambda: checks._as_float(value), step, error)
         if found is not error:
             break
     assert 5 < step < 9_999
@@ -123,7 +124,7 @@ def test_time_outs_of_a_handler_pass():
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 1e-3))
                 while True:
-                    _options.finite("f", "softcap", 2.0, minimum=0.0)
+                    checks.finite("f", "softcap", 2.0, minimum=0.0)
             except Late:
                 caught += 1
         with pytest.raises(TypeError, match="softcap"):
@@ -148,7 +149,7 @@ def test_time_outs_of_a_handler_pass():
 )
 def test_what_a_conversion_raises(raised, error, text):
     with pytest.raises(error) as caught:
-        _options.finite("f", "x", Number(raised))
+        checks.finite("f", "x", Number(raised))
     assert str(caught.value) == text
 
 
@@ -161,21 +162,21 @@ def test_what_is_no_number_is_not_converted():
     for change in ({"ndim": 1}, {"dtype": "torch.complex64"}, {"is_meta": True}):
         value = type("Tensor", (Tensor,), change)(Late())
         with pytest.raises(TypeError, match=r"^f: x is a number \(Tensor\), want a finite number"):
-            _options.finite("f", "x", value)
+            checks.finite("f", "x", value)
     with pytest.raises(TypeError, match=r"^f: x is .* \(object\), want a finite number"):
-        _options.finite("f", "x", object())
+        checks.finite("f", "x", object())
 
 
 @pytest.mark.parametrize("error", [ValueError, AttributeError, KeyError, RuntimeError])
 def test_a_broken_repr_does_not_hide_the_message(error):
     value = Unprintable(error("of its own"))
     with pytest.raises(TypeError, match=r"^f: x is something that cannot be printed \(Unpr"):
-        _options.flag("f", "x", value)
+        checks.flag("f", "x", value)
 
 
 def test_an_error_while_a_value_is_printed_passes():
     with pytest.raises(Late):
-        _options.flag("f", "x", Unprintable(Late()))
+        checks.flag("f", "x", Unprintable(Late()))
 
 
 @pytest.mark.parametrize("error", [Late(), TimeoutError(), KeyboardInterrupt()], ids=repr)
@@ -185,4 +186,4 @@ def test_an_error_while_an_array_is_placed_passes(error):
 
     methods = {"__dlpack__": None, "__dlpack_device__": place}
     with pytest.raises(type(error)):
-        _arrays._place("f", "q", type("Array", (), methods)())
+        arrays._place("f", "q", type("Array", (), methods)())

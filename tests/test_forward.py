@@ -6,15 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fa_cupy import _check
+from fa_cupy.core import attention_problem
 from tests.test_check import NO_OPTIONS
 
 pytest.importorskip("cupy")
-from fa_cupy.gpu import fwd_sm80, fwd_sm90, maps, variants
-from fa_cupy.gpu.params import MaskPointers
-from fa_cupy.gpu.params_sm90 import FWD_SM90_PARAMS
-from fa_cupy.gpu.tensor_map import LayoutError
-from fa_cupy.gpu.variants import Call, select
+from fa_cupy.gpu.driver import tensor_map_cache
+from fa_cupy.gpu.driver.tensor_map import LayoutError
+from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90, fwd_variants
+from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
+from fa_cupy.gpu.kernels.attention.fwd_sm90_params import FWD_SM90_PARAMS
+from fa_cupy.gpu.kernels.attention.fwd_variants import Call, select
 
 HALF = np.dtype(np.float16)
 MULTIPROCESSORS = 10
@@ -62,10 +63,10 @@ def device(monkeypatch):
         monkeypatch.setattr(module, "target_of_device", lambda number: "sm_90a")
     monkeypatch.setattr(fwd_sm90.compile, "load", lambda row, target, number: row)
     monkeypatch.setattr(fwd_sm90, "multiprocessors", lambda number: MULTIPROCESSORS)
-    monkeypatch.setattr(maps, "encode_tiled", device.encode)
+    monkeypatch.setattr(tensor_map_cache, "encode_tiled", device.encode)
     monkeypatch.setattr(fwd_sm90, "alloc", device.alloc)
     monkeypatch.setattr(fwd_sm90.workspace, "of_graph", device.of_graph)
-    monkeypatch.setattr(maps, "bind_context", lambda: None)
+    monkeypatch.setattr(tensor_map_cache, "bind_context", lambda: None)
     monkeypatch.setattr(fwd_sm90, "get_current_stream", lambda: types.SimpleNamespace(ptr=device))
     monkeypatch.setattr(
         fwd_sm90, "runtime", types.SimpleNamespace(streamIsCapturing=lambda it: it.capturing)
@@ -76,8 +77,8 @@ def device(monkeypatch):
 def forward(q_len=300, heads=2, k_len=300, masked=False, **options):
     q, k = np.zeros((heads, q_len, 64), HALF), np.zeros((heads, k_len, 64), HALF)
     mask = np.ones((q_len, k_len), bool) if masked else None
-    problem = _check.attention_problem(q, k, k, None, mask, **NO_OPTIONS | options)
-    out = _check.out_view(problem, q.shape, q.strides)
+    problem = attention_problem.attention_problem(q, k, k, None, mask, **NO_OPTIONS | options)
+    out = attention_problem.out_view(problem, q.shape, q.strides)
     call = Call(masked=masked)
     rows = [select("float16", 64, 64, "sm_90a", call._replace(mapped=mapped)) for mapped in (1, 0)]
     return fwd_sm90.FwdSm90(problem, out, *rows, 0)
@@ -157,7 +158,7 @@ def test_maps_are_made_once_for_a_pointer(device):
 
 
 def test_few_maps_are_kept(device, monkeypatch):
-    monkeypatch.setattr(maps, "_MOST_MAPS", 4)
+    monkeypatch.setattr(tensor_map_cache, "_MOST_MAPS", 4)
     run = forward()
     for i in range(10):
         run((0x10000 + 16 * i, *PLACES[1:]))
@@ -227,6 +228,6 @@ def test_marks_are_unique_and_not_zero():
 
 
 def test_every_row_of_the_table_has_one_for_other_pointers():
-    for row in variants.VARIANTS:
+    for row in fwd_variants.VARIANTS:
         for target in row.targets:
-            assert variants.reachable(row.dtype, row.dim, row.dim, target)[-1].rank[0] == 1
+            assert fwd_variants.reachable(row.dtype, row.dim, row.dim, target)[-1].rank[0] == 1

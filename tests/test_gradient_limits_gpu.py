@@ -18,8 +18,8 @@ from tests.strategies import BFLOAT16, DTYPES, UNIT, Case, by_dtype, to_numpy
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import plan_bwd
-from fa_cupy.gpu.devices import current_target
+from fa_cupy.gpu import attention_backward_plan
+from fa_cupy.gpu.driver.devices import current_target
 from tests.device_arrays import Counter, Differing, needs, no_memory_held, uniform
 
 pytestmark = pytest.mark.gpu
@@ -35,15 +35,15 @@ def free_memory(cupy):
     """Each test starts with no memory held, and leaves none."""
     with no_memory_held():
         yield
-        plan_bwd._plans.clear()
+        attention_backward_plan._plans.clear()
 
 
 def solve(q, k, v, dout, **options):
     """Gradients of attention, and which kernels made them."""
     out, lse = attention(q, k, v, return_lse=True, **options)
-    plan_bwd._plans.clear()
+    attention_backward_plan._plans.clear()
     found = attention_backward(dout, q, k, v, out, lse, **options)
-    (planned,) = plan_bwd._plans.values()
+    (planned,) = attention_backward_plan._plans.values()
     assert planned
     return found, [row.source.rpartition("/")[2] for row in planned.run.rows]
 

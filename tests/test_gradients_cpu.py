@@ -9,17 +9,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from fa_cupy import (
-    BitMask,
-    _definitions,
-    _tiled_backward,
-    _tiles,
-    attention,
-    attention_backward,
-    causal_product_backward,
-)
-from fa_cupy.cpu import _threads
-from fa_cupy.cpu._in_order import InOrder
+from fa_cupy import BitMask, _definitions, attention, attention_backward, causal_product_backward
+from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu.ordered_sum import InOrder
+from fa_cupy.tiled import attention_backward as tiled_attention_backward
+from fa_cupy.tiled import tile_sizes
 from tests import blas
 from tests.blas import two_threads
 from tests.gradients import UNIT, check, hold, solve
@@ -45,7 +39,7 @@ def backward(q, k, v, *more, need=None, **options):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 16 by 32, so that short problems have many of them."""
-    monkeypatch.setattr(_tiles, "tile_sizes", lambda *_, **__: _tiles.Tile(16, 32))
+    monkeypatch.setattr(tile_sizes, "tile_sizes", lambda *_, **__: tile_sizes.Tile(16, 32))
 
 
 @given(case=cases(), dlse=st.booleans())
@@ -58,14 +52,14 @@ def test_many_tiles_agree_with_the_reference(small_tiles, case, dlse):
 def test_tiles_that_no_query_sees_are_not_computed(monkeypatch, small_tiles):
     q, k, v = draw(*[(128, 8)] * 3)
     tiles = []
-    terms = _tiled_backward._terms
+    terms = tiled_attention_backward._terms
 
     def counted(steps, problem, x, rows, keys, *more):
         found = terms(steps, problem, x, rows, keys, *more)
         tiles.append((rows, keys, bool(found)))
         return found
 
-    monkeypatch.setattr(_tiled_backward, "_terms", counted)
+    monkeypatch.setattr(tiled_attention_backward, "_terms", counted)
     backward(q, k, v, window=(16, 0))
     # 16 keys are seen by themselves and the 31 queries from the first on, whose tiles are of 32.
     assert sum(rows[1] - rows[0] for rows, _, _ in tiles) == 7 * 32 + 16
@@ -77,13 +71,13 @@ def test_tiles_that_no_query_sees_are_not_computed(monkeypatch, small_tiles):
 
 
 def test_finite_data_are_computed_once(monkeypatch):
-    terms = _tiled_backward._terms
+    terms = tiled_attention_backward._terms
 
     def once(*arguments):
         assert not arguments[-1], "computed again"
         return terms(*arguments)
 
-    monkeypatch.setattr(_tiled_backward, "_terms", once)
+    monkeypatch.setattr(tiled_attention_backward, "_terms", once)
     q, k, v = draw(*[(2, 300, 16)] * 3)
     mask = np.random.default_rng(0).random((300, 300)) < 0.5
     backward(q, k, v, None, mask, is_causal=True)
@@ -117,13 +111,13 @@ def test_blocks_of_any_state_agree_with_the_dense_mask(data):
 
 def test_empty_blocks_are_not_computed(monkeypatch):
     tiles = []
-    terms = _tiled_backward._terms
+    terms = tiled_attention_backward._terms
 
     def counted(*arguments):
         tiles.append(arguments[3:5])
         return terms(*arguments)
 
-    monkeypatch.setattr(_tiled_backward, "_terms", counted)
+    monkeypatch.setattr(tiled_attention_backward, "_terms", counted)
     q, k, v = draw(*[(1280, 8)] * 3)
     dense = np.zeros((1280, 1280), bool)
     dense[700, 300] = True
@@ -194,7 +188,7 @@ def test_concurrent_calls():
 def test_an_error_in_one_thread_ends_all(monkeypatch):
     q, k, v = draw(*[(4, 600, 32)] * 3)
     out, lse = attention(q, k, v, return_lse=True)
-    terms, calls = _tiled_backward._terms, []
+    terms, calls = tiled_attention_backward._terms, []
 
     def failing(*arguments):
         calls.append(1)
@@ -202,13 +196,13 @@ def test_an_error_in_one_thread_ends_all(monkeypatch):
             raise KeyError("planted")
         return terms(*arguments)
 
-    monkeypatch.setattr(_tiled_backward, "_terms", failing)
+    monkeypatch.setattr(tiled_attention_backward, "_terms", failing)
     with (
         blas.threads(4),
         pytest.raises(KeyError, match="planted"),
     ):
         attention_backward(out, q, k, v, out, lse)
-    assert not _threads._at_work
+    assert not thread_pool._at_work
 
 
 def test_floating_point_errors_are_nobodys_business():

@@ -17,8 +17,8 @@ from tests.strategies import BFLOAT16
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import exchange
-from fa_cupy.gpu.devices import current_target
+from fa_cupy.gpu.driver import interop
+from fa_cupy.gpu.driver.devices import current_target
 from tests.device_arrays import uniform
 
 pytestmark = pytest.mark.gpu
@@ -677,7 +677,7 @@ def test_a_graph_of_torch_keeps_to_its_own_memory(name, dtype, mode, torch, pool
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
         results = as_tuple(function(*tensors))
-    with exchange.on_device(0, stream.cuda_stream):
+    with interop.on_device(0, stream.cuda_stream):
         strangers = Strangers(pool)
     torch.cuda.synchronize()
     found = []
@@ -690,7 +690,7 @@ def test_a_graph_of_torch_keeps_to_its_own_memory(name, dtype, mode, torch, pool
         graph.replay()
         torch.cuda.synchronize()
         found.append([x.detach().clone() for x in results])
-    with exchange.on_device(0, stream.cuda_stream):
+    with interop.on_device(0, stream.cuda_stream):
         assert strangers.changed() == 0
     for i, got in zip((1, 2, 0), found, strict=True):
         want = as_tuple(function(*rounds[i]))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy.gpu.variants import VARIANTS, VariantSm90
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, VariantSm90
 from tests.kernel_attention import DTYPES
 from tests.large_scores import (
     LARGEST,

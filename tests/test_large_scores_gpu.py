@@ -13,7 +13,7 @@ from tests.strategies import BFLOAT16, Case, by_dtype
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu.devices import current_target
+from fa_cupy.gpu.driver.devices import current_target
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)

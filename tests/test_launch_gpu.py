@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fa_cupy.gpu import compile, devices, tensor_map
-from fa_cupy.gpu.products import PRODUCTS
-from fa_cupy.gpu.variants import VARIANTS
+from fa_cupy.gpu.driver import compile, devices, tensor_map
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
 
 pytest.importorskip("cupy")
-from fa_cupy.gpu.launch import Arguments, Launch, launch
+from fa_cupy.gpu.driver.launch import Arguments, Launch, launch
 
 PARAMS = np.dtype(
     [("out", np.uint64), ("bytes", np.uint8, (120,)), ("value", np.int32), ("shared", np.int32)]

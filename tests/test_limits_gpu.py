@@ -19,14 +19,15 @@ from fa_cupy import (
     linear_attention,
     prefix_state,
 )
-from fa_cupy._check import View
+from fa_cupy.core.attention_problem import View
 from tests.strategies import BFLOAT16, Case, by_dtype, check_against_reference, normal
 
 pytest.importorskip("cupy")
 import cupy as cp
 
 from fa_cupy.gpu import attention as host
-from fa_cupy.gpu import params, plan
+from fa_cupy.gpu import plan
+from fa_cupy.gpu.kernels.attention import fwd_params
 from tests.device_arrays import Counter, needs, no_memory_held, uniform
 
 pytestmark = pytest.mark.gpu
@@ -172,9 +173,9 @@ def scrambled(shape, order, seed):
     return uniform(lie, seed).transpose(back)
 
 
-@pytest.mark.parametrize("max_grid", [params.MAX_GRID, 5])
+@pytest.mark.parametrize("max_grid", [fwd_params.MAX_GRID, 5])
 def test_more_batch_axes_than_the_struct_has(fresh_plans, monkeypatch, max_grid):
-    monkeypatch.setattr(params, "MAX_GRID", max_grid)
+    monkeypatch.setattr(fwd_params, "MAX_GRID", max_grid)
     batch = (2, 2, 2, 3, 2, 2, 2, 2)
     q = scrambled((*batch, 9, 16), (7, 6, 5, 4, 3, 2, 1, 0), 1)
     k = scrambled((*batch, 11, 16), (1, 0, 3, 2, 5, 4, 7, 6), 2)
@@ -182,7 +183,9 @@ def test_more_batch_axes_than_the_struct_has(fresh_plans, monkeypatch, max_grid)
     bias = uniform((2, 1, 1, 1, 1, 1, 1, 2, 9, 11), 4)
     mask = uniform((2, 2, 1, 1, 9, 1), 5) > -1
     assert len(
-        params.collapse(batch, {"q": View(q.shape, q.strides), "k": View(k.shape, k.strides)})[0]
+        fwd_params.collapse(batch, {"q": View(q.shape, q.strides), "k": View(k.shape, k.strides)})[
+            0
+        ]
     ) == len(batch)
     out, lse = attention(q, k, v, bias, mask, return_lse=True)
     assert launches() == 4 * (1 if max_grid > 96 else -(-96 // max_grid))
@@ -197,7 +200,7 @@ def test_a_grid_in_pieces_gives_the_same_bits(fresh_plans, monkeypatch, max_grid
     want = bits(attention(q, k, v, bias, **options))
     assert launches() == 1
     fresh_plans()
-    monkeypatch.setattr(params, "MAX_GRID", max_grid)
+    monkeypatch.setattr(fwd_params, "MAX_GRID", max_grid)
     assert bits(attention(q, k, v, bias, **options)) == want
     tiles = next(iter(plan._plans.values())).forward.q_tiles
     assert launches() == -(-12 // max(1, max_grid // tiles)) > 1

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from fa_cupy import BitMask, _arrays
-from fa_cupy._check import View
+from fa_cupy import BitMask
+from fa_cupy.core import arrays
+from fa_cupy.core.attention_problem import View
 from tests import cupy_stand_in, mask_sources
 from tests.mask_sources import SHAPES
 
@@ -97,11 +98,11 @@ def test_copies_are_kept(cupy):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lists_are_sent_to_one_memory(cupy, shape, monkeypatch):
-    from fa_cupy.gpu import mask_lists
+    from fa_cupy.gpu.masks import device_mask
 
     mask = BitMask.from_dense(mask_sources.dense(np.random.default_rng(0), shape))
     sizes = []
-    monkeypatch.setattr(mask_lists, "alloc", lambda n: sizes.append(n) or cupy.cuda.alloc(n))
+    monkeypatch.setattr(device_mask, "alloc", lambda n: sizes.append(n) or cupy.cuda.alloc(n))
     sent = mask._store.on(0)
     assert sizes == [mask._store.nbytes]
     assert sent.words.data.ptr % 16 == 0
@@ -133,7 +134,7 @@ def test_errors(cupy, call, error, text):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_packing_on_the_fly(cupy, share):
-    from fa_cupy.gpu import mask_lists
+    from fa_cupy.gpu.masks import device_mask
 
     rng = np.random.default_rng(0)
     if share:
@@ -143,7 +144,7 @@ def test_packing_on_the_fly(cupy, share):
     else:
         base = mask_sources.dense(rng, (2, 300, 384))
         view = View((2, 3, 300, 384), (base.strides[0], 0, *base.strides[1:]))
-    mask, entries = mask_lists.pack(cupy.asarray(base), view)
+    mask, entries = device_mask.pack(cupy.asarray(base), view)
     assert (mask.words_by_tile == 0) == share
     assert entries.get().tolist() == [0, 0, 0, 1, 1, 1]
     found = mask_sources.expand(mask, entries, (2, 3), (300, 384))
@@ -151,18 +152,18 @@ def test_packing_on_the_fly(cupy, share):
 
 
 def test_nothing_is_launched_for_nothing(cupy):
-    from fa_cupy.gpu import mask_lists
+    from fa_cupy.gpu.masks import device_mask
 
     for shape in ((0, 0), (0, 5), (5, 0), (0, 5, 5), (2, 0, 7)):
         array = cupy.zeros(shape, bool)
-        mask, entries = mask_lists.pack(array, View(array.shape, array.strides))
+        mask, entries = device_mask.pack(array, View(array.shape, array.strides))
         found = mask_sources.expand(mask, entries, shape[:-2], shape[-2:])
         assert found.shape == shape
 
 
 def test_the_stand_in_is_gone_afterwards():
     with cupy_stand_in.in_place_of_cupy() as cupy:
-        assert _arrays._place("x", "y", cupy.zeros(3))[0] == "cupy"
+        assert arrays._place("x", "y", cupy.zeros(3))[0] == "cupy"
     import sys
 
     assert sys.modules.get("cupy") is not cupy

@@ -15,7 +15,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, _mask_archive
+from fa_cupy import BitMask
+from fa_cupy.masks import archive as masks_archive
 
 MASK = BitMask.from_dense(np.tri(300, dtype=bool))
 OTHER = BitMask.from_dense(np.tri(90, 80, dtype=bool))
@@ -82,7 +83,7 @@ def test_a_batch_of_one_mask_many_times_takes_no_more_than_its_file_allows(monke
     entries = {"entries.npy": array(4_000_000, np.int64)}
     file = packed(members() | entries)
     assert BitMask.load(file).shape == (4_000_000, 300, 300)
-    monkeypatch.setattr(_mask_archive, "_ALWAYS_FREE", 1_000_000)
+    monkeypatch.setattr(masks_archive, "_ALWAYS_FREE", 1_000_000)
     file.seek(0)
     assert refused(file, "bytes from an archive of") < 1_000_000
     plain = packed(members() | entries, zipfile.ZIP_STORED)

@@ -23,7 +23,7 @@ import cupy as cp
 
 from fa_cupy.gpu import attention as host
 from fa_cupy.gpu import plan
-from fa_cupy.gpu.devices import current_target
+from fa_cupy.gpu.driver.devices import current_target
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)

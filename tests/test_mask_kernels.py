@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, reference
-from fa_cupy.gpu.variants import VARIANTS
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
 from validation import emulated, emulator

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask
-from fa_cupy.gpu import params
-from fa_cupy.gpu.variants import VARIANTS
+from fa_cupy.gpu.kernels.attention import fwd_params
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
 from validation import emulated, emulator
@@ -34,7 +34,7 @@ def test_every_row(row):
 def test_calls_of_several_launches(axes, q_len, blocks, monkeypatch):
     """More batch axes than a launch walks, and more blocks than a grid has."""
     if blocks:
-        monkeypatch.setattr(params, "MAX_GRID", blocks)
+        monkeypatch.setattr(fwd_params, "MAX_GRID", blocks)
     row, rng = BY_DIM[32], np.random.default_rng(axes)
     turned = (*range(axes)[::-1], axes, axes + 1)  # so that axes do not merge
     q, k, v = (

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import BitMask, _check
-from fa_cupy.gpu import mask_order, params_sm90
+from fa_cupy import BitMask
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention import fwd_sm90_params
+from fa_cupy.gpu.masks import tile_order
 
 B = 128
 SMS = 132
@@ -19,7 +21,9 @@ def problem(q_shape, k_shape, mask=None, **options):
         strides = np.cumprod([2, *shape[:0:-1]], dtype=np.int64)[::-1]
         return np.lib.stride_tricks.as_strided(np.zeros(1, np.float16), shape, strides)
 
-    return _check.attention_problem(*map(array, (q_shape, k_shape, k_shape)), None, mask, **options)
+    return attention_problem.attention_problem(
+        *map(array, (q_shape, k_shape, k_shape)), None, mask, **options
+    )
 
 
 @st.composite
@@ -61,7 +65,7 @@ def test_the_longest_rows_of_a_section_come_first(call, section):
     mask, options = call
     entries = len(mask.entries)
     asked = problem((entries, mask.shape[-2], 64), (entries, mask.shape[-1], 64), mask, **options)
-    order = mask_order.work_order(np, asked, mask.lists, mask.entries, section)
+    order = tile_order.work_order(np, asked, mask.lists, mask.entries, section)
     assert order.dtype == np.int32
     cost = costs(mask, asked)
     tiles = cost.shape[1]
@@ -78,11 +82,11 @@ def test_the_longest_rows_of_a_section_come_first(call, section):
 def test_rows_that_cost_the_same_go_entry_by_entry():
     mask = BitMask.from_dense(np.random.default_rng(0).random((300, 300)) < 0.5)[None][[0] * 3]
     asked = problem((3, 300, 64), (3, 300, 64), mask)
-    order = mask_order.work_order(np, asked, mask.lists, mask.entries, 3)
+    order = tile_order.work_order(np, asked, mask.lists, mask.entries, 3)
     assert order.tolist() == [2, 1, 0, 5, 4, 3, 8, 7, 6]
     # A band makes them unequal.
     asked = problem((3, 300, 64), (3, 300, 64), mask, is_causal=True)
-    order = mask_order.work_order(np, asked, mask.lists, mask.entries, 3)
+    order = tile_order.work_order(np, asked, mask.lists, mask.entries, 3)
     assert order.tolist() == [2, 5, 8, 1, 4, 7, 0, 3, 6]
 
 
@@ -90,7 +94,7 @@ def test_too_many_rows_have_no_order():
     mask = BitMask.from_blocks(np.ones((1, 1), bool), 100, 100)
     asked = problem((2**31, 100, 8), (1, 100, 8), mask)
     entries = np.broadcast_to(mask.entries, 2**31)
-    assert mask_order.work_order(np, asked, mask.lists, entries, 1) is None
+    assert tile_order.work_order(np, asked, mask.lists, entries, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -108,11 +112,11 @@ def test_too_many_rows_have_no_order():
     ],
 )
 def test_a_section_fits_the_cache_and_has_rows_enough(q_shape, k_shape, want):
-    assert mask_order.section(problem(q_shape, k_shape), SMS) == want
+    assert tile_order.section(problem(q_shape, k_shape), SMS) == want
 
 
 def test_keys_and_values_that_are_shared_count_once():
-    one = params_sm90.cached_entries(
+    one = fwd_sm90_params.cached_entries(
         problem((8, 4096, 64), (1, 4096, 64)), [8], {"k": [0], "v": [0]}
     )
     assert one == 8 * (32 << 20) // (4096 * 128 * 2)

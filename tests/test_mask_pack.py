@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, layouts
-from fa_cupy._check import View
-from fa_cupy.gpu import compile
-from fa_cupy.gpu import mask_params as params
+from fa_cupy.core.attention_problem import View
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.masks import packing as params
 from tests.ptx_interpreter import Memory, Module
 
 B = layouts.BLOCK
@@ -26,7 +26,7 @@ def garbage(shape, dtype):
 
 
 def pack(memory_of_mask, first, view, share=False, wide=None):
-    """Run both kernels as fa_cupy.gpu.mask_lists does; `first` is the place of element (0, 0)."""
+    """Run both kernels as fa_cupy.gpu.masks.device_mask does; `first` is the place of element (0, 0)."""
     plan = params.packing(view, share)
     memory = Memory()
     states = garbage((plan.matrices * plan.q_tiles, plan.k_tiles), np.uint8)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask
-from fa_cupy._check import View
+from fa_cupy.core.attention_problem import View
 from tests import mask_sources
 from tests.mask_sources import SHAPES, same
 from tests.test_masks import dense_masks
@@ -80,7 +80,7 @@ def test_each_byte_of_a_block_alone(cupy):
 @settings(max_examples=500)
 def test_packing_on_the_fly(cupy, data):
     """What an attention kernel reads, from a view with axes that are repeated."""
-    from fa_cupy.gpu import mask_lists
+    from fa_cupy.gpu.masks import device_mask
 
     dense = data.draw(dense_masks())
     mask = laid_out(cupy, dense, data.draw(st.sampled_from(LAYOUTS)))
@@ -94,7 +94,7 @@ def test_packing_on_the_fly(cupy, data):
     if np.prod(shape) > 1e7:
         return
     view = View(tuple(shape), tuple(strides))
-    found, entries = mask_lists.pack(mask, view)
+    found, entries = device_mask.pack(mask, view)
     seen = mask_sources.expand(found, entries, shape[:-2], shape[-2:])
     np.testing.assert_array_equal(seen, np.broadcast_to(dense, shape))
 
@@ -111,17 +111,17 @@ def test_long_rows_and_many_matrices(cupy):
 
 
 def test_packing_repeats_and_waits_for_nobody(cupy):
-    from fa_cupy.gpu import mask_lists
+    from fa_cupy.gpu.masks import device_mask
 
     mask = cupy.random.default_rng(0).random((2, 1000, 1100)) < 0.5
     view = View(mask.shape, mask.strides)
-    first, _ = mask_lists.pack(mask, view)
+    first, _ = device_mask.pack(mask, view)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        mask_lists.pack(mask, view)  # memory of this stream's pool is there for the capture
+        device_mask.pack(mask, view)  # memory of this stream's pool is there for the capture
         stream.begin_capture()
-        again, _ = mask_lists.pack(mask, view)
+        again, _ = device_mask.pack(mask, view)
         graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()
@@ -187,7 +187,7 @@ def test_copies_are_kept(cupy):
 
 
 def test_a_driver_says_what_it_refuses(cupy, tmp_path, monkeypatch):
-    from fa_cupy.gpu import compile
+    from fa_cupy.gpu.driver import compile
 
     (tmp_path / "ptx").mkdir()
     (tmp_path / "ptx/bad.ptx").write_text(".version 7.4\n.target sm_80\n.address_size 64\nno\n")

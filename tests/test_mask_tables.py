@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, _check, layouts
-from fa_cupy._blocks import BlockLists
-from fa_cupy.gpu.structs_mask import MASK_TABLE
+from fa_cupy import BitMask, layouts
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE
+from fa_cupy.masks.blocks import BlockLists
 from tests import cupy_stand_in
 from tests.kernel_attention import blocks_of
 from tests.planted import plant
@@ -22,7 +23,7 @@ def problem_of(mask, batch=None):
     q_len, k_len = mask.shape[-2:]
     batch = mask.shape[:-2] if batch is None else batch
     q, k = (np.zeros((*batch, n, 8), np.float16) for n in (q_len, k_len))
-    return _check.attention_problem(q, k, k, None, mask)
+    return attention_problem.attention_problem(q, k, k, None, mask)
 
 
 def random_mask(seed, *shape):
@@ -62,7 +63,7 @@ def test_the_struct_is_that_of_cuda():
 
 
 class Launch:
-    """`fa_cupy.gpu.launch.launch` by the emulator."""
+    """`fa_cupy.gpu.driver.launch.launch` by the emulator."""
 
     def __init__(self, sources=None):
         self.sources = sources or {}
@@ -82,18 +83,18 @@ def cupy():
 
 @pytest.fixture
 def host(cupy, monkeypatch):
-    from fa_cupy.gpu import mask_tables
+    from fa_cupy.gpu.masks import block_tables
 
-    monkeypatch.setattr(mask_tables, "launch", Launch())
-    monkeypatch.setattr(mask_tables, "target_of_device", lambda device: "sm_80")
+    monkeypatch.setattr(block_tables, "launch", Launch())
+    monkeypatch.setattr(block_tables, "target_of_device", lambda device: "sm_80")
     load = SimpleNamespace(load=lambda row, target, device: row)
-    monkeypatch.setattr(mask_tables, "compile", load)
-    return mask_tables
+    monkeypatch.setattr(block_tables, "compile", load)
+    return block_tables
 
 
 def made_by(host, mask):
     """The tables of all matrices of a mask, from its lists."""
-    from fa_cupy.gpu.mask_lists import DeviceMask
+    from fa_cupy.gpu.masks.device_mask import DeviceMask
 
     lists = BlockLists(*map(cupy_stand_in.owned, mask.lists))
     ends = [lists.partial_begin[:-1], lists.partial_begin[1:]]

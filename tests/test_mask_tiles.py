@@ -7,7 +7,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, _check, layouts, reference
+from fa_cupy import BitMask, layouts, reference
+from fa_cupy.core import attention_problem
 
 B = 128
 MODULES = ("tiled_backward", "tiled", "_mask_tiles", "_steps")
@@ -146,7 +147,7 @@ def backward(gpu, arrays, mask, need, dout, **options):
     q, k, v, bias = arrays
     plain = mask.to_dense() if isinstance(mask, BitMask) else mask
     out, lse = reference.attention(q, k, v, bias, plain, **options)
-    problem = _check.attention_problem(q, k, v, bias, mask, **options)
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     results = out.astype(q.dtype), lse.astype(q.dtype), dout, None
 
     def empty(shape, dtype, like):

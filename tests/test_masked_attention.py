@@ -7,16 +7,10 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from fa_cupy import (
-    BitMask,
-    _arrays,
-    _attention,
-    attention,
-    reference,
-    scaled_dot_product_attention,
-)
-from fa_cupy.cpu._mask_tiles import MaskTiles
-from fa_cupy.cpu._steps import Steps
+from fa_cupy import BitMask, _attention, attention, reference, scaled_dot_product_attention
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.cpu.mask_tiles import MaskTiles
+from fa_cupy.cpu.tile_ops import Steps
 from tests.strategies import Case, cases, check_against_reference, normal
 from tests.test_masks import B, check, dense_masks, peak_of
 
@@ -205,9 +199,9 @@ def test_errors_of_torchs_names():
 
 def test_arrays_on_a_gpu_are_checked_before_anything_is_allocated(monkeypatch):
     def on_gpu(name, **arrays):
-        return _arrays.Native(list(arrays.values()), "cupy", None, nullcontext(), np.empty)
+        return core_arrays.Native(list(arrays.values()), "cupy", None, nullcontext(), np.empty)
 
-    monkeypatch.setattr(_arrays, "to_native", on_gpu)
+    monkeypatch.setattr(core_arrays, "to_native", on_gpu)
     monkeypatch.setattr(_attention._calls, "backend_of", None)
     with pytest.raises(ValueError, match="mask has q_len 128, q has 127"):
         attention(X[:, 1:], X, X, mask=MASK)

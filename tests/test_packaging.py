@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from fa_cupy import _driver
+from fa_cupy.cli import cuda_extra
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("cuda_src", "docs", "fa_cupy", "ptx", "tests", "validation")
@@ -217,19 +217,19 @@ def test_wheel_works_with_the_lowest_versions(source, wheel, tmp_path):
     [(13020, "cuda13"), (14000, "cuda13"), (12040, "cuda12"), (11080, ""), (None, "")],
 )
 def test_driver_chooses_the_extra(version, extra):
-    assert _driver.extra(version) == extra
+    assert cuda_extra.extra(version) == extra
 
 
 def test_driver_script_answers_without_the_package(tmp_path):
-    script = ROOT / "fa_cupy/_driver.py"
+    script = ROOT / "fa_cupy/cli/cuda_extra.py"
     command = [sys.executable, "-I", str(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() in ("", "cuda12", "cuda13")
 
 
 def test_a_machine_without_a_driver_gets_no_cuda(monkeypatch):
-    monkeypatch.setattr(_driver, "_LIBRARIES", ("libno-such-driver.so",))
-    assert _driver.driver_version() is None
+    monkeypatch.setattr(cuda_extra, "_LIBRARIES", ("libno-such-driver.so",))
+    assert cuda_extra.driver_version() is None
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import _check, layouts
-from fa_cupy.gpu import params
-from fa_cupy.gpu.params import ATTENTION_PARAMS, MASK_LISTS, POINTERS
-from fa_cupy.gpu.product_params import PRODUCT_PARAMS
+from fa_cupy import layouts
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention import fwd_params
+from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS, MASK_LISTS, POINTERS
+from fa_cupy.gpu.kernels.linear.params import PRODUCT_PARAMS
 from tests.test_check import NO_OPTIONS
 
 COMMON = Path(__file__).parents[1] / "cuda_src/common"
@@ -71,37 +72,37 @@ def test_every_member_lies_where_a_c_compiler_puts_it(struct):
 
 
 def test_the_number_of_axes_is_that_of_the_header():
-    assert constant("kMaxBatchAxes") == params.MAX_BATCH_AXES
+    assert constant("kMaxBatchAxes") == fwd_params.MAX_BATCH_AXES
 
 
 def test_kinds_of_bias_are_those_of_the_header():
     body = re.search(r"enum FloatKind : int \{(.*?)\}", header(), re.DOTALL).group(1)
     kinds = {name.lower(): int(value) for name, value in re.findall(r"k(\w+) = (\d+)", body)}
-    assert kinds == {dtype.name: i for i, dtype in enumerate(_check.FLOAT_DTYPES)}
+    assert kinds == {dtype.name: i for i, dtype in enumerate(attention_problem.FLOAT_DTYPES)}
 
 
 def test_the_head_is_written_where_the_struct_has_it():
     filled = np.zeros(1, ATTENTION_PARAMS)
     pointers = [2**64 - 1 - i for i in range(len(POINTERS))]
-    struct.pack_into(params.HEAD_FORMAT, filled.view(np.uint8), 0, *pointers, -5, 7)
+    struct.pack_into(fwd_params.HEAD_FORMAT, filled.view(np.uint8), 0, *pointers, -5, 7)
     assert [filled[name][0] for name in POINTERS] == pointers
     assert filled["first_batch"][0] == -5
     assert filled["aligned"][0] == 7
-    assert not filled.view(np.uint8)[struct.calcsize(params.HEAD_FORMAT) :].any()
+    assert not filled.view(np.uint8)[struct.calcsize(fwd_params.HEAD_FORMAT) :].any()
 
 
 def test_a_mask_is_written_where_the_struct_has_it():
-    assert params.MaskPointers._fields == MASK_LISTS.names
+    assert fwd_params.MaskPointers._fields == MASK_LISTS.names
     filled = np.zeros(1, ATTENTION_PARAMS)
-    told = params.MaskPointers(*(2**64 - 1 - i for i in range(9)), words_by_tile=-5)
-    params.pack_mask(filled.view(np.uint8), params.MASK_AT, *told)
+    told = fwd_params.MaskPointers(*(2**64 - 1 - i for i in range(9)), words_by_tile=-5)
+    fwd_params.pack_mask(filled.view(np.uint8), fwd_params.MASK_AT, *told)
     assert filled["mask"][0].item() == told
     filled["mask"] = 0
     assert not filled.view(np.uint8).any()
 
 
 def test_a_part_of_a_call_has_its_own_entries_and_the_usual_order():
-    told = params.MaskPointers(*range(100, 1000, 100))
+    told = fwd_params.MaskPointers(*range(100, 1000, 100))
     assert told.of_part(7, whole=True) is told
     assert told.of_part(7, whole=False) == told._replace(entries=828, order=0)
 
@@ -109,7 +110,7 @@ def test_a_part_of_a_call_has_its_own_entries_and_the_usual_order():
 def test_the_size_of_a_block_is_that_of_the_header():
     found = dict(re.findall(r"constexpr int (kMaskBlock|kBlockWords) = (\d+);",
                             header("mask_lists.cuh")))  # fmt: skip
-    assert int(found["kMaskBlock"]) == params.MASK_BLOCK == layouts.BLOCK
+    assert int(found["kMaskBlock"]) == fwd_params.MASK_BLOCK == layouts.BLOCK
     assert int(found["kBlockWords"]) == np.prod(layouts.ORDERS["fragment"])
 
 
@@ -158,7 +159,7 @@ def calls(draw):
     q_len, k_len = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     head_dim, v_dim = draw(st.sampled_from([1, 3, 8])), draw(st.sampled_from([1, 5, 8, 16]))
     group = draw(st.sampled_from([1, 1, 2, 3])) if len(batch) >= 2 else 1
-    dtype = draw(st.sampled_from(_check.FLOAT_DTYPES[:3]))
+    dtype = draw(st.sampled_from(attention_problem.FLOAT_DTYPES[:3]))
 
     def some(fewer=batch):
         """A batch shape that broadcasts to the whole one."""
@@ -178,7 +179,10 @@ def calls(draw):
         for name, shape, tail in zip("qkv", shapes, tails, strict=True)
     }
     scores = (*batch, q_len, k_len)
-    for name, kind in (("bias", draw(st.sampled_from(_check.FLOAT_DTYPES))), ("mask", np.bool_)):
+    for name, kind in (
+        ("bias", draw(st.sampled_from(attention_problem.FLOAT_DTYPES))),
+        ("mask", np.bool_),
+    ):
         if draw(st.booleans()):
             arrays[name] = draw(laid(some(scores), kind, free=True))
     arrays["out"] = draw(laid((*batch, q_len, v_dim), dtype))
@@ -227,12 +231,12 @@ def by_kernel(p, part, name, item, tail):
     max_grid=st.sampled_from([1, 2, 5, 30, 2**31 - 1]),
 )
 def test_a_kernel_finds_every_element(arrays, tile_m, max_grid):
-    given = [arrays[name].array if name in arrays else None for name in _check.ARGS]
-    problem = _check.attention_problem(*given, **NO_OPTIONS)
+    given = [arrays[name].array if name in arrays else None for name in attention_problem.ARGS]
+    problem = attention_problem.attention_problem(*given, **NO_OPTIONS)
     out = arrays["out"].array
-    with mock.patch.object(params, "MAX_GRID", max_grid):
-        filled, parts, aligned = params.fill(
-            problem, _check.out_view(problem, out.shape, out.strides), tile_m
+    with mock.patch.object(fwd_params, "MAX_GRID", max_grid):
+        filled, parts, aligned = fwd_params.fill(
+            problem, attention_problem.out_view(problem, out.shape, out.strides), tile_m
         )
     p = filled[0]
     tiles = -(-problem.q_len // tile_m)
@@ -258,18 +262,18 @@ def test_a_kernel_finds_every_element(arrays, tile_m, max_grid):
 
 
 def views_of(batch, **strides):
-    return {name: _check.View((*batch, 1, 1), (*s, 0, 0)) for name, s in strides.items()}
+    return {name: attention_problem.View((*batch, 1, 1), (*s, 0, 0)) for name, s in strides.items()}
 
 
 def test_axes_merge_only_where_every_array_allows():
     batch = (2, 3, 1, 4)
     dense, repeated = (96, 32, 7, 8), (0, 0, 5, 0)
-    assert params.collapse(batch, views_of(batch, q=dense, k=repeated)) == (
+    assert fwd_params.collapse(batch, views_of(batch, q=dense, k=repeated)) == (
         [24],
         {"q": [8], "k": [0]},
     )
     turned = (8, 64, 0, 16)
-    assert params.collapse(batch, views_of(batch, q=dense, k=turned)) == (
+    assert fwd_params.collapse(batch, views_of(batch, q=dense, k=turned)) == (
         [2, 12],
         {"q": [96, 8], "k": [8, 16]},
     )
@@ -288,8 +292,11 @@ def test_axes_merge_only_where_every_array_allows():
 )
 def test_rows_of_whole_16_bytes_are_aligned(dim, gap, out_gap, want):
     q, out = (Array((3, 6, dim), np.float16, gap=n).array for n in (gap, out_gap))
-    problem = _check.attention_problem(q, q, q, None, None, **NO_OPTIONS)
-    assert params.fill(problem, _check.out_view(problem, out.shape, out.strides), 64)[2] is want
+    problem = attention_problem.attention_problem(q, q, q, None, None, **NO_OPTIONS)
+    assert (
+        fwd_params.fill(problem, attention_problem.out_view(problem, out.shape, out.strides), 64)[2]
+        is want
+    )
 
 
 @pytest.mark.parametrize("batch", [(2**16, 2**16), (2**32 + 5,)])
@@ -299,14 +306,16 @@ def test_batch_entries_past_2_to_the_31(batch):
         return np.lib.stride_tricks.as_strided(np.zeros(tail, np.float16), (*batch, *tail), strides)
 
     q, k, v = repeated(1, 8), repeated(3, 8), repeated(3, 1)
-    problem = _check.attention_problem(q, k, v, None, None, **NO_OPTIONS)
+    problem = attention_problem.attention_problem(q, k, v, None, None, **NO_OPTIONS)
     steps = (2 * 2**16, 2, 2, 2) if len(batch) == 2 else (2, 2, 2)
-    filled, parts, _ = params.fill(problem, _check.out_view(problem, (*batch, 1, 1), steps), 64)
+    filled, parts, _ = fwd_params.fill(
+        problem, attention_problem.out_view(problem, (*batch, 1, 1), steps), 64
+    )
     p, count = filled[0], 0
     assert all(0 < part.blocks < 2**31 for part in parts)
     for part in parts:
         for batch_entry in (part.first_batch, part.first_batch + part.blocks - 1):
-            one = params.Part(part.offsets, batch_entry, 1, part.entry)
+            one = fwd_params.Part(part.offsets, batch_entry, 1, part.entry)
             entries, places = by_kernel(p, one, "out", 2, (1, 1))
             np.testing.assert_array_equal(places[:, 0, 0], entries)
         count += part.blocks
@@ -318,15 +327,15 @@ def test_batch_entries_past_2_to_the_31(batch):
 
 def filled_with(q_len=5, k_len=5, bias=None, **options):
     q, k = np.zeros((q_len, 8), np.float16), np.zeros((k_len, 8), np.float16)
-    problem = _check.attention_problem(q, k, k, bias, None, **NO_OPTIONS | options)
-    out = _check.View(q.shape, q.strides)
-    return params.fill(problem, out, 64)[0][0]
+    problem = attention_problem.attention_problem(q, k, k, bias, None, **NO_OPTIONS | options)
+    out = attention_problem.View(q.shape, q.strides)
+    return fwd_params.fill(problem, out, 64)[0][0]
 
 
 def test_open_bounds_hide_nothing_at_any_length():
     p = filled_with()
-    assert params.MAX_LENGTH - 1 + int(p["lower"]) <= 0
-    assert int(p["upper"]) >= params.MAX_LENGTH - 1
+    assert fwd_params.MAX_LENGTH - 1 + int(p["lower"]) <= 0
+    assert int(p["upper"]) >= fwd_params.MAX_LENGTH - 1
 
 
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
@@ -366,8 +375,8 @@ def test_all_else_is_done_to_scores_first(options):
         np.testing.assert_allclose(p["scale"], scale, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", _check.FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", attention_problem.FLOAT_DTYPES, ids=str)
 def test_a_bias_keeps_its_dtype(dtype):
     p = filled_with(bias=np.zeros((5, 5), dtype))
-    assert _check.FLOAT_DTYPES[p["bias_kind"]] == dtype
+    assert attention_problem.FLOAT_DTYPES[p["bias_kind"]] == dtype
     assert (p["bias_row"], p["bias_col"]) == (5, 1)

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import _check
-from fa_cupy.gpu import params, params_sm90, tensor_map, variants
-from fa_cupy.gpu.params import ATTENTION_PARAMS
-from fa_cupy.gpu.params_sm90 import FWD_SM90_PARAMS, SCHEDULE
-from fa_cupy.gpu.variants import Call, VariantSm80, VariantSm90, select
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.driver import tensor_map
+from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params, fwd_variants
+from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.attention.fwd_sm90_params import FWD_SM90_PARAMS, SCHEDULE
+from fa_cupy.gpu.kernels.attention.fwd_variants import Call, VariantSm80, VariantSm90, select
 from tests.test_check import NO_OPTIONS
 
 SOURCES = Path(__file__).parents[1] / "cuda_src"
@@ -58,8 +59,8 @@ def test_the_struct_is_that_of_the_kernel():
 def test_a_part_and_a_counter_are_written_where_the_struct_has_them():
     filled = np.zeros(1, FWD_SM90_PARAMS)
     at = FWD_SM90_PARAMS.fields["schedule"][1]
-    params_sm90.Part(9, 1, 2, 3).write(filled)
-    params_sm90.pack_counter(filled.view(np.uint8), at, 2**64 - 1, 2**63 + 5)
+    fwd_sm90_params.Part(9, 1, 2, 3).write(filled)
+    fwd_sm90_params.pack_counter(filled.view(np.uint8), at, 2**64 - 1, 2**63 + 5)
     assert filled["schedule"][0].item() == (2**64 - 1, 2**63 + 5, 1, 2, 3)
     assert [int(filled["common"][name][0]) for name in ("first_batch", "aligned")] == [9, 1]
     filled["schedule"] = filled["common"]["first_batch"] = filled["common"]["aligned"] = 0
@@ -70,11 +71,11 @@ def test_a_part_and_a_counter_are_written_where_the_struct_has_them():
 
 
 def problem_of(q, k, v, bias=None, mask=None, **options):
-    return _check.attention_problem(q, k, v, bias, mask, **NO_OPTIONS | options)
+    return attention_problem.attention_problem(q, k, v, bias, mask, **NO_OPTIONS | options)
 
 
 def view_of(problem, out):
-    return _check.out_view(problem, out.shape, out.strides)
+    return attention_problem.out_view(problem, out.shape, out.strides)
 
 
 @st.composite
@@ -129,8 +130,8 @@ def test_tensor_maps_lead_to_every_row(call, tile_m, most):
     q, k, v, out = call
     problem = problem_of(q, k, v)
     view = view_of(problem, out)
-    if not params_sm90.takes(problem, view):  # more axes than maps have
-        sizes, _ = params.collapse(problem.batch, params_sm90._views(problem, view))
+    if not fwd_sm90_params.takes(problem, view):  # more axes than maps have
+        sizes, _ = fwd_params.collapse(problem.batch, fwd_sm90_params._views(problem, view))
         walkable = [
             step % 16 == 0
             for x in call
@@ -140,8 +141,8 @@ def test_tensor_maps_lead_to_every_row(call, tile_m, most):
         dense = [x.strides[-1] == 2 for x in call if x.shape[-1] > 1]
         assert len(sizes) > 3 or not all(walkable + dense)
         return
-    with mock.patch.object(params, "MAX_GRID", most):
-        filled, maps, parts = params_sm90.fill(problem, view, tile_m, 128)
+    with mock.patch.object(fwd_params, "MAX_GRID", most):
+        filled, maps, parts = fwd_sm90_params.fill(problem, view, tile_m, 128)
     p = filled[0]
     batch, heads = out.shape[:-2], 1 << int(p["row_shift"])
     q_tiles = -(-problem.q_len * heads // tile_m)
@@ -194,8 +195,8 @@ def filled_for(q, k, v=None, tile_m=128, **options):
     v = k if v is None else v
     problem = problem_of(q, k, v, **options)
     out = np.zeros(problem.out_shape, HALF)
-    assert params_sm90.takes(problem, view_of(problem, out))
-    return params_sm90.fill(problem, view_of(problem, out), tile_m, 128)
+    assert fwd_sm90_params.takes(problem, view_of(problem, out))
+    return fwd_sm90_params.fill(problem, view_of(problem, out), tile_m, 128)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_what_tensor_maps_can_walk(change):
         arrays["v"] = arrays["v"][..., : arrays["k"].shape[-2], :]
     problem = problem_of(**arrays)
     out = np.zeros(problem.out_shape, HALF)
-    assert params_sm90.takes(problem, view_of(problem, out)) is want
+    assert fwd_sm90_params.takes(problem, view_of(problem, out)) is want
 
 
 def test_an_output_must_be_walkable_too():
@@ -291,21 +292,21 @@ def test_an_output_must_be_walkable_too():
         (half(2, 3, 20, 68)[..., :64], False),
         (half(2, 3, 20, 64)[:, ::-1], False),
     ):
-        assert params_sm90.takes(problem, view_of(problem, out)) is want
+        assert fwd_sm90_params.takes(problem, view_of(problem, out)) is want
 
 
 def test_four_axes_that_do_not_merge_are_too_many():
     q = half(2, 2, 2, 2, 20, 64)
     turned = q.transpose(3, 2, 1, 0, 4, 5)
     problem = problem_of(q, turned, turned)
-    assert not params_sm90.takes(problem, view_of(problem, q))
+    assert not fwd_sm90_params.takes(problem, view_of(problem, q))
     problem = problem_of(q, q, q)
-    assert params_sm90.takes(problem, view_of(problem, q))
+    assert fwd_sm90_params.takes(problem, view_of(problem, q))
     problem = problem_of(q[0], turned[0], turned[0])
-    assert params_sm90.takes(problem, view_of(problem, q[0]))
+    assert fwd_sm90_params.takes(problem, view_of(problem, q[0]))
 
 
-@pytest.mark.parametrize("target", variants.SHARED_LIMIT)
+@pytest.mark.parametrize("target", fwd_variants.SHARED_LIMIT)
 @pytest.mark.parametrize("dim", [1, 32, 33, 64, 96, 100, 192, 200, 256])
 def test_sm90_comes_first_where_it_can(target, dim):
     for transform, masked in itertools.product((False, True), repeat=2):
@@ -327,12 +328,12 @@ def test_sm90_comes_first_where_it_can(target, dim):
 
 def test_every_row_can_be_reached():
     found = set()
-    for row in variants.VARIANTS:
+    for row in fwd_variants.VARIANTS:
         for target in row.targets:
-            rows = variants.reachable(row.dtype, row.dim, row.dim, target)
+            rows = fwd_variants.reachable(row.dtype, row.dim, row.dim, target)
             assert rows[0] == min(rows, key=lambda row: row.rank)
             found.update(rows)
-    assert found == set(variants.VARIANTS)
+    assert found == set(fwd_variants.VARIANTS)
 
 
 # Sections
@@ -366,8 +367,8 @@ def test_under_a_band_entries_that_fit_the_cache_take_turns(q, k, want):
 
     q, k = virtual(q), virtual(k)
     problem = problem_of(q, k, k, is_causal=True)
-    view = _check.out_view(problem, q.shape, q.strides)
-    (part,) = params_sm90.fill(problem, view, 128, 128).parts
+    view = attention_problem.out_view(problem, q.shape, q.strides)
+    (part,) = fwd_sm90_params.fill(problem, view, 128, 128).parts
     found = part.section
     del q, k, problem, view  # nobody may look at their entries, pytest's report included
     assert found == want

@@ -196,15 +196,16 @@ def test_algorithms_of_float32(cupy, algorithm, dims, reverse):
 @pytest.mark.parametrize("algorithm", ["auto", "recurrent", "low_occupancy", "chunked"])
 @pytest.mark.parametrize(**by_dtype())
 def test_the_algorithm_is_what_was_asked_for(cupy, monkeypatch, dtype, algorithm):
-    from fa_cupy.gpu import compile, product
+    from fa_cupy.gpu import linear_attention
+    from fa_cupy.gpu.driver import compile
 
     loaded = []
     load = compile.load
     monkeypatch.setattr(
         compile, "load", lambda row, *rest: loaded.append(row.source) or load(row, *rest)
     )
-    monkeypatch.setattr(product, "_plans", {})
-    monkeypatch.setattr(product, "_calls", {})
+    monkeypatch.setattr(linear_attention, "_plans", {})
+    monkeypatch.setattr(linear_attention, "_calls", {})
     x = cupy.asarray(draw((3, 77, 24), dtype=dtype)[0])
     if dtype != SINGLE and algorithm in ("recurrent", "low_occupancy"):
         with pytest.raises(ValueError, match=f"algorithm is '{algorithm}', which is a kernel for"):
@@ -233,12 +234,12 @@ def test_what_no_kernel_takes(cupy, dtype, dims, algorithm):
 @pytest.mark.parametrize(**by_dtype(BFLOAT16, DOUBLE))
 def test_products_of_matrices_in_small_stacks(cupy, monkeypatch, dtype, reverse):
     """Several stacks and chunks; queries that share a state; one entry that is not finite."""
-    from fa_cupy.gpu import product_tiled
+    from fa_cupy.gpu.cublas import linear_attention as cublas_linear_attention
 
-    sizes = product_tiled.Machine.sizes._replace(chunk=16, most_rows=48, least_chunk=4)
-    monkeypatch.setattr(product_tiled.Machine, "sizes", sizes)
-    monkeypatch.setattr(product_tiled, "_SCRATCH_BYTES", 1 << 16)
-    monkeypatch.setattr(product_tiled, "_STACKED", 12)
+    sizes = cublas_linear_attention.Machine.sizes._replace(chunk=16, most_rows=48, least_chunk=4)
+    monkeypatch.setattr(cublas_linear_attention.Machine, "sizes", sizes)
+    monkeypatch.setattr(cublas_linear_attention, "_SCRATCH_BYTES", 1 << 16)
+    monkeypatch.setattr(cublas_linear_attention, "_STACKED", 12)
     arrays = draw((5, 6, 203, 260), (5, 2, 203, 260), (5, 1, 203, 7), dtype=dtype)
     initial = draw((2, 260, 7), dtype=state_dtype(dtype), seed=1)[0]
     check(cupy, *arrays, initial, reverse=reverse)

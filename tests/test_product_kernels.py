@@ -12,23 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy import _product, reference
-from fa_cupy.gpu.product_choice import choose
-from fa_cupy.gpu.product_params import HEAD_FORMAT, POINTERS, PRODUCT_PARAMS
-from fa_cupy.gpu.product_params_sm90 import POINTERS_AT, PRODUCT_JOB, Job, takes
-from fa_cupy.gpu.products import (
+from fa_cupy import reference
+from fa_cupy.core import linear_problem
+from fa_cupy.gpu.kernels.linear.heuristics import choose
+from fa_cupy.gpu.kernels.linear.params import HEAD_FORMAT, POINTERS, PRODUCT_PARAMS
+from fa_cupy.gpu.kernels.linear.sm80_variants import (
     PRODUCTS,
     ChunkedSingleVariant,
     ChunkedVariant,
     RecurrentVariant,
 )
-from fa_cupy.gpu.products_sm90 import (
+from fa_cupy.gpu.kernels.linear.sm90_params import POINTERS_AT, PRODUCT_JOB, Job, takes
+from fa_cupy.gpu.kernels.linear.sm90_variants import (
     ChunkedSingleSm90Variant,
     ChunkedSingleTurnsVariant,
     ChunkedSm90Variant,
     VariantSm90,
 )
-from fa_cupy.gpu.rows import SHARED_LIMIT
+from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 from tests.kernel_products import NAMES, check, gradients, solve, split
 from tests.planted import plant
 from tests.products import Case, draw
@@ -621,20 +622,20 @@ def test_what_no_kernel_computes():
 
 @pytest.fixture
 def product_plan():
-    """`fa_cupy.gpu.product_plan` where there is no CuPy: planning runs nothing of it."""
-    fakes = {name: mock.MagicMock() for name in ("cupy", "cupy.cuda", "fa_cupy.gpu._blas")}
+    """`fa_cupy.gpu.linear_attention_plan` where there is no CuPy: planning runs nothing of it."""
+    fakes = {name: mock.MagicMock() for name in ("cupy", "cupy.cuda", "fa_cupy.gpu.cublas.blas")}
     gone = (
-        "fa_cupy.gpu.product_plan",
+        "fa_cupy.gpu.linear_attention_plan",
         "fa_cupy.gpu.plan",
-        "fa_cupy.gpu.launch",
-        "fa_cupy.gpu.devices",
+        "fa_cupy.gpu.driver.launch",
+        "fa_cupy.gpu.driver.devices",
     )
     package = importlib.import_module("fa_cupy.gpu")
     attributes = dict(vars(package))  # where imports of other tests would find what is made here
     with mock.patch.dict(sys.modules, fakes):
         for name in gone:
             sys.modules.pop(name, None)
-        yield importlib.import_module("fa_cupy.gpu.product_plan")
+        yield importlib.import_module("fa_cupy.gpu.linear_attention_plan")
     vars(package).clear()
     vars(package).update(attributes)
 
@@ -642,7 +643,7 @@ def product_plan():
 @pytest.mark.parametrize("algorithm", ["chunked", "recurrent", "low_occupancy"])
 def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_plan):
     q, k, v = draw(*[(8, 1000, 64)] * 3)
-    problem = _product.product_problem("causal_product", q, k, v)
+    problem = linear_problem.product_problem("causal_product", q, k, v)
     out = problem.view(q.shape, q.strides)
     with (
         mock.patch.object(product_plan, "target_of_device", return_value="sm_90a"),
@@ -658,7 +659,7 @@ def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_plan
 @pytest.mark.parametrize("reverse", [False, True])
 def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_plan):
     q, k, v = draw(*[(2, 1000, 64)] * 3)
-    problem = _product.product_problem("causal_product", q, k, v)
+    problem = linear_problem.product_problem("causal_product", q, k, v)
     job = Job(problem, problem.view(q.shape, q.strides), None, reverse)
     made, launched = [], []
 
@@ -738,7 +739,7 @@ def test_what_tensor_maps_can_walk(shape, layout, taken):
     x = lay(np, x, layout)
     initial = lay(np, np.zeros((shape[-1],) * 2, np.float32), "transposed")
     for first in (None, initial):
-        problem = _product.product_problem("causal_product", x, x, x, first)
+        problem = linear_problem.product_problem("causal_product", x, x, x, first)
         out, state = np.empty(problem.out_shape, x.dtype), np.empty(problem.state_shape, np.float32)
         views = [problem.view(array.shape, array.strides) for array in (out, state)]
         assert takes(Job(problem, *views, False)) == taken
@@ -751,7 +752,7 @@ def test_states_are_of_any_layout(dtype):
     q, k, v = draw(*[(2, 70, 16)] * 3, dtype=dtype)
     (initial,) = draw((2, 16, 16))
     for state in (initial, initial.swapaxes(-1, -2), np.zeros((2, 16, 33), np.float32)[..., 1::2]):
-        problem = _product.product_problem("causal_product", q, k, v, state)
+        problem = linear_problem.product_problem("causal_product", q, k, v, state)
         view = problem.view(v.shape, v.strides)
         for last in (None, problem.view(state.shape, state.strides)):
             assert takes(Job(problem, view, last, False))
@@ -760,13 +761,13 @@ def test_states_are_of_any_layout(dtype):
 @pytest.mark.parametrize(("dim", "taken"), [(64, True), (60, True), (62, False)])
 def test_what_tensor_maps_of_float32_can_walk(dim, taken):
     (x,) = draw((70, dim))
-    problem = _product.product_problem("causal_product", x, x, x)
+    problem = linear_problem.product_problem("causal_product", x, x, x)
     assert takes(Job(problem, problem.view(x.shape, x.strides), None, False)) == taken
 
 
 def test_axes_that_no_tensor_map_has():
     q, k = (np.zeros(shape, np.float16) for shape in ((2, 1, 2, 1, 9, 8), (1, 2, 1, 2, 9, 8)))
-    problem = _product.product_problem("causal_product", q, k, k)
+    problem = linear_problem.product_problem("causal_product", q, k, k)
     out = np.empty(problem.out_shape, problem.dtype)
     assert not takes(Job(problem, problem.view(out.shape, out.strides), None, False))
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fa_cupy.gpu import compile, devices
+from fa_cupy.gpu.driver import compile, devices
 from tests.ptx_kernels import AT, INCLUDES, WRAPPERS
 from tests.test_ptx_sm90 import SOURCES as SM90_SOURCES
 
@@ -174,7 +174,7 @@ def test_no_wrapper_is_left_out():
 @pytest.fixture(scope="module")
 def run(cupy):
     """Run a kernel on NumPy arrays x, y, z; the result has the shape and type of `out`."""
-    from fa_cupy.gpu.launch import launch
+    from fa_cupy.gpu.driver.launch import launch
 
     def run(name, out, *inputs, threads=32):
         target = devices.current_target()

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fa_cupy.gpu import compile, devices
+from fa_cupy.gpu.driver import compile, devices
 from tests.ptx_kernels import AT, HEADERS, INCLUDES
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
@@ -558,8 +558,8 @@ def run(cupy):
 
     `tensor` is the parameter that the tensor map walks, and the other arguments of the map.
     """
-    from fa_cupy.gpu.launch import launch
-    from fa_cupy.gpu.tensor_map import encode_tiled
+    from fa_cupy.gpu.driver.launch import launch
+    from fa_cupy.gpu.driver.tensor_map import encode_tiled
 
     def run(name, out, *inputs, entry="test", blocks=1, threads=128, shared=0, tensor=None, **more):
         if devices.current_target() != TARGET:

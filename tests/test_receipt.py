@@ -36,7 +36,7 @@ def tree(tmp_path):
     """A repository in small."""
     save(tmp_path / "cuda_src/attention/fwd.cu", KERNEL)
     save(tmp_path / "ptx/pack.ptx", PTX)
-    save(tmp_path / "fa_cupy/gpu/launch.py", MODULE)
+    save(tmp_path / "fa_cupy/gpu/driver/launch.py", MODULE)
     save(tmp_path / "fa_cupy/cpu/attention.py", MODULE)
     save(tmp_path / "fa_cupy/plot.py", MODULE)
     save(tmp_path / "tests/conftest.py", "import pytest\n")
@@ -54,10 +54,14 @@ def tree(tmp_path):
         ("cuda_src/attention/fwd.cu", "((x) * 2)", "\\\n  ((x) * 2)"),
         ("cuda_src/attention/fwd.cu", "\n", "\r\n"),
         ("ptx/pack.ptx", " // registers", "\n\n/* registers */"),
-        ("fa_cupy/gpu/launch.py", "  # why", ""),
-        ("fa_cupy/gpu/launch.py", '    """Do it."""\n', ""),
-        ("fa_cupy/gpu/launch.py", "A module.", "The module."),
-        ("fa_cupy/gpu/launch.py", "(x, *, scale=None)", "(\n    x,\n    *,\n    scale=None,\n)"),
+        ("fa_cupy/gpu/driver/launch.py", "  # why", ""),
+        ("fa_cupy/gpu/driver/launch.py", '    """Do it."""\n', ""),
+        ("fa_cupy/gpu/driver/launch.py", "A module.", "The module."),
+        (
+            "fa_cupy/gpu/driver/launch.py",
+            "(x, *, scale=None)",
+            "(\n    x,\n    *,\n    scale=None,\n)",
+        ),
         ("fa_cupy/cpu/attention.py", "-1.5e-3", "2"),
         ("fa_cupy/plot.py", "-1.5e-3", "2"),
         ("tests/test_cpu.py", "pass", "assert 1"),
@@ -78,10 +82,10 @@ def test_digest_ignores(tree, path, old, new):
         ("cuda_src/attention/fwd.cu", "FA_TILE(x) (", "FA_TILE (x) ("),
         ("cuda_src/attention/fwd.cu", "* 2)\nextern", "* 2) extern"),
         ("ptx/pack.ptx", "-1", "-2"),
-        ("fa_cupy/gpu/launch.py", "-1.5e-3", "-1.5e-4"),
-        ("fa_cupy/gpu/launch.py", " is ", " was "),
-        ("fa_cupy/gpu/launch.py", "scale=None", "scale=0"),
-        ("fa_cupy/gpu/launch.py", "*, ", ""),
+        ("fa_cupy/gpu/driver/launch.py", "-1.5e-3", "-1.5e-4"),
+        ("fa_cupy/gpu/driver/launch.py", " is ", " was "),
+        ("fa_cupy/gpu/driver/launch.py", "scale=None", "scale=0"),
+        ("fa_cupy/gpu/driver/launch.py", "*, ", ""),
         ("tests/test_gpu.py", "pytestmark =", "skipped = False\npytestmark ="),
         ("tests/conftest.py", "import pytest", "import pytest, numpy"),
     ],
@@ -332,6 +336,6 @@ def test_commands(capsys):
     assert receipt.main(["digest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == digest(fingerprints())
-    assert any(line.endswith("fa_cupy/_driver.py") for line in lines)
+    assert any(line.endswith("fa_cupy/cli/cuda_extra.py") for line in lines)
     assert not any("fa_cupy/cpu/" in line for line in lines)
     assert Path(receipt.RECEIPT).parts[0] == "validation"

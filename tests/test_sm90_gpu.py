@@ -11,8 +11,8 @@ import cupy as cp
 
 from fa_cupy.gpu import attention as host
 from fa_cupy.gpu import plan
-from fa_cupy.gpu.devices import current_target, multiprocessors
-from fa_cupy.gpu.fwd_sm90 import FwdSm90
+from fa_cupy.gpu.driver.devices import current_target, multiprocessors
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)

@@ -17,7 +17,8 @@ import pytest
 import threadpoolctl
 
 from fa_cupy import attention, causal_product
-from fa_cupy.cpu import _blas, _threads
+from fa_cupy.cpu import blas as cpu_blas
+from fa_cupy.cpu import thread_pool
 from tests import blas
 from tests.strategies import normal
 
@@ -61,7 +62,7 @@ def test_as_many_threads_as_blas_and_the_processors_allow(monkeypatch, number, p
 
     with blas.threads(number):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(processors), raising=False)
-        _threads.run(range(20), new_worker)
+        thread_pool.run(range(20), new_worker)
     assert len(seen) == min(number, processors)
 
 
@@ -72,7 +73,7 @@ def test_every_task_is_done_once_where_no_thread_can_be_started(monkeypatch):
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
     done = []
     with blas.threads(4):
-        _threads.run(range(10), lambda: done.append)
+        thread_pool.run(range(10), lambda: done.append)
     assert done == list(range(10))
 
 
@@ -81,8 +82,8 @@ def test_no_thread_is_left():
     for _ in range(20):
         attention(*qkv(4, 300, 32))
     until(lambda: _thread._count() <= before)
-    assert not _threads._at_work
-    assert len(_threads._unused_locks) < 20
+    assert not thread_pool._at_work
+    assert len(thread_pool._unused_locks) < 20
 
 
 # The BLAS of others
@@ -96,7 +97,7 @@ def test_a_call_changes_no_number_of_threads():
 
     with blas.threads(3):
         inside = blas.numbers()
-        _threads.run(range(6), lambda: work)
+        thread_pool.run(range(6), lambda: work)
         assert seen == {tuple(inside)}
         assert blas.numbers() == inside
     assert blas.numbers() == before
@@ -127,7 +128,7 @@ def test_limits_of_other_threads_hold_and_end_as_they_say():
         started.set()
         limited.wait(30)
 
-    caller = threading.Thread(target=_threads.run, args=(range(4), lambda: work))
+    caller = threading.Thread(target=thread_pool.run, args=(range(4), lambda: work))
     caller.start()
     started.wait(30)
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
@@ -158,14 +159,14 @@ def test_concurrent_calls():
 
 
 def test_limits_on_all_libraries_leave_products_on_one_thread():
-    assert _blas.LIBRARY is not None
+    assert cpu_blas.LIBRARY is not None
     q, k, v = qkv(1, 501, 77, dtype=np.float64)
     want = attention(q, k, v).tobytes()
     with blas.threads(3):
-        assert _blas.LIBRARY.threads() == 3  # threadpoolctl finds this one too
+        assert cpu_blas.LIBRARY.threads() == 3  # threadpoolctl finds this one too
         assert attention(q, k, v).tobytes() == want
-        assert _blas.LIBRARY.threads() == 1
-    assert _blas.LIBRARY.threads() == 1
+        assert cpu_blas.LIBRARY.threads() == 1
+    assert cpu_blas.LIBRARY.threads() == 1
 
 
 # Errors and signals
@@ -179,9 +180,9 @@ def test_an_error_ends_all_threads():
 
     done = []
     with blas.threads(3), pytest.raises(KeyError, match="3"):
-        _threads.run(range(1000), lambda: work)
+        thread_pool.run(range(1000), lambda: work)
     assert len(done) < 999
-    assert not _threads._at_work
+    assert not thread_pool._at_work
 
 
 class Interrupts:
@@ -213,7 +214,7 @@ class Interrupts:
         return False
 
     def _raise(self, number, frame):
-        while frame is not None and frame.f_code is not _threads.run.__code__:
+        while frame is not None and frame.f_code is not thread_pool.run.__code__:
             frame = frame.f_back
         if frame is not None and self._left:
             self._left -= 1
@@ -242,14 +243,14 @@ def test_no_helper_works_on_after_an_interrupt(most):
     with blas.threads(3), Interrupts(most) as interrupts:
         inside = blas.numbers()
         while ended < 100:
-            ended += interrupts.during(lambda: _threads.run(range(6), lambda: work))
+            ended += interrupts.during(lambda: thread_pool.run(range(6), lambda: work))
             assert not at_work
             assert blas.numbers() == inside
     assert interrupts.raised >= ended
     assert blas.numbers() == before
-    assert not _threads._at_work
+    assert not thread_pool._at_work
     done = []
-    _threads.run(range(10), lambda: done.append)
+    thread_pool.run(range(10), lambda: done.append)
     assert sorted(done) == list(range(10))
 
 
@@ -369,7 +370,7 @@ def test_a_fork_during_a_call():
         started.set()
         forked.wait(30)
 
-    caller = threading.Thread(target=_threads.run, args=(range(4), lambda: work))
+    caller = threading.Thread(target=thread_pool.run, args=(range(4), lambda: work))
     caller.start()
     started.wait(30)
     child.start()
@@ -388,7 +389,7 @@ def test_a_fork_during_a_call():
 @pytest.mark.parametrize("count", [1, 3])
 def test_products_read_any_layout(dtype, add, count):
     rng = np.random.default_rng(0)
-    assert _blas.LIBRARY is not None
+    assert cpu_blas.LIBRARY is not None
 
     def operand(rows, cols, kind):
         shape = (count, cols, rows) if kind == "transposed" else (count, rows, cols)
@@ -409,7 +410,7 @@ def test_products_read_any_layout(dtype, add, count):
         a, b, out = operand(m, k, of_a), operand(k, n, of_b), operand(m, n, "apart")
         around = out.base.copy()
         want = out.astype(np.float64) * add + a.astype(np.float64) @ b.astype(np.float64)
-        assert _blas.matmul(a, b, out, add)
+        assert cpu_blas.matmul(a, b, out, add)
         np.testing.assert_allclose(out, want, rtol=0, atol=100 * np.finfo(dtype).eps)
         inside = out.copy()
         out[...] = around[:, 1 : 1 + m, 2 : 2 + n]
@@ -424,38 +425,38 @@ def test_what_the_library_cannot_read_is_left_to_numpy():
         np.ones((1, 4, 8), np.float32)[:, :, ::2],
         np.broadcast_to(a[:, :1], a.shape),
     ):
-        assert not _blas.matmul(other, a, out, False)
-        assert not _blas.matmul(a, other, out, False)
-    assert not _blas.matmul(a, a, out.swapaxes(1, 2), False)
+        assert not cpu_blas.matmul(other, a, out, False)
+        assert not cpu_blas.matmul(a, other, out, False)
+    assert not cpu_blas.matmul(a, a, out.swapaxes(1, 2), False)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sums_of_rows(dtype):
     x = np.random.default_rng(0).standard_normal((3, 200, 150)).astype(dtype)[:, 10:, 20:]
     out = np.empty((3, 200, 2), dtype)[:, 10:, 0]
-    assert _blas.sum_rows(x, np.ones(130, dtype), out)
+    assert cpu_blas.sum_rows(x, np.ones(130, dtype), out)
     np.testing.assert_allclose(out, x.sum(-1), atol=1e-4 if dtype == np.float32 else 1e-12)
 
 
 def test_an_old_value_that_is_not_finite_is_not_read():
     a = np.ones((1, 70, 70), np.float32)
     out = np.full((1, 70, 70), np.nan, np.float32)
-    assert _blas.matmul(a, a, out, False)
+    assert cpu_blas.matmul(a, a, out, False)
     assert (out == 70).all()
 
 
 def test_without_the_wheel_numpy_computes_everything(monkeypatch):
     q, k, v = qkv(3, 500, 64)
     want, product = attention(q, k, v, is_causal=True), causal_product(q, k, v)
-    monkeypatch.setattr(_blas, "LIBRARY", None)
-    assert _threads.allowed() == 1
+    monkeypatch.setattr(cpu_blas, "LIBRARY", None)
+    assert thread_pool.allowed() == 1
     np.testing.assert_allclose(attention(q, k, v, is_causal=True), want, atol=2e-6)
     np.testing.assert_allclose(causal_product(q, k, v), product, atol=2e-4)
-    assert _blas.described().startswith("NumPy's own")
+    assert cpu_blas.described().startswith("NumPy's own")
 
 
 def test_a_library_that_others_compute_with_is_theirs(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy_openblas32", object())
-    library, said = _blas._load()
+    library, said = cpu_blas._load()
     assert library is None
     assert "in use by others" in said

@@ -9,8 +9,8 @@ import pytest
 
 import fa_cupy
 from fa_cupy import reference
-from fa_cupy.gpu import compile
-from fa_cupy.gpu.variants_bwd import BwdSm90, select_bwd
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BwdSm90, select_bwd
 from validation import (
     backward_calls,
     backward_peers,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fa_cupy.gpu import devices
+from fa_cupy.gpu.driver import devices
 from validation import (
     backward_calls,
     bench,

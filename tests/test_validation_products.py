@@ -9,10 +9,15 @@ import pytest
 
 import fa_cupy
 from fa_cupy import reference
-from fa_cupy.gpu import compile, product_choice
-from fa_cupy.gpu.product_params_sm90 import dim_step
-from fa_cupy.gpu.products import PRODUCTS, RecurrentVariant
-from fa_cupy.gpu.products_sm90 import ChunkedSm90Variant, StatesSm90Variant, VariantSm90
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.kernels.linear import heuristics
+from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS, RecurrentVariant
+from fa_cupy.gpu.kernels.linear.sm90_params import dim_step
+from fa_cupy.gpu.kernels.linear.sm90_variants import (
+    ChunkedSm90Variant,
+    StatesSm90Variant,
+    VariantSm90,
+)
 from tests.products import draw, gradients
 from validation import (
     accuracy,
@@ -293,7 +298,7 @@ def test_every_row_that_computes_products_is_forced_and_split():
                 if problem.function == "causal_product":
                     dims = problem.qk_dim, problem.v_dim
                     sizes = max(problem.heads), problem.length, *dims
-                    choice = product_choice.choose(forced.dtype, *sizes, TARGET, SMS)
+                    choice = heuristics.choose(forced.dtype, *sizes, TARGET, SMS)
                     # Tensor maps walk rows, in steps of 16 bytes.
                     odd = not problem.length or any(dim % dim_step(forced.dtype) for dim in dims)
                     if itself:
@@ -304,7 +309,7 @@ def test_every_row_that_computes_products_is_forced_and_split():
         assert splits == ({False} if isinstance(forced, RecurrentVariant) else {False, True})
         # Without the states' row blocks sum what lies before their segments themselves.
         assert (True in own) == isinstance(forced, ChunkedSm90Variant)
-    assert product_choice.PRODUCTS is PRODUCTS
+    assert heuristics.PRODUCTS is PRODUCTS
     helpers = (
         "linear/states_sm80",
         "linear/states_sm90",
@@ -317,7 +322,7 @@ def test_every_row_that_computes_products_is_forced_and_split():
 
 def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
     """Each row is some share's own, and a share that misses one of its rows says so."""
-    monkeypatch.setattr("fa_cupy.gpu.product", None, raising=False)
+    monkeypatch.setattr("fa_cupy.gpu.linear_attention", None, raising=False)
     monkeypatch.setattr(product_calls, "problems", lambda *_: iter(()))
     missed = []
     for share in range(3):
@@ -334,14 +339,14 @@ def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch):
 
     def solve(q, k, v, **options):
         sizes = max(q.shape[1], k.shape[1]), q.shape[2], q.shape[3], v.shape[3]
-        choice = product_choice.choose(q.dtype.name, *sizes, TARGET, SMS)
+        choice = heuristics.choose(q.dtype.name, *sizes, TARGET, SMS)
         for used, _, _ in choice.launches(*sizes[2:]):
             if used.source != hidden:
                 compile.load(used, TARGET, 0)
         return real(q, k, v, **options)
 
     loaded = []
-    monkeypatch.setattr("fa_cupy.gpu.product", None, raising=False)
+    monkeypatch.setattr("fa_cupy.gpu.linear_attention", None, raising=False)
     monkeypatch.setattr(compile, "load", lambda row, *rest: loaded.append(row))
     monkeypatch.setattr(peers, "to_device", lambda array: array)
     monkeypatch.setattr(fa_cupy, "causal_product", solve)

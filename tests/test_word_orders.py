@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, layouts
-from fa_cupy.gpu import compile, params, params_sm90
-from fa_cupy.gpu.variants import VARIANTS
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
 from tests.test_compile import SLOW_NOTES
@@ -237,13 +238,15 @@ def on_emulator(monkeypatch):
 
         def __call__(self, pointers, counter, told):
             row = self.row
-            filled, maps, parts = params_sm90.fill(self.problem, self.out, row.tile_m, row.tile_n)
-            for name in params_sm90.MAPPED:
-                at = pointers[params.POINTERS.index(name)]
+            filled, maps, parts = fwd_sm90_params.fill(
+                self.problem, self.out, row.tile_m, row.tile_n
+            )
+            for name in fwd_sm90_params.MAPPED:
+                at = pointers[fwd_params.POINTERS.index(name)]
                 filled[f"{name}_map"].view(np.uint64)[:] = emulator.tensor_map(at, *maps[name])
             ((first, tiles, *rest),) = parts
             common = filled["common"]
-            common[list(params.POINTERS)] = pointers
+            common[list(fwd_params.POINTERS)] = pointers
             common["first_batch"], common["aligned"] = first, 1
             if told is not None:
                 common["mask"] = tuple(told)
@@ -267,11 +270,11 @@ def on_emulator(monkeypatch):
             "cuda": SimpleNamespace(Device=lambda: SimpleNamespace(id=0)),
             "full": lambda *x: view(np.full(*x)),
         },
-        "fa_cupy.gpu.call_mask": {
+        "fa_cupy.gpu.masks.binding": {
             "CallMask": call_mask,
             "device_lists": lambda mask, device: mask.lists,
         },
-        "fa_cupy.gpu.fwd_sm90": {"FwdSm90": Forward},
+        "fa_cupy.gpu.kernels.attention.fwd_sm90": {"FwdSm90": Forward},
         "fa_cupy.gpu.plan": {"variant_for": variant_for},
     }
     for name, names in modules.items():

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import fa_cupy
-from fa_cupy import BitMask, _check, _product
+from fa_cupy import BitMask
+from fa_cupy.core import attention_problem, linear_problem
 from tests import cupy_stand_in
 from tests.cupy_stand_in import CAPTURE, ndarray, owned
 from tests.test_check import NO_OPTIONS
@@ -442,7 +443,7 @@ def test_a_captured_forward_has_the_grid_of_any_other(cupy):
 
 def test_another_library_makes_every_result(workspace, cupy):
     """The LSE and the state too; nothing is left for the pool of CuPy."""
-    from fa_cupy.gpu import attention, product, product_backward
+    from fa_cupy.gpu import attention, linear_attention, linear_attention_backward
 
     made = []
 
@@ -452,14 +453,20 @@ def test_another_library_makes_every_result(workspace, cupy):
         return made[-1]
 
     q, k, state = array(2, 3000, 64), array(2, 3000, 128)[..., ::2], array(2, 64, 64, dtype=SINGLE)
-    direct, copied = (_check.attention_problem(q, x, q, None, None, **NO_OPTIONS) for x in (q, k))
-    causal = _product.product_problem("causal_product", q, k, q, state)
+    direct, copied = (
+        attention_problem.attention_problem(q, x, q, None, None, **NO_OPTIONS) for x in (q, k)
+    )
+    causal = linear_problem.product_problem("causal_product", q, k, q, state)
     with CAPTURE.record(), workspace.computing(0, None, new):
         out = new(q.shape, HALF, (0, 1, 2))
         _, lse = attention.attention(direct, q, q, q, None, None, out, True)
         results = [out, lse, attention.attention(copied, q, k, q, None, None, out, True)[1]]
-        results += product.product(causal, q, k, q, state, None, reverse=False, return_state=True)
-        results += product_backward.backward(causal, q, q, k, q, state, state, reverse=False)
+        results += linear_attention.product(
+            causal, q, k, q, state, None, reverse=False, return_state=True
+        )
+        results += linear_attention_backward.backward(
+            causal, q, q, k, q, state, state, reverse=False
+        )
     assert "pool" not in kinds()
     assert len(made) == len(results)
     assert {id(x) for x in made} == {id(x) for x in results}

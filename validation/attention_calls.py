@@ -55,8 +55,8 @@ def masked_problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict
 
 def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
     """Whether a row of ``fwd_sm90`` gets this call; one of the other kernel takes any."""
-    from fa_cupy.gpu.params_sm90 import DIM_STEP
-    from fa_cupy.gpu.variants import VariantSm90
+    from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP
+    from fa_cupy.gpu.kernels.attention.fwd_variants import VariantSm90
 
     if not isinstance(row, VariantSm90):
         return True
@@ -123,11 +123,13 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         Where a result is wrong, so that nothing can be left out in silence.
     """
     from fa_cupy import attention
-    from fa_cupy.gpu import variants
+    from fa_cupy.gpu.kernels.attention import fwd_variants
 
     calls = 0
-    others = tuple(row for row in variants.VARIANTS if isinstance(row, variants.VariantSm80))
-    for number, row in enumerate(variants.VARIANTS):
+    others = tuple(
+        row for row in fwd_variants.VARIANTS if isinstance(row, fwd_variants.VariantSm80)
+    )
+    for number, row in enumerate(fwd_variants.VARIANTS):
         if number % shares != share:
             continue
         if target not in row.targets:
@@ -136,7 +138,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         dtype = peers.DTYPES["bf16" if row.dtype == "bfloat16" else "fp16"]
         # What `select` chooses from; a row of fwd_sm90 needs one beside it for other pointers.
         rows = (row,) if row in others else (row, *others)
-        with mock.patch.object(variants, "VARIANTS", rows):
+        with mock.patch.object(fwd_variants, "VARIANTS", rows):
             for shape, options in (masked_problems if row.sparse else problems)(row.dim, number):
                 if not serves(row, shape, options):
                     continue

@@ -97,9 +97,19 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     RuntimeError
         Where a result is wrong, or no call reached a row.
     """
-    from fa_cupy.gpu import compile, plan_bwd
-    from fa_cupy.gpu.variants_bwd import BACKWARD, BwdKeysSm90, BwdSm90, select_bwd
-    from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80, BwdKeysSm80, select_bwd_sm80
+    from fa_cupy.gpu import attention_backward_plan
+    from fa_cupy.gpu.driver import compile
+    from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
+        BACKWARD_SM80,
+        BwdKeysSm80,
+        select_bwd_sm80,
+    )
+    from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
+        BACKWARD,
+        BwdKeysSm90,
+        BwdSm90,
+        select_bwd,
+    )
 
     reached: set[Any] = set()
     load = compile.load
@@ -122,8 +132,10 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         if isinstance(row, BwdKeysSm80):  # which are to take what others would
             problem_set = sm80_problems(row.dim, row.sparse)
             rows = select_bwd_sm80(*dims, target, row.sparse)
-            patches.append(mock.patch.object(plan_bwd, "select_bwd", return_value=None))
-        plan_bwd._plans.clear()  # what is kept would not be loaded again
+            patches.append(
+                mock.patch.object(attention_backward_plan, "select_bwd", return_value=None)
+            )
+        attention_backward_plan._plans.clear()  # what is kept would not be loaded again
         reached.clear()
         with contextlib.ExitStack() as stack:
             for patch in patches:
@@ -133,7 +145,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
                 calls += 1
         if missed := {*(rows or ())} - reached:
             raise RuntimeError(f"no call reached {', '.join(x.name for x in missed)}")
-    plan_bwd._plans.clear()  # of those that took what others would
+    attention_backward_plan._plans.clear()  # of those that took what others would
     return calls
 
 

@@ -125,7 +125,7 @@ def wrong(problem: Problem, host: dict[str, np.ndarray], results: list[np.ndarra
 @contextlib.contextmanager
 def table(rows: tuple[Any, ...]) -> Iterator[None]:
     """While entered, these are the rows there are, for every module that has the table."""
-    from fa_cupy.gpu.products import PRODUCTS
+    from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
 
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
@@ -136,17 +136,17 @@ def table(rows: tuple[Any, ...]) -> Iterator[None]:
 
 def alone(row: Any, target: str, qk_dim: int | None = None) -> bool:
     """Whether a row computes products by itself, with keys of its dim or of another one."""
-    from fa_cupy.gpu import product_choice
+    from fa_cupy.gpu.kernels.linear import heuristics
 
     with table((row,)):
         dims = qk_dim or row.dim, row.dim
-        return product_choice.choose(row.dtype, 1, WHOLE, *dims, target, 1) is not None
+        return heuristics.choose(row.dtype, 1, WHOLE, *dims, target, 1) is not None
 
 
 def forcing(row: Any, target: str) -> tuple[Any, ...]:
     """The table without the rows that could be taken in place of this one."""
-    from fa_cupy.gpu.products import PRODUCTS
-    from fa_cupy.gpu.products_sm90 import VariantSm90
+    from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+    from fa_cupy.gpu.kernels.linear.sm90_variants import VariantSm90
 
     itself = alone(row, target)
 
@@ -161,13 +161,13 @@ def forcing(row: Any, target: str) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def forced(row: Any, target: str) -> Iterator[None]:
     """While entered, calls get this row if it can compute them."""
-    from fa_cupy.gpu import product_choice, product_choice_sm90
-    from fa_cupy.gpu.products_sm90 import StatesSm90Variant, VariantSm90
+    from fa_cupy.gpu.kernels.linear import heuristics, sm90_heuristics
+    from fa_cupy.gpu.kernels.linear.sm90_variants import StatesSm90Variant, VariantSm90
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(table(forcing(row, target)))
         if isinstance(row, StatesSm90Variant):  # no block does that itself then
-            none = mock.patch.object(product_choice_sm90, "_own_prefix", return_value=())
+            none = mock.patch.object(sm90_heuristics, "_own_prefix", return_value=())
             stack.enter_context(none)
         if isinstance(row, VariantSm90):  # those beside it are never cheaper then
             for name, dear in (
@@ -175,7 +175,7 @@ def forced(row: Any, target: str) -> Iterator[None]:
                 ("_SINGLE_WAITING", 1e4),
                 ("_CLOCKS_PER_US", 0.1),
             ):
-                stack.enter_context(mock.patch.object(product_choice, name, dear))
+                stack.enter_context(mock.patch.object(heuristics, name, dear))
         yield
 
 
@@ -198,8 +198,8 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     RuntimeError
         Where a result is wrong, or no call reached a row.
     """
-    from fa_cupy.gpu import compile, product  # noqa: F401  product, so that its table is patched
-    from fa_cupy.gpu.products import PRODUCTS
+    from fa_cupy.gpu.driver import compile
+    from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
 
     reached: set[Any] = set()
     dtypes = {dtype.name: dtype for dtype in peers.DTYPES.values()}

@@ -37,7 +37,7 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
     ValueError
         Where the call has no such kernel, or the row no such field.
     """
-    from fa_cupy.gpu.variants_bwd import BwdRound, BwdSm90
+    from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BwdRound, BwdSm90
 
     if not setting:
         return tuple(chain)
@@ -73,8 +73,8 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
 
 def with_rows(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., peers.Call]:
     """Make an implementation of the family that runs what `change` makes of the table's rows."""
-    from fa_cupy.gpu import plan_bwd
-    from fa_cupy.gpu.variants_bwd import select_bwd
+    from fa_cupy.gpu import attention_backward_plan
+    from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 
     table = FAMILIES[FAMILY].impls["fa_cupy"]
     plans: dict[Any, Any] = {}  # its own, as those of the other settings have the same keys
@@ -88,12 +88,12 @@ def with_rows(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[...,
         call = table(case, inputs)
 
         def run() -> Any:
-            before = plan_bwd._plans, plan_bwd.select_bwd
-            plan_bwd._plans, plan_bwd.select_bwd = plans, select
+            before = attention_backward_plan._plans, attention_backward_plan.select_bwd
+            attention_backward_plan._plans, attention_backward_plan.select_bwd = plans, select
             try:
                 return call.run()
             finally:
-                plan_bwd._plans, plan_bwd.select_bwd = before
+                attention_backward_plan._plans, attention_backward_plan.select_bwd = before
 
         return call._replace(run=run)
 

@@ -48,7 +48,7 @@ def child(part: str) -> int:
     """Make the calls of one part."""
     import cupy
 
-    from fa_cupy.gpu import devices
+    from fa_cupy.gpu.driver import devices
 
     cupy.cuda.set_allocator(None)
     target = devices.current_target()

@@ -276,8 +276,8 @@ def pack(case: MaskPack, arrays: Arrays) -> Call:
     As a graph: from Python, two launches take longer than the device does for one matrix.
     """
     cp = peers.module("cupy")
-    from fa_cupy._shapes import View
-    from fa_cupy.gpu.mask_lists import pack as packed
+    from fa_cupy.core.broadcasting import View
+    from fa_cupy.gpu.masks.device_mask import pack as packed
 
     (mask,) = arrays
     view = View(mask.shape, mask.strides)

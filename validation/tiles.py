@@ -1,6 +1,6 @@
 """Tile sizes of the CPU path around the planned one: which of them is the fastest.
 
-Every call computes the same result with other tiles. The plan of `fa_cupy._tiles` is replaced for
+Every call computes the same result with other tiles. The plan of `fa_cupy.tiled.tile_sizes` is replaced for
 the time of a call, so that the code measured is the code that runs.
 """
 
@@ -18,9 +18,10 @@ from unittest import mock
 import numpy as np
 from tqdm import tqdm
 
-from fa_cupy import _check, _tiles
-from fa_cupy._tiles import Tile
+from fa_cupy.core import attention_problem
 from fa_cupy.cpu import attention as cpu
+from fa_cupy.tiled import tile_sizes
+from fa_cupy.tiled.tile_sizes import Tile
 from validation import bench, checks, peers, report, store
 from validation.cases import Dense
 from validation.peers import Call
@@ -49,7 +50,7 @@ def planned(case: Dense) -> Tile:
     shape = (case.batch, case.heads, case.length, case.head_dim)
     x = np.broadcast_to(np.zeros((), peers.DTYPES[case.dtype]), shape)
     defaults: dict[str, Any] = {"scale": None, "causal_align": None, "window": None}
-    problem = _check.attention_problem(
+    problem = attention_problem.attention_problem(
         *(x, x, x, None, None), is_causal=case.causal, softcap=0.0, precision=None, **defaults
     )
     return cpu._tile(problem, compute_dtype(case))
@@ -61,7 +62,7 @@ def instead(tile: Tile) -> Any:
     def answer(*_args: Any, **_options: Any) -> Tile:
         return tile
 
-    return mock.patch.object(_tiles, "tile_sizes", answer)
+    return mock.patch.object(tile_sizes, "tile_sizes", answer)
 
 
 def candidates(case: Dense) -> list[Tile]:

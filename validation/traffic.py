@@ -25,12 +25,12 @@ IMPLS = {"fa_cupy": peers.fa_cupy, "plain_cupy": peers.plain_cupy}
 
 
 def claims(case: cases.Dense, tile_m: int) -> dict[str, float]:
-    """The formula's bytes (`fa_cupy._tiles.traffic`) for each implementation."""
-    from fa_cupy import _tiles
+    """The formula's bytes (`fa_cupy.tiled.tile_sizes.traffic`) for each implementation."""
+    from fa_cupy.tiled import tile_sizes
 
     itemsize = peers.DTYPES[case.dtype].itemsize
     size = (case.length, case.length, case.head_dim, case.head_dim, itemsize)
-    moved = _tiles.traffic(*size, tile_m=tile_m)
+    moved = tile_sizes.traffic(*size, tile_m=tile_m)
     heads = float(case.batch * case.heads)
     return {"fa_cupy": heads * moved.tiled, "plain_cupy": heads * moved.plain}
 
@@ -102,11 +102,12 @@ def _tile_m(case: cases.Dense) -> int:
     """Query rows of the tile that serves ``case`` here."""
     import cupy
 
-    from fa_cupy.gpu import devices, variants
+    from fa_cupy.gpu.driver import devices
+    from fa_cupy.gpu.kernels.attention import fwd_variants
 
     target = devices.target_of_device(cupy.cuda.Device().id)
     dtype = peers.DTYPES[case.dtype].name
-    row = variants.select(dtype, case.head_dim, case.head_dim, target)
+    row = fwd_variants.select(dtype, case.head_dim, case.head_dim, target)
     if row is None:
         raise RuntimeError(f"no kernel serves {case.name} on {target}")
     return row.tile_m

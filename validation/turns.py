@@ -72,12 +72,12 @@ class Slowed:
 
     def rows(self, chain: Sequence[Any]) -> list[Any]:
         """Return the rows of a call with this one in the place of the table's."""
-        from fa_cupy.gpu.variants_bwd import BwdSm90
+        from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BwdSm90
 
         return [self._row(row) if isinstance(row, BwdSm90) else row for row in chain]
 
     def _row(self, row: Any) -> Any:
-        from fa_cupy.gpu import compile
+        from fa_cupy.gpu.driver import compile
 
         row = dataclasses.replace(row, stores=self._stores, why="turns are passed on late")
         if row not in self._modules:
@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     if not store.gpu_available():
         print("turns: needs CuPy and a GPU, and finds none")
         return 2
-    from fa_cupy.gpu.devices import current_target
+    from fa_cupy.gpu.driver.devices import current_target
 
     if current_target() != "sm_90a":
         print(f"turns: only kernels of sm_90a have turns, and this device runs {current_target()}")

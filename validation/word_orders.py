@@ -29,8 +29,8 @@ from unittest import mock
 import numpy as np
 
 from fa_cupy import layouts
-from fa_cupy.gpu import compile, nvrtc
-from fa_cupy.gpu.variants import VARIANTS, VariantSm90
+from fa_cupy.gpu.driver import compile, nvrtc
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, VariantSm90
 from validation import bench, cases, peers, report, sparse_peers, store
 from validation.families import FAMILIES
 
@@ -225,9 +225,9 @@ def calls(case: cases.MaskedAttention, arrays: sparse_peers.Arrays) -> dict[str,
     """A call of each build by the same launches, on the same mask, and one without a mask."""
     import cupy
 
-    from fa_cupy import _check
-    from fa_cupy.gpu.call_mask import CallMask, device_lists
-    from fa_cupy.gpu.fwd_sm90 import FwdSm90
+    from fa_cupy.core import attention_problem
+    from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+    from fa_cupy.gpu.masks.binding import CallMask, device_lists
     from fa_cupy.gpu.plan import variant_for
 
     q, k, v, *made_of = arrays
@@ -237,9 +237,11 @@ def calls(case: cases.MaskedAttention, arrays: sparse_peers.Arrays) -> dict[str,
     row_major = peers.to_device(layouts.pack(layouts.unpack(words), "row_major"))
 
     def call(build: str | None) -> peers.Call:
-        problem = _check.attention_problem(q, k, v, None, None if build is None else mask)
+        problem = attention_problem.attention_problem(
+            q, k, v, None, None if build is None else mask
+        )
         out = cupy.full(problem.out_shape, 0x7FFF, np.uint16).view(problem.dtype)  # NaN
-        view = _check.out_view(problem, out.shape, out.strides)
+        view = attention_problem.out_view(problem, out.shape, out.strides)
         chosen, other = variant_for(problem, device, view), variant_for(problem, device)
         if not isinstance(chosen, VariantSm90) or other is None:
             raise peers.UnavailableError("the comparison is of fwd_sm90, which needs Hopper")

@@ -77,7 +77,7 @@ struct SparseStorage : SharedStorage {  // only with a mask
   uint32 words[kMmaM][kThreads][2];
 };
 static_assert((kSparse ? sizeof(SparseStorage) : sizeof(SharedStorage)) == FA_SHARED_BYTES,
-              "fa_cupy/gpu/variants.py asks for as much");
+              "its variant asks for as much");
 
 // The i-th tile of keys that a mask lists, full blocks first.
 struct ListedTile {

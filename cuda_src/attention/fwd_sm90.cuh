@@ -102,7 +102,7 @@ struct Storage<true> : Storage<false> {
   int tile[kStages];
 };
 using SharedStorage = Storage<kSparse>;
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/variants.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 enum NamedBarrier : int { kTurn = 1, kEpilogue = kTurn + kGroups };  // one each for a warpgroup
 

@@ -11,7 +11,7 @@
 #pragma once
 #include "cuda_src/common/mask_lists.cuh"
 
-// fa_cupy/gpu/structs_mask.py holds the same fields in the same order.
+// fa_cupy/gpu/kernels/mask/structs.py holds the same fields in the same order.
 struct MaskTable {
   const int* places;    // (matrices, rows, cols): kHiddenBlock, kWholeBlock, or whose words
   const uint32* words;  // kBlockWords of them a place
@@ -22,7 +22,7 @@ struct MaskTable {
   const int* entries;   // of each batch entry: the mask's matrix; null: there is no mask
   int rows, cols;       // of blocks
 };
-static_assert(sizeof(MaskTable) == 48, "fa_cupy/gpu/structs_mask.py holds the same struct");
+static_assert(sizeof(MaskTable) == 48, "fa_cupy/gpu/kernels/mask/structs.py holds the same struct");
 
 constexpr int kHiddenBlock = -1, kWholeBlock = -2;
 

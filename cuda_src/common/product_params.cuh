@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
 
-// Passed by value.  fa_cupy/gpu/product_params.py holds the same fields in the same order.
+// Passed by value.  fa_cupy/gpu/kernels/linear/params.py holds the same fields in the same order.
 // Strides count elements.  Axes that broadcast have stride 0; rows in reverse order have a negative
 // stride, and the pointers are those of the last row.
 struct ProductParams {
@@ -29,7 +29,7 @@ struct ProductParams {
 };
 
 static_assert(sizeof(ProductParams) == FA_PARAMS_BYTES,
-              "fa_cupy/gpu/product_params.py holds the same struct");
+              "fa_cupy/gpu/kernels/linear/params.py holds the same struct");
 
 // One block's part: some value columns of one segment of one batch entry.
 struct ProductWork {

@@ -27,7 +27,7 @@ constexpr int kJobs = 3;     // independent products of a launch, at most
 constexpr int kMapAxes = 3;  // batch axes of a tensor map
 static_assert(kDim % 64 == 0 && kCols % 64 == 0 && kChunk == 64, "tiles are made of such blocks");
 
-// One product.  fa_cupy/gpu/product_params_sm90.py holds the same fields in the same order.
+// One product.  fa_cupy/gpu/kernels/linear/sm90_params.py holds the same fields in the same order.
 struct ProductJob {
   TensorMap q_map, k_map, v_map, out_map;
   const float* initial;  // (*batch, qk_dim, v_dim), null for zeros

@@ -30,7 +30,7 @@ constexpr int kStateWarps = kCols / 16;
 constexpr int kTeams = 32 * (kSplitWarps + kScoreWarps);  // threads before the state warps
 constexpr int kThreads = kTeams + 32 * kStateWarps;
 constexpr int kMmaR = kChunk / 16;  // products down a chunk's rows
-static_assert(kThreads == FA_THREADS, "fa_cupy/gpu/products.py launches as many");
+static_assert(kThreads == FA_THREADS, "its variant launches as many");
 // Score warps: keys whose sums are under way at once, over 16.
 constexpr int kAtOnce = kScoreWarps > 0 ? 2 : 1;
 static_assert(kScoreWarps == kMmaR || (kScoreWarps == 0 && kSplitWarps >= kMmaR),
@@ -58,7 +58,7 @@ struct SharedStorage {
   ProductWork work;
   bool whole;  // whether any four columns are 16 aligned bytes of which all or none exist
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 // ------------------------------------------------------------------------------------ split warps
 struct Rows {

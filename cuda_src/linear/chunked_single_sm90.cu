@@ -51,7 +51,7 @@ struct SharedStorage {
   Work work;
   int64 out;  // element offset of the entry's outputs
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 using RawPlace = RingPlace<kStages>;
 

@@ -48,7 +48,7 @@ struct SharedStorage {
   int broken[2][kScoreWarps];  // whether a part of the values is not finite
   ProductWork work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 // ------------------------------------------------------------------------------------ score warps
 // 16 rows of P for this warp: Q K^T up to the diagonal, rounded.

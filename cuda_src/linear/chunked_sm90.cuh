@@ -41,7 +41,7 @@ struct SharedStorage {
   uint64 out_full[kOutSlots][kGroups], out_empty[kOutSlots][kGroups];
   Work work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 FA_DEVICE void init_barriers(SharedStorage& shared, int lane) {
   if (lane < kStages) {

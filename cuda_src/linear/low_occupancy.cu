@@ -22,7 +22,7 @@ struct SharedStorage {
   float v[kStages][kSteps][kCols];
   float4 sums[kWarps][kDim];  // of the outer products of a warp's rows
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 // A row of the state, for the value columns of the block.
 struct Row {

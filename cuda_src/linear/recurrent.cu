@@ -22,7 +22,7 @@ struct SharedStorage {
   float k[kStages][kSteps][kDim];
   float v[kStages][kSteps][kCols];
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 // Key column i of 8 of a thread: two runs of 4, so that neighbouring threads read neighbouring
 // banks.

@@ -7,7 +7,7 @@
 
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 8;  // loads under way
-static_assert(FA_TILE_N == kThreads && FA_SHARED_BYTES == 0, "fa_cupy/gpu/products.py says so");
+static_assert(FA_TILE_N == kThreads && FA_SHARED_BYTES == 0, "its variant says so");
 
 extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
     linear_scan(const __grid_constant__ ProductParams params) {

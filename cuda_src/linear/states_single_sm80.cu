@@ -16,7 +16,7 @@ constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiproce
 constexpr int kSplitWarps = FA_SPLIT_WARPS;
 constexpr int kTeam = 32 * kSplitWarps;
 constexpr int kThreads = kTeam + 2 * kCols;
-static_assert(kThreads == FA_THREADS, "fa_cupy/gpu/products.py launches as many");
+static_assert(kThreads == FA_THREADS, "its variant launches as many");
 static_assert(kBuffers == 2, "a buffer for each team");
 
 using KTile = SharedTile<kChunk, kDim>;
@@ -29,7 +29,7 @@ struct SharedStorage {
   int exponent[kBuffers][kChunk];  // row j of K times row j of V is 2^e of what the tiles say
   ProductWork work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_states_single_sm80(const __grid_constant__ ProductParams params) {

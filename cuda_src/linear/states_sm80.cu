@@ -28,7 +28,7 @@ struct SharedStorage {
   uint16 v[kStages][kChunk * kCols];
   ProductWork work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_states_sm80(const __grid_constant__ ProductParams params) {

@@ -15,7 +15,7 @@ struct SharedStorage {
   uint64 full[kStages], empty[kStages];
   Work work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu/products.py asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 using Place = RingPlace<kStages>;
 

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy import _arrays, _check, _stacks, _tiled, _tiles
-from fa_cupy._masks import BitMask
-from fa_cupy.cpu import _threads
-from fa_cupy.cpu._mask_tiles import MaskTiles, mask_tile
-from fa_cupy.cpu._steps import Steps
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import attention_problem
+from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu.mask_tiles import MaskTiles, mask_tile
+from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.tiled import attention as tiled_attention
+from fa_cupy.tiled import batching, tile_sizes
 
 Array = npt.NDArray[Any]
 
@@ -32,7 +35,7 @@ _CONVERTED_BYTES = 64 << 20
 
 
 def attention(
-    problem: _check.Problem,
+    problem: attention_problem.Problem,
     q: Array,
     k: Array,
     v: Array,
@@ -46,7 +49,7 @@ def attention(
     Parameters
     ----------
     problem : Problem
-        From `fa_cupy._check.attention_problem`.
+        From `fa_cupy.core.attention_problem.attention_problem`.
     q, k, v, bias, mask : numpy.ndarray or None
         The arrays that `problem` was made from; `mask` may be a BitMask.
     out : numpy.ndarray or None
@@ -61,9 +64,9 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
-    dtype = _check.sum_dtype(problem.dtype)
+    dtype = attention_problem.sum_dtype(problem.dtype)
     if out is None:
-        out = _arrays.empty_like_layout(np, problem, q, problem.dtype)
+        out = core_arrays.empty_like_layout(np, problem, q, problem.dtype)
     lse = np.empty(problem.out_shape[:-1], dtype)
     if lse.size == 0:  # however many batch entries there are
         return out, lse if return_lse else None
@@ -79,29 +82,29 @@ def attention(
             x = task.stack.borrow()
             rows = (task.row_begin, task.row_end, tile.tile_n)
             with np.errstate(all="ignore"):
-                if not _tiled.attend(steps, problem, x, *rows):
-                    _tiled.attend_exactly(steps, problem, x, *rows)
+                if not tiled_attention.attend(steps, problem, x, *rows):
+                    tiled_attention.attend_exactly(steps, problem, x, *rows)
             task.stack.give_back()
 
         return work
 
     flop = 2 * sum(t.cost for t in tasks) * (problem.head_dim + problem.v_dim)
-    _threads.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
+    thread_pool.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
     return out, lse if return_lse else None
 
 
-def _tile(problem: _check.Problem, dtype: np.dtype[Any]) -> _tiles.Tile:
+def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:
     most, entries = _MOST_M, math.prod(problem.batch)
     if problem.lower is not None and problem.upper is not None:
         # A tile's queries together see tile_m keys more than each of them does.
         most = min(most, max(_LEAST_M, problem.upper - problem.lower))
     while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < _LEAST_TASKS:
         most //= 2
-    tile = _tiles.tile_sizes(
+    tile = tile_sizes.tile_sizes(
         problem.head_dim,
         problem.v_dim,
         dtype.itemsize,
-        _tiles.CPU_CACHE_BYTES,
+        tile_sizes.CPU_CACHE_BYTES,
         problem.q_len,
         problem.k_len,
         max_m=most,
@@ -121,30 +124,33 @@ class _Task(NamedTuple):
 
 
 def _tasks(
-    problem: _check.Problem, arrays: tuple[Any, ...], tile: _tiles.Tile, dtype: np.dtype[Any]
+    problem: attention_problem.Problem,
+    arrays: tuple[Any, ...],
+    tile: tile_sizes.Tile,
+    dtype: np.dtype[Any],
 ) -> list[_Task]:
     """Split the problem, the largest tasks of each stack first, so that threads end together."""
     mask, out, lse = arrays[4:]
     bits = mask if isinstance(mask, BitMask) else None
     if bits is not None:
         arrays = (*arrays[:4], bits.entries[..., None, None], out, lse)
-    out_view = _check.out_view(problem, out.shape, out.strides)
-    lse_view = _check.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
+    out_view = attention_problem.out_view(problem, out.shape, out.strides)
+    lse_view = attention_problem.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
     views = (problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view)
     rows = []
     for begin in range(0, problem.q_len, tile.tile_m):
         end = min(begin + tile.tile_m, problem.q_len)
-        first, last = _tiled.visible_keys(problem, begin, end)
+        first, last = tiled_attention.visible_keys(problem, begin, end)
         rows.append((begin, end, (end - begin) * (last - first)))
     rows.sort(key=lambda row: -row[2])
 
-    whole = _tiles.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
+    whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
     tasks = []
-    most = min(_tiles.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
-    for x in _stacks.stacks(np, arrays, views, max(1, most)):
+    most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
+    for x in batching.stacks(np, arrays, views, max(1, most)):
         if bits is not None and problem.k_len:
             x[4] = MaskTiles(bits, x[4][:, 0, 0])
-        stack = _Stack(_tiled.Operands(*x), dtype, users=len(rows))
+        stack = _Stack(tiled_attention.Operands(*x), dtype, users=len(rows))
         n = x[0].shape[0]
         tasks += [_Task(stack, begin, end, n * cost) for begin, end, cost in rows]
     return tasks
@@ -153,7 +159,7 @@ def _tasks(
 class _Stack:
     """Operands of stacked batch entries, float16 keys and values converted while in use."""
 
-    def __init__(self, x: _tiled.Operands, dtype: np.dtype[Any], users: int) -> None:
+    def __init__(self, x: tiled_attention.Operands, dtype: np.dtype[Any], users: int) -> None:
         elements = x.k.size + x.v.size
         self._convert = x.k.dtype == np.float16 and elements * dtype.itemsize <= _CONVERTED_BYTES
         self._given = self._ready = x
@@ -161,11 +167,11 @@ class _Stack:
         self._users = users
         self._lock = threading.Lock()
 
-    def borrow(self) -> _tiled.Operands:
+    def borrow(self) -> tiled_attention.Operands:
         with self._lock:
             x = self._given
             if self._convert and self._ready is x:
-                self._ready = _tiled.Operands(
+                self._ready = tiled_attention.Operands(
                     x.q,
                     x.k.astype(self._dtype, "C"),
                     x.v.astype(self._dtype, "C"),

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy import _check, _gradients, _stacks, _tiled_backward, _tiles
-from fa_cupy._gradients import Gradient, Operands
-from fa_cupy._masks import BitMask
-from fa_cupy.cpu import _threads
-from fa_cupy.cpu._in_order import InOrder
-from fa_cupy.cpu._mask_tiles import MaskTiles
-from fa_cupy.cpu._steps import Steps
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core import attention_problem
+from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu.mask_tiles import MaskTiles
+from fa_cupy.cpu.ordered_sum import InOrder
+from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.layouts import BLOCK
+from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
+from fa_cupy.tiled.gradients import Gradient, Operands
 
 Array = npt.NDArray[Any]
 
@@ -29,7 +30,7 @@ _MOST_N = 512
 
 
 def backward(
-    problem: _check.Problem,
+    problem: attention_problem.Problem,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
     need: tuple[str, ...],
@@ -40,7 +41,7 @@ def backward(
     Parameters
     ----------
     problem : Problem
-        From `fa_cupy._check.attention_problem`.
+        From `fa_cupy.core.attention_problem.attention_problem`.
     inputs : tuple of numpy.ndarray or None
         q, k, v, bias and mask, which `problem` was made from; the mask may be a BitMask.
     results : tuple of numpy.ndarray or None
@@ -50,8 +51,8 @@ def backward(
     empty : callable
         ``empty(shape, dtype, like)`` returns memory for a result.
     """
-    dtype = _check.sum_dtype(problem.dtype)
-    grads = _gradients.gradients(np, problem, inputs, need, dtype, empty)
+    dtype = attention_problem.sum_dtype(problem.dtype)
+    grads = gradients.gradients(np, problem, inputs, need, dtype, empty)
     if problem.q_len and problem.k_len:
         with np.errstate(all="ignore"):
             _run(problem, inputs, results, grads, dtype)
@@ -69,7 +70,7 @@ class _Task(NamedTuple):
 
 
 def _run(
-    problem: _check.Problem,
+    problem: attention_problem.Problem,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
     grads: dict[str, Gradient],
@@ -78,7 +79,7 @@ def _run(
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     tile = _tile(problem, dtype, bits is not None)
     main = Steps(dtype)
-    sums = InOrder(lambda target, term: _gradients.accumulate(main, target, term))
+    sums = InOrder(lambda target, term: gradients.accumulate(main, target, term))
     columns = [
         (begin, min(begin + tile.tile_n, problem.k_len))
         for begin in range(0, problem.k_len, tile.tile_n)
@@ -90,7 +91,7 @@ def _run(
     for x in stacks:
         for keys in columns:
             task = _Task(len(tasks), x, keys)
-            for rows in _tiled_backward.row_tiles(problem, keys, tile.tile_m, x.columns):
+            for rows in attention_backward.row_tiles(problem, keys, tile.tile_m, x.columns):
                 scores += x.q.shape[0] * (rows[1] - rows[0]) * (keys[1] - keys[0])
                 for name in x.grads.keys() & {"q", "bias"}:
                     sums.expect(_place(task, name, rows, tile), task.number)
@@ -103,33 +104,33 @@ def _run(
 
         def work(task: _Task) -> None:
             def add(name: str, rows: tuple[int, int], term: Array | None) -> None:
-                target = _gradients.target(task.x, name, rows, task.keys)
+                target = gradients.target(task.x, name, rows, task.keys)
                 if term is not None:
-                    term = _gradients.reduced(target, term)
+                    term = gradients.reduced(target, term)
                 sums.add(_place(task, name, rows, tile), task.number, target, term)
 
             with np.errstate(all="ignore"):
-                _tiled_backward.column(steps, problem, task.x, task.keys, tile.tile_m, add)
+                attention_backward.column(steps, problem, task.x, task.keys, tile.tile_m, add)
 
         return work
 
     flop = scores * (6 * problem.head_dim + 4 * problem.v_dim)
-    _threads.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
+    thread_pool.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
 
 
 def _prepared(
-    problem: _check.Problem,
+    problem: attention_problem.Problem,
     stacks: list[Operands],
     columns: list[tuple[int, int]],
-    tile: _tiles.Tile,
+    tile: tile_sizes.Tile,
     steps: Steps,
 ) -> list[Operands]:
     """Return the stacks with what is known of a query before the first column of tiles."""
     ready, tasks, scores = [], [], 0
     for x in stacks:
         for begin in range(0, problem.q_len, tile.tile_m):
-            _tiled_backward.prepare(steps, x, begin, min(begin + tile.tile_m, problem.q_len))
-        x, far = _tiled_backward.far_rows(steps, x, tile.tile_m)
+            attention_backward.prepare(steps, x, begin, min(begin + tile.tile_m, problem.q_len))
+        x, far = attention_backward.far_rows(steps, x, tile.tile_m)
         ready.append(x)
         tasks += [(x, rows) for rows in far]
         scores += sum(x.q.shape[0] * (end - begin) * problem.k_len for begin, end in far)
@@ -139,17 +140,17 @@ def _prepared(
 
         def work(task: tuple[Operands, tuple[int, int]]) -> None:
             with np.errstate(all="ignore"):
-                _tiled_backward.keep_apart(own, problem, *task, columns, tile.tile_m)
+                attention_backward.keep_apart(own, problem, *task, columns, tile.tile_m)
 
         return work
 
     if tasks:
         parallel = 2 * scores * problem.head_dim > _PARALLEL_FLOP
-        _threads.run(tasks, new_worker, parallel)
+        thread_pool.run(tasks, new_worker, parallel)
     return ready
 
 
-def _place(task: _Task, name: str, rows: tuple[int, int], tile: _tiles.Tile) -> tuple[Any, ...]:
+def _place(task: _Task, name: str, rows: tuple[int, int], tile: tile_sizes.Tile) -> tuple[Any, ...]:
     """Name the part of a gradient that a term is added to: parts are equal or disjoint."""
     grad = task.x.grads[name]
     row = rows[0] // tile.tile_m if name != "bias" or grad.strides[1] else 0
@@ -157,7 +158,9 @@ def _place(task: _Task, name: str, rows: tuple[int, int], tile: _tiles.Tile) -> 
     return name, grad.ctypes.data, row, key
 
 
-def _tile(problem: _check.Problem, dtype: np.dtype[Any], sparse: bool) -> _tiles.Tile:
+def _tile(
+    problem: attention_problem.Problem, dtype: np.dtype[Any], sparse: bool
+) -> tile_sizes.Tile:
     most, entries = _MOST_N, math.prod(problem.batch)
     if problem.lower is not None and problem.upper is not None:
         # A tile's keys are together seen by tile_n queries more than each of them is.
@@ -165,40 +168,40 @@ def _tile(problem: _check.Problem, dtype: np.dtype[Any], sparse: bool) -> _tiles
     while most > _LEAST_N and entries * math.ceil(problem.k_len / most) < _LEAST_TASKS:
         most //= 2
     # Keys and queries have changed places: a column of tiles reads all queries.
-    tile_n, tile_m = _tiles.tile_sizes(
+    tile_n, tile_m = tile_sizes.tile_sizes(
         problem.head_dim + problem.v_dim,
         problem.head_dim + problem.v_dim,
         dtype.itemsize,
-        _tiles.CPU_CACHE_BYTES,
+        tile_sizes.CPU_CACHE_BYTES,
         problem.k_len,
         problem.q_len,
         score_itemsize=2 * dtype.itemsize,  # weights and gradients of scores
         max_m=most,
     )
     if sparse:  # edges on those of blocks
-        return _tiles.Tile(
+        return tile_sizes.Tile(
             max(1, tile_m // BLOCK) * BLOCK, BLOCK if tile_n > _LEAST_N else _LEAST_N
         )
     columns = math.ceil(problem.k_len / tile_n) or 1
-    return _tiles.Tile(tile_m, math.ceil(problem.k_len / columns / 16) * 16 or 16)
+    return tile_sizes.Tile(tile_m, math.ceil(problem.k_len / columns / 16) * 16 or 16)
 
 
 def _operands(
-    problem: _check.Problem,
+    problem: attention_problem.Problem,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
     grads: dict[str, Gradient],
-    tile: _tiles.Tile,
+    tile: tile_sizes.Tile,
     dtype: np.dtype[Any],
 ) -> list[Operands]:
     """Return the stacks of batch entries."""
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
-    arrays, views = _gradients.arrays(np, problem, inputs, results, grads, dtype)
-    whole = _tiles.footprint(
+    arrays, views = gradients.arrays(np, problem, inputs, results, grads, dtype)
+    whole = tile_sizes.footprint(
         tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
     )
-    most = min(_tiles.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
+    most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
     return [
-        _gradients.operands(stack, [*grads], *_gradients.sparse(bits, stack, MaskTiles))
-        for stack in _stacks.stacks(np, arrays, views, max(1, most))
+        gradients.operands(stack, [*grads], *gradients.sparse(bits, stack, MaskTiles))
+        for stack in batching.stacks(np, arrays, views, max(1, most))
     ]

@@ -15,12 +15,14 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from fa_cupy import _check
-from fa_cupy._masks import BitMask
-from fa_cupy.gpu import compile, workspace
-from fa_cupy.gpu.devices import target_of_device
-from fa_cupy.gpu.launch import launch
-from fa_cupy.gpu.params import fill, pack_head
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu import workspace
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.driver.devices import target_of_device
+from fa_cupy.gpu.driver.launch import launch
+from fa_cupy.gpu.kernels.attention.fwd_params import fill, pack_head
+from fa_cupy.gpu.kernels.attention.fwd_variants import VariantSm80
 from fa_cupy.gpu.plan import (
     Plan,
     dense_strides,
@@ -33,7 +35,6 @@ from fa_cupy.gpu.plan import (
     require_whole_elements,
     variant_for,
 )
-from fa_cupy.gpu.variants import VariantSm80
 
 # By the arguments of a call as they come.
 _calls: dict[Any, Plan] = {}
@@ -75,7 +76,7 @@ def cached(
         key = (key, extra)
     plan = _calls.get(key)
     if plan is None:
-        problem = _check.attention_problem(
+        problem = attention_problem.attention_problem(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, precision=precision,
         )  # fmt: skip
@@ -90,7 +91,7 @@ def cached(
 
 
 def attention(
-    problem: _check.Problem,
+    problem: attention_problem.Problem,
     q: Any,
     k: Any,
     v: Any,
@@ -104,7 +105,7 @@ def attention(
     Parameters
     ----------
     problem : Problem
-        From `fa_cupy._check.attention_problem`.
+        From `fa_cupy.core.attention_problem.attention_problem`.
     q, k, v, bias, mask : cupy.ndarray or None
         The arrays that `problem` was made from; `mask` may be a BitMask.
     out : cupy.ndarray or None
@@ -120,9 +121,11 @@ def attention(
     device = runtime.getDevice()
     require_whole_elements(q=q, k=k, v=v, bias=bias, out=out)
     if math.prod(problem.out_shape[:-1]) and variant_for(problem, device) is None:
-        from fa_cupy.gpu import tiled  # needs cuBLAS, which the kernels do not
+        from fa_cupy.gpu.cublas import (
+            attention as cublas_attention,  # needs cuBLAS, which the kernels do not
+        )
 
-        return tiled.attention(problem, q, k, v, bias, mask, out, return_lse)
+        return cublas_attention.attention(problem, q, k, v, bias, mask, out, return_lse)
     if not _direct(problem, q, out):
         return _by_copies(problem, q, k, v, bias, mask, out, return_lse)
     strides = dense_strides(problem, q) if out is None else out.strides
@@ -131,15 +134,22 @@ def attention(
         return plan_for(problem, strides, device)(q, k, v, bias, mask, out, lse)
 
 
-def lse_for(problem: _check.Problem, wanted: bool) -> Any:
+def lse_for(problem: attention_problem.Problem, wanted: bool) -> Any:
     """Return an array for the LSE where another library makes it, `wanted` where a plan does."""
     if not (wanted and workspace.foreign()):
         return wanted
-    return workspace.empty(problem.out_shape[:-1], _check.sum_dtype(problem.dtype))
+    return workspace.empty(problem.out_shape[:-1], attention_problem.sum_dtype(problem.dtype))
 
 
 def _by_copies(
-    problem: _check.Problem, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: bool
+    problem: attention_problem.Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    out: Any,
+    lse: bool,
 ) -> tuple[Any, Any | None]:
     """Solve a problem of which a kernel cannot take some array as it is."""
     if out is None:
@@ -179,7 +189,7 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     numpy.ndarray, shape (batch entries, q_len padded to tiles, columns)
         float32; columns past the end of the data are meaningless.
     """
-    problem = _check.attention_problem(q, k, v, None, None, **options)
+    problem = attention_problem.attention_problem(q, k, v, None, None, **options)
     device = runtime.getDevice()
     row = variant_for(problem, device)  # the one for any layout
     if not isinstance(row, VariantSm80) or not _direct(problem, q, None):
@@ -188,7 +198,7 @@ def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarra
     kernel = compile.load(row, str(target_of_device(device)), device)
     out = cupy.empty(problem.out_shape, problem.dtype)
     params, parts, aligned = fill(
-        problem, _check.out_view(problem, out.shape, out.strides), row.tile_m
+        problem, attention_problem.out_view(problem, out.shape, out.strides), row.tile_m
     )
     columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
     tiles = int(params["q_tiles"][0])
@@ -229,7 +239,7 @@ def _window_key(window: Any) -> Any:
     return False
 
 
-def _direct(problem: _check.Problem, q: Any, out: Any) -> bool:
+def _direct(problem: attention_problem.Problem, q: Any, out: Any) -> bool:
     """Whether a kernel serves `problem` and takes all arrays as they are."""
     if math.prod(problem.out_shape[:-1]) == 0:
         return True

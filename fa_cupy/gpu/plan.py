@@ -12,14 +12,15 @@ import numpy as np
 from cupy import ndarray
 from cupy.cuda import alloc
 
-from fa_cupy import _arrays, _check
-from fa_cupy.gpu.call_mask import CallMask
-from fa_cupy.gpu.devices import target_of_device
-from fa_cupy.gpu.fwd_sm80 import FwdSm80
-from fa_cupy.gpu.fwd_sm90 import FwdSm90
-from fa_cupy.gpu.params import MAX_LENGTH, transforms
-from fa_cupy.gpu.params_sm90 import COUNTER_BYTES, takes
-from fa_cupy.gpu.variants import Call, Variant, VariantSm90, select
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.driver.devices import target_of_device
+from fa_cupy.gpu.kernels.attention.fwd_params import MAX_LENGTH, transforms
+from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+from fa_cupy.gpu.kernels.attention.fwd_sm90_params import COUNTER_BYTES, takes
+from fa_cupy.gpu.kernels.attention.fwd_variants import Call, Variant, VariantSm90, select
+from fa_cupy.gpu.masks.binding import CallMask
 
 _MAX_PLANS = 4096
 
@@ -43,7 +44,9 @@ class Plan:
         "_out_shape", "_out_strides", "forward",
     )  # fmt: skip
 
-    def __init__(self, problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> None:
+    def __init__(
+        self, problem: attention_problem.Problem, out_strides: tuple[int, ...], device: int
+    ) -> None:
         # CuPy takes NumPy's own types faster than dtypes, and others slower.
         self._dtype = np.float16 if problem.dtype == np.float16 else problem.dtype
         self._out_shape = problem.out_shape
@@ -51,13 +54,13 @@ class Plan:
         self._out_strides = None if out_strides == _c_strides(problem) else out_strides
         self._out_bytes = math.prod(problem.out_shape) * problem.dtype.itemsize
         self._lse_shape = problem.out_shape[:-1]
-        self._lse_dtype = _check.sum_dtype(problem.dtype)
+        self._lse_dtype = attention_problem.sum_dtype(problem.dtype)
         self._lse_bytes = self._lse_dtype.itemsize * math.prod(self._lse_shape)
         self._counter_at = 0
         self.forward: FwdSm80 | FwdSm90 | None = None
         self._mask: CallMask | None = None
         if self._lse_bytes:  # else there is no row to compute
-            out = _check.out_view(problem, problem.out_shape, out_strides)
+            out = attention_problem.out_view(problem, problem.out_shape, out_strides)
             self.forward = _forward(problem, out, device)
             if problem.mask is not None:
                 self._mask = CallMask(problem, device)
@@ -108,7 +111,9 @@ class Plan:
         return out, lse
 
 
-def _forward(problem: _check.Problem, out: _check.View, device: int) -> FwdSm80 | FwdSm90:
+def _forward(
+    problem: attention_problem.Problem, out: attention_problem.View, device: int
+) -> FwdSm80 | FwdSm90:
     row, plain = variant_for(problem, device, out), variant_for(problem, device)
     assert row is not None
     assert plain is not None
@@ -117,7 +122,7 @@ def _forward(problem: _check.Problem, out: _check.View, device: int) -> FwdSm80 
     return FwdSm80(problem, out, row, device)
 
 
-def plan_for(problem: _check.Problem, out_strides: tuple[int, ...], device: int) -> Plan:
+def plan_for(problem: attention_problem.Problem, out_strides: tuple[int, ...], device: int) -> Plan:
     """Return the plan of a problem, made at most once."""
     key = (problem, out_strides, device)
     plan = _plans.get(key)
@@ -134,9 +139,9 @@ def remember(table: dict[Any, Any], key: Any, plan: Any) -> None:
 
 
 def variant_for(
-    problem: _check.Problem, device: int, out: _check.View | None = None
+    problem: attention_problem.Problem, device: int, out: attention_problem.View | None = None
 ) -> Variant | None:
-    """Return the row that serves a problem on a device, None where `fa_cupy.gpu.tiled` does.
+    """Return the row that serves a problem on a device, None where `fa_cupy.gpu.cublas.attention` does.
 
     Parameters
     ----------
@@ -173,7 +178,7 @@ def require_whole_elements(where: str = "attention", /, **arrays: Any) -> None:
             )
 
 
-def kernel_takes(view: _check.View, dtype: np.dtype[Any]) -> bool:
+def kernel_takes(view: attention_problem.View, dtype: np.dtype[Any]) -> bool:
     """Whether a kernel can read q, k or v through `view`: dense rows."""
     item = dtype.itemsize
     return view.strides[-1] == item and abs(view.strides[-2] // item) < 2**31
@@ -190,27 +195,27 @@ def fits_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dty
     return dense and abs(strides[-2] // dtype.itemsize) < 2**31
 
 
-def packed_copy(view: _check.View, array: Any) -> tuple[Any, _check.View]:
+def packed_copy(view: attention_problem.View, array: Any) -> tuple[Any, attention_problem.View]:
     """Copy what `view` sees of q, k or v, each broadcast row once, in a form that kernels take."""
     shape = [n if step else min(n, 1) for n, step in zip(view.shape, view.strides, strict=True)]
     shape[-1] = view.shape[-1]
-    seen = _check.View(tuple(shape), view.strides)
-    copy = cupy.ascontiguousarray(_check.view(cupy, array, seen))
+    seen = attention_problem.View(tuple(shape), view.strides)
+    copy = cupy.ascontiguousarray(attention_problem.view(cupy, array, seen))
     steps = [0 if n == 1 else step for n, step in zip(shape, copy.strides, strict=True)]
     steps[-1] = array.dtype.itemsize
-    return copy, _check.View(view.shape, tuple(steps))
+    return copy, attention_problem.View(view.shape, tuple(steps))
 
 
-def dense_strides(problem: _check.Problem, q: Any) -> tuple[int, ...]:
+def dense_strides(problem: attention_problem.Problem, q: Any) -> tuple[int, ...]:
     """Strides of a new output, laid out in memory as `q` is."""
-    return _strides(problem, _arrays.memory_order(problem.out_shape, q))
+    return _strides(problem, core_arrays.memory_order(problem.out_shape, q))
 
 
-def _c_strides(problem: _check.Problem) -> tuple[int, ...]:
+def _c_strides(problem: attention_problem.Problem) -> tuple[int, ...]:
     return _strides(problem, range(len(problem.out_shape)))
 
 
-def _strides(problem: _check.Problem, order: Sequence[int]) -> tuple[int, ...]:
+def _strides(problem: attention_problem.Problem, order: Sequence[int]) -> tuple[int, ...]:
     strides = [0] * len(problem.out_shape)
     step = problem.dtype.itemsize
     for axis in reversed(order):

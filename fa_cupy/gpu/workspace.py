@@ -36,9 +36,9 @@ from cupy.cuda import (
     using_allocator,
 )
 
-from fa_cupy import _arrays
-from fa_cupy.gpu import exchange
-from fa_cupy.gpu.launch import capturing
+from fa_cupy.core import arrays
+from fa_cupy.gpu.driver import interop
+from fa_cupy.gpu.driver.launch import capturing
 
 _here = threading.local()  # `call`: the innermost `Call` of the thread
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -141,7 +141,7 @@ def computing(
     device: int, stream: int | None = None, new: Callable[..., Any] | None = None
 ) -> AbstractContextManager[Call]:
     """Return the context of a `Call` on a device and, unless that is None, a stream (a handle)."""
-    return _computing(exchange.on_device(device, stream), new)
+    return _computing(interop.on_device(device, stream), new)
 
 
 def of_graph(size: int) -> MemoryPointer:
@@ -185,12 +185,12 @@ def empty(shape: Sequence[int], dtype: np.dtype[Any], like: Any = None) -> Any:
     """Return an uninitialised result, dense, that lies in memory as `like` does, or in C order."""
     call = current()
     if call is not None and call.new is not None:
-        order = range(len(shape)) if like is None else _arrays.memory_order(shape, like)
+        order = range(len(shape)) if like is None else arrays.memory_order(shape, like)
         return call.new(shape, dtype, order)
     with results():
         if like is None:
             return cupy.empty(shape, dtype)
-        return _arrays.empty_laid_out(cupy, shape, like, dtype)
+        return arrays.empty_laid_out(cupy, shape, like, dtype)
 
 
 def foreign() -> bool:

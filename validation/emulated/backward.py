@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import BitMask, _check
-from fa_cupy.gpu import params_bwd_sm80, params_bwd_sm90, steps_bwd_sm90
-from fa_cupy.gpu.params_bwd import Gradients
-from fa_cupy.gpu.variants_bwd import BackwardVariant
-from fa_cupy.gpu.variants_bwd_sm80 import BackwardSm80
+from fa_cupy import BitMask
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention import bwd_sm80_params, bwd_sm90_params, bwd_sm90_steps
+from fa_cupy.gpu.kernels.attention.bwd_params import Gradients
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BackwardSm80
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BackwardVariant
 from validation import emulator
 from validation.emulated.forward import BLOCKS
 from validation.emulated.masks import tables_of
@@ -42,8 +43,8 @@ def attention_backward(
     Parameters
     ----------
     rows : sequence of BackwardVariant
-        In the order of their launches, as `fa_cupy.gpu.variants_bwd.select_bwd` or
-        `fa_cupy.gpu.variants_bwd_sm80.select_bwd_sm80` returns them.
+        In the order of their launches, as `fa_cupy.gpu.kernels.attention.bwd_sm90_variants.select_bwd` or
+        `fa_cupy.gpu.kernels.attention.bwd_sm80_variants.select_bwd_sm80` returns them.
     dout, q, k, v, out, lse, dlse : numpy.ndarray
         `k` and `v` have the batch axes of `q`, but for a head axis that may have fewer heads.
     bias : numpy.ndarray, optional
@@ -65,18 +66,18 @@ def attention_backward(
     EmulationError
         As `emulator.launch`.
     """
-    problem = _check.attention_problem(q, k, v, bias, mask, **options)
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
-    queries = (_check.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
+    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
     # As k and v are seen, so are dk and dv.
-    like = _check.attention_problem(q, dk, dv, bias, mask, **options)
+    like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
     views = Gradients(*queries, like.k, like.v)
     if any(isinstance(row, BackwardSm80) for row in rows):
-        assert params_bwd_sm80.takes(problem, views)
-        steps, size = params_bwd_sm80.fill(problem, views, rows)
+        assert bwd_sm80_params.takes(problem, views)
+        steps, size = bwd_sm80_params.fill(problem, views, rows)
     else:
-        assert params_bwd_sm90.takes(problem, views)
-        steps, size = steps_bwd_sm90.fill(problem, views, rows)
+        assert bwd_sm90_params.takes(problem, views)
+        steps, size = bwd_sm90_steps.fill(problem, views, rows)
     # What lies in a workspace is anything: NaN, and words that are far from 0.
     space = np.full(size // 4 + 64, 0x7FC0DEAD, np.uint32)
     base = space[-space.ctypes.data % 256 // 4 :].ctypes.data

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import BitMask, _check
-from fa_cupy.gpu import params, params_sm90
-from fa_cupy.gpu.variants import Variant, VariantSm90
+from fa_cupy import BitMask
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params
+from fa_cupy.gpu.kernels.attention.fwd_variants import Variant, VariantSm90
 from validation import emulator
 from validation.emulated.masks import lists_of
 
@@ -57,23 +58,23 @@ def attention(
     EmulationError
         As `emulator.launch`.
     """
-    problem = _check.attention_problem(q, k, v, bias, mask, **options)
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     lists = None
     if mask is not None:
         lists = lists_of(problem, mask, order, by_tile, row_major=row.row_major > 0)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
-    view = _check.out_view(problem, out.shape, out.strides)
+    view = attention_problem.out_view(problem, out.shape, out.strides)
     places = (q, k, v, bias, out, lse, debug)
     pointers = [0 if x is None else x.ctypes.data for x in places]
     how = seed, source, truncating
     if isinstance(row, VariantSm90):
-        filled, maps, parts = params_sm90.fill(problem, view, row.tile_m, row.tile_n)
-        for name in params_sm90.MAPPED:
-            words = emulator.tensor_map(pointers[params.POINTERS.index(name)], *maps[name])
+        filled, maps, parts = fwd_sm90_params.fill(problem, view, row.tile_m, row.tile_n)
+        for name in fwd_sm90_params.MAPPED:
+            words = emulator.tensor_map(pointers[fwd_params.POINTERS.index(name)], *maps[name])
             filled[f"{name}_map"].view(np.uint64)[:] = words
         ((first, tiles, *rest),) = parts
-        filled["common"][list(params.POINTERS)] = tuple(pointers)
+        filled["common"][list(fwd_params.POINTERS)] = tuple(pointers)
         filled["common"]["first_batch"], filled["common"]["aligned"] = first, 1
         if lists is not None:
             filled["common"]["mask"] = tuple(lists.pointers())
@@ -83,13 +84,13 @@ def attention(
         filled["schedule"] = (address, seed + 1, tiles, *rest)
         emulator.launch_row(row, min(BLOCKS, tiles), filled, *how)
         return out, lse
-    filled, parts, aligned = params.fill(problem, view, row.tile_m)
+    filled, parts, aligned = fwd_params.fill(problem, view, row.tile_m)
     for offsets, first, blocks, entry in parts:
         at = [p and p + offset for p, offset in zip(pointers, offsets, strict=True)]
         aligned = aligned and not any(p % 16 for p in (*at[:3], at[4]))
-        params.pack_head(filled, 0, *at, first, aligned)
+        fwd_params.pack_head(filled, 0, *at, first, aligned)
         if lists is not None:
             listed = lists.pointers().of_part(entry, len(parts) == 1)
-            params.pack_mask(filled, params.MASK_AT, *listed)
+            fwd_params.pack_mask(filled, fwd_params.MASK_AT, *listed)
         emulator.launch_row(row, blocks, filled, *how)
     return out, lse

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy import BitMask, _check, layouts
-from fa_cupy._blocks import WORDS, Grid
-from fa_cupy.gpu.params import MaskPointers
+from fa_cupy import BitMask, layouts
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
 from fa_cupy.layouts import BLOCK
+from fa_cupy.masks.blocks import WORDS, Grid
 
 #: As kHiddenBlock and kWholeBlock of ``cuda_src/common/mask_table.cuh``.
 HIDDEN, WHOLE = -1, -2
@@ -40,7 +41,7 @@ class Lists(NamedTuple):
 
 
 def lists_of(
-    problem: _check.Problem,
+    problem: attention_problem.Problem,
     mask: np.ndarray[Any, Any] | BitMask,
     order: np.ndarray[Any, Any] | None = None,
     by_tile: bool = False,
@@ -84,7 +85,7 @@ class Tables(NamedTuple):
     Attributes
     ----------
     arrays : dict of numpy.ndarray
-        By the names of `fa_cupy.gpu.mask_tables.Tables.pointers`.
+        By the names of `fa_cupy.gpu.masks.block_tables.Tables.pointers`.
     """
 
     arrays: dict[str, np.ndarray[Any, Any]]
@@ -94,7 +95,7 @@ class Tables(NamedTuple):
         return {name: array.ctypes.data for name, array in self.arrays.items()}
 
 
-def tables_of(problem: _check.Problem, mask: np.ndarray[Any, Any] | BitMask) -> Tables:
+def tables_of(problem: attention_problem.Problem, mask: np.ndarray[Any, Any] | BitMask) -> Tables:
     """Return both tables of a mask, from its states and from those of the transposed mask.
 
     Parameters
@@ -133,13 +134,15 @@ def _placed(mask: BitMask) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def _bits(
-    problem: _check.Problem, mask: np.ndarray[Any, Any] | BitMask
+    problem: attention_problem.Problem, mask: np.ndarray[Any, Any] | BitMask
 ) -> tuple[BitMask, np.ndarray[Any, Any]]:
     """Return a mask as a BitMask, and its matrix of each batch entry of a problem."""
     assert problem.mask is not None
     if isinstance(mask, BitMask):
-        return mask, _check.view(np, mask.entries, _check.View(*(x[:-2] for x in problem.mask)))
-    dense = _check.view(np, mask, problem.mask)
+        return mask, attention_problem.view(
+            np, mask.entries, attention_problem.View(*(x[:-2] for x in problem.mask))
+        )
+    dense = attention_problem.view(np, mask, problem.mask)
     mask = BitMask.from_dense(np.ascontiguousarray(dense))
     return mask, mask.entries
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy import _product
-from fa_cupy.gpu import product_params, product_params_sm90
-from fa_cupy.gpu.product_choice import Choice
-from fa_cupy.gpu.product_params_sm90 import Job
-from fa_cupy.gpu.products import ProductVariant
-from fa_cupy.gpu.products_sm90 import VariantSm90
+from fa_cupy.core import linear_problem
+from fa_cupy.gpu.kernels.linear import params, sm90_params
+from fa_cupy.gpu.kernels.linear.heuristics import Choice
+from fa_cupy.gpu.kernels.linear.sm80_variants import ProductVariant
+from fa_cupy.gpu.kernels.linear.sm90_params import Job
+from fa_cupy.gpu.kernels.linear.sm90_variants import VariantSm90
 from validation import emulator
 
 Array = np.ndarray[Any, Any]
@@ -72,7 +72,7 @@ def causal_products(
     """
     jobs, arrays = [], []
     for q, k, v, initial, reverse in calls:
-        problem = _product.product_problem("causal_product", q, k, v, initial)
+        problem = linear_problem.product_problem("causal_product", q, k, v, initial)
         out = np.full(problem.out_shape, np.nan, problem.dtype)
         state = np.full(problem.state_shape, np.nan, np.float32)
         whole, last = (problem.view(x.shape, x.strides) for x in (out, state))
@@ -101,11 +101,11 @@ def _launch_jobs(
     *how: Any,
 ) -> None:
     """Run a kernel that takes all products in one launch."""
-    assert all(map(product_params_sm90.takes, jobs))
-    filled, maps, blocks = product_params_sm90.fill(jobs, row.tile_n, choice.split)
+    assert all(map(sm90_params.takes, jobs))
+    filled, maps, blocks = sm90_params.fill(jobs, row.tile_n, choice.split)
     for p, geometry, places in zip(filled[0]["job"], maps, arrays, strict=False):
         *mapped, initial, state, workspace = map(_address, places)
-        for name, pointer in zip(product_params_sm90.MAPPED, mapped, strict=True):
+        for name, pointer in zip(sm90_params.MAPPED, mapped, strict=True):
             p[f"{name}_map"] = emulator.tensor_map(pointer, *geometry[name])
         p["initial"], p["state"], p["workspace"] = initial, state, workspace
         p["out"] = mapped[3]
@@ -118,13 +118,13 @@ def _launch_job(
     """Run a kernel that takes one product a launch."""
     dims = job.problem.qk_dim, job.problem.v_dim
     ((tiles, segments),) = (one[1:] for one in choice.launches(*dims) if one[0] is row)
-    filled, parts, shifts, aligned = product_params.fill(*job, choice.split, tiles)
+    filled, parts, shifts, aligned = params.fill(*job, choice.split, tiles)
     filled["tiles"] = tiles
     at = [x and x + shift for x, shift in zip(map(_address, places), shifts, strict=True)]
     aligned = aligned and not any(p % 16 for p in at[:4])
     for offsets, first, blocks, _ in parts:
         here = [p and p + offset for p, offset in zip(at, offsets, strict=True)]
-        product_params.pack_head(filled, 0, *here, first, aligned)
+        params.pack_head(filled, 0, *here, first, aligned)
         emulator.launch_row(row, blocks * segments, filled, *how)
 
 

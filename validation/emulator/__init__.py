@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy.gpu.compile import ROOT
-from fa_cupy.gpu.rows import Variant
+from fa_cupy.gpu.driver.compile import ROOT
+from fa_cupy.gpu.kernels.variant import Variant
 
 FOLDER = Path(__file__).parent
 BUILD = ROOT / "build" / "emulator"

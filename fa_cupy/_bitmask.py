@@ -1,0 +1,301 @@
+"""Bit masks: which keys each query sees, packed block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy.masks import blocks as masks_blocks
+from fa_cupy.masks import export, npz
+from fa_cupy.masks.algebra import Algebra
+from fa_cupy.masks.blocks import BlockLists, Grid
+from fa_cupy.masks.constructors import Sources
+from fa_cupy.masks.storage import Store
+
+Array = npt.NDArray[Any]
+File = str | PathLike[str] | IO[bytes]
+
+
+class BitMask(Sources, Algebra):
+    """Which keys each query may attend to, one bit a pair, without the pairs that none attends to.
+
+    A mask of shape (..., Lq, Lk) is cut into blocks of 128 queries and 128 keys. A block is empty,
+    full or partial; only partial blocks store bits, 2 kB each, and only blocks that are not empty
+    are listed, so that a mask takes memory by the number of its blocks. It is passed as ``mask`` to
+    `attention`, which skips empty blocks and treats full ones as no mask.
+
+    Masks are made by `from_dense`, `from_indices`, `from_csr`, `from_blocks`, `from_function` and
+    `load`, and never change. ``a & b``, ``a | b`` and ``~a`` combine them, batch axes broadcasting
+    as in NumPy; ``a == b`` asks whether all bits are the same; ``a[i]`` picks batch entries, by
+    whatever picks elements of an array of the batch shape, and shares the memory of `a`.
+
+    A mask lies where the arrays lie that it is made from, and serves calls anywhere: its lists are
+    copied where they are needed first, and kept. Masks are combined on the CPU; `get` returns one
+    there. While a stream is captured into a CUDA graph, making a mask from arrays on a GPU raises a
+    NotImplementedError.
+
+    Where lengths are no multiples of 128, the last blocks stick out of the matrix. Bits out there
+    are 0 and do not count: a block is full if it is so inside.
+
+    Attributes
+    ----------
+    lists : BlockLists
+        ``partial_begin, partial, words, full_begin, full``: row ``t = entry * ceil(Lq / 128) + i``
+        lists the key tiles ``partial[partial_begin[t] : partial_begin[t + 1]]``, with the words of
+        the same places in the fragment order of `fa_cupy.layouts`, and ``full`` likewise. Those of
+        `T` go by key tiles, and their bits by queries. NumPy or CuPy arrays. Read-only.
+    entries : ndarray of int32, shape of the batch
+        The `entry` of each batch entry: those that are the same share one. Read-only.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import BitMask, attention
+    >>> documents = np.repeat(np.arange(5), 200)
+    >>> same = BitMask.from_function(lambda q, k: documents[q] == documents[k], (1000, 1000))
+    >>> same
+    <BitMask (1000, 1000): 4 full and 22 partial blocks of 64, 45.3 kB>
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 1000, 16))
+    >>> out = attention(q, k, v, mask=same, is_causal=True)
+    >>> bool(np.allclose(out[:, 200], v[:, 200]))  # the first query of the second document
+    True
+    """
+
+    __slots__ = ("__weakref__", "_count", "_grid", "_kept", "_store", "_transposed", "entries")
+    __array_ufunc__ = None  # an array on the left leaves operators to this class
+
+    EMPTY, PARTIAL, FULL = masks_blocks.EMPTY, masks_blocks.PARTIAL, masks_blocks.FULL
+    dtype = np.dtype(np.bool_)  # of the elements, as of an array of bool
+
+    entries: Array
+    _grid: Grid
+    _store: Store
+    _count: int | None
+    _transposed: BitMask | None
+    _kept: dict[Any, Any]  # what a backend has worked out of this mask
+
+    def __init__(self) -> None:
+        raise TypeError("BitMask: want from_dense, from_indices, from_csr, from_blocks, ...")
+
+    @classmethod
+    def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
+        return cls._wrap(grid, Store(masks_blocks.joined(grid, matrices), device), entries)
+
+    @classmethod
+    def _on_device(cls, grid: Grid, lists: Any, entries: Array) -> BitMask:
+        device = lists.words.data.device_id
+        return cls._wrap(grid, Store(lists, device, device), entries)
+
+    @classmethod
+    def _wrap(cls, grid: Grid, store: Store, entries: Array) -> BitMask:
+        self = object.__new__(cls)
+        entries = np.asarray(entries, np.int32).view()
+        entries.flags.writeable = False
+        fields = {"_grid": grid, "_store": store, "entries": entries, "_kept": {}}
+        for name, value in {**fields, "_count": None, "_transposed": None}.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"BitMask: {name} cannot be set, a mask never changes")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"BitMask: {name} cannot be deleted, a mask never changes")
+
+    def __iter__(self) -> Iterator[BitMask]:
+        if not self.entries.ndim:
+            raise TypeError(f"BitMask: iteration over shape {self.shape}, want a batch axis")
+        return (self[i] for i in range(len(self.entries)))
+
+    @property
+    def lists(self) -> BlockLists:
+        return self._store.home
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.entries.ndim + 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the mask holds, of all entries that it shares with the one it is a slice of.
+
+        What `T` keeps is not counted, nor are copies on other devices.
+        """
+        return self.entries.nbytes + self._store.nbytes
+
+    @property
+    def density(self) -> float:
+        """Share of pairs of a query and a key that attend, from 0 to 1; 0 where there are none."""
+        if self._count is None:
+            matrices, entries = export.used(*self._outline)
+            bits = [masks_blocks.bit_count(self._grid, m) for m in matrices]
+            object.__setattr__(self, "_count", sum(bits[e] for e in entries.flat))
+        return (self._count or 0) / max(1, self.entries.size * self._grid.q_len * self._grid.k_len)
+
+    @property
+    def block_density(self) -> float:
+        """Share of blocks that are not empty, from 0 to 1; 0 where there are none."""
+        return sum(export.listed(*self._outline)) / max(1, self._block_count())
+
+    @property
+    def T(self) -> BitMask:
+        """The mask with queries and keys swapped, made when first asked for and kept."""
+        if (turned := self._transposed) is None:
+            matrices, entries = export.used(*self._parts)
+            blocks = [masks_blocks.transposed(self._grid, m) for m in matrices]
+            grid = Grid(self._grid.k_len, self._grid.q_len)
+            turned = self._of(grid, blocks, entries, self._store.device)
+            object.__setattr__(turned, "_transposed", self)
+            object.__setattr__(self, "_transposed", turned)
+        return turned
+
+    def __getitem__(self, index: Any) -> BitMask:
+        if any(part is Ellipsis for part in (index if isinstance(index, tuple) else (index,))):
+            raise IndexError("BitMask: the index has ..., want indices of batch axes only")
+        try:
+            entries = self.entries[index]
+        except (IndexError, TypeError, ValueError) as e:
+            if type(e) in (IndexError, TypeError, ValueError):  # others are not of an index
+                e.args = (f"BitMask: for batch shape {self.entries.shape}, {e}",)
+            raise
+        return self._wrap(self._grid, self._store, entries)
+
+    def get(self) -> BitMask:
+        """Return the mask on the CPU, as `cupy.ndarray.get` does of an array.
+
+        Returns
+        -------
+        BitMask
+            This one, if it is there.
+        """
+        if self._store.device is None:
+            return self
+        return self._wrap(self._grid, Store(self._store.host()), self.entries)
+
+    def block_states(self) -> npt.NDArray[np.int8]:
+        """Return the state of each block.
+
+        Returns
+        -------
+        ndarray of int8, shape (..., ceil(Lq / 128), ceil(Lk / 128))
+            ``BitMask.EMPTY`` (0), ``BitMask.PARTIAL`` (1) or ``BitMask.FULL`` (2).
+        """
+        return export.block_states(*self._outline)
+
+    def to_dense(self) -> Any:
+        """Return the mask as an array of bool, of its shape: 1 byte for each pair.
+
+        Returns
+        -------
+        ndarray or cupy.ndarray
+            Where the mask is.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> BitMask.from_dense(np.eye(3, dtype=bool)).to_dense().astype(int)
+        array([[1, 0, 0],
+               [0, 1, 0],
+               [0, 0, 1]])
+        """
+        if self._store.device is None:
+            return export.dense(*self._parts)
+        from fa_cupy.gpu.masks import device_mask
+
+        lists = self._store.outline()._replace(words=self.lists.words)
+        return device_mask.dense(self._grid, lists, self.entries, self._store.device)
+
+    def to_csr(self) -> Any:
+        """Return a mask without batch axes as a sparse matrix.
+
+        Returns
+        -------
+        scipy.sparse.csr_array or cupyx.scipy.sparse.csr_matrix of bool, shape (Lq, Lk)
+            Where the mask is. True is stored and nothing else, columns in ascending order.
+
+        Raises
+        ------
+        ValueError
+            For a mask with batch axes: pick an entry first.
+        """
+        if self.entries.ndim:
+            raise ValueError(
+                f"BitMask.to_csr: the mask has shape {self.shape}, want 2 axes (as of mask[0])"
+            )
+        found = export.csr(self._grid, self._store.host(), int(self.entries))
+        if self._store.device is None:
+            return found
+        from fa_cupy.gpu.masks import device_mask
+
+        return device_mask.csr_on(found, self._store.device)
+
+    def save(self, file: File) -> None:
+        """Write the mask to a file, as an .npz archive of its lists.
+
+        Parameters
+        ----------
+        file : path-like or binary file with `read` and `write`
+            What was sliced away is left out. A path's file is replaced after the new one, written
+            beside it, is complete: its folder has to take new files, and hard links keep the old.
+        """
+        npz.save(file, self._grid, *export.compact(*self._parts))
+
+    @classmethod
+    def load(cls, file: File) -> BitMask:
+        """Read a mask that `save` wrote.
+
+        Parameters
+        ----------
+        file : path-like or binary file with `read`, `seek` and `tell`
+
+        Returns
+        -------
+        BitMask
+
+        Raises
+        ------
+        ValueError
+            For a file without a mask, a damaged one, or (if compressed by others) one whose arrays
+            exceed 128 MiB plus 64 times its size.
+        """
+        grid, lists, entries = npz.load(file)
+        return cls._wrap(grid, Store(lists), entries)
+
+    def __reduce__(self) -> Any:
+        parts = self._grid, self.lists, self.entries
+        if self._store.device is None:
+            parts = self._grid, *export.compact(*parts)
+        return _restored, tuple(map(tuple, parts[:2])) + parts[2:]
+
+    def __repr__(self) -> str:
+        partial, full = export.listed(*self._outline)
+        size = self.nbytes / 1e3
+        memory = f"{size:.1f} kB" if size < 1e3 else f"{size / 1e3:.1f} MB"
+        place = "" if self._store.device is None else f" on CUDA device {self._store.device}"
+        return (
+            f"<BitMask {self.shape}: {full} full and {partial} partial blocks "
+            f"of {self._block_count()}, {memory}{place}>"
+        )
+
+    @property
+    def _parts(self) -> tuple[Grid, BlockLists, Array]:
+        return self._grid, self._store.host(), self.entries
+
+    @property
+    def _outline(self) -> tuple[Grid, BlockLists, Array]:
+        return self._grid, self._store.outline(), self.entries
+
+    def _block_count(self) -> int:
+        return self.entries.size * self._grid.q_tiles * self._grid.k_tiles
+
+
+def _restored(lengths: tuple[int, int], lists: tuple[Array, ...], entries: Array) -> BitMask:
+    if isinstance(lists[0], np.ndarray):
+        return BitMask._wrap(Grid(*lengths), Store(BlockLists(*lists)), entries)
+    return BitMask._on_device(Grid(*lengths), BlockLists(*lists), entries)

@@ -1,0 +1,1 @@
+"""The commands of ``python -m fa_cupy``, one module each."""

@@ -1,0 +1,136 @@
+"""``python -m fa_cupy warmup``: compile kernels ahead of their first call."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+
+from tqdm import tqdm
+
+from fa_cupy.cli.info import DTYPES, length, multiprocessors
+from fa_cupy.core.linear_problem import ALGORITHMS
+from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
+from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80, select_bwd_sm80
+from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, select_bwd
+from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP
+from fa_cupy.gpu.kernels.attention.fwd_variants import SHARED_LIMIT, VARIANTS, Variant, reachable
+from fa_cupy.gpu.kernels.linear.heuristics import choose
+from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+from fa_cupy.gpu.kernels.mask.variants import MASKS
+
+# Which kernels a causal product gets depends on how many sequences there are and how long they are.
+_ENTRIES = tuple(2**n for n in range(14))
+_LENGTHS = tuple(2**n for n in range(4, 22))
+
+
+def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
+    """Return the rows that attention of these types and dims gets, in the table's order."""
+    chosen = {row for dtype in dtypes for dim in dims for row in reachable(dtype, dim, dim, target)}
+    return [row for row in VARIANTS if row in chosen]
+
+
+def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
+    """Return the rows that gradients of attention get, in the tables' order."""
+    chosen: set[Variant] = set()
+    for dtype, dim in product(dtypes, (dim for dim in dims if dim % DIM_STEP == 0)):
+        for masked in (False, True):
+            chains = [select_bwd_sm80(dtype, dim, dim, target, masked)]
+            if target == "sm_90a":
+                chains.append(select_bwd(dtype, dim, dim, masked))
+            for rows in filter(None, chains):
+                chosen |= {*rows, *MASKS}
+    return [row for row in (*BACKWARD, *BACKWARD_SM80, *MASKS) if row in chosen]
+
+
+def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
+    """Return the rows that causal products of these types and dims get, in the table's order."""
+    sms = multiprocessors(target)
+    calls = product(dtypes, _ENTRIES, _LENGTHS, dims, ALGORITHMS, (True, False))
+    chosen = set()
+    for dtype, entries, rows, dim, algorithm, mapped in calls:
+        choice = choose(dtype, entries, rows, dim, dim, target, sms, algorithm, mapped)
+        if choice is not None:
+            chosen |= {row for row, _, _ in choice.launches(dim, dim)}
+    return [row for row in PRODUCTS if row in chosen]
+
+
+def unserved(target: str, dtypes: set[str], dims: set[int]) -> Iterator[str]:
+    """Say of each type and dim that no kernel of a target serves why that is."""
+    taken = {row.dtype for row in VARIANTS if target in row.targets}
+    largest = max(row.dim for row in VARIANTS if target in row.targets)
+    for what in sorted(dtypes - taken):
+        yield f"attention of {what} has no kernel: such calls run on cuBLAS products"
+    for dim in sorted(dim for dim in dims if dim > largest):
+        yield (
+            f"attention of head_dim {dim} has no kernel, the largest is {largest}: "
+            "such calls run on cuBLAS products"
+        )
+    for what in sorted(dtypes):
+        if not serving_products(target, {what}, dims or {64}):
+            yield f"causal products of {what} have no kernel"
+
+
+def _compile(row: Variant, target: str) -> bool:
+    with warnings.catch_warnings():
+        # A kernel that cannot be written to the cache was compiled in vain: that is an error here.
+        warnings.filterwarnings("error", "kernel cache", UserWarning)
+        return compile.compile_variant(row, target).cached
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fa_cupy warmup",
+        description="Compile the kernels that calls would use, so that no call has to wait.",
+    )
+    parser.add_argument("--target", choices=SHARED_LIMIT, help="default: the current device's")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: all")
+    parser.add_argument("--head-dim", type=length, action="append", help="default: all")
+    options = parser.parse_args(argv)
+    target = options.target or devices.current_target()
+    if target is None:
+        print("warmup: no GPU here; name a target, as in --target sm_90a", file=sys.stderr)
+        return 1
+    dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
+    dims = set(options.head_dim or (row.dim for row in (*VARIANTS, *BACKWARD, *PRODUCTS)))
+    rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
+    rows += serving_products(target, dtypes, dims)
+    for why in unserved(
+        target, {DTYPES[name] for name in options.dtype or ()}, set(options.head_dim or ())
+    ):
+        print(f"warmup: {why}", file=sys.stderr)
+    if not rows:
+        return 1
+    start = time.perf_counter()
+    kept = 0
+    # Processes: NVRTC compiles one kernel at a time in each.
+    workers = max(1, min(len(rows), len(os.sched_getaffinity(0))))
+    spawn = multiprocessing.get_context("spawn")
+    try:
+        nvrtc.version()
+        folder = cubin_cache.cache_dir()
+        with ProcessPoolExecutor(workers, spawn) as pool, tqdm(total=len(rows), unit="") as bar:
+            try:
+                for done in as_completed([pool.submit(_compile, row, target) for row in rows]):
+                    kept += done.result()
+                    bar.update()
+            finally:  # after an error the rest is not waited for
+                pool.shutdown(cancel_futures=True)
+    except BrokenPipeError:  # whoever reads the output has enough of it
+        raise
+    except (ImportError, OSError, nvrtc.CompileError, UserWarning) as error:
+        print(f"warmup: {error}", file=sys.stderr)
+        return 1
+    took = time.perf_counter() - start
+    print(
+        f"{len(rows) - kept} kernels compiled for {target} in {took:.1f} s, {kept} were there; "
+        f"all in {folder}"
+    )
+    return 0

@@ -1,0 +1,1 @@
+"""What a call means: arrays, checks, and the canonical problems that every backend solves."""

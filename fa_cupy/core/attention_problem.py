@@ -1,0 +1,263 @@
+"""Argument checks, and the canonical problem that every backend solves.
+
+Nothing here touches data: a problem is made of shapes, strides and dtypes, so that a plan for it
+can be cached and so that every mistake is reported before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import broadcasting, checks
+from fa_cupy.core.broadcasting import View as View  # for the backends
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
+_FLOAT_NAMES = "float16, bfloat16, float32 or float64"
+ARGS = ("q", "k", "v", "bias", "mask")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call in canonical form; see `attention_problem`.
+
+    All views share the axes `batch`; a broadcast axis has stride 0. Where `q` has more heads than
+    `k` or `v`, the head axis is split into (kv_heads, group).
+
+    Key j is visible to query i only if ``i + lower <= j <= i + upper``; None means no bound.
+    """
+
+    batch: tuple[int, ...]
+    q_len: int
+    k_len: int
+    head_dim: int
+    v_dim: int
+    dtype: np.dtype[Any]
+    q: View  # (*batch, q_len, head_dim)
+    k: View  # (*batch, k_len, head_dim)
+    v: View  # (*batch, k_len, v_dim)
+    bias: View | None  # (*batch, q_len, k_len)
+    bias_dtype: np.dtype[Any] | None
+    mask: View | None  # (*batch, q_len, k_len) of bool, or of a BitMask's entries; not of no keys
+    out_shape: tuple[int, ...]  # the user's: (*user_batch, q_len, v_dim)
+    scale: float
+    lower: int | None
+    upper: int | None
+    softcap: float  # 0.0: off
+    precision: str | None
+
+
+def attention_problem(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    *,
+    scale: Any = None,
+    is_causal: Any = False,
+    causal_align: Any = None,
+    window: Any = None,
+    softcap: Any = 0.0,
+    precision: Any = None,
+    out: Any = None,
+    name: str = "attention",
+    args: Sequence[str] = ARGS,
+    grouped: bool = True,
+) -> Problem:
+    """Check the arguments of an attention call and bring them into canonical form.
+
+    Parameters
+    ----------
+    q, k, v, bias, mask, out : numpy.ndarray or cupy.ndarray, or None for the last three
+        Native arrays; only their metadata is read (and the address of `out`, to see overlaps).
+        `mask` may be a BitMask.
+    scale, is_causal, causal_align, window, softcap, precision
+        As in `fa_cupy.attention`.
+    name : str
+        The public function that errors speak of.
+    args : sequence of str
+        Its names for the five arrays.
+    grouped : bool
+        Whether `k` and `v` may have fewer heads than `q`.
+
+    Returns
+    -------
+    Problem
+
+    Raises
+    ------
+    TypeError, ValueError
+        With a message that names the argument, what it got and what is wanted.
+    """
+    q_arg, k_arg, v_arg, bias_arg, mask_arg = args
+    rows = dict(zip(args, (q, k, v), strict=False))
+    dtype = common_dtype(name, rows)
+    bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
+    if mask is not None and mask.dtype != np.bool_:
+        raise TypeError(
+            f"{name}: {mask_arg} has dtype {mask.dtype}, want bool (cast it: {mask_arg} != 0)"
+        )
+
+    check_axes(name, rows)
+    q_len, head_dim = q.shape[-2:]
+    k_len, v_dim = v.shape[-2:]
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"{name}: {k_arg} has head_dim {k.shape[-1]}, {q_arg} has {head_dim}")
+    if k.shape[-2] != k_len:
+        raise ValueError(f"{name}: {v_arg} has length {k_len}, {k_arg} has {k.shape[-2]}")
+
+    if isinstance(mask, BitMask):
+        for what, arg, got, want in zip(
+            ("q_len", "k_len"), (q_arg, k_arg), mask.shape[-2:], (q_len, k_len), strict=True
+        ):
+            if got != want:
+                raise ValueError(f"{name}: {mask_arg} has {what} {got}, {arg} has {want}")
+        mask = mask.entries[..., None, None]  # from here on an array like any other
+
+    groups = broadcasting.head_groups(name, args, q, k, v, grouped)
+    arrays = zip(args, (q, k, v, bias, mask), strict=True)
+    user_batch = broadcasting.broadcast_batch(
+        name, groups, [(arg, x) for arg, x in arrays if x is not None]
+    )
+    for arg, array in ((bias_arg, bias), (mask_arg, mask)):
+        if array is not None:
+            broadcasting.check_score_axes(name, arg, array.shape, (*user_batch, q_len, k_len))
+
+    def view(array: Any, rows: int, cols: int) -> View:
+        return broadcasting.over(user_batch, groups, array, rows, cols)
+
+    lower, upper = checks.band(name, is_causal, causal_align, window, q_len, k_len)
+    problem = Problem(
+        batch=broadcasting.split_heads(user_batch, groups),
+        q_len=q_len,
+        k_len=k_len,
+        head_dim=head_dim,
+        v_dim=v_dim,
+        dtype=dtype,
+        q=view(q, q_len, head_dim),
+        k=view(k, k_len, head_dim),
+        v=view(v, k_len, v_dim),
+        bias=None if bias is None else view(bias, q_len, k_len),
+        bias_dtype=bias_dtype,
+        mask=None if mask is None or k_len == 0 else view(mask, q_len, k_len),
+        out_shape=(*user_batch, q_len, v_dim),
+        scale=(head_dim or 1) ** -0.5 if scale is None else checks.finite(name, "scale", scale),
+        lower=lower,
+        upper=upper,
+        softcap=checks.finite(name, "softcap", softcap, minimum=0.0),
+        precision=checks.precision(name, precision, dtype),
+    )
+    if out is not None:
+        inputs = zip(args, (q, k, v, bias, mask), strict=True)
+        check_out(name, out, problem.out_shape, dtype, inputs)
+    return problem
+
+
+def view(xp: Any, array: Any, v: View) -> Any:
+    """Return `array` seen through `v`, without a copy; `xp` is its namespace."""
+    return xp.lib.stride_tricks.as_strided(array, v.shape, v.strides)
+
+
+def out_view(problem: Problem, shape: Sequence[int], strides: Sequence[int]) -> View:
+    """Return the view over ``problem.batch`` of an output or an LSE of the user's shape.
+
+    Parameters
+    ----------
+    problem : Problem
+    shape, strides : sequence of int
+        Of an array of shape ``problem.out_shape`` or ``problem.out_shape[:-1]``.
+    """
+    axes = len(problem.out_shape) - 2
+    groups = problem.batch[axes - 1 :] if len(problem.batch) > axes else ()
+    heads = broadcasting.batch_strides(shape[:axes], strides[:axes], axes, groups)
+    return View((*problem.batch, *shape[axes:]), (*heads, *strides[axes:]))
+
+
+def batch_view(problem: Problem, array: Any, rows: int, cols: int) -> View:
+    """Return the view over ``problem.batch`` of an array that broadcasts to the user's batch."""
+    axes = len(problem.out_shape) - 2
+    groups = problem.batch[axes - 1 :] if len(problem.batch) > axes else ()
+    return broadcasting.over(problem.out_shape[:-2], groups, array, rows, cols)
+
+
+def check_out(
+    name: str,
+    out: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    inputs: Iterable[tuple[str, Any]],
+) -> None:
+    """Raise unless `out` can take a result of `shape` and `dtype` computed from `inputs`."""
+    if out.shape != shape:
+        raise ValueError(f"{name}: out has shape {out.shape}, want {shape}")
+    if out.dtype != dtype:
+        raise TypeError(f"{name}: out has dtype {out.dtype}, want {dtype}")
+    if not getattr(out.flags, "writeable", True):  # CuPy's flags have no such entry
+        raise ValueError(f"{name}: out is read-only, want a writeable array")
+    if core_arrays.overlaps_itself(out):
+        raise ValueError(
+            f"{name}: out has strides {out.strides} for shape {out.shape}, "
+            "want every element at an address of its own"
+        )
+    for arg, array in inputs:
+        if array is not None and core_arrays.overlap(out, array):
+            raise ValueError(f"{name}: out overlaps {arg} in memory, want separate memory")
+
+
+def matching_parts(name: str, outs: list[Any], lses: list[Any]) -> None:
+    """Raise unless outputs and log-sum-exps are parts of one attention result."""
+    shape, dtype = outs[0].shape, float_dtype(name, "outs[0]", outs[0])
+    if len(shape) < 2:
+        raise ValueError(f"{name}: outs[0] has shape {shape}, want at least 2 axes (length, v_dim)")
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.shape != shape:
+            raise ValueError(f"{name}: outs[{i}] has shape {out.shape}, outs[0] has {shape}")
+        if float_dtype(name, f"outs[{i}]", out) != dtype:
+            raise TypeError(f"{name}: outs[{i}] has dtype {out.dtype}, outs[0] has {dtype}")
+        if lse.shape != shape[:-1]:
+            raise ValueError(f"{name}: lses[{i}] has shape {lse.shape}, want {shape[:-1]}")
+        float_dtype(name, f"lses[{i}]", lse)
+
+
+def common_dtype(name: str, arrays: dict[str, Any]) -> np.dtype[Any]:
+    """Return the float dtype of all `arrays`, by argument."""
+    lead, first = next(iter(arrays.items()))
+    dtype = float_dtype(name, lead, first)
+    for arg, array in arrays.items():
+        if float_dtype(name, arg, array) != dtype:
+            raise TypeError(f"{name}: {arg} has dtype {array.dtype}, {lead} has {dtype}")
+    return dtype
+
+
+def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of sums and of the LSE: float32, or float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def check_axes(name: str, arrays: dict[str, Any]) -> None:
+    """Raise for an array that has no rows and columns."""
+    for arg, array in arrays.items():
+        if array.ndim < 2:
+            raise ValueError(
+                f"{name}: {arg} has shape {array.shape}, want at least 2 axes (..., length, dim)"
+            )
+
+
+def float_dtype(name: str, arg: str, array: Any) -> np.dtype[Any]:
+    for dtype in FLOAT_DTYPES:
+        if array.dtype == dtype:
+            return dtype
+    if array.dtype.kind == "f" and array.dtype.newbyteorder() in FLOAT_DTYPES:
+        raise TypeError(
+            f"{name}: {arg} has dtype {array.dtype.str}, want native byte order "
+            f"({array.dtype.newbyteorder().name})"
+        )
+    raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {_FLOAT_NAMES}")

@@ -1,0 +1,76 @@
+"""What public functions have in common: arrays that must be given, backends, where results go."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import attention_problem
+
+_PACKAGES = {"numpy": "fa_cupy.cpu", "cupy": "fa_cupy.gpu"}
+_OPTIONAL = ("initial_state", "dstate", "out")
+
+
+def require(name: str, **arrays: Any) -> None:
+    """Raise for an array that is None."""
+    for arg, array in arrays.items():
+        if array is None:
+            raise TypeError(f"{name}: {arg} is None, want an array")
+
+
+def to_native(name: str, **arrays: Any) -> core_arrays.Native:
+    """Return arrays of a product as native arrays; only some of them may be None."""
+    require(name, **{arg: x for arg, x in arrays.items() if arg not in _OPTIONAL})
+    return core_arrays.to_native(name, **arrays)
+
+
+def with_bits(
+    name: str, args: Sequence[str], arrays: Sequence[Any], **more: Any
+) -> tuple[core_arrays.Native, list[Any], list[Any]]:
+    """Return arrays to be read as native ones, but a BitMask as it is; `more` apart from them."""
+    named = dict(zip(args, arrays, strict=True))
+    plain = {arg: None if isinstance(x, BitMask) else x for arg, x in named.items()}
+    native = core_arrays.to_native(name, writes=None, **plain, **more)
+    inputs = native.arrays[: len(args)]
+    inputs = [x if isinstance(x, BitMask) else y for x, y in zip(arrays, inputs, strict=True)]
+    return native, inputs, native.arrays[len(args) :]
+
+
+def allocator(native: core_arrays.Native) -> Callable[..., Any]:
+    """Return ``empty(shape, dtype, like)``, which makes results that lie in memory as `like`."""
+
+    def empty(shape: Sequence[int], dtype: Any, like: Any) -> Any:
+        return core_arrays.empty_laid_out(np, shape, like, dtype)
+
+    if native.backend == "numpy":
+        return empty
+    made: Callable[..., Any] = importlib.import_module("fa_cupy.gpu.workspace").empty
+    return made
+
+
+def backend_of(native: core_arrays.Native, family: str) -> Any:
+    """Return the module of a family of functions that computes with these arrays."""
+    return importlib.import_module(f"{_PACKAGES[native.backend]}.{family}")
+
+
+def check_out(name: str, out: Any, problem: Any, inputs: Sequence[Any]) -> None:
+    """Raise unless `out`, where it is given, can take the output of a product."""
+    if out is not None:
+        named = zip(("q", "k", "v", "initial_state"), inputs, strict=False)
+        attention_problem.check_out(name, out, problem.out_shape, problem.dtype, named)
+
+
+def result_for(native: core_arrays.Native, problem: Any, q: Any, out: Any) -> Any:
+    """Return where to write the output: `out`, or new memory where the caller's library makes it.
+
+    None where that is the backend's to make.
+    """
+    if out is not None or native.new is None:
+        return out
+    order = core_arrays.memory_order(problem.out_shape, q)
+    return native.new(problem.out_shape, problem.dtype, order)

@@ -1,0 +1,217 @@
+"""Checks of causal products, and the canonical problem that every backend solves.
+
+As in `fa_cupy.core.attention_problem`, nothing here touches data.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fa_cupy.core import attention_problem, broadcasting, checks
+from fa_cupy.core.attention_problem import View
+
+ALGORITHMS = ("auto", "chunked", "recurrent", "low_occupancy")
+#: What takes every array, on every backend.
+_ANY = ALGORITHMS[:2]
+#: What holds things in no order, or bytes and characters, is no sequence of positions.
+_NO_POSITIONS = (Set, Mapping, str, bytes, bytearray, memoryview)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One causal product in canonical form; see `product_problem`.
+
+    All views share the axes `batch`; a broadcast axis has stride 0. Where `q` has more heads than
+    `k` or `v`, the head axis is split into (kv_heads, group). The states of two batch entries that
+    differ along a `shared` axis only are the same.
+    """
+
+    batch: tuple[int, ...]
+    shared: tuple[bool, ...]
+    groups: tuple[int, ...]  # the factors of the head axis, or ()
+    q_len: int  # equal to k_len but for readings at positions
+    k_len: int
+    qk_dim: int
+    v_dim: int
+    dtype: np.dtype[Any]
+    state_dtype: np.dtype[Any]  # float32, or float64 for float64
+    q: View | None  # (*batch, q_len, qk_dim)
+    k: View  # (*batch, k_len, qk_dim)
+    v: View  # (*batch, k_len, v_dim)
+    initial: View | None  # (*batch, qk_dim, v_dim)
+    out_shape: tuple[int, ...]  # the user's: (*user_batch, q_len, v_dim)
+    state_shape: tuple[int, ...]  # the user's: (*state_batch, qk_dim, v_dim)
+
+    def view(self, shape: Sequence[int], strides: Sequence[int], tail: int = 2) -> View:
+        """Return the view over `batch` of an array whose batch axes broadcast to the user's.
+
+        Its last `tail` axes are no batch axes.
+        """
+        axes = len(self.out_shape) - 2
+        cut = len(shape) - tail
+        steps = broadcasting.batch_strides(shape[:cut], strides[:cut], axes, self.groups)
+        return View((*self.batch, *shape[cut:]), (*steps, *strides[cut:]))
+
+
+def product_problem(
+    name: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    initial_state: Any = None,
+    *,
+    aligned: bool = True,
+) -> Product:
+    """Check the arrays of a causal product and bring them into canonical form.
+
+    Parameters
+    ----------
+    name : str
+        The public function that errors speak of.
+    q, k, v, initial_state : numpy.ndarray or cupy.ndarray, or None for the first and last
+        Native arrays; only their metadata is read.
+    aligned : bool, optional
+        Whether `q` has to have as many rows as `k`.
+
+    Returns
+    -------
+    Product
+
+    Raises
+    ------
+    TypeError, ValueError
+        With a message that names the argument, what it got and what is wanted.
+    """
+    named = {arg: x for arg, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+    lead = next(iter(named))
+    dtype = attention_problem.common_dtype(name, named)
+    state_dtype = attention_problem.sum_dtype(dtype)
+    if initial_state is not None and initial_state.dtype != state_dtype:
+        raise TypeError(
+            f"{name}: initial_state has dtype {initial_state.dtype}, want {state_dtype} "
+            f"for {lead} of {dtype}"
+        )
+    attention_problem.check_axes(name, named)
+    (k_len, qk_dim), v_dim = k.shape[-2:], v.shape[-1]
+    if v.shape[-2] != k_len:
+        raise ValueError(f"{name}: v has length {v.shape[-2]}, k has {k_len}")
+    if q is not None and q.shape[-1] != qk_dim:
+        raise ValueError(f"{name}: k has dim {qk_dim}, q has {q.shape[-1]}")
+    if q is not None and aligned and q.shape[-2] != k_len:
+        raise ValueError(f"{name}: k has length {k_len}, q has {q.shape[-2]}")
+    if initial_state is not None and initial_state.shape[-2:] != (qk_dim, v_dim):
+        raise ValueError(
+            f"{name}: initial_state has shape {initial_state.shape}, "
+            f"want (..., {qk_dim}, {v_dim}), the dims of k and v"
+        )
+
+    groups = () if q is None else broadcasting.head_groups(name, ("q", "k", "v"), q, k, v, True)
+    arrays = [*named.items()]
+    if initial_state is not None:
+        _check_state_heads(name, initial_state, named)
+        arrays.append(("initial_state", initial_state))
+    user_batch = broadcasting.broadcast_batch(name, groups, arrays, fewer=3)
+    axes = len(user_batch)
+    holders = [x.shape[:-2] for x in (k, v, initial_state) if x is not None]
+    extents = [broadcasting.batch_extents(shape, axes, groups) for shape in holders]
+
+    def view(array: Any) -> View:
+        return broadcasting.over(user_batch, groups, array, *array.shape[-2:])
+
+    q_len = 0 if q is None else q.shape[-2]
+    return Product(
+        batch=broadcasting.split_heads(user_batch, groups),
+        shared=tuple(all(n == 1 for n in sizes) for sizes in zip(*extents, strict=True)),
+        groups=groups,
+        q_len=q_len,
+        k_len=k_len,
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        dtype=dtype,
+        state_dtype=state_dtype,
+        q=None if q is None else view(q),
+        k=view(k),
+        v=view(v),
+        initial=None if initial_state is None else view(initial_state),
+        out_shape=(*user_batch, q_len, v_dim),
+        state_shape=(*_widest(holders), qk_dim, v_dim),
+    )
+
+
+def algorithm(name: str, value: Any, backend: str, dtype: np.dtype[Any]) -> str:
+    """Return `value`, the name of an algorithm that `backend` has for arrays of `dtype`."""
+    if not isinstance(value, str) or value not in ALGORITHMS:
+        wanted = ", ".join(map(repr, ALGORITHMS[:-1]))
+        raise ValueError(
+            f"{name}: algorithm is {checks.show(value)}, want {wanted} or {ALGORITHMS[-1]!r}"
+        )
+    reason = ""
+    if backend == "numpy":
+        reason = "is a GPU kernel, want 'auto' or 'chunked' for arrays on the CPU"
+    elif dtype != np.float32:
+        reason = f"is a kernel for float32, want 'auto' or 'chunked' for {dtype}"
+    if reason and value not in _ANY:
+        raise ValueError(f"{name}: algorithm is {value!r}, which {reason}")
+    return value
+
+
+def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return `ends`, ints from 0 to `k_len`, as an array."""
+    wanted = f"from 0 to {k_len}, the length of k"
+    try:
+        if isinstance(ends, _NO_POSITIONS):
+            raise TypeError
+        if not hasattr(ends, "shape"):
+            len(ends)  # what has none may never end
+        given = iter(ends)
+    except TypeError:
+        raise TypeError(
+            f"{name}: ends is {checks.show(ends)}, want a sequence of ints {wanted}"
+        ) from None
+    found = []
+    for i, end in enumerate(given):
+        try:
+            if isinstance(end, bool):
+                raise TypeError
+            found.append(operator.index(end))
+        except TypeError:
+            raise TypeError(
+                f"{name}: ends[{i}] is {checks.show(end)}, want an int {wanted}"
+            ) from None
+        if not 0 <= found[-1] <= k_len:
+            raise ValueError(f"{name}: ends[{i}] is {checks.show(end)}, want an int {wanted}")
+    return np.asarray(found, np.int64)
+
+
+def check_gradient(
+    name: str, arg: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> None:
+    """Raise unless `array` can be the gradient of a result of `shape` and `dtype`."""
+    if array.shape != shape:
+        raise ValueError(f"{name}: {arg} has shape {array.shape}, want {shape}")
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {dtype}")
+
+
+def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> None:
+    """Raise unless `state` has one head, or as many as one of `arrays`, by argument."""
+    if state.ndim < 3 or min(x.ndim for x in arrays.values()) < 4:
+        return
+    counts = sorted({1, *(x.shape[-3] for x in arrays.values())})
+    if counts != [1] and state.shape[-3] not in counts:
+        raise ValueError(
+            f"{name}: initial_state has {state.shape[-3]} heads, "
+            f"want {', '.join(map(str, counts[:-1]))} or {counts[-1]}"
+        )
+
+
+def _widest(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Broadcast batch shapes, in which the heads of one may divide those of another."""
+    axes = max(map(len, shapes))
+    padded = [(1,) * (axes - len(shape)) + tuple(shape) for shape in shapes]
+    return [0 if 0 in sizes else max(sizes) for sizes in zip(*padded, strict=True)]

@@ -1,0 +1,84 @@
+"""What scans over segments run on: stacks of a few entries, spread over threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fa_cupy.core import linear_problem
+from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.tiled import tile_sizes
+from fa_cupy.tiled.chunked_scan import Sizes
+from fa_cupy.tiled.segmented_scan import Array, Work
+
+# Work below this runs in the calling thread: starting a thread costs about 0.1 ms.
+_PARALLEL_FLOP = 2e7
+# Stacks are so small that there are this many, and sequences are cut into segments, of so many rows
+# at least, until the stacks are of four. A stack of one leaves threads waiting for the interpreter.
+_LEAST_TASKS = 8
+_LEAST_STACKED = 4
+_LEAST_SEGMENT = 512
+
+
+class Machine:
+    """`tiled.segmented_scan.Machine` for NumPy.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        Of sums.
+    """
+
+    xp: Any = np
+    # Longer chunks compute more scores in vain, shorter ones make products in which BLAS is slow;
+    # 64 measured best at dims of 64 and 128.
+    sizes = Sizes(chunk=64, state_chunk=256, most_rows=1024, least_chunk=16)
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+
+    @staticmethod
+    def segments(length: int, entries: int) -> int:
+        """Return into how many segments sequences are cut if there are so many states."""
+        wanted = math.ceil(_LEAST_TASKS * _LEAST_STACKED / max(1, entries))
+        # Every segment beyond the first costs a second sum of outer products.
+        enough = 1 if entries >= 2 * _LEAST_TASKS else wanted
+        return min(enough, max(1, length // _LEAST_SEGMENT))
+
+    def largest(self, problem: linear_problem.Product, entries: int) -> int:
+        """Return how many of so many entries make a stack at most."""
+        cols, chunk = problem.qk_dim + problem.v_dim, self.sizes.chunk
+        entry = (chunk * (2 * cols + chunk) + 2 * problem.qk_dim * problem.v_dim) * 4
+        return max(1, min(tile_sizes.CPU_CACHE_BYTES // entry, entries // _LEAST_TASKS))
+
+    def run(self, tasks: list[Any], work: Work, flop: float) -> None:
+        """Do all tasks, those whose results are not finite once more, exactly."""
+
+        def new_worker() -> Callable[[Any], None]:
+            steps = Steps(self._dtype)
+
+            def do(task: Any) -> None:
+                with np.errstate(all="ignore"):
+                    if not work(steps, task, False):
+                        work(steps, task, True)
+
+            return do
+
+        thread_pool.run(tasks, new_worker, flop > _PARALLEL_FLOP)
+
+    def accumulate(
+        self, sums: Array, first: Array | None, last: Array | None, reverse: bool
+    ) -> None:
+        """Turn sums over segments (n, segments, E, M) into states before them, and `last`."""
+        state = np.zeros_like(sums[:, 0]) if first is None else first
+        order = range(sums.shape[1])
+        for index in reversed(order) if reverse else order:
+            with np.errstate(all="ignore"):
+                following = state + sums[:, index]
+            sums[:, index], state = state, following
+        if last is not None:
+            last[...] = state

@@ -1,0 +1,250 @@
+"""The operations on tiles and on chunks, in NumPy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy.cpu import blas
+from fa_cupy.tiled import attention, chunked_scan, softcap
+
+Array = npt.NDArray[Any]
+
+# If the maxima of the first tile are within +-this, and until a score exceeds it, no maximum is
+# subtracted: exp(score) is used as it is, or exp(score - first) in a row whose first maximum is
+# below 0. The largest weight of each row is then from 1 to 1e14: sums are far from overflow, and
+# the products of the largest weight with small values do not underflow.
+_SMALL_SCORE = 16.0
+# Numbers below these are subnormal, and have fewer digits.
+_SMALLEST = {np.dtype(t): np.finfo(t).tiny for t in (np.float32, np.float64)}
+
+
+class _Queries(NamedTuple):
+    """Some queries, and how scores are made from them."""
+
+    q: Array
+    factor: np.floating[Any]  # of products with q
+    # Queries times the factor, where that takes digits away from the smallest of them: for scores
+    # that are too large for products of q alone.
+    scaled: Array | None = None
+
+
+class _Fold(NamedTuple):
+    """How a factor is shared between queries and their products."""
+
+    now: np.floating[Any]  # what queries are multiplied by, 1 at most
+    later: np.floating[Any]  # what products are
+    whole: np.floating[Any]
+
+
+@functools.lru_cache(maxsize=64)
+def _fold(factor: float, dtype: np.dtype[Any]) -> _Fold:
+    """Return how queries and products of `dtype` share a factor."""
+    now, later = softcap.split(factor) if abs(factor) < softcap.MOST else (1.0, factor)
+    with np.errstate(all="ignore"):
+        return _Fold(_exact(now, dtype), _exact(later, dtype), _exact(factor, dtype))
+
+
+def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
+    """Return `factor` for a product with an array, in float64 where float32 would round it.
+
+    Products with float64 take five times as long.
+    """
+    exact: np.floating[Any] = dtype.type(factor)
+    return exact if float(exact) == factor else np.float64(factor)
+
+
+class Steps:
+    """All for NumPy: `tiled.attention.Steps`, `tiled.attention_backward.Steps`, `tiled.chunked_scan.Steps`.
+
+    One a thread: scratch memory is its own.
+    """
+
+    xp: Any = np
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self._scratch: dict[str, Array] = {}
+        self._ones = np.ones(0, dtype)
+
+    def scratch(self, name: str, shape: tuple[int, ...]) -> Array:
+        size = math.prod(shape)
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.size < size:
+            raw = np.empty(size * self.dtype.itemsize + 63, np.uint8)
+            offset = -raw.ctypes.data % 64  # whole cache lines for vector loads
+            buffer = raw[offset : offset + size * self.dtype.itemsize].view(self.dtype)
+            self._scratch[name] = buffer
+        return buffer[:size].reshape(shape)
+
+    def queries(self, q: Array, factor: float) -> _Queries:
+        fold = _fold(factor, self.dtype)
+        scaled = self.scratch("q", q.shape)
+        np.multiply(q, fold.now, out=scaled, casting="unsafe")
+        if factor == 0 or fold.whole == fold.later or not self._any_subnormal(scaled, q):
+            return _Queries(scaled, fold.later)
+        plain = self.scratch("unscaled", q.shape)
+        np.copyto(plain, q, casting="unsafe")
+        return _Queries(plain, fold.whole, scaled if fold.later == 1 else None)
+
+    def _any_subnormal(self, scaled: Array, q: Array) -> bool:
+        """Whether queries that are not 0 are subnormal when scaled, and so have lost digits."""
+        magnitudes = self.scratch("magnitudes", q.shape)
+        np.abs(scaled, out=magnitudes)
+        if magnitudes.min(initial=np.inf) >= _SMALLEST[self.dtype]:
+            return False
+        return bool(((magnitudes < _SMALLEST[self.dtype]) & (q != 0)).any())
+
+    def scores(self, queries: _Queries, first: int, k: Array, out: Array) -> None:
+        keys = k.swapaxes(1, 2)
+        self.matmul(queries.q[:, first:], keys, out)
+        if queries.factor != 1:
+            np.multiply(out, queries.factor, out=out, casting="unsafe")
+        if queries.scaled is not None and not np.isfinite(out).all():
+            other = np.empty_like(out)
+            self.matmul(queries.scaled[:, first:], keys, other)
+            np.copyto(out, other, where=~np.isfinite(out) & np.isfinite(other))
+
+    def operand(self, name: str, x: Array) -> Array:
+        if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):
+            return x
+        out = self.scratch(name, x.shape)
+        np.copyto(out, x, casting="unsafe")
+        return out
+
+    def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
+        large = a.shape[1] * a.shape[2] * out.shape[2] > blas.SERIAL
+        if large and blas.matmul(a, b, out, add):
+            return
+        if add:
+            product = self.scratch("product", out.shape)
+            np.matmul(a, b, out=product)
+            np.add(out, product, out=out)
+        else:
+            np.matmul(a, b, out=out)
+
+    def add_bias(self, scores: Array, bias: Array) -> None:
+        np.add(scores, bias, out=scores, casting="unsafe")
+
+    def hidden(self, mask: Array) -> bool:
+        return not _distinct(mask).any()
+
+    def mask_scores(self, scores: Array, mask: Array) -> None:
+        mask = _distinct(mask)
+        if mask.all():
+            return
+        # +inf where a score may stay and -inf where not: fmin takes the number out of (NaN, -inf),
+        # and arithmetic is ten times as fast as a masked copy.
+        limit = self.scratch("limit", mask.shape)
+        np.subtract(mask, 0.5, out=limit, casting="unsafe")
+        np.multiply(limit, np.inf, out=limit)
+        np.fmin(scores, limit, out=scores)
+
+    def band_scores(self, scores: Array, shift: int, lower: int | None, upper: int | None) -> None:
+        _, m, n = scores.shape
+        # limit[i, j] depends on j - i only: a window that slides over one ramp.
+        ramp = np.full(m + n - 1, np.inf, self.dtype)  # ramp[j - i + m - 1]
+        if lower is not None:
+            ramp[: max(0, lower - shift + m - 1)] = -np.inf
+        if upper is not None:
+            ramp[max(0, upper - shift + m) :] = -np.inf
+        step = self.dtype.itemsize
+        limit = np.lib.stride_tricks.as_strided(ramp[m - 1 :], (m, n), (-step, step))
+        np.fmin(scores, limit, out=scores)
+
+    def softmax(self, rows: attention.Rows, scores: Array) -> None:
+        sums = self.scratch("sums", rows.total.shape)
+        if rows.unshifted and scores.max() <= _SMALL_SCORE:
+            self._exp(rows, scores)
+            self._sum(scores, sums)
+            np.add(rows.total, sums, out=rows.total)
+            return
+        top = self.scratch("new_top", rows.top.shape)
+        np.maximum.reduce(scores, axis=-1, keepdims=True, out=top)
+        if not rows.started and top.max() <= _SMALL_SCORE and (least := top.min()) >= -_SMALL_SCORE:
+            rows.started = rows.unshifted = True
+            rows.top.fill(0)
+            if least < 0:  # else all weights of a row are below 1: small values lose digits
+                np.minimum(top, 0, out=rows.top)
+                below: Array = np.less(top[0] if len(top) == 1 else top.min(axis=0), 0)
+                rows.lowered = len(below) - int(below[::-1].argmax())
+            self._exp(rows, scores)
+            self._sum(scores, rows.total)
+            return
+        rows.unshifted = False
+        if rows.started:
+            np.maximum(top, rows.top, out=top)
+        shift = np.where(top == -np.inf, 0, top)  # -inf - -inf would be NaN
+        np.subtract(scores, shift, out=scores)
+        np.exp(scores, out=scores)
+        self._sum(scores, sums)
+        if not rows.started:
+            np.copyto(rows.total, sums)
+        else:
+            if (top > rows.top).any():
+                decay = np.exp(rows.top - shift)
+                np.multiply(rows.total, decay, out=rows.total)
+                np.multiply(rows.acc, decay, out=rows.acc)
+            np.add(rows.total, sums, out=rows.total)
+        np.copyto(rows.top, top)
+        rows.started = True
+
+    def finish(self, rows: attention.Rows, out: Array, lse: Array) -> bool:
+        np.add(rows.top, np.log(rows.total), out=lse)
+        np.copyto(rows.total, 1, where=rows.total == 0)
+        found = out if out.dtype == self.dtype else rows.acc
+        np.divide(rows.acc, rows.total, out=found)
+        if found is not out:
+            self.store(out, found)
+        return self.finite(found)
+
+    def store(self, out: Array, value: Array) -> None:
+        np.copyto(out, value, casting="unsafe")
+
+    def load(self, out: Array, x: Array) -> None:
+        np.copyto(out, x, casting="unsafe")
+
+    def weigh(self, scores: Array, top: Array, total: Array | None) -> None:
+        np.subtract(scores, top, out=scores)
+        np.exp(scores, out=scores)
+        if total is not None and (total != 1).any():
+            np.divide(scores, total, out=scores)
+
+    def scale(self, x: Array, factor: float) -> None:
+        np.multiply(x, _exact(factor, self.dtype), out=x, casting="unsafe")
+
+    def triangle(self, size: int, reverse: bool) -> Array:
+        return chunked_scan.triangle(size, reverse)
+
+    def finite(self, x: Array) -> bool:
+        return bool(np.isfinite(x).all())
+
+    def _exp(self, rows: attention.Rows, scores: Array) -> None:
+        """Turn scores into weights in place; few rows have a top that is not 0, the first ones."""
+        if rows.lowered:
+            few = scores[:, : rows.lowered]
+            np.subtract(few, rows.top[:, : rows.lowered], out=few)
+        np.exp(scores, out=scores)
+
+    def _sum(self, weights: Array, out: Array) -> None:
+        """Row sums, as a product with ones: BLAS sums rows four times as fast as a reduction."""
+        if self._ones.size < weights.shape[-1]:
+            self._ones = np.ones(weights.shape[-1], self.dtype)
+        ones, sums = self._ones[: weights.shape[-1]], out[..., 0]
+        if not blas.sum_rows(weights, ones, sums):
+            np.matmul(weights, ones, out=sums)
+
+
+def _readable_by_blas(x: Array) -> bool:
+    """Whether matmul takes `x` (n, rows, cols) to BLAS, and not to a loop of its own."""
+    row, col = x.strides[1:]
+    return col == x.itemsize and row >= x.shape[2] * col and row % col == 0
+
+
+def _distinct(mask: Array) -> Array:
+    """Return `mask` with axes along which it is broadcast cut to length 1."""
+    return mask[tuple(slice(1) if s == 0 else slice(None) for s in mask.strides)]

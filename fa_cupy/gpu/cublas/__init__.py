@@ -1,0 +1,1 @@
+"""The algorithms on cuBLAS products: calls that have no kernel."""

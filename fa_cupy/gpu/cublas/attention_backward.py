@@ -1,0 +1,168 @@
+"""Gradients of attention by batched cuBLAS products on tiles, on CuPy arrays.
+
+Takes every dtype and head_dim, in float32 or float64 arithmetic. Columns of tiles follow on each
+other on one stream, so that sums have one order, and `fa_cupy.gpu.cublas.blas` gives each stream a
+workspace of its own: results are bitwise repeatable. Nothing waits for the device but one look at
+the end at whether all terms are finite; if not, all is computed again `exact`. It also says whether
+there are far rows, which are computed again with maximum and sum of their weights kept apart (see
+`fa_cupy.tiled.attention_backward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import cupy
+import numpy as np
+
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu import workspace
+from fa_cupy.gpu.cublas import attention, elementwise, linear_elementwise, tile_ops
+from fa_cupy.gpu.cublas.mask_tiles import TABLE_M, MaskTiles
+from fa_cupy.tiled import attention_backward, batching, gradients
+from fa_cupy.tiled.gradients import Operands
+from fa_cupy.tiled.softmax import FAR
+
+
+def backward(
+    problem: attention_problem.Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+) -> dict[str, Any]:
+    """Return the gradients named by `need`, for CuPy arrays on the current device and stream.
+
+    Parameters
+    ----------
+    problem : Problem
+        From `fa_cupy.core.attention_problem.attention_problem`.
+    inputs : tuple of cupy.ndarray or None
+        q, k, v, bias and mask, which `problem` was made from; the mask may be a BitMask.
+    results : tuple of cupy.ndarray or None
+        Output and LSE, and the gradients of both; that of the LSE may be None.
+    need : tuple of str
+        Of "q", "k", "v" and "bias".
+    empty : callable
+        ``empty(shape, dtype, like)`` returns memory for a result.
+    """
+    dims = f"head_dim {problem.head_dim} and v_dim {problem.v_dim}"
+    what = "the gradient of a bias" if "bias" in need else f"{problem.dtype} with {dims}"
+    workspace.refuse_products("attention_backward", what)
+    dtype = attention_problem.sum_dtype(problem.dtype)
+    grads = gradients.gradients(cupy, problem, inputs, need, dtype, empty)
+    # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than to float16.
+    steps = _Steps(dtype, problem.dtype.itemsize == 2)
+    if problem.q_len and problem.k_len:
+        arrays, views = gradients.arrays(cupy, problem, inputs, results, grads, dtype)
+        present = [view for view in views if view is not None]
+        stack, tile_m = attention._tile(
+            problem, dtype, attention._stack_length(present), problem.q_len
+        )
+        bits = inputs[4] if isinstance(inputs[4], BitMask) else None
+        # Queries that few of a tile's keys are seen by are computed for all of them.
+        tile_n = attention._TILE_N if bits is None else TABLE_M
+        stacks = [
+            gradients.operands(found, [*grads], *gradients.sparse(bits, found, MaskTiles))
+            for found in batching.stacks(cupy, arrays, views, stack)
+        ]
+        for x in stacks:
+            for rows in _bounds(problem.q_len, tile_m):
+                attention_backward.prepare(steps, x, *rows)
+        if results[1].size:
+            elementwise.mark_far(results[1], FAR, steps.spoiled)
+        _columns(steps, problem, stacks, (tile_m, tile_n), exact=False)
+        spoiled, far = steps.spoiled.get().tolist()
+        if far:
+            stacks = [_kept_apart(steps, problem, x, (tile_m, tile_n)) for x in stacks]
+            spoiled = _again(steps, problem, stacks, (tile_m, tile_n), grads, exact=False)
+        if spoiled:
+            _again(steps, problem, stacks, (tile_m, tile_n), grads, exact=True)
+    return {name: grad.finished(steps) for name, grad in grads.items()}
+
+
+def _kept_apart(
+    steps: _Steps, problem: attention_problem.Problem, x: Operands, tile: tuple[int, int]
+) -> Operands:
+    """Return a stack with maxima and sums of its far rows."""
+    tile_m, tile_n = tile
+    x, far = attention_backward.far_rows(steps, x, tile_m)
+    columns = [*_bounds(problem.k_len, tile_n)]
+    for rows in far:
+        attention_backward.keep_apart(steps, problem, x, rows, columns, tile_m)
+    return x
+
+
+def _again(
+    steps: _Steps,
+    problem: attention_problem.Problem,
+    stacks: list[Operands],
+    tile: tuple[int, int],
+    grads: dict[str, gradients.Gradient],
+    exact: bool,
+) -> bool:
+    """Compute all columns from the start, and return whether a term was not finite."""
+    for grad in grads.values():
+        grad.clear()
+    steps.spoiled.fill(0)
+    _columns(steps, problem, stacks, tile, exact)
+    return bool(steps.spoiled.get()[0])
+
+
+def _bounds(length: int, size: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, length, size):
+        yield begin, min(begin + size, length)
+
+
+def _columns(
+    steps: _Steps,
+    problem: attention_problem.Problem,
+    stacks: list[Operands],
+    tile: tuple[int, int],
+    exact: bool,
+) -> None:
+    tile_m, tile_n = tile
+    for x in stacks:
+        for keys in _bounds(problem.k_len, tile_n):
+            add = partial(_add, steps, x, keys)
+            attention_backward.column(steps, problem, x, keys, tile_m, add, exact)
+
+
+def _add(
+    steps: _Steps, x: Operands, keys: tuple[int, int], name: str, rows: tuple[int, int], term: Any
+) -> None:
+    if term is not None:
+        target = gradients.target(x, name, rows, keys)
+        gradients.accumulate(steps, target, gradients.reduced(target, term))
+
+
+class _Steps(attention._Steps):
+    """`tiled.attention_backward.Steps` for CuPy arrays on the current device and stream.
+
+    `spoiled` has two elements: set where a term is not finite, and where a row is far.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], tf32: bool) -> None:
+        super().__init__(dtype, tf32, tasks=2)
+
+    def matmul(self, a: Any, b: Any, out: Any, add: bool = False) -> None:
+        # `a` is never the caller's memory here: TF32 is for 16-bit inputs, which are converted.
+        if self._tf32:
+            elementwise.round_to_tf32(a)
+        tile_ops.Steps.matmul(self, a, b, out, add)
+
+    def weigh(self, scores: Any, top: Any, total: Any | None) -> None:
+        elementwise.weigh(top, scores.shape[-1], scores)
+        if total is not None:
+            cupy.divide(scores, total, out=scores)
+
+    def scale(self, x: Any, factor: float) -> None:
+        elementwise.scale(factor, x)
+
+    def finite(self, x: Any) -> bool:
+        if x.size:
+            linear_elementwise.mark(x, self.spoiled)
+        return True  # not known before `spoiled` is read

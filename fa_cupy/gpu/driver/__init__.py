@@ -1,0 +1,1 @@
+"""Compiling, loading and launching kernels, and the devices that they run on."""

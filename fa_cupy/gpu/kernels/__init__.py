@@ -1,0 +1,1 @@
+"""The host side of the kernels: variants, parameter structs, launches."""

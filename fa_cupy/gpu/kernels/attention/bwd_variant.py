@@ -1,0 +1,281 @@
+"""What a row of the kernels of attention backward says: one compiled variant of one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa_cupy.gpu.kernels.attention.bwd_structs import (
+    BACKWARD_PARAMS,
+    BWD_ROUND_PARAMS,
+    BWD_ROWS_PARAMS,
+    BWD_SM90_PARAMS,
+    REDO_PARAMS,
+)
+from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.variant import SHARED_LIMIT, Variant
+
+_GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
+# Work there, in bwd_keys_sm90.cu and in bwd_queries_sm90.cu
+_WORK_BYTES, _KEY_WORK_BYTES, _QUERY_WORK_BYTES = 52, 44, 48
+_NOTE_BYTES = 8  # TileNote
+_CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardVariant(Variant):
+    """A row of a kernel that runs where tensor maps and wgmma are.
+
+    Attributes
+    ----------
+    sections : tuple of int
+        Entries that take turns at giving the next block of keys, without a band and under one. A
+        block of keys may wait for those before it, so those that run together should be of some
+        entries; those of one entry read the same queries, so there should not be too many.
+    """
+
+    sections: tuple[int, int] = (16, 16)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The only target that has wgmma."""
+        return ("sm_90a",)
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Of the rows that serve a call, the one of the lowest rank gets it: smaller dims first."""
+        return (self.dim,)
+
+    @property
+    def piece_m(self) -> int:
+        """Queries of a piece of dQ; 0 where a row adds none up."""
+        return 0
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            ("FA_BF16", int(self.dtype == "bfloat16")),
+            ("FA_SHARED_BYTES", self.shared_bytes),
+            ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            ("FA_ROW_MAJOR", 0),  # words of masks, which headers know of
+        )
+
+    @property
+    def tiles(self) -> tuple[tuple[str, int], ...]:
+        """Those of a kernel that tensor maps feed."""
+        return (
+            ("FA_DIM", self.dim),
+            ("FA_TILE_M", self.tile_m),
+            ("FA_TILE_N", self.tile_n),
+            ("FA_STAGES", self.stages),
+            ("FA_SPARSE", int(self.sparse)),
+            ("FA_SM90_PARAMS_BYTES", BWD_SM90_PARAMS.itemsize),
+        )
+
+    @property
+    def notes(self) -> int:
+        """Bytes of what is told of the tiles in flight, under a mask, and of where feeders are."""
+        cursors = _CURSORS if self.sparse else 1
+        return _NOTE_BYTES * (self.stages if self.sparse else 1) + _CURSOR_BYTES * cursors
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdSm90(BackwardVariant):
+    """A row of ``bwd_sm90``: one warpgroup feeds two others, each of 64 keys.
+
+    Attributes
+    ----------
+    o_stages : int
+        Tiles of dO in flight; `stages` are those of Q.
+    slots : int
+        Places for a warpgroup's results on their way out.
+    stores : int
+        Threads that store results, each of which waits for turns. Three leave one that loads.
+    keep_sums : bool
+        Whether the L2 cache is to keep the sums of dQ rather than Q and dO.
+    late : bool
+        Whether dK of a tile is computed beside the exponentials of the next one.
+    soon : bool
+        Whether the scores of the next tile start before dV of this one is done; that takes more
+        registers.
+    delayed : bool
+        Whether dQ is that of the tile before, so that the two warpgroups need not keep step.
+    last_first : bool
+        Whether blocks of keys are given out from the last one on; see kLastFirst.
+    """
+
+    o_stages: int
+    slots: int
+    stores: int
+    keep_sums: bool
+    late: bool
+    soon: bool
+    delayed: bool
+    last_first: bool
+
+    @property
+    def piece_m(self) -> int:
+        """Queries of a piece of dQ: kPieceM."""
+        return self.tile_m if self.dim > 64 else self.tile_m // 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
+        tiles = row * (2 * self.tile_n + (self.stages + self.o_stages) * self.tile_m)
+        ds_stages = 2 if self.delayed else 1  # kDsStages
+        scores = 2 * self.tile_m * self.tile_n * ds_stages
+        rows = 8 * self.tile_m * self.stages
+        slots = _GROUPS * self.slots
+        rings = self.stages + self.o_stages + ds_stages + slots + _WORK_STAGES
+        tickets = self.slots if self.stores == self.slots else self.stores * self.slots
+        barriers = 4 + 2 * rings + _GROUPS * (tickets - self.slots)
+        end = 8 * barriers + _WORK_STAGES * _WORK_BYTES + self.notes
+        return tiles + scores + slots * 4 * 64 * self.piece_m + rows + -(-end // 16) * 16
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            *self.tiles,
+            ("FA_O_STAGES", self.o_stages),
+            ("FA_SLOTS", self.slots),
+            ("FA_STORES", self.stores),
+            ("FA_KEEP_SUMS", int(self.keep_sums)),
+            ("FA_LATE", int(self.late)),
+            ("FA_SOON", int(self.soon)),
+            ("FA_DELAYED", int(self.delayed)),
+            ("FA_LAST_FIRST", int(self.last_first)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdKeysSm90(BackwardVariant):
+    """A row of ``bwd_keys_sm90``: a warpgroup for dV, one for dK, and one that feeds them.
+
+    Attributes
+    ----------
+    sum_first : int
+        Bit 0: a tile's dV comes before the scores of the next one, not beside its exponentials.
+        Bit 1: so does dK. Tiles are given back sooner then.
+    """
+
+    sum_first: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
+        tiles = 64 * row * (2 + 2 * self.stages)
+        barriers = 4 + 5 * self.stages + 2 * _WORK_STAGES
+        end = 8 * barriers + _WORK_STAGES * _KEY_WORK_BYTES + self.notes
+        return tiles + (4 * 64 * 64 + 512) * self.stages + -(-end // 16) * 16
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, *self.tiles, ("FA_SUM_FIRST", self.sum_first))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdQueriesSm90(BackwardVariant):
+    """A row of ``bwd_queries_sm90``: two warpgroups of 64 queries each, and one that feeds them.
+
+    Attributes
+    ----------
+    v_stages : int
+        Tiles of V in flight; `stages` are those of K.
+    sum_first : int
+        1: a tile's dQ comes before the scores of the next one, not beside its exponentials.
+    """
+
+    v_stages: int
+    sum_first: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
+        tiles = row * (2 * self.tile_m + (self.stages + self.v_stages) * self.tile_n)
+        barriers = 2 * (_GROUPS + self.stages + self.v_stages + _WORK_STAGES)
+        end = 8 * barriers + _WORK_STAGES * _QUERY_WORK_BYTES + self.notes
+        return tiles + 8 * self.tile_m + -(-end // 16) * 16
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        more = ("FA_V_STAGES", self.v_stages), ("FA_SUM_FIRST", self.sum_first)
+        return (*super().defines, *self.tiles, *more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdRows(BackwardVariant):
+    """A row of ``bwd_rows``, for all dims, which runs anywhere; a thread reads `tile_m` queries."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All."""
+        return tuple(SHARED_LIMIT)
+
+    @property
+    def shared_bytes(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_THREADS", self.threads),
+            ("FA_UNROLL", self.tile_m),
+            ("FA_ROWS_PARAMS_BYTES", BWD_ROWS_PARAMS.itemsize),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdRound(BackwardVariant):
+    """A row of ``bwd_round``, for all dims."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: a piece, rounded."""
+        return 2 * self.tile_m * self.tile_n
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_THREADS", self.threads),
+            ("FA_TILE_M", self.tile_m),
+            ("FA_ROUND_PARAMS_BYTES", BWD_ROUND_PARAMS.itemsize),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdRedo(BackwardVariant):
+    """A row of ``bwd_redo``, which runs anywhere."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All that have its shared memory."""
+        return tuple(t for t, limit in SHARED_LIMIT.items() if self.shared_bytes <= limit)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        pitch = self.tile_m + 4  # kPitch
+        return 4 * (2 * self.tile_n * pitch + self.warps + 1)
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_DIM", self.dim),
+            ("FA_THREADS", self.threads),
+            ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
+            ("FA_REDO_PARAMS_BYTES", REDO_PARAMS.itemsize),
+        )

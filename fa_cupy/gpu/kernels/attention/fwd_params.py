@@ -1,0 +1,275 @@
+"""The parameter struct of the attention kernels, and how a problem fills it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View
+from fa_cupy.tiled.softcap import transform
+
+MAX_BATCH_AXES = 6
+MAX_GRID = 2**31 - 1
+#: Query and key indices are 32-bit inside a kernel; a tile may reach past the end.
+MAX_LENGTH = 2**31 - 2**16
+_INT32 = 2**31 - 1
+LOG2E = math.log2(math.e)
+
+#: The arrays a launch points to, in the order of the struct.
+POINTERS = ("q", "k", "v", "bias", "out", "lse", "debug")
+_OPERANDS = ("q", "k", "v", "out", "bias")
+_ROWS = ("q", "k", "v", "out")
+#: Rows and columns of a block of a mask.
+MASK_BLOCK = 128
+
+#: The same fields in the same order as ``struct MaskLists`` in ``cuda_src/common/mask_lists.cuh``:
+#: addresses, and a number. All 0 is no mask.
+MASK_LISTS = np.dtype(
+    [(name, np.uint64) for name in ("partial_begin", "partial_end", "partial", "words")]
+    + [(name, np.uint64) for name in ("full_begin", "full_end", "full", "entries", "order")]
+    + [("words_by_tile", np.int64)],
+    align=True,
+)
+
+#: The same fields in the same order as ``struct AttentionParams`` in
+#: ``cuda_src/common/attention_params.cuh``, which checks the size when it is compiled.
+ATTENTION_PARAMS = np.dtype(
+    [(name, np.uint64) for name in POINTERS]
+    + [("first_batch", np.int64), ("aligned", np.int32), ("batch_axes", np.int32)]
+    + [("mask", MASK_LISTS), ("bias_row", np.int64), ("bias_col", np.int64)]
+    + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _OPERANDS]
+    + [("batch_size", np.int64, (MAX_BATCH_AXES,))]
+    + [(f"{name}_row", np.int32) for name in _ROWS]
+    + [(name, np.int32) for name in ("q_len", "k_len", "head_dim", "v_dim", "q_tiles")]
+    + [(name, np.int32) for name in ("lower", "upper", "bias_kind", "transform")]
+    + [(name, np.float32) for name in ("exp2_scale", "scale", "softcap")],
+    align=True,
+)
+#: How a call writes its pointers, `first_batch` and `aligned` at the head of the struct.
+HEAD_FORMAT = "=7Qqi"
+#: Does it: buffer, place of the struct in it, seven pointers, first batch entry, aligned.
+pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
+#: Only the pointers.
+pack_pointers: Callable[..., None] = struct.Struct("=7Q").pack_into
+#: Where a call that has a mask writes it, from the beginning of the struct.
+MASK_AT = ATTENTION_PARAMS.fields["mask"][1] if ATTENTION_PARAMS.fields else 0
+MASK_FORMAT = "=9Qq"
+#: Does it: buffer, place of the mask in it, a `MaskPointers`.
+pack_mask: Callable[..., None] = struct.Struct(MASK_FORMAT).pack_into
+
+
+class MaskPointers(NamedTuple):
+    """What a launch is told of a mask: addresses in the order of `MASK_LISTS`.
+
+    Attributes
+    ----------
+    partial_begin, partial_end, partial, words, full_begin, full_end, full : int
+        Addresses of the lists.
+    entries : int
+        Address of the matrix of each batch entry of the call, int32.
+    order : int
+        Address of the order in which rows of blocks are taken, int32; 0 for the usual one.
+    words_by_tile : int
+        0 if a block's words lie at its place in `partial`; else row ``t`` has places for so many
+        key blocks, and block ``c`` has the words of place ``t * words_by_tile + c``.
+    """
+
+    partial_begin: int
+    partial_end: int
+    partial: int
+    words: int
+    full_begin: int
+    full_end: int
+    full: int
+    entries: int
+    order: int = 0
+    words_by_tile: int = 0
+
+    def of_part(self, entry: int, whole: bool) -> MaskPointers:
+        """Return what the launch of a part is told.
+
+        Parameters
+        ----------
+        entry : int
+            The batch entry of the call that is entry 0 of the part.
+        whole : bool
+            Whether the part is all of the call: `order` is for that only.
+        """
+        return self if whole else self._replace(entries=self.entries + 4 * entry, order=0)
+
+
+class Part(NamedTuple):
+    """One launch of a problem.
+
+    Attributes
+    ----------
+    offsets : tuple of int
+        Bytes from `POINTERS` to the arrays of its entry 0.
+    first_batch, blocks : int
+        The entry of its first block, how many blocks there are.
+    entry : int
+        Its entry 0, counted over all batch entries of the problem.
+    """
+
+    offsets: tuple[int, ...]
+    first_batch: int
+    blocks: int
+    entry: int = 0
+
+
+def collapse(
+    batch: tuple[int, ...], views: dict[str, View]
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Merge neighbouring batch axes that every view walks as one.
+
+    Parameters
+    ----------
+    batch : tuple of int
+    views : dict of View
+        Views over `batch`; their last two axes are left alone.
+
+    Returns
+    -------
+    sizes : list of int
+        The batch axes that are left, none of them 1.
+    strides : dict of list of int
+        Bytes along each of them, for each view.
+    """
+    sizes: list[int] = []
+    strides: dict[str, list[int]] = {name: [] for name in views}
+    for axis, size in enumerate(batch):
+        if size == 1:
+            continue
+        here = {name: view.strides[axis] for name, view in views.items()}
+        if sizes and all(strides[name][-1] == here[name] * size for name in views):
+            sizes[-1] *= size
+            for name in views:
+                strides[name][-1] = here[name]
+        else:
+            sizes.append(size)
+            for name in views:
+                strides[name].append(here[name])
+    return sizes, strides
+
+
+def band_limits(problem: Problem) -> tuple[int, int]:
+    """Return ``lower`` and ``upper`` of a problem, as a kernel's 32 bits hold them."""
+    lower = -_INT32 if problem.lower is None else _clip(problem.lower)
+    upper = _INT32 if problem.upper is None else _clip(problem.upper)
+    return lower, upper
+
+
+def transforms(problem: Problem) -> bool:
+    """Whether scale, softcap or bias change the scores before the softmax."""
+    # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
+    plain_scale = 1e-30 < problem.scale < 1e30
+    return problem.bias is not None or problem.softcap > 0 or not plain_scale
+
+
+def query_tiles(problem: Problem, tile_m: int) -> int:
+    """Return the tiles of query rows of a batch entry; with a mask, of whole blocks of rows."""
+    block = tile_m if problem.mask is None else MASK_BLOCK
+    return -(-problem.q_len // block) * (block // tile_m)
+
+
+def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any], list[Part], bool]:
+    """Return the parameter struct of a problem, all but its head, and the launches it takes.
+
+    Parameters
+    ----------
+    problem : Problem
+        With sizes and row strides that fit 32 bits.
+    out : View
+        Of the output, over ``problem.batch``.
+    tile_m : int
+        Query rows of a tile.
+
+    Returns
+    -------
+    params : numpy.ndarray
+        Shape (1,), dtype `ATTENTION_PARAMS`; a mask's lists, which move, are written by
+        `pack_mask`.
+    parts : list of Part
+        One, unless there are more batch axes or tiles than a launch takes.
+    aligned : bool
+        Whether all rows of q, k, v and out start at multiples of 16 bytes if the arrays do.
+    """
+    views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
+    item = dict.fromkeys(views, problem.dtype.itemsize)
+    if problem.bias is not None and problem.bias_dtype is not None:
+        views["bias"], item["bias"] = problem.bias, problem.bias_dtype.itemsize
+    sizes, strides = collapse(problem.batch, views)
+    outer = max(0, len(sizes) - MAX_BATCH_AXES)
+    axes = len(sizes) - outer
+
+    params = np.zeros(1, ATTENTION_PARAMS)
+    p = params[0]
+    for name, view in views.items():
+        p[f"{name}_row"] = view.strides[-2] // item[name]
+        p[f"{name}_batch"][:axes] = [s // item[name] for s in strides[name][outer:]]
+    p["batch_size"] = 1
+    p["batch_size"][:axes] = sizes[outer:]
+    p["batch_axes"] = axes
+    for name in ("q_len", "k_len", "head_dim", "v_dim"):
+        p[name] = getattr(problem, name)
+    p["q_tiles"] = query_tiles(problem, tile_m)
+    p["lower"], p["upper"] = band_limits(problem)
+    if problem.bias is not None and problem.bias_dtype is not None:
+        p["bias_col"] = problem.bias.strides[-1] // item["bias"]
+        p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
+    transformed = transforms(problem)
+    p["transform"] = transformed
+    p["exp2_scale"] = 1.0 if transformed else problem.scale * LOG2E
+    factor, cap = transform(problem, np.dtype(np.float32))
+    p["scale"], p["softcap"] = in_float32(factor), in_float32(cap)
+
+    strides["lse"] = [4 * problem.q_len * math.prod(sizes[a + 1 :]) for a in range(outer)]
+    found = list(parts(POINTERS, sizes, outer, strides, int(p["q_tiles"])))
+    steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
+    return params, found, all(step % 16 == 0 for step in steps)
+
+
+def parts(
+    pointers: Sequence[str],
+    sizes: list[int],
+    outer: int,
+    strides: dict[str, list[int]],
+    blocks: int,
+) -> Iterator[Part]:
+    """Yield the launches of batch entries that take `blocks` blocks each.
+
+    Parameters
+    ----------
+    pointers : sequence of str
+        The arrays a launch points to.
+    sizes, strides
+        From `collapse`; a pointer without strides stays where it is.
+    outer : int
+        How many of the axes are walked by launches, not by a kernel.
+    blocks : int
+    """
+    inner = math.prod(sizes[outer:])
+    entries = max(1, MAX_GRID // blocks)
+    for number, index in enumerate(itertools.product(*map(range, sizes[:outer]))):
+        offsets = tuple(
+            sum(i * s for i, s in zip(index, strides.get(name, ()), strict=False))
+            for name in pointers
+        )
+        for first in range(0, inner, entries):
+            yield Part(offsets, first, min(entries, inner - first) * blocks, number * inner)
+
+
+def in_float32(x: float) -> float:
+    """Keep an option inside float32, where a kernel computes: neither infinite nor 0 if not 0."""
+    if x == 0.0:
+        return x
+    return math.copysign(max(1.5e-45, min(3.4e38, abs(x))), x)
+
+
+def _clip(bound: int) -> int:
+    return max(-_INT32, min(_INT32, bound))

@@ -1,0 +1,190 @@
+"""The parameter struct of the causal products' kernels for SM90: tensor maps, states, jobs.
+
+A launch computes up to three products of the same batch entries and length, its jobs. A tensor map
+walks an array without a kernel's help, so these kernels take fewer layouts than those of
+`product_params`; `takes` says which.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy.core.broadcasting import View
+from fa_cupy.core.linear_problem import Product
+from fa_cupy.gpu.kernels.attention.fwd_params import MAX_GRID, MAX_LENGTH, collapse
+from fa_cupy.gpu.kernels.attention.fwd_sm90_params import (
+    DIM_STEP,
+    MAP_AXES,
+    MAP_BYTES,
+    MAPPED,
+    Geometry,
+    maps_walk,
+    padded,
+)
+
+#: Products of one launch, at most.
+MAX_JOBS = 3
+CHUNK = 64  # rows; a box is 64 rows of 128 bytes, which are a swizzled row
+_BOX_BYTES = 128
+#: Dims of 16-bit arrays are multiples of `DIM_STEP`; of float32, whose outputs no map stores, of
+#: as many columns as are 16 bytes, the step in which boxes are clipped.
+SINGLE_DIM_STEP = 4
+_STATES = ("initial", "state")
+
+
+#: The same fields in the same order as ``struct ProductJob`` in
+#: ``cuda_src/common/product_sm90.cuh``, which checks the size when it is compiled.
+PRODUCT_JOB = padded(
+    [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
+    + [(name, np.uint64) for name in (*_STATES, "workspace", "out")]
+    + [(f"{name}_batch", np.int64, (MAP_AXES,)) for name in (*_STATES, "out")]
+    + [(f"{name}_{axis}", np.int64) for name in _STATES for axis in ("row", "col")]
+    + [("out_row", np.int64)]
+    + [("size", np.int32, (MAP_AXES,))]
+    + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
+    + [(name, np.int32) for name in ("qk_dim", "v_dim", "tiles", "reverse")],
+    alignment=64,
+)
+#: ``struct ProductSm90Params`` there.
+PRODUCT_SM90_PARAMS = padded(
+    [("job", PRODUCT_JOB, (MAX_JOBS,))]
+    + [(name, np.int32) for name in ("jobs", "tiles", "chunks", "segments", "segment_chunks")]
+    + [("keep", np.int32), ("length", np.int32)],
+    alignment=64,
+)
+#: Where the pointers of a job follow its maps.
+POINTERS_AT = MAP_BYTES * len(MAPPED)
+#: Writes them: buffer, their place in it, initial state, state, workspace, output.
+pack_pointers: Callable[..., None] = struct.Struct("=4Q").pack_into
+
+
+class Job(NamedTuple):
+    """A product as `fa_cupy.gpu.linear_attention_plan.Plan` takes it.
+
+    Attributes
+    ----------
+    problem : Product
+    out : View
+        Of the output, over ``problem.batch``.
+    state : View or None
+        Of the last state, where it is wanted.
+    reverse : bool
+    """
+
+    problem: Product
+    out: View
+    state: View | None
+    reverse: bool
+
+    @property
+    def views(self) -> dict[str, View]:
+        """The arrays there are, by name; those with a map first."""
+        assert self.problem.q is not None
+        problem = self.problem
+        views = {"q": self.problem.q, "k": problem.k, "v": problem.v, "out": self.out}
+        states = {"initial": problem.initial, "state": self.state}
+        return views | {name: view for name, view in states.items() if view is not None}
+
+
+def takes(job: Job) -> bool:
+    """Whether the kernels can compute a product, if all pointers to rows are multiples of 16."""
+    problem = job.problem
+    if problem.q is None or problem.q_len != problem.k_len:
+        return False
+    dims = problem.qk_dim, problem.v_dim
+    step = dim_step(problem.dtype.name)
+    if not 1 <= problem.k_len <= MAX_LENGTH or min(dims) < 1 or any(d % step for d in dims):
+        return False
+    views = job.views
+    sizes, steps = collapse(problem.batch, views)
+    # The grid has so many blocks, times a few for split sequences of few entries.
+    blocks = math.prod(sizes) * -(-problem.v_dim // CHUNK) * MAX_JOBS
+    if len(sizes) > MAP_AXES or not 1 <= blocks <= MAX_GRID // 2:
+        return False
+    mapped = {name: views[name] for name in MAPPED}  # states are float32, and in any layout
+    return maps_walk(mapped, steps, problem.dtype.itemsize)
+
+
+def dim_step(dtype: str) -> int:
+    """Return what the dims of arrays are multiples of, or no kernel for SM90 takes them."""
+    return SINGLE_DIM_STEP if dtype == "float32" else DIM_STEP
+
+
+def fill(
+    jobs: Sequence[Job], tile_n: int, split: tuple[int, int]
+) -> tuple[np.ndarray[Any, Any], list[dict[str, Geometry]], int]:
+    """Return all of a launch that does not depend on pointers.
+
+    Parameters
+    ----------
+    jobs : sequence of Job
+        Those that `takes` accepts, with as many batch entries and rows each.
+    tile_n : int
+        Value columns of a block.
+    split : tuple of int
+        The segments of a sequence, and the rows of each but the last.
+
+    Returns
+    -------
+    params : numpy.ndarray
+        Of size 1, but for its maps and pointers.
+    maps : list of dict of Geometry
+        Of each job, by name.
+    blocks : int
+        Of a launch, for each segment.
+    """
+    filled = np.zeros(1, PRODUCT_SM90_PARAMS)
+    params = filled[0]
+    params["jobs"] = len(jobs)
+    params["chunks"] = -(-jobs[0].problem.k_len // CHUNK)
+    params["segments"] = split[0]
+    params["segment_chunks"] = -(-split[1] // CHUNK)
+    params["length"] = jobs[0].problem.k_len
+    maps = []
+    for job, p in zip(jobs, params["job"], strict=False):
+        maps.append(_fill_job(job, p))
+        p["tiles"] = -(-job.problem.v_dim // tile_n)
+    params["tiles"] = tiles = int(params["job"]["tiles"].max())
+    params["keep"] = tiles * len(jobs) > 1
+    entries = {math.prod(job.problem.batch) for job in jobs}
+    lengths = {job.problem.k_len for job in jobs}
+    assert len(entries) == len(lengths) == 1, "jobs of a launch have the same entries and rows"
+    return filled, maps, entries.pop() * tiles * len(jobs)
+
+
+def _fill_job(job: Job, p: Any) -> dict[str, Geometry]:
+    """Fill a job of the struct but for maps, pointers and `tiles`; return how to make the maps."""
+    problem, views = job.problem, job.views
+    sizes, steps = collapse(problem.batch, views)
+    missing = MAP_AXES - len(sizes)
+    sizes = [1] * missing + sizes
+    steps = {name: [0] * missing + steps[name] for name in views}
+    p["size"] = sizes
+    p["qk_dim"], p["v_dim"], p["reverse"] = problem.qk_dim, problem.v_dim, job.reverse
+    for name in ("q", "k", "v"):
+        p[f"{name}_step"] = [step != 0 for step in steps[name]]
+    item = problem.state_dtype.itemsize
+    for name in _STATES:
+        if name in views:
+            p[f"{name}_batch"] = [step // item for step in steps[name]]
+            row, col = views[name].strides[-2:]
+            p[f"{name}_row"], p[f"{name}_col"] = row // item, col // item
+    item = problem.dtype.itemsize
+    p["out_batch"] = [step // item for step in steps["out"]]
+    p["out_row"] = job.out.strides[-2] // item
+    maps = {}
+    for name in MAPPED:
+        view = views[name]
+        shape = [n if step else 1 for n, step in zip(sizes, steps[name], strict=True)]
+        shape.append(view.shape[-2])
+        strides = [*steps[name], view.strides[-2]]
+        # Along an axis of one entry the stride is any number; the driver wants one that it knows.
+        strides = [step if n > 1 else 16 for n, step in zip(shape, strides, strict=True)]
+        box = (1, 1, 1, CHUNK, _BOX_BYTES // item)
+        maps[name] = Geometry((*shape, view.shape[-1]), (*strides, item), box)
+    return maps

@@ -1,0 +1,1 @@
+"""Masks on a device."""

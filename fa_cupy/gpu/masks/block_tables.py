@@ -1,0 +1,168 @@
+"""Tables of masks on a device, for kernels of gradients: what they say of a block by its place.
+
+`cuda_src/common/mask_table.cuh` says what a table holds. Both tables, by blocks of queries and by
+blocks of keys, are made on the device from the lists of a mask, and nothing waits for them. Those
+of a `BitMask` are kept with its lists; those of an array of bool are made by every call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core.attention_problem import Problem
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.driver.devices import target_of_device
+from fa_cupy.gpu.driver.launch import capturing, launch
+from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
+from fa_cupy.gpu.kernels.mask.structs import MASK_TABLES_PARAMS, MASK_TURN_PARAMS
+from fa_cupy.gpu.kernels.mask.variants import SIDE, TABLES, TURN
+from fa_cupy.gpu.masks.binding import CallMask, Made, apart, device_lists, malloc
+from fa_cupy.gpu.masks.device_mask import DeviceMask, arrays_of
+from fa_cupy.gpu.workspace import temporaries
+from fa_cupy.layouts import BLOCK
+from fa_cupy.masks.blocks import Grid
+
+_WORDS = BLOCK * BLOCK // 32  # of a block
+_LINE = 32  # 32-bit words that arrays begin at multiples of: 128 bytes
+
+
+class Tables(NamedTuple):
+    """Both tables of a mask, as flat CuPy arrays.
+
+    Attributes
+    ----------
+    straight_places, turned_places, counts : cupy.ndarray of int32
+        Of all blocks.
+    straight_seen, turned_seen : cupy.ndarray of uint32
+        A bit for each block, rows of whole words.
+    straight_words, turned_words : cupy.ndarray of uint32
+    """
+
+    straight_places: Any
+    turned_places: Any
+    counts: Any
+    straight_seen: Any
+    turned_seen: Any
+    straight_words: Any
+    turned_words: Any
+
+    def pointers(self, entries: int) -> dict[str, int]:
+        """Return addresses by the names of `table_arrays`, with that of the entries."""
+        found = {f"mask_{name}": array.data.ptr for name, array in self._asdict().items()}
+        return {**found, "mask_turned_counts": self.counts.data.ptr, "mask_entries": entries}
+
+
+class CallTables:
+    """Says what launches of one kind of call are told of a mask.
+
+    Parameters
+    ----------
+    problem : Problem
+        With a mask, and with a query and a key.
+    device : int
+    """
+
+    __slots__ = ("_device", "_grid", "_lists")
+
+    def __init__(self, problem: Problem, device: int) -> None:
+        self._lists = CallMask(problem, device)
+        self._grid = Grid(problem.q_len, problem.k_len)
+        self._device = device
+
+    def __call__(self, mask: Any) -> tuple[dict[str, int], Any]:
+        """Return addresses by name, and what has to live until the launches are queued.
+
+        Parameters
+        ----------
+        mask : BitMask or cupy.ndarray of bool
+            Of the shape and strides that the problem says.
+        """
+        told, owners = self._lists(mask)
+        if isinstance(mask, BitMask):
+            found, kept = self._of_bits(mask)
+        else:
+            found = kept = self._made(owners[0])
+        return found.pointers(told.entries), (owners, kept)
+
+    def _of_bits(self, mask: BitMask) -> tuple[Tables, Any]:
+        every = mask._store.device_tables
+        kept: Made | None = every.get(self._device)
+        if kept is not None:
+            kept.wait()
+            return kept.found, kept
+        lists = device_lists(mask, self._device)
+        if not mask._store.only_on(self._device):
+            with apart() as stream:
+                kept = Made(make(lists, self._grid, self._device))
+                stream.synchronize()
+        elif capturing():
+            # The captured stream may be waiting for the lists, so that the graph makes its tables.
+            found = self._made(lists)
+            return found, found
+        else:
+            with cupy.cuda.using_allocator(malloc):
+                kept = Made(make(lists, self._grid, self._device))
+            kept.begin()
+        kept = every.setdefault(self._device, kept)
+        kept.wait()
+        return kept.found, kept
+
+    def _made(self, lists: DeviceMask) -> Tables:
+        with temporaries():
+            return make(lists, self._grid, self._device)
+
+
+def make(lists: DeviceMask, grid: Grid, device: int) -> Tables:
+    """Make both tables of a mask on the current stream, without waiting for it.
+
+    Parameters
+    ----------
+    lists : DeviceMask
+    grid : Grid
+        The size of the mask's matrices, neither side 0.
+    device : int
+        The current one.
+    """
+    rows, columns = grid.q_tiles, grid.k_tiles
+    matrices = len(lists.partial_begin) // rows
+    blocks = matrices * rows * columns
+    q_sides, k_sides = -(-rows // SIDE), -(-columns // SIDE)
+    places = lists.words.size // _WORDS
+    sizes = (blocks, blocks, blocks, matrices * rows * k_sides, matrices * columns * q_sides)
+    kinds = (np.int32, np.int32, np.int32, np.uint32, np.uint32)
+    padded = [-(-n // _LINE) * _LINE for n in (*sizes, places * _WORDS)]
+    arrays = arrays_of(*zip(padded, (*kinds, np.uint32), strict=True))
+    words = lists.words.reshape(-1)
+    found = Tables(
+        straight_places=arrays[0], turned_places=arrays[1], counts=arrays[2],
+        straight_seen=arrays[3], turned_seen=arrays[4],
+        straight_words=words, turned_words=arrays[5],
+    )  # fmt: skip
+    target = str(target_of_device(device))
+
+    struct = np.zeros(1, MASK_TABLES_PARAMS)
+    struct["lists"] = tuple(_pointers(lists))
+    struct["straight"], struct["turned"] = (x.data.ptr for x in arrays[:2])
+    struct["counts"] = found.counts.data.ptr
+    struct["straight_seen"], struct["turned_seen"] = (x.data.ptr for x in arrays[3:5])
+    struct["q_blocks"], struct["k_blocks"] = rows, columns
+    kernel = compile.load(TABLES, target, device)
+    launch(kernel, matrices * q_sides * k_sides, TABLES.threads, TABLES.shared_bytes, struct)
+    if places:
+        struct = np.zeros(1, MASK_TURN_PARAMS)
+        struct["words"], struct["turned"] = words.data.ptr, found.turned_words.data.ptr
+        struct["blocks"] = places
+        if lists.words_by_tile:  # there is room for the words of all blocks
+            struct["places"] = found.straight_places.data.ptr
+        kernel = compile.load(TURN, target, device)
+        launch(kernel, -(-places // TURN.warps), TURN.threads, TURN.shared_bytes, struct)
+    return found
+
+
+def _pointers(lists: DeviceMask) -> MaskPointers:
+    arrays = {name: getattr(lists, name).data.ptr for name in lists._fields[:-1]}
+    return MaskPointers(**arrays, entries=0, words_by_tile=lists.words_by_tile)

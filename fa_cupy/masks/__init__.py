@@ -1,0 +1,1 @@
+"""Masks of 128 x 128 blocks on the host."""

@@ -1,0 +1,282 @@
+"""Blocks of one or more mask matrices: states, words, and the arithmetic on them.
+
+A matrix of q_len x k_len bits is cut into blocks of 128 x 128. A block is *empty* if no bit of its
+part inside the matrix is True, *full* if all of them are, and else *partial*. Blocks at the right
+and lower ends of the matrix stick out of it; the bits out there are 0 and count for nothing, so the
+last block of a causal row of blocks is as full as any other: whoever reads a full block knows the
+lengths.
+
+Blocks that are not empty are listed, each list in ascending order, and partial ones bring their 512
+words, in the fragment order of `fa_cupy.layouts`. Every function here returns tight blocks: none
+listed that is empty, none partial that is full, so that equal matrices have equal lists.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy import layouts
+from fa_cupy.layouts import BLOCK
+
+Array = npt.NDArray[Any]
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+WORDS = layouts.ORDERS["fragment"]
+CHUNK = 64  # blocks unpacked at a time: 1 MB of bools
+LONGEST = 2**31  # lengths are below, so that key numbers, and those of tiles, are int32
+
+
+class Grid(NamedTuple):
+    """The size of a matrix, in bits and in blocks."""
+
+    q_len: int
+    k_len: int
+
+    @property
+    def q_tiles(self) -> int:
+        """Rows of blocks."""
+        return -(-self.q_len // BLOCK)
+
+    @property
+    def k_tiles(self) -> int:
+        """Columns of blocks."""
+        return -(-self.k_len // BLOCK)
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (q_tile, begin, end) of each row of blocks, `end` within the matrix."""
+        for q_tile in range(self.q_tiles):
+            yield q_tile, BLOCK * q_tile, min(BLOCK * (q_tile + 1), self.q_len)
+
+    def inside(self, keys: Array) -> Array:
+        """Return words of blocks in which just the bits inside the matrix are set."""
+        q_tile, k_tile = np.divmod(keys, max(1, self.k_tiles))
+        kind = (q_tile == self.q_tiles - 1) * 2 + (k_tile == self.k_tiles - 1)
+        words: Array = inside_words(self)[kind]
+        return words
+
+
+class Blocks(NamedTuple):
+    """The blocks of one matrix; a block's key is ``q_tile * k_tiles + k_tile``."""
+
+    partial: Array  # (p,) int64, ascending
+    words: Array  # (p, 8, 32, 2) uint32
+    full: Array  # (f,) int64, ascending
+
+    def find(self, keys: Array) -> tuple[Array, Array]:
+        """Return the state of each block of `keys`, and where partial ones stand in the list."""
+        state = np.zeros(len(keys), np.int8)
+        place = np.searchsorted(self.partial, keys)
+        for listed, value in ((self.partial, PARTIAL), (self.full, FULL)):
+            if len(listed):
+                near = np.minimum(np.searchsorted(listed, keys), len(listed) - 1)
+                state[listed[near] == keys] = value
+        return state, place
+
+
+class BlockLists(NamedTuple):
+    """The blocks of all matrices of a mask, by rows of blocks.
+
+    Row ``t = matrix * q_tiles + q_tile`` lists the key tiles
+    ``partial[partial_begin[t] : partial_begin[t + 1]]``, whose words are those of the same places,
+    and ``full[full_begin[t] : full_begin[t + 1]]``.
+    """
+
+    partial_begin: Array  # (matrices * q_tiles + 1,) int64
+    partial: Array  # (p,) int32
+    words: Array  # (p, 8, 32, 2) uint32, in fragment order
+    full_begin: Array  # (matrices * q_tiles + 1,) int64
+    full: Array  # (f,) int32
+
+    def blocks(self, grid: Grid, matrix: int) -> Blocks:
+        """Return the blocks of one matrix; their words are a view."""
+        rows = slice(matrix * grid.q_tiles, (matrix + 1) * grid.q_tiles + 1)
+        keys = []
+        for begin, tiles in ((self.partial_begin, self.partial), (self.full_begin, self.full)):
+            ends = begin[rows]
+            first = np.repeat(np.arange(grid.q_tiles) * grid.k_tiles, np.diff(ends))
+            keys.append(first + tiles[ends[0] : ends[-1]])
+        ends = self.partial_begin[rows]
+        return Blocks(keys[0], self.words[ends[0] : ends[-1]], keys[1])
+
+    def row(self, t: int, begin: int, end: int) -> tuple[Array, Array, Array]:
+        """Return partial key tiles from `begin` to `end` in a row, their words, and full tiles."""
+        p, f = (
+            first[t] + np.searchsorted(tiles[first[t] : first[t + 1]], (begin, end))
+            for first, tiles in (
+                (self.partial_begin, self.partial),
+                (self.full_begin, self.full),
+            )
+        )
+        return self.partial[slice(*p)], self.words[slice(*p)], self.full[slice(*f)]
+
+
+class Builder:
+    """Collects the blocks of one matrix, row of blocks by row of blocks."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._parts = [_none()]
+
+    def add(self, q_tile: int, k_tiles: Array, words: Array) -> None:
+        """Add blocks of one row; their `words`, whatever they hold, may be overwritten."""
+        keys = q_tile * self.grid.k_tiles + k_tiles
+        self._parts.append(tightened(self.grid, keys, words))
+
+    def add_full(self, q_tile: int, k_tiles: Array) -> None:
+        """Add full blocks of one row."""
+        keys = q_tile * self.grid.k_tiles + k_tiles
+        self._parts.append(_none()._replace(full=keys.astype(np.int64)))
+
+    def finish(self) -> Blocks:
+        """Return all of them; the builder is empty then."""
+        parts, self._parts = self._parts, [_none()]
+        partial, words, full = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return Blocks(partial, words, np.sort(full))
+
+
+def chunks(count: int) -> Iterator[slice]:
+    """Yield slices of `CHUNK` that cover `count` blocks."""
+    for begin in range(0, count, CHUNK):
+        yield slice(begin, min(begin + CHUNK, count))
+
+
+def tightened(grid: Grid, keys: Array, words: Array, full: Array | None = None) -> Blocks:
+    """Return blocks by what their words hold, bits outside the matrix cleared in place.
+
+    Parameters
+    ----------
+    grid : Grid
+    keys : ndarray, shape (p,)
+        Ascending.
+    words : ndarray of uint32, shape (p, 8, 32, 2)
+    full : ndarray, optional
+        Keys of further blocks that are full, ascending.
+    """
+    state = np.empty(len(keys), np.int8)
+    for part in chunks(len(keys)):
+        inside = grid.inside(keys[part])
+        words[part] &= inside
+        some = words[part].any(axis=(1, 2, 3))
+        state[part] = some.astype(np.int8) + (words[part] == inside).all(axis=(1, 2, 3))
+    whole = keys[state == FULL].astype(np.int64, copy=False)
+    if full is not None:
+        whole = np.sort(np.concatenate([full, whole]))
+    kept = state == PARTIAL
+    if not kept.all():
+        keys, words = keys[kept], words[kept]
+    return Blocks(keys.astype(np.int64, copy=False), words, whole)
+
+
+def are_tight(grid: Grid, keys: Array, words: Array) -> bool:
+    """Return whether blocks are partial, all of them, and have no bits outside the matrix."""
+    for part in chunks(len(keys)):
+        inside, found = grid.inside(keys[part]), words[part]
+        full = (found == inside).all(axis=(1, 2, 3))
+        if (found & ~inside).any() or full.any() or not found.any(axis=(1, 2, 3)).all():
+            return False
+    return True
+
+
+def inverted(grid: Grid, blocks: Blocks) -> Blocks:
+    """Return the blocks of the matrix with every bit changed."""
+    listed = np.zeros(grid.q_tiles * grid.k_tiles, np.bool_)
+    listed[blocks.partial] = listed[blocks.full] = True
+    words = blocks.words.copy()
+    for part in chunks(len(words)):
+        words[part] ^= grid.inside(blocks.partial[part])
+    return Blocks(blocks.partial, words, np.flatnonzero(~listed))
+
+
+def transposed(grid: Grid, blocks: Blocks) -> Blocks:
+    """Return the blocks of the transposed matrix, the bits of each transposed too."""
+
+    def turned(keys: Array) -> Array:
+        q_tile, k_tile = np.divmod(keys, max(1, grid.k_tiles))
+        return k_tile * grid.q_tiles + q_tile
+
+    keys = turned(blocks.partial)
+    order = np.argsort(keys)
+    words = np.empty_like(blocks.words)
+    for part in chunks(len(words)):
+        bits = layouts.unpack(blocks.words[order[part]])
+        words[part] = layouts.pack(bits.swapaxes(1, 2))
+    return Blocks(keys[order], words, np.sort(turned(blocks.full)))
+
+
+def combined(grid: Grid, a: Blocks, b: Blocks, op: Callable[..., Array]) -> Blocks:
+    """Return the blocks of ``op(a, b)``, `op` being `numpy.bitwise_and` or `numpy.bitwise_or`."""
+    keys = functools.reduce(np.union1d, (a.partial, a.full, b.partial, b.full))
+    (a_state, a_place), (b_state, b_place) = a.find(keys), b.find(keys)
+    # A full block is the neutral one of `and`, an empty one that of `or`; the other decides alone.
+    both = op is np.bitwise_and
+    state = np.minimum(a_state, b_state) if both else np.maximum(a_state, b_state)
+    mixed = np.flatnonzero(state == PARTIAL)
+    words = np.full((len(mixed), *WORDS), 0xFFFFFFFF if both else 0, np.uint32)
+    for part in chunks(len(mixed)):
+        at = mixed[part]
+        for blocks, states, place in ((a, a_state, a_place), (b, b_state, b_place)):
+            has_words = states[at] == PARTIAL
+            theirs = blocks.words[place[at[has_words]]]
+            words[part][has_words] = op(words[part][has_words], theirs)
+    return tightened(grid, keys[mixed], words, keys[state == FULL])
+
+
+def bit_count(grid: Grid, blocks: Blocks) -> int:
+    """Return how many bits of the matrix are set."""
+    tile = np.divmod(blocks.full, max(1, grid.k_tiles))
+    sizes = [np.minimum(BLOCK, n - BLOCK * t) for t, n in zip(tile, grid, strict=True)]
+    return int((sizes[0] * sizes[1]).sum()) + _ones(blocks.words)
+
+
+def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
+    """Return the lists of several matrices of one size, read-only and in one memory each."""
+    lists: list[Array] = []
+    for keys in ([m.partial for m in matrices], [m.full for m in matrices]):
+        begin = np.zeros(len(matrices) * grid.q_tiles + 1, np.int64)
+        for i, of_matrix in enumerate(keys):
+            row = slice(1 + i * grid.q_tiles, 1 + (i + 1) * grid.q_tiles)
+            q_tile = of_matrix // max(1, grid.k_tiles)
+            begin[row] = np.bincount(q_tile, minlength=grid.q_tiles)
+        tiles = [(of_matrix % max(1, grid.k_tiles)).astype(np.int32) for of_matrix in keys]
+        lists += [np.cumsum(begin), np.concatenate([np.empty(0, np.int32), *tiles])]
+    # The words of a single matrix, by far the most memory, stay where they are.
+    words = [m.words for m in matrices]
+    whole = words[0] if len(words) == 1 else np.concatenate([_none().words, *words])
+    result = BlockLists(lists[0], lists[1], whole, lists[2], lists[3])
+    for array in result:
+        array.flags.writeable = False
+    return result
+
+
+def _ones(words: Any) -> int:
+    if not isinstance(words, np.ndarray):
+        from fa_cupy.gpu.masks import device_mask
+
+        return device_mask.count_ones(words)
+    table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype="u1")
+    flat = words.reshape(-1)
+    step = CHUNK * BLOCK * BLOCK // layouts.WORD_BITS
+    parts = (flat[begin : begin + step].view(np.uint8) for begin in range(0, len(flat), step))
+    return sum(int(table[part].sum(dtype=np.int64)) for part in parts)
+
+
+@functools.lru_cache(maxsize=64)
+def inside_words(grid: Grid) -> Array:
+    """Return the words of blocks inside, at the right end, at the lower end and at both."""
+    rows, cols = ((n - 1) % BLOCK + 1 if n else 0 for n in grid)
+    bits = np.zeros((2, 2, BLOCK, BLOCK), np.bool_)
+    for low in range(2):
+        for right in range(2):
+            bits[low, right, : rows if low else BLOCK, : cols if right else BLOCK] = True
+    words: Array = layouts.pack(bits).reshape(4, *WORDS)
+    return words
+
+
+def _none() -> Blocks:
+    empty = np.empty(0, np.int64)
+    return Blocks(empty, np.empty((0, *WORDS), np.uint32), empty)

@@ -1,0 +1,125 @@
+"""From arrays, indices, sparse matrices and functions to blocks, one row of blocks at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy import layouts
+from fa_cupy.layouts import BLOCK
+from fa_cupy.masks import blocks
+from fa_cupy.masks import checks as inputs
+from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, Blocks, Builder, Grid
+
+Array = npt.NDArray[Any]
+Made = TypeVar("Made")
+
+
+def from_rows(
+    make: Callable[[Grid, Sequence[Blocks], Array], Made],
+    grid: Grid,
+    array: Array,
+    add_row: Callable[[Builder, Array, int, int, int], None],
+) -> Made:
+    """Return ``make(grid, matrices, entries)`` for an array with a matrix a batch entry.
+
+    Parameters
+    ----------
+    make : callable
+    grid : Grid
+        Of the matrices.
+    array : ndarray, shape (..., q_len, any)
+        A batch axis of stride 0 is gone through once.
+    add_row : callable
+        ``add_row(builder, matrix, q_tile, begin, end)`` adds one row of blocks.
+    """
+    batch = array.shape[:-2]
+    own = [min(n, 1) if stride == 0 else n for n, stride in zip(batch, array.strides, strict=False)]
+    matrices = []
+    for index in np.ndindex(*own):
+        builder = Builder(grid)
+        for row in grid.rows():
+            add_row(builder, array[index], *row)
+        matrices.append(builder.finish())
+    return make(grid, matrices, np.broadcast_to(np.arange(len(matrices)).reshape(own), batch))
+
+
+def add_dense(builder: Builder, matrix: Array, q_tile: int, begin: int, end: int) -> None:
+    """Add a row of blocks of a matrix of bool."""
+    for part in blocks.chunks(builder.grid.k_tiles):
+        some = matrix[begin:end, part.start * BLOCK : part.stop * BLOCK]
+        builder.add(q_tile, np.arange(part.start, part.stop), _words_of(some))
+
+
+def add_indices(builder: Builder, matrix: Array, q_tile: int, begin: int, end: int) -> None:
+    """Add a row of blocks in which each query sees the keys of its row of `matrix`."""
+    keys = matrix[begin:end]
+    queries, place = np.nonzero(keys >= 0)
+    _add_entries(builder, q_tile, queries, keys[queries, place].astype(np.int64))
+
+
+def of_csr(grid: Grid, csr: Any) -> Blocks:
+    """Return the blocks of a canonical CSR matrix."""
+    builder = Builder(grid)
+    for q_tile, begin, end in grid.rows():
+        ends = csr.indptr[begin : end + 1]
+        part = slice(ends[0], ends[-1])
+        queries = np.repeat(np.arange(end - begin), np.diff(ends))
+        stored = csr.data[part] != 0
+        keys = csr.indices[part][stored].astype(np.int64)
+        _add_entries(builder, q_tile, queries[stored], keys)
+    return builder.finish()
+
+
+def of_function(
+    name: str,
+    grid: Grid,
+    function: Callable[..., Any],
+    block_states: Callable[..., Any] | None,
+    index: tuple[int, ...],
+) -> Blocks:
+    """Return the blocks of a batch entry; see `fa_cupy.BitMask.from_function`."""
+    builder = Builder(grid)
+    k_begin = BLOCK * np.arange(grid.k_tiles)
+    k_end = np.minimum(k_begin + BLOCK, grid.k_len)
+    for q_tile, begin, end in grid.rows():
+        asked = np.arange(grid.k_tiles)
+        if block_states is not None:
+            found = block_states(*index, begin, end, k_begin.copy(), k_end.copy())
+            states = inputs.fitted(name, "block_states", found, k_begin.shape)
+            inputs.check_states(name, "what block_states returns", states, kinds="iu")
+            builder.add_full(q_tile, np.flatnonzero(states == FULL))
+            asked = np.flatnonzero(states == PARTIAL)
+        queries = np.arange(begin, end)[:, None]
+        for part in blocks.chunks(len(asked)):
+            keys = (k_begin[asked[part], None] + np.arange(BLOCK)).reshape(1, -1)
+            keys = keys[:, keys[0] < grid.k_len]  # only the last block sticks out
+            found = function(*index, queries, keys)
+            seen = inputs.fitted(name, "function", found, (end - begin, keys.shape[1]))
+            if seen.dtype != np.bool_:
+                raise TypeError(f"{name}: function returns dtype {seen.dtype}, want bool")
+            builder.add(q_tile, asked[part], _words_of(seen))
+    return builder.finish()
+
+
+def _words_of(seen: Array) -> Array:
+    """Return the words of one row of blocks from its bits, shape (at most 128, cols)."""
+    count = -(-seen.shape[1] // BLOCK)
+    bits = np.zeros((BLOCK, count * BLOCK), np.bool_)
+    bits[: seen.shape[0], : seen.shape[1]] = seen
+    words: Array = layouts.pack(bits.reshape(BLOCK, count, BLOCK).swapaxes(0, 1))
+    return words
+
+
+def _add_entries(builder: Builder, q_tile: int, queries: Array, keys: Array) -> None:
+    """Add to one row of blocks the bits at (query of the row, key), which may be repeated."""
+    k_tile, col = np.divmod(keys, BLOCK)
+    tiles, place = np.unique(k_tile, return_inverse=True)
+    words = np.zeros((len(tiles), *WORDS), np.uint32)
+    word, bit = layouts.fragment_address(queries, col)
+    word += place * (BLOCK * BLOCK // layouts.WORD_BITS)
+    np.bitwise_or.at(words.reshape(-1), word, np.uint32(1) << bit.astype(np.uint32))
+    builder.add(q_tile, tiles, words)

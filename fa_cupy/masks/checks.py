@@ -1,0 +1,181 @@
+"""Checks of what the constructors of masks are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import checks
+from fa_cupy.masks.blocks import EMPTY, FULL, LONGEST, WORDS, Grid
+
+Array = npt.NDArray[Any]
+
+# The arrays of a sparse matrix by its format, where turning it into CSR follows indices without a
+# look at them; other formats look for themselves.
+_PARTS = {
+    **dict.fromkeys(("bsr", "csc", "csr"), ("data", "indices", "indptr")),
+    "coo": ("data", "row", "col"),
+    "dia": ("data", "offsets"),
+}
+
+
+def native(name: str, **arrays: Any) -> core_arrays.Native:
+    """Return arguments of 2 axes or more, of one library and device, as NumPy or CuPy arrays.
+
+    All but the first may be None.
+    """
+    lead = next(iter(arrays))
+    if arrays[lead] is None:
+        raise TypeError(f"{name}: {lead} is None, want an array")
+    found = core_arrays.to_native(name, **arrays)
+    for arg, array in zip(arrays, found.arrays, strict=True):
+        if array is not None and array.ndim < 2:
+            raise ValueError(f"{name}: {arg} has shape {array.shape}, want at least 2 axes")
+    return found
+
+
+def length(name: str, arg: str, value: Any) -> int:
+    """Return a number of queries, keys or batch entries."""
+    return checks.whole(name, arg, value, "an int >= 0 and below 2**31", range(LONGEST))
+
+
+def grid(name: str, arg: str, shape: Sequence[int]) -> Grid:
+    """Return the size of a mask's matrices, which have the last axes of an argument's `shape`."""
+    if max(shape[-2:]) >= LONGEST:
+        raise ValueError(f"{name}: {arg} has shape {tuple(shape)}, want axes shorter than 2**31")
+    return Grid(*shape[-2:])
+
+
+def lengths(name: str, shape: Any) -> list[int]:
+    """Return the shape of a mask."""
+    known = isinstance(shape, Sequence) or (isinstance(shape, np.ndarray) and shape.ndim == 1)
+    if not known or isinstance(shape, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"{name}: shape is {checks.show(shape)}, want a sequence of ints")
+    found = [length(name, f"shape[{i}]", n) for i, n in enumerate(shape)]
+    if len(found) < 2:
+        raise ValueError(f"{name}: shape is {tuple(found)}, want at least 2 axes")
+    return found
+
+
+def check_callable(name: str, arg: str, value: Any, wanted: str) -> None:
+    """Raise unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name}: {arg} is {checks.show(value)}, want {wanted}")
+
+
+def of_one_device(name: str, matrices: list[Any]) -> core_arrays.Native:
+    """Return the data of sparse matrices, which are all of one library and device."""
+    data = {f"matrix[{i}]": matrix.data for i, matrix in enumerate(matrices)}
+    return core_arrays.to_native(name, **data)
+
+
+def as_csr(name: str, arg: str, matrix: Any) -> Any:
+    """Return a sparse matrix in CSR form, with one stored element a place if it is SciPy's."""
+    if not hasattr(matrix, "tocsr") or isinstance(matrix, type):
+        raise TypeError(f"{name}: {arg} is {checks.show(matrix)}, want a scipy.sparse matrix")
+    if len(matrix.shape) != 2:
+        raise ValueError(f"{name}: {arg} has shape {matrix.shape}, want 2 axes")
+    grid(name, arg, matrix.shape)  # before SciPy makes room for that many rows
+    parts = _PARTS.get(getattr(matrix, "format", ""), ())
+    found = None
+    if parts and all(hasattr(matrix, part) for part in parts):  # other libraries have formats too
+        found = _checked_parts(name, {f"{arg}.{part}": getattr(matrix, part) for part in parts})
+    try:
+        if found is None:
+            csr = matrix.tocsr()
+        elif found.backend == "numpy":
+            csr = _sound(matrix, *found.arrays).tocsr()
+        else:  # elements of one place are summed on their device
+            from fa_cupy.gpu.masks import build
+
+            with found.context:
+                build.check_sparse(matrix)
+                return matrix.tocsr()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {arg} is not a valid sparse matrix: {error}") from error
+    if found is None:
+        if csr is matrix:
+            raise TypeError(f"{name}: {arg}.tocsr() is no CSR matrix, want a scipy.sparse matrix")
+        return as_csr(name, arg, csr)
+    if not csr.has_canonical_format:
+        csr = csr.copy() if matrix.format == "csr" else csr  # what it shares stays as it is
+        csr.sum_duplicates()
+    return csr
+
+
+def _checked_parts(name: str, parts: dict[str, Any]) -> core_arrays.Native:
+    """Return the arrays of a sparse matrix, those of indices being integers."""
+    for part, array in parts.items():
+        if array is None:
+            raise TypeError(f"{name}: {part} is None, want an array")
+    found = core_arrays.to_native(name, **parts)
+    for part, array in list(zip(parts, found.arrays, strict=True))[1:]:
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: {part} has dtype {array.dtype}, want integers")
+    return found
+
+
+def _sound(matrix: Any, data: Array, *indices: Array) -> Any:
+    """Return a matrix of SciPy's, or raise a ValueError where it points to what is not there.
+
+    It shares its arrays with the one that is given, which SciPy's checks cut and cast in place.
+    """
+    from scipy import sparse
+
+    kind = getattr(sparse, f"{matrix.format}_array")
+    parts = (data, indices) if matrix.format == "coo" else (data, *indices)
+    own = kind(parts, shape=matrix.shape)
+    if hasattr(own, "check_format"):  # of others the constructor does that
+        own.check_format(full_check=True)
+    elif matrix.format == "dia" and not np.array_equal(own.offsets, indices[0]):
+        raise ValueError("offsets exceed int32")
+    return own
+
+
+def check_states(name: str, arg: str, states: Any, kinds: str = "biu") -> None:
+    """Raise unless `states` is of an allowed kind of dtype and holds states of blocks."""
+    if states.dtype.kind not in kinds:
+        wanted = "bool or integers" if "b" in kinds else "integers"
+        raise TypeError(f"{name}: {arg} has dtype {states.dtype}, want {wanted}")
+    low, high = (int(states.min()), int(states.max())) if states.size else (EMPTY, EMPTY)
+    if not EMPTY <= low <= high <= FULL:
+        raise ValueError(
+            f"{name}: {arg} has {low} to {high}, want EMPTY (0), PARTIAL (1) or FULL (2)"
+        )
+
+
+def check_words(name: str, words: Any, count: int) -> None:
+    """Raise unless `words` are those of `count` partial blocks; where there are none, so may be."""
+    wanted = (count, *WORDS)
+    if words is None:
+        if count:
+            text = f"want shape {wanted} for {count} partial blocks"
+            raise ValueError(f"{name}: words is None, {text}")
+        return
+    if words.dtype != np.uint32:
+        raise TypeError(f"{name}: words has dtype {words.dtype}, want uint32")
+    if words.shape != wanted:
+        raise ValueError(
+            f"{name}: words has shape {words.shape}, want {wanted} for {count} partial blocks"
+        )
+
+
+def fitted(name: str, function: str, found: Any, shape: tuple[int, ...]) -> Array:
+    """Return what a function of the caller returned, broadcast to `shape`."""
+    wanted = f"want one that broadcasts to {shape}"
+    if isinstance(found, np.ma.MaskedArray):
+        raise TypeError(f"{name}: {function} returns a masked array, want a plain array")
+    try:
+        array: Array = np.asarray(found)
+    except ValueError:  # lists of several lengths
+        raise ValueError(
+            f"{name}: {function} returns {checks.show(found)}, which is no array, {wanted}"
+        ) from None
+    try:
+        return np.broadcast_to(array, shape)
+    except ValueError:
+        raise ValueError(f"{name}: {function} returns shape {array.shape}, {wanted}") from None

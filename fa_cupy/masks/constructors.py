@@ -1,0 +1,295 @@
+"""Where bit masks come from: arrays, sparse matrices, indices, blocks, functions.
+
+Each constructor goes through a matrix one row of blocks at a time and keeps of it only the blocks
+that are not empty, so that no array of the whole matrix comes up that the caller does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy.masks import blocks, build
+from fa_cupy.masks import checks as inputs
+from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, Blocks, Grid
+
+Array = npt.NDArray[Any]
+Mask = TypeVar("Mask", bound="Sources")
+
+
+class Sources:
+    """The constructors of `fa_cupy.BitMask`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _of(cls: type[Mask], grid: Grid, matrices: Sequence[Blocks], entries: Array) -> Mask:
+        raise NotImplementedError
+
+    @classmethod
+    def _on_device(cls: type[Mask], grid: Grid, lists: Any, entries: Array) -> Mask:
+        raise NotImplementedError
+
+    @classmethod
+    def from_dense(cls: type[Mask], mask: Any) -> Mask:
+        """Pack an array of bool.
+
+        Parameters
+        ----------
+        mask : array of bool, shape (..., Lq, Lk)
+            True where a query may attend to a key. Batch axes of stride 0, as
+            `numpy.broadcast_to` makes them, are packed once.
+
+        Returns
+        -------
+        BitMask
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no array of bool or has fewer than 2 axes.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> BitMask.from_dense(np.tri(300, dtype=bool))
+        <BitMask (300, 300): 3 full and 3 partial blocks of 9, 6.2 kB>
+        """
+        name = "BitMask.from_dense"
+        native = inputs.native(name, mask=mask)
+        mask = native.arrays[0]
+        if mask.dtype != np.bool_:
+            raise TypeError(f"{name}: mask has dtype {mask.dtype}, want bool (cast it: mask != 0)")
+        grid = inputs.grid(name, "mask", mask.shape)
+        if native.backend == "cupy":
+            from fa_cupy.gpu.masks import build as masks_build
+
+            with native.context:
+                return cls._on_device(grid, *masks_build.from_dense(grid, mask))
+        return build.from_rows(cls._of, grid, mask, build.add_dense)
+
+    @classmethod
+    def from_indices(cls: type[Mask], indices: Any, k_len: int) -> Mask:
+        """Let each query see the keys whose numbers are given, such as those of its best scores.
+
+        Parameters
+        ----------
+        indices : array of int, shape (..., Lq, K)
+            Key numbers of each query, in any order; a number may be repeated, and a negative one
+            stands for no key, so that queries may see fewer than K keys.
+        k_len : int
+            Number of keys.
+
+        Returns
+        -------
+        BitMask
+            Of shape (..., Lq, k_len).
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no array of integers below `k_len`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> mask = BitMask.from_indices(np.array([[0, 2], [1, -1]]), 4)
+        >>> mask.to_dense().astype(int)
+        array([[1, 0, 1, 0],
+               [0, 1, 0, 0]])
+        """
+        name = "BitMask.from_indices"
+        native = inputs.native(name, indices=indices)
+        indices = native.arrays[0]
+        if indices.dtype.kind not in "iu":
+            raise TypeError(f"{name}: indices has dtype {indices.dtype}, want integers")
+        q_len = inputs.length(name, "indices.shape[-2]", indices.shape[-2])
+        grid = Grid(q_len, inputs.length(name, "k_len", k_len))
+        with native.context:
+            largest = int(indices.max()) if indices.size else -1
+            if largest >= grid.k_len:
+                raise ValueError(f"{name}: indices has {largest}, want less than {grid.k_len}")
+            if native.backend == "cupy":
+                from fa_cupy.gpu.masks import build as masks_build
+
+                return cls._on_device(grid, *masks_build.from_indices(grid, indices))
+        return build.from_rows(cls._of, grid, indices, build.add_indices)
+
+    @classmethod
+    def from_csr(cls: type[Mask], matrix: Any) -> Mask:
+        """Let queries see keys as a sparse matrix has elements.
+
+        Parameters
+        ----------
+        matrix : sparse array or matrix, shape (Lq, Lk), or sequence of them
+            Of `scipy.sparse` or `cupyx.scipy.sparse`. True where an element is not 0: a stored 0
+            is False, and stored elements of one place count by their sum. CSR is read as it is,
+            other formats by way of it. A sequence of matrices of one shape gives a mask with a
+            batch axis.
+
+        Returns
+        -------
+        BitMask
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no sparse matrix, for indices that lie outside of one, and for matrices of
+            several shapes.
+
+        Examples
+        --------
+        >>> from scipy import sparse
+        >>> from fa_cupy import BitMask
+        >>> graph = sparse.random_array((500, 500), density=0.01, rng=0)
+        >>> mask = BitMask.from_csr(graph)
+        >>> (mask.to_csr() != (graph.tocsr() != 0)).nnz
+        0
+        """
+        name = "BitMask.from_csr"
+        batched = isinstance(matrix, Sequence) and not isinstance(matrix, (str, bytes))
+        args = [f"matrix[{i}]" for i in range(len(matrix))] if batched else ["matrix"]
+        if not args:
+            raise ValueError(f"{name}: matrix has no elements, want at least one matrix")
+        given = zip(args, matrix if batched else [matrix], strict=True)
+        found = [inputs.as_csr(name, arg, x) for arg, x in given]
+        grid = Grid(*found[0].shape)
+        for arg, csr in zip(args, found, strict=True):
+            if csr.shape != grid:
+                raise ValueError(
+                    f"{name}: {arg} has shape {csr.shape}, matrix[0] has {tuple(grid)}"
+                )
+
+        entries = np.arange(len(found)) if batched else np.array(0)
+        native = inputs.of_one_device(name, found)
+        if native.backend == "cupy":
+            from fa_cupy.gpu.masks import build as masks_build
+
+            with native.context:
+                return cls._on_device(grid, masks_build.from_csr(grid, found), entries)
+        return cls._of(grid, [build.of_csr(grid, csr) for csr in found], entries)
+
+    @classmethod
+    def from_blocks(
+        cls: type[Mask], states: Any, q_len: int, k_len: int, words: Any = None
+    ) -> Mask:
+        """Show and hide whole blocks of 128 queries and 128 keys, and parts of some.
+
+        Parameters
+        ----------
+        states : array, shape (..., ceil(q_len / 128), ceil(k_len / 128))
+            Of bool, True for a full block; or of integers: ``BitMask.EMPTY`` (0),
+            ``BitMask.PARTIAL`` (1) or ``BitMask.FULL`` (2).
+        q_len, k_len : int
+            Numbers of queries and keys. The last blocks may stick out.
+        words : array of uint32, shape (n, 8, 32, 2), optional
+            Of the n partial blocks, in C order of `states`, in the fragment order of
+            `fa_cupy.layouts` (`fa_cupy.layouts.pack` makes it). Bits that stick out do not count.
+
+        Returns
+        -------
+        BitMask
+
+        Raises
+        ------
+        TypeError, ValueError
+            For other shapes, dtypes and states, and for partial blocks without words.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> board = np.indices((4, 4)).sum(0) % 2 == 0
+        >>> BitMask.from_blocks(board, 500, 500)
+        <BitMask (500, 500): 8 full and 0 partial blocks of 16, 0.1 kB>
+        """
+        name = "BitMask.from_blocks"
+        native = inputs.native(name, states=states, words=words)
+        states, words = native.arrays
+        grid = Grid(inputs.length(name, "q_len", q_len), inputs.length(name, "k_len", k_len))
+        wanted = (grid.q_tiles, grid.k_tiles)
+        if states.shape[-2:] != wanted:
+            raise ValueError(
+                f"{name}: states has shape {states.shape}, want (..., {wanted[0]}, {wanted[1]}) "
+                f"for {grid.q_len} queries and {grid.k_len} keys"
+            )
+        full_value = True if states.dtype == np.bool_ else FULL
+        with native.context:
+            inputs.check_states(name, "states", states)
+            count = 0 if full_value is True else int((states == PARTIAL).sum())
+            inputs.check_words(name, words, count)
+            if native.backend == "cupy":
+                from fa_cupy.gpu.masks import build as masks_build
+
+                return cls._on_device(grid, *masks_build.from_blocks(grid, states, words))
+        words = np.empty((0, *WORDS), np.uint32) if words is None else words
+        batch, matrices, first = states.shape[:-2], [], 0
+        for index in np.ndindex(batch):
+            matrix = states[index].reshape(-1)
+            partial = np.flatnonzero(matrix == PARTIAL) if count else np.empty(0, np.int64)
+            own = words[first : first + len(partial)].copy()
+            first += len(partial)
+            full = np.flatnonzero(matrix == full_value)
+            matrices.append(blocks.tightened(grid, partial, own, full))
+        return cls._of(grid, matrices, np.arange(len(matrices)).reshape(batch))
+
+    @classmethod
+    def from_function(
+        cls: type[Mask],
+        function: Callable[..., Any],
+        shape: Sequence[int],
+        block_states: Callable[..., Any] | None = None,
+    ) -> Mask:
+        """Let a function of indices say which keys a query sees, block by block, on the CPU.
+
+        Parameters
+        ----------
+        function : callable
+            ``function(*batch, q, k)`` returns an array of bool for a row of blocks: `batch` are
+            the indices of the batch entry as ints, `q` is an array of query numbers of shape
+            (m, 1) and `k` one of key numbers of shape (1, n); the result broadcasts to (m, n).
+        shape : sequence of int
+            Of the mask: (..., Lq, Lk). A batch axis of size 1 serves any number of entries.
+        block_states : callable, optional
+            ``block_states(*batch, q_begin, q_end, k_begin, k_end)`` is asked first, once for each
+            row of blocks: two ints and two arrays of ints, the ends not included. It returns an
+            array with ``BitMask.EMPTY``, ``BitMask.PARTIAL`` or ``BitMask.FULL`` for each block,
+            and `function` is asked about the partial ones only. Without it all blocks are.
+
+        Returns
+        -------
+        BitMask
+
+        Raises
+        ------
+        TypeError, ValueError
+            For other shapes, and where a function returns another shape, dtype or state.
+
+        Examples
+        --------
+        A causal mask, which needs `function` on the diagonal only:
+
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> def states(q_begin, q_end, k_begin, k_end):
+        ...     full = np.where(k_end - 1 <= q_begin, BitMask.FULL, BitMask.PARTIAL)
+        ...     return np.where(k_begin >= q_end, BitMask.EMPTY, full)
+        >>> BitMask.from_function(lambda q, k: k <= q, (100_000, 100_000), states)
+        <BitMask (100000, 100000): 305371 full and 782 partial blocks of 611524, 2.8 MB>
+        """
+        name = "BitMask.from_function"
+        inputs.check_callable(name, "function", function, "a callable")
+        if block_states is not None:
+            inputs.check_callable(name, "block_states", block_states, "None or a callable")
+        lengths = inputs.lengths(name, shape)
+        batch, grid = lengths[:-2], Grid(*lengths[-2:])
+        matrices = [
+            build.of_function(name, grid, function, block_states, index)
+            for index in np.ndindex(*batch)
+        ]
+        return cls._of(grid, matrices, np.arange(len(matrices)).reshape(batch))

@@ -1,0 +1,106 @@
+"""What masks are turned into: arrays of bool, of block states, sparse matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy import layouts
+from fa_cupy.layouts import BLOCK
+from fa_cupy.masks.blocks import FULL, PARTIAL, BlockLists, Blocks, Grid, joined
+
+Array = npt.NDArray[Any]
+
+
+def used(grid: Grid, lists: BlockLists, entries: Array) -> tuple[list[Blocks], Array]:
+    """Return the matrices that some entry uses, and the entries by their numbers there."""
+    numbers, places = np.unique(entries, return_inverse=True)
+    return [lists.blocks(grid, int(n)) for n in numbers], places.reshape(entries.shape)
+
+
+def compact(grid: Grid, lists: BlockLists, entries: Array) -> tuple[BlockLists, Array]:
+    """Return the lists without matrices that no entry uses, and the entries by their numbers."""
+    matrices, entries = used(grid, lists, entries)
+    if len(matrices) * grid.q_tiles + 1 < len(lists.full_begin):
+        lists = joined(grid, matrices)
+    return lists, entries
+
+
+def listed(grid: Grid, lists: BlockLists, entries: Array) -> tuple[int, int]:
+    """Return how many blocks are partial and full, those that entries share each time."""
+    rows = entries.astype(np.int64).reshape(-1) * grid.q_tiles
+    partial, full = (
+        int((begin[rows + grid.q_tiles] - begin[rows]).sum())
+        for begin in (lists.partial_begin, lists.full_begin)
+    )
+    return partial, full
+
+
+def bits_of_row(lists: BlockLists, t: int, begin: int, end: int) -> tuple[Array, Array]:
+    """Return what is not empty of a row of blocks.
+
+    Parameters
+    ----------
+    lists : BlockLists
+    t : int
+        The row.
+    begin, end : int
+        Key tiles to look among.
+
+    Returns
+    -------
+    tiles : ndarray of int32, shape (n,)
+        Key tiles, ascending.
+    bits : ndarray of bool, shape (n, 128, 128)
+        All True for full blocks, outside the matrix too.
+    """
+    partial, words, full = lists.row(t, begin, end)
+    tiles = np.concatenate([partial, full])
+    bits = np.ones((len(tiles), BLOCK, BLOCK), np.bool_)
+    bits[: len(partial)] = layouts.unpack(words)
+    if not len(partial) or not len(full):
+        return tiles, bits
+    order = np.argsort(tiles)
+    return tiles[order], bits[order]
+
+
+def block_states(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[np.int8]:
+    """Return the state of each block, shape (..., q_tiles, k_tiles)."""
+    states = np.zeros((*entries.shape, grid.q_tiles * grid.k_tiles), np.int8)
+    for index in np.ndindex(entries.shape):
+        blocks = lists.blocks(grid, int(entries[index]))
+        states[index][blocks.partial] = PARTIAL
+        states[index][blocks.full] = FULL
+    return states.reshape(*entries.shape, grid.q_tiles, grid.k_tiles)
+
+
+def dense(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[np.bool_]:
+    """Return the mask as an array of bool, shape (..., q_len, k_len)."""
+    seen = np.empty((*entries.shape, *grid), np.bool_)
+    whole = np.empty((BLOCK, grid.k_tiles, BLOCK), np.bool_)
+    for index in np.ndindex(entries.shape):
+        for q_tile, begin, end in grid.rows():
+            t = int(entries[index]) * grid.q_tiles + q_tile
+            tiles, bits = bits_of_row(lists, t, 0, grid.k_tiles)
+            whole.fill(False)
+            whole[:, tiles] = bits.swapaxes(0, 1)
+            seen[index][begin:end] = whole.reshape(BLOCK, -1)[: end - begin, : grid.k_len]
+    return seen
+
+
+def csr(grid: Grid, lists: BlockLists, entry: int) -> Any:
+    """Return one matrix of the mask as a `scipy.sparse.csr_array` of bool."""
+    from scipy import sparse
+
+    counts, columns = [np.zeros(1, np.int64)], [np.empty(0, np.int32)]
+    for q_tile, begin, end in grid.rows():
+        tiles, bits = bits_of_row(lists, entry * grid.q_tiles + q_tile, 0, grid.k_tiles)
+        rows, tile, col = np.nonzero(bits.swapaxes(0, 1)[: end - begin])
+        cols = tiles[tile] * BLOCK + col.astype(np.int32)
+        inside = cols < grid.k_len
+        columns.append(cols[inside])
+        counts.append(np.bincount(rows[inside], minlength=end - begin))
+    indices, indptr = np.concatenate(columns), np.cumsum(np.concatenate(counts))
+    return sparse.csr_array((np.ones(len(indices), np.bool_), indices, indptr), shape=grid)

@@ -1,0 +1,105 @@
+"""The lists of a mask where they were made, and wherever they have been copied to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fa_cupy.masks.blocks import BlockLists
+
+
+class Store:
+    """The lists of a mask, on the CPU, on GPUs or on both.
+
+    They are copied where they are needed when they first are, and kept there: a mask never changes.
+    Slices of a mask share its store.
+
+    Parameters
+    ----------
+    lists : BlockLists
+        Of NumPy or CuPy arrays.
+    device : int, optional
+        The CUDA device where the mask belongs; None for the CPU.
+    found_on : int, optional
+        The CUDA device that `lists` are on; None for the CPU.
+
+    Attributes
+    ----------
+    device : int or None
+    device_masks : dict
+        `fa_cupy.gpu.masks.device_mask.DeviceMask` by device.
+    device_tables : dict
+        `fa_cupy.gpu.masks.block_tables.Tables` by device, behind what waits for them.
+    """
+
+    __slots__ = ("_outline", "_places", "device", "device_masks", "device_tables")
+
+    def __init__(
+        self, lists: BlockLists, device: int | None = None, found_on: int | None = None
+    ) -> None:
+        self.device = device
+        self.device_masks: dict[int, Any] = {}
+        self.device_tables: dict[int, Any] = {}
+        self._outline: BlockLists | None = None
+        self._places: dict[int | None, BlockLists] = {found_on: lists}
+        if found_on is None:
+            _freeze(lists)
+
+    @property
+    def home(self) -> BlockLists:
+        """The lists where the mask belongs."""
+        return self.host() if self.device is None else self.on(self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the lists, once."""
+        return sum(array.nbytes for array in self._any())
+
+    def host(self) -> BlockLists:
+        """Return the lists as NumPy arrays, read-only."""
+        found = self._places.get(None)
+        if found is None:
+            from fa_cupy.gpu.masks import device_mask
+
+            found = _freeze(device_mask.to_host(self._any()))
+            self._places[None] = found
+        return found
+
+    def outline(self) -> BlockLists:
+        """Return the lists as NumPy arrays, all but the words, which may be a CuPy array.
+
+        What asks for states of blocks only does not fetch the words, by far the most memory.
+        """
+        if None in self._places:
+            return self._places[None]
+        if self._outline is None:
+            from fa_cupy.gpu.masks import device_mask
+
+            there = self._any()
+            found = device_mask.to_host(there._replace(words=there.words[:0]))
+            self._outline = found._replace(words=there.words)
+        return self._outline
+
+    def on(self, device: int) -> BlockLists:
+        """Return the lists as CuPy arrays on a device."""
+        found = self._places.get(device)
+        if found is None:
+            from fa_cupy.gpu.masks import device_mask
+
+            found = self._places[device] = device_mask.to_device(self.host(), device)
+        return found
+
+    def only_on(self, device: int) -> bool:
+        """Whether the lists are on a device and not on the CPU: what needs them works there."""
+        return device in self._places and None not in self._places
+
+    def _any(self) -> BlockLists:
+        return next(iter(self._places.values()))
+
+
+def _freeze(lists: BlockLists) -> BlockLists:
+    for array in lists:
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False
+    return lists

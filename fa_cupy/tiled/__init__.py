@@ -1,0 +1,1 @@
+"""The algorithms, written once over an array namespace."""

@@ -1,0 +1,272 @@
+"""Attention tile by tile with an online softmax: the algorithm, written once over a namespace.
+
+For each row of tiles (some queries of some batch entries) the keys are visited tile by tile. With
+running maximum ``m``, sum ``l`` and accumulator ``acc`` of each query, one tile of scores ``s`` and
+its values ``v`` change them to::
+
+    m_new = max(m, max(s))
+    p     = exp(s - m_new)
+    l     = exp(m - m_new) * l + sum(p)
+    acc   = exp(m - m_new) * acc + p @ v
+
+and at the end the output is ``acc / l`` and the LSE ``m + log(l)`` [1]_. Any finite ``m`` gives the
+same result up to rounding; the maximum only keeps the exponentials in range. Memory is that of one
+tile, whatever the lengths. A backend supplies the operations on tiles as a subclass of `Steps`.
+
+A masked key has weight 0, and 0 * NaN is NaN: a non-finite value row spoils queries that must not
+see it. Results that come out non-finite are therefore computed again by `attend_exactly`, which
+leaves masked keys out of the product; finite data get there only where something overflows.
+
+.. [1] T. Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from fa_cupy.core.attention_problem import Problem
+from fa_cupy.tiled import softcap
+from fa_cupy.tiled.softmax import Rows as Rows
+from fa_cupy.tiled.softmax import statistics
+
+# Fewest queries that are worth a tile of their own at the diagonal.
+_LEAST_HALF = 64
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+class SparseMask(Protocol):
+    """A mask (n, q_len, k_len), read as an array of bool, that knows where it hides keys."""
+
+    def __getitem__(self, tile: tuple[slice, slice, slice]) -> Array: ...
+    def runs(self, rows: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end) of keys that some of these rows see, ascending."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Arrays of n stacked batch entries; broadcast axes have stride 0."""
+
+    q: Array  # (n, q_len, head_dim)
+    k: Array  # (n, k_len, head_dim)
+    v: Array  # (n, k_len, v_dim)
+    bias: Array | None  # (n, q_len, k_len)
+    mask: Array | SparseMask | None  # (n, q_len, k_len)
+    out: Array  # (n, q_len, v_dim)
+    lse: Array  # (n, q_len, 1)
+
+
+class Steps(Protocol):
+    """Operations on tiles that a backend supplies. Arrays named `out` are written in place."""
+
+    xp: Any
+    dtype: np.dtype[Any]  # of scores and accumulators: float32 or float64
+
+    def scratch(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return an uninitialised dense array that lives until `name` is asked for again."""
+
+    def queries(self, q: Array, factor: float) -> Any:
+        """Prepare one row of tiles: whatever `scores` wants to know of the queries."""
+
+    def scores(self, queries: Any, first: int, k: Array, out: Array) -> None:
+        """Set `out` to ``factor * q[:, first:] @ k.mT``; `k` as `operand` returned it.
+
+        Right wherever ``factor * (q @ k.mT)`` is: it neither over- nor underflows before that does.
+        """
+
+    def operand(self, name: str, x: Array) -> Array:
+        """Return `x` if `matmul` can read it where it is, otherwise a copy of compute dtype."""
+
+    def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
+        """Set `out` to ``a @ b``, or add that to it. Weights `a` may be rounded in place."""
+
+    def add_bias(self, scores: Array, bias: Array) -> None:
+        """Add `bias`, of any float dtype."""
+
+    def hidden(self, mask: Array) -> bool:
+        """Whether all of `mask` is known to be False. May say no without looking."""
+
+    def mask_scores(self, scores: Array, mask: Array) -> None:
+        """Set scores to -inf, NaN ones too, where `mask` is False."""
+
+    def band_scores(self, scores: Array, shift: int, lower: int | None, upper: int | None) -> None:
+        """Set scores[:, i, j] to -inf unless lower <= j - i + shift <= upper."""
+
+    def softmax(self, rows: Rows, scores: Array) -> None:
+        """Turn scores into weights in place, and bring `rows` up to date but for the product."""
+
+    def finish(self, rows: Rows, out: Array, lse: Array) -> bool:
+        """Write output and LSE; return whether the output is finite as far as is known."""
+
+    def store(self, out: Array, value: Array) -> None:
+        """Copy `value` to `out`, rounded to its dtype."""
+
+
+def attend(
+    steps: Steps, problem: Problem, x: Operands, row_begin: int, row_end: int, tile_n: int
+) -> bool:
+    """Compute attention of the queries row_begin to row_end of all stacked entries.
+
+    Returns
+    -------
+    bool
+        Whether the output is finite as far as the backend knows yet. Where it is not,
+        `attend_exactly` has to follow.
+    """
+    n, m = x.q.shape[0], row_end - row_begin
+    q = queries_of(steps, problem, x, row_begin, row_end)
+    rows = Rows(
+        acc=steps.scratch("acc", (n, m, problem.v_dim)),
+        top=steps.scratch("top", (n, m, 1)),
+        total=steps.scratch("total", (n, m, 1)),
+    )
+    for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
+        if first and not rows.started:
+            _start_empty(rows)
+        weights = scores_of(steps, problem, x, q, (row_begin, row_end), first, keys)
+        if weights is None:
+            continue
+        add, some = rows.started, rows.since(first)
+        steps.softmax(some, weights)
+        steps.matmul(weights, steps.operand("v", x.v[:, slice(*keys)]), some.acc, add)
+        rows.started, rows.unshifted = some.started, some.unshifted
+    if not rows.started:
+        _start_empty(rows)
+    return steps.finish(rows, x.out[:, row_begin:row_end], x.lse[:, row_begin:row_end])
+
+
+def attend_exactly(
+    steps: Steps, problem: Problem, x: Operands, row_begin: int, row_end: int, tile_n: int
+) -> None:
+    """Compute the output of `attend` again, leaving masked keys out of the product.
+
+    Weights are ``exp(s - m) / l``, at most 1, so that the sum overflows only where that of the
+    plain formula does; `m` and `l` come from a pass over the keys before. Non-finite elements of
+    the values are taken out of the product; which queries they reach is counted in a product of
+    its own, over the keys whose score is not -inf.
+    """
+    xp = steps.xp
+    n, m = x.q.shape[0], row_end - row_begin
+    q = queries_of(steps, problem, x, row_begin, row_end)
+
+    def scored() -> Iterator[tuple[int, tuple[int, int], Array | None]]:
+        for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
+            rows = row_begin, row_end
+            yield first, keys, scores_of(steps, problem, x, q, rows, first, keys)
+
+    found = (((first, m), scores) for first, _, scores in scored())
+    top, total = statistics(steps, n, m, found)
+    acc = xp.zeros((n, m, problem.v_dim), steps.dtype)
+    for first, keys, scores in scored():
+        if scores is None:
+            continue
+        seen = (scores > -np.inf).astype(steps.dtype)
+        weights = xp.exp(scores - top[:, first:]) / total[:, first:]
+        v = steps.operand("v", x.v[:, slice(*keys)])
+        some, reached = acc[:, first:], xp.empty((n, m - first, problem.v_dim), steps.dtype)
+        steps.matmul(weights, xp.where(xp.isfinite(v), v, 0).astype(steps.dtype), some, add=True)
+        for bad in (np.nan, np.inf, -np.inf):
+            found_bad = xp.isnan(v) if np.isnan(bad) else v == bad
+            steps.matmul(seen, found_bad.astype(steps.dtype), reached)
+            some += xp.where(reached > 0, bad, 0).astype(steps.dtype)
+    steps.store(x.out[:, row_begin:row_end], acc)
+
+
+def tiles(
+    problem: Problem, row_begin: int, row_end: int, tile_n: int, mask: Any = None
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield (first, (key_begin, key_end)) for the tiles of these queries.
+
+    All queries but the `first` ones, which do not see any of these keys, take part: `first` is 0
+    but for the last keys under a diagonal, which only the second half of the queries can see.
+    Blocks of keys that a sparse mask hides from all of them are left out.
+    """
+    begin, end = visible_keys(problem, row_begin, row_end)
+    half = (row_end - row_begin) // 2
+    corner = end
+    if problem.upper is not None and half >= _LEAST_HALF:
+        corner = min(end, max(begin, row_begin + half + problem.upper))
+    for first, start, stop in ((0, begin, corner), (half, corner, end)):
+        keys, runs = (start, stop), getattr(mask, "runs", None)
+        for begin, end in runs((row_begin + first, row_end), keys) if runs else [keys]:
+            for key in range(begin, end, tile_n):
+                yield first, (key, min(key + tile_n, end))
+
+
+def visible_keys(problem: Problem, row_begin: int, row_end: int) -> tuple[int, int]:
+    """Return (begin, end) of the keys that the band shows to some of these queries."""
+    begin = 0 if problem.lower is None else max(0, row_begin + problem.lower)
+    end = problem.k_len
+    if problem.upper is not None:
+        end = min(end, row_end + problem.upper)
+    return begin, max(begin, end)
+
+
+def queries_of(steps: Steps, problem: Problem, x: Operands, row_begin: int, row_end: int) -> Any:
+    """Return some queries as `Steps.scores` wants them."""
+    factor, _, _ = softcap.in_turn(problem, steps.dtype)
+    return steps.queries(x.q[:, row_begin:row_end], factor)
+
+
+def _start_empty(rows: Rows) -> None:
+    """Set `rows` to what they are before any key."""
+    rows.acc.fill(0)
+    rows.total.fill(0)
+    rows.top.fill(-np.inf)
+    rows.started = True
+
+
+def scores_of(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    queries: Any,
+    rows: tuple[int, int],
+    first: int,
+    keys: tuple[int, int],
+    k: Array | None = None,
+    slope: Array | None = None,
+) -> Array | None:
+    """Return one tile of scores, masked ones -inf; None where the mask hides all of it.
+
+    `k` are the keys as `Steps.operand` returned them, where that was asked before. Under a softcap,
+    the derivative of capped scores is left in `slope`.
+    """
+    xp = steps.xp
+    row_begin, row_end = rows[0] + first, rows[1]
+    key_begin, key_end = keys
+    tile = (slice(None), slice(row_begin, row_end), slice(key_begin, key_end))
+    mask = None if x.mask is None else x.mask[tile]
+    if mask is not None and steps.hidden(mask):
+        return None
+    scores = steps.scratch("scores", (x.q.shape[0], row_end - row_begin, key_end - key_begin))
+    if k is None:
+        k = steps.operand("k", x.k[:, key_begin:key_end])
+    steps.scores(queries, first, k, scores)
+    if problem.softcap:
+        _, cap, apart = softcap.in_turn(problem, steps.dtype)
+        if apart:
+            softcap.capped(xp, scores, cap, slope)
+        else:
+            xp.tanh(scores, out=scores)
+            if slope is not None:
+                xp.multiply(scores, scores, out=slope)
+                xp.subtract(1, slope, out=slope)
+            xp.multiply(scores, steps.dtype.type(cap), out=scores)
+    if x.bias is not None:
+        steps.add_bias(scores, x.bias[tile])
+    if mask is not None:
+        steps.mask_scores(scores, mask)
+    # The band cuts only columns below or above some of the rows' bounds.
+    if problem.lower is not None and key_begin < row_end - 1 + problem.lower:
+        below = scores[:, :, : row_end - 1 + problem.lower - key_begin]
+        steps.band_scores(below, key_begin - row_begin, problem.lower, None)
+    if problem.upper is not None and key_end - 1 > row_begin + problem.upper:
+        skip = max(0, row_begin + problem.upper + 1 - key_begin)
+        above = scores[:, :, skip:]
+        steps.band_scores(above, key_begin + skip - row_begin, None, problem.upper)
+    return scores

@@ -1,0 +1,292 @@
+"""Gradients of attention tile by tile: the algorithm, written once over a namespace.
+
+With scores ``s``, weights ``p = exp(s - lse)`` and the gradient ``do`` of the output ``o``, a tile
+of queries and keys gives [1]_::
+
+    dv += p.mT @ do
+    ds  = p * (do @ v.mT - base)         where base = sum(do * o, -1) - dlse
+    dq += scale * ds @ k
+    dk += scale * ds.mT @ q
+
+and `ds` itself is the gradient of the bias. Under a softcap, ``ds`` is multiplied by
+``1 - tanh**2`` before the last two. Weights are made again from the queries, the keys and the LSE,
+so that memory is that of a few tiles and of `base`, whatever the lengths. Where an LSE is so large
+that its rounding would spoil them (`tiled.softmax.is_far`), maximum and sum of its row's weights are
+computed once more, by `keep_apart`, from the same tiles: weights then sum to 1. Other rows of tiles
+are spared.
+
+A column of tiles (some keys of some batch entries, all queries that see them) sums its dk and dv
+and hands them over at its end; dq and the gradient of the bias are handed over tile by tile.
+
+A masked key has weight 0, and 0 * NaN is NaN. A tile that gives something that is not finite is
+therefore computed again with `exact`, which leaves masked keys out of every sum. Finite data get
+there only where something overflows.
+
+.. [1] T. Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135, Algorithm 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from fa_cupy.core.attention_problem import Problem
+from fa_cupy.tiled import attention
+from fa_cupy.tiled.attention import Array
+from fa_cupy.tiled.gradients import Operands, reduced
+from fa_cupy.tiled.softcap import split
+from fa_cupy.tiled.softmax import given_total, is_far, statistics
+
+#: add(name, rows, term): what a tile or, of k and v, a column adds to a gradient; None for nothing.
+Add = Callable[[str, tuple[int, int], Array | None], None]
+
+
+class Steps(attention.Steps, Protocol):
+    """Operations on tiles that a backend supplies besides those of attention.
+
+    `matmul` takes operands and their transposes here.
+    """
+
+    def load(self, out: Array, x: Array) -> None:
+        """Copy `x`, of any float dtype, to `out`, of compute dtype."""
+
+    def weigh(self, scores: Array, top: Array, total: Array | None) -> None:
+        """Set scores to ``exp(scores - top) / total``; None is 1."""
+
+    def scale(self, x: Array, factor: float) -> None:
+        """Multiply `x` by `factor`, which the dtype need not hold."""
+
+    def finite(self, x: Array) -> bool:
+        """Whether `x` is finite, as far as is known by now."""
+
+
+def prepare(steps: Steps, x: Operands, row_begin: int, row_end: int) -> None:
+    """Set ``x.base`` for some queries."""
+    rows = slice(row_begin, row_end)
+    terms = steps.scratch("of_q", x.out[:, rows].shape)
+    steps.load(terms, x.out[:, rows])
+    steps.xp.multiply(terms, steps.operand("dout", x.dout[:, rows]), out=terms)
+    base = terms.sum(axis=-1, keepdims=True)
+    x.base[:, rows] = base if x.dlse is None else base - x.dlse[:, rows]
+
+
+def far_rows(steps: Steps, x: Operands, tile_m: int) -> tuple[Operands, list[tuple[int, int]]]:
+    """Return (begin, end) of the tiles of queries some of which are far, for `keep_apart`.
+
+    The operands come with memory for what that finds, if there are any.
+    """
+    xp, q_len = steps.xp, x.q.shape[1]
+    bounds = [(begin, min(begin + tile_m, q_len)) for begin in range(0, q_len, tile_m)]
+    found = [rows for rows in bounds if bool(is_far(xp, x.lse[:, slice(*rows)]).any())]
+    if not found:
+        return x, found
+    top = _finite_or_0(xp, x.lse).astype(steps.dtype)
+    return replace(x, top=top, total=xp.ones_like(top)), found
+
+
+def keep_apart(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    rows: tuple[int, int],
+    columns: Iterable[tuple[int, int]],
+    tile_m: int,
+) -> None:
+    """Set ``x.top`` and ``x.total`` of far queries among some, given all columns of tiles.
+
+    Scores come from the same products as in `column`, so that they are rounded alike.
+    """
+
+    def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
+        for keys in columns:
+            for some in row_tiles(problem, keys, tile_m, x.columns, rows):
+                queries = attention.queries_of(steps, problem, x, *some)
+                scores = attention.scores_of(steps, problem, x, queries, some, 0, keys)
+                yield (some[0] - rows[0], some[1] - rows[0]), scores
+
+    part = slice(*rows)
+    lse = x.lse[:, part]
+    top, total = statistics(steps, x.q.shape[0], rows[1] - rows[0], scored())
+    far = is_far(steps.xp, lse)
+    found = top, given_total(steps.xp, lse, top, total)
+    for kept, new in zip((x.top, x.total), found, strict=True):
+        assert kept is not None
+        kept[:, part] = steps.xp.where(far, new, kept[:, part])
+
+
+def column(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    keys: tuple[int, int],
+    tile_m: int,
+    add: Add,
+    exact: bool = False,
+) -> None:
+    """Compute what the tiles of these keys add to the gradients of all stacked entries."""
+    part = slice(*keys)
+    k, v = steps.operand("k", x.k[:, part]), steps.operand("v", x.v[:, part])
+    sums = {name: steps.scratch(f"sum_{name}", a.shape) for name, a in (("k", k), ("v", v))}
+    sums = {name: sums[name] for name in sums if name in x.grads}
+    for total in sums.values():
+        total.fill(0)
+    for rows in row_tiles(problem, keys, tile_m, x.columns):
+        terms = _terms(steps, problem, x, rows, keys, k, v, exact)
+        if not exact and not all(steps.finite(term) for term in terms.values()):
+            terms = _terms(steps, problem, x, rows, keys, k, v, True)
+        for name in x.grads:
+            if name not in sums:
+                add(name, rows, terms.get(name))
+            elif name in terms:
+                steps.xp.add(sums[name], terms[name], out=sums[name])
+    for name, total in sums.items():
+        add(name, (0, 0), total)
+
+
+def row_tiles(
+    problem: Problem,
+    keys: tuple[int, int],
+    tile_m: int,
+    columns: Any = None,
+    within: tuple[int, int] | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of queries that see some of these keys, none across a multiple of tile_m.
+
+    `within` leaves those of one multiple to the next only.
+
+    From the last to the first: columns that are computed side by side then come to a query at about
+    the same time, whether or not the first queries see all of them.
+    """
+    begin = 0 if problem.upper is None else max(0, keys[0] - problem.upper)
+    end = problem.q_len if problem.lower is None else min(problem.q_len, keys[1] - problem.lower)
+    if within is not None:
+        begin, end = max(begin, within[0]), min(end, within[1])
+    if begin >= end:
+        return
+    runs = [(begin, end)] if columns is None else [*columns.runs(keys, (begin, end))]
+    for first, last in reversed(runs):
+        for start in reversed(range(first - first % tile_m, last, tile_m)):
+            yield max(first, start), min(last, start + tile_m)
+
+
+def _terms(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    rows: tuple[int, int],
+    keys: tuple[int, int],
+    k: Array,
+    v: Array,
+    exact: bool,
+) -> dict[str, Array]:
+    """Return what one tile adds to the gradients; nothing where the mask hides all of it."""
+    xp, part = steps.xp, slice(*rows)
+    shape = (x.q.shape[0], rows[1] - rows[0], keys[1] - keys[0])
+    slope = steps.scratch("slope", shape) if problem.softcap else None
+    queries = attention.queries_of(steps, problem, x, *rows)
+    weights = attention.scores_of(steps, problem, x, queries, rows, 0, keys, k, slope)
+    if weights is None:
+        return {}
+    seen = weights != -np.inf if exact else None
+    if x.top is None or x.total is None:
+        top, total = _finite_or_0(xp, x.lse[:, part]).astype(steps.dtype), None
+    else:
+        top, total = x.top[:, part], x.total[:, part]
+    steps.weigh(weights, top, total)
+    dout = steps.operand("dout", x.dout[:, part])
+    terms = {}
+    if x.grads.keys() - {"v"}:
+        dscores = steps.scratch("dscores", shape)
+        steps.matmul(dout, v.swapaxes(1, 2), dscores)
+        xp.subtract(dscores, x.base[:, part], out=dscores)
+        xp.multiply(dscores, weights, out=dscores)
+        _hide(steps, seen, dscores)
+        if "bias" in x.grads:
+            terms["bias"] = reduced(x.grads["bias"][:, part, slice(*keys)], dscores)
+        if slope is not None:
+            xp.multiply(slope, dscores, out=slope)
+            _hide(steps, seen, slope)
+            dscores = slope
+        factor = _slope(problem, steps.dtype)
+        if "q" in x.grads:
+            terms["q"] = _scaled(steps, "of_q", factor, dscores, k, seen)
+        if "k" in x.grads:
+            q = steps.operand("plain_q", x.q[:, part])
+            terms["k"] = _scaled(steps, "of_k", factor, dscores, q, seen, turn=True)
+    if "v" in x.grads:
+        _hide(steps, seen, weights)
+        terms["v"] = _product(steps, "of_v", _turned(weights), dout, _turned(seen))
+    return terms
+
+
+def _slope(problem: Problem, dtype: np.dtype[Any]) -> float:
+    """Return what a score, below the cap, changes by with q.k: the scale that `dtype` can hold."""
+    largest = float(np.finfo(dtype).max)
+    return max(-largest, min(largest, problem.scale))
+
+
+def _scaled(
+    steps: Steps,
+    name: str,
+    factor: float,
+    a: Array,
+    b: Array,
+    seen: Array | None,
+    turn: bool = False,
+) -> Array:
+    """Return ``factor * a @ b`` as `core.linear_problem` does, with `a` and `seen` transposed for `turn`.
+
+    What overflows where the factor comes last may not where it comes first, so that given `seen`
+    both are tried.
+    """
+    rest, power = split(factor)
+    if power == 1:
+        orders = [(1.0, factor), (factor, 1.0)]
+    else:  # the power first: a product that underflows before a large factor has lost its digits
+        orders = [(power / 2, 2 * rest), (1.0, factor)]
+    found = None
+    for before, after in orders[: 1 if seen is None else 2]:
+        scaled = a
+        if before != 1:
+            scaled = steps.scratch("scaled", a.shape)
+            scaled[...] = a
+            steps.scale(scaled, before)
+        sides = (_turned(scaled), _turned(seen)) if turn else (scaled, seen)
+        term = _product(steps, name, sides[0], b, sides[1])
+        steps.scale(term, after)
+        if found is not None:
+            return steps.xp.where(steps.xp.isfinite(found), found, term)
+        found = term if seen is None else term.copy()
+    return found
+
+
+def _finite_or_0(xp: Any, lse: Array) -> Array:
+    """Return what is subtracted from scores: 0 for queries that see nothing."""
+    return xp.where(lse == -np.inf, 0, lse)
+
+
+def _product(steps: Steps, name: str, a: Array, b: Array, seen: Array | None) -> Array:
+    """Return ``a @ b``, given `seen` without what is not seen, and NaN where b is not finite."""
+    out = steps.scratch(name, (a.shape[0], a.shape[1], b.shape[2]))
+    if seen is None:
+        steps.matmul(a, b, out)
+        return out
+    xp, dtype = steps.xp, steps.dtype
+    finite = xp.isfinite(b)
+    reached = xp.empty(out.shape, dtype)
+    steps.matmul(seen.astype(dtype), (~finite).astype(dtype), reached)
+    steps.matmul(a, xp.where(finite, b, 0).astype(dtype), out)
+    out += xp.where(reached > 0, np.nan, 0).astype(dtype)
+    return out
+
+
+def _hide(steps: Steps, seen: Array | None, x: Array) -> None:
+    if seen is not None:
+        x[...] = steps.xp.where(seen, x, 0)
+
+
+def _turned(x: Any) -> Any:
+    return None if x is None else x.swapaxes(1, 2)
