@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     # Only what stands before the command is read here; its own module reads the rest.
     arguments = sys.argv[1:] if argv is None else argv
     command = parser.parse_args(arguments[:1]).command
-    status: int = importlib.import_module(f"fa_cupy._{command}").main(arguments[1:])
+    status: int = importlib.import_module(f"fa_cupy.cli.{command}").main(arguments[1:])
     return status
 
 

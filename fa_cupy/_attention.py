@@ -1,15 +1,19 @@
-"""Exact attention: check, pick the backend by array kind, call it."""
+"""Attention, its gradients, and results over parts of the keys combined: checks and dispatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core import attention_problem, checks, dispatch
+from fa_cupy.core import attention_problem, checks, dispatch, linear_problem
 
 _TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
+_NEED = ("q", "k", "v", "bias")
 
 # Array type -> a function that answers a call whose plan is known, or None. The GPU backend's
 # entry appears with the first CuPy array, so that CuPy is never imported for NumPy input.
@@ -266,3 +270,251 @@ def _solve(
         result, lse = backend.attention(problem, *inputs, result, with_lse)
         answer = native.give_back(result) if out is None else out
         return (answer, native.give_back(lse)) if with_lse else answer
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    dlse: Any = None,
+    need: Sequence[str] | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of `attention` with respect to its arrays, without an array of size Lq x Lk.
+
+    Parameters
+    ----------
+    dout : array, shape (..., Lq, Dv)
+        Gradient of the output, of its shape and dtype.
+    q : array, shape (..., Lq, D)
+    k : array, shape (..., Lk, D)
+    v : array, shape (..., Lk, Dv)
+        The arguments of `attention`.
+    out : array, shape (..., Lq, Dv)
+    lse : array, shape (..., Lq)
+        What it returned for them, with ``return_lse=True``. Where keys are a part of those that
+        were attended to, `out` and `lse` are the merged ones, of all keys (see Notes).
+    bias : array, broadcastable to (..., Lq, Lk), optional
+    mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
+    scale : float, optional
+    is_causal : bool
+    causal_align : {"top_left", "bottom_right"}, optional
+    window : (left, right), optional
+    softcap : float
+        The other arguments of that call.
+    dlse : array, shape (..., Lq), optional
+        Gradient of the log-sum-exp, of its shape and dtype; zero by default.
+    need : sequence of {"q", "k", "v", "bias"}, optional
+        Which gradients are wanted; by default those of `q`, `k`, `v` and, if it is given, `bias`.
+
+    Returns
+    -------
+    tuple of arrays
+        The gradients in the order of `need`, each of the shape and dtype of its argument and laid
+        out in memory as that is: summed over the axes along which the argument was broadcast, and
+        over the queries of a group of heads.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With a message that names the argument, what it got and what is wanted, before anything is
+        allocated.
+    NotImplementedError
+        While a stream is captured into a CUDA graph: for float32 and float64, for dims that are no
+        multiples of 8 or above 256, for the gradient of a bias, and as `attention` for a `BitMask`.
+
+    See Also
+    --------
+    attention : whose notes on types, shapes and hidden keys apply here too.
+
+    Notes
+    -----
+    The weights are computed again tile by tile from the log-sum-exp [1]_; besides the results,
+    memory is proportional to the lengths. Results are bitwise repeatable. There are no second
+    derivatives.
+
+    Where `lse` is large (beyond 1,024, in kernels 5,678), weights are made from maximum and sum of
+    the scores instead, computed once more, so that they sum to 1. An `lse` of more keys than these
+    is recognised by its difference from that maximum and sum, and used as it is given. Where the
+    difference is within rounding (2**-20 of `lse` in float32, 2**-48 in float64, 2**-18 in
+    kernels), as under a padding bias of -1e9, it cannot be: the weights of each part of the keys
+    then sum to 1.
+
+    A query with nothing to attend to has gradient 0 and adds nothing to any other, and what hidden
+    keys and values hold, NaN included, never shows.
+
+    References
+    ----------
+    .. [1] T. Dao, D. Y. Fu, S. Ermon, A. Rudra and C. Re, "FlashAttention: fast and
+       memory-efficient exact attention with IO-awareness", NeurIPS, 2022.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import attention, attention_backward
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 8, 100, 16))
+    >>> out, lse = attention(q, k, v, return_lse=True)
+    >>> dq, dk, dv = attention_backward(dout, q, k, v, out, lse)
+
+    A small step changes ``sum(dout * out)`` as its gradient says:
+
+    >>> step = 1e-6 * np.random.default_rng(1).standard_normal(q.shape)
+    >>> change = np.sum(dout * (attention(q + step, k, v) - out))
+    >>> bool(np.isclose(change, np.sum(dq * step), rtol=1e-4))
+    True
+
+    A bias for each head has a gradient summed over the queries and keys that it was added to:
+
+    >>> bias = np.zeros((8, 1, 1))
+    >>> (dbias,) = attention_backward(dout, q, k, v, out, lse, bias, need=["bias"])
+    >>> dbias.shape
+    (8, 1, 1)
+    """
+    name = "attention_backward"
+    args, arrays = attention_problem.ARGS, (q, k, v, bias, mask)
+    dispatch.require(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    results = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    native, inputs, (out, lse, dout, dlse) = dispatch.with_bits(name, args, arrays, **results)
+    problem = attention_problem.attention_problem(
+        *inputs, scale=scale, is_causal=is_causal, causal_align=causal_align, window=window,
+        softcap=softcap, name=name, args=args,
+    )  # fmt: skip
+    shape, dtype = problem.out_shape, problem.dtype
+    for arg, array in (("out", out), ("dout", dout)):
+        linear_problem.check_gradient(name, arg, array, shape, dtype)
+    for arg, array in (("lse", lse), ("dlse", dlse)):
+        if array is not None:
+            linear_problem.check_gradient(
+                name, arg, array, shape[:-1], attention_problem.sum_dtype(dtype)
+            )
+    wanted = _wanted(name, need, bias is not None)
+    backend = dispatch.backend_of(native, "attention_backward")
+    with native.context:
+        found = backend.backward(
+            problem, inputs, (out, lse, dout, dlse), wanted, dispatch.allocator(native)
+        )
+        return tuple(native.give_back(found[arg]) for arg in wanted)
+
+
+def _wanted(name: str, need: Any, with_bias: bool) -> tuple[str, ...]:
+    """Return the arguments whose gradients are wanted."""
+    there = _NEED if with_bias else _NEED[:3]
+    if need is None:
+        return there
+    wanted = ", ".join(map(repr, there[:-1])) + f" and {there[-1]!r}"
+    if isinstance(need, str) or not isinstance(need, Sequence):
+        raise TypeError(f"{name}: need is {checks.show(need)}, want a sequence of {wanted}")
+    if len(need) == 0:
+        raise ValueError(f"{name}: need is {checks.show(need)}, want at least one of {wanted}")
+    for i, arg in enumerate(need):
+        if not isinstance(arg, str) or arg not in _NEED:
+            raise ValueError(f"{name}: need[{i}] is {checks.show(arg)}, want {wanted}")
+        if arg not in there:
+            raise ValueError(f"{name}: need has {arg!r}, and bias is None, want an array")
+        if arg in need[:i]:
+            raise ValueError(f"{name}: need has {arg!r} twice, want each once")
+    return tuple(need)
+
+
+def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tuple[Any, Any]:
+    """Combine attention results over disjoint sets of keys.
+
+    Attention over all the keys follows from the outputs and log-sum-exps of attention over parts
+    of them (devices, pages, chunks of a stream): each output weighs ``exp(lse)``.
+
+    Parameters
+    ----------
+    outs : sequence of arrays of shape (..., Lq, Dv), or one array of them, stacked
+        Outputs of `attention` for the same queries.
+    lses : sequence of arrays of shape (..., Lq), or one array of them, stacked
+        Their log-sum-exps.
+
+    Returns
+    -------
+    out : array, shape (..., Lq, Dv)
+        Of the kind and dtype of the parts.
+    lse : array, shape (..., Lq)
+        float32, or float64 for float64 outputs, in which all is computed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the parts do not match.
+
+    Notes
+    -----
+    A part with log-sum-exp -inf counts for nothing, whatever its output holds. Where all of them
+    are -inf the output is 0. The parts are summed in the order given.
+
+    Shares of the parts are as accurate as their log-sum-exps. In float32 one of -1e9, as under a
+    padding bias, is a multiple of 64: such parts weigh the same, or one of them counts alone. Hide
+    padding with a mask instead. Gradients of a part (`attention_backward`) take the merged `out`
+    and `lse`; where those are so large, they cannot be told from the part's own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import attention, merge_attention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 100, 16))
+    >>> parts = [attention(q, k[s], v[s], return_lse=True) for s in (slice(0, 30), slice(30, 100))]
+    >>> out, lse = merge_attention(*zip(*parts))
+    >>> bool(np.allclose(out, attention(q, k, v)))
+    True
+    """
+    named: dict[str, Any] = {}
+    for arg, parts in (("outs", outs), ("lses", lses)):
+        if getattr(parts, "shape", ()):
+            stacked: Any = parts
+            parts = [stacked[i, ...] for i in range(stacked.shape[0])]
+        elif not isinstance(parts, Sequence):
+            raise TypeError(
+                f"merge_attention: {arg} is a {type(parts).__name__}, want a sequence of arrays"
+            )
+        if any(part is None for part in parts):
+            raise TypeError(f"merge_attention: {arg} has a part that is None, want arrays")
+        named |= {f"{arg}[{i}]": part for i, part in enumerate(parts)}
+    count = sum(arg.startswith("outs") for arg in named)
+    if count == 0 or len(named) != 2 * count:
+        raise ValueError(
+            f"merge_attention: lses has {len(named) - count} parts, outs has {count}, "
+            "want the same number, at least 1"
+        )
+    native = core_arrays.to_native("merge_attention", **named)
+    attention_problem.matching_parts(
+        "merge_attention", native.arrays[:count], native.arrays[count:]
+    )
+    with native.context:
+        out, lse = _merge(sys.modules[native.backend], native.arrays[:count], native.arrays[count:])
+        return native.give_back(out), native.give_back(lse)
+
+
+def _merge(xp: Any, outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
+    """Merge native parts; the arithmetic is in float32, or float64 for float64 outputs."""
+    real = np.float64 if outs[0].dtype == np.float64 else np.float32
+    # Silent, whatever the caller has NumPy do: 0 * inf, log(0) and what is too small or too large
+    # have their IEEE results, which are the wanted ones.
+    with np.errstate(all="ignore"):
+        lses = [lse.astype(real) for lse in lses]
+        top = lses[0]
+        for lse in lses[1:]:
+            top = xp.maximum(top, lse)
+        top = xp.where(xp.isneginf(top), real(0), top)
+        total = xp.zeros_like(top)
+        weighted = xp.zeros_like(outs[0], dtype=real)
+        for out, lse in zip(outs, lses, strict=True):
+            weight = xp.exp(lse - top)
+            total += weight
+            empty = xp.isneginf(lse)[..., None]
+            weighted += xp.where(empty, real(0), weight[..., None] * out.astype(real))
+        weighted /= xp.where(total == 0, real(1), total)[..., None]
+        return weighted.astype(outs[0].dtype), top + xp.log(total)

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from tests import imports
 from tests.ptx_interpreter import Memory
 from tests.ptx_interpreter import Module as Interpreted
 
@@ -415,26 +416,21 @@ def in_place_of_cupy():
     """Have ``fa_cupy.gpu`` import the stand-in, and forget it afterwards."""
     from fa_cupy.gpu.driver import compile
 
-    ours = [name for name in sys.modules if name.startswith(("cupy", "fa_cupy.gpu."))]
-    kept = {name: sys.modules.pop(name) for name in ours if name != compile.__name__}
+    kept = {name: sys.modules[name] for name in sys.modules if name.startswith("cupy")}
     loaded, compile._loaded = compile._loaded, {}
-    package = sys.modules["fa_cupy.gpu"]
-    attributes = dict(vars(package))  # where imports would find what others have made
-    for name in kept:
-        vars(package).pop(name.rpartition(".")[2], None)
     CAPTURE.__init__()
     modules = make()
-    sys.modules.update(modules)
     try:
-        yield modules["cupy"]
+        with imports.anew(set(imports.loaded()) - {compile.__name__}):
+            for name in kept:
+                del sys.modules[name]
+            sys.modules.update(modules)
+            yield modules["cupy"]
     finally:
-        for name in [name for name in sys.modules if name.startswith(("cupy", "fa_cupy.gpu."))]:
+        for name in [name for name in sys.modules if name.startswith("cupy")]:
             del sys.modules[name]
         sys.modules.update(kept)
-        sys.modules[compile.__name__] = compile
         compile._loaded = loaded
-        vars(package).clear()
-        vars(package).update(attributes)
 
 
 def encoded_map(*arguments):

@@ -347,9 +347,9 @@ def same(a, b):
 
 def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
     """The plan packs what `Step.point` writes by name."""
-    from fa_cupy.gpu.kernels.attention import bwd_sm90_steps
+    from fa_cupy.gpu.kernels.attention import bwd_sm90_params
 
-    fill = bwd_sm90_steps.fill
+    fill = bwd_sm90_params.fill
     call = Call(small(dlse=True))
     filled = []
 
@@ -357,7 +357,7 @@ def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
         filled.append(what)
         return fill(*what)
 
-    monkeypatch.setattr(bwd_sm90_steps, "fill", spy)
+    monkeypatch.setattr(bwd_sm90_params, "fill", spy)
     call.solve(host, cupy)
     (plan,) = host._plans.values()
     pointers = {name: 4096 * (i + 1) for i, name in enumerate((*NAMES, "dq", "dk", "dv"))}

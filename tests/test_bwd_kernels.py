@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.attention.bwd_sm90_params import Gradients, takes
-from fa_cupy.gpu.kernels.attention.bwd_sm90_steps import fill
+from fa_cupy.gpu.kernels.attention.bwd_sm90_params import Gradients, fill, takes
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.kernel_attention import DTYPES
 from tests.kernel_gradients import case, check, check_spoiled, solve

@@ -165,7 +165,7 @@ def test_a_file_under_the_wrong_key_is_a_miss(folder):
 def test_processes_that_compile_the_same_kernel_do_no_harm(folder, root):
     code = (
         "import sys, pathlib, time\n"
-        "from fa_cupy.gpu import compile\n"
+        "from fa_cupy.gpu.driver import compile\n"
         "compile.ROOT = pathlib.Path(sys.argv[1])\n"
         "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
         f"done = compile.compile_source('test', {SOURCE!r}, 'sm_80', [('FA_VALUE', 1)])\n"

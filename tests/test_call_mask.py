@@ -12,6 +12,7 @@ import pytest
 from fa_cupy import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.masks.blocks import BlockLists
+from tests import imports
 
 MODULES = (
     "fa_cupy.gpu.driver.launch", "fa_cupy.gpu.masks.device_mask", "fa_cupy.gpu.driver.interop",
@@ -153,24 +154,17 @@ def machine(monkeypatch):
     DeviceMask.of = staticmethod(found.of)
     lists.DeviceMask, lists.pack = DeviceMask, found.pack
     lists.to_host = lambda x: BlockLists(*(array.get() for array in x))
-    package = importlib.import_module("fa_cupy.gpu")
-    attributes = dict(vars(package))  # where imports would find what others have made
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        vars(package).pop(name.rpartition(".")[2], None)
-    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), (MODULES[1], lists)):
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda)):
         monkeypatch.setitem(sys.modules, name, module)
-    module = importlib.import_module(MODULES[-1])
-    found.of_graph = sys.modules["fa_cupy.gpu.workspace"].of_graph
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
-    found.CallMask, found.host_lists = module.CallMask, module.host_lists
-    found.malloc, found.module, found.host = module.malloc, cupy, module
-    monkeypatch.setattr(module, "any_mode", lambda: found.changed(relaxed=True))
-    yield found
-    for name in MODULES:
-        sys.modules.pop(name, None)
-    vars(package).clear()
-    vars(package).update(attributes)
+    with imports.anew(MODULES):
+        sys.modules[MODULES[1]] = lists
+        module = importlib.import_module(MODULES[-1])
+        found.of_graph = sys.modules["fa_cupy.gpu.workspace"].of_graph
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
+        found.CallMask, found.host_lists = module.CallMask, module.host_lists
+        found.malloc, found.module, found.host = module.malloc, cupy, module
+        monkeypatch.setattr(module, "any_mode", lambda: found.changed(relaxed=True))
+        yield found
 
 
 def dense(*batch, seed=0):

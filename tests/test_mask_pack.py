@@ -26,7 +26,7 @@ def garbage(shape, dtype):
 
 
 def pack(memory_of_mask, first, view, share=False, wide=None):
-    """Run both kernels as fa_cupy.gpu.masks.device_mask does; `first` is the place of element (0, 0)."""
+    """Run both kernels as gpu.masks.device_mask does; `first` is the place of element (0, 0)."""
     plan = params.packing(view, share)
     memory = Memory()
     states = garbage((plan.matrices * plan.q_tiles, plan.k_tiles), np.uint8)

@@ -9,9 +9,10 @@ import pytest
 
 from fa_cupy import BitMask, layouts, reference
 from fa_cupy.core import attention_problem
+from tests import imports
 
 B = 128
-MODULES = ("tiled_backward", "tiled", "_mask_tiles", "_steps")
+MODULES = ("attention_backward", "attention", "mask_tiles", "tile_ops")
 
 
 class Array(np.ndarray):
@@ -78,27 +79,22 @@ def gpu(monkeypatch):
                "scale": scale, "mark_far": mark_far}  # fmt: skip
     blas = {"matmul": matmul, "handle": lambda tf32: 1, "readable": lambda x: True}
     memory = {"refuse_products": lambda *what: None, "empty": lambda *how: np.empty(*how[:2])}
-    package = importlib.import_module("fa_cupy.gpu")
-    attributes = dict(vars(package))
-    for name, names in (
-        ("call_mask", vars(lists)),
-        ("_tile_kernels", kernels),
-        ("_product_kernels", {"mark": mark}),
-        ("_blas", blas),
-        ("workspace", memory),
-    ):
-        module = ModuleType(f"fa_cupy.gpu.{name}")
-        vars(module).update(names)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        setattr(package, name, module)
+    replaced = {
+        "fa_cupy.gpu.masks.binding": vars(lists),
+        "fa_cupy.gpu.cublas.elementwise": kernels,
+        "fa_cupy.gpu.cublas.linear_elementwise": {"mark": mark},
+        "fa_cupy.gpu.cublas.blas": blas,
+        "fa_cupy.gpu.workspace": memory,
+    }
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    for name in MODULES:
-        monkeypatch.setitem(sys.modules, f"fa_cupy.gpu.{name}", None)  # what is there comes back
-        del sys.modules[f"fa_cupy.gpu.{name}"]
-        vars(package).pop(name, None)
-    yield SimpleNamespace(**{n: importlib.import_module(f"fa_cupy.gpu.{n}") for n in MODULES})
-    vars(package).clear()
-    vars(package).update(attributes)
+    modules = [f"fa_cupy.gpu.cublas.{name}" for name in MODULES]
+    with imports.anew([*replaced, *modules]):
+        for name, names in replaced.items():
+            sys.modules[name] = module = ModuleType(name)
+            vars(module).update(names)
+        yield SimpleNamespace(
+            **{n: importlib.import_module(m) for n, m in zip(MODULES, modules, strict=True)}
+        )
 
 
 def blocks(rng, *shape):
@@ -117,7 +113,7 @@ def test_tiles_hide_what_the_mask_does(gpu, picked, turned):
     dense = blocks(rng, 3, 700, 1100)
     mask = BitMask.from_dense(dense)
     mask, dense = (mask.T, dense.swapaxes(1, 2)) if turned else (mask, dense)
-    tiles = gpu._mask_tiles.MaskTiles(mask, np.array(picked, np.int32))
+    tiles = gpu.mask_tiles.MaskTiles(mask, np.array(picked, np.int32))
     q_len, k_len = dense.shape[1:]
     kinds = set()
     for rows in ((0, 128), (0, 512), (100, 130), (512, 640), (600, 610), (384, q_len)):
@@ -153,7 +149,7 @@ def backward(gpu, arrays, mask, need, dout, **options):
     def empty(shape, dtype, like):
         return np.empty_like(like)
 
-    return gpu.tiled_backward.backward(problem, (q, k, v, bias, mask), results, need, empty)
+    return gpu.attention_backward.backward(problem, (q, k, v, bias, mask), results, need, empty)
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1), (2, 3)], ids=str)
@@ -204,13 +200,13 @@ def test_hidden_values_never_show_in_gradients(gpu):
 
 def test_tiles_that_the_mask_hides_are_not_computed(gpu, monkeypatch):
     computed = []
-    terms = gpu.tiled_backward._tiled_backward._terms
+    terms = gpu.attention_backward.attention_backward._terms
 
     def counted(steps, problem, x, rows, keys, *more):
         computed.append((rows[1] - rows[0]) * (keys[1] - keys[0]))
         return terms(steps, problem, x, rows, keys, *more)
 
-    monkeypatch.setattr(gpu.tiled_backward._tiled_backward, "_terms", counted)
+    monkeypatch.setattr(gpu.attention_backward.attention_backward, "_terms", counted)
     board = np.zeros((20, 20), bool)
     board[3, 7] = board[11, 0] = board[12, 1] = True
     mask = BitMask.from_blocks(board, 20 * B, 20 * B)

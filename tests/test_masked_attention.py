@@ -202,7 +202,7 @@ def test_arrays_on_a_gpu_are_checked_before_anything_is_allocated(monkeypatch):
         return core_arrays.Native(list(arrays.values()), "cupy", None, nullcontext(), np.empty)
 
     monkeypatch.setattr(core_arrays, "to_native", on_gpu)
-    monkeypatch.setattr(_attention._calls, "backend_of", None)
+    monkeypatch.setattr(_attention.dispatch, "backend_of", None)
     with pytest.raises(ValueError, match="mask has q_len 128, q has 127"):
         attention(X[:, 1:], X, X, mask=MASK)
 

@@ -134,8 +134,9 @@ def test_wheel_computes_from_another_folder(run):
 def test_wheel_compiles_a_kernel(run):
     done = run(
         "-c",
-        "from fa_cupy.gpu import compile, variants\n"
-        "row = variants.VARIANTS[0]\n"
+        "from fa_cupy.gpu.driver import compile\n"
+        "from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS\n"
+        "row = VARIANTS[0]\n"
         "print(compile.compile_variant(row, row.targets[0]).cubin[:4])",
     )
     assert done.returncode == 0, done.stderr

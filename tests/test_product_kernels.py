@@ -30,6 +30,7 @@ from fa_cupy.gpu.kernels.linear.sm90_variants import (
     VariantSm90,
 )
 from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
+from tests import imports
 from tests.kernel_products import NAMES, check, gradients, solve, split
 from tests.planted import plant
 from tests.products import Case, draw
@@ -630,14 +631,8 @@ def product_plan():
         "fa_cupy.gpu.driver.launch",
         "fa_cupy.gpu.driver.devices",
     )
-    package = importlib.import_module("fa_cupy.gpu")
-    attributes = dict(vars(package))  # where imports of other tests would find what is made here
-    with mock.patch.dict(sys.modules, fakes):
-        for name in gone:
-            sys.modules.pop(name, None)
+    with imports.anew(gone), mock.patch.dict(sys.modules, fakes):
         yield importlib.import_module("fa_cupy.gpu.linear_attention_plan")
-    vars(package).clear()
-    vars(package).update(attributes)
 
 
 @pytest.mark.parametrize("algorithm", ["chunked", "recurrent", "low_occupancy"])

@@ -27,14 +27,13 @@ NAMES = {
 }
 MODULES = [
     "_attention",
-    "_backward",
+    "_bitmask",
     "_definitions",
-    "_linear",
-    "_mask_sources",
-    "_masks",
-    "_merge",
+    "_linear_attention",
+    "layouts",
+    "masks.constructors",
+    "reference",
 ]
-MODULES += ["_merge", "_normalised", "_prefix", "layouts", "reference"]
 
 
 def test_public_names():

@@ -306,14 +306,14 @@ def test_a_handler_may_call_attention():
 
 FORK = """
 import os, signal, sys, threading, time
-from fa_cupy.cpu import _threads
+from fa_cupy.cpu import thread_pool
 of_helpers = float(sys.argv[1])  # seconds of a task
 def work(task):
     time.sleep(0.3 if threading.current_thread() is threading.main_thread() else of_helpers)
 def slowly(task):
     time.sleep(0.002)
     done.append(task)
-_threads.allowed = lambda: 3
+thread_pool.allowed = lambda: 3
 def handler(*_):
     if os.fork() == 0:
         children.append(0)
@@ -322,14 +322,14 @@ signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.2)
 said = 'nothing'
 try:
-    _threads.run(range(9 if of_helpers else 4), lambda: work)
+    thread_pool.run(range(9 if of_helpers else 4), lambda: work)
 except RuntimeError as error:
     said = str(error)
 if children:
     found = []
     for _ in range(20):
         done = []
-        _threads.run(range(9), lambda: slowly)
+        thread_pool.run(range(9), lambda: slowly)
         found.append(len(done))  # of tasks that had ended when the call returned
     os._exit(0 if 'forked' in said and set(found) == {9} else 1)
 assert said == 'nothing'

@@ -238,13 +238,13 @@ def test_tiles_around_the_planned_one(case):
 def test_tiles_are_measured_and_shown(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tiles, "CASES", (SMALL_TILES,))
     ran = set()
-    attend = tiles.cpu._tiled.attend
+    attend = tiles.cpu.tiled_attention.attend
 
     def spy(steps, problem, x, begin, end, tile_n):
         ran.add(f"{end - begin}x{tile_n}")
         return attend(steps, problem, x, begin, end, tile_n)
 
-    monkeypatch.setattr(tiles.cpu._tiled, "attend", spy)
+    monkeypatch.setattr(tiles.cpu.tiled_attention, "attend", spy)
     out = tmp_path / "tiles.json"
     assert tiles.main(["--rounds", "1", "--out", str(out)]) == 0
     facts, rows = store.load(out)

@@ -112,7 +112,7 @@ start = time.perf_counter()
 fa_cupy.attention(*qkv, return_lse=True)
 cupy.cuda.Device().synchronize()
 s = time.perf_counter() - start
-from fa_cupy.gpu import compile
+from fa_cupy.gpu.driver import compile
 compiled = [compile.compile_variant(variant, target) for variant, target, _ in compile._loaded]
 print(json.dumps({"s": s, "compile_s": sum(one.seconds for one in compiled)}))
 """

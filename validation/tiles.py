@@ -1,7 +1,7 @@
 """Tile sizes of the CPU path around the planned one: which of them is the fastest.
 
-Every call computes the same result with other tiles. The plan of `fa_cupy.tiled.tile_sizes` is replaced for
-the time of a call, so that the code measured is the code that runs.
+Every call computes the same result with other tiles. The plan of `fa_cupy.tiled.tile_sizes` is
+replaced for the time of a call, so that the code measured is the code that runs.
 """
 
 from __future__ import annotations

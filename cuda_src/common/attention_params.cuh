@@ -3,7 +3,8 @@
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/mask_lists.cuh"
 
-// Passed by value.  fa_cupy/gpu/kernels/attention/fwd_params.py holds the same fields in the same order.
+// Passed by value.  fa_cupy/gpu/kernels/attention/fwd_params.py holds the same fields in the same
+// order.
 // Strides count elements.  Axes that broadcast have stride 0, grouped heads are two axes.
 struct AttentionParams {
   const void* q;      // (*batch, q_len, head_dim)

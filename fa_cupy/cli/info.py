@@ -58,7 +58,7 @@ def _cupy() -> str:
 
 
 def _installed() -> Iterator[Line]:
-    yield "fa_cupy", f"{__version__} in {Path(__file__).parent}"
+    yield "fa_cupy", f"{__version__} in {Path(__file__).parents[1]}"
     yield "python", f"{platform.python_version()} on {platform.machine()}"
     yield "needs", ", ".join(f"{name} {_version(name) or 'missing'}" for name in _REQUIRED)
     yield "BLAS", blas.described()

@@ -252,6 +252,7 @@ def check_axes(name: str, arrays: dict[str, Any]) -> None:
 
 
 def float_dtype(name: str, arg: str, array: Any) -> np.dtype[Any]:
+    """Return the dtype of an array, one of `FLOAT_DTYPES`; raise TypeError for another."""
     for dtype in FLOAT_DTYPES:
         if array.dtype == dtype:
             return dtype

@@ -158,6 +158,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def show(value: Any) -> str:
+    """Return a value as error messages show it: shortened, with the name of its type."""
     try:
         text = " ".join(repr(value).split())  # an array has lines of its own
     except _FAULTS:  # an int of more digits than Python writes, or somebody's broken class

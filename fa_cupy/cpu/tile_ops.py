@@ -59,7 +59,7 @@ def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
 
 
 class Steps:
-    """All for NumPy: `tiled.attention.Steps`, `tiled.attention_backward.Steps`, `tiled.chunked_scan.Steps`.
+    """The `Steps` of all of `fa_cupy.tiled`, for NumPy.
 
     One a thread: scratch memory is its own.
     """

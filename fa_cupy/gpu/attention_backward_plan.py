@@ -23,7 +23,7 @@ from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.driver.devices import target_of_device
-from fa_cupy.gpu.kernels.attention import bwd_sm80_params, bwd_sm90_params, bwd_sm90_steps
+from fa_cupy.gpu.kernels.attention import bwd_sm80_params, bwd_sm90_params
 from fa_cupy.gpu.kernels.attention.bwd_launch import Launches
 from fa_cupy.gpu.kernels.attention.bwd_params import Filled, Gradients
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
@@ -124,8 +124,8 @@ def backward(
 ) -> dict[str, Any] | None:
     """Return the gradients named by `need`; None where the kernels do not take the call.
 
-    The parameters are those of `fa_cupy.gpu.cublas.attention_backward.backward`. All gradients are computed,
-    whichever are asked for, but for that of the bias, which the kernels do not.
+    The parameters are those of `fa_cupy.gpu.cublas.attention_backward.backward`. All gradients are
+    computed, whichever are asked for, but for that of the bias, which the kernels do not.
     """
     device = runtime.getDevice()
     if "bias" in need or not _serves(problem, device):
@@ -166,7 +166,7 @@ def _filled(problem: Problem, views: Gradients, device: int) -> Filled | None:
     target = target_of_device(device)
     rows = select_bwd(*call, masked) if target == "sm_90a" else None
     if rows is not None and bwd_sm90_params.takes(problem, views):
-        return bwd_sm90_steps.fill(problem, views, rows)
+        return bwd_sm90_params.fill(problem, views, rows)
     rows = select_bwd_sm80(*call, target, masked)
     if rows is not None and bwd_sm80_params.takes(problem, views):
         return bwd_sm80_params.fill(problem, views, rows)

@@ -79,7 +79,7 @@ def product(
     return_state: bool,
     algorithm: str = "auto",
 ) -> tuple[Any, Any]:
-    """Solve `problem` on the current device and stream; see `fa_cupy.cpu.linear_attention.product`."""
+    """Solve `problem` on the current device and stream; as `fa_cupy.cpu.linear_attention` does."""
     require_whole_elements("causal_product", q=q, k=k, v=v, initial_state=initial, out=out)
     named = algorithm not in ("auto", "chunked")
     if named and choice_of(problem, algorithm, runtime.getDevice()) is None:
@@ -196,7 +196,7 @@ def states(problem: Product, k: Any, v: Any, initial: Any, ends: Any, *, reverse
 def readings(
     problem: Product, q: Any, k: Any, v: Any, initial: Any, ends: Any, *, reverse: bool
 ) -> Any:
-    """Return what queries read from states at `ends`; see `fa_cupy.cpu.linear_attention.readings`."""
+    """Return what queries read from states at `ends`; as `fa_cupy.cpu.linear_attention` does."""
     from fa_cupy.gpu import linear_attention_uses
 
     return linear_attention_uses.readings(problem, q, k, v, initial, ends, reverse=reverse)

@@ -110,7 +110,7 @@ class Plan:
             ]))  # fmt: skip
 
     def __call__(self, pointers: tuple[int, ...]) -> None:
-        """Launch with these addresses, those of `fa_cupy.gpu.kernels.linear.params.POINTERS` but the last.
+        """Launch with these addresses, those of `kernels.linear.params.POINTERS` but the last.
 
         Parameters
         ----------

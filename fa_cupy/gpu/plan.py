@@ -141,7 +141,7 @@ def remember(table: dict[Any, Any], key: Any, plan: Any) -> None:
 def variant_for(
     problem: attention_problem.Problem, device: int, out: attention_problem.View | None = None
 ) -> Variant | None:
-    """Return the row that serves a problem on a device, None where `fa_cupy.gpu.cublas.attention` does.
+    """Return the row that serves a problem on a device, None where cuBLAS products do.
 
     Parameters
     ----------

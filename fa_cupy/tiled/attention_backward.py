@@ -11,9 +11,9 @@ of queries and keys gives [1]_::
 and `ds` itself is the gradient of the bias. Under a softcap, ``ds`` is multiplied by
 ``1 - tanh**2`` before the last two. Weights are made again from the queries, the keys and the LSE,
 so that memory is that of a few tiles and of `base`, whatever the lengths. Where an LSE is so large
-that its rounding would spoil them (`tiled.softmax.is_far`), maximum and sum of its row's weights are
-computed once more, by `keep_apart`, from the same tiles: weights then sum to 1. Other rows of tiles
-are spared.
+that its rounding would spoil them (`tiled.softmax.is_far`), maximum and sum of its row's weights
+are computed once more, by `keep_apart`, from the same tiles: weights then sum to 1. Other rows of
+tiles are spared.
 
 A column of tiles (some keys of some batch entries, all queries that see them) sums its dk and dv
 and hands them over at its end; dq and the gradient of the bias are handed over tile by tile.
@@ -237,7 +237,7 @@ def _scaled(
     seen: Array | None,
     turn: bool = False,
 ) -> Array:
-    """Return ``factor * a @ b`` as `core.linear_problem` does, with `a` and `seen` transposed for `turn`.
+    """Return ``factor * a @ b`` as `_product` does, with `a` and `seen` transposed for `turn`.
 
     What overflows where the factor comes last may not where it comes first, so that given `seen`
     both are tried.

@@ -11,7 +11,7 @@ import numpy as np
 
 from fa_cupy import BitMask
 from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.attention import bwd_sm80_params, bwd_sm90_params, bwd_sm90_steps
+from fa_cupy.gpu.kernels.attention import bwd_sm80_params, bwd_sm90_params
 from fa_cupy.gpu.kernels.attention.bwd_params import Gradients
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BackwardSm80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BackwardVariant
@@ -43,8 +43,7 @@ def attention_backward(
     Parameters
     ----------
     rows : sequence of BackwardVariant
-        In the order of their launches, as `fa_cupy.gpu.kernels.attention.bwd_sm90_variants.select_bwd` or
-        `fa_cupy.gpu.kernels.attention.bwd_sm80_variants.select_bwd_sm80` returns them.
+        In the order of their launches, as `select_bwd` or `select_bwd_sm80` returns them.
     dout, q, k, v, out, lse, dlse : numpy.ndarray
         `k` and `v` have the batch axes of `q`, but for a head axis that may have fewer heads.
     bias : numpy.ndarray, optional
@@ -77,7 +76,7 @@ def attention_backward(
         steps, size = bwd_sm80_params.fill(problem, views, rows)
     else:
         assert bwd_sm90_params.takes(problem, views)
-        steps, size = bwd_sm90_steps.fill(problem, views, rows)
+        steps, size = bwd_sm90_params.fill(problem, views, rows)
     # What lies in a workspace is anything: NaN, and words that are far from 0.
     space = np.full(size // 4 + 64, 0x7FC0DEAD, np.uint32)
     base = space[-space.ctypes.data % 256 // 4 :].ctypes.data

@@ -1,9 +1,9 @@
 """Causal products by batched cuBLAS products on chunks: what the dedicated kernels do not serve.
 
 Takes every dtype, dim and length, in float32 or float64 arithmetic: the algorithm of
-`fa_cupy.tiled.chunked_scan` over `fa_cupy.tiled.segmented_scan`. Segments are short, so that the products of one chunk of
-all of them fill the device; their states take no more memory than their rows. Nothing waits for the
-device but one look at the end at whether all results are finite.
+`fa_cupy.tiled.chunked_scan` over `fa_cupy.tiled.segmented_scan`. Segments are short, so that the
+products of one chunk of all of them fill the device; their states take no more memory than their
+rows. Nothing waits for the device but one look at the end at whether all results are finite.
 """
 
 from __future__ import annotations

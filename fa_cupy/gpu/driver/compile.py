@@ -22,7 +22,7 @@ from fa_cupy.gpu.driver import cubin_cache, nvrtc
 if TYPE_CHECKING:
     from fa_cupy.gpu.kernels.attention.fwd_variants import Variant
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 #: Holds ``cuda_src`` and ``ptx``: the package where it is installed, its parent in a checkout.
 ROOT = _PACKAGE if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent
 

@@ -41,7 +41,7 @@ class Call(NamedTuple):
     transform : bool
         Whether scale, softcap or bias change the scores before the softmax.
     mapped : bool
-        Whether tensor maps can walk the arrays (`fa_cupy.gpu.kernels.attention.fwd_sm90_params.takes`).
+        Whether tensor maps can walk the arrays (`fwd_sm90_params.takes`).
     masked : bool
         Whether there is a mask.
     """

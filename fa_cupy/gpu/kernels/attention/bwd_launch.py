@@ -12,8 +12,7 @@ from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.driver.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.driver.launch import Launch
 from fa_cupy.gpu.driver.tensor_map_cache import MappedArguments, Maps
-from fa_cupy.gpu.kernels.attention.bwd_params import Filled, Step
-from fa_cupy.gpu.kernels.attention.bwd_structs import MAPPED
+from fa_cupy.gpu.kernels.attention.bwd_params import MAPPED, Filled, Step
 
 _pack = struct.Struct("=Q").pack_into
 
@@ -55,7 +54,7 @@ class Launches:
     Parameters
     ----------
     filled : Filled
-        From `fa_cupy.gpu.kernels.attention.bwd_sm90_steps.fill` or `fa_cupy.gpu.kernels.attention.bwd_sm80_params.fill`.
+        From `fill` of `fa_cupy.gpu.kernels.attention.bwd_sm90_params` or of `bwd_sm80_params`.
     dtype : str
         Name of the dtype of q, k and v.
     device : int

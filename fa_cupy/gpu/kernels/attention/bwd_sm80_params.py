@@ -72,8 +72,7 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
         One that `takes` accepts.
     views : Gradients
     rows : sequence of Row
-        The kernels to launch, in order: what `fa_cupy.gpu.kernels.attention.bwd_sm80_variants.select_bwd_sm80`
-        returns.
+        The kernels to launch, in order: what `select_bwd_sm80` returns.
     """
     axes = Axes(problem, views)
     places, end = laid_out(axes)

@@ -1,4 +1,4 @@
-"""The kernels of attention backward for SM80 and later: rows as in `fa_cupy.gpu.kernels.attention.bwd_sm90_variants`."""
+"""The kernels of attention backward for SM80 and later, one row a compiled variant."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from fa_cupy.gpu.kernels.attention.bwd_params import BACKWARD_PARAMS
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
     BACKWARD,
     DTYPE_NAMES,
@@ -13,7 +14,6 @@ from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
     BwdRedo,
     BwdRows,
 )
-from fa_cupy.gpu.kernels.attention.bwd_structs import BACKWARD_PARAMS
 from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 
 _KEY_WORK_BYTES = 64  # Work in bwd_keys_sm80.cu

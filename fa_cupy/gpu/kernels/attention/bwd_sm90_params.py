@@ -1,12 +1,39 @@
-"""What the backward kernels for SM90 take."""
+"""How a problem fills the parameter structs of the backward kernels for SM90.
+
+A few launches make the gradients of one call. ``bwd_rows`` prepares what is known of each query.
+Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32, which ``bwd_round`` scales and
+rounds; or, where dims are wide, ``bwd_keys_sm90`` computes dK and dV and ``bwd_queries_sm90`` dQ.
+Last, ``bwd_redo`` computes the rows again whose sums were not finite.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention import fwd_params
-from fa_cupy.gpu.kernels.attention.bwd_params import PADDED, Gradients, shared, views_of
+from fa_cupy.gpu.kernels.attention.bwd_params import (
+    BOX,
+    BWD_ROUND_PARAMS,
+    BWD_SM90_PARAMS,
+    MAPPED,
+    PADDED,
+    WALKED,
+    Axes,
+    Filled,
+    Gradients,
+    Row,
+    Step,
+    laid_out,
+    mask_arrays,
+    redo_step,
+    rows_step,
+    shared,
+    views_of,
+)
 from fa_cupy.gpu.kernels.attention.fwd_params import MAX_GRID, MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP, MAP_AXES, maps_walk
 
@@ -38,3 +65,75 @@ def takes(problem: Problem, views: Gradients) -> bool:
     if any(0 in steps[name][:inner] for name in ("dk", "dv")) or 0 in steps["dq"]:
         return False
     return maps_walk(every, steps, problem.dtype.itemsize, outputs=())
+
+
+_PIECES = 2  # of dQ of a tile, one a warpgroup; each has 64 columns of `piece_m` queries
+_COUNTERS = 4  # words
+
+
+def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
+    """Return all of the launches that does not depend on pointers.
+
+    Parameters
+    ----------
+    problem : Problem
+        One that `takes` accepts.
+    views : Gradients
+    rows : sequence of Row
+        The kernels to launch, in order: what `select_bwd` returns.
+    """
+    axes, sums, turns = Axes(problem, views, [row.tile_m for row in rows]), 0, 0
+    for row in rows:
+        if row.source.endswith("bwd_sm90"):
+            tiles = axes.entries * -(-problem.q_len // row.tile_m)
+            sums, turns = tiles * _PIECES * 64 * row.piece_m * 4, tiles * 4
+    places, end = laid_out(axes, sums=sums, turns=turns, counters=_COUNTERS * 4)
+    steps = []
+    for before, row in zip((rows[0], *rows), rows, strict=False):
+        kind = row.source.rpartition("/")[2]
+        if kind == "bwd_rows":
+            steps.append(rows_step(axes, row, places, end))
+        elif kind == "bwd_round":
+            steps.append(_round_step(axes, row, before, places))
+        elif kind == "bwd_redo":
+            steps.append(redo_step(axes, row, places))
+        else:
+            steps.append(_mapped_step(axes, row, kind, places))
+    return Filled(steps, end)
+
+
+def _mapped_step(axes: Axes, row: Row, kind: str, places: dict[str, int]) -> Step:
+    problem = axes.problem
+    filled = np.zeros(1, BWD_SM90_PARAMS)
+    filled["common"] = axes.common("q", "dq", problem.v_dim, row.tile_m)
+    filled["size"] = axes.size
+    for name in WALKED:
+        filled[f"{name}_step"] = [step != 0 for step in axes.steps[name]]
+    keys = axes.entries // axes.group
+    filled["group"], filled["entries"] = axes.group, keys
+    filled["k_tiles"] = k_tiles = -(-problem.k_len // row.tile_n)
+    section = row.sections[problem.lower is not None or problem.upper is not None]
+    filled["section"] = -(-keys // max(1, round(keys / section)))
+    filled["row_pairs"] = axes.padded // 2
+    boxes = {"q": row.tile_m, "dout": row.tile_m, "k": row.tile_n, "v": row.tile_n}
+    if kind == "bwd_queries_sm90":  # a box for each warpgroup
+        boxes["q"] = boxes["dout"] = BOX
+        blocks = axes.entries * -(-problem.q_len // row.tile_m)
+    else:
+        blocks = keys * k_tiles
+    arrays = mask_arrays(problem, filled, turned=kind != "bwd_queries_sm90")
+    maps = {name: axes.geometry(name, boxes.get(name, BOX)) for name in MAPPED}
+    # The other parts of the workspace are those of bwd_redo.
+    used = {name: places[name] for name in ("rows", "sums", "turns", "counters", "spoiled")}
+    return Step(row, filled, maps, arrays, used, blocks, True)
+
+
+def _round_step(axes: Axes, row: Row, main: Row, places: dict[str, int]) -> Step:
+    filled = np.zeros(1, BWD_ROUND_PARAMS)
+    filled["common"] = axes.common("q", "dq", axes.problem.head_dim, main.tile_m)
+    filled["tile_m"], filled["tile_n"] = main.tile_m, main.tile_n
+    filled["blocks"] = -(-main.dim // 64)
+    blocks = axes.entries * -(-axes.problem.q_len // main.tile_m) * _PIECES
+    used = {name: places[name] for name in ("sums", "spoiled")}
+    arrays = {"common.out": "dq", **mask_arrays(axes.problem, filled, turned=True)}
+    return Step(row, filled, {}, arrays, used, blocks, False)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from fa_cupy.gpu.kernels.attention.bwd_structs import REDO_THREADS, ROUND_THREADS
+from fa_cupy.gpu.kernels.attention.bwd_params import REDO_THREADS, ROUND_THREADS
 from fa_cupy.gpu.kernels.attention.bwd_variant import (
     BackwardVariant as BackwardVariant,  # for those who read the table
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa_cupy.gpu.kernels.attention.bwd_structs import (
+from fa_cupy.gpu.kernels.attention.bwd_params import (
     BACKWARD_PARAMS,
     BWD_ROUND_PARAMS,
     BWD_ROWS_PARAMS,

@@ -115,7 +115,7 @@ class FwdSm90:
         pointers : tuple of int
             In the order of `fa_cupy.gpu.kernels.attention.fwd_params.POINTERS`.
         counter : int
-            Address of `fa_cupy.gpu.kernels.attention.fwd_sm90_params.COUNTER_BYTES` bytes that nothing else uses until
+            Address of `fwd_sm90_params.COUNTER_BYTES` bytes that nothing else uses until
             what is launched has run; 0 allocates them where they are needed. A graph has a counter
             of its own.
         mask : MaskPointers, optional

@@ -1,6 +1,6 @@
 """The kernels of causal products, one row a compiled variant, with the reason beside each.
 
-Beside `fa_cupy.gpu.kernels.attention.fwd_variants`, which has those of attention; `fa_cupy.gpu.kernels.linear.heuristics` picks.
+`fa_cupy.gpu.kernels.linear.heuristics` picks one for a call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels that make tables of masks: one row a compiled variant, as `fa_cupy.gpu.kernels.attention.fwd_variants`."""
+"""The kernels that make tables of masks, one row a compiled variant."""
 
 from __future__ import annotations
 
