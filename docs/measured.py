@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 
 from fa_cupy.gpu.kernels.attention import fwd_variants as gpu
+from fa_cupy.gpu.kernels.variant import VariantSm90
 from fa_cupy.tiled import tile_sizes
 from validation import report, store, tiles, word_orders
 
@@ -195,4 +196,40 @@ def variants():
         if r.dtype == "float16"
     ]  # fmt: skip
     head = ("kernel", "dims up to", "tile", "warps", "stages", "shared memory", "why")
+    return table(head, rows)
+
+
+def slots_of_q():
+    """How many slots for rows of Q the rows of fwd_sm90 have, and what of the next tile fits."""
+    slots = {}
+    for row in gpu.VARIANTS:
+        if isinstance(row, VariantSm90):
+            key = (row.dim, row.sparse, row.groups)
+            slots.setdefault(key, {})[row.transform] = row.q_slots
+    dims = {}
+    for (dim, sparse, groups), of in slots.items():
+        dims.setdefault((sparse, groups, of[False], of[True]), []).append(str(dim))
+
+    def ahead(count, groups):
+        early = min(count - groups, groups)
+        rows = "none" if early == 0 else f"{64 * early} of {64 * groups} rows"
+        return f"{count}: {rows}"
+
+    rows = [
+        (
+            ", ".join(names),
+            "yes" if sparse else "no",
+            groups,
+            ahead(plain, groups),
+            ahead(mod, groups),
+        )
+        for (sparse, groups, plain, mod), names in dims.items()
+    ]
+    head = (
+        "head_dim",
+        "mask",
+        "warpgroups",
+        "slots: of the next tile, loaded during this one",
+        "with a bias, a softcap or a scale that is not positive",
+    )
     return table(head, rows)

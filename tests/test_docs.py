@@ -17,6 +17,7 @@ PAGES = sorted(DOCS.glob("*.rst"))
 CODE_BLOCK = re.compile(
     r"^( *)\.\. code-block:: python\n((?:\1 +:.*\n)*)\n*((?:\1 +.*\n|\n)+)", re.M
 )
+SOURCES = {".cu", ".cuh", ".ptx", ".py"}
 DOCTEST = re.compile(r"^( *)>>> .*\n(?:\1\S.*\n|\1 +.*\n)*", re.M)
 
 
@@ -119,6 +120,40 @@ def test_every_ptx_function_is_in_the_glossary():
     # and nothing that is no longer there
     terms = re.findall(r"^``.*?(?= \(warp\)$|$)", glossary, re.M)
     assert {name for term in terms for name in re.findall(r"``(\w+)``", term)} == names
+
+
+def test_names_in_the_glossary_are_in_the_sources():
+    """A name in ``literals`` is a word of some source, a path is that of a file."""
+    folders = ("cuda_src", "ptx", "fa_cupy", "validation", "tests")
+    files = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in SOURCES]
+    words = {
+        word
+        for path in files
+        if path.name != Path(__file__).name
+        for word in [*re.findall(r"\w+", path.read_text()), path.stem]
+    }
+    names = re.findall(r"``([\w./]+)``", (DOCS / "glossary.rst").read_text())
+    paths = [name for name in names if "/" in name]
+    assert len(paths) > 10
+    assert len(names) > 80
+    assert [name for name in paths if not (ROOT / name).exists()] == []
+    assert [name for name in names if "/" not in name and name not in words] == []
+
+
+def test_the_page_names_every_barrier_of_fwd_sm90():
+    page = (DOCS / "reading_fwd_sm90.rst").read_text()
+    header = (ROOT / "cuda_src/attention/fwd_sm90.cuh").read_text()
+    storage = header.partition("struct Storage {")[2].partition("};")[0]
+    declared = re.findall(r"^  uint64 (.*);", storage, re.M)
+    barriers = {name for line in declared for name in re.findall(r"(\w+)\[", line)}
+    table = page.partition("   * - mbarrier\n")[2].partition("\n\n")[0]
+    assert barriers == set(re.findall(r"``(\w+)`` \[", table))
+    named = re.search(r"enum NamedBarrier : int \{(.*?)\}", header)
+    assert named is not None
+    table = page.partition("   * - barrier\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"(\w+) =", named[1])) == set(
+        re.findall(r"^   \* - ``(\w+)``", table, re.M)
+    )
 
 
 def test_pictures_can_be_drawn(tmp_path):
