@@ -25,7 +25,6 @@ from validation.outcomes.record import (
     Call,
     Outcome,
     difference,
-    loose,
     outcome,
 )
 
@@ -62,11 +61,10 @@ def differing_records(
     tolerance = TOLERANCE if xp is np else GPU_TOLERANCE
     lines = []
     for call in chosen:
-        allowed = loose(tolerance) if call.loose else tolerance
         old = stored["calls"].get(call.name)
         what = "not stored"
         if old is not None:
-            what = difference(old, found[call.name].record, allowed)
+            what = difference(old, found[call.name].record, tolerance, call.slack)
         if what:
             lines.append(f"{call.name}: {what}")
     return lines

@@ -28,7 +28,6 @@ _LONGEST_TEXT = 400  # longer texts are kept as digests
 # orders of sums move the last bits; the kernels of a GPU round scores and weights to the dtype.
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-5, "float64": 1e-10}
 GPU_TOLERANCE = {"float16": 1e-2, "bfloat16": 6e-2, "float32": 5e-4, "float64": 1e-10}
-_LOOSE = 5e-2, 1e-6  # of others and of float64
 _DIGITS = {"float16": 5, "bfloat16": 4, "float32": 7, "float64": 11}
 
 
@@ -36,14 +35,14 @@ class Call(NamedTuple):
     """One call: a name that stays, and a function of the array namespace.
 
     `fails` says whether an error is the wanted result, `cpu` whether it is for NumPy only, and
-    `loose` whether its floats depend strongly on rounding.
+    `slack` how far its floats may differ everywhere, in units of the largest.
     """
 
     name: str
     run: Callable[[Any], Any]
     fails: bool = False
     cpu: bool = False
-    loose: bool = False
+    slack: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -68,27 +67,26 @@ def outcome(call: Call, xp: Any) -> Outcome:
     return Outcome(record, bits.hexdigest()[:16], failed)
 
 
-def difference(stored: list[Any], found: list[Any], tolerance: dict[str, float]) -> str:
-    """Return how a record differs from a stored one; "" where it does not."""
+def difference(
+    stored: list[Any], found: list[Any], tolerance: dict[str, float], slack: float = 0.0
+) -> str:
+    """Return how a record differs from a stored one; "" where it does not.
+
+    Floats may differ by the tolerance of their dtype, or `slack` where that is more.
+    """
     if len(stored) != len(found):
         return f"{len(found)} parts, stored are {len(stored)}"
     for i, (old, new) in enumerate(zip(stored, found, strict=True)):
         is_float = isinstance(old, list) and isinstance(new, list)
-        fits = _close(old, new, tolerance) if is_float else old == new
+        fits = _close(old, new, max(tolerance[old[0]], slack)) if is_float else old == new
         if not fits:
             return f"part {i} is {new}, stored is {old}"
     return ""
 
 
-def loose(tolerance: dict[str, float]) -> dict[str, float]:
-    """Return tolerances for results that depend strongly on rounding."""
-    return {name: max(x, _LOOSE[name == "float64"]) for name, x in tolerance.items()}
-
-
-def _close(old: list[Any], new: list[Any], tolerance: dict[str, float]) -> bool:
+def _close(old: list[Any], new: list[Any], allowed: float) -> bool:
     if old[:4] != new[:4]:
         return False
-    allowed = tolerance[old[0]]
     (top, *units), (new_top, *new_units) = old[4], new[4]
     if abs(new_top - top) > allowed * top:
         return False
