@@ -23,10 +23,11 @@ def test_results_are_the_stored_ones(xp, stored):
     """Bit for bit where this machine has stored digests, within rounding elsewhere."""
     calls = outcomes.calls(xp)
     found = outcomes.run(xp, calls)
-    assert outcomes.unexpected(calls, found) == []
-    assert outcomes.differing_records(xp, calls, stored, found) == []
     digests = stored["digests"].get(machine.key(xp), {})
-    assert outcomes.differing_bits(digests, found) == []
+    lines = outcomes.unexpected(calls, found)
+    lines += outcomes.differing_records(xp, calls, stored, found)
+    lines += outcomes.differing_bits(digests, found)
+    assert not lines, "\n".join(lines)
     assert not digests or digests.keys() == found.keys()
 
 
