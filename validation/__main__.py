@@ -18,6 +18,7 @@ COMMANDS = {
     "rows": ("validation.rows", "other tiles and stages of the backward kernels"),
     "turns": ("validation.turns", "gradients whose turns at dQ are passed on late"),
     "fuzz": ("validation.fuzz", "random calls against float64, and as replayed graphs"),
+    "outcomes": ("validation.outcomes", "results of all public functions against stored ones"),
     "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),
 }
 
