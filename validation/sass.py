@@ -29,9 +29,9 @@ from fa_cupy.gpu.rows import Variant
 from fa_cupy.gpu.variants import VARIANTS
 from fa_cupy.gpu.variants_bwd import BACKWARD
 from fa_cupy.gpu.variants_bwd_sm80 import BACKWARD_SM80
-from validation import store
+from validation import digest
 
-TABLE = store.RESULTS / "sass.json"
+TABLE = digest.ROOT / digest.TABLE
 #: The targets that are compiled in every run of the tests; the further ones take their time.
 USUAL = ("sm_80", "sm_90a")
 #: The rows of all tables of kernels.
