@@ -34,7 +34,7 @@ class Recorder:
         self.examples = Counter()
         self.left_out = 0
         # Taken first: a file saved while the tests run must not count as tested.
-        self.files = fingerprints()
+        self.definitions = {} if hasattr(config, "workerinput") else fingerprints()
 
     def pytest_deselected(self, items):
         self.left_out += sum(item.get_closest_marker("gpu") is not None for item in items)
@@ -79,7 +79,7 @@ class Recorder:
             (self.config.rootpath / folder).resolve() for folder in self.config.getini("testpaths")
         }
         record = {
-            "files": self.files,
+            "definitions": self.definitions,
             "passed": self.passed,
             "failed": sorted(self.failed),
             "skipped": self.skipped,

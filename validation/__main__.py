@@ -17,6 +17,7 @@ COMMANDS = {
     "readme": ("validation.readme", "the README's tables, from the results"),
     "rows": ("validation.rows", "other tiles and stages of the backward kernels"),
     "turns": ("validation.turns", "gradients whose turns at dQ are passed on late"),
+    "sass": ("validation.sass", "hashes of the kernels' machine code, held against a table"),
     "fuzz": ("validation.fuzz", "random calls against float64, and as replayed graphs"),
     "outcomes": ("validation.outcomes", "results of all public functions against stored ones"),
     "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),

@@ -1,18 +1,23 @@
-"""What the GPU path consists of, as a digest that comments, docstrings and white space leave alone.
+"""What a GPU executes, as a digest that names, layout and comments leave alone.
 
-Only the standard library is used, and the result does not depend on the Python version: the digest
-is made on a GPU machine and checked on another.
+It is taken over the kernels' machine code and the definitions of Python on the host. Only the
+standard library is used, and the result does not depend on the Python version: the digest is made
+on a GPU machine and checked on another.
 """
 
 import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from validation import definitions
 
 ROOT = Path(__file__).resolve().parents[1]
+#: The machine code of the kernels; `python -m validation sass` renews it.
+TABLE = "validation/results/sass.json"
+
+Prints = dict[str, dict[str, str]]
 
 # One token of C, C++, CUDA or PTX. Comments and blanks come first, so that they can be dropped.
 _TOKEN = re.compile(
@@ -54,52 +59,19 @@ def c_tokens(source: str) -> list[str]:
     return tokens
 
 
-def _plain(node: Any) -> Any:
-    """Turn a syntax tree into lists and strings that are the same in every Python version."""
-    if isinstance(node, list):
-        # A string that stands alone as a statement is a docstring or does nothing.
-        kept = [item for item in node if not _is_bare_string(item)]
-        return [_plain(item) for item in kept]
-    if isinstance(node, ast.JoinedStr):
-        return ["JoinedStr", *_joined(node.values)]
-    if isinstance(node, ast.AST):
-        # Fields that are empty come and go between versions.
-        fields = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
-        return [type(node).__name__, *(pair for pair in fields if pair[1] not in (None, []))]
-    return None if node is None else f"{type(node).__name__} {node!a}"
-
-
-def _is_bare_string(node: Any) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
-def _joined(values: list[ast.expr]) -> Iterator[Any]:
-    """Yield an f-string's parts, literal text in one piece however the parser cut it."""
-    text = ""
-    for value in values:
-        if isinstance(value, ast.Constant):
-            text += str(value.value)
-            continue
-        if text:
-            yield ascii(text)
-        text = ""
-        yield _plain(value)
-    if text:
-        yield ascii(text)
-
-
-def fingerprint(path: Path) -> str:
-    """Hash what a file says, whatever its layout."""
-    data = path.read_bytes()
-    if path.suffix == ".py":
-        data = json.dumps(_plain(ast.parse(data))).encode()
-    elif path.suffix in {".cu", ".cuh", ".ptx", ".h"}:
-        data = "\0".join(c_tokens(data.decode())).encode()
+def token_fingerprint(path: Path) -> str:
+    """Hash what a C++ or PTX file says, whatever its layout."""
+    data = "\0".join(c_tokens(path.read_text(encoding="utf-8"))).encode()
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+def kernel_fingerprints(table: Path) -> dict[str, str]:
+    """Return a fingerprint of each kernel's machine code on each target."""
+    return {
+        f"{name} {target}": hashlib.sha256(f"{target} {entry['code']}".encode()).hexdigest()[:16]
+        for name, row in json.loads(table.read_bytes())["rows"].items()
+        for target, entry in row.items()
+    }
 
 
 def _mentions_gpu_mark(tree: ast.AST) -> bool:
@@ -181,19 +153,25 @@ def gpu_tests(root: Path = ROOT) -> set[str]:
     return {f"tests/{name}.py" for name in chosen}
 
 
-def fingerprints(root: Path = ROOT) -> dict[str, str]:
-    """Return a fingerprint for each file that the GPU path runs through, by its path."""
+def fingerprints(root: Path = ROOT) -> Prints:
+    """Return the fingerprints of what a GPU run consists of, by file and by name in the file.
+
+    Kernels count with their machine code, as the table has it; a test holds the table against the
+    sources. Modules of PTX count with their tokens, Python with its definitions.
+    """
     paths = gpu_tests(root)
     for folder in ("cuda_src", "ptx", "fa_cupy"):
-        for path in (root / folder).rglob("*"):
-            relative = path.relative_to(root)
-            hidden = any(part.startswith((".", "__pycache__")) for part in relative.parts)
-            if path.is_file() and not hidden:
-                paths.add(relative.as_posix())
+        found = (path.relative_to(root) for path in (root / folder).rglob("*.py"))
+        paths |= {p.as_posix() for p in found if not any(x.startswith(".") for x in p.parts)}
     cpu_only = {p for p in paths if p.startswith("fa_cupy/cpu/") or p == "fa_cupy/plot.py"}
-    return {path: fingerprint(root / path) for path in sorted(paths - cpu_only)}
+    prints = definitions.fingerprints(root, paths - cpu_only)
+    for path in (root / "ptx").glob("[!.]*.ptx"):
+        prints[path.relative_to(root).as_posix()] = {"module": token_fingerprint(path)}
+    prints[TABLE] = kernel_fingerprints(root / TABLE)
+    return dict(sorted(prints.items()))
 
 
-def digest(prints: dict[str, str]) -> str:
-    """Return one digest over all fingerprints and their paths."""
-    return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()
+def digest(prints: Prints) -> str:
+    """Return one digest over all fingerprints, whatever has them and wherever that stands."""
+    values = sorted(value for names in prints.values() for value in names.values())
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -13,12 +13,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from validation import store
-from validation.digest import ROOT, digest, fingerprints
+from validation.digest import ROOT, Prints, digest, fingerprints
 
 RECEIPT = Path("validation/results/receipt.json")
 # What `make test-gpu` hands over from its two steps.
@@ -86,32 +87,68 @@ def flaws(run: dict[str, Any]) -> list[str]:
         found.append("the run was cut short, or covered only part of tests/")
     if not tools:
         found.append("no sanitizer reported")
+    found += [f"not in the table: {line}" for line in run.get("code", {}).get("changes", [])]
     for name, tool in sorted(tools.items()):
         if tool.get("ran") and tool.get("errors") != 0:
             found.append(f"{name}: {tool.get('errors')} errors")
     return found
 
 
-def changes(recorded: dict[str, str], prints: dict[str, str]) -> list[str]:
-    """Name the files that differ between the recorded fingerprints and these."""
-    what = dict.fromkeys(recorded, "gone") | {
-        path: "changed" if path in recorded else "new" for path, value in prints.items()
-    }
-    return [
-        f"{what[path]} since: {path}"
-        for path in sorted(what)
-        if recorded.get(path) != prints.get(path)
-    ]
+def _surplus(prints: Prints, others: Prints) -> dict[tuple[str, str], str]:
+    """Return what these fingerprints have and the others lack, by path and name.
+
+    Where several places share a fingerprint, those that the others have too are left out first.
+    """
+    count = Counter(value for names in others.values() for value in names.values())
+    places = sorted(
+        ((path, name), value) for path, names in prints.items() for name, value in names.items()
+    )
+    places.sort(key=lambda place: others.get(place[0][0], {}).get(place[0][1]) != place[1])
+    found = {}
+    for place, value in places:
+        if count[value]:
+            count[value] -= 1
+        else:
+            found[place] = value
+    return found
 
 
-def problems(receipt: dict[str, Any], prints: dict[str, str]) -> list[str]:
+def changes(recorded: Prints, prints: Prints) -> list[str]:
+    """Name the definitions and kernels that differ between the recorded fingerprints and these."""
+    gone, new = _surplus(recorded, prints), _surplus(prints, recorded)
+    what = dict.fromkeys(gone, "gone") | dict.fromkeys(new, "new")
+    for place in gone.keys() & new.keys():
+        what[place] = "changed"
+    for _, name in gone.keys() - new.keys():  # what has moved and was changed besides
+        old = [place for place in what if place[1] == name and what[place] == "gone"]
+        now = [place for place in what if place[1] == name and what[place] == "new"]
+        if len(old) == len(now) == 1:
+            del what[old[0]]
+            what[now[0]] = "changed"
+    return [f"{what[place]} since: {place[0]}: {place[1]}" for place in sorted(what)]
+
+
+def problems(receipt: dict[str, Any], prints: Prints) -> list[str]:
     """Say why a receipt does not vouch for the tree with these fingerprints; empty if it does."""
     run = receipt.get("run")
     if not isinstance(run, dict):
         return ["there is no receipt of a GPU run"]
     if receipt.get("seal") != _seal(run):
         return ["the receipt was edited by hand"]
-    return flaws(run) + changes(run.get("files", {}), prints)
+    if "definitions" not in run:
+        return [*flaws(run), "the run was recorded by files, and cannot be compared"]
+    return flaws(run) + changes(run["definitions"], prints)
+
+
+def machine_code() -> dict[str, Any]:
+    """Hold the table of machine code, which the digest is taken from, against what was compiled."""
+    from validation import sass
+
+    made_with, recorded = sass.read(sass.TABLE)
+    if sass.version() != made_with:
+        why = f"the table was made with NVRTC {made_with}, this is {sass.version()}"
+        return {"compared": False, "why": why}
+    return {"compared": True, "changes": sass.changes(recorded, sass.compiled_rows(sass.ROWS))}
 
 
 def write(folder: Path, target: Path) -> list[str]:
@@ -124,7 +161,7 @@ def write(folder: Path, target: Path) -> list[str]:
     if uncovered:
         sys.exit(f"receipt: GPU tests that the digest does not see: {', '.join(uncovered)}")
     # What counts is the tree that the tests ran on, not the one that is here when they are done.
-    recorded = tests.pop("files", {})
+    recorded = tests.pop("definitions", {})
     try:
         machine = environment()
     except (ImportError, RuntimeError) as error:
@@ -132,7 +169,8 @@ def write(folder: Path, target: Path) -> list[str]:
     run = {
         "date": _today(),
         "digest": digest(recorded),
-        "files": recorded,
+        "definitions": recorded,
+        "code": machine_code(),
         "environment": machine,
         "tests": tests,
         "sanitizer": sanitizer,
@@ -156,6 +194,7 @@ def summary(run: dict[str, Any]) -> str:
         f"{run['date'][:10]}, {machine['device']}, NVRTC {machine['nvrtc']}: "
         f"{sum(tests['passed'].values())} tests passed, {len(tests['skipped'])} skipped, "
         f"{sum(tests['hypothesis'].values())} hypothesis examples; "
+        + f"machine code {'as in the table' if run['code']['compared'] else 'NOT COMPARED'}; "
         + "; ".join(
             f"{name} {'clean' if tool.get('ran') else 'NOT RUN: ' + str(tool.get('why'))}"
             for name, tool in sorted(run["sanitizer"]["tools"].items())
@@ -168,7 +207,7 @@ def _listing(lines: list[str], indent: str, most: int = 20) -> str:
     return "\n".join(indent + line for line in lines[:most] + more)
 
 
-def check(path: Path, prints: dict[str, str], strict: bool) -> int:
+def check(path: Path, prints: Prints, strict: bool) -> int:
     """Print what the receipt says of the tree; return 1 where that is a failure."""
     receipt = _read(path)
     found = problems(receipt, prints)
@@ -179,9 +218,12 @@ def check(path: Path, prints: dict[str, str], strict: bool) -> int:
         print(f"!! Nothing counts as done until `make test-gpu` has run.\n{'!' * 78}")
         return 0
     if not found:
-        tools = receipt["run"]["sanitizer"]["tools"].values()
+        run = receipt["run"]
+        tools = run["sanitizer"]["tools"].values()
         warning = "" if all(tool.get("ran") for tool in tools) else "WARNING, sanitizers missing; "
-        print(f"receipt: current; {warning}{summary(receipt['run'])}")
+        if not run["code"]["compared"]:
+            warning += f"WARNING, {run['code']['why']}; "
+        print(f"receipt: current; {warning}{summary(run)}")
         return 0
     print(f"receipt: {'ERROR' if strict else 'WARNING'}, it does not vouch for this tree:")
     print(_listing(found, "  "))
@@ -212,7 +254,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     prints = fingerprints()
     if options.command == "digest":
-        print("\n".join([digest(prints), *(f"{value}  {path}" for path, value in prints.items())]))
+        lines = (f"{v}  {path}: {name}" for path in prints for name, v in prints[path].items())
+        print("\n".join([digest(prints), *lines]))
         return 0
     return check(ROOT / RECEIPT, prints, os.environ.get("FA_CUPY_RECEIPT") == "strict")
 

@@ -84,7 +84,9 @@ class Steps:
     def queries(self, q: Array, factor: float) -> _Queries:
         fold = _fold(factor, self.dtype)
         scaled = self.scratch("q", q.shape)
-        np.multiply(q, fold.now, out=scaled, casting="unsafe")
+        # NumPy 1 would multiply 16-bit queries in 16 bits, as it does with any scalar.
+        wide = np.result_type(self.dtype, fold.now.dtype)
+        np.multiply(q, fold.now, out=scaled, dtype=wide, casting="unsafe")
         if factor == 0 or fold.whole == fold.later or not self._any_subnormal(scaled, q):
             return _Queries(scaled, fold.later)
         plain = self.scratch("unscaled", q.shape)
