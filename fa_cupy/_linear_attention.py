@@ -229,10 +229,10 @@ def causal_product_backward(
     )
     *inputs, grad, state_grad = native.arrays
     problem = linear_problem.product_problem(name, *inputs)
-    linear_problem.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
+    checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
     if state_grad is not None:
         shape, dtype = problem.state_shape, problem.state_dtype
-        linear_problem.check_gradient(name, "dstate", state_grad, shape, dtype)
+        checks.check_gradient(name, "dstate", state_grad, shape, dtype)
     reverse = checks.flag(name, "reverse", reverse)
     backend = dispatch.backend_of(native, "linear_attention")
     if native.backend == "cupy" and inputs[0] is q:

@@ -458,6 +458,7 @@ def on_a_device(**properties):
             patch.setitem(H200, name, value)
         # By the type of arrays, which other tests share.
         patch.setattr(_attention, "_CACHED", {})
+        patch.setattr(_attention, "_CACHED_BACKWARD", {})
         patch.setattr(_linear_attention, "_CACHED", {})
         patch.setattr(_linear_attention, "_CACHED_BACKWARD", {})
         patch.setattr(Module, "interprets", False)

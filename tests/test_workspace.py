@@ -483,6 +483,7 @@ ALLOCATORS = {
     "malloc", "mallocAsync", "malloc_async", "set_allocator", "using_allocator",
 }  # fmt: skip
 ALLOCATING = {
+    "attention_backward": {"cached"},
     "kernels.attention.fwd_sm90": {"FwdSm90._launch"},
     "linear_attention": {"cached"},
     "linear_attention_backward": {"cached"},

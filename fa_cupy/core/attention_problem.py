@@ -161,6 +161,32 @@ def attention_problem(
     return problem
 
 
+def gradient_problem(
+    inputs: Sequence[Any], out: Any, lse: Any, dout: Any, dlse: Any, name: str, **options: Any
+) -> Problem:
+    """Check what gradients of attention are made from; return the problem of the attention.
+
+    Parameters
+    ----------
+    inputs : sequence of array
+        q, k, v, bias and mask.
+    out, lse, dout, dlse : array
+        Results and their gradients; `dlse` may be None.
+    name : str
+        The public function that errors speak of.
+    **options
+        As for `attention_problem`.
+    """
+    problem = attention_problem(*inputs, name=name, args=ARGS, **options)
+    shape, dtype = problem.out_shape, problem.dtype
+    for arg, array in (("out", out), ("dout", dout)):
+        checks.check_gradient(name, arg, array, shape, dtype)
+    for arg, array in (("lse", lse), ("dlse", dlse)):
+        if array is not None:
+            checks.check_gradient(name, arg, array, shape[:-1], sum_dtype(dtype))
+    return problem
+
+
 def view(xp: Any, array: Any, v: View) -> Any:
     """Return `array` seen through `v`, without a copy; `xp` is its namespace."""
     return xp.lib.stride_tricks.as_strided(array, v.shape, v.strides)

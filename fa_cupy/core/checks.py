@@ -164,3 +164,13 @@ def show(value: Any) -> str:
     except _FAULTS:  # an int of more digits than Python writes, or somebody's broken class
         text = "something that cannot be printed"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def check_gradient(
+    name: str, arg: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> None:
+    """Raise unless `array` can be the gradient of a result of `shape` and `dtype`."""
+    if array.shape != shape:
+        raise ValueError(f"{name}: {arg} has shape {array.shape}, want {shape}")
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {dtype}")

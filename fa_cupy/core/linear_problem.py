@@ -188,16 +188,6 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
     return np.asarray(found, np.int64)
 
 
-def check_gradient(
-    name: str, arg: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> None:
-    """Raise unless `array` can be the gradient of a result of `shape` and `dtype`."""
-    if array.shape != shape:
-        raise ValueError(f"{name}: {arg} has shape {array.shape}, want {shape}")
-    if array.dtype != dtype:
-        raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {dtype}")
-
-
 def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> None:
     """Raise unless `state` has one head, or as many as one of `arrays`, by argument."""
     if state.ndim < 3 or min(x.ndim for x in arrays.values()) < 4:

@@ -70,7 +70,7 @@ def cached(
         v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
     if bias is not None or mask is not None or window is not None:
-        extra = _array_key(bias, device), _mask_key(mask, device), _window_key(window)
+        extra = _array_key(bias, device), mask_key(mask, device), _window_key(window)
         if any(part is False for part in extra):
             return None
         key = (key, extra)
@@ -223,10 +223,24 @@ def _array_key(x: Any, device: int) -> Any:
     return False
 
 
-def _mask_key(x: Any, device: int) -> Any:
+def options_key(scale: Any, is_causal: Any, causal_align: Any, window: Any, softcap: Any) -> Any:
+    """Return what a plan depends on in options; None if a type does not say what it means."""
+    if not (
+        scale.__class__ in _NUMBERS
+        and softcap.__class__ in _NUMBERS
+        and is_causal.__class__ is bool
+        and causal_align.__class__ in _TEXTS
+    ):
+        return None
+    if window is not None and _window_key(window) is False:
+        return None
+    return scale, is_causal, causal_align, window, softcap
+
+
+def mask_key(x: Any, device: int) -> Any:
     """Return what a plan depends on in a mask; False if it is an array of elsewhere."""
     if type(x) is BitMask:
-        return BitMask, x.shape, x.entries.strides
+        return x._grid, x.entries.shape, x.entries.strides
     return _array_key(x, device)
 
 

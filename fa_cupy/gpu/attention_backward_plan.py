@@ -69,14 +69,30 @@ class Plan:
         The launches.
     inside : dict of Laid
         What lies in the workspace besides what the kernels hand to each other.
+    grads : dict of Laid
+        The gradients that the kernels write, by name.
     device : int
+
+    Attributes
+    ----------
+    direct : bool
+        Whether all arrays are read and written where they lie.
+    grads : list of tuple
+        Shape, strides, dtype and bytes of dq, dk and dv.
     """
 
-    __slots__ = ("_inside", "_tables", "bytes", "run")
+    __slots__ = ("_inside", "_tables", "bytes", "direct", "grads", "run")
 
     def __init__(
-        self, problem: Problem, filled: Filled, inside: dict[str, Laid], device: int
+        self,
+        problem: Problem,
+        filled: Filled,
+        inside: dict[str, Laid],
+        grads: dict[str, Laid],
+        device: int,
     ) -> None:
+        self.direct = not inside
+        self.grads = [(*grads[name], grads[name].nbytes) for name in _GRADIENTS]
         self.run = Launches(filled, problem.dtype.name, device)
         self._tables = None if problem.mask is None else CallTables(problem, device)
         self._inside: dict[str, tuple[Laid, int]] = {}
@@ -96,6 +112,8 @@ class Plan:
             The mask, if the problem has one.
         """
         pointers = {name: 0 if x is None else x.data.ptr for name, x in arrays.items()}
+        if self.direct:
+            return self.launch(pointers, mask)
         # What a launch reads is given back when the launch is queued.
         told, _owners = ({}, None) if self._tables is None else self._tables(mask)
         pointers |= told
@@ -114,6 +132,13 @@ class Plan:
                 _bits(arrays[name])[...] = _bits(copies[name])
         return ran
 
+    def launch(self, pointers: dict[str, int], mask: Any = None) -> bool:
+        """Run a direct call on arrays at these addresses; False as for `Launches`."""
+        # What a launch reads is given back when the launch is queued.
+        told, _owners = ({}, None) if self._tables is None else self._tables(mask)
+        memory = workspace.take(self.bytes)
+        return self.run(pointers | told, memory.ptr)
+
 
 def backward(
     problem: Problem,
@@ -127,24 +152,38 @@ def backward(
     The parameters are those of `fa_cupy.gpu.cublas.attention_backward.backward`. All gradients are
     computed, whichever are asked for, but for that of the bias, which the kernels do not.
     """
+    bias, mask = inputs[3:]
+    arrays = named(inputs, results)
+    plan = plan_for(problem, arrays, need)
+    if plan is None:
+        return None
+    found = {name: empty(arrays[name].shape, problem.dtype, arrays[name]) for name in need}
+    arrays |= {f"d{name}": x for name, x in found.items()} | {"bias": bias}
+    return found if plan(arrays, mask) else None
+
+
+def named(inputs: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
+    """Return the arrays that gradients are made from, but bias and mask, by name."""
+    found = dict(zip(("q", "k", "v"), inputs, strict=False))
+    return found | dict(zip(("out", "lse", "dout", "dlse"), results, strict=True))
+
+
+def plan_for(problem: Problem, arrays: dict[str, Any], need: Sequence[str]) -> Plan | None:
+    """Return the plan of a call, made at most once; None where the kernels do not take the call.
+
+    `arrays` are named as by `named`.
+    """
     device = runtime.getDevice()
     if "bias" in need or not _serves(problem, device):
         return None
-    bias, mask = inputs[3:]
-    arrays = dict(zip(("q", "k", "v"), inputs, strict=False))
-    arrays |= dict(zip(("out", "lse", "dout", "dlse"), results, strict=True))
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
     copied = tuple(name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr))
     key = problem, (*laid.values(),), copied, frozenset(need), device
     try:
-        plan = _plans[key]
+        return _plans[key]
     except KeyError:
         remember(_plans, key, plan := _plan(problem, laid, copied, need, device))
-    if plan is None:
-        return None
-    found = {name: empty(laid[name].shape, problem.dtype, arrays[name]) for name in need}
-    arrays |= {f"d{name}": x for name, x in found.items()} | {"bias": bias}
-    return found if plan(arrays, mask) else None
+        return plan
 
 
 def _serves(problem: Problem, device: int) -> bool:
@@ -208,7 +247,10 @@ def _plan(
     views = Gradients(*(view(name) for name in Gradients._fields))
     problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
     filled = _filled(problem, views, device)
-    return None if filled is None else Plan(problem, filled, inside, device)
+    if filled is None:
+        return None
+    grads = {name: laid[name] for name in _GRADIENTS}
+    return Plan(problem, filled, inside, grads, device)
 
 
 def _laid_out(shape: tuple[int, ...], order: Sequence[int] | None, dtype: np.dtype[Any]) -> Laid:

@@ -82,19 +82,18 @@ class CallTables:
             Of the shape and strides that the problem says.
         """
         told, owners = self._lists(mask)
-        if isinstance(mask, BitMask):
+        found: Any
+        if not isinstance(mask, BitMask):
+            found = kept = self._made(owners[0])
+        elif (made := mask._store.device_tables.get(self._device)) is None:
             found, kept = self._of_bits(mask)
         else:
-            found = kept = self._made(owners[0])
+            made.wait()
+            found, kept = made.found, made
         return found.pointers(told.entries), (owners, kept)
 
     def _of_bits(self, mask: BitMask) -> tuple[Tables, Any]:
-        every = mask._store.device_tables
-        kept: Made | None = every.get(self._device)
-        if kept is not None:
-            kept.wait()
-            return kept.found, kept
-        lists = device_lists(mask, self._device)
+        every, lists = mask._store.device_tables, device_lists(mask, self._device)
         if not mask._store.only_on(self._device):
             with apart() as stream:
                 kept = Made(make(lists, self._grid, self._device))

@@ -1,0 +1,142 @@
+"""Repeated calls of `attention_backward`, as on a GPU: which are answered from known plans."""
+
+import numpy as np
+import pytest
+
+import fa_cupy
+from fa_cupy import BitMask
+from tests import cupy_stand_in
+from tests.cupy_stand_in import CAPTURE, owned
+
+HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
+
+
+@pytest.fixture
+def device():
+    """A device on which gradients have been asked for once, so that plans are looked up."""
+    with cupy_stand_in.on_a_device() as found:
+        fa_cupy.attention_backward(*arrays())
+        yield found
+
+
+def array(*shape, dtype=HALF):
+    return owned(np.zeros(shape, dtype))
+
+
+def arrays(length=200, dim=64):
+    """dout, q, k, v, out and lse."""
+    return [*(array(2, length, dim) for _ in range(5)), array(2, length, dtype=SINGLE)]
+
+
+def kernels(call, *given, **options):
+    """Return the gradients of a call and the kernels that it launched."""
+    logged = len(CAPTURE.log)
+    found = call(*given, **options)
+    return found, [name for kind, name, _ in CAPTURE.log[logged:] if kind == "launch"]
+
+
+def known():
+    from fa_cupy.gpu import attention_backward
+
+    return attention_backward._calls
+
+
+def plans_made(monkeypatch):
+    """Return a list that grows with each plan that is looked for among all plans."""
+    from fa_cupy.gpu import attention_backward_plan
+
+    asked, plan_for = [], attention_backward_plan.plan_for
+
+    def counted(*how):
+        asked.append(how)
+        return plan_for(*how)
+
+    monkeypatch.setattr(attention_backward_plan, "plan_for", counted)
+    return asked
+
+
+def test_a_repeated_call_is_answered_at_once_and_launches_the_same(device, monkeypatch):
+    given = arrays(length=300)
+    asked = plans_made(monkeypatch)
+    results = [kernels(fa_cupy.attention_backward, *given, is_causal=True) for _ in range(3)]
+    assert len(asked) == 1
+    assert len(known()) == 1
+    assert all(names == results[0][1] and len(names) == 4 for _, names in results)
+    for grads, _ in results:
+        for x, of in zip(grads, given[1:4], strict=True):
+            assert (x.shape, x.strides, x.dtype) == (of.shape, of.strides, of.dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 0.5},
+        {"is_causal": True},
+        {"window": (3, 4)},
+        {"softcap": 2.0},
+        {"dlse": array(2, 200, dtype=SINGLE)},
+        {"mask": BitMask.from_dense(np.tri(200, dtype=bool))},
+        {"mask": BitMask.from_dense(np.ones((2, 200, 200), bool))},
+    ],
+    ids=str,
+)
+def test_calls_that_differ_have_plans_of_their_own(device, monkeypatch, options):
+    given = arrays()
+    fa_cupy.attention_backward(*given)
+    asked = plans_made(monkeypatch)
+    for _ in range(2):
+        fa_cupy.attention_backward(*given, **options)
+    assert len(asked) == 1
+    assert len(known()) == 2
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_arrays_that_kernels_cannot_read_are_copied(device, which):
+    given = arrays()
+    fa_cupy.attention_backward(*given)
+    before = dict(known())
+    given[which] = array(2, 200, 72)[..., 1:65]  # begins two bytes after a multiple of 16
+    for _ in range(2):
+        grads, names = kernels(fa_cupy.attention_backward, *given)
+        assert len(names) == 4
+        assert [x.shape for x in grads] == [(2, 200, 64)] * 3
+    assert known() == before
+
+
+def test_some_gradients_only(device):
+    given = arrays()
+    fa_cupy.attention_backward(*given)
+    (dk,) = fa_cupy.attention_backward(*given, need=["k"])
+    assert dk.shape == (2, 200, 64)
+
+
+@pytest.mark.parametrize(
+    ("which", "wrong", "message"),
+    [
+        (
+            0,
+            (2, 200, 32),
+            r"attention_backward: dout has shape \(2, 200, 32\), want \(2, 200, 64\)",
+        ),
+        (2, (2, 200, 32), "attention_backward: k has head_dim 32, q has 64"),
+        (5, (2, 100), r"attention_backward: lse has shape \(2, 100\), want \(2, 200\)"),
+    ],
+)
+def test_errors_are_those_of_a_first_call(device, which, wrong, message):
+    given = arrays()
+    fa_cupy.attention_backward(*given)
+    given[which] = array(*wrong, dtype=SINGLE if which == 5 else HALF)
+    with pytest.raises(ValueError, match=message):
+        fa_cupy.attention_backward(*given)
+    numpy = [np.zeros(x.shape, x.dtype) for x in given]
+    with pytest.raises(ValueError, match=message):
+        fa_cupy.attention_backward(*numpy)
+
+
+def test_options_of_other_types_are_checked(device):
+    given = arrays()
+    fa_cupy.attention_backward(*given, is_causal=True)
+    with pytest.raises(TypeError, match="is_causal"):
+        fa_cupy.attention_backward(*given, is_causal="no")
+    with pytest.raises(TypeError, match="scale"):
+        fa_cupy.attention_backward(*given, scale="1")
