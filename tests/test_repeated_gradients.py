@@ -103,6 +103,17 @@ def test_arrays_that_kernels_cannot_read_are_copied(device, which):
     assert known() == before
 
 
+def test_a_call_that_needs_copies_is_looked_at_once(device, monkeypatch):
+    given = arrays()
+    given[5] = array(2, 400, dtype=SINGLE)[:, ::2]
+    asked = plans_made(monkeypatch)
+    for _ in range(3):
+        _, names = kernels(fa_cupy.attention_backward, *given)
+        assert len(names) == 4
+    assert len(asked) == 1 + 3  # to know that it does, and for each call
+    assert [plan for plan in known().values() if plan is None] == [None]
+
+
 def test_some_gradients_only(device):
     given = arrays()
     fa_cupy.attention_backward(*given)

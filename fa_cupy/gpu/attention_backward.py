@@ -16,8 +16,8 @@ from fa_cupy.gpu.plan import remember, require_whole_elements
 
 _NAME = "attention_backward"
 
-# Plans of calls that need no copies, by their arguments as they come.
-_calls: dict[Any, attention_backward_plan.Plan] = {}
+# Plans by the arguments of calls as they come; None for calls that need copies or have no kernel.
+_calls: dict[Any, attention_backward_plan.Plan | None] = {}
 atexit.register(_calls.clear)  # kernels must go before CuPy's modules are taken apart
 
 
@@ -50,7 +50,7 @@ def cached(
         return None
     key = tuple(facts)
     plan = _calls.get(key)
-    if plan is None:
+    if plan is None and key not in _calls:
         inputs, results = (q, k, v, None, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
@@ -58,9 +58,11 @@ def cached(
         )  # fmt: skip
         arrays = attention_backward_plan.named(inputs, results)
         plan = attention_backward_plan.plan_for(problem, arrays, ("q", "k", "v"))
-        if plan is None or not plan.direct:
-            return None
+        if plan is not None and not plan.direct:
+            plan = None
         remember(_calls, key, plan)
+    if plan is None:
+        return None
     dq, dk, dv = (
         cupy.ndarray(shape, dtype, alloc(size), strides)
         for shape, strides, dtype, size in plan.grads
