@@ -2,20 +2,18 @@
 
 import types
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 
 import numpy as np
 import pytest
 
 from fa_cupy.core import attention_problem
-from tests.test_check import NO_OPTIONS
-
-pytest.importorskip("cupy")
-from fa_cupy.gpu.driver import tensor_map_cache
 from fa_cupy.gpu.driver.tensor_map import LayoutError
-from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90, fwd_variants
 from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
 from fa_cupy.gpu.kernels.attention.fwd_sm90_params import FWD_SM90_PARAMS
-from fa_cupy.gpu.kernels.attention.fwd_variants import Call, select
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, Call, reachable, select
+from tests.cupy_stand_in import in_place_of_cupy
+from tests.test_check import NO_OPTIONS
 
 HALF = np.dtype(np.float16)
 MULTIPROCESSORS = 10
@@ -58,34 +56,46 @@ class Device:
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    for module in (fwd_sm80, fwd_sm90):
-        monkeypatch.setattr(module, "Launch", device.launch)
-        monkeypatch.setattr(module, "target_of_device", lambda number: "sm_90a")
-    monkeypatch.setattr(fwd_sm90.compile, "load", lambda row, target, number: row)
-    monkeypatch.setattr(fwd_sm90, "multiprocessors", lambda number: MULTIPROCESSORS)
-    monkeypatch.setattr(tensor_map_cache, "encode_tiled", device.encode)
-    monkeypatch.setattr(fwd_sm90, "alloc", device.alloc)
-    monkeypatch.setattr(fwd_sm90.workspace, "of_graph", device.of_graph)
-    monkeypatch.setattr(tensor_map_cache, "bind_context", lambda: None)
-    monkeypatch.setattr(fwd_sm90, "get_current_stream", lambda: types.SimpleNamespace(ptr=device))
-    monkeypatch.setattr(
-        fwd_sm90, "runtime", types.SimpleNamespace(streamIsCapturing=lambda it: it.capturing)
-    )
-    return device
+    with in_place_of_cupy():
+        maps, fwd_sm80, fwd_sm90 = (
+            import_module(f"fa_cupy.gpu.{name}")
+            for name in (
+                "driver.tensor_map_cache",
+                "kernels.attention.fwd_sm80",
+                "kernels.attention.fwd_sm90",
+            )
+        )
+        for module in (fwd_sm80, fwd_sm90):
+            monkeypatch.setattr(module, "Launch", device.launch)
+            monkeypatch.setattr(module, "target_of_device", lambda number: "sm_90a")
+        monkeypatch.setattr(fwd_sm90.compile, "load", lambda row, target, number: row)
+        monkeypatch.setattr(fwd_sm90, "multiprocessors", lambda number: MULTIPROCESSORS)
+        monkeypatch.setattr(maps, "encode_tiled", device.encode)
+        monkeypatch.setattr(maps, "LayoutError", LayoutError)
+        monkeypatch.setattr(fwd_sm90, "alloc", device.alloc)
+        monkeypatch.setattr(fwd_sm90.workspace, "of_graph", device.of_graph)
+        monkeypatch.setattr(maps, "bind_context", lambda: None)
+        stream = types.SimpleNamespace(ptr=device)
+        monkeypatch.setattr(fwd_sm90, "get_current_stream", lambda: stream)
+        runtime = types.SimpleNamespace(streamIsCapturing=lambda it: it.capturing)
+        monkeypatch.setattr(fwd_sm90, "runtime", runtime)
+        device.maps, device.fwd_sm90 = maps, fwd_sm90
+        device.params = import_module("fa_cupy.gpu.kernels.attention.fwd_params")
+        yield device
 
 
-def forward(q_len=300, heads=2, k_len=300, masked=False, **options):
+def forward(device, q_len=300, heads=2, k_len=300, masked=False, **options):
     q, k = np.zeros((heads, q_len, 64), HALF), np.zeros((heads, k_len, 64), HALF)
     mask = np.ones((q_len, k_len), bool) if masked else None
     problem = attention_problem.attention_problem(q, k, k, None, mask, **NO_OPTIONS | options)
     out = attention_problem.out_view(problem, q.shape, q.strides)
     call = Call(masked=masked)
     rows = [select("float16", 64, 64, "sm_90a", call._replace(mapped=mapped)) for mapped in (1, 0)]
-    return fwd_sm90.FwdSm90(problem, out, *rows, 0)
+    return device.fwd_sm90.FwdSm90(problem, out, *rows, 0)
 
 
 def test_maps_pointers_and_schedule_reach_the_launch(device):
-    run = forward()
+    run = forward(device)
     run(PLACES)
     ((kernel, grid, values),) = device.launched
     assert values.dtype == FWD_SM90_PARAMS
@@ -102,7 +112,7 @@ def test_maps_pointers_and_schedule_reach_the_launch(device):
 
 
 def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(device):
-    run = forward(q_len=3000)
+    run = forward(device, q_len=3000)
     for _ in range(3):
         run(PLACES)
     assert [grid for _, grid, _ in device.launched] == [MULTIPROCESSORS] * 3
@@ -113,7 +123,7 @@ def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(device):
 
 
 def test_a_counter_that_the_caller_has_is_taken(device):
-    run = forward(q_len=3000)
+    run = forward(device, q_len=3000)
     for _ in range(2):
         run(PLACES, 0x9000)
     assert [int(values["schedule"]["counter"][0]) for _, _, values in device.launched] == [
@@ -125,7 +135,7 @@ def test_a_counter_that_the_caller_has_is_taken(device):
 @pytest.mark.parametrize("counter", [0, 0x9000])
 def test_a_graph_gets_the_same_grid_and_counters_of_its_own(device, counter):
     device.capturing = True
-    run = forward(q_len=3000)
+    run = forward(device, q_len=3000)
     for _ in range(3):
         run(PLACES, counter)
     assert [grid for _, grid, _ in device.launched] == [MULTIPROCESSORS] * 3
@@ -138,14 +148,14 @@ def test_a_graph_gets_the_same_grid_and_counters_of_its_own(device, counter):
 
 def test_a_graph_with_a_block_for_each_tile_has_no_counter(device):
     device.capturing = True
-    forward()(PLACES)
+    forward(device)(PLACES)
     ((_, grid, values),) = device.launched
     assert (grid, values["schedule"][0].item()[:2]) == (4, (0, 0))
     assert device.nodes == []
 
 
 def test_maps_are_made_once_for_a_pointer(device):
-    run = forward()
+    run = forward(device)
     run(PLACES)
     assert device.encoded == [PLACES[0], PLACES[1], PLACES[2], PLACES[4]]
     other = (*PLACES[:4], 0x60000, *PLACES[5:])
@@ -158,8 +168,8 @@ def test_maps_are_made_once_for_a_pointer(device):
 
 
 def test_few_maps_are_kept(device, monkeypatch):
-    monkeypatch.setattr(tensor_map_cache, "_MOST_MAPS", 4)
-    run = forward()
+    monkeypatch.setattr(device.maps, "_MOST_MAPS", 4)
+    run = forward(device)
     for i in range(10):
         run((0x10000 + 16 * i, *PLACES[1:]))
     assert all(len(known) <= 4 for known in run._maps.known)
@@ -171,7 +181,7 @@ def test_few_maps_are_kept(device, monkeypatch):
 @pytest.mark.parametrize("which", [0, 1, 2, 4])
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_pointer_without_a_map_goes_to_the_other_kernel(device, which, refused):
-    run = forward()
+    run = forward(device)
     run(PLACES)
     wrong = list(PLACES)
     wrong[which] += 16 if refused else 2
@@ -191,8 +201,8 @@ def test_a_pointer_without_a_map_goes_to_the_other_kernel(device, which, refused
 
 
 def test_parts_follow_each_other(device, monkeypatch):
-    monkeypatch.setattr(fwd_sm90.fill.__globals__["params"], "MAX_GRID", 7)
-    run = forward(heads=5, is_causal=True)
+    monkeypatch.setattr(device.params, "MAX_GRID", 7)
+    run = forward(device, heads=5, is_causal=True)
     run(PLACES)
     found = [
         (int(v["common"]["first_batch"][0]), *v["schedule"][0].item()[2:], grid)
@@ -202,7 +212,7 @@ def test_parts_follow_each_other(device, monkeypatch):
 
 
 def test_a_mask_reaches_every_launch_of_the_other_kernel(device, monkeypatch):
-    run = forward(heads=5, masked=True).for_any_pointers()
+    run = forward(device, heads=5, masked=True).for_any_pointers()
     assert run.row.sparse
     run(PLACES, mask=MASK)
     run(PLACES, mask=MASK._replace(entries=0xC000))
@@ -210,8 +220,8 @@ def test_a_mask_reaches_every_launch_of_the_other_kernel(device, monkeypatch):
     assert found == [(15, MASK), (15, MASK._replace(entries=0xC000))]
     assert device.launched[0][2]["q_tiles"] == 3
     # Of several launches none has all rows of blocks: the order is not theirs.
-    monkeypatch.setattr(fwd_sm90.fill.__globals__["params"], "MAX_GRID", 7)
-    run = forward(heads=5, masked=True).for_any_pointers()
+    monkeypatch.setattr(device.params, "MAX_GRID", 7)
+    run = forward(device, heads=5, masked=True).for_any_pointers()
     device.launched.clear()
     run(PLACES, mask=MASK)
     found = [(v["first_batch"][0], grid, v["mask"][0].item()) for _, grid, v in device.launched]
@@ -219,15 +229,15 @@ def test_a_mask_reaches_every_launch_of_the_other_kernel(device, monkeypatch):
     assert found == [(0, 6, told), (2, 6, told), (4, 3, told)]
 
 
-def test_marks_are_unique_and_not_zero():
+def test_marks_are_unique_and_not_zero(device):
     with ThreadPoolExecutor(8) as pool:
-        marks = list(pool.map(lambda _: next(fwd_sm90._marks), range(20000)))
+        marks = list(pool.map(lambda _: next(device.fwd_sm90._marks), range(20000)))
     assert len(set(marks)) == len(marks)
     assert min(marks) > 0
     assert max(marks) < 2**64
 
 
 def test_every_row_of_the_table_has_one_for_other_pointers():
-    for row in fwd_variants.VARIANTS:
+    for row in VARIANTS:
         for target in row.targets:
-            assert fwd_variants.reachable(row.dtype, row.dim, row.dim, target)[-1].rank[0] == 1
+            assert reachable(row.dtype, row.dim, row.dim, target)[-1].rank[0] == 1
