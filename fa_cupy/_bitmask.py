@@ -9,6 +9,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from fa_cupy.core import backends
 from fa_cupy.masks import blocks as masks_blocks
 from fa_cupy.masks import export, npz
 from fa_cupy.masks.algebra import Algebra
@@ -206,8 +207,7 @@ class BitMask(Sources, Algebra):
         """
         if self._store.device is None:
             return export.dense(*self._parts)
-        from fa_cupy.gpu.masks import device_mask
-
+        device_mask = backends.gpu("masks.device_mask")
         lists = self._store.outline()._replace(words=self.lists.words)
         return device_mask.dense(self._grid, lists, self.entries, self._store.device)
 
@@ -231,8 +231,7 @@ class BitMask(Sources, Algebra):
         found = export.csr(self._grid, self._store.host(), int(self.entries))
         if self._store.device is None:
             return found
-        from fa_cupy.gpu.masks import device_mask
-
+        device_mask = backends.gpu("masks.device_mask")
         return device_mask.csr_on(found, self._store.device)
 
     def save(self, file: File) -> None:

@@ -236,7 +236,7 @@ def causal_product_backward(
     reverse = checks.flag(name, "reverse", reverse)
     backend = dispatch.backend_of(native, "linear_attention")
     if native.backend == "cupy" and inputs[0] is q:
-        _CACHED_BACKWARD[type(q)] = dispatch.backend_of(native, "linear_attention_backward").cached
+        _CACHED_BACKWARD[type(q)] = dispatch.backend_of(native, "causal_product_backward").cached
     with native.context:
         grads = backend.backward(problem, grad, *inputs, state_grad, reverse=reverse)
         return tuple(native.give_back(x) for x in grads if x is not None)

@@ -83,7 +83,7 @@ def gradients(row, case, dout, dstate=None, segment_chunks=None, own_prefix=Fals
 def readings(case, asks):
     """The same sequence with queries and keys in turns: `asks` are rows that only read.
 
-    As `fa_cupy.gpu.linear_attention_uses` lays them for queries of states at positions.
+    As `fa_cupy.gpu.linear_attention` lays them for queries of states at positions.
     """
     q, k, v = (x.copy() for x in case.arrays[:3])
     q[..., ~asks, :] = 0

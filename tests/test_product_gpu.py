@@ -196,7 +196,7 @@ def test_algorithms_of_float32(cupy, algorithm, dims, reverse):
 @pytest.mark.parametrize("algorithm", ["auto", "recurrent", "low_occupancy", "chunked"])
 @pytest.mark.parametrize(**by_dtype())
 def test_the_algorithm_is_what_was_asked_for(cupy, monkeypatch, dtype, algorithm):
-    from fa_cupy.gpu import linear_attention
+    from fa_cupy.gpu import causal_product as host
     from fa_cupy.gpu.driver import compile
 
     loaded = []
@@ -204,8 +204,8 @@ def test_the_algorithm_is_what_was_asked_for(cupy, monkeypatch, dtype, algorithm
     monkeypatch.setattr(
         compile, "load", lambda row, *rest: loaded.append(row.source) or load(row, *rest)
     )
-    monkeypatch.setattr(linear_attention, "_plans", {})
-    monkeypatch.setattr(linear_attention, "_calls", {})
+    monkeypatch.setattr(host, "_plans", {})
+    monkeypatch.setattr(host, "_calls", {})
     x = cupy.asarray(draw((3, 77, 24), dtype=dtype)[0])
     if dtype != SINGLE and algorithm in ("recurrent", "low_occupancy"):
         with pytest.raises(ValueError, match=f"algorithm is '{algorithm}', which is a kernel for"):

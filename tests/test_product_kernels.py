@@ -623,16 +623,16 @@ def test_what_no_kernel_computes():
 
 @pytest.fixture
 def product_plan():
-    """`fa_cupy.gpu.linear_attention_plan` where there is no CuPy: planning runs nothing of it."""
+    """`fa_cupy.gpu.causal_product_plan` where there is no CuPy: planning runs nothing of it."""
     fakes = {name: mock.MagicMock() for name in ("cupy", "cupy.cuda", "fa_cupy.gpu.cublas.blas")}
     gone = (
-        "fa_cupy.gpu.linear_attention_plan",
+        "fa_cupy.gpu.causal_product_plan",
         "fa_cupy.gpu.plan",
         "fa_cupy.gpu.driver.launch",
         "fa_cupy.gpu.driver.devices",
     )
     with imports.anew(gone), mock.patch.dict(sys.modules, fakes):
-        yield importlib.import_module("fa_cupy.gpu.linear_attention_plan")
+        yield importlib.import_module("fa_cupy.gpu.causal_product_plan")
 
 
 @pytest.mark.parametrize("algorithm", ["chunked", "recurrent", "low_occupancy"])

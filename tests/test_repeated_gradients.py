@@ -78,7 +78,7 @@ def test_a_repeated_call_is_answered_at_once_and_launches_the_same(device, monke
         {"mask": BitMask.from_dense(np.tri(200, dtype=bool))},
         {"mask": BitMask.from_dense(np.ones((2, 200, 200), bool))},
     ],
-    ids=str,
+    ids=["scale", "is_causal", "window", "softcap", "dlse", "mask", "masks"],
 )
 def test_calls_that_differ_have_plans_of_their_own(device, monkeypatch, options):
     given = arrays()

@@ -443,7 +443,7 @@ def test_a_captured_forward_has_the_grid_of_any_other(cupy):
 
 def test_another_library_makes_every_result(workspace, cupy):
     """The LSE and the state too; nothing is left for the pool of CuPy."""
-    from fa_cupy.gpu import attention, linear_attention, linear_attention_backward
+    from fa_cupy.gpu import attention, causal_product, causal_product_backward
 
     made = []
 
@@ -461,12 +461,10 @@ def test_another_library_makes_every_result(workspace, cupy):
         out = new(q.shape, HALF, (0, 1, 2))
         _, lse = attention.attention(direct, q, q, q, None, None, out, True)
         results = [out, lse, attention.attention(copied, q, k, q, None, None, out, True)[1]]
-        results += linear_attention.product(
+        results += causal_product.product(
             causal, q, k, q, state, None, reverse=False, return_state=True
         )
-        results += linear_attention_backward.backward(
-            causal, q, q, k, q, state, state, reverse=False
-        )
+        results += causal_product_backward.backward(causal, q, q, k, q, state, state, reverse=False)
     assert "pool" not in kinds()
     assert len(made) == len(results)
     assert {id(x) for x in made} == {id(x) for x in results}
@@ -485,8 +483,8 @@ ALLOCATORS = {
 ALLOCATING = {
     "attention_backward": {"cached"},
     "kernels.attention.fwd_sm90": {"FwdSm90._launch"},
-    "linear_attention": {"cached"},
-    "linear_attention_backward": {"cached"},
+    "causal_product": {"cached"},
+    "causal_product_backward": {"cached"},
     "masks.binding": {"CallMask._prepared", "apart", "malloc"},
     "masks.block_tables": {"CallTables._of_bits"},
     "masks.device_mask": {"arrays_of"},

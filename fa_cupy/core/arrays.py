@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fa_cupy.core import backends, dlpack
+
 _CPU, _CUDA = 1, 2
 # Pinned and managed memory go to the side that reads them at full speed (dlpack.h, DLDeviceType).
 _DEVICES = {1: _CPU, 3: _CPU, 2: _CUDA, 13: _CUDA}
 _MAX_WORK: Any = 100_000  # candidate solutions that numpy.shares_memory may look at
 _IMMUTABLE = ("jax", "jaxlib")
-#: What libraries raise for an array that DLPack cannot carry (sparse, quantised, traced, ...).
-NO_EXCHANGE = (BufferError, TypeError, RuntimeError, ValueError, AttributeError)
 
 
 class Native(NamedTuple):
@@ -78,16 +78,13 @@ def to_native(name: str, *, writes: str | None = "out", **arrays: Any) -> Native
         plain = [None if x is None else np.asarray(x) for x in arrays.values()]
         return Native(plain, "numpy", _same, contextlib.nullcontext())
     if library == "cupy":
-        from fa_cupy.gpu import workspace
-
+        workspace = backends.gpu("workspace")
         context = workspace.computing(device)
         return Native(list(arrays.values()), "cupy", workspace.hand_over, context)
     if library in _IMMUTABLE and writes in given:
         raise TypeError(
             f"{name}: {writes} is a {_label(given[writes])}, which cannot be written to"
         )
-
-    from fa_cupy.core import dlpack
 
     on_gpu = kind == _CUDA
     if on_gpu:
@@ -214,7 +211,7 @@ def _place(name: str, arg: str, x: Any) -> tuple[str, int, int]:
         raise TypeError(f"{name}: {arg} is a {_label(x)}, want an array")
     try:
         place = x.__dlpack_device__()
-    except NO_EXCHANGE as error:
+    except dlpack.NO_EXCHANGE as error:
         raise TypeError(f"{name}: {arg} is a {_label(x)} that holds no data") from error
     try:
         kind, number = map(operator.index, place)
@@ -232,9 +229,7 @@ def _place(name: str, arg: str, x: Any) -> tuple[str, int, int]:
 
 def _require_device(where: str, device: int) -> None:
     """Raise an error that begins with `where` unless CuPy is here and sees that device."""
-    from fa_cupy.gpu.driver import devices
-
-    cupy, why = devices.import_cupy()
+    cupy, why = backends.gpu("driver.devices").import_cupy()
     if cupy is None:
         raise ImportError(
             f"{where}, which needs CuPy: pip install 'fa_cupy[cuda13]', or 'fa_cupy[cuda12]' for a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +9,8 @@ import numpy as np
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core import attention_problem
+from fa_cupy.core import attention_problem, backends
 
-_PACKAGES = {"numpy": "fa_cupy.cpu", "cupy": "fa_cupy.gpu"}
 _OPTIONAL = ("initial_state", "dstate", "out")
 
 
@@ -49,13 +47,13 @@ def allocator(native: core_arrays.Native) -> Callable[..., Any]:
 
     if native.backend == "numpy":
         return empty
-    made: Callable[..., Any] = importlib.import_module("fa_cupy.gpu.workspace").empty
+    made: Callable[..., Any] = backends.gpu("workspace").empty
     return made
 
 
 def backend_of(native: core_arrays.Native, family: str) -> Any:
     """Return the module of a family of functions that computes with these arrays."""
-    return importlib.import_module(f"{_PACKAGES[native.backend]}.{family}")
+    return backends.module(native.backend, family)
 
 
 def check_out(name: str, out: Any, problem: Any, inputs: Sequence[Any]) -> None:

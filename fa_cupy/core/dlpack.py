@@ -13,9 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fa_cupy.core.arrays import NO_EXCHANGE as _NO_EXCHANGE
+from fa_cupy.core import backends
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+#: What libraries raise for an array that DLPack cannot carry (sparse, quantised, traced, ...).
+NO_EXCHANGE = (BufferError, TypeError, RuntimeError, ValueError, AttributeError)
 
 
 class Torch:
@@ -56,16 +58,16 @@ class Torch:
         """Return a context with torch's current device and stream as CuPy's."""
         if not self._on_gpu:
             return contextlib.nullcontext()
-        from fa_cupy.gpu.driver import interop
-
-        return interop.on_device(self._device.index, self._stream)
+        made: contextlib.AbstractContextManager[Any]
+        made = backends.gpu("driver.interop").on_device(self._device.index, self._stream)
+        return made
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         if not self._on_gpu:
             return contextlib.nullcontext()
-        from fa_cupy.gpu import workspace
-
-        return workspace.computing(self._device.index, self._stream, self.new)
+        made: contextlib.AbstractContextManager[Any]
+        made = backends.gpu("workspace").computing(self._device.index, self._stream, self.new)
+        return made
 
     def load(self, arg: str, tensor: Any) -> Any:
         """Return a native array over the memory of `tensor`."""
@@ -108,9 +110,7 @@ class Torch:
     def _share(self, tensor: Any) -> Any:
         if not self._on_gpu:
             return tensor.numpy()
-        from fa_cupy.gpu.driver import interop
-
-        return interop.from_dlpack(tensor)
+        return backends.gpu("driver.interop").from_dlpack(tensor)
 
 
 class Generic:
@@ -133,27 +133,25 @@ class Generic:
         """Return the context of the computation."""
         if not self._on_gpu:
             return contextlib.nullcontext()
-        from fa_cupy.gpu import workspace
-
-        return workspace.computing(self._device)
+        made: contextlib.AbstractContextManager[Any]
+        made = backends.gpu("workspace").computing(self._device)
+        return made
 
     def device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context with the arrays' device as CuPy's current one."""
         if not self._on_gpu:
             return contextlib.nullcontext()
-        from fa_cupy.gpu.driver import interop
-
-        return interop.on_device(self._device)
+        made: contextlib.AbstractContextManager[Any]
+        made = backends.gpu("driver.interop").on_device(self._device)
+        return made
 
     def load(self, arg: str, array: Any) -> Any:
         """Return a native array over the memory of `array`."""
         if self._on_gpu:
-            from fa_cupy.gpu.driver import interop
-
-            return interop.from_dlpack(array)
+            return backends.gpu("driver.interop").from_dlpack(array)
         try:
             return np.from_dlpack(array)
-        except _NO_EXCHANGE:
+        except NO_EXCHANGE:
             if not hasattr(array, "__array__"):
                 raise
             return np.asarray(array)  # JAX shows its bfloat16 this way, in place
@@ -161,9 +159,7 @@ class Generic:
     def give_back(self, native: Any) -> Any:
         """Return a result as an array of the library."""
         if self._on_gpu:
-            from fa_cupy.gpu import workspace
-
-            native = workspace.hand_over(native)
+            native = backends.gpu("workspace").hand_over(native)
         if native.dtype == _BFLOAT16:
             bits = self._namespace.from_dlpack(native.view(np.uint16))
             return bits.view(self._namespace.bfloat16)
@@ -182,7 +178,7 @@ def open_exchange(
         for arg, array in arrays.items():
             try:
                 native.append(None if array is None else exchange.load(arg, array))
-            except _NO_EXCHANGE as error:
+            except NO_EXCHANGE as error:
                 if isinstance(error, TypeError) and str(error).startswith(f"{name}: "):
                     raise
                 raise TypeError(

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy import layouts
+from fa_cupy.core import backends
 from fa_cupy.layouts import BLOCK
 
 Array = npt.NDArray[Any]
@@ -255,9 +256,7 @@ def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
 
 def _ones(words: Any) -> int:
     if not isinstance(words, np.ndarray):
-        from fa_cupy.gpu.masks import device_mask
-
-        return device_mask.count_ones(words)
+        return int(backends.gpu("masks.device_mask").count_ones(words))
     table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype="u1")
     flat = words.reshape(-1)
     step = CHUNK * BLOCK * BLOCK // layouts.WORD_BITS

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core import checks
+from fa_cupy.core import backends, checks
 from fa_cupy.masks.blocks import EMPTY, FULL, LONGEST, WORDS, Grid
 
 Array = npt.NDArray[Any]
@@ -90,10 +90,8 @@ def as_csr(name: str, arg: str, matrix: Any) -> Any:
         elif found.backend == "numpy":
             csr = _sound(matrix, *found.arrays).tocsr()
         else:  # elements of one place are summed on their device
-            from fa_cupy.gpu.masks import build
-
             with found.context:
-                build.check_sparse(matrix)
+                backends.gpu("masks.build").check_sparse(matrix)
                 return matrix.tocsr()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {arg} is not a valid sparse matrix: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from fa_cupy.core import backends
 from fa_cupy.masks import blocks, build
 from fa_cupy.masks import checks as inputs
 from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, Blocks, Grid
@@ -66,10 +67,9 @@ class Sources:
             raise TypeError(f"{name}: mask has dtype {mask.dtype}, want bool (cast it: mask != 0)")
         grid = inputs.grid(name, "mask", mask.shape)
         if native.backend == "cupy":
-            from fa_cupy.gpu.masks import build as masks_build
-
+            on_device = backends.gpu("masks.build")
             with native.context:
-                return cls._on_device(grid, *masks_build.from_dense(grid, mask))
+                return cls._on_device(grid, *on_device.from_dense(grid, mask))
         return build.from_rows(cls._of, grid, mask, build.add_dense)
 
     @classmethod
@@ -115,9 +115,8 @@ class Sources:
             if largest >= grid.k_len:
                 raise ValueError(f"{name}: indices has {largest}, want less than {grid.k_len}")
             if native.backend == "cupy":
-                from fa_cupy.gpu.masks import build as masks_build
-
-                return cls._on_device(grid, *masks_build.from_indices(grid, indices))
+                on_device = backends.gpu("masks.build")
+                return cls._on_device(grid, *on_device.from_indices(grid, indices))
         return build.from_rows(cls._of, grid, indices, build.add_indices)
 
     @classmethod
@@ -168,10 +167,9 @@ class Sources:
         entries = np.arange(len(found)) if batched else np.array(0)
         native = inputs.of_one_device(name, found)
         if native.backend == "cupy":
-            from fa_cupy.gpu.masks import build as masks_build
-
+            on_device = backends.gpu("masks.build")
             with native.context:
-                return cls._on_device(grid, masks_build.from_csr(grid, found), entries)
+                return cls._on_device(grid, on_device.from_csr(grid, found), entries)
         return cls._of(grid, [build.of_csr(grid, csr) for csr in found], entries)
 
     @classmethod
@@ -224,9 +222,8 @@ class Sources:
             count = 0 if full_value is True else int((states == PARTIAL).sum())
             inputs.check_words(name, words, count)
             if native.backend == "cupy":
-                from fa_cupy.gpu.masks import build as masks_build
-
-                return cls._on_device(grid, *masks_build.from_blocks(grid, states, words))
+                on_device = backends.gpu("masks.build")
+                return cls._on_device(grid, *on_device.from_blocks(grid, states, words))
         words = np.empty((0, *WORDS), np.uint32) if words is None else words
         batch, matrices, first = states.shape[:-2], [], 0
         for index in np.ndindex(batch):

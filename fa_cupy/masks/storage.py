@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fa_cupy.core import backends
 from fa_cupy.masks.blocks import BlockLists
 
 
@@ -60,8 +61,7 @@ class Store:
         """Return the lists as NumPy arrays, read-only."""
         found = self._places.get(None)
         if found is None:
-            from fa_cupy.gpu.masks import device_mask
-
+            device_mask = backends.gpu("masks.device_mask")
             found = _freeze(device_mask.to_host(self._any()))
             self._places[None] = found
         return found
@@ -74,8 +74,7 @@ class Store:
         if None in self._places:
             return self._places[None]
         if self._outline is None:
-            from fa_cupy.gpu.masks import device_mask
-
+            device_mask = backends.gpu("masks.device_mask")
             there = self._any()
             found = device_mask.to_host(there._replace(words=there.words[:0]))
             self._outline = found._replace(words=there.words)
@@ -85,8 +84,7 @@ class Store:
         """Return the lists as CuPy arrays on a device."""
         found = self._places.get(device)
         if found is None:
-            from fa_cupy.gpu.masks import device_mask
-
+            device_mask = backends.gpu("masks.device_mask")
             found = self._places[device] = device_mask.to_device(self.host(), device)
         return found
 

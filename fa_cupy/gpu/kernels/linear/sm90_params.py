@@ -64,7 +64,7 @@ pack_pointers: Callable[..., None] = struct.Struct("=4Q").pack_into
 
 
 class Job(NamedTuple):
-    """A product as `fa_cupy.gpu.linear_attention_plan.Plan` takes it.
+    """A product as `fa_cupy.gpu.causal_product_plan.Plan` takes it.
 
     Attributes
     ----------
