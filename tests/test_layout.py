@@ -20,7 +20,6 @@ MOST_MODULES = 12
 # Lines of code of a function, and the functions that have more.
 MOST_LINES = {".py": 60, ".cu": 120, ".cuh": 120}
 LONG_FUNCTIONS = {
-    "fa_cupy/core/attention_problem.py: attention_problem",
     "cuda_src/attention/bwd_keys_sm80.cu: attention_bwd_keys_sm80",
     "cuda_src/attention/bwd_keys_sm90.cu: compute",
     "cuda_src/attention/bwd_queries_sm80.cu: attention_bwd_queries_sm80",

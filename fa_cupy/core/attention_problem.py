@@ -97,7 +97,7 @@ def attention_problem(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted.
     """
-    q_arg, k_arg, v_arg, bias_arg, mask_arg = args
+    bias_arg, mask_arg = args[3:]
     rows = dict(zip(args, (q, k, v), strict=False))
     dtype = common_dtype(name, rows)
     bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
@@ -106,30 +106,11 @@ def attention_problem(
             f"{name}: {mask_arg} has dtype {mask.dtype}, want bool (cast it: {mask_arg} != 0)"
         )
 
-    check_axes(name, rows)
-    q_len, head_dim = q.shape[-2:]
-    k_len, v_dim = v.shape[-2:]
-    if k.shape[-1] != head_dim:
-        raise ValueError(f"{name}: {k_arg} has head_dim {k.shape[-1]}, {q_arg} has {head_dim}")
-    if k.shape[-2] != k_len:
-        raise ValueError(f"{name}: {v_arg} has length {k_len}, {k_arg} has {k.shape[-2]}")
-
+    q_len, k_len, head_dim, v_dim = _sizes(name, rows)
     if isinstance(mask, BitMask):
-        for what, arg, got, want in zip(
-            ("q_len", "k_len"), (q_arg, k_arg), mask.shape[-2:], (q_len, k_len), strict=True
-        ):
-            if got != want:
-                raise ValueError(f"{name}: {mask_arg} has {what} {got}, {arg} has {want}")
-        mask = mask.entries[..., None, None]  # from here on an array like any other
-
+        mask = _entries(name, args, mask, (q_len, k_len))  # from here on an array like any other
     groups = broadcasting.head_groups(name, args, q, k, v, grouped)
-    arrays = zip(args, (q, k, v, bias, mask), strict=True)
-    user_batch = broadcasting.broadcast_batch(
-        name, groups, [(arg, x) for arg, x in arrays if x is not None]
-    )
-    for arg, array in ((bias_arg, bias), (mask_arg, mask)):
-        if array is not None:
-            broadcasting.check_score_axes(name, arg, array.shape, (*user_batch, q_len, k_len))
+    user_batch = _batch(name, args, groups, (q, k, v, bias, mask), (q_len, k_len))
 
     def view(array: Any, rows: int, cols: int) -> View:
         return broadcasting.over(user_batch, groups, array, rows, cols)
@@ -159,6 +140,43 @@ def attention_problem(
         inputs = zip(args, (q, k, v, bias, mask), strict=True)
         check_out(name, out, problem.out_shape, dtype, inputs)
     return problem
+
+
+def _sizes(name: str, rows: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Return q_len, k_len, head_dim and v_dim of q, k and v, given by argument."""
+    check_axes(name, rows)
+    (q_arg, q), (k_arg, k), (v_arg, v) = rows.items()
+    q_len, head_dim = q.shape[-2:]
+    k_len, v_dim = v.shape[-2:]
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"{name}: {k_arg} has head_dim {k.shape[-1]}, {q_arg} has {head_dim}")
+    if k.shape[-2] != k_len:
+        raise ValueError(f"{name}: {v_arg} has length {k_len}, {k_arg} has {k.shape[-2]}")
+    return q_len, k_len, head_dim, v_dim
+
+
+def _entries(name: str, args: Sequence[str], mask: BitMask, lengths: tuple[int, int]) -> Any:
+    """Return the entries of a mask of these lengths, with axes of size 1 in place of them."""
+    named = zip(("q_len", "k_len"), args[:2], mask.shape[-2:], lengths, strict=True)
+    for what, arg, got, want in named:
+        if got != want:
+            raise ValueError(f"{name}: {args[4]} has {what} {got}, {arg} has {want}")
+    return mask.entries[..., None, None]
+
+
+def _batch(
+    name: str,
+    args: Sequence[str],
+    groups: tuple[int, ...],
+    arrays: Sequence[Any],
+    lengths: tuple[int, int],
+) -> tuple[int, ...]:
+    """Return the batch axes of scores: those of all arrays, broadcast."""
+    given = [(arg, x) for arg, x in zip(args, arrays, strict=True) if x is not None]
+    batch = broadcasting.broadcast_batch(name, groups, given)
+    for arg, array in given[3:]:  # bias and mask
+        broadcasting.check_score_axes(name, arg, array.shape, (*batch, *lengths))
+    return batch
 
 
 def gradient_problem(
