@@ -8,6 +8,7 @@ from fa_cupy import BitMask
 from tests import cupy_stand_in
 from tests.cupy_stand_in import CAPTURE, owned
 
+NAMES = ("dout", "q", "k", "v", "out", "lse")
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 
 
@@ -32,7 +33,7 @@ def kernels(call, *given, **options):
     """Return the gradients of a call and the kernels that it launched."""
     logged = len(CAPTURE.log)
     found = call(*given, **options)
-    return found, [name for kind, name, _ in CAPTURE.log[logged:] if kind == "launch"]
+    return found, [event[1] for event in CAPTURE.log[logged:] if event[0] == "launch"]
 
 
 def known():
@@ -142,6 +143,38 @@ def test_errors_are_those_of_a_first_call(device, which, wrong, message):
     numpy = [np.zeros(x.shape, x.dtype) for x in given]
     with pytest.raises(ValueError, match=message):
         fa_cupy.attention_backward(*numpy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_array_that_is_missing_is_named(device, name):
+    given = arrays()
+    fa_cupy.attention_backward(*given)
+    given[NAMES.index(name)] = None
+    with pytest.raises(TypeError, match=f"^attention_backward: {name} is None, want an array$"):
+        fa_cupy.attention_backward(*given)
+
+
+def test_strides_of_no_whole_elements_are_refused_at_first_and_later(device):
+    fa_cupy.attention_backward(*arrays())
+    for which in range(6):
+        given = [x[:1] for x in arrays()]
+        x = given[which]
+        given[which] = cupy_stand_in.as_strided(x, x.shape, (7, *x.strides[1:]))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="multiples of its item size"):
+                fa_cupy.attention_backward(*given)
+
+
+def test_a_captured_call_is_not_answered_at_once(device, monkeypatch):
+    given = arrays()
+    fa_cupy.attention_backward(*given)
+    asked = plans_made(monkeypatch)
+    with CAPTURE.record() as capture:
+        fa_cupy.attention_backward(*given)
+        names = [event[1] for event in capture.log if event[0] == "launch"]
+        assert not capture.held
+    assert len(names) == 4
+    assert len(asked) == 1
 
 
 def test_options_of_other_types_are_checked(device):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cupy
-from cupy.cuda import alloc, runtime
+from cupy.cuda import alloc, get_current_stream, runtime
 
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu import attention_backward_plan
@@ -37,11 +37,11 @@ def cached(
     seen = None if mask is None else mask_key(mask, device)
     if options is None or seen is False:
         return None
-    facts: list[Any] = [device, options, seen]
+    if runtime.streamIsCapturing(get_current_stream().ptr):
+        return None  # an error would leave memory in the graph
+    facts: list[Any] = [device, options, seen, dlse is None]
     addresses = 0  # the bits of all of them
-    for x in (q, k, v, out, dout, lse, dlse):
-        if x is None and x is dlse:
-            continue
+    for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
         if type(x) is not cupy.ndarray or x.data.device_id != device:
             return None
         facts += (x.shape, x.strides, x.dtype)
@@ -57,6 +57,7 @@ def cached(
             window=window, softcap=softcap,
         )  # fmt: skip
         arrays = attention_backward_plan.named(inputs, results)
+        require_whole_elements(_NAME, **arrays)
         plan = attention_backward_plan.plan_for(problem, arrays, ("q", "k", "v"))
         if plan is not None and not plan.direct:
             plan = None
