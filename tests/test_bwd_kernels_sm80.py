@@ -262,8 +262,8 @@ BUGS = {
                                "score_row(), score_col()); }"),
     ),
     "dS of other keys": (
-        "bwd_keys_sm80", 192, ("add_weights<kExchange>(dk, ds, ds_tile,",
-                               "add_weights<kExchange>(dk, ds, p_tile,"),
+        "bwd_keys_sm80", 192, ("accumulate_gradient<kExchangeWeights>(dk, ds, ds_tile,",
+                               "accumulate_gradient<kExchangeWeights>(dk, ds, p_tile,"),
     ),
     "one head of those that share keys": (
         "bwd_keys_sm80", 32, ("work.tiles.begin < work.tiles.end ? params.group : 0",
@@ -291,38 +291,39 @@ BUGS = {
         "bwd_queries_sm80", 96, ("dp[i][j][e] -= delta[i][e / 2];", ";"),
     ),
     "keys behind the last one are seen": (
-        "bwd_queries_sm80", 32, ("hide_pairs<false, kSparse>(params, s, in_band,",
-                                 "hide_pairs<false, kSparse>(params, s, true,"),
+        "bwd_queries_sm80", 32, ("mask_scores<false, kSparse>(params, s, in_band,",
+                                 "mask_scores<false, kSparse>(params, s, true,"),
     ),
     "words of the wrong slab": (
         "bwd_keys_sm80-sparse", 64, ("own % kMaskBlock / 16 * kSlabWords",
                                      "own % 64 / 16 * kSlabWords"),
     ),
     "words of the wrong columns": (
-        "bwd_queries_sm80-sparse", 64, ("both.y >> other % kMaskBlock / 8 * 2;",
-                                        "both.y >> other % 64 / 8 * 2;"),
+        "bwd_queries_sm80-sparse", 64, ("row_words.y >> other % kMaskBlock / 8 * 2;",
+                                        "row_words.y >> other % 64 / 8 * 2;"),
     ),
     "a row of blocks of another head": (
         "bwd_keys_sm80-sparse", 128, ("work.entry * params.group + step.head, work.first_key",
                                       "work.entry * params.group, work.first_key"),
     ),
     "a band is not looked at where there are words": (
-        "bwd_queries_sm80-sparse", 96, ("if (!in_band) keep_band",
-                                        "if (!in_band && !in_part) keep_band"),
+        "bwd_queries_sm80-sparse", 96, ("if (!in_band) restrict_to_band",
+                                        "if (!in_band && !is_partial) restrict_to_band"),
     ),
     "a hidden block is gone through": (
-        "bwd_keys_sm80-sparse", 256, ("min(max(tile, block * kInBlock), end)", "min(tile, end)"),
+        "bwd_keys_sm80-sparse", 256, ("min(max(tile, block * kTilesPerBlock), end)",
+                                      "min(tile, end)"),
     ),
     "the slope of a softcap is left out": (
-        "bwd_keys_sm80", 64, ("dp[i][part + j][e] *= x.slope;", ""),
+        "bwd_keys_sm80", 64, ("dp[i][first_fragment + j][e] *= x.slope;", ""),
     ),
     "a bias of other rows": (
-        "bwd_queries_sm80", 128, ("first_own + 16 * i, first_other + 8 * part",
+        "bwd_queries_sm80", 128, ("first_own + 16 * i, first_other + 8 * first_fragment",
                                   "first_own, first_other"),
     ),
     "query and key change places in a bias": (
-        "bwd_keys_sm80", 96, ("const int query = min(kOwnKeys ? its : mine,",
-                              "const int query = min(kOwnKeys ? mine : its,"),
+        "bwd_keys_sm80", 96, ("const int query = min(kOwnKeys ? other_row : own_row,",
+                              "const int query = min(kOwnKeys ? own_row : other_row,"),
     ),
 }  # fmt: skip
 
@@ -399,19 +400,21 @@ def test_a_workspace_holds_what_kernels_write():
     steps, size = fill(problem, views, rows)
     first, keys, queries, redo = steps
     assert [step.row for step in steps] == list(rows)
-    assert keys.places["spoiled"] - keys.places["rows"] >= 3 * 4 * 256 * 8
-    assert first.places["turns"] == keys.places["spoiled"] == redo.places["spoiled"]
-    assert first.params["words"] * 4 == size - keys.places["spoiled"]
+    assert keys.places["nonfinite_flags"] - keys.places["lse_delta"] >= 3 * 4 * 256 * 8
+    assert (
+        first.places["counters"] == keys.places["nonfinite_flags"] == redo.places["nonfinite_flags"]
+    )
+    assert first.params["counter_words"] * 4 == size - keys.places["nonfinite_flags"]
     p = keys.params[0]
     assert (p["group"], p["entries"], p["row_pairs"]) == (2, 6, 128)
     assert keys.blocks == 6 * -(-300 // rows[1].tile_n)
     assert queries.blocks == 12 * -(-130 // rows[2].tile_m)
     tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
     assert redo.blocks == tiles[0] + 2 * tiles[1]
-    assert redo.places["shares"] - keys.places["spoiled"] >= 4 * (1 + sum(tiles))
-    assert redo.places["far"] - redo.places["rows"] >= 3 * 4 * 256 * 8
-    assert keys.places["spoiled"] - redo.places["far"] >= 3 * 4 * 256 * 8
-    assert size >= redo.places["shares"] + 8
+    assert redo.places["task_counters"] - keys.places["nonfinite_flags"] >= 4 * (1 + sum(tiles))
+    assert redo.places["row_statistics"] - redo.places["lse_delta"] >= 3 * 4 * 256 * 8
+    assert keys.places["nonfinite_flags"] - redo.places["row_statistics"] >= 3 * 4 * 256 * 8
+    assert size >= redo.places["task_counters"] + 8
 
 
 def test_every_dim_has_rows_of_both_kernels_for_all_targets():

@@ -5,7 +5,7 @@
 //   S = Q K^T,  P = exp(S - LSE),  dP = dO V^T,  dS = P (dP - delta),  dQ += dS K
 // Each warp owns kTileM / kWarps queries: dS, as accumulators of m16n8k16, is an A operand as it
 // stands, and nothing is exchanged.  Tiles of K, which the first product and the last one read,
-// come through a ring of two by cp.async, those of V through one of kStages.
+// come through two stages by cp.async, those of V through kStages.
 #include "cuda_src/common/backward_sm80.cuh"
 #include "cuda_src/common/softmax.cuh"
 
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const AttentionParams& p = params.common;
   constexpr uint32 kTileBytes = kTileN * kDim * 2;
   const uint32 q_tile = cvta_to_shared(shared.q), dout_tile = cvta_to_shared(shared.dout);
-  const uint32 k_ring = cvta_to_shared(shared.k), v_ring = cvta_to_shared(shared.v);
+  const uint32 k_stages = cvta_to_shared(shared.k), v_stages = cvta_to_shared(shared.v);
 
   // Under a causal mask the last queries see the most keys: they go first.
   const uint32 q_tiles = (p.q_len + kTileM - 1) / kTileM;
@@ -57,15 +57,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int first_query = static_cast<int>(q_tiles - 1 - (blockIdx.x - entry * q_tiles)) * kTileM;
   const KeyTiles tiles = key_tiles(p, first_query, min(first_query + kTileM, p.q_len) - 1, kTileN);
 
-  const uint16* k = entry_of(params, params.k, entry);
-  const uint16* v = entry_of(params, params.v, entry);
+  const uint16* k = entry_start(params, params.k, entry);
+  const uint16* v = entry_start(params, params.v, entry);
   auto load_k = [&](int tile, int stage) {
-    load_tile<kTileN, kDim, kThreads>(k_ring + stage * kTileBytes, k,
+    load_tile<kTileN, kDim, kThreads>(k_stages + stage * kTileBytes, k,
                                       static_cast<int>(params.k.row), tile * kTileN, p.k_len,
                                       p.head_dim, true);
   };
   auto load_v = [&](int tile, int stage) {
-    load_tile<kTileN, kDim, kThreads>(v_ring + stage * kTileBytes, v,
+    load_tile<kTileN, kDim, kThreads>(v_stages + stage * kTileBytes, v,
                                       static_cast<int>(params.v.row), tile * kTileN, p.k_len,
                                       p.v_dim, true);
   };
@@ -73,16 +73,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   int64 mask_row = 0;
   if constexpr (kSparse) mask_row = table_row(params.mask, entry, first_query / kMaskBlock);
   // The tile, or the first one behind it, that a mask does not hide.
-  auto seen_from = [&](int tile) {
+  auto next_visible = [&](int tile) {
     return kSparse ? next_tile<kTileN>(params.mask, mask_row, tile, tiles.end) : tile;
   };
 
-  int tile = seen_from(tiles.begin);
+  int tile = next_visible(tiles.begin);
   if (tile < tiles.end) {
-    load_tile<kTileM, kDim, kThreads>(q_tile, entry_of(params, params.q, entry),
+    load_tile<kTileM, kDim, kThreads>(q_tile, entry_start(params, params.q, entry),
                                       static_cast<int>(params.q.row), first_query, p.q_len,
                                       p.head_dim, true);
-    load_tile<kTileM, kDim, kThreads>(dout_tile, entry_of(params, params.dout, entry),
+    load_tile<kTileM, kDim, kThreads>(dout_tile, entry_start(params, params.dout, entry),
                                       static_cast<int>(params.dout.row), first_query, p.q_len,
                                       p.v_dim, true);
     load_k(tile, 0);
@@ -92,15 +92,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   auto warp_row = [] { return tid_x_again() / 32 * kWarpRows; };
   // LSE (0) or delta (2) of this thread's row g of the i-th product, or of g + 8.
   float lse[kMmaM][2], delta[kMmaM][2];
-  const float* known =
-      reinterpret_cast<const float*>(params.rows + static_cast<int64>(entry) * params.row_pairs);
+  const float* lse_delta = reinterpret_cast<const float*>(
+      params.lse_delta + static_cast<int64>(entry) * params.row_pairs);
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first_query + warp_row() + 16 * i + 8 * h + tid_x_again() % 32 / 4;
-      lse[i][h] = known[row / 2 * 4 + row % 2];
-      delta[i][h] = known[row / 2 * 4 + row % 2 + 2];
+      lse[i][h] = lse_delta[row / 2 * 4 + row % 2];
+      delta[i][h] = lse_delta[row / 2 * 4 + row % 2 + 2];
     }
   }
   float dq[kMmaM][kMmaD][4];
@@ -112,24 +112,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int k_stage = i % kKStages, v_stage = i % kStages;
     cp_async_wait_group<0>();
     __syncthreads();  // this tile is there, and nobody reads the one before it any more
-    const int next = seen_from(tile + 1);
+    const int next = next_visible(tile + 1);
     if (next < tiles.end) {
       load_k(next, (i + 1) % kKStages);
       if constexpr (kStages > 1) load_v(next, (i + 1) % kStages);
     }
     cp_async_commit_group();
-    int place = kWholeBlock;
+    int words_index = kFullBlock;
     if constexpr (kSparse) {
-      place = block_place(params.mask, mask_row, tile * kTileN / kMaskBlock);
+      words_index = block_words_index(params.mask, mask_row, tile * kTileN / kMaskBlock);
     }
 
     float s[kMmaM][kMmaN][4], dp[kMmaM][kMmaN][4];
-    const uint32 k_tile = k_ring + k_stage * kTileBytes;
+    const uint32 k_tile = k_stages + k_stage * kTileBytes;
     multiply_rows<kBf16, QueryTile, KeyTile, kDim / 16>(s, q_tile + a_lane<QueryTile>(warp_row()),
                                                         k_tile + b_lane<KeyTile>(0));
     multiply_rows<kBf16, QueryTile, KeyTile, kDim / 16>(
         dp, dout_tile + a_lane<QueryTile>(warp_row()),
-        v_ring + v_stage * kTileBytes + b_lane<KeyTile>(0));
+        v_stages + v_stage * kTileBytes + b_lane<KeyTile>(0));
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -140,11 +140,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     const int lane = tid_x_again() % 32;
     const int own = first_query + warp_row() + lane / 4, other = tile * kTileN + lane % 4 * 2;
-    if (p.transform) {
-      transform_scores<false>(p, batch_offsets(p, entry).bias, s, dp, own, other);
+    if (p.has_score_mod) {
+      apply_score_mod_backward<false>(p, batch_offsets(p, entry).bias, s, dp, own, other);
     }
     const bool in_band = tile >= tiles.full_begin && tile < tiles.full_end;
-    hide_pairs<false, kSparse>(params, s, in_band, place, own, other);
+    mask_scores<false, kSparse>(params, s, in_band, words_index, own, other);
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -170,12 +170,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   // Each warp turns its own rows of Q, which no other warp reads, into those of dQ.
   cp_async_wait_group<0>();
   __syncwarp();
-  Look look;
+  NonfiniteProbe nonfinite_probe;
   const int rows = p.q_len - first_query;
-  put_sums<kBf16, QueryTile, 1>(q_tile, dq, warp_row(), 0, rows, params.scale, look);
-  if (look.spoiled()) spoil_queries(params.spoiled, p, entry, first_query + warp_row());
+  write_gradient<kBf16, QueryTile, 1>(q_tile, dq, warp_row(), 0, rows, params.scale,
+                                      nonfinite_probe);
+  if (nonfinite_probe.found())
+    flag_nonfinite_queries(params.nonfinite_flags, p, entry, first_query + warp_row());
   __syncwarp();
-  uint16* to = entry_of(params, params.dq, entry) + first_query * params.dq.row;
+  uint16* to = entry_start(params, params.dq, entry) + first_query * params.dq.row;
   store_rows<kTileM, kDim, kWarpRows>(q_tile, to, static_cast<int>(params.dq.row), warp_row(), rows,
                                       p.head_dim, true);
 }

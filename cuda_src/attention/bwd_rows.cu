@@ -13,50 +13,52 @@ constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
 constexpr int kThreads = FA_THREADS;
 constexpr int kUnroll = FA_UNROLL;
 
-struct BwdRowsParams {
+struct BwdPreprocessParams {
   AttentionParams common;  // q is dout
   const float* dlse;       // (*batch, q_len) dense, null for zeros
-  float4* rows;            // (*batch, entry_rows / 2): LSE of two rows, delta of them
-  uint32* turns;
-  int64 words;     // how many of them
-  int entry_rows;  // q_len, padded to whole tiles
+  float4* lse_delta;       // (*batch, entry_rows / 2): LSE of two rows, delta of them
+  uint32* counters;
+  int64 counter_words;  // how many of them
+  int entry_rows;       // q_len, padded to whole tiles
   int lane_shift;
   int entry_blocks;  // blocks of threads for an entry
 };
-static_assert(sizeof(BwdRowsParams) == FA_ROWS_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
+static_assert(sizeof(BwdPreprocessParams) == FA_ROWS_PARAMS_BYTES,
+              "fa_cupy/gpu holds the same struct");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_bwd_rows(const __grid_constant__ BwdRowsParams params) {
+    attention_bwd_rows(const __grid_constant__ BwdPreprocessParams params) {
   const AttentionParams& p = params.common;
   const int64 index = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x;
-  for (int64 i = index; i < params.words; i += static_cast<int64>(gridDim.x) * kThreads) {
-    params.turns[i] = 0;
+  for (int64 i = index; i < params.counter_words; i += static_cast<int64>(gridDim.x) * kThreads) {
+    params.counters[i] = 0;
   }
   const int64 entry =
       divide(static_cast<int64>(blockIdx.x), static_cast<int64>(params.entry_blocks));
   const int block = static_cast<int>(blockIdx.x - entry * params.entry_blocks);
-  const int at_once = kThreads >> params.lane_shift;  // rows
-  const int first = block * at_once * kUnroll + (threadIdx.x >> params.lane_shift);
+  const int rows_per_pass = kThreads >> params.lane_shift;  // rows
+  const int first = block * rows_per_pass * kUnroll + (threadIdx.x >> params.lane_shift);
   const int lane = threadIdx.x & ((1 << params.lane_shift) - 1);
   const BatchOffsets at = batch_offsets(p, entry);
-  const bool some = 8 * lane < p.v_dim;
+  const bool has_columns = 8 * lane < p.v_dim;
   uint4 x[kUnroll], y[kUnroll];
-  float given[kUnroll], shift[kUnroll];  // LSE and its gradient, for the thread that writes them
+  float lse_in[kUnroll], dlse_in[kUnroll];  // LSE and its gradient, for the thread that writes them
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) {
-    const int row = first + i * at_once;
+    const int row = first + i * rows_per_pass;
     auto load = [&](const void* base, int64 offset) {
       const uint16* from = static_cast<const uint16*>(base) + offset + 8 * lane;
-      return row < p.q_len && some ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+      return row < p.q_len && has_columns ? *reinterpret_cast<const uint4*>(from)
+                                          : uint4{0, 0, 0, 0};
     };
     x[i] = load(p.q, at.q + static_cast<int64>(row) * p.q_row);
     y[i] = load(p.out, at.out + static_cast<int64>(row) * p.out_row);
-    given[i] = -FA_INFINITY;
-    shift[i] = 0.0f;
+    lse_in[i] = -FA_INFINITY;
+    dlse_in[i] = 0.0f;
     if (lane == 0 && row < p.q_len) {
-      const int64 dense = entry * p.q_len + row;
-      given[i] = p.lse[dense];
-      if (params.dlse != nullptr) shift[i] = params.dlse[dense];
+      const int64 lse_index = entry * p.q_len + row;
+      lse_in[i] = p.lse[lse_index];
+      if (params.dlse != nullptr) dlse_in[i] = params.dlse[lse_index];
     }
   }
 #pragma unroll
@@ -76,15 +78,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int step = 1 << params.lane_shift >> 1; step > 0; step /= 2) {
       sum += __shfl_xor_sync(kFullWarp, sum, step);
     }
-    const int row = first + i * at_once;
+    const int row = first + i * rows_per_pass;
     if (lane != 0 || row >= params.entry_rows) continue;
     float lse = FA_INFINITY, delta = 0.0f;
-    if (given[i] != -FA_INFINITY) {
-      lse = known_lse(given[i]);
-      delta = sum - shift[i];
+    if (lse_in[i] != -FA_INFINITY) {
+      lse = lse_or_marker(lse_in[i]);
+      delta = sum - dlse_in[i];
     }
-    float* pair = reinterpret_cast<float*>(params.rows + ((entry * params.entry_rows + row) >> 1)) +
-                  (row & 1);
+    float* pair =
+        reinterpret_cast<float*>(params.lse_delta + ((entry * params.entry_rows + row) >> 1)) +
+        (row & 1);
     pair[0] = lse;
     pair[2] = delta;
   }

@@ -1,14 +1,14 @@
-// Barriers of a producer and consumer pipeline, and places in its rings of buffers.
+// Barriers of a producer and consumer pipeline, and pipeline states of its circular buffers.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
 
-// A place in a ring of kCount buffers, and the parity of the phase that its barriers are in.  A
+// The index of a stage of kCount buffers, and the parity of the phase that its barriers are in.  A
 // consumer waits for the `full` barrier with this parity, a producer for the `empty` barrier with
 // the other one, which lets it pass the first time round.
 template <int kCount>
-struct RingPlace {
+struct PipelineState {
   uint32 count = 0;  // 2**32 tiles in one block would take more than an hour
 
   __device__ __forceinline__ int index() const { return static_cast<int>(count % kCount); }
@@ -30,15 +30,15 @@ FA_DEVICE void arrive(const uint64& barrier) { mbarrier_arrive(cvta_to_shared(&b
 
 // Each lane arrives for what it read or wrote itself: racecheck sees no order between a lane and
 // the arrival of another one, whatever __syncwarp says.  Not measurably slower.
-constexpr int kWarpArrivals = 32;
-FA_DEVICE void release_own(const uint64& barrier) { arrive(barrier); }
+constexpr int kArrivalsPerWarp = 32;
+FA_DEVICE void release_per_lane(const uint64& barrier) { arrive(barrier); }
 
 // Steps that the teams of a block take together, each team at a place of its own in the code.  At
 // named barrier 1 the leader waits until the other teams have come, and then lets each of them go
 // at a barrier of its own.  One barrier for all would do for the hardware, but sanitizers take one
 // of a whole block for __syncthreads, which wants one place.  Teams are given by their threads.
 template <int kLeader, int kFirst, int kSecond = 0>
-struct TeamSteps {
+struct TeamBarriers {
   static constexpr int kAll = kLeader + kFirst + kSecond;
 
   __device__ __forceinline__ static void lead() {

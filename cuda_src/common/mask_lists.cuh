@@ -24,12 +24,12 @@ struct MaskLists {
   const uint32* words;  // kBlockWords of them a block
   const int64* full_begin;
   const int64* full_end;
-  const int* full;      // key blocks
-  const int* entries;   // of each batch entry: the mask's matrix; null: there is no mask
-  const int* order;     // i-th work: row of blocks, batch entry * blocks of queries + block; null:
-                        // as without a mask
-  int64 words_by_tile;  // 0: words lie as the partial list does; else key block c of row t has the
-                        // words of place t * words_by_tile + c
+  const int* full;             // key blocks
+  const int* matrix_of_entry;  // of each batch entry: the mask's matrix; null: there is no mask
+  const int* order;      // i-th work: row of blocks, batch entry * blocks of queries + block; null:
+                         // as without a mask
+  int64 words_by_block;  // 0: words lie as the partial list does; else key block c of row t has the
+                         // words of place t * words_by_block + c
 };
 
 constexpr int kMaskBlock = 128;   // rows and columns of a block
@@ -41,13 +41,13 @@ constexpr int kRowMajor = FA_ROW_MAJOR;
 constexpr int kLaneWords = kRowMajor == 1 ? 4 : 1;                // that a lane has of a row
 constexpr uint32 kLaneBits = kRowMajor == 1 ? 0x03030303u : ~0u;  // of each, its own bits
 
-FA_DEVICE bool is_masked(const MaskLists& mask) { return mask.entries != nullptr; }
+FA_DEVICE bool is_masked(const MaskLists& mask) { return mask.matrix_of_entry != nullptr; }
 
 FA_DEVICE int mask_blocks(int len) { return (len + kMaskBlock - 1) / kMaskBlock; }
 
 // The row of blocks that a query row of a batch entry (over all batch axes) is in.
 FA_DEVICE int64 row_of_blocks(const MaskLists& mask, int64 batch, int row, int q_len) {
-  return static_cast<int64>(mask.entries[batch]) * mask_blocks(q_len) + row / kMaskBlock;
+  return static_cast<int64>(mask.matrix_of_entry[batch]) * mask_blocks(q_len) + row / kMaskBlock;
 }
 
 // What one row of blocks lists: [begin, end) of each list.
@@ -61,37 +61,37 @@ FA_DEVICE ListedBlocks listed_blocks(const MaskLists& mask, int64 t) {
 }
 
 // The words of the block at a place of the partial list, in row t, which is key block `block`.
-FA_DEVICE const uint32* block_words(const MaskLists& mask, int64 t, int64 place, int block) {
+FA_DEVICE const uint32* block_words(const MaskLists& mask, int64 t, int64 position, int block) {
   return mask.words +
-         kBlockWords * (mask.words_by_tile == 0 ? place : t * mask.words_by_tile + block);
+         kBlockWords * (mask.words_by_block == 0 ? position : t * mask.words_by_block + block);
 }
 
 // The first place in list[begin] to list[end - 1], which ascends, whose block is at least `block`;
 // `end` if there is none.  All lanes of a warp look, kLanes of them together for the same, at so
 // many places at a time.
 template <int kLanes = 32>
-FA_DEVICE int64 first_place(const int* list, int64 begin, int64 end, int block) {
+FA_DEVICE int64 lower_bound(const int* list, int64 begin, int64 end, int block) {
   const int lane = threadIdx.x % kLanes, first_lane = threadIdx.x % 32 / kLanes * kLanes;
   constexpr uint32 kOwn = kFullWarp >> (32 - kLanes);
   while (__any_sync(kFullWarp, begin < end)) {
     const int64 step = max((end - begin + kLanes - 1) / kLanes, int64(1));
-    const int64 place = begin + (lane + 1) * step - 1;
-    const bool before = place < end && list[place] < block;
-    const int64 passed = __popc(__ballot_sync(kFullWarp, before) >> first_lane & kOwn) * step;
-    begin += passed;
+    const int64 position = begin + (lane + 1) * step - 1;
+    const bool before = position < end && list[position] < block;
+    const int64 skipped = __popc(__ballot_sync(kFullWarp, before) >> first_lane & kOwn) * step;
+    begin += skipped;
     end = min(end, begin + step - 1);
   }
   return begin;
 }
 
-// The same in tiles of 128 / kInBlock keys: counted in tiles from the list's first place, the first
-// tile that is tile `tile` of the keys or a later one.
-template <int kInBlock>
-FA_DEVICE int64 first_tile(const int* list, int64 begin, int64 end, int tile) {
-  const int block = tile / kInBlock;
-  const int64 place = first_place(list, begin, end, block);
-  const bool inside = place < end && list[place] == block;
-  return place * kInBlock + (inside ? tile % kInBlock : 0);
+// The same in tiles of 128 / kTilesPerBlock keys: counted in tiles from the list's first place, the
+// first tile that is tile `tile` of the keys or a later one.
+template <int kTilesPerBlock>
+FA_DEVICE int64 lower_bound_tile(const int* list, int64 begin, int64 end, int tile) {
+  const int block = tile / kTilesPerBlock;
+  const int64 position = lower_bound(list, begin, end, block);
+  const bool band_bits = position < end && list[position] == block;
+  return position * kTilesPerBlock + (band_bits ? tile % kTilesPerBlock : 0);
 }
 
 // Bit of one element of a block, for whoever looks at elements one by one.
@@ -105,7 +105,7 @@ FA_DEVICE bool block_bit(const uint32* words, int row, int col) {
 // which accumulator.
 FA_DEVICE constexpr int pair_word(int t) { return kLaneWords == 1 ? 0 : t / 4; }
 FA_DEVICE constexpr int pair_bit(int t) { return kLaneWords == 1 ? 2 * t : t % 4 * 8; }
-FA_DEVICE constexpr int pair_place(int t) { return kRowMajor == 2 ? t % 4 * 4 + t / 4 : t; }
+FA_DEVICE constexpr int pair_fragment(int t) { return kRowMajor == 2 ? t % 4 * 4 + t / 4 : t; }
 
 // What a lane needs of its two rows of a block in row-major order, as such pairs.  Thread 32 s + l
 // is lane l of slab s.
@@ -125,19 +125,19 @@ FA_DEVICE void take_rows(const void* block, uint32 thread, uint32 (&words)[2 * k
   }
 }
 
-FA_DEVICE void see_all(uint32 (&words)[2 * kLaneWords]) {
+FA_DEVICE void set_all_visible(uint32 (&words)[2 * kLaneWords]) {
 #pragma unroll
   for (uint32& word : words) word = ~0u;
 }
 
-// Takes columns away from what a lane's words leave of its h-th row: all but those that `inside`
+// Takes columns away from what a lane's words leave of its h-th row: all but those that `band_bits`
 // has as bits in fragment order.
-FA_DEVICE void keep_columns(uint32 (&words)[2 * kLaneWords], int h, uint32 inside) {
-  uint32 kept[kLaneWords] = {kRowMajor == 0 ? inside : 0};
+FA_DEVICE void restrict_columns(uint32 (&words)[2 * kLaneWords], int h, uint32 band_bits) {
+  uint32 kept[kLaneWords] = {kRowMajor == 0 ? band_bits : 0};
   if constexpr (kRowMajor > 0) {
 #pragma unroll
     for (int t = 0; t < 16; ++t) {
-      kept[pair_word(t)] |= (inside >> 2 * pair_place(t) & 3) << pair_bit(t);
+      kept[pair_word(t)] |= (band_bits >> 2 * pair_fragment(t) & 3) << pair_bit(t);
     }
   }
 #pragma unroll
@@ -147,8 +147,8 @@ FA_DEVICE void keep_columns(uint32 (&words)[2 * kLaneWords], int h, uint32 insid
 // Hides, among the scores that a thread holds as accumulators of m16n8, what its words say.  Bit 0
 // of a word is the first column of the tile: who has only a part of a block shifts the words.
 template <int kMmaM, int kMmaN>
-FA_DEVICE void hide_by_words(float (&s)[kMmaM][kMmaN][4],
-                             const uint32 (&words)[kMmaM][2 * kLaneWords]) {
+FA_DEVICE void mask_by_bits(float (&s)[kMmaM][kMmaN][4],
+                            const uint32 (&words)[kMmaM][2 * kLaneWords]) {
   static_assert(2 * kMmaN <= 32, "a bit for each column");
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
@@ -159,7 +159,8 @@ FA_DEVICE void hide_by_words(float (&s)[kMmaM][kMmaN][4],
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const uint32 word = words[i][kLaneWords * h + pair_word(t)];
-          if ((word >> (pair_bit(t) + e) & 1) == 0) s[i][pair_place(t)][2 * h + e] = -FA_INFINITY;
+          if ((word >> (pair_bit(t) + e) & 1) == 0)
+            s[i][pair_fragment(t)][2 * h + e] = -FA_INFINITY;
         }
       }
     }

@@ -36,9 +36,9 @@ struct ProductWork {
   int64 q, k, v, out, initial, state;  // element offsets of the segment's first row, or of a state
   int64 entry;                         // index over all batch axes, C order
   int segment;
-  int rows;   // of the segment
-  int tile;   // of value columns
-  bool owns;  // whether the state is this entry's to write, among those that share it
+  int rows;           // of the segment
+  int tile;           // of value columns
+  bool writes_state;  // whether the state is this entry's to write, among those that share it
 };
 
 // `segments`: those that have blocks of their own.
@@ -59,7 +59,7 @@ FA_DEVICE ProductWork product_work(const ProductParams& p, int segments) {
     w.out += i * p.out_batch[axis];
     w.initial += i * p.initial_batch[axis];
     w.state += i * p.state_batch[axis];
-    w.owns = w.owns && (i == 0 || p.state_batch[axis] != 0);
+    w.writes_state = w.writes_state && (i == 0 || p.state_batch[axis] != 0);
     index = next;
   }
   const int64 begin = static_cast<int64>(segment) * p.segment_rows;

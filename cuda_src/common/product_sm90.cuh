@@ -58,22 +58,22 @@ static_assert(sizeof(ProductSm90Params) == FA_SM90_PARAMS_BYTES,
               "fa_cupy/gpu holds the same struct");
 
 // One block's part: some value columns of one segment of one batch entry of a job.
-struct Work {
+struct WorkTile {
   int64 initial, state;  // element offsets of the entry's states
   int64 entry;           // index over all batch axes, C order
   int job;
   int coordinate[kMapAxes];  // of the entry along the maps' batch axes
   int segment;
-  int column;       // the first
-  int chunk, step;  // the first, and from each to the next
-  int chunks;       // how many; 0: nothing to do
-  bool owns;        // whether the state is this entry's to write, among those that share it
+  int column;         // the first
+  int chunk, step;    // the first, and from each to the next
+  int chunks;         // how many; 0: nothing to do
+  bool writes_state;  // whether the state is this entry's to write, among those that share it
 };
 
 // `segments`: those that have blocks of their own.  In reverse the chunks are walked from the last
 // to the first: a chunk that the sequence does not fill is the first one then, and its missing rows
 // are zeros.
-FA_DEVICE Work find_work(const ProductSm90Params& params, int segments) {
+FA_DEVICE WorkTile work_tile_of_block(const ProductSm90Params& params, int segments) {
   auto split = [](uint32& index, uint32 size) {
     if (size == 1) return 0;  // mostly so, and a division takes 100 clocks
     const uint32 rest = index / size, i = index - rest * size;
@@ -81,7 +81,7 @@ FA_DEVICE Work find_work(const ProductSm90Params& params, int segments) {
     return static_cast<int>(i);
   };
   uint32 index = blockIdx.x;
-  Work w;
+  WorkTile w;
   w.job = split(index, params.jobs);
   w.segment = split(index, segments);
   const int tile = split(index, params.tiles);
@@ -89,14 +89,14 @@ FA_DEVICE Work find_work(const ProductSm90Params& params, int segments) {
   w.entry = index;
   w.column = tile * kCols;
   w.initial = w.state = 0;
-  w.owns = true;
+  w.writes_state = true;
 #pragma unroll
   for (int axis = kMapAxes - 1; axis >= 0; --axis) {
     const int i = axis > 0 ? split(index, job.size[axis]) : static_cast<int>(index);
     w.coordinate[axis] = i;
     w.initial += i * job.initial_batch[axis];
     w.state += i * job.state_batch[axis];
-    w.owns = w.owns && (i == 0 || job.state_batch[axis] != 0);
+    w.writes_state = w.writes_state && (i == 0 || job.state_batch[axis] != 0);
   }
   const int first = w.segment * params.segment_chunks;
   w.chunks = tile < job.tiles ? min(params.segment_chunks, params.chunks - first) : 0;
@@ -106,7 +106,7 @@ FA_DEVICE Work find_work(const ProductSm90Params& params, int segments) {
 }
 
 // Where the outputs of a block's batch entry begin, in elements.
-FA_DEVICE int64 out_offset(const ProductSm90Params& params, const Work& work) {
+FA_DEVICE int64 out_offset(const ProductSm90Params& params, const WorkTile& work) {
   int64 offset = 0;
 #pragma unroll
   for (int axis = 0; axis < kMapAxes; ++axis) {
@@ -116,7 +116,7 @@ FA_DEVICE int64 out_offset(const ProductSm90Params& params, const Work& work) {
 }
 
 // The state before a segment, of qk_dim x v_dim elements in the workspace.
-FA_DEVICE float* segment_state(const ProductSm90Params& params, const Work& work, int segment) {
+FA_DEVICE float* segment_state(const ProductSm90Params& params, const WorkTile& work, int segment) {
   const ProductJob& job = params.job[work.job];
   return job.workspace +
          (work.entry * params.segments + segment) * (static_cast<int64>(job.qk_dim) * job.v_dim);
@@ -125,7 +125,8 @@ FA_DEVICE float* segment_state(const ProductSm90Params& params, const Work& work
 // Asks for the blocks of 64 columns of a chunk of an array.
 template <int kBlocks>
 FA_DEVICE void load_chunk(uint8* to, const TensorMap& map, const int (&step)[kMapAxes],
-                          const Work& work, uint32 barrier, uint64 policy, int column, int row) {
+                          const WorkTile& work, uint32 barrier, uint64 policy, int column,
+                          int row) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     cp_async_bulk_tensor_5d_load(cvta_to_shared(to + block * kBlockBytes), &map, barrier, policy,
@@ -142,39 +143,39 @@ FA_DEVICE void release(const uint64& barrier) {
 // S^T of a warpgroup.
 using State = float[kMmaE][4];
 
-// Calls visit(x, place, valid) for each element of the state and its place in an array whose rows
-// are key columns, from value column `col_begin` on.
+// Calls visit(x, address, valid) for each element of the state and its address in an array whose
+// rows are key columns, from value column `col_begin` on.
 template <typename Pointer, typename Visit>
-FA_DEVICE void each_element(State& s, Pointer base, int64 row, int64 col, int rows, int cols,
-                            Visit visit) {
+FA_DEVICE void for_each_element(State& s, Pointer base, int64 row, int64 col, int rows, int cols,
+                                Visit visit) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first_row = lane % 4 * 2, first_col = 16 * warp + lane / 4;
   if (base == nullptr) cols = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int valid_rows = first_col + 8 * i < cols ? rows - first_row : 0;
-    Pointer place = base + (first_col + 8 * i) * col + first_row * row;
+    Pointer address = base + (first_col + 8 * i) * col + first_row * row;
 #pragma unroll
     for (int v = 0; v < kMmaE; ++v) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) visit(s[v][2 * i + j], place + j * row, 8 * v + j < valid_rows);
-      place += 8 * row;
+      for (int j = 0; j < 2; ++j) visit(s[v][2 * i + j], address + j * row, 8 * v + j < valid_rows);
+      address += 8 * row;
     }
   }
 }
 FA_DEVICE void load_state(State& s, const float* from, int64 row, int64 col, int rows, int cols) {
-  each_element(s, from, row, col, rows, cols,
-               [](float& x, const float* place, bool valid) { x = valid ? *place : 0.0f; });
+  for_each_element(s, from, row, col, rows, cols,
+                   [](float& x, const float* address, bool valid) { x = valid ? *address : 0.0f; });
 }
 FA_DEVICE void store_state(State& s, float* to, int64 row, int64 col, int rows, int cols) {
-  each_element(s, to, row, col, rows, cols, [](float& x, float* place, bool valid) {
-    if (valid) *place = x;
+  for_each_element(s, to, row, col, rows, cols, [](float& x, float* address, bool valid) {
+    if (valid) *address = x;
   });
 }
 
 // U = V^T K of a chunk, started: the outer products of its rows, summed apart from the state,
 // because tensor cores truncate, so a long sum in their accumulators drifts.
-FA_DEVICE void start_sums(State& u, const uint8* k_tile, const uint8* v_tile) {
+FA_DEVICE void gemm_kv(State& u, const uint8* k_tile, const uint8* v_tile) {
   const uint64 a = wgmma_descriptor(cvta_to_shared(v_tile), 0);
   const uint64 b = wgmma_descriptor(cvta_to_shared(k_tile), kBlockBytes);
 #pragma unroll
@@ -184,7 +185,7 @@ FA_DEVICE void start_sums(State& u, const uint8* k_tile, const uint8* v_tile) {
                                                      b + step * (16 * 128 / 16), step > 0);
   }
 }
-FA_DEVICE void add_sums(State& s, const State& u) {
+FA_DEVICE void add_outer_products(State& s, const State& u) {
 #pragma unroll
   for (int v = 0; v < kMmaE; ++v) {
 #pragma unroll
@@ -192,7 +193,8 @@ FA_DEVICE void add_sums(State& s, const State& u) {
   }
 }
 // Writes a warpgroup's sum of a segment to the place of the next one's state.
-FA_DEVICE void store_sum(State& s, const ProductSm90Params& params, const Work& work, int group) {
+FA_DEVICE void store_segment_state(State& s, const ProductSm90Params& params, const WorkTile& work,
+                                   int group) {
   const ProductJob& job = params.job[work.job];
   const int column = work.column + 64 * group;
   store_state(s, segment_state(params, work, work.segment + 1) + column, job.v_dim, 1, job.qk_dim,

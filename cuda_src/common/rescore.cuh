@@ -16,8 +16,8 @@ FA_DEVICE uint32 load_pair(const uint16* row, int col, int cols) {
 // tile in shared memory (`q_address` is this lane's row of an ldmatrix), K from global memory:
 // rarely enough that its tile in shared memory need not be kept for this.
 template <bool kBf16, typename QTile, int kSteps, int kMmaN>
-FA_DEVICE void rescore(const AttentionParams& p, uint32 entry, float (&s)[1][kMmaN][4],
-                       uint32 q_address, int first_key) {
+FA_DEVICE void recompute_scores(const AttentionParams& p, uint32 entry, float (&s)[1][kMmaN][4],
+                                uint32 q_address, int first_key) {
   const int lane = threadIdx.x % 32;
   const uint16* k = static_cast<const uint16*>(p.k) + batch_offsets(p, entry).k;
   // Rolled up, because this code is rarely run and would be a quarter of the kernel.

@@ -1,6 +1,6 @@
 // The order in which a persistent grid works through tiles of query rows, and who takes which.
 //
-// Tiles are numbered section by section: a section is a few batch entries whose keys and values
+// Tiles are numbered group by group: a group is a few batch entries whose keys and values
 // stay in the L2 cache together.  Inside it the last query rows of all entries come first, because
 // under a causal mask they have the most keys, and long tiles should not start last.
 //
@@ -19,59 +19,61 @@
 #include "cuda_src/common/attention_params.cuh"
 #include "ptx/atomic.cuh"
 
-struct Schedule {
+struct TileScheduler {
   uint64* counter;  // mark and tickets taken, aligned to 16 bytes; null: one tile for each block
   uint64 mark;      // of this launch, not 0
   int tiles;        // in all
   int entries;      // batch entries
-  int section;      // batch entries of a section
+  int entries_per_l2_group;  // batch entries of such a group
 };
 
-struct Tile {
-  int64 entry;   // batch entry
-  int row_tile;  // tile of query rows
+struct ScheduledTile {
+  int64 entry;     // batch entry
+  int query_tile;  // tile of query rows
 };
 
-FA_DEVICE Tile tile_of(const Schedule& schedule, int q_tiles, uint32 index) {
-  const uint32 section_tiles = static_cast<uint32>(schedule.section) * q_tiles;
-  const uint32 section = index / section_tiles, in_section = index - section * section_tiles;
-  const uint32 first = section * schedule.section;
-  const uint32 entries = min(static_cast<uint32>(schedule.section), schedule.entries - first);
-  const uint32 from_last = in_section / entries;
-  return {static_cast<int64>(first + (in_section - from_last * entries)),
-          q_tiles - 1 - static_cast<int>(from_last)};
+FA_DEVICE ScheduledTile work_tile_at(const TileScheduler& scheduler, int q_tiles, uint32 index) {
+  const uint32 tiles_per_l2_group = static_cast<uint32>(scheduler.entries_per_l2_group) * q_tiles;
+  const uint32 l2_group = index / tiles_per_l2_group,
+               tile_in_l2_group = index - l2_group * tiles_per_l2_group;
+  const uint32 first_entry = l2_group * scheduler.entries_per_l2_group;
+  const uint32 entries =
+      min(static_cast<uint32>(scheduler.entries_per_l2_group), scheduler.entries - first_entry);
+  const uint32 tiles_from_last = tile_in_l2_group / entries;
+  return {static_cast<int64>(first_entry + (tile_in_l2_group - tiles_from_last * entries)),
+          q_tiles - 1 - static_cast<int>(tiles_from_last)};
 }
 
 // The same where the rows of blocks of a mask come in an order of their own, longest first.
-FA_DEVICE Tile tile_in_order(const Schedule& schedule, const int* order, int q_tiles,
-                             uint32 index) {
-  if (order == nullptr) return tile_of(schedule, q_tiles, index);
+FA_DEVICE ScheduledTile work_tile_in_order(const TileScheduler& scheduler, const int* order,
+                                           int q_tiles, uint32 index) {
+  if (order == nullptr) return work_tile_at(scheduler, q_tiles, index);
   const int row = order[index], entry = row / q_tiles;
   return {entry, row - entry * q_tiles};
 }
 
 // The next ticket, in a counter that this block has found marked.  Nothing here waits for the
 // answer.
-FA_DEVICE uint32 take_ticket(const Schedule& schedule) {
-  return atom_add_u32(reinterpret_cast<uint32*>(schedule.counter + 1), 1);
+FA_DEVICE uint32 fetch_ticket(const TileScheduler& scheduler) {
+  return atom_add_u32(reinterpret_cast<uint32*>(scheduler.counter + 1), 1);
 }
 
 // A block's first ticket: marks the counter if no other block has yet.
-FA_DEVICE uint32 take_first_ticket(const Schedule& schedule) {
-  const uint64 first[2] = {schedule.mark, 1};
-  uint64 seen[2] = {0, 0};
+FA_DEVICE uint32 fetch_first_ticket(const TileScheduler& scheduler) {
+  const uint64 desired[2] = {scheduler.mark, 1};
+  uint64 observed[2] = {0, 0};
   while (true) {
-    const uint64 expected[2] = {seen[0], seen[1]};
-    atom_cas_b128(schedule.counter, seen, first);
-    if (seen[0] == schedule.mark) return take_ticket(schedule);
-    if (seen[0] == expected[0] && seen[1] == expected[1]) return 0;
+    const uint64 expected[2] = {observed[0], observed[1]};
+    atom_cas_b128(scheduler.counter, observed, desired);
+    if (observed[0] == scheduler.mark) return fetch_ticket(scheduler);
+    if (observed[0] == expected[0] && observed[1] == expected[1]) return 0;
   }
 }
 
 // The number of the tile that a ticket stands for; at least schedule.tiles when none is left.
 // Every block asks until it gets none, which makes `tiles` tickets: the last one takes the mark
 // away.
-FA_DEVICE uint32 tile_for(const Schedule& schedule, uint32 ticket) {
-  if (ticket == schedule.tiles - 1) *schedule.counter = 0;
+FA_DEVICE uint32 tile_index_of(const TileScheduler& scheduler, uint32 ticket) {
+  if (ticket == scheduler.tiles - 1) *scheduler.counter = 0;
   return gridDim.x + ticket;
 }

@@ -25,17 +25,17 @@ FA_DEVICE float tanh_by_exp2(float x) {
   return 1.0f - 2.0f * rcp_rn(1.0f + ex2_approx_ftz(2.0f * kLog2e * x));
 }
 
-FA_DEVICE float capped(const AttentionParams& p, float product) {
+FA_DEVICE float apply_softcap(const AttentionParams& p, float product) {
   const float x = p.scale * product;
   return p.softcap > 0.0f ? p.softcap * tanh_by_exp2(x) : x;
 }
 
 // The same, and what it grows by for a step of scale * product.
-struct Capped {
+struct CappedScore {
   float score, slope;
 };
 
-FA_DEVICE Capped capped_with_slope(const AttentionParams& p, float product) {
+FA_DEVICE CappedScore apply_softcap_with_slope(const AttentionParams& p, float product) {
   const float x = p.scale * product;
   if (p.softcap <= 0.0f) return {x, 1.0f};
   const float y = tanh_by_exp2(x);
@@ -62,61 +62,61 @@ FA_DEVICE To load_as_float(const void* base, int64 index, int kind) {
 // A large bias is not multiplied by log2(e) on its own: two scores that are equal beside it would
 // come out on either side of a rounding, far apart.  Rounding the product towards zero leaves it
 // finite where the sum is: a bias of the lowest float32 hides no key from a row that has no other.
-FA_DEVICE float one_score(const AttentionParams& p, const BatchOffsets& at, float product, int row,
-                          int col) {
-  if (!p.transform) return product;
-  float x = capped(p, product);
+FA_DEVICE float score_from_product(const AttentionParams& p, const BatchOffsets& offsets,
+                                   float product, int row, int col) {
+  if (!p.has_score_mod) return product;
+  float x = apply_softcap(p, product);
   if (p.bias != nullptr) {
-    x += load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);
+    x += load_as_float(p.bias, offsets.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);
   }
   return __fmul_rz(kLog2e, x);
 }
 
 // The same in float64 and without log2(e).
-FA_DEVICE double exact_score(const AttentionParams& p, const BatchOffsets& at, double product,
-                             int row, int col) {
+FA_DEVICE double score_from_product_f64(const AttentionParams& p, const BatchOffsets& offsets,
+                                        double product, int row, int col) {
   double x = p.scale * product;
   if (p.softcap > 0.0f) x = p.softcap * tanh(x);
   if (p.bias != nullptr) {
-    const int64 index = at.bias + row * p.bias_row + col * p.bias_col;
+    const int64 index = offsets.bias + row * p.bias_row + col * p.bias_col;
     x += load_as_float<double>(p.bias, index, p.bias_kind);
   }
   return x;
 }
 
-// Floats of shared memory that a warp needs for rework_scores: 16 rows of 32 columns.
-constexpr int kReworkFloats = 16 * 32;
+// Floats of shared memory that a warp needs for apply_score_mod: 16 rows of 32 columns.
+constexpr int kScoreModFloats = 16 * 32;
 
-// Applies one_score to the scores that a warp holds as accumulators of m16n8k16 (ptx/mma_sync.cuh).
-// They go through shared memory, 16 x 32 at a time, so that a lane has a column of its own: a
-// bias is then read in whole lines, and the loop need not be unrolled to keep the accumulators
-// in registers.  Columns are stored at col ^ 8 * (row % 4), which keeps both the accumulators'
-// pairs and the lanes' rows free of bank conflicts.
+// Applies score_from_product to the scores that a warp holds as accumulators of m16n8k16
+// (ptx/mma_sync.cuh).  They go through shared memory, 16 x 32 at a time, so that a lane has a
+// column of its own: a bias is then read in whole lines, and the loop need not be unrolled to keep
+// the accumulators in registers.  Columns are stored at col ^ 8 * (row % 4), which keeps both the
+// accumulators' pairs and the lanes' rows free of bank conflicts.
 template <int kMmaM, int kMmaN>
-FA_DEVICE void rework_scores(const AttentionParams& p, const BatchOffsets& at,
-                             float (&s)[kMmaM][kMmaN][4], float* scratch, int warp_row,
-                             int tile_col) {
+FA_DEVICE void apply_score_mod(const AttentionParams& p, const BatchOffsets& offsets,
+                               float (&s)[kMmaM][kMmaN][4], float* scratch, int warp_row,
+                               int tile_col) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
-    for (int part = 0; part < kMmaN; part += 4) {
+    for (int first_fragment = 0; first_fragment < kMmaN; first_fragment += 4) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int row = lane / 4 + 8 * h, col = (8 * j + lane % 4 * 2) ^ (row % 4 * 8);
           *reinterpret_cast<float2*>(&scratch[32 * row + col]) =
-              make_float2(s[i][part + j][2 * h], s[i][part + j][2 * h + 1]);
+              make_float2(s[i][first_fragment + j][2 * h], s[i][first_fragment + j][2 * h + 1]);
         }
       }
       __syncwarp();
-      const int col = tile_col + 8 * part + lane;
+      const int col = tile_col + 8 * first_fragment + lane;
       const int rows = col < p.k_len ? min(16, p.q_len - warp_row - 16 * i) : 0;
 #pragma unroll 1
       for (int row = 0; row < rows; ++row) {
         float& x = scratch[32 * row + (lane ^ (row % 4 * 8))];
-        x = one_score(p, at, x, warp_row + 16 * i + row, col);
+        x = score_from_product(p, offsets, x, warp_row + 16 * i + row, col);
       }
       __syncwarp();
 #pragma unroll
@@ -125,8 +125,8 @@ FA_DEVICE void rework_scores(const AttentionParams& p, const BatchOffsets& at,
         for (int h = 0; h < 2; ++h) {
           const int row = lane / 4 + 8 * h, col = (8 * j + lane % 4 * 2) ^ (row % 4 * 8);
           const float2 pair = *reinterpret_cast<const float2*>(&scratch[32 * row + col]);
-          s[i][part + j][2 * h] = pair.x;
-          s[i][part + j][2 * h + 1] = pair.y;
+          s[i][first_fragment + j][2 * h] = pair.x;
+          s[i][first_fragment + j][2 * h + 1] = pair.y;
         }
       }
       __syncwarp();

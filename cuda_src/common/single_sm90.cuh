@@ -16,7 +16,7 @@ using VTile = SharedTile<kChunk, kCols>;
 
 // The row that a chunk of this block's segment begins with.  In reverse, chunks are counted from
 // the end: the rows that the last one lacks lie before the first row, and are zeros.
-FA_DEVICE int first_row(const ProductSm90Params& params, const Work& work, int chunk) {
+FA_DEVICE int first_row(const ProductSm90Params& params, const WorkTile& work, int chunk) {
   const int begin = kChunk * (work.segment * params.segment_chunks + chunk);
   return params.job[work.job].reverse ? params.length - begin - kChunk : begin;
 }
@@ -24,7 +24,7 @@ FA_DEVICE int first_row(const ProductSm90Params& params, const Work& work, int c
 // Asks for the boxes of a chunk of an array.
 template <int kBoxes>
 FA_DEVICE void load_boxes(uint8* to, const TensorMap& map, const int (&step)[kMapAxes],
-                          const Work& work, uint64& full, uint64 policy, int column, int row) {
+                          const WorkTile& work, uint64& full, uint64 policy, int column, int row) {
   const uint32 barrier = cvta_to_shared(&full);
   mbarrier_arrive_expect_tx(barrier, kBoxes * kBlockBytes);
 #pragma unroll
@@ -39,37 +39,38 @@ FA_DEVICE void load_boxes(uint8* to, const TensorMap& map, const int (&step)[kMa
 // among the values of a thread's column, and keeps where that was: in the first row, or in reverse
 // the last one.
 template <typename Row>
-FA_DEVICE void forget_not_finite(uint8* v_tile, Row (&bound)[kCols], int column, bool reverse) {
+FA_DEVICE void zero_nonfinite(uint8* v_tile, Row (&nonfinite_row)[kCols], int column,
+                              bool reverse) {
   if (column < kCols) {
-    int found = reverse ? -1 : kChunk;
+    int first_found = reverse ? -1 : kChunk;
 #pragma unroll 1
     for (int row = 0; row < kChunk; ++row) {
       uint8* at = v_tile + VTile::offset(row, column / 8) + column % 8 * 2;
       uint16 &high = *reinterpret_cast<uint16*>(at), &low = *reinterpret_cast<uint16*>(at + kLowV);
       if ((high & 0x7c00) != 0x7c00) continue;
       high = low = 0;
-      found = reverse ? row : min(found, row);
+      first_found = reverse ? row : min(first_found, row);
     }
-    bound[column] = static_cast<Row>(found);
+    nonfinite_row[column] = static_cast<Row>(first_found);
   }
 }
 
-FA_DEVICE bool any_broken(const int (&broken)[4]) {
-  return (broken[0] | broken[1] | broken[2] | broken[3]) != 0;
+FA_DEVICE bool any_nonfinite(const int (&nonfinite_found)[4]) {
+  return (nonfinite_found[0] | nonfinite_found[1] | nonfinite_found[2] | nonfinite_found[3]) != 0;
 }
 
 // Sums of a thread's two value columns that left out values which are not finite.
-FA_DEVICE void break_sums(State& s, const int (&bound)[2]) {
+FA_DEVICE void poison_sums(State& s, const int (&nonfinite_row)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (bound[h] < 0 || bound[h] >= kChunk) continue;
+    if (nonfinite_row[h] < 0 || nonfinite_row[h] >= kChunk) continue;
 #pragma unroll
     for (int v = 0; v < kMmaE; ++v) s[v][2 * h] = s[v][2 * h + 1] = __int_as_float(0x7fc00000);
   }
 }
 
 // Scores, started: Q K^T of tiles of pairs.  Or of any two that have as many columns.
-FA_DEVICE void start_scores(Outputs& d, const uint8* a_tile, const uint8* b_tile) {
+FA_DEVICE void gemm_split_abt(Outputs& d, const uint8* a_tile, const uint8* b_tile) {
   const uint64 a = wgmma_descriptor(cvta_to_shared(a_tile), 0);
   const uint64 b = wgmma_descriptor(cvta_to_shared(b_tile), 0);
   wgmma_fence();
@@ -99,7 +100,8 @@ FA_DEVICE void load_values(Operand<kSteps>& high, Operand<kSteps>& low, const ui
 }
 
 // Rows of V times what brings K's rows to one exponent, which is returned.
-FA_DEVICE int to_one_exponent(Operand<kSteps>& high, Operand<kSteps>& low, const int* kv_exponent) {
+FA_DEVICE int scale_to_common_exponent(Operand<kSteps>& high, Operand<kSteps>& low,
+                                       const int* kv_exponent) {
   const int most = largest_exponent<kChunk>(kv_exponent);
 #pragma unroll
   for (int c = 0; c < kSteps; ++c) {

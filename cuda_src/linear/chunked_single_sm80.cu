@@ -27,12 +27,12 @@ constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiproce
 constexpr int kSplitWarps = FA_SPLIT_WARPS;
 constexpr int kScoreWarps = FA_SCORE_WARPS;  // 0: split warps do their work
 constexpr int kStateWarps = kCols / 16;
-constexpr int kTeams = 32 * (kSplitWarps + kScoreWarps);  // threads before the state warps
-constexpr int kThreads = kTeams + 32 * kStateWarps;
+constexpr int kTeamThreads = 32 * (kSplitWarps + kScoreWarps);  // threads before the state warps
+constexpr int kThreads = kTeamThreads + 32 * kStateWarps;
 constexpr int kMmaR = kChunk / 16;  // products down a chunk's rows
 static_assert(kThreads == FA_THREADS, "its variant launches as many");
 // Score warps: keys whose sums are under way at once, over 16.
-constexpr int kAtOnce = kScoreWarps > 0 ? 2 : 1;
+constexpr int kInFlight = kScoreWarps > 0 ? 2 : 1;
 static_assert(kScoreWarps == kMmaR || (kScoreWarps == 0 && kSplitWarps >= kMmaR),
               "16 rows of scores a warp");
 static_assert((kMmaR == 2 || kMmaR == 4) && kBuffers == 3,
@@ -42,7 +42,7 @@ using QKTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
 using PTile = SharedTile<kChunk, kChunk>;
 using State = SplitState<kDim, kChunk, kCols>;
-using Steps = TeamSteps<32 * kSplitWarps, 32 * kStateWarps, 32 * kScoreWarps>;
+using TeamSync = TeamBarriers<32 * kSplitWarps, 32 * kStateWarps, 32 * kScoreWarps>;
 
 // ---------------------------------------------------------------------------------------- storage
 struct SharedStorage {
@@ -53,8 +53,8 @@ struct SharedStorage {
   int q_exponent[kBuffers][kChunk];   // row i of Q is 2^-e of what its tile says
   int kv_exponent[kBuffers][kChunk];  // row j of K times row j of V is 2^e of what theirs say
   int p_exponent[2][kChunk];          // row i of P V is 2^e of what the tiles say
-  int broken[kBuffers][kSplitWarps];  // whether a part of the values is not finite
-  int first_broken[kCols];            // the row where it is, if so
+  int nonfinite_found[kBuffers][kSplitWarps];  // whether a part of the values is not finite
+  int first_nonfinite_row[kCols];              // the row where it is, if so
   ProductWork work;
   bool whole;  // whether any four columns are 16 aligned bytes of which all or none exist
 };
@@ -71,29 +71,30 @@ struct Rows {
     const int first_row = begin + split_row<QKTile>(tid), first_col = tid % 8 * 4;
     const int rows = work.rows - first_row, dims = params.qk_dim - first_col;
     const int v_col = work.tile * kCols + first_col;
-    auto place = [&](const void* base, int64 start, int stride, int col) {
+    auto pipe = [&](const void* base, int64 start, int stride, int col) {
       return static_cast<const float*>(base) + start + static_cast<int64>(first_row) * stride + col;
     };
-    q.load(place(params.q, work.q, params.q_row, first_col), params.q_row, rows, dims, whole);
-    k.load(place(params.k, work.k, params.k_row, first_col), params.k_row, rows, dims, whole);
-    v.load(place(params.v, work.v, params.v_row, v_col), params.v_row, rows, params.v_dim - v_col,
+    q.load(pipe(params.q, work.q, params.q_row, first_col), params.q_row, rows, dims, whole);
+    k.load(pipe(params.k, work.k, params.k_row, first_col), params.k_row, rows, dims, whole);
+    v.load(pipe(params.v, work.v, params.v_row, v_col), params.v_row, rows, params.v_dim - v_col,
            whole);
   }
 
   __device__ __forceinline__ void store(SharedStorage& shared, int buffer) const {
     const uint32 tid = tid_x_again();
-    const bool broken = __any_sync(kFullWarp, !v.finite());
-    if (tid % 32 == 0) shared.broken[buffer][tid / 32] = broken;
+    const bool nonfinite_found = __any_sync(kFullWarp, !v.finite());
+    if (tid % 32 == 0) shared.nonfinite_found[buffer][tid / 32] = nonfinite_found;
 #pragma unroll
     for (int g = 0; g < q.kGroups; ++g) {
-      const int of_q = q.exponent(g), of_k = k.exponent(g), of_v = v.exponent(g);
-      q.store(cvta_to_shared(shared.q[buffer][0]), g, of_q);
-      k.store(cvta_to_shared(shared.k[buffer][0]), g, of_k);
-      v.store(cvta_to_shared(shared.v[buffer][0]), g, of_v);
+      const int q_row_exponent = q.exponent(g), k_row_exponent = k.exponent(g),
+                v_row_exponent = v.exponent(g);
+      q.store(cvta_to_shared(shared.q[buffer][0]), g, q_row_exponent);
+      k.store(cvta_to_shared(shared.k[buffer][0]), g, k_row_exponent);
+      v.store(cvta_to_shared(shared.v[buffer][0]), g, v_row_exponent);
       if (tid % 8 == 0) {
         const int row = split_row<QKTile>(tid) + g * q.kStep;
-        shared.q_exponent[buffer][row] = of_q;
-        shared.kv_exponent[buffer][row] = -of_k - of_v;
+        shared.q_exponent[buffer][row] = q_row_exponent;
+        shared.kv_exponent[buffer][row] = -k_row_exponent - v_row_exponent;
       }
     }
   }
@@ -113,44 +114,44 @@ FA_DEVICE void multiply_scores(SharedStorage& shared, int chunk) {
   const uint32 k_address = cvta_to_shared(shared.k[buffer][0]) + columns_first<QKTile>(lane);
   float s[2 * kMmaR][4];
 #pragma unroll
-  for (int j = 0; j < 2 * kMmaR; j += 2 * kAtOnce) {
+  for (int j = 0; j < 2 * kMmaR; j += 2 * kInFlight) {
 #pragma unroll
-    for (int e = 0; e < 8 * kAtOnce; ++e) s[j + e / 4][e % 4] = 0.0f;
+    for (int e = 0; e < 8 * kInFlight; ++e) s[j + e / 4][e % 4] = 0.0f;
     if (8 * j > 16 * warp + 15) continue;
-    SplitSum sums[2 * kAtOnce];
+    SplitSum sums[2 * kInFlight];
 #pragma unroll
-    for (int n = 0; n < 2 * kAtOnce; ++n) sums[n].clear();
+    for (int n = 0; n < 2 * kInFlight; ++n) sums[n].clear();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      uint32 a[4], a_low[4], b[kAtOnce][4], b_low[kAtOnce][4];
+      uint32 a[4], a_low[4], b[kInFlight][4], b_low[kInFlight][4];
       ldmatrix_x4(a, QKTile::at(q_address, 0, step));
       ldmatrix_x4(a_low, QKTile::at(q_address + kLow, 0, step));
 #pragma unroll
-      for (int h = 0; h < kAtOnce; ++h) {
+      for (int h = 0; h < kInFlight; ++h) {
         ldmatrix_x4(b[h], QKTile::at(k_address, 8 * j + 16 * h, step));
         ldmatrix_x4(b_low[h], QKTile::at(k_address + kLow, 8 * j + 16 * h, step));
       }
 #pragma unroll
-      for (int n = 0; n < 2 * kAtOnce; ++n) {
+      for (int n = 0; n < 2 * kInFlight; ++n) {
         mma_f16(sums[n].cross, a_low, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
       }
 #pragma unroll
-      for (int n = 0; n < 2 * kAtOnce; ++n) {
+      for (int n = 0; n < 2 * kInFlight; ++n) {
         mma_f16(sums[n].main, a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
       }
 #pragma unroll
-      for (int n = 0; n < 2 * kAtOnce; ++n) {
+      for (int n = 0; n < 2 * kInFlight; ++n) {
         mma_f16(sums[n].cross, a, b_low[n / 2][n % 2 * 2], b_low[n / 2][n % 2 * 2 + 1]);
       }
     }
 #pragma unroll
-    for (int e = 0; e < 8 * kAtOnce; ++e) s[j + e / 4][e % 4] = sums[e / 4].value(e % 4);
+    for (int e = 0; e < 8 * kInFlight; ++e) s[j + e / 4][e % 4] = sums[e / 4].value(e % 4);
   }
 
   // The exponent of a row is that of its largest weight.
   const int row = 16 * warp + lane / 4;
   const int* kv_exponent = shared.kv_exponent[buffer] + lane % 4 * 2;
-  int top[2] = {-1000, -1000};
+  int row_exponent[2] = {-1000, -1000};
 #pragma unroll
   for (int j = 0; j < 2 * kMmaR; ++j) {
     if (8 * j > 16 * warp + 15) continue;
@@ -159,16 +160,16 @@ FA_DEVICE void multiply_scores(SharedStorage& shared, int chunk) {
       if (8 * j + lane % 4 * 2 + e % 2 > row + e / 2 * 8) s[j][e] = 0.0f;
       if (s[j][e] == 0.0f) continue;
       const int exponent = static_cast<int>(__float_as_uint(s[j][e]) >> 23 & 255) - 127;
-      top[e / 2] = max(top[e / 2], exponent + kv_exponent[8 * j + e % 2]);
+      row_exponent[e / 2] = max(row_exponent[e / 2], exponent + kv_exponent[8 * j + e % 2]);
     }
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    top[h] = max(top[h], __shfl_xor_sync(kFullWarp, top[h], 1));
-    top[h] = max(top[h], __shfl_xor_sync(kFullWarp, top[h], 2));
+    row_exponent[h] = max(row_exponent[h], __shfl_xor_sync(kFullWarp, row_exponent[h], 1));
+    row_exponent[h] = max(row_exponent[h], __shfl_xor_sync(kFullWarp, row_exponent[h], 2));
     if (lane % 4 == 0) {
       shared.p_exponent[chunk % 2][row + 8 * h] =
-          top[h] - 14 - shared.q_exponent[buffer][row + 8 * h];
+          row_exponent[h] - 14 - shared.q_exponent[buffer][row + 8 * h];
     }
   }
   const uint32 p_tile = cvta_to_shared(shared.p[chunk % 2][0]);
@@ -180,7 +181,7 @@ FA_DEVICE void multiply_scores(SharedStorage& shared, int chunk) {
       float x[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int shift = kv_exponent[8 * j + e] + 14 - top[h];
+        const int shift = kv_exponent[8 * j + e] + 14 - row_exponent[h];
         x[e] = s[j][2 * h + e] * power_of_two(max(-127, min(127, shift)));
       }
       const SplitPair pair = split(x[0], x[1]);
@@ -192,16 +193,16 @@ FA_DEVICE void multiply_scores(SharedStorage& shared, int chunk) {
 }
 
 // ------------------------------------------------------------------------------------ state warps
-FA_DEVICE int state_warp() { return (tid_x_again() >> 5) - kTeams / 32; }
+FA_DEVICE int state_warp() { return (tid_x_again() >> 5) - kTeamThreads / 32; }
 
 // P is 0 where a row does not read a value, and 0 * NaN is NaN.  So this zeroes what is not finite
 // among a warp's 16 columns of values, and notes the first row of each column where that was.
-FA_DEVICE void forget_not_finite(uint32 v_tile, int warp, int* first_broken) {
+FA_DEVICE void zero_nonfinite(uint32 v_tile, int warp, int* first_nonfinite_row) {
   constexpr uint32 kLow = kChunk * kCols * 2;
   const int lane = tid_x_again() & 31;
-  int found[8];
+  int first_found[8];
 #pragma unroll
-  for (int c = 0; c < 8; ++c) found[c] = kChunk;
+  for (int c = 0; c < 8; ++c) first_found[c] = kChunk;
 #pragma unroll 1
   for (int row = lane / 2; row < kChunk; row += 16) {
     const uint32 at = v_tile + VTile::offset(row, 2 * warp + lane % 2);
@@ -214,7 +215,7 @@ FA_DEVICE void forget_not_finite(uint32 v_tile, int warp, int* first_broken) {
       if ((high[c / 2] & exponent) != exponent) continue;
       high[c / 2] &= ~all;
       low[c / 2] &= ~all;
-      found[c] = min(found[c], row);
+      first_found[c] = min(first_found[c], row);
     }
     st_shared_v4_b32(at, high);
     st_shared_v4_b32(at + kLow, low);
@@ -223,16 +224,16 @@ FA_DEVICE void forget_not_finite(uint32 v_tile, int warp, int* first_broken) {
   for (int c = 0; c < 8; ++c) {
 #pragma unroll
     for (int step = 2; step < 32; step *= 2) {
-      found[c] = min(found[c], __shfl_xor_sync(kFullWarp, found[c], step));
+      first_found[c] = min(first_found[c], __shfl_xor_sync(kFullWarp, first_found[c], step));
     }
-    if (lane < 2) first_broken[8 * lane + c] = found[c];
+    if (lane < 2) first_nonfinite_row[8 * lane + c] = first_found[c];
   }
   __syncwarp();
 }
 
-template <int kNumber>
+template <int kConstant>
 struct Constant {
-  static constexpr int kValue = kNumber;
+  static constexpr int kValue = kConstant;
 };
 
 using Sums = SplitSum[2][2];  // of 16 rows, twice, and 8 columns, twice
@@ -267,11 +268,11 @@ FA_DEVICE void multiply(Sums& sums, uint32 a_address, const SplitPair (&b)[2][2]
   }
 }
 
-// O = Q S + P V of a chunk, for row blocks 2 kPair and 2 kPair + 1.  With `broken`, rows that read
-// what is not finite become NaN.
+// O = Q S + P V of a chunk, for row blocks 2 kPair and 2 kPair + 1.  With `nonfinite_found`, rows
+// that read what is not finite become NaN.
 template <int kPair>
 FA_DEVICE void multiply_outputs(float (&o)[2][2][4], State& state, const int (&exponents)[2],
-                                const SharedStorage& shared, int chunk, bool broken) {
+                                const SharedStorage& shared, int chunk, bool nonfinite_found) {
   const int lane = tid_x_again() & 31, warp = state_warp();
   const int buffer = chunk % kBuffers, row = 32 * kPair + lane / 4;
   Sums sums;
@@ -287,20 +288,20 @@ FA_DEVICE void multiply_outputs(float (&o)[2][2][4], State& state, const int (&e
           sums, QKTile::at(q_address, 32 * kPair, step), b);
     }
     // Half of the exponents twice: all of them at once may be more than a float32 holds.
-    float of_col[2][2];
+    float col_factor[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float half = power_of_two(-exponents[i / 2] / 2);
-      of_col[i / 2][i % 2] = __shfl_sync(kFullWarp, half, 4 * (lane % 4 * 2 + i % 2));
+      col_factor[i / 2][i % 2] = __shfl_sync(kFullWarp, half, 4 * (lane % 4 * 2 + i % 2));
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float of_row = power_of_two(-shared.q_exponent[buffer][row + 16 * r + 8 * h] / 2);
+        const float row_factor = power_of_two(-shared.q_exponent[buffer][row + 16 * r + 8 * h] / 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float factor = of_row * of_col[i / 2][i % 2];
+          const float factor = row_factor * col_factor[i / 2][i % 2];
           const int e = 2 * h + i % 2;
           o[r][i / 2][e] = sums[r][i / 2].value(e) * factor * factor;
         }
@@ -342,10 +343,10 @@ FA_DEVICE void multiply_outputs(float (&o)[2][2][4], State& state, const int (&e
       }
     }
   }
-  if (!broken) return;
+  if (!nonfinite_found) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int first = shared.first_broken[16 * warp + 8 * (i / 2) + lane % 4 * 2 + i % 2];
+    const int first = shared.first_nonfinite_row[16 * warp + 8 * (i / 2) + lane % 4 * 2 + i % 2];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       if (row + 8 * r >= first) o[r / 2][i / 2][r % 2 * 2 + i % 2] = __int_as_float(0x7fc00000);
@@ -401,15 +402,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         rows.load(params, work, (i + 1) * kChunk, shared.whole);
       }
       if (kScoreWarps == 0 && i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);
-      Steps::lead();
+      TeamSync::lead();
     }
     return;
   }
-  if (threadIdx.x < kTeams) {
+  if (threadIdx.x < kTeamThreads) {
 #pragma unroll 1
     for (int i = 0; i < steps(); ++i) {
       if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);
-      Steps::follow<2>();
+      TeamSync::follow<2>();
     }
     return;
   }
@@ -419,10 +420,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const bool split = params.workspace != nullptr;
   const int64 row_stride = split ? params.v_dim : params.initial_row;
   const int64 col_stride = split ? 1 : params.initial_col;
-  const float* before = split ? segment_state(params, work.entry, work.segment) : params.initial;
-  if (before != nullptr) before += (split ? 0 : work.initial) + first_col * col_stride;
+  const float* initial_state =
+      split ? segment_state(params, work.entry, work.segment) : params.initial;
+  if (initial_state != nullptr)
+    initial_state += (split ? 0 : work.initial) + first_col * col_stride;
   State state;
-  state.load(before, row_stride, col_stride, params.qk_dim, params.v_dim - first_col);
+  state.load(initial_state, row_stride, col_stride, params.qk_dim, params.v_dim - first_col);
   int exponents[2];
   state.exponents(exponents);
 #pragma unroll 1
@@ -430,17 +433,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const int chunk = i - 2;
     if (chunk >= 0) {
       const int buffer = chunk % kBuffers;
-      int broken = 0;
+      int nonfinite_found = 0;
 #pragma unroll
-      for (int w = 0; w < kSplitWarps; ++w) broken |= shared.broken[buffer][w];
-      if (broken != 0) {
-        forget_not_finite(cvta_to_shared(shared.v[buffer][0]), state_warp(),
-                          shared.first_broken + 16 * state_warp());
+      for (int w = 0; w < kSplitWarps; ++w) nonfinite_found |= shared.nonfinite_found[buffer][w];
+      if (nonfinite_found != 0) {
+        zero_nonfinite(cvta_to_shared(shared.v[buffer][0]), state_warp(),
+                       shared.first_nonfinite_row + 16 * state_warp());
       }
       auto outputs = [&](auto pair) {
         constexpr int kPair = decltype(pair)::kValue;
         float o[2][2][4];
-        multiply_outputs<kPair>(o, state, exponents, shared, chunk, broken != 0);
+        multiply_outputs<kPair>(o, state, exponents, shared, chunk, nonfinite_found != 0);
         const int lane = tid_x_again() & 31;
         const int row = chunk * kChunk + 32 * kPair + lane / 4;
         const int col = work.tile * kCols + state_warp() * 16 + lane % 4 * 2;
@@ -455,18 +458,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           shared.kv_exponent[buffer],
           cvta_to_shared(shared.k[buffer][0]) + rows_first<QKTile>(lane),
           cvta_to_shared(shared.v[buffer][0]) + VTile::at(columns_first<VTile>(lane), 0, warp));
-      if (broken != 0) {
+      if (nonfinite_found != 0) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          if (shared.first_broken[16 * warp + 8 * h + lane / 4] < kChunk) state.forget(h);
+          if (shared.first_nonfinite_row[16 * warp + 8 * h + lane / 4] < kChunk)
+            state.poison_column(h);
         }
       }
       state.exponents(exponents);
     }
-    Steps::follow<1>();
+    TeamSync::follow<1>();
   }
 
-  if (params.state != nullptr && work.owns && work.segment == params.segments - 1) {
+  if (params.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
     const int first_col = work.tile * kCols + state_warp() * 16;
     state.store(params.state + work.state + first_col * params.state_col, params.state_row,
                 params.state_col, params.qk_dim, params.v_dim - first_col);

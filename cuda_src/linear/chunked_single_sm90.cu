@@ -22,7 +22,7 @@
 // -------------------------------------------------------------------------------------- constants
 constexpr int kThreads = 128 * (kGroups + 2);
 constexpr int kLowP = kBlockBytes;  // from high parts to low ones
-constexpr int kAtOnce = 2;          // rows of a split thread in registers
+constexpr int kInFlight = 2;        // rows of a split thread in registers
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kSplitRegisters = kGroups == 2 ? 72 : 96;
 constexpr int kScoreRegisters = kGroups == 2 ? 72 : 120;
@@ -44,21 +44,21 @@ struct SharedStorage {
   int q_exponent[kChunk];     // row i of Q is 2^-e of what its tile says
   int kv_exponent[kChunk];    // row j of K times row j of V is 2^e of what theirs say
   float p_factor[kChunk][2];  // row i of P V is so many times, twice, what the tiles say
-  int broken[4];              // whether a split warp found values that are not finite
-  int bound[kCols];           // then: the first (in reverse, last) row of each column with one
+  int nonfinite_found[4];     // whether a split warp found values that are not finite
+  int nonfinite_row[kCols];   // then: the first (in reverse, last) row of each column with one
   uint64 raw_full[kStages][3], full[3], empty[3];
   uint64 p_full;
-  Work work;
+  WorkTile work;
   int64 out;  // element offset of the entry's outputs
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
-using RawPlace = RingPlace<kStages>;
+using RawPipeline = PipelineState<kStages>;
 
 // ------------------------------------------------------------------------------------ split warps
 FA_DEVICE void load_array(const ProductSm90Params& params, SharedStorage& shared, int chunk,
                           int array) {
-  const Work& work = shared.work;
+  const WorkTile& work = shared.work;
   const ProductJob& job = params.job[work.job];
   const uint64 policy = params.keep ? kEvictLast : kEvictNormal;
   const int row = first_row(params, work, chunk), at = chunk % kStages;
@@ -82,45 +82,47 @@ FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shar
     for (int i = 0; i < 3 * min(kStages, chunks); ++i) load_array(params, shared, i / 3, i % 3);
   }
   __syncwarp();
-  RawPlace raw_place;
+  RawPipeline raw_pipe;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const int from = raw_place.index();
-    int own[kSteps], of_v[kSteps];
+    const int from = raw_pipe.index();
+    int own[kSteps], v_row_exponent[kSteps];
     auto begin = [&](int array) {
-      wait(shared.raw_full[from][array], raw_place.parity());
+      wait(shared.raw_full[from][array], raw_pipe.parity());
       wait(shared.empty[array], ~i & 1);
     };
-    // Tiles are for the tensor cores to read, and the rows' place for the next ones.
+    // Tiles are for the tensor cores to read, and the rows' stage for the next ones.
     auto end = [&](int array) {
       fence_proxy_async_shared();
       bar_sync(1, 128);
-      release_own(shared.full[array]);
+      release_per_lane(shared.full[array]);
       if (threadIdx.x == 0 && i + kStages < chunks) load_array(params, shared, i + kStages, array);
       __syncwarp();
     };
     begin(kQ);
-    split_rows<kChunk, kDimBoxes, kAtOnce>(own, shared.raw_q[from], shared.q);
+    split_rows<kChunk, kDimBoxes, kInFlight>(own, shared.raw_q[from], shared.q);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
       if (threadIdx.x % 8 == 0) shared.q_exponent[row + 16 * g] = own[g];
     }
     end(kQ);
     begin(kV);
-    const bool finite = split_rows<kChunk, kColBoxes, kAtOnce>(of_v, shared.raw_v[from], shared.v);
-    const bool broken = __any_sync(kFullWarp, !finite);
-    if (threadIdx.x % 32 == 0) shared.broken[threadIdx.x / 32] = broken;
+    const bool finite =
+        split_rows<kChunk, kColBoxes, kInFlight>(v_row_exponent, shared.raw_v[from], shared.v);
+    const bool nonfinite_found = __any_sync(kFullWarp, !finite);
+    if (threadIdx.x % 32 == 0) shared.nonfinite_found[threadIdx.x / 32] = nonfinite_found;
     bar_sync(1, 128);
-    if (any_broken(shared.broken)) forget_not_finite(shared.v, shared.bound, threadIdx.x, reverse);
+    if (any_nonfinite(shared.nonfinite_found))
+      zero_nonfinite(shared.v, shared.nonfinite_row, threadIdx.x, reverse);
     end(kV);
     begin(kK);
-    split_rows<kChunk, kDimBoxes, kAtOnce>(own, shared.raw_k[from], shared.k);
+    split_rows<kChunk, kDimBoxes, kInFlight>(own, shared.raw_k[from], shared.k);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
-      if (threadIdx.x % 8 == 0) shared.kv_exponent[row + 16 * g] = -own[g] - of_v[g];
+      if (threadIdx.x % 8 == 0) shared.kv_exponent[row + 16 * g] = -own[g] - v_row_exponent[g];
     }
     end(kK);
-    raw_place.advance();
+    raw_pipe.advance();
   }
 }
 
@@ -129,7 +131,7 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
   const int lane = threadIdx.x % 32, chunks = shared.work.chunks, row = 16 * warp + lane / 4;
   // How far beyond the diagonal this lane's first element lies.
   const int sign = params.job[shared.work.job].reverse ? -1 : 1;
-  const int beyond = sign * (lane % 4 * 2 - row);
+  const int diagonal_distance = sign * (lane % 4 * 2 - row);
   // Where this lane's row of the four matrices of an stmatrix.x4 lies: rows 0-7, 8-15, then the
   // same of the next 8 columns (PTX ISA 9.7.14.5.16).
   const uint32 p_lane = PTile::lane_offset(16 * warp + lane % 16, lane / 16);
@@ -138,28 +140,29 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
     Outputs s;
     wait(shared.full[kQ], i & 1);
     wait(shared.full[kK], i & 1);
-    start_scores(s, shared.q, shared.k);
+    gemm_split_abt(s, shared.q, shared.k);
     const int* kv_exponent = shared.kv_exponent + lane % 4 * 2;
     wgmma_wait_group<0>();
 
     // The exponent of a row is that of its largest weight.
-    int top[2] = {-1000, -1000};
+    int row_exponent[2] = {-1000, -1000};
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (beyond + sign * (8 * v + e % 2 - e / 2 * 8) > 0) s[v][e] = 0.0f;
+        if (diagonal_distance + sign * (8 * v + e % 2 - e / 2 * 8) > 0) s[v][e] = 0.0f;
         const int exponent = static_cast<int>(__float_as_uint(s[v][e]) >> 23 & 255) - 127;
-        if (s[v][e] != 0.0f) top[e / 2] = max(top[e / 2], exponent + kv_exponent[8 * v + e % 2]);
+        if (s[v][e] != 0.0f)
+          row_exponent[e / 2] = max(row_exponent[e / 2], exponent + kv_exponent[8 * v + e % 2]);
       }
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      top[h] = max(top[h], __shfl_xor_sync(kFullWarp, top[h], 1));
-      top[h] = max(top[h], __shfl_xor_sync(kFullWarp, top[h], 2));
+      row_exponent[h] = max(row_exponent[h], __shfl_xor_sync(kFullWarp, row_exponent[h], 1));
+      row_exponent[h] = max(row_exponent[h], __shfl_xor_sync(kFullWarp, row_exponent[h], 2));
       if (lane % 4 == 0) {
         // All of it at once may be more than a float32 holds.
-        const int exponent = top[h] - 14 - shared.q_exponent[row + 8 * h];
+        const int exponent = row_exponent[h] - 14 - shared.q_exponent[row + 8 * h];
         const int bounded = max(-252, min(252, exponent));
         shared.p_factor[row + 8 * h][0] = power_of_two(bounded / 2);
         shared.p_factor[row + 8 * h][1] = power_of_two(bounded - bounded / 2);
@@ -174,7 +177,7 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int shift = kv_exponent[8 * (v + n / 2) + e] + 14 - top[n % 2];
+          const int shift = kv_exponent[8 * (v + n / 2) + e] + 14 - row_exponent[n % 2];
           x[e] = s[v + n / 2][n % 2 * 2 + e] * power_of_two(max(-127, min(127, shift)));
         }
         pairs[n] = split_near(x[0], x[1]);
@@ -184,15 +187,15 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
       stmatrix_x4(to + kLowP, pairs[0].low, pairs[1].low, pairs[2].low, pairs[3].low);
     }
     fence_proxy_async_shared();
-    release_own(shared.p_full);
-    release_own(shared.empty[kQ]);
-    release_own(shared.empty[kK]);
+    release_per_lane(shared.p_full);
+    release_per_lane(shared.empty[kQ]);
+    release_per_lane(shared.empty[kK]);
   }
 }
 
 // ---------------------------------------------------------------------------------- state, outputs
 // O^T = V^T P^T, started.
-FA_DEVICE void start_score_outputs(Outputs& o, const uint8* v_tile, const uint8* p_tile) {
+FA_DEVICE void gemm_pv(Outputs& o, const uint8* v_tile, const uint8* p_tile) {
   const uint64 a = wgmma_descriptor(cvta_to_shared(v_tile), 0);
   const uint64 b = wgmma_descriptor(cvta_to_shared(p_tile), 0);
   wgmma_fence();
@@ -230,7 +233,7 @@ FA_DEVICE void store_outputs(const ProductSm90Params& params, const SharedStorag
 
 FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& shared, int group) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const Work& work = shared.work;  // left there: registers are short in the loop
+  const WorkTile& work = shared.work;  // left there: registers are short in the loop
   const int chunks = work.chunks;
   const ProductJob& job = params.job[work.job];
   const bool reverse = job.reverse;
@@ -246,44 +249,44 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
   int exponents[2];
   state_exponents(exponents, s);
   Operand<kDim / 16> high, low;
-  Outputs o, o_scores, u;
+  Outputs o, o_intra, u;
   Operand<kSteps> values, values_low;
 
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     split_state(s, exponents, high, low);
     wait(shared.full[kQ], i & 1);
-    start_product<kKMajor, kDim / 16>(o, high, low, shared.q, kLowQK, [](int step) {
-      return step / 4 * kBlockBytes + step % 4 * 32;
-    });
+    gemm_split<kKMajor, kDim / 16>(o, high, low, shared.q, kLowQK,
+                                   [](int step) { return step / 4 * kBlockBytes + step % 4 * 32; });
     wgmma_wait_group<0>();
     wait(shared.full[kV], i & 1);
     wait(shared.p_full, i & 1);
-    start_score_outputs(o_scores, &shared.v[group * kBlockBytes], shared.p);
-    const bool broken = any_broken(shared.broken);
-    int bound[2] = {0, 0};
-    if (broken) {
+    gemm_pv(o_intra, &shared.v[group * kBlockBytes], shared.p);
+    const bool nonfinite_found = any_nonfinite(shared.nonfinite_found);
+    int nonfinite_row[2] = {0, 0};
+    if (nonfinite_found) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        bound[h] = shared.bound[64 * group + 16 * warp + lane / 4 + 8 * h];
+        nonfinite_row[h] = shared.nonfinite_row[64 * group + 16 * warp + lane / 4 + 8 * h];
       }
     }
     // Half of the exponents twice: all of them at once may be more than a float32 holds.
-    const float of_column[2] = {power_of_two(-exponents[0] / 2), power_of_two(-exponents[1] / 2)};
+    const float column_factor[2] = {power_of_two(-exponents[0] / 2),
+                                    power_of_two(-exponents[1] / 2)};
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int row = 8 * v + lane % 4 * 2 + j;
-        const float of_row = power_of_two(-shared.q_exponent[row] / 2);
+        const float row_factor = power_of_two(-shared.q_exponent[row] / 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float factor = of_row * of_column[h];
+          const float factor = row_factor * column_factor[h];
           o[v][2 * h + j] = o[v][2 * h + j] * factor * factor;
         }
       }
     }
-    release_own(shared.empty[kQ]);
+    release_per_lane(shared.empty[kQ]);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
@@ -294,8 +297,8 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& x = o[v][2 * h + j];
-          x = fmaf(o_scores[v][2 * h + j] * factor, rest, x);
-          if (broken && (reverse ? row <= bound[h] : row >= bound[h])) {
+          x = fmaf(o_intra[v][2 * h + j] * factor, rest, x);
+          if (nonfinite_found && (reverse ? row <= nonfinite_row[h] : row >= nonfinite_row[h])) {
             x = __int_as_float(0x7fc00000);  // it reads what is not finite
           }
         }
@@ -306,28 +309,28 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
 
     // The sums of a chunk, apart from the state: rows of V times what brings K's to one exponent.
     load_values(values, values_low, shared.v, 4 * group + warp);
-    release_own(shared.empty[kV]);
+    release_per_lane(shared.empty[kV]);
     wait(shared.full[kK], i & 1);
-    const int most = to_one_exponent(values, values_low, shared.kv_exponent);
+    const int most = scale_to_common_exponent(values, values_low, shared.kv_exponent);
     const float factor = power_of_two(most / 2), rest = power_of_two(most - most / 2);
 #pragma unroll
     for (int block = 0; block < kDimBlocks; ++block) {
       // Of 64 key columns.
-      start_product<kMnMajor, kSteps>(u, values, values_low, shared.k + block * kBlockBytes, kLowQK,
-                                      [](int step) { return step * 16 * 128; });
+      gemm_split<kMnMajor, kSteps>(u, values, values_low, shared.k + block * kBlockBytes, kLowQK,
+                                   [](int step) { return step * 16 * 128; });
       wgmma_wait_group<0>();
-      if (block == kDimBlocks - 1) release_own(shared.empty[kK]);
+      if (block == kDimBlocks - 1) release_per_lane(shared.empty[kK]);
 #pragma unroll
       for (int e = 0; e < 32; ++e) {
         float& x = s[8 * block + e / 4][e % 4];
         x = fmaf(u[e / 4][e % 4] * factor, rest, x);
       }
     }
-    if (broken) break_sums(s, bound);
+    if (nonfinite_found) poison_sums(s, nonfinite_row);
     state_exponents(exponents, s);
   }
 
-  if (job.state != nullptr && work.owns && work.segment == params.segments - 1) {
+  if (job.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
     const int column = work.column + 64 * group;
     store_state(s, job.state + work.state + column * job.state_col, job.state_row, job.state_col,
                 job.qk_dim, job.v_dim - column);
@@ -341,13 +344,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3 * kStages; ++i) init(shared.raw_full[i / 3][i % 3], 1);
     for (int i = 0; i < 3; ++i) {
-      init(shared.full[i], kWarpArrivals * 4);
-      init(shared.empty[i], kWarpArrivals * (4 * kGroups + (i == kV ? 0 : 4)));
+      init(shared.full[i], kArrivalsPerWarp * 4);
+      init(shared.empty[i], kArrivalsPerWarp * (4 * kGroups + (i == kV ? 0 : 4)));
     }
-    init(shared.p_full, kWarpArrivals * 4);
+    init(shared.p_full, kArrivalsPerWarp * 4);
     fence_mbarrier_init();
   } else if (threadIdx.x == 32) {
-    shared.work = find_work(params, params.segments);
+    shared.work = work_tile_of_block(params, params.segments);
     shared.out = out_offset(params, shared.work);
   }
   __syncthreads();

@@ -11,19 +11,21 @@
 //
 // Pairs take the place of the rows that they are made of, so kStages chunks are loaded, split or
 // multiplied.  The state's warpgroup loads: it is the last to be done with its chunk, but for the
-// outputs, and those that a place waits for are of the chunk before.
+// outputs, and those that a stage waits for are of the chunk before.
 #include "cuda_src/common/single_sm90.cuh"
 #include "ptx/stmatrix.cuh"
 
 // -------------------------------------------------------------------------------------- constants
-constexpr int kTurns = 2;  // warpgroups that make scores and outputs, and places for their states
-constexpr int kThreads = 128 * (kTurns + 2);
-constexpr int kAhead = kStages - 1;  // chunks that are loaded before the first one is summed
-constexpr int kAtOnce = 4;           // rows of a split thread in registers
+// Warpgroups that make scores and outputs, and stages for their states.
+constexpr int kPingPong = 2;
+constexpr int kThreads = 128 * (kPingPong + 2);
+// Chunks that are loaded before the first one is summed.
+constexpr int kPrefetchChunks = kStages - 1;
+constexpr int kInFlight = 4;  // rows of a split thread in registers
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
-constexpr int kSplitRegisters = 72, kTurnRegisters = 144, kStateRegisters = 152;
+constexpr int kSplitRegisters = 72, kOutputRegisters = 144, kStateRegisters = 152;
 static_assert(kDim == 64 && kCols == 64 && kMinBlocks == 1, "registers, as above");
-static_assert(kAhead >= 2, "a chunk is on the way while another one is split");
+static_assert(kPrefetchChunks >= 2, "a chunk is on the way while another one is split");
 
 using STile = SharedTile<kCols, kDim>;
 enum Array { kQ = 0, kK = 1, kV = 2 };  // in the order in which they are wanted
@@ -33,25 +35,25 @@ struct SharedStorage {
   uint8 q[kStages][2 * kLowQK];  // as they come, then high parts, low parts
   uint8 k[kStages][2 * kLowQK];
   uint8 v[kStages][2 * kLowV];
-  uint8 s[kTurns][2 * kBlockBytes];   // S^T before a chunk
-  float s_factor[kTurns][kCols];      // a column of S is so many times, twice, what it says
-  int kv_exponent[kStages][kChunk];   // row j of K times row j of V is 2^e of what theirs say
-  short q_exponent[kStages][kChunk];  // row i of Q is 2^-e of what its tile says
-  signed char bound[kStages][kCols];  // see forget_not_finite, where a split warp found such
-  int broken[kStages][4];             // whether one did
+  uint8 s[kPingPong][2 * kBlockBytes];  // S^T before a chunk
+  float s_factor[kPingPong][kCols];     // a column of S is so many times, twice, what it says
+  int kv_exponent[kStages][kChunk];     // row j of K times row j of V is 2^e of what theirs say
+  short q_exponent[kStages][kChunk];    // row i of Q is 2^-e of what its tile says
+  signed char nonfinite_row[kStages][kCols];  // see zero_nonfinite, where a split warp found such
+  int nonfinite_found[kStages][4];            // whether one did
   uint64 raw_full[kStages][3], full[kStages][3], empty[kStages];
-  uint64 s_full[kTurns], s_empty[kTurns];
-  Work work;
+  uint64 s_full[kPingPong], s_empty[kPingPong];
+  WorkTile work;
   int64 out;  // element offset of the entry's outputs
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
-using Place = RingPlace<kStages>;
-using StatePlace = RingPlace<kTurns>;
+using ChunkPipeline = PipelineState<kStages>;
+using StatePipeline = PipelineState<kPingPong>;
 
 // ------------------------------------------------------------------------------------------ loads
 FA_DEVICE void load(const ProductSm90Params& params, SharedStorage& shared, int chunk) {
-  const Work& work = shared.work;
+  const WorkTile& work = shared.work;
   const ProductJob& job = params.job[work.job];
   const uint64 policy = params.keep ? kEvictLast : kEvictNormal;
   const int row = first_row(params, work, chunk), at = chunk % kStages;
@@ -68,51 +70,53 @@ FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shar
   const int chunks = shared.work.chunks;
   const bool reverse = params.job[shared.work.job].reverse;
   const int thread = threadIdx.x, row = split_row<QKTile>(thread);
-  Place place;
+  ChunkPipeline pipe;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const int at = place.index();
-    int own[kSteps], of_v[kSteps];
+    const int at = pipe.index();
+    int row_exponents[kSteps], v_row_exponent[kSteps];
     auto end = [&](int array) {  // tiles are for the tensor cores to read
       fence_proxy_async_shared();
-      release_own(shared.full[at][array]);
+      release_per_lane(shared.full[at][array]);
     };
-    wait(shared.raw_full[at][kQ], place.parity());
-    split_rows<kChunk, kDimBoxes, kAtOnce, true>(own, shared.q[at], shared.q[at]);
+    wait(shared.raw_full[at][kQ], pipe.parity());
+    split_rows<kChunk, kDimBoxes, kInFlight, true>(row_exponents, shared.q[at], shared.q[at]);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
-      if (thread % 8 == 0) shared.q_exponent[at][row + 16 * g] = static_cast<short>(own[g]);
+      if (thread % 8 == 0)
+        shared.q_exponent[at][row + 16 * g] = static_cast<short>(row_exponents[g]);
     }
     end(kQ);
-    wait(shared.raw_full[at][kK], place.parity());
-    split_rows<kChunk, kDimBoxes, kAtOnce, true>(own, shared.k[at], shared.k[at]);
+    wait(shared.raw_full[at][kK], pipe.parity());
+    split_rows<kChunk, kDimBoxes, kInFlight, true>(row_exponents, shared.k[at], shared.k[at]);
     end(kK);
-    wait(shared.raw_full[at][kV], place.parity());
+    wait(shared.raw_full[at][kV], pipe.parity());
     const bool finite =
-        split_rows<kChunk, kColBoxes, kAtOnce, true>(of_v, shared.v[at], shared.v[at]);
+        split_rows<kChunk, kColBoxes, kInFlight, true>(v_row_exponent, shared.v[at], shared.v[at]);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
-      if (thread % 8 == 0) shared.kv_exponent[at][row + 16 * g] = -own[g] - of_v[g];
+      if (thread % 8 == 0)
+        shared.kv_exponent[at][row + 16 * g] = -row_exponents[g] - v_row_exponent[g];
     }
-    const bool broken = __any_sync(kFullWarp, !finite);
-    if (thread % 32 == 0) shared.broken[at][thread / 32] = broken;
+    const bool nonfinite_found = __any_sync(kFullWarp, !finite);
+    if (thread % 32 == 0) shared.nonfinite_found[at][thread / 32] = nonfinite_found;
     bar_sync(1, 128);
-    if (any_broken(shared.broken[at])) {
-      forget_not_finite(shared.v[at], shared.bound[at], thread, reverse);
+    if (any_nonfinite(shared.nonfinite_found[at])) {
+      zero_nonfinite(shared.v[at], shared.nonfinite_row[at], thread, reverse);
     }
     end(kV);
-    place.advance();
+    pipe.advance();
   }
 }
 
 // -------------------------------------------------------------------------------- scores, outputs
 // Scores beyond the diagonal become 0.
-FA_DEVICE void forget_later(Outputs& s, int beyond, int sign) {
+FA_DEVICE void mask_noncausal(Outputs& s, int diagonal_distance, int sign) {
 #pragma unroll
   for (int v = 0; v < 8; ++v) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (beyond + sign * (8 * v + e % 2 - e / 2 * 8) > 0) s[v][e] = 0.0f;
+      if (diagonal_distance + sign * (8 * v + e % 2 - e / 2 * 8) > 0) s[v][e] = 0.0f;
     }
   }
 }
@@ -126,15 +130,15 @@ FA_DEVICE void split_weights(Operand<kSteps>& high, Operand<kSteps>& low, int v,
 
 // The largest of a row's four lanes.
 template <typename Number>
-FA_DEVICE Number over_lanes(Number most) {
+FA_DEVICE Number max_over_lanes(Number most) {
   most = max(most, __shfl_xor_sync(kFullWarp, most, 1));
   return max(most, __shfl_xor_sync(kFullWarp, most, 2));
 }
 
 // Weights, scores times 2^kv_exponent, as pairs, with an exponent for each row, that of its largest
-// weight, which `top` becomes.  `most`, `least`: of the chunk's kv_exponent.
-FA_DEVICE void split_scores(Operand<kSteps>& high, Operand<kSteps>& low, int (&top)[2], Outputs& s,
-                            const int* kv_exponent, int most, int least) {
+// weight, which `row_exponent` becomes.  `most`, `least`: of the chunk's kv_exponent.
+FA_DEVICE void split_scores(Operand<kSteps>& high, Operand<kSteps>& low, int (&row_exponent)[2],
+                            Outputs& s, const int* kv_exponent, int most, int least) {
   // Scores are 2^-48 to 2^34, or 0: float32 holds what so many less leave of them.
   if (most - least <= 64) {
     float largest[2] = {0.0f, 0.0f};
@@ -149,9 +153,10 @@ FA_DEVICE void split_scores(Operand<kSteps>& high, Operand<kSteps>& low, int (&t
     float scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int exponent = static_cast<int>(__float_as_uint(over_lanes(largest[h])) >> 23) - 127;
+      const int exponent =
+          static_cast<int>(__float_as_uint(max_over_lanes(largest[h])) >> 23) - 127;
       scale[h] = power_of_two(min(127, 14 - exponent));
-      top[h] = exponent + most;
+      row_exponent[h] = exponent + most;
     }
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
@@ -162,17 +167,18 @@ FA_DEVICE void split_scores(Operand<kSteps>& high, Operand<kSteps>& low, int (&t
     }
     return;
   }
-  top[0] = top[1] = -1000;
+  row_exponent[0] = row_exponent[1] = -1000;
 #pragma unroll
   for (int v = 0; v < 8; ++v) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int exponent = static_cast<int>(__float_as_uint(s[v][e]) >> 23 & 255) - 127;
-      if (s[v][e] != 0.0f) top[e / 2] = max(top[e / 2], exponent + kv_exponent[8 * v + e % 2]);
+      if (s[v][e] != 0.0f)
+        row_exponent[e / 2] = max(row_exponent[e / 2], exponent + kv_exponent[8 * v + e % 2]);
     }
   }
 #pragma unroll
-  for (int h = 0; h < 2; ++h) top[h] = over_lanes(top[h]);
+  for (int h = 0; h < 2; ++h) row_exponent[h] = max_over_lanes(row_exponent[h]);
 #pragma unroll
   for (int v = 0; v < 8; ++v) {
 #pragma unroll
@@ -180,7 +186,7 @@ FA_DEVICE void split_scores(Operand<kSteps>& high, Operand<kSteps>& low, int (&t
       float x[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int shift = kv_exponent[8 * v + e] + 14 - top[h];
+        const int shift = kv_exponent[8 * v + e] + 14 - row_exponent[h];
         x[e] = s[v][2 * h + e] * power_of_two(max(-127, min(127, shift)));
       }
       split_weights(high, low, v, h, x[0], x[1]);
@@ -215,44 +221,45 @@ FA_DEVICE void store_rows(const ProductSm90Params& params, const SharedStorage& 
   }
 }
 
-FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& shared, int turn) {
+FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& shared,
+                               int pingpong_index) {
   const int thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
   const int chunks = shared.work.chunks;
   const bool reverse = params.job[shared.work.job].reverse;
   // How far beyond the diagonal this lane's first element lies.
-  const int sign = reverse ? -1 : 1, beyond = sign * (lane % 4 * 2 - row);
+  const int sign = reverse ? -1 : 1, diagonal_distance = sign * (lane % 4 * 2 - row);
 #pragma unroll 1
-  for (int i = turn; i < chunks; i += kTurns) {
-    const Place place{static_cast<uint32>(i)};
-    const StatePlace state{static_cast<uint32>(i)};
-    const int at = place.index(), slot = state.index();
-    Outputs s, o, o_scores;
+  for (int i = pingpong_index; i < chunks; i += kPingPong) {
+    const ChunkPipeline pipe{static_cast<uint32>(i)};
+    const StatePipeline state{static_cast<uint32>(i)};
+    const int at = pipe.index(), state_stage = state.index();
+    Outputs s, o, o_intra;
     Operand<kSteps> high, low;
-    float factor[2][2], of_row[2];
+    float factor[2][2], row_factor[2];
     int q_exponent[2];
-    wait(shared.full[at][kQ], place.parity());
-    wait(shared.full[at][kK], place.parity());
-    start_scores(s, shared.q[at], shared.k[at]);
+    wait(shared.full[at][kQ], pipe.parity());
+    wait(shared.full[at][kK], pipe.parity());
+    gemm_split_abt(s, shared.q[at], shared.k[at]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       q_exponent[h] = shared.q_exponent[at][row + 8 * h];
-      of_row[h] = power_of_two(-q_exponent[h] / 2);
+      row_factor[h] = power_of_two(-q_exponent[h] / 2);
     }
-    wait(shared.full[at][kV], place.parity());
-    wait(shared.s_full[slot], state.parity());
+    wait(shared.full[at][kV], pipe.parity());
+    wait(shared.s_full[state_stage], state.parity());
     wgmma_wait_group<0>();
-    start_scores(o, shared.q[at], shared.s[slot]);
-    forget_later(s, beyond, sign);
-    int top[2];
-    split_scores(high, low, top, s, shared.kv_exponent[at] + lane % 4 * 2,
+    gemm_split_abt(o, shared.q[at], shared.s[state_stage]);
+    mask_noncausal(s, diagonal_distance, sign);
+    int row_exponent[2];
+    split_scores(high, low, row_exponent, s, shared.kv_exponent[at] + lane % 4 * 2,
                  largest_exponent<kChunk>(shared.kv_exponent[at]),
                  least_exponent(shared.kv_exponent[at]));
-    start_product<kMnMajor, kSteps>(o_scores, high, low, shared.v[at], kLowV,
-                                    [](int step) { return step * 16 * 128; });
+    gemm_split<kMnMajor, kSteps>(o_intra, high, low, shared.v[at], kLowV,
+                                 [](int step) { return step * 16 * 128; });
     // What sums of weights are multiplied by: all of it at once may be more than a float32 holds.
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int exponent = max(-252, min(252, top[h] - 14 - q_exponent[h]));
+      const int exponent = max(-252, min(252, row_exponent[h] - 14 - q_exponent[h]));
       factor[h][0] = power_of_two(exponent / 2);
       factor[h][1] = power_of_two(exponent - exponent / 2);
     }
@@ -261,51 +268,52 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
     for (int v = 0; v < 8; ++v) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float of_column = shared.s_factor[slot][8 * v + lane % 4 * 2 + j];
+        const float column_factor = shared.s_factor[state_stage][8 * v + lane % 4 * 2 + j];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float own = of_row[h] * of_column;
-          o[v][2 * h + j] = o[v][2 * h + j] * own * own;
+          const float own_factor = row_factor[h] * column_factor;
+          o[v][2 * h + j] = o[v][2 * h + j] * own_factor * own_factor;
         }
       }
     }
-    release_own(shared.s_empty[slot]);
+    release_per_lane(shared.s_empty[state_stage]);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int v = 0; v < 8; ++v) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        o[v][e] = fmaf(o_scores[v][e] * factor[e / 2][0], factor[e / 2][1], o[v][e]);
+        o[v][e] = fmaf(o_intra[v][e] * factor[e / 2][0], factor[e / 2][1], o[v][e]);
       }
     }
-    if (any_broken(shared.broken[at])) {
+    if (any_nonfinite(shared.nonfinite_found[at])) {
 #pragma unroll
       for (int v = 0; v < 8; ++v) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int bound = shared.bound[at][8 * v + lane % 4 * 2 + e % 2];
-          const int own = row + e / 2 * 8;
+          const int nonfinite_row = shared.nonfinite_row[at][8 * v + lane % 4 * 2 + e % 2];
+          const int own_factor = row + e / 2 * 8;
           // It reads what is not finite.
-          if (reverse ? own <= bound : own >= bound) o[v][e] = __int_as_float(0x7fc00000);
+          if (reverse ? own_factor <= nonfinite_row : own_factor >= nonfinite_row)
+            o[v][e] = __int_as_float(0x7fc00000);
         }
       }
     }
     const int first = first_row(params, shared.work, i);
-    release_own(shared.empty[at]);
+    release_per_lane(shared.empty[at]);
     store_rows(params, shared, o, first, thread);
   }
 }
 
 // ------------------------------------------------------------------------------------------ state
-FA_DEVICE void put_state(SharedStorage& shared, const State& s, const int (&exponents)[2],
-                         const StatePlace& state) {
-  const int slot = state.index(), lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+FA_DEVICE void write_state(SharedStorage& shared, const State& s, const int (&exponents)[2],
+                           const StatePipeline& state) {
+  const int state_stage = state.index(), lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const float scale[2] = {power_of_two(exponents[0]), power_of_two(exponents[1])};
   // Where this lane's row of the four matrices of an stmatrix.x4 lies: rows 0-7, 8-15, then the
   // same of the next 8 columns (PTX ISA 9.7.14.5.16).
   const uint32 tile =
-      cvta_to_shared(shared.s[slot]) + STile::lane_offset(16 * warp + lane % 16, lane / 16);
-  wait(shared.s_empty[slot], state.parity() ^ 1);
+      cvta_to_shared(shared.s[state_stage]) + STile::lane_offset(16 * warp + lane % 16, lane / 16);
+  wait(shared.s_empty[state_stage], state.parity() ^ 1);
 #pragma unroll
   for (int v = 0; v < kMmaE; v += 2) {
     SplitPair pairs[4];  // [2 * (v % 2) + h]
@@ -321,21 +329,21 @@ FA_DEVICE void put_state(SharedStorage& shared, const State& s, const int (&expo
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int column = 16 * warp + lane / 4 + 8 * h;
-    if (lane % 4 == 0) shared.s_factor[slot][column] = power_of_two(-exponents[h] / 2);
+    if (lane % 4 == 0) shared.s_factor[state_stage][column] = power_of_two(-exponents[h] / 2);
   }
   fence_proxy_async_shared();
-  release_own(shared.s_full[slot]);
+  release_per_lane(shared.s_full[state_stage]);
 }
 
 FA_DEVICE void compute_state(const ProductSm90Params& params, SharedStorage& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const Work& work = shared.work;
+  const WorkTile& work = shared.work;
   const int chunks = work.chunks;
   const ProductJob& job = params.job[work.job];
-  const bool loads = lane == 0 && warp == 0;
-  if (loads) {
+  const bool is_loader = lane == 0 && warp == 0;
+  if (is_loader) {
 #pragma unroll 1
-    for (int i = 0; i < min(kAhead, chunks); ++i) load(params, shared, i);
+    for (int i = 0; i < min(kPrefetchChunks, chunks); ++i) load(params, shared, i);
   }
   __syncwarp();
   State s;
@@ -348,45 +356,46 @@ FA_DEVICE void compute_state(const ProductSm90Params& params, SharedStorage& sha
   }
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const Place place{static_cast<uint32>(i)};
-    const StatePlace state{static_cast<uint32>(i)};
-    const int at = place.index();
+    const ChunkPipeline pipe{static_cast<uint32>(i)};
+    const StatePipeline state{static_cast<uint32>(i)};
+    const int at = pipe.index();
     Operand<kSteps> values, values_low;
     Outputs u;
     int exponents[2];
-    wait(shared.full[at][kK], place.parity());
-    wait(shared.full[at][kV], place.parity());
-    const bool broken = any_broken(shared.broken[at]);
+    wait(shared.full[at][kK], pipe.parity());
+    wait(shared.full[at][kV], pipe.parity());
+    const bool nonfinite_found = any_nonfinite(shared.nonfinite_found[at]);
     load_values(values, values_low, shared.v[at], warp);
-    const int most = to_one_exponent(values, values_low, shared.kv_exponent[at]);
+    const int most = scale_to_common_exponent(values, values_low, shared.kv_exponent[at]);
     const float factor = power_of_two(most / 2), rest = power_of_two(most - most / 2);
-    start_product<kMnMajor, kSteps>(u, values, values_low, shared.k[at], kLowQK,
-                                    [](int step) { return step * 16 * 128; });
+    gemm_split<kMnMajor, kSteps>(u, values, values_low, shared.k[at], kLowQK,
+                                 [](int step) { return step * 16 * 128; });
     state_exponents(exponents, s);
-    put_state(shared, s, exponents, state);
-    int bound[2] = {0, 0};
-    if (broken) {
+    write_state(shared, s, exponents, state);
+    int nonfinite_row[2] = {0, 0};
+    if (nonfinite_found) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) bound[h] = shared.bound[at][16 * warp + lane / 4 + 8 * h];
+      for (int h = 0; h < 2; ++h)
+        nonfinite_row[h] = shared.nonfinite_row[at][16 * warp + lane / 4 + 8 * h];
     }
     wgmma_wait_group<0>();
-    release_own(shared.empty[at]);
+    release_per_lane(shared.empty[at]);
 #pragma unroll
     for (int e = 0; e < 32; ++e) {
       float& x = s[e / 4][e % 4];
       x = fmaf(u[e / 4][e % 4] * factor, rest, x);
     }
-    if (broken) break_sums(s, bound);
+    if (nonfinite_found) poison_sums(s, nonfinite_row);
     // The outputs of the chunk before are those that the next state but one waits for anyway.
-    if (loads && i + kAhead < chunks) {
-      const Place later{static_cast<uint32>(i + kAhead)};
-      wait(shared.empty[later.index()], later.parity() ^ 1);
-      load(params, shared, i + kAhead);
+    if (is_loader && i + kPrefetchChunks < chunks) {
+      const ChunkPipeline later_pipe{static_cast<uint32>(i + kPrefetchChunks)};
+      wait(shared.empty[later_pipe.index()], later_pipe.parity() ^ 1);
+      load(params, shared, i + kPrefetchChunks);
     }
     __syncwarp();
   }
 
-  if (job.state != nullptr && work.owns && work.segment == params.segments - 1) {
+  if (job.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
     store_state(s, job.state + work.state + work.column * job.state_col, job.state_row,
                 job.state_col, job.qk_dim, job.v_dim - work.column);
   }
@@ -399,16 +408,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3 * kStages; ++i) {
       init(shared.raw_full[i / 3][i % 3], 1);
-      init(shared.full[i / 3][i % 3], kWarpArrivals * 4);
+      init(shared.full[i / 3][i % 3], kArrivalsPerWarp * 4);
     }
-    for (int i = 0; i < kStages; ++i) init(shared.empty[i], kWarpArrivals * 8);
-    for (int i = 0; i < kTurns; ++i) {
-      init(shared.s_full[i], kWarpArrivals * 4);
-      init(shared.s_empty[i], kWarpArrivals * 4);
+    for (int i = 0; i < kStages; ++i) init(shared.empty[i], kArrivalsPerWarp * 8);
+    for (int i = 0; i < kPingPong; ++i) {
+      init(shared.s_full[i], kArrivalsPerWarp * 4);
+      init(shared.s_empty[i], kArrivalsPerWarp * 4);
     }
     fence_mbarrier_init();
   } else if (threadIdx.x == 32) {
-    shared.work = find_work(params, params.segments);
+    shared.work = work_tile_of_block(params, params.segments);
     shared.out = out_offset(params, shared.work);
   }
   __syncthreads();
@@ -418,8 +427,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (warpgroup == 0) {
     setmaxnreg_dec<kSplitRegisters>();
     split_chunks(params, shared);
-  } else if (warpgroup <= kTurns) {
-    setmaxnreg_inc<kTurnRegisters>();
+  } else if (warpgroup <= kPingPong) {
+    setmaxnreg_inc<kOutputRegisters>();
     compute_outputs(params, shared, warpgroup - 1);
   } else {
     setmaxnreg_inc<kStateRegisters>();

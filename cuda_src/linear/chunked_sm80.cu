@@ -3,7 +3,7 @@
 // One block walks the chunks of one segment of one batch entry, for kCols value columns:
 //   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V.
 // Its warps are two teams that work on neighbouring chunks between two barriers.  Score warps fill
-// the rings by cp.async, turn Q K^T of a chunk into weights P in shared memory and write finished
+// the stages by cp.async, turn Q K^T of a chunk into weights P in shared memory and write finished
 // outputs to global memory.  State warps, each the owner of some value columns, hold those of S in
 // registers and compute their columns of O and the next S, of the chunk before.
 #include "cuda_src/common/barriers.cuh"
@@ -36,7 +36,7 @@ using QKTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
 using PTile = SharedTile<kChunk, kChunk>;
 using State = ChunkState<kBf16, QKTile, kDim, kChunk, kMmaM>;
-using Steps = TeamSteps<kScoreThreads, kThreads - kScoreThreads>;
+using TeamSync = TeamBarriers<kScoreThreads, kThreads - kScoreThreads>;
 
 // ---------------------------------------------------------------------------------------- storage
 struct SharedStorage {
@@ -44,8 +44,8 @@ struct SharedStorage {
   uint16 k[kStages][kChunk * kDim];
   uint16 v[kStages + 1][kChunk * kCols];  // state warps put the output in place of the values
   uint16 p[2][kChunk * kChunk];
-  float p_scale[2][kMmaR];     // what 16 rows of P are multiplied by, where kScaled
-  int broken[2][kScoreWarps];  // whether a part of the values is not finite
+  float p_scale[2][kMmaR];              // what 16 rows of P are multiplied by, where kScaled
+  int nonfinite_found[2][kScoreWarps];  // whether a part of the values is not finite
   ProductWork work;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
@@ -104,24 +104,24 @@ FA_DEVICE void multiply_scores(uint32 q_tile, uint32 k_tile, uint32 p_tile, floa
 }
 
 // Whether some of this warp's part of the values is not finite.
-FA_DEVICE int not_finite(uint32 v_tile) {
+FA_DEVICE int has_nonfinite(uint32 v_tile) {
   constexpr uint32 kExponents = kBf16 ? 0x7f807f80 : 0x7c007c00;  // of two values
   constexpr uint32 kOne = kBf16 ? 0x00800080 : 0x04000400;  // carries over if all bits are set
-  uint32 found = 0;
+  uint32 exponent_carries = 0;
 #pragma unroll
   for (int i = 0; i < kChunk * kCols / 8; i += kScoreThreads) {
     uint32 words[4];
     ld_shared_v4_b32(words, v_tile + (i + threadIdx.x) * 16);
 #pragma unroll
-    for (int w = 0; w < 4; ++w) found |= (words[w] & kExponents) + kOne;
+    for (int w = 0; w < 4; ++w) exponent_carries |= (words[w] & kExponents) + kOne;
   }
-  return __any_sync(kFullWarp, (found & 0x80008000) != 0);
+  return __any_sync(kFullWarp, (exponent_carries & 0x80008000) != 0);
 }
 
 // ------------------------------------------------------------------------------------ state warps
 // Zeroes what is not finite among 16 rows of values, and keeps the first row where that was, for
 // columns g and g + 8.
-FA_DEVICE void forget_not_finite(uint32 (&v)[4], int first_row, int (&first)[2]) {
+FA_DEVICE void zero_nonfinite(uint32 (&v)[4], int first_row, int (&first)[2]) {
   constexpr uint32 kExponent = kBf16 ? 0x7f80 : 0x7c00;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -139,10 +139,11 @@ FA_DEVICE void forget_not_finite(uint32 (&v)[4], int first_row, int (&first)[2])
 using Outputs = float[kMmaR][2 * kMmaM][4];
 
 // O = Q S + P V of a chunk.  P is 0 where a row does not read a value, and 0 * NaN is NaN: with
-// `exact`, values that are not finite are left out, and the rows that read them become NaN.
+// `skip_nonfinite`, values that are not finite are left out, and the rows that read them become
+// NaN.
 FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uint32 q_address,
                                 uint32 p_address, uint32 v_address, const float* p_scale,
-                                bool exact) {
+                                bool skip_nonfinite) {
 #pragma unroll
   for (int r = 0; r < kMmaR; ++r) {
 #pragma unroll
@@ -184,7 +185,7 @@ FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uin
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
       ldmatrix_x4_trans(v[i], VTile::at(v_address, 16 * c, i));
-      if (exact) forget_not_finite(v[i], 16 * c, first[i]);
+      if (skip_nonfinite) zero_nonfinite(v[i], 16 * c, first[i]);
     }
 #pragma unroll
     for (int r = c; r < kMmaR; ++r) {
@@ -204,7 +205,7 @@ FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uin
       for (int e = 0; e < 8 * kMmaM; ++e) o[r][e / 4][e % 4] *= factor;
     }
   }
-  if (!exact) return;
+  if (!skip_nonfinite) return;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < 2 * kMmaM; ++n) {
@@ -213,10 +214,11 @@ FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uin
     from = min(from, __shfl_xor_sync(kFullWarp, from, 2));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int from_column = __shfl_sync(kFullWarp, from, 4 * (lane % 4 * 2 + e % 2));
+      const int nonfinite_from = __shfl_sync(kFullWarp, from, 4 * (lane % 4 * 2 + e % 2));
 #pragma unroll
       for (int r = 0; r < kMmaR; ++r) {
-        if (16 * r + lane / 4 + e / 2 * 8 >= from_column) o[r][n][e] = __int_as_float(0x7fc00000);
+        if (16 * r + lane / 4 + e / 2 * 8 >= nonfinite_from)
+          o[r][n][e] = __int_as_float(0x7fc00000);
       }
     }
   }
@@ -262,12 +264,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
       cp_async_wait_group<kStages - 3>();
-      Steps::lead();
+      TeamSync::lead();
       if (i + kStages - 2 < chunks) load(i + kStages - 2);
       cp_async_commit_group();
       if (i < chunks) {
-        const int broken = not_finite(cvta_to_shared(shared.v[i % (kStages + 1)]));
-        if (lane == 0) shared.broken[i % 2][threadIdx.x / 32] = broken;
+        const int nonfinite_found = has_nonfinite(cvta_to_shared(shared.v[i % (kStages + 1)]));
+        if (lane == 0) shared.nonfinite_found[i % 2][threadIdx.x / 32] = nonfinite_found;
         multiply_scores(cvta_to_shared(shared.q[i % kStages]),
                         cvta_to_shared(shared.k[i % kStages]), cvta_to_shared(shared.p[i % 2]),
                         shared.p_scale[i % 2]);
@@ -290,14 +292,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const bool split = params.workspace != nullptr;
   const int64 row_stride = split ? params.v_dim : params.initial_row;
   const int64 col_stride = split ? 1 : params.initial_col;
-  const float* before = split ? segment_state(params, work.entry, work.segment) : params.initial;
-  if (before != nullptr) before += (split ? 0 : work.initial) + first_col * col_stride;
+  const float* initial_state =
+      split ? segment_state(params, work.entry, work.segment) : params.initial;
+  if (initial_state != nullptr)
+    initial_state += (split ? 0 : work.initial) + first_col * col_stride;
   State state;
-  state.load(before, row_stride, col_stride, params.qk_dim, params.v_dim - first_col);
+  state.load(initial_state, row_stride, col_stride, params.qk_dim, params.v_dim - first_col);
   float scale = kScaled ? range_scale(state.s) : 1.0f;
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
-    Steps::follow<1>();
+    TeamSync::follow<1>();
     const int chunk = i - 1;
     if (chunk < 0 || chunk >= chunks) continue;
     const int lane = tid_x_again() % 32, warp = tid_x_again() / 32 - kScoreWarps;
@@ -305,13 +309,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     const uint32 p_address = cvta_to_shared(shared.p[chunk % 2]) + rows_first<PTile>(lane);
     const uint32 v_tile = cvta_to_shared(shared.v[chunk % (kStages + 1)]);
     const uint32 v_address = v_tile + VTile::at(columns_first<VTile>(lane), 0, warp * kMmaM);
-    int broken = 0;
+    int nonfinite_found = 0;
 #pragma unroll
-    for (int w = 0; w < kScoreWarps; ++w) broken |= shared.broken[chunk % 2][w];
+    for (int w = 0; w < kScoreWarps; ++w) nonfinite_found |= shared.nonfinite_found[chunk % 2][w];
 
     Outputs o;
     multiply_outputs(o, state, scale, q_address, p_address, v_address, shared.p_scale[chunk % 2],
-                     broken != 0);
+                     nonfinite_found != 0);
     uint32 pairs[kMmaR][2 * kMmaM][2];
 #pragma unroll
     for (int r = 0; r < kMmaR; ++r) {
@@ -340,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (kScaled) scale = range_scale(state.s);
   }
 
-  if (params.state != nullptr && work.owns && work.segment == params.segments - 1) {
+  if (params.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
     const int first_col = work.tile * kCols + (tid_x_again() / 32 - kScoreWarps) * kMmaM * 16;
     state.store(params.state + work.state + first_col * params.state_col, params.state_row,
                 params.state_col, params.qk_dim, params.v_dim - first_col);

@@ -3,8 +3,8 @@
 #pragma once
 #include "cuda_src/common/product_sm90.cuh"
 
-constexpr int kOutSlots = FA_OUT_SLOTS;  // places for finished outputs
-constexpr int kPSlots = FA_P_SLOTS;      // places for weights
+constexpr int kOutStages = FA_OUT_SLOTS;  // stages for finished outputs
+constexpr int kPStages = FA_P_SLOTS;      // stages for weights
 // bfloat16 rounds the state as coarsely as the output: there what rounding leaves is multiplied
 // too.  float16 has the bits but not the range, so there state and scores are scaled.
 constexpr bool kLowPart = kBf16;
@@ -12,14 +12,15 @@ constexpr bool kScaled = !kBf16;
 // With registers for it, the sums of the next chunk start before the outputs of this one are done,
 // so that the tensor cores have work while the state grows and is rounded; else they take the
 // registers of the state's rounded parts, later.
-constexpr bool kEarly = kMinBlocks == 1 && (kDim == 64 || kGroups == 1);
-static_assert(!kEarly || kPSlots >= 3, "weights of two chunks are in use, others are written");
+constexpr bool kPrefetchNextKv = kMinBlocks == 1 && (kDim == 64 || kGroups == 1);
+static_assert(!kPrefetchNextKv || kPStages >= 3,
+              "weights of two chunks are in use, others are written");
 constexpr int kThreads = 128 * (kGroups + 2);
-constexpr int kProbeWarps =
-    2;  // of the feeding warpgroup, that look for values that are not finite
+// Of the producer warpgroup, that look for values that are not finite.
+constexpr int kProbeWarps = 2;
 constexpr int kProbeCols = kCols / kProbeWarps;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
-constexpr int kFeedingRegisters = 32;
+constexpr int kProducerRegisters = 32;
 constexpr int kScoreRegisters = kMinBlocks == 2 ? 64 : 96;
 constexpr int kStateRegisters = kMinBlocks == 2 ? 144 : kGroups == 2 ? 192 : 240;
 static_assert(kGroups <= 2 && kMinBlocks <= 2 && kGroups * kMinBlocks <= 2, "registers, as above");
@@ -31,15 +32,16 @@ struct SharedStorage {
   uint8 q[kStages][kDimBlocks * kBlockBytes];
   uint8 k[kStages][kDimBlocks * kBlockBytes];
   uint8 v[kStages][kGroups * kBlockBytes];
-  uint8 p[kPSlots][kBlockBytes];
-  uint8 out[kOutSlots][kGroups * kBlockBytes];
-  float p_inverse[kPSlots][4];       // what 16 rows of P V are multiplied by, where kScaled
-  int broken[kPSlots][kProbeWarps];  // whether values of a probe's columns are not finite
-  int bound[kPSlots][kCols];  // then: the first (in reverse, last) row of each column with one
+  uint8 p[kPStages][kBlockBytes];
+  uint8 out[kOutStages][kGroups * kBlockBytes];
+  float p_inverse[kPStages][4];  // what 16 rows of P V are multiplied by, where kScaled
+  int nonfinite_found[kPStages][kProbeWarps];  // whether values of a probe's columns are not finite
+  // Then: the first (in reverse, last) row of each column with one.
+  int nonfinite_row[kPStages][kCols];
   uint64 full[kStages], empty[kStages];
-  uint64 p_full[kPSlots], p_empty[kPSlots];
-  uint64 out_full[kOutSlots][kGroups], out_empty[kOutSlots][kGroups];
-  Work work;
+  uint64 p_full[kPStages], p_empty[kPStages];
+  uint64 out_full[kOutStages][kGroups], out_empty[kOutStages][kGroups];
+  WorkTile work;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
@@ -48,41 +50,43 @@ FA_DEVICE void init_barriers(SharedStorage& shared, int lane) {
     init(shared.full[lane], 1);
     init(shared.empty[lane], 4 + 4 * kGroups);
   }
-  if (lane < kPSlots) {
-    init(shared.p_full[lane], kWarpArrivals * (4 + kProbeWarps));
-    init(shared.p_empty[lane], kWarpArrivals * 4 * kGroups);
+  if (lane < kPStages) {
+    init(shared.p_full[lane], kArrivalsPerWarp * (4 + kProbeWarps));
+    init(shared.p_empty[lane], kArrivalsPerWarp * 4 * kGroups);
   }
-  if (lane < kOutSlots * kGroups) {
+  if (lane < kOutStages * kGroups) {
     init(shared.out_full[lane / kGroups][lane % kGroups], 4);
     init(shared.out_empty[lane / kGroups][lane % kGroups], 1);
   }
   fence_mbarrier_init();
 }
 
-using Place = RingPlace<kStages>;
-using PPlace = RingPlace<kPSlots>;
-using OutPlace = RingPlace<kOutSlots>;
+using ChunkPipeline = PipelineState<kStages>;
+using PPipeline = PipelineState<kPStages>;
+using OutPipeline = PipelineState<kOutStages>;
 
 // Chunks before a segment, which its block sums itself where nobody else does.
-FA_DEVICE int chunks_before(const ProductSm90Params& params, const Work& work) {
+FA_DEVICE int chunks_before(const ProductSm90Params& params, const WorkTile& work) {
   return params.job[work.job].workspace == nullptr ? work.segment * params.segment_chunks : 0;
 }
 
 // Where the score warps, and those that probe, wait until the state warpgroups have summed
-// the chunks before the segment: until then they cannot tell the phases of a place apart.
-enum NamedBarrier : int { kScoresWait = 1, kProbesWait = 2 };
-constexpr int kScoresMeet = 128 + 128 * kGroups, kProbesMeet = 32 * kProbeWarps + 128 * kGroups;
+// the chunks before the segment: until then they cannot tell the phases of a stage apart.
+enum NamedBarrier : int { kScoreBarrier = 1, kProbeBarrier = 2 };
+constexpr int kScoreBarrierThreads = 128 + 128 * kGroups,
+              kProbeBarrierThreads = 32 * kProbeWarps + 128 * kGroups;
 
-FA_DEVICE void let_others_go() {
-  bar_arrive(kScoresWait, kScoresMeet);
-  bar_arrive(kProbesWait, kProbesMeet);
+FA_DEVICE void release_waiting_warps() {
+  bar_arrive(kScoreBarrier, kScoreBarrierThreads);
+  bar_arrive(kProbeBarrier, kProbeBarrierThreads);
 }
 
-// The place of the segment's first chunk, once it is the next one.
-FA_DEVICE Place first_place(const ProductSm90Params& params, const SharedStorage& shared,
-                            NamedBarrier barrier) {
-  Place place;
-  place.advance(chunks_before(params, shared.work));
-  if (place.count > 0) bar_sync(barrier, barrier == kScoresWait ? kScoresMeet : kProbesMeet);
-  return place;
+// The pipeline state of the segment's first chunk, once it is the next one.
+FA_DEVICE ChunkPipeline first_chunk_pipe(const ProductSm90Params& params,
+                                         const SharedStorage& shared, NamedBarrier barrier) {
+  ChunkPipeline pipe;
+  pipe.advance(chunks_before(params, shared.work));
+  if (pipe.count > 0)
+    bar_sync(barrier, barrier == kScoreBarrier ? kScoreBarrierThreads : kProbeBarrierThreads);
+  return pipe;
 }

@@ -6,7 +6,7 @@
 #include "cuda_src/common/product_params.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kAtOnce = 8;  // loads under way
+constexpr int kInFlight = 8;  // loads under way
 static_assert(FA_TILE_N == kThreads && FA_SHARED_BYTES == 0, "its variant says so");
 
 extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
@@ -20,18 +20,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
   if (params.initial != nullptr) {
     sum = params.initial[work.initial + row * params.initial_row + col * params.initial_col];
   }
-  float* place = segment_state(params, work.entry, 0) + element;
-  *place = sum;
-  for (int s = 1; s < params.segments; s += kAtOnce) {
-    float more[kAtOnce];
+  float* address = segment_state(params, work.entry, 0) + element;
+  *address = sum;
+  for (int s = 1; s < params.segments; s += kInFlight) {
+    float segment_sums[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      more[i] = s + i < params.segments ? place[(s + i) * elements] : 0.0f;
+    for (int i = 0; i < kInFlight; ++i) {
+      segment_sums[i] = s + i < params.segments ? address[(s + i) * elements] : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      sum += more[i];
-      if (s + i < params.segments) place[(s + i) * elements] = sum;
+    for (int i = 0; i < kInFlight; ++i) {
+      sum += segment_sums[i];
+      if (s + i < params.segments) address[(s + i) * elements] = sum;
     }
   }
 }

@@ -14,14 +14,14 @@ constexpr int kChunk = FA_TILE_M;
 constexpr int kBuffers = FA_STAGES;    // chunks in shared memory, one for each team
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
 constexpr int kSplitWarps = FA_SPLIT_WARPS;
-constexpr int kTeam = 32 * kSplitWarps;
-constexpr int kThreads = kTeam + 2 * kCols;
+constexpr int kSplitThreads = 32 * kSplitWarps;
+constexpr int kThreads = kSplitThreads + 2 * kCols;
 static_assert(kThreads == FA_THREADS, "its variant launches as many");
 static_assert(kBuffers == 2, "a buffer for each team");
 
 using KTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
-using Steps = TeamSteps<kTeam, kThreads - kTeam>;
+using TeamSync = TeamBarriers<kSplitThreads, kThreads - kSplitThreads>;
 
 struct SharedStorage {
   uint16 k[kBuffers][2][kChunk * kDim];  // high parts, low parts
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const ProductWork& work = shared.work;  // left there: registers are short in the loop
   const int chunks = (work.rows + kChunk - 1) / kChunk;
 
-  if (threadIdx.x < kTeam) {
+  if (threadIdx.x < kSplitThreads) {
     const bool whole = params.aligned && params.qk_dim % 4 == 0 && params.v_dim % 4 == 0;
     FloatChunk<kChunk, kDim, kSplitWarps> k;
     FloatChunk<kChunk, kCols, kSplitWarps> v;
@@ -62,16 +62,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         const uint32 tid = tid_x_again();
 #pragma unroll
         for (int g = 0; g < k.kGroups; ++g) {
-          const int of_k = k.exponent(g), of_v = v.exponent(g);
-          k.store(cvta_to_shared(shared.k[buffer][0]), g, of_k);
-          v.store(cvta_to_shared(shared.v[buffer][0]), g, of_v);
+          const int k_row_exponent = k.exponent(g), v_row_exponent = v.exponent(g);
+          k.store(cvta_to_shared(shared.k[buffer][0]), g, k_row_exponent);
+          v.store(cvta_to_shared(shared.v[buffer][0]), g, v_row_exponent);
           if (tid % 8 == 0) {
-            shared.exponent[buffer][split_row<KTile>(tid) + g * k.kStep] = -of_k - of_v;
+            shared.exponent[buffer][split_row<KTile>(tid) + g * k.kStep] =
+                -k_row_exponent - v_row_exponent;
           }
         }
         load(i + 1);
       }
-      Steps::lead();
+      TeamSync::lead();
     }
     return;
   }
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           shared.exponent[buffer], cvta_to_shared(shared.k[buffer][0]) + rows_first<KTile>(lane),
           cvta_to_shared(shared.v[buffer][0]) + VTile::at(columns_first<VTile>(lane), 0, warp));
     }
-    Steps::follow<1>();
+    TeamSync::follow<1>();
   }
 
   const int first_col = work.tile * kCols + ((tid_x_again() >> 5) - kSplitWarps) * 16;

@@ -1,30 +1,31 @@
 // What each segment of a sequence adds to the state of a causal product of float32, for SM90: K^T V
 // of its rows.
 //
-// As states_sm90.cu, with operands as in chunked_single_sm90.cu: kSplitters warpgroups take turns
-// at turning the rows of a chunk into pairs of float16, where TMA has put them; kGroups warpgroups
-// sum.
+// As states_sm90.cu, with operands as in chunked_single_sm90.cu: kSplitWarpgroups warpgroups take
+// turns at turning the rows of a chunk into pairs of float16, where TMA has put them; kGroups
+// warpgroups sum.
 #include "cuda_src/common/single_sm90.cuh"
 
-constexpr int kSplitters = FA_SPLITTERS;  // warpgroups that take turns at splitting chunks
-constexpr int kThreads = 128 * (kSplitters + kGroups);
-constexpr int kAtOnce = kDim > 64 || kCols > 64 ? 2 : 4;  // rows of a split thread in registers
-constexpr int kLag = 2;  // a place is filled again so many chunks after it was split
-static_assert(kStages > kLag && kLag >= kSplitters, "chunks to split are on the way");
+constexpr int kSplitWarpgroups = FA_SPLITTERS;  // warpgroups that take turns at splitting chunks
+constexpr int kThreads = 128 * (kSplitWarpgroups + kGroups);
+constexpr int kInFlight = kDim > 64 || kCols > 64 ? 2 : 4;  // rows of a split thread in registers
+constexpr int kRefillLag = 2;  // a stage is filled again so many chunks after it was split
+static_assert(kStages > kRefillLag && kRefillLag >= kSplitWarpgroups,
+              "chunks to split are on the way");
 
 struct SharedStorage {
   uint8 k[kStages][2 * kLowQK];  // as they come, then high parts, low parts
   uint8 v[kStages][2 * kLowV];
   int kv_exponent[kStages][kChunk];  // row j of K times row j of V is 2^e of what their tiles say
   uint64 raw_full[kStages], full[kStages], empty[kStages];
-  Work work;
+  WorkTile work;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
-using Place = RingPlace<kStages>;
+using ChunkPipeline = PipelineState<kStages>;
 
 FA_DEVICE void load(const ProductSm90Params& params, SharedStorage& shared, int chunk) {
-  const Work& work = shared.work;
+  const WorkTile& work = shared.work;
   const ProductJob& job = params.job[work.job];
   const int row = first_row(params, work, chunk), at = chunk % kStages;
   uint64& full = shared.raw_full[at];
@@ -37,64 +38,66 @@ FA_DEVICE void load(const ProductSm90Params& params, SharedStorage& shared, int 
 FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shared, int splitter) {
   const int chunks = shared.work.chunks;
   const int thread = threadIdx.x % 128, row = split_row<QKTile>(thread);
-  constexpr int kAhead = kStages - kLag;
+  constexpr int kPrefetchChunks = kStages - kRefillLag;
   if (thread == 0) {
 #pragma unroll 1
-    for (int i = splitter; i < min(kAhead, chunks); i += kSplitters) load(params, shared, i);
+    for (int i = splitter; i < min(kPrefetchChunks, chunks); i += kSplitWarpgroups)
+      load(params, shared, i);
   }
   __syncwarp();
 #pragma unroll 1
-  for (int i = splitter; i < chunks; i += kSplitters) {
-    const Place place{static_cast<uint32>(i)};
-    const int at = place.index(), next = i + kAhead;
+  for (int i = splitter; i < chunks; i += kSplitWarpgroups) {
+    const ChunkPipeline pipe{static_cast<uint32>(i)};
+    const int at = pipe.index(), next = i + kPrefetchChunks;
     if (thread == 0 && next < chunks) {
-      const Place later{static_cast<uint32>(next)};
-      wait(shared.empty[later.index()], later.parity() ^ 1);
+      const ChunkPipeline later_pipe{static_cast<uint32>(next)};
+      wait(shared.empty[later_pipe.index()], later_pipe.parity() ^ 1);
       load(params, shared, next);
     }
     __syncwarp();
-    int of_k[kSteps], of_v[kSteps];
-    wait(shared.raw_full[at], place.parity());
-    split_rows<kChunk, kDimBoxes, kAtOnce, true>(of_k, shared.k[at], shared.k[at]);
-    split_rows<kChunk, kColBoxes, kAtOnce, true>(of_v, shared.v[at], shared.v[at]);
+    int k_row_exponents[kSteps], v_row_exponents[kSteps];
+    wait(shared.raw_full[at], pipe.parity());
+    split_rows<kChunk, kDimBoxes, kInFlight, true>(k_row_exponents, shared.k[at], shared.k[at]);
+    split_rows<kChunk, kColBoxes, kInFlight, true>(v_row_exponents, shared.v[at], shared.v[at]);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
-      if (thread % 8 == 0) shared.kv_exponent[at][row + 16 * g] = -of_k[g] - of_v[g];
+      if (thread % 8 == 0)
+        shared.kv_exponent[at][row + 16 * g] = -k_row_exponents[g] - v_row_exponents[g];
     }
     fence_proxy_async_shared();
-    release_own(shared.full[at]);
+    release_per_lane(shared.full[at]);
   }
 }
 
-FA_DEVICE void sum(const ProductSm90Params& params, SharedStorage& shared, int group) {
+FA_DEVICE void sum_chunks(const ProductSm90Params& params, SharedStorage& shared, int group) {
   const int warp = threadIdx.x / 32 % 4, chunks = shared.work.chunks;
   State s;
   load_state(s, nullptr, 0, 0, 0, 0);
-  Place place;
+  ChunkPipeline pipe;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const int at = place.index();
+    const int at = pipe.index();
     Operand<kSteps> values, values_low;
     Outputs u;
-    wait(shared.full[at], place.parity());
+    wait(shared.full[at], pipe.parity());
     load_values(values, values_low, shared.v[at], 4 * group + warp);
-    const int most = to_one_exponent(values, values_low, shared.kv_exponent[at]);
+    const int most = scale_to_common_exponent(values, values_low, shared.kv_exponent[at]);
     const float factor = power_of_two(most / 2), rest = power_of_two(most - most / 2);
 #pragma unroll
     for (int block = 0; block < kDimBlocks; ++block) {
-      start_product<kMnMajor, kSteps>(u, values, values_low, shared.k[at] + block * kBlockBytes,
-                                      kLowQK, [](int step) { return step * 16 * 128; });
+      gemm_split<kMnMajor, kSteps>(u, values, values_low, shared.k[at] + block * kBlockBytes,
+                                   kLowQK, [](int step) { return step * 16 * 128; });
       wgmma_wait_group<0>();
-      if (block == kDimBlocks - 1) release_own(shared.empty[at]);
+      if (block == kDimBlocks - 1) release_per_lane(shared.empty[at]);
 #pragma unroll
       for (int e = 0; e < 32; ++e) {
         float& x = s[8 * block + e / 4][e % 4];
         x = fmaf(u[e / 4][e % 4] * factor, rest, x);
       }
     }
-    place.advance();
+    pipe.advance();
   }
-  store_sum(s, params, shared.work, group);
+  store_segment_state(s, params, shared.work, group);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -104,20 +107,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       init(shared.raw_full[i], 2);
-      init(shared.full[i], kWarpArrivals * 4);
-      init(shared.empty[i], kWarpArrivals * 4 * kGroups);
+      init(shared.full[i], kArrivalsPerWarp * 4);
+      init(shared.empty[i], kArrivalsPerWarp * 4 * kGroups);
     }
     fence_mbarrier_init();
   } else if (threadIdx.x == 32) {
-    shared.work = find_work(params, params.segments - 1);
+    shared.work = work_tile_of_block(params, params.segments - 1);
   }
   __syncthreads();
   if (shared.work.chunks == 0) return;
 
   const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
-  if (warpgroup < kSplitters) {
+  if (warpgroup < kSplitWarpgroups) {
     split_chunks(params, shared, warpgroup);
   } else {
-    sum(params, shared, warpgroup - kSplitters);
+    sum_chunks(params, shared, warpgroup - kSplitWarpgroups);
   }
 }

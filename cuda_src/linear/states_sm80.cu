@@ -12,13 +12,13 @@ constexpr int kCols = FA_TILE_N;       // value columns of a block
 constexpr int kChunk = FA_TILE_M;      // rows of a chunk
 constexpr int kStages = FA_STAGES;     // chunks in shared memory, one of them in use
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
-constexpr int kParts = FA_PARTS;       // of the key columns, each with its warps
+constexpr int kKeyParts = FA_PARTS;    // of the key columns, each with its warps
 constexpr int kColWarps = 4;
-constexpr int kThreads = 32 * kColWarps * kParts;
-constexpr int kWarpDim = kDim / kParts;
+constexpr int kThreads = 32 * kColWarps * kKeyParts;
+constexpr int kWarpDim = kDim / kKeyParts;
 constexpr int kMmaM = kCols / (16 * kColWarps);
 static_assert(kCols == 16 * kMmaM * kColWarps && kMmaM <= 2, "a warp owns 16 or 32 columns");
-static_assert(kParts == 1 || kWarpDim % 64 == 0, "and whole column blocks of a tile");
+static_assert(kKeyParts == 1 || kWarpDim % 64 == 0, "and whole column blocks of a tile");
 
 using KTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;

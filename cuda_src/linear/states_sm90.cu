@@ -13,48 +13,48 @@ struct SharedStorage {
   uint8 k[kStages][kDimBlocks * kBlockBytes];
   uint8 v[kStages][kGroups * kBlockBytes];
   uint64 full[kStages], empty[kStages];
-  Work work;
+  WorkTile work;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
-using Place = RingPlace<kStages>;
+using ChunkPipeline = PipelineState<kStages>;
 
-FA_DEVICE void feed(const ProductSm90Params& params, SharedStorage& shared) {
-  const Work work = shared.work;
+FA_DEVICE void load_chunks(const ProductSm90Params& params, SharedStorage& shared) {
+  const WorkTile work = shared.work;
   const ProductJob& job = params.job[work.job];
-  Place place;
+  ChunkPipeline pipe;
 #pragma unroll 1
   for (int i = 0; i < work.chunks; ++i) {
-    const int row = (work.chunk + i * work.step) * kChunk, at = place.index();
-    wait(shared.empty[at], place.parity() ^ 1);
+    const int row = (work.chunk + i * work.step) * kChunk, at = pipe.index();
+    wait(shared.empty[at], pipe.parity() ^ 1);
     const uint32 barrier = cvta_to_shared(&shared.full[at]);
     mbarrier_arrive_expect_tx(barrier, (kDimBlocks + kGroups) * kBlockBytes);
     load_chunk<kDimBlocks>(shared.k[at], job.k_map, job.k_step, work, barrier, kEvictLast, 0, row);
     load_chunk<kGroups>(shared.v[at], job.v_map, job.v_step, work, barrier, kEvictLast, work.column,
                         row);
-    place.advance();
+    pipe.advance();
   }
 }
 
-FA_DEVICE void sum(const ProductSm90Params& params, SharedStorage& shared, int group) {
+FA_DEVICE void sum_chunks(const ProductSm90Params& params, SharedStorage& shared, int group) {
   const int chunks = shared.work.chunks;
   State s;
   load_state(s, nullptr, 0, 0, 0, 0);
-  Place place;
+  ChunkPipeline pipe;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const int at = place.index();
+    const int at = pipe.index();
     State u;
-    wait(shared.full[at], place.parity());
+    wait(shared.full[at], pipe.parity());
     wgmma_fence();
-    start_sums(u, shared.k[at], &shared.v[at][group * kBlockBytes]);
+    gemm_kv(u, shared.k[at], &shared.v[at][group * kBlockBytes]);
     wgmma_commit_group();
     wgmma_wait_group<0>();
     release(shared.empty[at]);
-    add_sums(s, u);
-    place.advance();
+    add_outer_products(s, u);
+    pipe.advance();
   }
-  store_sum(s, params, shared.work, group);
+  store_segment_state(s, params, shared.work, group);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -68,15 +68,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     fence_mbarrier_init();
   } else if (threadIdx.x == 32) {
-    shared.work = find_work(params, params.segments - 1);
+    shared.work = work_tile_of_block(params, params.segments - 1);
   }
   __syncthreads();
   if (shared.work.chunks == 0) return;
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
   if (warp < 4) {
-    if (warp == 0 && elect_sync()) feed(params, shared);
+    if (warp == 0 && elect_sync()) load_chunks(params, shared);
   } else {
-    sum(params, shared, warp / 4 - 1);
+    sum_chunks(params, shared, warp / 4 - 1);
   }
 }

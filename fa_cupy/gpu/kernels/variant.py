@@ -28,7 +28,7 @@ SHARED_LIMIT = {
     "compute_80+227K": 227 * 1024,
 }
 _WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
-_LISTED_BYTES = 56  # ListedTiles and keys in fwd_sm80.cu
+_LISTED_BYTES = 56  # ListedRange and keys in fwd_sm80.cu
 _WORK_STAGES = 4  # kWorkStages in fwd_sm90.cuh
 _WORDS_BYTES = 2048  # of a partial block of a mask
 

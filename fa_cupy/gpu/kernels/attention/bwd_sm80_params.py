@@ -80,7 +80,7 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
     key_blocks = axes.entries // axes.group * -(-problem.k_len // keys.tile_n)
     query_blocks = axes.entries * -(-problem.q_len // queries.tile_m)
     steps = [
-        rows_step(axes, of_rows, places, end, zeroed="spoiled"),
+        rows_step(axes, of_rows, places, end, zeroed="nonfinite_flags"),
         plain_step(axes, keys, places, key_blocks, shares=False, turned=True),
         plain_step(axes, queries, places, query_blocks, shares=False, turned=False),
         redo_step(axes, redo, places),

@@ -17,7 +17,7 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention import fwd_params
 from fa_cupy.gpu.kernels.attention.bwd_params import (
     BOX,
-    BWD_ROUND_PARAMS,
+    BWD_CONVERT_DQ_PARAMS,
     BWD_SM90_PARAMS,
     MAPPED,
     PADDED,
@@ -87,7 +87,7 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
         if row.source.endswith("bwd_sm90"):
             tiles = axes.entries * -(-problem.q_len // row.tile_m)
             sums, turns = tiles * _PIECES * 64 * row.piece_m * 4, tiles * 4
-    places, end = laid_out(axes, sums=sums, turns=turns, counters=_COUNTERS * 4)
+    places, end = laid_out(axes, dq_accum=sums, dq_semaphore=turns, tile_counters=_COUNTERS * 4)
     steps = []
     for before, row in zip((rows[0], *rows), rows, strict=False):
         kind = row.source.rpartition("/")[2]
@@ -113,7 +113,7 @@ def _mapped_step(axes: Axes, row: Row, kind: str, places: dict[str, int]) -> Ste
     filled["group"], filled["entries"] = axes.group, keys
     filled["k_tiles"] = k_tiles = -(-problem.k_len // row.tile_n)
     section = row.sections[problem.lower is not None or problem.upper is not None]
-    filled["section"] = -(-keys // max(1, round(keys / section)))
+    filled["entries_per_l2_group"] = -(-keys // max(1, round(keys / section)))
     filled["row_pairs"] = axes.padded // 2
     boxes = {"q": row.tile_m, "dout": row.tile_m, "k": row.tile_n, "v": row.tile_n}
     if kind == "bwd_queries_sm90":  # a box for each warpgroup
@@ -124,16 +124,19 @@ def _mapped_step(axes: Axes, row: Row, kind: str, places: dict[str, int]) -> Ste
     arrays = mask_arrays(problem, filled, turned=kind != "bwd_queries_sm90")
     maps = {name: axes.geometry(name, boxes.get(name, BOX)) for name in MAPPED}
     # The other parts of the workspace are those of bwd_redo.
-    used = {name: places[name] for name in ("rows", "sums", "turns", "counters", "spoiled")}
+    used = {
+        name: places[name]
+        for name in ("lse_delta", "dq_accum", "dq_semaphore", "tile_counters", "nonfinite_flags")
+    }
     return Step(row, filled, maps, arrays, used, blocks, True)
 
 
 def _round_step(axes: Axes, row: Row, main: Row, places: dict[str, int]) -> Step:
-    filled = np.zeros(1, BWD_ROUND_PARAMS)
+    filled = np.zeros(1, BWD_CONVERT_DQ_PARAMS)
     filled["common"] = axes.common("q", "dq", axes.problem.head_dim, main.tile_m)
     filled["tile_m"], filled["tile_n"] = main.tile_m, main.tile_n
     filled["blocks"] = -(-main.dim // 64)
     blocks = axes.entries * -(-axes.problem.q_len // main.tile_m) * _PIECES
-    used = {name: places[name] for name in ("sums", "spoiled")}
+    used = {name: places[name] for name in ("dq_accum", "nonfinite_flags")}
     arrays = {"common.out": "dq", **mask_arrays(axes.problem, filled, turned=True)}
     return Step(row, filled, {}, arrays, used, blocks, False)

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from fa_cupy.gpu.kernels.attention.bwd_params import (
     BACKWARD_PARAMS,
-    BWD_ROUND_PARAMS,
-    BWD_ROWS_PARAMS,
+    BWD_CONVERT_DQ_PARAMS,
+    BWD_PREPROCESS_PARAMS,
     BWD_SM90_PARAMS,
-    REDO_PARAMS,
+    NONFINITE_PARAMS,
 )
 from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.variant import SHARED_LIMIT, Variant
 
 _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
-# Work there, in bwd_keys_sm90.cu and in bwd_queries_sm90.cu
+# WorkTile there, in bwd_keys_sm90.cu and in bwd_queries_sm90.cu
 _WORK_BYTES, _KEY_WORK_BYTES, _QUERY_WORK_BYTES = 52, 44, 48
-_NOTE_BYTES = 8  # TileNote
+_NOTE_BYTES = 8  # MaskTileInfo
 _CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
 
 
@@ -101,7 +101,7 @@ class BwdSm90(BackwardVariant):
     delayed : bool
         Whether dQ is that of the tile before, so that the two warpgroups need not keep step.
     last_first : bool
-        Whether blocks of keys are given out from the last one on; see kLastFirst.
+        Whether blocks of keys are given out from the last one on; see kReverseKvOrder.
     """
 
     o_stages: int
@@ -115,7 +115,7 @@ class BwdSm90(BackwardVariant):
 
     @property
     def piece_m(self) -> int:
-        """Queries of a piece of dQ: kPieceM."""
+        """Queries of a tile of dQ: kDqTileM."""
         return self.tile_m if self.dim > 64 else self.tile_m // 2
 
     @property
@@ -230,7 +230,7 @@ class BwdRows(BackwardVariant):
             *super().defines,
             ("FA_THREADS", self.threads),
             ("FA_UNROLL", self.tile_m),
-            ("FA_ROWS_PARAMS_BYTES", BWD_ROWS_PARAMS.itemsize),
+            ("FA_ROWS_PARAMS_BYTES", BWD_PREPROCESS_PARAMS.itemsize),
         )
 
 
@@ -250,7 +250,7 @@ class BwdRound(BackwardVariant):
             *super().defines,
             ("FA_THREADS", self.threads),
             ("FA_TILE_M", self.tile_m),
-            ("FA_ROUND_PARAMS_BYTES", BWD_ROUND_PARAMS.itemsize),
+            ("FA_ROUND_PARAMS_BYTES", BWD_CONVERT_DQ_PARAMS.itemsize),
         )
 
 
@@ -277,5 +277,5 @@ class BwdRedo(BackwardVariant):
             ("FA_DIM", self.dim),
             ("FA_THREADS", self.threads),
             ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
-            ("FA_REDO_PARAMS_BYTES", REDO_PARAMS.itemsize),
+            ("FA_REDO_PARAMS_BYTES", NONFINITE_PARAMS.itemsize),
         )
