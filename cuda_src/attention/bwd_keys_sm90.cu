@@ -90,7 +90,7 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared) {
   auto release_dout = [&](int at) { release(shared.dout_empty[at]); };
   auto release_score_operand = [&](int at) { kComputesDv ? release_q(at) : release_dout(at); };
   auto release_sum_operand = [&](int at) { kComputesDv ? release_dout(at) : release_q(at); };
-  constexpr bool kAccumulateFirst = (FA_SUM_FIRST >> (kComputesDv ? 0 : 1)) & 1;
+  constexpr bool kAccumulateFirst = (FA_ACCUMULATE_FIRST >> (kComputesDv ? 0 : 1)) & 1;
   auto& keys = kComputesDv ? shared.k : shared.v;
   auto& keys_full = kComputesDv ? shared.k_full : shared.v_full;
   auto& keys_empty = kComputesDv ? shared.k_empty : shared.v_empty;

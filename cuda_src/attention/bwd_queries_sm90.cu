@@ -23,7 +23,7 @@ constexpr int kKStages = FA_STAGES;    // tiles of K in flight
 constexpr int kVStages = FA_V_STAGES;  // tiles of V in flight
 // Whether dQ of a tile comes before the scores of the next one, so that its K is given back soon,
 // rather than beside the exponentials.
-constexpr bool kAccumulateFirst = FA_SUM_FIRST;
+constexpr bool kAccumulateFirst = FA_ACCUMULATE_FIRST;
 constexpr int kWorkStages = 2;
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns

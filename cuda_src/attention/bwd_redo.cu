@@ -38,7 +38,8 @@ struct NonfiniteParams : BackwardParams {
   // How many of the tasks on queries were drawn, and how many are done; 0 at first.
   uint32* task_counters;
 };
-static_assert(sizeof(NonfiniteParams) == FA_REDO_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
+static_assert(sizeof(NonfiniteParams) == FA_NONFINITE_PARAMS_BYTES,
+              "fa_cupy/gpu holds the same struct");
 
 struct SharedStorage {
   union {

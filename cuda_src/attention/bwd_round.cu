@@ -25,7 +25,7 @@ struct BwdConvertDqParams {
   int tile_m, tile_n;       // queries of a tile, keys of a block
   int blocks;               // of 64 columns
 };
-static_assert(sizeof(BwdConvertDqParams) == FA_ROUND_PARAMS_BYTES,
+static_assert(sizeof(BwdConvertDqParams) == FA_CONVERT_DQ_PARAMS_BYTES,
               "fa_cupy/gpu holds the same struct");
 
 using DqTile = SharedTile<kRows, 64>;

@@ -23,7 +23,7 @@ struct BwdPreprocessParams {
   int lane_shift;
   int entry_blocks;  // blocks of threads for an entry
 };
-static_assert(sizeof(BwdPreprocessParams) == FA_ROWS_PARAMS_BYTES,
+static_assert(sizeof(BwdPreprocessParams) == FA_PREPROCESS_PARAMS_BYTES,
               "fa_cupy/gpu holds the same struct");
 
 extern "C" __global__ void __launch_bounds__(kThreads)

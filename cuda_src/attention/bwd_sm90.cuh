@@ -5,15 +5,17 @@
 #include "cuda_src/common/gradient_sums.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 
-constexpr bool kBf16 = FA_BF16;           // bfloat16, else float16
-constexpr int kDim = FA_DIM;              // head_dim and v_dim, padded with zeros
-constexpr int kGroups = 2;                // warpgroups that compute, each on 64 keys
-constexpr int kTileM = FA_TILE_M;         // queries of a tile
-constexpr int kTileN = FA_TILE_N;         // keys of a block
-constexpr int kQStages = FA_STAGES;       // tiles of Q in flight
-constexpr int kDoutStages = FA_O_STAGES;  // tiles of dO in flight
-constexpr int kStagingStages = FA_SLOTS;  // buffers for a warpgroup's results on their way out
-constexpr int kStoreThreads = FA_STORES;  // threads that store results, each waiting for its turns
+constexpr bool kBf16 = FA_BF16;              // bfloat16, else float16
+constexpr int kDim = FA_DIM;                 // head_dim and v_dim, padded with zeros
+constexpr int kGroups = 2;                   // warpgroups that compute, each on 64 keys
+constexpr int kTileM = FA_TILE_M;            // queries of a tile
+constexpr int kTileN = FA_TILE_N;            // keys of a block
+constexpr int kQStages = FA_STAGES;          // tiles of Q in flight
+constexpr int kDoutStages = FA_DOUT_STAGES;  // tiles of dO in flight
+// Buffers for a warpgroup's results on their way out.
+constexpr int kStagingStages = FA_STAGING_STAGES;
+// Threads that store results, each waiting for its turns.
+constexpr int kStoreThreads = FA_STORE_THREADS;
 constexpr int kLoadThreads = kStoreThreads > 2 ? 1 : 2;  // threads that load, of the other warps
 // Barriers that say of a result that it is there.  A thread that saw only some phases of one could
 // not tell them apart by parity, so that each has its own.
@@ -23,21 +25,21 @@ constexpr int kWorkStages = 2;  // stages for announced work tiles
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
 // Whether dK += dS^T Q of the tile before runs beside the exponentials.
-constexpr bool kDeferDk = FA_LATE;
+constexpr bool kDeferDk = FA_DEFER_DK;
 // Whether S of the next tile starts while dV of this one still has its weights in registers.
-constexpr bool kOverlapNextS = FA_SOON;
+constexpr bool kOverlapNextS = FA_OVERLAP_NEXT_S;
 constexpr int kMmaD = kDim / 8;
 constexpr int kMmaM = kTileM / 8;
 // dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
 // that of the tile before: then neither waits for the other, and one's exponentials run beside the
 // other's products.
-constexpr bool kDeferDq = FA_DELAYED;
+constexpr bool kDeferDq = FA_DEFER_DQ;
 // The order of the blocks of keys.  From the first one on, each works on the tiles of queries from
 // the last one on, one tile or more behind the block before.  From the last one on, each works on
 // the tiles from the first one on: under a causal mask blocks of keys that begin together, each at
 // its own diagonal, then come to a tile one after the other.  The former ends with the short work,
 // the latter waits less, which counts where turns pass slowly.
-constexpr bool kReverseKvOrder = FA_LAST_FIRST;
+constexpr bool kReverseKvOrder = FA_REVERSE_KV_ORDER;
 constexpr int kDsStages = kDeferDq ? 2 : 1;  // stages for dS
 // dQ of a tile is added up in two tiles, one for each warpgroup: 64 columns of all queries, or
 // half of the queries.
@@ -50,7 +52,7 @@ constexpr int kPrefetchedLse = kTileM <= 64 ? 4 : 0;
 // other, so that one of them brings it into the L2 cache for all.  Under a mask each goes its own
 // way, and what they read and add to is too much for the cache: then the sums of dQ should stay,
 // which whoever waits for its turn waits for.
-constexpr bool kKeepDqAccum = FA_KEEP_SUMS;
+constexpr bool kKeepDqAccum = FA_KEEP_DQ_ACCUM;
 constexpr uint64 kDqAccumPolicy = kKeepDqAccum ? kEvictLast : kEvictNormal;
 constexpr uint64 kTilePolicy = kKeepDqAccum ? kEvictFirst : kEvictNormal;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").

@@ -11,19 +11,20 @@
 #include "ptx/special.cuh"
 #include "ptx/tma.cuh"
 
-constexpr bool kBf16 = FA_BF16;       // bfloat16, else float16
-constexpr int kDim = FA_DIM;          // head_dim and v_dim, padded with zeros
-constexpr int kGroups = FA_GROUPS;    // warpgroups that compute
-constexpr int kTileM = 64 * kGroups;  // query rows of a block
-constexpr int kTileN = FA_TILE_N;     // keys of a tile
-constexpr int kStages = FA_STAGES;    // K tiles, and V tiles, in flight
-constexpr int kQStages = FA_Q_SLOTS;  // stages for a warpgroup's rows of Q, and of its output
+constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
+constexpr int kDim = FA_DIM;           // head_dim and v_dim, padded with zeros
+constexpr int kGroups = FA_GROUPS;     // warpgroups that compute
+constexpr int kTileM = 64 * kGroups;   // query rows of a block
+constexpr int kTileN = FA_TILE_N;      // keys of a tile
+constexpr int kStages = FA_STAGES;     // K tiles, and V tiles, in flight
+constexpr int kQStages = FA_Q_STAGES;  // stages for a warpgroup's rows of Q, and of its output
 // Warpgroups take turns at the tensor cores: one passes its turn on when its products are done
 // (exclusive), or when they are asked for.
-constexpr bool kExclusiveMma = FA_EXCLUSIVE;
-constexpr bool kQInRegisters = FA_Q_REGISTERS;  // Q is read from registers, not from shared memory
-constexpr bool kScoreMod = FA_TRANSFORM;        // scale, softcap and bias come before the softmax
-constexpr bool kSparse = FA_SPARSE;             // a mask lists blocks of keys and has bits of them
+constexpr bool kExclusiveMma = FA_EXCLUSIVE_MMA;
+// Q is read from registers, not from shared memory.
+constexpr bool kQInRegisters = FA_Q_IN_REGISTERS;
+constexpr bool kScoreMod = FA_SCORE_MOD;  // scale, softcap and bias come before the softmax
+constexpr bool kSparse = FA_SPARSE;       // a mask lists blocks of keys and has bits of them
 // A warpgroup's softmax starts before its O += P V is done; needs registers that scratch work
 // takes.
 constexpr bool kOverlapSoftmaxPv = !kExclusiveMma && !kScoreMod;

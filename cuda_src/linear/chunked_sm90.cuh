@@ -3,8 +3,8 @@
 #pragma once
 #include "cuda_src/common/product_sm90.cuh"
 
-constexpr int kOutStages = FA_OUT_SLOTS;  // stages for finished outputs
-constexpr int kPStages = FA_P_SLOTS;      // stages for weights
+constexpr int kOutStages = FA_OUT_STAGES;  // stages for finished outputs
+constexpr int kPStages = FA_P_STAGES;      // stages for weights
 // bfloat16 rounds the state as coarsely as the output: there what rounding leaves is multiplied
 // too.  float16 has the bits but not the range, so there state and scores are scaled.
 constexpr bool kLowPart = kBf16;

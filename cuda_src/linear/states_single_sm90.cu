@@ -6,7 +6,8 @@
 // warpgroups sum.
 #include "cuda_src/common/single_sm90.cuh"
 
-constexpr int kSplitWarpgroups = FA_SPLITTERS;  // warpgroups that take turns at splitting chunks
+// Warpgroups that take turns at splitting chunks.
+constexpr int kSplitWarpgroups = FA_SPLIT_WARPGROUPS;
 constexpr int kThreads = 128 * (kSplitWarpgroups + kGroups);
 constexpr int kInFlight = kDim > 64 || kCols > 64 ? 2 : 4;  // rows of a split thread in registers
 constexpr int kRefillLag = 2;  // a stage is filled again so many chunks after it was split

@@ -6,13 +6,13 @@
 #include "cuda_src/common/chunk_state.cuh"
 #include "cuda_src/common/product_params.cuh"
 
-constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
-constexpr int kDim = FA_DIM;           // qk_dim, padded with zeros
-constexpr int kCols = FA_TILE_N;       // value columns of a block
-constexpr int kChunk = FA_TILE_M;      // rows of a chunk
-constexpr int kStages = FA_STAGES;     // chunks in shared memory, one of them in use
-constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
-constexpr int kKeyParts = FA_PARTS;    // of the key columns, each with its warps
+constexpr bool kBf16 = FA_BF16;          // bfloat16, else float16
+constexpr int kDim = FA_DIM;             // qk_dim, padded with zeros
+constexpr int kCols = FA_TILE_N;         // value columns of a block
+constexpr int kChunk = FA_TILE_M;        // rows of a chunk
+constexpr int kStages = FA_STAGES;       // chunks in shared memory, one of them in use
+constexpr int kMinBlocks = FA_BLOCKS;    // blocks that should fit on a multiprocessor
+constexpr int kKeyParts = FA_KEY_PARTS;  // of the key columns, each with its warps
 constexpr int kColWarps = 4;
 constexpr int kThreads = 32 * kColWarps * kKeyParts;
 constexpr int kWarpDim = kDim / kKeyParts;

@@ -19,7 +19,8 @@ struct BlockTablesParams {
   uint32* by_key_bits;
   int q_blocks, k_blocks;  // of one matrix
 };
-static_assert(sizeof(BlockTablesParams) == FA_TABLES_PARAMS_BYTES, "fa_cupy/gpu holds the same");
+static_assert(sizeof(BlockTablesParams) == FA_BLOCK_TABLES_PARAMS_BYTES,
+              "fa_cupy/gpu holds the same");
 
 struct SharedStorage {
   int block_index[kGroupBlocks][kGroupBlocks + 1], prefix_counts[kGroupBlocks][kGroupBlocks + 1];

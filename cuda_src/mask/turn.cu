@@ -13,7 +13,8 @@ struct TransposeWordsParams {
   const int* block_index;  // null, or of each block whether it has words: not negative
   int64 blocks;
 };
-static_assert(sizeof(TransposeWordsParams) == FA_TURN_PARAMS_BYTES, "fa_cupy/gpu holds the same");
+static_assert(sizeof(TransposeWordsParams) == FA_TRANSPOSE_WORDS_PARAMS_BYTES,
+              "fa_cupy/gpu holds the same");
 
 // Which word of a block has the elements of a row whose columns are 2 w and 2 w + 1 modulo 8.
 FA_DEVICE int word_position(int row, int w) {

@@ -241,10 +241,10 @@ class VariantSm90(Variant):
         return (
             *super().defines,
             ("FA_GROUPS", self.groups),
-            ("FA_Q_SLOTS", self.q_slots),
-            ("FA_EXCLUSIVE", int(self.exclusive)),
-            ("FA_Q_REGISTERS", int(self.q_registers)),
-            ("FA_TRANSFORM", int(self.transform)),
+            ("FA_Q_STAGES", self.q_slots),
+            ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
+            ("FA_Q_IN_REGISTERS", int(self.q_registers)),
+            ("FA_SCORE_MOD", int(self.transform)),
             ("FA_SM90_PARAMS_BYTES", FWD_SM90_PARAMS.itemsize),
         )
 

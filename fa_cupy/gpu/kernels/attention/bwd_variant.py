@@ -139,14 +139,14 @@ class BwdSm90(BackwardVariant):
         return (
             *super().defines,
             *self.tiles,
-            ("FA_O_STAGES", self.o_stages),
-            ("FA_SLOTS", self.slots),
-            ("FA_STORES", self.stores),
-            ("FA_KEEP_SUMS", int(self.keep_sums)),
-            ("FA_LATE", int(self.late)),
-            ("FA_SOON", int(self.soon)),
-            ("FA_DELAYED", int(self.delayed)),
-            ("FA_LAST_FIRST", int(self.last_first)),
+            ("FA_DOUT_STAGES", self.o_stages),
+            ("FA_STAGING_STAGES", self.slots),
+            ("FA_STORE_THREADS", self.stores),
+            ("FA_KEEP_DQ_ACCUM", int(self.keep_sums)),
+            ("FA_DEFER_DK", int(self.late)),
+            ("FA_OVERLAP_NEXT_S", int(self.soon)),
+            ("FA_DEFER_DQ", int(self.delayed)),
+            ("FA_REVERSE_KV_ORDER", int(self.last_first)),
         )
 
 
@@ -175,7 +175,7 @@ class BwdKeysSm90(BackwardVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, *self.tiles, ("FA_SUM_FIRST", self.sum_first))
+        return (*super().defines, *self.tiles, ("FA_ACCUMULATE_FIRST", self.sum_first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ class BwdQueriesSm90(BackwardVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        more = ("FA_V_STAGES", self.v_stages), ("FA_SUM_FIRST", self.sum_first)
+        more = ("FA_V_STAGES", self.v_stages), ("FA_ACCUMULATE_FIRST", self.sum_first)
         return (*super().defines, *self.tiles, *more)
 
 
@@ -230,7 +230,7 @@ class BwdRows(BackwardVariant):
             *super().defines,
             ("FA_THREADS", self.threads),
             ("FA_UNROLL", self.tile_m),
-            ("FA_ROWS_PARAMS_BYTES", BWD_PREPROCESS_PARAMS.itemsize),
+            ("FA_PREPROCESS_PARAMS_BYTES", BWD_PREPROCESS_PARAMS.itemsize),
         )
 
 
@@ -250,7 +250,7 @@ class BwdRound(BackwardVariant):
             *super().defines,
             ("FA_THREADS", self.threads),
             ("FA_TILE_M", self.tile_m),
-            ("FA_ROUND_PARAMS_BYTES", BWD_CONVERT_DQ_PARAMS.itemsize),
+            ("FA_CONVERT_DQ_PARAMS_BYTES", BWD_CONVERT_DQ_PARAMS.itemsize),
         )
 
 
@@ -277,5 +277,5 @@ class BwdRedo(BackwardVariant):
             ("FA_DIM", self.dim),
             ("FA_THREADS", self.threads),
             ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
-            ("FA_REDO_PARAMS_BYTES", NONFINITE_PARAMS.itemsize),
+            ("FA_NONFINITE_PARAMS_BYTES", NONFINITE_PARAMS.itemsize),
         )

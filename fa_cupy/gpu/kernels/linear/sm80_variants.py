@@ -61,7 +61,7 @@ class StatesVariant(ProductVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_PARTS", self.warps // 4))
+        return (*super().defines, ("FA_KEY_PARTS", self.warps // 4))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,8 +68,8 @@ class ChunkedSm90Variant(VariantSm90):
         """The constants the source is compiled with."""
         return (
             *super().defines,
-            ("FA_P_SLOTS", self.p_slots),
-            ("FA_OUT_SLOTS", self.out_slots),
+            ("FA_P_STAGES", self.p_slots),
+            ("FA_OUT_STAGES", self.out_slots),
         )
 
 
@@ -115,7 +115,7 @@ class StatesSingleSm90Variant(VariantSm90):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_SPLITTERS", self.splitters))
+        return (*super().defines, ("FA_SPLIT_WARPGROUPS", self.splitters))
 
 
 @dataclass(frozen=True, kw_only=True)

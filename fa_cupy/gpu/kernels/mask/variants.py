@@ -33,8 +33,8 @@ class MaskKernel(Variant):
             ("FA_THREADS", self.threads),
             ("FA_ROW_MAJOR", self.row_major),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_TABLES_PARAMS_BYTES", BLOCK_TABLES_PARAMS.itemsize),
-            ("FA_TURN_PARAMS_BYTES", TRANSPOSE_WORDS_PARAMS.itemsize),
+            ("FA_BLOCK_TABLES_PARAMS_BYTES", BLOCK_TABLES_PARAMS.itemsize),
+            ("FA_TRANSPOSE_WORDS_PARAMS_BYTES", TRANSPOSE_WORDS_PARAMS.itemsize),
         )
 
 
