@@ -671,7 +671,7 @@ def sm90_order(folder):
     """The order of tiles, and what a causal mask leaves of the last tile of each warpgroup."""
     figure, ax = canvas(7.2, 3.5, (-1.6, 19.2), (-1.75, 8.36))
     q_tiles, entries, section, blocks = 6, 6, 3, 10
-    for index in range(q_tiles * entries):  # as in work_tile_at, cuda_src/common/schedule.cuh
+    for index in range(q_tiles * entries):  # as in work_tile_at, cuda_src/common/tile_scheduler.cuh
         first = index // (section * q_tiles) * section
         tile_in_l2_group = index % (section * q_tiles)
         here = min(section, entries - first)

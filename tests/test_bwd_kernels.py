@@ -44,10 +44,10 @@ SETTINGS = {
     "bwd_sm90:delayed=0,last_first=0": (64,),
     "bwd_sm90:stores=3": (64, 128),
     "bwd_sm90:stores=1,keep_sums=1": (128,),
-    "bwd_rows:tile_m=8,warps=4": (64,),
-    "bwd_keys_sm90:sum_first=0+bwd_queries_sm90:sum_first=0": (256,),
-    "bwd_keys_sm90:sum_first=1": (192,),
-    "bwd_keys_sm90:sum_first=3": (256,),
+    "bwd_preprocess:tile_m=8,warps=4": (64,),
+    "bwd_dkdv_sm90:sum_first=0+bwd_dq_sm90:sum_first=0": (256,),
+    "bwd_dkdv_sm90:sum_first=1": (192,),
+    "bwd_dkdv_sm90:sum_first=3": (256,),
 }
 
 
@@ -202,11 +202,11 @@ BUGS = {
         ("bwd_step(kRun, kSkip);", "release(shared.k_empty); bwd_step(kRun, kSkip);"),
     ),
     "weights are read before they are written": (
-        "bwd_keys_sm90", 256, "a load reads .* holds nothing|",
+        "bwd_dkdv_sm90", 256, "a load reads .* holds nothing|",
         ("wait(shared.p_full[pipe.index()], pipe.parity());", ""),
     ),
     "K is given back before dQ has read it": (
-        "bwd_queries_sm90", 256, "wgmma reads .* not yet",
+        "bwd_dq_sm90", 256, "wgmma reads .* not yet",
         ("wgmma_wait_group<0>(); release_k(previous_k_stage()); }", "wgmma_wait_group<0>(); }"),
         ("if constexpr (!kFirst && !kAccumulateFirst) "
          "gemm_accumulate(shared.k[previous_k_stage()]);",
@@ -214,7 +214,7 @@ BUGS = {
          "release_k(previous_k_stage());"),
     ),
     "V is given back before dP is done": (
-        "bwd_queries_sm90", 256, "wgmma reads .* not yet",
+        "bwd_dq_sm90", 256, "wgmma reads .* not yet",
         ("release(shared.v_empty[v_stage]);", ""),
         ("if constexpr (!kFirst && !kAccumulateFirst) gemm_accumulate(",
          "release(shared.v_empty[v_stage]); if constexpr (!kFirst && !kAccumulateFirst) "

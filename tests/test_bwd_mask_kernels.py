@@ -193,7 +193,7 @@ BUGS = {
         ("kReverseKvOrder ? work.tile + 1 : end", "kReverseKvOrder ? work.tile : end"),
     ),
     "sums that nobody wrote are rounded": (
-        "bwd_round", 64, "", ("keys.end - 1, block) > 0", "keys.end - 1, block) >= 0"),
+        "bwd_convert_dq", 64, "", ("keys.end - 1, block) > 0", "keys.end - 1, block) >= 0"),
     ),
     "words of the other half of a block's queries": (
         "bwd_sm90", 128, "", ("visible_bits[h] = visible_bits[h] >> tile % 2 * 16",
@@ -230,15 +230,15 @@ BUGS = {
          "begin_block_row(cursor, block_row_of_keys<kTileN>(params, work, 0)"),
     ),
     "words of the other half of a block's keys": (
-        "bwd_keys_sm90", 192, "", ("work.tile % 2 * 64, thread_in_group()", "0, thread_in_group()"),
+        "bwd_dkdv_sm90", 192, "", ("work.tile % 2 * 64, thread_in_group()", "0, thread_in_group()"),
     ),
     "gradients of scores that are hidden count": (
-        "bwd_keys_sm90", 192, "",
+        "bwd_dkdv_sm90", 192, "",
         ("for (int h = 0; h < 2; ++h) mask_scores_of_row(s,",
          "for (int h = 0; h < 1; ++h) mask_scores_of_row(s,"),
     ),
     "K is given back before all lanes have read beside it": (
-        "bwd_queries_sm90", 192, "",
+        "bwd_dq_sm90", 192, "",
         ("kSparse ? release_per_lane(shared.k_empty[at]) :", "lane() > 0 ? void() :"),
         ("(kSparse ? kArrivalsPerWarp : 1) * 4 * kGroups", "4 * kGroups"),
         ("wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>(); apply_band(k_stage);",
@@ -246,7 +246,7 @@ BUGS = {
          "apply_band(k_stage);"),
     ),
     "queries that see no key go through a block that there is": (
-        "bwd_queries_sm90", 192, "",
+        "bwd_dq_sm90", 192, "",
         ("work.begin = mask_blocks(p.k_len) * kMaskBlock / kTileN;", "work.begin = 4;"),
     ),
 }  # fmt: skip

@@ -467,11 +467,11 @@ BROKEN = {
     ),
     "product": (
         "sm80-float16-d32",
-        "linear/scan",
+        "linear/state_prefix_sum",
         "sum += segment_sums[i];",
         "sum = segment_sums[i];",
     ),
-    "backward": ("sm90-float16-d64", "attention/bwd_rows", "sum - dlse_in[i]", "sum"),
+    "backward": ("sm90-float16-d64", "attention/bwd_preprocess", "sum - dlse_in[i]", "sum"),
 }
 
 
@@ -497,7 +497,7 @@ def test_seeds_are_drawn_from_all_families_or_one():
     assert Chosen().kinds() == [kind for family in kinds.values() for kind in family]
     launched = {row.name for rows, _ in Chosen().kinds() for row in rows}
     assert launched == {row.name for row in (*VARIANTS, *PRODUCTS, *BACKWARD, *BACKWARD_SM80)}
-    (scan,) = {row.name for row in PRODUCTS if row.source == "linear/scan"}
+    (scan,) = {row.name for row in PRODUCTS if row.source == "linear/state_prefix_sum"}
     assert {rows[-1].name for rows, _ in Chosen(part=scan).kinds()} == {scan}
     code, text = command("--seeds", 1, "--family", "mask", "--row", "linear")
     assert (code, text) == (2, "emulator: no row for --family mask --row linear\n")

@@ -128,24 +128,24 @@ def test_any_mask(host, seed):
 # Of a kernel: what stands there, and what is put in its place.
 BUGS = {
     "a search ends behind what it looks for": (
-        "mask/tables", ("if (list[middle] < block)", "if (list[middle] <= block)"),
+        "mask/block_tables", ("if (list[middle] < block)", "if (list[middle] <= block)"),
     ),
     "what is before a block is not counted": (
-        "mask/tables", ("prefix_count += words_index != kEmptyBlock;", ""),
+        "mask/block_tables", ("prefix_count += words_index != kEmptyBlock;", ""),
     ),
     "the turned table is not turned": (
-        "mask/tables", ("const int words_index = shared.block_index[lane][warp];",
+        "mask/block_tables", ("const int words_index = shared.block_index[lane][warp];",
                         "const int words_index = shared.block_index[warp][lane];"),
     ),
-    "it is read before it is written": ("mask/tables", ("__syncthreads();", "")),
+    "it is read before it is written": ("mask/block_tables", ("__syncthreads();", "")),
     "full blocks are those in part": (
-        "mask/tables", ("words_index = kFullBlock;", "words_index = static_cast<int>(full);"),
+        "mask/block_tables", ("words_index = kFullBlock;", "words_index = static_cast<int>(full);"),
     ),
     "rows and columns of a word are mixed up": (
-        "mask/turn", ("transposed[word_position(own + 2 * col_pair, row_pair)]",
+        "mask/transpose_words", ("transposed[word_position(own + 2 * col_pair, row_pair)]",
                       "transposed[word_position(own + 2 * row_pair, col_pair)]"),
     ),
-    "words of the lower half": ("mask/turn", ("row % 16 / 8", "0")),
+    "words of the lower half": ("mask/transpose_words", ("row % 16 / 8", "0")),
 }  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from tests.test_check import NO_OPTIONS
 COMMON = Path(__file__).parents[1] / "cuda_src/common"
 STRUCTS = {
     "AttentionParams": ("attention_params.cuh", ATTENTION_PARAMS),
-    "MaskLists": ("mask_lists.cuh", MASK_LISTS),
-    "ProductParams": ("product_params.cuh", PRODUCT_PARAMS),
+    "MaskLists": ("block_lists.cuh", MASK_LISTS),
+    "ProductParams": ("linear_params.cuh", PRODUCT_PARAMS),
 }
 ROWS = ("q", "k", "v", "out")
 
@@ -109,7 +109,7 @@ def test_a_part_of_a_call_has_its_own_entries_and_the_usual_order():
 
 def test_the_size_of_a_block_is_that_of_the_header():
     found = dict(re.findall(r"constexpr int (kMaskBlock|kBlockWords) = (\d+);",
-                            header("mask_lists.cuh")))  # fmt: skip
+                            header("block_lists.cuh")))  # fmt: skip
     assert int(found["kMaskBlock"]) == fwd_params.MASK_BLOCK == layouts.BLOCK
     assert int(found["kBlockWords"]) == np.prod(layouts.ORDERS["fragment"])
 

@@ -37,7 +37,8 @@ def members(file, name):
 def test_the_schedule_is_that_of_the_header():
     kinds = {"uint64*": np.uint64, "uint64": np.uint64, "int": np.int32}
     found = [
-        (kinds[kind], name) for kind, name, _ in members("common/schedule.cuh", "TileScheduler")
+        (kinds[kind], name)
+        for kind, name, _ in members("common/tile_scheduler.cuh", "TileScheduler")
     ]
     assert found == [(TILE_SCHEDULER[name].type, name) for name in TILE_SCHEDULER.names]
     assert TILE_SCHEDULER.itemsize == 32

@@ -305,7 +305,7 @@ SINGLE_BUGS = {
 }
 
 
-# The same for chunked_sm90.cu.
+# The same for chunk_sm90.cu.
 BUGS_SM90 = {
     "scores of a chunk that has not landed": (
         "wait(shared.full[pipe.index()], pipe.parity());\n  gemm_qk",
@@ -352,7 +352,7 @@ BUGS_SM90 = {
 }
 
 
-# The same for chunked_single_sm90.cu.
+# The same for chunk_fp32_sm90.cu.
 BUGS_SINGLE_SM90 = {
     "rows are split before they have landed": (
         "wait(shared.raw_full[from][array], raw_pipe.parity());",
@@ -459,7 +459,7 @@ def test_a_bug_planted_where_warpgroups_take_turns_is_found(bug, tmp_path):
     show(dataclasses.replace(TURNS, stages=stages), BUGS_TURNS[bug], tmp_path)
 
 
-# The same for states_single_sm90.cu.
+# The same for chunk_state_fp32_sm90.cu.
 BUGS_STATES = {
     "rows split that have not landed": ("wait(shared.raw_full[at], pipe.parity());", ""),
     "rows loaded over those in use": (
@@ -489,7 +489,7 @@ def test_a_bug_planted_in_sums_of_single_precision_is_found(bug, tmp_path):
     show(choice.states, BUGS_STATES[bug], tmp_path, choice)
 
 
-# The same for blocks of chunked_sm90.cu that sum what lies before their segment.
+# The same for blocks of chunk_sm90.cu that sum what lies before their segment.
 BUGS_PREFIX = {
     "sums of a chunk that has not landed": (
         "wait(shared.full[at], pipe.parity());\n    wgmma_fence();\n    gemm_kv",
@@ -579,11 +579,11 @@ def test_a_full_device_takes_one_pass_and_an_empty_one_is_filled(dtype):
 @pytest.mark.parametrize(
     ("call", "source", "states", "segments"),
     [
-        (("float32", 128, 4096, 64), "chunked_single_turns_sm90", None, 1),
-        (("float32", 8, 65536, 64), "chunked_single_turns_sm90", "states_single_sm90", 16),
-        (("float32", 16, 32768, 128), "chunked_single_sm90", "states_single_sm90", 8),
-        (("bfloat16", 8, 1024, 64), "chunked_sm90", None, 16),
-        (("bfloat16", 8, 65536, 64), "chunked_sm90", "states_sm90", 16),
+        (("float32", 128, 4096, 64), "chunk_fp32_pingpong_sm90", None, 1),
+        (("float32", 8, 65536, 64), "chunk_fp32_pingpong_sm90", "chunk_state_fp32_sm90", 16),
+        (("float32", 16, 32768, 128), "chunk_fp32_sm90", "chunk_state_fp32_sm90", 8),
+        (("bfloat16", 8, 1024, 64), "chunk_sm90", None, 16),
+        (("bfloat16", 8, 65536, 64), "chunk_sm90", "chunk_state_sm90", 16),
     ],
 )
 def test_what_was_fastest_is_chosen(call, source, states, segments):
@@ -609,11 +609,11 @@ def test_plain_kernels_take_any_dim(qk_dim):
     calls = [("float32", n, 5000, qk_dim, 64, "sm_90a", 132) for n in (1, 1000)]
     few, many = (choose(*call) for call in calls)
     if qk_dim == 64:
-        assert many.row.source == "linear/chunked_single_turns_sm90"
-        assert few.row.source.startswith("linear/chunked_single_sm")
-        assert choose(*calls[0], mapped=False).row.source == "linear/chunked_single_sm80"
+        assert many.row.source == "linear/chunk_fp32_pingpong_sm90"
+        assert few.row.source.startswith("linear/chunk_fp32_sm")
+        assert choose(*calls[0], mapped=False).row.source == "linear/chunk_fp32_sm80"
     elif qk_dim <= 128:
-        assert few.row.source == "linear/chunked_single_sm80"
+        assert few.row.source == "linear/chunk_fp32_sm80"
     else:
         assert (few.row.source, many.row.source) == ("linear/low_occupancy", "linear/recurrent")
     for name in ("recurrent", "low_occupancy"):
@@ -657,7 +657,7 @@ def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_plan
     ):
         product_plan.Plan(problem, out, None, False, algorithm, 0)
         sources = [call.args[0].source for call in load.call_args_list]
-        assert algorithm in sources[-1]
+        assert {"chunked": "chunk"}.get(algorithm, algorithm) in sources[-1]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -686,7 +686,7 @@ def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_
     ):
         plan = module.ProductSm90((job, job), split(SINGLE_SM90[0], 1000, 4), 0, None)
         plan((1, 2, 3, 4, 5, 0), (6, 7, 8, 9, 0, 0))
-    blocks = {"states_single_sm90": 2 * 2 * 3, "scan": 2 * 16, "chunked_single_sm90": 2 * 2 * 4}
+    blocks = {"chunk_state_fp32_sm90": 12, "state_prefix_sum": 32, "chunk_fp32_sm90": 16}
     assert [*dict(made).items()] == [*blocks.items()]
     assert [source for source, _ in launched] == [source for source, _ in made]
     assert len(launched) == 4

@@ -174,7 +174,7 @@ def test_instructions_are_counted_by_the_functions_they_come_from():
 
 
 def test_lines_of_a_function():
-    text = (compile.ROOT / "cuda_src/common/mask_lists.cuh").read_text()
+    text = (compile.ROOT / "cuda_src/common/block_lists.cuh").read_text()
     lines = word_orders.lines_of(text, "mask_by_bits")
     found = text.splitlines()[lines[0] - 1 : lines[-1]]
     assert "mask_by_bits" in found[0]

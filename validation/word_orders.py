@@ -111,7 +111,7 @@ def loads(order: str) -> Loads:
 #: done for a partial block, but for a band that goes through it.
 COUNTED = {
     "cuda_src/attention/fwd_sm90.cuh": ("extract_words",),
-    "cuda_src/common/mask_lists.cuh": ("mask_by_bits",),
+    "cuda_src/common/block_lists.cuh": ("mask_by_bits",),
     "cuda_src/common/softmax.cuh": ("has_max",),
 }
 

@@ -9,7 +9,7 @@
 //
 // Pieces of dQ are added up in global memory in the order of the blocks of keys: each waits for its
 // turn.  Blocks draw their work in that order too, so whom a block waits for is always at work.
-// bwd_rows.cu comes before this kernel, bwd_round.cu after it.
+// bwd_preprocess.cu comes before this kernel, bwd_convert_dq.cu after it.
 #include "cuda_src/attention/bwd_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"

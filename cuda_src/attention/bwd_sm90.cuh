@@ -2,7 +2,7 @@
 // threads that load and store for it.
 #pragma once
 #include "cuda_src/common/backward_sm90.cuh"
-#include "cuda_src/common/gradient_sums.cuh"
+#include "cuda_src/common/dq_accum.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 
 constexpr bool kBf16 = FA_BF16;              // bfloat16, else float16

@@ -9,12 +9,12 @@
 // With a mask the tiles of keys are those that its lists name for the block's rows, full ones
 // first.  What is needed of the lists comes by cp.async too: the number of each key block two tiles
 // ahead, and each thread's own words of a partial block one tile ahead.
-#include "cuda_src/common/attend_row.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/products_sm80.cuh"
-#include "cuda_src/common/scores.cuh"
+#include "cuda_src/common/mma_sm80.cuh"
+#include "cuda_src/common/recompute_row.cuh"
+#include "cuda_src/common/score_mod.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/softmax.cuh"
 

@@ -1,7 +1,7 @@
 // What one attention launch is told, and where its blocks find their part of it.
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
-#include "cuda_src/common/mask_lists.cuh"
+#include "cuda_src/common/block_lists.cuh"
 
 // Passed by value.  fa_cupy/gpu/kernels/attention/fwd_params.py holds the same fields in the same
 // order.
@@ -28,7 +28,7 @@ struct AttentionParams {
   int q_tiles;        // tiles of query rows in one batch entry
   int lower, upper;   // query i sees keys i + lower to i + upper
   int bias_kind;      // a FloatKind
-  int has_score_mod;  // 1: scale, softcap and bias come before the softmax (scores.cuh)
+  int has_score_mod;  // 1: scale, softcap and bias come before the softmax (score_mod.cuh)
   float exp2_scale;   // what the softmax multiplies scores by inside exp2
   float scale;        // of a product; with a softcap, divided by it
   float softcap;      // 0: none

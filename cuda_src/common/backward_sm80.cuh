@@ -7,9 +7,9 @@
 #include "cuda_src/common/backward_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/constant.cuh"
-#include "cuda_src/common/products_sm80.cuh"
-#include "cuda_src/common/scores.cuh"
-#include "cuda_src/common/spoiled.cuh"
+#include "cuda_src/common/mma_sm80.cuh"
+#include "cuda_src/common/nonfinite_flags.cuh"
+#include "cuda_src/common/score_mod.cuh"
 
 // The first tile of kTile rows in [tile, end) whose block a mask does not hide; `end` if there is
 // none.

@@ -3,9 +3,9 @@
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
-#include "cuda_src/common/barriers.cuh"
-#include "cuda_src/common/mask_table.cuh"
-#include "cuda_src/common/spoiled.cuh"
+#include "cuda_src/common/block_table.cuh"
+#include "cuda_src/common/nonfinite_flags.cuh"
+#include "cuda_src/common/pipeline.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/special.cuh"
@@ -18,10 +18,10 @@ struct BwdSm90Params {
   TensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map, dq_map;
   AttentionParams common;
   const float4* lse_delta;  // two queries each: LSE * log2(e), then delta
-  float* dq_accum;          // dQ / scale, by tiles (common/gradient_sums.cuh)
+  float* dq_accum;          // dQ / scale, by tiles (common/dq_accum.cuh)
   uint32* dq_semaphore;     // of each tile of queries, how often dQ was added to; 0 at first
   uint32* tile_counters;    // of work that is given out, one for each kernel; 0 at first
-  uint32* nonfinite_flags;  // rows to compute again (common/spoiled.cuh); 0 at first
+  uint32* nonfinite_flags;  // rows to compute again (common/nonfinite_flags.cuh); 0 at first
   MaskTable mask;           // by blocks of what the kernel owns, keys or queries
   int size[3];              // batch axes of the maps
   int q_step[3], k_step[3], v_step[3], dout_step[3];  // 0 along an axis that broadcasts, else 1
@@ -454,7 +454,7 @@ FA_DEVICE void produce_v_dout(const BwdSm90Params& params, Shared& shared) {
   });
 }
 
-// Leaves 64 rows of the gradients of queries, or of the keys of some work, to bwd_redo.cu.
+// Leaves 64 rows of the gradients of queries, or of the keys of some work, to bwd_nonfinite.cu.
 FA_DEVICE void flag_nonfinite_queries_64(const BwdSm90Params& params, uint32 entry, int row) {
   if (row < params.common.q_len)
     flag_nonfinite_queries(params.nonfinite_flags, params.common, entry, row);

@@ -10,7 +10,7 @@
 // relative error.
 #pragma once
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/scores.cuh"
+#include "cuda_src/common/score_mod.cuh"
 
 constexpr float kStaleMaxSlack = 8.0f;
 // What a thread's weights of one tile and row may add up to with a stale row_max: float16 ends at

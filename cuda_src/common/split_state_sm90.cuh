@@ -1,7 +1,7 @@
-// The state of a causal product in a warpgroup's registers (cuda_src/common/product_sm90.cuh) as an
+// The state of a causal product in a warpgroup's registers (cuda_src/common/linear_sm90.cuh) as an
 // operand of wgmma: pairs of float16, with an exponent for each value column.
 #pragma once
-#include "cuda_src/common/product_sm90.cuh"
+#include "cuda_src/common/linear_sm90.cuh"
 #include "cuda_src/common/split_rows.cuh"
 
 using Outputs = float[8][4];  // O^T: [v][2 * h + j] of value column g + 8 h, row 8 v + 2 t + j

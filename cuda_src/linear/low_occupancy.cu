@@ -5,7 +5,7 @@
 // its rows; through shared memory it learns what the warps before it have summed, adds that to the
 // state before the tile, and goes over its rows again, now with the state of every one.
 #include "cuda_src/common/float_rows.cuh"
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
 
 constexpr int kDim = FA_DIM;       // key columns at a time
 constexpr int kSteps = FA_TILE_M;  // rows of a tile

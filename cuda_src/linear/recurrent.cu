@@ -6,7 +6,7 @@
 // rows.  Where there are more than kDim key columns, they are walked in turns, each of which adds
 // to the output of those before.
 #include "cuda_src/common/float_rows.cuh"
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
 
 constexpr int kDim = FA_DIM;      // key columns at a time
 constexpr int kCols = FA_TILE_N;  // value columns of a block

@@ -13,7 +13,7 @@ from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import WORDS, Grid
 
-#: As kEmptyBlock and kFullBlock of ``cuda_src/common/mask_table.cuh``.
+#: As kEmptyBlock and kFullBlock of ``cuda_src/common/block_table.cuh``.
 HIDDEN, WHOLE = -1, -2
 
 

@@ -1,6 +1,6 @@
 """Tables of masks on a device, for kernels of gradients: what they say of a block by its place.
 
-`cuda_src/common/mask_table.cuh` says what a table holds. Both tables, by blocks of queries and by
+`cuda_src/common/block_table.cuh` says what a table holds. Both tables, by blocks of queries and by
 blocks of keys, are made on the device from the lists of a mask, and nothing waits for them. Those
 of a `BitMask` are kept with its lists; those of an array of bool are made by every call.
 """

@@ -1,8 +1,8 @@
 """What fills the parameter structs of backward kernels, whatever their architecture.
 
-A few launches make the gradients of one call. ``bwd_rows`` prepares what is known of each query,
-others compute gradients, and ``bwd_redo`` computes the rows again whose sums were not finite, or
-that have to do with a log-sum-exp too large for the others.
+A few launches make the gradients of one call. ``bwd_preprocess`` prepares what is known of each
+query, others compute gradients, and ``bwd_nonfinite`` computes the rows again whose sums were not
+finite, or that have to do with a log-sum-exp too large for the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BWD_SM90_PARAMS = padded(
     ],
     alignment=64,
 )
-#: ``struct BwdPreprocessParams`` of ``cuda_src/attention/bwd_rows.cu``.
+#: ``struct BwdPreprocessParams`` of ``cuda_src/attention/bwd_preprocess.cu``.
 BWD_PREPROCESS_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS)]
     + [(name, np.uint64) for name in ("dlse", "lse_delta", "counters")]
@@ -52,7 +52,7 @@ BWD_PREPROCESS_PARAMS = np.dtype(
     + [(name, np.int32) for name in ("entry_rows", "lane_shift", "entry_blocks")],
     align=True,
 )
-#: ``struct BwdConvertDqParams`` of ``cuda_src/attention/bwd_round.cu``.
+#: ``struct BwdConvertDqParams`` of ``cuda_src/attention/bwd_convert_dq.cu``.
 BWD_CONVERT_DQ_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS), ("dq_accum", np.uint64), ("nonfinite_flags", np.uint64)]
     + [("mask", MASK_TABLE)]
@@ -72,19 +72,20 @@ _PLAIN = (
 )
 #: ``struct BackwardParams`` of ``cuda_src/common/backward_params.cuh``.
 BACKWARD_PARAMS = np.dtype(_PLAIN, align=True)
-#: ``struct NonfiniteParams`` of ``cuda_src/attention/bwd_redo.cu``, which begins with the same.
+#: ``struct NonfiniteParams`` of ``cuda_src/attention/bwd_nonfinite.cu``, which begins with those
+#: fields.
 NONFINITE_PARAMS = np.dtype(
     [*_PLAIN, ("row_statistics", np.uint64), ("task_counters", np.uint64)], align=True
 )
-#: Threads of a block of ``bwd_round``, and of ``bwd_redo``.
-ROUND_THREADS, REDO_THREADS = 128, 256
+#: Threads of a block of ``bwd_convert_dq``, and of ``bwd_nonfinite``.
+CONVERT_DQ_THREADS, NONFINITE_THREADS = 128, 256
 
 
 BOX = 64  # columns of a box, and rows where it is a result's: 128 bytes are a swizzled row
 PADDED = 128  # rows of the workspace are padded to a multiple of it, the largest tile
 _ALIGNMENT = 256  # of the parts of a workspace
-_ROWS_PER_FLAG = 64  # kRowsPerFlag of cuda_src/common/spoiled.cuh
-_TASK_COUNTERS = 2  # words, of struct NonfiniteParams in cuda_src/attention/bwd_redo.cu
+_ROWS_PER_FLAG = 64  # kRowsPerFlag of cuda_src/common/nonfinite_flags.cuh
+_TASK_COUNTERS = 2  # words, of struct NonfiniteParams in cuda_src/attention/bwd_nonfinite.cu
 
 
 class Row(Protocol):
@@ -236,10 +237,10 @@ def nonfinite_flags(axes: Axes) -> tuple[int, int]:
     return queries, axes.entries // axes.group * -(-axes.problem.k_len // _ROWS_PER_FLAG)
 
 
-def rows_step(
+def preprocess_step(
     axes: Axes, row: Row, places: dict[str, int], end: int, zeroed: str = "dq_semaphore"
 ) -> Step:
-    """Return the step of ``bwd_rows``, which sets the workspace to 0 from `zeroed` on."""
+    """Return the step of ``bwd_preprocess``, which sets the workspace to 0 from `zeroed` on."""
     filled = np.zeros(1, BWD_PREPROCESS_PARAMS)
     v_dim = axes.problem.v_dim
     filled["common"] = axes.common("dout", "out", v_dim, PADDED)
@@ -297,8 +298,8 @@ def plain_step(
     return Step(row, filled, {}, arrays, used, blocks, shares)
 
 
-def redo_step(axes: Axes, row: Row, places: dict[str, int]) -> Step:
-    """Return the step of ``bwd_redo``."""
+def nonfinite_step(axes: Axes, row: Row, places: dict[str, int]) -> Step:
+    """Return the step of ``bwd_nonfinite``."""
     queries, keys = nonfinite_flags(axes)
     tasks = queries + 2 * keys
     step = plain_step(axes, row, places, tasks, shares=True, turned=False, struct=NONFINITE_PARAMS)

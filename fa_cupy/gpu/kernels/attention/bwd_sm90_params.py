@@ -1,9 +1,9 @@
 """How a problem fills the parameter structs of the backward kernels for SM90.
 
-A few launches make the gradients of one call. ``bwd_rows`` prepares what is known of each query.
-Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32, which ``bwd_round`` scales and
-rounds; or, where dims are wide, ``bwd_keys_sm90`` computes dK and dV and ``bwd_queries_sm90`` dQ.
-Last, ``bwd_redo`` computes the rows again whose sums were not finite.
+A few launches make the gradients of one call. ``bwd_preprocess`` prepares what is known of each
+query. Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32, which ``bwd_convert_dq``
+scales and rounds; or, where dims are wide, ``bwd_dkdv_sm90`` computes dK and dV and ``bwd_dq_sm90``
+dQ. Last, ``bwd_nonfinite`` computes the rows again whose sums were not finite.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fa_cupy.gpu.kernels.attention.bwd_params import (
     Step,
     laid_out,
     mask_arrays,
-    redo_step,
-    rows_step,
+    nonfinite_step,
+    preprocess_step,
     shared,
     views_of,
 )
@@ -91,12 +91,12 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
     steps = []
     for before, row in zip((rows[0], *rows), rows, strict=False):
         kind = row.source.rpartition("/")[2]
-        if kind == "bwd_rows":
-            steps.append(rows_step(axes, row, places, end))
-        elif kind == "bwd_round":
+        if kind == "bwd_preprocess":
+            steps.append(preprocess_step(axes, row, places, end))
+        elif kind == "bwd_convert_dq":
             steps.append(_round_step(axes, row, before, places))
-        elif kind == "bwd_redo":
-            steps.append(redo_step(axes, row, places))
+        elif kind == "bwd_nonfinite":
+            steps.append(nonfinite_step(axes, row, places))
         else:
             steps.append(_mapped_step(axes, row, kind, places))
     return Filled(steps, end)
@@ -116,14 +116,14 @@ def _mapped_step(axes: Axes, row: Row, kind: str, places: dict[str, int]) -> Ste
     filled["entries_per_l2_group"] = -(-keys // max(1, round(keys / section)))
     filled["row_pairs"] = axes.padded // 2
     boxes = {"q": row.tile_m, "dout": row.tile_m, "k": row.tile_n, "v": row.tile_n}
-    if kind == "bwd_queries_sm90":  # a box for each warpgroup
+    if kind == "bwd_dq_sm90":  # a box for each warpgroup
         boxes["q"] = boxes["dout"] = BOX
         blocks = axes.entries * -(-problem.q_len // row.tile_m)
     else:
         blocks = keys * k_tiles
-    arrays = mask_arrays(problem, filled, turned=kind != "bwd_queries_sm90")
+    arrays = mask_arrays(problem, filled, turned=kind != "bwd_dq_sm90")
     maps = {name: axes.geometry(name, boxes.get(name, BOX)) for name in MAPPED}
-    # The other parts of the workspace are those of bwd_redo.
+    # The other parts of the workspace are those of bwd_nonfinite.
     used = {
         name: places[name]
         for name in ("lse_delta", "dq_accum", "dq_semaphore", "tile_counters", "nonfinite_flags")

@@ -15,7 +15,7 @@ from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.variant import SHARED_LIMIT, Variant
 
 _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
-# WorkTile there, in bwd_keys_sm90.cu and in bwd_queries_sm90.cu
+# WorkTile there, in bwd_dkdv_sm90.cu and in bwd_dq_sm90.cu
 _WORK_BYTES, _KEY_WORK_BYTES, _QUERY_WORK_BYTES = 52, 44, 48
 _NOTE_BYTES = 8  # MaskTileInfo
 _CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
@@ -151,8 +151,8 @@ class BwdSm90(BackwardVariant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdKeysSm90(BackwardVariant):
-    """A row of ``bwd_keys_sm90``: a warpgroup for dV, one for dK, and one that feeds them.
+class BwdDkdvSm90(BackwardVariant):
+    """A row of ``bwd_dkdv_sm90``: a warpgroup for dV, one for dK, and one that feeds them.
 
     Attributes
     ----------
@@ -179,8 +179,8 @@ class BwdKeysSm90(BackwardVariant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdQueriesSm90(BackwardVariant):
-    """A row of ``bwd_queries_sm90``: two warpgroups of 64 queries each, and one that feeds them.
+class BwdDqSm90(BackwardVariant):
+    """A row of ``bwd_dq_sm90``: two warpgroups of 64 queries each, and one that feeds them.
 
     Attributes
     ----------
@@ -210,8 +210,11 @@ class BwdQueriesSm90(BackwardVariant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdRows(BackwardVariant):
-    """A row of ``bwd_rows``, for all dims, which runs anywhere; a thread reads `tile_m` queries."""
+class BwdPreprocess(BackwardVariant):
+    """A row of ``bwd_preprocess``, for all dims, which runs anywhere.
+
+    A thread reads `tile_m` queries.
+    """
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -235,8 +238,8 @@ class BwdRows(BackwardVariant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdRound(BackwardVariant):
-    """A row of ``bwd_round``, for all dims."""
+class BwdConvertDq(BackwardVariant):
+    """A row of ``bwd_convert_dq``, for all dims."""
 
     @property
     def shared_bytes(self) -> int:
@@ -255,8 +258,8 @@ class BwdRound(BackwardVariant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdRedo(BackwardVariant):
-    """A row of ``bwd_redo``, which runs anywhere."""
+class BwdNonfinite(BackwardVariant):
+    """A row of ``bwd_nonfinite``, which runs anywhere."""
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ _ROWS = ("q", "k", "v", "out")
 #: Rows and columns of a block of a mask.
 MASK_BLOCK = 128
 
-#: The same fields in the same order as ``struct MaskLists`` in ``cuda_src/common/mask_lists.cuh``:
+#: The same fields in the same order as ``struct MaskLists`` in ``cuda_src/common/block_lists.cuh``:
 #: addresses, and a number. All 0 is no mask.
 MASK_LISTS = np.dtype(
     [(name, np.uint64) for name in ("partial_begin", "partial_end", "partial", "words")]

@@ -34,7 +34,7 @@ _L2_BYTES = 32 << 20  # what keys and values can count on of an H200's 50 MiB
 # load much and then compute much (hd128 at 512: 388 with 32, 376 with 64).
 _SECTION = (16, 32)
 
-#: ``struct TileScheduler`` of ``cuda_src/common/schedule.cuh``.
+#: ``struct TileScheduler`` of ``cuda_src/common/tile_scheduler.cuh``.
 TILE_SCHEDULER = np.dtype(
     [("counter", np.uint64), ("mark", np.uint64)]
     + [(name, np.int32) for name in ("tiles", "entries", "entries_per_l2_group")],

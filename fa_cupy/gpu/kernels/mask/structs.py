@@ -10,7 +10,7 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention.fwd_params import MASK_LISTS
 from fa_cupy.masks.blocks import Grid
 
-#: ``struct MaskTable`` of ``cuda_src/common/mask_table.cuh``; all 0 is no mask.
+#: ``struct MaskTable`` of ``cuda_src/common/block_table.cuh``; all 0 is no mask.
 MASK_TABLE = np.dtype(
     [
         (name, np.uint64)
@@ -19,7 +19,7 @@ MASK_TABLE = np.dtype(
     + [(name, np.int32) for name in ("rows", "cols")],
     align=True,
 )
-#: ``struct BlockTablesParams`` of ``cuda_src/mask/tables.cu``.
+#: ``struct BlockTablesParams`` of ``cuda_src/mask/block_tables.cu``.
 BLOCK_TABLES_PARAMS = np.dtype(
     [("lists", MASK_LISTS)]
     + [(name, np.uint64) for name in ("by_query", "by_key", "prefix_counts")]
@@ -27,7 +27,7 @@ BLOCK_TABLES_PARAMS = np.dtype(
     + [(name, np.int32) for name in ("q_blocks", "k_blocks")],
     align=True,
 )
-#: ``struct TransposeWordsParams`` of ``cuda_src/mask/turn.cu``.
+#: ``struct TransposeWordsParams`` of ``cuda_src/mask/transpose_words.cu``.
 TRANSPOSE_WORDS_PARAMS = np.dtype(
     [(name, np.uint64) for name in ("words", "transposed", "block_index")] + [("blocks", np.int64)]
 )

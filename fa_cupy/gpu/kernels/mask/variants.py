@@ -39,12 +39,12 @@ class MaskKernel(Variant):
 
 
 TABLES = MaskKernel(
-    source="mask/tables", dtype="uint32", dim=BLOCK, tile_m=SIDE, tile_n=SIDE, warps=SIDE,
+    source="mask/block_tables", dtype="uint32", dim=BLOCK, tile_m=SIDE, tile_n=SIDE, warps=SIDE,
     stages=1, why="a warp for each row of blocks, and then for each column",
 )  # fmt: skip
 TURN = MaskKernel(
-    source="mask/turn", dtype="uint32", dim=BLOCK, tile_m=BLOCK, tile_n=BLOCK, warps=8, stages=1,
-    why="a warp for each block",
+    source="mask/transpose_words", dtype="uint32", dim=BLOCK, tile_m=BLOCK, tile_n=BLOCK, warps=8,
+    stages=1, why="a warp for each block",
 )  # fmt: skip
 
 #: All rows.

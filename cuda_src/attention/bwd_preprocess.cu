@@ -3,11 +3,12 @@
 //
 // 2**lane_shift threads read a row, and each reads kUnroll rows at a time, so that enough bytes are
 // on their way.  Queries that do not exist, or that see no key, get an LSE of +infinity: all their
-// weights are 0.  An LSE that is too large to compute weights from becomes a NaN, which bwd_redo
-// knows (common/far_rows.cuh).  Words that later launches count and mark with are set to 0 here.
+// weights are 0.  An LSE that is too large to compute weights from becomes a NaN, which
+// bwd_nonfinite knows (common/large_lse.cuh).  Words that later launches count and mark with are
+// set to 0 here.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/far_rows.cuh"
+#include "cuda_src/common/large_lse.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
 constexpr int kThreads = FA_THREADS;
@@ -27,7 +28,7 @@ static_assert(sizeof(BwdPreprocessParams) == FA_PREPROCESS_PARAMS_BYTES,
               "fa_cupy/gpu holds the same struct");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_bwd_rows(const __grid_constant__ BwdPreprocessParams params) {
+    attention_bwd_preprocess(const __grid_constant__ BwdPreprocessParams params) {
   const AttentionParams& p = params.common;
   const int64 index = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x;
   for (int64 i = index; i < params.counter_words; i += static_cast<int64>(gridDim.x) * kThreads) {

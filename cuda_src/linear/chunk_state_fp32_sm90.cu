@@ -1,10 +1,10 @@
 // What each segment of a sequence adds to the state of a causal product of float32, for SM90: K^T V
 // of its rows.
 //
-// As states_sm90.cu, with operands as in chunked_single_sm90.cu: kSplitWarpgroups warpgroups take
+// As chunk_state_sm90.cu, with operands as in chunk_fp32_sm90.cu: kSplitWarpgroups warpgroups take
 // turns at turning the rows of a chunk into pairs of float16, where TMA has put them; kGroups
 // warpgroups sum.
-#include "cuda_src/common/single_sm90.cuh"
+#include "cuda_src/common/fp32_sm90.cuh"
 
 // Warpgroups that take turns at splitting chunks.
 constexpr int kSplitWarpgroups = FA_SPLIT_WARPGROUPS;
@@ -102,7 +102,7 @@ FA_DEVICE void sum_chunks(const ProductSm90Params& params, SharedStorage& shared
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_states_single_sm90(const __grid_constant__ ProductSm90Params params) {
+    linear_chunk_state_fp32_sm90(const __grid_constant__ ProductSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {

@@ -7,7 +7,7 @@
 #pragma once
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/scores.cuh"
+#include "cuda_src/common/score_mod.cuh"
 #include "cuda_src/common/softmax.cuh"
 
 // Whether a finished row has to be computed again, whatever its output looks like.

@@ -95,7 +95,7 @@ FA_DEVICE void accumulate_gradient(Sums& sums, const Weights& weights, uint32 we
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    attention_bwd_keys_sm80(const __grid_constant__ BackwardParams params) {
+    attention_bwd_dkdv_sm80(const __grid_constant__ BackwardParams params) {
   // ---------------------------------------------------------------------------------------- setup
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);

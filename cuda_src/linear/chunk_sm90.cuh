@@ -1,7 +1,7 @@
-// What the parts of chunked_sm90 share: constants of a variant, a block's shared memory and
+// What the parts of chunk_sm90 share: constants of a variant, a block's shared memory and
 // barriers.
 #pragma once
-#include "cuda_src/common/product_sm90.cuh"
+#include "cuda_src/common/linear_sm90.cuh"
 
 constexpr int kOutStages = FA_OUT_STAGES;  // stages for finished outputs
 constexpr int kPStages = FA_P_STAGES;      // stages for weights

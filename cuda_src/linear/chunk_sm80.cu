@@ -6,9 +6,9 @@
 // the stages by cp.async, turn Q K^T of a chunk into weights P in shared memory and write finished
 // outputs to global memory.  State warps, each the owner of some value columns, hold those of S in
 // registers and compute their columns of O and the next S, of the chunk before.
-#include "cuda_src/common/barriers.cuh"
 #include "cuda_src/common/chunk_state.cuh"
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
+#include "cuda_src/common/pipeline.cuh"
 #include "ptx/math.cuh"
 
 // -------------------------------------------------------------------------------------- constants
@@ -225,7 +225,7 @@ FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uin
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_chunked_sm80(const __grid_constant__ ProductParams params) {
+    linear_chunk_sm80(const __grid_constant__ ProductParams params) {
   // ---------------------------------------------------------------------------------------- setup
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);

@@ -394,7 +394,7 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    attention_bwd_queries_sm90(const __grid_constant__ BwdSm90Params params) {
+    attention_bwd_dq_sm90(const __grid_constant__ BwdSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {

@@ -1,9 +1,9 @@
 // Which rows of gradients are to be computed once more, because a number among them is not finite.
 //
 // A hidden pair of a query and a key has weight 0, but 0 * NaN and 0 * inf are NaN inside a matrix
-// product.  So whoever writes a gradient looks at its sums before they are rounded, and bwd_redo.cu
-// computes the rows again where one of them is not finite.  Queries with a large log-sum-exp make
-// their sums NaN on purpose (far_rows.cuh).
+// product.  So whoever writes a gradient looks at its sums before they are rounded, and
+// bwd_nonfinite.cu computes the rows again where one of them is not finite.  Queries with a large
+// log-sum-exp make their sums NaN on purpose (large_lse.cuh).
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 

@@ -1,7 +1,7 @@
 // Causal product of float32 by chunks for SM90: TMA, wgmma of pairs of float16, warp
 // specialisation, the state in registers.
 //
-// As in chunked_sm90.cu one block walks the chunks of one segment of one batch entry, for kCols
+// As in chunk_sm90.cu one block walks the chunks of one segment of one batch entry, for kCols
 // value columns:
 //   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V,
 // but every operand is a pair of float16, x 2^s = high + low, and every product three.  The split
@@ -15,8 +15,8 @@
 // rows of a chunk share what their outer products are added up with.  The three products of a sum
 // share an accumulator: first the small ones, because tensor cores truncate what they add to.
 //
-// Of 64 key and 64 value columns chunked_single_turns_sm90.cu does it in less time.
-#include "cuda_src/common/single_sm90.cuh"
+// Of 64 key and 64 value columns chunk_fp32_pingpong_sm90.cu does it in less time.
+#include "cuda_src/common/fp32_sm90.cuh"
 #include "ptx/stmatrix.cuh"
 
 // -------------------------------------------------------------------------------------- constants
@@ -338,7 +338,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_chunked_single_sm90(const __grid_constant__ ProductSm90Params params) {
+    linear_chunk_fp32_sm90(const __grid_constant__ ProductSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {

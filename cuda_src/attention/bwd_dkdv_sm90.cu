@@ -6,11 +6,11 @@
 //   gradients:  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),      dK += dS^T Q
 // P^T goes from the first to the second through shared memory, in float32.  A tile's second product
 // runs beside the exponentials of the next one, or before its first product, where the tile should
-// be given back soon.  dQ has a kernel of its own, bwd_queries_sm90.cu.
+// be given back soon.  dQ has a kernel of its own, bwd_dq_sm90.cu.
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
+#include "cuda_src/common/dq_accum.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/gradient_sums.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
@@ -300,7 +300,7 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    attention_bwd_keys_sm90(const __grid_constant__ BwdSm90Params params) {
+    attention_bwd_dkdv_sm90(const __grid_constant__ BwdSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {

@@ -4,11 +4,11 @@
 // key, and dQ is 0: nothing was ever written to the sums.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
+#include "cuda_src/common/block_table.cuh"
+#include "cuda_src/common/dq_accum.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/gradient_sums.cuh"
-#include "cuda_src/common/mask_table.cuh"
+#include "cuda_src/common/nonfinite_flags.cuh"
 #include "cuda_src/common/shared_tile.cuh"
-#include "cuda_src/common/spoiled.cuh"
 #include "ptx/stmatrix.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
@@ -32,7 +32,7 @@ using DqTile = SharedTile<kRows, 64>;
 static_assert(DqTile::kBlockBytes == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_bwd_round(const __grid_constant__ BwdConvertDqParams params) {
+    attention_bwd_convert_dq(const __grid_constant__ BwdConvertDqParams params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const AttentionParams& p = params.common;
   const uint32 dq_tiles = params.tile_m / kRows * params.blocks;

@@ -1,9 +1,9 @@
 // Words of a mask's blocks, each block transposed: for kernels that own keys.
 //
 // A warp transposes a block.  A word has 32 elements of a row, those of 16 pairs of columns (c, c +
-// 1) with c = 2 w modulo 8 (common/mask_lists.cuh), so 32 lanes that each have such a word of their
-// own of 32 rows, whose numbers are as far apart, make 32 words of columns by 32 votes.
-#include "cuda_src/common/mask_table.cuh"
+// 1) with c = 2 w modulo 8 (common/block_lists.cuh), so 32 lanes that each have such a word of
+// their own of 32 rows, whose numbers are as far apart, make 32 words of columns by 32 votes.
+#include "cuda_src/common/block_table.cuh"
 
 constexpr int kThreads = FA_THREADS;
 
@@ -22,7 +22,7 @@ FA_DEVICE int word_position(int row, int w) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    mask_turn(const __grid_constant__ TransposeWordsParams params) {
+    mask_transpose_words(const __grid_constant__ TransposeWordsParams params) {
   const int64 block = static_cast<int64>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   if (block >= params.blocks) return;
   if (params.block_index != nullptr && params.block_index[block] < 0) return;

@@ -3,14 +3,14 @@
 //
 // One thread an element of the state.  In the workspace, place s > 0 of a sequence holds what
 // segment s - 1 adds; place 0 is written here.
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kInFlight = 8;  // loads under way
 static_assert(FA_TILE_N == kThreads && FA_SHARED_BYTES == 0, "its variant says so");
 
 extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
-    linear_scan(const __grid_constant__ ProductParams params) {
+    linear_state_prefix_sum(const __grid_constant__ ProductParams params) {
   const ProductWork work = product_work(params, 1);
   const int64 elements = static_cast<int64>(params.qk_dim) * params.v_dim;
   const int64 element = static_cast<int64>(work.tile) * kThreads + threadIdx.x;

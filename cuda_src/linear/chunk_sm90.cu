@@ -11,7 +11,7 @@
 // Without a workspace for the states before segments, the state warpgroups first sum all chunks
 // before theirs, and the others wait: for few short sequences, where other launches take longer.
 #include "cuda_src/common/chunk_state.cuh"
-#include "cuda_src/linear/chunked_sm90.cuh"
+#include "cuda_src/linear/chunk_sm90.cuh"
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 
@@ -453,7 +453,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_chunked_sm90(const __grid_constant__ ProductSm90Params params) {
+    linear_chunk_sm90(const __grid_constant__ ProductSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);

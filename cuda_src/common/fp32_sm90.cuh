@@ -1,7 +1,7 @@
 // What kernels for SM90 share that compute causal products of float32 with pairs of float16: tiles,
 // loads of rows, values that are not finite, scores and values as operands.
 #pragma once
-#include "cuda_src/common/product_sm90.cuh"
+#include "cuda_src/common/linear_sm90.cuh"
 #include "cuda_src/common/split_rows.cuh"
 #include "cuda_src/common/split_state.cuh"
 #include "cuda_src/common/split_state_sm90.cuh"

@@ -6,8 +6,8 @@
 // column 8 v + 2 t + j (ptx/wgmma.cuh).  That is how an A operand holds it too, so the state never
 // leaves the registers.
 #pragma once
-#include "cuda_src/common/barriers.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"

@@ -1,11 +1,11 @@
 // What each segment of a sequence adds to the state of a causal product, for SM90.
 //
-// The first of three launches for few batch entries: this one, `scan`, and `chunked_sm90` with a
-// block for every segment.  A block walks the chunks of one segment but the last, whose sum nobody
-// needs, and writes its sum to the place of the next one's state.  A thread loads, kGroups
+// The first of three launches for few batch entries: this one, `state_prefix_sum`, and `chunk_sm90`
+// with a block for every segment.  A block walks the chunks of one segment but the last, whose sum
+// nobody needs, and writes its sum to the place of the next one's state.  A thread loads, kGroups
 // warpgroups sum; a warpgroup waits for the sums of one chunk while those of the next are on the
 // way.
-#include "cuda_src/common/product_sm90.cuh"
+#include "cuda_src/common/linear_sm90.cuh"
 
 constexpr int kThreads = 128 * (kGroups + 1);
 
@@ -58,7 +58,7 @@ FA_DEVICE void sum_chunks(const ProductSm90Params& params, SharedStorage& shared
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_states_sm90(const __grid_constant__ ProductSm90Params params) {
+    linear_chunk_state_sm90(const __grid_constant__ ProductSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {

@@ -1,7 +1,7 @@
 // Causal product of float32 by chunks for SM80 and later, on float16 tensor cores: mma.sync,
 // ldmatrix.
 //
-// As in chunked_sm80.cu one block walks the chunks of one segment of one batch entry, for kCols
+// As in chunk_sm80.cu one block walks the chunks of one segment of one batch entry, for kCols
 // value columns:
 //   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V,
 // but every operand is a pair of float16 (cuda_src/common/split_float.cuh) and every product three.
@@ -14,8 +14,8 @@
 // All exponents are those of rows: q_i of Q, k_j v_j of K and V, p_i of P, and those of S's value
 // columns.  So scores next to larger ones keep their own accuracy; rows of a chunk share what their
 // outer products are added up with.
-#include "cuda_src/common/barriers.cuh"
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
+#include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/split_state.cuh"
 
 // -------------------------------------------------------------------------------------- constants
@@ -377,7 +377,7 @@ FA_DEVICE void store_outputs(float* to, int row_stride, int rows, int cols, bool
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_chunked_single_sm80(const __grid_constant__ ProductParams params) {
+    linear_chunk_fp32_sm80(const __grid_constant__ ProductParams params) {
   // ---------------------------------------------------------------------------------------- setup
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);

@@ -6,10 +6,10 @@
 // equal scores of 1e7 get weights of 0.36 each, and where all keys have a bias of -1e9 all weights
 // are about 1, however many keys there are.
 //
-// So bwd_rows puts a NaN in the place of such an LSE.  All sums that this row is a part of become
-// NaN, as where an input is not finite, and are marked to be computed once more (spoiled.cuh).
-// bwd_redo, which does that, knows the NaN, and computes the weights of the row from its largest
-// score and the sum of exponentials relative to it.
+// So bwd_preprocess puts a NaN in the place of such an LSE.  All sums that this row is a part of
+// become NaN, as where an input is not finite, and are marked to be computed once more
+// (nonfinite_flags.cuh).  bwd_nonfinite, which does that, knows the NaN, and computes the weights
+// of the row from its largest score and the sum of exponentials relative to it.
 #pragma once
 #include "cuda_src/common/softmax.cuh"
 

@@ -1,7 +1,7 @@
 // Causal product of float32 by chunks for SM90, of 64 key and 64 value columns: two warpgroups take
 // turns at scores and outputs, and the state is handed to them.
 //
-// As chunked_single_sm90.cu, with the same pairs of float16 and the same exponents:
+// As chunk_fp32_sm90.cu, with the same pairs of float16 and the same exponents:
 //   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V.
 // There the state's warpgroup computes the outputs too, one step behind the other.  Here it only
 // sums U = V^T K, adds that to S^T in its registers, and puts S as pairs into shared memory, where
@@ -12,7 +12,7 @@
 // Pairs take the place of the rows that they are made of, so kStages chunks are loaded, split or
 // multiplied.  The state's warpgroup loads: it is the last to be done with its chunk, but for the
 // outputs, and those that a stage waits for are of the chunk before.
-#include "cuda_src/common/single_sm90.cuh"
+#include "cuda_src/common/fp32_sm90.cuh"
 #include "ptx/stmatrix.cuh"
 
 // -------------------------------------------------------------------------------------- constants
@@ -402,7 +402,7 @@ FA_DEVICE void compute_state(const ProductSm90Params& params, SharedStorage& sha
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_chunked_single_turns_sm90(const __grid_constant__ ProductSm90Params params) {
+    linear_chunk_fp32_pingpong_sm90(const __grid_constant__ ProductSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {

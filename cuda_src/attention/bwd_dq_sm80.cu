@@ -42,7 +42,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    attention_bwd_queries_sm80(const __grid_constant__ BackwardParams params) {
+    attention_bwd_dq_sm80(const __grid_constant__ BackwardParams params) {
   // ---------------------------------------------------------------------------------------- setup
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);

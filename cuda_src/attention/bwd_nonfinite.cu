@@ -9,7 +9,7 @@
 // hold, whether a band, a mask or a bias of -inf hides it.  So a gradient is not finite where
 // something that belongs to its sum is not.
 //
-// Sums are also NaN of rows whose LSE is too large (common/far_rows.cuh).  Their largest scores
+// Sums are also NaN of rows whose LSE is too large (common/large_lse.cuh).  Their largest scores
 // and sums of exponentials come first, again 64 queries a task, for all that follows needs them.
 //
 // All kinds of tasks go through the same loops, which are rolled up, and scores become weights in
@@ -18,9 +18,9 @@
 #include "cuda_src/common/backward_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/far_rows.cuh"
-#include "cuda_src/common/scores.cuh"
-#include "cuda_src/common/spoiled.cuh"
+#include "cuda_src/common/large_lse.cuh"
+#include "cuda_src/common/nonfinite_flags.cuh"
+#include "cuda_src/common/score_mod.cuh"
 #include "ptx/atomic.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
@@ -386,7 +386,7 @@ FA_DEVICE uint32 fetch_task_share(const NonfiniteParams& params, SharedStorage& 
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_bwd_redo(const __grid_constant__ NonfiniteParams params) {
+    attention_bwd_nonfinite(const __grid_constant__ NonfiniteParams params) {
   if (params.nonfinite_flags[0] == 0) return;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);

@@ -2,7 +2,7 @@
 // gradients, some of which own queries and walk over keys, and some the other way round.
 //
 // A kernel owns rows of blocks and walks along them.  One that owns queries reads the
-// table by queries: rows of blocks are queries, and words are as common/mask_lists.cuh has them.
+// table by queries: rows of blocks are queries, and words are as common/block_lists.cuh has them.
 // One that owns keys reads the table by keys: rows of blocks are keys, and words are those of the
 // transposed block, so that accumulators of S^T, whose rows are keys, find their bits as those of S
 // do.
@@ -10,7 +10,7 @@
 // One bit a block says whether it is hidden, so that one thread steps over 32 hidden blocks with
 // one load: whoever draws up work, loads tiles or stores results finds its way alone.
 #pragma once
-#include "cuda_src/common/mask_lists.cuh"
+#include "cuda_src/common/block_lists.cuh"
 
 // fa_cupy/gpu/kernels/mask/structs.py holds the same fields in the same order.
 struct MaskTable {

@@ -1,11 +1,11 @@
 // What each segment of a sequence adds to the state of a causal product of float32: K^T V of its
 // rows.
 //
-// As states_sm80.cu, with operands as in chunked_single_sm80.cu: split warps turn the rows of a
+// As chunk_state_sm80.cu, with operands as in chunk_fp32_sm80.cu: split warps turn the rows of a
 // chunk into pairs of float16 in shared memory while state warps, each the owner of 16 value
 // columns, add the outer products of the chunk before.
-#include "cuda_src/common/barriers.cuh"
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
+#include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/split_state.cuh"
 
 constexpr int kDim = FA_DIM;      // qk_dim, padded with zeros
@@ -32,7 +32,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_states_single_sm80(const __grid_constant__ ProductParams params) {
+    linear_chunk_state_fp32_sm80(const __grid_constant__ ProductParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) shared.work = product_work(params, params.segments - 1);

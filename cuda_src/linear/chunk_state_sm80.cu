@@ -1,10 +1,10 @@
 // What each segment of a sequence adds to the state of a causal product: K^T V of its rows.
 //
-// The first of three launches for few batch entries: this one, `scan`, and `chunked_sm80` with a
-// block for every segment.  A block walks the chunks of one segment but the last, whose sum nobody
-// needs, and writes its sum to the place of the next one's state.
+// The first of three launches for few batch entries: this one, `state_prefix_sum`, and `chunk_sm80`
+// with a block for every segment.  A block walks the chunks of one segment but the last, whose sum
+// nobody needs, and writes its sum to the place of the next one's state.
 #include "cuda_src/common/chunk_state.cuh"
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
 
 constexpr bool kBf16 = FA_BF16;          // bfloat16, else float16
 constexpr int kDim = FA_DIM;             // qk_dim, padded with zeros
@@ -31,7 +31,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    linear_states_sm80(const __grid_constant__ ProductParams params) {
+    linear_chunk_state_sm80(const __grid_constant__ ProductParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) shared.work = product_work(params, params.segments - 1);

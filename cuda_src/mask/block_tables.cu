@@ -1,9 +1,9 @@
-// Tables of a mask's blocks (common/mask_table.cuh) from its lists (common/mask_lists.cuh).
+// Tables of a mask's blocks (common/block_table.cuh) from its lists (common/block_lists.cuh).
 //
 // A block of threads has 32 x 32 blocks of a matrix: a warp looks for 32 blocks of keys in the
 // lists of one row, then writes the table by keys, of 32 blocks of queries for one of keys.  What
 // lists say of a block, and how many are before it, are places in them, found by bisection.
-#include "cuda_src/common/mask_table.cuh"
+#include "cuda_src/common/block_table.cuh"
 #include "ptx/shared.cuh"
 
 constexpr int kGroupBlocks = 32;  // blocks that a block of threads looks at, along each axis
@@ -41,7 +41,7 @@ FA_DEVICE int64 binary_search(const int* list, int64 begin, int64 end, int block
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    mask_tables(const __grid_constant__ BlockTablesParams params) {
+    mask_block_tables(const __grid_constant__ BlockTablesParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
