@@ -465,7 +465,7 @@ def sm90_roles(folder):
             )
         )  # fmt: skip
     arrow(ax, (2.35, 2.95), (2.35, 2.35))
-    ax.text(2.55, 2.65, "work_begun", ha="left", va="center", **mono)
+    ax.text(2.55, 2.65, "work_started", ha="left", va="center", **mono)
     arrow(ax, (4.5, 5.7), (6.1, 5.7))
     ax.text(5.3, 5.58, "q_full", ha="center", va="bottom", **mono)
     arrow(ax, (6.1, 8.0), (4.5, 8.0))
@@ -671,11 +671,11 @@ def sm90_order(folder):
     """The order of tiles, and what a causal mask leaves of the last tile of each warpgroup."""
     figure, ax = canvas(7.2, 3.5, (-1.6, 19.2), (-1.75, 8.36))
     q_tiles, entries, section, blocks = 6, 6, 3, 10
-    for index in range(q_tiles * entries):  # as in tile_of, cuda_src/common/schedule.cuh
+    for index in range(q_tiles * entries):  # as in work_tile_at, cuda_src/common/tile_scheduler.cuh
         first = index // (section * q_tiles) * section
-        in_section = index % (section * q_tiles)
+        tile_in_l2_group = index % (section * q_tiles)
         here = min(section, entries - first)
-        tile, entry = q_tiles - 1 - in_section // here, first + in_section % here
+        tile, entry = q_tiles - 1 - tile_in_l2_group // here, first + tile_in_l2_group % here
         color = matplotlib.colors.to_rgba(TILES[0], 0.1 + 0.75 * (tile + 1) / q_tiles)
         box(ax, 1.2 * entry, 1.05 * tile, 1.2, 1.05, color=color, edge="white")
         ax.text(1.2 * entry + 0.6, 1.05 * tile + 0.525, str(index), ha="center", va="center",

@@ -1,6 +1,7 @@
 // The tensor memory accelerator: boxes of an array in global memory, described by a tensor map
 // (fa_cupy/gpu/driver/tensor_map.py), copied to and from shared memory by one thread's instruction;
-// and bytes that lie together, without a map.  PTX ISA 9.7.9.27 "Tensor copy", 9.7.9.25.4 "Bulk copy".
+// and bytes that lie together, without a map.  PTX ISA 9.7.9.27 "Tensor copy", 9.7.9.25.4 "Bulk
+// copy".
 //
 // Coordinates count elements along each axis, the contiguous one first.  What lies outside the
 // array is read as zero and is not written.  A box in shared memory starts at a multiple of 128

@@ -7,12 +7,12 @@ import numpy as np
 from fa_cupy import reference
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
     BACKWARD_SM80,
-    BwdKeysSm80,
+    BwdDkdvSm80,
     select_bwd_sm80,
 )
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
     BACKWARD,
-    BwdKeysSm90,
+    BwdDkdvSm90,
     BwdSm90,
     select_bwd,
 )
@@ -198,12 +198,12 @@ def check_spoiled(call, **how):
 ROWS = [
     select_bwd(row.dtype, row.dim, row.dim, row.sparse)
     for row in BACKWARD
-    if isinstance(row, (BwdSm90, BwdKeysSm90))
+    if isinstance(row, (BwdSm90, BwdDkdvSm90))
 ]
 ROWS += [
     select_bwd_sm80(row.dtype, row.dim, row.dim, "sm_80", row.sparse)
     for row in BACKWARD_SM80
-    if isinstance(row, BwdKeysSm80)
+    if isinstance(row, BwdDkdvSm80)
 ]
 
 
@@ -249,7 +249,7 @@ def random_call(rows, seed):
         **options,
     }
     call = case(rows[0].dtype, seed=seed, **given)
-    if isinstance(rows[1], BwdKeysSm80):
+    if isinstance(rows[1], BwdDkdvSm80):
         sizes = 1, given["heads"][0], *given["lengths"]
         options |= any_transform(rng, rows[1].sparse, *sizes)
         call = call._replace(options=options)
@@ -257,7 +257,7 @@ def random_call(rows, seed):
     together = int(rng.integers(1, blocks + 1))
     how = {"seed": seed, "blocks": blocks, "together": together, "truncating": rng.random() < 0.3}
     spoiled = str(rng.choice(["q", "k", "v", "dout"])) if rng.random() < 1 / 3 else ""
-    if rows[1].sparse and not isinstance(rows[1], BwdKeysSm80):
+    if rows[1].sparse and not isinstance(rows[1], BwdDkdvSm80):
         shape = call.q.shape[1] if rng.random() < 0.5 else 1, call.q.shape[2], call.k.shape[2]
         options["mask"] = blocks_of(rng, *shape)
         call = call._replace(options=options)

@@ -137,7 +137,7 @@ def check_copies(cupy):
     mask = BitMask.from_dense(dense(np.random.default_rng(5), (2, 300, 200)))
     found = DeviceMask.of(mask, 0)
     assert DeviceMask.of(mask[1], 0) is found
-    assert found.words_by_tile == 0
+    assert found.words_by_block == 0
     lists = mask.lists
     for name in ("partial", "words", "full"):
         np.testing.assert_array_equal(getattr(found, name).get(), getattr(lists, name))
@@ -162,7 +162,7 @@ def expand(device_mask, entries, batch, lengths):
             t = entry * q_tiles + i
             for place in range(partial_begin[t], partial_end[t]):
                 c = partial[place]
-                at = t * device_mask.words_by_tile + c if device_mask.words_by_tile else place
+                at = t * device_mask.words_by_block + c if device_mask.words_by_block else place
                 wide[b, i, :, c] = layouts.unpack(words[at].reshape(8, 32, 2))
             wide[b, i][:, full[full_begin[t] : full_end[t]]] = True
     flat = wide.reshape(len(entries), q_tiles * B, k_tiles * B)

@@ -62,9 +62,9 @@ def run_and_check(arrays, layouts=("dense",) * 5, dlse=False, **options):
     found = check(cp, case, dlse)
     (names,) = kernels()
     wide = max(arrays[0].shape[-1], arrays[2].shape[-1]) > 128
-    narrow = ["bwd_sm90", "bwd_round"]
-    main = ["bwd_keys_sm90", "bwd_queries_sm90"] if wide else narrow
-    assert names == ["bwd_rows", *main, "bwd_redo"]
+    narrow = ["bwd_sm90", "bwd_convert_dq"]
+    main = ["bwd_dkdv_sm90", "bwd_dq_sm90"] if wide else narrow
+    assert names == ["bwd_preprocess", *main, "bwd_nonfinite"]
     return found
 
 

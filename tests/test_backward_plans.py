@@ -148,9 +148,9 @@ def small(dims=(64, 64), heads=(2, 2), lengths=(70, 150), **more):
 def test_gradients_are_the_kernels(host, cupy, dims, layout):
     call = Call(small(dims, (4, 2), layout=layout, dlse=True))
     call.check(host, cupy)
-    narrow, wide = ["bwd_sm90", "bwd_round"], ["bwd_keys_sm90", "bwd_queries_sm90"]
+    narrow, wide = ["bwd_sm90", "bwd_convert_dq"], ["bwd_dkdv_sm90", "bwd_dq_sm90"]
     main = narrow if max(dims) <= 128 else wide
-    assert Launch.ran == ["bwd_rows", *main, "bwd_redo"]
+    assert Launch.ran == ["bwd_preprocess", *main, "bwd_nonfinite"]
 
 
 @pytest.mark.parametrize("need", [("q",), ("k",), ("v", "q"), ("v", "k")])
@@ -217,7 +217,7 @@ def device_mask(mask):
     return BitMask._on_device(mask._grid, lists, mask.entries)
 
 
-TABLES = ["tables", "turn"]
+TABLES = ["block_tables", "transpose_words"]
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4,), (2, 1), ()], ids=str)
@@ -225,14 +225,20 @@ def test_masks_of_bool_are_packed_by_every_call(host, cupy, shape):
     call, mask = masked(shape=shape, lengths=(130, 150), dlse=True)
     for _ in range(2):
         call.check(host, cupy, mask=cupy_stand_in.owned(mask))
-    kernels = ["bwd_rows", "bwd_sm90", "bwd_round", "bwd_redo"]
+    kernels = ["bwd_preprocess", "bwd_sm90", "bwd_convert_dq", "bwd_nonfinite"]
     assert Launch.ran == 2 * [*TABLES, *kernels]
 
 
 def test_masks_of_wide_dims(host, cupy):
     call, mask = masked((192, 136), (4,), (130, 300))
     call.check(host, cupy, mask=cupy_stand_in.owned(mask))
-    assert Launch.ran == [*TABLES, "bwd_rows", "bwd_keys_sm90", "bwd_queries_sm90", "bwd_redo"]
+    assert Launch.ran == [
+        *TABLES,
+        "bwd_preprocess",
+        "bwd_dkdv_sm90",
+        "bwd_dq_sm90",
+        "bwd_nonfinite",
+    ]
 
 
 def test_a_mask_that_is_the_same_for_all_queries(host, cupy):
@@ -251,7 +257,7 @@ def test_tables_of_bit_masks_are_made_once(host, cupy, shape, place):
     given = bits if place == "host" else device_mask(bits)
     for _ in range(2):
         call.check(host, cupy, mask=given)
-    kernels = ["bwd_rows", "bwd_sm90", "bwd_round", "bwd_redo"]
+    kernels = ["bwd_preprocess", "bwd_sm90", "bwd_convert_dq", "bwd_nonfinite"]
     assert Launch.ran == [*TABLES, *kernels, *kernels]
     # Another kind of call, and slices, which share the lists.
     call, _ = masked(shape=shape)
@@ -266,12 +272,12 @@ def test_graphs_make_tables_that_no_call_has_made(host, cupy):
     with CAPTURE.record():
         for _ in range(2):
             call.check(host, cupy, mask=given)
-    assert Launch.ran.count("tables") == 2
+    assert Launch.ran.count("block_tables") == 2
     assert not CAPTURE.held
     assert not given._store.device_tables
     for _ in range(2):
         call.check(host, cupy, mask=given)
-    assert Launch.ran.count("tables") == 3
+    assert Launch.ran.count("block_tables") == 3
     assert given._store.device_tables
 
 
@@ -401,7 +407,7 @@ def test_a_captured_call_works_in_memory_of_its_graph(host, cupy, monkeypatch):
     (result, size, _), node, *launches, last = CAPTURE.log
     assert (result, size) == ("pool", found["k"].nbytes)
     assert node[0] == "malloc"
-    assert launches == ["bwd_rows", "bwd_sm90", "bwd_round", "bwd_redo"]
+    assert launches == ["bwd_preprocess", "bwd_sm90", "bwd_convert_dq", "bwd_nonfinite"]
     assert last == ("free", node[2])
 
 

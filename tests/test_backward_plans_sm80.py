@@ -15,7 +15,7 @@ from validation.emulated import attention_backward
 
 __all__ = ["cupy", "host"]  # fixtures
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
-KERNELS = ["bwd_rows", "bwd_keys_sm80", "bwd_queries_sm80", "bwd_redo"]
+KERNELS = ["bwd_preprocess", "bwd_dkdv_sm80", "bwd_dq_sm80", "bwd_nonfinite"]
 
 
 def on(host, monkeypatch, target):

@@ -21,7 +21,7 @@ DIMS = (32, 64, 96, 128, 192, 256)  # of the rows of the table
 LENGTHS = (1, 63, 64, 65, 128, 129, 193, 300)
 TOP, BOTTOM = "top_left", "bottom_right"
 CAUSAL = {"is_causal": True, "causal_align": BOTTOM}
-KERNELS = ["bwd_rows", "bwd_keys_sm80", "bwd_queries_sm80", "bwd_redo"]
+KERNELS = ["bwd_preprocess", "bwd_dkdv_sm80", "bwd_dq_sm80", "bwd_nonfinite"]
 
 
 @pytest.fixture(autouse=True)

@@ -169,26 +169,28 @@ def test_any_call(which, dtype, lengths, heads, band, every, sparse, softcap, po
 
 # As in test_bwd_redo.
 BUGS = {
-    "no row is far": ("bwd_rows", "const bool far = fabsf(lse)", "const bool far = 0 * fabsf(lse)"),
-    "one thread of four adds up a row": ("bwd_redo", "i < kThreads; i += kTile", "i < 1; ++i"),
+    "no row is far": ("bwd_preprocess", "const bool is_large = fabsf(lse)",
+                      "const bool is_large = 0 * fabsf(lse)"),
+    "one thread of four adds up a row": ("bwd_nonfinite", "i < kThreads; i += kTile", "i < 1; ++i"),
     "products are exact": (
-        "bwd_redo", "ex2_approx_ftz(__fmul_rn(score, scale) - of.x)",
+        "bwd_nonfinite", "ex2_approx_ftz(__fmul_rn(score, scale) - of.x)",
         "ex2_approx_ftz(fmaf(score, scale, -of.x))",
     ),
     "weights are not divided by their sum": (
-        "bwd_redo", "__fmul_rn(score, scale) - of.x) * of.y", "__fmul_rn(score, scale) - of.x)",
+        "bwd_nonfinite", "__fmul_rn(score, scale) - of.x) * of.y",
+        "__fmul_rn(score, scale) - of.x)",
     ),
     "the sums of another head": (
-        "bwd_redo", "batch_offsets(p, entry), known_of(params, entry)",
-        "batch_offsets(p, entry), known_of(params, first_entry)",
+        "bwd_nonfinite", "batch_offsets(p, entry), lse_delta_of(params, entry)",
+        "batch_offsets(p, entry), lse_delta_of(params, first_entry)",
     ),
-    "nobody waits for the sums": ("bwd_redo", "!= gridDim.x) {", "!= gridDim.x && 0) {"),
+    "nobody waits for the sums": ("bwd_nonfinite", "!= gridDim.x) {", "!= gridDim.x && 0) {"),
     "sums are there before they are added up": (
-        "bwd_redo", "shared.sums[threadIdx.x] = sums; __syncthreads();",
+        "bwd_nonfinite", "shared.sums[threadIdx.x] = sums; __syncthreads();",
         "shared.sums[threadIdx.x] = sums;",
     ),
     "queries beyond 32 of a tile are not looked at": (
-        "bwd_redo", "is_far_row(known.lse(first + 32 + lane))", "false",
+        "bwd_nonfinite", "is_large_lse(lse_delta.lse(first + 32 + lane))", "false",
     ),
 }  # fmt: skip
 

@@ -44,10 +44,10 @@ SETTINGS = {
     "bwd_sm90:delayed=0,last_first=0": (64,),
     "bwd_sm90:stores=3": (64, 128),
     "bwd_sm90:stores=1,keep_sums=1": (128,),
-    "bwd_rows:tile_m=8,warps=4": (64,),
-    "bwd_keys_sm90:sum_first=0+bwd_queries_sm90:sum_first=0": (256,),
-    "bwd_keys_sm90:sum_first=1": (192,),
-    "bwd_keys_sm90:sum_first=3": (256,),
+    "bwd_preprocess:tile_m=8,warps=4": (64,),
+    "bwd_dkdv_sm90:sum_first=0+bwd_dq_sm90:sum_first=0": (256,),
+    "bwd_dkdv_sm90:sum_first=1": (192,),
+    "bwd_dkdv_sm90:sum_first=3": (256,),
 }
 
 
@@ -155,18 +155,18 @@ def test_scores_of_any_size():
 BUGS = {
     "a piece is added before its turn": (
         "bwd_sm90", 128, "",
-        ("while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) { }", ""),
+        ("while (ld_acquire_gpu_u32(params.dq_semaphore + query_tile) != semaphore_value) { }", ""),
     ),
     "a turn is passed on before the sums are written": (
         "bwd_sm90", 128, "",
-        ("if (!work.unseen) { cp_async_bulk_wait_group<0>();", "if (!work.unseen) {"),
+        ("if (!work.has_no_query) { cp_async_bulk_wait_group<0>();", "if (!work.has_no_query) {"),
     ),
     "a turn is never passed on": (
         "bwd_sm90", 64, "deadlock; .*ld.acquire: warps",
-        ("red_release_gpu_add_u32(params.turns + row_tile, 1);", ""),
+        ("red_release_gpu_add_u32(params.dq_semaphore + query_tile, 1);", ""),
     ),
     "the first piece is added to what lay there": (
-        "bwd_sm90", 64, "", ("if (turn == 0) {", "if (turn < 0) {"),
+        "bwd_sm90", 64, "", ("if (semaphore_value == 0) {", "if (semaphore_value < 0) {"),
     ),
     "dS is overwritten while the other warpgroup reads it": (
         "bwd_sm90", 128, "",
@@ -174,46 +174,51 @@ BUGS = {
     ),
     "dS is read before the other warpgroup has written it": (
         "bwd_sm90", 128, "wgmma reads .* holds nothing|",
-        ("wait(shared.ds_full[place.index()], place.parity());", ""),
+        ("wait(shared.ds_full[pipe.index()], pipe.parity());", ""),
     ),
     "dS is not fenced": (
         "bwd_sm90", 64, "wgmma without fence.proxy.async",
-        ("fence_proxy_async_shared(); release_own(shared.ds_full[own.index()]);",
-         "release_own(shared.ds_full[own.index()]);"),
+        ("fence_proxy_async_shared(); release_per_lane(shared.ds_full[own.index()]);",
+         "release_per_lane(shared.ds_full[own.index()]);"),
     ),
     "a piece is not fenced": (
         "bwd_sm90", 128, "a bulk copy without fence.proxy.async",
-        ("fence_proxy_async_shared(); }; auto free_slots", "}; auto free_slots"),
+        ("fence_proxy_async_shared(); }; auto release_staging", "}; auto release_staging"),
     ),
     "Q is given back before dK has read it": (
         "bwd_sm90", 128, "wgmma reads .* not yet",
-        ("wgmma_wait_group<0>(); release_own(shared.q_empty[q_at]);", "wgmma_wait_group<0>();"),
-        ("start_late(q_tile);", "start_late(q_tile), release_own(shared.q_empty[q_at]);"),
+        ("wgmma_wait_group<0>(); release_per_lane(shared.q_empty[q_stage]);",
+         "wgmma_wait_group<0>();"),
+        ("gemm_dk_deferred(q_tile);",
+         "gemm_dk_deferred(q_tile), release_per_lane(shared.q_empty[q_stage]);"),
     ),
     "dQ is read before it is done": (
         "bwd_sm90", 64, "a load from registers of a wgmma in flight",
-        ("wgmma_wait_group<kBegin>(); release(shared.ds_empty", "release(shared.ds_empty"),
+        ("wgmma_wait_group<kBeginTile>(); release(shared.ds_empty", "release(shared.ds_empty"),
     ),
     "K is given back before the last dQ": (
         "bwd_sm90", 128, "wgmma reads .* not yet|",
         ("release(shared.k_empty);", ""),
-        ("turn(yes, no);", "release(shared.k_empty); turn(yes, no);"),
+        ("bwd_step(kRun, kSkip);", "release(shared.k_empty); bwd_step(kRun, kSkip);"),
     ),
     "weights are read before they are written": (
-        "bwd_keys_sm90", 256, "a load reads .* holds nothing|",
-        ("wait(shared.p_full[place.index()], place.parity());", ""),
+        "bwd_dkdv_sm90", 256, "a load reads .* holds nothing|",
+        ("wait(shared.p_full[pipe.index()], pipe.parity());", ""),
     ),
     "K is given back before dQ has read it": (
-        "bwd_queries_sm90", 256, "wgmma reads .* not yet",
-        ("wgmma_wait_group<0>(); release_k(k_before()); }", "wgmma_wait_group<0>(); }"),
-        ("if constexpr (!kFirst && !kSumFirst) start_sum(shared.k[k_before()]);",
-         "if (!kFirst) start_sum(shared.k[k_before()]), release_k(k_before());"),
+        "bwd_dq_sm90", 256, "wgmma reads .* not yet",
+        ("wgmma_wait_group<0>(); release_k(previous_k_stage()); }", "wgmma_wait_group<0>(); }"),
+        ("if constexpr (!kFirst && !kAccumulateFirst) "
+         "gemm_accumulate(shared.k[previous_k_stage()]);",
+         "if (!kFirst) gemm_accumulate(shared.k[previous_k_stage()]), "
+         "release_k(previous_k_stage());"),
     ),
     "V is given back before dP is done": (
-        "bwd_queries_sm90", 256, "wgmma reads .* not yet",
-        ("release(shared.v_empty[v_at]);", ""),
-        ("if constexpr (!kFirst && !kSumFirst) start_sum(",
-         "release(shared.v_empty[v_at]); if constexpr (!kFirst && !kSumFirst) start_sum("),
+        "bwd_dq_sm90", 256, "wgmma reads .* not yet",
+        ("release(shared.v_empty[v_stage]);", ""),
+        ("if constexpr (!kFirst && !kAccumulateFirst) gemm_accumulate(",
+         "release(shared.v_empty[v_stage]); if constexpr (!kFirst && !kAccumulateFirst) "
+         "gemm_accumulate("),
     ),
 }  # fmt: skip
 
@@ -279,20 +284,20 @@ def test_a_workspace_holds_what_kernels_write():
     steps, size = fill(problem, views, rows)
     first, main, last, redo = steps
     assert [step.row for step in steps] == list(rows)
-    assert main.places["sums"] - main.places["rows"] >= 3 * 4 * 256 * 8
-    assert main.places["turns"] - main.places["sums"] >= 3 * 4 * 2 * 2 * 64 * 64 * 4
-    assert first.params["words"] * 4 == size - main.places["turns"]
-    assert size >= main.places["counters"] + 16
+    assert main.places["dq_accum"] - main.places["lse_delta"] >= 3 * 4 * 256 * 8
+    assert main.places["dq_semaphore"] - main.places["dq_accum"] >= 3 * 4 * 2 * 2 * 64 * 64 * 4
+    assert first.params["counter_words"] * 4 == size - main.places["dq_semaphore"]
+    assert size >= main.places["tile_counters"] + 16
     assert all(place % 256 == 0 for place in main.places.values())
     p = main.params[0]
     assert (p["group"], p["entries"], p["k_tiles"], main.blocks) == (2, 6, 3, 18)
     assert last.blocks == 3 * 4 * 2 * 2
     tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
     assert redo.blocks == tiles[0] + 2 * tiles[1]
-    assert redo.places["shares"] - main.places["spoiled"] >= 4 * (1 + sum(tiles))
-    assert redo.places["far"] - redo.places["rows"] >= 3 * 4 * 256 * 8
-    assert main.places["sums"] - redo.places["far"] >= 3 * 4 * 256 * 8
-    assert size >= redo.places["shares"] + 8
+    assert redo.places["task_counters"] - main.places["nonfinite_flags"] >= 4 * (1 + sum(tiles))
+    assert redo.places["row_statistics"] - redo.places["lse_delta"] >= 3 * 4 * 256 * 8
+    assert main.places["dq_accum"] - redo.places["row_statistics"] >= 3 * 4 * 256 * 8
+    assert size >= redo.places["task_counters"] + 8
 
 
 def test_select():

@@ -14,8 +14,8 @@ from fa_cupy.gpu.kernels.attention.bwd_params import Gradients
 from fa_cupy.gpu.kernels.attention.bwd_sm80_params import fill, takes
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
     BACKWARD_SM80,
-    BwdKeysSm80,
-    BwdQueriesSm80,
+    BwdDkdvSm80,
+    BwdDqSm80,
     select_bwd_sm80,
 )
 from tests import kernel_gradients
@@ -248,81 +248,82 @@ def test_scores_of_any_size():
 # Of a kernel and a padded dim: what stands there and what is put in its place.
 BUGS = {
     "a tile is read before it has landed": (
-        "bwd_keys_sm80", 64, ("cp_async_wait_group<0>(); __syncthreads();  // this tile",
+        "bwd_dkdv_sm80", 64, ("cp_async_wait_group<0>(); __syncthreads();  // this tile",
                               "__syncthreads();  // this tile"),
     ),
     "a tile of Q is loaded over the one that is read": (
-        "bwd_keys_sm80", 96, ("load_q(next, (i + 1) % kQStages);", "load_q(next, i % kQStages);"),
+        "bwd_dkdv_sm80", 96, ("load_q(next, (i + 1) % kQStages);", "load_q(next, i % kQStages);"),
     ),
     "dO is overwritten while others read it": (
-        "bwd_keys_sm80", 128, ("__syncthreads();  // nobody reads this tile of dO", "// nobody"),
+        "bwd_dkdv_sm80", 128, ("__syncthreads();  // nobody reads this tile of dO", "// nobody"),
     ),
     "weights are read before all are there": (
-        "bwd_keys_sm80", 256, ("score_row(), score_col()); __syncthreads(); }",
+        "bwd_dkdv_sm80", 256, ("score_row(), score_col()); __syncthreads(); }",
                                "score_row(), score_col()); }"),
     ),
     "dS of other keys": (
-        "bwd_keys_sm80", 192, ("add_weights<kExchange>(dk, ds, ds_tile,",
-                               "add_weights<kExchange>(dk, ds, p_tile,"),
+        "bwd_dkdv_sm80", 192, ("accumulate_gradient<kExchangeWeights>(dk, ds, ds_tile,",
+                               "accumulate_gradient<kExchangeWeights>(dk, ds, p_tile,"),
     ),
     "one head of those that share keys": (
-        "bwd_keys_sm80", 32, ("work.tiles.begin < work.tiles.end ? params.group : 0",
+        "bwd_dkdv_sm80", 32, ("work.tiles.begin < work.tiles.end ? params.group : 0",
                               "work.tiles.begin < work.tiles.end ? 1 : 0"),
     ),
     "delta of the other query": (
-        "bwd_keys_sm80", 64, ("dp[i][j][e] -= e % 2 ? delta.y : delta.x",
+        "bwd_dkdv_sm80", 64, ("dp[i][j][e] -= e % 2 ? delta.y : delta.x",
                               "dp[i][j][e] -= e % 2 ? delta.x : delta.y"),
     ),
     "columns of another warp": (
-        "bwd_keys_sm80", 192, ("kGroups * (j / 2)) + j % 2;", "(j / 2)) + j % 2;"),
+        "bwd_dkdv_sm80", 192, ("kGroups * (j / 2)) + j % 2;", "(j / 2)) + j % 2;"),
     ),
     "the first tile of keys only is cut by the band": (
-        "bwd_queries_sm80", 64, ("tile >= tiles.full_begin && tile < tiles.full_end",
+        "bwd_dq_sm80", 64, ("tile >= tiles.full_begin && tile < tiles.full_end",
                                  "tile >= tiles.full_begin"),
     ),
     "V is overwritten while others read it": (
-        "bwd_queries_sm80", 128, ("__syncthreads();  // nobody reads this tile of V", "// nobody"),
+        "bwd_dq_sm80", 128, ("__syncthreads();  // nobody reads this tile of V", "// nobody"),
     ),
     "K is loaded over the tile that is read": (
-        "bwd_queries_sm80", 256, ("load_k(next, (i + 1) % kKStages);",
+        "bwd_dq_sm80", 256, ("load_k(next, (i + 1) % kKStages);",
                                   "load_k(next, i % kKStages);"),
     ),
     "delta is not taken away": (
-        "bwd_queries_sm80", 96, ("dp[i][j][e] -= delta[i][e / 2];", ";"),
+        "bwd_dq_sm80", 96, ("dp[i][j][e] -= delta[i][e / 2];", ";"),
     ),
     "keys behind the last one are seen": (
-        "bwd_queries_sm80", 32, ("hide_pairs<false, kSparse>(params, s, in_band,",
-                                 "hide_pairs<false, kSparse>(params, s, true,"),
+        "bwd_dq_sm80", 32, ("mask_scores<false, kSparse>(params, s, in_band,",
+                                 "mask_scores<false, kSparse>(params, s, true,"),
     ),
     "words of the wrong slab": (
-        "bwd_keys_sm80-sparse", 64, ("own % kMaskBlock / 16 * kSlabWords",
+        "bwd_dkdv_sm80-sparse", 64, ("own % kMaskBlock / 16 * kSlabWords",
                                      "own % 64 / 16 * kSlabWords"),
     ),
     "words of the wrong columns": (
-        "bwd_queries_sm80-sparse", 64, ("both.y >> other % kMaskBlock / 8 * 2;",
-                                        "both.y >> other % 64 / 8 * 2;"),
+        "bwd_dq_sm80-sparse", 64, ("row_words.y >> other % kMaskBlock / 8 * 2;",
+                                        "row_words.y >> other % 64 / 8 * 2;"),
     ),
     "a row of blocks of another head": (
-        "bwd_keys_sm80-sparse", 128, ("work.entry * params.group + step.head, work.first_key",
+        "bwd_dkdv_sm80-sparse", 128, ("work.entry * params.group + step.head, work.first_key",
                                       "work.entry * params.group, work.first_key"),
     ),
     "a band is not looked at where there are words": (
-        "bwd_queries_sm80-sparse", 96, ("if (!in_band) keep_band",
-                                        "if (!in_band && !in_part) keep_band"),
+        "bwd_dq_sm80-sparse", 96, ("if (!in_band) restrict_to_band",
+                                        "if (!in_band && !is_partial) restrict_to_band"),
     ),
     "a hidden block is gone through": (
-        "bwd_keys_sm80-sparse", 256, ("min(max(tile, block * kInBlock), end)", "min(tile, end)"),
+        "bwd_dkdv_sm80-sparse", 256, ("min(max(tile, block * kTilesPerBlock), end)",
+                                      "min(tile, end)"),
     ),
     "the slope of a softcap is left out": (
-        "bwd_keys_sm80", 64, ("dp[i][part + j][e] *= x.slope;", ""),
+        "bwd_dkdv_sm80", 64, ("dp[i][first_fragment + j][e] *= x.slope;", ""),
     ),
     "a bias of other rows": (
-        "bwd_queries_sm80", 128, ("first_own + 16 * i, first_other + 8 * part",
+        "bwd_dq_sm80", 128, ("first_own + 16 * i, first_other + 8 * first_fragment",
                                   "first_own, first_other"),
     ),
     "query and key change places in a bias": (
-        "bwd_keys_sm80", 96, ("const int query = min(kOwnKeys ? its : mine,",
-                              "const int query = min(kOwnKeys ? mine : its,"),
+        "bwd_dkdv_sm80", 96, ("const int query = min(kOwnKeys ? other_row : own_row,",
+                              "const int query = min(kOwnKeys ? own_row : other_row,"),
     ),
 }  # fmt: skip
 
@@ -362,7 +363,7 @@ def test_seeds_of_gradients(tmp_path):
     (row,) = (
         row
         for row in BACKWARD_SM80
-        if isinstance(row, BwdKeysSm80) and (row.dim, row.dtype, row.sparse) == (64, "float16", 0)
+        if isinstance(row, BwdDkdvSm80) and (row.dim, row.dtype, row.sparse) == (64, "float16", 0)
     )
     bug = plant(tmp_path, row.source, BUGS["delta of the other query"][2])
     assert any(one(seed, Chosen("backward", row.name, bug)) for seed in range(8))
@@ -399,26 +400,28 @@ def test_a_workspace_holds_what_kernels_write():
     steps, size = fill(problem, views, rows)
     first, keys, queries, redo = steps
     assert [step.row for step in steps] == list(rows)
-    assert keys.places["spoiled"] - keys.places["rows"] >= 3 * 4 * 256 * 8
-    assert first.places["turns"] == keys.places["spoiled"] == redo.places["spoiled"]
-    assert first.params["words"] * 4 == size - keys.places["spoiled"]
+    assert keys.places["nonfinite_flags"] - keys.places["lse_delta"] >= 3 * 4 * 256 * 8
+    assert (
+        first.places["counters"] == keys.places["nonfinite_flags"] == redo.places["nonfinite_flags"]
+    )
+    assert first.params["counter_words"] * 4 == size - keys.places["nonfinite_flags"]
     p = keys.params[0]
     assert (p["group"], p["entries"], p["row_pairs"]) == (2, 6, 128)
     assert keys.blocks == 6 * -(-300 // rows[1].tile_n)
     assert queries.blocks == 12 * -(-130 // rows[2].tile_m)
     tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
     assert redo.blocks == tiles[0] + 2 * tiles[1]
-    assert redo.places["shares"] - keys.places["spoiled"] >= 4 * (1 + sum(tiles))
-    assert redo.places["far"] - redo.places["rows"] >= 3 * 4 * 256 * 8
-    assert keys.places["spoiled"] - redo.places["far"] >= 3 * 4 * 256 * 8
-    assert size >= redo.places["shares"] + 8
+    assert redo.places["task_counters"] - keys.places["nonfinite_flags"] >= 4 * (1 + sum(tiles))
+    assert redo.places["row_statistics"] - redo.places["lse_delta"] >= 3 * 4 * 256 * 8
+    assert keys.places["nonfinite_flags"] - redo.places["row_statistics"] >= 3 * 4 * 256 * 8
+    assert size >= redo.places["task_counters"] + 8
 
 
 def test_every_dim_has_rows_of_both_kernels_for_all_targets():
-    for kind in (BwdKeysSm80, BwdQueriesSm80):
+    for kind in (BwdDkdvSm80, BwdDqSm80):
         rows = [row for row in BACKWARD_SM80 if isinstance(row, kind)]
         assert {(row.dim, row.dtype, row.sparse) for row in rows} == {
             (dim, dtype, sparse) for dim in DIMS for dtype in DTYPES for sparse in (False, True)
         }
         assert len({row.targets for row in rows}) == 1
-        assert all(re.fullmatch(r"attention/bwd_(keys|queries)_sm80", row.source) for row in rows)
+        assert all(re.fullmatch(r"attention/bwd_(dkdv|dq)_sm80", row.source) for row in rows)

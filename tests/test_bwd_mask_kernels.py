@@ -165,7 +165,7 @@ def test_a_block_among_hidden_ones_is_as_it_is_alone(dim, turned):
         (64, ("from = (from / 32 + 1) * 32;", "return end;")),
         (128, ("from = from / 32 * 32 - 1;", "return begin - 1;")),
         (128, ("begin = next; }", "return count; }")),
-        (128, ("max(from - __clz(left), begin - 1)", "from")),
+        (128, ("max(from - __clz(remaining_bits), begin - 1)", "from")),
     ],
     ids=["upwards", "downwards", "counted", "found"],
 )
@@ -181,64 +181,72 @@ def test_walks_beyond_32_blocks_are_tested(dim, change, tmp_path):
 # Where nothing is said, what comes out differs.
 BUGS = {
     "hidden blocks are waited for": (
-        "bwd_sm90", 128, "deadlock|", ("turn = counted_blocks(", "turn += 0 * counted_blocks("),
+        "bwd_sm90", 128, "deadlock|", ("semaphore_value = visible_blocks_between(",
+                                       "semaphore_value += 0 * visible_blocks_between("),
     ),
     "the first of the blocks that a tile sees does not begin its sums": (
         "bwd_sm90", 64, "deadlock|",
-        ("count - up_to(first - 1)", "count - up_to(first)"),
+        ("count - prefix_count(first - 1)", "count - prefix_count(first)"),
     ),
     "a block is counted twice": (
         "bwd_sm90", 64, "deadlock|",
-        ("kLastFirst ? work.tile + 1 : end", "kLastFirst ? work.tile : end"),
+        ("kReverseKvOrder ? work.tile + 1 : end", "kReverseKvOrder ? work.tile : end"),
     ),
     "sums that nobody wrote are rounded": (
-        "bwd_round", 64, "", ("keys.end - 1, block) > 0", "keys.end - 1, block) >= 0"),
+        "bwd_convert_dq", 64, "", ("keys.end - 1, block) > 0", "keys.end - 1, block) >= 0"),
     ),
     "words of the other half of a block's queries": (
-        "bwd_sm90", 128, "", ("seen[h] = seen[h] >> tile % 2 * 16", "seen[h] = seen[h] >> 0"),
+        "bwd_sm90", 128, "", ("visible_bits[h] = visible_bits[h] >> tile % 2 * 16",
+                              "visible_bits[h] = visible_bits[h] >> 0"),
     ),
     "words of the other warpgroup's keys": (
-        "bwd_sm90", 64, "", ("shared.note[at].place, 64 * group, my_thread()",
-                             "shared.note[at].place, 64 * (1 - group), my_thread()"),
+        "bwd_sm90", 64, "", ("shared.tile_info[at].words_index, 64 * group, thread_in_group()",
+                             "shared.tile_info[at].words_index, 64 * (1 - group), "
+                             "thread_in_group()"),
     ),
     "words of the tile before": (
-        "bwd_sm90", 128, "", ("read_words(seen, params.mask, shared.note[at].place",
-                              "read_words(seen, params.mask, shared.note[(at + 2) % 3].place"),
+        "bwd_sm90", 128, "", ("load_mask_words(visible_bits, params.mask, "
+                              "shared.tile_info[at].words_index",
+                              "load_mask_words(visible_bits, params.mask, shared.tile_info[(at + "
+                              "2) % 3].words_index"),
     ),
     "what a band hides of a listed block shows": (
-        "bwd_sm90", 64, "", ("if (cut) seen[h] &=", "if (0) seen[h] &="),
+        "bwd_sm90", 64, "", ("if (needs_mask) visible_bits[h] &=", "if (0) visible_bits[h] &="),
     ),
     "steps are counted without the mask": (
         "bwd_sm90", 128, "deadlock|does not end",
-        ("if (work.unseen) work.steps = 1;",
+        ("if (work.has_no_query) work.steps = 1;",
          "work.steps = (work.end - work.begin) * params.group;"),
     ),
     "a note is overwritten early": (
         "bwd_sm90", 64, "",
-        ("wait(shared.q_empty[at], place.parity() ^ 1); if constexpr (kSparse) shared.note",
-         "shared.note[at] = note; wait(shared.q_empty[at], place.parity() ^ 1); shared.note"),
+        ("wait(shared.q_empty[at], pipe.parity() ^ 1); if constexpr (kSparse) shared.tile_info",
+         "shared.tile_info[at] = tile_info; wait(shared.q_empty[at], pipe.parity() ^ 1); "
+         "shared.tile_info"),
     ),
     "rows of blocks of the group's first head": (
         "bwd_sm90", 128, "deadlock|",
-        ("begin_row(cursor, row_of_keys<kTileN>(params, work, head)",
-         "begin_row(cursor, row_of_keys<kTileN>(params, work, 0)"),
+        ("begin_block_row(cursor, block_row_of_keys<kTileN>(params, work, head)",
+         "begin_block_row(cursor, block_row_of_keys<kTileN>(params, work, 0)"),
     ),
     "words of the other half of a block's keys": (
-        "bwd_keys_sm90", 192, "", ("work.tile % 2 * 64, my_thread()", "0, my_thread()"),
+        "bwd_dkdv_sm90", 192, "", ("work.tile % 2 * 64, thread_in_group()", "0, thread_in_group()"),
     ),
     "gradients of scores that are hidden count": (
-        "bwd_keys_sm90", 192, "",
-        ("for (int h = 0; h < 2; ++h) hide_row(s,", "for (int h = 0; h < 1; ++h) hide_row(s,"),
+        "bwd_dkdv_sm90", 192, "",
+        ("for (int h = 0; h < 2; ++h) mask_scores_of_row(s,",
+         "for (int h = 0; h < 1; ++h) mask_scores_of_row(s,"),
     ),
     "K is given back before all lanes have read beside it": (
-        "bwd_queries_sm90", 192, "",
-        ("kSparse ? release_own(shared.k_empty[at]) :", "lane() > 0 ? void() :"),
-        ("(kSparse ? kWarpArrivals : 1) * 4 * kGroups", "4 * kGroups"),
-        ("wgmma_wait_group<kFirst || kSumFirst ? 1 : 2>(); add_band(k_at);",
-         "wgmma_wait_group<kFirst ? 1 : 2>(); release(shared.k_empty[k_at]); add_band(k_at);"),
+        "bwd_dq_sm90", 192, "",
+        ("kSparse ? release_per_lane(shared.k_empty[at]) :", "lane() > 0 ? void() :"),
+        ("(kSparse ? kArrivalsPerWarp : 1) * 4 * kGroups", "4 * kGroups"),
+        ("wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>(); apply_band(k_stage);",
+         "wgmma_wait_group<kFirst ? 1 : 2>(); release(shared.k_empty[k_stage]); "
+         "apply_band(k_stage);"),
     ),
     "queries that see no key go through a block that there is": (
-        "bwd_queries_sm90", 192, "",
+        "bwd_dq_sm90", 192, "",
         ("work.begin = mask_blocks(p.k_len) * kMaskBlock / kTileN;", "work.begin = 4;"),
     ),
 }  # fmt: skip

@@ -179,47 +179,49 @@ def test_any_bad_number_shows_where_it_belongs(dim, dtype, lengths, heads, band,
 # Of a kernel and a dim: what stands there, and what is put in its place.
 BUGS = {
     "keys are not looked at": (
-        "bwd_sm90", 128, "if (look.spoiled()) spoil_keys_64(", "if (0) spoil_keys_64(",
+        "bwd_sm90", 128, "if (nonfinite_probe.found()) flag_nonfinite_keys_64(",
+        "if (0) flag_nonfinite_keys_64(",
     ),
     "dK is not looked at": (
-        "bwd_sm90", 64, "put_keys(dk, 1, p.scale, work.unseen, look);",
-        "Look none; put_keys(dk, 1, p.scale, work.unseen, none);",
+        "bwd_sm90", 64, "write_dkdv(dk, 1, p.scale, work.has_no_query, nonfinite_probe);",
+        "NonfiniteProbe none; write_dkdv(dk, 1, p.scale, work.has_no_query, none);",
     ),
     "sums of dQ are not looked at": (
-        "bwd_round", 64, "if (look.spoiled()) {", "if (false) {",
+        "bwd_convert_dq", 64, "if (nonfinite_probe.found()) {", "if (false) {",
     ),
     "keys of wide dims are not looked at": (
-        "bwd_keys_sm90", 192, "if (look.spoiled()) spoil_keys_64(", "if (0) spoil_keys_64(",
+        "bwd_dkdv_sm90", 192, "if (nonfinite_probe.found()) flag_nonfinite_keys_64(",
+        "if (0) flag_nonfinite_keys_64(",
     ),
     "queries of wide dims are not looked at": (
-        "bwd_queries_sm90", 192, "if (look.spoiled()) {", "if (0) {",
+        "bwd_dq_sm90", 192, "if (nonfinite_probe.found()) {", "if (0) {",
     ),
-    "the words are not zeroed": ("bwd_rows", 64, "params.turns[i] = 0;", ""),
+    "the words are not zeroed": ("bwd_preprocess", 64, "params.counters[i] = 0;", ""),
     "hidden pairs are multiplied": (
-        "bwd_redo", 64, "if (__float_as_uint(weights[i]) == kHidden) continue;", "",
+        "bwd_nonfinite", 64, "if (__float_as_uint(weights[i]) == kMaskedWeight) continue;", "",
     ),
     "one query head of its keys is left out": (
-        "bwd_redo", 64, "heads = queries ? 1 : params.group;", "heads = 1;",
+        "bwd_nonfinite", 64, "heads = queries ? 1 : params.group;", "heads = 1;",
     ),
     "weights of 0 of what is seen count as hidden": (
-        "bwd_redo", 64, "seen ? x + 0.0f", "seen && x != 0.0f ? x + 0.0f",
+        "bwd_nonfinite", 64, "is_visible ? x + 0.0f", "is_visible && x != 0.0f ? x + 0.0f",
     ),
     "the last columns are left out": (
-        "bwd_redo", 192, "if (64 * part < cols)", "if (64 * part + 64 < cols)",
+        "bwd_nonfinite", 192, "if (64 * part < cols)", "if (64 * part + 64 < cols)",
     ),
     "factors are written before all have read them": (
-        "bwd_redo", 64,
+        "bwd_nonfinite", 64,
         "load_8(other, b, row, first + chunk, cols); __syncthreads();",
         "load_8(other, b, row, first + chunk, cols);",
     ),
     "products are written where factors are still read": (
-        "bwd_redo", 64, "__syncthreads();  // nobody reads the factors any more", "",
+        "bwd_nonfinite", 64, "__syncthreads();  // nobody reads the factors any more", "",
     ),
     "weights are made of products that are not there": (
-        "bwd_redo", 64, "__syncthreads();  // the products are there", "",
+        "bwd_nonfinite", 64, "__syncthreads();  // the products are there", "",
     ),
     "rows are read before they are written": (
-        "bwd_redo", 64, "to[1] = make_float4(x[4], x[5], x[6], x[7]); } __syncthreads();",
+        "bwd_nonfinite", 64, "to[1] = make_float4(x[4], x[5], x[6], x[7]); } __syncthreads();",
         "to[1] = make_float4(x[4], x[5], x[6], x[7]); }",
     ),
 }  # fmt: skip

@@ -118,34 +118,37 @@ def test_any_bad_number_shows_where_it_belongs(
 # Of a kernel and a dim: what stands there, and what is put in its place.
 BUGS = {
     "words of a mask are not looked at": (
-        "bwd_redo", 64, "words == nullptr || block_bit(", "true || block_bit(",
+        "bwd_nonfinite", 64, "words == nullptr || block_bit(", "true || block_bit(",
     ),
-    "hidden blocks are gone through": ("bwd_redo", 64, "if (pairs.mask.hidden) continue;", ""),
+    "hidden blocks are gone through": (
+        "bwd_nonfinite", 64, "if (pairs.mask.is_empty) continue;", "",
+    ),
     "the mask of another head": (
-        "bwd_redo", 64, "block_place(mask, table_row(mask, entry,",
-        "block_place(mask, table_row(mask, 0,",
+        "bwd_nonfinite", 64, "block_words_index(mask, table_row(mask, entry,",
+        "block_words_index(mask, table_row(mask, 0,",
     ),
     "keys and queries change places in a mask": (
-        "bwd_redo", 64, "mask_tile(params.mask, entry, queries ? own : other,",
-        "mask_tile(params.mask, entry, queries ? other : own,",
+        "bwd_nonfinite", 64, "mask_block_view(params.mask, entry, queries ? own : other,",
+        "mask_block_view(params.mask, entry, queries ? other : own,",
     ),
-    "the slope of a softcap is left out": ("bwd_redo", 64, "* score.slope", ""),
+    "the slope of a softcap is left out": ("bwd_nonfinite", 64, "* score.slope", ""),
     "the bias of another head": (
-        "bwd_redo", 64, "batch_offsets(p, entry), known_of(",
-        "batch_offsets(p, first_entry), known_of(",
+        "bwd_nonfinite", 64, "batch_offsets(p, entry), lse_delta_of(",
+        "batch_offsets(p, first_entry), lse_delta_of(",
     ),
     "what a bias hides counts": (
-        "bwd_redo", 64, "seen = score.score != -FA_INFINITY;", "",
+        "bwd_nonfinite", 64, "is_visible = score.score != -FA_INFINITY;", "",
     ),
     "the scale is that inside a softcap": (
-        "bwd_redo", 64, "kind == kOfValues ? 1.0f : params.scale;",
-        "kind == kOfValues ? 1.0f : p.scale;",
+        "bwd_nonfinite", 64, "kind == kTaskDv ? 1.0f : params.scale;",
+        "kind == kTaskDv ? 1.0f : p.scale;",
     ),
     "keys are not looked at": (
-        "bwd_keys_sm80", 64, "if (look.spoiled()) {", "if (0) {",
+        "bwd_dkdv_sm80", 64, "if (nonfinite_probe.found()) {", "if (0) {",
     ),
     "queries are not looked at": (
-        "bwd_queries_sm80", 64, "if (look.spoiled()) spoil", "if (0) spoil",
+        "bwd_dq_sm80", 64, "if (nonfinite_probe.found()) flag_nonfinite",
+        "if (0) flag_nonfinite",
     ),
 }  # fmt: skip
 

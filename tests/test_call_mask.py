@@ -47,7 +47,7 @@ class DeviceMask(NamedTuple):
     full_begin: Any
     full_end: Any
     full: Any
-    words_by_tile: int
+    words_by_block: int
 
 
 class CUDARuntimeError(RuntimeError):
@@ -138,7 +138,7 @@ class Machine:
 
     def pack(self, mask, view):
         self.log.append(("packed", self.stream, self.allocator))
-        found = self.of(BitMask.from_dense(np.asarray(mask)), 0)._replace(words_by_tile=5)
+        found = self.of(BitMask.from_dense(np.asarray(mask)), 0)._replace(words_by_block=5)
         self.log.pop()
         return found, asarray(np.zeros(np.prod(view.shape[:-2]), np.int32))
 
@@ -216,10 +216,10 @@ def test_lists_are_sent_once_and_readable_on_any_stream(machine, capturing):
         32,
         36,
     ]
-    assert at(told.entries, np.zeros(6, np.int32)).tolist() == [0, 1, 2, 0, 1, 2]
+    assert at(told.matrix_of_entry, np.zeros(6, np.int32)).tolist() == [0, 1, 2, 0, 1, 2]
     order = at(told.order, np.zeros(18, np.int32))
     assert sorted(order.tolist()) == list(range(18))
-    assert told.words_by_tile == 0
+    assert told.words_by_block == 0
     machine.log.clear()
     assert call(mask) == (told, kept)
     assert call_of(machine, mask)(mask)[0] == told  # another plan of the same kind of call
@@ -234,7 +234,7 @@ def test_calls_of_other_kinds_share_the_lists_only(machine):
     assert causal.order != plain.order
     batched = mask[None, [2, 2, 0]]
     told, _ = call_of(machine, batched)(batched)
-    assert at(told.entries, np.zeros(6, np.int32)).tolist() == [2, 2, 0] * 2
+    assert at(told.matrix_of_entry, np.zeros(6, np.int32)).tolist() == [2, 2, 0] * 2
 
 
 @pytest.mark.parametrize("stream", [7, 8])
@@ -322,7 +322,7 @@ def test_nothing_is_sorted_on_a_captured_stream(machine):
         again, same = call(mask)
     assert not machine.log
     assert told.order == 0
-    assert told.entries
+    assert told.matrix_of_entry
     assert (again, same) == (told, kept)  # so that the graph's memory stays where it is
     assert not machine.events
     later, _ = call(mask)
@@ -340,7 +340,7 @@ def test_an_array_is_packed_by_every_call(machine, capturing):
         call(mask)
     where = machine.of_graph if capturing else "pool"
     assert machine.log == [("packed", 7, where)] * 2
-    assert (told.order, told.words_by_tile) == (0, 5)
+    assert (told.order, told.words_by_block) == (0, 5)
 
 
 def test_lists_come_back_to_the_host_once(machine, monkeypatch):
@@ -367,8 +367,8 @@ def test_a_kind_of_call_has_one_memory(machine, there):
     _, memory = kept.found
     assert memory.dtype == np.int32
     assert len(memory) == 6 + 18
-    assert told.entries == memory.ctypes.data
-    assert told.order == told.entries + 4 * 6
+    assert told.matrix_of_entry == memory.ctypes.data
+    assert told.order == told.matrix_of_entry + 4 * 6
 
 
 def bands(machine, mask, count, start=0):

@@ -68,13 +68,14 @@ GOALS = {
 KERNELS = {
     "attention": ["attention_fwd_sm90"],
     "attention_backward": [
-        "attention_bwd_rows", "attention_bwd_sm90", "attention_bwd_round", "attention_bwd_redo",
+        "attention_bwd_preprocess", "attention_bwd_sm90", "attention_bwd_convert_dq",
+        "attention_bwd_nonfinite",
     ],
-    "causal_product": ["linear_chunked_sm90"],
-    "causal_product_backward": ["linear_chunked_sm90"],
+    "causal_product": ["linear_chunk_sm90"],
+    "causal_product_backward": ["linear_chunk_sm90"],
 }  # fmt: skip
 # They make the tables that a BitMask keeps.
-MASK_KERNELS = {"attention_backward with a BitMask": ["mask_tables", "mask_turn"]}
+MASK_KERNELS = {"attention_backward with a BitMask": ["mask_block_tables", "mask_transpose_words"]}
 
 
 class Trace(NamedTuple):

@@ -134,16 +134,16 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
         (["--target", "sm_90a"], "attention_backward: attention_bwd_sm90-float16-d128"),
         (
             ["--target", "sm_90a"],
-            "with attention_bwd_rows, attention_bwd_round, attention_bwd_redo",
+            "with attention_bwd_preprocess, attention_bwd_convert_dq, attention_bwd_nonfinite",
         ),
         (["--target", "sm_90a", "--v-dim", "250"], "attention_backward: tiled CuPy, on cuBLAS"),
-        (["--target", "sm_80"], "attention_backward: attention_bwd_keys_sm80-float16-d128"),
+        (["--target", "sm_80"], "attention_backward: attention_bwd_dkdv_sm80-float16-d128"),
         (["--target", "sm_80", "--v-dim", "300"], "attention_backward: tiled CuPy, on cuBLAS"),
         (
             ["--target", "sm_90a"],
             "  with a mask: attention_bwd_sm90-float16-d128-64x128-w12-s3-spa",
         ),
-        (["--target", "sm_90a"], "  with a softcap or bias: attention_bwd_keys_sm80-float16-d128"),
+        (["--target", "sm_90a"], "  with a softcap or bias: attention_bwd_dkdv_sm80-float16-d128"),
         (["--target", "sm_90a"], "with a softcap or bias: attention_fwd_sm90-float16-d128"),
         (["--target", "sm_90a"], "  rows not of 16 bytes: attention_fwd_sm80-float16-d128"),
         (["--target", "sm_90a"], "with a mask: attention_fwd_sm90-float16-d128-128x128-w12-s2-sp"),
@@ -162,7 +162,10 @@ def test_info_says_what_would_serve_a_call(arguments, shown, capsys):
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["1,16,65536,64", "--dtype", "bf16"], ["132 multiprocessors: chunked", "after linear_st"]),
+        (
+            ["1,16,65536,64", "--dtype", "bf16"],
+            ["132 multiprocessors: chunked", "after linear_chunk_state"],
+        ),
         (["64,16,500,64", "--dtype", "fp16"], ["132 multiprocessors: chunked", "one pass"]),
         (["1,16,4096,64", "--dtype", "fp32"], ["linear_recurrent-", "linear_low_occupancy-"]),
         (
@@ -277,19 +280,19 @@ def test_warmup_compiles_what_causal_products_can_get(target):
     assert all(target in row.targets for row in rows)
     # One sequence is split, so that sums of segments and their scan are there too.
     assert {row.source for row in rows} == {
-        "linear/chunked_sm80",
-        "linear/states_sm80",
-        "linear/scan",
+        "linear/chunk_sm80",
+        "linear/chunk_state_sm80",
+        "linear/state_prefix_sum",
     }
     assert {row.dim for row in rows if row.dtype == "bfloat16"} == {64}
     single = serving_products(target, {"float32"}, {60, 999})
     plain = [
         (f"linear/{name}", dim) for name in ("recurrent", "low_occupancy") for dim in (64, 256)
     ]
-    chunked = [("linear/chunked_single_sm80", 64), ("linear/states_single_sm80", 64)]
-    mapped = [("linear/chunked_single_turns_sm90", 64), ("linear/states_single_sm90", 64)]
+    chunked = [("linear/chunk_fp32_sm80", 64), ("linear/chunk_state_fp32_sm80", 64)]
+    mapped = [("linear/chunk_fp32_pingpong_sm90", 64), ("linear/chunk_state_fp32_sm90", 64)]
     found = {(row.source, row.dim) for row in single}
-    wanted = {*plain, *chunked, ("linear/scan", 256)}
+    wanted = {*plain, *chunked, ("linear/state_prefix_sum", 256)}
     assert found == (wanted | {*mapped} if target == "sm_90a" else wanted)
 
 

@@ -285,7 +285,7 @@ def test_the_schedule_does_not_show(row):
 
 
 WORK_BEYOND = (
-    re.compile(r"(shared\.work\[place\.index\(\))(\] = work;|\], index\))"),
+    re.compile(r"(shared\.work\[work_pipe\.index\(\))(\] = work;|\], index\))"),
     r"\1 + kWorkStages\2",
 )
 # What stands in a kernel, what is put there instead, on which row, and what is said about it; where
@@ -294,12 +294,13 @@ BUGS = {
     "K is read before it has landed": (
         D128,
         r"wgmma reads .* not yet.*fwd_sm90.cu:\d+",
-        ("wait(shared.k_full[k_place.index()], k_place.parity());\n      take_turn", "take_turn"),
+        ("wait(shared.k_full[k_pipe.index()], k_pipe.parity());\n      warp_scheduler_sync",
+         "warp_scheduler_sync"),
     ),
     "V is read before it has landed": (
         D128,
         "wgmma reads .* not yet",
-        ("  wait(shared.v_full[v_place.index()], v_place.parity());\n        wgmma_fence",
+        ("  wait(shared.v_full[v_pipe.index()], v_pipe.parity());\n        wgmma_fence",
          "wgmma_fence"),
     ),
     "the parity of Q is wrong": (
@@ -310,14 +311,15 @@ BUGS = {
     "K is given back before it has been read": (
         D128,
         "wgmma reads .* not yet",
-        ("        release(shared.k_empty[k_place.index()]);\n      }", "      }"),
-        ("if constexpr (kOverlap && !kFirst) {",
-         "release(shared.k_empty[k_place.index()]);\n      if constexpr (kOverlap && !kFirst) {"),
+        ("        release(shared.k_empty[k_pipe.index()]);\n      }", "      }"),
+        ("if constexpr (kOverlapSoftmaxPv && !kFirst) {",
+         "release(shared.k_empty[k_pipe.index()]);\n      if constexpr (kOverlapSoftmaxPv && "
+         "!kFirst) {"),
     ),
     "K is never given back": (
         D128,
         "deadlock; .*mbarrier: warps 0 1",
-        ("        release(shared.k_empty[k_place.index()]);\n      }", "      }"),
+        ("        release(shared.k_empty[k_pipe.index()]);\n      }", "      }"),
     ),
     "scores are used before the product is done": (
         D128,
@@ -332,28 +334,28 @@ BUGS = {
     "accumulators are set while they are in flight": (
         D128,
         "a store to registers of a wgmma in flight",
-        ("if constexpr (!kExclusive) pass_turn();", "s[0][0][0] = 0.0f;"),
+        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive();", "s[0][0][0] = 0.0f;"),
     ),
     "registers of A are set while they are in flight": (
         D128,
         "a store to registers of a wgmma in flight",
-        ("if constexpr (!kExclusive) pass_turn();", "q[0][0] = 0;"),
+        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive();", "q[0][0] = 0;"),
     ),
     "registers are not fenced": (
         D128,
         "wgmma without wgmma.fence",
-        ("wgmma_fence();\n      start_scores(cols", "start_scores(cols"),
+        ("wgmma_fence();\n      gemm_qk(cols", "gemm_qk(cols"),
     ),
     "fewer bytes are expected than come": (
         D64,
         "deadlock",
-        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes + beside)",
+        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes + extra_bytes)",
          "mbarrier_arrive_expect_tx(barrier, kKTileBytes - 16)"),
     ),
     "half of a tile is never loaded": (
         D128,
         "wgmma reads .* holds nothing",
-        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes + beside)",
+        ("mbarrier_arrive_expect_tx(barrier, kKTileBytes + extra_bytes)",
          "mbarrier_arrive_expect_tx(barrier, kKTileBytes / 2)"),
         ("block < kBlocks; ++block) {\n        cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles",
          "block < 1; ++block) {\n        cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles"),
@@ -361,23 +363,25 @@ BUGS = {
     "work is announced but not written": (
         D64,
         "a load reads .* holds nothing",
-        (re.compile(r"shared\.work\[place\.index\(\)\] = work;|work\.q_begin = q_begin;"), ""),
+        (re.compile(r"shared\.work\[work_pipe\.index\(\)\] = work;|work\.q_begin = q_begin;"), ""),
     ),
     "a turn is not passed on": (
         D64,
         "deadlock; .*bar.sync: warps",
-        ("      take_turn();\n      pass_turn();\n", "      take_turn();\n"),
+        ("      warp_scheduler_sync();\n      warp_scheduler_arrive();\n",
+         "      warp_scheduler_sync();\n"),
     ),
     "a lane speaks for others that still wait": (D64, "", ("__syncwarp();  // or a lane", "//")),
     "a lane is missing from a shuffle": (
         D64,
         "threads of one warp are at|others wait for it at|deadlock",
-        ("    softmax.finish();\n", "    if (lane != 5) softmax.finish();\n"),
+        ("    softmax.reduce_row_sum();\n", "    if (lane != 5) softmax.reduce_row_sum();\n"),
     ),
     "a lane leaves early": (
         D64,
         "others wait for it at",
-        ("    softmax.finish();\n", "    if (lane == 5) return;\n    softmax.finish();\n"),
+        ("    softmax.reduce_row_sum();\n",
+         "    if (lane == 5) return;\n    softmax.reduce_row_sum();\n"),
     ),
     "Q is loaded while the output is stored": (
         D64,
@@ -461,8 +465,13 @@ BROKEN = {
         "in_block == 0 || after_full == 0",
         "after_full == 0",
     ),
-    "product": ("sm80-float16-d32", "linear/scan", "sum += more[i];", "sum = more[i];"),
-    "backward": ("sm90-float16-d64", "attention/bwd_rows", "sum - shift[i]", "sum"),
+    "product": (
+        "sm80-float16-d32",
+        "linear/state_prefix_sum",
+        "sum += segment_sums[i];",
+        "sum = segment_sums[i];",
+    ),
+    "backward": ("sm90-float16-d64", "attention/bwd_preprocess", "sum - dlse_in[i]", "sum"),
 }
 
 
@@ -488,7 +497,7 @@ def test_seeds_are_drawn_from_all_families_or_one():
     assert Chosen().kinds() == [kind for family in kinds.values() for kind in family]
     launched = {row.name for rows, _ in Chosen().kinds() for row in rows}
     assert launched == {row.name for row in (*VARIANTS, *PRODUCTS, *BACKWARD, *BACKWARD_SM80)}
-    (scan,) = {row.name for row in PRODUCTS if row.source == "linear/scan"}
+    (scan,) = {row.name for row in PRODUCTS if row.source == "linear/state_prefix_sum"}
     assert {rows[-1].name for rows, _ in Chosen(part=scan).kinds()} == {scan}
     code, text = command("--seeds", 1, "--family", "mask", "--row", "linear")
     assert (code, text) == (2, "emulator: no row for --family mask --row linear\n")

@@ -18,7 +18,7 @@ from tests.test_check import NO_OPTIONS
 HALF = np.dtype(np.float16)
 MULTIPROCESSORS = 10
 PLACES = (0x10000, 0x20000, 0x30000, 0, 0x40000, 0x50000, 0)
-MASK = MaskPointers(*range(0x1000, 0xA000, 0x1000), words_by_tile=3)
+MASK = MaskPointers(*range(0x1000, 0xA000, 0x1000), words_by_block=3)
 
 
 class Device:
@@ -106,7 +106,7 @@ def test_maps_pointers_and_schedule_reach_the_launch(device):
         assert p["common"][name] == place
     assert (p["out_map"] == p["common"]["out"]).all()
     assert p["common"]["lse"] == PLACES[5]
-    assert p["schedule"].item() == (0, 0, 4, 2, 1)  # a block for each tile: no counter
+    assert p["scheduler"].item() == (0, 0, 4, 2, 1)  # a block for each tile: no counter
     assert p["size"].tolist() == [1, 1, 2]
     assert device.counters == []
 
@@ -116,7 +116,7 @@ def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(device):
     for _ in range(3):
         run(PLACES)
     assert [grid for _, grid, _ in device.launched] == [MULTIPROCESSORS] * 3
-    schedules = [values["schedule"][0].item() for _, _, values in device.launched]
+    schedules = [values["scheduler"][0].item() for _, _, values in device.launched]
     assert [s[0] for s in schedules] == [counter.ptr for counter in device.counters]
     assert len({s[1] for s in schedules} - {0}) == 3
     assert {s[2:] for s in schedules} == {(2 * -(-3000 // run.row.tile_m), 2, 1)}
@@ -126,7 +126,7 @@ def test_a_counter_that_the_caller_has_is_taken(device):
     run = forward(device, q_len=3000)
     for _ in range(2):
         run(PLACES, 0x9000)
-    assert [int(values["schedule"]["counter"][0]) for _, _, values in device.launched] == [
+    assert [int(values["scheduler"]["counter"][0]) for _, _, values in device.launched] == [
         0x9000
     ] * 2
     assert device.counters == []
@@ -139,7 +139,7 @@ def test_a_graph_gets_the_same_grid_and_counters_of_its_own(device, counter):
     for _ in range(3):
         run(PLACES, counter)
     assert [grid for _, grid, _ in device.launched] == [MULTIPROCESSORS] * 3
-    schedules = [values["schedule"][0].item() for _, _, values in device.launched]
+    schedules = [values["scheduler"][0].item() for _, _, values in device.launched]
     assert [s[0] for s in schedules] == [node.ptr for node in device.nodes]
     assert len({s[0] for s in schedules}) == len({s[1] for s in schedules} - {0}) == 3
     assert {s[2:] for s in schedules} == {(2 * -(-3000 // run.row.tile_m), 2, 1)}
@@ -150,7 +150,7 @@ def test_a_graph_with_a_block_for_each_tile_has_no_counter(device):
     device.capturing = True
     forward(device)(PLACES)
     ((_, grid, values),) = device.launched
-    assert (grid, values["schedule"][0].item()[:2]) == (4, (0, 0))
+    assert (grid, values["scheduler"][0].item()[:2]) == (4, (0, 0))
     assert device.nodes == []
 
 
@@ -205,7 +205,7 @@ def test_parts_follow_each_other(device, monkeypatch):
     run = forward(device, heads=5, is_causal=True)
     run(PLACES)
     found = [
-        (int(v["common"]["first_batch"][0]), *v["schedule"][0].item()[2:], grid)
+        (int(v["common"]["first_batch"][0]), *v["scheduler"][0].item()[2:], grid)
         for _, grid, v in device.launched
     ]
     assert found == [(0, 6, 3, 3, 6), (3, 4, 2, 2, 4)]

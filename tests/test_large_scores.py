@@ -142,25 +142,28 @@ def check_all(row, source=None):
 
 # What stands in the headers, what is put there instead; which kernel shows it.
 BUGS = {
-    "no row is far": ("fwd_sm80", ("< kCoarse) return false", "< FA_INFINITY) return false")),
+    "no row is far": ("fwd_sm80", ("< kCoarseScore) return false", "< FA_INFINITY) return false")),
     "infinite references are not far": (
         "fwd_sm90",
-        ("< kCoarse)", "< kCoarse || fabsf(reference) == FA_INFINITY)"),
+        ("< kCoarseScore)", "< kCoarseScore || fabsf(row_max) == FA_INFINITY)"),
     ),
     "rows below everything saw no key": (
         "fwd_sm80", ("p.bias == nullptr && first_key", "p.bias != nullptr && first_key"),
     ),
-    "products in float32": ("fwd_sm80", ("product_of<kBf16, double>", "product_of<kBf16, float>")),
+    "products in float32": ("fwd_sm80", ("dot_qk<kBf16, double>", "dot_qk<kBf16, float>")),
     "the bias times log2(e) by itself": (
         "fwd_sm80",
-        ("x += load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col, p.bias_kind);",
-         "return fmaf(kLog2e, load_as_float(p.bias, at.bias + row * p.bias_row + col * p.bias_col,"
+        ("x += load_as_float(p.bias, offsets.bias + row * p.bias_row + col * p.bias_col, "
+         "p.bias_kind);",
+         "return fmaf(kLog2e, load_as_float(p.bias, offsets.bias + row * p.bias_row + col * "
+         "p.bias_col,"
          " p.bias_kind), kLog2e * x);"),
     ),
     "the lowest bias hides": ("fwd_sm90", ("__fmul_rz(kLog2e, x)", "kLog2e * x")),
     "the log-sum-exp stays": ("fwd_sm80", ("p.lse[batch * p.q_len + row] = lse;", ";")),
-    "the maximum stays": ("fwd_sm80", ("top = score;", "top = top < -1e300 ? score : top;")),
-    "far rows trust the fast path": ("fwd_sm80", ("fabsf(reference) >= kFar", "false")),
+    "the maximum stays": ("fwd_sm80", ("row_max = score;",
+                                       "row_max = row_max < -1e300 ? score : row_max;")),
+    "far rows trust the fast path": ("fwd_sm80", ("fabsf(row_max) >= kLargeScore", "false")),
 }  # fmt: skip
 
 

@@ -20,14 +20,14 @@ MOST_MODULES = 12
 # Lines of code of a function, and the functions that have more.
 MOST_LINES = {".py": 60, ".cu": 120, ".cuh": 120}
 LONG_FUNCTIONS = {
-    "cuda_src/attention/bwd_keys_sm80.cu: attention_bwd_keys_sm80",
-    "cuda_src/attention/bwd_keys_sm90.cu: compute",
-    "cuda_src/attention/bwd_queries_sm80.cu: attention_bwd_queries_sm80",
-    "cuda_src/attention/bwd_queries_sm90.cu: compute",
-    "cuda_src/attention/bwd_sm90.cu: compute",
+    "cuda_src/attention/bwd_dkdv_sm80.cu: attention_bwd_dkdv_sm80",
+    "cuda_src/attention/bwd_dkdv_sm90.cu: consume",
+    "cuda_src/attention/bwd_dq_sm80.cu: attention_bwd_dq_sm80",
+    "cuda_src/attention/bwd_dq_sm90.cu: consume",
+    "cuda_src/attention/bwd_sm90.cu: consume",
     "cuda_src/attention/fwd_sm80.cu: attention_fwd_sm80",
-    "cuda_src/attention/fwd_sm90.cu: compute",
-    "cuda_src/linear/chunked_sm90.cu: compute_outputs",
+    "cuda_src/attention/fwd_sm90.cu: consume",
+    "cuda_src/linear/chunk_sm90.cu: compute_outputs",
 }
 
 

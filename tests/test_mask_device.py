@@ -145,7 +145,7 @@ def test_packing_on_the_fly(cupy, share):
         base = mask_sources.dense(rng, (2, 300, 384))
         view = View((2, 3, 300, 384), (base.strides[0], 0, *base.strides[1:]))
     mask, entries = device_mask.pack(cupy.asarray(base), view)
-    assert (mask.words_by_tile == 0) == share
+    assert (mask.words_by_block == 0) == share
     assert entries.get().tolist() == [0, 0, 0, 1, 1, 1]
     found = mask_sources.expand(mask, entries, (2, 3), (300, 384))
     np.testing.assert_array_equal(found, np.lib.stride_tricks.as_strided(base, *view))

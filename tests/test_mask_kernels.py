@@ -156,40 +156,41 @@ def test_a_lost_row_does_not_spread():
 # What stands in the kernel or its header, what is put there instead; keys of a tile of the row.
 BUGS = {
     "the wrong half of a block's words": (
-        64, ("first_bit = tile % kInBlock * (32 / kInBlock)", "first_bit = 0"),
+        64, ("first_bit = tile % kTilesPerBlock * (32 / kTilesPerBlock)", "first_bit = 0"),
     ),
     "words of other rows": (128, ("block[tid_x_again() - 128]", "block[tid_x_again() % 128]")),
     "words of the wrong place of K": (
-        128, ("take_words(shared.words[stage], tile", "take_words(shared.words[1 - stage], tile"),
+        128, ("extract_words(shared.words[stage], tile",
+              "extract_words(shared.words[1 - stage], tile"),
     ),
     "words are given back before all lanes have read them": (
         128, ("init(shared.k_empty[i], kSparse ? 128 * kGroups : 4 * kGroups);",
               "init(shared.k_empty[i], 4 * kGroups);"),
     ),
     "words are not counted at the barrier": (
-        128, ("load_keys(tile, words != nullptr ? 4 * kBlockWords : 0)", "load_keys(tile, 0)"),
+        128, ("load_k(tile, words != nullptr ? 4 * kBlockWords : 0)", "load_k(tile, 0)"),
     ),
     "words are read before they have landed": (
-        128, ("arrive_expect_tx(barrier, kKTileBytes + beside)",
+        128, ("arrive_expect_tx(barrier, kKTileBytes + extra_bytes)",
               "arrive_expect_tx(barrier, kKTileBytes)"),
         ("cvta_to_shared(&shared.k_full[stage])", "cvta_to_shared(&shared.v_full[stage])"),
     ),
     "words are lost where scores are computed again": (
-        64, ("listed = words_again(p, work, tile, seen);",
-             "seen[0][0] = seen[0][1] = 0xffffffffu;"),
+        64, ("listed = reload_mask_words(p, work, tile, visible_bits);",
+             "visible_bits[0][0] = visible_bits[0][1] = 0xffffffffu;"),
     ),
     "scores are computed again for another tile": (
-        128, ("key_tile = tile_again(p, work, tile);", "key_tile = tile;"),
+        128, ("key_tile = reload_tile_number(p, work, tile);", "key_tile = tile;"),
     ),
     "a tile's number is overwritten early": (
-        128, ("wait(shared.k_empty[stage], place.parity() ^ 1);", ""),
+        128, ("wait(shared.k_empty[stage], k_pipe.parity() ^ 1);", ""),
     ),
-    "values of the next tile": (128, ("load_values(before)", "load_values(tile)")),
-    "a list ends a block early": (128, ("last ? seen.end : seen.begin",
-                                        "last ? seen.end - 1 : seen.begin")),
-    "a list begins a block late": (128, ("last ? seen.end : seen.begin",
-                                         "last ? seen.end : seen.begin + 1")),
-    "what a band hides of a listed block shows": (64, ("if (outside) {", "if (false) {")),
+    "values of the next tile": (128, ("load_v(previous_tile)", "load_v(tile)")),
+    "a list ends a block early": (128, ("is_end ? band_blocks.end : band_blocks.begin",
+                                        "is_end ? band_blocks.end - 1 : band_blocks.begin")),
+    "a list begins a block late": (128, ("is_end ? band_blocks.end : band_blocks.begin",
+                                         "is_end ? band_blocks.end : band_blocks.begin + 1")),
+    "what a band hides of a listed block shows": (64, ("if (crosses_band) {", "if (false) {")),
     "rows of blocks of another entry": (
         128, ("row_of_blocks(p.mask, entry, q_begin", "row_of_blocks(p.mask, 0, q_begin"),
     ),

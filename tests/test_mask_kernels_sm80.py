@@ -155,14 +155,14 @@ BUGS = {
     "words of the next block come before this one's are used": (
         64,
         ("load_words(tile + 1);\n      cp_async_commit_group();", "cp_async_commit_group();"),
-        ("if constexpr (kSparse) load_key(tile + 2);",
-         "if constexpr (kSparse) load_words(tile + 1), load_key(tile + 2);"),
+        ("if constexpr (kSparse) load_block_index(tile + 2);",
+         "if constexpr (kSparse) load_words(tile + 1), load_block_index(tile + 2);"),
     ),
     "words are not waited for": (
         128, ("load_words(tile + 1);\n      cp_async_commit_group();", "load_words(tile + 1);"),
     ),
     "the number of a block comes a tile late": (
-        32, ("load_key(tile + 2);", "load_key(tile + 1);"),
+        32, ("load_block_index(tile + 2);", "load_block_index(tile + 1);"),
     ),
     "words of other rows": (256, ("(work.q_begin % kMaskBlock + warp", "(warp")),
     "words of the first tile only": (192, ("in_block == 0 || after_full == 0", "after_full == 0")),

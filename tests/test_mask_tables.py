@@ -35,7 +35,7 @@ def random_mask(seed, *shape):
 
 def dense_of(arrays, kind, matrix, rows, cols):
     """A matrix as a table has it, blocks of 128."""
-    places = arrays[f"mask_{kind}_places"].reshape(-1, rows, cols)[matrix]
+    places = arrays[f"mask_{kind}_block_index"].reshape(-1, rows, cols)[matrix]
     words = arrays[f"mask_{kind}_words"].reshape(-1, *layouts.ORDERS["fragment"])
     dense = np.zeros((rows, cols, 128, 128), bool)
     dense[places == WHOLE] = True
@@ -50,11 +50,11 @@ def test_tables_say_what_the_mask_does(size):
     for mask in (dense, BitMask.from_dense(dense)[::-1]):
         arrays = tables_of(problem_of(mask), mask).arrays
         q_blocks, k_blocks = (-(-n // 128) for n in size)
-        for entry, matrix in enumerate(arrays["mask_entries"]):
+        for entry, matrix in enumerate(arrays["mask_matrix_of_entry"]):
             want = mask[entry].to_dense() if isinstance(mask, BitMask) else mask[entry]
-            got = dense_of(arrays, "straight", matrix, q_blocks, k_blocks)
+            got = dense_of(arrays, "by_query", matrix, q_blocks, k_blocks)
             assert (got[: size[0], : size[1]] == want).all()
-            turned = dense_of(arrays, "turned", matrix, k_blocks, q_blocks)
+            turned = dense_of(arrays, "by_key", matrix, k_blocks, q_blocks)
             assert (got == turned.T).all()
 
 
@@ -106,7 +106,7 @@ def made_by(host, mask):
 
 def check_tables(host, mask):
     found = made_by(host, mask)
-    found["mask_turned_counts"] = found.pop("mask_counts")
+    found["mask_by_key_prefix_counts"] = found.pop("mask_prefix_counts")
     want = tables_of(problem_of(mask), mask).arrays
     for name in found:
         like = want[name].reshape(-1)
@@ -128,24 +128,24 @@ def test_any_mask(host, seed):
 # Of a kernel: what stands there, and what is put in its place.
 BUGS = {
     "a search ends behind what it looks for": (
-        "mask/tables", ("if (list[middle] < block)", "if (list[middle] <= block)"),
+        "mask/block_tables", ("if (list[middle] < block)", "if (list[middle] <= block)"),
     ),
     "what is before a block is not counted": (
-        "mask/tables", ("count += place != kHiddenBlock;", ""),
+        "mask/block_tables", ("prefix_count += words_index != kEmptyBlock;", ""),
     ),
     "the turned table is not turned": (
-        "mask/tables", ("const int place = shared.places[lane][warp];",
-                        "const int place = shared.places[warp][lane];"),
+        "mask/block_tables", ("const int words_index = shared.block_index[lane][warp];",
+                        "const int words_index = shared.block_index[warp][lane];"),
     ),
-    "it is read before it is written": ("mask/tables", ("__syncthreads();", "")),
+    "it is read before it is written": ("mask/block_tables", ("__syncthreads();", "")),
     "full blocks are those in part": (
-        "mask/tables", ("place = kWholeBlock;", "place = static_cast<int>(full);"),
+        "mask/block_tables", ("words_index = kFullBlock;", "words_index = static_cast<int>(full);"),
     ),
     "rows and columns of a word are mixed up": (
-        "mask/turn", ("turned[word_of(own + 2 * of_col, of_row)]",
-                      "turned[word_of(own + 2 * of_row, of_col)]"),
+        "mask/transpose_words", ("transposed[word_position(own + 2 * col_pair, row_pair)]",
+                      "transposed[word_position(own + 2 * row_pair, col_pair)]"),
     ),
-    "words of the lower half": ("mask/turn", ("row % 16 / 8", "0")),
+    "words of the lower half": ("mask/transpose_words", ("row % 16 / 8", "0")),
 }  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from tests.test_check import NO_OPTIONS
 COMMON = Path(__file__).parents[1] / "cuda_src/common"
 STRUCTS = {
     "AttentionParams": ("attention_params.cuh", ATTENTION_PARAMS),
-    "MaskLists": ("mask_lists.cuh", MASK_LISTS),
-    "ProductParams": ("product_params.cuh", PRODUCT_PARAMS),
+    "MaskLists": ("block_lists.cuh", MASK_LISTS),
+    "ProductParams": ("linear_params.cuh", PRODUCT_PARAMS),
 }
 ROWS = ("q", "k", "v", "out")
 
@@ -94,7 +94,7 @@ def test_the_head_is_written_where_the_struct_has_it():
 def test_a_mask_is_written_where_the_struct_has_it():
     assert fwd_params.MaskPointers._fields == MASK_LISTS.names
     filled = np.zeros(1, ATTENTION_PARAMS)
-    told = fwd_params.MaskPointers(*(2**64 - 1 - i for i in range(9)), words_by_tile=-5)
+    told = fwd_params.MaskPointers(*(2**64 - 1 - i for i in range(9)), words_by_block=-5)
     fwd_params.pack_mask(filled.view(np.uint8), fwd_params.MASK_AT, *told)
     assert filled["mask"][0].item() == told
     filled["mask"] = 0
@@ -104,12 +104,12 @@ def test_a_mask_is_written_where_the_struct_has_it():
 def test_a_part_of_a_call_has_its_own_entries_and_the_usual_order():
     told = fwd_params.MaskPointers(*range(100, 1000, 100))
     assert told.of_part(7, whole=True) is told
-    assert told.of_part(7, whole=False) == told._replace(entries=828, order=0)
+    assert told.of_part(7, whole=False) == told._replace(matrix_of_entry=828, order=0)
 
 
 def test_the_size_of_a_block_is_that_of_the_header():
     found = dict(re.findall(r"constexpr int (kMaskBlock|kBlockWords) = (\d+);",
-                            header("mask_lists.cuh")))  # fmt: skip
+                            header("block_lists.cuh")))  # fmt: skip
     assert int(found["kMaskBlock"]) == fwd_params.MASK_BLOCK == layouts.BLOCK
     assert int(found["kBlockWords"]) == np.prod(layouts.ORDERS["fragment"])
 
@@ -348,7 +348,7 @@ def test_bounds_are_those_of_the_band(align):
 @pytest.mark.parametrize("scale", [None, 0.5, 3.0, 1e-3])
 def test_the_softmax_folds_a_plain_scale_in(scale):
     p = filled_with(scale=scale)
-    assert p["transform"] == 0
+    assert p["has_score_mod"] == 0
     np.testing.assert_allclose(p["exp2_scale"], np.log2(np.e) * (scale or 8**-0.5), rtol=1e-6)
 
 
@@ -366,7 +366,7 @@ def test_the_softmax_folds_a_plain_scale_in(scale):
 )
 def test_all_else_is_done_to_scores_first(options):
     p = filled_with(**options)
-    assert p["transform"] == 1
+    assert p["has_score_mod"] == 1
     assert p["exp2_scale"] == 1
     assert np.isfinite(p["scale"])
     assert p["softcap"] == options.get("softcap", 0)

@@ -14,7 +14,7 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu.driver import tensor_map
 from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params, fwd_variants
 from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import FWD_SM90_PARAMS, SCHEDULE
+from fa_cupy.gpu.kernels.attention.fwd_sm90_params import FWD_SM90_PARAMS, TILE_SCHEDULER
 from fa_cupy.gpu.kernels.attention.fwd_variants import Call, VariantSm80, VariantSm90, select
 from tests.test_check import NO_OPTIONS
 
@@ -36,14 +36,17 @@ def members(file, name):
 
 def test_the_schedule_is_that_of_the_header():
     kinds = {"uint64*": np.uint64, "uint64": np.uint64, "int": np.int32}
-    found = [(kinds[kind], name) for kind, name, _ in members("common/schedule.cuh", "Schedule")]
-    assert found == [(SCHEDULE[name].type, name) for name in SCHEDULE.names]
-    assert SCHEDULE.itemsize == 32
+    found = [
+        (kinds[kind], name)
+        for kind, name, _ in members("common/tile_scheduler.cuh", "TileScheduler")
+    ]
+    assert found == [(TILE_SCHEDULER[name].type, name) for name in TILE_SCHEDULER.names]
+    assert TILE_SCHEDULER.itemsize == 32
 
 
 def test_the_struct_is_that_of_the_kernel():
     sizes = {"TensorMap": (128, 64), "AttentionParams": (ATTENTION_PARAMS.itemsize, 8)}
-    sizes |= {"Schedule": (SCHEDULE.itemsize, 8), "int": (4, 4)}
+    sizes |= {"TileScheduler": (TILE_SCHEDULER.itemsize, 8), "int": (4, 4)}
     at, names = 0, []
     for kind, name, length in members("attention/fwd_sm90.cuh", "FwdSm90Params"):
         size, alignment = sizes[kind]
@@ -58,12 +61,12 @@ def test_the_struct_is_that_of_the_kernel():
 
 def test_a_part_and_a_counter_are_written_where_the_struct_has_them():
     filled = np.zeros(1, FWD_SM90_PARAMS)
-    at = FWD_SM90_PARAMS.fields["schedule"][1]
+    at = FWD_SM90_PARAMS.fields["scheduler"][1]
     fwd_sm90_params.Part(9, 1, 2, 3).write(filled)
     fwd_sm90_params.pack_counter(filled.view(np.uint8), at, 2**64 - 1, 2**63 + 5)
-    assert filled["schedule"][0].item() == (2**64 - 1, 2**63 + 5, 1, 2, 3)
+    assert filled["scheduler"][0].item() == (2**64 - 1, 2**63 + 5, 1, 2, 3)
     assert [int(filled["common"][name][0]) for name in ("first_batch", "aligned")] == [9, 1]
-    filled["schedule"] = filled["common"]["first_batch"] = filled["common"]["aligned"] = 0
+    filled["scheduler"] = filled["common"]["first_batch"] = filled["common"]["aligned"] = 0
     assert not filled.view(np.uint8).any()
 
 
@@ -156,7 +159,9 @@ def test_tensor_maps_lead_to_every_row(call, tile_m, most):
     assert entries * heads == np.prod(batch, dtype=np.int64)
     covered = [range(x.first_batch, x.first_batch + x.entries) for x in parts]
     assert list(itertools.chain(*covered)) == list(range(entries))
-    assert all(x.tiles == x.entries * q_tiles and 0 < x.section <= x.entries for x in parts)
+    assert all(
+        x.tiles == x.entries * q_tiles and 0 < x.entries_per_l2_group <= x.entries for x in parts
+    )
     assert all(x.tiles <= max(most, q_tiles) for x in parts)
 
     want = {
@@ -340,7 +345,7 @@ def test_every_row_can_be_reached():
 
 
 def sections(q, k, **options):
-    return [part.section for part in filled_for(half(*q), half(*k), **options).parts]
+    return [part.entries_per_l2_group for part in filled_for(half(*q), half(*k), **options).parts]
 
 
 def test_without_a_band_entries_come_one_after_another():
@@ -369,6 +374,6 @@ def test_under_a_band_entries_that_fit_the_cache_take_turns(q, k, want):
     problem = problem_of(q, k, k, is_causal=True)
     view = attention_problem.out_view(problem, q.shape, q.strides)
     (part,) = fwd_sm90_params.fill(problem, view, 128, 128).parts
-    found = part.section
+    found = part.entries_per_l2_group
     del q, k, problem, view  # nobody may look at their entries, pytest's report included
     assert found == want

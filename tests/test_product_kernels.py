@@ -287,8 +287,8 @@ SINGLE_BUGS = {
         "rows.store(shared, i % 2);",
     ),
     "scores while the chunk is split": (
-        "if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);\n      Steps::follow",
-        "if (i < chunks()) multiply_scores(shared, i);\n      Steps::follow",
+        "if (i >= 1 && i <= chunks()) multiply_scores(shared, i - 1);\n      TeamSync::follow",
+        "if (i < chunks()) multiply_scores(shared, i);\n      TeamSync::follow",
     ),
     "weights of the wrong chunk": (
         "cvta_to_shared(shared.p[chunk % 2][0]) + rows_first",
@@ -305,54 +305,57 @@ SINGLE_BUGS = {
 }
 
 
-# The same for chunked_sm90.cu.
+# The same for chunk_sm90.cu.
 BUGS_SM90 = {
     "scores of a chunk that has not landed": (
-        "wait(shared.full[place.index()], place.parity());\n  start_scores",
-        "start_scores",
+        "wait(shared.full[pipe.index()], pipe.parity());\n  gemm_qk",
+        "gemm_qk",
     ),
     "scores over those in use": (
-        "wait(shared.p_empty[p_at], p_place.parity() ^ 1);\n      const uint32",
+        "wait(shared.p_empty[p_stage], p_pipe.parity() ^ 1);\n      const uint32",
         "const uint32",
     ),
     "outputs without scores": (
-        "if (i + 1 < chunks) wait(shared.p_full[p_next.index()], p_next.parity());",
+        "if (i + 1 < chunks) wait(shared.p_full[next_p_pipe.index()], next_p_pipe.parity());",
         "",
     ),
     "an output over one that is being stored": (
-        "wait(shared.out_empty[out_at][group], out_place.parity() ^ 1);",
+        "wait(shared.out_empty[out_stage][group], out_pipe.parity() ^ 1);",
         "",
     ),
     "a chunk given back while it is multiplied": (
-        "    wgmma_wait_group<kEarly || !kScaled ? 1 : 0>();  // for the outputs\n"
-        "    if constexpr (kEarly) release(shared.empty[at]);",
+        "    wgmma_wait_group<kPrefetchNextKv || !kScaled ? 1 : 0>();  // for the outputs\n"
+        "    if constexpr (kPrefetchNextKv) release(shared.empty[at]);",
         "    release(shared.empty[at]);\n    wgmma_wait_group<1>();",
     ),
     "outputs that are not there yet": (
-        "wgmma_wait_group<kEarly || !kScaled ? 1 : 0>();  // for the outputs",
+        "wgmma_wait_group<kPrefetchNextKv || !kScaled ? 1 : 0>();  // for the outputs",
         "",
     ),
     "a rounded state over one in use": ("wgmma_wait_group<2>();", ""),
     "sums that are not there yet": (
-        "wgmma_wait_group<0>();\n    if constexpr (!kEarly) {\n      release",
-        "if constexpr (!kEarly) {\n      release",
+        "wgmma_wait_group<0>();\n    if constexpr (!kPrefetchNextKv) {\n      release",
+        "if constexpr (!kPrefetchNextKv) {\n      release",
     ),
     "scores that are not there yet": (
         "wgmma_wait_group<0>();\n#pragma unroll\n    for (int n = 0; n < 32; ++n) {",
         "for (int n = 0; n < 32; ++n) {",
     ),
     "scores without a proxy fence": (
-        "fence_proxy_async_shared();\n      release_own(shared.p_full[p_at]);",
-        "release_own(shared.p_full[p_at]);",
+        "fence_proxy_async_shared();\n      release_per_lane(shared.p_full[p_stage]);",
+        "release_per_lane(shared.p_full[p_stage]);",
     ),
-    "scores on both sides of the diagonal": ("if ((seen >> n & 1) == 0)", "if (seen == 0)"),
+    "scores on both sides of the diagonal": (
+        "if ((causal_bits >> n & 1) == 0)",
+        "if (causal_bits == 0)",
+    ),
 }
 
 
-# The same for chunked_single_sm90.cu.
+# The same for chunk_fp32_sm90.cu.
 BUGS_SINGLE_SM90 = {
     "rows are split before they have landed": (
-        "wait(shared.raw_full[from][array], raw_place.parity());",
+        "wait(shared.raw_full[from][array], raw_pipe.parity());",
         "",
     ),
     "rows are loaded over those that are split": (
@@ -365,24 +368,24 @@ BUGS_SINGLE_SM90 = {
         "bar_sync(1, 128);",
     ),
     "scores of keys that are not there yet": (
-        "wait(shared.full[kK], i & 1);\n    start_scores",
-        "start_scores",
+        "wait(shared.full[kK], i & 1);\n    gemm_split_abt",
+        "gemm_split_abt",
     ),
     "outputs without scores": ("wait(shared.p_full, i & 1);", ""),
     "keys given back before their sums": (
         "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release",
-        "if (block == kDimBlocks - 1) release_own(shared.empty[kK]);\n"
+        "if (block == kDimBlocks - 1) release_per_lane(shared.empty[kK]);\n"
         "      wgmma_wait_group<0>();\n      if (false) release",
     ),
     "values without their low part": ("part == 0 ? kLowV : 0", "part == 9 ? kLowV : 0"),
     "weights without their low part": ("part == 1 ? kLowP : 0", "part == 9 ? kLowP : 0"),
     "exponents of other rows": (
-        "to_one_exponent(values, values_low, shared.kv_exponent)",
-        "to_one_exponent(values, values_low, shared.q_exponent)",
+        "scale_to_common_exponent(values, values_low, shared.kv_exponent)",
+        "scale_to_common_exponent(values, values_low, shared.q_exponent)",
     ),
     "queries given back while they are multiplied": (
         "    wgmma_wait_group<0>();\n    wait(shared.full[kV], i & 1);",
-        "    release_own(shared.empty[kQ]);\n    wait(shared.full[kV], i & 1);",
+        "    release_per_lane(shared.empty[kQ]);\n    wait(shared.full[kV], i & 1);",
     ),
     "scores on both sides of the diagonal": (" > 0) s[v][e] = 0.0f;", " > 99) s[v][e] = 0.0f;"),
 }
@@ -424,22 +427,23 @@ def test_a_bug_planted_in_single_precision_for_sm90_is_found(bug, tmp_path):
 
 BUGS_TURNS = {
     "values split that have not landed": (
-        "wait(shared.raw_full[at][kV], place.parity());",
+        "wait(shared.raw_full[at][kV], pipe.parity());",
         "",
     ),
     "rows loaded over those in use": (
-        "(i + kAhead)};\n      wait(shared.empty[later.index()], later.parity() ^ 1);",
-        "(i + kAhead)};",
+        "(i + kPrefetchChunks)};\n      wait(shared.empty[later_pipe.index()], "
+        "later_pipe.parity() ^ 1);",
+        "(i + kPrefetchChunks)};",
     ),
-    "a state over one in use": ("wait(shared.s_empty[slot], state.parity() ^ 1);", ""),
-    "a state that is not there yet": ("wait(shared.s_full[slot], state.parity());", ""),
+    "a state over one in use": ("wait(shared.s_empty[state_stage], state.parity() ^ 1);", ""),
+    "a state that is not there yet": ("wait(shared.s_full[state_stage], state.parity());", ""),
     "weights of the row's first two columns alone": ("__shfl_xor_sync(kFullWarp, most, 2)", "most"),
     "outputs that are not there yet": (
-        "release_own(shared.s_empty[slot]);\n    wgmma_wait_group<0>();",
-        "release_own(shared.s_empty[slot]);",
+        "release_per_lane(shared.s_empty[state_stage]);\n    wgmma_wait_group<0>();",
+        "release_per_lane(shared.s_empty[state_stage]);",
     ),
     "a state let go while it is multiplied": ("wgmma_wait_group<1>();", ""),
-    "a place that the outputs are not done with": ("kWarpArrivals * 8", "kWarpArrivals * 4"),
+    "a place that the outputs are not done with": ("kArrivalsPerWarp * 8", "kArrivalsPerWarp * 4"),
     "values that are not finite looked at too late": (
         "    bar_sync(1, 128);\n",
         "",
@@ -455,20 +459,25 @@ def test_a_bug_planted_where_warpgroups_take_turns_is_found(bug, tmp_path):
     show(dataclasses.replace(TURNS, stages=stages), BUGS_TURNS[bug], tmp_path)
 
 
-# The same for states_single_sm90.cu.
+# The same for chunk_state_fp32_sm90.cu.
 BUGS_STATES = {
-    "rows split that have not landed": ("wait(shared.raw_full[at], place.parity());", ""),
-    "rows loaded over those in use": ("wait(shared.empty[later.index()], later.parity() ^ 1);", ""),
-    "pairs that are not there yet": ("wait(shared.full[at], place.parity());", ""),
+    "rows split that have not landed": ("wait(shared.raw_full[at], pipe.parity());", ""),
+    "rows loaded over those in use": (
+        "wait(shared.empty[later_pipe.index()], later_pipe.parity() ^ 1);",
+        "",
+    ),
+    "pairs that are not there yet": ("wait(shared.full[at], pipe.parity());", ""),
     "pairs without a proxy fence": ("fence_proxy_async_shared();", ""),
     "a place let go while it is multiplied": (
-        "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) release_own(shared.empty[at]);",
-        "if (block == kDimBlocks - 1) release_own(shared.empty[at]);\n      wgmma_wait_group<0>();",
+        "wgmma_wait_group<0>();\n      if (block == kDimBlocks - 1) "
+        "release_per_lane(shared.empty[at]);",
+        "if (block == kDimBlocks - 1) release_per_lane(shared.empty[at]);\n      "
+        "wgmma_wait_group<0>();",
     ),
     "sums that are not there yet": ("wgmma_wait_group<0>();\n      if (block", "if (block"),
     "exponents of another chunk": (
-        "to_one_exponent(values, values_low, shared.kv_exponent[at])",
-        "to_one_exponent(values, values_low, shared.kv_exponent[0])",
+        "scale_to_common_exponent(values, values_low, shared.kv_exponent[at])",
+        "scale_to_common_exponent(values, values_low, shared.kv_exponent[0])",
     ),
 }
 
@@ -480,11 +489,11 @@ def test_a_bug_planted_in_sums_of_single_precision_is_found(bug, tmp_path):
     show(choice.states, BUGS_STATES[bug], tmp_path, choice)
 
 
-# The same for blocks of chunked_sm90.cu that sum what lies before their segment.
+# The same for blocks of chunk_sm90.cu that sum what lies before their segment.
 BUGS_PREFIX = {
     "sums of a chunk that has not landed": (
-        "wait(shared.full[at], place.parity());\n    wgmma_fence();\n    start_sums",
-        "wgmma_fence();\n    start_sums",
+        "wait(shared.full[at], pipe.parity());\n    wgmma_fence();\n    gemm_kv",
+        "wgmma_fence();\n    gemm_kv",
     ),
     "sums that are not there yet": (
         "wgmma_wait_group<0>();\n    release(shared.empty[at]);\n    if",
@@ -492,7 +501,7 @@ BUGS_PREFIX = {
     ),
     "a place let go for one of two": ("if (group == 0) release(shared.empty[at]);", ""),
     "queries awaited that nobody loads": ("(outputs ? 2 : 1) * kDimBlocks", "2 * kDimBlocks"),
-    "chunks that lie elsewhere": ("(i - before) * work.step", "i * work.step"),
+    "chunks that lie elsewhere": ("(i - chunks_before_segment) * work.step", "i * work.step"),
 }
 
 
@@ -570,11 +579,11 @@ def test_a_full_device_takes_one_pass_and_an_empty_one_is_filled(dtype):
 @pytest.mark.parametrize(
     ("call", "source", "states", "segments"),
     [
-        (("float32", 128, 4096, 64), "chunked_single_turns_sm90", None, 1),
-        (("float32", 8, 65536, 64), "chunked_single_turns_sm90", "states_single_sm90", 16),
-        (("float32", 16, 32768, 128), "chunked_single_sm90", "states_single_sm90", 8),
-        (("bfloat16", 8, 1024, 64), "chunked_sm90", None, 16),
-        (("bfloat16", 8, 65536, 64), "chunked_sm90", "states_sm90", 16),
+        (("float32", 128, 4096, 64), "chunk_fp32_pingpong_sm90", None, 1),
+        (("float32", 8, 65536, 64), "chunk_fp32_pingpong_sm90", "chunk_state_fp32_sm90", 16),
+        (("float32", 16, 32768, 128), "chunk_fp32_sm90", "chunk_state_fp32_sm90", 8),
+        (("bfloat16", 8, 1024, 64), "chunk_sm90", None, 16),
+        (("bfloat16", 8, 65536, 64), "chunk_sm90", "chunk_state_sm90", 16),
     ],
 )
 def test_what_was_fastest_is_chosen(call, source, states, segments):
@@ -600,11 +609,11 @@ def test_plain_kernels_take_any_dim(qk_dim):
     calls = [("float32", n, 5000, qk_dim, 64, "sm_90a", 132) for n in (1, 1000)]
     few, many = (choose(*call) for call in calls)
     if qk_dim == 64:
-        assert many.row.source == "linear/chunked_single_turns_sm90"
-        assert few.row.source.startswith("linear/chunked_single_sm")
-        assert choose(*calls[0], mapped=False).row.source == "linear/chunked_single_sm80"
+        assert many.row.source == "linear/chunk_fp32_pingpong_sm90"
+        assert few.row.source.startswith("linear/chunk_fp32_sm")
+        assert choose(*calls[0], mapped=False).row.source == "linear/chunk_fp32_sm80"
     elif qk_dim <= 128:
-        assert few.row.source == "linear/chunked_single_sm80"
+        assert few.row.source == "linear/chunk_fp32_sm80"
     else:
         assert (few.row.source, many.row.source) == ("linear/low_occupancy", "linear/recurrent")
     for name in ("recurrent", "low_occupancy"):
@@ -648,7 +657,7 @@ def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_plan
     ):
         product_plan.Plan(problem, out, None, False, algorithm, 0)
         sources = [call.args[0].source for call in load.call_args_list]
-        assert algorithm in sources[-1]
+        assert {"chunked": "chunk"}.get(algorithm, algorithm) in sources[-1]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -677,7 +686,7 @@ def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_
     ):
         plan = module.ProductSm90((job, job), split(SINGLE_SM90[0], 1000, 4), 0, None)
         plan((1, 2, 3, 4, 5, 0), (6, 7, 8, 9, 0, 0))
-    blocks = {"states_single_sm90": 2 * 2 * 3, "scan": 2 * 16, "chunked_single_sm90": 2 * 2 * 4}
+    blocks = {"chunk_state_fp32_sm90": 12, "state_prefix_sum": 32, "chunk_fp32_sm90": 16}
     assert [*dict(made).items()] == [*blocks.items()]
     assert [source for source, _ in launched] == [source for source, _ in made]
     assert len(launched) == 4

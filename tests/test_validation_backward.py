@@ -145,11 +145,12 @@ def test_a_setting_changes_a_row_and_what_takes_its_pieces():
     assert (found[1].tile_m, found[1].slots, found[1].sections) == (80, 1, (8, 4))
     assert found[2].tile_m == found[1].piece_m == 80
     assert [row.source for row in found] == [row.source for row in chain]
-    both = rows.replaced(chain, "bwd_sm90:slots=1+bwd_rows:tile_m=8")
+    both = rows.replaced(chain, "bwd_sm90:slots=1+bwd_preprocess:tile_m=8")
     assert (both[0].tile_m, both[1].slots, *both[2:]) == (8, 1, *chain[2:])
-    rounded = rows.replaced(chain, "bwd_round:warps=8+bwd_sm90:tile_m=80")[2]
+    rounded = rows.replaced(chain, "bwd_convert_dq:warps=8+bwd_sm90:tile_m=80")[2]
     assert (rounded.warps, rounded.tile_m) == (8, 80)
-    for setting, text in (("bwd_keys_sm90:stages=3", "no 'bwd_keys_sm90' among bwd_rows, bwd_sm90"),
+    for setting, text in (("bwd_dkdv_sm90:stages=3",
+                           "no 'bwd_dkdv_sm90' among bwd_preprocess, bwd_sm90"),
                           ("bwd_sm90:tiles=3", "has no 'tiles'"),
                           ("+bwd_sm90:slots=1", "nothing on one side")):  # fmt: skip
         with pytest.raises(ValueError, match=text):

@@ -311,11 +311,11 @@ def test_every_row_that_computes_products_is_forced_and_split():
         assert (True in own) == isinstance(forced, ChunkedSm90Variant)
     assert heuristics.PRODUCTS is PRODUCTS
     helpers = (
-        "linear/states_sm80",
-        "linear/states_sm90",
-        "linear/states_single_sm80",
-        "linear/states_single_sm90",
-        "linear/scan",
+        "linear/chunk_state_sm80",
+        "linear/chunk_state_sm90",
+        "linear/chunk_state_fp32_sm80",
+        "linear/chunk_state_fp32_sm90",
+        "linear/state_prefix_sum",
     )
     assert reached >= {row for row in PRODUCTS if row.source in helpers and TARGET in row.targets}
 
@@ -332,7 +332,7 @@ def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
     assert sorted(missed) == sorted(row.name for row in PRODUCTS if TARGET in row.targets)
 
 
-@pytest.mark.parametrize("hidden", ["", "linear/scan"])
+@pytest.mark.parametrize("hidden", ["", "linear/state_prefix_sum"])
 def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch):
     """With NumPy in place of the kernels, which are loaded as the choice says."""
     real = fa_cupy.causal_product
@@ -350,10 +350,12 @@ def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch):
     monkeypatch.setattr(compile, "load", lambda row, *rest: loaded.append(row))
     monkeypatch.setattr(peers, "to_device", lambda array: array)
     monkeypatch.setattr(fa_cupy, "causal_product", solve)
-    rows = tuple(row for row in PRODUCTS if row.dim == 32 or row.source == "linear/scan")
+    rows = tuple(
+        row for row in PRODUCTS if row.dim == 32 or row.source == "linear/state_prefix_sum"
+    )
     with product_calls.table(rows):
         if hidden:
-            with pytest.raises(RuntimeError, match="no call reached linear_scan"):
+            with pytest.raises(RuntimeError, match="no call reached linear_state_prefix_sum"):
                 product_calls.run(TARGET)
             return
         calls = product_calls.run(TARGET)

@@ -88,7 +88,7 @@ BUGS = {
     "rows in another order": ("thread / 32 * 16 + thread % 32 / 4", "thread / 4", (1, 2)),
     "the second row is the next one": ("rows[8 * h].x", "rows[h].x", (1, 2)),
     "columns of another lane": ("first_bit = thread % 4 * 2", "first_bit = 0", (1, 2)),
-    "a band takes away other columns": ("2 * pair_place(t) & 3", "2 * (15 - t) & 3", (1, 2)),
+    "a band takes away other columns": ("2 * pair_fragment(t) & 3", "2 * (15 - t) & 3", (1, 2)),
     "a single element is looked up in the other order": (
         "if constexpr (kRowMajor > 0) return words[row * 4", "if (false) return words[row * 4",
         (1, 2),
@@ -149,7 +149,7 @@ def listing(hides=87):
         lines |= {name: (file, word_orders.lines_of(text, name)) for name in functions}
     out = ["\t.target\tsm_90a"]
     for caller in (364, 418):
-        for name, count in (("take_words", 7), ("hide_by_words", hides), ("refers", 4)):
+        for name, count in (("extract_words", 7), ("mask_by_bits", hides), ("has_max", 4)):
             file, where = lines[name]
             for i in range(count):
                 at = f'"/x/{file}", line {where[2 + i % 3]}'
@@ -169,15 +169,15 @@ def test_instructions_are_counted_by_the_functions_they_come_from():
     assert word_orders.counted(listing(hides=100)) == 7 + 100 + 4
     assert len(list(word_orders.instructions(listing()))) == 2 * (98 + 1)
     assert word_orders.live(listing()) == 215
-    with pytest.raises(ValueError, match="no line of hide_by_words"):
+    with pytest.raises(ValueError, match="no line of mask_by_bits"):
         word_orders.counted(listing(hides=0))
 
 
 def test_lines_of_a_function():
-    text = (compile.ROOT / "cuda_src/common/mask_lists.cuh").read_text()
-    lines = word_orders.lines_of(text, "hide_by_words")
+    text = (compile.ROOT / "cuda_src/common/block_lists.cuh").read_text()
+    lines = word_orders.lines_of(text, "mask_by_bits")
     found = text.splitlines()[lines[0] - 1 : lines[-1]]
-    assert "hide_by_words" in found[0]
+    assert "mask_by_bits" in found[0]
     assert found[-1] == "}"
     assert "-FA_INFINITY" in "".join(found)
 
@@ -250,7 +250,7 @@ def on_emulator(monkeypatch):
             common["first_batch"], common["aligned"] = first, 1
             if told is not None:
                 common["mask"] = tuple(told)
-            filled["schedule"] = (0, 1, tiles, *rest)
+            filled["scheduler"] = (0, 1, tiles, *rest)
             emulator.launch_row(row, tiles, filled)
             ran.append(row.row_major if row.sparse else None)
 

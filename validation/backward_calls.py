@@ -101,12 +101,12 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     from fa_cupy.gpu.driver import compile
     from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
         BACKWARD_SM80,
-        BwdKeysSm80,
+        BwdDkdvSm80,
         select_bwd_sm80,
     )
     from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
         BACKWARD,
-        BwdKeysSm90,
+        BwdDkdvSm90,
         BwdSm90,
         select_bwd,
     )
@@ -119,8 +119,8 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         return load(row, *rest)
 
     calls = 0
-    mains = [row for row in BACKWARD if isinstance(row, (BwdSm90, BwdKeysSm90))]
-    mains += [row for row in BACKWARD_SM80 if isinstance(row, BwdKeysSm80)]
+    mains = [row for row in BACKWARD if isinstance(row, (BwdSm90, BwdDkdvSm90))]
+    mains += [row for row in BACKWARD_SM80 if isinstance(row, BwdDkdvSm80)]
     for row in mains[share::shares]:
         if target not in row.targets:
             print(f"{row.name}: not for {target}")
@@ -129,7 +129,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         problem_set = (masked_problems if row.sparse else problems)(row.dim)
         rows = select_bwd(*dims, row.sparse)
         patches: list[Any] = [mock.patch.object(compile, "load", spy)]
-        if isinstance(row, BwdKeysSm80):  # which are to take what others would
+        if isinstance(row, BwdDkdvSm80):  # which are to take what others would
             problem_set = sm80_problems(row.dim, row.sparse)
             rows = select_bwd_sm80(*dims, target, row.sparse)
             patches.append(

@@ -37,7 +37,7 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
     ValueError
         Where the call has no such kernel, or the row no such field.
     """
-    from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BwdRound, BwdSm90
+    from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BwdConvertDq, BwdSm90
 
     if not setting:
         return tuple(chain)
@@ -65,7 +65,7 @@ def replaced(chain: Sequence[Any], setting: str) -> tuple[Any, ...]:
     if isinstance(rows[at], BwdSm90):  # its pieces are what is rounded; the rest stays as set
         tile_m = rows[at].piece_m
         rows = [
-            dataclasses.replace(row, tile_m=tile_m) if isinstance(row, BwdRound) else row
+            dataclasses.replace(row, tile_m=tile_m) if isinstance(row, BwdConvertDq) else row
             for row in rows
         ]
     return tuple(rows)

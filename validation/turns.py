@@ -34,8 +34,8 @@ _COLORS = {2: "#8a8a8a", 3: "#c1272d"}
 CLOCK = 1.7  # GHz, of a busy H200
 # What each pause comes before, in the source.
 PLACES = {
-    "passed on late": "red_release_gpu_add_u32(params.turns + row_tile, 1);",
-    "added late": "free_slots();\n      if (!work.unseen) {",
+    "passed on late": "red_release_gpu_add_u32(params.dq_semaphore + query_tile, 1);",
+    "added late": "release_staging();\n          if (!work.has_no_query) {",
 }
 _PAUSE = "for (const long long since = clock64(); clock64() - since < pause[{}];) {{}}"
 _MEASURED = tuple(

@@ -110,9 +110,9 @@ def loads(order: str) -> Loads:
 #: Functions in which the order of words plays a part, by the source where they stand: all that is
 #: done for a partial block, but for a band that goes through it.
 COUNTED = {
-    "cuda_src/attention/fwd_sm90.cuh": ("take_words",),
-    "cuda_src/common/mask_lists.cuh": ("hide_by_words",),
-    "cuda_src/common/softmax.cuh": ("refers",),
+    "cuda_src/attention/fwd_sm90.cuh": ("extract_words",),
+    "cuda_src/common/block_lists.cuh": ("mask_by_bits",),
+    "cuda_src/common/softmax.cuh": ("has_max",),
 }
 
 

@@ -5,11 +5,11 @@
 //   S^T = K Q^T,   P^T = exp(S^T - LSE),   dP^T = V dO^T,   dS^T = P^T (dP^T - delta),
 // so that a warpgroup has P^T and dS^T of its 64 keys in registers, as operands of
 //   dV += P^T dO   and   dK += dS^T Q;
-// dS goes through shared memory for dQ^T = K^T dS^T, of which each warpgroup computes a piece.
+// dS goes through shared memory for dQ^T = K^T dS^T, of which each warpgroup computes a tile.
 //
 // Pieces of dQ are added up in global memory in the order of the blocks of keys: each waits for its
 // turn.  Blocks draw their work in that order too, so whom a block waits for is always at work.
-// bwd_rows.cu comes before this kernel, bwd_round.cu after it.
+// bwd_preprocess.cu comes before this kernel, bwd_convert_dq.cu after it.
 #include "cuda_src/attention/bwd_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
@@ -19,43 +19,45 @@
 #include "ptx/wgmma.cuh"
 
 // -------------------------------------------------------------------------------------- computing
-FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int warp) {
+FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int warp) {
   const AttentionParams& p = params.common;
   // The same in all lanes, as a vote's result is to the compiler: what follows from it is computed
   // once for a warp.
   const int group = __any_sync(kFullWarp, warp >= 8);
   // Registers are short: what follows from the thread's number is computed where it is needed.
   const uint32 thread = threadIdx.x;
-  auto my_thread = [&]() { return static_cast<int>(opaque(thread) % 128); };
-  auto lane = [&]() { return my_thread() % 32; };
+  auto thread_in_group = [&]() { return static_cast<int>(opaque(thread) % 128); };
+  auto lane = [&]() { return thread_in_group() % 32; };
   auto release = [&](const uint64& barrier) {
     if (lane() == 0) arrive(barrier);
   };
   // Where this lane's row of the four matrices of an stmatrix.x4 lies: rows 0-7, 8-15, then the
   // same of the next 8 columns (PTX ISA 9.7.14.5.16).
-  auto matrix_row = [&](int first) { return first + my_thread() % 16; };
-  auto matrix_half = [&]() { return my_thread() / 16 % 2; };
-  auto warp_row = [&]() { return my_thread() / 32 * 16; };  // of the warpgroup's 64
+  auto matrix_row = [&](int first) { return first + thread_in_group() % 16; };
+  auto matrix_half = [&]() { return thread_in_group() / 16 % 2; };
+  auto warp_row = [&]() { return thread_in_group() / 32 * 16; };  // of the warpgroup's 64
 
-  uint32 works = 0, tiles = 0;  // done so far; all places in rings follow from them
-  auto result = [&](int more) { return tiles + 2 * works + more; };  // its number
-  auto slot_place = [&](int more) {
-    SlotPlace slot;
-    slot.advance(result(more));
-    return slot;
+  uint32 work_count = 0, tiles = 0;  // done so far; pipeline states follow from them
+  auto result_index = [&](int more) { return tiles + 2 * work_count + more; };  // its number
+  auto staging_pipe = [&](int more) {
+    StagingPipeline staging;
+    staging.advance(result_index(more));
+    return staging;
   };
-  auto hand_on = [&](int more) { release_own(shared.out_full[group][result(more) % kTickets]); };
-  auto ds_place = [&](uint32 number) {
-    DsPlace place;
-    place.advance(number);
-    return place;
+  auto publish_staging = [&](int more) {
+    release_per_lane(shared.staging_full[group][result_index(more) % kStagingBarriers]);
   };
-  auto own_ds = [&]() { return ds_place(tiles + kDelayed); };  // of the tile at hand
-  auto ds_of_piece = [&]() { return ds_place(tiles); };        // what dQ is computed from now
+  auto ds_pipe = [&](uint32 number) {
+    DsPipeline pipe;
+    pipe.advance(number);
+    return pipe;
+  };
+  auto ds_pipe_of_tile = [&]() { return ds_pipe(tiles + kDeferDq); };  // of the tile at hand
+  auto ds_pipe_of_dq = [&]() { return ds_pipe(tiles); };  // what dQ is computed from now
   float s[kMmaM][4], dp[kMmaM][4], dk[kMmaD][4], dv[kMmaD][4];
 
   // D = A B^T of 64 keys and a tile's queries, over the columns of both, started.
-  auto start_scores = [&](float (&d)[kMmaM][4], const uint8* keys, const uint8* queries) {
+  auto gemm_scores = [&](float (&d)[kMmaM][4], const uint8* keys, const uint8* queries) {
     const uint64 a = wgmma_descriptor(cvta_to_shared(keys) + group * 64 * 128, 0);
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), 0);
 #pragma unroll
@@ -67,8 +69,7 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     }
   };
   // D += A B of 64 keys and all columns, over a tile's queries, started; A is in registers.
-  auto start_keys = [&](float (&d)[kMmaD][4], const uint32(&pairs)[kMmaM][2],
-                        const uint8* queries) {
+  auto gemm_dkdv = [&](float (&d)[kMmaD][4], const uint32(&pairs)[kMmaM][2], const uint8* queries) {
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
 #pragma unroll
     for (int step = 0; step < kTileM / 16; ++step) {
@@ -78,9 +79,9 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     }
   };
   // dK += dS^T Q with dS from shared memory, where it stays when its registers are used again.
-  auto start_late = [&](const uint8* queries) {
+  auto gemm_dk_deferred = [&](const uint8* queries) {
     const uint64 a = wgmma_descriptor(
-        cvta_to_shared(shared.ds[own_ds().index()]) + group * ScoreTile::kBlockBytes, 0);
+        cvta_to_shared(shared.ds[ds_pipe_of_tile().index()]) + group * DsTile::kBlockBytes, 0);
     const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
 #pragma unroll
     for (int step = 0; step < kTileM / 16; ++step) {
@@ -89,42 +90,43 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     }
     wgmma_commit_group();
   };
-  // A piece of dQ^T = K^T dS^T, started.
-  auto start_piece = [&](float (*d)[4]) {
-    const DsPlace place = ds_of_piece();
-    wait(shared.ds_full[place.index()], place.parity());
+  // A tile of dQ^T = K^T dS^T, started.
+  auto gemm_dq = [&](float (*d)[4]) {
+    const DsPipeline pipe = ds_pipe_of_dq();
+    wait(shared.ds_full[pipe.index()], pipe.parity());
     wgmma_fence();
-    const int mine = group, part = kBlocks > 1 ? 0 : mine, block = kBlocks > 1 ? mine : 0;
+    const int dq_tile = group, part = kBlocks > 1 ? 0 : dq_tile, block = kBlocks > 1 ? dq_tile : 0;
     const uint64 a = wgmma_descriptor(cvta_to_shared(shared.k) + block * kTileN * 128, 0);
     const uint64 b =
-        wgmma_descriptor(cvta_to_shared(shared.ds[place.index()]) + part * kPieceM * 128, 0);
+        wgmma_descriptor(cvta_to_shared(shared.ds[pipe.index()]) + part * kDqTileM * 128, 0);
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
-      wgmma_m64k16_ss<kBf16, kPieceM, kMnMajor>(
+      wgmma_m64k16_ss<kBf16, kDqTileM, kMnMajor>(
           d, wgmma_at(a, step * 16 * 128),
-          wgmma_at(b, step / 4 * ScoreTile::kBlockBytes + step % 4 * 32), step > 0);
+          wgmma_at(b, step / 4 * DsTile::kBlockBytes + step % 4 * 32), step > 0);
     }
     wgmma_commit_group();
   };
-  // Writes a piece of dQ to the next slot.
-  auto put_piece = [&](const float (*d)[4]) {
-    const SlotPlace slot = slot_place(-kDelayed);
-    wait(shared.out_empty[group][slot.index()], slot.parity() ^ 1);
-    const uint32 to =
-        cvta_to_shared(shared.out[group][slot.index()]) + 4 * piece_offset(0, my_thread());
+  // Writes a tile of dQ to the next staging buffer.
+  auto write_dq_tile = [&](const float (*d)[4]) {
+    const StagingPipeline staging = staging_pipe(-kDeferDq);
+    wait(shared.staging_empty[group][staging.index()], staging.parity() ^ 1);
+    const uint32 to = cvta_to_shared(shared.staging[group][staging.index()]) +
+                      4 * dq_tile_offset(0, thread_in_group());
 #pragma unroll
-    for (int j = 0; j < kPieceM / 8; ++j) {
+    for (int j = 0; j < kDqTileM / 8; ++j) {
       const uint32 four[4] = {__float_as_uint(d[j][0]), __float_as_uint(d[j][1]),
                               __float_as_uint(d[j][2]), __float_as_uint(d[j][3])};
-      st_shared_v4_b32(to + 4 * piece_offset(j, 0), four);
+      st_shared_v4_b32(to + 4 * dq_tile_offset(j, 0), four);
     }
   };
-  auto send_piece = [&]() { hand_on(-kDelayed); };
-  // Writes 16-bit rows of 64 keys to the slot after so many.
-  auto put_keys = [&](const float (&d)[kMmaD][4], int more, float scale, bool zero, Look& look) {
-    const SlotPlace slot = slot_place(more);
-    wait(shared.out_empty[group][slot.index()], slot.parity() ^ 1);
-    const uint32 to = cvta_to_shared(shared.out[group][slot.index()]) +
+  auto publish_dq_tile = [&]() { publish_staging(-kDeferDq); };
+  // Writes 16-bit rows of 64 keys to the staging buffer after so many.
+  auto write_dkdv = [&](const float (&d)[kMmaD][4], int more, float scale, bool zero,
+                        NonfiniteProbe& nonfinite_probe) {
+    const StagingPipeline staging = staging_pipe(more);
+    wait(shared.staging_empty[group][staging.index()], staging.parity() ^ 1);
+    const uint32 to = cvta_to_shared(shared.staging[group][staging.index()]) +
                       KeyTile::lane_offset(matrix_row(warp_row()), matrix_half());
 #pragma unroll
     for (int j = 0; j < kMmaD; j += 2) {
@@ -132,99 +134,109 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* two = &d[j + i / 2][i % 2 * 2];
-        look.at(two[0]);
-        look.at(two[1]);
+        nonfinite_probe.add(two[0]);
+        nonfinite_probe.add(two[1]);
         pairs[i] = zero ? 0 : pack2<kBf16>(two[0] * scale, two[1] * scale);
       }
       stmatrix_x4(KeyTile::at(to, 0, j / 2), pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    hand_on(more);
+    publish_staging(more);
   };
 
-  if constexpr (kDelayed) {  // what dQ is computed from at the first tile
-    const uint32 nothing[4] = {0, 0, 0, 0};
+  if constexpr (kDeferDq) {  // what dQ is computed from at the first tile
+    const uint32 zeros[4] = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int i = my_thread(); i < ScoreTile::kBlockBytes / 16; i += 128) {
-      st_shared_v4_b32(cvta_to_shared(shared.ds[0]) + group * ScoreTile::kBlockBytes + 16 * i,
-                       nothing);
+    for (int i = thread_in_group(); i < DsTile::kBlockBytes / 16; i += 128) {
+      st_shared_v4_b32(cvta_to_shared(shared.ds[0]) + group * DsTile::kBlockBytes + 16 * i, zeros);
     }
     fence_proxy_async_shared();
-    release_own(shared.ds_full[0]);
+    release_per_lane(shared.ds_full[0]);
   }
 #pragma unroll 1
   while (true) {
-    WorkPlace place;
-    place.advance(works);
-    wait(shared.work_full[place.index()], place.parity());
-    const Work& work = shared.work[place.index()];
+    WorkPipeline pipe;
+    pipe.advance(work_count);
+    wait(shared.work_full[pipe.index()], pipe.parity());
+    const WorkTile& work = shared.work[pipe.index()];
     if (work.tile < 0) break;
     const int steps = work.steps;
-    int left = work.end - 1;  // without a mask: the tile at hand, counted from the other end if
-                              // kLastFirst, which takes fewer registers
-    auto tile = [&]() { return kLastFirst ? work.begin + work.end - 1 - left : left; };
+    // Without a mask: the tile at hand, counted from the other end if kReverseKvOrder, which takes
+    // fewer registers.
+    int remaining = work.end - 1;
+    auto tile = [&]() {
+      return kReverseKvOrder ? work.begin + work.end - 1 - remaining : remaining;
+    };
     int step = 0;
-    uint32 seen[2] = {~0u, ~0u};  // under a mask: by which queries of the tile, of a thread's keys
+    uint32 visible_bits[2] = {
+        ~0u, ~0u};  // under a mask: by which queries of the tile, of a thread's keys
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk[j][e] = dv[j][e] = 0.0f;
     }
 
-    auto next_step = [&]() {
+    auto advance_tile = [&]() {
       if constexpr (kSparse) {
         ++step;
         return;
       }
-      left = left == work.begin ? work.end - 1 : left - 1;
+      remaining = remaining == work.begin ? work.end - 1 : remaining - 1;
       ++step;
     };
-    auto outside = [&](int tile) {
+    auto crosses_band = [&](int tile) {
       return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
     };
     // Whether some of a warpgroup's keys, under a mask of a thread's, are hidden from queries of
     // the tile.
-    auto is_cut = [&]() { return kSparse ? (seen[0] & seen[1]) != ~0u : outside(tile()); };
+    auto tile_needs_mask = [&]() {
+      return kSparse ? (visible_bits[0] & visible_bits[1]) != ~0u : crosses_band(tile());
+    };
     auto own_key = [&]() { return work.tile * kTileN + 64 * group + warp_row() + lane() / 4; };
-    // Under a mask, asks for what it says of the tile in a place of Q; then takes away what is
+    // Under a mask, asks for what it says of the tile in a stage of Q; then takes away what is
     // outside of the band.
-    auto ask_mask = [&](int at) {
+    auto prefetch_mask_words = [&](int at) {
       if constexpr (kSparse) {
-        read_words(seen, params.mask, shared.note[at].place, 64 * group, my_thread());
+        load_mask_words(visible_bits, params.mask, shared.tile_info[at].words_index, 64 * group,
+                        thread_in_group());
       }
     };
-    auto add_band = [&](int at) {
+    auto apply_band = [&](int at) {
       if constexpr (kSparse) {
-        const int here = shared.note[at].tile, query = here * kTileM + lane() % 4 * 2;
-        cut_words<kTileM>(seen, here, outside(here), [&](int h) {
-          return queries_seeing(p, own_key() + 8 * h, query, kTileM / 4);
+        const int tile_number = shared.tile_info[at].tile,
+                  query = tile_number * kTileM + lane() % 4 * 2;
+        restrict_words<kTileM>(visible_bits, tile_number, crosses_band(tile_number), [&](int h) {
+          return visible_queries(p, own_key() + 8 * h, query, kTileM / 4);
         });
       }
     };
     // Puts a number where a key is hidden.
-    auto hide = [&](float (&x)[kMmaM][4], float hidden) {
+    auto mask_values = [&](float (&x)[kMmaM][4], float masked_value) {
       const int query = tile() * kTileM + lane() % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        hide_row(x, h, kSparse ? seen[h] : queries_seeing(p, own_key() + 8 * h, query, 2 * kMmaM),
-                 hidden);
+        mask_scores_of_row(
+            x, h,
+            kSparse ? visible_bits[h] : visible_queries(p, own_key() + 8 * h, query, 2 * kMmaM),
+            masked_value);
       }
     };
     // Numbers of two queries for each j, of a thread's rows of LSE and delta: the first of them
     // asked for ahead.
-    float2 ahead[kAhead + 1];
-    auto ask_rows = [&](const float* rows) {
+    float2 prefetched[kPrefetchedLse + 1];
+    auto prefetch_lse_delta = [&](const float* rows) {
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) ahead[j] = *reinterpret_cast<const float2*>(rows + 16 * j);
+      for (int j = 0; j < kPrefetchedLse; ++j)
+        prefetched[j] = *reinterpret_cast<const float2*>(rows + 16 * j);
     };
-    auto row_pair = [&](const float* rows, int j) {
-      return j < kAhead ? ahead[j] : *reinterpret_cast<const float2*>(rows + 16 * j);
+    auto lse_delta_of = [&](const float* rows, int j) {
+      return j < kPrefetchedLse ? prefetched[j] : *reinterpret_cast<const float2*>(rows + 16 * j);
     };
     // S^T becomes P^T.
-    auto weigh = [&](const float* rows, bool cut) {
-      if (cut) hide(s, -FA_INFINITY);
+    auto compute_p = [&](const float* rows, bool needs_mask) {
+      if (needs_mask) mask_values(s, -FA_INFINITY);
 #pragma unroll
       for (int j = 0; j < kMmaM; ++j) {
-        const float2 lse = row_pair(rows, j);
+        const float2 lse = lse_delta_of(rows, j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           s[j][e] = ex2_approx_ftz(fmaf(s[j][e], p.exp2_scale, e % 2 ? -lse.y : -lse.x));
@@ -232,18 +244,18 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
     };
     // dP^T becomes dS^T.
-    auto differentiate = [&](const float* rows, bool cut) {
-      if (cut) hide(dp, 0.0f);
+    auto compute_ds = [&](const float* rows, bool needs_mask) {
+      if (needs_mask) mask_values(dp, 0.0f);
 #pragma unroll
       for (int j = 0; j < kMmaM; ++j) {
-        const float2 delta = row_pair(rows, j);
+        const float2 delta = lse_delta_of(rows, j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta.y : delta.x));
         }
       }
     };
-    auto round_to = [&](uint32(&pairs)[kMmaM][2], const float (&x)[kMmaM][4]) {
+    auto round_pairs = [&](uint32(&pairs)[kMmaM][2], const float (&x)[kMmaM][4]) {
 #pragma unroll
       for (int j = 0; j < kMmaM; ++j) {
 #pragma unroll
@@ -251,10 +263,10 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
       }
     };
     // dS to shared memory: matrices of 8 keys are written as rows of queries.
-    auto put_scores = [&](const uint32(&pairs)[kMmaM][2]) {
+    auto write_ds = [&](const uint32(&pairs)[kMmaM][2]) {
       const int row = lane() / 16 * 8 + lane() % 8, chunk = warp_row() / 8 + lane() / 8 % 2;
-      const uint32 to = cvta_to_shared(shared.ds[own_ds().index()]) +
-                        group * ScoreTile::kBlockBytes + ScoreTile::lane_offset(row, chunk);
+      const uint32 to = cvta_to_shared(shared.ds[ds_pipe_of_tile().index()]) +
+                        group * DsTile::kBlockBytes + DsTile::lane_offset(row, chunk);
 #pragma unroll
       for (int j = 0; j < kMmaM; j += 2) {
         stmatrix_x4_trans(to + j * 8 * 128, pairs[j][0], pairs[j][1], pairs[j + 1][0],
@@ -267,127 +279,130 @@ FA_DEVICE void compute(const BwdSm90Params& params, SharedStorage& shared, int w
     //
     // Where dQ is that of the tile before, the first tile of some work comes after the last one of
     // the work before, whose dQ is computed once more and dropped.
-    auto turn = [&](auto finishing, auto beginning) {
-      constexpr bool kFinish = decltype(finishing)::value, kBegin = decltype(beginning)::value;
-      constexpr bool kDkLate = kLate && kFinish;
-      QPlace q_place, q_next;
-      OPlace o_place, o_next;
-      q_place.advance(tiles);
-      o_place.advance(tiles);
-      q_next.advance(tiles + kFinish);
-      o_next.advance(tiles + kFinish);
-      const int q_at = q_place.index(), o_at = o_place.index();
-      const uint8 *q_tile = shared.q[q_at], *o_tile = shared.dout[o_at];
-      const uint8 *next_q = shared.q[q_next.index()], *next_o = shared.dout[o_next.index()];
+    auto bwd_step = [&](auto finish_tile, auto begin_tile) {
+      constexpr bool kFinishTile = decltype(finish_tile)::value,
+                     kBeginTile = decltype(begin_tile)::value;
+      constexpr bool kDeferThisDk = kDeferDk && kFinishTile;
+      QPipeline q_pipe, next_q_pipe;
+      DoutPipeline dout_pipe, next_dout_pipe;
+      q_pipe.advance(tiles);
+      dout_pipe.advance(tiles);
+      next_q_pipe.advance(tiles + kFinishTile);
+      next_dout_pipe.advance(tiles + kFinishTile);
+      const int q_stage = q_pipe.index(), dout_stage = dout_pipe.index();
+      const uint8 *q_tile = shared.q[q_stage], *dout_tile = shared.dout[dout_stage];
+      const uint8 *next_q = shared.q[next_q_pipe.index()],
+                  *next_o = shared.dout[next_dout_pipe.index()];
       // Of this lane's queries: two of LSE, then two of delta.
-      const float4* rows = shared.rows[q_next.index()] + lane() % 4;
-      const bool dropped = kDelayed && step == 0;  // dQ
-      bool cut = false;                            // the next tile
+      const float4* rows = shared.lse_delta[next_q_pipe.index()] + lane() % 4;
+      const bool discard_dq = kDeferDq && step == 0;  // dQ
+      bool needs_mask = false;                        // the next tile
       uint32 weights[kMmaM][2], ds[kMmaM][2];
-      auto go_on = [&]() {
-        next_step();
-        cut = !kSparse && kBegin && is_cut();
+      auto begin_next_tile = [&]() {
+        advance_tile();
+        needs_mask = !kSparse && kBeginTile && tile_needs_mask();
       };
-      auto free_operands = [&]() {
-        release(shared.dout_empty[o_at]);
-        if constexpr (!kLate) release_own(shared.q_empty[q_at]);  // of rows, too
+      auto release_operands = [&]() {
+        release(shared.dout_empty[dout_stage]);
+        if constexpr (!kDeferDk) release_per_lane(shared.q_empty[q_stage]);  // of rows, too
       };
-      if constexpr (kFinish) {
-        round_to(weights, s);
-        round_to(ds, dp);
-        const DsPlace own = own_ds();
+      if constexpr (kFinishTile) {
+        round_pairs(weights, s);
+        round_pairs(ds, dp);
+        const DsPipeline own = ds_pipe_of_tile();
         wait(shared.ds_empty[own.index()], own.parity() ^ 1);
-        put_scores(ds);
+        write_ds(ds);
         wgmma_fence();
-        start_keys(dv, weights, o_tile);
-        if constexpr (!kLate) {
+        gemm_dkdv(dv, weights, dout_tile);
+        if constexpr (!kDeferDk) {
           wgmma_fence();
-          start_keys(dk, ds, q_tile);
+          gemm_dkdv(dk, ds, q_tile);
         }
         wgmma_commit_group();
         fence_proxy_async_shared();
-        release_own(shared.ds_full[own.index()]);
-        start_piece(dp);
-        if constexpr (kAhead) go_on();  // beside products
-        if constexpr (!kSoon) {
+        release_per_lane(shared.ds_full[own.index()]);
+        gemm_dq(dp);
+        if constexpr (kPrefetchedLse) begin_next_tile();  // beside products
+        if constexpr (!kOverlapNextS) {
           wgmma_wait_group<1>();
-          free_operands();
+          release_operands();
         }
       }
-      if constexpr (kBegin) {
-        wait(shared.q_full[q_next.index()], q_next.parity());
+      if constexpr (kBeginTile) {
+        wait(shared.q_full[next_q_pipe.index()], next_q_pipe.parity());
         wgmma_fence();
-        start_scores(s, shared.k, next_q);
+        gemm_scores(s, shared.k, next_q);
         wgmma_commit_group();
-        ask_mask(q_next.index());
+        prefetch_mask_words(next_q_pipe.index());
       }
-      if constexpr (kFinish) {
-        if constexpr (kSoon) {
-          wgmma_wait_group<1 + kBegin>();
-          free_operands();
+      if constexpr (kFinishTile) {
+        if constexpr (kOverlapNextS) {
+          wgmma_wait_group<1 + kBeginTile>();
+          release_operands();
         }
-        wgmma_wait_group<kBegin>();
-        release(shared.ds_empty[ds_of_piece().index()]);
-        if constexpr (!kAhead) go_on();
-        if (!dropped) put_piece(dp);
+        wgmma_wait_group<kBeginTile>();
+        release(shared.ds_empty[ds_pipe_of_dq().index()]);
+        if constexpr (!kPrefetchedLse) begin_next_tile();
+        if (!discard_dq) write_dq_tile(dp);
       }
-      if constexpr (kBegin) {
-        if constexpr (!kSparse && !kFinish) cut = is_cut();
-        wait(shared.dout_full[o_next.index()], o_next.parity());
+      if constexpr (kBeginTile) {
+        if constexpr (!kSparse && !kFinishTile) needs_mask = tile_needs_mask();
+        wait(shared.dout_full[next_dout_pipe.index()], next_dout_pipe.parity());
         wgmma_fence();
-        start_scores(dp, shared.v, next_o);
+        gemm_scores(dp, shared.v, next_o);
         wgmma_commit_group();
       }
-      if constexpr (kFinish) {
-        if (!dropped) send_piece();
+      if constexpr (kFinishTile) {
+        if (!discard_dq) publish_dq_tile();
       }
-      if constexpr (kDkLate) {
+      if constexpr (kDeferThisDk) {
         wgmma_fence();
-        start_late(q_tile);
+        gemm_dk_deferred(q_tile);
       }
-      if constexpr (kBegin) {
-        ask_rows(&rows->x);
-        wgmma_wait_group<1 + kDkLate>();
+      if constexpr (kBeginTile) {
+        prefetch_lse_delta(&rows->x);
+        wgmma_wait_group<1 + kDeferThisDk>();
         if constexpr (kSparse) {
-          add_band(q_next.index());
-          cut = is_cut();
+          apply_band(next_q_pipe.index());
+          needs_mask = tile_needs_mask();
         }
-        weigh(&rows->x, cut);
-        ask_rows(&rows->z);
-        wgmma_wait_group<kDkLate>();
-        differentiate(&rows->z, cut);
+        compute_p(&rows->x, needs_mask);
+        prefetch_lse_delta(&rows->z);
+        wgmma_wait_group<kDeferThisDk>();
+        compute_ds(&rows->z, needs_mask);
       }
-      if constexpr (kFinish) {
-        if constexpr (kLate) {
+      if constexpr (kFinishTile) {
+        if constexpr (kDeferDk) {
           wgmma_wait_group<0>();
-          release_own(shared.q_empty[q_at]);  // of rows, too
+          release_per_lane(shared.q_empty[q_stage]);  // of rows, too
         }
         ++tiles;
       }
       wgmma_wait_group<0>();
     };
-    constexpr Constant<0> no;
-    constexpr Constant<1> yes;
-    wait(shared.k_full, works & 1);
-    wait(shared.v_full, works & 1);
-    turn(no, yes);
+    constexpr Constant<0> kSkip;
+    constexpr Constant<1> kRun;
+    wait(shared.k_full, work_count & 1);
+    wait(shared.v_full, work_count & 1);
+    bwd_step(kSkip, kRun);
 #pragma unroll 1
-    while (step < steps - 1) turn(yes, yes);
+    while (step < steps - 1) bwd_step(kRun, kRun);
     release(shared.v_empty);
-    turn(yes, no);
-    if constexpr (kDelayed) {
-      start_piece(s);
+    bwd_step(kRun, kSkip);
+    if constexpr (kDeferDq) {
+      gemm_dq(s);
       wgmma_wait_group<0>();
-      put_piece(s);
-      send_piece();
+      write_dq_tile(s);
+      publish_dq_tile();
     }
     release(shared.k_empty);
-    Look look;
-    put_keys(dv, 0, 1.0f, work.unseen, look);
-    put_keys(dk, 1, p.scale, work.unseen, look);
-    if (look.spoiled()) spoil_keys_64(params, work, work.tile * kTileN + 64 * group);
-    release_own(shared.work_empty[place.index()]);
-    ++works;
+    NonfiniteProbe nonfinite_probe;
+    write_dkdv(dv, 0, 1.0f, work.has_no_query, nonfinite_probe);
+    write_dkdv(dk, 1, p.scale, work.has_no_query, nonfinite_probe);
+    if (nonfinite_probe.found())
+      flag_nonfinite_keys_64(params, work, work.tile * kTileN + 64 * group);
+    release_per_lane(shared.work_empty[pipe.index()]);
+    ++work_count;
   }
 }
 
@@ -402,25 +417,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     init(shared.v_empty, 4 * kGroups);
     for (int i = 0; i < kQStages; ++i) {
       init(shared.q_full[i], 1);
-      init(shared.q_empty[i], kWarpArrivals * 4 * kGroups);
+      init(shared.q_empty[i], kArrivalsPerWarp * 4 * kGroups);
     }
-    for (int i = 0; i < kOStages; ++i) {
+    for (int i = 0; i < kDoutStages; ++i) {
       init(shared.dout_full[i], 1);
       init(shared.dout_empty[i], 4 * kGroups);
     }
     for (int i = 0; i < kDsStages; ++i) {
-      init(shared.ds_full[i], kWarpArrivals * 4 * kGroups);
+      init(shared.ds_full[i], kArrivalsPerWarp * 4 * kGroups);
       init(shared.ds_empty[i], 4 * kGroups);
     }
     for (int group = 0; group < kGroups; ++group) {
-      for (int i = 0; i < kSlots; ++i) {
-        init(shared.out_empty[group][i], 1);
+      for (int i = 0; i < kStagingStages; ++i) {
+        init(shared.staging_empty[group][i], 1);
       }
-      for (int i = 0; i < kTickets; ++i) init(shared.out_full[group][i], kWarpArrivals * 4);
+      for (int i = 0; i < kStagingBarriers; ++i)
+        init(shared.staging_full[group][i], kArrivalsPerWarp * 4);
     }
     for (int i = 0; i < kWorkStages; ++i) {
       init(shared.work_full[i], 1);
-      init(shared.work_empty[i], kWarpArrivals * 4 * kGroups + kFeeders - 1 + kStores);
+      init(shared.work_empty[i], kArrivalsPerWarp * 4 * kGroups + kLoadThreads - 1 + kStoreThreads);
     }
     fence_mbarrier_init();
   }
@@ -428,28 +444,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
   if (warp >= 4) {
-    setmaxnreg_inc<kComputingRegisters>();
-    compute(params, shared, warp);
+    setmaxnreg_inc<kConsumerRegisters>();
+    consume(params, shared, warp);
   } else {
-    setmaxnreg_dec<kFeedingRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (!elect_sync()) return;
     if (warp == 0) {
       prefetch_tensormap(&params.q_map);
       prefetch_tensormap(&params.k_map);
-      if constexpr (kFeeders == 1) {
+      if constexpr (kLoadThreads == 1) {
         prefetch_tensormap(&params.dout_map);
         prefetch_tensormap(&params.v_map);
       }
-      feed_queries<Walk, kFeeders == 1>(params, shared,
-                                        [&](Work& work) { draw_up(params.common, work); });
-    } else if (warp < kFeeders) {
+      produce_k_q<LoadPolicy, kLoadThreads == 1>(
+          params, shared, [&](WorkTile& work) { add_warpgroup_ranges(params.common, work); });
+    } else if (warp < kLoadThreads) {
       prefetch_tensormap(&params.dout_map);
       prefetch_tensormap(&params.v_map);
-      feed_gradients<Walk>(params, shared);
-    } else if (warp < kFeeders + kStores) {
+      produce_v_dout<LoadPolicy>(params, shared);
+    } else if (warp < kLoadThreads + kStoreThreads) {
       prefetch_tensormap(&params.dk_map);
       prefetch_tensormap(&params.dv_map);
-      store_results(params, shared, warp - kFeeders);
+      store_gradients(params, shared, warp - kLoadThreads);
     }
   }
 }

@@ -1,81 +1,84 @@
 // What the parts of bwd_sm90 share: constants of a variant, a block's shared memory; and the
-// threads that feed it.
+// threads that load and store for it.
 #pragma once
 #include "cuda_src/common/backward_sm90.cuh"
-#include "cuda_src/common/gradient_sums.cuh"
+#include "cuda_src/common/dq_accum.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 
-constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
-constexpr int kDim = FA_DIM;           // head_dim and v_dim, padded with zeros
-constexpr int kGroups = 2;             // warpgroups that compute, each on 64 keys
-constexpr int kTileM = FA_TILE_M;      // queries of a tile
-constexpr int kTileN = FA_TILE_N;      // keys of a block
-constexpr int kQStages = FA_STAGES;    // tiles of Q in flight
-constexpr int kOStages = FA_O_STAGES;  // tiles of dO in flight
-constexpr int kSlots = FA_SLOTS;       // places for a warpgroup's results on their way out
-constexpr int kStores = FA_STORES;     // threads that store results, each waiting for its turns
-constexpr int kFeeders = kStores > 2 ? 1 : 2;  // threads that load, of the other warps
+constexpr bool kBf16 = FA_BF16;              // bfloat16, else float16
+constexpr int kDim = FA_DIM;                 // head_dim and v_dim, padded with zeros
+constexpr int kGroups = 2;                   // warpgroups that compute, each on 64 keys
+constexpr int kTileM = FA_TILE_M;            // queries of a tile
+constexpr int kTileN = FA_TILE_N;            // keys of a block
+constexpr int kQStages = FA_STAGES;          // tiles of Q in flight
+constexpr int kDoutStages = FA_DOUT_STAGES;  // tiles of dO in flight
+// Buffers for a warpgroup's results on their way out.
+constexpr int kStagingStages = FA_STAGING_STAGES;
+// Threads that store results, each waiting for its turns.
+constexpr int kStoreThreads = FA_STORE_THREADS;
+constexpr int kLoadThreads = kStoreThreads > 2 ? 1 : 2;  // threads that load, of the other warps
 // Barriers that say of a result that it is there.  A thread that saw only some phases of one could
 // not tell them apart by parity, so that each has its own.
-constexpr int kTickets = kStores == kSlots ? kSlots : kStores * kSlots;
-constexpr int kWorkStages = 2;  // places for announced work
+constexpr int kStagingBarriers =
+    kStoreThreads == kStagingStages ? kStagingStages : kStoreThreads * kStagingStages;
+constexpr int kWorkStages = 2;  // stages for announced work tiles
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
 // Whether dK += dS^T Q of the tile before runs beside the exponentials.
-constexpr bool kLate = FA_LATE;
+constexpr bool kDeferDk = FA_DEFER_DK;
 // Whether S of the next tile starts while dV of this one still has its weights in registers.
-constexpr bool kSoon = FA_SOON;
+constexpr bool kOverlapNextS = FA_OVERLAP_NEXT_S;
 constexpr int kMmaD = kDim / 8;
 constexpr int kMmaM = kTileM / 8;
 // dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
 // that of the tile before: then neither waits for the other, and one's exponentials run beside the
 // other's products.
-constexpr bool kDelayed = FA_DELAYED;
+constexpr bool kDeferDq = FA_DEFER_DQ;
 // The order of the blocks of keys.  From the first one on, each works on the tiles of queries from
 // the last one on, one tile or more behind the block before.  From the last one on, each works on
 // the tiles from the first one on: under a causal mask blocks of keys that begin together, each at
 // its own diagonal, then come to a tile one after the other.  The former ends with the short work,
 // the latter waits less, which counts where turns pass slowly.
-constexpr bool kLastFirst = FA_LAST_FIRST;
-constexpr int kDsStages = kDelayed ? 2 : 1;  // places for dS
-// dQ of a tile is added up in two pieces, one for each warpgroup: 64 columns of all queries, or
+constexpr bool kReverseKvOrder = FA_REVERSE_KV_ORDER;
+constexpr int kDsStages = kDeferDq ? 2 : 1;  // stages for dS
+// dQ of a tile is added up in two tiles, one for each warpgroup: 64 columns of all queries, or
 // half of the queries.
-constexpr int kPieceM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a piece
+constexpr int kDqTileM = kBlocks > 1 ? kTileM : kTileM / 2;  // queries of a tile of dQ
 // Rows of LSE and delta, of kMmaM, that are asked for before the scores that they go with are
 // there: then the first of them need not be waited for (they took 9% of the time).  Larger tiles
 // leave no registers for them.
-constexpr int kAhead = kTileM <= 64 ? 4 : 0;
+constexpr int kPrefetchedLse = kTileM <= 64 ? 4 : 0;
 // Blocks of keys that are at work together without a mask come to a tile of queries one after the
 // other, so that one of them brings it into the L2 cache for all.  Under a mask each goes its own
 // way, and what they read and add to is too much for the cache: then the sums of dQ should stay,
 // which whoever waits for its turn waits for.
-constexpr bool kKeepSums = FA_KEEP_SUMS;
-constexpr uint64 kPolicyOfSums = kKeepSums ? kEvictLast : kEvictNormal;
-constexpr uint64 kPolicyOfTiles = kKeepSums ? kEvictFirst : kEvictNormal;
+constexpr bool kKeepDqAccum = FA_KEEP_DQ_ACCUM;
+constexpr uint64 kDqAccumPolicy = kKeepDqAccum ? kEvictLast : kEvictNormal;
+constexpr uint64 kTilePolicy = kKeepDqAccum ? kEvictFirst : kEvictNormal;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
-constexpr int kFeedingRegisters = 24;
-constexpr int kComputingRegisters = 240;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
 static_assert(kTileN == 64 * kGroups, "a warpgroup has 64 keys");
 static_assert(kGroups == 2 && kBlocks <= 2, "a warpgroup has a piece of dQ");
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kTileM % 16 == 0, "queries are summed over by m64nNk16");
 static_assert(kTileM <= 128, "a bit for each query of a thread is in a word");
-static_assert(!kLate || !kDelayed, "nobody waits for dS of this tile then");
-static_assert(kFeeders + kStores <= 4, "a warpgroup feeds");
-static_assert(kSlots >= 1 && kStores >= 1, "results go out");
-static_assert(kQStages > 1 || (!kLate && !kSoon), "the next tile is waited for early");
+static_assert(!kDeferDk || !kDeferDq, "nobody waits for dS of this tile then");
+static_assert(kLoadThreads + kStoreThreads <= 4, "a warpgroup feeds");
+static_assert(kStagingStages >= 1 && kStoreThreads >= 1, "results go out");
+static_assert(kQStages > 1 || (!kDeferDk && !kOverlapNextS), "the next tile is waited for early");
 static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
 static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
 
 constexpr int kKTileBytes = kTileN * 128 * kBlocks, kQTileBytes = kTileM * 128 * kBlocks;
-constexpr int kPieceFloats = piece_floats(kPieceM);
-constexpr int kSlotBytes = kPieceFloats * 4;
-using ScoreTile = SharedTile<kTileM, kTileN>;  // dS; a warpgroup's keys are a block of columns
+constexpr int kDqTileFloats = dq_tile_floats(kDqTileM);
+constexpr int kStagingBytes = kDqTileFloats * 4;
+using DsTile = SharedTile<kTileM, kTileN>;     // dS; a warpgroup's keys are a block of columns
 using KeyTile = SharedTile<64, 64 * kBlocks>;  // a warpgroup's rows of dK or dV
-static_assert(64 * 128 * kBlocks <= kSlotBytes, "rows of dK fit where a piece of dQ does");
+static_assert(64 * 128 * kBlocks <= kStagingBytes, "rows of dK fit where a piece of dQ does");
 
 // A block's next part of the work.
-struct Work : KeyWork {
+struct WorkTile : KvWorkTile {
   struct {
     int full_begin, full_end;  // query tiles that see all keys of a warpgroup
   } group[kGroups];
@@ -85,34 +88,35 @@ struct SharedStorage {
   uint8 k[kKTileBytes];
   uint8 v[kKTileBytes];
   uint8 q[kQStages][kQTileBytes];
-  uint8 dout[kOStages][kQTileBytes];
-  uint8 ds[kDsStages][kGroups * ScoreTile::kBlockBytes];
-  uint8 out[kGroups][kSlots][kSlotBytes];  // pieces of dQ, later rows of dV and dK
-  float4 rows[kQStages][kTileM / 2];
+  uint8 dout[kDoutStages][kQTileBytes];
+  uint8 ds[kDsStages][kGroups * DsTile::kBlockBytes];
+  uint8 staging[kGroups][kStagingStages][kStagingBytes];  // tiles of dQ, later rows of dV and dK
+  float4 lse_delta[kQStages][kTileM / 2];
   uint64 k_full, k_empty, v_full, v_empty;
-  uint64 q_full[kQStages], q_empty[kQStages], dout_full[kOStages], dout_empty[kOStages];
+  uint64 q_full[kQStages], q_empty[kQStages], dout_full[kDoutStages], dout_empty[kDoutStages];
   uint64 ds_full[kDsStages], ds_empty[kDsStages];
-  uint64 out_full[kGroups][kTickets], out_empty[kGroups][kSlots];
+  uint64 staging_full[kGroups][kStagingBarriers], staging_empty[kGroups][kStagingStages];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
-  Work work[kWorkStages];
-  TileNote note[kSparse ? kQStages : 1];  // of the tile in each place of Q
+  WorkTile work[kWorkStages];
+  MaskTileInfo tile_info[kSparse ? kQStages : 1];  // of the tile in each stage of Q
   MaskCursor cursors[kCursors];
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
-using WorkPlace = RingPlace<kWorkStages>;
-using QPlace = RingPlace<kQStages>;
-using OPlace = RingPlace<kOStages>;
-using DsPlace = RingPlace<kDsStages>;
-using SlotPlace = RingPlace<kSlots>;
+using WorkPipeline = PipelineState<kWorkStages>;
+using QPipeline = PipelineState<kQStages>;
+using DoutPipeline = PipelineState<kDoutStages>;
+using DsPipeline = PipelineState<kDsStages>;
+using StagingPipeline = PipelineState<kStagingStages>;
 
-// ----------------------------------------------------------------------------------------- feeding
-// Work is not drawn before the last one is nearly done: whoever waits for a piece of the next one
+// --------------------------------------------------------------------------------------- producers
+// Work is not drawn before the last one is nearly done: whoever waits for dQ of the next one
 // waits for as long as that has been drawn and not begun.
-using Walk = KeyWalk<kLastFirst, kLastFirst, true, kPolicyOfTiles, kTileM, kTileN, kBlocks>;
+using LoadPolicy =
+    KvLoadPolicy<kReverseKvOrder, kReverseKvOrder, true, kTilePolicy, kTileM, kTileN, kBlocks>;
 
 // What the warpgroups are told of some work.
-FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
+FA_DEVICE void add_warpgroup_ranges(const AttentionParams& p, WorkTile& work) {
 #pragma unroll 1
   for (int group = 0; group < kGroups; ++group) {
     const int key = work.tile * kTileN + 64 * group;
@@ -122,88 +126,95 @@ FA_DEVICE void draw_up(const AttentionParams& p, Work& work) {
   }
 }
 
-// Adds pieces of dQ to the sums, and stores rows of dV and dK: those of both warpgroups that pass
-// through slots.  A piece takes a while from its turn to the next one's, longer than its bytes are
-// in a slot: a tile for each of these threads is on its way.
-FA_DEVICE void store_results(const BwdSm90Params& params, SharedStorage& shared, uint32 thread) {
+// Adds tiles of dQ to dq_accum, and stores rows of dV and dK: those of both warpgroups that pass
+// through staging buffers.  A tile takes a while from its turn to the next one's, longer than its
+// bytes are in a buffer: a tile for each of these threads is on its way.
+FA_DEVICE void store_gradients(const BwdSm90Params& params, SharedStorage& shared, uint32 thread) {
   const AttentionParams& p = params.common;
   uint32 results = 0;  // of each warpgroup, done so far
-  // Whether this thread stores the next result; then its slot, and what says that it is there.
-  uint32 slot, ticket, parity;
-  auto mine = [&]() {
-    slot = results % kSlots;
-    ticket = results % kTickets;
-    parity = results / kTickets & 1;
-    return results++ % kStores == thread;
+  // Whether this thread stores the next result; then its staging buffer, and what says that it is
+  // there.
+  uint32 staging_stage, barrier_index, parity;
+  auto owns_result = [&]() {
+    staging_stage = results % kStagingStages;
+    barrier_index = results % kStagingBarriers;
+    parity = results / kStagingBarriers & 1;
+    return results++ % kStoreThreads == thread;
   };
-  auto wait_for_slots = [&]() {
+  auto wait_for_staging = [&]() {
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
-      wait(shared.out_full[group][ticket], parity);
+      wait(shared.staging_full[group][barrier_index], parity);
     }
     // On behalf of those who wrote, whose arrivals have been seen: a fence between what they wrote
     // and the copy may stand anywhere on the way (PTX ISA 8.9.5 "Causality order").
     fence_proxy_async_shared();
   };
-  auto free_slots = [&]() {
+  auto release_staging = [&]() {
     cp_async_bulk_wait_group_read<0>();
 #pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) arrive(shared.out_empty[group][slot]);
+    for (int group = 0; group < kGroups; ++group)
+      arrive(shared.staging_empty[group][staging_stage]);
   };
-  each_work(shared.work, shared.work_full, shared.work_empty, [&](const Work& work) {
-    MaskCursor& cursor = cursor_of(shared, kFeeders + thread);
-    each_step<kLastFirst, kTileM, kTileN>(params, work, cursor, [&](Step step) {
-      if (!mine()) return;
-      const uint32 row_tile = (work.entry + step.head) * p.q_tiles + step.tile;
-      // The first to add is the first or the last block of keys that the tile sees.
-      const int first_row = step.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
-      const int end = (kLastFirst ? last_key(p, last_row) : first_key(p, first_row)) / kTileN;
-      uint32 turn = kLastFirst ? end - work.tile : work.tile - end;
-      if constexpr (kSparse) {
-        // Blocks that are hidden from it add nothing, and nobody waits for them.  How many others
-        // come before this one is known beforehand, so that a turn is a number here, too: were it
-        // passed on for tiles that are stepped over, every block would have to look at all tiles.
-        const int block = step.tile * kTileM / kMaskBlock;
-        turn = counted_blocks(params.mask, cursor.row - work.tile, kLastFirst ? work.tile + 1 : end,
-                              kLastFirst ? end : work.tile - 1, block);
-      }
-      wait_for_slots();
-      if (!work.unseen) {
-        while (ld_acquire_gpu_u32(params.turns + row_tile) != turn) {
-        }
-        fence_proxy_async_global();
-#pragma unroll 1
-        for (int group = 0; group < kGroups; ++group) {
-          float* sums = params.sums + static_cast<int64>(row_tile * kGroups + group) * kPieceFloats;
-          const uint32 piece = cvta_to_shared(shared.out[group][slot]);
-          if (turn == 0) {  // what lies there comes as it is
-            cp_async_bulk_store(sums, piece, kSlotBytes, kPolicyOfSums);
-          } else {
-            cp_reduce_async_bulk_add_f32(sums, piece, kSlotBytes, kPolicyOfSums);
+  for_each_work_tile(shared.work, shared.work_full, shared.work_empty, [&](const WorkTile& work) {
+    MaskCursor& cursor = cursor_of(shared, kLoadThreads + thread);
+    for_each_query_tile<kReverseKvOrder, kTileM, kTileN>(
+        params, work, cursor, [&](QueryTileStep step) {
+          if (!owns_result()) return;
+          const uint32 query_tile = (work.entry + step.head) * p.q_tiles + step.tile;
+          // The first to add is the first or the last block of keys that the tile sees.
+          const int first_row = step.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
+          const int end =
+              (kReverseKvOrder ? last_key(p, last_row) : first_key(p, first_row)) / kTileN;
+          uint32 semaphore_value = kReverseKvOrder ? end - work.tile : work.tile - end;
+          if constexpr (kSparse) {
+            // Blocks that are hidden from it add nothing, and nobody waits for them.  How many
+            // others come before this one is known beforehand, so that the semaphore counts a
+            // number here, too: were it passed on for tiles that are stepped over, every block
+            // would have to look at all tiles.
+            const int block = step.tile * kTileM / kMaskBlock;
+            semaphore_value = visible_blocks_between(params.mask, cursor.row - work.tile,
+                                                     kReverseKvOrder ? work.tile + 1 : end,
+                                                     kReverseKvOrder ? end : work.tile - 1, block);
           }
-        }
-        cp_async_bulk_commit_group();
-      }
-      free_slots();
-      if (!work.unseen) {
-        cp_async_bulk_wait_group<0>();
-        fence_proxy_async_global();
-        red_release_gpu_add_u32(params.turns + row_tile, 1);
-      }
-    });
+          wait_for_staging();
+          if (!work.has_no_query) {
+            while (ld_acquire_gpu_u32(params.dq_semaphore + query_tile) != semaphore_value) {
+            }
+            fence_proxy_async_global();
+#pragma unroll 1
+            for (int group = 0; group < kGroups; ++group) {
+              float* sums = params.dq_accum +
+                            static_cast<int64>(query_tile * kGroups + group) * kDqTileFloats;
+              const uint32 dq_tile = cvta_to_shared(shared.staging[group][staging_stage]);
+              if (semaphore_value == 0) {  // what lies there comes as it is
+                cp_async_bulk_store(sums, dq_tile, kStagingBytes, kDqAccumPolicy);
+              } else {
+                cp_reduce_async_bulk_add_f32(sums, dq_tile, kStagingBytes, kDqAccumPolicy);
+              }
+            }
+            cp_async_bulk_commit_group();
+          }
+          release_staging();
+          if (!work.has_no_query) {
+            cp_async_bulk_wait_group<0>();
+            fence_proxy_async_global();
+            red_release_gpu_add_u32(params.dq_semaphore + query_tile, 1);
+          }
+        });
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      if (!mine()) continue;
-      wait_for_slots();
+      if (!owns_result()) continue;
+      wait_for_staging();
 #pragma unroll 1
       for (int group = 0; group < kGroups; ++group) {
         const int row = work.tile * kTileN + 64 * group;
         if (row < p.k_len) {
-          store_rows_64<kBlocks>(i == 0 ? params.dv_map : params.dk_map, shared.out[group][slot],
-                                 row, work.coordinate);
+          store_rows_64<kBlocks>(i == 0 ? params.dv_map : params.dk_map,
+                                 shared.staging[group][staging_stage], row, work.coordinate);
         }
       }
-      free_slots();
+      release_staging();
     }
   });
   cp_async_bulk_wait_group<0>();

@@ -4,17 +4,17 @@
 // and, tile by tile of kTileN keys, computes S = Q K^T, turns S into weights P by the online
 // softmax and adds P V.  S, P and O stay in the registers of the warp that owns the rows: an
 // accumulator of m16n8k16 has the layout of an A operand, so P needs no shuffle (docs: "Reading
-// fwd_sm80").  K and V come through a ring of kStages buffers filled by cp.async.
+// fwd_sm80").  K and V come through kStages buffers filled by cp.async.
 //
 // With a mask the tiles of keys are those that its lists name for the block's rows, full ones
 // first.  What is needed of the lists comes by cp.async too: the number of each key block two tiles
 // ahead, and each thread's own words of a partial block one tile ahead.
-#include "cuda_src/common/attend_row.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/products_sm80.cuh"
-#include "cuda_src/common/scores.cuh"
+#include "cuda_src/common/mma_sm80.cuh"
+#include "cuda_src/common/recompute_row.cuh"
+#include "cuda_src/common/score_mod.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/softmax.cuh"
 
@@ -34,15 +34,15 @@ constexpr int kWarpRows = kTileM / kWarps;
 constexpr int kMmaM = kWarpRows / 16;  // products down a warp's rows
 constexpr int kMmaN = kTileN / 8;      // products across a tile's keys
 constexpr int kMmaV = kDim / 8;        // products across the output's columns
-// Tiles of keys in a block of a mask; places for numbers of key blocks: this tile's, the next two.
-constexpr int kInBlock = kSparse ? kMaskBlock / kTileN : 1, kKeySlots = 4;
+// Tiles of keys in a block of a mask; stages for numbers of key blocks: this tile's, the next two.
+constexpr int kTilesPerBlock = kSparse ? kMaskBlock / kTileN : 1, kBlockIndexStages = 4;
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
 static_assert(kTileM == kWarps * kMmaM * 16, "a warp owns whole 16-row products");
-static_assert(kTileN * kDim * 2 >= kWarps * kReworkFloats * 4,
+static_assert(kTileN * kDim * 2 >= kWarps * kScoreModFloats * 4,
               "a K tile holds every warp's scratch");
-static_assert(kTileN % 32 == 0, "rework_scores takes 32 columns at a time");
+static_assert(kTileN % 32 == 0, "apply_score_mod takes 32 columns at a time");
 static_assert(kStages >= 1 && kStages <= 4, "one buffer each of K and V at least");
-static_assert(!kSparse || (kInBlock * kTileN == kMaskBlock && kMaskBlock % kTileM == 0),
+static_assert(!kSparse || (kTilesPerBlock * kTileN == kMaskBlock && kMaskBlock % kTileM == 0),
               "tiles divide the blocks of a mask");
 static_assert(!kSparse || (kStages <= 2 && kWarps == 4),
               "a tile is loaded one tile ahead; each warp looks for one end of a list");
@@ -60,8 +60,9 @@ struct SharedStorage {
   TileWork work;
   KeyTiles tiles;
 };
-// What a mask lists for the block's rows, in tiles of keys: kInBlock for each place of a list.
-struct ListedTiles {
+// What a mask lists for the block's rows, in tiles of keys: kTilesPerBlock for each entry of a
+// list.
+struct ListedRange {
   int64 row;       // of blocks
   uint64 full[2];  // first and last + 1
   uint64 partial[2];
@@ -72,8 +73,8 @@ struct ListedTiles {
   }
 };
 struct SparseStorage : SharedStorage {  // only with a mask
-  ListedTiles listed;
-  int keys[kKeySlots];  // key blocks of the coming tiles
+  ListedRange listed;
+  int keys[kBlockIndexStages];  // key blocks of the coming tiles
   uint32 words[kMmaM][kThreads][2];
 };
 static_assert((kSparse ? sizeof(SparseStorage) : sizeof(SharedStorage)) == FA_SHARED_BYTES,
@@ -82,17 +83,18 @@ static_assert((kSparse ? sizeof(SparseStorage) : sizeof(SharedStorage)) == FA_SH
 // The i-th tile of keys that a mask lists, full blocks first.
 struct ListedTile {
   bool partial;
-  bool first;    // of the partial block's tiles that are listed
-  int64 place;   // of its block in the list
-  int in_block;  // which of the block's tiles
+  bool first_listed;  // of the partial block's tiles that are listed
+  int64 position;     // of its block in the list
+  int in_block;       // which of the block's tiles
 };
 
-FA_DEVICE ListedTile listed_tile(const ListedTiles& listed, int i) {
+FA_DEVICE ListedTile listed_tile(const ListedRange& listed, int i) {
   const int after_full = i - listed.full_count();
   const bool partial = after_full >= 0;
   const uint64 tile = partial ? listed.partial[0] + after_full : listed.full[0] + i;
-  const int in_block = static_cast<int>(tile % kInBlock);
-  return {partial, in_block == 0 || after_full == 0, static_cast<int64>(tile / kInBlock), in_block};
+  const int in_block = static_cast<int>(tile % kTilesPerBlock);
+  return {partial, in_block == 0 || after_full == 0, static_cast<int64>(tile / kTilesPerBlock),
+          in_block};
 }
 
 // Writes a fragment of m16n8 accumulators to this block's part of the debug array, (blocks, kTileM,
@@ -113,18 +115,19 @@ FA_DEVICE void dump(const AttentionParams& params, const float (&x)[kMmaM][kN][4
 
 // Finds what a mask lists for a row of blocks of the tiles that a band leaves.  Each warp finds one
 // end of one list.
-FA_DEVICE void find_listed(const MaskLists& mask, ListedTiles& listed, const KeyTiles& tiles) {
+FA_DEVICE void find_listed_range(const MaskLists& mask, ListedRange& listed,
+                                 const KeyTiles& tiles) {
   const int warp = threadIdx.x / 32, last = warp % 2;
   const bool partial = warp >= 2;
   const int64 begin = (partial ? mask.partial_begin : mask.full_begin)[listed.row];
   const int64 end = (partial ? mask.partial_end : mask.full_end)[listed.row];
-  const int64 found = first_tile<kInBlock>(partial ? mask.partial : mask.full, begin, end,
-                                           last ? tiles.end : tiles.begin);
-  if (threadIdx.x % 32 == 0) (partial ? listed.partial : listed.full)[last] = found;
+  const int64 end_position = lower_bound_tile<kTilesPerBlock>(
+      partial ? mask.partial : mask.full, begin, end, last ? tiles.end : tiles.begin);
+  if (threadIdx.x % 32 == 0) (partial ? listed.partial : listed.full)[last] = end_position;
 }
 
 // The result of a block whose rows see no key at all.
-FA_DEVICE void write_nothing_seen(const AttentionParams& params, const TileWork& work) {
+FA_DEVICE void write_empty_rows(const AttentionParams& params, const TileWork& work) {
   uint16* out = static_cast<uint16*>(params.out) + work.at.out;
 #pragma unroll 1
   for (int r = threadIdx.x / 32; r < work.q_rows; r += kWarps) {
@@ -144,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SparseStorage& shared = *reinterpret_cast<SparseStorage*>(shared_bytes);
   const uint32 q_tile = cvta_to_shared(shared.q);
-  const uint32 k_ring = cvta_to_shared(shared.k), v_ring = cvta_to_shared(shared.v);
+  const uint32 k_stages = cvta_to_shared(shared.k), v_stages = cvta_to_shared(shared.v);
   constexpr uint32 kTileBytes = kTileN * kDim * 2;
 
   if (threadIdx.x == 0) {
@@ -163,12 +166,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   int tiles_begin = tiles.begin, tiles_end = tiles.end;
   if constexpr (kSparse) {  // the tiles that are listed and in the band
     if (work.q_rows <= 0) return;
-    find_listed(params.mask, shared.listed, tiles);
+    find_listed_range(params.mask, shared.listed, tiles);
     __syncthreads();
     tiles_begin = 0;
     tiles_end = shared.listed.count();
   }
-  if (tiles_begin >= tiles_end) return write_nothing_seen(params, work);
+  if (tiles_begin >= tiles_end) return write_empty_rows(params, work);
   const uint16* q = static_cast<const uint16*>(params.q) + work.at.q;
 
   // Which of all tiles of keys a tile is.
@@ -176,36 +179,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (!kSparse) {
       return tile;
     } else {
-      return shared.keys[tile % kKeySlots] * kInBlock + listed_tile(shared.listed, tile).in_block;
+      return shared.keys[tile % kBlockIndexStages] * kTilesPerBlock +
+             listed_tile(shared.listed, tile).in_block;
     }
   };
-  // Tile `tile` into its place in the ring: rows of K, or of V.
+  // Tile `tile` into its stage: rows of K, or of V.
   auto load_k = [&](int tile) {
     const uint16* k = static_cast<const uint16*>(params.k) + work.at.k;
-    load_tile<kTileN, kDim, kThreads>(k_ring + tile % kStages * kTileBytes, k, params.k_row,
+    load_tile<kTileN, kDim, kThreads>(k_stages + tile % kStages * kTileBytes, k, params.k_row,
                                       key_tile(tile) * kTileN, params.k_len, params.head_dim,
                                       params.aligned);
   };
   auto load_v = [&](int tile) {
     const uint16* v = static_cast<const uint16*>(params.v) + work.at.v;
-    load_tile<kTileN, kDim, kThreads>(v_ring + tile % kStages * kTileBytes, v, params.v_row,
+    load_tile<kTileN, kDim, kThreads>(v_stages + tile % kStages * kTileBytes, v, params.v_row,
                                       key_tile(tile) * kTileN, params.k_len, params.v_dim,
                                       params.aligned);
   };
   // The number of a tile's key block, for all threads; and this thread's own words of the block.
-  auto load_key = [&](int tile) {
+  auto load_block_index = [&](int tile) {
     if (tid_x_again() != 0 || tile >= tiles_end) return;
     const ListedTile at = listed_tile(shared.listed, tile);
-    cp_async_ca<4>(cvta_to_shared(&shared.keys[tile % kKeySlots]),
-                   (at.partial ? params.mask.partial : params.mask.full) + at.place);
+    cp_async_ca<4>(cvta_to_shared(&shared.keys[tile % kBlockIndexStages]),
+                   (at.partial ? params.mask.partial : params.mask.full) + at.position);
   };
   auto load_words = [&](int tile) {
     const ListedTile at = listed_tile(shared.listed, tile);
-    if (tile >= tiles_end || !at.partial || !at.first) return;
+    if (tile >= tiles_end || !at.partial || !at.first_listed) return;
     const int tid = tid_x_again(), lane = tid % 32, warp = tid / 32;
-    const uint32* words =
-        block_words(params.mask, shared.listed.row, at.place, shared.keys[tile % kKeySlots]) +
-        (work.q_begin % kMaskBlock + warp * kWarpRows) / 16 * kSlabWords + 2 * lane;
+    const uint32* words = block_words(params.mask, shared.listed.row, at.position,
+                                      shared.keys[tile % kBlockIndexStages]) +
+                          (work.q_begin % kMaskBlock + warp * kWarpRows) / 16 * kSlabWords +
+                          2 * lane;
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
       cp_async_ca<8>(cvta_to_shared(shared.words[i][tid]), words + i * kSlabWords);
@@ -213,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   };
 
   if constexpr (kSparse) {
-    load_key(0);
+    load_block_index(0);
     cp_async_commit_group();
   }
   load_tile<kTileM, kDim, kThreads>(q_tile, q, params.q_row, work.q_begin, params.q_len,
@@ -221,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if constexpr (kSparse) {
     cp_async_wait_group<0>();
     __syncthreads();
-    load_key(1);
+    load_block_index(1);
     load_words(0);
   }
   // With one stage K and V of the first tile are groups of their own; with more a group is a tile.
@@ -251,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       cp_async_wait_group < kStages<2 ? 0 : kStages - 2>();
     }
     __syncthreads();
-    if constexpr (kSparse) load_key(tile + 2);
+    if constexpr (kSparse) load_block_index(tile + 2);
     if constexpr (kStages == 1) {
       if (tile > tiles_begin) load_v(tile);
     } else if (tile + kStages - 1 < tiles_end) {
@@ -263,15 +268,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     float s[kMmaM][kMmaN][4];
     multiply_rows<kBf16, QTile, KVTile, kDim / 16>(
         s, q_tile + a_lane<QTile>(tid_x_again() / 32 * kWarpRows),
-        k_ring + tile % kStages * kTileBytes + b_lane<KVTile>(0));
+        k_stages + tile % kStages * kTileBytes + b_lane<KVTile>(0));
     if constexpr (kDebugStage == 1) return dump(params, s);
 
     const int key = key_tile(tile);
-    if (params.transform) {
+    if (params.has_score_mod) {
       __syncthreads();  // K's buffer has been read by all; each warp takes a part of it
       const int warp = tid_x_again() / 32;
-      float* scratch = reinterpret_cast<float*>(shared.k[tile % kStages]) + warp * kReworkFloats;
-      rework_scores(params, work.at, s, scratch, work.q_begin + warp * kWarpRows, key * kTileN);
+      float* scratch = reinterpret_cast<float*>(shared.k[tile % kStages]) + warp * kScoreModFloats;
+      apply_score_mod(params, work.at, s, scratch, work.q_begin + warp * kWarpRows, key * kTileN);
     }
     if constexpr (kStages == 1) {
       cp_async_wait_group<0>();
@@ -290,17 +295,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
             words[i][h] = shared.words[i][tid_x_again()][h] >> at.in_block * (kTileN / 4);
           }
         }
-        hide_by_words(s, words);
+        mask_by_bits(s, words);
       }
     }
     if (key < tiles.full_begin || key >= tiles.full_end) {
       const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
-      hide_outside(params, s, work.q_begin + warp * kWarpRows + lane / 4,
-                   key * kTileN + 2 * (lane % 4));
+      mask_outside_band(params, s, work.q_begin + warp * kWarpRows + lane / 4,
+                        key * kTileN + 2 * (lane % 4));
     }
 
     float correction[kMmaM][2];
-    if (softmax.raise(s, correction, params.exp2_scale)) {
+    if (softmax.update_max(s, correction, params.exp2_scale)) {
 #pragma unroll
       for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -311,17 +316,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       }
     }
     uint32 p[kMmaM][kMmaN][2];
-    softmax.exponentials<false>(s, params.exp2_scale);
+    softmax.exponentiate<false>(s, params.exp2_scale);
     round_weights<kBf16>(s, p);
     if constexpr (kDebugStage == 2) {
-      softmax.finish();
+      softmax.reduce_row_sum();
       float statistics[kMmaM][1][4];
       for (int i = 0; i < kMmaM; ++i) {
         for (int e = 0; e < 4; ++e)
-          statistics[i][0][e] = e % 2 ? softmax.sum[i][e / 2] : softmax.reference[i][e / 2];
+          statistics[i][0][e] = e % 2 ? softmax.row_sum[i][e / 2] : softmax.row_max[i][e / 2];
       }
-      return dump(params,
-                  statistics);  // columns 0 and 1; every quad of threads writes the same pair
+      // Columns 0 and 1; every quad of threads writes the same pair.
+      return dump(params, statistics);
     }
     if constexpr (kDebugStage == 3) {
       for (int i = 0; i < kMmaM; ++i) {
@@ -337,15 +342,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       load_words(tile + 1);
       cp_async_commit_group();
     }
-    add_product<kBf16, KVTile>(o, p, v_ring + tile % kStages * kTileBytes + b_trans_lane<KVTile>());
+    add_product<kBf16, KVTile>(o, p,
+                               v_stages + tile % kStages * kTileBytes + b_trans_lane<KVTile>());
     if constexpr (kDebugStage == 4) return dump(params, o);
   }
 
   // ------------------------------------------------------------------------------------- epilogue
-  softmax.finish();
+  softmax.reduce_row_sum();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int first_row =
-      work.q_begin + warp * kWarpRows + lane / 4;  // of the rows this thread holds
+  // Of the rows that this thread holds.
+  const int first_row = work.q_begin + warp * kWarpRows + lane / 4;
   if (params.lse != nullptr && lane % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
@@ -354,27 +360,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
         const int row = first_row + 16 * i + 8 * h;
         if (row < params.q_len) {
           params.lse[work.batch * params.q_len + row] =
-              log_sum_exp(softmax.reference[i][h], softmax.sum[i][h]);
+              log_sum_exp(softmax.row_max[i][h], softmax.row_sum[i][h]);
         }
       }
     }
   }
 
-  uint32 again[kMmaM][2], any_again = 0;  // lanes whose row is to be computed again
+  uint32 recompute_lanes[kMmaM][2], any_recompute = 0;  // lanes whose row is to be computed again
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float sum = softmax.sum[i][h];
-      float probe = 0.0f * sum;  // NaN as soon as one accumulator, or this, is NaN or infinite
+      const float row_sum = softmax.row_sum[i][h];
+      float probe = 0.0f * row_sum;  // NaN as soon as one accumulator, or this, is NaN or infinite
 #pragma unroll
       for (int j = 0; j < kMmaV; ++j) {
         probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
       }
-      const bool lost =
-          outgrown<true, kSparse>(params, first_row + 16 * i + 8 * h, softmax.reference[i][h], sum);
-      again[i][h] = __ballot_sync(kFullWarp, lost || probe != probe);
-      any_again |= again[i][h];
+      const bool exceeds_float32 = exceeds_float32_scores<true, kSparse>(
+          params, first_row + 16 * i + 8 * h, softmax.row_max[i][h], row_sum);
+      recompute_lanes[i][h] = __ballot_sync(kFullWarp, exceeds_float32 || probe != probe);
+      any_recompute |= recompute_lanes[i][h];
     }
   }
   cp_async_wait_group<0>();
@@ -385,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float inverse = inverse_sum(softmax.sum[i][h]);
+      const float inverse = inverse_sum(softmax.row_sum[i][h]);
       const int row = warp * kWarpRows + 16 * i + 8 * h + lane / 4;
 #pragma unroll
       for (int j = 0; j < kMmaV; ++j) {
@@ -400,24 +406,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,
                                       params.v_dim, params.aligned);
 
-  if (any_again == 0) return;
+  if (any_recompute == 0) return;
   __syncwarp();
 #pragma unroll 1
   for (int r = 0; r < kWarpRows; ++r) {
-    const int row = work.q_begin + warp * kWarpRows + r, from = r % 8 * 4;  // the row's first lane
-    if ((again[0][0] >> from & 15) != 0 && row < params.q_len) {
+    const int row = work.q_begin + warp * kWarpRows + r;
+    const int row_lane = r % 8 * 4;  // the row's first lane
+    if ((recompute_lanes[0][0] >> row_lane & 15) != 0 && row < params.q_len) {
       uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
-      attend_row<kBf16, kDim, kSparse>(
-          params, work.at, work.batch, row, __shfl_sync(kFullWarp, softmax.reference[0][0], from),
-          __shfl_sync(kFullWarp, softmax.sum[0][0], from), [&](int col, uint16 x) { to[col] = x; });
+      recompute_row<kBf16, kDim, kSparse>(params, work.at, work.batch, row,
+                                          __shfl_sync(kFullWarp, softmax.row_max[0][0], row_lane),
+                                          __shfl_sync(kFullWarp, softmax.row_sum[0][0], row_lane),
+                                          [&](int col, uint16 x) { to[col] = x; });
     }
     if (r % 8 < 7) continue;
     // Registers have no index: what belongs to the next eight rows moves to the first place.
 #pragma unroll
     for (int part = 1; part < 2 * kMmaM; ++part) {
-      again[(part - 1) / 2][(part - 1) % 2] = again[part / 2][part % 2];
-      softmax.reference[(part - 1) / 2][(part - 1) % 2] = softmax.reference[part / 2][part % 2];
-      softmax.sum[(part - 1) / 2][(part - 1) % 2] = softmax.sum[part / 2][part % 2];
+      recompute_lanes[(part - 1) / 2][(part - 1) % 2] = recompute_lanes[part / 2][part % 2];
+      softmax.row_max[(part - 1) / 2][(part - 1) % 2] = softmax.row_max[part / 2][part % 2];
+      softmax.row_sum[(part - 1) / 2][(part - 1) % 2] = softmax.row_sum[part / 2][part % 2];
     }
   }
 }

@@ -1,23 +1,23 @@
 // Attention forward for SM90: TMA, wgmma, warp specialisation, a persistent grid.
 //
 // A block works on kTileM query rows of one batch entry at a time.  Three threads of its first
-// warpgroup feed it (one draws up the order of work and loads keys and values, one loads queries,
-// one stores outputs), the other kGroups warpgroups compute, each on 64 rows of its own.  For each
-// tile of kTileN keys a warpgroup starts S = Q K^T of that tile and O += P V of the tile before,
-// and turns S into the next P while the tensor cores are busy with what it or its neighbours have
-// started (docs: "Reading fwd_sm90").
+// warpgroup are producers (one draws up the order of work and loads keys and values, one loads
+// queries, one stores outputs), the other kGroups warpgroups compute, each on 64 rows of its own.
+// For each tile of kTileN keys a warpgroup starts S = Q K^T of that tile and O += P V of the tile
+// before, and turns S into the next P while the tensor cores are busy with what it or its
+// neighbours have started (docs: "Reading fwd_sm90").
 #include "cuda_src/attention/fwd_sm90.cuh"
-#include "cuda_src/common/attend_row.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
-#include "cuda_src/common/barriers.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/rescore.cuh"
-#include "cuda_src/common/schedule.cuh"
-#include "cuda_src/common/scores.cuh"
+#include "cuda_src/common/pipeline.cuh"
+#include "cuda_src/common/recompute_row.cuh"
+#include "cuda_src/common/recompute_scores.cuh"
+#include "cuda_src/common/score_mod.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/softmax.cuh"
+#include "cuda_src/common/tile_scheduler.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
@@ -25,23 +25,24 @@
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 
-// ----------------------------------------------------------------------------------------- feeding
+// --------------------------------------------------------------------------------------- producers
 // Writes down the work that an index of the schedule stands for, by a warp; false when there is
 // none.
-FA_DEVICE bool announce(const FwdSm90Params& params, Work& work, uint32 index) {
+FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint32 index) {
   const int lane = threadIdx.x % 32;
-  if (index >= params.schedule.tiles) {
+  if (index >= params.scheduler.tiles) {
     if (lane == kGroups) work.q_begin = -1;
     return false;
   }
   const AttentionParams& p = params.common;
-  const Tile tile = kSparse ? tile_in_order(params.schedule, p.mask.order, p.q_tiles, index)
-                            : tile_of(params.schedule, p.q_tiles, index);
-  const int q_begin = tile.row_tile * kTileM;
+  const ScheduledTile tile =
+      kSparse ? work_tile_in_order(params.scheduler, p.mask.order, p.q_tiles, index)
+              : work_tile_at(params.scheduler, p.q_tiles, index);
+  const int q_begin = tile.query_tile * kTileM;
   // One lane for each warpgroup looks for its key tiles, and one more for all of the block's.
-  const bool all = lane >= kGroups;
-  const int first_row = q_begin + (all ? 0 : 64 * lane);
-  const int last_row = min(first_row + (all ? kTileM : 64), tile_rows(params)) - 1;
+  const bool whole_block = lane >= kGroups;
+  const int first_row = q_begin + (whole_block ? 0 : 64 * lane);
+  const int last_row = min(first_row + (whole_block ? kTileM : 64), tile_rows(params)) - 1;
   KeyTiles keys = {0, 0, 0, 0};
   if (first_row <= last_row) {
     keys = key_tiles(p, first_row >> params.row_shift, last_row >> params.row_shift, kTileN);
@@ -54,8 +55,8 @@ FA_DEVICE bool announce(const FwdSm90Params& params, Work& work, uint32 index) {
     keys.end = find_blocks(p, work, p.first_batch + tile.entry, q_begin);
   }
   if (lane < kGroups) {
-    const int seen = last_key(p, last_row >> params.row_shift) - (keys.end - 1) * kTileN;
-    work.group[lane] = {keys, kHalves && seen < kTileN / 2};
+    const int visible_keys = last_key(p, last_row >> params.row_shift) - (keys.end - 1) * kTileN;
+    work.group[lane] = {keys, kHalfLastTile && visible_keys < kTileN / 2};
   } else if (lane == kGroups) {
     uint32 rest = static_cast<uint32>(p.first_batch + tile.entry);
     work.entry = rest;
@@ -74,29 +75,29 @@ FA_DEVICE bool announce(const FwdSm90Params& params, Work& work, uint32 index) {
 }
 
 // Draws up the order of this block's work.
-FA_DEVICE void schedule_work(const FwdSm90Params& params, SharedStorage& shared) {
+FA_DEVICE void run_tile_scheduler(const FwdSm90Params& params, SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
-  WorkPlace place;
+  WorkPipeline work_pipe;
   uint32 index = blockIdx.x;
   bool first = true;
 #pragma unroll 1
   while (true) {
-    wait(shared.work_empty[place.index()], place.parity() ^ 1);
-    const bool more = announce(params, shared.work[place.index()], index);
+    wait(shared.work_empty[work_pipe.index()], work_pipe.parity() ^ 1);
+    const bool has_work = write_work_tile(params, shared.work[work_pipe.index()], index);
     if (lane <= kGroups || (kSparse && lane == kPartialLane)) {  // all that write
-      arrive(shared.work_full[place.index()]);
+      arrive(shared.work_full[work_pipe.index()]);
     }
-    if (!more) break;
+    if (!has_work) break;
     // The ticket of the next tile is taken when the loads of this one begin: later, its own loads
     // would be late; earlier, a block that is behind would keep tiles from others.
-    wait(shared.work_begun[place.index()], place.parity());
-    place.advance();
-    if (params.schedule.counter == nullptr) {
-      index = params.schedule.tiles;
+    wait(shared.work_started[work_pipe.index()], work_pipe.parity());
+    work_pipe.advance();
+    if (params.scheduler.counter == nullptr) {
+      index = params.scheduler.tiles;
     } else {
       if (lane == 0) {
-        index = tile_for(params.schedule,
-                         first ? take_first_ticket(params.schedule) : take_ticket(params.schedule));
+        index = tile_index_of(params.scheduler, first ? fetch_first_ticket(params.scheduler)
+                                                      : fetch_ticket(params.scheduler));
       }
       index = __shfl_sync(kFullWarp, index, 0);
       first = false;
@@ -105,30 +106,30 @@ FA_DEVICE void schedule_work(const FwdSm90Params& params, SharedStorage& shared)
 }
 
 // The next announced work; the announcement may be overwritten afterwards.
-FA_DEVICE Announced next_work(SharedStorage& shared, WorkPlace& place) {
-  wait(shared.work_full[place.index()], place.parity());
-  const Announced work = shared.work[place.index()];
-  arrive(shared.work_empty[place.index()]);
-  place.advance();
+FA_DEVICE WorkTileInfo get_next_work(SharedStorage& shared, WorkPipeline& work_pipe) {
+  wait(shared.work_full[work_pipe.index()], work_pipe.parity());
+  const WorkTileInfo work = shared.work[work_pipe.index()];
+  arrive(shared.work_empty[work_pipe.index()]);
+  work_pipe.advance();
   return work;
 }
 
 // Tiles of K and V.
-FA_DEVICE void feed_keys(const FwdSm90Params& params, SharedStorage& shared) {
-  WorkPlace place;
-  RingPlace<kStages> k_place, v_place;
+FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
+  WorkPipeline work_pipe;
+  PipelineState<kStages> k_pipe, v_pipe;
 #pragma unroll 1
   while (true) {
-    const uint64& begun = shared.work_begun[place.index()];
-    const Announced work = next_work(shared, place);
+    const uint64& started = shared.work_started[work_pipe.index()];
+    const WorkTileInfo work = get_next_work(shared, work_pipe);
     if (work.q_begin < 0) break;
-    arrive(begun);
+    arrive(started);
     auto load = [&](uint8(&tiles)[kStages][kKTileBytes], uint64(&full)[kStages],
-                    uint64(&empty)[kStages], RingPlace<kStages>& at, const TensorMap& map,
-                    const int (&step)[3], int tile, uint32 beside) {
+                    uint64(&empty)[kStages], PipelineState<kStages>& at, const TensorMap& map,
+                    const int (&step)[3], int tile, uint32 extra_bytes) {
       wait(empty[at.index()], at.parity() ^ 1);
       const uint32 barrier = cvta_to_shared(&full[at.index()]);
-      mbarrier_arrive_expect_tx(barrier, kKTileBytes + beside);
+      mbarrier_arrive_expect_tx(barrier, kKTileBytes + extra_bytes);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles[at.index()][block * kTileN * 128]), &map,
@@ -138,21 +139,21 @@ FA_DEVICE void feed_keys(const FwdSm90Params& params, SharedStorage& shared) {
       }
       at.advance();
     };
-    auto load_keys = [&](int tile, uint32 beside) {
-      load(shared.k, shared.k_full, shared.k_empty, k_place, params.k_map, params.k_step, tile,
-           beside);
+    auto load_k = [&](int tile, uint32 extra_bytes) {
+      load(shared.k, shared.k_full, shared.k_empty, k_pipe, params.k_map, params.k_step, tile,
+           extra_bytes);
     };
-    auto load_values = [&](int tile) {
-      load(shared.v, shared.v_full, shared.v_empty, v_place, params.v_map, params.v_step, tile, 0);
+    auto load_v = [&](int tile) {
+      load(shared.v, shared.v_full, shared.v_empty, v_pipe, params.v_map, params.v_step, tile, 0);
     };
     if constexpr (kSparse) {
-      feed_listed(params.common, work, shared, k_place, load_keys, load_values);
+      load_listed_kv(params.common, work, shared, k_pipe, load_k, load_v);
     } else {
       // In the order in which they are waited for: K of a tile before V of the one before it.
 #pragma unroll 1
       for (int tile = work.begin; tile <= work.end; ++tile) {
-        if (tile < work.end) load_keys(tile, 0);
-        if (tile > work.begin) load_values(tile - 1);
+        if (tile < work.end) load_k(tile, 0);
+        if (tile > work.begin) load_v(tile - 1);
       }
     }
   }
@@ -165,93 +166,93 @@ FA_DEVICE void row_coordinates(const FwdSm90Params& params, int row, int batch, 
   c[1] = params.row_shift ? row >> params.row_shift : batch;
 }
 
-FA_DEVICE void feed_queries(const FwdSm90Params& params, SharedStorage& shared) {
-  WorkPlace place;
-  QPlace q_place;
+FA_DEVICE void load_q(const FwdSm90Params& params, SharedStorage& shared) {
+  WorkPipeline work_pipe;
+  QPipeline q_pipe;
 #pragma unroll 1
   while (true) {
-    const Announced work = next_work(shared, place);
+    const WorkTileInfo work = get_next_work(shared, work_pipe);
     if (work.q_begin < 0) break;
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
-      wait(shared.q_empty[q_place.index()], q_place.parity() ^ 1);
-      const uint32 barrier = cvta_to_shared(&shared.q_full[q_place.index()]);
+      wait(shared.q_empty[q_pipe.index()], q_pipe.parity() ^ 1);
+      const uint32 barrier = cvta_to_shared(&shared.q_full[q_pipe.index()]);
       mbarrier_arrive_expect_tx(barrier, kQTileBytes);
       int c[2];
       row_coordinates(params, work.q_begin + 64 * group, work.coordinate[2] * params.q_step[2], c);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        cp_async_bulk_tensor_5d_load(cvta_to_shared(&shared.q[q_place.index()][block * 64 * 128]),
+        cp_async_bulk_tensor_5d_load(cvta_to_shared(&shared.q[q_pipe.index()][block * 64 * 128]),
                                      &params.q_map, barrier, kEvictFirst, 64 * block, c[0], c[1],
                                      work.coordinate[1] * params.q_step[1],
                                      work.coordinate[0] * params.q_step[0]);
       }
-      q_place.advance();
+      q_pipe.advance();
     }
   }
 }
 
-FA_DEVICE void store_outputs(const FwdSm90Params& params, SharedStorage& shared) {
-  WorkPlace place;
-  QPlace q_place;
+FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
+  WorkPipeline work_pipe;
+  QPipeline q_pipe;
 #pragma unroll 1
   while (true) {
-    const Announced work = next_work(shared, place);
+    const WorkTileInfo work = get_next_work(shared, work_pipe);
     if (work.q_begin < 0) break;
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
-      wait(shared.out_full[q_place.index()], q_place.parity());
+      wait(shared.out_full[q_pipe.index()], q_pipe.parity());
       int c[2];
       row_coordinates(params, work.q_begin + 64 * group, work.coordinate[2], c);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         cp_async_bulk_tensor_5d_store(
-            &params.out_map, cvta_to_shared(&shared.q[q_place.index()][block * 64 * 128]),
+            &params.out_map, cvta_to_shared(&shared.q[q_pipe.index()][block * 64 * 128]),
             kEvictFirst, 64 * block, c[0], c[1], work.coordinate[1], work.coordinate[0]);
       }
       cp_async_bulk_commit_group();
       cp_async_bulk_wait_group_read<0>();
-      arrive(shared.q_empty[q_place.index()]);
-      q_place.advance();
+      arrive(shared.q_empty[q_pipe.index()]);
+      q_pipe.advance();
     }
   }
   cp_async_bulk_wait_group<0>();
 }
 
 // -------------------------------------------------------------------------------------- computing
-constexpr Constant<kTileN> kAll;
-constexpr Constant<kHalves ? kTileN / 2 : kTileN> kHalf;
+constexpr Constant<kTileN> kWholeTile;
+constexpr Constant<kHalfLastTile ? kTileN / 2 : kTileN> kHalfTile;
 
-FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int warp) {
+FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int warp) {
   const AttentionParams& p = params.common;
   const int group = warp / 4 - 1, lane = threadIdx.x % 32;
   const int warp_row = warp % 4 * 16;  // of this warp in its warpgroup's 64
   // Where this lane's row of the four matrices of an ldmatrix.x4 or stmatrix.x4 lies: rows 0-7,
   // 8-15, then the same of the next 8 columns (PTX ISA 9.7.14.5.15).
   const uint32 q_lane = QTile::lane_offset(warp_row + lane % 16, lane / 16);
-  WorkPlace place;
-  QPlace q_place;
-  q_place.advance(group);
-  RingPlace<kStages> k_place, v_place;
+  WorkPipeline work_pipe;
+  QPipeline q_pipe;
+  q_pipe.advance(group);
+  PipelineState<kStages> k_pipe, v_pipe;
   auto release = [&](const uint64& barrier) {
     if (lane == 0) arrive(barrier);
   };
-  auto take_turn = [&]() { bar_sync(kTurn + group, 256); };
-  auto pass_turn = [&]() { bar_arrive(kTurn + (group + 1) % kGroups, 256); };
-  if (group == kGroups - 1) pass_turn();  // the first one's
+  auto warp_scheduler_sync = [&]() { bar_sync(kWarpScheduler + group, 256); };
+  auto warp_scheduler_arrive = [&]() { bar_arrive(kWarpScheduler + (group + 1) % kGroups, 256); };
+  if (group == kGroups - 1) warp_scheduler_arrive();  // the first one's
 
-  int first_row;  // of this warpgroup, of the query tile at hand
-  KeyTiles keys;  // of the block's key tiles this warpgroup's rows may see fewer
-  bool half;      // and only half of the last one
-  int tile;       // the key tile at hand
+  int first_row;        // of this warpgroup, of the query tile at hand
+  KeyTiles keys;        // of the block's key tiles this warpgroup's rows may see fewer
+  bool half_last_tile;  // and only half of the last one
+  int tile;             // the key tile at hand
   uint32 q_tile;
-  uint32 q[kQRegisters ? kDim / 16 : 1][4];
+  uint32 q[kQInRegisters ? kDim / 16 : 1][4];
   float s[1][kMmaN][4];
   uint32 weights[1][kMmaN][2];
   float o[1][kMmaV][4];
 
   // S = Q K^T of the first kCols keys of a tile, started.
-  auto start_scores = [&](auto cols, uint32 k_tile) {
+  auto gemm_qk = [&](auto cols, uint32 k_tile) {
     constexpr int kCols = decltype(cols)::value;
     const uint64 b = wgmma_descriptor(k_tile, 0);
     const uint64 a = wgmma_descriptor(q_tile, 0);
@@ -259,7 +260,7 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
     for (int step = 0; step < kDim / 16; ++step) {
       // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
       const uint64 b_step = b + (step / 4 * kTileN * 128 + step % 4 * 32) / 16;
-      if constexpr (kQRegisters) {
+      if constexpr (kQInRegisters) {
         wgmma_m64k16_rs<kBf16, kCols, kKMajor>(s[0], q[step], b_step, step > 0);
       } else {
         const uint64 a_step = a + (step / 4 * 64 * 128 + step % 4 * 32) / 16;
@@ -269,8 +270,8 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
     wgmma_commit_group();
   };
   // O += P V over the first kCols keys of a tile, started.
-  auto start_outputs = [&](auto cols) {
-    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.v[v_place.index()]), kTileN * 128);
+  auto gemm_pv = [&](auto cols) {
+    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.v[v_pipe.index()]), kTileN * 128);
 #pragma unroll
     for (int step = 0; step < decltype(cols)::value / 16; ++step) {
       const uint32 a[4] = {weights[0][2 * step][0], weights[0][2 * step][1],
@@ -280,39 +281,39 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
     wgmma_commit_group();
   };
   auto skip_tile = [&]() {
-    take_turn();
-    pass_turn();
-    wait(shared.k_full[k_place.index()], k_place.parity());
+    warp_scheduler_sync();
+    warp_scheduler_arrive();
+    wait(shared.k_full[k_pipe.index()], k_pipe.parity());
     __syncwarp();  // or a lane that comes late would find the phase after the next
-    release(shared.k_empty[k_place.index()]);
-    k_place.advance();
-    wait(shared.v_full[v_place.index()], v_place.parity());
+    release(shared.k_empty[k_pipe.index()]);
+    k_pipe.advance();
+    wait(shared.v_full[v_pipe.index()], v_pipe.parity());
     __syncwarp();
-    release(shared.v_empty[v_place.index()]);
-    v_place.advance();
+    release(shared.v_empty[v_pipe.index()]);
+    v_pipe.advance();
   };
 
-  // Goes to the query tile announced at a place; false when there is no more work.
-  auto look_at = [&](const WorkPlace& at) {
+  // Goes to the query tile announced in a stage; false when there is no more work.
+  auto peek_work_tile = [&](const WorkPipeline& at) {
     wait(shared.work_full[at.index()], at.parity());
-    const Work& work = shared.work[at.index()];
+    const WorkTile& work = shared.work[at.index()];
     if (work.q_begin < 0) return false;
     first_row = work.q_begin + 64 * group;
     tile = work.begin;
     keys = work.group[group].keys;
-    half = kHalves && work.group[group].half;
+    half_last_tile = kHalfLastTile && work.group[group].half_last_tile;
     return true;
   };
-  // Starts the first products of the query tile whose Q is at a place.  After the last tile there
+  // Starts the first products of the query tile whose Q is in a stage.  After the last tile there
   // is none: products of what is there start then, for nobody, because ptxas serialises all
   // products where some start behind a branch.
-  auto open = [&](const QPlace& at, bool real) {
+  auto first_gemm = [&](const QPipeline& at, bool valid) {
     uint32 k_tile = cvta_to_shared(shared.k[0]);
     q_tile = k_tile;
-    if (real) {
+    if (valid) {
       wait(shared.q_full[at.index()], at.parity());
       q_tile = cvta_to_shared(shared.q[at.index()]);
-      if constexpr (kQRegisters) {
+      if constexpr (kQInRegisters) {
 #pragma unroll
         for (int step = 0; step < kDim / 16; ++step) {
           ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step));
@@ -322,24 +323,24 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
 #pragma unroll 1
         for (; tile < keys.begin; ++tile) skip_tile();
       }
-      wait(shared.k_full[k_place.index()], k_place.parity());
-      k_tile = cvta_to_shared(shared.k[k_place.index()]);
+      wait(shared.k_full[k_pipe.index()], k_pipe.parity());
+      k_tile = cvta_to_shared(shared.k[k_pipe.index()]);
     }
-    take_turn();
+    warp_scheduler_sync();
     wgmma_fence();
-    start_scores(kAll, k_tile);
-    pass_turn();
+    gemm_qk(kWholeTile, k_tile);
+    warp_scheduler_arrive();
   };
 
-  bool more = look_at(place);
-  if (!more) return;
-  open(q_place, true);
+  bool has_work = peek_work_tile(work_pipe);
+  if (!has_work) return;
+  first_gemm(q_pipe, true);
 #pragma unroll 1
   while (true) {
     // Registers are short, most of all where there are the words of a mask.
-    auto entry = [&]() { return shared.work[place.index()].entry; };
-    auto first_row_again = [&]() {
-      return kSparse ? shared.work[place.index()].q_begin + 64 * group : first_row;
+    auto entry = [&]() { return shared.work[work_pipe.index()].entry; };
+    auto reload_first_row = [&]() {
+      return kSparse ? shared.work[work_pipe.index()].q_begin + 64 * group : first_row;
     };
     OnlineSoftmax<1> softmax;
     softmax.reset();
@@ -349,82 +350,86 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
       for (int e = 0; e < 4; ++e) o[0][j][e] = 0.0f;
     }
     // Waits for the scores of a tile and turns them into its weights.
-    auto settle = [&](auto first, auto cols) {
+    auto softmax_step = [&](auto first, auto cols) {
       constexpr bool kFirst = decltype(first)::value;
       constexpr int kCols = decltype(cols)::value;
-      auto& s_used = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
-      auto& weights_used = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
+      auto& s_tile = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
+      auto& p_tile = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
       int key_tile = tile;
-      bool listed = false;             // whether the tile has words
-      uint32 seen[1][2 * kLaneWords];  // which scores they leave
-      bool referred = false;           // whether all rows that see some have a reference
+      bool listed = false;                     // whether the tile has words
+      uint32 visible_bits[1][2 * kLaneWords];  // which scores they leave
+      bool rows_have_max = false;              // whether all rows that see some have a row_max
       if constexpr (kSparse) {
-        listed = read_tile(shared, k_place.index(), key_tile, seen);
-        if constexpr (!kFirst && !kTransform) referred = softmax.refers(seen, kLaneBits);
+        listed = read_mask_tile(shared, k_pipe.index(), key_tile, visible_bits);
+        if constexpr (!kFirst && !kScoreMod)
+          rows_have_max = softmax.has_max(visible_bits, kLaneBits);
       }
-      if constexpr (kOverlap && !kFirst) {
+      if constexpr (kOverlapSoftmaxPv && !kFirst) {
         wgmma_wait_group<1>();
       } else {
         wgmma_wait_group<0>();
       }
-      if constexpr (kExclusive && !kFirst) pass_turn();
+      if constexpr (kExclusiveMma && !kFirst) warp_scheduler_arrive();
       if constexpr (kSparse) {
-        arrive(shared.k_empty[k_place.index()]);  // each lane for what it read beside the keys
+        arrive(shared.k_empty[k_pipe.index()]);  // each lane for what it read beside the keys
       } else {
-        release(shared.k_empty[k_place.index()]);
+        release(shared.k_empty[k_pipe.index()]);
       }
-      k_place.advance();
-      auto release_values = [&]() {
+      k_pipe.advance();
+      auto release_v = [&]() {
         if constexpr (!kFirst) {
-          release(shared.v_empty[v_place.index()]);
-          v_place.advance();
+          release(shared.v_empty[v_pipe.index()]);
+          v_pipe.advance();
         }
       };
-      if constexpr (!kOverlap) release_values();
-      auto finish_scores = [&]() {
-        if constexpr (kTransform) {
-          rework_scores(p, batch_offsets(p, entry()), s_used, shared.scratch[warp - 4],
-                        first_row_again() + warp_row, key_tile * kTileN);
+      if constexpr (!kOverlapSoftmaxPv) release_v();
+      auto mod_and_mask_scores = [&]() {
+        if constexpr (kScoreMod) {
+          apply_score_mod(p, batch_offsets(p, entry()), s_tile, shared.scratch[warp - 4],
+                          reload_first_row() + warp_row, key_tile * kTileN);
         }
         if constexpr (kSparse) {
-          const KeyTiles& inside = shared.work[place.index()].group[group].keys;
-          const bool outside = (key_tile < inside.full_begin) | (key_tile >= inside.full_end);
-          if (outside) {
+          const KeyTiles& band_tiles = shared.work[work_pipe.index()].group[group].keys;
+          const bool crosses_band =
+              (key_tile < band_tiles.full_begin) | (key_tile >= band_tiles.full_end);
+          if (crosses_band) {
             const int tid = tid_x_again();
-            const int row = first_row_again() + tid / 32 % 4 * 16 + tid % 32 / 4;
+            const int row = reload_first_row() + tid / 32 % 4 * 16 + tid % 32 / 4;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               const int first_col = key_tile * kTileN + 2 * (tid % 4);
-              keep_columns(seen[0], h, columns_inside(p, row + 8 * h, first_col, 2 * kMmaN));
+              restrict_columns(visible_bits[0], h,
+                               visible_columns(p, row + 8 * h, first_col, 2 * kMmaN));
             }
           }
-          if (listed || outside) hide_by_words(s_used, seen);
+          if (listed || crosses_band) mask_by_bits(s_tile, visible_bits);
         } else if (tile < keys.full_begin || tile >= keys.full_end) {
-          hide_outside(p, s_used, first_row + warp_row + lane / 4, tile * kTileN + 2 * (lane % 4),
-                       params.row_shift);
+          mask_outside_band(p, s_tile, first_row + warp_row + lane / 4,
+                            tile * kTileN + 2 * (lane % 4), params.row_shift);
         }
       };
-      finish_scores();
-      // Without a mask rows have a reference once they have seen a key.
-      const bool trusting = !kFirst && kCols == kTileN && !kTransform &&
-                            (kSparse ? referred : tile > keys.full_begin) && !softmax.far;
+      mod_and_mask_scores();
+      // Without a mask rows have a row_max once they have seen a key.
+      const bool use_stale_max = !kFirst && kCols == kTileN && !kScoreMod &&
+                                 (kSparse ? rows_have_max : tile > keys.full_begin) &&
+                                 !softmax.has_large_max;
       // What a warp decides is not what its neighbours do, and a warpgroup waits for its products
       // at one place (PTX ISA 9.7.15.7.3: all its threads execute the same wgmma.wait_group).
       float correction[1][2];
       bool moved = false;
-      if (!trusting || !softmax.trust(s_used, p.exp2_scale)) {
-        if (trusting) {  // the scores are gone, and what the mask says of them
-          const auto& work = shared.work[place.index()];
-          if constexpr (kSparse) key_tile = tile_again(p, work, tile);
-          rescore<kBf16, QTile, kDim / 16>(p, entry() << params.row_shift, s_used, q_tile + q_lane,
-                                           key_tile * kTileN);
-          if constexpr (kSparse) listed = words_again(p, work, tile, seen);
-          finish_scores();
+      if (!use_stale_max || !softmax.try_stale_max(s_tile, p.exp2_scale)) {
+        if (use_stale_max) {  // the scores are gone, and what the mask says of them
+          const auto& work = shared.work[work_pipe.index()];
+          if constexpr (kSparse) key_tile = reload_tile_number(p, work, tile);
+          recompute_scores<kBf16, QTile, kDim / 16>(p, entry() << params.row_shift, s_tile,
+                                                    q_tile + q_lane, key_tile * kTileN);
+          if constexpr (kSparse) listed = reload_mask_words(p, work, tile, visible_bits);
+          mod_and_mask_scores();
         }
-        moved = softmax.raise(s_used, correction, p.exp2_scale) && !kFirst;
-        softmax.exponentials<true>(s_used, p.exp2_scale);
+        moved = softmax.update_max(s_tile, correction, p.exp2_scale) && !kFirst;
+        softmax.exponentiate<true>(s_tile, p.exp2_scale);
       }
-      if constexpr (kOverlap) wgmma_wait_group<0>();
+      if constexpr (kOverlapSoftmaxPv) wgmma_wait_group<0>();
       if (moved) {
 #pragma unroll
         for (int j = 0; j < kMmaV; ++j) {
@@ -432,54 +437,54 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
           for (int e = 0; e < 4; ++e) o[0][j][e] *= correction[0][e / 2];
         }
       }
-      round_weights<kBf16>(s_used, weights_used);
-      if constexpr (kOverlap) release_values();
+      round_weights<kBf16>(s_tile, p_tile);
+      if constexpr (kOverlapSoftmaxPv) release_v();
       ++tile;
     };
     // The products of a tile with Q and of the tile before it with its weights, then its own
     // weights.
-    auto step = [&](auto cols) {
-      wait(shared.k_full[k_place.index()], k_place.parity());
-      take_turn();
+    auto fwd_step = [&](auto cols) {
+      wait(shared.k_full[k_pipe.index()], k_pipe.parity());
+      warp_scheduler_sync();
       wgmma_fence();
-      start_scores(cols, cvta_to_shared(shared.k[k_place.index()]));
-      wait(shared.v_full[v_place.index()], v_place.parity());
+      gemm_qk(cols, cvta_to_shared(shared.k[k_pipe.index()]));
+      wait(shared.v_full[v_pipe.index()], v_pipe.parity());
       wgmma_fence();
-      start_outputs(kAll);
-      if constexpr (!kExclusive) pass_turn();
-      settle(Constant<0>(), cols);
+      gemm_pv(kWholeTile);
+      if constexpr (!kExclusiveMma) warp_scheduler_arrive();
+      softmax_step(Constant<0>(), cols);
     };
 
-    settle(Constant<1>(), kAll);
+    softmax_step(Constant<1>(), kWholeTile);
 #pragma unroll 1
-    while (tile < keys.end - (half ? 1 : 0)) step(kAll);
-    if (half && tile < keys.end) step(kHalf);
-    wait(shared.v_full[v_place.index()], v_place.parity());
-    if (half) {
+    while (tile < keys.end - (half_last_tile ? 1 : 0)) fwd_step(kWholeTile);
+    if (half_last_tile && tile < keys.end) fwd_step(kHalfTile);
+    wait(shared.v_full[v_pipe.index()], v_pipe.parity());
+    if (half_last_tile) {
       wgmma_fence();
-      start_outputs(kHalf);
+      gemm_pv(kHalfTile);
     } else {
       wgmma_fence();
-      start_outputs(kAll);
+      gemm_pv(kWholeTile);
     }
     wgmma_wait_group<0>();
-    release(shared.v_empty[v_place.index()]);
-    v_place.advance();
+    release(shared.v_empty[v_pipe.index()]);
+    v_pipe.advance();
     if constexpr (!kSparse) {
 #pragma unroll 1
-      for (; tile < shared.work[place.index()].end; ++tile) skip_tile();
+      for (; tile < shared.work[work_pipe.index()].end; ++tile) skip_tile();
     }
-    const int row_of_group = first_row_again();
+    const int row_of_group = reload_first_row();
     const uint32 out_tile = q_tile;
-    WorkPlace next = place;
-    next.advance();
-    QPlace q_next = q_place;
-    q_next.advance(kGroups);
-    more = look_at(next);
+    WorkPipeline next_work_pipe = work_pipe;
+    next_work_pipe.advance();
+    QPipeline next_q_pipe = q_pipe;
+    next_q_pipe.advance(kGroups);
+    has_work = peek_work_tile(next_work_pipe);
     // With room for the next rows of Q beside the output, their first products start here.
-    if constexpr (kEarly) open(q_next, more);
+    if constexpr (kPrefetchNextQ) first_gemm(next_q_pipe, has_work);
 
-    softmax.finish();
+    softmax.reduce_row_sum();
     const int my_row = row_of_group + warp_row + lane / 4;
     auto head_of = [&](int row) {  // batch entry, where heads share a tile too
       return (entry() << params.row_shift) + (row & ((1 << params.row_shift) - 1));
@@ -490,63 +495,68 @@ FA_DEVICE void compute(const FwdSm90Params& params, SharedStorage& shared, int w
         if (my_row + 8 * h < tile_rows(params)) {
           const int row = my_row + 8 * h;
           p.lse[static_cast<int64>(head_of(row)) * p.q_len + (row >> params.row_shift)] =
-              log_sum_exp(softmax.reference[0][h], softmax.sum[0][h]);
+              log_sum_exp(softmax.row_max[0][h], softmax.row_sum[0][h]);
         }
       }
     }
-    const float inverse[2] = {inverse_sum(softmax.sum[0][0]), inverse_sum(softmax.sum[0][1])};
-    uint32 out[kMmaV][2], probe[2][2] = {{0, 0}, {0, 0}};  // NaN once an output is not finite
+    const float inverse[2] = {inverse_sum(softmax.row_sum[0][0]),
+                              inverse_sum(softmax.row_sum[0][1])};
+    uint32 out[kMmaV][2];
+    uint32 nonfinite_probe[2][2] = {{0, 0}, {0, 0}};  // NaN once an output is not finite
 #pragma unroll
     for (int j = 0; j < kMmaV; ++j) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         out[j][h] = pack2<kBf16>(o[0][j][2 * h] * inverse[h], o[0][j][2 * h + 1] * inverse[h]);
-        probe[h][j % 2] = fma2<kBf16>(out[j][h], 0, probe[h][j % 2]);
+        nonfinite_probe[h][j % 2] = fma2<kBf16>(out[j][h], 0, nonfinite_probe[h][j % 2]);
       }
     }
     // The output overwrites Q: of this warp's rows where they were in registers, else of them all.
-    if constexpr (!kQRegisters) bar_sync(kEpilogue + group, 128);
+    if constexpr (!kQInRegisters) bar_sync(kEpilogue + group, 128);
 #pragma unroll
     for (int j = 0; j < kMmaV; j += 2) {
       stmatrix_x4(QTile::at(out_tile + q_lane, 0, j / 2), out[j][0], out[j][1], out[j + 1][0],
                   out[j + 1][1]);
     }
     // One question of all rows first: hardly any warp has a row to be computed again.
-    const float farthest = fmaxf(fabsf(softmax.reference[0][0]), fabsf(softmax.reference[0][1]));
-    const uint32 probes = probe[0][0] | probe[0][1] | probe[1][0] | probe[1][1];
-    if (__any_sync(kFullWarp, farthest >= kCoarse || probes != 0)) {
+    const float largest_max = fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1]));
+    const uint32 nonfinite_bits = nonfinite_probe[0][0] | nonfinite_probe[0][1] |
+                                  nonfinite_probe[1][0] | nonfinite_probe[1][1];
+    if (__any_sync(kFullWarp, largest_max >= kCoarseScore || nonfinite_bits != 0)) {
       __syncwarp();
-      uint32 again[2];  // lanes whose row it is
+      uint32 recompute_lanes[2];  // lanes whose row it is
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float reference = softmax.reference[0][h], sum = softmax.sum[0][h];
+        const float row_max = softmax.row_max[0][h], row_sum = softmax.row_sum[0][h];
         const int row = (my_row + 8 * h) >> params.row_shift;
         // A row whose sum is NaN saw a NaN and is to stay NaN.
-        const bool broken = (probe[h][0] | probe[h][1]) != 0 && sum == sum;
-        again[h] =
-            __ballot_sync(kFullWarp, broken || outgrown<false, kSparse>(p, row, reference, sum));
+        const bool nonfinite_output =
+            (nonfinite_probe[h][0] | nonfinite_probe[h][1]) != 0 && row_sum == row_sum;
+        recompute_lanes[h] = __ballot_sync(
+            kFullWarp,
+            nonfinite_output || exceeds_float32_scores<false, kSparse>(p, row, row_max, row_sum));
       }
 #pragma unroll 1
       for (int r = 0; r < 16; ++r) {
         const int row_in_group = warp_row + r, row = row_of_group + row_in_group;
-        if (((r < 8 ? again[0] : again[1]) >> r % 8 * 4 & 15) == 0) continue;
+        if (((r < 8 ? recompute_lanes[0] : recompute_lanes[1]) >> r % 8 * 4 & 15) == 0) continue;
         if (row >= tile_rows(params)) continue;
         const uint32 head = head_of(row);
-        attend_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
+        recompute_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
             p, batch_offsets(p, head), head, row >> params.row_shift, [&](int col, uint16 x) {
               const uint32 at = QTile::offset(row_in_group, col / 8) + col % 8 * 2;
-              *reinterpret_cast<uint16*>(&shared.q[q_place.index()][at]) = x;
+              *reinterpret_cast<uint16*>(&shared.q[q_pipe.index()][at]) = x;
             });
       }
     }
     fence_proxy_async_shared();
     __syncwarp();
-    release(shared.out_full[q_place.index()]);
-    release(shared.work_empty[place.index()]);
-    if (!more) break;
-    if constexpr (!kEarly) open(q_next, true);
-    place = next;
-    q_place = q_next;
+    release(shared.out_full[q_pipe.index()]);
+    release(shared.work_empty[work_pipe.index()]);
+    if (!has_work) break;
+    if constexpr (!kPrefetchNextQ) first_gemm(next_q_pipe, true);
+    work_pipe = next_work_pipe;
+    q_pipe = next_q_pipe;
   }
   wgmma_wait_group<0>();
 }
@@ -556,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kQSlots; ++i) {
+    for (int i = 0; i < kQStages; ++i) {
       init(shared.q_full[i], 1);
       init(shared.q_empty[i], 1);
       init(shared.out_full[i], 4);
@@ -570,7 +580,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kWorkStages; ++i) {
       init(shared.work_full[i], kGroups + 1 + kSparse);
       init(shared.work_empty[i], 4 * kGroups + 3);
-      init(shared.work_begun[i], 1);
+      init(shared.work_started[i], 1);
     }
     fence_mbarrier_init();
   }
@@ -578,22 +588,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
   if (warp >= 4) {
-    setmaxnreg_inc<kComputingRegisters>();
-    compute(params, shared, warp);
+    setmaxnreg_inc<kConsumerRegisters>();
+    consume(params, shared, warp);
   } else {
-    setmaxnreg_dec<kFeedingRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0 && elect_sync()) {
       prefetch_tensormap(&params.k_map);
       prefetch_tensormap(&params.v_map);
-      feed_keys(params, shared);
+      load_kv(params, shared);
     } else if (warp == 1 && elect_sync()) {
       prefetch_tensormap(&params.q_map);
-      feed_queries(params, shared);
+      load_q(params, shared);
     } else if (warp == 2 && elect_sync()) {
       prefetch_tensormap(&params.out_map);
-      store_outputs(params, shared);
+      store_out(params, shared);
     } else if (warp == 3) {
-      schedule_work(params, shared);
+      run_tile_scheduler(params, shared);
     }
   }
 }

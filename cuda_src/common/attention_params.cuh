@@ -1,7 +1,7 @@
 // What one attention launch is told, and where its blocks find their part of it.
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
-#include "cuda_src/common/mask_lists.cuh"
+#include "cuda_src/common/block_lists.cuh"
 
 // Passed by value.  fa_cupy/gpu/kernels/attention/fwd_params.py holds the same fields in the same
 // order.
@@ -25,13 +25,13 @@ struct AttentionParams {
   int64 batch_size[kMaxBatchAxes];
   int q_row, k_row, v_row, out_row;
   int q_len, k_len, head_dim, v_dim;
-  int q_tiles;       // tiles of query rows in one batch entry
-  int lower, upper;  // query i sees keys i + lower to i + upper
-  int bias_kind;     // a FloatKind
-  int transform;     // 1: scale, softcap and bias come before the softmax (scores.cuh)
-  float exp2_scale;  // what the softmax multiplies scores by inside exp2
-  float scale;       // of a product; with a softcap, divided by it
-  float softcap;     // 0: none
+  int q_tiles;        // tiles of query rows in one batch entry
+  int lower, upper;   // query i sees keys i + lower to i + upper
+  int bias_kind;      // a FloatKind
+  int has_score_mod;  // 1: scale, softcap and bias come before the softmax (score_mod.cuh)
+  float exp2_scale;   // what the softmax multiplies scores by inside exp2
+  float scale;        // of a product; with a softcap, divided by it
+  float softcap;      // 0: none
 };
 
 static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,
@@ -88,12 +88,12 @@ FA_DEVICE TileWork tile_work(const AttentionParams& p, int tile_m) {
 // ones of which may have no row that exists.
 FA_DEVICE TileWork masked_tile_work(const AttentionParams& p, int tile_m) {
   const uint32 in_block = kMaskBlock / tile_m, blocks = mask_blocks(p.q_len);
-  const uint32 item = blockIdx.x / in_block, part = blockIdx.x % in_block;
-  const uint32 row = p.mask.order != nullptr ? p.mask.order[item] : item;
+  const uint32 order_index = blockIdx.x / in_block, tile_in_block = blockIdx.x % in_block;
+  const uint32 row = p.mask.order != nullptr ? p.mask.order[order_index] : order_index;
   const uint32 entry = row / blocks;
   uint32 block = row - entry * blocks;
   if (p.mask.order == nullptr) block = blocks - 1 - block;
   const int64 batch = p.first_batch + entry;
-  const int q_begin = block * kMaskBlock + part * tile_m;
+  const int q_begin = block * kMaskBlock + tile_in_block * tile_m;
   return {batch_offsets(p, batch), batch, q_begin, min(tile_m, p.q_len - q_begin)};
 }

@@ -1,8 +1,8 @@
-// What the kernels of attention backward are told that read rows by plain addresses: bwd_keys_sm80,
-// bwd_queries_sm80 and bwd_redo.
+// What the kernels of attention backward are told that read rows by plain addresses: bwd_dkdv_sm80,
+// bwd_dq_sm80 and bwd_nonfinite.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
-#include "cuda_src/common/mask_table.cuh"
+#include "cuda_src/common/block_table.cuh"
 
 constexpr int kAxes = 3;  // of the batch
 
@@ -14,20 +14,20 @@ struct Array {
 struct BackwardParams {
   AttentionParams common;  // without arrays but the bias
   Array q, k, v, dout, dq, dk, dv;
-  MaskTable mask;      // by rows of blocks of the side that a kernel owns; straight for bwd_redo
-  const float4* rows;  // two queries each: LSE * log2(e), then delta
-  uint32* spoiled;     // rows to compute again (common/spoiled.cuh)
-  int size[kAxes];     // of the batch
-  int group;           // how many entries, along the last axis, share keys and values
-  int entries;         // of keys and values
-  int row_pairs;       // of `rows` in one entry, whole tiles
-  float scale;         // of a product, whatever a softcap does
+  MaskTable mask;  // by rows of blocks of the side that a kernel owns; by queries for bwd_nonfinite
+  const float4* lse_delta;  // two queries each: LSE * log2(e), then delta
+  uint32* nonfinite_flags;  // rows to compute again (common/nonfinite_flags.cuh)
+  int size[kAxes];          // of the batch
+  int group;                // how many entries, along the last axis, share keys and values
+  int entries;              // of keys and values
+  int row_pairs;            // of `lse_delta` in one entry, whole tiles
+  float scale;              // of a product, whatever a softcap does
 };
 static_assert(sizeof(BackwardParams) == FA_BACKWARD_PARAMS_BYTES,
               "fa_cupy/gpu/kernels/attention/bwd_params.py holds the same struct");
 
 // Where a batch entry begins.
-FA_DEVICE uint16* entry_of(const BackwardParams& params, const Array& array, uint32 entry) {
+FA_DEVICE uint16* entry_start(const BackwardParams& params, const Array& array, uint32 entry) {
   uint16* start = array.start;
 #pragma unroll
   for (int axis = kAxes - 1; axis > 0; --axis) {

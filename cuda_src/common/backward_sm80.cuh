@@ -7,60 +7,63 @@
 #include "cuda_src/common/backward_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/constant.cuh"
-#include "cuda_src/common/products_sm80.cuh"
-#include "cuda_src/common/scores.cuh"
-#include "cuda_src/common/spoiled.cuh"
+#include "cuda_src/common/mma_sm80.cuh"
+#include "cuda_src/common/nonfinite_flags.cuh"
+#include "cuda_src/common/score_mod.cuh"
 
 // The first tile of kTile rows in [tile, end) whose block a mask does not hide; `end` if there is
 // none.
 template <int kTile>
 FA_DEVICE int next_tile(const MaskTable& mask, int64 row, int tile, int end) {
-  constexpr int kInBlock = kMaskBlock / kTile;
-  const int block = next_block(mask, row, tile / kInBlock, (end + kInBlock - 1) / kInBlock);
-  return min(max(tile, block * kInBlock), end);
+  constexpr int kTilesPerBlock = kMaskBlock / kTile;
+  const int block = next_visible_block(mask, row, tile / kTilesPerBlock,
+                                       (end + kTilesPerBlock - 1) / kTilesPerBlock);
+  return min(max(tile, block * kTilesPerBlock), end);
 }
 
 // Takes the pairs outside the band from those that are seen of a thread's accumulators: bit 2 j + e
 // of word [i][h] is that of register 2 h + e of x[i][j], as in the words of a mask.
 template <bool kOwnKeys, int kMmaM>
-FA_DEVICE void keep_band(const AttentionParams& p, uint32 (&seen)[kMmaM][2], int first_own,
-                         int first_other, int count) {
+FA_DEVICE void restrict_to_band(const AttentionParams& p, uint32 (&visible_bits)[kMmaM][2],
+                                int first_own, int first_other, int count) {
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int own = first_own + 16 * i + 8 * h;
-      seen[i][h] &= kOwnKeys ? queries_seeing(p, own, first_other, count)
-                             : columns_inside(p, own, first_other, count);
+      visible_bits[i][h] &= kOwnKeys ? visible_queries(p, own, first_other, count)
+                                     : visible_columns(p, own, first_other, count);
     }
   }
 }
 
-// What a mask's words leave of the pairs of a block in part, in place of those in `seen`.
+// What a mask's words leave of the pairs of a block in part, in place of those in `visible_bits`.
 template <int kMmaM>
-FA_DEVICE void pairs_of_words(const uint32* words, uint32 (&seen)[kMmaM][2], int own, int other) {
+FA_DEVICE void visible_bits_of_words(const uint32* words, uint32 (&visible_bits)[kMmaM][2], int own,
+                                     int other) {
   words += own % kMaskBlock / 16 * kSlabWords + tid_x_again() % 32 * 2;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
-    const uint2 both = *reinterpret_cast<const uint2*>(words + i * kSlabWords);
-    seen[i][0] = both.x >> other % kMaskBlock / 8 * 2;
-    seen[i][1] = both.y >> other % kMaskBlock / 8 * 2;
+    const uint2 row_words = *reinterpret_cast<const uint2*>(words + i * kSlabWords);
+    visible_bits[i][0] = row_words.x >> other % kMaskBlock / 8 * 2;
+    visible_bits[i][1] = row_words.y >> other % kMaskBlock / 8 * 2;
   }
 }
 
 // Hides scores outside the band, where a tile is not inside of it, and those that a mask hides of a
 // block that has words.
 template <bool kOwnKeys, bool kSparse, int kMmaM, int kMmaN>
-FA_DEVICE void hide_pairs(const BackwardParams& params, float (&s)[kMmaM][kMmaN][4], bool in_band,
-                          int place, int own, int other) {
-  const bool in_part = kSparse && place >= 0;
-  if (in_band && !in_part) return;
-  uint32 seen[kMmaM][2];
+FA_DEVICE void mask_scores(const BackwardParams& params, float (&s)[kMmaM][kMmaN][4], bool in_band,
+                           int words_index, int own, int other) {
+  const bool is_partial = kSparse && words_index >= 0;
+  if (in_band && !is_partial) return;
+  uint32 visible_bits[kMmaM][2];
 #pragma unroll
-  for (int i = 0; i < kMmaM; ++i) seen[i][0] = seen[i][1] = ~0u;
-  if (in_part) pairs_of_words(place_words(params.mask, place), seen, own, other);
-  if (!in_band) keep_band<kOwnKeys>(params.common, seen, own, other, 2 * kMmaN);
-  hide_by_words(s, seen);
+  for (int i = 0; i < kMmaM; ++i) visible_bits[i][0] = visible_bits[i][1] = ~0u;
+  if (is_partial)
+    visible_bits_of_words(partial_block_words(params.mask, words_index), visible_bits, own, other);
+  if (!in_band) restrict_to_band<kOwnKeys>(params.common, visible_bits, own, other, 2 * kMmaN);
+  mask_by_bits(s, visible_bits);
 }
 
 // The bias of 16 x 32 pairs at most, in units of log2.
@@ -73,9 +76,9 @@ FA_DEVICE void load_bias(const AttentionParams& p, int64 at, float (&bias)[kMmaN
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         // Of a pair that does not exist, any other's.
-        const int mine = own + e / 2 * 8, its = other + 8 * j + e % 2;
-        const int query = min(kOwnKeys ? its : mine, p.q_len - 1);
-        const int key = min(kOwnKeys ? mine : its, p.k_len - 1);
+        const int own_row = own + e / 2 * 8, other_row = other + 8 * j + e % 2;
+        const int query = min(kOwnKeys ? other_row : own_row, p.q_len - 1);
+        const int key = min(kOwnKeys ? own_row : other_row, p.k_len - 1);
         bias[j][e] = kLog2e * load_as_float(p.bias, at + query * p.bias_row + key * p.bias_col,
                                             decltype(kind)::value);
       }
@@ -93,31 +96,31 @@ FA_DEVICE void load_bias(const AttentionParams& p, int64 at, float (&bias)[kMmaN
   }
 }
 
-// Makes scores of products, as rework_scores does, and multiplies dP - delta by what the softcap
+// Makes scores of products, as apply_score_mod does, and multiplies dP - delta by what the softcap
 // makes of a step of the product.
 template <bool kOwnKeys, int kMmaM, int kMmaN>
-FA_DEVICE void transform_scores(const AttentionParams& p, int64 bias_at,
-                                float (&s)[kMmaM][kMmaN][4], float (&dp)[kMmaM][kMmaN][4],
-                                int first_own, int first_other) {
-  constexpr int kPart = kMmaN < 4 ? kMmaN : 4;
+FA_DEVICE void apply_score_mod_backward(const AttentionParams& p, int64 bias_at,
+                                        float (&s)[kMmaM][kMmaN][4], float (&dp)[kMmaM][kMmaN][4],
+                                        int first_own, int first_other) {
+  constexpr int kBiasColumns = kMmaN < 4 ? kMmaN : 4;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
-    for (int part = 0; part < kMmaN; part += kPart) {
-      float bias[kPart][4];
+    for (int first_fragment = 0; first_fragment < kMmaN; first_fragment += kBiasColumns) {
+      float bias[kBiasColumns][4];
       if (p.bias != nullptr) {
-        load_bias<kOwnKeys>(p, bias_at, bias, first_own + 16 * i, first_other + 8 * part);
+        load_bias<kOwnKeys>(p, bias_at, bias, first_own + 16 * i, first_other + 8 * first_fragment);
       } else {
 #pragma unroll
-        for (int e = 0; e < 4 * kPart; ++e) bias[e / 4][e % 4] = 0.0f;
+        for (int e = 0; e < 4 * kBiasColumns; ++e) bias[e / 4][e % 4] = 0.0f;
       }
 #pragma unroll
-      for (int j = 0; j < kPart; ++j) {
+      for (int j = 0; j < kBiasColumns; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const Capped x = capped_with_slope(p, s[i][part + j][e]);
-          s[i][part + j][e] = fmaf(kLog2e, x.score, bias[j][e]);
-          dp[i][part + j][e] *= x.slope;
+          const CappedScore x = apply_softcap_with_slope(p, s[i][first_fragment + j][e]);
+          s[i][first_fragment + j][e] = fmaf(kLog2e, x.score, bias[j][e]);
+          dp[i][first_fragment + j][e] *= x.slope;
         }
       }
     }
@@ -126,7 +129,7 @@ FA_DEVICE void transform_scores(const AttentionParams& p, int64 bias_at,
 
 // Puts pairs of weights into a tile in shared memory, from a row and a column of it on.
 template <typename Tile, int kMmaM, int kMmaN>
-FA_DEVICE void put_pairs(uint32 tile, const uint32 (&pairs)[kMmaM][kMmaN][2], int row, int col) {
+FA_DEVICE void write_p(uint32 tile, const uint32 (&pairs)[kMmaM][kMmaN][2], int row, int col) {
   const int lane = tid_x_again() % 32;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
@@ -144,8 +147,8 @@ FA_DEVICE void put_pairs(uint32 tile, const uint32 (&pairs)[kMmaM][kMmaN][2], in
 // Rounds sums into a tile in shared memory, from a row of it on; of its columns, 16 at a time, this
 // warp has every kGroups-th from the `pair`-th on.  Looks at those of rows before `rows`.
 template <bool kBf16, typename Tile, int kGroups, int kMmaM, int kMmaN>
-FA_DEVICE void put_sums(uint32 tile, const float (&sums)[kMmaM][kMmaN][4], int row, int pair,
-                        int rows, float scale, Look& look) {
+FA_DEVICE void write_gradient(uint32 tile, const float (&sums)[kMmaM][kMmaN][4], int row, int pair,
+                              int rows, float scale, NonfiniteProbe& nonfinite_probe) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
@@ -156,8 +159,8 @@ FA_DEVICE void put_sums(uint32 tile, const float (&sums)[kMmaM][kMmaN][4], int r
       for (int j = 0; j < kMmaN; ++j) {
         const float low = sums[i][j][2 * h], high = sums[i][j][2 * h + 1];
         if (at < rows) {
-          look.at(low);
-          look.at(high);
+          nonfinite_probe.add(low);
+          nonfinite_probe.add(high);
         }
         const int chunk = 2 * (pair + kGroups * (j / 2)) + j % 2;
         st_shared_b32(tile + Tile::offset(at, chunk) + lane % 4 * 4,

@@ -2,7 +2,7 @@
 // + upper].
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
-#include "cuda_src/common/scores.cuh"
+#include "cuda_src/common/score_mod.cuh"
 
 FA_DEVICE int first_key(const AttentionParams& p, int row) {
   const int64 key = static_cast<int64>(row) + p.lower;
@@ -30,7 +30,7 @@ FA_DEVICE KeyTiles key_tiles(const AttentionParams& p, int first_row, int last_r
 }
 
 // Of the columns 0, 1, 8, 9, 16, 17, ... that a thread holds of an accumulator, those before col.
-FA_DEVICE int own_columns_before(int col, int count) {
+FA_DEVICE int held_columns_before(int col, int count) {
   const int before = 2 * (col >> 3) + min(col & 7, 2);
   return max(0, min(before, count));
 }
@@ -39,30 +39,31 @@ FA_DEVICE uint32 bits_below(int n) { return n < 32 ? (1u << n) - 1 : 0xffffffffu
 
 // Of the columns that a thread holds from first_col on, those inside a row's band, as bits: one
 // register holds the answer for all columns.
-FA_DEVICE uint32 columns_inside(const AttentionParams& p, int row, int first_col, int count) {
-  const int begin = own_columns_before(first_key(p, row) - first_col, count);
-  const int end = own_columns_before(last_key(p, row) - first_col + 1, count);
+FA_DEVICE uint32 visible_columns(const AttentionParams& p, int row, int first_col, int count) {
+  const int begin = held_columns_before(first_key(p, row) - first_col, count);
+  const int end = held_columns_before(last_key(p, row) - first_col + 1, count);
   return bits_below(end) & ~bits_below(begin);
 }
 
 // Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
-// row's band, by putting `hidden` there.  2**row_shift rows of the accumulators belong to one query
-// row.
+// row's band, by putting `masked_value` there.  2**row_shift rows of the accumulators belong to one
+// query row.
 template <int kMmaM, int kMmaN>
-FA_DEVICE void hide_outside(const AttentionParams& p, float (&s)[kMmaM][kMmaN][4], int first_row,
-                            int first_col, int row_shift = 0, float hidden = -FA_INFINITY) {
+FA_DEVICE void mask_outside_band(const AttentionParams& p, float (&s)[kMmaM][kMmaN][4],
+                                 int first_row, int first_col, int row_shift = 0,
+                                 float masked_value = -FA_INFINITY) {
   static_assert(2 * kMmaN <= 32, "a bit for each column");
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = (first_row + 16 * i + 8 * h) >> row_shift;
-      const uint32 seen = columns_inside(p, row, first_col, 2 * kMmaN);
+      const uint32 visible_bits = visible_columns(p, row, first_col, 2 * kMmaN);
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if ((seen >> (2 * j + e) & 1) == 0) s[i][j][2 * h + e] = hidden;
+          if ((visible_bits >> (2 * j + e) & 1) == 0) s[i][j][2 * h + e] = masked_value;
         }
       }
     }
@@ -93,15 +94,15 @@ FA_DEVICE QueryTiles query_tiles(const AttentionParams& p, int first_key, int la
   const int low = first_query(p, first_key), high = last_query(p, last_key);
   if (high < low) return {0, 0, 0, 0};
   const int full_low = first_query(p, last_key), full_high = last_query(p, first_key);
-  const int behind = full_high == p.q_len - 1 ? tile_m : 1;
+  const int past_end = full_high == p.q_len - 1 ? tile_m : 1;
   return {low / tile_m, high / tile_m + 1, (full_low + tile_m - 1) / tile_m,
-          (full_high + behind) / tile_m};
+          (full_high + past_end) / tile_m};
 }
 
 // Which of the queries from + {0, 1, 8, 9, 16, ...}, `count` of them, see a key: a bit each.
-FA_DEVICE uint32 queries_seeing(const AttentionParams& p, int key, int from, int count) {
+FA_DEVICE uint32 visible_queries(const AttentionParams& p, int key, int from, int count) {
   if (key >= p.k_len) return 0;
-  const int begin = own_columns_before(first_query(p, key) - from, count);
-  const int end = own_columns_before(last_query(p, key) - from + 1, count);
+  const int begin = held_columns_before(first_query(p, key) - from, count);
+  const int end = held_columns_before(last_query(p, key) - from + 1, count);
   return bits_below(end) & ~bits_below(begin);
 }

@@ -46,12 +46,12 @@ struct ChunkState {
   // From an array in memory (null: zeros), or to one; strides of key and value columns.
   __device__ __forceinline__ void load(const float* from, int64 row, int64 col, int rows,
                                        int cols) {
-    each(from, row, col, rows, cols,
-         [](float& x, const float* place, bool valid) { x = valid ? *place : 0.0f; });
+    for_each(from, row, col, rows, cols,
+             [](float& x, const float* address, bool valid) { x = valid ? *address : 0.0f; });
   }
   __device__ __forceinline__ void store(float* to, int64 row, int64 col, int rows, int cols) {
-    each(to, row, col, rows, cols, [](float& x, float* place, bool valid) {
-      if (valid) *place = x;
+    for_each(to, row, col, rows, cols, [](float& x, float* address, bool valid) {
+      if (valid) *address = x;
     });
   }
 
@@ -100,22 +100,22 @@ struct ChunkState {
 
  private:
   template <typename Pointer, typename Visit>
-  __device__ __forceinline__ void each(Pointer base, int64 row, int64 col, int rows, int cols,
-                                       Visit visit) {
+  __device__ __forceinline__ void for_each(Pointer base, int64 row, int64 col, int rows, int cols,
+                                           Visit visit) {
     const int lane = tid_x_again() & 31, first_row = lane % 4 * 2, first_col = lane / 4;
     if (base == nullptr) cols = 0;
 #pragma unroll
     for (int h = 0; h < 2 * kMmaM; ++h) {
       const int valid_rows = first_col + 8 * h < cols ? rows - first_row : 0;
-      Pointer place = base + (first_col + 8 * h) * col + first_row * row;
+      Pointer address = base + (first_col + 8 * h) * col + first_row * row;
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[h / 2 * (kDim / 8) + j][h % 2 * 2 + e];
-          visit(x, place + e * row, 8 * j + e < valid_rows);
+          visit(x, address + e * row, 8 * j + e < valid_rows);
         }
-        place += 8 * row;
+        address += 8 * row;
       }
     }
   }

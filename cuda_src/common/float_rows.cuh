@@ -35,8 +35,8 @@ FA_DEVICE void sum_over_lanes(float (&x)[32]) {
   const bool upper = (threadIdx.x & kStep) != 0;
 #pragma unroll
   for (int i = 0; i < kHalf; ++i) {
-    const float given = upper ? x[i] : x[i + kHalf], kept = upper ? x[i + kHalf] : x[i];
-    x[i] = kept + __shfl_xor_sync(kFullWarp, given, kStep);
+    const float sent = upper ? x[i] : x[i + kHalf], retained = upper ? x[i + kHalf] : x[i];
+    x[i] = retained + __shfl_xor_sync(kFullWarp, sent, kStep);
   }
   if constexpr (kStep > 1) sum_over_lanes<kLanes, kStep / 2>(x);
 }

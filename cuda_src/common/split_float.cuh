@@ -71,15 +71,15 @@ struct FloatChunk {
   __device__ __forceinline__ void load(const float* from, int row_stride, int rows, int cols,
                                        bool whole) {
     if (whole) {
-      each(from, row_stride, rows, cols, [](float (&to)[4], const float* place, int count) {
+      for_each(from, row_stride, rows, cols, [](float (&to)[4], const float* address, int count) {
         float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (count > 0) four = *reinterpret_cast<const float4*>(place);
+        if (count > 0) four = *reinterpret_cast<const float4*>(address);
         to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
       });
     } else {
-      each(from, row_stride, rows, cols, [](float (&to)[4], const float* place, int count) {
+      for_each(from, row_stride, rows, cols, [](float (&to)[4], const float* address, int count) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) to[e] = e < count ? place[e] : 0.0f;
+        for (int e = 0; e < 4; ++e) to[e] = e < count ? address[e] : 0.0f;
       });
     }
   }
@@ -89,7 +89,7 @@ struct FloatChunk {
     float most = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4 * kFours; ++i) most = fmaxf(most, fabsf(x[group][i / 4][i % 4]));
-    most = over_row(most);
+    most = max_over_row(most);
     if (__any_sync(kFullWarp, most > kLargest)) {  // an infinity hides the others
       most = 0.0f;
 #pragma unroll
@@ -97,7 +97,7 @@ struct FloatChunk {
         const float one = fabsf(x[group][i / 4][i % 4]);
         if (one <= kLargest) most = fmaxf(most, one);
       }
-      most = over_row(most);
+      most = max_over_row(most);
     }
     return split_exponent(most);
   }
@@ -131,15 +131,15 @@ struct FloatChunk {
  private:
   static constexpr float kLargest = 3.40282347e38f;
 
-  static __device__ __forceinline__ float over_row(float most) {
+  static __device__ __forceinline__ float max_over_row(float most) {
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
     return fmaxf(most, __shfl_xor_sync(kFullWarp, most, 4));
   }
 
   template <typename Visit>
-  __device__ __forceinline__ void each(const float* from, int row_stride, int rows, int cols,
-                                       Visit visit) {
+  __device__ __forceinline__ void for_each(const float* from, int row_stride, int rows, int cols,
+                                           Visit visit) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll

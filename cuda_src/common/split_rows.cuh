@@ -17,19 +17,19 @@ FA_DEVICE SplitPair split_near(float x, float y) {
 }
 
 // The largest of a row: eight neighbouring lanes', four columns of each box a lane.
-FA_DEVICE float over_row(float most) {
+FA_DEVICE float max_over_row(float most) {
   most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
   most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
   return fmaxf(most, __shfl_xor_sync(kFullWarp, most, 4));
 }
 
 // A warpgroup turns kRows rows into pairs: from boxes of 32 columns into a tile of high parts,
-// which one of low parts follows, kAtOnce of a thread's rows in registers.  `own`: the exponents s
-// of this thread's rows, which are 16 apart.  False: some of its numbers are not finite.
+// which one of low parts follows, kInFlight of a thread's rows in registers.  `own`: the exponents
+// s of this thread's rows, which are 16 apart.  False: some of its numbers are not finite.
 //
 // With kInPlace the tiles lie where the boxes do.  A row of pairs then takes the bytes of the same
 // row, which the eight lanes that share it have in registers.
-template <int kRows, int kBoxes, int kAtOnce, bool kInPlace = false>
+template <int kRows, int kBoxes, int kInFlight, bool kInPlace = false>
 FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint8* tile) {
   using Tile = SharedTile<kRows, 32 * kBoxes>;
   constexpr float kLargest = 3.40282347e38f;
@@ -39,11 +39,11 @@ FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint
   const uint32 to = cvta_to_shared(tile) + Tile::lane_offset(row, lane / 2) + lane % 2 * 8;
   float sum = 0.0f;
 #pragma unroll
-  for (int first = 0; first < kRows / 16; first += kAtOnce) {
-    float x[kAtOnce][4 * kBoxes], most[kAtOnce];
+  for (int first = 0; first < kRows / 16; first += kInFlight) {
+    float x[kInFlight][4 * kBoxes], most[kInFlight];
     bool hidden = false;
 #pragma unroll
-    for (int i = 0; i < kAtOnce * kBoxes; ++i) {
+    for (int i = 0; i < kInFlight * kBoxes; ++i) {
       uint32 words[4];
       ld_shared_v4_b32(words, from + (first + i / kBoxes) * (16 * 128) + i % kBoxes * kRows * 128);
 #pragma unroll
@@ -52,7 +52,7 @@ FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint
       }
     }
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
+    for (int r = 0; r < kInFlight; ++r) {
       most[r] = 0.0f;
 #pragma unroll
       for (int i = 0; i < 4 * kBoxes; ++i) {
@@ -61,24 +61,24 @@ FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint
       }
     }
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
-      most[r] = over_row(most[r]);
+    for (int r = 0; r < kInFlight; ++r) {
+      most[r] = max_over_row(most[r]);
       hidden = hidden || most[r] > kLargest;
     }
     if (__any_sync(kFullWarp, hidden)) {  // an infinity hides the others
 #pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
+      for (int r = 0; r < kInFlight; ++r) {
         most[r] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4 * kBoxes; ++i) {
           if (fabsf(x[r][i]) <= kLargest) most[r] = fmaxf(most[r], fabsf(x[r][i]));
         }
-        most[r] = over_row(most[r]);
+        most[r] = max_over_row(most[r]);
       }
     }
     if (kInPlace) __syncwarp();
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
+    for (int r = 0; r < kInFlight; ++r) {
       own[first + r] = split_exponent(most[r]);
       const float scale = power_of_two(own[first + r]);
 #pragma unroll

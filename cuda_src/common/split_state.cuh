@@ -61,7 +61,7 @@ struct SplitState : ChunkState<false, SharedTile<kChunk, kDim>, kDim, kChunk, 1>
   static constexpr int kMmaR = kChunk / 16;
   // Key columns whose sums are under way at once, over 16.  The products of a sum wait for each
   // other.  Wider states have more warps, which fill in for each other, and registers are short.
-  static constexpr int kAtOnce = kDim > 64 ? 1 : 2;
+  static constexpr int kInFlight = kDim > 64 ? 1 : 2;
 
   // Adds the outer products of a chunk.  `exponents`: row j of K times row j of V is 2^e of what
   // their tiles say.
@@ -79,34 +79,34 @@ struct SplitState : ChunkState<false, SharedTile<kChunk, kDim>, kDim, kChunk, 1>
     }
     const float factor = power_of_two(most / 2), rest = power_of_two(most - most / 2);
 #pragma unroll
-    for (int j = 0; j < kDim / 16; j += kAtOnce) {
-      SplitSum u[2 * kAtOnce];
+    for (int j = 0; j < kDim / 16; j += kInFlight) {
+      SplitSum u[2 * kInFlight];
 #pragma unroll
-      for (int n = 0; n < 2 * kAtOnce; ++n) u[n].clear();
+      for (int n = 0; n < 2 * kInFlight; ++n) u[n].clear();
 #pragma unroll
       for (int c = 0; c < kMmaR; ++c) {
-        uint32 b[kAtOnce][4], b_low[kAtOnce][4];
+        uint32 b[kInFlight][4], b_low[kInFlight][4];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kInFlight; ++i) {
           ldmatrix_x4_trans(b[i], KTile::at(k_address, 16 * c, j + i));
           ldmatrix_x4_trans(b_low[i], KTile::at(k_address + kLowK, 16 * c, j + i));
         }
 #pragma unroll
-        for (int n = 0; n < 2 * kAtOnce; ++n) {
+        for (int n = 0; n < 2 * kInFlight; ++n) {
           mma_f16(u[n].cross, low[c], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
         }
 #pragma unroll
-        for (int n = 0; n < 2 * kAtOnce; ++n) {
+        for (int n = 0; n < 2 * kInFlight; ++n) {
           mma_f16(u[n].main, high[c], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
         }
 #pragma unroll
-        for (int n = 0; n < 2 * kAtOnce; ++n) {
+        for (int n = 0; n < 2 * kInFlight; ++n) {
           mma_f16(u[n].cross, high[c], b_low[n / 2][n % 2 * 2], b_low[n / 2][n % 2 * 2 + 1]);
         }
       }
-      if (kAtOnce == 1) __syncwarp();  // or the loads of all later steps would want registers now
+      if (kInFlight == 1) __syncwarp();  // or the loads of all later steps would want registers now
 #pragma unroll
-      for (int n = 0; n < 2 * kAtOnce; ++n) {
+      for (int n = 0; n < 2 * kInFlight; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& s = this->s[2 * j + n][e];
@@ -117,7 +117,7 @@ struct SplitState : ChunkState<false, SharedTile<kChunk, kDim>, kDim, kChunk, 1>
   }
 
   // Makes value column g + 8 h NaN.
-  __device__ __forceinline__ void forget(int h) {
+  __device__ __forceinline__ void poison_column(int h) {
 #pragma unroll
     for (int i = 0; i < kDim / 4; ++i) this->s[i / 2][2 * h + i % 2] = __int_as_float(0x7fc00000);
   }

@@ -1,7 +1,7 @@
-// The state of a causal product in a warpgroup's registers (cuda_src/common/product_sm90.cuh) as an
+// The state of a causal product in a warpgroup's registers (cuda_src/common/linear_sm90.cuh) as an
 // operand of wgmma: pairs of float16, with an exponent for each value column.
 #pragma once
-#include "cuda_src/common/product_sm90.cuh"
+#include "cuda_src/common/linear_sm90.cuh"
 #include "cuda_src/common/split_rows.cuh"
 
 using Outputs = float[8][4];  // O^T: [v][2 * h + j] of value column g + 8 h, row 8 v + 2 t + j
@@ -35,25 +35,25 @@ FA_DEVICE void split_state(const State& s, const int (&exponents)[2], Operand<kD
   }
 }
 
-// D = A B of pairs, started.  Step i sums over 16 columns of A; place(i) is how far B's lie into
-// its tile, the low parts `low_bytes` behind the high ones.
-template <Major kMajor, int kCount, typename Place>
-FA_DEVICE void start_product(Outputs& d, Operand<kCount>& high, Operand<kCount>& low,
-                             const uint8* b_tile, int low_bytes, Place place) {
+// D = A B of pairs, started.  Step i sums over 16 columns of A; offset_of(i) is how far B's lie
+// into its tile, the low parts `low_bytes` behind the high ones.
+template <Major kMajor, int kCount, typename OffsetOf>
+FA_DEVICE void gemm_split(Outputs& d, Operand<kCount>& high, Operand<kCount>& low,
+                          const uint8* b_tile, int low_bytes, OffsetOf offset_of) {
   const uint64 b = wgmma_descriptor(cvta_to_shared(b_tile), 0);
   const uint64 b_low = b + low_bytes / 16;
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    wgmma_m64k16_rs<false, 64, kMajor>(d, low[i], b + place(i) / 16, i > 0);
+    wgmma_m64k16_rs<false, 64, kMajor>(d, low[i], b + offset_of(i) / 16, i > 0);
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    wgmma_m64k16_rs<false, 64, kMajor>(d, high[i], b_low + place(i) / 16, 1);
+    wgmma_m64k16_rs<false, 64, kMajor>(d, high[i], b_low + offset_of(i) / 16, 1);
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    wgmma_m64k16_rs<false, 64, kMajor>(d, high[i], b + place(i) / 16, 1);
+    wgmma_m64k16_rs<false, 64, kMajor>(d, high[i], b + offset_of(i) / 16, 1);
   }
   wgmma_commit_group();
 }

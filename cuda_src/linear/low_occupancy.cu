@@ -5,7 +5,7 @@
 // its rows; through shared memory it learns what the warps before it have summed, adds that to the
 // state before the tile, and goes over its rows again, now with the state of every one.
 #include "cuda_src/common/float_rows.cuh"
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
 
 constexpr int kDim = FA_DIM;       // key columns at a time
 constexpr int kSteps = FA_TILE_M;  // rows of a tile
@@ -13,7 +13,7 @@ constexpr int kStages = FA_STAGES;
 constexpr int kCols = 4;
 constexpr int kWarps = kSteps / 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kOwn = kDim / 32;  // key columns of a lane: lane, lane + 32, ...
+constexpr int kLaneColumns = kDim / 32;  // key columns of a lane: lane, lane + 32, ...
 static_assert(FA_TILE_N == kCols && kDim % 32 == 0 && kStages >= 2, "sizes of a tile");
 
 struct SharedStorage {
@@ -25,7 +25,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 // A row of the state, for the value columns of the block.
-struct Row {
+struct StateRow {
   float x[kCols];
 
   __device__ __forceinline__ void add(const float4& y) {
@@ -69,16 +69,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
       }
       cp_async_commit_group();
     };
-    Row before[kOwn];  // the state before the tile
+    StateRow state_before_tile[kLaneColumns];
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kLaneColumns; ++i) {
 #pragma unroll
       for (int c = 0; c < kCols; ++c) {
         const int e = lane + 32 * i;
         const bool valid = params.initial != nullptr && e < dims && c < cols;
-        before[i].x[c] = valid ? params.initial[work.initial + (first + e) * params.initial_row +
-                                                (col + c) * params.initial_col]
-                               : 0.0f;
+        state_before_tile[i].x[c] =
+            valid ? params.initial[work.initial + (first + e) * params.initial_row +
+                                   (col + c) * params.initial_col]
+                  : 0.0f;
       }
     }
 #pragma unroll 1
@@ -96,28 +97,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
         values[t] = *reinterpret_cast<const float4*>(shared.v[stage][8 * warp + t]);
       }
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        Row own = {};
+      for (int i = 0; i < kLaneColumns; ++i) {
+        StateRow row_sum = {};
 #pragma unroll
         for (int t = 0; t < 8; ++t) {
-          own.add(shared.k[stage][8 * warp + t][lane + 32 * i], values[t]);
+          row_sum.add(shared.k[stage][8 * warp + t][lane + 32 * i], values[t]);
         }
-        shared.sums[warp][lane + 32 * i] = make_float4(own.x[0], own.x[1], own.x[2], own.x[3]);
+        shared.sums[warp][lane + 32 * i] =
+            make_float4(row_sum.x[0], row_sum.x[1], row_sum.x[2], row_sum.x[3]);
       }
       __syncthreads();
 
-      float found[32];  // 8 rows of 4 columns
+      float outputs[32];  // 8 rows of 4 columns
 #pragma unroll
-      for (int i = 0; i < 32; ++i) found[i] = 0.0f;
+      for (int i = 0; i < 32; ++i) outputs[i] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
+      for (int i = 0; i < kLaneColumns; ++i) {
         const int e = lane + 32 * i;
-        Row state = before[i];
+        StateRow state = state_before_tile[i];
 #pragma unroll 4
         for (int w = 0; w < kWarps; ++w) {  // registers are short with many warps
           const float4 sums = shared.sums[w][e];
           if (w < warp) state.add(sums);
-          before[i].add(sums);
+          state_before_tile[i].add(sums);
         }
 #pragma unroll
         for (int t = 0; t < 8; ++t) {
@@ -125,29 +127,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
           const float query = shared.q[stage][8 * warp + t][e];
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
-            found[kCols * t + c] = fmaf(query, state.x[c], found[kCols * t + c]);
+            outputs[kCols * t + c] = fmaf(query, state.x[c], outputs[kCols * t + c]);
           }
         }
       }
-      sum_over_lanes<32>(found);
+      sum_over_lanes<32>(outputs);
       const int row = tile * kSteps + 8 * warp + lane / kCols, c = lane % kCols;
       if (row < work.rows && c < cols) {
-        float* place = out + static_cast<int64>(row) * params.out_row + c;
-        *place = first == 0 ? found[0] : *place + found[0];
+        float* address = out + static_cast<int64>(row) * params.out_row + c;
+        *address = first == 0 ? outputs[0] : *address + outputs[0];
       }
     }
     cp_async_wait_group<0>();
     __syncthreads();
 
-    if (params.state == nullptr || !work.owns || warp != 0) continue;
+    if (params.state == nullptr || !work.writes_state || warp != 0) continue;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kLaneColumns; ++i) {
 #pragma unroll
       for (int c = 0; c < kCols; ++c) {
         const int e = lane + 32 * i;
         if (e < dims && c < cols) {
           params.state[work.state + (first + e) * params.state_row + (col + c) * params.state_col] =
-              before[i].x[c];
+              state_before_tile[i].x[c];
         }
       }
     }

@@ -2,25 +2,25 @@
 //
 // One block takes kCols value columns of one batch entry.  A thread holds 8 key columns by 4 value
 // columns of S in registers; kLanes neighbouring threads share the value columns, and after every 8
-// rows they add up what each of them found.  Rows come through a ring of kStages tiles of kSteps
+// rows they add up what each of them found.  Rows come through kStages tiles of kTileRows
 // rows.  Where there are more than kDim key columns, they are walked in turns, each of which adds
 // to the output of those before.
 #include "cuda_src/common/float_rows.cuh"
-#include "cuda_src/common/product_params.cuh"
+#include "cuda_src/common/linear_params.cuh"
 
 constexpr int kDim = FA_DIM;      // key columns at a time
 constexpr int kCols = FA_TILE_N;  // value columns of a block
-constexpr int kSteps = FA_TILE_M;
+constexpr int kTileRows = FA_TILE_M;
 constexpr int kStages = FA_STAGES;
 constexpr int kLanes = kDim / 8;
 constexpr int kThreads = kLanes * kCols / 4;
-constexpr int kKept = 32 / kLanes;  // sums of 8 rows and 4 columns that a thread ends up with
-static_assert(kLanes >= 4 && kLanes <= 32 && kSteps % 8 == 0 && kStages >= 2, "sizes of a tile");
+constexpr int kLaneSums = 32 / kLanes;  // sums of 8 rows and 4 columns that a thread ends up with
+static_assert(kLanes >= 4 && kLanes <= 32 && kTileRows % 8 == 0 && kStages >= 2, "sizes of a tile");
 
 struct SharedStorage {
-  float q[kStages][kSteps][kDim];
-  float k[kStages][kSteps][kDim];
-  float v[kStages][kSteps][kCols];
+  float q[kStages][kTileRows][kDim];
+  float k[kStages][kTileRows][kDim];
+  float v[kStages][kTileRows][kCols];
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
   const ProductWork work = product_work(params, params.segments);
   const int lane = threadIdx.x % kLanes, col = work.tile * kCols + threadIdx.x / kLanes * 4;
   const int own_col = threadIdx.x / kLanes * 4;  // in the tile
-  const int tiles = (work.rows + kSteps - 1) / kSteps;
+  const int tiles = (work.rows + kTileRows - 1) / kTileRows;
   const float* q = static_cast<const float*>(params.q) + work.q;
   const float* k = static_cast<const float*>(params.k) + work.k;
   const float* v = static_cast<const float*>(params.v) + work.v + work.tile * kCols;
@@ -51,15 +51,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
     const int dims = min(kDim, params.qk_dim - first);
     auto load = [&](int tile) {
       if (tile < tiles) {
-        const int stage = tile % kStages, row = tile * kSteps, rows = work.rows - row;
+        const int stage = tile % kStages, row = tile * kTileRows, rows = work.rows - row;
         const bool aligned = params.aligned;
-        load_float_rows<kSteps, kDim, kThreads>(shared.q[stage][0],
-                                                q + static_cast<int64>(row) * params.q_row + first,
-                                                params.q_row, rows, dims, aligned);
-        load_float_rows<kSteps, kDim, kThreads>(shared.k[stage][0],
-                                                k + static_cast<int64>(row) * params.k_row + first,
-                                                params.k_row, rows, dims, aligned);
-        load_float_rows<kSteps, kCols, kThreads>(
+        load_float_rows<kTileRows, kDim, kThreads>(
+            shared.q[stage][0], q + static_cast<int64>(row) * params.q_row + first, params.q_row,
+            rows, dims, aligned);
+        load_float_rows<kTileRows, kDim, kThreads>(
+            shared.k[stage][0], k + static_cast<int64>(row) * params.k_row + first, params.k_row,
+            rows, dims, aligned);
+        load_float_rows<kTileRows, kCols, kThreads>(
             shared.v[stage][0], v + static_cast<int64>(row) * params.v_row, params.v_row, rows,
             params.v_dim - work.tile * kCols, aligned);
       }
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
       load(tile + kStages - 1);
       const int stage = tile % kStages;
 #pragma unroll 1
-      for (int begin = 0; begin < kSteps; begin += 8) {
+      for (int begin = 0; begin < kTileRows; begin += 8) {
         float sums[32];
 #pragma unroll
         for (int t = 0; t < 8; ++t) {
@@ -112,12 +112,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
         }
         sum_over_lanes<kLanes>(sums);
 #pragma unroll
-        for (int i = 0; i < kKept; ++i) {
-          const int index = kKept * lane + i;
-          const int row = tile * kSteps + begin + index / 4, to = col + index % 4;
+        for (int i = 0; i < kLaneSums; ++i) {
+          const int index = kLaneSums * lane + i;
+          const int row = tile * kTileRows + begin + index / 4, to = col + index % 4;
           if (row < work.rows && to < params.v_dim) {
-            float* place = out + static_cast<int64>(row) * params.out_row + to;
-            *place = first == 0 ? sums[i] : *place + sums[i];
+            float* address = out + static_cast<int64>(row) * params.out_row + to;
+            *address = first == 0 ? sums[i] : *address + sums[i];
           }
         }
       }
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
     cp_async_wait_group<0>();
     __syncthreads();
 
-    if (params.state == nullptr || !work.owns) continue;
+    if (params.state == nullptr || !work.writes_state) continue;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll

@@ -81,7 +81,7 @@ def attention(
         counter = np.random.default_rng(seed).integers(0, 2**63, 4, np.uint64)
         counter = counter[counter.ctypes.data // 8 % 2 :]
         address = counter.ctypes.data if tiles > BLOCKS else 0
-        filled["schedule"] = (address, seed + 1, tiles, *rest)
+        filled["scheduler"] = (address, seed + 1, tiles, *rest)
         emulator.launch_row(row, min(BLOCKS, tiles), filled, *how)
         return out, lse
     filled, parts, aligned = fwd_params.fill(problem, view, row.tile_m)

@@ -13,7 +13,7 @@ from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import WORDS, Grid
 
-#: As kHiddenBlock and kWholeBlock of ``cuda_src/common/mask_table.cuh``.
+#: As kEmptyBlock and kFullBlock of ``cuda_src/common/block_table.cuh``.
 HIDDEN, WHOLE = -1, -2
 
 
@@ -26,18 +26,18 @@ class Lists(NamedTuple):
         By the names of `MaskPointers`.
     order : numpy.ndarray or None
         Of the rows of blocks of all batch entries, int32.
-    words_by_tile : int
+    words_by_block : int
     """
 
     arrays: dict[str, np.ndarray[Any, Any]]
     order: np.ndarray[Any, Any] | None
-    words_by_tile: int
+    words_by_block: int
 
     def pointers(self) -> MaskPointers:
         """Return the addresses."""
         order = 0 if self.order is None else self.order.ctypes.data
         at = {name: array.ctypes.data for name, array in self.arrays.items()}
-        return MaskPointers(**at, order=order, words_by_tile=self.words_by_tile)
+        return MaskPointers(**at, order=order, words_by_block=self.words_by_block)
 
 
 def lists_of(
@@ -73,7 +73,7 @@ def lists_of(
     grid = Grid(problem.q_len, problem.k_len)
     if by_tile:
         arrays = _with_room(arrays, grid.k_tiles)
-    arrays["entries"] = entries.reshape(math.prod(problem.batch))
+    arrays["matrix_of_entry"] = entries.reshape(math.prod(problem.batch))
     # A kernel may rely on 16 bytes, and copies the words in that unit.
     arrays = {name: _aligned(array) for name, array in arrays.items()}
     return Lists(arrays, None if order is None else _aligned(order), by_tile * grid.k_tiles)
@@ -107,20 +107,22 @@ def tables_of(problem: attention_problem.Problem, mask: np.ndarray[Any, Any] | B
     mask, entries = _bits(problem, mask)
     matrices = (len(mask.lists.full_begin) - 1) // -(-problem.q_len // BLOCK)
     whole = BitMask._wrap(mask._grid, mask._store, np.arange(matrices))
-    arrays = {"mask_entries": np.ascontiguousarray(entries.reshape(math.prod(problem.batch)))}
+    arrays = {
+        "mask_matrix_of_entry": np.ascontiguousarray(entries.reshape(math.prod(problem.batch)))
+    }
     # Words of both tables have the same places, which are not those of the transposed lists.
     (words, straight), (_, turned) = map(_placed, (whole, whole.T))
     back = np.empty(len(words), np.int64)
     back[straight[straight >= 0]] = turned.swapaxes(1, 2)[straight >= 0]
     number = np.concatenate([np.argsort(back), [WHOLE, HIDDEN]]).astype(np.int32)
     turned = number[turned]  # the last elements are those of -2 and -1
-    for kind, places, of in (("straight", straight, whole), ("turned", turned, whole.T)):
+    for kind, places, of in (("by_query", straight, whole), ("by_key", turned, whole.T)):
         bits = np.packbits(places != HIDDEN, axis=-1, bitorder="little")
         room = -(-places.shape[-1] // 32) * 4 - bits.shape[-1]
         seen = np.pad(bits, ((0, 0), (0, 0), (0, room))).view(np.uint32)
-        arrays |= {f"mask_{kind}_places": places, f"mask_{kind}_seen": seen}
-        arrays[f"mask_{kind}_words"] = of.lists.words[back] if kind == "turned" else words
-    arrays["mask_turned_counts"] = (turned != HIDDEN).cumsum(axis=1, dtype=np.int32)
+        arrays |= {f"mask_{kind}_block_index": places, f"mask_{kind}_visible_bits": seen}
+        arrays[f"mask_{kind}_words"] = of.lists.words[back] if kind == "by_key" else words
+    arrays["mask_by_key_prefix_counts"] = (turned != HIDDEN).cumsum(axis=1, dtype=np.int32)
     return Tables({name: _aligned(array) for name, array in arrays.items()})
 
 

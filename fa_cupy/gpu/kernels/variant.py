@@ -28,7 +28,7 @@ SHARED_LIMIT = {
     "compute_80+227K": 227 * 1024,
 }
 _WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
-_LISTED_BYTES = 56  # ListedTiles and keys in fwd_sm80.cu
+_LISTED_BYTES = 56  # ListedRange and keys in fwd_sm80.cu
 _WORK_STAGES = 4  # kWorkStages in fwd_sm90.cuh
 _WORDS_BYTES = 2048  # of a partial block of a mask
 
@@ -241,10 +241,10 @@ class VariantSm90(Variant):
         return (
             *super().defines,
             ("FA_GROUPS", self.groups),
-            ("FA_Q_SLOTS", self.q_slots),
-            ("FA_EXCLUSIVE", int(self.exclusive)),
-            ("FA_Q_REGISTERS", int(self.q_registers)),
-            ("FA_TRANSFORM", int(self.transform)),
+            ("FA_Q_STAGES", self.q_slots),
+            ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
+            ("FA_Q_IN_REGISTERS", int(self.q_registers)),
+            ("FA_SCORE_MOD", int(self.transform)),
             ("FA_SM90_PARAMS_BYTES", FWD_SM90_PARAMS.itemsize),
         )
 

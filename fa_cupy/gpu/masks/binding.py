@@ -251,7 +251,7 @@ def _pointers(lists: DeviceMask, entries: Any, order: Any) -> MaskPointers:
         lists.full.data.ptr,
         entries.data.ptr,
         0 if order is None else order.data.ptr,
-        lists.words_by_tile,
+        lists.words_by_block,
     )
 
 

@@ -1,6 +1,6 @@
 """Tables of masks on a device, for kernels of gradients: what they say of a block by its place.
 
-`cuda_src/common/mask_table.cuh` says what a table holds. Both tables, by blocks of queries and by
+`cuda_src/common/block_table.cuh` says what a table holds. Both tables, by blocks of queries and by
 blocks of keys, are made on the device from the lists of a mask, and nothing waits for them. Those
 of a `BitMask` are kept with its lists; those of an array of bool are made by every call.
 """
@@ -18,7 +18,7 @@ from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.driver.devices import target_of_device
 from fa_cupy.gpu.driver.launch import capturing, launch
 from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
-from fa_cupy.gpu.kernels.mask.structs import MASK_TABLES_PARAMS, MASK_TURN_PARAMS
+from fa_cupy.gpu.kernels.mask.structs import BLOCK_TABLES_PARAMS, TRANSPOSE_WORDS_PARAMS
 from fa_cupy.gpu.kernels.mask.variants import SIDE, TABLES, TURN
 from fa_cupy.gpu.masks.binding import CallMask, Made, apart, device_lists, malloc
 from fa_cupy.gpu.masks.device_mask import DeviceMask, arrays_of
@@ -35,25 +35,30 @@ class Tables(NamedTuple):
 
     Attributes
     ----------
-    straight_places, turned_places, counts : cupy.ndarray of int32
+    by_query_block_index, by_key_block_index, prefix_counts : cupy.ndarray of int32
         Of all blocks.
-    straight_seen, turned_seen : cupy.ndarray of uint32
+    by_query_visible_bits, by_key_visible_bits : cupy.ndarray of uint32
         A bit for each block, rows of whole words.
-    straight_words, turned_words : cupy.ndarray of uint32
+    by_query_words, by_key_words : cupy.ndarray of uint32
     """
 
-    straight_places: Any
-    turned_places: Any
-    counts: Any
-    straight_seen: Any
-    turned_seen: Any
-    straight_words: Any
-    turned_words: Any
+    by_query_block_index: Any
+    by_key_block_index: Any
+    prefix_counts: Any
+    by_query_visible_bits: Any
+    by_key_visible_bits: Any
+    by_query_words: Any
+    by_key_words: Any
 
-    def pointers(self, entries: int) -> dict[str, int]:
-        """Return addresses by the names of `table_arrays`, with that of the entries."""
+    def pointers(self, matrix_of_entry: int) -> dict[str, int]:
+        """Return addresses by the names of `table_arrays`, with that of the matrices of entries."""
         found = {f"mask_{name}": array.data.ptr for name, array in self._asdict().items()}
-        return {**found, "mask_turned_counts": self.counts.data.ptr, "mask_entries": entries}
+        counts = found.pop("mask_prefix_counts")
+        return {
+            **found,
+            "mask_by_key_prefix_counts": counts,
+            "mask_matrix_of_entry": matrix_of_entry,
+        }
 
 
 class CallTables:
@@ -90,7 +95,7 @@ class CallTables:
         else:
             made.wait()
             found, kept = made.found, made
-        return found.pointers(told.entries), (owners, kept)
+        return found.pointers(told.matrix_of_entry), (owners, kept)
 
     def _of_bits(self, mask: BitMask) -> tuple[Tables, Any]:
         every, lists = mask._store.device_tables, device_lists(mask, self._device)
@@ -137,26 +142,26 @@ def make(lists: DeviceMask, grid: Grid, device: int) -> Tables:
     arrays = arrays_of(*zip(padded, (*kinds, np.uint32), strict=True))
     words = lists.words.reshape(-1)
     found = Tables(
-        straight_places=arrays[0], turned_places=arrays[1], counts=arrays[2],
-        straight_seen=arrays[3], turned_seen=arrays[4],
-        straight_words=words, turned_words=arrays[5],
+        by_query_block_index=arrays[0], by_key_block_index=arrays[1], prefix_counts=arrays[2],
+        by_query_visible_bits=arrays[3], by_key_visible_bits=arrays[4],
+        by_query_words=words, by_key_words=arrays[5],
     )  # fmt: skip
     target = str(target_of_device(device))
 
-    struct = np.zeros(1, MASK_TABLES_PARAMS)
+    struct = np.zeros(1, BLOCK_TABLES_PARAMS)
     struct["lists"] = tuple(_pointers(lists))
-    struct["straight"], struct["turned"] = (x.data.ptr for x in arrays[:2])
-    struct["counts"] = found.counts.data.ptr
-    struct["straight_seen"], struct["turned_seen"] = (x.data.ptr for x in arrays[3:5])
+    struct["by_query"], struct["by_key"] = (x.data.ptr for x in arrays[:2])
+    struct["prefix_counts"] = found.prefix_counts.data.ptr
+    struct["by_query_bits"], struct["by_key_bits"] = (x.data.ptr for x in arrays[3:5])
     struct["q_blocks"], struct["k_blocks"] = rows, columns
     kernel = compile.load(TABLES, target, device)
     launch(kernel, matrices * q_sides * k_sides, TABLES.threads, TABLES.shared_bytes, struct)
     if places:
-        struct = np.zeros(1, MASK_TURN_PARAMS)
-        struct["words"], struct["turned"] = words.data.ptr, found.turned_words.data.ptr
+        struct = np.zeros(1, TRANSPOSE_WORDS_PARAMS)
+        struct["words"], struct["transposed"] = words.data.ptr, found.by_key_words.data.ptr
         struct["blocks"] = places
-        if lists.words_by_tile:  # there is room for the words of all blocks
-            struct["places"] = found.straight_places.data.ptr
+        if lists.words_by_block:  # there is room for the words of all blocks
+            struct["block_index"] = found.by_query_block_index.data.ptr
         kernel = compile.load(TURN, target, device)
         launch(kernel, -(-places // TURN.warps), TURN.threads, TURN.shared_bytes, struct)
     return found
@@ -164,4 +169,4 @@ def make(lists: DeviceMask, grid: Grid, device: int) -> Tables:
 
 def _pointers(lists: DeviceMask) -> MaskPointers:
     arrays = {name: getattr(lists, name).data.ptr for name in lists._fields[:-1]}
-    return MaskPointers(**arrays, entries=0, words_by_tile=lists.words_by_tile)
+    return MaskPointers(**arrays, matrix_of_entry=0, words_by_block=lists.words_by_block)

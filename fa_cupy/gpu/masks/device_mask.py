@@ -39,9 +39,9 @@ class DeviceMask(NamedTuple):
     partial, full : cupy.ndarray of int32
     words : cupy.ndarray of uint32
         512 a block, in fragment order.
-    words_by_tile : int
+    words_by_block : int
         If 0, the words of place i of `partial` are number i of `words`; else those of key tile c
-        of row t are number ``t * words_by_tile + c``.
+        of row t are number ``t * words_by_block + c``.
     """
 
     partial_begin: Any
@@ -51,7 +51,7 @@ class DeviceMask(NamedTuple):
     full_begin: Any
     full_end: Any
     full: Any
-    words_by_tile: int
+    words_by_block: int
 
     @classmethod
     def of(cls, mask: BitMask, device: int) -> DeviceMask:

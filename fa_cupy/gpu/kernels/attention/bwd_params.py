@@ -1,8 +1,8 @@
 """What fills the parameter structs of backward kernels, whatever their architecture.
 
-A few launches make the gradients of one call. ``bwd_rows`` prepares what is known of each query,
-others compute gradients, and ``bwd_redo`` computes the rows again whose sums were not finite, or
-that have to do with a log-sum-exp too large for the others.
+A few launches make the gradients of one call. ``bwd_preprocess`` prepares what is known of each
+query, others compute gradients, and ``bwd_nonfinite`` computes the rows again whose sums were not
+finite, or that have to do with a log-sum-exp too large for the others.
 """
 
 from __future__ import annotations
@@ -31,24 +31,30 @@ REDONE = (*WALKED, "dq", "dk", "dv")
 BWD_SM90_PARAMS = padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
     + [("common", ATTENTION_PARAMS)]
-    + [(name, np.uint64) for name in ("rows", "sums", "turns", "counters", "spoiled")]
+    + [
+        (name, np.uint64)
+        for name in ("lse_delta", "dq_accum", "dq_semaphore", "tile_counters", "nonfinite_flags")
+    ]
     + [("mask", MASK_TABLE)]
     + [("size", np.int32, (MAP_AXES,))]
     + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in WALKED]
-    + [(name, np.int32) for name in ("group", "entries", "k_tiles", "section", "row_pairs")],
+    + [
+        (name, np.int32)
+        for name in ("group", "entries", "k_tiles", "entries_per_l2_group", "row_pairs")
+    ],
     alignment=64,
 )
-#: ``struct BwdRowsParams`` of ``cuda_src/attention/bwd_rows.cu``.
-BWD_ROWS_PARAMS = np.dtype(
+#: ``struct BwdPreprocessParams`` of ``cuda_src/attention/bwd_preprocess.cu``.
+BWD_PREPROCESS_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS)]
-    + [(name, np.uint64) for name in ("dlse", "rows", "turns")]
-    + [("words", np.int64)]
+    + [(name, np.uint64) for name in ("dlse", "lse_delta", "counters")]
+    + [("counter_words", np.int64)]
     + [(name, np.int32) for name in ("entry_rows", "lane_shift", "entry_blocks")],
     align=True,
 )
-#: ``struct BwdRoundParams`` of ``cuda_src/attention/bwd_round.cu``.
-BWD_ROUND_PARAMS = np.dtype(
-    [("common", ATTENTION_PARAMS), ("sums", np.uint64), ("spoiled", np.uint64)]
+#: ``struct BwdConvertDqParams`` of ``cuda_src/attention/bwd_convert_dq.cu``.
+BWD_CONVERT_DQ_PARAMS = np.dtype(
+    [("common", ATTENTION_PARAMS), ("dq_accum", np.uint64), ("nonfinite_flags", np.uint64)]
     + [("mask", MASK_TABLE)]
     + [(name, np.int32) for name in ("tile_m", "tile_n", "blocks")],
     align=True,
@@ -59,24 +65,27 @@ _PLAIN = (
     [("common", ATTENTION_PARAMS)]
     + [(name, ARRAY) for name in REDONE]
     + [("mask", MASK_TABLE)]
-    + [(name, np.uint64) for name in ("rows", "spoiled")]
+    + [(name, np.uint64) for name in ("lse_delta", "nonfinite_flags")]
     + [("size", np.int32, (MAP_AXES,))]
     + [(name, np.int32) for name in ("group", "entries", "row_pairs")]
     + [("scale", np.float32)]
 )
 #: ``struct BackwardParams`` of ``cuda_src/common/backward_params.cuh``.
 BACKWARD_PARAMS = np.dtype(_PLAIN, align=True)
-#: ``struct RedoParams`` of ``cuda_src/attention/bwd_redo.cu``, which begins with the same.
-REDO_PARAMS = np.dtype([*_PLAIN, ("far", np.uint64), ("shares", np.uint64)], align=True)
-#: Threads of a block of ``bwd_round``, and of ``bwd_redo``.
-ROUND_THREADS, REDO_THREADS = 128, 256
+#: ``struct NonfiniteParams`` of ``cuda_src/attention/bwd_nonfinite.cu``, which begins with those
+#: fields.
+NONFINITE_PARAMS = np.dtype(
+    [*_PLAIN, ("row_statistics", np.uint64), ("task_counters", np.uint64)], align=True
+)
+#: Threads of a block of ``bwd_convert_dq``, and of ``bwd_nonfinite``.
+CONVERT_DQ_THREADS, NONFINITE_THREADS = 128, 256
 
 
 BOX = 64  # columns of a box, and rows where it is a result's: 128 bytes are a swizzled row
 PADDED = 128  # rows of the workspace are padded to a multiple of it, the largest tile
 _ALIGNMENT = 256  # of the parts of a workspace
-_SPOILED = 64  # kSpoiledRows of cuda_src/common/spoiled.cuh
-_SHARES = 2  # words, of struct RedoParams in cuda_src/attention/bwd_redo.cu
+_ROWS_PER_FLAG = 64  # kRowsPerFlag of cuda_src/common/nonfinite_flags.cuh
+_TASK_COUNTERS = 2  # words, of struct NonfiniteParams in cuda_src/attention/bwd_nonfinite.cu
 
 
 class Row(Protocol):
@@ -195,7 +204,7 @@ class Axes:
         p["q_tiles"] = -(-problem.q_len // tile_m)
         p["lower"], p["upper"] = fwd_params.band_limits(problem)
         transformed = fwd_params.transforms(problem)
-        p["transform"] = transformed
+        p["has_score_mod"] = transformed
         p["exp2_scale"] = 1.0 if transformed else problem.scale * fwd_params.LOG2E
         factor, cap = transform(problem, np.dtype(np.float32))
         p["scale"], p["softcap"] = fwd_params.in_float32(factor), fwd_params.in_float32(cap)
@@ -222,25 +231,25 @@ class Axes:
         return Geometry(shape, (*walked, item), (1, 1, 1, rows, BOX))
 
 
-def spoiled(axes: Axes) -> tuple[int, int]:
-    """Return how many tiles there are that may be computed again: of queries, of keys."""
-    queries = axes.entries * -(-axes.problem.q_len // _SPOILED)
-    return queries, axes.entries // axes.group * -(-axes.problem.k_len // _SPOILED)
+def nonfinite_flags(axes: Axes) -> tuple[int, int]:
+    """Return how many tiles have a flag that they hold values not finite: of queries, of keys."""
+    queries = axes.entries * -(-axes.problem.q_len // _ROWS_PER_FLAG)
+    return queries, axes.entries // axes.group * -(-axes.problem.k_len // _ROWS_PER_FLAG)
 
 
-def rows_step(
-    axes: Axes, row: Row, places: dict[str, int], end: int, zeroed: str = "turns"
+def preprocess_step(
+    axes: Axes, row: Row, places: dict[str, int], end: int, zeroed: str = "dq_semaphore"
 ) -> Step:
-    """Return the step of ``bwd_rows``, which sets the workspace to 0 from `zeroed` on."""
-    filled = np.zeros(1, BWD_ROWS_PARAMS)
+    """Return the step of ``bwd_preprocess``, which sets the workspace to 0 from `zeroed` on."""
+    filled = np.zeros(1, BWD_PREPROCESS_PARAMS)
     v_dim = axes.problem.v_dim
     filled["common"] = axes.common("dout", "out", v_dim, PADDED)
-    filled["words"] = (end - places[zeroed]) // 4  # and all behind them
+    filled["counter_words"] = (end - places[zeroed]) // 4  # and all behind them
     filled["entry_rows"] = axes.padded
     filled["lane_shift"] = shift = max(0, (-(-v_dim // 8) - 1).bit_length())
     filled["entry_blocks"] = blocks = -(-axes.padded // ((row.threads >> shift) * row.tile_m))
     arrays = {"common.q": "dout", "common.out": "out", "common.lse": "lse", "dlse": "dlse"}
-    used = {"rows": places["rows"], "turns": places[zeroed]}
+    used = {"lse_delta": places["lse_delta"], "counters": places[zeroed]}
     return Step(row, filled, {}, arrays, used, axes.entries * blocks, False)
 
 
@@ -281,7 +290,7 @@ def plain_step(
     filled["size"], filled["group"] = axes.size, axes.group
     filled["entries"], filled["row_pairs"] = axes.entries // axes.group, axes.padded // 2
     filled["scale"] = fwd_params.in_float32(problem.scale)
-    used = {name: places[name] for name in ("rows", "spoiled")}
+    used = {name: places[name] for name in ("lse_delta", "nonfinite_flags")}
     arrays = {f"{name}.start": name for name in REDONE}
     if problem.bias is not None:
         arrays["common.bias"] = "bias"
@@ -289,13 +298,13 @@ def plain_step(
     return Step(row, filled, {}, arrays, used, blocks, shares)
 
 
-def redo_step(axes: Axes, row: Row, places: dict[str, int]) -> Step:
-    """Return the step of ``bwd_redo``."""
-    queries, keys = spoiled(axes)
+def nonfinite_step(axes: Axes, row: Row, places: dict[str, int]) -> Step:
+    """Return the step of ``bwd_nonfinite``."""
+    queries, keys = nonfinite_flags(axes)
     tasks = queries + 2 * keys
-    step = plain_step(axes, row, places, tasks, shares=True, turned=False, struct=REDO_PARAMS)
+    step = plain_step(axes, row, places, tasks, shares=True, turned=False, struct=NONFINITE_PARAMS)
     step.arrays["common.lse"] = "lse"
-    step.places.update(far=places["far"], shares=places["shares"])
+    step.places.update({name: places[name] for name in ("row_statistics", "task_counters")})
     return step
 
 
@@ -306,12 +315,13 @@ def laid_out(axes: Axes, **sizes: int) -> tuple[dict[str, int], int]:
     ----------
     axes : Axes
     **sizes : int
-        Bytes of what lies between ``rows`` and ``far``, which all calls have, and ``spoiled`` and
-        ``shares``, which all have, too.
+        Bytes of what lies between ``row_statistics`` and ``nonfinite_flags``. All calls have these
+        two, ``lse_delta`` and ``task_counters``.
     """
     of_rows = axes.entries * axes.padded * 8
-    every = {"rows": of_rows, "far": of_rows, **sizes}
-    every |= {"spoiled": 4 * (1 + sum(spoiled(axes))), "shares": 4 * _SHARES}
+    every = {"lse_delta": of_rows, "row_statistics": of_rows, **sizes}
+    every["nonfinite_flags"] = 4 * (1 + sum(nonfinite_flags(axes)))
+    every["task_counters"] = 4 * _TASK_COUNTERS
     places, end = {}, 0
     for name, size in every.items():
         places[name] = end

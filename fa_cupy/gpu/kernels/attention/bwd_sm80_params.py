@@ -1,7 +1,7 @@
 """How a problem fills the parameter structs of the backward kernels for SM80.
 
-``bwd_rows`` prepares what is known of each query, ``bwd_keys_sm80`` computes dK and dV,
-``bwd_queries_sm80`` dQ, and ``bwd_redo`` the rows again whose sums were not finite, or whose
+``bwd_preprocess`` prepares what is known of each query, ``bwd_dkdv_sm80`` computes dK and dV,
+``bwd_dq_sm80`` dQ, and ``bwd_nonfinite`` the rows again whose sums were not finite, or whose
 log-sum-exp is too large.
 """
 
@@ -19,9 +19,9 @@ from fa_cupy.gpu.kernels.attention.bwd_params import (
     Gradients,
     Row,
     laid_out,
+    nonfinite_step,
     plain_step,
-    redo_step,
-    rows_step,
+    preprocess_step,
     shared,
     views_of,
 )
@@ -80,9 +80,9 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
     key_blocks = axes.entries // axes.group * -(-problem.k_len // keys.tile_n)
     query_blocks = axes.entries * -(-problem.q_len // queries.tile_m)
     steps = [
-        rows_step(axes, of_rows, places, end, zeroed="spoiled"),
+        preprocess_step(axes, of_rows, places, end, zeroed="nonfinite_flags"),
         plain_step(axes, keys, places, key_blocks, shares=False, turned=True),
         plain_step(axes, queries, places, query_blocks, shares=False, turned=False),
-        redo_step(axes, redo, places),
+        nonfinite_step(axes, redo, places),
     ]
     return Filled(steps, end)

@@ -11,12 +11,12 @@ from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
     BACKWARD,
     DTYPE_NAMES,
     BackwardVariant,
-    BwdRedo,
-    BwdRows,
+    BwdNonfinite,
+    BwdPreprocess,
 )
 from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 
-_KEY_WORK_BYTES = 64  # Work in bwd_keys_sm80.cu
+_KEY_WORK_BYTES = 64  # Work in bwd_dkdv_sm80.cu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class BackwardSm80(BackwardVariant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdKeysSm80(BackwardSm80):
-    """A row of ``bwd_keys_sm80``; `stages` are tiles of dO in flight.
+class BwdDkdvSm80(BackwardSm80):
+    """A row of ``bwd_dkdv_sm80``; `stages` are tiles of dO in flight.
 
     Attributes
     ----------
@@ -81,8 +81,8 @@ class BwdKeysSm80(BackwardSm80):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdQueriesSm80(BackwardSm80):
-    """A row of ``bwd_queries_sm80``; `stages` are tiles of V in flight."""
+class BwdDqSm80(BackwardSm80):
+    """A row of ``bwd_dq_sm80``; `stages` are tiles of V in flight."""
 
     @property
     def shared_bytes(self) -> int:
@@ -90,7 +90,7 @@ class BwdQueriesSm80(BackwardSm80):
         return 2 * self.dim * (2 * self.tile_m + (2 + self.stages) * self.tile_n)
 
 
-def _keys() -> Iterator[BwdKeysSm80]:
+def _keys() -> Iterator[BwdDkdvSm80]:
     # dim, tile_m, tile_n, warps, stages, score_groups, sum_groups, why. All fit the 99 KB of the
     # smallest targets.
     rows = (
@@ -103,14 +103,14 @@ def _keys() -> Iterator[BwdKeysSm80]:
     )
     for dim, tile_m, tile_n, warps, stages, score_groups, sum_groups, why in rows:
         for dtype, sparse in product(DTYPE_NAMES, (False, True)):
-            yield BwdKeysSm80(
-                source="attention/bwd_keys_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
+            yield BwdDkdvSm80(
+                source="attention/bwd_dkdv_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
                 tile_n=tile_n, warps=warps, stages=stages, score_groups=score_groups,
                 sum_groups=sum_groups, blocks=8 // warps, sparse=sparse, why=why,
             )  # fmt: skip
 
 
-def _queries() -> Iterator[BwdQueriesSm80]:
+def _queries() -> Iterator[BwdDqSm80]:
     # dim, tile_m, tile_n, stages, why
     rows = (
         (32, 128, 64, 2, "32 queries a warp: every fragment of K and V serves two products"),
@@ -122,8 +122,8 @@ def _queries() -> Iterator[BwdQueriesSm80]:
     )
     for dim, tile_m, tile_n, stages, why in rows:
         for dtype, sparse in product(DTYPE_NAMES, (False, True)):
-            yield BwdQueriesSm80(
-                source="attention/bwd_queries_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
+            yield BwdDqSm80(
+                source="attention/bwd_dq_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
                 tile_n=tile_n, warps=4, stages=stages, blocks=2, sparse=sparse, why=why,
             )  # fmt: skip
 
@@ -164,8 +164,8 @@ def select_bwd_sm80(
         return min(found, key=lambda row: row.rank, default=None)
 
     chain = [
-        pick(BwdRows, False), pick(BwdKeysSm80, masked), pick(BwdQueriesSm80, masked),
-        pick(BwdRedo, False),
+        pick(BwdPreprocess, False), pick(BwdDkdvSm80, masked), pick(BwdDqSm80, masked),
+        pick(BwdNonfinite, False),
     ]  # fmt: skip
     found = tuple(row for row in chain if row is not None)
     return found if len(found) == len(chain) else None

@@ -1,9 +1,9 @@
 """How a problem fills the parameter structs of the backward kernels for SM90.
 
-A few launches make the gradients of one call. ``bwd_rows`` prepares what is known of each query.
-Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32, which ``bwd_round`` scales and
-rounds; or, where dims are wide, ``bwd_keys_sm90`` computes dK and dV and ``bwd_queries_sm90`` dQ.
-Last, ``bwd_redo`` computes the rows again whose sums were not finite.
+A few launches make the gradients of one call. ``bwd_preprocess`` prepares what is known of each
+query. Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32, which ``bwd_convert_dq``
+scales and rounds; or, where dims are wide, ``bwd_dkdv_sm90`` computes dK and dV and ``bwd_dq_sm90``
+dQ. Last, ``bwd_nonfinite`` computes the rows again whose sums were not finite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention import fwd_params
 from fa_cupy.gpu.kernels.attention.bwd_params import (
     BOX,
-    BWD_ROUND_PARAMS,
+    BWD_CONVERT_DQ_PARAMS,
     BWD_SM90_PARAMS,
     MAPPED,
     PADDED,
@@ -29,8 +29,8 @@ from fa_cupy.gpu.kernels.attention.bwd_params import (
     Step,
     laid_out,
     mask_arrays,
-    redo_step,
-    rows_step,
+    nonfinite_step,
+    preprocess_step,
     shared,
     views_of,
 )
@@ -87,16 +87,16 @@ def fill(problem: Problem, views: Gradients, rows: Sequence[Row]) -> Filled:
         if row.source.endswith("bwd_sm90"):
             tiles = axes.entries * -(-problem.q_len // row.tile_m)
             sums, turns = tiles * _PIECES * 64 * row.piece_m * 4, tiles * 4
-    places, end = laid_out(axes, sums=sums, turns=turns, counters=_COUNTERS * 4)
+    places, end = laid_out(axes, dq_accum=sums, dq_semaphore=turns, tile_counters=_COUNTERS * 4)
     steps = []
     for before, row in zip((rows[0], *rows), rows, strict=False):
         kind = row.source.rpartition("/")[2]
-        if kind == "bwd_rows":
-            steps.append(rows_step(axes, row, places, end))
-        elif kind == "bwd_round":
+        if kind == "bwd_preprocess":
+            steps.append(preprocess_step(axes, row, places, end))
+        elif kind == "bwd_convert_dq":
             steps.append(_round_step(axes, row, before, places))
-        elif kind == "bwd_redo":
-            steps.append(redo_step(axes, row, places))
+        elif kind == "bwd_nonfinite":
+            steps.append(nonfinite_step(axes, row, places))
         else:
             steps.append(_mapped_step(axes, row, kind, places))
     return Filled(steps, end)
@@ -113,27 +113,30 @@ def _mapped_step(axes: Axes, row: Row, kind: str, places: dict[str, int]) -> Ste
     filled["group"], filled["entries"] = axes.group, keys
     filled["k_tiles"] = k_tiles = -(-problem.k_len // row.tile_n)
     section = row.sections[problem.lower is not None or problem.upper is not None]
-    filled["section"] = -(-keys // max(1, round(keys / section)))
+    filled["entries_per_l2_group"] = -(-keys // max(1, round(keys / section)))
     filled["row_pairs"] = axes.padded // 2
     boxes = {"q": row.tile_m, "dout": row.tile_m, "k": row.tile_n, "v": row.tile_n}
-    if kind == "bwd_queries_sm90":  # a box for each warpgroup
+    if kind == "bwd_dq_sm90":  # a box for each warpgroup
         boxes["q"] = boxes["dout"] = BOX
         blocks = axes.entries * -(-problem.q_len // row.tile_m)
     else:
         blocks = keys * k_tiles
-    arrays = mask_arrays(problem, filled, turned=kind != "bwd_queries_sm90")
+    arrays = mask_arrays(problem, filled, turned=kind != "bwd_dq_sm90")
     maps = {name: axes.geometry(name, boxes.get(name, BOX)) for name in MAPPED}
-    # The other parts of the workspace are those of bwd_redo.
-    used = {name: places[name] for name in ("rows", "sums", "turns", "counters", "spoiled")}
+    # The other parts of the workspace are those of bwd_nonfinite.
+    used = {
+        name: places[name]
+        for name in ("lse_delta", "dq_accum", "dq_semaphore", "tile_counters", "nonfinite_flags")
+    }
     return Step(row, filled, maps, arrays, used, blocks, True)
 
 
 def _round_step(axes: Axes, row: Row, main: Row, places: dict[str, int]) -> Step:
-    filled = np.zeros(1, BWD_ROUND_PARAMS)
+    filled = np.zeros(1, BWD_CONVERT_DQ_PARAMS)
     filled["common"] = axes.common("q", "dq", axes.problem.head_dim, main.tile_m)
     filled["tile_m"], filled["tile_n"] = main.tile_m, main.tile_n
     filled["blocks"] = -(-main.dim // 64)
     blocks = axes.entries * -(-axes.problem.q_len // main.tile_m) * _PIECES
-    used = {name: places[name] for name in ("sums", "spoiled")}
+    used = {name: places[name] for name in ("dq_accum", "nonfinite_flags")}
     arrays = {"common.out": "dq", **mask_arrays(axes.problem, filled, turned=True)}
     return Step(row, filled, {}, arrays, used, blocks, False)

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from fa_cupy.gpu.kernels.attention.bwd_params import REDO_THREADS, ROUND_THREADS
+from fa_cupy.gpu.kernels.attention.bwd_params import CONVERT_DQ_THREADS, NONFINITE_THREADS
 from fa_cupy.gpu.kernels.attention.bwd_variant import (
     BackwardVariant as BackwardVariant,  # for those who read the table
 )
-from fa_cupy.gpu.kernels.attention.bwd_variant import BwdKeysSm90 as BwdKeysSm90
-from fa_cupy.gpu.kernels.attention.bwd_variant import BwdQueriesSm90 as BwdQueriesSm90
-from fa_cupy.gpu.kernels.attention.bwd_variant import BwdRedo as BwdRedo
-from fa_cupy.gpu.kernels.attention.bwd_variant import BwdRound
-from fa_cupy.gpu.kernels.attention.bwd_variant import BwdRows as BwdRows
+from fa_cupy.gpu.kernels.attention.bwd_variant import BwdConvertDq
+from fa_cupy.gpu.kernels.attention.bwd_variant import BwdDkdvSm90 as BwdDkdvSm90
+from fa_cupy.gpu.kernels.attention.bwd_variant import BwdDqSm90 as BwdDqSm90
+from fa_cupy.gpu.kernels.attention.bwd_variant import BwdNonfinite as BwdNonfinite
+from fa_cupy.gpu.kernels.attention.bwd_variant import BwdPreprocess as BwdPreprocess
 from fa_cupy.gpu.kernels.attention.bwd_variant import BwdSm90 as BwdSm90
 
 DTYPE_NAMES = ("float16", "bfloat16")
@@ -44,12 +44,12 @@ def _wide() -> Iterator[BackwardVariant]:
     why = "dK and dV of 64 keys are all registers that two warpgroups have for sums"
     for dim, v_stages in ((192, 2), (256, 1)):
         for dtype, sparse in product(DTYPE_NAMES, (False, True)):
-            yield BwdKeysSm90(
-                source="attention/bwd_keys_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=64,
+            yield BwdDkdvSm90(
+                source="attention/bwd_dkdv_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=64,
                 warps=12, stages=2, sum_first=2, why=why, sparse=sparse,
             )  # fmt: skip
-            yield BwdQueriesSm90(
-                source="attention/bwd_queries_sm90", dtype=dtype, dim=dim, tile_m=128, tile_n=64,
+            yield BwdDqSm90(
+                source="attention/bwd_dq_sm90", dtype=dtype, dim=dim, tile_m=128, tile_n=64,
                 warps=12, stages=2, v_stages=v_stages, sum_first=1, sparse=sparse,
                 why="Q and dO of 128 queries leave room for three tiles of 64 keys at 256",
             )  # fmt: skip
@@ -57,17 +57,17 @@ def _wide() -> Iterator[BackwardVariant]:
 
 def _around() -> Iterator[BackwardVariant]:
     for dtype in DTYPE_NAMES:
-        yield BwdRows(
-            source="attention/bwd_rows", dtype=dtype, dim=256, tile_m=4, tile_n=1,
+        yield BwdPreprocess(
+            source="attention/bwd_preprocess", dtype=dtype, dim=256, tile_m=4, tile_n=1,
             warps=8, stages=1, why="reads dout and out once, enough rows at a time",
         )  # fmt: skip
-        yield BwdRound(
-            source="attention/bwd_round", dtype=dtype, dim=256, tile_m=64, tile_n=64,
-            warps=ROUND_THREADS // 32, stages=1, why="a block for each piece",
+        yield BwdConvertDq(
+            source="attention/bwd_convert_dq", dtype=dtype, dim=256, tile_m=64, tile_n=64,
+            warps=CONVERT_DQ_THREADS // 32, stages=1, why="a block for each piece",
         )  # fmt: skip
-        yield BwdRedo(
-            source="attention/bwd_redo", dtype=dtype, dim=256, tile_m=64, tile_n=64,
-            warps=REDO_THREADS // 32, stages=1, why="4 x 4 pairs a thread; rarely any work",
+        yield BwdNonfinite(
+            source="attention/bwd_nonfinite", dtype=dtype, dim=256, tile_m=64, tile_n=64,
+            warps=NONFINITE_THREADS // 32, stages=1, why="4 x 4 pairs a thread; rarely any work",
         )  # fmt: skip
 
 
@@ -75,9 +75,9 @@ def _around() -> Iterator[BackwardVariant]:
 BACKWARD: tuple[BackwardVariant, ...] = (*_sm90(), *_wide(), *_around())
 
 
-def round_of(row: BwdSm90) -> BwdRound:
-    """Return the row of ``bwd_round`` that takes the pieces of a row."""
-    rounds = (r for r in BACKWARD if isinstance(r, BwdRound) and r.dtype == row.dtype)
+def round_of(row: BwdSm90) -> BwdConvertDq:
+    """Return the row of ``bwd_convert_dq`` that takes the pieces of a row."""
+    rounds = (r for r in BACKWARD if isinstance(r, BwdConvertDq) and r.dtype == row.dtype)
     return replace(next(rounds), tile_m=row.piece_m)
 
 
@@ -110,7 +110,7 @@ def select_bwd(
     if isinstance(main[0], BwdSm90):
         main.append(round_of(main[0]))
     else:
-        main = [pick(BwdKeysSm90, masked), pick(BwdQueriesSm90, masked)]
-    chain = [pick(BwdRows), *main, pick(BwdRedo)]
+        main = [pick(BwdDkdvSm90, masked), pick(BwdDqSm90, masked)]
+    chain = [pick(BwdPreprocess), *main, pick(BwdNonfinite)]
     found = tuple(row for row in chain if row is not None)
     return found if len(found) == len(chain) else None

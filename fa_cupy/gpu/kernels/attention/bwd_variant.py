@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from fa_cupy.gpu.kernels.attention.bwd_params import (
     BACKWARD_PARAMS,
-    BWD_ROUND_PARAMS,
-    BWD_ROWS_PARAMS,
+    BWD_CONVERT_DQ_PARAMS,
+    BWD_PREPROCESS_PARAMS,
     BWD_SM90_PARAMS,
-    REDO_PARAMS,
+    NONFINITE_PARAMS,
 )
 from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.variant import SHARED_LIMIT, Variant
 
 _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
-# Work there, in bwd_keys_sm90.cu and in bwd_queries_sm90.cu
+# WorkTile there, in bwd_dkdv_sm90.cu and in bwd_dq_sm90.cu
 _WORK_BYTES, _KEY_WORK_BYTES, _QUERY_WORK_BYTES = 52, 44, 48
-_NOTE_BYTES = 8  # TileNote
+_NOTE_BYTES = 8  # MaskTileInfo
 _CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
 
 
@@ -101,7 +101,7 @@ class BwdSm90(BackwardVariant):
     delayed : bool
         Whether dQ is that of the tile before, so that the two warpgroups need not keep step.
     last_first : bool
-        Whether blocks of keys are given out from the last one on; see kLastFirst.
+        Whether blocks of keys are given out from the last one on; see kReverseKvOrder.
     """
 
     o_stages: int
@@ -115,7 +115,7 @@ class BwdSm90(BackwardVariant):
 
     @property
     def piece_m(self) -> int:
-        """Queries of a piece of dQ: kPieceM."""
+        """Queries of a tile of dQ: kDqTileM."""
         return self.tile_m if self.dim > 64 else self.tile_m // 2
 
     @property
@@ -139,20 +139,20 @@ class BwdSm90(BackwardVariant):
         return (
             *super().defines,
             *self.tiles,
-            ("FA_O_STAGES", self.o_stages),
-            ("FA_SLOTS", self.slots),
-            ("FA_STORES", self.stores),
-            ("FA_KEEP_SUMS", int(self.keep_sums)),
-            ("FA_LATE", int(self.late)),
-            ("FA_SOON", int(self.soon)),
-            ("FA_DELAYED", int(self.delayed)),
-            ("FA_LAST_FIRST", int(self.last_first)),
+            ("FA_DOUT_STAGES", self.o_stages),
+            ("FA_STAGING_STAGES", self.slots),
+            ("FA_STORE_THREADS", self.stores),
+            ("FA_KEEP_DQ_ACCUM", int(self.keep_sums)),
+            ("FA_DEFER_DK", int(self.late)),
+            ("FA_OVERLAP_NEXT_S", int(self.soon)),
+            ("FA_DEFER_DQ", int(self.delayed)),
+            ("FA_REVERSE_KV_ORDER", int(self.last_first)),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdKeysSm90(BackwardVariant):
-    """A row of ``bwd_keys_sm90``: a warpgroup for dV, one for dK, and one that feeds them.
+class BwdDkdvSm90(BackwardVariant):
+    """A row of ``bwd_dkdv_sm90``: a warpgroup for dV, one for dK, and one that feeds them.
 
     Attributes
     ----------
@@ -175,12 +175,12 @@ class BwdKeysSm90(BackwardVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, *self.tiles, ("FA_SUM_FIRST", self.sum_first))
+        return (*super().defines, *self.tiles, ("FA_ACCUMULATE_FIRST", self.sum_first))
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdQueriesSm90(BackwardVariant):
-    """A row of ``bwd_queries_sm90``: two warpgroups of 64 queries each, and one that feeds them.
+class BwdDqSm90(BackwardVariant):
+    """A row of ``bwd_dq_sm90``: two warpgroups of 64 queries each, and one that feeds them.
 
     Attributes
     ----------
@@ -205,13 +205,16 @@ class BwdQueriesSm90(BackwardVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        more = ("FA_V_STAGES", self.v_stages), ("FA_SUM_FIRST", self.sum_first)
+        more = ("FA_V_STAGES", self.v_stages), ("FA_ACCUMULATE_FIRST", self.sum_first)
         return (*super().defines, *self.tiles, *more)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdRows(BackwardVariant):
-    """A row of ``bwd_rows``, for all dims, which runs anywhere; a thread reads `tile_m` queries."""
+class BwdPreprocess(BackwardVariant):
+    """A row of ``bwd_preprocess``, for all dims, which runs anywhere.
+
+    A thread reads `tile_m` queries.
+    """
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -230,13 +233,13 @@ class BwdRows(BackwardVariant):
             *super().defines,
             ("FA_THREADS", self.threads),
             ("FA_UNROLL", self.tile_m),
-            ("FA_ROWS_PARAMS_BYTES", BWD_ROWS_PARAMS.itemsize),
+            ("FA_PREPROCESS_PARAMS_BYTES", BWD_PREPROCESS_PARAMS.itemsize),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdRound(BackwardVariant):
-    """A row of ``bwd_round``, for all dims."""
+class BwdConvertDq(BackwardVariant):
+    """A row of ``bwd_convert_dq``, for all dims."""
 
     @property
     def shared_bytes(self) -> int:
@@ -250,13 +253,13 @@ class BwdRound(BackwardVariant):
             *super().defines,
             ("FA_THREADS", self.threads),
             ("FA_TILE_M", self.tile_m),
-            ("FA_ROUND_PARAMS_BYTES", BWD_ROUND_PARAMS.itemsize),
+            ("FA_CONVERT_DQ_PARAMS_BYTES", BWD_CONVERT_DQ_PARAMS.itemsize),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdRedo(BackwardVariant):
-    """A row of ``bwd_redo``, which runs anywhere."""
+class BwdNonfinite(BackwardVariant):
+    """A row of ``bwd_nonfinite``, which runs anywhere."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -277,5 +280,5 @@ class BwdRedo(BackwardVariant):
             ("FA_DIM", self.dim),
             ("FA_THREADS", self.threads),
             ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
-            ("FA_REDO_PARAMS_BYTES", REDO_PARAMS.itemsize),
+            ("FA_NONFINITE_PARAMS_BYTES", NONFINITE_PARAMS.itemsize),
         )

@@ -27,12 +27,12 @@ _ROWS = ("q", "k", "v", "out")
 #: Rows and columns of a block of a mask.
 MASK_BLOCK = 128
 
-#: The same fields in the same order as ``struct MaskLists`` in ``cuda_src/common/mask_lists.cuh``:
+#: The same fields in the same order as ``struct MaskLists`` in ``cuda_src/common/block_lists.cuh``:
 #: addresses, and a number. All 0 is no mask.
 MASK_LISTS = np.dtype(
     [(name, np.uint64) for name in ("partial_begin", "partial_end", "partial", "words")]
-    + [(name, np.uint64) for name in ("full_begin", "full_end", "full", "entries", "order")]
-    + [("words_by_tile", np.int64)],
+    + [(name, np.uint64) for name in ("full_begin", "full_end", "full", "matrix_of_entry", "order")]
+    + [("words_by_block", np.int64)],
     align=True,
 )
 
@@ -46,7 +46,7 @@ ATTENTION_PARAMS = np.dtype(
     + [("batch_size", np.int64, (MAX_BATCH_AXES,))]
     + [(f"{name}_row", np.int32) for name in _ROWS]
     + [(name, np.int32) for name in ("q_len", "k_len", "head_dim", "v_dim", "q_tiles")]
-    + [(name, np.int32) for name in ("lower", "upper", "bias_kind", "transform")]
+    + [(name, np.int32) for name in ("lower", "upper", "bias_kind", "has_score_mod")]
     + [(name, np.float32) for name in ("exp2_scale", "scale", "softcap")],
     align=True,
 )
@@ -70,13 +70,13 @@ class MaskPointers(NamedTuple):
     ----------
     partial_begin, partial_end, partial, words, full_begin, full_end, full : int
         Addresses of the lists.
-    entries : int
+    matrix_of_entry : int
         Address of the matrix of each batch entry of the call, int32.
     order : int
         Address of the order in which rows of blocks are taken, int32; 0 for the usual one.
-    words_by_tile : int
+    words_by_block : int
         0 if a block's words lie at its place in `partial`; else row ``t`` has places for so many
-        key blocks, and block ``c`` has the words of place ``t * words_by_tile + c``.
+        key blocks, and block ``c`` has the words of place ``t * words_by_block + c``.
     """
 
     partial_begin: int
@@ -86,9 +86,9 @@ class MaskPointers(NamedTuple):
     full_begin: int
     full_end: int
     full: int
-    entries: int
+    matrix_of_entry: int
     order: int = 0
-    words_by_tile: int = 0
+    words_by_block: int = 0
 
     def of_part(self, entry: int, whole: bool) -> MaskPointers:
         """Return what the launch of a part is told.
@@ -100,7 +100,11 @@ class MaskPointers(NamedTuple):
         whole : bool
             Whether the part is all of the call: `order` is for that only.
         """
-        return self if whole else self._replace(entries=self.entries + 4 * entry, order=0)
+        return (
+            self
+            if whole
+            else self._replace(matrix_of_entry=self.matrix_of_entry + 4 * entry, order=0)
+        )
 
 
 class Part(NamedTuple):
@@ -223,7 +227,7 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
         p["bias_col"] = problem.bias.strides[-1] // item["bias"]
         p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
     transformed = transforms(problem)
-    p["transform"] = transformed
+    p["has_score_mod"] = transformed
     p["exp2_scale"] = 1.0 if transformed else problem.scale * LOG2E
     factor, cap = transform(problem, np.dtype(np.float32))
     p["scale"], p["softcap"] = in_float32(factor), in_float32(cap)

@@ -28,7 +28,7 @@ from fa_cupy.gpu.kernels.attention.fwd_variants import Variant
 
 # Where a struct begins with what a call writes: the pointers, the counter and its mark.
 _POINTERS_AT = FWD_SM90_PARAMS.fields["common"][1] if FWD_SM90_PARAMS.fields else 0
-_COUNTER_AT = FWD_SM90_PARAMS.fields["schedule"][1] if FWD_SM90_PARAMS.fields else 0
+_COUNTER_AT = FWD_SM90_PARAMS.fields["scheduler"][1] if FWD_SM90_PARAMS.fields else 0
 _MAPS_AT = [MAP_BYTES * i for i in range(len(MAPPED))]
 
 # One number for each launch. It starts where no other process did, because the memory that a

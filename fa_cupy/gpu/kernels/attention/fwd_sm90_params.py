@@ -34,10 +34,10 @@ _L2_BYTES = 32 << 20  # what keys and values can count on of an H200's 50 MiB
 # load much and then compute much (hd128 at 512: 388 with 32, 376 with 64).
 _SECTION = (16, 32)
 
-#: ``struct Schedule`` of ``cuda_src/common/schedule.cuh``.
-SCHEDULE = np.dtype(
+#: ``struct TileScheduler`` of ``cuda_src/common/tile_scheduler.cuh``.
+TILE_SCHEDULER = np.dtype(
     [("counter", np.uint64), ("mark", np.uint64)]
-    + [(name, np.int32) for name in ("tiles", "entries", "section")],
+    + [(name, np.int32) for name in ("tiles", "entries", "entries_per_l2_group")],
     align=True,
 )
 #: Writes its beginning: buffer, place of the struct in it, counter and mark.
@@ -64,7 +64,7 @@ def padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
 #: ``cuda_src/attention/fwd_sm90.cuh``, which checks the size when it is compiled.
 FWD_SM90_PARAMS = padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
-    + [("common", ATTENTION_PARAMS), ("schedule", SCHEDULE), ("size", np.int32, (MAP_AXES,))]
+    + [("common", ATTENTION_PARAMS), ("scheduler", TILE_SCHEDULER), ("size", np.int32, (MAP_AXES,))]
     + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
     + [("row_shift", np.int32)],
     alignment=64,
@@ -85,13 +85,13 @@ class Part(NamedTuple):
     first_batch: int
     tiles: int
     entries: int
-    section: int
+    entries_per_l2_group: int
 
     def write(self, params: np.ndarray[Any, Any]) -> None:
         """Write it to a struct of `FWD_SM90_PARAMS`; every part is of aligned rows."""
         params["common"]["first_batch"], params["common"]["aligned"] = self.first_batch, 1
-        for name in ("tiles", "entries", "section"):
-            params["schedule"][name] = getattr(self, name)
+        for name in ("tiles", "entries", "entries_per_l2_group"):
+            params["scheduler"][name] = getattr(self, name)
 
 
 class Filled(NamedTuple):

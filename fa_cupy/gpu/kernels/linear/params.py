@@ -18,7 +18,7 @@ _ROWS = ("q", "k", "v", "out")
 _STATES = ("initial", "state")
 
 #: The same fields in the same order as ``struct ProductParams`` in
-#: ``cuda_src/common/product_params.cuh``, which checks the size when it is compiled.
+#: ``cuda_src/common/linear_params.cuh``, which checks the size when it is compiled.
 PRODUCT_PARAMS = np.dtype(
     [(name, np.uint64) for name in POINTERS]
     + [("first_batch", np.int64), ("aligned", np.int32), ("batch_axes", np.int32)]

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa_cupy.gpu.kernels.linear.sm90_variants import (
-    chunked_single_sm90,
-    chunked_single_turns_sm90,
-    chunked_sm90,
-    states_single_sm90,
-    states_sm90,
+    chunk_fp32_pingpong_sm90,
+    chunk_fp32_sm90,
+    chunk_sm90,
+    chunk_state_fp32_sm90,
+    chunk_state_sm90,
 )
 from fa_cupy.gpu.kernels.linear.variant import DTYPE_NAMES
 from fa_cupy.gpu.kernels.linear.variant import ProductVariant as ProductVariant
@@ -23,7 +23,7 @@ _WORK_BYTES = 72  # ProductWork in cuda_src/common
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedVariant(ProductVariant):
-    """A row of ``chunked_sm80``.
+    """A row of ``chunk_sm80``.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class ChunkedVariant(ProductVariant):
 
 @dataclass(frozen=True, kw_only=True)
 class StatesVariant(ProductVariant):
-    """A row of ``states_sm80``, of four warps for each part of the key columns."""
+    """A row of ``chunk_state_sm80``, of four warps for each part of the key columns."""
 
     @property
     def shared_bytes(self) -> int:
@@ -61,12 +61,12 @@ class StatesVariant(ProductVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_PARTS", self.warps // 4))
+        return (*super().defines, ("FA_KEY_PARTS", self.warps // 4))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedSingleVariant(ProductVariant):
-    """A row of ``chunked_single_sm80``: float32 as pairs of float16, three teams of warps.
+    """A row of ``chunk_fp32_sm80``: float32 as pairs of float16, three teams of warps.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class ChunkedSingleVariant(ProductVariant):
 
 @dataclass(frozen=True, kw_only=True)
 class StatesSingleVariant(StatesVariant):
-    """A row of ``states_single_sm80``: two teams of warps.
+    """A row of ``chunk_state_fp32_sm80``: two teams of warps.
 
     Attributes
     ----------
@@ -140,7 +140,7 @@ class LowOccupancyVariant(RecurrentVariant):
 
 @dataclass(frozen=True, kw_only=True)
 class ScanVariant(ProductVariant):
-    """The row of ``scan``, one thread an element of the state."""
+    """The row of ``state_prefix_sum``, one thread an element of the state."""
 
     @property
     def shared_bytes(self) -> int:
@@ -165,7 +165,7 @@ def _chunked() -> Iterator[ChunkedVariant]:
     for dim, tile_n, tile_m, stages, state_warps, blocks, why in rows:
         for dtype in DTYPE_NAMES:
             yield ChunkedVariant(
-                source="linear/chunked_sm80", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=tile_n,
+                source="linear/chunk_sm80", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=tile_n,
                 warps=4 + state_warps, stages=stages, score_warps=4, state_warps=state_warps,
                 blocks=blocks, why=why,
             )  # fmt: skip
@@ -183,8 +183,8 @@ def _states() -> Iterator[StatesVariant]:
     for dim, tile_n, tile_m, stages, warps, blocks, why in rows:
         for dtype in DTYPE_NAMES:
             yield StatesVariant(
-                source="linear/states_sm80", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=tile_n,
-                warps=warps, stages=stages, blocks=blocks, why=why,
+                source="linear/chunk_state_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
+                tile_n=tile_n, warps=warps, stages=stages, blocks=blocks, why=why,
             )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def _chunked_single() -> Iterator[ChunkedSingleVariant]:
     )
     for dim, tile_m, score_warps, blocks, why in rows:
         yield ChunkedSingleVariant(
-            source="linear/chunked_single_sm80", dtype="float32", dim=dim, tile_m=tile_m,
+            source="linear/chunk_fp32_sm80", dtype="float32", dim=dim, tile_m=tile_m,
             tile_n=dim, warps=4 + score_warps + dim // 16, stages=3, split_warps=4,
             score_warps=score_warps, blocks=blocks, why=why,
         )  # fmt: skip
@@ -215,7 +215,7 @@ def _states_single() -> Iterator[StatesSingleVariant]:
     )
     for dim, tile_m, blocks, why in rows:
         yield StatesSingleVariant(
-            source="linear/states_single_sm80", dtype="float32", dim=dim, tile_m=tile_m,
+            source="linear/chunk_state_fp32_sm80", dtype="float32", dim=dim, tile_m=tile_m,
             tile_n=dim, warps=4 + dim // 16, stages=2, split_warps=4, blocks=blocks, why=why,
         )  # fmt: skip
 
@@ -253,8 +253,8 @@ def _low_occupancy() -> Iterator[LowOccupancyVariant]:
 
 
 SCAN = ScanVariant(
-    source="linear/scan", dtype="float32", dim=256, tile_m=1, tile_n=256, warps=8, stages=1,
-    blocks=4, why="whole lines of states a warp",
+    source="linear/state_prefix_sum", dtype="float32", dim=256, tile_m=1, tile_n=256, warps=8,
+    stages=1, blocks=4, why="whole lines of states a warp",
 )  # fmt: skip
 PRODUCTS: tuple[ProductVariant, ...] = (
     *_chunked(),
@@ -264,9 +264,9 @@ PRODUCTS: tuple[ProductVariant, ...] = (
     *_states_single(),
     *_recurrent(),
     *_low_occupancy(),
-    *chunked_sm90(),
-    *chunked_single_sm90(),
-    *states_sm90(),
-    *chunked_single_turns_sm90(),
-    *states_single_sm90(),
+    *chunk_sm90(),
+    *chunk_fp32_sm90(),
+    *chunk_state_sm90(),
+    *chunk_fp32_pingpong_sm90(),
+    *chunk_state_fp32_sm90(),
 )

@@ -141,7 +141,7 @@ class ProductSm90:
 
 
 class _JobLaunch:
-    """The launches of a kernel that takes one product, ``scan``, for one job."""
+    """The launches of a kernel that takes one product, ``state_prefix_sum``, for one job."""
 
     __slots__ = ("_launches", "_params", "_pool", "_shifts", "job")
 

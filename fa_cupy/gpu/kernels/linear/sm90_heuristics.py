@@ -30,8 +30,8 @@ class Way(NamedTuple):
 
 
 # The model. What memory gives each of an H200's 132 multiprocessors when all ask for it, a launch,
-# what a block does before its first chunk and after its last, and a launch of `scan`, as in
-# `product_choice`; what one multiprocessor gets alone.
+# what a block does before its first chunk and after its last, and a launch of `state_prefix_sum`,
+# as in `product_choice`; what one multiprocessor gets alone.
 CLOCKS_PER_US = 1755
 BYTES_PER_US = 30e3
 ALONE_BYTES_PER_US = 64e3

@@ -38,7 +38,7 @@ _STATES = ("initial", "state")
 
 
 #: The same fields in the same order as ``struct ProductJob`` in
-#: ``cuda_src/common/product_sm90.cuh``, which checks the size when it is compiled.
+#: ``cuda_src/common/linear_sm90.cuh``, which checks the size when it is compiled.
 PRODUCT_JOB = padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
     + [(name, np.uint64) for name in (*_STATES, "workspace", "out")]

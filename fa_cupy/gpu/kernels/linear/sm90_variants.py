@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fa_cupy.gpu.kernels.linear.sm90_params import PRODUCT_SM90_PARAMS
 from fa_cupy.gpu.kernels.linear.variant import DTYPE_NAMES, ProductVariant
 
-_WORK_BYTES = 64  # Work in cuda_src/common/product_sm90.cuh
+_WORK_BYTES = 64  # Work in cuda_src/common/linear_sm90.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class VariantSm90(ProductVariant):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedSm90Variant(VariantSm90):
-    """A row of ``chunked_sm90``: a warpgroup feeds, another one makes scores.
+    """A row of ``chunk_sm90``: a warpgroup feeds, another one makes scores.
 
     Attributes
     ----------
@@ -68,14 +68,14 @@ class ChunkedSm90Variant(VariantSm90):
         """The constants the source is compiled with."""
         return (
             *super().defines,
-            ("FA_P_SLOTS", self.p_slots),
-            ("FA_OUT_SLOTS", self.out_slots),
+            ("FA_P_STAGES", self.p_slots),
+            ("FA_OUT_STAGES", self.out_slots),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatesSm90Variant(VariantSm90):
-    """A row of ``states_sm90``: a warpgroup feeds."""
+    """A row of ``chunk_state_sm90``: a warpgroup feeds."""
 
     @property
     def shared_bytes(self) -> int:
@@ -86,7 +86,7 @@ class StatesSm90Variant(VariantSm90):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedSingleSm90Variant(VariantSm90):
-    """A row of ``chunked_single_sm90``: a warpgroup splits float32, another one makes scores.
+    """A row of ``chunk_fp32_sm90``: a warpgroup splits float32, another one makes scores.
 
     One chunk lies in shared memory as pairs of float16, beside `stages` of them as they come.
     """
@@ -102,7 +102,7 @@ class ChunkedSingleSm90Variant(VariantSm90):
 
 @dataclass(frozen=True, kw_only=True)
 class StatesSingleSm90Variant(VariantSm90):
-    """A row of ``states_single_sm90``: `splitters` warpgroups split float32 in turns."""
+    """A row of ``chunk_state_fp32_sm90``: `splitters` warpgroups split float32 in turns."""
 
     splitters: int
 
@@ -115,12 +115,12 @@ class StatesSingleSm90Variant(VariantSm90):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_SPLITTERS", self.splitters))
+        return (*super().defines, ("FA_SPLIT_WARPGROUPS", self.splitters))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedSingleTurnsVariant(VariantSm90):
-    """A row of ``chunked_single_turns_sm90``: two warpgroups take turns at scores and outputs."""
+    """A row of ``chunk_fp32_pingpong_sm90``: two warpgroups take turns at scores and outputs."""
 
     @property
     def shared_bytes(self) -> int:
@@ -130,8 +130,8 @@ class ChunkedSingleTurnsVariant(VariantSm90):
         return self.stages * (chunk + 7 * 8) + 2 * state + _WORK_BYTES + 8
 
 
-def chunked_sm90() -> Iterator[ChunkedSm90Variant]:
-    """Yield the rows of ``chunked_sm90``."""
+def chunk_sm90() -> Iterator[ChunkedSm90Variant]:
+    """Yield the rows of ``chunk_sm90``."""
     # dim, tile_n, stages, p_slots, out_slots, blocks, why. A multiprocessor has 32 KB a
     # microsecond; a chunk of 64 rows takes 24 KB of loads at dims of 64, 48 KB at dims of 128.
     rows = (
@@ -144,16 +144,16 @@ def chunked_sm90() -> Iterator[ChunkedSm90Variant]:
     for dim, tile_n, stages, p_slots, out_slots, blocks, why in rows:
         for dtype in DTYPE_NAMES:
             yield ChunkedSm90Variant(
-                source="linear/chunked_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=tile_n,
+                source="linear/chunk_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=tile_n,
                 warps=8 + tile_n // 16, stages=stages, p_slots=p_slots, out_slots=out_slots,
                 blocks=blocks, why=why,
             )  # fmt: skip
 
 
-def chunked_single_sm90() -> Iterator[ChunkedSingleSm90Variant]:
-    """Yield the rows of ``chunked_single_sm90``."""
+def chunk_fp32_sm90() -> Iterator[ChunkedSingleSm90Variant]:
+    """Yield the rows of ``chunk_fp32_sm90``."""
     # dim, tile_n, stages, why. A chunk of 64 rows takes 96 KB of loads at dims of 128, and as much
-    # as pairs of float16. Dims of 64 are those of `chunked_single_turns_sm90`.
+    # as pairs of float16. Dims of 64 are those of `chunk_fp32_pingpong_sm90`.
     rows = (
         (64, 128, 2, "scores once for 128 value columns; 64 KB under way"),
         (128, 64, 1, "80 KB under way; more blocks where there are few batch entries"),
@@ -161,13 +161,13 @@ def chunked_single_sm90() -> Iterator[ChunkedSingleSm90Variant]:
     )
     for dim, tile_n, stages, why in rows:
         yield ChunkedSingleSm90Variant(
-            source="linear/chunked_single_sm90", dtype="float32", dim=dim, tile_m=64,
+            source="linear/chunk_fp32_sm90", dtype="float32", dim=dim, tile_m=64,
             tile_n=tile_n, warps=8 + tile_n // 16, stages=stages, blocks=1, why=why,
         )  # fmt: skip
 
 
-def states_sm90() -> Iterator[StatesSm90Variant]:
-    """Yield the rows of ``states_sm90``."""
+def chunk_state_sm90() -> Iterator[StatesSm90Variant]:
+    """Yield the rows of ``chunk_state_sm90``."""
     # dim, tile_n, stages, blocks, why.
     rows = (
         (64, 64, 6, 2, "ten chunks of 16 KB under way on a multiprocessor"),
@@ -178,22 +178,22 @@ def states_sm90() -> Iterator[StatesSm90Variant]:
     for dim, tile_n, stages, blocks, why in rows:
         for dtype in DTYPE_NAMES:
             yield StatesSm90Variant(
-                source="linear/states_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=tile_n,
+                source="linear/chunk_state_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=tile_n,
                 warps=4 + tile_n // 16, stages=stages, blocks=blocks, why=why,
             )  # fmt: skip
 
 
-def chunked_single_turns_sm90() -> Iterator[ChunkedSingleTurnsVariant]:
-    """Yield the row of ``chunked_single_turns_sm90``."""
+def chunk_fp32_pingpong_sm90() -> Iterator[ChunkedSingleTurnsVariant]:
+    """Yield the row of ``chunk_fp32_pingpong_sm90``."""
     yield ChunkedSingleTurnsVariant(
-        source="linear/chunked_single_turns_sm90", dtype="float32", dim=64, tile_m=64, tile_n=64,
+        source="linear/chunk_fp32_pingpong_sm90", dtype="float32", dim=64, tile_m=64, tile_n=64,
         warps=16, stages=3, blocks=1,
         why="each warpgroup has the time of two chunks for one; one of 48 KB under way",
     )  # fmt: skip
 
 
-def states_single_sm90() -> Iterator[StatesSingleSm90Variant]:
-    """Yield the rows of ``states_single_sm90``."""
+def chunk_state_fp32_sm90() -> Iterator[StatesSingleSm90Variant]:
+    """Yield the rows of ``chunk_state_fp32_sm90``."""
     # dim, tile_n, stages, splitters, why. A chunk of 64 rows takes 32 KB of loads at dims of 64 and
     # 64 KB at dims of 128.
     rows = (
@@ -204,7 +204,7 @@ def states_single_sm90() -> Iterator[StatesSingleSm90Variant]:
     )
     for dim, tile_n, stages, splitters, why in rows:
         yield StatesSingleSm90Variant(
-            source="linear/states_single_sm90", dtype="float32", dim=dim, tile_m=64,
+            source="linear/chunk_state_fp32_sm90", dtype="float32", dim=dim, tile_m=64,
             tile_n=tile_n, warps=4 * splitters + tile_n // 16, stages=stages, splitters=splitters,
             blocks=1, why=why,
         )  # fmt: skip

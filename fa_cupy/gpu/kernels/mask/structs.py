@@ -10,26 +10,31 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention.fwd_params import MASK_LISTS
 from fa_cupy.masks.blocks import Grid
 
-#: ``struct MaskTable`` of ``cuda_src/common/mask_table.cuh``; all 0 is no mask.
+#: ``struct MaskTable`` of ``cuda_src/common/block_table.cuh``; all 0 is no mask.
 MASK_TABLE = np.dtype(
-    [(name, np.uint64) for name in ("places", "words", "seen", "counts", "entries")]
+    [
+        (name, np.uint64)
+        for name in ("block_index", "words", "visible_bits", "prefix_counts", "matrix_of_entry")
+    ]
     + [(name, np.int32) for name in ("rows", "cols")],
     align=True,
 )
-#: ``struct MaskTablesParams`` of ``cuda_src/mask/tables.cu``.
-MASK_TABLES_PARAMS = np.dtype(
+#: ``struct BlockTablesParams`` of ``cuda_src/mask/block_tables.cu``.
+BLOCK_TABLES_PARAMS = np.dtype(
     [("lists", MASK_LISTS)]
-    + [(name, np.uint64) for name in ("straight", "turned", "counts")]
-    + [(f"{name}_seen", np.uint64) for name in ("straight", "turned")]
+    + [(name, np.uint64) for name in ("by_query", "by_key", "prefix_counts")]
+    + [(f"{name}_bits", np.uint64) for name in ("by_query", "by_key")]
     + [(name, np.int32) for name in ("q_blocks", "k_blocks")],
     align=True,
 )
-#: ``struct MaskTurnParams`` of ``cuda_src/mask/turn.cu``.
-MASK_TURN_PARAMS = np.dtype(
-    [(name, np.uint64) for name in ("words", "turned", "places")] + [("blocks", np.int64)]
+#: ``struct TransposeWordsParams`` of ``cuda_src/mask/transpose_words.cu``.
+TRANSPOSE_WORDS_PARAMS = np.dtype(
+    [(name, np.uint64) for name in ("words", "transposed", "block_index")] + [("blocks", np.int64)]
 )
-# The arrays that a table points to, but for `entries`; only a turned one has `counts`.
-_STRAIGHT, _TURNED = ("places", "words", "seen"), ("places", "words", "seen", "counts")
+# The arrays that a table points to, but for `matrix_of_entry`; only that by blocks of keys has
+# `prefix_counts`.
+_BY_QUERY = ("block_index", "words", "visible_bits")
+_BY_KEY = (*_BY_QUERY, "prefix_counts")
 
 
 def table_arrays(turned: bool) -> dict[str, str]:
@@ -40,8 +45,11 @@ def table_arrays(turned: bool) -> dict[str, str]:
     turned : bool
         Whether it is the table by blocks of keys.
     """
-    kind, names = ("turned", _TURNED) if turned else ("straight", _STRAIGHT)
-    return {"entries": "mask_entries", **{name: f"mask_{kind}_{name}" for name in names}}
+    kind, names = ("by_key", _BY_KEY) if turned else ("by_query", _BY_QUERY)
+    return {
+        "matrix_of_entry": "mask_matrix_of_entry",
+        **{name: f"mask_{kind}_{name}" for name in names},
+    }
 
 
 def table_of(problem: Problem, turned: bool) -> np.ndarray[Any, Any]:

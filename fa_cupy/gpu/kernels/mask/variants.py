@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa_cupy.gpu.kernels.mask.structs import MASK_TABLES_PARAMS, MASK_TURN_PARAMS
+from fa_cupy.gpu.kernels.mask.structs import BLOCK_TABLES_PARAMS, TRANSPOSE_WORDS_PARAMS
 from fa_cupy.gpu.kernels.variant import SHARED_LIMIT, Variant
 from fa_cupy.layouts import BLOCK
 
@@ -33,18 +33,18 @@ class MaskKernel(Variant):
             ("FA_THREADS", self.threads),
             ("FA_ROW_MAJOR", self.row_major),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_TABLES_PARAMS_BYTES", MASK_TABLES_PARAMS.itemsize),
-            ("FA_TURN_PARAMS_BYTES", MASK_TURN_PARAMS.itemsize),
+            ("FA_BLOCK_TABLES_PARAMS_BYTES", BLOCK_TABLES_PARAMS.itemsize),
+            ("FA_TRANSPOSE_WORDS_PARAMS_BYTES", TRANSPOSE_WORDS_PARAMS.itemsize),
         )
 
 
 TABLES = MaskKernel(
-    source="mask/tables", dtype="uint32", dim=BLOCK, tile_m=SIDE, tile_n=SIDE, warps=SIDE,
+    source="mask/block_tables", dtype="uint32", dim=BLOCK, tile_m=SIDE, tile_n=SIDE, warps=SIDE,
     stages=1, why="a warp for each row of blocks, and then for each column",
 )  # fmt: skip
 TURN = MaskKernel(
-    source="mask/turn", dtype="uint32", dim=BLOCK, tile_m=BLOCK, tile_n=BLOCK, warps=8, stages=1,
-    why="a warp for each block",
+    source="mask/transpose_words", dtype="uint32", dim=BLOCK, tile_m=BLOCK, tile_n=BLOCK, warps=8,
+    stages=1, why="a warp for each block",
 )  # fmt: skip
 
 #: All rows.
