@@ -233,11 +233,7 @@ def call(folder):
     figure, ax = canvas(7.2, 4.5, (0, 16), (0, 10))
     steps = [
         ("attention(q, k, v, ...)", "fa_cupy/_attention.py", "array kinds, DLPack"),
-        (
-            "check",
-            "fa_cupy/core/attention_problem.py",
-            "shapes, strides, dtypes\n→ Problem, or an error",
-        ),
+        ("check", "core/attention_problem.py", "shapes, strides, dtypes\n→ Problem, or an error"),
     ]
 
     def step(x, y, width, title, where, what="", color=PALE, height=1.35):
@@ -273,9 +269,9 @@ def call(folder):
     step(6.2, 4.2, wide, "plan", "fa_cupy/gpu/attention.py", "", "#e4ecf7")
     ax.text(11.8, 4.87, "kept per shapes, strides,\ndtypes, options and device:\nnext time the way"
             "\nstarts here", va="center", size=8)  # fmt: skip
-    step(6.2, 6.0, narrow, "choose a variant", "gpu/variants.py", "", "#e4ecf7")
-    step(11.2, 6.0, 4.3, "compile, or cache", "gpu/compile.py", "", "#e4ecf7")
-    step(6.2, 8.4, narrow, "launch", "gpu/launch.py", "", "#e4ecf7")
+    step(6.2, 6.0, narrow, "choose a variant", "gpu/kernels/", "", "#e4ecf7")
+    step(11.2, 6.0, 4.3, "compile, or cache", "gpu/driver/compile.py", "", "#e4ecf7")
+    step(6.2, 8.4, narrow, "launch", "gpu/driver/launch.py", "", "#e4ecf7")
     step(11.2, 8.4, 4.3, "the kernel", "cuda_src/, ptx/", "", "#f7e8d4")
     arrow(ax, (8.3, 5.55), (8.3, 6.0))
     arrow(ax, (10.3, 6.67), (11.2, 6.67))
