@@ -215,9 +215,9 @@ def test_a_mask_reaches_every_launch_of_the_other_kernel(device, monkeypatch):
     run = forward(device, heads=5, masked=True).for_any_pointers()
     assert run.row.sparse
     run(PLACES, mask=MASK)
-    run(PLACES, mask=MASK._replace(entries=0xC000))
+    run(PLACES, mask=MASK._replace(matrix_of_entry=0xC000))
     found = [(grid, values["mask"][0].item()) for _, grid, values in device.launched]
-    assert found == [(15, MASK), (15, MASK._replace(entries=0xC000))]
+    assert found == [(15, MASK), (15, MASK._replace(matrix_of_entry=0xC000))]
     assert device.launched[0][2]["q_tiles"] == 3
     # Of several launches none has all rows of blocks: the order is not theirs.
     monkeypatch.setattr(device.params, "MAX_GRID", 7)
