@@ -215,7 +215,7 @@ BUGS = {
         "load_8(other, b, row, first + chunk, cols);",
     ),
     "products are written where factors are still read": (
-        "bwd_nonfinite", 64, "__syncthreads();  // nobody reads the factors any more", "",
+        "bwd_nonfinite", 64, "__syncthreads();  // all threads have read the factors", "",
     ),
     "weights are made of products that are not there": (
         "bwd_nonfinite", 64, "__syncthreads();  // the products are there", "",

@@ -7,8 +7,8 @@ import pytest
 from fa_cupy.gpu.driver import compile, nvrtc
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, BwdNonfinite
 from fa_cupy.gpu.kernels.attention.fwd_variants import SHARED_LIMIT, VARIANTS, number_of
+from fa_cupy.gpu.kernels.registry import ROWS as ALL
 from validation import sass
-from validation.sass import ROWS as ALL
 from validation.sass import USUAL
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")

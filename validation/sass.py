@@ -23,19 +23,13 @@ from typing import Any
 from tqdm import tqdm
 
 from fa_cupy.gpu.driver import compile, nvrtc
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
-from fa_cupy.gpu.kernels.mask.variants import MASKS
+from fa_cupy.gpu.kernels.registry import ROWS
 from fa_cupy.gpu.kernels.variant import Variant
 from validation import digest
 
 TABLE = digest.ROOT / digest.TABLE
 #: The targets that are compiled in every run of the tests; the further ones take their time.
 USUAL = ("sm_80", "sm_90a")
-#: The rows of all tables of kernels.
-ROWS: tuple[Variant, ...] = (*VARIANTS, *PRODUCTS, *BACKWARD, *BACKWARD_SM80, *MASKS)
 SAME, DIFFERENT, NO_NVRTC, OTHER_NVRTC = range(4)
 ADVICE = "run `python -m validation sass --write` after you have made sure that the change is meant"
 

@@ -46,7 +46,7 @@ struct SharedStorage {
   float4 lse_delta[kStages][kTile / 2];
   uint64 k_full, k_empty, v_full, v_empty;
   uint64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
-  // nobody writes P^T of a tile before Q of the one it was of is given back
+  // P^T needs no empty barrier: it is written after Q of the stage's last tile was released
   uint64 p_full[kStages];
   uint64 work_full[kWorkStages], work_empty[kWorkStages];
   WorkTile work[kWorkStages];
@@ -63,7 +63,7 @@ using TilePipeline = PipelineState<kStages>;
 // --------------------------------------------------------------------------------------- producers
 using LoadPolicy = KvLoadPolicy<false, true, false, kEvictNormal, kTile, kTile, kBlocks>;
 
-// What the warpgroups are told of some work.
+// Adds to a work tile, for each warpgroup, the query tiles that see all of its keys.
 FA_DEVICE void add_warpgroup_ranges(const AttentionParams& p, WorkTile& work) {
   const int key = work.tile * kTile;
   const QueryTiles own = query_tiles(p, key, key + kTile - 1, kTile);

@@ -80,7 +80,7 @@ FA_DEVICE RowsView rows_view(const BackwardParams& params, const Array& array, u
   return {entry_start(params, array, entry), array.row, count};
 }
 
-// Eight elements as floats; zeros where there are none.
+// Loads eight elements as floats, zeros beyond the end of the array.
 FA_DEVICE void load_8(float (&x)[8], const RowsView& rows, int row, int col, int cols) {
   uint4 words = {0, 0, 0, 0};
   if (row < rows.count && col < cols) {
@@ -135,7 +135,7 @@ FA_DEVICE void gemm_rows(SharedStorage& shared, float (*to)[kPitch], const RowsV
         x[i / 4][i % 4] = fmaf(left[i / 4], right[i % 4], x[i / 4][i % 4]);
     }
   }
-  __syncthreads();  // nobody reads the factors any more
+  __syncthreads();  // all threads have read the factors
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     *reinterpret_cast<float4*>(&to[other_rows() + j][own_rows()]) =
@@ -146,7 +146,7 @@ FA_DEVICE void gemm_rows(SharedStorage& shared, float (*to)[kPitch], const RowsV
 // Adds, to 64 columns of the sums of own rows, weights times rows of the other side.
 FA_DEVICE void accumulate_rows(SharedStorage& shared, float (&sums)[4][4], const RowsView& rows,
                                int first, int cols) {
-  __syncthreads();  // the weights are there, and nobody reads what lies where the rows go
+  __syncthreads();  // the weights are written, and the buffer of the rows has been read
 #pragma unroll
   for (int half = 0; half < kTile; half += 32) {
     const int row = half + threadIdx.x / 8, col = threadIdx.x % 8 * 8;

@@ -63,7 +63,7 @@ static_assert(kGroups == 2 && kBlocks <= 2, "a warpgroup has a piece of dQ");
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kTileM % 16 == 0, "queries are summed over by m64nNk16");
 static_assert(kTileM <= 128, "a bit for each query of a thread is in a word");
-static_assert(!kDeferDk || !kDeferDq, "nobody waits for dS of this tile then");
+static_assert(!kDeferDk || !kDeferDq, "deferring both leaves no wait for dS of this tile");
 static_assert(kLoadThreads + kStoreThreads <= 4, "a warpgroup feeds");
 static_assert(kStagingStages >= 1 && kStoreThreads >= 1, "results go out");
 static_assert(kQStages > 1 || (!kDeferDk && !kOverlapNextS), "the next tile is waited for early");
@@ -110,12 +110,12 @@ using DsPipeline = PipelineState<kDsStages>;
 using StagingPipeline = PipelineState<kStagingStages>;
 
 // --------------------------------------------------------------------------------------- producers
-// Work is not drawn before the last one is nearly done: whoever waits for dQ of the next one
-// waits for as long as that has been drawn and not begun.
+// The next work tile is fetched late, when this one is nearly done: from then on other blocks wait
+// for its contribution to dQ.
 using LoadPolicy =
     KvLoadPolicy<kReverseKvOrder, kReverseKvOrder, true, kTilePolicy, kTileM, kTileN, kBlocks>;
 
-// What the warpgroups are told of some work.
+// Adds to a work tile, for each warpgroup, the query tiles that see all of its keys.
 FA_DEVICE void add_warpgroup_ranges(const AttentionParams& p, WorkTile& work) {
 #pragma unroll 1
   for (int group = 0; group < kGroups; ++group) {
@@ -168,10 +168,9 @@ FA_DEVICE void store_gradients(const BwdSm90Params& params, SharedStorage& share
               (kReverseKvOrder ? last_key(p, last_row) : first_key(p, first_row)) / kTileN;
           uint32 semaphore_value = kReverseKvOrder ? end - work.tile : work.tile - end;
           if constexpr (kSparse) {
-            // Blocks that are hidden from it add nothing, and nobody waits for them.  How many
-            // others come before this one is known beforehand, so that the semaphore counts a
-            // number here, too: were it passed on for tiles that are stepped over, every block
-            // would have to look at all tiles.
+            // Hidden blocks add nothing to dQ and do not take part in its order.  How many visible
+            // blocks come before this one is known beforehand, so the semaphore counts a number
+            // here, too.  If hidden blocks passed it on, every block would look at all tiles.
             const int block = step.tile * kTileM / kMaskBlock;
             semaphore_value = visible_blocks_between(params.mask, cursor.row - work.tile,
                                                      kReverseKvOrder ? work.tile + 1 : end,

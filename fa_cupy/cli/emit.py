@@ -7,17 +7,12 @@ import sys
 from pathlib import Path
 
 from fa_cupy.gpu.driver import compile, devices, nvrtc
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
-from fa_cupy.gpu.kernels.mask.variants import MASKS
+from fa_cupy.gpu.kernels.registry import ROWS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    every = (*VARIANTS, *BACKWARD, *BACKWARD_SM80, *PRODUCTS, *MASKS)
-    rows = {row.name: row for row in every}
+    rows = {row.name: row for row in ROWS}
     parser = argparse.ArgumentParser(
         prog="python -m fa_cupy emit", description="Write the PTX of a kernel."
     )
