@@ -15,6 +15,7 @@ import cupy as cp
 
 from fa_cupy.gpu import attention_backward_plan
 from fa_cupy.gpu.driver.devices import current_target
+from tests import plans
 from tests.device_arrays import Differing, bits, check_replays
 
 pytestmark = pytest.mark.gpu
@@ -29,9 +30,9 @@ def hopper(cupy):
     """Only where the kernels run; every test starts without plans."""
     if current_target() != "sm_90a":
         pytest.skip("the kernels run on sm_90a")
-    attention_backward_plan._plans.clear()
+    plans.forget()
     yield
-    attention_backward_plan._plans.clear()
+    plans.forget()
 
 
 def kernels():
@@ -57,7 +58,7 @@ def poison(nbytes):
 def run_and_check(arrays, layouts=("dense",) * 5, dlse=False, **options):
     """Call on poisoned memory, compare with float64, and see that kernels did it."""
     case = Case(*arrays, *[None] * (5 - len(arrays)), options=options, layouts=layouts)
-    attention_backward_plan._plans.clear()
+    plans.forget()
     poison(sum(4 * x.nbytes for x in arrays) + 2**20)
     found = check(cp, case, dlse)
     (names,) = kernels()
@@ -245,7 +246,7 @@ def as_given(mask, how):
 def run_masked(arrays, mask, how="array", dlse=False, **options):
     """As `run_and_check`; the rows for masks must have done it."""
     case = Case(*arrays, None, mask, options=options)
-    attention_backward_plan._plans.clear()
+    plans.forget()
     poison(sum(4 * x.nbytes for x in arrays) + 2**20)
     found = check(cp, case, dlse, mask=as_given(mask, how))
     (plan,) = attention_backward_plan._plans.values()
@@ -326,7 +327,7 @@ def test_large_masked_calls_are_those_of_the_products(dim, density, monkeypatch)
     got = call()
     assert kernels()
     assert None not in kernels()
-    monkeypatch.setattr(attention_backward_plan, "backward", lambda *args: None)
+    plans.gradients_by_products(monkeypatch)
     for x, y in zip(got, call(), strict=True):
         x, y = (z.get().astype(np.float64) for z in (x, y))
         assert np.isfinite(x).all()
@@ -414,7 +415,7 @@ def test_large_calls_are_those_of_the_products(dim, causal, monkeypatch):
     got = call()
     assert kernels()
     assert None not in kernels()
-    monkeypatch.setattr(attention_backward_plan, "backward", lambda *args: None)
+    plans.gradients_by_products(monkeypatch)
     for x, y in zip(got, call(), strict=True):
         x, y = (z.get().astype(np.float64) for z in (x, y))
         assert np.isfinite(x).all()

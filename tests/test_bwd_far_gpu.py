@@ -13,6 +13,7 @@ import cupy as cp
 
 from fa_cupy.gpu import attention_backward_plan
 from fa_cupy.gpu.driver.devices import current_target
+from tests import plans
 from tests.device_arrays import bits, check_replays
 
 pytestmark = pytest.mark.gpu
@@ -24,9 +25,9 @@ def device(cupy):
     """Only where the kernels run; every test starts and ends without plans."""
     if current_target() is None:
         pytest.skip("the kernels do not run on this device")
-    attention_backward_plan._plans.clear()
+    plans.forget()
     yield
-    attention_backward_plan._plans.clear()
+    plans.forget()
 
 
 @pytest.fixture(params=["its own", "sm80"])

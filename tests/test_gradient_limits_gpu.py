@@ -20,6 +20,7 @@ import cupy as cp
 
 from fa_cupy.gpu import attention_backward_plan
 from fa_cupy.gpu.driver.devices import current_target
+from tests import plans
 from tests.device_arrays import Counter, Differing, needs, no_memory_held, uniform
 
 pytestmark = pytest.mark.gpu
@@ -35,13 +36,13 @@ def free_memory(cupy):
     """Each test starts with no memory held, and leaves none."""
     with no_memory_held():
         yield
-        attention_backward_plan._plans.clear()
+        plans.forget()
 
 
 def solve(q, k, v, dout, **options):
     """Gradients of attention, and which kernels made them."""
     out, lse = attention(q, k, v, return_lse=True, **options)
-    attention_backward_plan._plans.clear()
+    plans.forget()
     found = attention_backward(dout, q, k, v, out, lse, **options)
     (planned,) = attention_backward_plan._plans.values()
     assert planned

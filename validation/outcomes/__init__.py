@@ -64,7 +64,9 @@ def differing_records(
         old = stored["calls"].get(call.name)
         what = "not stored"
         if old is not None:
-            what = difference(old, found[call.name].record, tolerance, call.slack)
+            what = difference(
+                old, found[call.name].record, tolerance, call.slack, xp is np or not call.dense
+            )
         if what:
             lines.append(f"{call.name}: {what}")
     return lines

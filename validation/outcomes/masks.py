@@ -133,12 +133,17 @@ def _algebra() -> dict[str, Callable[[Any], Any]]:
         "get": lambda xp: pair(xp)[0].get(),
         "to_dense": lambda xp: pair(xp)[1].to_dense(),
         "to_dense of a slice": lambda xp: pair(xp)[1][::2].to_dense(),
-        "to_csr": lambda xp: pair(xp)[1][2].to_csr(),
+        "to_csr": lambda xp: _wide(pair(xp)[1][2].to_csr()),
         "numbers": _numbers,
         "comparisons": _comparisons,
         "files": _files,
-        "pickle": lambda xp: pickle.loads(pickle.dumps(pair(xp)[1][1:])),
+        "pickle to_dense": lambda xp: pickle.loads(pickle.dumps(pair(xp)[1][1:])).to_dense(),
     }
+
+
+def _wide(csr: Any) -> Any:
+    """Return the arrays of a sparse array, with integers that SciPy and CuPy agree on."""
+    return csr.indptr.astype(np.int64), csr.indices.astype(np.int64), csr.data
 
 
 def _accumulators(xp: Any) -> Any:

@@ -183,7 +183,11 @@ def _state_calls() -> Iterator[Call]:
 
     for name, options in cases.items():
         for dtype in some_dtypes(name):
-            yield Call(f"prefix_state {dtype} {name}", lambda xp, a=(dtype, options): run(xp, *a))
+            yield Call(
+                f"prefix_state {dtype} {name}",
+                lambda xp, a=(dtype, options): run(xp, *a),
+                dense=True,
+            )
 
 
 def _reference_calls() -> Iterator[Call]:

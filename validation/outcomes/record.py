@@ -34,8 +34,9 @@ _DIGITS = {"float16": 5, "bfloat16": 4, "float32": 7, "float64": 11}
 class Call(NamedTuple):
     """One call: a name that stays, and a function of the array namespace.
 
-    `fails` says whether an error is the wanted result, `cpu` whether it is for NumPy only, and
-    `slack` how far its floats may differ everywhere, in units of the largest.
+    `fails` says whether an error is the wanted result, `cpu` whether it is for NumPy only,
+    `slack` how far its floats may differ everywhere, in units of the largest, and `dense` that its
+    results may lie in memory in any order.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Call(NamedTuple):
     fails: bool = False
     cpu: bool = False
     slack: float = 0.0
+    dense: bool = False
 
 
 class Outcome(NamedTuple):
@@ -68,24 +70,30 @@ def outcome(call: Call, xp: Any) -> Outcome:
 
 
 def difference(
-    stored: list[Any], found: list[Any], tolerance: dict[str, float], slack: float = 0.0
+    stored: list[Any],
+    found: list[Any],
+    tolerance: dict[str, float],
+    slack: float = 0.0,
+    strides: bool = True,
 ) -> str:
     """Return how a record differs from a stored one; "" where it does not.
 
-    Floats may differ by the tolerance of their dtype, or `slack` where that is more.
+    Floats may differ by the tolerance of their dtype, or `slack` where that is more. `strides` says
+    whether those of floats are compared.
     """
     if len(stored) != len(found):
         return f"{len(found)} parts, stored are {len(stored)}"
     for i, (old, new) in enumerate(zip(stored, found, strict=True)):
         is_float = isinstance(old, list) and isinstance(new, list)
-        fits = _close(old, new, max(tolerance[old[0]], slack)) if is_float else old == new
+        fits = _close(old, new, max(tolerance[old[0]], slack), strides) if is_float else old == new
         if not fits:
             return f"part {i} is {new}, stored is {old}"
     return ""
 
 
-def _close(old: list[Any], new: list[Any], allowed: float) -> bool:
-    if old[:4] != new[:4]:
+def _close(old: list[Any], new: list[Any], allowed: float, strides: bool) -> bool:
+    kinds = [(entry[:2], entry[3], entry[2] if strides else None) for entry in (old, new)]
+    if kinds[0] != kinds[1]:
         return False
     (top, *units), (new_top, *new_units) = old[4], new[4]
     if abs(new_top - top) > allowed * top:
