@@ -16,6 +16,7 @@ from scipy import sparse
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fa_cupy import BitMask, plot
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention import fwd_variants
 
 matplotlib.rcParams.update(
@@ -609,7 +610,7 @@ def sm90_pipeline(folder):
 
 def sm90_memory(folder):
     """Shared memory of a block, to scale, from the table of kernels."""
-    limit = fwd_variants.SHARED_LIMIT["sm_90a"]
+    limit = SHARED_LIMIT["sm_90a"]
     rows = [
         r for r in fwd_variants.VARIANTS if isinstance(r, fwd_variants.VariantSm90) and not r.sparse
     ]

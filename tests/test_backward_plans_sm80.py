@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fa_cupy import BitMask
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
-from fa_cupy.gpu.kernels.attention.fwd_variants import SHARED_LIMIT
 from tests import cupy_stand_in
 from tests.kernel_attention import blocks_of, draw
 from tests.kernel_gradients import gradients

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.driver import tensor_map
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params, fwd_variants
 from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.attention.fwd_sm90_params import FWD_SM90_PARAMS, TILE_SCHEDULER
@@ -311,7 +312,7 @@ def test_four_axes_that_do_not_merge_are_too_many():
     assert fwd_sm90_params.takes(problem, view_of(problem, q[0]))
 
 
-@pytest.mark.parametrize("target", fwd_variants.SHARED_LIMIT)
+@pytest.mark.parametrize("target", SHARED_LIMIT)
 @pytest.mark.parametrize("dim", [1, 32, 33, 64, 96, 100, 192, 200, 256])
 def test_sm90_comes_first_where_it_can(target, dim):
     for transform, masked in itertools.product((False, True), repeat=2):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import reference
 from fa_cupy.core import linear_problem
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.linear.heuristics import choose
 from fa_cupy.gpu.kernels.linear.params import HEAD_FORMAT, POINTERS, PRODUCT_PARAMS
 from fa_cupy.gpu.kernels.linear.sm80_variants import (
@@ -29,7 +30,6 @@ from fa_cupy.gpu.kernels.linear.sm90_variants import (
     ChunkedSm90Variant,
     VariantSm90,
 )
-from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 from tests import imports
 from tests.kernel_products import NAMES, check, gradients, solve, split
 from tests.planted import plant

@@ -16,11 +16,12 @@ from fa_cupy.core.linear_problem import ALGORITHMS
 from fa_cupy.cpu import blas
 from fa_cupy.cpu.executor import Machine
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from fa_cupy.gpu.kernels.attention.fwd_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP
-from fa_cupy.gpu.kernels.attention.fwd_variants import SHARED_LIMIT, Call, Variant, select
+from fa_cupy.gpu.kernels.attention.fwd_variants import Call, Variant, select
 from fa_cupy.gpu.kernels.linear import heuristics
 
 #: What people call the types, besides their names.

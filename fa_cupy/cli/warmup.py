@@ -17,10 +17,11 @@ from tqdm import tqdm
 from fa_cupy.cli.info import DTYPES, length, multiprocessors
 from fa_cupy.core.linear_problem import ALGORITHMS
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80, select_bwd_sm80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, select_bwd
 from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP
-from fa_cupy.gpu.kernels.attention.fwd_variants import SHARED_LIMIT, VARIANTS, Variant, reachable
+from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, Variant, reachable
 from fa_cupy.gpu.kernels.linear.heuristics import choose
 from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
 from fa_cupy.gpu.kernels.mask.variants import MASKS

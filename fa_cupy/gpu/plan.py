@@ -1,224 +1,308 @@
-"""Plans: all of a launch that follows from shapes, strides, dtypes, options and device."""
+"""Plans: the launches of one kind of call, complete but for the addresses of its arrays.
+
+The host module of a kernel describes each launch as a `Step`. A `Plan` prepares its steps once, and
+writes addresses into their parameter structs at each call. It knows no kernel and does not import
+CuPy: a `Launcher`, that of the driver or that of the emulator, loads kernels, makes tensor maps,
+gives memory and launches.
+"""
 
 from __future__ import annotations
 
-import atexit
-import math
-from collections.abc import Sequence
-from typing import Any
+import itertools
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
-import cupy
 import numpy as np
-from cupy import ndarray
-from cupy.cuda import alloc
 
-from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core import attention_problem
-from fa_cupy.gpu.driver.devices import target_of_device
-from fa_cupy.gpu.kernels.attention.fwd_params import MAX_LENGTH, transforms
-from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
-from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import COUNTER_BYTES, takes
-from fa_cupy.gpu.kernels.attention.fwd_variants import Call, Variant, VariantSm90, select
-from fa_cupy.gpu.masks.binding import CallMask
+from fa_cupy.gpu.driver.arguments import Arguments
 
-_MAX_PLANS = 4096
+#: The name of a number that no other launch has, on this machine and on any other. It is never 0.
+#: A kernel compares it with what its memory holds, which it finds as another launch has left it.
+MARK = "mark"
+# It starts where no other process did. `next` is one step to other threads.
+_marks = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1 | 1)
+_MOST_MAPS = 256  # kept for an array of a step; a training loop meets the same few pointers
+_MAP_BYTES = 128  # CUDA Driver API, CUtensorMap
+_ALIGNMENT = 256  # of the parts of a workspace
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-_plans: dict[Any, Plan] = {}
-atexit.register(_plans.clear)  # kernels must go before CuPy's modules are taken apart
+
+class Step(NamedTuple):
+    """One launch.
+
+    Fields of the struct are named by a path, as ``common.q`` or, in an array of structs,
+    ``job.1.out``. Arrays, the parts of a mask and the parts of the workspace have names of their
+    own, which are those that the plan is given addresses by.
+
+    Attributes
+    ----------
+    variant : Variant
+        The compiled kernel; it knows its threads and its shared memory.
+    grid : int
+        Blocks, along x.
+    params : numpy.ndarray
+        The parameter struct, of size 1, complete but for what follows.
+    addresses : mapping of str
+        By field, the name of what it points to.
+    maps : mapping of tuple
+        By field, the name of the array that the tensor map is for, and its geometry: shape, strides
+        in bytes and box.
+    shifts : mapping of int
+        Bytes to add to addresses, by name; a null pointer stays one.
+    aligned : tuple of str
+        Where there are some, the field ``aligned`` says whether their addresses are multiples of
+        16.
+    persistent : bool
+        Whether blocks take tiles until none is left.
+    """
+
+    variant: Any
+    grid: int
+    params: np.ndarray[Any, Any]
+    addresses: Mapping[str, str]
+    maps: Mapping[str, tuple[str, Sequence[Any]]] = _NOTHING
+    shifts: Mapping[str, int] = _NOTHING
+    aligned: tuple[str, ...] = ()
+    persistent: bool = False
+
+
+class Launcher(Protocol):
+    """What a plan needs of a machine."""
+
+    def kernel(self, step: Step) -> Callable[[Arguments], None]:
+        """Return what launches the kernel of a step, loaded and with all but its arguments."""
+
+    def tensor_map(self, pointer: int, dtype: str, *geometry: Any) -> bytes | None:
+        """Return a tensor map; None where an array at this address cannot have one."""
+
+    def workspace(self, size: int) -> Any:
+        """Return memory that lives until the launches are queued; ``ptr`` is its address."""
+
+
+class Workspace(NamedTuple):
+    """Memory that the launches of a call hand to each other.
+
+    Attributes
+    ----------
+    places : dict of int
+        Where its parts begin, by name.
+    nbytes : int
+    """
+
+    places: Mapping[str, int]
+    nbytes: int
+
+
+def workspace_of(sizes: Mapping[str, int]) -> Workspace:
+    """Return a workspace of parts of so many bytes, each of which begins at a multiple of 256."""
+    places, end = {}, 0
+    for name, size in sizes.items():
+        places[name] = end
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return Workspace(places, end)
 
 
 class Plan:
-    """How one kind of call runs on one device.
+    """The launches of one kind of call, ready to run on any addresses.
 
     Parameters
     ----------
-    problem : Problem
-    out_strides : tuple of int
-        Bytes, of the user's output.
-    device : int
+    steps : sequence of Step
+        In the order of their launches.
+    names : sequence of str
+        What calls give addresses of, in that order.
+    launcher : Launcher
+    workspace : Workspace, optional
+    fallback : callable, optional
+        Returns the plan that runs in place of this one where an array has an address that no tensor
+        map can be made for. It is called at most once, when it is first needed.
+
+    Attributes
+    ----------
+    steps : tuple of Step
+    workspace_bytes : int
     """
 
     __slots__ = (
-        "_counter_at", "_dtype", "_lse_bytes", "_lse_dtype", "_lse_shape", "_mask", "_out_bytes",
-        "_out_shape", "_out_strides", "forward",
+        "_fallback", "_launcher", "_launches", "_places", "_pool", "names", "other", "steps",
+        "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
-        self, problem: attention_problem.Problem, out_strides: tuple[int, ...], device: int
+        self,
+        steps: Sequence[Step],
+        names: Sequence[str],
+        launcher: Launcher,
+        workspace: Workspace | None = None,
+        fallback: Callable[[], Plan] | None = None,
     ) -> None:
-        # CuPy takes NumPy's own types faster than dtypes, and others slower.
-        self._dtype = np.float16 if problem.dtype == np.float16 else problem.dtype
-        self._out_shape = problem.out_shape
-        # CuPy makes an array in C order faster when it is not told so.
-        self._out_strides = None if out_strides == _c_strides(problem) else out_strides
-        self._out_bytes = math.prod(problem.out_shape) * problem.dtype.itemsize
-        self._lse_shape = problem.out_shape[:-1]
-        self._lse_dtype = attention_problem.sum_dtype(problem.dtype)
-        self._lse_bytes = self._lse_dtype.itemsize * math.prod(self._lse_shape)
-        self._counter_at = 0
-        self.forward: FwdSm80 | FwdSm90 | None = None
-        self._mask: CallMask | None = None
-        if self._lse_bytes:  # else there is no row to compute
-            out = attention_problem.out_view(problem, problem.out_shape, out_strides)
-            self.forward = _forward(problem, out, device)
-            if problem.mask is not None:
-                self._mask = CallMask(problem, device)
-        if isinstance(self.forward, FwdSm90) and self.forward.counts:
-            # The counter of the kernel's tiles lies behind the rows: one allocation less.
-            self._counter_at = -(-self._lse_bytes // 16) * 16
-            self._lse_bytes = self._counter_at + COUNTER_BYTES
+        self.steps = tuple(steps)
+        self.names = tuple(names)
+        self.other: Plan | None = None
+        self._fallback = fallback
+        self._launcher = launcher
+        places, self.workspace_bytes = workspace or Workspace({}, 0)
+        self._places = tuple(places.values())
+        index = {name: i for i, name in enumerate((*names, *places, MARK))}
+        self._launches = [_Launch(step, index, launcher) for step in steps]
+        # The structs of all steps, in sets that no thread is using: a launch copies a struct before
+        # it returns.
+        self._pool: list[list[Arguments]] = []
 
-    def __call__(
-        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any
-    ) -> tuple[Any, Any | None]:
-        """Run the call on the current stream of the plan's device, which must be current.
+    def run(self, pointers: tuple[int, ...], workspace: int = 0) -> bool:
+        """Queue the launches on the current stream.
 
-        Results are made by the current allocator, unless `out` and `lse` are arrays to write them
-        to; `lse` may be a bool too, which says whether it is wanted.
+        Parameters
+        ----------
+        pointers : tuple of int
+            In the order of `names`; 0 where there is no array.
+        workspace : int, optional
+            Address of `workspace_bytes` bytes, a multiple of 16, that nothing else uses until what
+            is launched has run; 0 takes them from the launcher.
+
+        Returns
+        -------
+        bool
+            False, with nothing launched, where an array cannot have a tensor map and there is no
+            fallback.
         """
-        if out is None:
-            memory = alloc(self._out_bytes)
-            out = ndarray(self._out_shape, self._dtype, memory, self._out_strides)
+        given, memory = pointers, None
+        if self._places:
+            if not workspace:
+                memory = self._launcher.workspace(self.workspace_bytes)
+                workspace = memory.ptr
+            pointers = (*pointers, *[workspace + place for place in self._places], next(_marks))
+        try:
+            structs = self._pool.pop()
+        except IndexError:
+            structs = [Arguments(launch.params) for launch in self._launches]
+        # No function is called per step but the launch: repeated calls count in microseconds.
+        for launch, arguments in zip(self._launches, structs, strict=True):
+            if launch.maps:
+                mapped = launch.mapped(pointers)
+                if arguments.mapped != mapped and not launch.write_maps(arguments, mapped):
+                    self._pool.append(structs)
+                    return self.fallback().run(given) if self._fallback else False
+            values = pointers
+            if launch.shifts:
+                pairs = zip(pointers, launch.shifts, strict=False)
+                values = tuple([p and p + shift for p, shift in pairs])
+            for pack, at, select in launch.runs:
+                pack(arguments.memory, at, *select(values))
+            if launch.aligned is not None:
+                at, select = launch.aligned
+                bits = 0
+                for pointer in select(pointers):
+                    bits |= pointer
+                _pack_flag(arguments.memory, at, not bits & 15)
+        for launch, arguments in zip(self._launches, structs, strict=True):
+            launch.kernel(arguments)
+        self._pool.append(structs)
+        return True
+
+    def fallback(self) -> Plan:
+        """Return the plan that takes any addresses, made at the first call."""
+        if self.other is None:
+            assert self._fallback is not None
+            self.other = self._fallback()
+        return self.other
+
+
+class _Launch:
+    """A step with its kernel, and how addresses are written to its struct."""
+
+    __slots__ = ("aligned", "kernel", "mapped", "maps", "params", "runs", "shifts")
+
+    def __init__(self, step: Step, index: Mapping[str, int], launcher: Launcher) -> None:
+        dtype = step.params.dtype
+        self.kernel = launcher.kernel(step)
+        self.params = step.params
+        fields = sorted((offset_of(dtype, path), index[x]) for path, x in step.addresses.items())
+        self.runs = list(_runs(fields))
+        self.shifts: tuple[int, ...] = ()
+        if any(step.shifts.values()):
+            self.shifts = tuple(step.shifts.get(name, 0) for name in index)
+        self.aligned: Any = None
+        if step.aligned:
+            self.aligned = offset_of(dtype, "aligned"), _several([index[x] for x in step.aligned])
+        maps = step.maps.items()
+        self.mapped = _several([index[name] for _, (name, _) in maps])
+        self.maps = [
+            _Map(offset_of(dtype, path), step.variant.dtype, geometry, launcher)
+            for path, (_, geometry) in maps
+        ]
+
+    def write_maps(self, arguments: Arguments, pointers: tuple[int, ...]) -> bool:
+        """Write the maps for these pointers; False where one cannot be made."""
+        before, arguments.mapped = arguments.mapped, None  # until all maps are there
+        for i, (own, pointer) in enumerate(zip(self.maps, pointers, strict=True)):
+            if before is None or pointer != before[i]:
+                encoded = own.encoded(pointer)
+                if encoded is None:
+                    return False
+                arguments.memory[own.at : own.at + _MAP_BYTES] = encoded
+        arguments.mapped = pointers
+        return True
+
+
+class _Map:
+    """The tensor maps of one array of a step, for the pointers that it met lately."""
+
+    __slots__ = ("_dtype", "_geometry", "_launcher", "at", "known")
+
+    def __init__(self, at: int, dtype: str, geometry: Sequence[Any], launcher: Launcher) -> None:
+        self.at = at
+        self._dtype, self._geometry, self._launcher = dtype, geometry, launcher
+        self.known: dict[int, bytes | None] = {}
+
+    def encoded(self, pointer: int) -> bytes | None:
+        """Return the map for an array at this address, made at most once."""
+        try:
+            return self.known[pointer]
+        except KeyError:
+            pass
+        found = None
+        if not pointer & 15:
+            found = self._launcher.tensor_map(pointer, self._dtype, *self._geometry)
+        if len(self.known) >= _MOST_MAPS:
+            self.known.clear()
+        self.known[pointer] = found
+        return found
+
+
+def offset_of(dtype: np.dtype[Any], path: str) -> int:
+    """Return where a field of a struct begins, in bytes; see `Step` for paths."""
+    found = 0
+    for name in path.split("."):
+        if dtype.subdtype is not None:
+            dtype = dtype.subdtype[0]
+            found += int(name) * dtype.itemsize
         else:
-            memory = out.data
-        lse_pointer, counter = 0, 0
-        if lse is True:
-            rows = alloc(self._lse_bytes)
-            lse = ndarray(self._lse_shape, self._lse_dtype, rows)
-            lse_pointer = rows.ptr
-            counter = self._counter_at and lse_pointer + self._counter_at
-        elif lse is False:
-            lse = None
-        else:
-            lse_pointer = lse.data.ptr
-        if self.forward is not None:
-            pointers = (
-                q.data.ptr,
-                k.data.ptr,
-                v.data.ptr,
-                0 if bias is None else bias.data.ptr,
-                memory.ptr,
-                lse_pointer,
-                0,
-            )
-            if self._mask is None:
-                self.forward(pointers, counter)
-            else:
-                # What a launch reads is given back when the launch is queued.
-                told, _owners = self._mask(mask)
-                self.forward(pointers, counter, told)
-        return out, lse
+            assert dtype.fields is not None
+            dtype, at = dtype.fields[name][:2]
+            found += at
+    return found
 
 
-def _forward(
-    problem: attention_problem.Problem, out: attention_problem.View, device: int
-) -> FwdSm80 | FwdSm90:
-    row, plain = variant_for(problem, device, out), variant_for(problem, device)
-    assert row is not None
-    assert plain is not None
-    if isinstance(row, VariantSm90):
-        return FwdSm90(problem, out, row, plain, device)
-    return FwdSm80(problem, out, row, device)
+_pack_flag = struct.Struct("=i").pack_into
 
 
-def plan_for(problem: attention_problem.Problem, out_strides: tuple[int, ...], device: int) -> Plan:
-    """Return the plan of a problem, made at most once."""
-    key = (problem, out_strides, device)
-    plan = _plans.get(key)
-    if plan is None:
-        remember(_plans, key, plan := Plan(problem, out_strides, device))
-    return plan
+def _runs(fields: list[tuple[int, int]]) -> Iterator[tuple[Callable[..., None], int, Any]]:
+    """Yield what writes addresses that lie next to each other: packer, place, selection."""
+    groups = itertools.groupby(enumerate(fields), lambda pair: pair[1][0] - 8 * pair[0])
+    for _, group in groups:
+        run = [field for _, field in group]
+        yield struct.Struct(f"={len(run)}Q").pack_into, run[0][0], _several([i for _, i in run])
 
 
-def remember(table: dict[Any, Any], key: Any, plan: Any) -> None:
-    """Add a plan to a table, which starts anew when it is full."""
-    if len(table) >= _MAX_PLANS:
-        table.clear()
-    table[key] = plan
-
-
-def variant_for(
-    problem: attention_problem.Problem, device: int, out: attention_problem.View | None = None
-) -> Variant | None:
-    """Return the row that serves a problem on a device, None where cuBLAS products do.
-
-    Parameters
-    ----------
-    problem : Problem
-    device : int
-    out : View, optional
-        Of the output, over ``problem.batch``. Without it, the row is one for any layout and any
-        pointers.
-    """
-    if max(problem.q_len, problem.k_len) > MAX_LENGTH:
-        return None
-    call = Call(
-        transform=transforms(problem),
-        mapped=out is not None and takes(problem, out),
-        masked=problem.mask is not None,
-    )
-    target = target_of_device(device)
-    return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
-
-
-def require_whole_elements(where: str = "attention", /, **arrays: Any) -> None:
-    """Raise for an array whose elements do not lie at multiples of their size.
-
-    Neither these kernels nor CuPy's own can read one, not even to copy it.
-    """
-    for name, array in arrays.items():
-        if array is None or array.size == 0:
-            continue
-        item = array.dtype.itemsize
-        if array.data.ptr % item or any(step % item for step in array.strides):
-            raise ValueError(
-                f"{where}: {name} is at address {array.data.ptr:#x} with strides "
-                f"{array.strides}, want multiples of its item size {item}"
-            )
-
-
-def kernel_takes(view: attention_problem.View, dtype: np.dtype[Any]) -> bool:
-    """Whether a kernel can read q, k or v through `view`: dense rows."""
-    item = dtype.itemsize
-    return view.strides[-1] == item and abs(view.strides[-2] // item) < 2**31
-
-
-def fits(out: Any, dtype: np.dtype[Any]) -> bool:
-    """Whether a kernel can write to `out`."""
-    return fits_strides(out.shape, out.strides, dtype)
-
-
-def fits_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    """Whether a kernel can write to an array of these strides: dense rows."""
-    dense = shape[-1] < 2 or strides[-1] == dtype.itemsize
-    return dense and abs(strides[-2] // dtype.itemsize) < 2**31
-
-
-def packed_copy(view: attention_problem.View, array: Any) -> tuple[Any, attention_problem.View]:
-    """Copy what `view` sees of q, k or v, each broadcast row once, in a form that kernels take."""
-    shape = [n if step else min(n, 1) for n, step in zip(view.shape, view.strides, strict=True)]
-    shape[-1] = view.shape[-1]
-    seen = attention_problem.View(tuple(shape), view.strides)
-    copy = cupy.ascontiguousarray(attention_problem.view(cupy, array, seen))
-    steps = [0 if n == 1 else step for n, step in zip(shape, copy.strides, strict=True)]
-    steps[-1] = array.dtype.itemsize
-    return copy, attention_problem.View(view.shape, tuple(steps))
-
-
-def dense_strides(problem: attention_problem.Problem, q: Any) -> tuple[int, ...]:
-    """Strides of a new output, laid out in memory as `q` is."""
-    return _strides(problem, core_arrays.memory_order(problem.out_shape, q))
-
-
-def _c_strides(problem: attention_problem.Problem) -> tuple[int, ...]:
-    return _strides(problem, range(len(problem.out_shape)))
-
-
-def _strides(problem: attention_problem.Problem, order: Sequence[int]) -> tuple[int, ...]:
-    strides = [0] * len(problem.out_shape)
-    step = problem.dtype.itemsize
-    for axis in reversed(order):
-        strides[axis] = step
-        step *= max(1, problem.out_shape[axis])
-    return tuple(strides)
+def _several(indices: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """Return what picks elements of a tuple, as a tuple."""
+    if not indices:
+        return lambda values: ()
+    if len(indices) == 1:
+        return itemgetter(slice(indices[0], indices[0] + 1))
+    return itemgetter(*indices)

@@ -6,7 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 from fa_cupy.gpu.driver import nvrtc
-from fa_cupy.gpu.kernels.attention.fwd_variants import Chosen, target_of
+from fa_cupy.gpu.driver.targets import Chosen, target_of
 
 ABSENT = "CuPy is not installed"
 

@@ -1,13 +1,18 @@
-"""The only launch: a kernel, its grid and its shared memory, made ready once and called often."""
+"""Launches through the driver: a kernel, its grid and its shared memory, prepared once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from cupy.cuda import driver, get_current_stream, runtime
+
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.driver.arguments import Arguments
+from fa_cupy.gpu.driver.devices import multiprocessors, target_of_device
+from fa_cupy.gpu.driver.tensor_map import LayoutError, encode_tiled
 
 # CUfunction_attribute, CUDA Driver API, section "Data types used by CUDA driver".
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -44,33 +49,6 @@ def any_mode() -> Iterator[None]:
         yield
     finally:
         bindings.cuThreadExchangeStreamCaptureMode(before)
-
-
-class Arguments:
-    """A kernel's parameter struct, where a launch finds it.
-
-    Parameters
-    ----------
-    values : numpy.ndarray, of size 1
-        The struct; copied.
-
-    Attributes
-    ----------
-    values : numpy.ndarray
-        The struct that launches pass.
-    bytes : numpy.ndarray
-        The same memory, for ``struct.pack_into``.
-    address : int
-        Of the array of one pointer that ``cuLaunchKernel`` takes.
-    """
-
-    __slots__ = ("_pointers", "address", "bytes", "values")
-
-    def __init__(self, values: np.ndarray[Any, Any]) -> None:
-        self.values = values.copy()
-        self.bytes = self.values.reshape(-1).view(np.uint8)
-        self._pointers = np.array([self.values.ctypes.data], np.uint64)
-        self.address = self._pointers.ctypes.data
 
 
 class Launch:
@@ -129,3 +107,44 @@ def launch(
 ) -> None:
     """Launch a kernel once; see `Launch`. `params` is a struct array of size 1."""
     Launch(kernel, grid, block, shared_bytes)(Arguments(params))
+
+
+class DriverLauncher:
+    """Loads and launches the kernels of plans on a device, through CuPy.
+
+    Parameters
+    ----------
+    device : int
+        The current one.
+    take : callable
+        Gives temporary memory of so many bytes.
+
+    Attributes
+    ----------
+    target : str or None
+        What kernels are compiled for; None where none runs.
+    multiprocessors : int
+    workspace : callable
+        `take`.
+    """
+
+    def __init__(self, device: int, take: Callable[[int], Any]) -> None:
+        self._device = device
+        self.target = target_of_device(device)
+        self.multiprocessors = multiprocessors(device)
+        self.workspace = take
+
+    def kernel(self, step: Any) -> Launch:
+        """Return the launch of a step, all but its arguments."""
+        variant = step.variant
+        kernel = compile.load(variant, str(self.target), self._device)
+        return Launch(kernel, step.grid, variant.threads, variant.shared_bytes)
+
+    @staticmethod
+    def tensor_map(pointer: int, dtype: str, *geometry: Any) -> bytes | None:
+        """Return a tensor map; None where the hardware cannot walk the array."""
+        bind_context()
+        try:
+            return encode_tiled(pointer, dtype, *geometry).tobytes()
+        except LayoutError:
+            return None

@@ -5,28 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.attention.fwd_sm90_params import FWD_SM90_PARAMS
 
-#: Dynamic shared memory that one block can have, in bytes (CUDA C++ Programming Guide, table
-#: "Technical Specifications per Compute Capability", less the 1 KB that the system keeps).
-SHARED_LIMIT = {
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_87": 163 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90a": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_103": 227 * 1024,
-    "sm_110": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "sm_121": 99 * 1024,
-    # PTX, for devices of which NVRTC knows no target. The driver compiles it; what follows "+" is
-    # for rows alone, and NVRTC does not see it.
-    "compute_80": 99 * 1024,
-    "compute_80+163K": 163 * 1024,
-    "compute_80+227K": 227 * 1024,
-}
 _WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
 _LISTED_BYTES = 56  # ListedRange and keys in fwd_sm80.cu
 _WORK_STAGES = 4  # kWorkStages in fwd_sm90.cuh

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.bwd_params import BACKWARD_PARAMS
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
     BACKWARD,
@@ -14,7 +15,6 @@ from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
     BwdNonfinite,
     BwdPreprocess,
 )
-from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 
 _KEY_WORK_BYTES = 64  # Work in bwd_dkdv_sm80.cu
 
@@ -143,7 +143,7 @@ def select_bwd_sm80(
         Name of the dtype of q, k and v.
     head_dim, v_dim : int
     target : str or None
-        That of the device, as `fa_cupy.gpu.kernels.attention.fwd_variants.target_of` chooses it.
+        That of the device, as `fa_cupy.gpu.driver.targets.target_of` chooses it.
     masked : bool
         Whether there is a mask.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.bwd_params import (
     BACKWARD_PARAMS,
     BWD_CONVERT_DQ_PARAMS,
@@ -12,7 +13,7 @@ from fa_cupy.gpu.kernels.attention.bwd_params import (
     NONFINITE_PARAMS,
 )
 from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
-from fa_cupy.gpu.kernels.variant import SHARED_LIMIT, Variant
+from fa_cupy.gpu.kernels.variant import Variant
 
 _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
 # WorkTile there, in bwd_dkdv_sm90.cu and in bwd_dq_sm90.cu

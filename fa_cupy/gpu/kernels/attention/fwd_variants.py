@@ -5,11 +5,9 @@ Pure data. Tests, validation and docs walk over `VARIANTS`; a new tile is a new 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
-from fa_cupy.gpu.kernels.variant import SHARED_LIMIT as SHARED_LIMIT  # for those who read the table
 from fa_cupy.gpu.kernels.variant import Call as Call
 from fa_cupy.gpu.kernels.variant import Variant as Variant
 from fa_cupy.gpu.kernels.variant import VariantSm80 as VariantSm80
@@ -70,64 +68,6 @@ def _fwd_sm90() -> Iterator[VariantSm90]:
 
 
 VARIANTS: tuple[Variant, ...] = (*_fwd_sm80(), *_fwd_sm90())
-
-
-class Chosen(NamedTuple):
-    """The target of a device, None where no kernel runs, and why it is that one."""
-
-    target: str | None
-    why: str
-
-
-def target_of(
-    major: int, minor: int, known: Collection[int] | None = None, shared: int | None = None
-) -> Chosen:
-    """Choose what kernels are compiled for on a device.
-
-    A cubin runs on later devices of its own major too, so that the newest target counts that is
-    not above the device. Where there is none, PTX runs on all later devices.
-
-    Parameters
-    ----------
-    major, minor : int
-        The compute capability.
-    known : collection of int, optional
-        What NVRTC can compile for, as 103 for sm_103; by default all targets.
-    shared : int, optional
-        Dynamic shared memory in bytes that a block can have; by default enough for any target.
-    """
-    if major < 8:
-        return Chosen(None, "too old for the kernels: products of cuBLAS serve it")
-    own = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
-    fits = [t for t, limit in SHARED_LIMIT.items() if shared is None or limit <= shared]
-    cubins = {t: number_of(t) for t in fits if t.startswith("sm_")}
-    # What ends in "a" runs on the very capability that it names.
-    runs = [
-        t
-        for t, number in cubins.items()
-        if t == own or (number // 10 == major and number % 10 < minor and t[-1] != "a")
-    ]
-    runs = [t for t in runs if known is None or cubins[t] in known]
-    if own in runs:
-        return Chosen(own, "its own")
-    if own not in SHARED_LIMIT:
-        why = f"fa_cupy has no target {own}"
-    elif own not in fits:
-        why = f"{shared} bytes of shared memory are less than {own} has"
-    else:
-        why = f"NVRTC does not know {own}"
-    if runs:
-        return Chosen(max(runs, key=cubins.__getitem__), f"the newest that runs on it: {why}")
-    virtual = [t for t in fits if t not in cubins]
-    if not virtual:
-        return Chosen(None, f"{shared} bytes of shared memory are less than kernels need")
-    chosen = virtual[0] if shared is None else max(virtual, key=SHARED_LIMIT.__getitem__)
-    return Chosen(chosen, f"PTX, which the driver compiles: {why}")
-
-
-def number_of(target: str) -> int:
-    """Return the compute capability that a target names, as 90 for ``"sm_90a"``."""
-    return int(target.partition("+")[0].partition("_")[2].rstrip("af"))
 
 
 def select(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.linear.sm80_variants import (
     PRODUCTS,
     SCAN,
@@ -17,7 +18,6 @@ from fa_cupy.gpu.kernels.linear.sm80_variants import (
 )
 from fa_cupy.gpu.kernels.linear.sm90_heuristics import SCAN_SEGMENT_US, SCAN_US
 from fa_cupy.gpu.kernels.linear.sm90_heuristics import ways as ways_sm90
-from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 
 #: Rows of a sequence that one block can count.
 _MAX_ROWS = 2**31 - 2**16
@@ -107,7 +107,7 @@ def choose(
         Batch entries.
     length, qk_dim, v_dim : int
     target : str
-        That of the device, as `fa_cupy.gpu.kernels.attention.fwd_variants.target_of` chooses it.
+        That of the device, as `fa_cupy.gpu.driver.targets.target_of` chooses it.
     sms : int
         Multiprocessors of the device.
     algorithm : str, optional

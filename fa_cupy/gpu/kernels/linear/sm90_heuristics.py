@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.fwd_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS, ProductVariant
 from fa_cupy.gpu.kernels.linear.sm90_params import CHUNK, dim_step
@@ -16,7 +17,6 @@ from fa_cupy.gpu.kernels.linear.sm90_variants import (
     StatesSm90Variant,
     VariantSm90,
 )
-from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 
 
 class Way(NamedTuple):

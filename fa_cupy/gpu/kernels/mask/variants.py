@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.mask.structs import BLOCK_TABLES_PARAMS, TRANSPOSE_WORDS_PARAMS
-from fa_cupy.gpu.kernels.variant import SHARED_LIMIT, Variant
+from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.layouts import BLOCK
 
 #: Blocks that a block of threads of ``tables`` looks at, along each axis.

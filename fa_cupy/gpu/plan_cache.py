@@ -1,0 +1,26 @@
+"""The plans of all functions, by what calls look like.
+
+A key begins with the name of the function. A value is a plan, or what else a repeated call needs;
+None stands for a call that has no plan, so that it is not looked for again.
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+_MOST = 8192  # plans; the table starts anew when it is full
+
+#: Reading it is one step to other threads.
+plans: dict[Any, Any] = {}
+atexit.register(plans.clear)  # kernels must go before CuPy's modules are taken apart
+
+lookup = plans.get
+
+
+def remember(key: Any, value: Any) -> Any:
+    """Add a value to the table and return it."""
+    if len(plans) >= _MOST:
+        plans.clear()
+    plans[key] = value
+    return value
