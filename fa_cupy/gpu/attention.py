@@ -18,23 +18,13 @@ from cupy.cuda import runtime
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu import workspace
+from fa_cupy.gpu.arrays import fits, fits_strides, kernel_takes, packed_copy, require_whole_elements
 from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.driver.devices import target_of_device
 from fa_cupy.gpu.driver.launch import launch
 from fa_cupy.gpu.kernels.attention.fwd_params import fill, pack_head
 from fa_cupy.gpu.kernels.attention.fwd_variants import VariantSm80
-from fa_cupy.gpu.plan import (
-    Plan,
-    dense_strides,
-    fits,
-    fits_strides,
-    kernel_takes,
-    packed_copy,
-    plan_for,
-    remember,
-    require_whole_elements,
-    variant_for,
-)
+from fa_cupy.gpu.plan import Plan, dense_strides, plan_for, remember, variant_for
 
 # By the arguments of a call as they come.
 _calls: dict[Any, Plan] = {}

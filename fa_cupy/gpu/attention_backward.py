@@ -11,8 +11,9 @@ from cupy.cuda import alloc, get_current_stream, runtime
 
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu import attention_backward_plan
+from fa_cupy.gpu.arrays import require_whole_elements
 from fa_cupy.gpu.attention import mask_key, options_key
-from fa_cupy.gpu.plan import remember, require_whole_elements
+from fa_cupy.gpu.plan import remember
 
 _NAME = "attention_backward"
 

@@ -14,6 +14,7 @@ from cupy.cuda import alloc, runtime
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu import workspace
+from fa_cupy.gpu.arrays import fits, kernel_takes, packed_copy, require_whole_elements
 from fa_cupy.gpu.causal_product_plan import (
     MAX_PLANS,
     Plan,
@@ -23,7 +24,6 @@ from fa_cupy.gpu.causal_product_plan import (
     require_kernels,
 )
 from fa_cupy.gpu.kernels.linear.sm90 import ProductSm90
-from fa_cupy.gpu.plan import fits, kernel_takes, packed_copy, require_whole_elements
 
 _plans: dict[Any, Plan | ProductSm90] = {}
 _calls: dict[Any, _Call] = {}  # by the arguments of a call as they come

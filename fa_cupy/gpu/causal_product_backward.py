@@ -25,11 +25,11 @@ from fa_cupy.core import attention_problem, broadcasting
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product, product_problem
 from fa_cupy.gpu import workspace
+from fa_cupy.gpu.arrays import require_whole_elements
 from fa_cupy.gpu.causal_product import compute
 from fa_cupy.gpu.causal_product_plan import MAX_PLANS, Term, plan_together, require_kernels
 from fa_cupy.gpu.cublas import tile_ops
 from fa_cupy.gpu.kernels.linear.sm90 import ProductSm90
-from fa_cupy.gpu.plan import require_whole_elements
 
 _NAME = "causal_product_backward"
 

@@ -13,6 +13,7 @@ from cupy.cuda import runtime
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu import workspace
+from fa_cupy.gpu.arrays import fits, kernel_takes
 from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.driver.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.driver.launch import Arguments, Launch
@@ -20,7 +21,6 @@ from fa_cupy.gpu.kernels.linear.heuristics import Choice, choose
 from fa_cupy.gpu.kernels.linear.params import fill, pack_head
 from fa_cupy.gpu.kernels.linear.sm90 import ProductSm90, choice_for
 from fa_cupy.gpu.kernels.linear.sm90_params import Job
-from fa_cupy.gpu.plan import fits, kernel_takes
 
 MAX_PLANS = 4096
 

@@ -18,6 +18,7 @@ comes from the allocator as it is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from cupy.cuda import (
 
 from fa_cupy.core import arrays
 from fa_cupy.gpu.driver import interop
-from fa_cupy.gpu.driver.launch import capturing
+from fa_cupy.gpu.driver.launch import DriverLauncher, capturing
 
 _here = threading.local()  # `call`: the innermost `Call` of the thread
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -168,6 +169,12 @@ def take(size: int) -> MemoryPointer:
     if runtime.streamIsCapturing(get_current_stream().ptr):  # as `capturing`, without its call
         return of_graph(size)
     return alloc(size)
+
+
+@functools.cache
+def launcher(device: int) -> DriverLauncher:
+    """Return what runs plans on a device, with temporaries as their workspaces."""
+    return DriverLauncher(device, take)
 
 
 def temporaries() -> AbstractContextManager[Any]:

@@ -1,0 +1,54 @@
+"""CuPy arrays as kernels want them: which ones they read where they lie, and copies of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from fa_cupy.core import attention_problem
+
+
+def require_whole_elements(where: str = "attention", /, **arrays: Any) -> None:
+    """Raise for an array whose elements do not lie at multiples of their size.
+
+    Neither these kernels nor CuPy's own can read one, not even to copy it.
+    """
+    for name, array in arrays.items():
+        if array is None or array.size == 0:
+            continue
+        item = array.dtype.itemsize
+        if array.data.ptr % item or any(step % item for step in array.strides):
+            raise ValueError(
+                f"{where}: {name} is at address {array.data.ptr:#x} with strides "
+                f"{array.strides}, want multiples of its item size {item}"
+            )
+
+
+def kernel_takes(view: attention_problem.View, dtype: np.dtype[Any]) -> bool:
+    """Whether a kernel can read q, k or v through `view`: dense rows."""
+    item = dtype.itemsize
+    return view.strides[-1] == item and abs(view.strides[-2] // item) < 2**31
+
+
+def fits(out: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether a kernel can write to `out`."""
+    return fits_strides(out.shape, out.strides, dtype)
+
+
+def fits_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether a kernel can write to an array of these strides: dense rows."""
+    dense = shape[-1] < 2 or strides[-1] == dtype.itemsize
+    return dense and abs(strides[-2] // dtype.itemsize) < 2**31
+
+
+def packed_copy(view: attention_problem.View, array: Any) -> tuple[Any, attention_problem.View]:
+    """Copy what `view` sees of q, k or v, each broadcast row once, in a form that kernels take."""
+    shape = [n if step else min(n, 1) for n, step in zip(view.shape, view.strides, strict=True)]
+    shape[-1] = view.shape[-1]
+    seen = attention_problem.View(tuple(shape), view.strides)
+    copy = cupy.ascontiguousarray(attention_problem.view(cupy, array, seen))
+    steps = [0 if n == 1 else step for n, step in zip(shape, copy.strides, strict=True)]
+    steps[-1] = array.dtype.itemsize
+    return copy, attention_problem.View(view.shape, tuple(steps))
