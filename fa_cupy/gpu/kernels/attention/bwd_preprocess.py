@@ -1,0 +1,77 @@
+"""The host side of ``bwd_preprocess``, which prepares what the other kernels know of each query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
+from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.backward import DTYPES, PADDED, BackwardVariant, Launches, Traits
+from fa_cupy.gpu.plan import Step
+
+#: ``struct BwdPreprocessParams`` of ``cuda_src/attention/bwd_preprocess.cu``.
+BWD_PREPROCESS_PARAMS = np.dtype(
+    [("common", ATTENTION_PARAMS)]
+    + [(name, np.uint64) for name in ("dlse", "lse_delta", "counters")]
+    + [("counter_words", np.int64)]
+    + [(name, np.int32) for name in ("entry_rows", "lane_shift", "entry_blocks")],
+    align=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdPreprocess(BackwardVariant):
+    """A row of ``bwd_preprocess``, for all dims, which runs anywhere.
+
+    A thread reads `tile_m` queries.
+    """
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All."""
+        return tuple(SHARED_LIMIT)
+
+    @property
+    def shared_bytes(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_THREADS", self.threads),
+            ("FA_UNROLL", self.tile_m),
+            ("FA_PREPROCESS_PARAMS_BYTES", BWD_PREPROCESS_PARAMS.itemsize),
+        )
+
+    def scratch(self, traits: Traits, rows: int) -> dict[str, int]:
+        """Return what is known of each query: two numbers."""
+        return {"lse_delta": 8 * traits.entries * rows}
+
+    def step(self, traits: Traits, launches: Launches) -> Step:
+        """Return the launch, which also sets all counters of the call to 0."""
+        params, v_dim = np.zeros(1, BWD_PREPROCESS_PARAMS), traits.problem.v_dim
+        params["common"] = traits.common("dout", "out", v_dim, PADDED)
+        params["counter_words"] = launches.cleared_bytes // 4
+        params["entry_rows"] = launches.rows
+        params["lane_shift"] = shift = max(0, (-(-v_dim // 8) - 1).bit_length())
+        params["entry_blocks"] = blocks = -(-launches.rows // ((self.threads >> shift) * self.tile_m))
+        addresses = {
+            "common.q": "dout", "common.out": "out", "common.lse": "lse", "dlse": "dlse",
+            "lse_delta": "lse_delta", "counters": launches.cleared,
+        }  # fmt: skip
+        return Step(self, traits.entries * blocks, params, addresses)
+
+
+#: All rows.
+ROWS = tuple(
+    BwdPreprocess(
+        source="attention/bwd_preprocess", dtype=dtype, dim=256, tile_m=4, tile_n=1, warps=8,
+        stages=1, why="reads dout and out once, enough rows at a time",
+    )
+    for dtype in DTYPES
+)  # fmt: skip
