@@ -28,7 +28,7 @@ from fa_cupy.gpu.kernels.attention.bwd_launch import Launches
 from fa_cupy.gpu.kernels.attention.bwd_params import Filled, Gradients
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP
+from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.plan import remember
 

@@ -17,7 +17,7 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.driver.devices import target_of_device
 from fa_cupy.gpu.driver.launch import capturing, launch
-from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
+from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
 from fa_cupy.gpu.kernels.mask.structs import BLOCK_TABLES_PARAMS, TRANSPOSE_WORDS_PARAMS
 from fa_cupy.gpu.kernels.mask.variants import SIDE, TABLES, TURN
 from fa_cupy.gpu.masks.binding import CallMask, Made, apart, device_lists, malloc

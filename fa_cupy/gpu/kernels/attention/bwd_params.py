@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View
-from fa_cupy.gpu.kernels.attention import fwd_params
-from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS, MAX_BATCH_AXES
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import MAP_AXES, MAP_BYTES, Geometry, padded
+from fa_cupy.gpu.kernels.attention import attention_params
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS, MAX_BATCH_AXES
 from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE, table_arrays, table_of
+from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES, MAP_BYTES, Geometry, padded
 from fa_cupy.tiled.softcap import transform
 
 #: The arrays that have a tensor map, in the order of the struct.
@@ -181,7 +181,7 @@ class Axes:
     def __init__(self, problem: Problem, views: Gradients, tiles: Iterable[int] = ()) -> None:
         self.problem = problem
         self.views = views_of(problem, views)
-        axes, steps = fwd_params.collapse(problem.batch, self.views)
+        axes, steps = attention_params.merge_axes(problem.batch, self.views)
         missing = MAP_AXES - len(axes)
         self.size = [1] * missing + axes
         self.steps = {name: [0] * missing + steps[name] for name in self.views}
@@ -202,12 +202,15 @@ class Axes:
         p["q_len"], p["k_len"] = problem.q_len, problem.k_len
         p["head_dim"], p["v_dim"] = problem.head_dim, v_dim
         p["q_tiles"] = -(-problem.q_len // tile_m)
-        p["lower"], p["upper"] = fwd_params.band_limits(problem)
-        transformed = fwd_params.transforms(problem)
+        p["lower"], p["upper"] = attention_params.band_limits(problem)
+        transformed = attention_params.transforms(problem)
         p["has_score_mod"] = transformed
-        p["exp2_scale"] = 1.0 if transformed else problem.scale * fwd_params.LOG2E
+        p["exp2_scale"] = 1.0 if transformed else problem.scale * attention_params.LOG2E
         factor, cap = transform(problem, np.dtype(np.float32))
-        p["scale"], p["softcap"] = fwd_params.in_float32(factor), fwd_params.in_float32(cap)
+        p["scale"], p["softcap"] = (
+            attention_params.in_float32(factor),
+            attention_params.in_float32(cap),
+        )
         return filled
 
     def bias(self, p: np.void) -> None:
@@ -289,7 +292,7 @@ def plain_step(
         array["batch"] = [step // problem.dtype.itemsize for step in axes.steps[name]]
     filled["size"], filled["group"] = axes.size, axes.group
     filled["entries"], filled["row_pairs"] = axes.entries // axes.group, axes.padded // 2
-    filled["scale"] = fwd_params.in_float32(problem.scale)
+    filled["scale"] = attention_params.in_float32(problem.scale)
     used = {name: places[name] for name in ("lse_delta", "nonfinite_flags")}
     arrays = {f"{name}.start": name for name in REDONE}
     if problem.bias is not None:

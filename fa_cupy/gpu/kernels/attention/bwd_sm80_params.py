@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention import fwd_params
+from fa_cupy.gpu.kernels.attention import attention_params
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.bwd_params import (
     PADDED,
     Axes,
@@ -25,8 +26,7 @@ from fa_cupy.gpu.kernels.attention.bwd_params import (
     shared,
     views_of,
 )
-from fa_cupy.gpu.kernels.attention.fwd_params import MAX_GRID, MAX_LENGTH
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP, MAP_AXES
+from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP, MAP_AXES
 
 _LEAST_KEYS = 32  # of a block, in any row of the table
 
@@ -44,7 +44,7 @@ def takes(problem: Problem, views: Gradients) -> bool:
     if min(sizes) < 1 or any(dim % DIM_STEP for dim in sizes[2:]) or max(sizes[:2]) > MAX_LENGTH:
         return False
     every = views_of(problem, views)
-    axes, steps = fwd_params.collapse(problem.batch, every)
+    axes, steps = attention_params.merge_axes(problem.batch, every)
     rows = math.prod(axes) * (-(-problem.q_len // PADDED) * PADDED)
     blocks = max(rows // 8, math.prod(axes) * -(-problem.k_len // _LEAST_KEYS))
     if len(axes) > MAP_AXES or blocks > MAX_GRID:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention import fwd_params
+from fa_cupy.gpu.kernels.attention import attention_params
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.bwd_params import (
     BOX,
     BWD_CONVERT_DQ_PARAMS,
@@ -34,8 +35,7 @@ from fa_cupy.gpu.kernels.attention.bwd_params import (
     shared,
     views_of,
 )
-from fa_cupy.gpu.kernels.attention.fwd_params import MAX_GRID, MAX_LENGTH
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP, MAP_AXES, maps_walk
+from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP, MAP_AXES, maps_walk
 
 
 def takes(problem: Problem, views: Gradients) -> bool:
@@ -48,12 +48,12 @@ def takes(problem: Problem, views: Gradients) -> bool:
     views : Gradients
     """
     sizes = problem.q_len, problem.k_len, problem.head_dim, problem.v_dim
-    if fwd_params.transforms(problem) or min(sizes) < 1:
+    if attention_params.transforms(problem) or min(sizes) < 1:
         return False
     if any(dim % DIM_STEP for dim in sizes[2:]) or max(sizes[:2]) > MAX_LENGTH:
         return False
     every = views_of(problem, views)
-    axes, steps = fwd_params.collapse(problem.batch, every)
+    axes, steps = attention_params.merge_axes(problem.batch, every)
     # The most blocks: 8 rows each, or a piece of 64 rows and 64 columns of at most 256.
     rows = math.prod(axes) * (-(-problem.q_len // PADDED) + 1) * PADDED
     if len(axes) > MAP_AXES or rows // 8 > MAX_GRID:

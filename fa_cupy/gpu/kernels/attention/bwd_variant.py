@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.attention.bwd_params import (
     BACKWARD_PARAMS,
     BWD_CONVERT_DQ_PARAMS,
@@ -12,7 +13,6 @@ from fa_cupy.gpu.kernels.attention.bwd_params import (
     BWD_SM90_PARAMS,
     NONFINITE_PARAMS,
 )
-from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.variant import Variant
 
 _GROUPS, _WORK_STAGES = 2, 2  # kGroups, kWorkStages in bwd_sm90.cuh
