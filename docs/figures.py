@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fa_cupy import BitMask, plot
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention import fwd_variants
+from fa_cupy.gpu.kernels.attention import fwd_sm90
 
 matplotlib.rcParams.update(
     {
@@ -611,9 +611,7 @@ def sm90_pipeline(folder):
 def sm90_memory(folder):
     """Shared memory of a block, to scale, from the table of kernels."""
     limit = SHARED_LIMIT["sm_90a"]
-    rows = [
-        r for r in fwd_variants.VARIANTS if isinstance(r, fwd_variants.VariantSm90) and not r.sparse
-    ]
+    rows = [r for r in fwd_sm90.VARIANTS if not r.sparse]
     figure = Figure(figsize=(7.2, 2.9))
     ax = figure.add_axes((0.15, 0.16, 0.83, 0.7))
     dims = (64, 128, 256)

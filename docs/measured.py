@@ -6,8 +6,8 @@ Each function returns reStructuredText. Where nothing has been measured, it says
 import functools
 from pathlib import Path
 
-from fa_cupy.gpu.kernels.attention import fwd_variants as gpu
-from fa_cupy.gpu.kernels.variant import VariantSm90
+from fa_cupy.gpu.kernels import forward as gpu
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.tiled import tile_sizes
 from validation import report, store, tiles, word_orders
 
@@ -203,7 +203,7 @@ def slots_of_q():
     """How many slots for rows of Q the rows of fwd_sm90 have, and what of the next tile fits."""
     slots = {}
     for row in gpu.VARIANTS:
-        if isinstance(row, VariantSm90):
+        if isinstance(row, FwdSm90):
             key = (row.dim, row.sparse, row.groups)
             slots.setdefault(key, {})[row.transform] = row.q_slots
     dims = {}

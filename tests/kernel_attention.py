@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 
 from fa_cupy import BitMask, reference
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, VariantSm90
-from validation import emulated
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+from fa_cupy.gpu.kernels.forward import VARIANTS
+from validation.emulator import calls
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 PLAIN = [(row,) for row in VARIANTS if not row.sparse]
@@ -45,7 +46,7 @@ def check(row, q, k, v, mask=None, bias=None, bits=None, seed=0, order=None, by_
     if bits is None and mask is not None:
         bits = BitMask.from_dense(mask)
     how = {"source": source, "truncating": truncating, "order": order, "by_tile": by_tile}
-    out, lse = emulated.attention(row, q, k, v, bias, bits, seed, **how, **options)
+    out, lse = calls.attention(row, q, k, v, bias, bits, seed, **how, **options)
     want, want_lse = reference.attention(q, k, v, bias, mask, **options)
     largest = np.abs(np.nan_to_num(v.astype(np.float64), posinf=0, neginf=0)).max(initial=1)
     unit = 2.0**-10 if row.dtype == "float16" else 2.0**-7
@@ -58,7 +59,7 @@ def check(row, q, k, v, mask=None, bias=None, bits=None, seed=0, order=None, by_
 def random_call(rows, seed):
     """What a row can take: as text, and how it is checked with kernels in place of the rows'."""
     (row,), rng = rows, np.random.default_rng(seed)
-    hopper, dtype = isinstance(row, VariantSm90), DTYPES[row.dtype]
+    hopper, dtype = isinstance(row, FwdSm90), DTYPES[row.dtype]
     groups, heads = (int(rng.integers(1, 3)) for _ in range(2))
     q_len = int(rng.choice([1, 5, 64, 70, 130, 193]))
     k_len = int(rng.choice([1, 40, 64, 129, 200, 300]))

@@ -14,10 +14,10 @@ from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy.cli.warmup import serving, serving_backward, serving_products
 from fa_cupy.gpu.driver import compile, cubin_cache, devices
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80, select_bwd_sm80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, select_bwd
-from fa_cupy.gpu.kernels.attention.fwd_params import MAX_LENGTH
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, reachable, select
+from fa_cupy.gpu.kernels.forward import VARIANTS, reachable, select
 from fa_cupy.gpu.kernels.linear.heuristics import choose
 from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
 from fa_cupy.gpu.kernels.mask.variants import MASKS

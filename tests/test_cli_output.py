@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.forward import VARIANTS
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {

@@ -7,7 +7,7 @@ import pytest
 from fa_cupy.gpu.driver import compile, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT, number_of
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, BwdNonfinite
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.registry import ROWS as ALL
 from validation import sass
 from validation.sass import USUAL

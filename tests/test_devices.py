@@ -11,7 +11,7 @@ import pytest
 from fa_cupy.__main__ import main
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT, target_of
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, reachable
+from fa_cupy.gpu.kernels.forward import VARIANTS, reachable
 
 KB = 1024
 CUDA_12_8 = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 120)

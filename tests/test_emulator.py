@@ -16,12 +16,13 @@ from fa_cupy import reference
 from fa_cupy.gpu.driver.compile import ROOT
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
 from tests.kernel_attention import DTYPES, check, draw
 from tests.planted import plant
 from tests.seeds import FAMILIES, Chosen, one, sanitizer
-from validation import emulated, emulator, stages
+from validation import emulator, stages
+from validation.emulator import calls
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
@@ -57,14 +58,14 @@ def test_every_stage(row):
     dtype = {"float16": "fp16", "bfloat16": "bf16"}[row.dtype]
 
     def attention(q, k, v, **options):
-        return emulated.attention(row, q, k, v, **options)[0]
+        return calls.attention(row, q, k, v, **options)[0]
 
     def debug(q, k, v, stage):
         tiles = -(-q.shape[1] // row.tile_m)
         columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
         found = np.full((len(q), tiles, row.tile_m, columns), np.nan, np.float32)
         staged = dataclasses.replace(row, debug_stage=stage)
-        emulated.attention(staged, q, k, v, debug=found)
+        calls.attention(staged, q, k, v, debug=found)
         if stage == 2:  # the largest is in units of the softmax
             found[..., 0] *= math.sqrt(q.shape[-1]) * math.log(2)
         return found[:, ::-1].reshape(len(q), -1, columns)  # the last query rows are first
@@ -201,7 +202,7 @@ def test_truncating_sums(row):
     q, k, v = (draw(2, n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (70, 200, 200))
     check(row, q, k, v, truncating=True)
     rounded, truncated = (
-        emulated.attention(row, q, k, v, truncating=truncating)[1] for truncating in (False, True)
+        calls.attention(row, q, k, v, truncating=truncating)[1] for truncating in (False, True)
     )
     assert (rounded != truncated).any()
 
@@ -218,7 +219,7 @@ def test_what_only_the_hopper_kernel_has(row):
     q, k, v = (draw(300, row.dim, dtype=dtype, seed=i) for i in range(3))
     check(row, q, k[:40], v[:40], is_causal=True, causal_align="bottom_right")
     k[200:], v[200:] = np.nan, np.nan
-    got, _ = emulated.attention(row, q[:200], k, v, is_causal=True, causal_align="top_left")
+    got, _ = calls.attention(row, q[:200], k, v, is_causal=True, causal_align="top_left")
     want, _ = reference.attention(q[:200], k[:200], v[:200], is_causal=True)
     assert np.isfinite(got.astype(np.float32)).all()
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=0.05)
@@ -240,9 +241,9 @@ def test_scores_of_any_size(dim, size):
 def test_a_lost_row_does_not_spread():
     row = SM90[1]
     q, k, v = (draw(n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (100, 400, 400))
-    want, _ = emulated.attention(row, q, k, v)
+    want, _ = calls.attention(row, q, k, v)
     q[17] = np.nan
-    got, lse = emulated.attention(row, q, k, v)
+    got, lse = calls.attention(row, q, k, v)
     others = np.arange(100) != 17
     assert got[others].tobytes() == want[others].tobytes()
     assert np.isnan(got[17].astype(np.float32)).all()
@@ -278,7 +279,7 @@ def test_the_schedule_does_not_show(row):
     q, k, v = (draw(3, n, row.dim, dtype=DTYPES[row.dtype]) for n in (200, 420, 420))
     options = {"is_causal": True, "causal_align": "bottom_right"}
     found = {
-        tuple(x.tobytes() for x in emulated.attention(row, q, k, v, seed=seed, **options))
+        tuple(x.tobytes() for x in calls.attention(row, q, k, v, seed=seed, **options))
         for seed in range(10)
     }
     assert len(found) == 1
@@ -427,7 +428,7 @@ def solved(row):
     """A call that bugs are planted for, its options and its result."""
     given = [draw(3, n, row.dim, dtype=DTYPES[row.dtype], scale=2) for n in (200, 420, 420)]
     options = {"is_causal": True, "causal_align": "bottom_right"}
-    return given, options, emulated.attention(row, *given, **options)
+    return given, options, calls.attention(row, *given, **options)
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -437,7 +438,7 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     (q, k, v), options, want = solved(row)
     for seed in range(60):
         try:
-            got = emulated.attention(row, q, k, v, seed=seed, source=source, **options)
+            got = calls.attention(row, q, k, v, seed=seed, source=source, **options)
         except emulator.EmulationError as error:
             if re.search(message, str(error)):
                 return

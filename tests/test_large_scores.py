@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, VariantSm90
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+from fa_cupy.gpu.kernels.forward import VARIANTS
 from tests.kernel_attention import DTYPES
 from tests.large_scores import (
     LARGEST,
@@ -21,12 +22,13 @@ from tests.large_scores import (
     whole_scores,
 )
 from tests.planted import plant
-from validation import emulated, emulator
+from validation import emulator
+from validation.emulator import calls
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
-SM80 = [row for row in VARIANTS if not isinstance(row, VariantSm90)]
-SM90 = [row for row in VARIANTS if isinstance(row, VariantSm90)]
+SM80 = [row for row in VARIANTS if not isinstance(row, FwdSm90)]
+SM90 = [row for row in VARIANTS if isinstance(row, FwdSm90)]
 PLAIN = [row for row in VARIANTS if not row.sparse and not getattr(row, "transform", False)]
 of_plain = pytest.mark.parametrize("row", PLAIN, ids=lambda row: row.name)
 # Of every dtype one row of each kernel, all tiles of head_dim 64 and 128 among them.
@@ -36,7 +38,7 @@ of_few = pytest.mark.parametrize("row", FEW, ids=lambda row: row.name)
 
 def run(row, call, seed=0, source=None):
     *arrays, options = call
-    return emulated.attention(row, *arrays, seed, source, **options)
+    return calls.attention(row, *arrays, seed, source, **options)
 
 
 def takes_bias(row):

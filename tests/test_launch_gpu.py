@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fa_cupy.gpu.driver import compile, devices, tensor_map
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
 
 pytest.importorskip("cupy")

@@ -25,9 +25,9 @@ from tests.strategies import BFLOAT16, Case, by_dtype, check_against_reference, 
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import attention as host
-from fa_cupy.gpu import plan
-from fa_cupy.gpu.kernels.attention import fwd_params
+from fa_cupy.gpu import plan_cache
+from fa_cupy.gpu.kernels.attention import attention_params
+from tests import plans
 from tests.device_arrays import Counter, needs, no_memory_held, uniform
 
 pytestmark = pytest.mark.gpu
@@ -46,13 +46,9 @@ def free_memory(cupy):
 def fresh_plans():
     """No plan is known, and those that the test makes are forgotten."""
 
-    def forget():
-        host._calls.clear()
-        plan._plans.clear()
-
-    forget()
-    yield forget
-    forget()
+    plans.forget()
+    yield plans.forget
+    plans.forget()
 
 
 def to_host(*arrays):
@@ -72,8 +68,8 @@ def bits(result):
 
 def launches():
     """Launches of the one plan there is."""
-    (only,) = plan._plans.values()
-    return len(only.forward.launches)
+    (only,) = plans.of()
+    return len(only.steps)
 
 
 # Sizes
@@ -173,20 +169,17 @@ def scrambled(shape, order, seed):
     return uniform(lie, seed).transpose(back)
 
 
-@pytest.mark.parametrize("max_grid", [fwd_params.MAX_GRID, 5])
+@pytest.mark.parametrize("max_grid", [attention_params.MAX_GRID, 5])
 def test_more_batch_axes_than_the_struct_has(fresh_plans, monkeypatch, max_grid):
-    monkeypatch.setattr(fwd_params, "MAX_GRID", max_grid)
+    monkeypatch.setattr(attention_params, "MAX_GRID", max_grid)
     batch = (2, 2, 2, 3, 2, 2, 2, 2)
     q = scrambled((*batch, 9, 16), (7, 6, 5, 4, 3, 2, 1, 0), 1)
     k = scrambled((*batch, 11, 16), (1, 0, 3, 2, 5, 4, 7, 6), 2)
     v = uniform((2, 1, 3, 1, 2, 1, 2, 11, 8), 3)
     bias = uniform((2, 1, 1, 1, 1, 1, 1, 2, 9, 11), 4)
     mask = uniform((2, 2, 1, 1, 9, 1), 5) > -1
-    assert len(
-        fwd_params.collapse(batch, {"q": View(q.shape, q.strides), "k": View(k.shape, k.strides)})[
-            0
-        ]
-    ) == len(batch)
+    views = {"q": View(q.shape, q.strides), "k": View(k.shape, k.strides)}
+    assert len(attention_params.merge_axes(batch, views)[0]) == len(batch)
     out, lse = attention(q, k, v, bias, mask, return_lse=True)
     assert launches() == 4 * (1 if max_grid > 96 else -(-96 // max_grid))
     check((q, k, v, bias, mask), out, lse)
@@ -200,9 +193,9 @@ def test_a_grid_in_pieces_gives_the_same_bits(fresh_plans, monkeypatch, max_grid
     want = bits(attention(q, k, v, bias, **options))
     assert launches() == 1
     fresh_plans()
-    monkeypatch.setattr(fwd_params, "MAX_GRID", max_grid)
+    monkeypatch.setattr(attention_params, "MAX_GRID", max_grid)
     assert bits(attention(q, k, v, bias, **options)) == want
-    tiles = next(iter(plan._plans.values())).forward.q_tiles
+    (tiles,) = {int(step.params["common"]["q_tiles"][0]) for step in plans.steps()}
     assert launches() == -(-12 // max(1, max_grid // tiles)) > 1
 
 
@@ -501,16 +494,16 @@ def test_a_mistake_is_an_error_and_costs_nothing(fresh_plans, mistake, repeated)
     want = bits(attention(**call))
     if repeated:
         assert bits(attention(**call)) == want
-        assert host._calls  # the fast way knows this call
+        assert plan_cache.plans
     else:
         fresh_plans()
     wrong = call | MISTAKES[mistake](call)
-    counter, known = Counter(), (len(host._calls), len(plan._plans))
+    counter, known = Counter(), len(plan_cache.plans)
     with cp.cuda.using_allocator(counter), pytest.raises((TypeError, ValueError)) as raised:
         attention(**wrong)
     assert str(raised.value).startswith("attention: ")
     assert counter.sizes == []
-    assert (len(host._calls), len(plan._plans)) == known
+    assert len(plan_cache.plans) == known
     cp.cuda.Device().synchronize()
     assert bits(attention(**call)) == want
 
@@ -524,7 +517,7 @@ def test_the_same_call_in_other_words_gives_the_same_bits(fresh_plans, change):
     call = right_call()
     want = bits(attention(**call))
     assert bits(attention(**call | change)) == want
-    assert len(plan._plans) == 1
+    assert len(plans.of()) == 1
 
 
 def test_options_and_contents_are_told_apart_by_the_plans(fresh_plans):

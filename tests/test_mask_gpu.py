@@ -21,9 +21,8 @@ from tests.strategies import (
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import attention as host
-from fa_cupy.gpu import plan
 from fa_cupy.gpu.driver.devices import current_target
+from tests import plans
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
@@ -40,11 +39,9 @@ def fresh_plans(cupy):
     """Every test starts without plans."""
     if current_target() is None:
         pytest.skip("the kernels do not run on this device")
-    host._calls.clear()
-    plan._plans.clear()
+    plans.forget()
     yield
-    host._calls.clear()
-    plan._plans.clear()
+    plans.forget()
 
 
 def rng(seed=0):
@@ -65,7 +62,7 @@ def blocks(*shape, seed=0, share=0.5):
 
 
 def rows_are_for_masks():
-    return {one.forward.row.sparse for one in plan._plans.values()} == {True}
+    return {step.variant.sparse for step in plans.steps()} == {True}
 
 
 def run(case, mask):
@@ -299,7 +296,7 @@ def test_masks_of_one_shape_share_a_plan():
         check_against_reference(case, out.get(), lse.get())
         found.add(out.get().tobytes())
     assert len(found) == 4
-    assert len(plan._plans) == 1
+    assert len(plans.of()) == 1
     # An array that broadcasts as the mask does is no mask.
     dense = np.ones((1, 1), bool)
     out, lse = attention(*arrays, mask=cp.asarray(dense), return_lse=True)

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, reference
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.forward import VARIANTS
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
-from validation import emulated, emulator
+from validation import emulator
+from validation.emulator import calls
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
@@ -78,7 +79,7 @@ def test_hidden_keys_never_show_and_rows_without_keys_are_zero(row, band, by_til
     assert np.isneginf(lse[[0, 17, 130, 299]]).all()
     # What is seen shows: the row's result is not finite where the reference's is not.
     mask[20, 5], v[5] = True, np.inf
-    out, _ = emulated.attention(row, q, k, v, None, BitMask.from_dense(mask))
+    out, _ = calls.attention(row, q, k, v, None, BitMask.from_dense(mask))
     assert np.isinf(out[20].astype(np.float32)).all()
 
 
@@ -90,9 +91,9 @@ def test_blocks_that_are_not_listed_are_not_read(row):
     states = np.kron([[2, 0, 1, 0], [0, 0, 0, 1]], np.ones((128, 128), int))
     random = np.random.default_rng(0).random((256, 512)) < 0.5
     mask = BitMask.from_dense((states == 2) | ((states == 1) & random))
-    want = emulated.attention(row, q, k, v, None, mask)
+    want = calls.attention(row, q, k, v, None, mask)
     k[128:256] = v[128:256] = np.nan
-    got = emulated.attention(row, q, k, v, None, mask)
+    got = calls.attention(row, q, k, v, None, mask)
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
@@ -104,7 +105,7 @@ def test_neither_schedule_nor_order_nor_place_of_the_lists_shows(row):
     found = set()
     for seed in range(12):
         order = shuffled(rng, (2,), 300) if seed % 2 else None
-        result = emulated.attention(row, q, k, v, None, mask, seed, order=order,
+        result = calls.attention(row, q, k, v, None, mask, seed, order=order,
                                     by_tile=seed % 4 > 1, **BANDS[seed // 6])  # fmt: skip
         found.add((seed // 6, *(x.tobytes() for x in result)))
     assert len(found) == 2
@@ -134,8 +135,8 @@ def test_an_all_true_mask_is_no_mask(band):
         and (r.dim, r.dtype) == (128, row.dtype)
     )  # fmt: skip
     q, k, v = (draw(n, 128, dtype=DTYPES[row.dtype], seed=n) for n in (200, 330, 330))
-    want = emulated.attention(plain, q, k, v, **band)
-    got = emulated.attention(row, q, k, v, None, np.ones((200, 330), bool), **band)
+    want = calls.attention(plain, q, k, v, **band)
+    got = calls.attention(row, q, k, v, None, np.ones((200, 330), bool), **band)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=0, atol=2e-2)
 
@@ -144,9 +145,9 @@ def test_a_lost_row_does_not_spread():
     row, rng = BY_DIM[64], np.random.default_rng(0)
     q, k, v = (draw(n, 64, dtype=DTYPES[row.dtype], seed=n) for n in (100, 400, 400))
     mask = rng.random((100, 400)) < 0.3
-    want, _ = emulated.attention(row, q, k, v, None, mask)
+    want, _ = calls.attention(row, q, k, v, None, mask)
     q[17] = np.nan
-    got, lse = emulated.attention(row, q, k, v, None, mask)
+    got, lse = calls.attention(row, q, k, v, None, mask)
     others = np.arange(100) != 17
     assert got[others].tobytes() == want[others].tobytes()
     assert np.isnan(got[17].astype(np.float32)).all()
@@ -206,7 +207,7 @@ BUGS = {
 def check_seeds(row, source, q, k, v, mask):
     for seed in range(24):
         band = BANDS[seed % 4]
-        got, lse = emulated.attention(row, q, k, v, None, mask, seed, source, **band)
+        got, lse = calls.attention(row, q, k, v, None, mask, seed, source, **band)
         want, want_lse = reference.attention(q, k, v, None, mask, **band)
         np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=0.05)
         np.testing.assert_allclose(lse, want_lse, rtol=1e-3, atol=1e-3)

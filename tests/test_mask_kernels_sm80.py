@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask
-from fa_cupy.gpu.kernels.attention import fwd_params
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.attention import attention_params
+from fa_cupy.gpu.kernels.forward import VARIANTS
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
-from validation import emulated, emulator
+from validation import emulator
+from validation.emulator import calls
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
@@ -34,7 +35,7 @@ def test_every_row(row):
 def test_calls_of_several_launches(axes, q_len, blocks, monkeypatch):
     """More batch axes than a launch walks, and more blocks than a grid has."""
     if blocks:
-        monkeypatch.setattr(fwd_params, "MAX_GRID", blocks)
+        monkeypatch.setattr(attention_params, "MAX_GRID", blocks)
     row, rng = BY_DIM[32], np.random.default_rng(axes)
     turned = (*range(axes)[::-1], axes, axes + 1)  # so that axes do not merge
     q, k, v = (
@@ -85,7 +86,7 @@ def test_hidden_keys_never_show_and_rows_without_keys_are_zero(row, band, by_til
     assert np.isneginf(lse[[256, 270, 130, 299]]).all()
     # What is seen shows: the row's result is not finite where the reference's is not.
     mask[20, 5], v[5] = True, np.inf
-    out, _ = emulated.attention(row, q, k, v, None, BitMask.from_dense(mask))
+    out, _ = calls.attention(row, q, k, v, None, BitMask.from_dense(mask))
     assert np.isinf(out[20].astype(np.float32)).all()
 
 
@@ -118,9 +119,9 @@ def test_blocks_that_are_not_listed_are_not_read(row):
     random = np.random.default_rng(0).random((256, 512)) < 0.5
     mask = np.kron(states, np.ones((128, 128), int))
     mask = BitMask.from_dense((mask == 2) | ((mask == 1) & random))
-    want = emulated.attention(row, q, k, v, None, mask)
+    want = calls.attention(row, q, k, v, None, mask)
     k[128:256] = v[128:256] = np.nan
-    got = emulated.attention(row, q, k, v, None, mask)
+    got = calls.attention(row, q, k, v, None, mask)
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
@@ -132,7 +133,7 @@ def test_neither_schedule_nor_order_nor_place_of_the_lists_shows(row):
     found = set()
     for seed in range(5):
         order = shuffled(rng, (), 200) if seed % 2 else None
-        result = emulated.attention(row, q, k, v, None, mask, seed, order=order,
+        result = calls.attention(row, q, k, v, None, mask, seed, order=order,
                                     by_tile=seed > 2, **BANDS[1])  # fmt: skip
         found.add(tuple(x.tobytes() for x in result))
     assert len(found) == 1
@@ -144,8 +145,8 @@ def test_an_all_true_mask_is_no_mask():
     row = BY_DIM[128]
     q, k, v = (draw(n, 128, dtype=DTYPES[row.dtype], seed=n) for n in (200, 330, 330))
     for band in BANDS:
-        want = emulated.attention(plain[128], q, k, v, **band)
-        got = emulated.attention(row, q, k, v, None, np.ones((200, 330), bool), **band)
+        want = calls.attention(plain[128], q, k, v, **band)
+        got = calls.attention(row, q, k, v, None, np.ones((200, 330), bool), **band)
         assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
@@ -193,8 +194,8 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     def compare():
         for seed in range(9):
             call = (row, q, k, v, None, masks[seed // 3], seed)
-            got = emulated.attention(*call, source, **BANDS[seed % 3])
-            want = emulated.attention(*call, **BANDS[seed % 3])
+            got = calls.attention(*call, source, **BANDS[seed % 3])
+            want = calls.attention(*call, **BANDS[seed % 3])
             for x, y in zip(got, want, strict=True):
                 assert x.tobytes() == y.tobytes()
 

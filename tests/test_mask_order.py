@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import BitMask
 from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.attention import fwd_sm90_params
+from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.masks import tile_order
 
 B = 128
@@ -116,7 +116,7 @@ def test_a_section_fits_the_cache_and_has_rows_enough(q_shape, k_shape, want):
 
 
 def test_keys_and_values_that_are_shared_count_once():
-    one = fwd_sm90_params.cached_entries(
+    one = attention_params.cached_entries(
         problem((8, 4096, 64), (1, 4096, 64)), [8], {"k": [0], "v": [0]}
     )
     assert one == 8 * (32 << 20) // (4096 * 128 * 2)

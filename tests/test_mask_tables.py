@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from validation.emulated.masks import WHOLE, tables_of
 
 from fa_cupy import BitMask, layouts
 from fa_cupy.core import attention_problem
@@ -13,7 +14,6 @@ from tests import cupy_stand_in
 from tests.kernel_attention import blocks_of
 from tests.planted import plant
 from validation import emulator
-from validation.emulated.masks import WHOLE, tables_of
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 SIZES = [(1, 1), (300, 70), (128, 128), (129, 4300), (4200, 260)]

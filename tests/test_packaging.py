@@ -135,7 +135,7 @@ def test_wheel_compiles_a_kernel(run):
     done = run(
         "-c",
         "from fa_cupy.gpu.driver import compile\n"
-        "from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS\n"
+        "from fa_cupy.gpu.kernels.forward import VARIANTS\n"
         "row = VARIANTS[0]\n"
         "print(compile.compile_variant(row, row.targets[0]).cubin[:4])",
     )

@@ -1,7 +1,6 @@
 """The parameter struct: its layout, and that what it holds leads a kernel to every element."""
 
 import re
-import struct
 from pathlib import Path
 from unittest import mock
 
@@ -12,8 +11,14 @@ from hypothesis import strategies as st
 
 from fa_cupy import layouts
 from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.attention import fwd_params
-from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS, MASK_LISTS, POINTERS
+from fa_cupy.gpu.kernels.attention import attention_params
+from fa_cupy.gpu.kernels.attention.attention_params import (
+    ATTENTION_PARAMS,
+    MASK_LISTS,
+    POINTERS,
+    Traits,
+    make_params,
+)
 from fa_cupy.gpu.kernels.linear.params import PRODUCT_PARAMS
 from tests.test_check import NO_OPTIONS
 
@@ -72,7 +77,7 @@ def test_every_member_lies_where_a_c_compiler_puts_it(struct):
 
 
 def test_the_number_of_axes_is_that_of_the_header():
-    assert constant("kMaxBatchAxes") == fwd_params.MAX_BATCH_AXES
+    assert constant("kMaxBatchAxes") == attention_params.MAX_BATCH_AXES
 
 
 def test_kinds_of_bias_are_those_of_the_header():
@@ -81,36 +86,18 @@ def test_kinds_of_bias_are_those_of_the_header():
     assert kinds == {dtype.name: i for i, dtype in enumerate(attention_problem.FLOAT_DTYPES)}
 
 
-def test_the_head_is_written_where_the_struct_has_it():
-    filled = np.zeros(1, ATTENTION_PARAMS)
-    pointers = [2**64 - 1 - i for i in range(len(POINTERS))]
-    struct.pack_into(fwd_params.HEAD_FORMAT, filled.view(np.uint8), 0, *pointers, -5, 7)
-    assert [filled[name][0] for name in POINTERS] == pointers
-    assert filled["first_batch"][0] == -5
-    assert filled["aligned"][0] == 7
-    assert not filled.view(np.uint8)[struct.calcsize(fwd_params.HEAD_FORMAT) :].any()
-
-
-def test_a_mask_is_written_where_the_struct_has_it():
-    assert fwd_params.MaskPointers._fields == MASK_LISTS.names
-    filled = np.zeros(1, ATTENTION_PARAMS)
-    told = fwd_params.MaskPointers(*(2**64 - 1 - i for i in range(9)), words_by_block=-5)
-    fwd_params.pack_mask(filled.view(np.uint8), fwd_params.MASK_AT, *told)
-    assert filled["mask"][0].item() == told
-    filled["mask"] = 0
-    assert not filled.view(np.uint8).any()
-
-
-def test_a_part_of_a_call_has_its_own_entries_and_the_usual_order():
-    told = fwd_params.MaskPointers(*range(100, 1000, 100))
-    assert told.of_part(7, whole=True) is told
-    assert told.of_part(7, whole=False) == told._replace(matrix_of_entry=828, order=0)
+def test_a_call_gives_the_addresses_of_arrays_and_of_the_parts_of_a_mask():
+    assert attention_params.MaskPointers._fields == MASK_LISTS.names
+    assert (*POINTERS, *attention_params.mask_addresses()) == attention_params.NAMES
+    part = attention_params.mask_addresses("common.", whole=False)
+    assert part.keys() == {f"common.mask.{name}" for name in MASK_LISTS.names if name != "order"}
+    assert all(field == f"common.{name}" for field, name in part.items())
 
 
 def test_the_size_of_a_block_is_that_of_the_header():
     found = dict(re.findall(r"constexpr int (kMaskBlock|kBlockWords) = (\d+);",
                             header("block_lists.cuh")))  # fmt: skip
-    assert int(found["kMaskBlock"]) == fwd_params.MASK_BLOCK == layouts.BLOCK
+    assert int(found["kMaskBlock"]) == attention_params.MASK_BLOCK == layouts.BLOCK
     assert int(found["kBlockWords"]) == np.prod(layouts.ORDERS["fragment"])
 
 
@@ -234,10 +221,9 @@ def test_a_kernel_finds_every_element(arrays, tile_m, max_grid):
     given = [arrays[name].array if name in arrays else None for name in attention_problem.ARGS]
     problem = attention_problem.attention_problem(*given, **NO_OPTIONS)
     out = arrays["out"].array
-    with mock.patch.object(fwd_params, "MAX_GRID", max_grid):
-        filled, parts, aligned = fwd_params.fill(
-            problem, attention_problem.out_view(problem, out.shape, out.strides), tile_m
-        )
+    with mock.patch.object(attention_params, "MAX_GRID", max_grid):
+        view = attention_problem.out_view(problem, out.shape, out.strides)
+        filled, parts, aligned = make_params(Traits(problem, view), tile_m)
     p = filled[0]
     tiles = -(-problem.q_len // tile_m)
     if "mask" in arrays:  # whole blocks of rows
@@ -268,12 +254,12 @@ def views_of(batch, **strides):
 def test_axes_merge_only_where_every_array_allows():
     batch = (2, 3, 1, 4)
     dense, repeated = (96, 32, 7, 8), (0, 0, 5, 0)
-    assert fwd_params.collapse(batch, views_of(batch, q=dense, k=repeated)) == (
+    assert attention_params.merge_axes(batch, views_of(batch, q=dense, k=repeated)) == (
         [24],
         {"q": [8], "k": [0]},
     )
     turned = (8, 64, 0, 16)
-    assert fwd_params.collapse(batch, views_of(batch, q=dense, k=turned)) == (
+    assert attention_params.merge_axes(batch, views_of(batch, q=dense, k=turned)) == (
         [2, 12],
         {"q": [96, 8], "k": [8, 16]},
     )
@@ -293,10 +279,8 @@ def test_axes_merge_only_where_every_array_allows():
 def test_rows_of_whole_16_bytes_are_aligned(dim, gap, out_gap, want):
     q, out = (Array((3, 6, dim), np.float16, gap=n).array for n in (gap, out_gap))
     problem = attention_problem.attention_problem(q, q, q, None, None, **NO_OPTIONS)
-    assert (
-        fwd_params.fill(problem, attention_problem.out_view(problem, out.shape, out.strides), 64)[2]
-        is want
-    )
+    view = attention_problem.out_view(problem, out.shape, out.strides)
+    assert make_params(Traits(problem, view), 64)[2] is want
 
 
 @pytest.mark.parametrize("batch", [(2**16, 2**16), (2**32 + 5,)])
@@ -308,14 +292,13 @@ def test_batch_entries_past_2_to_the_31(batch):
     q, k, v = repeated(1, 8), repeated(3, 8), repeated(3, 1)
     problem = attention_problem.attention_problem(q, k, v, None, None, **NO_OPTIONS)
     steps = (2 * 2**16, 2, 2, 2) if len(batch) == 2 else (2, 2, 2)
-    filled, parts, _ = fwd_params.fill(
-        problem, attention_problem.out_view(problem, (*batch, 1, 1), steps), 64
-    )
+    view = attention_problem.out_view(problem, (*batch, 1, 1), steps)
+    filled, parts, _ = make_params(Traits(problem, view), 64)
     p, count = filled[0], 0
     assert all(0 < part.blocks < 2**31 for part in parts)
     for part in parts:
         for batch_entry in (part.first_batch, part.first_batch + part.blocks - 1):
-            one = fwd_params.Part(part.offsets, batch_entry, 1, part.entry)
+            one = attention_params.Part(part.offsets, batch_entry, 1, part.entry)
             entries, places = by_kernel(p, one, "out", 2, (1, 1))
             np.testing.assert_array_equal(places[:, 0, 0], entries)
         count += part.blocks
@@ -329,13 +312,13 @@ def filled_with(q_len=5, k_len=5, bias=None, **options):
     q, k = np.zeros((q_len, 8), np.float16), np.zeros((k_len, 8), np.float16)
     problem = attention_problem.attention_problem(q, k, k, bias, None, **NO_OPTIONS | options)
     out = attention_problem.View(q.shape, q.strides)
-    return fwd_params.fill(problem, out, 64)[0][0]
+    return make_params(Traits(problem, out), 64)[0][0]
 
 
 def test_open_bounds_hide_nothing_at_any_length():
     p = filled_with()
-    assert fwd_params.MAX_LENGTH - 1 + int(p["lower"]) <= 0
-    assert int(p["upper"]) >= fwd_params.MAX_LENGTH - 1
+    assert attention_params.MAX_LENGTH - 1 + int(p["lower"]) <= 0
+    assert int(p["upper"]) >= attention_params.MAX_LENGTH - 1
 
 
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])

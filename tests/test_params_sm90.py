@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.driver import tensor_map
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params, fwd_variants
-from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import FWD_SM90_PARAMS, TILE_SCHEDULER
-from fa_cupy.gpu.kernels.attention.fwd_variants import Call, VariantSm80, VariantSm90, select
+from fa_cupy.gpu.kernels import forward
+from fa_cupy.gpu.kernels.attention import attention_params, fwd_sm90
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS, Traits
+from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import FWD_SM90_PARAMS, TILE_SCHEDULER, FwdSm90
+from fa_cupy.gpu.kernels.forward import Call, select
 from tests.test_check import NO_OPTIONS
 
 SOURCES = Path(__file__).parents[1] / "cuda_src"
@@ -58,17 +60,6 @@ def test_the_struct_is_that_of_the_kernel():
         names.append(name)
     assert names == list(FWD_SM90_PARAMS.names)
     assert FWD_SM90_PARAMS.itemsize == -(-at // 64) * 64
-
-
-def test_a_part_and_a_counter_are_written_where_the_struct_has_them():
-    filled = np.zeros(1, FWD_SM90_PARAMS)
-    at = FWD_SM90_PARAMS.fields["scheduler"][1]
-    fwd_sm90_params.Part(9, 1, 2, 3).write(filled)
-    fwd_sm90_params.pack_counter(filled.view(np.uint8), at, 2**64 - 1, 2**63 + 5)
-    assert filled["scheduler"][0].item() == (2**64 - 1, 2**63 + 5, 1, 2, 3)
-    assert [int(filled["common"][name][0]) for name in ("first_batch", "aligned")] == [9, 1]
-    filled["scheduler"] = filled["common"]["first_batch"] = filled["common"]["aligned"] = 0
-    assert not filled.view(np.uint8).any()
 
 
 # Elements
@@ -129,13 +120,32 @@ def coordinates(p, entry):
     return found
 
 
+def variant(tile_m):
+    """One of so many queries a tile, and of 128 keys."""
+    return next(row for row in fwd_sm90.VARIANTS if (row.tile_m, row.tile_n) == (tile_m, 128))
+
+
+def geometry_of(step):
+    return dict(step.maps.values())
+
+
+class Part:
+    """What a step's schedule says."""
+
+    def __init__(self, step):
+        self.first_batch = int(step.params["common"]["first_batch"][0])
+        scheduler = step.params["scheduler"][0].item()
+        self.tiles, self.entries, self.entries_per_l2_group = scheduler[2:]
+
+
 @given(call=calls(), tile_m=st.sampled_from([128, 192]), most=st.sampled_from([1, 3, 2**31 - 1]))
 def test_tensor_maps_lead_to_every_row(call, tile_m, most):
     q, k, v, out = call
     problem = problem_of(q, k, v)
     view = view_of(problem, out)
-    if not fwd_sm90_params.takes(problem, view):  # more axes than maps have
-        sizes, _ = fwd_params.collapse(problem.batch, fwd_sm90_params._views(problem, view))
+    traits = Traits(problem, view)
+    if not fwd_sm90.supports(traits):  # more axes than maps have
+        sizes = traits.mapped_sizes
         walkable = [
             step % 16 == 0
             for x in call
@@ -145,9 +155,9 @@ def test_tensor_maps_lead_to_every_row(call, tile_m, most):
         dense = [x.strides[-1] == 2 for x in call if x.shape[-1] > 1]
         assert len(sizes) > 3 or not all(walkable + dense)
         return
-    with mock.patch.object(fwd_params, "MAX_GRID", most):
-        filled, maps, parts = fwd_sm90_params.fill(problem, view, tile_m, 128)
-    p = filled[0]
+    with mock.patch.object(attention_params, "MAX_GRID", most):
+        steps = fwd_sm90.steps(traits, variant(tile_m), 10)
+    p, maps, parts = steps[0].params[0], geometry_of(steps[0]), [Part(step) for step in steps]
     batch, heads = out.shape[:-2], 1 << int(p["row_shift"])
     q_tiles = -(-problem.q_len * heads // tile_m)
     assert p["common"]["q_tiles"] == q_tiles
@@ -171,11 +181,11 @@ def test_tensor_maps_lead_to_every_row(call, tile_m, most):
         "k": addresses(k, batch, True),
         "v": addresses(v, batch, True),
     }
-    steps = {name: p[f"{name}_step"] for name in "qkv"} | {"out": np.ones(3, int)}
+    walked = {name: p[f"{name}_step"] for name in "qkv"} | {"out": np.ones(3, int)}
     for entry in range(entries):
         at = coordinates(p, entry)
         for name, (shape, strides, box) in maps.items():
-            here = [i * int(s) for i, s in zip(at, steps[name], strict=True)]
+            here = [i * int(s) for i, s in zip(at, walked[name], strict=True)]
             packed = heads > 1 and name in ("q", "out")
             axes = len(here) - packed
             assert all(i < n for i, n in zip(here[:axes], shape, strict=False))
@@ -197,12 +207,18 @@ def half(*shape):
     return np.zeros(shape, HALF)
 
 
-def filled_for(q, k, v=None, tile_m=128, **options):
+def supported(problem, out):
+    return fwd_sm90.supports(Traits(problem, view_of(problem, out)))
+
+
+def step_for(q, k, v=None, tile_m=128, **options):
+    """The one launch of a call."""
     v = k if v is None else v
     problem = problem_of(q, k, v, **options)
     out = np.zeros(problem.out_shape, HALF)
-    assert fwd_sm90_params.takes(problem, view_of(problem, out))
-    return fwd_sm90_params.fill(problem, view_of(problem, out), tile_m, 128)
+    assert supported(problem, out)
+    (step,) = fwd_sm90.steps(Traits(problem, view_of(problem, out)), variant(tile_m), 10)
+    return step
 
 
 @pytest.mark.parametrize(
@@ -219,7 +235,7 @@ def filled_for(q, k, v=None, tile_m=128, **options):
     ],
 )
 def test_heads_are_packed_where_that_makes_fewer_tiles(q, k, shift, size):
-    p = filled_for(half(*q), half(*k)).params[0]
+    p = step_for(half(*q), half(*k)).params[0]
     assert (p["row_shift"], p["size"].tolist()) == (shift, size)
     sizes = p["common"]["batch_size"][: p["common"]["batch_axes"]].tolist()
     assert not shift or sizes[-1] == 2**shift  # the slow path's axes have the heads last
@@ -227,19 +243,19 @@ def test_heads_are_packed_where_that_makes_fewer_tiles(q, k, shift, size):
 
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"scale": -1.0}], ids=str)
 def test_heads_are_not_packed_where_scores_are_transformed(options):
-    assert filled_for(half(2, 8, 1, 64), half(2, 2, 70, 64), **options).params["row_shift"] == 0
+    assert step_for(half(2, 8, 1, 64), half(2, 2, 70, 64), **options).params["row_shift"] == 0
 
 
 def test_heads_are_not_packed_under_a_mask():
     q, k = half(2, 8, 1, 64), half(2, 2, 70, 64)
-    p = filled_for(q, k, mask=np.ones((1, 70), bool)).params[0]
+    p = step_for(q, k, mask=np.ones((1, 70), bool)).params[0]
     assert (p["row_shift"], p["common"]["q_tiles"], p["size"].prod()) == (0, 1, 16)
 
 
 def test_an_array_that_broadcasts_has_no_axis():
     q, k, v = half(2, 3, 5, 64), half(3, 9, 64), half(2, 1, 9, 64)
-    filled, maps, _ = filled_for(q, k, v)
-    p = filled[0]
+    step = step_for(q, k, v)
+    p, maps = step.params[0], geometry_of(step)
     assert p["size"].tolist() == [1, 2, 3]
     assert [p[f"{name}_step"].tolist() for name in "qkv"] == [[0, 1, 1], [0, 0, 1], [0, 1, 0]]
     assert maps["k"].shape == (1, 1, 3, 9, 64)
@@ -287,7 +303,7 @@ def test_what_tensor_maps_can_walk(change):
         arrays["v"] = arrays["v"][..., : arrays["k"].shape[-2], :]
     problem = problem_of(**arrays)
     out = np.zeros(problem.out_shape, HALF)
-    assert fwd_sm90_params.takes(problem, view_of(problem, out)) is want
+    assert supported(problem, out) is want
 
 
 def test_an_output_must_be_walkable_too():
@@ -298,18 +314,18 @@ def test_an_output_must_be_walkable_too():
         (half(2, 3, 20, 68)[..., :64], False),
         (half(2, 3, 20, 64)[:, ::-1], False),
     ):
-        assert fwd_sm90_params.takes(problem, view_of(problem, out)) is want
+        assert supported(problem, out) is want
 
 
 def test_four_axes_that_do_not_merge_are_too_many():
     q = half(2, 2, 2, 2, 20, 64)
     turned = q.transpose(3, 2, 1, 0, 4, 5)
     problem = problem_of(q, turned, turned)
-    assert not fwd_sm90_params.takes(problem, view_of(problem, q))
+    assert not supported(problem, q)
     problem = problem_of(q, q, q)
-    assert fwd_sm90_params.takes(problem, view_of(problem, q))
+    assert supported(problem, q)
     problem = problem_of(q[0], turned[0], turned[0])
-    assert fwd_sm90_params.takes(problem, view_of(problem, q[0]))
+    assert supported(problem, q[0])
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)
@@ -319,10 +335,10 @@ def test_sm90_comes_first_where_it_can(target, dim):
         call = Call(transform, masked=masked)
         row = select("bfloat16", dim, 1, target, call)
         other = select("bfloat16", dim, 1, target, call._replace(mapped=False))
-        assert isinstance(other, VariantSm80)
+        assert isinstance(other, FwdSm80)
         assert other.sparse == masked
         if target == "sm_90a":
-            assert isinstance(row, VariantSm90)
+            assert isinstance(row, FwdSm90)
             assert row.transform == transform
             assert row.sparse == masked
             assert row.dim >= dim
@@ -334,19 +350,19 @@ def test_sm90_comes_first_where_it_can(target, dim):
 
 def test_every_row_can_be_reached():
     found = set()
-    for row in fwd_variants.VARIANTS:
+    for row in forward.VARIANTS:
         for target in row.targets:
-            rows = fwd_variants.reachable(row.dtype, row.dim, row.dim, target)
+            rows = forward.reachable(row.dtype, row.dim, row.dim, target)
             assert rows[0] == min(rows, key=lambda row: row.rank)
             found.update(rows)
-    assert found == set(fwd_variants.VARIANTS)
+    assert found == set(forward.VARIANTS)
 
 
 # Sections
 
 
 def sections(q, k, **options):
-    return [part.entries_per_l2_group for part in filled_for(half(*q), half(*k), **options).parts]
+    return [Part(step_for(half(*q), half(*k), **options)).entries_per_l2_group]
 
 
 def test_without_a_band_entries_come_one_after_another():
@@ -374,7 +390,7 @@ def test_under_a_band_entries_that_fit_the_cache_take_turns(q, k, want):
     q, k = virtual(q), virtual(k)
     problem = problem_of(q, k, k, is_causal=True)
     view = attention_problem.out_view(problem, q.shape, q.strides)
-    (part,) = fwd_sm90_params.fill(problem, view, 128, 128).parts
-    found = part.entries_per_l2_group
+    (step,) = fwd_sm90.steps(Traits(problem, view), variant(128), 10)
+    found = Part(step).entries_per_l2_group
     del q, k, problem, view  # nobody may look at their entries, pytest's report included
     assert found == want

@@ -9,10 +9,8 @@ from tests.strategies import BFLOAT16, DTYPES, Case, by_dtype, check_against_ref
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import attention as host
-from fa_cupy.gpu import plan
 from fa_cupy.gpu.driver.devices import current_target, multiprocessors
-from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+from tests import plans
 
 pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
@@ -25,22 +23,14 @@ def hopper(cupy):
     """Only where the kernel runs; every test starts without plans."""
     if current_target() != "sm_90a":
         pytest.skip("the kernel runs on sm_90a")
-    host._calls.clear()
-    plan._plans.clear()
+    plans.forget()
     yield
-    host._calls.clear()
-    plan._plans.clear()
+    plans.forget()
 
 
 def kernels():
     """Sources of the kernels that the plans launched, those for other pointers included."""
-    found = []
-    for one in plan._plans.values():
-        run = one.forward
-        if isinstance(run, FwdSm90) and run._other_made is not None:
-            run = run._other_made
-        found.append(run.row.source)
-    return found
+    return plans.kernels()
 
 
 def rng(seed=0):
@@ -64,8 +54,7 @@ def run_and_check(arrays, kernel=SM90, layouts=("dense",) * 5, **options):
     native = case.native(cp)
     q, v = case.q, case.v
     rows = max(1, q.size // q.shape[-1])
-    plan._plans.clear()
-    host._calls.clear()
+    plans.forget()
     poison(2 * rows * v.shape[-1], 4 * rows)
     out, lse = attention(*native, return_lse=True, **options)
     check_against_reference(case, out.get(), lse.get())
@@ -110,7 +99,7 @@ def test_a_mask_goes_to_a_row_for_masks(dim):
     mask = rng().random((200, 200)) < 0.7
     for case in ([*arrays, None, mask], [*arrays, draw(4, 1, 200, seed=3), mask]):
         run_and_check(case)
-        assert all(one.forward.row.sparse for one in plan._plans.values())
+        assert all(step.variant.sparse for step in plans.steps())
     run_and_check([*arrays, None, mask], SM80, ("offset", *["dense"] * 4))
 
 
@@ -139,7 +128,7 @@ def test_one_plan_serves_pointers_of_both_kinds():
         case = Case(*(y.get() for y in (q, even, even)))
         out, lse = attention(q, even, even, return_lse=True)
         check_against_reference(case, out.get(), lse.get())
-    assert len(plan._plans) == 1
+    assert len(plans.of()) == 1
 
 
 def test_the_output_may_lie_anywhere():
@@ -339,7 +328,7 @@ def test_many_tiles_on_two_streams_at_once(options):
             check_against_reference(case, out[entry].get(), lse[entry].get())
         want.append(bits((out, lse)))
     assert set(kernels()) == {SM90}
-    assert any(part.counts for one in plan._plans.values() for part in one.forward.launches)
+    assert any(one.workspace_bytes for one in plans.of())
     streams = [cp.cuda.Stream(non_blocking=True) for _ in sets]
     got = [[] for _ in sets]
     cp.cuda.Device().synchronize()
@@ -388,10 +377,3 @@ def test_a_graph_repeats_the_same_bits(with_out):
         stream.synchronize()
         assert bits(result) == want
     assert all((x == 0x55).all() for x in others)
-
-
-def test_debug_stages_are_those_of_the_other_kernel():
-    q, k, v = (cp.asarray(draw(2, 100, 64, seed=i)) for i in range(3))
-    scores = host.debug_stage(q, k, v, 1)[:, :100, :100]
-    want = np.einsum("bik,bjk->bij", *(x.get().astype(np.float64) for x in (q, k)))
-    np.testing.assert_allclose(scores, want, rtol=1e-4, atol=1e-4)

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from validation.emulated.masks import lists_of
 
 from fa_cupy import BitMask, layouts
 from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from fa_cupy.gpu.kernels.attention import attention_params, fwd_sm90_params
+from fa_cupy.gpu.kernels.forward import VARIANTS
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
 from tests.test_compile import SLOW_NOTES
 from validation import __main__ as validation
 from validation import cases, emulated, emulator, peers, sparse_peers, store, word_orders
-from validation.emulated.masks import lists_of
 
 FRAGMENT, *OTHERS = (word_orders.row(build) for build in word_orders.BUILDS)
 SMALL = cases.MaskedAttention("bf16", 128, "elements", 256, 1, 2)
@@ -242,11 +242,11 @@ def on_emulator(monkeypatch):
                 self.problem, self.out, row.tile_m, row.tile_n
             )
             for name in fwd_sm90_params.MAPPED:
-                at = pointers[fwd_params.POINTERS.index(name)]
+                at = pointers[attention_params.POINTERS.index(name)]
                 filled[f"{name}_map"].view(np.uint64)[:] = emulator.tensor_map(at, *maps[name])
             ((first, tiles, *rest),) = parts
             common = filled["common"]
-            common[list(fwd_params.POINTERS)] = pointers
+            common[list(attention_params.POINTERS)] = pointers
             common["first_batch"], common["aligned"] = first, 1
             if told is not None:
                 common["mask"] = tuple(told)

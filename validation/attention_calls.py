@@ -55,10 +55,10 @@ def masked_problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict
 
 def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
     """Whether a row of ``fwd_sm90`` gets this call; one of the other kernel takes any."""
-    from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP
-    from fa_cupy.gpu.kernels.attention.fwd_variants import VariantSm90
+    from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+    from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 
-    if not isinstance(row, VariantSm90):
+    if not isinstance(row, FwdSm90):
         return True
     odd = any(shape[dim] % DIM_STEP for dim in ("head_dim", "v_dim"))
     odd = odd or shape.get("offset") or not shape["k_len"]
@@ -123,13 +123,13 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         Where a result is wrong, so that nothing can be left out in silence.
     """
     from fa_cupy import attention
-    from fa_cupy.gpu.kernels.attention import fwd_variants
+    from fa_cupy.gpu import plan_cache
+    from fa_cupy.gpu.kernels import forward
+    from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 
     calls = 0
-    others = tuple(
-        row for row in fwd_variants.VARIANTS if isinstance(row, fwd_variants.VariantSm80)
-    )
-    for number, row in enumerate(fwd_variants.VARIANTS):
+    others = tuple(row for row in forward.VARIANTS if isinstance(row, FwdSm80))
+    for number, row in enumerate(forward.VARIANTS):
         if number % shares != share:
             continue
         if target not in row.targets:
@@ -138,7 +138,9 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         dtype = peers.DTYPES["bf16" if row.dtype == "bfloat16" else "fp16"]
         # What `select` chooses from; a row of fwd_sm90 needs one beside it for other pointers.
         rows = (row,) if row in others else (row, *others)
-        with mock.patch.object(fwd_variants, "VARIANTS", rows):
+        with mock.patch.object(forward, "VARIANTS", rows):
+            forward.select.cache_clear()
+            plan_cache.plans.clear()
             for shape, options in (masked_problems if row.sparse else problems)(row.dim, number):
                 if not serves(row, shape, options):
                     continue
@@ -149,4 +151,6 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
                 if not np.isfinite(peers.to_host(out).astype(np.float32)).all():
                     raise RuntimeError(f"{row.name} {shape} {options}: the result is not finite")
                 calls += 1
+    forward.select.cache_clear()
+    plan_cache.plans.clear()
     return calls

@@ -103,11 +103,11 @@ def _tile_m(case: cases.Dense) -> int:
     import cupy
 
     from fa_cupy.gpu.driver import devices
-    from fa_cupy.gpu.kernels.attention import fwd_variants
+    from fa_cupy.gpu.kernels import forward
 
     target = devices.target_of_device(cupy.cuda.Device().id)
     dtype = peers.DTYPES[case.dtype].name
-    row = fwd_variants.select(dtype, case.head_dim, case.head_dim, target)
+    row = forward.select(dtype, case.head_dim, case.head_dim, target)
     if row is None:
         raise RuntimeError(f"no kernel serves {case.name} on {target}")
     return row.tile_m

@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+from fa_cupy.gpu.kernels.attention.fwd_variants import VariantSm90
 
 from fa_cupy import layouts
 from fa_cupy.gpu.driver import compile, nvrtc
-from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, VariantSm90
+from fa_cupy.gpu.kernels.forward import VARIANTS
 from validation import bench, cases, peers, report, sparse_peers, store
 from validation.families import FAMILIES
 

@@ -3,7 +3,7 @@
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/block_lists.cuh"
 
-// Passed by value.  fa_cupy/gpu/kernels/attention/fwd_params.py holds the same fields in the same
+// Passed by value.  fa_cupy/gpu/kernels/attention/attention_params.py holds the same fields in the same
 // order.
 // Strides count elements.  Axes that broadcast have stride 0, grouped heads are two axes.
 struct AttentionParams {
@@ -35,7 +35,7 @@ struct AttentionParams {
 };
 
 static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,
-              "fa_cupy/gpu/kernels/attention/fwd_params.py holds the same struct");
+              "fa_cupy/gpu/kernels/attention/attention_params.py holds the same struct");
 
 enum FloatKind : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 

@@ -16,7 +16,7 @@
 #pragma once
 #include "ptx/types.cuh"
 
-// fa_cupy/gpu/kernels/attention/fwd_params.py holds the same fields in the same order.
+// fa_cupy/gpu/kernels/attention/attention_params.py holds the same fields in the same order.
 struct MaskLists {
   const int64* partial_begin;  // row t lists partial[partial_begin[t]] up to partial_end[t]
   const int64* partial_end;

@@ -17,12 +17,13 @@ from fa_cupy.cpu import blas
 from fa_cupy.cpu.executor import Machine
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
-from fa_cupy.gpu.kernels.attention.fwd_params import MAX_LENGTH
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP
-from fa_cupy.gpu.kernels.attention.fwd_variants import Call, Variant, select
+from fa_cupy.gpu.kernels.forward import Call, select
 from fa_cupy.gpu.kernels.linear import heuristics
+from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
+from fa_cupy.gpu.kernels.variant import Variant
 
 #: What people call the types, besides their names.
 DTYPES = {

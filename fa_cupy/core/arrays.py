@@ -146,6 +146,15 @@ def memory_order(shape: Sequence[int], like: Any) -> list[int]:
     return order
 
 
+def dense_strides(shape: Sequence[int], itemsize: int, order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense array whose axes lie in `order`, outermost first."""
+    strides, step = [0] * len(shape), itemsize
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return tuple(strides)
+
+
 def overlap(a: Any, b: Any) -> bool:
     """Return whether two native arrays share an element (or may, where that is hard to tell)."""
     if a.size == 0 or b.size == 0:

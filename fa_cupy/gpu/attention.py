@@ -6,31 +6,116 @@ allocations and a launch.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import math
 from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
+from cupy import ndarray
+from cupy.cuda import alloc, get_current_stream, runtime
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
+from fa_cupy.core.arrays import dense_strides, memory_order
+from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import fits, fits_strides, kernel_takes, packed_copy, require_whole_elements
-from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.driver.devices import target_of_device
-from fa_cupy.gpu.driver.launch import launch
-from fa_cupy.gpu.kernels.attention.fwd_params import fill, pack_head
-from fa_cupy.gpu.kernels.attention.fwd_variants import VariantSm80
-from fa_cupy.gpu.plan import Plan, dense_strides, plan_for, remember, variant_for
+from fa_cupy.gpu.kernels import forward
+from fa_cupy.gpu.kernels.attention.attention_params import NAMES, POINTERS, Traits
+from fa_cupy.gpu.masks.binding import CallMask
+from fa_cupy.gpu.plan import Plan
+from fa_cupy.gpu.plan_cache import lookup, remember
 
-# By the arguments of a call as they come.
-_calls: dict[Any, Plan] = {}
+_NAME = "attention"
 _NUMBERS = frozenset((type(None), float, int, np.float32, np.float64))
 _TEXTS = frozenset((type(None), str))
-atexit.register(_calls.clear)  # as the plans themselves
+# What a plan gets in place of the parts of a mask.
+_NO_MASK = (0,) * (len(NAMES) - len(POINTERS))
+
+
+class Call:
+    """One kind of call on one device: what it allocates and launches.
+
+    Parameters
+    ----------
+    problem : Problem
+        One that a kernel serves, or of no query.
+    out_strides : tuple of int
+        Bytes, of the user's output.
+    device : int
+
+    Attributes
+    ----------
+    plan : Plan or None
+        None where there is no query.
+    """
+
+    __slots__ = (
+        "_dtype", "_lse_bytes", "_lse_dtype", "_lse_shape", "_mask", "_out_bytes", "_out_shape",
+        "_out_strides", "_workspace_at", "plan",
+    )  # fmt: skip
+
+    def __init__(self, problem: Problem, out_strides: tuple[int, ...], device: int) -> None:
+        # CuPy takes NumPy's own types faster than dtypes, and others slower.
+        self._dtype = np.float16 if problem.dtype == np.float16 else problem.dtype
+        self._out_shape = shape = problem.out_shape
+        # CuPy makes an array in C order faster where it is given no strides.
+        in_order = dense_strides(shape, problem.dtype.itemsize, range(len(shape)))
+        self._out_strides = None if out_strides == in_order else out_strides
+        self._out_bytes = math.prod(shape) * problem.dtype.itemsize
+        self._lse_shape = shape[:-1]
+        self._lse_dtype = attention_problem.sum_dtype(problem.dtype)
+        self._lse_bytes = self._lse_dtype.itemsize * math.prod(self._lse_shape)
+        self._workspace_at = 0
+        self.plan: Plan | None = None
+        self._mask: CallMask | None = None
+        if not self._lse_bytes:  # there is no row to compute
+            return
+        out = attention_problem.out_view(problem, shape, out_strides)
+        self.plan = forward.make_plan(Traits(problem, out), workspace.launcher(device))
+        if problem.mask is not None:
+            self._mask = CallMask(problem, device)
+        if self.plan.workspace_bytes:
+            # The plan's workspace lies behind the LSE: one allocation less.
+            self._workspace_at = -(-self._lse_bytes // 16) * 16
+            self._lse_bytes = self._workspace_at + self.plan.workspace_bytes
+
+    def __call__(
+        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any
+    ) -> tuple[Any, Any | None]:
+        """Run the call on the current stream of its device, which must be current.
+
+        The current allocator makes the results, unless `out` and `lse` are arrays to write them to;
+        `lse` may be a bool too, which says whether it is wanted.
+        """
+        if out is None:
+            memory = alloc(self._out_bytes)
+            out = ndarray(self._out_shape, self._dtype, memory, self._out_strides)
+        else:
+            memory = out.data
+        rows, space = 0, 0
+        if lse is True:
+            memory_of_rows = alloc(self._lse_bytes)
+            lse = ndarray(self._lse_shape, self._lse_dtype, memory_of_rows)
+            rows = memory_of_rows.ptr
+            # When a graph runs, a result of the call that it was captured from may be gone.
+            if self._workspace_at and not runtime.streamIsCapturing(get_current_stream().ptr):
+                space = rows + self._workspace_at
+        elif lse is False:
+            lse = None
+        else:
+            rows = lse.data.ptr
+        if self.plan is not None:
+            bias_at = 0 if bias is None else bias.data.ptr
+            pointers = (q.data.ptr, k.data.ptr, v.data.ptr, bias_at, memory.ptr, rows)
+            if self._mask is None:
+                self.plan.run((*pointers, *_NO_MASK), space)
+            else:
+                # The lists may be temporaries, which live until the launch is queued.
+                addresses, _owners = self._mask(mask)
+                self.plan.run((*pointers, *addresses), space)
+        return out, lse
 
 
 def cached(
@@ -56,27 +141,28 @@ def cached(
     ):
         return None
     key: Any = (
-        device, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides,
+        _NAME, device, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides,
         v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
     if bias is not None or mask is not None or window is not None:
         extra = _array_key(bias, device), mask_key(mask, device), _window_key(window)
         if any(part is False for part in extra):
             return None
-        key = (key, extra)
-    plan = _calls.get(key)
-    if plan is None:
+        key = (*key, extra)
+    call = lookup(key)
+    if call is None:
         problem = attention_problem.attention_problem(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, precision=precision,
         )  # fmt: skip
-        if not _direct(problem, q, None):
+        strides = _strides_like(problem, q)
+        if not _served(problem, device) or not _direct(problem, strides):
             return None
         require_whole_elements(q=q, k=k, v=v, bias=bias)
-        remember(_calls, key, plan := plan_for(problem, dense_strides(problem, q), device))
+        call = remember(key, _call_for(problem, strides, device))
     elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None:
         require_whole_elements(q=q, k=k, v=v, bias=bias)
-    result = plan(q, k, v, bias, mask, None, return_lse)
+    result = call(q, k, v, bias, mask, None, return_lse)
     return result if return_lse else result[0]
 
 
@@ -110,18 +196,18 @@ def attention(
     """
     device = runtime.getDevice()
     require_whole_elements(q=q, k=k, v=v, bias=bias, out=out)
-    if math.prod(problem.out_shape[:-1]) and variant_for(problem, device) is None:
+    if not _served(problem, device):
         from fa_cupy.gpu.cublas import (
             attention as cublas_attention,  # needs cuBLAS, which the kernels do not
         )
 
         return cublas_attention.attention(problem, q, k, v, bias, mask, out, return_lse)
-    if not _direct(problem, q, out):
+    strides = _strides_like(problem, q) if out is None else out.strides
+    if not _direct(problem, strides):
         return _by_copies(problem, q, k, v, bias, mask, out, return_lse)
-    strides = dense_strides(problem, q) if out is None else out.strides
     lse = lse_for(problem, return_lse)
     with workspace.results():
-        return plan_for(problem, strides, device)(q, k, v, bias, mask, out, lse)
+        return _call_for(problem, strides, device)(q, k, v, bias, mask, out, lse)
 
 
 def lse_for(problem: attention_problem.Problem, wanted: bool) -> Any:
@@ -152,56 +238,13 @@ def _by_copies(
             arrays[name], views[name] = packed_copy(view, arrays[name])
     changed: dict[str, Any] = dict(views)
     problem = dataclasses.replace(problem, **changed)
-    plan = plan_for(problem, target.strides, runtime.getDevice())
+    call = _call_for(problem, target.strides, runtime.getDevice())
     rows = lse_for(problem, lse)
     with workspace.results():
-        _, rows = plan(arrays["q"], arrays["k"], arrays["v"], bias, mask, target, rows)
+        _, rows = call(arrays["q"], arrays["k"], arrays["v"], bias, mask, target, rows)
     if target is not out:
         out[...] = target
     return out, rows
-
-
-def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarray[Any, Any]:
-    """Run `fwd_sm80` up to a stage of its first key tile and return what it then holds.
-
-    Parameters
-    ----------
-    q, k, v : cupy.ndarray
-        Of float16 or bfloat16, with a contiguous last axis.
-    stage : int
-        1: products q . k; 2: per row the largest of them and the sum of weights, in columns 0 and
-        1; 3: weights; 4: the output before its division.
-    **options
-        Of `fa_cupy.attention`.
-
-    Returns
-    -------
-    numpy.ndarray, shape (batch entries, q_len padded to tiles, columns)
-        float32; columns past the end of the data are meaningless.
-    """
-    problem = attention_problem.attention_problem(q, k, v, None, None, **options)
-    device = runtime.getDevice()
-    row = variant_for(problem, device)  # the one for any layout
-    if not isinstance(row, VariantSm80) or not _direct(problem, q, None):
-        raise ValueError("debug_stage: q, k and v go to no kernel, or only as copies")
-    row = dataclasses.replace(row, debug_stage=stage)
-    kernel = compile.load(row, str(target_of_device(device)), device)
-    out = cupy.empty(problem.out_shape, problem.dtype)
-    params, parts, aligned = fill(
-        problem, attention_problem.out_view(problem, out.shape, out.strides), row.tile_m
-    )
-    columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
-    tiles = int(params["q_tiles"][0])
-    shape = (math.prod(problem.batch), tiles, row.tile_m, columns)
-    debug = cupy.full(shape, np.nan, np.float32)
-    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, 0, out.data.ptr, 0, debug.data.ptr)
-    pack_head(params, 0, *pointers, 0, aligned and not any(p & 15 for p in pointers))
-    launch(kernel, parts[0].blocks, row.threads, row.shared_bytes, params)
-    # Blocks take the last query rows first.
-    dumped: np.ndarray[Any, Any] = debug.get()[:, ::-1]
-    if stage == 2:  # the kernel keeps the largest in units of the softmax
-        dumped[..., 0] /= params["exp2_scale"][0]
-    return dumped.reshape(shape[0], tiles * row.tile_m, columns)
 
 
 def _array_key(x: Any, device: int) -> Any:
@@ -243,12 +286,32 @@ def _window_key(window: Any) -> Any:
     return False
 
 
-def _direct(problem: attention_problem.Problem, q: Any, out: Any) -> bool:
-    """Whether a kernel serves `problem` and takes all arrays as they are."""
-    if math.prod(problem.out_shape[:-1]) == 0:
+def _strides_like(problem: Problem, q: Any) -> tuple[int, ...]:
+    """Return the strides of a new output, which is laid out in memory as `q` is."""
+    shape = problem.out_shape
+    return dense_strides(shape, problem.dtype.itemsize, memory_order(shape, q))
+
+
+def _served(problem: Problem, device: int) -> bool:
+    """Whether a kernel serves a problem in any layout, or there is no query."""
+    target = workspace.launcher(device).target
+    return not math.prod(problem.out_shape[:-1]) or (
+        forward.for_any_layout(problem, target) is not None
+    )
+
+
+def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:
+    """Whether a kernel takes all arrays as they are."""
+    if not math.prod(problem.out_shape[:-1]):
         return True
-    if variant_for(problem, runtime.getDevice()) is None:
-        return False
-    strides = dense_strides(problem, q) if out is None else out.strides
-    dense = fits_strides(problem.out_shape, strides, problem.dtype)
+    dense = fits_strides(problem.out_shape, out_strides, problem.dtype)
     return dense and all(kernel_takes(x, problem.dtype) for x in (problem.q, problem.k, problem.v))
+
+
+def _call_for(problem: Problem, out_strides: tuple[int, ...], device: int) -> Call:
+    """Return what runs a problem, made at most once."""
+    key = _NAME, problem, out_strides, device
+    call: Call | None = lookup(key)
+    if call is None:
+        call = remember(key, Call(problem, out_strides, device))
+    return call

@@ -215,7 +215,9 @@ def prepared(problem: Problem, arrays: dict[str, Any], need: Sequence[str]) -> P
     """
     device = runtime.getDevice()
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
-    copied = tuple([name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)])
+    copied = tuple(
+        [name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)]
+    )
     key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device
     found = lookup(key, _NAME)
     if found is _NAME:

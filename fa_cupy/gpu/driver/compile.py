@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fa_cupy.gpu.driver import cubin_cache, nvrtc
 
 if TYPE_CHECKING:
-    from fa_cupy.gpu.kernels.attention.fwd_variants import Variant
+    from fa_cupy.gpu.kernels.variant import Variant
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 #: Holds ``cuda_src`` and ``ptx``: the package where it is installed, its parent in a checkout.

@@ -7,7 +7,7 @@ from typing import Any
 
 from fa_cupy.gpu.driver.launch import Arguments, bind_context
 from fa_cupy.gpu.driver.tensor_map import LayoutError, encode_tiled
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import MAP_BYTES, Geometry
+from fa_cupy.gpu.kernels.tensor_maps import MAP_BYTES, Geometry
 
 _MOST_MAPS = 256  # of one array of one plan; a training loop meets the same few pointers
 

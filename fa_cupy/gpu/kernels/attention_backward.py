@@ -30,16 +30,15 @@ from fa_cupy.gpu.kernels.mask.structs import TABLE_ARRAYS
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask.
 ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "dq", "dk", "dv")
-#: All rows.
-ROWS: tuple[BackwardVariant, ...] = (
-    *bwd_sm90.ROWS,
-    *bwd_dkdv_sm90.ROWS,
-    *bwd_dq_sm90.ROWS,
-    *bwd_preprocess.ROWS,
-    *bwd_convert_dq.ROWS,
-    *bwd_nonfinite.ROWS,
-    *bwd_dkdv_sm80.ROWS,
-    *bwd_dq_sm80.ROWS,
+VARIANTS: tuple[BackwardVariant, ...] = (
+    *bwd_sm90.VARIANTS,
+    *bwd_dkdv_sm90.VARIANTS,
+    *bwd_dq_sm90.VARIANTS,
+    *bwd_preprocess.VARIANTS,
+    *bwd_convert_dq.VARIANTS,
+    *bwd_nonfinite.VARIANTS,
+    *bwd_dkdv_sm80.VARIANTS,
+    *bwd_dq_sm80.VARIANTS,
 )
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -88,15 +87,15 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
 
     main: list[BackwardVariant] = []
     if wanted.mapped:
-        for row in pick(bwd_sm90.ROWS, wanted.masked):
+        for row in pick(bwd_sm90.VARIANTS, wanted.masked):
             main = [row, bwd_convert_dq.row_after(row)]
         if not main:
-            main += pick(bwd_dkdv_sm90.ROWS, wanted.masked)
-            main += pick(bwd_dq_sm90.ROWS, wanted.masked)
+            main += pick(bwd_dkdv_sm90.VARIANTS, wanted.masked)
+            main += pick(bwd_dq_sm90.VARIANTS, wanted.masked)
     if wanted.strided and not main:
-        main += pick(bwd_dkdv_sm80.ROWS, wanted.masked)
-        main += pick(bwd_dq_sm80.ROWS, wanted.masked)
-    return (*pick(bwd_preprocess.ROWS), *main, *pick(bwd_nonfinite.ROWS)) if main else ()
+        main += pick(bwd_dkdv_sm80.VARIANTS, wanted.masked)
+        main += pick(bwd_dq_sm80.VARIANTS, wanted.masked)
+    return (*pick(bwd_preprocess.VARIANTS), *main, *pick(bwd_nonfinite.VARIANTS)) if main else ()
 
 
 def make_plan(

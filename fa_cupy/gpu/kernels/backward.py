@@ -16,20 +16,19 @@ import numpy as np
 
 from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention import fwd_params
-from fa_cupy.gpu.kernels.attention.fwd_params import (
+from fa_cupy.gpu.kernels.attention import attention_params
+from fa_cupy.gpu.kernels.attention.attention_params import (
     ATTENTION_PARAMS,
     MAX_BATCH_AXES,
     MAX_GRID,
     MAX_LENGTH,
 )
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import DIM_STEP, MAP_AXES, Geometry, maps_walk
 from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE, table_arrays, table_of
+from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP, MAP_AXES, Geometry, maps_walk
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Step, workspace_of
 from fa_cupy.tiled.softcap import transform
 
-DTYPES = ("float16", "bfloat16")
 #: Columns of a box of a tensor map, and rows where it is a result's: 128 bytes are a swizzled row.
 BOX = 64
 #: Rows of the workspace are padded to a multiple of it, the largest tile.
@@ -205,14 +204,14 @@ class Traits:
         self.views = {"q": problem.q, "k": problem.k, "v": problem.v, **views._asdict()}
         if problem.bias is not None:
             self.views["bias"] = problem.bias
-        axes, steps = fwd_params.collapse(problem.batch, self.views)
+        axes, steps = attention_params.merge_axes(problem.batch, self.views)
         self.entries = math.prod(axes)
         sharing = bool(axes) and not any(steps[name][-1] for name in ("k", "v", "dk", "dv"))
         self.group = axes[-1] if sharing else 1
         missing = MAP_AXES - len(axes)
         self.size = [1] * missing + axes
         self.steps = {name: [0] * missing + steps[name] for name in self.views}
-        transformed = fwd_params.transforms(problem)
+        transformed = attention_params.transforms(problem)
         apart = len(axes) - sharing
         # Sums over other axes are left to the caller, who gives dk and dv an entry for each.
         summed = any(0 in steps[name][:apart] for name in ("dk", "dv")) or 0 in steps["dq"]
@@ -262,11 +261,14 @@ class Traits:
         p["batch_size"] = self.size + [1] * (MAX_BATCH_AXES - MAP_AXES)
         p["q_len"], p["k_len"] = problem.q_len, problem.k_len
         p["head_dim"] = problem.head_dim
-        p["lower"], p["upper"] = fwd_params.band_limits(problem)
+        p["lower"], p["upper"] = attention_params.band_limits(problem)
         p["has_score_mod"] = transformed
-        p["exp2_scale"] = 1.0 if transformed else problem.scale * fwd_params.LOG2E
+        p["exp2_scale"] = 1.0 if transformed else problem.scale * attention_params.LOG2E
         factor, cap = transform(problem, np.dtype(np.float32))
-        p["scale"], p["softcap"] = fwd_params.in_float32(factor), fwd_params.in_float32(cap)
+        p["scale"], p["softcap"] = (
+            attention_params.in_float32(factor),
+            attention_params.in_float32(cap),
+        )
         return filled
 
     def common(self, q: str, out: str, v_dim: int, tile_m: int) -> np.ndarray[Any, Any]:
@@ -383,7 +385,7 @@ def strided_params(
         array["batch"] = [step // problem.dtype.itemsize for step in traits.steps[name]]
     params["size"], params["group"] = traits.size, traits.group
     params["entries"], params["row_pairs"] = traits.entries // traits.group, launches.rows // 2
-    params["scale"] = fwd_params.in_float32(problem.scale)
+    params["scale"] = attention_params.in_float32(problem.scale)
     addresses = {name: name for name in ("lse_delta", "nonfinite_flags")}
     addresses |= {f"{name}.start": name for name in _ARRAYS}
     addresses |= traits.mask(params, by_key)

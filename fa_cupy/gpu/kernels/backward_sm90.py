@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import MAP_AXES, MAP_BYTES, padded
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.backward import BOX, BackwardVariant, Launches, Traits
 from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE
+from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES, MAP_BYTES, padded
 from fa_cupy.gpu.plan import Step
 
 # The arrays that have a tensor map, in the order of the struct, and those that are read.

@@ -20,7 +20,7 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.driver.devices import multiprocessors
 from fa_cupy.gpu.driver.launch import any_mode, capturing
-from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
+from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
 from fa_cupy.gpu.masks.device_mask import DeviceMask, pack
 from fa_cupy.gpu.masks.tile_order import section, work_order
 from fa_cupy.gpu.workspace import temporaries

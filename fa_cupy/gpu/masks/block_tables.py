@@ -16,7 +16,7 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.driver.arguments import Arguments
 from fa_cupy.gpu.driver.launch import capturing
-from fa_cupy.gpu.kernels.attention.fwd_params import MaskPointers
+from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
 from fa_cupy.gpu.kernels.mask.structs import BLOCK_TABLES_PARAMS, TRANSPOSE_WORDS_PARAMS
 from fa_cupy.gpu.kernels.mask.variants import SIDE, TABLES, TURN
 from fa_cupy.gpu.masks.binding import CallMask, Made, apart, device_lists, malloc

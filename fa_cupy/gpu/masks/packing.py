@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core.attention_problem import View
-from fa_cupy.gpu.kernels.attention.fwd_params import collapse
+from fa_cupy.gpu.kernels.attention.attention_params import merge_axes
 from fa_cupy.layouts import BLOCK
 
 MAX_AXES = 32  # more than CuPy's arrays have
@@ -97,7 +97,7 @@ def packing(view: View, share: bool) -> Packing:
     matrices = math.prod(own)
 
     pack = np.zeros(1, MASK_PACK)
-    sizes, strides = collapse(own, {"mask": view})
+    sizes, strides = merge_axes(own, {"mask": view})
     pack["row_stride"], pack["col_stride"] = row_stride, col_stride
     pack["q_len"], pack["k_len"] = rows, k_len
     pack["q_tiles"], pack["k_tiles"] = q_tiles, k_tiles
@@ -109,7 +109,7 @@ def packing(view: View, share: bool) -> Packing:
     lists["count"] = math.prod(batch)
     of_entries = [0 if step == 0 else math.prod(own[a + 1 :]) for a, step in enumerate(steps)]
     places = View((*batch, 1, 1), (*of_entries, 0, 0))
-    axes, jumps = collapse(tuple(batch), {"entries": places})
+    axes, jumps = merge_axes(tuple(batch), {"entries": places})
     lists["axes"] = len(axes)
     lists["size"][0, : len(axes)], lists["step"][0, : len(axes)] = axes, jumps["entries"]
 

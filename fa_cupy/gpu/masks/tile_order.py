@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention.fwd_params import collapse
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import cached_entries
+from fa_cupy.gpu.kernels.attention.attention_params import cached_entries, merge_axes
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import BlockLists
 
@@ -33,7 +32,7 @@ def section(problem: Problem, multiprocessors: int) -> int:
     As many as have their keys and values in the L2 cache at once, or more where those are too few
     rows of blocks to be shared out. Sections are about equal, as those of `params_sm90.section`.
     """
-    sizes, steps = collapse(problem.batch, {"k": problem.k, "v": problem.v})
+    sizes, steps = merge_axes(problem.batch, {"k": problem.k, "v": problem.v})
     rows = _LEAST_ROWS * multiprocessors
     least = -(-rows // -(-problem.q_len // BLOCK))
     wanted = min(_MOST_ENTRIES, max(least, cached_entries(problem, sizes, steps)))

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.attention.bwd_sm90 import PIECES, BwdSm90
-from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
-from fa_cupy.gpu.kernels.backward import DTYPES, BackwardVariant, Launches, Traits
+from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits
 from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 _THREADS = 128
@@ -61,17 +62,16 @@ class BwdConvertDq(BackwardVariant):
         return Step(self, PIECES * main.query_tiles(traits), params, addresses)
 
 
-#: All rows.
-ROWS = tuple(
+VARIANTS = tuple(
     BwdConvertDq(
         source="attention/bwd_convert_dq", dtype=dtype, dim=256, tile_m=64, tile_n=64,
         warps=_THREADS // 32, stages=1, why="a block for each piece",
     )
-    for dtype in DTYPES
+    for dtype in DTYPE_NAMES
 )  # fmt: skip
 
 
 def row_after(main: BwdSm90) -> BwdConvertDq:
     """Return the row that takes the pieces of a row of ``bwd_sm90``."""
-    (row,) = (row for row in ROWS if row.dtype == main.dtype)
+    (row,) = (row for row in VARIANTS if row.dtype == main.dtype)
     return replace(row, tile_m=main.dq_tile_m)

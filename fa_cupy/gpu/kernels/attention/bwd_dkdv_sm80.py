@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from fa_cupy.gpu.kernels.backward import DTYPES, BackwardSm80, Launches, Traits, strided_params
+from fa_cupy.gpu.kernels.backward import BackwardSm80, Launches, Traits, strided_params
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 _WORK_BYTES = 64  # Work
@@ -58,7 +59,7 @@ def _rows() -> Iterator[BwdDkdvSm80]:
         (256, 32, 32, 4, 1, 2, 4, "64 keys would leave no room for Q and dO"),
     )
     for dim, tile_m, tile_n, warps, stages, score_groups, sum_groups, why in rows:
-        for dtype, sparse in product(DTYPES, (False, True)):
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdDkdvSm80(
                 source="attention/bwd_dkdv_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
                 tile_n=tile_n, warps=warps, stages=stages, score_groups=score_groups,
@@ -66,5 +67,4 @@ def _rows() -> Iterator[BwdDkdvSm80]:
             )  # fmt: skip
 
 
-#: All rows.
-ROWS = tuple(_rows())
+VARIANTS = tuple(_rows())

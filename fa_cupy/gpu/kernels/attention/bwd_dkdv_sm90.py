@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from fa_cupy.gpu.kernels.backward import DTYPES, Launches, Traits
+from fa_cupy.gpu.kernels.backward import Launches, Traits
 from fa_cupy.gpu.kernels.backward_sm90 import WORK_STAGES, BackwardSm90
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 _WORK_BYTES = 44  # WorkTile
@@ -45,12 +46,11 @@ class BwdDkdvSm90(BackwardSm90):
         return self.mapped_step(traits, launches, blocks, boxes)
 
 
-#: All rows.
-ROWS = tuple(
+VARIANTS = tuple(
     BwdDkdvSm90(
         source="attention/bwd_dkdv_sm90", dtype=dtype, dim=dim, tile_m=64, tile_n=64, warps=12,
         stages=2, sum_first=2, sparse=sparse,
         why="dK and dV of 64 keys are all registers that two warpgroups have for sums",
     )
-    for dim, dtype, sparse in product((192, 256), DTYPES, (False, True))
+    for dim, dtype, sparse in product((192, 256), DTYPE_NAMES, (False, True))
 )  # fmt: skip

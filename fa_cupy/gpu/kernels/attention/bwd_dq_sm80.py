@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from fa_cupy.gpu.kernels.backward import DTYPES, BackwardSm80, Launches, Traits, strided_params
+from fa_cupy.gpu.kernels.backward import BackwardSm80, Launches, Traits, strided_params
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 
@@ -37,12 +38,11 @@ def _rows() -> Iterator[BwdDqSm80]:
         (256, 64, 16, 1, "as for 192; Q and dO leave room for no more keys"),
     )
     for dim, tile_m, tile_n, stages, why in rows:
-        for dtype, sparse in product(DTYPES, (False, True)):
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdDqSm80(
                 source="attention/bwd_dq_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
                 tile_n=tile_n, warps=4, stages=stages, blocks=2, sparse=sparse, why=why,
             )  # fmt: skip
 
 
-#: All rows.
-ROWS = tuple(_rows())
+VARIANTS = tuple(_rows())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from fa_cupy.gpu.kernels.backward import DTYPES, Launches, Traits
+from fa_cupy.gpu.kernels.backward import Launches, Traits
 from fa_cupy.gpu.kernels.backward_sm90 import GROUPS, WORK_STAGES, BackwardSm90
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 _WORK_BYTES = 48  # WorkTile
@@ -49,12 +50,11 @@ class BwdDqSm90(BackwardSm90):
         return self.mapped_step(traits, launches, blocks, boxes, by_key=False)
 
 
-#: All rows.
-ROWS = tuple(
+VARIANTS = tuple(
     BwdDqSm90(
         source="attention/bwd_dq_sm90", dtype=dtype, dim=dim, tile_m=128, tile_n=64, warps=12,
         stages=2, v_stages=v_stages, sum_first=1, sparse=sparse,
         why="Q and dO of 128 queries leave room for three tiles of 64 keys at 256",
     )
-    for (dim, v_stages), dtype, sparse in product(((192, 2), (256, 1)), DTYPES, (False, True))
+    for (dim, v_stages), dtype, sparse in product(((192, 2), (256, 1)), DTYPE_NAMES, (False, True))
 )  # fmt: skip

@@ -9,12 +9,12 @@ import numpy as np
 from fa_cupy.gpu.kernels.backward import (
     BACKWARD_FIELDS,
     BACKWARD_PARAMS,
-    DTYPES,
     BackwardVariant,
     Launches,
     Traits,
     strided_params,
 )
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 _THREADS = 256
@@ -67,11 +67,10 @@ class BwdNonfinite(BackwardVariant):
         return Step(self, grid, params, addresses, persistent=True)
 
 
-#: All rows.
-ROWS = tuple(
+VARIANTS = tuple(
     BwdNonfinite(
         source="attention/bwd_nonfinite", dtype=dtype, dim=256, tile_m=64, tile_n=64,
         warps=_THREADS // 32, stages=1, why="4 x 4 pairs a thread; rarely any work",
     )
-    for dtype in DTYPES
+    for dtype in DTYPE_NAMES
 )  # fmt: skip

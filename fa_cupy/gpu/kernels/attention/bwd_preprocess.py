@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention.fwd_params import ATTENTION_PARAMS
-from fa_cupy.gpu.kernels.backward import DTYPES, PADDED, BackwardVariant, Launches, Traits
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 #: ``struct BwdPreprocessParams`` of ``cuda_src/attention/bwd_preprocess.cu``.
@@ -59,7 +60,9 @@ class BwdPreprocess(BackwardVariant):
         params["counter_words"] = launches.cleared_bytes // 4
         params["entry_rows"] = launches.rows
         params["lane_shift"] = shift = max(0, (-(-v_dim // 8) - 1).bit_length())
-        params["entry_blocks"] = blocks = -(-launches.rows // ((self.threads >> shift) * self.tile_m))
+        params["entry_blocks"] = blocks = -(
+            -launches.rows // ((self.threads >> shift) * self.tile_m)
+        )
         addresses = {
             "common.q": "dout", "common.out": "out", "common.lse": "lse", "dlse": "dlse",
             "lse_delta": "lse_delta", "counters": launches.cleared,
@@ -67,11 +70,10 @@ class BwdPreprocess(BackwardVariant):
         return Step(self, traits.entries * blocks, params, addresses)
 
 
-#: All rows.
-ROWS = tuple(
+VARIANTS = tuple(
     BwdPreprocess(
         source="attention/bwd_preprocess", dtype=dtype, dim=256, tile_m=4, tile_n=1, warps=8,
         stages=1, why="reads dout and out once, enough rows at a time",
     )
-    for dtype in DTYPES
+    for dtype in DTYPE_NAMES
 )  # fmt: skip

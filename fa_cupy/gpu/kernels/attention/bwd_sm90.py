@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from fa_cupy.gpu.kernels.backward import DTYPES, Launches, Traits
+from fa_cupy.gpu.kernels.backward import Launches, Traits
 from fa_cupy.gpu.kernels.backward_sm90 import GROUPS, WORK_STAGES, BackwardSm90
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 #: Of dQ of a tile, one a warpgroup; each has 64 columns of `dq_tile_m` queries.
@@ -110,7 +111,7 @@ def _rows() -> Iterator[BwdSm90]:
         (128, 64, 3, 2, False, (16, 16), "dK and dV fill half of the registers; Q stays longer"),
     )
     for dim, tile_m, stages, stores, delayed, sections, why in rows:
-        for dtype, sparse in product(DTYPES, (False, True)):
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
                 warps=12, stages=stages, o_stages=2, slots=2, stores=3 if sparse else stores,
@@ -119,5 +120,4 @@ def _rows() -> Iterator[BwdSm90]:
             )  # fmt: skip
 
 
-#: All rows.
-ROWS = tuple(_rows())
+VARIANTS = tuple(_rows())

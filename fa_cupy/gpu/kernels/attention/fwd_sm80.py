@@ -1,85 +1,96 @@
-"""How a plan launches ``fwd_sm80``."""
+"""The host side of ``fwd_sm80``: attention by ``mma.sync``, for every layout."""
 
 from __future__ import annotations
 
-from fa_cupy.core.attention_problem import Problem, View
-from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.driver.devices import target_of_device
-from fa_cupy.gpu.driver.launch import Arguments, Launch
-from fa_cupy.gpu.kernels.attention.fwd_params import (
-    MASK_AT,
-    MaskPointers,
-    Part,
-    fill,
-    pack_head,
-    pack_mask,
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from fa_cupy.gpu.kernels.attention.attention_params import (
+    POINTERS,
+    Traits,
+    make_params,
+    mask_addresses,
 )
-from fa_cupy.gpu.kernels.attention.fwd_variants import Variant
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
+from fa_cupy.gpu.plan import Step
+
+_WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
+_LISTED_BYTES = 56  # ListedRange and keys in fwd_sm80.cu
 
 
-class FwdSm80:
-    """The launches of a problem by one row of the table, whatever its pointers.
-
-    Parameters
-    ----------
-    problem : Problem
-        With a query to answer.
-    out : View
-        Of the output, over ``problem.batch``.
-    row : Variant
-    device : int
+@dataclass(frozen=True, kw_only=True)
+class FwdSm80(Variant):
+    """A row of ``fwd_sm80``, which takes any call with a mask, or any without.
 
     Attributes
     ----------
-    row : Variant
-    q_tiles : int
-        Tiles of query rows in one batch entry.
-    launches : list
-        (`Part`, `Launch`).
+    blocks : int
+        Blocks that should fit on a multiprocessor.
     """
 
-    __slots__ = ("_aligned", "_params", "_pool", "launches", "q_tiles", "row")
+    blocks: int
 
-    def __init__(self, problem: Problem, out: View, row: Variant, device: int) -> None:
-        kernel = compile.load(row, str(target_of_device(device)), device)
-        self.row = row
-        self._params, parts, self._aligned = fill(problem, out, row.tile_m)
-        self.q_tiles = int(self._params["q_tiles"][0])
-        # Parameter structs that no thread is using; a launch copies one before it returns.
-        self._pool: list[Arguments] = []
-        self.launches: list[tuple[Part, Launch]] = [
-            (part, Launch(kernel, part.blocks, row.threads, row.shared_bytes)) for part in parts
-        ]
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: a Q tile and a ring of K and V tiles, and the block's work."""
+        listed = _LISTED_BYTES + 16 * self.tile_m if self.sparse else 0  # with words of a block
+        tiles = 2 * self.dim * (self.tile_m + 2 * self.stages * self.tile_n)
+        return tiles + _WORK_BYTES + listed
 
-    def __call__(
-        self, pointers: tuple[int, ...], counter: int = 0, mask: MaskPointers | None = None
-    ) -> None:
-        """Launch with these addresses.
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_TILE_M", self.tile_m),
+            ("FA_WARPS", self.warps),
+            ("FA_BLOCKS", self.blocks),
+            ("FA_DEBUG_STAGE", 0),
+        )
 
-        Parameters
-        ----------
-        pointers : tuple of int
-            In the order of `fa_cupy.gpu.kernels.attention.fwd_params.POINTERS`.
-        counter : int
-            For what shares out tiles, which this does not.
-        mask : MaskPointers, optional
-            The mask, if the problem has one.
-        """
-        q, k, v, _, out, _, _ = pointers
-        aligned = self._aligned and not ((q | k | v | out) & 15)
-        try:
-            arguments = self._pool.pop()
-        except IndexError:
-            arguments = Arguments(self._params)
-        whole = len(self.launches) == 1
-        for part, launch in self.launches:
-            at = pointers if whole else _moved(pointers, part.offsets)
-            pack_head(arguments.bytes, 0, *at, part.first_batch, aligned)
-            if mask is not None:
-                pack_mask(arguments.bytes, MASK_AT, *mask.of_part(part.entry, whole))
-            launch(arguments)
-        self._pool.append(arguments)
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """After all rows of ``fwd_sm90``: smaller dims, then larger tiles first."""
+        return (1, self.dim, -self.tile_m * self.tile_n)
 
 
-def _moved(pointers: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(p and p + offset for p, offset in zip(pointers, offsets, strict=True))
+def _rows() -> Iterator[FwdSm80]:
+    # dim, tile_m, tile_n, warps, stages, why. Speeds: H200, 4096 tokens, beside the other tiles
+    # of validation/NOTES.md. Every row fits the 99 KB of the smallest targets. With a mask tiles of
+    # keys divide its blocks of 128.
+    rows = (
+        (32, 128, 128, 4, 2, "32 rows a warp: every K and V fragment serves two products"),
+        (64, 128, 128, 4, 1, "as for 32; 2% faster with one stage than with two"),
+        (96, 128, 64, 4, 2, "as for 32; 96 keys a tile spill"),
+        (128, 128, 64, 4, 2, "as for 32; 5% faster with two stages than with one"),
+        (192, 64, 96, 4, 1, "16 rows a warp, or the output would not fit in registers"),
+        (256, 64, 64, 4, 1, "as for 192; two blocks an SM beat one of 8 warps by 15%"),
+    )
+    for dim, tile_m, tile_n, warps, stages, why in rows:
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
+            yield FwdSm80(
+                source="attention/fwd_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
+                tile_n=64 if sparse and 128 % tile_n else tile_n, warps=warps, stages=stages,
+                blocks=2, why=why, sparse=sparse,
+            )  # fmt: skip
+
+
+VARIANTS: tuple[FwdSm80, ...] = tuple(_rows())
+
+
+def steps(traits: Traits, variant: FwdSm80) -> list[Step]:
+    """Return the launches of a problem: one, unless it has more tiles or axes than one takes."""
+    params, parts, aligned = make_params(traits, variant.tile_m)
+    found = []
+    for part in parts:
+        own = params.copy()
+        own["first_batch"] = part.first_batch
+        addresses = {name: name for name in POINTERS}
+        shifts = dict(zip(POINTERS, part.offsets, strict=True))
+        if traits.problem.mask is not None:
+            addresses |= mask_addresses(whole=len(parts) == 1)
+            shifts["mask.matrix_of_entry"] = 4 * part.entry
+        kept = ("q", "k", "v", "out") if aligned else ()
+        found.append(Step(variant, part.blocks, own, addresses, shifts=shifts, aligned=kept))
+    return found

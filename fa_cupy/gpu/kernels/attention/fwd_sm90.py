@@ -1,166 +1,314 @@
-"""How a plan launches ``fwd_sm90``: tensor maps for its pointers, and a counter for its tiles."""
+"""The host side of ``fwd_sm90``: attention by wgmma, with tensor maps.
+
+A tensor map walks an array without the help of the kernel, so that it takes fewer layouts than
+``fwd_sm80``; `supports` says which.
+"""
 
 from __future__ import annotations
 
-import itertools
-import os
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from cupy.cuda import alloc, get_current_stream, runtime
+import numpy as np
 
-from fa_cupy.core.attention_problem import Problem, View
-from fa_cupy.gpu import workspace
-from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.driver.devices import multiprocessors, target_of_device
-from fa_cupy.gpu.driver.launch import Launch
-from fa_cupy.gpu.driver.tensor_map_cache import MappedArguments, Maps
-from fa_cupy.gpu.kernels.attention.fwd_params import MASK_AT, MaskPointers, pack_mask, pack_pointers
-from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import (
-    COUNTER_BYTES,
-    FWD_SM90_PARAMS,
-    MAP_BYTES,
-    MAPPED,
-    fill,
-    pack_counter,
+from fa_cupy.core.attention_problem import Problem
+from fa_cupy.gpu.kernels.attention import attention_params
+from fa_cupy.gpu.kernels.attention.attention_params import (
+    ATTENTION_PARAMS,
+    MAX_BATCH_AXES,
+    MAX_LENGTH,
+    POINTERS,
+    Traits,
+    cached_entries,
+    make_params,
+    mask_addresses,
 )
-from fa_cupy.gpu.kernels.attention.fwd_variants import Variant
+from fa_cupy.gpu.kernels.tensor_maps import (
+    DIM_STEP,
+    MAP_AXES,
+    MAP_BYTES,
+    Geometry,
+    maps_walk,
+    padded,
+)
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
+from fa_cupy.gpu.plan import MARK, Step
 
-# Where a struct begins with what a call writes: the pointers, the counter and its mark.
-_POINTERS_AT = FWD_SM90_PARAMS.fields["common"][1] if FWD_SM90_PARAMS.fields else 0
-_COUNTER_AT = FWD_SM90_PARAMS.fields["scheduler"][1] if FWD_SM90_PARAMS.fields else 0
-_MAPS_AT = [MAP_BYTES * i for i in range(len(MAPPED))]
+#: The arrays that have a tensor map, in the order of the struct.
+MAPPED = ("q", "k", "v", "out")
+#: Bytes of the counter that blocks take tiles from, and of the mark that it was set for.
+COUNTER_BYTES = 16
+_MAX_PACKED = 64  # heads in a box of 64 rows
+_BOX = 64  # rows and columns of a box of Q or of the output: 128 bytes are a swizzled row
+# Entries of a section. Causal, 512 to 4,096 tokens, head_dim 64 to 256: fewer than 16 have too few
+# tiles of each length (hd256 at 2,048 tokens: 629 TFLOP/s with 8, 662 with 16), more than 32 first
+# load much and then compute much (hd128 at 512: 388 with 32, 376 with 64).
+_SECTION = (16, 32)
 
-# One number for each launch. It starts where no other process did, because the memory that a
-# counter gets may hold what another one left. Never 0, and `next` is one step to other threads.
-_marks = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1 | 1)
+#: ``struct TileScheduler`` of ``cuda_src/common/tile_scheduler.cuh``.
+TILE_SCHEDULER = np.dtype(
+    [("counter", np.uint64), ("mark", np.uint64)]
+    + [(name, np.int32) for name in ("tiles", "entries", "entries_per_l2_group")],
+    align=True,
+)
+#: The same fields in the same order as ``struct FwdSm90Params`` in
+#: ``cuda_src/attention/fwd_sm90.cuh``, which checks the size when it is compiled.
+FWD_SM90_PARAMS = padded(
+    [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
+    + [("common", ATTENTION_PARAMS), ("scheduler", TILE_SCHEDULER), ("size", np.int32, (MAP_AXES,))]
+    + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
+    + [("row_shift", np.int32)],
+    alignment=64,
+)
 
 
-class PartLaunch:
-    """What launches one part of a problem.
+_WORK_STAGES = 4  # kWorkStages in fwd_sm90.cuh
+_WORDS_BYTES = 2048  # of a partial block of a mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdSm90(Variant):
+    """A row of ``fwd_sm90``: one warpgroup feeds the others, each of 64 query rows.
 
     Attributes
     ----------
-    kernel : Launch
-        Of a block for each tile, or of one for each multiprocessor.
-    counts : bool
-        Whether blocks share out more tiles than they are, and want a counter.
-    params : numpy.ndarray
-        The struct, all but what depends on pointers.
-    pool : list of MappedArguments
-        Copies that no thread is using; a launch reads one before it returns.
+    q_slots : int
+        Places for a warpgroup's 64 rows of Q.
+    exclusive, q_registers, transform : bool
+        Whether a warpgroup has the tensor cores to itself until its products are done; whether Q is
+        read from registers; whether scale, softcap and bias come before the softmax.
     """
 
-    __slots__ = ("counts", "kernel", "params", "pool")
+    q_slots: int
+    exclusive: bool
+    q_registers: bool
+    transform: bool
 
-    def __init__(self, params: Any, kernel: Launch, counts: bool) -> None:
-        self.params = params.copy()
-        self.kernel = kernel
-        self.counts = counts
-        self.pool: list[MappedArguments] = []
+    @property
+    def name(self) -> str:
+        """Unique, for people and for file names."""
+        return super().name + ("-transform" if self.transform else "")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The only target that has wgmma."""
+        return ("sm_90a",)
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that compute."""
+        return self.tile_m // 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
+        tiles = row * (self.q_slots * 64 + 2 * self.stages * self.tile_n)
+        scratch = 4 * self.groups * 2048 if self.transform else 8
+        barriers = 3 * self.q_slots + 4 * self.stages + 3 * _WORK_STAGES
+        work = 32 * (self.groups + (2 if self.sparse else 1))  # Work in fwd_sm90.cuh
+        listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
+        parts = scratch + 8 * barriers, _WORK_STAGES * work, listed
+        return tiles + sum(-(-part // 16) * 16 for part in parts)
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_GROUPS", self.groups),
+            ("FA_Q_STAGES", self.q_slots),
+            ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
+            ("FA_Q_IN_REGISTERS", int(self.q_registers)),
+            ("FA_SCORE_MOD", int(self.transform)),
+            ("FA_SM90_PARAMS_BYTES", FWD_SM90_PARAMS.itemsize),
+        )
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Before all rows of ``fwd_sm80``: smaller dims first."""
+        return (0, self.dim)
 
 
-class FwdSm90:
-    """The launches of a problem by one row of the table.
+def _rows() -> Iterator[FwdSm90]:
+    # dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why. TFLOP/s: H200, bf16,
+    # 4096 tokens without a mask, beside the other tiles of validation/NOTES.md.
+    rows = (
+        (64, 3, 128, 4, 6, 1, 0, "three groups, one at the tensor cores: 617 TFLOP/s; two 519"),
+        (96, 2, 128, 2, 4, 0, 1, "as for 128"),
+        (128, 2, 128, 2, 4, 0, 1, "788 TFLOP/s, with Q in shared memory 781, with 112 keys 768"),
+        (192, 2, 96, 2, 3, 0, 0, "96 keys: scores, weights and output fill the registers"),
+        (256, 2, 64, 2, 3, 0, 0, "64 keys a tile 824 TFLOP/s, 80 keys 801"),
+    )
+    # With a mask: a row of its blocks is a tile of queries, a block one tile of keys or two.
+    masked = (
+        (64, 2, 128, 4, 4, 0, 1, "as for 128"),
+        (96, 2, 128, 2, 4, 0, 1, "as for 128"),
+        (128, 2, 128, 2, 4, 0, 1, "as without a mask"),
+        (192, 2, 64, 2, 4, 0, 0, "half a block of the mask; the next rows of Q come early"),
+        (256, 2, 64, 2, 2, 0, 0, "half a block of the mask; its words take the place of a slot"),
+    )
+    both = [(False, row) for row in rows] + [(True, row) for row in masked]
+    for sparse, (dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why) in both:
+        for dtype, transform in product(DTYPE_NAMES, (False, True)):
+            yield FwdSm90(
+                source="attention/fwd_sm90", dtype=dtype, dim=dim, tile_m=64 * groups,
+                tile_n=tile_n, warps=4 * (groups + 1), stages=stages,
+                q_slots=2 if transform and dim > 128 and not sparse else q_slots,
+                exclusive=bool(exclusive), q_registers=bool(q_registers), transform=transform,
+                sparse=sparse, why=why, hot_targets=() if transform else ("sm_90a",),
+            )  # fmt: skip
+
+
+VARIANTS: tuple[FwdSm90, ...] = tuple(_rows())
+
+
+def supports(traits: Traits) -> bool:
+    """Whether the kernel can solve a problem, if all addresses are multiples of 16."""
+    problem = traits.problem
+    sizes = problem.q_len, problem.k_len, problem.head_dim, problem.v_dim
+    if min(sizes) < 1 or any(dim % DIM_STEP for dim in sizes[2:]):
+        return False
+    axes = traits.mapped_sizes
+    if len(axes) > MAP_AXES or math.prod(axes) > MAX_LENGTH:
+        return False
+    # A bias has no map, only a place among the axes of the slow path.
+    if len(traits.sizes) > MAX_BATCH_AXES:
+        return False
+    return maps_walk(
+        {name: traits.views[name] for name in MAPPED}, traits.mapped_strides,
+        problem.dtype.itemsize,
+    )  # fmt: skip
+
+
+def packed_heads(traits: Traits, tile_m: int) -> int:
+    """Return how many heads share tiles of queries, row by row; 1 where none do.
+
+    Heads that read the same keys and values are rows of one matrix to them. They are packed where
+    that makes fewer tiles of `tile_m` rows: when each head alone would leave tiles unfilled. Under
+    a mask they are not: its rows of blocks are tiles.
+    """
+    problem, strides = traits.problem, traits.mapped_strides
+    if problem.mask is not None:
+        return 1
+    axes = traits.mapped_sizes
+    if not axes or strides["k"][-1] or strides["v"][-1] or not strides["q"][-1]:
+        return 1
+    heads, rows = axes[-1], problem.q_len * axes[-1]
+    if traits.scores_change or heads > _MAX_PACKED or heads & (heads - 1):
+        return 1
+    fewer = -(-rows // tile_m) < heads * -(-problem.q_len // tile_m)
+    return heads if fewer and rows <= MAX_LENGTH else 1
+
+
+def steps(traits: Traits, variant: FwdSm90, multiprocessors: int) -> list[Step]:
+    """Return the launches of a problem: one, unless it has more tiles than one can count.
+
+    Parameters
+    ----------
+    traits : Traits
+        Of a problem that the kernel `supports`.
+    variant : FwdSm90
+    multiprocessors : int
+        Of the device. Blocks that are fewer than the tiles share them out, and need a counter: the
+        part ``counter`` of the workspace.
+    """
+    problem, heads = traits.problem, packed_heads(traits, variant.tile_m)
+    size, strides = list(traits.mapped_sizes), dict(traits.mapped_strides)
+    head_strides = {name: strides[name][-1] if heads > 1 else 0 for name in MAPPED}
+    if heads > 1:  # their axis is none of the batch any more
+        size[-1] = 1
+        strides = {name: [*strides[name][:-1], 0] for name in MAPPED}
+    missing = MAP_AXES - len(size)
+    size = [1] * missing + size
+    strides = {name: [0] * missing + strides[name] for name in MAPPED}
+    tiles = -(-problem.q_len * heads // variant.tile_m)
+
+    params = np.zeros(1, FWD_SM90_PARAMS)
+    p = params[0]
+    p["common"] = make_params(traits, variant.tile_m)[0][0]
+    p["common"]["q_tiles"], p["common"]["aligned"] = tiles, 1
+    p["size"] = size
+    for name in ("q", "k", "v"):
+        p[f"{name}_step"] = [step != 0 for step in strides[name]]
+    p["row_shift"] = heads.bit_length() - 1
+    maps = {
+        f"{name}_map": (name, _geometry(traits, variant, name, heads, size, strides, head_strides))
+        for name in MAPPED
+    }
+    entries = math.prod(size)
+    most = max(1, attention_params.MAX_GRID // tiles)
+    group = _entries_per_l2_group(problem, size, strides)
+    return [
+        _step(traits, variant, params, maps, first, min(most, entries - first), tiles,
+              min(multiprocessors, min(most, entries - first) * tiles), group, entries <= most)
+        for first in range(0, entries, most)
+    ]  # fmt: skip
+
+
+def _step(
+    traits: Traits, variant: FwdSm90, params: np.ndarray[Any, Any], maps: dict[str, Any],
+    first: int, entries: int, tiles: int, grid: int, group: int, whole: bool,
+) -> Step:  # fmt: skip
+    """Return the launch of some batch entries."""
+    own = params.copy()
+    own["common"]["first_batch"] = first
+    scheduler = own["scheduler"]
+    scheduler["tiles"], scheduler["entries"] = entries * tiles, entries
+    scheduler["entries_per_l2_group"] = min(group, entries)
+    addresses = {f"common.{name}": name for name in POINTERS}
+    if traits.problem.mask is not None:
+        addresses |= mask_addresses("common.", whole)
+    if grid < entries * tiles:
+        addresses |= {"scheduler.counter": "counter", "scheduler.mark": MARK}
+    return Step(variant, grid, own, addresses, maps, persistent=True)
+
+
+def _geometry(
+    traits: Traits, variant: FwdSm90, name: str, heads: int, size: list[int],
+    strides: dict[str, list[int]], head_strides: dict[str, int],
+) -> Geometry:  # fmt: skip
+    """Return the shape, strides and box of an array's tensor map."""
+    view, own = traits.views[name], strides[name]
+    rows, cols = view.shape[-2:]
+    shape = [n if step else 1 for n, step in zip(size, own, strict=True)]
+    walked = [*own, view.strides[-2]]
+    box = [1, 1, 1, variant.tile_n if name in "kv" else _BOX]
+    if heads > 1 and name not in "kv":
+        shape = [*shape[:-1], rows, heads]
+        walked = [*own[:2], view.strides[-2], head_strides[name]]
+        box = [1, 1, _BOX // heads, heads]
+    else:
+        shape.append(rows)
+    # Along an axis of one entry the stride is any number; the driver wants one that it knows.
+    walked = [step if n > 1 else 16 for n, step in zip(shape, walked, strict=True)]
+    item = traits.problem.dtype.itemsize
+    return Geometry((*shape, cols), (*walked, item), (*box, _BOX))
+
+
+def _entries_per_l2_group(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> int:
+    """Return how many batch entries take turns at giving the next tile of queries.
+
+    Without a band all tiles take as long: entry by entry, so that one entry's keys and values are
+    in the L2 cache when its tiles read them. Under a band the last tiles may take longest and
+    should not start last: those of some entries come first together, about as many as have their
+    keys and values in the cache at once. Sections are about equal: a small one at the end would
+    start long tiles late.
 
     Parameters
     ----------
     problem : Problem
-        One that `fa_cupy.gpu.kernels.attention.fwd_sm90_params.takes` accepts.
-    out : View
-        Of the output, over ``problem.batch``.
-    row, other : Variant
-        The row of the table, and the one for pointers that tensor maps cannot have.
-    device : int
-
-    Attributes
-    ----------
-    row : Variant
-    q_tiles : int
-        Tiles of query rows in one batch entry, of all heads that share them.
-    launches : list of PartLaunch
-    counts : bool
-        Whether some part wants a counter.
+    size : list of int
+        Batch axes, in the order in which entries are numbered.
+    steps : dict of list of int
+        Bytes along each of them, for k and v at least; 0 where an array broadcasts.
     """
-
-    __slots__ = (
-        "_maps", "_other", "_other_made", "counts", "launches", "q_tiles", "row",
-    )  # fmt: skip
-
-    def __init__(
-        self, problem: Problem, out: View, row: Variant, other: Variant, device: int
-    ) -> None:
-        kernel = compile.load(row, str(target_of_device(device)), device)
-        self.row = row
-        self._other_made: FwdSm80 | None = None
-        self._other = problem, out, other, device
-        params, maps, parts = fill(problem, out, row.tile_m, row.tile_n)
-        self.q_tiles = int(params["common"]["q_tiles"][0])
-        self._maps = Maps(problem.dtype.name, [maps[name] for name in MAPPED], _MAPS_AT)
-        self.launches: list[PartLaunch] = []
-        most = multiprocessors(device)
-        for part in parts:
-            launch = Launch(kernel, min(most, part.tiles), row.threads, row.shared_bytes)
-            part.write(params)
-            self.launches.append(PartLaunch(params, launch, most < part.tiles))
-        self.counts = any(part.counts for part in self.launches)
-
-    def __call__(
-        self, pointers: tuple[int, ...], counter: int = 0, mask: MaskPointers | None = None
-    ) -> None:
-        """Launch with these addresses.
-
-        Parameters
-        ----------
-        pointers : tuple of int
-            In the order of `fa_cupy.gpu.kernels.attention.fwd_params.POINTERS`.
-        counter : int
-            Address of `fwd_sm90_params.COUNTER_BYTES` bytes that nothing else uses until
-            what is launched has run; 0 allocates them where they are needed. A graph has a counter
-            of its own.
-        mask : MaskPointers, optional
-            The mask, if the problem has one.
-        """
-        q, k, v, _, out, _, _ = pointers
-        mapped = (q, k, v, out)
-        if mask is not None:
-            mask = mask.of_part(0, len(self.launches) == 1)
-        for part in self.launches:
-            try:
-                arguments = part.pool.pop()
-            except IndexError:
-                arguments = MappedArguments(part.params)
-            if arguments.mapped != mapped and not self._maps.write(arguments, mapped):
-                # So it is at the first part, before anything is launched: all have the same maps.
-                part.pool.append(arguments)
-                self.for_any_pointers()(pointers, mask=mask)
-                return
-            pack_pointers(arguments.memory, _POINTERS_AT, *pointers)
-            if mask is not None:
-                pack_mask(arguments.memory, _POINTERS_AT + MASK_AT, *mask)
-            if part.counts:
-                self._launch(part, arguments, counter)
-            else:
-                part.kernel(arguments)
-            part.pool.append(arguments)
-
-    @staticmethod
-    def _launch(part: PartLaunch, arguments: MappedArguments, counter: int) -> None:
-        """Launch a part whose blocks share out more tiles than they are."""
-        stream = get_current_stream().ptr
-        # The order of the stream protects what is given back before the kernel has run.
-        memory = None
-        if runtime.streamIsCapturing(stream):
-            # A result that the caller has may be gone, or be read, when the graph runs.
-            memory = workspace.of_graph(COUNTER_BYTES)
-        elif not counter:
-            memory = alloc(COUNTER_BYTES)
-        at = counter if memory is None else memory.ptr
-        pack_counter(arguments.memory, _COUNTER_AT, at, next(_marks))
-        part.kernel(arguments, stream)
-
-    def for_any_pointers(self) -> FwdSm80:
-        """Return the launches by the other kernel, made at the first call."""
-        if self._other_made is None:
-            self._other_made = FwdSm80(*self._other)
-        return self._other_made
+    if problem.lower is None and problem.upper is None:
+        return 1
+    least, most = _SECTION
+    wanted = min(most, max(least, cached_entries(problem, size, steps)))
+    entries = math.prod(size)
+    return -(-entries // max(1, round(entries / wanted)))

@@ -10,7 +10,7 @@ import numpy as np
 
 from fa_cupy.core.attention_problem import View
 from fa_cupy.core.linear_problem import Product
-from fa_cupy.gpu.kernels.attention.fwd_params import MAX_BATCH_AXES, Part, collapse, parts
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_BATCH_AXES, Part, merge_axes, parts
 
 #: The arrays a launch points to, in the order of the struct.
 POINTERS = ("q", "k", "v", "out", "initial", "state", "workspace")
@@ -75,7 +75,7 @@ def fill(
     for name, view in (("initial", problem.initial), ("state", state)):
         if view is not None:
             views[name], item[name] = view, problem.state_dtype.itemsize
-    sizes, strides = collapse(problem.batch, views)
+    sizes, strides = merge_axes(problem.batch, views)
     outer = max(0, len(sizes) - MAX_BATCH_AXES)
     axes = len(sizes) - outer
 

@@ -11,7 +11,7 @@ from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.driver.devices import multiprocessors, target_of_device
 from fa_cupy.gpu.driver.launch import Arguments, Launch
 from fa_cupy.gpu.driver.tensor_map_cache import MappedArguments, Maps
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import MAP_BYTES, MAPPED
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import MAPPED
 from fa_cupy.gpu.kernels.linear import params
 from fa_cupy.gpu.kernels.linear.heuristics import Choice, choose
 from fa_cupy.gpu.kernels.linear.sm80_variants import ProductVariant
@@ -24,6 +24,7 @@ from fa_cupy.gpu.kernels.linear.sm90_params import (
     takes,
 )
 from fa_cupy.gpu.kernels.linear.sm90_variants import VariantSm90
+from fa_cupy.gpu.kernels.tensor_maps import MAP_BYTES
 
 _JOB_BYTES = PRODUCT_JOB.itemsize
 

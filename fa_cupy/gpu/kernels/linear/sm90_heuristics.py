@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention.fwd_params import MAX_LENGTH
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS, ProductVariant
 from fa_cupy.gpu.kernels.linear.sm90_params import CHUNK, dim_step
 from fa_cupy.gpu.kernels.linear.sm90_variants import (

@@ -16,12 +16,12 @@ import numpy as np
 
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product
-from fa_cupy.gpu.kernels.attention.fwd_params import MAX_GRID, MAX_LENGTH, collapse
-from fa_cupy.gpu.kernels.attention.fwd_sm90_params import (
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH, merge_axes
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import MAPPED
+from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,
     MAP_BYTES,
-    MAPPED,
     Geometry,
     maps_walk,
     padded,
@@ -101,7 +101,7 @@ def takes(job: Job) -> bool:
     if not 1 <= problem.k_len <= MAX_LENGTH or min(dims) < 1 or any(d % step for d in dims):
         return False
     views = job.views
-    sizes, steps = collapse(problem.batch, views)
+    sizes, steps = merge_axes(problem.batch, views)
     # The grid has so many blocks, times a few for split sequences of few entries.
     blocks = math.prod(sizes) * -(-problem.v_dim // CHUNK) * MAX_JOBS
     if len(sizes) > MAP_AXES or not 1 <= blocks <= MAX_GRID // 2:
@@ -160,7 +160,7 @@ def fill(
 def _fill_job(job: Job, p: Any) -> dict[str, Geometry]:
     """Fill a job of the struct but for maps, pointers and `tiles`; return how to make the maps."""
     problem, views = job.problem, job.views
-    sizes, steps = collapse(problem.batch, views)
+    sizes, steps = merge_axes(problem.batch, views)
     missing = MAP_AXES - len(sizes)
     sizes = [1] * missing + sizes
     steps = {name: [0] * missing + steps[name] for name in views}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention.fwd_params import MASK_LISTS
+from fa_cupy.gpu.kernels.attention.attention_params import MASK_LISTS
 from fa_cupy.masks.blocks import Grid
 
 #: ``struct MaskTable`` of ``cuda_src/common/block_table.cuh``; all 0 is no mask.

@@ -1,11 +1,10 @@
-"""The parameter struct of the attention kernels, and how a problem fills it."""
+"""The parameters that all attention kernels share, and what follows from a problem for them."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +18,10 @@ MAX_GRID = 2**31 - 1
 MAX_LENGTH = 2**31 - 2**16
 _INT32 = 2**31 - 1
 LOG2E = math.log2(math.e)
+_L2_BYTES = 32 << 20  # what keys and values can count on of an H200's 50 MiB
 
 #: The arrays a launch points to, in the order of the struct.
-POINTERS = ("q", "k", "v", "bias", "out", "lse", "debug")
+POINTERS = ("q", "k", "v", "bias", "out", "lse")
 _OPERANDS = ("q", "k", "v", "out", "bias")
 _ROWS = ("q", "k", "v", "out")
 #: Rows and columns of a block of a mask.
@@ -39,7 +39,7 @@ MASK_LISTS = np.dtype(
 #: The same fields in the same order as ``struct AttentionParams`` in
 #: ``cuda_src/common/attention_params.cuh``, which checks the size when it is compiled.
 ATTENTION_PARAMS = np.dtype(
-    [(name, np.uint64) for name in POINTERS]
+    [(name, np.uint64) for name in (*POINTERS, "debug")]
     + [("first_batch", np.int64), ("aligned", np.int32), ("batch_axes", np.int32)]
     + [("mask", MASK_LISTS), ("bias_row", np.int64), ("bias_col", np.int64)]
     + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _OPERANDS]
@@ -50,17 +50,9 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.float32) for name in ("exp2_scale", "scale", "softcap")],
     align=True,
 )
-#: How a call writes its pointers, `first_batch` and `aligned` at the head of the struct.
-HEAD_FORMAT = "=7Qqi"
-#: Does it: buffer, place of the struct in it, seven pointers, first batch entry, aligned.
-pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
-#: Only the pointers.
-pack_pointers: Callable[..., None] = struct.Struct("=7Q").pack_into
-#: Where a call that has a mask writes it, from the beginning of the struct.
-MASK_AT = ATTENTION_PARAMS.fields["mask"][1] if ATTENTION_PARAMS.fields else 0
-MASK_FORMAT = "=9Qq"
-#: Does it: buffer, place of the mask in it, a `MaskPointers`.
-pack_mask: Callable[..., None] = struct.Struct(MASK_FORMAT).pack_into
+#: What launches of the forward kernels are given addresses of, in this order: the arrays, and the
+#: parts of a mask.
+NAMES = (*POINTERS, *(f"mask.{name}" for name in MASK_LISTS.names or ()))
 
 
 class MaskPointers(NamedTuple):
@@ -90,22 +82,6 @@ class MaskPointers(NamedTuple):
     order: int = 0
     words_by_block: int = 0
 
-    def of_part(self, entry: int, whole: bool) -> MaskPointers:
-        """Return what the launch of a part is told.
-
-        Parameters
-        ----------
-        entry : int
-            The batch entry of the call that is entry 0 of the part.
-        whole : bool
-            Whether the part is all of the call: `order` is for that only.
-        """
-        return (
-            self
-            if whole
-            else self._replace(matrix_of_entry=self.matrix_of_entry + 4 * entry, order=0)
-        )
-
 
 class Part(NamedTuple):
     """One launch of a problem.
@@ -126,7 +102,7 @@ class Part(NamedTuple):
     entry: int = 0
 
 
-def collapse(
+def merge_axes(
     batch: tuple[int, ...], views: dict[str, View]
 ) -> tuple[list[int], dict[str, list[int]]]:
     """Merge neighbouring batch axes that every view walks as one.
@@ -175,14 +151,8 @@ def transforms(problem: Problem) -> bool:
     return problem.bias is not None or problem.softcap > 0 or not plain_scale
 
 
-def query_tiles(problem: Problem, tile_m: int) -> int:
-    """Return the tiles of query rows of a batch entry; with a mask, of whole blocks of rows."""
-    block = tile_m if problem.mask is None else MASK_BLOCK
-    return -(-problem.q_len // block) * (block // tile_m)
-
-
-def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any], list[Part], bool]:
-    """Return the parameter struct of a problem, all but its head, and the launches it takes.
+class Traits:
+    """What follows from a forward problem and its output for the launches, derived once.
 
     Parameters
     ----------
@@ -190,24 +160,58 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
         With sizes and row strides that fit 32 bits.
     out : View
         Of the output, over ``problem.batch``.
+
+    Attributes
+    ----------
+    views : dict of View
+        Of q, k, v and out, and of the bias if there is one.
+    item : dict of int
+        Bytes of an element of each.
+    sizes, strides : list of int, dict of list of int
+        The batch axes that all of them walk, merged, and the bytes along each; see `merge_axes`.
+    mapped_sizes, mapped_strides : list of int, dict of list of int
+        The same of q, k, v and out, which may be walked by tensor maps.
+    scores_change : bool
+        Whether scale, softcap or bias change the scores before the softmax.
+    """
+
+    def __init__(self, problem: Problem, out: View) -> None:
+        self.problem, self.out = problem, out
+        self.views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
+        self.item = dict.fromkeys(self.views, problem.dtype.itemsize)
+        self.mapped_sizes, self.mapped_strides = merge_axes(problem.batch, self.views)
+        self.sizes, self.strides = self.mapped_sizes, self.mapped_strides
+        if problem.bias is not None and problem.bias_dtype is not None:
+            self.views["bias"], self.item["bias"] = problem.bias, problem.bias_dtype.itemsize
+            self.sizes, self.strides = merge_axes(problem.batch, self.views)
+        self.scores_change = transforms(problem)
+
+    def query_tiles(self, tile_m: int) -> int:
+        """Return the tiles of queries of a batch entry; with a mask, of whole blocks of rows."""
+        block = tile_m if self.problem.mask is None else MASK_BLOCK
+        return -(-self.problem.q_len // block) * (block // tile_m)
+
+
+def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list[Part], bool]:
+    """Return the parameter struct of a problem, all but addresses, and the launches it takes.
+
+    Parameters
+    ----------
+    traits : Traits
     tile_m : int
         Query rows of a tile.
 
     Returns
     -------
     params : numpy.ndarray
-        Shape (1,), dtype `ATTENTION_PARAMS`; a mask's lists, which move, are written by
-        `pack_mask`.
+        Shape (1,), dtype `ATTENTION_PARAMS`.
     parts : list of Part
         One, unless there are more batch axes or tiles than a launch takes.
     aligned : bool
         Whether all rows of q, k, v and out start at multiples of 16 bytes if the arrays do.
     """
-    views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
-    item = dict.fromkeys(views, problem.dtype.itemsize)
-    if problem.bias is not None and problem.bias_dtype is not None:
-        views["bias"], item["bias"] = problem.bias, problem.bias_dtype.itemsize
-    sizes, strides = collapse(problem.batch, views)
+    problem, views, item = traits.problem, traits.views, traits.item
+    sizes, strides = traits.sizes, dict(traits.strides)
     outer = max(0, len(sizes) - MAX_BATCH_AXES)
     axes = len(sizes) - outer
 
@@ -221,14 +225,13 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     p["batch_axes"] = axes
     for name in ("q_len", "k_len", "head_dim", "v_dim"):
         p[name] = getattr(problem, name)
-    p["q_tiles"] = query_tiles(problem, tile_m)
+    p["q_tiles"] = traits.query_tiles(tile_m)
     p["lower"], p["upper"] = band_limits(problem)
     if problem.bias is not None and problem.bias_dtype is not None:
         p["bias_col"] = problem.bias.strides[-1] // item["bias"]
         p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
-    transformed = transforms(problem)
-    p["has_score_mod"] = transformed
-    p["exp2_scale"] = 1.0 if transformed else problem.scale * LOG2E
+    p["has_score_mod"] = traits.scores_change
+    p["exp2_scale"] = 1.0 if traits.scores_change else problem.scale * LOG2E
     factor, cap = transform(problem, np.dtype(np.float32))
     p["scale"], p["softcap"] = in_float32(factor), in_float32(cap)
 
@@ -236,6 +239,20 @@ def fill(problem: Problem, out: View, tile_m: int) -> tuple[np.ndarray[Any, Any]
     found = list(parts(POINTERS, sizes, outer, strides, int(p["q_tiles"])))
     steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
     return params, found, all(step % 16 == 0 for step in steps)
+
+
+def mask_addresses(prefix: str = "", whole: bool = True) -> dict[str, str]:
+    """Return which part of a mask each field points to.
+
+    Parameters
+    ----------
+    prefix : str, optional
+        Of the fields' paths.
+    whole : bool, optional
+        Whether the launch is all of the call: an order of work is for that only.
+    """
+    names = (f"mask.{name}" for name in MASK_LISTS.names or () if whole or name != "order")
+    return {f"{prefix}{name}": name for name in names}
 
 
 def parts(
@@ -252,7 +269,7 @@ def parts(
     pointers : sequence of str
         The arrays a launch points to.
     sizes, strides
-        From `collapse`; a pointer without strides stays where it is.
+        From `merge_axes`; a pointer without strides stays where it is.
     outer : int
         How many of the axes are walked by launches, not by a kernel.
     blocks : int
@@ -277,3 +294,23 @@ def in_float32(x: float) -> float:
 
 def _clip(bound: int) -> int:
     return max(-_INT32, min(_INT32, bound))
+
+
+def cached_entries(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> int:
+    """Return how many batch entries have their keys and values in the L2 cache at once.
+
+    Parameters
+    ----------
+    problem : Problem
+    size : list of int
+        Batch axes, in the order in which entries are numbered.
+    steps : dict of list of int
+        Bytes along each of them, for k and v at least; 0 where an array broadcasts.
+    """
+    sharing = 1  # entries next to each other that read the same keys and values
+    for n, k_step, v_step in reversed(list(zip(size, steps["k"], steps["v"], strict=True))):
+        if n > 1 and (k_step or v_step):
+            break
+        sharing *= n
+    one = problem.k_len * (problem.head_dim + problem.v_dim) * problem.dtype.itemsize
+    return _L2_BYTES // max(1, one) * sharing
