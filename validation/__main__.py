@@ -12,7 +12,6 @@ COMMANDS = {
     "host": ("validation.host_time", "time on the host: a call, a first call, the import"),
     "tiles": ("validation.tiles", "tile sizes of the CPU path around the planned one"),
     "memory": ("validation.memory", "peak memory of a long sequence"),
-    "word_orders": ("validation.word_orders", "orders of mask words: loads, instructions, time"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
     "readme": ("validation.readme", "the README's tables, from the results"),
     "rows": ("validation.rows", "other tiles and stages of the backward kernels"),

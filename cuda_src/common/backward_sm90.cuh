@@ -12,7 +12,6 @@
 #include "ptx/tma.cuh"
 
 constexpr bool kSparse = FA_SPARSE;  // a mask says which blocks are hidden, and has bits of others
-static_assert(!kSparse || kRowMajor == 0, "words are in fragment order");
 
 struct BwdSm90Params {
   TensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map, dq_map;

@@ -59,9 +59,7 @@ def attention(
         As `emulator.launch`.
     """
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
-    lists = None
-    if mask is not None:
-        lists = lists_of(problem, mask, order, by_tile, row_major=row.row_major > 0)
+    lists = None if mask is None else lists_of(problem, mask, order, by_tile)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
     view = attention_problem.out_view(problem, out.shape, out.strides)

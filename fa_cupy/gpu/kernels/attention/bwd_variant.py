@@ -57,7 +57,6 @@ class BackwardVariant(Variant):
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
-            ("FA_ROW_MAJOR", 0),  # words of masks, which headers know of
         )
 
     @property
