@@ -170,7 +170,7 @@ def slots_of_q():
     for row in gpu.VARIANTS:
         if isinstance(row, VariantSm90):
             key = (row.dim, row.sparse, row.groups)
-            slots.setdefault(key, {})[row.transform] = row.q_slots
+            slots.setdefault(key, {})[row.transform] = row.q_stages
     dims = {}
     for (dim, sparse, groups), of in slots.items():
         dims.setdefault((sparse, groups, of[False], of[True]), []).append(str(dim))

@@ -190,14 +190,14 @@ class VariantSm90(Variant):
 
     Attributes
     ----------
-    q_slots : int
-        Places for a warpgroup's 64 rows of Q.
+    q_stages : int
+        Stages of 64 rows of Q each, which are those of one warpgroup.
     exclusive, q_registers, transform : bool
         Whether a warpgroup has the tensor cores to itself until its products are done; whether Q is
         read from registers; whether scale, softcap and bias come before the softmax.
     """
 
-    q_slots: int
+    q_stages: int
     exclusive: bool
     q_registers: bool
     transform: bool
@@ -221,9 +221,9 @@ class VariantSm90(Variant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
-        tiles = row * (self.q_slots * 64 + 2 * self.stages * self.tile_n)
+        tiles = row * (self.q_stages * 64 + 2 * self.stages * self.tile_n)
         scratch = 4 * self.groups * 2048 if self.transform else 8
-        barriers = 3 * self.q_slots + 4 * self.stages + 3 * _WORK_STAGES
+        barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # Work in fwd_sm90.cuh
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = scratch + 8 * barriers, _WORK_STAGES * work, listed
@@ -235,7 +235,7 @@ class VariantSm90(Variant):
         return (
             *super().defines,
             ("FA_GROUPS", self.groups),
-            ("FA_Q_STAGES", self.q_slots),
+            ("FA_Q_STAGES", self.q_stages),
             ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
             ("FA_Q_IN_REGISTERS", int(self.q_registers)),
             ("FA_SCORE_MOD", int(self.transform)),

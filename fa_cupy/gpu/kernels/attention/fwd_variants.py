@@ -40,7 +40,7 @@ def _fwd_sm80() -> Iterator[VariantSm80]:
 
 
 def _fwd_sm90() -> Iterator[VariantSm90]:
-    # dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why. TFLOP/s: H200, bf16,
+    # dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why. TFLOP/s: H200, bf16,
     # 4096 tokens without a mask, beside the other tiles of validation/NOTES.md.
     rows = (
         (64, 3, 128, 4, 6, 1, 0, "three groups, one at the tensor cores: 617 TFLOP/s; two 519"),
@@ -58,12 +58,12 @@ def _fwd_sm90() -> Iterator[VariantSm90]:
         (256, 2, 64, 2, 2, 0, 0, "half a block of the mask; its words take the place of a slot"),
     )
     both = [(False, row) for row in rows] + [(True, row) for row in masked]
-    for sparse, (dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why) in both:
+    for sparse, (dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why) in both:
         for dtype, transform in product(DTYPE_NAMES, (False, True)):
             yield VariantSm90(
                 source="attention/fwd_sm90", dtype=dtype, dim=dim, tile_m=64 * groups,
                 tile_n=tile_n, warps=4 * (groups + 1), stages=stages,
-                q_slots=2 if transform and dim > 128 and not sparse else q_slots,
+                q_stages=2 if transform and dim > 128 and not sparse else q_stages,
                 exclusive=bool(exclusive), q_registers=bool(q_registers), transform=transform,
                 sparse=sparse, why=why, hot_targets=() if transform else ("sm_90a",),
             )  # fmt: skip
