@@ -13,7 +13,6 @@ from validation import (
     product_calls,
     stages,
     store,
-    word_orders,
 )
 
 pytestmark = pytest.mark.gpu
@@ -88,11 +87,3 @@ def test_bench_of_masks_on_the_gpu(name, tmp_path, monkeypatch):
     rows = store.load(out)[1]
     assert {row["case"] for row in rows} == {case.name for case in small}
     assert all(row["value"] > 0 for row in rows)
-
-
-def test_both_orders_of_mask_words_on_the_gpu():
-    if devices.current_target() != word_orders.TARGET:
-        pytest.skip("the comparison is of fwd_sm90")
-    rows = word_orders.timed(dataclasses.replace(word_orders.CASE, length=1024, heads=2), 2)
-    assert [row["impl"] for row in rows] == ["dense", *word_orders.BUILDS]
-    assert all(row["ms"] > 0 for row in rows)

@@ -47,7 +47,6 @@ static_assert(!kSparse || (kTilesPerBlock * kTileN == kMaskBlock && kMaskBlock %
 static_assert(!kSparse || (kStages <= 2 && kWarps == 4),
               "a tile is loaded one tile ahead; each warp looks for one end of a list");
 static_assert(!kSparse || kDebugStage == 0, "stages are those without a mask");
-static_assert(kRowMajor == 0, "a thread copies its words in fragment order");
 
 using QTile = SharedTile<kTileM, kDim>;
 using KVTile = SharedTile<kTileN, kDim>;

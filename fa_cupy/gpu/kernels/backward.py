@@ -80,7 +80,6 @@ class BackwardVariant(Variant):
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
-            ("FA_ROW_MAJOR", 0),  # words of masks, which headers know of
         )
 
     def scratch(self, traits: Traits, rows: int) -> dict[str, int]:
@@ -241,7 +240,7 @@ class Traits:
         return blocks <= MAX_GRID and maps_walk(self.views, self.steps, item, outputs=())
 
     def _addresses_walk(self) -> bool:
-        """Whether computed addresses can walk the arrays, and a launch has a block for each tile."""
+        """As `_maps_walk` for kernels that compute addresses."""
         rows = self.entries * -(-self.problem.q_len // PADDED) * PADDED
         blocks = max(rows // 8, self.entries * -(-self.problem.k_len // _LEAST_KEYS))
         item = self.problem.dtype.itemsize

@@ -47,13 +47,14 @@ class BackwardSm90(BackwardVariant):
 
     Attributes
     ----------
-    sections : tuple of int
-        Entries that take turns at giving the next block of keys, without a band and under one. A
-        block of keys may wait for those before it, so those that run together should be of some
-        entries; those of one entry read the same queries, so there should not be too many.
+    l2_groups : tuple of int
+        Entries of a group, without a band and under one. The blocks of keys of a group's entries
+        are given out in turn, and share the L2 cache. A block of keys may wait for those before it
+        of its entry, so a group should have several entries; blocks of one entry read the same
+        queries, so it should not have too many.
     """
 
-    sections: tuple[int, int] = (16, 16)
+    l2_groups: tuple[int, int] = (16, 16)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -117,8 +118,8 @@ class BackwardSm90(BackwardVariant):
         entries = traits.entries // traits.group  # of keys
         params["group"], params["entries"] = traits.group, entries
         params["k_tiles"] = -(-problem.k_len // self.tile_n)
-        section = self.sections[problem.lower is not None or problem.upper is not None]
-        params["entries_per_l2_group"] = -(-entries // max(1, round(entries / section)))
+        l2_group = self.l2_groups[problem.lower is not None or problem.upper is not None]
+        params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
         addresses = {name: name for name in _PARTS if name in launches.parts}
         addresses |= traits.mask(params, by_key)

@@ -22,33 +22,23 @@ class BwdSm90(BackwardSm90):
 
     Attributes
     ----------
-    o_stages : int
+    dout_stages : int
         Tiles of dO in flight; `stages` are those of Q.
-    slots : int
-        Places for a warpgroup's results on their way out.
-    stores : int
+    staging_stages : int
+        Buffers for a warpgroup's results on their way out.
+    store_threads : int
         Threads that store results, each of which waits for turns. Three leave one that loads.
-    keep_sums : bool
-        Whether the L2 cache is to keep the sums of dQ rather than Q and dO.
-    late : bool
-        Whether dK of a tile is computed beside the exponentials of the next one.
-    soon : bool
-        Whether the scores of the next tile start before dV of this one is done; that takes more
-        registers.
-    delayed : bool
-        Whether dQ is that of the tile before, so that the two warpgroups need not keep step.
-    last_first : bool
-        Whether blocks of keys are given out from the last one on; see kReverseKvOrder.
+    defer_dq : bool
+        The schedule. True: dQ is that of the tile before, so that neither warpgroup waits for the
+        other, and blocks of keys are given out from the last one on. False: dK is that of the tile
+        before, and runs beside the exponentials; blocks of keys are given out from the first one
+        on.
     """
 
-    o_stages: int
-    slots: int
-    stores: int
-    keep_sums: bool
-    late: bool
-    soon: bool
-    delayed: bool
-    last_first: bool
+    dout_stages: int
+    staging_stages: int
+    store_threads: int
+    defer_dq: bool
 
     @property
     def dq_tile_m(self) -> int:
@@ -58,30 +48,27 @@ class BwdSm90(BackwardSm90):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
-        tiles = self.row_bytes * (2 * self.tile_n + (self.stages + self.o_stages) * self.tile_m)
-        ds_stages = 2 if self.delayed else 1  # kDsStages
+        tiles = self.row_bytes * (2 * self.tile_n + (self.stages + self.dout_stages) * self.tile_m)
+        ds_stages = 2 if self.defer_dq else 1  # kDsStages
         scores = 2 * self.tile_m * self.tile_n * ds_stages
         rows = 8 * self.tile_m * self.stages
-        slots = GROUPS * self.slots
-        rings = self.stages + self.o_stages + ds_stages + slots + WORK_STAGES
-        tickets = self.slots if self.stores == self.slots else self.stores * self.slots
-        barriers = 4 + 2 * rings + GROUPS * (tickets - self.slots)
+        staging = GROUPS * self.staging_stages
+        rings = self.stages + self.dout_stages + ds_stages + staging + WORK_STAGES
+        alike = self.store_threads == self.staging_stages  # kStagingBarriers
+        staging_barriers = staging if alike else staging * self.store_threads
+        barriers = 4 + 2 * rings + staging_barriers - staging
         end = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
-        return tiles + scores + slots * 4 * 64 * self.dq_tile_m + rows + -(-end // 16) * 16
+        return tiles + scores + staging * 4 * 64 * self.dq_tile_m + rows + -(-end // 16) * 16
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
         return (
             *super().defines,
-            ("FA_DOUT_STAGES", self.o_stages),
-            ("FA_STAGING_STAGES", self.slots),
-            ("FA_STORE_THREADS", self.stores),
-            ("FA_KEEP_DQ_ACCUM", int(self.keep_sums)),
-            ("FA_DEFER_DK", int(self.late)),
-            ("FA_OVERLAP_NEXT_S", int(self.soon)),
-            ("FA_DEFER_DQ", int(self.delayed)),
-            ("FA_REVERSE_KV_ORDER", int(self.last_first)),
+            ("FA_DOUT_STAGES", self.dout_stages),
+            ("FA_STAGING_STAGES", self.staging_stages),
+            ("FA_STORE_THREADS", self.store_threads),
+            ("FA_DEFER_DQ", int(self.defer_dq)),
         )
 
     def query_tiles(self, traits: Traits) -> int:
@@ -104,19 +91,19 @@ class BwdSm90(BackwardSm90):
 
 
 def _rows() -> Iterator[BwdSm90]:
-    # dim, tile_m, stages, stores, delayed, sections, why
+    # dim, tile_m, stages, store_threads, defer_dq, l2_groups, why
     rows = (
         (64, 128, 2, 3, True, (16, 8), "K and V are read once for 128 queries, turns may be late"),
         (96, 64, 3, 3, False, (16, 16), "as for 128; late turns cost more with two stores"),
         (128, 64, 3, 2, False, (16, 16), "dK and dV fill half of the registers; Q stays longer"),
     )
-    for dim, tile_m, stages, stores, delayed, sections, why in rows:
+    for dim, tile_m, stages, store_threads, defer_dq, l2_groups, why in rows:
         for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
-                warps=12, stages=stages, o_stages=2, slots=2, stores=3 if sparse else stores,
-                keep_sums=sparse, late=not delayed, soon=not delayed, delayed=delayed,
-                last_first=delayed, sections=sections, why=why, sparse=sparse,
+                warps=12, stages=stages, dout_stages=2, staging_stages=2,
+                store_threads=3 if sparse else store_threads, defer_dq=defer_dq,
+                l2_groups=l2_groups, why=why, sparse=sparse,
             )  # fmt: skip
 
 
