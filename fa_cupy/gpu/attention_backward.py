@@ -22,7 +22,7 @@ from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import require_whole_elements
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
-from fa_cupy.gpu.kernels.backward import Gradients
+from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import lookup, mask_key, options_key, remember
@@ -245,7 +245,7 @@ def _prepare(
     views = Gradients(*(view(name) for name in Gradients._fields))
     problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
     sizes = {name: x.nbytes for name, x in inside.items()}
-    made = make_plan(problem, views, workspace.launcher(device), sizes)
+    made = make_plan(Traits(problem, views), workspace.launcher(device), sizes)
     if made is None:
         return None
     plan, (places, _) = made

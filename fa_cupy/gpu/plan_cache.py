@@ -14,8 +14,9 @@ import numpy as np
 
 from fa_cupy._bitmask import BitMask
 
-_NUMBERS = frozenset((type(None), float, int, np.float32, np.float64))
-_TEXTS = frozenset((type(None), str))
+#: The types of options that are equal where they mean the same.
+NUMBERS = frozenset((type(None), float, int, np.float32, np.float64))
+TEXTS = frozenset((type(None), str))
 _MOST = 8192  # plans; the table starts anew when it is full
 
 #: Reading it is one step to other threads.
@@ -36,10 +37,10 @@ def remember(key: Any, value: Any) -> Any:
 def options_key(scale: Any, is_causal: Any, causal_align: Any, window: Any, softcap: Any) -> Any:
     """Return what a plan depends on in options; None if a type does not say what it means."""
     if not (
-        scale.__class__ in _NUMBERS
-        and softcap.__class__ in _NUMBERS
+        scale.__class__ in NUMBERS
+        and softcap.__class__ in NUMBERS
         and is_causal.__class__ is bool
-        and causal_align.__class__ in _TEXTS
+        and causal_align.__class__ in TEXTS
     ):
         return None
     if window is not None and window_key(window) is False:

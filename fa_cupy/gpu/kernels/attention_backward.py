@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu import plan
 from fa_cupy.gpu.kernels.attention import (
     bwd_convert_dq,
@@ -25,7 +24,7 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_preprocess,
     bwd_sm90,
 )
-from fa_cupy.gpu.kernels.backward import BackwardVariant, Gradients, Launches, Traits, Wanted
+from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.structs import TABLE_ARRAYS
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask.
@@ -99,8 +98,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
 
 
 def make_plan(
-    problem: Problem,
-    views: Gradients,
+    traits: Traits,
     launcher: Launcher,
     copies: Mapping[str, int] = _NOTHING,
     variants: Sequence[BackwardVariant] = (),
@@ -109,8 +107,7 @@ def make_plan(
 
     Parameters
     ----------
-    problem : Problem
-    views : Gradients
+    traits : Traits
     launcher : Launcher
     copies : mapping of int
         Bytes of the arrays that lie in the workspace, by name. The plan is given no addresses of
@@ -118,13 +115,12 @@ def make_plan(
     variants : sequence of BackwardVariant, optional
         Kernels in place of those that `select` picks.
     """
-    traits = Traits(problem, views)
     variants = variants or select(traits.wanted, launcher.target)
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)
     space = plan.workspace_of({**launches.parts, **copies})
     names = [name for name in ARRAYS if name not in copies]
-    names += TABLE_ARRAYS if problem.mask is not None else ()
+    names += TABLE_ARRAYS if traits.wanted.masked else ()
     steps = [variant.step(traits, launches) for variant in variants]
     return plan.Plan(steps, names, launcher, space), space

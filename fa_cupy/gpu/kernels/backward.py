@@ -343,7 +343,7 @@ class Launches:
         tiles = (PADDED, *(variant.tile_m for variant in variants))
         self.rows = max(-(-traits.problem.q_len // m) * m for m in tiles)
         scratch: dict[str, int] = {}
-        counters: dict[str, int] = {}
+        counters = {"nonfinite_flags": 4 * (1 + sum(traits.flags()))}
         for variant in variants:
             scratch |= variant.scratch(traits, self.rows)
             counters |= variant.counters(traits)

@@ -14,6 +14,7 @@ import numpy as np
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
+from fa_cupy.gpu import workspace
 from fa_cupy.gpu.driver.arguments import Arguments
 from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
@@ -22,7 +23,6 @@ from fa_cupy.gpu.kernels.mask.variants import SIDE, TABLES, TURN
 from fa_cupy.gpu.masks.binding import CallMask, Made, apart, device_lists, malloc
 from fa_cupy.gpu.masks.device_mask import DeviceMask, arrays_of
 from fa_cupy.gpu.plan import Step
-from fa_cupy.gpu.workspace import launcher, temporaries
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import Grid
 
@@ -116,7 +116,7 @@ class CallTables:
         return kept.found, kept
 
     def _made(self, lists: DeviceMask) -> Tables:
-        with temporaries():
+        with workspace.temporaries():
             return make(lists, self._grid, self._device)
 
 
@@ -165,7 +165,7 @@ def make(lists: DeviceMask, grid: Grid, device: int) -> Tables:
 
 def _launch(step: Step, device: int) -> None:
     """Launch a step whose struct is complete."""
-    launcher(device).kernel(step)(Arguments(step.params))
+    workspace.launcher(device).kernel(step)(Arguments(step.params))
 
 
 def _pointers(lists: DeviceMask) -> MaskPointers:

@@ -51,11 +51,8 @@ class BwdNonfinite(BackwardVariant):
         return {"row_statistics": 8 * traits.entries * rows}
 
     def counters(self, traits: Traits) -> dict[str, int]:
-        """Return the flags that other kernels raise, and the counters of the kernel's own tasks."""
-        return {
-            "nonfinite_flags": 4 * (1 + sum(traits.flags())),
-            "task_counters": 4 * _TASK_COUNTERS,
-        }
+        """Return the counters of the kernel's tasks."""
+        return {"task_counters": 4 * _TASK_COUNTERS}
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch, whose blocks take tasks until none is left."""
