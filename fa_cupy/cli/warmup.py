@@ -98,10 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         print("warmup: no GPU here; name a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
-    dims = set(
-        options.head_dim
-        or (row.dim for row in (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS))
-    )
+    every = (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS)
+    dims = set(options.head_dim or (row.dim for row in every))
     rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
     rows += serving_products(target, dtypes, dims)
     for why in unserved(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cupy
 import numpy as np
@@ -137,7 +137,7 @@ def cached(
         return None
     key = tuple(facts)
     found: Any = lookup(key, _NAME)
-    if found is _NAME:  # not None, which stands for calls that need copies or have no kernel
+    if found is _NAME:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, None, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
@@ -145,9 +145,8 @@ def cached(
         )  # fmt: skip
         arrays = _named(inputs, results)
         require_whole_elements(_NAME, **arrays)
-        found = prepared(problem, arrays, _INPUTS)
-        found = remember(key, None if found is None or found.copies else found)
-    if found is None:
+        found = remember(key, prepared(problem, arrays, _INPUTS))
+    if found is None or found.copies:
         return None
     tables, _owners = ((), None) if found.tables is None else found.tables(mask)
     dq, dk, dv = (
@@ -219,10 +218,10 @@ def prepared(problem: Problem, arrays: dict[str, Any], need: Sequence[str]) -> P
         [name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)]
     )
     key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device
-    found = lookup(key, _NAME)
+    found: Any = lookup(key, _NAME)
     if found is _NAME:
         found = remember(key, _prepare(problem, laid, copied, need, device))
-    return found
+    return cast("Prepared | None", found)
 
 
 def _prepare(
