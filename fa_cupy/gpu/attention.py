@@ -18,11 +18,6 @@ from cupy.cuda import runtime
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.driver.devices import target_of_device
-from fa_cupy.gpu.driver.launch import launch
-from fa_cupy.gpu.kernels.attention.fwd_params import fill, pack_head
-from fa_cupy.gpu.kernels.attention.fwd_variants import VariantSm80
 from fa_cupy.gpu.plan import (
     Plan,
     dense_strides,
@@ -169,49 +164,6 @@ def _by_copies(
     if target is not out:
         out[...] = target
     return out, rows
-
-
-def debug_stage(q: Any, k: Any, v: Any, stage: int, **options: Any) -> np.ndarray[Any, Any]:
-    """Run `fwd_sm80` up to a stage of its first key tile and return what it then holds.
-
-    Parameters
-    ----------
-    q, k, v : cupy.ndarray
-        Of float16 or bfloat16, with a contiguous last axis.
-    stage : int
-        1: products q . k; 2: per row the largest of them and the sum of weights, in columns 0 and
-        1; 3: weights; 4: the output before its division.
-    **options
-        Of `fa_cupy.attention`.
-
-    Returns
-    -------
-    numpy.ndarray, shape (batch entries, q_len padded to tiles, columns)
-        float32; columns past the end of the data are meaningless.
-    """
-    problem = attention_problem.attention_problem(q, k, v, None, None, **options)
-    device = runtime.getDevice()
-    row = variant_for(problem, device)  # the one for any layout
-    if not isinstance(row, VariantSm80) or not _direct(problem, q, None):
-        raise ValueError("debug_stage: q, k and v go to no kernel, or only as copies")
-    row = dataclasses.replace(row, debug_stage=stage)
-    kernel = compile.load(row, str(target_of_device(device)), device)
-    out = cupy.empty(problem.out_shape, problem.dtype)
-    params, parts, aligned = fill(
-        problem, attention_problem.out_view(problem, out.shape, out.strides), row.tile_m
-    )
-    columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
-    tiles = int(params["q_tiles"][0])
-    shape = (math.prod(problem.batch), tiles, row.tile_m, columns)
-    debug = cupy.full(shape, np.nan, np.float32)
-    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, 0, out.data.ptr, 0, debug.data.ptr)
-    pack_head(params, 0, *pointers, 0, aligned and not any(p & 15 for p in pointers))
-    launch(kernel, parts[0].blocks, row.threads, row.shared_bytes, params)
-    # Blocks take the last query rows first.
-    dumped: np.ndarray[Any, Any] = debug.get()[:, ::-1]
-    if stage == 2:  # the kernel keeps the largest in units of the softmax
-        dumped[..., 0] /= params["exp2_scale"][0]
-    return dumped.reshape(shape[0], tiles * row.tile_m, columns)
 
 
 def _array_key(x: Any, device: int) -> Any:

@@ -100,7 +100,6 @@ class Plan:
                 0 if bias is None else bias.data.ptr,
                 memory.ptr,
                 lse_pointer,
-                0,
             )
             if self._mask is None:
                 self.forward(pointers, counter)

@@ -28,7 +28,6 @@ def attention(
     seed: int = 0,
     source: Path | None = None,
     truncating: bool = False,
-    debug: np.ndarray[Any, Any] | None = None,
     order: np.ndarray[Any, Any] | None = None,
     by_tile: bool = False,
     **options: Any,
@@ -46,8 +45,6 @@ def attention(
         As for `emulator.launch`.
     source : Path, optional
         A kernel in place of the row's own.
-    debug : numpy.ndarray, optional
-        Where a staged build writes what it holds, by block.
     order, by_tile
         As for `validation.emulated.masks.lists_of`.
     **options
@@ -63,7 +60,7 @@ def attention(
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
     view = attention_problem.out_view(problem, out.shape, out.strides)
-    places = (q, k, v, bias, out, lse, debug)
+    places = (q, k, v, bias, out, lse)
     pointers = [0 if x is None else x.ctypes.data for x in places]
     how = seed, source, truncating
     if isinstance(row, VariantSm90):

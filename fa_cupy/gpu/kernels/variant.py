@@ -144,17 +144,9 @@ class VariantSm80(Variant):
     ----------
     blocks : int
         Blocks that should fit on a multiprocessor.
-    debug_stage : int
-        0 for the kernel, 1 to 4 for one that stops after a stage and dumps it.
     """
 
     blocks: int
-    debug_stage: int = 0
-
-    @property
-    def name(self) -> str:
-        """Unique, for people and for file names."""
-        return super().name + (f"-debug{self.debug_stage}" if self.debug_stage else "")
 
     @property
     def shared_bytes(self) -> int:
@@ -171,7 +163,6 @@ class VariantSm80(Variant):
             ("FA_TILE_M", self.tile_m),
             ("FA_WARPS", self.warps),
             ("FA_BLOCKS", self.blocks),
-            ("FA_DEBUG_STAGE", self.debug_stage),
         )
 
     @property

@@ -21,7 +21,7 @@ _INT32 = 2**31 - 1
 LOG2E = math.log2(math.e)
 
 #: The arrays a launch points to, in the order of the struct.
-POINTERS = ("q", "k", "v", "bias", "out", "lse", "debug")
+POINTERS = ("q", "k", "v", "bias", "out", "lse")
 _OPERANDS = ("q", "k", "v", "out", "bias")
 _ROWS = ("q", "k", "v", "out")
 #: Rows and columns of a block of a mask.
@@ -51,11 +51,11 @@ ATTENTION_PARAMS = np.dtype(
     align=True,
 )
 #: How a call writes its pointers, `first_batch` and `aligned` at the head of the struct.
-HEAD_FORMAT = "=7Qqi"
-#: Does it: buffer, place of the struct in it, seven pointers, first batch entry, aligned.
+HEAD_FORMAT = "=6Qqi"
+#: Does it: buffer, place of the struct in it, six pointers, first batch entry, aligned.
 pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
 #: Only the pointers.
-pack_pointers: Callable[..., None] = struct.Struct("=7Q").pack_into
+pack_pointers: Callable[..., None] = struct.Struct("=6Q").pack_into
 #: Where a call that has a mask writes it, from the beginning of the struct.
 MASK_AT = ATTENTION_PARAMS.fields["mask"][1] if ATTENTION_PARAMS.fields else 0
 MASK_FORMAT = "=9Qq"

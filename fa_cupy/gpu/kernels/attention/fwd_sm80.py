@@ -65,7 +65,7 @@ class FwdSm80:
         mask : MaskPointers, optional
             The mask, if the problem has one.
         """
-        q, k, v, _, out, _, _ = pointers
+        q, k, v, _, out, _ = pointers
         aligned = self._aligned and not ((q | k | v | out) & 15)
         try:
             arguments = self._pool.pop()

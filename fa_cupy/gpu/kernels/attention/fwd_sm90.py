@@ -121,7 +121,7 @@ class FwdSm90:
         mask : MaskPointers, optional
             The mask, if the problem has one.
         """
-        q, k, v, _, out, _, _ = pointers
+        q, k, v, _, out, _ = pointers
         mapped = (q, k, v, out)
         if mask is not None:
             mask = mask.of_part(0, len(self.launches) == 1)
