@@ -17,7 +17,7 @@ from tests.test_check import NO_OPTIONS
 
 HALF = np.dtype(np.float16)
 MULTIPROCESSORS = 10
-PLACES = (0x10000, 0x20000, 0x30000, 0, 0x40000, 0x50000, 0)
+PLACES = (0x10000, 0x20000, 0x30000, 0, 0x40000, 0x50000)
 MASK = MaskPointers(*range(0x1000, 0xA000, 0x1000), words_by_block=3)
 
 
