@@ -1,4 +1,4 @@
-"""The staged checks and the benchmark on the GPU, as far as they are quick."""
+"""The reduced sets and the benchmark on the GPU, as far as they are quick."""
 
 import dataclasses
 
@@ -11,16 +11,10 @@ from validation import (
     cases,
     families,
     product_calls,
-    stages,
     store,
 )
 
 pytestmark = pytest.mark.gpu
-
-
-def test_stages_of_the_kernel():
-    text, over = stages.report(stages.run(*stages.on_gpu()))
-    assert over == 0, text
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

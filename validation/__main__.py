@@ -6,7 +6,6 @@ import importlib
 import sys
 
 COMMANDS = {
-    "stages": ("validation.stages", "each stage of the SM80 kernel against NumPy, a line a stage"),
     "accuracy": ("validation.accuracy", "errors over dtypes, lengths and options"),
     "bench": ("validation.bench", "timings beside the peers that are installed"),
     "host": ("validation.host_time", "time on the host: a call, a first call, the import"),
