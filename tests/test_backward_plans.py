@@ -43,9 +43,11 @@ class Launcher(EmulatorLauncher):
         self.ran, self.steps = [], []
         self.turn = contextlib.nullcontext
 
-    def kernel(self, step):
-        run = super().kernel(step)
+    def kernels(self, steps):
+        runs = super().kernels(steps)
+        return [self._noted(*pair) for pair in zip(steps, runs, strict=True)]
 
+    def _noted(self, step, run):
         def launch(arguments):
             self.ran.append(step.variant.source.rpartition("/")[2])
             self.steps.append(step)

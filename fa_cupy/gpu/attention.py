@@ -19,20 +19,20 @@ from fa_cupy.core import attention_problem
 from fa_cupy.core.arrays import dense_strides, memory_order
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import fits, fits_strides, kernel_takes, packed_copy, require_whole_elements
+from fa_cupy.gpu.arrays import (
+    array_key,
+    fits,
+    fits_strides,
+    kernel_takes,
+    mask_key,
+    packed_copy,
+    require_whole_elements,
+)
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import NAMES, POINTERS, Traits
 from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import (
-    NUMBERS,
-    TEXTS,
-    array_key,
-    lookup,
-    mask_key,
-    remember,
-    window_key,
-)
+from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 
 _NAME = "attention"
 # What a plan gets in place of the parts of a mask.

@@ -20,12 +20,12 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import require_whole_elements
+from fa_cupy.gpu.arrays import mask_key, require_whole_elements
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import lookup, mask_key, options_key, remember
+from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 
 _NAME = "attention_backward"
 _INPUTS = ("q", "k", "v")
@@ -120,13 +120,21 @@ def cached(
     if bias is not None or need is not None:
         return None
     device = runtime.getDevice()
-    options = options_key(scale, is_causal, causal_align, window, softcap)
     seen = None if mask is None else mask_key(mask, device)
-    if options is None or seen is False:
+    if (
+        seen is False
+        or (window is not None and window_key(window) is False)
+        or scale.__class__ not in NUMBERS
+        or softcap.__class__ not in NUMBERS
+        or is_causal.__class__ is not bool
+        or causal_align.__class__ not in TEXTS
+    ):
         return None
     if runtime.streamIsCapturing(get_current_stream().ptr):
         return None  # an error would leave memory in the graph
-    facts: list[Any] = [_NAME, device, options, seen, dlse is None]
+    facts: list[Any] = [
+        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, dlse is None,
+    ]  # fmt: skip
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
         if type(x) is not cupy.ndarray or x.data.device_id != device:
@@ -228,23 +236,31 @@ def _prepare(
     problem: Problem, laid: dict[str, Laid], copied: Sequence[str], need: Sequence[str], device: int
 ) -> Prepared | None:
     inside = {name: _laid_out(laid[name].shape, None, laid[name].dtype) for name in copied}
-    for name in _INPUTS:
+    orders = [core_arrays.memory_order(laid[name].shape, laid[name]) for name in _INPUTS]
+    for name, order in zip(_INPUTS, orders, strict=True):
         x = laid[name]
-        grad = _laid_out(x.shape, core_arrays.memory_order(x.shape, x), x.dtype)
+        grad = _laid_out(x.shape, order, x.dtype)
         if name not in need or not _readable("", grad, 0):
             grad = inside[f"d{name}"] = _laid_out(x.shape, None, x.dtype)
         laid[f"d{name}"] = grad
+    views: dict[tuple[Laid, bool], View] = {
+        (laid[name], name in "kv"): getattr(problem, name) for name in _INPUTS
+    }
     laid |= {name: inside[name] for name in copied}
 
     def view(name: str) -> View:
-        rows = problem.k_len if name in ("k", "v", "dk", "dv") else problem.q_len
-        cols = problem.head_dim if name in ("q", "k", "dq", "dk") else problem.v_dim
-        return attention_problem.batch_view(problem, laid[name], rows, cols)
+        of_keys = name in ("k", "v", "dk", "dv")
+        key = laid[name], of_keys
+        if key not in views:
+            rows = problem.k_len if of_keys else problem.q_len
+            shape = rows, laid[name].shape[-1]
+            views[key] = attention_problem.batch_view(problem, laid[name], *shape)
+        return views[key]
 
-    views = Gradients(*(view(name) for name in Gradients._fields))
+    gradients = Gradients(*[view(name) for name in Gradients._fields])
     problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
     sizes = {name: x.nbytes for name, x in inside.items()}
-    made = make_plan(Traits(problem, views), workspace.launcher(device), sizes)
+    made = make_plan(Traits(problem, gradients), workspace.launcher(device), sizes)
     if made is None:
         return None
     plan, (places, _) = made

@@ -9,10 +9,7 @@ from __future__ import annotations
 import atexit
 from typing import Any
 
-import cupy
 import numpy as np
-
-from fa_cupy._bitmask import BitMask
 
 #: The types of options that are equal where they mean the same.
 NUMBERS = frozenset((type(None), float, int, np.float32, np.float64))
@@ -32,36 +29,6 @@ def remember(key: Any, value: Any) -> Any:
         plans.clear()
     plans[key] = value
     return value
-
-
-def options_key(scale: Any, is_causal: Any, causal_align: Any, window: Any, softcap: Any) -> Any:
-    """Return what a plan depends on in options; None if a type does not say what it means."""
-    if not (
-        scale.__class__ in NUMBERS
-        and softcap.__class__ in NUMBERS
-        and is_causal.__class__ is bool
-        and causal_align.__class__ in TEXTS
-    ):
-        return None
-    if window is not None and window_key(window) is False:
-        return None
-    return scale, is_causal, causal_align, window, softcap
-
-
-def mask_key(x: Any, device: int) -> Any:
-    """Return what a plan depends on in a mask; False if it is an array of elsewhere."""
-    if type(x) is BitMask:
-        return x._grid, x.entries.shape, x.entries.strides
-    return array_key(x, device)
-
-
-def array_key(x: Any, device: int) -> Any:
-    """Return what a plan depends on in an array; False if it is none of the device."""
-    if x is None:
-        return None
-    if type(x) is cupy.ndarray and x.data.device_id == device:
-        return x.shape, x.strides, x.dtype
-    return False
 
 
 def window_key(window: Any) -> Any:

@@ -9,6 +9,8 @@ sums were not finite.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -55,6 +57,7 @@ class Launcher(plan.Launcher, Protocol):
         """Of the device."""
 
 
+@functools.cache
 def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     """Pick the kernels of a call, in the order of their launches: the only place that decides it.
 
@@ -81,8 +84,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
             and row.sparse == masked
             and target in row.targets
         )
-        best = min(fits, key=lambda row: row.rank, default=None)
-        return iter(() if best is None else (best,))
+        return itertools.islice(fits, 1)  # rows of smaller dims come first
 
     main: list[BackwardVariant] = []
     if wanted.mapped:
@@ -119,8 +121,9 @@ def make_plan(
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)
-    space = plan.workspace_of({**launches.parts, **copies})
+    steps = [variant.step(traits, launches) for variant in variants[1:]]
+    steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
+    space = plan.workspace_of({**launches.scratch, **launches.counters, **copies})
     names = [name for name in ARRAYS if name not in copies]
     names += TABLE_ARRAYS if traits.wanted.masked else ()
-    steps = [variant.step(traits, launches) for variant in variants]
     return plan.Plan(steps, names, launcher, space), space

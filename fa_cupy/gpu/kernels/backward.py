@@ -24,9 +24,16 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_LENGTH,
 )
 from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE, table_arrays, table_of
-from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP, MAP_AXES, Geometry, maps_walk
+from fa_cupy.gpu.kernels.tensor_maps import (
+    DIM_STEP,
+    MAP_AXES,
+    MAP_BYTES,
+    Geometry,
+    maps_walk,
+    padded,
+)
 from fa_cupy.gpu.kernels.variant import Variant
-from fa_cupy.gpu.plan import Step, workspace_of
+from fa_cupy.gpu.plan import Step
 from fa_cupy.tiled.softcap import transform
 
 #: Columns of a box of a tensor map, and rows where it is a result's: 128 bytes are a swizzled row.
@@ -53,6 +60,33 @@ BACKWARD_FIELDS: list[Any] = (
 #: ``bwd_dq_sm80``.
 BACKWARD_PARAMS = np.dtype(BACKWARD_FIELDS, align=True)
 
+# The arrays that have a tensor map, in the order of the struct, and those that are read.
+_MAPPED = ("q", "k", "v", "dout", "dk", "dv", "dq")
+_READ = ("q", "k", "v", "dout")
+#: Warpgroups that compute, and stages of what they are to do: kGroups, kWorkStages.
+GROUPS, WORK_STAGES = 2, 2
+_NOTE_BYTES = 8  # MaskTileInfo
+_CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
+_TILE_COUNTERS = 4  # words
+
+#: ``struct BwdSm90Params`` of ``cuda_src/common/backward_sm90.cuh``.
+BWD_SM90_PARAMS = padded(
+    [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in _MAPPED]
+    + [("common", ATTENTION_PARAMS)]
+    + [
+        (name, np.uint64)
+        for name in ("lse_delta", "dq_accum", "dq_semaphore", "tile_counters", "nonfinite_flags")
+    ]
+    + [("mask", MASK_TABLE)]
+    + [("size", np.int32, (MAP_AXES,))]
+    + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in _READ]
+    + [
+        (name, np.int32)
+        for name in ("group", "entries", "k_tiles", "entries_per_l2_group", "row_pairs")
+    ],
+    alignment=64,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardVariant(Variant):
@@ -66,12 +100,8 @@ class BackwardVariant(Variant):
     @property
     def targets(self) -> tuple[str, ...]:
         """All that have its shared memory."""
-        return tuple(t for t, limit in SHARED_LIMIT.items() if self.shared_bytes <= limit)
-
-    @property
-    def rank(self) -> tuple[int, ...]:
-        """Of the rows that serve a call, the one of the lowest rank gets it: smaller dims first."""
-        return (self.dim,)
+        size = self.shared_bytes
+        return tuple(t for t, limit in SHARED_LIMIT.items() if size <= limit)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -82,28 +112,8 @@ class BackwardVariant(Variant):
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
         )
 
-    def scratch(self, traits: Traits, rows: int) -> dict[str, int]:
-        """Return parts of the workspace that the kernel writes before others read them.
-
-        Parameters
-        ----------
-        traits : Traits
-        rows : int
-            As in `Launches`.
-
-        Returns
-        -------
-        dict of int
-            Bytes by name.
-        """
-        return {}
-
-    def counters(self, traits: Traits) -> dict[str, int]:
-        """Return parts of the workspace that are to be 0 when the gradients begin."""
-        return {}
-
     def step(self, traits: Traits, launches: Launches) -> Step:
-        """Return the launch of the kernel."""
+        """Return the launch of the kernel, whose parts of the workspace are added to `launches`."""
         raise NotImplementedError
 
 
@@ -133,6 +143,92 @@ class BackwardSm80(BackwardVariant):
             ("FA_SPARSE", int(self.sparse)),
             ("FA_BACKWARD_PARAMS_BYTES", BACKWARD_PARAMS.itemsize),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardSm90(BackwardVariant):
+    """A row of a kernel that runs where tensor maps and wgmma are.
+
+    Attributes
+    ----------
+    l2_groups : tuple of int
+        Entries of a group, without a band and under one. The blocks of keys of a group's entries
+        are given out in turn, and share the L2 cache. A block of keys may wait for those before it
+        of its entry, so a group should have several entries; blocks of one entry read the same
+        queries, so it should not have too many.
+    """
+
+    l2_groups: tuple[int, int] = (16, 16)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The only target that has wgmma."""
+        return ("sm_90a",)
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_DIM", self.dim),
+            ("FA_TILE_M", self.tile_m),
+            ("FA_TILE_N", self.tile_n),
+            ("FA_STAGES", self.stages),
+            ("FA_SPARSE", int(self.sparse)),
+            ("FA_SM90_PARAMS_BYTES", BWD_SM90_PARAMS.itemsize),
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of a tile in shared memory, in blocks of 64 columns."""
+        return 128 * -(-self.dim // 64)
+
+    @property
+    def notes(self) -> int:
+        """Bytes of what is told of the tiles in flight, under a mask, and of where feeders are."""
+        cursors = _CURSORS if self.sparse else 1
+        return _NOTE_BYTES * (self.stages if self.sparse else 1) + _CURSOR_BYTES * cursors
+
+    def mapped_step(
+        self,
+        traits: Traits,
+        launches: Launches,
+        blocks: int,
+        boxes: dict[str, int],
+        by_key: bool = True,
+    ) -> Step:
+        """Return a launch whose blocks take parts of the work until none is left.
+
+        Parameters
+        ----------
+        traits : Traits
+        launches : Launches
+        blocks : int
+            Parts of the work.
+        boxes : dict of int
+            Rows of the boxes of arrays, where these are not `BOX`.
+        by_key : bool
+            Whether the kernel reads a mask by blocks of keys.
+        """
+        problem, params = traits.problem, np.zeros(1, BWD_SM90_PARAMS)
+        params["common"] = traits.common("q", "dq", problem.v_dim, self.tile_m)
+        params["size"] = traits.size
+        for name in _READ:
+            params[f"{name}_step"] = [step != 0 for step in traits.steps[name]]
+        entries = traits.entries // traits.group  # of keys
+        params["group"], params["entries"] = traits.group, entries
+        params["k_tiles"] = -(-problem.k_len // self.tile_n)
+        l2_group = self.l2_groups[problem.lower is not None or problem.upper is not None]
+        params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
+        params["row_pairs"] = launches.rows // 2
+        launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
+        addresses = {name: name for name in ("lse_delta", "tile_counters", "nonfinite_flags")}
+        addresses |= traits.mask(params, by_key)
+        maps: dict[str, Any] = {
+            f"{name}_map": (name, traits.geometry(name, boxes.get(name, BOX))) for name in _MAPPED
+        }
+        grid = launches.persistent(blocks)
+        return Step(self, grid, params, addresses, maps, persistent=True)
 
 
 class Gradients(NamedTuple):
@@ -195,6 +291,8 @@ class Traits:
         How many entries next to each other share keys and values.
     entries : int
         Of the batch.
+    flags : tuple of int
+        How many tiles have a flag for values not finite: of queries, of keys.
     wanted : Wanted
     """
 
@@ -210,6 +308,10 @@ class Traits:
         missing = MAP_AXES - len(axes)
         self.size = [1] * missing + axes
         self.steps = {name: [0] * missing + steps[name] for name in self.views}
+        self.flags = (
+            self.entries * -(-problem.q_len // _ROWS_PER_FLAG),
+            self.entries // self.group * -(-problem.k_len // _ROWS_PER_FLAG),
+        )
         transformed = attention_params.transforms(problem)
         apart = len(axes) - sharing
         # Sums over other axes are left to the caller, who gives dk and dv an entry for each.
@@ -230,6 +332,9 @@ class Traits:
             strided=served and self._addresses_walk(),
         )
         self._common = self._constants(transformed) if served else None
+        self._tables: list[tuple[np.ndarray[Any, Any], dict[str, str]]] = []
+        if self.wanted.masked:
+            self._tables = [(table_of(problem, side), table_arrays(side)) for side in (False, True)]
 
     def _maps_walk(self) -> bool:
         """Whether tensor maps can walk the arrays, and a launch has a block for each tile."""
@@ -263,7 +368,9 @@ class Traits:
         p["lower"], p["upper"] = attention_params.band_limits(problem)
         p["has_score_mod"] = transformed
         p["exp2_scale"] = 1.0 if transformed else problem.scale * attention_params.LOG2E
-        factor, cap = transform(problem, np.dtype(np.float32))
+        factor, cap = problem.scale, 0.0
+        if problem.softcap:
+            factor, cap = transform(problem, np.dtype(np.float32))
         p["scale"], p["softcap"] = (
             attention_params.in_float32(factor),
             attention_params.in_float32(cap),
@@ -301,15 +408,10 @@ class Traits:
         by_key : bool
             Whether the table by blocks of keys is meant, not that by blocks of queries.
         """
-        if self.problem.mask is None:
+        if not self.wanted.masked:
             return {}
-        params["mask"] = table_of(self.problem, by_key)
-        return {f"mask.{field}": array for field, array in table_arrays(by_key).items()}
-
-    def flags(self) -> tuple[int, int]:
-        """Return how many tiles have a flag for values not finite: of queries, of keys."""
-        queries = self.entries * -(-self.problem.q_len // _ROWS_PER_FLAG)
-        return queries, self.entries // self.group * -(-self.problem.k_len // _ROWS_PER_FLAG)
+        params["mask"], arrays = self._tables[by_key]
+        return {f"mask.{field}": array for field, array in arrays.items()}
 
 
 class Launches:
@@ -325,38 +427,30 @@ class Launches:
     Attributes
     ----------
     variants : tuple of BackwardVariant
-    multiprocessors : int
     rows : int
         Of a batch entry, padded to whole tiles whatever their size.
-    parts : dict of int
-        Bytes of the parts of the workspace that kernels hand to each other, by name.
-    cleared : str
-        The first one of those, at the end, that are to be 0 when the gradients begin.
-    cleared_bytes : int
+    scratch, counters : dict of int
+        Bytes of the parts of the workspace by name: of those that one kernel writes before others
+        read them, and of those that are to be 0 when the gradients begin. They are complete when
+        all steps but that of ``bwd_preprocess`` are made.
     """
 
     def __init__(
         self, traits: Traits, variants: Sequence[BackwardVariant], multiprocessors: int
     ) -> None:
         self.variants = tuple(variants)
-        self.multiprocessors = multiprocessors
+        self._multiprocessors = multiprocessors
         tiles = (PADDED, *(variant.tile_m for variant in variants))
         self.rows = max(-(-traits.problem.q_len // m) * m for m in tiles)
-        scratch: dict[str, int] = {}
-        counters = {"nonfinite_flags": 4 * (1 + sum(traits.flags()))}
-        for variant in variants:
-            scratch |= variant.scratch(traits, self.rows)
-            counters |= variant.counters(traits)
-        self.parts = scratch | counters
-        self.cleared = next(iter(counters))
-        self.cleared_bytes = workspace_of(counters).nbytes
+        self.scratch: dict[str, int] = {}
+        self.counters = {"nonfinite_flags": 4 * (1 + sum(traits.flags))}
 
     def persistent(self, blocks: int) -> int:
         """Return how many blocks take so many parts of the work, one by one.
 
         They take them in order, and wait for none that no block has taken.
         """
-        return min(self.multiprocessors, blocks)
+        return min(self._multiprocessors, blocks)
 
 
 def strided_params(

@@ -50,10 +50,6 @@ class Tables(NamedTuple):
     by_key_visible_bits: Any
     by_key_prefix_counts: Any
 
-    def pointers(self, matrix_of_entry: int) -> tuple[int, ...]:
-        """Return addresses in the order of `TABLE_ARRAYS`, with that of the matrices of entries."""
-        return (*[array.data.ptr for array in self], matrix_of_entry)
-
 
 class CallTables:
     """Says what launches of one kind of call are told of a mask.
@@ -95,7 +91,8 @@ class CallTables:
         else:
             made.wait()
             found, kept = made.found, made
-        return found.pointers(told.matrix_of_entry), (owners, kept)
+        addresses = [array.data.ptr for array in found]  # in the order of `TABLE_ARRAYS`
+        return (*addresses, told.matrix_of_entry), (owners, kept)
 
     def _of_bits(self, mask: BitMask) -> tuple[Tables, Any]:
         every, lists = mask._store.device_tables, device_lists(mask, self._device)
@@ -165,7 +162,8 @@ def make(lists: DeviceMask, grid: Grid, device: int) -> Tables:
 
 def _launch(step: Step, device: int) -> None:
     """Launch a step whose struct is complete."""
-    workspace.launcher(device).kernel(step)(Arguments(step.params))
+    (kernel,) = workspace.launcher(device).kernels([step])
+    kernel(Arguments(step.params))
 
 
 def _pointers(lists: DeviceMask) -> MaskPointers:

@@ -59,7 +59,8 @@ class BwdConvertDq(BackwardVariant):
         params["blocks"] = -(-main.dim // 64)
         addresses = {name: name for name in ("dq_accum", "nonfinite_flags")}
         addresses |= {"common.out": "dq", **traits.mask(params, by_key=True)}
-        return Step(self, PIECES * main.query_tiles(traits), params, addresses)
+        tiles = traits.entries * -(-problem.q_len // main.tile_m)
+        return Step(self, PIECES * tiles, params, addresses)
 
 
 VARIANTS = tuple(

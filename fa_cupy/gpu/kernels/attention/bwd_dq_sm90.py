@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from fa_cupy.gpu.kernels.backward import Launches, Traits
-from fa_cupy.gpu.kernels.backward_sm90 import GROUPS, WORK_STAGES, BackwardSm90
+from fa_cupy.gpu.kernels.backward import GROUPS, WORK_STAGES, BackwardSm90, Launches, Traits
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 

@@ -46,20 +46,14 @@ class BwdNonfinite(BackwardVariant):
             ("FA_NONFINITE_PARAMS_BYTES", NONFINITE_PARAMS.itemsize),
         )
 
-    def scratch(self, traits: Traits, rows: int) -> dict[str, int]:
-        """Return what the kernel finds out about rows before it computes them: two numbers each."""
-        return {"row_statistics": 8 * traits.entries * rows}
-
-    def counters(self, traits: Traits) -> dict[str, int]:
-        """Return the counters of the kernel's tasks."""
-        return {"task_counters": 4 * _TASK_COUNTERS}
-
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch, whose blocks take tasks until none is left."""
+        launches.scratch["row_statistics"] = 8 * traits.entries * launches.rows  # two numbers each
+        launches.counters["task_counters"] = 4 * _TASK_COUNTERS
         params, addresses = strided_params(traits, launches, self.tile_m, False, NONFINITE_PARAMS)
         addresses["common.lse"] = "lse"
         addresses |= {name: name for name in ("row_statistics", "task_counters")}
-        queries, keys = traits.flags()
+        queries, keys = traits.flags
         grid = launches.persistent(queries + 2 * keys)
         return Step(self, grid, params, addresses, persistent=True)
 

@@ -10,7 +10,7 @@ from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
-from fa_cupy.gpu.plan import Step
+from fa_cupy.gpu.plan import Step, workspace_of
 
 #: ``struct BwdPreprocessParams`` of ``cuda_src/attention/bwd_preprocess.cu``.
 BWD_PREPROCESS_PARAMS = np.dtype(
@@ -49,15 +49,12 @@ class BwdPreprocess(BackwardVariant):
             ("FA_PREPROCESS_PARAMS_BYTES", BWD_PREPROCESS_PARAMS.itemsize),
         )
 
-    def scratch(self, traits: Traits, rows: int) -> dict[str, int]:
-        """Return what is known of each query: two numbers."""
-        return {"lse_delta": 8 * traits.entries * rows}
-
     def step(self, traits: Traits, launches: Launches) -> Step:
-        """Return the launch, which also sets all counters of the call to 0."""
+        """Return the launch, which also sets to 0 all counters of the other launches."""
+        launches.scratch["lse_delta"] = 8 * traits.entries * launches.rows  # two numbers a query
         params, v_dim = np.zeros(1, BWD_PREPROCESS_PARAMS), traits.problem.v_dim
         params["common"] = traits.common("dout", "out", v_dim, PADDED)
-        params["counter_words"] = launches.cleared_bytes // 4
+        params["counter_words"] = workspace_of(launches.counters).nbytes // 4
         params["entry_rows"] = launches.rows
         params["lane_shift"] = shift = max(0, (-(-v_dim // 8) - 1).bit_length())
         params["entry_blocks"] = blocks = -(
@@ -65,7 +62,7 @@ class BwdPreprocess(BackwardVariant):
         )
         addresses = {
             "common.q": "dout", "common.out": "out", "common.lse": "lse", "dlse": "dlse",
-            "lse_delta": "lse_delta", "counters": launches.cleared,
+            "lse_delta": "lse_delta", "counters": next(iter(launches.counters)),
         }  # fmt: skip
         return Step(self, traits.entries * blocks, params, addresses)
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from fa_cupy.gpu.kernels.backward import Launches, Traits
-from fa_cupy.gpu.kernels.backward_sm90 import GROUPS, WORK_STAGES, BackwardSm90
+from fa_cupy.gpu.kernels.backward import GROUPS, WORK_STAGES, BackwardSm90, Launches, Traits
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
@@ -71,23 +70,16 @@ class BwdSm90(BackwardSm90):
             ("FA_DEFER_DQ", int(self.defer_dq)),
         )
 
-    def query_tiles(self, traits: Traits) -> int:
-        """Return the tiles of queries of a call."""
-        return traits.entries * -(-traits.problem.q_len // self.tile_m)
-
-    def scratch(self, traits: Traits, rows: int) -> dict[str, int]:
-        """Return the sums of dQ."""
-        return {"dq_accum": 4 * 64 * self.dq_tile_m * PIECES * self.query_tiles(traits)}
-
-    def counters(self, traits: Traits) -> dict[str, int]:
-        """Return whose turn it is to add to each tile of dQ, and the counters of tiles."""
-        return {"dq_semaphore": 4 * self.query_tiles(traits), **super().counters(traits)}
-
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch: a part of the work for each tile of keys."""
+        tiles = traits.entries * -(-traits.problem.q_len // self.tile_m)
+        launches.scratch["dq_accum"] = 4 * 64 * self.dq_tile_m * PIECES * tiles
+        launches.counters["dq_semaphore"] = 4 * tiles  # whose turn it is to add to each
         boxes = {"q": self.tile_m, "dout": self.tile_m, "k": self.tile_n, "v": self.tile_n}
         blocks = traits.entries // traits.group * -(-traits.problem.k_len // self.tile_n)
-        return self.mapped_step(traits, launches, blocks, boxes)
+        step = self.mapped_step(traits, launches, blocks, boxes)
+        sums = {name: name for name in ("dq_accum", "dq_semaphore")}
+        return step._replace(addresses={**step.addresses, **sums})
 
 
 def _rows() -> Iterator[BwdSm90]:
