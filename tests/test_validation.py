@@ -389,24 +389,40 @@ def test_first_calls_get_caches_of_their_own(monkeypatch):
     seen = []
 
     def child(code, environment):
-        seen.append(environment)
+        compile(code, "child", "exec")
+        seen.append((code, environment))
         return {"s": 0.9, "compile_s": 0.7}
 
     monkeypatch.setattr(host_time, "_child", child)
-    fresh, warm = host_time.first_rows()
-    assert fresh["value"] == pytest.approx(9e5)
-    assert fresh["compile_ms"] == pytest.approx(700)
-    assert "compile_ms" not in warm
-    folders = {seen[0][name] for name in ("FA_CUPY_CACHE_DIR", "CUDA_CACHE_PATH")}
-    assert len(folders) == 2
-    assert seen[0] == {**seen[1], "CUDA_CACHE_DISABLE": "1"}
+    rows = host_time.first_rows()
+    names = [row["case"] for row in rows]
+    assert names == [
+        f"first {what}, {cache} cache"
+        for what in ("call", "gradients")
+        for cache in ("fresh", "warm")
+    ]
+    for (fresh, warm), (first, second) in zip(
+        (rows[:2], rows[2:]), (seen[:2], seen[2:]), strict=True
+    ):
+        assert fresh["value"] == pytest.approx(9e5)
+        assert fresh["compile_ms"] == pytest.approx(700)
+        assert "compile_ms" not in warm
+        assert first[0] == second[0]
+        folders = {first[1][name] for name in ("FA_CUPY_CACHE_DIR", "CUDA_CACHE_PATH")}
+        assert len(folders) == 2
+        assert first[1] == {**second[1], "CUDA_CACHE_DISABLE": "1"}
+    assert "attention_backward(" in seen[2][0]
+    assert "attention_backward(" not in seen[0][0]
 
 
 def test_limits_of_host_time():
     def limit(case, impl="fa_cupy"):
         return host_time.limit_us({"case": case, "impl": impl})
 
-    assert limit("call bf16 hd128 with lse") == 12
+    assert limit("call bf16 hd128 with lse") == 11
+    assert limit("gradients bf16 hd128") == 25
+    assert limit("causal product bf16 hd128") == 12
+    assert limit("first gradients, fresh cache") == 2.5e6
     assert limit("call bf16 hd128 with lse", "cudnn") is None
     assert limit("first call, fresh cache") == 2e6
     assert limit("import") == 2e5
