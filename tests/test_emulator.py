@@ -17,7 +17,7 @@ from fa_cupy.gpu.driver.compile import ROOT
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD
 from fa_cupy.gpu.kernels.forward import VARIANTS
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from tests.kernel_attention import DTYPES, check, draw
 from tests.planted import plant
 from tests.seeds import FAMILIES, Chosen, one, sanitizer

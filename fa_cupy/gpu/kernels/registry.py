@@ -5,7 +5,7 @@ from __future__ import annotations
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD
 from fa_cupy.gpu.kernels.forward import VARIANTS
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.mask.variants import MASKS
 from fa_cupy.gpu.kernels.variant import Variant
 
