@@ -12,6 +12,7 @@ from fa_cupy import reference
 from fa_cupy.core import linear_problem
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import products
+from fa_cupy.gpu.kernels.linear import params
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.params import POINTERS, PRODUCT_PARAMS, Job, traits_of
 from fa_cupy.gpu.kernels.linear.sm80.chunk_fp32_sm80 import ChunkFp32Sm80
@@ -178,6 +179,18 @@ def test_heads_that_share_keys_or_values(row):
     arrays = draw((2, 4, 70, 16), (2, 2, 70, 16), (2, 1, 70, 24), dtype=NAMES[row.dtype])
     for seed, heads in enumerate((1, 2, 4)):
         check(row, Case(*arrays, draw((heads, 16, 24))[0]), seed=seed)
+
+
+@needs_compiler
+@pytest.mark.parametrize("reverse", [False, True])
+def test_more_batch_axes_than_a_kernel_walks(reverse):
+    """Seven, none of which merge: two launches of each kernel, in the same memory for states."""
+    batches = (2, 1) * 3 + (2,), (1, 2) * 3 + (1,)
+    q, k, v = draw(*[(*batches[i], 70, 4) for i in (0, 1, 1)], dtype=NAMES[SMALL[0].dtype])
+    case = Case(q, k, v, draw((*batches[0], 4, 4))[0], reverse)
+    jobs = [traits_of(job(case.q, case.k, case.v, reverse))]
+    assert len(params.fill(jobs[0], (1, 70), 1).parts) == 2
+    check(SMALL[0], case, segment_chunks=1)
 
 
 @needs_compiler
@@ -624,9 +637,10 @@ def test_what_no_kernel_computes():
 
 
 def job(q, k, v, reverse=False, state=None):
-    """A product of arrays whose output lies as v does."""
+    """A product of arrays, whose output is dense."""
     problem = linear_problem.product_problem("causal_product", q, k, v)
-    return Job(problem, problem.view(v.shape, v.strides), state, reverse)
+    out = np.empty(problem.out_shape, problem.dtype)
+    return Job(problem, problem.view(out.shape, out.strides), state, reverse)
 
 
 @pytest.mark.parametrize("algorithm", ["chunked", "recurrent", "low_occupancy"])

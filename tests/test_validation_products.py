@@ -10,7 +10,7 @@ import pytest
 import fa_cupy
 from fa_cupy import reference
 from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.kernels.linear import cost_model
+from fa_cupy.gpu.kernels.linear import cost_model, table
 from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
 from fa_cupy.gpu.kernels.linear.sm90.chunk_state_sm90 import ChunkStateSm90
 from fa_cupy.gpu.kernels.linear.sm90_params import DIM_STEPS
@@ -309,7 +309,7 @@ def test_every_row_that_computes_products_is_forced_and_split():
         assert splits == ({False} if plain else {False, True})
         # Without the states' row blocks sum what lies before their segments themselves.
         assert (True in own) == isinstance(forced, ChunkSm90)
-    assert cost_model.PRODUCTS is PRODUCTS
+    assert table.PRODUCTS is PRODUCTS
     helpers = (
         "linear/chunk_state_sm80",
         "linear/chunk_state_sm90",

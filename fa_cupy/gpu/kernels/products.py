@@ -99,7 +99,7 @@ def _unmapped(
         launches = choice.launches(problem.qk_dim, problem.v_dim)
         # They follow each other, so that all of them can have their states in the same place.
         held = "" if choice.states is None else "workspace"
-        steps += steps_alone(launches, choice.split, traits, i, held)
+        steps += steps_alone(choice, launches, traits, i, held)
         if held:
             size = max(size, _states_bytes(choice, traits))
     return Plan(steps, names, machine, workspace_of({"workspace": size} if size else {}))
@@ -111,8 +111,8 @@ def _states_bytes(choice: Choice, traits: Traits) -> int:
 
 
 def steps_alone(
+    choice: Choice,
     launches: Sequence[tuple[ProductVariant, int, int]],
-    split: tuple[int, int],
     traits: Traits,
     number: int,
     workspace: str,
@@ -121,10 +121,10 @@ def steps_alone(
 
     Parameters
     ----------
+    choice : Choice
+        How the sequence is split.
     launches : sequence of tuple
         Rows with blocks a segment, and segments, as from `Choice.launches`.
-    split : tuple of int
-        The segments of a sequence, and the rows of each but the last.
     traits : Traits
     number : int
         Of the product, in the names of its arrays.
@@ -132,7 +132,7 @@ def steps_alone(
         The name of the memory for states of segments; empty where there is none.
     """
     most = max([tiles * segments for _, tiles, segments in launches])
-    filled = params.fill(traits, split, most)
+    filled = params.fill(traits, (choice.segments, choice.segment_rows), most)
     addresses = {name: f"{number}.{name}" for name in ARRAYS}
     aligned = tuple(addresses[name] for name in ARRAYS[:4]) if filled.aligned else ()
     for offsets, first, blocks, _ in filled.parts:
@@ -154,7 +154,9 @@ def steps_alone(
 def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:
     """Yield the launches of kernels for SM90, each of all products, with what helps them."""
     # The states' rows have as many value columns as the outputs', so one struct serves both.
-    filled, geometry, blocks = sm90_params.fill(jobs, choice.row.tile_n, choice.split)
+    filled, geometry, blocks = sm90_params.fill(
+        jobs, choice.row.tile_n, (choice.segments, choice.segment_rows)
+    )
     held: tuple[str, ...] = sm90_params.ADDRESSES
     if choice.states is None:
         held = tuple(name for name in held if name != "workspace")
@@ -174,4 +176,4 @@ def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:
             problem = traits.job.problem
             launches = choice.launches(problem.qk_dim, problem.v_dim)
             own = [launch for launch in launches if launch[0] is row]
-            yield from steps_alone(own, choice.split, traits, i, f"{i}.workspace")
+            yield from steps_alone(choice, own, traits, i, f"{i}.workspace")

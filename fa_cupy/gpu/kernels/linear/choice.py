@@ -39,11 +39,6 @@ class Choice(NamedTuple):
         return [*launches, (self.row, -(-v_dim // self.row.tile_n), self.segments)]
 
     @property
-    def split(self) -> tuple[int, int]:
-        """The segments of a sequence, and the rows of each but the last."""
-        return self.segments, self.segment_rows
-
-    @property
     def text(self) -> str:
         """For people."""
         parts = f"{self.segments} segments" if self.segments > 1 else "one pass"

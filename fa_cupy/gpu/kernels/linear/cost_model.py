@@ -10,9 +10,10 @@ from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.low_occupancy import LowOccupancy
 from fa_cupy.gpu.kernels.linear.sm90.cost_model import SCAN_SEGMENT_US, SCAN_US
 from fa_cupy.gpu.kernels.linear.sm90.cost_model import ways as ways_sm90
-from fa_cupy.gpu.kernels.linear.table import PRODUCTS, state_row
+from fa_cupy.gpu.kernels.linear.table import serving
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
 
+_Row = tuple[ProductVariant, ProductVariant | None]  # and what sums states of its segments
 #: Rows of a sequence that one block can count.
 _MAX_ROWS = 2**31 - 2**16
 
@@ -67,42 +68,39 @@ def choose(
     Choice or None
         None where no kernel serves the call.
     """
-    call = entries, length, qk_dim, v_dim, target, sms
+    call = entries, length, qk_dim, v_dim
     choices: list[Choice] = []
     if max(qk_dim, v_dim) > _MAX_ROWS:  # kernels count columns in 32 bits
         return None
+    rows = serving(dtype, target)
     if mapped and algorithm in ("auto", "chunked"):  # first: where both wait for memory
-        choices += ways_sm90(dtype, *call, jobs)
+        own = [(row, states) for row, states in rows if isinstance(row, ProductSm90Variant)]
+        choices += ways_sm90(own, *call, sms, jobs)
+    rows = [pair for pair in rows if not isinstance(pair[0], ProductSm90Variant)]
     for name in ALGORITHMS[1:] if jobs == 1 else ():
         if algorithm in ("auto", name):
-            rows = [
-                row
-                for row in PRODUCTS
-                if (row.algorithm, row.dtype) == (name, dtype)
-                and not isinstance(row, ProductSm90Variant)
-                and target in row.targets
-            ]
-            choices += _ways(rows, *call)
+            choices += _ways(
+                [pair for pair in rows if pair[0].algorithm == name], *call, target, sms
+            )
     return min(choices, key=lambda choice: (choice.microseconds, choice.segments), default=None)
 
 
 def _ways(
-    rows: list[ProductVariant], entries: int, length: int, qk_dim: int, v_dim: int, target: str,
-    sms: int,
-) -> Iterator[Choice]:  # fmt: skip
+    rows: list[_Row], entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int
+) -> Iterator[Choice]:
     """Yield the ways to compute a product by some rows of one algorithm."""
     # Of rows for the same dim, those of longer chunks first, and of more stages.
     wide = sorted(
-        (row for row in rows if row.dim >= qk_dim),
-        key=lambda row: (row.dim, -row.tile_m, -row.stages),
+        (pair for pair in rows if pair[0].dim >= qk_dim),
+        key=lambda pair: (pair[0].dim, -pair[0].tile_m, -pair[0].stages),
     )
     if not wide:  # plain kernels take wider keys in turns
-        wide += [row for row in rows[-1:] if row.algorithm != "chunked"]
-    for row in wide:
-        if row.dim != wide[0].dim:
+        wide += [pair for pair in rows[-1:] if pair[0].algorithm != "chunked"]
+    for row, states in wide:
+        if row.dim != wide[0][0].dim:
             return
         if row.algorithm == "chunked":
-            yield from _splits(row, entries, length, qk_dim, v_dim, target, sms)
+            yield from _splits(row, states, entries, length, qk_dim, v_dim, target, sms)
         elif length <= _MAX_ROWS:
             blocks = entries * -(-v_dim // row.tile_n)
             us = _plain_us(row, blocks, length, qk_dim, target, sms)
@@ -110,10 +108,10 @@ def _ways(
 
 
 def _splits(
-    row: ProductVariant, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int
-) -> Iterator[Choice]:
+    row: ProductVariant, states: ProductVariant | None, entries: int, length: int, qk_dim: int,
+    v_dim: int, target: str, sms: int,
+) -> Iterator[Choice]:  # fmt: skip
     """Yield the ways to split a product into segments that come into question."""
-    states = state_row(row, target)
     chunks = -(-length // row.tile_m)
     blocks = entries * -(-v_dim // row.tile_n)
     resident = sms * _resident(row, target)

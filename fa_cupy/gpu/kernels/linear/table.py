@@ -53,3 +53,12 @@ def state_row(row: ProductVariant, target: str) -> ProductVariant | None:
         ):
             return other
     return None
+
+
+def serving(dtype: str, target: str) -> list[tuple[ProductVariant, ProductVariant | None]]:
+    """Return the rows that compute outputs, each with the one that sums states of its segments."""
+    return [
+        (row, state_row(row, target) if row.algorithm == "chunked" else None)
+        for row in PRODUCTS
+        if row.algorithm and row.dtype == dtype and target in row.targets
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
@@ -10,7 +10,6 @@ from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.sm90.chunk_fp32_pingpong_sm90 import ChunkFp32PingpongSm90
 from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
 from fa_cupy.gpu.kernels.linear.sm90_params import CHUNK, DIM_STEPS
-from fa_cupy.gpu.kernels.linear.table import PRODUCTS, state_row
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
 
 # The model. What memory gives each of an H200's 132 multiprocessors when all ask for it, a launch,
@@ -42,39 +41,33 @@ SINGLE_STATES_US = {64: 1.1, 128: 2.8}
 
 
 def ways(
-    dtype: str, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int,
-    jobs: int = 1,
+    rows: Sequence[tuple[ProductSm90Variant, ProductVariant | None]], entries: int, length: int,
+    qk_dim: int, v_dim: int, sms: int, jobs: int = 1,
 ) -> Iterator[Choice]:  # fmt: skip
     """Yield the ways that come into question.
 
     Parameters
     ----------
-    dtype, entries, length, qk_dim, v_dim, target, sms
+    rows : sequence of tuple
+        Those for the dtype, as from `fa_cupy.gpu.kernels.linear.table.serving`.
+    entries, length, qk_dim, v_dim, sms
         As for `fa_cupy.gpu.kernels.linear.cost_model.choose`.
     jobs : int, optional
         Such products in one launch.
     """
-    step = DIM_STEPS.get(dtype)
     if not 1 <= length <= MAX_LENGTH or min(qk_dim, v_dim) < 1:
         return
-    if step is None or qk_dim % step or v_dim % step:
-        return
-    rows = [
-        row
-        for row in PRODUCTS
-        if isinstance(row, ProductSm90Variant) and row.algorithm and row.dtype == dtype
-    ]
-    dim = min((row.dim for row in rows if row.dim >= qk_dim), default=0)
-    call = entries * jobs, length, qk_dim, v_dim, sms
-    for row in rows:
-        if row.dim == dim and target in row.targets:
-            yield from _splits(row, *call)
+    dim = min((row.dim for row, _ in rows if row.dim >= qk_dim), default=0)
+    for row, states in rows:
+        step = DIM_STEPS[row.dtype]
+        if row.dim == dim and not qk_dim % step and not v_dim % step:
+            yield from _splits(row, states, entries * jobs, length, qk_dim, v_dim, sms)
 
 
 def _splits(
-    row: ProductSm90Variant, entries: int, length: int, qk_dim: int, v_dim: int, sms: int
-) -> Iterator[Choice]:
-    states = state_row(row, "sm_90a")
+    row: ProductSm90Variant, states: ProductVariant | None, entries: int, length: int, qk_dim: int,
+    v_dim: int, sms: int,
+) -> Iterator[Choice]:  # fmt: skip
     chunks = -(-length // row.tile_m)
     blocks = entries * -(-v_dim // row.tile_n)
     # Splits that fill the device so many times, as far as each segment has a few chunks.
