@@ -631,8 +631,8 @@ def sm90_memory(folder):
                     size=7 if size > 8192 else 6.2)  # fmt: skip
             at += size
 
-        for slot in range(row.q_slots):
-            whole = row.q_slots % row.groups == 0
+        for slot in range(row.q_stages):
+            whole = row.q_stages % row.groups == 0
             users = [slot % row.groups] if whole else range(row.groups)
             for i, group in enumerate(users):
                 high = 0.66 / len(users)

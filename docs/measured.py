@@ -9,11 +9,11 @@ from pathlib import Path
 from fa_cupy.gpu.kernels import forward as gpu
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.tiled import tile_sizes
-from validation import report, store, tiles, word_orders
+from validation import report, store, tiles
 
 RESULTS = Path(__file__).parents[1] / "validation" / "results"
 STATIC = Path(__file__).parent / "_static"
-NOT_A_SPEED = ("traffic", "tiles", word_orders.FAMILY)
+NOT_A_SPEED = ("traffic", "tiles")
 PRODUCT = "causal_product"  # how its families and the picture of them are called
 SPARSE = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
 
@@ -109,41 +109,6 @@ def traffic():
     return table(head, rows)
 
 
-def orders_of_words():
-    """What the orders of a mask's words come to, beside the claim; times where there are any."""
-    made = {row["impl"]: row for row in store.load(RESULTS / "word_orders-sm-90a.json")[1]}
-    if not made:
-        return "No build has been looked at yet: ``python -m validation word_orders`` does.\n"
-    claims, both = word_orders.CLAIMS, ("row_major", "fragment")
-    lines = [
-        ("bytes that a thread reads", 0, "bytes", "d"),
-        ("cycles of a warp's loads", None, "cycles", "d"),
-        ("of them bank conflicts", None, "conflicts", "d"),
-        ("instructions", 1, "value", ".0f"),
-        ("registers: for the words; in use at most", 2, "live", "d"),
-        ("bytes spilled", None, "spilled", "d"),
-    ]
-    rows = [
-        [
-            what,
-            *("-" if claim is None else 2 * claims[name][claim] for name in both),
-            *(format(made[name][key], form) for name in word_orders.BUILDS),
-        ]
-        for what, claim, key, form in lines
-    ]
-    times = {}
-    for device, row in family(word_orders.FAMILY):
-        times.setdefault(device, {})[row["impl"]] = row["ms"]
-    for device, ms in times.items():
-        cells = (f"{ms[name]:.3f}" for name in word_orders.BUILDS)
-        rows.append([f"ms, {device}; without a mask {ms['dense']:.3f}", "-", "-", *cells])
-    if not times:
-        rows.append(["ms", "-", "-", *["not measured"] * len(word_orders.BUILDS)])
-    head = ("", "claim: row-major", "claim: by threads", "fragment", "row-major, four words kept",
-            "row-major, gathered")  # fmt: skip
-    return table(head, rows)
-
-
 def planned_cpu():
     """The planner's tiles for the CPU, and the fastest measured ones where there are any."""
     rows = []
@@ -205,7 +170,7 @@ def slots_of_q():
     for row in gpu.VARIANTS:
         if isinstance(row, FwdSm90):
             key = (row.dim, row.sparse, row.groups)
-            slots.setdefault(key, {})[row.transform] = row.q_slots
+            slots.setdefault(key, {})[row.transform] = row.q_stages
     dims = {}
     for (dim, sparse, groups), of in slots.items():
         dims.setdefault((sparse, groups, of[False], of[True]), []).append(str(dim))

@@ -29,6 +29,9 @@ class NotingLauncher:
         self.launched, self.encoded, self.taken = [], [], []
         self.refused = set(refused)
 
+    def kernels(self, steps):
+        return [self.kernel(step) for step in steps]
+
     def kernel(self, step):
         return lambda arguments: self.launched.append((step, arguments.values.copy()))
 

@@ -16,26 +16,27 @@ from tests.cupy_stand_in import CAPTURE
 from tests.kernel_attention import blocks_of
 from tests.kernel_gradients import case, gradients, rows_of
 from tests.strategies import lay
-from validation import emulator, families, peers, rows
+from validation import emulator, families, peers, turns
 from validation.emulated import attention_backward
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 NAMES = ("q", "k", "v", "dout", "out", "lse", "dlse")
 ALL = ("q", "k", "v")
+ENTRY = "attention_bwd_sm90"
 
 
 class Launch:
     """A launch that the emulator runs; `ran` says by which entry, in what workspace."""
 
     ran: list = []  # noqa: RUF012
-    tiles: list = []  # noqa: RUF012
+    rows: list = []  # noqa: RUF012
 
     def __init__(self, row, grid, block, shared_bytes):
         self.row, self.how = row, (grid, block, shared_bytes)
 
     def __call__(self, arguments, stream=None):
         self.ran.append(self.row.source.rpartition("/")[2])
-        self.tiles.append((self.ran[-1], self.row.tile_m))
+        self.rows.append(self.row)
         emulator.launch(
             emulator.build_row(self.row), self.row.entry, *self.how, arguments.values, len(self.ran)
         )
@@ -77,7 +78,7 @@ def host(cupy, monkeypatch):
 
     monkeypatch.setattr(tensor_map_cache, "encode_tiled", encode)
     monkeypatch.setattr(Launch, "ran", [])
-    monkeypatch.setattr(Launch, "tiles", [])
+    monkeypatch.setattr(Launch, "rows", [])
     attention_backward_plan._plans.clear()
     return attention_backward_plan
 
@@ -452,27 +453,34 @@ def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, monkeypatch):
     call.check(host, cupy)
 
 
-def test_other_settings_of_a_row_beside_the_table_s(host, cupy, monkeypatch):
-    """What `python -m validation rows` does: each setting has plans, and so kernels, of its own."""
+def test_other_rows_beside_the_table_s(host, cupy, monkeypatch):
+    """As in `python -m validation turns`: changed rows have plans, and so kernels, of their own."""
     call = Call(small(dims=(128, 128)))
     family = dataclasses.replace(
-        families.FAMILIES[rows.FAMILY],
+        families.FAMILIES[turns.FAMILY],
         impls={"fa_cupy": lambda case, inputs: peers.Call(lambda: call.solve(host, cupy), None)},
     )
-    monkeypatch.setitem(families.FAMILIES, rows.FAMILY, family)
+    monkeypatch.setitem(families.FAMILIES, turns.FAMILY, family)
     before = host._plans, host.select_bwd
-    settings = ("", "bwd_sm90:tile_m=80,slots=1,soon=0")
-    impls = {setting: rows._with_setting(setting) for setting in settings}
-    monkeypatch.setitem(families.FAMILIES, rows.FAMILY, dataclasses.replace(family, impls=impls))
-    made = [impls[setting](None, None) for setting in settings]
+
+    def with_threads(count):
+        def change(chain):
+            return [
+                dataclasses.replace(row, store_threads=count) if row.entry == ENTRY else row
+                for row in chain
+            ]
+
+        return turns.with_rows(change)
+
+    made = [with_threads(count)(None, None) for count in (1, 3)]
     want = call.want()
     for once in (*made, *made):
         for name, x in once.run().items():
             np.testing.assert_allclose(*(y.astype(float) for y in (x, want[name])), atol=0.05)
     assert (host._plans, host.select_bwd) == before
     assert not host._plans
-    tiles = [tile_m for entry, tile_m in Launch.tiles if entry == "bwd_sm90"]
-    assert tiles == [64, 80, 64, 80]
+    threads = [row.store_threads for row in Launch.rows if row.entry == ENTRY]
+    assert threads == [1, 3, 1, 3]
 
 
 def test_rows_too_far_apart_for_the_kernels_are_copied(host):

@@ -12,10 +12,9 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention.bwd_sm90_params import Gradients, fill, takes
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.kernel_attention import DTYPES
-from tests.kernel_gradients import case, check, check_spoiled, solve
+from tests.kernel_gradients import case, check, solve
 from tests.planted import plant
 from validation import emulator
-from validation.rows import replaced
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 DIMS = (64, 96, 128, 192, 256)
@@ -33,41 +32,6 @@ def test_every_row(dim, dtype):
     check(case(dtype, (4, 2), (130, 300), narrow, batch=1, dlse=True, **causal), seed=2)
     window = {"window": (70, 5), "causal_align": TOP}
     check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), layout="blhd", **window), seed=3)
-
-
-# What the source of a row can do beyond the table.
-SETTINGS = {
-    "bwd_sm90:tile_m=80,slots=1,soon=0": (128,),
-    "bwd_sm90:tile_m=80,stages=2,o_stages=1,late=0,soon=0": (128,),
-    "bwd_sm90:tile_m=80,slots=1,stages=2,late=0,soon=0,delayed=1,last_first=1": (96,),
-    "bwd_sm90:stages=2,late=0,soon=0,delayed=1": (128,),
-    "bwd_sm90:delayed=0,last_first=0": (64,),
-    "bwd_sm90:stores=3": (64, 128),
-    "bwd_sm90:stores=1,keep_sums=1": (128,),
-    "bwd_preprocess:tile_m=8,warps=4": (64,),
-    "bwd_dkdv_sm90:sum_first=0+bwd_dq_sm90:sum_first=0": (256,),
-    "bwd_dkdv_sm90:sum_first=1": (192,),
-    "bwd_dkdv_sm90:sum_first=3": (256,),
-}
-
-
-@needs_compiler
-@pytest.mark.parametrize(("setting", "dim"), [(s, d) for s in SETTINGS for d in SETTINGS[s]])
-def test_other_settings_of_a_row(setting, dim):
-    rows = replaced(select_bwd("bfloat16", dim, dim), setting)
-    check(case("bfloat16", (2, 2), (150, 200), (dim, dim), batch=1), rows=rows, seed=1)
-    causal = {"is_causal": True, "causal_align": BOTTOM}
-    narrow = dim - 8, dim - 16
-    call = case("bfloat16", (4, 2), (130, 300), narrow, batch=1, dlse=True, **causal)
-    want = check(call, rows=rows, seed=2, blocks=1)
-    for seed, blocks in ((3, 3), (4, 5)):
-        got = solve(call, rows=rows, seed=seed, blocks=blocks, together=blocks)
-        assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
-    # Sums of a piece of 80 queries spoil rows of two words.
-    call = case("float16", (1, 1), (160, 170), (dim, dim), is_causal=True, causal_align=TOP)
-    call.q[..., 70, 0] = call.dout[..., 130, 3] = np.nan
-    call.k[..., 165, 2] = call.v[..., 168, 1] = np.inf  # which no query sees
-    check_spoiled(call, rows=replaced(select_bwd("float16", dim, dim), setting))
 
 
 @needs_compiler

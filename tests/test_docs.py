@@ -168,22 +168,16 @@ def test_pictures_can_be_drawn(tmp_path):
     assert drawn == {path.name for path in (DOCS / "_static").glob("*.svg")}
 
 
-def test_tables_without_measurements_say_so(monkeypatch, tmp_path):
+def test_tables_without_measurements_say_so(monkeypatch):
     pytest.importorskip("validation.report")
     spec = importlib.util.spec_from_file_location("measured", DOCS / "measured.py")
     measured = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(measured)
     monkeypatch.setattr(measured, "results", dict)
-    results = measured.RESULTS
     assert "No speed has been measured" in measured.benchmarks()
     assert "No speed of it has been measured" in measured.causal_product()
     assert "No traffic has been measured" in measured.traffic()
     assert "not measured" in measured.planned_cpu()
-    assert "not measured" in measured.orders_of_words()
-    monkeypatch.setattr(measured, "RESULTS", tmp_path)
-    assert "No build has been looked at" in measured.orders_of_words()
-    monkeypatch.setattr(measured, "RESULTS", results)
-
     rows = [
         {"family": "attention_fwd", "case": "bf16 hd64 full 512x32", "impl": impl, "ms": 1.0,
          "value": speed, "unit": "TFLOP/s", "error": 1e-3, "date": "2000-01-01"}
@@ -201,15 +195,6 @@ def test_tables_without_measurements_say_so(monkeypatch, tmp_path):
     assert "E64" not in measured.benchmarks()
     assert ".. image" not in measured.causal_product()
     assert "96 x 128" in measured.planned_cpu()
-    orders = ("dense", "fragment", "row_major", "row_major_gathered")
-    rows += [
-        {"family": "word_orders", "case": "c", "impl": impl, "ms": i / 8, "value": 1.0}
-        for i, impl in enumerate(orders)
-    ]
-    lines = measured.orders_of_words().splitlines()
-    at = lines.index("   * - ms, some device; without a mask 0.000")
-    assert lines[at + 3 :] == [f"     - {i / 8:.3f}" for i in (1, 2, 3)]
-    assert "word_orders" not in measured.benchmarks()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="paths of the repository are POSIX")

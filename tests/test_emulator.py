@@ -1,8 +1,6 @@
 """The kernels' own source, run on the CPU: each row of the table, seeds, and planted bugs."""
 
-import dataclasses
 import functools
-import math
 import re
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from tests.kernel_attention import DTYPES, check, draw
 from tests.planted import plant
 from tests.seeds import FAMILIES, Chosen, one, sanitizer
-from validation import emulator, stages
+from validation import emulator
 from validation.emulator import calls
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
@@ -46,32 +44,6 @@ def test_every_row(row):
     check(row, q, k, v, seed=2, is_causal=True, causal_align="bottom_right", **options)
     window = {"window": (70, 5), "causal_align": "top_left"}
     check(row, q[:1], k[:1], v[:1, :, : dim - 8], seed=3, **window, **options)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [r for r in VARIANTS if r.entry.endswith("sm80") and r.dim == 96 and not r.sparse],
-    ids=lambda row: row.dtype,
-)
-def test_every_stage(row):
-    """As `validation.stages` on a GPU."""
-    dtype = {"float16": "fp16", "bfloat16": "bf16"}[row.dtype]
-
-    def attention(q, k, v, **options):
-        return calls.attention(row, q, k, v, **options)[0]
-
-    def debug(q, k, v, stage):
-        tiles = -(-q.shape[1] // row.tile_m)
-        columns = {1: row.tile_n, 2: 8, 3: row.tile_n, 4: row.dim}[stage]
-        found = np.full((len(q), tiles, row.tile_m, columns), np.nan, np.float32)
-        staged = dataclasses.replace(row, debug_stage=stage)
-        calls.attention(staged, q, k, v, debug=found)
-        if stage == 2:  # the largest is in units of the softmax
-            found[..., 0] *= math.sqrt(q.shape[-1]) * math.log(2)
-        return found[:, ::-1].reshape(len(q), -1, columns)  # the last query rows are first
-
-    text, over = stages.report(stages.run(debug, attention, (dtype,), (80,)))
-    assert over == 0, text
 
 
 # Both tensor core instructions: a product whose numbers are all the same, added to a number.

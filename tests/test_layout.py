@@ -277,3 +277,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 def test_lines_of_cuda_are_counted():
     assert list(cuda_functions(CUDA)) == [("get", 1), ("first", 7), ("kernel", 6)]
+
+
+# Kernels
+
+
+def test_every_kernel_has_one_host_module_of_its_name():
+    stems = {path.stem for path in KERNELS if path.suffix == ".cu"}
+    hosts = Counter(path.stem for path in (ROOT / "fa_cupy/gpu/kernels").rglob("*.py"))
+    assert len(stems) > 20
+    assert {stem: hosts[stem] for stem in stems} == dict.fromkeys(stems, 1)

@@ -136,14 +136,38 @@ def test_cupy_is_imported_in_the_gpu_folder_only_and_late(path):
     assert not late & {name.partition(".")[0] for name in imported(path)}
 
 
-def test_dependencies_point_one_way():
-    """What serves the GPU families does not know them, nor its neighbours."""
-    low = {"kernels.attention.fwd_variants", "driver.compile", "driver.tensor_map", "driver.launch"}
-    for name in low:
-        others = {f"fa_cupy.gpu.{other}" for other in low - {name}}
-        path = ROOT / f"fa_cupy/gpu/{name.replace('.', '/')}.py"
-        for module in imported(path):
-            assert not any(module.startswith(other) for other in others), (name, module)
+# What modules below `fa_cupy.gpu` may import of it.
+LAYERS = {
+    "driver": ("fa_cupy.gpu.driver",),
+    "kernels": ("fa_cupy.gpu.kernels", "fa_cupy.gpu.plan", "fa_cupy.gpu.driver.targets"),
+    "plan.py": ("fa_cupy.gpu.driver.arguments",),
+    "plan_cache.py": (),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_dependencies_point_one_way(layer):
+    """Kernels, plans and the driver do not know what uses them, and plans know no kernel."""
+    place = ROOT / "fa_cupy/gpu" / layer
+    paths = [place] if place.is_file() else sorted(place.rglob("*.py"))
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in paths
+        for name in imported(path)
+        if name.startswith("fa_cupy.gpu") and not name.startswith(LAYERS[layer])
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", ["plan.py", "plan_cache.py", "kernels", "driver/arguments.py"])
+def test_plans_and_kernels_do_not_import_cupy(path):
+    place = ROOT / "fa_cupy/gpu" / path
+    for module in [place] if place.is_file() else place.rglob("*.py"):
+        names = {name.partition(".")[0] for name in imported(module)}
+        assert not names & {"cupy", "cuda"}, module
+
+
+def test_the_cpu_path_does_not_know_the_gpu():
     for path in (ROOT / "fa_cupy/cpu").glob("*.py"):
         assert not any(name.startswith("fa_cupy.gpu") for name in imported(path))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from fa_cupy import attention
 from validation import __main__ as command
 from validation import (
     accuracy,
@@ -25,7 +26,6 @@ from validation import (
     peers,
     report,
     sanitize,
-    stages,
     store,
     tiles,
     traffic,
@@ -280,47 +280,6 @@ def test_the_optimum_is_that_of_the_newest_run(monkeypatch):
     assert measured.fastest(tiles.CASES[1], plan) == ("not measured", "-")
 
 
-# --------------------------------------------------------------------------------------- stages
-TILE_M, TILE_N = 64, 32
-
-
-def emulated(q, k, v, stage):
-    """What the kernel holds after a stage, by NumPy in float32."""
-    q = np.pad(q, ((0, 0), (0, -q.shape[1] % TILE_M), (0, 0)))
-    k, v = (x[:, :TILE_N].astype(np.float32) for x in (k, v))
-    scores = q.astype(np.float32) @ k.swapaxes(-1, -2)
-    if stage == 1:
-        return scores
-    largest = scores.max(-1, keepdims=True)
-    p = np.exp(q.shape[-1] ** -0.5 * (scores - largest))
-    if stage == 2:
-        return np.concatenate([largest, p.sum(-1, keepdims=True)] * 4, -1)
-    p = p.astype(q.dtype).astype(np.float32)
-    return p if stage == 3 else np.pad(p @ v, ((0, 0), (0, 0), (0, 16)))
-
-
-def on_cpu(*arrays, **options):
-    from fa_cupy import attention
-
-    return attention(*arrays, **options)
-
-
-def test_stages_pass_on_what_is_right():
-    findings = stages.run(emulated, on_cpu, ("bf16",), (64,))
-    text, over = stages.report(findings)
-    assert over == 0, text
-    assert len(text.splitlines()) == 1 + len(stages.NAMES)
-
-
-@pytest.mark.parametrize("broken", [1, 2, 3, 4])
-def test_stages_name_the_one_that_is_wrong(broken):
-    def debug(q, k, v, stage):
-        return emulated(q, k, v, stage) * (1.01 if stage == broken else 1)
-
-    findings = stages.run(debug, on_cpu, ("fp16",), (64,))
-    assert [f.stage for f in findings if f.error > f.limit] == [broken]
-
-
 # ------------------------------------------------------------------------------------- accuracy
 def test_accuracy_sweep_on_the_cpu(tmp_path, capsys):
     out = tmp_path / "accuracy.json"
@@ -378,13 +337,13 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, kind):
     count, states = 0, set()
     for shape, options in kind(dim, 3):
         arrays = attention_calls.arrays(peers.DTYPES["bf16"], shape)
-        out = on_cpu(**arrays, **options)
+        out = attention(**arrays, **options)
         assert np.isfinite(out.astype(np.float32)).all(), (shape, options)
         assert out.shape[-2:] == (shape["q_len"], shape["v_dim"])
         assert ("mask" in arrays) == (kind is attention_calls.masked_problems)
         if "mask" in arrays:
             attention_calls.as_mask(sent := dict(arrays), arrays, shape)
-            again = on_cpu(**sent, **options)
+            again = attention(**sent, **options)
             np.testing.assert_allclose(again.astype(float), out.astype(float), atol=0.02)
             if sent["mask"] is not arrays["mask"]:
                 states |= set(sent["mask"].block_states().flat)
@@ -430,24 +389,40 @@ def test_first_calls_get_caches_of_their_own(monkeypatch):
     seen = []
 
     def child(code, environment):
-        seen.append(environment)
+        compile(code, "child", "exec")
+        seen.append((code, environment))
         return {"s": 0.9, "compile_s": 0.7}
 
     monkeypatch.setattr(host_time, "_child", child)
-    fresh, warm = host_time.first_rows()
-    assert fresh["value"] == pytest.approx(9e5)
-    assert fresh["compile_ms"] == pytest.approx(700)
-    assert "compile_ms" not in warm
-    folders = {seen[0][name] for name in ("FA_CUPY_CACHE_DIR", "CUDA_CACHE_PATH")}
-    assert len(folders) == 2
-    assert seen[0] == {**seen[1], "CUDA_CACHE_DISABLE": "1"}
+    rows = host_time.first_rows()
+    names = [row["case"] for row in rows]
+    assert names == [
+        f"first {what}, {cache} cache"
+        for what in ("call", "gradients")
+        for cache in ("fresh", "warm")
+    ]
+    for (fresh, warm), (first, second) in zip(
+        (rows[:2], rows[2:]), (seen[:2], seen[2:]), strict=True
+    ):
+        assert fresh["value"] == pytest.approx(9e5)
+        assert fresh["compile_ms"] == pytest.approx(700)
+        assert "compile_ms" not in warm
+        assert first[0] == second[0]
+        folders = {first[1][name] for name in ("FA_CUPY_CACHE_DIR", "CUDA_CACHE_PATH")}
+        assert len(folders) == 2
+        assert first[1] == {**second[1], "CUDA_CACHE_DISABLE": "1"}
+    assert "attention_backward(" in seen[2][0]
+    assert "attention_backward(" not in seen[0][0]
 
 
 def test_limits_of_host_time():
     def limit(case, impl="fa_cupy"):
         return host_time.limit_us({"case": case, "impl": impl})
 
-    assert limit("call bf16 hd128 with lse") == 12
+    assert limit("call bf16 hd128 with lse") == 11
+    assert limit("gradients bf16 hd128") == 25
+    assert limit("causal product bf16 hd128") == 12
+    assert limit("first gradients, fresh cache") == 2.5e6
     assert limit("call bf16 hd128 with lse", "cudnn") is None
     assert limit("first call, fresh cache") == 2e6
     assert limit("import") == 2e5

@@ -20,7 +20,6 @@ from validation import (
     families,
     peers,
     report,
-    rows,
     store,
     turns,
 )
@@ -138,25 +137,6 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, name, monkeypatch):
     assert count == 24
 
 
-def test_a_setting_changes_a_row_and_what_takes_its_pieces():
-    chain = select_bwd("bfloat16", 128, 128)
-    assert rows.replaced(chain, "") == chain
-    found = rows.replaced(chain, "bwd_sm90:tile_m=80,slots=1,sections=8/4")
-    assert (found[1].tile_m, found[1].slots, found[1].sections) == (80, 1, (8, 4))
-    assert found[2].tile_m == found[1].piece_m == 80
-    assert [row.source for row in found] == [row.source for row in chain]
-    both = rows.replaced(chain, "bwd_sm90:slots=1+bwd_preprocess:tile_m=8")
-    assert (both[0].tile_m, both[1].slots, *both[2:]) == (8, 1, *chain[2:])
-    rounded = rows.replaced(chain, "bwd_convert_dq:warps=8+bwd_sm90:tile_m=80")[2]
-    assert (rounded.warps, rounded.tile_m) == (8, 80)
-    for setting, text in (("bwd_dkdv_sm90:stages=3",
-                           "no 'bwd_dkdv_sm90' among bwd_preprocess, bwd_sm90"),
-                          ("bwd_sm90:tiles=3", "has no 'tiles'"),
-                          ("+bwd_sm90:slots=1", "nothing on one side")):  # fmt: skip
-        with pytest.raises(ValueError, match=text):
-            rows.replaced(chain, setting)
-
-
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_turns_are_late_in_the_kernel_that_is_timed(dim):
     """The build with pauses has both of them, and is no other kernel for it: nothing spills."""
@@ -164,7 +144,7 @@ def test_turns_are_late_in_the_kernel_that_is_timed(dim):
     source = turns.source()
     assert [source.count(f"pause[{i}]".encode()) for i in range(3)] == [1, 1, 1]
     for stores in turns.STORES:
-        row = dataclasses.replace(row, stores=stores)
+        row = dataclasses.replace(row, store_threads=stores)
         late = compile.compile_source(row.name, source, "sm_90a", row.defines)
         found = compile.resource_report(late.log)
         assert found == compile.resource_report(compile.compile_variant(row, "sm_90a").log)

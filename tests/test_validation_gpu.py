@@ -1,4 +1,4 @@
-"""The staged checks and the benchmark on the GPU, as far as they are quick."""
+"""The reduced sets and the benchmark on the GPU, as far as they are quick."""
 
 import dataclasses
 
@@ -11,17 +11,10 @@ from validation import (
     cases,
     families,
     product_calls,
-    stages,
     store,
-    word_orders,
 )
 
 pytestmark = pytest.mark.gpu
-
-
-def test_stages_of_the_kernel():
-    text, over = stages.report(stages.run(*stages.on_gpu()))
-    assert over == 0, text
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
@@ -88,11 +81,3 @@ def test_bench_of_masks_on_the_gpu(name, tmp_path, monkeypatch):
     rows = store.load(out)[1]
     assert {row["case"] for row in rows} == {case.name for case in small}
     assert all(row["value"] > 0 for row in rows)
-
-
-def test_both_orders_of_mask_words_on_the_gpu():
-    if devices.current_target() != word_orders.TARGET:
-        pytest.skip("the comparison is of fwd_sm90")
-    rows = word_orders.timed(dataclasses.replace(word_orders.CASE, length=1024, heads=2), 2)
-    assert [row["impl"] for row in rows] == ["dense", *word_orders.BUILDS]
-    assert all(row["ms"] > 0 for row in rows)

@@ -6,16 +6,13 @@ import importlib
 import sys
 
 COMMANDS = {
-    "stages": ("validation.stages", "each stage of the SM80 kernel against NumPy, a line a stage"),
     "accuracy": ("validation.accuracy", "errors over dtypes, lengths and options"),
     "bench": ("validation.bench", "timings beside the peers that are installed"),
     "host": ("validation.host_time", "time on the host: a call, a first call, the import"),
     "tiles": ("validation.tiles", "tile sizes of the CPU path around the planned one"),
     "memory": ("validation.memory", "peak memory of a long sequence"),
-    "word_orders": ("validation.word_orders", "orders of mask words: loads, instructions, time"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
     "readme": ("validation.readme", "the README's tables, from the results"),
-    "rows": ("validation.rows", "other tiles and stages of the backward kernels"),
     "turns": ("validation.turns", "gradients whose turns at dQ are passed on late"),
     "sass": ("validation.sass", "hashes of the kernels' machine code, held against a table"),
     "fuzz": ("validation.fuzz", "random calls against float64, and as replayed graphs"),

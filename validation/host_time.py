@@ -24,9 +24,13 @@ from validation.cases import Dense
 
 # by how the name of a case starts
 LIMITS_US = {
-    "call": 12.0,
+    "call": 11.0,
+    "gradients": 25.0,
+    "causal product": 12.0,
     "first call, fresh cache": 2e6,
     "first call, warm cache": 1.5e5,
+    "first gradients, fresh cache": 2.5e6,
+    "first gradients, warm cache": 1e5,
     "import": 2e5,
 }
 FAMILY = "host"
@@ -79,6 +83,29 @@ def call_rows(bursts: int, calls: int) -> list[store.Row]:
         for name, run in runs.items():
             us = per_call(run, cupy.cuda.Device().synchronize, bursts, calls)
             rows.append(_row(f"call {dtype} hd128 with lse", name, us))
+    rows += _other_rows(bursts, calls)
+    return rows
+
+
+def _other_rows(bursts: int, calls: int) -> list[store.Row]:
+    """Gradients of attention and causal products, which have several launches or a plan to pick."""
+    import cupy
+
+    import fa_cupy
+    from validation import peers
+
+    rows = []
+    for dtype, case in SMALL.items():
+        q, k, v = peers.random_cupy(case, 1)
+        out, lse = fa_cupy.attention(q, k, v, return_lse=True)
+        given = out, q, k, v, out, lse
+        runs: dict[str, Callable[[], Any]] = {
+            f"gradients {dtype} hd128": lambda x=given: fa_cupy.attention_backward(*x),  # type: ignore[misc]
+            f"causal product {dtype} hd128": lambda x=(q, k, v): fa_cupy.causal_product(*x),  # type: ignore[misc]
+        }
+        for name, run in runs.items():
+            us = per_call(run, cupy.cuda.Device().synchronize, bursts, calls)
+            rows.append(_row(name, "fa_cupy", us))
     return rows
 
 
@@ -100,7 +127,8 @@ def _child(code: str, environment: Mapping[str, str]) -> dict[str, float]:
 
 
 # The context, and CuPy's own kernels for these inputs, are there before the clock starts. What has
-# been compiled is asked for again once it has stopped: the cache knows how long that took.
+# been compiled is asked for again once it has stopped: the cache knows how long that took. The
+# output and the log-sum-exp of the gradients are made up: their kernel is not what is timed.
 _FIRST = """
 import json, time
 import cupy, fa_cupy
@@ -108,14 +136,20 @@ from validation import peers
 from validation.host_time import SMALL
 qkv = peers.random_cupy(SMALL["bf16"], 1)
 cupy.cuda.Device().synchronize()
+out, lse = qkv[0], cupy.ones(qkv[0].shape[:-1], "float32")
+cupy.cuda.Device().synchronize()
 start = time.perf_counter()
-fa_cupy.attention(*qkv, return_lse=True)
+CALL
 cupy.cuda.Device().synchronize()
 s = time.perf_counter() - start
 from fa_cupy.gpu.driver import compile
 compiled = [compile.compile_variant(variant, target) for variant, target, _ in compile._loaded]
 print(json.dumps({"s": s, "compile_s": sum(one.seconds for one in compiled)}))
 """
+_CALLS = {
+    "first call": "fa_cupy.attention(*qkv, return_lse=True)",
+    "first gradients": "fa_cupy.attention_backward(out, *qkv, out, lse)",
+}
 _IMPORT = """
 import json, sys, time
 start = time.perf_counter()
@@ -126,25 +160,27 @@ print(json.dumps({"s": s, "cupy": "cupy" in sys.modules}))
 
 
 def first_rows() -> list[store.Row]:
-    """The first call in a new process: with empty caches, then with what that one left.
+    """The first calls in new processes: with empty caches, then with what those left.
 
     NVRTC 13 keeps what it compiles as the driver does, in the folder and under the switch of the
     driver's own cache. Left alone it would answer a compilation of an earlier run in no time, so
     it gets an empty folder, and the first call does without it. The first row also holds what
     NVRTC took: a first call that is quick because nothing was compiled shows there.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {
-            "FA_CUPY_CACHE_DIR": str(Path(folder) / "fa_cupy"),
-            "CUDA_CACHE_PATH": str(Path(folder) / "cuda"),
-        }
-        fresh = _child(_FIRST, {**caches, "CUDA_CACHE_DISABLE": "1"})
-        warm = _child(_FIRST, caches)
-    row = _row("first call, fresh cache", "fa_cupy", fresh["s"] * 1e6)
-    return [
-        {**row, "compile_ms": fresh["compile_s"] * 1e3},
-        _row("first call, warm cache", "fa_cupy", warm["s"] * 1e6),
-    ]
+    rows = []
+    for name, call in _CALLS.items():
+        code = _FIRST.replace("CALL", call)
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {
+                "FA_CUPY_CACHE_DIR": str(Path(folder) / "fa_cupy"),
+                "CUDA_CACHE_PATH": str(Path(folder) / "cuda"),
+            }
+            fresh = _child(code, {**caches, "CUDA_CACHE_DISABLE": "1"})
+            warm = _child(code, caches)
+        row = _row(f"{name}, fresh cache", "fa_cupy", fresh["s"] * 1e6)
+        rows.append({**row, "compile_ms": fresh["compile_s"] * 1e3})
+        rows.append(_row(f"{name}, warm cache", "fa_cupy", warm["s"] * 1e6))
+    return rows
 
 
 def import_rows(repeats: int = 5) -> list[store.Row]:

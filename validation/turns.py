@@ -14,11 +14,12 @@ Rows go to ``validation/results/turns-<device>.json``, the picture to
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,7 +27,8 @@ from tqdm import tqdm
 
 from validation import bench, cases, peers, report, store
 from validation.families import FAMILIES
-from validation.rows import FAMILY, with_rows
+
+FAMILY = "attention_bwd"
 
 PAUSES = (0, 400, 800, 1200, 1600, 2400, 3200, 4000, 4800, 6400)  # clocks
 STORES = (2, 3)  # threads that store results
@@ -57,17 +59,46 @@ def source() -> bytes:
     return f'extern "C" __constant__ int pause[{len(PLACES)}];\n{text}'.encode()
 
 
+def with_rows(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., peers.Call]:
+    """Make an implementation of the family that runs what `change` makes of the table's rows."""
+    from fa_cupy.gpu import attention_backward_plan
+    from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
+
+    table = FAMILIES[FAMILY].impls["fa_cupy"]
+    plans: dict[Any, Any] = {}  # its own, as those of the other rows have the same keys
+    atexit.register(plans.clear)  # as in plan_bwd
+
+    def select(*call: Any) -> Any:
+        chain = select_bwd(*call)
+        return None if chain is None else tuple(change(chain))
+
+    def make(case: Any, inputs: Any) -> peers.Call:
+        call = table(case, inputs)
+
+        def run() -> Any:
+            before = attention_backward_plan._plans, attention_backward_plan.select_bwd
+            attention_backward_plan._plans, attention_backward_plan.select_bwd = plans, select
+            try:
+                return call.run()
+            finally:
+                attention_backward_plan._plans, attention_backward_plan.select_bwd = before
+
+        return call._replace(run=run)
+
+    return make
+
+
 class Slowed:
     """A row of ``bwd_sm90`` whose turns are passed on late.
 
     Parameters
     ----------
-    stores : int
+    store_threads : int
         Of the row; the other fields are those of the table.
     """
 
-    def __init__(self, stores: int) -> None:
-        self._stores = stores
+    def __init__(self, store_threads: int) -> None:
+        self._store_threads = store_threads
         self._modules: dict[Any, Any] = {}
 
     def rows(self, chain: Sequence[Any]) -> list[Any]:
@@ -79,7 +110,9 @@ class Slowed:
     def _row(self, row: Any) -> Any:
         from fa_cupy.gpu.driver import compile
 
-        row = dataclasses.replace(row, stores=self._stores, why="turns are passed on late")
+        row = dataclasses.replace(
+            row, store_threads=self._store_threads, why="turns are passed on late"
+        )
         if row not in self._modules:
             import cupy
 

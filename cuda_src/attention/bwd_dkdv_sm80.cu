@@ -41,7 +41,6 @@ static_assert(kMmaM * 16 == kScoreRows && kSumM * 16 == kSumRows && kMmaN % 2 ==
 static_assert(kExchangeWeights || kMmaM == kSumM, "weights stay where they are");
 static_assert(kStages == 1 || kStages == kQStages, "dO comes with Q or in the middle of a tile");
 static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
-static_assert(kRowMajor == 0, "words are in fragment order");
 static_assert(kTileM / 2 <= kThreads, "a thread loads what is known of two queries");
 
 using KeyTile = SharedTile<kTileN, kDim>;

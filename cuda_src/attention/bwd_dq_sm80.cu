@@ -27,7 +27,6 @@ static_assert(kTileM == kWarps * kMmaM * 16, "a warp owns whole 16-row products"
 static_assert(kStages == 1 || kStages == kKStages, "V comes with K or in the middle of a tile");
 
 static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
-static_assert(kRowMajor == 0, "words are in fragment order");
 
 using QueryTile = SharedTile<kTileM, kDim>;
 using KeyTile = SharedTile<kTileN, kDim>;

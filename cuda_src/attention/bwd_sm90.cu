@@ -323,7 +323,7 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
         release_per_lane(shared.ds_full[own.index()]);
         gemm_dq(dp);
         if constexpr (kPrefetchedLse) begin_next_tile();  // beside products
-        if constexpr (!kOverlapNextS) {
+        if constexpr (kDeferDq) {
           wgmma_wait_group<1>();
           release_operands();
         }
@@ -336,7 +336,7 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
         prefetch_mask_words(next_q_pipe.index());
       }
       if constexpr (kFinishTile) {
-        if constexpr (kOverlapNextS) {
+        if constexpr (kDeferDk) {
           wgmma_wait_group<1 + kBeginTile>();
           release_operands();
         }

@@ -24,22 +24,21 @@ constexpr int kStagingBarriers =
 constexpr int kWorkStages = 2;  // stages for announced work tiles
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
-// Whether dK += dS^T Q of the tile before runs beside the exponentials.
-constexpr bool kDeferDk = FA_DEFER_DK;
-// Whether S of the next tile starts while dV of this one still has its weights in registers.
-constexpr bool kOverlapNextS = FA_OVERLAP_NEXT_S;
 constexpr int kMmaD = kDim / 8;
 constexpr int kMmaM = kTileM / 8;
-// dQ of a tile takes dS of both warpgroups.  Where shared memory has room for another dS, dQ is
-// that of the tile before: then neither waits for the other, and one's exponentials run beside the
-// other's products.
+// There are two schedules of a tile's products.  dQ of a tile takes dS of both warpgroups.  Where
+// shared memory has room for another dS, dQ is that of the tile before: then neither waits for the
+// other, and one's exponentials run beside the other's products.  Elsewhere dK += dS^T Q of the
+// tile before runs beside the exponentials, and S of the next tile starts while dV of this one
+// still has its weights in registers.
 constexpr bool kDeferDq = FA_DEFER_DQ;
+constexpr bool kDeferDk = !kDeferDq;
 // The order of the blocks of keys.  From the first one on, each works on the tiles of queries from
 // the last one on, one tile or more behind the block before.  From the last one on, each works on
 // the tiles from the first one on: under a causal mask blocks of keys that begin together, each at
 // its own diagonal, then come to a tile one after the other.  The former ends with the short work,
-// the latter waits less, which counts where turns pass slowly.
-constexpr bool kReverseKvOrder = FA_REVERSE_KV_ORDER;
+// the latter waits less, which counts where dQ is that of the tile before.
+constexpr bool kReverseKvOrder = kDeferDq;
 constexpr int kDsStages = kDeferDq ? 2 : 1;  // stages for dS
 // dQ of a tile is added up in two tiles, one for each warpgroup: 64 columns of all queries, or
 // half of the queries.
@@ -52,9 +51,8 @@ constexpr int kPrefetchedLse = kTileM <= 64 ? 4 : 0;
 // other, so that one of them brings it into the L2 cache for all.  Under a mask each goes its own
 // way, and what they read and add to is too much for the cache: then the sums of dQ should stay,
 // which whoever waits for its turn waits for.
-constexpr bool kKeepDqAccum = FA_KEEP_DQ_ACCUM;
-constexpr uint64 kDqAccumPolicy = kKeepDqAccum ? kEvictLast : kEvictNormal;
-constexpr uint64 kTilePolicy = kKeepDqAccum ? kEvictFirst : kEvictNormal;
+constexpr uint64 kDqAccumPolicy = kSparse ? kEvictLast : kEvictNormal;
+constexpr uint64 kTilePolicy = kSparse ? kEvictFirst : kEvictNormal;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
@@ -63,10 +61,9 @@ static_assert(kGroups == 2 && kBlocks <= 2, "a warpgroup has a piece of dQ");
 static_assert(kDim % 32 == 0, "head_dim is padded to a multiple of 32");
 static_assert(kTileM % 16 == 0, "queries are summed over by m64nNk16");
 static_assert(kTileM <= 128, "a bit for each query of a thread is in a word");
-static_assert(!kDeferDk || !kDeferDq, "deferring both leaves no wait for dS of this tile");
 static_assert(kLoadThreads + kStoreThreads <= 4, "a warpgroup feeds");
 static_assert(kStagingStages >= 1 && kStoreThreads >= 1, "results go out");
-static_assert(kQStages > 1 || (!kDeferDk && !kOverlapNextS), "the next tile is waited for early");
+static_assert(kQStages > 1 || !kDeferDk, "the next tile is waited for early");
 static_assert(kTileN == kMaskBlock, "dQ is added up by blocks of a mask");
 static_assert(!kSparse || kMaskBlock % kTileM == 0, "a tile is in one block of a mask");
 

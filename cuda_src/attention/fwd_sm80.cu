@@ -27,8 +27,6 @@ constexpr int kWarps = FA_WARPS;       // of a block
 constexpr int kStages = FA_STAGES;     // K/V tiles in flight
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
 constexpr bool kSparse = FA_SPARSE;    // with a mask
-// 0: the kernel; 1 to 4: stop after a stage of the first tile and dump it (validation/stages.py).
-constexpr int kDebugStage = FA_DEBUG_STAGE;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kTileM / kWarps;
 constexpr int kMmaM = kWarpRows / 16;  // products down a warp's rows
@@ -46,8 +44,6 @@ static_assert(!kSparse || (kTilesPerBlock * kTileN == kMaskBlock && kMaskBlock %
               "tiles divide the blocks of a mask");
 static_assert(!kSparse || (kStages <= 2 && kWarps == 4),
               "a tile is loaded one tile ahead; each warp looks for one end of a list");
-static_assert(!kSparse || kDebugStage == 0, "stages are those without a mask");
-static_assert(kRowMajor == 0, "a thread copies its words in fragment order");
 
 using QTile = SharedTile<kTileM, kDim>;
 using KVTile = SharedTile<kTileN, kDim>;
@@ -97,22 +93,6 @@ FA_DEVICE ListedTile listed_tile(const ListedRange& listed, int i) {
           in_block};
 }
 
-// Writes a fragment of m16n8 accumulators to this block's part of the debug array, (blocks, kTileM,
-// 8 * kN).
-template <int kN>
-FA_DEVICE void dump(const AttentionParams& params, const float (&x)[kMmaM][kN][4]) {
-  const int lane = threadIdx.x % 32;
-  const int row0 = threadIdx.x / 32 * kWarpRows + lane / 4;
-  for (int i = 0; i < kMmaM; ++i) {
-    for (int j = 0; j < kN; ++j) {
-      for (int e = 0; e < 4; ++e) {
-        const int row = row0 + 16 * i + e / 2 * 8, col = 8 * j + 2 * (lane % 4) + e % 2;
-        params.debug[(int64(blockIdx.x) * kTileM + row) * (8 * kN) + col] = x[i][j][e];
-      }
-    }
-  }
-}
-
 // Finds what a mask lists for a row of blocks of the tiles that a band leaves.  Each warp finds one
 // end of one list.
 FA_DEVICE void find_listed_range(const MaskLists& mask, ListedRange& listed,
@@ -154,7 +134,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
     shared.tiles = key_tiles(params, shared.work.q_begin,
                              shared.work.q_begin + shared.work.q_rows - 1, kTileN);
-    if constexpr (kDebugStage > 0) shared.tiles.end = min(shared.tiles.end, shared.tiles.begin + 1);
     if constexpr (kSparse) {
       shared.listed.row =
           row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);
@@ -269,7 +248,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     multiply_rows<kBf16, QTile, KVTile, kDim / 16>(
         s, q_tile + a_lane<QTile>(tid_x_again() / 32 * kWarpRows),
         k_stages + tile % kStages * kTileBytes + b_lane<KVTile>(0));
-    if constexpr (kDebugStage == 1) return dump(params, s);
 
     const int key = key_tile(tile);
     if (params.has_score_mod) {
@@ -318,25 +296,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     uint32 p[kMmaM][kMmaN][2];
     softmax.exponentiate<false>(s, params.exp2_scale);
     round_weights<kBf16>(s, p);
-    if constexpr (kDebugStage == 2) {
-      softmax.reduce_row_sum();
-      float statistics[kMmaM][1][4];
-      for (int i = 0; i < kMmaM; ++i) {
-        for (int e = 0; e < 4; ++e)
-          statistics[i][0][e] = e % 2 ? softmax.row_sum[i][e / 2] : softmax.row_max[i][e / 2];
-      }
-      // Columns 0 and 1; every quad of threads writes the same pair.
-      return dump(params, statistics);
-    }
-    if constexpr (kDebugStage == 3) {
-      for (int i = 0; i < kMmaM; ++i) {
-        for (int j = 0; j < kMmaN; ++j) {
-          for (int e = 0; e < 4; ++e)
-            s[i][j][e] = to_float<kBf16>(uint16(p[i][j][e / 2] >> (e % 2 * 16)));
-        }
-      }
-      return dump(params, s);
-    }
 
     if constexpr (kSparse) {  // here and not before, or sm_80 runs out of registers
       load_words(tile + 1);
@@ -344,7 +303,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     add_product<kBf16, KVTile>(o, p,
                                v_stages + tile % kStages * kTileBytes + b_trans_lane<KVTile>());
-    if constexpr (kDebugStage == 4) return dump(params, o);
   }
 
   // ------------------------------------------------------------------------------------- epilogue

@@ -356,13 +356,12 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       auto& s_tile = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
       auto& p_tile = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
       int key_tile = tile;
-      bool listed = false;                     // whether the tile has words
-      uint32 visible_bits[1][2 * kLaneWords];  // which scores they leave
-      bool rows_have_max = false;              // whether all rows that see some have a row_max
+      bool listed = false;         // whether the tile has words
+      uint32 visible_bits[1][2];   // which scores they leave
+      bool rows_have_max = false;  // whether all rows that see some have a row_max
       if constexpr (kSparse) {
         listed = read_mask_tile(shared, k_pipe.index(), key_tile, visible_bits);
-        if constexpr (!kFirst && !kScoreMod)
-          rows_have_max = softmax.has_max(visible_bits, kLaneBits);
+        if constexpr (!kFirst && !kScoreMod) rows_have_max = softmax.has_max(visible_bits);
       }
       if constexpr (kOverlapSoftmaxPv && !kFirst) {
         wgmma_wait_group<1>();
@@ -398,8 +397,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               const int first_col = key_tile * kTileN + 2 * (tid % 4);
-              restrict_columns(visible_bits[0], h,
-                               visible_columns(p, row + 8 * h, first_col, 2 * kMmaN));
+              visible_bits[0][h] &= visible_columns(p, row + 8 * h, first_col, 2 * kMmaN);
             }
           }
           if (listed || crosses_band) mask_by_bits(s_tile, visible_bits);

@@ -46,8 +46,6 @@ static_assert(kTileN % 16 == 0, "16 keys are one step of a product");
 static_assert(!kScoreMod || kTileN % 32 == 0, "apply_score_mod takes 32 columns at a time");
 static_assert(!kSparse || (kTileM == kMaskBlock && (kTilesPerBlock == 1 || kTilesPerBlock == 2)),
               "a row of blocks is a tile of queries, a block is one tile of keys or two");
-static_assert(kRowMajor == 0 || (kSparse && kTilesPerBlock == 1),
-              "a lane takes whole rows of a block");
 
 struct FwdSm90Params {
   TensorMap q_map, k_map, v_map, out_map;
@@ -205,9 +203,7 @@ FA_DEVICE void load_listed_kv(const AttentionParams& p, const WorkTile& work, Sh
 
 // This thread's two words of a block, from the first bit of a tile on: a warp that computes has 16
 // rows, as a slab of the block has, and the first four warps do not compute.
-FA_DEVICE void extract_words(const uint64* block, int tile,
-                             uint32 (&visible_bits)[1][2 * kLaneWords]) {
-  if constexpr (kRowMajor > 0) return take_rows(block, tid_x_again() - 128, visible_bits[0]);
+FA_DEVICE void extract_words(const uint64* block, int tile, uint32 (&visible_bits)[1][2]) {
   const uint64 words = block[tid_x_again() - 128];
   const int first_bit = tile % kTilesPerBlock * (32 / kTilesPerBlock);
   visible_bits[0][0] = static_cast<uint32>(words) >> first_bit;
@@ -218,7 +214,7 @@ FA_DEVICE void extract_words(const uint64* block, int tile,
 // words say so.
 template <typename Shared>
 FA_DEVICE bool read_mask_tile(const Shared& shared, int stage, int& tile,
-                              uint32 (&visible_bits)[1][2 * kLaneWords]) {
+                              uint32 (&visible_bits)[1][2]) {
   const int packed_tile = shared.tile[stage];
   tile = packed_tile / 2;
   set_all_visible(visible_bits[0]);
@@ -235,7 +231,7 @@ FA_DEVICE int reload_tile_number(const AttentionParams& p, const WorkTile& work,
 }
 template <typename WorkTile>
 FA_DEVICE bool reload_mask_words(const AttentionParams& p, const WorkTile& work, int i,
-                                 uint32 (&visible_bits)[1][2 * kLaneWords]) {
+                                 uint32 (&visible_bits)[1][2]) {
   const uint32* words = listed_words(p, work, i, listed_block(p, work, i));
   set_all_visible(visible_bits[0]);
   if (words == nullptr) return false;

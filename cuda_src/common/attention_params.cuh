@@ -13,7 +13,6 @@ struct AttentionParams {
   const void* bias;   // (*batch, q_len, k_len), null without one
   void* out;          // (*batch, q_len, v_dim)
   float* lse;         // (*batch, q_len) dense, null when nobody asked
-  float* debug;       // what the staged builds (kDebugStage > 0) dump
   int64 first_batch;  // entry of the first block: a grid has at most 2**31 - 1 blocks
   int aligned;        // 1: every row of q, k, v and out starts at a multiple of 16 bytes
   int batch_axes;     // how many of the axes below are in use

@@ -12,7 +12,6 @@
 #include "ptx/tma.cuh"
 
 constexpr bool kSparse = FA_SPARSE;  // a mask says which blocks are hidden, and has bits of others
-static_assert(!kSparse || kRowMajor == 0, "words are in fragment order");
 
 struct BwdSm90Params {
   TensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map, dq_map;
@@ -335,7 +334,7 @@ template <bool kFromLastKey, bool kAscending, bool kFetchesLate, uint64 kCachePo
 struct KvLoadPolicy {
   static constexpr uint64 kPolicy = kCachePolicy;
   static constexpr bool kReverseKvOrder = kFromLastKey, kForward = kAscending,
-                        kDeferDk = kFetchesLate;
+                        kDeferFetch = kFetchesLate;
   static constexpr int kTileM = kQueries, kTileN = kKeys, kBlocks = kColumnBlocks;
   static constexpr int kQBytes = kTileM * 128 * kBlocks, kKBytes = kTileN * 128 * kBlocks;
 };
@@ -404,7 +403,7 @@ FA_DEVICE void produce_k_q(const BwdSm90Params& params, Shared& shared,
     work_count = opaque(work_count);  // where it is, is computed anew: registers are short
     arrive(shared.work_full[work_pipe().index()]);
     if (!more) break;
-    if constexpr (!LoadPolicy::kDeferDk) {  // needed much later
+    if constexpr (!LoadPolicy::kDeferFetch) {  // needed much later
       index = atom_add_u32(params.tile_counters, 1);
     }
     const PipelineState<1> pipe{work_count};
@@ -432,7 +431,7 @@ FA_DEVICE void produce_k_q(const BwdSm90Params& params, Shared& shared,
           }
           ++steps;
         });
-    if constexpr (LoadPolicy::kDeferDk) index = atom_add_u32(params.tile_counters, 1);
+    if constexpr (LoadPolicy::kDeferFetch) index = atom_add_u32(params.tile_counters, 1);
     ++work_count;
   }
 }

@@ -10,9 +10,6 @@
 // and half i have one word, of row 16 s + l / 4 + 8 i, whose bit b is column 8 (b >> 1) + 2 (l % 4)
 // + (b & 1).  So register 2 h + e of the j-th accumulator of m16n8 (or of m64nN) of a lane finds
 // its bit in bit 2 j + e of word [slab][lane][h].
-//
-// Validation compares this with row-major order, by builds that read that: the four words of a row
-// follow one another, and the same bit is bit 8 (j % 4) + 2 (l % 4) + e of word j / 4 of them.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -35,11 +32,6 @@ struct MaskLists {
 constexpr int kMaskBlock = 128;   // rows and columns of a block
 constexpr int kBlockWords = 512;  // 32-bit words of a block
 constexpr int kSlabWords = 64;    // of 16 rows
-// 0: words are in fragment order.  In row-major order a lane keeps all four words of a row, 1, or
-// gathers its bits of them in one, 2.
-constexpr int kRowMajor = FA_ROW_MAJOR;
-constexpr int kLaneWords = kRowMajor == 1 ? 4 : 1;                // that a lane has of a row
-constexpr uint32 kLaneBits = kRowMajor == 1 ? 0x03030303u : ~0u;  // of each, its own bits
 
 FA_DEVICE bool is_masked(const MaskLists& mask) { return mask.matrix_of_entry != nullptr; }
 
@@ -96,71 +88,29 @@ FA_DEVICE int64 lower_bound_tile(const int* list, int64 begin, int64 end, int ti
 
 // Bit of one element of a block, for whoever looks at elements one by one.
 FA_DEVICE bool block_bit(const uint32* words, int row, int col) {
-  if constexpr (kRowMajor > 0) return words[row * 4 + col / 32] >> col % 32 & 1;
   const int lane = row % 8 * 4 + col % 8 / 2;
   return words[row / 16 * kSlabWords + 2 * lane + row % 16 / 8] >> (col / 8 * 2 + col % 2) & 1;
 }
 
-// The t-th pair of bits that a lane has of a row: in which of its words, from which bit on, and for
-// which accumulator.
-FA_DEVICE constexpr int pair_word(int t) { return kLaneWords == 1 ? 0 : t / 4; }
-FA_DEVICE constexpr int pair_bit(int t) { return kLaneWords == 1 ? 2 * t : t % 4 * 8; }
-FA_DEVICE constexpr int pair_fragment(int t) { return kRowMajor == 2 ? t % 4 * 4 + t / 4 : t; }
-
-// What a lane needs of its two rows of a block in row-major order, as such pairs.  Thread 32 s + l
-// is lane l of slab s.
-FA_DEVICE void take_rows(const void* block, uint32 thread, uint32 (&words)[2 * kLaneWords]) {
-  const uint4* rows = static_cast<const uint4*>(block) + (thread / 32 * 16 + thread % 32 / 4);
-  const uint32 first_bit = thread % 4 * 2;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const uint32 row[4] = {rows[8 * h].x, rows[8 * h].y, rows[8 * h].z, rows[8 * h].w};
-    uint32 gathered = 0;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if constexpr (kLaneWords == 4) words[4 * h + w] = row[w] >> first_bit;
-      gathered |= __funnelshift_r(row[w], row[w], first_bit - 2 * w) & 0x03030303u << 2 * w;
-    }
-    if constexpr (kLaneWords == 1) words[h] = gathered;
-  }
-}
-
-FA_DEVICE void set_all_visible(uint32 (&words)[2 * kLaneWords]) {
+FA_DEVICE void set_all_visible(uint32 (&words)[2]) {
 #pragma unroll
   for (uint32& word : words) word = ~0u;
-}
-
-// Takes columns away from what a lane's words leave of its h-th row: all but those that `band_bits`
-// has as bits in fragment order.
-FA_DEVICE void restrict_columns(uint32 (&words)[2 * kLaneWords], int h, uint32 band_bits) {
-  uint32 kept[kLaneWords] = {kRowMajor == 0 ? band_bits : 0};
-  if constexpr (kRowMajor > 0) {
-#pragma unroll
-    for (int t = 0; t < 16; ++t) {
-      kept[pair_word(t)] |= (band_bits >> 2 * pair_fragment(t) & 3) << pair_bit(t);
-    }
-  }
-#pragma unroll
-  for (int w = 0; w < kLaneWords; ++w) words[kLaneWords * h + w] &= kept[w];
 }
 
 // Hides, among the scores that a thread holds as accumulators of m16n8, what its words say.  Bit 0
 // of a word is the first column of the tile: who has only a part of a block shifts the words.
 template <int kMmaM, int kMmaN>
-FA_DEVICE void mask_by_bits(float (&s)[kMmaM][kMmaN][4],
-                            const uint32 (&words)[kMmaM][2 * kLaneWords]) {
+FA_DEVICE void mask_by_bits(float (&s)[kMmaM][kMmaN][4], const uint32 (&words)[kMmaM][2]) {
   static_assert(2 * kMmaN <= 32, "a bit for each column");
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {  // word by word: R2P then makes predicates of seven bits at once
 #pragma unroll
-      for (int t = 0; t < kMmaN; ++t) {
+      for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const uint32 word = words[i][kLaneWords * h + pair_word(t)];
-          if ((word >> (pair_bit(t) + e) & 1) == 0)
-            s[i][pair_fragment(t)][2 * h + e] = -FA_INFINITY;
+          if ((words[i][h] >> (2 * j + e) & 1) == 0) s[i][j][2 * h + e] = -FA_INFINITY;
         }
       }
     }

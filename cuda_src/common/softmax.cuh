@@ -118,20 +118,14 @@ struct OnlineSoftmax {
   }
 
   // Whether every row of this warp that sees a key of the next tile has a row_max, so that a stale
-  // one may do.  Half of visible_bits[i] is for each row: `bits` of it are not 0 where this
-  // thread's part of the row sees one.
-  template <int kWords>
-  __device__ __forceinline__ bool has_max(const uint32 (&visible_bits)[kMmaM][kWords],
-                                          uint32 bits) const {
+  // one may do.  visible_bits[i][h] is not 0 where this thread's part of the row sees one.
+  __device__ __forceinline__ bool has_max(const uint32 (&visible_bits)[kMmaM][2]) const {
     bool all_have_max = true;
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        uint32 row_bits = 0;
-#pragma unroll
-        for (int w = 0; w < kWords / 2; ++w) row_bits |= visible_bits[i][kWords / 2 * h + w] & bits;
-        all_have_max = all_have_max && (row_bits == 0 || row_max[i][h] > kNoMax);
+        all_have_max = all_have_max && (visible_bits[i][h] == 0 || row_max[i][h] > kNoMax);
       }
     }
     return __all_sync(kFullWarp, all_have_max);

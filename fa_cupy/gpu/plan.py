@@ -73,8 +73,8 @@ class Step(NamedTuple):
 class Launcher(Protocol):
     """What a plan needs of a machine."""
 
-    def kernel(self, step: Step) -> Callable[[Arguments], None]:
-        """Return what launches the kernel of a step, loaded and with all but its arguments."""
+    def kernels(self, steps: Sequence[Step]) -> Sequence[Callable[[Arguments], None]]:
+        """Return what launches the kernel of each step: loaded, with all but its arguments."""
 
     def tensor_map(self, pointer: int, dtype: str, *geometry: Any) -> bytes | None:
         """Return a tensor map; None where an array at this address cannot have one."""
@@ -148,7 +148,10 @@ class Plan:
         places, self.workspace_bytes = workspace or Workspace({}, 0)
         self._places = tuple(places.values())
         index = {name: i for i, name in enumerate((*names, *places, MARK))}
-        self._launches = [_Launch(step, index, launcher) for step in steps]
+        self._launches = [
+            _Launch(step, kernel, index, launcher)
+            for step, kernel in zip(steps, launcher.kernels(steps), strict=True)
+        ]
         # The structs of all steps, in sets that no thread is using: a launch copies a struct before
         # it returns.
         self._pool: list[list[Arguments]] = []
@@ -217,9 +220,15 @@ class _Launch:
 
     __slots__ = ("aligned", "kernel", "mapped", "maps", "params", "runs", "shifts")
 
-    def __init__(self, step: Step, index: Mapping[str, int], launcher: Launcher) -> None:
+    def __init__(
+        self,
+        step: Step,
+        kernel: Callable[[Arguments], None],
+        index: Mapping[str, int],
+        launcher: Launcher,
+    ) -> None:
         dtype = step.params.dtype
-        self.kernel = launcher.kernel(step)
+        self.kernel = kernel
         self.params = step.params
         fields = sorted((offset_of(dtype, path), index[x]) for path, x in step.addresses.items())
         self.runs = list(_runs(fields))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -51,8 +51,11 @@ class EmulatorLauncher:
         self._sources = sources
         self._together = together
 
-    def kernel(self, step: Step) -> Callable[[Arguments], None]:
-        """Return what runs the kernel of a step to its end."""
+    def kernels(self, steps: Sequence[Step]) -> list[Callable[[Arguments], None]]:
+        """Return what runs the kernel of each step to its end."""
+        return [self._kernel(step) for step in steps]
+
+    def _kernel(self, step: Step) -> Callable[[Arguments], None]:
         seed, truncating = self._how
         row, together = step.variant, self._together if step.persistent else 1
         source = self._sources.get(row.entry)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy import BitMask, layouts
+from fa_cupy import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
 from fa_cupy.layouts import BLOCK
@@ -45,7 +45,6 @@ def lists_of(
     mask: np.ndarray[Any, Any] | BitMask,
     order: np.ndarray[Any, Any] | None = None,
     by_tile: bool = False,
-    row_major: bool = False,
 ) -> Lists:
     """Return the lists of a mask.
 
@@ -59,8 +58,6 @@ def lists_of(
     by_tile : bool
         Whether lists and words lie as those of an array that is packed for the call: with room for
         each block, what is not used left as it was.
-    row_major : bool
-        Whether the words of a block are in row-major order.
     """
     mask, entries = _bits(problem, mask)
     found = mask.lists
@@ -68,8 +65,6 @@ def lists_of(
     arrays = {"partial": found.partial, "words": found.words, "full": found.full}
     for name, begin in begins.items():
         arrays |= {f"{name}_begin": begin[:-1], f"{name}_end": begin[1:]}
-    if row_major:
-        arrays["words"] = layouts.pack(layouts.unpack(found.words), "row_major").reshape(-1, *WORDS)
     grid = Grid(problem.q_len, problem.k_len)
     if by_tile:
         arrays = _with_room(arrays, grid.k_tiles)

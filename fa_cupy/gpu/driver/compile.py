@@ -13,7 +13,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -168,6 +169,19 @@ def load(variant: Variant, target: str, device: int) -> Any:
         return load_cubin(compile_variant(variant, target).cubin, variant.entry, device)
 
     return _once((variant, target, device), make)
+
+
+def load_all(variants: Sequence[Variant], target: str, device: int) -> list[Any]:
+    """Return the kernels of some variants; see `load`. Several are compiled at the same time."""
+    with _load_lock:
+        new = [v for v in dict.fromkeys(variants) if (v, target, device) not in _loaded]
+        if len(new) > 1:
+            with ThreadPoolExecutor(len(new)) as pool:
+                images = pool.map(lambda variant: compile_variant(variant, target).cubin, new)
+                for variant, image in zip(new, images, strict=True):
+                    kernel = load_cubin(image, variant.entry, device)
+                    _loaded[variant, target, device] = kernel
+    return [load(variant, target, device) for variant in variants]
 
 
 def load_ptx(file: str, entry: str, device: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,11 +134,14 @@ class DriverLauncher:
         self.multiprocessors = multiprocessors(device)
         self.workspace = take
 
-    def kernel(self, step: Any) -> Launch:
-        """Return the launch of a step, all but its arguments."""
-        variant = step.variant
-        kernel = compile.load(variant, str(self.target), self._device)
-        return Launch(kernel, step.grid, variant.threads, variant.shared_bytes)
+    def kernels(self, steps: Sequence[Any]) -> list[Launch]:
+        """Return the launch of each step, all but its arguments."""
+        variants = [step.variant for step in steps]
+        kernels = compile.load_all(variants, str(self.target), self._device)
+        return [
+            Launch(kernel, step.grid, step.variant.threads, step.variant.shared_bytes)
+            for kernel, step in zip(kernels, steps, strict=True)
+        ]
 
     @staticmethod
     def tensor_map(pointer: int, dtype: str, *geometry: Any) -> bytes | None:

@@ -30,9 +30,6 @@ class Variant:
         The reason for this tile.
     sparse : bool
         Whether the row is for calls with a mask.
-    row_major : int
-        0: words of the mask are in fragment order. Validation also builds ``fwd_sm90`` for words in
-        row-major order, of which a thread keeps all four of a row, 1, or gathers its bits, 2.
     hot_targets : tuple of str
         Targets whose speed was measured: a row does not spill there.
     """
@@ -46,7 +43,6 @@ class Variant:
     stages: int
     why: str
     sparse: bool = False
-    row_major: int = 0
     hot_targets: tuple[str, ...] = ("sm_90a",)
 
     @property
@@ -54,8 +50,7 @@ class Variant:
         """Unique, for people and for file names."""
         tile = f"{self.tile_m}x{self.tile_n}"
         plain = f"{self.entry}-{self.dtype}-d{self.dim}-{tile}-w{self.warps}-s{self.stages}"
-        plain += "-sparse" if self.sparse else ""
-        return plain + (f"-row-major{self.row_major}" if self.row_major else "")
+        return plain + ("-sparse" if self.sparse else "")
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -86,7 +81,6 @@ class Variant:
             ("FA_TILE_N", self.tile_n),
             ("FA_STAGES", self.stages),
             ("FA_SPARSE", int(self.sparse)),
-            ("FA_ROW_MAJOR", self.row_major),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
         )

@@ -39,7 +39,7 @@ MASK_LISTS = np.dtype(
 #: The same fields in the same order as ``struct AttentionParams`` in
 #: ``cuda_src/common/attention_params.cuh``, which checks the size when it is compiled.
 ATTENTION_PARAMS = np.dtype(
-    [(name, np.uint64) for name in (*POINTERS, "debug")]
+    [(name, np.uint64) for name in POINTERS]
     + [("first_batch", np.int64), ("aligned", np.int32), ("batch_axes", np.int32)]
     + [("mask", MASK_LISTS), ("bias_row", np.int64), ("bias_col", np.int64)]
     + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _OPERANDS]

@@ -102,7 +102,7 @@ class Row(Protocol):
     @property
     def threads(self) -> int: ...  # noqa: D102
     @property
-    def sections(self) -> tuple[int, int]: ...  # noqa: D102
+    def l2_groups(self) -> tuple[int, int]: ...  # noqa: D102
     @property
     def piece_m(self) -> int: ...  # noqa: D102
 

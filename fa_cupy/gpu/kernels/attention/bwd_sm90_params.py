@@ -112,8 +112,8 @@ def _mapped_step(axes: Axes, row: Row, kind: str, places: dict[str, int]) -> Ste
     keys = axes.entries // axes.group
     filled["group"], filled["entries"] = axes.group, keys
     filled["k_tiles"] = k_tiles = -(-problem.k_len // row.tile_n)
-    section = row.sections[problem.lower is not None or problem.upper is not None]
-    filled["entries_per_l2_group"] = -(-keys // max(1, round(keys / section)))
+    l2_group = row.l2_groups[problem.lower is not None or problem.upper is not None]
+    filled["entries_per_l2_group"] = -(-keys // max(1, round(keys / l2_group)))
     filled["row_pairs"] = axes.padded // 2
     boxes = {"q": row.tile_m, "dout": row.tile_m, "k": row.tile_n, "v": row.tile_n}
     if kind == "bwd_dq_sm90":  # a box for each warpgroup

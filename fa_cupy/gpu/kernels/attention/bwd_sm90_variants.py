@@ -24,19 +24,19 @@ DTYPE_NAMES = ("float16", "bfloat16")
 
 
 def _sm90() -> Iterator[BwdSm90]:
-    # dim, tile_m, stages, stores, delayed, sections, why
+    # dim, tile_m, stages, store_threads, defer_dq, l2_groups, why
     rows = (
         (64, 128, 2, 3, True, (16, 8), "K and V are read once for 128 queries, turns may be late"),
         (96, 64, 3, 3, False, (16, 16), "as for 128; late turns cost more with two stores"),
         (128, 64, 3, 2, False, (16, 16), "dK and dV fill half of the registers; Q stays longer"),
     )
-    for dim, tile_m, stages, stores, delayed, sections, why in rows:
+    for dim, tile_m, stages, store_threads, defer_dq, l2_groups, why in rows:
         for dtype, sparse in product(DTYPE_NAMES, (False, True)):
             yield BwdSm90(
                 source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
-                warps=12, stages=stages, o_stages=2, slots=2, stores=3 if sparse else stores,
-                keep_sums=sparse, late=not delayed, soon=not delayed, delayed=delayed,
-                last_first=delayed, sections=sections, why=why, sparse=sparse,
+                warps=12, stages=stages, dout_stages=2, staging_stages=2,
+                store_threads=3 if sparse else store_threads, defer_dq=defer_dq,
+                l2_groups=l2_groups, why=why, sparse=sparse,
             )  # fmt: skip
 
 

@@ -28,13 +28,14 @@ class BackwardVariant(Variant):
 
     Attributes
     ----------
-    sections : tuple of int
-        Entries that take turns at giving the next block of keys, without a band and under one. A
-        block of keys may wait for those before it, so those that run together should be of some
-        entries; those of one entry read the same queries, so there should not be too many.
+    l2_groups : tuple of int
+        Entries of a group, without a band and under one. The blocks of keys of a group's entries
+        are given out in turn, and share the L2 cache. A block of keys may wait for those before it
+        of its entry, so a group should have several entries; blocks of one entry read the same
+        queries, so it should not have too many.
     """
 
-    sections: tuple[int, int] = (16, 16)
+    l2_groups: tuple[int, int] = (16, 16)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -58,7 +59,6 @@ class BackwardVariant(Variant):
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
-            ("FA_ROW_MAJOR", 0),  # words of masks, which headers know of
         )
 
     @property
@@ -86,33 +86,23 @@ class BwdSm90(BackwardVariant):
 
     Attributes
     ----------
-    o_stages : int
+    dout_stages : int
         Tiles of dO in flight; `stages` are those of Q.
-    slots : int
-        Places for a warpgroup's results on their way out.
-    stores : int
+    staging_stages : int
+        Buffers for a warpgroup's results on their way out.
+    store_threads : int
         Threads that store results, each of which waits for turns. Three leave one that loads.
-    keep_sums : bool
-        Whether the L2 cache is to keep the sums of dQ rather than Q and dO.
-    late : bool
-        Whether dK of a tile is computed beside the exponentials of the next one.
-    soon : bool
-        Whether the scores of the next tile start before dV of this one is done; that takes more
-        registers.
-    delayed : bool
-        Whether dQ is that of the tile before, so that the two warpgroups need not keep step.
-    last_first : bool
-        Whether blocks of keys are given out from the last one on; see kReverseKvOrder.
+    defer_dq : bool
+        The schedule. True: dQ is that of the tile before, so that neither warpgroup waits for the
+        other, and blocks of keys are given out from the last one on. False: dK is that of the tile
+        before, and runs beside the exponentials; blocks of keys are given out from the first one
+        on.
     """
 
-    o_stages: int
-    slots: int
-    stores: int
-    keep_sums: bool
-    late: bool
-    soon: bool
-    delayed: bool
-    last_first: bool
+    dout_stages: int
+    staging_stages: int
+    store_threads: int
+    defer_dq: bool
 
     @property
     def piece_m(self) -> int:
@@ -123,16 +113,17 @@ class BwdSm90(BackwardVariant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
-        tiles = row * (2 * self.tile_n + (self.stages + self.o_stages) * self.tile_m)
-        ds_stages = 2 if self.delayed else 1  # kDsStages
+        tiles = row * (2 * self.tile_n + (self.stages + self.dout_stages) * self.tile_m)
+        ds_stages = 2 if self.defer_dq else 1  # kDsStages
         scores = 2 * self.tile_m * self.tile_n * ds_stages
         rows = 8 * self.tile_m * self.stages
-        slots = _GROUPS * self.slots
-        rings = self.stages + self.o_stages + ds_stages + slots + _WORK_STAGES
-        tickets = self.slots if self.stores == self.slots else self.stores * self.slots
-        barriers = 4 + 2 * rings + _GROUPS * (tickets - self.slots)
+        staging = _GROUPS * self.staging_stages
+        rings = self.stages + self.dout_stages + ds_stages + staging + _WORK_STAGES
+        alike = self.store_threads == self.staging_stages  # kStagingBarriers
+        staging_barriers = staging if alike else staging * self.store_threads
+        barriers = 4 + 2 * rings + staging_barriers - staging
         end = 8 * barriers + _WORK_STAGES * _WORK_BYTES + self.notes
-        return tiles + scores + slots * 4 * 64 * self.piece_m + rows + -(-end // 16) * 16
+        return tiles + scores + staging * 4 * 64 * self.piece_m + rows + -(-end // 16) * 16
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -140,14 +131,10 @@ class BwdSm90(BackwardVariant):
         return (
             *super().defines,
             *self.tiles,
-            ("FA_DOUT_STAGES", self.o_stages),
-            ("FA_STAGING_STAGES", self.slots),
-            ("FA_STORE_THREADS", self.stores),
-            ("FA_KEEP_DQ_ACCUM", int(self.keep_sums)),
-            ("FA_DEFER_DK", int(self.late)),
-            ("FA_OVERLAP_NEXT_S", int(self.soon)),
-            ("FA_DEFER_DQ", int(self.delayed)),
-            ("FA_REVERSE_KV_ORDER", int(self.last_first)),
+            ("FA_DOUT_STAGES", self.dout_stages),
+            ("FA_STAGING_STAGES", self.staging_stages),
+            ("FA_STORE_THREADS", self.store_threads),
+            ("FA_DEFER_DQ", int(self.defer_dq)),
         )
 
 

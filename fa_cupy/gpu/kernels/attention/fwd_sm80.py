@@ -46,7 +46,6 @@ class FwdSm80(Variant):
             ("FA_TILE_M", self.tile_m),
             ("FA_WARPS", self.warps),
             ("FA_BLOCKS", self.blocks),
-            ("FA_DEBUG_STAGE", 0),
         )
 
     @property

@@ -75,14 +75,14 @@ class FwdSm90(Variant):
 
     Attributes
     ----------
-    q_slots : int
-        Places for a warpgroup's 64 rows of Q.
+    q_stages : int
+        Stages of 64 rows of Q each, which are those of one warpgroup.
     exclusive, q_registers, transform : bool
         Whether a warpgroup has the tensor cores to itself until its products are done; whether Q is
         read from registers; whether scale, softcap and bias come before the softmax.
     """
 
-    q_slots: int
+    q_stages: int
     exclusive: bool
     q_registers: bool
     transform: bool
@@ -106,9 +106,9 @@ class FwdSm90(Variant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
-        tiles = row * (self.q_slots * 64 + 2 * self.stages * self.tile_n)
+        tiles = row * (self.q_stages * 64 + 2 * self.stages * self.tile_n)
         scratch = 4 * self.groups * 2048 if self.transform else 8
-        barriers = 3 * self.q_slots + 4 * self.stages + 3 * _WORK_STAGES
+        barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # Work in fwd_sm90.cuh
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = scratch + 8 * barriers, _WORK_STAGES * work, listed
@@ -120,7 +120,7 @@ class FwdSm90(Variant):
         return (
             *super().defines,
             ("FA_GROUPS", self.groups),
-            ("FA_Q_STAGES", self.q_slots),
+            ("FA_Q_STAGES", self.q_stages),
             ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
             ("FA_Q_IN_REGISTERS", int(self.q_registers)),
             ("FA_SCORE_MOD", int(self.transform)),
@@ -134,7 +134,7 @@ class FwdSm90(Variant):
 
 
 def _rows() -> Iterator[FwdSm90]:
-    # dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why. TFLOP/s: H200, bf16,
+    # dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why. TFLOP/s: H200, bf16,
     # 4096 tokens without a mask, beside the other tiles of validation/NOTES.md.
     rows = (
         (64, 3, 128, 4, 6, 1, 0, "three groups, one at the tensor cores: 617 TFLOP/s; two 519"),
@@ -152,12 +152,12 @@ def _rows() -> Iterator[FwdSm90]:
         (256, 2, 64, 2, 2, 0, 0, "half a block of the mask; its words take the place of a slot"),
     )
     both = [(False, row) for row in rows] + [(True, row) for row in masked]
-    for sparse, (dim, groups, tile_n, stages, q_slots, exclusive, q_registers, why) in both:
+    for sparse, (dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why) in both:
         for dtype, transform in product(DTYPE_NAMES, (False, True)):
             yield FwdSm90(
                 source="attention/fwd_sm90", dtype=dtype, dim=dim, tile_m=64 * groups,
                 tile_n=tile_n, warps=4 * (groups + 1), stages=stages,
-                q_slots=2 if transform and dim > 128 and not sparse else q_slots,
+                q_stages=2 if transform and dim > 128 and not sparse else q_stages,
                 exclusive=bool(exclusive), q_registers=bool(q_registers), transform=transform,
                 sparse=sparse, why=why, hot_targets=() if transform else ("sm_90a",),
             )  # fmt: skip

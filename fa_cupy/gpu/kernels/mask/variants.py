@@ -32,7 +32,6 @@ class MaskKernel(Variant):
         """The constants the source is compiled with."""
         return (
             ("FA_THREADS", self.threads),
-            ("FA_ROW_MAJOR", self.row_major),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_BLOCK_TABLES_PARAMS_BYTES", BLOCK_TABLES_PARAMS.itemsize),
             ("FA_TRANSPOSE_WORDS_PARAMS_BYTES", TRANSPOSE_WORDS_PARAMS.itemsize),
