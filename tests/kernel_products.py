@@ -2,30 +2,19 @@
 
 import numpy as np
 
-from fa_cupy.gpu.kernels.linear.heuristics import Choice
-from fa_cupy.gpu.kernels.linear.sm80_variants import (
-    PRODUCTS,
-    SCAN,
-    ChunkedSingleVariant,
-    ChunkedVariant,
-    RecurrentVariant,
-    StatesVariant,
-)
-from fa_cupy.gpu.kernels.linear.sm90_heuristics import states_for
-from fa_cupy.gpu.kernels.linear.sm90_params import dim_step
-from fa_cupy.gpu.kernels.linear.sm90_variants import (
-    ChunkedSingleSm90Variant,
-    ChunkedSingleTurnsVariant,
-    ChunkedSm90Variant,
-    VariantSm90,
-)
+from fa_cupy.gpu.kernels.linear.choice import Choice
+from fa_cupy.gpu.kernels.linear.sm80.chunk_sm80 import ChunkSm80
+from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
+from fa_cupy.gpu.kernels.linear.sm90_params import DIM_STEPS
+from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS, state_row
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 from tests.products import Case, check_product
 from tests.strategies import DTYPES, normal
-from validation import emulated
+from validation.emulator import calls
 
 NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2]}
-ROUNDED = (ChunkedVariant, ChunkedSm90Variant)  # scores and states, to the dtype
-STATES = {(row.dtype, row.dim): row for row in PRODUCTS if isinstance(row, StatesVariant)}
+ROUNDED = (ChunkSm80, ChunkSm90)  # scores and states, to the dtype
 
 
 def split(row, length, segment_chunks, own_prefix=False):
@@ -43,14 +32,12 @@ def split(row, length, segment_chunks, own_prefix=False):
 
 def states_of(row):
     """What sums the states of a row's segments; None for rows that take whole sequences."""
-    if isinstance(row, RecurrentVariant):
-        return None
-    return states_for(row) if isinstance(row, VariantSm90) else STATES[row.dtype, row.dim]
+    return state_row(row, "sm_90a") if row.algorithm == "chunked" else None
 
 
 def solve(row, case, segment_chunks=None, own_prefix=False, **how):
     choice = split(row, case.q.shape[-2], segment_chunks, own_prefix)
-    return emulated.causal_product(choice, *case.native(np), case.reverse, **how)
+    return calls.causal_product(choice, *case.native(np), case.reverse, **how)
 
 
 def check(row, case, segment_chunks=None, **how):
@@ -74,7 +61,7 @@ def gradients(row, case, dout, dstate=None, segment_chunks=None, own_prefix=Fals
         Case(k, q, dout, dstate, back),
     ]
     choice = split(row, q.shape[-2], segment_chunks, own_prefix)
-    found = emulated.causal_products(choice, [(*x.arrays, x.reverse) for x in cases], **how)
+    found = calls.causal_products(choice, [(*x.arrays, x.reverse) for x in cases], **how)
     for one, results in zip(cases, found, strict=True):
         check_product(one, *results, rounded=isinstance(row, ROUNDED))
     return cases, found
@@ -91,15 +78,14 @@ def readings(case, asks):
     return Case(q, k, v, *case.arrays[3:], case.reverse, case.layouts)
 
 
-_SINGLE = ChunkedSingleVariant, ChunkedSingleSm90Variant, ChunkedSingleTurnsVariant
 # Of each row that makes outputs, with those that help it.
 ROWS = [
-    (row,) if states_of(row) is None else (row, states_of(row), SCAN)
+    (row,) if states_of(row) is None else (row, states_of(row), STATE_PREFIX_SUM)
     for row in PRODUCTS
-    if isinstance(row, (*ROUNDED, *_SINGLE, RecurrentVariant))
+    if row.algorithm
 ]
 # And alone, where its blocks sum what lies before their segments.
-ROWS += [(row,) for row in PRODUCTS if isinstance(row, ChunkedSm90Variant)]
+ROWS += [(row,) for row in PRODUCTS if isinstance(row, ChunkSm90)]
 _BATCHES = [
     ((), (), ()),
     ((2,), (2,), (2,)),
@@ -111,9 +97,9 @@ _BATCHES = [
 def random_call(rows, seed):
     """As that of `tests.kernel_attention`: a product, those of its gradients, or readings."""
     row, rng = rows[0], np.random.default_rng(seed)
-    mapped, single = isinstance(row, VariantSm90), row.dtype == "float32"
+    mapped, single = isinstance(row, ProductSm90Variant), row.dtype == "float32"
     kind = str(rng.choice(["product", "gradients", "readings"], p=[0.6, 0.3, 0.1]))
-    step = dim_step(row.dtype) if mapped else 1
+    step = DIM_STEPS[row.dtype] if mapped else 1
     most = [row.dim, min(row.dim, 4 * row.tile_n)]  # few value columns: few blocks
     if kind == "gradients":  # where keys are values, too
         most[0] = most[1]

@@ -53,9 +53,9 @@ LIMITS = {
     ("attention_backward", "hot"): Counts(8, 5, 0),
     ("attention_backward with a BitMask", "cold"): Counts(396, 34, 113),
     ("attention_backward with a BitMask", "hot"): Counts(12, 8, 0),
-    ("causal_product", "cold"): Counts(665, 27, 243),
+    ("causal_product", "cold"): Counts(236, 28, 46),
     ("causal_product", "hot"): Counts(5, 4, 0),
-    ("causal_product_backward", "cold"): Counts(541, 27, 209),
+    ("causal_product_backward", "cold"): Counts(333, 29, 89),
     ("causal_product_backward", "hot"): Counts(5, 4, 0),
 }
 # Limits to reach: a repeated call makes few Python calls, and a first call enters few modules, each

@@ -14,7 +14,7 @@ from fa_cupy import reference
 from fa_cupy.gpu.driver.compile import ROOT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.forward import VARIANTS
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from tests.kernel_attention import DTYPES, check, draw
 from tests.planted import plant
 from tests.seeds import FAMILIES, Chosen, one, sanitizer

@@ -8,7 +8,7 @@ import pytest
 
 from fa_cupy.gpu.driver import compile, devices, tensor_map
 from fa_cupy.gpu.kernels.forward import VARIANTS
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 
 pytest.importorskip("cupy")
 from fa_cupy.gpu.driver.launch import Arguments, Launch, launch

@@ -1,11 +1,7 @@
 """The kernels of causal products: their own source on the CPU, and what chooses between them."""
 
 import dataclasses
-import importlib
 import itertools
-import struct
-import sys
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,38 +11,36 @@ from hypothesis import strategies as st
 from fa_cupy import reference
 from fa_cupy.core import linear_problem
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.linear.heuristics import choose
-from fa_cupy.gpu.kernels.linear.params import HEAD_FORMAT, POINTERS, PRODUCT_PARAMS
-from fa_cupy.gpu.kernels.linear.sm80_variants import (
-    PRODUCTS,
-    ChunkedSingleVariant,
-    ChunkedVariant,
-    RecurrentVariant,
-)
-from fa_cupy.gpu.kernels.linear.sm90_params import POINTERS_AT, PRODUCT_JOB, Job, takes
-from fa_cupy.gpu.kernels.linear.sm90_variants import (
-    ChunkedSingleSm90Variant,
-    ChunkedSingleTurnsVariant,
-    ChunkedSm90Variant,
-    VariantSm90,
-)
-from tests import imports
+from fa_cupy.gpu.kernels import products
+from fa_cupy.gpu.kernels.linear import params
+from fa_cupy.gpu.kernels.linear.cost_model import choose
+from fa_cupy.gpu.kernels.linear.params import POINTERS, PRODUCT_PARAMS, Job, traits_of
+from fa_cupy.gpu.kernels.linear.sm80.chunk_fp32_sm80 import ChunkFp32Sm80
+from fa_cupy.gpu.kernels.linear.sm80.chunk_sm80 import ChunkSm80
+from fa_cupy.gpu.kernels.linear.sm90.chunk_fp32_pingpong_sm90 import ChunkFp32PingpongSm90
+from fa_cupy.gpu.kernels.linear.sm90.chunk_fp32_sm90 import ChunkFp32Sm90
+from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
+from fa_cupy.gpu.kernels.linear.sm90_params import ADDRESSES, MAPPED, PRODUCT_JOB, takes
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 from tests.kernel_products import NAMES, check, gradients, solve, split
+from tests.noting_launcher import WORKSPACE, NotingLauncher
 from tests.planted import plant
 from tests.products import Case, draw
 from tests.seeds import Chosen, one
 from tests.strategies import DTYPES, lay
-from validation import emulated, emulator
+from validation import emulator
+from validation.emulator import calls
 
 needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
-CHUNKED = [row for row in PRODUCTS if isinstance(row, ChunkedVariant)]
-SM90 = [row for row in PRODUCTS if isinstance(row, ChunkedSm90Variant)]
-SINGLE = [row for row in PRODUCTS if isinstance(row, ChunkedSingleVariant)]
-SINGLE_SM90 = [row for row in PRODUCTS if isinstance(row, ChunkedSingleSm90Variant)]
-TURNS = next(row for row in PRODUCTS if isinstance(row, ChunkedSingleTurnsVariant))
+CHUNKED = [row for row in PRODUCTS if isinstance(row, ChunkSm80)]
+SM90 = [row for row in PRODUCTS if isinstance(row, ChunkSm90)]
+SINGLE = [row for row in PRODUCTS if isinstance(row, ChunkFp32Sm80)]
+SINGLE_SM90 = [row for row in PRODUCTS if isinstance(row, ChunkFp32Sm90)]
+TURNS = next(row for row in PRODUCTS if isinstance(row, ChunkFp32PingpongSm90))
 SINGLE_SM90.append(TURNS)
-PLAIN = [row for row in PRODUCTS if isinstance(row, RecurrentVariant)]
+PLAIN = [row for row in PRODUCTS if row.algorithm in ("recurrent", "low_occupancy")]
 SMALL_SM90 = [row for row in SM90 if row.dim == 64 and (row.tile_n == 128 or row.blocks == 2)]
 SMALL = [row for row in CHUNKED if row.dim == 32 or (row.dim, row.stages) == (64, 3)]
 
@@ -185,6 +179,18 @@ def test_heads_that_share_keys_or_values(row):
     arrays = draw((2, 4, 70, 16), (2, 2, 70, 16), (2, 1, 70, 24), dtype=NAMES[row.dtype])
     for seed, heads in enumerate((1, 2, 4)):
         check(row, Case(*arrays, draw((heads, 16, 24))[0]), seed=seed)
+
+
+@needs_compiler
+@pytest.mark.parametrize("reverse", [False, True])
+def test_more_batch_axes_than_a_kernel_walks(reverse):
+    """Seven, none of which merge: two launches of each kernel, in the same memory for states."""
+    batches = (2, 1) * 3 + (2,), (1, 2) * 3 + (1,)
+    q, k, v = draw(*[(*batches[i], 70, 4) for i in (0, 1, 1)], dtype=NAMES[SMALL[0].dtype])
+    case = Case(q, k, v, draw((*batches[0], 4, 4))[0], reverse)
+    jobs = [traits_of(job(case.q, case.k, case.v, reverse))]
+    assert len(params.fill(jobs[0], (1, 70), 1).parts) == 2
+    check(SMALL[0], case, segment_chunks=1)
 
 
 @needs_compiler
@@ -396,10 +402,10 @@ def show(row, bug, tmp_path, choice=None):
     sources = {row.entry: plant(tmp_path, row.source, bug)}
     case = Case(*draw(*[(500, 32)] * 3, dtype=NAMES[row.dtype]))
     choice = choice or split(row, 500, None)
-    want = emulated.causal_product(choice, *case.native(np))
+    want = calls.causal_product(choice, *case.native(np))
     for seed in range(30):
         try:
-            got = emulated.causal_product(choice, *case.native(np), seed=seed, sources=sources)
+            got = calls.causal_product(choice, *case.native(np), seed=seed, sources=sources)
         except emulator.EmulationError:
             return
         if any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True)):
@@ -556,7 +562,7 @@ def test_a_choice_covers_its_call(dtype, entries, length, qk_dim, v_dim, target,
     assert found.row.dim >= qk_dim
     assert target in found.row.targets
     # Else a block sums what lies before its segment itself, where there are few of them.
-    own = isinstance(found.row, ChunkedSm90Variant) and entries * found.segments <= sms
+    own = isinstance(found.row, ChunkSm90) and entries * found.segments <= sms
     assert (found.states is None) == (found.segments == 1) or (found.states is None and own)
     assert found.segment_rows % found.row.tile_m == 0
     assert found.segment_rows < 2**31
@@ -630,80 +636,97 @@ def test_what_no_kernel_computes():
     assert choose("float32", 8, 2**31, 200, 64, "sm_90a", 132) is None
 
 
-@pytest.fixture
-def product_plan():
-    """`fa_cupy.gpu.causal_product_plan` where there is no CuPy: planning runs nothing of it."""
-    fakes = {name: mock.MagicMock() for name in ("cupy", "cupy.cuda", "fa_cupy.gpu.cublas.blas")}
-    gone = (
-        "fa_cupy.gpu.causal_product_plan",
-        "fa_cupy.gpu.plan",
-        "fa_cupy.gpu.driver.launch",
-        "fa_cupy.gpu.driver.devices",
-    )
-    with imports.anew(gone), mock.patch.dict(sys.modules, fakes):
-        yield importlib.import_module("fa_cupy.gpu.causal_product_plan")
+def job(q, k, v, reverse=False, state=None):
+    """A product of arrays, whose output is dense."""
+    problem = linear_problem.product_problem("causal_product", q, k, v)
+    out = np.empty(problem.out_shape, problem.dtype)
+    return Job(problem, problem.view(out.shape, out.strides), state, reverse)
 
 
 @pytest.mark.parametrize("algorithm", ["chunked", "recurrent", "low_occupancy"])
-def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm, product_plan):
-    q, k, v = draw(*[(8, 1000, 64)] * 3)
-    problem = linear_problem.product_problem("causal_product", q, k, v)
-    out = problem.view(q.shape, q.strides)
-    with (
-        mock.patch.object(product_plan, "target_of_device", return_value="sm_90a"),
-        mock.patch.object(product_plan, "multiprocessors", return_value=132),
-        mock.patch.object(product_plan, "Launch"),
-        mock.patch.object(product_plan.compile, "load") as load,
-    ):
-        product_plan.Plan(problem, out, None, False, algorithm, 0)
-        sources = [call.args[0].source for call in load.call_args_list]
-        assert {"chunked": "chunk"}.get(algorithm, algorithm) in sources[-1]
+def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm):
+    launcher = NotingLauncher(132)
+    jobs = [job(*draw(*[(8, 1000, 64)] * 3))]
+    plan = products.make_plan(jobs, launcher, algorithm)
+    plan.run((16, 32, 48, 64, 0, 0))
+    sources = [step.variant.source for step, _ in launcher.launched]
+    assert {"chunked": "chunk"}.get(algorithm, algorithm) in sources[-1]
+    assert len(sources) == (3 if algorithm == "chunked" else 1)
+
+
+def test_what_has_no_kernel_has_no_plan():
+    launcher = NotingLauncher(132)
+    double = [job(*draw(*[(8, 100, 64)] * 3, dtype=np.float64))]
+    assert products.make_plan(double, launcher) is None
+    jobs = [job(*draw(*[(8, 100, 64)] * 3))]
+    assert products.make_plan(jobs, launcher) is not None
+    for missing, algorithm in ((None, "auto"), (None, "recurrent")):
+        launcher.target = missing
+        assert products.make_plan(jobs, launcher, algorithm) is None
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[1], DTYPES[2]])
+@pytest.mark.parametrize("count", [1, 3])
+def test_addresses_without_tensor_maps_go_to_kernels_that_need_none(dtype, count):
+    """To one for each product; with dims that no tensor map walks to them from the start."""
+    launcher = NotingLauncher(132)
+    plan = products.make_plan([job(*draw(*[(3, 9000, 64)] * 3, dtype=dtype))] * count, launcher)
+    pointers = [16 * (1 + i) for i in range(6 * count)]
+    plan.run(tuple(pointers))
+    mapped = {step.variant.source.removeprefix("linear/") for step, _ in launcher.launched}
+    assert all(source.endswith("sm90") for source in mapped - {"state_prefix_sum"})
+    assert plan.other is None
+    launcher.launched.clear()
+    pointers[1] += 4
+    plan.run(tuple(pointers))
+    single = "_fp32" if dtype == np.float32 else ""
+    chain = [f"linear/chunk_state{single}_sm80", "linear/state_prefix_sum"]
+    chain.append(f"linear/chunk{single}_sm80")
+    assert [step.variant.source for step, _ in launcher.launched] == chain * count
+    assert launcher.taken[-1] == plan.other.workspace_bytes
+    for i, (_, filled) in enumerate(launcher.launched):
+        first = 6 * (i // 3)
+        assert filled[list(products.ARRAYS)][0].tolist() == tuple(pointers[first : first + 6])
+        assert filled["workspace"] == WORKSPACE
+        assert filled["aligned"] == (first > 0)
+    odd = [job(*draw(*[(3, 9000, 63)] * 3, dtype=dtype))]
+    plan = products.make_plan(odd, launcher)
+    assert [step.variant.source for step in plan.steps] == chain
+    assert products.make_plan(odd * 2, launcher) is None
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_states_of_segments_of_float32_are_summed_for_each_job(reverse, product_plan):
+def test_states_of_segments_of_float32_are_summed_for_each_job(reverse):
     q, k, v = draw(*[(2, 1000, 64)] * 3)
-    problem = linear_problem.product_problem("causal_product", q, k, v)
-    job = Job(problem, problem.view(q.shape, q.strides), None, reverse)
-    made, launched = [], []
-
-    class Launch:
-        def __init__(self, row, blocks, *_):
-            self.source = row.source.split("/")[1]
-            made.append((self.source, blocks))
-
-        def __call__(self, arguments):
-            launched.append((self.source, arguments.bytes.tobytes()))
-
-    module = sys.modules[product_plan.ProductSm90.__module__]
-    memory = mock.Mock(ptr=1 << 20)
-    with (
-        mock.patch.object(module, "target_of_device", return_value="sm_90a"),
-        mock.patch.object(module.compile, "load", lambda row, *_: row),
-        mock.patch.object(module, "Launch", Launch),
-        mock.patch.object(module.workspace, "take", return_value=memory),
-        mock.patch.object(module.Maps, "write", return_value=True),
-    ):
-        plan = module.ProductSm90((job, job), split(SINGLE_SM90[0], 1000, 4), 0, None)
-        plan((1, 2, 3, 4, 5, 0), (6, 7, 8, 9, 0, 0))
-    blocks = {"chunk_state_fp32_sm90": 12, "state_prefix_sum": 32, "chunk_fp32_sm90": 16}
-    assert [*dict(made).items()] == [*blocks.items()]
-    assert [source for source, _ in launched] == [source for source, _ in made]
-    assert len(launched) == 4
+    jobs = [traits_of(job(q, k, v, reverse))] * 2
+    launcher = NotingLauncher()
+    plan = products.plan_by(split(SINGLE_SM90[0], 1000, 4), jobs, launcher)
+    pointers = (16, 32, 48, 64, 80, 0, 96, 112, 128, 144, 0, 0)
+    plan.run(pointers)
+    assert plan.other is None
+    assert [(step.variant.source, step.grid) for step, _ in launcher.launched] == [
+        ("linear/chunk_state_fp32_sm90", 12),
+        ("linear/state_prefix_sum", 32),
+        ("linear/state_prefix_sum", 32),
+        ("linear/chunk_fp32_sm90", 16),
+    ]
     last = q.strides[-2] * 999 if reverse else 0
-    second = (1 << 20) + 4 * 2 * 4 * 64 * 64  # workspace of the second job
-    found = struct.unpack_from(HEAD_FORMAT, launched[2][1])
-    assert found[1:3] == (7 + last, 8 + last)
-    assert found[6:] == (second, 0, 1)
-    for i, want in enumerate(((5, 0, 1 << 20, 4), (0, 0, second, 9))):
-        at = POINTERS_AT + i * PRODUCT_JOB.itemsize
-        assert struct.unpack_from("=4Q", launched[-1][1], at) == want
+    second = WORKSPACE + 4 * 2 * 4 * 64 * 64  # workspace of the second job
+    filled = launcher.launched[2][1]
+    found = [int(filled[name][0]) for name in POINTERS]
+    assert found == [*(x + last for x in pointers[6:10]), 0, 0, second]
+    assert (filled["first_batch"], filled["aligned"]) == (0, 1)
+    for _, filled in (launcher.launched[0], launcher.launched[-1]):
+        for i, want in enumerate(((80, 0, WORKSPACE, 64), (0, 0, second, 144))):
+            own = filled["job"][0, i]
+            assert tuple(int(own[name]) for name in ADDRESSES) == want
+            assert [own[f"{name}_map"][0] for name in MAPPED] == [*pointers[6 * i : 6 * i + 4]]
 
 
 @pytest.mark.parametrize(
     ("dtype", "kind", "other"),
-    [("bfloat16", ChunkedSm90Variant, ChunkedVariant),
-     ("float32", (ChunkedSingleSm90Variant, ChunkedSingleTurnsVariant), ChunkedSingleVariant)],
+    [("bfloat16", ChunkSm90, ChunkSm80),
+     ("float32", (ChunkFp32Sm90, ChunkFp32PingpongSm90), ChunkFp32Sm80)],
 )  # fmt: skip
 @pytest.mark.parametrize(("entries", "dim", "tile_n"), [(128, 64, 64), (128, 128, 128)])
 def test_hopper_computes_what_tensor_maps_can_walk(dtype, kind, other, entries, dim, tile_n):
@@ -721,7 +744,7 @@ def test_hopper_computes_what_tensor_maps_can_walk(dtype, kind, other, entries, 
 @pytest.mark.parametrize("algorithm", ["recurrent", "low_occupancy"])
 def test_hopper_does_not_take_what_another_algorithm_was_asked_for(algorithm):
     found = choose("float32", 128, 4096, 64, 64, "sm_90a", 132, algorithm)
-    assert not isinstance(found.row, VariantSm90)
+    assert not isinstance(found.row, ProductSm90Variant)
 
 
 @pytest.mark.parametrize(
@@ -746,8 +769,8 @@ def test_what_tensor_maps_can_walk(shape, layout, taken):
         problem = linear_problem.product_problem("causal_product", x, x, x, first)
         out, state = np.empty(problem.out_shape, x.dtype), np.empty(problem.state_shape, np.float32)
         views = [problem.view(array.shape, array.strides) for array in (out, state)]
-        assert takes(Job(problem, *views, False)) == taken
-        assert takes(Job(problem, views[0], None, False)) == taken
+        assert takes(traits_of(Job(problem, *views, False))) == taken
+        assert takes(traits_of(Job(problem, views[0], None, False))) == taken
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
@@ -759,25 +782,24 @@ def test_states_are_of_any_layout(dtype):
         problem = linear_problem.product_problem("causal_product", q, k, v, state)
         view = problem.view(v.shape, v.strides)
         for last in (None, problem.view(state.shape, state.strides)):
-            assert takes(Job(problem, view, last, False))
+            assert takes(traits_of(Job(problem, view, last, False)))
 
 
 @pytest.mark.parametrize(("dim", "taken"), [(64, True), (60, True), (62, False)])
 def test_what_tensor_maps_of_float32_can_walk(dim, taken):
     (x,) = draw((70, dim))
     problem = linear_problem.product_problem("causal_product", x, x, x)
-    assert takes(Job(problem, problem.view(x.shape, x.strides), None, False)) == taken
+    assert takes(traits_of(Job(problem, problem.view(x.shape, x.strides), None, False))) == taken
 
 
 def test_axes_that_no_tensor_map_has():
     q, k = (np.zeros(shape, np.float16) for shape in ((2, 1, 2, 1, 9, 8), (1, 2, 1, 2, 9, 8)))
     problem = linear_problem.product_problem("causal_product", q, k, k)
     out = np.empty(problem.out_shape, problem.dtype)
-    assert not takes(Job(problem, problem.view(out.shape, out.strides), None, False))
+    assert not takes(traits_of(Job(problem, problem.view(out.shape, out.strides), None, False)))
 
 
-def test_the_head_of_the_struct():
-    assert PRODUCT_JOB.fields["initial"][1] == POINTERS_AT
-    assert PRODUCT_JOB.names[4:7] == ("initial", "state", "workspace")
-    assert struct.calcsize(HEAD_FORMAT) == PRODUCT_PARAMS.fields["batch_axes"][1]
+def test_the_heads_of_the_structs():
+    assert PRODUCT_JOB.names[:4] == tuple(f"{name}_map" for name in MAPPED)
+    assert PRODUCT_JOB.names[4:8] == ADDRESSES
     assert PRODUCT_PARAMS.names[: len(POINTERS)] == POINTERS

@@ -10,14 +10,12 @@ import pytest
 import fa_cupy
 from fa_cupy import reference
 from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.kernels.linear import heuristics
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS, RecurrentVariant
-from fa_cupy.gpu.kernels.linear.sm90_params import dim_step
-from fa_cupy.gpu.kernels.linear.sm90_variants import (
-    ChunkedSm90Variant,
-    StatesSm90Variant,
-    VariantSm90,
-)
+from fa_cupy.gpu.kernels.linear import cost_model, table
+from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
+from fa_cupy.gpu.kernels.linear.sm90.chunk_state_sm90 import ChunkStateSm90
+from fa_cupy.gpu.kernels.linear.sm90_params import DIM_STEPS
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 from tests.products import draw, gradients
 from validation import (
     accuracy,
@@ -289,7 +287,7 @@ def test_every_row_that_computes_products_is_forced_and_split():
     reached = set()
     for number, forced in enumerate(PRODUCTS):
         itself = product_calls.alone(forced, TARGET)
-        if not itself and not isinstance(forced, StatesSm90Variant):
+        if not itself and not isinstance(forced, ChunkStateSm90):
             continue
         listed = product_calls.problems_of(forced, number, TARGET)
         splits, own = set(), set()
@@ -298,18 +296,20 @@ def test_every_row_that_computes_products_is_forced_and_split():
                 if problem.function == "causal_product":
                     dims = problem.qk_dim, problem.v_dim
                     sizes = max(problem.heads), problem.length, *dims
-                    choice = heuristics.choose(forced.dtype, *sizes, TARGET, SMS)
+                    choice = cost_model.choose(forced.dtype, *sizes, TARGET, SMS)
                     # Tensor maps walk rows, in steps of 16 bytes.
-                    odd = not problem.length or any(dim % dim_step(forced.dtype) for dim in dims)
+                    odd = not problem.length or any(dim % DIM_STEPS[forced.dtype] for dim in dims)
+                    odd = odd and isinstance(forced, ProductSm90Variant)
                     if itself:
-                        assert choice.row == forced or (odd and isinstance(forced, VariantSm90))
+                        assert choice.row == forced or odd
                     reached |= {row for row, _, _ in choice.launches(*dims)}
                     splits.add(choice.segments > 1)
                     own.add(choice.segments > 1 and choice.states is None)
-        assert splits == ({False} if isinstance(forced, RecurrentVariant) else {False, True})
+        plain = forced.algorithm in ("recurrent", "low_occupancy")
+        assert splits == ({False} if plain else {False, True})
         # Without the states' row blocks sum what lies before their segments themselves.
-        assert (True in own) == isinstance(forced, ChunkedSm90Variant)
-    assert heuristics.PRODUCTS is PRODUCTS
+        assert (True in own) == isinstance(forced, ChunkSm90)
+    assert table.PRODUCTS is PRODUCTS
     helpers = (
         "linear/chunk_state_sm80",
         "linear/chunk_state_sm90",
@@ -339,7 +339,7 @@ def test_the_child_makes_its_calls_and_misses_no_row(hidden, monkeypatch):
 
     def solve(q, k, v, **options):
         sizes = max(q.shape[1], k.shape[1]), q.shape[2], q.shape[3], v.shape[3]
-        choice = heuristics.choose(q.dtype.name, *sizes, TARGET, SMS)
+        choice = cost_model.choose(q.dtype.name, *sizes, TARGET, SMS)
         for used, _, _ in choice.launches(*sizes[2:]):
             if used.source != hidden:
                 compile.load(used, TARGET, 0)

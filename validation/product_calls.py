@@ -125,7 +125,7 @@ def wrong(problem: Problem, host: dict[str, np.ndarray], results: list[np.ndarra
 @contextlib.contextmanager
 def table(rows: tuple[Any, ...]) -> Iterator[None]:
     """While entered, these are the rows there are, for every module that has the table."""
-    from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+    from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
@@ -136,22 +136,22 @@ def table(rows: tuple[Any, ...]) -> Iterator[None]:
 
 def alone(row: Any, target: str, qk_dim: int | None = None) -> bool:
     """Whether a row computes products by itself, with keys of its dim or of another one."""
-    from fa_cupy.gpu.kernels.linear import heuristics
+    from fa_cupy.gpu.kernels.linear import cost_model
 
     with table((row,)):
         dims = qk_dim or row.dim, row.dim
-        return heuristics.choose(row.dtype, 1, WHOLE, *dims, target, 1) is not None
+        return cost_model.choose(row.dtype, 1, WHOLE, *dims, target, 1) is not None
 
 
 def forcing(row: Any, target: str) -> tuple[Any, ...]:
     """The table without the rows that could be taken in place of this one."""
-    from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
-    from fa_cupy.gpu.kernels.linear.sm90_variants import VariantSm90
+    from fa_cupy.gpu.kernels.linear.table import PRODUCTS
+    from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 
     itself = alone(row, target)
 
     def rival(other: Any) -> bool:
-        if isinstance(row, VariantSm90) and not isinstance(other, VariantSm90):
+        if isinstance(row, ProductSm90Variant) and not isinstance(other, ProductSm90Variant):
             return False  # what serves arrays that tensor maps cannot walk
         return alone(other, target) if itself else other.source == row.source
 
@@ -161,21 +161,23 @@ def forcing(row: Any, target: str) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def forced(row: Any, target: str) -> Iterator[None]:
     """While entered, calls get this row if it can compute them."""
-    from fa_cupy.gpu.kernels.linear import heuristics, sm90_heuristics
-    from fa_cupy.gpu.kernels.linear.sm90_variants import StatesSm90Variant, VariantSm90
+    from fa_cupy.gpu.kernels.linear import cost_model
+    from fa_cupy.gpu.kernels.linear.sm90 import cost_model as sm90_cost_model
+    from fa_cupy.gpu.kernels.linear.sm90.chunk_state_sm90 import ChunkStateSm90
+    from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(table(forcing(row, target)))
-        if isinstance(row, StatesSm90Variant):  # no block does that itself then
-            none = mock.patch.object(sm90_heuristics, "_own_prefix", return_value=())
+        if isinstance(row, ChunkStateSm90):  # no block does that itself then
+            none = mock.patch.object(sm90_cost_model, "_own_prefix", return_value=())
             stack.enter_context(none)
-        if isinstance(row, VariantSm90):  # those beside it are never cheaper then
+        if isinstance(row, ProductSm90Variant):  # those beside it are never cheaper then
             for name, dear in (
                 ("_WAITING", 1e4),
                 ("_SINGLE_WAITING", 1e4),
                 ("_CLOCKS_PER_US", 0.1),
             ):
-                stack.enter_context(mock.patch.object(heuristics, name, dear))
+                stack.enter_context(mock.patch.object(cost_model, name, dear))
         yield
 
 
@@ -199,7 +201,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         Where a result is wrong, or no call reached a row.
     """
     from fa_cupy.gpu.driver import compile
-    from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+    from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 
     reached: set[Any] = set()
     dtypes = {dtype.name: dtype for dtype in peers.DTYPES.values()}

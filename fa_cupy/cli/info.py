@@ -21,7 +21,7 @@ from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import Call, select
-from fa_cupy.gpu.kernels.linear import heuristics
+from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
 
@@ -143,8 +143,8 @@ def _product(
     """Say how a causal product would be computed, and what the other ways would take."""
     sms = multiprocessors(target)
     call = dtype, entries, length, qk_dim, v_dim, target, sms
-    taken = heuristics.choose(*call)
-    ways = {name: heuristics.choose(*call, name) for name in ALGORITHMS if name != "auto"}
+    taken = choose(*call)
+    ways = {name: choose(*call, name) for name in ALGORITHMS if name != "auto"}
     served = {name: way for name, way in ways.items() if way is not None}
     name = next((name for name, way in served.items() if way == taken), None)
     name = name or "chunked, on cuBLAS products"

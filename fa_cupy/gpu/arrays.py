@@ -44,6 +44,20 @@ def fits_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dty
     return dense and abs(strides[-2] // dtype.itemsize) < 2**31
 
 
+def packed(view: attention_problem.View, item: int) -> attention_problem.View:
+    """Return the view of a copy of what `view` sees of q, k or v, in a form that kernels take.
+
+    Each broadcast row is copied once. An element has `item` bytes.
+    """
+    steps, step = [0] * len(view.shape), item
+    for axis in reversed(range(len(view.shape))):
+        size = view.shape[axis]
+        if axis == len(view.shape) - 1 or (view.strides[axis] and size != 1):
+            steps[axis] = step
+            step *= max(1, size)
+    return attention_problem.View(view.shape, tuple(steps))
+
+
 def packed_copy(view: attention_problem.View, array: Any) -> tuple[Any, attention_problem.View]:
     """Copy what `view` sees of q, k or v, each broadcast row once, in a form that kernels take."""
     shape = [n if step else min(n, 1) for n, step in zip(view.shape, view.strides, strict=True)]

@@ -12,7 +12,6 @@ every batch entry and then summed over those along which its argument was broadc
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -25,23 +24,19 @@ from fa_cupy.core import attention_problem, broadcasting
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product, product_problem
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import require_whole_elements
-from fa_cupy.gpu.causal_product import compute
-from fa_cupy.gpu.causal_product_plan import MAX_PLANS, Term, plan_together, require_kernels
+from fa_cupy.gpu.arrays import fits, kernel_takes, require_whole_elements
+from fa_cupy.gpu.causal_product import compute, job_of, plan_for, require_kernels
 from fa_cupy.gpu.cublas import tile_ops
-from fa_cupy.gpu.kernels.linear.sm90 import ProductSm90
+from fa_cupy.gpu.plan import Plan
+from fa_cupy.gpu.plan_cache import lookup, remember
 
 _NAME = "causal_product_backward"
-
-
-_calls: dict[Any, _Call] = {}  # by the arguments of a call as they come
-atexit.register(_calls.clear)  # kernels must go before CuPy's modules are taken apart
 
 
 class _Call(NamedTuple):
     """A call whose gradients are the outputs of one launch: its plan, what it allocates."""
 
-    plan: ProductSm90
+    plan: Plan
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]], ...]
 
 
@@ -52,7 +47,7 @@ def cached(
     arrays = [dout, q, k, v, *(x for x in (initial, dstate) if x is not None)]
     if reverse.__class__ is not bool or any(type(x) is not cupy.ndarray for x in arrays):
         return None
-    call = _calls.get(_key(dout, q, k, v, initial, dstate, reverse))
+    call = lookup(_key(dout, q, k, v, initial, dstate, reverse))
     if call is None or any(x.data.ptr & 3 for x in arrays):
         return None
     found = tuple(
@@ -62,11 +57,11 @@ def cached(
     of_q, of_k, of_v, of_initial = (*(x.data.ptr for x in found), 0)[:4]
     dout, q, k, v = (x.data.ptr for x in (dout, q, k, v))
     first, last = (0 if x is None else x.data.ptr for x in (initial, dstate))
-    call.plan(
-        (dout, v, k, of_q, first, 0),
-        (v, dout, q, of_k, last, 0),
-        (k, q, dout, of_v, last, of_initial),
-    )
+    call.plan.run((
+        dout, v, k, of_q, first, 0,
+        v, dout, q, of_k, last, 0,
+        k, q, dout, of_v, last, of_initial,
+    ))  # fmt: skip
     return found
 
 
@@ -75,7 +70,20 @@ def _key(dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, reverse: 
         x if x is None else (x.data.device_id, x.shape, x.strides, x.dtype)
         for x in (dout, q, k, v, initial, dstate)
     )
-    return runtime.getDevice(), facts, reverse
+    return _NAME, runtime.getDevice(), facts, reverse
+
+
+class Term(NamedTuple):
+    """A causal product and its arrays; `initial` and `state` may be None."""
+
+    problem: Product
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    initial: Any
+    state: Any
+    reverse: bool
 
 
 def backward(
@@ -110,10 +118,8 @@ def _gradients(
     found = [term.out for term in terms] + ([] if initial is None else [terms[2].state])
     plain = all(x is y for x, y in zip(found, (dq, dk, dv, dinitial), strict=False))
     if plan is not None and plain and terms[2].initial is dstate:
-        if len(_calls) >= MAX_PLANS:
-            _calls.clear()
         results = tuple((x.shape, x.strides, x.dtype) for x in found)
-        _calls[_key(dout, q, k, v, initial, dstate, reverse)] = _Call(plan, results)
+        remember(_key(dout, q, k, v, initial, dstate, reverse), _Call(plan, results))
     return dq, dk, dv, dinitial
 
 
@@ -150,25 +156,36 @@ def describe(
     back = not reverse
     of_queries = _memory(wide, q, q) if with_q else cupy.empty(wide, q.dtype)
     return (
-        Term(of_q, dout, v, k, initial, of_queries, None, reverse),
-        Term(of_k, v, dout, q, first, _memory(wide, k, k), None, back),
-        Term(of_v, k, q, dout, first, _memory(narrow, v, v), last, back),
+        Term(of_q, dout, v, k, of_queries, initial, None, reverse),
+        Term(of_k, v, dout, q, _memory(wide, k, k), first, None, back),
+        Term(of_v, k, q, dout, _memory(narrow, v, v), first, last, back),
     )
 
 
-def run(terms: tuple[Term, ...]) -> ProductSm90 | None:
+def run(terms: tuple[Term, ...]) -> Plan | None:
     """Compute all products: where kernels can in one launch, whose plan is returned.
 
     Then blocks that work on the same sequence run at the same time, and share what they read.
     """
-    plan = plan_together(terms)
+    plan = None
+    if all(map(_direct, terms)):
+        jobs = [job_of(term.problem, term.out, term.state, term.reverse) for term in terms]
+        plan = plan_for(tuple(jobs))
     if plan is not None:
-        plan(*(term.pointers for term in terms))
+        arrays = [x for term in terms for x in term[1:7]]
+        plan.run(tuple([0 if x is None else x.data.ptr for x in arrays]))
         return plan
-    for term in terms:
-        arrays = term.q, term.k, term.v, term.initial, term.out, term.state
-        compute(term.problem, *arrays, reverse=term.reverse)
+    for problem, q, k, v, out, initial, state, reverse in terms:
+        compute(problem, q, k, v, initial, out, state, reverse=reverse)
     return None
+
+
+def _direct(term: Term) -> bool:
+    """Whether kernels can read and write the arrays of a product where they lie."""
+    problem = term.problem
+    views = problem.q, problem.k, problem.v
+    readable = all(x is not None and kernel_takes(x, problem.dtype) for x in views)
+    return bool(term.out.size) and readable and fits(term.out, problem.dtype)
 
 
 def _by_entry(problem: Product, dstate: Any) -> tuple[Any, View | None]:

@@ -13,10 +13,9 @@ from fa_cupy.core.linear_problem import Product, product_problem
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import require_whole_elements
 from fa_cupy.gpu.causal_product import cached as cached
-from fa_cupy.gpu.causal_product import compute
+from fa_cupy.gpu.causal_product import compute, require_kernels
 from fa_cupy.gpu.causal_product import product as product
 from fa_cupy.gpu.causal_product_backward import backward as backward
-from fa_cupy.gpu.causal_product_plan import require_kernels
 from fa_cupy.gpu.cublas import linear_elementwise, tile_ops
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from fa_cupy import BitMask
-from fa_cupy.core import attention_problem
+from fa_cupy.core import attention_problem, linear_problem
 from fa_cupy.gpu.kernels import attention_backward as backward_launches
-from fa_cupy.gpu.kernels import backward, forward
+from fa_cupy.gpu.kernels import backward, forward, products
 from fa_cupy.gpu.kernels.attention.attention_params import NAMES, Traits
 from fa_cupy.gpu.kernels.backward import BackwardVariant
+from fa_cupy.gpu.kernels.linear.choice import Choice
+from fa_cupy.gpu.kernels.linear.params import Job, traits_of
 from fa_cupy.gpu.kernels.variant import Variant
 from validation.emulator.launcher import MULTIPROCESSORS, EmulatorLauncher
 from validation.emulator.masks import lists_of, tables_of
@@ -144,3 +146,53 @@ def attention_backward(
     made[0].run((*[0 if x is None else x.ctypes.data for x in arrays], *addresses))
     del tables  # it owns what the addresses are of
     return dq, dk, dv
+
+
+def causal_product(
+    choice: Choice,
+    q: Array,
+    k: Array,
+    v: Array,
+    initial: Array | None = None,
+    reverse: bool = False,
+    **how: Any,
+) -> tuple[Array, Array]:
+    """`fa_cupy.causal_product` by the kernels and in the segments of `choice`, with its state.
+
+    Parameters
+    ----------
+    choice : Choice
+    q, k, v, initial, reverse
+        As for `fa_cupy.causal_product`; rows must be dense.
+    **how
+        Of `EmulatorLauncher`.
+
+    Raises
+    ------
+    EmulationError
+        As `emulator.launch`.
+    """
+    (found,) = causal_products(choice, [(q, k, v, initial, reverse)], **how)
+    return found
+
+
+def causal_products(
+    choice: Choice, calls: Sequence[tuple[Any, ...]], **how: Any
+) -> list[tuple[Array, Array]]:
+    """Several causal products of as many rows each, with their states.
+
+    Kernels for SM90 compute them in one launch. `calls` holds q, k, v, the initial state and
+    whether it is in reverse of each; see `causal_product`.
+    """
+    jobs, arrays = [], []
+    for q, k, v, initial, reverse in calls:
+        problem = linear_problem.product_problem("causal_product", q, k, v, initial)
+        out = np.full(problem.out_shape, np.nan, problem.dtype)
+        state = np.full(problem.state_shape, np.nan, np.float32)
+        whole, last = (problem.view(x.shape, x.strides) for x in (out, state))
+        jobs.append(traits_of(Job(problem, whole, last, reverse)))
+        arrays += [q, k, v, out, initial, state]
+    plan = products.plan_by(choice, jobs, EmulatorLauncher(**how))
+    plan.run(tuple([0 if x is None else x.ctypes.data for x in arrays]))
+    assert plan.other is None, "tensor maps want addresses that are multiples of 16"
+    return list(zip(arrays[3::6], arrays[5::6], strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.forward import VARIANTS
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.mask.variants import MASKS
 from fa_cupy.gpu.kernels.variant import Variant
 

@@ -1,18 +1,16 @@
-"""The parameter struct of the causal products' kernels, and how a problem fills it."""
+"""One causal product as kernels take it, and the parameter struct of those that take one each."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy.core.attention_problem import View
+from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_BATCH_AXES, Part, merge_axes, parts
 
-#: The arrays a launch points to, in the order of the struct.
+#: The arrays of a product, in the order of the struct, and the memory of its states.
 POINTERS = ("q", "k", "v", "out", "initial", "state", "workspace")
 _ROWS = ("q", "k", "v", "out")
 _STATES = ("initial", "state")
@@ -30,68 +28,109 @@ PRODUCT_PARAMS = np.dtype(
     + [(name, np.int32) for name in ("qk_dim", "v_dim", "tiles", "segments", "segment_rows")],
     align=True,
 )
-#: How a call writes its pointers, `first_batch` and `aligned` at the head of the struct.
-HEAD_FORMAT = "=7Qqi"
-#: Does it: buffer, place of the struct in it, seven pointers, first batch entry, aligned.
-pack_head: Callable[..., None] = struct.Struct(HEAD_FORMAT).pack_into
 
 
-def fill(
-    problem: Product,
-    out: View,
-    state: View | None,
-    reverse: bool,
-    split: tuple[int, int],
-    blocks: int,
-) -> tuple[np.ndarray[Any, Any], list[Part], tuple[int, ...], bool]:
-    """Return the parameter struct of a problem, all but its head and `tiles`.
+class Job(NamedTuple):
+    """One causal product, of sizes other than 0.
 
-    Parameters
+    Attributes
     ----------
     problem : Product
         With row strides that fit 32 bits.
-    out, state : View
-        Of the output, and of the last state where it is wanted, over ``problem.batch``.
+    out : View
+        Of the output, over ``problem.batch``.
+    state : View or None
+        Of the last state, where it is wanted.
     reverse : bool
+    """
+
+    problem: Product
+    out: View
+    state: View | None
+    reverse: bool
+
+
+class Traits(NamedTuple):
+    """What follows from a job for all kernels.
+
+    Attributes
+    ----------
+    job : Job
+    views : dict of View
+        The arrays there are, by name; those whose rows are walked first.
+    sizes : list of int
+        The batch axes, merged where every array walks them as one.
+    strides : dict of list of int
+        Bytes along these axes, for each array.
+    """
+
+    job: Job
+    views: dict[str, View]
+    sizes: list[int]
+    strides: dict[str, list[int]]
+
+
+def traits_of(job: Job) -> Traits:
+    """Derive the traits of a job."""
+    problem = job.problem
+    assert problem.q is not None
+    views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": job.out}
+    states = {"initial": problem.initial, "state": job.state}
+    views |= {name: view for name, view in states.items() if view is not None}
+    return Traits(job, views, *merge_axes(problem.batch, views))
+
+
+class Filled(NamedTuple):
+    """A product as kernels take it that compute one a launch; see `fill`.
+
+    Attributes
+    ----------
+    params : numpy.ndarray
+        Of size 1; addresses, `first_batch`, `aligned` and `tiles` are missing.
+    parts : list of Part
+        The launches, with so many blocks for a batch entry.
+    shifts : dict of int
+        Bytes from the address of an array to its first row in the order of the product.
+    aligned : bool
+        Whether every row of q, k, v and out starts at a multiple of 16 bytes if the arrays do.
+    """
+
+    params: np.ndarray[Any, Any]
+    parts: list[Part]
+    shifts: dict[str, int]
+    aligned: bool
+
+
+def fill(traits: Traits, split: tuple[int, int], blocks: int) -> Filled:
+    """Return the parameter struct of a product, and the launches that it takes.
+
+    Parameters
+    ----------
+    traits : Traits
     split : tuple of int
         The segments of a sequence, and the rows of each but the last.
     blocks : int
         The most blocks that a batch entry takes.
-
-    Returns
-    -------
-    params : numpy.ndarray
-        Of size 1.
-    parts : list of Part
-        The launches, with so many blocks for a batch entry.
-    shifts : tuple of int
-        Bytes from each of `POINTERS` to its first row in the order of the product.
-    aligned : bool
-        Whether every row of q, k, v and out starts at a multiple of 16 bytes if the arrays do.
     """
-    assert problem.q is not None
-    views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
-    item = dict.fromkeys(views, problem.dtype.itemsize)
-    for name, view in (("initial", problem.initial), ("state", state)):
-        if view is not None:
-            views[name], item[name] = view, problem.state_dtype.itemsize
-    sizes, strides = merge_axes(problem.batch, views)
+    (problem, _, _, reverse), views, sizes, strides = traits
     outer = max(0, len(sizes) - MAX_BATCH_AXES)
     axes = len(sizes) - outer
 
     params = np.zeros(1, PRODUCT_PARAMS)
     p = params[0]
-    shifts = dict.fromkeys(POINTERS, 0)
+    shifts = {}
     for name, view in views.items():
         row, col = view.strides[-2:]
         if name in _ROWS and problem.k_len < 2:
             row = 0  # of no row or one, any number
         if name in _STATES:
-            p[f"{name}_row"], p[f"{name}_col"] = row // item[name], col // item[name]
+            item = problem.state_dtype.itemsize
+            p[f"{name}_row"], p[f"{name}_col"] = row // item, col // item
         else:
-            p[f"{name}_row"] = (-row if reverse else row) // item[name]
+            item = problem.dtype.itemsize
+            p[f"{name}_row"] = (-row if reverse else row) // item
             shifts[name] = row * (problem.k_len - 1) if reverse else 0
-        p[f"{name}_batch"][:axes] = [s // item[name] for s in strides[name][outer:]]
+        p[f"{name}_batch"][:axes] = [step // item for step in strides[name][outer:]]
     p["batch_size"] = 1
     p["batch_size"][:axes] = sizes[outer:]
     p["batch_axes"] = axes
@@ -99,4 +138,4 @@ def fill(
     p["segments"], p["segment_rows"] = split
     steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
     launches = list(parts(POINTERS, sizes, outer, strides, blocks))
-    return params, launches, tuple(shifts.values()), all(step % 16 == 0 for step in steps)
+    return Filled(params, launches, shifts, all(step % 16 == 0 for step in steps))

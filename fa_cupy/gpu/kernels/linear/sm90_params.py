@@ -2,22 +2,19 @@
 
 A launch computes up to three products of the same batch entries and length, its jobs. A tensor map
 walks an array without a kernel's help, so these kernels take fewer layouts than those of
-`product_params`; `takes` says which.
+`fa_cupy.gpu.kernels.linear.params`; `takes` says which.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from fa_cupy.core.broadcasting import View
-from fa_cupy.core.linear_problem import Product
-from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH, merge_axes
-from fa_cupy.gpu.kernels.attention.fwd_sm90 import MAPPED
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH
+from fa_cupy.gpu.kernels.linear.params import Traits
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,
@@ -27,15 +24,16 @@ from fa_cupy.gpu.kernels.tensor_maps import (
     padded,
 )
 
+#: The arrays that have a tensor map, in the order of the struct.
+MAPPED = ("q", "k", "v", "out")
 #: Products of one launch, at most.
 MAX_JOBS = 3
 CHUNK = 64  # rows; a box is 64 rows of 128 bytes, which are a swizzled row
 _BOX_BYTES = 128
-#: Dims of 16-bit arrays are multiples of `DIM_STEP`; of float32, whose outputs no map stores, of
-#: as many columns as are 16 bytes, the step in which boxes are clipped.
-SINGLE_DIM_STEP = 4
+#: What dims are multiples of, by dtype. For float32, whose outputs no map stores, as many columns
+#: as are 16 bytes, the step in which boxes are clipped.
+DIM_STEPS = {"float16": DIM_STEP, "bfloat16": DIM_STEP, "float32": 4}
 _STATES = ("initial", "state")
-
 
 #: The same fields in the same order as ``struct ProductJob`` in
 #: ``cuda_src/common/linear_sm90.cuh``, which checks the size when it is compiled.
@@ -57,72 +55,34 @@ PRODUCT_SM90_PARAMS = padded(
     + [("keep", np.int32), ("length", np.int32)],
     alignment=64,
 )
-#: Where the pointers of a job follow its maps.
-POINTERS_AT = MAP_BYTES * len(MAPPED)
-#: Writes them: buffer, their place in it, initial state, state, workspace, output.
-pack_pointers: Callable[..., None] = struct.Struct("=4Q").pack_into
+#: The addresses of a job that follow its maps.
+ADDRESSES = (*_STATES, "workspace", "out")
 
 
-class Job(NamedTuple):
-    """A product as `fa_cupy.gpu.causal_product_plan.Plan` takes it.
-
-    Attributes
-    ----------
-    problem : Product
-    out : View
-        Of the output, over ``problem.batch``.
-    state : View or None
-        Of the last state, where it is wanted.
-    reverse : bool
-    """
-
-    problem: Product
-    out: View
-    state: View | None
-    reverse: bool
-
-    @property
-    def views(self) -> dict[str, View]:
-        """The arrays there are, by name; those with a map first."""
-        assert self.problem.q is not None
-        problem = self.problem
-        views = {"q": self.problem.q, "k": problem.k, "v": problem.v, "out": self.out}
-        states = {"initial": problem.initial, "state": self.state}
-        return views | {name: view for name, view in states.items() if view is not None}
-
-
-def takes(job: Job) -> bool:
+def takes(traits: Traits) -> bool:
     """Whether the kernels can compute a product, if all pointers to rows are multiples of 16."""
-    problem = job.problem
-    if problem.q is None or problem.q_len != problem.k_len:
+    problem, sizes = traits.job.problem, traits.sizes
+    dims, step = (problem.qk_dim, problem.v_dim), DIM_STEPS.get(problem.dtype.name)
+    if step is None or problem.q_len != problem.k_len:
         return False
-    dims = problem.qk_dim, problem.v_dim
-    step = dim_step(problem.dtype.name)
     if not 1 <= problem.k_len <= MAX_LENGTH or min(dims) < 1 or any(d % step for d in dims):
         return False
-    views = job.views
-    sizes, steps = merge_axes(problem.batch, views)
     # The grid has so many blocks, times a few for split sequences of few entries.
     blocks = math.prod(sizes) * -(-problem.v_dim // CHUNK) * MAX_JOBS
     if len(sizes) > MAP_AXES or not 1 <= blocks <= MAX_GRID // 2:
         return False
-    mapped = {name: views[name] for name in MAPPED}  # states are float32, and in any layout
-    return maps_walk(mapped, steps, problem.dtype.itemsize)
-
-
-def dim_step(dtype: str) -> int:
-    """Return what the dims of arrays are multiples of, or no kernel for SM90 takes them."""
-    return SINGLE_DIM_STEP if dtype == "float32" else DIM_STEP
+    mapped = {name: traits.views[name] for name in MAPPED}  # states are in any layout
+    return maps_walk(mapped, traits.strides, problem.dtype.itemsize)
 
 
 def fill(
-    jobs: Sequence[Job], tile_n: int, split: tuple[int, int]
+    jobs: Sequence[Traits], tile_n: int, split: tuple[int, int]
 ) -> tuple[np.ndarray[Any, Any], list[dict[str, Geometry]], int]:
     """Return all of a launch that does not depend on pointers.
 
     Parameters
     ----------
-    jobs : sequence of Job
+    jobs : sequence of Traits
         Those that `takes` accepts, with as many batch entries and rows each.
     tile_n : int
         Value columns of a block.
@@ -140,27 +100,28 @@ def fill(
     """
     filled = np.zeros(1, PRODUCT_SM90_PARAMS)
     params = filled[0]
+    problems = [traits.job.problem for traits in jobs]
     params["jobs"] = len(jobs)
-    params["chunks"] = -(-jobs[0].problem.k_len // CHUNK)
+    params["chunks"] = -(-problems[0].k_len // CHUNK)
     params["segments"] = split[0]
     params["segment_chunks"] = -(-split[1] // CHUNK)
-    params["length"] = jobs[0].problem.k_len
+    params["length"] = problems[0].k_len
     maps = []
-    for job, p in zip(jobs, params["job"], strict=False):
-        maps.append(_fill_job(job, p))
-        p["tiles"] = -(-job.problem.v_dim // tile_n)
+    for traits, p in zip(jobs, params["job"], strict=False):
+        maps.append(_fill_job(traits, p))
+        p["tiles"] = -(-traits.job.problem.v_dim // tile_n)
     params["tiles"] = tiles = int(params["job"]["tiles"].max())
     params["keep"] = tiles * len(jobs) > 1
-    entries = {math.prod(job.problem.batch) for job in jobs}
-    lengths = {job.problem.k_len for job in jobs}
+    entries = {math.prod(problem.batch) for problem in problems}
+    lengths = {problem.k_len for problem in problems}
     assert len(entries) == len(lengths) == 1, "jobs of a launch have the same entries and rows"
     return filled, maps, entries.pop() * tiles * len(jobs)
 
 
-def _fill_job(job: Job, p: Any) -> dict[str, Geometry]:
+def _fill_job(traits: Traits, p: Any) -> dict[str, Geometry]:
     """Fill a job of the struct but for maps, pointers and `tiles`; return how to make the maps."""
-    problem, views = job.problem, job.views
-    sizes, steps = merge_axes(problem.batch, views)
+    job, views, sizes, steps = traits
+    problem = job.problem
     missing = MAP_AXES - len(sizes)
     sizes = [1] * missing + sizes
     steps = {name: [0] * missing + steps[name] for name in views}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.linear.params import PRODUCT_PARAMS
+from fa_cupy.gpu.kernels.linear.sm90_params import PRODUCT_SM90_PARAMS
 from fa_cupy.gpu.kernels.variant import Variant
 
-DTYPE_NAMES = ("float16", "bfloat16")
+WORK_BYTES = 72  # ProductWork in cuda_src/common/linear_params.cuh
+SM90_WORK_BYTES = 64  # Work in cuda_src/common/linear_sm90.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +23,20 @@ class ProductVariant(Variant):
     ----------
     blocks : int
         Blocks that should fit on a multiprocessor.
+    algorithm : str
+        Of `fa_cupy.core.linear_problem.ALGORITHMS`, for rows that compute outputs; else empty.
+    sums_states : bool
+        Whether the row sums the states of segments.
     """
 
     blocks: int
+    algorithm: ClassVar[str] = ""
+    sums_states: ClassVar[bool] = False
+
+    @functools.cached_property
+    def targets(self) -> tuple[str, ...]:
+        """Targets the row may serve, all of whose shared memory it fits."""
+        return tuple(t for t, limit in SHARED_LIMIT.items() if self.shared_bytes <= limit)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -36,7 +52,27 @@ class ProductVariant(Variant):
             ("FA_PARAMS_BYTES", PRODUCT_PARAMS.itemsize),
         )
 
+
+@dataclass(frozen=True, kw_only=True)
+class ProductSm90Variant(ProductVariant):
+    """A row of a kernel that tensor maps feed: a warpgroup for every 64 of its value columns."""
+
     @property
-    def rank(self) -> tuple[int, ...]:
-        """Of the rows that serve a call, the one of the lowest rank gets it."""
-        return (self.dim, -self.tile_m, -self.stages)
+    def name(self) -> str:
+        """Unique, for people and for file names."""
+        return super().name + (f"-b{self.blocks}" if self.blocks > 1 else "")
+
+    @functools.cached_property
+    def targets(self) -> tuple[str, ...]:
+        """The only target that has wgmma."""
+        return ("sm_90a",)
+
+    @functools.cached_property
+    def groups(self) -> int:
+        """Warpgroups that hold the state."""
+        return self.tile_n // 64
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_SM90_PARAMS_BYTES", PRODUCT_SM90_PARAMS.itemsize))

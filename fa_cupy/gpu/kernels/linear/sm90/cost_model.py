@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
-from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS, ProductVariant
-from fa_cupy.gpu.kernels.linear.sm90_params import CHUNK, dim_step
-from fa_cupy.gpu.kernels.linear.sm90_variants import (
-    ChunkedSingleSm90Variant,
-    ChunkedSingleTurnsVariant,
-    ChunkedSm90Variant,
-    StatesSingleSm90Variant,
-    StatesSm90Variant,
-    VariantSm90,
-)
-
-
-class Way(NamedTuple):
-    """One way to compute a product; see `fa_cupy.gpu.kernels.linear.heuristics.Choice`."""
-
-    row: VariantSm90
-    states: ProductVariant | None
-    segments: int
-    segment_rows: int
-    microseconds: float
-
+from fa_cupy.gpu.kernels.linear.choice import Choice
+from fa_cupy.gpu.kernels.linear.sm90.chunk_fp32_pingpong_sm90 import ChunkFp32PingpongSm90
+from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
+from fa_cupy.gpu.kernels.linear.sm90_params import CHUNK, DIM_STEPS
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
 
 # The model. What memory gives each of an H200's 132 multiprocessors when all ask for it, a launch,
 # what a block does before its first chunk and after its last, and a launch of `state_prefix_sum`,
-# as in `product_choice`; what one multiprocessor gets alone.
+# as in `fa_cupy.gpu.kernels.linear.cost_model`; what one multiprocessor gets alone.
 CLOCKS_PER_US = 1755
 BYTES_PER_US = 30e3
 ALONE_BYTES_PER_US = 64e3
@@ -58,35 +41,33 @@ SINGLE_STATES_US = {64: 1.1, 128: 2.8}
 
 
 def ways(
-    dtype: str, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int,
-    jobs: int = 1,
-) -> Iterator[Way]:  # fmt: skip
+    rows: Sequence[tuple[ProductSm90Variant, ProductVariant | None]], entries: int, length: int,
+    qk_dim: int, v_dim: int, sms: int, jobs: int = 1,
+) -> Iterator[Choice]:  # fmt: skip
     """Yield the ways that come into question.
 
     Parameters
     ----------
-    dtype, entries, length, qk_dim, v_dim, target, sms
-        As for `fa_cupy.gpu.kernels.linear.heuristics.choose`.
+    rows : sequence of tuple
+        Those for the dtype, as from `fa_cupy.gpu.kernels.linear.table.serving`.
+    entries, length, qk_dim, v_dim, sms
+        As for `fa_cupy.gpu.kernels.linear.cost_model.choose`.
     jobs : int, optional
         Such products in one launch.
     """
     if not 1 <= length <= MAX_LENGTH or min(qk_dim, v_dim) < 1:
         return
-    if any(dim % dim_step(dtype) for dim in (qk_dim, v_dim)):
-        return
-    kinds = ChunkedSm90Variant, ChunkedSingleSm90Variant, ChunkedSingleTurnsVariant
-    rows = [row for row in PRODUCTS if isinstance(row, kinds) and row.dtype == dtype]
-    dim = min((row.dim for row in rows if row.dim >= qk_dim), default=0)
-    call = entries * jobs, length, qk_dim, v_dim, sms
-    for row in rows:
-        if row.dim == dim and target in row.targets:
-            yield from _splits(row, *call)
+    dim = min((row.dim for row, _ in rows if row.dim >= qk_dim), default=0)
+    for row, states in rows:
+        step = DIM_STEPS[row.dtype]
+        if row.dim == dim and not qk_dim % step and not v_dim % step:
+            yield from _splits(row, states, entries * jobs, length, qk_dim, v_dim, sms)
 
 
 def _splits(
-    row: VariantSm90, entries: int, length: int, qk_dim: int, v_dim: int, sms: int
-) -> Iterator[Way]:
-    states = states_for(row)
+    row: ProductSm90Variant, states: ProductVariant | None, entries: int, length: int, qk_dim: int,
+    v_dim: int, sms: int,
+) -> Iterator[Choice]:  # fmt: skip
     chunks = -(-length // row.tile_m)
     blocks = entries * -(-v_dim // row.tile_n)
     # Splits that fill the device so many times, as far as each segment has a few chunks.
@@ -102,14 +83,16 @@ def _splits(
             us += _us(states, parts, segment_chunks, qk_dim, v_dim, sms)
             scanned = 8 * entries * segments * qk_dim * v_dim
             us += SCAN_US + SCAN_SEGMENT_US * segments + scanned / (BYTES_PER_US * sms)
-        yield Way(row, states if segments > 1 else None, segments, segment_chunks * row.tile_m, us)
-    if isinstance(row, ChunkedSm90Variant):
+        yield Choice(
+            row, states if segments > 1 else None, segments, segment_chunks * row.tile_m, us
+        )
+    if isinstance(row, ChunkSm90):
         yield from _own_prefix(row, entries, length, qk_dim, v_dim, sms)
 
 
 def _own_prefix(
-    row: ChunkedSm90Variant, entries: int, length: int, qk_dim: int, v_dim: int, sms: int
-) -> Iterator[Way]:
+    row: ChunkSm90, entries: int, length: int, qk_dim: int, v_dim: int, sms: int
+) -> Iterator[Choice]:
     """Yield the way in one launch, whose blocks sum what lies before their segments themselves.
 
     Of n chunks in s segments, the last block sums n (s - 1) / s and makes outputs of n / s. A chunk
@@ -125,27 +108,17 @@ def _own_prefix(
     loaded = 2 * row.tile_m * (qk_dim + min(v_dim, row.tile_n)) / ALONE_BYTES_PER_US
     us = pass_us(row, blocks * segments, segment_chunks, qk_dim, v_dim, sms)
     us += (segments - 1) * segment_chunks * max(_sums_clocks(row) / CLOCKS_PER_US, loaded)
-    yield Way(row, None, segments, segment_chunks * row.tile_m, us)
-
-
-def states_for(row: VariantSm90) -> ProductVariant | None:
-    """Return the row that sums the states of segments for one that computes outputs."""
-    for other in PRODUCTS:
-        if isinstance(other, (StatesSm90Variant, StatesSingleSm90Variant)) and (
-            (other.dtype, other.dim, other.tile_n) == (row.dtype, row.dim, row.tile_n)
-        ):
-            return other
-    return None
+    yield Choice(row, None, segments, segment_chunks * row.tile_m, us)
 
 
 def _us(row: ProductVariant, blocks: int, chunks: int, qk_dim: int, v_dim: int, sms: int) -> float:
     """Time of a launch whose blocks walk so many chunks."""
-    if isinstance(row, VariantSm90) and row.dtype != "float32":
+    if isinstance(row, ProductSm90Variant) and row.dtype != "float32":
         return pass_us(row, blocks, chunks, qk_dim, v_dim, sms)
-    outputs, columns = not isinstance(row, StatesSingleSm90Variant), min(v_dim, row.tile_n)
+    outputs, columns = not row.sums_states, min(v_dim, row.tile_n)
     traffic = 4 * CHUNK * (2 if outputs else 1) * (qk_dim + columns)
     share = max(1 / ALONE_BYTES_PER_US, min(1.0, blocks / sms) / BYTES_PER_US)
-    if isinstance(row, ChunkedSingleTurnsVariant):
+    if isinstance(row, ChunkFp32PingpongSm90):
         own = TURNS_US
     else:
         own = SINGLE_US[row.dim, row.tile_n] if outputs else SINGLE_STATES_US[row.dim]
@@ -153,17 +126,19 @@ def _us(row: ProductVariant, blocks: int, chunks: int, qk_dim: int, v_dim: int, 
     return LAUNCH_US + -(-blocks // sms) * (START_US + chunks * step)
 
 
-def resident(row: VariantSm90) -> int:
+def resident(row: ProductSm90Variant) -> int:
     """Blocks that fit on a multiprocessor."""
     return min(row.blocks, (SHARED_LIMIT["sm_90a"] + 1024) // (row.shared_bytes + 1024))
 
 
-def _sums_clocks(row: VariantSm90) -> float:
+def _sums_clocks(row: ProductSm90Variant) -> float:
     """Clocks that a chunk's sums of 16-bit numbers take, of 64 value columns and whatever else."""
     return STATES_CHAIN_CLOCKS + 2 * row.tile_m * 64 * row.dim / FLOPS_PER_CLOCK
 
 
-def pass_us(row: VariantSm90, blocks: int, chunks: int, qk_dim: int, v_dim: int, sms: int) -> float:
+def pass_us(
+    row: ProductSm90Variant, blocks: int, chunks: int, qk_dim: int, v_dim: int, sms: int
+) -> float:
     """Time of a launch whose blocks walk so many chunks.
 
     A chunk takes what it waits for, what all blocks of a multiprocessor multiply, or what they
@@ -171,7 +146,7 @@ def pass_us(row: VariantSm90, blocks: int, chunks: int, qk_dim: int, v_dim: int,
     """
     together = max(1, min(resident(row), -(-blocks // sms)))
     columns = min(v_dim, row.tile_n)
-    outputs = isinstance(row, ChunkedSm90Variant)
+    outputs = isinstance(row, ChunkSm90)
     traffic = 2 * row.tile_m * (2 if outputs else 1) * (qk_dim + columns)
     parts = 2 if row.dtype == "bfloat16" else 1
     product = 2 * row.tile_m * 64 / FLOPS_PER_CLOCK  # of 64 columns, for each one summed over

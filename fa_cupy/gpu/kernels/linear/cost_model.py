@@ -1,75 +1,21 @@
-"""How a causal product is computed on a GPU: which kernels, and how the sequence is split."""
+"""What causal products cost on the kernels, and the choice of the cheapest way to compute one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from fa_cupy.core.linear_problem import ALGORITHMS
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.linear.sm80_variants import (
-    PRODUCTS,
-    SCAN,
-    ChunkedSingleVariant,
-    ChunkedVariant,
-    LowOccupancyVariant,
-    ProductVariant,
-    RecurrentVariant,
-    StatesVariant,
-)
-from fa_cupy.gpu.kernels.linear.sm90_heuristics import SCAN_SEGMENT_US, SCAN_US
-from fa_cupy.gpu.kernels.linear.sm90_heuristics import ways as ways_sm90
+from fa_cupy.gpu.kernels.linear.choice import Choice
+from fa_cupy.gpu.kernels.linear.low_occupancy import LowOccupancy
+from fa_cupy.gpu.kernels.linear.sm90.cost_model import SCAN_SEGMENT_US, SCAN_US
+from fa_cupy.gpu.kernels.linear.sm90.cost_model import ways as ways_sm90
+from fa_cupy.gpu.kernels.linear.table import serving
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
 
+_Row = tuple[ProductVariant, ProductVariant | None]  # and what sums states of its segments
 #: Rows of a sequence that one block can count.
 _MAX_ROWS = 2**31 - 2**16
-_ALGORITHMS = {
-    ChunkedVariant: "chunked",
-    ChunkedSingleVariant: "chunked",
-    RecurrentVariant: "recurrent",
-    LowOccupancyVariant: "low_occupancy",
-}
-
-
-class Choice(NamedTuple):
-    """How a causal product is computed.
-
-    Attributes
-    ----------
-    row : ProductVariant
-    states : ProductVariant or None
-        What sums the states of segments; None for one segment, and where each block sums what lies
-        before its segment itself.
-    segments, segment_rows : int
-        The parts of a sequence, and the rows of each but the last.
-    microseconds : float
-        What the cost model expects.
-    """
-
-    row: ProductVariant
-    states: ProductVariant | None
-    segments: int
-    segment_rows: int
-    microseconds: float
-
-    def launches(self, qk_dim: int, v_dim: int) -> list[tuple[ProductVariant, int, int]]:
-        """Return rows in the order of their launches, with blocks a segment, and segments."""
-        launches: list[tuple[ProductVariant, int, int]] = []
-        if self.states is not None:
-            tiles = -(-v_dim // self.states.tile_n)
-            launches.append((self.states, tiles, self.segments - 1))
-            launches.append((SCAN, -(-qk_dim * v_dim // SCAN.threads), 1))
-        return [*launches, (self.row, -(-v_dim // self.row.tile_n), self.segments)]
-
-    @property
-    def split(self) -> tuple[int, int]:
-        """The segments of a sequence, and the rows of each but the last."""
-        return self.segments, self.segment_rows
-
-    @property
-    def text(self) -> str:
-        """For people."""
-        parts = f"{self.segments} segments" if self.segments > 1 else "one pass"
-        return f"{self.row.name}, {parts}, about {self.microseconds:.0f} us"
-
 
 # The cost model, in microseconds and bytes. An H200's memory gives each of its 132 multiprocessors
 # 32 KB a microsecond; other devices differ in both alike. What a chunk takes at least: barriers and
@@ -122,34 +68,39 @@ def choose(
     Choice or None
         None where no kernel serves the call.
     """
-    call = entries, length, qk_dim, v_dim, target, sms
+    call = entries, length, qk_dim, v_dim
     choices: list[Choice] = []
     if max(qk_dim, v_dim) > _MAX_ROWS:  # kernels count columns in 32 bits
         return None
-    for kind, name in _ALGORITHMS.items():
-        if algorithm in ("auto", name):
-            row_type = (row for row in PRODUCTS if type(row) is kind and row.dtype == dtype)
-            choices += _ways([row for row in row_type if target in row.targets], *call)
-    if jobs > 1:
-        choices = []
+    rows = serving(dtype, target)
     if mapped and algorithm in ("auto", "chunked"):  # first: where both wait for memory
-        choices = [Choice(*way) for way in ways_sm90(dtype, *call, jobs)] + choices
+        own = [(row, states) for row, states in rows if isinstance(row, ProductSm90Variant)]
+        choices += ways_sm90(own, *call, sms, jobs)
+    rows = [pair for pair in rows if not isinstance(pair[0], ProductSm90Variant)]
+    for name in ALGORITHMS[1:] if jobs == 1 else ():
+        if algorithm in ("auto", name):
+            choices += _ways(
+                [pair for pair in rows if pair[0].algorithm == name], *call, target, sms
+            )
     return min(choices, key=lambda choice: (choice.microseconds, choice.segments), default=None)
 
 
 def _ways(
-    rows: list[ProductVariant], entries: int, length: int, qk_dim: int, v_dim: int, target: str,
-    sms: int,
-) -> Iterator[Choice]:  # fmt: skip
+    rows: list[_Row], entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int
+) -> Iterator[Choice]:
     """Yield the ways to compute a product by some rows of one algorithm."""
-    wide: list[ProductVariant] = sorted((row for row in rows if row.dim >= qk_dim), key=_rank)
+    # Of rows for the same dim, those of longer chunks first, and of more stages.
+    wide = sorted(
+        (pair for pair in rows if pair[0].dim >= qk_dim),
+        key=lambda pair: (pair[0].dim, -pair[0].tile_m, -pair[0].stages),
+    )
     if not wide:  # plain kernels take wider keys in turns
-        wide += [row for row in rows[-1:] if isinstance(row, RecurrentVariant)]
-    for row in wide:
-        if row.dim != wide[0].dim:
+        wide += [pair for pair in rows[-1:] if pair[0].algorithm != "chunked"]
+    for row, states in wide:
+        if row.dim != wide[0][0].dim:
             return
-        if isinstance(row, (ChunkedVariant, ChunkedSingleVariant)):
-            yield from _splits(row, entries, length, qk_dim, v_dim, target, sms)
+        if row.algorithm == "chunked":
+            yield from _splits(row, states, entries, length, qk_dim, v_dim, target, sms)
         elif length <= _MAX_ROWS:
             blocks = entries * -(-v_dim // row.tile_n)
             us = _plain_us(row, blocks, length, qk_dim, target, sms)
@@ -157,19 +108,10 @@ def _ways(
 
 
 def _splits(
-    row: ProductVariant, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int
-) -> Iterator[Choice]:
+    row: ProductVariant, states: ProductVariant | None, entries: int, length: int, qk_dim: int,
+    v_dim: int, target: str, sms: int,
+) -> Iterator[Choice]:  # fmt: skip
     """Yield the ways to split a product into segments that come into question."""
-    states = next(
-        (
-            other
-            for other in PRODUCTS
-            if isinstance(other, StatesVariant)
-            and (other.dtype, other.dim) == (row.dtype, row.dim)
-            and target in other.targets
-        ),
-        None,
-    )
     chunks = -(-length // row.tile_m)
     blocks = entries * -(-v_dim // row.tile_n)
     resident = sms * _resident(row, target)
@@ -194,10 +136,6 @@ def _splits(
         yield Choice(row, used, segments, segment_rows, us)
 
 
-def _rank(row: ProductVariant) -> tuple[int, ...]:
-    return row.rank
-
-
 def _resident(row: ProductVariant, target: str) -> int:
     """Blocks that fit on a multiprocessor, by its shared memory and 64 K registers."""
     by_memory = (SHARED_LIMIT[target] + 1024) // (row.shared_bytes + 1024)
@@ -210,7 +148,7 @@ def _pass_us(
     """Time of a launch whose blocks walk so many chunks."""
     together = max(1, min(_resident(row, target), -(-blocks // sms)))
     own_columns = min(v_dim, row.tile_n)
-    outputs = isinstance(row, (ChunkedVariant, ChunkedSingleVariant))
+    outputs = not row.sums_states
     single = row.dtype == "float32"
     traffic = (4 if single else 2) * row.tile_m * (2 if outputs else 1) * (qk_dim + own_columns)
     mma = row.tile_m * row.dim * row.tile_n / (16 * 8 * 16) / 4  # of the state, a quarter of an SM
@@ -237,7 +175,7 @@ def _plain_us(
     for sums over lanes; the second waits for three barriers a tile, and adds up every warp's sums.
     """
     together = max(1, min(_resident(row, target), -(-blocks // sms)))
-    if isinstance(row, LowOccupancyVariant):
+    if isinstance(row, LowOccupancy):
         instructions = 160 + row.dim / 32 * (130 + 8 * row.warps)
         issued = together * row.warps * instructions / 4 * _LOW_OCCUPANCY_ISSUE_CLOCKS
         waited = _LOW_OCCUPANCY_CLOCKS + _LOW_OCCUPANCY_DIM_CLOCKS * row.dim / 32

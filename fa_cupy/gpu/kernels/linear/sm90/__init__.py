@@ -1,0 +1,1 @@
+"""Kernels of causal products for SM90, which tensor maps feed."""

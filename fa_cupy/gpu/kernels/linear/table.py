@@ -1,0 +1,64 @@
+"""The kernels of causal products, one row a compiled variant.
+
+Each kernel's rows, with the reason for each, are in the module named after it.
+`fa_cupy.gpu.kernels.linear.cost_model` picks one for a call.
+"""
+
+from __future__ import annotations
+
+from fa_cupy.gpu.kernels.linear import low_occupancy, recurrent
+from fa_cupy.gpu.kernels.linear.sm80 import (
+    chunk_fp32_sm80,
+    chunk_sm80,
+    chunk_state_fp32_sm80,
+    chunk_state_sm80,
+)
+from fa_cupy.gpu.kernels.linear.sm90 import (
+    chunk_fp32_pingpong_sm90,
+    chunk_fp32_sm90,
+    chunk_sm90,
+    chunk_state_fp32_sm90,
+    chunk_state_sm90,
+)
+from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
+
+PRODUCTS: tuple[ProductVariant, ...] = (
+    *chunk_sm80.VARIANTS,
+    *chunk_state_sm80.VARIANTS,
+    STATE_PREFIX_SUM,
+    *chunk_fp32_sm80.VARIANTS,
+    *chunk_state_fp32_sm80.VARIANTS,
+    *recurrent.VARIANTS,
+    *low_occupancy.VARIANTS,
+    *chunk_sm90.VARIANTS,
+    *chunk_fp32_sm90.VARIANTS,
+    *chunk_state_sm90.VARIANTS,
+    *chunk_fp32_pingpong_sm90.VARIANTS,
+    *chunk_state_fp32_sm90.VARIANTS,
+)
+
+
+def state_row(row: ProductVariant, target: str) -> ProductVariant | None:
+    """Return what sums the states of segments for a row that computes outputs."""
+    mapped = isinstance(row, ProductSm90Variant)
+    for other in PRODUCTS:
+        if (
+            other.sums_states
+            and (other.dtype, other.dim) == (row.dtype, row.dim)
+            and isinstance(other, ProductSm90Variant) == mapped
+            # Those for SM90 share a parameter struct, which counts tiles of value columns.
+            and (other.tile_n == row.tile_n or not mapped)
+            and target in other.targets
+        ):
+            return other
+    return None
+
+
+def serving(dtype: str, target: str) -> list[tuple[ProductVariant, ProductVariant | None]]:
+    """Return the rows that compute outputs, each with the one that sums states of its segments."""
+    return [
+        (row, state_row(row, target) if row.algorithm == "chunked" else None)
+        for row in PRODUCTS
+        if row.algorithm and row.dtype == dtype and target in row.targets
+    ]

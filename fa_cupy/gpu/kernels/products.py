@@ -1,0 +1,179 @@
+"""Plans of causal products: which kernels compute one or some of them, and their launches.
+
+The arrays of product i have the names ``i.q``, ``i.k``, ``i.v``, ``i.out``, ``i.initial`` and
+``i.state`` in a plan, which takes their addresses in that order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from fa_cupy.core.linear_problem import Product
+from fa_cupy.gpu.kernels.linear import params, sm90_params
+from fa_cupy.gpu.kernels.linear.choice import Choice
+from fa_cupy.gpu.kernels.linear.cost_model import choose
+from fa_cupy.gpu.kernels.linear.params import POINTERS, Job, Traits
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
+from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
+
+#: Of a product, as `POINTERS` but for the workspace.
+ARRAYS = POINTERS[:-1]
+
+
+class Machine(Launcher, Protocol):
+    """A launcher that says what it runs on."""
+
+    @property
+    def target(self) -> str | None:
+        """What kernels are compiled for; None where none runs."""
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many there are."""
+
+
+def make_plan(jobs: Sequence[Job], machine: Machine, algorithm: str = "auto") -> Plan | None:
+    """Return the plan of some products; None where no kernel serves them.
+
+    Parameters
+    ----------
+    jobs : sequence of Job
+        One; or two or three of as many batch entries and rows each and of one dtype, which have a
+        plan only where one launch computes them all.
+    machine : Machine
+    algorithm : str, optional
+        Of `fa_cupy.core.linear_problem.ALGORITHMS`.
+    """
+    traits = [params.traits_of(job) for job in jobs]
+    mapped = all(map(sm90_params.takes, traits))
+    choice = None
+    if mapped or len(jobs) == 1:
+        choice = choice_of([job.problem for job in jobs], machine, algorithm, mapped)
+    return None if choice is None else plan_by(choice, traits, machine, algorithm)
+
+
+def choice_of(
+    problems: Sequence[Product], machine: Machine, algorithm: str, mapped: bool
+) -> Choice | None:
+    """Return how some products are computed in one launch; None where no kernel does that."""
+    if machine.target is None:
+        return None
+    first = problems[0]
+    qk_dim = max([problem.qk_dim for problem in problems])
+    v_dim = max([problem.v_dim for problem in problems])
+    return choose(
+        first.dtype.name, math.prod(first.batch), first.k_len, qk_dim, v_dim, machine.target,
+        machine.multiprocessors, algorithm, mapped, len(problems),
+    )  # fmt: skip
+
+
+def plan_by(
+    choice: Choice, jobs: Sequence[Traits], machine: Machine, algorithm: str = "auto"
+) -> Plan:
+    """Return the plan of some products that are computed as `choice` says."""
+    names = [f"{i}.{name}" for i in range(len(jobs)) for name in ARRAYS]
+    if not isinstance(choice.row, ProductSm90Variant):
+        return _unmapped([choice] * len(jobs), jobs, names, machine)
+
+    def fallback() -> Plan:
+        choices = [choice_of([own.job.problem], machine, algorithm, False) for own in jobs]
+        return _unmapped([x for x in choices if x is not None], jobs, names, machine)
+
+    sizes = {}
+    if choice.states is not None:
+        sizes = {f"{i}.workspace": _states_bytes(choice, own) for i, own in enumerate(jobs)}
+    steps = steps_sm90(choice, jobs)
+    return Plan(list(steps), names, machine, workspace_of(sizes), fallback)
+
+
+def _unmapped(
+    choices: Sequence[Choice], jobs: Sequence[Traits], names: Sequence[str], machine: Machine
+) -> Plan:
+    """Return the plan of products, one after the other, by kernels that need no tensor maps."""
+    steps: list[Step] = []
+    size = 0
+    for i, (choice, traits) in enumerate(zip(choices, jobs, strict=True)):
+        problem = traits.job.problem
+        launches = choice.launches(problem.qk_dim, problem.v_dim)
+        # They follow each other, so that all of them can have their states in the same place.
+        held = "" if choice.states is None else "workspace"
+        steps += steps_alone(choice, launches, traits, i, held)
+        if held:
+            size = max(size, _states_bytes(choice, traits))
+    return Plan(steps, names, machine, workspace_of({"workspace": size} if size else {}))
+
+
+def _states_bytes(choice: Choice, traits: Traits) -> int:
+    problem = traits.job.problem
+    return 4 * math.prod((*problem.batch, choice.segments, problem.qk_dim, problem.v_dim))
+
+
+def steps_alone(
+    choice: Choice,
+    launches: Sequence[tuple[ProductVariant, int, int]],
+    traits: Traits,
+    number: int,
+    workspace: str,
+) -> Iterator[Step]:
+    """Yield the launches of kernels that compute one product each.
+
+    Parameters
+    ----------
+    choice : Choice
+        How the sequence is split.
+    launches : sequence of tuple
+        Rows with blocks a segment, and segments, as from `Choice.launches`.
+    traits : Traits
+    number : int
+        Of the product, in the names of its arrays.
+    workspace : str
+        The name of the memory for states of segments; empty where there is none.
+    """
+    most = max([tiles * segments for _, tiles, segments in launches])
+    filled = params.fill(traits, (choice.segments, choice.segment_rows), most)
+    addresses = {name: f"{number}.{name}" for name in ARRAYS}
+    aligned = tuple(addresses[name] for name in ARRAYS[:4]) if filled.aligned else ()
+    for offsets, first, blocks, _ in filled.parts:
+        pairs = zip(ARRAYS, offsets, strict=False)
+        shifts = {addresses[name]: filled.shifts.get(name, 0) + at for name, at in pairs}
+        for row, tiles, segments in launches:
+            own = filled.params.copy()
+            own["first_batch"], own["tiles"] = first, tiles
+            yield Step(
+                row,
+                blocks // most * tiles * segments,
+                own,
+                addresses | ({"workspace": workspace} if workspace else {}),
+                shifts=shifts,
+                aligned=aligned,
+            )
+
+
+def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:
+    """Yield the launches of kernels for SM90, each of all products, with what helps them."""
+    # The states' rows have as many value columns as the outputs', so one struct serves both.
+    filled, geometry, blocks = sm90_params.fill(
+        jobs, choice.row.tile_n, (choice.segments, choice.segment_rows)
+    )
+    held: tuple[str, ...] = sm90_params.ADDRESSES
+    if choice.states is None:
+        held = tuple(name for name in held if name != "workspace")
+    numbers = range(len(jobs))
+    addresses = {f"job.{i}.{name}": f"{i}.{name}" for i in numbers for name in held}
+    maps = {
+        f"job.{i}.{name}_map": (f"{i}.{name}", own)
+        for i in numbers
+        for name, own in geometry[i].items()
+    }
+    problem = jobs[0].job.problem
+    for row, _, segments in choice.launches(problem.qk_dim, problem.v_dim):
+        if isinstance(row, ProductSm90Variant):
+            yield Step(row, blocks * segments, filled, addresses, maps)
+            continue
+        for i, traits in enumerate(jobs):  # `state_prefix_sum` takes one product a launch
+            problem = traits.job.problem
+            launches = choice.launches(problem.qk_dim, problem.v_dim)
+            own = [launch for launch in launches if launch[0] is row]
+            yield from steps_alone(choice, own, traits, i, f"{i}.workspace")
