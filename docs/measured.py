@@ -199,8 +199,8 @@ def variants():
     return table(head, rows)
 
 
-def slots_of_q():
-    """How many slots for rows of Q the rows of fwd_sm90 have, and what of the next tile fits."""
+def q_stages():
+    """Stages for rows of Q in the variants of fwd_sm90, and rows of the next tile that fit."""
     slots = {}
     for row in gpu.VARIANTS:
         if isinstance(row, VariantSm90):
@@ -229,7 +229,7 @@ def slots_of_q():
         "head_dim",
         "mask",
         "warpgroups",
-        "slots: of the next tile, loaded during this one",
+        "stages: rows of the next tile that are loaded during this one",
         "with a bias, a softcap or a scale that is not positive",
     )
     return table(head, rows)
