@@ -80,7 +80,10 @@ class BitMask(Sources, Algebra):
     _kept: dict[Any, Any]  # what a backend has worked out of this mask
 
     def __init__(self) -> None:
-        raise TypeError("BitMask: want from_dense, from_indices, from_csr, from_blocks, ...")
+        raise TypeError(
+            "BitMask: the class has no constructor, want BitMask.from_dense, from_indices, "
+            "from_csr, from_blocks, from_function or load"
+        )
 
     @classmethod
     def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
@@ -109,7 +112,9 @@ class BitMask(Sources, Algebra):
 
     def __iter__(self) -> Iterator[BitMask]:
         if not self.entries.ndim:
-            raise TypeError(f"BitMask: iteration over shape {self.shape}, want a batch axis")
+            raise TypeError(
+                f"BitMask: iteration over a mask of shape {self.shape}, want a batch axis"
+            )
         return (self[i] for i in range(len(self.entries)))
 
     @property
@@ -157,7 +162,7 @@ class BitMask(Sources, Algebra):
 
     def __getitem__(self, index: Any) -> BitMask:
         if any(part is Ellipsis for part in (index if isinstance(index, tuple) else (index,))):
-            raise IndexError("BitMask: the index has ..., want indices of batch axes only")
+            raise IndexError("BitMask: the index contains an Ellipsis, want indices of batch axes")
         try:
             entries = self.entries[index]
         except (IndexError, TypeError, ValueError) as e:

@@ -195,4 +195,6 @@ class _Last(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("fa_cupy.torch: there are no second derivatives, want first ones")
+        raise NotImplementedError(
+            "fa_cupy.torch: a second derivative is not available, want a first one"
+        )

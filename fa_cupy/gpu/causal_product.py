@@ -84,8 +84,8 @@ def product(
     named = algorithm not in ("auto", "chunked")
     if named and choice_of(problem, algorithm, runtime.getDevice()) is None:
         raise NotImplementedError(
-            f"causal_product: algorithm is {algorithm!r}, for which there is no kernel on this "
-            f"device and {problem.k_len} rows, want 'auto' or 'chunked'"
+            f"causal_product: algorithm is {algorithm!r}, which has no kernel for {problem.k_len} "
+            "rows on this device, want 'auto' or 'chunked'"
         )
     require_kernels("causal_product", problem, algorithm=algorithm)
     own = out is None
