@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import math
 import re
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
+import fa_cupy
 from fa_cupy.gpu.kernels.registry import ROWS
+from fa_cupy.tiled import softmax
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -264,6 +267,27 @@ def test_the_page_names_every_named_barrier_of_fwd_sm90(kernel_tables):
     assert named
     table = page.partition("   * - barrier\n")[2].partition("\n\n")[0]
     assert set(named) == set(re.findall(r"^   \* - ``(\w+)``", table, re.M))
+
+
+def test_thresholds_of_a_large_lse_are_those_of_the_code(kernel_tables):
+    """The numbers of the table, and of the docstring of attention_backward."""
+    page = (DOCS / "explain/gradients.rst").read_text()
+    table = page.partition(".. _large-lse:")[2].partition(".. code-block")[0]
+    text = " ".join(fa_cupy.attention_backward.__doc__.split())
+    tiled = softmax.FAR
+    kernels = 2**13 * math.log(2)
+    assert kernel_tables.constant("kLargeScore") == f"kLargeScore = {2**13}"
+    for shown in (table, text):
+        assert f"{tiled:,.0f}" in shown
+        assert f"{kernels:,.0f}" in shown
+    same = [-int(math.log2(tolerance)) for tolerance in softmax._SAME.values()]
+    same.append(
+        int(kernel_tables.expression_of("", "kLseTolerance").partition("<< ")[2].rstrip(")"))
+    )
+    assert sorted(same) == [18, 20, 48]
+    for power in same:
+        assert f"2^{{-{power}}}" in table
+        assert f"2**-{power}" in text
 
 
 def test_pictures_can_be_drawn(tmp_path):
