@@ -15,6 +15,7 @@ import pytest
 import fa_cupy
 from fa_cupy.gpu.kernels.registry import ROWS
 from fa_cupy.tiled import softmax
+from validation import __main__ as commands
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -288,6 +289,19 @@ def test_thresholds_of_a_large_lse_are_those_of_the_code(kernel_tables):
     for power in same:
         assert f"2^{{-{power}}}" in table
         assert f"2**-{power}" in text
+
+
+def test_the_table_of_validation_has_every_command_and_its_options(capsys):
+    page = (DOCS / "explain/validation.rst").read_text()
+    rows = page.partition("     - options and requirements\n")[2].partition("\n\n")[0]
+    found = dict(re.findall(r"^   \* - ``(\w+)``\n     - .*\n     -(.*)$", rows, re.M))
+    assert found.keys() == commands.COMMANDS.keys()
+    for name, cell in found.items():
+        with pytest.raises(SystemExit, match="0"):
+            commands.main([name, "--help"])
+        known = capsys.readouterr().out
+        for option in re.findall(r"``(--\w+)", cell):
+            assert option in known, (name, option)
 
 
 def test_pictures_can_be_drawn(tmp_path):
