@@ -10,6 +10,7 @@ from sphinx.util.docutils import SphinxDirective
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import kernel_tables
 import measured
 
 import fa_cupy
@@ -38,19 +39,67 @@ numpydoc_xref_param_type = False
 highlight_language = "none"
 
 
-class Measured(SphinxDirective):
-    """``.. measured:: NAME`` is replaced by what measured.NAME() returns, as reStructuredText."""
+class Generated(SphinxDirective):
+    """A directive that is replaced by the reStructuredText that its function returns."""
+
+    def nested(self, text, origin):
+        parent = nodes.section()
+        parent.document = self.state.document
+        self.state.nested_parse(StringList(text.splitlines(), origin), self.content_offset, parent)
+        return parent.children
+
+
+class Measured(Generated):
+    """``.. measured:: NAME`` is replaced by what measured.NAME() returns."""
 
     required_arguments = 1
 
     def run(self):
-        text = getattr(measured, self.arguments[0])()
-        parent = nodes.section()
-        parent.document = self.state.document
-        lines = StringList(text.splitlines(), f"measured.{self.arguments[0]}")
-        self.state.nested_parse(lines, self.content_offset, parent)
-        return parent.children
+        name = self.arguments[0]
+        return self.nested(getattr(measured, name)(), f"measured.{name}")
+
+
+class KernelTable(Generated):
+    """``.. kernel:: STEM``, ``variants``, ``registers`` and ``barriers``: see kernel_tables."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self):
+        function = getattr(kernel_tables, self.name)
+        given = [self.arguments[0], *([self.content] if self.content else [])]
+        try:
+            return self.nested(function(*given), f"kernel_tables.{self.name}")
+        except LookupError as error:
+            raise self.error(str(error)) from error
+
+
+class KernelCode(SphinxDirective):
+    """``.. kernel-code:: STEM NAME``: the definition of NAME in a kernel, or in a header."""
+
+    required_arguments = 2
+
+    def run(self):
+        try:
+            text = kernel_tables.code(*self.arguments)
+        except LookupError as error:
+            raise self.error(str(error)) from error
+        return [nodes.literal_block(text, text, language="cuda")]
+
+
+def constant(name, rawtext, text, lineno, inliner, options=None, content=()):
+    """``:constant:`kName```: a constant of the kernels with its value."""
+    try:
+        shown = kernel_tables.constant(text)
+    except LookupError as error:
+        message = inliner.reporter.error(str(error), line=lineno)
+        return [inliner.problematic(rawtext, rawtext, message)], [message]
+    return [nodes.literal(rawtext, shown)], []
 
 
 def setup(app):
     app.add_directive("measured", Measured)
+    for name in ("kernel", "variants", "registers", "barriers"):
+        app.add_directive(name, KernelTable)
+    app.add_directive("kernel-code", KernelCode)
+    app.add_role("constant", constant)

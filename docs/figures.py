@@ -407,36 +407,36 @@ def traffic(folder):
 
 
 def warpgroup_color(group, strength):
-    """Return the color of a computing warpgroup, mixed with white."""
+    """Return the color of a consumer warpgroup, mixed with white."""
     color = np.array(matplotlib.colors.to_rgb(TILES[group]))
     return tuple(1 - strength * (1 - color))
 
 
 def sm90_roles(folder):
-    """Who of a block of fwd_sm90 fills which buffer, and who empties it."""
+    """Producers and consumers of a block of fwd_sm90, with the stages between them."""
     figure, ax = canvas(7.2, 4.2, (0, 16), (0, 9.33))
     mono = {"family": "monospace", "size": 6.8, "color": "#52606d"}
     for x, width, title in (
-        (0.2, 4.3, "warpgroup 0 feeds:\n40 or 32 registers a thread"),
-        (6.1, 4.1, "shared memory:\nrings of buffers"),
-        (11.8, 4.0, "warpgroups 1 to 3 compute:\n232 or 160 registers a thread"),
+        (0.2, 4.3, "warpgroup 0, the producer:\n40 or 32 registers a thread"),
+        (6.1, 4.1, "shared memory:\nrings of stages"),
+        (11.8, 4.0, "warpgroups 1 to 3, consumers:\n232 or 160 registers a thread"),
     ):
         ax.text(x + width / 2, 0.55, title, ha="center", va="center", size=8.5)
 
     for y, height, text in (
-        (1.25, 1.1, "a warp draws tickets\nand announces tiles"),
+        (1.25, 1.1, "a warp takes tickets and\nannounces work tiles"),
         (2.95, 1.7, "a thread\nloads $K$ and $V$"),
         (5.05, 1.5, "a thread loads $Q$"),
         (7.2, 1.6, "a thread stores $O$"),
     ):
         box(ax, 0.2, y, 4.3, height, text, PALE, size=8.5)
     box(ax, 11.5, 1.3, 4.4, 7.5, "", "white", GREY, linestyle="--")
-    ax.text(13.7, 2.65, "every one reads all of these,\na lane of each of its warps\n"
-            "hands the buffers back", ha="center", va="center", size=8)  # fmt: skip
+    ax.text(13.7, 2.65, "every consumer reads all of\nthese, and a lane of each of its\n"
+            "warps releases the stages", ha="center", va="center", size=8)  # fmt: skip
 
-    def ring(y, name, slots, color):
-        width = 4.1 / slots
-        for i in range(slots):
+    def ring(y, name, stages, color):
+        width = 4.1 / stages
+        for i in range(stages):
             box(ax, 6.1 + i * width, y, width, 0.8, name.format(i), color, size=8)
 
     ring(1.4, "tile", 4, "#e5f0e8")
@@ -472,11 +472,11 @@ def sm90_roles(folder):
     save(figure, folder, "sm90_roles")
 
 
-def in_turns(groups, tiles, product, softmax, exclusive):
-    """When groups that take turns at the tensor cores do what: (group, what, tile, start, end).
+def alternating(groups, tiles, product, softmax, exclusive):
+    """Times of groups that alternate at the tensor cores: (group, what, tile, start, end).
 
-    A turn is S of a tile and, but for the first tile, O += P V of the tile before, each of
-    `product` clocks.  The softmax of the tile follows S, or where turns are exclusive the turn.
+    One step of a group is S of a tile and, except for the first tile, O += P V of the tile before,
+    each of `product` clocks.  The softmax of the tile follows S or, if `exclusive`, the whole step.
     """
     free, ready, done = 0, [0] * groups, []
     for tile in range(tiles):
@@ -495,10 +495,10 @@ def in_turns(groups, tiles, product, softmax, exclusive):
 
 
 def seam(early, product, softmax, epilogue):
-    """Two warpgroups from the last turn of a tile of queries to the second of the next.
+    """Two warpgroups from the last step of a tile of queries to the second of the next.
 
-    As `in_turns`, but for an epilogue after the last P V, before or after the first S of the next
-    tile is started; what is of the next tile has an accent.
+    As `alternating`, with an epilogue after the last P V, before or after the first S of the next
+    tile is started. Steps of the next tile have an accent.
     """
     done, free, asked = [], 0, [0, 0]
 
@@ -547,9 +547,9 @@ def sm90_pipeline(folder):
         ("one warpgroup, head_dim 128, one thing after the other: the tensor cores rest a third"
          " of the time", 1, alone),
         ("two warpgroups, head_dim 128: products of one tile and of the next are started together",
-         2, in_turns(2, 7, 512, 512, exclusive=False)),
-        ("three warpgroups, head_dim 64, exclusive turns: one multiplies, two share the exponential"
-         " unit", 3, in_turns(3, 7, 256, 1024, exclusive=True)),
+         2, alternating(2, 7, 512, 512, exclusive=False)),
+        ("three warpgroups, head_dim 64, exclusive: one multiplies, two share the exponential"
+         " unit", 3, alternating(3, 7, 256, 1024, exclusive=True)),
     )  # fmt: skip
     y = 0.0
     for title, groups, events in panels:
@@ -631,20 +631,20 @@ def sm90_memory(folder):
                     size=7 if size > 8192 else 6.2)  # fmt: skip
             at += size
 
-        for slot in range(row.q_stages):
+        for stage in range(row.q_stages):
             whole = row.q_stages % row.groups == 0
-            users = [slot % row.groups] if whole else range(row.groups)
+            users = [stage % row.groups] if whole else range(row.groups)
             for i, group in enumerate(users):
                 high = 0.66 / len(users)
                 ax.add_patch(
                     Rectangle((at / 1024, y - 0.33 + i * high), 64 * width / 1024, high, lw=0,
                               facecolor=warpgroup_color(group, 0.3))
                 )  # fmt: skip
-            part(64 * width, f"$Q$ {slot}\n{64 * width // 1024}", "none")
+            part(64 * width, f"$Q$ {stage}\n{64 * width // 1024}", "none")
         for name, color in (("K", MEMORY["shared memory"]), ("V", "#c4dcf2")):
-            for slot in range(row.stages):
+            for stage in range(row.stages):
                 size = row.tile_n * width
-                part(size, f"${name}$ {slot}\n{size // 1024} KB", color)
+                part(size, f"${name}$ {stage}\n{size // 1024} KB", color)
         rest = row.shared_bytes - at
         ax.add_patch(
             Rectangle((at / 1024, y - 0.4), rest / 1024, 0.8, facecolor=INK, edgecolor=INK, lw=1.2)
@@ -665,11 +665,11 @@ def sm90_memory(folder):
 def sm90_order(folder):
     """The order of tiles, and what a causal mask leaves of the last tile of each warpgroup."""
     figure, ax = canvas(7.2, 3.5, (-1.6, 19.2), (-1.75, 8.36))
-    q_tiles, entries, section, blocks = 6, 6, 3, 10
+    q_tiles, entries, together, blocks = 6, 6, 3, 10
     for index in range(q_tiles * entries):  # as in work_tile_at, cuda_src/common/tile_scheduler.cuh
-        first = index // (section * q_tiles) * section
-        tile_in_l2_group = index % (section * q_tiles)
-        here = min(section, entries - first)
+        first = index // (together * q_tiles) * together
+        tile_in_l2_group = index % (together * q_tiles)
+        here = min(together, entries - first)
         tile, entry = q_tiles - 1 - tile_in_l2_group // here, first + tile_in_l2_group % here
         color = matplotlib.colors.to_rgba(TILES[0], 0.1 + 0.75 * (tile + 1) / q_tiles)
         box(ax, 1.2 * entry, 1.05 * tile, 1.2, 1.05, color=color, edge="white")
@@ -680,9 +680,9 @@ def sm90_order(folder):
         ax.text(-0.15, 1.05 * tile + 0.5, f"tile {tile}", ha="right", va="center", size=7.5)
     for entry in range(entries):
         ax.text(1.2 * entry + 0.6, -0.2, f"head {entry}", ha="center", size=7.5)
-    ax.plot((1.2 * section,) * 2, (-0.75, 6.5), color=INK, lw=1.2)
-    ax.text(3.6, -1.15, "order of the tiles, two sections", ha="center", size=9)
-    ax.text(3.6, 6.75, f"bold: what the {blocks} blocks start with;\nthe rest is drawn by tickets",
+    ax.plot((1.2 * together,) * 2, (-0.75, 6.5), color=INK, lw=1.2)
+    ax.text(3.6, -1.15, "order of the tiles, two L2 groups", ha="center", size=9)
+    ax.text(3.6, 6.75, f"bold: the first tiles of {blocks} blocks;\nthe others come by tickets",
             ha="center", va="top", size=8)  # fmt: skip
 
     x0, side = 11.0, 1.05  # a cell is 64 queries by 64 keys
@@ -760,7 +760,7 @@ def prefix_sums(folder):
         arrow(ax, (x + wide / 2, 4.8), (x + wide / 2, 5.8), GREY)
         for part in range(4):
             box(ax, x + part * wide / 4, 5.85, wide / 4, 0.9, color=color, edge="white")
-    for y, text in ((2.4, "1  sums, all at once"), (4.35, "2  states, in turn"),
+    for y, text in ((2.4, "1  sums, all at once"), (4.35, "2  states, in order"),
                     (6.3, "3  outputs, all at once")):  # fmt: skip
         ax.text(-3.2, y, text.replace(", ", ",\n    "), va="center", size=8.5)
     ax.text(-3.2, 0.45, "keys, values", va="center", size=8.5)

@@ -1,6 +1,6 @@
 """Tables that are made when the pages are built: from measurements, the planner, the variants.
 
-Each function returns reStructuredText. Where nothing has been measured, it says so.
+Each function returns reStructuredText. Without measurements the text says so.
 """
 
 import functools
@@ -14,7 +14,7 @@ from validation import report, store, tiles
 RESULTS = Path(__file__).parents[1] / "validation" / "results"
 STATIC = Path(__file__).parent / "_static"
 NOT_A_SPEED = ("traffic", "tiles")
-PRODUCT = "causal_product"  # how its families and the picture of them are called
+PRODUCT = "causal_product"  # the begin of the names of its families and pictures
 SPARSE = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
 
 
@@ -73,15 +73,15 @@ def benchmarks():
     """Every device's pictures and tables, but those of causal products and sparse masks."""
     elsewhere = (*NOT_A_SPEED, *SPARSE)
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
-    return found or "No speed has been measured yet: ``make bench`` does.\n"
+    return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 
 
 def causal_product():
     """Pictures and tables of causal products and their gradients."""
     found = speeds(lambda f: f.startswith(PRODUCT), f"-{PRODUCT}")
     return found or (
-        "No speed of it has been measured yet: ``python -m validation bench --families "
-        "causal_product_fwd,causal_product_bwd`` does, on a GPU.\n"
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        "causal_product_fwd,causal_product_bwd`` measures it, on a GPU.\n"
     )
 
 
@@ -89,28 +89,28 @@ def sparse_masks():
     """Pictures and tables of sparse masks."""
     found = speeds(lambda f: f in SPARSE, "-sparse")
     return found or (
-        "No speed of it has been measured yet: ``python -m validation bench --families "
-        f"{','.join(SPARSE)}`` does, on a GPU.\n"
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        f"{','.join(SPARSE)}`` measures it, on a GPU.\n"
     )
 
 
 def traffic():
-    """Bytes that ncu counted beside the claims."""
+    """Bytes that ncu counted, compared with the formulas."""
     rows = []
     for device, row in family("traffic"):
         numbers = (f"{row[name]:,.0f}" for name in ("value", "claim", "expected"))
         rows.append((device, f"{row['case']}, {row['impl']}", *numbers))
     if not rows:
         return (
-            "No traffic has been measured yet: ``python -m validation traffic`` does, on a GPU with"
-            " ncu on the path.\n"
+            "No traffic has been measured yet. ``python -m validation traffic`` measures it, on a"
+            " GPU with ncu on the path.\n"
         )
     head = ("device", "call", "MB measured", "MB by the formula", "MB with L2 and separate passes")
     return table(head, rows)
 
 
 def planned_cpu():
-    """The planner's tiles for the CPU, and the fastest measured ones where there are any."""
+    """The planner's tiles for the CPU, and the fastest measured ones if there are any."""
     rows = []
     for case in tiles.CASES:
         tile = tiles.planned(case)
@@ -119,7 +119,7 @@ def planned_cpu():
         dtype, dim = tiles.name(case).split(" hd")
         planned = f"{tile.tile_m} x {tile.tile_n}"
         rows.append((dtype, dim, planned, f"{size / 1024:,.0f} KB", *fastest(case, tile)))
-    head = ("dtype", "head_dim", "planned", "it holds", "measured optimum", "over planned")
+    head = ("dtype", "head_dim", "planned", "its size", "fastest", "speed over planned")
     return table(head, rows)
 
 
@@ -136,7 +136,7 @@ def fastest(case, planned):
 
 
 def planned_gpu():
-    """The planner's tiles for shared memory beside those of the kernels."""
+    """The planner's tiles for shared memory, and those of the kernels."""
     rows = []
     for dim in sorted({row.dim for row in gpu.VARIANTS}):
         cells = [dim]
@@ -150,29 +150,15 @@ def planned_gpu():
     return table(head, rows)
 
 
-def variants():
-    """The rows of the table of kernels, one line for both dtypes."""
-    rows = [
-        (
-            f"``{r.entry}``", r.dim, f"{r.tile_m} x {r.tile_n}", r.warps, r.stages,
-            f"{r.shared_bytes / 1024:.0f} KB", r.why,
-        )
-        for r in gpu.VARIANTS
-        if r.dtype == "float16"
-    ]  # fmt: skip
-    head = ("kernel", "dims up to", "tile", "warps", "stages", "shared memory", "why")
-    return table(head, rows)
-
-
-def slots_of_q():
-    """How many slots for rows of Q the rows of fwd_sm90 have, and what of the next tile fits."""
-    slots = {}
+def q_stages():
+    """Stages for rows of Q in the variants of fwd_sm90, and rows of the next tile that fit."""
+    stages = {}
     for row in gpu.VARIANTS:
         if isinstance(row, FwdSm90):
             key = (row.dim, row.sparse, row.groups)
-            slots.setdefault(key, {})[row.transform] = row.q_stages
+            stages.setdefault(key, {})[row.transform] = row.q_stages
     dims = {}
-    for (dim, sparse, groups), of in slots.items():
+    for (dim, sparse, groups), of in stages.items():
         dims.setdefault((sparse, groups, of[False], of[True]), []).append(str(dim))
 
     def ahead(count, groups):
@@ -194,7 +180,7 @@ def slots_of_q():
         "head_dim",
         "mask",
         "warpgroups",
-        "slots: of the next tile, loaded during this one",
+        "stages: rows of the next tile that are loaded during this one",
         "with a bias, a softcap or a scale that is not positive",
     )
     return table(head, rows)

@@ -1,4 +1,4 @@
-"""Attention, its gradients, and results over parts of the keys combined: checks and dispatch."""
+"""Attention, its gradients, and the merging of results over parts of the keys."""
 
 from __future__ import annotations
 
@@ -45,55 +45,56 @@ def attention(
     Parameters
     ----------
     q : array, shape (..., Lq, D)
-        Queries: a NumPy or CuPy array, or one of any library that speaks DLPack (PyTorch, JAX, ...)
-        of dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. Any strides.
+        Queries: an array of NumPy, CuPy or any library that supports DLPack (PyTorch, JAX, ...), of
+        dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. Any strides.
     k : array, shape (..., Lk, D)
         Keys, of the same library, device and dtype.
     v : array, shape (..., Lk, Dv)
         Values. With 4 axes or more in each of `q`, `k` and `v`, the keys and values may have fewer
-        heads (axis -3) than the queries when the count divides: grouped-query attention.
+        heads (axis -3) than the queries, if their number divides that of the queries: grouped-query
+        attention.
     bias : array, broadcastable to (..., Lq, Lk), optional
         Added to the scores; any of the four dtypes.
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
-        True where a query may attend to a key. Of a `BitMask`, batch axes broadcast and lengths
-        are those of `q` and `k`. On a GPU its lists are sent there by the first call and kept with
-        it; an array is packed by every call.
+        True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
+        must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
+        device and keeps them; every call packs an array again.
     scale : float, optional
         Any finite factor; ``D ** -0.5`` by default.
     is_causal : bool
         Whether a query sees only the keys up to its own position.
     causal_align : {"top_left", "bottom_right"}, optional
-        Where query i stands among the keys: at i or at ``i + Lk - Lq``. Needed by `is_causal` and
-        `window` where Lq != Lk.
+        Position of query i among the keys: i or ``i + Lk - Lq``. `is_causal` and `window` need it
+        where Lq != Lk.
     window : (left, right), optional
-        How many keys before and after its own position a query sees; None leaves a side open.
-        Mask, causality and window compose by AND.
+        Number of keys that a query sees before and after its own position; None sets no limit on
+        that side. A key is visible if mask, causality and window all allow it.
     softcap : float
         If positive, scores are ``softcap * tanh(scale * q @ k.mT / softcap)`` before the bias.
     precision : {None, "tf32"}
         "tf32" allows TensorFloat-32 products of float32 arrays on a GPU, with about 3 decimal
-        digits. It changes nothing elsewhere.
+        digits. Elsewhere it has no effect.
     return_lse : bool
         Whether to return the log-sum-exp of each row of scores too.
     out : array, shape (..., Lq, Dv), optional
-        Where to write the output: of q's kind and dtype, overlapping no input.
+        Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
     Returns
     -------
     out : array, shape (..., Lq, Dv)
-        Of the kind and dtype of `q`, laid out in memory as `q` is.
+        Of the kind, the dtype and the memory layout of `q`.
     lse : array, shape (..., Lq)
         Only with `return_lse`: natural logarithm; float32, or float64 for float64 input.
 
     Raises
     ------
     TypeError, ValueError
-        With a message that names the argument, what it got and what is wanted, before anything is
-        allocated.
+        With a message that names the argument, its value and the value that is wanted, before
+        anything is allocated.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for float32 and float64, and dims above 256,
-        after which the capture can go on; and for the first call with a `BitMask`, which takes
-        memory from the driver, in a capture mode other than "relaxed".
+        While a stream is captured into a CUDA graph: for float32, for float64, and for dims above
+        256 (the capture can go on), and in a capture mode other than "relaxed" for the first call
+        with a `BitMask`, which takes memory from the driver.
 
     See Also
     --------
@@ -105,9 +106,9 @@ def attention(
     float32 (float64 for float64 input). Results are bitwise repeatable; on a CPU without the wheel
     scipy-openblas32, only with the same number of threads in NumPy's BLAS.
 
-    A query with nothing to attend to (all masked, or every score exactly -inf) gives output 0 and
-    log-sum-exp -inf, and what a masked key or value holds, NaN included, never shows (where it is
-    not finite, sums on the CPU may be taken in another order, which moves the last bits).
+    A query without visible keys (all masked, or every score exactly -inf) gives output 0 and
+    log-sum-exp -inf. The contents of masked keys and values, NaN included, never reach the output
+    (where they are not finite, the CPU may sum in another order, which changes the last bits).
 
     References
     ----------
@@ -128,12 +129,12 @@ def attention(
     >>> out.shape, lse.shape
     ((2, 8, 100, 64), (2, 8, 100))
 
-    The first query sees the first key only:
+    The first query sees only the first key:
 
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 0]))
     True
 
-    Data of shape (batch, length, heads, dim) need no copy:
+    Data of shape (batch, length, heads, dim) needs no copy:
 
     >>> x = rng.standard_normal((2, 100, 8, 64), dtype=np.float32).swapaxes(-3, -2)
     >>> attention(x, k, v).strides == x.strides
@@ -180,12 +181,13 @@ def scaled_dot_product_attention(
     key : array, shape (..., S, E)
     value : array, shape (..., S, Ev)
     attn_mask : array, broadcastable to (..., L, S), or BitMask, optional
-        Of bool, True where a query attends to a key; or of floats, added to the scores.
+        An array of bool, True where a query attends to a key, or of floats that are added to the
+        scores.
     dropout_p : float
         Must be 0.0.
     is_causal : bool
-        Causality aligned to the top left: query i sees the keys up to i, whatever L and S are.
-        Not together with `attn_mask`.
+        Causality aligned to the top left: query i sees the keys up to i, whatever L and S are. It
+        cannot be combined with `attn_mask`.
     scale : float, optional
         ``E ** -0.5`` by default.
     enable_gqa : bool
@@ -198,12 +200,12 @@ def scaled_dot_product_attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `attention`; and for a `dropout_p` other than 0, for `attn_mask` together with
-        `is_causal` and for grouped heads without `enable_gqa`.
+        As for `attention`; also for a `dropout_p` other than 0, for `attn_mask` together with
+        `is_causal`, and for grouped heads without `enable_gqa`.
 
     See Also
     --------
-    attention : what this calls.
+    attention : the function that this one calls, with more options.
 
     References
     ----------
@@ -296,15 +298,15 @@ def attention_backward(
     Parameters
     ----------
     dout : array, shape (..., Lq, Dv)
-        Gradient of the output, of its shape and dtype.
+        Gradient of the output, with its shape and dtype.
     q : array, shape (..., Lq, D)
     k : array, shape (..., Lk, D)
     v : array, shape (..., Lk, Dv)
         The arguments of `attention`.
     out : array, shape (..., Lq, Dv)
     lse : array, shape (..., Lq)
-        What it returned for them, with ``return_lse=True``. Where keys are a part of those that
-        were attended to, `out` and `lse` are the merged ones, of all keys (see Notes).
+        The results of `attention` for them, with ``return_lse=True``. If `k` and `v` are a part of
+        the keys, these are the merged results, over all keys (see Notes).
     bias : array, broadcastable to (..., Lq, Lk), optional
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
     scale : float, optional
@@ -314,45 +316,46 @@ def attention_backward(
     softcap : float
         The other arguments of that call.
     dlse : array, shape (..., Lq), optional
-        Gradient of the log-sum-exp, of its shape and dtype; zero by default.
+        Gradient of the log-sum-exp, with its shape and dtype; zero by default.
     need : sequence of {"q", "k", "v", "bias"}, optional
-        Which gradients are wanted; by default those of `q`, `k`, `v` and, if it is given, `bias`.
+        The gradients to compute; by default those of `q`, `k`, `v` and, if it is given, `bias`.
 
     Returns
     -------
     tuple of arrays
-        The gradients in the order of `need`, each of the shape and dtype of its argument and laid
-        out in memory as that is: summed over the axes along which the argument was broadcast, and
-        over the queries of a group of heads.
+        The gradients in the order of `need`, each with the shape, the dtype and the memory layout
+        of its argument: summed over the axes along which the argument was broadcast, and over the
+        query heads that share a key head.
 
     Raises
     ------
     TypeError, ValueError
-        With a message that names the argument, what it got and what is wanted, before anything is
-        allocated.
+        With a message that names the argument, its value and the value that is wanted, before
+        anything is allocated.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for float32 and float64, for dims that are no
-        multiples of 8 or above 256, for the gradient of a bias, and as `attention` for a `BitMask`.
+        While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
+        multiples of 8 or are above 256, for the gradient of a bias, and as for `attention` with a
+        `BitMask`.
 
     See Also
     --------
-    attention : whose notes on types, shapes and hidden keys apply here too.
+    attention : its notes on dtypes, shapes and hidden keys apply here too.
 
     Notes
     -----
-    The weights are computed again tile by tile from the log-sum-exp [1]_; besides the results,
-    memory is proportional to the lengths. Results are bitwise repeatable. There are no second
-    derivatives.
+    The weights are computed again tile by tile from the log-sum-exp [1]_. In addition to the
+    results, the call needs memory proportional to the lengths. Results are bitwise repeatable.
+    There are no second derivatives.
 
-    Where `lse` is large (beyond 1,024, in kernels 5,678), weights are made from maximum and sum of
-    the scores instead, computed once more, so that they sum to 1. An `lse` of more keys than these
-    is recognised by its difference from that maximum and sum, and used as it is given. Where the
-    difference is within rounding (2**-20 of `lse` in float32, 2**-48 in float64, 2**-18 in
-    kernels), as under a padding bias of -1e9, it cannot be: the weights of each part of the keys
-    then sum to 1.
+    Where `lse` is large (beyond 1,024, in kernels 5,678), the maximum and the sum of the scores are
+    computed again, and the weights from them, so that they sum to 1. An `lse` over more keys than
+    `k` has is recognised because it differs from that maximum and sum, and is used as given. It is
+    not recognised where the difference is within rounding (2**-20 of `lse` in float32, 2**-48 in
+    float64, 2**-18 in kernels), as with a padding bias of -1e9: the weights of each part of the
+    keys then sum to 1.
 
-    A query with nothing to attend to has gradient 0 and adds nothing to any other, and what hidden
-    keys and values hold, NaN included, never shows.
+    A query without visible keys has gradient 0 and contributes nothing to other gradients. The
+    contents of hidden keys and values, NaN included, never reach a gradient.
 
     References
     ----------
@@ -374,7 +377,7 @@ def attention_backward(
     >>> bool(np.isclose(change, np.sum(dq * step), rtol=1e-4))
     True
 
-    A bias for each head has a gradient summed over the queries and keys that it was added to:
+    The gradient of a bias for each head is summed over queries and keys:
 
     >>> bias = np.zeros((8, 1, 1))
     >>> (dbias,) = attention_backward(dout, q, k, v, out, lse, bias, need=["bias"])
@@ -432,8 +435,9 @@ def _wanted(name: str, need: Any, with_bias: bool) -> tuple[str, ...]:
 def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tuple[Any, Any]:
     """Combine attention results over disjoint sets of keys.
 
-    Attention over all the keys follows from the outputs and log-sum-exps of attention over parts
-    of them (devices, pages, chunks of a stream): each output weighs ``exp(lse)``.
+    Attention over all keys follows from the outputs and log-sum-exps of attention over parts of
+    the keys (on several devices, in pages, in chunks of a stream): the weight of each output is
+    ``exp(lse)``.
 
     Parameters
     ----------
@@ -447,7 +451,7 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     out : array, shape (..., Lq, Dv)
         Of the kind and dtype of the parts.
     lse : array, shape (..., Lq)
-        float32, or float64 for float64 outputs, in which all is computed.
+        float32, or float64 for float64 outputs. All is computed in this dtype.
 
     Raises
     ------
@@ -456,13 +460,14 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
 
     Notes
     -----
-    A part with log-sum-exp -inf counts for nothing, whatever its output holds. Where all of them
-    are -inf the output is 0. The parts are summed in the order given.
+    A part with log-sum-exp -inf has weight 0, whatever its output contains. Where all of them are
+    -inf, the output is 0. The parts are summed in the order given.
 
-    Shares of the parts are as accurate as their log-sum-exps. In float32 one of -1e9, as under a
-    padding bias, is a multiple of 64: such parts weigh the same, or one of them counts alone. Hide
-    padding with a mask instead. Gradients of a part (`attention_backward`) take the merged `out`
-    and `lse`; where those are so large, they cannot be told from the part's own.
+    The shares of the parts are as accurate as their log-sum-exps. In float32 a log-sum-exp of -1e9,
+    as with a padding bias, is a multiple of 64: such parts get equal shares, or one of them gets
+    all. Hide padding with a mask instead. The gradients of a part (`attention_backward`) take the
+    merged `out` and `lse`; where these are so large, they cannot be distinguished from those of the
+    part.
 
     Examples
     --------

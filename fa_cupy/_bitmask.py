@@ -1,4 +1,4 @@
-"""Bit masks: which keys each query sees, packed block by block."""
+"""Bit masks: the visible keys of each query, packed block by block."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ File = str | PathLike[str] | IO[bytes]
 
 
 class BitMask(Sources, Algebra):
-    """Which keys each query may attend to, one bit a pair, without the pairs that none attends to.
+    """The visible keys of each query, one bit a pair, without blocks in which no key is visible.
 
-    A mask of shape (..., Lq, Lk) is cut into blocks of 128 queries and 128 keys. A block is empty,
-    full or partial; only partial blocks store bits, 2 kB each, and only blocks that are not empty
-    are listed, so that a mask takes memory by the number of its blocks. It is passed as ``mask`` to
-    `attention`, which skips empty blocks and treats full ones as no mask.
+    A mask of shape (..., Lq, Lk) consists of blocks of 128 queries and 128 keys. A block is empty,
+    full or partial. Only partial blocks store bits, 2 kB each, and only blocks that are not empty
+    are listed, so the memory of a mask depends on the number of its blocks. It is passed as
+    ``mask`` to `attention`, which skips empty blocks and computes full ones as without a mask.
 
     Masks are made by `from_dense`, `from_indices`, `from_csr`, `from_blocks`, `from_function` and
-    `load`, and never change. ``a & b``, ``a | b`` and ``~a`` combine them, batch axes broadcasting
-    as in NumPy; ``a == b`` asks whether all bits are the same; ``a[i]`` picks batch entries, by
-    whatever picks elements of an array of the batch shape, and shares the memory of `a`.
+    `load`, and never change. ``a & b``, ``a | b`` and ``~a`` combine them, with batch axes that
+    broadcast as in NumPy. ``a == b`` is True if all bits are the same. ``a[i]`` selects batch
+    entries, by any index of an array of the batch shape, and shares the memory of `a`.
 
-    A mask lies where the arrays lie that it is made from, and serves calls anywhere: its lists are
-    copied where they are needed first, and kept. Masks are combined on the CPU; `get` returns one
-    there. While a stream is captured into a CUDA graph, making a mask from arrays on a GPU raises a
-    NotImplementedError.
+    A mask is on the device of the arrays that it was made from, and can be used on any device: its
+    lists are copied there at the first use, and kept. Masks are combined on the CPU; `get` returns
+    a mask on the CPU. While a stream is captured into a CUDA graph, making a mask from arrays on a
+    GPU raises a NotImplementedError.
 
-    Where lengths are no multiples of 128, the last blocks stick out of the matrix. Bits out there
-    are 0 and do not count: a block is full if it is so inside.
+    Where lengths are not multiples of 128, the last blocks reach beyond the matrix. Bits beyond it
+    are 0 and are ignored: a block is full if all pairs inside the matrix are visible.
 
     Attributes
     ----------
     lists : BlockLists
         ``partial_begin, partial, words, full_begin, full``: row ``t = entry * ceil(Lq / 128) + i``
-        lists the key tiles ``partial[partial_begin[t] : partial_begin[t + 1]]``, with the words of
-        the same places in the fragment order of `fa_cupy.layouts`, and ``full`` likewise. Those of
-        `T` go by key tiles, and their bits by queries. NumPy or CuPy arrays. Read-only.
+        of blocks has partial blocks at ``partial[partial_begin[t] : partial_begin[t + 1]]``, which
+        are indices of blocks of keys. Their words have the same positions in ``words``, in the
+        fragment order of `fa_cupy.layouts`. ``full`` has the full blocks in the same way. NumPy or
+        CuPy arrays, read-only.
     entries : ndarray of int32, shape of the batch
-        The `entry` of each batch entry: those that are the same share one. Read-only.
+        The matrix (`entry` above) of each batch entry; equal ones may share a matrix. Read-only.
 
     Examples
     --------
@@ -80,7 +81,10 @@ class BitMask(Sources, Algebra):
     _kept: dict[Any, Any]  # what a backend has worked out of this mask
 
     def __init__(self) -> None:
-        raise TypeError("BitMask: want from_dense, from_indices, from_csr, from_blocks, ...")
+        raise TypeError(
+            "BitMask: the class has no constructor, want BitMask.from_dense, from_indices, "
+            "from_csr, from_blocks, from_function or load"
+        )
 
     @classmethod
     def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
@@ -109,7 +113,9 @@ class BitMask(Sources, Algebra):
 
     def __iter__(self) -> Iterator[BitMask]:
         if not self.entries.ndim:
-            raise TypeError(f"BitMask: iteration over shape {self.shape}, want a batch axis")
+            raise TypeError(
+                f"BitMask: iteration over a mask of shape {self.shape}, want a batch axis"
+            )
         return (self[i] for i in range(len(self.entries)))
 
     @property
@@ -123,15 +129,15 @@ class BitMask(Sources, Algebra):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the mask holds, of all entries that it shares with the one it is a slice of.
+        """Bytes of the mask, and of all entries of the mask that it is a slice of.
 
-        What `T` keeps is not counted, nor are copies on other devices.
+        Without the memory of `T` and of copies on other devices.
         """
         return self.entries.nbytes + self._store.nbytes
 
     @property
     def density(self) -> float:
-        """Share of pairs of a query and a key that attend, from 0 to 1; 0 where there are none."""
+        """Share of pairs of a query and a key that are visible, from 0 to 1; 0 without pairs."""
         if self._count is None:
             matrices, entries = export.used(*self._outline)
             bits = [masks_blocks.bit_count(self._grid, m) for m in matrices]
@@ -140,12 +146,12 @@ class BitMask(Sources, Algebra):
 
     @property
     def block_density(self) -> float:
-        """Share of blocks that are not empty, from 0 to 1; 0 where there are none."""
+        """Share of blocks that are not empty, from 0 to 1; 0 without blocks."""
         return sum(export.listed(*self._outline)) / max(1, self._block_count())
 
     @property
     def T(self) -> BitMask:
-        """The mask with queries and keys swapped, made when first asked for and kept."""
+        """The mask with queries and keys swapped, made at the first use and kept."""
         if (turned := self._transposed) is None:
             matrices, entries = export.used(*self._parts)
             blocks = [masks_blocks.transposed(self._grid, m) for m in matrices]
@@ -157,7 +163,7 @@ class BitMask(Sources, Algebra):
 
     def __getitem__(self, index: Any) -> BitMask:
         if any(part is Ellipsis for part in (index if isinstance(index, tuple) else (index,))):
-            raise IndexError("BitMask: the index has ..., want indices of batch axes only")
+            raise IndexError("BitMask: the index contains an Ellipsis, want indices of batch axes")
         try:
             entries = self.entries[index]
         except (IndexError, TypeError, ValueError) as e:
@@ -167,12 +173,12 @@ class BitMask(Sources, Algebra):
         return self._wrap(self._grid, self._store, entries)
 
     def get(self) -> BitMask:
-        """Return the mask on the CPU, as `cupy.ndarray.get` does of an array.
+        """Return the mask on the CPU, as `cupy.ndarray.get` does for an array.
 
         Returns
         -------
         BitMask
-            This one, if it is there.
+            The mask itself, if it is on the CPU.
         """
         if self._store.device is None:
             return self
@@ -194,7 +200,7 @@ class BitMask(Sources, Algebra):
         Returns
         -------
         ndarray or cupy.ndarray
-            Where the mask is.
+            On the device of the mask.
 
         Examples
         --------
@@ -217,12 +223,12 @@ class BitMask(Sources, Algebra):
         Returns
         -------
         scipy.sparse.csr_array or cupyx.scipy.sparse.csr_matrix of bool, shape (Lq, Lk)
-            Where the mask is. True is stored and nothing else, columns in ascending order.
+            On the device of the mask. Only True is stored, with columns in ascending order.
 
         Raises
         ------
         ValueError
-            For a mask with batch axes: pick an entry first.
+            For a mask with batch axes: select an entry first, as in ``mask[0]``.
         """
         if self.entries.ndim:
             raise ValueError(
@@ -240,8 +246,9 @@ class BitMask(Sources, Algebra):
         Parameters
         ----------
         file : path-like or binary file with `read` and `write`
-            What was sliced away is left out. A path's file is replaced after the new one, written
-            beside it, is complete: its folder has to take new files, and hard links keep the old.
+            A file that exists is replaced after the new one is complete. The new one is written in
+            the same folder, which must be writable, and hard links keep the old file. The file has
+            only the entries of this mask, not those of the mask that it is a slice of.
         """
         npz.save(file, self._grid, *export.compact(*self._parts))
 
@@ -260,7 +267,7 @@ class BitMask(Sources, Algebra):
         Raises
         ------
         ValueError
-            For a file without a mask, a damaged one, or (if compressed by others) one whose arrays
+            For a file without a mask, for a damaged file, and for a compressed file whose arrays
             exceed 128 MiB plus 64 times its size.
         """
         grid, lists, entries = npz.load(file)

@@ -1,4 +1,4 @@
-"""Causal products and what is built on them: checks and dispatch."""
+"""Causal products, linear attention and prefix states: checks and dispatch."""
 
 from __future__ import annotations
 
@@ -35,72 +35,71 @@ def causal_product(
     Parameters
     ----------
     q : array, shape (..., L, E)
-        Queries: a NumPy or CuPy array, or one of any library that speaks DLPack (PyTorch, JAX,
-        ...), of dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. Any strides.
+        Queries: an array of NumPy, CuPy or any library that supports DLPack (PyTorch, JAX, ...), of
+        dtype float16, bfloat16 (`ml_dtypes.bfloat16`), float32 or float64. Any strides.
     k : array, shape (..., L, E)
         Keys, of the same library, device and dtype.
     v : array, shape (..., L, M)
         Values. With 4 axes or more in each of `q`, `k` and `v`, the keys and values may have fewer
-        heads (axis -3) than the queries when the count divides.
+        heads (axis -3) than the queries, if their number divides that of the queries.
     initial_state : array, shape (..., E, M), optional
-        What was summed before the first row: the state that an earlier piece returned, or any
-        array of float32 (float64 for float64 input). Its batch axes broadcast with theirs. Where
-        these have heads (4 axes or more each), it has 1, or as many as `q`, `k` or `v`; any number
-        where all of them have 1.
+        The sum before the first row: the state that a call for earlier rows returned, or any array
+        of float32 (float64 for float64 input). Its batch axes broadcast with the others. Where `q`,
+        `k` and `v` have heads (4 axes or more each), it has 1 head, or as many as one of them, or
+        any number if all of them have 1.
     return_state : bool
         Whether to return the state after the last row too.
     reverse : bool
-        Whether to go from the last row to the first: ``numpy.triu`` for ``numpy.tril``.
+        Whether to go from the last row to the first: ``numpy.triu`` instead of ``numpy.tril``.
     algorithm : {"auto", "chunked", "recurrent", "low_occupancy"}
-        How it is computed. ``"auto"`` and ``"chunked"`` take everything; the others are kernels
-        for float32 on a GPU.
+        The way of computing. ``"auto"`` and ``"chunked"`` support all arrays; the others are
+        kernels for float32 on a GPU.
     out : array, shape (..., L, M), optional
-        Where to write the output: of q's kind and dtype, overlapping no input.
+        Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
     Returns
     -------
     out : array, shape (..., L, M)
-        Of the kind and dtype of `q`, laid out in memory as `q` is.
+        Of the kind, the dtype and the memory layout of `q`.
     state : array, shape (..., E, M)
         Only with `return_state`: ``initial_state + k.mT @ v``, in float32, or float64 for float64
-        input. Its batch axes are those of `k`, `v` and `initial_state`.
+        input. It has the batch axes of `k`, `v` and `initial_state`.
 
     Raises
     ------
     TypeError, ValueError
-        With a message that names the argument, what it got and what is wanted, before anything is
-        allocated.
+        With a message that names the argument, its value and the value that is wanted, before
+        anything is allocated.
     NotImplementedError
-        For a kernel named by `algorithm` that the device cannot run; and while a stream is captured
-        into a CUDA graph, for float64 and for 16-bit `q` and `k` wider than 256. The capture can
-        go on.
+        For an `algorithm` that the device cannot run; and while a stream is captured into a CUDA
+        graph, for float64 and for 16-bit `q` and `k` wider than 256 (the capture can go on).
 
     See Also
     --------
     causal_product_backward : its gradients.
     linear_attention : the normalised form.
-    prefix_state : the states, or what queries at any positions read from them.
+    prefix_state : the states at any positions, or their products with queries.
 
     Notes
     -----
     Row i of the output is ``q[i] @ S[i]``, where the state ``S[i]`` is the sum of the outer
     products of ``k[j]`` and ``v[j]`` up to row i [1]_. Within chunks of rows the product is masked
-    scores times values, between chunks it goes through the state. State and sums are float32
-    (float64 for float64 input). Results are bitwise repeatable.
+    scores times values; rows of earlier chunks contribute through the state. State and sums are
+    float32 (float64 for float64 input). Results are bitwise repeatable.
 
-    On a GPU, float32 is multiplied by tensor cores as pairs of float16 numbers where that serves:
-    accurate beside the largest terms of a row and of a chunk of 64 rows, so that columns or rows
-    that are 1e-5 of their neighbours lose digits. ``algorithm="recurrent"`` and ``"low_occupancy"``
-    are plain float32.
+    On a GPU, tensor cores multiply float32 as pairs of float16 numbers, up to widths of 128. The
+    error is small compared with the largest terms of a row and of a chunk of 64 rows, so columns or
+    rows that are 1e-5 of their neighbours lose digits. ``algorithm="recurrent"`` and
+    ``"low_occupancy"`` use plain float32.
 
     The state and the scores ``q[i] @ k[j]`` have to stay in the range of float32 (float64 for
-    float64 input) themselves, also where the third factor would scale them down again. A state that
-    exceeds it is infinite, and NaN times a 0 in `q`; products that underflow are lost. From which
-    row on depends on the chunks.
+    float64 input), also where the third factor would scale them down again. A state beyond the
+    range is infinite, and its product with a 0 in `q` is NaN. Products that underflow are lost. The
+    first affected row depends on the chunks.
 
     Output (i, m) is not finite where a product ``q[i, e] * k[j, e] * v[j, m]`` that belongs to its
-    sum has a factor that is not finite, or where a sum is out of range. What rows after i hold
-    never shows in it.
+    sum has a factor that is not finite, or where a sum is out of range. Rows after i never affect
+    it.
 
     References
     ----------
@@ -116,7 +115,7 @@ def causal_product(
     >>> bool(np.allclose(out, np.tril(q @ k.swapaxes(-1, -2)) @ v))
     True
 
-    In two pieces, through the state:
+    In two parts, with the state between them:
 
     >>> first, state = causal_product(q[:, :300], k[:, :300], v[:, :300], return_state=True)
     >>> rest = causal_product(q[:, 300:], k[:, 300:], v[:, 300:], initial_state=state)
@@ -164,45 +163,45 @@ def causal_product_backward(
     Parameters
     ----------
     dout : array, shape (..., L, M)
-        Gradient of the output, of its shape and dtype.
+        Gradient of the output, with its shape and dtype.
     q : array, shape (..., L, E)
     k : array, shape (..., L, E)
     v : array, shape (..., L, M)
     initial_state : array, shape (..., E, M), optional
         The arguments of the product.
     reverse : bool
-        That of the product.
+        As in the product.
     dstate : array, shape (..., E, M), optional
-        Gradient of the returned state, of its shape and dtype; zero by default.
+        Gradient of the returned state, with its shape and dtype; zero by default.
 
     Returns
     -------
     dq : array, shape (..., L, E)
     dk : array, shape (..., L, E)
     dv : array, shape (..., L, M)
-        Each of the shape and dtype of the argument: summed over the batch axes along which that
-        was broadcast, and over the queries of a group of heads.
+        Each with the shape and dtype of the argument: summed over the batch axes along which the
+        argument was broadcast, and over the query heads that share a key head.
     dinitial_state : array, shape (..., E, M)
-        Only with `initial_state`, of its shape and dtype.
+        Only with `initial_state`, with its shape and dtype.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `causal_product`; in a capture for 16-bit `v` wider than 256 too.
+        As for `causal_product`; while a stream is captured, also for 16-bit `v` wider than 256.
 
     See Also
     --------
-    causal_product : whose notes apply here too.
+    causal_product : its notes apply here too.
 
     Notes
     -----
-    The gradients are causal products themselves, those of `k` and `v` in the other direction::
+    The gradients are causal products too, those of `k` and `v` in the other direction::
 
         dq = causal_product(dout, v, k)
         dk = causal_product(v, dout, q, reverse=True)
         dv = causal_product(k, q, dout, reverse=True)
 
-    The last state of the third is the gradient of the initial state.
+    The last state of the third one is the gradient of the initial state.
 
     Examples
     --------
@@ -211,8 +210,8 @@ def causal_product_backward(
     >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 100, 8))
     >>> dq, dk, dv = causal_product_backward(dout, q, k, v)
 
-    The output is linear in each argument, so that its gradient times the argument is the same
-    number for all of them:
+    The output is linear in each argument, so the product of argument and gradient has the same sum
+    for all of them:
 
     >>> loss = np.sum(dout * causal_product(q, k, v))
     >>> [bool(np.isclose(np.sum(x * dx), loss)) for x, dx in ((q, dq), (k, dk), (v, dv))]
@@ -263,43 +262,43 @@ def linear_attention(
     v : array, shape (..., L, M)
         As in `causal_product`.
     feature_map : {"elu1", "relu", "exp", "identity"} or callable
-        What is applied to `q` and `k`: ``elu(x) + 1``, ``max(x, 0)``, ``exp(x)`` or nothing, in
-        float32 (float64 for float64 input). A callable gets `q`, then `k`, as they were given (of
-        NumPy arrays read-only views) and returns new arrays of the same library and dtype. The last
-        axis may have another size, the same for both; the others stay. It must not store arrays
-        that it allocates while a stream is captured: they are the graph's.
+        Function of `q` and `k`: ``elu(x) + 1``, ``max(x, 0)``, ``exp(x)`` or ``x``, in float32
+        (float64 for float64 input). A callable is called with `q`, then with `k`, as they were
+        given (NumPy arrays as read-only views), and returns new arrays of the same library and
+        dtype. The last axis may have another size, the same for both; the other axes stay. It must
+        not keep arrays that it allocates while a stream is captured: they belong to the graph.
     eps : float
-        Added to the sums of weights; at least 0. With 0, or what rounds to it in the dtype of the
-        sums, the output is 0 / 0 = NaN where all weights are 0, and everywhere where E is 0.
+        Added to the sums of weights; at least 0. With 0, or a number that the dtype of the sums
+        rounds to 0, the output is 0 / 0 = NaN where all weights are 0, and everywhere if E is 0.
     out : array, shape (..., L, M), optional
-        Where to write the output: of q's kind and dtype, overlapping no input.
+        Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
     Returns
     -------
     array, shape (..., L, M)
-        Of the kind and dtype of `q`, laid out in memory as the given `q` is.
+        Of the kind, the dtype and the memory layout of `q`.
 
     Raises
     ------
     TypeError, ValueError
-        As `causal_product`, before a callable runs; for what that returns, after it.
+        As for `causal_product`, before a callable runs; for the result of the callable, after it.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for float64. The capture can go on; a callable
-        has run before.
+        While a stream is captured into a CUDA graph: for float64. The capture can go on, but a
+        callable has already run.
 
     See Also
     --------
-    attention : weights that are a softmax, in time proportional to L x L.
+    attention : attention with softmax weights, in time proportional to L x L.
 
     Notes
     -----
-    The sums of weights are a causal product with a column of ones beside the values, so one pass
-    computes both [1]_. Where weights may be negative (``"identity"``), their sum may be near 0 and
-    the quotient anything.
+    The sums of weights are a causal product with a further column of ones in the values, so one
+    pass computes both [1]_. Where weights may be negative (``"identity"``), their sum may be near 0
+    and the quotient very large.
 
     Features have to stay in the range of their dtype, and weights and sums in that of the sums, as
     in `causal_product`: ``"exp"`` of 89 is infinite in float32, and infinity divided by infinity is
-    NaN. The features of a callable have the dtype of `q`, of which float16 ends at 65,504.
+    NaN. The features of a callable have the dtype of `q`; float16 ends at 65,504.
 
     References
     ----------
@@ -312,10 +311,10 @@ def linear_attention(
     >>> from fa_cupy import linear_attention
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1000, 16))
     >>> out = linear_attention(q, k, v)
-    >>> bool(np.allclose(out[0], v[0], atol=1e-5))  # the first row sees itself only
+    >>> bool(np.allclose(out[0], v[0], atol=1e-5))  # the first row sees only itself
     True
 
-    A feature map of one's own, here of quadratic features:
+    A callable as feature map, here for quadratic features:
 
     >>> def pairs(x):
     ...     return (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
@@ -399,7 +398,7 @@ def prefix_state(
     initial_state: Any = None,
     reverse: bool = False,
 ) -> Any:
-    """Return running sums of outer products, or what queries read from them.
+    """Return running sums of outer products, or their products with queries.
 
     The state at position p is ``initial_state + k[:p].mT @ v[:p]``, of shape (E, M), or with
     `reverse` ``initial_state + k[p:].mT @ v[p:]``.
@@ -411,16 +410,16 @@ def prefix_state(
     v : array, shape (..., L, M)
         Values.
     ends : sequence of P ints from 0 to L, optional
-        Positions, in any order; all of the sequence by default.
+        Positions, in any order; by default one, for the whole sequence.
     q : array, shape (..., P, E), optional
-        Queries: row i reads the state at ``ends[i]`` (all rows read the whole sequence's without
-        `ends`). As in `causal_product`, `k` and `v` may have fewer heads. Where they have different
-        numbers of heads, neither of them 1, `q` has to be given.
+        Queries: row i is multiplied by the state at ``ends[i]`` (without `ends`, by that of the
+        whole sequence). As in `causal_product`, `k` and `v` may have fewer heads. If `k` and `v`
+        have different numbers of heads, neither of them 1, `q` is needed.
     initial_state : array, shape (..., E, M), optional
-        What was summed before, of float32 (float64 for float64 input), with heads as in
+        The sum before the first row, of float32 (float64 for float64 input), with heads as in
         `causal_product`.
     reverse : bool
-        Whether sums go from the last row to the first.
+        Whether to sum from the last row to the first.
 
     Returns
     -------
@@ -432,13 +431,13 @@ def prefix_state(
     Raises
     ------
     TypeError, ValueError
-        As `causal_product`.
+        As for `causal_product`.
     NotImplementedError
         While a stream is captured into a CUDA graph. The capture can go on.
 
     See Also
     --------
-    causal_product : where row i reads the state at ``i + 1`` (``i`` with `reverse`).
+    causal_product : row i of the output uses the state at ``i + 1`` (``i`` with `reverse`).
 
     Examples
     --------
@@ -452,7 +451,7 @@ def prefix_state(
     >>> bool(np.allclose(states[2], k[:300].T @ v[:300]))
     True
 
-    Queries at times that lie between those of the keys:
+    Queries at times between those of the keys:
 
     >>> times = np.sort(rng.random(1000))
     >>> q = rng.standard_normal((3, 8))

@@ -1,8 +1,8 @@
-"""Attention and causal products that JAX differentiates and traces.
+"""Attention and causal products with gradients for JAX, which JAX can also trace.
 
-Importing this module imports jax; nothing else here does. Arrays that hold data are computed with
-where they lie. Under `jax.jit` and other transformations the arrays hold none yet: what is recorded
-then is a callback, which computes on the CPU.
+Importing this module imports jax; no other module of fa_cupy does. Calls on arrays with data run on
+the device of the arrays. Under `jax.jit` and other transformations the arrays have no data yet, and
+a callback is recorded, which computes on the CPU.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def attention(
     Parameters
     ----------
     q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap
-        As in `fa_cupy.attention`; but for the arrays, all are static under `jax.jit`.
+        As in `fa_cupy.attention`. All arguments but the arrays are static under `jax.jit`.
     return_lse : bool
-        Whether to return the log-sum-exp too, through which gradients flow as well.
+        Whether to return the log-sum-exp too. Gradients flow through it as well.
 
     Returns
     -------
@@ -54,11 +54,11 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `fa_cupy.attention`.
+        As for `fa_cupy.attention`.
 
     See Also
     --------
-    fa_cupy.attention_backward : what computes the gradients; they have none of their own.
+    fa_cupy.attention_backward : computes the gradients; there are no second derivatives.
 
     Examples
     --------
@@ -96,7 +96,7 @@ def causal_product(
     Parameters
     ----------
     q, k, v, initial_state, return_state, reverse
-        As in `fa_cupy.causal_product`; but for the arrays, all are static under `jax.jit`.
+        As in `fa_cupy.causal_product`. All arguments but the arrays are static under `jax.jit`.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def causal_product(
     Raises
     ------
     TypeError, ValueError
-        As `fa_cupy.causal_product`.
+        As for `fa_cupy.causal_product`.
 
     Examples
     --------

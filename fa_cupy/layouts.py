@@ -1,35 +1,36 @@
-"""Who holds what: accumulators of tensor-core products, and the bits of a mask that go with them.
+"""Layouts of tensor-core accumulators, and of the mask bits that belong to them.
 
-A product of tensor cores leaves its result spread over the registers of many threads. Both
-instructions that the kernels use, ``wgmma`` with 64 rows and ``mma`` with 16, spread it alike [1]_:
-a warp owns 16 rows, and thread ``lane`` of it holds, in register ``4*v + 2*i + j``, the element ::
+The result of a tensor-core product is in the registers of many threads. Both instructions that the
+kernels use, ``wgmma`` with 64 rows and ``mma`` with 16, have the same layout [1]_: a warp owns 16
+rows, and register ``4*v + 2*i + j`` of its thread ``lane`` is the element ::
 
     row     16*warp + lane//4 + 8*i       i = 0, 1
     column  8*v + 2*(lane % 4) + j        j = 0, 1
 
-so of every 8 columns two neighbours, in two rows that lie 8 apart.
+So a thread has two neighbouring columns of every 8, in two rows with a distance of 8.
 
-A block of a mask is 128 x 128 bits in 512 words of 32, in one of two orders:
+A block of a mask is 128 x 128 bits in 512 words of 32 bits, in one of two orders:
 
 ``row_major``
-    ``words[row, word]``: bit b of word w is column ``32*w + b``. What most tools write.
+    ``words[row, word]``: bit b of word w is column ``32*w + b``, the order of most tools.
 ``fragment``
     ``words[slab, lane, i]``: the row is ``16*slab + lane//4 + 8*i``, and bit b is column
-    ``8*(b >> 1) + 2*(lane % 4) + (b & 1)``, which is what that thread of the warp that owns the
-    slab of 16 rows holds in its registers ``v = b >> 1, j = b & 1``. A thread therefore reads one
-    word a row a 128 columns and uses every bit of it; in row-major order it would read four words
-    and use a quarter of them.
+    ``8*(b >> 1) + 2*(lane % 4) + (b & 1)``. The thread ``lane`` of the warp that owns the slab of
+    16 rows has this element in its register ``v = b >> 1, j = b & 1``. So a thread reads one word
+    for each row and 128 columns, and uses every bit of it. In row-major order it would read four
+    words and use a quarter of their bits.
 
-In fragment order **a lane's two rows come first in memory**, and then the lanes: ``lane % 4``,
-which picks the word of a row, runs faster than ``lane // 4``, which picks the row. The two words of
-a lane are one 8-byte load, and a warp's 32 loads are 256 bytes in a row: in device memory the
-fewest possible sectors, in shared memory every bank once in each half warp. With a row's four words
-first instead, the same bytes would take two loads of 4 bytes. A slab fits a tile of any height:
-``m64nN`` gives slab ``4*k + warp`` to a warp of its k-th 64 rows, ``m16n8`` any slab to any warp.
-A tile of 64 columns takes one 16-bit half of each word (the low one holds columns 0 to 63), a tile
-of 256 columns the words of two neighbouring blocks; see `Accumulator.mask_bit`.
+In fragment order **the two rows of a lane are next to each other in memory**, and then come the
+lanes: ``lane % 4``, which selects the word of a row, runs faster than ``lane // 4``, which selects
+the row. The two words of a lane are one 8-byte load, and the 32 loads of a warp are 256 contiguous
+bytes. In device memory these are the fewest possible sectors, and in shared memory each half warp
+uses every bank once. With the four words of a row first, the same bytes would take two loads of 4
+bytes. A slab fits a tile of any height: with ``m64nN``, slab ``4*k + warp`` belongs to a warp of
+the k-th 64 rows, with ``m16n8`` any slab to any warp. A tile of 64 columns uses one 16-bit half of
+each word (the low half is columns 0 to 63), a tile of 256 columns the words of two neighbouring
+blocks; see `Accumulator.mask_bit`.
 
-`pack` and `unpack` use only methods and functions that CuPy arrays answer to as well.
+`pack` and `unpack` work for NumPy and CuPy arrays.
 
 .. [1] PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16" and "Matrix Fragments for
    mma.m16n8k16".
@@ -63,7 +64,7 @@ _TO_BLOCK = (0, 3, 1, 4, 2)
 
 
 class Accumulator(NamedTuple):
-    """The result of one product of tensor cores, or of several side by side.
+    """The result of one tensor-core product, or of several next to each other.
 
     Parameters
     ----------
@@ -90,43 +91,44 @@ class Accumulator(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads that hold it."""
+        """Number of threads that share it."""
         return 2 * self.rows
 
     @property
     def registers(self) -> int:
-        """Elements that a thread holds."""
+        """Number of elements of a thread."""
         return self.cols // 2
 
     def element(self, thread: Any, register: Any) -> tuple[Any, Any]:
-        """Return (row, column) of a thread's `register`; arrays broadcast, unchecked."""
+        """Return (row, column) of a thread's `register`; arrays broadcast. There is no check."""
         warp, lane = np.divmod(thread, 32)
         v, i, j = np.asarray(register) // 4, np.asarray(register) // 2 % 2, np.asarray(register) % 2
         return SLAB * warp + lane // 4 + 8 * i, 8 * v + 2 * (lane % 4) + j
 
     def holder(self, row: Any, col: Any) -> tuple[Any, Any]:
-        """Return (thread, register) that hold an element; arrays broadcast, unchecked."""
+        """Return (thread, register) of an element; arrays broadcast. There is no check."""
         warp, below = np.divmod(row, SLAB)
         v, across = np.divmod(col, 8)
         thread = 32 * warp + 4 * (below % 8) + across // 2
         return thread, 4 * v + 2 * (below // 8) + across % 2
 
     def mask_bit(self, register: Any, first_col: int = 0) -> tuple[Any, Any, Any]:
-        """Return where a thread finds the mask bit of `register` in words of fragment order.
+        """Return the position of the mask bit of `register` in words of fragment order.
 
         Parameters
         ----------
         register : int or array of int
         first_col : int, optional
-            Column of the mask, a multiple of 8, at which the tile begins.
+            First column of the tile in the mask, a multiple of 8.
 
         Returns
         -------
         block : int or array of int
-            Blocks of 128 columns from that of column 0.
+            Index of the block of 128 columns.
         i : int or array of int
-            Which of the lane's two words there.
+            Index of the word among the lane's two words in that block.
         bit : int or array of int
+            Index of the bit in that word.
 
         Examples
         --------
@@ -160,12 +162,13 @@ def wgmma(n: int) -> Accumulator:
 
 
 def mma(n: int = 8) -> Accumulator:
-    """Return the accumulators of ``mma.m16n8`` side by side, of one warp.
+    """Return the accumulators of ``mma.m16n8`` next to each other, of one warp.
 
     Parameters
     ----------
     n : int, optional
-        Columns together, a multiple of 8. Four registers of one product follow those of another.
+        Columns of all products together, a multiple of 8. The four registers of a product follow
+        those of the one before.
 
     Raises
     ------
@@ -177,9 +180,9 @@ def mma(n: int = 8) -> Accumulator:
 
 
 def fragment_address(row: Any, col: Any) -> tuple[Any, Any]:
-    """Return (word, bit) of an element of a block in fragment order; words count from 0 to 511.
+    """Return (word, bit) of an element of a block in fragment order; words are 0 to 511.
 
-    `row` and `col` are from 0 to 127, unchecked.
+    `row` and `col` must be from 0 to 127; there is no check.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Pictures, drawn with matplotlib, which is imported when the first one is asked for."""
+"""Pictures, drawn with matplotlib, which is imported for the first picture."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def images(panels: Mapping[str, NDArray[Any]], path: str | PathLike[str] | IO[by
     Parameters
     ----------
     panels : mapping of str to ndarray, shape (height, width, 3)
-        Title and RGB values of each image; values outside [0, 1] are cut.
+        Title and RGB values of each image; values are clipped to [0, 1].
     path : path-like or binary file
-        Where to; its ending names the format, which is PNG for a file object.
+        The file to write. The ending of a path names the format; a file object gets a PNG.
 
     Examples
     --------
@@ -62,22 +62,22 @@ def images(panels: Mapping[str, NDArray[Any]], path: str | PathLike[str] | IO[by
 
 
 def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
-    """Draw how much each query takes from each key when all scores are equal before bias and mask.
+    """Draw the weights of all keys for each query, where scores are equal before bias and mask.
 
     Parameters
     ----------
     q_len, k_len : int
         Number of queries (rows of the picture) and keys (columns).
     ax : matplotlib.axes.Axes, optional
-        Where to draw; by default a new figure.
+        The axes to draw on; by default those of a new figure.
     **options
-        `bias`, `mask`, `is_causal`, `causal_align` and `window` of `attention`, which is asked for
-        the weights, so that the picture shows what it does.
+        `bias`, `mask`, `is_causal`, `causal_align` and `window` of `attention`. The weights come
+        from a call of `attention`.
 
     Returns
     -------
     matplotlib.axes.Axes
-        Every query's largest weight is drawn darkest; keys it does not see are grey.
+        The largest weight of every query is drawn darkest; hidden keys are grey.
 
     Examples
     --------
@@ -104,25 +104,25 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
 
 
 def mask(mask: BitMask, *, ax: Any = None) -> Any:
-    """Draw a bit mask and the blocks that it is made of.
+    """Draw a bit mask and its blocks.
 
     Parameters
     ----------
     mask : BitMask, shape (Lq, Lk)
-        Of a mask with batch axes, pick an entry first: ``mask[0]``.
+        Select an entry of a mask with batch axes first, as in ``mask[0]``.
     ax : matplotlib.axes.Axes, optional
-        Where to draw; by default a new figure.
+        The axes to draw on; by default those of a new figure.
 
     Returns
     -------
     matplotlib.axes.Axes
         Full blocks are drawn in blue, the bits of partial blocks in orange, and empty blocks are
-        left white. Of more than 1024 queries or keys, a partial block is orange as a whole.
+        left white. With more than 1024 queries or keys, a partial block is orange as a whole.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no BitMask, and a mask with batch axes.
+        If `mask` is not a BitMask, or has batch axes.
 
     Examples
     --------
@@ -158,22 +158,22 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
 
 
 def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any = None) -> Any:
-    """Draw which word and bit of a mask block stands for which query and key.
+    """Draw the word and the bit of each query and key of a mask block.
 
     Parameters
     ----------
     order : {"fragment", "row_major"}
-        Of the words; see `fa_cupy.layouts`.
+        Order of the words; see `fa_cupy.layouts`.
     rows, cols : int
-        How much of the block to draw, from its upper left corner: 1 to 128 each.
+        Size of the part to draw, from the upper left corner of the block: 1 to 128 each.
     ax : matplotlib.axes.Axes, optional
-        Where to draw; by default a new figure.
+        The axes to draw on; by default those of a new figure.
 
     Returns
     -------
     matplotlib.axes.Axes
-        Every element shows the number of its bit, in the colour of its word of the row. The numbers
-        on the left are those of the words in memory, from the row's first to its last.
+        Every element shows the number of its bit, in the colour of its word. The numbers on the
+        left are the positions of a row's words in memory.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""Plain definitions in float64 on SciPy, which everything else is compared with.
+"""Plain definitions in float64 on SciPy, for comparison with the results of this library.
 
-They take NumPy arrays, build all Lq x Lk scores, and share no code with the library's own paths.
+They take NumPy arrays, compute all Lq x Lk scores, and share no code with the other functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attention(
     q, k, v, bias, mask : numpy.ndarray
         As in `fa_cupy.attention`; a `fa_cupy.BitMask` is unpacked to all its Lq x Lk elements.
     **options
-        `scale`, `is_causal`, `causal_align`, `window` and `softcap`, as there.
+        `scale`, `is_causal`, `causal_align`, `window` and `softcap` of `fa_cupy.attention`.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def plain(
     dtype: Any,
     **options: Any,
 ) -> Array:
-    """Attention computed plainly in low precision, whose error others are measured against.
+    """Attention computed plainly in low precision, to compare its error with that of others.
 
     Scores and softmax are in float32 (float64 for a `dtype` of float64), the weights are rounded
     to `dtype` before their product with `v`, which accumulates in float32, and so is the output.
@@ -113,13 +113,13 @@ def attention_backward(
     Returns
     -------
     dq, dk, dv : numpy.ndarray
-        Of the shapes of `q`, `k` and `v`.
+        With the shapes of `q`, `k` and `v`.
     dbias : numpy.ndarray
         Only with `bias`.
 
     Notes
     -----
-    A gradient is NaN where something that belongs to its sum is not finite.
+    A gradient is NaN where a term of its sum is not finite.
 
     Examples
     --------
@@ -155,7 +155,7 @@ def causal_product(
     Parameters
     ----------
     q, k, v, initial_state, reverse
-        As in `fa_cupy.causal_product`, the first four being NumPy arrays.
+        As in `fa_cupy.causal_product`; the first four are NumPy arrays.
 
     Returns
     -------
@@ -176,7 +176,7 @@ def causal_product(
 
 
 def plain_product(q: Array, k: Array, v: Array, *, dtype: Any, reverse: bool = False) -> Array:
-    """Causal product computed plainly in low precision, whose error others are measured against.
+    """Causal product computed plainly in low precision, to compare its error with that of others.
 
     Scores are sums in float32 (float64 for a `dtype` of float64), rounded to `dtype` before their
     product with `v`, which is summed in float32 and rounded to `dtype`.
@@ -198,10 +198,10 @@ def plain_product(q: Array, k: Array, v: Array, *, dtype: Any, reverse: bool = F
 
 
 def relative_error(x: Array, ref: Array) -> float:
-    """Return the Frobenius norm of ``x - ref`` over that of `ref`; 0.0 where both are 0.
+    """Return the Frobenius norm of ``x - ref`` over that of `ref`; 0.0 if both are 0.
 
-    It is infinite where `x` is finite and `ref` is not or the other way round; elements that are
-    finite in neither do not count.
+    It is infinite if an element is finite in only one of the two arrays. Elements that are finite
+    in neither are left out.
 
     Examples
     --------

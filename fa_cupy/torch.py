@@ -1,6 +1,6 @@
-"""Attention and causal products that PyTorch differentiates.
+"""Attention and causal products with gradients for PyTorch.
 
-Importing this module imports torch; nothing else here does.
+Importing this module imports torch; no other module of fa_cupy does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attention(
     q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, precision
         As in `fa_cupy.attention`. Only the four tensors may require gradients.
     return_lse : bool
-        Whether to return the log-sum-exp too, through which gradients flow as well.
+        Whether to return the log-sum-exp too. Gradients flow through it as well.
 
     Returns
     -------
@@ -48,11 +48,11 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `fa_cupy.attention`; its gradients as `fa_cupy.attention_backward`.
+        As for `fa_cupy.attention`; in the gradients, as for `fa_cupy.attention_backward`.
 
     See Also
     --------
-    fa_cupy.attention_backward : what computes the gradients; they have none of their own.
+    fa_cupy.attention_backward : computes the gradients; there are no second derivatives.
 
     Examples
     --------
@@ -98,7 +98,8 @@ def causal_product(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `fa_cupy.causal_product`; its gradients as `fa_cupy.causal_product_backward`.
+        As for `fa_cupy.causal_product`; in the gradients, as for
+        `fa_cupy.causal_product_backward`.
 
     Examples
     --------
@@ -195,4 +196,6 @@ class _Last(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("fa_cupy.torch: there are no second derivatives, want first ones")
+        raise NotImplementedError(
+            "fa_cupy.torch: a second derivative is not available, want a first one"
+        )

@@ -80,7 +80,7 @@ def test_info_says_what_is_wrong(why, capsys):
 def test_commands_do_without_it(why, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["warmup"]) == 1
-    assert "no GPU here; name a target" in capsys.readouterr().err
+    assert "there is no GPU, want a target" in capsys.readouterr().err
     assert main(["demo", "--device", "gpu"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("demo: --device gpu: CuPy cannot be used: ")

@@ -42,7 +42,7 @@ def packed(contents, compression=zipfile.ZIP_DEFLATED):
     return file
 
 
-def refused(file, match="holds no mask"):
+def refused(file, match="is not the file of a mask"):
     """Load what must be refused; return the most memory that this took at one time."""
     tracemalloc.start()
     try:

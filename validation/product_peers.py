@@ -62,7 +62,7 @@ def fa_cupy(algorithm: str = "auto") -> Callable[[CausalProduct, Arrays], Call]:
 
 
 def chunked(q: Any, k: Any, v: Any, tril: Callable[[Any], Any], state_dtype: Any) -> Any:
-    """The formula of `docs/causal_product.rst` for all chunks at once, on NumPy or torch arrays.
+    """The formula of docs/explain/causal_products.rst for all chunks at once; NumPy or torch.
 
     The states before all chunks stand in memory.  They are summed in `state_dtype`, float32, as
     the others sum theirs: running sums in bfloat16 would be off by percents.

@@ -30,13 +30,13 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{row.name:<{width}}  {', '.join(row.targets)}; {row.why}")
         return 0
     if options.ptx not in rows:
-        print(f"emit: {options.ptx} is no kernel; --list names them", file=sys.stderr)
+        print(f"emit: --ptx is {options.ptx!r}, want a name that --list prints", file=sys.stderr)
         return 1
     row = rows[options.ptx]
     target = options.target or devices.current_target() or row.targets[0]
     if target not in row.targets:
         print(
-            f"emit: {row.name} is not for {target}, but for {', '.join(row.targets)}",
+            f"emit: --target is {target!r}, want {', '.join(row.targets)} for {row.name}",
             file=sys.stderr,
         )
         return 1

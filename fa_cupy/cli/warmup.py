@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     target = options.target or devices.current_target()
     if target is None:
-        print("warmup: no GPU here; name a target, as in --target sm_90a", file=sys.stderr)
+        print("warmup: there is no GPU, want a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
     every = (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS)

@@ -221,7 +221,7 @@ def _place(name: str, arg: str, x: Any) -> tuple[str, int, int]:
     try:
         place = x.__dlpack_device__()
     except dlpack.NO_EXCHANGE as error:
-        raise TypeError(f"{name}: {arg} is a {_label(x)} that holds no data") from error
+        raise TypeError(f"{name}: {arg} is a {_label(x)} without data, want an array") from error
     try:
         kind, number = map(operator.index, place)
     except (TypeError, ValueError):
@@ -249,7 +249,7 @@ def _require_device(where: str, device: int) -> None:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise RuntimeError(f"{where}, which needs an NVIDIA driver ({error})") from error
     if device >= count:
-        raise RuntimeError(f"{where}, want one of the {count} that CuPy sees")
+        raise RuntimeError(f"{where}, want one of the {count} devices that CuPy finds")
 
 
 def _label(x: Any) -> str:

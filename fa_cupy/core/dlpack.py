@@ -125,7 +125,7 @@ class Generic:
         else:
             self._namespace = sys.modules[library]
         if not hasattr(self._namespace, "from_dlpack"):
-            raise TypeError(f"{name}: {library} has no from_dlpack that could take the result")
+            raise TypeError(f"{name}: {library} has no from_dlpack, which the result needs")
         self._device = example.__dlpack_device__()[1]
         self._on_gpu = on_gpu
 

@@ -110,8 +110,8 @@ def _served(problem: Product, algorithm: str) -> bool:
 
 def _unserved(problem: Product, algorithm: str) -> NotImplementedError:
     return NotImplementedError(
-        f"causal_product: algorithm is {algorithm!r}, for which there is no kernel on this "
-        f"device and {problem.k_len} rows, want 'auto' or 'chunked'"
+        f"causal_product: algorithm is {algorithm!r}, which has no kernel for {problem.k_len} "
+        "rows on this device, want 'auto' or 'chunked'"
     )
 
 

@@ -83,7 +83,7 @@ def readings(
     require_whole_elements(name, q=q, k=k, v=v, initial_state=initial)
     if math.prod(problem.out_shape) == 0:
         return workspace.empty(problem.out_shape, problem.dtype)
-    workspace.refuse(name, "positions are sent from the host, which is not captured")
+    workspace.refuse(name, "positions are copied from the host, which cannot be captured")
     order = np.argsort(ends, kind="stable")
     asked = np.empty(len(ends), np.int64)
     asked[order] = ends[order] + np.arange(len(ends))

@@ -229,4 +229,4 @@ def refuse_products(name: str, what: str) -> None:
 
     CuPy refuses to call cuBLAS while a stream is captured, and results are looked at on the host.
     """
-    refuse(name, f"no kernel serves {what}, and products of cuBLAS are not captured")
+    refuse(name, f"{what} has no kernel, and cuBLAS products cannot be captured")

@@ -1,4 +1,4 @@
-"""What masks do with each other, on the CPU wherever they are."""
+"""Operators of masks, computed on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Mask = TypeVar("Mask", bound="Algebra")
 
 
 class Algebra:
-    """The operators of `fa_cupy.BitMask`. What they make belongs where their operands do."""
+    """The operators of `fa_cupy.BitMask`. Results belong to the device of the operands."""
 
     __slots__ = ()
 

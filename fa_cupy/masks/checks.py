@@ -97,7 +97,9 @@ def as_csr(name: str, arg: str, matrix: Any) -> Any:
         raise ValueError(f"{name}: {arg} is not a valid sparse matrix: {error}") from error
     if found is None:
         if csr is matrix:
-            raise TypeError(f"{name}: {arg}.tocsr() is no CSR matrix, want a scipy.sparse matrix")
+            raise TypeError(
+                f"{name}: {arg}.tocsr() is not a CSR matrix, want a scipy.sparse matrix"
+            )
         return as_csr(name, arg, csr)
     if not csr.has_canonical_format:
         csr = csr.copy() if matrix.format == "csr" else csr  # what it shares stays as it is
@@ -171,7 +173,7 @@ def fitted(name: str, function: str, found: Any, shape: tuple[int, ...]) -> Arra
         array: Array = np.asarray(found)
     except ValueError:  # lists of several lengths
         raise ValueError(
-            f"{name}: {function} returns {checks.show(found)}, which is no array, {wanted}"
+            f"{name}: {function} returns {checks.show(found)}, which is not an array, {wanted}"
         ) from None
     try:
         return np.broadcast_to(array, shape)

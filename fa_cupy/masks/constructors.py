@@ -1,7 +1,7 @@
-"""Where bit masks come from: arrays, sparse matrices, indices, blocks, functions.
+"""Constructors of bit masks: from arrays, sparse matrices, indices, blocks, functions.
 
-Each constructor goes through a matrix one row of blocks at a time and keeps of it only the blocks
-that are not empty, so that no array of the whole matrix comes up that the caller does not have.
+Each constructor processes one row of blocks at a time and keeps only the blocks that are not empty,
+so it allocates no array of the whole matrix.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sources:
         Raises
         ------
         TypeError, ValueError
-            For what is no array of bool or has fewer than 2 axes.
+            If `mask` is not an array of bool, or has fewer than 2 axes.
 
         Examples
         --------
@@ -74,13 +74,13 @@ class Sources:
 
     @classmethod
     def from_indices(cls: type[Mask], indices: Any, k_len: int) -> Mask:
-        """Let each query see the keys whose numbers are given, such as those of its best scores.
+        """Let each query see the keys at the given indices, such as those of its best scores.
 
         Parameters
         ----------
         indices : array of int, shape (..., Lq, K)
-            Key numbers of each query, in any order; a number may be repeated, and a negative one
-            stands for no key, so that queries may see fewer than K keys.
+            Indices of keys for each query, in any order. An index may be repeated, and a negative
+            one stands for no key, so that queries may see fewer than K keys.
         k_len : int
             Number of keys.
 
@@ -92,7 +92,7 @@ class Sources:
         Raises
         ------
         TypeError, ValueError
-            For what is no array of integers below `k_len`.
+            If `indices` is not an array of integers below `k_len`.
 
         Examples
         --------
@@ -121,14 +121,14 @@ class Sources:
 
     @classmethod
     def from_csr(cls: type[Mask], matrix: Any) -> Mask:
-        """Let queries see keys as a sparse matrix has elements.
+        """Let queries see the keys at the nonzero elements of a sparse matrix.
 
         Parameters
         ----------
         matrix : sparse array or matrix, shape (Lq, Lk), or sequence of them
-            Of `scipy.sparse` or `cupyx.scipy.sparse`. True where an element is not 0: a stored 0
-            is False, and stored elements of one place count by their sum. CSR is read as it is,
-            other formats by way of it. A sequence of matrices of one shape gives a mask with a
+            Of `scipy.sparse` or `cupyx.scipy.sparse`. A pair is visible where its element is not 0:
+            a stored 0 is hidden, and several stored elements of one pair are summed. Formats other
+            than CSR are converted to it. A sequence of matrices of one shape gives a mask with a
             batch axis.
 
         Returns
@@ -138,8 +138,8 @@ class Sources:
         Raises
         ------
         TypeError, ValueError
-            For what is no sparse matrix, for indices that lie outside of one, and for matrices of
-            several shapes.
+            If `matrix` is not a sparse matrix, has indices outside of its shape, or is a sequence
+            of matrices of several shapes.
 
         Examples
         --------
@@ -176,18 +176,19 @@ class Sources:
     def from_blocks(
         cls: type[Mask], states: Any, q_len: int, k_len: int, words: Any = None
     ) -> Mask:
-        """Show and hide whole blocks of 128 queries and 128 keys, and parts of some.
+        """Show and hide blocks of 128 queries and 128 keys, as a whole or in part.
 
         Parameters
         ----------
         states : array, shape (..., ceil(q_len / 128), ceil(k_len / 128))
-            Of bool, True for a full block; or of integers: ``BitMask.EMPTY`` (0),
+            An array of bool, True for a full block; or of integers: ``BitMask.EMPTY`` (0),
             ``BitMask.PARTIAL`` (1) or ``BitMask.FULL`` (2).
         q_len, k_len : int
-            Numbers of queries and keys. The last blocks may stick out.
+            Numbers of queries and keys. The last blocks may reach beyond them.
         words : array of uint32, shape (n, 8, 32, 2), optional
-            Of the n partial blocks, in C order of `states`, in the fragment order of
-            `fa_cupy.layouts` (`fa_cupy.layouts.pack` makes it). Bits that stick out do not count.
+            Words of the n partial blocks, in C order of `states`, each block in the fragment order
+            of `fa_cupy.layouts` (`fa_cupy.layouts.pack` makes it). Bits beyond the lengths are
+            ignored.
 
         Returns
         -------
@@ -196,7 +197,7 @@ class Sources:
         Raises
         ------
         TypeError, ValueError
-            For other shapes, dtypes and states, and for partial blocks without words.
+            For other shapes, dtypes or states, and for partial blocks without words.
 
         Examples
         --------
@@ -242,21 +243,21 @@ class Sources:
         shape: Sequence[int],
         block_states: Callable[..., Any] | None = None,
     ) -> Mask:
-        """Let a function of indices say which keys a query sees, block by block, on the CPU.
+        """Let queries see the keys for which a function is True, called block by block on the CPU.
 
         Parameters
         ----------
         function : callable
-            ``function(*batch, q, k)`` returns an array of bool for a row of blocks: `batch` are
-            the indices of the batch entry as ints, `q` is an array of query numbers of shape
-            (m, 1) and `k` one of key numbers of shape (1, n); the result broadcasts to (m, n).
+            ``function(*batch, q, k)`` returns an array of bool for a row of blocks. `batch` are the
+            indices of the batch entry as ints, `q` is an array of query indices of shape (m, 1),
+            and `k` an array of key indices of shape (1, n). The result broadcasts to (m, n).
         shape : sequence of int
-            Of the mask: (..., Lq, Lk). A batch axis of size 1 serves any number of entries.
+            Shape of the mask: (..., Lq, Lk). A batch axis of size 1 broadcasts in `attention`.
         block_states : callable, optional
-            ``block_states(*batch, q_begin, q_end, k_begin, k_end)`` is asked first, once for each
-            row of blocks: two ints and two arrays of ints, the ends not included. It returns an
-            array with ``BitMask.EMPTY``, ``BitMask.PARTIAL`` or ``BitMask.FULL`` for each block,
-            and `function` is asked about the partial ones only. Without it all blocks are.
+            ``block_states(*batch, q_begin, q_end, k_begin, k_end)`` is called first, once for each
+            row of blocks, with two ints and two arrays of ints; ends are not included. It returns
+            an array with ``BitMask.EMPTY``, ``BitMask.PARTIAL`` or ``BitMask.FULL`` for each block,
+            and `function` is called for the partial ones only; without it, for all blocks.
 
         Returns
         -------
@@ -265,11 +266,11 @@ class Sources:
         Raises
         ------
         TypeError, ValueError
-            For other shapes, and where a function returns another shape, dtype or state.
+            For other shapes, and if a function returns another shape, dtype or state.
 
         Examples
         --------
-        A causal mask, which needs `function` on the diagonal only:
+        A causal mask, for which `function` is called on the diagonal only:
 
         >>> import numpy as np
         >>> from fa_cupy import BitMask

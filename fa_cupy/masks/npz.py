@@ -142,13 +142,13 @@ def _read(file: IO[bytes], name: str) -> tuple[Grid, BlockLists, Array]:
     try:
         begin = file.tell()
         if file.read(len(_BEGIN)) != _BEGIN:
-            raise ValueError("it is no archive")
+            raise ValueError("it is not an .npz archive")
         grid, lists, entries = archive.read(file, file.seek(0, os.SEEK_END) - begin)
         _check(grid, lists, entries)
     except (*_FAULTS, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the first
             raise
-        raise ValueError(f"BitMask.load: {name} holds no mask ({error})") from error
+        raise ValueError(f"BitMask.load: {name} is not the file of a mask ({error})") from error
     return grid, lists, entries
 
 

@@ -50,8 +50,8 @@ def _library() -> Any:
     except ImportError as error:
         reason = str(error).partition("\n")[0]  # CuPy goes on to list folders
         raise ImportError(
-            "attention of float32, products of float64, dims above 256 and whatever else no kernel "
-            "serves need cuBLAS: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12), or "
+            "attention of float32, products of float64, dims above 256 and all other calls without "
+            "a kernel need cuBLAS: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12), or "
             f"'fa_cupy[cuda13]' or 'fa_cupy[cuda12]' ({reason})"
         ) from error
     return cublas

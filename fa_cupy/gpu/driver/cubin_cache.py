@@ -96,13 +96,13 @@ def _private(folder: Path) -> Path:
     status = folder.stat()
     if status.st_uid != os.geteuid():
         raise PermissionError(
-            f"kernel cache: {folder} belongs to user {status.st_uid}, want {os.geteuid()}; "
-            f"{FOLDER_VARIABLE} names another folder"
+            f"kernel cache: {folder} belongs to user {status.st_uid}, want {os.geteuid()} (or "
+            f"another folder in {FOLDER_VARIABLE})"
         )
     if status.st_mode & 0o022:
         raise PermissionError(
-            f"kernel cache: {folder} has mode {status.st_mode & 0o777:o}, want 700 (others could "
-            f"have put kernels there: empty it and chmod it, or set {FOLDER_VARIABLE})"
+            f"kernel cache: {folder} has mode {status.st_mode & 0o777:o}, want 700 (other users "
+            f"may have written kernels there: empty it and chmod it, or set {FOLDER_VARIABLE})"
         )
     return folder
 

@@ -275,8 +275,8 @@ def malloc(size: int) -> Any:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         if error.status == _NOT_WHILE_CAPTURED:
             raise NotImplementedError(
-                "BitMask: a first call takes memory from the driver, which the mode of a capture "
-                "that is going on refuses; want a call before the capture, or mode 'relaxed'"
+                "BitMask: the first call with a mask takes memory from the driver, which the mode "
+                "of this capture does not allow; want a call before the capture, or mode 'relaxed'"
             ) from error
         if error.status != _OUT_OF_MEMORY:
             raise

@@ -126,7 +126,7 @@ def check_sparse(matrix: Any) -> None:
         begins, indices = matrix.indptr, [(matrix.indices, cols)]
         wrong = len(begins) != rows + 1 or count != len(matrix.indices)
     if wrong:
-        raise ValueError("lengths of its arrays contradict its shape")
+        raise ValueError("the lengths of its arrays do not match its shape")
     outside = cupy.zeros((), np.bool_)
     if begins is not None:
         outside |= (begins[0] != 0) | (begins[-1] != count) | (cupy.diff(begins) < 0).any()
@@ -134,11 +134,11 @@ def check_sparse(matrix: Any) -> None:
         if len(numbers):
             outside |= (numbers.min() < 0) | (numbers.max() >= length)
     if bool(outside):
-        raise ValueError("indices contradict its shape")
+        raise ValueError("its indices do not match its shape")
 
 
 def _refuse() -> None:
-    workspace.refuse("BitMask", "how many blocks are listed is read by the host")
+    workspace.refuse("BitMask", "the host reads the number of blocks")
 
 
 def _codes(grid: Grid, matrix: Any, row: Any, col: Any) -> Any:
