@@ -20,7 +20,7 @@ from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
-from fa_cupy.gpu.kernels.mask.variants import MASKS
+from fa_cupy.gpu.kernels.registry import MASKS
 
 ROOT = Path(__file__).parents[1]
 SERVES = select("bfloat16", 128, 128, "sm_90a")

@@ -51,7 +51,7 @@ def test_maps_pointers_and_schedule_reach_the_launch(launcher):
 @pytest.mark.parametrize("given", [0, 0x9000])
 def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(launcher, given):
     plan = forward(launcher, q_len=3000)
-    assert plan.workspace_bytes == 256
+    assert plan.workspace_bytes == 16
     for _ in range(3):
         plan.run(PLAIN, given)
     assert [step.grid for step, _ in launcher.launched] == [launcher.multiprocessors] * 3
@@ -60,7 +60,7 @@ def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(launcher,
     assert len({s[1] for s in schedules} - {0}) == 3
     tile_m = plan.steps[0].variant.tile_m
     assert {s[2:] for s in schedules} == {(2 * -(-3000 // tile_m), 2, 1)}
-    assert launcher.taken == ([] if given else [256] * 3)
+    assert launcher.taken == ([] if given else [16] * 3)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 4])

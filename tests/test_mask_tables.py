@@ -5,7 +5,7 @@ import pytest
 
 from fa_cupy import BitMask, layouts
 from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE
+from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE
 from fa_cupy.masks.blocks import BlockLists
 from tests import cupy_stand_in
 from tests.kernel_attention import blocks_of

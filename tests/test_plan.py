@@ -66,11 +66,11 @@ def test_alignment_is_that_of_the_addresses_named():
 
 def test_a_workspace_is_taken_once_a_call_or_given():
     space = workspace_of({"counter": 16, "sums": 300, "end": 1})
-    assert space == ({"counter": 0, "sums": 256, "end": 768}, 1024)
+    assert space == ({"counter": 0, "sums": 256, "end": 768}, 769)
     addresses = {"sums": "sums", "counter": "counter", "mark": MARK}
     steps = [step(addresses=addresses), step(2, addresses=addresses)]
     plan = Plan(steps, (), NotingLauncher(), space)
-    assert plan.workspace_bytes == 1024
+    assert plan.workspace_bytes == 769
     marks = set()
     for given, base in ((0, WORKSPACE), (4096, 4096), (0, WORKSPACE)):
         assert plan.run((), given)
@@ -79,7 +79,7 @@ def test_a_workspace_is_taken_once_a_call_or_given():
         assert one == two
         assert (one["counter"], one["sums"]) == (base, base + 256)
         marks.add(int(one["mark"]))
-    assert plan._launcher.taken == [1024, 1024]
+    assert plan._launcher.taken == [769, 769]
     assert len(marks) == 3
     assert 0 not in marks
 

@@ -481,14 +481,13 @@ ALLOCATORS = {
     "malloc", "mallocAsync", "malloc_async", "set_allocator", "using_allocator",
 }  # fmt: skip
 ALLOCATING = {
+    "attention": {"Call.__call__"},
     "attention_backward": {"cached"},
-    "kernels.attention.fwd_sm90": {"FwdSm90._launch"},
     "causal_product": {"cached"},
     "causal_product_backward": {"cached"},
     "masks.binding": {"CallMask._prepared", "apart", "malloc"},
     "masks.block_tables": {"CallTables._of_bits"},
     "masks.device_mask": {"arrays_of"},
-    "plan": {"Plan.__call__"},
 }
 
 

@@ -2,8 +2,7 @@
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/block_lists.cuh"
-
-// Passed by value.  fa_cupy/gpu/kernels/attention/attention_params.py holds the same fields in the same
+// Passed by value.  The host module of this name holds the same fields in the same order.
 // order.
 // Strides count elements.  Axes that broadcast have stride 0, grouped heads are two axes.
 struct AttentionParams {

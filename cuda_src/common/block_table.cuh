@@ -12,7 +12,7 @@
 #pragma once
 #include "cuda_src/common/block_lists.cuh"
 
-// fa_cupy/gpu/kernels/mask/structs.py holds the same fields in the same order.
+// fa_cupy/gpu/kernels/mask/mask_table.py holds the same fields in the same order.
 struct MaskTable {
   const int* block_index;  // (matrices, rows, cols): kEmptyBlock, kFullBlock, or whose words
   const uint32* words;     // kBlockWords of them for each index
@@ -24,7 +24,8 @@ struct MaskTable {
   const int* matrix_of_entry;  // of each batch entry: the mask's matrix; null: there is no mask
   int rows, cols;              // of blocks
 };
-static_assert(sizeof(MaskTable) == 48, "fa_cupy/gpu/kernels/mask/structs.py holds the same struct");
+static_assert(sizeof(MaskTable) == 48,
+              "fa_cupy/gpu/kernels/mask/mask_table.py holds the same struct");
 
 constexpr int kEmptyBlock = -1, kFullBlock = -2;
 

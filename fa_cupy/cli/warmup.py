@@ -23,7 +23,7 @@ from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
-from fa_cupy.gpu.kernels.mask.variants import MASKS
+from fa_cupy.gpu.kernels.registry import MASKS
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
 

@@ -101,8 +101,8 @@ def workspace_of(sizes: Mapping[str, int]) -> Workspace:
     """Return a workspace of parts of so many bytes, each of which begins at a multiple of 256."""
     places, end = {}, 0
     for name, size in sizes.items():
-        places[name] = end
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        places[name] = begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = begin + size
     return Workspace(places, end)
 
 

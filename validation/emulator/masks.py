@@ -10,7 +10,7 @@ import numpy as np
 from fa_cupy import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
-from fa_cupy.gpu.kernels.mask.structs import TABLE_ARRAYS
+from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import WORDS, Grid
 

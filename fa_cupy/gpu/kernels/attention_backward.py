@@ -27,7 +27,7 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_sm90,
 )
 from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, Wanted
-from fa_cupy.gpu.kernels.mask.structs import TABLE_ARRAYS
+from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask.
 ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "dq", "dk", "dv")

@@ -23,7 +23,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_GRID,
     MAX_LENGTH,
 )
-from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE, table_arrays, table_of
+from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,

@@ -18,8 +18,8 @@ from fa_cupy.gpu import workspace
 from fa_cupy.gpu.driver.arguments import Arguments
 from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
-from fa_cupy.gpu.kernels.mask.structs import BLOCK_TABLES_PARAMS, TRANSPOSE_WORDS_PARAMS
-from fa_cupy.gpu.kernels.mask.variants import SIDE, TABLES, TURN
+from fa_cupy.gpu.kernels.mask.block_tables import BLOCK_TABLES_PARAMS, SIDE, TABLES
+from fa_cupy.gpu.kernels.mask.transpose_words import TRANSPOSE, TRANSPOSE_WORDS_PARAMS
 from fa_cupy.gpu.masks.binding import CallMask, Made, apart, device_lists, malloc
 from fa_cupy.gpu.masks.device_mask import DeviceMask, arrays_of
 from fa_cupy.gpu.plan import Step
@@ -79,7 +79,7 @@ class CallTables:
         Returns
         -------
         pointers : tuple of int
-            In the order of `fa_cupy.gpu.kernels.mask.structs.TABLE_ARRAYS`.
+            In the order of `fa_cupy.gpu.kernels.mask.mask_table.TABLE_ARRAYS`.
         owners : object
         """
         told, owners = self._lists(mask)
@@ -156,7 +156,7 @@ def make(lists: DeviceMask, grid: Grid, device: int) -> Tables:
         struct["blocks"] = places
         if lists.words_by_block:  # there is room for the words of all blocks
             struct["block_index"] = found.by_query_block_index.data.ptr
-        _launch(Step(TURN, -(-places // TURN.warps), struct, {}), device)
+        _launch(Step(TRANSPOSE, -(-places // TRANSPOSE.warps), struct, {}), device)
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.attention.bwd_sm90 import PIECES, BwdSm90
 from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits
-from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE
+from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 

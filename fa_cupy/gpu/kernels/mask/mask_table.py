@@ -1,4 +1,4 @@
-"""The structs of tables of masks, field by field as in CUDA, and how a problem fills them."""
+"""``struct MaskTable``, which kernels of gradients read a mask from, and how a problem fills it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention.attention_params import MASK_LISTS
 from fa_cupy.masks.blocks import Grid
 
 #: ``struct MaskTable`` of ``cuda_src/common/block_table.cuh``; all 0 is no mask.
@@ -18,18 +17,6 @@ MASK_TABLE = np.dtype(
     ]
     + [(name, np.int32) for name in ("rows", "cols")],
     align=True,
-)
-#: ``struct BlockTablesParams`` of ``cuda_src/mask/block_tables.cu``.
-BLOCK_TABLES_PARAMS = np.dtype(
-    [("lists", MASK_LISTS)]
-    + [(name, np.uint64) for name in ("by_query", "by_key", "prefix_counts")]
-    + [(f"{name}_bits", np.uint64) for name in ("by_query", "by_key")]
-    + [(name, np.int32) for name in ("q_blocks", "k_blocks")],
-    align=True,
-)
-#: ``struct TransposeWordsParams`` of ``cuda_src/mask/transpose_words.cu``.
-TRANSPOSE_WORDS_PARAMS = np.dtype(
-    [(name, np.uint64) for name in ("words", "transposed", "block_index")] + [("blocks", np.int64)]
 )
 # The arrays that a table points to, but for `matrix_of_entry`; only that by blocks of keys has
 # `prefix_counts`.
