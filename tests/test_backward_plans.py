@@ -323,6 +323,11 @@ def test_calls_of_nothing_are_not_for_the_kernels(host, cupy, launcher):
             x = x[:0] if empty is None else x[:, :, :0] if empty == of else x
             call.arrays[name] = cupy_stand_in.ndarray._of(x)
         assert call.solve(host, cupy) is None
+    # No heads of queries that share those of one head of keys.
+    for name, of in kept.items():
+        x = call.plain[name]
+        call.arrays[name] = cupy_stand_in.ndarray._of(x[:, :0] if of == "q" else x[:, :1])
+    assert call.solve(host, cupy) is None
     assert not launcher.ran
 
 

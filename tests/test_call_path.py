@@ -51,7 +51,7 @@ LIMITS = {
     ("attention with a BitMask", "hot"): Counts(10, 7, 0),
     ("attention_backward", "cold"): Counts(293, 23, 68),
     ("attention_backward", "hot"): Counts(8, 5, 0),
-    ("attention_backward with a BitMask", "cold"): Counts(396, 34, 113),
+    ("attention_backward with a BitMask", "cold"): Counts(396, 35, 112),
     ("attention_backward with a BitMask", "hot"): Counts(12, 8, 0),
     ("causal_product", "cold"): Counts(236, 28, 46),
     ("causal_product", "hot"): Counts(5, 4, 0),

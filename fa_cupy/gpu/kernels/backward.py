@@ -185,7 +185,7 @@ class BackwardSm90(BackwardVariant):
 
     @property
     def notes(self) -> int:
-        """Bytes of what is told of the tiles in flight, under a mask, and of where feeders are."""
+        """Bytes that describe the tiles in flight, under a mask, and where their producers are."""
         cursors = _CURSORS if self.sparse else 1
         return _NOTE_BYTES * (self.stages if self.sparse else 1) + _CURSOR_BYTES * cursors
 
@@ -291,7 +291,7 @@ class Traits:
         How many entries next to each other share keys and values.
     entries : int
         Of the batch.
-    flags : tuple of int
+    flags : (int, int)
         How many tiles have a flag for values not finite: of queries, of keys.
     wanted : Wanted
     """
@@ -304,7 +304,7 @@ class Traits:
         axes, steps = attention_params.merge_axes(problem.batch, self.views)
         self.entries = math.prod(axes)
         sharing = bool(axes) and not any(steps[name][-1] for name in ("k", "v", "dk", "dv"))
-        self.group = axes[-1] if sharing else 1
+        self.group = axes[-1] if sharing and self.entries else 1
         missing = MAP_AXES - len(axes)
         self.size = [1] * missing + axes
         self.steps = {name: [0] * missing + steps[name] for name in self.views}
