@@ -5,21 +5,14 @@ from typing import NamedTuple
 import numpy as np
 
 from fa_cupy import reference
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
-    BACKWARD_SM80,
-    BwdDkdvSm80,
-    select_bwd_sm80,
-)
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
-    BACKWARD,
-    BwdDkdvSm90,
-    BwdSm90,
-    select_bwd,
-)
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels import backward
+from fa_cupy.gpu.kernels.attention.bwd_dkdv_sm80 import BwdDkdvSm80
+from fa_cupy.gpu.kernels.attention_backward import VARIANTS, select
 from tests import strategies
 from tests.gradients import hold
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, draw
-from validation.emulated import attention_backward
+from validation.emulator.calls import attention_backward
 
 
 class Case(NamedTuple):
@@ -141,14 +134,41 @@ def slack(call, x):
     return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * slope * terms)]
 
 
+def rows_sm90(dtype, head_dim, v_dim, masked=False):
+    """The kernels of a call that tensor maps can walk, in the order of their launches."""
+    return select(backward.Wanted(dtype, max(head_dim, v_dim), masked), "sm_90a")
+
+
+def rows_sm80(dtype, head_dim, v_dim, masked=False, target="sm_80"):
+    """Those of a call on another device, or that tensor maps cannot walk."""
+    return select(backward.Wanted(dtype, max(head_dim, v_dim), masked, mapped=False), target)
+
+
 def rows_of(call):
     """The rows that serve a call."""
     dims = call.q.shape[-1], call.v.shape[-1]
-    return select_bwd(call.q.dtype.name, *dims, masked="mask" in call.options)
+    return rows_sm90(call.q.dtype.name, *dims, masked="mask" in call.options)
+
+
+def traits_of(q, k, v, bias=None, mask=None, **options):
+    """What follows from a call whose gradients lie as their arrays do."""
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+    dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
+    dout = np.empty(problem.out_shape, q.dtype)
+    like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
+    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
+    return backward.Traits(problem, backward.Gradients(*queries, like.k, like.v))
+
+
+def parts_of(space):
+    """The bytes of each part of a workspace, with what is left free behind it."""
+    places = sorted(space.places.items(), key=lambda pair: pair[1])
+    ends = [*[place for _, place in places[1:]], space.nbytes]
+    return {name: end - place for (name, place), end in zip(places, ends, strict=True)}
 
 
 def solve(call, rows=None, bits=None, **how):
-    """The kernels' dq, dk and dv; `how` is for `validation.emulated.attention_backward`.
+    """The kernels' dq, dk and dv; `how` is for `validation.emulator.calls.attention_backward`.
 
     `bits` is the same mask for the kernels.
     """
@@ -196,14 +216,11 @@ def check_spoiled(call, **how):
 
 # Of each call, in the order of their launches.
 ROWS = [
-    select_bwd(row.dtype, row.dim, row.dim, row.sparse)
-    for row in BACKWARD
-    if isinstance(row, (BwdSm90, BwdDkdvSm90))
-]
-ROWS += [
-    select_bwd_sm80(row.dtype, row.dim, row.dim, "sm_80", row.sparse)
-    for row in BACKWARD_SM80
-    if isinstance(row, BwdDkdvSm80)
+    (rows_sm80 if row.kernel == "bwd_dkdv_sm80" else rows_sm90)(
+        row.dtype, row.dim, row.dim, row.sparse
+    )
+    for row in VARIANTS
+    if row.kernel in ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80")
 ]
 
 

@@ -1,6 +1,7 @@
 """The plans that calls on a GPU leave behind, for tests that look at them or want none."""
 
-from fa_cupy.gpu import plan_cache
+from fa_cupy.gpu import attention_backward, plan_cache
+from fa_cupy.gpu.kernels import attention_backward as kernels_of_gradients
 
 
 def forget():
@@ -27,3 +28,20 @@ def steps(function="attention"):
 def kernels(function="attention"):
     """Return the sources of all these steps."""
     return [step.variant.source for step in steps(function)]
+
+
+def gradients_by_products(monkeypatch):
+    """Products of cuBLAS answer the following calls for gradients."""
+    forget()
+    monkeypatch.setattr(attention_backward, "prepared", lambda *args: None)
+
+
+def gradients_without_sm90(monkeypatch):
+    """Kernels that any device has answer the following calls for gradients."""
+    forget()
+    select = kernels_of_gradients.select
+
+    def unmapped(wanted, target):
+        return select(wanted._replace(mapped=False), target)
+
+    monkeypatch.setattr(kernels_of_gradients, "select", unmapped)

@@ -13,7 +13,6 @@ from tests.strategies import BFLOAT16, Case, by_dtype, normal
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import attention_backward_plan
 from fa_cupy.gpu.driver.devices import current_target
 from tests import plans
 from tests.device_arrays import Differing, bits, check_replays
@@ -38,8 +37,8 @@ def hopper(cupy):
 def kernels():
     """Sources of the kernels of all plans, None for a call that they did not take."""
     return [
-        plan and [row.source.rpartition("/")[2] for row in plan.run.rows]
-        for plan in attention_backward_plan._plans.values()
+        plan and [step.variant.kernel for step in plan.steps]
+        for plan in plans.of("attention_backward")
     ]
 
 
@@ -249,8 +248,8 @@ def run_masked(arrays, mask, how="array", dlse=False, **options):
     plans.forget()
     poison(sum(4 * x.nbytes for x in arrays) + 2**20)
     found = check(cp, case, dlse, mask=as_given(mask, how))
-    (plan,) = attention_backward_plan._plans.values()
-    assert plan.run.rows[1].sparse
+    (plan,) = plans.of("attention_backward")
+    assert plan.steps[1].variant.sparse
     return found
 
 
@@ -461,7 +460,7 @@ def test_threads_on_streams_of_their_own():
         thread.join()
     for i, want in enumerate(wants):
         assert all(bits(x) == want for x in found[i])
-    assert len(attention_backward_plan._plans) == 1
+    assert len(plans.of("attention_backward")) == 1
 
 
 @pytest.mark.parametrize("need", [("q", "k", "v"), ("v",)])

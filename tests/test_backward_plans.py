@@ -1,8 +1,8 @@
 """How gradients on CuPy arrays get to the kernels, which run in the emulator on a stand-in."""
 
+import contextlib
 import dataclasses
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from tests.kernel_attention import blocks_of
 from tests.kernel_gradients import case, gradients, rows_of
 from tests.strategies import lay
 from validation import emulator, families, peers, turns
-from validation.emulated import attention_backward
+from validation.emulator.calls import attention_backward
+from validation.emulator.launcher import EmulatorLauncher
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 NAMES = ("q", "k", "v", "dout", "out", "lse", "dlse")
@@ -25,28 +26,35 @@ ALL = ("q", "k", "v")
 ENTRY = "attention_bwd_sm90"
 
 
-class Launch:
-    """A launch that the emulator runs; `ran` says by which entry, in what workspace."""
+class Launcher(EmulatorLauncher):
+    """Notes which kernels it runs, and gives memory as a device does.
 
-    ran: list = []  # noqa: RUF012
-    rows: list = []  # noqa: RUF012
+    Attributes
+    ----------
+    ran : list of str
+    steps : list of Step
+    turn : callable
+        Returns the context that a kernel runs in.
+    """
 
-    def __init__(self, row, grid, block, shared_bytes):
-        self.row, self.how = row, (grid, block, shared_bytes)
+    def __init__(self, take):
+        super().__init__(seed=1)
+        self.workspace = take
+        self.ran, self.steps = [], []
+        self.turn = contextlib.nullcontext
 
-    def __call__(self, arguments, stream=None):
-        self.ran.append(self.row.source.rpartition("/")[2])
-        self.rows.append(self.row)
-        emulator.launch(
-            emulator.build_row(self.row), self.row.entry, *self.how, arguments.values, len(self.ran)
-        )
+    def kernels(self, steps):
+        runs = super().kernels(steps)
+        return [self._noted(*pair) for pair in zip(steps, runs, strict=True)]
 
+    def _noted(self, step, run):
+        def launch(arguments):
+            self.ran.append(step.variant.source.rpartition("/")[2])
+            self.steps.append(step)
+            with self.turn():
+                run(arguments)
 
-def launch(row, grid, block, shared_bytes, params):
-    """`fa_cupy.gpu.driver.launch.launch` by the emulator."""
-    Launch.ran.append(row.source.rpartition("/")[2])
-    path = emulator.build_row(row)
-    emulator.launch(path, row.entry, grid, block, shared_bytes, params, len(Launch.ran))
+        return launch
 
 
 @pytest.fixture(scope="module")
@@ -57,30 +65,33 @@ def cupy():
 
 @pytest.fixture
 def host(cupy, monkeypatch):
-    """The module under test, without plans, on an emulated device of two multiprocessors."""
-    from fa_cupy.gpu import attention_backward_plan
-    from fa_cupy.gpu.driver import tensor_map_cache
-    from fa_cupy.gpu.kernels.attention import bwd_launch
-    from fa_cupy.gpu.masks import binding, block_tables
+    """The module under test, without plans, on an emulated device."""
+    from fa_cupy.gpu import attention_backward, plan_cache, workspace
 
-    for module in (bwd_launch, attention_backward_plan, block_tables):
-        monkeypatch.setattr(module, "target_of_device", lambda device: "sm_90a")
-    monkeypatch.setattr(binding, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(block_tables, "launch", launch)
-    monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(bwd_launch, "Launch", Launch)
-    load = SimpleNamespace(load=lambda row, target, device: row)
-    for module in (bwd_launch, block_tables):
-        monkeypatch.setattr(module, "compile", load)
+    launcher = Launcher(workspace.take)
+    monkeypatch.setattr(workspace, "launcher", lambda device: launcher)
+    plan_cache.plans.clear()
+    return attention_backward
 
-    def encode(pointer, dtype, *geometry):
-        return emulator.tensor_map(pointer, *geometry)
 
-    monkeypatch.setattr(tensor_map_cache, "encode_tiled", encode)
-    monkeypatch.setattr(Launch, "ran", [])
-    monkeypatch.setattr(Launch, "rows", [])
-    attention_backward_plan._plans.clear()
-    return attention_backward_plan
+@pytest.fixture
+def launcher(host):
+    """What launches the kernels of `host`."""
+    return host.workspace.launcher(0)
+
+
+def forget():
+    """Forget all plans."""
+    from fa_cupy.gpu import plan_cache
+
+    plan_cache.plans.clear()
+
+
+def known():
+    """What the calls of a kind are prepared to, for each kind."""
+    from fa_cupy.gpu import plan_cache
+
+    return list(plan_cache.plans.values())
 
 
 class Call:
@@ -119,7 +130,7 @@ class Call:
         inputs = [*(self.arrays[name] for name in ALL), bias, mask]
         results = [self.arrays[name] for name in ("out", "lse", "dout", "dlse")]
         problem = self.problem(bias, mask, **options)
-        found = host.backward(problem, tuple(inputs), tuple(results), need, empty)
+        found = host.by_kernels(problem, tuple(inputs), tuple(results), need, empty)
         return found and {name: cupy_stand_in.bare(x) for name, x in found.items()}
 
     def want(self):
@@ -146,12 +157,12 @@ def small(dims=(64, 64), heads=(2, 2), lengths=(70, 150), **more):
 
 @pytest.mark.parametrize("layout", [None, "blhd"])
 @pytest.mark.parametrize("dims", [(64, 64), (56, 40), (192, 136)])
-def test_gradients_are_the_kernels(host, cupy, dims, layout):
+def test_gradients_are_the_kernels(host, cupy, launcher, dims, layout):
     call = Call(small(dims, (4, 2), layout=layout, dlse=True))
     call.check(host, cupy)
     narrow, wide = ["bwd_sm90", "bwd_convert_dq"], ["bwd_dkdv_sm90", "bwd_dq_sm90"]
     main = narrow if max(dims) <= 128 else wide
-    assert Launch.ran == ["bwd_preprocess", *main, "bwd_nonfinite"]
+    assert launcher.ran == ["bwd_preprocess", *main, "bwd_nonfinite"]
 
 
 @pytest.mark.parametrize("need", [("q",), ("k",), ("v", "q"), ("v", "k")])
@@ -168,11 +179,11 @@ def test_what_kernels_cannot_read_is_copied(host, cupy, name):
     for layout in (first, "reversed", "transposed"):
         call = Call(given, **{name: layout})
         call.check(host, cupy)
-        (plan,) = host._plans.values()
+        (prepared,) = known()
         # Gradients lie as their arguments do, and kernels write no columns.
         turned = [f"d{name}"] if layout == "transposed" and name in ALL else []
-        assert list(plan._inside) == [name, *turned]
-        host._plans.clear()
+        assert list(prepared.copies) == [name, *turned]
+        forget()
 
 
 def test_a_gradient_of_one_number_is_copied(host, cupy):
@@ -222,18 +233,18 @@ TABLES = ["block_tables", "transpose_words"]
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4,), (2, 1), ()], ids=str)
-def test_masks_of_bool_are_packed_by_every_call(host, cupy, shape):
+def test_masks_of_bool_are_packed_by_every_call(host, cupy, launcher, shape):
     call, mask = masked(shape=shape, lengths=(130, 150), dlse=True)
     for _ in range(2):
         call.check(host, cupy, mask=cupy_stand_in.owned(mask))
     kernels = ["bwd_preprocess", "bwd_sm90", "bwd_convert_dq", "bwd_nonfinite"]
-    assert Launch.ran == 2 * [*TABLES, *kernels]
+    assert launcher.ran == 2 * [*TABLES, *kernels]
 
 
-def test_masks_of_wide_dims(host, cupy):
+def test_masks_of_wide_dims(host, cupy, launcher):
     call, mask = masked((192, 136), (4,), (130, 300))
     call.check(host, cupy, mask=cupy_stand_in.owned(mask))
-    assert Launch.ran == [
+    assert launcher.ran == [
         *TABLES,
         "bwd_preprocess",
         "bwd_dkdv_sm90",
@@ -252,33 +263,33 @@ def test_a_mask_that_is_the_same_for_all_queries(host, cupy):
 
 @pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("shape", [(2, 4), (1, 1)], ids=str)
-def test_tables_of_bit_masks_are_made_once(host, cupy, shape, place):
+def test_tables_of_bit_masks_are_made_once(host, cupy, launcher, shape, place):
     call, mask = masked(shape=shape, is_causal=True, causal_align="bottom_right")
     bits = BitMask.from_dense(mask)
     given = bits if place == "host" else device_mask(bits)
     for _ in range(2):
         call.check(host, cupy, mask=given)
     kernels = ["bwd_preprocess", "bwd_sm90", "bwd_convert_dq", "bwd_nonfinite"]
-    assert Launch.ran == [*TABLES, *kernels, *kernels]
+    assert launcher.ran == [*TABLES, *kernels, *kernels]
     # Another kind of call, and slices, which share the lists.
     call, _ = masked(shape=shape)
     call.check(host, cupy, mask=given[:])
-    assert Launch.ran[len(TABLES) + 8 :] == kernels
+    assert launcher.ran[len(TABLES) + 8 :] == kernels
 
 
-def test_graphs_make_tables_that_no_call_has_made(host, cupy):
+def test_graphs_make_tables_that_no_call_has_made(host, cupy, launcher):
     """Of lists on the device, which the captured stream may be waiting for."""
     call, mask = masked()
     given = device_mask(BitMask.from_dense(mask))
     with CAPTURE.record():
         for _ in range(2):
             call.check(host, cupy, mask=given)
-    assert Launch.ran.count("block_tables") == 2
+    assert launcher.ran.count("block_tables") == 2
     assert not CAPTURE.held
     assert not given._store.device_tables
     for _ in range(2):
         call.check(host, cupy, mask=given)
-    assert Launch.ran.count("block_tables") == 3
+    assert launcher.ran.count("block_tables") == 3
     assert given._store.device_tables
 
 
@@ -297,14 +308,14 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("what", ELSEWHERE)
-def test_what_is_not_for_the_kernels(host, cupy, what):
+def test_what_is_not_for_the_kernels(host, cupy, launcher, what):
     given, options = ELSEWHERE[what]
     call = Call(given)
     assert call.solve(host, cupy, **options) is None
-    assert not Launch.ran
+    assert not launcher.ran
 
 
-def test_calls_of_nothing_are_not_for_the_kernels(host, cupy):
+def test_calls_of_nothing_are_not_for_the_kernels(host, cupy, launcher):
     call, kept = Call(small()), {"q": "q", "lse": "q", "k": "k", "v": "k", "out": "q", "dout": "q"}
     for empty in (None, "q", "k"):
         for name, of in kept.items():
@@ -312,23 +323,24 @@ def test_calls_of_nothing_are_not_for_the_kernels(host, cupy):
             x = x[:0] if empty is None else x[:, :, :0] if empty == of else x
             call.arrays[name] = cupy_stand_in.ndarray._of(x)
         assert call.solve(host, cupy) is None
-    assert not Launch.ran
+    assert not launcher.ran
 
 
-def test_keys_of_all_entries_are_not_for_the_kernels(host, cupy):
+def test_keys_of_all_entries_are_not_for_the_kernels(host, cupy, launcher):
     """Sums over entries but those next to each other."""
     given = small(heads=(2, 2))
     call = Call(given)
     for name in ("k", "v"):
         call.arrays[name] = cupy_stand_in.ndarray._of(call.plain[name][:1])
     assert call.solve(host, cupy) is None
-    assert not Launch.ran
+    assert not launcher.ran
 
 
-def test_other_devices_have_no_kernels(host, cupy, monkeypatch):
+def test_other_devices_have_no_kernels(host, cupy, launcher):
     call = Call(small())
     for target in (None, "sm_75"):
-        monkeypatch.setattr(host, "target_of_device", lambda device, target=target: target)
+        launcher.target = target
+        forget()
         assert call.solve(host, cupy) is None
 
 
@@ -336,73 +348,26 @@ def test_a_plan_serves_all_calls_of_a_kind(host, cupy):
     calls = [Call(small(seed=seed)) for seed in range(2)]
     for call in (*calls, *calls):
         call.check(host, cupy)
-    (plan,) = host._plans.values()
-    (kept,) = plan.run._pool
+    (prepared,) = known()
+    (kept,) = prepared.plan._pool
     assert len(kept) == 4
     Call(small(seed=1, dlse=True)).check(host, cupy)
     Call(small(seed=1)).check(host, cupy, ("q",))
     Call(small(seed=1), k="offset").check(host, cupy)  # of the same strides
-    assert len(host._plans) == 4
+    assert len(known()) == 4
 
 
-def same(a, b):
-    """Whether structs agree, whatever lies between their fields."""
-    if a.dtype.names is None:
-        return bool((a == b).all())
-    return all(same(a[name], b[name]) for name in a.dtype.names)
-
-
-def test_addresses_stand_where_steps_say(host, cupy, monkeypatch):
-    """The plan packs what `Step.point` writes by name."""
-    from fa_cupy.gpu.kernels.attention import bwd_sm90_params
-
-    fill = bwd_sm90_params.fill
-    call = Call(small(dlse=True))
-    filled = []
-
-    def spy(*what):
-        filled.append(what)
-        return fill(*what)
-
-    monkeypatch.setattr(bwd_sm90_params, "fill", spy)
-    call.solve(host, cupy)
-    (plan,) = host._plans.values()
-    pointers = {name: 4096 * (i + 1) for i, name in enumerate((*NAMES, "dq", "dk", "dv"))}
-    seen = []
-
-    class Silent:
-        def __init__(self, *how):
-            pass
-
-        def __call__(self, arguments, stream):
-            seen.append(arguments.values.copy())
-
-    for step in plan.run._steps:
-        step.launch = Silent()
-    assert plan.run(pointers, 1 << 20)
-    for step, got in zip(fill(*filled[0]).steps, seen, strict=True):
-        step.point(1 << 20, pointers)
-        for name, geometry in step.maps.items():
-            step.params[f"{name}_map"][0] = emulator.tensor_map(pointers[name], *geometry)
-        assert same(got, step.params)
-
-
-def test_a_pointer_without_a_map_is_left_to_others(host, cupy, monkeypatch):
-    from fa_cupy.gpu.driver import tensor_map_cache
-
-    def refuse(pointer, dtype, *geometry):
-        raise tensor_map_cache.LayoutError("no such map")
-
-    monkeypatch.setattr(tensor_map_cache, "encode_tiled", refuse)
+def test_a_pointer_without_a_map_is_left_to_others(host, cupy, launcher):
+    launcher.tensor_map = lambda pointer, dtype, *geometry: None
     assert Call(small()).solve(host, cupy) is None
-    assert not Launch.ran
+    assert not launcher.ran
 
 
-def test_a_captured_call_works_in_memory_of_its_graph(host, cupy, monkeypatch):
+def test_a_captured_call_works_in_memory_of_its_graph(host, cupy, launcher):
     call = Call(small(dlse=True), lse="steps")
     want = call.want()
     with CAPTURE.record():
-        monkeypatch.setattr(Launch, "ran", CAPTURE.log)
+        launcher.ran = CAPTURE.log
         found = call.solve(host, cupy, ("k",))
     assert found["k"].tobytes() == want["k"].tobytes()
     (result, size, _), node, *launches, last = CAPTURE.log
@@ -412,20 +377,18 @@ def test_a_captured_call_works_in_memory_of_its_graph(host, cupy, monkeypatch):
     assert last == ("free", node[2])
 
 
-def test_threads_do_not_share_structs_or_workspaces(host, cupy, monkeypatch):
+def test_threads_do_not_share_structs_or_workspaces(host, cupy, launcher):
     calls = [Call(small(lengths=(20, 30), seed=seed)) for seed in range(3)]
     calls[0].check(host, cupy)  # so that all find a plan
     wants, found = [call.want() for call in calls], {}
     barrier = threading.Barrier(len(calls))
     one = threading.Lock()
-    emulate = Launch.__call__
 
-    def together(self, arguments, stream=None):
+    def together():
         barrier.wait(60)  # all have written their structs
-        with one:  # the emulator is for one thread
-            emulate(self, arguments, stream)
+        return one  # the emulator is for one thread
 
-    monkeypatch.setattr(Launch, "__call__", together)
+    launcher.turn = together
 
     def work(i):
         found[i] = calls[i].solve(host, cupy)
@@ -437,11 +400,11 @@ def test_threads_do_not_share_structs_or_workspaces(host, cupy, monkeypatch):
         thread.join()
     for i, want in enumerate(wants):
         assert all(found[i][name].tobytes() == want[name].tobytes() for name in ALL)
-    (plan,) = host._plans.values()
-    assert len(plan.run._pool) == len(calls)
+    (prepared,) = known()
+    assert len(prepared.plan._pool) == len(calls)
 
 
-def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, monkeypatch):
+def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, launcher, monkeypatch):
     call = Call(small())
 
     def refuse(size):
@@ -449,19 +412,21 @@ def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, monkeypatch):
 
     with cupy_stand_in.using_allocator(refuse), pytest.raises(MemoryError, match="bytes"):
         call.solve(host, cupy)
-    assert not Launch.ran
+    assert not launcher.ran
     call.check(host, cupy)
 
 
-def test_other_rows_beside_the_table_s(host, cupy, monkeypatch):
+def test_other_rows_beside_the_table_s(host, cupy, launcher, monkeypatch):
     """As in `python -m validation turns`: changed rows have plans, and so kernels, of their own."""
+    from fa_cupy.gpu import kernels
+
     call = Call(small(dims=(128, 128)))
     family = dataclasses.replace(
         families.FAMILIES[turns.FAMILY],
         impls={"fa_cupy": lambda case, inputs: peers.Call(lambda: call.solve(host, cupy), None)},
     )
     monkeypatch.setitem(families.FAMILIES, turns.FAMILY, family)
-    before = host._plans, host.select_bwd
+    select = kernels.attention_backward.select
 
     def with_threads(count):
         def change(chain):
@@ -477,9 +442,10 @@ def test_other_rows_beside_the_table_s(host, cupy, monkeypatch):
     for once in (*made, *made):
         for name, x in once.run().items():
             np.testing.assert_allclose(*(y.astype(float) for y in (x, want[name])), atol=0.05)
-    assert (host._plans, host.select_bwd) == before
-    assert not host._plans
-    threads = [row.store_threads for row in Launch.rows if row.entry == ENTRY]
+    assert kernels.attention_backward.select is select
+    assert not known()
+    rows = [step.variant for step in launcher.steps]
+    threads = [row.store_threads for row in rows if row.entry == ENTRY]
     assert threads == [1, 3, 1, 3]
 
 

@@ -5,21 +5,27 @@ import pytest
 
 from fa_cupy import BitMask
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
 from tests import cupy_stand_in
 from tests.kernel_attention import blocks_of, draw
-from tests.kernel_gradients import gradients
-from tests.test_backward_plans import ALL, NAMES, TABLES, Call, Launch, cupy, host, small
+from tests.kernel_gradients import gradients, rows_sm80
+from tests.test_backward_plans import (
+    ALL,
+    NAMES,
+    TABLES,
+    Call,
+    cupy,
+    forget,
+    host,
+    known,
+    launcher,
+    small,
+)
 from validation import emulator
-from validation.emulated import attention_backward
+from validation.emulator.calls import attention_backward
 
-__all__ = ["cupy", "host"]  # fixtures
+__all__ = ["cupy", "host", "launcher"]  # fixtures
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 KERNELS = ["bwd_preprocess", "bwd_dkdv_sm80", "bwd_dq_sm80", "bwd_nonfinite"]
-
-
-def on(host, monkeypatch, target):
-    monkeypatch.setattr(host, "target_of_device", lambda device: target)
 
 
 class Sm80Call(Call):
@@ -40,7 +46,7 @@ class Sm80Call(Call):
     def want(self):
         x, (bias, mask) = self.plain, self.more
         dtype, dims = x["q"].dtype.name, (x["q"].shape[-1], x["v"].shape[-1])
-        rows = select_bwd_sm80(dtype, *dims, "sm_80", mask is not None)
+        rows = rows_sm80(dtype, *dims, mask is not None)
         given = x["dout"], x["q"], x["k"], x["v"], x["out"], x["lse"], x["dlse"], bias, mask
         return dict(zip(ALL, attention_backward(rows, *given, **self.options), strict=True))
 
@@ -58,48 +64,48 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("what", OPTIONS)
-def test_what_kernels_for_sm90_do_not_take(host, cupy, what):
+def test_what_kernels_for_sm90_do_not_take(host, cupy, launcher, what):
     """All that stands before the softmax, with a mask or without."""
     given = small(dlse=True, is_causal=True, causal_align="bottom_right")
     call = Sm80Call(given._replace(options={**given.options, **OPTIONS[what]}))
     call.check(host, cupy)
-    assert [name for name in Launch.ran if name not in TABLES] == KERNELS
+    assert [name for name in launcher.ran if name not in TABLES] == KERNELS
     call.check(host, cupy, ("v", "q"))
 
 
 @pytest.mark.parametrize("options", [{}, {"mask": MASK}], ids=["plain", "mask"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100", "sm_120"])
-def test_devices_that_are_no_sm90(host, cupy, monkeypatch, target, options):
-    on(host, monkeypatch, target)
+def test_devices_that_are_no_sm90(host, cupy, launcher, target, options):
+    launcher.target = target
     Sm80Call(small((56, 40), (4, 2), **{k: np.repeat(x, 2, 1) for k, x in options.items()})).check(
         host, cupy
     )
-    assert [name for name in Launch.ran if name not in TABLES] == KERNELS
+    assert [name for name in launcher.ran if name not in TABLES] == KERNELS
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_kernels_cannot_read_is_copied(host, cupy, monkeypatch, name):
-    on(host, monkeypatch, "sm_80")
+def test_what_kernels_cannot_read_is_copied(host, cupy, launcher, name):
+    launcher.target = "sm_80"
     for layout in ("steps" if name in ("lse", "dlse") else "offset", "reversed", "transposed"):
         Sm80Call(small(dlse=True), **{name: layout}).check(host, cupy)
-        (plan,) = host._plans.values()
-        assert name in plan._inside
-        host._plans.clear()
+        (prepared,) = known()
+        assert name in prepared.copies
+        forget()
 
 
 def test_a_bias_is_read_as_it_lies(host, cupy):
     wide = draw(2, 150, 70, dtype=np.dtype(np.float16)).swapaxes(1, 2)
     for bias in (wide, np.broadcast_to(wide[:1, :1], (2, 70, 150)), wide[:, ::-1, ::-1]):
         Sm80Call(small(bias=bias)).check(host, cupy)
-    assert not any("bias" in plan._inside for plan in host._plans.values())
-    assert len(host._plans) == 3
+    assert not any("bias" in prepared.copies for prepared in known())
+    assert len(known()) == 3
 
 
-def test_the_gradient_of_a_bias_is_for_others(host, cupy):
+def test_the_gradient_of_a_bias_is_for_others(host, cupy, launcher):
     call = Sm80Call(small(bias=BIAS))
     assert call.solve(host, cupy, (*ALL, "bias")) is None
     assert call.solve(host, cupy, ("bias",)) is None
-    assert not Launch.ran
+    assert not launcher.ran
 
 
 def test_more_batch_axes_than_the_kernels_walk_are_for_others(host, cupy):
@@ -118,9 +124,9 @@ def test_more_batch_axes_than_the_kernels_walk_are_for_others(host, cupy):
     assert call.solve(host, cupy) is not None
 
 
-def test_gradients_of_the_definition(host, cupy, monkeypatch):
+def test_gradients_of_the_definition(host, cupy, launcher):
     """Not only the bits of the same kernels."""
-    on(host, monkeypatch, "sm_86")
+    launcher.target = "sm_86"
     given = small(bias=BIAS, mask=MASK, softcap=3.0)
     found, want = Sm80Call(given).solve(host, cupy), gradients(given)
     for name, x in found.items():
@@ -130,11 +136,11 @@ def test_gradients_of_the_definition(host, cupy, monkeypatch):
 @pytest.mark.parametrize("target", SHARED_LIMIT)
 def test_select(target):
     for masked in (False, True):
-        assert select_bwd_sm80("float32", 64, 64, target, masked) is None
-        assert select_bwd_sm80("float16", 257, 64, target, masked) is None
+        assert rows_sm80("float32", 64, 64, masked, target) == ()
+        assert rows_sm80("float16", 257, 64, masked, target) == ()
         for dim in range(8, 264, 8):
-            rows = select_bwd_sm80("bfloat16", 8, dim, target, masked)
-            assert [row.source.rpartition("/")[2] for row in rows] == KERNELS
+            rows = rows_sm80("bfloat16", 8, dim, masked, target)
+            assert [row.kernel for row in rows] == KERNELS
             assert all(row.dim >= dim and target in row.targets for row in rows)
             assert [row.sparse for row in rows] == [False, masked, masked, False]
-    assert select_bwd_sm80("float16", 64, 64, None) is None
+    assert rows_sm80("float16", 64, 64, target=None) == ()

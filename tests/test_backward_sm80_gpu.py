@@ -11,7 +11,6 @@ from tests.strategies import BFLOAT16, UNIT, Case, by_dtype, normal
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import attention_backward_plan
 from fa_cupy.gpu.driver.devices import current_target
 from tests import plans
 from tests.device_arrays import Differing, bits, check_replays
@@ -38,7 +37,7 @@ def device(cupy):
 @pytest.fixture
 def forced(monkeypatch):
     """Takes the kernels for SM90 away."""
-    monkeypatch.setattr(attention_backward_plan, "select_bwd", lambda *call: None)
+    plans.gradients_without_sm90(monkeypatch)
 
 
 def draw(*shape, dtype=HALF, seed=0):
@@ -79,8 +78,8 @@ class Call:
         plans.forget()
         poison(4 * (self.q.nbytes + self.k.nbytes) + 2**20)
         found = self()
-        (plan,) = attention_backward_plan._plans.values()
-        assert [row.source.rpartition("/")[2] for row in plan.run.rows] == KERNELS
+        (plan,) = plans.of("attention_backward")
+        assert [step.variant.kernel for step in plan.steps] == KERNELS
         arrays = {name: self.given.get(name) for name in ("bias", "mask")}
         options = {name: x for name, x in self.given.items() if name not in arrays}
         case = Case(*self.host, **arrays, options=options)
@@ -168,8 +167,8 @@ def test_layouts(heads, layout):
     arrays = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
     options = {"softcap": 3.0, **CAUSAL}
     check(cp, Case(*arrays, options=options, layouts=(layout,) * 5), dlse=True)
-    assert attention_backward_plan._plans
-    assert all(attention_backward_plan._plans.values())
+    assert plans.of("attention_backward")
+    assert None not in plans.of("attention_backward")
 
 
 def test_nothing_leaks_from_hidden_pairs():
@@ -191,7 +190,7 @@ def test_the_gradient_of_a_bias_is_that_of_the_products():
     call = random_call(2, 4, 130, 64, bias=draw(4, 1, 130))
     *_, dbias = call(need=("q", "k", "v", "bias"))
     assert dbias.shape == (4, 1, 130)
-    assert not any(attention_backward_plan._plans.values())
+    assert plans.of("attention_backward") == []
 
 
 # Calls of more work than there are blocks; repeatability
@@ -202,8 +201,8 @@ def test_the_gradient_of_a_bias_is_that_of_the_products():
 def test_large_calls_are_those_of_the_products(dim, options, forced, monkeypatch):
     call = random_call(2, 8, 3000, dim, heads=4, dlse=True, **options)
     got = call()
-    assert attention_backward_plan._plans
-    assert all(attention_backward_plan._plans.values())
+    assert plans.of("attention_backward")
+    assert None not in plans.of("attention_backward")
     plans.gradients_by_products(monkeypatch)
     for x, y in zip(got, call(), strict=True):
         x, y = (z.get().astype(np.float64) for z in (x, y))

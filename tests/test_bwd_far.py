@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import reference
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.far_rows import LARGE, far_case, padded_case
 from tests.kernel_attention import BANDS, DTYPES, blocks_of
-from tests.kernel_gradients import case, check, compare, solve
+from tests.kernel_gradients import case, check, compare, rows_sm80, rows_sm90, solve
 from tests.planted import plant
 from validation import emulator
 
@@ -27,8 +25,8 @@ def rows_of(call, hopper):
     name, dims = call.q.dtype.name, (call.q.shape[-1], call.v.shape[-1])
     masked = call.options.get("mask") is not None
     if hopper:
-        return select_bwd(name, *dims, masked)
-    return select_bwd_sm80(name, *dims, "sm_80", masked)
+        return rows_sm90(name, *dims, masked)
+    return rows_sm80(name, *dims, masked)
 
 
 @pytest.mark.parametrize("band", BANDS[:3])

@@ -11,7 +11,6 @@ from tests.kernel_gradients import compare
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import attention_backward_plan
 from fa_cupy.gpu.driver.devices import current_target
 from tests import plans
 from tests.device_arrays import bits, check_replays
@@ -34,7 +33,7 @@ def device(cupy):
 def kernels(request, monkeypatch):
     """The kernels of the device, and those by mma.sync in their place."""
     if request.param == "sm80":
-        monkeypatch.setattr(attention_backward_plan, "select_bwd", lambda *call: None)
+        plans.gradients_without_sm90(monkeypatch)
 
 
 def on_device(x):
@@ -53,8 +52,8 @@ def maker(call):
 def check(call, times=3):
     """Hold them against float64; the output that they start from has an error of its own."""
     found = maker(call)()
-    assert attention_backward_plan._plans
-    assert all(attention_backward_plan._plans.values())
+    assert plans.of("attention_backward")
+    assert None not in plans.of("attention_backward")
     compare(call, [x.get() for x in found], times)
 
 

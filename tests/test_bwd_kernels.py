@@ -1,5 +1,6 @@
 """The kernels of attention backward: their own source on the CPU, and what fills their structs."""
 
+import dataclasses
 import functools
 import re
 
@@ -8,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.attention.bwd_sm90_params import Gradients, fill, takes
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
+from fa_cupy.gpu.kernels.attention import bwd_convert_dq, bwd_sm90
+from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
+from fa_cupy.gpu.kernels.backward import Wanted
 from tests.kernel_attention import DTYPES
-from tests.kernel_gradients import case, check, solve
+from tests.kernel_gradients import case, check, parts_of, rows_sm90, solve, traits_of
+from tests.noting_launcher import NotingLauncher
 from tests.planted import plant
 from validation import emulator
 
@@ -188,7 +190,7 @@ BUGS = {
 
 
 def planted_row(kind, dim):
-    return next(row for row in select_bwd("bfloat16", dim, dim) if row.source.endswith(kind))
+    return next(row for row in rows_sm90("bfloat16", dim, dim) if row.source.endswith(kind))
 
 
 @functools.cache
@@ -218,56 +220,83 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     pytest.fail("60 seeds did not show it")
 
 
-def problem_and_views(q, k, v, **options):
-    problem = attention_problem.attention_problem(q, k, v, None, None, **options)
-    dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
-    dout = np.empty(problem.out_shape, q.dtype)
-    like = attention_problem.attention_problem(q, dk, dv, None, None, **options)
-    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
-    return problem, Gradients(*queries, like.k, like.v)
+def test_what_tensor_maps_walk():
+    def mapped(*arrays, **options):
+        return traits_of(*arrays, **options).wanted.mapped
 
-
-def test_what_the_kernels_take():
     x = np.zeros((2, 4, 40, 64), np.float16)
     few = np.zeros((2, 2, 40, 64), np.float16)
-    assert takes(*problem_and_views(x, x, x))
-    assert takes(*problem_and_views(x, few, few, is_causal=True))
-    assert not takes(*problem_and_views(x, x, x, softcap=2.0))
-    assert not takes(*problem_and_views(x, x, x, scale=-1.0))
-    assert not takes(*problem_and_views(x[..., :63], x[..., :63], x))
-    assert not takes(*problem_and_views(x, few, x))  # the sum over heads is of k alone
-    assert not takes(*problem_and_views(x, x[..., :0, :], x[..., :0, :]))
+    assert mapped(x, x, x)
+    assert mapped(x, few, few, is_causal=True)
+    assert not mapped(x, x, x, softcap=2.0)
+    assert not mapped(x, x, x, scale=-1.0)
+    assert not mapped(x[..., :63], x[..., :63], x)
+    assert not mapped(x, few, x)  # the sum over heads is of k alone
+    assert not mapped(x, x[..., :0, :], x[..., :0, :])
     odd = np.zeros((2, 40, 4, 68), np.float16)[..., :64].swapaxes(1, 2)
-    assert not takes(*problem_and_views(odd, x, x))
+    assert not mapped(odd, x, x)
 
 
 def test_a_workspace_holds_what_kernels_write():
     q, k = np.zeros((3, 4, 130, 64), np.float16), np.zeros((3, 2, 300, 64), np.float16)
-    problem, views = problem_and_views(q, k, k)
-    rows = select_bwd("float16", 64, 64)
-    steps, size = fill(problem, views, rows)
-    first, main, last, redo = steps
-    assert [step.row for step in steps] == list(rows)
-    assert main.places["dq_accum"] - main.places["lse_delta"] >= 3 * 4 * 256 * 8
-    assert main.places["dq_semaphore"] - main.places["dq_accum"] >= 3 * 4 * 2 * 2 * 64 * 64 * 4
-    assert first.params["counter_words"] * 4 == size - main.places["dq_semaphore"]
-    assert size >= main.places["tile_counters"] + 16
-    assert all(place % 256 == 0 for place in main.places.values())
-    p = main.params[0]
-    assert (p["group"], p["entries"], p["k_tiles"], main.blocks) == (2, 6, 3, 18)
-    assert last.blocks == 3 * 4 * 2 * 2
+    rows = rows_sm90("float16", 64, 64)
+    plan, space = make_plan(traits_of(q, k, k), NotingLauncher(multiprocessors=1000))
+    assert [step.variant for step in plan.steps] == list(rows)
+    first, main, last, redo = plan.steps
+    parts = parts_of(space)
     tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
-    assert redo.blocks == tiles[0] + 2 * tiles[1]
-    assert redo.places["task_counters"] - main.places["nonfinite_flags"] >= 4 * (1 + sum(tiles))
-    assert redo.places["row_statistics"] - redo.places["lse_delta"] >= 3 * 4 * 256 * 8
-    assert main.places["dq_accum"] - redo.places["row_statistics"] >= 3 * 4 * 256 * 8
-    assert size >= redo.places["task_counters"] + 8
+    for name, size in {
+        "lse_delta": 3 * 4 * 256 * 8,
+        "row_statistics": 3 * 4 * 256 * 8,
+        "dq_accum": 3 * 4 * 2 * 2 * 64 * 64 * 4,
+        "dq_semaphore": 3 * 4 * 2 * 4,
+        "tile_counters": 16,
+        "nonfinite_flags": 4 * (1 + sum(tiles)),
+        "task_counters": 8,
+    }.items():
+        assert parts[name] >= size, name
+    # From the flags on all is cleared.
+    assert first.addresses["counters"] == "nonfinite_flags"
+    cleared = space.nbytes - space.places["nonfinite_flags"]
+    assert first.params["counter_words"] * 4 == cleared
+    counters = ("nonfinite_flags", "dq_semaphore", "tile_counters", "task_counters")
+    assert sum(parts[name] for name in counters) == cleared
+    p = main.params[0]
+    assert (p["group"], p["entries"], p["k_tiles"], main.grid) == (2, 6, 3, 18)
+    assert last.grid == 3 * 4 * 2 * 2
+    assert redo.grid == tiles[0] + 2 * tiles[1]
+    assert [step.persistent for step in plan.steps] == [False, True, False, True]
+    plan, _ = make_plan(traits_of(q, k, k), NotingLauncher(multiprocessors=5))
+    assert [step.grid for step in plan.steps] == [first.grid, 5, last.grid, 5]
+
+
+def test_copies_lie_behind_what_is_cleared():
+    x = np.zeros((2, 130, 64), np.float16)
+    plan, space = make_plan(traits_of(x, x, x), NotingLauncher(), {"q": x.nbytes, "dk": 1})
+    assert list(space.places)[-2:] == ["q", "dk"]
+    assert parts_of(space)["q"] >= x.nbytes
+    assert plan.steps[0].params["counter_words"] * 4 == (
+        space.places["q"] - space.places["nonfinite_flags"]
+    )
+    assert plan.names == tuple(name for name in ARRAYS if name not in ("q", "dk"))
 
 
 def test_select():
-    assert select_bwd("float32", 64, 64) is None
-    assert select_bwd("float16", 257, 64) is None
+    assert select(Wanted("float32", 64), "sm_90a") == ()
+    assert select(Wanted("float16", 257), "sm_90a") == ()
+    assert select(Wanted("float16", 64, mapped=False, strided=False), "sm_90a") == ()
     for dim in range(8, 264, 8):
-        rows = select_bwd("bfloat16", 8, dim)
+        rows = select(Wanted("bfloat16", dim), "sm_90a")
         assert len(rows) == 4
         assert all(row.dim >= dim for row in rows)
+        assert rows[1].kernel == ("bwd_sm90" if dim <= 128 else "bwd_dkdv_sm90")
+        plain = select(Wanted("bfloat16", dim, mapped=False), "sm_90a")
+        assert plain == select(Wanted("bfloat16", dim), "sm_80")
+        assert plain[1].kernel == "bwd_dkdv_sm80"
+
+
+def test_pieces_are_rounded_as_they_are_added_up():
+    for row in bwd_sm90.VARIANTS:
+        assert bwd_convert_dq.row_after(row).tile_m == row.dq_tile_m
+        tall = dataclasses.replace(row, tile_m=160)
+        assert bwd_convert_dq.row_after(tall).tile_m == tall.dq_tile_m > row.dq_tile_m

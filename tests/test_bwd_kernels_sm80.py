@@ -9,18 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask
-from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.attention.bwd_params import Gradients
-from fa_cupy.gpu.kernels.attention.bwd_sm80_params import fill, takes
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
-    BACKWARD_SM80,
-    BwdDkdvSm80,
-    BwdDqSm80,
-    select_bwd_sm80,
-)
+from fa_cupy.gpu.kernels.attention import bwd_dkdv_sm80, bwd_dq_sm80
+from fa_cupy.gpu.kernels.attention_backward import make_plan
 from tests import kernel_gradients
 from tests.kernel_attention import DTYPES, blocks_of, draw
-from tests.kernel_gradients import any_transform, case
+from tests.kernel_gradients import any_transform, case, parts_of, rows_sm80, traits_of
+from tests.noting_launcher import NotingLauncher
 from tests.planted import plant
 from tests.seeds import Chosen, one
 from validation import emulator
@@ -39,7 +33,7 @@ def chain(call):
     """The rows that serve a call."""
     dims = call.q.shape[-1], call.v.shape[-1]
     masked = call.options.get("mask") is not None
-    return select_bwd_sm80(call.q.dtype.name, *dims, "sm_80", masked)
+    return rows_sm80(call.q.dtype.name, *dims, masked)
 
 
 def solve(call, **how):
@@ -362,64 +356,62 @@ def test_seeds_of_gradients(tmp_path):
     assert [one(seed, Chosen("backward", "sm80")) for seed in range(24)] == [None] * 24
     (row,) = (
         row
-        for row in BACKWARD_SM80
-        if isinstance(row, BwdDkdvSm80) and (row.dim, row.dtype, row.sparse) == (64, "float16", 0)
+        for row in bwd_dkdv_sm80.VARIANTS
+        if (row.dim, row.dtype, row.sparse) == (64, "float16", 0)
     )
     bug = plant(tmp_path, row.source, BUGS["delta of the other query"][2])
     assert any(one(seed, Chosen("backward", row.name, bug)) for seed in range(8))
 
 
-def problem_and_views(q, k, v, bias=None, mask=None, **options):
-    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
-    dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
-    dout = np.empty(problem.out_shape, q.dtype)
-    like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
-    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
-    return problem, Gradients(*queries, like.k, like.v)
-
-
 def test_what_the_kernels_take():
+    def strided(*arrays, **options):
+        return traits_of(*arrays, **options).wanted.strided
+
     x = np.zeros((2, 4, 40, 64), np.float16)
     few = np.zeros((2, 2, 40, 64), np.float16)
-    assert takes(*problem_and_views(x, x, x))
-    assert takes(*problem_and_views(x, few, few, is_causal=True))
-    assert takes(*problem_and_views(x, x, x, softcap=2.0, scale=-1.0))
-    assert takes(*problem_and_views(x, few, few, np.zeros((2, 1, 40, 1), np.float64)))
-    assert takes(*problem_and_views(x, x, x, None, np.ones((4, 40, 40), bool)))
-    assert not takes(*problem_and_views(x[..., :63], x[..., :63], x))
-    assert not takes(*problem_and_views(x, few, x))  # the sum over heads is of k alone
-    assert not takes(*problem_and_views(x, x[..., :0, :], x[..., :0, :]))
+    assert strided(x, x, x)
+    assert strided(x, few, few, is_causal=True)
+    assert strided(x, x, x, softcap=2.0, scale=-1.0)
+    assert strided(x, few, few, np.zeros((2, 1, 40, 1), np.float64))
+    assert strided(x, x, x, None, np.ones((4, 40, 40), bool))
+    assert not strided(x[..., :63], x[..., :63], x)
+    assert not strided(x, few, x)  # the sum over heads is of k alone
+    assert not strided(x, x[..., :0, :], x[..., :0, :])
     odd = np.zeros((2, 40, 4, 68), np.float16)[..., :64].swapaxes(1, 2)
-    assert not takes(*problem_and_views(odd, x, x))
+    assert not strided(odd, x, x)
 
 
 def test_a_workspace_holds_what_kernels_write():
     q, k = np.zeros((3, 4, 130, 64), np.float16), np.zeros((3, 2, 300, 64), np.float16)
-    problem, views = problem_and_views(q, k, k)
-    rows = select_bwd_sm80("float16", 64, 64, "sm_80")
-    steps, size = fill(problem, views, rows)
-    first, keys, queries, redo = steps
-    assert [step.row for step in steps] == list(rows)
-    assert keys.places["nonfinite_flags"] - keys.places["lse_delta"] >= 3 * 4 * 256 * 8
-    assert (
-        first.places["counters"] == keys.places["nonfinite_flags"] == redo.places["nonfinite_flags"]
+    launcher = NotingLauncher(multiprocessors=1000)
+    launcher.target = "sm_80"
+    plan, space = make_plan(traits_of(q, k, k), launcher)
+    rows = rows_sm80("float16", 64, 64)
+    first, keys, queries, redo = plan.steps
+    assert [step.variant for step in plan.steps] == list(rows)
+    parts = parts_of(space)
+    tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
+    for name, size in {
+        "lse_delta": 3 * 4 * 256 * 8,
+        "row_statistics": 3 * 4 * 256 * 8,
+        "nonfinite_flags": 4 * (1 + sum(tiles)),
+        "task_counters": 8,
+    }.items():
+        assert parts[name] >= size, name
+    assert first.addresses["counters"] == "nonfinite_flags"
+    assert first.params["counter_words"] * 4 == space.nbytes - space.places["nonfinite_flags"]
+    assert parts["nonfinite_flags"] + parts["task_counters"] == (
+        space.nbytes - space.places["nonfinite_flags"]
     )
-    assert first.params["counter_words"] * 4 == size - keys.places["nonfinite_flags"]
     p = keys.params[0]
     assert (p["group"], p["entries"], p["row_pairs"]) == (2, 6, 128)
-    assert keys.blocks == 6 * -(-300 // rows[1].tile_n)
-    assert queries.blocks == 12 * -(-130 // rows[2].tile_m)
-    tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
-    assert redo.blocks == tiles[0] + 2 * tiles[1]
-    assert redo.places["task_counters"] - keys.places["nonfinite_flags"] >= 4 * (1 + sum(tiles))
-    assert redo.places["row_statistics"] - redo.places["lse_delta"] >= 3 * 4 * 256 * 8
-    assert keys.places["nonfinite_flags"] - redo.places["row_statistics"] >= 3 * 4 * 256 * 8
-    assert size >= redo.places["task_counters"] + 8
+    assert keys.grid == 6 * -(-300 // rows[1].tile_n)
+    assert queries.grid == 12 * -(-130 // rows[2].tile_m)
+    assert redo.grid == tiles[0] + 2 * tiles[1]
 
 
 def test_every_dim_has_rows_of_both_kernels_for_all_targets():
-    for kind in (BwdDkdvSm80, BwdDqSm80):
-        rows = [row for row in BACKWARD_SM80 if isinstance(row, kind)]
+    for rows in (bwd_dkdv_sm80.VARIANTS, bwd_dq_sm80.VARIANTS):
         assert {(row.dim, row.dtype, row.sparse) for row in rows} == {
             (dim, dtype, sparse) for dim in DIMS for dtype in DTYPES for sparse in (False, True)
         }

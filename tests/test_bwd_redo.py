@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import reference
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.gradients import UNIT, hold
 from tests.kernel_attention import DTYPES, draw
+from tests.kernel_gradients import rows_sm90
 from tests.planted import plant
 from tests.seeds import Chosen, one
 from tests.strategies import Case
 from validation import emulator
-from validation.emulated import attention_backward
+from validation.emulator.calls import attention_backward
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 DIMS = (64, 128, 192)  # by bwd_sm90, in two ways, and by the two kernels for wide dims
@@ -37,7 +37,7 @@ def arrays(dtype, q_len, k_len, dim, heads=(1, 1), seed=0):
 def solve(q, k, v, dout, dlse=None, redo=True, sources=None, seed=0, **options):
     """The kernels' gradients by name, from the output and the LSE of the definition."""
     out, lse = reference.attention(q, k, v, **options)
-    rows = select_bwd(q.dtype.name, q.shape[-1], v.shape[-1])
+    rows = rows_sm90(q.dtype.name, q.shape[-1], v.shape[-1])
     with np.errstate(all="ignore"):
         given = dout, q, k, v, out.astype(q.dtype), lse, dlse
         found = attention_backward(
@@ -228,7 +228,7 @@ BUGS = {
 
 
 def planted_row(kind, dim):
-    return next(row for row in select_bwd("bfloat16", dim, dim) if row.source.endswith(kind))
+    return next(row for row in rows_sm90("bfloat16", dim, dim) if row.source.endswith(kind))
 
 
 @functools.cache

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
 from tests.kernel_attention import DTYPES, blocks_of, draw
-from tests.kernel_gradients import any_transform, case, check_spoiled, solve
+from tests.kernel_gradients import any_transform, case, check_spoiled, rows_sm80, rows_sm90, solve
 from tests.planted import plant
 from validation import emulator
 
@@ -25,8 +23,8 @@ def rows_of(call, hopper=False):
     name, dims = call.q.dtype.name, (call.q.shape[-1], call.v.shape[-1])
     masked = call.options.get("mask") is not None
     if hopper:
-        return select_bwd(name, *dims, masked)
-    return select_bwd_sm80(name, *dims, "sm_80", masked)
+        return rows_sm90(name, *dims, masked)
+    return rows_sm80(name, *dims, masked)
 
 
 def finite(x):

@@ -14,9 +14,9 @@ from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy.cli.warmup import serving, serving_backward, serving_products
 from fa_cupy.gpu.driver import compile, cubin_cache, devices
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
+from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80, select_bwd_sm80
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, select_bwd
+from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
@@ -258,15 +258,15 @@ def test_warmup_compiles_what_calls_can_get():
 
 
 def test_warmup_compiles_what_gradients_can_get():
-    every = (*BACKWARD, *BACKWARD_SM80)
+    every = attention_backward.VARIANTS
     for target in ("sm_80", "sm_90a", "sm_120"):
         rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
         calls = product(("float16", "bfloat16"), (64, 200), (False, True))
-        chains = []
-        for dtype, dim, masked in calls:
-            chains.append(select_bwd_sm80(dtype, dim, dim, target, masked))
-            if target == "sm_90a":
-                chains.append(select_bwd(dtype, dim, dim, masked))
+        chains = [
+            attention_backward.select(Wanted(dtype, dim, masked, mapped), target)
+            for dtype, dim, masked in calls
+            for mapped in (False, True)
+        ]
         found = [row for row in every if any(row in chain for chain in chains)]
         assert rows == [*found, *MASKS]
         assert all(target in row.targets for row in rows)
@@ -314,7 +314,7 @@ def test_emit_lists_all_rows(capsys):
     assert main(["emit", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
-        row.name for row in (*VARIANTS, *BACKWARD, *BACKWARD_SM80, *PRODUCTS, *MASKS)
+        row.name for row in (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS, *MASKS)
     ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fa_cupy.gpu.driver import compile, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT, number_of
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, BwdNonfinite
+from fa_cupy.gpu.kernels.attention import bwd_nonfinite
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.registry import ROWS as ALL
 from validation import sass
@@ -145,7 +145,7 @@ def test_hash_of_machine_code_sees_what_a_launch_gets():
 
 
 def test_sections_of_a_cubin():
-    (row,) = (row for row in BACKWARD if isinstance(row, BwdNonfinite) and row.dtype == "float16")
+    (row,) = (row for row in bwd_nonfinite.VARIANTS if row.dtype == "float16")
     found = dict(sass.sections(compile.compile_variant(row, "sm_90a").cubin))
     assert found[""] == b""
     assert len(found[f".text.{row.entry}"]) % 128 == 0
@@ -174,7 +174,7 @@ def table(tmp_path, monkeypatch):
     """A table of one small row and one that is gone."""
     path = tmp_path / "sass.json"
     monkeypatch.setattr(sass, "TABLE", path)
-    (row,) = (row for row in BACKWARD if isinstance(row, BwdNonfinite) and row.dtype == "float16")
+    (row,) = (row for row in bwd_nonfinite.VARIANTS if row.dtype == "float16")
     found = {row.name: {t: sass.entry_of(compile.compile_variant(row, t)) for t in USUAL}}
     sass.write(path, sass.version(), {**found, "gone": {"sm_80": entry("1")}})
     return path, row.name
@@ -229,7 +229,7 @@ def test_a_row_is_for_the_targets_whose_shared_memory_it_fits():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_rarely_has_work_takes_little_time_to_compile(dtype, target):
     """Seconds depend on the machine; they go with the size, which was 240 KB in 4 to 6 s."""
-    (row,) = (row for row in BACKWARD if isinstance(row, BwdNonfinite) and row.dtype == dtype)
+    (row,) = (row for row in bwd_nonfinite.VARIANTS if row.dtype == dtype)
     assert len(compile.compile_variant(row, target).cubin) < 80_000
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import reference
 from fa_cupy.gpu.driver.compile import ROOT
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD
+from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from tests.kernel_attention import DTYPES, check, draw
@@ -469,7 +468,7 @@ def test_seeds_are_drawn_from_all_families_or_one():
     kinds = {family: Chosen(family).kinds() for family in FAMILIES}
     assert Chosen().kinds() == [kind for family in kinds.values() for kind in family]
     launched = {row.name for rows, _ in Chosen().kinds() for row in rows}
-    assert launched == {row.name for row in (*VARIANTS, *PRODUCTS, *BACKWARD, *BACKWARD_SM80)}
+    assert launched == {row.name for row in (*VARIANTS, *PRODUCTS, *attention_backward.VARIANTS)}
     (scan,) = {row.name for row in PRODUCTS if row.source == "linear/state_prefix_sum"}
     assert {rows[-1].name for rows, _ in Chosen(part=scan).kinds()} == {scan}
     code, text = command("--seeds", 1, "--family", "mask", "--row", "linear")

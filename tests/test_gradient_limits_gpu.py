@@ -18,7 +18,6 @@ from tests.strategies import BFLOAT16, DTYPES, UNIT, Case, by_dtype, to_numpy
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import attention_backward_plan
 from fa_cupy.gpu.driver.devices import current_target
 from tests import plans
 from tests.device_arrays import Counter, Differing, needs, no_memory_held, uniform
@@ -44,9 +43,8 @@ def solve(q, k, v, dout, **options):
     out, lse = attention(q, k, v, return_lse=True, **options)
     plans.forget()
     found = attention_backward(dout, q, k, v, out, lse, **options)
-    (planned,) = attention_backward_plan._plans.values()
-    assert planned
-    return found, [row.source.rpartition("/")[2] for row in planned.run.rows]
+    (plan,) = plans.of("attention_backward")
+    return found, [step.variant.kernel for step in plan.steps]
 
 
 def repeated(few, count):

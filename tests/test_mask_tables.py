@@ -1,10 +1,7 @@
 """Tables of masks: by the kernels that make them, run on the CPU, and as validation makes them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from validation.emulated.masks import WHOLE, tables_of
 
 from fa_cupy import BitMask, layouts
 from fa_cupy.core import attention_problem
@@ -14,6 +11,8 @@ from tests import cupy_stand_in
 from tests.kernel_attention import blocks_of
 from tests.planted import plant
 from validation import emulator
+from validation.emulator.launcher import EmulatorLauncher
+from validation.emulator.masks import WHOLE, tables_of
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 SIZES = [(1, 1), (300, 70), (128, 128), (129, 4300), (4200, 260)]
@@ -62,19 +61,6 @@ def test_the_struct_is_that_of_cuda():
     assert MASK_TABLE.itemsize == 48
 
 
-class Launch:
-    """`fa_cupy.gpu.driver.launch.launch` by the emulator."""
-
-    def __init__(self, sources=None):
-        self.sources = sources or {}
-        self.ran = []
-
-    def __call__(self, row, grid, block, shared, struct):
-        self.ran.append(row.source)
-        path = emulator.build_row(row, self.sources.get(row.entry))
-        emulator.launch(path, row.entry, grid, block, shared, struct, len(self.ran))
-
-
 @pytest.fixture(scope="module")
 def cupy():
     with cupy_stand_in.in_place_of_cupy() as cupy:
@@ -85,11 +71,12 @@ def cupy():
 def host(cupy, monkeypatch):
     from fa_cupy.gpu.masks import block_tables
 
-    monkeypatch.setattr(block_tables, "launch", Launch())
-    monkeypatch.setattr(block_tables, "target_of_device", lambda device: "sm_80")
-    load = SimpleNamespace(load=lambda row, target, device: row)
-    monkeypatch.setattr(block_tables, "compile", load)
+    launched_by(block_tables, monkeypatch, EmulatorLauncher())
     return block_tables
+
+
+def launched_by(host, monkeypatch, launcher):
+    monkeypatch.setattr(host.workspace, "launcher", lambda device: launcher)
 
 
 def made_by(host, mask):
@@ -106,7 +93,6 @@ def made_by(host, mask):
 
 def check_tables(host, mask):
     found = made_by(host, mask)
-    found["mask_by_key_prefix_counts"] = found.pop("mask_prefix_counts")
     want = tables_of(problem_of(mask), mask).arrays
     for name in found:
         like = want[name].reshape(-1)
@@ -153,7 +139,7 @@ BUGS = {
 def test_a_planted_bug_is_found(host, bug, tmp_path, monkeypatch):
     source, *changes = BUGS[bug]
     planted = {source.replace("/", "_"): plant(tmp_path, source, *changes)}
-    monkeypatch.setattr(host, "launch", Launch(planted))
+    launched_by(host, monkeypatch, EmulatorLauncher(sources=planted))
     mask = BitMask.from_dense(random_mask(4, 2, 300, 700))
     with pytest.raises((AssertionError, emulator.EmulationError)):
         check_tables(host, mask)

@@ -10,7 +10,7 @@ import pytest
 import fa_cupy
 from fa_cupy import reference
 from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BwdSm90, select_bwd
+from fa_cupy.gpu.kernels.attention import bwd_sm90
 from validation import (
     backward_calls,
     backward_peers,
@@ -140,7 +140,7 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, name, monkeypatch):
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_turns_are_late_in_the_kernel_that_is_timed(dim):
     """The build with pauses has both of them, and is no other kernel for it: nothing spills."""
-    row = next(x for x in select_bwd("bfloat16", dim, dim) if isinstance(x, BwdSm90))
+    row = next(x for x in bwd_sm90.VARIANTS if (x.dtype, x.dim) == ("bfloat16", dim))
     source = turns.source()
     assert [source.count(f"pause[{i}]".encode()) for i in range(3)] == [1, 1, 1]
     for stores in turns.STORES:

@@ -97,19 +97,10 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     RuntimeError
         Where a result is wrong, or no call reached a row.
     """
-    from fa_cupy.gpu import attention_backward_plan
+    from fa_cupy.gpu import plan_cache
     from fa_cupy.gpu.driver import compile
-    from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
-        BACKWARD_SM80,
-        BwdDkdvSm80,
-        select_bwd_sm80,
-    )
-    from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import (
-        BACKWARD,
-        BwdDkdvSm90,
-        BwdSm90,
-        select_bwd,
-    )
+    from fa_cupy.gpu.kernels import attention_backward
+    from fa_cupy.gpu.kernels.backward import Wanted
 
     reached: set[Any] = set()
     load = compile.load
@@ -119,23 +110,22 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         return load(row, *rest)
 
     calls = 0
-    mains = [row for row in BACKWARD if isinstance(row, (BwdSm90, BwdDkdvSm90))]
-    mains += [row for row in BACKWARD_SM80 if isinstance(row, BwdDkdvSm80)]
+    select = attention_backward.select
+    kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80")  # one of each call
+    mains = [row for row in attention_backward.VARIANTS if row.kernel in kernels]
     for row in mains[share::shares]:
         if target not in row.targets:
             print(f"{row.name}: not for {target}")
             continue
-        dims = row.dtype, row.dim, row.dim
+        wanted = Wanted(row.dtype, row.dim, row.sparse)
         problem_set = (masked_problems if row.sparse else problems)(row.dim)
-        rows = select_bwd(*dims, row.sparse)
         patches: list[Any] = [mock.patch.object(compile, "load", spy)]
-        if isinstance(row, BwdDkdvSm80):  # which are to take what others would
+        if row.kernel == "bwd_dkdv_sm80":  # which is to take what others would
             problem_set = sm80_problems(row.dim, row.sparse)
-            rows = select_bwd_sm80(*dims, target, row.sparse)
-            patches.append(
-                mock.patch.object(attention_backward_plan, "select_bwd", return_value=None)
-            )
-        attention_backward_plan._plans.clear()  # what is kept would not be loaded again
+            wanted = wanted._replace(mapped=False)
+            patches.append(mock.patch.object(attention_backward, "select", _unmapped(select)))
+        rows = select(wanted, target)
+        plan_cache.plans.clear()  # what is kept would not be loaded again
         reached.clear()
         with contextlib.ExitStack() as stack:
             for patch in patches:
@@ -143,10 +133,15 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
             for shape, options in problem_set:
                 _call(row, shape, options)
                 calls += 1
-        if missed := {*(rows or ())} - reached:
+        if missed := {*rows} - reached:
             raise RuntimeError(f"no call reached {', '.join(x.name for x in missed)}")
-    attention_backward_plan._plans.clear()  # of those that took what others would
+    plan_cache.plans.clear()  # of those that took what others would
     return calls
+
+
+def _unmapped(select: Any) -> Any:
+    """Return `select` as if no tensor map could walk an array."""
+    return lambda wanted, target: select(wanted._replace(mapped=False), target)
 
 
 def _call(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> None:

@@ -61,31 +61,40 @@ def source() -> bytes:
 
 def with_rows(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., peers.Call]:
     """Make an implementation of the family that runs what `change` makes of the table's rows."""
-    from fa_cupy.gpu import attention_backward_plan
-    from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
+    from fa_cupy.gpu import plan_cache
+    from fa_cupy.gpu.kernels import attention_backward
 
     table = FAMILIES[FAMILY].impls["fa_cupy"]
     plans: dict[Any, Any] = {}  # its own, as those of the other rows have the same keys
-    atexit.register(plans.clear)  # as in plan_bwd
+    atexit.register(plans.clear)  # as in plan_cache
+    select = attention_backward.select
 
-    def select(*call: Any) -> Any:
-        chain = select_bwd(*call)
-        return None if chain is None else tuple(change(chain))
+    def changed(*wanted: Any) -> Any:
+        return tuple(change(select(*wanted)))
 
     def make(case: Any, inputs: Any) -> peers.Call:
         call = table(case, inputs)
 
         def run() -> Any:
-            before = attention_backward_plan._plans, attention_backward_plan.select_bwd
-            attention_backward_plan._plans, attention_backward_plan.select_bwd = plans, select
+            before = plan_cache.plans.copy()
+            _fill(plan_cache.plans, plans)
+            attention_backward.select = changed
             try:
                 return call.run()
             finally:
-                attention_backward_plan._plans, attention_backward_plan.select_bwd = before
+                attention_backward.select = select
+                _fill(plans, plan_cache.plans)
+                _fill(plan_cache.plans, before)
 
         return call._replace(run=run)
 
     return make
+
+
+def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    """Make a table hold these entries and no others."""
+    table.clear()
+    table.update(entries)
 
 
 class Slowed:
@@ -103,7 +112,7 @@ class Slowed:
 
     def rows(self, chain: Sequence[Any]) -> list[Any]:
         """Return the rows of a call with this one in the place of the table's."""
-        from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BwdSm90
+        from fa_cupy.gpu.kernels.attention.bwd_sm90 import BwdSm90
 
         return [self._row(row) if isinstance(row, BwdSm90) else row for row in chain]
 

@@ -24,7 +24,7 @@ struct BackwardParams {
   float scale;              // of a product, whatever a softcap does
 };
 static_assert(sizeof(BackwardParams) == FA_BACKWARD_PARAMS_BYTES,
-              "fa_cupy/gpu/kernels/attention/bwd_params.py holds the same struct");
+              "fa_cupy/gpu/kernels/backward.py holds the same struct");
 
 // Where a batch entry begins.
 FA_DEVICE uint16* entry_start(const BackwardParams& params, const Array& array, uint32 entry) {

@@ -17,9 +17,9 @@ from fa_cupy.cpu import blas
 from fa_cupy.cpu.executor import Machine
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
+from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
+from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import Call, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
@@ -205,8 +205,8 @@ def _backward(
     taken = taken and not (head_dim % DIM_STEP or v_dim % DIM_STEP)
 
     def chain(masked: bool, plain: bool) -> tuple[Variant, ...]:
-        hopper = select_bwd(dtype, head_dim, v_dim, masked) if plain and target == "sm_90a" else ()
-        return hopper or select_bwd_sm80(dtype, head_dim, v_dim, target, masked) or ()
+        wanted = Wanted(dtype, max(head_dim, v_dim), masked, mapped=plain)
+        return attention_backward.select(wanted, target)
 
     rows = chain(False, True) if taken else ()
     if not rows:

@@ -18,8 +18,8 @@ from fa_cupy.cli.info import DTYPES, length, multiprocessors
 from fa_cupy.core.linear_problem import ALGORITHMS
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80, select_bwd_sm80
-from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD, select_bwd
+from fa_cupy.gpu.kernels import attention_backward
+from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
@@ -41,14 +41,11 @@ def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
 def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that gradients of attention get, in the tables' order."""
     chosen: set[Variant] = set()
-    for dtype, dim in product(dtypes, (dim for dim in dims if dim % DIM_STEP == 0)):
-        for masked in (False, True):
-            chains = [select_bwd_sm80(dtype, dim, dim, target, masked)]
-            if target == "sm_90a":
-                chains.append(select_bwd(dtype, dim, dim, masked))
-            for rows in filter(None, chains):
-                chosen |= {*rows, *MASKS}
-    return [row for row in (*BACKWARD, *BACKWARD_SM80, *MASKS) if row in chosen]
+    walked = [dim for dim in dims if dim % DIM_STEP == 0]
+    for wanted in product(dtypes, walked, (False, True), (False, True)):  # masked, mapped
+        rows = attention_backward.select(Wanted(*wanted), target)
+        chosen |= {*rows, *MASKS} if rows else set()
+    return [row for row in (*attention_backward.VARIANTS, *MASKS) if row in chosen]
 
 
 def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
@@ -101,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         print("warmup: no GPU here; name a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
-    dims = set(options.head_dim or (row.dim for row in (*VARIANTS, *BACKWARD, *PRODUCTS)))
+    every = (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS)
+    dims = set(options.head_dim or (row.dim for row in every))
     rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
     rows += serving_products(target, dtypes, dims)
     for why in unserved(

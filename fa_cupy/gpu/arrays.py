@@ -1,4 +1,4 @@
-"""CuPy arrays as kernels want them: which ones they read where they lie, and copies of others."""
+"""CuPy arrays of calls: which ones kernels read where they lie, copies of others, and keys."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 
 
@@ -66,3 +67,19 @@ def packed_copy(view: attention_problem.View, array: Any) -> tuple[Any, attentio
     steps = [0 if n == 1 else step for n, step in zip(shape, copy.strides, strict=True)]
     steps[-1] = array.dtype.itemsize
     return copy, attention_problem.View(view.shape, tuple(steps))
+
+
+def array_key(x: Any, device: int) -> Any:
+    """Return what a plan depends on in an array; False if it is none of the device."""
+    if x is None:
+        return None
+    if type(x) is cupy.ndarray and x.data.device_id == device:
+        return x.shape, x.strides, x.dtype
+    return False
+
+
+def mask_key(x: Any, device: int) -> Any:
+    """Return what a plan depends on in a mask; False if it is an array of elsewhere."""
+    if type(x) is BitMask:
+        return x._grid, x.entries.shape, x.entries.strides
+    return array_key(x, device)

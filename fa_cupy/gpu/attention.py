@@ -15,21 +15,26 @@ import numpy as np
 from cupy import ndarray
 from cupy.cuda import alloc, get_current_stream, runtime
 
-from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.core.arrays import dense_strides, memory_order
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import fits, fits_strides, kernel_takes, packed_copy, require_whole_elements
+from fa_cupy.gpu.arrays import (
+    array_key,
+    fits,
+    fits_strides,
+    kernel_takes,
+    mask_key,
+    packed_copy,
+    require_whole_elements,
+)
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import NAMES, POINTERS, Traits
 from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import lookup, remember
+from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 
 _NAME = "attention"
-_NUMBERS = frozenset((type(None), float, int, np.float32, np.float64))
-_TEXTS = frozenset((type(None), str))
 # What a plan gets in place of the parts of a mask.
 _NO_MASK = (0,) * (len(NAMES) - len(POINTERS))
 
@@ -133,11 +138,11 @@ def cached(
     if k.data.device_id != device or v.data.device_id != device or runtime.getDevice() != device:
         return None
     if not (
-        scale.__class__ in _NUMBERS
-        and softcap.__class__ in _NUMBERS
+        scale.__class__ in NUMBERS
+        and softcap.__class__ in NUMBERS
         and is_causal.__class__ is return_lse.__class__ is bool
-        and causal_align.__class__ in _TEXTS
-        and precision.__class__ in _TEXTS
+        and causal_align.__class__ in TEXTS
+        and precision.__class__ in TEXTS
     ):
         return None
     key: Any = (
@@ -145,7 +150,7 @@ def cached(
         v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
     if bias is not None or mask is not None or window is not None:
-        extra = _array_key(bias, device), mask_key(mask, device), _window_key(window)
+        extra = array_key(bias, device), mask_key(mask, device), window_key(window)
         if any(part is False for part in extra):
             return None
         key = (*key, extra)
@@ -245,45 +250,6 @@ def _by_copies(
     if target is not out:
         out[...] = target
     return out, rows
-
-
-def _array_key(x: Any, device: int) -> Any:
-    """Return what a plan depends on in an array; False if it is none of the device."""
-    if x is None:
-        return None
-    if type(x) is cupy.ndarray and x.data.device_id == device:
-        return x.shape, x.strides, x.dtype
-    return False
-
-
-def options_key(scale: Any, is_causal: Any, causal_align: Any, window: Any, softcap: Any) -> Any:
-    """Return what a plan depends on in options; None if a type does not say what it means."""
-    if not (
-        scale.__class__ in _NUMBERS
-        and softcap.__class__ in _NUMBERS
-        and is_causal.__class__ is bool
-        and causal_align.__class__ in _TEXTS
-    ):
-        return None
-    if window is not None and _window_key(window) is False:
-        return None
-    return scale, is_causal, causal_align, window, softcap
-
-
-def mask_key(x: Any, device: int) -> Any:
-    """Return what a plan depends on in a mask; False if it is an array of elsewhere."""
-    if type(x) is BitMask:
-        return x._grid, x.entries.shape, x.entries.strides
-    return _array_key(x, device)
-
-
-def _window_key(window: Any) -> Any:
-    """Return a window whose type says what it means; False for any other."""
-    if window is None:
-        return None
-    if type(window) is tuple and all(side is None or type(side) is int for side in window):
-        return window
-    return False
 
 
 def _strides_like(problem: Problem, q: Any) -> tuple[int, ...]:

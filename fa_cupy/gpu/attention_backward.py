@@ -1,25 +1,111 @@
-"""Gradients of attention on CuPy arrays."""
+"""Gradients of attention on CuPy arrays.
+
+A call has one workspace. It holds what the kernels hand to each other, dense copies of arrays that
+they cannot read as they lie, and gradients that are not asked for or that are to lie in memory in
+another way than the kernels write them.
+"""
 
 from __future__ import annotations
 
-import atexit
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import cupy
+import numpy as np
 from cupy.cuda import alloc, get_current_stream, runtime
 
+from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
-from fa_cupy.gpu import attention_backward_plan
-from fa_cupy.gpu.arrays import require_whole_elements
-from fa_cupy.gpu.attention import mask_key, options_key
-from fa_cupy.gpu.plan import remember
+from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.gpu import workspace
+from fa_cupy.gpu.arrays import mask_key, require_whole_elements
+from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
+from fa_cupy.gpu.kernels.backward import Gradients, Traits
+from fa_cupy.gpu.masks.block_tables import CallTables
+from fa_cupy.gpu.plan import Plan
+from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 
 _NAME = "attention_backward"
+_INPUTS = ("q", "k", "v")
+_GRADIENTS = ("dq", "dk", "dv")
+_RESULTS = ("out", "lse", "dout", "dlse")
+_ROWS = ("lse", "dlse")  # which kernels read as dense arrays
 
-# Plans by the arguments of calls as they come; None for calls that need copies or have no kernel.
-_calls: dict[Any, attention_backward_plan.Plan | None] = {}
-atexit.register(_calls.clear)  # kernels must go before CuPy's modules are taken apart
+
+class Laid(NamedTuple):
+    """How an array lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def ndim(self) -> int:
+        """Axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a dense array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Prepared(NamedTuple):
+    """What one kind of call needs to run on one device.
+
+    Attributes
+    ----------
+    plan : Plan
+    tables : CallTables or None
+        What finds the tables of a mask, if there is one.
+    copies : dict of tuple
+        Of each array that lies in the workspace in place of one of the call, its layout and its
+        place.
+    grads : list of tuple
+        Shape, strides, dtype and bytes of dq, dk and dv as the kernels write them.
+    """
+
+    plan: Plan
+    tables: CallTables | None
+    copies: Mapping[str, tuple[Laid, int]]
+    grads: Sequence[tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any], int]]
+
+    def run(self, arrays: Mapping[str, Any], mask: Any) -> bool:
+        """Run the call on the current stream of the plan's device, which must be current.
+
+        Parameters
+        ----------
+        arrays : dict of cupy.ndarray or None
+            What is read, and the gradients that are wanted.
+        mask : BitMask or cupy.ndarray of bool, or None
+
+        Returns
+        -------
+        bool
+            As of `Plan.run`.
+        """
+        # What a launch reads is given back when the launch is queued.
+        tables, _owners = ((), None) if self.tables is None else self.tables(mask)
+        there = [arrays[name] for name in ARRAYS if name not in self.copies]
+        pointers = [0 if x is None else x.data.ptr for x in there]
+        if not self.copies:
+            return self.plan.run((*pointers, *tables))
+        memory = workspace.take(self.plan.workspace_bytes)
+        copies = {
+            name: cupy.ndarray(laid.shape, laid.dtype, memory + place, laid.strides)
+            for name, (laid, place) in self.copies.items()
+            if arrays[name] is not None
+        }
+        for name, copy in copies.items():
+            if name not in _GRADIENTS:
+                _bits(copy)[...] = _bits(arrays[name])
+        ran = self.plan.run((*pointers, *tables), memory.ptr)
+        for name in _GRADIENTS:
+            if ran and name in copies:
+                _bits(arrays[name])[...] = _bits(copies[name])
+        return ran
 
 
 def cached(
@@ -34,13 +120,21 @@ def cached(
     if bias is not None or need is not None:
         return None
     device = runtime.getDevice()
-    options = options_key(scale, is_causal, causal_align, window, softcap)
     seen = None if mask is None else mask_key(mask, device)
-    if options is None or seen is False:
+    if (
+        seen is False
+        or (window is not None and window_key(window) is False)
+        or scale.__class__ not in NUMBERS
+        or softcap.__class__ not in NUMBERS
+        or is_causal.__class__ is not bool
+        or causal_align.__class__ not in TEXTS
+    ):
         return None
     if runtime.streamIsCapturing(get_current_stream().ptr):
         return None  # an error would leave memory in the graph
-    facts: list[Any] = [device, options, seen, dlse is None]
+    facts: list[Any] = [
+        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, dlse is None,
+    ]  # fmt: skip
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
         if type(x) is not cupy.ndarray or x.data.device_id != device:
@@ -50,35 +144,32 @@ def cached(
     if addresses & 15:  # kernels could not read an array where it lies
         return None
     key = tuple(facts)
-    plan = _calls.get(key)
-    if plan is None and key not in _calls:
+    found: Any = lookup(key, _NAME)
+    if found is _NAME:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, None, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap,
         )  # fmt: skip
-        arrays = attention_backward_plan.named(inputs, results)
+        arrays = _named(inputs, results)
         require_whole_elements(_NAME, **arrays)
-        plan = attention_backward_plan.plan_for(problem, arrays, ("q", "k", "v"))
-        if plan is not None and not plan.direct:
-            plan = None
-        remember(_calls, key, plan)
-    if plan is None:
+        found = remember(key, prepared(problem, arrays, _INPUTS))
+    if found is None or found.copies:
         return None
+    tables, _owners = ((), None) if found.tables is None else found.tables(mask)
     dq, dk, dv = (
         cupy.ndarray(shape, dtype, alloc(size), strides)
-        for shape, strides, dtype, size in plan.grads
+        for shape, strides, dtype, size in found.grads
     )
-    pointers = {
-        "q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr, "out": out.data.ptr,
-        "lse": lse.data.ptr, "dout": dout.data.ptr, "dlse": 0 if dlse is None else dlse.data.ptr,
-        "bias": 0, "dq": dq.data.ptr, "dk": dk.data.ptr, "dv": dv.data.ptr,
-    }  # fmt: skip
-    return (dq, dk, dv) if plan.launch(pointers, mask) else None
+    pointers = (
+        q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, lse.data.ptr, dout.data.ptr,
+        0 if dlse is None else dlse.data.ptr, 0, dq.data.ptr, dk.data.ptr, dv.data.ptr,
+    )  # fmt: skip
+    return (dq, dk, dv) if found.plan.run((*pointers, *tables)) else None
 
 
 def backward(
-    problem: attention_problem.Problem,
+    problem: Problem,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
     need: tuple[str, ...],
@@ -88,12 +179,128 @@ def backward(
 
     Kernels compute them where there are some for the call, cuBLAS products elsewhere.
     """
-    q, k, v, bias, _ = inputs
-    out, lse, dout, dlse = results
-    require_whole_elements(_NAME, q=q, k=k, v=v, bias=bias, out=out, lse=lse, dout=dout, dlse=dlse)
-    found = attention_backward_plan.backward(problem, inputs, results, need, empty)
+    require_whole_elements(_NAME, **_named(inputs, results), bias=inputs[3])
+    found = by_kernels(problem, inputs, results, need, empty)
     if found is not None:
         return found
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty)
+
+
+def by_kernels(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+) -> dict[str, Any] | None:
+    """Do as `backward`; None where the kernels do not take the call.
+
+    All gradients are computed, whichever are asked for, but for that of the bias, which the kernels
+    do not compute.
+    """
+    arrays = _named(inputs, results)
+    plan = None if "bias" in need else prepared(problem, arrays, need)
+    if plan is None:
+        return None
+    found = {name: empty(arrays[name].shape, problem.dtype, arrays[name]) for name in need}
+    grads = {f"d{name}": found.get(name) for name in _INPUTS}
+    return found if plan.run({**arrays, "bias": inputs[3], **grads}, inputs[4]) else None
+
+
+def prepared(problem: Problem, arrays: dict[str, Any], need: Sequence[str]) -> Prepared | None:
+    """Return what a call needs, made at most once; None where the kernels do not take the call.
+
+    Parameters
+    ----------
+    problem : Problem
+    arrays : dict of cupy.ndarray or None
+        All that is read but bias and mask, by name.
+    need : sequence of str
+        The arrays whose gradients are asked for.
+    """
+    device = runtime.getDevice()
+    laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
+    copied = tuple(
+        [name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)]
+    )
+    key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device
+    found: Any = lookup(key, _NAME)
+    if found is _NAME:
+        found = remember(key, _prepare(problem, laid, copied, need, device))
+    return cast("Prepared | None", found)
+
+
+def _prepare(
+    problem: Problem, laid: dict[str, Laid], copied: Sequence[str], need: Sequence[str], device: int
+) -> Prepared | None:
+    inside = {name: _laid_out(laid[name].shape, None, laid[name].dtype) for name in copied}
+    orders = [core_arrays.memory_order(laid[name].shape, laid[name]) for name in _INPUTS]
+    for name, order in zip(_INPUTS, orders, strict=True):
+        x = laid[name]
+        grad = _laid_out(x.shape, order, x.dtype)
+        if name not in need or not _readable("", grad, 0):
+            grad = inside[f"d{name}"] = _laid_out(x.shape, None, x.dtype)
+        laid[f"d{name}"] = grad
+    views: dict[tuple[Laid, bool], View] = {
+        (laid[name], name in "kv"): getattr(problem, name) for name in _INPUTS
+    }
+    laid |= {name: inside[name] for name in copied}
+
+    def view(name: str) -> View:
+        of_keys = name in ("k", "v", "dk", "dv")
+        key = laid[name], of_keys
+        if key not in views:
+            rows = problem.k_len if of_keys else problem.q_len
+            shape = rows, laid[name].shape[-1]
+            views[key] = attention_problem.batch_view(problem, laid[name], *shape)
+        return views[key]
+
+    gradients = Gradients(*[view(name) for name in Gradients._fields])
+    problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
+    sizes = {name: x.nbytes for name, x in inside.items()}
+    made = make_plan(Traits(problem, gradients), workspace.launcher(device), sizes)
+    if made is None:
+        return None
+    plan, (places, _) = made
+    return Prepared(
+        plan,
+        tables=None if problem.mask is None else CallTables(problem, device),
+        copies={name: (x, places[name]) for name, x in inside.items()},
+        grads=[(*laid[name], laid[name].nbytes) for name in _GRADIENTS],
+    )
+
+
+def _named(inputs: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
+    """Return the arrays that gradients are made from, but bias and mask, by name."""
+    found = dict(zip(_INPUTS, inputs, strict=False))
+    return found | dict(zip(_RESULTS, results, strict=True))
+
+
+def _readable(name: str, laid: Laid, pointer: int) -> bool:
+    """Whether kernels read an array as it lies; others are copied."""
+    steps = [(n, step) for n, step in zip(laid.shape, laid.strides, strict=True) if n > 1]
+    if name in _ROWS:
+        dense = _laid_out(laid.shape, None, laid.dtype).strides
+        return steps == [(n, step) for n, step in zip(laid.shape, dense, strict=True) if n > 1]
+    if pointer & 15 or (laid.shape[-1] > 1 and steps.pop()[1] != laid.dtype.itemsize):
+        return False
+    # Kernels count the steps of rows in int32, in elements.
+    if laid.shape[-2] > 1 and not 0 < steps[-1][1] < 2**31 * laid.dtype.itemsize:
+        return False
+    return all(step >= 0 and step % 16 == 0 for _, step in steps)
+
+
+def _laid_out(shape: tuple[int, ...], order: Sequence[int] | None, dtype: np.dtype[Any]) -> Laid:
+    """Return a dense array whose axes lie in `order`, outermost first; C order by default."""
+    strides, step = [0] * len(shape), dtype.itemsize
+    for axis in reversed(range(len(shape)) if order is None else order):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return Laid(shape, tuple(strides), dtype)
+
+
+def _bits(x: Any) -> Any:
+    """Return `x` as integers of its size: CuPy does not move bfloat16 around everywhere."""
+    return x.view(np.dtype(f"u{x.dtype.itemsize}"))

@@ -9,6 +9,11 @@ from __future__ import annotations
 import atexit
 from typing import Any
 
+import numpy as np
+
+#: The types of options that are equal where they mean the same.
+NUMBERS = frozenset((type(None), float, int, np.float32, np.float64))
+TEXTS = frozenset((type(None), str))
 _MOST = 8192  # plans; the table starts anew when it is full
 
 #: Reading it is one step to other threads.
@@ -24,3 +29,12 @@ def remember(key: Any, value: Any) -> Any:
         plans.clear()
     plans[key] = value
     return value
+
+
+def window_key(window: Any) -> Any:
+    """Return a window whose type says what it means; False for any other."""
+    if window is None:
+        return None
+    if type(window) is tuple and all(side is None or type(side) is int for side in window):
+        return window
+    return False

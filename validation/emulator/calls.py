@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from fa_cupy import BitMask
 from fa_cupy.core import attention_problem, linear_problem
-from fa_cupy.gpu.kernels import forward, products
+from fa_cupy.gpu.kernels import attention_backward as backward_launches
+from fa_cupy.gpu.kernels import backward, forward, products
 from fa_cupy.gpu.kernels.attention.attention_params import NAMES, Traits
+from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
 from fa_cupy.gpu.kernels.variant import Variant
-from validation.emulator.launcher import EmulatorLauncher
-from validation.emulator.masks import lists_of
+from validation.emulator.launcher import MULTIPROCESSORS, EmulatorLauncher
+from validation.emulator.masks import lists_of, tables_of
 
 Array = np.ndarray[Any, Any]
 
@@ -76,6 +79,73 @@ def attention(
     plan.run(tuple(pointers))
     del lists
     return out, lse
+
+
+def attention_backward(
+    rows: Sequence[BackwardVariant],
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None = None,
+    bias: Array | None = None,
+    mask: Array | BitMask | None = None,
+    seed: int = 0,
+    sources: Mapping[str, Path] = MappingProxyType({}),
+    blocks: int = MULTIPROCESSORS,
+    together: int = 1,
+    truncating: bool = False,
+    **options: Any,
+) -> tuple[Array, Array, Array]:
+    """Gradients of attention by some variants.
+
+    Parameters
+    ----------
+    rows : sequence of BackwardVariant
+        In the order of their launches, as `fa_cupy.gpu.kernels.attention_backward.select` returns
+        them.
+    dout, q, k, v, out, lse, dlse : numpy.ndarray
+        `k` and `v` have the batch axes of `q`, but for a head axis that may have fewer heads.
+    bias : numpy.ndarray, optional
+        As for `fa_cupy.attention_backward`; only variants for SM80 take one.
+    mask : numpy.ndarray or BitMask, optional
+        As for `fa_cupy.attention_backward`; wants variants for masks.
+    seed, truncating : int, bool
+        As for `emulator.launch`.
+    sources : mapping of Path
+        Kernels in place of the variants' own, by their entry.
+    blocks, together : int
+        Of the launches whose blocks take work until none is left: how many blocks, and how many of
+        them run at the same time.
+    **options
+        Of `fa_cupy.attention`.
+
+    Raises
+    ------
+    EmulationError
+        As `emulator.launch`.
+    """
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+    dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
+    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
+    # As k and v are seen, so are dk and dv.
+    like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
+    traits = backward.Traits(problem, backward.Gradients(*queries, like.k, like.v))
+    plain = any(isinstance(row, backward.BackwardSm80) for row in rows)
+    assert traits.wanted.strided if plain else traits.wanted.mapped
+    launcher = EmulatorLauncher(seed, truncating, sources, blocks, together)
+    made = backward_launches.make_plan(traits, launcher, variants=rows)
+    assert made is not None
+    lse = np.ascontiguousarray(lse, np.float32)
+    dlse = None if dlse is None else np.ascontiguousarray(dlse, np.float32)
+    arrays = (q, k, v, out, lse, dout, dlse, bias, dq, dk, dv)
+    tables = None if mask is None else tables_of(problem, mask)
+    addresses = () if tables is None else tables.pointers()
+    made[0].run((*[0 if x is None else x.ctypes.data for x in arrays], *addresses))
+    del tables  # it owns what the addresses are of
+    return dq, dk, dv
 
 
 def causal_product(

@@ -10,6 +10,7 @@ import numpy as np
 from fa_cupy import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
+from fa_cupy.gpu.kernels.mask.structs import TABLE_ARRAYS
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import WORDS, Grid
 
@@ -80,14 +81,14 @@ class Tables(NamedTuple):
     Attributes
     ----------
     arrays : dict of numpy.ndarray
-        By the names of `fa_cupy.gpu.masks.block_tables.Tables.pointers`.
+        By the names in `TABLE_ARRAYS`.
     """
 
     arrays: dict[str, np.ndarray[Any, Any]]
 
-    def pointers(self) -> dict[str, int]:
-        """Return the addresses."""
-        return {name: array.ctypes.data for name, array in self.arrays.items()}
+    def pointers(self) -> tuple[int, ...]:
+        """Return the addresses in the order of `TABLE_ARRAYS`."""
+        return tuple([self.arrays[name].ctypes.data for name in TABLE_ARRAYS])
 
 
 def tables_of(problem: attention_problem.Problem, mask: np.ndarray[Any, Any] | BitMask) -> Tables:

@@ -14,15 +14,15 @@ import numpy as np
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.driver import compile
-from fa_cupy.gpu.driver.devices import target_of_device
-from fa_cupy.gpu.driver.launch import capturing, launch
+from fa_cupy.gpu import workspace
+from fa_cupy.gpu.driver.arguments import Arguments
+from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
 from fa_cupy.gpu.kernels.mask.structs import BLOCK_TABLES_PARAMS, TRANSPOSE_WORDS_PARAMS
 from fa_cupy.gpu.kernels.mask.variants import SIDE, TABLES, TURN
 from fa_cupy.gpu.masks.binding import CallMask, Made, apart, device_lists, malloc
 from fa_cupy.gpu.masks.device_mask import DeviceMask, arrays_of
-from fa_cupy.gpu.workspace import temporaries
+from fa_cupy.gpu.plan import Step
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import Grid
 
@@ -35,30 +35,20 @@ class Tables(NamedTuple):
 
     Attributes
     ----------
-    by_query_block_index, by_key_block_index, prefix_counts : cupy.ndarray of int32
+    by_query_block_index, by_key_block_index, by_key_prefix_counts : cupy.ndarray of int32
         Of all blocks.
+    by_query_words, by_key_words : cupy.ndarray of uint32
     by_query_visible_bits, by_key_visible_bits : cupy.ndarray of uint32
         A bit for each block, rows of whole words.
-    by_query_words, by_key_words : cupy.ndarray of uint32
     """
 
     by_query_block_index: Any
-    by_key_block_index: Any
-    prefix_counts: Any
-    by_query_visible_bits: Any
-    by_key_visible_bits: Any
     by_query_words: Any
+    by_query_visible_bits: Any
+    by_key_block_index: Any
     by_key_words: Any
-
-    def pointers(self, matrix_of_entry: int) -> dict[str, int]:
-        """Return addresses by the names of `table_arrays`, with that of the matrices of entries."""
-        found = {f"mask_{name}": array.data.ptr for name, array in self._asdict().items()}
-        counts = found.pop("mask_prefix_counts")
-        return {
-            **found,
-            "mask_by_key_prefix_counts": counts,
-            "mask_matrix_of_entry": matrix_of_entry,
-        }
+    by_key_visible_bits: Any
+    by_key_prefix_counts: Any
 
 
 class CallTables:
@@ -78,13 +68,19 @@ class CallTables:
         self._grid = Grid(problem.q_len, problem.k_len)
         self._device = device
 
-    def __call__(self, mask: Any) -> tuple[dict[str, int], Any]:
-        """Return addresses by name, and what has to live until the launches are queued.
+    def __call__(self, mask: Any) -> tuple[tuple[int, ...], Any]:
+        """Return addresses, and what has to live until the launches are queued.
 
         Parameters
         ----------
         mask : BitMask or cupy.ndarray of bool
             Of the shape and strides that the problem says.
+
+        Returns
+        -------
+        pointers : tuple of int
+            In the order of `fa_cupy.gpu.kernels.mask.structs.TABLE_ARRAYS`.
+        owners : object
         """
         told, owners = self._lists(mask)
         found: Any
@@ -95,7 +91,8 @@ class CallTables:
         else:
             made.wait()
             found, kept = made.found, made
-        return found.pointers(told.matrix_of_entry), (owners, kept)
+        addresses = [array.data.ptr for array in found]  # in the order of `TABLE_ARRAYS`
+        return (*addresses, told.matrix_of_entry), (owners, kept)
 
     def _of_bits(self, mask: BitMask) -> tuple[Tables, Any]:
         every, lists = mask._store.device_tables, device_lists(mask, self._device)
@@ -116,7 +113,7 @@ class CallTables:
         return kept.found, kept
 
     def _made(self, lists: DeviceMask) -> Tables:
-        with temporaries():
+        with workspace.temporaries():
             return make(lists, self._grid, self._device)
 
 
@@ -142,29 +139,31 @@ def make(lists: DeviceMask, grid: Grid, device: int) -> Tables:
     arrays = arrays_of(*zip(padded, (*kinds, np.uint32), strict=True))
     words = lists.words.reshape(-1)
     found = Tables(
-        by_query_block_index=arrays[0], by_key_block_index=arrays[1], prefix_counts=arrays[2],
-        by_query_visible_bits=arrays[3], by_key_visible_bits=arrays[4],
-        by_query_words=words, by_key_words=arrays[5],
+        by_query_block_index=arrays[0], by_key_block_index=arrays[1],
+        by_key_prefix_counts=arrays[2], by_query_visible_bits=arrays[3],
+        by_key_visible_bits=arrays[4], by_query_words=words, by_key_words=arrays[5],
     )  # fmt: skip
-    target = str(target_of_device(device))
-
     struct = np.zeros(1, BLOCK_TABLES_PARAMS)
     struct["lists"] = tuple(_pointers(lists))
     struct["by_query"], struct["by_key"] = (x.data.ptr for x in arrays[:2])
-    struct["prefix_counts"] = found.prefix_counts.data.ptr
+    struct["prefix_counts"] = found.by_key_prefix_counts.data.ptr
     struct["by_query_bits"], struct["by_key_bits"] = (x.data.ptr for x in arrays[3:5])
     struct["q_blocks"], struct["k_blocks"] = rows, columns
-    kernel = compile.load(TABLES, target, device)
-    launch(kernel, matrices * q_sides * k_sides, TABLES.threads, TABLES.shared_bytes, struct)
+    _launch(Step(TABLES, matrices * q_sides * k_sides, struct, {}), device)
     if places:
         struct = np.zeros(1, TRANSPOSE_WORDS_PARAMS)
         struct["words"], struct["transposed"] = words.data.ptr, found.by_key_words.data.ptr
         struct["blocks"] = places
         if lists.words_by_block:  # there is room for the words of all blocks
             struct["block_index"] = found.by_query_block_index.data.ptr
-        kernel = compile.load(TURN, target, device)
-        launch(kernel, -(-places // TURN.warps), TURN.threads, TURN.shared_bytes, struct)
+        _launch(Step(TURN, -(-places // TURN.warps), struct, {}), device)
     return found
+
+
+def _launch(step: Step, device: int) -> None:
+    """Launch a step whose struct is complete."""
+    (kernel,) = workspace.launcher(device).kernels([step])
+    kernel(Arguments(step.params))
 
 
 def _pointers(lists: DeviceMask) -> MaskPointers:

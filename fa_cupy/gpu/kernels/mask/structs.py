@@ -35,28 +35,34 @@ TRANSPOSE_WORDS_PARAMS = np.dtype(
 # `prefix_counts`.
 _BY_QUERY = ("block_index", "words", "visible_bits")
 _BY_KEY = (*_BY_QUERY, "prefix_counts")
+#: The names of all arrays that tables point to.
+TABLE_ARRAYS = (
+    *(f"mask_by_query_{name}" for name in _BY_QUERY),
+    *(f"mask_by_key_{name}" for name in _BY_KEY),
+    "mask_matrix_of_entry",
+)
 
 
-def table_arrays(turned: bool) -> dict[str, str]:
-    """Return which array each field of a `MASK_TABLE` points to.
+def table_arrays(by_key: bool) -> dict[str, str]:
+    """Return which of `TABLE_ARRAYS` each field of a `MASK_TABLE` points to.
 
     Parameters
     ----------
-    turned : bool
+    by_key : bool
         Whether it is the table by blocks of keys.
     """
-    kind, names = ("by_key", _BY_KEY) if turned else ("by_query", _BY_QUERY)
+    kind, names = ("by_key", _BY_KEY) if by_key else ("by_query", _BY_QUERY)
     return {
         "matrix_of_entry": "mask_matrix_of_entry",
         **{name: f"mask_{kind}_{name}" for name in names},
     }
 
 
-def table_of(problem: Problem, turned: bool) -> np.ndarray[Any, Any]:
+def table_of(problem: Problem, by_key: bool) -> np.ndarray[Any, Any]:
     """Return a `MASK_TABLE`, of shape (1,) and without addresses, of the mask of a problem."""
     filled = np.zeros(1, MASK_TABLE)
     grid = Grid(problem.q_len, problem.k_len)
     filled["rows"], filled["cols"] = grid.q_tiles, grid.k_tiles
-    if turned:
+    if by_key:
         filled["rows"], filled["cols"] = grid.k_tiles, grid.q_tiles
     return filled

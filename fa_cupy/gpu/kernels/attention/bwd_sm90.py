@@ -1,0 +1,102 @@
+"""The host side of ``bwd_sm90``, which computes dK and dV and adds up dQ in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from fa_cupy.gpu.kernels.backward import GROUPS, WORK_STAGES, BackwardSm90, Launches, Traits
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
+from fa_cupy.gpu.plan import Step
+
+#: Of dQ of a tile, one a warpgroup; each has 64 columns of `dq_tile_m` queries.
+PIECES = 2
+_WORK_BYTES = 52  # WorkTile
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdSm90(BackwardSm90):
+    """A row of ``bwd_sm90``: one warpgroup feeds two others, each of 64 keys.
+
+    Attributes
+    ----------
+    dout_stages : int
+        Tiles of dO in flight; `stages` are those of Q.
+    staging_stages : int
+        Buffers for a warpgroup's results on their way out.
+    store_threads : int
+        Threads that store results, each of which waits for turns. Three leave one that loads.
+    defer_dq : bool
+        The schedule. True: dQ is that of the tile before, so that neither warpgroup waits for the
+        other, and blocks of keys are given out from the last one on. False: dK is that of the tile
+        before, and runs beside the exponentials; blocks of keys are given out from the first one
+        on.
+    """
+
+    dout_stages: int
+    staging_stages: int
+    store_threads: int
+    defer_dq: bool
+
+    @property
+    def dq_tile_m(self) -> int:
+        """Queries of a piece of dQ: kDqTileM."""
+        return self.tile_m if self.dim > 64 else self.tile_m // 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        tiles = self.row_bytes * (2 * self.tile_n + (self.stages + self.dout_stages) * self.tile_m)
+        ds_stages = 2 if self.defer_dq else 1  # kDsStages
+        scores = 2 * self.tile_m * self.tile_n * ds_stages
+        rows = 8 * self.tile_m * self.stages
+        staging = GROUPS * self.staging_stages
+        rings = self.stages + self.dout_stages + ds_stages + staging + WORK_STAGES
+        alike = self.store_threads == self.staging_stages  # kStagingBarriers
+        staging_barriers = staging if alike else staging * self.store_threads
+        barriers = 4 + 2 * rings + staging_barriers - staging
+        end = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
+        return tiles + scores + staging * 4 * 64 * self.dq_tile_m + rows + -(-end // 16) * 16
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_DOUT_STAGES", self.dout_stages),
+            ("FA_STAGING_STAGES", self.staging_stages),
+            ("FA_STORE_THREADS", self.store_threads),
+            ("FA_DEFER_DQ", int(self.defer_dq)),
+        )
+
+    def step(self, traits: Traits, launches: Launches) -> Step:
+        """Return the launch: a part of the work for each tile of keys."""
+        tiles = traits.entries * -(-traits.problem.q_len // self.tile_m)
+        launches.scratch["dq_accum"] = 4 * 64 * self.dq_tile_m * PIECES * tiles
+        launches.counters["dq_semaphore"] = 4 * tiles  # whose turn it is to add to each
+        boxes = {"q": self.tile_m, "dout": self.tile_m, "k": self.tile_n, "v": self.tile_n}
+        blocks = traits.entries // traits.group * -(-traits.problem.k_len // self.tile_n)
+        step = self.mapped_step(traits, launches, blocks, boxes)
+        sums = {name: name for name in ("dq_accum", "dq_semaphore")}
+        return step._replace(addresses={**step.addresses, **sums})
+
+
+def _rows() -> Iterator[BwdSm90]:
+    # dim, tile_m, stages, store_threads, defer_dq, l2_groups, why
+    rows = (
+        (64, 128, 2, 3, True, (16, 8), "K and V are read once for 128 queries, turns may be late"),
+        (96, 64, 3, 3, False, (16, 16), "as for 128; late turns cost more with two stores"),
+        (128, 64, 3, 2, False, (16, 16), "dK and dV fill half of the registers; Q stays longer"),
+    )
+    for dim, tile_m, stages, store_threads, defer_dq, l2_groups, why in rows:
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
+            yield BwdSm90(
+                source="attention/bwd_sm90", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=128,
+                warps=12, stages=stages, dout_stages=2, staging_stages=2,
+                store_threads=3 if sparse else store_threads, defer_dq=defer_dq,
+                l2_groups=l2_groups, why=why, sparse=sparse,
+            )  # fmt: skip
+
+
+VARIANTS = tuple(_rows())

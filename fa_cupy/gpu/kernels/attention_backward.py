@@ -1,0 +1,129 @@
+"""The launches of attention backward: which kernels, in which order, in which workspace.
+
+``bwd_preprocess`` comes first. Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32,
+which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and dV and
+``bwd_dq_sm90`` dQ, where dims are wide; or ``bwd_dkdv_sm80`` and ``bwd_dq_sm80`` do, for what
+kernels of SM90 do not take and on other devices. Last, ``bwd_nonfinite`` computes rows again whose
+sums were not finite.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+from fa_cupy.gpu import plan
+from fa_cupy.gpu.kernels.attention import (
+    bwd_convert_dq,
+    bwd_dkdv_sm80,
+    bwd_dkdv_sm90,
+    bwd_dq_sm80,
+    bwd_dq_sm90,
+    bwd_nonfinite,
+    bwd_preprocess,
+    bwd_sm90,
+)
+from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, Wanted
+from fa_cupy.gpu.kernels.mask.structs import TABLE_ARRAYS
+
+#: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask.
+ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "dq", "dk", "dv")
+VARIANTS: tuple[BackwardVariant, ...] = (
+    *bwd_sm90.VARIANTS,
+    *bwd_dkdv_sm90.VARIANTS,
+    *bwd_dq_sm90.VARIANTS,
+    *bwd_preprocess.VARIANTS,
+    *bwd_convert_dq.VARIANTS,
+    *bwd_nonfinite.VARIANTS,
+    *bwd_dkdv_sm80.VARIANTS,
+    *bwd_dq_sm80.VARIANTS,
+)
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+_Row = TypeVar("_Row", bound=BackwardVariant)
+
+
+class Launcher(plan.Launcher, Protocol):
+    """What is asked of the device besides."""
+
+    @property
+    def target(self) -> str | None:
+        """What kernels are compiled for; None where none runs."""
+
+    @property
+    def multiprocessors(self) -> int:
+        """Of the device."""
+
+
+@functools.cache
+def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
+    """Pick the kernels of a call, in the order of their launches: the only place that decides it.
+
+    Parameters
+    ----------
+    wanted : Wanted
+        From `Traits`.
+    target : str or None
+        That of the device, as `fa_cupy.gpu.driver.targets.target_of` chooses it.
+
+    Returns
+    -------
+    tuple of BackwardVariant
+        Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
+        that no kernel can walk.
+    """
+
+    def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
+        fits = (
+            row
+            for row in rows
+            if row.dtype == wanted.dtype
+            and row.dim >= wanted.dim
+            and row.sparse == masked
+            and target in row.targets
+        )
+        return itertools.islice(fits, 1)  # rows of smaller dims come first
+
+    main: list[BackwardVariant] = []
+    if wanted.mapped:
+        for row in pick(bwd_sm90.VARIANTS, wanted.masked):
+            main = [row, bwd_convert_dq.row_after(row)]
+        if not main:
+            main += pick(bwd_dkdv_sm90.VARIANTS, wanted.masked)
+            main += pick(bwd_dq_sm90.VARIANTS, wanted.masked)
+    if wanted.strided and not main:
+        main += pick(bwd_dkdv_sm80.VARIANTS, wanted.masked)
+        main += pick(bwd_dq_sm80.VARIANTS, wanted.masked)
+    return (*pick(bwd_preprocess.VARIANTS), *main, *pick(bwd_nonfinite.VARIANTS)) if main else ()
+
+
+def make_plan(
+    traits: Traits,
+    launcher: Launcher,
+    copies: Mapping[str, int] = _NOTHING,
+    variants: Sequence[BackwardVariant] = (),
+) -> tuple[plan.Plan, plan.Workspace] | None:
+    """Return the plan of a call with its workspace, None where no kernels take the call.
+
+    Parameters
+    ----------
+    traits : Traits
+    launcher : Launcher
+    copies : mapping of int
+        Bytes of the arrays that lie in the workspace, by name. The plan is given no addresses of
+        these.
+    variants : sequence of BackwardVariant, optional
+        Kernels in place of those that `select` picks.
+    """
+    variants = variants or select(traits.wanted, launcher.target)
+    if not variants:
+        return None
+    launches = Launches(traits, variants, launcher.multiprocessors)
+    steps = [variant.step(traits, launches) for variant in variants[1:]]
+    steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
+    space = plan.workspace_of({**launches.scratch, **launches.counters, **copies})
+    names = [name for name in ARRAYS if name not in copies]
+    names += TABLE_ARRAYS if traits.wanted.masked else ()
+    return plan.Plan(steps, names, launcher, space), space
