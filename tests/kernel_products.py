@@ -7,7 +7,7 @@ from fa_cupy.gpu.kernels.linear.sm80.chunk_sm80 import ChunkSm80
 from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
 from fa_cupy.gpu.kernels.linear.sm90_params import DIM_STEPS
 from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM
-from fa_cupy.gpu.kernels.linear.table import PRODUCTS, state_row
+from fa_cupy.gpu.kernels.linear.table import PRODUCTS, serving
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 from tests.products import Case, check_product
 from tests.strategies import DTYPES, normal
@@ -32,7 +32,7 @@ def split(row, length, segment_chunks, own_prefix=False):
 
 def states_of(row):
     """What sums the states of a row's segments; None for rows that take whole sequences."""
-    return state_row(row, "sm_90a") if row.algorithm == "chunked" else None
+    return dict(serving(row.dtype, "sm_90a"))[row]
 
 
 def solve(row, case, segment_chunks=None, own_prefix=False, **how):

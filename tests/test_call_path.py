@@ -53,9 +53,9 @@ LIMITS = {
     ("attention_backward", "hot"): Counts(8, 5, 0),
     ("attention_backward with a BitMask", "cold"): Counts(396, 35, 112),
     ("attention_backward with a BitMask", "hot"): Counts(12, 8, 0),
-    ("causal_product", "cold"): Counts(236, 28, 46),
+    ("causal_product", "cold"): Counts(223, 28, 46),
     ("causal_product", "hot"): Counts(5, 4, 0),
-    ("causal_product_backward", "cold"): Counts(333, 29, 89),
+    ("causal_product_backward", "cold"): Counts(320, 29, 89),
     ("causal_product_backward", "hot"): Counts(5, 4, 0),
 }
 # Limits to reach: a repeated call makes few Python calls, and a first call enters few modules, each
@@ -186,6 +186,13 @@ def test_calls_are_served_by_kernels(traces, name, kind):
     """Otherwise their paths would be those of a fallback."""
     first = MASK_KERNELS.get(name, []) if kind == "cold" else []
     assert traces[name, kind].kernels == [*first, *KERNELS[name.partition(" ")[0]]]
+
+
+@pytest.mark.parametrize("name", ["causal_product", "causal_product_backward"])
+def test_kernels_of_products_are_chosen_once(traces, name):
+    choice = ("gpu.kernels.linear.cost_model", "choose")
+    assert traces[name, "cold"].steps.count(choice) == 1
+    assert choice not in traces[name, "hot"].steps
 
 
 def test_a_trace_counts_functions_modules_and_returns():

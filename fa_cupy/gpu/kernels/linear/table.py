@@ -21,7 +21,7 @@ from fa_cupy.gpu.kernels.linear.sm90 import (
     chunk_state_sm90,
 )
 from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM
-from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
+from fa_cupy.gpu.kernels.linear.variant import ProductVariant
 
 PRODUCTS: tuple[ProductVariant, ...] = (
     *chunk_sm80.VARIANTS,
@@ -39,26 +39,12 @@ PRODUCTS: tuple[ProductVariant, ...] = (
 )
 
 
-def state_row(row: ProductVariant, target: str) -> ProductVariant | None:
-    """Return what sums the states of segments for a row that computes outputs."""
-    mapped = isinstance(row, ProductSm90Variant)
-    for other in PRODUCTS:
-        if (
-            other.sums_states
-            and (other.dtype, other.dim) == (row.dtype, row.dim)
-            and isinstance(other, ProductSm90Variant) == mapped
-            # Those for SM90 share a parameter struct, which counts tiles of value columns.
-            and (other.tile_n == row.tile_n or not mapped)
-            and target in other.targets
-        ):
-            return other
-    return None
-
-
 def serving(dtype: str, target: str) -> list[tuple[ProductVariant, ProductVariant | None]]:
     """Return the rows that compute outputs, each with the one that sums states of its segments."""
+    rows = [row for row in PRODUCTS if row.dtype == dtype and target in row.targets]
+    states = {row.states_shape: row for row in rows if row.sums_states}
     return [
-        (row, state_row(row, target) if row.algorithm == "chunked" else None)
-        for row in PRODUCTS
-        if row.algorithm and row.dtype == dtype and target in row.targets
+        (row, states.get(row.states_shape) if row.algorithm == "chunked" else None)
+        for row in rows
+        if row.algorithm
     ]

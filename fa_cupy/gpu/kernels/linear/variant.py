@@ -38,6 +38,11 @@ class ProductVariant(Variant):
         """Targets the row may serve, all of whose shared memory it fits."""
         return tuple(t for t, limit in SHARED_LIMIT.items() if self.shared_bytes <= limit)
 
+    @functools.cached_property
+    def states_shape(self) -> tuple[int, int | None]:
+        """What a row that computes outputs has in common with the one that sums its states."""
+        return self.dim, None
+
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
@@ -66,6 +71,11 @@ class ProductSm90Variant(ProductVariant):
     def targets(self) -> tuple[str, ...]:
         """The only target that has wgmma."""
         return ("sm_90a",)
+
+    @functools.cached_property
+    def states_shape(self) -> tuple[int, int | None]:
+        """The value columns too: both have one parameter struct, which counts tiles of them."""
+        return self.dim, self.tile_n
 
     @functools.cached_property
     def groups(self) -> int:
