@@ -312,8 +312,8 @@ BUGS_SM90 = {
         "gemm_qk",
     ),
     "scores over those in use": (
-        "wait(shared.p_empty[p_stage], p_pipe.parity() ^ 1);\n      const uint32",
-        "const uint32",
+        "wait(shared.p_empty[p_stage], p_pipe.parity() ^ 1);\n      write_weights",
+        "write_weights",
     ),
     "outputs without scores": (
         "if (i + 1 < chunks) wait(shared.p_full[next_p_pipe.index()], next_p_pipe.parity());",
@@ -324,22 +324,21 @@ BUGS_SM90 = {
         "",
     ),
     "a chunk given back while it is multiplied": (
-        "    wgmma_wait_group<kPrefetchNextKv || !kScaled ? 1 : 0>();  // for the outputs\n"
-        "    if constexpr (kPrefetchNextKv) release(shared.empty[at]);",
-        "    release(shared.empty[at]);\n    wgmma_wait_group<1>();",
+        "wgmma_wait_group<1>();  // for the outputs\n      release(shared.empty[stage]);",
+        "release(shared.empty[stage]);\n      wgmma_wait_group<1>();",
     ),
     "outputs that are not there yet": (
-        "wgmma_wait_group<kPrefetchNextKv || !kScaled ? 1 : 0>();  // for the outputs",
+        "wgmma_wait_group<1>();  // for the outputs",
         "",
     ),
     "a rounded state over one in use": ("wgmma_wait_group<2>();", ""),
     "sums that are not there yet": (
-        "wgmma_wait_group<0>();\n    if constexpr (!kPrefetchNextKv) {\n      release",
-        "if constexpr (!kPrefetchNextKv) {\n      release",
+        "wgmma_wait_group<0>();\n      pipe.advance();",
+        "pipe.advance();",
     ),
     "scores that are not there yet": (
-        "wgmma_wait_group<0>();\n#pragma unroll\n    for (int n = 0; n < 32; ++n) {",
-        "for (int n = 0; n < 32; ++n) {",
+        "wgmma_wait_group<0>();\n    mask_scores",
+        "mask_scores",
     ),
     "scores without a proxy fence": (
         "fence_proxy_async_shared();\n      release_per_lane(shared.p_full[p_stage]);",
@@ -492,14 +491,14 @@ def test_a_bug_planted_in_sums_of_single_precision_is_found(bug, tmp_path):
 # The same for blocks of chunk_sm90.cu that sum what lies before their segment.
 BUGS_PREFIX = {
     "sums of a chunk that has not landed": (
-        "wait(shared.full[at], pipe.parity());\n    wgmma_fence();\n    gemm_kv",
-        "wgmma_fence();\n    gemm_kv",
+        "wait(shared.full[stage], pipe.parity());\n    gemm_kv",
+        "gemm_kv",
     ),
     "sums that are not there yet": (
-        "wgmma_wait_group<0>();\n    release(shared.empty[at]);\n    if",
-        "release(shared.empty[at]);\n    if",
+        "wgmma_wait_group<0>();\n    release(shared.empty[stage]);\n    if",
+        "release(shared.empty[stage]);\n    if",
     ),
-    "a place let go for one of two": ("if (group == 0) release(shared.empty[at]);", ""),
+    "a place let go for one of two": ("if (group == 0) release(shared.empty[stage]);", ""),
     "queries awaited that nobody loads": ("(outputs ? 2 : 1) * kDimBlocks", "2 * kDimBlocks"),
     "chunks that lie elsewhere": ("(i - chunks_before_segment) * work.step", "i * work.step"),
 }

@@ -173,9 +173,30 @@ FA_DEVICE void store_state(State& s, float* to, int64 row, int64 col, int rows, 
   });
 }
 
-// U = V^T K of a chunk, started: the outer products of its rows, summed apart from the state,
+// The state before the first chunk of a block, from value column `column` on: that before its
+// segment where sequences are split, else the initial state.
+FA_DEVICE void load_first_state(State& s, const ProductJob& job, const ProductSm90Params& params,
+                                const WorkTile& work, int column) {
+  const bool split = job.workspace != nullptr;
+  const int64 row = split ? job.v_dim : job.initial_row, col = split ? 1 : job.initial_col;
+  const float* from = split ? segment_state(params, work, work.segment) : job.initial;
+  if (from != nullptr) from += (split ? 0 : work.initial) + column * col;
+  load_state(s, from, row, col, job.qk_dim, job.v_dim - column);
+}
+
+// The state after the last chunk of a sequence, if the caller wants it.
+FA_DEVICE void store_final_state(State& s, const ProductJob& job, const ProductSm90Params& params,
+                                 const WorkTile& work, int column) {
+  if (job.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
+    store_state(s, job.state + work.state + column * job.state_col, job.state_row, job.state_col,
+                job.qk_dim, job.v_dim - column);
+  }
+}
+
+// Starts U = V^T K, the outer products of a chunk's rows.  They are summed apart from the state,
 // because tensor cores truncate, so a long sum in their accumulators drifts.
 FA_DEVICE void gemm_kv(State& u, const uint8* k_tile, const uint8* v_tile) {
+  wgmma_fence();  // with the fence after the descriptors, chunk_sm90 takes more instructions
   const uint64 a = wgmma_descriptor(cvta_to_shared(v_tile), 0);
   const uint64 b = wgmma_descriptor(cvta_to_shared(k_tile), kBlockBytes);
 #pragma unroll
@@ -184,6 +205,7 @@ FA_DEVICE void gemm_kv(State& u, const uint8* k_tile, const uint8* v_tile) {
     wgmma_m64k16_ss<kBf16, kDim, kMnMajor, kMnMajor>(u, a + step * (16 * 128 / 16),
                                                      b + step * (16 * 128 / 16), step > 0);
   }
+  wgmma_commit_group();
 }
 FA_DEVICE void add_outer_products(State& s, const State& u) {
 #pragma unroll

@@ -46,9 +46,7 @@ FA_DEVICE void sum_chunks(const ProductSm90Params& params, SharedStorage& shared
     const int at = pipe.index();
     State u;
     wait(shared.full[at], pipe.parity());
-    wgmma_fence();
     gemm_kv(u, shared.k[at], &shared.v[at][group * kBlockBytes]);
-    wgmma_commit_group();
     wgmma_wait_group<0>();
     release(shared.empty[at]);
     add_outer_products(s, u);
