@@ -426,7 +426,7 @@ def test_a_bug_planted_in_single_precision_for_sm90_is_found(bug, tmp_path):
 
 BUGS_TURNS = {
     "values split that have not landed": (
-        "wait(shared.raw_full[at][kV], pipe.parity());",
+        "wait(shared.raw_full[stage][kV], pipe.parity());",
         "",
     ),
     "rows loaded over those in use": (
@@ -436,7 +436,10 @@ BUGS_TURNS = {
     ),
     "a state over one in use": ("wait(shared.s_empty[state_stage], state.parity() ^ 1);", ""),
     "a state that is not there yet": ("wait(shared.s_full[state_stage], state.parity());", ""),
-    "weights of the row's first two columns alone": ("__shfl_xor_sync(kFullWarp, most, 2)", "most"),
+    "weights of two of a row's four lanes alone": (
+        "max_over_lanes(largest[h])",
+        "max(largest[h], __shfl_xor_sync(kFullWarp, largest[h], 1))",
+    ),
     "outputs that are not there yet": (
         "release_per_lane(shared.s_empty[state_stage]);\n    wgmma_wait_group<0>();",
         "release_per_lane(shared.s_empty[state_stage]);",
