@@ -318,8 +318,8 @@ BUGS_SM90 = {
         "gemm_qk",
     ),
     "scores over those in use": (
-        "wait(shared.p_empty[p_stage], p_pipe.parity() ^ 1);\n      const uint32",
-        "const uint32",
+        "wait(shared.p_empty[p_stage], p_pipe.parity() ^ 1);\n      write_weights",
+        "write_weights",
     ),
     "outputs without scores": (
         "if (i + 1 < chunks) wait(shared.p_full[next_p_pipe.index()], next_p_pipe.parity());",
@@ -330,22 +330,21 @@ BUGS_SM90 = {
         "",
     ),
     "a chunk given back while it is multiplied": (
-        "    wgmma_wait_group<kPrefetchNextKv || !kScaled ? 1 : 0>();  // for the outputs\n"
-        "    if constexpr (kPrefetchNextKv) release(shared.empty[at]);",
-        "    release(shared.empty[at]);\n    wgmma_wait_group<1>();",
+        "wgmma_wait_group<1>();  // for the outputs\n      release(shared.empty[stage]);",
+        "release(shared.empty[stage]);\n      wgmma_wait_group<1>();",
     ),
     "outputs that are not there yet": (
-        "wgmma_wait_group<kPrefetchNextKv || !kScaled ? 1 : 0>();  // for the outputs",
+        "wgmma_wait_group<1>();  // for the outputs",
         "",
     ),
     "a rounded state over one in use": ("wgmma_wait_group<2>();", ""),
     "sums that are not there yet": (
-        "wgmma_wait_group<0>();\n    if constexpr (!kPrefetchNextKv) {\n      release",
-        "if constexpr (!kPrefetchNextKv) {\n      release",
+        "wgmma_wait_group<0>();\n      pipe.advance();",
+        "pipe.advance();",
     ),
     "scores that are not there yet": (
-        "wgmma_wait_group<0>();\n#pragma unroll\n    for (int n = 0; n < 32; ++n) {",
-        "for (int n = 0; n < 32; ++n) {",
+        "wgmma_wait_group<0>();\n    mask_scores",
+        "mask_scores",
     ),
     "scores without a proxy fence": (
         "fence_proxy_async_shared();\n      release_per_lane(shared.p_full[p_stage]);",
@@ -433,7 +432,7 @@ def test_a_bug_planted_in_single_precision_for_sm90_is_found(bug, tmp_path):
 
 BUGS_TURNS = {
     "values split that have not landed": (
-        "wait(shared.raw_full[at][kV], pipe.parity());",
+        "wait(shared.raw_full[stage][kV], pipe.parity());",
         "",
     ),
     "rows loaded over those in use": (
@@ -443,7 +442,10 @@ BUGS_TURNS = {
     ),
     "a state over one in use": ("wait(shared.s_empty[state_stage], state.parity() ^ 1);", ""),
     "a state that is not there yet": ("wait(shared.s_full[state_stage], state.parity());", ""),
-    "weights of the row's first two columns alone": ("__shfl_xor_sync(kFullWarp, most, 2)", "most"),
+    "weights of two of a row's four lanes alone": (
+        "max_over_lanes(largest[h])",
+        "max(largest[h], __shfl_xor_sync(kFullWarp, largest[h], 1))",
+    ),
     "outputs that are not there yet": (
         "release_per_lane(shared.s_empty[state_stage]);\n    wgmma_wait_group<0>();",
         "release_per_lane(shared.s_empty[state_stage]);",
@@ -498,14 +500,14 @@ def test_a_bug_planted_in_sums_of_single_precision_is_found(bug, tmp_path):
 # The same for blocks of chunk_sm90.cu that sum what lies before their segment.
 BUGS_PREFIX = {
     "sums of a chunk that has not landed": (
-        "wait(shared.full[at], pipe.parity());\n    wgmma_fence();\n    gemm_kv",
-        "wgmma_fence();\n    gemm_kv",
+        "wait(shared.full[stage], pipe.parity());\n    gemm_kv",
+        "gemm_kv",
     ),
     "sums that are not there yet": (
-        "wgmma_wait_group<0>();\n    release(shared.empty[at]);\n    if",
-        "release(shared.empty[at]);\n    if",
+        "wgmma_wait_group<0>();\n    release(shared.empty[stage]);\n    if",
+        "release(shared.empty[stage]);\n    if",
     ),
-    "a place let go for one of two": ("if (group == 0) release(shared.empty[at]);", ""),
+    "a place let go for one of two": ("if (group == 0) release(shared.empty[stage]);", ""),
     "queries awaited that nobody loads": ("(outputs ? 2 : 1) * kDimBlocks", "2 * kDimBlocks"),
     "chunks that lie elsewhere": ("(i - chunks_before_segment) * work.step", "i * work.step"),
 }

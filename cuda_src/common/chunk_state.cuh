@@ -3,8 +3,8 @@
 //
 // A warp owns 16 * kMmaM value columns and holds S^T = V^T K of them as accumulators of m16n8k16
 // (ptx/mma_sync.cuh): element [i][j][e] is that of value column 16 i + g + e / 2 * 8 and key column
-// 8 j + 2 t + e % 2, with g = lane / 4 and t = lane % 4.  That is how a B operand of Q S holds it
-// too, so the state never leaves the registers, and no warp waits for another one's.
+// 8 j + 2 t + e % 2, with g = lane / 4 and t = lane % 4.  B operands of Q S have the same layout,
+// so the state never leaves the registers, and no warp waits for the state of another one.
 #pragma once
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/shared_tile.cuh"
@@ -24,8 +24,8 @@ FA_DEVICE uint32 columns_first(int lane) {
   return Tile::lane_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Values of a chunk as V^T operands: 16 rows at a time, registers as of A.  As B operands of P V
-// they are v[0], v[2] for the first 8 columns and v[1], v[3] for the next 8.
+// Values of a chunk as A operands of V^T, 16 rows each.  As B operands of P V, v[0] and v[2] belong
+// to the first 8 columns, v[1] and v[3] to the next 8.
 template <int kChunk, int kMmaM>
 using Values = uint32[kChunk / 16][kMmaM][4];
 
@@ -38,12 +38,13 @@ FA_DEVICE void load_values(Values<kChunk, kMmaM>& v, uint32 v_address) {
   }
 }
 
-// kDim key columns of a KTile, from a multiple of its blocks on.
+// The state of kDim key columns of a KTile, beginning with one of its blocks.
 template <bool kBf16, typename KTile, int kDim, int kChunk, int kMmaM>
 struct ChunkState {
   float s[kMmaM * (kDim / 8)][4];  // [i][j][e] at [i * kDim / 8 + j][e]
 
-  // From an array in memory (null: zeros), or to one; strides of key and value columns.
+  // Load the state from an array in memory (null: zeros) or store it; `row` and `col` are the
+  // strides of key and value columns.
   __device__ __forceinline__ void load(const float* from, int64 row, int64 col, int rows,
                                        int cols) {
     for_each(from, row, col, rows, cols,
@@ -55,7 +56,7 @@ struct ChunkState {
     });
   }
 
-  // Adds the outer products of a chunk.  They are summed apart and added by FADD: tensor cores
+  // S = S + U with U = K^T V of a chunk.  U is summed apart and added by FADD, because tensor cores
   // truncate, so a long sum in their accumulators drifts.
   __device__ __forceinline__ void add(const Values<kChunk, kMmaM>& v, uint32 k_address) {
 #pragma unroll
@@ -85,7 +86,7 @@ struct ChunkState {
   }
 
   // The B operand of key columns 16 j to 16 j + 15 and value columns 8 n to 8 n + 7: S times
-  // `scale`, rounded, and what that leaves.
+  // `scale`, rounded, and the remainder of the rounding.
   __device__ __forceinline__ void operand(uint32 (&high)[2], uint32 (&low)[2], int j, int n,
                                           float scale) const {
 #pragma unroll
@@ -102,6 +103,8 @@ struct ChunkState {
   template <typename Pointer, typename Visit>
   __device__ __forceinline__ void for_each(Pointer base, int64 row, int64 col, int rows, int cols,
                                            Visit visit) {
+    // Read again (ptx/special.cuh), so that no register holds it from one use of the state to the
+    // next.
     const int lane = tid_x_again() & 31, first_row = lane % 4 * 2, first_col = lane / 4;
     if (base == nullptr) cols = 0;
 #pragma unroll
@@ -130,7 +133,7 @@ FA_DEVICE float range_scale(const float (&x)[kN][4]) {
   for (int i = 0; i < 4 * kN; ++i) most = fmaxf(most, fabsf(x[i / 4][i % 4]));
   // IEEE 754: floats that are not negative are in the order of their bits.
   uint32 bits = __reduce_max_sync(kFullWarp, __float_as_uint(most));
-  if (bits == 0x7f800000) {  // an infinity hides the others
+  if (bits == 0x7f800000) {  // infinity: find the largest finite number
     most = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4 * kN; ++i) {

@@ -1,12 +1,12 @@
-// Rows of float32 in shared memory, and sums over the lanes of a warp: what the plain float32
-// kernels of causal products share.
+// Rows of float32 in shared memory and sums over the lanes of a warp, for the plain float32 kernels
+// of causal products.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 
-// Asks for kRows rows of kCols floats, of which `rows` and `cols` exist; the rest becomes zero.
-// Where rows are aligned to 16 bytes this is each thread's part of a cp.async group, otherwise it
-// is done on return.
+// Loads kRows rows of kCols floats, of which `rows` and `cols` exist; the others become zero.  If
+// rows are aligned to 16 bytes, the copies join the thread's current cp.async group; otherwise they
+// are done on return.
 template <int kRows, int kCols, int kThreads>
 FA_DEVICE void load_float_rows(float* tile, const float* source, int row_stride, int rows, int cols,
                                bool aligned) {
@@ -26,9 +26,9 @@ FA_DEVICE void load_float_rows(float* tile, const float* source, int row_stride,
   }
 }
 
-// Adds up 32 numbers over kLanes neighbouring lanes.  Lane l of them gets the sums of numbers
-// 32 / kLanes * l and on, in x[0] and on: at each step a lane gives away the half that it does not
-// keep, which takes 32 - 32 / kLanes shuffles in all.
+// Sums each of 32 numbers over kLanes neighbouring lanes.  Lane l gets 32 / kLanes of the sums,
+// those of numbers 32 / kLanes * l and following, in x[0] and following.  In each step a lane sends
+// the half of its sums that it does not keep, which takes 32 - 32 / kLanes shuffles in all.
 template <int kLanes, int kStep = kLanes / 2>
 FA_DEVICE void sum_over_lanes(float (&x)[32]) {
   constexpr int kHalf = 32 / kLanes * kStep;

@@ -1,4 +1,4 @@
-// What kernels for SM90 share that compute causal products of float32 with pairs of float16: tiles,
+// Parts of the SM90 kernels that compute causal products of float32 with pairs of float16: tiles,
 // loads of rows, values that are not finite, scores and values as operands.
 #pragma once
 #include "cuda_src/common/linear_sm90.cuh"
@@ -7,21 +7,21 @@
 #include "cuda_src/common/split_state_sm90.cuh"
 
 constexpr int kDimBoxes = kDim / 32, kColBoxes = kCols / 32;  // boxes of float32 have 32 columns
-constexpr int kLowQK = kDimBlocks * kBlockBytes;              // from high parts to low ones
+constexpr int kLowQK = kDimBlocks * kBlockBytes;              // bytes from high parts to low ones
 constexpr int kLowV = kGroups * kBlockBytes;
-constexpr int kSteps = kChunk / 16;  // of a product that sums over a chunk's rows
+constexpr int kSteps = kChunk / 16;  // wgmmas of a product that sums over a chunk's rows
 
 using QKTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
 
-// The row that a chunk of this block's segment begins with.  In reverse, chunks are counted from
-// the end: the rows that the last one lacks lie before the first row, and are zeros.
+// The first row of a chunk of this block's segment.  In reverse, chunks are counted from the end of
+// the sequence; the last of them may begin before row 0, and those rows are zeros.
 FA_DEVICE int first_row(const ProductSm90Params& params, const WorkTile& work, int chunk) {
   const int begin = kChunk * (work.segment * params.segment_chunks + chunk);
   return params.job[work.job].reverse ? params.length - begin - kChunk : begin;
 }
 
-// Asks for the boxes of a chunk of an array.
+// Starts the load of a chunk of an array, box by box.
 template <int kBoxes>
 FA_DEVICE void load_boxes(uint8* to, const TensorMap& map, const int (&step)[kMapAxes],
                           const WorkTile& work, uint64& full, uint64 policy, int column, int row) {
@@ -35,9 +35,9 @@ FA_DEVICE void load_boxes(uint8* to, const TensorMap& map, const int (&step)[kMa
   }
 }
 
-// P is 0 where a row does not read a value, and 0 * NaN is NaN.  So this zeroes what is not finite
-// among the values of a thread's column, and keeps where that was: in the first row, or in reverse
-// the last one.
+// Replaces values that are not finite by 0 in a thread's column: P is 0 where a row does not read a
+// value, but 0 * NaN is NaN.  `nonfinite_row` gets the first row with such a value, in reverse the
+// last one.
 template <typename Row>
 FA_DEVICE void zero_nonfinite(uint8* v_tile, Row (&nonfinite_row)[kCols], int column,
                               bool reverse) {
@@ -47,7 +47,7 @@ FA_DEVICE void zero_nonfinite(uint8* v_tile, Row (&nonfinite_row)[kCols], int co
     for (int row = 0; row < kChunk; ++row) {
       uint8* at = v_tile + VTile::offset(row, column / 8) + column % 8 * 2;
       uint16 &high = *reinterpret_cast<uint16*>(at), &low = *reinterpret_cast<uint16*>(at + kLowV);
-      if ((high & 0x7c00) != 0x7c00) continue;
+      if ((high & 0x7c00) != 0x7c00) continue;  // IEEE 754 exponent of float16
       high = low = 0;
       first_found = reverse ? row : min(first_found, row);
     }
@@ -59,7 +59,8 @@ FA_DEVICE bool any_nonfinite(const int (&nonfinite_found)[4]) {
   return (nonfinite_found[0] | nonfinite_found[1] | nonfinite_found[2] | nonfinite_found[3]) != 0;
 }
 
-// Sums of a thread's two value columns that left out values which are not finite.
+// The state of a thread's two value columns becomes NaN where values were left out that are not
+// finite.
 FA_DEVICE void poison_sums(State& s, const int (&nonfinite_row)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -69,25 +70,25 @@ FA_DEVICE void poison_sums(State& s, const int (&nonfinite_row)[2]) {
   }
 }
 
-// Scores, started: Q K^T of tiles of pairs.  Or of any two that have as many columns.
+// Starts D = A B^T of two tiles of pairs with kDim columns: Q K^T, or Q S.
 FA_DEVICE void gemm_split_abt(Outputs& d, const uint8* a_tile, const uint8* b_tile) {
   const uint64 a = wgmma_descriptor(cvta_to_shared(a_tile), 0);
   const uint64 b = wgmma_descriptor(cvta_to_shared(b_tile), 0);
   wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < 3; ++part) {  // low high, high low, high high
+  for (int part = 0; part < 3; ++part) {  // low * high, high * low, high * high
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
-      const int more = (step / 4 * kBlockBytes + step % 4 * 32) / 16;
-      wgmma_m64k16_ss<false, 64>(d, a + more + (part == 0 ? kLowQK / 16 : 0),
-                                 b + more + (part == 1 ? kLowQK / 16 : 0), part + step > 0);
+      const int offset = (step / 4 * kBlockBytes + step % 4 * 32) / 16;
+      wgmma_m64k16_ss<false, 64>(d, a + offset + (part == 0 ? kLowQK / 16 : 0),
+                                 b + offset + (part == 1 ? kLowQK / 16 : 0), part + step > 0);
     }
   }
   wgmma_commit_group();
 }
 
-// V^T of a warp's 16 value columns.
+// V^T of a warp's 16 value columns, as A operands.
 FA_DEVICE void load_values(Operand<kSteps>& high, Operand<kSteps>& low, const uint8* v_tile,
                            int pair) {
   const uint32 from =
@@ -99,7 +100,8 @@ FA_DEVICE void load_values(Operand<kSteps>& high, Operand<kSteps>& low, const ui
   }
 }
 
-// Rows of V times what brings K's rows to one exponent, which is returned.
+// Multiplies rows of V by powers of two so that the outer products of all rows of the chunk have
+// one exponent, which is returned.
 FA_DEVICE int scale_to_common_exponent(Operand<kSteps>& high, Operand<kSteps>& low,
                                        const int* kv_exponent) {
   const int most = largest_exponent<kChunk>(kv_exponent);
@@ -110,4 +112,21 @@ FA_DEVICE int scale_to_common_exponent(Operand<kSteps>& high, Operand<kSteps>& l
     factors.multiply(low[c]);
   }
   return most;
+}
+
+// S^T = S^T + 2^exponent U for a block of 64 key columns.  The power of two is applied as two
+// factors, because float32 may not hold it.
+FA_DEVICE void add_outer_products(State& s, const Outputs& u, int block, float factor, float rest) {
+#pragma unroll
+  for (int e = 0; e < 32; ++e) {
+    float& x = s[8 * block + e / 4][e % 4];
+    x = fmaf(u[e / 4][e % 4] * factor, rest, x);
+  }
+}
+
+// The largest number of a row of scores, which four neighbouring lanes share.
+template <typename Number>
+FA_DEVICE Number max_over_lanes(Number most) {
+  most = max(most, __shfl_xor_sync(kFullWarp, most, 1));
+  return max(most, __shfl_xor_sync(kFullWarp, most, 2));
 }

@@ -1,4 +1,4 @@
-// What one launch of a causal product is told, and where its blocks find their part of it.
+// Parameters of a launch of a causal product, and the work of each of its blocks.
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
 
@@ -11,7 +11,7 @@ struct ProductParams {
   const void* v;         // (*batch, length, v_dim)
   void* out;             // (*batch, length, v_dim)
   const float* initial;  // (*batch, qk_dim, v_dim), null for zeros
-  float* state;          // (*batch, qk_dim, v_dim), null when nobody asked
+  float* state;          // (*batch, qk_dim, v_dim), null if not wanted
   float* workspace;      // (batch entries, segments, qk_dim, v_dim) dense; null for one segment
   int64 first_batch;     // entry of the first block: a grid has at most 2**31 - 1 blocks
   int aligned;           // 1: every row of q, k, v and out starts at a multiple of 16 bytes
@@ -24,24 +24,24 @@ struct ProductParams {
   int q_row, k_row, v_row, out_row;
   int qk_dim, v_dim;
   int tiles;         // of value columns
-  int segments;      // parts of a sequence, each a block's
+  int segments;      // of a sequence, one for each block
   int segment_rows;  // of all segments but the last
 };
 
 static_assert(sizeof(ProductParams) == FA_PARAMS_BYTES,
               "fa_cupy/gpu/kernels/linear/params.py holds the same struct");
 
-// One block's part: some value columns of one segment of one batch entry.
+// The work of one block: some value columns of one segment of one batch entry.
 struct ProductWork {
   int64 q, k, v, out, initial, state;  // element offsets of the segment's first row, or of a state
   int64 entry;                         // index over all batch axes, C order
   int segment;
   int rows;           // of the segment
   int tile;           // of value columns
-  bool writes_state;  // whether the state is this entry's to write, among those that share it
+  bool writes_state;  // true for one of the entries that share a state
 };
 
-// `segments`: those that have blocks of their own.
+// `segments`: the number of segments that have a block.
 FA_DEVICE ProductWork product_work(const ProductParams& p, int segments) {
   const uint32 rest = blockIdx.x / static_cast<uint32>(segments);
   const int segment = static_cast<int>(blockIdx.x - rest * segments);

@@ -1,10 +1,10 @@
-// What the kernels of causal products for SM90 share: constants of a variant, parameters, what a
-// block works on, the state in registers and its sums.
+// Parts of the SM90 kernels of causal products: constants of a variant, parameters, the work of a
+// block, the state in registers and its updates.
 //
 // A state warpgroup owns 64 value columns and holds S^T (64 x E) of them as accumulators of wgmma:
 // element [v][2 * i + j] of lane 4 g + t of warp w is that of value column 16 w + g + 8 i and key
-// column 8 v + 2 t + j (ptx/wgmma.cuh).  That is how an A operand holds it too, so the state never
-// leaves the registers.
+// column 8 v + 2 t + j (ptx/wgmma.cuh).  A operands have the same layout, so the state never leaves
+// the registers.
 #pragma once
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/pipeline.cuh"
@@ -21,7 +21,7 @@ constexpr int kChunk = FA_TILE_M;      // rows of a chunk
 constexpr int kStages = FA_STAGES;     // chunks in shared memory
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
 constexpr int kDimBlocks = kDim / 64;  // a tile in shared memory has blocks of 64 columns
-constexpr int kBlockBytes = 64 * 128;  // each
+constexpr int kBlockBytes = 64 * 128;  // of a block: 64 rows of 128 bytes
 constexpr int kMmaE = kDim / 8;
 constexpr int kJobs = 3;     // independent products of a launch, at most
 constexpr int kMapAxes = 3;  // batch axes of a tensor map
@@ -31,9 +31,9 @@ static_assert(kDim % 64 == 0 && kCols % 64 == 0 && kChunk == 64, "tiles are made
 struct ProductJob {
   TensorMap q_map, k_map, v_map, out_map;
   const float* initial;  // (*batch, qk_dim, v_dim), null for zeros
-  float* state;          // (*batch, qk_dim, v_dim), null when nobody asked
-  float* workspace;      // (batch entries, segments, qk_dim, v_dim) dense; null where none is read
-  float* out;            // (*batch, length, v_dim) of float32, which threads write
+  float* state;          // (*batch, qk_dim, v_dim), null if not wanted
+  float* workspace;      // (batch entries, segments, qk_dim, v_dim) dense; null if none is read
+  float* out;            // (*batch, length, v_dim) of float32, written without out_map
   int64 initial_batch[kMapAxes], state_batch[kMapAxes];  // strides count elements
   int64 out_batch[kMapAxes];
   int64 initial_row, initial_col, state_row, state_col, out_row;
@@ -47,35 +47,35 @@ struct ProductJob {
 struct ProductSm90Params {
   ProductJob job[kJobs];
   int jobs;            // in use; block 0 works on the first one, block 1 on the second, ...
-  int tiles;           // the most of a job
+  int tiles;           // of value columns, the largest number of any job
   int chunks;          // of a sequence
-  int segments;        // parts of a sequence, each a block's
+  int segments;        // of a sequence, one for each block
   int segment_chunks;  // of all segments but the last
-  int keep;            // 1: what is loaded will be wanted again, by other blocks
+  int keep;            // 1: other blocks load the same data, so it should stay in the L2 cache
   int length;
 };
 static_assert(sizeof(ProductSm90Params) == FA_SM90_PARAMS_BYTES,
-              "fa_cupy/gpu holds the same struct");
+              "fa_cupy/gpu/kernels/linear/sm90_params.py holds the same struct");
 
-// One block's part: some value columns of one segment of one batch entry of a job.
+// The work of one block: some value columns of one segment of one batch entry of a job.
 struct WorkTile {
   int64 initial, state;  // element offsets of the entry's states
   int64 entry;           // index over all batch axes, C order
   int job;
   int coordinate[kMapAxes];  // of the entry along the maps' batch axes
   int segment;
-  int column;         // the first
-  int chunk, step;    // the first, and from each to the next
-  int chunks;         // how many; 0: nothing to do
-  bool writes_state;  // whether the state is this entry's to write, among those that share it
+  int column;         // the first one
+  int chunk, step;    // the first chunk, and the distance to the next one: 1 or -1
+  int chunks;         // number of chunks; 0: the block has no work
+  bool writes_state;  // true for one of the entries that share a state
 };
 
-// `segments`: those that have blocks of their own.  In reverse the chunks are walked from the last
-// to the first: a chunk that the sequence does not fill is the first one then, and its missing rows
-// are zeros.
+// `segments`: the number of segments that have a block.  In reverse, chunks come from the last to
+// the first.  A chunk that the sequence does not fill is then the first one, and the rows that it
+// lacks are zeros.
 FA_DEVICE WorkTile work_tile_of_block(const ProductSm90Params& params, int segments) {
   auto split = [](uint32& index, uint32 size) {
-    if (size == 1) return 0;  // mostly so, and a division takes 100 clocks
+    if (size == 1) return 0;  // the usual case; a division takes 100 clocks
     const uint32 rest = index / size, i = index - rest * size;
     index = rest;
     return static_cast<int>(i);
@@ -122,7 +122,7 @@ FA_DEVICE float* segment_state(const ProductSm90Params& params, const WorkTile& 
          (work.entry * params.segments + segment) * (static_cast<int64>(job.qk_dim) * job.v_dim);
 }
 
-// Asks for the blocks of 64 columns of a chunk of an array.
+// Starts the load of a chunk of an array, in blocks of 64 columns.
 template <int kBlocks>
 FA_DEVICE void load_chunk(uint8* to, const TensorMap& map, const int (&step)[kMapAxes],
                           const WorkTile& work, uint32 barrier, uint64 policy, int column,
@@ -135,7 +135,8 @@ FA_DEVICE void load_chunk(uint8* to, const TensorMap& map, const int (&step)[kMa
   }
 }
 
-// One arrival for a warp: of tiles that tensor cores and bulk copies read and write, not its lanes.
+// One arrival for a warp, for tiles that are read and written by tensor cores and bulk copies
+// instead of its lanes.
 FA_DEVICE void release(const uint64& barrier) {
   if (threadIdx.x % 32 == 0) arrive(barrier);
 }
@@ -173,9 +174,31 @@ FA_DEVICE void store_state(State& s, float* to, int64 row, int64 col, int rows, 
   });
 }
 
-// U = V^T K of a chunk, started: the outer products of its rows, summed apart from the state,
+// The state before the first chunk of a block, from value column `column` on: the state before its
+// segment where sequences are split, else the initial state.  A column in shared memory is passed
+// by reference, so that it takes no register from one use to the next.
+FA_DEVICE void load_first_state(State& s, const ProductJob& job, const ProductSm90Params& params,
+                                const WorkTile& work, const int& column) {
+  const bool split = job.workspace != nullptr;
+  const int64 row = split ? job.v_dim : job.initial_row, col = split ? 1 : job.initial_col;
+  const float* from = split ? segment_state(params, work, work.segment) : job.initial;
+  if (from != nullptr) from += (split ? 0 : work.initial) + column * col;
+  load_state(s, from, row, col, job.qk_dim, job.v_dim - column);
+}
+
+// Stores the state after the last chunk of a sequence, if the caller asked for it.
+FA_DEVICE void store_final_state(State& s, const ProductJob& job, const ProductSm90Params& params,
+                                 const WorkTile& work, const int& column) {
+  if (job.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
+    store_state(s, job.state + work.state + column * job.state_col, job.state_row, job.state_col,
+                job.qk_dim, job.v_dim - column);
+  }
+}
+
+// Starts U = V^T K, the outer products of a chunk's rows.  They are summed apart from the state,
 // because tensor cores truncate, so a long sum in their accumulators drifts.
 FA_DEVICE void gemm_kv(State& u, const uint8* k_tile, const uint8* v_tile) {
+  wgmma_fence();  // with the fence after the descriptors, chunk_sm90 takes more instructions
   const uint64 a = wgmma_descriptor(cvta_to_shared(v_tile), 0);
   const uint64 b = wgmma_descriptor(cvta_to_shared(k_tile), kBlockBytes);
 #pragma unroll
@@ -184,6 +207,7 @@ FA_DEVICE void gemm_kv(State& u, const uint8* k_tile, const uint8* v_tile) {
     wgmma_m64k16_ss<kBf16, kDim, kMnMajor, kMnMajor>(u, a + step * (16 * 128 / 16),
                                                      b + step * (16 * 128 / 16), step > 0);
   }
+  wgmma_commit_group();
 }
 FA_DEVICE void add_outer_products(State& s, const State& u) {
 #pragma unroll
@@ -192,7 +216,8 @@ FA_DEVICE void add_outer_products(State& s, const State& u) {
     for (int e = 0; e < 4; ++e) s[v][e] += u[v][e];
   }
 }
-// Writes a warpgroup's sum of a segment to the place of the next one's state.
+// Writes a warpgroup's sum of a segment to the workspace, in place of the state before the next
+// segment.
 FA_DEVICE void store_segment_state(State& s, const ProductSm90Params& params, const WorkTile& work,
                                    int group) {
   const ProductJob& job = params.job[work.job];

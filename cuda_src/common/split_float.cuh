@@ -1,11 +1,11 @@
-// float32 as pairs of float16, and the team of warps that makes such pairs of rows in memory.
+// float32 as pairs of float16, and the team of warps that turns rows in memory into such pairs.
 //
 //   x = 2^-s (high + 2^-11 low),  high = x 2^s rounded,  low = (x 2^s - high) 2^11 rounded,
 //
-// with one s for a row, which brings its largest finite number near 2^14.  A product of two such
-// numbers is 2^-(s + s') (high high' + 2^-11 (high low' + low high')) up to 2^-22 of it: three
-// products of tensor cores, the last two of which share a sum.  Numbers down to 2^-25 of the
-// largest of their row keep both parts whole; what is 2^-50 of it or less becomes zero.
+// with one s for each row, which brings its largest finite number near 2^14.  A product of two such
+// numbers is 2^-(s + s') (high high' + 2^-11 (high low' + low high')), with a relative error of
+// 2^-22: three products of tensor cores, of which the last two share a sum.  Numbers down to 2^-25
+// of the largest of their row keep both parts whole; what is 2^-50 of it or less becomes zero.
 #pragma once
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/shared_tile.cuh"
@@ -13,10 +13,11 @@
 constexpr float kLowScale = 2048.0f;           // 2^11
 constexpr float kLowInverse = 1.0f / 2048.0f;  // 2^-11
 
-// 2^exponent, exponent between -127 (which gives 0) and 127.
+// 2^exponent, for an exponent between -127 (which gives 0) and 127 (IEEE 754).
 FA_DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
-// The s of numbers of which `most` is the largest magnitude: even, so that 2^(s / 2) exists.
+// The exponent s of numbers whose largest magnitude is `most`.  It is even, so that half of it is
+// an integer.
 FA_DEVICE int split_exponent(float most) {
   const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
   return min(126, 14 - exponent) & ~1;
@@ -33,7 +34,7 @@ FA_DEVICE SplitPair split(float x, float y) {
   return {high, cvt_rn_f16x2_f32(x_low, y_low)};
 }
 
-// A sum of products of pairs: what three products of tensor cores add to.
+// A sum of products of pairs, as two accumulators of tensor cores.
 struct SplitSum {
   float main[4], cross[4];
 
@@ -55,8 +56,8 @@ FA_DEVICE int split_row(uint32 tid) {
   return warp * 4 + quarter;
 }
 
-// A thread's part of kRows rows, in registers from the moment that they are asked for until they
-// lie in shared memory as pairs.
+// A thread's part of kRows rows, in registers from the start of its loads until the pairs have been
+// written to shared memory.
 template <int kRows, int kCols, int kWarps>
 struct FloatChunk {
   using Tile = SharedTile<kRows, kCols>;
@@ -84,13 +85,13 @@ struct FloatChunk {
     }
   }
 
-  // The s of a row.
+  // The exponent s of a row.
   __device__ __forceinline__ int exponent(int group) const {
     float most = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4 * kFours; ++i) most = fmaxf(most, fabsf(x[group][i / 4][i % 4]));
     most = max_over_row(most);
-    if (__any_sync(kFullWarp, most > kLargest)) {  // an infinity hides the others
+    if (__any_sync(kFullWarp, most > kLargest)) {  // infinity: find the largest finite number
       most = 0.0f;
 #pragma unroll
       for (int i = 0; i < 4 * kFours; ++i) {
@@ -102,7 +103,8 @@ struct FloatChunk {
     return split_exponent(most);
   }
 
-  // Into a tile of high parts, which one of low parts follows.
+  // Writes a row to a tile of high parts, which is followed by one of low parts.  The thread index
+  // is read again, so that no register holds it meanwhile (ptx/special.cuh).
   __device__ __forceinline__ void store(uint32 tile, int group, int exponent) const {
     const uint32 tid = tid_x_again(), lane = tid % 8;
     const uint32 to = tile + Tile::lane_offset(split_row<Tile>(tid), lane / 2) + lane % 2 * 8;

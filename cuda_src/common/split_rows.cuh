@@ -2,39 +2,40 @@
 //
 //   x = 2^-s (high + low),  high = x 2^s rounded,  low = x 2^s - high rounded,
 //
-// with one s for a row, as in split_float.cuh, but without a factor for low parts: so one
+// with one s for each row, as in split_float.cuh, but without a factor for low parts, so that one
 // accumulator takes all three products of two pairs.  Numbers down to 2^-17 of the largest of their
 // row keep both parts whole (below, low parts are subnormal); what is 2^-39 of it or less becomes
 // zero.
 #pragma once
 #include "cuda_src/common/split_float.cuh"
 
-// x and y, as pairs: what is left of them by rounding, rounded.
+// x and y as pairs: their rounded values, and the rounded remainders.
 FA_DEVICE SplitPair split_near(float x, float y) {
   const uint32 high = cvt_rn_f16x2_f32(x, y);
   return {high, cvt_rn_f16x2_f32(x - cvt_f32_f16(static_cast<uint16>(high)),
                                  y - cvt_f32_f16(static_cast<uint16>(high >> 16)))};
 }
 
-// The largest of a row: eight neighbouring lanes', four columns of each box a lane.
+// The largest number of a row, which eight neighbouring lanes share.
 FA_DEVICE float max_over_row(float most) {
   most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
   most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
   return fmaxf(most, __shfl_xor_sync(kFullWarp, most, 4));
 }
 
-// A warpgroup turns kRows rows into pairs: from boxes of 32 columns into a tile of high parts,
-// which one of low parts follows, kInFlight of a thread's rows in registers.  `own`: the exponents
-// s of this thread's rows, which are 16 apart.  False: some of its numbers are not finite.
+// A warpgroup turns kRows rows into pairs.  It reads boxes of 32 columns and writes a tile of high
+// parts, followed by a tile of low parts; a thread holds kInFlight rows in registers at once.
+// `own`:  the exponents s of this thread's rows, every 16th row.  Returns whether all numbers of
+// the thread are finite.
 //
-// With kInPlace the tiles lie where the boxes do.  A row of pairs then takes the bytes of the same
-// row, which the eight lanes that share it have in registers.
+// With kInPlace the tiles overwrite the boxes.  A row of pairs then takes the bytes of the same
+// row, which the eight lanes that share it hold in registers.
 template <int kRows, int kBoxes, int kInFlight, bool kInPlace = false>
 FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint8* tile) {
   using Tile = SharedTile<kRows, 32 * kBoxes>;
   constexpr float kLargest = 3.40282347e38f;
   const int lane = threadIdx.x % 8, row = split_row<Tile>(threadIdx.x % 128);
-  // Boxes have rows of 128 bytes in that swizzle (PTX ISA 5.5.7 "Swizzling Modes").
+  // Boxes have rows of 128 bytes, swizzled (PTX ISA 5.5.7 "Swizzling Modes").
   const uint32 from = cvta_to_shared(boxes) + row * 128 + ((lane ^ (row & 7)) << 4);
   const uint32 to = cvta_to_shared(tile) + Tile::lane_offset(row, lane / 2) + lane % 2 * 8;
   float sum = 0.0f;
@@ -65,7 +66,7 @@ FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint
       most[r] = max_over_row(most[r]);
       hidden = hidden || most[r] > kLargest;
     }
-    if (__any_sync(kFullWarp, hidden)) {  // an infinity hides the others
+    if (__any_sync(kFullWarp, hidden)) {  // infinity: find the largest finite number
 #pragma unroll
       for (int r = 0; r < kInFlight; ++r) {
         most[r] = 0.0f;

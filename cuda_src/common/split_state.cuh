@@ -1,7 +1,7 @@
 // The state of a causal product in registers (cuda_src/common/chunk_state.cuh), with float32 rows
 // that come as pairs of float16 (cuda_src/common/split_float.cuh).
 //
-// A warp owns 16 value columns.  As an operand the state has an exponent for each value column.
+// A warp owns 16 value columns.  As an operand, the state has an exponent for each of them.
 #pragma once
 #include "cuda_src/common/chunk_state.cuh"
 #include "cuda_src/common/split_float.cuh"
@@ -10,14 +10,14 @@ FA_DEVICE void mma_f16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1
   mma_m16n8k16_f32_f16(d, a, b0, b1);
 }
 
-// What a row of K and its row of V are multiplied by, so that all rows of a chunk share an
-// exponent: 2^(e - most) for rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16, as two factors that
-// float16 holds.  What is 2^-40 of the chunk's largest or less vanishes.
+// Factors that give the outer products of all rows of a chunk one exponent, `most`: 2^(e - most)
+// for rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16, each as two factors that float16 holds.
+// Products of 2^-40 of the chunk's largest or less vanish.
 struct RowFactors {
   uint32 first[2], second[2];
 
   __device__ __forceinline__ RowFactors(const int* exponents, int most) {
-    const int t = tid_x_again() & 3;
+    const int t = tid_x_again() & 3;  // read again, so that no register holds it (ptx/special.cuh)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x[2], y[2];
@@ -32,7 +32,7 @@ struct RowFactors {
     }
   }
 
-  // Registers of an A operand whose k are these rows.
+  // Multiplies the registers of an A operand with these rows along k.
   __device__ __forceinline__ void multiply(uint32 (&v)[4]) const {
     constexpr uint32 kMinusZeros = 0x80008000;
 #pragma unroll
@@ -43,7 +43,8 @@ struct RowFactors {
   }
 };
 
-// The largest exponent of a chunk.
+// The largest exponent of a chunk.  All are above -512, so the sum is not negative, as the
+// reduction of unsigned integers needs it.
 template <int kChunk>
 FA_DEVICE int largest_exponent(const int* exponents) {
   uint32 most = 0;
@@ -59,12 +60,12 @@ struct SplitState : ChunkState<false, SharedTile<kChunk, kDim>, kDim, kChunk, 1>
   using KTile = SharedTile<kChunk, kDim>;
   using VTile = SharedTile<kChunk, kCols>;
   static constexpr int kMmaR = kChunk / 16;
-  // Key columns whose sums are under way at once, over 16.  The products of a sum wait for each
-  // other.  Wider states have more warps, which fill in for each other, and registers are short.
+  // Blocks of 16 key columns that are summed at once.  The products of one sum wait for each other.
+  // Wider states have more warps to hide that, and no registers to spare.
   static constexpr int kInFlight = kDim > 64 ? 1 : 2;
 
-  // Adds the outer products of a chunk.  `exponents`: row j of K times row j of V is 2^e of what
-  // their tiles say.
+  // S = S + U with U = K^T V of a chunk.  `exponents`: row j of K times row j of V is 2^e times the
+  // product of their rows in the tiles.
   __device__ __forceinline__ void add(const int* exponents, uint32 k_address, uint32 v_address) {
     constexpr uint32 kLowK = kChunk * kDim * 2, kLowV = kChunk * kCols * 2;
     const int most = largest_exponent<kChunk>(exponents);
@@ -104,7 +105,9 @@ struct SplitState : ChunkState<false, SharedTile<kChunk, kDim>, kDim, kChunk, 1>
           mma_f16(u[n].cross, high[c], b_low[n / 2][n % 2 * 2], b_low[n / 2][n % 2 * 2 + 1]);
         }
       }
-      if (kInFlight == 1) __syncwarp();  // or the loads of all later steps would want registers now
+      // Without this barrier the compiler would move the loads of later steps up, which need
+      // registers.
+      if (kInFlight == 1) __syncwarp();
 #pragma unroll
       for (int n = 0; n < 2 * kInFlight; ++n) {
 #pragma unroll
@@ -116,13 +119,13 @@ struct SplitState : ChunkState<false, SharedTile<kChunk, kDim>, kDim, kChunk, 1>
     }
   }
 
-  // Makes value column g + 8 h NaN.
+  // Sets value column g + 8 h to NaN.
   __device__ __forceinline__ void poison_column(int h) {
 #pragma unroll
     for (int i = 0; i < kDim / 4; ++i) this->s[i / 2][2 * h + i % 2] = __int_as_float(0x7fc00000);
   }
 
-  // The s of this lane's value columns, g and g + 8.
+  // The exponents s of this lane's value columns, g and g + 8.
   __device__ __forceinline__ void exponents(int (&own)[2]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -8,7 +8,7 @@ using Outputs = float[8][4];  // O^T: [v][2 * h + j] of value column g + 8 h, ro
 template <int kCount>
 using Operand = uint32[kCount][4];  // A operands of 16 columns each
 
-// The exponents of this lane's value columns, g and g + 8 of its warp's.
+// The exponents of this lane's two value columns, g and g + 8 of its warp.
 FA_DEVICE void state_exponents(int (&own)[2], const State& s) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -35,8 +35,8 @@ FA_DEVICE void split_state(const State& s, const int (&exponents)[2], Operand<kD
   }
 }
 
-// D = A B of pairs, started.  Step i sums over 16 columns of A; offset_of(i) is how far B's lie
-// into its tile, the low parts `low_bytes` behind the high ones.
+// Starts D = A B of pairs.  Step i sums over 16 columns of A; offset_of(i) is the offset in bytes
+// of the rows of B in its tile, whose low parts lie `low_bytes` after the high ones.
 template <Major kMajor, int kCount, typename OffsetOf>
 FA_DEVICE void gemm_split(Outputs& d, Operand<kCount>& high, Operand<kCount>& low,
                           const uint8* b_tile, int low_bytes, OffsetOf offset_of) {

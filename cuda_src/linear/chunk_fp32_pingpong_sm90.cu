@@ -1,52 +1,55 @@
-// Causal product of float32 by chunks for SM90, of 64 key and 64 value columns: two warpgroups take
-// turns at scores and outputs, and the state is handed to them.
+// Causal product of float32 by chunks for SM90, for 64 key and 64 value columns: two warpgroups
+// alternate at scores and outputs, and a third one computes the state.
 //
 // As chunk_fp32_sm90.cu, with the same pairs of float16 and the same exponents:
-//   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V.
-// There the state's warpgroup computes the outputs too, one step behind the other.  Here it only
-// sums U = V^T K, adds that to S^T in its registers, and puts S as pairs into shared memory, where
-// it runs ahead.  Chunk i is warpgroup i % 2's: its scores stay in registers, where they become
-// weights and the A operand of P V, while Q S is under way.  A thread's outputs are those of two
-// rows, so what rows of weights are multiplied by stays in registers as well.
+//   O = Q S + tril(Q K^T) V    and then    S = S + K^T V.
+// There the state warpgroup also computes the outputs, after the score warpgroup.  Here it only
+// computes U = V^T K, adds it to S^T in its registers, S^T = S^T + U, and writes S as pairs to
+// shared memory, ahead of the outputs.  Chunk i belongs to output warpgroup i % 2.  Its scores stay
+// in registers, where they become the weights P and the A operand of P V, while Q S is computed.  A
+// thread holds outputs of two rows, so the factors of rows of P stay in registers too.
 //
-// Pairs take the place of the rows that they are made of, so kStages chunks are loaded, split or
-// multiplied.  The state's warpgroup loads: it is the last to be done with its chunk, but for the
-// outputs, and those that a stage waits for are of the chunk before.
+// Pairs take the place of the rows that they are made from, so at any time kStages chunks are
+// loaded, split or multiplied.  The state warpgroup also loads: it is the last one to finish a
+// chunk, but for the outputs, and the outputs that a stage waits for are those of the chunk before.
 #include "cuda_src/common/fp32_sm90.cuh"
 #include "ptx/stmatrix.cuh"
 
 // -------------------------------------------------------------------------------------- constants
-// Warpgroups that make scores and outputs, and stages for their states.
+// Warpgroups that compute scores and outputs, and stages for the states that they read.
 constexpr int kPingPong = 2;
 constexpr int kThreads = 128 * (kPingPong + 2);
-// Chunks that are loaded before the first one is summed.
+// Chunks whose loads start before the first one is added to the state.
 constexpr int kPrefetchChunks = kStages - 1;
-constexpr int kInFlight = 4;  // rows of a split thread in registers
-// 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
+constexpr int kInFlight = 4;  // rows that a split thread holds in registers at once
+// Registers of a thread: a multiple of 8 (PTX ISA 9.7.19.5 "setmaxnreg"), at most 65,536 for all
+// threads of a block.
 constexpr int kSplitRegisters = 72, kOutputRegisters = 144, kStateRegisters = 152;
-static_assert(kDim == 64 && kCols == 64 && kMinBlocks == 1, "registers, as above");
-static_assert(kPrefetchChunks >= 2, "a chunk is on the way while another one is split");
+static_assert(kDim == 64 && kCols == 64 && kMinBlocks == 1, "the registers above are for these");
+static_assert(kPrefetchChunks >= 2, "one chunk is loaded while another one is split");
 
 using STile = SharedTile<kCols, kDim>;
-enum Array { kQ = 0, kK = 1, kV = 2 };  // in the order in which they are wanted
+enum Array { kQ = 0, kK = 1, kV = 2 };  // in the order in which they are needed
 
 // ---------------------------------------------------------------------------------------- storage
 struct SharedStorage {
-  uint8 q[kStages][2 * kLowQK];  // as they come, then high parts, low parts
+  uint8 q[kStages][2 * kLowQK];  // float32 as loaded, then pairs: high parts, low parts
   uint8 k[kStages][2 * kLowQK];
   uint8 v[kStages][2 * kLowV];
   uint8 s[kPingPong][2 * kBlockBytes];  // S^T before a chunk
-  float s_factor[kPingPong][kCols];     // a column of S is so many times, twice, what it says
-  int kv_exponent[kStages][kChunk];     // row j of K times row j of V is 2^e of what theirs say
-  short q_exponent[kStages][kChunk];    // row i of Q is 2^-e of what its tile says
-  signed char nonfinite_row[kStages][kCols];  // see zero_nonfinite, where a split warp found such
-  int nonfinite_found[kStages][4];            // whether one did
+  float s_factor[kPingPong][kCols];     // column of S: its tile's times this factor, twice
+  int kv_exponent[kStages][kChunk];     // row j of K times row j of V is 2^e times their tiles'
+  short q_exponent[kStages][kChunk];    // row i of Q is 2^-e times its tile's
+  // Whether each split warp found values that are not finite, and for each column the first such
+  // row if one of them did (see zero_nonfinite).
+  signed char nonfinite_row[kStages][kCols];
+  int nonfinite_found[kStages][4];
   uint64 raw_full[kStages][3], full[kStages][3], empty[kStages];
   uint64 s_full[kPingPong], s_empty[kPingPong];
   WorkTile work;
   int64 out;  // element offset of the entry's outputs
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 using ChunkPipeline = PipelineState<kStages>;
 using StatePipeline = PipelineState<kPingPong>;
@@ -73,36 +76,36 @@ FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shar
   ChunkPipeline pipe;
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
-    const int at = pipe.index();
-    int row_exponents[kSteps], v_row_exponent[kSteps];
-    auto end = [&](int array) {  // tiles are for the tensor cores to read
+    const int stage = pipe.index();
+    int row_exponents[kSteps], v_row_exponents[kSteps];
+    auto end = [&](int array) {  // hands the tile to the tensor cores
       fence_proxy_async_shared();
-      release_per_lane(shared.full[at][array]);
+      release_per_lane(shared.full[stage][array]);
     };
-    wait(shared.raw_full[at][kQ], pipe.parity());
-    split_rows<kChunk, kDimBoxes, kInFlight, true>(row_exponents, shared.q[at], shared.q[at]);
+    wait(shared.raw_full[stage][kQ], pipe.parity());
+    split_rows<kChunk, kDimBoxes, kInFlight, true>(row_exponents, shared.q[stage], shared.q[stage]);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
       if (thread % 8 == 0)
-        shared.q_exponent[at][row + 16 * g] = static_cast<short>(row_exponents[g]);
+        shared.q_exponent[stage][row + 16 * g] = static_cast<short>(row_exponents[g]);
     }
     end(kQ);
-    wait(shared.raw_full[at][kK], pipe.parity());
-    split_rows<kChunk, kDimBoxes, kInFlight, true>(row_exponents, shared.k[at], shared.k[at]);
+    wait(shared.raw_full[stage][kK], pipe.parity());
+    split_rows<kChunk, kDimBoxes, kInFlight, true>(row_exponents, shared.k[stage], shared.k[stage]);
     end(kK);
-    wait(shared.raw_full[at][kV], pipe.parity());
-    const bool finite =
-        split_rows<kChunk, kColBoxes, kInFlight, true>(v_row_exponent, shared.v[at], shared.v[at]);
+    wait(shared.raw_full[stage][kV], pipe.parity());
+    const bool finite = split_rows<kChunk, kColBoxes, kInFlight, true>(
+        v_row_exponents, shared.v[stage], shared.v[stage]);
 #pragma unroll
     for (int g = 0; g < kSteps; ++g) {
       if (thread % 8 == 0)
-        shared.kv_exponent[at][row + 16 * g] = -row_exponents[g] - v_row_exponent[g];
+        shared.kv_exponent[stage][row + 16 * g] = -row_exponents[g] - v_row_exponents[g];
     }
     const bool nonfinite_found = __any_sync(kFullWarp, !finite);
-    if (thread % 32 == 0) shared.nonfinite_found[at][thread / 32] = nonfinite_found;
+    if (thread % 32 == 0) shared.nonfinite_found[stage][thread / 32] = nonfinite_found;
     bar_sync(1, 128);
-    if (any_nonfinite(shared.nonfinite_found[at])) {
-      zero_nonfinite(shared.v[at], shared.nonfinite_row[at], thread, reverse);
+    if (any_nonfinite(shared.nonfinite_found[stage])) {
+      zero_nonfinite(shared.v[stage], shared.nonfinite_row[stage], thread, reverse);
     }
     end(kV);
     pipe.advance();
@@ -110,7 +113,7 @@ FA_DEVICE void split_chunks(const ProductSm90Params& params, SharedStorage& shar
 }
 
 // -------------------------------------------------------------------------------- scores, outputs
-// Scores beyond the diagonal become 0.
+// Zeroes scores on the far side of the diagonal.
 FA_DEVICE void mask_noncausal(Outputs& s, int diagonal_distance, int sign) {
 #pragma unroll
   for (int v = 0; v < 8; ++v) {
@@ -128,45 +131,10 @@ FA_DEVICE void split_weights(Operand<kSteps>& high, Operand<kSteps>& low, int v,
   low[v / 2][v % 2 * 2 + h] = pair.low;
 }
 
-// The largest of a row's four lanes.
-template <typename Number>
-FA_DEVICE Number max_over_lanes(Number most) {
-  most = max(most, __shfl_xor_sync(kFullWarp, most, 1));
-  return max(most, __shfl_xor_sync(kFullWarp, most, 2));
-}
-
-// Weights, scores times 2^kv_exponent, as pairs, with an exponent for each row, that of its largest
-// weight, which `row_exponent` becomes.  `most`, `least`: of the chunk's kv_exponent.
-FA_DEVICE void split_scores(Operand<kSteps>& high, Operand<kSteps>& low, int (&row_exponent)[2],
-                            Outputs& s, const int* kv_exponent, int most, int least) {
-  // Scores are 2^-48 to 2^34, or 0: float32 holds what so many less leave of them.
-  if (most - least <= 64) {
-    float largest[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int v = 0; v < 8; ++v) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        s[v][e] *= power_of_two(kv_exponent[8 * v + e % 2] - most);
-        largest[e / 2] = fmaxf(largest[e / 2], fabsf(s[v][e]));
-      }
-    }
-    float scale[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int exponent =
-          static_cast<int>(__float_as_uint(max_over_lanes(largest[h])) >> 23) - 127;
-      scale[h] = power_of_two(min(127, 14 - exponent));
-      row_exponent[h] = exponent + most;
-    }
-#pragma unroll
-    for (int v = 0; v < 8; ++v) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        split_weights(high, low, v, h, s[v][2 * h] * scale[h], s[v][2 * h + 1] * scale[h]);
-      }
-    }
-    return;
-  }
+// split_scores for exponents kv_exponent in any range.
+FA_DEVICE void split_scores_of_far_exponents(Operand<kSteps>& high, Operand<kSteps>& low,
+                                             int (&row_exponent)[2], const Outputs& s,
+                                             const int* kv_exponent) {
   row_exponent[0] = row_exponent[1] = -1000;
 #pragma unroll
   for (int v = 0; v < 8; ++v) {
@@ -194,7 +162,44 @@ FA_DEVICE void split_scores(Operand<kSteps>& high, Operand<kSteps>& low, int (&r
   }
 }
 
-// The least of a chunk's exponents.
+// Weights P, scores times 2^kv_exponent, as pairs.  `row_exponent` becomes the exponent of the
+// largest weight of each row.  `most`, `least`: the largest and smallest kv_exponent of the chunk.
+FA_DEVICE void split_scores(Operand<kSteps>& high, Operand<kSteps>& low, int (&row_exponent)[2],
+                            Outputs& s, const int* kv_exponent, int most, int least) {
+  // Scores are 0 or 2^-48 to 2^34, so in this range of exponents a float32 holds them times
+  // 2^(kv_exponent - most).
+  if (most - least <= 64) {
+    float largest[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[v][e] *= power_of_two(kv_exponent[8 * v + e % 2] - most);
+        largest[e / 2] = fmaxf(largest[e / 2], fabsf(s[v][e]));
+      }
+    }
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // IEEE 754: the exponent of a float32.
+      const int exponent =
+          static_cast<int>(__float_as_uint(max_over_lanes(largest[h])) >> 23) - 127;
+      scale[h] = power_of_two(min(127, 14 - exponent));
+      row_exponent[h] = exponent + most;
+    }
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        split_weights(high, low, v, h, s[v][2 * h] * scale[h], s[v][2 * h + 1] * scale[h]);
+      }
+    }
+    return;
+  }
+  split_scores_of_far_exponents(high, low, row_exponent, s, kv_exponent);
+}
+
+// The smallest exponent of a chunk.
 FA_DEVICE int least_exponent(const int* exponents) {
   int least = 512;
 #pragma unroll
@@ -209,7 +214,7 @@ FA_DEVICE void store_rows(const ProductSm90Params& params, const SharedStorage& 
   const int column = shared.work.column + thread % 4 * 2, columns = job.v_dim - column;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    // Four lanes write 32 bytes of a row: all of what memory moves at once.
+    // Four lanes write 32 bytes of a row, the unit of memory transfers.
     if (static_cast<uint32>(row + 8 * h) >= static_cast<uint32>(params.length)) continue;
     float* to = job.out + shared.out + static_cast<int64>(row + 8 * h) * job.out_row + column;
 #pragma unroll
@@ -217,6 +222,49 @@ FA_DEVICE void store_rows(const ProductSm90Params& params, const SharedStorage& 
       if (8 * v < columns) {
         *reinterpret_cast<float2*>(to + 8 * v) = make_float2(o[v][2 * h], o[v][2 * h + 1]);
       }
+    }
+  }
+}
+
+// Multiplies Q S by the powers of two of rows of Q and columns of S, as two factors each, because
+// float32 may not hold all of it.
+FA_DEVICE void scale_outputs(Outputs& o, const float (&row_factor)[2],
+                             const float (&s_factor)[kCols], int lane) {
+#pragma unroll
+  for (int v = 0; v < 8; ++v) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float column_factor = s_factor[8 * v + lane % 4 * 2 + j];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = row_factor[h] * column_factor;
+        o[v][2 * h + j] = o[v][2 * h + j] * factor * factor;
+      }
+    }
+  }
+}
+
+// O += P V times the two factors of rows of P.
+FA_DEVICE void add_intra_outputs(Outputs& o, const Outputs& o_intra, const float (&factor)[2][2]) {
+#pragma unroll
+  for (int v = 0; v < 8; ++v) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      o[v][e] = fmaf(o_intra[v][e] * factor[e / 2][0], factor[e / 2][1], o[v][e]);
+    }
+  }
+}
+
+// Rows that read values which are not finite become NaN.
+FA_DEVICE void poison_outputs(Outputs& o, const SharedStorage& shared, int stage, int row, int lane,
+                              bool reverse) {
+#pragma unroll
+  for (int v = 0; v < 8; ++v) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int from = shared.nonfinite_row[stage][8 * v + lane % 4 * 2 + e % 2];
+      const int own_row = row + e / 2 * 8;
+      if (reverse ? own_row <= from : own_row >= from) o[v][e] = __int_as_float(0x7fc00000);
     }
   }
 }
@@ -305,6 +353,7 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
 }
 
 // ------------------------------------------------------------------------------------------ state
+// Writes S as pairs to a stage, where the output warpgroups read it.
 FA_DEVICE void write_state(SharedStorage& shared, const State& s, const int (&exponents)[2],
                            const StatePipeline& state) {
   const int state_stage = state.index(), lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -347,46 +396,37 @@ FA_DEVICE void compute_state(const ProductSm90Params& params, SharedStorage& sha
   }
   __syncwarp();
   State s;
-  {
-    const bool split = job.workspace != nullptr;
-    const int64 row = split ? job.v_dim : job.initial_row, col = split ? 1 : job.initial_col;
-    const float* from = split ? segment_state(params, work, work.segment) : job.initial;
-    if (from != nullptr) from += (split ? 0 : work.initial) + work.column * col;
-    load_state(s, from, row, col, job.qk_dim, job.v_dim - work.column);
-  }
+  load_first_state(s, job, params, work, work.column);
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     const ChunkPipeline pipe{static_cast<uint32>(i)};
     const StatePipeline state{static_cast<uint32>(i)};
-    const int at = pipe.index();
-    Operand<kSteps> values, values_low;
+    const int stage = pipe.index();
+    Operand<kSteps> values, values_low;  // V^T
     Outputs u;
     int exponents[2];
-    wait(shared.full[at][kK], pipe.parity());
-    wait(shared.full[at][kV], pipe.parity());
-    const bool nonfinite_found = any_nonfinite(shared.nonfinite_found[at]);
-    load_values(values, values_low, shared.v[at], warp);
-    const int most = scale_to_common_exponent(values, values_low, shared.kv_exponent[at]);
-    const float factor = power_of_two(most / 2), rest = power_of_two(most - most / 2);
-    gemm_split<kMnMajor, kSteps>(u, values, values_low, shared.k[at], kLowQK,
-                                 [](int step) { return step * 16 * 128; });
+    wait(shared.full[stage][kK], pipe.parity());
+    wait(shared.full[stage][kV], pipe.parity());
+    const bool nonfinite_found = any_nonfinite(shared.nonfinite_found[stage]);
+    load_values(values, values_low, shared.v[stage], warp);
+    const int exponent = scale_to_common_exponent(values, values_low, shared.kv_exponent[stage]);
+    const float factor = power_of_two(exponent / 2), rest = power_of_two(exponent - exponent / 2);
+    gemm_split<kMnMajor, kSteps>(u, values, values_low, shared.k[stage], kLowQK,
+                                 [](int step) { return step * 16 * 128; });  // U = V^T K
     state_exponents(exponents, s);
     write_state(shared, s, exponents, state);
     int nonfinite_row[2] = {0, 0};
     if (nonfinite_found) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        nonfinite_row[h] = shared.nonfinite_row[at][16 * warp + lane / 4 + 8 * h];
+        nonfinite_row[h] = shared.nonfinite_row[stage][16 * warp + lane / 4 + 8 * h];
     }
     wgmma_wait_group<0>();
-    release_per_lane(shared.empty[at]);
-#pragma unroll
-    for (int e = 0; e < 32; ++e) {
-      float& x = s[e / 4][e % 4];
-      x = fmaf(u[e / 4][e % 4] * factor, rest, x);
-    }
+    release_per_lane(shared.empty[stage]);
+    add_outer_products(s, u, 0, factor, rest);  // S^T = S^T + U
     if (nonfinite_found) poison_sums(s, nonfinite_row);
-    // The outputs of the chunk before are those that the next state but one waits for anyway.
+    // This waits for the outputs of the chunk before, for which the state after the next one would
+    // have to wait anyway.
     if (is_loader && i + kPrefetchChunks < chunks) {
       const ChunkPipeline later_pipe{static_cast<uint32>(i + kPrefetchChunks)};
       wait(shared.empty[later_pipe.index()], later_pipe.parity() ^ 1);
@@ -394,11 +434,7 @@ FA_DEVICE void compute_state(const ProductSm90Params& params, SharedStorage& sha
     }
     __syncwarp();
   }
-
-  if (job.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
-    store_state(s, job.state + work.state + work.column * job.state_col, job.state_row,
-                job.state_col, job.qk_dim, job.v_dim - work.column);
-  }
+  store_final_state(s, job, params, work, work.column);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)

@@ -1,19 +1,18 @@
 // Causal product of float32 by chunks for SM80 and later, on float16 tensor cores: mma.sync,
 // ldmatrix.
 //
-// As in chunk_sm80.cu one block walks the chunks of one segment of one batch entry, for kCols
+// As in chunk_sm80.cu, a block walks over the chunks of one segment of one batch entry, for kCols
 // value columns:
-//   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V,
-// but every operand is a pair of float16 (cuda_src/common/split_float.cuh) and every product three.
-// Its warps are three teams that work on neighbouring chunks, one barrier a chunk.  Split warps
-// hold the rows of the chunk that comes in registers, and turn those of the last one into pairs in
-// shared memory.  Score warps turn Q K^T of the chunk before into weights P there.  State warps,
-// each the owner of 16 value columns, hold those of S in registers and compute their columns of O
-// and the next S, of the chunk before that.
+//   O = Q S + tril(Q K^T) V    and then    S = S + K^T V.
+// Here every operand is a pair of float16 (cuda_src/common/split_float.cuh) and every product is
+// three.  The warps are three teams that work on neighbouring chunks, with one barrier a chunk.
+// Split warps load the rows of the next chunk into registers, and turn those of chunk i into pairs
+// in shared memory.  Score warps turn Q K^T of chunk i - 1 into weights P there.  State warps, each
+// the owner of 16 value columns, hold those of S in registers and compute their columns of
+// O = Q S + P V and of the next S, for chunk i - 2.
 //
-// All exponents are those of rows: q_i of Q, k_j v_j of K and V, p_i of P, and those of S's value
-// columns.  So scores next to larger ones keep their own accuracy; rows of a chunk share what their
-// outer products are added up with.
+// Every row of Q, K, V and P has an exponent, and so has every value column of S, so a row of small
+// numbers is as accurate as one of large numbers.  Only in K^T V do all rows of a chunk share one.
 #include "cuda_src/common/linear_params.cuh"
 #include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/split_state.cuh"
@@ -25,13 +24,13 @@ constexpr int kChunk = FA_TILE_M;
 constexpr int kBuffers = FA_STAGES;    // chunks in shared memory, one for each team
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
 constexpr int kSplitWarps = FA_SPLIT_WARPS;
-constexpr int kScoreWarps = FA_SCORE_WARPS;  // 0: split warps do their work
+constexpr int kScoreWarps = FA_SCORE_WARPS;  // 0: split warps compute the scores too
 constexpr int kStateWarps = kCols / 16;
 constexpr int kTeamThreads = 32 * (kSplitWarps + kScoreWarps);  // threads before the state warps
 constexpr int kThreads = kTeamThreads + 32 * kStateWarps;
 constexpr int kMmaR = kChunk / 16;  // products down a chunk's rows
 static_assert(kThreads == FA_THREADS, "its variant launches as many");
-// Score warps: keys whose sums are under way at once, over 16.
+// Blocks of 16 keys whose scores a warp sums at once.
 constexpr int kInFlight = kScoreWarps > 0 ? 2 : 1;
 static_assert(kScoreWarps == kMmaR || (kScoreWarps == 0 && kSplitWarps >= kMmaR),
               "16 rows of scores a warp");
@@ -50,17 +49,19 @@ struct SharedStorage {
   uint16 k[kBuffers][2][kChunk * kDim];
   uint16 v[kBuffers][2][kChunk * kCols];
   uint16 p[2][2][kChunk * kChunk];
-  int q_exponent[kBuffers][kChunk];   // row i of Q is 2^-e of what its tile says
-  int kv_exponent[kBuffers][kChunk];  // row j of K times row j of V is 2^e of what theirs say
-  int p_exponent[2][kChunk];          // row i of P V is 2^e of what the tiles say
-  int nonfinite_found[kBuffers][kSplitWarps];  // whether a part of the values is not finite
-  int first_nonfinite_row[kCols];              // the row where it is, if so
+  int q_exponent[kBuffers][kChunk];   // row i of Q is 2^-e times its tile's
+  int kv_exponent[kBuffers][kChunk];  // row j of K times row j of V is 2^e times their tiles'
+  int p_exponent[2][kChunk];          // row i of P V is 2^e times that of the tiles
+  int nonfinite_found[kBuffers][kSplitWarps];  // whether each warp found values that are not finite
+  int first_nonfinite_row[kCols];              // then: the first such row of each column
   ProductWork work;
   bool whole;  // whether any four columns are 16 aligned bytes of which all or none exist
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 // ------------------------------------------------------------------------------------ split warps
+// The rows of a chunk that a thread of the split warps holds in registers.  Methods read the thread
+// index again (ptx/special.cuh), so that only the rows take registers from one call to the next.
 struct Rows {
   FloatChunk<kChunk, kDim, kSplitWarps> q, k;
   FloatChunk<kChunk, kCols, kSplitWarps> v;
@@ -101,18 +102,39 @@ struct Rows {
 };
 
 // ------------------------------------------------------------------------------------ score warps
-// 16 rows of P for this warp: Q K^T up to the diagonal, times what the exponents of K and V say,
-// as pairs.
+using Scores = float[2 * kMmaR][4];
+
+// Zeroes scores beyond the diagonal, and finds for both rows of a lane the exponent of the largest
+// weight, score times 2^kv_exponent, among the lane's own.
+FA_DEVICE void mask_scores(Scores& s, int (&row_exponent)[2], const int* kv_exponent, int row,
+                           int lane, int warp) {
+  row_exponent[0] = row_exponent[1] = -1000;
+#pragma unroll
+  for (int j = 0; j < 2 * kMmaR; ++j) {
+    if (8 * j > 16 * warp + 15) continue;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (8 * j + lane % 4 * 2 + e % 2 > row + e / 2 * 8) s[j][e] = 0.0f;
+      if (s[j][e] == 0.0f) continue;
+      const int exponent = static_cast<int>(__float_as_uint(s[j][e]) >> 23 & 255) - 127;
+      row_exponent[e / 2] = max(row_exponent[e / 2], exponent + kv_exponent[8 * j + e % 2]);
+    }
+  }
+}
+
+// The 16 rows of P of a warp: Q K^T up to the diagonal, times 2^kv_exponent, as pairs.  The
+// exponent of a row is that of its largest weight.
 FA_DEVICE void multiply_scores(SharedStorage& shared, int chunk) {
   const int lane = tid_x_again() & 31;
   const int warp = (tid_x_again() >> 5) - (kScoreWarps > 0 ? kSplitWarps : 0);
   if (warp >= kMmaR) return;
   const int buffer = chunk % kBuffers;
-  constexpr uint32 kLow = kChunk * kDim * 2;
+  constexpr uint32 kLow = kChunk * kDim * 2;  // bytes from high parts to low ones
   const uint32 q_address = cvta_to_shared(shared.q[buffer][0]) + rows_first<QKTile>(lane) +
                            static_cast<uint32>(warp * 16 * QKTile::kRowBytes);
   const uint32 k_address = cvta_to_shared(shared.k[buffer][0]) + columns_first<QKTile>(lane);
-  float s[2 * kMmaR][4];
+  // S = Q K^T, up to the blocks of keys that the diagonal crosses
+  Scores s;
 #pragma unroll
   for (int j = 0; j < 2 * kMmaR; j += 2 * kInFlight) {
 #pragma unroll
@@ -147,22 +169,10 @@ FA_DEVICE void multiply_scores(SharedStorage& shared, int chunk) {
 #pragma unroll
     for (int e = 0; e < 8 * kInFlight; ++e) s[j + e / 4][e % 4] = sums[e / 4].value(e % 4);
   }
-
-  // The exponent of a row is that of its largest weight.
   const int row = 16 * warp + lane / 4;
   const int* kv_exponent = shared.kv_exponent[buffer] + lane % 4 * 2;
-  int row_exponent[2] = {-1000, -1000};
-#pragma unroll
-  for (int j = 0; j < 2 * kMmaR; ++j) {
-    if (8 * j > 16 * warp + 15) continue;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (8 * j + lane % 4 * 2 + e % 2 > row + e / 2 * 8) s[j][e] = 0.0f;
-      if (s[j][e] == 0.0f) continue;
-      const int exponent = static_cast<int>(__float_as_uint(s[j][e]) >> 23 & 255) - 127;
-      row_exponent[e / 2] = max(row_exponent[e / 2], exponent + kv_exponent[8 * j + e % 2]);
-    }
-  }
+  int row_exponent[2];
+  mask_scores(s, row_exponent, kv_exponent, row, lane, warp);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     row_exponent[h] = max(row_exponent[h], __shfl_xor_sync(kFullWarp, row_exponent[h], 1));
@@ -172,10 +182,11 @@ FA_DEVICE void multiply_scores(SharedStorage& shared, int chunk) {
           row_exponent[h] - 14 - shared.q_exponent[buffer][row + 8 * h];
     }
   }
+  // P, as pairs
   const uint32 p_tile = cvta_to_shared(shared.p[chunk % 2][0]);
 #pragma unroll
   for (int j = 0; j < 2 * kMmaR; ++j) {
-    if (8 * j > 16 * warp + 15) continue;  // nobody reads what lies beyond the diagonal
+    if (8 * j > 16 * warp + 15) continue;  // not read: beyond the diagonal
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x[2];
@@ -193,10 +204,13 @@ FA_DEVICE void multiply_scores(SharedStorage& shared, int chunk) {
 }
 
 // ------------------------------------------------------------------------------------ state warps
+// Read again (ptx/special.cuh), as the lane is in the functions below: the state and its operands
+// leave no registers to hold these and what is computed from them.
 FA_DEVICE int state_warp() { return (tid_x_again() >> 5) - kTeamThreads / 32; }
 
-// P is 0 where a row does not read a value, and 0 * NaN is NaN.  So this zeroes what is not finite
-// among a warp's 16 columns of values, and notes the first row of each column where that was.
+// Replaces values that are not finite by 0 in a warp's 16 columns: P is 0 where a row does not read
+// a value, but 0 * NaN is NaN.  `first_nonfinite_row` gets the first row of each column with such a
+// value.
 FA_DEVICE void zero_nonfinite(uint32 v_tile, int warp, int* first_nonfinite_row) {
   constexpr uint32 kLow = kChunk * kCols * 2;
   const int lane = tid_x_again() & 31;
@@ -236,16 +250,16 @@ struct Constant {
   static constexpr int kValue = kConstant;
 };
 
-using Sums = SplitSum[2][2];  // of 16 rows, twice, and 8 columns, twice
+using Sums = SplitSum[2][2];  // two blocks of 16 rows by two blocks of 8 columns
 
 FA_DEVICE void clear(Sums& sums) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i / 2][i % 2].clear();
 }
 
-// Row blocks kFirst to 1 of A times 16 columns of B: pairs, so three products each.  `a_address` is
-// of this lane's row of the first block, kBlock bytes before that of the second; low parts lie kLow
-// bytes after high ones.
+// Adds row blocks kFirst to 1 of A times 16 columns of B, three products for each pair.
+// `a_address` is this lane's row of the first block; the second one follows after kBlock bytes, and
+// low parts lie kLow bytes after high ones.
 template <int kFirst, uint32 kBlock, uint32 kLow>
 FA_DEVICE void multiply(Sums& sums, uint32 a_address, const SplitPair (&b)[2][2]) {
   uint32 a[2][4], a_low[2][4];
@@ -268,50 +282,53 @@ FA_DEVICE void multiply(Sums& sums, uint32 a_address, const SplitPair (&b)[2][2]
   }
 }
 
-// O = Q S + P V of a chunk, for row blocks 2 kPair and 2 kPair + 1.  With `nonfinite_found`, rows
-// that read what is not finite become NaN.
+using OutputPair = float[2][2][4];  // of two row blocks
+
+// O = Q S, for row blocks 2 kPair and 2 kPair + 1.
 template <int kPair>
-FA_DEVICE void multiply_outputs(float (&o)[2][2][4], State& state, const int (&exponents)[2],
-                                const SharedStorage& shared, int chunk, bool nonfinite_found) {
-  const int lane = tid_x_again() & 31, warp = state_warp();
-  const int buffer = chunk % kBuffers, row = 32 * kPair + lane / 4;
+FA_DEVICE void gemm_qs(OutputPair& o, State& state, const int (&exponents)[2],
+                       const SharedStorage& shared, int buffer, int row, int lane) {
+  const uint32 q_address = cvta_to_shared(shared.q[buffer][0]) + rows_first<QKTile>(lane);
+  const float scale[2] = {power_of_two(exponents[0]), power_of_two(exponents[1])};
   Sums sums;
-  {
-    const uint32 q_address = cvta_to_shared(shared.q[buffer][0]) + rows_first<QKTile>(lane);
-    const float scale[2] = {power_of_two(exponents[0]), power_of_two(exponents[1])};
-    clear(sums);
+  clear(sums);
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      SplitPair b[2][2];
-      state.operand(b, step, scale);
-      multiply<0, 16 * QKTile::kRowBytes, kChunk * kDim * 2>(
-          sums, QKTile::at(q_address, 32 * kPair, step), b);
-    }
-    // Half of the exponents twice: all of them at once may be more than a float32 holds.
-    float col_factor[2][2];
+  for (int step = 0; step < kDim / 16; ++step) {
+    SplitPair b[2][2];
+    state.operand(b, step, scale);
+    multiply<0, 16 * QKTile::kRowBytes, kChunk * kDim * 2>(
+        sums, QKTile::at(q_address, 32 * kPair, step), b);
+  }
+  // Half of the exponents is applied twice, because float32 may not hold all of it.
+  float col_factor[2][2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float half = power_of_two(-exponents[i / 2] / 2);
-      col_factor[i / 2][i % 2] = __shfl_sync(kFullWarp, half, 4 * (lane % 4 * 2 + i % 2));
-    }
+  for (int i = 0; i < 4; ++i) {
+    const float half = power_of_two(-exponents[i / 2] / 2);
+    col_factor[i / 2][i % 2] = __shfl_sync(kFullWarp, half, 4 * (lane % 4 * 2 + i % 2));
+  }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float row_factor = power_of_two(-shared.q_exponent[buffer][row + 16 * r + 8 * h] / 2);
+    for (int h = 0; h < 2; ++h) {
+      const float row_factor = power_of_two(-shared.q_exponent[buffer][row + 16 * r + 8 * h] / 2);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float factor = row_factor * col_factor[i / 2][i % 2];
-          const int e = 2 * h + i % 2;
-          o[r][i / 2][e] = sums[r][i / 2].value(e) * factor * factor;
-        }
+      for (int i = 0; i < 4; ++i) {
+        const float factor = row_factor * col_factor[i / 2][i % 2];
+        const int e = 2 * h + i % 2;
+        o[r][i / 2][e] = sums[r][i / 2].value(e) * factor * factor;
       }
     }
   }
+}
 
+// O = O + P V.
+template <int kPair>
+FA_DEVICE void gemm_pv(OutputPair& o, const SharedStorage& shared, int chunk, int buffer, int row,
+                       int lane, int warp) {
   const uint32 p_address = cvta_to_shared(shared.p[chunk % 2][0]) + rows_first<PTile>(lane);
   const uint32 v_address =
       cvta_to_shared(shared.v[buffer][0]) + VTile::at(columns_first<VTile>(lane), 0, warp);
+  Sums sums;
   clear(sums);
 #pragma unroll
   for (int c = 0; c < 2 * kPair + 2; ++c) {
@@ -320,7 +337,7 @@ FA_DEVICE void multiply_outputs(float (&o)[2][2][4], State& state, const int (&e
     ldmatrix_x4_trans(v_low, VTile::at(v_address + kChunk * kCols * 2, 16 * c, 0));
     const SplitPair b[2][2] = {{{v[0], v_low[0]}, {v[2], v_low[2]}},
                                {{v[1], v_low[1]}, {v[3], v_low[3]}}};
-    // Of the last block of values the first of the two row blocks reads nothing.
+    // The first of the two row blocks does not read the last block of values.
     const uint32 from = PTile::at(p_address, 32 * kPair, c);
     constexpr uint32 kBlock = 16 * PTile::kRowBytes, kLow = kChunk * kChunk * 2;
     if (c <= 2 * kPair) {
@@ -343,6 +360,17 @@ FA_DEVICE void multiply_outputs(float (&o)[2][2][4], State& state, const int (&e
       }
     }
   }
+}
+
+// O = Q S + P V of a chunk, for row blocks 2 kPair and 2 kPair + 1.  With `nonfinite_found`, rows
+// that read values which are not finite become NaN.
+template <int kPair>
+FA_DEVICE void multiply_outputs(OutputPair& o, State& state, const int (&exponents)[2],
+                                const SharedStorage& shared, int chunk, bool nonfinite_found) {
+  const int lane = tid_x_again() & 31, warp = state_warp();
+  const int buffer = chunk % kBuffers, row = 32 * kPair + lane / 4;
+  gemm_qs<kPair>(o, state, exponents, shared, buffer, row, lane);
+  gemm_pv<kPair>(o, shared, chunk, buffer, row, lane, warp);
   if (!nonfinite_found) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -354,8 +382,8 @@ FA_DEVICE void multiply_outputs(float (&o)[2][2][4], State& state, const int (&e
   }
 }
 
-// Two row blocks of outputs to global memory; `to` is of the first one's row and column of this
-// lane, `rows` and `cols` count from there.
+// Stores two row blocks of outputs.  `to` is the address of this lane's first row and column, from
+// which `rows` and `cols` count.
 FA_DEVICE void store_outputs(float* to, int row_stride, int rows, int cols, bool whole,
                              const float (&o)[2][2][4]) {
 #pragma unroll
@@ -386,9 +414,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     shared.whole = params.aligned && params.qk_dim % 4 == 0 && params.v_dim % 4 == 0;
   }
   __syncthreads();
-  const ProductWork& work = shared.work;  // left there: registers are short in the loops
-  // All teams go through this many barriers: in step i, chunk i is split, i - 1 gets its scores and
-  // i - 2 its outputs.
+  const ProductWork& work = shared.work;  // not copied, for want of registers in the loops
+  // The number of barriers, for all teams: step i splits chunk i and computes scores of chunk i - 1
+  // and outputs of chunk i - 2.  Both are lambdas: they are computed from shared memory where they
+  // are needed, and take no registers from one step to the next.
   auto chunks = [&] { return (work.rows + kChunk - 1) / kChunk; };
   auto steps = [&] { return work.rows <= 0 ? 0 : chunks() + 2; };
 

@@ -1,11 +1,11 @@
 // Causal product by chunks for SM80 and later: mma.sync, ldmatrix, cp.async.
 //
-// One block walks the chunks of one segment of one batch entry, for kCols value columns:
-//   O = Q S + (Q K^T, lower triangle) V    and then    S = S + K^T V.
-// Its warps are two teams that work on neighbouring chunks between two barriers.  Score warps fill
-// the stages by cp.async, turn Q K^T of a chunk into weights P in shared memory and write finished
+// A block walks over the chunks of one segment of one batch entry, for kCols value columns:
+//   O = Q S + tril(Q K^T) V    and then    S = S + K^T V.
+// Its warps are two teams that work on neighbouring chunks between two barriers.  Score warps load
+// chunks by cp.async, turn Q K^T of a chunk into weights P in shared memory and store finished
 // outputs to global memory.  State warps, each the owner of some value columns, hold those of S in
-// registers and compute their columns of O and the next S, of the chunk before.
+// registers and compute their columns of O = Q S + P V and of the next S, for the chunk before.
 #include "cuda_src/common/chunk_state.cuh"
 #include "cuda_src/common/linear_params.cuh"
 #include "cuda_src/common/pipeline.cuh"
@@ -20,8 +20,9 @@ constexpr int kStages = FA_STAGES;  // chunks of Q and K in shared memory, two o
 constexpr int kStateWarps = FA_STATE_WARPS;
 constexpr int kScoreWarps = FA_SCORE_WARPS;
 constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
-// bfloat16 rounds the state as coarsely as the output: there what rounding leaves is multiplied
-// too.  float16 has the bits but not the range, so there state and scores are scaled.
+// The state is rounded to 16 bits for its product with Q.  bfloat16 has too few bits for that, so
+// there the remainder of the rounding is multiplied too.  float16 has enough bits but too small a
+// range, so there the state and the scores are scaled.
 constexpr bool kLowPart = kBf16;
 constexpr bool kScaled = !kBf16;
 constexpr int kScoreThreads = 32 * kScoreWarps;
@@ -30,7 +31,7 @@ constexpr int kMmaR = kChunk / 16;                 // products down a chunk's ro
 constexpr int kMmaM = kCols / (16 * kStateWarps);  // products down a warp's rows of S^T
 static_assert(kCols == 16 * kMmaM * kStateWarps && kMmaM <= 2, "a warp owns 16 or 32 columns");
 static_assert(kMmaR <= kScoreWarps && kMmaR % 2 == 0, "16 rows of scores a warp, by pairs of keys");
-static_assert(kStages >= 3, "two chunks in use and one under way");
+static_assert(kStages >= 3, "two chunks are in use while a third one is loaded");
 
 using QKTile = SharedTile<kChunk, kDim>;
 using VTile = SharedTile<kChunk, kCols>;
@@ -42,16 +43,16 @@ using TeamSync = TeamBarriers<kScoreThreads, kThreads - kScoreThreads>;
 struct SharedStorage {
   uint16 q[kStages][kChunk * kDim];
   uint16 k[kStages][kChunk * kDim];
-  uint16 v[kStages + 1][kChunk * kCols];  // state warps put the output in place of the values
+  uint16 v[kStages + 1][kChunk * kCols];  // outputs replace the values
   uint16 p[2][kChunk * kChunk];
-  float p_scale[2][kMmaR];              // what 16 rows of P are multiplied by, where kScaled
-  int nonfinite_found[2][kScoreWarps];  // whether a part of the values is not finite
+  float p_scale[2][kMmaR];              // with kScaled, the scale of 16 rows of P
+  int nonfinite_found[2][kScoreWarps];  // whether each warp found values that are not finite
   ProductWork work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 // ------------------------------------------------------------------------------------ score warps
-// 16 rows of P for this warp: Q K^T up to the diagonal, rounded.
+// The 16 rows of P of a warp: Q K^T up to the diagonal, rounded.
 FA_DEVICE void multiply_scores(uint32 q_tile, uint32 k_tile, uint32 p_tile, float* p_scale) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (warp >= kMmaR) return;
@@ -64,7 +65,7 @@ FA_DEVICE void multiply_scores(uint32 q_tile, uint32 k_tile, uint32 p_tile, floa
 
   float s[2 * kMmaR][4];
 #pragma unroll
-  for (int j = 0; j < 2 * kMmaR; j += 4) {  // 32 keys: four sums at once hide the latency of each
+  for (int j = 0; j < 2 * kMmaR; j += 4) {  // 32 keys: four sums at once hide latency
 #pragma unroll
     for (int e = 0; e < 16; ++e) s[j + e / 4][e % 4] = 0.0f;
     if (8 * j > 16 * warp + 15) continue;
@@ -94,7 +95,7 @@ FA_DEVICE void multiply_scores(uint32 q_tile, uint32 k_tile, uint32 p_tile, floa
   }
 #pragma unroll
   for (int j = 0; j < 2 * kMmaR; ++j) {
-    if (8 * j > 16 * warp + 15) continue;  // nobody reads what lies beyond the diagonal
+    if (8 * j > 16 * warp + 15) continue;  // not read: beyond the diagonal
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32 pair = pack2<kBf16>(s[j][2 * h] * scale, s[j][2 * h + 1] * scale);
@@ -103,10 +104,11 @@ FA_DEVICE void multiply_scores(uint32 q_tile, uint32 k_tile, uint32 p_tile, floa
   }
 }
 
-// Whether some of this warp's part of the values is not finite.
+// Whether any of this warp's part of the values is not finite.  Then all bits of its exponent are
+// set, and adding 1 to the exponent carries into the sign bit.
 FA_DEVICE int has_nonfinite(uint32 v_tile) {
-  constexpr uint32 kExponents = kBf16 ? 0x7f807f80 : 0x7c007c00;  // of two values
-  constexpr uint32 kOne = kBf16 ? 0x00800080 : 0x04000400;  // carries over if all bits are set
+  constexpr uint32 kExponents = kBf16 ? 0x7f807f80 : 0x7c007c00;  // IEEE 754, two values
+  constexpr uint32 kOne = kBf16 ? 0x00800080 : 0x04000400;        // the lowest bits of both
   uint32 exponent_carries = 0;
 #pragma unroll
   for (int i = 0; i < kChunk * kCols / 8; i += kScoreThreads) {
@@ -119,8 +121,8 @@ FA_DEVICE int has_nonfinite(uint32 v_tile) {
 }
 
 // ------------------------------------------------------------------------------------ state warps
-// Zeroes what is not finite among 16 rows of values, and keeps the first row where that was, for
-// columns g and g + 8.
+// Replaces values that are not finite by 0 in 16 rows of V.  `first` becomes the first row with
+// such a value, for columns g and g + 8.
 FA_DEVICE void zero_nonfinite(uint32 (&v)[4], int first_row, int (&first)[2]) {
   constexpr uint32 kExponent = kBf16 ? 0x7f80 : 0x7c00;
   const int lane = threadIdx.x % 32;
@@ -138,12 +140,13 @@ FA_DEVICE void zero_nonfinite(uint32 (&v)[4], int first_row, int (&first)[2]) {
 
 using Outputs = float[kMmaR][2 * kMmaM][4];
 
-// O = Q S + P V of a chunk.  P is 0 where a row does not read a value, and 0 * NaN is NaN: with
-// `skip_nonfinite`, values that are not finite are left out, and the rows that read them become
-// NaN.
-FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uint32 q_address,
-                                uint32 p_address, uint32 v_address, const float* p_scale,
-                                bool skip_nonfinite) {
+FA_DEVICE void multiply(Outputs& o, int r, float factor) {
+#pragma unroll
+  for (int e = 0; e < 8 * kMmaM; ++e) o[r][e / 4][e % 4] *= factor;
+}
+
+// O = Q S.
+FA_DEVICE void gemm_qs(Outputs& o, const State& state, float scale, uint32 q_address) {
 #pragma unroll
   for (int r = 0; r < kMmaR; ++r) {
 #pragma unroll
@@ -166,17 +169,12 @@ FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uin
       }
     }
   }
-  if constexpr (kScaled) {
-    const float inverse = rcp_rn(scale);
-#pragma unroll
-    for (int r = 0; r < kMmaR; ++r) {
-      const float factor = inverse * p_scale[r];
-#pragma unroll
-      for (int e = 0; e < 8 * kMmaM; ++e) o[r][e / 4][e % 4] *= factor;
-    }
-  }
+}
 
-  int first[kMmaM][2];
+// O = O + P V.  With `skip_nonfinite`, values that are not finite are left out, and `first` becomes
+// the first row of each column with such a value.
+FA_DEVICE void gemm_pv(Outputs& o, int (&first)[kMmaM][2], uint32 p_address, uint32 v_address,
+                       bool skip_nonfinite) {
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) first[i][0] = first[i][1] = kChunk;
 #pragma unroll
@@ -197,15 +195,10 @@ FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uin
       }
     }
   }
-  if constexpr (kScaled) {
-#pragma unroll
-    for (int r = 0; r < kMmaR; ++r) {
-      const float factor = rcp_rn(p_scale[r]);
-#pragma unroll
-      for (int e = 0; e < 8 * kMmaM; ++e) o[r][e / 4][e % 4] *= factor;
-    }
-  }
-  if (!skip_nonfinite) return;
+}
+
+// Rows that read values which are not finite become NaN.
+FA_DEVICE void poison_outputs(Outputs& o, const int (&first)[kMmaM][2]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < 2 * kMmaM; ++n) {
@@ -224,6 +217,56 @@ FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uin
   }
 }
 
+// O = Q S + P V of a chunk.  P is 0 where a row does not read a value, but 0 * NaN is NaN: with
+// `skip_nonfinite`, values that are not finite are left out, and the rows that read them become
+// NaN.
+FA_DEVICE void multiply_outputs(Outputs& o, const State& state, float scale, uint32 q_address,
+                                uint32 p_address, uint32 v_address, const float* p_scale,
+                                bool skip_nonfinite) {
+  gemm_qs(o, state, scale, q_address);
+  if constexpr (kScaled) {  // from the scale of S to that of P
+    const float inverse = rcp_rn(scale);
+#pragma unroll
+    for (int r = 0; r < kMmaR; ++r) multiply(o, r, inverse * p_scale[r]);
+  }
+  int first[kMmaM][2];
+  gemm_pv(o, first, p_address, v_address, skip_nonfinite);
+  if constexpr (kScaled) {
+#pragma unroll
+    for (int r = 0; r < kMmaR; ++r) multiply(o, r, rcp_rn(p_scale[r]));
+  }
+  if (skip_nonfinite) poison_outputs(o, first);
+}
+
+using RoundedOutputs = uint32[kMmaR][2 * kMmaM][2];
+
+FA_DEVICE void round_outputs(RoundedOutputs& pairs, const Outputs& o) {
+#pragma unroll
+  for (int r = 0; r < kMmaR; ++r) {
+#pragma unroll
+    for (int n = 0; n < 2 * kMmaM; ++n) {
+      pairs[r][n][0] = pack2<kBf16>(o[r][n][0], o[r][n][1]);
+      pairs[r][n][1] = pack2<kBf16>(o[r][n][2], o[r][n][3]);
+    }
+  }
+}
+
+// Writes a warp's columns of the outputs in place of the values.
+FA_DEVICE void write_outputs(uint32 v_tile, const RoundedOutputs& pairs, int lane, int warp) {
+#pragma unroll
+  for (int n = 0; n < 2 * kMmaM; ++n) {
+    const uint32 to = VTile::at(VTile::lane_offset(lane / 4, n % 2), 0, warp * kMmaM);
+#pragma unroll
+    for (int r = 0; r < kMmaR; ++r) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32 at = VTile::at(v_tile + to, 16 * r + 8 * h, n / 2);
+        st_shared_b32(at + lane % 4 * 4, pairs[r][n][h]);
+      }
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_chunk_sm80(const __grid_constant__ ProductParams params) {
   // ---------------------------------------------------------------------------------------- setup
@@ -231,12 +274,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) shared.work = product_work(params, params.segments);
   __syncthreads();
-  const ProductWork& work = shared.work;  // left there: registers are short in the loops
+  const ProductWork& work = shared.work;  // not copied, for want of registers in the loops
   const int col = work.tile * kCols;
   const int chunks = (work.rows + kChunk - 1) / kChunk;
   const int lane = threadIdx.x % 32;
-  // Both teams go through this many barriers: in step i, scores of chunk i, outputs of chunk i - 1
-  // and writes of chunk i - 2.
+  // The number of barriers, for both teams.  Step i computes scores of chunk i and outputs of chunk
+  // i - 1, and stores those of chunk i - 2.
   const int steps = chunks == 0 ? 0 : chunks + 2;
 
   if (threadIdx.x < kScoreThreads) {
@@ -304,6 +347,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     TeamSync::follow<1>();
     const int chunk = i - 1;
     if (chunk < 0 || chunk >= chunks) continue;
+    // Read again (ptx/special.cuh): the loop has no registers left to hold these and what is
+    // computed from them.
     const int lane = tid_x_again() % 32, warp = tid_x_again() / 32 - kScoreWarps;
     const uint32 q_address = cvta_to_shared(shared.q[chunk % kStages]) + rows_first<QKTile>(lane);
     const uint32 p_address = cvta_to_shared(shared.p[chunk % 2]) + rows_first<PTile>(lane);
@@ -316,30 +361,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     Outputs o;
     multiply_outputs(o, state, scale, q_address, p_address, v_address, shared.p_scale[chunk % 2],
                      nonfinite_found != 0);
-    uint32 pairs[kMmaR][2 * kMmaM][2];
-#pragma unroll
-    for (int r = 0; r < kMmaR; ++r) {
-#pragma unroll
-      for (int n = 0; n < 2 * kMmaM; ++n) {
-        pairs[r][n][0] = pack2<kBf16>(o[r][n][0], o[r][n][1]);
-        pairs[r][n][1] = pack2<kBf16>(o[r][n][2], o[r][n][3]);
-      }
-    }
+    RoundedOutputs pairs;
+    round_outputs(pairs, o);
     Values<kChunk, kMmaM> v;
     load_values<VTile, kChunk, kMmaM>(v, v_address);
     __syncwarp();  // no other warp reads these columns
-#pragma unroll
-    for (int n = 0; n < 2 * kMmaM; ++n) {
-      const uint32 to = VTile::at(VTile::lane_offset(lane / 4, n % 2), 0, warp * kMmaM);
-#pragma unroll
-      for (int r = 0; r < kMmaR; ++r) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32 at = VTile::at(v_tile + to, 16 * r + 8 * h, n / 2);
-          st_shared_b32(at + lane % 4 * 4, pairs[r][n][h]);
-        }
-      }
-    }
+    write_outputs(v_tile, pairs, lane, warp);
     state.add(v, cvta_to_shared(shared.k[chunk % kStages]) + rows_first<QKTile>(lane));
     if constexpr (kScaled) scale = range_scale(state.s);
   }

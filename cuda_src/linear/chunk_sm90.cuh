@@ -1,32 +1,39 @@
-// What the parts of chunk_sm90 share: constants of a variant, a block's shared memory and
-// barriers.
+// Constants, shared memory, barriers and register arrays of chunk_sm90.
 #pragma once
 #include "cuda_src/common/linear_sm90.cuh"
 
 constexpr int kOutStages = FA_OUT_STAGES;  // stages for finished outputs
 constexpr int kPStages = FA_P_STAGES;      // stages for weights
-// bfloat16 rounds the state as coarsely as the output: there what rounding leaves is multiplied
-// too.  float16 has the bits but not the range, so there state and scores are scaled.
+// The state is rounded to 16 bits for its product with Q.  bfloat16 has too few bits for that, so
+// there the remainder of the rounding is multiplied too.  float16 has enough bits but too small a
+// range, so there the state and the scores are scaled.
 constexpr bool kLowPart = kBf16;
 constexpr bool kScaled = !kBf16;
-// With registers for it, the sums of the next chunk start before the outputs of this one are done,
-// so that the tensor cores have work while the state grows and is rounded; else they take the
-// registers of the state's rounded parts, later.
+// Whether U of the next chunk starts before the outputs of this one are done, so that the tensor
+// cores have work while the state is updated and rounded.  Where registers do not suffice, U is
+// started later and takes the registers of the rounded state.
 constexpr bool kPrefetchNextKv = kMinBlocks == 1 && (kDim == 64 || kGroups == 1);
 static_assert(!kPrefetchNextKv || kPStages >= 3,
-              "weights of two chunks are in use, others are written");
+              "weights of two chunks are read while those of a third one are written");
 constexpr int kThreads = 128 * (kGroups + 2);
-// Of the producer warpgroup, that look for values that are not finite.
+// Warps of the producer warpgroup that look for values which are not finite.
 constexpr int kProbeWarps = 2;
 constexpr int kProbeCols = kCols / kProbeWarps;
-// 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
+// Registers of a thread: a multiple of 8 (PTX ISA 9.7.19.5 "setmaxnreg"), at most 65,536 for all
+// threads of a multiprocessor.
 constexpr int kProducerRegisters = 32;
 constexpr int kScoreRegisters = kMinBlocks == 2 ? 64 : 96;
 constexpr int kStateRegisters = kMinBlocks == 2 ? 144 : kGroups == 2 ? 192 : 240;
-static_assert(kGroups <= 2 && kMinBlocks <= 2 && kGroups * kMinBlocks <= 2, "registers, as above");
+static_assert(kGroups <= 2 && kMinBlocks <= 2 && kGroups * kMinBlocks <= 2,
+              "the registers above are for these");
 
 using PTile = SharedTile<kChunk, 64>;
 using OutTile = SharedTile<kChunk, 64>;
+
+using Scores = float[8][4];  // accumulators of wgmma (ptx/wgmma.cuh): 16 rows of a warp, 64 columns
+using Outputs = float[8][4];           // O^T: [v][2 * i + j] of row 8 v + 2 t + j
+using Packed = uint32[8][2];           // either of these in 16 bits
+using Rounded = uint32[kDim / 16][4];  // A operands of S^T Q^T
 
 struct SharedStorage {
   uint8 q[kStages][kDimBlocks * kBlockBytes];
@@ -34,16 +41,17 @@ struct SharedStorage {
   uint8 v[kStages][kGroups * kBlockBytes];
   uint8 p[kPStages][kBlockBytes];
   uint8 out[kOutStages][kGroups * kBlockBytes];
-  float p_inverse[kPStages][4];  // what 16 rows of P V are multiplied by, where kScaled
-  int nonfinite_found[kPStages][kProbeWarps];  // whether values of a probe's columns are not finite
-  // Then: the first (in reverse, last) row of each column with one.
+  float p_inverse[kPStages][4];  // with kScaled, the factor of 16 rows of P V
+  // Whether there are values that are not finite, and then for each column the first row (in
+  // reverse, the last one) with such a value.
+  int nonfinite_found[kPStages][kProbeWarps];
   int nonfinite_row[kPStages][kCols];
   uint64 full[kStages], empty[kStages];
   uint64 p_full[kPStages], p_empty[kPStages];
   uint64 out_full[kOutStages][kGroups], out_empty[kOutStages][kGroups];
   WorkTile work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 FA_DEVICE void init_barriers(SharedStorage& shared, int lane) {
   if (lane < kStages) {
@@ -65,13 +73,14 @@ using ChunkPipeline = PipelineState<kStages>;
 using PPipeline = PipelineState<kPStages>;
 using OutPipeline = PipelineState<kOutStages>;
 
-// Chunks before a segment, which its block sums itself where nobody else does.
+// Chunks before a segment that its block sums itself, because there is no workspace with the state.
 FA_DEVICE int chunks_before(const ProductSm90Params& params, const WorkTile& work) {
   return params.job[work.job].workspace == nullptr ? work.segment * params.segment_chunks : 0;
 }
 
-// Where the score warps, and those that probe, wait until the state warpgroups have summed
-// the chunks before the segment: until then they cannot tell the phases of a stage apart.
+// At these barriers the score warps and the probe warps wait until the state warpgroups have summed
+// the chunks before the segment.  Without them the phase of a stage, one bit, could be that of an
+// earlier chunk.
 enum NamedBarrier : int { kScoreBarrier = 1, kProbeBarrier = 2 };
 constexpr int kScoreBarrierThreads = 128 + 128 * kGroups,
               kProbeBarrierThreads = 32 * kProbeWarps + 128 * kGroups;
@@ -81,7 +90,7 @@ FA_DEVICE void release_waiting_warps() {
   bar_arrive(kProbeBarrier, kProbeBarrierThreads);
 }
 
-// The pipeline state of the segment's first chunk, once it is the next one.
+// Waits until the segment's first chunk is the next one, and returns its pipeline state.
 FA_DEVICE ChunkPipeline first_chunk_pipe(const ProductSm90Params& params,
                                          const SharedStorage& shared, NamedBarrier barrier) {
   ChunkPipeline pipe;

@@ -1,5 +1,4 @@
-// What each segment of a sequence adds to the state of a causal product of float32: K^T V of its
-// rows.
+// The sum of K^T V of each segment of a sequence, for causal products of float32.
 //
 // As chunk_state_sm80.cu, with operands as in chunk_fp32_sm80.cu: split warps turn the rows of a
 // chunk into pairs of float16 in shared memory while state warps, each the owner of 16 value
@@ -26,10 +25,10 @@ using TeamSync = TeamBarriers<kSplitThreads, kThreads - kSplitThreads>;
 struct SharedStorage {
   uint16 k[kBuffers][2][kChunk * kDim];  // high parts, low parts
   uint16 v[kBuffers][2][kChunk * kCols];
-  int exponent[kBuffers][kChunk];  // row j of K times row j of V is 2^e of what the tiles say
+  int exponent[kBuffers][kChunk];  // row j of K times row j of V is 2^e times the tiles'
   ProductWork work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_chunk_state_fp32_sm80(const __grid_constant__ ProductParams params) {
@@ -37,13 +36,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) shared.work = product_work(params, params.segments - 1);
   __syncthreads();
-  const ProductWork& work = shared.work;  // left there: registers are short in the loop
+  const ProductWork& work = shared.work;  // not copied, for want of registers in the loop
   const int chunks = (work.rows + kChunk - 1) / kChunk;
 
   if (threadIdx.x < kSplitThreads) {
     const bool whole = params.aligned && params.qk_dim % 4 == 0 && params.v_dim % 4 == 0;
     FloatChunk<kChunk, kDim, kSplitWarps> k;
     FloatChunk<kChunk, kCols, kSplitWarps> v;
+    // The thread index is read again wherever it is used (ptx/special.cuh), so that no register
+    // holds it and what is computed from it from one chunk to the next.
     auto load = [&](int chunk) {
       const uint32 tid = tid_x_again();
       const int first_col = tid % 8 * 4, v_col = work.tile * kCols + first_col;

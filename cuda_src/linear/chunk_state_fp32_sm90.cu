@@ -1,27 +1,26 @@
-// What each segment of a sequence adds to the state of a causal product of float32, for SM90: K^T V
-// of its rows.
+// The sum of K^T V of each segment of a sequence, for causal products of float32 on SM90.
 //
-// As chunk_state_sm90.cu, with operands as in chunk_fp32_sm90.cu: kSplitWarpgroups warpgroups take
-// turns at turning the rows of a chunk into pairs of float16, where TMA has put them; kGroups
-// warpgroups sum.
+// As chunk_state_sm90.cu, with operands as in chunk_fp32_sm90.cu.  kSplitWarpgroups warpgroups turn
+// the rows of a chunk, chunk by chunk in alternation, into pairs of float16 in place; kGroups
+// warpgroups sum U = V^T K of all chunks: S^T = S^T + U.
 #include "cuda_src/common/fp32_sm90.cuh"
 
-// Warpgroups that take turns at splitting chunks.
+// Warpgroups that split chunks in alternation.
 constexpr int kSplitWarpgroups = FA_SPLIT_WARPGROUPS;
 constexpr int kThreads = 128 * (kSplitWarpgroups + kGroups);
-constexpr int kInFlight = kDim > 64 || kCols > 64 ? 2 : 4;  // rows of a split thread in registers
-constexpr int kRefillLag = 2;  // a stage is filled again so many chunks after it was split
+constexpr int kInFlight = kDim > 64 || kCols > 64 ? 2 : 4;  // rows a split thread holds at once
+constexpr int kRefillLag = 2;  // chunks between the split of a stage and its next load
 static_assert(kStages > kRefillLag && kRefillLag >= kSplitWarpgroups,
-              "chunks to split are on the way");
+              "the next chunks are loaded while one is split");
 
 struct SharedStorage {
-  uint8 k[kStages][2 * kLowQK];  // as they come, then high parts, low parts
+  uint8 k[kStages][2 * kLowQK];  // float32 as loaded, then pairs: high parts, low parts
   uint8 v[kStages][2 * kLowV];
-  int kv_exponent[kStages][kChunk];  // row j of K times row j of V is 2^e of what their tiles say
+  int kv_exponent[kStages][kChunk];  // row j of K times row j of V is 2^e times their tiles'
   uint64 raw_full[kStages], full[kStages], empty[kStages];
   WorkTile work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 using ChunkPipeline = PipelineState<kStages>;
 
@@ -82,19 +81,15 @@ FA_DEVICE void sum_chunks(const ProductSm90Params& params, SharedStorage& shared
     Outputs u;
     wait(shared.full[at], pipe.parity());
     load_values(values, values_low, shared.v[at], 4 * group + warp);
-    const int most = scale_to_common_exponent(values, values_low, shared.kv_exponent[at]);
-    const float factor = power_of_two(most / 2), rest = power_of_two(most - most / 2);
+    const int exponent = scale_to_common_exponent(values, values_low, shared.kv_exponent[at]);
+    const float factor = power_of_two(exponent / 2), rest = power_of_two(exponent - exponent / 2);
 #pragma unroll
     for (int block = 0; block < kDimBlocks; ++block) {
       gemm_split<kMnMajor, kSteps>(u, values, values_low, shared.k[at] + block * kBlockBytes,
                                    kLowQK, [](int step) { return step * 16 * 128; });
       wgmma_wait_group<0>();
       if (block == kDimBlocks - 1) release_per_lane(shared.empty[at]);
-#pragma unroll
-      for (int e = 0; e < 32; ++e) {
-        float& x = s[8 * block + e / 4][e % 4];
-        x = fmaf(u[e / 4][e % 4] * factor, rest, x);
-      }
+      add_outer_products(s, u, block, factor, rest);
     }
     pipe.advance();
   }

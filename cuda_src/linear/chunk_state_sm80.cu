@@ -1,8 +1,9 @@
-// What each segment of a sequence adds to the state of a causal product: K^T V of its rows.
+// The sum of K^T V of each segment of a sequence, for causal products.
 //
 // The first of three launches for few batch entries: this one, `state_prefix_sum`, and `chunk_sm80`
-// with a block for every segment.  A block walks the chunks of one segment but the last, whose sum
-// nobody needs, and writes its sum to the place of the next one's state.
+// with a block for every segment.  A block walks over the chunks of one segment and writes its sum
+// to the workspace, in place of the state before the next segment; the last segment has no block,
+// because its sum is not needed.
 #include "cuda_src/common/chunk_state.cuh"
 #include "cuda_src/common/linear_params.cuh"
 
@@ -28,7 +29,7 @@ struct SharedStorage {
   uint16 v[kStages][kChunk * kCols];
   ProductWork work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_chunk_state_sm80(const __grid_constant__ ProductParams params) {
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (threadIdx.x == 0) shared.work = product_work(params, params.segments - 1);
   __syncthreads();
-  const ProductWork& work = shared.work;  // left there: registers are short in the loop
+  const ProductWork& work = shared.work;  // not copied, for want of registers in the loop
   const int col = work.tile * kCols;
   const int chunks = (work.rows + kChunk - 1) / kChunk;
   auto load = [&](int chunk) {
@@ -61,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cp_async_wait_group<kStages - 2>();
     __syncthreads();
     load(chunk + kStages - 1);
+    // Read again (ptx/special.cuh), so that no register holds them from one chunk to the next.
     const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
     const uint32 v_lane = VTile::at(columns_first<VTile>(lane), 0, warp % kColWarps * kMmaM);
     const uint32 k_lane = KTile::at(rows_first<KTile>(lane), 0, warp / kColWarps * kWarpDim / 16);

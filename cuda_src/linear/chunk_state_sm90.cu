@@ -1,10 +1,10 @@
-// What each segment of a sequence adds to the state of a causal product, for SM90.
+// The sum of K^T V of each segment of a sequence, for causal products on SM90.
 //
 // The first of three launches for few batch entries: this one, `state_prefix_sum`, and `chunk_sm90`
-// with a block for every segment.  A block walks the chunks of one segment but the last, whose sum
-// nobody needs, and writes its sum to the place of the next one's state.  A thread loads, kGroups
-// warpgroups sum; a warpgroup waits for the sums of one chunk while those of the next are on the
-// way.
+// with a block for every segment.  A block walks over the chunks of one segment and writes its sum
+// to the workspace, in place of the state before the next segment; the last segment has no block,
+// because its sum is not needed.  One thread loads chunks; kGroups warpgroups compute U = V^T K of
+// a chunk and add it, S^T = S^T + U, while the next chunks are loaded.
 #include "cuda_src/common/linear_sm90.cuh"
 
 constexpr int kThreads = 128 * (kGroups + 1);
@@ -15,7 +15,7 @@ struct SharedStorage {
   uint64 full[kStages], empty[kStages];
   WorkTile work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 using ChunkPipeline = PipelineState<kStages>;
 
@@ -46,9 +46,7 @@ FA_DEVICE void sum_chunks(const ProductSm90Params& params, SharedStorage& shared
     const int at = pipe.index();
     State u;
     wait(shared.full[at], pipe.parity());
-    wgmma_fence();
     gemm_kv(u, shared.k[at], &shared.v[at][group * kBlockBytes]);
-    wgmma_commit_group();
     wgmma_wait_group<0>();
     release(shared.empty[at]);
     add_outer_products(s, u);

@@ -1,9 +1,10 @@
 // Causal product by prefix sums over a few rows at a time, in plain float32, for few batch entries.
 //
-// One block takes 4 value columns of one batch entry, and its warps 8 consecutive rows each of a
-// tile of 8 * kWarps.  A warp's lanes share the key columns.  Each warp sums the outer products of
-// its rows; through shared memory it learns what the warps before it have summed, adds that to the
-// state before the tile, and goes over its rows again, now with the state of every one.
+// One block computes 4 value columns of one batch entry, in tiles of 8 * kWarps rows, of which each
+// warp takes 8 consecutive ones.  The lanes of a warp share the key columns.  Each warp sums the
+// outer products of its rows and writes the sum to shared memory.  Then it adds the sums of the
+// warps before it to the state before the tile, and goes over its rows again, S = S + k v^T and
+// out = q S.
 #include "cuda_src/common/float_rows.cuh"
 #include "cuda_src/common/linear_params.cuh"
 
@@ -22,7 +23,7 @@ struct SharedStorage {
   float v[kStages][kSteps][kCols];
   float4 sums[kWarps][kDim];  // of the outer products of a warp's rows
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 // A row of the state, for the value columns of the block.
 struct StateRow {
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
         const int e = lane + 32 * i;
         StateRow state = state_before_tile[i];
 #pragma unroll 4
-        for (int w = 0; w < kWarps; ++w) {  // registers are short with many warps
+        for (int w = 0; w < kWarps; ++w) {  // not unrolled further, for want of registers
           const float4 sums = shared.sums[w][e];
           if (w < warp) state.add(sums);
           state_before_tile[i].add(sums);

@@ -1,10 +1,10 @@
 // Causal product row after row, in plain float32: S = S + k v^T, out = q S.
 //
-// One block takes kCols value columns of one batch entry.  A thread holds 8 key columns by 4 value
-// columns of S in registers; kLanes neighbouring threads share the value columns, and after every 8
-// rows they add up what each of them found.  Rows come through kStages tiles of kTileRows
-// rows.  Where there are more than kDim key columns, they are walked in turns, each of which adds
-// to the output of those before.
+// One block computes kCols value columns of one batch entry.  A thread holds 8 key columns by 4
+// value columns of S in registers.  kLanes neighbouring threads share the value columns; after
+// every 8 rows they add up their parts of the outputs.  Rows are loaded into kStages tiles of
+// kTileRows rows.  If there are more than kDim key columns, the kernel goes over all rows once for
+// every kDim of them, and adds to the outputs of the passes before.
 #include "cuda_src/common/float_rows.cuh"
 #include "cuda_src/common/linear_params.cuh"
 
@@ -14,7 +14,8 @@ constexpr int kTileRows = FA_TILE_M;
 constexpr int kStages = FA_STAGES;
 constexpr int kLanes = kDim / 8;
 constexpr int kThreads = kLanes * kCols / 4;
-constexpr int kLaneSums = 32 / kLanes;  // sums of 8 rows and 4 columns that a thread ends up with
+constexpr int kLaneSums =
+    32 / kLanes;  // of the sums of 8 rows and 4 columns, those that a thread stores
 static_assert(kLanes >= 4 && kLanes <= 32 && kTileRows % 8 == 0 && kStages >= 2, "sizes of a tile");
 
 struct SharedStorage {
@@ -22,9 +23,9 @@ struct SharedStorage {
   float k[kStages][kTileRows][kDim];
   float v[kStages][kTileRows][kCols];
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
-// Key column i of 8 of a thread: two runs of 4, so that neighbouring threads read neighbouring
+// Key column i of the 8 of a thread: two runs of 4, so that neighbouring threads read neighbouring
 // banks.
 FA_DEVICE int key_column(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }
 

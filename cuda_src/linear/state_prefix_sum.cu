@@ -1,13 +1,14 @@
-// From what each segment of a sequence adds to the state before each segment: running sums, in the
+// The state before each segment of a sequence, from the sums of the segments: running sums in the
 // order of the segments.
 //
-// One thread an element of the state.  In the workspace, place s > 0 of a sequence holds what
-// segment s - 1 adds; place 0 is written here.
+// A thread computes one element of the state.  In the workspace, entry s > 0 of a sequence holds
+// the sum of segment s - 1 and becomes the state before segment s.  Entry 0 becomes the initial
+// state.
 #include "cuda_src/common/linear_params.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 8;  // loads under way
-static_assert(FA_TILE_N == kThreads && FA_SHARED_BYTES == 0, "its variant says so");
+constexpr int kInFlight = 8;  // loads at once
+static_assert(FA_TILE_N == kThreads && FA_SHARED_BYTES == 0, "the host launches with these");
 
 extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
     linear_state_prefix_sum(const __grid_constant__ ProductParams params) {
