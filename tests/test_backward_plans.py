@@ -48,7 +48,7 @@ class Launcher(EmulatorLauncher):
         return [self._noted(*pair) for pair in zip(steps, runs, strict=True)]
 
     def _noted(self, step, run):
-        def launch(arguments):
+        def launch(arguments, _):
             self.ran.append(step.variant.source.rpartition("/")[2])
             self.steps.append(step)
             with self.turn():

@@ -5,7 +5,7 @@ import pytest
 
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention import attention_params
-from fa_cupy.gpu.kernels.attention.attention_params import NAMES, MaskPointers, Traits
+from fa_cupy.gpu.kernels.attention.attention_params import POINTERS, MaskPointers, Traits
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FWD_SM90_PARAMS
 from fa_cupy.gpu.kernels.forward import VARIANTS, make_plan, reachable
 from tests.noting_launcher import WORKSPACE, NotingLauncher
@@ -14,7 +14,6 @@ from tests.test_check import NO_OPTIONS
 HALF = np.dtype(np.float16)
 PLACES = (0x10000, 0x20000, 0x30000, 0, 0x40000, 0x50000)
 MASK = MaskPointers(*range(0x1000, 0xA000, 0x1000), words_by_block=3)
-PLAIN = PLACES + (0,) * len(MASK)
 
 
 @pytest.fixture
@@ -32,8 +31,8 @@ def forward(launcher, q_len=300, heads=2, k_len=300, masked=False, **options):
 
 def test_maps_pointers_and_schedule_reach_the_launch(launcher):
     plan = forward(launcher)
-    assert plan.names == NAMES
-    assert plan.run(PLAIN)
+    assert plan.names == POINTERS
+    assert plan.run(PLACES)
     ((step, values),) = launcher.launched
     assert values.dtype == FWD_SM90_PARAMS
     assert (step.variant.source, step.grid) == ("attention/fwd_sm90", 4)
@@ -53,7 +52,7 @@ def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(launcher,
     plan = forward(launcher, q_len=3000)
     assert plan.workspace_bytes == 16
     for _ in range(3):
-        plan.run(PLAIN, given)
+        plan.run(PLACES, given)
     assert [step.grid for step, _ in launcher.launched] == [launcher.multiprocessors] * 3
     schedules = [values["scheduler"][0].item() for _, values in launcher.launched]
     assert {s[0] for s in schedules} == {given or WORKSPACE}
@@ -67,8 +66,8 @@ def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(launcher,
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_pointer_without_a_map_goes_to_the_other_kernel(launcher, which, refused):
     plan = forward(launcher)
-    plan.run(PLAIN)
-    wrong = list(PLAIN)
+    plan.run(PLACES)
+    wrong = list(PLACES)
     wrong[which] += 16 if refused else 2
     launcher.refused.add(wrong[which])
     for _ in range(2):
@@ -77,7 +76,7 @@ def test_a_pointer_without_a_map_goes_to_the_other_kernel(launcher, which, refus
         assert step.variant.source == "attention/fwd_sm80"
         assert values["aligned"][0] == refused
         assert values["q"][0] == wrong[0]
-    plan.run(PLAIN)
+    plan.run(PLACES)
     step, values = launcher.launched[-1]
     assert step is plan.steps[0]
     for name, place in zip(("q", "k", "v", "out"), (*PLACES[:3], PLACES[4]), strict=True):
@@ -86,7 +85,7 @@ def test_a_pointer_without_a_map_goes_to_the_other_kernel(launcher, which, refus
 
 def test_parts_follow_each_other(launcher, monkeypatch):
     monkeypatch.setattr(attention_params, "MAX_GRID", 7)
-    forward(launcher, heads=5, is_causal=True).run(PLAIN)
+    forward(launcher, heads=5, is_causal=True).run(PLACES)
     found = [
         (int(v["common"]["first_batch"][0]), *v["scheduler"][0].item()[2:], step.grid)
         for step, v in launcher.launched

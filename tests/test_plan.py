@@ -130,11 +130,11 @@ def test_structs_in_use_are_not_shared():
         def kernel(self, own):
             launch = super().kernel(own)
 
-            def run(arguments):
+            def run(arguments, _):
                 if arguments.values["common"]["q"] == 1:  # as another thread might
                     plan.run((2,))
                 inner.append(int(arguments.values["common"]["q"][0]))
-                launch(arguments)
+                launch(arguments, None)
 
             return run
 

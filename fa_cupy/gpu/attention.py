@@ -29,14 +29,12 @@ from fa_cupy.gpu.arrays import (
     require_whole_elements,
 )
 from fa_cupy.gpu.kernels import forward
-from fa_cupy.gpu.kernels.attention.attention_params import NAMES, POINTERS, Traits
+from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 
 _NAME = "attention"
-# What a plan gets in place of the parts of a mask.
-_NO_MASK = (0,) * (len(NAMES) - len(POINTERS))
 
 
 class Call:
@@ -115,7 +113,7 @@ class Call:
             bias_at = 0 if bias is None else bias.data.ptr
             pointers = (q.data.ptr, k.data.ptr, v.data.ptr, bias_at, memory.ptr, rows)
             if self._mask is None:
-                self.plan.run((*pointers, *_NO_MASK), space)
+                self.plan.run(pointers, space)
             else:
                 # The lists may be temporaries, which live until the launch is queued.
                 addresses, _owners = self._mask(mask)

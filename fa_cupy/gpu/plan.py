@@ -70,11 +70,18 @@ class Step(NamedTuple):
     persistent: bool = False
 
 
+Launch = Callable[[Arguments, Any], Any]
+
+
 class Launcher(Protocol):
     """What a plan needs of a machine."""
 
-    def kernels(self, steps: Sequence[Step]) -> Sequence[Callable[[Arguments], None]]:
-        """Return what launches the kernel of each step: loaded, with all but its arguments."""
+    def kernels(self, steps: Sequence[Step]) -> Sequence[Launch]:
+        """Return what launches the kernel of each step: loaded, with all but its arguments.
+
+        It is called with the arguments and with what the launch of the step before returned, None
+        for the first step: the driver's returns the stream, which it then need not look up again.
+        """
 
     def tensor_map(self, pointer: int, dtype: str, *geometry: Any) -> bytes | None:
         """Return a tensor map; None where an array at this address cannot have one."""
@@ -152,9 +159,9 @@ class Plan:
             _Launch(step, kernel, index, launcher)
             for step, kernel in zip(steps, launcher.kernels(steps), strict=True)
         ]
-        # The structs of all steps, in sets that no thread is using: a launch copies a struct before
-        # it returns.
-        self._pool: list[list[Arguments]] = []
+        # The launches with structs that no thread is using: a launch copies its struct before it
+        # returns.
+        self._pool: list[list[tuple[_Launch, Arguments]]] = []
 
     def run(self, pointers: tuple[int, ...], workspace: int = 0) -> bool:
         """Queue the launches on the current stream.
@@ -180,15 +187,15 @@ class Plan:
                 workspace = memory.ptr
             pointers = (*pointers, *[workspace + place for place in self._places], next(_marks))
         try:
-            structs = self._pool.pop()
+            ready = self._pool.pop()
         except IndexError:
-            structs = [Arguments(launch.params) for launch in self._launches]
+            ready = [(launch, Arguments(launch.params)) for launch in self._launches]
         # No function is called per step but the launch: repeated calls count in microseconds.
-        for launch, arguments in zip(self._launches, structs, strict=True):
+        for launch, arguments in ready:
             if launch.maps:
                 mapped = launch.mapped(pointers)
                 if arguments.mapped != mapped and not launch.write_maps(arguments, mapped):
-                    self._pool.append(structs)
+                    self._pool.append(ready)
                     return self.fallback().run(given) if self._fallback else False
             values = pointers
             if launch.shifts:
@@ -202,9 +209,10 @@ class Plan:
                 for pointer in select(pointers):
                     bits |= pointer
                 _pack_flag(arguments.memory, at, not bits & 15)
-        for launch, arguments in zip(self._launches, structs, strict=True):
-            launch.kernel(arguments)
-        self._pool.append(structs)
+        stream = None
+        for launch, arguments in ready:
+            stream = launch.kernel(arguments, stream)
+        self._pool.append(ready)
         return True
 
     def fallback(self) -> Plan:
@@ -223,7 +231,7 @@ class _Launch:
     def __init__(
         self,
         step: Step,
-        kernel: Callable[[Arguments], None],
+        kernel: Launch,
         index: Mapping[str, int],
         launcher: Launcher,
     ) -> None:

@@ -13,7 +13,7 @@ from fa_cupy import BitMask
 from fa_cupy.core import attention_problem, linear_problem
 from fa_cupy.gpu.kernels import attention_backward as backward_launches
 from fa_cupy.gpu.kernels import backward, forward, products
-from fa_cupy.gpu.kernels.attention.attention_params import NAMES, Traits
+from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
@@ -74,9 +74,7 @@ def attention(
     else:
         lists = lists_of(problem, mask, order, by_tile)  # it owns what the addresses are of
         addresses = lists.pointers()
-    pointers += [*addresses, *[0] * (len(NAMES) - len(pointers) - len(addresses))]
-    # The workspace holds what another launch has left, perhaps the marks of one.
-    plan.run(tuple(pointers))
+    plan.run((*pointers, *addresses))
     del lists
     return out, lse
 

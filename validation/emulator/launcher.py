@@ -51,16 +51,16 @@ class EmulatorLauncher:
         self._sources = sources
         self._together = together
 
-    def kernels(self, steps: Sequence[Step]) -> list[Callable[[Arguments], None]]:
+    def kernels(self, steps: Sequence[Step]) -> list[Callable[[Arguments, Any], None]]:
         """Return what runs the kernel of each step to its end."""
         return [self._kernel(step) for step in steps]
 
-    def _kernel(self, step: Step) -> Callable[[Arguments], None]:
+    def _kernel(self, step: Step) -> Callable[[Arguments, Any], None]:
         seed, truncating = self._how
         row, together = step.variant, self._together if step.persistent else 1
         source = self._sources.get(row.entry)
 
-        def run(arguments: Arguments) -> None:
+        def run(arguments: Arguments, _: Any = None) -> None:
             emulator.launch_row(
                 row, step.grid, arguments.values, seed, source, truncating, together
             )

@@ -80,8 +80,8 @@ class Launch:
         if driver.funcGetAttribute(_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.ptr) < shared_bytes:
             driver.funcSetAttribute(kernel.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
-    def __call__(self, arguments: Arguments, stream: int | None = None) -> None:
-        """Queue the kernel.
+    def __call__(self, arguments: Arguments, stream: int | None = None) -> int:
+        """Queue the kernel and return the stream.
 
         This is CuPy's own call of the driver without its parsing of arguments: 2.8 us for 3.5.
 
@@ -90,16 +90,17 @@ class Launch:
         arguments : Arguments
             Copied before the call returns; another thread must not write to it until then.
         stream : int, optional
-            By default CuPy's current stream.
+            What a launch in this thread has returned; by default CuPy's current stream.
         """
         if stream is None:
-            stream = get_current_stream().ptr
-        if not _context():  # as bind_context, without its call
-            runtime.free(0)
+            stream = int(get_current_stream().ptr)
+            if not _context():  # as bind_context, without its call
+                runtime.free(0)
         _launch_kernel(
             self._function, self._grid, 1, 1, self._block, 1, 1, self._shared_bytes, stream,
             arguments.address, 0,
         )  # fmt: skip
+        return stream
 
 
 def launch(

@@ -10,6 +10,7 @@ from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90
 from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_LENGTH,
     NAMES,
+    POINTERS,
     Traits,
 )
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
@@ -114,19 +115,20 @@ def make_plan(traits: Traits, launcher: Any, variant: Variant | None = None) -> 
         By default the one that `select` picks.
     """
     problem, plain = traits.problem, for_any_layout(traits.problem, launcher.target)
+    names = POINTERS if problem.mask is None else NAMES
     if variant is None:
         call = Call(traits.scores_change, fwd_sm90.supports(traits), problem.mask is not None)
         dims = problem.head_dim, problem.v_dim
         variant = select(problem.dtype.name, *dims, launcher.target, call)
     if isinstance(variant, FwdSm80):
-        return Plan(fwd_sm80.steps(traits, variant), NAMES, launcher)
+        return Plan(fwd_sm80.steps(traits, variant), names, launcher)
     assert isinstance(variant, FwdSm90)
 
     def fallback() -> Plan:
         assert isinstance(plain, FwdSm80)
-        return Plan(fwd_sm80.steps(traits, plain), NAMES, launcher)
+        return Plan(fwd_sm80.steps(traits, plain), names, launcher)
 
     steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors)
     counts = any("scheduler.counter" in step.addresses for step in steps)
     space = workspace_of({"counter": COUNTER_BYTES}) if counts else None
-    return Plan(steps, NAMES, launcher, space, fallback)
+    return Plan(steps, names, launcher, space, fallback)

@@ -50,8 +50,7 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.float32) for name in ("exp2_scale", "scale", "softcap")],
     align=True,
 )
-#: What launches of the forward kernels are given addresses of, in this order: the arrays, and the
-#: parts of a mask.
+#: What calls with a mask give addresses of, in this order: the arrays, and the parts of the mask.
 NAMES = (*POINTERS, *(f"mask.{name}" for name in MASK_LISTS.names or ()))
 
 
