@@ -14,6 +14,7 @@ from fa_cupy import BitMask, layouts
 from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params
 from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
+from tests.compiler import needs_compiler
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
 from tests.test_compile import SLOW_NOTES
@@ -23,7 +24,6 @@ from validation.emulated.masks import lists_of
 
 FRAGMENT, *OTHERS = (word_orders.row(build) for build in word_orders.BUILDS)
 SMALL = cases.MaskedAttention("bf16", 128, "elements", 256, 1, 2)
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 by_build = pytest.mark.parametrize("row", OTHERS, ids=lambda row: str(row.row_major))
 
 
@@ -52,6 +52,7 @@ def wanted(band, spoiled=True):
     return results(FRAGMENT, *hard_call(spoiled), **BANDS[band])
 
 
+@pytest.mark.long
 @needs_compiler
 @by_build
 @settings(deadline=None, max_examples=5)
@@ -76,6 +77,7 @@ def test_outputs_do_not_show_the_order_of_words(row, lengths, density, band, by_
     assert [out.tobytes(), lse.tobytes()] == want
 
 
+@pytest.mark.long
 @needs_compiler
 @by_build
 @pytest.mark.parametrize("band", [0, 1, 2])
@@ -102,6 +104,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize(
     ("bug", "build"), [(bug, build) for bug, (*_, builds) in BUGS.items() for build in builds]
@@ -192,6 +195,7 @@ def test_builds_keep_what_the_kernel_promises(row):
     assert not [note for note in said.notes if any(code in note for code in SLOW_NOTES)]
 
 
+@pytest.mark.long
 def test_without_a_gpu_what_needs_none_is_printed(tmp_path, capsys, monkeypatch):
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
     monkeypatch.setattr(store, "gpu_available", lambda: False)
