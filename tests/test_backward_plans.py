@@ -13,7 +13,6 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.masks.blocks import BlockLists
 from tests import cupy_stand_in
-from tests.compiler import needs_compiler
 from tests.cupy_stand_in import CAPTURE
 from tests.every_run import only, some
 from tests.kernel_attention import blocks_of
@@ -22,7 +21,7 @@ from tests.strategies import lay
 from validation import emulator, families, peers, rows
 from validation.emulated import attention_backward
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 NAMES = ("q", "k", "v", "dout", "out", "lse", "dlse")
 ALL = ("q", "k", "v")
 

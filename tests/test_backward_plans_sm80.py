@@ -9,7 +9,6 @@ from fa_cupy import BitMask
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
 from fa_cupy.gpu.kernels.attention.fwd_variants import SHARED_LIMIT
 from tests import cupy_stand_in
-from tests.compiler import needs_compiler
 from tests.every_run import only
 from tests.kernel_attention import blocks_of, draw
 from tests.kernel_gradients import gradients
@@ -17,7 +16,7 @@ from tests.test_backward_plans import ALL, NAMES, TABLES, Call, Launch, cupy, ho
 from validation.emulated import attention_backward
 
 __all__ = ["cupy", "host"]  # fixtures
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 KERNELS = ["bwd_preprocess", "bwd_dkdv_sm80", "bwd_dq_sm80", "bwd_nonfinite"]
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from fa_cupy import reference
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only
 from tests.far_rows import LARGE, far_case, padded_case
 from tests.kernel_attention import BANDS, DTYPES, blocks_of
@@ -19,7 +18,7 @@ from tests.kernel_gradients import case, check, compare, solve
 from tests.planted import plant
 from validation import emulator
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 HOPPER = [(64, True), (128, True), (192, True)]  # in two ways by bwd_sm90, and by two kernels
 AMPERE = [(32, False), (64, False), (128, False), (256, False)]
 FEW = only([(64, True), (192, True), (64, False)], (64, True), (64, False))

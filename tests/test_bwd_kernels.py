@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention.bwd_sm90_params import Gradients, fill, takes
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only, some
 from tests.kernel_attention import DTYPES
 from tests.kernel_gradients import case, check, check_spoiled, solve
@@ -24,7 +23,7 @@ DIMS = (64, 96, 128, 192, 256)
 TOP, BOTTOM = "top_left", "bottom_right"
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("dim", "dtype"),
     only(itertools.product(DIMS, DTYPES), (64, "float16"), (128, "bfloat16"), (256, "bfloat16")),
@@ -55,7 +54,7 @@ SETTINGS = {
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(("setting", "dim"), [(s, d) for s in SETTINGS for d in SETTINGS[s]])
 def test_other_settings_of_a_row(setting, dim):
     rows = replaced(select_bwd("bfloat16", dim, dim), setting)
@@ -74,7 +73,7 @@ def test_other_settings_of_a_row(setting, dim):
     check_spoiled(call, rows=replaced(select_bwd("float16", dim, dim), setting))
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("dim", only(DIMS, 64, 256))
 def test_rows_and_keys_that_see_nothing(dim):
     """Queries without keys have no gradient, nor have keys without queries."""
@@ -93,7 +92,7 @@ def test_rows_and_keys_that_see_nothing(dim):
         check(case("float16", (1, 1), (290, 290), (dim, dim), batch=1, window=window), seed=5)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @examples(25)
 @given(
     dim=st.sampled_from(DIMS),
@@ -121,7 +120,7 @@ def test_any_call_with_any_schedule(
     check(call, seed=seed, blocks=blocks, together=blocks)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("dim", "causal"),
     only(itertools.product((64, 128, 256), (False, True)), (128, True), (256, False)),
@@ -138,7 +137,7 @@ def test_the_schedule_does_not_show(dim, causal):
     assert len(found) == 1
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_sums_of_tensor_cores_that_truncate():
     for dim in (64, 128, 256):
         call = case("float16", (1, 1), (130, 260), (dim, dim))
@@ -146,7 +145,7 @@ def test_sums_of_tensor_cores_that_truncate():
         check(call, truncating=True)
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_scores_of_any_size():
     """Weights of 1 and of nothing; keys of zeros behind the last one would weigh 2**200."""
     for dim in (64, 128, 256):
@@ -240,7 +239,7 @@ def solved(dim):
     return call, solve(call)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", some(BUGS, lambda bug: BUGS[bug][0]))
 def test_a_planted_bug_is_found(bug, tmp_path):
     kind, dim, message, *changes = BUGS[bug]

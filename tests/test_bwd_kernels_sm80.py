@@ -20,7 +20,6 @@ from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import (
     select_bwd_sm80,
 )
 from tests import kernel_gradients
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only
 from tests.kernel_attention import DTYPES, blocks_of, draw
 from tests.kernel_gradients import any_transform, case
@@ -63,7 +62,7 @@ def masked(call, seed=0, density=None, heads=True, bits=False):
     )
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("dim", "dtype"), only(ROWS, (64, "float16"), (128, "bfloat16"), (256, "bfloat16"))
 )
@@ -76,7 +75,7 @@ def test_every_row(dim, dtype):
           seed=3)  # fmt: skip
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(("dim", "dtype"), only(ROWS, (64, "float16"), (128, "bfloat16")))
 def test_every_row_under_a_mask(dim, dtype):
     # The dtypes share the causal band, and one has each of the others.
@@ -88,7 +87,7 @@ def test_every_row_under_a_mask(dim, dtype):
         check(masked(call, i, heads=i < 2, bits=i > 0), seed=i)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("dim", "sparse"), only(itertools.product(DIMS, (False, True)), (128, False), (64, True))
 )
@@ -105,7 +104,7 @@ SHAPES = (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 70, 1), (1, 1, 1, 90),
 BIASES = [(shape,) for shape in SHAPES]
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("shape", only(BIASES, BIASES[2], BIASES[5]), ids=str)
 def test_a_bias_of_any_type_along_any_axes(shape):
     dtypes = (*DTYPES.values(), np.dtype(np.float32), np.dtype(np.float64))
@@ -122,7 +121,7 @@ def test_a_bias_of_any_type_along_any_axes(shape):
     check(given._replace(options={"bias": turned}))
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_a_row_that_a_bias_leaves_nothing():
     bias = np.zeros((60, 80), np.float32)
     bias[7], bias[:, 9] = -np.inf, -np.inf
@@ -132,7 +131,7 @@ def test_a_row_that_a_bias_leaves_nothing():
     assert not dv[:, :, 9].any()
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_softcaps_of_any_size():
     for dim in (32, 128):
         for softcap in (1e-3, 0.5, 7.0, 1e4):
@@ -141,7 +140,7 @@ def test_softcaps_of_any_size():
                            softcap=softcap))  # fmt: skip
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("dim", only(DIMS, 64, 256))
 def test_rows_and_keys_that_see_nothing(dim):
     """Queries without keys have no gradient, nor have keys without queries."""
@@ -168,7 +167,7 @@ def test_rows_and_keys_that_see_nothing(dim):
         assert not dq[:, :, :140].any()
 
 
-@needs_compiler
+@pytest.mark.emulator
 @examples(40)
 @given(
     dim=st.sampled_from(DIMS),
@@ -196,7 +195,7 @@ def test_any_call(dim, dtype, lengths, heads, less, band, align, dlse, layout, s
     check(call._replace(options={**options, **more}), seed=seed)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("dim", "sparse"),
     only(itertools.product((32, 64, 96, 128, 256), (False, True)), (128, False), (64, True)),
@@ -209,7 +208,7 @@ def test_the_schedule_does_not_show(dim, sparse):
     assert len(found) == 1
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("dim", only((64, 128, 256), 64))
 def test_blocks_that_a_mask_hides_are_not_read(dim):
     """0 * NaN would be NaN and have rows computed again, whose last bits differ."""
@@ -224,7 +223,7 @@ def test_blocks_that_a_mask_hides_are_not_read(dim):
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_an_all_true_mask_is_no_mask():
     for dim in (64, 192):
         for band in (BANDS["none"], BANDS["causal"]):
@@ -234,7 +233,7 @@ def test_an_all_true_mask_is_no_mask():
             assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_sums_of_tensor_cores_that_truncate():
     for dim in (64, 128, 256):
         call = case("float16", (1, 1), (70, 140), (dim, dim), batch=1)
@@ -242,7 +241,7 @@ def test_sums_of_tensor_cores_that_truncate():
         check(call, truncating=True)
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_scores_of_any_size():
     """Weights of 1 and of nothing; keys of zeros behind the last one would weigh 2**200."""
     for dim in (32, 96, 256):
@@ -354,7 +353,7 @@ def solved(dim, sparse):
     return calls, [solve(call) for call in calls]
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", only(BUGS, *ALWAYS))
 def test_a_planted_bug_is_found(bug, tmp_path):
     kind, dim, *changes = BUGS[bug]
@@ -374,7 +373,7 @@ def test_a_planted_bug_is_found(bug, tmp_path):
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.emulator
 def test_seeds_of_gradients(tmp_path):
     assert [one(seed, Chosen("backward", "sm80")) for seed in range(24)] == [None] * 24
     (row,) = (

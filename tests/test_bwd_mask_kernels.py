@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only, some
 from tests.kernel_attention import BANDS, DTYPES, blocks_of
 from tests.kernel_gradients import case, check, rows_of, solve
 from tests.planted import plant
 from validation import emulator
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 DIMS = (64, 96, 128, 192, 256)
 KINDS = (64, 128, 192)  # by bwd_sm90, in two ways, and by the two kernels for wide dims
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from fa_cupy import reference
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
-from tests.compiler import needs_compiler
 from tests.every_run import examples, some
 from tests.gradients import UNIT, hold
 from tests.kernel_attention import DTYPES, draw
@@ -20,7 +19,7 @@ from tests.strategies import Case
 from validation import emulator
 from validation.emulated import attention_backward
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 DIMS = (64, 128, 192)  # by bwd_sm90, in two ways, and by the two kernels for wide dims
 TOP, BOTTOM = "top_left", "bottom_right"
 CAUSAL = {"is_causal": True, "causal_align": TOP}

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import select_bwd_sm80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import select_bwd
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only, some
 from tests.kernel_attention import DTYPES, blocks_of, draw
 from tests.kernel_gradients import any_transform, case, check_spoiled, solve
 from tests.planted import plant
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 TOP = "top_left"
 CAUSAL = {"is_causal": True, "causal_align": TOP}
 BAD = [np.nan, np.inf, -np.inf]

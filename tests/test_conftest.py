@@ -32,7 +32,6 @@ def test_without_a_compiler_what_runs_kernels_is_skipped(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=env | {"PATH": str(tmp_path)},
                           capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert len(lines) == len(files)
-    assert all("there is no g++: kernels cannot run on the CPU" in line for line in lines)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("SKIPPED"))
+    assert line.endswith(": there is no g++: kernels cannot run on the CPU")
     assert re.search(r"= \d+ skipped in ", done.stdout.splitlines()[-1])

@@ -19,14 +19,13 @@ from fa_cupy.gpu.kernels.attention.bwd_sm80_variants import BACKWARD_SM80
 from fa_cupy.gpu.kernels.attention.bwd_sm90_variants import BACKWARD
 from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
 from fa_cupy.gpu.kernels.linear.sm80_variants import PRODUCTS
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only, some
 from tests.kernel_attention import DTYPES, check, draw
 from tests.planted import plant
 from tests.seeds import FAMILIES, Chosen, one, sanitizer
 from validation import emulated, emulator, stages
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 
 PLAIN = {
     (row.source, row.dim): row

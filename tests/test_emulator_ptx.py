@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fa_cupy.gpu.driver import compile
-from tests.compiler import needs_compiler
 from tests.ptx_kernels import AT, HEADERS
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
@@ -22,7 +21,7 @@ from tests.test_ptx_sm90 import BY_FORM, BY_TYPE, WGMMA_N, accumulator, multiply
 from tests.test_ptx_sm90 import run as gpu_run_sm90  # noqa: F401
 from validation import emulator
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 
 NOT_EMULATED = {"test_cluster", "test_tma_multicast"}
 INCLUDES = "".join(f'#include "ptx/{name}"\n' for name in sorted(HEADERS) if name != "cluster.cuh")

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS, VariantSm90
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only, some
 from tests.kernel_attention import DTYPES
 from tests.large_scores import (
@@ -25,7 +24,7 @@ from tests.large_scores import (
 from tests.planted import plant
 from validation import emulated
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 
 SM80 = [row for row in VARIANTS if not isinstance(row, VariantSm90)]
 SM90 = [row for row in VARIANTS if isinstance(row, VariantSm90)]

@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 
 from fa_cupy import BitMask, reference
 from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only, some
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
 from validation import emulated, emulator
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 
 SOURCE = "attention/fwd_sm90"
 ROWS = [row for row in VARIANTS if row.sparse and row.source == SOURCE]

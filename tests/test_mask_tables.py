@@ -10,14 +10,13 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.mask.structs import MASK_TABLE
 from fa_cupy.masks.blocks import BlockLists
 from tests import cupy_stand_in
-from tests.compiler import needs_compiler
 from tests.every_run import only, some
 from tests.kernel_attention import blocks_of
 from tests.planted import plant
 from validation import emulator
 from validation.emulated.masks import WHOLE, tables_of
 
-pytestmark = needs_compiler
+pytestmark = pytest.mark.emulator
 SIZES = [(1, 1), (300, 70), (128, 128), (129, 4300), (4200, 260)]
 
 

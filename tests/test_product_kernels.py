@@ -31,7 +31,6 @@ from fa_cupy.gpu.kernels.linear.sm90_variants import (
 )
 from fa_cupy.gpu.kernels.variant import SHARED_LIMIT
 from tests import imports
-from tests.compiler import needs_compiler
 from tests.every_run import examples, only, parameter, some
 from tests.kernel_products import NAMES, check, gradients, solve, split
 from tests.planted import plant
@@ -51,7 +50,7 @@ SMALL_SM90 = [row for row in SM90 if row.dim == 64 and (row.tile_n == 128 or row
 SMALL = [row for row in CHUNKED if row.dim == 32 or (row.dim, row.stages) == (64, 3)]
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row", some([*CHUNKED, *SM90], lambda row: (row.source, row.dtype)), ids=lambda row: row.name
 )
@@ -70,7 +69,7 @@ def test_every_row(row):
     assert error <= 1.03 * limit
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("row", some(PLAIN, lambda row: row.source), ids=lambda row: row.name)
 def test_every_plain_row(row):
     for seed, (length, qk_dim, v_dim) in enumerate(
@@ -83,7 +82,7 @@ def test_every_plain_row(row):
     check(row, Case(*wide, draw((row.dim + 40, 4))[0]))
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row", some([*SINGLE, *SINGLE_SM90], lambda row: row.source), ids=lambda row: row.name
 )
@@ -105,7 +104,7 @@ def test_every_row_of_single_precision(row):
     assert reference.relative_error(state, last) <= 3e-7
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row", only([SINGLE[0], SINGLE_SM90[0], TURNS], TURNS), ids=lambda row: row.name
 )
@@ -128,7 +127,7 @@ def scaled(rng, x, exponents, axis):
 EXPONENTS = [(0, (-8, 9)), (0, (-20, 21)), (0, (-30, 21)), (1, (-4, 5)), (1, (-10, 11))]
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("axis", "exponents"),
     only(EXPONENTS, (0, (-30, 21)), (1, (-10, 11))),
@@ -156,7 +155,7 @@ ENDS = [
 ]  # fmt: skip
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "sizes", [parameter((sizes,), i in (0, 3)) for i, sizes in enumerate(ENDS)], ids=str
 )
@@ -167,7 +166,7 @@ def test_single_precision_at_the_ends_of_its_range(row, sizes):
     check(row, Case(*arrays))
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_a_tiny_row_before_a_huge_one():
     q, k, v = draw(*[(64, 32)] * 3)
     k[:40] *= np.float32(1e-15)
@@ -178,7 +177,7 @@ def test_a_tiny_row_before_a_huge_one():
         check(row, Case(q, k, v))
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_keys_that_share_no_column():
     """One element each: what a row adds to the state is alone there, however small it is."""
     rng = np.random.default_rng(0)
@@ -189,7 +188,7 @@ def test_keys_that_share_no_column():
         check(row, Case(q, k, v))
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row", [SMALL[0], SMALL_SM90[0], SINGLE[0], SINGLE_SM90[0], PLAIN[0]], ids=lambda row: row.name
 )
@@ -199,14 +198,14 @@ def test_heads_that_share_keys_or_values(row):
         check(row, Case(*arrays, draw((heads, 16, 24))[0]), seed=seed)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @examples(60)
 @given(st.integers(0, 2**40))
 def test_any_call_with_any_schedule(seed):
     assert one(seed, Chosen("product")) is None
 
 
-@needs_compiler
+@pytest.mark.emulator
 @examples(6)
 @given(
     row=st.sampled_from(
@@ -232,7 +231,7 @@ def test_jobs_of_one_launch(row, lengths, dims, segment_chunks, seed):
         assert (out.tobytes(), state.tobytes()) == (alone.tobytes(), last.tobytes())
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row",
     some([*CHUNKED[:2], *SMALL_SM90, *SINGLE[:2], *SINGLE_SM90[:2], TURNS], lambda row: row.source),
@@ -254,7 +253,7 @@ def test_what_is_not_finite_shows_where_it_is_read_only(row, bad):
         np.testing.assert_array_equal(~np.isfinite(out.astype(float)), spoiled)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("sizes", [(100, 100, 1e-4), (1e-3, 1e-3, 1e3), (1e-4, 30, 300)], ids=str)
 @pytest.mark.parametrize(
     "row", some([*CHUNKED[:2], *SMALL_SM90[:2]], lambda row: row.source), ids=lambda row: row.name
@@ -265,7 +264,7 @@ def test_scores_and_states_of_any_size(row, sizes):
     check(row, Case(*(x.astype(NAMES[row.dtype]) for x in arrays)))
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row",
     some(
@@ -424,19 +423,19 @@ def show(row, bug, tmp_path, choice=None):
     pytest.fail("30 seeds did not show it")
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", only(BUGS, next(iter(BUGS))))
 def test_a_planted_bug_is_found(bug, tmp_path):
     show(SMALL[1], BUGS[bug], tmp_path)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", only(BUGS_SM90, next(iter(BUGS_SM90))))
 def test_a_bug_planted_for_sm90_is_found(bug, tmp_path):
     show(SMALL_SM90[2], BUGS_SM90[bug], tmp_path)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", only(BUGS_SINGLE_SM90, next(iter(BUGS_SINGLE_SM90))))
 def test_a_bug_planted_in_single_precision_for_sm90_is_found(bug, tmp_path):
     show(SINGLE_SM90[0], BUGS_SINGLE_SM90[bug], tmp_path)
@@ -468,7 +467,7 @@ BUGS_TURNS = {
 }
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", only(BUGS_TURNS, next(iter(BUGS_TURNS))))
 def test_a_bug_planted_where_warpgroups_take_turns_is_found(bug, tmp_path):
     # With more places the state's warpgroup gets further ahead of the outputs.
@@ -499,7 +498,7 @@ BUGS_STATES = {
 }
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", only(BUGS_STATES, next(iter(BUGS_STATES))))
 def test_a_bug_planted_in_sums_of_single_precision_is_found(bug, tmp_path):
     choice = split(TURNS, 500, 7)
@@ -522,13 +521,13 @@ BUGS_PREFIX = {
 }
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", only(BUGS_PREFIX, next(iter(BUGS_PREFIX))))
 def test_a_bug_planted_in_sums_before_a_segment_is_found(bug, tmp_path):
     show(SMALL_SM90[2], BUGS_PREFIX[bug], tmp_path, split(SMALL_SM90[2], 500, 4, own_prefix=True))
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("row", some(SM90[1::2], lambda row: row.dtype), ids=lambda row: row.name)
 def test_blocks_that_sum_what_lies_before_their_segment(row):
     length = 6 * row.tile_m + 13
@@ -541,7 +540,7 @@ def test_blocks_that_sum_what_lies_before_their_segment(row):
         check(row, Case(q, k, v, initial, reverse), chunks, own_prefix=True, seed=seed)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("bug", only(SINGLE_BUGS, next(iter(SINGLE_BUGS))))
 def test_a_bug_planted_in_single_precision_is_found(bug, tmp_path):
     show(SINGLE[0], SINGLE_BUGS[bug], tmp_path)

@@ -14,7 +14,6 @@ from fa_cupy import BitMask, layouts
 from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.kernels.attention import fwd_params, fwd_sm90_params
 from fa_cupy.gpu.kernels.attention.fwd_variants import VARIANTS
-from tests.compiler import needs_compiler
 from tests.kernel_attention import BANDS, DTYPES, blocks_of, check, draw, shuffled
 from tests.planted import plant
 from tests.test_compile import SLOW_NOTES
@@ -53,7 +52,7 @@ def wanted(band, spoiled=True):
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.emulator
 @by_build
 @settings(deadline=None, max_examples=5)
 @given(
@@ -78,7 +77,7 @@ def test_outputs_do_not_show_the_order_of_words(row, lengths, density, band, by_
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.emulator
 @by_build
 @pytest.mark.parametrize("band", [0, 1, 2])
 def test_outputs_of_a_hard_call_are_the_same_too(row, band):
@@ -105,7 +104,7 @@ BUGS = {
 
 
 @pytest.mark.long
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("bug", "build"), [(bug, build) for bug, (*_, builds) in BUGS.items() for build in builds]
 )
@@ -298,7 +297,7 @@ def on_emulator(monkeypatch):
     return ran
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_builds_are_timed_on_the_same_mask(on_emulator):
     rows = word_orders.timed(SMALL, 1)
     assert on_emulator == [0, 1, 2]
@@ -311,7 +310,7 @@ def test_builds_are_timed_on_the_same_mask(on_emulator):
     )
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_an_output_that_differs_is_not_timed(on_emulator, monkeypatch):
     unpack = layouts.unpack
     monkeypatch.setattr(layouts, "unpack", lambda words: ~unpack(words))
