@@ -22,7 +22,7 @@ SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
 ALWAYS = {}
 for row in ALL:
     kind = row.source, row.sparse, getattr(row, "transform", False)
-    for target in {*USUAL} & {*row.targets}:
+    for target in sorted({*USUAL} & {*row.targets}):
         ALWAYS.setdefault((*kind, target), []).append(row.name)
 ALWAYS = {(rows[i % len(rows)], kind[-1]) for i, (kind, rows) in enumerate(ALWAYS.items())}
 
