@@ -7,6 +7,9 @@ RECEIPT_DIR ?= validation/results
 JOBS ?= 2
 # A test that hangs is not waited for: after 5 minutes its stack is shown, after 10 its process ends.
 WATCHED := -o faulthandler_timeout=300 --timeout 600 --timeout-method thread --durations 25
+# BLAS has one thread in each process: more of them than cores wait for each other, and a reference
+# in float64 then takes up to twenty times as long.
+PYTEST = OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(WATCHED)
 GPU_RUN := build/gpu-run
 CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
 KERNELS := $(wildcard cuda_src/*/*.cu cuda_src/*/*.cuh ptx/*.cuh validation/emulator/*.?pp \
@@ -22,7 +25,7 @@ endif
 # In this order: the last one decides which CUDA is there.
 GPU_READY := $(TEST_READY) $(DEMO_READY)
 
-.PHONY: demo test test-gpu gpu-tests gpu-sanitize gpu-receipt bench docs lint format compile-all wheel
+.PHONY: demo test test-all test-gpu gpu-tests gpu-sanitize gpu-receipt bench docs lint format compile-all wheel
 .PHONY: receipt-pending
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -31,11 +34,14 @@ GPU_READY := $(TEST_READY) $(DEMO_READY)
 demo: $(DEMO_READY)
 	$(PY) -m fa_cupy demo
 
-## everything that runs without a GPU
-# BLAS has one thread in each process: more of them than cores wait for each other, and a reference
-# in float64 then takes up to twenty times as long.
+## lint, and of all that can be tested without a GPU what takes 7 minutes on two cores
 test: lint
-	OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -m "not gpu and not slow" $(WATCHED)
+	FA_CUPY_HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow and not long"
+	$(PY) -m validation.receipt check
+
+## lint, and all that can be tested without a GPU: every row and every planted bug
+test-all: lint
+	$(PYTEST) -m "not gpu and not slow"
 	$(PY) -m validation.receipt check
 
 ## everything that needs a GPU; writes the receipt, of a failed run too

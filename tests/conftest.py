@@ -6,6 +6,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+from validation import emulator
+
 # Some examples build a reference of seconds on a busy machine: time says nothing about them.
 hypothesis.settings.register_profile(
     "ci",
@@ -14,10 +16,21 @@ hypothesis.settings.register_profile(
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
+# `make test`. Tests that say how many examples they want do so by `tests.every_run.examples`.
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("ci"), max_examples=40
+)
 hypothesis.settings.register_profile(
     "gpu", hypothesis.settings.get_profile("ci"), max_examples=2500
 )
 hypothesis.settings.load_profile(os.environ.get("FA_CUPY_HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip what runs kernels on the CPU where nothing can compile them, all with one line."""
+    if item.get_closest_marker("emulator") and emulator.compiler() is None:
+        pytest.skip("there is no g++: kernels cannot run on the CPU")
 
 
 def cupy_or_skip():

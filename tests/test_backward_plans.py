@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 
 import numpy as np
@@ -13,14 +14,15 @@ from fa_cupy.core import attention_problem
 from fa_cupy.masks.blocks import BlockLists
 from tests import cupy_stand_in
 from tests.cupy_stand_in import CAPTURE
+from tests.every_run import only, some
 from tests.kernel_attention import blocks_of
 from tests.kernel_gradients import case, gradients, rows_of
 from tests.strategies import lay
-from validation import emulator, families, peers, turns
+from validation import families, peers, turns
 from validation.emulator.calls import attention_backward
 from validation.emulator.launcher import EmulatorLauncher
 
-pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.emulator
 NAMES = ("q", "k", "v", "dout", "out", "lse", "dlse")
 ALL = ("q", "k", "v")
 ENTRY = "attention_bwd_sm90"
@@ -155,8 +157,10 @@ def small(dims=(64, 64), heads=(2, 2), lengths=(70, 150), **more):
     return case("float16", heads, lengths, dims, **more)
 
 
-@pytest.mark.parametrize("layout", [None, "blhd"])
-@pytest.mark.parametrize("dims", [(64, 64), (56, 40), (192, 136)])
+@pytest.mark.parametrize(
+    ("dims", "layout"),
+    some(itertools.product(((64, 64), (56, 40), (192, 136)), (None, "blhd")), lambda how: how[0]),
+)
 def test_gradients_are_the_kernels(host, cupy, launcher, dims, layout):
     call = Call(small(dims, (4, 2), layout=layout, dlse=True))
     call.check(host, cupy)
@@ -165,13 +169,19 @@ def test_gradients_are_the_kernels(host, cupy, launcher, dims, layout):
     assert launcher.ran == ["bwd_preprocess", *main, "bwd_nonfinite"]
 
 
-@pytest.mark.parametrize("need", [("q",), ("k",), ("v", "q"), ("v", "k")])
-@pytest.mark.parametrize("dims", [(64, 64), (192, 136)])
+@pytest.mark.parametrize(
+    ("dims", "need"),
+    some(
+        itertools.product(((64, 64), (192, 136)), (("q",), ("k",), ("v", "q"), ("v", "k"))),
+        lambda how: how[0],
+        2,
+    ),
+)
 def test_what_nobody_asked_for_lies_in_the_workspace(host, cupy, dims, need):
     Call(small(dims)).check(host, cupy, need)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(NAMES, "q", "v", "out", "lse"))
 def test_what_kernels_cannot_read_is_copied(host, cupy, name):
     """An address off 16 bytes, a last axis that goes down or is not the innermost."""
     given = small(dlse=True, is_causal=True, causal_align="bottom_right")
@@ -232,7 +242,7 @@ def device_mask(mask):
 TABLES = ["block_tables", "transpose_words"]
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (4,), (2, 1), ()], ids=str)
+@pytest.mark.parametrize("shape", only([((2, 4),), ((4,),), ((2, 1),), ((),)], ((2, 1),)), ids=str)
 def test_masks_of_bool_are_packed_by_every_call(host, cupy, launcher, shape):
     call, mask = masked(shape=shape, lengths=(130, 150), dlse=True)
     for _ in range(2):
@@ -261,8 +271,10 @@ def test_a_mask_that_is_the_same_for_all_queries(host, cupy):
     call.check(host, cupy, mask=cupy_stand_in.owned(seen))
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
-@pytest.mark.parametrize("shape", [(2, 4), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "place"),
+    some(itertools.product(((2, 4), (1, 1)), ("host", "device")), lambda how: how[0]),
+)
 def test_tables_of_bit_masks_are_made_once(host, cupy, launcher, shape, place):
     call, mask = masked(shape=shape, is_causal=True, causal_align="bottom_right")
     bits = BitMask.from_dense(mask)
@@ -421,6 +433,7 @@ def test_memory_that_is_not_there_leaves_all_as_it_was(host, cupy, launcher, mon
     call.check(host, cupy)
 
 
+@pytest.mark.long
 def test_other_rows_beside_the_table_s(host, cupy, launcher, monkeypatch):
     """As in `python -m validation turns`: changed rows have plans, and so kernels, of their own."""
     from fa_cupy.gpu import kernels

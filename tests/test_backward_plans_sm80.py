@@ -1,11 +1,14 @@
 """How calls get to the backward kernels for SM80, which run in the emulator on a stand-in."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from fa_cupy import BitMask
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from tests import cupy_stand_in
+from tests.every_run import only
 from tests.kernel_attention import blocks_of, draw
 from tests.kernel_gradients import gradients, rows_sm80
 from tests.test_backward_plans import (
@@ -20,11 +23,10 @@ from tests.test_backward_plans import (
     launcher,
     small,
 )
-from validation import emulator
 from validation.emulator.calls import attention_backward
 
 __all__ = ["cupy", "host", "launcher"]  # fixtures
-pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.emulator
 KERNELS = ["bwd_preprocess", "bwd_dkdv_sm80", "bwd_dq_sm80", "bwd_nonfinite"]
 
 
@@ -63,7 +65,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("what", OPTIONS)
+ALWAYS = "a negative scale", "a mask and a bias", "a BitMask and a softcap"
+
+
+@pytest.mark.parametrize("what", only(OPTIONS, *ALWAYS))
 def test_what_kernels_for_sm90_do_not_take(host, cupy, launcher, what):
     """All that stands before the softmax, with a mask or without."""
     given = small(dlse=True, is_causal=True, causal_align="bottom_right")
@@ -73,17 +78,22 @@ def test_what_kernels_for_sm90_do_not_take(host, cupy, launcher, what):
     call.check(host, cupy, ("v", "q"))
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": MASK}], ids=["plain", "mask"])
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100", "sm_120"])
-def test_devices_that_are_no_sm90(host, cupy, launcher, target, options):
+@pytest.mark.parametrize(
+    ("target", "masked"),
+    only(
+        itertools.product(("sm_80", "sm_89", "sm_100", "sm_120"), (False, True)),
+        ("sm_80", True),
+        ("sm_120", False),
+    ),
+)
+def test_devices_that_are_no_sm90(host, cupy, launcher, target, masked):
     launcher.target = target
-    Sm80Call(small((56, 40), (4, 2), **{k: np.repeat(x, 2, 1) for k, x in options.items()})).check(
-        host, cupy
-    )
+    options = {"mask": np.repeat(MASK, 2, 1)} if masked else {}
+    Sm80Call(small((56, 40), (4, 2), **options)).check(host, cupy)
     assert [name for name in launcher.ran if name not in TABLES] == KERNELS
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(NAMES, "k", "dlse"))
 def test_what_kernels_cannot_read_is_copied(host, cupy, launcher, name):
     launcher.target = "sm_80"
     for layout in ("steps" if name in ("lse", "dlse") else "offset", "reversed", "transposed"):

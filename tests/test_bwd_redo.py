@@ -1,13 +1,15 @@
 """Gradients by kernels where something is not finite: what is hidden does not show in them."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import reference
+from tests.every_run import examples, some
 from tests.gradients import UNIT, hold
 from tests.kernel_attention import DTYPES, draw
 from tests.kernel_gradients import rows_sm90
@@ -17,11 +19,12 @@ from tests.strategies import Case
 from validation import emulator
 from validation.emulator.calls import attention_backward
 
-pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.emulator
 DIMS = (64, 128, 192)  # by bwd_sm90, in two ways, and by the two kernels for wide dims
 TOP, BOTTOM = "top_left", "bottom_right"
 CAUSAL = {"is_causal": True, "causal_align": TOP}
 HALF = DTYPES["float16"]
+LEAKS = list(itertools.product(DIMS, (np.nan, np.inf, -np.inf), ("causal", "window")))
 
 
 def arrays(dtype, q_len, k_len, dim, heads=(1, 1), seed=0):
@@ -58,9 +61,7 @@ def finite(x):
     return np.isfinite(x.astype(np.float64))
 
 
-@pytest.mark.parametrize("how", ["causal", "window"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "bad", "how"), some(LEAKS, lambda leak: (leak[0], leak[2])))
 def test_nothing_leaks_from_hidden_keys_and_values(dim, bad, how):
     for dtype in DTYPES:
         q, k, v, dout, dlse = arrays(dtype, 50, 150, dim)
@@ -86,8 +87,10 @@ def test_a_row_with_nothing_to_attend_to(dim):
             )
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(
+    ("dim", "which"),
+    some(itertools.product(DIMS, ("q", "k", "v", "dout")), lambda pair: pair[1]),
+)
 def test_bad_rows_spoil_what_belongs_to_them_only(dim, which):
     given = dict(zip(("q", "k", "v", "dout"), arrays("bfloat16", 90, 90, dim), strict=False))
     given[which][..., 20, 3] = np.nan
@@ -151,7 +154,7 @@ BAD = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     dim=st.sampled_from([*DIMS, 88, 256]),
     dtype=st.sampled_from(list(DTYPES)),
@@ -250,7 +253,7 @@ def spoiled_call(dim):
     return (q, k, v, dout, dlse), options, want
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", some(BUGS, lambda bug: BUGS[bug][0]))
 def test_a_planted_bug_is_found(bug, tmp_path):
     kind, dim, *change = BUGS[bug]
     row = planted_row(kind, dim)
@@ -268,6 +271,7 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     pytest.fail("20 seeds did not show it")
 
 
+@pytest.mark.long
 def test_seeds_of_gradients(tmp_path):
     """A third of them has a number that is not finite."""
     assert [one(seed, Chosen("backward")) for seed in range(20)] == [None] * 20

@@ -21,6 +21,7 @@ from fa_cupy.gpu.kernels.forward import VARIANTS, reachable, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.registry import MASKS
+from tests.every_run import only
 
 ROOT = Path(__file__).parents[1]
 SERVES = select("bfloat16", 128, 128, "sm_90a")
@@ -236,11 +237,13 @@ def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
 
 
 @needs_compiler
-def test_warmup_fills_the_cache(no_device, capsys):
-    command = ["warmup", "--target", "sm_80", "--dtype", "bf16", "--head-dim", "32"]
-    rows = reachable("bfloat16", 32, 32, "sm_80")
-    rows += serving_backward("sm_80", {"bfloat16"}, {32})
-    rows += serving_products("sm_80", {"bfloat16"}, {32})
+@pytest.mark.parametrize("dtype", only(("bfloat16", "float32"), "float32"))
+def test_warmup_fills_the_cache(dtype, no_device, capsys):
+    short = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
+    command = ["warmup", "--target", "sm_80", "--dtype", short, "--head-dim", "32"]
+    rows = reachable(dtype, 32, 32, "sm_80")
+    rows += serving_backward("sm_80", {dtype}, {32})
+    rows += serving_products("sm_80", {dtype}, {32})
     assert main(command) == 0
     assert f"{len(rows)} kernels compiled for sm_80" in capsys.readouterr().out
     assert all(compile.compile_variant(row, "sm_80").cached for row in rows)

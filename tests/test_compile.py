@@ -18,11 +18,24 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 # that is read too early, or for another reason.
 SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
 
-# The targets that are not usual take their time: `make compile-all`.
+# Of the rows of a kernel that `make test` compiles, one for each target that is usual.
+ALWAYS = {}
+for row in ALL:
+    kind = row.source, row.sparse, getattr(row, "transform", False)
+    for target in sorted({*USUAL} & {*row.targets}):
+        ALWAYS.setdefault((*kind, target), []).append(row.name)
+ALWAYS = {(rows[i % len(rows)], kind[-1]) for i, (kind, rows) in enumerate(ALWAYS.items())}
+
+
+def marks_of(row, target):
+    """Targets that are not usual take their time: `make compile-all`."""
+    if target not in USUAL:
+        return pytest.mark.slow
+    return () if (row.name, target) in ALWAYS else pytest.mark.long
+
+
 ROWS = [
-    pytest.param(
-        row, target, marks=() if target in USUAL else pytest.mark.slow, id=f"{row.name}-{target}"
-    )
+    pytest.param(row, target, marks=marks_of(row, target), id=f"{row.name}-{target}")
     for row in ALL
     # Targets of PTX differ in the rows that they have, not in what is compiled.
     for target in {nvrtc.architecture(target): target for target in row.targets}.values()

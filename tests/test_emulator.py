@@ -1,13 +1,14 @@
 """The kernels' own source, run on the CPU: each row of the table, seeds, and planted bugs."""
 
 import functools
+import itertools
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import reference
@@ -15,13 +16,14 @@ from fa_cupy.gpu.driver.compile import ROOT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
+from tests.every_run import examples, only, some
 from tests.kernel_attention import DTYPES, check, draw
 from tests.planted import plant
 from tests.seeds import FAMILIES, Chosen, one, sanitizer
 from validation import emulator
 from validation.emulator import calls
 
-pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.emulator
 
 PLAIN = {
     (row.source, row.dim): row
@@ -32,7 +34,11 @@ SM80 = PLAIN["attention/fwd_sm80", 128]
 SM90 = D64, D128 = PLAIN["attention/fwd_sm90", 64], PLAIN["attention/fwd_sm90", 128]
 
 
-@pytest.mark.parametrize("row", VARIANTS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    some(VARIANTS, lambda row: (row.source, row.sparse, getattr(row, "transform", False)), 2),
+    ids=lambda row: row.name,
+)
 def test_every_row(row):
     dtype, dim = DTYPES[row.dtype], row.dim
     q, k, v = (draw(2, n, dim, dtype=dtype, seed=i) for i, n in enumerate((150, 200, 200)))
@@ -156,7 +162,7 @@ extern "C" __global__ void endless(const __grid_constant__ Params params) {
 """
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", only((False, True), True))
 def test_a_loop_without_an_end_is_reported(together, tmp_path):
     (tmp_path / "endless.cu").write_text(ENDLESS)
     path = emulator.build("probe-endless", tmp_path / "endless.cu", (), ("endless",))
@@ -196,8 +202,10 @@ def test_what_only_the_hopper_kernel_has(row):
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("size", [5000, 10000, 20000, 30000, 60000])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dim", "size"),
+    some(itertools.product((64, 128), (5000, 10000, 20000, 30000, 60000)), lambda pair: pair[0], 2),
+)
 def test_scores_of_any_size(dim, size):
     """Beyond 2**24 a product with the scale is far from its rounded value, in units of log2."""
     row = next(r for r in VARIANTS if (r.dtype, r.dim, r.targets) == ("float16", dim, ("sm_90a",)))
@@ -221,7 +229,7 @@ def test_a_lost_row_does_not_spread():
     assert np.isnan(lse[17])
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     row=st.sampled_from(SM90),
     lengths=st.tuples(st.integers(1, 400), st.integers(1, 400)),
@@ -238,7 +246,7 @@ def test_any_call_with_any_schedule(row, lengths, window, heads, dim, seed):
     check(row, q, k, v, seed=seed, **options)
 
 
-@settings(deadline=None, max_examples=12)
+@examples(12)
 @given(st.integers(0, 2**40))
 @pytest.mark.parametrize("family", ["attention", "mask"])
 def test_any_row_with_any_seed(family, seed):
@@ -402,7 +410,7 @@ def solved(row):
     return given, options, calls.attention(row, *given, **options)
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", some(BUGS, lambda bug: BUGS[bug][0].name, 2))
 def test_a_planted_bug_is_found(bug, tmp_path):
     row, message, *changes = BUGS[bug]
     source = plant(tmp_path, row.source, *changes)
@@ -447,7 +455,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("family", BROKEN)
+@pytest.mark.parametrize("family", only(BROKEN, "product"))
 def test_a_failing_seed_replays(family, tmp_path):
     part, kernel, *change = BROKEN[family]
     source = plant(tmp_path, kernel, change)
@@ -485,6 +493,7 @@ BEYOND = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "planted_there"), [("lse", True), ("work", False), ("work", True)]
 )

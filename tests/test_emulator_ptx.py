@@ -21,7 +21,7 @@ from tests.test_ptx_sm90 import BY_FORM, BY_TYPE, WGMMA_N, accumulator, multiply
 from tests.test_ptx_sm90 import run as gpu_run_sm90  # noqa: F401
 from validation import emulator
 
-pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.emulator
 
 NOT_EMULATED = {"test_cluster", "test_tma_multicast"}
 INCLUDES = "".join(f'#include "ptx/{name}"\n' for name in sorted(HEADERS) if name != "cluster.cuh")

@@ -1,5 +1,6 @@
 """Gradients on the CPU alone: many small tiles, threads, sums in order, bit masks, memory."""
 
+import itertools
 import random
 import threading
 import tracemalloc
@@ -16,6 +17,7 @@ from fa_cupy.tiled import attention_backward as tiled_attention_backward
 from fa_cupy.tiled import tile_sizes
 from tests import blas
 from tests.blas import two_threads
+from tests.every_run import examples, some
 from tests.gradients import UNIT, check, hold, solve
 from tests.strategies import DTYPES, Case, by_dtype, cases, normal
 from tests.test_gradients import plain_options
@@ -88,7 +90,7 @@ def test_finite_data_are_computed_once(monkeypatch):
 
 
 @given(st.data())
-@settings(max_examples=25)
+@examples(25)
 def test_blocks_of_any_state_agree_with_the_dense_mask(data):
     lengths = (data.draw(st.integers(100, 500)), data.draw(st.integers(100, 900)))
     dense = data.draw(dense_masks(max_batch=0, lengths=lengths))
@@ -275,8 +277,10 @@ def test_a_product_has_no_softmax():
 # What GPU results are held against
 
 
-@pytest.mark.parametrize("length", [65, 129, 193, 300])
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("dim", "length"),
+    some(itertools.product((64, 128, 192, 256), (65, 129, 193, 300)), lambda pair: pair[0]),
+)
 def test_the_bound_allows_rounded_weights_and_no_more(dim, length):
     """Queries that are the keys: most weights are below 2**-14, where float16 has fewer bits."""
     (q,) = draw((length, dim), dtype=HALF, seed=length + dim)

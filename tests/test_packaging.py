@@ -234,7 +234,7 @@ def test_a_machine_without_a_driver_gets_no_cuda(monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@pytest.mark.parametrize("target", ["test", "test-gpu", "bench"])
+@pytest.mark.parametrize("target", ["test", "test-all", "test-gpu", "bench"])
 def test_make_leaves_the_environment_alone_when_given_an_interpreter(target):
     command = ["make", "--dry-run", "--no-print-directory", target, "PY=python3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

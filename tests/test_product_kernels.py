@@ -23,6 +23,7 @@ from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
 from fa_cupy.gpu.kernels.linear.sm90_params import ADDRESSES, MAPPED, PRODUCT_JOB, takes
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
+from tests.every_run import examples, only, parameter, some
 from tests.kernel_products import NAMES, check, gradients, solve, split
 from tests.noting_launcher import WORKSPACE, NotingLauncher
 from tests.planted import plant
@@ -31,8 +32,6 @@ from tests.seeds import Chosen, one
 from tests.strategies import DTYPES, lay
 from validation import emulator
 from validation.emulator import calls
-
-needs_compiler = pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler")
 
 CHUNKED = [row for row in PRODUCTS if isinstance(row, ChunkSm80)]
 SM90 = [row for row in PRODUCTS if isinstance(row, ChunkSm90)]
@@ -45,8 +44,10 @@ SMALL_SM90 = [row for row in SM90 if row.dim == 64 and (row.tile_n == 128 or row
 SMALL = [row for row in CHUNKED if row.dim == 32 or (row.dim, row.stages) == (64, 3)]
 
 
-@needs_compiler
-@pytest.mark.parametrize("row", [*CHUNKED, *SM90], ids=lambda row: row.name)
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    "row", some([*CHUNKED, *SM90], lambda row: (row.source, row.dtype)), ids=lambda row: row.name
+)
 def test_every_row(row):
     length = 3 * row.tile_m + 9
     shapes = (2, length, row.dim), (2, length, row.dim), (2, length, row.tile_n)
@@ -62,8 +63,8 @@ def test_every_row(row):
     assert error <= 1.03 * limit
 
 
-@needs_compiler
-@pytest.mark.parametrize("row", PLAIN, ids=lambda row: row.name)
+@pytest.mark.emulator
+@pytest.mark.parametrize("row", some(PLAIN, lambda row: row.source), ids=lambda row: row.name)
 def test_every_plain_row(row):
     for seed, (length, qk_dim, v_dim) in enumerate(
         ((3 * row.tile_m + 5, row.dim, 68), (2 * row.tile_m, row.dim - 3, 7), (0, 5, 5))
@@ -75,8 +76,10 @@ def test_every_plain_row(row):
     check(row, Case(*wide, draw((row.dim + 40, 4))[0]))
 
 
-@needs_compiler
-@pytest.mark.parametrize("row", [*SINGLE, *SINGLE_SM90], ids=lambda row: row.name)
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    "row", some([*SINGLE, *SINGLE_SM90], lambda row: row.source), ids=lambda row: row.name
+)
 def test_every_row_of_single_precision(row):
     length = 3 * row.tile_m + 9
     shapes = (2, length, row.dim), (2, length, row.dim), (2, length, row.tile_n)
@@ -95,8 +98,10 @@ def test_every_row_of_single_precision(row):
     assert reference.relative_error(state, last) <= 3e-7
 
 
-@needs_compiler
-@pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0], TURNS], ids=lambda row: row.name)
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    "row", only([SINGLE[0], SINGLE_SM90[0], TURNS], TURNS), ids=lambda row: row.name
+)
 def test_error_of_a_long_sequence_of_single_precision(row):
     arrays = draw(*[(6000, 32)] * 3)
     for truncating in (False, True):
@@ -113,10 +118,13 @@ def scaled(rng, x, exponents, axis):
     return np.ldexp(x, rng.integers(*exponents, shape)).astype(np.float32)
 
 
-@needs_compiler
+EXPONENTS = [(0, (-8, 9)), (0, (-20, 21)), (0, (-30, 21)), (1, (-4, 5)), (1, (-10, 11))]
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     ("axis", "exponents"),
-    [(0, (-8, 9)), (0, (-20, 21)), (0, (-30, 21)), (1, (-4, 5)), (1, (-10, 11))],
+    only(EXPONENTS, (0, (-30, 21)), (1, (-10, 11))),
 )
 @pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0], TURNS], ids=lambda row: row.name)
 def test_single_precision_of_rows_and_columns_of_any_size(row, axis, exponents):
@@ -135,13 +143,16 @@ def test_single_precision_of_rows_and_columns_of_any_size(row, axis, exponents):
         check(row, Case(q, k, v), segment_chunks, truncating=True)
 
 
-@needs_compiler
+ENDS = [
+    (1e37, 1e-25, 1e20), (1e20, 1e30, 1e-28), (1e-30, 1e-20, 1e25), (1e-40, 1e30, 1e5),
+    (1e20, 1e-40, 1e10), (1e-5, 1e37, 1e-39), (1e-30, 1e18, 1e18),
+]  # fmt: skip
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize(
-    "sizes",
-    [(1e37, 1e-25, 1e20), (1e20, 1e30, 1e-28), (1e-30, 1e-20, 1e25), (1e-40, 1e30, 1e5),
-     (1e20, 1e-40, 1e10), (1e-5, 1e37, 1e-39), (1e-30, 1e18, 1e18)],
-    ids=str,
-)  # fmt: skip
+    "sizes", [parameter((sizes,), i in (0, 3)) for i, sizes in enumerate(ENDS)], ids=str
+)
 @pytest.mark.parametrize("row", [SINGLE[0], SINGLE_SM90[0], TURNS], ids=lambda row: row.name)
 def test_single_precision_at_the_ends_of_its_range(row, sizes):
     """Scores may be more than float32 holds, or less, where states and outputs are not."""
@@ -149,7 +160,7 @@ def test_single_precision_at_the_ends_of_its_range(row, sizes):
     check(row, Case(*arrays))
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_a_tiny_row_before_a_huge_one():
     q, k, v = draw(*[(64, 32)] * 3)
     k[:40] *= np.float32(1e-15)
@@ -160,7 +171,7 @@ def test_a_tiny_row_before_a_huge_one():
         check(row, Case(q, k, v))
 
 
-@needs_compiler
+@pytest.mark.emulator
 def test_keys_that_share_no_column():
     """One element each: what a row adds to the state is alone there, however small it is."""
     rng = np.random.default_rng(0)
@@ -171,7 +182,7 @@ def test_keys_that_share_no_column():
         check(row, Case(q, k, v))
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row", [SMALL[0], SMALL_SM90[0], SINGLE[0], SINGLE_SM90[0], PLAIN[0]], ids=lambda row: row.name
 )
@@ -181,7 +192,7 @@ def test_heads_that_share_keys_or_values(row):
         check(row, Case(*arrays, draw((heads, 16, 24))[0]), seed=seed)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("reverse", [False, True])
 def test_more_batch_axes_than_a_kernel_walks(reverse):
     """Seven, none of which merge: two launches of each kernel, in the same memory for states."""
@@ -193,15 +204,15 @@ def test_more_batch_axes_than_a_kernel_walks(reverse):
     check(SMALL[0], case, segment_chunks=1)
 
 
-@needs_compiler
-@settings(deadline=None, max_examples=60)
+@pytest.mark.emulator
+@examples(60)
 @given(st.integers(0, 2**40))
 def test_any_call_with_any_schedule(seed):
     assert one(seed, Chosen("product")) is None
 
 
-@needs_compiler
-@settings(max_examples=6)
+@pytest.mark.emulator
+@examples(6)
 @given(
     row=st.sampled_from(
         [*SMALL_SM90, *(row for row in SM90 if row.dim > row.tile_n), *SINGLE_SM90[:3], TURNS]
@@ -226,10 +237,10 @@ def test_jobs_of_one_launch(row, lengths, dims, segment_chunks, seed):
         assert (out.tobytes(), state.tobytes()) == (alone.tobytes(), last.tobytes())
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row",
-    [*CHUNKED[:2], *SMALL_SM90, *SINGLE[:2], *SINGLE_SM90[:2], TURNS],
+    some([*CHUNKED[:2], *SMALL_SM90, *SINGLE[:2], *SINGLE_SM90[:2], TURNS], lambda row: row.source),
     ids=lambda row: row.name,
 )
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -248,19 +259,24 @@ def test_what_is_not_finite_shows_where_it_is_read_only(row, bad):
         np.testing.assert_array_equal(~np.isfinite(out.astype(float)), spoiled)
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize("sizes", [(100, 100, 1e-4), (1e-3, 1e-3, 1e3), (1e-4, 30, 300)], ids=str)
-@pytest.mark.parametrize("row", [*CHUNKED[:2], *SMALL_SM90[:2]], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", some([*CHUNKED[:2], *SMALL_SM90[:2]], lambda row: row.source), ids=lambda row: row.name
+)
 def test_scores_and_states_of_any_size(row, sizes):
     """Where float16 ends they reach 1e5 or 1e6, or where it begins 1e-5."""
     arrays = [size * np.abs(x) for x, size in zip(draw(*[(400, 32)] * 3), sizes, strict=True)]
     check(row, Case(*(x.astype(NAMES[row.dtype]) for x in arrays)))
 
 
-@needs_compiler
+@pytest.mark.emulator
 @pytest.mark.parametrize(
     "row",
-    [*SMALL[::2], *SMALL_SM90[1:3], SINGLE[0], *SINGLE_SM90[:3:2], TURNS],
+    some(
+        [*SMALL[::2], *SMALL_SM90[1:3], SINGLE[0], *SINGLE_SM90[:3:2], TURNS],
+        lambda row: row.source,
+    ),
     ids=lambda row: row.name,
 )
 def test_the_schedule_does_not_show(row):
@@ -412,20 +428,20 @@ def show(row, bug, tmp_path, choice=None):
     pytest.fail("30 seeds did not show it")
 
 
-@needs_compiler
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(BUGS, next(iter(BUGS))))
 def test_a_planted_bug_is_found(bug, tmp_path):
     show(SMALL[1], BUGS[bug], tmp_path)
 
 
-@needs_compiler
-@pytest.mark.parametrize("bug", BUGS_SM90)
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(BUGS_SM90, next(iter(BUGS_SM90))))
 def test_a_bug_planted_for_sm90_is_found(bug, tmp_path):
     show(SMALL_SM90[2], BUGS_SM90[bug], tmp_path)
 
 
-@needs_compiler
-@pytest.mark.parametrize("bug", BUGS_SINGLE_SM90)
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(BUGS_SINGLE_SM90, next(iter(BUGS_SINGLE_SM90))))
 def test_a_bug_planted_in_single_precision_for_sm90_is_found(bug, tmp_path):
     show(SINGLE_SM90[0], BUGS_SINGLE_SM90[bug], tmp_path)
 
@@ -459,8 +475,8 @@ BUGS_TURNS = {
 }
 
 
-@needs_compiler
-@pytest.mark.parametrize("bug", BUGS_TURNS)
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(BUGS_TURNS, next(iter(BUGS_TURNS))))
 def test_a_bug_planted_where_warpgroups_take_turns_is_found(bug, tmp_path):
     # With more places the state's warpgroup gets further ahead of the outputs.
     stages = 4 if bug == "a state over one in use" else TURNS.stages
@@ -490,8 +506,8 @@ BUGS_STATES = {
 }
 
 
-@needs_compiler
-@pytest.mark.parametrize("bug", BUGS_STATES)
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(BUGS_STATES, next(iter(BUGS_STATES))))
 def test_a_bug_planted_in_sums_of_single_precision_is_found(bug, tmp_path):
     choice = split(TURNS, 500, 7)
     show(choice.states, BUGS_STATES[bug], tmp_path, choice)
@@ -513,14 +529,14 @@ BUGS_PREFIX = {
 }
 
 
-@needs_compiler
-@pytest.mark.parametrize("bug", BUGS_PREFIX)
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(BUGS_PREFIX, next(iter(BUGS_PREFIX))))
 def test_a_bug_planted_in_sums_before_a_segment_is_found(bug, tmp_path):
     show(SMALL_SM90[2], BUGS_PREFIX[bug], tmp_path, split(SMALL_SM90[2], 500, 4, own_prefix=True))
 
 
-@needs_compiler
-@pytest.mark.parametrize("row", SM90[1::2], ids=lambda row: row.name)
+@pytest.mark.emulator
+@pytest.mark.parametrize("row", some(SM90[1::2], lambda row: row.dtype), ids=lambda row: row.name)
 def test_blocks_that_sum_what_lies_before_their_segment(row):
     length = 6 * row.tile_m + 13
     shapes = (2, length, row.dim), (2, length, row.dim), (2, length, row.tile_n)
@@ -532,8 +548,8 @@ def test_blocks_that_sum_what_lies_before_their_segment(row):
         check(row, Case(q, k, v, initial, reverse), chunks, own_prefix=True, seed=seed)
 
 
-@needs_compiler
-@pytest.mark.parametrize("bug", SINGLE_BUGS)
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(SINGLE_BUGS, next(iter(SINGLE_BUGS))))
 def test_a_bug_planted_in_single_precision_is_found(bug, tmp_path):
     show(SINGLE[0], SINGLE_BUGS[bug], tmp_path)
 

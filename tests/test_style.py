@@ -38,7 +38,25 @@ TEXTS = sorted(
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".cu", ".cuh", ".md", ".ptx", ".py", ".rst"} and "_build" not in path.parts
 )
-by_path = {"ids": lambda path: path.relative_to(ROOT).as_posix()}
+
+
+def of_each(paths):
+    """Make one test of a check of one file: it names all files that fail, and says why."""
+
+    def test_of(check):
+        def test():
+            failed = []
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    failed.append(f"{path.relative_to(ROOT).as_posix()}: {error}")
+            assert not failed, "\n".join(failed)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return test_of
 
 
 def tracked():
@@ -72,6 +90,17 @@ def imported(path, in_functions=False):
     return names
 
 
+def test_all_files_that_fail_are_named():
+    def check(path):
+        assert path.name != KERNELS[0].name, "it is the first"
+
+    of_each(KERNELS[1:3])(check)()
+    with pytest.raises(AssertionError) as caught:
+        of_each([KERNELS[0], *KERNELS[1:3], KERNELS[0]])(check)()
+    failed = f"{KERNELS[0].relative_to(ROOT).as_posix()}: it is the first\n"
+    assert str(caught.value).count(failed) == 2
+
+
 def test_top_level_is_fixed():
     files = tracked()
     if files is None:
@@ -79,7 +108,7 @@ def test_top_level_is_fixed():
     assert {name.partition("/")[0] for name in files} <= TOP_LEVEL
 
 
-@pytest.mark.parametrize("path", KERNELS + HEADERS + MODULES, **by_path)
+@of_each(KERNELS + HEADERS + MODULES)
 def test_inline_asm_stands_in_ptx_only(path):
     source = path.read_text()
     if path.suffix == ".py":
@@ -88,7 +117,7 @@ def test_inline_asm_stands_in_ptx_only(path):
         assert not {"asm", "__asm__", "__asm"} & set(c_tokens(source))
 
 
-@pytest.mark.parametrize("path", KERNELS, **by_path)
+@of_each(KERNELS)
 def test_a_kernel_file_holds_one_entry_named_after_its_path(path):
     tokens = c_tokens(path.read_text())
     assert tokens.count('"C"') == 1
@@ -99,7 +128,7 @@ def test_a_kernel_file_holds_one_entry_named_after_its_path(path):
     assert entry[entry.index(name) + 1] == "("
 
 
-@pytest.mark.parametrize("path", KERNELS + HEADERS + PTX, **by_path)
+@of_each(KERNELS + HEADERS + PTX)
 def test_kernels_include_nothing_but_parts_of_this_project(path):
     own = path.with_suffix(".cuh").relative_to(ROOT).as_posix()  # a kernel's second file
     allowed = ("ptx/",) if path in PTX else ("ptx/", "cuda_src/common/", own)
@@ -108,27 +137,27 @@ def test_kernels_include_nothing_but_parts_of_this_project(path):
         assert (ROOT / name.strip('"')).is_file()
 
 
-@pytest.mark.parametrize("path", PTX, **by_path)
+@of_each(PTX)
 def test_ptx_wrappers_cite_the_ptx_isa(path):
     source = path.read_text()
     if "asm" in c_tokens(source):
         assert re.search(r"PTX ISA.*\b\d+", source)
 
 
-@pytest.mark.parametrize("path", KERNELS + HEADERS + PTX, **by_path)
+@of_each(KERNELS + HEADERS + PTX)
 def test_lines_of_kernels_are_short(path):
     # Ruff checks the modules, clang-format the code here; this is for comments.
     assert max(map(len, path.read_text().splitlines()), default=0) <= 100
 
 
-@pytest.mark.parametrize("path", TEXTS, **by_path)
+@of_each(TEXTS)
 def test_no_machine_paths_and_nothing_unfinished(path):
     """A path of one machine, or a promise to finish, has no place in what people read."""
     wrong = r"/(?:home|root|work|Users)/\w+|\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b"
     assert not re.findall(wrong, path.read_text())
 
 
-@pytest.mark.parametrize("path", MODULES, **by_path)
+@of_each(MODULES)
 def test_cupy_is_imported_in_the_gpu_folder_only_and_late(path):
     late = {"cupy", "cuda", "torch", "jax", "matplotlib"}
     if path.relative_to(ROOT).parts[1] in ("gpu", "torch.py", "jax.py", "plot.py"):

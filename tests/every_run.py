@@ -1,0 +1,39 @@
+"""Of tests with many cases: the ones that `make test` runs. `make test-all` runs the others too."""
+
+import pytest
+from hypothesis import settings
+
+
+def some(values, kind, count=1):
+    """Parameters of a test, of which `count` of each kind are always run; the others are long.
+
+    Which ones differs from kind to kind, so that not all are of the same dim or dtype.
+    """
+    values, kinds = list(values), {}
+    for value in values:
+        kinds.setdefault(kind(value), []).append(value)
+    kept = []
+    for i, same in enumerate(kinds.values()):
+        step = max(1, len(same) // count)
+        kept += [same[(i + j * step) % len(same)] for j in range(min(count, len(same)))]
+    return only(values, *kept)
+
+
+def only(values, *kept):
+    """Parameters of a test, of which these are always run; the others are long."""
+    values = list(values)
+    assert all(value in values for value in kept), kept
+    return [parameter(value, value in kept) for value in values]
+
+
+def parameter(value, always):
+    """A parameter, or a tuple of several, of a test that is always run, or else is long."""
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=() if always else pytest.mark.long)
+
+
+def examples(count, fewer=8):
+    """hypothesis's settings for that many examples; `make test` tries one of `fewer` of them."""
+    if settings.default.max_examples < settings.get_profile("ci").max_examples:
+        count = max(3, count // fewer)
+    return settings(deadline=None, max_examples=count)
