@@ -226,24 +226,6 @@ FA_DEVICE void store_rows(const ProductSm90Params& params, const SharedStorage& 
   }
 }
 
-// Multiplies Q S by the powers of two of rows of Q and columns of S, as two factors each, because
-// float32 may not hold all of it.
-FA_DEVICE void scale_outputs(Outputs& o, const float (&row_factor)[2],
-                             const float (&s_factor)[kCols], int lane) {
-#pragma unroll
-  for (int v = 0; v < 8; ++v) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float column_factor = s_factor[8 * v + lane % 4 * 2 + j];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float factor = row_factor[h] * column_factor;
-        o[v][2 * h + j] = o[v][2 * h + j] * factor * factor;
-      }
-    }
-  }
-}
-
 // O += P V times the two factors of rows of P.
 FA_DEVICE void add_intra_outputs(Outputs& o, const Outputs& o_intra, const float (&factor)[2][2]) {
 #pragma unroll
