@@ -27,6 +27,7 @@ using KvSums = float[kMmaD][4];    // dV or dK: 64 keys x kDim columns
 
 // What stays the same while a consumer warpgroup computes a work tile.  Register arrays are passed
 // as references next to it: ptxas serialised products whose accumulators were members of a struct.
+// It is passed by value, because references to it change the code of some variants.
 struct Consumer {
   const BwdSm90Params& params;
   SharedStorage& shared;
@@ -81,12 +82,12 @@ FA_DEVICE void gemm_sums(KvSums& d, const Rounded& pairs, const uint8* queries) 
 }
 
 // S^T = K Q^T
-FA_DEVICE void gemm_s(Scores& s, const Consumer& c, const uint8* q_tile) {
+FA_DEVICE void gemm_s(Scores& s, Consumer c, const uint8* q_tile) {
   gemm_scores(s, c.shared.k, q_tile, c.group);
 }
 
 // dP^T = V dO^T
-FA_DEVICE void gemm_dp(Scores& dp, const Consumer& c, const uint8* dout_tile) {
+FA_DEVICE void gemm_dp(Scores& dp, Consumer c, const uint8* dout_tile) {
   gemm_scores(dp, c.shared.v, dout_tile, c.group);
 }
 
@@ -101,7 +102,7 @@ FA_DEVICE void gemm_dk(KvSums& dk, const Rounded& ds, const uint8* q_tile) {
 }
 
 // dK += dS^T Q with this warpgroup's dS from shared memory, whose registers may be used again.
-FA_DEVICE void gemm_dk_from_shared(KvSums& dk, const Consumer& c, const uint32& tiles,
+FA_DEVICE void gemm_dk_from_shared(KvSums& dk, Consumer c, const uint32& tiles,
                                    const uint8* q_tile) {
   wgmma_fence();
   const uint64 a = wgmma_descriptor(
@@ -116,7 +117,7 @@ FA_DEVICE void gemm_dk_from_shared(KvSums& dk, const Consumer& c, const uint32& 
 }
 
 // dQ^T = K^T dS^T, this warpgroup's part of it, once both warpgroups have published their dS.
-FA_DEVICE void gemm_dq(Scores& dq, const Consumer& c, const uint32& tiles) {
+FA_DEVICE void gemm_dq(Scores& dq, Consumer c, const uint32& tiles) {
   const DsPipeline pipe = ds_pipe_of_dq(tiles);
   wait(c.shared.ds_full[pipe.index()], pipe.parity());
   wgmma_fence();
@@ -142,53 +143,53 @@ struct QueryTile {
   const uint8 *q, *dout;
 };
 
-FA_DEVICE QueryTile query_tile_at(const Consumer& c, uint32 number) {
+FA_DEVICE QueryTile query_tile_at(Consumer c, uint32 number) {
   const QPipeline q_pipe{number};
   const DoutPipeline dout_pipe{number};
   const int q_stage = q_pipe.index(), dout_stage = dout_pipe.index();
   return {q_pipe, dout_pipe, q_stage, dout_stage, c.shared.q[q_stage], c.shared.dout[dout_stage]};
 }
 
-FA_DEVICE void wait_for_q(const Consumer& c, const QueryTile& tile) {
+FA_DEVICE void wait_for_q(Consumer c, const QueryTile& tile) {
   wait(c.shared.q_full[tile.q_pipe.index()], tile.q_pipe.parity());
 }
-FA_DEVICE void wait_for_dout(const Consumer& c, const QueryTile& tile) {
+FA_DEVICE void wait_for_dout(Consumer c, const QueryTile& tile) {
   wait(c.shared.dout_full[tile.dout_pipe.index()], tile.dout_pipe.parity());
 }
-FA_DEVICE void release_q(const Consumer& c, const QueryTile& tile) {
+FA_DEVICE void release_q(Consumer c, const QueryTile& tile) {
   release_per_lane(c.shared.q_empty[tile.q_stage]);  // each lane has read LSE and delta itself
 }
-FA_DEVICE void release_dout(const Consumer& c, const QueryTile& tile) {
+FA_DEVICE void release_dout(Consumer c, const QueryTile& tile) {
   release(c.shared.dout_empty[tile.dout_stage]);
 }
 
 // LSE and delta of this lane's queries: in each float4 two of LSE, then two of delta.
-FA_DEVICE const float4* lane_rows(const Consumer& c, const QueryTile& tile) {
+FA_DEVICE const float4* lane_rows(Consumer c, const QueryTile& tile) {
   return c.shared.lse_delta[tile.q_pipe.index()] + lane_in_warp() % 4;
 }
 
 // ------------------------------------------------------------------------------------------- masks
 // The query tile of a step where only the band hides pairs.  The counter always goes down, also if
 // tiles go up (kReverseKvOrder), because that takes fewer registers.
-FA_DEVICE int band_tile(const Consumer& c, int countdown) {
+FA_DEVICE int band_tile(Consumer c, int countdown) {
   return kReverseKvOrder ? c.work.begin + c.work.end - 1 - countdown : countdown;
 }
-FA_DEVICE void advance(int& countdown, const Consumer& c) {
+FA_DEVICE void advance(int& countdown, Consumer c) {
   countdown = countdown == c.work.begin ? c.work.end - 1 : countdown - 1;
 }
 
 // Whether the band hides some of the warpgroup's keys from queries of a tile.
-FA_DEVICE bool crosses_band(const Consumer& c, int tile) {
+FA_DEVICE bool crosses_band(Consumer c, int tile) {
   return tile < c.work.group[c.group].full_begin || tile >= c.work.group[c.group].full_end;
 }
 
 // The first of the two keys whose scores this thread holds; the other one is 8 keys after it.
-FA_DEVICE int own_key(const Consumer& c) {
+FA_DEVICE int own_key(Consumer c) {
   return c.work.tile * kTileN + 64 * c.group + warp_row() + lane_in_warp() / 4;
 }
 
 // Starts to load the mask's words of the tile in a stage of Q.
-FA_DEVICE void prefetch_mask_words(uint32 (&visible_bits)[2], const Consumer& c, int q_stage) {
+FA_DEVICE void prefetch_mask_words(uint32 (&visible_bits)[2], Consumer c, int q_stage) {
   if constexpr (kSparse) {
     load_mask_words(visible_bits, c.params.mask, c.shared.tile_info[q_stage].words_index,
                     64 * c.group, thread_in_group());
@@ -196,7 +197,7 @@ FA_DEVICE void prefetch_mask_words(uint32 (&visible_bits)[2], const Consumer& c,
 }
 
 // Clears the bits of queries that the band hides.
-FA_DEVICE void apply_band(uint32 (&visible_bits)[2], const Consumer& c, int q_stage) {
+FA_DEVICE void apply_band(uint32 (&visible_bits)[2], Consumer c, int q_stage) {
   const int tile = c.shared.tile_info[q_stage].tile, query = tile * kTileM + lane_in_warp() % 4 * 2;
   // A lambda: most tiles lie inside the band and need no bits of it.
   restrict_words<kTileM>(visible_bits, tile, crosses_band(c, tile), [&](int h) {
@@ -205,8 +206,8 @@ FA_DEVICE void apply_band(uint32 (&visible_bits)[2], const Consumer& c, int q_st
 }
 
 // Replaces the scores of hidden pairs, or their gradients.
-FA_DEVICE void mask_scores(Scores& x, const Consumer& c, int countdown,
-                           const uint32 (&visible_bits)[2], float masked_value) {
+FA_DEVICE void mask_scores(Scores& x, Consumer c, int countdown, const uint32 (&visible_bits)[2],
+                           float masked_value) {
   const int query = band_tile(c, countdown) * kTileM + lane_in_warp() % 4 * 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -235,9 +236,8 @@ FA_DEVICE float2 row_pair(const Prefetched& prefetched, const float* from, int j
 }
 
 // P^T = exp(S^T - LSE)
-FA_DEVICE void compute_p(Scores& s, const Consumer& c, const Prefetched& prefetched,
-                         const float* lse, int countdown, const uint32 (&visible_bits)[2],
-                         bool needs_mask) {
+FA_DEVICE void compute_p(Scores& s, Consumer c, const Prefetched& prefetched, const float* lse,
+                         int countdown, const uint32 (&visible_bits)[2], bool needs_mask) {
   if (needs_mask) mask_scores(s, c, countdown, visible_bits, -FA_INFINITY);
 #pragma unroll
   for (int j = 0; j < kMmaM; ++j) {
@@ -250,9 +250,9 @@ FA_DEVICE void compute_p(Scores& s, const Consumer& c, const Prefetched& prefetc
 }
 
 // dS^T = P^T o (dP^T - delta)
-FA_DEVICE void compute_ds(Scores& dp, const Scores& p, const Consumer& c,
-                          const Prefetched& prefetched, const float* delta, int countdown,
-                          const uint32 (&visible_bits)[2], bool needs_mask) {
+FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetched& prefetched,
+                          const float* delta, int countdown, const uint32 (&visible_bits)[2],
+                          bool needs_mask) {
   if (needs_mask) mask_scores(dp, c, countdown, visible_bits, 0.0f);
 #pragma unroll
   for (int j = 0; j < kMmaM; ++j) {
@@ -267,7 +267,7 @@ FA_DEVICE void compute_ds(Scores& dp, const Scores& p, const Consumer& c,
 // P^T and dS^T of a tile, in the registers of S^T and dP^T.  When it is called, the products S^T
 // and dP^T are in flight, and kLater groups after them, which it leaves in flight.
 template <int kLater>
-FA_DEVICE void softmax_backward(Scores& s, Scores& dp, const Consumer& c, const QueryTile& tile,
+FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Consumer c, const QueryTile& tile,
                                 const float4* rows, int countdown, uint32 (&visible_bits)[2],
                                 bool& needs_mask) {
   Prefetched prefetched;
@@ -293,12 +293,12 @@ FA_DEVICE void round_scores(Rounded& pairs, const Scores& x) {
 
 // ---------------------------------------------------------------------------------------------- dS
 // Waits until both warpgroups have computed dQ from what a stage holds.
-FA_DEVICE void acquire_ds(const Consumer& c, const DsPipeline& pipe) {
+FA_DEVICE void acquire_ds(Consumer c, const DsPipeline& pipe) {
   wait(c.shared.ds_empty[pipe.index()], pipe.parity() ^ 1);
 }
 
 // Writes this warpgroup's dS^T to shared memory.  Matrices of 8 keys become rows of queries.
-FA_DEVICE void write_ds(const Rounded& ds, const Consumer& c, const uint32& tiles) {
+FA_DEVICE void write_ds(const Rounded& ds, Consumer c, const uint32& tiles) {
   const DsPipeline pipe = ds_pipe_of_tile(tiles);
   const int row = lane_in_warp() / 16 * 8 + lane_in_warp() % 8,
             chunk = warp_row() / 8 + lane_in_warp() / 8 % 2;
@@ -310,11 +310,11 @@ FA_DEVICE void write_ds(const Rounded& ds, const Consumer& c, const uint32& tile
   }
 }
 
-FA_DEVICE void publish_ds(const Consumer& c, const DsPipeline& pipe) {
+FA_DEVICE void publish_ds(Consumer c, const DsPipeline& pipe) {
   fence_proxy_async_shared();
   release_per_lane(c.shared.ds_full[pipe.index()]);
 }
-FA_DEVICE void release_ds(const Consumer& c, const uint32& tiles) {
+FA_DEVICE void release_ds(Consumer c, const uint32& tiles) {
   release(c.shared.ds_empty[ds_pipe_of_dq(tiles).index()]);
 }
 
@@ -334,21 +334,21 @@ FA_DEVICE void publish_zero_ds(SharedStorage& shared, int group) {
 // tile, then dV and dK of the work tile.  store_gradients takes them from there.
 
 // The number of this tile's dQ plus `more`, computed again at each use as ds_pipe_of_tile() is.
-FA_DEVICE uint32 result_number(const Consumer& c, const uint32& tiles, int more) {
+FA_DEVICE uint32 result_number(Consumer c, const uint32& tiles, int more) {
   return tiles + 2 * c.work_count + more;
 }
-FA_DEVICE uint32 acquire_staging(const Consumer& c, const uint32& tiles, int more) {
+FA_DEVICE uint32 acquire_staging(Consumer c, const uint32& tiles, int more) {
   const StagingPipeline pipe{result_number(c, tiles, more)};
   wait(c.shared.staging_empty[c.group][pipe.index()], pipe.parity() ^ 1);
   return cvta_to_shared(c.shared.staging[c.group][pipe.index()]);
 }
-FA_DEVICE void publish_staging(const Consumer& c, const uint32& tiles, int more) {
+FA_DEVICE void publish_staging(Consumer c, const uint32& tiles, int more) {
   release_per_lane(
       c.shared.staging_full[c.group][result_number(c, tiles, more) % kStagingBarriers]);
 }
 
 // Writes this warpgroup's part of dQ^T: of this tile, or with kDeferDq of the tile before.
-FA_DEVICE void write_dq(const Scores& dq, const Consumer& c, const uint32& tiles) {
+FA_DEVICE void write_dq(const Scores& dq, Consumer c, const uint32& tiles) {
   const uint32 to = acquire_staging(c, tiles, -kDeferDq) + 4 * dq_tile_offset(0, thread_in_group());
 #pragma unroll
   for (int j = 0; j < kDqTileM / 8; ++j) {
@@ -357,12 +357,10 @@ FA_DEVICE void write_dq(const Scores& dq, const Consumer& c, const uint32& tiles
     st_shared_v4_b32(to + 4 * dq_tile_offset(j, 0), four);
   }
 }
-FA_DEVICE void publish_dq(const Consumer& c, const uint32& tiles) {
-  publish_staging(c, tiles, -kDeferDq);
-}
+FA_DEVICE void publish_dq(Consumer c, const uint32& tiles) { publish_staging(c, tiles, -kDeferDq); }
 
 // Rounds 64 rows of dV or dK, or zeros if no query sees the keys, and publishes them.
-FA_DEVICE void write_dkdv(const KvSums& sums, const Consumer& c, const uint32& tiles, int more,
+FA_DEVICE void write_dkdv(const KvSums& sums, Consumer c, const uint32& tiles, int more,
                           float scale, bool zero, NonfiniteProbe& nonfinite_probe) {
   // The lane's row of the four matrices of an stmatrix.x4: rows 0-7, 8-15, then the same of the
   // next 8 columns (PTX ISA 9.7.14.5.16).
@@ -385,8 +383,7 @@ FA_DEVICE void write_dkdv(const KvSums& sums, const Consumer& c, const uint32& t
 }
 
 // Stores dV and dK of a work tile.
-FA_DEVICE void epilogue(const KvSums& dv, const KvSums& dk, const Consumer& c,
-                        const uint32& tiles) {
+FA_DEVICE void epilogue(const KvSums& dv, const KvSums& dk, Consumer c, const uint32& tiles) {
   NonfiniteProbe nonfinite_probe;
   write_dkdv(dv, c, tiles, 0, 1.0f, c.work.has_no_query, nonfinite_probe);
   write_dkdv(dk, c, tiles, 1, c.params.common.scale, c.work.has_no_query, nonfinite_probe);
@@ -396,7 +393,7 @@ FA_DEVICE void epilogue(const KvSums& dv, const KvSums& dk, const Consumer& c,
 
 // -------------------------------------------------------------------------------------- main loops
 // P^T and dS^T of a work tile's first query tile, in `s` and `dp`.
-FA_DEVICE void first_tile(Scores& s, Scores& dp, const Consumer& c, uint32 tiles, int countdown,
+FA_DEVICE void first_tile(Scores& s, Scores& dp, Consumer c, uint32 tiles, int countdown,
                           uint32 (&visible_bits)[2], bool& needs_mask) {
   const QueryTile tile = query_tile_at(c, tiles);
   const float4* rows = lane_rows(c, tile);
@@ -419,7 +416,7 @@ FA_DEVICE void first_tile(Scores& s, Scores& dp, const Consumer& c, uint32 tiles
 //
 // The tile before the first one is the last tile of the previous work tile.  Its dQ was stored at
 // the end of that work tile and is discarded here.
-FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, const Consumer& c,
+FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, Consumer c,
                                  uint32& tiles) {
   SharedStorage& shared = c.shared;
   const int steps = c.work.steps;
@@ -507,7 +504,7 @@ FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
 // All query tiles of a work tile with kDeferDk.  A step computes dV, dQ and dK of its tile, and P^T
 // and dS^T of the next tile while dK is in flight.  dK reads this warpgroup's own half of dS, which
 // only this warpgroup writes, so the stage may be released before dK has read it.
-FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, const Consumer& c,
+FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, Consumer c,
                                  uint32& tiles) {
   SharedStorage& shared = c.shared;
   const int steps = c.work.steps;
