@@ -140,16 +140,16 @@ BUGS = {
     ),
     "dS is overwritten while the other warpgroup reads it": (
         "bwd_sm90", 128, "",
-        ("wait(shared.ds_empty[own.index()], own.parity() ^ 1);", ""),
+        ("wait(c.shared.ds_empty[pipe.index()], pipe.parity() ^ 1);", ""),
     ),
     "dS is read before the other warpgroup has written it": (
         "bwd_sm90", 128, "wgmma reads .* holds nothing|",
-        ("wait(shared.ds_full[pipe.index()], pipe.parity());", ""),
+        ("wait(c.shared.ds_full[pipe.index()], pipe.parity());", ""),
     ),
     "dS is not fenced": (
         "bwd_sm90", 64, "wgmma without fence.proxy.async",
-        ("fence_proxy_async_shared(); release_per_lane(shared.ds_full[own.index()]);",
-         "release_per_lane(shared.ds_full[own.index()]);"),
+        ("fence_proxy_async_shared(); release_per_lane(c.shared.ds_full[pipe.index()]);",
+         "release_per_lane(c.shared.ds_full[pipe.index()]);"),
     ),
     "a piece is not fenced": (
         "bwd_sm90", 128, "a bulk copy without fence.proxy.async",
@@ -157,19 +157,23 @@ BUGS = {
     ),
     "Q is given back before dK has read it": (
         "bwd_sm90", 128, "wgmma reads .* not yet",
-        ("wgmma_wait_group<0>(); release_per_lane(shared.q_empty[q_stage]);",
-         "wgmma_wait_group<0>();"),
-        ("gemm_dk_deferred(q_tile);",
-         "gemm_dk_deferred(q_tile), release_per_lane(shared.q_empty[q_stage]);"),
+        ("visible_bits, needs_mask); wgmma_wait_group<0>(); // dK release_q(c, tile);",
+         "visible_bits, needs_mask); wgmma_wait_group<0>();"),
+        ("wgmma_commit_group(); publish_dq(c, tiles); "
+         "gemm_dk_from_shared(dk, c, tiles, tile.q);",
+         "wgmma_commit_group(); publish_dq(c, tiles); "
+         "gemm_dk_from_shared(dk, c, tiles, tile.q); release_q(c, tile);"),
     ),
     "dQ is read before it is done": (
         "bwd_sm90", 64, "a load from registers of a wgmma in flight",
-        ("wgmma_wait_group<kBeginTile>(); release(shared.ds_empty", "release(shared.ds_empty"),
+        ("wgmma_wait_group<1>(); // dQ release_ds(c, tiles); advance(",
+         "release_ds(c, tiles); advance("),
     ),
     "K is given back before the last dQ": (
         "bwd_sm90", 128, "wgmma reads .* not yet|",
         ("release(shared.k_empty);", ""),
-        ("bwd_step(kRun, kSkip);", "release(shared.k_empty); bwd_step(kRun, kSkip);"),
+        ("const QueryTile tile = query_tile_at(c, tiles); Rounded",
+         "release(shared.k_empty); const QueryTile tile = query_tile_at(c, tiles); Rounded"),
     ),
     "weights are read before they are written": (
         "bwd_dkdv_sm90", 256, "a load reads .* holds nothing|",

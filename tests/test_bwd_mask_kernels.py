@@ -212,15 +212,14 @@ BUGS = {
                               "visible_bits[h] = visible_bits[h] >> 0"),
     ),
     "words of the other warpgroup's keys": (
-        "bwd_sm90", 64, "", ("shared.tile_info[at].words_index, 64 * group, thread_in_group()",
-                             "shared.tile_info[at].words_index, 64 * (1 - group), "
-                             "thread_in_group()"),
+        "bwd_sm90", 64, "", ("shared.tile_info[q_stage].words_index, 64 * c.group,",
+                             "shared.tile_info[q_stage].words_index, 64 * (1 - c.group),"),
     ),
     "words of the tile before": (
-        "bwd_sm90", 128, "", ("load_mask_words(visible_bits, params.mask, "
-                              "shared.tile_info[at].words_index",
-                              "load_mask_words(visible_bits, params.mask, shared.tile_info[(at + "
-                              "2) % 3].words_index"),
+        "bwd_sm90", 128, "", ("load_mask_words(visible_bits, c.params.mask, "
+                              "c.shared.tile_info[q_stage].words_index",
+                              "load_mask_words(visible_bits, c.params.mask, "
+                              "c.shared.tile_info[(q_stage + 2) % 3].words_index"),
     ),
     "what a band hides of a listed block shows": (
         "bwd_sm90", 64, "", ("if (needs_mask) visible_bits[h] &=", "if (0) visible_bits[h] &="),

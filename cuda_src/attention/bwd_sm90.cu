@@ -4,12 +4,13 @@
 // for each query head that shares the keys.  Scores are transposed,
 //   S^T = K Q^T,   P^T = exp(S^T - LSE),   dP^T = V dO^T,   dS^T = P^T (dP^T - delta),
 // so that a warpgroup has P^T and dS^T of its 64 keys in registers, as operands of
-//   dV += P^T dO   and   dK += dS^T Q;
-// dS goes through shared memory for dQ^T = K^T dS^T, of which each warpgroup computes a tile.
+//   dV += P^T dO   and   dK += dS^T Q.
+// dS goes through shared memory for dQ^T = K^T dS^T, of which each warpgroup computes one part.
 //
-// Pieces of dQ are added up in global memory in the order of the blocks of keys: each waits for its
-// turn.  Blocks draw their work in that order too, so whom a block waits for is always at work.
-// bwd_preprocess.cu comes before this kernel, bwd_convert_dq.cu after it.
+// dQ is summed in global memory in the order of the blocks of keys: a semaphore for each query tile
+// says which block may add next.  Blocks of threads take their work in that order too, so a block
+// that another one waits for is always running.  bwd_preprocess.cu runs before this kernel,
+// bwd_convert_dq.cu after it.
 #include "cuda_src/attention/bwd_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
@@ -18,390 +19,596 @@
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 
-// -------------------------------------------------------------------------------------- computing
-FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int warp) {
-  const AttentionParams& p = params.common;
-  // The same in all lanes, as a vote's result is to the compiler: what follows from it is computed
-  // once for a warp.
-  const int group = __any_sync(kFullWarp, warp >= 8);
-  // Registers are short: what follows from the thread's number is computed where it is needed.
-  const uint32 thread = threadIdx.x;
-  auto thread_in_group = [&]() { return static_cast<int>(opaque(thread) % 128); };
-  auto lane = [&]() { return thread_in_group() % 32; };
-  auto release = [&](const uint64& barrier) {
-    if (lane() == 0) arrive(barrier);
-  };
-  // Where this lane's row of the four matrices of an stmatrix.x4 lies: rows 0-7, 8-15, then the
-  // same of the next 8 columns (PTX ISA 9.7.14.5.16).
-  auto matrix_row = [&](int first) { return first + thread_in_group() % 16; };
-  auto matrix_half = [&]() { return thread_in_group() / 16 % 2; };
-  auto warp_row = [&]() { return thread_in_group() / 32 * 16; };  // of the warpgroup's 64
+// --------------------------------------------------------------------------------------- consumers
+// Registers of a thread, as accumulators of m64nN hold them (ptx/wgmma.cuh).
+using Scores = float[kMmaM][4];    // S^T, P^T, dP^T or dS^T: 64 keys x kTileM queries
+using Rounded = uint32[kMmaM][2];  // P^T or dS^T in 16 bits, an A operand from registers
+using KvSums = float[kMmaD][4];    // dV or dK: 64 keys x kDim columns
 
-  uint32 work_count = 0, tiles = 0;  // done so far; pipeline states follow from them
-  auto result_index = [&](int more) { return tiles + 2 * work_count + more; };  // its number
-  auto staging_pipe = [&](int more) {
-    StagingPipeline staging;
-    staging.advance(result_index(more));
-    return staging;
-  };
-  auto publish_staging = [&](int more) {
-    release_per_lane(shared.staging_full[group][result_index(more) % kStagingBarriers]);
-  };
-  auto ds_pipe = [&](uint32 number) {
-    DsPipeline pipe;
-    pipe.advance(number);
-    return pipe;
-  };
-  auto ds_pipe_of_tile = [&]() { return ds_pipe(tiles + kDeferDq); };  // of the tile at hand
-  auto ds_pipe_of_dq = [&]() { return ds_pipe(tiles); };  // what dQ is computed from now
-  float s[kMmaM][4], dp[kMmaM][4], dk[kMmaD][4], dv[kMmaD][4];
+// What stays the same while a consumer warpgroup computes a work tile.  Register arrays are passed
+// as references next to it: ptxas serialised products whose accumulators were members of a struct.
+// It is passed by value, because references to it change the code of some variants.
+struct Consumer {
+  const BwdSm90Params& params;
+  SharedStorage& shared;
+  const WorkTile& work;
+  int group;          // of the block's two consumer warpgroups
+  uint32 work_count;  // work tiles before this one
+};
 
-  // D = A B^T of 64 keys and a tile's queries, over the columns of both, started.
-  auto gemm_scores = [&](float (&d)[kMmaM][4], const uint8* keys, const uint8* queries) {
-    const uint64 a = wgmma_descriptor(cvta_to_shared(keys) + group * 64 * 128, 0);
-    const uint64 b = wgmma_descriptor(cvta_to_shared(queries), 0);
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      // 16 columns are 32 bytes of a block's rows.
-      wgmma_m64k16_ss<kBf16, kTileM>(d, wgmma_at(a, step / 4 * kTileN * 128 + step % 4 * 32),
-                                     wgmma_at(b, step / 4 * kTileM * 128 + step % 4 * 32),
-                                     step > 0);
-    }
-  };
-  // D += A B of 64 keys and all columns, over a tile's queries, started; A is in registers.
-  auto gemm_dkdv = [&](float (&d)[kMmaD][4], const uint32(&pairs)[kMmaM][2], const uint8* queries) {
-    const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-      const uint32 a[4] = {pairs[2 * step][0], pairs[2 * step][1], pairs[2 * step + 1][0],
-                           pairs[2 * step + 1][1]};
-      wgmma_m64k16_rs<kBf16, kDim>(d, a, wgmma_at(b, step * 16 * 128), 1);
-    }
-  };
-  // dK += dS^T Q with dS from shared memory, where it stays when its registers are used again.
-  auto gemm_dk_deferred = [&](const uint8* queries) {
-    const uint64 a = wgmma_descriptor(
-        cvta_to_shared(shared.ds[ds_pipe_of_tile().index()]) + group * DsTile::kBlockBytes, 0);
-    const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
-#pragma unroll
-    for (int step = 0; step < kTileM / 16; ++step) {
-      wgmma_m64k16_ss<kBf16, kDim, kMnMajor, kMnMajor>(dk, wgmma_at(a, step * 16 * 128),
-                                                       wgmma_at(b, step * 16 * 128), 1);
-    }
-    wgmma_commit_group();
-  };
-  // A tile of dQ^T = K^T dS^T, started.
-  auto gemm_dq = [&](float (*d)[4]) {
-    const DsPipeline pipe = ds_pipe_of_dq();
-    wait(shared.ds_full[pipe.index()], pipe.parity());
-    wgmma_fence();
-    const int dq_tile = group, part = kBlocks > 1 ? 0 : dq_tile, block = kBlocks > 1 ? dq_tile : 0;
-    const uint64 a = wgmma_descriptor(cvta_to_shared(shared.k) + block * kTileN * 128, 0);
-    const uint64 b =
-        wgmma_descriptor(cvta_to_shared(shared.ds[pipe.index()]) + part * kDqTileM * 128, 0);
-#pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-      wgmma_m64k16_ss<kBf16, kDqTileM, kMnMajor>(
-          d, wgmma_at(a, step * 16 * 128),
-          wgmma_at(b, step / 4 * DsTile::kBlockBytes + step % 4 * 32), step > 0);
-    }
-    wgmma_commit_group();
-  };
-  // Writes a tile of dQ to the next staging buffer.
-  auto write_dq_tile = [&](const float (*d)[4]) {
-    const StagingPipeline staging = staging_pipe(-kDeferDq);
-    wait(shared.staging_empty[group][staging.index()], staging.parity() ^ 1);
-    const uint32 to = cvta_to_shared(shared.staging[group][staging.index()]) +
-                      4 * dq_tile_offset(0, thread_in_group());
-#pragma unroll
-    for (int j = 0; j < kDqTileM / 8; ++j) {
-      const uint32 four[4] = {__float_as_uint(d[j][0]), __float_as_uint(d[j][1]),
-                              __float_as_uint(d[j][2]), __float_as_uint(d[j][3])};
-      st_shared_v4_b32(to + 4 * dq_tile_offset(j, 0), four);
-    }
-  };
-  auto publish_dq_tile = [&]() { publish_staging(-kDeferDq); };
-  // Writes 16-bit rows of 64 keys to the staging buffer after so many.
-  auto write_dkdv = [&](const float (&d)[kMmaD][4], int more, float scale, bool zero,
-                        NonfiniteProbe& nonfinite_probe) {
-    const StagingPipeline staging = staging_pipe(more);
-    wait(shared.staging_empty[group][staging.index()], staging.parity() ^ 1);
-    const uint32 to = cvta_to_shared(shared.staging[group][staging.index()]) +
-                      KeyTile::lane_offset(matrix_row(warp_row()), matrix_half());
-#pragma unroll
-    for (int j = 0; j < kMmaD; j += 2) {
-      uint32 pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* two = &d[j + i / 2][i % 2 * 2];
-        nonfinite_probe.add(two[0]);
-        nonfinite_probe.add(two[1]);
-        pairs[i] = zero ? 0 : pack2<kBf16>(two[0] * scale, two[1] * scale);
-      }
-      stmatrix_x4(KeyTile::at(to, 0, j / 2), pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-    publish_staging(more);
-  };
+// The thread's number in its warpgroup.  opaque() hides threadIdx.x from the compiler, so that
+// lanes, rows and addresses are computed again at each use: kept in between, they would take
+// registers from the accumulators.
+FA_DEVICE int thread_in_group() { return static_cast<int>(opaque(threadIdx.x) % 128); }
+FA_DEVICE int lane_in_warp() { return thread_in_group() % 32; }
+FA_DEVICE int warp_row() { return thread_in_group() / 32 * 16; }  // of the warpgroup's 64 keys
 
-  if constexpr (kDeferDq) {  // what dQ is computed from at the first tile
-    const uint32 zeros[4] = {0, 0, 0, 0};
-#pragma unroll 1
-    for (int i = thread_in_group(); i < DsTile::kBlockBytes / 16; i += 128) {
-      st_shared_v4_b32(cvta_to_shared(shared.ds[0]) + group * DsTile::kBlockBytes + 16 * i, zeros);
-    }
-    fence_proxy_async_shared();
-    release_per_lane(shared.ds_full[0]);
+FA_DEVICE void release(const uint64& barrier) {
+  if (lane_in_warp() == 0) arrive(barrier);
+}
+
+// The stage into which a step writes dS, and the stage from which it computes dQ.  The number of
+// tiles is passed by reference, so that stages and addresses are computed again at each use, as
+// with thread_in_group().
+FA_DEVICE DsPipeline ds_pipe_of_tile(const uint32& tiles) { return {tiles + kDeferDq}; }
+FA_DEVICE DsPipeline ds_pipe_of_dq(const uint32& tiles) { return {tiles}; }
+
+// ---------------------------------------------------------------------------------------- products
+// Each function starts a product.  The caller commits it and waits for it.
+
+// D = A B^T with A of this warpgroup's 64 keys and B of a query tile, both kDim columns wide.
+FA_DEVICE void gemm_scores(Scores& d, const uint8* keys, const uint8* queries, int group) {
+  wgmma_fence();
+  const uint64 a = wgmma_descriptor(cvta_to_shared(keys) + group * 64 * 128, 0);
+  const uint64 b = wgmma_descriptor(cvta_to_shared(queries), 0);
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    // 16 columns are 32 bytes of a block's rows.
+    wgmma_m64k16_ss<kBf16, kTileM>(d, wgmma_at(a, step / 4 * kTileN * 128 + step % 4 * 32),
+                                   wgmma_at(b, step / 4 * kTileM * 128 + step % 4 * 32), step > 0);
   }
+}
+
+// D += A B with A in registers, of 64 keys and a tile's queries, and B with a row for each query.
+FA_DEVICE void gemm_sums(KvSums& d, const Rounded& pairs, const uint8* queries) {
+  wgmma_fence();
+  const uint64 b = wgmma_descriptor(cvta_to_shared(queries), kTileM * 128);
+#pragma unroll
+  for (int step = 0; step < kTileM / 16; ++step) {
+    const uint32 a[4] = {pairs[2 * step][0], pairs[2 * step][1], pairs[2 * step + 1][0],
+                         pairs[2 * step + 1][1]};
+    wgmma_m64k16_rs<kBf16, kDim>(d, a, wgmma_at(b, step * 16 * 128), 1);
+  }
+}
+
+// S^T = K Q^T
+FA_DEVICE void gemm_s(Scores& s, Consumer c, const uint8* q_tile) {
+  gemm_scores(s, c.shared.k, q_tile, c.group);
+}
+
+// dP^T = V dO^T
+FA_DEVICE void gemm_dp(Scores& dp, Consumer c, const uint8* dout_tile) {
+  gemm_scores(dp, c.shared.v, dout_tile, c.group);
+}
+
+// dV += P^T dO
+FA_DEVICE void gemm_dv(KvSums& dv, const Rounded& p, const uint8* dout_tile) {
+  gemm_sums(dv, p, dout_tile);
+}
+
+// dK += dS^T Q
+FA_DEVICE void gemm_dk(KvSums& dk, const Rounded& ds, const uint8* q_tile) {
+  gemm_sums(dk, ds, q_tile);
+}
+
+// dK += dS^T Q with this warpgroup's dS from shared memory, whose registers may be used again.
+FA_DEVICE void gemm_dk_from_shared(KvSums& dk, Consumer c, const uint32& tiles,
+                                   const uint8* q_tile) {
+  wgmma_fence();
+  const uint64 a = wgmma_descriptor(
+      cvta_to_shared(c.shared.ds[ds_pipe_of_tile(tiles).index()]) + c.group * DsTile::kBlockBytes,
+      0);
+  const uint64 b = wgmma_descriptor(cvta_to_shared(q_tile), kTileM * 128);
+#pragma unroll
+  for (int step = 0; step < kTileM / 16; ++step) {
+    wgmma_m64k16_ss<kBf16, kDim, kMnMajor, kMnMajor>(dk, wgmma_at(a, step * 16 * 128),
+                                                     wgmma_at(b, step * 16 * 128), 1);
+  }
+}
+
+// dQ^T = K^T dS^T, this warpgroup's part of it, once both warpgroups have published their dS.
+FA_DEVICE void gemm_dq(Scores& dq, Consumer c, const uint32& tiles) {
+  const DsPipeline pipe = ds_pipe_of_dq(tiles);
+  wait(c.shared.ds_full[pipe.index()], pipe.parity());
+  wgmma_fence();
+  // A warpgroup has 64 of the columns, or half of the queries.
+  const int part = kBlocks > 1 ? 0 : c.group, block = kBlocks > 1 ? c.group : 0;
+  const uint64 a = wgmma_descriptor(cvta_to_shared(c.shared.k) + block * kTileN * 128, 0);
+  const uint64 b =
+      wgmma_descriptor(cvta_to_shared(c.shared.ds[pipe.index()]) + part * kDqTileM * 128, 0);
+#pragma unroll
+  for (int step = 0; step < kTileN / 16; ++step) {
+    wgmma_m64k16_ss<kBf16, kDqTileM, kMnMajor>(
+        dq, wgmma_at(a, step * 16 * 128),
+        wgmma_at(b, step / 4 * DsTile::kBlockBytes + step % 4 * 32), step > 0);
+  }
+}
+
+// ------------------------------------------------------------------------------------- query tiles
+// A query tile in shared memory.
+struct QueryTile {
+  QPipeline q_pipe;
+  DoutPipeline dout_pipe;
+  int q_stage, dout_stage;
+  const uint8 *q, *dout;
+};
+
+FA_DEVICE QueryTile query_tile_at(Consumer c, uint32 number) {
+  const QPipeline q_pipe{number};
+  const DoutPipeline dout_pipe{number};
+  const int q_stage = q_pipe.index(), dout_stage = dout_pipe.index();
+  return {q_pipe, dout_pipe, q_stage, dout_stage, c.shared.q[q_stage], c.shared.dout[dout_stage]};
+}
+
+FA_DEVICE void wait_for_q(Consumer c, const QueryTile& tile) {
+  wait(c.shared.q_full[tile.q_pipe.index()], tile.q_pipe.parity());
+}
+FA_DEVICE void wait_for_dout(Consumer c, const QueryTile& tile) {
+  wait(c.shared.dout_full[tile.dout_pipe.index()], tile.dout_pipe.parity());
+}
+FA_DEVICE void release_q(Consumer c, const QueryTile& tile) {
+  release_per_lane(c.shared.q_empty[tile.q_stage]);  // each lane has read LSE and delta itself
+}
+FA_DEVICE void release_dout(Consumer c, const QueryTile& tile) {
+  release(c.shared.dout_empty[tile.dout_stage]);
+}
+
+// LSE and delta of this lane's queries: in each float4 two of LSE, then two of delta.
+FA_DEVICE const float4* lane_rows(Consumer c, const QueryTile& tile) {
+  return c.shared.lse_delta[tile.q_pipe.index()] + lane_in_warp() % 4;
+}
+
+// ------------------------------------------------------------------------------------------- masks
+// The query tile of a step where only the band hides pairs.  The counter always goes down, also if
+// tiles go up (kReverseKvOrder), because that takes fewer registers.
+FA_DEVICE int band_tile(Consumer c, int countdown) {
+  return kReverseKvOrder ? c.work.begin + c.work.end - 1 - countdown : countdown;
+}
+FA_DEVICE void advance(int& countdown, Consumer c) {
+  countdown = countdown == c.work.begin ? c.work.end - 1 : countdown - 1;
+}
+
+// Whether the band hides some of the warpgroup's keys from queries of a tile.
+FA_DEVICE bool crosses_band(Consumer c, int tile) {
+  return tile < c.work.group[c.group].full_begin || tile >= c.work.group[c.group].full_end;
+}
+
+// The first of the two keys whose scores this thread holds; the other one is 8 keys after it.
+FA_DEVICE int own_key(Consumer c) {
+  return c.work.tile * kTileN + 64 * c.group + warp_row() + lane_in_warp() / 4;
+}
+
+// Starts to load the mask's words of the tile in a stage of Q.
+FA_DEVICE void prefetch_mask_words(uint32 (&visible_bits)[2], Consumer c, int q_stage) {
+  if constexpr (kSparse) {
+    load_mask_words(visible_bits, c.params.mask, c.shared.tile_info[q_stage].words_index,
+                    64 * c.group, thread_in_group());
+  }
+}
+
+// Clears the bits of queries that the band hides.
+FA_DEVICE void apply_band(uint32 (&visible_bits)[2], Consumer c, int q_stage) {
+  const int tile = c.shared.tile_info[q_stage].tile, query = tile * kTileM + lane_in_warp() % 4 * 2;
+  // A lambda: most tiles lie inside the band and need no bits of it.
+  restrict_words<kTileM>(visible_bits, tile, crosses_band(c, tile), [&](int h) {
+    return visible_queries(c.params.common, own_key(c) + 8 * h, query, kTileM / 4);
+  });
+}
+
+// Replaces the scores of hidden pairs, or their gradients.
+FA_DEVICE void mask_scores(Scores& x, Consumer c, int countdown, const uint32 (&visible_bits)[2],
+                           float masked_value) {
+  const int query = band_tile(c, countdown) * kTileM + lane_in_warp() % 4 * 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    mask_scores_of_row(x, h,
+                       kSparse
+                           ? visible_bits[h]
+                           : visible_queries(c.params.common, own_key(c) + 8 * h, query, 2 * kMmaM),
+                       masked_value);
+  }
+}
+
+// ----------------------------------------------------------------------------------------- softmax
+// LSE or delta of this lane's queries, a pair for each j; `from` points to the first pair.  The
+// first kPrefetchedLse pairs are loaded before the scores have been computed.
+using Prefetched = float2[kPrefetchedLse + 1];
+
+FA_DEVICE float2 row_pair(const float* from, int j) {
+  return *reinterpret_cast<const float2*>(from + 16 * j);
+}
+FA_DEVICE void prefetch_rows(Prefetched& prefetched, const float* from) {
+#pragma unroll
+  for (int j = 0; j < kPrefetchedLse; ++j) prefetched[j] = row_pair(from, j);
+}
+FA_DEVICE float2 row_pair(const Prefetched& prefetched, const float* from, int j) {
+  return j < kPrefetchedLse ? prefetched[j] : row_pair(from, j);
+}
+
+// P^T = exp(S^T - LSE)
+FA_DEVICE void compute_p(Scores& s, Consumer c, const Prefetched& prefetched, const float* lse,
+                         int countdown, const uint32 (&visible_bits)[2], bool needs_mask) {
+  if (needs_mask) mask_scores(s, c, countdown, visible_bits, -FA_INFINITY);
+#pragma unroll
+  for (int j = 0; j < kMmaM; ++j) {
+    const float2 row = row_pair(prefetched, lse, j);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s[j][e] = ex2_approx_ftz(fmaf(s[j][e], c.params.common.exp2_scale, e % 2 ? -row.y : -row.x));
+    }
+  }
+}
+
+// dS^T = P^T o (dP^T - delta)
+FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetched& prefetched,
+                          const float* delta, int countdown, const uint32 (&visible_bits)[2],
+                          bool needs_mask) {
+  if (needs_mask) mask_scores(dp, c, countdown, visible_bits, 0.0f);
+#pragma unroll
+  for (int j = 0; j < kMmaM; ++j) {
+    const float2 row = row_pair(prefetched, delta, j);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      dp[j][e] = p[j][e] * (dp[j][e] - (e % 2 ? row.y : row.x));
+    }
+  }
+}
+
+// P^T and dS^T of a tile, in the registers of S^T and dP^T.  When it is called, the products S^T
+// and dP^T are in flight, and kLater groups after them, which it leaves in flight.
+template <int kLater>
+FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Consumer c, const QueryTile& tile,
+                                const float4* rows, int countdown, uint32 (&visible_bits)[2],
+                                bool& needs_mask) {
+  Prefetched prefetched;
+  prefetch_rows(prefetched, &rows->x);
+  wgmma_wait_group<1 + kLater>();  // S^T
+  if constexpr (kSparse) {
+    apply_band(visible_bits, c, tile.q_pipe.index());
+    needs_mask = (visible_bits[0] & visible_bits[1]) != ~0u;
+  }
+  compute_p(s, c, prefetched, &rows->x, countdown, visible_bits, needs_mask);
+  prefetch_rows(prefetched, &rows->z);
+  wgmma_wait_group<kLater>();  // dP^T
+  compute_ds(dp, s, c, prefetched, &rows->z, countdown, visible_bits, needs_mask);
+}
+
+FA_DEVICE void round_scores(Rounded& pairs, const Scores& x) {
+#pragma unroll
+  for (int j = 0; j < kMmaM; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) pairs[j][h] = pack2<kBf16>(x[j][2 * h], x[j][2 * h + 1]);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- dS
+// Waits until both warpgroups have computed dQ from what a stage holds.
+FA_DEVICE void acquire_ds(Consumer c, const DsPipeline& pipe) {
+  wait(c.shared.ds_empty[pipe.index()], pipe.parity() ^ 1);
+}
+
+// Writes this warpgroup's dS^T to shared memory.  Matrices of 8 keys become rows of queries.
+FA_DEVICE void write_ds(const Rounded& ds, Consumer c, const uint32& tiles) {
+  const DsPipeline pipe = ds_pipe_of_tile(tiles);
+  const int row = lane_in_warp() / 16 * 8 + lane_in_warp() % 8,
+            chunk = warp_row() / 8 + lane_in_warp() / 8 % 2;
+  const uint32 to = cvta_to_shared(c.shared.ds[pipe.index()]) + c.group * DsTile::kBlockBytes +
+                    DsTile::lane_offset(row, chunk);
+#pragma unroll
+  for (int j = 0; j < kMmaM; j += 2) {
+    stmatrix_x4_trans(to + j * 8 * 128, ds[j][0], ds[j][1], ds[j + 1][0], ds[j + 1][1]);
+  }
+}
+
+FA_DEVICE void publish_ds(Consumer c, const DsPipeline& pipe) {
+  fence_proxy_async_shared();
+  release_per_lane(c.shared.ds_full[pipe.index()]);
+}
+FA_DEVICE void release_ds(Consumer c, const uint32& tiles) {
+  release(c.shared.ds_empty[ds_pipe_of_dq(tiles).index()]);
+}
+
+// With kDeferDq: zeros from which the block's first step computes a dQ that is discarded.
+FA_DEVICE void publish_zero_ds(SharedStorage& shared, int group) {
+  const uint32 zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int i = thread_in_group(); i < DsTile::kBlockBytes / 16; i += 128) {
+    st_shared_v4_b32(cvta_to_shared(shared.ds[0]) + group * DsTile::kBlockBytes + 16 * i, zeros);
+  }
+  fence_proxy_async_shared();
+  release_per_lane(shared.ds_full[0]);
+}
+
+// ----------------------------------------------------------------------------------------- results
+// Results go to global memory through staging buffers, in the order of their numbers: dQ of each
+// tile, then dV and dK of the work tile.  store_gradients takes them from there.
+
+// The number of this tile's dQ plus `more`, computed again at each use as ds_pipe_of_tile() is.
+FA_DEVICE uint32 result_number(Consumer c, const uint32& tiles, int more) {
+  return tiles + 2 * c.work_count + more;
+}
+FA_DEVICE uint32 acquire_staging(Consumer c, const uint32& tiles, int more) {
+  const StagingPipeline pipe{result_number(c, tiles, more)};
+  wait(c.shared.staging_empty[c.group][pipe.index()], pipe.parity() ^ 1);
+  return cvta_to_shared(c.shared.staging[c.group][pipe.index()]);
+}
+FA_DEVICE void publish_staging(Consumer c, const uint32& tiles, int more) {
+  release_per_lane(
+      c.shared.staging_full[c.group][result_number(c, tiles, more) % kStagingBarriers]);
+}
+
+// Writes this warpgroup's part of dQ^T: of this tile, or with kDeferDq of the tile before.
+FA_DEVICE void write_dq(const Scores& dq, Consumer c, const uint32& tiles) {
+  const uint32 to = acquire_staging(c, tiles, -kDeferDq) + 4 * dq_tile_offset(0, thread_in_group());
+#pragma unroll
+  for (int j = 0; j < kDqTileM / 8; ++j) {
+    const uint32 four[4] = {__float_as_uint(dq[j][0]), __float_as_uint(dq[j][1]),
+                            __float_as_uint(dq[j][2]), __float_as_uint(dq[j][3])};
+    st_shared_v4_b32(to + 4 * dq_tile_offset(j, 0), four);
+  }
+}
+FA_DEVICE void publish_dq(Consumer c, const uint32& tiles) { publish_staging(c, tiles, -kDeferDq); }
+
+// Rounds 64 rows of dV or dK, or zeros if no query sees the keys, and publishes them.
+FA_DEVICE void write_dkdv(const KvSums& sums, Consumer c, const uint32& tiles, int more,
+                          float scale, bool zero, NonfiniteProbe& nonfinite_probe) {
+  // The lane's row of the four matrices of an stmatrix.x4: rows 0-7, 8-15, then the same of the
+  // next 8 columns (PTX ISA 9.7.14.5.16).
+  const uint32 to =
+      acquire_staging(c, tiles, more) +
+      KeyTile::lane_offset(warp_row() + thread_in_group() % 16, thread_in_group() / 16 % 2);
+#pragma unroll
+  for (int j = 0; j < kMmaD; j += 2) {
+    uint32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* two = &sums[j + i / 2][i % 2 * 2];
+      nonfinite_probe.add(two[0]);
+      nonfinite_probe.add(two[1]);
+      pairs[i] = zero ? 0 : pack2<kBf16>(two[0] * scale, two[1] * scale);
+    }
+    stmatrix_x4(KeyTile::at(to, 0, j / 2), pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  publish_staging(c, tiles, more);
+}
+
+// Stores dV and dK of a work tile.
+FA_DEVICE void epilogue(const KvSums& dv, const KvSums& dk, Consumer c, const uint32& tiles) {
+  NonfiniteProbe nonfinite_probe;
+  write_dkdv(dv, c, tiles, 0, 1.0f, c.work.has_no_query, nonfinite_probe);
+  write_dkdv(dk, c, tiles, 1, c.params.common.scale, c.work.has_no_query, nonfinite_probe);
+  if (nonfinite_probe.found())
+    flag_nonfinite_keys_64(c.params, c.work, c.work.tile * kTileN + 64 * c.group);
+}
+
+// -------------------------------------------------------------------------------------- main loops
+// P^T and dS^T of a work tile's first query tile, in `s` and `dp`.
+FA_DEVICE void first_tile(Scores& s, Scores& dp, Consumer c, uint32 tiles, int countdown,
+                          uint32 (&visible_bits)[2], bool& needs_mask) {
+  const QueryTile tile = query_tile_at(c, tiles);
+  const float4* rows = lane_rows(c, tile);
+  wait_for_q(c, tile);
+  gemm_s(s, c, tile.q);
+  wgmma_commit_group();
+  prefetch_mask_words(visible_bits, c, tile.q_pipe.index());
+  if constexpr (!kSparse) needs_mask = crosses_band(c, band_tile(c, countdown));
+  wait_for_dout(c, tile);
+  gemm_dp(dp, c, tile.dout);
+  wgmma_commit_group();
+  softmax_backward<0>(s, dp, c, tile, rows, countdown, visible_bits, needs_mask);
+  wgmma_wait_group<0>();
+}
+
+// All query tiles of a work tile with kDeferDq.  A step begins with P^T and dS^T of its tile in `s`
+// and `dp`.  It computes dV and dK of this tile, dQ of the tile before, and P^T and dS^T of the
+// next tile.  No product is in flight from one step to the next, else ptxas would serialise all
+// products.
+//
+// The tile before the first one is the last tile of the previous work tile.  Its dQ was stored at
+// the end of that work tile and is discarded here.
+FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, Consumer c,
+                                 uint32& tiles) {
+  SharedStorage& shared = c.shared;
+  const int steps = c.work.steps;
+  int countdown = c.work.end - 1;
+  uint32 visible_bits[2] = {~0u, ~0u};  // with a mask: a bit for each query, of two keys
+  bool needs_mask = false;
+  wait(shared.k_full, c.work_count & 1);
+  wait(shared.v_full, c.work_count & 1);
+  first_tile(s, dp, c, tiles, countdown, visible_bits, needs_mask);
+  int step = 0;
+#pragma unroll 1
+  while (step < steps - 1) {
+    const QueryTile tile = query_tile_at(c, tiles), next = query_tile_at(c, tiles + 1);
+    const float4* next_rows = lane_rows(c, next);
+    const bool discard_dq = step == 0;
+    Rounded p, ds;
+    round_scores(p, s);
+    round_scores(ds, dp);
+    const DsPipeline ds_pipe = ds_pipe_of_tile(tiles);
+    acquire_ds(c, ds_pipe);
+    write_ds(ds, c, tiles);
+    gemm_dv(dv, p, tile.dout);  // dV += P^T dO
+    gemm_dk(dk, ds, tile.q);    // dK += dS^T Q
+    wgmma_commit_group();
+    publish_ds(c, ds_pipe);
+    gemm_dq(dp, c, tiles);  // dQ^T = K^T dS^T of the tile before
+    wgmma_commit_group();
+    wgmma_wait_group<1>();  // dV, dK
+    release_dout(c, tile);
+    release_q(c, tile);
+    wait_for_q(c, next);
+    gemm_s(s, c, next.q);  // S^T = K Q^T of the next tile
+    wgmma_commit_group();
+    prefetch_mask_words(visible_bits, c, next.q_pipe.index());
+    wgmma_wait_group<1>();  // dQ
+    release_ds(c, tiles);
+    advance(countdown, c);
+    ++step;
+    needs_mask = !kSparse && crosses_band(c, band_tile(c, countdown));
+    if (!discard_dq) write_dq(dp, c, tiles);
+    wait_for_dout(c, next);
+    gemm_dp(dp, c, next.dout);  // dP^T = V dO^T of the next tile
+    wgmma_commit_group();
+    if (!discard_dq) publish_dq(c, tiles);
+    softmax_backward<0>(s, dp, c, next, next_rows, countdown, visible_bits, needs_mask);
+    ++tiles;
+    wgmma_wait_group<0>();
+  }
+  release(shared.v_empty);
+  const QueryTile tile = query_tile_at(c, tiles);
+  // Not used, but without this read ptxas of CUDA 13.0 orders index arithmetic in another way, runs
+  // out of registers and serialises all products (its remark C7511).
+  lane_rows(c, tile);
+  const bool discard_dq = step == 0;
+  Rounded p, ds;
+  round_scores(p, s);
+  round_scores(ds, dp);
+  const DsPipeline ds_pipe = ds_pipe_of_tile(tiles);
+  acquire_ds(c, ds_pipe);
+  write_ds(ds, c, tiles);
+  gemm_dv(dv, p, tile.dout);
+  gemm_dk(dk, ds, tile.q);
+  wgmma_commit_group();
+  publish_ds(c, ds_pipe);
+  gemm_dq(dp, c, tiles);
+  wgmma_commit_group();
+  wgmma_wait_group<1>();  // dV, dK
+  release_dout(c, tile);
+  release_q(c, tile);
+  wgmma_wait_group<0>();  // dQ
+  release_ds(c, tiles);
+  if (!discard_dq) {
+    write_dq(dp, c, tiles);
+    publish_dq(c, tiles);
+  }
+  ++tiles;
+  wgmma_wait_group<0>();
+  gemm_dq(s, c, tiles);  // of the last tile
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  write_dq(s, c, tiles);
+  publish_dq(c, tiles);
+}
+
+// All query tiles of a work tile with kDeferDk.  A step computes dV, dQ and dK of its tile, and P^T
+// and dS^T of the next tile while dK is in flight.  dK reads this warpgroup's own half of dS, which
+// only this warpgroup writes, so the stage may be released before dK has read it.
+FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, Consumer c,
+                                 uint32& tiles) {
+  SharedStorage& shared = c.shared;
+  const int steps = c.work.steps;
+  int countdown = c.work.end - 1;
+  uint32 visible_bits[2] = {~0u, ~0u};
+  bool needs_mask = false;
+  wait(shared.k_full, c.work_count & 1);
+  wait(shared.v_full, c.work_count & 1);
+  first_tile(s, dp, c, tiles, countdown, visible_bits, needs_mask);
+  int step = 0;
+#pragma unroll 1
+  while (step < steps - 1) {
+    const QueryTile tile = query_tile_at(c, tiles), next = query_tile_at(c, tiles + 1);
+    const float4* next_rows = lane_rows(c, next);
+    Rounded p, ds;
+    round_scores(p, s);
+    round_scores(ds, dp);
+    const DsPipeline ds_pipe = ds_pipe_of_tile(tiles);
+    acquire_ds(c, ds_pipe);
+    write_ds(ds, c, tiles);
+    gemm_dv(dv, p, tile.dout);  // dV += P^T dO
+    wgmma_commit_group();
+    publish_ds(c, ds_pipe);
+    gemm_dq(dp, c, tiles);  // dQ^T = K^T dS^T
+    wgmma_commit_group();
+    advance(countdown, c);
+    ++step;
+    needs_mask = !kSparse && crosses_band(c, band_tile(c, countdown));
+    wait_for_q(c, next);
+    gemm_s(s, c, next.q);  // S^T = K Q^T of the next tile
+    wgmma_commit_group();
+    prefetch_mask_words(visible_bits, c, next.q_pipe.index());
+    wgmma_wait_group<2>();  // dV
+    release_dout(c, tile);
+    wgmma_wait_group<1>();  // dQ
+    release_ds(c, tiles);
+    write_dq(dp, c, tiles);
+    wait_for_dout(c, next);
+    gemm_dp(dp, c, next.dout);  // dP^T = V dO^T of the next tile
+    wgmma_commit_group();
+    publish_dq(c, tiles);
+    gemm_dk_from_shared(dk, c, tiles, tile.q);  // dK += dS^T Q
+    wgmma_commit_group();
+    softmax_backward<1>(s, dp, c, next, next_rows, countdown, visible_bits, needs_mask);
+    wgmma_wait_group<0>();  // dK
+    release_q(c, tile);
+    ++tiles;
+    wgmma_wait_group<0>();
+  }
+  release(shared.v_empty);
+  const QueryTile tile = query_tile_at(c, tiles);
+  Rounded p, ds;
+  round_scores(p, s);
+  round_scores(ds, dp);
+  const DsPipeline ds_pipe = ds_pipe_of_tile(tiles);
+  acquire_ds(c, ds_pipe);
+  write_ds(ds, c, tiles);
+  gemm_dv(dv, p, tile.dout);
+  wgmma_commit_group();
+  publish_ds(c, ds_pipe);
+  gemm_dq(dp, c, tiles);
+  wgmma_commit_group();
+  wgmma_wait_group<1>();  // dV
+  release_dout(c, tile);
+  wgmma_wait_group<0>();  // dQ
+  release_ds(c, tiles);
+  write_dq(dp, c, tiles);
+  publish_dq(c, tiles);
+  gemm_dk_from_shared(dk, c, tiles, tile.q);
+  wgmma_commit_group();
+  wgmma_wait_group<0>();  // dK
+  release_q(c, tile);
+  ++tiles;
+  wgmma_wait_group<0>();
+}
+
+FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int warp) {
+  // A vote has the same result in all lanes, and the compiler knows it: what follows from `group`
+  // is computed once for a warp, in uniform registers.
+  const int group = __any_sync(kFullWarp, warp >= 8);
+  uint32 work_count = 0, tiles = 0;  // done so far; pipeline states follow from them
+  Scores s, dp;
+  KvSums dk, dv;
+  if constexpr (kDeferDq) publish_zero_ds(shared, group);
 #pragma unroll 1
   while (true) {
-    WorkPipeline pipe;
-    pipe.advance(work_count);
-    wait(shared.work_full[pipe.index()], pipe.parity());
-    const WorkTile& work = shared.work[pipe.index()];
+    const WorkPipeline work_pipe{work_count};
+    wait(shared.work_full[work_pipe.index()], work_pipe.parity());
+    const WorkTile& work = shared.work[work_pipe.index()];
     if (work.tile < 0) break;
-    const int steps = work.steps;
-    // Without a mask: the tile at hand, counted from the other end if kReverseKvOrder, which takes
-    // fewer registers.
-    int remaining = work.end - 1;
-    auto tile = [&]() {
-      return kReverseKvOrder ? work.begin + work.end - 1 - remaining : remaining;
-    };
-    int step = 0;
-    uint32 visible_bits[2] = {
-        ~0u, ~0u};  // under a mask: by which queries of the tile, of a thread's keys
+    const Consumer c = {params, shared, work, group, work_count};
 #pragma unroll
     for (int j = 0; j < kMmaD; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk[j][e] = dv[j][e] = 0.0f;
     }
-
-    auto advance_tile = [&]() {
-      if constexpr (kSparse) {
-        ++step;
-        return;
-      }
-      remaining = remaining == work.begin ? work.end - 1 : remaining - 1;
-      ++step;
-    };
-    auto crosses_band = [&](int tile) {
-      return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
-    };
-    // Whether some of a warpgroup's keys, under a mask of a thread's, are hidden from queries of
-    // the tile.
-    auto tile_needs_mask = [&]() {
-      return kSparse ? (visible_bits[0] & visible_bits[1]) != ~0u : crosses_band(tile());
-    };
-    auto own_key = [&]() { return work.tile * kTileN + 64 * group + warp_row() + lane() / 4; };
-    // Under a mask, asks for what it says of the tile in a stage of Q; then takes away what is
-    // outside of the band.
-    auto prefetch_mask_words = [&](int at) {
-      if constexpr (kSparse) {
-        load_mask_words(visible_bits, params.mask, shared.tile_info[at].words_index, 64 * group,
-                        thread_in_group());
-      }
-    };
-    auto apply_band = [&](int at) {
-      if constexpr (kSparse) {
-        const int tile_number = shared.tile_info[at].tile,
-                  query = tile_number * kTileM + lane() % 4 * 2;
-        restrict_words<kTileM>(visible_bits, tile_number, crosses_band(tile_number), [&](int h) {
-          return visible_queries(p, own_key() + 8 * h, query, kTileM / 4);
-        });
-      }
-    };
-    // Puts a number where a key is hidden.
-    auto mask_values = [&](float (&x)[kMmaM][4], float masked_value) {
-      const int query = tile() * kTileM + lane() % 4 * 2;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        mask_scores_of_row(
-            x, h,
-            kSparse ? visible_bits[h] : visible_queries(p, own_key() + 8 * h, query, 2 * kMmaM),
-            masked_value);
-      }
-    };
-    // Numbers of two queries for each j, of a thread's rows of LSE and delta: the first of them
-    // asked for ahead.
-    float2 prefetched[kPrefetchedLse + 1];
-    auto prefetch_lse_delta = [&](const float* rows) {
-#pragma unroll
-      for (int j = 0; j < kPrefetchedLse; ++j)
-        prefetched[j] = *reinterpret_cast<const float2*>(rows + 16 * j);
-    };
-    auto lse_delta_of = [&](const float* rows, int j) {
-      return j < kPrefetchedLse ? prefetched[j] : *reinterpret_cast<const float2*>(rows + 16 * j);
-    };
-    // S^T becomes P^T.
-    auto compute_p = [&](const float* rows, bool needs_mask) {
-      if (needs_mask) mask_values(s, -FA_INFINITY);
-#pragma unroll
-      for (int j = 0; j < kMmaM; ++j) {
-        const float2 lse = lse_delta_of(rows, j);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[j][e] = ex2_approx_ftz(fmaf(s[j][e], p.exp2_scale, e % 2 ? -lse.y : -lse.x));
-        }
-      }
-    };
-    // dP^T becomes dS^T.
-    auto compute_ds = [&](const float* rows, bool needs_mask) {
-      if (needs_mask) mask_values(dp, 0.0f);
-#pragma unroll
-      for (int j = 0; j < kMmaM; ++j) {
-        const float2 delta = lse_delta_of(rows, j);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          dp[j][e] = s[j][e] * (dp[j][e] - (e % 2 ? delta.y : delta.x));
-        }
-      }
-    };
-    auto round_pairs = [&](uint32(&pairs)[kMmaM][2], const float (&x)[kMmaM][4]) {
-#pragma unroll
-      for (int j = 0; j < kMmaM; ++j) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) pairs[j][h] = pack2<kBf16>(x[j][2 * h], x[j][2 * h + 1]);
-      }
-    };
-    // dS to shared memory: matrices of 8 keys are written as rows of queries.
-    auto write_ds = [&](const uint32(&pairs)[kMmaM][2]) {
-      const int row = lane() / 16 * 8 + lane() % 8, chunk = warp_row() / 8 + lane() / 8 % 2;
-      const uint32 to = cvta_to_shared(shared.ds[ds_pipe_of_tile().index()]) +
-                        group * DsTile::kBlockBytes + DsTile::lane_offset(row, chunk);
-#pragma unroll
-      for (int j = 0; j < kMmaM; j += 2) {
-        stmatrix_x4_trans(to + j * 8 * 128, pairs[j][0], pairs[j][1], pairs[j + 1][0],
-                          pairs[j + 1][1]);
-      }
-    };
-
-    // Finishes a tile whose dS^T is in registers, and begins the next one.  Nothing is in flight
-    // from one turn to the next: ptxas serialises products that are.
-    //
-    // Where dQ is that of the tile before, the first tile of some work comes after the last one of
-    // the work before, whose dQ is computed once more and dropped.
-    auto bwd_step = [&](auto finish_tile, auto begin_tile) {
-      constexpr bool kFinishTile = decltype(finish_tile)::value,
-                     kBeginTile = decltype(begin_tile)::value;
-      constexpr bool kDeferThisDk = kDeferDk && kFinishTile;
-      QPipeline q_pipe, next_q_pipe;
-      DoutPipeline dout_pipe, next_dout_pipe;
-      q_pipe.advance(tiles);
-      dout_pipe.advance(tiles);
-      next_q_pipe.advance(tiles + kFinishTile);
-      next_dout_pipe.advance(tiles + kFinishTile);
-      const int q_stage = q_pipe.index(), dout_stage = dout_pipe.index();
-      const uint8 *q_tile = shared.q[q_stage], *dout_tile = shared.dout[dout_stage];
-      const uint8 *next_q = shared.q[next_q_pipe.index()],
-                  *next_o = shared.dout[next_dout_pipe.index()];
-      // Of this lane's queries: two of LSE, then two of delta.
-      const float4* rows = shared.lse_delta[next_q_pipe.index()] + lane() % 4;
-      const bool discard_dq = kDeferDq && step == 0;  // dQ
-      bool needs_mask = false;                        // the next tile
-      uint32 weights[kMmaM][2], ds[kMmaM][2];
-      auto begin_next_tile = [&]() {
-        advance_tile();
-        needs_mask = !kSparse && kBeginTile && tile_needs_mask();
-      };
-      auto release_operands = [&]() {
-        release(shared.dout_empty[dout_stage]);
-        if constexpr (!kDeferDk) release_per_lane(shared.q_empty[q_stage]);  // of rows, too
-      };
-      if constexpr (kFinishTile) {
-        round_pairs(weights, s);
-        round_pairs(ds, dp);
-        const DsPipeline own = ds_pipe_of_tile();
-        wait(shared.ds_empty[own.index()], own.parity() ^ 1);
-        write_ds(ds);
-        wgmma_fence();
-        gemm_dkdv(dv, weights, dout_tile);
-        if constexpr (!kDeferDk) {
-          wgmma_fence();
-          gemm_dkdv(dk, ds, q_tile);
-        }
-        wgmma_commit_group();
-        fence_proxy_async_shared();
-        release_per_lane(shared.ds_full[own.index()]);
-        gemm_dq(dp);
-        if constexpr (kPrefetchedLse) begin_next_tile();  // beside products
-        if constexpr (kDeferDq) {
-          wgmma_wait_group<1>();
-          release_operands();
-        }
-      }
-      if constexpr (kBeginTile) {
-        wait(shared.q_full[next_q_pipe.index()], next_q_pipe.parity());
-        wgmma_fence();
-        gemm_scores(s, shared.k, next_q);
-        wgmma_commit_group();
-        prefetch_mask_words(next_q_pipe.index());
-      }
-      if constexpr (kFinishTile) {
-        if constexpr (kDeferDk) {
-          wgmma_wait_group<1 + kBeginTile>();
-          release_operands();
-        }
-        wgmma_wait_group<kBeginTile>();
-        release(shared.ds_empty[ds_pipe_of_dq().index()]);
-        if constexpr (!kPrefetchedLse) begin_next_tile();
-        if (!discard_dq) write_dq_tile(dp);
-      }
-      if constexpr (kBeginTile) {
-        if constexpr (!kSparse && !kFinishTile) needs_mask = tile_needs_mask();
-        wait(shared.dout_full[next_dout_pipe.index()], next_dout_pipe.parity());
-        wgmma_fence();
-        gemm_scores(dp, shared.v, next_o);
-        wgmma_commit_group();
-      }
-      if constexpr (kFinishTile) {
-        if (!discard_dq) publish_dq_tile();
-      }
-      if constexpr (kDeferThisDk) {
-        wgmma_fence();
-        gemm_dk_deferred(q_tile);
-      }
-      if constexpr (kBeginTile) {
-        prefetch_lse_delta(&rows->x);
-        wgmma_wait_group<1 + kDeferThisDk>();
-        if constexpr (kSparse) {
-          apply_band(next_q_pipe.index());
-          needs_mask = tile_needs_mask();
-        }
-        compute_p(&rows->x, needs_mask);
-        prefetch_lse_delta(&rows->z);
-        wgmma_wait_group<kDeferThisDk>();
-        compute_ds(&rows->z, needs_mask);
-      }
-      if constexpr (kFinishTile) {
-        if constexpr (kDeferDk) {
-          wgmma_wait_group<0>();
-          release_per_lane(shared.q_empty[q_stage]);  // of rows, too
-        }
-        ++tiles;
-      }
-      wgmma_wait_group<0>();
-    };
-    constexpr Constant<0> kSkip;
-    constexpr Constant<1> kRun;
-    wait(shared.k_full, work_count & 1);
-    wait(shared.v_full, work_count & 1);
-    bwd_step(kSkip, kRun);
-#pragma unroll 1
-    while (step < steps - 1) bwd_step(kRun, kRun);
-    release(shared.v_empty);
-    bwd_step(kRun, kSkip);
     if constexpr (kDeferDq) {
-      gemm_dq(s);
-      wgmma_wait_group<0>();
-      write_dq_tile(s);
-      publish_dq_tile();
+      mainloop_defer_dq(s, dp, dv, dk, c, tiles);
+    } else {
+      mainloop_defer_dk(s, dp, dv, dk, c, tiles);
     }
     release(shared.k_empty);
-    NonfiniteProbe nonfinite_probe;
-    write_dkdv(dv, 0, 1.0f, work.has_no_query, nonfinite_probe);
-    write_dkdv(dk, 1, p.scale, work.has_no_query, nonfinite_probe);
-    if (nonfinite_probe.found())
-      flag_nonfinite_keys_64(params, work, work.tile * kTileN + 64 * group);
-    release_per_lane(shared.work_empty[pipe.index()]);
+    epilogue(dv, dk, c, tiles);
+    release_per_lane(shared.work_empty[work_pipe.index()]);
     ++work_count;
   }
 }
