@@ -11,6 +11,7 @@
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/mma_sm80.cuh"
 #include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/recompute_row.cuh"
 #include "cuda_src/common/recompute_scores.cuh"
@@ -219,7 +220,63 @@ FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
   cp_async_bulk_wait_group<0>();
 }
 
-// -------------------------------------------------------------------------------------- computing
+// --------------------------------------------------------------------------------------- consumers
+// The phases of a consumer are free functions that take the register arrays by reference; the frame
+// of `consume` owns all state.  ptxas serialises the wgmma of a struct with methods (C7511).
+
+// S = Q K^T with the first kCols keys of a tile.  Starts the product; s is not to be touched before
+// a wgmma_wait_group.
+template <int kCols>
+FA_DEVICE void gemm_qk(float (&s)[1][kMmaN][4], const uint32 (&q)[kQFragments][4], uint32 q_tile,
+                       uint32 k_tile) {
+  const uint64 b = wgmma_descriptor(k_tile, 0);
+  const uint64 a = wgmma_descriptor(q_tile, 0);
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
+    const uint64 b_step = b + (step / 4 * kTileN * 128 + step % 4 * 32) / 16;
+    if constexpr (kQInRegisters) {
+      wgmma_m64k16_rs<kBf16, kCols, kKMajor>(s[0], q[step], b_step, step > 0);
+    } else {
+      const uint64 a_step = a + (step / 4 * 64 * 128 + step % 4 * 32) / 16;
+      wgmma_m64k16_ss<kBf16, kCols>(s[0], a_step, b_step, step > 0);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// O += P V with the first kCols keys of a tile.  Starts the product; o and weights are not to be
+// touched before a wgmma_wait_group.
+template <int kCols>
+FA_DEVICE void gemm_pv(float (&o)[1][kMmaV][4], const uint32 (&weights)[1][kMmaN][2],
+                       uint32 v_tile) {
+  const uint64 b = wgmma_descriptor(v_tile, kTileN * 128);
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) {
+    const uint32 a[4] = {weights[0][2 * step][0], weights[0][2 * step][1],
+                         weights[0][2 * step + 1][0], weights[0][2 * step + 1][1]};
+    wgmma_m64k16_rs<kBf16, kDim>(o[0], a, b + step * (16 * 128 / 16), 1);
+  }
+  wgmma_commit_group();
+}
+
+// Loads a warp's rows of Q as A operands; q_address is this lane's row of an ldmatrix.
+FA_DEVICE void load_q_fragments(uint32 (&q)[kQFragments][4], uint32 q_address) {
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    ldmatrix_x4(q[step], QTile::at(q_address, 0, step));
+  }
+}
+
+// Multiplies O by the factors of rows whose row_max has moved.
+FA_DEVICE void rescale_o(float (&o)[1][kMmaV][4], const float (&correction)[1][2]) {
+#pragma unroll
+  for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) o[0][j][e] *= correction[0][e / 2];
+  }
+}
+
 constexpr Constant<kTileN> kWholeTile;
 constexpr Constant<kHalfLastTile ? kTileN / 2 : kTileN> kHalfTile;
 
@@ -246,40 +303,11 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
   bool half_last_tile;  // and only half of the last one
   int tile;             // the key tile at hand
   uint32 q_tile;
-  uint32 q[kQInRegisters ? kDim / 16 : 1][4];
+  uint32 q[kQFragments][4];
   float s[1][kMmaN][4];
   uint32 weights[1][kMmaN][2];
   float o[1][kMmaV][4];
 
-  // S = Q K^T of the first kCols keys of a tile, started.
-  auto gemm_qk = [&](auto cols, uint32 k_tile) {
-    constexpr int kCols = decltype(cols)::value;
-    const uint64 b = wgmma_descriptor(k_tile, 0);
-    const uint64 a = wgmma_descriptor(q_tile, 0);
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
-      const uint64 b_step = b + (step / 4 * kTileN * 128 + step % 4 * 32) / 16;
-      if constexpr (kQInRegisters) {
-        wgmma_m64k16_rs<kBf16, kCols, kKMajor>(s[0], q[step], b_step, step > 0);
-      } else {
-        const uint64 a_step = a + (step / 4 * 64 * 128 + step % 4 * 32) / 16;
-        wgmma_m64k16_ss<kBf16, kCols>(s[0], a_step, b_step, step > 0);
-      }
-    }
-    wgmma_commit_group();
-  };
-  // O += P V over the first kCols keys of a tile, started.
-  auto gemm_pv = [&](auto cols) {
-    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.v[v_pipe.index()]), kTileN * 128);
-#pragma unroll
-    for (int step = 0; step < decltype(cols)::value / 16; ++step) {
-      const uint32 a[4] = {weights[0][2 * step][0], weights[0][2 * step][1],
-                           weights[0][2 * step + 1][0], weights[0][2 * step + 1][1]};
-      wgmma_m64k16_rs<kBf16, kDim>(o[0], a, b + step * (16 * 128 / 16), 1);
-    }
-    wgmma_commit_group();
-  };
   auto skip_tile = [&]() {
     warp_scheduler_sync();
     warp_scheduler_arrive();
@@ -314,10 +342,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       wait(shared.q_full[at.index()], at.parity());
       q_tile = cvta_to_shared(shared.q[at.index()]);
       if constexpr (kQInRegisters) {
-#pragma unroll
-        for (int step = 0; step < kDim / 16; ++step) {
-          ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step));
-        }
+        load_q_fragments(q, q_tile + q_lane);
       }
       if constexpr (!kSparse) {
 #pragma unroll 1
@@ -328,7 +353,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     }
     warp_scheduler_sync();
     wgmma_fence();
-    gemm_qk(kWholeTile, k_tile);
+    gemm_qk<kTileN>(s, q, q_tile, k_tile);
     warp_scheduler_arrive();
   };
 
@@ -344,11 +369,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     };
     OnlineSoftmax<1> softmax;
     softmax.reset();
-#pragma unroll
-    for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[0][j][e] = 0.0f;
-    }
+    clear(o);
     // Waits for the scores of a tile and turns them into its weights.
     auto softmax_step = [&](auto first, auto cols) {
       constexpr bool kFirst = decltype(first)::value;
@@ -429,11 +450,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       }
       if constexpr (kOverlapSoftmaxPv) wgmma_wait_group<0>();
       if (moved) {
-#pragma unroll
-        for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) o[0][j][e] *= correction[0][e / 2];
-        }
+        rescale_o(o, correction);
       }
       round_weights<kBf16>(s_tile, p_tile);
       if constexpr (kOverlapSoftmaxPv) release_v();
@@ -445,10 +462,10 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       wait(shared.k_full[k_pipe.index()], k_pipe.parity());
       warp_scheduler_sync();
       wgmma_fence();
-      gemm_qk(cols, cvta_to_shared(shared.k[k_pipe.index()]));
+      gemm_qk<decltype(cols)::value>(s, q, q_tile, cvta_to_shared(shared.k[k_pipe.index()]));
       wait(shared.v_full[v_pipe.index()], v_pipe.parity());
       wgmma_fence();
-      gemm_pv(kWholeTile);
+      gemm_pv<kTileN>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
       if constexpr (!kExclusiveMma) warp_scheduler_arrive();
       softmax_step(Constant<0>(), cols);
     };
@@ -460,10 +477,10 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.v_full[v_pipe.index()], v_pipe.parity());
     if (half_last_tile) {
       wgmma_fence();
-      gemm_pv(kHalfTile);
+      gemm_pv<kTileN / 2>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
     } else {
       wgmma_fence();
-      gemm_pv(kWholeTile);
+      gemm_pv<kTileN>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
     }
     wgmma_wait_group<0>();
     release(shared.v_empty[v_pipe.index()]);
