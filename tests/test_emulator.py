@@ -278,20 +278,20 @@ BUGS = {
     "the parity of Q is wrong": (
         D128,
         "ldmatrix reads .* not yet",
-        (re.compile(r"parity\(\)(\);\s+c\.q_tile =)"), r"parity() ^ 1\1"),
+        (re.compile(r"parity\(\)(\);\s+(const uint32 )?q_tile =)"), r"parity() ^ 1\1"),
     ),
     "K is given back before it has been read": (
         D128,
         "wgmma reads .* not yet",
-        ("release(c.shared.k_empty[c.k_pipe.index()], c);\n      }", "      }"),
+        ("        release(shared.k_empty[k_pipe.index()]);\n      }", "      }"),
         ("if constexpr (kOverlapSoftmaxPv && !kFirst) {",
-         "release(c.shared.k_empty[c.k_pipe.index()], c);\n      if constexpr (kOverlapSoftmaxPv && "
+         "release(shared.k_empty[k_pipe.index()]);\n      if constexpr (kOverlapSoftmaxPv && "
          "!kFirst) {"),
     ),
     "K is never given back": (
         D128,
         "deadlock; .*mbarrier: warps 0 1",
-        ("release(c.shared.k_empty[c.k_pipe.index()], c);\n      }", "      }"),
+        ("        release(shared.k_empty[k_pipe.index()]);\n      }", "      }"),
     ),
     "scores are used before the product is done": (
         D128,
@@ -306,17 +306,17 @@ BUGS = {
     "accumulators are set while they are in flight": (
         D128,
         "a store to registers of a wgmma in flight",
-        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive(c);", "s[0][0][0] = 0.0f;"),
+        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive();", "s[0][0][0] = 0.0f;"),
     ),
     "registers of A are set while they are in flight": (
         D128,
         "a store to registers of a wgmma in flight",
-        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive(c);", "q[0][0] = 0;"),
+        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive();", "q[0][0] = 0;"),
     ),
     "registers are not fenced": (
         D128,
         "wgmma without wgmma.fence",
-        ("wgmma_fence();\n      gemm_qk<kCols>", "gemm_qk<kCols>"),
+        ("wgmma_fence();\n      gemm_qk(cols", "gemm_qk(cols"),
     ),
     "fewer bytes are expected than come": (
         D64,
@@ -340,18 +340,20 @@ BUGS = {
     "a turn is not passed on": (
         D64,
         "deadlock; .*bar.sync: warps",
-        ("warp_scheduler_sync(c);\n  warp_scheduler_arrive(c);\n", "warp_scheduler_sync(c);\n"),
+        ("      warp_scheduler_sync();\n      warp_scheduler_arrive();\n",
+         "      warp_scheduler_sync();\n"),
     ),
     "a lane speaks for others that still wait": (D64, "", ("__syncwarp();  // or a lane", "//")),
     "a lane is missing from a shuffle": (
         D64,
         "threads of one warp are at|others wait for it at|deadlock",
-        ("    softmax.reduce_row_sum();\n", "    if (c.lane != 5) softmax.reduce_row_sum();\n"),
+        ("    softmax.reduce_row_sum();\n", "    if (lane != 5) softmax.reduce_row_sum();\n"),
     ),
     "a lane leaves early": (
         D64,
         "others wait for it at",
-        ("    epilogue(c, softmax", "    if (lane == 5) return;\n    epilogue(c, softmax"),
+        ("    softmax.reduce_row_sum();\n",
+         "    if (lane == 5) return;\n    softmax.reduce_row_sum();\n"),
     ),
     "Q is loaded while the output is stored": (
         D64,
@@ -371,8 +373,8 @@ BUGS = {
     "ldmatrix is misaligned": (
         D128,
         "misaligned address in shared memory",
-        ("ldmatrix_x4(q[step], QTile::at(q_address, 0, step))",
-         "ldmatrix_x4(q[step], QTile::at(q_address, 0, step) + 8)"),
+        ("ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step))",
+         "ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step) + 8)"),
     ),
     "work is written beyond its place": (
         D64,

@@ -26,6 +26,7 @@ LONG_FUNCTIONS = {
     "cuda_src/attention/bwd_dq_sm90.cu: consume",
     "cuda_src/attention/bwd_sm90.cu: consume",
     "cuda_src/attention/fwd_sm80.cu: attention_fwd_sm80",
+    "cuda_src/attention/fwd_sm90.cu: consume",
     "cuda_src/linear/chunk_sm90.cu: compute_outputs",
 }
 

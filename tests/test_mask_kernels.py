@@ -176,11 +176,11 @@ BUGS = {
         ("cvta_to_shared(&shared.k_full[stage])", "cvta_to_shared(&shared.v_full[stage])"),
     ),
     "words are lost where scores are computed again": (
-        64, ("mask.has_words = reload_mask_words(p, work, c.tile, mask.visible_bits);",
-             "mask.visible_bits[0][0] = mask.visible_bits[0][1] = 0xffffffffu;"),
+        64, ("listed = reload_mask_words(p, work, tile, visible_bits);",
+             "visible_bits[0][0] = visible_bits[0][1] = 0xffffffffu;"),
     ),
     "scores are computed again for another tile": (
-        128, ("mask.key_tile = reload_tile_number(p, work, c.tile);", "mask.key_tile = c.tile;"),
+        128, ("key_tile = reload_tile_number(p, work, tile);", "key_tile = tile;"),
     ),
     "a tile's number is overwritten early": (
         128, ("wait(shared.k_empty[stage], k_pipe.parity() ^ 1);", ""),

@@ -37,7 +37,7 @@ constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks
 constexpr int kMmaN = kTileN / 8;
 constexpr int kMmaV = kDim / 8;
 constexpr int kQFragments = kQInRegisters ? kDim / 16 : 1;  // A operands of Q that a thread holds
-constexpr int kTilesPerBlock = kMaskBlock / kTileN;         // key tiles in a block of a mask
+constexpr int kTilesPerBlock = kMaskBlock / kTileN;  // key tiles in a block of a mask
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 160;
@@ -109,7 +109,6 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as
 enum NamedBarrier : int { kWarpScheduler = 1, kEpilogue = kWarpScheduler + kGroups };
 
 using WorkPipeline = PipelineState<kWorkStages>;
-using KVPipeline = PipelineState<kStages>;  // one for K, one for V
 using QPipeline = PipelineState<kQStages>;  // all warpgroups' rows of a tile, one after the other
 
 // Rows of a query tile, of all heads that share it.
@@ -178,7 +177,8 @@ FA_DEVICE const uint32* listed_words(const AttentionParams& p, const WorkTile& w
 // that come beside it) and load_v(tile).
 template <typename WorkTile, typename Shared, typename LoadK, typename LoadV>
 FA_DEVICE void load_listed_kv(const AttentionParams& p, const WorkTile& work, Shared& shared,
-                              const KVPipeline& k_pipe, const LoadK& load_k, const LoadV& load_v) {
+                              const PipelineState<kStages>& k_pipe, const LoadK& load_k,
+                              const LoadV& load_v) {
   int block = listed_block(p, work, 0), previous_tile = 0;
 #pragma unroll 1
   for (int i = 0; i <= work.end; ++i) {
