@@ -316,7 +316,7 @@ BUGS = {
     "registers are not fenced": (
         D128,
         "wgmma without wgmma.fence",
-        ("wgmma_fence();\n      gemm_qk(cols", "gemm_qk(cols"),
+        ("wgmma_fence();\n      gemm_qk<decltype(cols)", "gemm_qk<decltype(cols)"),
     ),
     "fewer bytes are expected than come": (
         D64,
@@ -373,8 +373,8 @@ BUGS = {
     "ldmatrix is misaligned": (
         D128,
         "misaligned address in shared memory",
-        ("ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step))",
-         "ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step) + 8)"),
+        ("ldmatrix_x4(q[step], QTile::at(q_address, 0, step))",
+         "ldmatrix_x4(q[step], QTile::at(q_address, 0, step) + 8)"),
     ),
     "work is written beyond its place": (
         D64,

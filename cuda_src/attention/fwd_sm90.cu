@@ -1,11 +1,12 @@
 // Attention forward for SM90: TMA, wgmma, warp specialisation, a persistent grid.
 //
-// A block works on kTileM query rows of one batch entry at a time.  Three threads of its first
-// warpgroup are producers (one draws up the order of work and loads keys and values, one loads
-// queries, one stores outputs), the other kGroups warpgroups compute, each on 64 rows of its own.
-// For each tile of kTileN keys a warpgroup starts S = Q K^T of that tile and O += P V of the tile
-// before, and turns S into the next P while the tensor cores are busy with what it or its
-// neighbours have started (docs: "Reading fwd_sm90").
+// A block works on kTileM query rows of one batch entry at a time.  The first
+// warpgroup is the producer: a warp schedules work tiles, one thread loads keys and values, one
+// loads queries, and one stores outputs.  The other kGroups warpgroups are consumers, each with 64
+// rows of its own.
+// For each tile of kTileN keys a consumer starts S = Q K^T of that tile and O += P V of the tile
+// before, and turns S into the next P while the tensor cores compute products that it or
+// another consumer has started (docs: "Reading fwd_sm90").
 #include "cuda_src/attention/fwd_sm90.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
@@ -27,8 +28,7 @@
 #include "ptx/wgmma.cuh"
 
 // --------------------------------------------------------------------------------------- producers
-// Writes down the work that an index of the schedule stands for, by a warp; false when there is
-// none.
+// Writes the work tile with an index of the schedule, by a warp; returns false past the last one.
 FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint32 index) {
   const int lane = threadIdx.x % 32;
   if (index >= params.scheduler.tiles) {
@@ -40,7 +40,7 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint
       kSparse ? work_tile_in_order(params.scheduler, p.mask.order, p.q_tiles, index)
               : work_tile_at(params.scheduler, p.q_tiles, index);
   const int q_begin = tile.query_tile * kTileM;
-  // One lane for each warpgroup looks for its key tiles, and one more for all of the block's.
+  // One lane for each consumer finds the key tiles of its rows, and one more those of all rows.
   const bool whole_block = lane >= kGroups;
   const int first_row = q_begin + (whole_block ? 0 : 64 * lane);
   const int last_row = min(first_row + (whole_block ? kTileM : 64), tile_rows(params)) - 1;
@@ -48,7 +48,8 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint
   if (first_row <= last_row) {
     keys = key_tiles(p, first_row >> params.row_shift, last_row >> params.row_shift, kTileN);
   }
-  // Rows that see no key go through one tile like all others, which hides all of it from them.
+  // Rows without visible keys process one key tile that is hidden from them, so that no later code
+  // needs a case for them.
   const int begin = __shfl_sync(kFullWarp, keys.begin, kGroups);
   if (keys.begin == keys.end) keys = {begin, begin + 1, 0, 0};
   if constexpr (kSparse) {
@@ -75,7 +76,7 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint
   return true;
 }
 
-// Draws up the order of this block's work.
+// Writes the work tiles of this block one after the other.
 FA_DEVICE void run_tile_scheduler(const FwdSm90Params& params, SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
   WorkPipeline work_pipe;
@@ -106,7 +107,7 @@ FA_DEVICE void run_tile_scheduler(const FwdSm90Params& params, SharedStorage& sh
   }
 }
 
-// The next announced work; the announcement may be overwritten afterwards.
+// Returns a copy of the next work tile and gives its stage back.
 FA_DEVICE WorkTileInfo get_next_work(SharedStorage& shared, WorkPipeline& work_pipe) {
   wait(shared.work_full[work_pipe.index()], work_pipe.parity());
   const WorkTileInfo work = shared.work[work_pipe.index()];
@@ -115,7 +116,7 @@ FA_DEVICE WorkTileInfo get_next_work(SharedStorage& shared, WorkPipeline& work_p
   return work;
 }
 
-// Tiles of K and V.
+// Loads the tiles of K and V.
 FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
   WorkPipeline work_pipe;
   PipelineState<kStages> k_pipe, v_pipe;
@@ -167,6 +168,7 @@ FA_DEVICE void row_coordinates(const FwdSm90Params& params, int row, int batch, 
   c[1] = params.row_shift ? row >> params.row_shift : batch;
 }
 
+// Loads the rows of Q, 64 for each consumer.
 FA_DEVICE void load_q(const FwdSm90Params& params, SharedStorage& shared) {
   WorkPipeline work_pipe;
   QPipeline q_pipe;
@@ -193,6 +195,7 @@ FA_DEVICE void load_q(const FwdSm90Params& params, SharedStorage& shared) {
   }
 }
 
+// Stores the outputs, which consumers have written over Q.
 FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
   WorkPipeline work_pipe;
   QPipeline q_pipe;
@@ -221,8 +224,8 @@ FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
 }
 
 // --------------------------------------------------------------------------------------- consumers
-// The phases of a consumer are free functions that take the register arrays by reference; the frame
-// of `consume` owns all state.  ptxas serialises the wgmma of a struct with methods (C7511).
+// Products and loads of a consumer are free functions that take the register arrays by reference; the
+// frame of `consume` owns all state.  ptxas serialises the wgmma of a struct with methods (C7511).
 
 // S = Q K^T with the first kCols keys of a tile.  Starts the product; s is not to be touched before
 // a wgmma_wait_group.
@@ -321,7 +324,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     v_pipe.advance();
   };
 
-  // Goes to the query tile announced in a stage; false when there is no more work.
+  // Reads the work tile in a stage; returns false when there is no more work.
   auto peek_work_tile = [&](const WorkPipeline& at) {
     wait(shared.work_full[at.index()], at.parity());
     const WorkTile& work = shared.work[at.index()];
@@ -332,9 +335,9 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     half_last_tile = kHalfLastTile && work.group[group].half_last_tile;
     return true;
   };
-  // Starts the first products of the query tile whose Q is in a stage.  After the last tile there
-  // is none: products of what is there start then, for nobody, because ptxas serialises all
-  // products where some start behind a branch.
+  // Starts S = Q K^T of the first key tile of a work tile, whose rows of Q are in a stage.  When
+  // there is no more work (valid is false) a product of old data is started and not read: ptxas
+  // serialises all wgmma of a kernel if some of them start behind a branch.
   auto first_gemm = [&](const QPipeline& at, bool valid) {
     uint32 k_tile = cvta_to_shared(shared.k[0]);
     q_tile = k_tile;
@@ -362,7 +365,8 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
   first_gemm(q_pipe, true);
 #pragma unroll 1
   while (true) {
-    // Registers are short, most of all where there are the words of a mask.
+    // Read from shared memory again at each use, because there is no register to keep the entry in,
+    // and in builds for a mask none for the row.
     auto entry = [&]() { return shared.work[work_pipe.index()].entry; };
     auto reload_first_row = [&]() {
       return kSparse ? shared.work[work_pipe.index()].q_begin + 64 * group : first_row;
@@ -413,6 +417,8 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
           const bool crosses_band =
               (key_tile < band_tiles.full_begin) | (key_tile >= band_tiles.full_end);
           if (crosses_band) {
+            // Few tiles come here: kept over the loop, what follows from threadIdx.x would take
+            // registers that the words need, so it is read again.
             const int tid = tid_x_again();
             const int row = reload_first_row() + tid / 32 % 4 * 16 + tid % 32 / 4;
 #pragma unroll
