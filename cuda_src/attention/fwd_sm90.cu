@@ -1,16 +1,18 @@
 // Attention forward for SM90: TMA, wgmma, warp specialisation, a persistent grid.
 //
-// A block works on kTileM query rows of one batch entry at a time.  Three threads of its first
-// warpgroup are producers (one draws up the order of work and loads keys and values, one loads
-// queries, one stores outputs), the other kGroups warpgroups compute, each on 64 rows of its own.
-// For each tile of kTileN keys a warpgroup starts S = Q K^T of that tile and O += P V of the tile
-// before, and turns S into the next P while the tensor cores are busy with what it or its
-// neighbours have started (docs: "Reading fwd_sm90").
+// A block works on kTileM query rows of one batch entry at a time.  The first
+// warpgroup is the producer: a warp schedules work tiles, one thread loads keys and values, one
+// loads queries, and one stores outputs.  The other kGroups warpgroups are consumers, each with 64
+// rows of its own.
+// For each tile of kTileN keys a consumer starts S = Q K^T of that tile and O += P V of the tile
+// before, and turns S into the next P while the tensor cores compute products that it or
+// another consumer has started (docs: "Reading fwd_sm90").
 #include "cuda_src/attention/fwd_sm90.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/mma_sm80.cuh"
 #include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/recompute_row.cuh"
 #include "cuda_src/common/recompute_scores.cuh"
@@ -26,8 +28,7 @@
 #include "ptx/wgmma.cuh"
 
 // --------------------------------------------------------------------------------------- producers
-// Writes down the work that an index of the schedule stands for, by a warp; false when there is
-// none.
+// Writes the work tile with an index of the schedule, by a warp; returns false past the last one.
 FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint32 index) {
   const int lane = threadIdx.x % 32;
   if (index >= params.scheduler.tiles) {
@@ -39,7 +40,7 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint
       kSparse ? work_tile_in_order(params.scheduler, p.mask.order, p.q_tiles, index)
               : work_tile_at(params.scheduler, p.q_tiles, index);
   const int q_begin = tile.query_tile * kTileM;
-  // One lane for each warpgroup looks for its key tiles, and one more for all of the block's.
+  // One lane for each consumer finds the key tiles of its rows, and one more those of all rows.
   const bool whole_block = lane >= kGroups;
   const int first_row = q_begin + (whole_block ? 0 : 64 * lane);
   const int last_row = min(first_row + (whole_block ? kTileM : 64), tile_rows(params)) - 1;
@@ -47,7 +48,8 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint
   if (first_row <= last_row) {
     keys = key_tiles(p, first_row >> params.row_shift, last_row >> params.row_shift, kTileN);
   }
-  // Rows that see no key go through one tile like all others, which hides all of it from them.
+  // Rows without visible keys process one key tile that is hidden from them, so that no later code
+  // needs a case for them.
   const int begin = __shfl_sync(kFullWarp, keys.begin, kGroups);
   if (keys.begin == keys.end) keys = {begin, begin + 1, 0, 0};
   if constexpr (kSparse) {
@@ -74,7 +76,7 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint
   return true;
 }
 
-// Draws up the order of this block's work.
+// Writes the work tiles of this block one after the other.
 FA_DEVICE void run_tile_scheduler(const FwdSm90Params& params, SharedStorage& shared) {
   const int lane = threadIdx.x % 32;
   WorkPipeline work_pipe;
@@ -105,7 +107,7 @@ FA_DEVICE void run_tile_scheduler(const FwdSm90Params& params, SharedStorage& sh
   }
 }
 
-// The next announced work; the announcement may be overwritten afterwards.
+// Returns a copy of the next work tile and gives its stage back.
 FA_DEVICE WorkTileInfo get_next_work(SharedStorage& shared, WorkPipeline& work_pipe) {
   wait(shared.work_full[work_pipe.index()], work_pipe.parity());
   const WorkTileInfo work = shared.work[work_pipe.index()];
@@ -114,7 +116,7 @@ FA_DEVICE WorkTileInfo get_next_work(SharedStorage& shared, WorkPipeline& work_p
   return work;
 }
 
-// Tiles of K and V.
+// Loads the tiles of K and V.
 FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
   WorkPipeline work_pipe;
   PipelineState<kStages> k_pipe, v_pipe;
@@ -166,6 +168,7 @@ FA_DEVICE void row_coordinates(const FwdSm90Params& params, int row, int batch, 
   c[1] = params.row_shift ? row >> params.row_shift : batch;
 }
 
+// Loads the rows of Q, 64 for each consumer.
 FA_DEVICE void load_q(const FwdSm90Params& params, SharedStorage& shared) {
   WorkPipeline work_pipe;
   QPipeline q_pipe;
@@ -192,6 +195,7 @@ FA_DEVICE void load_q(const FwdSm90Params& params, SharedStorage& shared) {
   }
 }
 
+// Stores the outputs, which consumers have written over Q.
 FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
   WorkPipeline work_pipe;
   QPipeline q_pipe;
@@ -219,7 +223,63 @@ FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
   cp_async_bulk_wait_group<0>();
 }
 
-// -------------------------------------------------------------------------------------- computing
+// --------------------------------------------------------------------------------------- consumers
+// Products and loads of a consumer are free functions that take the register arrays by reference; the
+// frame of `consume` owns all state.  ptxas serialises the wgmma of a struct with methods (C7511).
+
+// S = Q K^T with the first kCols keys of a tile.  Starts the product; s is not to be touched before
+// a wgmma_wait_group.
+template <int kCols>
+FA_DEVICE void gemm_qk(float (&s)[1][kMmaN][4], const uint32 (&q)[kQFragments][4], uint32 q_tile,
+                       uint32 k_tile) {
+  const uint64 b = wgmma_descriptor(k_tile, 0);
+  const uint64 a = wgmma_descriptor(q_tile, 0);
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
+    const uint64 b_step = b + (step / 4 * kTileN * 128 + step % 4 * 32) / 16;
+    if constexpr (kQInRegisters) {
+      wgmma_m64k16_rs<kBf16, kCols, kKMajor>(s[0], q[step], b_step, step > 0);
+    } else {
+      const uint64 a_step = a + (step / 4 * 64 * 128 + step % 4 * 32) / 16;
+      wgmma_m64k16_ss<kBf16, kCols>(s[0], a_step, b_step, step > 0);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// O += P V with the first kCols keys of a tile.  Starts the product; o and weights are not to be
+// touched before a wgmma_wait_group.
+template <int kCols>
+FA_DEVICE void gemm_pv(float (&o)[1][kMmaV][4], const uint32 (&weights)[1][kMmaN][2],
+                       uint32 v_tile) {
+  const uint64 b = wgmma_descriptor(v_tile, kTileN * 128);
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) {
+    const uint32 a[4] = {weights[0][2 * step][0], weights[0][2 * step][1],
+                         weights[0][2 * step + 1][0], weights[0][2 * step + 1][1]};
+    wgmma_m64k16_rs<kBf16, kDim>(o[0], a, b + step * (16 * 128 / 16), 1);
+  }
+  wgmma_commit_group();
+}
+
+// Loads a warp's rows of Q as A operands; q_address is this lane's row of an ldmatrix.
+FA_DEVICE void load_q_fragments(uint32 (&q)[kQFragments][4], uint32 q_address) {
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    ldmatrix_x4(q[step], QTile::at(q_address, 0, step));
+  }
+}
+
+// Multiplies O by the factors of rows whose row_max has moved.
+FA_DEVICE void rescale_o(float (&o)[1][kMmaV][4], const float (&correction)[1][2]) {
+#pragma unroll
+  for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) o[0][j][e] *= correction[0][e / 2];
+  }
+}
+
 constexpr Constant<kTileN> kWholeTile;
 constexpr Constant<kHalfLastTile ? kTileN / 2 : kTileN> kHalfTile;
 
@@ -246,40 +306,11 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
   bool half_last_tile;  // and only half of the last one
   int tile;             // the key tile at hand
   uint32 q_tile;
-  uint32 q[kQInRegisters ? kDim / 16 : 1][4];
+  uint32 q[kQFragments][4];
   float s[1][kMmaN][4];
   uint32 weights[1][kMmaN][2];
   float o[1][kMmaV][4];
 
-  // S = Q K^T of the first kCols keys of a tile, started.
-  auto gemm_qk = [&](auto cols, uint32 k_tile) {
-    constexpr int kCols = decltype(cols)::value;
-    const uint64 b = wgmma_descriptor(k_tile, 0);
-    const uint64 a = wgmma_descriptor(q_tile, 0);
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
-      const uint64 b_step = b + (step / 4 * kTileN * 128 + step % 4 * 32) / 16;
-      if constexpr (kQInRegisters) {
-        wgmma_m64k16_rs<kBf16, kCols, kKMajor>(s[0], q[step], b_step, step > 0);
-      } else {
-        const uint64 a_step = a + (step / 4 * 64 * 128 + step % 4 * 32) / 16;
-        wgmma_m64k16_ss<kBf16, kCols>(s[0], a_step, b_step, step > 0);
-      }
-    }
-    wgmma_commit_group();
-  };
-  // O += P V over the first kCols keys of a tile, started.
-  auto gemm_pv = [&](auto cols) {
-    const uint64 b = wgmma_descriptor(cvta_to_shared(shared.v[v_pipe.index()]), kTileN * 128);
-#pragma unroll
-    for (int step = 0; step < decltype(cols)::value / 16; ++step) {
-      const uint32 a[4] = {weights[0][2 * step][0], weights[0][2 * step][1],
-                           weights[0][2 * step + 1][0], weights[0][2 * step + 1][1]};
-      wgmma_m64k16_rs<kBf16, kDim>(o[0], a, b + step * (16 * 128 / 16), 1);
-    }
-    wgmma_commit_group();
-  };
   auto skip_tile = [&]() {
     warp_scheduler_sync();
     warp_scheduler_arrive();
@@ -293,7 +324,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     v_pipe.advance();
   };
 
-  // Goes to the query tile announced in a stage; false when there is no more work.
+  // Reads the work tile in a stage; returns false when there is no more work.
   auto peek_work_tile = [&](const WorkPipeline& at) {
     wait(shared.work_full[at.index()], at.parity());
     const WorkTile& work = shared.work[at.index()];
@@ -304,9 +335,9 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     half_last_tile = kHalfLastTile && work.group[group].half_last_tile;
     return true;
   };
-  // Starts the first products of the query tile whose Q is in a stage.  After the last tile there
-  // is none: products of what is there start then, for nobody, because ptxas serialises all
-  // products where some start behind a branch.
+  // Starts S = Q K^T of the first key tile of a work tile, whose rows of Q are in a stage.  When
+  // there is no more work (valid is false) a product of old data is started and not read: ptxas
+  // serialises all wgmma of a kernel if some of them start behind a branch.
   auto first_gemm = [&](const QPipeline& at, bool valid) {
     uint32 k_tile = cvta_to_shared(shared.k[0]);
     q_tile = k_tile;
@@ -314,10 +345,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       wait(shared.q_full[at.index()], at.parity());
       q_tile = cvta_to_shared(shared.q[at.index()]);
       if constexpr (kQInRegisters) {
-#pragma unroll
-        for (int step = 0; step < kDim / 16; ++step) {
-          ldmatrix_x4(q[step], QTile::at(q_tile + q_lane, 0, step));
-        }
+        load_q_fragments(q, q_tile + q_lane);
       }
       if constexpr (!kSparse) {
 #pragma unroll 1
@@ -328,7 +356,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     }
     warp_scheduler_sync();
     wgmma_fence();
-    gemm_qk(kWholeTile, k_tile);
+    gemm_qk<kTileN>(s, q, q_tile, k_tile);
     warp_scheduler_arrive();
   };
 
@@ -337,18 +365,15 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
   first_gemm(q_pipe, true);
 #pragma unroll 1
   while (true) {
-    // Registers are short, most of all where there are the words of a mask.
+    // Read from shared memory again at each use, because there is no register to keep the entry in,
+    // and in builds for a mask none for the row.
     auto entry = [&]() { return shared.work[work_pipe.index()].entry; };
     auto reload_first_row = [&]() {
       return kSparse ? shared.work[work_pipe.index()].q_begin + 64 * group : first_row;
     };
     OnlineSoftmax<1> softmax;
     softmax.reset();
-#pragma unroll
-    for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[0][j][e] = 0.0f;
-    }
+    clear(o);
     // Waits for the scores of a tile and turns them into its weights.
     auto softmax_step = [&](auto first, auto cols) {
       constexpr bool kFirst = decltype(first)::value;
@@ -392,6 +417,8 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
           const bool crosses_band =
               (key_tile < band_tiles.full_begin) | (key_tile >= band_tiles.full_end);
           if (crosses_band) {
+            // Few tiles come here: kept over the loop, what follows from threadIdx.x would take
+            // registers that the words need, so it is read again.
             const int tid = tid_x_again();
             const int row = reload_first_row() + tid / 32 % 4 * 16 + tid % 32 / 4;
 #pragma unroll
@@ -429,11 +456,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       }
       if constexpr (kOverlapSoftmaxPv) wgmma_wait_group<0>();
       if (moved) {
-#pragma unroll
-        for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) o[0][j][e] *= correction[0][e / 2];
-        }
+        rescale_o(o, correction);
       }
       round_weights<kBf16>(s_tile, p_tile);
       if constexpr (kOverlapSoftmaxPv) release_v();
@@ -445,10 +468,10 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       wait(shared.k_full[k_pipe.index()], k_pipe.parity());
       warp_scheduler_sync();
       wgmma_fence();
-      gemm_qk(cols, cvta_to_shared(shared.k[k_pipe.index()]));
+      gemm_qk<decltype(cols)::value>(s, q, q_tile, cvta_to_shared(shared.k[k_pipe.index()]));
       wait(shared.v_full[v_pipe.index()], v_pipe.parity());
       wgmma_fence();
-      gemm_pv(kWholeTile);
+      gemm_pv<kTileN>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
       if constexpr (!kExclusiveMma) warp_scheduler_arrive();
       softmax_step(Constant<0>(), cols);
     };
@@ -460,10 +483,10 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.v_full[v_pipe.index()], v_pipe.parity());
     if (half_last_tile) {
       wgmma_fence();
-      gemm_pv(kHalfTile);
+      gemm_pv<kTileN / 2>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
     } else {
       wgmma_fence();
-      gemm_pv(kWholeTile);
+      gemm_pv<kTileN>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
     }
     wgmma_wait_group<0>();
     release(shared.v_empty[v_pipe.index()]);
