@@ -226,17 +226,6 @@ FA_DEVICE void store_rows(const ProductSm90Params& params, const SharedStorage& 
   }
 }
 
-// O += P V times the two factors of rows of P.
-FA_DEVICE void add_intra_outputs(Outputs& o, const Outputs& o_intra, const float (&factor)[2][2]) {
-#pragma unroll
-  for (int v = 0; v < 8; ++v) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      o[v][e] = fmaf(o_intra[v][e] * factor[e / 2][0], factor[e / 2][1], o[v][e]);
-    }
-  }
-}
-
 // Rows that read values which are not finite become NaN.
 FA_DEVICE void poison_outputs(Outputs& o, const SharedStorage& shared, int stage, int row, int lane,
                               bool reverse) {
