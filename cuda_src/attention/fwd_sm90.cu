@@ -224,13 +224,13 @@ FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
 }
 
 // --------------------------------------------------------------------------------------- consumers
-// Products and loads of a consumer are free functions that take the register arrays by reference; the
+// Products and loads of a consumer are free functions that take register arrays by reference; the
 // frame of `consume` owns all state.  ptxas serialises the wgmma of a struct with methods (C7511).
 
-// S = Q K^T with the first kCols keys of a tile.  Starts the product; s is not to be touched before
-// a wgmma_wait_group.
+// S = Q K^T with the first kCols keys of a tile.  Starts the product; s and q are not to be touched
+// before a wgmma_wait_group.
 template <int kCols>
-FA_DEVICE void gemm_qk(float (&s)[1][kMmaN][4], const uint32 (&q)[kQFragments][4], uint32 q_tile,
+FA_DEVICE void gemm_qk(float (&s)[1][kMmaN][4], uint32 (&q)[kQFragments][4], uint32 q_tile,
                        uint32 k_tile) {
   const uint64 b = wgmma_descriptor(k_tile, 0);
   const uint64 a = wgmma_descriptor(q_tile, 0);

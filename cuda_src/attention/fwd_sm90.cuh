@@ -37,7 +37,7 @@ constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks
 constexpr int kMmaN = kTileN / 8;
 constexpr int kMmaV = kDim / 8;
 constexpr int kQFragments = kQInRegisters ? kDim / 16 : 1;  // A operands of Q that a thread holds
-constexpr int kTilesPerBlock = kMaskBlock / kTileN;  // key tiles in a block of a mask
+constexpr int kTilesPerBlock = kMaskBlock / kTileN;         // key tiles in a block of a mask
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
 constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 160;

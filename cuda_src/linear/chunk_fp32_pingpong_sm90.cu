@@ -226,20 +226,6 @@ FA_DEVICE void store_rows(const ProductSm90Params& params, const SharedStorage& 
   }
 }
 
-// Rows that read values which are not finite become NaN.
-FA_DEVICE void poison_outputs(Outputs& o, const SharedStorage& shared, int stage, int row, int lane,
-                              bool reverse) {
-#pragma unroll
-  for (int v = 0; v < 8; ++v) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int from = shared.nonfinite_row[stage][8 * v + lane % 4 * 2 + e % 2];
-      const int own_row = row + e / 2 * 8;
-      if (reverse ? own_row <= from : own_row >= from) o[v][e] = __int_as_float(0x7fc00000);
-    }
-  }
-}
-
 FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& shared,
                                int pingpong_index) {
   const int thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
