@@ -160,3 +160,28 @@ def test_marks_are_unique_and_not_zero():
     assert len(set(marks)) == len(marks)
     assert min(marks) > 0
     assert max(marks) < 2**64
+
+
+def test_the_same_addresses_are_written_once():
+    maps = {"job.0.out_map": ("q", GEOMETRY)}
+    own = step(addresses={"common.q": "q", "sums": "sums"}, maps=maps, aligned=("q",))
+    plan = Plan([own], ("q",), NotingLauncher(), Workspace({"sums": 0}, 8))
+    first = run(plan, 16)
+    ((structs,), (launch,)) = plan._pool, plan._launches
+    launch.runs = None  # writing again would fail
+    assert run(plan, 16).tobytes() == first.tobytes()
+    with pytest.raises(TypeError):
+        plan.run((32,))
+    assert structs.pointers is None  # and is not used again
+    assert plan._pool == []
+
+
+def test_structs_that_were_not_written_to_the_end_are_not_used_again():
+    maps = {"job.0.out_map": ("q", GEOMETRY), "job.1.out_map": ("k", GEOMETRY)}
+    launcher = NotingLauncher(refused={160})
+    plan = Plan([step(addresses={"common.k": "k"}, maps=maps)], ("q", "k"), launcher)
+    assert plan.run((16, 32))
+    assert not plan.run((48, 160))
+    found = run(plan, 16, 32)
+    assert found["job"]["out_map"][:2].tolist() == [[16] * 16, [32] * 16]
+    assert found["common"]["k"] == 32

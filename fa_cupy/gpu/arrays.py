@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from fa_cupy._bitmask import BitMask
+from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
+
+_NUMPY_TYPES = tuple(map(np.dtype, (np.float16, np.float32, np.float64)))
 
 
 def require_whole_elements(where: str = "attention", /, **arrays: Any) -> None:
@@ -83,3 +87,28 @@ def mask_key(x: Any, device: int) -> Any:
     if type(x) is BitMask:
         return x._grid, x.entries.shape, x.entries.strides
     return array_key(x, device)
+
+
+class Allocation(NamedTuple):
+    """A new array of a repeated call, in the form that ``cupy.ndarray`` takes fastest.
+
+    CuPy takes NumPy's own types faster than dtypes, and an array in C order faster without strides.
+    """
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: Any
+    strides: tuple[int, ...] | None
+
+
+def allocation(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+) -> Allocation:
+    """Return how to make a dense array."""
+    in_order = core_arrays.dense_strides(shape, dtype.itemsize, range(len(shape)))
+    return Allocation(
+        math.prod(shape) * dtype.itemsize,
+        shape,
+        dtype.type if dtype in _NUMPY_TYPES else dtype,
+        None if strides == in_order else strides,
+    )

@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import cupy
-import numpy as np
 from cupy import ndarray
 from cupy.cuda import alloc, get_current_stream, runtime
 
@@ -20,6 +19,7 @@ from fa_cupy.core.arrays import dense_strides, memory_order
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import (
+    allocation,
     array_key,
     fits,
     fits_strides,
@@ -55,21 +55,15 @@ class Call:
     """
 
     __slots__ = (
-        "_dtype", "_lse_bytes", "_lse_dtype", "_lse_shape", "_mask", "_out_bytes", "_out_shape",
-        "_out_strides", "_workspace_at", "plan",
+        "_lse", "_lse_bytes", "_mask", "_out", "_workspace_at", "plan",
     )  # fmt: skip
 
     def __init__(self, problem: Problem, out_strides: tuple[int, ...], device: int) -> None:
-        # CuPy takes NumPy's own types faster than dtypes, and others slower.
-        self._dtype = np.float16 if problem.dtype == np.float16 else problem.dtype
-        self._out_shape = shape = problem.out_shape
-        # CuPy makes an array in C order faster where it is given no strides.
-        in_order = dense_strides(shape, problem.dtype.itemsize, range(len(shape)))
-        self._out_strides = None if out_strides == in_order else out_strides
-        self._out_bytes = math.prod(shape) * problem.dtype.itemsize
-        self._lse_shape = shape[:-1]
-        self._lse_dtype = attention_problem.sum_dtype(problem.dtype)
-        self._lse_bytes = self._lse_dtype.itemsize * math.prod(self._lse_shape)
+        shape = problem.out_shape
+        rows = dense_strides(shape[:-1], 4, range(len(shape) - 1))
+        self._out = allocation(shape, out_strides, problem.dtype)
+        self._lse = allocation(shape[:-1], rows, attention_problem.sum_dtype(problem.dtype))
+        self._lse_bytes = self._lse.nbytes
         self._workspace_at = 0
         self.plan: Plan | None = None
         self._mask: CallMask | None = None
@@ -93,14 +87,15 @@ class Call:
         `lse` may be a bool too, which says whether it is wanted.
         """
         if out is None:
-            memory = alloc(self._out_bytes)
-            out = ndarray(self._out_shape, self._dtype, memory, self._out_strides)
+            nbytes, shape, dtype, strides = self._out
+            memory = alloc(nbytes)
+            out = ndarray(shape, dtype, memory, strides)
         else:
             memory = out.data
         rows, space = 0, 0
         if lse is True:
             memory_of_rows = alloc(self._lse_bytes)
-            lse = ndarray(self._lse_shape, self._lse_dtype, memory_of_rows)
+            lse = ndarray(self._lse.shape, self._lse.dtype, memory_of_rows)
             rows = memory_of_rows.ptr
             # When a graph runs, a result of the call that it was captured from may be gone.
             if self._workspace_at and not runtime.streamIsCapturing(get_current_stream().ptr):

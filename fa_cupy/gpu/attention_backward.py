@@ -20,7 +20,7 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import mask_key, require_whole_elements
+from fa_cupy.gpu.arrays import Allocation, allocation, mask_key, require_whole_elements
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.masks.block_tables import CallTables
@@ -63,14 +63,14 @@ class Prepared(NamedTuple):
     copies : dict of tuple
         Of each array that lies in the workspace in place of one of the call, its layout and its
         place.
-    grads : list of tuple
-        Shape, strides, dtype and bytes of dq, dk and dv as the kernels write them.
+    grads : list of Allocation
+        Of dq, dk and dv as the kernels write them.
     """
 
     plan: Plan
     tables: CallTables | None
     copies: Mapping[str, tuple[Laid, int]]
-    grads: Sequence[tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any], int]]
+    grads: Sequence[Allocation]
 
     def run(self, arrays: Mapping[str, Any], mask: Any) -> bool:
         """Run the call on the current stream of the plan's device, which must be current.
@@ -157,15 +157,16 @@ def cached(
     if found is None or found.copies:
         return None
     tables, _owners = ((), None) if found.tables is None else found.tables(mask)
-    dq, dk, dv = (
-        cupy.ndarray(shape, dtype, alloc(size), strides)
-        for shape, strides, dtype, size in found.grads
-    )
+    dq, dk, dv = [
+        cupy.ndarray(shape, dtype, alloc(nbytes), strides)
+        for nbytes, shape, dtype, strides in found.grads
+    ]
+    memory = alloc(found.plan.workspace_bytes)
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, lse.data.ptr, dout.data.ptr,
         0 if dlse is None else dlse.data.ptr, 0, dq.data.ptr, dk.data.ptr, dv.data.ptr,
     )  # fmt: skip
-    return (dq, dk, dv) if found.plan.run((*pointers, *tables)) else None
+    return (dq, dk, dv) if found.plan.run((*pointers, *tables), memory.ptr) else None
 
 
 def backward(
@@ -268,7 +269,7 @@ def _prepare(
         plan,
         tables=None if problem.mask is None else CallTables(problem, device),
         copies={name: (x, places[name]) for name, x in inside.items()},
-        grads=[(*laid[name], laid[name].nbytes) for name in _GRADIENTS],
+        grads=[allocation(*laid[name]) for name in _GRADIENTS],
     )
 
 

@@ -14,7 +14,15 @@ from fa_cupy.core.arrays import dense_strides
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import fits, kernel_takes, packed, packed_copy, require_whole_elements
+from fa_cupy.gpu.arrays import (
+    Allocation,
+    allocation,
+    fits,
+    kernel_takes,
+    packed,
+    packed_copy,
+    require_whole_elements,
+)
 from fa_cupy.gpu.kernels import products
 from fa_cupy.gpu.kernels.linear.params import Job
 from fa_cupy.gpu.plan import Plan
@@ -29,7 +37,7 @@ class _Call(NamedTuple):
     """What a call whose arrays need no copies allocates, and its plan."""
 
     plan: Plan
-    out: tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+    out: Allocation
     state: tuple[int, ...] | None
 
 
@@ -47,9 +55,9 @@ def cached(
     places = [0 if x is None else x.data.ptr for x in (q, k, v, initial)]
     if call is None or any(place & 3 for place in places):
         return None
-    shape, strides = call.out
-    memory = alloc(math.prod(shape) * q.dtype.itemsize)
-    result = cupy.ndarray(shape, q.dtype, memory, strides)
+    nbytes, shape, dtype, strides = call.out
+    memory = alloc(nbytes)
+    result = cupy.ndarray(shape, dtype, memory, strides)
     state = None if call.state is None else cupy.empty(call.state, np.float32)
     call.plan.run((*places[:3], memory.ptr, places[3], 0 if state is None else state.data.ptr))
     return (result, state) if return_state else result
@@ -84,7 +92,7 @@ def product(
     if own and plan is not None:
         shape = None if state is None else state.shape
         key = _key(q, k, v, initial, return_state, reverse, algorithm)
-        remember(key, _Call(plan, (out.shape, out.strides), shape))
+        remember(key, _Call(plan, allocation(out.shape, out.strides, out.dtype), shape))
     return out, state
 
 

@@ -13,7 +13,6 @@ every batch entry and then summed over those along which its argument was broadc
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import cupy
@@ -24,7 +23,7 @@ from fa_cupy.core import attention_problem, broadcasting
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product, product_problem
 from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import fits, kernel_takes, require_whole_elements
+from fa_cupy.gpu.arrays import Allocation, allocation, fits, kernel_takes, require_whole_elements
 from fa_cupy.gpu.causal_product import compute, job_of, plan_for, require_kernels
 from fa_cupy.gpu.cublas import tile_ops
 from fa_cupy.gpu.plan import Plan
@@ -37,7 +36,7 @@ class _Call(NamedTuple):
     """A call whose gradients are the outputs of one launch: its plan, what it allocates."""
 
     plan: Plan
-    results: tuple[tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]], ...]
+    results: tuple[Allocation, ...]
 
 
 def cached(
@@ -51,8 +50,8 @@ def cached(
     if call is None or any(x.data.ptr & 3 for x in arrays):
         return None
     found = tuple(
-        cupy.ndarray(shape, dtype, alloc(math.prod(shape) * dtype.itemsize), strides)
-        for shape, strides, dtype in call.results
+        cupy.ndarray(shape, dtype, alloc(nbytes), strides)
+        for nbytes, shape, dtype, strides in call.results
     )
     of_q, of_k, of_v, of_initial = (*(x.data.ptr for x in found), 0)[:4]
     dout, q, k, v = (x.data.ptr for x in (dout, q, k, v))
@@ -118,7 +117,7 @@ def _gradients(
     found = [term.out for term in terms] + ([] if initial is None else [terms[2].state])
     plain = all(x is y for x, y in zip(found, (dq, dk, dv, dinitial), strict=False))
     if plan is not None and plain and terms[2].initial is dstate:
-        results = tuple((x.shape, x.strides, x.dtype) for x in found)
+        results = tuple(allocation(x.shape, x.strides, x.dtype) for x in found)
         remember(_key(dout, q, k, v, initial, dstate, reverse), _Call(plan, results))
     return dq, dk, dv, dinitial
 

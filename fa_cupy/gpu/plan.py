@@ -135,8 +135,8 @@ class Plan:
     """
 
     __slots__ = (
-        "_fallback", "_launcher", "_launches", "_places", "_pool", "names", "other", "steps",
-        "workspace_bytes",
+        "_fallback", "_launcher", "_launches", "_marks", "_places", "_pool", "names", "other",
+        "steps", "workspace_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -159,9 +159,9 @@ class Plan:
             _Launch(step, kernel, index, launcher)
             for step, kernel in zip(steps, launcher.kernels(steps), strict=True)
         ]
-        # The launches with structs that no thread is using: a launch copies its struct before it
-        # returns.
-        self._pool: list[list[tuple[_Launch, Arguments]]] = []
+        self._marks = any(MARK in step.addresses.values() for step in steps)
+        # Sets of structs that no thread is using: a launch copies its struct before it returns.
+        self._pool: list[_Structs] = []
 
     def run(self, pointers: tuple[int, ...], workspace: int = 0) -> bool:
         """Queue the launches on the current stream.
@@ -185,18 +185,57 @@ class Plan:
             if not workspace:
                 memory = self._launcher.workspace(self.workspace_bytes)
                 workspace = memory.ptr
-            pointers = (*pointers, *[workspace + place for place in self._places], next(_marks))
+            pointers = (*pointers, *[workspace + place for place in self._places])
+            if self._marks:
+                pointers = (*pointers, next(_marks))
         try:
-            ready = self._pool.pop()
+            structs = self._pool.pop()
         except IndexError:
-            ready = [(launch, Arguments(launch.params)) for launch in self._launches]
-        # No function is called per step but the launch: repeated calls count in microseconds.
-        for launch, arguments in ready:
+            structs = _Structs(self._launches)
+        # Calls in a loop often get the same memory again, and then nothing is to be written.
+        if structs.pointers != pointers and not structs.write(pointers):
+            self._pool.append(structs)
+            return self.fallback().run(given) if self._fallback else False
+        stream = None
+        for launch, arguments in structs.launches:
+            stream = launch.kernel(arguments, stream)
+        self._pool.append(structs)
+        return True
+
+    def fallback(self) -> Plan:
+        """Return the plan that takes any addresses, made at the first call."""
+        if self.other is None:
+            assert self._fallback is not None
+            self.other = self._fallback()
+        return self.other
+
+
+class _Structs:
+    """The launches of a plan with a struct for each.
+
+    Attributes
+    ----------
+    launches : list of tuple
+        Each launch with its `Arguments`.
+    pointers : tuple of int or None
+        The addresses that are in all structs.
+    """
+
+    __slots__ = ("launches", "pointers")
+
+    def __init__(self, launches: Sequence[_Launch]) -> None:
+        self.launches = [(launch, Arguments(launch.params)) for launch in launches]
+        self.pointers: tuple[int, ...] | None = None
+
+    def write(self, pointers: tuple[int, ...]) -> bool:
+        """Write addresses and tensor maps; False where an array cannot have a map."""
+        self.pointers = None  # until all are there
+        for launch, arguments in self.launches:
+            # No function is called for a step: this takes a good part of a call's time.
             if launch.maps:
                 mapped = launch.mapped(pointers)
                 if arguments.mapped != mapped and not launch.write_maps(arguments, mapped):
-                    self._pool.append(ready)
-                    return self.fallback().run(given) if self._fallback else False
+                    return False
             values = pointers
             if launch.shifts:
                 pairs = zip(pointers, launch.shifts, strict=False)
@@ -209,18 +248,8 @@ class Plan:
                 for pointer in select(pointers):
                     bits |= pointer
                 _pack_flag(arguments.memory, at, not bits & 15)
-        stream = None
-        for launch, arguments in ready:
-            stream = launch.kernel(arguments, stream)
-        self._pool.append(ready)
+        self.pointers = pointers
         return True
-
-    def fallback(self) -> Plan:
-        """Return the plan that takes any addresses, made at the first call."""
-        if self.other is None:
-            assert self._fallback is not None
-            self.other = self._fallback()
-        return self.other
 
 
 class _Launch:
