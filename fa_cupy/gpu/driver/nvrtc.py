@@ -112,7 +112,7 @@ def _library() -> tuple[Any, tuple[int, int]]:
     except (ImportError, RuntimeError) as error:  # RuntimeError: the bindings find no library
         raise ImportError(
             "compiling a kernel needs NVRTC and cuda-bindings: pip install 'fa_cupy[cuda13]', or "
-            f"'fa_cupy[cuda12]' for a CUDA 12 driver ({error})"
+            f"'fa_cupy[cuda12]' for a CUDA 12 driver ({' '.join(str(error).split())})"
         ) from error
     return nvrtc, (major, minor)
 
