@@ -185,3 +185,27 @@ def test_structs_that_were_not_written_to_the_end_are_not_used_again():
     found = run(plan, 16, 32)
     assert found["job"]["out_map"][:2].tolist() == [[16] * 16, [32] * 16]
     assert found["common"]["k"] == 32
+
+
+def test_the_workspace_is_given_back_before_the_fallback_takes_its_own():
+    class Memory:
+        held = 0
+        ptr = WORKSPACE
+
+        def __init__(self, size):
+            Memory.held += 1
+            assert Memory.held == 1
+
+        def __del__(self):
+            Memory.held -= 1
+
+    launcher = NotingLauncher()
+    launcher.workspace = Memory
+    space = Workspace({"sums": 0}, 8)
+    plain = step(addresses={"sums": "sums"})
+    mapped = plain._replace(maps={"job.0.out_map": ("q", GEOMETRY)})
+    plan = Plan(
+        [mapped], ("q",), launcher, space, fallback=lambda: Plan([plain], ("q",), launcher, space)
+    )
+    assert plan.run((24,))
+    assert Memory.held == 0

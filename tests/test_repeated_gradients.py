@@ -1,5 +1,8 @@
 """Repeated calls of `attention_backward`, as on a GPU: which are answered from known plans."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -7,6 +10,7 @@ import fa_cupy
 from fa_cupy import BitMask
 from tests import cupy_stand_in
 from tests.cupy_stand_in import CAPTURE, owned
+from tests.test_style import ROOT
 
 NAMES = ("dout", "q", "k", "v", "out", "lse")
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
@@ -189,3 +193,25 @@ def test_options_of_other_types_are_checked(device):
         fa_cupy.attention_backward(*given, is_causal="no")
     with pytest.raises(TypeError, match="scale"):
         fa_cupy.attention_backward(*given, scale="1")
+
+
+LATE = """
+import threading, numpy as np, fa_cupy
+from tests import cupy_stand_in
+{early}
+def work():
+    threading.main_thread().join()
+    with cupy_stand_in.on_a_device(), np.errstate(all="ignore"):
+        q = cupy_stand_in.owned(np.zeros((2, 64, 64), np.float16))
+        out, lse = fa_cupy.attention(q, q, q, return_lse=True)
+        print(len(fa_cupy.attention_backward(q, q, q, q, out, lse)), flush=True)
+threading.Thread(target=work).start()
+"""
+
+
+@pytest.mark.parametrize("early", ["", "import concurrent.futures.thread"])
+def test_a_thread_that_outlives_the_main_thread_can_make_first_calls(early):
+    """Then no pool of threads can be imported, or none takes work."""
+    command = [sys.executable, "-c", LATE.format(early=early)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout == "3\n", done.stderr[-2000:]

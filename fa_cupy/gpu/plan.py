@@ -20,8 +20,9 @@ import numpy as np
 
 from fa_cupy.gpu.driver.arguments import Arguments
 
-#: The name of a number that no other launch has, on this machine and on any other. It is never 0.
-#: A kernel compares it with what its memory holds, which it finds as another launch has left it.
+#: The name of a number that no other run of a plan has, on this machine and on any other. It is
+#: never 0. A kernel compares it with what its memory holds, which it finds as another launch has
+#: left it. Launches of one run share the number: the last block of each takes it away again.
 MARK = "mark"
 # It starts where no other process did. `next` is one step to other threads.
 _marks = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1 | 1)
@@ -195,6 +196,7 @@ class Plan:
         # Calls in a loop often get the same memory again, and then nothing is to be written.
         if structs.pointers != pointers and not structs.write(pointers):
             self._pool.append(structs)
+            memory = None  # the fallback takes its own
             return self.fallback().run(given) if self._fallback else False
         stream = None
         for launch, arguments in structs.launches:

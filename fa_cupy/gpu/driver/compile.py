@@ -14,7 +14,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -176,12 +175,24 @@ def load_all(variants: Sequence[Variant], target: str, device: int) -> list[Any]
     with _load_lock:
         new = [v for v in dict.fromkeys(variants) if (v, target, device) not in _loaded]
         if len(new) > 1:
-            with ThreadPoolExecutor(len(new)) as pool:
-                images = pool.map(lambda variant: compile_variant(variant, target).cubin, new)
-                for variant, image in zip(new, images, strict=True):
-                    kernel = load_cubin(image, variant.entry, device)
-                    _loaded[variant, target, device] = kernel
+            for variant, compiled in zip(new, _compile_together(new, target), strict=False):
+                kernel = load_cubin(compiled.cubin, variant.entry, device)
+                _loaded[variant, target, device] = kernel
     return [load(variant, target, device) for variant in variants]
+
+
+def _compile_together(variants: Sequence[Variant], target: str) -> list[Compiled]:
+    """Compile in a thread each; return nothing where no thread can be started."""
+    try:
+        # Once the main thread has ended, neither the import nor a new thread may be possible.
+        from concurrent.futures import ThreadPoolExecutor
+
+        pool = ThreadPoolExecutor(len(variants))
+        futures = [pool.submit(compile_variant, variant, target) for variant in variants]
+    except RuntimeError:
+        return []
+    with pool:
+        return [future.result() for future in futures]
 
 
 def load_ptx(file: str, entry: str, device: int) -> Any:

@@ -20,7 +20,8 @@ _FULL_COST, _PARTIAL_COST = 5, 6
 # Rows of blocks are as good as equal if none costs so many times as much as another.
 _EVEN = 1.2
 # Rows of blocks that are sorted together: for each multiprocessor at least, so that the long ones
-# are shared out evenly (`params_sm90.section` has what was measured); and batch entries at most.
+# are shared out evenly (`_entries_per_l2_group` of `fwd_sm90` has what was measured); and batch
+# entries at most.
 _LEAST_ROWS, _MOST_ENTRIES = 2, 32
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -30,7 +31,8 @@ def section(problem: Problem, multiprocessors: int) -> int:
     """Return how many batch entries are sorted together.
 
     As many as have their keys and values in the L2 cache at once, or more where those are too few
-    rows of blocks to be shared out. Sections are about equal, as those of `params_sm90.section`.
+    rows of blocks to be shared out. Sections are about equal, as `_entries_per_l2_group` of
+    `fwd_sm90` makes its groups.
     """
     sizes, steps = merge_axes(problem.batch, {"k": problem.k, "v": problem.v})
     rows = _LEAST_ROWS * multiprocessors
