@@ -305,10 +305,11 @@ def test_c_tokens(source, tokens):
 
 
 def test_gpu_tests_are_found(tmp_path):
+    hook = "def pytest_itemcollected(item): item.add_marker(pytest.mark.gpu)\n"
     fixture = "@pytest.fixture(params=['numpy', pytest.param('cupy', marks=pytest.mark.gpu)])\n"
     sources = {
         "conftest": f"import pytest\n{fixture}def xp(request): return request.param\n",
-        "strategies": "import helpers\n",
+        "strategies": "from tests import helpers\n",
         "helpers": "",
         "arrays": "import pytest\nBOTH = [pytest.param(0, marks=pytest.mark.gpu)]\n",
         "test_fixture": "def test_it(xp): pass\n",
@@ -320,11 +321,26 @@ def test_gpu_tests_are_found(tmp_path):
         "test_text": "NAME = 'pytest.mark.gpu'\nfrom hypothesis import strategies\n",
         "test_cpu": "from fa_cupy import reference\n@pytest.mark.slow\ndef test(): 0\n",
         "reference": "",
+        "gpu/conftest": f"import pytest\n{hook}",
+        "gpu/test_folder": "from tests.support import plans\nfrom ..support.draw import x\n",
+        "gpu/deep/test_deep": "import tests.support.bits\ndef test_it(): pass\n",
+        "support/__init__": "",
+        "support/plans": "",
+        "support/draw": "",
+        "support/bits": "",
+        "support/unused": "",
+        "api/conftest": "",
+        "api/test_fixture": "from ..strategies import problems\ndef test_it(xp): pass\n",
+        "cpu/conftest": "",
+        "cpu/test_folder": "from tests.support import unused\ndef test_it(): pass\n",
     }
     for name, source in sources.items():
         save(tmp_path / f"tests/{name}.py", source)
     found = {"conftest", "strategies", "helpers", "arrays", "test_fixture", "test_shared"}
-    assert gpu_tests(tmp_path) == {f"tests/{name}.py" for name in found | {"test_marked"}}
+    found |= {"test_marked", "gpu/conftest", "gpu/test_folder", "gpu/deep/test_deep"}
+    found |= {f"support/{name}" for name in ("__init__", "plans", "draw", "bits")}
+    found |= {"api/conftest", "api/test_fixture"}
+    assert gpu_tests(tmp_path) == {f"tests/{name}.py" for name in found}
 
 
 PRINTS = {"fa_cupy/gpu/launch.py": {"f": "0123"}}
