@@ -15,7 +15,6 @@ from fa_cupy.gpu.driver.devices import current_target
 from tests.support import plans
 from tests.support.device_arrays import bits, check_replays
 
-pytestmark = pytest.mark.gpu
 CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
 
 

@@ -15,7 +15,6 @@ from fa_cupy.gpu.driver.devices import current_target
 from tests.support import plans
 from tests.support.device_arrays import Differing, bits, check_replays
 
-pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
 DIMS = (32, 64, 96, 128, 192, 256)  # of the rows of the table
 LENGTHS = (1, 63, 64, 65, 128, 129, 193, 300)

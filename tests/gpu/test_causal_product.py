@@ -24,7 +24,6 @@ HALF, _, SINGLE, DOUBLE = DTYPES
 # Relative errors of a product: its scores, states and results are rounded to 16 bits, or its sums
 # are of float32 or float64.
 LIMITS = {HALF: 3.2e-4, BFLOAT16: 2.1e-3, SINGLE: 2e-6, DOUBLE: 4e-15}
-pytestmark = pytest.mark.gpu
 
 
 def rounded(dtype):

@@ -19,7 +19,6 @@ import cupy as cp
 from fa_cupy.gpu.driver.devices import current_target, multiprocessors
 from tests.support import plans
 
-pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
 SM90, SM80 = "attention/fwd_sm90", "attention/fwd_sm80"
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 1000)

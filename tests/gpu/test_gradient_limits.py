@@ -22,7 +22,6 @@ from fa_cupy.gpu.driver.devices import current_target
 from tests.support import plans
 from tests.support.device_arrays import Counter, Differing, needs, no_memory_held, uniform
 
-pytestmark = pytest.mark.gpu
 HALF, _, SINGLE, DOUBLE = DTYPES
 FAR = 2**31
 KINDS = 7  # of batch entries, which follow each other again and again

@@ -21,8 +21,6 @@ from fa_cupy.gpu.driver import interop
 from fa_cupy.gpu.driver.devices import current_target
 from tests.support.device_arrays import uniform
 
-pytestmark = pytest.mark.gpu
-
 HALF, SINGLE, DOUBLE = map(np.dtype, (np.float16, np.float32, np.float64))
 PATTERN = 0x5A
 ROUNDS = 3

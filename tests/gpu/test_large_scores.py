@@ -15,7 +15,6 @@ import cupy as cp
 
 from fa_cupy.gpu.driver.devices import current_target
 
-pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
 # Tensor cores truncate their sums where plain arithmetic rounds them.
 TIMES = 16

@@ -58,7 +58,6 @@ def check(cupy, out, value=0):
     np.testing.assert_array_equal(rows, np.broadcast_to(np.arange(120) + value, rows.shape))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("shared_bytes", [128, 48 * 1024, LARGE])
 def test_launch_passes_the_struct_by_value(cupy, kernel, shared_bytes):
     out = cupy.zeros(7 * 128, np.uint8)
@@ -68,7 +67,6 @@ def test_launch_passes_the_struct_by_value(cupy, kernel, shared_bytes):
     check(cupy, out, 3)
 
 
-@pytest.mark.gpu
 def test_more_shared_memory_stays_granted(cupy, kernel):
     out = cupy.zeros(128, np.uint8)
     sizes = LARGE, 64 * 1024
@@ -79,7 +77,6 @@ def test_more_shared_memory_stays_granted(cupy, kernel):
         out[:] = 0
 
 
-@pytest.mark.gpu
 def test_launch_uses_the_current_stream(cupy, kernel):
     out = cupy.zeros(128, np.uint8)
     params = params_for(out, shared_bytes=LARGE)
@@ -97,7 +94,6 @@ def test_launch_uses_the_current_stream(cupy, kernel):
     check(cupy, out)
 
 
-@pytest.mark.gpu
 def test_a_thread_without_a_context_can_launch(cupy, kernel):
     out = cupy.zeros(128, np.uint8)
     thread = threading.Thread(target=lambda: launch(kernel, 1, 128, 128, params_for(out)))
@@ -107,7 +103,6 @@ def test_a_thread_without_a_context_can_launch(cupy, kernel):
     check(cupy, out)
 
 
-@pytest.mark.gpu
 def test_load_compiles_once_for_all_threads(cupy, target, monkeypatch):
     row = next(row for row in VARIANTS if target in row.targets)
     made = []
@@ -125,14 +120,12 @@ def test_load_compiles_once_for_all_threads(cupy, target, monkeypatch):
     assert made == [(row, target)]
 
 
-@pytest.mark.gpu
 def test_every_row_loads(cupy, target):
     for row in (*VARIANTS, *PRODUCTS):
         if target in row.targets:
             assert compile.load(row, target, cupy.cuda.Device().id).ptr
 
 
-@pytest.mark.gpu
 def test_kernels_run_on_the_device_they_were_loaded_on(cupy, target):
     if len(devices.devices()) < 2:
         pytest.skip("one device")
@@ -145,7 +138,6 @@ def test_kernels_run_on_the_device_they_were_loaded_on(cupy, target):
         check(cupy, out)
 
 
-@pytest.mark.gpu
 def test_a_cubin_that_the_driver_refuses_is_an_error_and_no_more(cupy, target, kernel):
     other = "sm_80" if target.startswith("sm_12") else "sm_120"
     cubin = compile.compile_source("launch", SOURCE, other).cubin
@@ -156,7 +148,6 @@ def test_a_cubin_that_the_driver_refuses_is_an_error_and_no_more(cupy, target, k
     check(cupy, out)
 
 
-@pytest.mark.gpu
 def test_tensor_map_is_encoded_once(cupy):
     if int(cupy.cuda.Device().compute_capability) < 90:
         pytest.skip("the device has no tensor memory accelerator")

@@ -30,7 +30,6 @@ from fa_cupy.gpu.kernels.attention import attention_params
 from tests.support import plans
 from tests.support.device_arrays import Counter, needs, no_memory_held, uniform
 
-pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
 FAR = 2**31
 

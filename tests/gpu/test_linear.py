@@ -8,7 +8,6 @@ from tests.support.products import FEATURES, draw, plain_attention, plain_states
 from tests.support.strategies import DTYPES, LAYOUTS, UNIT, by_dtype, lay, to_numpy
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
-pytestmark = pytest.mark.gpu
 
 
 # States

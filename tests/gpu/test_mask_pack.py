@@ -13,7 +13,6 @@ from tests.api.test_masks import dense_masks
 from tests.support import mask_sources
 from tests.support.mask_sources import SHAPES, same
 
-pytestmark = pytest.mark.gpu
 LAYOUTS = ("plain", "turned", "reversed", "spaced", "shifted", "aligned")
 
 

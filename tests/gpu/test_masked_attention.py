@@ -24,7 +24,6 @@ import cupy as cp
 from fa_cupy.gpu.driver.devices import current_target
 from tests.support import plans
 
-pytestmark = pytest.mark.gpu
 HALF = np.dtype(np.float16)
 BANDS = [
     {},

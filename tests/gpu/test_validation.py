@@ -14,8 +14,6 @@ from validation import (
     store,
 )
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_bench_on_the_gpu(dtype, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -36,3 +37,21 @@ def test_without_a_compiler_what_runs_kernels_is_skipped(tmp_path):
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("SKIPPED"))
     assert line.endswith(": there is no g++: kernels cannot run on the CPU")
     assert re.search(r"= \d+ skipped in ", done.stdout.splitlines()[-1])
+
+
+def test_the_folder_of_gpu_tests_sets_their_mark(tmp_path):
+    """And that of no other test; the mark is there before tests are chosen by it."""
+    for name in ("gpu/deep/test_deep", "gpu/test_gpu", "cpu/test_cpu"):
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("def test_it(): pass\n")
+    shutil.copy(ROOT / "tests/gpu/conftest.py", tmp_path / "gpu")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    found = {}
+    for chosen in ("gpu", "not gpu"):
+        done = subprocess.run([*command, "-m", chosen], cwd=tmp_path, capture_output=True,
+                              text=True, timeout=60, check=True)  # fmt: skip
+        found[chosen] = {line for line in done.stdout.splitlines() if "::" in line}
+    assert found["gpu"] == {"gpu/deep/test_deep.py::test_it", "gpu/test_gpu.py::test_it"}
+    assert found["not gpu"] == {"cpu/test_cpu.py::test_it"}
