@@ -51,7 +51,7 @@ test-gpu: gpu-tests gpu-sanitize gpu-receipt
 gpu-tests: $(GPU_READY)
 	rm -rf $(GPU_RUN) && mkdir -p $(GPU_RUN)
 	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -m gpu \
-	  -p _hypothesis_pytestplugin -p tests.receipt_plugin --receipt $(GPU_RUN)/tests.json
+	  -p _hypothesis_pytestplugin -p tests.support.receipt_plugin --receipt $(GPU_RUN)/tests.json
 
 gpu-sanitize: $(GPU_READY)
 	-$(PY) -m validation sanitize --json $(GPU_RUN)/sanitizer.json
@@ -80,7 +80,7 @@ format: $(TEST_READY)
 
 ## compile every kernel for every further target
 compile-all: $(TEST_READY)
-	$(PY) -m pytest -m "slow and not gpu" tests/test_compile.py
+	$(PY) -m pytest -m "slow and not gpu" tests/kernels/test_compile.py
 
 wheel: $(TEST_READY)
 	$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -16,7 +16,8 @@ hypothesis.settings.register_profile(
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-# `make test`. Tests that say how many examples they want do so by `tests.every_run.examples`.
+# `make test`. Tests that say how many examples they want do so by `examples` of
+# `tests.support.every_run`.
 hypothesis.settings.register_profile(
     "quick", hypothesis.settings.get_profile("ci"), max_examples=40
 )

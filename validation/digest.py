@@ -83,18 +83,13 @@ def _mentions_gpu_mark(tree: ast.AST) -> bool:
     )
 
 
-def _imports(tree: ast.AST) -> set[str]:
-    """Return the imported modules that may lie in tests/, named as there."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if module in ("", "tests"):
-                names |= {alias.name for alias in node.names}
-            names.add(module)
-    return {name.removeprefix("tests.") for name in names}
+def _imports(path: str, tree: ast.Module) -> set[str]:
+    """Return the modules that a file imports, and the names that it takes from them, dotted."""
+    nodes = list(ast.walk(tree))
+    is_package = path.endswith("/__init__.py")
+    taken = definitions.imports(nodes, definitions.module_name(path), is_package).values()
+    modules = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    return modules | {*taken} | {name.rpartition(".")[0] for name in taken}
 
 
 def _gpu_fixtures(tree: ast.Module) -> set[str]:
@@ -125,32 +120,56 @@ def _functions(tree: ast.Module) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+def _python_files(root: Path, folder: str) -> set[str]:
+    found = (path.relative_to(root) for path in (root / folder).rglob("*.py"))
+    return {p.as_posix() for p in found if not any(x.startswith(".") for x in p.parts)}
+
+
 def gpu_tests(root: Path = ROOT) -> set[str]:
     """Return the test files that hold GPU tests, and the test files that those import.
 
-    A file holds GPU tests when it uses the ``gpu`` mark, takes a fixture of conftest.py that does
-    and that it does not define anew, or imports a shared module that does.
+    A file holds GPU tests when it uses the ``gpu`` mark, takes a fixture of a conftest.py that does
+    and that it does not define anew, imports a shared module that does, or lies in a folder whose
+    conftest.py sets the mark in a hook of pytest.
     """
-    trees = {path.stem: ast.parse(path.read_bytes()) for path in (root / "tests").glob("*.py")}
-    fixtures = _gpu_fixtures(trees["conftest"]) if "conftest" in trees else set()
+    trees = {path: ast.parse((root / path).read_bytes()) for path in _python_files(root, "tests")}
+    modules = {definitions.module_name(path): path for path in trees}
+    imports = {
+        path: {modules[name] for name in _imports(path, tree) & modules.keys()}
+        for path, tree in trees.items()
+    }
+    # By the folder that each conftest.py serves.
+    fixtures = {
+        path.removesuffix("conftest.py"): _gpu_fixtures(tree)
+        for path, tree in trees.items()
+        if path.endswith("/conftest.py")
+    }
     shared = {
-        name
-        for name, tree in trees.items()
-        if not name.startswith("test_") and name != "conftest" and _mentions_gpu_mark(tree)
+        path
+        for path, tree in trees.items()
+        if not path.rpartition("/")[2].startswith(("test_", "conftest."))
+        and _mentions_gpu_mark(tree)
     }
-    chosen = {"conftest"} & trees.keys() | {
-        name
-        for name, tree in trees.items()
-        if _mentions_gpu_mark(tree)
-        or shared & _imports(tree)
-        or _arguments(tree) & (fixtures - _functions(tree))
-    }
+
+    def holds_gpu_tests(path: str, tree: ast.Module) -> bool:
+        served = (names for folder, names in fixtures.items() if path.startswith(folder))
+        marking = {name for names in served for name in names} - _functions(tree)
+        return (
+            _mentions_gpu_mark(tree)
+            or bool(shared & imports[path])
+            or bool(_arguments(tree) & marking)
+            or any(name.startswith("pytest_") for name in marking)
+        )
+
+    chosen = {path for path, tree in trees.items() if holds_gpu_tests(path, tree)}
     todo = list(chosen)
     while todo:
-        new = (_imports(trees[todo.pop()]) & trees.keys()) - chosen
+        path = todo.pop()
+        served = {f"{folder}conftest.py" for folder in fixtures if path.startswith(folder)}
+        new = (imports[path] | served) - chosen
         chosen |= new
         todo += new
-    return {f"tests/{name}.py" for name in chosen}
+    return chosen
 
 
 def fingerprints(root: Path = ROOT) -> Prints:
@@ -161,8 +180,7 @@ def fingerprints(root: Path = ROOT) -> Prints:
     """
     paths = gpu_tests(root)
     for folder in ("cuda_src", "ptx", "fa_cupy"):
-        found = (path.relative_to(root) for path in (root / folder).rglob("*.py"))
-        paths |= {p.as_posix() for p in found if not any(x.startswith(".") for x in p.parts)}
+        paths |= _python_files(root, folder)
     cpu_only = {p for p in paths if p.startswith("fa_cupy/cpu/") or p == "fa_cupy/plot.py"}
     prints = definitions.fingerprints(root, paths - cpu_only)
     for path in (root / "ptx").glob("[!.]*.ptx"):

@@ -43,7 +43,7 @@ _PATTERN = 0x5A  # of memory that belongs to others
 def attention_call(xp: Any, case: Any, gradient: bool) -> Callable[[], tuple[Any, ...]]:
     """Return a call of `attention`, or of it and `attention_backward`, on arrays of a case."""
     from fa_cupy import attention, attention_backward
-    from tests.strategies import normal
+    from tests.support.strategies import normal
 
     *qkv, bias, mask = case.native(xp)
     options = case.options
@@ -66,7 +66,7 @@ PRODUCTS = ("causal_product", "causal_product_backward", "linear_attention")
 def product_call(xp: Any, case: Any, name: str) -> Callable[[], tuple[Any, ...]]:
     """Return a call of one of `PRODUCTS` on arrays of a case."""
     from fa_cupy import causal_product, causal_product_backward, linear_attention
-    from tests.strategies import normal
+    from tests.support.strategies import normal
 
     *qkv, initial = case.native(xp)
     options = {"initial_state": initial, "reverse": case.reverse}
@@ -148,8 +148,8 @@ def check_captured(run: Callable[[], tuple[Any, ...]], mode: str) -> None:
 # ------------------------------------------------------------------------------------------ kinds
 def kinds(xp: Any) -> dict[str, Any]:
     """Return the kinds of calls as functions of what hypothesis draws, with their strategies."""
-    from tests import gradients, products, strategies
-    from tests.strategies import to_numpy
+    from tests.support import gradients, products, strategies
+    from tests.support.strategies import to_numpy
 
     def forward(case: Any) -> None:
         out, lse = attention_call(xp, case, False)()

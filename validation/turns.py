@@ -49,7 +49,7 @@ _MEASURED = tuple(
 
 def source() -> bytes:
     """Return ``bwd_sm90`` with a pause at each of `PLACES`, of as many clocks as `pause` says."""
-    from tests.planted import flat
+    from tests.support.planted import flat
 
     text = flat("cuda_src/attention/bwd_sm90.cu")
     for i, place in enumerate(PLACES.values()):

@@ -23,7 +23,7 @@ from fa_cupy.gpu.kernels.variant import Variant
 
 FOLDER = Path(__file__).parent
 BUILD = ROOT / "build" / "emulator"
-#: In the environment of a process that has AddressSanitizer loaded (`tests.seeds`).
+#: In the environment of a process that has AddressSanitizer loaded (`tests.support.seeds`).
 SANITIZE = "FA_CUPY_EMULATOR_SANITIZE"
 _COMMON = ("-std=c++17", "-g", "-fPIC", "-fvisibility=hidden", f"-I{FOLDER}", f"-I{ROOT}")
 # Some compilers define it, and then a jump to another fiber's stack aborts the process.

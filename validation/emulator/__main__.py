@@ -1,8 +1,8 @@
-"""``python -m validation.emulator``: see `tests.seeds`."""
+"""``python -m validation.emulator``: see `tests.support.seeds`."""
 
 import sys
 
-from tests.seeds import main
+from tests.support.seeds import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ import numpy as np
 
 import fa_cupy
 from fa_cupy import BitMask
-from tests.strategies import lay
+from tests.support.strategies import lay
 from validation.outcomes.data import DTYPES, blocks, chance, draw, some_dtypes
 from validation.outcomes.record import GPU_TOLERANCE, Call
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import fa_cupy
 from fa_cupy import reference
-from tests.strategies import lay
+from tests.support.strategies import lay
 from validation.outcomes.data import DTYPES, draw, some_dtypes
 from validation.outcomes.record import Call
 

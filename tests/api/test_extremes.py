@@ -1,0 +1,292 @@
+"""Finite data at the ends of the range, and log-sum-exps that one number cannot hold."""
+
+import numpy as np
+import pytest
+
+from fa_cupy import BitMask, attention, attention_backward, merge_attention, reference
+from fa_cupy.tiled import attention as tiled_attention
+from fa_cupy.tiled import attention_backward as tiled_attention_backward
+from fa_cupy.tiled import tile_sizes
+from tests.support.strategies import BFLOAT16, DTYPES, by_dtype, normal, to_numpy
+
+HALF, _, SINGLE, DOUBLE = DTYPES
+# Of an output and of a gradient, relative to the largest of it.
+CLOSE = {HALF: 2e-3, BFLOAT16: 2e-2, SINGLE: 2e-5, DOUBLE: 1e-13}
+
+
+def near(found, want, dtype, flushed=0.0):
+    """Hold an array against another; what is below `flushed` may be 0."""
+    found, want = (to_numpy(x).astype(np.longdouble) for x in (found, want))
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(want))
+    finite = np.isfinite(want)
+    error = np.abs(found[finite] - want[finite]).max(initial=0)
+    least = 0 if dtype == DOUBLE else 2.0**-126
+    assert error <= CLOSE[dtype] * np.abs(want[finite]).max(initial=least) + flushed, error
+
+
+def solve(xp, dout, *arrays, mask=None, dlse=None, **options):
+    """Output, LSE and gradients of q, k, v and, if given, the bias; as NumPy arrays."""
+    given = [xp.asarray(x) for x in arrays]
+    bias = given[3] if len(given) > 3 else None
+    where = mask if mask is None or isinstance(mask, BitMask) else xp.asarray(mask)
+    out, lse = attention(*given[:3], bias, where, return_lse=True, **options)
+    dlse = None if dlse is None else xp.asarray(dlse)
+    dout = xp.asarray(dout)
+    grads = attention_backward(dout, *given[:3], out, lse, bias, where, dlse=dlse, **options)
+    return [to_numpy(x) for x in (out, lse, *grads)]
+
+
+def check(xp, dout, *arrays, mask=None, dlse=None, **options):
+    """Hold output and gradients against float64."""
+    dtype = arrays[0].dtype
+    found = solve(xp, dout, *arrays, mask=mask, dlse=dlse, **options)
+    more = [*arrays[3:], *[None] * (4 - len(arrays)), mask]
+    want = reference.attention(*arrays[:3], *more, **options)
+    grads = reference.attention_backward(dout, *arrays[:3], *more, dlse=dlse, **options)
+    for x, of in zip(found, (*want, *grads), strict=True):
+        near(x, of, dtype)
+    return found
+
+
+@pytest.fixture(params=["whole", "small"])
+def tile_size(request, monkeypatch):
+    """Tiles as they are, and of 16 by 32 on the CPU, so that short problems have many of them."""
+    if request.param == "small":
+        monkeypatch.setattr(tile_sizes, "tile_sizes", lambda *_, **__: tile_sizes.Tile(16, 32))
+        monkeypatch.setattr(tiled_attention, "_LEAST_HALF", 4)
+
+
+# Values and scores at the ends of the range
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(SINGLE, 1e-37), (DOUBLE, 1e-307)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_small_values_under_scores_below_0(xp, tile_size, dtype, size, is_causal):
+    rng = np.random.default_rng(0)
+    q, k, v = (normal(rng, (2, 90, 8), dtype) for _ in range(3))
+    bias = np.full((90, 90), -12, dtype)
+    bias[40:60] = 0
+    v *= dtype.type(size)
+    out = attention(*map(xp.asarray, (q, k, v, bias)), is_causal=is_causal)
+    # CuPy compiles its elementwise kernels with -ftz=true: subnormal float32 results are 0.
+    flushed = 2.0**-126 if xp is not np and dtype == SINGLE else 0.0
+    near(out, reference.attention(q, k, v, bias, is_causal=is_causal)[0], dtype, 1.1 * flushed)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "options"),
+    [
+        (3e38, 0.0, {"scale": 2.0}),
+        (3e38, 1e-38, {"scale": -2.0}),
+        (1e36, 1e-36, {"softcap": 1e-3}),
+        (1e36, 0.0, {"softcap": 1e-3}),
+        (1e34, 1e-34, {"scale": 9e3}),
+    ],
+)
+def test_a_scale_does_not_overflow_queries(xp, q, k, options):
+    q = np.array([[q, 1.0], [-q, 0.5]], np.float32)
+    k = np.array([[k, 0.25], [k / 2, -0.5], [0, 0]], np.float32)
+    v = np.array([[1.0], [2.0], [4.0]], np.float32)
+    found = solve(xp, np.ones((2, 1), np.float32), q, k, v, **options)
+    for x, want in zip(found, reference.attention(q, k, v, **options), strict=False):
+        near(x, want, SINGLE)
+    assert all(np.isfinite(x).all() for x in found)
+
+
+def test_a_scale_does_not_overflow_terms_that_cancel(xp):
+    q, k = np.array([[1e34, 1e34]], np.float32), np.array([[300, -300], [0, 0]], np.float32)
+    v = np.array([[1.0], [3.0]], np.float32)
+    out = attention(*map(xp.asarray, (q, k, v)), scale=1e3)
+    assert to_numpy(out).tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small", "large"),
+    [(SINGLE, 1.5e-38, 3e38), (BFLOAT16, 1.5e-38, 3e38), (DOUBLE, 3e-308, 1e308)],
+    ids=str,
+)
+def test_a_scale_takes_no_digits_from_small_queries(dtype, small, large):
+    q, k = np.full((1, 64), small, dtype), np.full((1, 64), large, dtype)
+    v = np.ones((1, 1), dtype)
+    _, lse = attention(q, k, v, scale=1.0, softcap=1e6, return_lse=True)  # multiplied by 1e-6
+    wide = np.longdouble
+    want = wide(1e6) * np.tanh(64 * q[0, 0].astype(wide) * k[0, 0].astype(wide) / wide(1e6))
+    assert abs(lse[0] - want) <= (1e-13 if dtype == DOUBLE else 1e-6) * want
+
+
+def test_small_queries_do_not_spoil_large_ones():
+    """Products of the first query overflow unless it is scaled before; the second has digits."""
+    q = np.array([[1e20, 0.0], [0.0, 1.5e-38]], np.float32)
+    k = np.array([[1e20, 3e38], [0.5e20, 0.0]], np.float32)
+    v = np.array([[1.0], [3.0]], np.float32)
+    out, lse = attention(q, k, v, scale=1e-3, return_lse=True)
+    want, want_lse = reference.attention(q, k, v, scale=1e-3)
+    near(out, want, SINGLE)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "k", "dout"), [(1e-20, 1e-10, 1e22), (1e30, 1e-35, 1e-10)])
+def test_gradients_are_scaled_where_they_are_in_range(xp, scale, k, dout):
+    """What is summed before it is scaled overflows first, then underflows."""
+    q = np.array([[1e18], [2e18]], np.float32) if scale < 1 else np.full((2, 1), 1e-30, np.float32)
+    k = np.array([[k], [2 * k], [-k]], np.float32)
+    v = np.array([[1.0], [2.0], [4.0]], np.float32)
+    check(xp, np.full((2, 1), dout, np.float32), q, k, v, scale=scale)
+
+
+def test_a_large_softcap_keeps_the_order_of_scores(xp):
+    q, k = np.array([[2.7e34], [-2.7e34]], np.float32), np.array([[0.65], [0.85]], np.float32)
+    v = np.array([[1.0], [2.0]], np.float32)
+    out = attention(*map(xp.asarray, (q, k, v)), softcap=3e36)
+    assert to_numpy(out).tolist() == [[2.0], [1.0]]
+
+
+def test_a_scale_that_vanishes_beside_its_softcap(xp):
+    q, k = np.array([[3e209]]), np.array([[0.6], [-0.4]])
+    v = np.array([[1.0], [3.0]])
+    check(xp, np.ones((1, 1)), q, k, v, scale=5.7e-246, softcap=2.7e175)
+
+
+def test_large_values_next_to_a_hidden_nan_under_far_scores(xp):
+    """Weights that are not normalised yet would overflow the sum."""
+    q, k = np.zeros((1, 4), np.float32), np.zeros((65, 4), np.float32)
+    bias = np.full((1, 65), -1e9, np.float32)
+    v = np.full((65, 2), 1.5e38, np.float32)
+    v[64] = np.nan
+    mask = np.arange(65) < 64
+    out = attention(*map(xp.asarray, (q, k, v, bias, mask)))
+    np.testing.assert_allclose(to_numpy(out), v[:1], rtol=1e-6)
+
+
+# Far rows
+
+
+def far_case(dtype, size, n=2, q_len=70, k_len=100, dim=8, seed=0):
+    """Every third query has scores of `size`, equal or a few apart; exact in the dtype."""
+    rng = np.random.default_rng(seed)
+    q, k, v, dout = (
+        normal(rng, shape, dtype)
+        for shape in ((n, q_len, dim), (n, k_len, dim), (n, k_len, dim), (n, q_len, dim))
+    )
+    bias = np.zeros((q_len, k_len), np.float64 if dtype == DOUBLE else np.float32)
+    q[:, ::3] = 0
+    bias[::3] = size
+    if abs(size) < 2**20:
+        bias[::3] += rng.integers(-3, 4, (len(bias[::3]), k_len))
+    return dout, q, k, v, bias
+
+
+FARS = [(SINGLE, s) for s in (-1e9, 2.0**17, -1e30, 2000.0)]
+FARS += [(DOUBLE, s) for s in (-1e18, 1e300)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), FARS, ids=str)
+@pytest.mark.parametrize("how", ["full", "causal", "window", "mask", "bits", "softcap", "dlse"])
+def test_weights_of_far_rows_sum_to_1(xp, tile_size, dtype, size, how):
+    dout, *arrays = far_case(dtype, size)
+    options = {}
+    seen = np.random.default_rng(1).random((70, 100)) < 0.7
+    if how in ("causal", "window"):
+        options = {"is_causal": True, "causal_align": "bottom_right"}
+        if how == "window":
+            options["window"] = (25, None)
+    elif how in ("mask", "bits"):
+        seen[5:8] = False
+        options["mask"] = seen if how == "mask" else BitMask.from_dense(seen)
+    elif how == "softcap":
+        options["softcap"] = 2.0
+    elif how == "dlse":
+        options["dlse"] = normal(np.random.default_rng(2), (2, 70), dtype)
+    check(xp, dout, *arrays, **options)
+
+
+@pytest.mark.parametrize(**by_dtype(HALF, BFLOAT16))
+def test_far_rows_of_16_bits(tile_size, dtype):
+    check(np, *far_case(dtype, -1e9))
+
+
+@pytest.mark.parametrize(**by_dtype(SINGLE, DOUBLE))
+def test_far_rows_of_grouped_heads(xp, dtype):
+    dout, q, k, v, bias = far_case(dtype, -1e9, n=8)
+    q, dout = (x.reshape(2, 4, *x.shape[1:]) for x in (q, dout))
+    k, v = (x.reshape(4, 2, *x.shape[1:])[:2] for x in (k, v))
+    check(xp, dout, q, k, v, bias)
+
+
+def test_far_rows_from_products(xp):
+    for size in (1e4, 1e5, 1e6, 1e7, 1e8):
+        q, k = np.full((1, 1), size, np.float32), np.ones((2, 1), np.float32)
+        v, dout = np.array([[1.0], [3.0]], np.float32), np.ones((1, 1), np.float32)
+        _, _, dq, dk, dv = solve(xp, dout, q, k, v, scale=1.0)
+        assert dv.tolist() == [[0.5], [0.5]]
+        assert dk.tolist() == [[-size / 2], [size / 2]]
+        assert dq.tolist() == [[0.0]]
+
+
+def test_rows_that_are_not_finite_are_as_before(xp, tile_size):
+    dout, q, k, v, bias = far_case(SINGLE, -1e9)
+    bias[0] = -np.inf
+    bias[3, 50] = np.inf
+    bias[6, 20] = np.nan
+    found = solve(xp, dout, q, k, v, bias)
+    want = reference.attention_backward(dout, q, k, v, bias)
+    for x, of in zip(found[2:], want, strict=True):
+        np.testing.assert_array_equal(np.isfinite(x), np.isfinite(of))
+    near(found[5], want[3], SINGLE)
+
+
+def test_a_nan_that_is_hidden_beside_far_rows(xp, tile_size):
+    dout, q, k, v, bias = far_case(SINGLE, -1e9)
+    v[:, 90:] = np.nan
+    k[1, 95] = np.inf
+    check(xp, dout, q, k, v, bias, mask=np.arange(100) < 90)
+
+
+def test_tiles_of_ordinary_rows_take_no_second_pass(monkeypatch):
+    monkeypatch.setattr(tile_sizes, "tile_sizes", lambda *_, **__: tile_sizes.Tile(16, 16))
+    apart, calls = tiled_attention_backward.keep_apart, []
+
+    def counted(steps, problem, x, rows, *more):
+        calls.append(rows)
+        apart(steps, problem, x, rows, *more)
+
+    monkeypatch.setattr(tiled_attention_backward, "keep_apart", counted)
+    dout, q, k, v, bias = far_case(SINGLE, 0.0)
+    ordinary = solve(np, dout, q, k, v, bias)
+    assert not calls
+    bias[33] = -1e9
+    found = solve(np, dout, q, k, v, bias)
+    assert set(calls) == {(32, 48)}
+    others = (np.arange(70) < 32) | (np.arange(70) >= 48)
+    assert found[2][:, others].tobytes() == ordinary[2][:, others].tobytes()
+
+
+def test_the_number_of_threads_does_not_show_in_far_rows():
+    import threadpoolctl
+
+    case = far_case(SINGLE, -1e9, n=5, q_len=300, k_len=700, dim=32)
+    results = []
+    for threads in (1, 2, 3):
+        with threadpoolctl.threadpool_limits(threads, user_api="blas"):
+            results.append(b"".join(x.tobytes() for x in solve(np, *case)))
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("offset", [1100.0, 1e4, -1e5])
+@pytest.mark.parametrize(**by_dtype(SINGLE, DOUBLE))
+def test_gradients_over_parts_of_the_keys_from_a_merged_log_sum_exp(xp, dtype, offset):
+    """A call that has some of the keys gets the log-sum-exp of all: weights are of all."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (xp.asarray(normal(rng, (70, 16), dtype)) for _ in range(4))
+    bias = xp.full((70, 1), offset, dtype)
+    parts = [slice(0, 25), slice(25, 70)]
+    results = [attention(q, k[s], v[s], bias, return_lse=True) for s in parts]
+    out, lse = merge_attention(*map(list, zip(*results, strict=True)))
+    grads = [attention_backward(dout, q, k[s], v[s], out, lse, bias) for s in parts]
+    found = [grads[0][0] + grads[1][0], *(xp.concatenate(x) for x in zip(*grads, strict=True))][:4]
+    plain = attention(q, k, v, return_lse=True)
+    want = attention_backward(dout, q, k, v, *plain)
+    limit = 4 * abs(offset) * np.finfo(dtype).eps  # of an LSE that is rounded
+    for x, y in zip((found[0], found[2], found[3]), want, strict=True):
+        x, y = (to_numpy(a).astype(np.float64) for a in (x, y))
+        assert np.abs(x - y).max() <= (limit + CLOSE[dtype]) * np.abs(y).max()

@@ -1,0 +1,81 @@
+"""The reduced sets and the benchmark on the GPU, as far as they are quick."""
+
+import dataclasses
+
+import pytest
+
+from fa_cupy.gpu.driver import devices
+from validation import (
+    backward_calls,
+    bench,
+    cases,
+    families,
+    product_calls,
+    store,
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_bench_on_the_gpu(dtype, tmp_path, monkeypatch):
+    case = cases.Dense(dtype, 64, True, 256, 2, 32)
+    changed = {"cases": (case,), "burst_ms": 1, "default_impls": ("fa_cupy",)}
+    family = dataclasses.replace(families.FAMILIES["attention_fwd"], **changed)
+    monkeypatch.setitem(families.FAMILIES, "attention_fwd", family)
+    out = tmp_path / "bench.json"
+    arguments = ["--families", "attention_fwd", "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    assert store.load(out)[1][0]["value"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_bench_of_gradients_on_the_gpu(dtype, tmp_path, monkeypatch):
+    case = cases.Dense(dtype, 64, True, 256, 2, 32, backward=True)
+    changed = {"cases": (case,), "burst_ms": 1, "default_impls": ("fa_cupy",)}
+    family = dataclasses.replace(families.FAMILIES["attention_bwd"], **changed)
+    monkeypatch.setitem(families.FAMILIES, "attention_bwd", family)
+    out = tmp_path / "bench.json"
+    arguments = ["--families", "attention_bwd", "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    assert store.load(out)[1][0]["value"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_bench_of_products_on_the_gpu(dtype, tmp_path, monkeypatch):
+    case = cases.CausalProduct(dtype, 64, 256, 2, 3)
+    changed = {"cases": (case,), "burst_ms": 1, "default_impls": ("fa_cupy", "fa_cupy_recurrent")}
+    family = dataclasses.replace(families.FAMILIES["causal_product_fwd"], **changed)
+    monkeypatch.setitem(families.FAMILIES, "causal_product_fwd", family)
+    out = tmp_path / "bench.json"
+    arguments = ["--families", "causal_product_fwd", "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert len(rows) == (1 if dtype == "bf16" else 2)
+    assert all(row["value"] > 0 for row in rows)
+
+
+def test_the_reduced_set_of_gradients_reaches_every_row():
+    if devices.current_target() != "sm_90a":
+        pytest.skip("the kernels run on sm_90a")
+    assert backward_calls.run("sm_90a") == 260
+
+
+def test_the_reduced_set_of_products_reaches_every_row():
+    assert product_calls.run(devices.current_target()) > 200
+
+
+@pytest.mark.parametrize(
+    "name", ["attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source"]
+)
+def test_bench_of_masks_on_the_gpu(name, tmp_path, monkeypatch):
+    family = families.FAMILIES[name]
+    sizes = {"mask_source": {"length": 2048, "keys": 20}}.get(name, {"length": 2048, "heads": 2})
+    small = tuple(dataclasses.replace(case, **sizes) for case in family.cases)
+    impls = tuple(impl for impl in family.impls if impl != "flex")
+    changed = {"cases": small, "burst_ms": 1, "default_impls": impls}
+    monkeypatch.setitem(families.FAMILIES, name, dataclasses.replace(family, **changed))
+    out = tmp_path / "bench.json"
+    arguments = ["--families", name, "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert {row["case"] for row in rows} == {case.name for case in small}
+    assert all(row["value"] > 0 for row in rows)

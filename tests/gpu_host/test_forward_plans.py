@@ -1,0 +1,126 @@
+"""The plans of attention: what they hand to a launch, without a GPU."""
+
+import numpy as np
+import pytest
+
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention import attention_params
+from fa_cupy.gpu.kernels.attention.attention_params import POINTERS, MaskPointers, Traits
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import FWD_SM90_PARAMS
+from fa_cupy.gpu.kernels.forward import VARIANTS, make_plan, reachable
+from tests.core.test_checks import NO_OPTIONS
+from tests.support.noting_launcher import WORKSPACE, NotingLauncher
+
+HALF = np.dtype(np.float16)
+PLACES = (0x10000, 0x20000, 0x30000, 0, 0x40000, 0x50000)
+MASK = MaskPointers(*range(0x1000, 0xA000, 0x1000), words_by_block=3)
+
+
+@pytest.fixture
+def launcher():
+    return NotingLauncher()
+
+
+def forward(launcher, q_len=300, heads=2, k_len=300, masked=False, **options):
+    q, k = np.zeros((heads, q_len, 64), HALF), np.zeros((heads, k_len, 64), HALF)
+    mask = np.ones((q_len, k_len), bool) if masked else None
+    problem = attention_problem.attention_problem(q, k, k, None, mask, **NO_OPTIONS | options)
+    out = attention_problem.out_view(problem, q.shape, q.strides)
+    return make_plan(Traits(problem, out), launcher)
+
+
+def test_maps_pointers_and_schedule_reach_the_launch(launcher):
+    plan = forward(launcher)
+    assert plan.names == POINTERS
+    assert plan.run(PLACES)
+    ((step, values),) = launcher.launched
+    assert values.dtype == FWD_SM90_PARAMS
+    assert (step.variant.source, step.grid) == ("attention/fwd_sm90", 4)
+    p = values[0]
+    for name, place in zip("qkv", PLACES, strict=False):
+        assert (p[f"{name}_map"] == place).all()
+        assert p["common"][name] == place
+    assert (p["out_map"] == p["common"]["out"]).all()
+    assert p["common"]["lse"] == PLACES[5]
+    assert p["scheduler"].item() == (0, 0, 4, 2, 1)  # a block for each tile: no counter
+    assert p["size"].tolist() == [1, 1, 2]
+    assert launcher.taken == []
+
+
+@pytest.mark.parametrize("given", [0, 0x9000])
+def test_more_tiles_than_multiprocessors_get_a_counter_for_each_launch(launcher, given):
+    plan = forward(launcher, q_len=3000)
+    assert plan.workspace_bytes == 16
+    for _ in range(3):
+        plan.run(PLACES, given)
+    assert [step.grid for step, _ in launcher.launched] == [launcher.multiprocessors] * 3
+    schedules = [values["scheduler"][0].item() for _, values in launcher.launched]
+    assert {s[0] for s in schedules} == {given or WORKSPACE}
+    assert len({s[1] for s in schedules} - {0}) == 3
+    tile_m = plan.steps[0].variant.tile_m
+    assert {s[2:] for s in schedules} == {(2 * -(-3000 // tile_m), 2, 1)}
+    assert launcher.taken == ([] if given else [16] * 3)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 4])
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_pointer_without_a_map_goes_to_the_other_kernel(launcher, which, refused):
+    plan = forward(launcher)
+    plan.run(PLACES)
+    wrong = list(PLACES)
+    wrong[which] += 16 if refused else 2
+    launcher.refused.add(wrong[which])
+    for _ in range(2):
+        plan.run(tuple(wrong))
+        step, values = launcher.launched[-1]
+        assert step.variant.source == "attention/fwd_sm80"
+        assert values["aligned"][0] == refused
+        assert values["q"][0] == wrong[0]
+    plan.run(PLACES)
+    step, values = launcher.launched[-1]
+    assert step is plan.steps[0]
+    for name, place in zip(("q", "k", "v", "out"), (*PLACES[:3], PLACES[4]), strict=True):
+        assert (values[f"{name}_map"] == place).all()
+
+
+def test_parts_follow_each_other(launcher, monkeypatch):
+    monkeypatch.setattr(attention_params, "MAX_GRID", 7)
+    forward(launcher, heads=5, is_causal=True).run(PLACES)
+    found = [
+        (int(v["common"]["first_batch"][0]), *v["scheduler"][0].item()[2:], step.grid)
+        for step, v in launcher.launched
+    ]
+    assert found == [(0, 6, 3, 3, 6), (3, 4, 2, 2, 4)]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_mask_reaches_every_launch(launcher, monkeypatch, fallback):
+    def masked():
+        plan = forward(launcher, heads=5, masked=True)
+        return plan.fallback() if fallback else plan
+
+    def common(values):
+        return values[0] if fallback else values["common"][0]
+
+    plan = masked()
+    assert plan.steps[0].variant.sparse
+    moved = MASK._replace(matrix_of_entry=0xC000)
+    plan.run((*PLACES, *MASK))
+    plan.run((*PLACES, *moved))
+    assert [common(values)["mask"].item() for _, values in launcher.launched] == [MASK, moved]
+    assert common(launcher.launched[0][1])["q_tiles"] == 3
+    # Of several launches none has all rows of blocks: the order is not theirs.
+    monkeypatch.setattr(attention_params, "MAX_GRID", 7)
+    launcher.launched.clear()
+    masked().run((*PLACES, *MASK))
+    found = [
+        (int(common(v)["first_batch"]), common(v)["mask"].item()) for _, v in launcher.launched
+    ]
+    told = MASK._replace(order=0)
+    assert found == [(0, told), (2, told), (4, told)]
+
+
+def test_every_variant_has_one_for_other_pointers():
+    for row in VARIANTS:
+        for target in row.targets:
+            assert reachable(row.dtype, row.dim, row.dim, target)[-1].rank[0] == 1

@@ -1,0 +1,309 @@
+"""The kernels of attention backward: their own source on the CPU, and what fills their structs."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa_cupy.gpu.kernels.attention import bwd_convert_dq, bwd_sm90
+from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
+from fa_cupy.gpu.kernels.backward import Wanted
+from tests.support.every_run import examples, only, some
+from tests.support.kernel_attention import DTYPES
+from tests.support.kernel_gradients import case, check, parts_of, rows_sm90, solve, traits_of
+from tests.support.noting_launcher import NotingLauncher
+from tests.support.planted import plant
+from validation import emulator
+
+DIMS = (64, 96, 128, 192, 256)
+TOP, BOTTOM = "top_left", "bottom_right"
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    only(itertools.product(DIMS, DTYPES), (64, "float16"), (128, "bfloat16"), (256, "bfloat16")),
+)
+def test_every_row(dim, dtype):
+    check(case(dtype, (2, 2), (150, 200), (dim, dim), batch=1), seed=1)
+    causal = {"is_causal": True, "causal_align": BOTTOM}
+    narrow = dim - 8, dim - 16
+    check(case(dtype, (4, 2), (130, 300), narrow, batch=1, dlse=True, **causal), seed=2)
+    window = {"window": (70, 5), "causal_align": TOP}
+    check(case(dtype, (1, 1), (200, 190), (dim, dim - 24), layout="blhd", **window), seed=3)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("dim", only(DIMS, 64, 256))
+def test_rows_and_keys_that_see_nothing(dim):
+    """Queries without keys have no gradient, nor have keys without queries."""
+    for lengths, align in (((300, 70), BOTTOM), ((70, 300), TOP)):
+        call = case("bfloat16", (2, 1), lengths, (dim, dim), batch=1, is_causal=True,
+                    causal_align=align)  # fmt: skip
+        dq, dk, dv = check(call, seed=4)
+        hidden = 300 - 70
+        if align == BOTTOM:
+            assert not dq[:, :, :hidden].astype(np.float32).any()
+        else:
+            assert not dk[:, :, 70:].astype(np.float32).any()
+            assert not dv[:, :, 70:].astype(np.float32).any()
+    # Bands that leave out whole tiles on both sides.
+    for window in ((0, 0), (5, 0)):
+        check(case("float16", (1, 1), (290, 290), (dim, dim), batch=1, window=window), seed=5)
+
+
+@pytest.mark.emulator
+@examples(25)
+@given(
+    dim=st.sampled_from(DIMS),
+    dtype=st.sampled_from(list(DTYPES)),
+    lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (4, 2)]),
+    less=st.tuples(st.sampled_from([0, 8, 24]), st.sampled_from([0, 8, 16])),
+    band=st.sampled_from(["none", "causal", (0, 0), (64, 0), (0, 63), (130, 70), (None, 5)]),
+    align=st.sampled_from([TOP, BOTTOM]),
+    dlse=st.booleans(),
+    layout=st.sampled_from([None, "blhd"]),
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(1, 4),
+)
+def test_any_call_with_any_schedule(
+    dim, dtype, lengths, heads, less, band, align, dlse, layout, seed, blocks
+):
+    options = {"causal_align": align} if band != "none" else {}
+    if band == "causal":
+        options["is_causal"] = True
+    elif band != "none":
+        options["window"] = band
+    dims = dim - less[0], dim - less[1]
+    call = case(dtype, heads, lengths, dims, dlse=dlse, layout=layout, **options)
+    check(call, seed=seed, blocks=blocks, together=blocks)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("dim", "causal"),
+    only(itertools.product((64, 128, 256), (False, True)), (128, True), (256, False)),
+)
+def test_the_schedule_does_not_show(dim, causal):
+    """Bit for bit the same, whoever comes first: the order of all sums is fixed."""
+    options = {"is_causal": True, "causal_align": BOTTOM} if causal else {}
+    call = case("bfloat16", (2, 1), (140, 390), (dim, dim), **options)
+    schedules = [(1, 1), (2, 1), (8, 8), (5, 5)] if causal else [(1, 1), (3, 3), (8, 8), (8, 3)]
+    found = {
+        tuple(x.tobytes() for x in solve(call, seed=seed, blocks=blocks, together=together))
+        for seed, (blocks, together) in enumerate(schedules)
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.emulator
+def test_sums_of_tensor_cores_that_truncate():
+    for dim in (64, 128, 256):
+        call = case("float16", (1, 1), (130, 260), (dim, dim))
+        assert solve(call, truncating=True)[0].tobytes() != solve(call)[0].tobytes()
+        check(call, truncating=True)
+
+
+@pytest.mark.emulator
+def test_scores_of_any_size():
+    """Weights of 1 and of nothing; keys of zeros behind the last one would weigh 2**200."""
+    for dim in (64, 128, 256):
+        call = case("bfloat16", (1, 1), (100, 130), (dim, dim), scale=6.0)
+        check(call)
+        q = np.abs(call.q)
+        check(call._replace(q=q, k=-np.abs(call.k)))
+
+
+# Of a kernel and a padded dim: what is said, then what stands there and what is put in its place.
+# Where nothing is said, what comes out differs.
+BUGS = {
+    "a piece is added before its turn": (
+        "bwd_sm90", 128, "",
+        ("while (ld_acquire_gpu_u32(params.dq_semaphore + query_tile) != semaphore_value) { }", ""),
+    ),
+    "a turn is passed on before the sums are written": (
+        "bwd_sm90", 128, "",
+        ("if (!work.has_no_query) { cp_async_bulk_wait_group<0>();", "if (!work.has_no_query) {"),
+    ),
+    "a turn is never passed on": (
+        "bwd_sm90", 64, "deadlock; .*ld.acquire: warps",
+        ("red_release_gpu_add_u32(params.dq_semaphore + query_tile, 1);", ""),
+    ),
+    "the first piece is added to what lay there": (
+        "bwd_sm90", 64, "", ("if (semaphore_value == 0) {", "if (semaphore_value < 0) {"),
+    ),
+    "dS is overwritten while the other warpgroup reads it": (
+        "bwd_sm90", 128, "",
+        ("wait(c.shared.ds_empty[pipe.index()], pipe.parity() ^ 1);", ""),
+    ),
+    "dS is read before the other warpgroup has written it": (
+        "bwd_sm90", 128, "wgmma reads .* holds nothing|",
+        ("wait(c.shared.ds_full[pipe.index()], pipe.parity());", ""),
+    ),
+    "dS is not fenced": (
+        "bwd_sm90", 64, "wgmma without fence.proxy.async",
+        ("fence_proxy_async_shared(); release_per_lane(c.shared.ds_full[pipe.index()]);",
+         "release_per_lane(c.shared.ds_full[pipe.index()]);"),
+    ),
+    "a piece is not fenced": (
+        "bwd_sm90", 128, "a bulk copy without fence.proxy.async",
+        ("fence_proxy_async_shared(); }; auto release_staging", "}; auto release_staging"),
+    ),
+    "Q is given back before dK has read it": (
+        "bwd_sm90", 128, "wgmma reads .* not yet",
+        ("visible_bits, needs_mask); wgmma_wait_group<0>(); // dK release_q(c, tile);",
+         "visible_bits, needs_mask); wgmma_wait_group<0>();"),
+        ("wgmma_commit_group(); publish_dq(c, tiles); "
+         "gemm_dk_from_shared(dk, c, tiles, tile.q);",
+         "wgmma_commit_group(); publish_dq(c, tiles); "
+         "gemm_dk_from_shared(dk, c, tiles, tile.q); release_q(c, tile);"),
+    ),
+    "dQ is read before it is done": (
+        "bwd_sm90", 64, "a load from registers of a wgmma in flight",
+        ("wgmma_wait_group<1>(); // dQ release_ds(c, tiles); advance(",
+         "release_ds(c, tiles); advance("),
+    ),
+    "K is given back before the last dQ": (
+        "bwd_sm90", 128, "wgmma reads .* not yet|",
+        ("release(shared.k_empty);", ""),
+        ("const QueryTile tile = query_tile_at(c, tiles); Rounded",
+         "release(shared.k_empty); const QueryTile tile = query_tile_at(c, tiles); Rounded"),
+    ),
+    "weights are read before they are written": (
+        "bwd_dkdv_sm90", 256, "a load reads .* holds nothing|",
+        ("wait(shared.p_full[pipe.index()], pipe.parity());", ""),
+    ),
+    "K is given back before dQ has read it": (
+        "bwd_dq_sm90", 256, "wgmma reads .* not yet",
+        ("wgmma_wait_group<0>(); release_k(previous_k_stage()); }", "wgmma_wait_group<0>(); }"),
+        ("if constexpr (!kFirst && !kAccumulateFirst) "
+         "gemm_accumulate(shared.k[previous_k_stage()]);",
+         "if (!kFirst) gemm_accumulate(shared.k[previous_k_stage()]), "
+         "release_k(previous_k_stage());"),
+    ),
+    "V is given back before dP is done": (
+        "bwd_dq_sm90", 256, "wgmma reads .* not yet",
+        ("release(shared.v_empty[v_stage]);", ""),
+        ("if constexpr (!kFirst && !kAccumulateFirst) gemm_accumulate(",
+         "release(shared.v_empty[v_stage]); if constexpr (!kFirst && !kAccumulateFirst) "
+         "gemm_accumulate("),
+    ),
+}  # fmt: skip
+
+
+def planted_row(kind, dim):
+    return next(row for row in rows_sm90("bfloat16", dim, dim) if row.source.endswith(kind))
+
+
+@functools.cache
+def solved(dim):
+    """A call that bugs are planted for, and its gradients."""
+    call = case("bfloat16", (2, 1), (200, 420), (dim, dim))
+    return call, solve(call)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", some(BUGS, lambda bug: BUGS[bug][0]))
+def test_a_planted_bug_is_found(bug, tmp_path):
+    kind, dim, message, *changes = BUGS[bug]
+    call, want = solved(dim)
+    row = planted_row(kind, dim)
+    sources = {row.entry: plant(tmp_path, row.source, *changes)}
+    for seed in range(60):
+        try:
+            got = solve(call, seed=seed, blocks=3, together=3, sources=sources)
+        except emulator.EmulationError as error:
+            if re.search(message, str(error)):
+                return
+            continue
+        if any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True)):
+            assert re.search(message, ""), "what comes out differs, and nothing was said"
+            return
+    pytest.fail("60 seeds did not show it")
+
+
+def test_what_tensor_maps_walk():
+    def mapped(*arrays, **options):
+        return traits_of(*arrays, **options).wanted.mapped
+
+    x = np.zeros((2, 4, 40, 64), np.float16)
+    few = np.zeros((2, 2, 40, 64), np.float16)
+    assert mapped(x, x, x)
+    assert mapped(x, few, few, is_causal=True)
+    assert not mapped(x, x, x, softcap=2.0)
+    assert not mapped(x, x, x, scale=-1.0)
+    assert not mapped(x[..., :63], x[..., :63], x)
+    assert not mapped(x, few, x)  # the sum over heads is of k alone
+    assert not mapped(x, x[..., :0, :], x[..., :0, :])
+    odd = np.zeros((2, 40, 4, 68), np.float16)[..., :64].swapaxes(1, 2)
+    assert not mapped(odd, x, x)
+
+
+def test_a_workspace_holds_what_kernels_write():
+    q, k = np.zeros((3, 4, 130, 64), np.float16), np.zeros((3, 2, 300, 64), np.float16)
+    rows = rows_sm90("float16", 64, 64)
+    plan, space = make_plan(traits_of(q, k, k), NotingLauncher(multiprocessors=1000))
+    assert [step.variant for step in plan.steps] == list(rows)
+    first, main, last, redo = plan.steps
+    parts = parts_of(space)
+    tiles = 3 * 4 * 3, 3 * 2 * 5  # of 64 queries, of 64 keys
+    for name, size in {
+        "lse_delta": 3 * 4 * 256 * 8,
+        "row_statistics": 3 * 4 * 256 * 8,
+        "dq_accum": 3 * 4 * 2 * 2 * 64 * 64 * 4,
+        "dq_semaphore": 3 * 4 * 2 * 4,
+        "tile_counters": 16,
+        "nonfinite_flags": 4 * (1 + sum(tiles)),
+        "task_counters": 8,
+    }.items():
+        assert parts[name] >= size, name
+    # From the flags on all is cleared.
+    assert first.addresses["counters"] == "nonfinite_flags"
+    cleared = space.nbytes - space.places["nonfinite_flags"]
+    assert first.params["counter_words"] * 4 == cleared
+    counters = ("nonfinite_flags", "dq_semaphore", "tile_counters", "task_counters")
+    assert sum(parts[name] for name in counters) == cleared
+    p = main.params[0]
+    assert (p["group"], p["entries"], p["k_tiles"], main.grid) == (2, 6, 3, 18)
+    assert last.grid == 3 * 4 * 2 * 2
+    assert redo.grid == tiles[0] + 2 * tiles[1]
+    assert [step.persistent for step in plan.steps] == [False, True, False, True]
+    plan, _ = make_plan(traits_of(q, k, k), NotingLauncher(multiprocessors=5))
+    assert [step.grid for step in plan.steps] == [first.grid, 5, last.grid, 5]
+
+
+def test_copies_lie_behind_what_is_cleared():
+    x = np.zeros((2, 130, 64), np.float16)
+    plan, space = make_plan(traits_of(x, x, x), NotingLauncher(), {"q": x.nbytes, "dk": 1})
+    assert list(space.places)[-2:] == ["q", "dk"]
+    assert parts_of(space)["q"] >= x.nbytes
+    cleared = space.places["nonfinite_flags"] + plan.steps[0].params["counter_words"][0] * 4
+    assert space.places["task_counters"] + 8 <= cleared <= space.places["q"]
+    assert plan.names == tuple(name for name in ARRAYS if name not in ("q", "dk"))
+
+
+def test_select():
+    assert select(Wanted("float32", 64), "sm_90a") == ()
+    assert select(Wanted("float16", 257), "sm_90a") == ()
+    assert select(Wanted("float16", 64, mapped=False, strided=False), "sm_90a") == ()
+    for dim in range(8, 264, 8):
+        rows = select(Wanted("bfloat16", dim), "sm_90a")
+        assert len(rows) == 4
+        assert all(row.dim >= dim for row in rows)
+        assert rows[1].kernel == ("bwd_sm90" if dim <= 128 else "bwd_dkdv_sm90")
+        plain = select(Wanted("bfloat16", dim, mapped=False), "sm_90a")
+        assert plain == select(Wanted("bfloat16", dim), "sm_80")
+        assert plain[1].kernel == "bwd_dkdv_sm80"
+
+
+def test_pieces_are_rounded_as_they_are_added_up():
+    for row in bwd_sm90.VARIANTS:
+        assert bwd_convert_dq.row_after(row).tile_m == row.dq_tile_m
+        tall = dataclasses.replace(row, tile_m=160)
+        assert bwd_convert_dq.row_after(tall).tile_m == tall.dq_tile_m > row.dq_tile_m
