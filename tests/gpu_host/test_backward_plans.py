@@ -367,7 +367,7 @@ def test_a_plan_serves_all_calls_of_a_kind(host, cupy):
         call.check(host, cupy)
     (prepared,) = known()
     (kept,) = prepared.plan._pool
-    assert len(kept) == 4
+    assert len(kept.launches) == 4
     Call(small(seed=1, dlse=True)).check(host, cupy)
     Call(small(seed=1)).check(host, cupy, ("q",))
     Call(small(seed=1), k="offset").check(host, cupy)  # of the same strides

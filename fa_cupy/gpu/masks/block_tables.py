@@ -163,7 +163,7 @@ def make(lists: DeviceMask, grid: Grid, device: int) -> Tables:
 def _launch(step: Step, device: int) -> None:
     """Launch a step whose struct is complete."""
     (kernel,) = workspace.launcher(device).kernels([step])
-    kernel(Arguments(step.params))
+    kernel(Arguments(step.params), None)
 
 
 def _pointers(lists: DeviceMask) -> MaskPointers:
