@@ -29,9 +29,10 @@ constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiproce
 constexpr bool kSparse = FA_SPARSE;    // with a mask
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kTileM / kWarps;
-constexpr int kMmaM = kWarpRows / 16;  // products down a warp's rows
-constexpr int kMmaN = kTileN / 8;      // products across a tile's keys
-constexpr int kMmaV = kDim / 8;        // products across the output's columns
+constexpr int kMmaM = kWarpRows / 16;                        // products down a warp's rows
+constexpr int kMmaN = kTileN / 8;                            // products across a tile's keys
+constexpr int kMmaV = kDim / 8;                              // products across the output's columns
+constexpr int kLaterGroups = kStages > 1 ? kStages - 2 : 0;  // after that of a tile
 // Tiles of keys in a block of a mask; stages for numbers of key blocks: this tile's, the next two.
 constexpr int kTilesPerBlock = kSparse ? kMaskBlock / kTileN : 1, kBlockIndexStages = 4;
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
@@ -121,210 +122,212 @@ FA_DEVICE void write_empty_rows(const AttentionParams& params, const TileWork& w
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    attention_fwd_sm80(const __grid_constant__ AttentionParams params) {
-  // ---------------------------------------------------------------------------------------- setup
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SparseStorage& shared = *reinterpret_cast<SparseStorage*>(shared_bytes);
-  const uint32 q_tile = cvta_to_shared(shared.q);
-  const uint32 k_stages = cvta_to_shared(shared.k), v_stages = cvta_to_shared(shared.v);
-  constexpr uint32 kTileBytes = kTileN * kDim * 2;
-
-  if (threadIdx.x == 0) {
-    shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
-    shared.tiles = key_tiles(params, shared.work.q_begin,
-                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
-    if constexpr (kSparse) {
-      shared.listed.row =
-          row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);
-    }
-  }
-  __syncthreads();
-  const TileWork& work = shared.work;  // left there: registers are short in the loop
-  const KeyTiles& tiles = shared.tiles;
-  int tiles_begin = tiles.begin, tiles_end = tiles.end;
-  if constexpr (kSparse) {  // the tiles that are listed and in the band
-    if (work.q_rows <= 0) return;
-    find_listed_range(params.mask, shared.listed, tiles);
-    __syncthreads();
-    tiles_begin = 0;
-    tiles_end = shared.listed.count();
-  }
-  if (tiles_begin >= tiles_end) return write_empty_rows(params, work);
-  const uint16* q = static_cast<const uint16*>(params.q) + work.at.q;
-
-  // Which of all tiles of keys a tile is.
-  auto key_tile = [&](int tile) {
-    if constexpr (!kSparse) {
-      return tile;
-    } else {
-      return shared.keys[tile % kBlockIndexStages] * kTilesPerBlock +
-             listed_tile(shared.listed, tile).in_block;
-    }
-  };
-  // Tile `tile` into its stage: rows of K, or of V.
-  auto load_k = [&](int tile) {
-    const uint16* k = static_cast<const uint16*>(params.k) + work.at.k;
-    load_tile<kTileN, kDim, kThreads>(k_stages + tile % kStages * kTileBytes, k, params.k_row,
-                                      key_tile(tile) * kTileN, params.k_len, params.head_dim,
-                                      params.aligned);
-  };
-  auto load_v = [&](int tile) {
-    const uint16* v = static_cast<const uint16*>(params.v) + work.at.v;
-    load_tile<kTileN, kDim, kThreads>(v_stages + tile % kStages * kTileBytes, v, params.v_row,
-                                      key_tile(tile) * kTileN, params.k_len, params.v_dim,
-                                      params.aligned);
-  };
-  // The number of a tile's key block, for all threads; and this thread's own words of the block.
-  auto load_block_index = [&](int tile) {
-    if (tid_x_again() != 0 || tile >= tiles_end) return;
-    const ListedTile at = listed_tile(shared.listed, tile);
-    cp_async_ca<4>(cvta_to_shared(&shared.keys[tile % kBlockIndexStages]),
-                   (at.partial ? params.mask.partial : params.mask.full) + at.position);
-  };
-  auto load_words = [&](int tile) {
-    const ListedTile at = listed_tile(shared.listed, tile);
-    if (tile >= tiles_end || !at.partial || !at.first_listed) return;
-    const int tid = tid_x_again(), lane = tid % 32, warp = tid / 32;
-    const uint32* words = block_words(params.mask, shared.listed.row, at.position,
-                                      shared.keys[tile % kBlockIndexStages]) +
-                          (work.q_begin % kMaskBlock + warp * kWarpRows) / 16 * kSlabWords +
-                          2 * lane;
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-      cp_async_ca<8>(cvta_to_shared(shared.words[i][tid]), words + i * kSlabWords);
-    }
-  };
-
+// -------------------------------------------------------------------------------------------- work
+// Finds the queries of the block and the tiles of keys that their band leaves.  They stay in shared
+// memory and are read there at each use: registers are short in the loop.
+FA_DEVICE void find_work(const AttentionParams& params, SparseStorage& shared) {
+  shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
+  shared.tiles =
+      key_tiles(params, shared.work.q_begin, shared.work.q_begin + shared.work.q_rows - 1, kTileN);
   if constexpr (kSparse) {
-    load_block_index(0);
+    shared.listed.row =
+        row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);
+  }
+}
+
+// The tiles that the loop walks over, by number.  Without a mask these are numbers of key tiles;
+// with one, tile i is the i-th tile that its lists name.
+struct TileRange {
+  int begin, end;
+};
+
+// The number of a tile of the loop among all key tiles.
+FA_DEVICE int key_tile(const SparseStorage& shared, int tile) {
+  if constexpr (!kSparse) {
+    return tile;
+  } else {
+    return shared.keys[tile % kBlockIndexStages] * kTilesPerBlock +
+           listed_tile(shared.listed, tile).in_block;
+  }
+}
+
+// ------------------------------------------------------------------------------------------- loads
+// Copies are started by cp.async; the caller commits their group where nothing else is said.
+
+// The address of a tile's stage.
+FA_DEVICE uint32 stage_of(uint32 stages, int tile) {
+  return stages + tile % kStages * static_cast<uint32>(kTileN * kDim * 2);
+}
+
+FA_DEVICE void load_k(const AttentionParams& params, SparseStorage& shared, int tile) {
+  const uint16* k = static_cast<const uint16*>(params.k) + shared.work.at.k;
+  load_tile<kTileN, kDim, kThreads>(stage_of(cvta_to_shared(shared.k), tile), k, params.k_row,
+                                    key_tile(shared, tile) * kTileN, params.k_len, params.head_dim,
+                                    params.aligned);
+}
+
+FA_DEVICE void load_v(const AttentionParams& params, SparseStorage& shared, int tile) {
+  const uint16* v = static_cast<const uint16*>(params.v) + shared.work.at.v;
+  load_tile<kTileN, kDim, kThreads>(stage_of(cvta_to_shared(shared.v), tile), v, params.v_row,
+                                    key_tile(shared, tile) * kTileN, params.k_len, params.v_dim,
+                                    params.aligned);
+}
+
+// Copies the number of a tile's key block, for all threads.
+FA_DEVICE void load_block_index(const AttentionParams& params, SparseStorage& shared,
+                                const TileRange& tiles, int tile) {
+  if (tid_x_again() != 0 || tile >= tiles.end) return;
+  const ListedTile at = listed_tile(shared.listed, tile);
+  cp_async_ca<4>(cvta_to_shared(&shared.keys[tile % kBlockIndexStages]),
+                 (at.partial ? params.mask.partial : params.mask.full) + at.position);
+}
+
+// Copies this thread's own words of a partial block, at the first of its listed tiles.
+FA_DEVICE void load_words(const AttentionParams& params, SparseStorage& shared,
+                          const TileRange& tiles, int tile) {
+  const ListedTile at = listed_tile(shared.listed, tile);
+  if (tile >= tiles.end || !at.partial || !at.first_listed) return;
+  const int tid = tid_x_again(), lane = tid % 32, warp = tid / 32;
+  const TileWork& work = shared.work;
+  const uint32* words = block_words(params.mask, shared.listed.row, at.position,
+                                    shared.keys[tile % kBlockIndexStages]) +
+                        (work.q_begin % kMaskBlock + warp * kWarpRows) / 16 * kSlabWords + 2 * lane;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+    cp_async_ca<8>(cvta_to_shared(shared.words[i][tid]), words + i * kSlabWords);
+  }
+}
+
+// Copies Q and the first tiles of K and V, and commits their groups.  With one stage, K and V of
+// the first tile are a group each; with more, a group is a tile.
+FA_DEVICE void load_first_tiles(const AttentionParams& params, SparseStorage& shared,
+                                const TileRange& tiles) {
+  const uint16* q = static_cast<const uint16*>(params.q) + shared.work.at.q;
+  if constexpr (kSparse) {
+    load_block_index(params, shared, tiles, 0);
     cp_async_commit_group();
   }
-  load_tile<kTileM, kDim, kThreads>(q_tile, q, params.q_row, work.q_begin, params.q_len,
-                                    params.head_dim, params.aligned);
+  load_tile<kTileM, kDim, kThreads>(cvta_to_shared(shared.q), q, params.q_row, shared.work.q_begin,
+                                    params.q_len, params.head_dim, params.aligned);
   if constexpr (kSparse) {
     cp_async_wait_group<0>();
     __syncthreads();
-    load_block_index(1);
-    load_words(0);
+    load_block_index(params, shared, tiles, 1);
+    load_words(params, shared, tiles, 0);
   }
-  // With one stage K and V of the first tile are groups of their own; with more a group is a tile.
 #pragma unroll 1
-  for (int tile = tiles_begin; tile < tiles_begin + max(1, kStages - 1); ++tile) {
-    if (tile < tiles_end) load_k(tile);
+  for (int tile = tiles.begin; tile < tiles.begin + max(1, kStages - 1); ++tile) {
+    if (tile < tiles.end) load_k(params, shared, tile);
     if constexpr (kStages == 1) cp_async_commit_group();
-    if (tile < tiles_end) load_v(tile);
+    if (tile < tiles.end) load_v(params, shared, tile);
     cp_async_commit_group();
   }
+}
 
-  OnlineSoftmax<kMmaM> softmax;
-  softmax.reset();
-  float o[kMmaM][kMmaV][4];
-  clear(o);
+// ----------------------------------------------------------------------------------- tiles of keys
+// All arrays of registers belong to the kernel's frame, and phases take them by reference.
+// threadIdx.x is read again at each use (tid_x_again): kept over the loop, lane and warp would take
+// registers that the products need.
 
-  // -------------------------------------------------------------------------------- tiles of keys
-#pragma unroll 1
-  for (int tile = tiles_begin; tile < tiles_end; ++tile) {
-    // This tile has landed once at most kStages - 2 later groups are under way.  The barrier also
-    // says that every warp has left the buffers that are filled next: with one stage V's, which
-    // lands during the product with K, and after that product K's; with more the pair of an earlier
-    // tile.
-    if (kStages == 1 && tile == tiles_begin) {
-      cp_async_wait_group<1>();
-    } else {
-      cp_async_wait_group < kStages<2 ? 0 : kStages - 2>();
-    }
-    __syncthreads();
-    if constexpr (kSparse) load_block_index(tile + 2);
-    if constexpr (kStages == 1) {
-      if (tile > tiles_begin) load_v(tile);
-    } else if (tile + kStages - 1 < tiles_end) {
-      load_k(tile + kStages - 1);
-      load_v(tile + kStages - 1);
-    }
-    cp_async_commit_group();
-
-    float s[kMmaM][kMmaN][4];
-    multiply_rows<kBf16, QTile, KVTile, kDim / 16>(
-        s, q_tile + a_lane<QTile>(tid_x_again() / 32 * kWarpRows),
-        k_stages + tile % kStages * kTileBytes + b_lane<KVTile>(0));
-
-    const int key = key_tile(tile);
-    if (params.has_score_mod) {
-      __syncthreads();  // K's buffer has been read by all; each warp takes a part of it
-      const int warp = tid_x_again() / 32;
-      float* scratch = reinterpret_cast<float*>(shared.k[tile % kStages]) + warp * kScoreModFloats;
-      apply_score_mod(params, work.at, s, scratch, work.q_begin + warp * kWarpRows, key * kTileN);
-    }
-    if constexpr (kStages == 1) {
-      cp_async_wait_group<0>();
-      __syncthreads();
-      if (tile + 1 < tiles_end) load_k(tile + 1);
-      cp_async_commit_group();
-    }
-    if constexpr (kSparse) {
-      const ListedTile at = listed_tile(shared.listed, tile);
-      if (at.partial) {
-        uint32 words[kMmaM][2];
-#pragma unroll
-        for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            words[i][h] = shared.words[i][tid_x_again()][h] >> at.in_block * (kTileN / 4);
-          }
-        }
-        mask_by_bits(s, words);
-      }
-    }
-    if (key < tiles.full_begin || key >= tiles.full_end) {
-      const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
-      mask_outside_band(params, s, work.q_begin + warp * kWarpRows + lane / 4,
-                        key * kTileN + 2 * (lane % 4));
-    }
-
-    float correction[kMmaM][2];
-    if (softmax.update_max(s, correction, params.exp2_scale)) {
-#pragma unroll
-      for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-        for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) o[i][j][e] *= correction[i][e / 2];
-        }
-      }
-    }
-    uint32 p[kMmaM][kMmaN][2];
-    softmax.exponentiate<false>(s, params.exp2_scale);
-    round_weights<kBf16>(s, p);
-
-    if constexpr (kSparse) {  // here and not before, or sm_80 runs out of registers
-      load_words(tile + 1);
-      cp_async_commit_group();
-    }
-    add_product<kBf16, KVTile>(o, p,
-                               v_stages + tile % kStages * kTileBytes + b_trans_lane<KVTile>());
+// Waits until a tile has landed: at most kLaterGroups groups are then under way.  The barrier also
+// says that every warp has left the buffers that are filled next: with one stage V's, which lands
+// during the product with K; with more stages those of an earlier tile.
+FA_DEVICE void wait_for_tile(bool is_first) {
+  if (kStages == 1 && is_first) {
+    cp_async_wait_group<1>();  // V may still be under way
+  } else {
+    cp_async_wait_group<kLaterGroups>();
   }
+  __syncthreads();
+}
 
-  // ------------------------------------------------------------------------------------- epilogue
-  softmax.reduce_row_sum();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Of the rows that this thread holds.
-  const int first_row = work.q_begin + warp * kWarpRows + lane / 4;
-  if (params.lse != nullptr && lane % 4 == 0) {
+// S = Q K^T of a warp's rows.
+FA_DEVICE void gemm_qk(const SparseStorage& shared, float (&s)[kMmaM][kMmaN][4], int tile) {
+  multiply_rows<kBf16, QTile, KVTile, kDim / 16>(
+      s, cvta_to_shared(shared.q) + a_lane<QTile>(tid_x_again() / 32 * kWarpRows),
+      stage_of(cvta_to_shared(shared.k), tile) + b_lane<KVTile>(0));
+}
+
+// O += P V.
+FA_DEVICE void gemm_pv(const SparseStorage& shared, float (&o)[kMmaM][kMmaV][4],
+                       const uint32 (&p)[kMmaM][kMmaN][2], int tile) {
+  add_product<kBf16, KVTile>(o, p,
+                             stage_of(cvta_to_shared(shared.v), tile) + b_trans_lane<KVTile>());
+}
+
+// Applies softcap, bias and a scale that is not positive.  The scores go through the stage of the K
+// tile that they come from: when all warps have read it, each warp uses a part of it.
+FA_DEVICE void modify_scores(const AttentionParams& params, SparseStorage& shared,
+                             float (&s)[kMmaM][kMmaN][4], int tile, int key) {
+  __syncthreads();
+  const TileWork& work = shared.work;
+  const int warp = tid_x_again() / 32;
+  float* scratch = reinterpret_cast<float*>(shared.k[tile % kStages]) + warp * kScoreModFloats;
+  apply_score_mod(params, work.at, s, scratch, work.q_begin + warp * kWarpRows, key * kTileN);
+}
+
+// Reads which scores of a tile a mask leaves: this thread's words, with the tile's first columns in
+// bit 0.  Returns false if the tile is in a full block, which has no words.
+FA_DEVICE bool read_visible_bits(const SparseStorage& shared, uint32 (&visible_bits)[kMmaM][2],
+                                 int tile) {
+  const ListedTile at = listed_tile(shared.listed, tile);
+  if (!at.partial) return false;
 #pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
+  for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = first_row + 16 * i + 8 * h;
-        if (row < params.q_len) {
-          params.lse[work.batch * params.q_len + row] =
-              log_sum_exp(softmax.row_max[i][h], softmax.row_sum[i][h]);
-        }
+    for (int h = 0; h < 2; ++h) {
+      visible_bits[i][h] = shared.words[i][tid_x_again()][h] >> at.in_block * (kTileN / 4);
+    }
+  }
+  return true;
+}
+
+// Puts -inf where the band hides a key.
+FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
+                            float (&s)[kMmaM][kMmaN][4], int key) {
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+  mask_outside_band(params, s, work.q_begin + warp * kWarpRows + lane / 4,
+                    key * kTileN + 2 * (lane % 4));
+}
+
+// Multiplies O by the factors of rows whose row_max has moved.
+FA_DEVICE void rescale_o(float (&o)[kMmaM][kMmaV][4], const float (&correction)[kMmaM][2]) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[i][j][e] *= correction[i][e / 2];
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------- epilogue
+// first_row is the first row that a thread holds; the others are first_row + 16 i + 8 h.
+
+// Writes the log-sum-exp of each row.  Called by one of the four threads that share the rows.
+FA_DEVICE void write_lse(const AttentionParams& params, const TileWork& work,
+                         const OnlineSoftmax<kMmaM>& softmax, int first_row) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row + 16 * i + 8 * h;
+      if (row < params.q_len) {
+        params.lse[work.batch * params.q_len + row] =
+            log_sum_exp(softmax.row_max[i][h], softmax.row_sum[i][h]);
       }
     }
   }
+}
 
-  uint32 recompute_lanes[kMmaM][2], any_recompute = 0;  // lanes whose row is to be computed again
+// Finds the rows that are to be computed again, as bits of the lanes that hold them.  Returns
+// whether the warp has any.
+FA_DEVICE bool find_rows_to_recompute(const AttentionParams& params,
+                                      const OnlineSoftmax<kMmaM>& softmax,
+                                      const float (&o)[kMmaM][kMmaV][4], int first_row,
+                                      uint32 (&recompute_lanes)[kMmaM][2]) {
+  uint32 any_recompute = 0;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -341,9 +344,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       any_recompute |= recompute_lanes[i][h];
     }
   }
-  cp_async_wait_group<0>();
+  return any_recompute != 0;
+}
 
-  // Each warp turns its own rows of the Q tile, which no other warp reads, into output rows.
+// Divides O by the sums of its rows and rounds it.  Each warp turns its own rows of the Q tile,
+// which no other warp reads, into output rows.
+FA_DEVICE void normalize_o(uint32 q_tile, const OnlineSoftmax<kMmaM>& softmax,
+                           const float (&o)[kMmaM][kMmaV][4], int warp, int lane) {
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
@@ -359,12 +366,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
   }
   __syncwarp();
-  uint16* out = static_cast<uint16*>(params.out) + work.at.out +
-                static_cast<int64>(work.q_begin) * params.out_row;
-  store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,
-                                      params.v_dim, params.aligned);
+}
 
-  if (any_recompute == 0) return;
+// Computes rows of a warp again, key by key, and writes them.
+FA_DEVICE void recompute_rows(const AttentionParams& params, const TileWork& work, uint16* out,
+                              OnlineSoftmax<kMmaM>& softmax, uint32 (&recompute_lanes)[kMmaM][2],
+                              int warp) {
   __syncwarp();
 #pragma unroll 1
   for (int r = 0; r < kWarpRows; ++r) {
@@ -386,4 +393,88 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       softmax.row_sum[(part - 1) / 2][(part - 1) % 2] = softmax.row_sum[part / 2][part % 2];
     }
   }
+}
+
+// ------------------------------------------------------------------------------------------ kernel
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    attention_fwd_sm80(const __grid_constant__ AttentionParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SparseStorage& shared = *reinterpret_cast<SparseStorage*>(shared_bytes);
+  const uint32 q_tile = cvta_to_shared(shared.q);
+
+  if (threadIdx.x == 0) find_work(params, shared);
+  __syncthreads();
+  const TileWork& work = shared.work;
+  const KeyTiles& band = shared.tiles;
+  TileRange tiles = {band.begin, band.end};
+  if constexpr (kSparse) {
+    if (work.q_rows <= 0) return;
+    find_listed_range(params.mask, shared.listed, band);
+    __syncthreads();
+    tiles.begin = 0;
+    tiles.end = shared.listed.count();
+  }
+  if (tiles.begin >= tiles.end) return write_empty_rows(params, work);
+
+  load_first_tiles(params, shared, tiles);
+  OnlineSoftmax<kMmaM> softmax;
+  softmax.reset();
+  float o[kMmaM][kMmaV][4];
+  clear(o);
+
+#pragma unroll 1
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+    wait_for_tile(tile == tiles.begin);
+    if constexpr (kSparse) load_block_index(params, shared, tiles, tile + 2);
+    if constexpr (kStages == 1) {
+      if (tile > tiles.begin) load_v(params, shared, tile);
+    } else if (tile + kStages - 1 < tiles.end) {
+      load_k(params, shared, tile + kStages - 1);
+      load_v(params, shared, tile + kStages - 1);
+    }
+    cp_async_commit_group();
+
+    float s[kMmaM][kMmaN][4];
+    gemm_qk(shared, s, tile);
+    const int key = key_tile(shared, tile);
+    if (params.has_score_mod) modify_scores(params, shared, s, tile, key);
+    if constexpr (kStages == 1) {  // V has landed and K has been read
+      cp_async_wait_group<0>();
+      __syncthreads();
+      if (tile + 1 < tiles.end) load_k(params, shared, tile + 1);
+      cp_async_commit_group();
+    }
+    if constexpr (kSparse) {
+      uint32 visible_bits[kMmaM][2];
+      if (read_visible_bits(shared, visible_bits, tile)) mask_by_bits(s, visible_bits);
+    }
+    if (key < band.full_begin || key >= band.full_end) mask_by_band(params, work, s, key);
+
+    // The online softmax: P = exp2(S - row_max), and O follows row_max.
+    float correction[kMmaM][2];
+    if (softmax.update_max(s, correction, params.exp2_scale)) rescale_o(o, correction);
+    softmax.exponentiate<false>(s, params.exp2_scale);
+    uint32 p[kMmaM][kMmaN][2];
+    round_weights<kBf16>(s, p);
+    if constexpr (kSparse) {  // here and not before, or sm_80 runs out of registers
+      load_words(params, shared, tiles, tile + 1);
+      cp_async_commit_group();
+    }
+    gemm_pv(shared, o, p, tile);
+  }
+
+  softmax.reduce_row_sum();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first_row = work.q_begin + warp * kWarpRows + lane / 4;
+  if (params.lse != nullptr && lane % 4 == 0) write_lse(params, work, softmax, first_row);
+  uint32 recompute_lanes[kMmaM][2];
+  const bool any_recompute = find_rows_to_recompute(params, softmax, o, first_row, recompute_lanes);
+  cp_async_wait_group<0>();
+  normalize_o(q_tile, softmax, o, warp, lane);
+  uint16* out = static_cast<uint16*>(params.out) + work.at.out +
+                static_cast<int64>(work.q_begin) * params.out_row;
+  store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,
+                                      params.v_dim, params.aligned);
+
+  if (any_recompute) recompute_rows(params, work, out, softmax, recompute_lanes, warp);
 }

@@ -24,7 +24,6 @@ LONG_FUNCTIONS = {
     "cuda_src/attention/bwd_dkdv_sm90.cu: consume",
     "cuda_src/attention/bwd_dq_sm80.cu: attention_bwd_dq_sm80",
     "cuda_src/attention/bwd_dq_sm90.cu: consume",
-    "cuda_src/attention/fwd_sm80.cu: attention_fwd_sm80",
     "cuda_src/attention/fwd_sm90.cu: consume",
 }
 

@@ -392,12 +392,12 @@ BUGS = {
     "a stage is read that is not waited for": (
         SM80,
         "ldmatrix reads .* not yet",
-        ("kStages<2 ? 0 : kStages - 2>();", "kStages<2 ? 0 : kStages - 1>();"),
+        ("kStages > 1 ? kStages - 2 : 0;", "kStages > 1 ? kStages - 1 : 0;"),
     ),
     "a stage is read before all have waited for it": (
         SM80,
         "ldmatrix reads .* not yet",
-        ("kStages - 2>();\n    }\n    __syncthreads();", "kStages - 2>();\n    }"),
+        ("kLaterGroups>();\n  }\n  __syncthreads();", "kLaterGroups>();\n  }"),
     ),
 }  # fmt: skip
 

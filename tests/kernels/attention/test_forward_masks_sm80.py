@@ -157,15 +157,19 @@ BUGS = {
     "the wrong half of a block's words": (128, (">> at.in_block * (kTileN / 4)", ">> 0")),
     "words of the next block come before this one's are used": (
         64,
-        ("load_words(tile + 1);\n      cp_async_commit_group();", "cp_async_commit_group();"),
-        ("if constexpr (kSparse) load_block_index(tile + 2);",
-         "if constexpr (kSparse) load_words(tile + 1), load_block_index(tile + 2);"),
+        ("load_words(params, shared, tiles, tile + 1);\n      cp_async_commit_group();",
+         "cp_async_commit_group();"),
+        ("if constexpr (kSparse) load_block_index(params, shared, tiles, tile + 2);",
+         "if constexpr (kSparse) load_words(params, shared, tiles, tile + 1), "
+         "load_block_index(params, shared, tiles, tile + 2);"),
     ),
     "words are not waited for": (
-        128, ("load_words(tile + 1);\n      cp_async_commit_group();", "load_words(tile + 1);"),
+        128, ("load_words(params, shared, tiles, tile + 1);\n      cp_async_commit_group();",
+              "load_words(params, shared, tiles, tile + 1);"),
     ),
     "the number of a block comes a tile late": (
-        32, ("load_block_index(tile + 2);", "load_block_index(tile + 1);"),
+        32, ("load_block_index(params, shared, tiles, tile + 2);",
+             "load_block_index(params, shared, tiles, tile + 1);"),
     ),
     "words of other rows": (256, ("(work.q_begin % kMaskBlock + warp", "(warp")),
     "words of the first tile only": (192, ("in_block == 0 || after_full == 0", "after_full == 0")),
@@ -177,7 +181,7 @@ BUGS = {
     "a band begins a list a tile late": (128, ("last ? tiles.end : tiles.begin",
                                                "last ? tiles.end : tiles.begin + 1")),
     "full blocks at the edge are not masked": (
-        128, ("if (key < tiles.full_begin || key >= tiles.full_end) {", "if (false) {"),
+        128, ("if (key < band.full_begin || key >= band.full_end)", "if (false)"),
     ),
     "rows of blocks of another entry": (
         96, ("row_of_blocks(params.mask, shared.work.batch,", "row_of_blocks(params.mask, 0,"),
