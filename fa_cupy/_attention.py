@@ -15,8 +15,9 @@ from fa_cupy.core import attention_problem, checks, dispatch
 _TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 _NEED = ("q", "k", "v", "bias")
 
-# Array type -> a function that answers a call whose plan is known, or None. The GPU backend's
-# entry appears with the first CuPy array, so that CuPy is never imported for NumPy input.
+# Array type -> the backend's function for calls that need no preparation; it returns None for all
+# others. The GPU backend adds its own with the first CuPy array, so that CuPy is never imported for
+# NumPy input.
 _CACHED: dict[type, Callable[..., Any]] = {}
 _CACHED_BACKWARD: dict[type, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Attention on CuPy arrays: choose a kernel, lay the call out once, launch it often.
+"""Attention on CuPy arrays: plans are made once and run many times.
 
 Plans are cached on the arguments as they come, so that a repeated call costs a lookup, its
 allocations and a launch.
@@ -209,7 +209,7 @@ def attention(
 
 
 def lse_for(problem: attention_problem.Problem, wanted: bool) -> Any:
-    """Return an array for the LSE where another library makes it, `wanted` where a plan does."""
+    """Return an array for the LSE if the caller's library must allocate it, else `wanted`."""
     if not (wanted and workspace.foreign()):
         return wanted
     return workspace.empty(problem.out_shape[:-1], attention_problem.sum_dtype(problem.dtype))
@@ -268,7 +268,7 @@ def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:
 
 
 def _call_for(problem: Problem, out_strides: tuple[int, ...], device: int) -> Call:
-    """Return what runs a problem, made at most once."""
+    """Return the `Call` of a problem, from the table of plans if it is there."""
     key = _NAME, problem, out_strides, device
     call: Call | None = lookup(key)
     if call is None:

@@ -20,9 +20,9 @@ import numpy as np
 
 from fa_cupy.gpu.driver.arguments import Arguments
 
-#: The name of a number that no other run of a plan has, on this machine and on any other. It is
-#: never 0. A kernel compares it with what its memory holds, which it finds as another launch has
-#: left it. Launches of one run share the number: the last block of each takes it away again.
+#: Names a number that is unique to each run of a plan and never 0. A kernel whose counter is not
+#: set to zero compares the number in memory with it: if they differ, the first block sets the
+#: counter up. The last block of each launch clears it, so that a replayed graph starts anew.
 MARK = "mark"
 # It starts where no other process did. `next` is one step to other threads.
 _marks = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1 | 1)
@@ -55,8 +55,8 @@ class Step(NamedTuple):
     shifts : mapping of int
         Bytes to add to addresses, by name; a null pointer stays one.
     aligned : tuple of str
-        Where there are some, the field ``aligned`` says whether their addresses are multiples of
-        16.
+        Names of arrays. If there are any, the field ``aligned`` of the struct is set to whether all
+        their addresses are multiples of 16.
     persistent : bool
         Whether blocks take tiles until none is left.
     """

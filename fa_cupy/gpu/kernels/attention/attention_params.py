@@ -55,7 +55,7 @@ NAMES = (*POINTERS, *(f"mask.{name}" for name in MASK_LISTS.names or ()))
 
 
 class MaskPointers(NamedTuple):
-    """What a launch is told of a mask: addresses in the order of `MASK_LISTS`.
+    """The addresses of a mask's lists, in the order of `MASK_LISTS`.
 
     Attributes
     ----------
@@ -66,8 +66,9 @@ class MaskPointers(NamedTuple):
     order : int
         Address of the order in which rows of blocks are taken, int32; 0 for the usual one.
     words_by_block : int
-        0 if a block's words lie at its place in `partial`; else row ``t`` has places for so many
-        key blocks, and block ``c`` has the words of place ``t * words_by_block + c``.
+        0 if the words are stored in the order of `partial`. Otherwise the number of blocks for
+        which each row has room in `words`: block ``c`` of row ``t`` has words number
+        ``t * words_by_block + c``.
     """
 
     partial_begin: int

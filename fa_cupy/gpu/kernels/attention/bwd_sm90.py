@@ -10,14 +10,14 @@ from fa_cupy.gpu.kernels.backward import GROUPS, WORK_STAGES, BackwardSm90, Laun
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
-#: Of dQ of a tile, one a warpgroup; each has 64 columns of `dq_tile_m` queries.
+#: Parts of a tile of dQ: each consumer computes one, of 64 columns by `dq_tile_m` queries.
 PIECES = 2
 _WORK_BYTES = 52  # WorkTile
 
 
 @dataclass(frozen=True, kw_only=True)
 class BwdSm90(BackwardSm90):
-    """A row of ``bwd_sm90``: one warpgroup feeds two others, each of 64 keys.
+    """A variant of ``bwd_sm90``: a producer warpgroup and two consumers, each with 64 keys.
 
     Attributes
     ----------
@@ -26,12 +26,12 @@ class BwdSm90(BackwardSm90):
     staging_stages : int
         Buffers for a warpgroup's results on their way out.
     store_threads : int
-        Threads that store results, each of which waits for turns. Three leave one that loads.
+        Threads that store results. Each waits until the semaphore of a tile of queries reaches the
+        number of its block. Three leave one that loads.
     defer_dq : bool
-        The schedule. True: dQ is that of the tile before, so that neither warpgroup waits for the
-        other, and blocks of keys are given out from the last one on. False: dK is that of the tile
-        before, and runs beside the exponentials; blocks of keys are given out from the first one
-        on.
+        The schedule. True: a step computes dQ of the tile before, so that no consumer waits for the
+        other, and the scheduler starts with the last block of keys. False: a step computes dK of
+        the tile before during its exponentials, and the scheduler starts with the first block.
     """
 
     dout_stages: int

@@ -43,10 +43,11 @@ MAPPED = ("q", "k", "v", "out")
 COUNTER_BYTES = 16
 _MAX_PACKED = 64  # heads in a box of 64 rows
 _BOX = 64  # rows and columns of a box of Q or of the output: 128 bytes are a swizzled row
-# Entries of a section. Causal, 512 to 4,096 tokens, head_dim 64 to 256: fewer than 16 have too few
-# tiles of each length (hd256 at 2,048 tokens: 629 TFLOP/s with 8, 662 with 16), more than 32 first
-# load much and then compute much (hd128 at 512: 388 with 32, 376 with 64).
-_SECTION = (16, 32)
+# Batch entries of an L2 group, least and most. Causal, 512 to 4,096 tokens, head_dim 64 to 256:
+# fewer than 16 have too few tiles of each length (hd256 at 2,048 tokens: 629 TFLOP/s with 8, 662
+# with 16), more than 32 first load much and then compute much (hd128 at 512: 388 with 32, 376 with
+# 64).
+_L2_GROUP_ENTRIES = (16, 32)
 
 #: ``struct TileScheduler`` of ``cuda_src/common/tile_scheduler.cuh``.
 TILE_SCHEDULER = np.dtype(
@@ -109,7 +110,7 @@ class FwdSm90(Variant):
         tiles = row * (self.q_stages * 64 + 2 * self.stages * self.tile_n)
         scratch = 4 * self.groups * 2048 if self.transform else 8
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
-        work = 32 * (self.groups + (2 if self.sparse else 1))  # Work in fwd_sm90.cuh
+        work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = scratch + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
@@ -149,7 +150,16 @@ def _rows() -> Iterator[FwdSm90]:
         (96, 2, 128, 2, 4, 0, 1, "as for 128"),
         (128, 2, 128, 2, 4, 0, 1, "as without a mask"),
         (192, 2, 64, 2, 4, 0, 0, "half a block of the mask; the next rows of Q come early"),
-        (256, 2, 64, 2, 2, 0, 0, "half a block of the mask; its words take the place of a slot"),
+        (
+            256,
+            2,
+            64,
+            2,
+            2,
+            0,
+            0,
+            "half a block of the mask; its words leave no room for more of Q",
+        ),
     )
     both = [(False, row) for row in rows] + [(True, row) for row in masked]
     for sparse, (dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why) in both:
@@ -175,7 +185,7 @@ def supports(traits: Traits) -> bool:
     axes = traits.mapped_sizes
     if len(axes) > MAP_AXES or math.prod(axes) > MAX_LENGTH:
         return False
-    # A bias has no map, only a place among the axes of the slow path.
+    # A bias has no tensor map: it is read along the batch axes of AttentionParams.
     if len(traits.sizes) > MAX_BATCH_AXES:
         return False
     return maps_walk(
@@ -290,13 +300,13 @@ def _geometry(
 
 
 def _entries_per_l2_group(problem: Problem, size: list[int], steps: dict[str, list[int]]) -> int:
-    """Return how many batch entries take turns at giving the next tile of queries.
+    """Return how many batch entries form an L2 group, whose tiles of queries are interleaved.
 
     Without a band all tiles take as long: entry by entry, so that one entry's keys and values are
     in the L2 cache when its tiles read them. Under a band the last tiles may take longest and
     should not start last: those of some entries come first together, about as many as have their
-    keys and values in the cache at once. Sections are about equal: a small one at the end would
-    start long tiles late.
+    keys and values in the cache at once. Groups are of about equal size: a small one at the end
+    would start long tiles late.
 
     Parameters
     ----------
@@ -308,7 +318,7 @@ def _entries_per_l2_group(problem: Problem, size: list[int], steps: dict[str, li
     """
     if problem.lower is None and problem.upper is None:
         return 1
-    least, most = _SECTION
+    least, most = _L2_GROUP_ENTRIES
     wanted = min(most, max(least, cached_entries(problem, size, steps)))
     entries = math.prod(size)
     return -(-entries // max(1, round(entries / wanted)))
