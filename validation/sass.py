@@ -137,7 +137,16 @@ def entry_of(compiled: compile.Compiled) -> Entry:
 
 
 def _compiled(row: Variant, target: str) -> Entry:
-    return entry_of(compile.compile_variant(row, target))
+    compiled = compile.compile_variant(row, target)
+    if not compile.resource_report(compiled.log).registers:
+        # NVRTC keeps what it compiles, too, and then says nothing of registers: so it is where two
+        # processes have compiled a kernel at the same time. Here that cache is off.
+        compiled = compile.compile_variant(row, target, anew=True)
+    return entry_of(compiled)
+
+
+def _without_cache_of_nvrtc() -> None:
+    os.environ["CUDA_CACHE_DISABLE"] = "1"  # CUDA C++ Programming Guide, "Environment Variables"
 
 
 def compiled_rows(rows: Sequence[Variant]) -> Rows:
@@ -146,7 +155,8 @@ def compiled_rows(rows: Sequence[Variant]) -> Rows:
     found: Rows = {row.name: {} for row in rows}
     workers = max(1, min(len(jobs), len(os.sched_getaffinity(0))))
     # Processes, as in warmup: NVRTC compiles one kernel at a time in each.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, _without_cache_of_nvrtc) as pool:
         entries = pool.map(_compiled, *zip(*jobs, strict=True))
         bar = tqdm(entries, total=len(jobs), unit="kernel", desc="sass", file=sys.stderr)
         for (row, target), entry in zip(jobs, bar, strict=True):

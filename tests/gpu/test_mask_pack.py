@@ -158,7 +158,7 @@ def test_sparse_matrices(cupy):
         for outside in (max(given.shape), 10**6, -1):  # before anybody follows them
             indices[0] = outside
             with pytest.raises(
-                ValueError, match=r"^BitMask\.from_csr: matrix is .* indices contra"
+                ValueError, match=r"^BitMask\.from_csr: matrix is .* indices do not"
             ):
                 BitMask.from_csr(given)
     above = sparse.dia_matrix((cupy.ones((1, 3)), cupy.array([1])), shape=(3, 3))

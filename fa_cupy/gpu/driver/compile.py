@@ -69,7 +69,7 @@ class Resources(NamedTuple):
     notes: tuple[str, ...]
 
 
-def compile_variant(variant: Variant, target: str) -> Compiled:
+def compile_variant(variant: Variant, target: str, anew: bool = False) -> Compiled:
     """Compile one row of the variant table, or take it from the cache.
 
     Parameters
@@ -77,6 +77,8 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     variant : Variant
     target : str
         One of the row's: ``"sm_80"``, ``"sm_90a"``, ``"compute_80"`` for PTX.
+    anew : bool, optional
+        Whether to compile it in any case.
 
     Raises
     ------
@@ -86,11 +88,16 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
         If NVRTC or its bindings are missing; says how to install them.
     """
     file, source = _source_of(variant)
-    return compile_source(variant.name, source, target, variant.defines, file)
+    return compile_source(variant.name, source, target, variant.defines, file, anew)
 
 
 def compile_source(
-    name: str, source: bytes, target: str, defines: Defines = (), file: str = "kernel.cu"
+    name: str,
+    source: bytes,
+    target: str,
+    defines: Defines = (),
+    file: str = "kernel.cu",
+    anew: bool = False,
 ) -> Compiled:
     """Compile CUDA C++ that includes nothing but the headers of this project.
 
@@ -104,6 +111,8 @@ def compile_source(
         Macros.
     file : str
         What messages call the source.
+    anew : bool
+        As for `compile_variant`.
 
     Raises
     ------
@@ -114,7 +123,7 @@ def compile_source(
     key = _key(source, headers, target, options)
     file_name = f"{name}-{nvrtc.architecture(target)}-{key[:24]}.{nvrtc.kind_of(target).lower()}"
     path = cubin_cache.place(file_name)
-    entry = None if path is None else cubin_cache.read(path, key)
+    entry = None if path is None or anew else cubin_cache.read(path, key)
     if entry is not None:
         return Compiled(*entry, cached=True)
     start = time.perf_counter()
