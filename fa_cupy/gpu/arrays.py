@@ -102,9 +102,9 @@ class Allocation(NamedTuple):
 
 
 def allocation(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: np.dtype[Any]
 ) -> Allocation:
-    """Return how to make a dense array."""
+    """Return how to make a dense array, which lies in C order if `strides` is None."""
     in_order = core_arrays.dense_strides(shape, dtype.itemsize, range(len(shape)))
     return Allocation(
         math.prod(shape) * dtype.itemsize,

@@ -60,9 +60,8 @@ class Call:
 
     def __init__(self, problem: Problem, out_strides: tuple[int, ...], device: int) -> None:
         shape = problem.out_shape
-        rows = dense_strides(shape[:-1], 4, range(len(shape) - 1))
         self._out = allocation(shape, out_strides, problem.dtype)
-        self._lse = allocation(shape[:-1], rows, attention_problem.sum_dtype(problem.dtype))
+        self._lse = allocation(shape[:-1], None, attention_problem.sum_dtype(problem.dtype))
         self._lse_bytes = self._lse.nbytes
         self._workspace_at = 0
         self.plan: Plan | None = None

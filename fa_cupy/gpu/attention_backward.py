@@ -25,7 +25,7 @@ from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
+from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
 
 _NAME = "attention_backward"
 _INPUTS = ("q", "k", "v")
@@ -144,8 +144,8 @@ def cached(
     if addresses & 15:  # kernels could not read an array where it lies
         return None
     key = tuple(facts)
-    found: Any = lookup(key, _NAME)
-    if found is _NAME:  # not None, which stands for a call that has no kernel
+    found: Any = lookup(key, UNKNOWN)
+    if found is UNKNOWN:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, None, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
@@ -227,8 +227,8 @@ def prepared(problem: Problem, arrays: dict[str, Any], need: Sequence[str]) -> P
         [name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)]
     )
     key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device
-    found: Any = lookup(key, _NAME)
-    if found is _NAME:
+    found: Any = lookup(key, UNKNOWN)
+    if found is UNKNOWN:
         found = remember(key, _prepare(problem, laid, copied, need, device))
     return cast("Prepared | None", found)
 

@@ -26,11 +26,10 @@ from fa_cupy.gpu.arrays import (
 from fa_cupy.gpu.kernels import products
 from fa_cupy.gpu.kernels.linear.params import Job
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import lookup, remember
+from fa_cupy.gpu.plan_cache import UNKNOWN, lookup, remember
 
 _NAME = "causal_product"
 _ANY = ("auto", "chunked")  # what takes every array; others are kernels
-_UNKNOWN = object()
 
 
 class _Call(NamedTuple):
@@ -202,8 +201,8 @@ def plan_for(jobs: tuple[Job, ...], algorithm: str = "auto") -> Plan | None:
     """Return the plan of some products in one launch, made at most once; None where none is."""
     device = runtime.getDevice()
     key = _NAME, device, jobs, algorithm
-    plan = lookup(key, _UNKNOWN)
-    if plan is _UNKNOWN:
+    plan = lookup(key, UNKNOWN)
+    if plan is UNKNOWN:
         plan = remember(key, products.make_plan(jobs, workspace.launcher(device), algorithm))
     found: Plan | None = plan
     return found

@@ -75,7 +75,15 @@ Launch = Callable[[Arguments, Any], Any]
 
 
 class Launcher(Protocol):
-    """What a plan needs of a machine."""
+    """What a plan, and the choice of its kernels, need of a machine."""
+
+    @property
+    def target(self) -> str | None:
+        """The target that kernels are compiled for; None if no kernel can run."""
+
+    @property
+    def multiprocessors(self) -> int:
+        """The number of multiprocessors of the device."""
 
     def kernels(self, steps: Sequence[Step]) -> Sequence[Launch]:
         """Return what launches the kernel of each step: loaded, with all but its arguments.

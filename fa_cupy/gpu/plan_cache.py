@@ -21,6 +21,8 @@ plans: dict[Any, Any] = {}
 atexit.register(plans.clear)  # kernels must go before CuPy's modules are taken apart
 
 lookup = plans.get
+#: What a lookup returns for a key that is not in the table, where None is a value.
+UNKNOWN: Any = object()
 
 
 def remember(key: Any, value: Any) -> Any:

@@ -81,7 +81,7 @@ def current_target() -> str | None:
 
 @functools.cache
 def target_of_device(device: int) -> str | None:
-    """Return the target that kernels are compiled for on a device, None where none runs."""
+    """Return the target that kernels are compiled for on a device, None if no kernel can run."""
     import cupy
 
     return _chosen(cupy.cuda.runtime.getDeviceProperties(device)).target

@@ -123,7 +123,7 @@ class DriverLauncher:
     Attributes
     ----------
     target : str or None
-        What kernels are compiled for; None where none runs.
+        The target that kernels are compiled for; None if no kernel can run.
     multiprocessors : int
     workspace : callable
         `take`.

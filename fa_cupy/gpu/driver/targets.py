@@ -39,7 +39,7 @@ def target_of(
     """Choose what kernels are compiled for on a device.
 
     A cubin runs on later devices of its own major too, so that the newest target counts that is
-    not above the device. Where there is none, PTX runs on all later devices.
+    not above the device. If there is no such target, PTX is used, which runs on all later devices.
 
     Parameters
     ----------

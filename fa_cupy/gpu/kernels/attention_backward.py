@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fa_cupy.gpu import plan
 from fa_cupy.gpu.kernels.attention import (
@@ -43,18 +43,6 @@ VARIANTS: tuple[BackwardVariant, ...] = (
 )
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
-
-
-class Launcher(plan.Launcher, Protocol):
-    """What is asked of the device besides."""
-
-    @property
-    def target(self) -> str | None:
-        """What kernels are compiled for; None where none runs."""
-
-    @property
-    def multiprocessors(self) -> int:
-        """Of the device."""
 
 
 @functools.cache
@@ -101,7 +89,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
 
 def make_plan(
     traits: Traits,
-    launcher: Launcher,
+    launcher: plan.Launcher,
     copies: Mapping[str, int] = _NOTHING,
     variants: Sequence[BackwardVariant] = (),
 ) -> tuple[plan.Plan, plan.Workspace] | None:

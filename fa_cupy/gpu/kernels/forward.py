@@ -16,7 +16,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.variant import Variant
-from fa_cupy.gpu.plan import Plan, workspace_of
+from fa_cupy.gpu.plan import Launcher, Plan, workspace_of
 
 #: All rows.
 VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
@@ -102,7 +102,7 @@ def for_any_layout(problem: Any, target: str | None) -> FwdSm80 | FwdSm90 | None
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
 
 
-def make_plan(traits: Traits, launcher: Any, variant: Variant | None = None) -> Plan:
+def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None) -> Plan:
     """Return the launches of a forward problem with a query to answer.
 
     Parameters
@@ -110,11 +110,10 @@ def make_plan(traits: Traits, launcher: Any, variant: Variant | None = None) -> 
     traits : Traits
         Of a problem that a kernel serves in any layout.
     launcher : Launcher
-        With a ``target`` and a number of ``multiprocessors``.
     variant : Variant, optional
         By default the one that `select` picks.
     """
-    problem, plain = traits.problem, for_any_layout(traits.problem, launcher.target)
+    problem = traits.problem
     names = POINTERS if problem.mask is None else NAMES
     if variant is None:
         call = Call(traits.scores_change, fwd_sm90.supports(traits), problem.mask is not None)
@@ -125,6 +124,7 @@ def make_plan(traits: Traits, launcher: Any, variant: Variant | None = None) -> 
     assert isinstance(variant, FwdSm90)
 
     def fallback() -> Plan:
+        plain = for_any_layout(problem, launcher.target)
         assert isinstance(plain, FwdSm80)
         return Plan(fwd_sm80.steps(traits, plain), names, launcher)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu.kernels.linear import params, sm90_params
@@ -22,19 +21,7 @@ from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 ARRAYS = POINTERS[:-1]
 
 
-class Machine(Launcher, Protocol):
-    """A launcher that says what it runs on."""
-
-    @property
-    def target(self) -> str | None:
-        """What kernels are compiled for; None where none runs."""
-
-    @property
-    def multiprocessors(self) -> int:
-        """How many there are."""
-
-
-def make_plan(jobs: Sequence[Job], machine: Machine, algorithm: str = "auto") -> Plan | None:
+def make_plan(jobs: Sequence[Job], launcher: Launcher, algorithm: str = "auto") -> Plan | None:
     """Return the plan of some products; None where no kernel serves them.
 
     Parameters
@@ -42,7 +29,7 @@ def make_plan(jobs: Sequence[Job], machine: Machine, algorithm: str = "auto") ->
     jobs : sequence of Job
         One; or two or three of as many batch entries and rows each and of one dtype, which have a
         plan only where one launch computes them all.
-    machine : Machine
+    launcher : Launcher
     algorithm : str, optional
         Of `fa_cupy.core.linear_problem.ALGORITHMS`.
     """
@@ -50,46 +37,46 @@ def make_plan(jobs: Sequence[Job], machine: Machine, algorithm: str = "auto") ->
     mapped = all(map(sm90_params.takes, traits))
     choice = None
     if mapped or len(jobs) == 1:
-        choice = choice_of([job.problem for job in jobs], machine, algorithm, mapped)
-    return None if choice is None else plan_by(choice, traits, machine, algorithm)
+        choice = choice_of([job.problem for job in jobs], launcher, algorithm, mapped)
+    return None if choice is None else plan_by(choice, traits, launcher, algorithm)
 
 
 def choice_of(
-    problems: Sequence[Product], machine: Machine, algorithm: str, mapped: bool
+    problems: Sequence[Product], launcher: Launcher, algorithm: str, mapped: bool
 ) -> Choice | None:
     """Return how some products are computed in one launch; None where no kernel does that."""
-    if machine.target is None:
+    if launcher.target is None:
         return None
     first = problems[0]
     qk_dim = max([problem.qk_dim for problem in problems])
     v_dim = max([problem.v_dim for problem in problems])
     return choose(
-        first.dtype.name, math.prod(first.batch), first.k_len, qk_dim, v_dim, machine.target,
-        machine.multiprocessors, algorithm, mapped, len(problems),
+        first.dtype.name, math.prod(first.batch), first.k_len, qk_dim, v_dim, launcher.target,
+        launcher.multiprocessors, algorithm, mapped, len(problems),
     )  # fmt: skip
 
 
 def plan_by(
-    choice: Choice, jobs: Sequence[Traits], machine: Machine, algorithm: str = "auto"
+    choice: Choice, jobs: Sequence[Traits], launcher: Launcher, algorithm: str = "auto"
 ) -> Plan:
     """Return the plan of some products that are computed as `choice` says."""
     names = [f"{i}.{name}" for i in range(len(jobs)) for name in ARRAYS]
     if not isinstance(choice.row, ProductSm90Variant):
-        return _unmapped([choice] * len(jobs), jobs, names, machine)
+        return _unmapped([choice] * len(jobs), jobs, names, launcher)
 
     def fallback() -> Plan:
-        choices = [choice_of([own.job.problem], machine, algorithm, False) for own in jobs]
-        return _unmapped([x for x in choices if x is not None], jobs, names, machine)
+        choices = [choice_of([own.job.problem], launcher, algorithm, False) for own in jobs]
+        return _unmapped([x for x in choices if x is not None], jobs, names, launcher)
 
     sizes = {}
     if choice.states is not None:
         sizes = {f"{i}.workspace": _states_bytes(choice, own) for i, own in enumerate(jobs)}
     steps = steps_sm90(choice, jobs)
-    return Plan(list(steps), names, machine, workspace_of(sizes), fallback)
+    return Plan(list(steps), names, launcher, workspace_of(sizes), fallback)
 
 
 def _unmapped(
-    choices: Sequence[Choice], jobs: Sequence[Traits], names: Sequence[str], machine: Machine
+    choices: Sequence[Choice], jobs: Sequence[Traits], names: Sequence[str], launcher: Launcher
 ) -> Plan:
     """Return the plan of products, one after the other, by kernels that need no tensor maps."""
     steps: list[Step] = []
@@ -102,7 +89,7 @@ def _unmapped(
         steps += steps_alone(choice, launches, traits, i, held)
         if held:
             size = max(size, _states_bytes(choice, traits))
-    return Plan(steps, names, machine, workspace_of({"workspace": size} if size else {}))
+    return Plan(steps, names, launcher, workspace_of({"workspace": size} if size else {}))
 
 
 def _states_bytes(choice: Choice, traits: Traits) -> int:
