@@ -207,10 +207,9 @@ def _flex() -> Any:
     """FlexAttention, compiled: once for each function that tells of a mask."""
     torch = peers.module("torch")
     flexible = peers.module("torch.nn.attention.flex_attention")
-    # every case of every family compiles one
-    for limit in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
+    for limit in ("recompile_limit", "cache_size_limit"):
         if hasattr(torch._dynamo.config, limit):
-            setattr(torch._dynamo.config, limit, 512)
+            setattr(torch._dynamo.config, limit, 64)
     return torch.compile(flexible.flex_attention, dynamic=False, fullgraph=True)
 
 

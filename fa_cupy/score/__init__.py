@@ -1,1 +1,0 @@
-"""Score expressions: text, typed tree, ranges, derivatives, NumPy, CUDA C++."""
