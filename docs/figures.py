@@ -15,7 +15,7 @@ from scipy import sparse
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fa_cupy import BitMask, plot
+from fa_cupy import BitMask, Score, plot
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention import fwd_sm90
 
@@ -227,6 +227,21 @@ def alibi(folder):
         plot.weights(8, 8, ax=ax, bias=bias, is_causal=True)
         ax.set_title(f"slope 1/{2**power}", size=8.5)
     save(figure, folder, "alibi")
+
+
+def scores(folder):
+    """What three expressions make of equal scores."""
+    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+    x = np.sort(np.random.default_rng(0).uniform(0, 6, 40))
+    drawn = {
+        "s - 0.1 * abs(i - j) if j <= i else -inf": {},
+        "s - max(abs(i - j) - 8, 0) / 4": {},
+        "s - (x[i] - x[j]) ** 2": {"x": x},
+    }
+    for ax, (text, arrays) in zip(figure.subplots(1, 3), drawn.items(), strict=True):
+        plot.scores(Score(text, **arrays), 40, 40, ax=ax)
+        ax.set_title(text, family="monospace", size=6)
+    save(figure, folder, "scores")
 
 
 def call(folder):
@@ -616,7 +631,7 @@ def sm90_memory(folder):
     ax = figure.add_axes((0.15, 0.16, 0.83, 0.7))
     dims = (64, 128, 256)
     for y, dim in enumerate(dims):
-        fitting = [r for r in rows if r.dim == dim and not r.transform and r.dtype == "float16"]
+        fitting = [r for r in rows if r.dim == dim and r.dtype == "float16"]
         row = max(fitting, key=lambda r: r.tile_m)
         width = 128 * -(-dim // 64)  # bytes of a row
         at = 0
@@ -769,8 +784,8 @@ def prefix_sums(folder):
 
 
 FIGURES = (
-    online_softmax, tiling, visibility, mask_words, masks, alibi, call, fragment, swizzle, pipeline,
-    traffic, sm90_roles, sm90_pipeline, sm90_memory, sm90_order, chunks, prefix_sums,
+    online_softmax, tiling, visibility, mask_words, masks, alibi, scores, call, fragment, swizzle,
+    pipeline, traffic, sm90_roles, sm90_pipeline, sm90_memory, sm90_order, chunks, prefix_sums,
 )  # fmt: skip
 
 

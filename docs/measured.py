@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fa_cupy.gpu.kernels import forward as gpu
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.tiled import tile_sizes
 from validation import report, store, tiles
 
@@ -15,6 +16,7 @@ RESULTS = Path(__file__).parents[1] / "validation" / "results"
 STATIC = Path(__file__).parent / "_static"
 NOT_A_SPEED = ("traffic", "tiles")
 PRODUCT = "causal_product"  # the begin of the names of its families and pictures
+SCORES = ("attention_scores_fwd", "attention_scores_bwd")
 SPARSE = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
 
 
@@ -70,8 +72,8 @@ def speeds(wanted, picture):
 
 
 def benchmarks():
-    """Every device's pictures and tables, but those of causal products and sparse masks."""
-    elsewhere = (*NOT_A_SPEED, *SPARSE)
+    """Every device's pictures and tables, but those with a place of their own."""
+    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE)
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 
@@ -82,6 +84,15 @@ def causal_product():
     return found or (
         "No speed of it has been measured yet. ``python -m validation bench --families "
         "causal_product_fwd,causal_product_bwd`` measures it, on a GPU.\n"
+    )
+
+
+def scores():
+    """Pictures and tables of softcap and biases."""
+    found = speeds(lambda f: f in SCORES, "-scores")
+    return found or (
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        f"{','.join(SCORES)}`` measures it, on a GPU.\n"
     )
 
 
@@ -156,7 +167,8 @@ def q_stages():
     for row in gpu.VARIANTS:
         if isinstance(row, FwdSm90):
             key = (row.dim, row.sparse, row.groups)
-            stages.setdefault(key, {})[row.transform] = row.q_stages
+            scored = row.for_score(ScoreMod(softcap=True))
+            stages[key] = {False: row.q_stages, True: scored.q_stages}
     dims = {}
     for (dim, sparse, groups), of in stages.items():
         dims.setdefault((sparse, groups, of[False], of[True]), []).append(str(dim))

@@ -13,11 +13,13 @@ from fa_cupy._linear_attention import (
     linear_attention,
     prefix_state,
 )
+from fa_cupy._score import Score
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BitMask",
+    "Score",
     "__version__",
     "attention",
     "attention_backward",

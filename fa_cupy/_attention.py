@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from fa_cupy._bitmask import BitMask
+from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
 
 _TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
-_NEED = ("q", "k", "v", "bias")
+_NEED = ("q", "k", "v", "bias", "sinks")
 
 # Array type -> the backend's function for calls that need no preparation; it returns None for all
 # others. The GPU backend adds its own with the first CuPy array, so that CuPy is never imported for
@@ -34,8 +35,10 @@ def attention(
     causal_align: str | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
+    sinks: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
+    score: Score | None = None,
     out: Any = None,
 ) -> Any:
     """Scaled dot-product attention, exact, without an array of size Lq x Lk.
@@ -72,11 +75,19 @@ def attention(
         that side. A key is visible if mask, causality and window all allow it.
     softcap : float
         If positive, scores are ``softcap * tanh(scale * q @ k.mT / softcap)`` before the bias.
+    sinks : array, broadcastable to (..., Lq), optional
+        Attention sinks [4]_: for each query a score more, which takes part in the softmax and has
+        no value, so that the weights of the keys sum to less than 1. It is neither scaled, capped
+        nor masked, and no `score` is evaluated for it; -inf is no sink. Any of the four dtypes; of
+        shape (heads, 1) for one number a head.
     precision : {None, "tf32"}
         "tf32" allows TensorFloat-32 products of float32 arrays on a GPU, with about 3 decimal
         digits. Elsewhere it has no effect.
     return_lse : bool
         Whether to return the log-sum-exp of each row of scores too.
+    score : Score, optional
+        An expression of the score, the batch entry, the head and the positions, which takes the
+        place of the score before the bias. Not on a GPU yet.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -85,7 +96,8 @@ def attention(
     out : array, shape (..., Lq, Dv)
         Of the kind, the dtype and the memory layout of `q`.
     lse : array, shape (..., Lq)
-        Only with `return_lse`: natural logarithm; float32, or float64 for float64 input.
+        Only with `return_lse`: natural logarithm; float32, or float64 for float64 input. The sinks
+        are among the scores that it sums.
 
     Raises
     ------
@@ -95,11 +107,12 @@ def attention(
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32, for float64, and for dims above
         256 (the capture can go on), and in a capture mode other than "relaxed" for the first call
-        with a `BitMask`, which takes memory from the driver.
+        with a `BitMask`, which takes memory from the driver. On a GPU, for a `score`.
 
     See Also
     --------
     merge_attention : combine results over disjoint sets of keys.
+    Score : scores by an expression.
 
     Notes
     -----
@@ -107,9 +120,10 @@ def attention(
     float32 (float64 for float64 input). Results are bitwise repeatable; on a CPU without the wheel
     scipy-openblas32, only with the same number of threads in NumPy's BLAS.
 
-    A query without visible keys (all masked, or every score exactly -inf) gives output 0 and
-    log-sum-exp -inf. The contents of masked keys and values, NaN included, never reach the output
-    (where they are not finite, the CPU may sum in another order, which changes the last bits).
+    A query without visible keys (all masked, or every score exactly -inf) gives output 0, and as
+    log-sum-exp its sink, -inf without one. The contents of masked keys and values, NaN included,
+    never reach the output (where they are not finite, the CPU may sum in another order, which
+    changes the last bits).
 
     References
     ----------
@@ -119,6 +133,8 @@ def attention(
        memory-efficient exact attention with IO-awareness", NeurIPS, 2022.
     .. [3] T. Dao, "FlashAttention-2: faster attention with better parallelism and work
        partitioning", ICLR, 2024 (arXiv:2307.08691, 2023).
+    .. [4] G. Xiao, Y. Tian, B. Chen, S. Han and M. Lewis, "Efficient streaming language models with
+       attention sinks", ICLR, 2024 (arXiv:2309.17453, 2023).
 
     Examples
     --------
@@ -140,11 +156,16 @@ def attention(
     >>> x = rng.standard_normal((2, 100, 8, 64), dtype=np.float32).swapaxes(-3, -2)
     >>> attention(x, k, v).strides == x.strides
     True
+
+    A sink takes half of the weight of one key with the same score:
+
+    >>> attention(np.zeros((1, 2)), np.zeros((1, 2)), np.ones((1, 3)), sinks=np.zeros(1))
+    array([[0.5, 0.5, 0.5]])
     """
-    cached = _CACHED.get(type(q))
+    cached = _CACHED.get(type(q)) if score is None else None
     if cached is not None:
         result = cached(
-            q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, precision,
+            q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision,
             return_lse, out,
         )  # fmt: skip
         if result is not None:
@@ -155,6 +176,8 @@ def attention(
         (q, k, v, bias, mask),
         out,
         return_lse,
+        sinks=sinks,
+        score=score,
         scale=scale,
         is_causal=is_causal,
         causal_align=causal_align,
@@ -250,6 +273,8 @@ def _solve(
     out: Any = None,
     return_lse: Any = False,
     grouped: bool = True,
+    sinks: Any = None,
+    score: Score | None = None,
     **options: Any,
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
@@ -257,21 +282,24 @@ def _solve(
     bits = arrays[4] if isinstance(arrays[4], BitMask) else None
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
     given = {arg: x for arg, x in zip(args, arrays, strict=True) if x is not None and x is not bits}
-    native = core_arrays.to_native(name, **given, out=out)
+    given |= arrays_of(name, score)
+    native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
     named = zip(args, arrays, strict=True)
     inputs = [x if x is None or x is bits else by_arg[arg] for arg, x in named]
-    result = native.arrays[-1]
+    (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
     problem = attention_problem.attention_problem(
-        *inputs, out=result, name=name, args=args, grouped=grouped, **options
-    )
+        *inputs, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
+        **options,
+    )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
     backend = dispatch.backend_of(native, "attention")
+    extra = dispatch.score_for(name, native, operands)
     if native.backend == "cupy" and inputs[0] is arrays[0]:
         _CACHED[type(arrays[0])] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)
-        result, lse = backend.attention(problem, *inputs, result, with_lse)
+        result, lse = backend.attention(problem, *inputs, result, with_lse, sinks, **extra)
         answer = native.give_back(result) if out is None else out
         return (answer, native.give_back(lse)) if with_lse else answer
 
@@ -291,8 +319,10 @@ def attention_backward(
     causal_align: str | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
+    sinks: Any = None,
     dlse: Any = None,
     need: Sequence[str] | None = None,
+    score: Score | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of `attention` with respect to its arrays, without an array of size Lq x Lk.
 
@@ -315,11 +345,16 @@ def attention_backward(
     causal_align : {"top_left", "bottom_right"}, optional
     window : (left, right), optional
     softcap : float
+    sinks : array, broadcastable to (..., Lq), optional
         The other arguments of that call.
     dlse : array, shape (..., Lq), optional
         Gradient of the log-sum-exp, with its shape and dtype; zero by default.
-    need : sequence of {"q", "k", "v", "bias"}, optional
-        The gradients to compute; by default those of `q`, `k`, `v` and, if it is given, `bias`.
+    need : sequence of {"q", "k", "v", "bias", "sinks", "score.<name>"}, optional
+        The gradients to compute; by default those of `q`, `k`, `v` and, if they are given, `bias`
+        and `sinks`. That of an array of floats of `score`, as "score.slopes", can be computed where
+        its indices in the expression are `b`, `h`, `i` and `j` alone.
+    score : Score, optional
+        That of the call of `attention`.
 
     Returns
     -------
@@ -336,7 +371,9 @@ def attention_backward(
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
         multiples of 8 or are above 256, for the gradient of a bias, and as for `attention` with a
-        `BitMask`.
+        `BitMask`. On a GPU, for a `score`.
+    ImportError
+        For a `score` where SymPy is not installed.
 
     See Also
     --------
@@ -355,8 +392,9 @@ def attention_backward(
     float64, 2**-18 in kernels), as with a padding bias of -1e9: the weights of each part of the
     keys then sum to 1.
 
-    A query without visible keys has gradient 0 and contributes nothing to other gradients. The
-    contents of hidden keys and values, NaN included, never reach a gradient.
+    A query without visible keys has gradient 0 and contributes nothing to other gradients but that
+    of its sink. The contents of hidden keys and values, NaN included, never reach a gradient. Where
+    `lse` is merged over parts of the keys, pass `sinks` with the part that they were given with.
 
     References
     ----------
@@ -384,50 +422,64 @@ def attention_backward(
     >>> (dbias,) = attention_backward(dout, q, k, v, out, lse, bias, need=["bias"])
     >>> dbias.shape
     (8, 1, 1)
+
+    That of a sink for each head, over queries:
+
+    >>> sinks = np.zeros((8, 1))
+    >>> out, lse = attention(q, k, v, sinks=sinks, return_lse=True)
+    >>> dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, sinks=sinks)
+    >>> dsinks.shape
+    (8, 1)
     """
-    cached = _CACHED_BACKWARD.get(type(q))
+    cached = _CACHED_BACKWARD.get(type(q)) if score is None else None
     if cached is not None:
         answer = cached(
             dout, q, k, v, out, lse, bias, mask, scale, is_causal, causal_align, window, softcap,
-            dlse, need,
+            sinks, dlse, need,
         )  # fmt: skip
         if answer is not None:
             return tuple(answer)
     name = "attention_backward"
     args, arrays = attention_problem.ARGS, (q, k, v, bias, mask)
     dispatch.require(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    results = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-    native, inputs, (out, lse, dout, dlse) = dispatch.with_bits(name, args, arrays, **results)
+    more = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sinks": sinks}
+    of_score = arrays_of(name, score)
+    native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more, **of_score)
+    out, lse, dout, dlse, sinks, *score_arrays = native_more
+    operands = operands_of(score, dict(zip(of_score, score_arrays, strict=True)))
     problem = attention_problem.gradient_problem(
-        inputs, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal,
-        causal_align=causal_align, window=window, softcap=softcap,
+        inputs, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal, window=window,
+        causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands,
     )  # fmt: skip
-    wanted = _wanted(name, need, bias is not None)
+    wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
+    extra = dispatch.score_for(name, native, operands, wanted)
     backend = dispatch.backend_of(native, "attention_backward")
     if native.backend == "cupy" and inputs[0] is q:
         _CACHED_BACKWARD[type(q)] = backend.cached
     with native.context:
         found = backend.backward(
-            problem, inputs, (out, lse, dout, dlse), wanted, dispatch.allocator(native)
-        )
+            problem, inputs, (out, lse, dout, dlse), wanted, dispatch.allocator(native), sinks,
+            **extra,
+        )  # fmt: skip
         return tuple(native.give_back(found[arg]) for arg in wanted)
 
 
-def _wanted(name: str, need: Any, with_bias: bool) -> tuple[str, ...]:
-    """Return the arguments whose gradients are wanted."""
-    there = _NEED if with_bias else _NEED[:3]
+def _wanted(name: str, need: Any, of_score: Iterable[str], **optional: Any) -> tuple[str, ...]:
+    """Return the arguments whose gradients are wanted, given those that may be None."""
+    there = [arg for arg in _NEED if optional.get(arg, name) is not None]
     if need is None:
-        return there
+        return tuple(there)
+    there += of_score
     wanted = ", ".join(map(repr, there[:-1])) + f" and {there[-1]!r}"
     if isinstance(need, str) or not isinstance(need, Sequence):
         raise TypeError(f"{name}: need is {checks.show(need)}, want a sequence of {wanted}")
     if len(need) == 0:
         raise ValueError(f"{name}: need is {checks.show(need)}, want at least one of {wanted}")
     for i, arg in enumerate(need):
-        if not isinstance(arg, str) or arg not in _NEED:
+        if not isinstance(arg, str) or arg not in (*_NEED, *of_score):
             raise ValueError(f"{name}: need[{i}] is {checks.show(arg)}, want {wanted}")
         if arg not in there:
-            raise ValueError(f"{name}: need has {arg!r}, and bias is None, want an array")
+            raise ValueError(f"{name}: need has {arg!r}, and {arg} is None, want an array")
         if arg in need[:i]:
             raise ValueError(f"{name}: need has {arg!r} twice, want each once")
     return tuple(need)
@@ -469,6 +521,8 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     all. Hide padding with a mask instead. The gradients of a part (`attention_backward`) take the
     merged `out` and `lse`; where these are so large, they cannot be distinguished from those of the
     part.
+
+    Sinks count once: give them to one of the parts. Their gradient comes from that part too.
 
     Examples
     --------

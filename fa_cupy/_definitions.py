@@ -8,6 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from fa_cupy._score import Score, arrays_of, operands_of
+from fa_cupy.score import tree
+from fa_cupy.score.evaluate import evaluate
+from fa_cupy.score.program import Operands, entries
+
 Array = NDArray[Any]
 
 
@@ -43,7 +48,10 @@ def visible(
 
 
 class Scores(NamedTuple):
-    """All scores of a call, and the arrays that they were made from."""
+    """All scores of a call, and the arrays that they were made from.
+
+    Sinks are one more column of scores, the last one, which has a value of 0 and no key.
+    """
 
     q: Array
     k: Array  # heads repeated, as those of v
@@ -51,6 +59,17 @@ class Scores(NamedTuple):
     scores: Array  # (..., q_len, k_len), -inf where a key is hidden
     slope: Array  # what a score changes by with q.k
     attended: NDArray[np.bool_]
+    sinks: bool
+    expressed: Expressed | None = None
+
+
+class Expressed(NamedTuple):
+    """Scores by an expression."""
+
+    score: Operands
+    variables: dict[str, Any]
+    scores: Array
+    slopes: list[Array]  # by s, and by each element of an array
 
 
 def scores_of(
@@ -63,7 +82,10 @@ def scores_of(
     *,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Array | None = None,
     precision: str | None = None,  # nothing that a definition depends on
+    score: Score | None = None,
+    sloped: bool = False,  # whether derivatives by an expression are wanted
     **band: Any,
 ) -> Scores:
     q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
@@ -77,13 +99,79 @@ def scores_of(
         capped = scores / real.type(softcap)
         scores = real.type(softcap) * np.tanh(capped)
         slope = slope / np.cosh(capped) ** 2
+    column = None if sinks is None else np.asarray(sinks).astype(real)[..., None]
+    expressed = None
+    if score is not None:
+        scores = over_batch(scores, v, bias, mask, column)
+        expressed = express(score, scores, sloped)
+        scores = expressed.scores
+        slope = slope * expressed.slopes[0] if sloped else slope
     if bias is not None:
         scores = scores + np.asarray(bias).astype(real)
     seen = visible(q.shape[-2], k.shape[-2], **band)
     if mask is not None:
         seen = seen & (mask.to_dense() if hasattr(mask, "to_dense") else mask)
     scores = np.where(seen, scores, real.type(-np.inf))
-    return Scores(q, k, v, scores, slope, scores != -np.inf)
+    if column is not None:
+        scores = _with_column(scores, column)
+        v = np.concatenate([v, np.zeros_like(v, shape=(*v.shape[:-2], 1, v.shape[-1]))], axis=-2)
+    return Scores(q, k, v, scores, slope, scores != -np.inf, column is not None, expressed)
+
+
+def _with_column(x: Array, column: Array) -> Array:
+    """Return `x` with one more column; the axes of both broadcast."""
+    rows = np.broadcast_shapes(x.shape[:-1], column.shape[:-1])
+    parts = [np.broadcast_to(part, (*rows, part.shape[-1])) for part in (x, column)]
+    return np.concatenate(parts, axis=-1)
+
+
+def over_batch(scores: Array, *others: Any) -> Array:
+    """Return scores with the batch axes of the output."""
+    shapes = [x.shape[:-2] for x in (scores, *others) if x is not None]
+    return np.broadcast_to(scores, (*np.broadcast_shapes(*shapes), *scores.shape[-2:]))
+
+
+def express(score: Score, s: Array, sloped: bool) -> Expressed:
+    """Evaluate an expression for all pairs at once."""
+    given = arrays_of("reference", score)
+    native = {name: np.asarray(x) for name, x in given.items()}
+    operands = operands_of(score, native)
+    assert operands is not None
+    b, h = entries(np, s.shape[:-2])
+    i, j = np.arange(s.shape[-2])[:, None], np.arange(s.shape[-1])
+    variables = {"s": s, "b": b, "h": h, "i": i, "j": j}
+    names = [f"element {n}" for n in range(len(operands.program.elements))] if sloped else []
+    if s.size == 0:
+        return Expressed(operands, variables, s, [s] * (1 + len(names)))
+    order = operands.program.steps(("s", *names) if sloped else ())
+    value, *slopes = (
+        np.broadcast_to(x, s.shape)
+        for x in evaluate(np, order, variables, operands.values, s.dtype)
+    )
+    return Expressed(operands, variables, value, slopes)
+
+
+def score_gradients(x: Scores, dscores: Array) -> list[Array]:
+    """Return the gradients of the arrays of floats of an expression, in their order."""
+    found: list[Array] = []
+    if x.expressed is None:
+        return found
+    score, variables, scores, slopes = x.expressed
+    seen = x.attended[..., : scores.shape[-1]]  # without the column of sinks
+    for array, of in enumerate(score.values):
+        if isinstance(of, float) or score.program.dtypes[array][0] in "iu":
+            continue
+        total = np.zeros(of.shape, dscores.dtype)
+        for element, slope in zip(score.program.elements, slopes[1:], strict=True):
+            if element.array != array or not scores.size:
+                continue
+            indices = tree.ordered(*element.node.args)
+            values = evaluate(np, indices, variables, score.values, scores.dtype)
+            places = tuple(np.broadcast_to(index, scores.shape) for index in values)
+            terms = np.where(seen, dscores * slope, 0)
+            np.add.at(total, places, terms if places else terms.sum())
+        found.append(total)
+    return found
 
 
 def attend(x: Scores, weight_dtype: np.dtype[Any] | None) -> tuple[Array, Array, Array]:
@@ -99,8 +187,8 @@ def attend(x: Scores, weight_dtype: np.dtype[Any] | None) -> tuple[Array, Array,
 
 def gradients(
     x: Scores, dout: Array, dlse: Array | None, dtype: np.dtype[Any] | None
-) -> tuple[Array, Array, Array, Array]:
-    """Return the gradients of q, k, v and scores, for every batch entry of the output.
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Return the gradients of q, k, v, scores and sinks, for every batch entry of the output.
 
     `dtype` is that of the output, and of weights and gradients of scores in products.
     """
@@ -116,12 +204,15 @@ def gradients(
         base = base - np.asarray(dlse).astype(real)[..., None]
     whole = attend(x, None)[2]
     dscores = np.where(x.attended, whole * (dout @ np.swapaxes(x.v, -1, -2) - base), 0)
-    dproducts = rounded(np.where(x.attended, dscores * x.slope, 0))
-    back = np.swapaxes(x.attended, -1, -2)
-    dq = reach(dproducts, x.attended, x.k)
+    keys = dscores.shape[-1] - x.sinks
+    weights, seen = weights[..., :keys], x.attended[..., :keys]
+    dscores, dsinks = dscores[..., :keys], dscores[..., keys:]
+    dproducts = rounded(np.where(seen, dscores * x.slope, 0))
+    back = np.swapaxes(seen, -1, -2)
+    dq = reach(dproducts, seen, x.k)
     dk = reach(np.swapaxes(dproducts, -1, -2), back, x.q)
     dv = reach(np.swapaxes(weights, -1, -2), back, dout)
-    return dq, dk, dv, dscores
+    return dq, dk, dv, dscores, dsinks
 
 
 def product(

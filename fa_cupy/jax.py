@@ -34,13 +34,14 @@ def attention(
     causal_align: str | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
+    sinks: Array = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of JAX arrays, with gradients of `q`, `k`, `v` and `bias`.
+    """Attention of JAX arrays, with gradients of `q`, `k`, `v`, `bias` and `sinks`.
 
     Parameters
     ----------
-    q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap
+    q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks
         As in `fa_cupy.attention`. All arguments but the arrays are static under `jax.jit`.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
@@ -69,7 +70,7 @@ def attention(
     """
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
-    _require_arrays("attention", q, k, v, bias=bias, mask=mask)
+    _require_arrays("attention", q, k, v, bias=bias, mask=mask, sinks=sinks)
     with_lse = checks.flag("attention", "return_lse", return_lse)
     options = {
         "scale": scale,
@@ -78,7 +79,7 @@ def attention(
         "window": tuple(window) if isinstance(window, list) else window,
         "softcap": softcap,
     }
-    out, lse = _attention((_Bits(bits), *options.items()), q, k, v, bias, mask)
+    out, lse = _attention((_Bits(bits), *options.items()), q, k, v, bias, sinks, mask)
     return (out, lse) if with_lse else out
 
 
@@ -139,24 +140,24 @@ class _Bits:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    static: tuple[Any, ...], q: Array, k: Array, v: Array, bias: Array, mask: Array
+    static: tuple[Any, ...], q: Array, k: Array, v: Array, bias: Array, sinks: Array, mask: Array
 ) -> Any:
     bits, *pairs = static
     options = dict(pairs)
 
-    def function(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any) -> Any:
         mask = mask if bits.mask is None else bits.mask
-        return fa_cupy.attention(q, k, v, bias, mask, return_lse=True, **options)
+        return fa_cupy.attention(q, k, v, bias, mask, sinks=sinks, return_lse=True, **options)
 
-    def shapes(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    def shapes(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any) -> Any:
         mask = mask if bits.mask is None else bits.mask
-        problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+        problem = attention_problem.attention_problem(q, k, v, bias, mask, sinks=sinks, **options)
         lse = jax.ShapeDtypeStruct(
             problem.out_shape[:-1], attention_problem.sum_dtype(problem.dtype)
         )
         return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), lse
 
-    return _call(function, shapes, q, k, v, bias, mask)
+    return _call(function, shapes, q, k, v, bias, sinks, mask)
 
 
 def _attention_forward(static: tuple[Any, ...], *arrays: Array) -> Any:
@@ -167,16 +168,16 @@ def _attention_forward(static: tuple[Any, ...], *arrays: Array) -> Any:
 def _attention_backward(static: tuple[Any, ...], saved: tuple[Array, ...], grads: Any) -> Any:
     bits, *pairs = static
 
-    def function(q: Any, k: Any, v: Any, bias: Any, mask: Any, *results: Any) -> Any:
+    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *results: Any) -> Any:
         out, lse, dout, dlse = results
         mask = mask if bits.mask is None else bits.mask
         return fa_cupy.attention_backward(
-            dout, q, k, v, out, lse, bias, mask, dlse=dlse, **dict(pairs)
+            dout, q, k, v, out, lse, bias, mask, sinks=sinks, dlse=dlse, **dict(pairs)
         )
 
-    given = [x for x in saved[:4] if x is not None]
-    found = _call(function, lambda *_: tuple(map(_shape_of, given)), *saved, *grads)
-    return *found, *[None] * (5 - len(found))
+    given = [x for x in saved[:5] if x is not None]
+    found = iter(_call(function, lambda *_: tuple(map(_shape_of, given)), *saved, *grads))
+    return *[None if x is None else next(found) for x in saved[:5]], None  # of the mask
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

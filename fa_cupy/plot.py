@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from fa_cupy import layouts
 from fa_cupy._attention import attention
 from fa_cupy._bitmask import BitMask
+from fa_cupy._score import Score, arrays_of, operands_of
+from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import checks
+from fa_cupy.score.evaluate import evaluate
 
-__all__ = ["images", "layout", "mask", "weights"]
+__all__ = ["images", "layout", "mask", "scores", "weights"]
 
 _WORDS = ("#2f6db5", "#d9822b", "#3d9a6b", "#a3478f")  # the four words of a row
 # Masks up to this many queries and keys are drawn bit by bit, larger ones block by block.
@@ -154,6 +157,71 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
         ax.hlines(blocks[0][1:-1], 0, k_len, color="#8a939c", linewidth=0.5)
         ax.vlines(blocks[1][1:-1], 0, q_len, color="#8a939c", linewidth=0.5)
     _frame(ax, q_len, k_len)
+    return ax
+
+
+def scores(
+    score: Score, q_len: int, k_len: int, *, s: Any = 0.0, b: int = 0, h: int = 0, ax: Any = None
+) -> Any:
+    """Draw the scores of all queries and keys by an expression.
+
+    Parameters
+    ----------
+    score : Score
+        With arrays of NumPy, or none.
+    q_len, k_len : int
+        Number of queries (rows of the picture) and keys (columns).
+    s : float or array, shape (q_len, k_len)
+        The scores before the expression.
+    b, h : int
+        The batch entry and the head.
+    ax : matplotlib.axes.Axes, optional
+        The axes to draw on; by default those of a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+        Larger scores are darker; scores that are -inf or NaN are grey.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For other arguments, and where an index of the score can leave its array.
+
+    Examples
+    --------
+    >>> from fa_cupy import Score, plot
+    >>> ax = plot.scores(Score("s - abs(i - j)"), 20, 30)
+    >>> [float(x) for x in ax.get_xlim()]
+    [0.0, 30.0]
+    """
+    name = "plot.scores"
+    given = arrays_of(name, score)
+    lengths = {"q_len": q_len, "k_len": k_len, "b": b, "h": h}
+    rows, cols, entry, head = (checks.whole(name, arg, n) for arg, n in lengths.items())
+    before = np.asarray(s, np.float64)
+    if before.shape not in ((), (rows, cols)):
+        raise ValueError(f"{name}: s has shape {before.shape}, want () or {rows, cols}")
+    native = core_arrays.to_native(name, **given).arrays if given else []
+    operands = operands_of(score, dict(zip(given, native, strict=True)))
+    if operands is None:
+        raise TypeError(f"{name}: score is None, want a Score")
+    operands.bound(name, (entry + 1, head + 1, rows, 1), cols)
+    ax = ax or _axes(4.4, 0.6 + 3.8 * max(0.2, min(2.0, rows / max(1, cols))))
+    ax.set_facecolor("#d5dade")
+    if rows and cols:
+        variables = {
+            "s": np.broadcast_to(before, (rows, cols)),
+            **{"b": np.int64(entry), "h": np.int64(head)},
+            **{"i": np.arange(rows)[:, None], "j": np.arange(cols)},
+        }
+        with np.errstate(all="ignore"):
+            (found,) = evaluate(
+                np, operands.program.steps(), variables, operands.values, before.dtype
+            )
+        shade = np.where(np.isneginf(found), np.nan, found)
+        ax.pcolormesh(np.broadcast_to(shade, (rows, cols)), cmap="Blues", rasterized=True)
+    _frame(ax, rows, cols)
     return ax
 
 

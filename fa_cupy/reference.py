@@ -1,6 +1,7 @@
 """Plain definitions in float64 on SciPy, for comparison with the results of this library.
 
-They take NumPy arrays, compute all Lq x Lk scores, and share no code with the other functions.
+They take NumPy arrays, compute all Lq x Lk scores, and share no code with the other functions but
+what a `fa_cupy.Score` is parsed and differentiated by.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def attention(
     q, k, v, bias, mask : numpy.ndarray
         As in `fa_cupy.attention`; a `fa_cupy.BitMask` is unpacked to all its Lq x Lk elements.
     **options
-        `scale`, `is_causal`, `causal_align`, `window` and `softcap` of `fa_cupy.attention`.
+        `scale`, `is_causal`, `causal_align`, `window`, `softcap`, `sinks` and `score` of
+        `fa_cupy.attention`. An expression is evaluated for all pairs at once.
 
     Returns
     -------
@@ -116,6 +118,10 @@ def attention_backward(
         With the shapes of `q`, `k` and `v`.
     dbias : numpy.ndarray
         Only with `bias`.
+    dsinks : numpy.ndarray
+        Only with `sinks`.
+    *dscore : numpy.ndarray
+        Only with `score`: with the shapes of its arrays of floats.
 
     Notes
     -----
@@ -129,16 +135,22 @@ def attention_backward(
     >>> [g.ravel().round(4).tolist() for g in reference.attention_backward(x, x, x, x)]
     [[0.0, 0.1966], [-0.1966, 0.1966], [0.2689, 0.7311]]
     """
-    given = [x for x in (q, k, v, bias) if x is not None]
+    shapes = [None if x is None else np.shape(x) for x in (q, k, v, bias)]
+    sinks = options.get("sinks")
+    shapes.append(None if sinks is None else (*np.shape(sinks), 1))
     low = None if dtype is None else np.dtype(dtype)
     real = np.dtype(np.float64 if low in (None, np.float64) else np.float32)
     with np.errstate(all="ignore"):
-        scores = _definitions.scores_of(q, k, v, bias, mask, real, **options)
+        scores = _definitions.scores_of(q, k, v, bias, mask, real, sloped=True, **options)
         found = _definitions.gradients(scores, dout, dlse, low)
-        result = (
-            _definitions.summed(x, of.shape)
-            for x, of in zip(found, map(np.asarray, given), strict=False)
-        )
+        result = [
+            _definitions.summed(x, shape)
+            for x, shape in zip(found, shapes, strict=True)
+            if shape is not None
+        ]
+        if sinks is not None:
+            result[-1] = result[-1][..., 0]
+        result += _definitions.score_gradients(scores, found[3])
         return tuple(x if low is None else x.astype(low) for x in result)
 
 

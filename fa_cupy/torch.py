@@ -27,15 +27,16 @@ def attention(
     causal_align: str | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
+    sinks: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of tensors, with gradients of `q`, `k`, `v` and `bias`.
+    """Attention of tensors, with gradients of `q`, `k`, `v`, `bias` and `sinks`.
 
     Parameters
     ----------
-    q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, precision
-        As in `fa_cupy.attention`. Only the four tensors may require gradients.
+    q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision
+        As in `fa_cupy.attention`. Only these five tensors may require gradients.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
 
@@ -68,7 +69,7 @@ def attention(
         "window": window,
         "softcap": softcap,
     }
-    out, lse = _Attention.apply(q, k, v, bias, mask, options, precision)
+    out, lse = _Attention.apply(q, k, v, bias, sinks, mask, options, precision)
     return (out, lse) if return_lse else out
 
 
@@ -115,39 +116,38 @@ def causal_product(
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        q: Any, k: Any, v: Any, bias: Any, mask: Any, options: dict[str, Any], precision: Any
-    ) -> Any:
+        q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, options: dict[str, Any],
+        precision: Any,
+    ) -> Any:  # fmt: skip
         return fa_cupy.attention(
-            q, k, v, bias, mask, precision=precision, return_lse=True, **options
+            q, k, v, bias, mask, sinks=sinks, precision=precision, return_lse=True, **options
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, bias, mask, ctx.options, _ = inputs
+        q, k, v, bias, sinks, mask, ctx.options, _ = inputs
         ctx.bits = None if isinstance(mask, _Tensor) else mask
-        ctx.save_for_backward(q, k, v, *output, bias, mask if ctx.bits is None else None)
+        mask = mask if ctx.bits is None else None
+        ctx.save_for_backward(q, k, v, *output, bias, mask, sinks)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, out, lse, bias, mask = ctx.saved_tensors
-        need = [
-            name
-            for name, wanted in zip(("q", "k", "v", "bias"), ctx.needs_input_grad, strict=False)
-            if wanted
-        ]
+        q, k, v, out, lse, bias, mask, sinks = ctx.saved_tensors
+        names = "q", "k", "v", "bias", "sinks"
+        need = [name for name, wanted in zip(names, ctx.needs_input_grad, strict=False) if wanted]
         found: dict[str, Any] = {}
         if need and not (dout is None and dlse is None):
             mask = mask if ctx.bits is None else ctx.bits
             dout = torch.zeros_like(out) if dout is None else dout
             grads = _Last.apply(
                 lambda *x: fa_cupy.attention_backward(
-                    *x[:-1], dlse=x[-1], need=need, **ctx.options
+                    *x[:-2], sinks=x[-2], dlse=x[-1], need=need, **ctx.options
                 ),
-                *(dout, q, k, v, out, lse, bias, mask, dlse),
+                *(dout, q, k, v, out, lse, bias, mask, sinks, dlse),
             )
             found = dict(zip(need, grads, strict=True))
-        return *map(found.get, ("q", "k", "v", "bias")), None, None, None
+        return *map(found.get, names), None, None, None
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]

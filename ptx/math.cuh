@@ -18,6 +18,22 @@ FA_DEVICE float lg2_approx_ftz(float x) {
   return y;
 }
 
+// 1 / x to 1 unit in the last place; inf gives 0; subnormal inputs and results are flushed to zero.
+FA_DEVICE float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// a where x <= limit, else b, without a branch.
+FA_DEVICE float select_le(float x, float limit, float a, float b) {
+  float y;
+  asm("{\n.reg .pred p;\nsetp.le.f32 p, %1, %2;\nselp.f32 %0, %3, %4, p;\n}\n"
+      : "=f"(y)
+      : "f"(x), "f"(limit), "f"(a), "f"(b));
+  return y;
+}
+
 // 1 / x, correctly rounded.
 FA_DEVICE float rcp_rn(float x) {
   float y;

@@ -27,6 +27,8 @@ def problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict[str, A
     yield plain, {"softcap": 2.0}
     yield {**plain, "offset": 1}, {"softcap": 2.0}
     yield {**plain, "bias": True, "heads": 4}, {"scale": -0.1}
+    yield {**plain, "sinks": True, "heads": 4}, {"is_causal": True, "causal_align": "bottom_right"}
+    yield {**plain, "sinks": True, "heads": 4, "q_len": 17}, {}
     yield {**plain, "q_len": 64 + extra, "k_len": 1}, {}
     yield {**plain, "q_len": 64 + extra, "k_len": 0}, {}
 
@@ -47,7 +49,7 @@ def masked_problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict
     yield {**plain, "head_dim": dim - 3, "v_dim": dim - 15, "mask": "blocks"}, {}
     yield {**plain, "head_dim": dim - 8, "v_dim": dim - 16, "heads": 4, "mask": "heads"}, {}
     yield {**plain, "bias": True, "mask": "heads", "heads": 4}, {"scale": -0.1}
-    yield {**plain, "nan": True, "mask": "blocks"}, {}
+    yield {**plain, "nan": True, "sinks": True, "mask": "blocks"}, {}
     yield {**plain, "offset": 1, "mask": "blocks"}, {}
     yield {**plain, "q_len": 64 + extra, "k_len": 1, "mask": "array"}, {}
     yield {**plain, "mask": "nothing"}, {}
@@ -62,8 +64,7 @@ def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
         return True
     odd = any(shape[dim] % DIM_STEP for dim in ("head_dim", "v_dim"))
     odd = odd or shape.get("offset") or not shape["k_len"]
-    transform = bool(options.keys() & {"softcap", "scale"} or shape.get("bias"))
-    return not odd and transform == row.transform
+    return not odd
 
 
 def arrays(dtype: np.dtype, shape: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -91,6 +92,9 @@ def arrays(dtype: np.dtype, shape: dict[str, Any]) -> dict[str, np.ndarray]:
         found["k"][..., -1, :] = found["v"][..., -1, :] = np.nan
     if shape.get("bias"):
         found["bias"] = draw(heads, 1, k_len)
+    if shape.get("sinks"):
+        found["sinks"] = draw(heads, 1)
+        found["sinks"][0] = 6000.0  # more than gradients compute weights from
     return found
 
 

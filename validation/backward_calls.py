@@ -29,6 +29,7 @@ def problems(dim: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield {**plain, "head_dim": dim - 8, "v_dim": dim - 16, "heads": 4}, {"window": (0, 63), **top}
     yield {**plain, "q_len": 80, "k_len": 90, "heads": 4, "nan": True}, {"is_causal": True, **top}
     yield {**plain, "q_len": 1, "k_len": 1}, {}
+    yield {**plain, "sinks": True, "heads": 4}, {"is_causal": True, "causal_align": "bottom_right"}
 
 
 def masked_problems(dim: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -54,6 +55,7 @@ def sm80_problems(dim: int, sparse: bool) -> Iterator[tuple[dict[str, Any], dict
     yield {**plain, "head_dim": dim - 8, "v_dim": dim - 16}, {}
     yield {**plain, "bias": True, "heads": 4}, {"softcap": 2.0, **bottom}
     yield {**plain, "bias": True}, {"window": (70, 5), "causal_align": "top_left"}
+    yield {**plain, "sinks": True, "heads": 4}, bottom
     yield {**plain, "q_len": 1, "k_len": 2}, {"scale": -0.1}
 
 
@@ -73,8 +75,9 @@ def error(
 ) -> float:
     """Return the largest relative error of gradients, infinite where one should be finite."""
     q, k, v, dout = (host[name] for name in ("q", "k", "v", "dout"))
-    given = {name: host.get(name) for name in ("bias", "mask", "dlse")}
-    want = reference.attention_backward(dout, q, k, v, **given, **options)[:3]
+    given = {name: host.get(name) for name in ("bias", "mask", "dlse", "sinks")}
+    want = reference.attention_backward(dout, q, k, v, **given, **options)
+    want = (*want[:3], *(want[-1:] if "sinks" in host else ()))
     # Where there is one key, gradients of scores are 0 but for how sums of products are rounded.
     small = 1e-4 * np.sqrt(dout.shape[-1])
     return max(
@@ -152,9 +155,10 @@ def _call(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> None:
     sent = {name: peers.to_device(x) for name, x in host.items()}
     attention_calls.as_mask(sent, host, shape)
     q, k, v, dout = (sent[name] for name in ("q", "k", "v", "dout"))
-    more = {"bias": sent.get("bias"), "mask": sent.get("mask"), **options}
+    more = {name: sent.get(name) for name in ("bias", "mask", "sinks")} | options
     out, lse = attention(q, k, v, return_lse=True, **more)
     given = dout, q, k, v, out, lse
-    grads = attention_backward(*given, dlse=sent.get("dlse"), need=("q", "k", "v"), **more)
+    need = [name for name in ("q", "k", "v", "sinks") if name in sent]
+    grads = attention_backward(*given, dlse=sent.get("dlse"), need=need, **more)
     if error(host, tuple(map(peers.to_host, grads)), options) > _WRONG:
         raise RuntimeError(f"{row.name} {shape} {options}: the result is wrong")

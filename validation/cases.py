@@ -129,6 +129,46 @@ class MaskedAttention:
 
 
 @dataclass(frozen=True)
+class ScoredAttention:
+    """Self-attention whose scores are more than scaled products, or its gradients.
+
+    "plain": only the products. "softcap": capped at 30. The others have a bias. "alibi": one of
+    shape (heads, 1, length) in float32, which falls with the distance from the last key;
+    "alibi16": the same in `dtype`. "bias": one of shape (length, length) in `dtype`, for all heads
+    and sequences; "bias heads": another one for each head; "bias32": one for all, in float32.
+    "bias grad", of gradients only, is "bias" with the gradient of the bias. The name of a case,
+    such as ``bf16 hd128 causal bias-heads 4096x4``, is like that of `Dense`.
+    """
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    score: str
+    length: int
+    batch: int
+    heads: int
+    backward: bool = False
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        mask, score = "causal" if self.causal else "full", self.score.replace(" ", "-")
+        return f"{self.dtype} hd{self.head_dim} {mask} {score} {self.length}x{self.batch}"
+
+    @property
+    def flops(self) -> float:
+        """Operations of the products alone, so that speeds compare with those of `Dense`."""
+        products = 5 if self.backward else 2
+        full = 2.0 * products * self.batch * self.heads * self.head_dim * self.length**2
+        return full / 2 if self.causal else full
+
+
+@dataclass(frozen=True)
 class MaskPack:
     """Packing an array of bool of ``heads`` masks; named ``bool 8192x16``, length x heads."""
 
@@ -213,6 +253,19 @@ ATTENTION_BWD_SPARSE = tuple(
     for case in ATTENTION_SPARSE
     if case.mask.split(" ")[0] in ("", "documents", "blocks", "elements")
 )
+
+_SCORES = ("plain", "softcap", "alibi", "alibi16", "bias")
+ATTENTION_SCORES_FWD = tuple(
+    ScoredAttention("bf16", head_dim, causal, score, 4096, 4, 2048 // head_dim)
+    for head_dim, causal in product((128, 64, 256), (False, True))
+    # arrays that are larger or wider are measured at one head_dim
+    for score in (*_SCORES, *(("bias heads", "bias32") if head_dim == 128 else ()))
+)
+ATTENTION_SCORES_BWD = (
+    *(replace(case, backward=True) for case in ATTENTION_SCORES_FWD),
+    ScoredAttention("bf16", 128, False, "bias grad", 4096, 4, 16, backward=True),
+)
+
 MASK_PACK = (MaskPack(8192, 1), MaskPack(8192, 16))
 MASK_SOURCE = (MaskSource("csr", 32768, 305), MaskSource("indices", 32768, 305))
 

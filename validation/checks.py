@@ -12,6 +12,9 @@ from validation.cases import CausalProduct, Dense
 from validation.peers import Qkv
 
 Check = Callable[[Any], float]
+#: Scores and their derivatives, of scaled products of some queries with the first keys and the
+#: numbers of these queries.
+Score = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, Any]]
 
 _EXPONENT = {"fp16": 0x7C00, "bf16": 0x7F80}
 
@@ -80,10 +83,11 @@ def attention_gradients64(
     causal: bool,
     chunk: int = 512,
     seen: Callable[[np.ndarray], np.ndarray] | None = None,
+    score: Score | None = None,
 ) -> list[np.ndarray]:
     """Gradients of one head's attention in float64, some queries at a time: dq, dk and dv.
 
-    `seen` gives rows of a mask.
+    `seen` gives rows of a mask, `score` scores other than scaled products.
     """
     q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
     scale = q.shape[-1] ** -0.5
@@ -91,7 +95,9 @@ def attention_gradients64(
     for start in range(0, len(q), chunk):
         rows = slice(start, min(start + chunk, len(q)))
         keys = slice(0, rows.stop if causal else len(k))
-        p = q[rows] @ k[keys].T * scale
+        p, slope = q[rows] @ k[keys].T * scale, 1.0
+        if score is not None:
+            p, slope = score(p, np.arange(start, rows.stop))
         if causal:
             p[np.arange(keys.stop) > np.arange(start, rows.stop)[:, None]] = -np.inf
         if seen is not None:
@@ -100,7 +106,7 @@ def attention_gradients64(
         p /= p.sum(-1, keepdims=True)
         dv[keys] += p.T @ dout[rows]
         dp = dout[rows] @ v[keys].T
-        ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+        ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * slope * scale
         dq[rows] = ds @ k[keys]
         dk[keys] += ds.T @ q[rows]
     return [dq, dk, dv]

@@ -109,15 +109,25 @@ _COLORS = {
     "torch_chunk": "#8a8a8a",
     "fa_cupy_array": "#e07b39",
     "fa_cupy_band": "#f2b880",
-    "flex": "#1b6ca8",
+    "flex": "#2e8b57",
+    "flex_sigmoid": "#8fc7a5",
     "copy": "#8a8a8a",
 }
+
+
+#: Words in names of families whose cases are no series of lengths.
+_BARS = ("options", "sparse", "scores")
 
 
 def _panel(case: str) -> tuple[str, str]:
     """``bf16 hd128 causal 4096x4`` belongs to panel ``bf16 hd128 causal`` at tick ``4096x4``."""
     words = case.split()
     return " ".join(words[:3]), " ".join(words[3:])
+
+
+def _below(case: str, title: str) -> str:
+    """What a case's name has besides the title of its panel, in short lines."""
+    return case.removeprefix(title).strip().replace(" ", "\n").replace("-", "-\n")
 
 
 Place = tuple[str, str]  # family and case, or family and title of a panel
@@ -175,7 +185,7 @@ def draw(
     legend: dict[str, Any] = {}
     for i, ((family, title), members) in enumerate(panels.items()):
         axes = figure.add_subplot(down, across, i + 1)
-        bars = " " not in title or family.endswith(("options", "sparse"))
+        bars = " " not in title or any(word in family for word in _BARS)
         here = [impl for impl in impls if any((place, impl) in speed for place in members)]
         for order, impl in enumerate(here):
             points = [(n, speed[p, impl]) for n, p in enumerate(members) if (p, impl) in speed]
@@ -200,7 +210,7 @@ def draw(
             axes.plot(*zip(*marks, strict=True), "k:", lw=1, label="best known peer")
         marks += others
         names = [case for _, case in members]
-        ticks = [c.split(maxsplit=1)[1].replace(" ", "\n") if bars else _panel(c)[1] for c in names]
+        ticks = [_below(c, title) if bars else _panel(c)[1] for c in names]
         axes.set_title(title if len(unit) == 1 else f"{family}: {title}", fontsize=10)
         axes.set_xticks(range(len(members)), ticks, rotation=0 if bars else 30, fontsize=7)
         axes.set_xlim(-0.6, len(members) - 0.4)

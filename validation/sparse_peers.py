@@ -207,9 +207,10 @@ def _flex() -> Any:
     """FlexAttention, compiled: once for each function that tells of a mask."""
     torch = peers.module("torch")
     flexible = peers.module("torch.nn.attention.flex_attention")
-    for limit in ("recompile_limit", "cache_size_limit"):
+    # every case of every family compiles one
+    for limit in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
         if hasattr(torch._dynamo.config, limit):
-            setattr(torch._dynamo.config, limit, 64)
+            setattr(torch._dynamo.config, limit, 512)
     return torch.compile(flexible.flex_attention, dynamic=False, fullgraph=True)
 
 

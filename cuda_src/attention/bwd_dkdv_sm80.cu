@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     const int own = work.first_key + score_row() + lane / 4;
     const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
-    if (p.has_score_mod) {
+    if constexpr (kScoreMod) {
       apply_score_mod_backward<true>(
           p, batch_offsets(p, work.entry * params.group + step.head).bias, s, dp, own, other);
     }
@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   __syncthreads();  // K and V have been read by all
   NonfiniteProbe nonfinite_probe;
   const int rows = p.k_len - work.first_key;
-  write_gradient<kBf16, KeyTile, kSumCols>(k_tile, dk, sum_row(), sum_pair(), rows, params.scale,
+  write_gradient<kBf16, KeyTile, kSumCols>(k_tile, dk, sum_row(), sum_pair(), rows, p.scale,
                                            nonfinite_probe);
   write_gradient<kBf16, KeyTile, kSumCols>(v_tile, dv, sum_row(), sum_pair(), rows, 1.0f,
                                            nonfinite_probe);

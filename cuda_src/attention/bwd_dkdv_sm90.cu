@@ -4,13 +4,15 @@
 // A warpgroup has all of dV in its registers, another one all of dK:
 //   weights:    S^T = K Q^T,    P^T = exp(S^T - LSE),           dV += P^T dO
 //   gradients:  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),      dK += dS^T Q
-// P^T goes from the first to the second through shared memory, in float32.  A tile's second product
+// P^T goes from the first to the second through shared memory, in float32, times the slopes of the
+// scores where a softcap makes some.  A tile's second product
 // runs beside the exponentials of the next one, or before its first product, where the tile should
 // be given back soon.  dQ has a kernel of its own, bwd_dq_sm90.cu.
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/dq_accum.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/score.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
@@ -42,7 +44,7 @@ struct SharedStorage {
   uint8 v[kBytes];  // later dK
   uint8 q[kStages][kBytes];
   uint8 dout[kStages][kBytes];
-  float p[kStages][dq_tile_floats(kTile)];  // P^T
+  float p[kStages][dq_tile_floats(kTile)];  // P^T, times slopes
   float4 lse_delta[kStages][kTile / 2];
   uint64 k_full, k_empty, v_full, v_empty;
   uint64 q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
@@ -52,6 +54,7 @@ struct SharedStorage {
   WorkTile work[kWorkStages];
   MaskTileInfo tile_info[kSparse ? kStages : 1];  // of the tile in each stage of Q
   MaskCursor cursors[kCursors];
+  int64 bias_offset[kHasBias ? kStages : 1];  // of the entry of the tile in each stage of Q
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -141,9 +144,11 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared) {
       for (int e = 0; e < 4; ++e) gradient[j][e] = 0.0f;
     }
     auto crosses_band = [&](int tile) { return tile < work.full_begin || tile >= work.full_end; };
+    // The first of this thread's keys, and of its queries of a tile.
+    auto own_key = [&]() { return work.tile * kTile + thread_in_group() / 32 * 16 + lane() / 4; };
+    auto first_query = [&](int tile) { return tile * kTile + lane() % 4 * 2; };
     auto in_band = [&](int tile, int h) {
-      const int key = work.tile * kTile + thread_in_group() / 32 * 16 + lane() / 4 + 8 * h;
-      return visible_queries(p, key, tile * kTile + lane() % 4 * 2, 16);
+      return visible_queries(p, own_key() + 8 * h, first_query(tile), 16);
     };
     // Under a mask, asks for what it says of the tile in a stage of Q; then takes away what is
     // outside of the band.
@@ -167,22 +172,45 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared) {
       for (int h = 0; h < 2; ++h)
         mask_scores_of_row(s, h, kSparse ? visible_bits[h] : in_band(tile, h), masked_value);
     };
-    // S^T becomes P^T.
-    auto compute_p = [&](const TilePipeline& pipe) {
+    // Loads the bias of a tile's scores while their product is in flight.
+    auto prefetch_bias = [&](BiasTile<true, 8>& bias, int at) {
+      if constexpr (kComputesDv && kHasBias) {
+        bias.load(p, shared.bias_offset[at], own_key(),
+                  first_query(kSparse ? shared.tile_info[at].tile : tile));
+      }
+    };
+    // S^T becomes P^T, given the products with kScoreMod.
+    auto compute_p = [&](const TilePipeline& pipe, const BiasTile<true, 8>& bias) {
       const float4* rows = shared.lse_delta[pipe.index()] + lane() % 4;
+      float4* to = reinterpret_cast<float4*>(shared.p[pipe.index()]) + thread_in_group();
+      if constexpr (kHasSlope) {
+        apply_softcap(p, s);
+      } else if constexpr (kScoreMod) {
+        apply_score_mod(p, s, bias);
+      }
       mask_values(-FA_INFINITY);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float4 row = rows[4 * j];
+        float slope[4] = {1.0f, 1.0f, 1.0f, 1.0f};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
+          if constexpr (kHasSlope) {
+            slope[e] = softcap_slope(p, s[j][e]);
+            if constexpr (kHasBias) s[j][e] += bias.at(j, e);
+          }
           s[j][e] = ex2_approx_ftz(fmaf(s[j][e], p.exp2_scale, e % 2 ? -row.y : -row.x));
         }
+        if constexpr (kHasSlope) {
+          to[j * (kDqTileStep / 4)] = make_float4(s[j][0] * slope[0], s[j][1] * slope[1],
+                                                  s[j][2] * slope[2], s[j][3] * slope[3]);
+        }
       }
-      float4* to = reinterpret_cast<float4*>(shared.p[pipe.index()]) + thread_in_group();
+      if constexpr (!kHasSlope) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        to[j * (kDqTileStep / 4)] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+        for (int j = 0; j < 8; ++j) {
+          to[j * (kDqTileStep / 4)] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
+        }
       }
       release_per_lane(shared.p_full[pipe.index()]);
     };
@@ -233,10 +261,12 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared) {
         if constexpr (!kComputesDv) wait(sum_full[at], pipe.parity());
         prefetch_mask_words(at);
       }
+      BiasTile<true, 8> bias;
+      prefetch_bias(bias, at);
       wgmma_wait_group<kFirst || kAccumulateFirst ? 0 : 1>();
       apply_band(at);
       if constexpr (kComputesDv) {
-        compute_p(pipe);  // what is known of the rows lies beside Q
+        compute_p(pipe, bias);  // what is known of the rows lies beside Q
       } else {
         if constexpr (!kSparse) wait(sum_full[at], pipe.parity());
         compute_ds(pipe);

@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     }
     const int lane = tid_x_again() % 32;
     const int own = first_query + warp_row() + lane / 4, other = tile * kTileN + lane % 4 * 2;
-    if (p.has_score_mod) {
+    if constexpr (kScoreMod) {
       apply_score_mod_backward<false>(p, batch_offsets(p, entry).bias, s, dp, own, other);
     }
     const bool in_band = tile >= tiles.full_begin && tile < tiles.full_end;
@@ -171,8 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   __syncwarp();
   NonfiniteProbe nonfinite_probe;
   const int rows = p.q_len - first_query;
-  write_gradient<kBf16, QueryTile, 1>(q_tile, dq, warp_row(), 0, rows, params.scale,
-                                      nonfinite_probe);
+  write_gradient<kBf16, QueryTile, 1>(q_tile, dq, warp_row(), 0, rows, p.scale, nonfinite_probe);
   if (nonfinite_probe.found())
     flag_nonfinite_queries(params.nonfinite_flags, p, entry, first_query + warp_row());
   __syncwarp();

@@ -8,6 +8,7 @@
 #include "cuda_src/common/backward_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/score.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
@@ -253,6 +254,7 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
     auto crosses_band = [&](int tile) {
       return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
     };
+    auto first_key_of = [&](int tile) { return tile * kTileN + lane() % 4 * 2; };
     auto first_row = [&]() { return work.tile * kTileM + 64 * group + warp_row() + lane() / 4; };
     // Under a mask, asks for what it says of the tile in a stage of K; then takes away what is
     // outside of the band.
@@ -264,8 +266,7 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
     };
     auto apply_band = [&](int at) {
       if constexpr (kSparse) {
-        const int tile_number = shared.tile_info[at].tile,
-                  key = tile_number * kTileN + lane() % 4 * 2;
+        const int tile_number = shared.tile_info[at].tile, key = first_key_of(tile_number);
         restrict_words<kTileN>(visible_bits, tile_number, crosses_band(tile_number), [&](int h) {
           return visible_columns(p, first_row() + 8 * h, key, 16);
         });
@@ -278,7 +279,61 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
 #pragma unroll
         for (int h = 0; h < 2; ++h) mask_scores_of_row(x[0], h, visible_bits[h], masked_value);
       } else if (crosses_band(tile)) {
-        mask_outside_band(p, x, first_row(), tile * kTileN + lane() % 4 * 2, 0, masked_value);
+        mask_outside_band(p, x, first_row(), first_key_of(tile), 0, masked_value);
+      }
+    };
+    // The bias of a tile's scores, where there are registers to load it beside products.
+    using Bias = BiasTile<false, kMmaN>;
+    constexpr bool kPrefetchBias = kHasBias && sizeof(Bias) <= 16 * sizeof(uint32);
+    auto first_key_in_stage = [&](int at) {
+      return first_key_of(kSparse ? shared.tile_info[at].tile : tile);
+    };
+    auto prefetch_bias = [&](Bias& bias, int at) {
+      if constexpr (kPrefetchBias) {
+        bias.load(p, bias_offset_at(p, work.coordinate, 0), first_row(), first_key_in_stage(at));
+      }
+    };
+    // Calls f with the bias of all scores, or of a few at a time.
+    auto each_bias_part = [&](const Bias& bias, int at, auto f) {
+      if constexpr (kPrefetchBias || !kHasBias) {
+        f(0, Constant<kMmaN>(), bias);
+      } else {
+        for_each_bias_part<false, kMmaN>(p, bias_offset_at(p, work.coordinate, 0), first_row(),
+                                         first_key_in_stage(at), f);
+      }
+    };
+    // S becomes P, times the slopes of the scores with kHasSlope.
+    auto compute_p = [&](const Bias& bias, int at) {
+      if constexpr (kHasSlope) {
+        apply_softcap(p, s[0]);
+      } else if constexpr (kScoreMod) {
+        each_bias_part(bias, at, [&](int first, auto count, const auto& part) {
+          apply_score_mod(p, reinterpret_cast<float (&)[decltype(count)::value][4]>(s[0][first]),
+                          part);
+        });
+      }
+      mask_values(s, -FA_INFINITY);
+      const float lse[2] = {lse_delta(0, 0), lse_delta(1, 0)};
+      if constexpr (kHasSlope) {
+        each_bias_part(bias, at, [&](int first, auto count, const auto& part) {
+#pragma unroll
+          for (int i = 0; i < decltype(count)::value; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float& x = s[0][first + i][e];
+              const float slope = softcap_slope(p, x), score = kHasBias ? x + part.at(i, e) : x;
+              x = slope * ex2_approx_ftz(fmaf(score, p.exp2_scale, -lse[e / 2]));
+            }
+          }
+        });
+      } else {
+#pragma unroll
+        for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], p.exp2_scale, -lse[e / 2]));
+          }
+        }
       }
     };
     // Under a mask lanes read what lies beside K.
@@ -314,17 +369,11 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
       }
       if constexpr (!kFirst && !kAccumulateFirst) gemm_accumulate(shared.k[previous_k_stage()]);
       prefetch_mask_words(k_stage);
+      Bias bias;
+      prefetch_bias(bias, k_stage);
       wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>();
       apply_band(k_stage);
-      mask_values(s, -FA_INFINITY);
-      const float lse[2] = {lse_delta(0, 0), lse_delta(1, 0)};
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], p.exp2_scale, -lse[e / 2]));
-        }
-      }
+      compute_p(bias, k_stage);
       wgmma_wait_group<kFirst || kAccumulateFirst ? 0 : 1>();
       release(shared.v_empty[v_stage]);
       mask_values(dp, 0.0f);

@@ -20,7 +20,8 @@
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/large_lse.cuh"
 #include "cuda_src/common/nonfinite_flags.cuh"
-#include "cuda_src/common/score_mod.cuh"
+#include "cuda_src/common/score.cuh"
+#include "cuda_src/common/sinks.cuh"
 #include "ptx/atomic.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
@@ -189,13 +190,16 @@ FA_DEVICE MaskBlockView mask_block_view(const MaskTable& mask, uint32 entry, int
           words_index < 0 ? nullptr : partial_block_words(mask, words_index)};
 }
 
-// A score in units that p.exp2_scale makes those of log2, and what a softcap makes of a step of the
-// product.
-FA_DEVICE CappedScore score_of(const AttentionParams& p, const BatchOffsets& at, float product,
-                               int query, int key) {
-  if (!p.has_score_mod) return {product, 1.0f};
-  return {score_from_product(p, at, product, query, key),
-          apply_softcap_with_slope(p, product).slope};
+// A score, and its derivative by scale * product.
+struct ScoreAndSlope {
+  float score, slope;
+};
+
+FA_DEVICE ScoreAndSlope score_of(const AttentionParams& p, const BatchOffsets& at, float product,
+                                 int query, int key) {
+  const float score = score_from_product(p, at, product, query, key);
+  if constexpr (!kSoftcap) return {score, 1.0f};
+  return {score, softcap_slope(p, softcap_by_exp2(p, p.softcap_scale * product))};
 }
 
 // What is known of the queries of an entry.
@@ -211,7 +215,7 @@ struct LseDelta {
   __device__ __forceinline__ float weight(float lse, int query, float score, float scale) const {
     if (!is_large_lse(lse)) return ex2_approx_ftz(fmaf(score, scale, -lse));
     const float2 of = row_statistics[query];
-    return ex2_approx_ftz(__fmul_rn(score, scale) - of.x) * of.y;
+    return ex2_approx_ftz(scale_score(score, scale) - of.x) * of.y;
   }
 };
 
@@ -247,10 +251,10 @@ FA_DEVICE void compute_weights(const AttentionParams& p, SharedStorage& shared,
                       key <= last_key(p, query) && pairs.mask.is_visible(query, key);
     float x = 0.0f;
     if (is_visible) {
-      const CappedScore score = score_of(p, pairs.at, weight_cell, query, key);
+      const ScoreAndSlope score = score_of(p, pairs.at, weight_cell, query, key);
       is_visible = score.score != -FA_INFINITY;
       if (pairs.kind == kTaskRowStatistics) {
-        sums.merge(__fmul_rn(score.score, p.exp2_scale), 1.0f);
+        sums.merge(scale_score(score.score, p.exp2_scale), 1.0f);
         continue;
       }
       x = pairs.lse_delta.weight(lse, query, score.score, p.exp2_scale);
@@ -262,20 +266,22 @@ FA_DEVICE void compute_weights(const AttentionParams& p, SharedStorage& shared,
   }
 }
 
-// Puts down the sums of 64 queries, of each of which four threads have a part, given the natural
-// LSEs of `count` of them.
-FA_DEVICE void write_row_statistics(SharedStorage& shared, float2* to, const RowStatistics& sums,
-                                    const float* lse, int count) {
+// Puts down the sums of 64 queries of an entry, from `first` on, of each of which four threads have
+// a part.  A sink is one more score.
+FA_DEVICE void write_row_statistics(const AttentionParams& p, SharedStorage& shared, float2* to,
+                                    const RowStatistics& sums, int64 entry, int first) {
   shared.sums[threadIdx.x] = sums;
   __syncthreads();
-  if (static_cast<int>(threadIdx.x) >= min(count, kTile)) return;
+  const int row = first + threadIdx.x;
+  if (row >= min(p.q_len, first + kTile)) return;
   RowStatistics all;
 #pragma unroll
   for (int i = 0; i < kThreads; i += kTile) {
     const RowStatistics& part = shared.sums[i + threadIdx.x];
     all.merge(part.row_max, part.row_sum);
   }
-  to[threadIdx.x] = make_float2(all.row_max, inverse_row_sum(all, lse[threadIdx.x] * kLog2e));
+  all.merge(sink_in_log2(load_sink(p, entry, row)), 1.0f);
+  to[row] = make_float2(all.row_max, inverse_row_sum(all, p.lse[entry * p.q_len + row] * kLog2e));
 }
 
 // Whether one of 64 queries has a large LSE; all threads of a warp ask.
@@ -354,14 +360,13 @@ FA_DEVICE void recompute_rows(const NonfiniteParams& params, SharedStorage& shar
   if (kind == kTaskRowStatistics) {
     __syncthreads();  // all threads have read the sums of the task before
     const int64 first = 2 * static_cast<int64>(own_entry) * params.row_pairs;
-    const float* lse = p.lse + static_cast<int64>(own_entry) * p.q_len + own;
-    return write_row_statistics(shared, params.row_statistics + first + own, statistics, lse,
-                                p.q_len - own);
+    return write_row_statistics(p, shared, params.row_statistics + first, statistics, own_entry,
+                                own);
   }
 
   const Array& array = queries ? params.dq : kind == kTaskDk ? params.dk : params.dv;
   const RowsView to = rows_view(params, array, first_entry, queries ? p.q_len : p.k_len).from(own);
-  const float scale = kind == kTaskDv ? 1.0f : params.scale;
+  const float scale = kind == kTaskDv ? 1.0f : p.scale;
 #pragma unroll
   for (int part = 0; part < kColumnParts; ++part) {
     const int col = 64 * part + other_rows();

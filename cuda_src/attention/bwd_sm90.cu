@@ -14,6 +14,7 @@
 #include "cuda_src/attention/bwd_sm90.cuh"
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/score.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/warpgroup.cuh"
@@ -205,6 +206,12 @@ FA_DEVICE void apply_band(uint32 (&visible_bits)[2], Consumer c, int q_stage) {
   });
 }
 
+// The first of this lane's queries of a tile; the others are 1, 8, 9, 16, ... after it.
+FA_DEVICE int first_query(Consumer c, int q_stage, int countdown) {
+  const int tile = kSparse ? c.shared.tile_info[q_stage].tile : band_tile(c, countdown);
+  return tile * kTileM + lane_in_warp() % 4 * 2;
+}
+
 // Replaces the scores of hidden pairs, or their gradients.
 FA_DEVICE void mask_scores(Scores& x, Consumer c, int countdown, const uint32 (&visible_bits)[2],
                            float masked_value) {
@@ -235,6 +242,60 @@ FA_DEVICE float2 row_pair(const Prefetched& prefetched, const float* from, int j
   return j < kPrefetchedLse ? prefetched[j] : row_pair(from, j);
 }
 
+// The bias of a tile's scores, where there are registers to load it while products are in flight.
+using Bias = BiasTile<true, kMmaM>;
+constexpr bool kPrefetchBias = kHasBias && sizeof(Bias) <= 16 * sizeof(uint32);
+
+FA_DEVICE void prefetch_bias(Bias& bias, Consumer c, const QueryTile& tile, int countdown) {
+  if constexpr (kPrefetchBias) {
+    const int q_stage = tile.q_pipe.index();
+    bias.load(c.params.common, c.shared.bias_offset[q_stage], own_key(c),
+              first_query(c, q_stage, countdown));
+  }
+}
+
+// Calls f with the bias of all scores, or of a few at a time.
+template <typename F>
+FA_DEVICE void for_each_bias_part(Consumer c, const QueryTile& tile, int countdown,
+                                  const Bias& bias, F f) {
+  if constexpr (kPrefetchBias || !kHasBias) {
+    f(0, Constant<kMmaM>(), bias);
+  } else {
+    const int q_stage = tile.q_pipe.index();
+    for_each_bias_part<true, kMmaM>(c.params.common, c.shared.bias_offset[q_stage], own_key(c),
+                                    first_query(c, q_stage, countdown), f);
+  }
+}
+
+// P^T = exp(S^T - LSE), given the products with kHasSlope: P^T in 16 bits, and P^T times the slopes
+// of the scores, from which dS^T is computed, in place of the products.  There are no registers for
+// slopes beside them.
+FA_DEVICE void compute_p_with_slopes(Scores& s, Rounded& pairs, Consumer c, const QueryTile& tile,
+                                     const Bias& bias, const Prefetched& prefetched,
+                                     const float* lse, int countdown,
+                                     const uint32 (&visible_bits)[2], bool needs_mask) {
+  const AttentionParams& p = c.params.common;
+  apply_softcap(p, s);
+  if (needs_mask) mask_scores(s, c, countdown, visible_bits, -FA_INFINITY);
+  for_each_bias_part(c, tile, countdown, bias, [&](int first, auto count, const auto& part) {
+#pragma unroll
+    for (int i = 0; i < decltype(count)::value; ++i) {
+      const int j = first + i;
+      const float2 row = row_pair(prefetched, lse, j);
+      float weight[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float slope = softcap_slope(p, s[j][e]);
+        const float score = kHasBias ? s[j][e] + part.at(i, e) : s[j][e];
+        weight[e] = ex2_approx_ftz(fmaf(score, p.exp2_scale, e % 2 ? -row.y : -row.x));
+        s[j][e] = weight[e] * slope;
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) pairs[j][h] = pack2<kBf16>(weight[2 * h], weight[2 * h + 1]);
+    }
+  });
+}
+
 // P^T = exp(S^T - LSE)
 FA_DEVICE void compute_p(Scores& s, Consumer c, const Prefetched& prefetched, const float* lse,
                          int countdown, const uint32 (&visible_bits)[2], bool needs_mask) {
@@ -249,7 +310,7 @@ FA_DEVICE void compute_p(Scores& s, Consumer c, const Prefetched& prefetched, co
   }
 }
 
-// dS^T = P^T o (dP^T - delta)
+// dS^T = P^T o (dP^T - delta), where P^T has been multiplied by slopes if there are any
 FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetched& prefetched,
                           const float* delta, int countdown, const uint32 (&visible_bits)[2],
                           bool needs_mask) {
@@ -264,12 +325,13 @@ FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetc
   }
 }
 
-// P^T and dS^T of a tile, in the registers of S^T and dP^T.  When it is called, the products S^T
-// and dP^T are in flight, and kLater groups after them, which it leaves in flight.
+// P^T and dS^T of a tile, in the registers of S^T and dP^T; with kHasSlope P^T in 16 bits instead.
+// When it is called, the products S^T and dP^T are in flight, and kLater groups after them, which
+// it leaves in flight.
 template <int kLater>
-FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Consumer c, const QueryTile& tile,
-                                const float4* rows, int countdown, uint32 (&visible_bits)[2],
-                                bool& needs_mask) {
+FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer c,
+                                const QueryTile& tile, const float4* rows, int countdown,
+                                const Bias& bias, uint32 (&visible_bits)[2], bool& needs_mask) {
   Prefetched prefetched;
   prefetch_rows(prefetched, &rows->x);
   wgmma_wait_group<1 + kLater>();  // S^T
@@ -277,7 +339,18 @@ FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Consumer c, const QueryTi
     apply_band(visible_bits, c, tile.q_pipe.index());
     needs_mask = (visible_bits[0] & visible_bits[1]) != ~0u;
   }
-  compute_p(s, c, prefetched, &rows->x, countdown, visible_bits, needs_mask);
+  if constexpr (kHasSlope) {
+    compute_p_with_slopes(s, pairs, c, tile, bias, prefetched, &rows->x, countdown, visible_bits,
+                          needs_mask);
+  } else {
+    if constexpr (kScoreMod) {
+      for_each_bias_part(c, tile, countdown, bias, [&](int first, auto count, const auto& part) {
+        apply_score_mod(c.params.common,
+                        reinterpret_cast<float (&)[decltype(count)::value][4]>(s[first]), part);
+      });
+    }
+    compute_p(s, c, prefetched, &rows->x, countdown, visible_bits, needs_mask);
+  }
   prefetch_rows(prefetched, &rows->z);
   wgmma_wait_group<kLater>();  // dP^T
   compute_ds(dp, s, c, prefetched, &rows->z, countdown, visible_bits, needs_mask);
@@ -289,6 +362,11 @@ FA_DEVICE void round_scores(Rounded& pairs, const Scores& x) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) pairs[j][h] = pack2<kBf16>(x[j][2 * h], x[j][2 * h + 1]);
   }
+}
+
+// P^T in 16 bits, where softmax_backward left it in the registers of S^T.
+FA_DEVICE void round_p(Rounded& pairs, const Scores& s) {
+  if constexpr (!kHasSlope) round_scores(pairs, s);
 }
 
 // ---------------------------------------------------------------------------------------------- dS
@@ -393,19 +471,21 @@ FA_DEVICE void epilogue(const KvSums& dv, const KvSums& dk, Consumer c, const ui
 
 // -------------------------------------------------------------------------------------- main loops
 // P^T and dS^T of a work tile's first query tile, in `s` and `dp`.
-FA_DEVICE void first_tile(Scores& s, Scores& dp, Consumer c, uint32 tiles, int countdown,
-                          uint32 (&visible_bits)[2], bool& needs_mask) {
+FA_DEVICE void first_tile(Scores& s, Scores& dp, Rounded& p, Consumer c, uint32 tiles,
+                          int countdown, uint32 (&visible_bits)[2], bool& needs_mask) {
   const QueryTile tile = query_tile_at(c, tiles);
   const float4* rows = lane_rows(c, tile);
   wait_for_q(c, tile);
   gemm_s(s, c, tile.q);
   wgmma_commit_group();
   prefetch_mask_words(visible_bits, c, tile.q_pipe.index());
+  Bias bias;
+  prefetch_bias(bias, c, tile, countdown);
   if constexpr (!kSparse) needs_mask = crosses_band(c, band_tile(c, countdown));
   wait_for_dout(c, tile);
   gemm_dp(dp, c, tile.dout);
   wgmma_commit_group();
-  softmax_backward<0>(s, dp, c, tile, rows, countdown, visible_bits, needs_mask);
+  softmax_backward<0>(s, dp, p, c, tile, rows, countdown, bias, visible_bits, needs_mask);
   wgmma_wait_group<0>();
 }
 
@@ -425,15 +505,16 @@ FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
   bool needs_mask = false;
   wait(shared.k_full, c.work_count & 1);
   wait(shared.v_full, c.work_count & 1);
-  first_tile(s, dp, c, tiles, countdown, visible_bits, needs_mask);
+  Rounded p;
+  first_tile(s, dp, p, c, tiles, countdown, visible_bits, needs_mask);
   int step = 0;
 #pragma unroll 1
   while (step < steps - 1) {
     const QueryTile tile = query_tile_at(c, tiles), next = query_tile_at(c, tiles + 1);
     const float4* next_rows = lane_rows(c, next);
     const bool discard_dq = step == 0;
-    Rounded p, ds;
-    round_scores(p, s);
+    Rounded ds;
+    round_p(p, s);
     round_scores(ds, dp);
     const DsPipeline ds_pipe = ds_pipe_of_tile(tiles);
     acquire_ds(c, ds_pipe);
@@ -456,12 +537,14 @@ FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     advance(countdown, c);
     ++step;
     needs_mask = !kSparse && crosses_band(c, band_tile(c, countdown));
+    Bias bias;
+    prefetch_bias(bias, c, next, countdown);
     if (!discard_dq) write_dq(dp, c, tiles);
     wait_for_dout(c, next);
     gemm_dp(dp, c, next.dout);  // dP^T = V dO^T of the next tile
     wgmma_commit_group();
     if (!discard_dq) publish_dq(c, tiles);
-    softmax_backward<0>(s, dp, c, next, next_rows, countdown, visible_bits, needs_mask);
+    softmax_backward<0>(s, dp, p, c, next, next_rows, countdown, bias, visible_bits, needs_mask);
     ++tiles;
     wgmma_wait_group<0>();
   }
@@ -471,8 +554,8 @@ FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
   // out of registers and serialises all products (its remark C7511).
   lane_rows(c, tile);
   const bool discard_dq = step == 0;
-  Rounded p, ds;
-  round_scores(p, s);
+  Rounded ds;
+  round_p(p, s);
   round_scores(ds, dp);
   const DsPipeline ds_pipe = ds_pipe_of_tile(tiles);
   acquire_ds(c, ds_pipe);
@@ -507,20 +590,25 @@ FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
 FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, Consumer c,
                                  uint32& tiles) {
   SharedStorage& shared = c.shared;
+  // Where registers are left: ptxas may not place two accumulators of different sizes in the same
+  // ones, and serialises all products then.
+  Scores own_dq;
+  Scores& dq = kDim <= 64 ? own_dq : dp;
   const int steps = c.work.steps;
   int countdown = c.work.end - 1;
   uint32 visible_bits[2] = {~0u, ~0u};
   bool needs_mask = false;
   wait(shared.k_full, c.work_count & 1);
   wait(shared.v_full, c.work_count & 1);
-  first_tile(s, dp, c, tiles, countdown, visible_bits, needs_mask);
+  Rounded p;
+  first_tile(s, dp, p, c, tiles, countdown, visible_bits, needs_mask);
   int step = 0;
 #pragma unroll 1
   while (step < steps - 1) {
     const QueryTile tile = query_tile_at(c, tiles), next = query_tile_at(c, tiles + 1);
     const float4* next_rows = lane_rows(c, next);
-    Rounded p, ds;
-    round_scores(p, s);
+    Rounded ds;
+    round_p(p, s);
     round_scores(ds, dp);
     const DsPipeline ds_pipe = ds_pipe_of_tile(tiles);
     acquire_ds(c, ds_pipe);
@@ -528,7 +616,7 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     gemm_dv(dv, p, tile.dout);  // dV += P^T dO
     wgmma_commit_group();
     publish_ds(c, ds_pipe);
-    gemm_dq(dp, c, tiles);  // dQ^T = K^T dS^T
+    gemm_dq(dq, c, tiles);  // dQ^T = K^T dS^T
     wgmma_commit_group();
     advance(countdown, c);
     ++step;
@@ -541,14 +629,16 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     release_dout(c, tile);
     wgmma_wait_group<1>();  // dQ
     release_ds(c, tiles);
-    write_dq(dp, c, tiles);
+    Bias bias;
+    prefetch_bias(bias, c, next, countdown);
+    write_dq(dq, c, tiles);
     wait_for_dout(c, next);
     gemm_dp(dp, c, next.dout);  // dP^T = V dO^T of the next tile
     wgmma_commit_group();
     publish_dq(c, tiles);
     gemm_dk_from_shared(dk, c, tiles, tile.q);  // dK += dS^T Q
     wgmma_commit_group();
-    softmax_backward<1>(s, dp, c, next, next_rows, countdown, visible_bits, needs_mask);
+    softmax_backward<1>(s, dp, p, c, next, next_rows, countdown, bias, visible_bits, needs_mask);
     wgmma_wait_group<0>();  // dK
     release_q(c, tile);
     ++tiles;
@@ -556,8 +646,8 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
   }
   release(shared.v_empty);
   const QueryTile tile = query_tile_at(c, tiles);
-  Rounded p, ds;
-  round_scores(p, s);
+  Rounded ds;
+  round_p(p, s);
   round_scores(ds, dp);
   const DsPipeline ds_pipe = ds_pipe_of_tile(tiles);
   acquire_ds(c, ds_pipe);
@@ -565,13 +655,13 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
   gemm_dv(dv, p, tile.dout);
   wgmma_commit_group();
   publish_ds(c, ds_pipe);
-  gemm_dq(dp, c, tiles);
+  gemm_dq(dq, c, tiles);
   wgmma_commit_group();
   wgmma_wait_group<1>();  // dV
   release_dout(c, tile);
   wgmma_wait_group<0>();  // dQ
   release_ds(c, tiles);
-  write_dq(dp, c, tiles);
+  write_dq(dq, c, tiles);
   publish_dq(c, tiles);
   gemm_dk_from_shared(dk, c, tiles, tile.q);
   wgmma_commit_group();

@@ -97,6 +97,7 @@ struct SharedStorage {
   WorkTile work[kWorkStages];
   MaskTileInfo tile_info[kSparse ? kQStages : 1];  // of the tile in each stage of Q
   MaskCursor cursors[kCursors];
+  int64 bias_offset[kHasBias ? kQStages : 1];  // of the entry of the tile in each stage of Q
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 

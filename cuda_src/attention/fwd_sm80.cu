@@ -14,8 +14,9 @@
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/mma_sm80.cuh"
 #include "cuda_src/common/recompute_row.cuh"
-#include "cuda_src/common/score_mod.cuh"
+#include "cuda_src/common/score.cuh"
 #include "cuda_src/common/shared_tile.cuh"
+#include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
 
 // -------------------------------------------------------------------------------------- constants
@@ -37,9 +38,6 @@ constexpr int kLaterGroups = kStages > 1 ? kStages - 2 : 0;  // after that of a 
 constexpr int kTilesPerBlock = kSparse ? kMaskBlock / kTileN : 1, kBlockIndexStages = 4;
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
 static_assert(kTileM == kWarps * kMmaM * 16, "a warp owns whole 16-row products");
-static_assert(kTileN * kDim * 2 >= kWarps * kScoreModFloats * 4,
-              "a K tile holds every warp's scratch");
-static_assert(kTileN % 32 == 0, "apply_score_mod takes 32 columns at a time");
 static_assert(kStages >= 1 && kStages <= 4, "one buffer each of K and V at least");
 static_assert(!kSparse || (kTilesPerBlock * kTileN == kMaskBlock && kMaskBlock % kTileM == 0),
               "tiles divide the blocks of a mask");
@@ -107,17 +105,20 @@ FA_DEVICE void find_listed_range(const MaskLists& mask, ListedRange& listed,
   if (threadIdx.x % 32 == 0) (partial ? listed.partial : listed.full)[last] = end_position;
 }
 
-// The result of a block whose rows see no key at all.
+// The result of a block whose rows see no key at all: that of the sinks.
 FA_DEVICE void write_empty_rows(const AttentionParams& params, const TileWork& work) {
   uint16* out = static_cast<uint16*>(params.out) + work.at.out;
 #pragma unroll 1
   for (int r = threadIdx.x / 32; r < work.q_rows; r += kWarps) {
     const int64 row = work.q_begin + r;
+    const float sink = load_sink(params, work.batch, work.q_begin + r);
+    // NaN of a sink that is NaN or +inf.
+    const float value = sink == -FA_INFINITY ? 0.0f : sink - sink;
     for (int col = threadIdx.x % 32; col < params.v_dim; col += 32) {
-      out[row * params.out_row + col] = 0;
+      out[row * params.out_row + col] = static_cast<uint16>(pack2<kBf16>(value, 0.0f));
     }
     if (params.lse != nullptr && threadIdx.x % 32 == 0) {
-      params.lse[work.batch * params.q_len + row] = -FA_INFINITY;
+      params.lse[work.batch * params.q_len + row] = sink + value;
     }
   }
 }
@@ -255,15 +256,26 @@ FA_DEVICE void gemm_pv(const SparseStorage& shared, float (&o)[kMmaM][kMmaV][4],
                              stage_of(cvta_to_shared(shared.v), tile) + b_trans_lane<KVTile>());
 }
 
-// Applies softcap, bias and a scale that is not positive.  The scores go through the stage of the K
-// tile that they come from: when all warps have read it, each warp uses a part of it.
-FA_DEVICE void modify_scores(const AttentionParams& params, SparseStorage& shared,
-                             float (&s)[kMmaM][kMmaN][4], int tile, int key) {
-  __syncthreads();
-  const TileWork& work = shared.work;
-  const int warp = tid_x_again() / 32;
-  float* scratch = reinterpret_cast<float*>(shared.k[tile % kStages]) + warp * kScoreModFloats;
-  apply_score_mod(params, work.at, s, scratch, work.q_begin + warp * kWarpRows, key * kTileN);
+// Makes scores of products, in units of log2: then what the softmax computes of them is exact, and
+// a large bias is no reason to compute a row again.
+FA_DEVICE void modify_scores(const AttentionParams& params, const TileWork& work,
+                             float (&s)[kMmaM][kMmaN][4], int key) {
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+  const int row = work.q_begin + warp * kWarpRows + lane / 4, col = key * kTileN + 2 * (lane % 4);
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+    load_and_apply_score_mod<false>(params, work.at.bias, s[i], row + 16 * i, col);
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][j][e] = scale_score(s[i][j][e], params.exp2_scale);
+    }
+  }
+}
+
+// What scores are multiplied by to be in units of log2.
+FA_DEVICE float softmax_scale(const AttentionParams& params) {
+  return kScoreMod ? 1.0f : params.exp2_scale;
 }
 
 // Reads which scores of a tile a mask leaves: this thread's words, with the tile's first columns in
@@ -305,6 +317,21 @@ FA_DEVICE void rescale_o(float (&o)[kMmaM][kMmaV][4], const float (&correction)[
 // ---------------------------------------------------------------------------------------- epilogue
 // first_row is the first row that a thread holds; the others are first_row + 16 i + 8 h.
 
+// Adds the sink of each row to its statistics, and says what its output is to be multiplied by.
+FA_DEVICE void add_sinks(const AttentionParams& params, const TileWork& work,
+                         OnlineSoftmax<kMmaM>& softmax, float (&correction)[kMmaM][2],
+                         int first_row) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = min(first_row + 16 * i + 8 * h, params.q_len - 1);
+      const float sink = sink_in_log2(load_sink(params, work.batch, row));
+      correction[i][h] = add_sink(sink, softmax.row_max[i][h], softmax.row_sum[i][h]);
+    }
+  }
+}
+
 // Writes the log-sum-exp of each row.  Called by one of the four threads that share the rows.
 FA_DEVICE void write_lse(const AttentionParams& params, const TileWork& work,
                          const OnlineSoftmax<kMmaM>& softmax, int first_row) {
@@ -338,7 +365,7 @@ FA_DEVICE bool find_rows_to_recompute(const AttentionParams& params,
       for (int j = 0; j < kMmaV; ++j) {
         probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
       }
-      const bool exceeds_float32 = exceeds_float32_scores<true, kSparse>(
+      const bool exceeds_float32 = exceeds_float32_scores<!kScoreMod, kSparse>(
           params, first_row + 16 * i + 8 * h, softmax.row_max[i][h], row_sum);
       recompute_lanes[i][h] = __ballot_sync(kFullWarp, exceeds_float32 || probe != probe);
       any_recompute |= recompute_lanes[i][h];
@@ -437,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     float s[kMmaM][kMmaN][4];
     gemm_qk(shared, s, tile);
     const int key = key_tile(shared, tile);
-    if (params.has_score_mod) modify_scores(params, shared, s, tile, key);
+    if constexpr (kScoreMod) modify_scores(params, work, s, key);
     if constexpr (kStages == 1) {  // V has landed and K has been read
       cp_async_wait_group<0>();
       __syncthreads();
@@ -452,8 +479,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
     // The online softmax: P = exp2(S - row_max), and O follows row_max.
     float correction[kMmaM][2];
-    if (softmax.update_max(s, correction, params.exp2_scale)) rescale_o(o, correction);
-    softmax.exponentiate<false>(s, params.exp2_scale);
+    if (softmax.update_max(s, correction, softmax_scale(params))) rescale_o(o, correction);
+    softmax.exponentiate<false>(s, softmax_scale(params));
     uint32 p[kMmaM][kMmaN][2];
     round_weights<kBf16>(s, p);
     if constexpr (kSparse) {  // here and not before, or sm_80 runs out of registers
@@ -466,6 +493,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   softmax.reduce_row_sum();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_row = work.q_begin + warp * kWarpRows + lane / 4;
+  if (params.sinks != nullptr) {
+    float correction[kMmaM][2];
+    add_sinks(params, work, softmax, correction, first_row);
+    rescale_o(o, correction);
+  }
   if (params.lse != nullptr && lane % 4 == 0) write_lse(params, work, softmax, first_row);
   uint32 recompute_lanes[kMmaM][2];
   const bool any_recompute = find_rows_to_recompute(params, softmax, o, first_row, recompute_lanes);

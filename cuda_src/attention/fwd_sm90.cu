@@ -16,8 +16,9 @@
 #include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/recompute_row.cuh"
 #include "cuda_src/common/recompute_scores.cuh"
-#include "cuda_src/common/score_mod.cuh"
+#include "cuda_src/common/score.cuh"
 #include "cuda_src/common/shared_tile.cuh"
+#include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
 #include "cuda_src/common/tile_scheduler.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -29,7 +30,9 @@
 
 // --------------------------------------------------------------------------------------- producers
 // Writes the work tile with an index of the schedule, by a warp; returns false past the last one.
-FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint32 index) {
+FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& shared, int stage,
+                               uint32 index) {
+  WorkTile& work = shared.work[stage];
   const int lane = threadIdx.x % 32;
   if (index >= params.scheduler.tiles) {
     if (lane == kGroups) work.q_begin = -1;
@@ -72,6 +75,7 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, WorkTile& work, uint
     work.q_begin = q_begin;
     work.begin = keys.begin;
     work.end = keys.end;
+    if constexpr (kHasBias) shared.bias_offset[stage] = batch_offsets(p, work.entry).bias;
   }
   return true;
 }
@@ -85,7 +89,7 @@ FA_DEVICE void run_tile_scheduler(const FwdSm90Params& params, SharedStorage& sh
 #pragma unroll 1
   while (true) {
     wait(shared.work_empty[work_pipe.index()], work_pipe.parity() ^ 1);
-    const bool has_work = write_work_tile(params, shared.work[work_pipe.index()], index);
+    const bool has_work = write_work_tile(params, shared, work_pipe.index(), index);
     if (lane <= kGroups || (kSparse && lane == kPartialLane)) {  // all that write
       arrive(shared.work_full[work_pipe.index()]);
     }
@@ -374,6 +378,9 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     OnlineSoftmax<1> softmax;
     softmax.reset();
     clear(o);
+    // Whether the last tile whose largest scores were looked for left row_max where it was, and had
+    // only scores near 0.
+    bool steady_scores = true;
     // Waits for the scores of a tile and turns them into its weights.
     auto softmax_step = [&](auto first, auto cols) {
       constexpr bool kFirst = decltype(first)::value;
@@ -386,7 +393,12 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       bool rows_have_max = false;  // whether all rows that see some have a row_max
       if constexpr (kSparse) {
         listed = read_mask_tile(shared, k_pipe.index(), key_tile, visible_bits);
-        if constexpr (!kFirst && !kScoreMod) rows_have_max = softmax.has_max(visible_bits);
+        if constexpr (!kFirst) rows_have_max = softmax.has_max(visible_bits);
+      }
+      BiasTile<false, kCols / 8> bias;
+      if constexpr (kPrefetchBias && !kFirst) {
+        bias.load(p, shared.bias_offset[work_pipe.index()],
+                  reload_first_row() + warp_row + lane / 4, key_tile * kTileN + 2 * (lane % 4));
       }
       if constexpr (kOverlapSoftmaxPv && !kFirst) {
         wgmma_wait_group<1>();
@@ -407,15 +419,20 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
         }
       };
       if constexpr (!kOverlapSoftmaxPv) release_v();
+      auto bias_offset = [&]() { return shared.bias_offset[work_pipe.index()]; };
+      auto tile_crosses_band = [&]() -> bool {
+        if constexpr (!kSparse) return tile < keys.full_begin || tile >= keys.full_end;
+        const KeyTiles& band_tiles = shared.work[work_pipe.index()].group[group].keys;
+        return (key_tile < band_tiles.full_begin) | (key_tile >= band_tiles.full_end);
+      };
       auto mod_and_mask_scores = [&]() {
         if constexpr (kScoreMod) {
-          apply_score_mod(p, batch_offsets(p, entry()), s_tile, shared.scratch[warp - 4],
-                          reload_first_row() + warp_row, key_tile * kTileN);
+          steady_scores = load_and_apply_score_mod<false>(p, bias_offset(), s_tile[0],
+                                                          reload_first_row() + warp_row + lane / 4,
+                                                          key_tile * kTileN + 2 * (lane % 4));
         }
         if constexpr (kSparse) {
-          const KeyTiles& band_tiles = shared.work[work_pipe.index()].group[group].keys;
-          const bool crosses_band =
-              (key_tile < band_tiles.full_begin) | (key_tile >= band_tiles.full_end);
+          const bool crosses_band = tile_crosses_band();
           if (crosses_band) {
             // Few tiles come here: kept over the loop, what follows from threadIdx.x would take
             // registers that the words need, so it is read again.
@@ -428,30 +445,48 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
             }
           }
           if (listed || crosses_band) mask_by_bits(s_tile, visible_bits);
-        } else if (tile < keys.full_begin || tile >= keys.full_end) {
+        } else if (tile_crosses_band()) {
           mask_outside_band(p, s_tile, first_row + warp_row + lane / 4,
                             tile * kTileN + 2 * (lane % 4), params.row_shift);
         }
       };
-      mod_and_mask_scores();
+      if constexpr (!kScoreMod) mod_and_mask_scores();
       // Without a mask rows have a row_max once they have seen a key.
-      const bool use_stale_max = !kFirst && kCols == kTileN && !kScoreMod &&
-                                 (kSparse ? rows_have_max : tile > keys.full_begin) &&
-                                 !softmax.has_large_max;
+      bool use_stale_max = !kFirst && kCols == kTileN &&
+                           (kSparse ? rows_have_max : tile > keys.full_begin) &&
+                           !softmax.has_large_max;
+      if constexpr (kScoreMod)
+        use_stale_max = use_stale_max && steady_scores && !tile_crosses_band();
       // What a warp decides is not what its neighbours do, and a warpgroup waits for its products
       // at one place (PTX ISA 9.7.15.7.3: all its threads execute the same wgmma.wait_group).
       float correction[1][2];
       bool moved = false;
-      if (!use_stale_max || !softmax.try_stale_max(s_tile, p.exp2_scale)) {
+      auto try_stale_max = [&]() {
+        bool near = true;
+        if constexpr (kScoreMod) {
+          if constexpr (kHasBias && !kPrefetchBias) {
+            near = load_and_apply_score_mod_of_near<false>(p, bias_offset(), s_tile[0],
+                                                           reload_first_row() + warp_row + lane / 4,
+                                                           key_tile * kTileN + 2 * (lane % 4));
+          } else {
+            near = apply_score_mod_of_near(p, s_tile[0], bias);
+          }
+          if (listed) mask_by_bits(s_tile, visible_bits);
+        }
+        return softmax.try_stale_max<kNearIsLog2>(s_tile, p.exp2_scale, near);
+      };
+      if (!use_stale_max || !try_stale_max()) {
         if (use_stale_max) {  // the scores are gone, and what the mask says of them
           const auto& work = shared.work[work_pipe.index()];
           if constexpr (kSparse) key_tile = reload_tile_number(p, work, tile);
           recompute_scores<kBf16, QTile, kDim / 16>(p, entry() << params.row_shift, s_tile,
                                                     q_tile + q_lane, key_tile * kTileN);
           if constexpr (kSparse) listed = reload_mask_words(p, work, tile, visible_bits);
-          mod_and_mask_scores();
         }
+        if (kScoreMod || use_stale_max) mod_and_mask_scores();
         moved = softmax.update_max(s_tile, correction, p.exp2_scale) && !kFirst;
+        // Scores that grow from tile to tile, as ALiBi's do, would be computed twice.
+        if constexpr (kScoreMod) steady_scores = steady_scores && !moved;
         softmax.exponentiate<true>(s_tile, p.exp2_scale);
       }
       if constexpr (kOverlapSoftmaxPv) wgmma_wait_group<0>();
@@ -510,6 +545,16 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
     auto head_of = [&](int row) {  // batch entry, where heads share a tile too
       return (entry() << params.row_shift) + (row & ((1 << params.row_shift) - 1));
     };
+    if (p.sinks != nullptr) {
+      float correction[1][2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = min(my_row + 8 * h, tile_rows(params) - 1);
+        const float sink = sink_in_log2(load_sink(p, head_of(row), row >> params.row_shift));
+        correction[0][h] = add_sink(sink, softmax.row_max[0][h], softmax.row_sum[0][h]);
+      }
+      rescale_o(o, correction);
+    }
     if (p.lse != nullptr && lane % 4 == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -4,7 +4,7 @@
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/block_lists.cuh"
 #include "cuda_src/common/pipeline.cuh"
-#include "cuda_src/common/score_mod.cuh"
+#include "cuda_src/common/score.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/tile_scheduler.cuh"
 #include "ptx/bulk.cuh"
@@ -23,11 +23,11 @@ constexpr int kQStages = FA_Q_STAGES;  // stages for a warpgroup's rows of Q, an
 constexpr bool kExclusiveMma = FA_EXCLUSIVE_MMA;
 // Q is read from registers, not from shared memory.
 constexpr bool kQInRegisters = FA_Q_IN_REGISTERS;
-constexpr bool kScoreMod = FA_SCORE_MOD;  // scale, softcap and bias come before the softmax
-constexpr bool kSparse = FA_SPARSE;       // a mask lists blocks of keys and has bits of them
-// A warpgroup's softmax starts before its O += P V is done; needs registers that scratch work
-// takes.
-constexpr bool kOverlapSoftmaxPv = !kExclusiveMma && !kScoreMod;
+constexpr bool kSparse = FA_SPARSE;  // a mask lists blocks of keys and has bits of them
+// A warpgroup's softmax starts before its O += P V is done.
+constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
+// A tile's bias is asked for before its scores are there; in float32 it takes too many registers.
+constexpr bool kPrefetchBias = kHasBias && (kBiasIs16Bit || kBiasAxes != kBiasOfPair);
 // The last tile may be cut to half its keys; ptxas serialises the products of other builds for it.
 constexpr bool kHalfLastTile = kTileN == 128 && kDim == 128 && !kScoreMod && !kSparse;
 constexpr bool kPrefetchNextQ = kQStages >= 2 * kGroups;  // all rows of the next Q are there early
@@ -44,7 +44,6 @@ constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 160;
 static_assert(kGroups == 2 || kGroups == 3, "registers are shared out for these");
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
 static_assert(kTileN % 16 == 0, "16 keys are one step of a product");
-static_assert(!kScoreMod || kTileN % 32 == 0, "apply_score_mod takes 32 columns at a time");
 static_assert(!kSparse || (kTileM == kMaskBlock && (kTilesPerBlock == 1 || kTilesPerBlock == 2)),
               "a row of blocks is a tile of queries, a block is one tile of keys or two");
 
@@ -89,7 +88,7 @@ struct Storage {
   uint8 q[kQStages][kQTileBytes];  // later a tile of the output
   uint8 k[kStages][kKTileBytes];
   uint8 v[kStages][kKTileBytes];
-  float scratch[kScoreMod ? 4 * kGroups : 1][kScoreMod ? kScoreModFloats : 2];
+  int64 bias_offset[kHasBias ? kWorkStages : 1];  // of the work tiles' batch entries, in elements
   uint64 q_full[kQStages], q_empty[kQStages], out_full[kQStages];
   uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64 work_full[kWorkStages], work_empty[kWorkStages], work_started[kWorkStages];

@@ -23,13 +23,20 @@ struct AttentionParams {
   int64 batch_size[kMaxBatchAxes];
   int q_row, k_row, v_row, out_row;
   int q_len, k_len, head_dim, v_dim;
-  int q_tiles;        // tiles of query rows in one batch entry
-  int lower, upper;   // query i sees keys i + lower to i + upper
-  int bias_kind;      // a FloatKind
-  int has_score_mod;  // 1: scale, softcap and bias come before the softmax (score_mod.cuh)
-  float exp2_scale;   // what the softmax multiplies scores by inside exp2
-  float scale;        // of a product; with a softcap, divided by it
-  float softcap;      // 0: none
+  int q_tiles;       // tiles of query rows in one batch entry
+  int lower, upper;  // query i sees keys i + lower to i + upper
+  // Whether a bias may be read in pairs, if its address is a multiple of 8: bit 0 for pairs of
+  // keys, bit 1 for pairs of queries.
+  int bias_pairs;
+  float exp2_scale;  // what the softmax multiplies scores by inside exp2
+  float scale;       // of a product
+  // Of builds with a softcap: itself, 2 * scale / softcap, 1 / softcap, softcap times coefficients
+  // of tanh (score.cuh), and those times log2(e).
+  float softcap, softcap_scale, inverse_softcap, softcap_series[6], softcap_series_log2[6];
+  const void* sinks;  // (*batch, q_len), null without them: scores without a key (sinks.cuh)
+  int64 sinks_batch[kMaxBatchAxes];
+  int64 sinks_row;
+  int sinks_kind;  // a FloatKind
 };
 
 static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,

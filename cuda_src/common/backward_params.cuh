@@ -21,7 +21,6 @@ struct BackwardParams {
   int group;                // how many entries, along the last axis, share keys and values
   int entries;              // of keys and values
   int row_pairs;            // of `lse_delta` in one entry, whole tiles
-  float scale;              // of a product, whatever a softcap does
 };
 static_assert(sizeof(BackwardParams) == FA_BACKWARD_PARAMS_BYTES,
               "fa_cupy/gpu/kernels/backward.py holds the same struct");

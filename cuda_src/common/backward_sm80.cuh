@@ -9,7 +9,7 @@
 #include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/mma_sm80.cuh"
 #include "cuda_src/common/nonfinite_flags.cuh"
-#include "cuda_src/common/score_mod.cuh"
+#include "cuda_src/common/score.cuh"
 
 // The first tile of kTile rows in [tile, end) whose block a mask does not hide; `end` if there is
 // none.
@@ -66,64 +66,15 @@ FA_DEVICE void mask_scores(const BackwardParams& params, float (&s)[kMmaM][kMmaN
   mask_by_bits(s, visible_bits);
 }
 
-// The bias of 16 x 32 pairs at most, in units of log2.
-template <bool kOwnKeys, int kMmaN>
-FA_DEVICE void load_bias(const AttentionParams& p, int64 at, float (&bias)[kMmaN][4], int own,
-                         int other) {
-  auto load = [&](auto kind) {
-#pragma unroll
-    for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        // Of a pair that does not exist, any other's.
-        const int own_row = own + e / 2 * 8, other_row = other + 8 * j + e % 2;
-        const int query = min(kOwnKeys ? other_row : own_row, p.q_len - 1);
-        const int key = min(kOwnKeys ? own_row : other_row, p.k_len - 1);
-        bias[j][e] = kLog2e * load_as_float(p.bias, at + query * p.bias_row + key * p.bias_col,
-                                            decltype(kind)::value);
-      }
-    }
-  };
-  switch (p.bias_kind) {
-    case kFloat16:
-      return load(Constant<kFloat16>());
-    case kBfloat16:
-      return load(Constant<kBfloat16>());
-    case kFloat32:
-      return load(Constant<kFloat32>());
-    default:
-      return load(Constant<kFloat64>());
-  }
-}
-
-// Makes scores of products, as apply_score_mod does, and multiplies dP - delta by what the softcap
-// makes of a step of the product.
+// Makes scores of products, and multiplies dP - delta by the slope of each.
 template <bool kOwnKeys, int kMmaM, int kMmaN>
-FA_DEVICE void apply_score_mod_backward(const AttentionParams& p, int64 bias_at,
+FA_DEVICE void apply_score_mod_backward(const AttentionParams& p, int64 bias_offset,
                                         float (&s)[kMmaM][kMmaN][4], float (&dp)[kMmaM][kMmaN][4],
                                         int first_own, int first_other) {
-  constexpr int kBiasColumns = kMmaN < 4 ? kMmaN : 4;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int first_fragment = 0; first_fragment < kMmaN; first_fragment += kBiasColumns) {
-      float bias[kBiasColumns][4];
-      if (p.bias != nullptr) {
-        load_bias<kOwnKeys>(p, bias_at, bias, first_own + 16 * i, first_other + 8 * first_fragment);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4 * kBiasColumns; ++e) bias[e / 4][e % 4] = 0.0f;
-      }
-#pragma unroll
-      for (int j = 0; j < kBiasColumns; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const CappedScore x = apply_softcap_with_slope(p, s[i][first_fragment + j][e]);
-          s[i][first_fragment + j][e] = fmaf(kLog2e, x.score, bias[j][e]);
-          dp[i][first_fragment + j][e] *= x.slope;
-        }
-      }
-    }
+    load_and_apply_score_mod<kOwnKeys>(p, bias_offset, s[i], first_own + 16 * i, first_other,
+                                       [&](int j, int e, float slope) { dp[i][j][e] *= slope; });
   }
 }
 

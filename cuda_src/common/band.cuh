@@ -2,7 +2,7 @@
 // + upper].
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
-#include "cuda_src/common/score_mod.cuh"
+#include "cuda_src/common/score.cuh"
 
 FA_DEVICE int first_key(const AttentionParams& p, int row) {
   const int64 key = static_cast<int64>(row) + p.lower;

@@ -7,7 +7,8 @@
 #pragma once
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/score_mod.cuh"
+#include "cuda_src/common/score.cuh"
+#include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
 
 // Whether a finished row has to be computed again, whatever its output looks like.
@@ -26,7 +27,7 @@ FA_DEVICE bool exceeds_float32_scores(const AttentionParams& p, int row, float r
     return !kMasked && row_sum == 0.0f && p.bias == nullptr &&
            first_key(p, row) <= last_key(p, row);
   }
-  return (kExactProducts && !p.has_score_mod) || fabsf(row_max) >= -kNoMax;
+  return kExactProducts || fabsf(row_max) >= -kNoMax;
 }
 
 // Calls attend(key) for each key that a row may see by its band and by the mask's lists, as a whole
@@ -129,6 +130,11 @@ FA_DEVICE float recompute_row_f64(const AttentionParams& p, const BatchOffsets& 
   double acc[kCols], row_sum = 0.0, row_max = -FA_INFINITY;
 #pragma unroll
   for (double& x : acc) x = 0.0;
+  const double sink = load_sink(p, batch, row);
+  if (sink != -FA_INFINITY) {
+    row_max = sink;
+    row_sum = sink - sink + 1.0;  // NaN of a sink that is NaN or +inf
+  }
   for_each_key<kMasked>(p, batch, row, [&](int key) {
     const double score =
         score_from_product_f64(p, offsets, dot_qk<kBf16, double>(p, offsets, row, key), row, key);

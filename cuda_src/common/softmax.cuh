@@ -10,7 +10,7 @@
 // relative error.
 #pragma once
 #include "cuda_src/common/element.cuh"
-#include "cuda_src/common/score_mod.cuh"
+#include "cuda_src/common/score.cuh"
 
 constexpr float kStaleMaxSlack = 8.0f;
 // What a thread's weights of one tile and row may add up to with a stale row_max: float16 ends at
@@ -28,8 +28,9 @@ constexpr float kCoarseScore = 16777216.0f;
 // an exponent's offset it makes the first score that comes too large for a stale row_max.
 constexpr float kNoMax = -3.402823466e+38f;
 
+// A row that has seen no key does not count, but one whose bias is the lowest float32 does.
 FA_DEVICE bool is_large(float row_max) {
-  return fabsf(row_max) >= kLargeScore && fabsf(row_max) < -kNoMax;
+  return fabsf(row_max) >= kLargeScore && (kScoreMod || fabsf(row_max) < -kNoMax);
 }
 
 template <int kMmaM>
@@ -63,8 +64,8 @@ struct OnlineSoftmax {
         for (int j = 1; j < kMmaN; ++j)
           tile_max[i][h] = fmaxf(tile_max[i][h], fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
         tile_max[i][h] = fmaxf(tile_max[i][h], __shfl_xor_sync(kFullWarp, tile_max[i][h], 1));
-        tile_max[i][h] =
-            exp2_scale * fmaxf(tile_max[i][h], __shfl_xor_sync(kFullWarp, tile_max[i][h], 2));
+        tile_max[i][h] = scale_score(
+            fmaxf(tile_max[i][h], __shfl_xor_sync(kFullWarp, tile_max[i][h], 2)), exp2_scale);
         max_moved |= tile_max[i][h] > row_max[i][h] + kStaleMaxSlack;
       }
     }
@@ -96,6 +97,10 @@ struct OnlineSoftmax {
         has_large_max = has_large_max || is_large(row_max[i][0]) || is_large(row_max[i][1]);
       }
       has_large_max = __any_sync(kFullWarp, has_large_max);
+      if constexpr (kScoreMod) {
+        // Scores that are no products by themselves are nearly always small.
+        if (!has_large_max) return exponentiate<false>(s, exp2_scale);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
@@ -108,7 +113,7 @@ struct OnlineSoftmax {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[i][j][2 * h + e];
-            x = ex2_approx_ftz(kAnyMagnitude ? __fmul_rn(x, exp2_scale) + offset
+            x = ex2_approx_ftz(kAnyMagnitude ? scale_score(x, exp2_scale) + offset
                                              : fmaf(x, exp2_scale, offset));
             row_sum[i][h] += x;
           }
@@ -135,11 +140,13 @@ struct OnlineSoftmax {
   // much, which after a few tiles holds for nearly all data.  Returns false, with
   // nothing changed but s, if one does for some row of the warp: where a weight is so large
   // that a float16 may not hold it, where a row has no row_max yet.  A score that is NaN makes
-  // its row NaN here as it would anywhere.  Not to be called when `has_large_max`.
-  template <int kMmaN>
-  __device__ __forceinline__ bool try_stale_max(float (&s)[kMmaM][kMmaN][4], float exp2_scale) {
+  // its row NaN here as it would anywhere.  Not to be called when `has_large_max`.  With in_range
+  // false for some thread, false is returned in any case.
+  // With kLog2 scores are in units of log2 already.
+  template <bool kLog2, int kMmaN>
+  __device__ __forceinline__ bool try_stale_max(float (&s)[kMmaM][kMmaN][4], float exp2_scale,
+                                                bool in_range = true) {
     float tile_sum[kMmaM][2];
-    bool in_range = true;
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
@@ -149,7 +156,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = s[i][j][e];
-          x = ex2_approx_ftz(fmaf(x, exp2_scale, -row_max[i][e / 2]));
+          x = ex2_approx_ftz(kLog2 ? x - row_max[i][e / 2]
+                                   : fmaf(x, exp2_scale, -row_max[i][e / 2]));
           tile_sum[i][e / 2] += x;
         }
       }

@@ -22,6 +22,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import Call, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
+from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
 
@@ -185,7 +186,7 @@ def _attention(
     yield "", row.why
     shown = [row]
     for what, other in (
-        ("with a softcap or bias", call._replace(transform=True)),
+        ("with a softcap or bias", call._replace(score=ScoreMod(softcap=True))),
         ("rows not of 16 bytes", call._replace(mapped=False)),
         ("with a mask", call._replace(masked=True)),
         ("with a mask, rows not of 16 bytes", call._replace(masked=True, mapped=False)),

@@ -17,6 +17,7 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import broadcasting, checks
 from fa_cupy.core.broadcasting import View as View  # for the backends
+from fa_cupy.score.program import BoundScore, Operands
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
@@ -46,45 +47,47 @@ class Problem:
     bias: View | None  # (*batch, q_len, k_len)
     bias_dtype: np.dtype[Any] | None
     mask: View | None  # (*batch, q_len, k_len) of bool, or of a BitMask's entries; not of no keys
+    sinks: View | None  # (*batch, q_len, 1)
+    sinks_dtype: np.dtype[Any] | None
     out_shape: tuple[int, ...]  # the user's: (*user_batch, q_len, v_dim)
     scale: float
     lower: int | None
     upper: int | None
     softcap: float  # 0.0: off
     precision: str | None
+    score: BoundScore | None = None  # what a score is made by, between softcap and bias
 
 
 def attention_problem(
-    q: Any,
-    k: Any,
-    v: Any,
-    bias: Any,
-    mask: Any,
-    *,
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, *,
     scale: Any = None,
     is_causal: Any = False,
     causal_align: Any = None,
     window: Any = None,
     softcap: Any = 0.0,
+    sinks: Any = None,
     precision: Any = None,
+    score: Operands | None = None,
     out: Any = None,
     name: str = "attention",
     args: Sequence[str] = ARGS,
     grouped: bool = True,
-) -> Problem:
+) -> Problem:  # fmt: skip
     """Check the arguments of an attention call and bring them into canonical form.
 
     Parameters
     ----------
-    q, k, v, bias, mask, out : numpy.ndarray or cupy.ndarray, or None for the last three
+    q, k, v, bias, mask, sinks, out : numpy.ndarray or cupy.ndarray, or None for the last four
         Native arrays; only their metadata is read (and the address of `out`, to see overlaps).
         `mask` may be a BitMask.
     scale, is_causal, causal_align, window, softcap, precision
         As in `fa_cupy.attention`.
+    score : Operands or None
+        The score expression with its native arrays.
     name : str
         The public function that errors speak of.
     args : sequence of str
-        Its names for the five arrays.
+        Its names for the first five arrays.
     grouped : bool
         Whether `k` and `v` may have fewer heads than `q`.
 
@@ -101,6 +104,8 @@ def attention_problem(
     rows = dict(zip(args, (q, k, v), strict=False))
     dtype = common_dtype(name, rows)
     bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
+    sinks_dtype = None if sinks is None else float_dtype(name, "sinks", sinks)
+    column = None if sinks is None else sinks[..., None]  # one score of each row
     if mask is not None and mask.dtype != np.bool_:
         raise TypeError(
             f"{name}: {mask_arg} has dtype {mask.dtype}, want bool (cast it: {mask_arg} != 0)"
@@ -110,7 +115,7 @@ def attention_problem(
     if isinstance(mask, BitMask):
         mask = _entries(name, args, mask, (q_len, k_len))  # from here on an array like any other
     groups = broadcasting.head_groups(name, args, q, k, v, grouped)
-    user_batch = _batch(name, args, groups, (q, k, v, bias, mask), (q_len, k_len))
+    user_batch = _batch(name, args, groups, (q, k, v, bias, mask), (q_len, k_len), column)
 
     def view(array: Any, rows: int, cols: int) -> View:
         return broadcasting.over(user_batch, groups, array, rows, cols)
@@ -129,16 +134,19 @@ def attention_problem(
         bias=None if bias is None else view(bias, q_len, k_len),
         bias_dtype=bias_dtype,
         mask=None if mask is None or k_len == 0 else view(mask, q_len, k_len),
+        sinks=None if sinks is None else view(column, q_len, 1),
+        sinks_dtype=sinks_dtype,
         out_shape=(*user_batch, q_len, v_dim),
         scale=(head_dim or 1) ** -0.5 if scale is None else checks.finite(name, "scale", scale),
         lower=lower,
         upper=upper,
         softcap=checks.finite(name, "softcap", softcap, minimum=0.0),
         precision=checks.precision(name, precision, dtype),
+        score=None if score is None else score.bound(name, (*user_batch, q_len, v_dim), k_len),
     )
     if out is not None:
-        inputs = zip(args, (q, k, v, bias, mask), strict=True)
-        check_out(name, out, problem.out_shape, dtype, inputs)
+        inputs = zip((*args, "sinks"), (q, k, v, bias, mask, sinks), strict=True)
+        check_out(name, out, problem.out_shape, dtype, [*inputs, *(score.named() if score else [])])
     return problem
 
 
@@ -170,12 +178,19 @@ def _batch(
     groups: tuple[int, ...],
     arrays: Sequence[Any],
     lengths: tuple[int, int],
+    sinks: Any,
 ) -> tuple[int, ...]:
-    """Return the batch axes of scores: those of all arrays, broadcast."""
+    """Return the batch axes of scores: those of all arrays, broadcast; sinks have an axis more."""
     given = [(arg, x) for arg, x in zip(args, arrays, strict=True) if x is not None]
-    batch = broadcasting.broadcast_batch(name, groups, given)
+    more = [] if sinks is None else [("sinks", sinks)]
+    batch = broadcasting.broadcast_batch(name, groups, given + more)
     for arg, array in given[3:]:  # bias and mask
         broadcasting.check_score_axes(name, arg, array.shape, (*batch, *lengths))
+    if sinks is not None and sinks.shape[:-1][-1:] not in ((), (1,), (lengths[0],)):
+        raise ValueError(
+            f"{name}: sinks has shape {sinks.shape[:-1]}, want one that broadcasts to "
+            f"{(*batch, lengths[0])}, as (heads, 1) does"
+        )
     return batch
 
 
@@ -193,7 +208,7 @@ def gradient_problem(
     name : str
         The public function that errors speak of.
     **options
-        As for `attention_problem`.
+        As for `attention_problem`, sinks among them.
     """
     problem = attention_problem(*inputs, name=name, args=ARGS, **options)
     shape, dtype = problem.out_shape, problem.dtype

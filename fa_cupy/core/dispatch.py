@@ -10,6 +10,7 @@ import numpy as np
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, backends
+from fa_cupy.score.program import Operands
 
 _OPTIONAL = ("initial_state", "dstate", "out")
 
@@ -54,6 +55,29 @@ def allocator(native: core_arrays.Native) -> Callable[..., Any]:
 def backend_of(native: core_arrays.Native, family: str) -> Any:
     """Return the module of a family of functions that computes with these arrays."""
     return backends.module(native.backend, family)
+
+
+def score_for(
+    name: str, native: core_arrays.Native, score: Operands | None, need: Sequence[str] = ()
+) -> dict[str, Operands]:
+    """Return what a backend's function gets of a score; raise where it cannot take it.
+
+    Parameters
+    ----------
+    name : str
+        The public function that errors speak of.
+    native : Native
+    score : Operands or None
+    need : sequence of str
+        Of gradients, the names of arguments.
+    """
+    if score is None:
+        return {}
+    if native.backend != "numpy":
+        raise NotImplementedError(f"{name}: score is for arrays on the CPU as yet, want them there")
+    if need:
+        score.require_gradients(name, need)
+    return {"score": score}
 
 
 def check_out(name: str, out: Any, problem: Any, inputs: Sequence[Any]) -> None:

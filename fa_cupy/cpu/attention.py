@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,9 @@ from fa_cupy.core import attention_problem
 from fa_cupy.cpu import thread_pool
 from fa_cupy.cpu.mask_tiles import MaskTiles, mask_tile
 from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.score.program import Operands as ScoreOperands
+from fa_cupy.score.program import entries as score_entries
+from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled import batching, tile_sizes
 
@@ -43,6 +47,8 @@ def attention(
     mask: Array | BitMask | None,
     out: Array | None,
     return_lse: bool,
+    sinks: Array | None = None,
+    score: ScoreOperands | None = None,
 ) -> tuple[Array, Array | None]:
     """Solve `problem` for NumPy arrays.
 
@@ -56,6 +62,10 @@ def attention(
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
         Whether the LSE is wanted.
+    sinks : numpy.ndarray or None
+        As the other arrays.
+    score : Operands or None
+        The score expression, if `problem` has one.
 
     Returns
     -------
@@ -73,7 +83,7 @@ def attention(
     tile = _tile(problem, dtype)
     if isinstance(mask, BitMask):
         tile = mask_tile(tile)
-    tasks = _tasks(problem, (q, k, v, bias, mask, out, lse), tile, dtype)
+    tasks = _tasks(problem, (q, k, v, bias, mask, out, lse, sinks), tile, dtype, score)
 
     def new_worker() -> Callable[[_Task], None]:
         steps = Steps(dtype)
@@ -128,15 +138,23 @@ def _tasks(
     arrays: tuple[Any, ...],
     tile: tile_sizes.Tile,
     dtype: np.dtype[Any],
+    score: ScoreOperands | None,
 ) -> list[_Task]:
     """Split the problem, the largest tasks of each stack first, so that threads end together."""
-    mask, out, lse = arrays[4:]
+    mask, out, lse, sinks = arrays[4:]
     bits = mask if isinstance(mask, BitMask) else None
     if bits is not None:
-        arrays = (*arrays[:4], bits.entries[..., None, None], out, lse)
+        arrays = (*arrays[:4], bits.entries[..., None, None], out, lse, sinks)
     out_view = attention_problem.out_view(problem, out.shape, out.strides)
     lse_view = attention_problem.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
-    views = (problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view)
+    views = [
+        problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view,
+        problem.sinks,
+    ]  # fmt: skip
+    if score is not None:
+        places = score_entries(np, problem.out_shape[:-2])
+        arrays = (*arrays, *places)
+        views += [attention_problem.batch_view(problem, x, 1, 1) for x in places]
     rows = []
     for begin in range(0, problem.q_len, tile.tile_m):
         end = min(begin + tile.tile_m, problem.q_len)
@@ -150,7 +168,8 @@ def _tasks(
     for x in batching.stacks(np, arrays, views, max(1, most)):
         if bits is not None and problem.k_len:
             x[4] = MaskTiles(bits, x[4][:, 0, 0])
-        stack = _Stack(tiled_attention.Operands(*x), dtype, users=len(rows))
+        made = None if score is None else TileScore(np, score, x[8], x[9], dtype)
+        stack = _Stack(tiled_attention.Operands(*x[:8], score=made), dtype, users=len(rows))
         n = x[0].shape[0]
         tasks += [_Task(stack, begin, end, n * cost) for begin, end, cost in rows]
     return tasks
@@ -171,15 +190,8 @@ class _Stack:
         with self._lock:
             x = self._given
             if self._convert and self._ready is x:
-                self._ready = tiled_attention.Operands(
-                    x.q,
-                    x.k.astype(self._dtype, "C"),
-                    x.v.astype(self._dtype, "C"),
-                    x.bias,
-                    x.mask,
-                    x.out,
-                    x.lse,
-                )
+                k, v = (a.astype(self._dtype, "C") for a in (x.k, x.v))
+                self._ready = replace(x, k=k, v=v)
             return self._ready
 
     def give_back(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from fa_cupy.cpu.mask_tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.layouts import BLOCK
+from fa_cupy.score.program import Operands as ScoreOperands
+from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
 from fa_cupy.tiled.gradients import Gradient, Operands
 
@@ -35,6 +38,8 @@ def backward(
     results: tuple[Any, ...],
     need: tuple[str, ...],
     empty: Callable[..., Any],
+    sinks: Array | None = None,
+    score: ScoreOperands | None = None,
 ) -> dict[str, Array]:
     """Return the gradients named by `need`, for NumPy arrays.
 
@@ -47,18 +52,27 @@ def backward(
     results : tuple of numpy.ndarray or None
         Output and LSE, and the gradients of both; that of the LSE may be None.
     need : tuple of str
-        Of "q", "k", "v" and "bias".
+        Of "q", "k", "v", "bias", "sinks" and, as "score.x", the arrays of a score.
     empty : callable
         ``empty(shape, dtype, like)`` returns memory for a result.
+    sinks : numpy.ndarray or None
+    score : Operands or None
+        The score expression, if `problem` has one.
     """
     dtype = attention_problem.sum_dtype(problem.dtype)
-    grads = gradients.gradients(np, problem, inputs, need, dtype, empty)
-    if problem.q_len and problem.k_len:
+    grads = gradients.gradients(np, problem, inputs, need, dtype, empty, sinks, score)
+    if problem.q_len and (problem.k_len or "sinks" in need):
+        inputs = inputs if problem.k_len else (*inputs[:4], None)  # no key is hidden
         with np.errstate(all="ignore"):
-            _run(problem, inputs, results, grads, dtype)
-    steps = Steps(dtype)
+            _run(problem, inputs, results, grads, dtype, sinks, score)
+    steps, found = Steps(dtype), {}
     with np.errstate(all="ignore"):
-        return {name: grad.finished(steps) for name, grad in grads.items()}
+        for name in need:
+            if name in grads:
+                found[name] = grads[name].finished(steps)
+            elif score is not None:
+                found[name] = gradients.score_gradient(score, name, grads, empty)
+    return found
 
 
 class _Task(NamedTuple):
@@ -75,6 +89,8 @@ def _run(
     results: tuple[Any, ...],
     grads: dict[str, Gradient],
     dtype: np.dtype[Any],
+    sinks: Array | None,
+    score: ScoreOperands | None,
 ) -> None:
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     tile = _tile(problem, dtype, bits is not None)
@@ -84,16 +100,17 @@ def _run(
         (begin, min(begin + tile.tile_n, problem.k_len))
         for begin in range(0, problem.k_len, tile.tile_n)
     ]
-    stacks = _operands(problem, inputs, results, grads, tile, dtype)
+    stacks = _operands(problem, inputs, results, grads, tile, dtype, sinks, score)
     stacks = _prepared(problem, stacks, columns, tile, main)
     tasks: list[_Task] = []
     scores = 0
     for x in stacks:
+        attention_backward.add_to_sinks(main, x)
         for keys in columns:
             task = _Task(len(tasks), x, keys)
             for rows in attention_backward.row_tiles(problem, keys, tile.tile_m, x.columns):
                 scores += x.q.shape[0] * (rows[1] - rows[0]) * (keys[1] - keys[0])
-                for name in x.grads.keys() & {"q", "bias"}:
+                for name in x.grads.keys() - {"k", "v"}:
                     sums.expect(_place(task, name, rows, tile), task.number)
             for name in x.grads.keys() & {"k", "v"}:
                 sums.expect(_place(task, name, (0, 0), tile), task.number)
@@ -153,8 +170,9 @@ def _prepared(
 def _place(task: _Task, name: str, rows: tuple[int, int], tile: tile_sizes.Tile) -> tuple[Any, ...]:
     """Name the part of a gradient that a term is added to: parts are equal or disjoint."""
     grad = task.x.grads[name]
-    row = rows[0] // tile.tile_m if name != "bias" or grad.strides[1] else 0
-    key = task.keys[0] if name != "q" and (name != "bias" or grad.strides[2]) else 0
+    all_pairs = name not in ("q", "k", "v")  # the gradient has an axis for rows, and one for keys
+    row = rows[0] // tile.tile_m if not all_pairs or grad.strides[1] else 0
+    key = task.keys[0] if name != "q" and (not all_pairs or grad.strides[2]) else 0
     return name, grad.ctypes.data, row, key
 
 
@@ -193,15 +211,22 @@ def _operands(
     grads: dict[str, Gradient],
     tile: tile_sizes.Tile,
     dtype: np.dtype[Any],
+    sinks: Array | None,
+    score: ScoreOperands | None,
 ) -> list[Operands]:
     """Return the stacks of batch entries."""
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
-    arrays, views = gradients.arrays(np, problem, inputs, results, grads, dtype)
+    arrays, views = gradients.arrays(np, problem, inputs, results, grads, dtype, sinks, score)
+    of = None if score is None else partial(_tile_score, score, dtype)
     whole = tile_sizes.footprint(
         tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
     )
     most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
     return [
-        gradients.operands(stack, [*grads], *gradients.sparse(bits, stack, MaskTiles))
+        gradients.operands(stack, [*grads], *gradients.sparse(bits, stack, MaskTiles), score=of)
         for stack in batching.stacks(np, arrays, views, max(1, most))
     ]
+
+
+def _tile_score(score: ScoreOperands, dtype: np.dtype[Any], b: Array, h: Array) -> TileScore:
+    return TileScore(np, score, b, h, dtype)

@@ -30,6 +30,7 @@ from fa_cupy.gpu.arrays import (
 )
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
+from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
@@ -78,7 +79,7 @@ class Call:
             self._lse_bytes = self._workspace_at + self.plan.workspace_bytes
 
     def __call__(
-        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any
+        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any, sinks: Any
     ) -> tuple[Any, Any | None]:
         """Run the call on the current stream of its device, which must be current.
 
@@ -105,7 +106,10 @@ class Call:
             rows = lse.data.ptr
         if self.plan is not None:
             bias_at = 0 if bias is None else bias.data.ptr
+            pointers: tuple[int, ...]
             pointers = (q.data.ptr, k.data.ptr, v.data.ptr, bias_at, memory.ptr, rows)
+            if sinks is not None:
+                pointers = (*pointers, sinks.data.ptr)
             if self._mask is None:
                 self.plan.run(pointers, space)
             else:
@@ -117,7 +121,7 @@ class Call:
 
 def cached(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: Any, is_causal: Any, causal_align: Any,
-    window: Any, softcap: Any, precision: Any, return_lse: Any, out: Any,
+    window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Answer a call of `fa_cupy.attention` whose plan is known or can be made; None otherwise.
 
@@ -146,20 +150,25 @@ def cached(
         if any(part is False for part in extra):
             return None
         key = (*key, extra)
+    if sinks is not None:
+        laid = array_key(sinks, device)
+        if laid is False:
+            return None
+        key = (*key, laid)
     call = lookup(key)
     if call is None:
         problem = attention_problem.attention_problem(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap, precision=precision,
+            window=window, softcap=softcap, sinks=sinks, precision=precision,
         )  # fmt: skip
         strides = _strides_like(problem, q)
         if not _served(problem, device) or not _direct(problem, strides):
             return None
-        require_whole_elements(q=q, k=k, v=v, bias=bias)
+        require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
         call = remember(key, _call_for(problem, strides, device))
-    elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None:
-        require_whole_elements(q=q, k=k, v=v, bias=bias)
-    result = call(q, k, v, bias, mask, None, return_lse)
+    elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None or sinks is not None:
+        require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
+    result = call(q, k, v, bias, mask, None, return_lse, sinks)
     return result if return_lse else result[0]
 
 
@@ -172,6 +181,7 @@ def attention(
     mask: Any,
     out: Any,
     return_lse: bool,
+    sinks: Any = None,
 ) -> tuple[Any, Any | None]:
     """Solve `problem` on the current device and stream.
 
@@ -184,6 +194,8 @@ def attention(
     out : cupy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
+    sinks : cupy.ndarray or None
+        As the other arrays.
 
     Returns
     -------
@@ -192,19 +204,19 @@ def attention(
     lse : cupy.ndarray or None
     """
     device = runtime.getDevice()
-    require_whole_elements(q=q, k=k, v=v, bias=bias, out=out)
+    require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out)
     if not _served(problem, device):
         from fa_cupy.gpu.cublas import (
             attention as cublas_attention,  # needs cuBLAS, which the kernels do not
         )
 
-        return cublas_attention.attention(problem, q, k, v, bias, mask, out, return_lse)
+        return cublas_attention.attention(problem, q, k, v, bias, mask, out, return_lse, sinks)
     strides = _strides_like(problem, q) if out is None else out.strides
     if not _direct(problem, strides):
-        return _by_copies(problem, q, k, v, bias, mask, out, return_lse)
+        return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks)
     lse = lse_for(problem, return_lse)
     with workspace.results():
-        return _call_for(problem, strides, device)(q, k, v, bias, mask, out, lse)
+        return _call_for(problem, strides, device)(q, k, v, bias, mask, out, lse, sinks)
 
 
 def lse_for(problem: attention_problem.Problem, wanted: bool) -> Any:
@@ -223,6 +235,7 @@ def _by_copies(
     mask: Any,
     out: Any,
     lse: bool,
+    sinks: Any,
 ) -> tuple[Any, Any | None]:
     """Solve a problem of which a kernel cannot take some array as it is."""
     if out is None:
@@ -235,10 +248,12 @@ def _by_copies(
             arrays[name], views[name] = packed_copy(view, arrays[name])
     changed: dict[str, Any] = dict(views)
     problem = dataclasses.replace(problem, **changed)
+    if not takes_bias(problem):
+        problem, bias = with_float32_bias(cupy, problem, bias)
     call = _call_for(problem, target.strides, runtime.getDevice())
     rows = lse_for(problem, lse)
     with workspace.results():
-        _, rows = call(arrays["q"], arrays["k"], arrays["v"], bias, mask, target, rows)
+        _, rows = call(arrays["q"], arrays["k"], arrays["v"], bias, mask, target, rows, sinks)
     if target is not out:
         out[...] = target
     return out, rows
@@ -262,7 +277,7 @@ def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:
     """Whether a kernel takes all arrays as they are."""
     if not math.prod(problem.out_shape[:-1]):
         return True
-    dense = fits_strides(problem.out_shape, out_strides, problem.dtype)
+    dense = fits_strides(problem.out_shape, out_strides, problem.dtype) and takes_bias(problem)
     return dense and all(kernel_takes(x, problem.dtype) for x in (problem.q, problem.k, problem.v))
 
 

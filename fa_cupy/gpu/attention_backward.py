@@ -19,10 +19,17 @@ from cupy.cuda import alloc, get_current_stream, runtime
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
-from fa_cupy.gpu import workspace
-from fa_cupy.gpu.arrays import Allocation, allocation, mask_key, require_whole_elements
+from fa_cupy.gpu import sinks_gradient, workspace
+from fa_cupy.gpu.arrays import (
+    Allocation,
+    allocation,
+    array_key,
+    mask_key,
+    require_whole_elements,
+)
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
+from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
@@ -60,6 +67,8 @@ class Prepared(NamedTuple):
     plan : Plan
     tables : CallTables or None
         What finds the tables of a mask, if there is one.
+    places : dict of int
+        Where the parts of the workspace begin, by name.
     copies : dict of tuple
         Of each array that lies in the workspace in place of one of the call, its layout and its
         place.
@@ -69,10 +78,11 @@ class Prepared(NamedTuple):
 
     plan: Plan
     tables: CallTables | None
+    places: Mapping[str, int]
     copies: Mapping[str, tuple[Laid, int]]
     grads: Sequence[Allocation]
 
-    def run(self, arrays: Mapping[str, Any], mask: Any) -> bool:
+    def run(self, arrays: Mapping[str, Any], mask: Any, memory: Any = None) -> bool:
         """Run the call on the current stream of the plan's device, which must be current.
 
         Parameters
@@ -80,6 +90,8 @@ class Prepared(NamedTuple):
         arrays : dict of cupy.ndarray or None
             What is read, and the gradients that are wanted.
         mask : BitMask or cupy.ndarray of bool, or None
+        memory : cupy.cuda.MemoryPointer, optional
+            The workspace, where the caller reads what the kernels leave in it.
 
         Returns
         -------
@@ -91,8 +103,9 @@ class Prepared(NamedTuple):
         there = [arrays[name] for name in ARRAYS if name not in self.copies]
         pointers = [0 if x is None else x.data.ptr for x in there]
         if not self.copies:
-            return self.plan.run((*pointers, *tables))
-        memory = workspace.take(self.plan.workspace_bytes)
+            return self.plan.run((*pointers, *tables), 0 if memory is None else memory.ptr)
+        if memory is None:
+            memory = workspace.take(self.plan.workspace_bytes)
         copies = {
             name: cupy.ndarray(laid.shape, laid.dtype, memory + place, laid.strides)
             for name, (laid, place) in self.copies.items()
@@ -110,30 +123,33 @@ class Prepared(NamedTuple):
 
 def cached(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, mask: Any, scale: Any,
-    is_causal: Any, causal_align: Any, window: Any, softcap: Any, dlse: Any, need: Any,
+    is_causal: Any, causal_align: Any, window: Any, softcap: Any, sinks: Any, dlse: Any, need: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """Answer a call of `fa_cupy.attention_backward` whose plan is known or can be made.
 
     None otherwise. The key holds the arguments unchecked: only calls that were once checked are in
     the table, and only values of types that are equal where they mean the same make a key.
     """
-    if bias is not None or need is not None:
+    # The kernels compute these gradients, and no other.
+    ours = bias is None if need is None else need.__class__ is tuple and need == _INPUTS
+    if sinks is not None or not ours:
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device)
-    if (
-        seen is False
-        or (window is not None and window_key(window) is False)
-        or scale.__class__ not in NUMBERS
-        or softcap.__class__ not in NUMBERS
-        or is_causal.__class__ is not bool
-        or causal_align.__class__ not in TEXTS
+    biased = None if bias is None else array_key(bias, device)
+    if seen is False or biased is False or (window is not None and window_key(window) is False):
+        return None
+    if not (
+        scale.__class__ in NUMBERS
+        and softcap.__class__ in NUMBERS
+        and is_causal.__class__ is bool
+        and causal_align.__class__ in TEXTS
     ):
         return None
     if runtime.streamIsCapturing(get_current_stream().ptr):
         return None  # an error would leave memory in the graph
     facts: list[Any] = [
-        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, dlse is None,
+        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, dlse is None,
     ]  # fmt: skip
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
@@ -143,16 +159,19 @@ def cached(
         addresses |= x.data.ptr
     if addresses & 15:  # kernels could not read an array where it lies
         return None
+    if bias is not None:  # whose address is none of those
+        require_whole_elements(_NAME, bias=bias)
     key = tuple(facts)
     found: Any = lookup(key, UNKNOWN)
     if found is UNKNOWN:  # not None, which stands for a call that has no kernel
-        inputs, results = (q, k, v, None, mask), (out, lse, dout, dlse)
+        inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap,
         )  # fmt: skip
-        arrays = _named(inputs, results)
-        require_whole_elements(_NAME, **arrays)
+        if not takes_bias(problem):
+            return None
+        require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
         found = remember(key, prepared(problem, arrays, _INPUTS))
     if found is None or found.copies:
         return None
@@ -164,7 +183,8 @@ def cached(
     memory = alloc(found.plan.workspace_bytes)
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, lse.data.ptr, dout.data.ptr,
-        0 if dlse is None else dlse.data.ptr, 0, dq.data.ptr, dk.data.ptr, dv.data.ptr,
+        0 if dlse is None else dlse.data.ptr, 0 if bias is None else bias.data.ptr, 0,
+        dq.data.ptr, dk.data.ptr, dv.data.ptr,
     )  # fmt: skip
     return (dq, dk, dv) if found.plan.run((*pointers, *tables), memory.ptr) else None
 
@@ -175,18 +195,19 @@ def backward(
     results: tuple[Any, ...],
     need: tuple[str, ...],
     empty: Callable[..., Any],
+    sinks: Any = None,
 ) -> dict[str, Any]:
     """Return the gradients named by `need`; see `fa_cupy.gpu.cublas.attention_backward.backward`.
 
     Kernels compute them where there are some for the call, cuBLAS products elsewhere.
     """
-    require_whole_elements(_NAME, **_named(inputs, results), bias=inputs[3])
-    found = by_kernels(problem, inputs, results, need, empty)
+    require_whole_elements(_NAME, **_named(inputs, results), bias=inputs[3], sinks=sinks)
+    found = by_kernels(problem, inputs, results, need, empty, sinks)
     if found is not None:
         return found
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
-    return attention_backward.backward(problem, inputs, results, need, empty)
+    return attention_backward.backward(problem, inputs, results, need, empty, sinks)
 
 
 def by_kernels(
@@ -195,19 +216,33 @@ def by_kernels(
     results: tuple[Any, ...],
     need: tuple[str, ...],
     empty: Callable[..., Any],
+    sinks: Any = None,
 ) -> dict[str, Any] | None:
     """Do as `backward`; None where the kernels do not take the call.
 
     All gradients are computed, whichever are asked for, but for that of the bias, which the kernels
-    do not compute.
+    do not compute. That of sinks follows from what they leave in the workspace.
     """
-    arrays = _named(inputs, results)
-    plan = None if "bias" in need else prepared(problem, arrays, need)
+    if "bias" in need:
+        return None
+    arrays, bias = _named(inputs, results), inputs[3]
+    if not takes_bias(problem):
+        problem, bias = with_float32_bias(cupy, problem, bias)
+    plan = prepared(problem, arrays, need)
     if plan is None:
         return None
-    found = {name: empty(arrays[name].shape, problem.dtype, arrays[name]) for name in need}
+    direct = [name for name in need if name != "sinks"]
+    found = {name: empty(arrays[name].shape, problem.dtype, arrays[name]) for name in direct}
     grads = {f"d{name}": found.get(name) for name in _INPUTS}
-    return found if plan.run({**arrays, "bias": inputs[3], **grads}, inputs[4]) else None
+    arrays |= {"bias": bias, "sinks": sinks, **grads}
+    if "sinks" not in need:
+        return found if plan.run(arrays, inputs[4]) else None
+    memory = workspace.take(plan.plan.workspace_bytes)
+    rows = sinks_gradient.rows_of(problem, plan.plan, plan.places, memory)
+    if not plan.run(arrays, inputs[4], memory):
+        return None
+    found["sinks"] = sinks_gradient.gradient(problem, sinks, arrays["lse"], rows, empty)
+    return found
 
 
 def prepared(problem: Problem, arrays: dict[str, Any], need: Sequence[str]) -> Prepared | None:
@@ -268,6 +303,7 @@ def _prepare(
     return Prepared(
         plan,
         tables=None if problem.mask is None else CallTables(problem, device),
+        places=places,
         copies={name: (x, places[name]) for name, x in inside.items()},
         grads=[allocation(*laid[name]) for name in _GRADIENTS],
     )

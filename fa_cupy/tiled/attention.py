@@ -10,7 +10,8 @@ its values ``v`` change them to::
     acc   = exp(m - m_new) * acc + p @ v
 
 and at the end the output is ``acc / l`` and the LSE ``m + log(l)`` [1]_. Any finite ``m`` gives the
-same result up to rounding; the maximum only keeps the exponentials in range. Memory is that of one
+same result up to rounding; the maximum only keeps the exponentials in range. Sinks are a last tile
+of one score a query, which adds nothing to ``acc``. Memory is that of one
 tile, whatever the lengths. A backend supplies the operations on tiles as a subclass of `Steps`.
 
 A masked key has weight 0, and 0 * NaN is NaN: a non-finite value row spoils queries that must not
@@ -22,13 +23,15 @@ leaves masked keys out of the product; finite data get there only where somethin
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
+from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import softcap
 from fa_cupy.tiled.softmax import Rows as Rows
 from fa_cupy.tiled.softmax import statistics
@@ -58,6 +61,8 @@ class Operands:
     mask: Array | SparseMask | None  # (n, q_len, k_len)
     out: Array  # (n, q_len, v_dim)
     lse: Array  # (n, q_len, 1)
+    sinks: Array | None  # (n, q_len, 1)
+    score: TileScore | None = field(default=None, kw_only=True)
 
 
 class Steps(Protocol):
@@ -102,6 +107,9 @@ class Steps(Protocol):
     def finish(self, rows: Rows, out: Array, lse: Array) -> bool:
         """Write output and LSE; return whether the output is finite as far as is known."""
 
+    def load(self, out: Array, x: Array) -> None:
+        """Copy `x`, of any float dtype, to `out`, of compute dtype."""
+
     def store(self, out: Array, value: Array) -> None:
         """Copy `value` to `out`, rounded to its dtype."""
 
@@ -136,6 +144,9 @@ def attend(
         rows.started, rows.unshifted = some.started, some.unshifted
     if not rows.started:
         _start_empty(rows)
+    sinks = sinks_of(steps, x, row_begin, row_end)
+    if sinks is not None:
+        steps.softmax(rows, sinks)
     return steps.finish(rows, x.out[:, row_begin:row_end], x.lse[:, row_begin:row_end])
 
 
@@ -158,9 +169,12 @@ def attend_exactly(
             rows = row_begin, row_end
             yield first, keys, scores_of(steps, problem, x, q, rows, first, keys)
 
+    sinks = sinks_of(steps, x, row_begin, row_end)
     found = (((first, m), scores) for first, _, scores in scored())
-    top, total = statistics(steps, n, m, found)
+    top, total = statistics(steps, n, m, itertools.chain(found, [((0, m), sinks)]))
     acc = xp.zeros((n, m, problem.v_dim), steps.dtype)
+    if sinks is not None:  # one that is NaN spoils rows that see no key too
+        acc += xp.where(xp.isnan(total), steps.dtype.type(np.nan), steps.dtype.type(0))
     for first, keys, scores in scored():
         if scores is None:
             continue
@@ -174,6 +188,15 @@ def attend_exactly(
             steps.matmul(seen, found_bad.astype(steps.dtype), reached)
             some += xp.where(reached > 0, bad, 0).astype(steps.dtype)
     steps.store(x.out[:, row_begin:row_end], acc)
+
+
+def sinks_of(steps: Steps, x: Operands, row_begin: int, row_end: int) -> Array | None:
+    """Return the sinks of some queries as a tile of scores, which may be written to."""
+    if x.sinks is None:
+        return None
+    scores = steps.scratch("sinks", (x.sinks.shape[0], row_end - row_begin, 1))
+    steps.load(scores, x.sinks[:, row_begin:row_end])
+    return scores
 
 
 def tiles(
@@ -230,11 +253,13 @@ def scores_of(
     keys: tuple[int, int],
     k: Array | None = None,
     slope: Array | None = None,
+    partials: dict[str, Array] | None = None,
 ) -> Array | None:
     """Return one tile of scores, masked ones -inf; None where the mask hides all of it.
 
-    `k` are the keys as `Steps.operand` returned them, where that was asked before. Under a softcap,
-    the derivative of capped scores is left in `slope`.
+    `k` are the keys as `Steps.operand` returned them, where that was asked before. Under a softcap
+    or a score expression, the derivative of scores, scaled, is left in `slope`, and those by
+    elements of its arrays in `partials`, whose keys name them.
     """
     xp = steps.xp
     row_begin, row_end = rows[0] + first, rows[1]
@@ -257,6 +282,8 @@ def scores_of(
                 xp.multiply(scores, scores, out=slope)
                 xp.subtract(1, slope, out=slope)
             xp.multiply(scores, steps.dtype.type(cap), out=scores)
+    if x.score is not None:
+        _express(steps, x.score, scores, (row_begin, key_begin), problem.softcap, slope, partials)
     if x.bias is not None:
         steps.add_bias(scores, x.bias[tile])
     if mask is not None:
@@ -270,3 +297,27 @@ def scores_of(
         above = scores[:, :, skip:]
         steps.band_scores(above, key_begin + skip - row_begin, None, problem.upper)
     return scores
+
+
+def _express(
+    steps: Steps,
+    score: TileScore,
+    scores: Array,
+    first: tuple[int, int],
+    capped: float,
+    slope: Array | None,
+    partials: dict[str, Array] | None,
+) -> None:
+    """Apply a score expression to one tile, as `scores_of` says."""
+    wanted = [*(partials or ())]
+    if slope is not None and not score.adds:
+        wanted.append("s")
+    found = score.apply(scores, *first, wanted)
+    if slope is not None and "s" in found:
+        by_s = found.pop("s")
+        if capped:
+            steps.xp.multiply(slope, by_s, out=slope)
+        else:
+            slope[...] = by_s
+    if partials is not None:
+        partials.update(found)

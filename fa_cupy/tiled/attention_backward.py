@@ -8,12 +8,14 @@ of queries and keys gives [1]_::
     dq += scale * ds @ k
     dk += scale * ds.mT @ q
 
-and `ds` itself is the gradient of the bias. Under a softcap, ``ds`` is multiplied by
-``1 - tanh**2`` before the last two. Weights are made again from the queries, the keys and the LSE,
-so that memory is that of a few tiles and of `base`, whatever the lengths. Where an LSE is so large
-that its rounding would spoil them (`tiled.softmax.is_far`), maximum and sum of its row's weights
-are computed once more, by `keep_apart`, from the same tiles: weights then sum to 1. Other rows of
-tiles are spared.
+and `ds` itself is the gradient of the bias. A sink is the score of a key without a value, so that
+``-exp(sink - lse) * base`` is what a query adds to its gradient. Under a softcap, ``ds`` is
+multiplied by ``1 - tanh**2`` before the last two, and under a score expression by its derivative;
+its product with the derivative by an element of an array, summed, is the gradient of that. Weights
+are made again from the queries, the keys and the LSE, so that memory is that of a few tiles and of
+`base`, whatever the lengths. Where an LSE is so large that its rounding would spoil them
+(`tiled.softmax.is_far`), maximum and sum of its row's weights are computed once more, by
+`keep_apart`, from the same tiles: weights then sum to 1. Other rows of tiles are spared.
 
 A column of tiles (some keys of some batch entries, all queries that see them) sums its dk and dv
 and hands them over at its end; dq and the gradient of the bias are handed over tile by tile.
@@ -36,7 +38,7 @@ import numpy as np
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.tiled import attention
 from fa_cupy.tiled.attention import Array
-from fa_cupy.tiled.gradients import Operands, reduced
+from fa_cupy.tiled.gradients import Operands, accumulate, reduced, target
 from fa_cupy.tiled.softcap import split
 from fa_cupy.tiled.softmax import given_total, is_far, statistics
 
@@ -49,9 +51,6 @@ class Steps(attention.Steps, Protocol):
 
     `matmul` takes operands and their transposes here.
     """
-
-    def load(self, out: Array, x: Array) -> None:
-        """Copy `x`, of any float dtype, to `out`, of compute dtype."""
 
     def weigh(self, scores: Array, top: Array, total: Array | None) -> None:
         """Set scores to ``exp(scores - top) / total``; None is 1."""
@@ -106,6 +105,7 @@ def keep_apart(
                 queries = attention.queries_of(steps, problem, x, *some)
                 scores = attention.scores_of(steps, problem, x, queries, some, 0, keys)
                 yield (some[0] - rows[0], some[1] - rows[0]), scores
+        yield (0, rows[1] - rows[0]), attention.sinks_of(steps, x, *rows)
 
     part = slice(*rows)
     lse = x.lse[:, part]
@@ -115,6 +115,22 @@ def keep_apart(
     for kept, new in zip((x.top, x.total), found, strict=True):
         assert kept is not None
         kept[:, part] = steps.xp.where(far, new, kept[:, part])
+
+
+def add_to_sinks(steps: Steps, x: Operands) -> None:
+    """Add what all queries of some entries add to the gradient of the sinks, if it is wanted."""
+    if x.dsinks is None:
+        return
+    xp, sinks = steps.xp, attention.sinks_of(steps, x, 0, x.q.shape[1])
+    assert sinks is not None
+    absent = sinks == -np.inf
+    if x.top is None or x.total is None:
+        top, total = _finite_or_0(xp, x.lse).astype(steps.dtype), None
+    else:
+        top, total = x.top, x.total
+    steps.weigh(sinks, top, total)
+    term = xp.where(absent, steps.dtype.type(0), -sinks * x.base)
+    accumulate(steps, x.dsinks, reduced(x.dsinks, term))
 
 
 def column(
@@ -127,6 +143,8 @@ def column(
     exact: bool = False,
 ) -> None:
     """Compute what the tiles of these keys add to the gradients of all stacked entries."""
+    if not x.grads:  # sinks have no part in a tile
+        return
     part = slice(*keys)
     k, v = steps.operand("k", x.k[:, part]), steps.operand("v", x.v[:, part])
     sums = {name: steps.scratch(f"sum_{name}", a.shape) for name, a in (("k", k), ("v", v))}
@@ -185,9 +203,11 @@ def _terms(
     """Return what one tile adds to the gradients; nothing where the mask hides all of it."""
     xp, part = steps.xp, slice(*rows)
     shape = (x.q.shape[0], rows[1] - rows[0], keys[1] - keys[0])
-    slope = steps.scratch("slope", shape) if problem.softcap else None
+    sloped = problem.softcap or (x.score is not None and not x.score.adds)
+    slope = steps.scratch("slope", shape) if sloped else None
     queries = attention.queries_of(steps, problem, x, *rows)
-    weights = attention.scores_of(steps, problem, x, queries, rows, 0, keys, k, slope)
+    partials: dict[str, Any] = dict.fromkeys(name for name in x.grads if name.startswith("element"))
+    weights = attention.scores_of(steps, problem, x, queries, rows, 0, keys, k, slope, partials)
     if weights is None:
         return {}
     seen = weights != -np.inf if exact else None
@@ -206,6 +226,10 @@ def _terms(
         _hide(steps, seen, dscores)
         if "bias" in x.grads:
             terms["bias"] = reduced(x.grads["bias"][:, part, slice(*keys)], dscores)
+        for name, partial in partials.items():
+            term = dscores * partial
+            _hide(steps, seen, term)
+            terms[name] = reduced(target(x, name, rows, keys), term)
         if slope is not None:
             xp.multiply(slope, dscores, out=slope)
             _hide(steps, seen, slope)

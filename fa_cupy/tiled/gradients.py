@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import numpy as np
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.score.program import Operands as ScoreOperands
+from fa_cupy.score.program import entries as score_entries
+from fa_cupy.score.tiles import TileScore, element_names
 from fa_cupy.tiled import attention
 from fa_cupy.tiled.attention import Array
 
@@ -23,7 +27,8 @@ class Operands(attention.Operands):
     dlse: Array | None  # (n, q_len, 1)
     base: Array  # (n, q_len, 1)
     columns: attention.SparseMask | None  # (n, k_len, q_len): a sparse mask with its axes swapped
-    grads: dict[str, Array]  # what is wanted, of the shape of the argument
+    grads: dict[str, Array]  # what is wanted of q, k, v and bias, of the shape of the argument
+    dsinks: Array | None  # (n, q_len, 1), if it is wanted
     # Where some rows are far, (n, q_len, 1) each: weights are exp(s - top) / total.
     top: Array | None = None
     total: Array | None = None
@@ -39,7 +44,8 @@ class Gradient:
     of : array
         The argument.
     rows, cols : int
-        What its last two axes broadcast to.
+        What its last two axes broadcast to. Without `cols` it has one axis less: it is one number a
+        row.
     dtype : numpy.dtype
         Of the sums.
     empty : callable
@@ -49,16 +55,20 @@ class Gradient:
     """
 
     def __init__(
-        self, xp: Any, problem: Problem, of: Any, rows: int, cols: int,
+        self, xp: Any, problem: Problem, of: Any, rows: int, cols: int | None,
         dtype: np.dtype[Any], empty: Callable[..., Any], once: bool = False,
     ) -> None:  # fmt: skip
+        def view(x: Any) -> View:
+            found = (x[..., None], rows, 1) if cols is None else (x, rows, cols)
+            return attention_problem.batch_view(problem, *found)
+
         self.sums = self._result = empty(of.shape, of.dtype, of)
-        self.view = attention_problem.batch_view(problem, self.sums, rows, cols)
+        self.view = view(self.sums)
         # A gradient as large as all scores is not kept in two dtypes.
         direct = once and all(n == 1 or step for n, step in zip(*self.view, strict=True))
         if of.dtype != dtype and not direct:
             self.sums = xp.empty(of.shape, dtype)
-            self.view = attention_problem.batch_view(problem, self.sums, rows, cols)
+            self.view = view(self.sums)
         self.clear()
 
     def clear(self) -> None:
@@ -79,20 +89,72 @@ def gradients(
     need: Sequence[str],
     dtype: np.dtype[Any],
     empty: Callable[..., Any],
+    sinks: Any = None,
+    score: ScoreOperands | None = None,
 ) -> dict[str, Gradient]:
-    """Return what will hold the gradients of `inputs`: q, k, v and bias."""
+    """Return what will hold the gradients of `inputs`, q, k, v and bias, of sinks and of a score.
+
+    For each element that the score loads of an array, there is one with an axis for each axis of
+    scores: of size 1 where the element does not depend on it.
+    """
     k_len = problem.k_len
     sizes = {
         "q": (problem.q_len, problem.head_dim),
         "k": (k_len, problem.head_dim),
         "v": (k_len, problem.v_dim),
         "bias": (problem.q_len, k_len),
+        "sinks": (problem.q_len, None),
     }
-    return {
+    found = {
         name: Gradient(xp, problem, of, *sizes[name], dtype, empty, once=name == "bias")
-        for name, of in zip(sizes, inputs, strict=False)
+        for name, of in zip(sizes, (*inputs[:4], sinks), strict=True)
         if name in need
     }
+    for name, shape in score_shapes(problem, need, score).items():
+        of = xp.broadcast_to(xp.zeros((), dtype), shape)
+        found[name] = Gradient(xp, problem, of, problem.q_len, k_len, dtype, empty)
+    return found
+
+
+def score_shapes(
+    problem: Problem, need: Sequence[str], score: ScoreOperands | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the gradients of elements of a score's arrays, by their names."""
+    if score is None:
+        return {}
+    batch = problem.out_shape[:-2]
+    found = {}
+    for array in need:
+        for name in element_names(score, array) if array.startswith("score.") else ():
+            axes = score.program.elements[int(name.split()[1])].axes or ""
+            letters = f"{'b' * len(batch[:-1])}{'h' * len(batch[-1:])}ij"
+            sizes = zip(letters, (*batch, problem.q_len, problem.k_len), strict=True)
+            found[name] = tuple(n if axis in axes else 1 for axis, n in sizes)
+    return found
+
+
+def score_gradient(
+    score: ScoreOperands,
+    array: str,
+    grads: dict[str, Gradient],
+    empty: Callable[..., Any],
+) -> Any:
+    """Return the gradient of an array of a score, given those of the elements that it loads."""
+    of = score.values[score.names.index(array.removeprefix("score."))]
+    names = element_names(score, array)
+    dtype = grads[names[0]].sums.dtype
+    total = np.zeros(of.shape, dtype)
+    for name in names:
+        axes = score.program.elements[int(name.split()[1])].axes or ""
+        sums = grads[name].sums
+        *outer, heads, rows, cols = (1,) * (3 - min(3, sums.ndim)) + sums.shape
+        sums = sums.reshape(math.prod(outer), heads, rows, cols)
+        sums = sums[tuple(slice(None) if axis in axes else 0 for axis in "bhij")]
+        places = dict(zip([x for x in "bhij" if x in axes], np.indices(sums.shape), strict=True))
+        total[tuple(places[axis] for axis in axes)] += sums  # each element once
+    result = empty(of.shape, of.dtype, of)
+    result[...] = total
+    return result
 
 
 def arrays(
@@ -102,6 +164,8 @@ def arrays(
     results: Sequence[Any],
     grads: dict[str, Gradient],
     dtype: np.dtype[Any],
+    sinks: Any = None,
+    score: ScoreOperands | None = None,
 ) -> tuple[list[Any], list[View | None]]:
     """Return what `operands` is made of, and the views over all batch axes.
 
@@ -111,13 +175,14 @@ def arrays(
     problem : Problem
     inputs : sequence of array or None
         q, k, v, bias and mask. If that is a BitMask, its entries and those of its transpose are
-        the last of the arrays.
+        the last of the arrays. Before them are b and h, if there is a `score`.
     results : sequence of array or None
         Output and LSE, and the gradients of both.
     grads : dict
         From `gradients`.
     dtype : numpy.dtype
         Of the sums.
+    sinks : array, optional
     """
     *inputs, mask = inputs
     bits = mask if isinstance(mask, BitMask) else None
@@ -134,23 +199,36 @@ def arrays(
             if x is None
             else attention_problem.out_view(problem, shape, (*x.strides, x.itemsize))
         )
+    views.append(problem.sinks)
     views += [grad.view for grad in grads.values()]
     sums = [grad.sums for grad in grads.values()]
-    entries = [] if bits is None else [x.entries[..., None, None] for x in (bits, bits.T)]
-    views += [
-        attention_problem.batch_view(problem, x, problem.q_len, problem.k_len) for x in entries
-    ]
-    return [*inputs, mask, out, dout, lse, dlse, base, *sums, *entries], views
+    batch = problem.out_shape[:-2]
+    entries = [] if score is None else [*score_entries(xp, batch)]
+    entries += [] if bits is None else [x.entries[..., None, None] for x in (bits, bits.T)]
+    views += [attention_problem.batch_view(problem, x, 1, 1) for x in entries]
+    return [*inputs, mask, out, dout, lse, dlse, base, sinks, *sums, *entries], views
 
 
 def operands(
-    stack: Sequence[Any], need: Sequence[str], mask: Any = None, columns: Any = None
+    stack: Sequence[Any],
+    need: Sequence[str],
+    mask: Any = None,
+    columns: Any = None,
+    *,
+    score: Callable[[Any, Any], TileScore] | None = None,
 ) -> Operands:
-    """Return a stack of `arrays` as operands, with a sparse mask and its transpose if given."""
-    q, k, v, bias, dense, out, dout, lse, dlse, base = stack[:10]
-    grads = dict(zip(need, stack[10:], strict=False))
+    """Return a stack of `arrays` as operands, with a sparse mask and its transpose if given.
+
+    ``score(b, h)`` makes the score of the entries.
+    """
+    q, k, v, bias, dense, out, dout, lse, dlse, base, sinks = stack[:11]
+    grads = dict(zip(need, stack[11:], strict=False))
+    dsinks = grads.pop("sinks", None)
     mask = dense if mask is None else mask
-    return Operands(q, k, v, bias, mask, out, lse, dout, dlse, base, columns, grads)
+    made = None if score is None else score(*stack[11 + len(need) : 13 + len(need)])
+    return Operands(
+        q, k, v, bias, mask, out, lse, sinks, dout, dlse, base, columns, grads, dsinks, score=made
+    )  # fmt: skip
 
 
 def sparse(bits: BitMask | None, stack: Sequence[Any], tiles: Any) -> tuple[Any, ...]:
@@ -172,8 +250,8 @@ def sparse(bits: BitMask | None, stack: Sequence[Any], tiles: Any) -> tuple[Any,
 
 def target(x: Operands, name: str, rows: tuple[int, int], keys: tuple[int, int]) -> Array:
     """Return the part of a gradient that a tile of these queries and keys adds to."""
-    parts = {"q": (rows,), "k": (keys,), "v": (keys,), "bias": (rows, keys)}
-    return x.grads[name][(slice(None), *(slice(*part) for part in parts[name]))]
+    parts = {"q": (rows,), "k": (keys,), "v": (keys,)}.get(name, (rows, keys))
+    return x.grads[name][(slice(None), *(slice(*part) for part in parts))]
 
 
 def accumulate(steps: Any, target: Array, term: Array) -> None:

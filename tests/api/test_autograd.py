@@ -80,6 +80,18 @@ def test_torch_gradients_of_attention(torch, options, with_mask):
     assert torch.autograd.gradcheck(function, tensors(torch, *SHAPES))
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_torch_gradients_of_sinks(torch, with_bias):
+    from fa_cupy.torch import attention
+
+    def function(q, k, v, sinks, bias=None):
+        return attention(q, k, v, bias, sinks=sinks, return_lse=True)
+
+    q, k, v, bias, sinks = tensors(torch, *SHAPES, (4, 1))
+    given = (q, k, v, sinks, bias) if with_bias else (q, k, v, sinks)
+    assert torch.autograd.gradcheck(function, given)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_torch_gradients_of_causal_products(torch, reverse, with_state):
@@ -250,6 +262,22 @@ def test_jax_gradients_of_attention(jax, callbacks, options, traced):
 
     arrays = [jax.numpy.asarray(x) for x in draw(*SHAPES)]
     check_grads(jax.jit(function) if traced else function, arrays, order=1, modes=["rev"])
+    assert bool(callbacks) == traced
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_jax_gradients_of_sinks(jax, callbacks, with_bias, traced):
+    from jax.test_util import check_grads
+
+    from fa_cupy.jax import attention
+
+    def function(q, k, v, sinks, bias=None):
+        return attention(q, k, v, bias, sinks=sinks, return_lse=True)
+
+    q, k, v, bias, sinks = (jax.numpy.asarray(x) for x in draw(*SHAPES, (4, 1)))
+    given = (q, k, v, sinks, bias) if with_bias else (q, k, v, sinks)
+    check_grads(jax.jit(function) if traced else function, given, order=1, modes=["rev"])
     assert bool(callbacks) == traced
 
 

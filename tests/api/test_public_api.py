@@ -15,6 +15,7 @@ from tests.support.strategies import normal
 
 NAMES = {
     "BitMask",
+    "Score",
     "__version__",
     "attention",
     "attention_backward",
@@ -30,9 +31,11 @@ MODULES = [
     "_bitmask",
     "_definitions",
     "_linear_attention",
+    "_score",
     "layouts",
     "masks.constructors",
     "reference",
+    "score.cuda",
 ]
 
 
@@ -50,14 +53,15 @@ def test_signatures():
     names = list(inspect.signature(attention).parameters.values())
     assert [p.name for p in names] == [
         *("q", "k", "v", "bias", "mask"),
-        *("scale", "is_causal", "causal_align", "window", "softcap", "precision"),
-        *("return_lse", "out"),
+        *("scale", "is_causal", "causal_align", "window", "softcap", "sinks", "precision"),
+        *("return_lse", "score", "out"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in names[5:])
     backward = list(inspect.signature(attention_backward).parameters.values())
     assert [p.name for p in backward] == [
         *("dout", "q", "k", "v", "out", "lse", "bias", "mask"),
-        *("scale", "is_causal", "causal_align", "window", "softcap", "dlse", "need"),
+        *("scale", "is_causal", "causal_align", "window", "softcap", "sinks", "dlse", "need"),
+        "score",
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in backward[8:])
     torch = inspect.signature(scaled_dot_product_attention).parameters.values()
@@ -80,7 +84,7 @@ def test_examples_in_docstrings(module):
     assert results.failed == 0
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - {"BitMask", "__version__"}))
+@pytest.mark.parametrize("name", sorted(NAMES - {"BitMask", "Score", "__version__"}))
 def test_docstrings_tell_all_parameters(name):
     function = getattr(fa_cupy, name)
     doc = inspect.getdoc(function)
@@ -94,7 +98,7 @@ def test_import_loads_little():
     """What takes long to import waits until it is needed."""
     code = (
         "import sys, fa_cupy; "
-        "print(*{'cupy', 'scipy', 'torch', 'jax', 'matplotlib'} & set(sys.modules))"
+        "print(*{'cupy', 'scipy', 'torch', 'jax', 'matplotlib', 'sympy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "\n"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from fa_cupy import BitMask, attention, attention_backward, reference
-from tests.support.gradients import check
+from tests.support.gradients import check, hold, solve
 from tests.support.kernel_attention import blocks_of
-from tests.support.strategies import BFLOAT16, Case, by_dtype, normal
+from tests.support.strategies import BFLOAT16, UNIT, Case, by_dtype, normal
 
 pytest.importorskip("cupy")
 import cupy as cp
@@ -17,7 +17,7 @@ from fa_cupy.gpu.driver.devices import current_target
 from tests.support import plans
 from tests.support.device_arrays import Differing, bits, check_replays
 
-HALF = np.dtype(np.float16)
+HALF, SINGLE, DOUBLE = map(np.dtype, (np.float16, np.float32, np.float64))
 DIMS = (64, 96, 128, 192, 256)  # of the rows of the table
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 193, 300)
 TOP, BOTTOM = "top_left", "bottom_right"
@@ -59,12 +59,17 @@ def run_and_check(arrays, layouts=("dense",) * 5, dlse=False, **options):
     plans.forget()
     poison(sum(4 * x.nbytes for x in arrays) + 2**20)
     found = check(cp, case, dlse)
+    check_kernels(case)
+    return found
+
+
+def check_kernels(case):
+    """All plans are those of one call, which these kernels took."""
     (names,) = kernels()
-    wide = max(arrays[0].shape[-1], arrays[2].shape[-1]) > 128
+    wide = max(case.q.shape[-1], case.v.shape[-1]) > 128
     narrow = ["bwd_sm90", "bwd_convert_dq"]
     main = ["bwd_dkdv_sm90", "bwd_dq_sm90"] if wide else narrow
     assert names == ["bwd_preprocess", *main, "bwd_nonfinite"]
-    return found
 
 
 class Call:
@@ -190,23 +195,20 @@ def test_what_is_asked_for(dim, need):
 
 
 ELSEWHERE = {
-    "a softcap": (HALF, 64, {"softcap": 5.0}, True),
-    "a negative scale": (HALF, 64, {"scale": -0.1}, True),
-    "float32": (np.dtype(np.float32), 64, {}, False),
-    "rows of odd bytes": (HALF, 65, {}, False),
-    "rows of 8 bytes more": (HALF, 68, {}, False),
-    "wide dims": (HALF, 264, {}, False),
+    "float32": (SINGLE, 64),
+    "rows of odd bytes": (HALF, 65),
+    "rows of 8 bytes more": (HALF, 68),
+    "wide dims": (HALF, 264),
 }
 
 
 @pytest.mark.parametrize("what", ELSEWHERE)
 def test_what_the_kernels_do_not_take(what):
-    """Those for SM80 take it, or else the products do."""
-    dtype, dim, options, taken = ELSEWHERE[what]
+    """The products do."""
+    dtype, dim = ELSEWHERE[what]
     arrays = [draw(2, 130, dim, dtype=dtype, seed=i) for i in range(3)]
-    check(cp, Case(*arrays, options=options))
-    assert not any(name.endswith("_sm90") for names in kernels() if names for name in names)
-    assert any(kernels()) == taken
+    check(cp, Case(*arrays))
+    assert not any(kernels())
 
 
 def test_calls_of_nothing():
@@ -220,6 +222,159 @@ def test_calls_of_nothing():
         assert (dq.shape, dk.shape, dv.shape) == (q_shape, k_shape, k_shape)
         assert not any(x.get().any() for x in (dq, dk, dv))
     assert not any(kernels())
+
+
+# Scores that are more than products times a positive scale
+
+OF_ALL = ("q", "k", "v")  # without the bias, whose gradient the products compute
+# Options; axes of a bias, and its dtype.  Few, because each has builds of its own.
+SCORES = {
+    "a softcap": ({"softcap": 3.0}, None, None),
+    "a negative scale": ({"scale": -0.1}, None, None),
+    "a bias of keys": ({}, "key", SINGLE),
+    "a bias of keys in 16 bits": ({}, "key", BFLOAT16),
+    "a bias of queries": ({}, "query", HALF),
+    "a bias of pairs": ({}, "pair", BFLOAT16),
+    "a bias of pairs in 64 bits": ({"scale": 0.2}, "pair", DOUBLE),
+    "a softcap and a bias of pairs": ({"softcap": 3.0}, "pair", SINGLE),
+}
+SCORES_OF_DIMS = [
+    (40, "a softcap"),
+    (64, "a softcap"),
+    (64, "a bias of keys"),
+    (64, "a bias of keys in 16 bits"),
+    (64, "a bias of pairs"),
+    (96, "a negative scale"),
+    (96, "a bias of pairs in 64 bits"),
+    (128, "a softcap"),
+    (128, "a bias of queries"),
+    (128, "a bias of pairs"),
+    (128, "a softcap and a bias of pairs"),
+    (192, "a bias of keys in 16 bits"),
+    (256, "a softcap"),
+    (256, "a bias of pairs"),
+]
+
+
+def bias_of(axes, dtype, batch, q_len, k_len, seed=0):
+    """A bias with -inf in it, but no row of it."""
+    lengths = {"key": (1, k_len), "query": (q_len, 1), "pair": (q_len, k_len)}[axes]
+    bias = draw(*batch, *lengths, dtype=SINGLE, seed=seed)
+    if axes != "query":
+        bias[..., 1::7] = -np.inf
+    return bias.astype(dtype)
+
+
+def run_scored(arrays, bias=None, mask=None, dlse=False, **options):
+    """As `run_and_check`, but for the gradient of the bias; builds for the scores did it."""
+    case = Case(*arrays, bias, mask, options=options)
+    plans.forget()
+    poison(sum(4 * x.nbytes for x in arrays) + 2**20)
+    (dout, dstat), found = solve(cp, case, dlse, need=OF_ALL)
+    hold(case, found, dout, dstat if dlse else None, UNIT[case.q.dtype])
+    check_kernels(case)
+    (plan,) = plans.of("attention_backward")
+    assert plan.steps[1].variant.score is not None
+    assert plan.steps[1].variant.sparse == (mask is not None)
+    return found
+
+
+@pytest.mark.parametrize(("dim", "what"), SCORES_OF_DIMS)
+def test_scores(dim, what):
+    options, axes, dtype = SCORES[what]
+
+    def run(batch, heads, q_len, k_len, bias_batch, **more):
+        shapes = (*batch, q_len, dim), (*batch[:-1], heads, k_len, dim)
+        arrays = [draw(*shapes[i > 0], dtype=BFLOAT16, seed=i) for i in range(3)]
+        bias = axes and bias_of(axes, dtype, bias_batch, q_len, k_len)
+        run_scored(arrays, bias, **options, **more)
+
+    causal = {"is_causal": True, "causal_align": BOTTOM}
+    run((2, 4), 4, 150, 270, ())
+    run((2, 4), 2, 193, 301, (4,), dlse=True, **causal)
+    run((2, 4), 1, 64, 129, (2, 1))
+    run((1, 2), 2, 300, 128, (1, 2), dlse=True, window=(70, 20), causal_align=TOP)
+    if axes is None or dim == 128:  # else these have builds of their own
+        for q_len, k_len in ((1, 1), (1, 300), (65, 1)):
+            run((2,), 2, q_len, k_len, (2,))
+    run((1, 2), 2, 1000, 900, (2,), **causal)
+
+
+@pytest.mark.parametrize(
+    ("dim", "what"),
+    [(64, "a bias of keys"), (64, "a softcap"), (128, "a bias of pairs"), (256, "a softcap")],
+)
+def test_scores_under_masks(dim, what):
+    options, axes, dtype = SCORES[what]
+    for heads, shape, bias_batch, more in (
+        (2, (2, 4), (4,), {"is_causal": True, "causal_align": BOTTOM}),
+        (4, (), (2, 1), {"dlse": True}),
+    ):
+        arrays = [
+            draw(2, 4 if i == 0 else heads, 300 if i == 0 else 420, dim, dtype=BFLOAT16, seed=i)
+            for i in range(3)
+        ]
+        bias = axes and bias_of(axes, dtype, bias_batch, 300, 420)
+        run_scored(arrays, bias, mask_of(*shape, 300, 420, seed=dim), **options, **more)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "odd", "backwards"])
+def test_a_bias_lies_anywhere(layout):
+    arrays = [draw(2, 4, n, 128, dtype=BFLOAT16, seed=i) for i, n in enumerate((200, 330, 330))]
+    bias = bias_of("pair", BFLOAT16, (4,), 200, 330)
+    call = Call(*arrays, bias=cp.asarray(bias))
+    want = bits(call(need=OF_ALL))
+    x = np.full((4, 331, 201), 7, BFLOAT16).view(np.int16)
+    if layout == "transposed":
+        x[:, :330, :200] = bias.view(np.int16).swapaxes(1, 2)
+        x = cp.asarray(x)[:, :330, :200].swapaxes(1, 2)
+    else:
+        x = x.swapaxes(1, 2).copy()
+        x[:, 1:, 1:] = bias.view(np.int16)[:, :: -1 if layout == "backwards" else 1]
+        x = cp.asarray(x)[:, 1:, 1:]
+        x = x[:, ::-1] if layout == "backwards" else x
+    call.options["bias"] = x.view(BFLOAT16)
+    assert bits(call(need=OF_ALL)) == want
+    assert None not in kernels()
+
+
+@pytest.mark.parametrize("what", ["a softcap", "a bias of pairs"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_large_calls_with_scores_are_those_of_the_products(dim, what, monkeypatch):
+    options, axes, dtype = SCORES[what]
+    given = {**options, "is_causal": dim == 128}
+    if axes:
+        given["bias"] = cp.asarray(bias_of(axes, dtype, (), 3000, 3000))
+    call = random_call(2, 8, 3000, dim, heads=4, dlse=True, **given)
+    differing = Differing(call(need=OF_ALL))
+    for _ in range(20):
+        differing.look(got := call(need=OF_ALL))
+    assert differing.count == 0
+    assert kernels()
+    assert None not in kernels()
+    plans.gradients_by_products(monkeypatch)
+    for x, y in zip(got, call(need=OF_ALL), strict=True):
+        x, y = (z.get().astype(np.float64) for z in (x, y))
+        assert np.isfinite(x).all()
+        assert reference.relative_error(x, y) < 8e-3
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, DOUBLE], ids=str)
+def test_a_graph_repeats_gradients_with_a_bias(dtype):
+    """That of float64 is converted inside of the graph."""
+    bias = cp.asarray(bias_of("pair", dtype, (8,), 700, 700))
+    call = random_call(2, 8, 700, 96 if dtype == DOUBLE else 128, heads=2, bias=bias)
+    want = bits(call(need=OF_ALL))
+    check_replays(lambda: call(need=OF_ALL), want)
+
+
+def test_the_gradient_of_a_bias_leaves_the_others_alone():
+    bias = cp.asarray(bias_of("key", SINGLE, (4,), 130, 130))
+    call = random_call(2, 4, 130, 64, bias=bias)
+    found = call()
+    assert found[3].shape == bias.shape
+    for x, y in zip(found, call(need=OF_ALL), strict=False):
+        assert reference.relative_error(*(z.get().astype(np.float64) for z in (x, y))) < 8e-3
 
 
 # Masks, as arrays of bool and as bit masks that were made on the CPU or on the device
@@ -422,7 +577,13 @@ def test_large_calls_are_those_of_the_products(dim, causal, monkeypatch):
 
 # Repeatability, streams, threads, graphs, memory
 
-REPEATED = [(64, {}), (128, {"is_causal": True}), (128, {"window": (300, 200)}), (256, {})]
+REPEATED = [
+    (64, {}),
+    (64, {"softcap": 3.0}),
+    (128, {"is_causal": True}),
+    (128, {"window": (300, 200)}),
+    (256, {}),
+]
 by_kind = pytest.mark.parametrize(("dim", "options"), REPEATED, ids=str)
 
 

@@ -224,6 +224,21 @@ def _(new):
     return lambda: fa_cupy.attention(q, k, v, bias)
 
 
+@case("attention: sinks")
+def _(new):
+    q, k, v = (new(*SMALL) for _ in range(3))
+    sinks = new(4, 1)
+    return lambda: fa_cupy.attention(q, k, v, sinks=sinks, is_causal=True, return_lse=True)
+
+
+@case("attention: sinks, k strided, bfloat16")
+def _(new):
+    layouts = ("dense", "strided", "dense")
+    q, k, v = (new(*SMALL, dtype=BFLOAT16, layout=layout) for layout in layouts)
+    sinks = new(200, dtype=BFLOAT16)
+    return lambda: fa_cupy.attention(q, k, v, sinks=sinks)
+
+
 def scaled_of(mask=None, **options):
     def build(new):
         q, k, v = (new(*SMALL, layout=layout) for layout in ("dense", "strided", "dense"))
@@ -240,7 +255,7 @@ CASES["scaled_dot_product_attention: bias"] = scaled_of(lambda new: new(200, 200
 
 def gradients_of(
     shape=SMALL, k_shape=None, dtype=HALF, layouts=None, mask=None, need=None, dlse=False,
-    bias=False, **options,
+    bias=False, sinks=None, **options,
 ):  # fmt: skip
     def build(new):
         lay, k_shape_ = layouts or {}, k_shape or shape
@@ -251,6 +266,8 @@ def gradients_of(
         more = {} if mask is None else {"mask": mask(new)}
         if bias:
             more["bias"] = new(shape[-2], k_shape_[-2], dtype=dtype)
+        if sinks is not None:
+            more["sinks"] = new(*sinks[0], dtype=sinks[1])
         rows = new(*shape[:-1], dtype=SINGLE) if dlse else None
         # Those of the first round, in all of them.
         out, lse = fa_cupy.attention(q, k, v, **more, **options, return_lse=True)
@@ -275,6 +292,10 @@ GRADIENTS = {
     "window": {"window": (50, 20), "causal_align": "top_left"},
     "softcap": {"softcap": 5.0},
     "bias": {"bias": True, "need": ["q", "k", "v"]},
+    "sinks": {"sinks": ((4, 1), SINGLE), "dlse": True},
+    "sinks of bfloat16, k strided": {
+        "sinks": ((200,), BFLOAT16), "dtype": BFLOAT16, "layouts": {"k": "strided"},
+    },
     "mask of bools": {"mask": mask_of_bools(200, 200)},
     "mask of bools, rows shared": {"mask": rows_shared},
     "BitMask of the host": {"mask": bit_mask(False), "dlse": True},
@@ -445,7 +466,7 @@ MODES_OF_CASES = [(name, "global") for name in CASES] + [
 def test_every_public_function_is_captured():
     named = {name.partition(":")[0].partition(",")[0].partition(" ")[0]
              for name in (*CASES, *REFUSED)}  # fmt: skip
-    assert named == set(fa_cupy.__all__) - {"__version__"}
+    assert named == set(fa_cupy.__all__) - {"Score", "__version__"}
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES_OF_CASES)

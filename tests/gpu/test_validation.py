@@ -56,11 +56,29 @@ def test_bench_of_products_on_the_gpu(dtype, tmp_path, monkeypatch):
 def test_the_reduced_set_of_gradients_reaches_every_row():
     if devices.current_target() != "sm_90a":
         pytest.skip("the kernels run on sm_90a")
-    assert backward_calls.run("sm_90a") == 260
+    assert backward_calls.run("sm_90a") == 294
 
 
 def test_the_reduced_set_of_products_reaches_every_row():
     assert product_calls.run(devices.current_target()) > 200
+
+
+@pytest.mark.parametrize("name", ["attention_scores_fwd", "attention_scores_bwd"])
+def test_bench_of_scores_on_the_gpu(name, tmp_path, monkeypatch):
+    family = families.FAMILIES[name]
+    small = tuple(
+        dataclasses.replace(case, length=512, batch=2, heads=3)
+        for case in family.cases
+        if case.head_dim == 128
+    )
+    changed = {"cases": small, "burst_ms": 1, "default_impls": ("fa_cupy",)}
+    monkeypatch.setitem(families.FAMILIES, name, dataclasses.replace(family, **changed))
+    out = tmp_path / "bench.json"
+    arguments = ["--families", name, "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert {row["case"] for row in rows} == {case.name for case in small}
+    assert all(row["value"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(

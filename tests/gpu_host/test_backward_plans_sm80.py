@@ -1,4 +1,4 @@
-"""How calls get to the backward kernels for SM80, which run in the emulator on a stand-in."""
+"""How calls with options, and those of other devices, get to kernels, in the emulator."""
 
 import itertools
 
@@ -22,16 +22,19 @@ from tests.gpu_host.test_backward_plans import (
 from tests.support import cupy_stand_in
 from tests.support.every_run import only
 from tests.support.kernel_attention import blocks_of, draw
-from tests.support.kernel_gradients import gradients, rows_sm80
+from tests.support.kernel_gradients import builds_of, gradients, rows_sm80, rows_sm90
 from validation.emulator.calls import attention_backward
 
 __all__ = ["cupy", "host", "launcher"]  # fixtures
 pytestmark = pytest.mark.emulator
 KERNELS = ["bwd_preprocess", "bwd_dkdv_sm80", "bwd_dq_sm80", "bwd_nonfinite"]
+KERNELS_SM90 = ["bwd_preprocess", "bwd_sm90", "bwd_convert_dq", "bwd_nonfinite"]
 
 
 class Sm80Call(Call):
     """A call whose options may be a bias and a mask."""
+
+    rows = staticmethod(rows_sm80)
 
     def __init__(self, given, **layouts):
         super().__init__(given, **layouts)
@@ -48,9 +51,15 @@ class Sm80Call(Call):
     def want(self):
         x, (bias, mask) = self.plain, self.more
         dtype, dims = x["q"].dtype.name, (x["q"].shape[-1], x["v"].shape[-1])
-        rows = rows_sm80(dtype, *dims, mask is not None)
+        rows = builds_of(self.rows(dtype, *dims, mask is not None), self.given)
         given = x["dout"], x["q"], x["k"], x["v"], x["out"], x["lse"], x["dlse"], bias, mask
         return dict(zip(ALL, attention_backward(rows, *given, **self.options), strict=True))
+
+
+class Sm90Call(Sm80Call):
+    """Such a call on another device."""
+
+    rows = staticmethod(rows_sm90)
 
 
 MASK = blocks_of(np.random.default_rng(3), 2, 2, 70, 150, density=0.5)
@@ -69,13 +78,18 @@ ALWAYS = "a negative scale", "a mask and a bias", "a BitMask and a softcap"
 
 
 @pytest.mark.parametrize("what", only(OPTIONS, *ALWAYS))
-def test_what_kernels_for_sm90_do_not_take(host, cupy, launcher, what):
-    """All that stands before the softmax, with a mask or without."""
+def test_all_that_stands_before_the_softmax(host, cupy, launcher, what):
+    """With a mask or without, on both kinds of devices."""
     given = small(dlse=True, is_causal=True, causal_align="bottom_right")
-    call = Sm80Call(given._replace(options={**given.options, **OPTIONS[what]}))
-    call.check(host, cupy)
+    given = given._replace(options={**given.options, **OPTIONS[what]})
+    Sm90Call(given).check(host, cupy)
+    assert [name for name in launcher.ran if name not in TABLES] == KERNELS_SM90
+    Sm90Call(given).check(host, cupy, ("v", "q"))
+    forget()
+    launcher.target = "sm_80"
+    launcher.ran.clear()
+    Sm80Call(given).check(host, cupy)
     assert [name for name in launcher.ran if name not in TABLES] == KERNELS
-    call.check(host, cupy, ("v", "q"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +120,7 @@ def test_what_kernels_cannot_read_is_copied(host, cupy, launcher, name):
 def test_a_bias_is_read_as_it_lies(host, cupy):
     wide = draw(2, 150, 70, dtype=np.dtype(np.float16)).swapaxes(1, 2)
     for bias in (wide, np.broadcast_to(wide[:1, :1], (2, 70, 150)), wide[:, ::-1, ::-1]):
-        Sm80Call(small(bias=bias)).check(host, cupy)
+        Sm90Call(small(bias=bias)).check(host, cupy)
     assert not any("bias" in prepared.copies for prepared in known())
     assert len(known()) == 3
 

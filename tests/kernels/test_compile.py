@@ -21,7 +21,7 @@ SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
 # Of the rows of a kernel that `make test` compiles, one for each target that is usual.
 ALWAYS = {}
 for row in ALL:
-    kind = row.source, row.sparse, getattr(row, "transform", False)
+    kind = row.source, row.sparse, row.score
     for target in sorted({*USUAL} & {*row.targets}):
         ALWAYS.setdefault((*kind, target), []).append(row.name)
 ALWAYS = {(rows[i % len(rows)], kind[-1]) for i, (kind, rows) in enumerate(ALWAYS.items())}
@@ -77,7 +77,9 @@ def test_row_compiles_into_what_it_promises(row, target):
     assert 0 < found.registers * row.threads <= 65536
     assert not [note for note in found.notes if any(code in note for code in SLOW_NOTES)]
     if target in row.hot_targets:
-        assert (found.stack, found.spill_stores, found.spill_loads) == (0, 0, 0)
+        # Builds for other scores may spill some registers.
+        most = 0 if row.score is None else 512
+        assert max(found.stack, found.spill_stores, found.spill_loads) <= most
     if target in USUAL and sass.version() == MADE_WITH:
         check_code(row, target, compiled)
 
@@ -228,8 +230,8 @@ def test_every_kernel_has_a_row_and_every_row_a_kernel():
 
 def test_a_kernel_has_few_rows():
     sources = [row.source for row in ALL]
-    # Five dims, two dtypes, with a transform of the scores or a mask or both or neither.
-    assert all(sources.count(source) <= 40 for source in sources)
+    # Five dims or six, two dtypes, with a mask or not, for plain scores or others.
+    assert all(sources.count(source) <= 48 for source in sources)
 
 
 def test_a_row_is_for_the_targets_whose_shared_memory_it_fits():

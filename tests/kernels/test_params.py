@@ -19,6 +19,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     make_params,
 )
 from fa_cupy.gpu.kernels.linear.params import PRODUCT_PARAMS
+from fa_cupy.gpu.kernels.score import ScoreMod, takes_bias, with_float32_bias
 from tests.core.test_checks import NO_OPTIONS
 from validation.digest import ROOT
 
@@ -40,6 +41,8 @@ def header(name="attention_params.cuh"):
 
 
 def constant(name):
+    if name.isdigit():
+        return int(name)
     return int(re.search(rf"\b{name} = (\d+);", header("batch_axes.cuh")).group(1))
 
 
@@ -88,7 +91,7 @@ def test_kinds_of_bias_are_those_of_the_header():
 
 def test_a_call_gives_the_addresses_of_arrays_and_of_the_parts_of_a_mask():
     assert attention_params.MaskPointers._fields == MASK_LISTS.names
-    assert (*POINTERS, *attention_params.mask_addresses()) == attention_params.NAMES
+    assert (*attention_params.mask_addresses(),) == attention_params.MASK_PARTS
     part = attention_params.mask_addresses("common.", whole=False)
     assert part.keys() == {f"common.mask.{name}" for name in MASK_LISTS.names if name != "order"}
     assert all(field == f"common.{name}" for field, name in part.items())
@@ -331,7 +334,6 @@ def test_bounds_are_those_of_the_band(align):
 @pytest.mark.parametrize("scale", [None, 0.5, 3.0, 1e-3])
 def test_the_softmax_folds_a_plain_scale_in(scale):
     p = filled_with(scale=scale)
-    assert p["has_score_mod"] == 0
     np.testing.assert_allclose(p["exp2_scale"], np.log2(np.e) * (scale or 8**-0.5), rtol=1e-6)
 
 
@@ -343,23 +345,58 @@ def test_the_softmax_folds_a_plain_scale_in(scale):
         {"scale": 1e-35},
         {"scale": 1e300},
         {"softcap": 3.0},
-        {"bias": np.zeros(5, np.float64)},
+        {"bias": np.zeros(5, np.float32)},
     ],
     ids=str,
 )
 def test_all_else_is_done_to_scores_first(options):
     p = filled_with(**options)
-    assert p["has_score_mod"] == 1
-    assert p["exp2_scale"] == 1
+    np.testing.assert_allclose(p["exp2_scale"], np.log2(np.e), rtol=1e-7)
     assert np.isfinite(p["scale"])
     assert p["softcap"] == options.get("softcap", 0)
-    if options.get("scale", 0.0) <= 1:
-        scale = options.get("scale", 8**-0.5) / options.get("softcap", 1.0)
+    scale = options.get("scale", 8**-0.5)
+    if scale <= 1:
         np.testing.assert_allclose(p["scale"], scale, rtol=1e-6)
+    if "softcap" in options:
+        np.testing.assert_allclose(p["softcap_scale"], 2 * scale / options["softcap"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", attention_problem.FLOAT_DTYPES, ids=str)
-def test_a_bias_keeps_its_dtype(dtype):
-    p = filled_with(bias=np.zeros((5, 5), dtype))
-    assert attention_problem.FLOAT_DTYPES[p["bias_kind"]] == dtype
-    assert (p["bias_row"], p["bias_col"]) == (5, 1)
+def traits_with(bias):
+    q = np.zeros((6, 8), np.float16)
+    problem = attention_problem.attention_problem(q, q, q, bias, None, **NO_OPTIONS)
+    return Traits(problem, attention_problem.View(q.shape, q.strides))
+
+
+@pytest.mark.parametrize("dtype", attention_problem.FLOAT_DTYPES[:3], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axes", "strides", "pairs"),
+    [
+        ((6, 6), "pair", (6, 1), 1),
+        ((1, 6), "key", (0, 1), 1),
+        ((6, 1), "query", (1, 0), 2),
+        ((1, 1), "query", (0, 0), 0),
+    ],
+    ids=str,
+)
+def test_a_build_for_a_bias_knows_its_dtype_and_axes(dtype, shape, axes, strides, pairs):
+    traits = traits_with(np.zeros(shape, dtype))
+    assert traits.score == ScoreMod(bias_axes=axes, bias_dtype=np.dtype(dtype).name)
+    p = make_params(traits, 64)[0][0]
+    assert (p["bias_row"], p["bias_col"], p["bias_pairs"]) == (*strides, pairs)
+
+
+def test_a_bias_whose_rows_begin_at_odd_elements_is_not_read_in_pairs():
+    bias = np.zeros((6, 7), np.float16)
+    assert make_params(traits_with(bias[:, :6]), 64)[0][0]["bias_pairs"] == 0
+    assert make_params(traits_with(bias.T[:6].T), 64)[0][0]["bias_pairs"] == 0
+
+
+def test_a_bias_of_float64_stays_finite_in_float32():
+    bias = np.array([[1e300, -1e300, np.inf, -np.inf, np.nan, 0.5]])
+    problem = traits_with(bias).problem
+    assert not takes_bias(problem)
+    problem, converted = with_float32_bias(np, problem, bias)
+    largest = np.finfo(np.float32).max
+    np.testing.assert_array_equal(converted, [[largest, -largest, np.inf, -np.inf, np.nan, 0.5]])
+    assert problem.bias_dtype == converted.dtype == np.float32
+    assert problem.bias.strides == (0, 4)

@@ -324,6 +324,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     monkeypatch.setattr(measured, "results", dict)
     assert "No speed has been measured" in measured.benchmarks()
     assert "No speed of it has been measured" in measured.causal_product()
+    assert "No speed of it has been measured" in measured.scores()
     assert "No traffic has been measured" in measured.traffic()
     assert "not measured" in measured.planned_cpu()
     rows = [

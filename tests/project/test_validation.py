@@ -348,7 +348,7 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, kind):
             if sent["mask"] is not arrays["mask"]:
                 states |= set(sent["mask"].block_states().flat)
         count += 1
-    assert count == (13 if "mask" in arrays else 11)
+    assert count == 13
     assert states == ({0, 1, 2} if "mask" in arrays else set())
 
 

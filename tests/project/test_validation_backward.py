@@ -119,14 +119,14 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, name, monkeypatch):
     for shape, options in problems:
         known.clear()
         host = backward_calls.arrays(peers.DTYPES[name], shape)
-        options = {**options, "mask": host.get("mask"), "bias": host.get("bias")}
+        more = {name: host.get(name) for name in ("mask", "bias", "sinks")}
         q, k, v, dout = (host[name] for name in ("q", "k", "v", "dout"))
-        out, lse = fa_cupy.attention(q, k, v, return_lse=True, **options)
+        out, lse = fa_cupy.attention(q, k, v, return_lse=True, **more, **options)
         given = dout, q, k, v, out, lse
-        need = "q", "k", "v"
-        found = fa_cupy.attention_backward(*given, dlse=host.get("dlse"), need=need, **options)
+        more |= {"dlse": host.get("dlse")}
+        need = [name for name in ("q", "k", "v", "sinks") if name in host]
+        found = fa_cupy.attention_backward(*given, need=need, **more, **options)
         assert all(np.isfinite(x.astype(float)).all() for x in found)
-        options = {name: x for name, x in options.items() if name not in ("bias", "mask")}
         assert backward_calls.error(host, found, options) < backward_calls._WRONG / 2
         for i, x in enumerate(found):
             for wrong in (1.1 * x.astype(float), np.full(x.shape, np.nan)):
@@ -134,7 +134,7 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, name, monkeypatch):
                     results = (*found[:i], wrong, *found[i + 1 :])
                     assert backward_calls.error(host, results, options) > backward_calls._WRONG
         count += 1
-    assert count == 24
+    assert count == 27
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])

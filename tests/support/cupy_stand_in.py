@@ -24,9 +24,9 @@ MEMORY = Memory()
 _local = threading.local()  # `allocator`, where that is not `pool`
 _FUNCTIONS = {np.unpackbits}
 _NAMES = (
-    "abs", "arange", "concatenate", "cumsum", "diff", "divmod", "empty", "exp", "flatnonzero",
-    "full", "isneginf", "log", "maximum", "nonzero", "ones", "repeat", "searchsorted", "sort",
-    "where", "zeros", "zeros_like",
+    "abs", "arange", "clip", "concatenate", "cumsum", "diff", "divmod", "empty", "exp",
+    "flatnonzero", "full", "isfinite", "isneginf", "log", "maximum", "minimum", "nonzero", "ones",
+    "repeat", "searchsorted", "sort", "where", "zeros", "zeros_like",
 )  # fmt: skip
 
 
@@ -153,6 +153,12 @@ class ndarray:
     def set(self, array, stream):
         assert (array.shape, array.dtype) == (self.shape, self.dtype)
         self._array[...] = array
+
+    def fill(self, value):
+        self._array.fill(value)
+
+    def __neg__(self):
+        return owned(-self._array)
 
     def __len__(self):
         return len(self._array)

@@ -6,6 +6,7 @@ from fa_cupy import _definitions, attention, attention_backward, reference
 from tests.support.strategies import DTYPES, UNIT, normal, to_numpy
 
 DOUBLE = DTYPES[3]
+NAMES = ("q", "k", "v", "bias", "sinks")
 # Where numbers end: of float16 and float64, else where float32 has lost its precision.
 SMALLEST = {DTYPES[0]: 2.0**-24, DOUBLE: 2.0**-1022}
 
@@ -20,11 +21,14 @@ def solve(xp, case, dlse=False, need=None, mask=None):
     if mask is not None:
         arrays[4] = mask
     options = {a: x for a, x in case.options.items() if a != "precision"}
+    sinks = options.get("sinks")
+    if sinks is not None:
+        sinks = options["sinks"] = xp.asarray(sinks)
     out, lse = attention(*arrays, return_lse=True, **options)
     rng = np.random.default_rng(7)
     douts = normal(rng, out.shape, case.q.dtype), normal(rng, lse.shape, sum_dtype(case.q.dtype))
     dout, dstat = map(xp.asarray, douts)
-    given = dict(zip(("q", "k", "v", "bias"), arrays, strict=False))
+    given = dict(zip(NAMES, (*arrays[:4], sinks), strict=True))
     names = need or [name for name, x in given.items() if x is not None]
     before = [to_numpy(x).tobytes() for x in (*arrays[:3], out, lse, dout)]
     found = attention_backward(
@@ -50,7 +54,9 @@ def hold(case, found, dout, dlse, rounded):
     want = reference.attention_backward(dout, *case.arrays, dlse=dlse, **case.options)
     limits = bounds(case, dout, dlse, rounded)
     for (name, x), of, bound in zip(found.items(), want, limits, strict=False):
-        argument = dict(zip(("q", "k", "v", "bias"), case.arrays, strict=False))[name]
+        argument = dict(zip(NAMES, (*case.arrays[:4], case.options.get("sinks")), strict=True))[
+            name
+        ]
         x = x.astype(np.float64).reshape(argument.shape)
         np.testing.assert_array_equal(np.isfinite(x), np.isfinite(of), name)
         finite = np.isfinite(of)
@@ -61,7 +67,7 @@ def hold(case, found, dout, dlse, rounded):
 
 
 def bounds(case, dout, dlse, rounded=0.0):
-    """What arithmetic allows gradients of q, k, v and bias to be off by, besides their rounding.
+    """What arithmetic allows gradients to be off by, besides their rounding: of all but the mask.
 
     Weights carry an error of float32 (float64) that grows with the scores, and the output that the
     gradient is shifted by is rounded to the dtype. On a GPU, weights and gradients of scores are
@@ -83,14 +89,25 @@ def bounds(case, dout, dlse, rounded=0.0):
         if case.bias is not None:
             bias = case.bias.astype(np.float64)
             size += np.abs(bias[np.isfinite(bias)]).max(initial=0)
+        sinks = case.options.get("sinks")
+        if sinks is not None:
+            size += np.abs(sinks[np.isfinite(sinks)]).astype(np.float64).max(initial=0)
         slack = 24 * unit * (8 + size)
         values = dout @ v.swapaxes(-1, -2)
         means = (dout * (weights @ v)).sum(-1, keepdims=True) + dlse
         step = np.where(x.attended, step, 0.0)
-        off = weights * ((slack + rounded) * (values + means) + 2 * UNIT[dtype] * means) + step
-        terms = off @ k * scale, off.swapaxes(-1, -2) @ q * scale
+        # Where the output is small, it is rounded to a multiple of the smallest number.
+        lost = 2 * UNIT[dtype] * means + SMALLEST.get(dtype, 0.0) * dout.sum(-1, keepdims=True)
+        off = weights * ((slack + rounded) * (values + means) + lost) + step
         off_v = ((slack + rounded) * weights + step).swapaxes(-1, -2) @ dout
-        shapes = [a.shape for a in case.arrays[:4] if a is not None]
-        return [
-            _definitions.summed(a, s) for a, s in zip((*terms, off_v, off), shapes, strict=False)
+        keys = k.shape[-2]  # a sink is one more column
+        of_keys = off[..., :keys]
+        terms = of_keys @ k * scale, of_keys.swapaxes(-1, -2) @ q * scale
+        found = *terms, off_v[..., :keys, :], of_keys
+        shapes = [None if a is None else a.shape for a in case.arrays[:4]]
+        limits = [
+            _definitions.summed(a, s) for a, s in zip(found, shapes, strict=True) if s is not None
         ]
+        if sinks is not None:
+            limits.append(_definitions.summed(off[..., keys:], (*sinks.shape, 1))[..., 0])
+        return limits

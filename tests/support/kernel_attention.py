@@ -35,6 +35,13 @@ def blocks_of(rng, *shape, density=None):
     return (states == 2) | ((states == 1) & (rng.random(shape) < density))
 
 
+def any_sinks(rng, batch, heads, q_len):
+    """Sinks of any type that broadcast along any axes."""
+    shape = tuple(n if rng.random() < 0.5 else 1 for n in (batch, heads, q_len))
+    dtype = [*DTYPES.values(), np.float32, np.float64][int(rng.integers(0, 4))]
+    return rng.choice([-np.inf, -3.0, 0.5, 4.0, 300.0], shape).astype(np.float32).astype(dtype)
+
+
 def shuffled(rng, batch, q_len):
     """Some order of all rows of blocks."""
     return rng.permutation(int(np.prod(batch)) * -(-q_len // 128)).astype(np.int32)
@@ -79,7 +86,7 @@ def random_call(rows, seed):
         options["window"] = (int(rng.integers(0, 100)), int(rng.integers(0, 100)))
     if kind:
         options["causal_align"] = str(rng.choice(["top_left", "bottom_right"]))
-    if row.transform if hopper else rng.random() < 0.3:
+    if rng.random() < 0.3:
         options["softcap"] = 3.0
     if row.sparse:
         batch = (groups * heads,) if rng.random() < 0.5 else (1,)
@@ -87,8 +94,10 @@ def random_call(rows, seed):
         options["by_tile"] = bool(rng.random() < 0.5)
         if rng.random() < 0.5:
             options["order"] = shuffled(rng, (groups, heads), q_len)
-    if (row.transform if hopper else True) and rng.random() < 0.3:
+    if rng.random() < 0.3:
         options["bias"] = draw(groups * heads, 1, k_len, dtype=dtype, seed=seed)
+    if rng.random() < 0.3:
+        options["sinks"] = any_sinks(rng, 1, groups * heads, q_len)
     shown = {name: getattr(x, "shape", x) for name, x in options.items()}
     text = f"{', '.join(str(x.shape) for x in arrays)}, {shown}"
     return text, lambda sources: check(

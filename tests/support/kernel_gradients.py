@@ -7,11 +7,11 @@ import numpy as np
 from fa_cupy import reference
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels import backward
-from fa_cupy.gpu.kernels.attention.bwd_dkdv_sm80 import BwdDkdvSm80
 from fa_cupy.gpu.kernels.attention_backward import VARIANTS, select
+from fa_cupy.gpu.kernels.score import score_mod_of, takes_bias, with_float32_bias
 from tests.support import strategies
 from tests.support.gradients import hold
-from tests.support.kernel_attention import BANDS, DTYPES, blocks_of, draw
+from tests.support.kernel_attention import BANDS, DTYPES, any_sinks, blocks_of, draw
 from validation.emulator.calls import attention_backward
 
 
@@ -76,7 +76,9 @@ class Parts(NamedTuple):
         group = q.shape[1] // k.shape[1]
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))
         band = dict(call.options)
-        bias, mask, softcap = (band.pop(name, None) for name in ("bias", "mask", "softcap"))
+        bias, mask, softcap, sinks = (
+            band.pop(name, None) for name in ("bias", "mask", "softcap", "sinks")
+        )
         s, slope = scale_of(call, real, band) * (q @ k.swapaxes(2, 3)), np.ones((), real)
         if softcap:
             tanh = np.tanh(s / real(softcap))
@@ -85,10 +87,11 @@ class Parts(NamedTuple):
         if mask is not None:
             seen = seen & (mask.to_dense() if hasattr(mask, "to_dense") else mask)
         s = np.where(seen, s if bias is None else s + bias.astype(real), -np.inf)
-        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        sink = real(-np.inf) if sinks is None else sinks.astype(real)[..., None]
+        top = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
         top = np.where(top == -np.inf, 0, top)
         e = np.exp(s - top)
-        total = e.sum(axis=-1, keepdims=True)
+        total = e.sum(axis=-1, keepdims=True) + np.exp(sink - top)
         with np.errstate(divide="ignore", invalid="ignore"):
             return cls(
                 q, k, v, dout, np.where(total > 0, e / total, 0), (np.log(total) + top)[..., 0],
@@ -134,9 +137,10 @@ def slack(call, x):
     return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * slope * terms)]
 
 
-def rows_sm90(dtype, head_dim, v_dim, masked=False):
+def rows_sm90(dtype, head_dim, v_dim, masked=False, score=None):
     """The kernels of a call that tensor maps can walk, in the order of their launches."""
-    return select(backward.Wanted(dtype, max(head_dim, v_dim), masked), "sm_90a")
+    wanted = backward.Wanted(dtype, max(head_dim, v_dim), masked, score=score)
+    return select(wanted, "sm_90a")
 
 
 def rows_sm80(dtype, head_dim, v_dim, masked=False, target="sm_80"):
@@ -144,10 +148,29 @@ def rows_sm80(dtype, head_dim, v_dim, masked=False, target="sm_80"):
     return select(backward.Wanted(dtype, max(head_dim, v_dim), masked, mapped=False), target)
 
 
+def score_of(call):
+    """What kernels compute of the scores of a call."""
+    options = {"bias": None, "mask": None, **call.options}
+    problem = attention_problem.attention_problem(call.q, call.k, call.v, **options)
+    if not takes_bias(problem):
+        problem, _ = with_float32_bias(np, problem, options["bias"])
+    return score_mod_of(problem)
+
+
 def rows_of(call):
     """The rows that serve a call."""
     dims = call.q.shape[-1], call.v.shape[-1]
-    return rows_sm90(call.q.dtype.name, *dims, masked="mask" in call.options)
+    return rows_sm90(call.q.dtype.name, *dims, "mask" in call.options, score_of(call))
+
+
+def builds_of(rows, call):
+    """The builds of some rows for the scores of a call."""
+    main, score = rows[1], score_of(call)
+    if main.score == score:
+        return rows
+    if isinstance(main, backward.BackwardSm90):  # whose tiles change with the scores
+        return rows_sm90(main.dtype, main.dim, main.dim, main.sparse, score)
+    return tuple(row.for_score(score) for row in rows)
 
 
 def traits_of(q, k, v, bias=None, mask=None, **options):
@@ -173,7 +196,7 @@ def solve(call, rows=None, bits=None, **how):
     `bits` is the same mask for the kernels.
     """
     dtype = call.q.dtype
-    rows = rows or rows_of(call)
+    rows = builds_of(rows, call) if rows else rows_of(call)
     q, k, v, dout, dlse, options = call
     out = np.empty_like(dout)  # and laid out as it
     with np.errstate(all="ignore"):
@@ -234,7 +257,7 @@ def any_bias(rng, batch, heads, q_len, k_len):
 
 
 def any_transform(rng, masked, batch, heads, q_len, k_len):
-    """What only the kernels for SM80 take, as options; a mask where there has to be one."""
+    """What stands before the softmax, as options; a mask where there has to be one."""
     options = {}
     if rng.random() < 0.3:
         options["softcap"] = float(rng.choice([0.5, 2.0, 30.0]))
@@ -266,21 +289,19 @@ def random_call(rows, seed):
         **options,
     }
     call = case(rows[0].dtype, seed=seed, **given)
-    if isinstance(rows[1], BwdDkdvSm80):
-        sizes = 1, given["heads"][0], *given["lengths"]
-        options |= any_transform(rng, rows[1].sparse, *sizes)
-        call = call._replace(options=options)
+    sizes = 1, given["heads"][0], *given["lengths"]
+    options |= any_transform(rng, rows[1].sparse, *sizes)
+    call = call._replace(options=options)
     blocks = int(rng.integers(1, 5))
     together = int(rng.integers(1, blocks + 1))
     how = {"seed": seed, "blocks": blocks, "together": together, "truncating": rng.random() < 0.3}
     spoiled = str(rng.choice(["q", "k", "v", "dout"])) if rng.random() < 1 / 3 else ""
-    if rows[1].sparse and not isinstance(rows[1], BwdDkdvSm80):
-        shape = call.q.shape[1] if rng.random() < 0.5 else 1, call.q.shape[2], call.k.shape[2]
-        options["mask"] = blocks_of(rng, *shape)
-        call = call._replace(options=options)
     if spoiled:
         x = getattr(call, spoiled)
         x[tuple(rng.integers(0, x.shape))] = rng.choice([np.nan, np.inf, -np.inf])
+    if rng.random() < 0.3:
+        options["sinks"] = any_sinks(rng, *call.q.shape[:3])
+        call = call._replace(options=options)
 
     def run(sources):
         (check_spoiled if spoiled else check)(call, rows=rows, sources=sources, **how)

@@ -129,6 +129,9 @@ def check_against_reference(case, out, lse):
     if case.bias is not None:
         bias = case.bias.astype(np.float64)
         score += np.abs(bias[np.isfinite(bias)]).max(initial=0)
+    if case.options.get("sinks") is not None:
+        sinks = case.options["sinks"].astype(np.float64)
+        score += np.abs(sinks[np.isfinite(sinks)]).max(initial=0)
     slack = 8 * unit * (8 + score)
     largest = np.abs(clean[2]).max(initial=0)
     spread = reference.attention(
@@ -177,12 +180,12 @@ def cases(draw, dtypes=DTYPES, max_batch=12):
     scores = (*batch, q_len, k_len)
     bias = mask = None
     if draw(st.booleans()):
-        bias = normal(rng, draw(_broadcastable(scores)), draw(st.sampled_from(DTYPES)))
+        bias = normal(rng, *draw(_bias_kinds(scores, dtype, max(head_dim, v_dim))))
         if draw(st.booleans()):
             bias[rng.random(bias.shape) < draw(st.sampled_from([0.1, 0.9]))] = -np.inf
     if draw(st.booleans()):
         density = draw(st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0]))
-        mask = rng.random(draw(_broadcastable(scores))) < density
+        mask = rng.random(draw(broadcastable(scores))) < density
     if draw(_RARELY):  # something that is not finite, attended to or not
         for x in (q, k, v):
             x[rng.random(x.shape) < draw(st.sampled_from([0.0, 0.001, 0.02]))] = draw(
@@ -195,6 +198,24 @@ def cases(draw, dtypes=DTYPES, max_batch=12):
         layouts=tuple(draw(layouts) for _ in range(5)),
         with_out=draw(st.booleans()),
     )
+
+
+@st.composite
+def _bias_kinds(draw, scores, dtype, dim):
+    """Shape and dtype of a bias for scores of that shape.
+
+    Kernels have a build for each dtype and for each set of axes, which takes seconds to compile:
+    with 16-bit arrays there is one kind of bias for each dim that kernels are built for.
+    """
+    shape = draw(broadcastable(scores))
+    if dtype not in DTYPES[:2] or len(shape) < 2:
+        return shape, draw(st.sampled_from(DTYPES))
+    (q_len, k_len), number = scores[-2:], -(-dim // 32) + (dtype == BFLOAT16)
+    rows, own = [
+        ((1, k_len), DTYPES[2]), ((q_len, k_len), dtype),
+        ((q_len, k_len), DTYPES[2]), ((q_len, 1), DTYPES[3]),
+    ][number % 4]  # fmt: skip
+    return (*shape[:-2], *rows), own
 
 
 @st.composite
@@ -240,7 +261,7 @@ def batches(draw, max_batch):
 
 
 @st.composite
-def _broadcastable(draw, shape):
+def broadcastable(draw, shape):
     """A shape that broadcasts to `shape`: axes of length 1, leading axes left out."""
     kept = [draw(st.booleans()) or draw(st.booleans()) for _ in shape]
     own = tuple(n if keep else 1 for n, keep in zip(shape, kept, strict=True))

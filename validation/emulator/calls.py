@@ -17,6 +17,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
+from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.kernels.variant import Variant
 from validation.emulator.launcher import MULTIPROCESSORS, EmulatorLauncher
 from validation.emulator.masks import lists_of, tables_of
@@ -54,7 +55,7 @@ def attention(
     order, by_tile
         As for `validation.emulator.masks.lists_of`.
     **options
-        Of `fa_cupy.attention`.
+        Of `fa_cupy.attention`, `sinks` among them.
 
     Raises
     ------
@@ -62,6 +63,8 @@ def attention(
         As `emulator.launch`.
     """
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+    if not takes_bias(problem):
+        problem, bias = with_float32_bias(np, problem, bias)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
     view = attention_problem.out_view(problem, out.shape, out.strides)
@@ -69,6 +72,7 @@ def attention(
     launcher = EmulatorLauncher(seed, truncating, sources)
     plan = forward.make_plan(Traits(problem, view), launcher, row)
     pointers = [0 if x is None else x.ctypes.data for x in (q, k, v, bias, out, lse)]
+    pointers += [x.ctypes.data for x in (options.get("sinks"),) if x is not None]
     if mask is None:
         lists, addresses = None, ()
     else:
@@ -103,11 +107,11 @@ def attention_backward(
     ----------
     rows : sequence of BackwardVariant
         In the order of their launches, as `fa_cupy.gpu.kernels.attention_backward.select` returns
-        them.
+        them for the scores of the call.
     dout, q, k, v, out, lse, dlse : numpy.ndarray
         `k` and `v` have the batch axes of `q`, but for a head axis that may have fewer heads.
     bias : numpy.ndarray, optional
-        As for `fa_cupy.attention_backward`; only variants for SM80 take one.
+        As for `fa_cupy.attention_backward`.
     mask : numpy.ndarray or BitMask, optional
         As for `fa_cupy.attention_backward`; wants variants for masks.
     seed, truncating : int, bool
@@ -126,6 +130,8 @@ def attention_backward(
         As `emulator.launch`.
     """
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+    if not takes_bias(problem):
+        problem, bias = with_float32_bias(np, problem, bias)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
     # As k and v are seen, so are dk and dv.
@@ -138,7 +144,7 @@ def attention_backward(
     assert made is not None
     lse = np.ascontiguousarray(lse, np.float32)
     dlse = None if dlse is None else np.ascontiguousarray(dlse, np.float32)
-    arrays = (q, k, v, out, lse, dout, dlse, bias, dq, dk, dv)
+    arrays = (q, k, v, out, lse, dout, dlse, bias, options.get("sinks"), dq, dk, dv)
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()
     made[0].run((*[0 if x is None else x.ctypes.data for x in arrays], *addresses))

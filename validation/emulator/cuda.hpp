@@ -36,11 +36,13 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __saturatef(float x) { return x > 0 ? std::fmin(x, 1.0f) : 0.0f; }  // NaN is 0
 inline float __fmul_rz(float x, float y) {
   const double exact = double(x) * y;
   const float near = float(exact);
   return std::fabs(near) > std::fabs(exact) ? std::nextafter(near, 0.0f) : near;
 }
+inline float __uint_as_float(uint32_t bits) { return machine::from_bits(bits); }
 inline float __int_as_float(int bits) { return machine::from_bits(static_cast<uint32_t>(bits)); }
 inline unsigned __float_as_uint(float x) { return machine::to_bits(x); }
 inline long long clock64() { return machine::clock(); }

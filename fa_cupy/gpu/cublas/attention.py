@@ -39,6 +39,7 @@ def attention(
     mask: Any | BitMask | None,
     out: Any | None,
     return_lse: bool,
+    sinks: Any | None = None,
 ) -> tuple[Any, Any | None]:
     """Solve `problem` for CuPy arrays on the current device and stream.
 
@@ -52,6 +53,8 @@ def attention(
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
         Whether the LSE is wanted.
+    sinks : cupy.ndarray or None
+        As the other arrays.
 
     Returns
     -------
@@ -70,7 +73,10 @@ def attention(
         return out, lse if return_lse else None
     out_view = attention_problem.out_view(problem, out.shape, out.strides)
     lse_view = attention_problem.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
-    views = (problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view)
+    views = (
+        problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view,
+        problem.sinks,
+    )  # fmt: skip
     present = [view for view in views if view is not None]
 
     bits = mask if isinstance(mask, BitMask) and problem.mask is not None else None
@@ -78,7 +84,7 @@ def attention(
     stack, tile_m = _tile(problem, dtype, _stack_length(present), most)
     tasks = []
     seen = mask if bits is None else bits.entries
-    for x in batching.stacks(cupy, (q, k, v, bias, seen, out, lse), views, stack):
+    for x in batching.stacks(cupy, (q, k, v, bias, seen, out, lse, sinks), views, stack):
         if bits is not None:
             x[4] = MaskTiles(bits, x[4][:, 0, 0])
         for begin in range(0, problem.q_len, tile_m):

@@ -33,6 +33,7 @@ def backward(
     results: tuple[Any, ...],
     need: tuple[str, ...],
     empty: Callable[..., Any],
+    sinks: Any = None,
 ) -> dict[str, Any]:
     """Return the gradients named by `need`, for CuPy arrays on the current device and stream.
 
@@ -45,19 +46,21 @@ def backward(
     results : tuple of cupy.ndarray or None
         Output and LSE, and the gradients of both; that of the LSE may be None.
     need : tuple of str
-        Of "q", "k", "v" and "bias".
+        Of "q", "k", "v", "bias" and "sinks".
     empty : callable
         ``empty(shape, dtype, like)`` returns memory for a result.
+    sinks : cupy.ndarray or None
     """
     dims = f"head_dim {problem.head_dim} and v_dim {problem.v_dim}"
     what = "the gradient of a bias" if "bias" in need else f"{problem.dtype} with {dims}"
     workspace.refuse_products("attention_backward", what)
     dtype = attention_problem.sum_dtype(problem.dtype)
-    grads = gradients.gradients(cupy, problem, inputs, need, dtype, empty)
+    grads = gradients.gradients(cupy, problem, inputs, need, dtype, empty, sinks)
     # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than to float16.
     steps = _Steps(dtype, problem.dtype.itemsize == 2)
-    if problem.q_len and problem.k_len:
-        arrays, views = gradients.arrays(cupy, problem, inputs, results, grads, dtype)
+    if problem.q_len and (problem.k_len or "sinks" in need):
+        inputs = inputs if problem.k_len else (*inputs[:4], None)  # no key is hidden
+        arrays, views = gradients.arrays(cupy, problem, inputs, results, grads, dtype, sinks)
         present = [view for view in views if view is not None]
         stack, tile_m = attention._tile(
             problem, dtype, attention._stack_length(present), problem.q_len
@@ -81,6 +84,8 @@ def backward(
             spoiled = _again(steps, problem, stacks, (tile_m, tile_n), grads, exact=False)
         if spoiled:
             _again(steps, problem, stacks, (tile_m, tile_n), grads, exact=True)
+        for x in stacks:
+            attention_backward.add_to_sinks(steps, x)
     return {name: grad.finished(steps) for name, grad in grads.items()}
 
 

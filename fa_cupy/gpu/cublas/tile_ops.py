@@ -67,7 +67,11 @@ class Steps:
 def load(out: Any, x: Any) -> None:
     """Copy `x`, of any of the four dtypes, to `out`, of float32 or float64."""
     if x.dtype == attention_problem.BFLOAT16:
-        elementwise.from_bfloat16(x.view(np.uint16), out)
+        bits = x.view(np.uint16)
+        if out.dtype == np.float32:
+            elementwise.from_bfloat16(bits, out)
+        else:
+            cupy.copyto(out, elementwise.from_bfloat16(bits))
     else:
         cupy.copyto(out, x)
 

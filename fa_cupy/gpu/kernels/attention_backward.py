@@ -30,7 +30,7 @@ from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, Want
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask.
-ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "dq", "dk", "dv")
+ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "sinks", "dq", "dk", "dv")
 VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_sm90.VARIANTS,
     *bwd_dkdv_sm90.VARIANTS,
@@ -72,7 +72,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
             and row.sparse == masked
             and target in row.targets
         )
-        return itertools.islice(fits, 1)  # rows of smaller dims come first
+        first = itertools.islice(fits, 1)  # rows of smaller dims come first
+        return (row.for_score(wanted.score) for row in first)
 
     main: list[BackwardVariant] = []
     if wanted.mapped:
@@ -84,7 +85,9 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if wanted.strided and not main:
         main += pick(bwd_dkdv_sm80.VARIANTS, wanted.masked)
         main += pick(bwd_dq_sm80.VARIANTS, wanted.masked)
-    return (*pick(bwd_preprocess.VARIANTS), *main, *pick(bwd_nonfinite.VARIANTS)) if main else ()
+    if not main:
+        return ()
+    return (*pick(bwd_preprocess.VARIANTS), *main, *pick(bwd_nonfinite.VARIANTS))
 
 
 def make_plan(

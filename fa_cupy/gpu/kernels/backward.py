@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View
+from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.kernels.attention.attention_params import (
@@ -24,6 +24,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_LENGTH,
 )
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
+from fa_cupy.gpu.kernels.score import ScoreMod, fill_score, score_mod_of
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,
@@ -34,7 +35,6 @@ from fa_cupy.gpu.kernels.tensor_maps import (
 )
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Step
-from fa_cupy.tiled.softcap import transform
 
 #: Columns of a box of a tensor map, and rows where it is a result's: 128 bytes are a swizzled row.
 BOX = 64
@@ -54,7 +54,6 @@ BACKWARD_FIELDS: list[Any] = (
     + [(name, np.uint64) for name in ("lse_delta", "nonfinite_flags")]
     + [("size", np.int32, (MAP_AXES,))]
     + [(name, np.int32) for name in ("group", "entries", "row_pairs")]
-    + [("scale", np.float32)]
 )
 #: ``struct BackwardParams`` of ``cuda_src/common/backward_params.cuh``, of ``bwd_dkdv_sm80`` and
 #: ``bwd_dq_sm80``.
@@ -110,6 +109,7 @@ class BackwardVariant(Variant):
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            *self.score_defines,
         )
 
     def step(self, traits: Traits, launches: Launches) -> Step:
@@ -189,6 +189,11 @@ class BackwardSm90(BackwardVariant):
         cursors = _CURSORS if self.sparse else 1
         return _NOTE_BYTES * (self.stages if self.sparse else 1) + _CURSOR_BYTES * cursors
 
+    def end_of_offsets(self, end: int) -> int:
+        """Return where shared memory ends, given where the offsets of the bias begin."""
+        has_bias = self.score is not None and self.score.bias_axes != ""
+        return -(-end // 8) * 8 + 8 * (self.stages if has_bias else 1)
+
     def mapped_step(
         self,
         traits: Traits,
@@ -224,6 +229,8 @@ class BackwardSm90(BackwardVariant):
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
         addresses = {name: name for name in ("lse_delta", "tile_counters", "nonfinite_flags")}
         addresses |= traits.mask(params, by_key)
+        if problem.bias is not None:
+            addresses["common.bias"] = "bias"
         maps: dict[str, Any] = {
             f"{name}_map": (name, traits.geometry(name, boxes.get(name, BOX))) for name in _MAPPED
         }
@@ -256,11 +263,12 @@ class Wanted(NamedTuple):
     masked : bool
         Whether there is a mask.
     mapped : bool
-        Whether tensor maps can walk the arrays, if all pointers are multiples of 16, and scores
-        come to the softmax as they are.
+        Whether tensor maps can walk the arrays, if all pointers but the bias' are multiples of 16.
     strided : bool
         Whether kernels that compute addresses can walk the arrays, if all pointers but the bias'
         are multiples of 16.
+    score : ScoreMod or None
+        What a score is besides a product times a positive scale.
     """
 
     dtype: str
@@ -268,6 +276,7 @@ class Wanted(NamedTuple):
     masked: bool = False
     mapped: bool = True
     strided: bool = True
+    score: ScoreMod | None = None
 
 
 class Traits:
@@ -301,6 +310,8 @@ class Traits:
         self.views = {"q": problem.q, "k": problem.k, "v": problem.v, **views._asdict()}
         if problem.bias is not None:
             self.views["bias"] = problem.bias
+        if problem.sinks is not None:
+            self.views["sinks"] = problem.sinks
         axes, steps = attention_params.merge_axes(problem.batch, self.views)
         self.entries = math.prod(axes)
         sharing = bool(axes) and not any(steps[name][-1] for name in ("k", "v", "dk", "dv"))
@@ -312,7 +323,6 @@ class Traits:
             self.entries * -(-problem.q_len // _ROWS_PER_FLAG),
             self.entries // self.group * -(-problem.k_len // _ROWS_PER_FLAG),
         )
-        transformed = attention_params.transforms(problem)
         apart = len(axes) - sharing
         # Sums over other axes are left to the caller, who gives dk and dv an entry for each.
         summed = any(0 in steps[name][:apart] for name in ("dk", "dv")) or 0 in steps["dq"]
@@ -328,10 +338,11 @@ class Traits:
             dtype=problem.dtype.name,
             dim=max(sizes[2:]),
             masked=problem.mask is not None,
-            mapped=served and not transformed and self._maps_walk(),
+            mapped=served and self._maps_walk(),
             strided=served and self._addresses_walk(),
+            score=score_mod_of(problem),
         )
-        self._common = self._constants(transformed) if served else None
+        self._common = self._constants() if served else None
         self._tables: list[tuple[np.ndarray[Any, Any], dict[str, str]]] = []
         if self.wanted.masked:
             self._tables = [(table_of(problem, side), table_arrays(side)) for side in (False, True)]
@@ -342,7 +353,9 @@ class Traits:
         rows = self.entries * (-(-self.problem.q_len // PADDED) + 1) * PADDED
         blocks = max(rows // 8, self.entries * -(-self.problem.k_len // 64))
         item = self.problem.dtype.itemsize
-        return blocks <= MAX_GRID and maps_walk(self.views, self.steps, item, outputs=())
+        unmapped = "bias", "sinks"
+        mapped = {name: view for name, view in self.views.items() if name not in unmapped}
+        return blocks <= MAX_GRID and maps_walk(mapped, self.steps, item, outputs=())
 
     def _addresses_walk(self) -> bool:
         """As `_maps_walk` for kernels that compute addresses."""
@@ -354,10 +367,10 @@ class Traits:
             and view.strides[-2] // item < 2**31
             and all(step % 16 == 0 for step in (*self.steps[name], view.strides[-2]))
             for name, view in self.views.items()
-            if name != "bias"
+            if name not in ("bias", "sinks")
         )
 
-    def _constants(self, transformed: bool) -> np.ndarray[Any, Any]:
+    def _constants(self) -> np.ndarray[Any, Any]:
         """Return ``AttentionParams`` with what all launches say of the problem."""
         problem, filled = self.problem, np.zeros(1, ATTENTION_PARAMS)
         p = filled[0]
@@ -365,16 +378,11 @@ class Traits:
         p["batch_size"] = self.size + [1] * (MAX_BATCH_AXES - MAP_AXES)
         p["q_len"], p["k_len"] = problem.q_len, problem.k_len
         p["head_dim"] = problem.head_dim
+        if problem.bias_dtype is not None:
+            steps = [step // problem.bias_dtype.itemsize for step in self.steps["bias"]]
+            p["bias_batch"][:MAP_AXES] = steps
         p["lower"], p["upper"] = attention_params.band_limits(problem)
-        p["has_score_mod"] = transformed
-        p["exp2_scale"] = 1.0 if transformed else problem.scale * attention_params.LOG2E
-        factor, cap = problem.scale, 0.0
-        if problem.softcap:
-            factor, cap = transform(problem, np.dtype(np.float32))
-        p["scale"], p["softcap"] = (
-            attention_params.in_float32(factor),
-            attention_params.in_float32(cap),
-        )
+        fill_score(p, problem)
         return filled
 
     def common(self, q: str, out: str, v_dim: int, tile_m: int) -> np.ndarray[Any, Any]:
@@ -478,15 +486,9 @@ def strided_params(
         array["batch"] = [step // problem.dtype.itemsize for step in traits.steps[name]]
     params["size"], params["group"] = traits.size, traits.group
     params["entries"], params["row_pairs"] = traits.entries // traits.group, launches.rows // 2
-    params["scale"] = attention_params.in_float32(problem.scale)
     addresses = {name: name for name in ("lse_delta", "nonfinite_flags")}
     addresses |= {f"{name}.start": name for name in _ARRAYS}
     addresses |= traits.mask(params, by_key)
-    view, bias_dtype = problem.bias, problem.bias_dtype
-    if view is not None and bias_dtype is not None:
-        p, item = params["common"][0], bias_dtype.itemsize
-        p["bias_row"], p["bias_col"] = (step // item for step in view.strides[-2:])
-        p["bias_batch"][:MAP_AXES] = [step // item for step in traits.steps["bias"]]
-        p["bias_kind"] = FLOAT_DTYPES.index(bias_dtype)
+    if problem.bias is not None:
         addresses["common.bias"] = "bias"
     return params, addresses

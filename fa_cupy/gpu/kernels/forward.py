@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90
 from fa_cupy.gpu.kernels.attention.attention_params import (
+    MASK_PARTS,
     MAX_LENGTH,
-    NAMES,
-    POINTERS,
     Traits,
 )
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
+from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, workspace_of
 
-#: All rows.
+#: All rows, in their builds for products times a positive scale.
 VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
 
 
@@ -27,15 +27,15 @@ class Call(NamedTuple):
 
     Attributes
     ----------
-    transform : bool
-        Whether scale, softcap or bias change the scores before the softmax.
+    score : ScoreMod or None
+        What a score is besides a product times a positive scale.
     mapped : bool
         Whether tensor maps can walk the arrays (`fwd_sm90.supports`).
     masked : bool
         Whether there is a mask.
     """
 
-    transform: bool = False
+    score: ScoreMod | None = None
     mapped: bool = True
     masked: bool = False
 
@@ -73,7 +73,8 @@ def select(
         and target in variant.targets
         and _serves(variant, call)
     ]
-    return min(fits, key=lambda variant: variant.rank, default=None)
+    found = min(fits, key=lambda variant: variant.rank, default=None)
+    return found and found.for_score(call.score)
 
 
 def _serves(variant: FwdSm80 | FwdSm90, call: Call) -> bool:
@@ -82,14 +83,14 @@ def _serves(variant: FwdSm80 | FwdSm90, call: Call) -> bool:
         return False
     if isinstance(variant, FwdSm80):
         return True
-    return call.mapped and variant.transform == call.transform
+    return call.mapped
 
 
 def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[FwdSm80 | FwdSm90]:
-    """Return all variants that calls of this type and these dims can get, first choices first."""
+    """Return all variants that plain calls of this type and these dims get, first choices first."""
     found = {
-        select(dtype, head_dim, v_dim, target, Call(*call))
-        for call in product((False, True), repeat=3)
+        select(dtype, head_dim, v_dim, target, Call(None, *call))
+        for call in product((False, True), repeat=2)
     }
     return sorted((variant for variant in found if variant), key=lambda variant: variant.rank)
 
@@ -98,7 +99,7 @@ def for_any_layout(problem: Any, target: str | None) -> FwdSm80 | FwdSm90 | None
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
-    call = Call(mapped=False, masked=problem.mask is not None)
+    call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
 
 
@@ -111,14 +112,16 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         Of a problem that a kernel serves in any layout.
     launcher : Launcher
     variant : Variant, optional
-        By default the one that `select` picks.
+        A row whose build for the scores of the problem runs; by default what `select` picks.
     """
     problem = traits.problem
-    names = POINTERS if problem.mask is None else NAMES
+    names = traits.pointers + (() if problem.mask is None else MASK_PARTS)
     if variant is None:
-        call = Call(traits.scores_change, fwd_sm90.supports(traits), problem.mask is not None)
+        call = Call(traits.score, fwd_sm90.supports(traits), problem.mask is not None)
         dims = problem.head_dim, problem.v_dim
         variant = select(problem.dtype.name, *dims, launcher.target, call)
+    elif isinstance(variant, FwdSm80 | FwdSm90):
+        variant = variant.for_score(traits.score)
     if isinstance(variant, FwdSm80):
         return Plan(fwd_sm80.steps(traits, variant), names, launcher)
     assert isinstance(variant, FwdSm90)

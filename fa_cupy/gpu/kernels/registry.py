@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
+
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES
 from fa_cupy.gpu.kernels.mask.transpose_words import TRANSPOSE
+from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.variant import Variant
 
+#: Scores whose builds are compiled and looked at besides those of plain ones.
+SCORE_EXAMPLES = (
+    ScoreMod(softcap=True),
+    ScoreMod(bias_axes="pair", bias_dtype="bfloat16"),
+    ScoreMod(bias_axes="key", bias_dtype="float32"),
+    ScoreMod(softcap=True, bias_axes="pair", bias_dtype="float32"),
+    ScoreMod(bias_axes="query", bias_dtype="float16"),
+)
 #: Those that make tables of masks.
 MASKS: tuple[Variant, ...] = (TABLES, TRANSPOSE)
-ROWS: tuple[Variant, ...] = (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS, *MASKS)
+# Of gradients those without a mask that compute scores, in one of the dtypes.
+_GRADIENTS = [
+    row
+    for row in attention_backward.VARIANTS
+    if row.dtype == "bfloat16" and not row.sparse and row.for_score(SCORE_EXAMPLES[0]) != row
+]
+#: One build for other scores of each row of attention; each kind of scores comes up in turn.
+SCORED: tuple[Variant, ...] = tuple(
+    row.for_score(score)
+    for rows in (VARIANTS, _GRADIENTS)
+    for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
+)
+ROWS: tuple[Variant, ...] = (
+    *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS,
+)  # fmt: skip

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.score import ScoreMod
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPE_NAMES = ("float16", "bfloat16")
 
@@ -32,6 +38,8 @@ class Variant:
         Whether the row is for calls with a mask.
     hot_targets : tuple of str
         Targets whose speed was measured: a row does not spill there.
+    score : ScoreMod or None
+        What a score is in this build; None for products times a positive scale.
     """
 
     source: str
@@ -44,13 +52,18 @@ class Variant:
     why: str
     sparse: bool = False
     hot_targets: tuple[str, ...] = ("sm_90a",)
+    score: ScoreMod | None = None
 
     @property
     def name(self) -> str:
         """Unique, for people and for file names."""
         tile = f"{self.tile_m}x{self.tile_n}"
         plain = f"{self.entry}-{self.dtype}-d{self.dim}-{tile}-w{self.warps}-s{self.stages}"
-        return plain + ("-sparse" if self.sparse else "")
+        return (
+            plain
+            + ("-sparse" if self.sparse else "")
+            + (f"-{self.score.name}" if self.score else "")
+        )
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -83,7 +96,17 @@ class Variant:
             ("FA_SPARSE", int(self.sparse)),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            *self.score_defines,
         )
+
+    @property
+    def score_defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants of ``cuda_src/common/score.cuh``."""
+        return self.score.defines if self.score else ()
+
+    def for_score(self, score: ScoreMod | None) -> Self:
+        """Return the build of this row for calls with such scores."""
+        return dataclasses.replace(self, score=score)
 
     @property
     def rank(self) -> tuple[int, ...]:

@@ -315,15 +315,14 @@ BUGS = {
                                       "min(tile, end)"),
     ),
     "the slope of a softcap is left out": (
-        "bwd_dkdv_sm80", 64, ("dp[i][first_fragment + j][e] *= x.slope;", ""),
+        "bwd_dkdv_sm80", 64, ("dp[i][j][e] *= slope;", ""),
     ),
     "a bias of other rows": (
-        "bwd_dq_sm80", 128, ("first_own + 16 * i, first_other + 8 * first_fragment",
-                                  "first_own, first_other"),
+        "bwd_dq_sm80", 128, ("s[i], first_own + 16 * i,", "s[i], first_own,"),
     ),
     "query and key change places in a bias": (
-        "bwd_dkdv_sm80", 96, ("const int query = min(kOwnKeys ? other_row : own_row,",
-                              "const int query = min(kOwnKeys ? own_row : other_row,"),
+        "bwd_dkdv_sm80", 96, ("const int64 col_step = kOwnKeys ? p.bias_row : p.bias_col;",
+                              "const int64 col_step = kOwnKeys ? p.bias_col : p.bias_row;"),
     ),
 }  # fmt: skip
 

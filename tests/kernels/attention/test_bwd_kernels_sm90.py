@@ -10,12 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention import bwd_convert_dq, bwd_sm90
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
 from fa_cupy.gpu.kernels.backward import Wanted
+from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.support.every_run import examples, only, some
-from tests.support.kernel_attention import DTYPES
-from tests.support.kernel_gradients import case, check, parts_of, rows_sm90, solve, traits_of
+from tests.support.kernel_attention import DTYPES, blocks_of, draw
+from tests.support.kernel_gradients import (
+    case,
+    check,
+    parts_of,
+    rows_sm90,
+    score_of,
+    solve,
+    traits_of,
+)
 from tests.support.noting_launcher import NotingLauncher
 from tests.support.planted import plant
 from validation import emulator
@@ -118,6 +129,129 @@ def test_scores_of_any_size():
         check(call)
         q = np.abs(call.q)
         check(call._replace(q=q, k=-np.abs(call.k)))
+
+
+# Scores that are more than products times a positive scale.
+SCORES = {
+    "any scale": ScoreMod(),
+    "softcap": ScoreMod(softcap=True),
+    "bias of keys": ScoreMod(bias_axes="key", bias_dtype="float32"),
+    "bias of queries": ScoreMod(bias_axes="query", bias_dtype="float16"),
+    "bias of pairs": ScoreMod(bias_axes="pair", bias_dtype="bfloat16"),
+    "softcap and bias of pairs": ScoreMod(True, "pair", "float32"),
+}
+
+
+def with_scores(call, score, heads, seed=0):
+    """The call with such scores; a bias is of all heads, or of each."""
+    options = {"softcap": 2.0} if score.softcap else {"scale": -0.2}
+    if score.bias_axes:
+        (batch, _, q_len, _), k_len = call.q.shape, call.k.shape[2]
+        lengths = {"key": (1, k_len), "query": (q_len, 1), "pair": (q_len, k_len)}
+        dtype = {**DTYPES, "float32": np.dtype(np.float32)}[score.bias_dtype]
+        bias = draw(batch, heads, *lengths[score.bias_axes], dtype=dtype, seed=seed)
+        bias[..., ::7, ::7] = -np.inf if score.bias_axes != "query" else 1.0
+        options["bias"] = bias
+    return call._replace(options={**call.options, **options})
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("dim", "what"),
+    only(
+        itertools.product(DIMS, SCORES), (64, "softcap"), (64, "bias of keys"),
+        (64, "bias of pairs"), (96, "any scale"), (128, "bias of queries"),
+        (128, "softcap and bias of pairs"), (256, "softcap"), (256, "bias of pairs"),
+    ),
+)  # fmt: skip
+def test_scores(dim, what):
+    score = SCORES[what]
+    # A row of a bias begins at an even element, or at an odd one.
+    for i, (heads, lengths) in enumerate((((4, 2), (150, 200)), ((2, 2), (129, 131)))):
+        band = {"is_causal": True, "causal_align": BOTTOM} if i else {}
+        dims = dim - 8 * i, dim - 16 * i
+        call = case("bfloat16", heads, lengths, dims, batch=2 - i, dlse=True, **band)
+        call = with_scores(call, score, heads[0] if i == 0 else 1, seed=i)
+        assert score_of(call) == score
+        check(call, seed=i, blocks=3, together=3)
+        assert [x.tobytes() for x in solve(call)] == [x.tobytes() for x in solve(call, seed=9)]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("dim", "what"),
+    only(itertools.product(DIMS, SCORES), (64, "bias of pairs"), (128, "softcap"),
+         (256, "bias of keys")),
+)  # fmt: skip
+def test_scores_under_a_mask(dim, what):
+    call = case("float16", (2, 1), (290, 150), (dim, dim), batch=1, window=(200, 20),
+                causal_align=TOP)  # fmt: skip
+    call = with_scores(call, SCORES[what], 2)
+    call.options["mask"] = blocks_of(np.random.default_rng(dim), 2, 290, 150)
+    check(call, blocks=2, together=2)
+
+
+# A padded dim: what stands in a kernel for such scores, and what is put in its place.
+SCORE_BUGS = {
+    "a slope is left out": ("bwd_sm90", 128, ("s[j][e] = weight[e] * slope;",
+                                              "s[j][e] = weight[e];")),
+    "dV of weights times slopes": (
+        "bwd_sm90", 64, ("pack2<kBf16>(weight[2 * h], weight[2 * h + 1]);",
+                         "pack2<kBf16>(s[j][2 * h], s[j][2 * h + 1]);"),
+    ),
+    "the bias of another head": ("bwd_sm90", 128, ("(coordinate[2] + head) * p.bias_batch",
+                                                   "coordinate[2] * p.bias_batch")),
+    "the bias of other queries": ("bwd_sm90", 64, ("first_query(c, q_stage, countdown), f);",
+                                                   "first_query(c, q_stage, countdown) + 8, f);")),
+    "the bias of other keys": ("bwd_dkdv_sm90", 256, ("shared.bias_offset[at], own_key(),",
+                                                      "shared.bias_offset[at], own_key() + 1,")),
+    "a slope is not handed over": ("bwd_dkdv_sm90", 256, ("s[j][0] * slope[0]", "s[j][0]")),
+    "dQ without slopes": ("bwd_dq_sm90", 256, ("x = slope * ex2", "x = ex2")),
+}  # fmt: skip
+
+
+@functools.cache
+def solved_with_scores(dim):
+    call = case("bfloat16", (2, 1), (200, 150), (dim, dim), batch=1)
+    call = with_scores(call, SCORES["softcap and bias of pairs"], 2)
+    return call, solve(call)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", some(SCORE_BUGS, lambda bug: SCORE_BUGS[bug][0]))
+def test_a_bug_of_scores_is_found(bug, tmp_path):
+    kind, dim, change = SCORE_BUGS[bug]
+    call, want = solved_with_scores(dim)
+    row = planted_row(kind, dim)
+    got = solve(call, sources={row.entry: plant(tmp_path, row.source, change)})
+    assert any(x.tobytes() != y.tobytes() for x, y in zip(got, want, strict=True))
+
+
+# setmaxnreg ignored, or products one after the other.
+SLOW_NOTES = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514")
+SCORED = [
+    row.for_score(score)
+    for row, score in itertools.product(attention_backward.VARIANTS, SCORES.values())
+    if row.kernel in ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dq_sm90")
+]
+
+
+def compiled_always(row):
+    usual = row.dtype == "bfloat16" and not row.sparse
+    wide = usual and row.dim == 256 and row.score.softcap and not row.score.bias_axes
+    return wide or (usual and row.dim in (64, 128) and row.score.bias_dtype != "float16")
+
+
+@pytest.mark.parametrize(
+    "row", only(SCORED, *filter(compiled_always, SCORED)), ids=lambda row: row.name
+)
+def test_what_scores_take_leaves_products_in_flight(row):
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    found = compile.resource_report(compile.compile_variant(row, "sm_90a").log)
+    assert not [note for note in found.notes if any(code in note for code in SLOW_NOTES)]
+    # Not in every build is there a register for everything.
+    most = 64 if not row.sparse else 160
+    assert max(found.spill_stores, found.spill_loads) <= most
 
 
 # Of a kernel and a padded dim: what is said, then what stands there and what is put in its place.
@@ -236,8 +370,9 @@ def test_what_tensor_maps_walk():
     few = np.zeros((2, 2, 40, 64), np.float16)
     assert mapped(x, x, x)
     assert mapped(x, few, few, is_causal=True)
-    assert not mapped(x, x, x, softcap=2.0)
-    assert not mapped(x, x, x, scale=-1.0)
+    assert mapped(x, x, x, softcap=2.0)
+    assert mapped(x, x, x, scale=-1.0)
+    assert mapped(x, x, x, np.zeros((4, 40, 41), np.float16)[..., 1:])  # which has no map
     assert not mapped(x[..., :63], x[..., :63], x)
     assert not mapped(x, few, x)  # the sum over heads is of k alone
     assert not mapped(x, x[..., :0, :], x[..., :0, :])
@@ -297,6 +432,12 @@ def test_select():
         assert len(rows) == 4
         assert all(row.dim >= dim for row in rows)
         assert rows[1].kernel == ("bwd_sm90" if dim <= 128 else "bwd_dkdv_sm90")
+        for score in SCORES.values():
+            scored = select(Wanted("bfloat16", dim, score=score), "sm_90a")
+            assert [row.kernel for row in scored] == [row.kernel for row in rows]
+            assert scored[0] == rows[0]
+            assert scored[1].score == scored[3].score == score
+            assert scored[2].tile_m == getattr(scored[1], "dq_tile_m", scored[2].tile_m)
         plain = select(Wanted("bfloat16", dim, mapped=False), "sm_90a")
         assert plain == select(Wanted("bfloat16", dim), "sm_80")
         assert plain[1].kernel == "bwd_dkdv_sm80"

@@ -179,12 +179,12 @@ BUGS = {
                       "const bool is_large = 0 * fabsf(lse)"),
     "one thread of four adds up a row": ("bwd_nonfinite", "i < kThreads; i += kTile", "i < 1; ++i"),
     "products are exact": (
-        "bwd_nonfinite", "ex2_approx_ftz(__fmul_rn(score, scale) - of.x)",
+        "bwd_nonfinite", "ex2_approx_ftz(scale_score(score, scale) - of.x)",
         "ex2_approx_ftz(fmaf(score, scale, -of.x))",
     ),
     "weights are not divided by their sum": (
-        "bwd_nonfinite", "__fmul_rn(score, scale) - of.x) * of.y",
-        "__fmul_rn(score, scale) - of.x)",
+        "bwd_nonfinite", "scale_score(score, scale) - of.x) * of.y",
+        "scale_score(score, scale) - of.x)",
     ),
     "the sums of another head": (
         "bwd_nonfinite", "batch_offsets(p, entry), lse_delta_of(params, entry)",

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.emulator
 
 SOURCE = "attention/fwd_sm90"
 ROWS = [row for row in VARIANTS if row.sparse and row.source == SOURCE]
-PLAIN = {(row.dim, row.transform): row for row in ROWS}
-BY_DIM = {dim: row for (dim, transform), row in PLAIN.items() if not transform}
+BY_DIM = {row.dim: row for row in ROWS}
 BY_TILE = {128: BY_DIM[128], 64: BY_DIM[256]}  # keys of a tile: a whole block, and half of one
 by_dim = pytest.mark.parametrize(
     "row", only(BY_DIM.values(), BY_DIM[64], BY_DIM[256]), ids=lambda row: row.name
@@ -26,10 +25,10 @@ by_dim = pytest.mark.parametrize(
 by_tile = pytest.mark.parametrize("row", BY_TILE.values(), ids=lambda row: row.name)
 
 
-@pytest.mark.parametrize("row", some(ROWS, lambda row: row.transform), ids=lambda row: row.name)
-def test_every_row(row):
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("row", some(ROWS, lambda row: row.sparse), ids=lambda row: row.name)
+def test_every_row(row, options):
     rng, dtype = np.random.default_rng(row.dim), DTYPES[row.dtype]
-    options = {"softcap": 3.0} if row.transform else {}
     q, k, v = (draw(2, n, row.dim, dtype=dtype, seed=i) for i, n in enumerate((300, 450, 450)))
     check(row, q, k, v, blocks_of(rng, 2, 300, 450, density=0.5), seed=1, **options)
     mask, order = blocks_of(rng, 300, 450, density=0.1), shuffled(rng, (2,), 300)
@@ -53,7 +52,7 @@ def test_every_row(row):
 def test_any_call_with_any_schedule(
     dim, lengths, heads, entries, density, band, biased, by_tile, seed
 ):
-    row, rng = PLAIN[dim, biased], np.random.default_rng(seed)
+    row, rng = BY_DIM[dim], np.random.default_rng(seed)
     (q_len, k_len), (q_heads, kv_heads) = lengths, heads
     narrow, dtype = dim - 8 * int(rng.integers(0, 3)), DTYPES[row.dtype]
     q = draw(2, q_heads, q_len, narrow, dtype=dtype, seed=seed)
@@ -138,7 +137,7 @@ def test_an_all_true_mask_is_no_mask(band):
     row = BY_DIM[128]
     plain = next(
         r for r in VARIANTS
-        if r.source == SOURCE and not (r.sparse or r.transform)
+        if r.source == SOURCE and not r.sparse
         and (r.dim, r.dtype) == (128, row.dtype)
     )  # fmt: skip
     q, k, v = (draw(n, 128, dtype=DTYPES[row.dtype], seed=n) for n in (200, 330, 330))

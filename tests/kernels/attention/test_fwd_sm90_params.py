@@ -18,6 +18,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS, Tra
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FWD_SM90_PARAMS, TILE_SCHEDULER, FwdSm90
 from fa_cupy.gpu.kernels.forward import Call, select
+from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.core.test_checks import NO_OPTIONS
 from validation.digest import ROOT
 
@@ -331,15 +332,15 @@ def test_four_axes_that_do_not_merge_are_too_many():
 @pytest.mark.parametrize("target", SHARED_LIMIT)
 @pytest.mark.parametrize("dim", [1, 32, 33, 64, 96, 100, 192, 200, 256])
 def test_sm90_comes_first_where_it_can(target, dim):
-    for transform, masked in itertools.product((False, True), repeat=2):
-        call = Call(transform, masked=masked)
+    for score, masked in itertools.product((None, ScoreMod(softcap=True)), (False, True)):
+        call = Call(score, masked=masked)
         row = select("bfloat16", dim, 1, target, call)
         other = select("bfloat16", dim, 1, target, call._replace(mapped=False))
         assert isinstance(other, FwdSm80)
         assert other.sparse == masked
         if target == "sm_90a":
             assert isinstance(row, FwdSm90)
-            assert row.transform == transform
+            assert row.score == score
             assert row.sparse == masked
             assert row.dim >= dim
         else:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.emulator
 
 SM80 = [row for row in VARIANTS if not isinstance(row, FwdSm90)]
 SM90 = [row for row in VARIANTS if isinstance(row, FwdSm90)]
-PLAIN = [row for row in VARIANTS if not row.sparse and not getattr(row, "transform", False)]
+PLAIN = [row for row in VARIANTS if not row.sparse]
 # Of every dtype one row of each kernel, all tiles of head_dim 64 and 128 among them.
 FEW = [r for r in PLAIN if (r.dim == 64) == (r.dtype == "float16") and r.dim in (64, 128)]
 # Of each kernel one.
@@ -41,12 +41,6 @@ of_few = pytest.mark.parametrize("row", only(FEW, *ONE), ids=lambda row: row.nam
 def run(row, call, seed=0, source=None):
     *arrays, options = call
     return calls.attention(row, *arrays, seed, source, **options)
-
-
-def takes_bias(row):
-    """The row that serves the calls of this one that have a bias or a softcap."""
-    found = (r for r in VARIANTS if (r.source, r.dtype, r.dim) == (row.source, row.dtype, row.dim))
-    return next(r for r in found if not r.sparse and getattr(r, "transform", True))
 
 
 @examples(25)
@@ -61,12 +55,12 @@ def test_whole_scores_on_sm80(row, how, heads, narrow, lengths, seed):
 
 
 @examples(25)
-@given(row=st.sampled_from(SM90), how=st.sampled_from(TRANSFORMS),
+@given(row=st.sampled_from(SM90), how=st.sampled_from((None, None, *TRANSFORMS)),
        heads=st.sampled_from([(1, 1), (2, 2), (4, 2)]), narrow=st.integers(0, 1),
        lengths=st.tuples(st.integers(1, 200), st.integers(3, 300)),
        seed=st.integers(0, 2**32))  # fmt: skip
 def test_whole_scores_on_sm90(row, how, heads, narrow, lengths, seed):
-    dims, how = (row.dim - 8 * narrow, row.dim), how if row.transform else None
+    dims = row.dim - 8 * narrow, row.dim
     call = whole_scores(seed, DTYPES[row.dtype], dims, how, row.sparse, *lengths, heads)
     hold(call, *run(row, call, seed % 100))
 
@@ -115,7 +109,7 @@ BIASES = (-1e4, -65504, -1e8, -1e9, -1e12, -LARGEST, LARGEST, 1e9)
 def test_the_same_bias_for_every_key(row, size):
     """Scores that are equal beside it get equal weights, as plain arithmetic gives them."""
     for call in same_bias(DTYPES[row.dtype], (row.dim, row.dim), size):
-        out, lse = run(takes_bias(row), call)
+        out, lse = run(row, call)
         hold_as_plain(call, out)
         np.testing.assert_allclose(lse, call.bias[:, 0], rtol=1e-6, atol=6)
 
@@ -134,7 +128,7 @@ def test_a_lost_row_does_not_spread_to_those_computed_again(row):
 
 def check_all(row, source=None):
     """Some calls of every kind, for a kernel in place of the row's own."""
-    dtype, dims, biased = DTYPES[row.dtype], (row.dim, row.dim), takes_bias(row)
+    dtype, dims = DTYPES[row.dtype], (row.dim, row.dim)
     calls = one_key(dtype, dims, 25000)
     if row.dtype == "bfloat16":
         calls += beyond_float32(dims, 1e30)
@@ -144,7 +138,7 @@ def check_all(row, source=None):
     hold_as_plain(call, run(row, call, source=source)[0])
     for size in (-1e9, -LARGEST, LARGEST):
         for call in same_bias(dtype, dims, size):
-            hold_as_plain(call, run(biased, call, source=source)[0])
+            hold_as_plain(call, run(row, call, source=source)[0])
 
 
 # What stands in the headers, what is put there instead; which kernel shows it.
@@ -160,13 +154,10 @@ BUGS = {
     "products in float32": ("fwd_sm80", ("dot_qk<kBf16, double>", "dot_qk<kBf16, float>")),
     "the bias times log2(e) by itself": (
         "fwd_sm80",
-        ("x += load_as_float(p.bias, offsets.bias + row * p.bias_row + col * p.bias_col, "
-         "p.bias_kind);",
-         "return fmaf(kLog2e, load_as_float(p.bias, offsets.bias + row * p.bias_row + col * "
-         "p.bias_col,"
-         " p.bias_kind), kLog2e * x);"),
+        ("fmaf(p.scale, s[j][e], bias.at(j, e));",
+         "fmaf(p.scale, s[j][e], fmaf(kLog2e, bias.at(j, e), -0.44269504f * bias.at(j, e)));"),
     ),
-    "the lowest bias hides": ("fwd_sm90", ("__fmul_rz(kLog2e, x)", "kLog2e * x")),
+    "the lowest bias hides": ("fwd_sm90", ("__fmul_rz(score, exp2_scale)", "score * exp2_scale")),
     "the log-sum-exp stays": ("fwd_sm80", ("p.lse[batch * p.q_len + row] = lse;", ";")),
     "the maximum stays": ("fwd_sm80", ("row_max = score;",
                                        "row_max = row_max < -1e300 ? score : row_max;")),

@@ -73,6 +73,11 @@ SOURCES = {
     "ex2_approx_ftz": elementwise("ex2_approx_ftz"),
     "lg2_approx_ftz": elementwise("lg2_approx_ftz"),
     "rcp_rn": elementwise("rcp_rn"),
+    "rcp_approx_ftz": elementwise("rcp_approx_ftz"),
+    "select_le": """
+  const float *x = at<float>(p.x), *limits = at<float>(p.y), *a = at<float>(p.z);
+  at<float>(p.out)[i] = select_le(x[i], limits[i], a[i], -1.0f);
+""",
     "fma_rn_f16x2": fused("fma_rn_f16x2"),
     "fma_rn_bf16x2": fused("fma_rn_bf16x2"),
     "cvt_f32_f16": elementwise("cvt_f32_f16", "uint16"),
@@ -259,6 +264,24 @@ def test_fma_of_packed_pairs(run, dtype):
     )  # fmt: skip
     finite = np.isfinite(x.astype(np.float32)).reshape(-1, 2).all(axis=1)
     np.testing.assert_array_equal(probe == 0, finite)
+
+
+@pytest.mark.gpu
+def test_rcp_approx_ftz(run):
+    x = padded(rng.choice([-1.0, 1.0], 2**14) * 10.0 ** rng.uniform(-37.5, 37.5, 2**14))
+    got = run("rcp_approx_ftz", (x.shape, np.float32), x, threads=x.size)
+    np.testing.assert_allclose(got, 1 / x.astype(np.float64), rtol=2**-22)
+    special = padded([0.0, -0.0, 1e-40, 3e38, np.inf, -np.inf, np.nan])
+    got = run("rcp_approx_ftz", (special.shape, np.float32), special, threads=special.size)
+    np.testing.assert_array_equal(got[:7], [np.inf, -np.inf, np.inf, 0.0, 0.0, 0.0, np.nan])
+
+
+@pytest.mark.gpu
+def test_select_le(run):
+    x, limits = (padded(rng.choice(SPECIAL, 2**10)) for _ in range(2))
+    chosen = padded(rng.standard_normal(2**10))
+    got = run("select_le", (x.shape, np.float32), x, limits, chosen, threads=x.size)
+    np.testing.assert_array_equal(got, np.where(x <= limits, chosen, np.float32(-1)))
 
 
 @pytest.mark.gpu

@@ -28,7 +28,13 @@ INCLUDES = "".join(f'#include "ptx/{name}"\n' for name in sorted(HEADERS) if nam
 #: What is left to chance: which lane is elected, which thread draws which ticket.
 FREE = {"elect_sync", "atomics"}
 #: Units in the last place between the machines; sums are rounded in another order.
-ROUNDED = {"ex2_approx_ftz": 4, "lg2_approx_ftz": 4, "mma_m16n8k16": 4, "wgmma": 64}
+ROUNDED = {
+    "ex2_approx_ftz": 4,
+    "rcp_approx_ftz": 4,
+    "lg2_approx_ftz": 4,
+    "mma_m16n8k16": 4,
+    "wgmma": 64,
+}
 SHARED = re.compile(r"__shared__ (?:__align__\((\d+)\) )?(\w+) (\w+)((?:\[[^\]]+\])+)?;")
 rng = np.random.default_rng(0)
 

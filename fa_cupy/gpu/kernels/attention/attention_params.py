@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View
-from fa_cupy.tiled.softcap import transform
+from fa_cupy.gpu.kernels.score import SCORE_FIELDS, fill_score, score_mod_of
 
 MAX_BATCH_AXES = 6
 MAX_GRID = 2**31 - 1
 #: Query and key indices are 32-bit inside a kernel; a tile may reach past the end.
 MAX_LENGTH = 2**31 - 2**16
 _INT32 = 2**31 - 1
-LOG2E = math.log2(math.e)
 _L2_BYTES = 32 << 20  # what keys and values can count on of an H200's 50 MiB
 
-#: The arrays a launch points to, in the order of the struct.
+#: The arrays a launch points to, in the order of the struct. With sinks, they follow.
 POINTERS = ("q", "k", "v", "bias", "out", "lse")
 _OPERANDS = ("q", "k", "v", "out", "bias")
 _ROWS = ("q", "k", "v", "out")
@@ -46,12 +45,14 @@ ATTENTION_PARAMS = np.dtype(
     + [("batch_size", np.int64, (MAX_BATCH_AXES,))]
     + [(f"{name}_row", np.int32) for name in _ROWS]
     + [(name, np.int32) for name in ("q_len", "k_len", "head_dim", "v_dim", "q_tiles")]
-    + [(name, np.int32) for name in ("lower", "upper", "bias_kind", "has_score_mod")]
-    + [(name, np.float32) for name in ("exp2_scale", "scale", "softcap")],
+    + [(name, np.int32) for name in ("lower", "upper", "bias_pairs")]
+    + SCORE_FIELDS
+    + [("sinks", np.uint64), ("sinks_batch", np.int64, (MAX_BATCH_AXES,))]
+    + [("sinks_row", np.int64), ("sinks_kind", np.int32)],
     align=True,
 )
-#: What calls with a mask give addresses of, in this order: the arrays, and the parts of the mask.
-NAMES = (*POINTERS, *(f"mask.{name}" for name in MASK_LISTS.names or ()))
+#: The parts of a mask, whose addresses calls with one give after those of the arrays.
+MASK_PARTS = tuple(f"mask.{name}" for name in MASK_LISTS.names or ())
 
 
 class MaskPointers(NamedTuple):
@@ -89,7 +90,7 @@ class Part(NamedTuple):
     Attributes
     ----------
     offsets : tuple of int
-        Bytes from `POINTERS` to the arrays of its entry 0.
+        Bytes from `Traits.pointers` to the arrays of its entry 0.
     first_batch, blocks : int
         The entry of its first block, how many blocks there are.
     entry : int
@@ -144,13 +145,6 @@ def band_limits(problem: Problem) -> tuple[int, int]:
     return lower, upper
 
 
-def transforms(problem: Problem) -> bool:
-    """Whether scale, softcap or bias change the scores before the softmax."""
-    # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
-    plain_scale = 1e-30 < problem.scale < 1e30
-    return problem.bias is not None or problem.softcap > 0 or not plain_scale
-
-
 class Traits:
     """What follows from a forward problem and its output for the launches, derived once.
 
@@ -164,15 +158,17 @@ class Traits:
     Attributes
     ----------
     views : dict of View
-        Of q, k, v and out, and of the bias if there is one.
+        Of q, k, v and out, and of the bias and the sinks if there are any.
     item : dict of int
         Bytes of an element of each.
     sizes, strides : list of int, dict of list of int
         The batch axes that all of them walk, merged, and the bytes along each; see `merge_axes`.
     mapped_sizes, mapped_strides : list of int, dict of list of int
         The same of q, k, v and out, which may be walked by tensor maps.
-    scores_change : bool
-        Whether scale, softcap or bias change the scores before the softmax.
+    score : ScoreMod or None
+        What kernels compute besides products times a positive scale.
+    pointers : tuple of str
+        The arrays that launches point to: `POINTERS`, and the sinks if there are any.
     """
 
     def __init__(self, problem: Problem, out: View) -> None:
@@ -183,8 +179,12 @@ class Traits:
         self.sizes, self.strides = self.mapped_sizes, self.mapped_strides
         if problem.bias is not None and problem.bias_dtype is not None:
             self.views["bias"], self.item["bias"] = problem.bias, problem.bias_dtype.itemsize
+        if problem.sinks is not None and problem.sinks_dtype is not None:
+            self.views["sinks"], self.item["sinks"] = problem.sinks, problem.sinks_dtype.itemsize
+        if len(self.views) > len(_ROWS):
             self.sizes, self.strides = merge_axes(problem.batch, self.views)
-        self.scores_change = transforms(problem)
+        self.score = score_mod_of(problem)
+        self.pointers = POINTERS if problem.sinks is None else (*POINTERS, "sinks")
 
     def query_tiles(self, tile_m: int) -> int:
         """Return the tiles of queries of a batch entry; with a mask, of whole blocks of rows."""
@@ -218,7 +218,8 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
     params = np.zeros(1, ATTENTION_PARAMS)
     p = params[0]
     for name, view in views.items():
-        p[f"{name}_row"] = view.strides[-2] // item[name]
+        if name != "bias":
+            p[f"{name}_row"] = view.strides[-2] // item[name]
         p[f"{name}_batch"][:axes] = [s // item[name] for s in strides[name][outer:]]
     p["batch_size"] = 1
     p["batch_size"][:axes] = sizes[outer:]
@@ -227,16 +228,12 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
         p[name] = getattr(problem, name)
     p["q_tiles"] = traits.query_tiles(tile_m)
     p["lower"], p["upper"] = band_limits(problem)
-    if problem.bias is not None and problem.bias_dtype is not None:
-        p["bias_col"] = problem.bias.strides[-1] // item["bias"]
-        p["bias_kind"] = FLOAT_DTYPES.index(problem.bias_dtype)
-    p["has_score_mod"] = traits.scores_change
-    p["exp2_scale"] = 1.0 if traits.scores_change else problem.scale * LOG2E
-    factor, cap = transform(problem, np.dtype(np.float32))
-    p["scale"], p["softcap"] = in_float32(factor), in_float32(cap)
+    fill_score(p, problem)
+    if problem.sinks_dtype is not None:
+        p["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
 
     strides["lse"] = [4 * problem.q_len * math.prod(sizes[a + 1 :]) for a in range(outer)]
-    found = list(parts(POINTERS, sizes, outer, strides, int(p["q_tiles"])))
+    found = list(parts(traits.pointers, sizes, outer, strides, int(p["q_tiles"])))
     steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
     return params, found, all(step % 16 == 0 for step in steps)
 
@@ -283,13 +280,6 @@ def parts(
         )
         for first in range(0, inner, entries):
             yield Part(offsets, first, min(entries, inner - first) * blocks, number * inner)
-
-
-def in_float32(x: float) -> float:
-    """Keep an option inside float32, where a kernel computes: neither infinite nor 0 if not 0."""
-    if x == 0.0:
-        return x
-    return math.copysign(max(1.5e-45, min(3.4e38, abs(x))), x)
 
 
 def _clip(bound: int) -> int:

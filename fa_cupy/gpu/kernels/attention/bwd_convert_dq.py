@@ -10,6 +10,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.attention.bwd_sm90 import PIECES, BwdSm90
 from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE
+from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
@@ -34,6 +35,10 @@ class BwdConvertDq(BackwardVariant):
     def targets(self) -> tuple[str, ...]:
         """That of ``bwd_sm90``."""
         return ("sm_90a",)
+
+    def for_score(self, score: ScoreMod | None) -> BwdConvertDq:
+        """Return the row: it computes no scores."""
+        return self
 
     @property
     def shared_bytes(self) -> int:

@@ -30,7 +30,8 @@ class BwdDkdvSm90(BackwardSm90):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         tiles = 64 * self.row_bytes * (2 + 2 * self.stages)
         barriers = 4 + 5 * self.stages + 2 * WORK_STAGES
-        end = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
+        notes = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
+        end = self.end_of_offsets(notes)
         return tiles + (4 * 64 * 64 + 512) * self.stages + -(-end // 16) * 16
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fa_cupy.core.attention_problem import FLOAT_DTYPES
 from fa_cupy.gpu.kernels.backward import (
     BACKWARD_FIELDS,
     BACKWARD_PARAMS,
@@ -14,6 +15,7 @@ from fa_cupy.gpu.kernels.backward import (
     Traits,
     strided_params,
 )
+from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
@@ -52,6 +54,13 @@ class BwdNonfinite(BackwardVariant):
         launches.counters["task_counters"] = 4 * _TASK_COUNTERS
         params, addresses = strided_params(traits, launches, self.tile_m, False, NONFINITE_PARAMS)
         addresses["common.lse"] = "lse"
+        problem, p = traits.problem, params["common"][0]
+        if problem.sinks is not None and problem.sinks_dtype is not None:
+            item = problem.sinks_dtype.itemsize
+            p["sinks_row"] = problem.sinks.strides[-2] // item
+            p["sinks_batch"][:MAP_AXES] = [step // item for step in traits.steps["sinks"]]
+            p["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
+            addresses["common.sinks"] = "sinks"
         addresses |= {name: name for name in ("row_statistics", "task_counters")}
         queries, keys = traits.flags
         grid = launches.persistent(queries + 2 * keys)

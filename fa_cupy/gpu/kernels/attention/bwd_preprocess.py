@@ -9,6 +9,7 @@ import numpy as np
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits
+from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step, workspace_of
 
@@ -33,6 +34,10 @@ class BwdPreprocess(BackwardVariant):
     def targets(self) -> tuple[str, ...]:
         """All."""
         return tuple(SHARED_LIMIT)
+
+    def for_score(self, score: ScoreMod | None) -> BwdPreprocess:
+        """Return the row: it computes no scores."""
+        return self
 
     @property
     def shared_bytes(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from fa_cupy.gpu.kernels.backward import GROUPS, WORK_STAGES, BackwardSm90, Launches, Traits
+from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
@@ -56,7 +58,8 @@ class BwdSm90(BackwardSm90):
         alike = self.store_threads == self.staging_stages  # kStagingBarriers
         staging_barriers = staging if alike else staging * self.store_threads
         barriers = 4 + 2 * rings + staging_barriers - staging
-        end = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
+        notes = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
+        end = self.end_of_offsets(notes)
         return tiles + scores + staging * 4 * 64 * self.dq_tile_m + rows + -(-end // 16) * 16
 
     @property
@@ -69,6 +72,18 @@ class BwdSm90(BackwardSm90):
             ("FA_STORE_THREADS", self.store_threads),
             ("FA_DEFER_DQ", int(self.defer_dq)),
         )
+
+    def for_score(self, score: ScoreMod | None) -> BwdSm90:
+        """Return the build of this row for calls with such scores."""
+        if score is None:
+            return self
+        # The registers that 128 queries take leave none for slopes or the bias of queries, or to
+        # make 32 bits of 16.
+        change: dict[str, Any] = {}
+        wide = not score.softcap and score.bias_axes in ("", "key")
+        if self.tile_m == 128 and not (wide and score.bias_dtype in ("", "float32")):
+            change = {"tile_m": 64, "stages": 3, "defer_dq": False}
+        return replace(self, score=score, **change)
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch: a part of the work for each tile of keys."""

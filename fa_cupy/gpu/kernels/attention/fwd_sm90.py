@@ -6,10 +6,10 @@ A tensor map walks an array without the help of the kernel, so that it takes few
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     ATTENTION_PARAMS,
     MAX_BATCH_AXES,
     MAX_LENGTH,
-    POINTERS,
     Traits,
     cached_entries,
     make_params,
     mask_addresses,
 )
+from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,
@@ -78,20 +78,14 @@ class FwdSm90(Variant):
     ----------
     q_stages : int
         Stages of 64 rows of Q each, which are those of one warpgroup.
-    exclusive, q_registers, transform : bool
+    exclusive, q_registers : bool
         Whether a warpgroup has the tensor cores to itself until its products are done; whether Q is
-        read from registers; whether scale, softcap and bias come before the softmax.
+        read from registers.
     """
 
     q_stages: int
     exclusive: bool
     q_registers: bool
-    transform: bool
-
-    @property
-    def name(self) -> str:
-        """Unique, for people and for file names."""
-        return super().name + ("-transform" if self.transform else "")
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -108,11 +102,12 @@ class FwdSm90(Variant):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = row * (self.q_stages * 64 + 2 * self.stages * self.tile_n)
-        scratch = 4 * self.groups * 2048 if self.transform else 8
+        has_bias = self.score is not None and self.score.bias_axes != ""
+        offsets = 8 * (_WORK_STAGES if has_bias else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
-        parts = scratch + 8 * barriers, _WORK_STAGES * work, listed
+        parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
 
     @property
@@ -124,9 +119,18 @@ class FwdSm90(Variant):
             ("FA_Q_STAGES", self.q_stages),
             ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
             ("FA_Q_IN_REGISTERS", int(self.q_registers)),
-            ("FA_SCORE_MOD", int(self.transform)),
             ("FA_SM90_PARAMS_BYTES", FWD_SM90_PARAMS.itemsize),
         )
+
+    def for_score(self, score: ScoreMod | None) -> FwdSm90:
+        """Return the build of this row for calls with such scores."""
+        if score is None:
+            return self
+        # Scores take the registers of Q, and more than the 160 that a thread of three groups has.
+        change: dict[str, Any] = {"q_registers": False}
+        if self.groups == 3:
+            change |= {"tile_m": 128, "warps": 12, "q_stages": 4}
+        return dataclasses.replace(self, score=score, **change)
 
     @property
     def rank(self) -> tuple[int, ...]:
@@ -163,13 +167,13 @@ def _rows() -> Iterator[FwdSm90]:
     )
     both = [(False, row) for row in rows] + [(True, row) for row in masked]
     for sparse, (dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why) in both:
-        for dtype, transform in product(DTYPE_NAMES, (False, True)):
+        for dtype in DTYPE_NAMES:
             yield FwdSm90(
                 source="attention/fwd_sm90", dtype=dtype, dim=dim, tile_m=64 * groups,
                 tile_n=tile_n, warps=4 * (groups + 1), stages=stages,
-                q_stages=2 if transform and dim > 128 and not sparse else q_stages,
-                exclusive=bool(exclusive), q_registers=bool(q_registers), transform=transform,
-                sparse=sparse, why=why, hot_targets=() if transform else ("sm_90a",),
+                q_stages=q_stages,
+                exclusive=bool(exclusive), q_registers=bool(q_registers),
+                sparse=sparse, why=why,
             )  # fmt: skip
 
 
@@ -208,7 +212,7 @@ def packed_heads(traits: Traits, tile_m: int) -> int:
     if not axes or strides["k"][-1] or strides["v"][-1] or not strides["q"][-1]:
         return 1
     heads, rows = axes[-1], problem.q_len * axes[-1]
-    if traits.scores_change or heads > _MAX_PACKED or heads & (heads - 1):
+    if traits.score or heads > _MAX_PACKED or heads & (heads - 1):
         return 1
     fewer = -(-rows // tile_m) < heads * -(-problem.q_len // tile_m)
     return heads if fewer and rows <= MAX_LENGTH else 1
@@ -269,7 +273,7 @@ def _step(
     scheduler = own["scheduler"]
     scheduler["tiles"], scheduler["entries"] = entries * tiles, entries
     scheduler["entries_per_l2_group"] = min(group, entries)
-    addresses = {f"common.{name}": name for name in POINTERS}
+    addresses = {f"common.{name}": name for name in traits.pointers}
     if traits.problem.mask is not None:
         addresses |= mask_addresses("common.", whole)
     if grid < entries * tiles:

@@ -1,0 +1,93 @@
+// The functions of score expressions (fa_cupy/score/cuda.py), in float and in double.
+//
+// NaN goes through min and max, as in NumPy.  Integers of 64 bits come from the caller's arrays:
+// their arithmetic wraps around, in unsigned integers, for which that is defined.  What is of 32
+// bits was checked to fit (fa_cupy/score/ranges.py), and divisors are positive.
+#pragma once
+#include "ptx/types.cuh"
+
+FA_DEVICE float exp_of(float x) { return expf(x); }
+FA_DEVICE double exp_of(double x) { return exp(x); }
+FA_DEVICE float log_of(float x) { return logf(x); }
+FA_DEVICE double log_of(double x) { return log(x); }
+FA_DEVICE float sqrt_of(float x) { return sqrtf(x); }
+FA_DEVICE double sqrt_of(double x) { return sqrt(x); }
+FA_DEVICE float tanh_of(float x) { return tanhf(x); }
+FA_DEVICE double tanh_of(double x) { return tanh(x); }
+FA_DEVICE float sin_of(float x) { return sinf(x); }
+FA_DEVICE double sin_of(double x) { return sin(x); }
+FA_DEVICE float cos_of(float x) { return cosf(x); }
+FA_DEVICE double cos_of(double x) { return cos(x); }
+FA_DEVICE float floor_of(float x) { return floorf(x); }
+FA_DEVICE double floor_of(double x) { return floor(x); }
+FA_DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
+FA_DEVICE double sigmoid_of(double x) { return 1.0 / (1.0 + exp(-x)); }
+FA_DEVICE float power_of(float x, float y) { return powf(x, y); }
+FA_DEVICE double power_of(double x, double y) { return pow(x, y); }
+FA_DEVICE int abs_of(int x) { return x < 0 ? -x : x; }
+FA_DEVICE float abs_of(float x) { return fabsf(x); }
+FA_DEVICE double abs_of(double x) { return fabs(x); }
+
+template <typename T>
+FA_DEVICE T sign_of(T x) {
+  return x > T(0) ? T(1) : x < T(0) ? T(-1) : x;  // 0 and NaN are their own
+}
+
+template <typename T>
+FA_DEVICE T min_of(T x, T y) {
+  return x < y || x != x ? x : y;
+}
+
+template <typename T>
+FA_DEVICE T max_of(T x, T y) {
+  return x > y || x != x ? x : y;
+}
+
+// By squares, the same products as in NumPy.
+template <int exponent, typename T>
+FA_DEVICE T int_power(T x) {
+  if constexpr (exponent < 0) {
+    return T(1) / int_power<-exponent>(x);
+  } else if constexpr (exponent == 0) {
+    return T(1);
+  } else if constexpr (exponent == 1) {
+    return x;
+  } else if constexpr (exponent % 2 == 0) {
+    return int_power<exponent / 2>(x * x);
+  } else {
+    return x * int_power<exponent / 2>(x * x);
+  }
+}
+
+FA_DEVICE int64 wrapping_add(int64 x, int64 y) {
+  return static_cast<int64>(static_cast<uint64>(x) + static_cast<uint64>(y));
+}
+
+FA_DEVICE int64 wrapping_subtract(int64 x, int64 y) {
+  return static_cast<int64>(static_cast<uint64>(x) - static_cast<uint64>(y));
+}
+
+FA_DEVICE int64 wrapping_multiply(int64 x, int64 y) {
+  return static_cast<int64>(static_cast<uint64>(x) * static_cast<uint64>(y));
+}
+
+FA_DEVICE int64 wrapping_negative(int64 x) { return wrapping_subtract(0, x); }
+
+FA_DEVICE int64 wrapping_abs(int64 x) { return x < 0 ? wrapping_negative(x) : x; }
+
+template <int exponent>
+FA_DEVICE int64 wrapping_power(int64 x) {
+  return static_cast<int64>(int_power<exponent>(static_cast<uint64>(x)));
+}
+
+// Rounded down, as in Python; y is positive.
+template <typename T>
+FA_DEVICE T floor_divide(T x, T y) {
+  return x / y - (x % y < 0 ? 1 : 0);
+}
+
+template <typename T>
+FA_DEVICE T floor_mod(T x, T y) {
+  const T rest = x % y;
+  return rest < 0 ? rest + y : rest;
+}

@@ -1,0 +1,197 @@
+"""Score expressions, as users write them."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from fa_cupy.core import checks
+from fa_cupy.score import parse
+from fa_cupy.score.program import KINDS, Operands, Program, kind_of
+
+_DTYPES = "float16, bfloat16, float32, float64 or integers of up to 64 bits (not uint64)"
+_MOST_INT = 2**31 - 1
+
+
+class Score:
+    """A score as an expression, for `attention` and `attention_backward`.
+
+    The score of a query and a key is ``expression(s, b, h, i, j) + bias`` where the expression is
+    given, instead of ``s + bias``. Masks, causality and windows apply afterwards.
+
+    Parameters
+    ----------
+    expression : str
+        In Python's syntax, of at most 1000 characters, of
+
+        - `s`, the score of ``scale * q.k`` after the softcap;
+        - integers `b`, `h`, `i` and `j`: the batch entry, the head, the query and the key. `h` is
+          the index along axis -3 of the output, and `b` counts the axes before that in C order;
+          where an axis is missing, its index is 0. `i` and `j` are rows of `q` and `k`, whatever
+          `causal_align` is;
+        - the arguments by name, arrays with an integer for each of 1 to 4 axes, as in
+          ``table[h, i - j + 99]``;
+        - numbers, ``inf`` and ``pi``; ``+ - * /`` and ``**``; ``//`` and ``%`` of integers;
+          comparisons, ``and``, ``or``, ``not`` and ``a if c else b``;
+        - ``where(c, a, b)``, ``abs``, ``min``, ``max``, ``exp``, ``log``, ``sqrt``, ``tanh``,
+          ``sin``, ``cos``, ``sigmoid`` and ``floor``.
+
+        Its value is a float. Where it is -inf, the key is hidden.
+    **arguments : array or number
+        The names in the expression. Arrays are read when the score is used, and are of the library
+        and on the device of `q` then, of any float dtype or of integers. Floats are computed with
+        as they are now; integers become part of the expression.
+
+    Attributes
+    ----------
+    expression : str
+    operands : mapping of str to str
+        For each array, the variables that its indices depend on, as "h" or "ij".
+    program : fa_cupy.score.program.Program
+        The expression without names and arrays. Equal programs are hashed alike, so that it is a
+        key for what is compiled.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything else, with the expression and the column of what is wrong. An index that can
+        leave its array is found when the score is used, for its shapes, before anything is
+        computed.
+
+    See Also
+    --------
+    attention : takes a score.
+    fa_cupy.plot.scores : draws one.
+
+    Notes
+    -----
+    The text is parsed and never run, and no name of it reaches a compiler: an expression of unknown
+    origin can compute a score and nothing else. Floats are computed in the dtype of sums, float32,
+    or float64 for float64 arrays. Integers are exact: what `b`, `h`, `i`, `j` and literals make
+    must fit 32 bits, what is made of elements of 32-bit and 64-bit arrays wraps around at 64 bits.
+    Divisors of ``//`` and ``%`` must be positive.
+
+    Both values of a ``where`` are computed, so that their indices must fit where they do not count
+    too: ``x[max(i - 1, 0)] if i > 0 else 0``.
+
+    Gradients come from SymPy [1]_, an optional dependency. At a kink they are the mean of those on
+    both sides: 0 for ``abs(s)`` at 0, and the mean of both where the arguments of ``min`` or
+    ``max`` are equal. That of ``floor`` is 0.
+
+    References
+    ----------
+    .. [1] A. Meurer et al., "SymPy: symbolic computing in Python", PeerJ Computer Science, 2017.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import Score, attention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 50, 16))
+    >>> score = Score("s - slopes[h] * abs(i - j)", slopes=2.0 ** -np.arange(1, 9))
+    >>> attention(q, k, v, score=score).shape
+    (8, 50, 16)
+    >>> score
+    Score('s - slopes[h] * abs(i - j)', slopes=<float64 array of shape (8,)>)
+    >>> dict(score.operands)
+    {'slopes': 'h'}
+    """
+
+    __slots__ = ("_arguments", "_values", "expression", "operands", "program")
+
+    expression: str
+    operands: MappingProxyType[str, str]
+    program: Program
+    _arguments: MappingProxyType[str, Any]
+    _values: MappingProxyType[str, Any]
+
+    def __init__(self, expression: str, /, **arguments: Any) -> None:
+        text = parse.tidy(expression)
+        known: dict[str, parse.Argument] = {}
+        values: dict[str, Any] = {}
+        dtypes: list[str] = []
+        for name, value in arguments.items():
+            if name in parse.RESERVED:
+                raise ValueError(f"Score: {name} is a name of expressions, want another argument")
+            value, dtype, ndim = _argument(name, value)
+            if dtype == "literal":
+                known[name] = parse.Argument(None, "int", 0, value)
+                continue
+            known[name] = parse.Argument(len(values), kind_of(dtype), ndim)
+            values[name] = value
+            dtypes.append(dtype)
+        program = Program(parse.parse(text, known), tuple(dtypes))
+        reads = dict(zip(values, program.operands(), strict=True))
+        arrays = {name: of for name, of in reads.items() if not isinstance(values[name], float)}
+        set_once = object.__setattr__
+        set_once(self, "expression", text)
+        set_once(self, "_arguments", MappingProxyType(dict(arguments)))
+        set_once(self, "_values", MappingProxyType(values))
+        set_once(self, "operands", MappingProxyType(arrays))
+        set_once(self, "program", program)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a Score does not change, want a new one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("a Score does not change, want a new one")
+
+    def __repr__(self) -> str:
+        shown = [repr(self.expression)]
+        for name, value in self._arguments.items():
+            shape = getattr(value, "shape", None)
+            dtype = str(getattr(value, "dtype", "")).rpartition(".")[2]
+            text = repr(value) if not shape else f"<{dtype} array of shape {tuple(shape)}>"
+            shown.append(f"{name}={text}")
+        return f"Score({', '.join(shown)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.expression, dict(self._arguments))
+
+
+def _again(expression: str, arguments: dict[str, Any]) -> Score:
+    return Score(expression, **arguments)
+
+
+def arrays_of(name: str, score: Any) -> dict[str, Any]:
+    """Return the arrays of a score by the names that errors have for them; none if it is None.
+
+    Raises
+    ------
+    TypeError
+        For what is no Score.
+    """
+    if score is None:
+        return {}
+    if not isinstance(score, Score):
+        raise TypeError(f"{name}: score is {checks.show(score)}, want a Score or None")
+    return {f"score.{arg}": score._values[arg] for arg in score.operands}
+
+
+def operands_of(score: Score | None, native: dict[str, Any]) -> Operands | None:
+    """Return a score with native arrays in place of its own, by the names of `arrays_of`."""
+    if score is None:
+        return None
+    values = score._values
+    found = tuple(native.get(f"score.{arg}", value) for arg, value in values.items())
+    return Operands(score.program, tuple(values), found)
+
+
+def _argument(name: str, value: Any) -> tuple[Any, str, int]:
+    """Return an argument with its dtype ("number" of a float, "literal" of an int) and axes."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"Score: {name} is {checks.show(value)}, want an array or a number")
+    if isinstance(value, (int, np.integer)):
+        if abs(int(value)) > _MOST_INT:
+            raise ValueError(f"Score: {name} is {value}, want an int of 32 bits, or a float")
+        return int(value), "literal", 0
+    if isinstance(value, (float, np.floating)):
+        return checks.finite("Score", name, value), "number", 0
+    shape = getattr(value, "shape", None)
+    if shape is None or not hasattr(value, "dtype") or not hasattr(value, "__dlpack__"):
+        raise TypeError(f"Score: {name} is {checks.show(value)}, want an array or a number")
+    dtype = str(value.dtype).rpartition(".")[2]
+    if dtype not in KINDS:
+        raise TypeError(f"Score: {name} has dtype {dtype}, want {_DTYPES}")
+    return value, dtype, len(shape)

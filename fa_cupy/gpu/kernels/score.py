@@ -1,0 +1,150 @@
+"""What a score is besides a scaled product: the part of a kernel that a call decides.
+
+``cuda_src/common/score.cuh`` is compiled into every attention kernel. A call whose scores are
+products times a positive scale gets builds without it; others get builds for their `ScoreMod`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy.core import attention_problem
+from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem
+from fa_cupy.tiled.softcap import transform
+
+LOG2E = math.log2(math.e)
+#: ``enum BiasAxes``: what a bias depends on besides the batch entry, in the order of its values.
+BIAS_AXES = ("", "query", "key", "pair")
+#: softcap(x) / x in powers of x**2 for abs(x) <= 1, per unit of softcap: the fit of tanh(x) / x
+#: with the least relative error, 5.9e-7.
+TANH_SERIES = (
+    0.9999994136209384, -0.33329042412251986, 0.13281434020652977,
+    -0.05160567615009809, 0.016743116205370077, -0.0030670603865984554,
+)  # fmt: skip
+#: The fields of ``struct AttentionParams`` that say how a score is computed, floats all.
+SCORE_FIELDS: list[Any] = [
+    *[(name, np.float32) for name in ("exp2_scale", "scale", "softcap", "softcap_scale")],
+    ("inverse_softcap", np.float32),
+    ("softcap_series", np.float32, (len(TANH_SERIES),)),
+    ("softcap_series_log2", np.float32, (len(TANH_SERIES),)),
+]
+
+
+class ScoreMod(NamedTuple):
+    """What a build computes besides products times a positive scale.
+
+    Attributes
+    ----------
+    softcap : bool
+    bias_axes : str
+        One of `BIAS_AXES`.
+    bias_dtype : str
+        Name of the dtype of its elements; empty without a bias.
+    """
+
+    softcap: bool = False
+    bias_axes: str = ""
+    bias_dtype: str = ""
+
+    @property
+    def name(self) -> str:
+        """For names of builds."""
+        parts = ["softcap"] * self.softcap
+        if self.bias_axes:
+            parts.append(f"{self.bias_dtype}_bias_of_{self.bias_axes}")
+        return "-".join(parts) or "any_scale"
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants of ``score.cuh``."""
+        names = [dtype.name for dtype in FLOAT_DTYPES]
+        return (
+            ("FA_SCORE_MOD", 1),
+            ("FA_SOFTCAP", int(self.softcap)),
+            ("FA_BIAS_AXES", BIAS_AXES.index(self.bias_axes)),
+            ("FA_BIAS_KIND", names.index(self.bias_dtype) if self.bias_dtype else 0),
+        )
+
+
+def score_mod_of(problem: Problem) -> ScoreMod | None:
+    """Return what the kernels of a problem compute; None for products times a positive scale.
+
+    A bias must be one that kernels take; see `takes_bias`.
+    """
+    # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
+    plain_scale = 1e-30 < problem.scale < 1e30
+    if problem.bias is None and not problem.softcap:
+        return None if plain_scale else ScoreMod()
+    if problem.bias is None or problem.bias_dtype is None:
+        return ScoreMod(softcap=True)
+    by_query, by_key = _bias_steps(problem)
+    axes = BIAS_AXES[(by_query != 0) + 2 * (by_key != 0) or 1]
+    return ScoreMod(problem.softcap > 0, axes, problem.bias_dtype.name)
+
+
+def takes_bias(problem: Problem) -> bool:
+    """Whether kernels read the bias of a problem as it is: unless it is of float64."""
+    return problem.bias_dtype != np.float64
+
+
+def with_float32_bias(xp: Any, problem: Problem, bias: Any) -> tuple[Problem, Any]:
+    """Return a problem and its bias with the bias in float32; `xp` is its namespace.
+
+    Numbers beyond the largest of float32 become that, and stay finite: an infinite score hides a
+    key.
+    """
+    largest = float(np.finfo(np.float32).max)
+    clipped = xp.where(xp.isfinite(bias), xp.clip(bias, -largest, largest), bias)
+    bias = clipped.astype(np.float32)
+    view = attention_problem.batch_view(problem, bias, problem.q_len, problem.k_len)
+    return dataclasses.replace(problem, bias=view, bias_dtype=bias.dtype), bias
+
+
+def fill_score(p: Any, problem: Problem) -> None:
+    """Write into ``struct AttentionParams`` how scores are computed."""
+    plain = score_mod_of(problem) is None
+    p["exp2_scale"] = problem.scale * LOG2E if plain else LOG2E
+    p["scale"] = in_float32(problem.scale)
+    if problem.softcap:
+        factor, cap = transform(problem, np.dtype(np.float32))
+        p["softcap"], p["softcap_scale"] = in_float32(cap), in_float32(2.0 * factor)
+        p["inverse_softcap"] = _inverse(in_float32(cap))
+        series = [cap * c / 2 ** (2 * i + 1) for i, c in enumerate(TANH_SERIES)]
+        p["softcap_series"] = [in_float32(c) for c in series]
+        p["softcap_series_log2"] = [in_float32(LOG2E * c) for c in series]
+    if problem.bias is not None and problem.bias_dtype is not None:
+        item, (by_query, by_key) = problem.bias_dtype.itemsize, _bias_steps(problem)
+        p["bias_row"], p["bias_col"] = by_query // item, by_key // item
+        of_keys = by_key == item and by_query % (2 * item) == 0
+        of_queries = by_query == item and by_key % (2 * item) == 0
+        p["bias_pairs"] = of_keys + 2 * of_queries
+
+
+def in_float32(x: float) -> float:
+    """Keep an option inside float32, where a kernel computes: neither infinite nor 0 if not 0."""
+    if x == 0.0:
+        return x
+    return math.copysign(max(1.5e-45, min(3.4e38, abs(x))), x)
+
+
+def _inverse(softcap: float) -> np.float32:
+    """Return 1 / softcap, rounded so that their product is not below 1.
+
+    A score at its softcap has slope 0 then: one of 1e-7 would count beside large keys.
+    """
+    cap = np.float32(softcap)
+    inverse = np.float32(in_float32(1.0 / float(cap)))
+    while cap * inverse < 1 and np.isfinite(inverse):
+        inverse = np.nextafter(inverse, np.float32(np.inf))
+    return inverse
+
+
+def _bias_steps(problem: Problem) -> tuple[int, int]:
+    """Return the bytes from a query to the next one in the bias, and from a key."""
+    assert problem.bias is not None
+    by_query, by_key = problem.bias.strides[-2:]
+    return by_query if problem.q_len > 1 else 0, by_key if problem.k_len > 1 else 0

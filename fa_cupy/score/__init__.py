@@ -1,0 +1,1 @@
+"""Score expressions: text, typed tree, ranges, derivatives, NumPy, CUDA C++."""
