@@ -125,7 +125,9 @@ class Slowed:
         if row not in self._modules:
             import cupy
 
-            built = compile.compile_source(row.name, source(), "sm_90a", row.defines)
+            built = compile.compile_source(
+                row.name, source(), "sm_90a", row.defines, made=row.headers
+            )
             module = cupy.cuda.function.Module()
             module.load(built.cubin)
             self._modules[row] = module

@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           s[i][j][e] = ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -(e % 2 ? lse.y : lse.x)));
-          dp[i][j][e] *= s[i][j][e];
+          dp[i][j][e] = slope_times(dp[i][j][e], s[i][j][e]);
         }
       }
     }

@@ -54,7 +54,7 @@ struct SharedStorage {
   WorkTile work[kWorkStages];
   MaskTileInfo tile_info[kSparse ? kStages : 1];  // of the tile in each stage of Q
   MaskCursor cursors[kCursors];
-  int64 bias_offset[kHasBias ? kStages : 1];  // of the entry of the tile in each stage of Q
+  int64 operands_offset[kHasOperands ? kStages : 1];  // of the entry of the tile in each stage of Q
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -172,23 +172,23 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared) {
       for (int h = 0; h < 2; ++h)
         mask_scores_of_row(s, h, kSparse ? visible_bits[h] : in_band(tile, h), masked_value);
     };
-    // Loads the bias of a tile's scores while their product is in flight.
-    auto prefetch_bias = [&](BiasTile<true, 8>& bias, int at) {
-      if constexpr (kComputesDv && kHasBias) {
-        bias.load(p, shared.bias_offset[at], own_key(),
-                  first_query(kSparse ? shared.tile_info[at].tile : tile));
+    // Loads the operands of a tile's scores while their product is in flight.
+    auto prefetch_operands = [&](OperandTile<true, 8>& operands, int at) {
+      if constexpr (kComputesDv && kHasOperands) {
+        operands.load(p, shared.operands_offset[at], own_key(),
+                      first_query(kSparse ? shared.tile_info[at].tile : tile));
       }
     };
     // S^T becomes P^T, given the products with kScoreMod.
-    auto compute_p = [&](const TilePipeline& pipe, const BiasTile<true, 8>& bias) {
+    auto compute_p = [&](const TilePipeline& pipe, const OperandTile<true, 8>& operands) {
       const float4* rows = shared.lse_delta[pipe.index()] + lane() % 4;
       float4* to = reinterpret_cast<float4*>(shared.p[pipe.index()]) + thread_in_group();
       if constexpr (kHasSlope) {
-        apply_softcap(p, s);
+        prepare_slopes(p, s);
       } else if constexpr (kScoreMod) {
-        apply_score_mod(p, s, bias);
+        apply_score_mod(p, s, operands);
       }
-      mask_values(-FA_INFINITY);
+      mask_values(hidden_score());
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float4 row = rows[4 * j];
@@ -196,14 +196,15 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if constexpr (kHasSlope) {
-            slope[e] = softcap_slope(p, s[j][e]);
-            if constexpr (kHasBias) s[j][e] += bias.at(j, e);
+            const auto found = score_and_slope<true, 8>(p, s[j][e], operands, j, e);
+            s[j][e] = found.score, slope[e] = found.slope;
           }
           s[j][e] = ex2_approx_ftz(fmaf(s[j][e], p.exp2_scale, e % 2 ? -row.y : -row.x));
         }
         if constexpr (kHasSlope) {
-          to[j * (kDqTileStep / 4)] = make_float4(s[j][0] * slope[0], s[j][1] * slope[1],
-                                                  s[j][2] * slope[2], s[j][3] * slope[3]);
+          to[j * (kDqTileStep / 4)] =
+              make_float4(slope_times(slope[0], s[j][0]), slope_times(slope[1], s[j][1]),
+                          slope_times(slope[2], s[j][2]), slope_times(slope[3], s[j][3]));
         }
       }
       if constexpr (!kHasSlope) {
@@ -261,12 +262,12 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared) {
         if constexpr (!kComputesDv) wait(sum_full[at], pipe.parity());
         prefetch_mask_words(at);
       }
-      BiasTile<true, 8> bias;
-      prefetch_bias(bias, at);
+      OperandTile<true, 8> operands;
+      prefetch_operands(operands, at);
       wgmma_wait_group<kFirst || kAccumulateFirst ? 0 : 1>();
       apply_band(at);
       if constexpr (kComputesDv) {
-        compute_p(pipe, bias);  // what is known of the rows lies beside Q
+        compute_p(pipe, operands);  // what is known of the rows lies beside Q
       } else {
         if constexpr (!kSparse) wait(sum_full[at], pipe.parity());
         compute_ds(pipe);

@@ -150,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          dp[i][j][e] *= ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -lse[i][e / 2]));
+          const float weight = ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -lse[i][e / 2]));
+          dp[i][j][e] = slope_times(dp[i][j][e], weight);
         }
       }
     }

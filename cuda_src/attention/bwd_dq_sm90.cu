@@ -282,47 +282,49 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
         mask_outside_band(p, x, first_row(), first_key_of(tile), 0, masked_value);
       }
     };
-    // The bias of a tile's scores, where there are registers to load it beside products.
-    using Bias = BiasTile<false, kMmaN>;
-    constexpr bool kPrefetchBias = kHasBias && sizeof(Bias) <= 16 * sizeof(uint32);
+    // The operands of a tile's scores, where there are registers to load it beside products.
+    using Operands = OperandTile<false, kMmaN>;
+    constexpr bool kPrefetchOperands = kHasOperands && sizeof(Operands) <= 16 * sizeof(uint32);
     auto first_key_in_stage = [&](int at) {
       return first_key_of(kSparse ? shared.tile_info[at].tile : tile);
     };
-    auto prefetch_bias = [&](Bias& bias, int at) {
-      if constexpr (kPrefetchBias) {
-        bias.load(p, bias_offset_at(p, work.coordinate, 0), first_row(), first_key_in_stage(at));
+    auto prefetch_operands = [&](Operands& operands, int at) {
+      if constexpr (kPrefetchOperands) {
+        operands.load(p, operands_offset(p, work.coordinate, 0), first_row(),
+                      first_key_in_stage(at));
       }
     };
-    // Calls f with the bias of all scores, or of a few at a time.
-    auto each_bias_part = [&](const Bias& bias, int at, auto f) {
-      if constexpr (kPrefetchBias || !kHasBias) {
-        f(0, Constant<kMmaN>(), bias);
+    // Calls f with the operands of all scores, or of a few at a time.
+    auto each_operands_part = [&](const Operands& operands, int at, auto f) {
+      if constexpr (kPrefetchOperands || !kHasOperands) {
+        f(0, Constant<kMmaN>(), operands);
       } else {
-        for_each_bias_part<false, kMmaN>(p, bias_offset_at(p, work.coordinate, 0), first_row(),
-                                         first_key_in_stage(at), f);
+        for_each_operands_part<false, kMmaN>(p, operands_offset(p, work.coordinate, 0), first_row(),
+                                             first_key_in_stage(at), f);
       }
     };
     // S becomes P, times the slopes of the scores with kHasSlope.
-    auto compute_p = [&](const Bias& bias, int at) {
+    auto compute_p = [&](const Operands& operands, int at) {
       if constexpr (kHasSlope) {
-        apply_softcap(p, s[0]);
+        prepare_slopes(p, s[0]);
       } else if constexpr (kScoreMod) {
-        each_bias_part(bias, at, [&](int first, auto count, const auto& part) {
+        each_operands_part(operands, at, [&](int first, auto count, const auto& part) {
           apply_score_mod(p, reinterpret_cast<float (&)[decltype(count)::value][4]>(s[0][first]),
                           part);
         });
       }
-      mask_values(s, -FA_INFINITY);
+      mask_values(s, hidden_score());
       const float lse[2] = {lse_delta(0, 0), lse_delta(1, 0)};
       if constexpr (kHasSlope) {
-        each_bias_part(bias, at, [&](int first, auto count, const auto& part) {
+        each_operands_part(operands, at, [&](int first, auto count, const auto& part) {
 #pragma unroll
           for (int i = 0; i < decltype(count)::value; ++i) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               float& x = s[0][first + i][e];
-              const float slope = softcap_slope(p, x), score = kHasBias ? x + part.at(i, e) : x;
-              x = slope * ex2_approx_ftz(fmaf(score, p.exp2_scale, -lse[e / 2]));
+              const auto found = score_and_slope<false, decltype(count)::value>(p, x, part, i, e);
+              x = slope_times(found.slope,
+                              ex2_approx_ftz(fmaf(found.score, p.exp2_scale, -lse[e / 2])));
             }
           }
         });
@@ -369,11 +371,11 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
       }
       if constexpr (!kFirst && !kAccumulateFirst) gemm_accumulate(shared.k[previous_k_stage()]);
       prefetch_mask_words(k_stage);
-      Bias bias;
-      prefetch_bias(bias, k_stage);
+      Operands operands;
+      prefetch_operands(operands, k_stage);
       wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>();
       apply_band(k_stage);
-      compute_p(bias, k_stage);
+      compute_p(operands, k_stage);
       wgmma_wait_group<kFirst || kAccumulateFirst ? 0 : 1>();
       release(shared.v_empty[v_stage]);
       mask_values(dp, 0.0f);

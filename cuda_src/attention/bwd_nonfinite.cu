@@ -190,18 +190,6 @@ FA_DEVICE MaskBlockView mask_block_view(const MaskTable& mask, uint32 entry, int
           words_index < 0 ? nullptr : partial_block_words(mask, words_index)};
 }
 
-// A score, and its derivative by scale * product.
-struct ScoreAndSlope {
-  float score, slope;
-};
-
-FA_DEVICE ScoreAndSlope score_of(const AttentionParams& p, const BatchOffsets& at, float product,
-                                 int query, int key) {
-  const float score = score_from_product(p, at, product, query, key);
-  if constexpr (!kSoftcap) return {score, 1.0f};
-  return {score, softcap_slope(p, softcap_by_exp2(p, p.softcap_scale * product))};
-}
-
 // What is known of the queries of an entry.
 struct LseDelta {
   const float* pairs;  // LSE of two of them, delta of them
@@ -251,7 +239,8 @@ FA_DEVICE void compute_weights(const AttentionParams& p, SharedStorage& shared,
                       key <= last_key(p, query) && pairs.mask.is_visible(query, key);
     float x = 0.0f;
     if (is_visible) {
-      const ScoreAndSlope score = score_of(p, pairs.at, weight_cell, query, key);
+      const ScoreAndSlope<float> score =
+          score_and_slope_from_product(p, pairs.at, weight_cell, query, key);
       is_visible = score.score != -FA_INFINITY;
       if (pairs.kind == kTaskRowStatistics) {
         sums.merge(scale_score(score.score, p.exp2_scale), 1.0f);

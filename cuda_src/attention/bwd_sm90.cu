@@ -242,28 +242,29 @@ FA_DEVICE float2 row_pair(const Prefetched& prefetched, const float* from, int j
   return j < kPrefetchedLse ? prefetched[j] : row_pair(from, j);
 }
 
-// The bias of a tile's scores, where there are registers to load it while products are in flight.
-using Bias = BiasTile<true, kMmaM>;
-constexpr bool kPrefetchBias = kHasBias && sizeof(Bias) <= 16 * sizeof(uint32);
+// The operands of a tile's scores, where there are registers to load it while products are in flight.
+using Operands = OperandTile<true, kMmaM>;
+constexpr bool kPrefetchOperands = kHasOperands && sizeof(Operands) <= 16 * sizeof(uint32);
 
-FA_DEVICE void prefetch_bias(Bias& bias, Consumer c, const QueryTile& tile, int countdown) {
-  if constexpr (kPrefetchBias) {
+FA_DEVICE void prefetch_operands(Operands& operands, Consumer c, const QueryTile& tile,
+                                 int countdown) {
+  if constexpr (kPrefetchOperands) {
     const int q_stage = tile.q_pipe.index();
-    bias.load(c.params.common, c.shared.bias_offset[q_stage], own_key(c),
-              first_query(c, q_stage, countdown));
+    operands.load(c.params.common, c.shared.operands_offset[q_stage], own_key(c),
+                  first_query(c, q_stage, countdown));
   }
 }
 
-// Calls f with the bias of all scores, or of a few at a time.
+// Calls f with the operands of all scores, or of a few at a time.
 template <typename F>
-FA_DEVICE void for_each_bias_part(Consumer c, const QueryTile& tile, int countdown,
-                                  const Bias& bias, F f) {
-  if constexpr (kPrefetchBias || !kHasBias) {
-    f(0, Constant<kMmaM>(), bias);
+FA_DEVICE void for_each_operands_part(Consumer c, const QueryTile& tile, int countdown,
+                                      const Operands& operands, F f) {
+  if constexpr (kPrefetchOperands || !kHasOperands) {
+    f(0, Constant<kMmaM>(), operands);
   } else {
     const int q_stage = tile.q_pipe.index();
-    for_each_bias_part<true, kMmaM>(c.params.common, c.shared.bias_offset[q_stage], own_key(c),
-                                    first_query(c, q_stage, countdown), f);
+    for_each_operands_part<true, kMmaM>(c.params.common, c.shared.operands_offset[q_stage],
+                                        own_key(c), first_query(c, q_stage, countdown), f);
   }
 }
 
@@ -271,29 +272,30 @@ FA_DEVICE void for_each_bias_part(Consumer c, const QueryTile& tile, int countdo
 // of the scores, from which dS^T is computed, in place of the products.  There are no registers for
 // slopes beside them.
 FA_DEVICE void compute_p_with_slopes(Scores& s, Rounded& pairs, Consumer c, const QueryTile& tile,
-                                     const Bias& bias, const Prefetched& prefetched,
+                                     const Operands& operands, const Prefetched& prefetched,
                                      const float* lse, int countdown,
                                      const uint32 (&visible_bits)[2], bool needs_mask) {
   const AttentionParams& p = c.params.common;
-  apply_softcap(p, s);
-  if (needs_mask) mask_scores(s, c, countdown, visible_bits, -FA_INFINITY);
-  for_each_bias_part(c, tile, countdown, bias, [&](int first, auto count, const auto& part) {
+  prepare_slopes(p, s);
+  if (needs_mask) mask_scores(s, c, countdown, visible_bits, hidden_score());
+  for_each_operands_part(
+      c, tile, countdown, operands, [&](int first, auto count, const auto& part) {
 #pragma unroll
-    for (int i = 0; i < decltype(count)::value; ++i) {
-      const int j = first + i;
-      const float2 row = row_pair(prefetched, lse, j);
-      float weight[4];
+        for (int i = 0; i < decltype(count)::value; ++i) {
+          const int j = first + i;
+          const float2 row = row_pair(prefetched, lse, j);
+          float weight[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float slope = softcap_slope(p, s[j][e]);
-        const float score = kHasBias ? s[j][e] + part.at(i, e) : s[j][e];
-        weight[e] = ex2_approx_ftz(fmaf(score, p.exp2_scale, e % 2 ? -row.y : -row.x));
-        s[j][e] = weight[e] * slope;
-      }
+          for (int e = 0; e < 4; ++e) {
+            const auto found =
+                score_and_slope<true, decltype(count)::value>(p, s[j][e], part, i, e);
+            weight[e] = ex2_approx_ftz(fmaf(found.score, p.exp2_scale, e % 2 ? -row.y : -row.x));
+            s[j][e] = slope_times(found.slope, weight[e]);
+          }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) pairs[j][h] = pack2<kBf16>(weight[2 * h], weight[2 * h + 1]);
-    }
-  });
+          for (int h = 0; h < 2; ++h) pairs[j][h] = pack2<kBf16>(weight[2 * h], weight[2 * h + 1]);
+        }
+      });
 }
 
 // P^T = exp(S^T - LSE)
@@ -331,7 +333,8 @@ FA_DEVICE void compute_ds(Scores& dp, const Scores& p, Consumer c, const Prefetc
 template <int kLater>
 FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer c,
                                 const QueryTile& tile, const float4* rows, int countdown,
-                                const Bias& bias, uint32 (&visible_bits)[2], bool& needs_mask) {
+                                const Operands& operands, uint32 (&visible_bits)[2],
+                                bool& needs_mask) {
   Prefetched prefetched;
   prefetch_rows(prefetched, &rows->x);
   wgmma_wait_group<1 + kLater>();  // S^T
@@ -340,14 +343,15 @@ FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer 
     needs_mask = (visible_bits[0] & visible_bits[1]) != ~0u;
   }
   if constexpr (kHasSlope) {
-    compute_p_with_slopes(s, pairs, c, tile, bias, prefetched, &rows->x, countdown, visible_bits,
-                          needs_mask);
+    compute_p_with_slopes(s, pairs, c, tile, operands, prefetched, &rows->x, countdown,
+                          visible_bits, needs_mask);
   } else {
     if constexpr (kScoreMod) {
-      for_each_bias_part(c, tile, countdown, bias, [&](int first, auto count, const auto& part) {
-        apply_score_mod(c.params.common,
-                        reinterpret_cast<float (&)[decltype(count)::value][4]>(s[first]), part);
-      });
+      for_each_operands_part(
+          c, tile, countdown, operands, [&](int first, auto count, const auto& part) {
+            apply_score_mod(c.params.common,
+                            reinterpret_cast<float (&)[decltype(count)::value][4]>(s[first]), part);
+          });
     }
     compute_p(s, c, prefetched, &rows->x, countdown, visible_bits, needs_mask);
   }
@@ -479,13 +483,13 @@ FA_DEVICE void first_tile(Scores& s, Scores& dp, Rounded& p, Consumer c, uint32 
   gemm_s(s, c, tile.q);
   wgmma_commit_group();
   prefetch_mask_words(visible_bits, c, tile.q_pipe.index());
-  Bias bias;
-  prefetch_bias(bias, c, tile, countdown);
+  Operands operands;
+  prefetch_operands(operands, c, tile, countdown);
   if constexpr (!kSparse) needs_mask = crosses_band(c, band_tile(c, countdown));
   wait_for_dout(c, tile);
   gemm_dp(dp, c, tile.dout);
   wgmma_commit_group();
-  softmax_backward<0>(s, dp, p, c, tile, rows, countdown, bias, visible_bits, needs_mask);
+  softmax_backward<0>(s, dp, p, c, tile, rows, countdown, operands, visible_bits, needs_mask);
   wgmma_wait_group<0>();
 }
 
@@ -537,14 +541,15 @@ FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     advance(countdown, c);
     ++step;
     needs_mask = !kSparse && crosses_band(c, band_tile(c, countdown));
-    Bias bias;
-    prefetch_bias(bias, c, next, countdown);
+    Operands operands;
+    prefetch_operands(operands, c, next, countdown);
     if (!discard_dq) write_dq(dp, c, tiles);
     wait_for_dout(c, next);
     gemm_dp(dp, c, next.dout);  // dP^T = V dO^T of the next tile
     wgmma_commit_group();
     if (!discard_dq) publish_dq(c, tiles);
-    softmax_backward<0>(s, dp, p, c, next, next_rows, countdown, bias, visible_bits, needs_mask);
+    softmax_backward<0>(s, dp, p, c, next, next_rows, countdown, operands, visible_bits,
+                        needs_mask);
     ++tiles;
     wgmma_wait_group<0>();
   }
@@ -629,8 +634,8 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     release_dout(c, tile);
     wgmma_wait_group<1>();  // dQ
     release_ds(c, tiles);
-    Bias bias;
-    prefetch_bias(bias, c, next, countdown);
+    Operands operands;
+    prefetch_operands(operands, c, next, countdown);
     write_dq(dq, c, tiles);
     wait_for_dout(c, next);
     gemm_dp(dp, c, next.dout);  // dP^T = V dO^T of the next tile
@@ -638,7 +643,8 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     publish_dq(c, tiles);
     gemm_dk_from_shared(dk, c, tiles, tile.q);  // dK += dS^T Q
     wgmma_commit_group();
-    softmax_backward<1>(s, dp, p, c, next, next_rows, countdown, bias, visible_bits, needs_mask);
+    softmax_backward<1>(s, dp, p, c, next, next_rows, countdown, operands, visible_bits,
+                        needs_mask);
     wgmma_wait_group<0>();  // dK
     release_q(c, tile);
     ++tiles;

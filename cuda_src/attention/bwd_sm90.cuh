@@ -97,7 +97,8 @@ struct SharedStorage {
   WorkTile work[kWorkStages];
   MaskTileInfo tile_info[kSparse ? kQStages : 1];  // of the tile in each stage of Q
   MaskCursor cursors[kCursors];
-  int64 bias_offset[kHasBias ? kQStages : 1];  // of the entry of the tile in each stage of Q
+  int64
+      operands_offset[kHasOperands ? kQStages : 1];  // of the entry of the tile in each stage of Q
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 

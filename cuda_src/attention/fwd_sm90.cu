@@ -75,7 +75,7 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     work.q_begin = q_begin;
     work.begin = keys.begin;
     work.end = keys.end;
-    if constexpr (kHasBias) shared.bias_offset[stage] = batch_offsets(p, work.entry).bias;
+    if constexpr (kHasOperands) shared.operands_offset[stage] = batch_offsets(p, work.entry).bias;
   }
   return true;
 }
@@ -395,9 +395,9 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
         listed = read_mask_tile(shared, k_pipe.index(), key_tile, visible_bits);
         if constexpr (!kFirst) rows_have_max = softmax.has_max(visible_bits);
       }
-      BiasTile<false, kCols / 8> bias;
-      if constexpr (kPrefetchBias && !kFirst) {
-        bias.load(p, shared.bias_offset[work_pipe.index()],
+      OperandTile<false, kCols / 8> bias;
+      if constexpr (kPrefetchOperands && !kFirst) {
+        bias.load(p, shared.operands_offset[work_pipe.index()],
                   reload_first_row() + warp_row + lane / 4, key_tile * kTileN + 2 * (lane % 4));
       }
       if constexpr (kOverlapSoftmaxPv && !kFirst) {
@@ -419,7 +419,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
         }
       };
       if constexpr (!kOverlapSoftmaxPv) release_v();
-      auto bias_offset = [&]() { return shared.bias_offset[work_pipe.index()]; };
+      auto operands_offset = [&]() { return shared.operands_offset[work_pipe.index()]; };
       auto tile_crosses_band = [&]() -> bool {
         if constexpr (!kSparse) return tile < keys.full_begin || tile >= keys.full_end;
         const KeyTiles& band_tiles = shared.work[work_pipe.index()].group[group].keys;
@@ -427,7 +427,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       };
       auto mod_and_mask_scores = [&]() {
         if constexpr (kScoreMod) {
-          steady_scores = load_and_apply_score_mod<false>(p, bias_offset(), s_tile[0],
+          steady_scores = load_and_apply_score_mod<false>(p, operands_offset(), s_tile[0],
                                                           reload_first_row() + warp_row + lane / 4,
                                                           key_tile * kTileN + 2 * (lane % 4));
         }
@@ -464,8 +464,8 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       auto try_stale_max = [&]() {
         bool near = true;
         if constexpr (kScoreMod) {
-          if constexpr (kHasBias && !kPrefetchBias) {
-            near = load_and_apply_score_mod_of_near<false>(p, bias_offset(), s_tile[0],
+          if constexpr (kHasOperands && !kPrefetchOperands) {
+            near = load_and_apply_score_mod_of_near<false>(p, operands_offset(), s_tile[0],
                                                            reload_first_row() + warp_row + lane / 4,
                                                            key_tile * kTileN + 2 * (lane % 4));
           } else {

@@ -26,8 +26,6 @@ constexpr bool kQInRegisters = FA_Q_IN_REGISTERS;
 constexpr bool kSparse = FA_SPARSE;  // a mask lists blocks of keys and has bits of them
 // A warpgroup's softmax starts before its O += P V is done.
 constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
-// A tile's bias is asked for before its scores are there; in float32 it takes too many registers.
-constexpr bool kPrefetchBias = kHasBias && (kBiasIs16Bit || kBiasAxes != kBiasOfPair);
 // The last tile may be cut to half its keys; ptxas serialises the products of other builds for it.
 constexpr bool kHalfLastTile = kTileN == 128 && kDim == 128 && !kScoreMod && !kSparse;
 constexpr bool kPrefetchNextQ = kQStages >= 2 * kGroups;  // all rows of the next Q are there early
@@ -36,6 +34,11 @@ constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kBlocks = (kDim + 63) / 64;  // a tile in shared memory has blocks of 64 columns
 constexpr int kMmaN = kTileN / 8;
 constexpr int kMmaV = kDim / 8;
+// What scores of a tile are made of is asked for before its products are there; a bias of pairs in
+// float32, and what an expression has for each column, take too many registers.
+constexpr bool kPrefetchOperands =
+    kHasOperands &&
+    (kExpression ? !OperandTile<false, kMmaN>::kByCol : kBiasIs16Bit || kBiasAxes != kBiasOfPair);
 constexpr int kQFragments = kQInRegisters ? kDim / 16 : 1;  // A operands of Q that a thread holds
 constexpr int kTilesPerBlock = kMaskBlock / kTileN;         // key tiles in a block of a mask
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
@@ -88,7 +91,8 @@ struct Storage {
   uint8 q[kQStages][kQTileBytes];  // later a tile of the output
   uint8 k[kStages][kKTileBytes];
   uint8 v[kStages][kKTileBytes];
-  int64 bias_offset[kHasBias ? kWorkStages : 1];  // of the work tiles' batch entries, in elements
+  int64 operands_offset[kHasOperands ? kWorkStages
+                                     : 1];  // of the work tiles' batch entries, in elements
   uint64 q_full[kQStages], q_empty[kQStages], out_full[kQStages];
   uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   uint64 work_full[kWorkStages], work_empty[kWorkStages], work_started[kWorkStages];

@@ -2,6 +2,18 @@
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/block_lists.cuh"
+
+// An expression that makes scores sees batch entries as pairs of b and h, and has arrays of its own.
+#ifndef FA_EXPRESSION
+#define FA_EXPRESSION 0
+#endif
+constexpr int kMaxScoreArrays = 6, kMaxScoreAxes = 4;
+struct ScoreArray {
+  const void* data;
+  double number;  // in place of an array
+  int64 stride[kMaxScoreAxes];
+};
+
 // Passed by value.  The host module of this name holds the same fields in the same order.
 // order.
 // Strides count elements.  Axes that broadcast have stride 0, grouped heads are two axes.
@@ -36,7 +48,9 @@ struct AttentionParams {
   const void* sinks;  // (*batch, q_len), null without them: scores without a key (sinks.cuh)
   int64 sinks_batch[kMaxBatchAxes];
   int64 sinks_row;
-  int sinks_kind;  // a FloatKind
+  int sinks_kind;   // a FloatKind
+  int score_heads;  // how many values h has in an expression: entry = b * score_heads + h
+  ScoreArray score_arrays[kMaxScoreArrays];
 };
 
 static_assert(sizeof(AttentionParams) == FA_PARAMS_BYTES,
@@ -46,14 +60,14 @@ enum FloatKind : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 }
 
 // Element offsets of one batch entry in each array.
 struct BatchOffsets {
-  int64 q, k, v, out, bias;
+  int64 q, k, v, out, bias;  // of an expression's operands: the entry, for p.bias_batch counts them
 
   __device__ __forceinline__ void add(const AttentionParams& p, int axis, int64 i) {
     q += i * p.q_batch[axis];
     k += i * p.k_batch[axis];
     v += i * p.v_batch[axis];
     out += i * p.out_batch[axis];
-    if (p.bias != nullptr) bias += i * p.bias_batch[axis];
+    if (FA_EXPRESSION || p.bias != nullptr) bias += i * p.bias_batch[axis];
   }
 };
 

@@ -68,12 +68,12 @@ FA_DEVICE void mask_scores(const BackwardParams& params, float (&s)[kMmaM][kMmaN
 
 // Makes scores of products, and multiplies dP - delta by the slope of each.
 template <bool kOwnKeys, int kMmaM, int kMmaN>
-FA_DEVICE void apply_score_mod_backward(const AttentionParams& p, int64 bias_offset,
+FA_DEVICE void apply_score_mod_backward(const AttentionParams& p, int64 operands_offset,
                                         float (&s)[kMmaM][kMmaN][4], float (&dp)[kMmaM][kMmaN][4],
                                         int first_own, int first_other) {
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
-    load_and_apply_score_mod<kOwnKeys>(p, bias_offset, s[i], first_own + 16 * i, first_other,
+    load_and_apply_score_mod<kOwnKeys>(p, operands_offset, s[i], first_own + 16 * i, first_other,
                                        [&](int j, int e, float slope) { dp[i][j][e] *= slope; });
   }
 }

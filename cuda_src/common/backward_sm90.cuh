@@ -46,7 +46,7 @@ FA_DEVICE void entry_coordinates(const BwdSm90Params& params, uint32 entry, int 
 
 // Where the bias of an entry begins, in elements: `head` entries along the last axis after the one
 // at these coordinates.  The bias has no map, but its first axes are those of the maps.
-FA_DEVICE int64 bias_offset_at(const AttentionParams& p, const int (&coordinate)[3], int head) {
+FA_DEVICE int64 operands_offset(const AttentionParams& p, const int (&coordinate)[3], int head) {
   return coordinate[0] * p.bias_batch[0] + coordinate[1] * p.bias_batch[1] +
          (coordinate[2] + head) * p.bias_batch[2];
 }
@@ -368,8 +368,8 @@ FA_DEVICE void load_q_tile(const BwdSm90Params& params, Shared& shared, const Kv
       mask_tile_info<LoadPolicy::kTileM>(params.mask, cursor, step.tile, work.has_no_query);
   wait(shared.q_empty[at], pipe.parity() ^ 1);
   if constexpr (kSparse) shared.tile_info[at] = tile_info;
-  if constexpr (kHasBias)
-    shared.bias_offset[at] = bias_offset_at(params.common, work.coordinate, step.head);
+  if constexpr (kHasOperands)
+    shared.operands_offset[at] = operands_offset(params.common, work.coordinate, step.head);
   const uint32 full = cvta_to_shared(&shared.q_full[at]);
   mbarrier_arrive_expect_tx(full, LoadPolicy::kQBytes + sizeof(shared.lse_delta[0]));
   load_rows<LoadPolicy::kTileM, LoadPolicy::kBlocks>(shared.q[at], params.q_map, full,

@@ -24,7 +24,7 @@ FA_DEVICE bool exceeds_float32_scores(const AttentionParams& p, int row, float r
                                       float row_sum) {
   if (fabsf(row_max) < kCoarseScore) return false;
   if (row_max == kNoMax && !(row_sum > 0.0f)) {
-    return !kMasked && row_sum == 0.0f && p.bias == nullptr &&
+    return !kMasked && row_sum == 0.0f && !kExpression && p.bias == nullptr &&
            first_key(p, row) <= last_key(p, row);
   }
   return kExactProducts || fabsf(row_max) >= -kNoMax;

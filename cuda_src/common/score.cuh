@@ -1,5 +1,6 @@
 // From a product q . k to the score of a query and a key:
 //   score = scale * product + bias,  or  softcap * tanh(scale * product / softcap) + bias.
+// or what an expression of the caller's makes of scale * product (score_expression.cuh).
 //
 // A build with FA_SCORE_MOD computes scores in natural units, in the registers of the accumulators,
 // and the softmax multiplies them by log2(e) inside its exponent (p.exp2_scale).  A build without
@@ -11,6 +12,7 @@
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/constant.cuh"
+#include "cuda_src/common/score_and_slope.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/math.cuh"
 
@@ -29,8 +31,11 @@ constexpr bool kScoreMod = FA_SCORE_MOD;  // scores are more than products times
 constexpr bool kSoftcap = FA_SOFTCAP;     // tanh bounds them
 constexpr int kBiasAxes = FA_BIAS_AXES;   // what the bias depends on, besides the batch entry
 constexpr int kBiasKind = FA_BIAS_KIND;   // a FloatKind: the type of its elements
-constexpr bool kHasBias = kBiasAxes != kNoBias;
+constexpr bool kExpression = FA_EXPRESSION;
 constexpr bool kBiasIs16Bit = kBiasKind == kFloat16 || kBiasKind == kBfloat16;
+
+constexpr bool kHasBias = kBiasAxes != kNoBias;
+constexpr bool kHasOperands = kHasBias || kExpression;  // what scores are made of besides products
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr double kLog2eDouble = 1.4426950408889634;
@@ -225,28 +230,83 @@ struct BiasTile {
   }
 };
 
+// ---------------------------------------------------------------------------------------- operands
+#if FA_EXPRESSION
+#include "cuda_src/common/score_expression.cuh"
+template <bool kOwnKeys, int kMmaN>
+using OperandTile = ExpressionTile<kOwnKeys, kMmaN>;
+#else
+constexpr bool kExpressionHasSlope = false;
+template <bool kOwnKeys, int kMmaN>
+using OperandTile = BiasTile<kOwnKeys, kMmaN>;
+#endif
+
+// How many columns of operands are loaded at a time, of kMmaN, where there are registers for `few`.
+template <bool kOwnKeys, int kMmaN>
+constexpr int columns_at_a_time(int few) {
+  return kHasOperands && OperandTile<kOwnKeys, kMmaN>::kByCol && kMmaN % few == 0 ? few : kMmaN;
+}
+
 // ------------------------------------------------------------------------------------------ scores
 // The score of a capped product, or of a product where there is no softcap.
 template <bool kOwnKeys, int kMmaN>
-FA_DEVICE float add_bias(const AttentionParams& p, float x, const BiasTile<kOwnKeys, kMmaN>& bias,
-                         int j, int e) {
-  if constexpr (!kHasBias) return kSoftcap ? x : p.scale * x;
-  return kSoftcap ? x + bias.at(j, e) : fmaf(p.scale, x, bias.at(j, e));
+FA_DEVICE float score_of(const AttentionParams& p, float x,
+                         const OperandTile<kOwnKeys, kMmaN>& operands, int j, int e) {
+  if constexpr (kExpression) {
+    return operands.score(p.scale * x, j, e).score;
+  } else if constexpr (kHasBias) {
+    return kSoftcap ? x + operands.at(j, e) : fmaf(p.scale, x, operands.at(j, e));
+  } else {
+    return kSoftcap ? x : p.scale * x;
+  }
 }
 
+constexpr uint32 kHiddenProduct = 0xffc5a5a5u;  // see hidden_score()
+
 // Whether the derivative of a score by scale * product is other than 1.
-constexpr bool kHasSlope = kSoftcap;
+constexpr bool kHasSlope = kSoftcap || kExpressionHasSlope;
+
+// What hides a pair, in place of its score, or of its product where slopes follow from that: -inf,
+// but to an expression, which may make anything of -inf, a NaN that no product is.
+FA_DEVICE float hidden_score() {
+  return __uint_as_float(kExpressionHasSlope ? kHiddenProduct : 0xff800000u);
+}
+
+// Makes of the products of a warp's tile what score_and_slope() takes.
+template <int kMmaN>
+FA_DEVICE void prepare_slopes(const AttentionParams& p, float (&s)[kMmaN][4]) {
+  if constexpr (kSoftcap) apply_softcap(p, s);
+}
+
+// A weight times the slope of its score, which may be anything of a pair that does not count.
+FA_DEVICE float slope_times(float slope, float weight) {
+  return kExpressionHasSlope && weight == 0.0f ? 0.0f : slope * weight;
+}
+
+template <bool kOwnKeys, int kMmaN>
+FA_DEVICE ScoreAndSlope<float> score_and_slope(const AttentionParams& p, float x,
+                                               const OperandTile<kOwnKeys, kMmaN>& operands, int j,
+                                               int e) {
+  if constexpr (kExpression) {
+    const ScoreAndSlope<float> found = operands.score(p.scale * x, j, e);
+    const bool is_hidden = __float_as_uint(x) == kHiddenProduct;
+    return {is_hidden ? -FA_INFINITY : found.score, is_hidden ? 0.0f : found.slope};
+  } else {
+    const float slope = kSoftcap ? softcap_slope(p, x) : 1.0f;
+    return {score_of<kOwnKeys, kMmaN>(p, x, operands, j, e), slope};
+  }
+}
 
 struct IgnoreSlope {
   __device__ __forceinline__ void operator()(int, int, float) const {}
 };
 
-// Makes scores of the products that a thread holds, given the bias of them.  Hands each slope, the
+// Makes scores of the products that a thread holds, given the operands of them.  Hands each slope, the
 // derivative of a score by scale * product, to use_slope(j, e, slope) if it is not 1.  Returns
 // whether a build without branches, apply_score_mod_of_near, would do for all of the warp.
 template <bool kOwnKeys, int kMmaN, typename UseSlope = IgnoreSlope>
 FA_DEVICE bool apply_score_mod(const AttentionParams& p, float (&s)[kMmaN][4],
-                               const BiasTile<kOwnKeys, kMmaN>& bias,
+                               const OperandTile<kOwnKeys, kMmaN>& operands,
                                const UseSlope& use_slope = UseSlope()) {
   bool near = true;
   if constexpr (kSoftcap) near = apply_softcap(p, s);
@@ -254,21 +314,22 @@ FA_DEVICE bool apply_score_mod(const AttentionParams& p, float (&s)[kMmaN][4],
   for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if constexpr (kSoftcap) use_slope(j, e, softcap_slope(p, s[j][e]));
-      s[j][e] = add_bias<kOwnKeys, kMmaN>(p, s[j][e], bias, j, e);
+      const auto found = score_and_slope<kOwnKeys, kMmaN>(p, s[j][e], operands, j, e);
+      if constexpr (kHasSlope) use_slope(j, e, found.slope);
+      s[j][e] = found.score;
     }
   }
   return near;
 }
 
 // Whether apply_score_mod_of_near leaves scores in units of log2, which saves a multiplication.
-constexpr bool kNearIsLog2 = kSoftcap && !kHasBias;
+constexpr bool kNearIsLog2 = kSoftcap && !kHasOperands;
 
 // The same without a branch, so that what follows may be scheduled beside it.  Returns whether this
 // thread's scores are right: products are not too large for the softcap's series.
 template <bool kOwnKeys, int kMmaN>
 FA_DEVICE bool apply_score_mod_of_near(const AttentionParams& p, float (&s)[kMmaN][4],
-                                       const BiasTile<kOwnKeys, kMmaN>& bias) {
+                                       const OperandTile<kOwnKeys, kMmaN>& operands) {
   bool near = true;
   if constexpr (kSoftcap) near = series_reaches(scale_for_softcap(p, s));
 #pragma unroll
@@ -279,67 +340,75 @@ FA_DEVICE bool apply_score_mod_of_near(const AttentionParams& p, float (&s)[kMma
         s[j][e] = series_of_softcap(p.softcap_series_log2, s[j][e]);
       } else {
         if constexpr (kSoftcap) s[j][e] = softcap_by_series(p, s[j][e]);
-        s[j][e] = add_bias<kOwnKeys, kMmaN>(p, s[j][e], bias, j, e);
+        s[j][e] = score_of<kOwnKeys, kMmaN>(p, s[j][e], operands, j, e);
       }
     }
   }
   return near;
 }
 
-// The same two for the scores of some rows that start at `row`, whose bias is loaded a few columns
+// The same two for the scores of some rows that start at `row`, whose operands are loaded a few columns
 // at a time: for builds that have no registers for more.
 template <bool kOwnKeys, int kMmaN, typename Apply>
-FA_DEVICE bool in_parts(const AttentionParams& p, int64 bias_offset, float (&s)[kMmaN][4], int row,
+FA_DEVICE bool in_parts(const AttentionParams& p, int64 offset, float (&s)[kMmaN][4], int row,
                         int col, const Apply& apply) {
-  constexpr int kStep = kHasBias && kMmaN % 4 == 0 ? 4 : kMmaN;
+  constexpr int kStep = columns_at_a_time<kOwnKeys, kMmaN>(4);
   bool near = true;
 #pragma unroll
   for (int j = 0; j < kMmaN; j += kStep) {
-    BiasTile<kOwnKeys, kStep> bias;
-    if constexpr (kHasBias) bias.load(p, bias_offset, row, col + 8 * j);
-    near &= apply(reinterpret_cast<float (&)[kStep][4]>(s[j]), bias, j);
+    OperandTile<kOwnKeys, kStep> operands;
+    if constexpr (kHasOperands) operands.load(p, offset, row, col + 8 * j);
+    near &= apply(reinterpret_cast<float (&)[kStep][4]>(s[j]), operands, j);
   }
   return near;
 }
 
 template <bool kOwnKeys, int kMmaN, typename UseSlope = IgnoreSlope>
-FA_DEVICE bool load_and_apply_score_mod(const AttentionParams& p, int64 bias_offset,
+FA_DEVICE bool load_and_apply_score_mod(const AttentionParams& p, int64 offset,
                                         float (&s)[kMmaN][4], int row, int col,
                                         const UseSlope& use_slope = UseSlope()) {
-  return in_parts<kOwnKeys>(p, bias_offset, s, row, col, [&](auto& part, auto& bias, int first) {
-    return apply_score_mod(p, part, bias,
+  return in_parts<kOwnKeys>(p, offset, s, row, col, [&](auto& part, auto& operands, int first) {
+    return apply_score_mod(p, part, operands,
                            [&](int j, int e, float slope) { use_slope(first + j, e, slope); });
   });
 }
 
 template <bool kOwnKeys, int kMmaN>
-FA_DEVICE bool load_and_apply_score_mod_of_near(const AttentionParams& p, int64 bias_offset,
+FA_DEVICE bool load_and_apply_score_mod_of_near(const AttentionParams& p, int64 offset,
                                                 float (&s)[kMmaN][4], int row, int col) {
-  return in_parts<kOwnKeys>(p, bias_offset, s, row, col, [&](auto& part, auto& bias, int) {
-    return apply_score_mod_of_near(p, part, bias);
+  return in_parts<kOwnKeys>(p, offset, s, row, col, [&](auto& part, auto& operands, int) {
+    return apply_score_mod_of_near(p, part, operands);
   });
 }
 
-// Calls f(j, Constant<n>, bias) with the bias of n columns at a time, from those of j on: for
+// Calls f(j, Constant<n>, bias) with the operands of n columns at a time, from those of j on: for
 // builds that have no registers for more.
 template <bool kOwnKeys, int kMmaN, typename F>
-FA_DEVICE void for_each_bias_part(const AttentionParams& p, int64 bias_offset, int row, int col,
-                                  F f) {
+FA_DEVICE void for_each_operands_part(const AttentionParams& p, int64 offset, int row, int col,
+                                      F f) {
   // Pairs of keys and queries whose keys are rows are loaded one by one, which takes addresses.
-  constexpr int kFew = kOwnKeys && kBiasAxes == kBiasOfPair ? 2 : 4;
-  constexpr int kStep = kHasBias && kMmaN % kFew == 0 ? kFew : kMmaN;
+  constexpr int kStep =
+      columns_at_a_time<kOwnKeys, kMmaN>(kOwnKeys && kBiasAxes == kBiasOfPair ? 2 : 4);
 #pragma unroll
   for (int j = 0; j < kMmaN; j += kStep) {
-    BiasTile<kOwnKeys, kStep> bias;
-    if constexpr (kHasBias) bias.load(p, bias_offset, row, col + 8 * j);
-    f(j, Constant<kStep>(), bias);
+    OperandTile<kOwnKeys, kStep> operands;
+    if constexpr (kHasOperands) operands.load(p, offset, row, col + 8 * j);
+    f(j, Constant<kStep>(), operands);
   }
+}
+
+// What an expression makes of one scaled product; templates, for other builds have none.
+template <typename Real, typename Params>
+FA_DEVICE ScoreAndSlope<Real> expression_of(const Params& p, const BatchOffsets& offsets, Real s,
+                                            int query, int key) {
+  return score_by_expression(p, offsets.bias, s, query, key);
 }
 
 // One score by itself.
 FA_DEVICE float score_from_product(const AttentionParams& p, const BatchOffsets& offsets,
                                    float product, int row, int col) {
   if constexpr (!kScoreMod) return product;
+  if constexpr (kExpression) return expression_of(p, offsets, p.scale * product, row, col).score;
   float x = kSoftcap ? softcap_by_exp2(p, p.softcap_scale * product) : p.scale * product;
   if constexpr (kHasBias) x += load_bias(p, offsets.bias, row, col);
   return x;
@@ -348,7 +417,19 @@ FA_DEVICE float score_from_product(const AttentionParams& p, const BatchOffsets&
 // The same in float64; without FA_SCORE_MOD, times the scale.
 FA_DEVICE double score_from_product_f64(const AttentionParams& p, const BatchOffsets& offsets,
                                         double product, int row, int col) {
+  if constexpr (kExpression)
+    return expression_of<double>(p, offsets, p.scale * product, row, col).score;
   double x = kSoftcap ? p.softcap * tanh(0.5 * p.softcap_scale * product) : p.scale * product;
   if constexpr (kHasBias) x += load_bias<double>(p, offsets.bias, row, col);
   return x;
+}
+
+// The same with its slope.
+FA_DEVICE ScoreAndSlope<float> score_and_slope_from_product(const AttentionParams& p,
+                                                            const BatchOffsets& offsets,
+                                                            float product, int row, int col) {
+  if constexpr (kExpression) return expression_of(p, offsets, p.scale * product, row, col);
+  const float score = score_from_product(p, offsets, product, row, col);
+  if constexpr (!kSoftcap) return {score, 1.0f};
+  return {score, softcap_slope(p, softcap_by_exp2(p, p.softcap_scale * product))};
 }

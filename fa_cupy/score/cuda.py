@@ -63,7 +63,8 @@ def body(roots: Sequence[Node], results: Sequence[str], real: str = "float") -> 
         Of kind "float", as the score and its derivative.
     results : sequence of str
         What the values are assigned to, as "score" or "return".
-    real : {"float", "double"}
+    real : {"float", "double", "Real"}
+        "Real" is a template's parameter, of which literals are made from those of double.
 
     Examples
     --------
@@ -76,10 +77,9 @@ def body(roots: Sequence[Node], results: Sequence[str], real: str = "float") -> 
     texts: list[str] = []
     lines: list[str] = []
     for place, step in enumerate(order.steps):
-        text = _text(step, [texts[arg] for arg in step.args], real)
+        text = text_of(step, [texts[arg] for arg in step.args], real)
         if step.uses > 1 and step.node.op not in ("number", "variable"):
-            kind = _TYPES.get(step.node.kind, real)
-            lines.append(f"const {kind} t{place} = {text};")
+            lines.append(f"const {type_of(step.node, real)} t{place} = {text};")
             text = f"t{place}"
         texts.append(text)
     for name, place in zip(results, order.results, strict=True):
@@ -87,8 +87,22 @@ def body(roots: Sequence[Node], results: Sequence[str], real: str = "float") -> 
     return "".join(f"{line}\n" for line in lines)
 
 
-def _text(step: Step, args: list[str], real: str) -> str:
-    """Return the expression of one step, in parentheses where it needs them."""
+def type_of(node: Node, real: str = "float") -> str:
+    """Return the type of a node's value."""
+    return _TYPES.get(node.kind, real)
+
+
+def text_of(step: Step, args: list[str], real: str) -> str:
+    """Return the expression of one step, in parentheses where it needs them.
+
+    Parameters
+    ----------
+    step : Step
+    args : list of str
+        The expressions of its arguments.
+    real : str
+        As for `body`.
+    """
     node, op = step.node, step.node.op
     wraps = node.kind == "long" and op in _WRAPPING
     match op:
@@ -127,4 +141,6 @@ def _number(node: Node, real: str) -> str:
     text = f"{rounded!s}{'f' if real == 'float' else ''}"
     if np.isinf(rounded):
         text = "-FA_INFINITY" if value < 0 else "FA_INFINITY"
+    if real == "Real":
+        return f"Real({text})"
     return f"({text})" if text.startswith("-") else text

@@ -126,6 +126,7 @@ class Layout(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    number: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class BoundScore:
 
     program: Program
     layouts: tuple[Layout, ...]
+    heads: int  # how many values h has
+    exact: bool  # whether float32 holds the integers that become floats
 
 
 @dataclass(frozen=True)
@@ -170,14 +173,15 @@ class Operands:
         k_len : int
         """
         layouts = tuple(
-            Layout((), ()) if isinstance(x, float) else Layout(x.shape, x.strides)
+            Layout((), (), x) if isinstance(x, float) else Layout(x.shape, x.strides)
             for x in self.values
         )
         shapes = [layout.shape for layout in layouts]
         batch, q_len = tuple(out_shape[:-2]), out_shape[-2]
         sizes = ranges.Sizes(*flat_batch(batch), q_len, k_len)
         ranges.check(name, self.program.root, self.names, shapes, self.program.dtypes, sizes)
-        return BoundScore(self.program, layouts)
+        exact = ranges.exact_in_float32(self.program.root, self.program.dtypes, sizes)
+        return BoundScore(self.program, layouts, sizes.h, exact)
 
     def require_gradients(self, name: str, need: Sequence[str]) -> None:
         """Find the derivatives that gradients take; raise for an array that has no gradient.
@@ -218,6 +222,11 @@ def entries(xp: Any, batch: Sequence[int]) -> tuple[Any, ...]:
     return tuple(
         xp.arange(n, dtype=np.int64).reshape(shape) for n, shape in ((count, of_b), (heads, of_h))
     )  # fmt: skip
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element of an array."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def kind_of(dtype: str) -> str:

@@ -7,7 +7,7 @@ for all pairs, so that a kernel may load both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from fa_cupy.score import tree
 from fa_cupy.score.tree import Node
 
+_EXACT = 1 << 23  # half of what float32 holds
 _BITS = {"int": 32, "long": 64}
 
 
@@ -58,15 +59,31 @@ def check(
     """
     if 0 in sizes:
         return
-    steps = tree.ordered(root).steps
-    found: list[Range | None] = []
-    for node, args, _ in steps:
-        ranges = [found[arg] for arg in args]
+    for node, indices, _ in _ranges(name, root, dtypes, sizes):
         if node.op == "load":
-            indices = [x for x in ranges if x is not None]
             label = f"{name}: score has {_shown(node)}"
             _check_load(label, node, arguments, shapes, indices)
-        found.append(_range(name, node, [x for x in ranges if x is not None], dtypes, sizes))
+
+
+def exact_in_float32(root: Node, dtypes: Sequence[str], sizes: Sizes) -> bool:
+    """Whether float32 holds all 32-bit integers of an expression, and those a tile past the end."""
+    if 0 in sizes:
+        return True
+    found = _ranges("", root, dtypes, sizes)
+    reach = [own for node, _, own in found if own is not None and node.kind == "int"]
+    return all(-_EXACT <= least and most <= _EXACT for least, most in reach)
+
+
+def _ranges(
+    name: str, root: Node, dtypes: Sequence[str], sizes: Sizes
+) -> Iterator[tuple[Node, list[Range], Range | None]]:
+    """Yield nodes with the ranges of their integer arguments, and their own."""
+    found: list[Range | None] = []
+    for node, args, _ in tree.ordered(root).steps:
+        own = [x for x in (found[arg] for arg in args) if x is not None]
+        found.append(None)
+        yield node, own, (last := _range(name, node, own, dtypes, sizes))
+        found[-1] = last
 
 
 def _check_load(

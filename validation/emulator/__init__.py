@@ -12,8 +12,9 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,11 @@ def _headers() -> str:
 
 
 def build(
-    name: str, source: Path, defines: Sequence[tuple[str, int]], entries: Sequence[str]
+    name: str,
+    source: Path,
+    defines: Sequence[tuple[str, int]],
+    entries: Sequence[str],
+    made: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
     """Compile a kernel for this machine, or take it from ``build/``.
 
@@ -112,6 +117,8 @@ def build(
     defines : sequence of (str, int)
     entries : sequence of str
         Names of its kernels; each takes one struct.
+    made : mapping of bytes, optional
+        Headers that are no files, by the name in the include.
 
     Raises
     ------
@@ -120,12 +127,15 @@ def build(
     """
     sanitize = SANITIZE in os.environ
     options = (*_KERNEL, *(_SANITIZERS if sanitize else _REPORTED))
-    stem = f"{name}-{_digest([source], options, defines, entries, _headers())}"
+    digest = _digest([source], options, defines, entries, sorted(made.items()), _headers())
+    stem = f"{name}-{digest}"
     target = BUILD / f"{stem}.so"
     if not target.exists():
         listed = " ".join(f"ENTRY({entry})" for entry in entries)
         flags = [*(f"-D{key}={value}" for key, value in defines), f'-DKERNEL="{source.resolve()}"']
         flags += [f"-DENTRIES={listed}", "-c", str(FOLDER / "entry.cpp")]
+        if made:
+            flags.append(f"-I{_written(made)}")
         kernel = _compile(BUILD / f"{stem}.{os.getpid()}.o", *options, *flags)
         _compile(target, *(_SANITIZERS if sanitize else ()), "-shared", str(kernel),
                  *map(str, _machine()))  # fmt: skip
@@ -136,7 +146,19 @@ def build(
 def build_row(row: Variant, source: Path | None = None) -> Path:
     """`build` of a row of the variant table, or of another kernel in its place."""
     source = source or ROOT / "cuda_src" / f"{row.source}.cu"
-    return build(row.name, source, row.defines, (row.entry,))
+    return build(row.name, source, row.defines, (row.entry,), row.headers)
+
+
+def _written(made: Mapping[str, bytes]) -> Path:
+    """Return a folder of headers that were made, under their names."""
+    digest = hashlib.sha256(repr(sorted(made.items())).encode()).hexdigest()[:16]
+    folder = BUILD / f"headers-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in made.items():
+        own = folder / f"{name}.{os.getpid()}"
+        own.write_bytes(text)
+        own.replace(folder / name)
+    return folder
 
 
 @functools.cache

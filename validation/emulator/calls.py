@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fa_cupy import BitMask
+from fa_cupy._score import operands_of
 from fa_cupy.core import attention_problem, linear_problem
 from fa_cupy.gpu.kernels import attention_backward as backward_launches
 from fa_cupy.gpu.kernels import backward, forward, products
@@ -19,6 +20,7 @@ from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
 from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.score.program import Operands
 from validation.emulator.launcher import MULTIPROCESSORS, EmulatorLauncher
 from validation.emulator.masks import lists_of, tables_of
 
@@ -62,6 +64,7 @@ def attention(
     EmulationError
         As `emulator.launch`.
     """
+    operands = _operands(options)
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)
@@ -73,6 +76,7 @@ def attention(
     plan = forward.make_plan(Traits(problem, view), launcher, row)
     pointers = [0 if x is None else x.ctypes.data for x in (q, k, v, bias, out, lse)]
     pointers += [x.ctypes.data for x in (options.get("sinks"),) if x is not None]
+    pointers += _addresses(operands)
     if mask is None:
         lists, addresses = None, ()
     else:
@@ -81,6 +85,23 @@ def attention(
     plan.run((*pointers, *addresses))
     del lists
     return out, lse
+
+
+def _operands(options: dict[str, Any]) -> Operands | None:
+    """Put the operands of a score in place of it, and return them."""
+    score = options.get("score")
+    if score is None:
+        return None
+    arrays = {f"score.{name}": x for name, x in score._values.items()}
+    options["score"] = operands_of(score, arrays)
+    found: Operands = options["score"]
+    return found
+
+
+def _addresses(operands: Operands | None) -> list[int]:
+    """Return the addresses of the arrays of a score."""
+    values = () if operands is None else operands.values
+    return [x.ctypes.data for x in values if not isinstance(x, float)]
 
 
 def attention_backward(
@@ -129,6 +150,7 @@ def attention_backward(
     EmulationError
         As `emulator.launch`.
     """
+    operands = _operands(options)
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)
@@ -147,7 +169,8 @@ def attention_backward(
     arrays = (q, k, v, out, lse, dout, dlse, bias, options.get("sinks"), dq, dk, dv)
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()
-    made[0].run((*[0 if x is None else x.ctypes.data for x in arrays], *addresses))
+    pointers = [0 if x is None else x.ctypes.data for x in arrays] + _addresses(operands)
+    made[0].run((*pointers, *addresses))
     del tables  # it owns what the addresses are of
     return dq, dk, dv
 

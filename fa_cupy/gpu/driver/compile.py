@@ -13,8 +13,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fa_cupy.gpu.driver import cubin_cache, nvrtc
@@ -34,6 +35,7 @@ _OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-option
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 Defines = Iterable[tuple[str, int]]
+_NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 class Compiled(NamedTuple):
@@ -88,7 +90,9 @@ def compile_variant(variant: Variant, target: str, anew: bool = False) -> Compil
         If NVRTC or its bindings are missing; says how to install them.
     """
     file, source = _source_of(variant)
-    return compile_source(variant.name, source, target, variant.defines, file, anew)
+    return compile_source(
+        variant.name, source, target, variant.defines, file, anew, variant.headers
+    )
 
 
 def compile_source(
@@ -98,6 +102,7 @@ def compile_source(
     defines: Defines = (),
     file: str = "kernel.cu",
     anew: bool = False,
+    made: Mapping[str, bytes] = _NOTHING,
 ) -> Compiled:
     """Compile CUDA C++ that includes nothing but the headers of this project.
 
@@ -113,13 +118,15 @@ def compile_source(
         What messages call the source.
     anew : bool
         As for `compile_variant`.
+    made : mapping of bytes, optional
+        Headers that are no files, by the name in the include.
 
     Raises
     ------
     fa_cupy.gpu.driver.nvrtc.CompileError, ImportError
         As `compile_variant`.
     """
-    headers, options = _headers(source), _options(defines)
+    headers, options = _headers(source, made), _options(defines)
     key = _key(source, headers, target, options)
     file_name = f"{name}-{nvrtc.architecture(target)}-{key[:24]}.{nvrtc.kind_of(target).lower()}"
     path = cubin_cache.place(file_name)
@@ -146,7 +153,7 @@ def emit_ptx(variant: Variant, target: str) -> str:
         As `compile_variant`.
     """
     file, source = _source_of(variant)
-    headers, options = _headers(source), _options(variant.defines)
+    headers, options = _headers(source, variant.headers), _options(variant.defines)
     _, image = nvrtc.run(variant.name, file, source, headers, target, options, "PTX")
     return image.rstrip(b"\0").decode()
 
@@ -299,13 +306,13 @@ def _source_of(variant: Variant) -> tuple[str, bytes]:
     return file, (ROOT / file).read_bytes()
 
 
-def _headers(source: bytes) -> dict[str, bytes]:
+def _headers(source: bytes, made: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the headers that a source includes, directly or not, by the name in the include.
 
     One that is not there is left to NVRTC, whose message says where it is wanted.
     """
-    found: dict[str, bytes] = {}
-    todo = [source]
+    found = dict(made)
+    todo = [source, *made.values()]
     while todo:
         for name in map(bytes.decode, _INCLUDE.findall(todo.pop())):
             path = ROOT / name

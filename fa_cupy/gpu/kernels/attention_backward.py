@@ -28,6 +28,7 @@ from fa_cupy.gpu.kernels.attention import (
 )
 from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
+from fa_cupy.gpu.kernels.score import score_pointers
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask.
 ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "sinks", "dq", "dk", "dv")
@@ -116,5 +117,6 @@ def make_plan(
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
     space = plan.workspace_of({**launches.scratch, **launches.counters, **copies})
     names = [name for name in ARRAYS if name not in copies]
+    names += score_pointers(traits.problem).values()
     names += TABLE_ARRAYS if traits.wanted.masked else ()
     return plan.Plan(steps, names, launcher, space), space

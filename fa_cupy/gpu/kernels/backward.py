@@ -24,7 +24,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_LENGTH,
 )
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
-from fa_cupy.gpu.kernels.score import ScoreMod, fill_score, score_mod_of
+from fa_cupy.gpu.kernels.score import ScoreMod, fill_score, score_mod_of, score_pointers
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,
@@ -191,8 +191,8 @@ class BackwardSm90(BackwardVariant):
 
     def end_of_offsets(self, end: int) -> int:
         """Return where shared memory ends, given where the offsets of the bias begin."""
-        has_bias = self.score is not None and self.score.bias_axes != ""
-        return -(-end // 8) * 8 + 8 * (self.stages if has_bias else 1)
+        has_operands = self.score is not None and self.score.has_operands
+        return -(-end // 8) * 8 + 8 * (self.stages if has_operands else 1)
 
     def mapped_step(
         self,
@@ -229,8 +229,7 @@ class BackwardSm90(BackwardVariant):
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
         addresses = {name: name for name in ("lse_delta", "tile_counters", "nonfinite_flags")}
         addresses |= traits.mask(params, by_key)
-        if problem.bias is not None:
-            addresses["common.bias"] = "bias"
+        addresses |= operand_addresses(problem)
         maps: dict[str, Any] = {
             f"{name}_map": (name, traits.geometry(name, boxes.get(name, BOX))) for name in _MAPPED
         }
@@ -381,6 +380,10 @@ class Traits:
         if problem.bias_dtype is not None:
             steps = [step // problem.bias_dtype.itemsize for step in self.steps["bias"]]
             p["bias_batch"][:MAP_AXES] = steps
+        if problem.score is not None:  # entries take the place of offsets
+            p["bias_batch"][:MAP_AXES] = [
+                math.prod(self.size[axis + 1 :]) for axis in range(MAP_AXES)
+            ]
         p["lower"], p["upper"] = attention_params.band_limits(problem)
         fill_score(p, problem)
         return filled
@@ -420,6 +423,12 @@ class Traits:
             return {}
         params["mask"], arrays = self._tables[by_key]
         return {f"mask.{field}": array for field, array in arrays.items()}
+
+
+def operand_addresses(problem: Problem) -> dict[str, str]:
+    """Return, for fields of a struct, what scores are made of besides products."""
+    found = {f"common.{field}": name for field, name in score_pointers(problem).items()}
+    return found if problem.bias is None else found | {"common.bias": "bias"}
 
 
 class Launches:
@@ -489,6 +498,5 @@ def strided_params(
     addresses = {name: name for name in ("lse_delta", "nonfinite_flags")}
     addresses |= {f"{name}.start": name for name in _ARRAYS}
     addresses |= traits.mask(params, by_key)
-    if problem.bias is not None:
-        addresses["common.bias"] = "bias"
+    addresses |= operand_addresses(problem)
     return params, addresses

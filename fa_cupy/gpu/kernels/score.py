@@ -7,6 +7,7 @@ products times a positive scale gets builds without it; others get builds for th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from typing import Any, NamedTuple
 
@@ -14,8 +15,15 @@ import numpy as np
 
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem
+from fa_cupy.score import header
+from fa_cupy.score.program import BoundScore, Program, itemsize
 from fa_cupy.tiled.softcap import transform
 
+MAX_SCORE_ARRAYS, MAX_SCORE_AXES = 6, 4  # kMaxScoreArrays, kMaxScoreAxes
+#: ``struct ScoreArray`` of ``cuda_src/common/attention_params.cuh``.
+SCORE_ARRAY = np.dtype(
+    [("data", np.uint64), ("number", np.float64), ("stride", np.int64, (MAX_SCORE_AXES,))]
+)
 LOG2E = math.log2(math.e)
 #: ``enum BiasAxes``: what a bias depends on besides the batch entry, in the order of its values.
 BIAS_AXES = ("", "query", "key", "pair")
@@ -44,15 +52,23 @@ class ScoreMod(NamedTuple):
         One of `BIAS_AXES`.
     bias_dtype : str
         Name of the dtype of its elements; empty without a bias.
+    program : Program or None
+        An expression of the caller's; there is neither softcap nor bias then.
+    exact : bool
+        Whether float32 holds the integers that it converts.
     """
 
     softcap: bool = False
     bias_axes: str = ""
     bias_dtype: str = ""
+    program: Program | None = None
+    exact: bool = True
 
     @property
     def name(self) -> str:
         """For names of builds."""
+        if self.program is not None:
+            return f"expression_{hashlib.sha256(self._header().encode()).hexdigest()[:12]}"
         parts = ["softcap"] * self.softcap
         if self.bias_axes:
             parts.append(f"{self.bias_dtype}_bias_of_{self.bias_axes}")
@@ -67,7 +83,22 @@ class ScoreMod(NamedTuple):
             ("FA_SOFTCAP", int(self.softcap)),
             ("FA_BIAS_AXES", BIAS_AXES.index(self.bias_axes)),
             ("FA_BIAS_KIND", names.index(self.bias_dtype) if self.bias_dtype else 0),
+            *([("FA_EXPRESSION", 1)] if self.program is not None else []),
         )
+
+    @property
+    def has_operands(self) -> bool:
+        """Whether scores are made of anything but products: ``kHasOperands``."""
+        return self.bias_axes != "" or self.program is not None
+
+    @property
+    def headers(self) -> dict[str, bytes]:
+        """The headers that are made for it, by the name in the include."""
+        return {} if self.program is None else {header.NAME: self._header().encode()}
+
+    def _header(self) -> str:
+        assert self.program is not None
+        return header.header(self.program, self.exact)
 
 
 def score_mod_of(problem: Problem) -> ScoreMod | None:
@@ -75,6 +106,8 @@ def score_mod_of(problem: Problem) -> ScoreMod | None:
 
     A bias must be one that kernels take; see `takes_bias`.
     """
+    if problem.score is not None:
+        return ScoreMod(program=problem.score.program, exact=problem.score.exact)
     # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
     plain_scale = 1e-30 < problem.scale < 1e30
     if problem.bias is None and not problem.softcap:
@@ -89,6 +122,33 @@ def score_mod_of(problem: Problem) -> ScoreMod | None:
 def takes_bias(problem: Problem) -> bool:
     """Whether kernels read the bias of a problem as it is: unless it is of float64."""
     return problem.bias_dtype != np.float64
+
+
+def takes_score(problem: Problem) -> bool:
+    """Whether kernels take the expression of a problem, if it has one.
+
+    They take it without a softcap and a bias beside it, with arrays of whole elements.
+    """
+    score = problem.score
+    if score is None:
+        return True
+    if problem.softcap or problem.bias is not None or len(score.layouts) > MAX_SCORE_ARRAYS:
+        return False
+    return all(
+        len(layout.shape) <= MAX_SCORE_AXES
+        and (dtype == "number" or all(step % itemsize(dtype) == 0 for step in layout.strides))
+        for layout, dtype in zip(score.layouts, score.program.dtypes, strict=True)
+    )
+
+
+def score_pointers(problem: Problem) -> dict[str, str]:
+    """Return, for the fields of ``AttentionParams`` that point to them, the expression's arrays."""
+    dtypes = () if problem.score is None else problem.score.program.dtypes
+    return {
+        f"score_arrays.{number}.data": f"score.{number}"
+        for number, dtype in enumerate(dtypes)
+        if dtype != "number"
+    }
 
 
 def with_float32_bias(xp: Any, problem: Problem, bias: Any) -> tuple[Problem, Any]:
@@ -122,6 +182,20 @@ def fill_score(p: Any, problem: Problem) -> None:
         of_keys = by_key == item and by_query % (2 * item) == 0
         of_queries = by_query == item and by_key % (2 * item) == 0
         p["bias_pairs"] = of_keys + 2 * of_queries
+
+    if problem.score is not None:
+        _fill_expression(p, problem.score)
+
+
+def _fill_expression(p: Any, score: BoundScore) -> None:
+    p["score_heads"] = score.heads
+    for number, dtype in enumerate(score.program.dtypes):
+        array, layout = p["score_arrays"][number], score.layouts[number]
+        if dtype == "number":
+            array["number"] = layout.number
+        else:
+            steps = [step // itemsize(dtype) for step in layout.strides]
+            array["stride"][: len(steps)] = steps
 
 
 def in_float32(x: float) -> float:

@@ -104,6 +104,11 @@ class Variant:
         """The constants of ``cuda_src/common/score.cuh``."""
         return self.score.defines if self.score else ()
 
+    @property
+    def headers(self) -> dict[str, bytes]:
+        """The headers that are made for it, by the name in the include."""
+        return self.score.headers if self.score else {}
+
     def for_score(self, score: ScoreMod | None) -> Self:
         """Return the build of this row for calls with such scores."""
         return dataclasses.replace(self, score=score)

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View
-from fa_cupy.gpu.kernels.score import SCORE_FIELDS, fill_score, score_mod_of
+from fa_cupy.gpu.kernels.score import (
+    MAX_SCORE_ARRAYS,
+    SCORE_ARRAY,
+    SCORE_FIELDS,
+    fill_score,
+    score_mod_of,
+    score_pointers,
+)
 
 MAX_BATCH_AXES = 6
 MAX_GRID = 2**31 - 1
@@ -48,7 +55,8 @@ ATTENTION_PARAMS = np.dtype(
     + [(name, np.int32) for name in ("lower", "upper", "bias_pairs")]
     + SCORE_FIELDS
     + [("sinks", np.uint64), ("sinks_batch", np.int64, (MAX_BATCH_AXES,))]
-    + [("sinks_row", np.int64), ("sinks_kind", np.int32)],
+    + [("sinks_row", np.int64), ("sinks_kind", np.int32), ("score_heads", np.int32)]
+    + [("score_arrays", SCORE_ARRAY, (MAX_SCORE_ARRAYS,))],
     align=True,
 )
 #: The parts of a mask, whose addresses calls with one give after those of the arrays.
@@ -185,6 +193,11 @@ class Traits:
             self.sizes, self.strides = merge_axes(problem.batch, self.views)
         self.score = score_mod_of(problem)
         self.pointers = POINTERS if problem.sinks is None else (*POINTERS, "sinks")
+        score_arrays = score_pointers(problem)
+        self.pointers += tuple(score_arrays.values())
+        #: The field of ``AttentionParams`` that points to each.
+        self.fields = {name: name for name in self.pointers if name not in score_arrays.values()}
+        self.fields |= score_arrays
 
     def query_tiles(self, tile_m: int) -> int:
         """Return the tiles of queries of a batch entry; with a mask, of whole blocks of rows."""
@@ -223,6 +236,8 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
         p[f"{name}_batch"][:axes] = [s // item[name] for s in strides[name][outer:]]
     p["batch_size"] = 1
     p["batch_size"][:axes] = sizes[outer:]
+    if problem.score is not None:  # entries take the place of offsets
+        p["bias_batch"][:axes] = [math.prod(sizes[axis + 1 :]) for axis in range(outer, len(sizes))]
     p["batch_axes"] = axes
     for name in ("q_len", "k_len", "head_dim", "v_dim"):
         p[name] = getattr(problem, name)

@@ -86,7 +86,7 @@ def steps(traits: Traits, variant: FwdSm80) -> list[Step]:
     for part in parts:
         own = params.copy()
         own["first_batch"] = part.first_batch
-        addresses = {name: name for name in traits.pointers}
+        addresses = dict(traits.fields)
         shifts = dict(zip(traits.pointers, part.offsets, strict=True))
         if traits.problem.mask is not None:
             addresses |= mask_addresses(whole=len(parts) == 1)

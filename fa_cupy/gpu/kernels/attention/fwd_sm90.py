@@ -102,8 +102,8 @@ class FwdSm90(Variant):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = row * (self.q_stages * 64 + 2 * self.stages * self.tile_n)
-        has_bias = self.score is not None and self.score.bias_axes != ""
-        offsets = 8 * (_WORK_STAGES if has_bias else 1)
+        has_operands = self.score is not None and self.score.has_operands
+        offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
@@ -273,7 +273,7 @@ def _step(
     scheduler = own["scheduler"]
     scheduler["tiles"], scheduler["entries"] = entries * tiles, entries
     scheduler["entries_per_l2_group"] = min(group, entries)
-    addresses = {f"common.{name}": name for name in traits.pointers}
+    addresses = {f"common.{field}": name for field, name in traits.fields.items()}
     if traits.problem.mask is not None:
         addresses |= mask_addresses("common.", whole)
     if grid < entries * tiles:
