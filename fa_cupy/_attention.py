@@ -294,7 +294,7 @@ def _solve(
     )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
     backend = dispatch.backend_of(native, "attention")
-    extra = dispatch.score_for(name, native, operands)
+    extra = dispatch.score_for(name, operands)
     if native.backend == "cupy" and inputs[0] is arrays[0]:
         _CACHED[type(arrays[0])] = backend.cached
     with native.context:
@@ -452,7 +452,7 @@ def attention_backward(
         causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands,
     )  # fmt: skip
     wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
-    extra = dispatch.score_for(name, native, operands, wanted)
+    extra = dispatch.score_for(name, operands, wanted)
     backend = dispatch.backend_of(native, "attention_backward")
     if native.backend == "cupy" and inputs[0] is q:
         _CACHED_BACKWARD[type(q)] = backend.cached

@@ -57,24 +57,19 @@ def backend_of(native: core_arrays.Native, family: str) -> Any:
     return backends.module(native.backend, family)
 
 
-def score_for(
-    name: str, native: core_arrays.Native, score: Operands | None, need: Sequence[str] = ()
-) -> dict[str, Operands]:
-    """Return what a backend's function gets of a score; raise where it cannot take it.
+def score_for(name: str, score: Operands | None, need: Sequence[str] = ()) -> dict[str, Operands]:
+    """Return what a backend's function gets of a score; raise for a gradient that is not there.
 
     Parameters
     ----------
     name : str
         The public function that errors speak of.
-    native : Native
     score : Operands or None
     need : sequence of str
         Of gradients, the names of arguments.
     """
     if score is None:
         return {}
-    if native.backend != "numpy":
-        raise NotImplementedError(f"{name}: score is for arrays on the CPU as yet, want them there")
     if need:
         score.require_gradients(name, need)
     return {"score": score}

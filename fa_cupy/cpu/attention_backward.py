@@ -65,14 +65,8 @@ def backward(
         inputs = inputs if problem.k_len else (*inputs[:4], None)  # no key is hidden
         with np.errstate(all="ignore"):
             _run(problem, inputs, results, grads, dtype, sinks, score)
-    steps, found = Steps(dtype), {}
     with np.errstate(all="ignore"):
-        for name in need:
-            if name in grads:
-                found[name] = grads[name].finished(steps)
-            elif score is not None:
-                found[name] = gradients.score_gradient(score, name, grads, empty)
-    return found
+        return gradients.finished(Steps(dtype), need, grads, empty, score)
 
 
 class _Task(NamedTuple):

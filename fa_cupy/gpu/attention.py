@@ -34,6 +34,7 @@ from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
+from fa_cupy.score.program import Operands
 
 _NAME = "attention"
 
@@ -182,6 +183,7 @@ def attention(
     out: Any,
     return_lse: bool,
     sinks: Any = None,
+    score: Operands | None = None,
 ) -> tuple[Any, Any | None]:
     """Solve `problem` on the current device and stream.
 
@@ -196,6 +198,8 @@ def attention(
     return_lse : bool
     sinks : cupy.ndarray or None
         As the other arrays.
+    score : Operands or None
+        The score expression, if `problem` has one.
 
     Returns
     -------
@@ -204,13 +208,16 @@ def attention(
     lse : cupy.ndarray or None
     """
     device = runtime.getDevice()
-    require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out)
+    of_score = {} if score is None else dict(score.named())
+    require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score)
     if not _served(problem, device):
         from fa_cupy.gpu.cublas import (
             attention as cublas_attention,  # needs cuBLAS, which the kernels do not
         )
 
-        return cublas_attention.attention(problem, q, k, v, bias, mask, out, return_lse, sinks)
+        return cublas_attention.attention(
+            problem, q, k, v, bias, mask, out, return_lse, sinks, score
+        )
     strides = _strides_like(problem, q) if out is None else out.strides
     if not _direct(problem, strides):
         return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks)
@@ -267,10 +274,11 @@ def _strides_like(problem: Problem, q: Any) -> tuple[int, ...]:
 
 def _served(problem: Problem, device: int) -> bool:
     """Whether a kernel serves a problem in any layout, or there is no query."""
-    target = workspace.launcher(device).target
-    return not math.prod(problem.out_shape[:-1]) or (
-        forward.for_any_layout(problem, target) is not None
-    )
+    if not math.prod(problem.out_shape[:-1]):
+        return True
+    if problem.score is not None:  # which no kernel evaluates
+        return False
+    return forward.for_any_layout(problem, workspace.launcher(device).target) is not None
 
 
 def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:

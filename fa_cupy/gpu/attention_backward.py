@@ -33,6 +33,7 @@ from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
+from fa_cupy.score.program import Operands
 
 _NAME = "attention_backward"
 _INPUTS = ("q", "k", "v")
@@ -196,18 +197,21 @@ def backward(
     need: tuple[str, ...],
     empty: Callable[..., Any],
     sinks: Any = None,
+    score: Operands | None = None,
 ) -> dict[str, Any]:
     """Return the gradients named by `need`; see `fa_cupy.gpu.cublas.attention_backward.backward`.
 
     Kernels compute them where there are some for the call, cuBLAS products elsewhere.
     """
-    require_whole_elements(_NAME, **_named(inputs, results), bias=inputs[3], sinks=sinks)
+    of_score = {} if score is None else dict(score.named())
+    named = _named(inputs, results)
+    require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
     found = by_kernels(problem, inputs, results, need, empty, sinks)
     if found is not None:
         return found
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
-    return attention_backward.backward(problem, inputs, results, need, empty, sinks)
+    return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
 
 
 def by_kernels(
@@ -223,7 +227,7 @@ def by_kernels(
     All gradients are computed, whichever are asked for, but for that of the bias, which the kernels
     do not compute. That of sinks follows from what they leave in the workspace.
     """
-    if "bias" in need:
+    if "bias" in need or problem.score is not None:
         return None
     arrays, bias = _named(inputs, results), inputs[3]
     if not takes_bias(problem):

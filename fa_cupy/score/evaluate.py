@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fa_cupy.score.tree import Node, Order
 
 Array = Any
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def evaluate(
@@ -34,7 +37,8 @@ def evaluate(
     -------
     list of array or scalar
         Of a shape that broadcasts to that of all variables together. What does not depend on a
-        variable has an axis of size 1 in its place, or none.
+        variable has an axis of size 1 in its place, or none. What is made of literals and numbers
+        alone is a scalar of NumPy, in CuPy too.
     """
     values: list[Any] = []
     last = [0] * len(order.steps)  # when a value is used for the last time
@@ -65,21 +69,31 @@ def _value(
     if node.op == "variable":
         return variables[str(node.value)]
     if node.op == "load":
-        of = arrays[int(node.value or 0)]
         kind = dtype if node.kind == "float" else np.dtype(np.int64)
-        if isinstance(of, float):
-            return kind.type(of)
-        return of[tuple(args)].astype(kind)
+        return _element(arrays[int(node.value or 0)], args, kind)
     if node.op == "power":
         return _power(args[0], int(node.value or 0))
     if node.op == "to_long":
         return args[0]  # integers are of 64 bits here
     if node.op == "to_float":
         return args[0].astype(dtype)
+    if all(isinstance(x, np.generic) for x in args):
+        xp = np  # CuPy would make arrays of them
     operation = _OPERATIONS.get(node.op)
     if operation is not None:
         return operation(xp, *args)
     return getattr(xp, node.op)(*args)
+
+
+def _element(of: Any, indices: list[Any], dtype: np.dtype[Any]) -> Any:
+    """Return elements of an array, or a number, in `dtype`."""
+    if isinstance(of, float):
+        return dtype.type(of)
+    if of.dtype != _BFLOAT16:
+        return of[tuple(indices)].astype(dtype)
+    # CuPy does not convert bfloat16, which is the upper half of a float32.
+    bits = of.view(np.uint16)[tuple(indices)].astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32).astype(dtype)
 
 
 def _power(x: Any, exponent: int) -> Any:
@@ -101,6 +115,12 @@ def _sigmoid(xp: Any, x: Any) -> Any:
     return one / (one + xp.exp(-x))
 
 
+def _where(xp: Any, condition: Any, x: Any, y: Any) -> Any:
+    if isinstance(condition, np.generic):
+        return x if condition else y
+    return xp.where(condition, x, y)
+
+
 # The others have NumPy's names.
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "float_power": lambda xp, x, y: xp.power(x, y),
@@ -110,4 +130,5 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "or": lambda xp, x, y: xp.logical_or(x, y),
     "not": lambda xp, x: xp.logical_not(x),
     "sigmoid": _sigmoid,
+    "where": _where,
 }

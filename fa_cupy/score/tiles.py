@@ -64,7 +64,8 @@ class TileScore:
         }
         order = self._operands.program.steps(tuple(slopes))
         values = self._operands.values
-        value, *found = evaluate(self._xp, order, variables, values, self._dtype)
+        with np.errstate(all="ignore"):  # of scalars, which are NumPy's for CuPy too
+            value, *found = evaluate(self._xp, order, variables, values, self._dtype)
         found = [x.copy() if x is scores else x for x in found]
         scores[...] = value
         return dict(zip(slopes, found, strict=True))

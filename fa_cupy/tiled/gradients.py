@@ -98,6 +98,10 @@ def gradients(
     scores: of size 1 where the element does not depend on it.
     """
     k_len = problem.k_len
+
+    def temporary(shape: Sequence[int], dtype: Any, like: Any) -> Any:
+        return xp.empty(shape, dtype)
+
     sizes = {
         "q": (problem.q_len, problem.head_dim),
         "k": (k_len, problem.head_dim),
@@ -112,7 +116,7 @@ def gradients(
     }
     for name, shape in score_shapes(problem, need, score).items():
         of = xp.broadcast_to(xp.zeros((), dtype), shape)
-        found[name] = Gradient(xp, problem, of, problem.q_len, k_len, dtype, empty)
+        found[name] = Gradient(xp, problem, of, problem.q_len, k_len, dtype, temporary)
     return found
 
 
@@ -133,27 +137,58 @@ def score_shapes(
     return found
 
 
-def score_gradient(
+def finished(
+    steps: Any,
+    need: Sequence[str],
+    grads: dict[str, Gradient],
+    empty: Callable[..., Any],
+    score: ScoreOperands | None = None,
+) -> dict[str, Any]:
+    """Return the gradients named by `need`, each in the dtype of its argument.
+
+    Parameters
+    ----------
+    steps : Steps
+        Of a backend.
+    need : sequence of str
+    grads : dict of Gradient
+        From `gradients`, after the last term.
+    empty : callable
+        As of `Gradient`.
+    score : Operands, optional
+    """
+    found = {}
+    for name in need:
+        if name in grads:
+            found[name] = grads[name].finished(steps)
+        elif score is not None:
+            found[name] = _score_gradient(steps, score, name, grads, empty)
+    return found
+
+
+def _score_gradient(
+    steps: Any,
     score: ScoreOperands,
     array: str,
     grads: dict[str, Gradient],
     empty: Callable[..., Any],
 ) -> Any:
     """Return the gradient of an array of a score, given those of the elements that it loads."""
-    of = score.values[score.names.index(array.removeprefix("score."))]
-    names = element_names(score, array)
-    dtype = grads[names[0]].sums.dtype
-    total = np.zeros(of.shape, dtype)
-    for name in names:
+    of, xp = score.values[score.names.index(array.removeprefix("score."))], steps.xp
+    total = xp.zeros(of.shape, steps.dtype)
+    for name in element_names(score, array):
         axes = score.program.elements[int(name.split()[1])].axes or ""
         sums = grads[name].sums
         *outer, heads, rows, cols = (1,) * (3 - min(3, sums.ndim)) + sums.shape
         sums = sums.reshape(math.prod(outer), heads, rows, cols)
         sums = sums[tuple(slice(None) if axis in axes else 0 for axis in "bhij")]
-        places = dict(zip([x for x in "bhij" if x in axes], np.indices(sums.shape), strict=True))
+        places = {}
+        for axis, name in enumerate(x for x in "bhij" if x in axes):
+            shape = tuple([-1 if other == axis else 1 for other in range(sums.ndim)])
+            places[name] = xp.arange(sums.shape[axis]).reshape(shape)
         total[tuple(places[axis] for axis in axes)] += sums  # each element once
     result = empty(of.shape, of.dtype, of)
-    result[...] = total
+    steps.store(result, total)
     return result
 
 

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, Score, attention, attention_backward, plot, reference
-from fa_cupy.score import tree
-from fa_cupy.score.program import Program
 from tests.support import expressions
 from tests.support.strategies import DTYPES, by_dtype, normal
 
@@ -489,18 +487,6 @@ def test_gradients_need_sympy(monkeypatch):
     out, lse = attention(q, k, v, score=score, return_lse=True)
     with pytest.raises(ImportError, match=r"pip install 'fa_cupy\[score\]'"):
         attention_backward(dout, q, k, v, out, lse, score=score)
-
-
-def test_on_a_gpu_the_error_comes_first(monkeypatch):
-    from fa_cupy.core import dispatch
-    from fa_cupy.core.arrays import Native
-    from fa_cupy.score.program import Operands
-
-    native = Native([], "cupy", None, None)
-    operands = Operands(Program(tree.variable("s"), ()), (), ())
-    with pytest.raises(NotImplementedError, match=r"^attention: score is for arrays on the CPU"):
-        dispatch.score_for("attention", native, operands)
-    assert dispatch.score_for("attention", native, None) == {}
 
 
 # Pictures

@@ -1,100 +1,19 @@
 """Bit masks in the tiled algorithm of a GPU, forward and backward: on NumPy in place of CuPy."""
 
-import importlib
-import sys
-from types import ModuleType, SimpleNamespace
-
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, layouts, reference
+from fa_cupy import BitMask, reference
 from fa_cupy.core import attention_problem
-from tests.support import imports
-
-B = 128
-MODULES = ("attention_backward", "attention", "mask_tiles", "tile_ops")
-
-
-class Array(np.ndarray):
-    def get(self):
-        return np.array(self)
-
-
-def mask_blocks(table, words, entries, q_tiles, k_tiles, m, n, row, column, scores):
-    """What the kernel of that name does, read from its table."""
-    assert table.shape == (entries, q_tiles, k_tiles)
-    assert scores.shape[1:] == (m, n)
-    bits = np.empty((entries, q_tiles, B, k_tiles, B), bool)
-    for i, j, k in np.ndindex(table.shape):
-        place = table[i, j, k]
-        whole = place == -1
-        bits[i, j, :, k] = whole if place < 0 else layouts.unpack(words[place : place + 1])[0]
-    seen = bits.reshape(entries, q_tiles * B, k_tiles * B)[:, row : row + m, column : column + n]
-    assert seen.shape[1:] == (m, n)
-    scores[~np.broadcast_to(seen, scores.shape)] = -np.inf
-
-
-def band_scores(m, n, least, most, scores):
-    shift = np.arange(n) - np.arange(m)[:, None]
-    scores[:, (shift < least) | (shift > most)] = -np.inf
-
-
-def weigh(shift, n, scores):
-    np.exp(scores - shift.reshape(*scores.shape[:2], 1), out=scores)
-
-
-def scale(factor, x):
-    x *= factor
-
-
-def mark(x, flag):
-    flag[0] |= not np.isfinite(x).all()
-
-
-def mark_far(lse, far, found):
-    found[1] |= (np.isfinite(lse) & (np.abs(lse) >= far)).any()
-
-
-def matmul(handle, a, b, out, transposed, a_transposed=False, add=False, factor=1.0):
-    a, b = (x.swapaxes(1, 2) if t else x for x, t in ((a, a_transposed), (b, transposed)))
-    out[...] = factor * (a @ b) + (out if add else 0)
+from tests.support import cublas_on_numpy
+from tests.support.cublas_on_numpy import B, bare, device
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Modules of ``fa_cupy.gpu`` on NumPy, imported anew and forgotten."""
-    cupy = ModuleType("cupy")
-    for name in ("add", "copyto", "empty", "isfinite", "multiply", "subtract", "tanh", "where"):
-        setattr(cupy, name, getattr(np, name))
-    cupy.lib, cupy.ndarray, cupy.asarray = np.lib, np.ndarray, np.array
-    cupy.zeros = lambda *x: np.zeros(*x).view(Array)
-    cupy.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(id=0))
-    lists = SimpleNamespace(
-        host_lists=lambda mask: (found := mask._store.host())._replace(
-            words=np.arange(len(found.partial))
-        ),
-        device_lists=lambda mask, device: mask._store.host(),
-    )
-    kernels = {"mask_blocks": mask_blocks, "band_scores": band_scores, "weigh": weigh,
-               "scale": scale, "mark_far": mark_far}  # fmt: skip
-    blas = {"matmul": matmul, "handle": lambda tf32: 1, "readable": lambda x: True}
-    memory = {"refuse_products": lambda *what: None, "empty": lambda *how: np.empty(*how[:2])}
-    replaced = {
-        "fa_cupy.gpu.masks.binding": vars(lists),
-        "fa_cupy.gpu.cublas.elementwise": kernels,
-        "fa_cupy.gpu.cublas.linear_elementwise": {"mark": mark},
-        "fa_cupy.gpu.cublas.blas": blas,
-        "fa_cupy.gpu.workspace": memory,
-    }
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    modules = [f"fa_cupy.gpu.cublas.{name}" for name in MODULES]
-    with imports.anew([*replaced, *modules]):
-        for name, names in replaced.items():
-            sys.modules[name] = module = ModuleType(name)
-            vars(module).update(names)
-        yield SimpleNamespace(
-            **{n: importlib.import_module(m) for n, m in zip(MODULES, modules, strict=True)}
-        )
+    """Modules of ``fa_cupy.gpu`` on NumPy."""
+    with cublas_on_numpy.in_place_of_cublas(monkeypatch) as found:
+        yield found
 
 
 def blocks(rng, *shape):
@@ -126,7 +45,7 @@ def test_tiles_hide_what_the_mask_does(gpu, picked, turned):
                 tile = tiles[part]
                 scores = np.zeros(seen.shape, np.float32)
                 if tile is not None:
-                    tile.hide(scores)
+                    tile.hide(device(scores))
                     assert tile.empty <= (not seen.any())
                 np.testing.assert_array_equal(scores == 0, seen)
                 kinds.add("full" if tile is None else "empty" if tile.empty else "some")
@@ -144,12 +63,14 @@ def backward(gpu, arrays, mask, need, dout, **options):
     plain = mask.to_dense() if isinstance(mask, BitMask) else mask
     out, lse = reference.attention(q, k, v, bias, plain, **options)
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
-    results = out.astype(q.dtype), lse.astype(q.dtype), dout, None
+    results = device(out.astype(q.dtype)), device(lse.astype(q.dtype)), device(dout), None
 
     def empty(shape, dtype, like):
-        return np.empty_like(like)
+        return device(np.empty(shape, dtype))
 
-    return gpu.attention_backward.backward(problem, (q, k, v, bias, mask), results, need, empty)
+    inputs = *(None if x is None else device(x) for x in arrays), mask
+    found = gpu.attention_backward.backward(problem, inputs, results, need, empty)
+    return {name: bare(x) for name, x in found.items()}
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 1), (2, 3)], ids=str)

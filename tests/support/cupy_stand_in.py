@@ -178,6 +178,9 @@ class ndarray:
     def __setitem__(self, key, value):
         self._array[strict_key(key)] = strict(value)
 
+    def __dlpack__(self, *args, **options):
+        raise BufferError("there is no device")
+
     def __array__(self, *args, **options):
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
 

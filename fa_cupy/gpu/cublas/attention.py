@@ -17,12 +17,18 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.cublas import blas, elementwise, tile_ops
 from fa_cupy.gpu.cublas.mask_tiles import TABLE_M, MaskTiles, TableTile
+from fa_cupy.score.program import Operands as ScoreOperands
+from fa_cupy.score.program import entries as score_entries
+from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled import batching, softcap
 
 # Bytes of the largest scratch array. A gemm reaches its full speed from about 32768 rows by 1024
 # columns of float32 on; a product this size also takes longer than its launch.
 _SCRATCH_BYTES = 128 << 20
+# The same under a score expression, whose steps each make an array of that size, of integers with
+# twice as many bytes.
+_EXPRESSION_BYTES = 32 << 20
 _TILE_N = 1024
 # Fewest queries of a tile: below this, reading keys and values costs as much as the products.
 _LEAST_M = 1024
@@ -40,6 +46,7 @@ def attention(
     out: Any | None,
     return_lse: bool,
     sinks: Any | None = None,
+    score: ScoreOperands | None = None,
 ) -> tuple[Any, Any | None]:
     """Solve `problem` for CuPy arrays on the current device and stream.
 
@@ -55,6 +62,8 @@ def attention(
         Whether the LSE is wanted.
     sinks : cupy.ndarray or None
         As the other arrays.
+    score : Operands or None
+        The score expression, if `problem` has one.
 
     Returns
     -------
@@ -63,8 +72,7 @@ def attention(
     lse : cupy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
-    dims = f"head_dim {problem.head_dim} and v_dim {problem.v_dim}"
-    workspace.refuse_products("attention", f"{problem.dtype} with {dims}")
+    workspace.refuse_products("attention", described(problem))
     if out is None:
         out = workspace.empty(problem.out_shape, problem.dtype, q)
     dtype = attention_problem.sum_dtype(problem.dtype)
@@ -73,10 +81,11 @@ def attention(
         return out, lse if return_lse else None
     out_view = attention_problem.out_view(problem, out.shape, out.strides)
     lse_view = attention_problem.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
-    views = (
+    places = [] if score is None else [*score_entries(cupy, problem.out_shape[:-2])]
+    views = [
         problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view,
-        problem.sinks,
-    )  # fmt: skip
+        problem.sinks, *[attention_problem.batch_view(problem, x, 1, 1) for x in places],
+    ]  # fmt: skip
     present = [view for view in views if view is not None]
 
     bits = mask if isinstance(mask, BitMask) and problem.mask is not None else None
@@ -84,12 +93,14 @@ def attention(
     stack, tile_m = _tile(problem, dtype, _stack_length(present), most)
     tasks = []
     seen = mask if bits is None else bits.entries
-    for x in batching.stacks(cupy, (q, k, v, bias, seen, out, lse, sinks), views, stack):
+    for x in batching.stacks(cupy, (q, k, v, bias, seen, out, lse, sinks, *places), views, stack):
         if bits is not None:
             x[4] = MaskTiles(bits, x[4][:, 0, 0])
+        made = None if score is None else TileScore(cupy, score, x[8], x[9], dtype)
+        operands = tiled_attention.Operands(*x[:8], score=made)
         for begin in range(0, problem.q_len, tile_m):
             rows = (begin, min(begin + tile_m, problem.q_len))
-            tasks.append((tiled_attention.Operands(*x), *rows, _TILE_N))
+            tasks.append((operands, *rows, _TILE_N))
     # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than weights rounded
     # to float16, so that these may use the tensor cores.
     tf32 = problem.precision == "tf32" or problem.dtype.itemsize == 2
@@ -101,6 +112,13 @@ def attention(
     return out, lse if return_lse else None
 
 
+def described(problem: attention_problem.Problem) -> str:
+    """Return what it is in a problem that no kernel serves, for a message."""
+    if problem.score is not None:
+        return "a score"
+    return f"{problem.dtype} with head_dim {problem.head_dim} and v_dim {problem.v_dim}"
+
+
 def _stack_length(views: list[attention_problem.View]) -> int:
     return batching.merged(views[0].shape[:-2], [v.strides[:-2] for v in views]).shape[-1]
 
@@ -110,7 +128,8 @@ def _tile(
 ) -> tuple[int, int]:
     """Return how many batch entries to stack, of at most `entries`, and tile_m, at most `most`."""
     widest = max(_TILE_N, problem.head_dim, problem.v_dim)
-    rows = max(1, _SCRATCH_BYTES // (widest * dtype.itemsize))
+    scratch = _SCRATCH_BYTES if problem.score is None else _EXPRESSION_BYTES
+    rows = max(1, scratch // (widest * dtype.itemsize))
     banded = problem.lower is not None or problem.upper is not None
     most = min(most, problem.q_len, _MOST_BAND_M if banded else most)
     tile_m = max(1, min(most, rows, max(_LEAST_M, rows // max(1, entries))))

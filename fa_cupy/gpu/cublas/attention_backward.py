@@ -22,6 +22,8 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.cublas import attention, elementwise, linear_elementwise, tile_ops
 from fa_cupy.gpu.cublas.mask_tiles import TABLE_M, MaskTiles
+from fa_cupy.score.program import Operands as ScoreOperands
+from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients
 from fa_cupy.tiled.gradients import Operands
 from fa_cupy.tiled.softmax import FAR
@@ -34,6 +36,7 @@ def backward(
     need: tuple[str, ...],
     empty: Callable[..., Any],
     sinks: Any = None,
+    score: ScoreOperands | None = None,
 ) -> dict[str, Any]:
     """Return the gradients named by `need`, for CuPy arrays on the current device and stream.
 
@@ -46,21 +49,22 @@ def backward(
     results : tuple of cupy.ndarray or None
         Output and LSE, and the gradients of both; that of the LSE may be None.
     need : tuple of str
-        Of "q", "k", "v", "bias" and "sinks".
+        Of "q", "k", "v", "bias", "sinks" and, as "score.x", the arrays of a score.
     empty : callable
         ``empty(shape, dtype, like)`` returns memory for a result.
     sinks : cupy.ndarray or None
+    score : Operands or None
+        The score expression, if `problem` has one.
     """
-    dims = f"head_dim {problem.head_dim} and v_dim {problem.v_dim}"
-    what = "the gradient of a bias" if "bias" in need else f"{problem.dtype} with {dims}"
+    what = "the gradient of a bias" if "bias" in need else attention.described(problem)
     workspace.refuse_products("attention_backward", what)
     dtype = attention_problem.sum_dtype(problem.dtype)
-    grads = gradients.gradients(cupy, problem, inputs, need, dtype, empty, sinks)
+    grads = gradients.gradients(cupy, problem, inputs, need, dtype, empty, sinks, score)
     # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than to float16.
     steps = _Steps(dtype, problem.dtype.itemsize == 2)
     if problem.q_len and (problem.k_len or "sinks" in need):
         inputs = inputs if problem.k_len else (*inputs[:4], None)  # no key is hidden
-        arrays, views = gradients.arrays(cupy, problem, inputs, results, grads, dtype, sinks)
+        arrays, views = gradients.arrays(cupy, problem, inputs, results, grads, dtype, sinks, score)
         present = [view for view in views if view is not None]
         stack, tile_m = attention._tile(
             problem, dtype, attention._stack_length(present), problem.q_len
@@ -68,8 +72,9 @@ def backward(
         bits = inputs[4] if isinstance(inputs[4], BitMask) else None
         # Queries that few of a tile's keys are seen by are computed for all of them.
         tile_n = attention._TILE_N if bits is None else TABLE_M
+        of = None if score is None else partial(_tile_score, score, dtype)
         stacks = [
-            gradients.operands(found, [*grads], *gradients.sparse(bits, found, MaskTiles))
+            gradients.operands(found, [*grads], *gradients.sparse(bits, found, MaskTiles), score=of)
             for found in batching.stacks(cupy, arrays, views, stack)
         ]
         for x in stacks:
@@ -86,7 +91,11 @@ def backward(
             _again(steps, problem, stacks, (tile_m, tile_n), grads, exact=True)
         for x in stacks:
             attention_backward.add_to_sinks(steps, x)
-    return {name: grad.finished(steps) for name, grad in grads.items()}
+    return gradients.finished(steps, need, grads, empty, score)
+
+
+def _tile_score(score: ScoreOperands, dtype: np.dtype[Any], b: Any, h: Any) -> TileScore:
+    return TileScore(cupy, score, b, h, dtype)
 
 
 def _kept_apart(
