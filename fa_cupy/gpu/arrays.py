@@ -11,6 +11,7 @@ import numpy as np
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
+from fa_cupy.score.program import Operands
 
 _NUMPY_TYPES = tuple(map(np.dtype, (np.float16, np.float32, np.float64)))
 
@@ -112,3 +113,8 @@ def allocation(
         dtype.type if dtype in _NUMPY_TYPES else dtype,
         None if strides == in_order else strides,
     )
+
+
+def addresses_of(score: Operands) -> tuple[int, ...]:
+    """Return the addresses of the arrays of an expression, in the order of its numbers."""
+    return tuple(x.data.ptr for x in score.values if not isinstance(x, float))

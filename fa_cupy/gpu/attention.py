@@ -19,6 +19,7 @@ from fa_cupy.core.arrays import dense_strides, memory_order
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import (
+    addresses_of,
     allocation,
     array_key,
     fits,
@@ -30,6 +31,7 @@ from fa_cupy.gpu.arrays import (
 )
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
+from fa_cupy.gpu.kernels.built_in import with_built_in
 from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.plan import Plan
@@ -80,8 +82,9 @@ class Call:
             self._lse_bytes = self._workspace_at + self.plan.workspace_bytes
 
     def __call__(
-        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any, sinks: Any
-    ) -> tuple[Any, Any | None]:
+        self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any, sinks: Any,
+        score: Operands | None = None,
+    ) -> tuple[Any, Any | None]:  # fmt: skip
         """Run the call on the current stream of its device, which must be current.
 
         The current allocator makes the results, unless `out` and `lse` are arrays to write them to;
@@ -111,6 +114,8 @@ class Call:
             pointers = (q.data.ptr, k.data.ptr, v.data.ptr, bias_at, memory.ptr, rows)
             if sinks is not None:
                 pointers = (*pointers, sinks.data.ptr)
+            if score is not None:
+                pointers = (*pointers, *addresses_of(score))
             if self._mask is None:
                 self.plan.run(pointers, space)
             else:
@@ -210,6 +215,9 @@ def attention(
     device = runtime.getDevice()
     of_score = {} if score is None else dict(score.named())
     require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score)
+    built_in = with_built_in(problem, score)
+    if built_in is not None and _served(built_in[0], device):
+        (problem, bias), score = built_in, None
     if not _served(problem, device):
         from fa_cupy.gpu.cublas import (
             attention as cublas_attention,  # needs cuBLAS, which the kernels do not
@@ -220,10 +228,10 @@ def attention(
         )
     strides = _strides_like(problem, q) if out is None else out.strides
     if not _direct(problem, strides):
-        return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks)
+        return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     lse = lse_for(problem, return_lse)
     with workspace.results():
-        return _call_for(problem, strides, device)(q, k, v, bias, mask, out, lse, sinks)
+        return _call_for(problem, strides, device)(q, k, v, bias, mask, out, lse, sinks, score)
 
 
 def lse_for(problem: attention_problem.Problem, wanted: bool) -> Any:
@@ -243,6 +251,7 @@ def _by_copies(
     out: Any,
     lse: bool,
     sinks: Any,
+    score: Operands | None,
 ) -> tuple[Any, Any | None]:
     """Solve a problem of which a kernel cannot take some array as it is."""
     if out is None:
@@ -260,7 +269,8 @@ def _by_copies(
     call = _call_for(problem, target.strides, runtime.getDevice())
     rows = lse_for(problem, lse)
     with workspace.results():
-        _, rows = call(arrays["q"], arrays["k"], arrays["v"], bias, mask, target, rows, sinks)
+        inputs = arrays["q"], arrays["k"], arrays["v"], bias, mask
+        _, rows = call(*inputs, target, rows, sinks, score)
     if target is not out:
         out[...] = target
     return out, rows
@@ -276,8 +286,6 @@ def _served(problem: Problem, device: int) -> bool:
     """Whether a kernel serves a problem in any layout, or there is no query."""
     if not math.prod(problem.out_shape[:-1]):
         return True
-    if problem.score is not None:  # which no kernel evaluates
-        return False
     return forward.for_any_layout(problem, workspace.launcher(device).target) is not None
 
 

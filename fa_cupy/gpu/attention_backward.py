@@ -22,6 +22,7 @@ from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.gpu import sinks_gradient, workspace
 from fa_cupy.gpu.arrays import (
     Allocation,
+    addresses_of,
     allocation,
     array_key,
     mask_key,
@@ -29,7 +30,8 @@ from fa_cupy.gpu.arrays import (
 )
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
-from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
+from fa_cupy.gpu.kernels.built_in import with_built_in
+from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
@@ -83,7 +85,13 @@ class Prepared(NamedTuple):
     copies: Mapping[str, tuple[Laid, int]]
     grads: Sequence[Allocation]
 
-    def run(self, arrays: Mapping[str, Any], mask: Any, memory: Any = None) -> bool:
+    def run(
+        self,
+        arrays: Mapping[str, Any],
+        mask: Any,
+        memory: Any = None,
+        of_score: tuple[int, ...] = (),
+    ) -> bool:
         """Run the call on the current stream of the plan's device, which must be current.
 
         Parameters
@@ -93,6 +101,8 @@ class Prepared(NamedTuple):
         mask : BitMask or cupy.ndarray of bool, or None
         memory : cupy.cuda.MemoryPointer, optional
             The workspace, where the caller reads what the kernels leave in it.
+        of_score : tuple of int, optional
+            Addresses of the arrays of an expression.
 
         Returns
         -------
@@ -102,7 +112,7 @@ class Prepared(NamedTuple):
         # What a launch reads is given back when the launch is queued.
         tables, _owners = ((), None) if self.tables is None else self.tables(mask)
         there = [arrays[name] for name in ARRAYS if name not in self.copies]
-        pointers = [0 if x is None else x.data.ptr for x in there]
+        pointers = [*[0 if x is None else x.data.ptr for x in there], *of_score]
         if not self.copies:
             return self.plan.run((*pointers, *tables), 0 if memory is None else memory.ptr)
         if memory is None:
@@ -206,7 +216,7 @@ def backward(
     of_score = {} if score is None else dict(score.named())
     named = _named(inputs, results)
     require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
-    found = by_kernels(problem, inputs, results, need, empty, sinks)
+    found = by_kernels(problem, inputs, results, need, empty, sinks, score)
     if found is not None:
         return found
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
@@ -221,15 +231,21 @@ def by_kernels(
     need: tuple[str, ...],
     empty: Callable[..., Any],
     sinks: Any = None,
+    score: Operands | None = None,
 ) -> dict[str, Any] | None:
     """Do as `backward`; None where the kernels do not take the call.
 
     All gradients are computed, whichever are asked for, but for that of the bias, which the kernels
     do not compute. That of sinks follows from what they leave in the workspace.
     """
-    if "bias" in need or problem.score is not None:
+    if any(name == "bias" or name.startswith("score.") for name in need):
         return None
     arrays, bias = _named(inputs, results), inputs[3]
+    built_in = with_built_in(problem, score)
+    if built_in is not None:
+        (problem, bias), score = built_in, None
+    if not takes_score(problem):
+        return None
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
     plan = prepared(problem, arrays, need)
@@ -239,11 +255,12 @@ def by_kernels(
     found = {name: empty(arrays[name].shape, problem.dtype, arrays[name]) for name in direct}
     grads = {f"d{name}": found.get(name) for name in _INPUTS}
     arrays |= {"bias": bias, "sinks": sinks, **grads}
+    of_score = () if score is None else addresses_of(score)
     if "sinks" not in need:
-        return found if plan.run(arrays, inputs[4]) else None
+        return found if plan.run(arrays, inputs[4], of_score=of_score) else None
     memory = workspace.take(plan.plan.workspace_bytes)
     rows = sinks_gradient.rows_of(problem, plan.plan, plan.places, memory)
-    if not plan.run(arrays, inputs[4], memory):
+    if not plan.run(arrays, inputs[4], memory, of_score):
         return None
     found["sinks"] = sinks_gradient.gradient(problem, sinks, arrays["lse"], rows, empty)
     return found

@@ -44,7 +44,7 @@ class Affine(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def header(program: Program, exact: bool) -> str:
+def header(program: Program, exact: bool, sloped: bool) -> str:
     """Return the header of a program.
 
     Parameters
@@ -52,15 +52,17 @@ def header(program: Program, exact: bool) -> str:
     program : Program
     exact : bool
         Whether float32 holds all positions, and what is affine in them.
+    sloped : bool
+        Whether the derivative by s is wanted. Without it SymPy is not.
     """
     kinds = ", ".join(str(KINDS.index(dtype)) for dtype in program.dtypes) or "0"
-    roots = [program.root] if program.adds else [program.root, program.slope]
+    sloped = sloped and not program.adds
+    roots = [program.root, program.slope] if sloped else [program.root]
     names = ["found.score", "found.slope"][: len(roots)]
     parts = _Parts(tree.ordered(*(spread(root) if exact else root for root in roots)), exact)
-    sloped = str(not program.adds).lower()
     lines = [
         f"constexpr int kScoreKinds[] = {{{kinds}}};",
-        f"constexpr bool kExpressionHasSlope = {sloped};",
+        f"constexpr bool kExpressionHasSlope = {str(sloped).lower()};",
         '#include "cuda_src/common/score_arrays.cuh"',
         *_whole(roots, names),
         *parts.text(names),
@@ -118,7 +120,7 @@ class _Parts:
     def _leaf(self, index: int, function: str) -> str:
         """Return the text of a node that a function is given; empty if it computes the node."""
         node = self._order.steps[index].node
-        if node.op == "variable" and (node.value in "sij" or function == "entry"):
+        if node.op == "variable" and (node.value in ("s", "i", "j") or function == "entry"):
             return str(node.value)
         if node.op == "number":
             return ""

@@ -71,7 +71,7 @@ def exact_in_float32(root: Node, dtypes: Sequence[str], sizes: Sizes) -> bool:
         return True
     found = _ranges("", root, dtypes, sizes)
     reach = [own for node, _, own in found if own is not None and node.kind == "int"]
-    return all(-_EXACT <= least and most <= _EXACT for least, most in reach)
+    return all(least >= -_EXACT and most <= _EXACT for least, most in reach)
 
 
 def _ranges(

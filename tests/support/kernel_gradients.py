@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fa_cupy import reference
+from fa_cupy import _definitions, reference
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels import backward
 from fa_cupy.gpu.kernels.attention_backward import VARIANTS, select
@@ -12,7 +12,7 @@ from fa_cupy.gpu.kernels.score import score_mod_of, takes_bias, with_float32_bia
 from tests.support import strategies
 from tests.support.gradients import hold
 from tests.support.kernel_attention import BANDS, DTYPES, any_sinks, blocks_of, draw
-from validation.emulator.calls import attention_backward
+from validation.emulator.calls import attention_backward, operands_in
 
 
 class Case(NamedTuple):
@@ -76,13 +76,17 @@ class Parts(NamedTuple):
         group = q.shape[1] // k.shape[1]
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))
         band = dict(call.options)
-        bias, mask, softcap, sinks = (
-            band.pop(name, None) for name in ("bias", "mask", "softcap", "sinks")
+        bias, mask, softcap, sinks, score = (
+            band.pop(name, None) for name in ("bias", "mask", "softcap", "sinks", "score")
         )
         s, slope = scale_of(call, real, band) * (q @ k.swapaxes(2, 3)), np.ones((), real)
         if softcap:
             tanh = np.tanh(s / real(softcap))
             s, slope = real(softcap) * tanh, 1 - tanh * tanh
+        if score is not None:
+            with np.errstate(all="ignore"):
+                expressed = _definitions.express(score, s, sloped=True)
+            s, slope = expressed.scores, expressed.slopes[0]
         seen = reference.visible(q.shape[2], k.shape[2], **band)
         if mask is not None:
             seen = seen & (mask.to_dense() if hasattr(mask, "to_dense") else mask)
@@ -151,10 +155,11 @@ def rows_sm80(dtype, head_dim, v_dim, masked=False, target="sm_80"):
 def score_of(call):
     """What kernels compute of the scores of a call."""
     options = {"bias": None, "mask": None, **call.options}
+    operands_in(options)
     problem = attention_problem.attention_problem(call.q, call.k, call.v, **options)
     if not takes_bias(problem):
         problem, _ = with_float32_bias(np, problem, options["bias"])
-    return score_mod_of(problem)
+    return score_mod_of(problem, sloped=True)
 
 
 def rows_of(call):

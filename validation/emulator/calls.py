@@ -64,7 +64,7 @@ def attention(
     EmulationError
         As `emulator.launch`.
     """
-    operands = _operands(options)
+    operands = operands_in(options)
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)
@@ -87,7 +87,7 @@ def attention(
     return out, lse
 
 
-def _operands(options: dict[str, Any]) -> Operands | None:
+def operands_in(options: dict[str, Any]) -> Operands | None:
     """Put the operands of a score in place of it, and return them."""
     score = options.get("score")
     if score is None:
@@ -150,7 +150,7 @@ def attention_backward(
     EmulationError
         As `emulator.launch`.
     """
-    operands = _operands(options)
+    operands = operands_in(options)
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)

@@ -339,7 +339,7 @@ class Traits:
             masked=problem.mask is not None,
             mapped=served and self._maps_walk(),
             strided=served and self._addresses_walk(),
-            score=score_mod_of(problem),
+            score=score_mod_of(problem, sloped=True),
         )
         self._common = self._constants() if served else None
         self._tables: list[tuple[np.ndarray[Any, Any], dict[str, str]]] = []

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90
 from fa_cupy.gpu.kernels.attention.attention_params import (
     MASK_PARTS,
+    MAX_BATCH_AXES,
     MAX_LENGTH,
     Traits,
 )
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
-from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of
+from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, workspace_of
 
@@ -97,7 +98,10 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
 
 def for_any_layout(problem: Any, target: str | None) -> FwdSm80 | FwdSm90 | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
-    if max(problem.q_len, problem.k_len) > MAX_LENGTH:
+    if max(problem.q_len, problem.k_len) > MAX_LENGTH or not takes_score(problem):
+        return None
+    # An expression knows an entry by its number over all of them; launches over some count anew.
+    if problem.score is not None and len(problem.batch) > MAX_BATCH_AXES:
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)

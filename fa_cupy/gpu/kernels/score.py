@@ -56,6 +56,8 @@ class ScoreMod(NamedTuple):
         An expression of the caller's; there is neither softcap nor bias then.
     exact : bool
         Whether float32 holds the integers that it converts.
+    sloped : bool
+        Whether its derivative is wanted, as it is of gradients.
     """
 
     softcap: bool = False
@@ -63,6 +65,7 @@ class ScoreMod(NamedTuple):
     bias_dtype: str = ""
     program: Program | None = None
     exact: bool = True
+    sloped: bool = False
 
     @property
     def name(self) -> str:
@@ -98,16 +101,22 @@ class ScoreMod(NamedTuple):
 
     def _header(self) -> str:
         assert self.program is not None
-        return header.header(self.program, self.exact)
+        return header.header(self.program, self.exact, self.sloped)
 
 
-def score_mod_of(problem: Problem) -> ScoreMod | None:
+def score_mod_of(problem: Problem, sloped: bool = False) -> ScoreMod | None:
     """Return what the kernels of a problem compute; None for products times a positive scale.
 
     A bias must be one that kernels take; see `takes_bias`.
+
+    Parameters
+    ----------
+    problem : Problem
+    sloped : bool, optional
+        Whether they compute gradients.
     """
     if problem.score is not None:
-        return ScoreMod(program=problem.score.program, exact=problem.score.exact)
+        return ScoreMod(program=problem.score.program, exact=problem.score.exact, sloped=sloped)
     # The softmax can fold the scale in only where it keeps the order of scores and -inf * scale.
     plain_scale = 1e-30 < problem.scale < 1e30
     if problem.bias is None and not problem.softcap:

@@ -192,9 +192,9 @@ class Traits:
         if len(self.views) > len(_ROWS):
             self.sizes, self.strides = merge_axes(problem.batch, self.views)
         self.score = score_mod_of(problem)
-        self.pointers = POINTERS if problem.sinks is None else (*POINTERS, "sinks")
         score_arrays = score_pointers(problem)
-        self.pointers += tuple(score_arrays.values())
+        sinks = () if problem.sinks is None else ("sinks",)
+        self.pointers = (*POINTERS, *sinks, *score_arrays.values())
         #: The field of ``AttentionParams`` that points to each.
         self.fields = {name: name for name in self.pointers if name not in score_arrays.values()}
         self.fields |= score_arrays
