@@ -25,6 +25,13 @@ FA_DEVICE float rcp_approx_ftz(float x) {
   return y;
 }
 
+// The same of numbers of any size: subnormal ones count.
+FA_DEVICE float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // a where x <= limit, else b, without a branch.
 FA_DEVICE float select_le(float x, float limit, float a, float b) {
   float y;

@@ -4,7 +4,37 @@
 // their arithmetic wraps around, in unsigned integers, for which that is defined.  What is of 32
 // bits was checked to fit (fa_cupy/score/ranges.py), and divisors are positive.
 #pragma once
+#include "ptx/math.cuh"
 #include "ptx/types.cuh"
+
+// These two, and division, have no branch: a warp that takes one waits for its matrix products.
+// The polynomial is that of TANH_SERIES (fa_cupy/gpu/kernels/score.py).
+FA_DEVICE float tanh_of(float x) {
+  const float y = x * x;
+  float sum = 0.0010410185f;
+  sum = fmaf(sum, y, -0.0062033665f);
+  sum = fmaf(sum, y, 0.020289966f);
+  sum = fmaf(sum, y, -0.053457021f);
+  sum = fmaf(sum, y, 0.13325204f);
+  sum = fmaf(sum, y, -0.33332839f);
+  sum = fmaf(sum, y, 0.99999995f);
+  const float exp_of_2x = ex2_approx_ftz(2.8853900817779268f * x);
+  const float far = fmaf(-2.0f, rcp_approx_ftz(1.0f + exp_of_2x), 1.0f);
+  return select_le(fabsf(x), 1.0f, x * sum, far);
+}
+
+FA_DEVICE float sigmoid_of(float x) {
+  return rcp_approx_ftz(1.0f + ex2_approx_ftz(-1.4426950408889634f * x));
+}
+
+// x / y with an error of the last place.  The step that corrects the approximate quotient has no
+// number where one of the three is infinite.
+FA_DEVICE float divide_of(float x, float y) {
+  const float inverse = rcp_approx(y), quotient = x * inverse;
+  const float rest = fmaf(-quotient, y, x), corrected = fmaf(rest, inverse, quotient);
+  return rest * 0.0f == 0.0f && corrected * 0.0f == 0.0f ? corrected : quotient;
+}
+FA_DEVICE double divide_of(double x, double y) { return x / y; }
 
 FA_DEVICE float exp_of(float x) { return expf(x); }
 FA_DEVICE double exp_of(double x) { return exp(x); }
@@ -12,7 +42,6 @@ FA_DEVICE float log_of(float x) { return logf(x); }
 FA_DEVICE double log_of(double x) { return log(x); }
 FA_DEVICE float sqrt_of(float x) { return sqrtf(x); }
 FA_DEVICE double sqrt_of(double x) { return sqrt(x); }
-FA_DEVICE float tanh_of(float x) { return tanhf(x); }
 FA_DEVICE double tanh_of(double x) { return tanh(x); }
 FA_DEVICE float sin_of(float x) { return sinf(x); }
 FA_DEVICE double sin_of(double x) { return sin(x); }
@@ -20,7 +49,6 @@ FA_DEVICE float cos_of(float x) { return cosf(x); }
 FA_DEVICE double cos_of(double x) { return cos(x); }
 FA_DEVICE float floor_of(float x) { return floorf(x); }
 FA_DEVICE double floor_of(double x) { return floor(x); }
-FA_DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
 FA_DEVICE double sigmoid_of(double x) { return 1.0 / (1.0 + exp(-x)); }
 FA_DEVICE float power_of(float x, float y) { return powf(x, y); }
 FA_DEVICE double power_of(double x, double y) { return pow(x, y); }

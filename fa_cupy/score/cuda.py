@@ -25,7 +25,6 @@ _SIGNS = {
     "add": "+",
     "subtract": "-",
     "multiply": "*",
-    "divide": "/",
     "less": "<",
     "less_equal": "<=",
     "equal": "==",
@@ -43,6 +42,7 @@ _WRAPPING = {
 }
 _CALLS = {
     "to_float": "int_to_float",
+    "divide": "divide_of",
     "floor_divide": "floor_divide",
     "mod": "floor_mod",
     "abs": "abs_of",

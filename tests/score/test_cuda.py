@@ -91,7 +91,7 @@ def test_the_cpu_says_what_numpy_says(real, tmp_path):
         ("s - x[h] * abs(i - j)",
          "return (s - (load<0>(arrays, h) * int_to_float(abs_of((i - j)))));\n"),
         ("50 * tanh(s / 50)",
-         "return (50.0f * tanh_of((s / 50.0f)));\n"),
+         "return (50.0f * tanh_of(divide_of(s, 50.0f)));\n"),
         ("s + g[i] * 2 % 3",
          "return (s + int_to_float(floor_mod(wrapping_multiply(load<0>(arrays, i), "
          "static_cast<long long>(2)), static_cast<long long>(3))));\n"),

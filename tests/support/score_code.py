@@ -11,12 +11,10 @@ from tests.support.expressions import ARGUMENTS
 from validation import emulator
 
 TYPES = {"float64": "double", "float32": "float", "int64": "long long", "int8": "signed char"}
-# What the header's device functions are on the CPU.
+# What the header's device functions are on the CPU: those of the emulator.
 HOST = """
 #include <cmath>
-#define __device__
-#define __forceinline__ inline
-static float __int_as_float(int bits) { return bits == 0x7f800000 ? HUGE_VALF : 0.0f; }
+#include "cuda.hpp"
 """
 # Arrays are float64 here, or int64 or int8: half precision is the business of a kernel.
 BEGIN = """
@@ -106,7 +104,7 @@ def on_the_cpu(cases, folder, real):
     path.write_text(text)
     library = path.with_suffix(".so")
     command = [str(emulator.compiler()), "-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
-    command += ["-ffp-contract=off", f"-I{ROOT}", str(path), "-o", str(library)]
+    command += ["-ffp-contract=off", f"-I{emulator.FOLDER}", f"-I{ROOT}", str(path), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     loaded = ctypes.CDLL(str(library))

@@ -74,6 +74,7 @@ SOURCES = {
     "lg2_approx_ftz": elementwise("lg2_approx_ftz"),
     "rcp_rn": elementwise("rcp_rn"),
     "rcp_approx_ftz": elementwise("rcp_approx_ftz"),
+    "rcp_approx": elementwise("rcp_approx"),
     "select_le": """
   const float *x = at<float>(p.x), *limits = at<float>(p.y), *a = at<float>(p.z);
   at<float>(p.out)[i] = select_le(x[i], limits[i], a[i], -1.0f);
@@ -274,6 +275,18 @@ def test_rcp_approx_ftz(run):
     special = padded([0.0, -0.0, 1e-40, 3e38, np.inf, -np.inf, np.nan])
     got = run("rcp_approx_ftz", (special.shape, np.float32), special, threads=special.size)
     np.testing.assert_array_equal(got[:7], [np.inf, -np.inf, np.inf, 0.0, 0.0, 0.0, np.nan])
+
+
+@pytest.mark.gpu
+def test_rcp_approx(run):
+    """Also of numbers whose reciprocals are subnormal."""
+    x = padded(rng.choice([-1.0, 1.0], 2**14) * 10.0 ** rng.uniform(-37.5, 38.5, 2**14))
+    got = run("rcp_approx", (x.shape, np.float32), x, threads=x.size)
+    want = 1 / x.astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=2**-22, atol=2.0**-148)
+    special = padded([0.0, -0.0, np.inf, -np.inf, np.nan])
+    got = run("rcp_approx", (special.shape, np.float32), special, threads=special.size)
+    np.testing.assert_array_equal(got[:5], [np.inf, -np.inf, 0.0, 0.0, np.nan])
 
 
 @pytest.mark.gpu

@@ -31,6 +31,7 @@ FREE = {"elect_sync", "atomics"}
 ROUNDED = {
     "ex2_approx_ftz": 4,
     "rcp_approx_ftz": 4,
+    "rcp_approx": 4,
     "lg2_approx_ftz": 4,
     "mma_m16n8k16": 4,
     "wgmma": 64,

@@ -6,6 +6,7 @@ FA_DEVICE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf
 FA_DEVICE float ex2_approx_ftz(float x) { return flushed(exp2f(flushed(x))); }
 FA_DEVICE float lg2_approx_ftz(float x) { return log2f(flushed(x)); }
 FA_DEVICE float rcp_rn(float x) { return 1.0f / x; }
+FA_DEVICE float rcp_approx(float x) { return 1.0f / x; }
 FA_DEVICE float select_le(float x, float limit, float a, float b) { return x <= limit ? a : b; }
 FA_DEVICE float rcp_approx_ftz(float x) { return flushed(1.0f / flushed(x)); }
 
