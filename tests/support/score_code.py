@@ -104,7 +104,14 @@ def on_the_cpu(cases, folder, real):
     path.write_text(text)
     library = path.with_suffix(".so")
     command = [str(emulator.compiler()), "-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
-    command += ["-ffp-contract=off", f"-I{emulator.FOLDER}", f"-I{ROOT}", str(path), "-o", str(library)]
+    command += [
+        "-ffp-contract=off",
+        f"-I{emulator.FOLDER}",
+        f"-I{ROOT}",
+        str(path),
+        "-o",
+        str(library),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     loaded = ctypes.CDLL(str(library))

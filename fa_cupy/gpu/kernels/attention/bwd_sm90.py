@@ -77,11 +77,8 @@ class BwdSm90(BackwardSm90):
         """Return the build of this row for calls with such scores."""
         if score is None:
             return self
-        # The registers that 128 queries take leave none for slopes or the bias of queries, or to
-        # make 32 bits of 16.
         change: dict[str, Any] = {}
-        wide = not score.softcap and score.bias_axes in ("", "key")
-        if self.tile_m == 128 and not (wide and score.bias_dtype in ("", "float32")):
+        if self.tile_m == 128 and not _fits_wide_tiles(score):
             change = {"tile_m": 64, "stages": 3, "defer_dq": False}
         return replace(self, score=score, **change)
 
@@ -95,6 +92,21 @@ class BwdSm90(BackwardSm90):
         step = self.mapped_step(traits, launches, blocks, boxes)
         sums = {name: name for name in ("dq_accum", "dq_semaphore")}
         return step._replace(addresses={**step.addresses, **sums})
+
+
+def _fits_wide_tiles(score: ScoreMod) -> bool:
+    """Whether tiles of 128 queries leave the registers that such scores take.
+
+    They leave none for slopes, for what differs from query to query, or to make 32 bits of 16.
+    """
+    if score.program is not None:
+        reads = "".join(score.program.operands())
+        return score.program.adds and "i" not in reads and "j" not in reads
+    return (
+        not score.softcap
+        and score.bias_axes in ("", "key")
+        and (score.bias_dtype in ("", "float32"))
+    )
 
 
 def _rows() -> Iterator[BwdSm90]:
