@@ -460,9 +460,8 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       // What a warp decides is not what its neighbours do, and a warpgroup waits for its products
       // at one place (PTX ISA 9.7.15.7.3: all its threads execute the same wgmma.wait_group).
       float correction[1][2];
-      bool moved = false;
+      bool moved = false, near = true;
       auto try_stale_max = [&]() {
-        bool near = true;
         if constexpr (kScoreMod) {
           if constexpr (kHasOperands && !kPrefetchOperands) {
             near = load_and_apply_score_mod_of_near<false>(p, operands_offset(), s_tile[0],
@@ -475,7 +474,14 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
         }
         return softmax.try_stale_max<kNearIsLog2>(s_tile, p.exp2_scale, near);
       };
-      if (!use_stale_max || !try_stale_max()) {
+      bool has_weights = use_stale_max && try_stale_max();
+      // Scores that grow from tile to tile, as ALiBi's do, pass row_max often, and seldom by much.
+      if constexpr (kScoreMod) {
+        if (use_stale_max && !has_weights && __all_sync(kFullWarp, near)) {
+          has_weights = moved = softmax.move_stale_max(s_tile, correction);
+        }
+      }
+      if (!has_weights) {
         if (use_stale_max) {  // the scores are gone, and what the mask says of them
           const auto& work = shared.work[work_pipe.index()];
           if constexpr (kSparse) key_tile = reload_tile_number(p, work, tile);
@@ -485,7 +491,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
         }
         if (kScoreMod || use_stale_max) mod_and_mask_scores();
         moved = softmax.update_max(s_tile, correction, p.exp2_scale) && !kFirst;
-        // Scores that grow from tile to tile, as ALiBi's do, would be computed twice.
+        // Scores that grow by more would be computed twice.
         if constexpr (kScoreMod) steady_scores = steady_scores && !moved;
         softmax.exponentiate<true>(s_tile, p.exp2_scale);
       }

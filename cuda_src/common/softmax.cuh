@@ -16,6 +16,9 @@ constexpr float kStaleMaxSlack = 8.0f;
 // What a thread's weights of one tile and row may add up to with a stale row_max: float16 ends at
 // 65504.
 constexpr float kMaxPartialSum = 16384.0f;
+// What a weight with a stale row_max may be if row_max is to move up by it: exponents of up to 30
+// have an error of 2**-20.
+constexpr float kMostStaleWeight = 1073741824.0f;
 // From here on products are rounded as row_max is, else the exact product inside fmaf would
 // leave the largest score of a row far from its row_max.  Two equal scores of a row, one on each
 // side, get weights that differ by half a unit of it: 2**-11, less than a 16-bit type sees.
@@ -170,6 +173,53 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) row_sum[i][h] += tile_sum[i][h];
     }
+    return true;
+  }
+
+  // After try_stale_max has found weights too large, and scores were right: lets row_max follow, and
+  // O by `correction`.  Returns false, with nothing changed, if some weight is too large for that, as
+  // where scores jump.
+  template <int kMmaN>
+  __device__ __forceinline__ bool move_stale_max(float (&weights)[kMmaM][kMmaN][4],
+                                                 float (&correction)[kMmaM][2]) {
+    float largest[kMmaM][2];
+    bool in_range = true;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& own = largest[i][h];
+        own = 1.0f;
+#pragma unroll
+        for (int j = 0; j < kMmaN; ++j)
+          own = fmaxf(own, fmaxf(weights[i][j][2 * h], weights[i][j][2 * h + 1]));
+        own = fmaxf(own, __shfl_xor_sync(kFullWarp, own, 1));
+        own = fmaxf(own, __shfl_xor_sync(kFullWarp, own, 2));
+        in_range = in_range && own < kMostStaleWeight;
+      }
+    }
+    if (!__all_sync(kFullWarp, in_range)) return false;
+    bool is_any_large = false;
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float new_max = row_max[i][h] + lg2_approx_ftz(largest[i][h]);
+        correction[i][h] = ex2_approx_ftz(row_max[i][h] - new_max);
+        row_max[i][h] = new_max;
+        row_sum[i][h] *= correction[i][h];
+        is_any_large = is_any_large || is_large(new_max);
+#pragma unroll
+        for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            weights[i][j][2 * h + e] *= correction[i][h];
+            row_sum[i][h] += weights[i][j][2 * h + e];
+          }
+        }
+      }
+    }
+    has_large_max = __any_sync(kFullWarp, is_any_large);
     return true;
   }
 

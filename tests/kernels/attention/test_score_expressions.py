@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa_cupy import Score, attention
+from fa_cupy import Score, attention, reference
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.built_in import form_of, with_built_in
@@ -196,3 +196,26 @@ def test_a_bias_by_another_name(axes):
 def test_what_gradients_are_compiled_for():
     call = case("float16", (1, 1), (4, 4), (8, 8), score=SCORES["tanh"])
     assert score_of(call).sloped
+
+
+# -------------------------------------------------------------------------- scores that rise slowly
+RISES = np.array([1e-3, 0.01, 0.05, 0.3], np.float32)
+
+
+@emulated
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("by_expression", [False, True])
+def test_scores_that_rise_along_the_keys(masked, by_expression):
+    """They pass a stale maximum in some tiles: the weights of those follow, and the output."""
+    q, k, v = (draw(1, HEADS, n, 64, dtype=np.float16, seed=n) for n in (64, 1000, 1000))
+    bias = RISES[:, None, None] * np.arange(1000, dtype=np.float32)
+    mask = blocks_of(np.random.default_rng(0), 1, 1, 64, 1000, density=0.9) if masked else None
+    if by_expression:
+        options = {"score": Score("s + rises[h] * j", rises=RISES)}
+        row = row_for(options["score"], "float16", 64, masked)
+    else:
+        options, mod = {"bias": bias}, ScoreMod(False, "key", "float32")
+        row = forward.select("float16", 64, 64, "sm_90a", forward.Call(mod, masked=masked))
+    _, lse = check(row, q, k, v, mask, **options)
+    _, want = reference.attention(q, k, v, bias, mask)
+    np.testing.assert_allclose(lse, want, rtol=1e-6, atol=1e-5)
