@@ -87,7 +87,7 @@ def attention(
         Whether to return the log-sum-exp of each row of scores too.
     score : Score, optional
         An expression of the score, the batch entry, the head and the positions, which takes the
-        place of the score before the bias. Not on a GPU yet.
+        place of the score before the bias. Its arrays are of the library and on the device of `q`.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -107,7 +107,7 @@ def attention(
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32, for float64, and for dims above
         256 (the capture can go on), and in a capture mode other than "relaxed" for the first call
-        with a `BitMask`, which takes memory from the driver. On a GPU, for a `score`.
+        with a `BitMask`, which takes memory from the driver.
 
     See Also
     --------
@@ -370,8 +370,8 @@ def attention_backward(
         anything is allocated.
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
-        multiples of 8 or are above 256, for the gradient of a bias, and as for `attention` with a
-        `BitMask`. On a GPU, for a `score`.
+        multiples of 8 or are above 256, for the gradient of a bias or of an array of a `score`, and
+        as for `attention` with a `BitMask`.
     ImportError
         For a `score` where SymPy is not installed.
 

@@ -169,6 +169,21 @@ def arrays_of(name: str, score: Any) -> dict[str, Any]:
     return {f"score.{arg}": score._values[arg] for arg in score.operands}
 
 
+def with_arrays(score: Score, arrays: dict[str, Any]) -> Score:
+    """Return a score with other arrays in place of its own, by the names of `arrays_of`.
+
+    They have the dtypes and the axes of those.
+    """
+    new = {name.removeprefix("score."): array for name, array in arrays.items()}
+    found = object.__new__(Score)
+    for attribute in ("expression", "operands", "program"):
+        object.__setattr__(found, attribute, getattr(score, attribute))
+    for attribute in ("_arguments", "_values"):
+        values = {**getattr(score, attribute), **new}
+        object.__setattr__(found, attribute, MappingProxyType(values))
+    return found
+
+
 def operands_of(score: Score | None, native: dict[str, Any]) -> Operands | None:
     """Return a score with native arrays in place of its own, by the names of `arrays_of`."""
     if score is None:
@@ -189,7 +204,7 @@ def _argument(name: str, value: Any) -> tuple[Any, str, int]:
     if isinstance(value, (float, np.floating)):
         return checks.finite("Score", name, value), "number", 0
     shape = getattr(value, "shape", None)
-    if shape is None or not hasattr(value, "dtype") or not hasattr(value, "__dlpack__"):
+    if shape is None or not hasattr(value, "dtype") or isinstance(value, np.generic):
         raise TypeError(f"Score: {name} is {checks.show(value)}, want an array or a number")
     dtype = str(value.dtype).rpartition(".")[2]
     if dtype not in KINDS:

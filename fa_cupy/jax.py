@@ -7,7 +7,7 @@ a callback is recorded, which computes on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,10 @@ import jax
 import numpy as np
 
 import fa_cupy
+from fa_cupy._score import Score, arrays_of, operands_of, with_arrays
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch, linear_problem
+from fa_cupy.score.program import no_gradient
 
 Array = Any
 Options = tuple[tuple[str, Any], ...]
@@ -35,14 +37,19 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
     sinks: Array = None,
+    score: Score | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of JAX arrays, with gradients of `q`, `k`, `v`, `bias` and `sinks`.
+    """Attention of JAX arrays, with gradients of `q`, `k`, `v`, `bias`, `sinks` and of a score.
 
     Parameters
     ----------
     q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks
         As in `fa_cupy.attention`. All arguments but the arrays are static under `jax.jit`.
+    score : Score, optional
+        As in `fa_cupy.attention`. Its arrays may be traced: make it inside of the function that is
+        transformed, of that function's arguments. Gradients flow to those of its arrays of floats
+        that `fa_cupy.attention_backward` can compute them for, others are a ValueError.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
 
@@ -67,10 +74,19 @@ def attention(
     >>> from fa_cupy.jax import attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
     >>> dq = jax.grad(lambda q: attention(q, k, v, is_causal=True).sum())(q)
+
+    Slopes that are learned:
+
+    >>> from fa_cupy import Score
+    >>> def loss(slopes):
+    ...     score = Score("s - slopes[h] * abs(i - j)", slopes=slopes)
+    ...     return attention(q, k, v, score=score).sum()
+    >>> jax.grad(loss)(jax.numpy.ones(8)).shape
+    (8,)
     """
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
-    _require_arrays("attention", q, k, v, bias=bias, mask=mask, sinks=sinks)
+    _require_arrays("attention", q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks)
     with_lse = checks.flag("attention", "return_lse", return_lse)
     options = {
         "scale": scale,
@@ -79,7 +95,9 @@ def attention(
         "window": tuple(window) if isinstance(window, list) else window,
         "softcap": softcap,
     }
-    out, lse = _attention((_Bits(bits), *options.items()), q, k, v, bias, sinks, mask)
+    score, of_score = _taken_apart(score)
+    static = (_Fixed(bits), _Fixed(score), *options.items())
+    out, lse = _attention(static, q, k, v, bias, sinks, mask, *of_score)
     return (out, lse) if with_lse else out
 
 
@@ -118,46 +136,104 @@ def causal_product(
     >>> dq = jax.grad(lambda q: causal_product(q, k, v).sum())(q)
     """
     name = "causal_product"
-    _require_arrays(name, q, k, v, initial_state=initial_state)
+    _require_arrays(name, q=q, k=k, v=v, initial_state=initial_state)
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
     out, state = _causal_product(reverse, q, k, v, initial_state)
     return (out, state) if with_state else out
 
 
-class _Bits:
-    """A mask that is no array, compared by identity, so that it can be an option."""
+class _Fixed:
+    """What is no array, compared by identity, so that it can be an option."""
 
-    def __init__(self, mask: Any) -> None:
-        self.mask = mask
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bits) and self.mask is other.mask
+        return isinstance(other, _Fixed) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.mask)
+        return id(self.value)
+
+
+def _taken_apart(score: Score | None) -> tuple[Score | None, list[Array]]:
+    """Return a score without its arrays, which may be traced, and these."""
+    arrays = arrays_of("attention", score)
+    if score is None:
+        return None, []
+    _require_arrays("attention", **arrays)
+    if not all(isinstance(x, jax.Array) for x in arrays.values()):
+        # As JAX's arrays they may have another dtype.
+        named = {name.removeprefix("score."): jax.numpy.asarray(x) for name, x in arrays.items()}
+        score = Score(score.expression, **{**score._arguments, **named})
+        arrays = arrays_of("attention", score)
+    for name, element in _looked_up(score).items():
+        why = no_gradient("attention_backward", name, element)
+        arrays[name] = _without_gradient(why, arrays[name])
+    return with_arrays(score, dict.fromkeys(arrays)), [*arrays.values()]
+
+
+def _looked_up(score: Score | None) -> dict[str, str]:
+    """Return the arrays of floats of a score that have no gradient, each with an element of it."""
+    operands = operands_of(score, {})
+    if operands is None:
+        return {}
+    found = {name: operands.looked_up(name) for name in arrays_of("attention", score)}
+    return {name: element for name, element in found.items() if element is not None}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _without_gradient(why: str, x: Array) -> Array:
+    """Return an array whose gradient is an error, where it is asked for."""
+    return x
+
+
+def _without_gradient_forward(why: str, x: Array) -> tuple[Array, None]:
+    return x, None
+
+
+def _without_gradient_backward(why: str, saved: None, grad: Array) -> Any:
+    raise ValueError(why)
+
+
+_without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    static: tuple[Any, ...], q: Array, k: Array, v: Array, bias: Array, sinks: Array, mask: Array
-) -> Any:
-    bits, *pairs = static
+    static: tuple[Any, ...], q: Array, k: Array, v: Array, bias: Array, sinks: Array, mask: Array,
+    *of_score: Array,
+) -> Any:  # fmt: skip
+    bits, score, *pairs = static
     options = dict(pairs)
 
-    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any) -> Any:
-        mask = mask if bits.mask is None else bits.mask
-        return fa_cupy.attention(q, k, v, bias, mask, sinks=sinks, return_lse=True, **options)
+    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *of_score: Any) -> Any:
+        mask = mask if bits.value is None else bits.value
+        whole = _put_together(score.value, of_score)
+        return fa_cupy.attention(
+            q, k, v, bias, mask, sinks=sinks, score=whole, return_lse=True, **options
+        )
 
-    def shapes(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any) -> Any:
-        mask = mask if bits.mask is None else bits.mask
-        problem = attention_problem.attention_problem(q, k, v, bias, mask, sinks=sinks, **options)
+    def shapes(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *of_score: Any) -> Any:
+        mask = mask if bits.value is None else bits.value
+        whole = _put_together(score.value, of_score)
+        operands = operands_of(whole, arrays_of("attention", whole))
+        problem = attention_problem.attention_problem(
+            q, k, v, bias, mask, sinks=sinks, score=operands, **options
+        )
         lse = jax.ShapeDtypeStruct(
             problem.out_shape[:-1], attention_problem.sum_dtype(problem.dtype)
         )
         return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), lse
 
-    return _call(function, shapes, q, k, v, bias, sinks, mask)
+    return _call(function, shapes, q, k, v, bias, sinks, mask, *of_score)
+
+
+def _put_together(score: Score | None, arrays: Sequence[Any]) -> Score | None:
+    """Return a score with arrays in place of those that `_taken_apart` took."""
+    if score is None:
+        return None
+    return with_arrays(score, dict(zip(arrays_of("attention", score), arrays, strict=True)))
 
 
 def _attention_forward(static: tuple[Any, ...], *arrays: Array) -> Any:
@@ -166,18 +242,30 @@ def _attention_forward(static: tuple[Any, ...], *arrays: Array) -> Any:
 
 
 def _attention_backward(static: tuple[Any, ...], saved: tuple[Array, ...], grads: Any) -> Any:
-    bits, *pairs = static
+    bits, score, *pairs = static
+    of_score = arrays_of("attention", score.value)
+    names = "q", "k", "v", "bias", "sinks", "mask", *of_score
+    arrays = dict(zip(names, saved, strict=False))
+    without = _looked_up(score.value)
+    need = [
+        name
+        for name, x in arrays.items()
+        if x is not None and name not in without and jax.numpy.issubdtype(x.dtype, np.inexact)
+    ]
 
-    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *results: Any) -> Any:
-        out, lse, dout, dlse = results
-        mask = mask if bits.mask is None else bits.mask
+    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *rest: Any) -> Any:
+        *of_score, out, lse, dout, dlse = rest
+        mask = mask if bits.value is None else bits.value
         return fa_cupy.attention_backward(
-            dout, q, k, v, out, lse, bias, mask, sinks=sinks, dlse=dlse, **dict(pairs)
-        )
+            dout, q, k, v, out, lse, bias, mask, sinks=sinks, dlse=dlse, need=need,
+            score=_put_together(score.value, of_score), **dict(pairs),
+        )  # fmt: skip
 
-    given = [x for x in saved[:5] if x is not None]
-    found = iter(_call(function, lambda *_: tuple(map(_shape_of, given)), *saved, *grads))
-    return *[None if x is None else next(found) for x in saved[:5]], None  # of the mask
+    shapes = tuple(_shape_of(arrays[name]) for name in need)
+    found = dict(zip(need, _call(function, lambda *_: shapes, *saved, *grads), strict=True))
+    # Not None, which would end the way back here: it is to reach the error.
+    found |= {name: jax.numpy.full_like(arrays[name], np.nan) for name in without}
+    return tuple(map(found.get, names))
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -233,11 +321,10 @@ def _call(function: Callable[..., Any], shapes: Callable[..., Any], *arrays: Arr
     return jax.pure_callback(on_host, shapes(*stand_ins), *present, vmap_method="sequential")
 
 
-def _require_arrays(name: str, q: Any, k: Any, v: Any, **more: Any) -> None:
-    """Raise for what is no array; only those of `more` may be None."""
-    named = {"q": q, "k": k, "v": v}
-    dispatch.require(name, **named)
-    for arg, x in (named | more).items():
+def _require_arrays(name: str, **arrays: Any) -> None:
+    """Raise for what is no array; only `q`, `k` and `v` must not be None."""
+    dispatch.require(name, **{arg: x for arg, x in arrays.items() if arg in ("q", "k", "v")})
+    for arg, x in arrays.items():
         if x is not None and not isinstance(x, jax.Array):  # as what is traced is
             core_arrays.to_native(name, writes=None, **{arg: x})
 

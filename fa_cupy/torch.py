@@ -5,12 +5,13 @@ Importing this module imports torch; no other module of fa_cupy does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import fa_cupy
+from fa_cupy._score import arrays_of, with_arrays
 
 _Tensor = torch.Tensor
 
@@ -29,14 +30,18 @@ def attention(
     softcap: float = 0.0,
     sinks: Any = None,
     precision: str | None = None,
+    score: fa_cupy.Score | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of tensors, with gradients of `q`, `k`, `v`, `bias` and `sinks`.
+    """Attention of tensors, with gradients of `q`, `k`, `v`, `bias`, `sinks` and those of a score.
 
     Parameters
     ----------
     q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision
         As in `fa_cupy.attention`. Only these five tensors may require gradients.
+    score : Score, optional
+        As in `fa_cupy.attention`, with tensors as its arrays, which may require gradients too where
+        `fa_cupy.attention_backward` can compute them.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
 
@@ -61,6 +66,15 @@ def attention(
     >>> from fa_cupy.torch import attention
     >>> q, k, v = torch.randn(3, 8, 100, 16).requires_grad_().unbind()
     >>> attention(q, k, v, is_causal=True).sum().backward()
+
+    Slopes that are learned:
+
+    >>> from fa_cupy import Score
+    >>> slopes = torch.ones(8, requires_grad=True)
+    >>> score = Score("s - slopes[h] * abs(i - j)", slopes=slopes)
+    >>> attention(q.detach(), k.detach(), v.detach(), score=score).sum().backward()
+    >>> slopes.grad.shape
+    torch.Size([8])
     """
     options = {
         "scale": scale,
@@ -69,7 +83,8 @@ def attention(
         "window": window,
         "softcap": softcap,
     }
-    out, lse = _Attention.apply(q, k, v, bias, sinks, mask, options, precision)
+    of_score = arrays_of("attention", score).values()
+    out, lse = _Attention.apply(options, precision, mask, score, q, k, v, bias, sinks, *of_score)
     return (out, lse) if return_lse else out
 
 
@@ -116,38 +131,48 @@ def causal_product(
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, options: dict[str, Any],
-        precision: Any,
+        options: dict[str, Any], precision: Any, mask: Any, score: Any, q: Any, k: Any, v: Any,
+        bias: Any, sinks: Any, *of_score: Any,
     ) -> Any:  # fmt: skip
         return fa_cupy.attention(
-            q, k, v, bias, mask, sinks=sinks, precision=precision, return_lse=True, **options
-        )
+            q, k, v, bias, mask, sinks=sinks, score=_given(score, of_score), precision=precision,
+            return_lse=True, **options,
+        )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, bias, sinks, mask, ctx.options, _ = inputs
+        ctx.options, _, mask, ctx.score, q, k, v, bias, sinks, *of_score = inputs
         ctx.bits = None if isinstance(mask, _Tensor) else mask
         mask = mask if ctx.bits is None else None
-        ctx.save_for_backward(q, k, v, *output, bias, mask, sinks)
+        ctx.save_for_backward(q, k, v, *output, bias, mask, sinks, *of_score)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        q, k, v, out, lse, bias, mask, sinks = ctx.saved_tensors
-        names = "q", "k", "v", "bias", "sinks"
-        need = [name for name, wanted in zip(names, ctx.needs_input_grad, strict=False) if wanted]
+        q, k, v, out, lse, bias, mask, sinks, *of_score = ctx.saved_tensors
+        names = "q", "k", "v", "bias", "sinks", *arrays_of("attention", ctx.score)
+        wanted = ctx.needs_input_grad[-len(names) :]
+        need = [name for name, grad in zip(names, wanted, strict=True) if grad]
         found: dict[str, Any] = {}
         if need and not (dout is None and dlse is None):
             mask = mask if ctx.bits is None else ctx.bits
             dout = torch.zeros_like(out) if dout is None else dout
             grads = _Last.apply(
                 lambda *x: fa_cupy.attention_backward(
-                    *x[:-2], sinks=x[-2], dlse=x[-1], need=need, **ctx.options
+                    *x[:8], sinks=x[8], dlse=x[9], score=_given(ctx.score, x[10:]), need=need,
+                    **ctx.options,
                 ),
-                *(dout, q, k, v, out, lse, bias, mask, sinks, dlse),
-            )
+                *(dout, q, k, v, out, lse, bias, mask, sinks, dlse, *of_score),
+            )  # fmt: skip
             found = dict(zip(need, grads, strict=True))
-        return *map(found.get, names), None, None, None
+        return None, None, None, None, *map(found.get, names)
+
+
+def _given(score: Any, tensors: Sequence[Any]) -> Any:
+    """Return a score with tensors as a function of autograd gets them; None if it is None."""
+    if score is None:
+        return None
+    return with_arrays(score, dict(zip(arrays_of("attention", score), tensors, strict=True)))
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]

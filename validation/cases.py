@@ -136,8 +136,9 @@ class ScoredAttention:
     shape (heads, 1, length) in float32, which falls with the distance from the last key;
     "alibi16": the same in `dtype`. "bias": one of shape (length, length) in `dtype`, for all heads
     and sequences; "bias heads": another one for each head; "bias32": one for all, in float32.
-    "bias grad", of gradients only, is "bias" with the gradient of the bias. The name of a case,
-    such as ``bf16 hd128 causal bias-heads 4096x4``, is like that of `Dense`.
+    "bias grad", of gradients only, is "bias" with the gradient of the bias. "softcap expression"
+    and "alibi expression" are the scores of "softcap" and "alibi", as expressions. The name of a
+    case, such as ``bf16 hd128 causal bias-heads 4096x4``, is like that of `Dense`.
     """
 
     dtype: str
@@ -254,7 +255,9 @@ ATTENTION_BWD_SPARSE = tuple(
     if case.mask.split(" ")[0] in ("", "documents", "blocks", "elements")
 )
 
-_SCORES = ("plain", "softcap", "alibi", "alibi16", "bias")
+_SCORES = (
+    "plain", "softcap", "softcap expression", "alibi", "alibi expression", "alibi16", "bias",
+)  # fmt: skip
 ATTENTION_SCORES_FWD = tuple(
     ScoredAttention("bf16", head_dim, causal, score, 4096, 4, 2048 // head_dim)
     for head_dim, causal in product((128, 64, 256), (False, True))

@@ -1,4 +1,7 @@
-"""Attention whose scores have a softcap or a bias: inputs, implementations and checks on a GPU."""
+"""Attention whose scores have a softcap, a bias or an expression, on a GPU.
+
+Inputs, implementations and checks.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,17 @@ from validation.cases import ScoredAttention
 from validation.checks import Check, Score
 from validation.peers import Call, UnavailableError
 
-Arrays = tuple[Any, ...]  # q, k, v, dout where gradients are computed, and the bias if there is one
-#: Binds a peer to tensors q, k and v and to a bias or None; returns a call without arguments.
+#: q, k, v, dout where gradients are computed, and what scores are made from besides, if anything: a
+#: bias, or the slopes of an expression.
+Arrays = tuple[Any, ...]
+#: Binds a peer to tensors q, k, v and a bias, slopes or None; returns a call without arguments.
 Bind = Callable[[ScoredAttention, Sequence[Any], Any], Callable[[], Any]]
 SOFTCAP = 30.0
 
 
 # ---------------------------------------------------------------------------------------- inputs
 def random_cupy(case: ScoredAttention, seed: int) -> Arrays:
-    """q, k, v and dout as `peers.random_cupy` draws them, and the bias."""
+    """q, k, v and dout as `peers.random_cupy` draws them, and the bias or the slopes."""
     dout = peers.random_cupy(case, seed + 1)[:1] if case.backward else ()
     return *peers.random_cupy(case, seed), *dout, *_bias(case, seed + 2)
 
@@ -31,14 +36,21 @@ def slopes(heads: int) -> np.ndarray:
     return np.asarray(2.0 ** (-8.0 * np.arange(1, heads + 1) / heads))
 
 
+def _alibi(case: ScoredAttention, slopes: np.ndarray) -> np.ndarray:
+    """The bias of ALiBi, (heads, 1, length)."""
+    distance = np.arange(case.length) - (case.length - 1)
+    return np.asarray(slopes[:, None, None] * distance)
+
+
 def _bias(case: ScoredAttention, seed: int) -> Arrays:
     kind, _, more = case.score.partition(" ")
     if kind in ("plain", "softcap"):
         return ()
+    if case.score == "alibi expression":
+        return (peers.to_device(slopes(case.heads).astype(np.float32)),)
     dtype = case.dtype if kind in ("alibi16", "bias") else "fp32"
     if kind.startswith("alibi"):
-        distance = np.arange(case.length) - (case.length - 1)
-        bias = slopes(case.heads)[:, None, None] * distance
+        bias = _alibi(case, slopes(case.heads))
         return (peers.to_device(bias.astype(peers.DTYPES[dtype])),)
     cp = peers.module("cupy")
     shape = (case.heads,) * (more == "heads") + (case.length, case.length)
@@ -46,7 +58,7 @@ def _bias(case: ScoredAttention, seed: int) -> Arrays:
 
 
 def _split(case: ScoredAttention, arrays: Arrays) -> tuple[Arrays, Any]:
-    """q, k, v and dout if it is there; the bias or None."""
+    """q, k, v and dout if it is there; the bias, the slopes or None."""
     count = 4 if case.backward else 3
     return arrays[:count], arrays[count] if len(arrays) > count else None
 
@@ -56,14 +68,17 @@ def score64(case: ScoredAttention, bias: Any, head: int) -> Score | None:
     """Scores of one head in float64; None where they are the scaled products."""
     if case.score == "plain":
         return None
-    if case.score == "softcap":
+    if case.score.startswith("softcap"):
 
         def capped(products: np.ndarray, _rows: np.ndarray) -> tuple[np.ndarray, Any]:
             tanh = np.tanh(products / SOFTCAP)
             return SOFTCAP * tanh, 1 - tanh**2
 
         return capped
-    of_head = peers.to_host(bias[head] if bias.ndim == 3 else bias)
+    if case.score == "alibi expression":
+        of_head = _alibi(case, peers.to_host(bias))[head]
+    else:
+        of_head = peers.to_host(bias[head] if bias.ndim == 3 else bias)
 
     def biased(products: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, Any]:
         of_rows = of_head if len(of_head) == 1 else of_head[rows]
@@ -147,8 +162,19 @@ def _same(result: Any) -> Any:
     return result
 
 
-def _options(case: ScoredAttention) -> dict[str, Any]:
-    return {"is_causal": case.causal, "softcap": SOFTCAP if case.score == "softcap" else 0.0}
+def _options(case: ScoredAttention, bias: Any) -> dict[str, Any]:
+    """What this package is told of scores, given the bias or the slopes."""
+    from fa_cupy import Score
+
+    options = {"is_causal": case.causal}
+    if case.score == "softcap":
+        return options | {"softcap": SOFTCAP}
+    if case.score == "softcap expression":
+        return options | {"score": Score("cap * tanh(s / cap)", cap=SOFTCAP)}
+    if case.score == "alibi expression":
+        text, last = "s + slopes[h] * (j - last)", case.length - 1
+        return options | {"score": Score(text, slopes=bias, last=last)}
+    return options | {"bias": bias}
 
 
 def fa_cupy(case: ScoredAttention, arrays: Arrays) -> Call:
@@ -156,8 +182,8 @@ def fa_cupy(case: ScoredAttention, arrays: Arrays) -> Call:
     from fa_cupy import attention
 
     (q, k, v), bias = _split(case, arrays)
-    options = _options(case)
-    return Call(lambda: attention(q, k, v, bias, **options), _same)
+    options = _options(case, bias)
+    return Call(lambda: attention(q, k, v, **options), _same)
 
 
 def fa_cupy_backward(case: ScoredAttention, arrays: Arrays) -> Call:
@@ -165,12 +191,12 @@ def fa_cupy_backward(case: ScoredAttention, arrays: Arrays) -> Call:
     from fa_cupy import attention, attention_backward
 
     (q, k, v, dout), bias = _split(case, arrays)
-    options = _options(case)
-    out, lse = attention(q, k, v, bias, return_lse=True, **options)
+    options = _options(case, bias)
+    out, lse = attention(q, k, v, return_lse=True, **options)
     need = ("q", "k", "v", *(["bias"] if case.score == "bias grad" else []))
 
     def run() -> Any:
-        return attention_backward(dout, q, k, v, out, lse, bias, need=need, **options)
+        return attention_backward(dout, q, k, v, out, lse, need=need, **options)
 
     return Call(run, _same)
 
@@ -234,8 +260,10 @@ def torch_sdpa(backend: str) -> Bind:
 
     def bind(case: ScoredAttention, qkv: Sequence[Any], bias: Any) -> Callable[[], Any]:
         torch = peers.module("torch")
-        if case.score == "softcap":
+        if case.score.startswith("softcap"):
             raise UnavailableError("no softcap")
+        if case.score.endswith("expression"):
+            raise UnavailableError("no expressions")
         # cuDNN gets such a bias from torch too, and reads its bits as numbers of q's dtype
         if bias is not None and bias.dtype != qkv[0].dtype:
             raise UnavailableError("a bias of q's dtype only")
@@ -317,9 +345,9 @@ def _score_mod(case: ScoredAttention, bias: Any, device: Any) -> Callable[..., A
     torch = peers.module("torch")
     if case.score == "plain":
         return None
-    if case.score == "softcap":
+    if case.score.startswith("softcap"):
         return lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
-    if case.score == "alibi":
+    if case.score in ("alibi", "alibi expression"):
         last = case.length - 1
         slope = torch.tensor(slopes(case.heads), dtype=torch.float32, device=device)
         return lambda score, b, h, i, j: score + slope[h] * (j - last)

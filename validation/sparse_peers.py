@@ -211,6 +211,10 @@ def _flex() -> Any:
     for limit in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit"):
         if hasattr(torch._dynamo.config, limit):
             setattr(torch._dynamo.config, limit, 512)
+    # Gradients are taken of one graph again and again, which must keep what it has saved.
+    functions = peers.module("torch._functorch.config")
+    if hasattr(functions, "donated_buffer"):
+        functions.donated_buffer = False
     return torch.compile(flexible.flex_attention, dynamic=False, fullgraph=True)
 
 

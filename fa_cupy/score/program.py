@@ -199,13 +199,30 @@ class Operands:
             array = self.names.index(arg.removeprefix("score."))
             if kind_of(self.program.dtypes[array]) != "float":
                 raise ValueError(f"{name}: need has {arg!r}, which is an array of integers")
-            for element in self.program.elements:
-                if element.array == array and element.axes is None:
-                    raise ValueError(
-                        f"{name}: need has {arg!r}, and score has {element.node.text}, want no "
-                        "index but b, h, i or j for a gradient"
-                    )
+            element = self.looked_up(arg)
+            if element is not None:
+                raise ValueError(no_gradient(name, arg, element))
         self.program.require_slope()
+
+    def looked_up(self, arg: str) -> str | None:
+        """Return an element that is read of an array of floats, given as "score.x".
+
+        One whose indices are others than b, h, i and j, so that it has no gradient; None where
+        there is none.
+        """
+        array = self.names.index(arg.removeprefix("score."))
+        for element in self.program.elements:
+            if element.array == array and element.axes is None:
+                return element.node.text
+        return None
+
+
+def no_gradient(name: str, arg: str, element: str) -> str:
+    """Return the message about an array, given as "score.x", of which an element is looked up."""
+    return (
+        f"{name}: need has {arg!r}, and score has {element}, want no index but b, h, i or j for a "
+        "gradient"
+    )
 
 
 def flat_batch(batch: Sequence[int]) -> tuple[int, int]:

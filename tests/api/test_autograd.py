@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from fa_cupy import BitMask, attention, attention_backward
+from fa_cupy import BitMask, Score, attention, attention_backward
 
 OPTIONS = (
     {},
@@ -90,6 +90,40 @@ def test_torch_gradients_of_sinks(torch, with_bias):
     q, k, v, bias, sinks = tensors(torch, *SHAPES, (4, 1))
     given = (q, k, v, sinks, bias) if with_bias else (q, k, v, sinks)
     assert torch.autograd.gradcheck(function, given)
+
+
+def test_torch_gradients_of_a_score(torch):
+    from fa_cupy.torch import attention
+
+    group = torch.tensor([0, 0, 1, 2, 2, 2])
+
+    def function(q, k, v, sinks, x, y, t):
+        text = "s * y[b, h] - x[h] * abs(i - j) ** t + (1 if g[i] == g[j] else c)"
+        score = Score(text, x=x, y=y, t=t, g=group, c=0.5)
+        return attention(q, k, v, sinks=sinks, score=score, is_causal=True,
+                         causal_align="bottom_right", return_lse=True)  # fmt: skip
+
+    q, k, v, _, sinks, x, y = tensors(torch, *SHAPES, (4, 1), (4,), (2, 4))
+    t = torch.tensor(1.25, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(function, (q, k, v, sinks, x, y, t))
+    out, lse = function(q.detach(), k.detach(), v.detach(), None, x, y.detach(), t.detach())
+    (out.sum() + lse.sum()).backward()
+    assert x.grad.shape == (4,)
+    assert q.grad is y.grad is t.grad is None
+
+
+def test_torch_says_what_has_no_gradient(torch):
+    from fa_cupy.torch import attention
+
+    q, k, v, _, x = tensors(torch, *SHAPES, (11,))
+    score = Score("s + x[i - j + 5]", x=x)
+    out = attention(q, k, v, score=score)
+    with pytest.raises(ValueError, match=r"need has 'score\.x', and score has x\[i - j \+ 5\]"):
+        out.sum().backward()
+    attention(q, k, v, score=Score("s + x[i - j + 5]", x=x.detach())).sum().backward()
+    assert q.grad.shape == q.shape
+    with pytest.raises(TypeError, match=r"^attention: score is 's' \(str\), want a Score or None"):
+        attention(q, k, v, score="s")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -279,6 +313,71 @@ def test_jax_gradients_of_sinks(jax, callbacks, with_bias, traced):
     given = (q, k, v, sinks, bias) if with_bias else (q, k, v, sinks)
     check_grads(jax.jit(function) if traced else function, given, order=1, modes=["rev"])
     assert bool(callbacks) == traced
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_jax_gradients_of_a_score(jax, callbacks, traced):
+    from jax.test_util import check_grads
+
+    from fa_cupy.jax import attention as mapped
+
+    group = jax.numpy.asarray([0, 0, 1, 2, 2, 2])
+    table = np.random.default_rng(5).standard_normal(11)
+
+    def function(q, k, v, sinks, x, y, t):
+        text = "s * y[b, h] - x[h] * abs(i - j) ** t + (1 if g[i] == g[j] else c) + z[i - j + 5]"
+        score = Score(text, x=x, y=y, t=t, g=group, c=0.5, z=table)
+        return mapped(q, k, v, sinks=sinks, score=score, is_causal=True,
+                      causal_align="bottom_right", return_lse=True)  # fmt: skip
+
+    shapes = *SHAPES[:3], (4, 1), (4,), (2, 4), ()
+    given = [jax.numpy.asarray(x) for x in draw(*shapes)]
+    check_grads(jax.jit(function) if traced else function, given, order=1, modes=["rev"])
+    assert bool(callbacks) == traced
+    q, k, v = map(np.asarray, given[:3])
+    got = function(*given[:3], None, *given[4:])[0]
+    native = [np.asarray(x) for x in given[4:]]
+    text = "s * y[b, h] - x[h] * abs(i - j) ** t + (1 if g[i] == g[j] else 0.5) + z[i - j + 5]"
+    named = dict(zip("xyt", native, strict=True), g=np.asarray(group), z=table)
+    want = attention(q, k, v, score=Score(text, **named), is_causal=True,
+                              causal_align="bottom_right")  # fmt: skip
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_jax_says_what_has_no_gradient(jax, traced):
+    from fa_cupy.jax import attention as mapped
+
+    q, k, v, _, x = map(jax.numpy.asarray, draw(*SHAPES, (11,)))
+
+    def loss(q, x):
+        return mapped(q, k, v, score=Score("s + x[i - j + 5]", x=x)).sum()
+
+    loss = jax.jit(loss) if traced else loss
+    with pytest.raises(ValueError, match=r"need has 'score\.x', and score has x\[i - j \+ 5\]"):
+        jax.grad(loss, argnums=1)(q, x)
+    out, lse = attention(*map(np.asarray, (q, k, v)), return_lse=True,
+                                  score=Score("s + x[i - j + 5]", x=np.asarray(x)))  # fmt: skip
+    (dq,) = attention_backward(
+        np.ones_like(out), *map(np.asarray, (q, k, v)), out, lse, need=["q"],
+        score=Score("s + x[i - j + 5]", x=np.asarray(x)),
+    )  # fmt: skip
+    np.testing.assert_allclose(jax.grad(loss)(q, x), dq, atol=1e-12)
+    with pytest.raises(TypeError, match=r"^attention: score is 's' \(str\), want a Score or None"):
+        mapped(q, k, v, score="s")
+
+
+def test_jax_arrays_of_a_score_lose_digits_as_others_do(jax):
+    """Without 64-bit types, NumPy's arrays become arrays of float32."""
+    from fa_cupy.jax import attention
+
+    jax.config.update("jax_enable_x64", False)
+    q, k, v = (jax.numpy.asarray(x) for x in draw(*SHAPES[:3]))
+    x = draw((4,))[0]
+    got = attention(q, k, v, score=Score("s * x[h]", x=x))
+    want = attention(q, k, v, score=Score("s * x[h]", x=jax.numpy.asarray(x)))
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, Score, attention, attention_backward, plot, reference
-from tests.support import expressions
+from tests.support import expressions, score_calls
 from tests.support.strategies import DTYPES, by_dtype, normal
 
 B, H, LQ, LK, D = 2, 3, 50, 40, 8
@@ -22,6 +22,12 @@ TABLE = RNG.standard_normal((H, LQ + LK))
 PLACES = RNG.standard_normal((60, 2))
 PREFIX = np.array([5, 30], np.int32)
 SMALL = {np.dtype(np.float16): 4e-3, DTYPES[1]: 3e-2, np.dtype(np.float32): 2e-5}
+
+
+@pytest.fixture(scope="session")
+def run(xp):
+    """The functions on arrays of the CPU, and of a GPU."""
+    return score_calls.functions(xp)
 
 
 def tensors(dtype=np.float64, heads=H, batch=(B,), count=3):
@@ -66,7 +72,8 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize(**by_dtype())
-def test_known_formulas(dtype, name):
+def test_known_formulas(run, dtype, name):
+    attention = run.attention
     score, formula = FORMULAS[name]
     q, k, v = tensors(dtype)
     out, lse = attention(q, k, v, score=score, return_lse=True)
@@ -81,7 +88,8 @@ def test_known_formulas(dtype, name):
     np.testing.assert_allclose(out.astype(np.float64), want, small, 2 * small)
 
 
-def test_softcap_as_an_expression_is_softcap():
+def test_softcap_as_an_expression_is_softcap(run):
+    attention, attention_backward = run
     q, k, v, dout = tensors(count=4)
     score = Score("20 * tanh(s / 20)")
     results = []
@@ -143,7 +151,8 @@ def compare(got, want, dtype, text):
 
 
 @given(call=calls())
-def test_drawn_expressions_agree_with_the_reference(call):
+def test_drawn_expressions_agree_with_the_reference(run, call):
+    attention, attention_backward = run
     text, (q, k, v, dout), bias, mask, options = call
     score = Score(text, **expressions.arguments_of(text))
     with np.errstate(all="ignore"):
@@ -181,7 +190,8 @@ ARRAYS = {
 
 @pytest.mark.parametrize("index", ARRAYS)
 @pytest.mark.parametrize("batch", [(B,), (), (1, B)])
-def test_gradients_of_arrays(index, batch):
+def test_gradients_of_arrays(run, index, batch):
+    attention, attention_backward = run
     x = ARRAYS[index]
     element = f"x[{index}]" if index else "x"
     text = f"s * {element} + sin({element} * (i - 2 * j)) - {element} ** 2 * y[h] * sin(j)"
@@ -203,8 +213,9 @@ def test_gradients_of_arrays(index, batch):
 @pytest.mark.parametrize("shape", [(H, 1), (2, B, 1, 1), (LQ,)], ids=str)
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_with_bias_and_sinks(dtype, shape, sparse):
+def test_with_bias_and_sinks(run, dtype, shape, sparse):
     """The expression is of scores without bias and leaves sinks alone; b counts their axes too."""
+    attention, attention_backward = run
     q, k, v, dout = tensors(dtype, count=4)
     sinks, bias = normal(RNG, shape, dtype), normal(RNG, (B, 1, LQ, LK), dtype)
     sinks.flat[0] = -np.inf
@@ -239,7 +250,8 @@ def test_with_bias_and_sinks(dtype, shape, sparse):
         assert got.tobytes() == found[need.index(name)].tobytes()
 
 
-def test_an_array_with_two_indices_gets_the_sum_of_both():
+def test_an_array_with_two_indices_gets_the_sum_of_both(run):
+    attention, attention_backward = run
     x = RNG.standard_normal(60)
     q, k, v, dout = tensors(count=4)
     score = Score("s - (x[i] - x[j]) ** 2", x=x)
@@ -253,7 +265,8 @@ def test_an_array_with_two_indices_gets_the_sum_of_both():
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_gradients_are_those_of_differences(name):
+def test_gradients_are_those_of_differences(run, name):
+    attention, attention_backward = run
     score, _ = FORMULAS[name]
     q, k, v, dout = tensors(count=4)
     out, lse = attention(q, k, v, score=score, return_lse=True)
@@ -274,8 +287,9 @@ def test_gradients_are_those_of_differences(name):
         np.testing.assert_allclose(change, (grad * step).sum(), rtol=1e-5, atol=1e-13)
 
 
-def test_hidden_keys_do_not_reach_gradients():
+def test_hidden_keys_do_not_reach_gradients(run):
     """A score of -inf hides what it is made of, NaN included, as a mask does."""
+    attention, attention_backward = run
     q, k, v, dout = tensors(count=4)
     x = RNG.random(LK)
     k[..., 20:, :] = np.nan
@@ -295,8 +309,9 @@ def test_hidden_keys_do_not_reach_gradients():
         np.testing.assert_allclose(a, b, 1e-12, 1e-14)
 
 
-def test_gradients_of_large_scores():
+def test_gradients_of_large_scores(run):
     """Where the log-sum-exp is large, the weights are computed again, from the same scores."""
+    attention, attention_backward = run
     q, k, v, dout = tensors(count=4)
     results = []
     for options in ({"score": Score("s + 1e7")}, {}):
@@ -306,7 +321,8 @@ def test_gradients_of_large_scores():
         np.testing.assert_allclose(a, b, 1e-6, 1e-7)
 
 
-def test_softcap_comes_before_the_expression():
+def test_softcap_comes_before_the_expression(run):
+    attention, attention_backward = run
     q, k, v, dout = tensors(count=4)
     options = {"softcap": 0.7, "score": Score("3 * sin(s) + s ** 3")}
     out, lse = attention(q, k, v, return_lse=True, **options)
@@ -316,8 +332,9 @@ def test_softcap_comes_before_the_expression():
         np.testing.assert_allclose(x, y, 1e-11, 1e-12)
 
 
-def test_positions_go_on_from_tile_to_tile():
+def test_positions_go_on_from_tile_to_tile(run):
     """In both directions, with queries and keys that are many tiles."""
+    attention, attention_backward = run
     q, k, v, dout = (normal(RNG, (1500, 8), np.float64) for _ in range(4))
     x = RNG.random(1500)
     score = Score("s - 0.01 * abs(i - j) + x[i] * x[j]", x=x)
@@ -337,7 +354,8 @@ def test_positions_go_on_from_tile_to_tile():
 # Shapes, libraries, memory
 
 
-def test_b_counts_all_outer_axes_and_h_is_axis_minus_3():
+def test_b_counts_all_outer_axes_and_h_is_axis_minus_3(run):
+    attention = run.attention
     z = np.zeros((2, 3, 4, 1, 1))
     q, k, v = z, z[..., :1, :], z[..., :1, :]
     score = Score("100 * b + h + 1000 * (i + j)")
@@ -349,8 +367,9 @@ def test_b_counts_all_outer_axes_and_h_is_axis_minus_3():
         np.testing.assert_allclose(lse[..., 0], want)
 
 
-def test_b_and_h_are_those_of_the_output():
+def test_b_and_h_are_those_of_the_output(run):
     """Of axes that q and k do not have, too, and of query heads where key heads are fewer."""
+    attention = run.attention
     q, k, v = np.zeros((4, 5, 2)), np.zeros((1, 6, 2)), np.zeros((3, 4, 6, 2))
     score = Score("s + 10 * b + h")
     _, lse = attention(q, k, v, score=score, return_lse=True)
@@ -387,7 +406,8 @@ def test_arrays_are_read_when_the_score_is_used():
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32])
-def test_arrays_of_integers(dtype):
+def test_arrays_of_integers(run, dtype):
+    attention = run.attention
     groups = RNG.integers(0, 4, 60).astype(dtype)
     q, k, v = tensors()
     got = attention(q, k, v, score=Score("s if g[i] == g[j] else -inf", g=groups))

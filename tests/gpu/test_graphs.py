@@ -239,6 +239,28 @@ def _(new):
     return lambda: fa_cupy.attention(q, k, v, sinks=sinks)
 
 
+def score_of(new):
+    """A score with arrays that change in place."""
+    table, slopes = new(4, 400, dtype=SINGLE), new(4, dtype=SINGLE)
+    text = "2 * tanh(s) - slopes[h] * abs(i - j) / 50 + table[h, i - j + n]"
+    return fa_cupy.Score(text, slopes=slopes, table=table, n=200)
+
+
+@case("attention: score")
+def _(new):
+    q, k, v = (new(*SMALL) for _ in range(3))
+    score = score_of(new)
+    return lambda: fa_cupy.attention(q, k, v, score=score, is_causal=True, return_lse=True)
+
+
+@case("attention: score, k strided, bfloat16")
+def _(new):
+    layouts = ("dense", "strided", "dense")
+    q, k, v = (new(*SMALL, dtype=BFLOAT16, layout=layout) for layout in layouts)
+    score = score_of(new)
+    return lambda: fa_cupy.attention(q, k, v, score=score)
+
+
 def scaled_of(mask=None, **options):
     def build(new):
         q, k, v = (new(*SMALL, layout=layout) for layout in ("dense", "strided", "dense"))
@@ -255,7 +277,7 @@ CASES["scaled_dot_product_attention: bias"] = scaled_of(lambda new: new(200, 200
 
 def gradients_of(
     shape=SMALL, k_shape=None, dtype=HALF, layouts=None, mask=None, need=None, dlse=False,
-    bias=False, sinks=None, **options,
+    bias=False, sinks=None, score=False, **options,
 ):  # fmt: skip
     def build(new):
         lay, k_shape_ = layouts or {}, k_shape or shape
@@ -268,6 +290,8 @@ def gradients_of(
             more["bias"] = new(shape[-2], k_shape_[-2], dtype=dtype)
         if sinks is not None:
             more["sinks"] = new(*sinks[0], dtype=sinks[1])
+        if score:
+            more["score"] = score_of(new)
         rows = new(*shape[:-1], dtype=SINGLE) if dlse else None
         # Those of the first round, in all of them.
         out, lse = fa_cupy.attention(q, k, v, **more, **options, return_lse=True)
@@ -292,6 +316,8 @@ GRADIENTS = {
     "window": {"window": (50, 20), "causal_align": "top_left"},
     "softcap": {"softcap": 5.0},
     "bias": {"bias": True, "need": ["q", "k", "v"]},
+    "score": {"score": True, "dlse": True},
+    "score, k strided": {"score": True, "layouts": {"k": "strided"}, "is_causal": True},
     "sinks": {"sinks": ((4, 1), SINGLE), "dlse": True},
     "sinks of bfloat16, k strided": {
         "sinks": ((200,), BFLOAT16), "dtype": BFLOAT16, "layouts": {"k": "strided"},
@@ -527,10 +553,15 @@ def refused_calls():
         cp.zeros((40, 40), HALF),
     )
     half, states = x.astype(HALF), uniform((2, 40, 64), 1, DOUBLE)
+    score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
         "attention, float32": lambda: fa_cupy.attention(x, x, x),
         "attention, float64": lambda: fa_cupy.attention(states, states, states),
         "attention, head_dim 320": lambda: fa_cupy.attention(wide, wide, wide),
+        "attention, a score of float32": lambda: fa_cupy.attention(x, x, x, score=score),
+        "attention_backward of a score's array": lambda: fa_cupy.attention_backward(
+            half, half, half, half, half, rows, score=score, need=["score.x"]
+        ),
         "attention_backward, float32": lambda: fa_cupy.attention_backward(x, x, x, x, x, rows),
         "attention_backward of a bias": lambda: fa_cupy.attention_backward(
             half, half, half, half, half, rows, bias, need=["bias"]
@@ -548,7 +579,8 @@ REFUSED = (
     "attention, float32", "attention, float64", "attention, head_dim 320",
     "attention_backward, float32", "attention_backward of a bias", "causal_product, float64",
     "causal_product_backward, float64", "linear_attention, float64", "prefix_state",
-    "prefix_state, q", "BitMask",
+    "prefix_state, q", "BitMask", "attention, a score of float32",
+    "attention_backward of a score's array",
 )  # fmt: skip
 
 

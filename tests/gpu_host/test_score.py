@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fa_cupy
-from fa_cupy import BitMask, Score, attention, attention_backward
+from fa_cupy import BitMask, Score, _attention, attention, attention_backward
 from fa_cupy._score import arrays_of, operands_of
 from fa_cupy.core import attention_problem, dispatch
 from fa_cupy.score import derivative, tree
@@ -245,16 +245,17 @@ def test_drawn_expressions(gpu, text, seed):
 # The way of a call
 
 
-def test_a_score_goes_to_cublas(monkeypatch):
-    """Also where the same call without it was answered from a known plan."""
-    asked = []
+@pytest.fixture
+def asked(monkeypatch):
+    """A device whose cuBLAS notes the problems and the scores that it is asked for."""
+    found = []
 
     def forward(problem, q, k, v, bias, mask, out, return_lse, sinks, score):
-        asked.append((problem, score))
+        found.append(("attention", problem, score))
         return q, cupy_stand_in.owned(np.zeros(q.shape[:-1], np.float32))
 
     def backward(problem, inputs, results, need, empty, sinks, score):
-        asked.append((problem, score))
+        found.append((need, problem, score))
         return dict.fromkeys(need, inputs[0])
 
     with cupy_stand_in.on_a_device():
@@ -263,18 +264,54 @@ def test_a_score_goes_to_cublas(monkeypatch):
 
         monkeypatch.setattr(of_values, "attention", forward)
         monkeypatch.setattr(of_gradients, "backward", backward)
-        q = cupy_stand_in.owned(np.zeros((2, 3, 64, 64), np.float16))
-        score = Score("s * x[h]", x=cupy_stand_in.owned(SLOPES))
-        for options in ({}, {}, {"score": score}, {}, {"score": score}):
-            _, lse = fa_cupy.attention(q, q, q, return_lse=True, **options)
-            fa_cupy.attention_backward(q, q, q, q, q, lse, **options)
-        assert len(asked) == 4
-        for problem, operands in asked:
-            assert problem.score.program == operands.program == score.program
-            assert operands.values == (score._arguments["x"],)
-        none = cupy_stand_in.owned(np.zeros((2, 3, 0, 64), np.float16))
-        assert fa_cupy.attention(none, q, q, score=score).shape == (2, 3, 0, 64)
-        assert len(asked) == 4
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "need"),
+    [
+        (np.float32, 64, None),
+        (np.float16, 320, None),
+        (np.float16, 64, ("q", "score.x")),
+        (np.float16, 64, ("score.x",)),
+    ],
+)
+def test_what_kernels_do_not_serve_goes_to_cublas(asked, dtype, dim, need):
+    q = cupy_stand_in.owned(np.zeros((2, 3, 64, dim), dtype))
+    lse = cupy_stand_in.owned(np.zeros((2, 3, 64), np.float32))
+    score = Score("s * x[h]", x=cupy_stand_in.owned(SLOPES))
+    for _ in range(2):
+        if need is None:
+            fa_cupy.attention(q, q, q, score=score)
+        fa_cupy.attention_backward(q, q, q, q, q, lse, score=score, need=need)
+    forward = [] if need else ["attention"]
+    assert [what for what, *_ in asked] == 2 * [*forward, need or ("q", "k", "v")]
+    for _, problem, operands in asked:
+        assert problem.score.program == operands.program == score.program
+        assert operands.values == (score._arguments["x"],)
+
+
+def test_without_queries_nothing_is_computed(asked):
+    q = cupy_stand_in.owned(np.zeros((2, 3, 64, 64), np.float32))
+    score = Score("s * x[h]", x=cupy_stand_in.owned(SLOPES))
+    none = cupy_stand_in.owned(np.zeros((2, 3, 0, 64), np.float32))
+    assert fa_cupy.attention(none, q, q, score=score).shape == (2, 3, 0, 64)
+    assert asked == []
+
+
+def test_known_plans_without_a_score_do_not_answer_calls_with_one(asked, monkeypatch):
+    q = cupy_stand_in.owned(np.zeros((2, 3, 64, 64), np.float16))
+    _, lse = fa_cupy.attention(q, q, q, return_lse=True)
+    fa_cupy.attention_backward(q, q, q, q, q, lse)
+    for table, answer in ((_attention._CACHED, "wrong"), (_attention._CACHED_BACKWARD, ["wrong"])):
+        assert len(table) == 1
+        for kind in table:
+            monkeypatch.setitem(table, kind, lambda *_, answer=answer: answer)
+    assert fa_cupy.attention(q, q, q) == "wrong"
+    assert fa_cupy.attention_backward(q, q, q, q, q, lse) == ("wrong",)
+    score = Score("s * x[h]", x=cupy_stand_in.owned(SLOPES))
+    assert fa_cupy.attention(q, q, q, score=score).shape == q.shape
+    assert len(fa_cupy.attention_backward(q, q, q, q, q, lse, score=score)) == 3
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -37,13 +37,21 @@ def label(case):
 def arrays_of(case):
     """Inputs with scores so large that a softcap is seen."""
     arrays = score_peers.random_cupy(case, 1)
-    if case.score == "softcap":
+    if case.score.startswith("softcap"):
         arrays[0][...] = arrays[0] * arrays[0].dtype.type(8)
     return arrays
 
 
 def options_of(case):
-    return {"is_causal": case.causal, "softcap": 30.0 * (case.score == "softcap")}
+    return {"is_causal": case.causal, "softcap": 30.0 * case.score.startswith("softcap")}
+
+
+def bias_of(case, arrays):
+    """Arrays but what scores are made from, and that as a bias."""
+    inputs, bias = score_peers._split(case, arrays)
+    if case.score == "alibi expression":
+        bias = bias[:, None, None] * (np.arange(case.length, dtype=bias.dtype) - case.length + 1)
+    return inputs, bias
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -67,7 +75,7 @@ def test_families_are_whole(name):
 
 def test_names_and_operations():
     found = {case.name: case for case in cases.ATTENTION_SCORES_FWD}
-    assert len(found) == 34
+    assert len(found) == 46
     assert "bf16 hd128 causal bias-heads 4096x4" in found
     for case in EVERY:
         dense = cases.Dense(
@@ -81,7 +89,8 @@ def test_names_and_operations():
 
 def test_biases_are_what_their_names_say():
     shapes = {
-        "plain": None, "softcap": None, "alibi": (3, 1, 200), "alibi16": (3, 1, 200),
+        "plain": None, "softcap": None, "softcap expression": None, "alibi": (3, 1, 200),
+        "alibi expression": (3,), "alibi16": (3, 1, 200),
         "bias": (200, 200), "bias heads": (3, 200, 200), "bias32": (200, 200),
         "bias grad": (200, 200),
     }  # fmt: skip
@@ -90,7 +99,7 @@ def test_biases_are_what_their_names_say():
         shape = shapes[case.score]
         assert (bias is None) if shape is None else (bias.shape == shape)
         if bias is not None:
-            wide = case.score in ("alibi", "bias32")
+            wide = case.score in ("alibi", "alibi expression", "bias32")
             assert bias.dtype == peers.DTYPES["fp32" if wide else "bf16"]
     steps = np.diff(score_peers._bias(small(cases.ScoredAttention(
         "bf16", 128, True, "alibi", 0, 0, 0)), 1)[0][:, 0].astype(np.float64))  # fmt: skip
@@ -104,7 +113,7 @@ def test_outputs_are_looked_at(case):
     arrays = arrays_of(case)
     check = score_peers.forward_check(case, arrays)
     assert check(score_peers.fa_cupy(case, arrays).run()) < LIMIT
-    qkv, bias = score_peers._split(case, arrays)
+    qkv, bias = bias_of(case, arrays)
     want = reference.attention(*qkv, bias, **options_of(case))[0].astype(np.float32)
     bf16 = peers.DTYPES["bf16"]
     assert check(want.astype(bf16)) < 0.003
@@ -123,7 +132,7 @@ def test_gradients_are_looked_at(case):
     result = score_peers.fa_cupy_backward(case, arrays).run()
     assert len(result) == 3 + (case.score == "bias grad")
     assert check(result) < LIMIT
-    (q, k, v, dout), bias = score_peers._split(case, arrays)
+    (q, k, v, dout), bias = bias_of(case, arrays)
     want = reference.attention_backward(dout, q, k, v, bias, **options_of(case))[: len(result)]
     bf16 = peers.DTYPES["bf16"]
     assert check([x.astype(bf16) for x in want]) < 0.003
@@ -170,7 +179,8 @@ def refused(case, peer):
     """Whether a peer does not take a score."""
     if peer == "flex_sigmoid":
         return case.score != "softcap"
-    return peer == "sdpa" and case.score in ("softcap", "alibi", "bias32")
+    refused = ("softcap", "softcap expression", "alibi", "alibi expression", "bias32")
+    return peer == "sdpa" and case.score in refused
 
 
 @pytest.mark.parametrize("peer", CPU_PEERS)

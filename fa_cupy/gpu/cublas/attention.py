@@ -114,9 +114,8 @@ def attention(
 
 def described(problem: attention_problem.Problem) -> str:
     """Return what it is in a problem that no kernel serves, for a message."""
-    if problem.score is not None:
-        return "a score"
-    return f"{problem.dtype} with head_dim {problem.head_dim} and v_dim {problem.v_dim}"
+    more = "" if problem.score is None else " and a score"
+    return f"{problem.dtype} with head_dim {problem.head_dim}, v_dim {problem.v_dim}{more}"
 
 
 def _stack_length(views: list[attention_problem.View]) -> int:

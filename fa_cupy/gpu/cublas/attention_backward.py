@@ -56,7 +56,11 @@ def backward(
     score : Operands or None
         The score expression, if `problem` has one.
     """
-    what = "the gradient of a bias" if "bias" in need else attention.described(problem)
+    what = attention.described(problem)
+    if "bias" in need:
+        what = "the gradient of a bias"
+    elif any(name.startswith("score.") for name in need):
+        what = "the gradient of an array of a score"
     workspace.refuse_products("attention_backward", what)
     dtype = attention_problem.sum_dtype(problem.dtype)
     grads = gradients.gradients(cupy, problem, inputs, need, dtype, empty, sinks, score)
