@@ -21,7 +21,9 @@
 #include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
 #include "cuda_src/common/tile_scheduler.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
@@ -284,6 +286,61 @@ FA_DEVICE void rescale_o(float (&o)[1][kMmaV][4], const float (&correction)[1][2
   }
 }
 
+// A template, for other builds have no stage.
+template <typename Shared>
+FA_DEVICE uint32 bias_stage(const Shared& shared, int warp) {
+  return cvta_to_shared(shared.bias[warp - 4]);
+}
+
+// Starts to copy the bias of a warp's 16 rows and a tile of keys to its stage.  Where rows are not
+// aligned to 16 bytes it is copied on return.  Rows past the last one are that, keys are zeros.
+FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, int row, int tile) {
+  constexpr int kChunks = kTileN / 8;
+  const uint16* first = static_cast<const uint16*>(p.bias) + offset;
+  const bool aligned = (p.bias_pairs >> 2 & 1) && reinterpret_cast<uint64>(first) % 16 == 0;
+  const int lane = threadIdx.x % 32, first_col = tile * kTileN;
+  if (aligned) {
+#pragma unroll
+    for (int i = 0; i < kChunks / 2; ++i) {
+      const int own = (32 * i + lane) / kChunks, chunk = (32 * i + lane) % kChunks;
+      const int col = first_col + 8 * chunk;
+      const uint32 bytes = max(0, min(16, 2 * (p.k_len - col)));
+      const uint16* from = first + min(row + own, p.q_len - 1) * p.bias_row + (bytes > 0 ? col : 0);
+      cp_async_cg_16(stage + BiasStage::offset(own, chunk), from, bytes);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = lane; i < 8 * kTileN; i += 32) {
+      const int own = i / (kTileN / 2), pair = i % (kTileN / 2), col = first_col + 2 * pair;
+      const uint16* from = first + min(row + own, p.q_len - 1) * p.bias_row;
+      const uint32 low = from[min(col, p.k_len - 1) * p.bias_col],
+                   high = from[min(col + 1, p.k_len - 1) * p.bias_col];
+      st_shared_b32(stage + BiasStage::offset(own, pair / 4) + pair % 4 * 4, low | high << 16);
+    }
+  }
+  cp_async_commit_group();
+}
+
+// Reads the bias of a tile from a warp's stage.
+template <typename Bias>
+FA_DEVICE void read_staged_bias(Bias& bias, uint32 stage) {
+  const int lane = threadIdx.x % 32;
+  const uint32 address = stage + BiasStage::lane_offset(lane % 16, lane / 16);
+  cp_async_wait_group<0>();
+  __syncwarp();
+#pragma unroll
+  for (int step = 0; step < kMmaN / 2; ++step) {
+    uint32 found[4];
+    ldmatrix_x4(found, BiasStage::at(address, 0, step));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      bias.bits[2 * step][h][0] = found[h];
+      bias.bits[2 * step + 1][h][0] = found[2 + h];
+    }
+  }
+  __syncwarp();  // the stage may be written again
+}
+
 constexpr Constant<kTileN> kWholeTile;
 constexpr Constant<kHalfLastTile ? kTileN / 2 : kTileN> kHalfTile;
 
@@ -396,7 +453,14 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
         if constexpr (!kFirst) rows_have_max = softmax.has_max(visible_bits);
       }
       OperandTile<false, kCols / 8> bias;
-      if constexpr (kPrefetchOperands && !kFirst) {
+      if constexpr (kStageBias) {
+        const uint32 stage = bias_stage(shared, warp);
+        if constexpr (!kFirst) read_staged_bias(bias, stage);
+        if (tile + 1 < keys.end) {
+          stage_bias(p, shared.operands_offset[work_pipe.index()], stage, first_row + warp_row,
+                     tile + 1);
+        }
+      } else if constexpr (kPrefetchOperands && !kFirst) {
         bias.load(p, shared.operands_offset[work_pipe.index()],
                   reload_first_row() + warp_row + lane / 4, key_tile * kTileN + 2 * (lane % 4));
       }

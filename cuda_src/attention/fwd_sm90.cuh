@@ -39,6 +39,11 @@ constexpr int kMmaV = kDim / 8;
 constexpr bool kPrefetchOperands =
     kHasOperands &&
     (kExpression ? !OperandTile<false, kMmaN>::kByCol : kBiasIs16Bit || kBiasAxes != kBiasOfPair);
+// A bias of pairs in 16 bits comes by way of shared memory where its rows are aligned: loaded to
+// registers, an instruction would touch eight rows, for 16 bytes of each.
+constexpr bool kStageBias = kHasBias && kBiasIs16Bit && kBiasAxes == kBiasOfPair && !kSparse;
+using BiasStage = SharedTile<16, kTileN>;  // of a warp
+constexpr int kBiasStageBytes = 16 * kTileN * 2;
 constexpr int kQFragments = kQInRegisters ? kDim / 16 : 1;  // A operands of Q that a thread holds
 constexpr int kTilesPerBlock = kMaskBlock / kTileN;         // key tiles in a block of a mask
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
@@ -86,11 +91,19 @@ struct alignas(16) WorkTile : WorkTileInfo {
 };
 
 // A block's shared memory.
-template <bool kListed>
-struct Storage {
+struct TileStorage {
   uint8 q[kQStages][kQTileBytes];  // later a tile of the output
   uint8 k[kStages][kKTileBytes];
   uint8 v[kStages][kKTileBytes];
+};
+template <bool kStaged>
+struct BiasStorage : TileStorage {};
+template <>
+struct BiasStorage<true> : TileStorage {
+  uint8 bias[4 * kGroups][kBiasStageBytes];  // of each warp that computes, of its next tile
+};
+template <bool kListed>
+struct Storage : BiasStorage<kStageBias> {
   int64 operands_offset[kHasOperands ? kWorkStages
                                      : 1];  // of the work tiles' batch entries, in elements
   uint64 q_full[kQStages], q_empty[kQStages], out_full[kQStages];

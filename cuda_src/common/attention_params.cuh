@@ -38,7 +38,8 @@ struct AttentionParams {
   int q_tiles;       // tiles of query rows in one batch entry
   int lower, upper;  // query i sees keys i + lower to i + upper
   // Whether a bias may be read in pairs, if its address is a multiple of 8: bit 0 for pairs of
-  // keys, bit 1 for pairs of queries.
+  // keys, bit 1 for pairs of queries.  Bit 2: whether its rows may be read by 16 bytes, if theirs is
+  // a multiple of 16.
   int bias_pairs;
   float exp2_scale;  // what the softmax multiplies scores by inside exp2
   float scale;       // of a product

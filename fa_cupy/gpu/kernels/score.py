@@ -95,6 +95,11 @@ class ScoreMod(NamedTuple):
         return self.bias_axes != "" or self.program is not None
 
     @property
+    def has_16_bit_pairs(self) -> bool:
+        """Whether there is a bias of pairs in 16 bits, which ``fwd_sm90`` stages."""
+        return self.bias_axes == "pair" and self.bias_dtype in ("float16", "bfloat16")
+
+    @property
     def headers(self) -> dict[str, bytes]:
         """The headers that are made for it, by the name in the include."""
         return {} if self.program is None else {header.NAME: self._header().encode()}
@@ -190,7 +195,8 @@ def fill_score(p: Any, problem: Problem) -> None:
         p["bias_row"], p["bias_col"] = by_query // item, by_key // item
         of_keys = by_key == item and by_query % (2 * item) == 0
         of_queries = by_query == item and by_key % (2 * item) == 0
-        p["bias_pairs"] = of_keys + 2 * of_queries
+        rows = by_key == item and by_query % 16 == 0
+        p["bias_pairs"] = of_keys + 2 * of_queries + 4 * rows
 
     if problem.score is not None:
         _fill_expression(p, problem.score)

@@ -102,6 +102,8 @@ class FwdSm90(Variant):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = row * (self.q_stages * 64 + 2 * self.stages * self.tile_n)
+        if self.score is not None and self.score.has_16_bit_pairs and not self.sparse:
+            tiles += 2 * self.tile_m * self.tile_n
         has_operands = self.score is not None and self.score.has_operands
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
@@ -130,6 +132,8 @@ class FwdSm90(Variant):
         change: dict[str, Any] = {"q_registers": False}
         if self.groups == 3:
             change |= {"tile_m": 128, "warps": 12, "q_stages": 4}
+        if score.has_16_bit_pairs and not self.sparse and self.dim > 128:
+            change["q_stages"] = 2  # a tile of the bias has the place of one
         return dataclasses.replace(self, score=score, **change)
 
     @property
