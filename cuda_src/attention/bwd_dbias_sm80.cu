@@ -45,10 +45,10 @@ using QueryTile = SharedTile<kTileM, kDim>;
 using KeyTile = SharedTile<kTileN, kDim>;
 
 struct DbiasParams : BackwardParams {
-  void* dbias;                   // of the type of the bias
-  const float2* row_statistics;  // as bwd_nonfinite leaves them
-  float* partial_sums;           // (tiles, splits, numbers of a thread, kThreads)
-  uint32* split_counters;        // (tiles), 0 at first
+  void* dbias;                                     // of the type of the bias
+  const float2* row_statistics;                    // as bwd_nonfinite leaves them
+  float* partial_sums;                             // (tiles, splits, numbers of a thread, kThreads)
+  uint32* split_counters;                          // (tiles), 0 at first
   int64 dbias_row, dbias_col, dbias_batch[kAxes];  // strides; 0 along an axis that is summed over
   int sums_queries, sums_keys;                     // whether one element is of all of them
   int splits;                                      // blocks that share a tile
@@ -57,9 +57,9 @@ static_assert(sizeof(DbiasParams) == FA_DBIAS_PARAMS_BYTES, "fa_cupy/gpu holds t
 
 // What a block owns, and which of the steps of it.
 struct OwnTile {
-  uint32 output;               // index among all tiles of the gradient
-  uint32 entry;                // of the gradient, counted over the axes that it has
-  int query_tile, key_tile;    // 0 along an axis that is summed over
+  uint32 output;             // index among all tiles of the gradient
+  uint32 entry;              // of the gradient, counted over the axes that it has
+  int query_tile, key_tile;  // 0 along an axis that is summed over
   int split;
   int64 begin, end;  // steps
 };
@@ -82,7 +82,7 @@ struct SharedStorage {
     struct {
       uint16 q[kTileM * kDim], k[kTileN * kDim];
     };
-    float sums[kWarpRows * kTileN > kWarpCols * kTileM ? kWarpRows * kTileN : kWarpCols * kTileM];
+    float sums[kWarpRows * kTileN > kWarpCols* kTileM ? kWarpRows * kTileN : kWarpCols * kTileM];
   };
   uint16 dout[kTileM * kDim], v[kTileN * kDim];
   float4 lse_delta[kTileM / 2];  // LSE of two queries, delta of them
@@ -103,11 +103,10 @@ FA_DEVICE int shared_key_tiles(const DbiasParams& params) {
   return params.sums_keys ? tiles_of(params.common.k_len, kTileN) : 1;
 }
 
-FA_DEVICE OwnTile own_tile(const DbiasParams& params) {
+FA_DEVICE void find_own_tile(const DbiasParams& params, OwnTile& own) {
   const AttentionParams& p = params.common;
   const uint32 query_tiles = params.sums_queries ? 1 : tiles_of(p.q_len, kTileM);
   const uint32 key_tiles = params.sums_keys ? 1 : tiles_of(p.k_len, kTileN);
-  OwnTile own;
   own.output = blockIdx.x / params.splits;
   own.split = static_cast<int>(blockIdx.x - own.output * params.splits);
   const uint32 row = own.output / key_tiles;
@@ -122,7 +121,6 @@ FA_DEVICE OwnTile own_tile(const DbiasParams& params) {
   const int64 share = divide(steps + params.splits - 1, static_cast<int64>(params.splits));
   own.begin = min(steps, own.split * share);
   own.end = min(steps, own.begin + share);
-  return own;
 }
 
 // A batch entry, given its number along the axes that the gradient has and along the others.
@@ -140,40 +138,36 @@ FA_DEVICE uint32 entry_of(const DbiasParams& params, uint32 own, uint32 other) {
   return entry;
 }
 
-// The step, whether or not its tile is hidden.
-FA_DEVICE PairStep pair_step(const DbiasParams& params, const OwnTile& own, int64 index) {
-  const int64 key_tiles = shared_key_tiles(params), query_tiles = shared_query_tiles(params);
-  const int64 row = divide(index, key_tiles), other = divide(row, query_tiles);
-  PairStep step;
-  step.index = index;
-  step.entry = entry_of(params, own.entry, static_cast<uint32>(other));
-  step.query_tile = own.query_tile + static_cast<int>(row - other * query_tiles);
-  step.key_tile = own.key_tile + static_cast<int>(index - row * key_tiles);
-  return step;
-}
-
-// The first step from this one on that has a pair which is not hidden by the band, and whose block
-// a mask does not hide; the end if there is none.
-FA_DEVICE PairStep next_visible(const DbiasParams& params, const OwnTile& own, int64 index) {
+// Finds the first step from this one on that has a pair which is not hidden by the band, and whose
+// block a mask does not hide; the end if there is none.
+FA_DEVICE void find_step(const DbiasParams& params, const OwnTile& own, int64 index,
+                         PairStep& step) {
   const AttentionParams& p = params.common;
-  PairStep step = {own.end, 0, -1, -1, false, kFullBlock};
+  const int64 shared_keys = shared_key_tiles(params), shared_queries = shared_query_tiles(params);
 #pragma unroll 1
   for (; index < own.end; ++index) {
-    step = pair_step(params, own, index);
-    const int first = step.query_tile * kTileM;
+    const int64 row = divide(index, shared_keys), other = divide(row, shared_queries);
+    const int query_tile = own.query_tile + static_cast<int>(row - other * shared_queries);
+    const int key_tile = own.key_tile + static_cast<int>(index - row * shared_keys);
+    const int first = query_tile * kTileM;
     const KeyTiles seen = key_tiles(p, first, min(first + kTileM, p.q_len) - 1, kTileN);
-    if (step.key_tile < seen.begin || step.key_tile >= seen.end) continue;
-    step.in_band = step.key_tile >= seen.full_begin && step.key_tile < seen.full_end;
-    step.words_index = kFullBlock;
+    if (key_tile < seen.begin || key_tile >= seen.end) continue;
+    const uint32 entry = entry_of(params, own.entry, static_cast<uint32>(other));
+    int words_index = kFullBlock;
     if constexpr (kSparse) {
-      const int row = table_row(params.mask, step.entry, first / kMaskBlock);
-      step.words_index =
-          block_words_index(params.mask, row, step.key_tile * kTileN / kMaskBlock);
+      words_index =
+          block_words_index(params.mask, table_row(params.mask, entry, first / kMaskBlock),
+                            key_tile * kTileN / kMaskBlock);
     }
-    if (step.words_index != kEmptyBlock) return step;
+    if (words_index == kEmptyBlock) continue;
+    step.entry = entry;
+    step.query_tile = query_tile;
+    step.key_tile = key_tile;
+    step.in_band = key_tile >= seen.full_begin && key_tile < seen.full_end;
+    step.words_index = words_index;
+    break;
   }
-  step.index = own.end;
-  return step;
+  step.index = index;
 }
 
 // Where this warp's pairs begin in the tile.
@@ -274,8 +268,8 @@ FA_DEVICE bool any_large_lse(const SharedStorage& shared) {
 // Puts the weights of queries with a large LSE in their places.  Rolled up, because it is rarely
 // run; registers have no index, so each weight is offered to all of them.
 FA_DEVICE void replace_large_weights(const DbiasParams& params, const SharedStorage& shared,
-                             const PairStep& step, uint32 is_large,
-                             float (&weights)[kMmaM][kMmaN][4]) {
+                                     const PairStep& step, uint32 is_large,
+                                     float (&weights)[kMmaM][kMmaN][4]) {
   const AttentionParams& p = params.common;
   const BatchOffsets at = batch_offsets(p, step.entry);
   const float2* statistics =
@@ -291,8 +285,7 @@ FA_DEVICE void replace_large_weights(const DbiasParams& params, const SharedStor
     float weight = 0.0f;
     if (is_own) {
       const float2 of = statistics[query];
-      const float score =
-          score_from_product(p, at, product_in_order(shared, row, col), query, key);
+      const float score = score_from_product(p, at, product_in_order(shared, row, col), query, key);
       weight = ex2_approx_ftz(scale_score(score, p.exp2_scale) - of.x) * of.y;
     }
 #pragma unroll
@@ -427,8 +420,7 @@ FA_DEVICE bool add_splits(const DbiasParams& params, SharedStorage& shared, cons
 // Rounds to the type of the bias.
 FA_DEVICE void store_rounded(void* base, int64 index, float x) {
   if constexpr (kBiasIs16Bit) {
-    static_cast<uint16*>(base)[index] =
-        static_cast<uint16>(pack2<kBiasKind == kBfloat16>(x, 0.0f));
+    static_cast<uint16*>(base)[index] = static_cast<uint16>(pack2<kBiasKind == kBfloat16>(x, 0.0f));
   } else {
     static_cast<float*>(base)[index] = x;
   }
@@ -505,8 +497,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const OwnTile& own = shared.own;
   if (threadIdx.x == 0) {
-    shared.own = own_tile(params);
-    shared.steps[0] = next_visible(params, own, own.begin);
+    find_own_tile(params, shared.own);
+    find_step(params, own, own.begin, shared.steps[0]);
   }
   __syncthreads();
   if (shared.steps[0].index < own.end) {
@@ -523,9 +515,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
   for (int i = 0; shared.steps[i].index < own.end; i = (i + 1) % kSteps) {
     const PairStep &step = shared.steps[i], &next = shared.steps[(i + 1) % kSteps];
-    if (threadIdx.x == 0) {
-      shared.steps[(i + 1) % kSteps] = next_visible(params, own, step.index + 1);
-    }
+    if (threadIdx.x == 0) find_step(params, own, step.index + 1, shared.steps[(i + 1) % kSteps]);
     auto load_next_qk = [&] {
       __syncthreads();  // nobody reads Q and K any more
       if (next.index < own.end) load_qk(params, shared, next, step);
@@ -564,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (params.sums_queries || params.sums_keys) {
     float sum[1] = {sum_of_tile(params, shared, sums)};
     if (add_splits(params, shared, own, sum)) store_sum(params, own, sum[0]);
-  } else if (add_splits(params, shared, own, reinterpret_cast<float(&)[kOwnPairs]>(sums))) {
+  } else if (add_splits(params, shared, own, reinterpret_cast<float (&)[kOwnPairs]>(sums))) {
     store_tile(params, own, sums);
   }
 }
