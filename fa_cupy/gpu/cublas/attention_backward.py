@@ -52,8 +52,7 @@ def backward(
     sinks : cupy.ndarray or None
     """
     dims = f"head_dim {problem.head_dim} and v_dim {problem.v_dim}"
-    what = "the gradient of a bias" if "bias" in need else f"{problem.dtype} with {dims}"
-    workspace.refuse_products("attention_backward", what)
+    workspace.refuse_products("attention_backward", f"{problem.dtype} with {dims}")
     dtype = attention_problem.sum_dtype(problem.dtype)
     grads = gradients.gradients(cupy, problem, inputs, need, dtype, empty, sinks)
     # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than to float16.

@@ -4,7 +4,7 @@
 which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and dV and
 ``bwd_dq_sm90`` dQ, where dims are wide; or ``bwd_dkdv_sm80`` and ``bwd_dq_sm80`` do, for what
 kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` computes rows again whose
-sums were not finite. Last, ``bwd_dbias_sm80`` computes the gradient of the bias, where it is wanted.
+sums were not finite. Last, ``bwd_dbias_sm80`` computes the gradient of the bias where it is wanted.
 """
 
 from __future__ import annotations

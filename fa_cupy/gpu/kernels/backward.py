@@ -251,7 +251,7 @@ class Gradients(NamedTuple):
     dq: View  # (*batch, q_len, head_dim)
     dk: View  # (*batch, k_len, head_dim)
     dv: View  # (*batch, k_len, v_dim)
-    dbias: View | None = None  # (*batch, q_len, k_len), of the dtype of the bias, where it is wanted
+    dbias: View | None = None  # (*batch, q_len, k_len), of the bias' dtype, where it is wanted
 
 
 class Wanted(NamedTuple):

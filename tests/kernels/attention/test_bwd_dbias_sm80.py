@@ -1,4 +1,4 @@
-"""The kernel for the gradient of a bias: its own source on the CPU, after those of dq, dk and dv."""
+"""The kernel for the gradient of a bias: its own source on the CPU, after those for the others."""
 
 import functools
 import itertools
@@ -16,7 +16,6 @@ from tests.support.every_run import examples, only
 from tests.support.gradients import UNIT, hold
 from tests.support.kernel_attention import DTYPES, any_sinks, blocks_of, draw
 from tests.support.kernel_gradients import (
-    Case,
     Parts,
     any_transform,
     case,
@@ -322,9 +321,7 @@ def test_any_number_of_splits(shape, blocks):
     blocks=st.integers(1, 9),
     seed=st.integers(0, 2**32),
 )
-def test_any_call(
-    dim, dtype, of, lengths, heads, axes, band, dlse, target, sparse, blocks, seed
-):
+def test_any_call(dim, dtype, of, lengths, heads, axes, band, dlse, target, sparse, blocks, seed):
     sizes = 2, heads[0], *lengths
     shape = [n if has else 1 for n, has in zip(sizes, axes, strict=True)]
     call = biased(dtype, heads, lengths, (dim, dim), shape, of, dlse=dlse, **BANDS[band])
