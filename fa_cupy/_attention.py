@@ -370,8 +370,8 @@ def attention_backward(
         anything is allocated.
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
-        multiples of 8 or are above 256, for the gradient of a bias, and as for `attention` with a
-        `BitMask`. On a GPU, for a `score`.
+        multiples of 8 or are above 256, and as for `attention` with a `BitMask`. On a GPU, for a
+        `score`.
     ImportError
         For a `score` where SymPy is not installed.
 
