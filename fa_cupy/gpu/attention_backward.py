@@ -131,8 +131,7 @@ def cached(
     the table, and only values of types that are equal where they mean the same make a key.
     """
     # These gradients, and that of a bias if `need` does not leave it out.
-    ours = need is None or (need.__class__ is tuple and need == _INPUTS)
-    if sinks is not None or not ours:
+    if sinks is not None or not (need is None or (need.__class__ is tuple and need == _INPUTS)):
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device)
@@ -149,8 +148,7 @@ def cached(
     if runtime.streamIsCapturing(get_current_stream().ptr):
         return None  # an error would leave memory in the graph
     facts: list[Any] = [
-        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, dlse is None,
-        need is None,
+        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, need is None,
     ]  # fmt: skip
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
@@ -182,12 +180,11 @@ def cached(
         cupy.ndarray(shape, dtype, alloc(nbytes), strides)
         for nbytes, shape, dtype, strides in found.grads
     ]
-    dq, dk, dv, *dbias = [x.data.ptr for x in grads]
     memory = alloc(found.plan.workspace_bytes)
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, lse.data.ptr, dout.data.ptr,
         0 if dlse is None else dlse.data.ptr, 0 if bias is None else bias.data.ptr, 0,
-        dq, dk, dv, *(dbias or (0,)),
+        *[x.data.ptr for x in grads], *[0] * (4 - len(grads)),
     )  # fmt: skip
     return (*grads,) if found.plan.run((*pointers, *tables), memory.ptr) else None
 
