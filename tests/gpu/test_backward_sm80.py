@@ -188,7 +188,6 @@ def test_nothing_leaks_from_hidden_pairs():
 
 
 def test_the_gradient_of_a_bias_is_that_of_the_products(forced, monkeypatch):
-    """One build for all: a bias of pairs, and of what broadcasts where it is handed as one."""
     calls = [
         random_call(2, 4, 130, 64, heads=2, bias=draw(4, 130, 130), dlse=True, **CAUSAL),
         random_call(2, 4, 1000, 64, bias=draw(1000, 1000), mask=mask_of(4, 1000, 1000)),

@@ -308,10 +308,9 @@ def test_gradients_of_biases(dim, what):
     run((2, 4), 2, 193, 301, (4,), dlse=True, **causal)
     run((2, 4), 1, 64, 129, (2, 1))
     run((1, 2), 2, 300, 128, (1, 2), dlse=True, window=(70, 20), causal_align=TOP)
-    for q_len, k_len in ((1, 1), (1, 300), (65, 1)):
-        run((2,), 2, q_len, k_len, (2,))
-    # A mask has a build of its own, which one of them gets.
-    if (dim, axes) == (128, "pair"):
+    if (dim, what) == (128, "a bias of pairs"):  # all of these have builds of their own
+        for q_len, k_len in ((1, 1), (1, 300), (65, 1)):
+            run((2,), 2, q_len, k_len, (2,))
         run((2, 4), 2, 300, 400, (4,), mask=blocks_of(np.random.default_rng(1), 4, 300, 400))
     # More tiles than blocks at once, and fewer, which share them.
     run((2, 8), 4, 1000, 900, (), **causal)

@@ -78,8 +78,10 @@ class BwdDbiasSm80(BackwardSm80):
 def _rows() -> Iterator[BwdDbiasSm80]:
     # dim, tile_m, tile_n, warps, score, why. Calls get builds for their scores; those of the table
     # are examples. Of one dim, the first row that a device has the shared memory for is taken.
-    pair, key = ScoreMod(False, "pair", "bfloat16"), ScoreMod(False, "key", "float32")
-    query, softcap = ScoreMod(False, "query", "float16"), ScoreMod(True, "pair", "float32")
+    pair = ScoreMod(bias_axes="pair", bias_dtype="bfloat16")
+    key = ScoreMod(bias_axes="key", bias_dtype="float32")
+    query = ScoreMod(bias_axes="query", bias_dtype="float16")
+    softcap = ScoreMod(softcap=True, bias_axes="pair", bias_dtype="float32")
     rows = (
         (32, 128, 128, 8, key, "sums, scores and dP of 32 x 64 pairs are 192 registers a thread"),
         (64, 128, 128, 8, pair, "as for 32"),
