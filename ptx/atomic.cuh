@@ -8,6 +8,17 @@ FA_DEVICE uint32 atom_add_u32(uint32* address, uint32 x) {
   return old;
 }
 
+// The same behind all that this thread did or saw done before, and before all that follows: what
+// others released with their additions can be read afterwards.
+FA_DEVICE uint32 atom_add_acq_rel_gpu_u32(uint32* address, uint32 x) {
+  uint32 old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;\n"
+               : "=r"(old)
+               : "l"(address), "r"(x)
+               : "memory");
+  return old;
+}
+
 // Sixteen aligned bytes at once: replaces them by `replacement` if they are `expected`; they are
 // returned in `expected` as they were.  From SM90 on.
 FA_DEVICE void atom_cas_b128(uint64* address, uint64 (&expected)[2],

@@ -76,7 +76,7 @@ class Prepared(NamedTuple):
         Of each array that lies in the workspace in place of one of the call, its layout and its
         place.
     grads : list of Allocation
-        Of dq, dk and dv as the kernels write them.
+        Of dq, dk and dv as the kernels write them, and of dbias where it is wanted.
     """
 
     plan: Plan
@@ -141,9 +141,8 @@ def cached(
     None otherwise. The key holds the arguments unchecked: only calls that were once checked are in
     the table, and only values of types that are equal where they mean the same make a key.
     """
-    # The kernels compute these gradients, and no other.
-    ours = bias is None if need is None else need.__class__ is tuple and need == _INPUTS
-    if sinks is not None or not ours:
+    # These gradients, and that of a bias if `need` does not leave it out.
+    if sinks is not None or not (need is None or (need.__class__ is tuple and need == _INPUTS)):
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device)
@@ -160,7 +159,7 @@ def cached(
     if runtime.streamIsCapturing(get_current_stream().ptr):
         return None  # an error would leave memory in the graph
     facts: list[Any] = [
-        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, dlse is None,
+        _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, need is None,
     ]  # fmt: skip
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
@@ -183,11 +182,12 @@ def cached(
         if not takes_bias(problem):
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
-        found = remember(key, prepared(problem, arrays, _INPUTS))
+        of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
+        found = remember(key, prepared(problem, arrays, _INPUTS, of_bias))
     if found is None or found.copies:
         return None
     tables, _owners = ((), None) if found.tables is None else found.tables(mask)
-    dq, dk, dv = [
+    grads = [
         cupy.ndarray(shape, dtype, alloc(nbytes), strides)
         for nbytes, shape, dtype, strides in found.grads
     ]
@@ -195,9 +195,9 @@ def cached(
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, lse.data.ptr, dout.data.ptr,
         0 if dlse is None else dlse.data.ptr, 0 if bias is None else bias.data.ptr, 0,
-        dq.data.ptr, dk.data.ptr, dv.data.ptr,
+        *[x.data.ptr for x in grads], *[0] * (4 - len(grads)),
     )  # fmt: skip
-    return (dq, dk, dv) if found.plan.run((*pointers, *tables), memory.ptr) else None
+    return (*grads,) if found.plan.run((*pointers, *tables), memory.ptr) else None
 
 
 def backward(
@@ -235,10 +235,10 @@ def by_kernels(
 ) -> dict[str, Any] | None:
     """Do as `backward`; None where the kernels do not take the call.
 
-    All gradients are computed, whichever are asked for, but for that of the bias, which the kernels
-    do not compute. That of sinks follows from what they leave in the workspace.
+    Those of q, k and v are computed, whichever are asked for, and that of the bias only if it is.
+    That of sinks follows from what the kernels leave in the workspace.
     """
-    if any(name == "bias" or name.startswith("score.") for name in need):
+    if any(name.startswith("score.") for name in need):
         return None
     arrays, bias = _named(inputs, results), inputs[3]
     built_in = with_built_in(problem, score)
@@ -248,25 +248,34 @@ def by_kernels(
         return None
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
-    plan = prepared(problem, arrays, need)
+    of_bias = _dbias(inputs[3], bias.dtype) if "bias" in need else None
+    plan = prepared(problem, arrays, need, of_bias)
     if plan is None:
         return None
+    given = {**arrays, "bias": inputs[3]}
     direct = [name for name in need if name != "sinks"]
-    found = {name: empty(arrays[name].shape, problem.dtype, arrays[name]) for name in direct}
-    grads = {f"d{name}": found.get(name) for name in _INPUTS}
+    found = {name: empty(given[name].shape, given[name].dtype, given[name]) for name in direct}
+    grads = {f"d{name}": found.get(name) for name in (*_INPUTS, "bias")}
+    if of_bias is not None and bias.dtype != inputs[3].dtype:
+        grads["dbias"] = cupy.empty(of_bias.shape, of_bias.dtype)
     arrays |= {"bias": bias, "sinks": sinks, **grads}
     of_score = () if score is None else addresses_of(score)
-    if "sinks" not in need:
-        return found if plan.run(arrays, inputs[4], of_score=of_score) else None
-    memory = workspace.take(plan.plan.workspace_bytes)
-    rows = sinks_gradient.rows_of(problem, plan.plan, plan.places, memory)
+    memory = rows = None
+    if "sinks" in need:
+        memory = workspace.take(plan.plan.workspace_bytes)
+        rows = sinks_gradient.rows_of(problem, plan.plan, plan.places, memory)
     if not plan.run(arrays, inputs[4], memory, of_score):
         return None
-    found["sinks"] = sinks_gradient.gradient(problem, sinks, arrays["lse"], rows, empty)
+    if rows is not None:
+        found["sinks"] = sinks_gradient.gradient(problem, sinks, arrays["lse"], rows, empty)
+    if grads["dbias"] is not found.get("bias"):
+        found["bias"][...] = grads["dbias"]
     return found
 
 
-def prepared(problem: Problem, arrays: dict[str, Any], need: Sequence[str]) -> Prepared | None:
+def prepared(
+    problem: Problem, arrays: dict[str, Any], need: Sequence[str], dbias: Laid | None = None
+) -> Prepared | None:
     """Return what a call needs, made at most once; None where the kernels do not take the call.
 
     Parameters
@@ -276,21 +285,28 @@ def prepared(problem: Problem, arrays: dict[str, Any], need: Sequence[str]) -> P
         All that is read but bias and mask, by name.
     need : sequence of str
         The arrays whose gradients are asked for.
+    dbias : Laid, optional
+        The gradient of the bias, where it is wanted.
     """
     device = runtime.getDevice()
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
     copied = tuple(
         [name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)]
     )
-    key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device
+    key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device, dbias
     found: Any = lookup(key, UNKNOWN)
     if found is UNKNOWN:
-        found = remember(key, _prepare(problem, laid, copied, need, device))
+        found = remember(key, _prepare(problem, laid, copied, need, device, dbias))
     return cast("Prepared | None", found)
 
 
 def _prepare(
-    problem: Problem, laid: dict[str, Laid], copied: Sequence[str], need: Sequence[str], device: int
+    problem: Problem,
+    laid: dict[str, Laid],
+    copied: Sequence[str],
+    need: Sequence[str],
+    device: int,
+    dbias: Laid | None,
 ) -> Prepared | None:
     inside = {name: _laid_out(laid[name].shape, None, laid[name].dtype) for name in copied}
     orders = [core_arrays.memory_order(laid[name].shape, laid[name]) for name in _INPUTS]
@@ -314,7 +330,11 @@ def _prepare(
             views[key] = attention_problem.batch_view(problem, laid[name], *shape)
         return views[key]
 
-    gradients = Gradients(*[view(name) for name in Gradients._fields])
+    of_bias = None
+    if dbias is not None:
+        of_bias = attention_problem.batch_view(problem, dbias, problem.q_len, problem.k_len)
+    dout, out, dq, dk, dv = (view(name) for name in ("dout", "out", *_GRADIENTS))
+    gradients = Gradients(dout, out, dq, dk, dv, of_bias)
     problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
     sizes = {name: x.nbytes for name, x in inside.items()}
     made = make_plan(Traits(problem, gradients), workspace.launcher(device), sizes)
@@ -326,8 +346,17 @@ def _prepare(
         tables=None if problem.mask is None else CallTables(problem, device),
         places=places,
         copies={name: (x, places[name]) for name, x in inside.items()},
-        grads=[allocation(*laid[name]) for name in _GRADIENTS],
+        grads=[allocation(*x) for x in (*[laid[name] for name in _GRADIENTS], dbias) if x],
     )
+
+
+def _dbias(bias: Any, dtype: np.dtype[Any]) -> Laid:
+    """Return how the kernels write the gradient of a bias, which they read as of `dtype`.
+
+    As the caller gets it, unless it is to be converted.
+    """
+    order = core_arrays.memory_order(bias.shape, bias) if bias.dtype == dtype else None
+    return _laid_out(bias.shape, order, dtype)
 
 
 def _named(inputs: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:

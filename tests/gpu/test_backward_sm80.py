@@ -187,11 +187,22 @@ def test_nothing_leaks_from_hidden_pairs():
             np.testing.assert_allclose(x, like, rtol=3e-2, atol=3e-2)
 
 
-def test_the_gradient_of_a_bias_is_that_of_the_products():
-    call = random_call(2, 4, 130, 64, bias=draw(4, 1, 130))
-    *_, dbias = call(need=("q", "k", "v", "bias"))
-    assert dbias.shape == (4, 1, 130)
-    assert plans.of("attention_backward") == []
+def test_the_gradient_of_a_bias_is_that_of_the_products(forced, monkeypatch):
+    calls = [
+        random_call(2, 4, 130, 64, heads=2, bias=draw(4, 130, 130), dlse=True, **CAUSAL),
+        random_call(2, 4, 1000, 64, bias=draw(1000, 1000), mask=mask_of(4, 1000, 1000)),
+    ]
+    need = ("q", "k", "v", "bias")
+    got = [call(need=need) for call in calls]
+    for plan in plans.of("attention_backward"):
+        assert [step.variant.kernel for step in plan.steps] == [*KERNELS, "bwd_dbias_sm80"]
+    plans.gradients_by_products(monkeypatch)
+    for call, found in zip(calls, got, strict=True):
+        for x, y in zip(found, call(need=need), strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            x, y = (z.get().astype(np.float64) for z in (x, y))
+            assert np.isfinite(x).all()
+            assert reference.relative_error(x, y) < 8e-3
 
 
 # Calls of more work than there are blocks; repeatability

@@ -63,13 +63,14 @@ def run_and_check(arrays, layouts=("dense",) * 5, dlse=False, **options):
     return found
 
 
-def check_kernels(case):
+def check_kernels(case, dbias=False):
     """All plans are those of one call, which these kernels took."""
     (names,) = kernels()
     wide = max(case.q.shape[-1], case.v.shape[-1]) > 128
     narrow = ["bwd_sm90", "bwd_convert_dq"]
     main = ["bwd_dkdv_sm90", "bwd_dq_sm90"] if wide else narrow
-    assert names == ["bwd_preprocess", *main, "bwd_nonfinite"]
+    last = ["bwd_nonfinite", *["bwd_dbias_sm80"] * dbias]
+    assert names == ["bwd_preprocess", *main, *last]
 
 
 class Call:
@@ -226,7 +227,7 @@ def test_calls_of_nothing():
 
 # Scores that are more than products times a positive scale
 
-OF_ALL = ("q", "k", "v")  # without the bias, whose gradient the products compute
+OF_ALL = ("q", "k", "v")  # without the bias, whose gradient has a build of its own
 # Options; axes of a bias, and its dtype.  Few, because each has builds of its own.
 SCORES = {
     "a softcap": ({"softcap": 3.0}, None, None),
@@ -265,18 +266,75 @@ def bias_of(axes, dtype, batch, q_len, k_len, seed=0):
     return bias.astype(dtype)
 
 
-def run_scored(arrays, bias=None, mask=None, dlse=False, **options):
-    """As `run_and_check`, but for the gradient of the bias; builds for the scores did it."""
+def run_scored(arrays, bias=None, mask=None, dlse=False, dbias=False, **options):
+    """As `run_and_check`; builds for the scores did it. `dbias` wants the gradient of the bias."""
     case = Case(*arrays, bias, mask, options=options)
     plans.forget()
-    poison(sum(4 * x.nbytes for x in arrays) + 2**20)
-    (dout, dstat), found = solve(cp, case, dlse, need=OF_ALL)
+    poison(sum(4 * x.nbytes for x in (*arrays, *([bias] if dbias else []))) + 2**20)
+    (dout, dstat), found = solve(cp, case, dlse, need=None if dbias else OF_ALL)
     hold(case, found, dout, dstat if dlse else None, UNIT[case.q.dtype])
-    check_kernels(case)
+    check_kernels(case, dbias)
     (plan,) = plans.of("attention_backward")
     assert plan.steps[1].variant.score is not None
     assert plan.steps[1].variant.sparse == (mask is not None)
     return found
+
+
+# Each has a build of its own for the gradient of the bias; those of the others are of `SCORES`.
+GRADIENTS_OF_BIASES = [
+    (64, "a bias of keys in 16 bits"),
+    (64, "a bias of pairs"),
+    (96, "a bias of pairs in 64 bits"),
+    (128, "a bias of queries"),
+    (128, "a bias of pairs"),
+    (128, "a softcap and a bias of pairs"),
+    (192, "a bias of keys in 16 bits"),
+    (256, "a bias of pairs"),
+]
+
+
+@pytest.mark.parametrize(("dim", "what"), GRADIENTS_OF_BIASES)
+def test_gradients_of_biases(dim, what):
+    options, axes, dtype = SCORES[what]
+
+    def run(batch, heads, q_len, k_len, bias_batch, **more):
+        shapes = (*batch, q_len, dim), (*batch[:-1], heads, k_len, dim)
+        arrays = [draw(*shapes[i > 0], dtype=BFLOAT16, seed=i) for i in range(3)]
+        bias = bias_of(axes, dtype, bias_batch, q_len, k_len)
+        return run_scored(arrays, bias, dbias=True, **options, **more)
+
+    causal = {"is_causal": True, "causal_align": BOTTOM}
+    run((2, 4), 4, 150, 270, ())
+    run((2, 4), 2, 193, 301, (4,), dlse=True, **causal)
+    run((2, 4), 1, 64, 129, (2, 1))
+    run((1, 2), 2, 300, 128, (1, 2), dlse=True, window=(70, 20), causal_align=TOP)
+    if (dim, what) == (128, "a bias of pairs"):  # all of these have builds of their own
+        for q_len, k_len in ((1, 1), (1, 300), (65, 1)):
+            run((2,), 2, q_len, k_len, (2,))
+        run((2, 4), 2, 300, 400, (4,), mask=blocks_of(np.random.default_rng(1), 4, 300, 400))
+    # More tiles than blocks at once, and fewer, which share them.
+    run((2, 8), 4, 1000, 900, (), **causal)
+
+
+@pytest.mark.parametrize("shape", [(700, 700), (4, 1, 700), (4, 700, 1), (4, 1, 1)], ids=str)
+def test_gradients_of_a_bias_are_the_same_bits_every_time(shape):
+    arrays = [cp.asarray(draw(2, 4, 700, 128, dtype=BFLOAT16, seed=i)) for i in range(4)]
+    bias = cp.asarray(draw(*shape, dtype=SINGLE))
+    out, lse = attention(*arrays[:3], bias, return_lse=True)
+    rows = cp.asarray(draw(2, 4, 700, dtype=SINGLE))
+
+    def call():
+        return attention_backward(arrays[3], *arrays[:3], out, lse, bias, dlse=rows)
+
+    want = call()
+    differing = Differing(want)
+    for i in range(100):
+        if i % 20 == 0:
+            poison(2**24)
+        differing.look(call())
+    cp.cuda.Device().synchronize()
+    assert differing.count == 0
+    check_replays(call, bits(want))
 
 
 @pytest.mark.parametrize(("dim", "what"), SCORES_OF_DIMS)

@@ -318,6 +318,7 @@ GRADIENTS = {
     "bias": {"bias": True, "need": ["q", "k", "v"]},
     "score": {"score": True, "dlse": True},
     "score, k strided": {"score": True, "layouts": {"k": "strided"}, "is_causal": True},
+    "bias and its gradient": {"bias": True, "dlse": True},
     "sinks": {"sinks": ((4, 1), SINGLE), "dlse": True},
     "sinks of bfloat16, k strided": {
         "sinks": ((200,), BFLOAT16), "dtype": BFLOAT16, "layouts": {"k": "strided"},
@@ -547,11 +548,7 @@ def test_two_graphs_of_a_call_run_side_by_side(name, pool):
 
 def refused_calls():
     x, rows = uniform((2, 40, 64), 0, SINGLE), cp.zeros((2, 40), SINGLE)
-    seen, wide, bias = (
-        cp.ones((40, 40), np.bool_),
-        cp.zeros((9, 320), HALF),
-        cp.zeros((40, 40), HALF),
-    )
+    seen, wide = cp.ones((40, 40), np.bool_), cp.zeros((9, 320), HALF)
     half, states = x.astype(HALF), uniform((2, 40, 64), 1, DOUBLE)
     score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
@@ -563,9 +560,6 @@ def refused_calls():
             half, half, half, half, half, rows, score=score, need=["score.x"]
         ),
         "attention_backward, float32": lambda: fa_cupy.attention_backward(x, x, x, x, x, rows),
-        "attention_backward of a bias": lambda: fa_cupy.attention_backward(
-            half, half, half, half, half, rows, bias, need=["bias"]
-        ),
         "causal_product, float64": lambda: fa_cupy.causal_product(states, states, states),
         "causal_product_backward, float64": lambda: fa_cupy.causal_product_backward(*[states] * 4),
         "linear_attention, float64": lambda: fa_cupy.linear_attention(states, states, states),
@@ -577,10 +571,9 @@ def refused_calls():
 
 REFUSED = (
     "attention, float32", "attention, float64", "attention, head_dim 320",
-    "attention_backward, float32", "attention_backward of a bias", "causal_product, float64",
-    "causal_product_backward, float64", "linear_attention, float64", "prefix_state",
-    "prefix_state, q", "BitMask", "attention, a score of float32",
-    "attention_backward of a score's array",
+    "attention_backward, float32", "causal_product, float64", "causal_product_backward, float64",
+    "linear_attention, float64", "prefix_state", "prefix_state, q", "BitMask",
+    "attention, a score of float32", "attention_backward of a score's array",
 )  # fmt: skip
 
 

@@ -100,6 +100,27 @@ def test_calls_that_differ_have_plans_of_their_own(device, monkeypatch, options)
     assert len(known()) == 2
 
 
+def test_a_repeated_call_with_a_bias_has_its_gradient(device, monkeypatch):
+    given = arrays(length=300)
+    asked = plans_made(monkeypatch)
+    biases = array(300, 300), array(300, 300, dtype=SINGLE).T, array(2, 1, 300)
+    for i, bias in enumerate(biases):
+        for need in (None, ("q", "k", "v")):
+            for _ in range(2):
+                grads, names = kernels(fa_cupy.attention_backward, *given, bias, need=need)
+                like = [*given[1:4], bias][: 4 if need is None else 3]
+                assert [x.shape for x in grads] == [x.shape for x in like]
+                assert [x.strides for x in grads] == [x.strides for x in like]
+                assert [x.dtype for x in grads] == [x.dtype for x in like]
+                assert len(names) == (5 if need is None else 4)
+        assert len(asked) == 2 * (i + 1)
+    # That of float64 is converted, at each call.
+    bias = array(300, 300, dtype=np.dtype(np.float64))
+    for _ in range(2):
+        (*_, dbias), names = kernels(fa_cupy.attention_backward, *given, bias)
+        assert (dbias.dtype, len(names)) == (bias.dtype, 5)
+
+
 @pytest.mark.parametrize("which", range(5))
 def test_arrays_that_kernels_cannot_read_are_copied(device, which):
     given = arrays()

@@ -267,13 +267,13 @@ def attend(out=None, v_step=1, mask=None, **options):
     return lambda: fa_cupy.attention(q, k, v, mask=mask, out=out, **options)
 
 
-def attend_backward(need=None, mask=None, dlse=False, v_step=1, **options):
+def attend_backward(need=None, mask=None, dlse=False, v_step=1, bias=None, **options):
     q, k = array(2, 4, 300, 64), array(2, 2, 300, 64)
     v = array(2, 2, 300, 64 * v_step)[..., ::v_step]
     rows = array(2, 4, 300, dtype=SINGLE)
     mask = mask and mask()
     return lambda: fa_cupy.attention_backward(
-        q, q, k, v, q, rows, mask=mask, dlse=rows if dlse else None, need=need, **options
+        q, q, k, v, q, rows, bias, mask=mask, dlse=rows if dlse else None, need=need, **options
     )
 
 
@@ -351,6 +351,12 @@ CASES = {
     "attention, BitMask": lambda: attend(mask=bits),
     "attention_backward": attend_backward,
     "attention_backward of v": lambda: attend_backward(need=["v"], v_step=2, dlse=True),
+    "attention_backward with a bias": lambda: attend_backward(
+        bias=array(300, 300, dtype=SINGLE)
+    ),
+    "attention_backward of a bias of heads": lambda: attend_backward(
+        need=["bias"], bias=array(4, 1, 1), dlse=True
+    ),
     "attention_backward, mask of bool": lambda: attend_backward(mask=square_mask),
     "causal_product": multiply,
     "causal_product with a state": lambda: multiply(state=True),
@@ -372,11 +378,6 @@ REFUSED = {
     "attention, float32": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
     )(array(2, 30, 64, dtype=SINGLE)),
-    "attention_backward of a bias": lambda: (
-        lambda x, rows, bias: lambda: fa_cupy.attention_backward(
-            x, x, x, x, x, rows, bias, need=["bias"]
-        )
-    )(array(2, 30, 64), array(2, 30, dtype=SINGLE), array(30, 30)),
     "causal_product, float64": lambda: multiply(dtype=DOUBLE, length=30),
     "causal_product_backward, float64": lambda: multiply_backward(dtype=DOUBLE),
     "linear_attention, float64": lambda: linear(dtype=DOUBLE),

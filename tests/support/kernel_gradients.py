@@ -178,14 +178,15 @@ def builds_of(rows, call):
     return tuple(row.for_score(score) for row in rows)
 
 
-def traits_of(q, k, v, bias=None, mask=None, **options):
-    """What follows from a call whose gradients lie as their arrays do."""
+def traits_of(q, k, v, bias=None, mask=None, dbias=False, **options):
+    """What follows from a call whose gradients lie as their arrays do; `dbias` wants the bias'."""
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
     dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
     dout = np.empty(problem.out_shape, q.dtype)
     like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
     queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, dout, dq))
-    return backward.Traits(problem, backward.Gradients(*queries, like.k, like.v))
+    of_bias = problem.bias if dbias else None
+    return backward.Traits(problem, backward.Gradients(*queries, like.k, like.v, of_bias))
 
 
 def parts_of(space):

@@ -11,10 +11,13 @@ import numpy as np
 
 from fa_cupy import BitMask
 from fa_cupy._score import operands_of
+from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, linear_problem
 from fa_cupy.gpu.kernels import attention_backward as backward_launches
 from fa_cupy.gpu.kernels import backward, forward, products
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
+from fa_cupy.gpu.kernels.attention.bwd_dbias_sm80 import BwdDbiasSm80
+from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
 from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
@@ -121,8 +124,8 @@ def attention_backward(
     together: int = 1,
     truncating: bool = False,
     **options: Any,
-) -> tuple[Array, Array, Array]:
-    """Gradients of attention by some variants.
+) -> tuple[Array, ...]:
+    """Gradients of attention by some variants; that of the bias too, where they compute it.
 
     Parameters
     ----------
@@ -152,27 +155,34 @@ def attention_backward(
     """
     operands = operands_in(options)
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+    bias_dtype = problem.bias_dtype
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
+    dbias, of_bias = None, None
+    if any(isinstance(row, BwdDbiasSm80) for row in rows):
+        assert bias is not None
+        dbias = core_arrays.empty_laid_out(np, bias.shape, bias, bias.dtype)
+        dbias[...] = np.nan
+        of_bias = attention_problem.batch_view(problem, dbias, problem.q_len, problem.k_len)
     queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
     # As k and v are seen, so are dk and dv.
     like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
-    traits = backward.Traits(problem, backward.Gradients(*queries, like.k, like.v))
-    plain = any(isinstance(row, backward.BackwardSm80) for row in rows)
+    traits = backward.Traits(problem, backward.Gradients(*queries, like.k, like.v, of_bias))
+    plain = any(isinstance(row, BwdDqSm80) for row in rows)
     assert traits.wanted.strided if plain else traits.wanted.mapped
     launcher = EmulatorLauncher(seed, truncating, sources, blocks, together)
     made = backward_launches.make_plan(traits, launcher, variants=rows)
     assert made is not None
     lse = np.ascontiguousarray(lse, np.float32)
     dlse = None if dlse is None else np.ascontiguousarray(dlse, np.float32)
-    arrays = (q, k, v, out, lse, dout, dlse, bias, options.get("sinks"), dq, dk, dv)
+    given = (q, k, v, out, lse, dout, dlse, bias, options.get("sinks"), dq, dk, dv, dbias)
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()
-    pointers = [0 if x is None else x.ctypes.data for x in arrays] + _addresses(operands)
+    pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
     made[0].run((*pointers, *addresses))
     del tables  # it owns what the addresses are of
-    return dq, dk, dv
+    return (dq, dk, dv) if dbias is None else (dq, dk, dv, dbias.astype(bias_dtype))
 
 
 def causal_product(

@@ -57,9 +57,7 @@ def backward(
         The score expression, if `problem` has one.
     """
     what = attention.described(problem)
-    if "bias" in need:
-        what = "the gradient of a bias"
-    elif any(name.startswith("score.") for name in need):
+    if any(name.startswith("score.") for name in need):
         what = "the gradient of an array of a score"
     workspace.refuse_products("attention_backward", what)
     dtype = attention_problem.sum_dtype(problem.dtype)

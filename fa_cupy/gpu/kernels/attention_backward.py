@@ -3,8 +3,8 @@
 ``bwd_preprocess`` comes first. Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32,
 which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and dV and
 ``bwd_dq_sm90`` dQ, where dims are wide; or ``bwd_dkdv_sm80`` and ``bwd_dq_sm80`` do, for what
-kernels of SM90 do not take and on other devices. Last, ``bwd_nonfinite`` computes rows again whose
-sums were not finite.
+kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` computes rows again whose
+sums were not finite. Last, ``bwd_dbias_sm80`` computes the gradient of the bias where it is wanted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TypeVar
 from fa_cupy.gpu import plan
 from fa_cupy.gpu.kernels.attention import (
     bwd_convert_dq,
+    bwd_dbias_sm80,
     bwd_dkdv_sm80,
     bwd_dkdv_sm90,
     bwd_dq_sm80,
@@ -31,7 +32,7 @@ from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.gpu.kernels.score import score_pointers
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask.
-ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "sinks", "dq", "dk", "dv")
+ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "sinks", "dq", "dk", "dv", "dbias")
 VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_sm90.VARIANTS,
     *bwd_dkdv_sm90.VARIANTS,
@@ -41,6 +42,7 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_nonfinite.VARIANTS,
     *bwd_dkdv_sm80.VARIANTS,
     *bwd_dq_sm80.VARIANTS,
+    *bwd_dbias_sm80.VARIANTS,
 )
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -88,7 +90,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         main += pick(bwd_dq_sm80.VARIANTS, wanted.masked)
     if not main:
         return ()
-    return (*pick(bwd_preprocess.VARIANTS), *main, *pick(bwd_nonfinite.VARIANTS))
+    found = *pick(bwd_preprocess.VARIANTS), *main, *pick(bwd_nonfinite.VARIANTS)
+    return (*found, *pick(bwd_dbias_sm80.VARIANTS, wanted.masked)) if wanted.dbias else found
 
 
 def make_plan(

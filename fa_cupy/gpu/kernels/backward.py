@@ -46,6 +46,7 @@ _ROWS_PER_FLAG = 64  # kRowsPerFlag of cuda_src/common/nonfinite_flags.cuh
 #: ``struct Array`` of ``cuda_src/common/backward_params.cuh``.
 ARRAY = np.dtype([("start", np.uint64), ("row", np.int64), ("batch", np.int64, (MAP_AXES,))])
 _ARRAYS = ("q", "k", "v", "dout", "dq", "dk", "dv")
+_ANY_STRIDES = ("bias", "sinks", "dbias")  # arrays that kernels read and write element by element
 #: The fields of `BACKWARD_PARAMS`.
 BACKWARD_FIELDS: list[Any] = (
     [("common", ATTENTION_PARAMS)]
@@ -240,7 +241,8 @@ class BackwardSm90(BackwardVariant):
 class Gradients(NamedTuple):
     """Views over ``problem.batch`` of what a backward call reads and writes besides q, k and v.
 
-    Along axes that share keys and values `dk` and `dv` have stride 0: the kernel sums over them.
+    Along axes that share keys and values `dk` and `dv` have stride 0: the kernel sums over them. So
+    does `dbias` along all axes that the bias broadcasts over.
     """
 
     dout: View  # (*batch, q_len, v_dim)
@@ -248,6 +250,7 @@ class Gradients(NamedTuple):
     dq: View  # (*batch, q_len, head_dim)
     dk: View  # (*batch, k_len, head_dim)
     dv: View  # (*batch, k_len, v_dim)
+    dbias: View | None = None  # (*batch, q_len, k_len), of the bias' dtype, where it is wanted
 
 
 class Wanted(NamedTuple):
@@ -268,6 +271,8 @@ class Wanted(NamedTuple):
         are multiples of 16.
     score : ScoreMod or None
         What a score is besides a product times a positive scale.
+    dbias : bool
+        Whether the gradient of the bias is wanted.
     """
 
     dtype: str
@@ -276,6 +281,7 @@ class Wanted(NamedTuple):
     mapped: bool = True
     strided: bool = True
     score: ScoreMod | None = None
+    dbias: bool = False
 
 
 class Traits:
@@ -306,7 +312,8 @@ class Traits:
 
     def __init__(self, problem: Problem, views: Gradients) -> None:
         self.problem = problem
-        self.views = {"q": problem.q, "k": problem.k, "v": problem.v, **views._asdict()}
+        found = {"q": problem.q, "k": problem.k, "v": problem.v, **views._asdict()}
+        self.views: dict[str, View] = {name: x for name, x in found.items() if x is not None}
         if problem.bias is not None:
             self.views["bias"] = problem.bias
         if problem.sinks is not None:
@@ -340,6 +347,7 @@ class Traits:
             mapped=served and self._maps_walk(),
             strided=served and self._addresses_walk(),
             score=score_mod_of(problem, sloped=True),
+            dbias=views.dbias is not None,
         )
         self._common = self._constants() if served else None
         self._tables: list[tuple[np.ndarray[Any, Any], dict[str, str]]] = []
@@ -352,8 +360,7 @@ class Traits:
         rows = self.entries * (-(-self.problem.q_len // PADDED) + 1) * PADDED
         blocks = max(rows // 8, self.entries * -(-self.problem.k_len // 64))
         item = self.problem.dtype.itemsize
-        unmapped = "bias", "sinks"
-        mapped = {name: view for name, view in self.views.items() if name not in unmapped}
+        mapped = {name: view for name, view in self.views.items() if name not in _ANY_STRIDES}
         return blocks <= MAX_GRID and maps_walk(mapped, self.steps, item, outputs=())
 
     def _addresses_walk(self) -> bool:
@@ -366,7 +373,7 @@ class Traits:
             and view.strides[-2] // item < 2**31
             and all(step % 16 == 0 for step in (*self.steps[name], view.strides[-2]))
             for name, view in self.views.items()
-            if name not in ("bias", "sinks")
+            if name not in _ANY_STRIDES
         )
 
     def _constants(self) -> np.ndarray[Any, Any]:
@@ -446,6 +453,7 @@ class Launches:
     variants : tuple of BackwardVariant
     rows : int
         Of a batch entry, padded to whole tiles whatever their size.
+    multiprocessors : int
     scratch, counters : dict of int
         Bytes of the parts of the workspace by name: of those that one kernel writes before others
         read them, and of those that are to be 0 when the gradients begin. They are complete when
@@ -456,7 +464,7 @@ class Launches:
         self, traits: Traits, variants: Sequence[BackwardVariant], multiprocessors: int
     ) -> None:
         self.variants = tuple(variants)
-        self._multiprocessors = multiprocessors
+        self.multiprocessors = multiprocessors
         tiles = (PADDED, *(variant.tile_m for variant in variants))
         self.rows = max(-(-traits.problem.q_len // m) * m for m in tiles)
         self.scratch: dict[str, int] = {}
@@ -467,7 +475,7 @@ class Launches:
 
         They take them in order, and wait for none that no block has taken.
         """
-        return min(self._multiprocessors, blocks)
+        return min(self.multiprocessors, blocks)
 
 
 def strided_params(

@@ -22,11 +22,13 @@ SCORE_EXAMPLES = (
 )
 #: Those that make tables of masks.
 MASKS: tuple[Variant, ...] = (TABLES, TRANSPOSE)
-# Of gradients those without a mask that compute scores, in one of the dtypes.
+# Of gradients those without a mask that compute scores, in one of the dtypes; a row for biases has
+# scores of its own.
 _GRADIENTS = [
     row
     for row in attention_backward.VARIANTS
-    if row.dtype == "bfloat16" and not row.sparse and row.for_score(SCORE_EXAMPLES[0]) != row
+    if row.dtype == "bfloat16" and not row.sparse and row.score is None
+    if row.for_score(SCORE_EXAMPLES[0]) != row
 ]
 #: One build for other scores of each row of attention; each kind of scores comes up in turn.
 SCORED: tuple[Variant, ...] = tuple(

@@ -460,7 +460,8 @@ SOURCES = {
     "atomics": kernel("""
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   uint64* out = at<uint64>(p.out) + 3 * i;
-  out[0] = atom_add_u32(at<uint32>(p.x), 3);
+  uint32* counter = at<uint32>(p.x);
+  out[0] = i % 2 ? atom_add_u32(counter, 3) : atom_add_acq_rel_gpu_u32(counter, 3);
   uint64 seen[2] = {7, 9};
   const uint64 mine[2] = {uint64(i + 1), ~uint64(i)};
   atom_cas_b128(at<uint64>(p.y), seen, mine);

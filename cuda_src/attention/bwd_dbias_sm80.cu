@@ -1,0 +1,560 @@
+// Attention backward for SM80 and later, bias: mma.sync, ldmatrix, cp.async.
+//
+// One block owns a tile of kTileM queries and kTileN keys of the gradient of the bias, and walks
+// over all that shares its elements: batch entries that the bias broadcasts over, and tiles along
+// an axis of pairs that it broadcasts over.  Of each it computes
+//   S = Q K^T,  P = exp(S - LSE),  dP = dO V^T,  dbias += P (dP - delta)
+// pair by pair in registers.  Sums over rows or columns of the tile come once, at the end.
+//
+// Q and K have one buffer, dO and V another: while the product of one is computed, the other one
+// is filled.  A tile that is that of the step before is not loaded again.
+//
+// Where there are fewer tiles than multiprocessors, blocks split what shares a tile.  Each puts its
+// sums into the workspace, and the last one to finish adds them up in the order of the splits.  So
+// all sums have one order, and results are the same bits every time.
+//
+// A pair is a number of its own here: what a hidden one holds reaches no other, and nothing has to
+// be computed again.  It is launched after bwd_nonfinite, which leaves what is known of rows whose
+// LSE is too large for weights (common/large_lse.cuh).
+#include "cuda_src/common/backward_sm80.cuh"
+#include "cuda_src/common/large_lse.cuh"
+#include "ptx/atomic.cuh"
+
+// -------------------------------------------------------------------------------------- constants
+constexpr bool kBf16 = FA_BF16;        // bfloat16, else float16
+constexpr int kDim = FA_DIM;           // head_dim and v_dim, padded with zeros
+constexpr int kTileM = FA_TILE_M;      // queries of a tile
+constexpr int kTileN = FA_TILE_N;      // keys of a tile
+constexpr int kWarps = FA_WARPS;       // of a block
+constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
+constexpr bool kSparse = FA_SPARSE;    // with a mask
+constexpr int kThreads = 32 * kWarps;
+constexpr int kWarpCols = 2, kWarpRows = kWarps / kWarpCols;  // warps that share rows, or columns
+constexpr int kOwnRows = kTileM / kWarpRows, kOwnCols = kTileN / kWarpCols;  // of a warp
+constexpr int kMmaM = kOwnRows / 16, kMmaN = kOwnCols / 8;
+constexpr int kOwnPairs = kMmaM * kMmaN * 4;  // of a thread
+static_assert(kHasBias, "the gradient is that of a bias");
+static_assert(kDim % 32 == 0 && kDim <= 256, "dims are padded to a multiple of 32, at most 256");
+static_assert(kMmaM * 16 == kOwnRows && kMmaN % 2 == 0 && kMmaN * 8 == kOwnCols,
+              "a warp owns whole products");
+static_assert(2 * kMmaM <= 32, "a bit for each row of a thread");
+static_assert(kTileM <= kThreads && kTileN <= kThreads, "a thread has a row or a column of sums");
+static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
+
+using QueryTile = SharedTile<kTileM, kDim>;
+using KeyTile = SharedTile<kTileN, kDim>;
+
+struct DbiasParams : BackwardParams {
+  void* dbias;                                     // of the type of the bias
+  const float2* row_statistics;                    // as bwd_nonfinite leaves them
+  float* partial_sums;                             // (tiles, splits, numbers of a thread, kThreads)
+  uint32* split_counters;                          // (tiles), 0 at first
+  int64 dbias_row, dbias_col, dbias_batch[kAxes];  // strides; 0 along an axis that is summed over
+  int sums_queries, sums_keys;                     // whether one element is of all of them
+  int splits;                                      // blocks that share a tile
+};
+static_assert(sizeof(DbiasParams) == FA_DBIAS_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
+
+// What a block owns, and which of the steps of it.
+struct OwnTile {
+  uint32 output;             // index among all tiles of the gradient
+  uint32 entry;              // of the gradient, counted over the axes that it has
+  int query_tile, key_tile;  // 0 along an axis that is summed over
+  int split;
+  int64 begin, end;  // steps
+};
+
+// The tiles of one batch entry that a step computes.
+struct PairStep {
+  int64 index;
+  uint32 entry;
+  int query_tile, key_tile;
+  bool in_band;
+  int words_index;  // of its block of a mask
+};
+
+// ---------------------------------------------------------------------------------------- storage
+// This step, the next one, and the one before, which some may still read.
+constexpr int kSteps = 3;
+
+struct SharedStorage {
+  union {
+    struct {
+      uint16 q[kTileM * kDim], k[kTileN * kDim];
+    };
+    float sums[kWarpRows * kTileN > kWarpCols* kTileM ? kWarpRows * kTileN : kWarpCols * kTileM];
+  };
+  uint16 dout[kTileM * kDim], v[kTileN * kDim];
+  float4 lse_delta[kTileM / 2];  // LSE of two queries, delta of them
+  OwnTile own;                   // which is left here, as are steps: registers are short
+  PairStep steps[kSteps];
+  uint32 arrived;
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
+
+// ------------------------------------------------------------------------------------------- work
+FA_DEVICE int tiles_of(int len, int tile) { return (len + tile - 1) / tile; }
+
+// How many tiles of queries, or of keys, share an element.
+FA_DEVICE int shared_query_tiles(const DbiasParams& params) {
+  return params.sums_queries ? tiles_of(params.common.q_len, kTileM) : 1;
+}
+FA_DEVICE int shared_key_tiles(const DbiasParams& params) {
+  return params.sums_keys ? tiles_of(params.common.k_len, kTileN) : 1;
+}
+
+FA_DEVICE void find_own_tile(const DbiasParams& params, OwnTile& own) {
+  const AttentionParams& p = params.common;
+  const uint32 query_tiles = params.sums_queries ? 1 : tiles_of(p.q_len, kTileM);
+  const uint32 key_tiles = params.sums_keys ? 1 : tiles_of(p.k_len, kTileN);
+  own.output = blockIdx.x / params.splits;
+  own.split = static_cast<int>(blockIdx.x - own.output * params.splits);
+  const uint32 row = own.output / key_tiles;
+  own.key_tile = static_cast<int>(own.output - row * key_tiles);
+  own.entry = row / query_tiles;
+  own.query_tile = static_cast<int>(row - own.entry * query_tiles);
+  int64 steps = static_cast<int64>(shared_query_tiles(params)) * shared_key_tiles(params);
+#pragma unroll
+  for (int axis = 0; axis < kAxes; ++axis) {
+    if (params.dbias_batch[axis] == 0) steps *= params.size[axis];
+  }
+  const int64 share = divide(steps + params.splits - 1, static_cast<int64>(params.splits));
+  own.begin = min(steps, own.split * share);
+  own.end = min(steps, own.begin + share);
+}
+
+// A batch entry, given its number along the axes that the gradient has and along the others.
+FA_DEVICE uint32 entry_of(const DbiasParams& params, uint32 own, uint32 other) {
+  uint32 entry = 0, step = 1;
+#pragma unroll
+  for (int axis = kAxes - 1; axis >= 0; --axis) {
+    const bool is_summed = params.dbias_batch[axis] == 0;
+    const uint32 size = params.size[axis], from = is_summed ? other : own, rest = from / size;
+    entry += (from - rest * size) * step;
+    step *= size;
+    other = is_summed ? rest : other;
+    own = is_summed ? own : rest;
+  }
+  return entry;
+}
+
+// Finds the first step from this one on that has a pair which is not hidden by the band, and whose
+// block a mask does not hide; the end if there is none.
+FA_DEVICE void find_step(const DbiasParams& params, const OwnTile& own, int64 index,
+                         PairStep& step) {
+  const AttentionParams& p = params.common;
+  const int64 shared_keys = shared_key_tiles(params), shared_queries = shared_query_tiles(params);
+#pragma unroll 1
+  for (; index < own.end; ++index) {
+    const int64 row = divide(index, shared_keys), other = divide(row, shared_queries);
+    const int query_tile = own.query_tile + static_cast<int>(row - other * shared_queries);
+    const int key_tile = own.key_tile + static_cast<int>(index - row * shared_keys);
+    const int first = query_tile * kTileM;
+    const KeyTiles seen = key_tiles(p, first, min(first + kTileM, p.q_len) - 1, kTileN);
+    if (key_tile < seen.begin || key_tile >= seen.end) continue;
+    const uint32 entry = entry_of(params, own.entry, static_cast<uint32>(other));
+    int words_index = kFullBlock;
+    if constexpr (kSparse) {
+      words_index =
+          block_words_index(params.mask, table_row(params.mask, entry, first / kMaskBlock),
+                            key_tile * kTileN / kMaskBlock);
+    }
+    if (words_index == kEmptyBlock) continue;
+    step.entry = entry;
+    step.query_tile = query_tile;
+    step.key_tile = key_tile;
+    step.in_band = key_tile >= seen.full_begin && key_tile < seen.full_end;
+    step.words_index = words_index;
+    break;
+  }
+  step.index = index;
+}
+
+// Where this warp's pairs begin in the tile.
+FA_DEVICE int warp_row() { return tid_x_again() / 32 / kWarpCols * kOwnRows; }
+FA_DEVICE int warp_col() { return tid_x_again() / 32 % kWarpCols * kOwnCols; }
+
+// Asks for a tile of an array, unless the step before had the same.
+template <int kRows>
+FA_DEVICE void load_rows(const DbiasParams& params, const uint16* to, const Array& array,
+                         uint32 entry, uint32 entry_before, int tile, int tile_before, int rows,
+                         int cols) {
+  const uint16* from = entry_start(params, array, entry);
+  if (tile == tile_before && from == entry_start(params, array, entry_before)) return;
+  load_tile<kRows, kDim, kThreads>(cvta_to_shared(to), from, static_cast<int>(array.row),
+                                   tile * kRows, rows, cols, true);
+}
+
+FA_DEVICE void load_qk(const DbiasParams& params, SharedStorage& shared, const PairStep& step,
+                       const PairStep& before) {
+  const AttentionParams& p = params.common;
+  load_rows<kTileM>(params, shared.q, params.q, step.entry, before.entry, step.query_tile,
+                    before.query_tile, p.q_len, p.head_dim);
+  load_rows<kTileN>(params, shared.k, params.k, step.entry, before.entry, step.key_tile,
+                    before.key_tile, p.k_len, p.head_dim);
+  const int tid = tid_x_again();
+  if (tid < kTileM / 2) {
+    const int64 at = static_cast<int64>(step.entry) * params.row_pairs +
+                     static_cast<int64>(step.query_tile) * (kTileM / 2) + tid;
+    cp_async_cg_16(cvta_to_shared(&shared.lse_delta[tid]), params.lse_delta + at, 16);
+  }
+}
+
+FA_DEVICE void load_dout_v(const DbiasParams& params, SharedStorage& shared, const PairStep& step,
+                           const PairStep& before) {
+  const AttentionParams& p = params.common;
+  load_rows<kTileM>(params, shared.dout, params.dout, step.entry, before.entry, step.query_tile,
+                    before.query_tile, p.q_len, p.v_dim);
+  load_rows<kTileN>(params, shared.v, params.v, step.entry, before.entry, step.key_tile,
+                    before.key_tile, p.k_len, p.v_dim);
+}
+
+// ---------------------------------------------------------------------------------------- weights
+// In place of the weight of a hidden pair.
+constexpr float kHiddenWeight = -1.0f;
+
+// What is known of the rows of this thread.
+struct OwnRows {
+  float lse[kMmaM][2], delta[kMmaM][2];
+  uint32 is_large;  // bit 2 i + h: the LSE of row [i][h] is too large; it stands as 0
+};
+
+FA_DEVICE void load_own_rows(OwnRows& rows, const SharedStorage& shared) {
+  const float* lse_delta = &shared.lse_delta[0].x;
+  rows.is_large = 0;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = warp_row() + 16 * i + 8 * h + tid_x_again() % 32 / 4;
+      const float lse = lse_delta[row / 2 * 4 + row % 2];
+      rows.delta[i][h] = lse_delta[row / 2 * 4 + row % 2 + 2];
+      rows.is_large |= static_cast<uint32>(is_large_lse(lse)) << (2 * i + h);
+      rows.lse[i][h] = is_large_lse(lse) ? 0.0f : lse;
+    }
+  }
+}
+
+// A product of a query and a key, added up in the order of bwd_nonfinite: the largest of such
+// products, which it leaves, is then the largest one bit for bit.
+FA_DEVICE float product_in_order(const SharedStorage& shared, int row, int col) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int chunk = 0; chunk < kDim / 8; ++chunk) {
+    uint32 q[4], k[4];
+    ld_shared_v4_b32(q, cvta_to_shared(shared.q) + QueryTile::offset(row, chunk));
+    ld_shared_v4_b32(k, cvta_to_shared(shared.k) + KeyTile::offset(col, chunk));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint16 x = static_cast<uint16>(q[i / 2] >> i % 2 * 16);
+      const uint16 y = static_cast<uint16>(k[i / 2] >> i % 2 * 16);
+      sum = fmaf(to_float<kBf16>(x), to_float<kBf16>(y), sum);
+    }
+  }
+  return sum;
+}
+
+// Whether a query of the tile has a large LSE, which is the same for all threads.
+FA_DEVICE bool any_large_lse(const SharedStorage& shared) {
+  bool any = false;
+#pragma unroll
+  for (int row = 0; row < kTileM; row += 32) {
+    const int own = row + tid_x_again() % 32;
+    any |= is_large_lse((&shared.lse_delta[0].x)[own / 2 * 4 + own % 2]);
+  }
+  return __any_sync(kFullWarp, any);
+}
+
+// Puts the weights of queries with a large LSE in their places.  Rolled up, because it is rarely
+// run; registers have no index, so each weight is offered to all of them.
+FA_DEVICE void replace_large_weights(const DbiasParams& params, const SharedStorage& shared,
+                                     const PairStep& step, uint32 is_large,
+                                     float (&weights)[kMmaM][kMmaN][4]) {
+  const AttentionParams& p = params.common;
+  const BatchOffsets at = batch_offsets(p, step.entry);
+  const float2* statistics =
+      params.row_statistics + 2 * static_cast<int64>(step.entry) * params.row_pairs;
+  const int lane = tid_x_again() % 32;
+#pragma unroll 1
+  for (int n = 0; n < kOwnPairs; ++n) {
+    const int i = n / (4 * kMmaN), j = n / 4 % kMmaN, e = n % 4;
+    const int row = warp_row() + 16 * i + 8 * (e / 2) + lane / 4;
+    const int col = warp_col() + 8 * j + lane % 4 * 2 + e % 2;
+    const int query = step.query_tile * kTileM + row, key = step.key_tile * kTileN + col;
+    const bool is_own = (is_large >> (2 * i + e / 2) & 1) != 0 && key < p.k_len;
+    float weight = 0.0f;
+    if (is_own) {
+      const float2 of = statistics[query];
+      const float score = score_from_product(p, at, product_in_order(shared, row, col), query, key);
+      weight = ex2_approx_ftz(scale_score(score, p.exp2_scale) - of.x) * of.y;
+    }
+#pragma unroll
+    for (int m = 0; m < kOwnPairs; ++m) {
+      float& of_pair = weights[m / (4 * kMmaN)][m / 4 % kMmaN][m % 4];
+      of_pair = m == n && is_own && of_pair != kHiddenWeight ? weight : of_pair;
+    }
+  }
+}
+
+// Turns products into weights.  A query that does not exist, or that attends to nothing, has an
+// infinite LSE: its pairs are hidden, whatever they hold.
+FA_DEVICE void products_to_weights(const DbiasParams& params, const PairStep& step,
+                                   const OwnRows& rows, float (&s)[kMmaM][kMmaN][4]) {
+  const AttentionParams& p = params.common;
+  const int lane = tid_x_again() % 32;
+  const int query = step.query_tile * kTileM + warp_row() + lane / 4;
+  const int key = step.key_tile * kTileN + warp_col() + lane % 4 * 2;
+  const int64 bias_offset = batch_offsets(p, step.entry).bias;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+    load_and_apply_score_mod<false>(p, bias_offset, s[i], query + 16 * i, key);
+  }
+  mask_scores<false, kSparse>(params, s, step.in_band, step.words_index, query, key);
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float lse = rows.lse[i][e / 2];
+        const bool is_hidden = s[i][j][e] == -FA_INFINITY || lse == FA_INFINITY;
+        const float weight = ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -lse));
+        s[i][j][e] = is_hidden ? kHiddenWeight : weight;
+      }
+    }
+  }
+}
+
+// Adds P (dP - delta) of the pairs that are not hidden.
+FA_DEVICE void add_step(float (&sums)[kMmaM][kMmaN][4], const float (&weights)[kMmaM][kMmaN][4],
+                        const float (&dp)[kMmaM][kMmaN][4], const OwnRows& rows) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float weight = weights[i][j][e];
+        const float sum = fmaf(weight, dp[i][j][e] - rows.delta[i][e / 2], sums[i][j][e]);
+        sums[i][j][e] = weight == kHiddenWeight ? sums[i][j][e] : sum;
+      }
+    }
+  }
+}
+
+// --------------------------------------------------------------------------------------- epilogue
+// The sum of a row of the tile, or of a column, or of all of it, for the thread of this index.
+FA_DEVICE float sum_of_tile(const DbiasParams& params, SharedStorage& shared,
+                            const float (&x)[kMmaM][kMmaN][4]) {
+  const int tid = tid_x_again(), lane = tid % 32;
+  if (params.sums_keys) {
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kMmaN; ++j) sum += x[i][j][2 * h] + x[i][j][2 * h + 1];
+        sum += __shfl_xor_sync(kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(kFullWarp, sum, 2);
+        const int row = warp_row() + 16 * i + 8 * h + lane / 4;
+        if (lane % 4 == 0) shared.sums[tid / 32 % kWarpCols * kTileM + row] = sum;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kMmaM; ++i) sum += x[i][j][e] + x[i][j][e + 2];
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
+        const int col = warp_col() + 8 * j + lane * 2 + e;
+        if (lane < 4) shared.sums[tid / 32 / kWarpCols * kTileN + col] = sum;
+      }
+    }
+  }
+  __syncthreads();
+  const int size = params.sums_keys ? kTileM : kTileN;
+  const int parts = params.sums_keys ? kWarpCols : kWarpRows;
+  float sum = 0.0f;
+  if (params.sums_keys && params.sums_queries) {
+    for (int i = 0; tid == 0 && i < parts * size; ++i) sum += shared.sums[i];
+  } else if (tid < size) {
+    for (int i = 0; i < parts; ++i) sum += shared.sums[i * size + tid];
+  }
+  return sum;
+}
+
+// Adds up what the splits of a tile have found, in their order, if this is the last one to finish;
+// returns whether it is.
+template <int kCount>
+FA_DEVICE bool add_splits(const DbiasParams& params, SharedStorage& shared, const OwnTile& own,
+                          float (&x)[kCount]) {
+  if (params.splits == 1) return true;
+  const int tid = tid_x_again();
+  constexpr int kBlockSums = kCount * kThreads;
+  float* first =
+      params.partial_sums + static_cast<int64>(own.output) * params.splits * kBlockSums + tid;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    first[static_cast<int64>(own.split) * kBlockSums + i * kThreads] = x[i];
+  }
+  __syncthreads();  // all threads have written theirs, which the next line releases
+  if (tid == 0) shared.arrived = atom_add_acq_rel_gpu_u32(&params.split_counters[own.output], 1);
+  __syncthreads();
+  if (shared.arrived != params.splits - 1) return false;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = 0.0f;
+#pragma unroll 1
+  for (int split = 0; split < params.splits; ++split) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] += first[i * kThreads];
+    first += kBlockSums;
+  }
+  return true;
+}
+
+// Rounds to the type of the bias.
+FA_DEVICE void store_rounded(void* base, int64 index, float x) {
+  if constexpr (kBiasIs16Bit) {
+    static_cast<uint16*>(base)[index] = static_cast<uint16>(pack2<kBiasKind == kBfloat16>(x, 0.0f));
+  } else {
+    static_cast<float*>(base)[index] = x;
+  }
+}
+// Of two elements next to each other, at a multiple of the bytes of both.
+FA_DEVICE void store_rounded_pair(void* base, int64 index, float low, float high) {
+  if constexpr (kBiasIs16Bit) {
+    *reinterpret_cast<uint32*>(static_cast<uint16*>(base) + index) =
+        pack2<kBiasKind == kBfloat16>(low, high);
+  } else {
+    *reinterpret_cast<float2*>(static_cast<float*>(base) + index) = make_float2(low, high);
+  }
+}
+
+// Where the gradient of an entry begins, in elements.
+FA_DEVICE int64 dbias_offset(const DbiasParams& params, uint32 entry) {
+  int64 offset = 0;
+#pragma unroll
+  for (int axis = kAxes - 1; axis >= 0; --axis) {
+    const uint32 size = params.size[axis];
+    offset += entry % size * params.dbias_batch[axis];
+    entry /= size;
+  }
+  return offset;
+}
+
+FA_DEVICE void store_tile(const DbiasParams& params, const OwnTile& own,
+                          const float (&x)[kMmaM][kMmaN][4]) {
+  const AttentionParams& p = params.common;
+  constexpr int kBytes = kBiasIs16Bit ? 2 : 4;
+  const int64 start = dbias_offset(params, entry_of(params, own.entry, 0));
+  const uint64 address = reinterpret_cast<uint64>(params.dbias) + start * kBytes;
+  const bool pairs =
+      params.dbias_col == 1 && params.dbias_row % 2 == 0 && address % (2 * kBytes) == 0;
+  const int lane = tid_x_again() % 32;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int query = own.query_tile * kTileM + warp_row() + 16 * i + 8 * h + lane / 4;
+      if (query >= p.q_len) continue;
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+        const int key = own.key_tile * kTileN + warp_col() + 8 * j + lane % 4 * 2;
+        const int64 at = start + query * params.dbias_row + key * params.dbias_col;
+        const float low = x[i][j][2 * h], high = x[i][j][2 * h + 1];
+        if (pairs && key + 1 < p.k_len) {
+          store_rounded_pair(params.dbias, at, low, high);
+        } else {
+          if (key < p.k_len) store_rounded(params.dbias, at, low);
+          if (key + 1 < p.k_len) store_rounded(params.dbias, at + params.dbias_col, high);
+        }
+      }
+    }
+  }
+}
+
+// Stores the sum of a row of the tile, or of a column, or of all of it.
+FA_DEVICE void store_sum(const DbiasParams& params, const OwnTile& own, float x) {
+  const AttentionParams& p = params.common;
+  const int tid = tid_x_again();
+  const int query = own.query_tile * kTileM + (params.sums_queries ? 0 : tid);
+  const int key = own.key_tile * kTileN + (params.sums_keys ? 0 : tid);
+  const int size = !params.sums_keys ? kTileN : params.sums_queries ? 1 : kTileM;
+  if (tid >= size || query >= p.q_len || key >= p.k_len) return;
+  const int64 start = dbias_offset(params, entry_of(params, own.entry, 0));
+  store_rounded(params.dbias, start + query * params.dbias_row + key * params.dbias_col, x);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    attention_bwd_dbias_sm80(const __grid_constant__ DbiasParams params) {
+  // ---------------------------------------------------------------------------------------- setup
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const OwnTile& own = shared.own;
+  if (threadIdx.x == 0) {
+    find_own_tile(params, shared.own);
+    find_step(params, own, own.begin, shared.steps[0]);
+  }
+  __syncthreads();
+  if (shared.steps[0].index < own.end) {
+    const PairStep none = {own.end, 0, -1, -1, false, kFullBlock};
+    load_qk(params, shared, shared.steps[0], none);
+    cp_async_commit_group();
+    load_dout_v(params, shared, shared.steps[0], none);
+    cp_async_commit_group();
+  }
+  float sums[kMmaM][kMmaN][4];
+  clear(sums);
+
+  // -------------------------------------------------------------------------------- tiles of pairs
+#pragma unroll 1
+  for (int i = 0; shared.steps[i].index < own.end; i = (i + 1) % kSteps) {
+    const PairStep &step = shared.steps[i], &next = shared.steps[(i + 1) % kSteps];
+    if (threadIdx.x == 0) find_step(params, own, step.index + 1, shared.steps[(i + 1) % kSteps]);
+    auto load_next_qk = [&] {
+      __syncthreads();  // nobody reads Q and K any more
+      if (next.index < own.end) load_qk(params, shared, next, step);
+      cp_async_commit_group();
+    };
+    float weights[kMmaM][kMmaN][4], dp[kMmaM][kMmaN][4];
+    cp_async_wait_group<1>();
+    __syncthreads();  // Q, K and what is known of the queries are there
+    OwnRows rows;
+    load_own_rows(rows, shared);
+    const bool any_large = any_large_lse(shared);
+    multiply_rows<kBf16, QueryTile, KeyTile, kDim / 16>(
+        weights, cvta_to_shared(shared.q) + a_lane<QueryTile>(warp_row()),
+        cvta_to_shared(shared.k) + b_lane<KeyTile>(warp_col()));
+    if (!any_large) load_next_qk();
+    products_to_weights(params, step, rows, weights);
+    if (any_large) {
+      replace_large_weights(params, shared, step, rows.is_large, weights);
+      load_next_qk();
+    }
+
+    cp_async_wait_group<1>();
+    __syncthreads();  // dO and V are there
+    multiply_rows<kBf16, QueryTile, KeyTile, kDim / 16>(
+        dp, cvta_to_shared(shared.dout) + a_lane<QueryTile>(warp_row()),
+        cvta_to_shared(shared.v) + b_lane<KeyTile>(warp_col()));
+    __syncthreads();  // nobody reads dO and V any more
+    if (next.index < own.end) load_dout_v(params, shared, next, step);
+    cp_async_commit_group();
+    add_step(sums, weights, dp, rows);
+  }
+
+  // ------------------------------------------------------------------------------------- epilogue
+  cp_async_wait_group<0>();
+  __syncthreads();  // what was asked for has been read by all
+  if (params.sums_queries || params.sums_keys) {
+    float sum[1] = {sum_of_tile(params, shared, sums)};
+    if (add_splits(params, shared, own, sum)) store_sum(params, own, sum[0]);
+  } else if (add_splits(params, shared, own, reinterpret_cast<float (&)[kOwnPairs]>(sums))) {
+    store_tile(params, own, sums);
+  }
+}

@@ -1,0 +1,102 @@
+"""The host side of ``bwd_dbias_sm80``, which computes the gradient of a bias on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from fa_cupy.gpu.kernels.backward import (
+    BACKWARD_FIELDS,
+    BackwardSm80,
+    Launches,
+    Traits,
+    strided_params,
+)
+from fa_cupy.gpu.kernels.score import ScoreMod
+from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
+from fa_cupy.gpu.plan import Step
+
+#: ``struct DbiasParams`` of ``cuda_src/attention/bwd_dbias_sm80.cu``.
+DBIAS_PARAMS = np.dtype(
+    [*BACKWARD_FIELDS]
+    + [(name, np.uint64) for name in ("dbias", "row_statistics", "partial_sums", "split_counters")]
+    + [("dbias_row", np.int64), ("dbias_col", np.int64), ("dbias_batch", np.int64, (MAP_AXES,))]
+    + [(name, np.int32) for name in ("sums_queries", "sums_keys", "splits")],
+    align=True,
+)
+# Blocks for each multiprocessor that a launch should have: with fewer tiles, blocks share them.
+_WAVES = 2
+_LEAST_STEPS = 2  # of a split
+_WORK_BYTES = 144  # OwnTile, three of PairStep and a word
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdDbiasSm80(BackwardSm80):
+    """A row of ``bwd_dbias_sm80``; there is none for scores without a bias."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        return 4 * self.dim * (self.tile_m + self.tile_n) + 8 * self.tile_m + _WORK_BYTES
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_DBIAS_PARAMS_BYTES", DBIAS_PARAMS.itemsize))
+
+    def step(self, traits: Traits, launches: Launches) -> Step:
+        """Return the launch: a block for each tile of the gradient, or for each split of one."""
+        params, addresses = strided_params(traits, launches, self.tile_m, False, DBIAS_PARAMS)
+        problem, view, p = traits.problem, traits.views["dbias"], params[0]
+        assert problem.bias_dtype is not None
+        item, steps = problem.bias_dtype.itemsize, traits.steps["dbias"]
+        p["dbias_row"], p["dbias_col"] = (step // item for step in view.strides[-2:])
+        p["dbias_batch"] = [step // item for step in steps]
+        tiles = -(-problem.q_len // self.tile_m), -(-problem.k_len // self.tile_n)
+        summed = [step == 0 for step in view.strides[-2:]]
+        p["sums_queries"], p["sums_keys"] = summed
+        of_axes = [*zip(traits.size, (step == 0 for step in steps), strict=True)]
+        of_axes += zip(tiles, summed, strict=True)
+        outputs = math.prod(n for n, is_summed in of_axes if not is_summed)
+        shared = math.prod(n for n, is_summed in of_axes if is_summed)
+        wanted = -(-_WAVES * launches.multiprocessors // outputs)
+        p["splits"] = splits = max(1, min(wanted, shared // _LEAST_STEPS))
+        addresses |= {name: name for name in ("dbias", "row_statistics")}
+        if splits > 1:
+            numbers = 1 if any(summed) else self.tile_m * self.tile_n // self.threads
+            launches.scratch["partial_sums"] = 4 * outputs * splits * numbers * self.threads
+            launches.counters["split_counters"] = 4 * outputs
+            addresses |= {name: name for name in ("partial_sums", "split_counters")}
+        return Step(self, outputs * splits, params, addresses)
+
+
+def _rows() -> Iterator[BwdDbiasSm80]:
+    # dim, tile_m, tile_n, warps, score, why. Calls get builds for their scores; those of the table
+    # are examples. Of one dim, the first row that a device has the shared memory for is taken.
+    pair = ScoreMod(bias_axes="pair", bias_dtype="bfloat16")
+    key = ScoreMod(bias_axes="key", bias_dtype="float32")
+    query = ScoreMod(bias_axes="query", bias_dtype="float16")
+    softcap = ScoreMod(softcap=True, bias_axes="pair", bias_dtype="float32")
+    rows = (
+        (32, 128, 128, 8, key, "sums, scores and dP of 32 x 64 pairs are 192 registers a thread"),
+        (64, 128, 128, 8, pair, "as for 32"),
+        (96, 128, 128, 8, query, "as for 32; all that fits the 99 KB of the smallest targets"),
+        (128, 128, 128, 8, pair, "as for 32; a tile reads the fewest bytes a pair"),
+        (128, 128, 64, 8, softcap, "fits the 99 KB of the smallest targets"),
+        (192, 64, 64, 4, softcap, "fits the 99 KB of the smallest targets"),
+        (256, 64, 32, 4, pair, "as for 192"),
+    )
+    for dim, tile_m, tile_n, warps, score, why in rows:
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
+            yield BwdDbiasSm80(
+                source="attention/bwd_dbias_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
+                tile_n=tile_n, warps=warps, stages=1, blocks=1, sparse=sparse, score=score, why=why,
+            )  # fmt: skip
+
+
+VARIANTS = tuple(_rows())

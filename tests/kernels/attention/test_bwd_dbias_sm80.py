@@ -1,0 +1,447 @@
+"""The kernel for the gradient of a bias: its own source on the CPU, after those for the others."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa_cupy import BitMask, _definitions, reference
+from fa_cupy.gpu.kernels import backward
+from fa_cupy.gpu.kernels.attention import bwd_dbias_sm80
+from fa_cupy.gpu.kernels.attention_backward import make_plan, select
+from tests.support.every_run import examples, only
+from tests.support.gradients import UNIT, hold
+from tests.support.kernel_attention import DTYPES, any_sinks, blocks_of, draw
+from tests.support.kernel_gradients import (
+    Parts,
+    any_transform,
+    case,
+    parts_of,
+    score_of,
+    traits_of,
+)
+from tests.support.large_lse import far_case, padded_case
+from tests.support.noting_launcher import NotingLauncher
+from tests.support.planted import plant
+from tests.support.strategies import Case as Definition
+from validation import emulator
+from validation.emulator.calls import attention_backward
+
+DIMS = (32, 64, 96, 128, 192, 256)
+TOP, BOTTOM = "top_left", "bottom_right"
+SINGLE = np.dtype(np.float32)
+BANDS = {
+    "none": {},
+    "causal": {"is_causal": True, "causal_align": BOTTOM},
+    "window": {"window": (70, 5), "causal_align": TOP},
+}
+
+
+def rows_of(call, target="sm_80"):
+    """The kernels of a call on a device, in the order of their launches."""
+    dim = max(call.q.shape[-1], call.v.shape[-1])
+    wanted = backward.Wanted(
+        call.q.dtype.name, dim, call.options.get("mask") is not None, score=score_of(call),
+        mapped=target == "sm_90a", dbias=True,
+    )  # fmt: skip
+    return select(wanted, target)
+
+
+def solve(call, target="sm_80", **how):
+    """dq, dk, dv and dbias of the kernels, from the output and the LSE of the definition."""
+    q, k, v, dout, dlse, options = call
+    with np.errstate(all="ignore"):
+        out, lse = reference.attention(q, k, v, **options)
+        given = dout, q, k, v, out.astype(q.dtype), lse, dlse
+        return attention_backward(rows_of(call, target), *given, **how, **options)
+
+
+def expected(call):
+    """The gradient of the bias in float64, and what float32 may be off by, element by element.
+
+    The gradient is shifted by the output that the kernels are given, which is rounded.
+    """
+    x = Parts.of(call, np.float64)
+    bias, out = call.options["bias"], (x.p @ x.v).astype(call.q.dtype).astype(np.float64)
+    delta = (x.dout * out).sum(axis=-1, keepdims=True)
+    size = np.abs(x.dout) @ np.abs(x.v).swapaxes(2, 3) + (np.abs(x.dout) * np.abs(out)).sum(
+        axis=-1, keepdims=True
+    )
+    if call.dlse is not None:
+        delta -= call.dlse[..., None]
+        size += np.abs(call.dlse[..., None])
+    terms = x.p * (x.dout @ x.v.swapaxes(2, 3) - delta)
+    # Where an LSE is large, weights come from differences of scores.
+    scores = np.abs(np.where(np.abs(x.lse) < 5000, x.lse, 0)).max(initial=1)
+    sums = [_definitions.summed(y, bias.shape) for y in (terms, x.p * size)]
+    return sums[0], 2.0**-23 * (16 + 4 * scores) * sums[1]
+
+
+def check(call, **how):
+    """Hold the gradient of the bias against the definition, but where all weights are tiny."""
+    found = solve(call, **how)
+    want, room = expected(call)
+    got, bias = found[3], call.options["bias"]
+    assert (got.dtype, got.shape) == (bias.dtype, bias.shape)
+    error = np.abs(got.astype(np.float64) - want)
+    unit = max(UNIT[bias.dtype], 2.0**-24)
+    limit = room + unit * np.abs(want) + (2.0**-24 if bias.dtype == np.float16 else 1e-20)
+    assert (error <= limit).all(), (error / limit).max()
+    return found
+
+
+def biased(dtype, heads, lengths, dims, shape, of=SINGLE, **options):
+    """A call with a bias of a shape and a dtype."""
+    bias = draw(*shape, dtype=SINGLE, seed=17).astype(of)
+    return case(dtype, heads, lengths, dims, bias=bias, **options)
+
+
+ROWS = list(itertools.product(DIMS, DTYPES))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("dim", "dtype"), only(ROWS, (64, "float16"), (128, "bfloat16"), (256, "bfloat16"))
+)
+def test_every_row(dim, dtype):
+    call = biased(dtype, (2, 1), (150, 140), (dim, dim - 8), (2, 150, 140), dlse=True)
+    check(call)
+    check(call, target="sm_89")  # whose tiles are smaller
+    mask = blocks_of(np.random.default_rng(1), 2, 150, 140, density=0.5)
+    check(call._replace(options={**call.options, "mask": mask, **BANDS["causal"]}), seed=2)
+
+
+# The axes of the batch, of heads, queries and keys: all of them, or 1.
+SHAPES = list(itertools.product((1, 2), (1, 4), (1, 150), (1, 140)))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    "shape",
+    only(
+        [(shape,) for shape in SHAPES],
+        *[((1, 1, *tail),) for tail in itertools.product((1, 150), (1, 140))],
+        ((2, 1, 1, 140),),
+        ((1, 4, 1, 1),),
+    ),
+    ids=str,
+)
+def test_a_bias_that_broadcasts_along_any_axes(shape):
+    for i, heads in enumerate([(4, 4), (4, 2)]):
+        how = {"dlse": True, **list(BANDS.values())[i]}
+        check(biased("float16", heads, (150, 140), (32, 32), shape, **how), seed=i)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("missing", [0, 1, 2, 3])
+def test_a_bias_with_fewer_axes(missing):
+    shape = (2, 2, 70, 90)[missing:]
+    for heads in ((2, 2), (2, 1)):
+        check(biased("bfloat16", heads, (70, 90), (32, 32), shape))
+        check(biased("bfloat16", heads, (70, 90), (32, 32), (*shape[:-1], 1), dlse=True))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("of", ["float16", "bfloat16", "float32", "float64"])
+def test_a_bias_of_any_type(of):
+    dtype = DTYPES.get(of, np.dtype(of) if of not in DTYPES else None)
+    for shape in ((2, 70, 91), (2, 70, 1), (1, 1, 92), (1, 1, 1)):
+        call = biased("float16", (2, 1), (70, shape[-1] if shape[-1] > 1 else 90), (32, 40), shape,
+                      dtype, dlse=True)  # fmt: skip
+        if call.options["bias"].size > 4:
+            call.options["bias"].reshape(-1)[::7] = -np.inf
+        check(call)
+
+
+@pytest.mark.emulator
+def test_a_bias_lies_in_memory_as_it_likes():
+    wide = draw(2, 140, 300, dtype=SINGLE, seed=3)
+    turned = np.ascontiguousarray(wide[:, :, :130].swapaxes(1, 2)).swapaxes(1, 2)
+    for bias in (
+        wide[:, :, :130],
+        wide[:, ::-1, 260::-2],
+        turned,
+        np.broadcast_to(wide[:1, :1, :130], (2, 140, 130)),
+        np.broadcast_to(wide[:, :, :1], (2, 140, 130)),
+        wide.swapaxes(0, 1)[:, :, :130].copy().swapaxes(0, 1),
+    ):
+        bias = bias[..., :131]
+        lengths = bias.shape[1:]
+        found = check(case("float16", (2, 2), lengths, (32, 32), bias=bias))
+        assert found[3].shape == bias.shape
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 300), (300, 1), (129, 127), (257, 65)])
+def test_odd_lengths(lengths):
+    for shape in (lengths, (lengths[0], 1), (1, lengths[1]), (1, 1)):
+        check(biased("bfloat16", (2, 1), lengths, (64, 64), (2, *shape), dlse=True))
+
+
+@pytest.mark.emulator
+def test_softcaps_and_scales():
+    for shape in ((90, 70), (90, 1), (1, 70)):
+        for more in ({"softcap": 2.0}, {"softcap": 30.0, "scale": 3.0}, {"scale": -0.2}):
+            check(biased("bfloat16", (2, 2), (90, 70), (64, 64), (2, *shape), batch=1, **more))
+
+
+@pytest.mark.emulator
+def test_sinks_are_in_the_log_sum_exp():
+    sinks = any_sinks(np.random.default_rng(5), 2, 2, 90)
+    check(biased("float16", (2, 1), (90, 70), (32, 32), (90, 70), sinks=sinks, dlse=True))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("dim", only([(64,), (128,)], (64,)))
+def test_what_is_hidden_has_no_gradient(dim):
+    (dim,) = (dim,) if isinstance(dim, int) else dim
+    states = np.array([[2, 0, 1, 0], [0, 0, 0, 1]])
+    random = np.random.default_rng(0).random((256, 512)) < 0.5
+    mask = np.kron(states, np.ones((128, 128), int))
+    mask = (mask == 2) | ((mask == 1) & random)
+    call = biased("float16", (2, 1), (256, 512), (dim, dim), (256, 512), batch=1, mask=mask)
+    want = check(call)[3]
+    assert not want[~mask].any()
+    call.k[:, :, 128:256] = call.v[:, :, 128:256] = np.nan
+    assert solve(call)[3].tobytes() == want.tobytes()
+    packed = call._replace(options={**call.options, "mask": BitMask.from_dense(mask)})
+    assert solve(packed)[3].tobytes() == want.tobytes()
+    hidden = call._replace(options={**call.options, "mask": np.zeros((256, 512), bool)})
+    assert not solve(hidden)[3].any()
+
+
+@pytest.mark.emulator
+def test_bands_that_leave_out_whole_tiles():
+    for window in ((0, 0), (5, 0), (None, 5)):
+        for shape in ((290, 290), (290, 1), (1, 290)):
+            band = {"window": window, "causal_align": TOP}
+            check(biased("float16", (1, 1), (290, 290), (32, 32), shape, batch=1, **band))
+    causal = {"is_causal": True, "causal_align": BOTTOM}
+    call = biased("bfloat16", (1, 1), (300, 70), (64, 64), (300, 70), batch=1, **causal)
+    assert not check(call)[3][:230].any()
+
+
+# Not finite, and large
+
+
+def check_spoiled(call, **how):
+    """Hold each element against float64, with NaN in the same places."""
+    q, k, v, dout, dlse, options = call
+    band = dict(options)
+    more = [band.pop(name, None) for name in ("bias", "mask")]
+    found = dict(zip(("q", "k", "v", "bias"), solve(call, **how), strict=True))
+    with np.errstate(all="ignore"):
+        hold(Definition(q, k, v, *more, options=band), found, dout, dlse, UNIT[q.dtype])
+    return found["bias"].astype(np.float64)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("shape", [(90, 80), (90, 1), (1, 80), (1, 1)])
+def test_what_is_not_finite_spoils_what_it_belongs_to(shape):
+    for which, bad in itertools.product(("q", "k", "v", "dout"), (np.nan, np.inf)):
+        call = biased("bfloat16", (2, 1), (90, 80), (32, 32), (2, *shape), batch=1, dlse=True,
+                      **BANDS["causal"])  # fmt: skip
+        getattr(call, which)[0, 0, 50, 3] = bad
+        check_spoiled(call)
+
+
+@pytest.mark.emulator
+def test_nothing_leaks_from_hidden_pairs():
+    bias = draw(150, 140, dtype=SINGLE, seed=4)
+    bias[:, 9] = bias[7] = -np.inf
+    call = case("float16", (2, 2), (150, 140), (64, 64), batch=1, bias=bias, dlse=True)
+    want = check(call)[3]
+    call.v[..., 9, :] = np.inf
+    call.dout[..., 7, :] = call.dlse[..., 7] = np.nan
+    got = check_spoiled(call)
+    np.testing.assert_array_equal(got, want)
+    assert not got[:, 9].any()
+    assert not got[7].any()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("shape", [(150, 140), (150, 1), (1, 140), (1, 1)])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_weights_of_large_scores_sum_to_one(shape, target):
+    for dtype in DTYPES:
+        call = far_case(dtype, (2, 1), (150, 140), 64, **BANDS["causal"])
+        bias = draw(2, *shape, dtype=SINGLE, seed=2)
+        bias = (64 * np.round(bias)).astype(np.float32)  # scores that are exact stay so
+        check(call._replace(options={**call.options, "bias": bias}), target=target)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("pad", [np.float16(-65504), np.float32(-1e9), np.float64(-1e30)])
+def test_a_row_of_nothing_but_padding(pad):
+    for more in ({}, {"softcap": 3.0}, BANDS["causal"]):
+        check(padded_case("float16", (90, 70), 64, pad, heads=(4, 2), **more))
+    call = padded_case("bfloat16", (90, 70), 96, pad, every=1)
+    for shape in ((1, 1, 90, 1), (1, 2, 1, 1), (1, 1, 1, 1)):
+        check(call._replace(options={"bias": np.full(shape, pad)}))
+
+
+# Repeatability
+
+
+def split_call(shape=(1, 1), **options):
+    return biased("bfloat16", (4, 2), (150, 140), (32, 32), shape, **options)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("shape", [(150, 140), (150, 1), (1, 140), (1, 1)])
+def test_the_schedule_does_not_show(shape):
+    found = {solve(split_call(shape), seed=seed)[3].tobytes() for seed in range(4)}
+    assert len(found) == 1
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("shape", [(150, 140), (150, 1), (1, 140), (1, 1)])
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+def test_any_number_of_splits(shape, blocks):
+    check(split_call(shape, dlse=True), blocks=blocks)
+
+
+@pytest.mark.emulator
+@examples(10)
+@given(
+    dim=st.sampled_from(DIMS),
+    dtype=st.sampled_from(list(DTYPES)),
+    of=st.sampled_from([*DTYPES.values(), SINGLE, np.dtype(np.float64)]),
+    lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (4, 2)]),
+    axes=st.tuples(*[st.booleans()] * 4),
+    band=st.sampled_from(list(BANDS)),
+    dlse=st.booleans(),
+    target=st.sampled_from(["sm_80", "sm_89", "sm_90a"]),
+    sparse=st.booleans(),
+    blocks=st.integers(1, 9),
+    seed=st.integers(0, 2**32),
+)
+def test_any_call(dim, dtype, of, lengths, heads, axes, band, dlse, target, sparse, blocks, seed):
+    sizes = 2, heads[0], *lengths
+    shape = [n if has else 1 for n, has in zip(sizes, axes, strict=True)]
+    call = biased(dtype, heads, lengths, (dim, dim), shape, of, dlse=dlse, **BANDS[band])
+    more = any_transform(np.random.default_rng(seed), sparse, *sizes)
+    more["bias"] = call.options["bias"]
+    if heads[0] != heads[1] or target != "sm_90a":
+        more.pop("scale", None)
+    check(call._replace(options={**call.options, **more}), target=target, seed=seed, blocks=blocks)
+
+
+# Planted bugs: what stands there and what is put in its place.
+BUGS = {
+    "Q and K are read before they have landed": (
+        "cp_async_wait_group<1>(); __syncthreads();  // Q, K",
+        "__syncthreads();  // Q, K",
+    ),
+    "Q and K are overwritten while others read them": (
+        "__syncthreads();  // nobody reads Q and K any more", "",
+    ),
+    "dO and V are overwritten while others read them": (
+        "__syncthreads();  // nobody reads dO and V any more", "",
+    ),
+    "dO and V are read before they have landed": (
+        "cp_async_wait_group<1>(); __syncthreads();  // dO", "__syncthreads();  // dO",
+    ),
+    "delta is not taken away": ("dp[i][j][e] - rows.delta[i][e / 2]", "dp[i][j][e]"),
+    "a tile counts as that of the step before": ("if (tile == tile_before &&", "if ("),
+    "the entry is always the first": ("entry += (from - rest * size) * step;", ""),
+    "splits are not waited for": (
+        "if (shared.arrived != params.splits - 1) return false;",
+        "if (shared.arrived != 0) return false;",
+    ),
+    "one split is left out": ("own.begin + share);", "own.begin + share - 1);"),
+    "the sums of one warp": ("const int parts = params.sums_keys ? kWarpCols : kWarpRows;",
+                             "const int parts = 1;"),
+    "a band is not looked at": ("mask_scores<false, kSparse>(params, s, step.in_band,",
+                                "mask_scores<false, kSparse>(params, s, true,"),
+}  # fmt: skip
+ALWAYS = (
+    "Q and K are read before they have landed",
+    "splits are not waited for",
+    "a tile counts as that of the step before",
+)
+
+
+@functools.cache
+def solved():
+    """Calls that bugs are planted for, and their gradients."""
+    options = {"batch": 1, **BANDS["causal"]}
+    calls = [
+        biased("bfloat16", (4, 2), (300, 260), (64, 64), shape, **options)
+        for shape in ((300, 260), (300, 1), (1, 260))
+    ]
+    return calls, [solve(call)[3] for call in calls]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(BUGS, *ALWAYS))
+def test_a_planted_bug_is_found(bug, tmp_path):
+    calls, wants = solved()
+    row = rows_of(calls[0])[-1]
+    sources = {row.entry: plant(tmp_path, row.source, BUGS[bug])}
+    for seed in range(8):
+        for call, want in zip(calls, wants, strict=True):
+            try:
+                got = solve(call, seed=seed, sources=sources)[3]
+            except emulator.EmulationError:
+                return
+            if got.tobytes() != want.tobytes():
+                return
+    pytest.fail("8 seeds did not show it")
+
+
+# The host side
+
+
+def step_of(q, k, bias, multiprocessors=132):
+    """The launch of the kernel, and the parts of the workspace."""
+    launcher = NotingLauncher(multiprocessors=multiprocessors)
+    launcher.target = "sm_90a"
+    plan, space = make_plan(traits_of(q, k, k, bias, dbias=True), launcher)
+    return plan.steps[-1], parts_of(space)
+
+
+def test_how_many_blocks_share_a_tile():
+    q, k = np.zeros((4, 16, 4096, 128), np.float16), np.zeros((4, 2, 4096, 128), np.float16)
+
+    def launch(*shape):
+        step, parts = step_of(q, k, np.zeros(shape, np.float16))
+        p = step.params[0]
+        assert "partial_sums" not in parts or p["splits"] > 1
+        return step.grid, p["splits"], parts.get("partial_sums", 0)
+
+    assert launch(4096, 4096) == (1024, 1, 0)
+    assert launch(4, 16, 4096, 4096) == (65536, 1, 0)
+    grid, splits, room = launch(1, 16, 1, 1)
+    assert (grid, splits) == (16 * 17, 17)
+    assert room >= 4 * grid * 256
+    grid, splits, room = launch(1, 4096)
+    assert (grid, splits) == (32 * 9, 9)
+    q, k = q[:, :, :256], k[:, :, :256]
+    grid, splits, room = launch(256, 256)
+    assert (grid, splits) == (4 * 32, 32)  # a split has two steps at least
+    assert room >= 4 * grid * 128 * 128
+
+
+def test_every_dim_has_rows_for_all_targets():
+    rows = bwd_dbias_sm80.VARIANTS
+    assert {(row.dim, row.dtype, row.sparse) for row in rows} == {
+        (dim, dtype, sparse) for dim in DIMS for dtype in DTYPES for sparse in (False, True)
+    }
+    for dim in DIMS:
+        assert any("sm_89" in row.targets for row in rows if row.dim == dim)
+    assert all(isinstance(row.score.bias_axes, str) and row.score.bias_axes for row in rows)
+
+
+def test_the_kernel_is_launched_last_and_only_where_it_is_wanted():
+    score = bwd_dbias_sm80.VARIANTS[0].score
+    for target, mapped in (("sm_90a", True), ("sm_80", False)):
+        wanted = backward.Wanted("float16", 64, mapped=mapped, score=score)
+        without = select(wanted, target)
+        rows = select(wanted._replace(dbias=True), target)
+        assert rows[:-1] == without
+        assert (rows[-1].kernel, rows[-1].score) == ("bwd_dbias_sm80", score)
