@@ -195,6 +195,21 @@ def test_with_all_else(gpu, batch, sparse, band, monkeypatch):
     compare(f64, [x for i, x in enumerate(expected(*given, **options)) if i != 2], 1e-11)
 
 
+@pytest.mark.parametrize(
+    ("batch", "q_len", "k_len"), [((B, H), 0, 9), ((B, H), 9, 0), ((0, H), 9, 9), ((B, 0), 9, 9)]
+)
+def test_nothing(gpu, batch, q_len, k_len):
+    rng = np.random.default_rng(0)
+    rows = (q_len, D), (k_len, D), (k_len, 5), (q_len, 5)
+    *arrays, dout = (rng.standard_normal((*batch, *shape)) for shape in rows)
+    t = np.asarray(0.5)
+    score = Score("s * t - slopes[h] * abs(i - j) + z[i, j]", slopes=SLOPES, z=np.ones((9, 9)), t=t)
+    sinks = rng.standard_normal((batch[-1], 1))
+    need = ["score.slopes", "q", "sinks", "score.z", "k", "v", "score.t"]
+    given = arrays, None, None, score, need, dout
+    compare(solve(gpu, *given, sinks=sinks), expected(*given, sinks=sinks), 1e-12)
+
+
 def test_an_element_that_is_read_twice_of_one_axis(gpu):
     *arrays, dout = tensors(np.float64)
     x = RNG.random((LQ, LQ))
