@@ -94,6 +94,13 @@ class ScoreMod(NamedTuple):
         return self.bias_axes != "" or self.program is not None
 
     @property
+    def differs_by_key(self) -> bool:
+        """Whether scores are made of anything that differs from key to key, but positions."""
+        if self.program is not None:
+            return any("j" in reads for reads in self.program.operands())
+        return self.bias_axes in ("key", "pair")
+
+    @property
     def has_16_bit_pairs(self) -> bool:
         """Whether there is a bias of pairs in 16 bits, which ``fwd_sm90`` stages."""
         return self.bias_axes == "pair" and self.bias_dtype in ("float16", "bfloat16")
