@@ -233,6 +233,8 @@ def spread(root: Node) -> Node:
 
 def _spread_conversion(node: Node) -> Node:
     """Return a conversion to float with what it converts turned inside out."""
+    if node.op == "number":  # which was converted when the tree was made
+        return node
     of = node.args[0]
     if of.kind != "int" or affine(of) is not None:
         return node
