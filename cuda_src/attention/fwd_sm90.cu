@@ -61,6 +61,12 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     keys.begin = 0;
     keys.end = find_blocks(p, work, p.first_batch + tile.entry, q_begin);
   }
+  if constexpr (kLastTileFirst) {
+    const int ends = begin + __shfl_sync(kFullWarp, keys.end, kGroups);
+    if (lane < kGroups) {
+      keys = {ends - keys.end, ends - keys.begin, ends - keys.full_end, ends - keys.full_begin};
+    }
+  }
   if (lane < kGroups) {
     const int visible_keys = last_key(p, last_row >> params.row_shift) - (keys.end - 1) * kTileN;
     work.group[lane] = {keys, kHalfLastTile && visible_keys < kTileN / 2};
@@ -122,6 +128,11 @@ FA_DEVICE WorkTileInfo get_next_work(SharedStorage& shared, WorkPipeline& work_p
   return work;
 }
 
+// The key tile that comes at a place in the order of the work.
+FA_DEVICE int key_tile_at(const WorkTileInfo& work, int tile) {
+  return kLastTileFirst ? work.begin + work.end - 1 - tile : tile;
+}
+
 // Loads the tiles of K and V.
 FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
   WorkPipeline work_pipe;
@@ -160,8 +171,8 @@ FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
       // In the order in which they are waited for: K of a tile before V of the one before it.
 #pragma unroll 1
       for (int tile = work.begin; tile <= work.end; ++tile) {
-        if (tile < work.end) load_k(tile, 0);
-        if (tile > work.begin) load_v(tile - 1);
+        if (tile < work.end) load_k(key_tile_at(work, tile), 0);
+        if (tile > work.begin) load_v(key_tile_at(work, tile - 1));
       }
     }
   }
@@ -444,7 +455,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
       constexpr int kCols = decltype(cols)::value;
       auto& s_tile = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
       auto& p_tile = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
-      int key_tile = tile;
+      int key_tile = key_tile_at(shared.work[work_pipe.index()], tile);
       bool listed = false;         // whether the tile has words
       uint32 visible_bits[1][2];   // which scores they leave
       bool rows_have_max = false;  // whether all rows that see some have a row_max
@@ -458,7 +469,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
         if constexpr (!kFirst) read_staged_bias(bias, stage);
         if (tile + 1 < keys.end) {
           stage_bias(p, shared.operands_offset[work_pipe.index()], stage, first_row + warp_row,
-                     tile + 1);
+                     key_tile_at(shared.work[work_pipe.index()], tile + 1));
         }
       } else if constexpr (kPrefetchOperands && !kFirst) {
         bias.load(p, shared.operands_offset[work_pipe.index()],
@@ -511,7 +522,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
           if (listed || crosses_band) mask_by_bits(s_tile, visible_bits);
         } else if (tile_crosses_band()) {
           mask_outside_band(p, s_tile, first_row + warp_row + lane / 4,
-                            tile * kTileN + 2 * (lane % 4), params.row_shift);
+                            key_tile * kTileN + 2 * (lane % 4), params.row_shift);
         }
       };
       if constexpr (!kScoreMod) mod_and_mask_scores();

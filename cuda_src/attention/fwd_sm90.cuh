@@ -26,6 +26,9 @@ constexpr bool kQInRegisters = FA_Q_IN_REGISTERS;
 constexpr bool kSparse = FA_SPARSE;  // a mask lists blocks of keys and has bits of them
 // A warpgroup's softmax starts before its O += P V is done.
 constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
+// The last keys come first: a bias such as ALiBi's is largest at the latest key that a query sees,
+// and a row_max that is there from the start moves no more.  Tiles count in the order of the work.
+constexpr bool kLastTileFirst = kScoreMod && !kSparse;
 // The last tile may be cut to half its keys; ptxas serialises the products of other builds for it.
 constexpr bool kHalfLastTile = kTileN == 128 && kDim == 128 && !kScoreMod && !kSparse;
 constexpr bool kPrefetchNextQ = kQStages >= 2 * kGroups;  // all rows of the next Q are there early

@@ -43,9 +43,9 @@ struct AttentionParams {
   int bias_pairs;
   float exp2_scale;  // what the softmax multiplies scores by inside exp2
   float scale;       // of a product
-  // Of builds with a softcap: itself, 2 * scale / softcap, 1 / softcap, softcap times coefficients
+  // Of builds with a softcap: itself, 4 * scale / softcap, 1 / softcap, softcap times coefficients
   // of tanh (score.cuh), and those times log2(e).
-  float softcap, softcap_scale, inverse_softcap, softcap_series[7], softcap_series_log2[7];
+  float softcap, softcap_scale, inverse_softcap, softcap_series[5], softcap_series_log2[5];
   const void* sinks;  // (*batch, q_len), null without them: scores without a key (sinks.cuh)
   int64 sinks_batch[kMaxBatchAxes];
   int64 sinks_row;

@@ -48,17 +48,18 @@ FA_DEVICE float scale_score(float score, float exp2_scale) {
 }
 
 // ----------------------------------------------------------------------------------------- softcap
-// A score before its softcap is held as t = 2 * scale * product / softcap, so that bit 30 of t, the
-// highest bit of its exponent, says whether tanh(t / 2) is out of reach of the series: |t| >= 2.
+// A score before its softcap is held as t = 4 * scale * product / softcap, so that bit 30 of t, the
+// highest bit of its exponent, says whether tanh(t / 4) is out of reach of the series: |t| >= 2, a
+// score of half the softcap.
 
-// softcap * tanh(t / 2) for |t| < 2, by a polynomial without a special function: the coefficients
+// softcap * tanh(t / 4) for |t| < 2, by a polynomial without a special function: the coefficients
 // of tanh(x) / x in powers of x^2, for t in place of x and times the softcap.  Its largest relative
 // error is 2e-7, most of it from rounding.
-FA_DEVICE float series_of_softcap(const float (&coefficients)[7], float t) {
+FA_DEVICE float series_of_softcap(const float (&coefficients)[5], float t) {
   const float y = t * t;
-  float sum = coefficients[6];
+  float sum = coefficients[4];
 #pragma unroll
-  for (int i = 5; i >= 0; --i) sum = fmaf(sum, y, coefficients[i]);
+  for (int i = 3; i >= 0; --i) sum = fmaf(sum, y, coefficients[i]);
   return t * sum;
 }
 FA_DEVICE float softcap_by_series(const AttentionParams& p, float t) {
@@ -68,7 +69,7 @@ FA_DEVICE float softcap_by_series(const AttentionParams& p, float t) {
 // The same for any t.  Where t is small, the quotient would lose what the softcap multiplies back
 // in.  (tanh.approx has 11 bits, too few beside 16-bit inputs.)
 FA_DEVICE float softcap_by_exp2(const AttentionParams& p, float t) {
-  const float quotient = rcp_approx_ftz(1.0f + ex2_approx_ftz(kLog2e * t));
+  const float quotient = rcp_approx_ftz(1.0f + ex2_approx_ftz(0.5f * kLog2e * t));
   return select_le(fabsf(t), 2.0f, softcap_by_series(p, t),
                    fmaf(-2.0f * p.softcap, quotient, p.softcap));
 }
@@ -419,7 +420,7 @@ FA_DEVICE double score_from_product_f64(const AttentionParams& p, const BatchOff
                                         double product, int row, int col) {
   if constexpr (kExpression)
     return expression_of<double>(p, offsets, p.scale * product, row, col).score;
-  double x = kSoftcap ? p.softcap * tanh(0.5 * p.softcap_scale * product) : p.scale * product;
+  double x = kSoftcap ? p.softcap * tanh(0.25 * p.softcap_scale * product) : p.scale * product;
   if constexpr (kHasBias) x += load_bias<double>(p, offsets.bias, row, col);
   return x;
 }

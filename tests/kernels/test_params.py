@@ -19,7 +19,14 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     make_params,
 )
 from fa_cupy.gpu.kernels.linear.params import PRODUCT_PARAMS
-from fa_cupy.gpu.kernels.score import ScoreMod, takes_bias, with_float32_bias
+from fa_cupy.gpu.kernels.score import (
+    MAX_SCORE_ARRAYS,
+    MAX_SCORE_AXES,
+    SCORE_ARRAY,
+    ScoreMod,
+    takes_bias,
+    with_float32_bias,
+)
 from tests.core.test_checks import NO_OPTIONS
 from validation.digest import ROOT
 
@@ -27,6 +34,7 @@ COMMON = ROOT / "cuda_src/common"
 STRUCTS = {
     "AttentionParams": ("attention_params.cuh", ATTENTION_PARAMS),
     "MaskLists": ("block_lists.cuh", MASK_LISTS),
+    "ScoreArray": ("attention_params.cuh", SCORE_ARRAY),
     "ProductParams": ("linear_params.cuh", PRODUCT_PARAMS),
 }
 ROWS = ("q", "k", "v", "out")
@@ -43,7 +51,8 @@ def header(name="attention_params.cuh"):
 def constant(name):
     if name.isdigit():
         return int(name)
-    return int(re.search(rf"\b{name} = (\d+);", header("batch_axes.cuh")).group(1))
+    text = header("batch_axes.cuh") + header("attention_params.cuh")
+    return int(re.search(rf"\b{name} = (\d+)[;,]", text).group(1))
 
 
 def members(struct):
@@ -51,6 +60,7 @@ def members(struct):
     text = header(STRUCTS[struct][0])
     body = re.search(rf"struct {struct} \{{(.*?)\}};", text, re.DOTALL).group(1)
     types = {"int64": np.int64, "int": np.int32, "float": np.float32, "MaskLists": MASK_LISTS}
+    types |= {"double": np.float64, "ScoreArray": SCORE_ARRAY}
     for kind, pointer, names in re.findall(r"(?:const\s+)?(\w+)(\*?)\s+([^;]+);", body):
         for name, length in re.findall(r"(\w+)(?:\[(\w+)\])?\s*(?:,|$)", names.strip()):
             yield (
@@ -358,7 +368,7 @@ def test_all_else_is_done_to_scores_first(options):
     if scale <= 1:
         np.testing.assert_allclose(p["scale"], scale, rtol=1e-6)
     if "softcap" in options:
-        np.testing.assert_allclose(p["softcap_scale"], 2 * scale / options["softcap"], rtol=1e-6)
+        np.testing.assert_allclose(p["softcap_scale"], 4 * scale / options["softcap"], rtol=1e-6)
 
 
 def traits_with(bias):
@@ -382,7 +392,18 @@ def test_a_build_for_a_bias_knows_its_dtype_and_axes(dtype, shape, axes, strides
     traits = traits_with(np.zeros(shape, dtype))
     assert traits.score == ScoreMod(bias_axes=axes, bias_dtype=np.dtype(dtype).name)
     p = make_params(traits, 64)[0][0]
-    assert (p["bias_row"], p["bias_col"], p["bias_pairs"]) == (*strides, pairs)
+    assert (p["bias_row"], p["bias_col"], p["bias_pairs"] & 3) == (*strides, pairs)
+
+
+@pytest.mark.parametrize(("shape", "aligned"), [((6, 8), True), ((6, 12), False), ((1, 6), True)])
+def test_a_bias_whose_rows_are_aligned_is_read_by_16_bytes(shape, aligned):
+    p = make_params(traits_with(np.zeros(shape, np.float16)[:, :6]), 64)[0][0]
+    assert p["bias_pairs"] >> 2 == aligned
+
+
+def test_the_number_of_arrays_of_an_expression_is_that_of_the_header():
+    assert constant("kMaxScoreArrays") == MAX_SCORE_ARRAYS
+    assert constant("kMaxScoreAxes") == MAX_SCORE_AXES
 
 
 def test_a_bias_whose_rows_begin_at_odd_elements_is_not_read_in_pairs():

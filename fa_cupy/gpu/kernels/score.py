@@ -27,11 +27,10 @@ SCORE_ARRAY = np.dtype(
 LOG2E = math.log2(math.e)
 #: ``enum BiasAxes``: what a bias depends on besides the batch entry, in the order of its values.
 BIAS_AXES = ("", "query", "key", "pair")
-#: softcap(x) / x in powers of x**2 for abs(x) <= 1, per unit of softcap: the fit of tanh(x) / x
-#: with the least relative error, 5.0e-8.
+#: tanh(x) / x in powers of x**2 for abs(x) <= 0.5, with the least relative error, 1.3e-8.
 TANH_SERIES = (
-    0.9999999502314056, -0.33332839122510943, 0.13325203833788463, -0.05345702116109307,
-    0.02028996568047737, -0.006203366527067612, 0.0010410185224589102,
+    0.9999999868706769, -0.3333306938772164, 0.13324779250540897, -0.05298607326661263,
+    0.01713500579939314,
 )  # fmt: skip
 #: The fields of ``struct AttentionParams`` that say how a score is computed, floats all.
 SCORE_FIELDS: list[Any] = [
@@ -93,6 +92,13 @@ class ScoreMod(NamedTuple):
     def has_operands(self) -> bool:
         """Whether scores are made of anything but products: ``kHasOperands``."""
         return self.bias_axes != "" or self.program is not None
+
+    @property
+    def differs_by_key(self) -> bool:
+        """Whether scores are made of anything that differs from key to key, but positions."""
+        if self.program is not None:
+            return any("j" in reads for reads in self.program.operands())
+        return self.bias_axes in ("key", "pair")
 
     @property
     def has_16_bit_pairs(self) -> bool:
@@ -185,9 +191,9 @@ def fill_score(p: Any, problem: Problem) -> None:
     p["scale"] = in_float32(problem.scale)
     if problem.softcap:
         factor, cap = transform(problem, np.dtype(np.float32))
-        p["softcap"], p["softcap_scale"] = in_float32(cap), in_float32(2.0 * factor)
+        p["softcap"], p["softcap_scale"] = in_float32(cap), in_float32(4.0 * factor)
         p["inverse_softcap"] = _inverse(in_float32(cap))
-        series = [cap * c / 2 ** (2 * i + 1) for i, c in enumerate(TANH_SERIES)]
+        series = [cap * c / 4 ** (2 * i + 1) for i, c in enumerate(TANH_SERIES)]
         p["softcap_series"] = [in_float32(c) for c in series]
         p["softcap_series_log2"] = [in_float32(LOG2E * c) for c in series]
     if problem.bias is not None and problem.bias_dtype is not None:

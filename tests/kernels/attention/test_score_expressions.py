@@ -208,14 +208,14 @@ def test_what_gradients_are_compiled_for():
     assert score_of(call).sloped
 
 
-# -------------------------------------------------------------------------- scores that rise slowly
-RISES = np.array([1e-3, 0.01, 0.05, 0.3], np.float32)
+# ----------------------------------------------------------------- scores that rise or fall slowly
+RISES = np.array([1e-3, -0.01, -0.05, 0.3], np.float32)
 
 
 @emulated
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("by_expression", [False, True])
-def test_scores_that_rise_along_the_keys(masked, by_expression):
+def test_scores_that_rise_or_fall_along_the_keys(masked, by_expression):
     """They pass a stale maximum in some tiles: the weights of those follow, and the output."""
     q, k, v = (draw(1, HEADS, n, 64, dtype=np.float16, seed=n) for n in (64, 1000, 1000))
     bias = RISES[:, None, None] * np.arange(1000, dtype=np.float32)

@@ -100,8 +100,8 @@ def _fits_wide_tiles(score: ScoreMod) -> bool:
     They leave none for slopes, for what differs from query to query, or to make 32 bits of 16.
     """
     if score.program is not None:
-        reads = "".join(score.program.operands())
-        return score.program.adds and "i" not in reads and "j" not in reads
+        of_queries = any("i" in reads for reads in score.program.operands())
+        return score.program.adds and not of_queries and not score.differs_by_key
     return (
         not score.softcap
         and score.bias_axes in ("", "key")

@@ -128,9 +128,10 @@ class FwdSm90(Variant):
         """Return the build of this row for calls with such scores."""
         if score is None:
             return self
-        # Scores take the registers of Q, and more than the 160 that a thread of three groups has.
+        # Scores take the registers of Q; what they have for each column takes more than the 160
+        # that a thread of three groups has.
         change: dict[str, Any] = {"q_registers": False}
-        if self.groups == 3:
+        if self.groups == 3 and score.differs_by_key:
             change |= {"tile_m": 128, "warps": 12, "q_stages": 4}
         if score.has_16_bit_pairs and not self.sparse and self.dim > 128:
             change["q_stages"] = 2  # a tile of the bias has the place of one
