@@ -73,8 +73,9 @@ def _with_functions(sympy: Any) -> Any:
         "float_power": function(
             "float_power",
             lambda x, y: y * found["float_power"](x, y - 1),
-            lambda x, y: found["log"](x) * found["float_power"](x, y),
+            lambda x, y: found["power_by_exponent"](x, y),
         ),
+        "power_by_exponent": function("power_by_exponent"),
         "exp": function("exp", lambda x: found["exp"](x)),
         "log": function("log", lambda x: 1 / x),
         "sqrt": function("sqrt", lambda x: half / found["sqrt"](x)),
@@ -168,7 +169,12 @@ class _Differentiation:
         name, args = type(expression).__name__, expression.args
         if name == "power":
             return _raised_to(self._node(args[0]), int(args[1]))
-        return tree.operation(name, *(self._node(arg) for arg in args))
+        nodes = [self._node(arg) for arg in args]
+        return (
+            _power_by_exponent(*nodes)
+            if name == "power_by_exponent"
+            else tree.operation(name, *nodes)
+        )
 
     def _sum(self, expression: Any) -> Node:
         """Return a sum with numbers first and, where it can be, what is negative subtracted."""
@@ -213,6 +219,16 @@ class _Differentiation:
 
 def _raised_to(base: Node, exponent: int) -> Node:
     return base if exponent == 1 else tree.operation("power", base, value=exponent)
+
+
+def _power_by_exponent(base: Node, exponent: Node) -> Node:
+    """Return the derivative of a power by its exponent: 0 of 0, and not 0 times log(0)."""
+    zero = tree.number(0.0)
+    is_zero = tree.operation("equal", base, zero)
+    is_flat = tree.operation("and", is_zero, tree.operation("less_equal", zero, exponent))
+    power = tree.operation("float_power", base, exponent)
+    slope = tree.operation("multiply", tree.operation("log", base), power)
+    return tree.operation("where", is_flat, zero, slope)
 
 
 def _multiplied(factors: list[Node]) -> Node:

@@ -233,7 +233,7 @@ def spread(root: Node) -> Node:
 
 def _spread_conversion(node: Node) -> Node:
     """Return a conversion to float with what it converts turned inside out."""
-    if node.op == "number":  # which was converted when the tree was made
+    if node.op != "to_float":  # a literal
         return node
     of = node.args[0]
     if of.kind != "int" or affine(of) is not None:

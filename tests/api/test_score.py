@@ -541,3 +541,18 @@ def test_errors_of_pictures(arguments, kind, why):
     with pytest.raises(kind, match=r"^plot\.scores: ") as caught:
         plot.scores(*arguments, s=s)
     assert why in str(caught.value)
+
+
+def test_the_gradient_of_an_exponent_where_its_base_is_zero():
+    """The power of 0 is flat there: 0 times log(0) is no number."""
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 6, 4))
+
+    def loss(t):
+        return (
+            attention(q, k, v, score=Score("s - abs(i - j) ** t", t=np.asarray(t))) * dout
+        ).sum()
+
+    score = Score("s - abs(i - j) ** t", t=np.asarray(1.25))
+    out, lse = attention(q, k, v, score=score, return_lse=True)
+    (slope,) = attention_backward(dout, q, k, v, out, lse, score=score, need=["score.t"])
+    np.testing.assert_allclose(slope, (loss(1.25 + 1e-5) - loss(1.25 - 1e-5)) / 2e-5, rtol=1e-6)

@@ -421,3 +421,12 @@ def test_a_bias_of_float64_stays_finite_in_float32():
     np.testing.assert_array_equal(converted, [[largest, -largest, np.inf, -np.inf, np.nan, 0.5]])
     assert problem.bias_dtype == converted.dtype == np.float32
     assert problem.bias.strides == (0, 4)
+
+
+@pytest.mark.parametrize("softcap", [5e-324, 1e-300, 1e-38, 3e38, 1e300])
+def test_a_softcap_at_the_ends_of_float32_warns_of_nothing(softcap):
+    q = np.zeros((1, 8), np.float16)
+    problem = attention_problem.attention_problem(q, q, q, None, None, softcap=softcap)
+    p = make_params(Traits(problem, attention_problem.out_view(problem, (1, 8), (16, 2))), 64)[0][0]
+    with np.errstate(over="ignore"):
+        assert p["softcap"] * p["inverse_softcap"] >= 1

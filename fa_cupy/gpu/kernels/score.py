@@ -234,7 +234,8 @@ def _inverse(softcap: float) -> np.float32:
     cap = np.float32(softcap)
     inverse = np.float32(in_float32(1.0 / float(cap)))
     while cap * inverse < 1 and np.isfinite(inverse):
-        inverse = np.nextafter(inverse, np.float32(np.inf))
+        with np.errstate(over="ignore"):  # past the last number, where the loop ends
+            inverse = np.nextafter(inverse, np.float32(np.inf))
     return inverse
 
 

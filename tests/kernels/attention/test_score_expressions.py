@@ -229,3 +229,10 @@ def test_scores_that_rise_or_fall_along_the_keys(masked, by_expression):
     _, lse = check(row, q, k, v, mask, **options)
     _, want = reference.attention(q, k, v, bias, mask)
     np.testing.assert_allclose(lse, want, rtol=1e-6, atol=1e-5)
+
+
+def test_literals_beside_positions_become_floats():
+    score = Score("s - max(abs(i - j) - 16, 0) / width", width=4.0)
+    text = header.header(score.program, exact=True, sloped=False)
+    assert "- 16.0f), 0.0f)" in text
+    assert "int_to_float(abs" not in text.split("score_in_tile")[1]
