@@ -86,8 +86,9 @@ def attention(
     return_lse : bool
         Whether to return the log-sum-exp of each row of scores too.
     score : Score, optional
-        An expression of the score, the batch entry, the head and the positions, which takes the
-        place of the score before the bias. Its arrays are of the library and on the device of `q`.
+        An expression whose value takes the place of the score of each query and key. It may use
+        the score after the softcap, the batch entry, the head, the positions and arrays, which are
+        of the library and on the device of `q`. A bias is added to its value.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -105,9 +106,10 @@ def attention(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for float32, for float64, and for dims above
-        256 (the capture can go on), and in a capture mode other than "relaxed" for the first call
-        with a `BitMask`, which takes memory from the driver.
+        While a stream is captured into a CUDA graph: for float32, for float64, for dims above 256
+        and for a `score` together with a softcap or a bias (the capture can go on), and in a
+        capture mode other than "relaxed" for the first call with a `BitMask`, which takes memory
+        from the driver.
 
     See Also
     --------
@@ -351,8 +353,8 @@ def attention_backward(
         Gradient of the log-sum-exp, with its shape and dtype; zero by default.
     need : sequence of {"q", "k", "v", "bias", "sinks", "score.<name>"}, optional
         The gradients to compute; by default those of `q`, `k`, `v` and, if they are given, `bias`
-        and `sinks`. That of an array of floats of `score`, as "score.slopes", can be computed where
-        its indices in the expression are `b`, `h`, `i` and `j` alone.
+        and `sinks`. "score.slopes" is that of the array `slopes` of `score`, which must hold floats
+        and have no indices but `b`, `h`, `i` and `j` in the expression.
     score : Score, optional
         That of the call of `attention`.
 
@@ -371,7 +373,7 @@ def attention_backward(
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
         multiples of 8 or are above 256, for the gradient of an array of a `score`, and as for
-        `attention` with a `BitMask`.
+        `attention` with a `score` or a `BitMask`.
     ImportError
         For a `score` where SymPy is not installed.
 

@@ -18,8 +18,8 @@ _MOST_INT = 2**31 - 1
 class Score:
     """A score as an expression, for `attention` and `attention_backward`.
 
-    The score of a query and a key is ``expression(s, b, h, i, j) + bias`` where the expression is
-    given, instead of ``s + bias``. Masks, causality and windows apply afterwards.
+    The score of a query and a key becomes ``expression(s, b, h, i, j) + bias``, which is
+    ``s + bias`` in a call without one. Masks, causality and windows apply afterwards.
 
     Parameters
     ----------
@@ -40,9 +40,9 @@ class Score:
 
         Its value is a float. Where it is -inf, the key is hidden.
     **arguments : array or number
-        The names in the expression. Arrays are read when the score is used, and are of the library
-        and on the device of `q` then, of any float dtype or of integers. Floats are computed with
-        as they are now; integers become part of the expression.
+        The other names in the expression. Arrays are of any float dtype or of integers. They are
+        read in each call that uses the score, and must be of the library and on the device of its
+        `q`. Numbers keep the values that they have now; integers become literals of the expression.
 
     Attributes
     ----------
@@ -68,13 +68,13 @@ class Score:
     Notes
     -----
     The text is parsed and never run, and no name of it reaches a compiler: an expression of unknown
-    origin can compute a score and nothing else. Floats are computed in the dtype of sums, float32,
-    or float64 for float64 arrays. Integers are exact: what `b`, `h`, `i`, `j` and literals make
-    must fit 32 bits, what is made of elements of 32-bit and 64-bit arrays wraps around at 64 bits.
-    Divisors of ``//`` and ``%`` must be positive.
+    origin can compute a score and nothing else. Floats are computed in float32, or in float64 if
+    `q` is of float64. Integers are exact: those made of `b`, `h`, `i`, `j`, literals and elements
+    of 8 or 16 bits must fit 32 bits, those made of elements of 32 or 64 bits wrap around at 64
+    bits. Divisors of ``//`` and ``%`` must be positive.
 
-    Both values of a ``where`` are computed, so that their indices must fit where they do not count
-    too: ``x[max(i - 1, 0)] if i > 0 else 0``.
+    Both values of a ``where`` are computed for all pairs. The indices in both must stay inside
+    their arrays: ``x[max(i - 1, 0)] if i > 0 else 0``.
 
     Gradients come from SymPy [1]_, an optional dependency. At a kink they are the mean of those on
     both sides: 0 for ``abs(s)`` at 0, and the mean of both where the arguments of ``min`` or

@@ -139,6 +139,8 @@ def _number(node: Node, real: str) -> str:
         rounded = np.float32(value) if real == "float" else np.float64(value)
     # The fewest digits that are read back as the same number.
     text = f"{rounded!s}{'f' if real == 'float' else ''}"
+    if np.isnan(rounded):
+        text = "(FA_INFINITY - FA_INFINITY)"
     if np.isinf(rounded):
         text = "-FA_INFINITY" if value < 0 else "FA_INFINITY"
     if real == "Real":

@@ -126,7 +126,7 @@ class Layout(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    number: float = 0.0
+    number: str = ""  # from float.hex, for 0.0 and -0.0 are equal, and not the same number
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Operands:
         k_len : int
         """
         layouts = tuple(
-            Layout((), (), x) if isinstance(x, float) else Layout(x.shape, x.strides)
+            Layout((), (), x.hex()) if isinstance(x, float) else Layout(x.shape, x.strides)
             for x in self.values
         )
         shapes = [layout.shape for layout in layouts]

@@ -51,8 +51,8 @@ class Node:
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # 1 and 1.0 are equal, and not the same number.
-        key = self.op, self.kind, type(self.value), self.value, self.args
+        # 1 and 1.0 are equal, as 0.0 and -0.0 are, and not the same number.
+        key = self.op, self.kind, repr(self.value), self.args
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))  # once: a tree is hashed in a step
 

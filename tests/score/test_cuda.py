@@ -19,6 +19,7 @@ SCORES = [
     "s - (z[i] - z[j]) ** 2 / (2 * t ** 2)",
     "where(u[b, i] == u[b, j], s, -inf)",
     "s * sigmoid(x[h] * (n - abs(i - j))) + c",
+    "min(s * inf, s * -inf)",  # the mean of the slopes on both sides is NaN
 ]
 
 

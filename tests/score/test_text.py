@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fa_cupy import Score
+from fa_cupy._score import operands_of
 from fa_cupy.score import cuda, parse
 
 X = np.arange(3.0)
@@ -212,6 +213,15 @@ def test_programs_are_keys_of_what_is_compiled():
     ]  # fmt: skip
     assert len({program(), *others}) == 7
     assert program(n=2.0) == program(n=3.0)  # a float is no part of it
+
+
+def test_zeros_of_both_signs_are_different_numbers():
+    """1 / -0.0 is -inf: neither a build nor a plan for the other zero may serve it."""
+    one, other = (Score(f"s / {zero}") for zero in ("0.0", "-0.0"))
+    assert one.program != other.program
+    one, other = (operands_of(Score("s / c", c=c), {}).bound("", (3, 4), 5) for c in (0.0, -0.0))
+    assert one.program == other.program
+    assert one != other
 
 
 def test_operands_tell_what_loads_depend_on():

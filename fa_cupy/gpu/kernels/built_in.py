@@ -116,6 +116,6 @@ def _bias_view(problem: Problem, bias: Any, axes: str) -> View:
     for size in problem.batch:  # whose entries are numbered in C order, b * heads + h
         entries //= max(1, size)
         within = entries < heads
-        strides.append(step["h"] * entries if within else step["b"] * (entries // heads))
+        strides.append(step["h"] * entries if within else step["b"] * (entries // max(1, heads)))
     shape = (*problem.batch, problem.q_len, problem.k_len)
     return View(shape, (*strides, step["i"], step["j"]))

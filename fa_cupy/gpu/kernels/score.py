@@ -213,7 +213,7 @@ def _fill_expression(p: Any, score: BoundScore) -> None:
     for number, dtype in enumerate(score.program.dtypes):
         array, layout = p["score_arrays"][number], score.layouts[number]
         if dtype == "number":
-            array["number"] = layout.number
+            array["number"] = float.fromhex(layout.number)
         else:
             steps = [step // itemsize(dtype) for step in layout.strides]
             array["stride"][: len(steps)] = steps

@@ -193,6 +193,16 @@ def test_a_bias_by_another_name(axes):
     np.testing.assert_array_equal(seen, x[tuple(at[a] for a in axes)])
 
 
+def test_a_bias_by_another_name_without_heads():
+    q, k = np.zeros((2, 0, 5, 8)), np.zeros((2, 0, 7, 8))
+    options = {"score": Score("s + x[b, j]", x=np.zeros((2, 7), np.float32))}
+    operands = operands_in(options)
+    problem = attention_problem.attention_problem(q, k, k, None, None, **options)
+    found = with_built_in(problem, operands)
+    assert found is not None
+    assert found[0].bias.shape == (2, 0, 5, 7)
+
+
 def test_what_gradients_are_compiled_for():
     call = case("float16", (1, 1), (4, 4), (8, 8), score=SCORES["tanh"])
     assert score_of(call).sloped
