@@ -547,8 +547,7 @@ FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int w
           }
           if (listed) mask_by_bits(s_tile, visible_bits);
         }
-        return softmax.try_stale_max(
-            s_tile, [&](float x, float row_max) { return exponent_of_near(p, x, row_max); }, near);
+        return softmax.try_stale_max<kNearIsLog2>(s_tile, p.exp2_scale, near);
       };
       bool has_weights = use_stale_max && try_stale_max();
       // Scores that grow from tile to tile, as ALiBi's do, pass row_max often, and seldom by much.

@@ -55,14 +55,15 @@ FA_DEVICE float scale_score(float score, float exp2_scale) {
 // softcap * tanh(t / 4) for |t| < 2, by a polynomial without a special function: the coefficients
 // of tanh(x) / x in powers of x^2, for t in place of x and times the softcap.  Its largest relative
 // error is 2e-7, most of it from rounding.
-FA_DEVICE float series_of(const float (&coefficients)[5], float y) {
+FA_DEVICE float series_of_softcap(const float (&coefficients)[5], float t) {
+  const float y = t * t;
   float sum = coefficients[4];
 #pragma unroll
   for (int i = 3; i >= 0; --i) sum = fmaf(sum, y, coefficients[i]);
-  return sum;
+  return t * sum;
 }
 FA_DEVICE float softcap_by_series(const AttentionParams& p, float t) {
-  return t * series_of(p.softcap_series, t * t);
+  return series_of_softcap(p.softcap_series, t);
 }
 
 // The same for any t.  Where t is small, the quotient would lose what the softcap multiplies back
@@ -322,12 +323,8 @@ FA_DEVICE bool apply_score_mod(const AttentionParams& p, float (&s)[kMmaN][4],
   return near;
 }
 
-// Whether apply_score_mod_of_near leaves the softcap itself to exponent_of_near, where the last of
-// its steps is also the first of the exponent.  Under a mask there are no registers for that.
-#ifndef FA_SPARSE
-#define FA_SPARSE 0
-#endif
-constexpr bool kNearIsScaled = kSoftcap && !kHasOperands && !FA_SPARSE;
+// Whether apply_score_mod_of_near leaves scores in units of log2, which saves a multiplication.
+constexpr bool kNearIsLog2 = kSoftcap && !kHasOperands;
 
 // The same without a branch, so that what follows may be scheduled beside it.  Returns whether this
 // thread's scores are right: products are not too large for the softcap's series.
@@ -336,22 +333,19 @@ FA_DEVICE bool apply_score_mod_of_near(const AttentionParams& p, float (&s)[kMma
                                        const OperandTile<kOwnKeys, kMmaN>& operands) {
   bool near = true;
   if constexpr (kSoftcap) near = series_reaches(scale_for_softcap(p, s));
-  if constexpr (kNearIsScaled) return near;
 #pragma unroll
   for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if constexpr (kSoftcap) s[j][e] = softcap_by_series(p, s[j][e]);
-      s[j][e] = score_of<kOwnKeys, kMmaN>(p, s[j][e], operands, j, e);
+      if constexpr (kNearIsLog2) {
+        s[j][e] = series_of_softcap(p.softcap_series_log2, s[j][e]);
+      } else {
+        if constexpr (kSoftcap) s[j][e] = softcap_by_series(p, s[j][e]);
+        s[j][e] = score_of<kOwnKeys, kMmaN>(p, s[j][e], operands, j, e);
+      }
     }
   }
   return near;
-}
-
-// The logarithm to base 2 of the weight of what apply_score_mod_of_near leaves.
-FA_DEVICE float exponent_of_near(const AttentionParams& p, float x, float row_max) {
-  if constexpr (kNearIsScaled) return fmaf(x, series_of(p.softcap_series_log2, x * x), -row_max);
-  return fmaf(x, p.exp2_scale, -row_max);
 }
 
 // The same two for the scores of some rows that start at `row`, whose operands are loaded a few columns

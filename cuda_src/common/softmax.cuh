@@ -145,10 +145,10 @@ struct OnlineSoftmax {
   // that a float16 may not hold it, where a row has no row_max yet.  A score that is NaN makes
   // its row NaN here as it would anywhere.  Not to be called when `has_large_max`.  With in_range
   // false for some thread, false is returned in any case.
-  // exponent(score, row_max) is the logarithm of a weight to base 2.
-  template <typename Exponent, int kMmaN>
-  __device__ __forceinline__ bool try_stale_max(float (&s)[kMmaM][kMmaN][4],
-                                                const Exponent& exponent, bool in_range = true) {
+  // With kLog2 scores are in units of log2 already.
+  template <bool kLog2, int kMmaN>
+  __device__ __forceinline__ bool try_stale_max(float (&s)[kMmaM][kMmaN][4], float exp2_scale,
+                                                bool in_range = true) {
     float tile_sum[kMmaM][2];
 #pragma unroll
     for (int i = 0; i < kMmaM; ++i) {
@@ -159,7 +159,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = s[i][j][e];
-          x = ex2_approx_ftz(exponent(x, row_max[i][e / 2]));
+          x = ex2_approx_ftz(kLog2 ? x - row_max[i][e / 2]
+                                   : fmaf(x, exp2_scale, -row_max[i][e / 2]));
           tile_sum[i][e / 2] += x;
         }
       }
