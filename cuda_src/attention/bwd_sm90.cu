@@ -242,7 +242,7 @@ FA_DEVICE float2 row_pair(const Prefetched& prefetched, const float* from, int j
   return j < kPrefetchedLse ? prefetched[j] : row_pair(from, j);
 }
 
-// The operands of a tile's scores, where there are registers to load it while products are in flight.
+// The operands of a tile's scores, where there are registers to load them beside products.
 using Operands = OperandTile<true, kMmaM>;
 constexpr bool kPrefetchOperands = kHasOperands && sizeof(Operands) <= 16 * sizeof(uint32);
 

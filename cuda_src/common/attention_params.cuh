@@ -3,7 +3,7 @@
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/block_lists.cuh"
 
-// An expression that makes scores sees batch entries as pairs of b and h, and has arrays of its own.
+// An expression that makes scores sees batch entries as pairs of b and h, and has arrays.
 #ifndef FA_EXPRESSION
 #define FA_EXPRESSION 0
 #endif
@@ -15,7 +15,6 @@ struct ScoreArray {
 };
 
 // Passed by value.  The host module of this name holds the same fields in the same order.
-// order.
 // Strides count elements.  Axes that broadcast have stride 0, grouped heads are two axes.
 struct AttentionParams {
   const void* q;      // (*batch, q_len, head_dim)
@@ -38,8 +37,8 @@ struct AttentionParams {
   int q_tiles;       // tiles of query rows in one batch entry
   int lower, upper;  // query i sees keys i + lower to i + upper
   // Whether a bias may be read in pairs, if its address is a multiple of 8: bit 0 for pairs of
-  // keys, bit 1 for pairs of queries.  Bit 2: whether its rows may be read by 16 bytes, if theirs is
-  // a multiple of 16.
+  // keys, bit 1 for pairs of queries.  Bit 2: whether its rows may be read by 16 bytes, if the
+  // address is a multiple of 16.
   int bias_pairs;
   float exp2_scale;  // what the softmax multiplies scores by inside exp2
   float scale;       // of a product

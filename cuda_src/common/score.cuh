@@ -302,8 +302,8 @@ struct IgnoreSlope {
   __device__ __forceinline__ void operator()(int, int, float) const {}
 };
 
-// Makes scores of the products that a thread holds, given the operands of them.  Hands each slope, the
-// derivative of a score by scale * product, to use_slope(j, e, slope) if it is not 1.  Returns
+// Makes scores of the products that a thread holds, given the operands of them.  Hands each slope,
+// the derivative of a score by scale * product, to use_slope(j, e, slope) if it is not 1.  Returns
 // whether a build without branches, apply_score_mod_of_near, would do for all of the warp.
 template <bool kOwnKeys, int kMmaN, typename UseSlope = IgnoreSlope>
 FA_DEVICE bool apply_score_mod(const AttentionParams& p, float (&s)[kMmaN][4],
@@ -348,8 +348,8 @@ FA_DEVICE bool apply_score_mod_of_near(const AttentionParams& p, float (&s)[kMma
   return near;
 }
 
-// The same two for the scores of some rows that start at `row`, whose operands are loaded a few columns
-// at a time: for builds that have no registers for more.
+// The same two for the scores of some rows that start at `row`, whose operands are loaded a few
+// columns at a time: for builds that have no registers for more.
 template <bool kOwnKeys, int kMmaN, typename Apply>
 FA_DEVICE bool in_parts(const AttentionParams& p, int64 offset, float (&s)[kMmaN][4], int row,
                         int col, const Apply& apply) {

@@ -176,9 +176,9 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // After try_stale_max has found weights too large, and scores were right: lets row_max follow, and
-  // O by `correction`.  Returns false, with nothing changed, if some weight is too large for that, as
-  // where scores jump.
+  // After try_stale_max has found weights too large, and scores were right: lets row_max follow,
+  // and O by `correction`.  Returns false, with nothing changed, if some weight is too large for
+  // that, as where scores jump.
   template <int kMmaN>
   __device__ __forceinline__ bool move_stale_max(float (&weights)[kMmaM][kMmaN][4],
                                                  float (&correction)[kMmaM][2]) {

@@ -215,7 +215,7 @@ def attention(
     device = runtime.getDevice()
     of_score = {} if score is None else dict(score.named())
     require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score)
-    built_in = with_built_in(problem, score)
+    built_in = None if score is None else with_built_in(problem, score)
     if built_in is not None and _served(built_in[0], device):
         (problem, bias), score = built_in, None
     if not _served(problem, device):

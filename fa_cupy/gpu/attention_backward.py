@@ -241,11 +241,12 @@ def by_kernels(
     if any(name.startswith("score.") for name in need):
         return None
     arrays, bias = _named(inputs, results), inputs[3]
-    built_in = with_built_in(problem, score)
-    if built_in is not None:
-        (problem, bias), score = built_in, None
-    if not takes_score(problem):
-        return None
+    if score is not None:
+        built_in = with_built_in(problem, score)
+        if built_in is not None:
+            (problem, bias), score = built_in, None
+        elif not takes_score(problem):
+            return None
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
     of_bias = _dbias(inputs[3], bias.dtype) if "bias" in need else None

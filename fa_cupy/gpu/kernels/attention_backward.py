@@ -120,6 +120,7 @@ def make_plan(
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
     space = plan.workspace_of({**launches.scratch, **launches.counters, **copies})
     names = [name for name in ARRAYS if name not in copies]
-    names += score_pointers(traits.problem).values()
+    if traits.problem.score is not None:
+        names += score_pointers(traits.problem).values()
     names += TABLE_ARRAYS if traits.wanted.masked else ()
     return plan.Plan(steps, names, launcher, space), space

@@ -230,7 +230,7 @@ class BackwardSm90(BackwardVariant):
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
         addresses = {name: name for name in ("lse_delta", "tile_counters", "nonfinite_flags")}
         addresses |= traits.mask(params, by_key)
-        addresses |= operand_addresses(problem)
+        addresses |= traits.operands
         maps: dict[str, Any] = {
             f"{name}_map": (name, traits.geometry(name, boxes.get(name, BOX))) for name in _MAPPED
         }
@@ -349,6 +349,11 @@ class Traits:
             score=score_mod_of(problem, sloped=True),
             dbias=views.dbias is not None,
         )
+        #: For fields of a struct, what scores are made of besides products.
+        self.operands = {} if problem.bias is None else {"common.bias": "bias"}
+        if problem.score is not None:
+            of_score = score_pointers(problem).items()
+            self.operands |= {f"common.{field}": name for field, name in of_score}
         self._common = self._constants() if served else None
         self._tables: list[tuple[np.ndarray[Any, Any], dict[str, str]]] = []
         if self.wanted.masked:
@@ -432,12 +437,6 @@ class Traits:
         return {f"mask.{field}": array for field, array in arrays.items()}
 
 
-def operand_addresses(problem: Problem) -> dict[str, str]:
-    """Return, for fields of a struct, what scores are made of besides products."""
-    found = {f"common.{field}": name for field, name in score_pointers(problem).items()}
-    return found if problem.bias is None else found | {"common.bias": "bias"}
-
-
 class Launches:
     """What the launches of a call have in common besides its traits.
 
@@ -506,5 +505,5 @@ def strided_params(
     addresses = {name: name for name in ("lse_delta", "nonfinite_flags")}
     addresses |= {f"{name}.start": name for name in _ARRAYS}
     addresses |= traits.mask(params, by_key)
-    addresses |= operand_addresses(problem)
+    addresses |= traits.operands
     return params, addresses

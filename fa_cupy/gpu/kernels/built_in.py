@@ -33,16 +33,16 @@ class Form(NamedTuple):
     axes: str
 
 
-def with_built_in(problem: Problem, score: Operands | None) -> tuple[Problem, Any] | None:
+def with_built_in(problem: Problem, score: Operands) -> tuple[Problem, Any] | None:
     """Return a problem without its expression, and its bias; None if no softcap and bias say it.
 
     Parameters
     ----------
     problem : Problem
-    score : Operands or None
+    score : Operands
         The expression of the problem.
     """
-    if score is None or problem.softcap or problem.bias is not None:
+    if problem.softcap or problem.bias is not None:
         return None
     form = form_of(score)
     if form is None:

@@ -98,10 +98,12 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
 
 def for_any_layout(problem: Any, target: str | None) -> FwdSm80 | FwdSm90 | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
-    if max(problem.q_len, problem.k_len) > MAX_LENGTH or not takes_score(problem):
+    if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
-    if problem.score is not None and len(problem.batch) > MAX_BATCH_AXES:
+    if problem.score is not None and (
+        len(problem.batch) > MAX_BATCH_AXES or not takes_score(problem)
+    ):
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)

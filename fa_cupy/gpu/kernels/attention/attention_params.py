@@ -192,7 +192,7 @@ class Traits:
         if len(self.views) > len(_ROWS):
             self.sizes, self.strides = merge_axes(problem.batch, self.views)
         self.score = score_mod_of(problem)
-        score_arrays = score_pointers(problem)
+        score_arrays = {} if problem.score is None else score_pointers(problem)
         sinks = () if problem.sinks is None else ("sinks",)
         self.pointers = (*POINTERS, *sinks, *score_arrays.values())
         #: The field of ``AttentionParams`` that points to each.
