@@ -90,6 +90,13 @@ class Program:
         """Whether the score is s and what does not depend on s."""
         return self.slope == tree.number(1.0)
 
+    @functools.cached_property
+    def compile_cost(self) -> int:
+        """About how many seconds it takes to compile: by functions, which a thread has 64 times."""
+        ops = [step.node.op for step in tree.ordered(self.root).steps]
+        functions = sum(op in tree.FUNCTIONS or op == "divide" for op in ops)
+        return functions + 4 * ops.count("float_power") + len(ops) // 16
+
     def steps(self, slopes: tuple[str, ...] = ()) -> Order:
         """Return the steps of the score and of its derivatives.
 

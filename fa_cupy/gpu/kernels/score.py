@@ -20,6 +20,7 @@ from fa_cupy.score.program import BoundScore, Program, itemsize
 from fa_cupy.tiled.softcap import transform
 
 MAX_SCORE_ARRAYS, MAX_SCORE_AXES = 6, 4  # kMaxScoreArrays, kMaxScoreAxes
+MAX_COMPILE_COST = 12  # see `Program.compile_cost`
 #: ``struct ScoreArray`` of ``cuda_src/common/attention_params.cuh``.
 SCORE_ARRAY = np.dtype(
     [("data", np.uint64), ("number", np.float64), ("stride", np.int64, (MAX_SCORE_AXES,))]
@@ -147,12 +148,15 @@ def takes_bias(problem: Problem) -> bool:
 def takes_score(problem: Problem) -> bool:
     """Whether kernels take the expression of a problem, if it has one.
 
-    They take it without a softcap and a bias beside it, with arrays of whole elements.
+    They take it without a softcap and a bias beside it, with arrays of whole elements, and if it is
+    not so long that it would compile for minutes.
     """
     score = problem.score
     if score is None:
         return True
     if problem.softcap or problem.bias is not None or len(score.layouts) > MAX_SCORE_ARRAYS:
+        return False
+    if score.program.compile_cost > MAX_COMPILE_COST:
         return False
     return all(
         len(layout.shape) <= MAX_SCORE_AXES

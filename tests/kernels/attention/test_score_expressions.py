@@ -9,7 +9,7 @@ from fa_cupy import Score, attention, reference
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.built_in import form_of, with_built_in
-from fa_cupy.gpu.kernels.score import ScoreMod
+from fa_cupy.gpu.kernels.score import ScoreMod, takes_score
 from fa_cupy.score import header
 from tests.support import expressions
 from tests.support.every_run import only
@@ -236,3 +236,20 @@ def test_literals_beside_positions_become_floats():
     text = header.header(score.program, exact=True, sloped=False)
     assert "- 16.0f), 0.0f)" in text
     assert "int_to_float(abs" not in text.split("score_in_tile")[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ("s + sin(s) + cos(s) + sin(0.1 * j)", True),
+        (" + ".join(f"sin({n}.0 * s)" for n in range(1, 14)), False),
+        (" + ".join(f"tanh({n}.0 * s)" for n in range(1, 40)), False),
+        (" + ".join(f"tanh({n}.0 * s)" for n in range(1, 6)), True),
+    ],
+)
+def test_expressions_that_would_compile_for_minutes_are_not_compiled(text, taken):
+    options = {"score": Score(text)}
+    operands_in(options)
+    x = np.zeros((4, 8), np.float16)
+    problem = attention_problem.attention_problem(x, x, x, None, None, **options)
+    assert takes_score(problem) == taken
