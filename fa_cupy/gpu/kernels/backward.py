@@ -68,6 +68,7 @@ GROUPS, WORK_STAGES = 2, 2
 _NOTE_BYTES = 8  # MaskTileInfo
 _CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
 _TILE_COUNTERS = 4  # words
+_MULTIPROCESSORS = 132  # of the largest device that has tensor maps and wgmma
 
 #: ``struct BwdSm90Params`` of ``cuda_src/common/backward_sm90.cuh``.
 BWD_SM90_PARAMS = padded(
@@ -216,7 +217,30 @@ class BackwardSm90(BackwardVariant):
         by_key : bool
             Whether the kernel reads a mask by blocks of keys.
         """
-        problem, params = traits.problem, np.zeros(1, BWD_SM90_PARAMS)
+        params, addresses, maps = self.mapped_params(traits, launches, boxes, by_key)
+        launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
+        addresses["tile_counters"] = "tile_counters"
+        grid = launches.persistent(blocks)
+        return Step(self, grid, params, addresses, maps, persistent=True)
+
+    def mapped_params(
+        self,
+        traits: Traits,
+        launches: Launches,
+        boxes: dict[str, int],
+        by_key: bool,
+        dtype: np.dtype[Any] = BWD_SM90_PARAMS,
+    ) -> tuple[np.ndarray[Any, Any], dict[str, str], dict[str, Any]]:
+        """Return a struct that begins as `BWD_SM90_PARAMS`, what fields point to, and the maps.
+
+        Parameters
+        ----------
+        traits, launches, boxes, by_key
+            As for `mapped_step`.
+        dtype : numpy.dtype
+            Of the struct.
+        """
+        problem, params = traits.problem, np.zeros(1, dtype)
         params["common"] = traits.common("q", "dq", problem.v_dim, self.tile_m)
         params["size"] = traits.size
         for name in _READ:
@@ -227,15 +251,13 @@ class BackwardSm90(BackwardVariant):
         l2_group = self.l2_groups[problem.lower is not None or problem.upper is not None]
         params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
-        launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
-        addresses = {name: name for name in ("lse_delta", "tile_counters", "nonfinite_flags")}
+        addresses = {name: name for name in ("lse_delta", "nonfinite_flags")}
         addresses |= traits.mask(params, by_key)
         addresses |= operand_addresses(problem)
         maps: dict[str, Any] = {
             f"{name}_map": (name, traits.geometry(name, boxes.get(name, BOX))) for name in _MAPPED
         }
-        grid = launches.persistent(blocks)
-        return Step(self, grid, params, addresses, maps, persistent=True)
+        return params, addresses, maps
 
 
 class Gradients(NamedTuple):
@@ -273,6 +295,9 @@ class Wanted(NamedTuple):
         What a score is besides a product times a positive scale.
     dbias : bool
         Whether the gradient of the bias is wanted.
+    dbias_fills : bool
+        Whether it has an element for each query and key, and enough tiles of them for a block on
+        each multiprocessor.
     """
 
     dtype: str
@@ -282,6 +307,7 @@ class Wanted(NamedTuple):
     strided: bool = True
     score: ScoreMod | None = None
     dbias: bool = False
+    dbias_fills: bool = False
 
 
 class Traits:
@@ -348,11 +374,19 @@ class Traits:
             strided=served and self._addresses_walk(),
             score=score_mod_of(problem, sloped=True),
             dbias=views.dbias is not None,
+            dbias_fills=views.dbias is not None and self._dbias_fills(views.dbias),
         )
         self._common = self._constants() if served else None
         self._tables: list[tuple[np.ndarray[Any, Any], dict[str, str]]] = []
         if self.wanted.masked:
             self._tables = [(table_of(problem, side), table_arrays(side)) for side in (False, True)]
+
+    def _dbias_fills(self, view: View) -> bool:
+        """Whether the gradient of the bias is of pairs, with a tile for each multiprocessor."""
+        kept = (n for n, step in zip(self.size, self.steps["dbias"], strict=True) if step)
+        tiles = -(-self.problem.q_len // PADDED) * -(-self.problem.k_len // PADDED)
+        outputs = math.prod(kept) * tiles
+        return 0 not in view.strides[-2:] and _MULTIPROCESSORS <= outputs <= MAX_GRID
 
     def _maps_walk(self) -> bool:
         """Whether tensor maps can walk the arrays, and a launch has a block for each tile."""

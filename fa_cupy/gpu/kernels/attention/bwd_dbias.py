@@ -1,0 +1,195 @@
+"""The host side of ``bwd_dbias_sm80`` and ``bwd_dbias_sm90``: the gradient of a bias."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
+from fa_cupy.gpu.kernels.backward import (
+    BACKWARD_FIELDS,
+    BWD_SM90_PARAMS,
+    BackwardSm80,
+    BackwardSm90,
+    Launches,
+    Traits,
+    strided_params,
+)
+from fa_cupy.gpu.kernels.score import ScoreMod
+from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
+from fa_cupy.gpu.plan import Step
+
+_STRIDES: list[Any] = [
+    *[(name, np.int64) for name in ("dbias_row", "dbias_col")],
+    ("dbias_batch", np.int64, (MAP_AXES,)),
+]
+#: ``struct DbiasParams`` of ``cuda_src/attention/bwd_dbias_sm80.cu``.
+DBIAS_PARAMS = np.dtype(
+    [*BACKWARD_FIELDS]
+    + [(name, np.uint64) for name in ("dbias", "row_statistics", "partial_sums", "split_counters")]
+    + _STRIDES
+    + [(name, np.int32) for name in ("sums_queries", "sums_keys", "splits")],
+    align=True,
+)
+
+
+def _derived(base: np.dtype[Any], fields: list[Any]) -> np.dtype[Any]:
+    """Return the struct of more fields behind a base, whose alignment is 64."""
+    more = np.dtype(fields, align=True)
+    placed = [
+        (name, field[0], start + field[1])
+        for start, struct in ((0, base), (base.itemsize, more))
+        for name, field in (struct.fields or {}).items()
+    ]
+    names, formats, offsets = zip(*placed, strict=True)
+    size = base.itemsize + -(-more.itemsize // 64) * 64
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": size},
+        align=True,
+    )
+
+
+#: ``struct DbiasParams`` of ``cuda_src/attention/bwd_dbias_sm90.cu``.
+DBIAS_SM90_PARAMS = _derived(
+    BWD_SM90_PARAMS, [(name, np.uint64) for name in ("dbias", "row_statistics")] + _STRIDES
+)
+# Blocks for each multiprocessor that a launch should have: with fewer tiles, blocks share them.
+_WAVES = 2
+_LEAST_STEPS = 2  # of a split
+_MOST_STAGES = 5  # of ``bwd_dbias_sm90``
+_WORK_BYTES = 144  # OwnTile, three of PairStep and a word
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdDbiasSm80(BackwardSm80):
+    """A row of ``bwd_dbias_sm80``; there is none for scores without a bias."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        return 4 * self.dim * (self.tile_m + self.tile_n) + 8 * self.tile_m + _WORK_BYTES
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_DBIAS_PARAMS_BYTES", DBIAS_PARAMS.itemsize))
+
+    def step(self, traits: Traits, launches: Launches) -> Step:
+        """Return the launch: a block for each tile of the gradient, or for each split of one."""
+        params, addresses = strided_params(traits, launches, self.tile_m, False, DBIAS_PARAMS)
+        problem, p = traits.problem, params[0]
+        view, steps = traits.views["dbias"], traits.steps["dbias"]
+        _fill_strides(p, traits)
+        tiles = -(-problem.q_len // self.tile_m), -(-problem.k_len // self.tile_n)
+        summed = [step == 0 for step in view.strides[-2:]]
+        p["sums_queries"], p["sums_keys"] = summed
+        of_axes = [*zip(traits.size, (step == 0 for step in steps), strict=True)]
+        of_axes += zip(tiles, summed, strict=True)
+        outputs = math.prod(n for n, is_summed in of_axes if not is_summed)
+        shared = math.prod(n for n, is_summed in of_axes if is_summed)
+        wanted = -(-_WAVES * launches.multiprocessors // outputs)
+        p["splits"] = splits = max(1, min(wanted, shared // _LEAST_STEPS))
+        addresses |= {name: name for name in ("dbias", "row_statistics")}
+        if splits > 1:
+            numbers = 1 if any(summed) else self.tile_m * self.tile_n // self.threads
+            launches.scratch["partial_sums"] = 4 * outputs * splits * numbers * self.threads
+            launches.counters["split_counters"] = 4 * outputs
+            addresses |= {name: name for name in ("partial_sums", "split_counters")}
+        return Step(self, outputs * splits, params, addresses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdDbiasSm90(BackwardSm90):
+    """A row of ``bwd_dbias_sm90``: two warpgroups of 64 queries each, and one that feeds them."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        assert self.score is not None
+        tiles = self.stages * self.row_bytes * (self.tile_m + self.tile_n)
+        bias = self.tile_m * self.tile_n * (2 if self.score.has_16_bit_pairs else 4)
+        rows = -(-self.stages // 2) * 8 * self.tile_m
+        return tiles + bias + rows + 16 * self.stages
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_DBIAS_PARAMS_BYTES", DBIAS_SM90_PARAMS.itemsize))
+
+    def for_score(self, score: ScoreMod | None) -> BwdDbiasSm90:
+        """Return the build of this row for calls with such scores, of as many stages as fit."""
+        row = dataclasses.replace(self, score=score, stages=_MOST_STAGES)
+        while row.shared_bytes > SHARED_LIMIT["sm_90a"]:
+            row = dataclasses.replace(row, stages=row.stages - 1)
+        return row
+
+    def step(self, traits: Traits, launches: Launches) -> Step:
+        """Return the launch: a block for each tile of the gradient."""
+        boxes = dict.fromkeys(("q", "k", "v", "dout"), self.tile_m)
+        params, addresses, maps = self.mapped_params(
+            traits, launches, boxes, by_key=False, dtype=DBIAS_SM90_PARAMS
+        )
+        _fill_strides(params[0], traits)
+        addresses |= {name: name for name in ("dbias", "row_statistics")}
+        problem, steps = traits.problem, traits.steps["dbias"]
+        tiles = -(-problem.q_len // self.tile_m) * -(-problem.k_len // self.tile_n)
+        kept = (n for n, step in zip(traits.size, steps, strict=True) if step)
+        return Step(self, math.prod(kept) * tiles, params, addresses, maps)
+
+
+def _fill_strides(params: np.void, traits: Traits) -> None:
+    """Write how the gradient lies in memory into a struct."""
+    dtype, view = traits.problem.bias_dtype, traits.views["dbias"]
+    assert dtype is not None
+    params["dbias_row"], params["dbias_col"] = (x // dtype.itemsize for x in view.strides[-2:])
+    params["dbias_batch"] = [x // dtype.itemsize for x in traits.steps["dbias"]]
+
+
+def _rows() -> Iterator[BwdDbiasSm80]:
+    # dim, tile_m, tile_n, warps, score, why. Calls get builds for their scores; those of the table
+    # are examples. Of one dim, the first row that a device has the shared memory for is taken.
+    pair = ScoreMod(bias_axes="pair", bias_dtype="bfloat16")
+    key = ScoreMod(bias_axes="key", bias_dtype="float32")
+    query = ScoreMod(bias_axes="query", bias_dtype="float16")
+    softcap = ScoreMod(softcap=True, bias_axes="pair", bias_dtype="float32")
+    rows = (
+        (32, 128, 128, 8, key, "sums, scores and dP of 32 x 64 pairs are 192 registers a thread"),
+        (64, 128, 128, 8, pair, "as for 32"),
+        (96, 128, 128, 8, query, "as for 32; all that fits the 99 KB of the smallest targets"),
+        (128, 128, 128, 8, pair, "as for 32; a tile reads the fewest bytes a pair"),
+        (128, 128, 64, 8, softcap, "fits the 99 KB of the smallest targets"),
+        (192, 64, 64, 4, softcap, "fits the 99 KB of the smallest targets"),
+        (256, 64, 32, 4, pair, "as for 192"),
+    )
+    for dim, tile_m, tile_n, warps, score, why in rows:
+        for dtype, sparse in product(DTYPE_NAMES, (False, True)):
+            yield BwdDbiasSm80(
+                source="attention/bwd_dbias_sm80", dtype=dtype, dim=dim, tile_m=tile_m,
+                tile_n=tile_n, warps=warps, stages=1, blocks=1, sparse=sparse, score=score, why=why,
+            )  # fmt: skip
+
+
+def _rows_sm90() -> Iterator[BwdDbiasSm90]:
+    # dim, score, why; of stages there are as many as shared memory has room for.
+    pair = ScoreMod(bias_axes="pair", bias_dtype="bfloat16")
+    softcap = ScoreMod(softcap=True, bias_axes="pair", bias_dtype="float32")
+    rows = (
+        (64, softcap, "sums, scores and dP of 64 x 128 pairs are 192 registers a thread"),
+        (128, pair, "as for 64; a tile reads the fewest bytes a pair"),
+    )
+    for (dim, score, why), dtype in product(rows, DTYPE_NAMES):
+        yield BwdDbiasSm90(
+            source="attention/bwd_dbias_sm90", dtype=dtype, dim=dim, tile_m=128, tile_n=128,
+            warps=12, stages=_MOST_STAGES, score=score, why=why,
+        ).for_score(score)  # fmt: skip
+
+
+SM80 = tuple(_rows())
+SM90 = tuple(_rows_sm90())
