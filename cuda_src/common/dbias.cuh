@@ -1,8 +1,8 @@
 // What the kernels for the gradient of a bias share: which batch entries share an element, weights
 // of rows with a large LSE, and how sums are rounded and stored.
 //
-// `Params` has the sizes of the batch axes, and of the gradient the strides in elements, which are 0
-// along an axis that is summed over.
+// `Params` has the sizes of the batch axes and the strides of the gradient, in elements: 0 along an
+// axis that is summed over.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/element.cuh"
@@ -45,8 +45,8 @@ FA_DEVICE int64 dbias_offset(const Params& params, uint32 entry) {
   return offset;
 }
 
-// A product of a query and a key, which are rows of tiles in shared memory, added up in the order of
-// bwd_nonfinite: the largest of such products, which it leaves, is then the largest one bit for bit.
+// A product of a query and a key, rows of tiles in shared memory, added up in the order of
+// bwd_nonfinite: the largest of such products, which it leaves, is then the same bit for bit.
 template <bool kBf16, int kDim, typename QueryTile, typename KeyTile>
 FA_DEVICE float product_in_order(uint32 q_tile, uint32 k_tile, int row, int col) {
   float sum = 0.0f;

@@ -16,8 +16,9 @@ from fa_cupy.core import attention_problem, linear_problem
 from fa_cupy.gpu.kernels import attention_backward as backward_launches
 from fa_cupy.gpu.kernels import backward, forward, products
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
-from fa_cupy.gpu.kernels.attention.bwd_dbias import BwdDbiasSm80, BwdDbiasSm90
 from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
+from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm80 import BwdDbiasSm80
+from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm90 import BwdDbiasSm90
 from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of

@@ -19,7 +19,6 @@ from typing import TypeVar
 from fa_cupy.gpu import plan
 from fa_cupy.gpu.kernels.attention import (
     bwd_convert_dq,
-    bwd_dbias,
     bwd_dkdv_sm80,
     bwd_dkdv_sm90,
     bwd_dq_sm80,
@@ -28,6 +27,7 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_preprocess,
     bwd_sm90,
 )
+from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80, bwd_dbias_sm90
 from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.gpu.kernels.score import score_pointers
@@ -43,8 +43,8 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_nonfinite.VARIANTS,
     *bwd_dkdv_sm80.VARIANTS,
     *bwd_dq_sm80.VARIANTS,
-    *bwd_dbias.SM80,
-    *bwd_dbias.SM90,
+    *bwd_dbias_sm80.VARIANTS,
+    *bwd_dbias_sm90.VARIANTS,
 )
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -98,8 +98,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     last: list[BackwardVariant] = []
     of_pairs = wanted.score is not None and wanted.score.bias_axes == "pair"
     if wanted.mapped and wanted.dbias_fills and of_pairs:  # one may broadcast where it is read only
-        last += pick(bwd_dbias.SM90, wanted.masked)
-    return *found, *(last or pick(bwd_dbias.SM80, wanted.masked))
+        last += pick(bwd_dbias_sm90.VARIANTS, wanted.masked)
+    return *found, *(last or pick(bwd_dbias_sm80.VARIANTS, wanted.masked))
 
 
 def make_plan(

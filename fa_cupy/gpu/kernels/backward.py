@@ -203,6 +203,7 @@ class BackwardSm90(BackwardVariant):
         blocks: int,
         boxes: dict[str, int],
         by_key: bool = True,
+        dtype: np.dtype[Any] = BWD_SM90_PARAMS,
     ) -> Step:
         """Return a launch whose blocks take parts of the work until none is left.
 
@@ -216,29 +217,8 @@ class BackwardSm90(BackwardVariant):
             Rows of the boxes of arrays, where these are not `BOX`.
         by_key : bool
             Whether the kernel reads a mask by blocks of keys.
-        """
-        params, addresses, maps = self.mapped_params(traits, launches, boxes, by_key)
-        launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
-        addresses["tile_counters"] = "tile_counters"
-        grid = launches.persistent(blocks)
-        return Step(self, grid, params, addresses, maps, persistent=True)
-
-    def mapped_params(
-        self,
-        traits: Traits,
-        launches: Launches,
-        boxes: dict[str, int],
-        by_key: bool,
-        dtype: np.dtype[Any] = BWD_SM90_PARAMS,
-    ) -> tuple[np.ndarray[Any, Any], dict[str, str], dict[str, Any]]:
-        """Return a struct that begins as `BWD_SM90_PARAMS`, what fields point to, and the maps.
-
-        Parameters
-        ----------
-        traits, launches, boxes, by_key
-            As for `mapped_step`.
         dtype : numpy.dtype
-            Of the struct.
+            Of a struct that begins as `BWD_SM90_PARAMS`.
         """
         problem, params = traits.problem, np.zeros(1, dtype)
         params["common"] = traits.common("q", "dq", problem.v_dim, self.tile_m)
@@ -251,13 +231,15 @@ class BackwardSm90(BackwardVariant):
         l2_group = self.l2_groups[problem.lower is not None or problem.upper is not None]
         params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
-        addresses = {name: name for name in ("lse_delta", "nonfinite_flags")}
+        launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
+        addresses = {name: name for name in ("lse_delta", "tile_counters", "nonfinite_flags")}
         addresses |= traits.mask(params, by_key)
         addresses |= operand_addresses(problem)
         maps: dict[str, Any] = {
             f"{name}_map": (name, traits.geometry(name, boxes.get(name, BOX))) for name in _MAPPED
         }
-        return params, addresses, maps
+        grid = launches.persistent(blocks)
+        return Step(self, grid, params, addresses, maps, persistent=True)
 
 
 class Gradients(NamedTuple):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import BitMask
 from fa_cupy.gpu.kernels import backward
-from fa_cupy.gpu.kernels.attention import bwd_dbias
+from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80
 from fa_cupy.gpu.kernels.attention_backward import make_plan, select
 from tests.support.every_run import examples, only
 from tests.support.gradients_of_biases import (
@@ -361,7 +361,7 @@ def test_how_many_blocks_share_a_tile():
 
 
 def test_every_dim_has_rows_for_all_targets():
-    rows = bwd_dbias.SM80
+    rows = bwd_dbias_sm80.VARIANTS
     assert {(row.dim, row.dtype, row.sparse) for row in rows} == {
         (dim, dtype, sparse) for dim in DIMS for dtype in DTYPES for sparse in (False, True)
     }
@@ -371,7 +371,7 @@ def test_every_dim_has_rows_for_all_targets():
 
 
 def test_the_kernel_is_launched_last_and_only_where_it_is_wanted():
-    score = bwd_dbias.SM80[0].score
+    score = bwd_dbias_sm80.VARIANTS[0].score
     for target, mapped in (("sm_90a", True), ("sm_80", False)):
         wanted = backward.Wanted("float16", 64, mapped=mapped, score=score)
         without = select(wanted, target)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy.gpu.kernels import backward
-from fa_cupy.gpu.kernels.attention import bwd_dbias
+from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm90
 from fa_cupy.gpu.kernels.attention_backward import make_plan, select
 from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.support import gradients_of_biases as biases
@@ -276,7 +276,7 @@ def test_it_serves_what_it_is_for():
 
 def test_as_many_stages_as_fit():
     stages = {}
-    for row in bwd_dbias.SM90:
+    for row in bwd_dbias_sm90.VARIANTS:
         for of in ("bfloat16", "float64"):
             score = ScoreMod(bias_axes="pair", bias_dtype=of)
             stages[row.dim, of] = row.for_score(score).stages

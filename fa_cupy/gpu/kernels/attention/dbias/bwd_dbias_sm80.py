@@ -1,8 +1,7 @@
-"""The host side of ``bwd_dbias_sm80`` and ``bwd_dbias_sm90``: the gradient of a bias."""
+"""The host side of ``bwd_dbias_sm80``, which computes the gradient of a bias on any device."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.backward import (
     BACKWARD_FIELDS,
-    BWD_SM90_PARAMS,
     BackwardSm80,
-    BackwardSm90,
     Launches,
     Traits,
     strided_params,
@@ -26,7 +22,8 @@ from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
-_STRIDES: list[Any] = [
+#: Fields of the structs of both kernels, in elements: how the gradient lies in memory.
+DBIAS_STRIDES: list[Any] = [
     *[(name, np.int64) for name in ("dbias_row", "dbias_col")],
     ("dbias_batch", np.int64, (MAP_AXES,)),
 ]
@@ -34,36 +31,13 @@ _STRIDES: list[Any] = [
 DBIAS_PARAMS = np.dtype(
     [*BACKWARD_FIELDS]
     + [(name, np.uint64) for name in ("dbias", "row_statistics", "partial_sums", "split_counters")]
-    + _STRIDES
+    + DBIAS_STRIDES
     + [(name, np.int32) for name in ("sums_queries", "sums_keys", "splits")],
     align=True,
-)
-
-
-def _derived(base: np.dtype[Any], fields: list[Any]) -> np.dtype[Any]:
-    """Return the struct of more fields behind a base, whose alignment is 64."""
-    more = np.dtype(fields, align=True)
-    placed = [
-        (name, field[0], start + field[1])
-        for start, struct in ((0, base), (base.itemsize, more))
-        for name, field in (struct.fields or {}).items()
-    ]
-    names, formats, offsets = zip(*placed, strict=True)
-    size = base.itemsize + -(-more.itemsize // 64) * 64
-    return np.dtype(
-        {"names": names, "formats": formats, "offsets": offsets, "itemsize": size},
-        align=True,
-    )
-
-
-#: ``struct DbiasParams`` of ``cuda_src/attention/bwd_dbias_sm90.cu``.
-DBIAS_SM90_PARAMS = _derived(
-    BWD_SM90_PARAMS, [(name, np.uint64) for name in ("dbias", "row_statistics")] + _STRIDES
 )
 # Blocks for each multiprocessor that a launch should have: with fewer tiles, blocks share them.
 _WAVES = 2
 _LEAST_STEPS = 2  # of a split
-_MOST_STAGES = 5  # of ``bwd_dbias_sm90``
 _WORK_BYTES = 144  # OwnTile, three of PairStep and a word
 
 
@@ -86,7 +60,7 @@ class BwdDbiasSm80(BackwardSm80):
         params, addresses = strided_params(traits, launches, self.tile_m, False, DBIAS_PARAMS)
         problem, p = traits.problem, params[0]
         view, steps = traits.views["dbias"], traits.steps["dbias"]
-        _fill_strides(p, traits)
+        fill_strides(p, traits)
         tiles = -(-problem.q_len // self.tile_m), -(-problem.k_len // self.tile_n)
         summed = [step == 0 for step in view.strides[-2:]]
         p["sums_queries"], p["sums_keys"] = summed
@@ -105,46 +79,7 @@ class BwdDbiasSm80(BackwardSm80):
         return Step(self, outputs * splits, params, addresses)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BwdDbiasSm90(BackwardSm90):
-    """A row of ``bwd_dbias_sm90``: two warpgroups of 64 queries each, and one that feeds them."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
-        assert self.score is not None
-        tiles = self.stages * self.row_bytes * (self.tile_m + self.tile_n)
-        bias = self.tile_m * self.tile_n * (2 if self.score.has_16_bit_pairs else 4)
-        rows = -(-self.stages // 2) * 8 * self.tile_m
-        return tiles + bias + rows + 16 * self.stages
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (*super().defines, ("FA_DBIAS_PARAMS_BYTES", DBIAS_SM90_PARAMS.itemsize))
-
-    def for_score(self, score: ScoreMod | None) -> BwdDbiasSm90:
-        """Return the build of this row for calls with such scores, of as many stages as fit."""
-        row = dataclasses.replace(self, score=score, stages=_MOST_STAGES)
-        while row.shared_bytes > SHARED_LIMIT["sm_90a"]:
-            row = dataclasses.replace(row, stages=row.stages - 1)
-        return row
-
-    def step(self, traits: Traits, launches: Launches) -> Step:
-        """Return the launch: a block for each tile of the gradient."""
-        boxes = dict.fromkeys(("q", "k", "v", "dout"), self.tile_m)
-        params, addresses, maps = self.mapped_params(
-            traits, launches, boxes, by_key=False, dtype=DBIAS_SM90_PARAMS
-        )
-        _fill_strides(params[0], traits)
-        addresses |= {name: name for name in ("dbias", "row_statistics")}
-        problem, steps = traits.problem, traits.steps["dbias"]
-        tiles = -(-problem.q_len // self.tile_m) * -(-problem.k_len // self.tile_n)
-        kept = (n for n, step in zip(traits.size, steps, strict=True) if step)
-        return Step(self, math.prod(kept) * tiles, params, addresses, maps)
-
-
-def _fill_strides(params: np.void, traits: Traits) -> None:
+def fill_strides(params: np.void, traits: Traits) -> None:
     """Write how the gradient lies in memory into a struct."""
     dtype, view = traits.problem.bias_dtype, traits.views["dbias"]
     assert dtype is not None
@@ -176,20 +111,4 @@ def _rows() -> Iterator[BwdDbiasSm80]:
             )  # fmt: skip
 
 
-def _rows_sm90() -> Iterator[BwdDbiasSm90]:
-    # dim, score, why; of stages there are as many as shared memory has room for.
-    pair = ScoreMod(bias_axes="pair", bias_dtype="bfloat16")
-    softcap = ScoreMod(softcap=True, bias_axes="pair", bias_dtype="float32")
-    rows = (
-        (64, softcap, "sums, scores and dP of 64 x 128 pairs are 192 registers a thread"),
-        (128, pair, "as for 64; a tile reads the fewest bytes a pair"),
-    )
-    for (dim, score, why), dtype in product(rows, DTYPE_NAMES):
-        yield BwdDbiasSm90(
-            source="attention/bwd_dbias_sm90", dtype=dtype, dim=dim, tile_m=128, tile_n=128,
-            warps=12, stages=_MOST_STAGES, score=score, why=why,
-        ).for_score(score)  # fmt: skip
-
-
-SM80 = tuple(_rows())
-SM90 = tuple(_rows_sm90())
+VARIANTS = tuple(_rows())
