@@ -28,7 +28,8 @@ constexpr int kBlocks = kDim / 64;         // a tile in shared memory has blocks
 constexpr int kTileBytes = kTileM * 128 * kBlocks;
 constexpr int kRowStages = (kStages + 1) / 2;  // stages of dO that are in use at a time
 constexpr int kMmaN = kTileN / 8;
-constexpr int kPart = 4;  // groups of 8 keys whose bias is in registers at a time
+// Groups of 8 keys whose bias is in registers at a time.
+constexpr int kPart = kBiasIs16Bit ? 4 : 2;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kBiasAxes == kBiasOfPair, "the gradient is that of a bias of queries and keys");
 static_assert(!kSparse, "a mask wants bwd_dbias_sm80");
@@ -89,6 +90,10 @@ FA_DEVICE OwnTile find_own_tile(const DbiasParams& params) {
 
 // --------------------------------------------------------------------------------------- producer
 FA_DEVICE void produce(const DbiasParams& params, SharedStorage& shared, const OwnTile& own) {
+  prefetch_tensormap(&params.q_map);
+  prefetch_tensormap(&params.k_map);
+  prefetch_tensormap(&params.dout_map);
+  prefetch_tensormap(&params.v_map);
   Pipeline pipe;
 #pragma unroll 1
   for (int step = 0; step < own.steps; ++step) {
