@@ -17,6 +17,7 @@
 // be computed again.  It is launched after bwd_nonfinite, which leaves what is known of rows whose
 // LSE is too large for weights (common/large_lse.cuh).
 #include "cuda_src/common/backward_sm80.cuh"
+#include "cuda_src/common/dbias.cuh"
 #include "cuda_src/common/large_lse.cuh"
 #include "ptx/atomic.cuh"
 
@@ -33,6 +34,7 @@ constexpr int kWarpCols = 2, kWarpRows = kWarps / kWarpCols;  // warps that shar
 constexpr int kOwnRows = kTileM / kWarpRows, kOwnCols = kTileN / kWarpCols;  // of a warp
 constexpr int kMmaM = kOwnRows / 16, kMmaN = kOwnCols / 8;
 constexpr int kOwnPairs = kMmaM * kMmaN * 4;  // of a thread
+static_assert(kDbiasAxes == kAxes, "both are axes of the batch");
 static_assert(kHasBias, "the gradient is that of a bias");
 static_assert(kDim % 32 == 0 && kDim <= 256, "dims are padded to a multiple of 32, at most 256");
 static_assert(kMmaM * 16 == kOwnRows && kMmaN % 2 == 0 && kMmaN * 8 == kOwnCols,
@@ -123,21 +125,6 @@ FA_DEVICE void find_own_tile(const DbiasParams& params, OwnTile& own) {
   own.end = min(steps, own.begin + share);
 }
 
-// A batch entry, given its number along the axes that the gradient has and along the others.
-FA_DEVICE uint32 entry_of(const DbiasParams& params, uint32 own, uint32 other) {
-  uint32 entry = 0, step = 1;
-#pragma unroll
-  for (int axis = kAxes - 1; axis >= 0; --axis) {
-    const bool is_summed = params.dbias_batch[axis] == 0;
-    const uint32 size = params.size[axis], from = is_summed ? other : own, rest = from / size;
-    entry += (from - rest * size) * step;
-    step *= size;
-    other = is_summed ? rest : other;
-    own = is_summed ? own : rest;
-  }
-  return entry;
-}
-
 // Finds the first step from this one on that has a pair which is not hidden by the band, and whose
 // block a mask does not hide; the end if there is none.
 FA_DEVICE void find_step(const DbiasParams& params, const OwnTile& own, int64 index,
@@ -210,9 +197,6 @@ FA_DEVICE void load_dout_v(const DbiasParams& params, SharedStorage& shared, con
 }
 
 // ---------------------------------------------------------------------------------------- weights
-// In place of the weight of a hidden pair.
-constexpr float kHiddenWeight = -1.0f;
-
 // What is known of the rows of this thread.
 struct OwnRows {
   float lse[kMmaM][2], delta[kMmaM][2];
@@ -235,25 +219,6 @@ FA_DEVICE void load_own_rows(OwnRows& rows, const SharedStorage& shared) {
   }
 }
 
-// A product of a query and a key, added up in the order of bwd_nonfinite: the largest of such
-// products, which it leaves, is then the largest one bit for bit.
-FA_DEVICE float product_in_order(const SharedStorage& shared, int row, int col) {
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int chunk = 0; chunk < kDim / 8; ++chunk) {
-    uint32 q[4], k[4];
-    ld_shared_v4_b32(q, cvta_to_shared(shared.q) + QueryTile::offset(row, chunk));
-    ld_shared_v4_b32(k, cvta_to_shared(shared.k) + KeyTile::offset(col, chunk));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint16 x = static_cast<uint16>(q[i / 2] >> i % 2 * 16);
-      const uint16 y = static_cast<uint16>(k[i / 2] >> i % 2 * 16);
-      sum = fmaf(to_float<kBf16>(x), to_float<kBf16>(y), sum);
-    }
-  }
-  return sum;
-}
-
 // Whether a query of the tile has a large LSE, which is the same for all threads.
 FA_DEVICE bool any_large_lse(const SharedStorage& shared) {
   bool any = false;
@@ -263,37 +228,6 @@ FA_DEVICE bool any_large_lse(const SharedStorage& shared) {
     any |= is_large_lse((&shared.lse_delta[0].x)[own / 2 * 4 + own % 2]);
   }
   return __any_sync(kFullWarp, any);
-}
-
-// Puts the weights of queries with a large LSE in their places.  Rolled up, because it is rarely
-// run; registers have no index, so each weight is offered to all of them.
-FA_DEVICE void replace_large_weights(const DbiasParams& params, const SharedStorage& shared,
-                                     const PairStep& step, uint32 is_large,
-                                     float (&weights)[kMmaM][kMmaN][4]) {
-  const AttentionParams& p = params.common;
-  const BatchOffsets at = batch_offsets(p, step.entry);
-  const float2* statistics =
-      params.row_statistics + 2 * static_cast<int64>(step.entry) * params.row_pairs;
-  const int lane = tid_x_again() % 32;
-#pragma unroll 1
-  for (int n = 0; n < kOwnPairs; ++n) {
-    const int i = n / (4 * kMmaN), j = n / 4 % kMmaN, e = n % 4;
-    const int row = warp_row() + 16 * i + 8 * (e / 2) + lane / 4;
-    const int col = warp_col() + 8 * j + lane % 4 * 2 + e % 2;
-    const int query = step.query_tile * kTileM + row, key = step.key_tile * kTileN + col;
-    const bool is_own = (is_large >> (2 * i + e / 2) & 1) != 0 && key < p.k_len;
-    float weight = 0.0f;
-    if (is_own) {
-      const float2 of = statistics[query];
-      const float score = score_from_product(p, at, product_in_order(shared, row, col), query, key);
-      weight = ex2_approx_ftz(scale_score(score, p.exp2_scale) - of.x) * of.y;
-    }
-#pragma unroll
-    for (int m = 0; m < kOwnPairs; ++m) {
-      float& of_pair = weights[m / (4 * kMmaN)][m / 4 % kMmaN][m % 4];
-      of_pair = m == n && is_own && of_pair != kHiddenWeight ? weight : of_pair;
-    }
-  }
 }
 
 // Turns products into weights.  A query that does not exist, or that attends to nothing, has an
@@ -417,65 +351,12 @@ FA_DEVICE bool add_splits(const DbiasParams& params, SharedStorage& shared, cons
   return true;
 }
 
-// Rounds to the type of the bias.
-FA_DEVICE void store_rounded(void* base, int64 index, float x) {
-  if constexpr (kBiasIs16Bit) {
-    static_cast<uint16*>(base)[index] = static_cast<uint16>(pack2<kBiasKind == kBfloat16>(x, 0.0f));
-  } else {
-    static_cast<float*>(base)[index] = x;
-  }
-}
-// Of two elements next to each other, at a multiple of the bytes of both.
-FA_DEVICE void store_rounded_pair(void* base, int64 index, float low, float high) {
-  if constexpr (kBiasIs16Bit) {
-    *reinterpret_cast<uint32*>(static_cast<uint16*>(base) + index) =
-        pack2<kBiasKind == kBfloat16>(low, high);
-  } else {
-    *reinterpret_cast<float2*>(static_cast<float*>(base) + index) = make_float2(low, high);
-  }
-}
-
-// Where the gradient of an entry begins, in elements.
-FA_DEVICE int64 dbias_offset(const DbiasParams& params, uint32 entry) {
-  int64 offset = 0;
-#pragma unroll
-  for (int axis = kAxes - 1; axis >= 0; --axis) {
-    const uint32 size = params.size[axis];
-    offset += entry % size * params.dbias_batch[axis];
-    entry /= size;
-  }
-  return offset;
-}
-
 FA_DEVICE void store_tile(const DbiasParams& params, const OwnTile& own,
                           const float (&x)[kMmaM][kMmaN][4]) {
-  const AttentionParams& p = params.common;
-  constexpr int kBytes = kBiasIs16Bit ? 2 : 4;
-  const int64 start = dbias_offset(params, entry_of(params, own.entry, 0));
-  const uint64 address = reinterpret_cast<uint64>(params.dbias) + start * kBytes;
-  const bool pairs =
-      params.dbias_col == 1 && params.dbias_row % 2 == 0 && address % (2 * kBytes) == 0;
   const int lane = tid_x_again() % 32;
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int query = own.query_tile * kTileM + warp_row() + 16 * i + 8 * h + lane / 4;
-      if (query >= p.q_len) continue;
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-        const int key = own.key_tile * kTileN + warp_col() + 8 * j + lane % 4 * 2;
-        const int64 at = start + query * params.dbias_row + key * params.dbias_col;
-        const float low = x[i][j][2 * h], high = x[i][j][2 * h + 1];
-        if (pairs && key + 1 < p.k_len) {
-          store_rounded_pair(params.dbias, at, low, high);
-        } else {
-          if (key < p.k_len) store_rounded(params.dbias, at, low);
-          if (key + 1 < p.k_len) store_rounded(params.dbias, at + params.dbias_col, high);
-        }
-      }
-    }
-  }
+  store_pairs(params, dbias_offset(params, entry_of(params, own.entry, 0)),
+              own.query_tile * kTileM + warp_row() + lane / 4,
+              own.key_tile * kTileN + warp_col() + lane % 4 * 2, x);
 }
 
 // Stores the sum of a row of the tile, or of a column, or of all of it.
@@ -533,7 +414,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (!any_large) load_next_qk();
     products_to_weights(params, step, rows, weights);
     if (any_large) {
-      replace_large_weights(params, shared, step, rows.is_large, weights);
+      replace_large_weights<kBf16, kDim, QueryTile, KeyTile>(
+          params, cvta_to_shared(shared.q), cvta_to_shared(shared.k), step.entry,
+          step.query_tile * kTileM, step.key_tile * kTileN, warp_row(), warp_col(), rows.is_large,
+          weights);
       load_next_qk();
     }
 

@@ -1,5 +1,6 @@
 """Gradients by the kernels for Hopper: which calls they get, and what is their own in them."""
 
+import math
 import threading
 
 import numpy as np
@@ -69,8 +70,16 @@ def check_kernels(case, dbias=False):
     wide = max(case.q.shape[-1], case.v.shape[-1]) > 128
     narrow = ["bwd_sm90", "bwd_convert_dq"]
     main = ["bwd_dkdv_sm90", "bwd_dq_sm90"] if wide else narrow
-    last = ["bwd_nonfinite", *["bwd_dbias_sm80"] * dbias]
+    of_bias = "bwd_dbias_sm90" if dbias and has_many_tiles(case) and not wide else "bwd_dbias_sm80"
+    last = ["bwd_nonfinite", *[of_bias] * dbias]
     assert names == ["bwd_preprocess", *main, *last]
+
+
+def has_many_tiles(case):
+    """Whether the gradient of the bias is of pairs, with a tile for each multiprocessor."""
+    lengths = case.q.shape[-2], case.k.shape[-2]
+    tiles = math.prod(case.bias.shape[:-2]) * math.prod(-(-n // 128) for n in lengths)
+    return case.bias.shape[-2:] == lengths and case.mask is None and tiles >= 132
 
 
 class Call:
@@ -314,6 +323,9 @@ def test_gradients_of_biases(dim, what):
         run((2, 4), 2, 300, 400, (4,), mask=blocks_of(np.random.default_rng(1), 4, 300, 400))
     # More tiles than blocks at once, and fewer, which share them.
     run((2, 8), 4, 1000, 900, (), **causal)
+    # As many as the kernel for SM90 wants, if they are of pairs.
+    run((2, 2), 1, 1450, 1490, (), dlse=True)
+    run((2, 4), 4, 700, 750, (4,), **causal)
 
 
 @pytest.mark.parametrize("shape", [(700, 700), (4, 1, 700), (4, 700, 1), (4, 1, 1)], ids=str)

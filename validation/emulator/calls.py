@@ -16,8 +16,9 @@ from fa_cupy.core import attention_problem, linear_problem
 from fa_cupy.gpu.kernels import attention_backward as backward_launches
 from fa_cupy.gpu.kernels import backward, forward, products
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
-from fa_cupy.gpu.kernels.attention.bwd_dbias_sm80 import BwdDbiasSm80
 from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
+from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm80 import BwdDbiasSm80
+from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm90 import BwdDbiasSm90
 from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
@@ -160,7 +161,7 @@ def attention_backward(
         problem, bias = with_float32_bias(np, problem, bias)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     dbias, of_bias = None, None
-    if any(isinstance(row, BwdDbiasSm80) for row in rows):
+    if any(isinstance(row, BwdDbiasSm80 | BwdDbiasSm90) for row in rows):
         assert bias is not None
         dbias = core_arrays.empty_laid_out(np, bias.shape, bias, bias.dtype)
         dbias[...] = np.nan

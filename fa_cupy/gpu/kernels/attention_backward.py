@@ -4,7 +4,8 @@
 which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and dV and
 ``bwd_dq_sm90`` dQ, where dims are wide; or ``bwd_dkdv_sm80`` and ``bwd_dq_sm80`` do, for what
 kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` computes rows again whose
-sums were not finite. Last, ``bwd_dbias_sm80`` computes the gradient of the bias where it is wanted.
+sums were not finite. Last, ``bwd_dbias_sm90`` or ``bwd_dbias_sm80`` computes the gradient of the
+bias where it is wanted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import TypeVar
 from fa_cupy.gpu import plan
 from fa_cupy.gpu.kernels.attention import (
     bwd_convert_dq,
-    bwd_dbias_sm80,
     bwd_dkdv_sm80,
     bwd_dkdv_sm90,
     bwd_dq_sm80,
@@ -27,6 +27,7 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_preprocess,
     bwd_sm90,
 )
+from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80, bwd_dbias_sm90
 from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.gpu.kernels.score import score_pointers
@@ -43,6 +44,7 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dkdv_sm80.VARIANTS,
     *bwd_dq_sm80.VARIANTS,
     *bwd_dbias_sm80.VARIANTS,
+    *bwd_dbias_sm90.VARIANTS,
 )
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -91,7 +93,13 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if not main:
         return ()
     found = *pick(bwd_preprocess.VARIANTS), *main, *pick(bwd_nonfinite.VARIANTS)
-    return (*found, *pick(bwd_dbias_sm80.VARIANTS, wanted.masked)) if wanted.dbias else found
+    if not wanted.dbias:
+        return found
+    last: list[BackwardVariant] = []
+    of_pairs = wanted.score is not None and wanted.score.bias_axes == "pair"
+    if wanted.mapped and wanted.dbias_fills and of_pairs:  # one may broadcast where it is read only
+        last += pick(bwd_dbias_sm90.VARIANTS, wanted.masked)
+    return *found, *(last or pick(bwd_dbias_sm80.VARIANTS, wanted.masked))
 
 
 def make_plan(

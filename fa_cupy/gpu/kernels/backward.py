@@ -68,6 +68,7 @@ GROUPS, WORK_STAGES = 2, 2
 _NOTE_BYTES = 8  # MaskTileInfo
 _CURSOR_BYTES, _CURSORS = 20, 4  # MaskCursor, kCursors
 _TILE_COUNTERS = 4  # words
+_MULTIPROCESSORS = 132  # of the largest device that has tensor maps and wgmma
 
 #: ``struct BwdSm90Params`` of ``cuda_src/common/backward_sm90.cuh``.
 BWD_SM90_PARAMS = padded(
@@ -202,6 +203,7 @@ class BackwardSm90(BackwardVariant):
         blocks: int,
         boxes: dict[str, int],
         by_key: bool = True,
+        dtype: np.dtype[Any] = BWD_SM90_PARAMS,
     ) -> Step:
         """Return a launch whose blocks take parts of the work until none is left.
 
@@ -215,8 +217,10 @@ class BackwardSm90(BackwardVariant):
             Rows of the boxes of arrays, where these are not `BOX`.
         by_key : bool
             Whether the kernel reads a mask by blocks of keys.
+        dtype : numpy.dtype
+            Of a struct that begins as `BWD_SM90_PARAMS`.
         """
-        problem, params = traits.problem, np.zeros(1, BWD_SM90_PARAMS)
+        problem, params = traits.problem, np.zeros(1, dtype)
         params["common"] = traits.common("q", "dq", problem.v_dim, self.tile_m)
         params["size"] = traits.size
         for name in _READ:
@@ -273,6 +277,9 @@ class Wanted(NamedTuple):
         What a score is besides a product times a positive scale.
     dbias : bool
         Whether the gradient of the bias is wanted.
+    dbias_fills : bool
+        Whether it has an element for each query and key, and enough tiles of them for a block on
+        each multiprocessor.
     """
 
     dtype: str
@@ -282,6 +289,7 @@ class Wanted(NamedTuple):
     strided: bool = True
     score: ScoreMod | None = None
     dbias: bool = False
+    dbias_fills: bool = False
 
 
 class Traits:
@@ -348,6 +356,7 @@ class Traits:
             strided=served and self._addresses_walk(),
             score=score_mod_of(problem, sloped=True),
             dbias=views.dbias is not None,
+            dbias_fills=views.dbias is not None and self._dbias_fills(views.dbias),
         )
         #: For fields of a struct, what scores are made of besides products.
         self.operands = {} if problem.bias is None else {"common.bias": "bias"}
@@ -358,6 +367,13 @@ class Traits:
         self._tables: list[tuple[np.ndarray[Any, Any], dict[str, str]]] = []
         if self.wanted.masked:
             self._tables = [(table_of(problem, side), table_arrays(side)) for side in (False, True)]
+
+    def _dbias_fills(self, view: View) -> bool:
+        """Whether the gradient of the bias is of pairs, with a tile for each multiprocessor."""
+        kept = (n for n, step in zip(self.size, self.steps["dbias"], strict=True) if step)
+        tiles = -(-self.problem.q_len // PADDED) * -(-self.problem.k_len // PADDED)
+        outputs = math.prod(kept) * tiles
+        return 0 not in view.strides[-2:] and _MULTIPROCESSORS <= outputs <= MAX_GRID
 
     def _maps_walk(self) -> bool:
         """Whether tensor maps can walk the arrays, and a launch has a block for each tile."""

@@ -8,97 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import BitMask, _definitions, reference
+from fa_cupy import BitMask
 from fa_cupy.gpu.kernels import backward
-from fa_cupy.gpu.kernels.attention import bwd_dbias_sm80
+from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80
 from fa_cupy.gpu.kernels.attention_backward import make_plan, select
 from tests.support.every_run import examples, only
-from tests.support.gradients import UNIT, hold
-from tests.support.kernel_attention import DTYPES, any_sinks, blocks_of, draw
-from tests.support.kernel_gradients import (
-    Parts,
-    any_transform,
-    case,
-    parts_of,
-    score_of,
-    traits_of,
+from tests.support.gradients_of_biases import (
+    BANDS,
+    BOTTOM,
+    SINGLE,
+    TOP,
+    biased,
+    check,
+    check_spoiled,
+    rows_of,
+    solve,
 )
+from tests.support.kernel_attention import DTYPES, any_sinks, blocks_of, draw
+from tests.support.kernel_gradients import any_transform, case, parts_of, traits_of
 from tests.support.large_lse import far_case, padded_case
 from tests.support.noting_launcher import NotingLauncher
 from tests.support.planted import plant
-from tests.support.strategies import Case as Definition
 from validation import emulator
-from validation.emulator.calls import attention_backward
 
 DIMS = (32, 64, 96, 128, 192, 256)
-TOP, BOTTOM = "top_left", "bottom_right"
-SINGLE = np.dtype(np.float32)
-BANDS = {
-    "none": {},
-    "causal": {"is_causal": True, "causal_align": BOTTOM},
-    "window": {"window": (70, 5), "causal_align": TOP},
-}
-
-
-def rows_of(call, target="sm_80"):
-    """The kernels of a call on a device, in the order of their launches."""
-    dim = max(call.q.shape[-1], call.v.shape[-1])
-    wanted = backward.Wanted(
-        call.q.dtype.name, dim, call.options.get("mask") is not None, score=score_of(call),
-        mapped=target == "sm_90a", dbias=True,
-    )  # fmt: skip
-    return select(wanted, target)
-
-
-def solve(call, target="sm_80", **how):
-    """dq, dk, dv and dbias of the kernels, from the output and the LSE of the definition."""
-    q, k, v, dout, dlse, options = call
-    with np.errstate(all="ignore"):
-        out, lse = reference.attention(q, k, v, **options)
-        given = dout, q, k, v, out.astype(q.dtype), lse, dlse
-        return attention_backward(rows_of(call, target), *given, **how, **options)
-
-
-def expected(call):
-    """The gradient of the bias in float64, and what float32 may be off by, element by element.
-
-    The gradient is shifted by the output that the kernels are given, which is rounded.
-    """
-    x = Parts.of(call, np.float64)
-    bias, out = call.options["bias"], (x.p @ x.v).astype(call.q.dtype).astype(np.float64)
-    delta = (x.dout * out).sum(axis=-1, keepdims=True)
-    size = np.abs(x.dout) @ np.abs(x.v).swapaxes(2, 3) + (np.abs(x.dout) * np.abs(out)).sum(
-        axis=-1, keepdims=True
-    )
-    if call.dlse is not None:
-        delta -= call.dlse[..., None]
-        size += np.abs(call.dlse[..., None])
-    terms = x.p * (x.dout @ x.v.swapaxes(2, 3) - delta)
-    # Where an LSE is large, weights come from differences of scores.
-    scores = np.abs(np.where(np.abs(x.lse) < 5000, x.lse, 0)).max(initial=1)
-    sums = [_definitions.summed(y, bias.shape) for y in (terms, x.p * size)]
-    return sums[0], 2.0**-23 * (16 + 4 * scores) * sums[1]
-
-
-def check(call, **how):
-    """Hold the gradient of the bias against the definition, but where all weights are tiny."""
-    found = solve(call, **how)
-    want, room = expected(call)
-    got, bias = found[3], call.options["bias"]
-    assert (got.dtype, got.shape) == (bias.dtype, bias.shape)
-    error = np.abs(got.astype(np.float64) - want)
-    unit = max(UNIT[bias.dtype], 2.0**-24)
-    limit = room + unit * np.abs(want) + (2.0**-24 if bias.dtype == np.float16 else 1e-20)
-    assert (error <= limit).all(), (error / limit).max()
-    return found
-
-
-def biased(dtype, heads, lengths, dims, shape, of=SINGLE, **options):
-    """A call with a bias of a shape and a dtype."""
-    bias = draw(*shape, dtype=SINGLE, seed=17).astype(of)
-    return case(dtype, heads, lengths, dims, bias=bias, **options)
-
-
 ROWS = list(itertools.product(DIMS, DTYPES))
 
 
@@ -228,17 +161,6 @@ def test_bands_that_leave_out_whole_tiles():
 
 
 # Not finite, and large
-
-
-def check_spoiled(call, **how):
-    """Hold each element against float64, with NaN in the same places."""
-    q, k, v, dout, dlse, options = call
-    band = dict(options)
-    more = [band.pop(name, None) for name in ("bias", "mask")]
-    found = dict(zip(("q", "k", "v", "bias"), solve(call, **how), strict=True))
-    with np.errstate(all="ignore"):
-        hold(Definition(q, k, v, *more, options=band), found, dout, dlse, UNIT[q.dtype])
-    return found["bias"].astype(np.float64)
 
 
 @pytest.mark.emulator
@@ -411,7 +333,7 @@ def test_a_planted_bug_is_found(bug, tmp_path):
 def step_of(q, k, bias, multiprocessors=132):
     """The launch of the kernel, and the parts of the workspace."""
     launcher = NotingLauncher(multiprocessors=multiprocessors)
-    launcher.target = "sm_90a"
+    launcher.target = "sm_80"
     plan, space = make_plan(traits_of(q, k, k, bias, dbias=True), launcher)
     return plan.steps[-1], parts_of(space)
 

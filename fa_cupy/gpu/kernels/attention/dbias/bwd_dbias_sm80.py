@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,16 @@ from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
+#: Fields of the structs of both kernels, in elements: how the gradient lies in memory.
+DBIAS_STRIDES: list[Any] = [
+    *[(name, np.int64) for name in ("dbias_row", "dbias_col")],
+    ("dbias_batch", np.int64, (MAP_AXES,)),
+]
 #: ``struct DbiasParams`` of ``cuda_src/attention/bwd_dbias_sm80.cu``.
 DBIAS_PARAMS = np.dtype(
     [*BACKWARD_FIELDS]
     + [(name, np.uint64) for name in ("dbias", "row_statistics", "partial_sums", "split_counters")]
-    + [("dbias_row", np.int64), ("dbias_col", np.int64), ("dbias_batch", np.int64, (MAP_AXES,))]
+    + DBIAS_STRIDES
     + [(name, np.int32) for name in ("sums_queries", "sums_keys", "splits")],
     align=True,
 )
@@ -52,11 +58,9 @@ class BwdDbiasSm80(BackwardSm80):
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch: a block for each tile of the gradient, or for each split of one."""
         params, addresses = strided_params(traits, launches, self.tile_m, False, DBIAS_PARAMS)
-        problem, view, p = traits.problem, traits.views["dbias"], params[0]
-        assert problem.bias_dtype is not None
-        item, steps = problem.bias_dtype.itemsize, traits.steps["dbias"]
-        p["dbias_row"], p["dbias_col"] = (step // item for step in view.strides[-2:])
-        p["dbias_batch"] = [step // item for step in steps]
+        problem, p = traits.problem, params[0]
+        view, steps = traits.views["dbias"], traits.steps["dbias"]
+        fill_strides(p, traits)
         tiles = -(-problem.q_len // self.tile_m), -(-problem.k_len // self.tile_n)
         summed = [step == 0 for step in view.strides[-2:]]
         p["sums_queries"], p["sums_keys"] = summed
@@ -73,6 +77,14 @@ class BwdDbiasSm80(BackwardSm80):
             launches.counters["split_counters"] = 4 * outputs
             addresses |= {name: name for name in ("partial_sums", "split_counters")}
         return Step(self, outputs * splits, params, addresses)
+
+
+def fill_strides(params: np.void, traits: Traits) -> None:
+    """Write how the gradient lies in memory into a struct."""
+    dtype, view = traits.problem.bias_dtype, traits.views["dbias"]
+    assert dtype is not None
+    params["dbias_row"], params["dbias_col"] = (x // dtype.itemsize for x in view.strides[-2:])
+    params["dbias_batch"] = [x // dtype.itemsize for x in traits.steps["dbias"]]
 
 
 def _rows() -> Iterator[BwdDbiasSm80]:

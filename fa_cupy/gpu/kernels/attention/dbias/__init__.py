@@ -1,0 +1,1 @@
+"""Kernels for the gradient of a bias."""
