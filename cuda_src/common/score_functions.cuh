@@ -32,12 +32,12 @@ FA_DEVICE float sigmoid_of(float x) {
 // tells one turn from the next.  Taylor's series does on what is left, |r| <= pi / 4.
 FA_DEVICE float sine_of(float x, int quarter) {
   const float turns = rintf(x * 0.63661977f);
-  float r = fmaf(turns, -1.5707963f, x);
+  float r = fmaf(turns, -1.57079637f, x);
   r = fmaf(turns, 4.3711388e-8f, r);
   r = fmaf(turns, 1.7151245e-15f, r);
-  const float missed =
-      rintf(r * 0.63661977f);  // where the first factor was rounded to the next turn
-  r = fmaf(missed, 4.3711388e-8f, fmaf(missed, -1.5707963f, r));
+  // Where the first factor was rounded to the next turn.
+  const float missed = rintf(r * 0.63661977f);
+  r = fmaf(missed, 4.3711388e-8f, fmaf(missed, -1.57079637f, r));
   const float y = r * r;
   const float sine = fmaf(
       r * y, fmaf(y, fmaf(y, fmaf(y, 2.7557319e-6f, -1.9841270e-4f), 8.3333333e-3f), -0.16666667f),

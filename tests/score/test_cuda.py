@@ -128,3 +128,17 @@ def test_text_of_any_kind_ends_in_an_error_or_in_known_code(text):
         return
     code = cuda.body([root], ["return"])
     assert code.isascii()
+
+
+@pytest.mark.emulator
+def test_sine_and_cosine_of_large_numbers(tmp_path):
+    """Without a slow path: to the last places while a float32 tells one turn from the next."""
+    cases = [case(text) for text in ("sin(s) + 0 * j", "cos(s) + 0 * j")]
+    run = score_code.on_the_cpu(cases, tmp_path, "float")
+    rng = np.random.default_rng(0)
+    s = np.concatenate([rng.uniform(-1, 1, 2000) * 10.0**n for n in range(-3, 8)])
+    s = s[np.abs(s) < 2.0**23].astype(np.float32)
+    points = {"s": s} | {name: np.zeros(len(s), np.int32) for name in "bhij"}
+    for number, want in enumerate((np.sin, np.cos)):
+        got = run(number, points)[0]
+        np.testing.assert_allclose(got, want(s.astype(np.float64)), rtol=0, atol=3e-7)
