@@ -28,8 +28,8 @@ FA_DEVICE float sigmoid_of(float x) {
 }
 
 // The sine, or with quarter = 1 the cosine, which is a quarter of a turn ahead.  The multiple of
-// pi / 2 is taken away in three parts of 24 bits: to 2e-7 for |x| below 2**24, where a float32 still
-// tells one turn from the next.  Taylor's series does on what is left, |r| <= pi / 4.
+// pi / 2 is taken away in three parts of 24 bits: to 2e-7 for |x| below 2**24, where a float32 can
+// tell one turn from the next.  Taylor's series does on what is left, |r| <= pi / 4.
 FA_DEVICE float sine_of(float x, int quarter) {
   const float turns = rintf(x * 0.63661977f);
   float r = fmaf(turns, -1.57079637f, x);

@@ -117,7 +117,8 @@ def test_a_repeated_call_with_a_bias_has_its_gradient(device, monkeypatch):
     # That of float64 is converted, at each call.
     bias = array(300, 300, dtype=np.dtype(np.float64))
     for _ in range(2):
-        (*_, dbias), names = kernels(fa_cupy.attention_backward, *given, bias)
+        with np.errstate(invalid="ignore"):  # nothing has computed what is converted
+            (*_, dbias), names = kernels(fa_cupy.attention_backward, *given, bias)
         assert (dbias.dtype, len(names)) == (bias.dtype, 5)
 
 

@@ -193,7 +193,7 @@ def test_scores_under_a_mask(dim, what):
 
 # A padded dim: what stands in a kernel for such scores, and what is put in its place.
 SCORE_BUGS = {
-    "a slope is left out": ("bwd_sm90", 128, ("s[j][e] = weight[e] * slope;",
+    "a slope is left out": ("bwd_sm90", 128, ("s[j][e] = slope_times(found.slope, weight[e]);",
                                               "s[j][e] = weight[e];")),
     "dV of weights times slopes": (
         "bwd_sm90", 64, ("pack2<kBf16>(weight[2 * h], weight[2 * h + 1]);",
@@ -203,10 +203,11 @@ SCORE_BUGS = {
                                                    "coordinate[2] * p.bias_batch")),
     "the bias of other queries": ("bwd_sm90", 64, ("first_query(c, q_stage, countdown), f);",
                                                    "first_query(c, q_stage, countdown) + 8, f);")),
-    "the bias of other keys": ("bwd_dkdv_sm90", 256, ("shared.bias_offset[at], own_key(),",
-                                                      "shared.bias_offset[at], own_key() + 1,")),
-    "a slope is not handed over": ("bwd_dkdv_sm90", 256, ("s[j][0] * slope[0]", "s[j][0]")),
-    "dQ without slopes": ("bwd_dq_sm90", 256, ("x = slope * ex2", "x = ex2")),
+    "the bias of other keys": ("bwd_dkdv_sm90", 256, ("shared.operands_offset[at], own_key(),",
+                                                      "shared.operands_offset[at], own_key() + 1,")),
+    "a slope is not handed over": ("bwd_dkdv_sm90", 256, ("slope_times(slope[0], s[j][0])",
+                                                          "s[j][0]")),
+    "dQ without slopes": ("bwd_dq_sm90", 256, ("slope_times(found.slope,", "slope_times(1.0f,")),
 }  # fmt: skip
 
 
