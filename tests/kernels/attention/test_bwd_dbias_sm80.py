@@ -36,9 +36,7 @@ ROWS = list(itertools.product(DIMS, DTYPES))
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(
-    ("dim", "dtype"), only(ROWS, (64, "float16"), (128, "bfloat16"), (256, "bfloat16"))
-)
+@pytest.mark.parametrize(("dim", "dtype"), only(ROWS, (64, "float16")))
 def test_every_row(dim, dtype):
     call = biased(dtype, (2, 1), (150, 140), (dim, dim - 8), (2, 150, 140), dlse=True)
     check(call)
