@@ -148,13 +148,7 @@ FAMILIES: dict[str, Family] = {
     "attention_scores_fwd": dataclasses.replace(
         _ATTENTION_FWD,
         cases=cases.ATTENTION_SCORES_FWD,
-        impls={
-            "fa_cupy": score_peers.fa_cupy,
-            "cudnn": score_peers.forward(score_peers.torch_sdpa("CUDNN_ATTENTION")),
-            "efficient": score_peers.forward(score_peers.torch_sdpa("EFFICIENT_ATTENTION")),
-            "flex": score_peers.forward(score_peers.flex, contiguous=True),
-            "flex_sigmoid": score_peers.forward(score_peers.flex_sigmoid, contiguous=True),
-        },
+        impls={"fa_cupy": score_peers.fa_cupy, **score_peers.impls(score_peers.forward)},
         default_impls=("fa_cupy", "cudnn", "efficient", "flex", "flex_sigmoid"),
         inputs=score_peers.random_cupy,
         check=score_peers.forward_check,
@@ -163,13 +157,7 @@ FAMILIES: dict[str, Family] = {
     "attention_scores_bwd": dataclasses.replace(
         _ATTENTION_FWD,
         cases=cases.ATTENTION_SCORES_BWD,
-        impls={
-            "fa_cupy": score_peers.fa_cupy_backward,
-            "cudnn": score_peers.backward(score_peers.torch_sdpa("CUDNN_ATTENTION")),
-            "efficient": score_peers.backward(score_peers.torch_sdpa("EFFICIENT_ATTENTION")),
-            "flex": score_peers.backward(score_peers.flex, contiguous=True),
-            "flex_sigmoid": score_peers.backward(score_peers.flex_sigmoid, contiguous=True),
-        },
+        impls={"fa_cupy": score_peers.fa_cupy_backward, **score_peers.impls(score_peers.backward)},
         default_impls=("fa_cupy", "cudnn", "efficient", "flex", "flex_sigmoid"),
         inputs=score_peers.random_cupy,
         check=score_peers.backward_check,

@@ -357,3 +357,13 @@ def _score_mod(case: ScoredAttention, bias: Any, device: Any) -> Callable[..., A
     if bias.ndim == 3:
         return lambda score, b, h, i, j: score + bias[h, i, j]
     return lambda score, b, h, i, j: score + bias[i, j]
+
+
+def impls(measured: Callable[..., Callable[[ScoredAttention, Arrays], Call]]) -> dict[str, Any]:
+    """Return the peers by name, as `forward` or `backward` measures them."""
+    return {
+        "cudnn": measured(torch_sdpa("CUDNN_ATTENTION")),
+        "efficient": measured(torch_sdpa("EFFICIENT_ATTENTION")),
+        "flex": measured(flex, contiguous=True),
+        "flex_sigmoid": measured(flex_sigmoid, contiguous=True),
+    }

@@ -93,7 +93,7 @@ class _Parts:
     """
 
     def __init__(self, order: Order, exact: bool) -> None:
-        self._order, self._exact = order, exact
+        self._order = order
         self._reads: list[str] = []  # variables, by node
         for node, args, _ in order.steps:
             found = {x for arg in args for x in self._reads[arg]}
@@ -101,6 +101,12 @@ class _Parts:
             self._reads.append("".join(x for x in tree.VARIABLES if x in found))
         #: The nodes that each struct has a field for.
         self._fields: dict[str, list[int]] = {name: [] for name in (*_STEPS, "positions")}
+        #: Floats that are affine in positions, by node.
+        self._affine: dict[int, Affine] = {}
+        for index, (node, _, _) in enumerate(order.steps):
+            of = affine(node.args[0]) if exact and node.op == "to_float" else None
+            if of is not None and (of.of_i, of.of_j) != (0, 0):
+                self._affine[index] = of
 
     def _place(self, index: int) -> str:
         """Return where a node is computed: one of `_STEPS`, or "score"."""
@@ -111,12 +117,6 @@ class _Parts:
             return "pair" if self._order.steps[index].node.op == "load" else "score"
         return "query" if "i" in reads else "key" if "j" in reads else "entry"
 
-    def _is_position(self, index: int) -> bool:
-        """Whether a node is a float that is affine in positions."""
-        node, args, _ = self._order.steps[index]
-        of = affine(node.args[0]) if node.op == "to_float" and self._exact else None
-        return of is not None and (of.of_i, of.of_j) != (0, 0) and len(args) == 1
-
     def _leaf(self, index: int, function: str) -> str:
         """Return the text of a node that a function is given; empty if it computes the node."""
         node = self._order.steps[index].node
@@ -124,10 +124,9 @@ class _Parts:
             return str(node.value)
         if node.op == "number":
             return ""
-        if function == "score" and self._is_position(index):
+        of = self._affine.get(index)
+        if function == "score" and of is not None:
             self._add("positions", index)
-            of = affine(node.args[0])
-            assert of is not None
             return f"(positions.v{index} + static_cast<float>({of.of_i} * di + {of.of_j} * dj))"
         place = self._place(index)
         if place in ("score", function):
@@ -210,8 +209,7 @@ class _Parts:
         yield "FA_DEVICE ScoreOfPositions score_of_positions(int i, int j) {"
         yield "  ScoreOfPositions positions;"
         for index in self._fields["positions"]:
-            of = affine(self._order.steps[index].node.args[0])
-            assert of is not None
+            of = self._affine[index]
             sum_of = f"{of.of_i} * i + {of.of_j} * j + {of.constant}"
             yield f"  positions.v{index} = static_cast<float>({sum_of});"
         yield "  return positions;"

@@ -62,8 +62,9 @@ class Node:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        same = isinstance(other, Node) and self._hash == other._hash
-        return same and self._key == other._key  # type: ignore[attr-defined]
+        if not isinstance(other, Node):
+            return False
+        return self._hash == other._hash and self._key == other._key
 
 
 def number(value: int | float, text: str = "") -> Node:

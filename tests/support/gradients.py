@@ -49,6 +49,19 @@ def check(xp, case, dlse=False, mask=None):
     return found
 
 
+def differences(loss, array, step=1e-5):
+    """The gradient of ``loss()`` by an array that it reads, by central differences."""
+    found = np.empty(array.shape)
+    for index in np.ndindex(array.shape):
+        before = array[index]
+        array[index] = before + step
+        up = loss()
+        array[index] = before - step
+        found[index] = (up - loss()) / (2 * step)
+        array[index] = before
+    return found
+
+
 def hold(case, found, dout, dlse, rounded):
     """Compare gradients by name with float64; `rounded` as for `bounds`."""
     want = reference.attention_backward(dout, *case.arrays, dlse=dlse, **case.options)

@@ -92,3 +92,17 @@ def check_spoiled(call, **how):
     with np.errstate(all="ignore"):
         hold(Definition(q, k, v, *more, options=band), found, dout, dlse, UNIT[q.dtype])
     return found["bias"].astype(np.float64)
+
+
+def check_hidden_pairs(**how):
+    """What pairs hold that a bias of -inf hides reaches no element; `how` is that of `check`."""
+    bias = draw(150, 140, dtype=SINGLE, seed=4)
+    bias[:, 9] = bias[7] = -np.inf
+    call = case("float16", (2, 2), (150, 140), (64, 64), batch=1, bias=bias, dlse=True)
+    want = check(call, **how)[3]
+    call.v[..., 9, :] = np.inf
+    call.dout[..., 7, :] = call.dlse[..., 7] = np.nan
+    got = check_spoiled(call, **how)
+    np.testing.assert_array_equal(got, want)
+    assert not got[:, 9].any()
+    assert not got[7].any()

@@ -159,16 +159,7 @@ def _rows() -> Iterator[FwdSm90]:
         (96, 2, 128, 2, 4, 0, 1, "as for 128"),
         (128, 2, 128, 2, 4, 0, 1, "as without a mask"),
         (192, 2, 64, 2, 4, 0, 0, "half a block of the mask; the next rows of Q come early"),
-        (
-            256,
-            2,
-            64,
-            2,
-            2,
-            0,
-            0,
-            "half a block of the mask; its words leave no room for more of Q",
-        ),
+        (256, 2, 64, 2, 2, 0, 0, "half a block of the mask; its words leave no room for more Q"),
     )
     both = [(False, row) for row in rows] + [(True, row) for row in masked]
     for sparse, (dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why) in both:
