@@ -60,7 +60,7 @@ def test_two_streams_at_once_give_the_bits_of_one(dtype, name):
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_threads_share_a_score_from_its_first_call(dtype):
-    """Derivatives are found once, and kernels are compiled once, whoever comes first."""
+    """Threads that start together find a derivative once and compile a kernel once."""
     arrays = sent(dtype)
     x = uniform((4,), 99, SINGLE)
     score = Score("s * 1.0625 + sin(x[h] * s) - 0.25 * abs(i - j) ** 0.5", x=x)

@@ -43,7 +43,7 @@ _WORK_BYTES = 144  # OwnTile, three of PairStep and a word
 
 @dataclass(frozen=True, kw_only=True)
 class BwdDbiasSm80(BackwardSm80):
-    """A row of ``bwd_dbias_sm80``; there is none for scores without a bias."""
+    """A row of ``bwd_dbias_sm80``. Each row has scores with a bias."""
 
     @property
     def shared_bytes(self) -> int:
