@@ -182,8 +182,8 @@ def test_a_block_among_hidden_ones_is_as_it_is_alone(dim, turned):
     ids=["upwards", "downwards", "counted", "found"],
 )
 def test_walks_beyond_32_blocks_are_tested(dim, change, tmp_path):
-    (row,) = (row for row in rows_of(case("float16", (1, 1), (1, 1), (dim, dim), mask=[True]))
-              if row.source == "attention/bwd_sm90")  # fmt: skip
+    call = case("float16", (1, 1), (1, 1), (dim, dim), mask=np.ones((1, 1), bool))
+    (row,) = (row for row in rows_of(call) if row.source == "attention/bwd_sm90")
     sources = {row.entry: plant(tmp_path, row.source, change)}
     with pytest.raises((emulator.EmulationError, AssertionError)):
         check_one_block(dim, False, sources)

@@ -148,9 +148,8 @@ BUGS = {
     "what a bias hides counts": (
         "bwd_nonfinite", 64, "is_visible = score.score != -FA_INFINITY;", "",
     ),
-    "the scale is that inside a softcap": (
-        "bwd_nonfinite", 64, "kind == kTaskDv ? 1.0f : params.scale;",
-        "kind == kTaskDv ? 1.0f : p.scale;",
+    "the scale is left out": (
+        "bwd_nonfinite", 64, "kind == kTaskDv ? 1.0f : p.scale;", "1.0f;",
     ),
     "keys are not looked at": (
         "bwd_dkdv_sm80", 64, "if (nonfinite_probe.found()) {", "if (0) {",
