@@ -374,8 +374,6 @@ def attention_backward(
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
         multiples of 8 or are above 256, for the gradient of an array of a `score`, and as for
         `attention` with a `score` or a `BitMask`.
-    ImportError
-        For a `score` where SymPy is not installed.
 
     See Also
     --------

@@ -76,13 +76,9 @@ class Score:
     Both values of a ``where`` are computed for all pairs. The indices in both must stay inside
     their arrays: ``x[max(i - 1, 0)] if i > 0 else 0``.
 
-    Gradients come from SymPy [1]_, an optional dependency. At a kink they are the mean of those on
-    both sides: 0 for ``abs(s)`` at 0, and the mean of both where the arguments of ``min`` or
-    ``max`` are equal. That of ``floor`` is 0.
-
-    References
-    ----------
-    .. [1] A. Meurer et al., "SymPy: symbolic computing in Python", PeerJ Computer Science, 2017.
+    Gradients follow from the text by the chain rule. At a kink they are the mean of those on both
+    sides: 0 for ``abs(s)`` at 0, and the mean of both where the arguments of ``min`` or ``max`` are
+    equal. That of ``floor`` is 0.
 
     Examples
     --------

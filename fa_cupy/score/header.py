@@ -53,7 +53,7 @@ def header(program: Program, exact: bool, sloped: bool) -> str:
     exact : bool
         Whether float32 holds all positions, and what is affine in them.
     sloped : bool
-        Whether the derivative by s is wanted. Without it SymPy is not.
+        Whether the derivative by s is wanted.
     """
     kinds = ", ".join(str(KINDS.index(dtype)) for dtype in program.dtypes) or "0"
     sloped = sloped and not program.adds

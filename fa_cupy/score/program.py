@@ -78,13 +78,6 @@ class Program:
                 found.append(Element(node, node.value, axes))
         return found
 
-    def require_slope(self) -> None:
-        """Find `slope` now, and not in a thread; an ImportError comes before anything is computed.
-
-        SymPy is not made for threads.
-        """
-        self.steps(("s", *(f"element {place}" for place in range(len(self.elements)))))
-
     @functools.cached_property
     def adds(self) -> bool:
         """Whether the score is s and what does not depend on s."""
@@ -191,7 +184,7 @@ class Operands:
         return BoundScore(self.program, layouts, sizes.h, exact)
 
     def require_gradients(self, name: str, need: Sequence[str]) -> None:
-        """Find the derivatives that gradients take; raise for an array that has no gradient.
+        """Raise for an array that has no gradient.
 
         Parameters
         ----------
@@ -209,7 +202,6 @@ class Operands:
             element = self.looked_up(arg)
             if element is not None:
                 raise ValueError(no_gradient(name, arg, element))
-        self.program.require_slope()
 
     def looked_up(self, arg: str) -> str | None:
         """Return an element that is read of an array of floats, given as "score.x".

@@ -1,7 +1,6 @@
 """Score expressions in attention and its gradients: known formulas, drawn ones, errors."""
 
 import re
-import sys
 import tracemalloc
 
 import ml_dtypes
@@ -494,19 +493,6 @@ def test_errors_of_need(need, why):
     with pytest.raises(ValueError, match=r"^attention_backward: need") as caught:
         attention_backward(dout, q, k, v, dout, dout[..., 0], score=score, need=need)
     assert why in str(caught.value)
-
-
-def test_gradients_need_sympy(monkeypatch):
-    """The result does not."""
-    q, k, v, dout = tensors(count=4)
-    monkeypatch.setitem(sys.modules, "sympy", None)
-    from fa_cupy.score import derivative
-
-    derivative._sympy.cache_clear()
-    score = Score("s * 0.8125")
-    out, lse = attention(q, k, v, score=score, return_lse=True)
-    with pytest.raises(ImportError, match=r"pip install 'fa_cupy\[score\]'"):
-        attention_backward(dout, q, k, v, out, lse, score=score)
 
 
 # Pictures
