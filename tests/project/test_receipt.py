@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fa_cupy.gpu.kernels.registry import ROWS
+from tests.support.every_run import only
 from validation import receipt
 from validation.digest import ROOT, TABLE, c_tokens, digest, fingerprints, gpu_tests
 
@@ -523,7 +524,11 @@ def test_cpu(): pass
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["-p", "xdist.plugin", "-n", "2"], ["-k", "good"]], ids=" ".join
+    "options",
+    only(
+        [[], ["-p", "xdist.plugin", "-n", "2"], ["-k", "good"]], ["-p", "xdist.plugin", "-n", "2"]
+    ),
+    ids=" ".join,
 )
 def test_plugin_records_a_run(tmp_path, options):
     save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")

@@ -46,6 +46,7 @@ def test_every_row(dim, dtype):
     check(call._replace(options={**call.options, "mask": mask, **BANDS["causal"]}), seed=2)
 
 
+EACH_AXES = [(150, 140), (150, 1), (1, 140), (1, 1)]
 # The axes of the batch, of heads, queries and keys: all of them, or 1.
 SHAPES = list(itertools.product((1, 2), (1, 4), (1, 150), (1, 140)))
 
@@ -55,7 +56,8 @@ SHAPES = list(itertools.product((1, 2), (1, 4), (1, 150), (1, 140)))
     "shape",
     only(
         [(shape,) for shape in SHAPES],
-        *[((1, 1, *tail),) for tail in itertools.product((1, 150), (1, 140))],
+        ((1, 1, 150, 140),),
+        ((1, 1, 150, 1),),
         ((2, 1, 1, 140),),
         ((1, 4, 1, 1),),
     ),
@@ -68,7 +70,7 @@ def test_a_bias_that_broadcasts_along_any_axes(shape):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("missing", [0, 1, 2, 3])
+@pytest.mark.parametrize("missing", only([0, 1, 2, 3], 1, 3))
 def test_a_bias_with_fewer_axes(missing):
     shape = (2, 2, 70, 90)[missing:]
     for heads in ((2, 2), (2, 1)):
@@ -77,7 +79,9 @@ def test_a_bias_with_fewer_axes(missing):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("of", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "of", only(["float16", "bfloat16", "float32", "float64"], "bfloat16", "float64")
+)
 def test_a_bias_of_any_type(of):
     dtype = DTYPES.get(of, np.dtype(of) if of not in DTYPES else None)
     for shape in ((2, 70, 91), (2, 70, 1), (1, 1, 92), (1, 1, 1)):
@@ -118,10 +122,10 @@ def test_odd_lengths(lengths):
 
 
 @pytest.mark.emulator
-def test_softcaps_and_scales():
-    for shape in ((90, 70), (90, 1), (1, 70)):
-        for more in ({"softcap": 2.0}, {"softcap": 30.0, "scale": 3.0}, {"scale": -0.2}):
-            check(biased("bfloat16", (2, 2), (90, 70), (64, 64), (2, *shape), batch=1, **more))
+@pytest.mark.parametrize("shape", only([((90, 70),), ((90, 1),), ((1, 70),)], ((90, 70),)), ids=str)
+def test_softcaps_and_scales(shape):
+    for more in ({"softcap": 2.0}, {"softcap": 30.0, "scale": 3.0}, {"scale": -0.2}):
+        check(biased("bfloat16", (2, 2), (90, 70), (64, 64), (2, *shape), batch=1, **more))
 
 
 @pytest.mark.emulator
@@ -163,7 +167,9 @@ def test_bands_that_leave_out_whole_tiles():
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("shape", [(90, 80), (90, 1), (1, 80), (1, 1)])
+@pytest.mark.parametrize(
+    "shape", only([((90, 80),), ((90, 1),), ((1, 80),), ((1, 1),)], ((90, 80),), ((1, 80),))
+)
 def test_what_is_not_finite_spoils_what_it_belongs_to(shape):
     for which, bad in itertools.product(("q", "k", "v", "dout"), (np.nan, np.inf)):
         call = biased("bfloat16", (2, 1), (90, 80), (32, 32), (2, *shape), batch=1, dlse=True,
@@ -178,8 +184,14 @@ def test_nothing_leaks_from_hidden_pairs():
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("shape", [(150, 140), (150, 1), (1, 140), (1, 1)])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(
+    ("shape", "target"),
+    only(
+        itertools.product(EACH_AXES, ("sm_80", "sm_90a")),
+        ((150, 140), "sm_90a"),
+        ((1, 140), "sm_80"),
+    ),
+)
 def test_weights_of_large_scores_sum_to_one(shape, target):
     for dtype in DTYPES:
         call = far_case(dtype, (2, 1), (150, 140), 64, **BANDS["causal"])
@@ -189,7 +201,9 @@ def test_weights_of_large_scores_sum_to_one(shape, target):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("pad", [np.float16(-65504), np.float32(-1e9), np.float64(-1e30)])
+@pytest.mark.parametrize(
+    "pad", only([np.float16(-65504), np.float32(-1e9), np.float64(-1e30)], np.float64(-1e30))
+)
 def test_a_row_of_nothing_but_padding(pad):
     for more in ({}, {"softcap": 3.0}, BANDS["causal"]):
         check(padded_case("float16", (90, 70), 64, pad, heads=(4, 2), **more))
@@ -206,7 +220,9 @@ def split_call(shape=(1, 1), **options):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("shape", [(150, 140), (150, 1), (1, 140), (1, 1)])
+@pytest.mark.parametrize(
+    "shape", only([(shape,) for shape in EACH_AXES], ((150, 140),), ((1, 140),))
+)
 def test_the_schedule_does_not_show(shape):
     found = {solve(split_call(shape), seed=seed)[3].tobytes() for seed in range(4)}
     assert len(found) == 1
@@ -216,7 +232,7 @@ def test_the_schedule_does_not_show(shape):
 @pytest.mark.parametrize(
     ("shape", "blocks"),
     only(
-        itertools.product([(150, 140), (150, 1), (1, 140), (1, 1)], (1, 3, 40)),
+        itertools.product(EACH_AXES, (1, 3, 40)),
         ((150, 140), 40),
         ((1, 140), 3),
         ((1, 1), 40),

@@ -159,9 +159,8 @@ def with_scores(call, score, heads, seed=0):
 @pytest.mark.parametrize(
     ("dim", "what"),
     only(
-        itertools.product(DIMS, SCORES), (64, "softcap"), (64, "bias of keys"),
-        (64, "bias of pairs"), (96, "any scale"), (128, "bias of queries"),
-        (128, "softcap and bias of pairs"), (256, "softcap"), (256, "bias of pairs"),
+        itertools.product(DIMS, SCORES), (64, "bias of keys"), (96, "any scale"),
+        (128, "softcap and bias of pairs"), (256, "softcap"),
     ),
 )  # fmt: skip
 def test_scores(dim, what):
@@ -240,7 +239,7 @@ SCORED = [
 def compiled_always(row):
     usual = row.dtype == "bfloat16" and not row.sparse
     wide = usual and row.dim == 256 and row.score.softcap and not row.score.bias_axes
-    return wide or (usual and row.dim in (64, 128) and row.score.bias_dtype != "float16")
+    return wide or (usual and row.dim == 128 and row.score.bias_dtype != "float16")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from fa_cupy import BitMask, layouts
 from fa_cupy.core.attention_problem import View
 from fa_cupy.gpu.driver import compile
 from fa_cupy.gpu.masks import packing as params
+from tests.support.every_run import examples
 from tests.support.ptx_interpreter import Memory, Module
 
 B = layouts.BLOCK
@@ -105,7 +106,7 @@ VALUES = st.sampled_from([(0, 1), (0, 255), (0, 128), (0, 1, 2, 127, 128, 254, 2
 
 
 @given(st.data())
-@settings(max_examples=16)
+@examples(16, fewer=2)
 def test_any_mask_is_packed_as_on_the_cpu(data):
     lengths = [data.draw(st.sampled_from([1, 5, 16, 100, 127, 128, 129, 144, 200, 256, 272])) for
                _ in range(2)]  # fmt: skip
