@@ -523,12 +523,11 @@ def test_cpu(): pass
 """
 
 
+IN_TWO_PROCESSES = ["-p", "xdist.plugin", "-n", "2"]
+
+
 @pytest.mark.parametrize(
-    "options",
-    only(
-        [[], ["-p", "xdist.plugin", "-n", "2"], ["-k", "good"]], ["-p", "xdist.plugin", "-n", "2"]
-    ),
-    ids=" ".join,
+    "options", only([[], IN_TWO_PROCESSES, ["-k", "good"]], IN_TWO_PROCESSES), ids=" ".join
 )
 def test_plugin_records_a_run(tmp_path, options):
     save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")

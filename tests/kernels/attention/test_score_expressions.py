@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import Score, attention, reference
@@ -12,7 +12,7 @@ from fa_cupy.gpu.kernels.built_in import form_of, with_built_in
 from fa_cupy.gpu.kernels.score import ScoreMod, takes_score
 from fa_cupy.score import header
 from tests.support import expressions
-from tests.support.every_run import only
+from tests.support.every_run import examples, only
 from tests.support.kernel_attention import DTYPES, any_sinks, blocks_of, check, draw
 from tests.support.kernel_gradients import case, rows_sm80, score_of
 from tests.support.kernel_gradients import check as check_gradients
@@ -114,16 +114,16 @@ def test_scores_too_large_for_float32():
 
 
 @emulated
-def test_values_of_hidden_keys_do_not_show():
+@pytest.mark.parametrize("mapped", only([True, False], True))
+def test_values_of_hidden_keys_do_not_show(mapped):
     q, k, v = arrays_of("bfloat16", 64, (HEADS, HEADS))
     v[:, :, 100] = np.nan
     score = Score("where(j == 100, -inf, s)")
-    for mapped in (True, False):
-        check(row_for(score, "bfloat16", 64, mapped=mapped), q, k, v, score=score)
+    check(row_for(score, "bfloat16", 64, mapped=mapped), q, k, v, score=score)
 
 
 @emulated
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(12, fewer=4)
 @given(text=expressions.smooth(), seed=st.integers(0, 99))
 def test_drawn_expressions(text, seed):
     """Each is compiled: few are drawn."""

@@ -93,7 +93,7 @@ def test_sinks_at_the_ends_of_their_range(row, lengths):
     assert (np.abs(lse[..., above] / sinks[above] - 1) < 1e-6).all()
 
 
-@pytest.mark.parametrize("row", FIRST, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", only(FIRST, FIRST[1]), ids=lambda row: row.name)
 def test_rows_that_are_computed_again(row):
     """Because a key that they do not see has no number as value, or by the size of their scores."""
     sinks = np.full((4, 200), 2.0, SINGLE)
