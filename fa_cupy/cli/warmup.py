@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import sys
 import time
 import warnings
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from fa_cupy.cli.info import DTYPES, length, multiprocessors
 from fa_cupy.core.linear_problem import ALGORITHMS
+from fa_cupy.cpu import thread_pool
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     kept = 0
     # Processes: NVRTC compiles one kernel at a time in each.
-    workers = max(1, min(len(rows), len(os.sched_getaffinity(0))))
+    workers = max(1, min(len(rows), thread_pool.processors()))
     spawn = multiprocessing.get_context("spawn")
     try:
         nvrtc.version()

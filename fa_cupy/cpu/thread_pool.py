@@ -24,7 +24,7 @@ Task = TypeVar("Task")
 
 # The locks that Python's own are made of: waiting for those of `threading` runs handlers, which may
 # raise. Through `ctypes.pythonapi` itself, a thread that waits would let no other run Python.
-_python = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
+_python = ctypes.CDLL("Python", handle=ctypes.pythonapi._handle)
 _allocate_lock = _python.PyThread_allocate_lock
 _allocate_lock.restype = ctypes.c_void_p
 _acquire_lock = _python.PyThread_acquire_lock
@@ -171,10 +171,14 @@ def allowed() -> int:
     if blas.LIBRARY is None:
         # NumPy's library has threads of its own for every product, which would wait for each other.
         return 1
-    affinity = getattr(os, "sched_getaffinity", None)
-    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
-    most = max((library.get_num_threads() or 1 for library in _libraries()), default=processors)
-    return min(most, processors)
+    most = max((library.get_num_threads() or 1 for library in _libraries()), default=processors())
+    return min(most, processors())
+
+
+def processors() -> int:
+    """Return how many processors this thread may run on, or how many there are."""
+    affinity = getattr(os, "sched_getaffinity", None)  # which Linux has
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 @functools.cache

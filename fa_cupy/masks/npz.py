@@ -129,6 +129,8 @@ def _replaceable(path: str) -> str | None:
 
 def _take_over_mode(target: str, file: IO[bytes]) -> None:
     """Give a file the permissions of the one that it replaces, and as far as may be its owner."""
+    if not hasattr(os, "fchmod"):  # Windows: a file has the permissions of its folder
+        return
     with contextlib.suppress(FileNotFoundError):
         before, now = os.stat(target), os.fstat(file.fileno())
         if (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):

@@ -47,7 +47,8 @@ def cache_dir() -> Path:
         home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
         return _private(home / "fa_cupy")
     except (OSError, RuntimeError):  # RuntimeError: there is no home
-        return _private(Path(tempfile.gettempdir()) / f"fa_cupy-{os.geteuid()}")
+        own = f"fa_cupy-{os.geteuid()}" if hasattr(os, "geteuid") else "fa_cupy"
+        return _private(Path(tempfile.gettempdir()) / own)
 
 
 def place(file_name: str) -> Path | None:
@@ -93,6 +94,8 @@ def _expanded(named: str) -> Path:
 
 def _private(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not hasattr(os, "geteuid"):
+        return folder  # Windows: home and temporary files are in folders of each user alone
     status = folder.stat()
     if status.st_uid != os.geteuid():
         raise PermissionError(
