@@ -5,6 +5,7 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from docutils.utils.math import latex2mathml
 from sphinx.util.docutils import SphinxDirective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,7 +21,7 @@ author = "fa_cupy contributors"
 project_copyright = author
 version = release = fa_cupy.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "numpydoc"]
+extensions = ["sphinx.ext.autodoc", "sphinx_copybutton", "numpydoc"]
 exclude_patterns = ["_build"]
 nitpicky = True
 # numpydoc turns the names of types into references; those of other projects are not built here.
@@ -30,6 +31,10 @@ html_theme = "furo"
 html_title = f"fa_cupy {release}"
 html_static_path = ["_static"]
 html_copy_source = False
+html_math_renderer = "mathml"
+# A copied example has neither prompts nor results.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 html_show_sourcelink = False
 
 autodoc_mock_imports = ["torch", "jax"]  # which the adapters import, and pages do without
@@ -97,7 +102,17 @@ def constant(name, rawtext, text, lineno, inliner, options=None, content=()):
     return [nodes.literal(rawtext, shown)], []
 
 
+def visit_math(writer, node):
+    """Write a formula as MathML, which browsers draw without a script from elsewhere."""
+    block = isinstance(node, nodes.math_block)
+    formula = latex2mathml.tex2mathml(node.astext(), as_block=block)
+    formula = formula.replace("\u02c9", "\u00af")  # a bar that more fonts have
+    writer.body.append(f'<div class="math">{formula}</div>' if block else formula)
+    raise nodes.SkipNode
+
+
 def setup(app):
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.add_directive("measured", Measured)
     for name in ("kernel", "variants", "registers", "barriers"):
         app.add_directive(name, KernelTable)
