@@ -12,6 +12,8 @@ WATCHED := -o faulthandler_timeout=300 --timeout 600 --timeout-method thread --d
 PYTEST = OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(WATCHED)
 GPU_RUN := build/gpu-run
 CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
+NEEDS_GXX = $(if $(shell command -v g++),g++ is there: kernels run on the CPU,\
+  There is no g++: tests that run kernels on the CPU are skipped)
 KERNELS := $(wildcard cuda_src/*/*.cu cuda_src/*/*.cuh ptx/*.cuh validation/emulator/*.?pp \
   validation/emulator/ptx/*.cuh)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -26,7 +28,7 @@ endif
 GPU_READY := $(TEST_READY) $(DEMO_READY)
 
 .PHONY: demo test test-all test-gpu gpu-tests gpu-sanitize gpu-receipt bench docs lint format compile-all wheel
-.PHONY: receipt-pending
+.PHONY: announce receipt-pending
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -35,14 +37,18 @@ demo: $(DEMO_READY)
 	$(PY) -m fa_cupy demo
 
 ## lint, and of all that can be tested without a GPU what takes 7 minutes on two cores
-test: lint
+test: announce lint
 	FA_CUPY_HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow and not long"
 	$(PY) -m validation.receipt check
 
 ## lint, and all that can be tested without a GPU: every row and every planted bug
-test-all: lint
+test-all: announce lint
 	$(PYTEST) -m "not gpu and not slow"
 	$(PY) -m validation.receipt check
+
+announce:
+	@echo "Tests without a GPU: 'make test' takes about 7 minutes on two idle cores, 'make test-all' 25,"
+	@echo "and the first time as long as downloads take. $(NEEDS_GXX)"
 
 ## everything that needs a GPU; writes the receipt, of a failed run too
 test-gpu: gpu-tests gpu-sanitize gpu-receipt
