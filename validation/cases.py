@@ -189,10 +189,33 @@ class MaskPack:
 
 
 @dataclass(frozen=True)
-class MaskSource:
-    """A mask from ``keys`` random keys of each query; named ``bool csr 32768x305``."""
+class GraphAttention:
+    """Attention of nodes to neighbours; named ``fp32 hd64 random 100000 nodes 999 edges x1``."""
 
-    source: str  # "csr" or "indices"
+    dtype: str
+    head_dim: int
+    kind: str  # "random" or "geometric"
+    nodes: int
+    edges: int  # about as many
+    heads: int
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        what = f"{self.kind} {self.nodes} nodes {self.edges} edges"
+        return f"{self.dtype} hd{self.head_dim} {what} x{self.heads}"
+
+    @property
+    def work(self) -> float:
+        """Pairs of a query and a key."""
+        return float(self.heads * self.edges)
+
+
+@dataclass(frozen=True)
+class MaskSource:
+    """A mask from ``keys`` keys of each query; named ``bool csr 32768x305``."""
+
+    source: str  # "csr", "indices", "segments" or "window"
     length: int
     keys: int
     dtype: str = "bool"
@@ -277,6 +300,17 @@ ATTENTION_CPU = tuple(
     for (heads, length, head_dim), causal in product(
         ((8, 2048, 64), (8, 2048, 128), (4, 8192, 64)), (False, True)
     )
+)
+
+GRAPHS_CPU = (
+    GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 1),
+    GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 8),
+    GraphAttention("fp32", 64, "random", 100_000, 1_000_000, 1),
+)
+MASK_MADE_CPU = (
+    MaskSource("segments", 131_072, 1_000),
+    MaskSource("window", 262_144, 5),
+    MaskSource("csr", 100_000, 10),
 )
 
 # Many sequences, few long ones, and one case so small that it stays in the L2 cache.

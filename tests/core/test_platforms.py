@@ -16,7 +16,8 @@ MISSING = {
 }  # fmt: skip
 SCRIPT = """
 import importlib.util, os, pkgutil, sys, tempfile
-import concurrent.futures.process, multiprocessing.spawn, subprocess  # which have forms of their own
+# Modules that have forms of their own for a platform.
+import concurrent.futures.process, multiprocessing.spawn, subprocess
 import numpy, scipy.sparse, ml_dtypes, threadpoolctl, tqdm
 
 found = importlib.util.find_spec
