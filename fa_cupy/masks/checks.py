@@ -47,10 +47,34 @@ def integers(name: str, **arrays: Any) -> tuple[list[Any], int | None]:
     for arg, array in zip(arrays, found.arrays, strict=True):
         if array is not None and array.dtype.kind not in "iu":
             raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want integers")
+    return _on_host(found)
+
+
+def bools(name: str, arg: str, array: Any, shape: Sequence[int]) -> tuple[Array, int | None]:
+    """Return an array of bool on the CPU, its last axes broadcast to `shape`, and its device."""
+    if isinstance(array, (bool, np.bool_)):
+        array = np.asarray(array)
+    found = core_arrays.to_native(name, **{arg: array})
+    array = found.arrays[0]
+    if array.dtype != np.bool_:
+        raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want bool (cast it: {arg} != 0)")
+    ends = array.shape[-2:]
+    if any(n not in (1, want) for n, want in zip(ends[::-1], shape[::-1], strict=False)):
+        raise ValueError(
+            f"{name}: {arg} has shape {array.shape}, want one that broadcasts to "
+            f"(..., {shape[0]}, {shape[1]})"
+        )
+    (array,), device = _on_host(found)
+    return np.broadcast_to(array, (*array.shape[:-2], *shape)), device
+
+
+def _on_host(found: core_arrays.Native) -> tuple[list[Any], int | None]:
+    """Return native arrays on the CPU, and the device that they were on."""
     if found.backend == "numpy":
         return found.arrays, None
     with found.context:
-        return backends.gpu("masks.build").to_host(found.arrays)
+        arrays, device = backends.gpu("masks.build").to_host(found.arrays)
+        return arrays, device
 
 
 def length(name: str, arg: str, value: Any) -> int:

@@ -6,10 +6,9 @@ so it allocates no array of the whole matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-
-import math
 
 import numpy as np
 import numpy.typing as npt

@@ -79,8 +79,8 @@ def _span(part: slice, length: int) -> Span:
     return begin, max(begin, end)
 
 
-def cut(grid: Grid, matrix: Blocks, rows: Span, cols: Span) -> tuple[Grid, Blocks]:
-    """Return a part of a matrix.
+def cut(grid: Grid, matrix: Blocks, rows: Span, cols: Span) -> Blocks:
+    """Return the blocks of a part of a matrix.
 
     Each block of the part covers up to four old ones, the same quarters of all. Where all of them
     are full, it is full. The bits of others are put together.
@@ -101,7 +101,7 @@ def cut(grid: Grid, matrix: Blocks, rows: Span, cols: Span) -> tuple[Grid, Block
     mixed = np.flatnonzero(~full)
     if len(pieces) == 1:  # blocks are where they were
         words = matrix.words[matrix.find(old[0][mixed])[1]]
-        return own, blocks.tightened(own, keys[mixed], words, keys[full])
+        return blocks.tightened(own, keys[mixed], words, keys[full])
     words = np.empty((len(mixed), *WORDS), np.uint32)
     for chunk in blocks.chunks(len(mixed)):
         bits = np.zeros((chunk.stop - chunk.start, BLOCK, BLOCK), np.bool_)
@@ -109,7 +109,7 @@ def cut(grid: Grid, matrix: Blocks, rows: Span, cols: Span) -> tuple[Grid, Block
             found = _bits(matrix, at[mixed[chunk]], state[mixed[chunk]])
             bits[:, r[0], c[0]] = found[:, r[1], c[1]]
         words[chunk] = layouts.pack(bits)
-    return own, blocks.tightened(own, keys[mixed], words, keys[full])
+    return blocks.tightened(own, keys[mixed], words, keys[full])
 
 
 def _pieces(begin: int) -> list[tuple[int, slice, slice]]:
