@@ -183,7 +183,11 @@ def test_slices_of_queries_and_keys(data):
 @pytest.mark.parametrize("rows", [slice(0, 256), slice(128, 300), slice(130, 290), slice(1, None)])
 @pytest.mark.parametrize("cols", [slice(None, 128), slice(256, None), slice(127, 129)])
 def test_slices_of_full_and_partial_blocks(rows, cols):
-    for dense in (np.ones((400, 400), bool), np.tri(400, dtype=bool), ~np.tri(400, k=-130, dtype=bool)):
+    for dense in (
+        np.ones((400, 400), bool),
+        np.tri(400, dtype=bool),
+        ~np.tri(400, k=-130, dtype=bool),
+    ):
         check(BitMask(dense)[rows, cols], dense[rows, cols])
 
 

@@ -4,6 +4,7 @@ import io
 import pickle
 
 import numpy as np
+import pytest
 from scipy import sparse
 
 from fa_cupy import BitMask, layouts
@@ -128,6 +129,40 @@ def check_what_masks_answer(cupy):
     loaded = BitMask.load(file)
     assert isinstance(loaded.lists.words, np.ndarray)
     assert loaded.equals(on_cpu[1])
+
+
+def check_patterns(cupy):
+    """Made on the CPU from what is on the device, where the masks belong."""
+    rng = np.random.default_rng(6)
+    q, k = rng.integers(-1, 3, (2, 1, 300)), rng.integers(-1, 3, (3, 200))
+    given = [cupy.asarray(x) for x in (q, k)]
+    same(BitMask.from_segments(*given), BitMask.from_segments(q, k))
+    same(BitMask.from_segments(given[1]), BitMask.from_segments(k))
+    src, dst = rng.integers(0, 200, (2, 500))
+    found = BitMask.from_edges(cupy.asarray(src), cupy.asarray(dst), 200)
+    same(found, wanted := BitMask.from_edges(src, dst, 200))
+    (mine, order), (theirs, wanted_order) = found.reorder(), wanted.reorder()
+    same(mine, theirs)
+    np.testing.assert_array_equal(order, wanted_order)
+
+
+def check_manners_of_arrays(cupy):
+    """Operators with arrays, slices and sums; NumPy is refused what CuPy refuses it."""
+    rng = np.random.default_rng(7)
+    a, b = dense(rng, (2, 300, 200)), dense(rng, (300, 200))
+    x, there = BitMask(cupy.asarray(a)), cupy.asarray(b)
+    same(x & there, BitMask(a & b))
+    same(BitMask(a) | there, BitMask(a | b))
+    same(x ^ b, BitMask(a ^ b))
+    same(x == cupy.asarray(b[:, :1]), BitMask(a == b[:, :1]))
+    same(x[1, 5:290, 128:], BitMask(a[1, 5:290, 128:]))
+    same(x[..., 128:, :], BitMask(a[:, 128:]))
+    for axis in (None, 0, -1, (0, 1)):
+        np.testing.assert_array_equal(x.sum(axis), a.sum(axis))
+    with pytest.raises(TypeError, match=r"^BitMask: the mask is on CUDA device 0, want"):
+        np.asarray(x)
+    np.testing.assert_array_equal(np.asarray(x.get()), a)
+    assert type(x.toarray()) is cupy.ndarray
 
 
 def check_copies(cupy):
