@@ -65,7 +65,7 @@ class Algebra:
             object.__setattr__(self, "_count", sum(bits[e] for e in entries.flat))
         return self._count or 0
 
-    def sum(self, axis: int | tuple[int, ...] | None = None) -> Any:
+    def sum(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
         """Count the visible pairs along axes.
 
         Parameters
@@ -73,6 +73,8 @@ class Algebra:
         axis : int or tuple of int, optional
             -1 counts the keys of each query, -2 the queries of each key, others entries of the
             batch. All axes by default.
+        out : None
+            Nothing else is taken. `numpy.sum` passes it.
 
         Returns
         -------
@@ -93,39 +95,43 @@ class Algebra:
         >>> mask.sum(), mask.sum(axis=-1), mask.sum(axis=-2)
         (10, array([1, 2, 3, 4]), array([4, 3, 2, 1]))
         """
-        axes = self._axes("sum", axis)
+        axes = self._axes("sum", axis, out)
         if len(axes) == self.entries.ndim + 2:
             return self.nnz
         return export.sums(self._grid, self._store.host(), self.entries, axes)
 
-    def any(self, axis: int | tuple[int, ...] | None = None) -> Any:
+    def any(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
         """Return whether some pair is visible along axes, as `numpy.ndarray.any` does.
 
         Parameters
         ----------
         axis : int or tuple of int, optional
             As in `sum`: ``mask.any(axis=-1)`` is False for queries that see no key.
-
-        Returns
-        -------
-        bool, or ndarray of bool
-        """
-        found = self.sum(self._axes("any", axis))
-        return found > 0
-
-    def all(self, axis: int | tuple[int, ...] | None = None) -> Any:
-        """Return whether all pairs are visible along axes, as `numpy.ndarray.all` does.
-
-        Parameters
-        ----------
-        axis : int or tuple of int, optional
+        out : None
             As in `sum`.
 
         Returns
         -------
         bool, or ndarray of bool
         """
-        axes = self._axes("all", axis)
+        found = self.sum(self._axes("any", axis, out))
+        return found > 0
+
+    def all(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
+        """Return whether all pairs are visible along axes, as `numpy.ndarray.all` does.
+
+        Parameters
+        ----------
+        axis : int or tuple of int, optional
+            As in `sum`.
+        out : None
+            As in `sum`.
+
+        Returns
+        -------
+        bool, or ndarray of bool
+        """
+        axes = self._axes("all", axis, out)
         return self.sum(axes) == math.prod(self.shape[i] for i in axes)
 
     def equals(self, other: Any) -> bool:
@@ -226,8 +232,10 @@ class Algebra:
         make = functools.partial(self._of, device=device)
         return build.from_rows(make, self._grid, array, add)
 
-    def _axes(self, method: str, axis: Any) -> tuple[int, ...]:
+    def _axes(self, method: str, axis: Any, out: Any) -> tuple[int, ...]:
         """Return the axes of a sum, counted from 0."""
+        if out is not None:
+            raise TypeError(f"BitMask.{method}: out is {checks.show(out)}, want None")
         if axis is None:
             return tuple(range(self.entries.ndim + 2))
         ndim, found = self.entries.ndim + 2, []

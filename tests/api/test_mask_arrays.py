@@ -72,7 +72,11 @@ def test_sums_of_entries_that_share_a_matrix():
     mask = BitMask(whole)
     for axis in (None, 0, 1, 2, 3, (0, 1), (0, 3), (1, 2), (2, 3), (1, 2, 3), ()):
         np.testing.assert_array_equal(mask.sum(axis), whole.sum(axis))
-    assert mask.nnz == whole.sum()
+    assert mask.nnz == np.sum(mask) == whole.sum()
+    np.testing.assert_array_equal(np.any(mask, axis=-1), whole.any(axis=-1))
+    np.testing.assert_array_equal(np.all(mask, axis=(0, -1)), whole.all(axis=(0, -1)))
+    with pytest.raises(TypeError, match=r"^BitMask\.sum: out is array.*, want None$"):
+        np.sum(mask, axis=-1, out=np.zeros((3, 4, 200), int))
 
 
 @pytest.mark.parametrize(
