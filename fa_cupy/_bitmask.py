@@ -288,7 +288,7 @@ class BitMask(Sources, Algebra):
         ``bias[..., order, :][..., order]``. Causality and windows go by position, and so do
         scores of ``i`` and ``j``: they mean something else in another order.
 
-        The order is computed on the CPU, from lists of the visible pairs: about 20 bytes for each.
+        The order is computed on the CPU, from lists of the visible pairs: about 40 bytes for each.
 
         References
         ----------
