@@ -207,7 +207,7 @@ def masks(folder):
     board = np.indices((5, 5)).sum(axis=0) % 2 == 0
     panels = {
         "top-k": BitMask.from_indices(best, n),
-        "documents": BitMask.from_function(lambda q, k: document[q] == document[k], (n, n)),
+        "documents": BitMask.from_segments(document),
         "a graph": BitMask.from_csr(graph),
         "a checkerboard": BitMask.from_blocks(board, n, n),
     }

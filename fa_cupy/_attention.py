@@ -62,7 +62,8 @@ def attention(
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
-        device and keeps them; every call packs an array again.
+        device and keeps them; every call packs an array again. A sparse matrix of SciPy or CuPy,
+        not 0 where a query may attend to a key, is packed by every call by `BitMask.from_csr`.
     scale : float, optional
         Any finite factor; ``D ** -0.5`` by default.
     is_causal : bool
@@ -208,7 +209,7 @@ def scaled_dot_product_attention(
     value : array, shape (..., S, Ev)
     attn_mask : array, broadcastable to (..., L, S), or BitMask, optional
         An array of bool, True where a query attends to a key, or of floats that are added to the
-        scores.
+        scores. A sparse matrix must be of bool.
     dropout_p : float
         Must be 0.0.
     is_causal : bool
@@ -281,6 +282,8 @@ def _solve(
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
     dispatch.require(name, **dict(zip(args[:3], arrays, strict=False)))
+    if hasattr(arrays[4], "tocsr"):
+        arrays = (*arrays[:4], BitMask.from_csr(arrays[4]))
     bits = arrays[4] if isinstance(arrays[4], BitMask) else None
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
     given = {arg: x for arg, x in zip(args, arrays, strict=True) if x is not None and x is not bits}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fa_cupy.core import backends
 from fa_cupy.masks import blocks as masks_blocks
-from fa_cupy.masks import export, npz
+from fa_cupy.masks import build, export, npz, slices
 from fa_cupy.masks.algebra import Algebra
 from fa_cupy.masks.blocks import BlockLists, Grid
 from fa_cupy.masks.constructors import Sources
@@ -29,18 +29,29 @@ class BitMask(Sources, Algebra):
     are listed, so the memory of a mask depends on the number of its blocks. It is passed as
     ``mask`` to `attention`, which skips empty blocks and computes full ones as without a mask.
 
-    Masks are made by `from_dense`, `from_indices`, `from_csr`, `from_blocks`, `from_function` and
-    `load`, and never change. ``a & b``, ``a | b`` and ``~a`` combine them, with batch axes that
-    broadcast as in NumPy. ``a == b`` is True if all bits are the same. ``a[i]`` selects batch
-    entries, by any index of an array of the batch shape, and shares the memory of `a`.
+    Masks never change. ``BitMask(x)`` is the mask of an array of bool or of a sparse matrix of
+    SciPy; `from_segments`, `from_window`, `from_edges`, `from_indices`, `from_blocks` and
+    `from_function` make masks without an array of all pairs, `load` reads one.
+
+    They are used as arrays of bool are. ``a & b``, ``a | b``, ``a ^ b``, ``a == b``, ``a != b`` and
+    ``~a`` are masks, computed element by element, with batch axes that broadcast; one operand may
+    be an array of bool that broadcasts to the lengths of the mask, or a sparse matrix. `equals` is
+    True if all bits are the same. ``a[i]`` selects batch entries, by any index of an array of the
+    batch shape, and shares the memory of `a`. ``a[..., 100:500, :300]`` has a part of the queries
+    and keys: slices of step 1. ``np.asarray(a)`` is an array of bool.
 
     A mask is on the device of the arrays that it was made from, and can be used on any device: its
-    lists are copied there at the first use, and kept. Masks are combined on the CPU; `get` returns
-    a mask on the CPU. While a stream is captured into a CUDA graph, making a mask from arrays on a
-    GPU raises a NotImplementedError.
+    lists are copied there at the first use, and kept. Masks are combined and sliced on the CPU;
+    `get` returns a mask on the CPU. While a stream is captured into a CUDA graph, making a mask
+    from arrays on a GPU raises a NotImplementedError.
 
     Where lengths are not multiples of 128, the last blocks reach beyond the matrix. Bits beyond it
     are 0 and are ignored: a block is full if all pairs inside the matrix are visible.
+
+    Parameters
+    ----------
+    mask : array of bool, shape (..., Lq, Lk), sparse array or matrix, or BitMask
+        An array as in `from_dense`, a sparse matrix as in `from_csr`. A mask is returned as it is.
 
     Attributes
     ----------
@@ -57,8 +68,7 @@ class BitMask(Sources, Algebra):
     --------
     >>> import numpy as np
     >>> from fa_cupy import BitMask, attention
-    >>> documents = np.repeat(np.arange(5), 200)
-    >>> same = BitMask.from_function(lambda q, k: documents[q] == documents[k], (1000, 1000))
+    >>> same = BitMask.from_segments(np.repeat(np.arange(5), 200))  # documents of 200 tokens
     >>> same
     <BitMask (1000, 1000): 4 full and 22 partial blocks of 64, 45.3 kB>
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 1000, 16))
@@ -80,11 +90,10 @@ class BitMask(Sources, Algebra):
     _transposed: BitMask | None
     _kept: dict[Any, Any]  # what a backend has worked out of this mask
 
-    def __init__(self) -> None:
-        raise TypeError(
-            "BitMask: the class has no constructor, want BitMask.from_dense, from_indices, "
-            "from_csr, from_blocks, from_function or load"
-        )
+    def __new__(cls, mask: Any) -> BitMask:
+        if isinstance(mask, BitMask):
+            return mask
+        return cls.from_csr(mask) if hasattr(mask, "tocsr") else cls.from_dense(mask)
 
     @classmethod
     def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
@@ -138,11 +147,7 @@ class BitMask(Sources, Algebra):
     @property
     def density(self) -> float:
         """Share of pairs of a query and a key that are visible, from 0 to 1; 0 without pairs."""
-        if self._count is None:
-            matrices, entries = export.used(*self._outline)
-            bits = [masks_blocks.bit_count(self._grid, m) for m in matrices]
-            object.__setattr__(self, "_count", sum(bits[e] for e in entries.flat))
-        return (self._count or 0) / max(1, self.entries.size * self._grid.q_len * self._grid.k_len)
+        return self.nnz / max(1, self.size)
 
     @property
     def block_density(self) -> float:
@@ -162,15 +167,29 @@ class BitMask(Sources, Algebra):
         return turned
 
     def __getitem__(self, index: Any) -> BitMask:
-        if any(part is Ellipsis for part in (index if isinstance(index, tuple) else (index,))):
-            raise IndexError("BitMask: the index contains an Ellipsis, want indices of batch axes")
+        of_batch, *spans = slices.parts_of(index, self.shape)
         try:
-            entries = self.entries[index]
+            entries = self.entries[of_batch]
         except (IndexError, TypeError, ValueError) as e:
             if type(e) in (IndexError, TypeError, ValueError):  # others are not of an index
                 e.args = (f"BitMask: for batch shape {self.entries.shape}, {e}",)
             raise
-        return self._wrap(self._grid, self._store, entries)
+        if spans == [(0, n) for n in self._grid]:
+            return self._wrap(self._grid, self._store, entries)
+        matrices, entries = export.used(self._grid, self._store.host(), np.asarray(entries))
+        grid = Grid(*(end - begin for begin, end in spans))
+        cut = [slices.cut(self._grid, matrix, *spans) for matrix in matrices]
+        return self._of(grid, cut, entries, self._store.device)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("BitMask: the elements of a mask are in no array, want copy=None")
+        if self._store.device is not None:
+            raise TypeError(
+                f"BitMask: the mask is on CUDA device {self._store.device}, want np.asarray of "
+                "mask.get()"
+            )
+        return export.dense(*self._parts).astype(dtype or np.bool_, copy=False)
 
     def get(self) -> BitMask:
         """Return the mask on the CPU, as `cupy.ndarray.get` does for an array.
@@ -217,6 +236,10 @@ class BitMask(Sources, Algebra):
         lists = self._store.outline()._replace(words=self.lists.words)
         return device_mask.dense(self._grid, lists, self.entries, self._store.device)
 
+    def toarray(self) -> Any:
+        """Return `to_dense`, by the name that sparse matrices of SciPy give it."""
+        return self.to_dense()
+
     def to_csr(self) -> Any:
         """Return a mask without batch axes as a sparse matrix.
 
@@ -239,6 +262,68 @@ class BitMask(Sources, Algebra):
             return found
         device_mask = backends.gpu("masks.device_mask")
         return device_mask.csr_on(found, self._store.device)
+
+    def reorder(self) -> tuple[BitMask, npt.NDArray[np.int32]]:
+        """Give positions a new order, so that the visible pairs are close to the diagonal.
+
+        The reverse Cuthill-McKee order [1]_ of the mask, as of an undirected graph: neighbours get
+        numbers that are close to each other, so that visible pairs are in fewer blocks.
+
+        Returns
+        -------
+        mask : BitMask
+            Its pair (i, j) is the pair (order[i], order[j]) of this mask.
+        order : ndarray of int32, shape (L,)
+            The old positions in their new order, on the CPU.
+
+        Raises
+        ------
+        ValueError
+            If the mask has batch axes or numbers of queries and keys that differ.
+
+        Notes
+        -----
+        Queries, keys and values are taken in the new order, and the rows of the output are put back
+        by ``out[..., order, :] = new``. The same holds for gradients. A `bias` is
+        ``bias[..., order, :][..., order]``. Causality and windows go by position, and so do
+        scores of ``i`` and ``j``: they mean something else in another order.
+
+        The order is computed on the CPU, from lists of the visible pairs: about 40 bytes for each.
+
+        References
+        ----------
+        .. [1] A. George and J. Liu, "Computer Solution of Large Sparse Positive Definite Systems",
+           1981; `scipy.sparse.csgraph.reverse_cuthill_mckee`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask, attention
+        >>> rng = np.random.default_rng(0)
+        >>> names = rng.permutation(1000)  # of the nodes along a chain
+        >>> chain = BitMask.from_edges(names[[*range(1000), *range(999)]],
+        ...                            names[[*range(1000), *range(1, 1000)]], 1000)
+        >>> near, order = chain.reorder()
+        >>> chain.block_density, near.block_density
+        (1.0, 0.234375)
+        >>> q, k, v = rng.standard_normal((3, 8, 1000, 16))
+        >>> out = np.empty_like(v)
+        >>> out[:, order] = attention(q[:, order], k[:, order], v[:, order], mask=near)
+        >>> bool(np.allclose(out, attention(q, k, v, mask=chain)))
+        True
+        """
+        if self.entries.ndim or self._grid.q_len != self._grid.k_len:
+            raise ValueError(
+                f"BitMask.reorder: the mask has shape {self.shape}, want (L, L) (as of mask[0])"
+            )
+        from scipy.sparse import csgraph
+
+        pairs = export.csr(self._grid, self._store.host(), int(self.entries))
+        order = csgraph.reverse_cuthill_mckee(pairs) if self._grid.q_len else np.empty(0, np.int32)
+        pairs = pairs[order][:, order]
+        pairs.sort_indices()
+        made = [build.of_csr(self._grid, pairs)]
+        return self._of(self._grid, made, self.entries, self._store.device), order
 
     def save(self, file: File) -> None:
         """Write the mask to a file, as an .npz archive of its lists.

@@ -84,6 +84,7 @@ def attention(
     >>> jax.grad(loss)(jax.numpy.ones(8)).shape
     (8,)
     """
+    mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
     _require_arrays("attention", q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks)

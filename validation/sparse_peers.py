@@ -370,4 +370,4 @@ def from_source_cpu(case: MaskSource, arrays: Arrays) -> Call:
 def source_check(case: MaskSource, arrays: Arrays) -> Check:
     """0 where the mask is the one that is made on the CPU, inf where it is not."""
     want = from_source_cpu(case, arrays).run()
-    return lambda mask: 0.0 if mask == want else float("inf")
+    return lambda mask: 0.0 if mask.equals(want) else float("inf")

@@ -31,7 +31,12 @@ def to_native(name: str, **arrays: Any) -> core_arrays.Native:
 def with_bits(
     name: str, args: Sequence[str], arrays: Sequence[Any], **more: Any
 ) -> tuple[core_arrays.Native, list[Any], list[Any]]:
-    """Return arrays to be read as native ones, but a BitMask as it is; `more` apart from them."""
+    """Return arrays to be read as native ones, but a BitMask as it is; `more` apart from them.
+
+    The last array is the mask: a sparse matrix becomes a BitMask.
+    """
+    if hasattr(arrays[-1], "tocsr"):
+        arrays = [*arrays[:-1], BitMask.from_csr(arrays[-1])]
     named = dict(zip(args, arrays, strict=True))
     plain = {arg: None if isinstance(x, BitMask) else x for arg, x in named.items()}
     native = core_arrays.to_native(name, writes=None, **plain, **more)

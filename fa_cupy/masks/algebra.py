@@ -1,29 +1,38 @@
-"""Operators of masks, computed on the CPU."""
+"""Operators and sums of masks, computed on the CPU."""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from fa_cupy.core import checks
 from fa_cupy.masks import blocks as masks_blocks
-from fa_cupy.masks import export
-from fa_cupy.masks.blocks import BlockLists, Blocks, Grid
+from fa_cupy.masks import build, export
+from fa_cupy.masks import checks as inputs
+from fa_cupy.masks.blocks import EMPTY, FULL, PARTIAL, WORDS, BlockLists, Blocks, Grid
 from fa_cupy.masks.storage import Store
 
 Array = npt.NDArray[Any]
 Mask = TypeVar("Mask", bound="Algebra")
 
+_AND = functools.partial(masks_blocks.combined, op=np.bitwise_and)
+_OR = functools.partial(masks_blocks.combined, op=np.bitwise_or)
+
 
 class Algebra:
-    """The operators of `fa_cupy.BitMask`. Results belong to the device of the operands."""
+    """The operators and sums of `fa_cupy.BitMask`. Masks belong to the device of the operands."""
 
     __slots__ = ()
 
     entries: Array
     _grid: Grid
     _store: Store
+    _count: int | None
 
     @classmethod
     def _of(
@@ -31,25 +40,118 @@ class Algebra:
     ) -> Mask:
         raise NotImplementedError
 
+    @classmethod
+    def from_csr(cls: type[Mask], matrix: Any) -> Mask:
+        """Return the mask of a sparse matrix."""
+        raise NotImplementedError
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Batch axes, number of queries, number of keys."""
         return (*self.entries.shape, *self._grid)
 
-    def __invert__(self: Mask) -> Mask:
-        matrices, entries = export.used(self._grid, self._store.host(), self.entries)
-        blocks = [masks_blocks.inverted(self._grid, m) for m in matrices]
-        return self._of(self._grid, blocks, entries, self._store.device)
+    @property
+    def size(self) -> int:
+        """Number of pairs of a query and a key, visible or not, as of an array of bool."""
+        return math.prod(self.shape)
 
-    def __and__(self, other: Any) -> Any:
-        return self._combined(other, "&", np.bitwise_and)
+    @property
+    def nnz(self) -> int:
+        """Number of visible pairs."""
+        if self._count is None:
+            outline = self._grid, self._store.outline(), self.entries
+            matrices, entries = export.used(*outline)
+            bits = [masks_blocks.bit_count(self._grid, m) for m in matrices]
+            object.__setattr__(self, "_count", sum(bits[e] for e in entries.flat))
+        return self._count or 0
 
-    def __or__(self, other: Any) -> Any:
-        return self._combined(other, "|", np.bitwise_or)
+    def sum(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
+        """Count the visible pairs along axes.
 
-    def __eq__(self, other: object) -> bool:
+        Parameters
+        ----------
+        axis : int or tuple of int, optional
+            -1 counts the keys of each query, -2 the queries of each key, others entries of the
+            batch. All axes by default.
+        out : None
+            Nothing else is taken. `numpy.sum` passes it.
+
+        Returns
+        -------
+        int, or ndarray of int64
+            An array of the axes that are left, on the CPU. Without -1 and -2 among the axes it has
+            8 bytes for each pair of an entry.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an axis is not an int, is out of bounds or is given twice.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> mask = BitMask(np.tri(4, dtype=bool))
+        >>> mask.sum(), mask.sum(axis=-1), mask.sum(axis=-2)
+        (10, array([1, 2, 3, 4]), array([4, 3, 2, 1]))
+        """
+        axes = self._axes("sum", axis, out)
+        if len(axes) == self.entries.ndim + 2:
+            return self.nnz
+        return export.sums(self._grid, self._store.host(), self.entries, axes)
+
+    def any(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
+        """Return whether some pair is visible along axes, as `numpy.ndarray.any` does.
+
+        Parameters
+        ----------
+        axis : int or tuple of int, optional
+            As in `sum`: ``mask.any(axis=-1)`` is False for queries that see no key.
+        out : None
+            As in `sum`.
+
+        Returns
+        -------
+        bool, or ndarray of bool
+        """
+        found = self.sum(self._axes("any", axis, out))
+        return found > 0
+
+    def all(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
+        """Return whether all pairs are visible along axes, as `numpy.ndarray.all` does.
+
+        Parameters
+        ----------
+        axis : int or tuple of int, optional
+            As in `sum`.
+        out : None
+            As in `sum`.
+
+        Returns
+        -------
+        bool, or ndarray of bool
+        """
+        axes = self._axes("all", axis, out)
+        return self.sum(axes) == math.prod(self.shape[i] for i in axes)
+
+    def equals(self, other: Any) -> bool:
+        """Return whether two masks have the same shape and the same bits.
+
+        Parameters
+        ----------
+        other : BitMask
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        TypeError
+            If `other` is not a BitMask.
+        """
         if not isinstance(other, Algebra):
-            return NotImplemented
+            raise TypeError(f"BitMask.equals: other is {checks.show(other)}, want a BitMask")
         if self.shape != other.shape:
             return False
         pairs = set(zip(self.entries.flat, other.entries.flat, strict=True))
@@ -59,8 +161,39 @@ class Algebra:
             for mine, theirs in zip(self._blocks(a), other._blocks(b), strict=True)
         )
 
+    def __bool__(self) -> bool:
+        raise ValueError(
+            "BitMask: the truth value of a mask is ambiguous, want mask.any(), mask.all() or "
+            "mask.equals(other)"
+        )
+
+    def __invert__(self: Mask) -> Mask:
+        matrices, entries = export.used(self._grid, self._store.host(), self.entries)
+        blocks = [masks_blocks.inverted(self._grid, m) for m in matrices]
+        return self._of(self._grid, blocks, entries, self._store.device)
+
+    def __and__(self, other: Any) -> Any:
+        return self._combined(other, "&", _AND)
+
+    def __or__(self, other: Any) -> Any:
+        return self._combined(other, "|", _OR)
+
+    def __xor__(self, other: Any) -> Any:
+        return self._combined(other, "^", _differing)
+
+    def __eq__(self, other: object) -> Any:
+        found = self._combined(other, "==", _differing)
+        return found if found is NotImplemented else ~found
+
+    def __ne__(self, other: object) -> Any:
+        return self._combined(other, "!=", _differing)
+
+    __hash__ = None  # type: ignore[assignment]
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
     def _combined(self, other: Any, sign: str, op: Any) -> Any:
-        if not isinstance(other, Algebra):
+        other = self._operand(other, sign)
+        if other is None:
             return NotImplemented
         if self._grid != other._grid:
             raise ValueError(
@@ -75,16 +208,70 @@ class Algebra:
             ) from None
         count = 1 + int(b.max(initial=0))
         pairs, entries = np.unique(a.astype(np.int64) * count + b, return_inverse=True)
-        made = [
-            masks_blocks.combined(
-                self._grid, self._blocks(p // count), other._blocks(p % count), op
-            )
-            for p in pairs
-        ]
+        made = [op(self._grid, self._blocks(p // count), other._blocks(p % count)) for p in pairs]
         devices = [mask._store.device for mask in (self, other)]
         device = devices[1] if devices[0] is None else devices[0]
         return self._of(self._grid, made, entries.reshape(a.shape), device)
 
+    def _operand(self, other: Any, sign: str) -> Any:
+        """Return what a mask is combined with as a mask of its lengths, None if it is no array."""
+        if isinstance(other, type):
+            return None
+        if isinstance(other, Algebra):
+            return other
+        if hasattr(other, "tocsr"):
+            return self.from_csr(other)
+        if not (isinstance(other, (bool, np.bool_)) or hasattr(other, "__dlpack__")):
+            return None
+        array, device = inputs.bools("BitMask", "other", other, self._grid)
+        add: Any = build.add_dense
+        if sign == "&":  # what the mask hides stays hidden
+            matrices, _ = export.used(self._grid, self._store.outline(), self.entries)
+            listed = [keys for m in matrices for keys in (m.partial, m.full)]
+            add = build.adding_listed(np.unique(np.concatenate([np.empty(0, np.int64), *listed])))
+        make = functools.partial(self._of, device=device)
+        return build.from_rows(make, self._grid, array, add)
+
+    def _axes(self, method: str, axis: Any, out: Any) -> tuple[int, ...]:
+        """Return the axes of a sum, counted from 0."""
+        if out is not None:
+            raise TypeError(f"BitMask.{method}: out is {checks.show(out)}, want None")
+        if axis is None:
+            return tuple(range(self.entries.ndim + 2))
+        ndim, found = self.entries.ndim + 2, []
+        for one in axis if isinstance(axis, tuple) else (axis,):
+            try:
+                number = operator.index(one)
+            except TypeError:
+                number = ndim
+            if isinstance(one, (bool, np.bool_)) or not -ndim <= number < ndim:
+                kind = ValueError if hasattr(one, "__index__") else TypeError
+                raise kind(
+                    f"BitMask.{method}: axis is {checks.show(axis)}, want None, an int from "
+                    f"{-ndim} to {ndim - 1} or a tuple of these"
+                )
+            found.append(number % ndim)
+        if len(set(found)) < len(found):
+            raise ValueError(f"BitMask.{method}: axis is {axis}, which has an axis twice")
+        return tuple(found)
+
     def _blocks(self, matrix: int) -> Blocks:
         lists: BlockLists = self._store.host()
         return lists.blocks(self._grid, int(matrix))
+
+
+def _differing(grid: Grid, a: Blocks, b: Blocks) -> Blocks:
+    """Return the blocks of the bits in which two matrices differ."""
+    keys = functools.reduce(np.union1d, (a.partial, a.full, b.partial, b.full)).astype(np.int64)
+    (a_state, a_place), (b_state, b_place) = a.find(keys), b.find(keys)
+    mixed = np.flatnonzero((a_state == PARTIAL) | (b_state == PARTIAL))
+    words = np.zeros((len(mixed), *WORDS), np.uint32)
+    for blocks, states, place in ((a, a_state[mixed], a_place), (b, b_state[mixed], b_place)):
+        words[states == FULL] ^= np.uint32(0xFFFFFFFF)
+        has_words = np.flatnonzero(states == PARTIAL)
+        for part in masks_blocks.chunks(len(has_words)):
+            at = has_words[part]
+            words[at] ^= blocks.words[place[mixed[at]]]
+    one = np.minimum(a_state, b_state) == EMPTY
+    full = keys[one & (np.maximum(a_state, b_state) == FULL)]
+    return masks_blocks.tightened(grid, keys[mixed], words, full)

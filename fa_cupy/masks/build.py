@@ -54,6 +54,21 @@ def add_dense(builder: Builder, matrix: Array, q_tile: int, begin: int, end: int
         builder.add(q_tile, np.arange(part.start, part.stop), _words_of(some))
 
 
+def adding_listed(keys: Array) -> Callable[[Builder, Array, int, int, int], None]:
+    """Return a function for `from_rows` that adds the blocks with these keys, ascending, only."""
+
+    def add(builder: Builder, matrix: Array, q_tile: int, begin: int, end: int) -> None:
+        grid = builder.grid
+        first, last = np.searchsorted(keys, [q_tile * grid.k_tiles, (q_tile + 1) * grid.k_tiles])
+        tiles = keys[first:last] - q_tile * grid.k_tiles
+        for part in blocks.chunks(len(tiles)):
+            cols = (BLOCK * tiles[part, None] + np.arange(BLOCK)).reshape(-1)
+            cols = cols[cols < grid.k_len]  # only the last block sticks out
+            builder.add(q_tile, tiles[part], _words_of(matrix[begin:end, cols]))
+
+    return add
+
+
 def add_indices(builder: Builder, matrix: Array, q_tile: int, begin: int, end: int) -> None:
     """Add a row of blocks in which each query sees the keys of its row of `matrix`."""
     keys = matrix[begin:end]

@@ -23,8 +23,8 @@ _PARTS = {
 }
 
 
-def native(name: str, **arrays: Any) -> core_arrays.Native:
-    """Return arguments of 2 axes or more, of one library and device, as NumPy or CuPy arrays.
+def native(name: str, axes: int = 2, **arrays: Any) -> core_arrays.Native:
+    """Return arguments of `axes` axes or more, of one library and device, as NumPy or CuPy arrays.
 
     All but the first may be None.
     """
@@ -33,9 +33,48 @@ def native(name: str, **arrays: Any) -> core_arrays.Native:
         raise TypeError(f"{name}: {lead} is None, want an array")
     found = core_arrays.to_native(name, **arrays)
     for arg, array in zip(arrays, found.arrays, strict=True):
-        if array is not None and array.ndim < 2:
-            raise ValueError(f"{name}: {arg} has shape {array.shape}, want at least 2 axes")
+        if array is not None and array.ndim < axes:
+            raise ValueError(f"{name}: {arg} has shape {array.shape}, want {_at_least(axes)}")
     return found
+
+
+def integers(name: str, **arrays: Any) -> tuple[list[Any], int | None]:
+    """Return arrays of integers with 1 axis or more on the CPU, and the device that they were on.
+
+    All but the first may be None.
+    """
+    found = native(name, axes=1, **arrays)
+    for arg, array in zip(arrays, found.arrays, strict=True):
+        if array is not None and array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want integers")
+    return _on_host(found)
+
+
+def bools(name: str, arg: str, array: Any, shape: Sequence[int]) -> tuple[Array, int | None]:
+    """Return an array of bool on the CPU, its last axes broadcast to `shape`, and its device."""
+    if isinstance(array, (bool, np.bool_)):
+        array = np.asarray(array)
+    found = core_arrays.to_native(name, **{arg: array})
+    array = found.arrays[0]
+    if array.dtype != np.bool_:
+        raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want bool (cast it: {arg} != 0)")
+    ends = array.shape[-2:]
+    if any(n not in (1, want) for n, want in zip(ends[::-1], shape[::-1], strict=False)):
+        raise ValueError(
+            f"{name}: {arg} has shape {array.shape}, want one that broadcasts to "
+            f"(..., {shape[0]}, {shape[1]})"
+        )
+    (array,), device = _on_host(found)
+    return np.broadcast_to(array, (*array.shape[:-2], *shape)), device
+
+
+def _on_host(found: core_arrays.Native) -> tuple[list[Any], int | None]:
+    """Return native arrays on the CPU, and the device that they were on."""
+    if found.backend == "numpy":
+        return found.arrays, None
+    with found.context:
+        arrays, device = backends.gpu("masks.build").to_host(found.arrays)
+        return arrays, device
 
 
 def length(name: str, arg: str, value: Any) -> int:
@@ -50,15 +89,63 @@ def grid(name: str, arg: str, shape: Sequence[int]) -> Grid:
     return Grid(*shape[-2:])
 
 
-def lengths(name: str, shape: Any) -> list[int]:
-    """Return the shape of a mask."""
+def lengths(name: str, shape: Any, axes: int = 2) -> list[int]:
+    """Return the shape of a mask, or of another array of at least so many axes."""
     known = isinstance(shape, Sequence) or (isinstance(shape, np.ndarray) and shape.ndim == 1)
     if not known or isinstance(shape, (str, bytes, bytearray, memoryview)):
         raise TypeError(f"{name}: shape is {checks.show(shape)}, want a sequence of ints")
     found = [length(name, f"shape[{i}]", n) for i, n in enumerate(shape)]
-    if len(found) < 2:
-        raise ValueError(f"{name}: shape is {tuple(found)}, want at least 2 axes")
+    if len(found) < axes:
+        raise ValueError(f"{name}: shape is {tuple(found)}, want {_at_least(axes)}")
     return found
+
+
+def sizes(name: str, shape: Any) -> list[int]:
+    """Return the shape of an array of 1 axis or more, which may be given as an int."""
+    if isinstance(shape, (int, np.integer)):
+        return [length(name, "shape", shape)]
+    return lengths(name, shape, axes=1)
+
+
+def reach(name: str, shape: Sequence[int], window: Any) -> list[tuple[int, int]]:
+    """Return how many positions before and after are visible along each axis of `shape`.
+
+    Parameters
+    ----------
+    name : str
+    shape : sequence of int
+    window : object
+        See `fa_cupy.BitMask.from_window`.
+    """
+    wanted = "None, an int >= 0 or a pair of these"
+    sides: list[Any] = [window] * len(shape)
+    if isinstance(window, (tuple, list)):
+        pair = len(window) == 2 and not any(isinstance(x, (tuple, list)) for x in window)
+        sides = [window] if len(shape) == 1 and pair else list(window)
+        if len(sides) != len(shape):
+            text = f"{name}: window is {checks.show(window)}, want one element for each of"
+            raise ValueError(f"{text} {len(shape)} axes")
+    found = []
+    for axis, (side, n) in enumerate(zip(sides, shape, strict=True)):
+        pair = isinstance(side, (tuple, list))
+        if pair and len(side) != 2:
+            raise ValueError(f"{name}: window[{axis}] is {checks.show(side)}, want {wanted}")
+        most = max(0, n - 1)
+        before, after = (
+            most if x is None else min(most, checks.whole(name, f"window[{axis}]", x, wanted))
+            for x in (side if pair else (side, side))
+        )
+        found.append((before, after))
+    return found
+
+
+def nodes(name: str, n: Any) -> Grid:
+    """Return the size of a mask of a graph with `n` nodes, or (queries, keys)."""
+    if isinstance(n, (tuple, list)):
+        if len(n) != 2:
+            raise ValueError(f"{name}: n is {checks.show(n)}, want an int or a pair of ints")
+        return Grid(*(length(name, f"n[{i}]", x) for i, x in enumerate(n)))
+    return Grid(*[length(name, "n", n)] * 2)
 
 
 def check_callable(name: str, arg: str, value: Any, wanted: str) -> None:
@@ -179,3 +266,7 @@ def fitted(name: str, function: str, found: Any, shape: tuple[int, ...]) -> Arra
         return np.broadcast_to(array, shape)
     except ValueError:
         raise ValueError(f"{name}: {function} returns shape {array.shape}, {wanted}") from None
+
+
+def _at_least(axes: int) -> str:
+    return f"at least {axes} {'axis' if axes == 1 else 'axes'}"

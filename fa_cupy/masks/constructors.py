@@ -1,4 +1,4 @@
-"""Constructors of bit masks: from arrays, sparse matrices, indices, blocks, functions.
+"""Constructors of bit masks: from arrays, sparse matrices, segments, windows, functions and more.
 
 Each constructor processes one row of blocks at a time and keeps only the blocks that are not empty,
 so it allocates no array of the whole matrix.
@@ -6,6 +6,7 @@ so it allocates no array of the whole matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.core import backends
-from fa_cupy.masks import blocks, build
+from fa_cupy.masks import blocks, build, patterns
 from fa_cupy.masks import checks as inputs
 from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, Blocks, Grid
 
@@ -27,7 +28,13 @@ class Sources:
     __slots__ = ()
 
     @classmethod
-    def _of(cls: type[Mask], grid: Grid, matrices: Sequence[Blocks], entries: Array) -> Mask:
+    def _of(
+        cls: type[Mask],
+        grid: Grid,
+        matrices: Sequence[Blocks],
+        entries: Array,
+        device: int | None = None,
+    ) -> Mask:
         raise NotImplementedError
 
     @classmethod
@@ -171,6 +178,192 @@ class Sources:
             with native.context:
                 return cls._on_device(grid, on_device.from_csr(grid, found), entries)
         return cls._of(grid, [build.of_csr(grid, csr) for csr in found], entries)
+
+    @classmethod
+    def from_edges(cls: type[Mask], src: Any, dst: Any, n: int | tuple[int, int]) -> Mask:
+        """Let the nodes of a graph see those from which an edge leads to them.
+
+        An edge from node ``src[e]`` to node ``dst[e]`` lets query ``dst[e]`` see key ``src[e]``: a
+        node attends to those that send it messages. ``from_edges(*edge_index, n)`` takes the edges
+        of PyTorch Geometric, ``from_edges(*graph.edges(), n)`` those of DGL.
+
+        Parameters
+        ----------
+        src : array of int, shape (E,)
+            The node where each edge begins: a key. In any order; an edge may be repeated.
+        dst : array of int, shape (E,)
+            The node where each edge ends: a query.
+        n : int or (int, int)
+            Number of nodes, or numbers of queries and keys of a graph with two kinds of nodes.
+
+        Returns
+        -------
+        BitMask
+            Of shape (n, n) or `n`. A node sees itself if it has an edge to itself. Arrays on a GPU
+            are copied to the CPU, and the mask belongs to their device.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `src` and `dst` are not arrays of integers of one length, or have a node that is
+            negative or not less than `n`.
+
+        See Also
+        --------
+        BitMask.from_csr : the adjacency matrix of a graph, of which row i is query i.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> mask = BitMask.from_edges(np.array([0, 0, 3]), np.array([1, 2, 2]), 4)
+        >>> mask.to_dense().astype(int)
+        array([[0, 0, 0, 0],
+               [1, 0, 0, 0],
+               [1, 0, 0, 1],
+               [0, 0, 0, 0]])
+        """
+        from scipy import sparse
+
+        name = "BitMask.from_edges"
+        grid = inputs.nodes(name, n)
+        if dst is None:
+            raise TypeError(f"{name}: dst is None, want an array")
+        (src, dst), device = inputs.integers(name, src=src, dst=dst)
+        for arg, nodes, count in (("src", src, grid.k_len), ("dst", dst, grid.q_len)):
+            if nodes.shape != (src.size,):
+                raise ValueError(f"{name}: {arg} has shape {nodes.shape}, want ({src.size},)")
+            low, high = (int(nodes.min()), int(nodes.max())) if nodes.size else (0, -1)
+            if low < 0 or high >= count:
+                raise ValueError(
+                    f"{name}: {arg} has nodes from {low} to {high}, want from 0 to {count - 1}"
+                )
+        places = (dst.astype(np.int64, copy=False), src.astype(np.int64, copy=False))
+        edges = (np.ones(len(src), np.bool_), places)
+        matrix = sparse.coo_array(edges, shape=grid).tocsr()
+        matrix.sum_duplicates()
+        return cls._of(grid, [build.of_csr(grid, matrix)], np.array(0), device)
+
+    @classmethod
+    def from_segments(cls: type[Mask], q_ids: Any, k_ids: Any = None) -> Mask:
+        """Let queries see the keys of their segment, such as a document of a packed sequence.
+
+        Parameters
+        ----------
+        q_ids : array of int, shape (..., Lq)
+            The segment of each query: any integers, in any order. A query whose segment is
+            negative, as of padding, sees no key.
+        k_ids : array of int, shape (..., Lk), optional
+            The segment of each key; those of the queries by default. No query sees a key whose
+            segment is negative. Batch axes broadcast.
+
+        Returns
+        -------
+        BitMask
+            Of shape (..., Lq, Lk). Arrays on a GPU are copied to the CPU, and the mask belongs to
+            their device.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `q_ids` or `k_ids` are not arrays of integers, or have batch axes that do not
+            broadcast.
+
+        Notes
+        -----
+        Only blocks of a query and a key of one segment are looked at, and blocks inside a segment
+        are full. With segments of neighbouring positions the time is proportional to the length
+        and to the number of these blocks.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> BitMask.from_segments(np.array([7, 7, 2, -1])).to_dense().astype(int)
+        array([[1, 1, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 0],
+               [0, 0, 0, 0]])
+        """
+        name = "BitMask.from_segments"
+        (q_ids, k_ids), device = inputs.integers(name, q_ids=q_ids, k_ids=k_ids)
+        others = q_ids if k_ids is None else k_ids
+        grid = inputs.grid(name, "q_ids with k_ids", (q_ids.shape[-1], others.shape[-1]))
+        try:
+            batch = np.broadcast_shapes(q_ids.shape[:-1], others.shape[:-1])
+        except ValueError:
+            raise ValueError(
+                f"{name}: q_ids has shape {q_ids.shape}, k_ids has {others.shape}, want batch axes "
+                "that broadcast"
+            ) from None
+        given = [np.broadcast_to(x, (*batch, x.shape[-1])) for x in (q_ids, others)]
+        own = [
+            min(n, 1) if all(x.strides[axis] == 0 for x in given) else n
+            for axis, n in enumerate(batch)
+        ]
+        matrices = [
+            patterns.of_segments(grid, given[0][index], None if k_ids is None else given[1][index])
+            for index in np.ndindex(*own)
+        ]
+        entries = np.broadcast_to(np.arange(len(matrices)).reshape(own), batch)
+        return cls._of(grid, matrices, entries, device)
+
+    @classmethod
+    def from_window(cls: type[Mask], shape: int | Sequence[int], window: Any) -> Mask:
+        """Let each element of a sequence, an image or a volume see those nearby.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+            Shape of an array of elements, such as (height, width). Element i of the array in C
+            order (that of ``array.reshape(-1)``) is query i and key i.
+        window : int, None, or sequence
+            How many elements before and after its own an element sees along each axis, as the
+            `window` of `fa_cupy.attention` and the radius of a filter of `scipy.ndimage`, whose
+            size is ``2 * window + 1``. An int for all axes, or one element for each axis: an int,
+            or a pair (before, after). None sets no limit. For one axis, a pair is enough. An
+            element sees another if it does so along every axis.
+
+        Returns
+        -------
+        BitMask
+            Of shape (L, L) for L elements, on the CPU.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `shape` or `window` is something else, or for 2**31 elements or more.
+
+        Notes
+        -----
+        Windows end at the edges of the array. The time is proportional to the number of blocks that
+        are not empty. The bits of equal blocks are made once: it is fastest if the elements of
+        ``array[0]`` are a multiple of 128 or few.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from fa_cupy import BitMask
+        >>> near = BitMask.from_window((5, 6), 1)  # an image of 5 x 6 pixels
+        >>> near.to_dense()[8].reshape(5, 6).astype(int)  # what pixel (1, 2) sees
+        array([[0, 1, 1, 1, 0, 0],
+               [0, 1, 1, 1, 0, 0],
+               [0, 1, 1, 1, 0, 0],
+               [0, 0, 0, 0, 0, 0],
+               [0, 0, 0, 0, 0, 0]])
+        >>> BitMask.from_window((5, 6), [(1, 0), None]).to_dense()[8].reshape(5, 6).astype(int)
+        array([[1, 1, 1, 1, 1, 1],
+               [1, 1, 1, 1, 1, 1],
+               [0, 0, 0, 0, 0, 0],
+               [0, 0, 0, 0, 0, 0],
+               [0, 0, 0, 0, 0, 0]])
+        """
+        name = "BitMask.from_window"
+        sizes = inputs.sizes(name, shape)
+        reach = inputs.reach(name, sizes, window)
+        length = math.prod(sizes)
+        grid = inputs.grid(name, "shape", (length, length))
+        return cls._of(grid, [patterns.of_window(sizes, reach)], np.array(0))
 
     @classmethod
     def from_blocks(

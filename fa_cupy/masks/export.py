@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from fa_cupy import layouts
 from fa_cupy.layouts import BLOCK
-from fa_cupy.masks.blocks import FULL, PARTIAL, BlockLists, Blocks, Grid, joined
+from fa_cupy.masks.blocks import FULL, PARTIAL, BlockLists, Blocks, Grid, chunks, joined
 
 Array = npt.NDArray[Any]
 
@@ -88,6 +89,42 @@ def dense(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[np.bool_
             whole[:, tiles] = bits.swapaxes(0, 1)
             seen[index][begin:end] = whole.reshape(BLOCK, -1)[: end - begin, : grid.k_len]
     return seen
+
+
+def sums(grid: Grid, lists: BlockLists, entries: Array, axes: Sequence[int]) -> Array:
+    """Return numbers of visible pairs: the mask summed over `axes`, which are counted from 0."""
+    over = tuple(axis for axis in axes if axis < entries.ndim)
+    by_query, by_key = (entries.ndim + i in axes for i in (1, 0))
+    if not (by_query or by_key):
+        kept = [n for axis, n in enumerate(entries.shape) if axis not in over]
+        total = np.zeros((*kept, *grid), np.int64)
+        for index in np.ndindex(entries.shape):
+            place = tuple(i for axis, i in enumerate(index) if axis not in over)
+            total[place] += dense(grid, lists, entries[index])
+        return total
+    matrices, places = used(grid, lists, entries)
+    counts = np.zeros((len(matrices), grid.q_len if by_query else grid.k_len), np.int64)
+    for matrix, of_matrix in zip(matrices, counts, strict=True):
+        of_matrix += seen_by(grid, matrix, keys=not by_query)
+    if by_query and by_key:
+        over = (*over, entries.ndim)
+    found: Array = counts[places].sum(axis=over)
+    return found
+
+
+def seen_by(grid: Grid, matrix: Blocks, keys: bool) -> npt.NDArray[np.int64]:
+    """Return how many keys each query of a matrix sees, or how many queries see each key."""
+    own, other = (1, 0) if keys else (0, 1)
+    tiles = (grid.q_tiles, grid.k_tiles)
+    found = np.zeros((tiles[own], BLOCK), np.int64)
+    at = np.divmod(matrix.full, max(1, grid.k_tiles))
+    across = np.minimum(BLOCK, grid[other] - BLOCK * at[other])
+    found += np.bincount(at[own], across, minlength=tiles[own]).astype(np.int64)[:, None]
+    at = np.divmod(matrix.partial, max(1, grid.k_tiles))
+    for part in chunks(len(matrix.partial)):
+        bits = layouts.unpack(matrix.words[part])
+        np.add.at(found, at[own][part], bits.sum(axis=1 + other, dtype=np.int64))
+    return found.reshape(-1)[: grid[own]]
 
 
 def csr(grid: Grid, lists: BlockLists, entry: int) -> Any:

@@ -142,7 +142,7 @@ def test_from_csr_counts_sums_and_no_stored_zeros():
     ]  # fmt: skip
     assert (matrix.indices == kept.indices).all()  # somebody else's matrix stays as it is
     again = BitMask.from_csr(sparse.coo_array((data, (row, col)), shape=(3, 300)))
-    assert mask == again
+    assert mask.equals(again)
 
 
 def test_from_csr_leaves_the_matrix_as_it_is():
@@ -166,7 +166,7 @@ def test_to_csr_comes_back(dense):
         assert isinstance(matrix, sparse.csr_array)
         assert matrix.has_canonical_format
         np.testing.assert_array_equal(matrix.toarray(), dense[index])
-        assert BitMask.from_csr(matrix) == mask[index]
+        assert BitMask.from_csr(matrix).equals(mask[index])
 
 
 @given(st.data())
@@ -192,7 +192,7 @@ def test_from_blocks_with_words(dense):
     words = mask.lists.words.copy()
     again = BitMask.from_blocks(states, *dense.shape[-2:], words)
     check(again, dense)
-    assert again == mask
+    assert again.equals(mask)
     words[...] = 0  # the mask has its own
     check(again, dense)
 
@@ -269,7 +269,7 @@ LAST = 2**31 - 2  # the last key that a mask can have
 def test_the_longest_masks():
     mask = BitMask.from_indices(np.array([[3, LAST]]), LAST + 1)
     assert mask.to_csr().indices.tolist() == [3, LAST]
-    assert BitMask.from_csr(mask.to_csr()) == mask
+    assert BitMask.from_csr(mask.to_csr()).equals(mask)
     assert mask.density == 2 / (LAST + 1)
 
 
@@ -291,27 +291,30 @@ def test_algebra(data):
     check(x.T, a.swapaxes(-1, -2))
     assert x.T.T is x
     assert x.T is x.T
-    assert ~~x == x
-    assert x & y == y & x
-    assert x | y == y | x
-    assert ~(x & y) == ~x | ~y
-    assert (x & y).T == x.T & y.T
-    assert x & x == x | x == x
+    assert (~~x).equals(x)
+    check(x ^ y, a ^ b)
+    check(x == y, a == b)
+    check(x != y, a != b)
+    assert (x & y).equals(y & x)
+    assert (x | y).equals(y | x)
+    assert (~(x & y)).equals(~x | ~y)
+    assert (x & y).T.equals(x.T & y.T)
+    assert (x & x).equals(x)
+    assert (x | x).equals(x)
     assert not (x & ~x).density
     assert (x | ~x).density == (1.0 if a.size else 0.0)
-    if a.shape == b.shape:
-        assert (x == y) == np.array_equal(a, b)
-        assert (x != y) != (x == y)
+    assert x.equals(y) == np.array_equal(a, b)
 
 
 def test_equality_is_of_meaning():
     dense = np.tri(200, dtype=bool)
     mask = BitMask.from_dense(np.stack([dense, ~dense, dense]))
-    assert mask[[0, 2]] == BitMask.from_dense(np.broadcast_to(dense, (2, 200, 200)))
-    assert mask[::-1] != mask[[1, 0, 1]]
-    assert mask[0] != mask[:1]  # of another shape
-    assert mask[0] != dense.tolist()
-    assert mask != "mask"
+    assert mask[[0, 2]].equals(BitMask.from_dense(np.broadcast_to(dense, (2, 200, 200))))
+    assert not mask[::-1].equals(mask[[1, 0, 1]])
+    assert not mask[0].equals(mask[:1])  # of another shape
+    for other in (dense, dense.tolist(), "mask", None):
+        with pytest.raises(TypeError, match=r"^BitMask\.equals: other is .*, want a BitMask$"):
+            mask.equals(other)
     with pytest.raises(TypeError):
         hash(mask)
 
@@ -335,14 +338,12 @@ def test_slices_pick_batch_entries(index):
 @pytest.mark.parametrize(
     ("index", "text"),
     [
-        ((0, 0, 0), "BitMask: for batch shape (3, 2), too many indices"),
         (3, "BitMask: for batch shape (3, 2), index 3 is out of bounds"),
-        ((..., 0), "BitMask: the index contains an Ellipsis, want indices of batch axes"),
         (slice(0, 1.5), "BitMask: for batch shape (3, 2), slice indices must be integers"),
         ([[0], [0, 1]], "BitMask: for batch shape (3, 2), setting an array element"),
     ],
 )
-def test_queries_and_keys_are_not_sliced(index, text):
+def test_errors_of_indices_of_the_batch(index, text):
     mask = BitMask.from_dense(np.ones((3, 2, 5, 7), bool))
     with pytest.raises((IndexError, TypeError, ValueError)) as caught:
         mask[index]
@@ -373,8 +374,6 @@ def test_masks_do_not_change():
         mask.lists.words[0] = 0
     with pytest.raises(AttributeError, match="entries cannot be deleted"):
         del mask.entries
-    with pytest.raises(TypeError, match=r"no constructor, want BitMask\.from_dense"):
-        BitMask()
 
 
 def test_iteration_is_over_the_first_batch_axis():
@@ -400,7 +399,7 @@ def test_files(tmp_path_factory, dense):
     check(BitMask.load(path), dense)
     mask.save(file := io.BytesIO())
     file.seek(0)
-    assert BitMask.load(file) == mask
+    assert BitMask.load(file).equals(mask)
     check(pickle.loads(pickle.dumps(mask)), dense)
 
 
@@ -411,9 +410,9 @@ def test_a_slice_is_saved_alone():
     mask[[3, 3]].save(files[1])
     assert len(files[1].getvalue()) < 0.2 * len(files[0].getvalue())
     files[1].seek(0)
-    assert BitMask.load(files[1]) == mask[[3, 3]]
+    assert BitMask.load(files[1]).equals(mask[[3, 3]])
     again = pickle.loads(pickle.dumps(mask[3]))
-    assert again == mask[3]
+    assert again.equals(mask[3])
     assert again.nbytes < 0.1 * mask.nbytes
 
 
@@ -470,7 +469,7 @@ def test_integers_of_any_kind_are_read(tmp_path):
     mask.save(tmp_path / "mask")
     arrays = dict(np.load(tmp_path / "mask")) | {"entries": np.array(0, np.uint32)}
     np.savez(tmp_path / "mask.npz", **arrays)
-    assert BitMask.load(tmp_path / "mask.npz") == mask
+    assert BitMask.load(tmp_path / "mask.npz").equals(mask)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(5, "I/O error")])
@@ -495,7 +494,7 @@ def test_a_bit_that_falls_is_seen_or_does_not_matter(data):
         text = r"BitMask\.load: <_io\.BytesIO .*> is not the file of a mask \("
         assert re.match(text, str(error))  # noqa: PT017
     else:
-        assert found == mask
+        assert found.equals(mask)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"something else"])
@@ -638,7 +637,7 @@ def test_errors_of_masks_together():
         ValueError, match=r"^BitMask: \| of shapes .* whose batch axes do not broad"
     ):
         a | b
-    for other in (np.ones((5, 7), bool), True, None):
+    for other in (1, "mask", [True], np.ndarray, None):
         with pytest.raises(TypeError, match="operand"):
             a & other
         with pytest.raises(TypeError, match="operand"):
@@ -649,12 +648,17 @@ def test_errors_of_masks_together():
         a.to_csr()
 
 
-@pytest.mark.parametrize("name", ["T", "density", "block_states", "nbytes", "save", "load"])
+@pytest.mark.parametrize(
+    "name", ["T", "density", "block_states", "nbytes", "nnz", "size", "toarray", "save", "load"]
+)
 def test_docstrings(name):
     assert inspect.getdoc(getattr(BitMask, name))
 
 
-@pytest.mark.parametrize("name", ["dense", "csr", "indices", "blocks", "function"])
+@pytest.mark.parametrize(
+    "name",
+    ["dense", "csr", "indices", "blocks", "function", "segments", "window", "edges"],
+)
 def test_docstrings_of_constructors_tell_all_parameters(name):
     method = getattr(BitMask, f"from_{name}")
     doc = inspect.getdoc(method)

@@ -33,6 +33,7 @@ MODULES = [
     "_linear_attention",
     "_score",
     "layouts",
+    "masks.algebra",
     "masks.constructors",
     "reference",
     "score.cuda",

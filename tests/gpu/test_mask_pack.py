@@ -181,6 +181,19 @@ def test_what_masks_answer(cupy):
     same(pickle.loads(pickle.dumps(mask[1])), BitMask.from_dense(dense)[1])
 
 
+def test_patterns(cupy):
+    mask_sources.check_patterns(cupy)
+
+
+def test_manners_of_arrays(cupy):
+    mask_sources.check_manners_of_arrays(cupy)
+    array = np.random.default_rng(0).random((140, 150)) < 0.5
+    same(
+        cupy.asarray(array) & BitMask.from_window(150, 3)[:140],
+        BitMask(array & (np.abs(np.subtract.outer(np.arange(140), np.arange(150))) <= 3)),
+    )
+
+
 def test_copies_are_kept(cupy):
     mask_sources.check_copies(cupy)
 

@@ -92,6 +92,14 @@ def test_what_masks_answer(cupy):
     mask_sources.check_what_masks_answer(cupy)
 
 
+def test_patterns(cupy):
+    mask_sources.check_patterns(cupy)
+
+
+def test_manners_of_arrays(cupy):
+    mask_sources.check_manners_of_arrays(cupy)
+
+
 def test_copies_are_kept(cupy):
     mask_sources.check_copies(cupy)
 

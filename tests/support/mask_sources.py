@@ -4,6 +4,7 @@ import io
 import pickle
 
 import numpy as np
+import pytest
 from scipy import sparse
 
 from fa_cupy import BitMask, layouts
@@ -22,7 +23,7 @@ def same(found, wanted):
         assert mine.dtype == theirs.dtype, name
         np.testing.assert_array_equal(mine, theirs, err_msg=name)
     np.testing.assert_array_equal(found.entries, wanted.entries)
-    assert found == wanted
+    assert found.equals(wanted)
 
 
 def dense(rng, shape):
@@ -119,15 +120,49 @@ def check_what_masks_answer(cupy):
     same(BitMask.from_dense(b) | x, BitMask.from_dense(a | b))
     same(~y, BitMask.from_dense(~b))
     same(x.T, BitMask.from_dense(a.swapaxes(-1, -2)))
-    assert x == on_cpu
-    assert on_cpu == x
-    assert x != BitMask.from_dense(~a)
-    assert x.get().get() == on_cpu
+    assert x.equals(on_cpu)
+    assert on_cpu.equals(x)
+    assert not x.equals(BitMask.from_dense(~a))
+    assert x.get().get().equals(on_cpu)
     x[1].save(file := io.BytesIO())
     file.seek(0)
     loaded = BitMask.load(file)
     assert isinstance(loaded.lists.words, np.ndarray)
-    assert loaded == on_cpu[1]
+    assert loaded.equals(on_cpu[1])
+
+
+def check_patterns(cupy):
+    """Made on the CPU from what is on the device, where the masks belong."""
+    rng = np.random.default_rng(6)
+    q, k = rng.integers(-1, 3, (2, 1, 300)), rng.integers(-1, 3, (3, 200))
+    given = [cupy.asarray(x) for x in (q, k)]
+    same(BitMask.from_segments(*given), BitMask.from_segments(q, k))
+    same(BitMask.from_segments(given[1]), BitMask.from_segments(k))
+    src, dst = rng.integers(0, 200, (2, 500))
+    found = BitMask.from_edges(cupy.asarray(src), cupy.asarray(dst), 200)
+    same(found, wanted := BitMask.from_edges(src, dst, 200))
+    (mine, order), (theirs, wanted_order) = found.reorder(), wanted.reorder()
+    same(mine, theirs)
+    np.testing.assert_array_equal(order, wanted_order)
+
+
+def check_manners_of_arrays(cupy):
+    """Operators with arrays, slices and sums; NumPy is refused what CuPy refuses it."""
+    rng = np.random.default_rng(7)
+    a, b = dense(rng, (2, 300, 200)), dense(rng, (300, 200))
+    x, there = BitMask(cupy.asarray(a)), cupy.asarray(b)
+    same(x & there, BitMask(a & b))
+    same(BitMask(a) | there, BitMask(a | b))
+    same(x ^ b, BitMask(a ^ b))
+    same(x == cupy.asarray(b[:, :1]), BitMask(a == b[:, :1]))
+    same(x[1, 5:290, 128:], BitMask(a[1, 5:290, 128:]))
+    same(x[..., 128:, :], BitMask(a[:, 128:]))
+    for axis in (None, 0, -1, (0, 1)):
+        np.testing.assert_array_equal(x.sum(axis), a.sum(axis))
+    with pytest.raises(TypeError, match=r"^BitMask: the mask is on CUDA device 0, want"):
+        np.asarray(x)
+    np.testing.assert_array_equal(np.asarray(x.get()), a)
+    assert type(x.toarray()) is cupy.ndarray
 
 
 def check_copies(cupy):
@@ -147,7 +182,7 @@ def check_copies(cupy):
         np.testing.assert_array_equal(getattr(found, f"{name}_end").get(), begin[1:])
     there = BitMask.from_dense(cupy.asarray(mask.to_dense()))
     assert DeviceMask.of(there, 0).words.data.ptr == there.lists.words.data.ptr
-    assert pickle.loads(pickle.dumps(there.get())) == mask
+    assert pickle.loads(pickle.dumps(there.get())).equals(mask)
 
 
 def expand(device_mask, entries, batch, lengths):

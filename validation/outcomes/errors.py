@@ -357,6 +357,37 @@ def _constructors() -> Iterator[Call]:
     yield from _wrong("BitMask.from_csr", {}, cases)
 
 
+def _patterns() -> Iterator[Call]:
+    ids = np.arange(6)
+    cases: dict[str, dict[str, Any]] = {
+        "None": {"q_ids": None},
+        "of float": {"q_ids": ids.astype(float)},
+        "of bool": {"k_ids": ids > 2},
+        "of no axis": {"q_ids": ids[0]},
+        "batch axes": {"q_ids": np.ones((2, 6), int), "k_ids": np.ones((3, 6), int)},
+    }
+    yield from _wrong("BitMask.from_segments", {"q_ids": ids}, cases)
+    cases = {
+        "shape text": {"shape": "55"},
+        "shape negative": {"shape": -1},
+        "shape too large": {"shape": (2**20, 2**20)},
+        "window negative": {"window": -1},
+        "window float": {"window": 1.0},
+        "window of three": {"window": (1, 2, 3)},
+    }
+    yield from _wrong("BitMask.from_window", {"shape": (4, 5), "window": 1}, cases)
+    cases = {
+        "None": {"dst": None},
+        "of float": {"src": ids.astype(float)},
+        "too large": {"src": ids + 1},
+        "negative": {"dst": ids - 1},
+        "lengths": {"dst": ids[:5]},
+        "n float": {"n": 6.0},
+        "n of one": {"n": (6,)},
+    }
+    yield from _wrong("BitMask.from_edges", {"src": ids, "dst": ids, "n": 6}, cases)
+
+
 def _blocks_and_functions() -> Iterator[Call]:
     states, words = np.ones((2, 2), int), np.zeros((4, 8, 32, 2), np.uint32)
     cases: dict[str, dict[str, Any]] = {
@@ -413,11 +444,18 @@ def _methods() -> Iterator[Call]:
         "constructor": lambda xp: BitMask(),
         "and of lengths": lambda xp: both(xp)[0] & BitMask.from_dense(_MASK[:2]),
         "or of batch axes": lambda xp: both(xp)[0] | both(xp)[1],
-        "and with an array": lambda xp: both(xp)[0] & _MASK,
-        "or of an array": lambda xp: _MASK | both(xp)[0],
+        "constructor of a list": lambda xp: BitMask([[True]]),
+        "and with an array of int": lambda xp: both(xp)[0] & _MASK.astype(int),
+        "or of an array of another shape": lambda xp: _MASK[:2] | both(xp)[0],
+        "truth value": lambda xp: bool(both(xp)[0]),
+        "equals an array": lambda xp: both(xp)[0].equals(_MASK),
+        "sum of an axis": lambda xp: both(xp)[0].sum(axis=3),
+        "reorder with a batch": lambda xp: both(xp)[0].reorder(),
+        "array without a copy": lambda xp: both(np)[0].__array__(copy=False),
         "index too large": lambda xp: both(xp)[0][5],
         "index of pairs": lambda xp: both(xp)[0][0, 0],
         "index ellipsis": lambda xp: both(xp)[0][..., 0],
+        "index with a step": lambda xp: both(xp)[0][..., ::2],
         "iteration": lambda xp: iter(both(xp)[0][0]),
         "attribute set": lambda xp: setattr(both(xp)[0], "entries", 0),
         "attribute deleted": lambda xp: delattr(both(xp)[0], "entries"),
@@ -475,6 +513,7 @@ def calls() -> Iterator[Call]:
     yield from _products()
     yield from _merge()
     yield from _constructors()
+    yield from _patterns()
     yield from _blocks_and_functions()
     yield from _methods()
     yield from _layouts()

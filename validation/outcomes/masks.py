@@ -100,7 +100,14 @@ def _numbers(xp: Any) -> Any:
 def _comparisons(xp: Any) -> Any:
     a, b = _mask(xp, (2, 300, 200)), _mask(xp, (300, 200), "other")
     again = BitMask.from_dense(blocks("mask", (2, 300, 200)))
-    return a == again, a == b, a != again, b == 3, a[0] == a[1], a == a.T.T
+    return (
+        a.equals(again),
+        a.equals(b),
+        not a.equals(again),
+        b == 3,
+        a[0].equals(a[1]),
+        a.equals(a.T.T),
+    )
 
 
 def _files(xp: Any) -> Any:
@@ -112,6 +119,34 @@ def _files(xp: Any) -> Any:
     return sorted(members), BitMask.load(file)
 
 
+def _segments(xp: Any) -> Any:
+    q, k = (xp.asarray(whole(name, (2, 300), -1, 3)) for name in ("keys", "others"))
+    return BitMask.from_segments(q, k), BitMask.from_segments(xp.sort(q[0]))
+
+
+def _windows(xp: Any) -> Any:
+    given = ((400, (9, None)), ((20, 21), 3), ((3, 8, 16), (1, (0, 2), None)))
+    return [BitMask.from_window(*one) for one in given]
+
+
+def _edges(xp: Any) -> Any:
+    src, dst = (xp.asarray(whole(name, (900,), 0, 200)) for name in ("keys", "others"))
+    return BitMask.from_edges(src, dst, 200), BitMask.from_edges(src, dst, (200, 300))
+
+
+def _reordered(xp: Any) -> Any:
+    """Return both results for a chain, whose order is the same with every version of SciPy."""
+    chain = np.abs(np.subtract.outer(*[np.arange(200) * 7 % 200] * 2)) < 2
+    mask, order = BitMask(xp.asarray(chain)).reorder()
+    return mask.density, bool((mask.get().to_dense() == chain[order][:, order]).all())
+
+
+def _sums(xp: Any) -> Any:
+    mask = _mask(xp, (2, 300, 200))
+    by_axes = [mask.sum(axis) for axis in (None, 0, -1, -2, (0, 1), (0, 2))]
+    return *by_axes, mask.nnz, mask.size, mask.any(axis=-1), mask.all(), mask.any()
+
+
 def _algebra() -> dict[str, Callable[[Any], Any]]:
     def pair(xp: Any) -> tuple[Any, Any]:
         return _mask(xp, (2, 1, 300, 200)), _mask(xp, (3, 300, 200), "other")
@@ -121,6 +156,10 @@ def _algebra() -> dict[str, Callable[[Any], Any]]:
         "or": lambda xp: pair(xp)[0] | pair(xp)[1],
         "or with one of NumPy": lambda xp: pair(xp)[0] | pair(np)[1],
         "not": lambda xp: ~pair(xp)[1],
+        "xor": lambda xp: pair(xp)[0] ^ pair(xp)[1],
+        "equal and not equal": lambda xp: [pair(xp)[0] == pair(xp)[1], pair(xp)[0] != pair(xp)[1]],
+        "and with an array": lambda xp: pair(xp)[0] & _dense(xp, (300, 200), "third"),
+        "or with a row": lambda xp: pair(xp)[1] | _dense(xp, (1, 200), "third"),
         "T": lambda xp: pair(xp)[1].T,
         "entry": lambda xp: pair(xp)[1][1],
         "entries in another order": lambda xp: pair(xp)[1][[2, 0, 0]],
@@ -129,6 +168,7 @@ def _algebra() -> dict[str, Callable[[Any], Any]]:
         "broadcast": lambda xp: BitMask.from_dense(
             xp.broadcast_to(_dense(xp, (130, 140)), (3, 130, 140))
         ),
+        "parts": lambda xp: [pair(xp)[1][..., 100:290, 70:], pair(xp)[0][1, ..., 128:, :128]],
         "block_states": lambda xp: pair(xp)[1].block_states(),
         "get": lambda xp: pair(xp)[0].get(),
         "to_dense": lambda xp: pair(xp)[1].to_dense(),
@@ -136,6 +176,8 @@ def _algebra() -> dict[str, Callable[[Any], Any]]:
         "to_csr": lambda xp: _wide(pair(xp)[1][2].to_csr()),
         "numbers": _numbers,
         "comparisons": _comparisons,
+        "sums": _sums,
+        "reorder": _reordered,
         "files": _files,
         "pickle to_dense": lambda xp: pickle.loads(pickle.dumps(pair(xp)[1][1:])).to_dense(),
     }
@@ -196,6 +238,9 @@ def calls() -> Iterator[Call]:
     )
     yield Call("BitMask.from_blocks", _from_blocks)
     yield Call("BitMask.from_function", _from_function, cpu=True)
+    yield Call("BitMask.from_segments", _segments)
+    yield Call("BitMask.from_window", _windows, cpu=True)
+    yield Call("BitMask.from_edges", _edges)
     for name, run in _algebra().items():
         yield Call(f"BitMask {name}", run)
     yield Call("BitMask repr", lambda xp: repr(_mask(xp, (2, 300, 200))), cpu=True)

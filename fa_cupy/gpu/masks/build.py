@@ -112,6 +112,12 @@ def from_blocks(grid: Grid, states: Any, words: Any) -> Made:
     return made, np.arange(matrices).reshape(batch)
 
 
+def to_host(arrays: list[Any]) -> tuple[list[Any], int]:
+    """Return arrays, of which all but the first may be None, on the CPU, and their device."""
+    _refuse()
+    return [None if x is None else x.get() for x in arrays], int(arrays[0].data.device_id)
+
+
 def check_sparse(matrix: Any) -> None:
     """Raise a ValueError unless all that a sparse matrix of CuPy points to is there."""
     _refuse()
