@@ -11,6 +11,7 @@ from fa_cupy._linear_attention import (
     causal_product,
     causal_product_backward,
     linear_attention,
+    linear_attention_backward,
     prefix_state,
 )
 from fa_cupy._score import Score
@@ -26,6 +27,7 @@ __all__ = [
     "causal_product",
     "causal_product_backward",
     "linear_attention",
+    "linear_attention_backward",
     "merge_attention",
     "prefix_state",
     "scaled_dot_product_attention",

@@ -1,4 +1,4 @@
-"""Feature maps, applied in place to rows of float32 or float64."""
+"""Feature maps, applied in place to rows of float32 or float64, and their derivatives."""
 
 from __future__ import annotations
 
@@ -26,4 +26,23 @@ def _exp(x: Array) -> None:
     np.exp(x, out=x)
 
 
+def _elu1_gradient(feature: Array, grad: Array) -> None:
+    np.multiply(grad, np.minimum(feature, 1), out=grad)  # exp(x) is the derivative of itself
+
+
+def _relu_gradient(feature: Array, grad: Array) -> None:
+    np.copyto(grad, 0, where=feature <= 0)
+
+
+def _exp_gradient(feature: Array, grad: Array) -> None:
+    np.multiply(grad, feature, out=grad)
+
+
 IN_PLACE: dict[str, Callable[[Array], None]] = {"elu1": _elu1, "relu": _relu, "exp": _exp}
+
+# From features and the gradients by them: these become, in place, those by what they are of.
+GRADIENTS: dict[str, Callable[[Array, Array], None]] = {
+    "elu1": _elu1_gradient,
+    "relu": _relu_gradient,
+    "exp": _exp_gradient,
+}

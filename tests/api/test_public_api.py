@@ -22,6 +22,7 @@ NAMES = {
     "causal_product",
     "causal_product_backward",
     "linear_attention",
+    "linear_attention_backward",
     "merge_attention",
     "prefix_state",
     "scaled_dot_product_attention",
