@@ -10,6 +10,7 @@ all its batch entries are computed by a few operations at once::
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,77 +23,102 @@ from fa_cupy.cpu import blas, feature_maps
 
 Array = npt.NDArray[Any]
 Result = tuple[Array, Array]
+Sizes = tuple[int, ...]
 
 # Multiplications beyond which the work is worth several threads.
 _MOST = 5_000_000
 _MOST_STEPS = 1024
+# Numbers beyond which scratch memory is not kept between calls.
+_MOST_KEPT = 65_536
 _steps: dict[Any, Step] = {}
+
+
+class _Scratch:
+    """Memory for the features and values of one call, and all views of it that a call needs."""
+
+    __slots__ = ("found", "k", "keys", "q", "rows", "v", "values", "weighted", "weights", "x")
+
+    def __init__(
+        self, dtype: np.dtype[Any], q: Sizes, k: Sizes, v: Sizes, copies: int, cols: int
+    ) -> None:
+        n, dim = math.prod(k[:-2]), k[-1]
+        self.rows = np.empty(math.prod(q) + math.prod(k), dtype)
+        x, y = self.rows[: math.prod(q)], self.rows[math.prod(q) :]
+        self.q, self.k = x.reshape(q), y.reshape(k)
+        self.x, self.keys = x.reshape(n, copies, dim), y.reshape(n, dim, 1)
+        self.values = np.ones((n, 1, cols), dtype)
+        self.v = self.values.reshape(*v[:-1], cols)[..., : v[-1]]
+        self.found = np.empty((n, copies, cols), dtype)
+        self.weighted, self.weights = self.found[..., :-1], self.found[..., -1:]
 
 
 class Step:
     """Calls of one kind: of arrays of one dtype, shapes and strides, with the same options."""
 
     def __init__(
-        self, problem: linear_problem.Product, q: Array, k: Array, feature: str | None,
+        self, problem: linear_problem.Product, q: Array, k: Array, v: Array, feature: str | None,
         eps: float | None,
     ) -> None:  # fmt: skip
-        self._dtype = problem.state_dtype
-        self._entries = math.prod(k.shape[:-2])
-        self._copies = math.prod(problem.out_shape[:-2]) // self._entries
-        self._dims = problem.qk_dim, problem.v_dim
+        self._dtype = dtype = problem.state_dtype
+        n, (dim, cols) = math.prod(k.shape[:-2]), problem.state_shape[-2:]
+        copies = math.prod(problem.out_shape[:-2]) // n
+        self._new_scratch = functools.partial(
+            _Scratch, dtype, q.shape, k.shape, v.shape, copies, cols
+        )
+        self._kept: list[_Scratch] = []  # not in use by a call now
+        self._keeps = n * (copies + 1) * (dim + cols) <= _MOST_KEPT
         self._feature = None if feature is None else feature_maps.IN_PLACE[feature]
-        self._eps = None if eps is None else problem.state_dtype.type(eps)
-        self._out_shape, self._state_shape = problem.out_shape, problem.state_shape
-        self._out_dtype = problem.dtype
+        # As an array: ufuncs take it in half the time of a number.
+        self._eps = None if eps is None else np.array(eps, dtype)
+        self._outer_products = blas.outer_products(dtype, n, dim, cols)
+        # Products that NumPy's library would spread over threads; see `blas`.
+        self._large = copies * dim * cols > (blas.SERIAL if copies > 1 else blas.SERIAL_SUMS)
+        self._memory, self._state_shape = (n, dim, cols), problem.state_shape
         order = arrays.memory_order(problem.out_shape, q)
-        self._memory = [problem.out_shape[axis] for axis in order]
+        self._out_shape, self._out_dtype = problem.out_shape, problem.dtype
+        self._out_memory = [problem.out_shape[axis] for axis in order]
         self._axes = [order.index(axis) for axis in range(len(order))]
         # Whether the output lies in memory as it is computed.
-        self._direct = problem.dtype == problem.state_dtype and order == [*range(len(order))]
-        size = problem.qk_dim * problem.state_shape[-1]
-        # Products that NumPy's library would spread over threads; see `blas`.
-        self._large = self._copies * size > (blas.SERIAL if self._copies > 1 else blas.SERIAL_SUMS)
+        self._direct = problem.dtype == dtype and order == [*range(len(order))]
 
     def __call__(self, q: Array, k: Array, v: Array, initial: Array | None, out: Any) -> Result:
         """Return the output, which is `out` where that is given, and the state."""
-        n, copies, (dim, cols) = self._entries, self._copies, self._dims
+        try:
+            scratch = self._kept.pop()  # no other thread gets it
+        except IndexError:
+            scratch = self._new_scratch()
         with np.errstate(all="ignore"):
-            size = n * copies * dim
-            rows = np.empty(size + n * dim, self._dtype)
-            x, y = rows[:size], rows[size:]
-            np.copyto(x.reshape(q.shape), q, casting="unsafe")
-            np.copyto(y.reshape(k.shape), k, casting="unsafe")
+            scratch.q[...] = q
+            scratch.k[...] = k
+            scratch.v[...] = v
             if self._feature is not None:
-                self._feature(rows)
-            values = np.empty((n, 1, self._state_shape[-1]), self._dtype)
-            np.copyto(values[..., :cols], v.reshape(n, 1, cols), casting="unsafe")
-            if self._eps is not None:
-                values[..., cols] = 1
-            state = np.empty((n, dim, values.shape[2]), self._dtype)
-            keys = y.reshape(n, dim, 1)
-            if not blas.matmul(keys, values, state, False):
-                np.multiply(keys, values, out=state)
+                self._feature(scratch.rows)
+            state = np.empty(self._memory, self._dtype)
+            self._outer_products(scratch.keys, scratch.values, state)
             last = state.reshape(self._state_shape)
             if initial is not None:
                 np.add(last, initial, out=last)
-            return self._read(x.reshape(n, copies, dim), state, out), last
+            found = self._read(scratch, state).reshape(self._out_shape)
+            if out is None and self._direct:
+                out = found
+            else:
+                if out is None:
+                    out = np.empty(self._out_memory, self._out_dtype).transpose(self._axes)
+                np.copyto(out, found, casting="unsafe")
+        if self._keeps:
+            self._kept.append(scratch)
+        return out, last
 
-    def _read(self, x: Array, state: Array, out: Array | None) -> Array:
-        """Return what rows find in the state, normalised if that is wanted."""
-        found = np.empty((x.shape[0], x.shape[1], state.shape[2]), self._dtype)
-        if not (self._large and blas.matmul(x, state, found, False)):
-            np.matmul(x, state, out=found)
-        if self._eps is not None:
-            weights = found[..., -1:]
-            np.add(weights, self._eps, out=weights)
-            found = np.divide(found[..., :-1], weights)
-        result = found.reshape(self._out_shape)
-        if out is None:
-            if self._direct:
-                return result
-            out = np.empty(self._memory, self._out_dtype).transpose(self._axes)
-        np.copyto(out, result, casting="unsafe")
-        return out
+    def _read(self, scratch: _Scratch, state: Array) -> Array:
+        """Return what rows find in the state, normalised if that is wanted, in new memory."""
+        found = np.empty_like(scratch.found) if self._eps is None else scratch.found
+        if not (self._large and blas.matmul(scratch.x, state, found, False)):
+            np.matmul(scratch.x, state, out=found)
+        if self._eps is None:
+            return found
+        np.add(scratch.weights, self._eps, out=scratch.weights)
+        quotient: Array = np.divide(scratch.weighted, scratch.weights)
+        return quotient
 
 
 def step_for(
@@ -120,7 +146,7 @@ def step_for(
     # Queries of one state follow each other: there is one of each, or they are a group of heads.
     if q.shape[:-2] != batch or len(own) != len(batch) or own[:-1] != batch[:-1]:
         return None
-    return Step(problem, q, k, feature, eps)
+    return Step(problem, q, k, v, feature, eps)
 
 
 def key_of(q: Any, k: Any, v: Any, initial: Any, *options: Any) -> Any:

@@ -132,7 +132,9 @@ class _Products:
     def backward(
         problem: Product, dsums: Any, x: Any, y: Any, values: Any, initial: Any, dstate: Any
     ) -> tuple[Any, Any, Any, Any]:
-        return backward(problem, dsums, x, y, values, initial, dstate, reverse=False)
+        # A call inside of the call: results of the inner one are temporaries of the outer one.
+        with workspace.computing(cupy.cuda.runtime.getDevice()):
+            return backward(problem, dsums, x, y, values, initial, dstate, reverse=False)
 
     @staticmethod
     def total(problem: Product, y: Any, values: Any, initial: Any) -> Any:
