@@ -138,31 +138,29 @@ def sum_rows(a: Array, ones: Array, out: Array) -> bool:
     return True
 
 
-def _multiplied(a: Array, b: Array, out: Array) -> None:
-    np.multiply(a, b, out=out)
-
-
-def outer_products(dtype: np.dtype[Any], count: int, rows: int, cols: int) -> _Call:
-    """Return a call that sets `out` (n, rows, cols) to the outer products of vectors.
+def outer_products(a: Array, b: Array) -> Callable[[Array], None]:
+    """Return a call that sets `out` (n, rows, cols) to the outer products of what two arrays hold.
 
     These are dense and aligned, (n, rows, 1) and (n, 1, cols). For short vectors, NumPy takes three
     times as long, as does a call of the library for each product; the numbers are the same.
     """
-    function = None if LIBRARY is None else LIBRARY.batched[dtype]
+    function = None if LIBRARY is None else LIBRARY.batched[a.dtype]
     if LIBRARY is None or function is None:
-        return _multiplied
-    real = LIBRARY.reals[dtype]
-    one, nothing = real(1), real(0)
-    n, m, width, step = (ctypes.c_int(x) for x in (count, rows, cols, rows * cols))
-    inner = ctypes.c_int(1)
+        return functools.partial(np.multiply, a, b)
+    real = LIBRARY.reals[a.dtype]
+    n, m, _ = a.shape
+    cols = b.shape[2]
+    count, rows, width, step = (ctypes.c_int(x) for x in (n, m, cols, m * cols))
+    inner, one, nothing = ctypes.c_int(1), real(1), real(0)
     row_major, plain = ctypes.c_int(101), ctypes.c_int(111)  # as cblas.h counts them
+    before = (
+        row_major, plain, plain, rows, width, inner, one, _pointer(a), inner, rows,
+        _pointer(b), width, width, nothing,
+    )  # fmt: skip
 
-    def call(a: Array, b: Array, out: Array) -> None:
+    def call(out: Array, kept: tuple[Array, Array] = (a, b)) -> None:
         _library()
-        function(
-            row_major, plain, plain, m, width, inner, one, _pointer(a), inner, m,
-            _pointer(b), width, width, nothing, _pointer(out), width, step, n,
-        )  # fmt: skip
+        function(*before, _pointer(out), width, step, count)
 
     return call
 

@@ -18,9 +18,9 @@ _ZEROS = {np.dtype(t): np.zeros((), t) for t in (np.float32, np.float64)}
 def _elu1(x: Array) -> None:
     zero = _ZEROS[x.dtype]
     below = np.minimum(x, zero)
-    np.exp(below, out=below)
+    np.exp(below, below)
     np.maximum(x, zero, out=x)
-    np.add(x, below, out=x)
+    np.add(x, below, x)
 
 
 def _relu(x: Array) -> None:

@@ -36,7 +36,7 @@ _steps: dict[Any, Step] = {}
 class _Scratch:
     """Memory for the features and values of one call, and all views of it that a call needs."""
 
-    __slots__ = ("found", "k", "keys", "q", "rows", "v", "values", "weighted", "weights", "x")
+    __slots__ = ("found", "k", "multiply", "q", "rows", "v", "weighted", "weights", "x")
 
     def __init__(
         self, dtype: np.dtype[Any], q: Sizes, k: Sizes, v: Sizes, copies: int, cols: int
@@ -45,9 +45,10 @@ class _Scratch:
         self.rows = np.empty(math.prod(q) + math.prod(k), dtype)
         x, y = self.rows[: math.prod(q)], self.rows[math.prod(q) :]
         self.q, self.k = x.reshape(q), y.reshape(k)
-        self.x, self.keys = x.reshape(n, copies, dim), y.reshape(n, dim, 1)
-        self.values = np.ones((n, 1, cols), dtype)
-        self.v = self.values.reshape(*v[:-1], cols)[..., : v[-1]]
+        self.x = x.reshape(n, copies, dim)
+        values = np.ones((n, 1, cols), dtype)
+        self.v = values.reshape(*v[:-1], cols)[..., : v[-1]]
+        self.multiply = blas.outer_products(y.reshape(n, dim, 1), values)
         self.found = np.empty((n, copies, cols), dtype)
         self.weighted, self.weights = self.found[..., :-1], self.found[..., -1:]
 
@@ -70,7 +71,6 @@ class Step:
         self._feature = None if feature is None else feature_maps.IN_PLACE[feature]
         # As an array: ufuncs take it in half the time of a number.
         self._eps = None if eps is None else np.array(eps, dtype)
-        self._outer_products = blas.outer_products(dtype, n, dim, cols)
         # Products that NumPy's library would spread over threads; see `blas`.
         self._large = copies * dim * cols > (blas.SERIAL if copies > 1 else blas.SERIAL_SUMS)
         self._memory, self._state_shape = (n, dim, cols), problem.state_shape
@@ -94,10 +94,10 @@ class Step:
             if self._feature is not None:
                 self._feature(scratch.rows)
             state = np.empty(self._memory, self._dtype)
-            self._outer_products(scratch.keys, scratch.values, state)
+            scratch.multiply(state)
             last = state.reshape(self._state_shape)
             if initial is not None:
-                np.add(last, initial, out=last)
+                np.add(last, initial, last)
             found = self._read(scratch, state).reshape(self._out_shape)
             if out is None and self._direct:
                 out = found
@@ -113,10 +113,10 @@ class Step:
         """Return what rows find in the state, normalised if that is wanted, in new memory."""
         found = np.empty_like(scratch.found) if self._eps is None else scratch.found
         if not (self._large and blas.matmul(scratch.x, state, found, False)):
-            np.matmul(scratch.x, state, out=found)
+            np.matmul(scratch.x, state, found)
         if self._eps is None:
             return found
-        np.add(scratch.weights, self._eps, out=scratch.weights)
+        np.add(scratch.weights, self._eps, scratch.weights)
         quotient: Array = np.divide(scratch.weighted, scratch.weights)
         return quotient
 
