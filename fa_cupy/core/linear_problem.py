@@ -109,12 +109,8 @@ def product_problem(
     if q is not None and aligned and q.shape[-2] != k_len:
         raise ValueError(f"{name}: k has length {k_len}, q has {q.shape[-2]}")
     cols = v_dim + normalised
-    if initial_state is not None and initial_state.shape[-2:] != (qk_dim, cols):
-        of = "features and of v, plus 1" if normalised else "k and v"
-        raise ValueError(
-            f"{name}: initial_state has shape {initial_state.shape}, "
-            f"want (..., {qk_dim}, {cols}), the dims of {of}"
-        )
+    if initial_state is not None:
+        _check_state_dims(name, initial_state, qk_dim, cols, normalised)
 
     groups = () if q is None else broadcasting.head_groups(name, ("q", "k", "v"), q, k, v, True)
     arrays = [*named.items()]
@@ -192,6 +188,15 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
         if not 0 <= found[-1] <= k_len:
             raise ValueError(f"{name}: ends[{i}] is {checks.show(end)}, want an int {wanted}")
     return np.asarray(found, np.int64)
+
+
+def _check_state_dims(name: str, state: Any, rows: int, cols: int, normalised: bool) -> None:
+    if state.shape[-2:] != (rows, cols):
+        of = "features and of v, plus 1" if normalised else "k and v"
+        raise ValueError(
+            f"{name}: initial_state has shape {state.shape}, "
+            f"want (..., {rows}, {cols}), the dims of {of}"
+        )
 
 
 def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> None:

@@ -70,7 +70,8 @@ class Step:
         self._keeps = n * (copies + 1) * (dim + cols) <= _MOST_KEPT
         self._feature = None if feature is None else feature_maps.IN_PLACE[feature]
         # As an array: ufuncs take it in half the time of a number.
-        self._eps = None if eps is None else np.array(eps, dtype)
+        with np.errstate(all="ignore"):
+            self._eps = None if eps is None else np.array(eps, dtype)
         # Products that NumPy's library would spread over threads; see `blas`.
         self._large = copies * dim * cols > (blas.SERIAL if copies > 1 else blas.SERIAL_SUMS)
         self._memory, self._state_shape = (n, dim, cols), problem.state_shape
