@@ -27,9 +27,9 @@ Sizes = tuple[int, ...]
 
 # Multiplications beyond which the work is worth several threads.
 _MOST = 5_000_000
-_MOST_STEPS = 1024
+_MOST_STEPS = 256
 # Numbers beyond which scratch memory is not kept between calls.
-_MOST_KEPT = 65_536
+_MOST_KEPT = 16_384
 _steps: dict[Any, Step] = {}
 
 
