@@ -1,5 +1,9 @@
 """Exact attention and causal products for NumPy and CuPy arrays."""
 
+import importlib as _importlib
+import importlib.util as _util
+import typing as _typing
+
 from fa_cupy._attention import (
     attention,
     attention_backward,
@@ -11,6 +15,7 @@ from fa_cupy._linear_attention import (
     causal_product,
     causal_product_backward,
     linear_attention,
+    linear_attention_backward,
     prefix_state,
 )
 from fa_cupy._score import Score
@@ -26,7 +31,30 @@ __all__ = [
     "causal_product",
     "causal_product_backward",
     "linear_attention",
+    "linear_attention_backward",
     "merge_attention",
     "prefix_state",
     "scaled_dot_product_attention",
 ]
+
+# Imported when they are first asked for: what they need takes long to import, or is not installed.
+_LATE = {
+    "jax": "jax", "layouts": None, "plot": None, "reference": None, "torch": "torch",
+}  # fmt: skip
+
+if _typing.TYPE_CHECKING:
+    from fa_cupy import jax as jax
+    from fa_cupy import layouts as layouts
+    from fa_cupy import plot as plot
+    from fa_cupy import reference as reference
+    from fa_cupy import torch as torch
+else:
+
+    def __getattr__(name):
+        if name in _LATE:
+            return _importlib.import_module(f"fa_cupy.{name}")
+        raise AttributeError(f"module 'fa_cupy' has no attribute {name!r}")
+
+    def __dir__():
+        here = (name for name, needs in _LATE.items() if not needs or _util.find_spec(needs))
+        return sorted({*globals(), *here})

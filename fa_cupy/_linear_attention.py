@@ -14,6 +14,7 @@ _FEATURE_MAPS = ("elu1", "relu", "exp", "identity")
 # By the type of q: what answers a repeated call without looking at it closely.
 _CACHED: dict[type, Any] = {}
 _CACHED_BACKWARD: dict[type, Any] = {}
+_CACHED_NORMALISED: dict[type, Any] = {}
 
 
 def causal_product(
@@ -136,7 +137,7 @@ def causal_product(
     with_state = checks.flag(name, "return_state", return_state)
     algorithm = linear_problem.algorithm(name, algorithm, native.backend, problem.dtype)
     backend = dispatch.backend_of(native, "linear_attention")
-    if native.backend == "cupy" and inputs[0] is q:
+    if inputs[0] is q:  # an array of NumPy or CuPy itself
         _CACHED[type(q)] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)
@@ -248,46 +249,63 @@ def linear_attention(
     *,
     feature_map: str | Callable[[Any], Any] = "elu1",
     eps: float = 1e-6,
+    is_causal: bool = True,
+    initial_state: Any = None,
+    return_state: bool = False,
     out: Any = None,
 ) -> Any:
-    """Causal linear attention: a causal product of features, divided by the sums of its weights.
+    """Linear attention: a product of features and values, divided by the sums of its weights.
 
     With features ``x = f(q)`` and ``y = f(k)``, row i of the output is the mean of the rows
-    ``v[j]`` up to i, weighted by ``x[i] @ y[j]``.
+    ``v[j]``, up to i or all of them, weighted by ``x[i] @ y[j]``.
 
     Parameters
     ----------
-    q : array, shape (..., L, E)
-    k : array, shape (..., L, E)
-    v : array, shape (..., L, M)
-        As in `causal_product`.
+    q : array, shape (..., Lq, E)
+    k : array, shape (..., Lk, E)
+    v : array, shape (..., Lk, M)
+        As in `causal_product`; Lq and Lk may differ with ``is_causal=False``.
     feature_map : {"elu1", "relu", "exp", "identity"} or callable
         Function of `q` and `k`: ``elu(x) + 1``, ``max(x, 0)``, ``exp(x)`` or ``x``, in float32
         (float64 for float64 input). A callable is called with `q`, then with `k`, as they were
         given (NumPy arrays as read-only views), and returns new arrays of the same library and
-        dtype. The last axis may have another size, the same for both; the other axes stay. It must
-        not keep arrays that it allocates while a stream is captured: they belong to the graph.
+        dtype. The last axis may have another size, F, the same for both; the other axes stay. It
+        must not keep arrays that it allocates while a stream is captured: they belong to the graph.
     eps : float
         Added to the sums of weights; at least 0. With 0, or a number that the dtype of the sums
         rounds to 0, the output is 0 / 0 = NaN where all weights are 0, and everywhere if E is 0.
-    out : array, shape (..., L, M), optional
+    is_causal : bool
+        Whether row i uses the keys up to i only. With False, all rows use all keys.
+    initial_state : array, shape (..., F, M + 1), optional
+        The state before the first key: what a call for earlier keys returned, or any array of
+        float32 (float64 for float64 input), with batch axes and heads as in `causal_product`. F is
+        the number of features, which is E but for a callable.
+    return_state : bool
+        Whether to return the state after the last key too.
+    out : array, shape (..., Lq, M), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
     Returns
     -------
-    array, shape (..., L, M)
+    out : array, shape (..., Lq, M)
         Of the kind, the dtype and the memory layout of `q`.
+    state : array, shape (..., F, M + 1)
+        Only with `return_state`, in float32, or float64 for float64 input: the sum of the outer
+        products of ``y[j]`` and ``v[j]`` in ``state[..., :-1]``, that of ``y[j]`` in
+        ``state[..., -1]``. It has the batch axes of `k`, `v` and `initial_state`.
 
     Raises
     ------
     TypeError, ValueError
-        As for `causal_product`, before a callable runs; for the result of the callable, after it.
+        As for `causal_product`, before a callable runs; for the result of the callable, and for the
+        shape of `initial_state`, after it.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for float64. The capture can go on, but a
-        callable has already run.
+        While a stream is captured into a CUDA graph: for float64 and with ``is_causal=False``. The
+        capture can go on, but a callable has already run.
 
     See Also
     --------
+    linear_attention_backward : its gradients.
     attention : attention with softmax weights, in time proportional to L x L.
 
     Notes
@@ -295,6 +313,9 @@ def linear_attention(
     The sums of weights are a causal product with a further column of ones in the values, so one
     pass computes both [1]_. Where weights may be negative (``"identity"``), their sum may be near 0
     and the quotient very large.
+
+    A sequence that is cut in parts, with the state passed on from each to the next, gives the
+    output of the whole. On the CPU, parts of one row have a shorter way, of some microseconds.
 
     Features have to stay in the range of their dtype, and weights and sums in that of the sums, as
     in `causal_product`: ``"exp"`` of 89 is infinite in float32, and infinity divided by infinity is
@@ -314,6 +335,13 @@ def linear_attention(
     >>> bool(np.allclose(out[0], v[0], atol=1e-5))  # the first row sees only itself
     True
 
+    In two parts, with the state between them:
+
+    >>> first, state = linear_attention(q[:300], k[:300], v[:300], return_state=True)
+    >>> rest = linear_attention(q[300:], k[300:], v[300:], initial_state=state)
+    >>> bool(np.allclose(np.concatenate([first, rest]), out))
+    True
+
     A callable as feature map, here for quadratic features:
 
     >>> def pairs(x):
@@ -321,35 +349,193 @@ def linear_attention(
     >>> linear_attention(q, k, v, feature_map=pairs).shape
     (1000, 16)
     """
+    cached = _CACHED_NORMALISED.get(type(q))
+    if cached is not None:
+        answer = cached(q, k, v, feature_map, eps, is_causal, initial_state, return_state, out)
+        if answer is not None:
+            return answer
     name = "linear_attention"
-    known = isinstance(feature_map, str) and feature_map in _FEATURE_MAPS
-    if not known and not callable(feature_map):
-        raise ValueError(
-            f"{name}: feature_map is {checks.show(feature_map)}, "
-            f"want one of {', '.join(map(repr, _FEATURE_MAPS))} or a callable"
-        )
+    feature = _feature(name, feature_map)
     number = checks.finite(name, "eps", eps, minimum=0.0)
-    native = dispatch.to_native(name, q=q, k=k, v=v, out=out)
-    *inputs, result = native.arrays
-    problem = linear_problem.product_problem(name, *inputs)
-    dispatch.check_out(name, result, problem, inputs)
-    like, feature = inputs[0], None
-    if known and feature_map != "identity":
-        feature = feature_map
+    causal = checks.flag(name, "is_causal", is_causal)
+    with_state = checks.flag(name, "return_state", return_state)
+    native = dispatch.to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
+    *inputs, initial, result = native.arrays
+    # Of features the dim is not known yet, which the state has.
+    known = None if callable(feature_map) else initial
+    problem = _problem(name, [*inputs, known], causal)
+    dispatch.check_out(name, result, problem, [*inputs, initial])
+    like = inputs[0]
     backend = dispatch.backend_of(native, "linear_attention")
+    if native.backend == "numpy" and like is q:
+        _CACHED_NORMALISED[type(q)] = backend.cached_normalised
     with native.context:
         if callable(feature_map):  # which may allocate what belongs to this call
             features = _features(name, (q, k), inputs[:2], feature_map)
             inputs[:2] = features.values()
-            problem = linear_problem.product_problem(name, *inputs)
+            problem = _problem(name, [*inputs, initial], causal)
             if out is not None:
                 attention_problem.check_out(
                     name, result, problem.out_shape, problem.dtype, features.items()
                 )
         if result is None:
             result = dispatch.allocator(native)(problem.out_shape, problem.dtype, like)
-        result = backend.linear_attention(problem, *inputs, result, feature=feature, eps=number)
-        return native.give_back(result) if out is None else out
+        result, state = backend.linear_attention(
+            problem, *inputs, initial, result,
+            feature=feature, eps=number, is_causal=causal, return_state=with_state,
+        )  # fmt: skip
+        answer = native.give_back(result) if out is None else out
+        return (answer, native.give_back(state)) if with_state else answer
+
+
+def linear_attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    feature_map: str | Callable[[Any], Any] = "elu1",
+    feature_map_gradient: Callable[[Any, Any], Any] | None = None,
+    eps: float = 1e-6,
+    is_causal: bool = True,
+    initial_state: Any = None,
+    dstate: Any = None,
+) -> tuple[Any, ...]:
+    """Gradients of `linear_attention` with respect to its array arguments.
+
+    Parameters
+    ----------
+    dout : array, shape (..., Lq, M)
+        Gradient of the output, with its shape and dtype.
+    q : array, shape (..., Lq, E)
+    k : array, shape (..., Lk, E)
+    v : array, shape (..., Lk, M)
+    feature_map : {"elu1", "relu", "exp", "identity"} or callable
+        The arguments of the attention.
+    feature_map_gradient : callable, needed if `feature_map` is one
+        Called as ``feature_map_gradient(q, dx)``, then with `k`: `dx` is the gradient of the
+        features ``feature_map(q)``, with their shape and dtype. It returns the gradient of `q`, a
+        new array with its shape and dtype.
+    eps : float
+    is_causal : bool
+    initial_state : array, shape (..., F, M + 1), optional
+        The arguments of the attention.
+    dstate : array, shape (..., F, M + 1), optional
+        Gradient of the returned state, with its shape and dtype; zero by default.
+
+    Returns
+    -------
+    dq : array, shape (..., Lq, E)
+    dk : array, shape (..., Lk, E)
+    dv : array, shape (..., Lk, M)
+        Each with the shape and dtype of the argument: summed over the batch axes along which the
+        argument was broadcast, and over the query heads that share a key head.
+    dinitial_state : array, shape (..., F, M + 1)
+        Only with `initial_state`, with its shape and dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `linear_attention`.
+
+    See Also
+    --------
+    linear_attention : its notes apply here too.
+
+    Notes
+    -----
+    The sums of weights and the output are computed again. With those, the gradient is that of a
+    causal product (`causal_product_backward`), whose values have a further column of ones.
+
+    The derivative of ``"relu"`` at 0 is 0. Where a sum of weights is 0 and `eps` too, gradients are
+    NaN, but a row of `dout` that is 0 has no part in any of them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fa_cupy import linear_attention, linear_attention_backward
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 100, 8))
+    >>> dq, dk, dv = linear_attention_backward(dout, q, k, v)
+
+    The output is linear in the values:
+
+    >>> loss = np.sum(dout * linear_attention(q, k, v))
+    >>> bool(np.isclose(np.sum(v * dv), loss))
+    True
+
+    A callable needs its gradient:
+
+    >>> dq, dk, dv = linear_attention_backward(
+    ...     dout, q, k, v, feature_map=np.square, feature_map_gradient=lambda x, dy: 2 * x * dy
+    ... )
+    >>> dq.shape
+    (100, 8)
+    """
+    name = "linear_attention_backward"
+    feature = _feature(name, feature_map)
+    _check_feature_gradient(name, feature_map, feature_map_gradient)
+    number = checks.finite(name, "eps", eps, minimum=0.0)
+    causal = checks.flag(name, "is_causal", is_causal)
+    native = dispatch.to_native(
+        name, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
+    )
+    *inputs, initial, grad, state_grad = native.arrays
+    plain = inputs[:2]
+    known = None if callable(feature_map) else initial
+    problem = _problem(name, [*inputs, known], causal)
+    checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
+    backend = dispatch.backend_of(native, "linear_attention")
+    with native.context:
+        if callable(feature_map):
+            inputs[:2] = _features(name, (q, k), plain, feature_map).values()
+            problem = _problem(name, [*inputs, initial], causal)
+        if state_grad is not None:
+            shape, dtype = problem.state_shape, problem.state_dtype
+            checks.check_gradient(name, "dstate", state_grad, shape, dtype)
+        found = backend.linear_attention_backward(
+            problem, grad, *inputs, initial, state_grad,
+            feature=feature, eps=number, is_causal=causal,
+        )  # fmt: skip
+        dq, dk, *rest = (native.give_back(x) for x in found if x is not None)
+        if feature_map_gradient is not None:
+            pairs = zip("qk", (q, k), plain, (dq, dk), strict=True)
+            dq, dk = (_through_features(name, feature_map_gradient, *pair) for pair in pairs)
+        return (dq, dk, *rest)
+
+
+def _problem(name: str, arrays: Sequence[Any], causal: bool) -> linear_problem.Product:
+    return linear_problem.product_problem(name, *arrays, aligned=causal, normalised=True)
+
+
+def _feature(name: str, feature_map: Any) -> str | None:
+    """Return the name of a map that a backend computes; None where there is nothing to do."""
+    known = isinstance(feature_map, str) and feature_map in _FEATURE_MAPS
+    if not known and not callable(feature_map):
+        raise ValueError(
+            f"{name}: feature_map is {checks.show(feature_map)}, "
+            f"want one of {', '.join(map(repr, _FEATURE_MAPS))} or a callable"
+        )
+    return feature_map if known and feature_map != "identity" else None
+
+
+def _check_feature_gradient(name: str, feature_map: Any, gradient: Any) -> None:
+    """Raise unless `gradient` is there for a callable, and only for one."""
+    arg = f"{name}: feature_map_gradient is {checks.show(gradient)}"
+    if callable(feature_map) and not callable(gradient):
+        raise TypeError(f"{arg}, want a callable, for feature_map is one")
+    if not callable(feature_map) and gradient is not None:
+        raise TypeError(f"{arg}, want None for feature_map of {feature_map!r}")
+
+
+def _through_features(
+    name: str, gradient: Callable[[Any, Any], Any], arg: str, given: Any, array: Any, grad: Any
+) -> Any:
+    """Return the gradient of q or k, `given` by the caller, from that of its features."""
+    found = gradient(_read_only(given), grad)
+    label = f"feature_map_gradient({arg}, ...)"
+    native = dispatch.to_native(name, **{arg: given, label: found}).arrays[1]
+    checks.check_gradient(name, label, native, array.shape, array.dtype)
+    return found
 
 
 def _features(

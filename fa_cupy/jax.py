@@ -11,8 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
+
+try:
+    import jax
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    message = "fa_cupy.jax needs JAX, which is not installed: pip install jax"
+    raise ModuleNotFoundError(message, name="jax") from error
 
 import fa_cupy
 from fa_cupy._score import Score, arrays_of, operands_of, with_arrays

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    message = "fa_cupy.torch needs PyTorch, which is not installed: pip install torch"
+    raise ModuleNotFoundError(message, name="torch") from error
 
 import fa_cupy
 from fa_cupy._score import arrays_of, with_arrays

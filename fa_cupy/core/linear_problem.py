@@ -17,7 +17,7 @@ from fa_cupy.core.attention_problem import View
 
 ALGORITHMS = ("auto", "chunked", "recurrent", "low_occupancy")
 #: What takes every array, on every backend.
-_ANY = ALGORITHMS[:2]
+ANY = ALGORITHMS[:2]
 #: What holds things in no order, or bytes and characters, is no sequence of positions.
 _NO_POSITIONS = (Set, Mapping, str, bytes, bytearray, memoryview)
 
@@ -43,9 +43,9 @@ class Product:
     q: View | None  # (*batch, q_len, qk_dim)
     k: View  # (*batch, k_len, qk_dim)
     v: View  # (*batch, k_len, v_dim)
-    initial: View | None  # (*batch, qk_dim, v_dim)
+    initial: View | None  # (*batch, qk_dim, v_dim), or one more column where it is normalised
     out_shape: tuple[int, ...]  # the user's: (*user_batch, q_len, v_dim)
-    state_shape: tuple[int, ...]  # the user's: (*state_batch, qk_dim, v_dim)
+    state_shape: tuple[int, ...]  # the user's: (*state_batch, qk_dim, columns of `initial`)
 
     def view(self, shape: Sequence[int], strides: Sequence[int], tail: int = 2) -> View:
         """Return the view over `batch` of an array whose batch axes broadcast to the user's.
@@ -66,6 +66,7 @@ def product_problem(
     initial_state: Any = None,
     *,
     aligned: bool = True,
+    normalised: bool = False,
 ) -> Product:
     """Check the arrays of a causal product and bring them into canonical form.
 
@@ -77,6 +78,9 @@ def product_problem(
         Native arrays; only their metadata is read.
     aligned : bool, optional
         Whether `q` has to have as many rows as `k`.
+    normalised : bool, optional
+        Whether states have one more column than `v`: the sum of the keys, by which the normalised
+        form divides.
 
     Returns
     -------
@@ -104,11 +108,9 @@ def product_problem(
         raise ValueError(f"{name}: k has dim {qk_dim}, q has {q.shape[-1]}")
     if q is not None and aligned and q.shape[-2] != k_len:
         raise ValueError(f"{name}: k has length {k_len}, q has {q.shape[-2]}")
-    if initial_state is not None and initial_state.shape[-2:] != (qk_dim, v_dim):
-        raise ValueError(
-            f"{name}: initial_state has shape {initial_state.shape}, "
-            f"want (..., {qk_dim}, {v_dim}), the dims of k and v"
-        )
+    cols = v_dim + normalised
+    if initial_state is not None:
+        _check_state_dims(name, initial_state, qk_dim, cols, normalised)
 
     groups = () if q is None else broadcasting.head_groups(name, ("q", "k", "v"), q, k, v, True)
     arrays = [*named.items()]
@@ -139,7 +141,7 @@ def product_problem(
         v=view(v),
         initial=None if initial_state is None else view(initial_state),
         out_shape=(*user_batch, q_len, v_dim),
-        state_shape=(*_widest(holders), qk_dim, v_dim),
+        state_shape=(*_widest(holders), qk_dim, cols),
     )
 
 
@@ -155,7 +157,7 @@ def algorithm(name: str, value: Any, backend: str, dtype: np.dtype[Any]) -> str:
         reason = "is a GPU kernel, want 'auto' or 'chunked' for arrays on the CPU"
     elif dtype != np.float32:
         reason = f"is a kernel for float32, want 'auto' or 'chunked' for {dtype}"
-    if reason and value not in _ANY:
+    if reason and value not in ANY:
         raise ValueError(f"{name}: algorithm is {value!r}, which {reason}")
     return value
 
@@ -186,6 +188,15 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
         if not 0 <= found[-1] <= k_len:
             raise ValueError(f"{name}: ends[{i}] is {checks.show(end)}, want an int {wanted}")
     return np.asarray(found, np.int64)
+
+
+def _check_state_dims(name: str, state: Any, rows: int, cols: int, normalised: bool) -> None:
+    if state.shape[-2:] != (rows, cols):
+        of = "features and of v, plus 1" if normalised else "k and v"
+        raise ValueError(
+            f"{name}: initial_state has shape {state.shape}, "
+            f"want (..., {rows}, {cols}), the dims of {of}"
+        )
 
 
 def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> None:

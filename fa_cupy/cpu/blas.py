@@ -44,8 +44,15 @@ class _Library:
         self.reals = {single: ctypes.c_float, double: ctypes.c_double}
         self.gemm = {single: loaded.scipy_sgemm_, double: loaded.scipy_dgemm_}
         self.gemv = {single: loaded.scipy_sgemv_, double: loaded.scipy_dgemv_}
-        for function in (*self.gemm.values(), *self.gemv.values()):
-            function.restype = None
+        # A stack of products in one call, which older versions do not have.
+        batched = "scipy_cblas_{}gemm_batch_strided"
+        self.batched = {
+            dtype: getattr(loaded, batched.format(kind), None)
+            for dtype, kind in ((single, "s"), (double, "d"))
+        }
+        for function in (*self.gemm.values(), *self.gemv.values(), *self.batched.values()):
+            if function is not None:
+                function.restype = None
         self.threads = loaded.scipy_openblas_get_num_threads
         self.set_threads = loaded.scipy_openblas_set_num_threads
         self.set_threads(1)
@@ -129,6 +136,33 @@ def sum_rows(a: Array, ones: Array, out: Array) -> bool:
         return False
     call(a, ones, out)
     return True
+
+
+def outer_products(a: Array, b: Array) -> Callable[[Array], None]:
+    """Return a call that sets `out` (n, rows, cols) to the outer products of what two arrays hold.
+
+    These are dense and aligned, (n, rows, 1) and (n, 1, cols). For short vectors, NumPy takes three
+    times as long, as does a call of the library for each product; the numbers are the same.
+    """
+    function = None if LIBRARY is None else LIBRARY.batched[a.dtype]
+    if LIBRARY is None or function is None:
+        return functools.partial(np.multiply, a, b)
+    real = LIBRARY.reals[a.dtype]
+    n, m, _ = a.shape
+    cols = b.shape[2]
+    count, rows, width, step = (ctypes.c_int(x) for x in (n, m, cols, m * cols))
+    inner, one, nothing = ctypes.c_int(1), real(1), real(0)
+    row_major, plain = ctypes.c_int(101), ctypes.c_int(111)  # as cblas.h counts them
+    before = (
+        row_major, plain, plain, rows, width, inner, one, _pointer(a), inner, rows,
+        _pointer(b), width, width, nothing,
+    )  # fmt: skip
+
+    def call(out: Array, kept: tuple[Array, Array] = (a, b)) -> None:
+        _library()
+        function(*before, _pointer(out), width, step, count)
+
+    return call
 
 
 # A call of the library for three arrays. What else it takes is references, made once: converting

@@ -17,11 +17,16 @@ from fa_cupy.gpu.causal_product import compute, require_kernels
 from fa_cupy.gpu.causal_product import product as product
 from fa_cupy.gpu.causal_product_backward import backward as backward
 from fa_cupy.gpu.cublas import linear_elementwise, tile_ops
+from fa_cupy.tiled import linear_gradients
+
+# Most products of one call of cuBLAS: what its kernels may count along an axis of their grid.
+_MOST_STACKED = 65535
 
 
 def linear_attention(
-    problem: Product, q: Any, k: Any, v: Any, out: Any, *, feature: str | None, eps: float
-) -> Any:
+    problem: Product, q: Any, k: Any, v: Any, initial: Any, out: Any, *, feature: str | None,
+    eps: float, is_causal: bool, return_state: bool,
+) -> tuple[Any, Any]:  # fmt: skip
     """Solve `problem`, and divide by the sums of the weights.
 
     Features and sums are float32 (float64), as sums of features in 16 bits would soon overflow. The
@@ -29,27 +34,130 @@ def linear_attention(
     give a row of values one scale.
     """
     name = "linear_attention"
-    require_whole_elements(name, q=q, k=k, v=v, out=out)
+    require_whole_elements(name, q=q, k=k, v=v, initial_state=initial, out=out)
     if out is None:
         out = workspace.empty(problem.out_shape, problem.dtype, q)
-    if out.size == 0:
-        return out
+    if out.size == 0 and not return_state:
+        return out, None
     dtype, dim = problem.state_dtype, problem.v_dim
-    require_kernels(name, dataclasses.replace(problem, dtype=dtype, v_dim=dim + 1))
+    _require(name, is_causal, dataclasses.replace(problem, dtype=dtype, v_dim=dim + 1))
+    values, unit = _with_ones(v, dtype)
+    x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
+    first = None if initial is None else _rescaled(initial, unit)
+    weighing = product_problem(name, x, y, values, first, aligned=is_causal)
+    if is_causal:
+        sums = cupy.empty(weighing.out_shape, dtype)
+        state: Any = workspace.empty(weighing.state_shape, dtype) if return_state else None
+        compute(weighing, x, y, values, first, sums, state, reverse=False)
+    else:
+        state = _Products.total(weighing, y, values, first)
+        sums = _Products.read(x, state)
+    if out.size:
+        weighted = sums[..., :dim]
+        linear_elementwise.normalise(sums[..., dim:], unit, eps, weighted)
+        tile_ops.store(out, weighted)
+    if not return_state:
+        return out, None
+    state[..., dim:] = state[..., dim:] / unit
+    return out, state
+
+
+def linear_attention_backward(
+    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *,
+    feature: str | None, eps: float, is_causal: bool,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Return the gradients of linear attention by q, k, v and the initial state."""
+    name = "linear_attention_backward"
+    require_whole_elements(name, dout=dout, q=q, k=k, v=v, initial_state=initial, dstate=dstate)
+    dtype, dim = problem.state_dtype, problem.v_dim
+    wide = dataclasses.replace(problem, dtype=dtype, v_dim=dim + 1)
+    turned = dataclasses.replace(wide, qk_dim=wide.v_dim, v_dim=wide.qk_dim)
+    _require(name, is_causal, wide, turned)
+    values, unit = _with_ones(v, dtype)
+    x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
+    first = None if initial is None else _rescaled(initial, unit)
+    last = None if dstate is None else _rescaled(dstate, 1 / unit)
+    given = linear_gradients.Given(x, y, values, first, eps, is_causal, unit)
+    grads = tile_ops.widened(dout, dtype)
+    dx, dy, dvalues, dinitial = linear_gradients.gradients(_Products(), given, grads, last)
+    if feature is not None:
+        linear_elementwise.GRADIENTS[feature](x, dx)
+        linear_elementwise.GRADIENTS[feature](y, dy)
+    dv = workspace.empty(v.shape, v.dtype, v)
+    tile_ops.store(dv, dvalues[..., :dim])
+    dinitial = None if initial is None else _rescaled(dinitial, unit)
+    return tile_ops.narrowed(dx, q.dtype), tile_ops.narrowed(dy, k.dtype), dv, dinitial
+
+
+def _require(name: str, is_causal: bool, *problems: Product) -> None:
+    """Raise for what cannot be captured, before anything is launched."""
+    if is_causal:
+        require_kernels(name, *problems)
+    else:
+        workspace.refuse_products(name, "is_causal=False")
+
+
+def _with_ones(v: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Return values with a further column, and the power of two that this is filled with."""
+    dim = v.shape[-1]
     values = cupy.empty((*v.shape[:-1], dim + 1), dtype)
     tile_ops.load(values[..., :dim], v)
     unit = cupy.ones((), dtype)
     if dim and values.size:
         unit = linear_elementwise.unit(cupy.abs(values[..., :dim]).max())
     values[..., dim] = unit
-    x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
-    weighing = product_problem(name, x, y, values)
-    sums = cupy.empty(weighing.out_shape, dtype)
-    compute(weighing, x, y, values, None, sums, None, reverse=False)
-    weighted = sums[..., :dim]
-    linear_elementwise.normalise(sums[..., dim:], unit, eps, weighted)
-    tile_ops.store(out, weighted)
-    return out
+    return values, unit
+
+
+def _rescaled(state: Any, factor: Any) -> Any:
+    """Return a copy of a state, whose last column is multiplied."""
+    found = cupy.empty(state.shape, state.dtype)
+    found[..., :-1] = state[..., :-1]
+    found[..., -1:] = state[..., -1:] * factor
+    return found
+
+
+class _Products:
+    """`tiled.linear_gradients.Products` for CuPy."""
+
+    xp: Any = cupy
+
+    @staticmethod
+    def product(problem: Product, x: Any, y: Any, values: Any, initial: Any) -> Any:
+        found = cupy.empty(problem.out_shape, problem.dtype)
+        compute(problem, x, y, values, initial, found, None, reverse=False)
+        return found
+
+    @staticmethod
+    def backward(
+        problem: Product, dsums: Any, x: Any, y: Any, values: Any, initial: Any, dstate: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        # A call inside of the call: results of the inner one are temporaries of the outer one.
+        with workspace.computing(cupy.cuda.runtime.getDevice()):
+            return backward(problem, dsums, x, y, values, initial, dstate, reverse=False)
+
+    @staticmethod
+    def total(problem: Product, y: Any, values: Any, initial: Any) -> Any:
+        ends = np.array([problem.k_len])
+        return states(problem, y, values, initial, ends, reverse=False)[..., 0, :, :]
+
+    @staticmethod
+    def read(rows: Any, state: Any) -> Any:
+        if state.ndim > 2 and rows.ndim > 2 and 1 < state.shape[-3] < rows.shape[-3]:
+            state = cupy.repeat(state, rows.shape[-3] // state.shape[-3], axis=-3)
+        batch = np.broadcast_shapes(rows.shape[:-2], state.shape[:-2])
+        n = math.prod(batch)
+        a, b = (
+            cupy.broadcast_to(x, (*batch, *x.shape[-2:])).reshape(n, *x.shape[-2:])
+            for x in (rows, state)
+        )
+        found = cupy.zeros((n, a.shape[1], b.shape[2]), rows.dtype)
+        steps = tile_ops.Steps(rows.dtype, tf32=False)
+        if found.size and a.shape[2]:
+            for begin in range(0, n, _MOST_STACKED):
+                some = slice(begin, begin + _MOST_STACKED)
+                steps.matmul(steps.operand("a", a[some]), steps.operand("b", b[some]), found[some])
+        return found.reshape(*batch, *found.shape[1:])
 
 
 def _featured(x: Any, feature: str | None, dtype: np.dtype[Any]) -> Any:

@@ -117,11 +117,11 @@ class Scan(NamedTuple):
         if self.reverse:
             self._scan(rest, initial, edge)
             self._accumulate(states, edge, last)
-            self._scan(main, states, NOTHING)
         else:
             self._accumulate(states, initial, edge)
-            self._scan(main, states, NOTHING)
             self._scan(rest, edge, last)
+        if self.readers:
+            self._scan(main, states, NOTHING)
 
     @property
     def entries(self) -> int:
@@ -210,6 +210,36 @@ def product(
     keys, values = Side(k, problem.k), Side(v, problem.v)
     scan = Scan(machine, problem, keys, values, (reader,), reverse)
     scan.run(Side(initial, problem.initial, rows=False), state)
+
+
+def read(machine: Machine, problem: linear_problem.Product, reader: Reader, state: Side) -> None:
+    """Let all rows read one state, ``x @ state``, whatever keys the problem has."""
+    if reader.out.array.size == 0:
+        return
+    length = problem.q_len
+    entries = math.prod(_own(problem, problem.batch))
+    count = machine.segments(length, entries)
+    rows = length // count
+    sides = [reader.x, reader.out, state]
+
+    def work(steps: Steps, task: list[Any], exact: bool) -> bool:
+        x, out, memory = _operand(reader.x, task[0]), task[1], steps.operand("state", task[2])
+        size = machine.sizes.rows(machine.sizes.chunk, x)
+        for chunk in chunked_scan.chunks(0, x.array.shape[-2], size, False):
+            part = x.rows(steps, "x", chunk)
+            acc = steps.scratch("acc", (*part.shape[:2], memory.shape[2]))
+            steps.matmul(part, memory, acc)
+            found = acc if reader.finish is None else reader.finish(acc)
+            target = out[..., chunk, :]
+            steps.store(target, found.reshape(target.shape))
+        return True  # nothing is hidden from a row
+
+    tasks = []
+    for part in (Part(0, rows, count), Part(count * rows, length - count * rows, 1)):
+        if part.rows:
+            tasks += [*stacks_of(machine, problem, sides, part)]
+    flop = 2.0 * math.prod(problem.batch) * length * math.prod(state.array.shape[-2:])
+    machine.run(tasks, work, flop)
 
 
 def _operand(side: Side, part: Array) -> Operand:

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fa_cupy
 from fa_cupy import attention, merge_attention, reference
 from fa_cupy.core import arrays as core_arrays
 from tests.support.strategies import BFLOAT16, DTYPES, by_dtype, lay, normal, to_numpy
@@ -170,6 +171,37 @@ def test_torch_tensors_that_require_a_gradient(torch):
     with torch.no_grad():
         assert not attention(q, q, q).requires_grad
     assert attention(*[q.detach()] * 3).shape == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "recording"),
+    [
+        ("causal_product", "fa_cupy.torch.causal_product"),
+        ("linear_attention", "a function of fa_cupy.torch"),
+    ],
+)
+def test_what_records_gradients_is_named(monkeypatch, name, recording):
+    """With so much of torch as is asked before any data are."""
+    names = "bfloat16", "bool", "float16", "float32", "float64", "int16", "uint8"
+    torch = ModuleType("torch")
+    vars(torch).update({x: x for x in names}, is_grad_enabled=lambda: True)
+
+    class Tensor:
+        requires_grad, device = True, "cpu"
+        __dlpack__ = None
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    torch.Tensor = Tensor
+    torch.cuda = SimpleNamespace(current_stream=None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(TypeError) as caught:
+        getattr(fa_cupy, name)(*[Tensor()] * 3)
+    assert str(caught.value) == (
+        f"{name}: q requires a gradient, which is not recorded here, want q.detach(), or "
+        f"{recording}, which records it"
+    )
 
 
 def test_torch_tensors_without_plain_memory(torch):

@@ -70,6 +70,12 @@ def product_calls(kind, dtype):
         for eps in (0.0, 5e-324, 1e-6):
             options = {"feature_map": name, "eps": eps}
             yield lambda o=options: (fa_cupy.linear_attention(q, k, v, **o),)
+            yield lambda o=options: (fa_cupy.linear_attention(*(x[:, :1] for x in (q, k, v)), **o),)
+        for is_causal in (False, True):
+            options = {"feature_map": name, "eps": 0.0, "is_causal": is_causal}
+            yield lambda o=options: fa_cupy.linear_attention(q, k, v, return_state=True, **o)
+            yield lambda o=options: fa_cupy.linear_attention_backward(dout, q, k, v, **o)
+    yield lambda: fa_cupy.causal_product(*(x[:, :1] for x in (q, k, v)), return_state=True)
     yield lambda: (fa_cupy.prefix_state(k, v, [0, k_len, k_len // 2]),)
     yield lambda: (fa_cupy.prefix_state(k, v, [k_len] * k_len, q=q),)
 

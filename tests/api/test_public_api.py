@@ -22,6 +22,7 @@ NAMES = {
     "causal_product",
     "causal_product_backward",
     "linear_attention",
+    "linear_attention_backward",
     "merge_attention",
     "prefix_state",
     "scaled_dot_product_attention",
@@ -103,6 +104,45 @@ def test_import_loads_little():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "\n"
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_modules_are_there_when_they_are_asked_for():
+    code = (
+        "import sys, types, fa_cupy\n"
+        "names = 'layouts', 'plot', 'reference'\n"
+        "assert not any(f'fa_cupy.{name}' in sys.modules for name in names[1:])\n"
+        "assert {*names, 'attention'} <= {*dir(fa_cupy)}\n"
+        "print(*(getattr(fa_cupy, name).__name__ for name in names))\n"
+        "print(hasattr(fa_cupy, 'nothing'), 'scipy' in sys.modules)"
+    )
+    names = ["fa_cupy.layouts", "fa_cupy.plot", "fa_cupy.reference"]
+    assert run(code) == [*names, "False", "True"]
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_a_missing_library_is_named(name):
+    """By attribute, by import and by ``from``; a module that is not there is not listed either."""
+    code = (
+        "import sys, importlib.util, fa_cupy\n"
+        f"sys.modules[{name!r}] = None\n"
+        "find = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda x: None if x == {name!r} else find(x)\n"
+        f"assert {name!r} not in dir(fa_cupy)\n"
+        f"for text in ('fa_cupy.{name}', 'import fa_cupy.{name}', 'from fa_cupy import {name}'):\n"
+        "    try:\n"
+        "        exec(text)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        print(str(error).replace(' ', '_'))"
+    )
+    label = {"torch": "PyTorch", "jax": "JAX"}[name]
+    text = f"fa_cupy.{name} needs {label}, which is not installed: pip install {name}"
+    assert run(code) == [text.replace(" ", "_")] * 3
 
 
 # torch's names

@@ -450,6 +450,39 @@ CASES["linear_attention: out strided"] = linear_of("relu", out="strided")
 CASES["linear_attention: out dense"] = linear_of("relu", SINGLE, out="dense")
 
 
+def linear_state_of(dtype):
+    def build(new):
+        q, k, v = (new(2, 4, 300, 64, dtype=dtype) for _ in range(3))
+        state = new(2, 4, 64, 65, dtype=SINGLE)
+        return lambda: fa_cupy.linear_attention(q, k, v, initial_state=state, return_state=True)
+
+    return build
+
+
+def linear_backward_of(feature, dtype=HALF, heads=4, state=False):
+    def build(new):
+        q, dout = (new(2, 4, 300, 64, dtype=dtype) for _ in range(2))
+        k, v = (new(2, heads, 300, 64, dtype=dtype) for _ in range(2))
+        states = {}
+        if state:
+            states = {x: new(2, heads, 64, 65, dtype=SINGLE) for x in ("initial_state", "dstate")}
+        return lambda: fa_cupy.linear_attention_backward(
+            dout, q, k, v, feature_map=feature, **states
+        )
+
+    return build
+
+
+CASES["linear_attention with a state"] = linear_state_of(HALF)
+CASES["linear_attention with a state, float32"] = linear_state_of(SINGLE)
+for _feature in ("elu1", "relu", "exp", "identity"):
+    for _dtype in (HALF, BFLOAT16, SINGLE):
+        _name = f"linear_attention_backward: {_feature}, {_dtype.name}"
+        CASES[_name] = linear_backward_of(_feature, _dtype)
+CASES["linear_attention_backward: grouped heads"] = linear_backward_of("elu1", heads=2)
+CASES["linear_attention_backward: states"] = linear_backward_of("elu1", SINGLE, 2, state=True)
+
+
 def merge_of(dtype, layout="dense", stacked=False):
     def build(new):
         real = DOUBLE if dtype == DOUBLE else SINGLE
@@ -563,6 +596,12 @@ def refused_calls():
         "causal_product, float64": lambda: fa_cupy.causal_product(states, states, states),
         "causal_product_backward, float64": lambda: fa_cupy.causal_product_backward(*[states] * 4),
         "linear_attention, float64": lambda: fa_cupy.linear_attention(states, states, states),
+        "linear_attention, all keys": lambda: fa_cupy.linear_attention(
+            half, half, half, is_causal=False
+        ),
+        "linear_attention_backward, float64": lambda: fa_cupy.linear_attention_backward(
+            *[states] * 4
+        ),
         "prefix_state": lambda: fa_cupy.prefix_state(half, half),
         "prefix_state, q": lambda: fa_cupy.prefix_state(half, half, range(40), q=half),
         "BitMask": lambda: BitMask.from_dense(seen),
@@ -572,7 +611,8 @@ def refused_calls():
 REFUSED = (
     "attention, float32", "attention, float64", "attention, head_dim 320",
     "attention_backward, float32", "causal_product, float64", "causal_product_backward, float64",
-    "linear_attention, float64", "prefix_state", "prefix_state, q", "BitMask",
+    "linear_attention, float64", "linear_attention, all keys",
+    "linear_attention_backward, float64", "prefix_state", "prefix_state, q", "BitMask",
     "attention, a score of float32", "attention_backward of a score's array",
 )  # fmt: skip
 

@@ -308,10 +308,22 @@ def pairs(x):
     return (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
 
 
-def linear(feature="elu1", out=None, dtype=HALF, dim=64):
+def linear(feature="elu1", out=None, dtype=HALF, dim=64, state=False, **options):
     q, k = (array(2, 300, dim, dtype=dtype) for _ in range(2))
     out = out and out()
-    return lambda: fa_cupy.linear_attention(q, k, k, feature_map=feature, out=out)
+    if state:
+        options |= {"initial_state": array(2, dim, dim + 1, dtype=SINGLE), "return_state": True}
+    return lambda: fa_cupy.linear_attention(q, k, k, feature_map=feature, out=out, **options)
+
+
+def linear_backward(feature="elu1", dtype=HALF, state=False, heads=4, **options):
+    q, k = array(2, 4, 300, 64, dtype=dtype), array(2, heads, 300, 64, dtype=dtype)
+    if state:
+        states = {
+            name: array(2, heads, 64, 65, dtype=SINGLE) for name in ("initial_state", "dstate")
+        }
+        options |= states
+    return lambda: fa_cupy.linear_attention_backward(q, q, k, k, feature_map=feature, **options)
 
 
 def merge():
@@ -371,6 +383,10 @@ CASES = {
     "linear_attention, no feature": lambda: linear("identity", dtype=SINGLE),
     "linear_attention with a function": lambda: linear(pairs, dim=8),
     "linear_attention, out strided": lambda: linear(out=lambda: array(2, 300, 128)[..., ::2]),
+    "linear_attention with a state": lambda: linear(state=True),
+    "linear_attention_backward": linear_backward,
+    "linear_attention_backward, heads": lambda: linear_backward("relu", SINGLE, heads=2),
+    "linear_attention_backward, states": lambda: linear_backward("exp", state=True, heads=2),
     "merge_attention": merge,
     "scaled_dot_product_attention": lambda: scaled(is_causal=True),
 }  # fmt: skip
@@ -381,6 +397,9 @@ REFUSED = {
     "causal_product, float64": lambda: multiply(dtype=DOUBLE, length=30),
     "causal_product_backward, float64": lambda: multiply_backward(dtype=DOUBLE),
     "linear_attention, float64": lambda: linear(dtype=DOUBLE),
+    "linear_attention, all keys": lambda: linear(is_causal=False),
+    "linear_attention_backward, float64": lambda: linear_backward(dtype=DOUBLE),
+    "linear_attention_backward, all keys": lambda: linear_backward(is_causal=False),
     "prefix_state": lambda: (lambda x: lambda: fa_cupy.prefix_state(x, x))(array(2, 30, 64)),
     "prefix_state, q": lambda: (
         lambda x: lambda: fa_cupy.prefix_state(x, x, range(30), q=x)

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import fa_cupy
 from fa_cupy.cli import cuda_extra
 from validation.digest import ROOT
 
 FOLDERS = ("cuda_src", "docs", "fa_cupy", "ptx", "tests", "validation")
-FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md")
-FILES += (".clang-format", "pyproject.toml", "setup.cfg")
+FILES = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in")
+FILES += ("Makefile", "README.md", ".clang-format", "pyproject.toml", "setup.cfg")
 JUNK = shutil.ignore_patterns("__pycache__", "_build", "generated", ".*")
 
 
@@ -103,8 +104,13 @@ def test_wheel_holds_the_package_and_all_kernels(source, wheel):
         assert any(name.endswith("/LICENSE") for name in archive.namelist())
     kernels = {f"fa_cupy/{name}" for name in listing(source, "cuda_src", "ptx")}
     assert names == listing(source, "fa_cupy") | kernels
+    assert "fa_cupy/py.typed" in names  # without it type checkers read no annotations
     assert wheel.name.endswith("-py3-none-any.whl")
     assert wheel.stat().st_size < 1e6
+
+
+def test_the_citation_is_of_this_version(source):
+    assert f"\nversion: {fa_cupy.__version__}\n" in (source / "CITATION.cff").read_text()
 
 
 def test_packages_are_all_listed(source):

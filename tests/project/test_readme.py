@@ -4,12 +4,13 @@ import re
 
 import pytest
 
+from fa_cupy.__main__ import main
 from validation import readme
 from validation.digest import ROOT
 
 README = ROOT / "README.md"
 PAGES = sorted(
-    [README, ROOT / "CHANGELOG.md"]
+    [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
     + [
         path
         for path in (ROOT / "docs").rglob("*")
@@ -27,6 +28,17 @@ def blocks(kind):
 def test_readme_blocks_run():
     """One after the other, as they are read."""
     exec(compile(blocks("python"), str(README), "exec"), {})
+
+
+def test_the_ptx_of_a_kernel_is_written_as_the_readme_says(capsys):
+    commands = re.findall(r"`python -m fa_cupy (emit [^`]*)`", README.read_text())
+    assert len(commands) == 2
+    listing, ptx = map(str.split, commands)
+    assert main(listing) == 0
+    name = capsys.readouterr().out.split()[0]
+    assert ptx[-1] == "NAME"
+    assert main([*ptx[:-1], name]) == 0
+    assert ".visible .entry" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

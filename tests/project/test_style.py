@@ -18,6 +18,8 @@ TOP_LEVEL = {
     "tests",
     "validation",
     "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
     "LICENSE",
     "MANIFEST.in",
     "Makefile",

@@ -287,7 +287,22 @@ def _products() -> Iterator[Call]:
         "eps text": {"eps": "small"},
         "out shape": {"out": _X[0]},
     }
+    cases |= {
+        "is_causal": {"is_causal": "no"},
+        "return_state number": {"return_state": 2},
+        "initial_state dtype": {"initial_state": np.zeros((8, 9), np.float16)},
+        "initial_state shape": {"initial_state": np.zeros((8, 8), _X.dtype)},
+    }
     yield from _wrong("linear_attention", base, shared | cases)
+    cases = {
+        "dout None": {"dout": None},
+        "dout shape": {"dout": _LONG},
+        "dstate shape": {"dstate": np.zeros((8, 8), _X.dtype)},
+        "feature_map without its gradient": {"feature_map": np.abs},
+        "feature_map_gradient alone": {"feature_map_gradient": np.add},
+        "is_causal": {"is_causal": None},
+    }
+    yield from _wrong("linear_attention_backward", base | {"dout": _X}, cases)
     cases = {
         "ends number": {"ends": 3},
         "ends text": {"ends": "12"},

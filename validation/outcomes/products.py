@@ -157,6 +157,35 @@ def _linear_calls() -> Iterator[Call]:
             )
 
 
+def _linear_gradient_calls() -> Iterator[Call]:
+    """Yield calls of linear attention with states, over all keys, and of its gradients."""
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        **{f: ("dense", {"feature_map": f}) for f in ("elu1", "relu", "exp")},
+        "all keys": ("dense", {"is_causal": False}),
+        "grouped heads": ("grouped heads", {}),
+        "grouped heads of all keys": ("grouped heads", {"is_causal": False}),
+        "layout steps and reversed": ("layout steps and reversed", {}),
+    }
+
+    def run(xp: Any, dtype: str, case: Case, options: dict[str, Any]) -> Any:
+        (q, k, v), _ = case.native(xp, dtype)
+        options = options | {"eps": 0.5}
+        out, state = fa_cupy.linear_attention(q, k, v, return_state=True, **options)
+        dout = xp.asarray(draw("dout", out.shape, out.dtype))
+        grads = fa_cupy.linear_attention_backward(
+            dout, q, k, v, initial_state=state, dstate=state, **options
+        )
+        return out, state, *grads
+
+    for name, (layout, options) in cases.items():
+        case = Case() if layout == "dense" else _CASES[layout]
+        for dtype in some_dtypes(name):
+            yield Call(
+                f"linear_attention_backward {dtype} {name}",
+                lambda xp, a=(dtype, case, options): run(xp, *a),
+            )
+
+
 def _state_calls() -> Iterator[Call]:
     cases: dict[str, dict[str, Any]] = {
         "whole": {},
@@ -218,5 +247,6 @@ def calls() -> Iterator[Call]:
     for kernel in ("recurrent", "low_occupancy"):
         yield Call(f"causal_product float32 {kernel} on a GPU", _by_kernel(kernel))
     yield from _linear_calls()
+    yield from _linear_gradient_calls()
     yield from _state_calls()
     yield from _reference_calls()

@@ -54,3 +54,13 @@ FEATURES = {
         "exp": "exp(x)",
     }.items()
 }
+
+# From features and the gradients by them: these become those by what the features are of.
+GRADIENTS = {
+    name: cupy.ElementwiseKernel("T feature", "T grad", f"grad = {formula}", f"fa_cupy_d{name}")
+    for name, formula in {
+        "elu1": "feature < T(1) ? feature * grad : grad",  # exp(x) is the derivative of itself
+        "relu": "feature <= T(0) ? T(0) : grad",
+        "exp": "feature * grad",
+    }.items()
+}
