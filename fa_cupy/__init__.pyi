@@ -1,0 +1,224 @@
+"""Types of the public functions: results are arrays of the kind of the first argument."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, TypeVar, overload
+
+from fa_cupy import jax as jax
+from fa_cupy import layouts as layouts
+from fa_cupy import plot as plot
+from fa_cupy import reference as reference
+from fa_cupy import torch as torch
+from fa_cupy._bitmask import BitMask as BitMask
+from fa_cupy._score import Score as Score
+
+__version__: str
+__all__: list[str]
+
+class Array(Protocol):
+    """An array of NumPy, CuPy or another library with DLPack."""
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def dtype(self) -> Any: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+A = TypeVar("A", bound=Array)
+_Window = tuple[int | None, int | None] | None
+_FeatureMap = str | Callable[[Any], Any]
+
+@overload
+def attention(
+    q: A,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: _Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    precision: str | None = None,
+    return_lse: Literal[False] = False,
+    score: Score | None = None,
+    out: Array | None = None,
+) -> A: ...
+@overload
+def attention(
+    q: A,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: _Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    precision: str | None = None,
+    return_lse: Literal[True],
+    score: Score | None = None,
+    out: Array | None = None,
+) -> tuple[A, Any]: ...
+@overload
+def attention(
+    q: A,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: _Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    precision: str | None = None,
+    return_lse: bool,
+    score: Score | None = None,
+    out: Array | None = None,
+) -> A | tuple[A, Any]: ...
+def attention_backward(
+    dout: A,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    bias: Array | None = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: _Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    dlse: Array | None = None,
+    need: Sequence[str] | None = None,
+    score: Score | None = None,
+) -> tuple[A, ...]: ...
+def scaled_dot_product_attention(
+    query: A,
+    key: Array,
+    value: Array,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> A: ...
+def merge_attention(outs: Sequence[A] | A, lses: Sequence[Array] | Array) -> tuple[A, Any]: ...
+@overload
+def causal_product(
+    q: A,
+    k: Array,
+    v: Array,
+    *,
+    initial_state: Array | None = None,
+    return_state: Literal[False] = False,
+    reverse: bool = False,
+    algorithm: str = "auto",
+    out: Array | None = None,
+) -> A: ...
+@overload
+def causal_product(
+    q: A,
+    k: Array,
+    v: Array,
+    *,
+    initial_state: Array | None = None,
+    return_state: Literal[True],
+    reverse: bool = False,
+    algorithm: str = "auto",
+    out: Array | None = None,
+) -> tuple[A, Any]: ...
+@overload
+def causal_product(
+    q: A,
+    k: Array,
+    v: Array,
+    *,
+    initial_state: Array | None = None,
+    return_state: bool,
+    reverse: bool = False,
+    algorithm: str = "auto",
+    out: Array | None = None,
+) -> A | tuple[A, Any]: ...
+def causal_product_backward(
+    dout: A,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    initial_state: Array | None = None,
+    reverse: bool = False,
+    dstate: Array | None = None,
+) -> tuple[A, ...]: ...
+@overload
+def linear_attention(
+    q: A,
+    k: Array,
+    v: Array,
+    *,
+    feature_map: _FeatureMap = "elu1",
+    eps: float = 1e-6,
+    is_causal: bool = True,
+    initial_state: Array | None = None,
+    return_state: Literal[False] = False,
+    out: Array | None = None,
+) -> A: ...
+@overload
+def linear_attention(
+    q: A,
+    k: Array,
+    v: Array,
+    *,
+    feature_map: _FeatureMap = "elu1",
+    eps: float = 1e-6,
+    is_causal: bool = True,
+    initial_state: Array | None = None,
+    return_state: Literal[True],
+    out: Array | None = None,
+) -> tuple[A, Any]: ...
+@overload
+def linear_attention(
+    q: A,
+    k: Array,
+    v: Array,
+    *,
+    feature_map: _FeatureMap = "elu1",
+    eps: float = 1e-6,
+    is_causal: bool = True,
+    initial_state: Array | None = None,
+    return_state: bool,
+    out: Array | None = None,
+) -> A | tuple[A, Any]: ...
+def linear_attention_backward(
+    dout: A,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    feature_map: _FeatureMap = "elu1",
+    feature_map_gradient: Callable[[Any, Any], Any] | None = None,
+    eps: float = 1e-6,
+    is_causal: bool = True,
+    initial_state: Array | None = None,
+    dstate: Array | None = None,
+) -> tuple[A, ...]: ...
+def prefix_state(
+    k: A,
+    v: Array,
+    ends: Sequence[int] | Any = None,
+    *,
+    q: Array | None = None,
+    initial_state: Array | None = None,
+    reverse: bool = False,
+) -> Any: ...
