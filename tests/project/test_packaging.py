@@ -104,7 +104,7 @@ def test_wheel_holds_the_package_and_all_kernels(source, wheel):
         assert any(name.endswith("/LICENSE") for name in archive.namelist())
     kernels = {f"fa_cupy/{name}" for name in listing(source, "cuda_src", "ptx")}
     assert names == listing(source, "fa_cupy") | kernels
-    assert "fa_cupy/py.typed" in names  # without it type checkers read no annotations
+    assert {"fa_cupy/py.typed", "fa_cupy/__init__.pyi"} <= set(names)  # for type checkers
     assert wheel.name.endswith("-py3-none-any.whl")
     assert wheel.stat().st_size < 1e6
 
