@@ -110,7 +110,8 @@ def _improve(p: Regression, out: Any, lse: Any, empty: Any) -> None:
         # The roundings are those of 1 - r**2, and the log-sum-exp has the sum of them.
         bad = (lse < math.log(roundings / tolerance)) & ~empty
     else:
-        bad = lse < math.log(samples) - tolerance / roundings
+        # Not a number is where float32 overflows.
+        bad = ~(lse >= math.log(samples) - tolerance / roundings)
     found = xp.flatnonzero(bad.reshape(-1, points).any(axis=0))
     if found.size == 0:
         return
@@ -154,9 +155,9 @@ def rounding_of_products(p: Regression, products: Products, dtype: np.dtype[Any]
        Journal on Scientific Computing 41, 2019.
     """
     reach = _reach(products)
-    off = (4 + 2 * p.x.shape[-1] ** 0.5) * _UNIT[dtype] * reach**2
+    off = (4 + 2 * math.sqrt(p.x.shape[-1])) * _UNIT[dtype] * reach**2
     # A root is taken of 0 where a point is a sample.
-    return off**0.5 if p.kernel == "laplace" else off
+    return math.sqrt(off) if p.kernel == "laplace" else off
 
 
 def warn_of_rounding(p: Regression, products: Products, stacklevel: int) -> None:
@@ -174,7 +175,7 @@ def warn_of_rounding(p: Regression, products: Products, stacklevel: int) -> None
 
 def _reach(products: Products) -> float:
     """Return a bound of the distances, in bandwidths."""
-    return float(sum(float(_norms(x).max()) ** 0.5 for x in products[:2] if x.size))
+    return sum(math.sqrt(_norms(x).max()) for x in products[:2] if x.size)
 
 
 def of_products(p: Regression, products: Products, work: np.dtype[Any]) -> Operands:
