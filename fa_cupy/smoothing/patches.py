@@ -129,9 +129,10 @@ def _patches(xp: Any, pixels: Any, means: Means) -> Any:
     spread = max(side - 1, 1) / 4
     weights = np.exp(-np.add.outer(offset**2, offset**2) / (2 * spread**2))
     roots = np.sqrt(weights / (weights.sum() * pixels.shape[-1])).astype(pixels.dtype)
-    windows: Any = xp.lib.stride_tricks.sliding_window_view  # old stubs take no tuple of axes
-    patches = windows(pixels, (side, side), axis=(0, 1)) * xp.asarray(roots)
-    return patches.reshape(*patches.shape[:2], -1)
+    rows, cols, channels = pixels.shape
+    shape = (rows - side + 1, cols - side + 1, channels, side, side)
+    windows = xp.lib.stride_tricks.as_strided(pixels, shape, (*pixels.strides, *pixels.strides[:2]))
+    return (windows * xp.asarray(roots)).reshape(*shape[:2], -1)
 
 
 def _precise_enough(xp: Any, dtype: np.dtype[Any], pixels: Any, means: Means) -> np.dtype[Any]:
