@@ -164,7 +164,7 @@ def _run(options: argparse.Namespace) -> None:
     else:
         name, where = f"CPU, {threads} threads", {}
     print(f"device      {name}")
-    print(f"photograph  {columns} x {rows}, {rows * columns:,} pixels")
+    print(f"photograph  {columns} x {rows}, {rows * columns:,} pixels", flush=True)
     result = denoise(noisy, options.sigma, **where)
 
     before, after = psnr(noisy, original), psnr(result.image, original)

@@ -21,6 +21,7 @@ SQUARE = 32
 
 _TOLERANCE = 1e-2  # of weights of results in float32, relatively
 _UNIT = 2.0**-24
+_DIM_STEP = 8  # that of `fa_cupy.gpu.kernels.attention.fwd_sm90`
 
 
 class Means(NamedTuple):
@@ -159,8 +160,10 @@ def _attend(
     means: Means,
 ) -> Any:
     """Return means for one row of squares, of shape (squares, pixels of a square, C)."""
-    real = sum_dtype(work)
+    real, channels = sum_dtype(work), values.shape[-1]
     patches, values = (widened(xp, x, real) for x in (patches, values))
+    if work.itemsize == 2:
+        patches, values = (_in_steps(xp, x) for x in (patches, values))
     # Of what is multiplied, so that the distance of a patch to itself is 0.
     patches = widened(xp, narrowed(xp, patches, work), real)
     factor = 1.0 / means.h**2
@@ -186,4 +189,10 @@ def _attend(
     a, c = parts(norms[inner], squares.width, False), parts(norms, keys, True)
     # Equal patches with noise differ by twice its variance, which counts as no distance.
     score = Score("min(s-a[h,i]-c[h,j],0)", a=a - 2 * means.sigma**2 * factor, c=c)
-    return attention(q, k, v, mask=mask, scale=2.0 * factor, score=score)
+    found = attention(q, k, v, mask=mask, scale=2.0 * factor, score=score)
+    return found[..., :channels]
+
+
+def _in_steps(xp: Any, x: Any) -> Any:
+    """Return dims with as many zeros after them as the kernels for Hopper take."""
+    return xp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % _DIM_STEP)))

@@ -113,7 +113,10 @@ def test_near_the_edge_of_the_support(xp):
     X = np.array([[0.0], [2.000005]], SINGLE)
     x, y = np.array([[1.0]], SINGLE), np.array([0.0, 1.0], SINGLE)
     width = 1.00001
-    got, want = (f(x, X, y, width, "epanechnikov") for f in (kernel_regression, definition))
+    got, want = (
+        estimate(xp, x, X, y, width, "epanechnikov"),
+        definition(x, X, y, width, "epanechnikov"),
+    )
     assert want[0] > 0.1
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
@@ -210,6 +213,18 @@ def test_results_repeat_and_do_not_depend_on_other_points(xp):
     first = estimate(xp, x, X, y, 0.1)
     assert first.tobytes() == estimate(xp, x, X, y, 0.1).tobytes()
     hold(estimate(xp, x[5:6], X, y, 0.1), first[5:6].astype(DOUBLE), 1e-6)
+
+
+def test_arrays_of_other_libraries():
+    strict = pytest.importorskip("array_api_strict")
+    x, X, y = samples(2, columns=(3,))
+    width = np.array([0.4, 0.7])
+    found = kernel_regression(*map(strict.asarray, (x, X, y)), strict.asarray(width))
+    assert isinstance(found, type(strict.asarray(x)))
+    hold(np.asarray(found), definition(x, X, y, width), 1e-13)
+    dout = np.ones((40, 3))
+    found = kernel_regression_backward(*map(strict.asarray, (dout, x, X, y)), 0.5)
+    assert all(isinstance(a, type(strict.asarray(x))) for a in found)
 
 
 # Gradients

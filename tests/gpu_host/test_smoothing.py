@@ -125,3 +125,13 @@ def test_captures_are_refused_before_anything_is_launched():
             with CAPTURE.record(), pytest.raises(NotImplementedError, match="cannot be captured"):
                 call(x)
             assert not CAPTURE.log
+
+
+@pytest.mark.parametrize("distance", [2, None])
+def test_patches_of_16_bits_run_in_the_kernel_for_hopper(distance):
+    with in_place_of_attention(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patches, "attention", fa_cupy.attention)
+        CAPTURE.log.clear()
+        non_local_means(owned(RNG.random((40, 40, 3)).astype(np.float16)), 0.3, 5, distance)
+        launches = {name for kind, name, _ in CAPTURE.log if "attention" in name}
+        assert launches == {"attention_fwd_sm90"}
