@@ -28,11 +28,12 @@ _UNIT = {_SINGLE: 2.0**-24, _DOUBLE: 2.0**-53}
 
 
 class Operands(NamedTuple):
-    """What attention computes a regression from: queries, keys, and the score of each pair."""
+    """What attention computes a regression from: queries, keys, and a score or a bias."""
 
     q: Any
     k: Any
-    score: Score
+    score: Score | None
+    bias: Any = None
 
 
 class Products(NamedTuple):
@@ -65,7 +66,9 @@ def estimate(p: Regression) -> Any:
     else:
         products = centred(p)
         work = _precise_enough(p, products, exact)
-        out, lse = attend(p, of_products(p, products, work), work)
+        plain = p.kernel == "gaussian"
+        made = with_bias(p, products, work) if plain else of_products(p, products, work)
+        out, lse = attend(p, made, work)
         out, empty = narrowed(xp, out, p.y.dtype), xp.isneginf(lse)
     # By their bits, which CuPy moves of bfloat16 too.
     kind = np.dtype(f"u{out.dtype.itemsize}")
@@ -78,8 +81,8 @@ def estimate(p: Regression) -> Any:
 def attend(p: Regression, operands: Operands, work: np.dtype[Any]) -> tuple[Any, Any]:
     """Return output and log-sum-exp of attention, with values in `work`."""
     y = p.y if p.y.dtype == work else widened(p.xp, p.y, work)
-    q, k, score = operands
-    out, lse = attention(q, k, y, mask=p.mask, scale=1.0, score=score, return_lse=True)
+    q, k, score, bias = operands
+    out, lse = attention(q, k, y, bias, p.mask, scale=1.0, score=score, return_lse=True)
     return out, lse
 
 
@@ -183,6 +186,13 @@ def of_products(p: Regression, products: Products, work: np.dtype[Any]) -> Opera
     q, k = (narrowed(p.xp, x, work) for x in products[:2])
     score = kernels.by_products(p.kernel, *norms(p, q, k))
     return Operands(_over_batch(p, q), k if k.ndim == 2 else _over_batch(p, k), score)
+
+
+def with_bias(p: Regression, products: Products, work: np.dtype[Any]) -> Operands:
+    """Return the operands for Gaussian weights: what depends on the point alone cancels."""
+    q, k = (narrowed(p.xp, x, work) for x in products[:2])
+    bias = -0.5 * _norms(k)[..., None, :]
+    return Operands(_over_batch(p, q), k if k.ndim == 2 else _over_batch(p, k), None, bias)
 
 
 def norms(p: Regression, q: Any, k: Any) -> tuple[Argument, Argument]:

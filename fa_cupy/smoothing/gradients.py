@@ -47,7 +47,7 @@ def _backward(p: Regression, operands: Operands, dout: Any, *need: str) -> dict[
     """Return gradients of attention by name, always with that of its values, as "v"."""
     out, lse = estimate.attend(p, operands, _DOUBLE)
     y, names = widened(p.xp, p.y, _DOUBLE), ("v", *need)
-    q, k, score = operands
+    q, k, score, _ = operands
     found = attention_backward(
         dout, q, k, y, out, lse, mask=p.mask, scale=1.0, score=score, need=names
     )

@@ -17,7 +17,9 @@ from fa_cupy.core.attention_problem import sum_dtype
 from fa_cupy.smoothing.regression import narrowed, widened
 
 #: Pixels of a side of the squares that share their keys.
-SQUARE = 32
+SQUARE = 16
+#: Bytes of patches, once for each square that they are keys of, in one call of attention.
+_CHUNK = 64 << 20
 
 _TOLERANCE = 1e-2  # of weights of results in float32, relatively
 _UNIT = 2.0**-24
@@ -75,17 +77,19 @@ def non_local_means(xp: Any, image: Any, means: Means) -> Any:
     mask = _mask(xp, squares, means)
     found = xp.empty((squares.down * squares.height, width, channels), image.dtype)
     kind = f"u{image.dtype.itemsize}"  # CuPy does not move bfloat16 around everywhere
-    for row in range(squares.down):
-        begin = row * squares.height
-        end = begin + squares.height + 2 * squares.margin
+    keys = (squares.height + 2 * squares.margin) * (squares.width + 2 * squares.margin)
+    row_bytes = squares.across * keys * channels * means.patch_size**2 * real.itemsize
+    step = max(1, _CHUNK // row_bytes)
+    for row in range(0, squares.down, step):
+        some = squares._replace(down=min(step, squares.down - row))
+        begin, rows = row * squares.height, some.down * squares.height
+        end = begin + rows + 2 * squares.margin
         patches = _patches(xp, pixels[begin : end + 2 * radius], means)
-        out = _attend(
-            xp, squares, patches, values[begin:end], outside[begin:end], mask, work, means
-        )
+        out = _attend(xp, some, patches, values[begin:end], outside[begin:end], mask, work, means)
         out = narrowed(xp, out, image.dtype).view(kind)
-        out = out.reshape(squares.across, squares.height, squares.width, channels)
-        out = out.transpose(1, 0, 2, 3).reshape(squares.height, -1, channels)
-        found.view(kind)[begin : begin + squares.height] = out[:, :width]
+        out = out.reshape(some.down, some.across, some.height, some.width, channels)
+        out = out.transpose(0, 2, 1, 3, 4).reshape(rows, -1, channels)
+        found.view(kind)[begin : begin + rows] = out[:, :width]
     return found[:height]
 
 
@@ -159,7 +163,7 @@ def _attend(
     work: np.dtype[Any],
     means: Means,
 ) -> Any:
-    """Return means for one row of squares, of shape (squares, pixels of a square, C)."""
+    """Return means for some rows of squares, of shape (squares, pixels of a square, C)."""
     real, channels = sum_dtype(work), values.shape[-1]
     patches, values = (widened(xp, x, real) for x in (patches, values))
     if work.itemsize == 2:
@@ -168,29 +172,29 @@ def _attend(
     patches = widened(xp, narrowed(xp, patches, work), real)
     factor = 1.0 / means.h**2
     norms = (patches * patches).sum(axis=-1) * factor + outside.astype(real)
-    inner = slice(squares.margin, squares.margin + squares.height)
     margin = squares.margin
 
-    def parts(x: Any, width: int, of_keys: bool) -> Any:
-        """Return the columns of each square, as entries of a batch."""
-        starts = [of * squares.width + (0 if of_keys else margin) for of in range(squares.across)]
-        cut = [x[:, start : start + width].reshape(-1, *x.shape[2:]) for start in starts]
-        return xp.stack(cut)
+    def queries(x: Any) -> Any:
+        return _parts(xp, x[margin:, margin:], squares, squares.height, squares.width)
 
-    keys = squares.width + 2 * margin
-    q, k, v = (
-        narrowed(xp, x, work)
-        for x in (
-            parts(patches[inner], squares.width, False),
-            parts(patches, keys, True),
-            parts(values, keys, True),
-        )
-    )
-    a, c = parts(norms[inner], squares.width, False), parts(norms, keys, True)
+    def keys(x: Any) -> Any:
+        sides = squares.height + 2 * margin, squares.width + 2 * margin
+        return _parts(xp, x, squares, *sides)
+
+    q, k, v = (narrowed(xp, x, work) for x in (queries(patches), keys(patches), keys(values)))
+    a, c = queries(norms), keys(norms)
     # Equal patches with noise differ by twice its variance, which counts as no distance.
     score = Score("min(s-a[h,i]-c[h,j],0)", a=a - 2 * means.sigma**2 * factor, c=c)
     found = attention(q, k, v, mask=mask, scale=2.0 * factor, score=score)
     return found[..., :channels]
+
+
+def _parts(xp: Any, x: Any, squares: Squares, height: int, width: int) -> Any:
+    """Return an array of pixels by squares, which may overlap, as entries of a batch."""
+    down, across = x.strides[0] * squares.height, x.strides[1] * squares.width
+    shape = (squares.down, squares.across, height, width, *x.shape[2:])
+    parts = xp.lib.stride_tricks.as_strided(x, shape, (down, across, *x.strides))
+    return parts.reshape(squares.down * squares.across, height * width, *x.shape[2:])
 
 
 def _in_steps(xp: Any, x: Any) -> Any:

@@ -20,7 +20,8 @@ def of_numpy(function):
     """A function of NumPy arrays on those of the stand-in, those of a score included."""
 
     def call(*args, score, **options):
-        score = Score(score.expression, **{a: bare(x) for a, x in score._arguments.items()})
+        if score is not None:
+            score = Score(score.expression, **{a: bare(x) for a, x in score._arguments.items()})
         options = {name: bare(x) for name, x in options.items()}
         return tuple(map(owned, function(*map(bare, args), score=score, **options)))
 
