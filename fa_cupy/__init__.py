@@ -11,6 +11,11 @@ from fa_cupy._attention import (
     scaled_dot_product_attention,
 )
 from fa_cupy._bitmask import BitMask
+from fa_cupy._kernel_regression import (
+    kernel_regression,
+    kernel_regression_backward,
+    non_local_means,
+)
 from fa_cupy._linear_attention import (
     causal_product,
     causal_product_backward,
@@ -30,9 +35,12 @@ __all__ = [
     "attention_backward",
     "causal_product",
     "causal_product_backward",
+    "kernel_regression",
+    "kernel_regression_backward",
     "linear_attention",
     "linear_attention_backward",
     "merge_attention",
+    "non_local_means",
     "prefix_state",
     "scaled_dot_product_attention",
 ]

@@ -1,10 +1,4 @@
-"""``python -m fa_cupy demo``: a photograph is denoised by attention.
-
-Non-local means replaces every pixel by a mean over all pixels, weighted by how alike the patches
-around the two are. Written as attention, patches are queries and keys, and pixels are values:
-``softmax(-|q - k|**2 / (2 h**2)) @ v``. The part of the exponent that belongs to the query alone
-cancels in the softmax; the part of the key is a bias of shape (1, Lk), and 1 / h**2 is the scale.
-"""
+"""``python -m fa_cupy demo``: a photograph is denoised by attention, as `non_local_means`."""
 
 from __future__ import annotations
 
@@ -19,16 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 PHOTOGRAPH = "grace_hopper.jpg"
-CPU_HEIGHT = 300  # pixels, half of the photograph's
 
-_RADIUS = 2  # patches of 5 x 5 pixels
-_WINDOW = 1.5  # standard deviation, in pixels, of the weights of a patch's pixels
-_REACH = 32.0  # pixels; how far away a patch counts exp(-1/2) less
-_BANDWIDTH = 0.3  # h**2 as a part of the noise in one patch
-_OWN_WEIGHT = 0.2  # what the pixel itself may weigh, as a part of all others together
+PATCH = 5  # pixels of a side of the patches
+REACH = 11  # pixels; how far away a pixel may be that counts
+_BANDWIDTH = 0.8  # h as a part of the noise
 
 # Less noise than the first does not show in 8 bits, and more than the second leaves no picture.
 _SIGMAS = (0.001, 10.0)
@@ -44,11 +34,9 @@ class Result(NamedTuple):
     """A denoised image and what it took."""
 
     image: Image
-    q_shape: tuple[int, ...]
-    v_shape: tuple[int, ...]
     dtype: str
     seconds: float
-    tflops: float  # in TFLOP/s, counting 2 Lq Lk (head_dim + v_dim) operations
+    tflops: float  # in TFLOP/s, counting 2 (head_dim + v_dim) operations a pair that counts
 
 
 def photograph(height: int | None = None) -> Image:
@@ -67,36 +55,14 @@ def photograph(height: int | None = None) -> Image:
     return np.asarray(picture, dtype=np.float32) / np.float32(255)
 
 
-def features(image: Image, scale: float) -> Image:
-    """Return what is compared: per pixel its weighted patch and its place, shape (pixels, 77).
-
-    Squared distances of patches are means over the patch, summed over the channels. Places are
-    measured so that `scale` times half the squared distance is ``(pixels / reach)**2 / 2``.
-    """
-    height, width, _ = image.shape
-    side = 2 * _RADIUS + 1
-    padded = np.pad(image, ((_RADIUS, _RADIUS), (_RADIUS, _RADIUS), (0, 0)), mode="reflect")
-    windows: Any = np.lib.stride_tricks.sliding_window_view  # old stubs take no tuple of axes
-    patches = windows(padded, (side, side), axis=(0, 1))
-    offset = np.arange(-_RADIUS, _RADIUS + 1)
-    window = np.exp(-np.add.outer(offset**2, offset**2) / (2 * _WINDOW**2))
-    patches = patches * np.sqrt(window / window.sum()).astype(np.float32)
-    place = np.moveaxis(np.indices((height, width)), 0, -1) / (_REACH * math.sqrt(scale))
-    rows = np.concatenate([patches.reshape(height, width, -1), place], axis=-1)
-    rows = rows.reshape(height * width, -1)
-    # Distances do not change, but numbers around zero are rounded finer by float16.
-    return np.asarray(rows - rows.mean(axis=0), dtype=np.float32)
-
-
 def denoise(
     noisy: Image,
     sigma: float,
     *,
     xp: Any = np,
     dtype: Any = np.float32,
-    chunk: int = 2048,
-    sync: Callable[[], None] = lambda: None,
-    quiet: bool = False,
+    sync: Callable[[], None] | None = None,
+    reach: int | None = REACH,
 ) -> Result:
     """Denoise `noisy`, which carries Gaussian noise of standard deviation `sigma`.
 
@@ -104,62 +70,48 @@ def denoise(
     ----------
     noisy : ndarray, shape (height, width, 3)
     sigma : float
-        The bandwidth follows from it, so that nothing is tuned on the clean picture.
+        All else follows from it, so that nothing is tuned on the clean picture.
     xp : module
-        `numpy` or `cupy`: where the attention runs.
+        `numpy` or `cupy`: where it runs.
     dtype : dtype
-        Of queries, keys and values.
-    chunk : int
-        Queries in one call, and so in one step of the progress bar.
-    sync : callable
-        Waits for the device.
-    quiet : bool
-        No progress bar.
+        Of patches and pixels.
+    sync : callable, optional
+        Waits for the device. Where it is given, a call that is not timed comes first, which
+        compiles the kernel or reads it from the cache.
+    reach : int or None
+        How far away a pixel may be that counts; None for any.
 
     Returns
     -------
     Result
     """
-    from fa_cupy import attention
+    from fa_cupy import non_local_means
 
-    scale = 1.0 / (_BANDWIDTH * noisy.shape[-1] * sigma**2)
-    keys = xp.asarray(features(noisy, scale)).astype(dtype)
-    values = xp.asarray(noisy.reshape(-1, noisy.shape[-1])).astype(dtype)
-    # From the rounded keys, so that a key's distance to itself is 0 whatever the dtype.
-    norms = xp.square(keys.astype(xp.float32)).sum(axis=-1)
-    bias = -0.5 * scale * norms[None, :]
-    out = xp.empty(values.shape, xp.float32)
+    image = xp.asarray(noisy).astype(dtype)
 
-    # Compiles the kernel, or reads it from the cache; not part of the time.
-    attention(keys[:1], keys, values, bias, scale=scale, return_lse=True)
-    sync()
+    def call() -> Any:
+        return non_local_means(image, _BANDWIDTH * sigma, PATCH, reach, sigma=sigma)
+
+    if sync is not None:
+        call()
+        sync()
     start = time.perf_counter()
-    with tqdm(total=len(keys), unit="pixel", disable=quiet, unit_scale=True) as progress:
-        for i in range(0, len(keys), chunk):
-            part = slice(i, i + chunk)
-            mean, lse = attention(keys[part], keys, values, bias, scale=scale, return_lse=True)
-            out[part] = _weigh_own_less(xp, mean, values[part], -bias[0, part] - lse)
-            sync()
-            progress.update(len(mean))
+    found = call().astype(xp.float32)
+    if sync is not None:
+        sync()
     seconds = time.perf_counter() - start
+    image = (found if xp is np else xp.asnumpy(found)).clip(0.0, 1.0)
+    work = 2.0 * pairs_within(reach, *noisy.shape[:2]) * (PATCH**2 + 1) * noisy.shape[2]
+    return Result(image, str(np.dtype(dtype)), seconds, work / seconds / 1e12)
 
-    image = (out if xp is np else xp.asnumpy(out)).reshape(noisy.shape).clip(0.0, 1.0)
-    work = 2.0 * len(keys) ** 2 * (keys.shape[1] + values.shape[1])
-    return Result(image, keys.shape, values.shape, str(keys.dtype), seconds, work / seconds / 1e12)
 
-
-def _weigh_own_less(xp: Any, mean: Any, own: Any, log_weight: Any) -> Any:
-    """Take most of the pixel's own weight out of its mean.
-
-    A patch is at distance 0 from itself but never from its equals, whose noise differs; left
-    alone, a pixel would mostly keep its own noise. The LSE says what it weighed: the score of a
-    key with itself is ``-bias``, its weight ``exp(-bias - lse)``.
-    """
-    weight = xp.exp(log_weight)[:, None]
-    others = 1.0 - weight
-    # The constant keeps a patch without equals, whose `others` is rounding error, as it is.
-    less = xp.minimum(weight, _OWN_WEIGHT * others + 0.02)
-    return (mean.astype(xp.float32) + (less - weight) * own) / (others + less)
+def pairs_within(reach: int | None, *sides: int) -> int:
+    """Return how many pairs of pixels an image of `sides` has that are near enough."""
+    if reach is None:
+        return math.prod(sides) ** 2
+    return math.prod(
+        sum(min(i + reach + 1, side) - max(i - reach, 0) for i in range(side)) for side in sides
+    )
 
 
 def psnr(image: Image, original: Image) -> float:
@@ -197,8 +149,7 @@ def _check_output(path: Path) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     cupy = _cupy(options.device)
-    height = options.size or (None if cupy else CPU_HEIGHT)
-    original = photograph(height)
+    original = photograph(options.size)
     _check_output(options.output)
     rng = np.random.default_rng(0)
     noise = options.sigma * rng.standard_normal(original.shape, dtype=np.float32)
@@ -209,16 +160,20 @@ def _run(options: argparse.Namespace) -> None:
     if cupy:
         device = cupy.cuda.Device()
         name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-        where = {"xp": cupy, "dtype": "float16", "chunk": 1 << 15, "sync": device.synchronize}
+        where = {"xp": cupy, "dtype": "float16", "sync": device.synchronize}
     else:
         name, where = f"CPU, {threads} threads", {}
     print(f"device      {name}")
-    print(f"photograph  {columns} x {rows}, {rows * columns:,} pixels")
+    print(f"photograph  {columns} x {rows}, {rows * columns:,} pixels", flush=True)
     result = denoise(noisy, options.sigma, **where)
 
     before, after = psnr(noisy, original), psnr(result.image, original)
-    print(f"attention   q, k {result.q_shape}, v {result.v_shape}, {result.dtype}")
+    side = 2 * REACH + 1
+    print(f"attention   of {PATCH} x {PATCH} x 3 patches to {side} x {side}, {result.dtype}")
     print(f"time        {result.seconds:.3g} s, {result.tflops:.3g} TFLOP/s")
+    if cupy:
+        whole = denoise(noisy, options.sigma, **where, reach=None)
+        print(f"            {whole.seconds:.3g} s, {whole.tflops:.3g} TFLOP/s to the whole picture")
     print(f"PSNR        {before:.1f} dB noisy, {after:.1f} dB denoised: {after - before:+.1f} dB")
 
     from fa_cupy import plot
@@ -263,7 +218,7 @@ def main(args: list[str] | None = None) -> int:
         "--size",
         type=_rows,
         metavar="ROWS",
-        help=f"reduce the photograph to this height (CPU: {CPU_HEIGHT}; GPU: the whole of it)",
+        help="reduce the photograph to this height",
     )
     parser.add_argument(
         "--sigma",

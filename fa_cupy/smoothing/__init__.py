@@ -1,0 +1,1 @@
+"""Kernel regression and non-local means, written as attention."""

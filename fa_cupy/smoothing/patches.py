@@ -1,0 +1,202 @@
+"""Non-local means: attention whose queries and keys are patches, and whose values are pixels.
+
+With `patch_distance`, each pixel looks at those around it. The image is divided into squares, each
+an entry of a batch: its pixels are the queries, the keys are those of a larger square, and one mask
+says for all entries which keys are near enough. Without it, the image is one such square.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy._attention import attention
+from fa_cupy._score import Score
+from fa_cupy.core.attention_problem import sum_dtype
+from fa_cupy.smoothing.regression import narrowed, widened
+
+#: Pixels of a side of the squares that share their keys.
+SQUARE = 16
+#: Bytes of patches, once for each square that they are keys of, in one call of attention.
+_CHUNK = 64 << 20
+
+_TOLERANCE = 1e-2  # of weights of results in float32, relatively
+_UNIT = 2.0**-24
+_DIM_STEP = 8  # that of `fa_cupy.gpu.kernels.attention.fwd_sm90`
+
+
+class Means(NamedTuple):
+    """The parameters of non-local means; see `fa_cupy.non_local_means`."""
+
+    h: float
+    patch_size: int
+    patch_distance: int | None
+    sigma: float
+
+
+class Squares(NamedTuple):
+    """How an image is divided: `down` x `across` squares of `height` x `width` queries.
+
+    The keys of a square are its pixels and `margin` more on each side.
+    """
+
+    down: int
+    across: int
+    height: int
+    width: int
+    margin: int
+
+
+def non_local_means(xp: Any, image: Any, means: Means) -> Any:
+    """Return the denoised image.
+
+    Parameters
+    ----------
+    xp : module
+    image : array, shape (H, W, C)
+        With at least one element.
+    means : Means
+    """
+    height, width, channels = image.shape
+    squares = _squares(height, width, means)
+    real = sum_dtype(image.dtype)
+    values = widened(xp, image, real)
+    # Distances do not change, but numbers around zero are rounded finer.
+    finite = xp.isfinite(values)
+    count = xp.maximum(finite.sum(axis=(0, 1)), 1).astype(real)
+    pixels = values - xp.where(finite, values, real.type(0)).sum(axis=(0, 1)) / count
+    work = _precise_enough(xp, image.dtype, xp.where(finite, pixels, real.type(0)), means)
+    radius = means.patch_size // 2
+    pixels = xp.pad(pixels, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
+    below = squares.down * squares.height - height
+    right = squares.across * squares.width - width
+    edges = tuple((squares.margin, squares.margin + more) for more in (below, right))
+    pixels, values = (xp.pad(x, (*edges, (0, 0))) for x in (pixels, values))
+    outside = xp.pad(xp.zeros((height, width), real), edges, constant_values=np.inf)
+    mask = _mask(xp, squares, means)
+    found = xp.empty((squares.down * squares.height, width, channels), image.dtype)
+    kind = f"u{image.dtype.itemsize}"  # CuPy does not move bfloat16 around everywhere
+    keys = (squares.height + 2 * squares.margin) * (squares.width + 2 * squares.margin)
+    row_bytes = squares.across * keys * channels * means.patch_size**2 * real.itemsize
+    step = max(1, _CHUNK // row_bytes)
+    for row in range(0, squares.down, step):
+        some = squares._replace(down=min(step, squares.down - row))
+        begin, rows = row * squares.height, some.down * squares.height
+        end = begin + rows + 2 * squares.margin
+        patches = _patches(xp, pixels[begin : end + 2 * radius], means)
+        out = _attend(xp, some, patches, values[begin:end], outside[begin:end], mask, work, means)
+        out = narrowed(xp, out, image.dtype).view(kind)
+        out = out.reshape(some.down, some.across, some.height, some.width, channels)
+        out = out.transpose(0, 2, 1, 3, 4).reshape(rows, -1, channels)
+        found.view(kind)[begin : begin + rows] = out[:, :width]
+    return found[:height]
+
+
+def _squares(height: int, width: int, means: Means) -> Squares:
+    if means.patch_distance is None:
+        return Squares(1, 1, height, width, 0)
+    # Nothing is further away than the image is large.
+    margin = min(means.patch_distance, max(height, width) - 1)
+    sides = min(SQUARE, height), min(SQUARE, width)
+    return Squares(-(-height // sides[0]), -(-width // sides[1]), *sides, margin)
+
+
+def _mask(xp: Any, squares: Squares, means: Means) -> Any:
+    """Return which keys of a square lie around which queries; None for all."""
+    if means.patch_distance is None:
+        return None
+
+    def near(side: int) -> Any:
+        query = xp.arange(side)[:, None] + squares.margin
+        return abs(query - xp.arange(side + 2 * squares.margin)) <= squares.margin
+
+    down, across = near(squares.height), near(squares.width)
+    both = down[:, None, :, None] & across[None, :, None, :]
+    return both.reshape(squares.height * squares.width, -1)
+
+
+def _patches(xp: Any, pixels: Any, means: Means) -> Any:
+    """Return weighted patches, whose squared distances are means over patch and channels.
+
+    The weights of a patch's pixels fall off from its centre as those of scikit-image do.
+
+    Parameters
+    ----------
+    pixels : array, shape (H + 2 radius, W + 2 radius, C)
+
+    Returns
+    -------
+    array, shape (H, W, C * patch_size**2)
+    """
+    side = means.patch_size
+    offset = np.arange(side) - side // 2
+    spread = max(side - 1, 1) / 4
+    weights = np.exp(-np.add.outer(offset**2, offset**2) / (2 * spread**2))
+    roots = np.sqrt(weights / (weights.sum() * pixels.shape[-1])).astype(pixels.dtype)
+    rows, cols, channels = pixels.shape
+    shape = (rows - side + 1, cols - side + 1, channels, side, side)
+    windows = xp.lib.stride_tricks.as_strided(pixels, shape, (*pixels.strides, *pixels.strides[:2]))
+    return (windows * xp.asarray(roots)).reshape(*shape[:2], -1)
+
+
+def _precise_enough(xp: Any, dtype: np.dtype[Any], pixels: Any, means: Means) -> np.dtype[Any]:
+    """Return the dtype of products: the image's, or float64 where float32 is not good enough.
+
+    No patch has a larger norm than the largest pixel. See `estimate.rounding_of_products`.
+    """
+    if pixels.dtype == np.float64:
+        return dtype
+    norm = float(abs(pixels).max())
+    terms = pixels.shape[-1] * means.patch_size**2
+    off = (4 + 2 * terms**0.5) * _UNIT * (2 * norm / means.h) ** 2
+    return dtype if off <= _TOLERANCE else np.dtype(np.float64)
+
+
+def _attend(
+    xp: Any,
+    squares: Squares,
+    patches: Any,
+    values: Any,
+    outside: Any,
+    mask: Any,
+    work: np.dtype[Any],
+    means: Means,
+) -> Any:
+    """Return means for some rows of squares, of shape (squares, pixels of a square, C)."""
+    real, channels = sum_dtype(work), values.shape[-1]
+    patches, values = (widened(xp, x, real) for x in (patches, values))
+    if work.itemsize == 2:
+        patches, values = (_in_steps(xp, x) for x in (patches, values))
+    # Of what is multiplied, so that the distance of a patch to itself is 0.
+    patches = widened(xp, narrowed(xp, patches, work), real)
+    factor = 1.0 / means.h**2
+    norms = (patches * patches).sum(axis=-1) * factor + outside.astype(real)
+    margin = squares.margin
+
+    def queries(x: Any) -> Any:
+        return _parts(xp, x[margin:, margin:], squares, squares.height, squares.width)
+
+    def keys(x: Any) -> Any:
+        sides = squares.height + 2 * margin, squares.width + 2 * margin
+        return _parts(xp, x, squares, *sides)
+
+    q, k, v = (narrowed(xp, x, work) for x in (queries(patches), keys(patches), keys(values)))
+    a, c = queries(norms), keys(norms)
+    # Equal patches with noise differ by twice its variance, which counts as no distance.
+    score = Score("min(s-a[h,i]-c[h,j],0)", a=a - 2 * means.sigma**2 * factor, c=c)
+    found = attention(q, k, v, mask=mask, scale=2.0 * factor, score=score)
+    return found[..., :channels]
+
+
+def _parts(xp: Any, x: Any, squares: Squares, height: int, width: int) -> Any:
+    """Return an array of pixels by squares, which may overlap, as entries of a batch."""
+    down, across = x.strides[0] * squares.height, x.strides[1] * squares.width
+    shape = (squares.down, squares.across, height, width, *x.shape[2:])
+    parts = xp.lib.stride_tricks.as_strided(x, shape, (down, across, *x.strides))
+    return parts.reshape(squares.down * squares.across, height * width, *x.shape[2:])
+
+
+def _in_steps(xp: Any, x: Any) -> Any:
+    """Return dims with as many zeros after them as the kernels for Hopper take."""
+    return xp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % _DIM_STEP)))

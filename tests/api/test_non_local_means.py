@@ -1,0 +1,122 @@
+"""Non-local means against their definition, pixel by pixel."""
+
+import numpy as np
+import pytest
+
+from fa_cupy import non_local_means
+from tests.support.strategies import DTYPES, UNIT, by_dtype, lay, to_numpy
+
+HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
+
+
+def definition(image, h, patch_size, patch_distance, sigma=0.0):
+    """As scikit-image computes it, in float64, but for the weights that it neglects."""
+    image = image.astype(DOUBLE)
+    image = image[..., None] if image.ndim == 2 else image
+    height, width, channels = image.shape
+    radius = patch_size // 2
+    padded = np.pad(image, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
+    offset = np.arange(-radius, radius + 1)
+    weights = np.ones((1, 1))
+    if radius:
+        weights = np.exp(-np.add.outer(offset**2, offset**2) / (2 * ((patch_size - 1) / 4) ** 2))
+    weights = weights[..., None] / (weights.sum() * channels)
+    reach = max(height, width) if patch_distance is None else patch_distance
+    found = np.empty_like(image)
+    for y, x in np.ndindex(height, width):
+        patch = padded[y : y + patch_size, x : x + patch_size]
+        rows = range(max(0, y - reach), min(height, y + reach + 1))
+        cols = range(max(0, x - reach), min(width, x + reach + 1))
+        total, norm = 0.0, 0.0
+        for i in rows:
+            for j in cols:
+                other = padded[i : i + patch_size, j : j + patch_size]
+                distance = (weights * ((patch - other) ** 2 - 2 * sigma**2)).sum()
+                weight = np.exp(-max(0.0, distance) / h**2)
+                total, norm = total + weight * image[i, j], norm + weight
+        found[y, x] = total / norm
+    return found
+
+
+def denoised(xp, image, *args, **options):
+    found = non_local_means(xp.asarray(image), *args, **options)
+    assert isinstance(found, xp.ndarray)
+    assert (found.shape, found.dtype) == (image.shape, image.dtype)
+    return to_numpy(found).astype(DOUBLE)
+
+
+CASES = [
+    # shape, patch_size, patch_distance, sigma
+    ((9, 11), 3, 2, 0.0),
+    ((9, 11), 3, None, 0.1),
+    ((8, 34, 3), 5, 3, 0.1),
+    ((34, 5, 2), 1, 40, 0.2),
+    ((1, 12, 1), 5, 2, 0.0),
+    ((3, 2), 7, 1, 0.0),
+    ((6, 6), 3, 0, 0.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(**by_dtype(HALF, SINGLE, DOUBLE))
+def test_means(xp, case, dtype):
+    shape, size, distance, sigma = case
+    image = np.random.default_rng(0).random(shape).astype(dtype)
+    want = definition(image, 0.3, size, distance, sigma).reshape(shape)
+    got = denoised(xp, image, 0.3, size, distance, sigma=sigma)
+    tolerance = {HALF: 3e-3, SINGLE: 3e-6, DOUBLE: 1e-13}[dtype]
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+@pytest.mark.parametrize("h", [0.3, 1e-3])
+def test_offsets_and_small_bandwidths_do_no_harm(xp, offset, h):
+    """In float32: what is subtracted is the mean, and what float32 rounds away is float64's."""
+    rng = np.random.default_rng(0)
+    image = (rng.integers(0, 2, (12, 12)) + h * rng.random((12, 12)) + offset).astype(SINGLE)
+    got, want = denoised(xp, image, h, 3, 4), definition(image, h, 3, 4)[..., 0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * h + UNIT[SINGLE] * offset)
+
+
+@pytest.mark.parametrize(**by_dtype())
+def test_any_layout(xp, dtype):
+    image = np.random.default_rng(0).random((10, 12, 3)).astype(dtype)
+    want = denoised(xp, image, 0.3, 3, 2)
+    for layout in ("transposed", "steps", "reversed"):
+        got = to_numpy(non_local_means(lay(xp, image, layout), 0.3, 3, 2))
+        np.testing.assert_allclose(got.astype(DOUBLE), want, rtol=0, atol=8 * UNIT[dtype])
+
+
+def test_a_pixel_that_is_no_number_stays_near(xp):
+    image = np.random.default_rng(0).random((40, 40))
+    image[3, 4] = np.nan
+    found = denoised(xp, image, 0.3, 3, 2)
+    lost = np.zeros((40, 40), bool)
+    lost[:7, :8] = True  # two pixels that patches reach, and two that the search does
+    assert np.isnan(found[3, 4])
+    assert not np.isnan(found[~lost]).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0, 3), (5, 5, 0)])
+def test_empty_images(xp, shape):
+    assert denoised(xp, np.zeros(shape, SINGLE), 0.1).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"image": None}, TypeError, "image is None, want an array"),
+        ({"image": np.zeros((4, 4), np.uint8)}, TypeError, "image has dtype uint8, want float16"),
+        ({"image": np.zeros(4)}, ValueError, r"image has shape \(4,\), want \(H, W\) or \(H, W, C"),
+        ({"image": np.zeros((1, 2, 3, 4))}, ValueError, r"image has shape \(1, 2, 3, 4\)"),
+        ({"h": 0}, ValueError, r"h is 0 \(int\), want a number > 0"),
+        ({"h": "a"}, TypeError, r"h is 'a' \(str\), want a finite number"),
+        ({"patch_size": 4}, ValueError, r"patch_size is 4 \(int\), want an odd int"),
+        ({"patch_size": 3.0}, TypeError, r"patch_size is 3.0 \(float\), want an odd int"),
+        ({"patch_distance": -1}, ValueError, r"patch_distance is -1 \(int\), want None or an int"),
+        ({"sigma": -0.1}, ValueError, r"sigma is -0.1 \(float\), want a finite number >= 0"),
+    ],
+)
+def test_errors_name_the_argument(wrong, error, message):
+    with pytest.raises(error, match=f"^non_local_means: {message}"):
+        non_local_means(**({"image": np.zeros((4, 4)), "h": 0.1} | wrong))
