@@ -222,3 +222,30 @@ def prefix_state(
     initial_state: Array | None = None,
     reverse: bool = False,
 ) -> Any: ...
+def kernel_regression(
+    x: Array,
+    X: Array,
+    y: A,
+    bandwidth: Any,
+    kernel: str = "gaussian",
+    *,
+    mask: Any = None,
+) -> A: ...
+def kernel_regression_backward(
+    dout: A,
+    x: Array,
+    X: Array,
+    y: Array,
+    bandwidth: Any,
+    kernel: str = "gaussian",
+    *,
+    mask: Any = None,
+) -> tuple[A, A, A, Any]: ...
+def non_local_means(
+    image: A,
+    h: float,
+    patch_size: int = 7,
+    patch_distance: int | None = 11,
+    *,
+    sigma: float = 0.0,
+) -> A: ...
