@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -55,7 +56,8 @@ def kernel_regression(
     array, shape (..., m) for `y` of one axis, else (..., m, c)
         Of y's kind and dtype. Axes before those shown broadcast over all arguments, as in
         `numpy.matmul`. Where no sample has a weight (all masked, out of the reach of
-        "epanechnikov", or ``n == 0``), the estimate is 0 / 0, and the result NaN.
+        "epanechnikov", beyond 1e150 bandwidths, or ``n == 0``), the estimate is 0 / 0, and the
+        result NaN.
 
     Raises
     ------
@@ -289,7 +291,7 @@ def non_local_means(
     if pixels.ndim not in (2, 3):
         raise ValueError(f"{name}: image has shape {pixels.shape}, want (H, W) or (H, W, C)")
     width = checks.finite(name, "h", h)
-    if not (width > 0 and np.isfinite(np.float64(width) ** -2)):
+    if not (width > 0 and math.isfinite(1.0 / width / width)):
         raise ValueError(f"{name}: h is {checks.show(h)}, want a number > 0")
     size = checks.whole(name, "patch_size", patch_size, "an odd int", range(1, 2**16, 2))
     if patch_distance is not None:

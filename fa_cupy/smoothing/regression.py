@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ def to_native(
     )
     if widths is None:
         width = checks.finite(name, "bandwidth", bandwidth)
-        if not (width > 0 and np.isfinite(1.0 / np.float64(width))):
+        if not (width > 0 and math.isfinite(1.0 / width)):
             raise ValueError(f"{name}: bandwidth is {checks.show(bandwidth)}, want a number > 0")
     x, X, y, widths, mask, *others = native.arrays
     if widths is None:

@@ -331,6 +331,7 @@ WRONG = [
     ({"y": np.zeros(())}, ValueError, r"y has shape \(\), want \(n,\) or"),
     ({"X": np.zeros((3, 5, 2)), "x": np.zeros((2, 4, 2))}, ValueError, r"X has batch shape \(3,\)"),
     ({"bandwidth": 0.0}, ValueError, r"bandwidth is 0.0 \(float\), want a number > 0"),
+    ({"bandwidth": 1e-320}, ValueError, r"bandwidth is 1e-320 \(float\), want a number > 0"),
     ({"bandwidth": -1}, ValueError, r"bandwidth is -1 \(int\), want a number > 0"),
     ({"bandwidth": np.nan}, ValueError, r"bandwidth is nan \(float\), want a finite number"),
     ({"bandwidth": "scott"}, TypeError, r"bandwidth is 'scott' \(str\), want a finite number"),

@@ -110,6 +110,7 @@ def test_empty_images(xp, shape):
         ({"image": np.zeros(4)}, ValueError, r"image has shape \(4,\), want \(H, W\) or \(H, W, C"),
         ({"image": np.zeros((1, 2, 3, 4))}, ValueError, r"image has shape \(1, 2, 3, 4\)"),
         ({"h": 0}, ValueError, r"h is 0 \(int\), want a number > 0"),
+        ({"h": 1e-200}, ValueError, r"h is 1e-200 \(float\), want a number > 0"),
         ({"h": "a"}, TypeError, r"h is 'a' \(str\), want a finite number"),
         ({"patch_size": 4}, ValueError, r"patch_size is 4 \(int\), want an odd int"),
         ({"patch_size": 3.0}, TypeError, r"patch_size is 3.0 \(float\), want an odd int"),
