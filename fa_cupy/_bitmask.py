@@ -88,12 +88,12 @@ class BitMask(Sources, Algebra):
 
     @classmethod
     def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
-        return cls._wrap(grid, Store(masks_blocks.joined(grid, matrices), device), entries)
+        return cls._wrap(grid, Store(grid, masks_blocks.joined(grid, matrices), device), entries)
 
     @classmethod
     def _on_device(cls, grid: Grid, lists: Any, entries: Array) -> BitMask:
         device = lists.words.data.device_id
-        return cls._wrap(grid, Store(lists, device, device), entries)
+        return cls._wrap(grid, Store(grid, lists, device, device), entries)
 
     @classmethod
     def _wrap(cls, grid: Grid, store: Store, entries: Array) -> BitMask:
@@ -182,7 +182,7 @@ class BitMask(Sources, Algebra):
         """
         if self._store.device is None:
             return self
-        return self._wrap(self._grid, Store(self._store.host()), self.entries)
+        return self._wrap(self._grid, Store(self._grid, self._store.host()), self.entries)
 
     def block_states(self) -> npt.NDArray[np.int8]:
         """Return the state of each block.
@@ -214,7 +214,7 @@ class BitMask(Sources, Algebra):
         if self._store.device is None:
             return export.dense(*self._parts)
         device_mask = backends.gpu("masks.device_mask")
-        lists = self._store.outline()._replace(words=self.lists.words)
+        lists = self._store.device_outline()._replace(words=self.lists.words)
         return device_mask.dense(self._grid, lists, self.entries, self._store.device)
 
     def to_csr(self) -> Any:
@@ -271,7 +271,7 @@ class BitMask(Sources, Algebra):
             exceed 128 MiB plus 64 times its size.
         """
         grid, lists, entries = npz.load(file)
-        return cls._wrap(grid, Store(lists), entries)
+        return cls._wrap(grid, Store(grid, lists), entries)
 
     def __reduce__(self) -> Any:
         parts = self._grid, self.lists, self.entries
@@ -301,7 +301,13 @@ class BitMask(Sources, Algebra):
         return self.entries.size * self._grid.q_tiles * self._grid.k_tiles
 
 
+_WITHOUT_ENTRIES = 5  # arrays of masks that were pickled before sparse blocks were kept apart
+
+
 def _restored(lengths: tuple[int, int], lists: tuple[Array, ...], entries: Array) -> BitMask:
-    if isinstance(lists[0], np.ndarray):
-        return BitMask._wrap(Grid(*lengths), Store(BlockLists(*lists)), entries)
-    return BitMask._on_device(Grid(*lengths), BlockLists(*lists), entries)
+    grid, found = Grid(*lengths), BlockLists(*lists)
+    if not isinstance(found.words, np.ndarray):
+        return BitMask._on_device(grid, found, entries)
+    if len(lists) == _WITHOUT_ENTRIES:
+        found = masks_blocks.canonical(grid, found)
+    return BitMask._wrap(grid, Store(grid, found), entries)

@@ -111,6 +111,27 @@ class Steps:
             self.matmul(queries.scaled[:, first:], keys, other)
             np.copyto(out, other, where=~np.isfinite(out) & np.isfinite(other))
 
+    def pair_scores(
+        self, queries: _Queries, counts: Array, k: Array, keys: Array, out: Array
+    ) -> None:
+        """Set `out` (n, e) to scaled products of single queries and keys, as `scores` does.
+
+        Query i has ``counts[i]`` of the `keys`; `k` is dense and of compute dtype.
+        """
+        shape = (len(keys), k.shape[2])
+        of_k, of_q = self.scratch("pair_k", shape), self.scratch("pair_q", shape)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        for i, scores in enumerate(out):
+            np.take(k[i], keys, axis=0, out=of_k, mode="clip")  # "raise" would buffer `out`
+            np.take(queries.q[i], rows, axis=0, out=of_q, mode="clip")
+            np.einsum("ed,ed->e", of_q, of_k, out=scores)
+            if queries.factor != 1:
+                np.multiply(scores, queries.factor, out=scores, casting="unsafe")
+            if queries.scaled is not None and not np.isfinite(scores).all():
+                np.take(queries.scaled[i], rows, axis=0, out=of_q, mode="clip")
+                other = np.einsum("ed,ed->e", of_q, of_k)
+                np.copyto(scores, other, where=~np.isfinite(scores) & np.isfinite(other))
+
     def operand(self, name: str, x: Array) -> Array:
         if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):
             return x
