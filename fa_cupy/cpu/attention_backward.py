@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
-from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu import entries, entries_backward, thread_pool
 from fa_cupy.cpu.mask_tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
 from fa_cupy.cpu.tile_ops import Steps
@@ -89,29 +90,77 @@ def _run(
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     tile = _tile(problem, dtype, bits is not None)
     main = Steps(dtype)
-    sums = InOrder(lambda target, term: gradients.accumulate(main, target, term))
     columns = [
         (begin, min(begin + tile.tile_n, problem.k_len))
         for begin in range(0, problem.k_len, tile.tile_n)
     ]
     stacks = _operands(problem, inputs, results, grads, tile, dtype, sinks, score)
     stacks = _prepared(problem, stacks, columns, tile, main)
+    for x in stacks:
+        attention_backward.add_to_sinks(main, x)
+    _add_columns(problem, stacks, columns, tile, main)
+    if bits is not None and entries.any_of(bits):
+        left = _add_entries(problem, bits, stacks, main)
+        _add_columns(problem, left, columns, tile, main)
+
+
+def _add_entries(
+    problem: attention_problem.Problem, bits: BitMask, stacks: list[Operands], steps: Steps
+) -> list[Operands]:
+    """Add what sparse blocks add; return the stacks that tiles are left to do that for."""
+    of_matrix: dict[int, entries.Entries] = {}
+    turned: dict[int, entries_backward.Turned] = {}
+    left = []
+    for x in stacks:
+        if not isinstance(x.mask, MaskTiles) or x.mask.sparse:  # its tiles had all blocks
+            continue
+        matrix = x.mask.matrix
+        if matrix not in of_matrix:
+            of_matrix[matrix] = entries.Entries.of(problem, bits, matrix)
+        pairs = of_matrix[matrix]
+
+        def by_key(matrix: int = matrix, pairs: entries.Entries = pairs) -> Any:
+            if matrix not in turned:
+                turned[matrix] = entries_backward.Turned.of(pairs, problem.k_len)
+            return turned[matrix]
+
+        if not entries_backward.add(steps, problem, x, pairs, by_key):
+            left.append(_reading(x, words=False, sparse=True))
+    return left
+
+
+def _reading(x: Operands, words: bool, sparse: bool) -> Operands:
+    """Return operands whose tiles have other blocks of the mask."""
+    assert isinstance(x.mask, MaskTiles) and isinstance(x.columns, MaskTiles)
+    return replace(x, mask=x.mask.only(words, sparse), columns=x.columns.only(words, sparse))
+
+
+def _add_columns(
+    problem: attention_problem.Problem,
+    stacks: list[Operands],
+    columns: list[tuple[int, int]],
+    tile: tile_sizes.Tile,
+    main: Steps,
+) -> None:
+    """Add what all tiles add."""
+    sums = InOrder(lambda target, term: gradients.accumulate(main, target, term))
     tasks: list[_Task] = []
     scores = 0
     for x in stacks:
-        attention_backward.add_to_sinks(main, x)
         for keys in columns:
             task = _Task(len(tasks), x, keys)
-            for rows in attention_backward.row_tiles(problem, keys, tile.tile_m, x.columns):
+            tiles = [*attention_backward.row_tiles(problem, keys, tile.tile_m, x.columns)]
+            for rows in tiles:
                 scores += x.q.shape[0] * (rows[1] - rows[0]) * (keys[1] - keys[0])
                 for name in x.grads.keys() - {"k", "v"}:
                     sums.expect(_place(task, name, rows, tile), task.number)
-            for name in x.grads.keys() & {"k", "v"}:
-                sums.expect(_place(task, name, (0, 0), tile), task.number)
-            tasks.append(task)
+            if tiles:
+                for name in x.grads.keys() & {"k", "v"}:
+                    sums.expect(_place(task, name, (0, 0), tile), task.number)
+                tasks.append(task)
 
     def new_worker() -> Callable[[_Task], None]:
-        steps = Steps(dtype)
+        steps = Steps(main.dtype)
 
         def work(task: _Task) -> None:
             def add(name: str, rows: tuple[int, int], term: Array | None) -> None:
@@ -142,6 +191,8 @@ def _prepared(
         for begin in range(0, problem.q_len, tile.tile_m):
             attention_backward.prepare(steps, x, begin, min(begin + tile.tile_m, problem.q_len))
         x, far = attention_backward.far_rows(steps, x, tile.tile_m)
+        if far and isinstance(x.mask, MaskTiles):  # scores are to be rounded alike
+            x = _reading(x, words=True, sparse=True)
         ready.append(x)
         tasks += [(x, rows) for rows in far]
         scores += sum(x.q.shape[0] * (end - begin) * problem.k_len for begin, end in far)
@@ -212,12 +263,15 @@ def _operands(
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     arrays, views = gradients.arrays(np, problem, inputs, results, grads, dtype, sinks, score)
     of = None if score is None else partial(_tile_score, score, dtype)
+    of_mask = partial(MaskTiles, sparse=False)
     whole = tile_sizes.footprint(
         tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
     )
     most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
+    if bits is not None and entries.differ(bits):
+        most = 1
     return [
-        gradients.operands(stack, [*grads], *gradients.sparse(bits, stack, MaskTiles), score=of)
+        gradients.operands(stack, [*grads], *gradients.sparse(bits, stack, of_mask), score=of)
         for stack in batching.stacks(np, arrays, views, max(1, most))
     ]
 

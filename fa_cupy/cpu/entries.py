@@ -64,17 +64,19 @@ class Entries(NamedTuple):
             end = min(row_end, max(begin + 1, int(last)))
             first = self.begin[begin : end + 1]
             if first[0] < first[-1]:
-                yield Chunk(begin, end, first - first[0], self.keys[first[0] : first[-1]])
+                part = slice(int(first[0]), int(first[-1]))
+                yield Chunk(begin, end, first - first[0], self.keys[part], part)
             begin = end
 
 
 class Chunk(NamedTuple):
-    """The entries of some rows."""
+    """The entries of some rows of a matrix."""
 
     row_begin: int
     row_end: int
     begin: Array  # (rows + 1,), from 0
     keys: Array
+    part: slice  # of all entries
 
     @property
     def counts(self) -> Array:

@@ -15,8 +15,6 @@ from fa_cupy.tiled import tile_sizes
 
 Array = npt.NDArray[Any]
 
-_NO_PAIRS = np.empty(0, np.int64), np.empty(0, np.int32)
-
 
 def mask_tile(tile: tile_sizes.Tile) -> tile_sizes.Tile:
     """Return a tile like `tile` whose edges lie on those of blocks.
@@ -52,6 +50,16 @@ class MaskTiles:
         self._entries = entries[:1] if (entries == entries[0]).all() else entries
         self._n = len(entries)
 
+    @property
+    def sparse(self) -> bool:
+        """Whether sparse blocks are read."""
+        return self._sparse
+
+    @property
+    def matrix(self) -> int:
+        """The matrix of the first of the stack."""
+        return int(self._all[0])
+
     def only(self, words: bool, sparse: bool) -> MaskTiles:
         """Return the mask with other blocks to be read."""
         return MaskTiles(self._mask, self._all, words, sparse)
@@ -76,10 +84,11 @@ class MaskTiles:
                     t = self._row(entry, q_tile)
                     listed, blocks = bits_of_row(self._lists, t, begin, end)
                     bits[i, j][:, listed - begin] = blocks.swapaxes(0, 1)
-                row, key = self._pairs(entry, q_tile)
-                some = (key >= begin * BLOCK) & (key < end * BLOCK)
-                row, key = row[some], key[some] - begin * BLOCK
-                bits[i, j][row, key // BLOCK, key % BLOCK] = True
+                if self._sparse:
+                    row, key = self._pairs(entry, q_tile)
+                    some = (key >= begin * BLOCK) & (key < end * BLOCK)
+                    row, key = row[some], key[some] - begin * BLOCK
+                    bits[i, j][row, key // BLOCK, key % BLOCK] = True
         flat = bits.reshape(len(bits), len(q_tiles) * BLOCK, (end - begin) * BLOCK)
         above, left = q_tiles.start * BLOCK, begin * BLOCK
         seen = flat[:, rows.start - above : rows.stop - above, keys.start - left : keys.stop - left]
@@ -92,17 +101,16 @@ class MaskTiles:
             for q_tile in range(row_begin // BLOCK, -(-row_end // BLOCK)):
                 shown = np.zeros(self._k_tiles, np.bool_)
                 if self._words:
-                    partial, _, full = self._lists.row(self._row(entry, q_tile), 0, self._k_tiles)
+                    partial, full = self._lists.tiles(self._row(entry, q_tile))
                     some[partial] = some[full] = True
                     shown[full] = True
-                some[self._pairs(entry, q_tile)[1] // BLOCK] = True
+                if self._sparse:
+                    some[self._pairs(entry, q_tile)[1] // BLOCK] = True
                 whole &= shown
         return some, whole
 
     def _pairs(self, entry: int, q_tile: int) -> tuple[Array, Array]:
         """Return rows, of the row of blocks, and keys of what is visible in its sparse blocks."""
-        if not self._sparse:
-            return _NO_PAIRS
         first = int(entry) * self._grid.q_len + q_tile * BLOCK
         last = min(first + BLOCK, (int(entry) + 1) * self._grid.q_len)
         begin = self._lists.entry_begin[first : last + 1]

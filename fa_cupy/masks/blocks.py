@@ -125,6 +125,11 @@ class BlockLists(NamedTuple):
         begin = self.entry_begin[matrix * grid.q_len : (matrix + 1) * grid.q_len + 1]
         return begin - begin[0], self.entry_keys[begin[0] : begin[-1]]
 
+    def tiles(self, t: int) -> tuple[Array, Array]:
+        """Return the key tiles of a row that have words, and those that are full."""
+        partial = slice(*self.partial_begin[t : t + 2])
+        return self.partial[partial], self.full[slice(*self.full_begin[t : t + 2])]
+
     def row(self, t: int, begin: int, end: int) -> tuple[Array, Array, Array]:
         """Return partial key tiles from `begin` to `end` in a row, their words, and full tiles."""
         p, f = (
