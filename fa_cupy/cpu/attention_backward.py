@@ -131,7 +131,8 @@ def _add_entries(
 
 def _reading(x: Operands, words: bool, sparse: bool) -> Operands:
     """Return operands whose tiles have other blocks of the mask."""
-    assert isinstance(x.mask, MaskTiles) and isinstance(x.columns, MaskTiles)
+    assert isinstance(x.mask, MaskTiles)
+    assert isinstance(x.columns, MaskTiles)
     return replace(x, mask=x.mask.only(words, sparse), columns=x.columns.only(words, sparse))
 
 

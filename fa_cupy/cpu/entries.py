@@ -46,7 +46,7 @@ class Entries(NamedTuple):
         begin, keys = mask._store.host().entries_of(mask._grid, matrix)
         if problem.lower is not None or problem.upper is not None:
             rows = np.repeat(np.arange(problem.q_len), np.diff(begin))
-            kept = np.ones(len(keys), np.bool_)
+            kept: Array = np.ones(len(keys), np.bool_)
             if problem.lower is not None:
                 kept &= keys >= rows + problem.lower
             if problem.upper is not None:
@@ -106,7 +106,7 @@ def tasks(mask: BitMask, height: int) -> list[tuple[int, int]]:
         return [(begin, min(begin + height, q_len)) for begin in range(0, q_len, height)]
     rows = np.unique(mask.entries)[:, None] * mask._grid.q_tiles + np.arange(mask._grid.q_tiles)
     listed = np.diff(lists.partial_begin) + np.diff(lists.full_begin)
-    tiled = (listed[rows] > 0).any(axis=0)
+    tiled: Array = (listed[rows] > 0).any(axis=0)
     found, begin = [], 0
     while begin < q_len:
         end = min(begin + height, q_len)

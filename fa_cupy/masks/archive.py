@@ -155,6 +155,7 @@ def _check_sizes(grid: Grid, members: dict[str, Member]) -> None:
     if fits and "entry_keys" in members:
         keys, first = members["entry_keys"], members["entry_begin"].shape
         matrices = (begin[0] - 1) // max(1, grid.q_tiles)
-        fits = len(keys.shape) == 1 and first == ((matrices * grid.q_len + 1,) if keys.size else (0,))
+        size = matrices * grid.q_len + 1 if keys.size else 0
+        fits = len(keys.shape) == 1 and first == (size,)
     if not fits:
         raise ValueError("the sizes of its lists contradict each other")

@@ -369,9 +369,7 @@ def expanded(grid: Grid, lists: BlockLists, words: bool = True) -> BlockLists:
     if not len(lists.entry_keys):
         return lists if words else lists._replace(words=lists.words[:0])
     form = with_words if words else without_words
-    return joined(
-        grid, [form(grid, lists.blocks(grid, i)) for i in range(_matrices(grid, lists))]
-    )
+    return joined(grid, [form(grid, lists.blocks(grid, i)) for i in range(_matrices(grid, lists))])
 
 
 def _matrices(grid: Grid, lists: BlockLists) -> int:

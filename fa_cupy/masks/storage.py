@@ -75,6 +75,10 @@ class Store:
             self._places[None] = _freeze(found)
         return found
 
+    def with_words(self) -> BlockLists:
+        """Return the lists as NumPy arrays, with words for sparse blocks too."""
+        return blocks.expanded(self._grid, self.host())
+
     def outline(self) -> BlockLists:
         """Return the lists as NumPy arrays, all but the words, which may be a CuPy array.
 
@@ -101,9 +105,7 @@ class Store:
         found = self._places.get(device)
         if found is None:
             device_mask = backends.gpu("masks.device_mask")
-            found = self._places[device] = device_mask.to_device(
-                blocks.expanded(self._grid, self.host()), device
-            )
+            found = self._places[device] = device_mask.to_device(self.with_words(), device)
         return found
 
     def only_on(self, device: int) -> bool:
