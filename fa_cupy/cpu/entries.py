@@ -46,11 +46,9 @@ class Entries(NamedTuple):
         begin, keys = mask._store.host().entries_of(mask._grid, matrix)
         if problem.lower is not None or problem.upper is not None:
             rows = np.repeat(np.arange(problem.q_len), np.diff(begin))
-            kept: Array = np.ones(len(keys), np.bool_)
-            if problem.lower is not None:
-                kept &= keys >= rows + problem.lower
-            if problem.upper is not None:
-                kept &= keys <= rows + problem.upper
+            lower = -np.inf if problem.lower is None else problem.lower
+            upper = np.inf if problem.upper is None else problem.upper
+            kept = (keys - rows >= lower) & (keys - rows <= upper)
             keys = keys[kept]
             begin = np.searchsorted(rows[kept], np.arange(problem.q_len + 1))
         # The products of SciPy take both index arrays in one dtype.
@@ -106,7 +104,7 @@ def tasks(mask: BitMask, height: int) -> list[tuple[int, int]]:
         return [(begin, min(begin + height, q_len)) for begin in range(0, q_len, height)]
     rows = np.unique(mask.entries)[:, None] * mask._grid.q_tiles + np.arange(mask._grid.q_tiles)
     listed = np.diff(lists.partial_begin) + np.diff(lists.full_begin)
-    tiled: Array = (listed[rows] > 0).any(axis=0)
+    tiled = np.asarray(listed[rows] > 0).max(axis=0, initial=False)
     found, begin = [], 0
     while begin < q_len:
         end = min(begin + height, q_len)

@@ -361,15 +361,16 @@ def canonical(grid: Grid, lists: BlockLists) -> BlockLists:
     return joined(grid, [tightened(grid, x.partial, x.words.copy(), x.full) for x in found])
 
 
-def expanded(grid: Grid, lists: BlockLists, words: bool = True) -> BlockLists:
-    """Return lists with words for sparse blocks too, as kernels read them.
+def expanded(grid: Grid, lists: BlockLists) -> BlockLists:
+    """Return lists with words for sparse blocks too, as kernels read them."""
+    matrices = range(_matrices(grid, lists))
+    return joined(grid, [with_words(grid, lists.blocks(grid, i)) for i in matrices])
 
-    Without `words` only the lists are made: the words are none.
-    """
-    if not len(lists.entry_keys):
-        return lists if words else lists._replace(words=lists.words[:0])
-    form = with_words if words else without_words
-    return joined(grid, [form(grid, lists.blocks(grid, i)) for i in range(_matrices(grid, lists))])
+
+def outlined(grid: Grid, lists: BlockLists) -> BlockLists:
+    """Return lists as `expanded` does, but for the words, of which there are none."""
+    matrices = range(_matrices(grid, lists))
+    return joined(grid, [without_words(grid, lists.blocks(grid, i)) for i in matrices])
 
 
 def _matrices(grid: Grid, lists: BlockLists) -> int:

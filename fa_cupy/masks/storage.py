@@ -77,7 +77,8 @@ class Store:
 
     def with_words(self) -> BlockLists:
         """Return the lists as NumPy arrays, with words for sparse blocks too."""
-        return blocks.expanded(self._grid, self.host())
+        lists = self.host()
+        return blocks.expanded(self._grid, lists) if len(lists.entry_keys) else lists
 
     def outline(self) -> BlockLists:
         """Return the lists as NumPy arrays, all but the words, which may be a CuPy array.
@@ -90,10 +91,12 @@ class Store:
         return self.device_outline()._replace(words=lists.words)
 
     def device_outline(self) -> BlockLists:
-        """Return the lists that `on` gives, as NumPy arrays without the words."""
+        """Return the lists that `on` gives, as NumPy arrays; their words may be missing."""
         if self._outline is None:
             if None in self._places:
-                self._outline = blocks.expanded(self._grid, self._places[None], words=False)
+                lists = self._places[None]
+                has_entries = len(lists.entry_keys)
+                self._outline = blocks.outlined(self._grid, lists) if has_entries else lists
             else:
                 device_mask = backends.gpu("masks.device_mask")
                 there = self._any()
