@@ -224,7 +224,7 @@ class _Stack:
         with self._lock:
             x = self._given
             if self._convert and self._ready is x:
-                k, v = (np.require(a, self._dtype, ["C", "A"]) for a in (x.k, x.v))
+                k, v = (entries.dense_of(a, self._dtype) for a in (x.k, x.v))
                 self._ready = replace(x, k=k, v=v)
             return self._ready
 

@@ -95,45 +95,55 @@ def _run(
         for begin in range(0, problem.k_len, tile.tile_n)
     ]
     stacks = _operands(problem, inputs, results, grads, tile, dtype, sinks, score)
-    stacks = _prepared(problem, stacks, columns, tile, main)
+    pairs = _Entries(problem, bits)
+    stacks = _prepared(problem, stacks, columns, tile, main, pairs.of)
     for x in stacks:
         attention_backward.add_to_sinks(main, x)
     _add_columns(problem, stacks, columns, tile, main)
-    if bits is not None and entries.any_of(bits):
-        left = _add_entries(problem, bits, stacks, main)
-        _add_columns(problem, left, columns, tile, main)
-
-
-def _add_entries(
-    problem: attention_problem.Problem, bits: BitMask, stacks: list[Operands], steps: Steps
-) -> list[Operands]:
-    """Add what sparse blocks add; return the stacks that tiles are left to do that for."""
-    of_matrix: dict[int, entries.Entries] = {}
-    turned: dict[int, entries_backward.Turned] = {}
     left = []
     for x in stacks:
-        if not isinstance(x.mask, MaskTiles) or x.mask.sparse:  # its tiles had all blocks
-            continue
+        found = pairs.of(x)
+        if found is not None:
+            turned = partial(pairs.turned, x)
+            if not entries_backward.add(main, problem, x, found, turned):
+                left.append(_of_sparse_blocks(x))
+    _add_columns(problem, left, columns, tile, main)
+
+
+class _Entries:
+    """The entries of sparse blocks, by matrix, made when they are first asked for."""
+
+    def __init__(self, problem: attention_problem.Problem, mask: Any) -> None:
+        self._problem = problem
+        self._mask = mask if isinstance(mask, BitMask) and entries.any_of(mask) else None
+        self._found: dict[int, entries.Entries] = {}
+        self._turned: dict[int, entries_backward.Turned] = {}
+
+    def of(self, x: Operands) -> entries.Entries | None:
+        """Return those of a stack of batch entries; None without any."""
+        if self._mask is None or not isinstance(x.mask, MaskTiles):
+            return None
         matrix = x.mask.matrix
-        if matrix not in of_matrix:
-            of_matrix[matrix] = entries.Entries.of(problem, bits, matrix)
-        pairs = of_matrix[matrix]
+        if matrix not in self._found:
+            self._found[matrix] = entries.Entries.of(self._problem, self._mask, matrix)
+        return self._found[matrix]
 
-        def by_key(matrix: int = matrix, pairs: entries.Entries = pairs) -> Any:
-            if matrix not in turned:
-                turned[matrix] = entries_backward.Turned.of(pairs, problem.k_len)
-            return turned[matrix]
+    def turned(self, x: Operands) -> entries_backward.Turned:
+        """Return those of a stack in the order of keys."""
+        assert isinstance(x.mask, MaskTiles)
+        matrix, found = x.mask.matrix, self.of(x)
+        assert found is not None
+        if matrix not in self._turned:
+            self._turned[matrix] = entries_backward.Turned.of(found, self._problem.k_len)
+        return self._turned[matrix]
 
-        if not entries_backward.add(steps, problem, x, pairs, by_key):
-            left.append(_reading(x, words=False, sparse=True))
-    return left
 
-
-def _reading(x: Operands, words: bool, sparse: bool) -> Operands:
-    """Return operands whose tiles have other blocks of the mask."""
+def _of_sparse_blocks(x: Operands) -> Operands:
+    """Return operands whose tiles have the sparse blocks of the mask alone."""
     assert isinstance(x.mask, MaskTiles)
     assert isinstance(x.columns, MaskTiles)
-    return replace(x, mask=x.mask.only(words, sparse), columns=x.columns.only(words, sparse))
+    only = {"words": False, "sparse": True}
+    return replace(x, mask=x.mask.only(**only), columns=x.columns.only(**only))
 
 
 def _add_columns(
@@ -185,6 +195,7 @@ def _prepared(
     columns: list[tuple[int, int]],
     tile: tile_sizes.Tile,
     steps: Steps,
+    of_stack: Callable[[Operands], entries.Entries | None],
 ) -> list[Operands]:
     """Return the stacks with what is known of a query before the first column of tiles."""
     ready, tasks, scores = [], [], 0
@@ -192,18 +203,21 @@ def _prepared(
         for begin in range(0, problem.q_len, tile.tile_m):
             attention_backward.prepare(steps, x, begin, min(begin + tile.tile_m, problem.q_len))
         x, far = attention_backward.far_rows(steps, x, tile.tile_m)
-        if far and isinstance(x.mask, MaskTiles):  # scores are to be rounded alike
-            x = _reading(x, words=True, sparse=True)
         ready.append(x)
-        tasks += [(x, rows) for rows in far]
+        tasks += [(x, rows, of_stack(x)) for rows in far]
         scores += sum(x.q.shape[0] * (end - begin) * problem.k_len for begin, end in far)
 
-    def new_worker() -> Callable[[tuple[Operands, tuple[int, int]]], None]:
+    def new_worker() -> Callable[[Any], None]:
         own = Steps(steps.dtype)
 
-        def work(task: tuple[Operands, tuple[int, int]]) -> None:
+        def work(task: tuple[Operands, tuple[int, int], entries.Entries | None]) -> None:
+            x, rows, pairs = task
+            more: Any = ()
+            if pairs is not None:
+                dense = replace(x, k=entries.dense_of(x.k, own.dtype))
+                more = entries.padded(own, problem, dense, pairs, rows)
             with np.errstate(all="ignore"):
-                attention_backward.keep_apart(own, problem, *task, columns, tile.tile_m)
+                attention_backward.keep_apart(own, problem, x, rows, columns, tile.tile_m, more)
 
         return work
 

@@ -178,12 +178,38 @@ def scores_of(
     return scores
 
 
+def padded(
+    steps: Steps,
+    problem: Problem,
+    x: tiled_attention.Operands,
+    entries: Entries,
+    rows: tuple[int, int],
+) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Yield the scores of some queries as tiles, -inf behind the last of each row.
+
+    With each come the first and the last of its queries, counted from ``rows[0]``. Scores are
+    those of `attend`, to the last bit.
+    """
+    for chunk in entries.chunks(*rows):
+        scores = scores_of(steps, problem, x, chunk)
+        place = np.arange(len(chunk.keys)) - np.repeat(chunk.begin[:-1], chunk.counts)
+        shape = (len(scores), len(chunk.counts), chunk.counts.max())
+        tile = np.full(shape, -np.inf, steps.dtype)
+        tile[:, chunk.rows - chunk.row_begin, place] = scores
+        yield (chunk.row_begin - rows[0], chunk.row_end - rows[0]), tile
+
+
 def by_row(operation: np.ufunc, values: Array, chunk: Chunk, empty: float) -> Array:
     """Return maxima or sums of the entries (n, e) of each row; `empty` for rows without any."""
     found = np.full((len(values), len(chunk.begin) - 1), empty, values.dtype)
     some = np.flatnonzero(chunk.begin[1:] != chunk.begin[:-1])
     found[:, some] = operation.reduceat(values, chunk.begin[some], axis=1)
     return found
+
+
+def dense_of(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array as gathers and products of entries read it."""
+    return np.require(x, dtype, ["C", "A"])
 
 
 def product(weights: Array, begin: Array, columns: Array, dense: Array) -> Array:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.cpu import thread_pool
-from fa_cupy.cpu.entries import Chunk, Entries, product, scores_of
+from fa_cupy.cpu.entries import Chunk, Entries, dense_of, product, scores_of
 from fa_cupy.cpu.tile_ops import Queries, Steps
 from fa_cupy.tiled import attention_backward, gradients
 from fa_cupy.tiled.gradients import Operands
@@ -56,7 +56,7 @@ def add(
     """
     if not x.grads or not len(entries.keys):
         return True
-    dense = [np.require(a, steps.dtype, ["C", "A"]) for a in (x.q, x.k, x.v, x.dout)]
+    dense = [dense_of(a, steps.dtype) for a in (x.q, x.k, x.v, x.dout)]
     found = _Found(steps.dtype, problem, x, dense, entries)
     flop = x.q.shape[0] * len(entries.keys) * (6 * problem.head_dim + 4 * problem.v_dim)
     parallel = flop > _PARALLEL_FLOP
@@ -127,10 +127,14 @@ class _Found:
         slope = np.empty(shape, steps.dtype) if self._sloped else None
         partials: dict[str, Any] = dict.fromkeys(self._partials)
         scores = scores_of(steps, self._problem, x, chunk, slope, partials)
-        top = attention_backward.finite_or_0(np, x.lse[:, rows, 0]).astype(steps.dtype)
         weights = self.weights[:, part]
-        np.subtract(scores, np.repeat(top, chunk.counts, axis=1), out=weights)
-        np.exp(weights, out=weights)
+        if x.top is None or x.total is None:
+            top = attention_backward.finite_or_0(np, x.lse[:, rows, 0]).astype(steps.dtype)
+            total = None
+        else:
+            top, total = x.top[:, rows, 0], np.repeat(x.total[:, rows, 0], chunk.counts, axis=1)
+        weights[...] = scores
+        steps.weigh(weights, np.repeat(top, chunk.counts, axis=1), total)
         if not self._of_scores:
             return
         dscores = self.terms["scores"][:, part]

@@ -51,11 +51,6 @@ class MaskTiles:
         self._n = len(entries)
 
     @property
-    def sparse(self) -> bool:
-        """Whether sparse blocks are read."""
-        return self._sparse
-
-    @property
     def matrix(self) -> int:
         """The matrix of the first of the stack."""
         return int(self._all[0])

@@ -93,10 +93,12 @@ def keep_apart(
     rows: tuple[int, int],
     columns: Iterable[tuple[int, int]],
     tile_m: int,
+    more: Iterable[tuple[tuple[int, int], Array]] = (),
 ) -> None:
     """Set ``x.top`` and ``x.total`` of far queries among some, given all columns of tiles.
 
-    Scores come from the same products as in `column`, so that they are rounded alike.
+    Scores come from the same products as in `column`, so that they are rounded alike. `more` are
+    those of keys that no tile has, as of `softmax.statistics`.
     """
 
     def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
@@ -105,6 +107,7 @@ def keep_apart(
                 queries = attention.queries_of(steps, problem, x, *some)
                 scores = attention.scores_of(steps, problem, x, queries, some, 0, keys)
                 yield (some[0] - rows[0], some[1] - rows[0]), scores
+        yield from more
         yield (0, rows[1] - rows[0]), attention.sinks_of(steps, x, *rows)
 
     part = slice(*rows)

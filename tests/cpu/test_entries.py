@@ -1,0 +1,194 @@
+"""Attention over sparse blocks on the CPU: entries and tiles together against float64."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fa_cupy import BitMask, Score, attention, attention_backward
+from fa_cupy.cpu import entries as cpu_entries
+from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.masks import entries
+from tests.api.test_gradients import plain_options
+from tests.masks.test_entries import mixed_masks
+from tests.support import blas, gradients
+from tests.support.blas import two_threads
+from tests.support.strategies import DTYPES, Case, by_dtype, cases, check_against_reference, normal
+
+with_threads = pytest.fixture(autouse=True, scope="module")(two_threads)
+
+
+def draw(*shapes, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [normal(rng, shape, dtype) for shape in shapes]
+
+
+def with_mask(case, seed):
+    """Give a case a mask of its lengths, and return that as a BitMask."""
+    lengths = case.q.shape[-2], case.k.shape[-2]
+    rng = np.random.default_rng(seed)
+    if case.mask is None:
+        case.mask = rng.random(lengths) < rng.choice([0.003, 0.03, 0.5])
+    case.mask = np.broadcast_to(case.mask, (*case.mask.shape[:-2], *lengths)).copy()
+    return BitMask.from_dense(case.mask)
+
+
+@given(case=cases(), seed=st.integers(0, 2**32 - 1), least=st.sampled_from([0, 20, 200, 20_000]))
+def test_any_call_agrees_with_the_reference(case, seed, least):
+    """Whichever blocks are sparse: none, some, all; a few entries at a time."""
+    with (
+        mock.patch.object(entries, "LEAST_BITS", least),
+        mock.patch.object(cpu_entries, "_CHUNK", 50),
+    ):
+        mask = with_mask(case, seed)
+        arrays = case.native(np)[:4]
+        out, lse = attention(*arrays, mask, return_lse=True, **case.options)
+    check_against_reference(case, out, lse)
+
+
+@given(
+    case=cases(),
+    seed=st.integers(0, 2**32 - 1),
+    least=st.sampled_from([20, 20_000]),
+    dlse=st.booleans(),
+)
+def test_gradients_of_any_call_agree_with_the_reference(case, seed, least, dlse):
+    assume(plain_options(case))
+    with (
+        mock.patch.object(entries, "LEAST_BITS", least),
+        mock.patch.object(cpu_entries, "_CHUNK", 50),
+    ):
+        mask = with_mask(case, seed)
+        gradients.check(np, case, dlse, mask=mask)
+
+
+@given(st.data())
+def test_blocks_just_below_and_above_the_limit(data):
+    lengths = data.draw(st.integers(100, 400)), data.draw(st.integers(100, 500))
+    heads = data.draw(st.sampled_from([(), (2,), (3, 2)]))
+    masks = [data.draw(mixed_masks(lengths=lengths)) for _ in range(heads[-1] if heads else 1)]
+    dense = np.stack(masks) if heads else masks[0]
+    if data.draw(st.booleans()):
+        dense = masks[0]
+    q, k, v = draw(*((*heads, n, 16) for n in (*lengths, lengths[1])))
+    if bad := data.draw(st.sampled_from([None, np.nan, np.inf])):
+        v[..., 17, :] = k[..., 5, 0] = bad
+    case = Case(q, k, v, None, dense)
+    if data.draw(st.booleans()):
+        case.options = {"is_causal": True, "causal_align": "bottom_right", "window": (150, None)}
+    mask = BitMask.from_dense(dense)
+    out, lse = attention(q, k, v, mask=mask, return_lse=True, **case.options)
+    check_against_reference(case, out, lse)
+    if bad is None:
+        gradients.check(np, case, True, mask=mask)
+    with blas.threads(1):
+        again = attention(q, k, v, mask=mask, **case.options)
+    assert again.tobytes() == out.tobytes()
+
+
+def graph(nodes, share=0.004, seed=3):
+    """A mask without a dense block, and with rows in which nothing is visible."""
+    dense = np.random.default_rng(seed).random((nodes, nodes)) < share
+    dense[::7] = False
+    mask = BitMask.from_dense(dense)
+    assert len(mask.lists.entry_keys) == dense.sum()
+    return mask, dense
+
+
+def test_no_tile_is_computed(monkeypatch):
+    mask, dense = graph(900)
+    q, k, v, dout = draw(*[(2, 900, 8)] * 4)
+    want = attention(q, k, v, mask=dense, return_lse=True)
+    of_dense = attention_backward(dout, q, k, v, *want, mask=dense)
+
+    def scores(*_):
+        raise AssertionError("a tile of scores")
+
+    monkeypatch.setattr(Steps, "scores", scores)
+    found = attention(q, k, v, mask=mask, return_lse=True)
+    of_entries = attention_backward(dout, q, k, v, *want, mask=mask)
+    for mine, theirs in zip((*found, *of_entries), (*want, *of_dense), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert (found[0][:, ::7] == 0).all()
+    assert (found[1][:, ::7] == -np.inf).all()
+
+
+@pytest.mark.parametrize(**by_dtype())
+def test_the_number_of_threads_does_not_show(dtype):
+    mask, _ = graph(900)
+    q, k, v, dout = draw((4, 900, 64), (2, 900, 64), (2, 900, 64), (4, 900, 64), dtype=dtype)
+    bias = draw((4, 1, 900), seed=1)[0]
+    results = []
+    q, k, v, dout = (x[None] for x in (q, k, v, dout))
+    for threads in (1, 2, 3, 8):
+        with blas.threads(threads):
+            with mock.patch.object(cpu_entries, "_MOST_ROWS", 256):
+                out, lse = attention(q, k, v, bias, mask, return_lse=True)
+            found = attention_backward(dout, q, k, v, out, lse, bias, mask)
+            results.append(b"".join(x.tobytes() for x in (out, lse, *found)))
+    assert len(set(results)) == 1
+
+
+BIASES = [(), (1, 1), (1, 300), (300, 1), (300, 300), (2, 1, 1), (2, 300, 300), (3, 2, 1, 300)]
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[3]], ids=str)
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+def test_gradients_of_biases_and_sinks(shape, dtype):
+    """Summed over whatever the bias is broadcast along, beside blocks with words."""
+    _, dense = graph(300)
+    dense[150:200, 10:90] = True
+    q, k, v = draw(*[(3, 2, 300, 8)] * 3, dtype=dtype)
+    bias, sinks = draw(shape, (2, 1), dtype=dtype, seed=1)
+    case = Case(q, k, v, bias, dense, {"sinks": sinks, "is_causal": True})
+    gradients.check(np, case, True, mask=BitMask.from_dense(dense))
+
+
+def test_scores_by_an_expression():
+    mask, dense = graph(300)
+    slopes, table = draw((2,), (2, 300, 300), dtype=np.float64)
+    score = Score("s * (1 + sin(t[h, i, j])) - m[h] * abs(i - j)", t=table, m=slopes)
+    q, k, v, dout = draw(*[(2, 300, 8)] * 4, dtype=np.float64)
+    need = ["q", "k", "v", "score.t", "score.m"]
+    found = []
+    for given_mask in (mask, dense):
+        options = {"mask": given_mask, "score": score, "softcap": 3.0}
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        found.append((out, *attention_backward(dout, q, k, v, out, lse, need=need, **options)))
+    for mine, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_those_who_see_it(bad):
+    mask, dense = graph(300)
+    q, k, v, dout = draw(*[(300, 8)] * 4)
+    k[11, 3] = v[200, 5] = dout[30, 1] = bad
+    case = Case(q, k, v, None, dense)
+    out, lse = attention(q, k, v, mask=mask, return_lse=True)
+    check_against_reference(case, out, lse)
+    want = attention_backward(dout, q, k, v, out, lse, mask=dense)
+    found = attention_backward(dout, q, k, v, out, lse, mask=mask)
+    for mine, theirs in zip(found, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert not np.isfinite(found[0]).all()
+    assert np.isfinite(found[0]).any()
+
+
+@pytest.mark.parametrize("factor", [30.0, 1e4, 1e18])
+def test_large_scores(factor):
+    """Beyond float32's log-sum-exp, and beyond float32."""
+    mask, dense = graph(300)
+    q, k, v, dout = draw(*[(300, 8)] * 4)
+    q, k = factor * q, factor * k
+    found = []
+    for given_mask in (mask, dense):
+        out, lse = attention(q, k, v, mask=given_mask, return_lse=True)
+        found.append((out, *attention_backward(dout, q, k, v, out, lse, mask=given_mask)))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-2, atol=1e-2)
+    for mine, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
+        # A weight of 1 has gradient 0, and what is left of it is multiplied by keys that large.
+        np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-2 + 1e-5 * factor)
