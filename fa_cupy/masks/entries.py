@@ -18,9 +18,9 @@ from fa_cupy.layouts import BLOCK
 
 Array = npt.NDArray[Any]
 
-#: Fewest bits of a partial block that is kept as words. From here on, words take no more memory
-#: than entries of 4 bytes. The CPU computes entries faster up to about three times as many bits
-#: (validation/NOTES.md, "Entries of sparse blocks").
+#: Fewest bits of a partial block that is kept as words: 512 words take as much memory as 512
+#: entries of 4 bytes. The CPU computes so many entries in a quarter of the time of a tile, and
+#: twice as many in about the same (validation/NOTES.md, "Entries of sparse mask blocks").
 LEAST_BITS = 512
 
 _SHIFT = 31  # lengths are below 2**31

@@ -4,7 +4,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, Score, attention, attention_backward
@@ -54,6 +54,7 @@ def test_any_call_agrees_with_the_reference(case, seed, least):
     least=st.sampled_from([20, 20_000]),
     dlse=st.booleans(),
 )
+@settings(max_examples=25)
 def test_gradients_of_any_call_agree_with_the_reference(case, seed, least, dlse):
     assume(plain_options(case))
     with (
@@ -65,6 +66,7 @@ def test_gradients_of_any_call_agree_with_the_reference(case, seed, least, dlse)
 
 
 @given(st.data())
+@settings(max_examples=8)
 def test_blocks_just_below_and_above_the_limit(data):
     lengths = data.draw(st.integers(100, 400)), data.draw(st.integers(100, 500))
     heads = data.draw(st.sampled_from([(), (2,), (3, 2)]))
