@@ -26,7 +26,8 @@ class BitMask(Sources, Algebra):
 
     A mask of shape (..., Lq, Lk) consists of blocks of 128 queries and 128 keys. A block is empty,
     full or partial. Only partial blocks store bits, 2 kB each, and only blocks that are not empty
-    are listed, so the memory of a mask depends on the number of its blocks. It is passed as
+    are listed. A *sparse* block, which is partial with fewer than 512 visible pairs, stores 4 bytes
+    for each pair instead, so the memory of a mask depends on what is visible. It is passed as
     ``mask`` to `attention`, which skips empty blocks and computes full ones as without a mask.
 
     Masks are made by `from_dense`, `from_indices`, `from_csr`, `from_blocks`, `from_function` and
@@ -45,11 +46,15 @@ class BitMask(Sources, Algebra):
     Attributes
     ----------
     lists : BlockLists
-        ``partial_begin, partial, words, full_begin, full``: row ``t = entry * ceil(Lq / 128) + i``
-        of blocks has partial blocks at ``partial[partial_begin[t] : partial_begin[t + 1]]``, which
-        are indices of blocks of keys. Their words have the same positions in ``words``, in the
-        fragment order of `fa_cupy.layouts`. ``full`` has the full blocks in the same way. NumPy or
-        CuPy arrays, read-only.
+        ``partial_begin, partial, words, full_begin, full, entry_begin, entry_keys``: row
+        ``t = entry * ceil(Lq / 128) + i`` of blocks has partial blocks at
+        ``partial[partial_begin[t] : partial_begin[t + 1]]``, which are indices of blocks of keys.
+        Their words have the same positions in ``words``, in the fragment order of
+        `fa_cupy.layouts`. ``full`` has the full blocks in the same way. The visible pairs of sparse
+        blocks are in CSR form instead: query q sees the keys
+        ``entry_keys[entry_begin[r] : entry_begin[r + 1]]``, where ``r = entry * Lq + q``. Both are
+        empty without sparse blocks, and on a GPU, where sparse blocks have words. NumPy or CuPy
+        arrays, read-only.
     entries : ndarray of int32, shape of the batch
         The matrix (`entry` above) of each batch entry; equal ones may share a matrix. Read-only.
 

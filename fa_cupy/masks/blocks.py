@@ -298,9 +298,8 @@ def combined(grid: Grid, a: Blocks, b: Blocks, op: Callable[..., Array]) -> Bloc
     if both:
         found = tightened(grid, keys[mixed], words, keys[state == FULL])
         shared = [x[_seen(grid, y, x)] for x, y in ((given[0], b), (given[1], a))]
-        codes = functools.reduce(np.union1d, [found.entries, *shared])
-        return found._replace(entries=codes)
-    codes = np.union1d(*given)
+        return found._replace(entries=entries.united(found.entries, *shared))
+    codes = entries.united(*given)
     at, place = Blocks(keys[mixed], words, keys[state == FULL]).find(
         entries.tiles_of(codes, grid.k_tiles)
     )
@@ -312,7 +311,7 @@ def combined(grid: Grid, a: Blocks, b: Blocks, op: Callable[..., Array]) -> Bloc
         np.concatenate([dense.partial, apart.partial])[order],
         np.concatenate([dense.words, apart.words])[order] if len(apart.words) else dense.words,
         np.union1d(dense.full, apart.full),
-        np.union1d(dense.entries, apart.entries),
+        entries.united(dense.entries, apart.entries),
     )
 
 
@@ -398,7 +397,8 @@ def _bits(words: Any) -> int:
 def _ones(words: Array) -> Array:
     """Return how many bits are set of each block of a few."""
     if hasattr(np, "bitwise_count"):  # NumPy 2
-        ones: Array = np.bitwise_count(words).sum(axis=(1, 2, 3), dtype=np.int64)
+        wide = words.reshape(len(words), -1).view(np.uint64)
+        ones: Array = np.bitwise_count(wide).sum(axis=1, dtype=np.int64)
         return ones
     table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype="u1")
     flat = words.reshape(-1).view(np.uint8).reshape(len(words), 4 * math.prod(WORDS))

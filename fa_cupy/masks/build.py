@@ -61,7 +61,7 @@ def add_indices(builder: Builder, matrix: Array, q_tile: int, begin: int, end: i
     keys = matrix[begin:end]
     queries, place = np.nonzero(keys >= 0)
     codes = entries.encoded(begin + queries, keys[queries, place].astype(np.int64))
-    builder.add_entries(np.unique(codes))
+    builder.add_entries(entries.united(codes))
 
 
 def of_csr(grid: Grid, csr: Any) -> Blocks:

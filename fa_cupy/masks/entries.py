@@ -26,6 +26,7 @@ LEAST_BITS = 512
 _SHIFT = 31  # lengths are below 2**31
 _MASK = (1 << _SHIFT) - 1
 _BLOCK_BITS = 7  # BLOCK is 2**7
+_MOST_SPAN = 4  # blocks from the first to the last, for each pair, up to which a table is made
 _CHUNK = 64  # blocks unpacked at a time: 1 MB of bools
 NONE = np.empty(0, np.int64)
 NONE.flags.writeable = False
@@ -35,6 +36,14 @@ def encoded(rows: Array, keys: Array) -> Array:
     """Return the codes of pairs."""
     codes: Array = rows.astype(np.int64) << _SHIFT | keys
     return codes
+
+
+def united(*codes: Array) -> Array:
+    """Return all pairs of several arrays, ascending and each once."""
+    found = np.sort(np.concatenate(codes))  # np.unique counts by hashing, which takes longer
+    first = np.ones(len(found), np.bool_)
+    np.not_equal(found[1:], found[:-1], out=first[1:])
+    return found if first.all() else found[first]
 
 
 def decoded(codes: Array) -> tuple[Array, Array]:
@@ -50,9 +59,28 @@ def tiles_of(codes: Array, k_tiles: int) -> Array:
     return tiles
 
 
+def counted(codes: Array, k_tiles: int) -> tuple[Array, Array, Array]:
+    """Return the numbers of the blocks of some pairs, where each pair's is, and their pairs.
+
+    Blocks are ascending and each is there once; the last array counts their pairs.
+    """
+    tiles = tiles_of(codes, k_tiles)
+    if not len(tiles):
+        return tiles, tiles, tiles
+    first = tiles.min()
+    span = int(tiles.max() - first) + 1
+    if span > _MOST_SPAN * len(tiles):
+        return np.unique(tiles, return_inverse=True, return_counts=True)
+    tiles -= first  # a table of all blocks from the first to the last: no sorting
+    counts = np.bincount(tiles, minlength=span)
+    present = counts > 0
+    blocks = np.flatnonzero(present)
+    return blocks + first, (np.cumsum(present) - 1)[tiles], counts[blocks]
+
+
 def listed(codes: Array, k_tiles: int) -> Array:
     """Return the numbers of the blocks of some pairs, ascending and each once."""
-    return np.unique(tiles_of(codes, k_tiles))
+    return counted(codes, k_tiles)[0]
 
 
 def areas(lengths: tuple[int, int], k_tiles: int, blocks: Array) -> Array:
@@ -65,15 +93,9 @@ def areas(lengths: tuple[int, int], k_tiles: int, blocks: Array) -> Array:
 
 def in_sparse_blocks(lengths: tuple[int, int], k_tiles: int, codes: Array) -> Array:
     """Return which pairs belong to blocks that are sparse, given all pairs."""
-    blocks = np.sort(tiles_of(codes, k_tiles))
-    # A block has n pairs or more if the n-th from its first on is in it too.
-    least = np.minimum(LEAST_BITS, areas(lengths, k_tiles, blocks))
-    last = np.arange(len(blocks)) + (least - 1)
-    inside = last < len(blocks)
-    others = np.unique(blocks[inside][blocks[last[inside]] == blocks[inside]])
-    if not len(others):
-        return np.ones(len(codes), np.bool_)
-    return ~is_among(tiles_of(codes, k_tiles), others)
+    blocks, place, counts = counted(codes, k_tiles)
+    sparse: Array = counts < np.minimum(LEAST_BITS, areas(lengths, k_tiles, blocks))
+    return np.ones(len(codes), np.bool_) if sparse.all() else sparse[place]
 
 
 def is_among(values: Array, ascending: Array) -> Array:
@@ -87,10 +109,9 @@ def is_among(values: Array, ascending: Array) -> Array:
 
 def to_words(codes: Array, k_tiles: int) -> tuple[Array, Array]:
     """Return the numbers of the blocks of some pairs, ascending, and their words."""
-    tiles = tiles_of(codes, k_tiles)
-    blocks = np.unique(tiles)
+    blocks, place, _ = counted(codes, k_tiles)
     words = np.zeros((len(blocks), *layouts.ORDERS["fragment"]), np.uint32)
-    set_bits(words, np.searchsorted(blocks, tiles), codes)
+    set_bits(words, place, codes)
     return blocks, words
 
 

@@ -110,7 +110,8 @@ def csr(grid: Grid, lists: BlockLists, entry: int) -> Any:
         cols = tiles[tile].astype(np.int64) * BLOCK + col
         inside = cols < grid.k_len
         parts.append(sparse_entries.encoded(begin + rows[inside], cols[inside]))
-    rows, indices = sparse_entries.decoded(np.sort(np.concatenate(parts)))
+    codes = np.concatenate(parts)  # in order but for the first part
+    rows, indices = sparse_entries.decoded(np.sort(codes) if len(parts[0]) else codes)
     counts = np.bincount(rows, minlength=grid.q_len)
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return sparse.csr_array((np.ones(len(indices), np.bool_), indices, indptr), shape=grid)

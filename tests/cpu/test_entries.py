@@ -148,6 +148,23 @@ def test_gradients_of_biases_and_sinks(shape, dtype):
     gradients.check(np, case, True, mask=BitMask.from_dense(dense))
 
 
+@pytest.mark.parametrize("size", [1.0, 4.0])
+def test_sinks_after_both_forms(size):
+    """Entries raise the maximum that tiles found, by little or by much."""
+    dense = np.random.default_rng(0).random((256, 384)) < 0.5
+    dense[:, 128:256] = False
+    dense[:, 256:] = np.random.default_rng(1).random((256, 128)) < 0.02
+    q, k, v, sinks = draw((256, 8), (384, 8), (384, 8), (256,))
+    k[256:] *= size
+    k[:128] /= 4
+    case = Case(q, k, v, None, dense, {"sinks": sinks})
+    mask = BitMask.from_dense(dense)
+    assert len(mask.lists.words) == 2
+    assert len(mask.lists.entry_keys)
+    check_against_reference(case, *attention(q, k, v, mask=mask, sinks=sinks, return_lse=True))
+    gradients.check(np, case, mask=mask)
+
+
 def test_scores_by_an_expression():
     mask, dense = graph(300)
     slopes, table = draw((2,), (2, 300, 300), dtype=np.float64)
