@@ -55,15 +55,19 @@ class Entries(NamedTuple):
         return cls(begin.astype(np.int32 if len(keys) < 2**31 else np.int64), keys)
 
     def chunks(self, row_begin: int, row_end: int) -> Iterator[Chunk]:
-        """Yield the entries of some rows, no more than `_CHUNK` at a time but of a single row."""
+        """Yield the entries of some rows, `_CHUNK` at a time at most.
+
+        A row with more comes in several chunks, which have no other row.
+        """
         begin = row_begin
         while begin < row_end:
             last = np.searchsorted(self.begin, self.begin[begin] + _CHUNK, side="right") - 1
             end = min(row_end, max(begin + 1, int(last)))
-            first = self.begin[begin : end + 1]
-            if first[0] < first[-1]:
-                part = slice(int(first[0]), int(first[-1]))
-                yield Chunk(begin, end, first - first[0], self.keys[part], part)
+            firsts = self.begin[begin : end + 1]
+            for first in range(int(firsts[0]), int(firsts[-1]), _CHUNK):
+                part = slice(first, min(first + _CHUNK, int(firsts[-1])))
+                ends = np.clip(firsts, part.start, part.stop) - first
+                yield Chunk(begin, end, ends.astype(firsts.dtype), self.keys[part], part)
             begin = end
 
 

@@ -8,6 +8,7 @@ results is summed by one task, so that results do not depend on the number of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -60,13 +61,13 @@ def add(
     found = _Found(steps.dtype, problem, x, dense, entries)
     flop = x.q.shape[0] * len(entries.keys) * (6 * problem.head_dim + 4 * problem.v_dim)
     parallel = flop > _PARALLEL_FLOP
-    everything = [*entries.chunks(0, problem.q_len)]
-    thread_pool.run(everything, found.worker(found.of_queries), parallel)
+    tasks = _tasks(entries, problem.q_len)
+    thread_pool.run(tasks, found.worker(found.of_queries), parallel)
     if x.grads.keys() & {"k", "v"}:
         by_key = turned()
         found.order = by_key.order
-        chunks = [*by_key.entries.chunks(0, problem.k_len)]
-        thread_pool.run(chunks, found.worker(found.of_keys), parallel)
+        tasks = _tasks(by_key.entries, problem.k_len)
+        thread_pool.run(tasks, found.worker(found.of_keys), parallel)
     if not all(np.isfinite(a).all() for a in (found.weights, *found.terms.values())):
         return False
     rows = np.repeat(np.arange(problem.q_len), np.diff(entries.begin))
@@ -77,6 +78,12 @@ def add(
         elif name in x.grads:
             _scatter(x.grads[name], term, rows, entries.keys)
     return True
+
+
+def _tasks(entries: Entries, rows: int) -> list[list[Chunk]]:
+    """Return the chunks of all entries, those of one row in one task."""
+    chunks = entries.chunks(0, rows)
+    return [[*some] for _, some in itertools.groupby(chunks, lambda chunk: chunk.row_begin)]
 
 
 class _Found:
@@ -106,17 +113,20 @@ class _Found:
             for name in (*x.grads, *(["scores"] if self._of_scores else []))
         }
 
-    def worker(self, work: Callable[[Steps, Chunk], None]) -> Callable[[], Callable[[Chunk], None]]:
+    def worker(
+        self, work: Callable[[Steps, Chunk], None]
+    ) -> Callable[[], Callable[[list[Chunk]], None]]:
         """Return what `thread_pool.run` calls in each thread."""
 
-        def new_worker() -> Callable[[Chunk], None]:
+        def new_worker() -> Callable[[list[Chunk]], None]:
             steps = Steps(self._dtype)
 
-            def of_chunk(chunk: Chunk) -> None:
+            def of_task(chunks: list[Chunk]) -> None:
                 with np.errstate(all="ignore"):
-                    work(steps, chunk)
+                    for chunk in chunks:
+                        work(steps, chunk)
 
-            return of_chunk
+            return of_task
 
         return new_worker
 
@@ -174,7 +184,7 @@ class _Found:
         for weights, dense, out in zip(a, b, self.terms[name], strict=True):
             found = product(weights, chunk.begin, chunk.keys, dense)
             steps.scale(found, after)
-            out[chunk.row_begin : chunk.row_end] = found
+            out[chunk.row_begin : chunk.row_end] += found
 
 
 def _scatter(target: Array, values: Array, rows: Array, keys: Array) -> None:

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy import sparse
 
 from fa_cupy import BitMask, Score, attention, attention_backward
 from fa_cupy.cpu import entries as cpu_entries
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.masks import entries
 from tests.api.test_gradients import plain_options
+from tests.api.test_masks import peak_of
 from tests.masks.test_entries import mixed_masks
 from tests.support import blas, gradients
 from tests.support.blas import two_threads
@@ -97,6 +99,24 @@ def graph(nodes, share=0.004, seed=3):
     mask = BitMask.from_dense(dense)
     assert len(mask.lists.entry_keys) == dense.sum()
     return mask, dense
+
+
+def test_memory_where_one_query_sees_many_keys():
+    """A hub: no array has a row for each of its edges."""
+    nodes = 60_000
+    ends = np.concatenate([np.arange(nodes), np.full(nodes, 7)]).reshape(2, nodes)
+    hub = sparse.csr_array((np.ones(2 * nodes), (ends.ravel(), ends[::-1].ravel())))
+    mask = BitMask.from_csr(hub)
+    q, k, v = draw(*[(nodes, 32)] * 3)
+    (out, lse), peak = peak_of(lambda: attention(q, k, v, mask=mask, return_lse=True))
+    assert peak < 3 * out.nbytes  # 7.7 MB; the keys of all edges of the hub have as much
+    seen = np.exp(q[7].astype(float) @ k.T.astype(float) / 32**0.5)
+    np.testing.assert_allclose(out[7], seen @ v / seen.sum(), rtol=1e-4, atol=1e-5)
+    dq, _, dv = attention_backward(out, q, k, v, out, lse, mask=mask)
+    weights = np.exp(q.astype(float) @ k[7].astype(float) / 32**0.5 - lse)
+    np.testing.assert_allclose(dv[7], weights @ out, rtol=1e-3, atol=1e-4)
+    dscores = seen / seen.sum() * (v @ out[7] - out[7] @ out[7])
+    np.testing.assert_allclose(dq[7], dscores @ k / 32**0.5, rtol=1e-3, atol=1e-5)
 
 
 def test_no_tile_is_computed(monkeypatch):
