@@ -168,6 +168,21 @@ def test_gradients_of_biases_and_sinks(shape, dtype):
     gradients.check(np, case, True, mask=BitMask.from_dense(dense))
 
 
+@pytest.mark.parametrize("shape", [(), (60, 60), (1, 60), (60, 1), (64, 1, 60), (64, 60, 60)])
+def test_many_small_entries_of_the_batch(shape):
+    """They are computed several at a time, and share keys, a bias and a mask."""
+    dense = graph(60, share=0.1)[1]
+    q, k, v, bias = draw((64, 60, 4), (1, 60, 4), (64, 60, 4), shape)
+    case = Case(q, k, v, bias, dense)
+    mask = BitMask.from_dense(dense)
+    check_against_reference(case, *attention(q, k, v, bias, mask, return_lse=True))
+    gradients.check(np, case, True, mask=mask)
+    case.mask = dense ^ (np.random.default_rng(0).random((64, 1, 60)) < 0.1)  # one for each
+    mask = BitMask.from_dense(case.mask)
+    check_against_reference(case, *attention(q, k, v, bias, mask, return_lse=True))
+    gradients.check(np, case, True, mask=mask)
+
+
 @pytest.mark.parametrize("size", [1.0, 4.0])
 def test_sinks_after_both_forms(size):
     """Entries raise the maximum that tiles found, by little or by much."""
