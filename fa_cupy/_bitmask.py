@@ -26,7 +26,8 @@ class BitMask(Sources, Algebra):
 
     A mask of shape (..., Lq, Lk) consists of blocks of 128 queries and 128 keys. A block is empty,
     full or partial. Only partial blocks store bits, 2 kB each, and only blocks that are not empty
-    are listed, so the memory of a mask depends on the number of its blocks. It is passed as
+    are listed. A *sparse* block, which is partial with fewer than 512 visible pairs, stores 4 bytes
+    for each pair instead, so the memory of a mask depends on what is visible. It is passed as
     ``mask`` to `attention`, which skips empty blocks and computes full ones as without a mask.
 
     Masks never change. ``BitMask(x)`` is the mask of an array of bool or of a sparse matrix of
@@ -56,11 +57,15 @@ class BitMask(Sources, Algebra):
     Attributes
     ----------
     lists : BlockLists
-        ``partial_begin, partial, words, full_begin, full``: row ``t = entry * ceil(Lq / 128) + i``
-        of blocks has partial blocks at ``partial[partial_begin[t] : partial_begin[t + 1]]``, which
-        are indices of blocks of keys. Their words have the same positions in ``words``, in the
-        fragment order of `fa_cupy.layouts`. ``full`` has the full blocks in the same way. NumPy or
-        CuPy arrays, read-only.
+        ``partial_begin, partial, words, full_begin, full, entry_begin, entry_keys``: row
+        ``t = entry * ceil(Lq / 128) + i`` of blocks has partial blocks at
+        ``partial[partial_begin[t] : partial_begin[t + 1]]``, which are indices of blocks of keys.
+        Their words have the same positions in ``words``, in the fragment order of
+        `fa_cupy.layouts`. ``full`` has the full blocks in the same way. The visible pairs of sparse
+        blocks are in CSR form instead: query q sees the keys
+        ``entry_keys[entry_begin[r] : entry_begin[r + 1]]``, where ``r = entry * Lq + q``. Both are
+        empty without sparse blocks, and on a GPU, where sparse blocks have words. NumPy or CuPy
+        arrays, read-only.
     entries : ndarray of int32, shape of the batch
         The matrix (`entry` above) of each batch entry; equal ones may share a matrix. Read-only.
 
@@ -97,12 +102,12 @@ class BitMask(Sources, Algebra):
 
     @classmethod
     def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
-        return cls._wrap(grid, Store(masks_blocks.joined(grid, matrices), device), entries)
+        return cls._wrap(grid, Store(grid, masks_blocks.joined(grid, matrices), device), entries)
 
     @classmethod
     def _on_device(cls, grid: Grid, lists: Any, entries: Array) -> BitMask:
         device = lists.words.data.device_id
-        return cls._wrap(grid, Store(lists, device, device), entries)
+        return cls._wrap(grid, Store(grid, lists, device, device), entries)
 
     @classmethod
     def _wrap(cls, grid: Grid, store: Store, entries: Array) -> BitMask:
@@ -201,7 +206,7 @@ class BitMask(Sources, Algebra):
         """
         if self._store.device is None:
             return self
-        return self._wrap(self._grid, Store(self._store.host()), self.entries)
+        return self._wrap(self._grid, Store(self._grid, self._store.host()), self.entries)
 
     def block_states(self) -> npt.NDArray[np.int8]:
         """Return the state of each block.
@@ -233,7 +238,7 @@ class BitMask(Sources, Algebra):
         if self._store.device is None:
             return export.dense(*self._parts)
         device_mask = backends.gpu("masks.device_mask")
-        lists = self._store.outline()._replace(words=self.lists.words)
+        lists = self._store.device_outline()._replace(words=self.lists.words)
         return device_mask.dense(self._grid, lists, self.entries, self._store.device)
 
     def toarray(self) -> Any:
@@ -356,7 +361,7 @@ class BitMask(Sources, Algebra):
             exceed 128 MiB plus 64 times its size.
         """
         grid, lists, entries = npz.load(file)
-        return cls._wrap(grid, Store(lists), entries)
+        return cls._wrap(grid, Store(grid, lists), entries)
 
     def __reduce__(self) -> Any:
         parts = self._grid, self.lists, self.entries
@@ -386,7 +391,13 @@ class BitMask(Sources, Algebra):
         return self.entries.size * self._grid.q_tiles * self._grid.k_tiles
 
 
+_WITHOUT_ENTRIES = 5  # arrays of masks that were pickled before sparse blocks were kept apart
+
+
 def _restored(lengths: tuple[int, int], lists: tuple[Array, ...], entries: Array) -> BitMask:
-    if isinstance(lists[0], np.ndarray):
-        return BitMask._wrap(Grid(*lengths), Store(BlockLists(*lists)), entries)
-    return BitMask._on_device(Grid(*lengths), BlockLists(*lists), entries)
+    grid, found = Grid(*lengths), BlockLists(*lists)
+    if not isinstance(found.words, np.ndarray):
+        return BitMask._on_device(grid, found, entries)
+    if len(lists) == _WITHOUT_ENTRIES:
+        found = masks_blocks.canonical(grid, found)
+    return BitMask._wrap(grid, Store(grid, found), entries)

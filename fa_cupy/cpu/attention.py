@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
-from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu import entries, thread_pool
 from fa_cupy.cpu.mask_tiles import MaskTiles, mask_tile
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.score.program import Operands as ScoreOperands
@@ -89,11 +90,18 @@ def attention(
         steps = Steps(dtype)
 
         def work(task: _Task) -> None:
-            x = task.stack.borrow()
-            rows = (task.row_begin, task.row_end, tile.tile_n)
+            x, begin, end = task.stack.borrow(), task.row_begin, task.row_end
+            more = None
+            if task.stack.entries is not None:
+                parts = (steps, problem, x, task.stack.entries)
+                more = partial(entries.attend, *parts, row_begin=begin, row_end=end)
             with np.errstate(all="ignore"):
-                if not tiled_attention.attend(steps, problem, x, *rows):
-                    tiled_attention.attend_exactly(steps, problem, x, *rows)
+                if not tiled_attention.attend(steps, problem, x, begin, end, tile.tile_n, more):
+                    if isinstance(x.mask, MaskTiles):
+                        x = replace(x, mask=x.mask.only(words=True, sparse=True))
+                    for row in range(begin, end, tile.tile_m):
+                        rows = (row, min(row + tile.tile_m, end), tile.tile_n)
+                        tiled_attention.attend_exactly(steps, problem, x, *rows)
             task.stack.give_back()
 
         return work
@@ -156,8 +164,13 @@ def _tasks(
         arrays = (*arrays, *places)
         views += [attention_problem.batch_view(problem, x, 1, 1) for x in places]
     rows = []
-    for begin in range(0, problem.q_len, tile.tile_m):
-        end = min(begin + tile.tile_m, problem.q_len)
+    bounds = [
+        (begin, min(begin + tile.tile_m, problem.q_len))
+        for begin in range(0, problem.q_len, tile.tile_m)
+    ]
+    if bits is not None and problem.k_len:
+        bounds = entries.tasks(bits, tile.tile_m)
+    for begin, end in bounds:
         first, last = tiled_attention.visible_keys(problem, begin, end)
         rows.append((begin, end, (end - begin) * (last - first)))
     rows.sort(key=lambda row: -row[2])
@@ -165,22 +178,43 @@ def _tasks(
     whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
     tasks = []
     most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
+    if bits is not None and entries.differ(bits):
+        most = 1
+    of_matrix: dict[int, entries.Entries] = {}
     for x in batching.stacks(np, arrays, views, max(1, most)):
+        pairs = None
         if bits is not None and problem.k_len:
-            x[4] = MaskTiles(bits, x[4][:, 0, 0])
+            matrix = int(x[4][0, 0, 0])
+            x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=False)
+            if entries.any_of(bits):
+                if matrix not in of_matrix:
+                    of_matrix[matrix] = entries.Entries.of(problem, bits, matrix)
+                pairs = of_matrix[matrix]
         made = None if score is None else TileScore(np, score, x[8], x[9], dtype)
-        stack = _Stack(tiled_attention.Operands(*x[:8], score=made), dtype, users=len(rows))
+        operands = tiled_attention.Operands(*x[:8], score=made)
+        stack = _Stack(operands, dtype, len(rows), pairs)
         n = x[0].shape[0]
         tasks += [_Task(stack, begin, end, n * cost) for begin, end, cost in rows]
     return tasks
 
 
 class _Stack:
-    """Operands of stacked batch entries, float16 keys and values converted while in use."""
+    """Operands of stacked batch entries, float16 keys and values converted while in use.
 
-    def __init__(self, x: tiled_attention.Operands, dtype: np.dtype[Any], users: int) -> None:
+    With `entries`, the pairs of sparse blocks, keys and values are dense and of compute dtype too.
+    """
+
+    def __init__(
+        self,
+        x: tiled_attention.Operands,
+        dtype: np.dtype[Any],
+        users: int,
+        entries: entries.Entries | None,
+    ) -> None:
         elements = x.k.size + x.v.size
         self._convert = x.k.dtype == np.float16 and elements * dtype.itemsize <= _CONVERTED_BYTES
+        self._convert |= entries is not None
+        self.entries = entries
         self._given = self._ready = x
         self._dtype = dtype
         self._users = users
@@ -190,7 +224,7 @@ class _Stack:
         with self._lock:
             x = self._given
             if self._convert and self._ready is x:
-                k, v = (a.astype(self._dtype, "C") for a in (x.k, x.v))
+                k, v = (entries.dense_of(a, self._dtype) for a in (x.k, x.v))
                 self._ready = replace(x, k=k, v=v)
             return self._ready
 

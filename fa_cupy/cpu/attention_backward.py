@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
-from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu import entries, entries_backward, thread_pool
 from fa_cupy.cpu.mask_tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
 from fa_cupy.cpu.tile_ops import Steps
@@ -89,29 +90,88 @@ def _run(
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     tile = _tile(problem, dtype, bits is not None)
     main = Steps(dtype)
-    sums = InOrder(lambda target, term: gradients.accumulate(main, target, term))
     columns = [
         (begin, min(begin + tile.tile_n, problem.k_len))
         for begin in range(0, problem.k_len, tile.tile_n)
     ]
     stacks = _operands(problem, inputs, results, grads, tile, dtype, sinks, score)
-    stacks = _prepared(problem, stacks, columns, tile, main)
+    pairs = _Entries(problem, bits)
+    stacks = _prepared(problem, stacks, columns, tile, main, pairs.of)
+    for x in stacks:
+        attention_backward.add_to_sinks(main, x)
+    _add_columns(problem, stacks, columns, tile, main)
+    left = []
+    for x in stacks:
+        found = pairs.of(x)
+        if found is not None:
+            turned = partial(pairs.turned, x)
+            if not entries_backward.add(main, problem, x, found, turned):
+                left.append(_of_sparse_blocks(x))
+    _add_columns(problem, left, columns, tile, main)
+
+
+class _Entries:
+    """The entries of sparse blocks, by matrix, made when they are first asked for."""
+
+    def __init__(self, problem: attention_problem.Problem, mask: Any) -> None:
+        self._problem = problem
+        self._mask = mask if isinstance(mask, BitMask) and entries.any_of(mask) else None
+        self._found: dict[int, entries.Entries] = {}
+        self._turned: dict[int, entries_backward.Turned] = {}
+
+    def of(self, x: Operands) -> entries.Entries | None:
+        """Return those of a stack of batch entries; None without any."""
+        if self._mask is None or not isinstance(x.mask, MaskTiles):
+            return None
+        matrix = x.mask.matrix
+        if matrix not in self._found:
+            self._found[matrix] = entries.Entries.of(self._problem, self._mask, matrix)
+        return self._found[matrix]
+
+    def turned(self, x: Operands) -> entries_backward.Turned:
+        """Return those of a stack in the order of keys."""
+        assert isinstance(x.mask, MaskTiles)
+        matrix, found = x.mask.matrix, self.of(x)
+        assert found is not None
+        if matrix not in self._turned:
+            self._turned[matrix] = entries_backward.Turned.of(found, self._problem.k_len)
+        return self._turned[matrix]
+
+
+def _of_sparse_blocks(x: Operands) -> Operands:
+    """Return operands whose tiles have the sparse blocks of the mask alone."""
+    assert isinstance(x.mask, MaskTiles)
+    assert isinstance(x.columns, MaskTiles)
+    only = {"words": False, "sparse": True}
+    return replace(x, mask=x.mask.only(**only), columns=x.columns.only(**only))
+
+
+def _add_columns(
+    problem: attention_problem.Problem,
+    stacks: list[Operands],
+    columns: list[tuple[int, int]],
+    tile: tile_sizes.Tile,
+    main: Steps,
+) -> None:
+    """Add what all tiles add."""
+    sums = InOrder(lambda target, term: gradients.accumulate(main, target, term))
     tasks: list[_Task] = []
     scores = 0
     for x in stacks:
-        attention_backward.add_to_sinks(main, x)
         for keys in columns:
             task = _Task(len(tasks), x, keys)
-            for rows in attention_backward.row_tiles(problem, keys, tile.tile_m, x.columns):
+            tiles = [*attention_backward.row_tiles(problem, keys, tile.tile_m, x.columns)]
+            for rows in tiles:
                 scores += x.q.shape[0] * (rows[1] - rows[0]) * (keys[1] - keys[0])
                 for name in x.grads.keys() - {"k", "v"}:
                     sums.expect(_place(task, name, rows, tile), task.number)
-            for name in x.grads.keys() & {"k", "v"}:
-                sums.expect(_place(task, name, (0, 0), tile), task.number)
-            tasks.append(task)
+            if tiles:
+                for name in x.grads.keys() & {"k", "v"}:
+                    sums.expect(_place(task, name, (0, 0), tile), task.number)
+                tasks.append(task)
 
     def new_worker() -> Callable[[_Task], None]:
-        steps = Steps(dtype)
+        steps = Steps(main.dtype)
 
         def work(task: _Task) -> None:
             def add(name: str, rows: tuple[int, int], term: Array | None) -> None:
@@ -135,6 +195,7 @@ def _prepared(
     columns: list[tuple[int, int]],
     tile: tile_sizes.Tile,
     steps: Steps,
+    of_stack: Callable[[Operands], entries.Entries | None],
 ) -> list[Operands]:
     """Return the stacks with what is known of a query before the first column of tiles."""
     ready, tasks, scores = [], [], 0
@@ -143,15 +204,20 @@ def _prepared(
             attention_backward.prepare(steps, x, begin, min(begin + tile.tile_m, problem.q_len))
         x, far = attention_backward.far_rows(steps, x, tile.tile_m)
         ready.append(x)
-        tasks += [(x, rows) for rows in far]
+        tasks += [(x, rows, of_stack(x)) for rows in far]
         scores += sum(x.q.shape[0] * (end - begin) * problem.k_len for begin, end in far)
 
-    def new_worker() -> Callable[[tuple[Operands, tuple[int, int]]], None]:
+    def new_worker() -> Callable[[Any], None]:
         own = Steps(steps.dtype)
 
-        def work(task: tuple[Operands, tuple[int, int]]) -> None:
+        def work(task: tuple[Operands, tuple[int, int], entries.Entries | None]) -> None:
+            x, rows, pairs = task
+            more: Any = ()
+            if pairs is not None:
+                dense = replace(x, k=entries.dense_of(x.k, own.dtype))
+                more = entries.padded(own, problem, dense, pairs, rows)
             with np.errstate(all="ignore"):
-                attention_backward.keep_apart(own, problem, *task, columns, tile.tile_m)
+                attention_backward.keep_apart(own, problem, x, rows, columns, tile.tile_m, more)
 
         return work
 
@@ -212,12 +278,15 @@ def _operands(
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     arrays, views = gradients.arrays(np, problem, inputs, results, grads, dtype, sinks, score)
     of = None if score is None else partial(_tile_score, score, dtype)
+    of_mask = partial(MaskTiles, sparse=False)
     whole = tile_sizes.footprint(
         tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
     )
     most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
+    if bits is not None and entries.differ(bits):
+        most = 1
     return [
-        gradients.operands(stack, [*grads], *gradients.sparse(bits, stack, MaskTiles), score=of)
+        gradients.operands(stack, [*grads], *gradients.sparse(bits, stack, of_mask), score=of)
         for stack in batching.stacks(np, arrays, views, max(1, most))
     ]
 

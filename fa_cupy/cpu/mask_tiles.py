@@ -34,14 +34,30 @@ class MaskTiles:
     mask : BitMask
     entries : ndarray of int, shape (n,)
         What of ``mask.entries`` belongs to each of the stack.
+    words, sparse : bool
+        Whether blocks that are full or have words are read, and whether sparse blocks are. Those
+        that are not read count as empty.
     """
 
-    def __init__(self, mask: BitMask, entries: Array) -> None:
-        self._lists = mask._store.host()
-        self._q_tiles, self._k_tiles = (-(-n // BLOCK) for n in mask.shape[-2:])
+    def __init__(
+        self, mask: BitMask, entries: Array, words: bool = True, sparse: bool = True
+    ) -> None:
+        self._mask, self._all = mask, entries
+        self._lists, self._grid = mask._store.host(), mask._grid
+        self._words, self._sparse = words, sparse and bool(len(self._lists.entry_keys))
+        self._q_tiles, self._k_tiles = mask._grid.q_tiles, mask._grid.k_tiles
         # Neighbours share an entry as a rule, and their tiles are then one.
         self._entries = entries[:1] if (entries == entries[0]).all() else entries
         self._n = len(entries)
+
+    @property
+    def matrix(self) -> int:
+        """The matrix of the first of the stack."""
+        return int(self._all[0])
+
+    def only(self, words: bool, sparse: bool) -> MaskTiles:
+        """Return the mask with other blocks to be read."""
+        return MaskTiles(self._mask, self._all, words, sparse)
 
     def runs(self, rows: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """Return runs of keys whose blocks are full for all entries and rows, or for some not."""
@@ -59,8 +75,15 @@ class MaskTiles:
         bits = np.zeros((len(self._entries), len(q_tiles), BLOCK, end - begin, BLOCK), np.bool_)
         for i, entry in enumerate(self._entries):
             for j, q_tile in enumerate(q_tiles):
-                listed, blocks = bits_of_row(self._lists, self._row(entry, q_tile), begin, end)
-                bits[i, j][:, listed - begin] = blocks.swapaxes(0, 1)
+                if self._words:
+                    t = self._row(entry, q_tile)
+                    listed, blocks = bits_of_row(self._lists, t, begin, end)
+                    bits[i, j][:, listed - begin] = blocks.swapaxes(0, 1)
+                if self._sparse:
+                    row, key = self._pairs(entry, q_tile)
+                    some = (key >= begin * BLOCK) & (key < end * BLOCK)
+                    row, key = row[some], key[some] - begin * BLOCK
+                    bits[i, j][row, key // BLOCK, key % BLOCK] = True
         flat = bits.reshape(len(bits), len(q_tiles) * BLOCK, (end - begin) * BLOCK)
         above, left = q_tiles.start * BLOCK, begin * BLOCK
         seen = flat[:, rows.start - above : rows.stop - above, keys.start - left : keys.stop - left]
@@ -71,12 +94,23 @@ class MaskTiles:
         some, whole = np.zeros(self._k_tiles, np.bool_), np.ones(self._k_tiles, np.bool_)
         for entry in self._entries:
             for q_tile in range(row_begin // BLOCK, -(-row_end // BLOCK)):
-                partial, _, full = self._lists.row(self._row(entry, q_tile), 0, self._k_tiles)
-                some[partial] = some[full] = True
                 shown = np.zeros(self._k_tiles, np.bool_)
-                shown[full] = True
+                if self._words:
+                    partial, full = self._lists.tiles(self._row(entry, q_tile))
+                    some[partial] = some[full] = True
+                    shown[full] = True
+                if self._sparse:
+                    some[self._pairs(entry, q_tile)[1] // BLOCK] = True
                 whole &= shown
         return some, whole
+
+    def _pairs(self, entry: int, q_tile: int) -> tuple[Array, Array]:
+        """Return rows, of the row of blocks, and keys of what is visible in its sparse blocks."""
+        first = int(entry) * self._grid.q_len + q_tile * BLOCK
+        last = min(first + BLOCK, (int(entry) + 1) * self._grid.q_len)
+        begin = self._lists.entry_begin[first : last + 1]
+        rows = np.repeat(np.arange(last - first), np.diff(begin))
+        return rows, self._lists.entry_keys[begin[0] : begin[-1]]
 
     def _row(self, entry: int, q_tile: int) -> int:
         return int(entry) * self._q_tiles + q_tile

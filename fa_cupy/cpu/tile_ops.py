@@ -23,7 +23,7 @@ _SMALL_SCORE = 16.0
 _SMALLEST = {np.dtype(t): np.finfo(t).tiny for t in (np.float32, np.float64)}
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
     """Some queries, and how scores are made from them."""
 
     q: Array
@@ -81,17 +81,17 @@ class Steps:
             self._scratch[name] = buffer
         return buffer[:size].reshape(shape)
 
-    def queries(self, q: Array, factor: float) -> _Queries:
+    def queries(self, q: Array, factor: float) -> Queries:
         fold = _fold(factor, self.dtype)
         scaled = self.scratch("q", q.shape)
         # NumPy 1 would multiply 16-bit queries in 16 bits, as it does with any scalar.
         wide = np.result_type(self.dtype, fold.now.dtype)
         np.multiply(q, fold.now, out=scaled, dtype=wide, casting="unsafe")
         if factor == 0 or fold.whole == fold.later or not self._any_subnormal(scaled, q):
-            return _Queries(scaled, fold.later)
+            return Queries(scaled, fold.later)
         plain = self.scratch("unscaled", q.shape)
         np.copyto(plain, q, casting="unsafe")
-        return _Queries(plain, fold.whole, scaled if fold.later == 1 else None)
+        return Queries(plain, fold.whole, scaled if fold.later == 1 else None)
 
     def _any_subnormal(self, scaled: Array, q: Array) -> bool:
         """Whether queries that are not 0 are subnormal when scaled, and so have lost digits."""
@@ -101,7 +101,7 @@ class Steps:
             return False
         return bool(((magnitudes < _SMALLEST[self.dtype]) & (q != 0)).any())
 
-    def scores(self, queries: _Queries, first: int, k: Array, out: Array) -> None:
+    def scores(self, queries: Queries, first: int, k: Array, out: Array) -> None:
         keys = k.swapaxes(1, 2)
         self.matmul(queries.q[:, first:], keys, out)
         if queries.factor != 1:
@@ -110,6 +110,27 @@ class Steps:
             other = np.empty_like(out)
             self.matmul(queries.scaled[:, first:], keys, other)
             np.copyto(out, other, where=~np.isfinite(out) & np.isfinite(other))
+
+    def pair_scores(
+        self, queries: Queries, counts: Array, k: Array, keys: Array, out: Array
+    ) -> None:
+        """Set `out` (n, e) to scaled products of single queries and keys, as `scores` does.
+
+        Query i has ``counts[i]`` of the `keys`; `k` is dense and of compute dtype.
+        """
+        shape = (len(keys), k.shape[2])
+        of_k, of_q = self.scratch("pair_k", shape), self.scratch("pair_q", shape)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        for i, scores in enumerate(out):
+            np.take(k[i], keys, axis=0, out=of_k, mode="clip")  # "raise" would buffer `out`
+            np.take(queries.q[i], rows, axis=0, out=of_q, mode="clip")
+            np.einsum("ed,ed->e", of_q, of_k, out=scores)
+            if queries.factor != 1:
+                np.multiply(scores, queries.factor, out=scores, casting="unsafe")
+            if queries.scaled is not None and not np.isfinite(scores).all():
+                np.take(queries.scaled[i], rows, axis=0, out=of_q, mode="clip")
+                other = np.einsum("ed,ed->e", of_q, of_k)
+                np.copyto(scores, other, where=~np.isfinite(scores) & np.isfinite(other))
 
     def operand(self, name: str, x: Array) -> Array:
         if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):

@@ -227,7 +227,8 @@ class Algebra:
         add: Any = build.add_dense
         if sign == "&":  # what the mask hides stays hidden
             matrices, _ = export.used(self._grid, self._store.outline(), self.entries)
-            listed = [keys for m in matrices for keys in (m.partial, m.full)]
+            seen = [masks_blocks.without_words(self._grid, m) for m in matrices]
+            listed = [keys for m in seen for keys in (m.partial, m.full)]
             add = build.adding_listed(np.unique(np.concatenate([np.empty(0, np.int64), *listed])))
         make = functools.partial(self._of, device=device)
         return build.from_rows(make, self._grid, array, add)
@@ -262,6 +263,10 @@ class Algebra:
 
 def _differing(grid: Grid, a: Blocks, b: Blocks) -> Blocks:
     """Return the blocks of the bits in which two matrices differ."""
+    if not any(len(keys) for x in (a, b) for keys in (x.partial, x.full)):
+        codes = np.setxor1d(a.entries, b.entries, assume_unique=True)
+        return masks_blocks.of_entries(grid, codes)
+    a, b = (masks_blocks.with_words(grid, x) for x in (a, b))
     keys = functools.reduce(np.union1d, (a.partial, a.full, b.partial, b.full)).astype(np.int64)
     (a_state, a_place), (b_state, b_place) = a.find(keys), b.find(keys)
     mixed = np.flatnonzero((a_state == PARTIAL) | (b_state == PARTIAL))

@@ -20,9 +20,12 @@ from fa_cupy.masks.blocks import WORDS, BlockLists, Grid
 
 Array = npt.NDArray[Any]
 
-FORMAT = 1
+FORMAT = 2
+_OLD_FORMAT = 1  # without entries: all partial blocks have words
+_OLD_FIELDS = BlockLists._fields[:5]
 _SINGLE = ("format", "lengths", "entries")  # of integers of any kind
-_DTYPES = (np.int64, np.int32, np.uint32, np.int64, np.int32)  # of the fields of BlockLists
+# Of the fields of BlockLists.
+_DTYPES = (np.int64, np.int32, np.uint32, np.int64, np.int32, np.int64, np.int32)
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
     rb"\{'descr': '([<>|][a-z]\d{1,3})', 'fortran_order': (True|False), "
@@ -65,8 +68,10 @@ class Member(NamedTuple):
         return data.view(self.dtype).reshape(self.shape, order=order)
 
 
-def read(file: IO[bytes], size: int) -> tuple[Grid, BlockLists, Array]:
+def read(file: IO[bytes], size: int) -> tuple[Grid, BlockLists, Array, bool]:
     """Return the parts of a mask as they stand in an archive of so many bytes.
+
+    The last one is whether the file is of the format in which sparse blocks have words.
 
     Raises
     ------
@@ -83,25 +88,28 @@ def read(file: IO[bytes], size: int) -> tuple[Grid, BlockLists, Array]:
                 f"{_GROWTH} for each of the archive"
             )
         version, lengths = (members[key].read(archive) for key in ("format", "lengths"))
-        if int(version) != FORMAT:
-            raise ValueError(f"format {int(version)}, want {FORMAT}")
+        fields = BlockLists._fields if "entry_keys" in members else _OLD_FIELDS
+        wanted = FORMAT if fields is BlockLists._fields else _OLD_FORMAT
+        if int(version) != wanted:
+            raise ValueError(f"format {int(version)}, want {wanted} for these members")
         grid = Grid(*(int(n) for n in lengths))
         _check_sizes(grid, members)
         entries = members["entries"].read(archive).astype(np.int64)
         # In the order of the fields: words, the largest, after the list that says how many.
-        lists = BlockLists(*(members[key].read(archive) for key in BlockLists._fields))
-    return grid, lists, entries
+        lists = BlockLists(*(members[key].read(archive) for key in fields))
+    return grid, lists, entries, wanted == _OLD_FORMAT
 
 
 def _members(archive: zipfile.ZipFile) -> dict[str, Member]:
     """Return what the headers say of each array, no other than those of a mask."""
     names = [info.filename for info in archive.infolist()]
-    wanted = [f"{key}.npy" for key in (*_SINGLE, *BlockLists._fields)]
+    fields = BlockLists._fields if "entry_keys.npy" in names else _OLD_FIELDS
+    wanted = [f"{key}.npy" for key in (*_SINGLE, *fields)]
     if sorted(names) != sorted(wanted):
         other = sorted(set(names) ^ set(wanted)) or sorted(names)
         raise ValueError(f"its members are not those of a mask: {', '.join(other)[:200]}")
     members = {name[: -len(".npy")]: _member(archive, archive.getinfo(name)) for name in wanted}
-    for key, dtype in zip(BlockLists._fields, _DTYPES, strict=True):
+    for key, dtype in zip(fields, _DTYPES, strict=False):
         if members[key].dtype != np.dtype(dtype).str:
             raise ValueError(f"{key} has dtype {members[key].dtype}, want {np.dtype(dtype)}")
     for key in _SINGLE:
@@ -144,5 +152,10 @@ def _check_sizes(grid: Grid, members: dict[str, Member]) -> None:
     fits = fits and len(partial.shape) == len(full.shape) == 1
     fits = fits and partial.size + full.size <= (begin[0] - 1) * grid.k_tiles
     fits = fits and members["words"].shape == (*partial.shape, *WORDS)
+    if fits and "entry_keys" in members:
+        keys, first = members["entry_keys"], members["entry_begin"].shape
+        matrices = (begin[0] - 1) // max(1, grid.q_tiles)
+        size = matrices * grid.q_len + 1 if keys.size else 0
+        fits = len(keys.shape) == 1 and first == (size,)
     if not fits:
         raise ValueError("the sizes of its lists contradict each other")

@@ -7,13 +7,16 @@ last block of a causal row of blocks is as full as any other: whoever reads a fu
 lengths.
 
 Blocks that are not empty are listed, each list in ascending order, and partial ones bring their 512
-words, in the fragment order of `fa_cupy.layouts`. Every function here returns tight blocks: none
-listed that is empty, none partial that is full, so that equal matrices have equal lists.
+words, in the fragment order of `fa_cupy.layouts`. Partial blocks with few bits are *sparse*: they
+are not listed, their bits are kept one by one (`fa_cupy.masks.entries`). Every function here
+returns tight blocks: none listed that is empty, none partial that is full or sparse, so that equal
+matrices have equal lists.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ import numpy.typing as npt
 from fa_cupy import layouts
 from fa_cupy.core import backends
 from fa_cupy.layouts import BLOCK
+from fa_cupy.masks import entries
 
 Array = npt.NDArray[Any]
 
@@ -67,9 +71,13 @@ class Blocks(NamedTuple):
     partial: Array  # (p,) int64, ascending
     words: Array  # (p, 8, 32, 2) uint32
     full: Array  # (f,) int64, ascending
+    entries: Array = entries.NONE  # (e,) int64: codes of the pairs of sparse blocks, ascending
 
     def find(self, keys: Array) -> tuple[Array, Array]:
-        """Return the state of each block of `keys`, and where partial ones stand in the list."""
+        """Return the state of each block of `keys`, and where those with words are listed.
+
+        Sparse blocks count as empty.
+        """
         state = np.zeros(len(keys), np.int8)
         place = np.searchsorted(self.partial, keys)
         for listed, value in ((self.partial, PARTIAL), (self.full, FULL)):
@@ -84,7 +92,9 @@ class BlockLists(NamedTuple):
 
     Row ``t = matrix * q_tiles + q_tile`` lists the key tiles
     ``partial[partial_begin[t] : partial_begin[t + 1]]``, whose words are those of the same places,
-    and ``full[full_begin[t] : full_begin[t + 1]]``.
+    and ``full[full_begin[t] : full_begin[t + 1]]``. In sparse blocks, query i of a matrix, row
+    ``r = matrix * q_len + i``, sees ``entry_keys[entry_begin[r] : entry_begin[r + 1]]``. Without
+    sparse blocks, as in all lists that kernels read, both arrays are empty.
     """
 
     partial_begin: Array  # (matrices * q_tiles + 1,) int64
@@ -92,6 +102,8 @@ class BlockLists(NamedTuple):
     words: Array  # (p, 8, 32, 2) uint32, in fragment order
     full_begin: Array  # (matrices * q_tiles + 1,) int64
     full: Array  # (f,) int32
+    entry_begin: Array = np.empty(0, np.int64)  # (matrices * q_len + 1,) int64, or (0,)
+    entry_keys: Array = np.empty(0, np.int32)  # (e,) int32, ascending in each row
 
     def blocks(self, grid: Grid, matrix: int) -> Blocks:
         """Return the blocks of one matrix; their words are a view."""
@@ -102,7 +114,21 @@ class BlockLists(NamedTuple):
             first = np.repeat(np.arange(grid.q_tiles) * grid.k_tiles, np.diff(ends))
             keys.append(first + tiles[ends[0] : ends[-1]])
         ends = self.partial_begin[rows]
-        return Blocks(keys[0], self.words[ends[0] : ends[-1]], keys[1])
+        begin, found = self.entries_of(grid, matrix)
+        codes = entries.encoded(np.repeat(np.arange(grid.q_len), np.diff(begin)), found)
+        return Blocks(keys[0], self.words[ends[0] : ends[-1]], keys[1], codes)
+
+    def entries_of(self, grid: Grid, matrix: int) -> tuple[Array, Array]:
+        """Return (q_len + 1,) beginnings and the keys of the sparse blocks of one matrix."""
+        if not len(self.entry_keys):
+            return np.zeros(grid.q_len + 1, np.int64), self.entry_keys
+        begin = self.entry_begin[matrix * grid.q_len : (matrix + 1) * grid.q_len + 1]
+        return begin - begin[0], self.entry_keys[begin[0] : begin[-1]]
+
+    def tiles(self, t: int) -> tuple[Array, Array]:
+        """Return the key tiles of a row that have words, and those that are full."""
+        partial = slice(*self.partial_begin[t : t + 2])
+        return self.partial[partial], self.full[slice(*self.full_begin[t : t + 2])]
 
     def row(self, t: int, begin: int, end: int) -> tuple[Array, Array, Array]:
         """Return partial key tiles from `begin` to `end` in a row, their words, and full tiles."""
@@ -133,11 +159,15 @@ class Builder:
         keys = q_tile * self.grid.k_tiles + k_tiles
         self._parts.append(_none()._replace(full=keys.astype(np.int64)))
 
+    def add_entries(self, codes: Array) -> None:
+        """Add all visible pairs of some blocks, ascending."""
+        self._parts.append(of_entries(self.grid, codes))
+
     def finish(self) -> Blocks:
         """Return all of them; the builder is empty then."""
         parts, self._parts = self._parts, [_none()]
-        partial, words, full = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return Blocks(partial, words, np.sort(full))
+        partial, words, full, codes = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return Blocks(partial, words, np.sort(full), np.sort(codes))
 
 
 def chunks(count: int) -> Iterator[slice]:
@@ -159,38 +189,77 @@ def tightened(grid: Grid, keys: Array, words: Array, full: Array | None = None) 
         Keys of further blocks that are full, ascending.
     """
     state = np.empty(len(keys), np.int8)
+    sparse = np.zeros(len(keys), np.bool_)
     for part in chunks(len(keys)):
         inside = grid.inside(keys[part])
         words[part] &= inside
         some = words[part].any(axis=(1, 2, 3))
         state[part] = some.astype(np.int8) + (words[part] == inside).all(axis=(1, 2, 3))
+        sparse[part] = (state[part] == PARTIAL) & (_ones(words[part]) < entries.LEAST_BITS)
     whole = keys[state == FULL].astype(np.int64, copy=False)
     if full is not None:
         whole = np.sort(np.concatenate([full, whole]))
-    kept = state == PARTIAL
+    codes = entries.of_words(keys[sparse], words[sparse], grid.k_tiles)
+    kept = (state == PARTIAL) & ~sparse
     if not kept.all():
         keys, words = keys[kept], words[kept]
-    return Blocks(keys.astype(np.int64, copy=False), words, whole)
+    return Blocks(keys.astype(np.int64, copy=False), words, whole, codes)
 
 
-def are_tight(grid: Grid, keys: Array, words: Array) -> bool:
-    """Return whether blocks are partial, all of them, and have no bits outside the matrix."""
-    for part in chunks(len(keys)):
-        inside, found = grid.inside(keys[part]), words[part]
+def of_entries(grid: Grid, codes: Array) -> Blocks:
+    """Return the blocks of a matrix given all of its pairs, ascending."""
+    sparse = entries.in_sparse_blocks(grid, grid.k_tiles, codes)
+    if sparse.all():
+        return _none()._replace(entries=codes)
+    found = tightened(grid, *entries.to_words(codes[~sparse], grid.k_tiles))
+    return found._replace(entries=codes[sparse])
+
+
+def with_words(grid: Grid, blocks: Blocks) -> Blocks:
+    """Return the blocks with words for sparse ones too."""
+    if not len(blocks.entries):
+        return blocks
+    more, words = entries.to_words(blocks.entries, grid.k_tiles)
+    keys = np.concatenate([blocks.partial, more])
+    order = np.argsort(keys)
+    words = np.concatenate([blocks.words, words])[order]
+    return Blocks(keys[order], words, blocks.full)
+
+
+def without_words(grid: Grid, blocks: Blocks) -> Blocks:
+    """Return blocks as `with_words` does, but for the words, of which there are none."""
+    more = entries.listed(blocks.entries, grid.k_tiles)
+    return Blocks(np.union1d(blocks.partial, more), blocks.words[:0], blocks.full)
+
+
+def are_tight(grid: Grid, blocks: Blocks, sparse_apart: bool = True) -> bool:
+    """Return whether all blocks are what they are listed as, without bits outside the matrix.
+
+    Without `sparse_apart`, blocks with words may have any number of bits.
+    """
+    least = entries.LEAST_BITS if sparse_apart else 1
+    for part in chunks(len(blocks.partial)):
+        inside, found = grid.inside(blocks.partial[part]), blocks.words[part]
         full = (found == inside).all(axis=(1, 2, 3))
-        if (found & ~inside).any() or full.any() or not found.any(axis=(1, 2, 3)).all():
+        if (found & ~inside).any() or full.any() or (_ones(found) < least).any():
             return False
-    return True
+    sparse = entries.in_sparse_blocks(grid, grid.k_tiles, blocks.entries)
+    of = entries.listed(blocks.entries, grid.k_tiles)
+    return bool(np.all(sparse)) and not any(
+        len(np.intersect1d(a, b, assume_unique=True))
+        for a, b in ((blocks.partial, blocks.full), (blocks.partial, of), (blocks.full, of))
+    )
 
 
 def inverted(grid: Grid, blocks: Blocks) -> Blocks:
     """Return the blocks of the matrix with every bit changed."""
+    blocks = with_words(grid, blocks)
     listed = np.zeros(grid.q_tiles * grid.k_tiles, np.bool_)
     listed[blocks.partial] = listed[blocks.full] = True
     words = blocks.words.copy()
     for part in chunks(len(words)):
         words[part] ^= grid.inside(blocks.partial[part])
-    return Blocks(blocks.partial, words, np.flatnonzero(~listed))
+    return tightened(grid, blocks.partial, words, np.flatnonzero(~listed))
 
 
 def transposed(grid: Grid, blocks: Blocks) -> Blocks:
@@ -206,7 +275,8 @@ def transposed(grid: Grid, blocks: Blocks) -> Blocks:
     for part in chunks(len(words)):
         bits = layouts.unpack(blocks.words[order[part]])
         words[part] = layouts.pack(bits.swapaxes(1, 2))
-    return Blocks(keys[order], words, np.sort(turned(blocks.full)))
+    codes = entries.transposed(blocks.entries)
+    return Blocks(keys[order], words, np.sort(turned(blocks.full)), codes)
 
 
 def combined(grid: Grid, a: Blocks, b: Blocks, op: Callable[..., Array]) -> Blocks:
@@ -224,14 +294,41 @@ def combined(grid: Grid, a: Blocks, b: Blocks, op: Callable[..., Array]) -> Bloc
             has_words = states[at] == PARTIAL
             theirs = blocks.words[place[at[has_words]]]
             words[part][has_words] = op(words[part][has_words], theirs)
-    return tightened(grid, keys[mixed], words, keys[state == FULL])
+    given = a.entries, b.entries
+    if both:
+        found = tightened(grid, keys[mixed], words, keys[state == FULL])
+        shared = [x[_seen(grid, y, x)] for x, y in ((given[0], b), (given[1], a))]
+        return found._replace(entries=entries.united(found.entries, *shared))
+    codes = entries.united(*given)
+    at, place = Blocks(keys[mixed], words, keys[state == FULL]).find(
+        entries.tiles_of(codes, grid.k_tiles)
+    )
+    entries.set_bits(words, place[at == PARTIAL], codes[at == PARTIAL])
+    dense = tightened(grid, keys[mixed], words, keys[state == FULL])
+    apart = of_entries(grid, codes[at == EMPTY])
+    order = np.argsort(np.concatenate([dense.partial, apart.partial]))
+    return Blocks(
+        np.concatenate([dense.partial, apart.partial])[order],
+        np.concatenate([dense.words, apart.words])[order] if len(apart.words) else dense.words,
+        np.union1d(dense.full, apart.full),
+        entries.united(dense.entries, apart.entries),
+    )
+
+
+def _seen(grid: Grid, blocks: Blocks, codes: Array) -> Array:
+    """Return which pairs are bits of blocks."""
+    state, place = blocks.find(entries.tiles_of(codes, grid.k_tiles))
+    seen: Array = state == FULL
+    some = state == PARTIAL
+    seen[some] = entries.bits_set(blocks.words, place[some], codes[some])
+    seen |= entries.is_among(codes, blocks.entries)
+    return seen
 
 
 def bit_count(grid: Grid, blocks: Blocks) -> int:
     """Return how many bits of the matrix are set."""
-    tile = np.divmod(blocks.full, max(1, grid.k_tiles))
-    sizes = [np.minimum(BLOCK, n - BLOCK * t) for t, n in zip(tile, grid, strict=True)]
-    return int((sizes[0] * sizes[1]).sum()) + _ones(blocks.words)
+    whole = int(entries.areas(grid, grid.k_tiles, blocks.full).sum())
+    return whole + _bits(blocks.words) + len(blocks.entries)
 
 
 def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
@@ -248,20 +345,65 @@ def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
     # The words of a single matrix, by far the most memory, stay where they are.
     words = [m.words for m in matrices]
     whole = words[0] if len(words) == 1 else np.concatenate([_none().words, *words])
-    result = BlockLists(lists[0], lists[1], whole, lists[2], lists[3])
+    result = BlockLists(lists[0], lists[1], whole, lists[2], lists[3], *_rows(grid, matrices))
     for array in result:
         array.flags.writeable = False
     return result
 
 
-def _ones(words: Any) -> int:
+def canonical(grid: Grid, lists: BlockLists) -> BlockLists:
+    """Return lists, of which sparse blocks may have words, with these kept as entries."""
+    parts = chunks(len(lists.words))
+    if all((_ones(lists.words[part]) >= entries.LEAST_BITS).all() for part in parts):
+        return lists
+    found = [lists.blocks(grid, i) for i in range(_matrices(grid, lists))]
+    return joined(grid, [tightened(grid, x.partial, x.words.copy(), x.full) for x in found])
+
+
+def expanded(grid: Grid, lists: BlockLists) -> BlockLists:
+    """Return lists with words for sparse blocks too, as kernels read them."""
+    matrices = range(_matrices(grid, lists))
+    return joined(grid, [with_words(grid, lists.blocks(grid, i)) for i in matrices])
+
+
+def outlined(grid: Grid, lists: BlockLists) -> BlockLists:
+    """Return lists as `expanded` does, but for the words, of which there are none."""
+    matrices = range(_matrices(grid, lists))
+    return joined(grid, [without_words(grid, lists.blocks(grid, i)) for i in matrices])
+
+
+def _matrices(grid: Grid, lists: BlockLists) -> int:
+    return (len(lists.full_begin) - 1) // max(1, grid.q_tiles)
+
+
+def _rows(grid: Grid, matrices: Sequence[Blocks]) -> tuple[Array, Array]:
+    """Return the entries of matrices by rows."""
+    if not any(len(m.entries) for m in matrices):
+        return np.empty(0, np.int64), np.empty(0, np.int32)
+    counts, keys = [np.zeros(1, np.int64)], []
+    for m in matrices:
+        rows, of_matrix = entries.decoded(m.entries)
+        counts.append(np.bincount(rows, minlength=grid.q_len))
+        keys.append(of_matrix)
+    return np.cumsum(np.concatenate(counts)), np.concatenate(keys)
+
+
+def _bits(words: Any) -> int:
     if not isinstance(words, np.ndarray):
         return int(backends.gpu("masks.device_mask").count_ones(words))
+    return sum(int(_ones(words[part]).sum()) for part in chunks(len(words)))
+
+
+def _ones(words: Array) -> Array:
+    """Return how many bits are set of each block of a few."""
+    if hasattr(np, "bitwise_count"):  # NumPy 2
+        wide = words.reshape(len(words), -1).view(np.uint64)
+        ones: Array = np.bitwise_count(wide).sum(axis=1, dtype=np.int64)
+        return ones
     table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype="u1")
-    flat = words.reshape(-1)
-    step = CHUNK * BLOCK * BLOCK // layouts.WORD_BITS
-    parts = (flat[begin : begin + step].view(np.uint8) for begin in range(0, len(flat), step))
-    return sum(int(table[part].sum(dtype=np.int64)) for part in parts)
+    flat = words.reshape(-1).view(np.uint8).reshape(len(words), 4 * math.prod(WORDS))
+    ones = table[flat].sum(axis=1, dtype=np.int64)
+    return ones
 
 
 @functools.lru_cache(maxsize=64)

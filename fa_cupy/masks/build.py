@@ -10,12 +10,14 @@ import numpy.typing as npt
 
 from fa_cupy import layouts
 from fa_cupy.layouts import BLOCK
-from fa_cupy.masks import blocks
+from fa_cupy.masks import blocks, entries
 from fa_cupy.masks import checks as inputs
-from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, Blocks, Builder, Grid
+from fa_cupy.masks.blocks import FULL, PARTIAL, Blocks, Builder, Grid
 
 Array = npt.NDArray[Any]
 Made = TypeVar("Made")
+
+_ENTRIES = 1 << 20  # elements of a sparse matrix that are looked at together: 8 MB of codes
 
 
 def from_rows(
@@ -73,19 +75,25 @@ def add_indices(builder: Builder, matrix: Array, q_tile: int, begin: int, end: i
     """Add a row of blocks in which each query sees the keys of its row of `matrix`."""
     keys = matrix[begin:end]
     queries, place = np.nonzero(keys >= 0)
-    _add_entries(builder, q_tile, queries, keys[queries, place].astype(np.int64))
+    codes = entries.encoded(begin + queries, keys[queries, place].astype(np.int64))
+    builder.add_entries(entries.united(codes))
 
 
 def of_csr(grid: Grid, csr: Any) -> Blocks:
     """Return the blocks of a canonical CSR matrix."""
     builder = Builder(grid)
-    for q_tile, begin, end in grid.rows():
-        ends = csr.indptr[begin : end + 1]
+    row = 0
+    while row < grid.q_len:
+        # As many rows of blocks as have `_ENTRIES` elements, one at least.
+        last = np.searchsorted(csr.indptr, csr.indptr[row] + _ENTRIES, side="right") - 1
+        end = min(grid.q_len, max(row + BLOCK, int(last) // BLOCK * BLOCK))
+        ends = csr.indptr[row : end + 1]
         part = slice(ends[0], ends[-1])
-        queries = np.repeat(np.arange(end - begin), np.diff(ends))
+        rows = np.repeat(np.arange(row, end), np.diff(ends))
+        codes = entries.encoded(rows, csr.indices[part])
         stored = csr.data[part] != 0
-        keys = csr.indices[part][stored].astype(np.int64)
-        _add_entries(builder, q_tile, queries[stored], keys)
+        builder.add_entries(codes if stored.all() else codes[stored])
+        row = end
     return builder.finish()
 
 
@@ -127,14 +135,3 @@ def _words_of(seen: Array) -> Array:
     bits[: seen.shape[0], : seen.shape[1]] = seen
     words: Array = layouts.pack(bits.reshape(BLOCK, count, BLOCK).swapaxes(0, 1))
     return words
-
-
-def _add_entries(builder: Builder, q_tile: int, queries: Array, keys: Array) -> None:
-    """Add to one row of blocks the bits at (query of the row, key), which may be repeated."""
-    k_tile, col = np.divmod(keys, BLOCK)
-    tiles, place = np.unique(k_tile, return_inverse=True)
-    words = np.zeros((len(tiles), *WORDS), np.uint32)
-    word, bit = layouts.fragment_address(queries, col)
-    word += place * (BLOCK * BLOCK // layouts.WORD_BITS)
-    np.bitwise_or.at(words.reshape(-1), word, np.uint32(1) << bit.astype(np.uint32))
-    builder.add(q_tile, tiles, words)

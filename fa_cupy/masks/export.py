@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fa_cupy import layouts
 from fa_cupy.layouts import BLOCK
+from fa_cupy.masks import entries as sparse_entries
 from fa_cupy.masks.blocks import FULL, PARTIAL, BlockLists, Blocks, Grid, chunks, joined
 
 Array = npt.NDArray[Any]
@@ -31,16 +32,21 @@ def compact(grid: Grid, lists: BlockLists, entries: Array) -> tuple[BlockLists, 
 
 def listed(grid: Grid, lists: BlockLists, entries: Array) -> tuple[int, int]:
     """Return how many blocks are partial and full, those that entries share each time."""
-    rows = entries.astype(np.int64).reshape(-1) * grid.q_tiles
+    numbers = entries.astype(np.int64).reshape(-1)
+    rows = numbers * grid.q_tiles
     partial, full = (
         int((begin[rows + grid.q_tiles] - begin[rows]).sum())
         for begin in (lists.partial_begin, lists.full_begin)
     )
+    if len(lists.entry_keys):
+        for matrix, times in zip(*np.unique(numbers, return_counts=True), strict=True):
+            codes = lists.blocks(grid, int(matrix)).entries
+            partial += int(times) * len(sparse_entries.listed(codes, grid.k_tiles))
     return partial, full
 
 
 def bits_of_row(lists: BlockLists, t: int, begin: int, end: int) -> tuple[Array, Array]:
-    """Return what is not empty of a row of blocks.
+    """Return what is not empty of a row of blocks, sparse blocks left out.
 
     Parameters
     ----------
@@ -73,6 +79,7 @@ def block_states(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[n
     for index in np.ndindex(entries.shape):
         blocks = lists.blocks(grid, int(entries[index]))
         states[index][blocks.partial] = PARTIAL
+        states[index][sparse_entries.listed(blocks.entries, grid.k_tiles)] = PARTIAL
         states[index][blocks.full] = FULL
     return states.reshape(*entries.shape, grid.q_tiles, grid.k_tiles)
 
@@ -88,6 +95,8 @@ def dense(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[np.bool_
             whole.fill(False)
             whole[:, tiles] = bits.swapaxes(0, 1)
             seen[index][begin:end] = whole.reshape(BLOCK, -1)[: end - begin, : grid.k_len]
+        firsts, keys = lists.entries_of(grid, int(entries[index]))
+        seen[index][np.repeat(np.arange(grid.q_len), np.diff(firsts)), keys] = True
     return seen
 
 
@@ -124,20 +133,25 @@ def seen_by(grid: Grid, matrix: Blocks, keys: bool) -> npt.NDArray[np.int64]:
     for part in chunks(len(matrix.partial)):
         bits = layouts.unpack(matrix.words[part])
         np.add.at(found, at[own][part], bits.sum(axis=1 + other, dtype=np.int64))
-    return found.reshape(-1)[: grid[own]]
+    counts: npt.NDArray[np.int64] = found.reshape(-1)[: grid[own]]
+    pairs = sparse_entries.decoded(matrix.entries)[own]
+    counts += np.bincount(pairs, minlength=grid[own])
+    return counts
 
 
 def csr(grid: Grid, lists: BlockLists, entry: int) -> Any:
     """Return one matrix of the mask as a `scipy.sparse.csr_array` of bool."""
     from scipy import sparse
 
-    counts, columns = [np.zeros(1, np.int64)], [np.empty(0, np.int32)]
+    parts = [lists.blocks(grid, entry).entries]
     for q_tile, begin, end in grid.rows():
         tiles, bits = bits_of_row(lists, entry * grid.q_tiles + q_tile, 0, grid.k_tiles)
         rows, tile, col = np.nonzero(bits.swapaxes(0, 1)[: end - begin])
-        cols = tiles[tile] * BLOCK + col.astype(np.int32)
+        cols = tiles[tile].astype(np.int64) * BLOCK + col
         inside = cols < grid.k_len
-        columns.append(cols[inside])
-        counts.append(np.bincount(rows[inside], minlength=end - begin))
-    indices, indptr = np.concatenate(columns), np.cumsum(np.concatenate(counts))
+        parts.append(sparse_entries.encoded(begin + rows[inside], cols[inside]))
+    codes = np.concatenate(parts)  # in order but for the first part
+    rows, indices = sparse_entries.decoded(np.sort(codes) if len(parts[0]) else codes)
+    counts = np.bincount(rows, minlength=grid.q_len)
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return sparse.csr_array((np.ones(len(indices), np.bool_), indices, indptr), shape=grid)

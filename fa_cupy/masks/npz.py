@@ -145,8 +145,10 @@ def _read(file: IO[bytes], name: str) -> tuple[Grid, BlockLists, Array]:
         begin = file.tell()
         if file.read(len(_BEGIN)) != _BEGIN:
             raise ValueError("it is not an .npz archive")
-        grid, lists, entries = archive.read(file, file.seek(0, os.SEEK_END) - begin)
-        _check(grid, lists, entries)
+        size = file.seek(0, os.SEEK_END) - begin
+        grid, lists, entries, old = archive.read(file, size)
+        _check(grid, lists, entries, old)
+        lists = blocks.canonical(grid, lists) if old else lists
     except (*_FAULTS, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the first
             raise
@@ -154,32 +156,29 @@ def _read(file: IO[bytes], name: str) -> tuple[Grid, BlockLists, Array]:
     return grid, lists, entries
 
 
-def _check(grid: Grid, lists: BlockLists, entries: Array) -> None:
+def _check(grid: Grid, lists: BlockLists, entries: Array, old: bool) -> None:
     """Raise a ValueError unless lists are what some mask has, for a kernel follows them."""
     count = 1 + int(entries.max(initial=-1))
     fits = entries.min(initial=0) >= 0 and len(lists.partial_begin) > count * grid.q_tiles
-    for begin, tiles in ((lists.partial_begin, lists.partial), (lists.full_begin, lists.full)):
-        fits = fits and begin[0] == 0 and begin[-1] == len(tiles)
-        fits = fits and 0 <= begin.min() <= begin.max() <= len(tiles)  # so that no step wraps
-        fits = fits and bool((np.diff(begin) >= 0).all())
-        fits = fits and tiles.min(initial=0) >= 0 and tiles.max(initial=-1) < grid.k_tiles
-        if not fits:
-            break
-        follows = np.ones(len(tiles) + 1, np.bool_)
-        follows[begin] = False  # the first of a row
-        fits = bool((np.diff(tiles)[follows[1:-1]] > 0).all())
-    if fits:
-        partial, full = _places(grid, lists)
-        fits = len(np.intersect1d(partial, full, assume_unique=True)) == 0
-        own = partial % max(1, grid.q_tiles * grid.k_tiles)  # each within its matrix
-        fits = fits and blocks.are_tight(grid, own, lists.words)
+    fits = fits and _ascend(lists.partial_begin, lists.partial, grid.k_tiles)
+    fits = fits and _ascend(lists.full_begin, lists.full, grid.k_tiles)
+    if len(lists.entry_keys):
+        fits = fits and _ascend(lists.entry_begin, lists.entry_keys, grid.k_len)
+    matrices = (len(lists.full_begin) - 1) // max(1, grid.q_tiles)
+    fits = fits and all(
+        blocks.are_tight(grid, lists.blocks(grid, i), not old) for i in range(matrices)
+    )
     if not fits:
         raise ValueError("its lists contradict each other")
 
 
-def _places(grid: Grid, lists: BlockLists) -> list[Array]:
-    """Return where partial and full blocks lie among all blocks, counted row by row."""
-    return [
-        np.repeat(np.arange(len(begin) - 1), np.diff(begin)) * grid.k_tiles + tiles
-        for begin, tiles in ((lists.partial_begin, lists.partial), (lists.full_begin, lists.full))
-    ]
+def _ascend(begin: Array, numbers: Array, end: int) -> bool:
+    """Return whether rows of numbers, none of them `end` or more, ascend."""
+    fits = begin[0] == 0 and begin[-1] == len(numbers)
+    fits = fits and 0 <= begin.min() <= begin.max() <= len(numbers)  # so that no step wraps
+    fits = fits and bool((np.diff(begin) >= 0).all())
+    if not (fits and numbers.min(initial=0) >= 0 and numbers.max(initial=-1) < end):
+        return False
+    follows = np.ones(len(numbers) + 1, np.bool_)
+    follows[begin] = False  # the first of a row
+    return bool((np.diff(numbers)[follows[1:-1]] > 0).all())

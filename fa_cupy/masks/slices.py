@@ -10,7 +10,7 @@ import numpy.typing as npt
 from fa_cupy import layouts
 from fa_cupy.core import checks
 from fa_cupy.layouts import BLOCK
-from fa_cupy.masks import blocks
+from fa_cupy.masks import blocks, entries
 from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, Blocks, Grid
 
 Array = npt.NDArray[Any]
@@ -86,7 +86,18 @@ def cut(grid: Grid, matrix: Blocks, rows: Span, cols: Span) -> Blocks:
     are full, it is full. The bits of others are put together.
     """
     own = Grid(rows[1] - rows[0], cols[1] - cols[0])
-    pieces = [(r, c) for r in _pieces(rows[0]) for c in _pieces(cols[0])]
+    row, key = entries.decoded(matrix.entries)
+    inside = (rows[0] <= row) & (row < rows[1]) & (cols[0] <= key) & (key < cols[1])
+    codes = entries.encoded(row[inside] - rows[0], key[inside] - cols[0])
+    dense = _cut_words(grid, own, matrix, rows[0], cols[0])
+    if not len(codes):
+        return dense
+    return blocks.combined(own, dense, blocks.of_entries(own, codes), np.bitwise_or)
+
+
+def _cut_words(grid: Grid, own: Grid, matrix: Blocks, row: int, col: int) -> Blocks:
+    """Return the blocks of the part of size `own` from a row and a column, without entries."""
+    pieces = [(r, c) for r in _pieces(row) for c in _pieces(col)]
     keys = _candidates(grid, own, matrix, pieces)
     q_tile, k_tile = np.divmod(keys, max(1, own.k_tiles))
     old, states = [], []

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from fa_cupy.core import backends
-from fa_cupy.masks.blocks import BlockLists
+from fa_cupy.masks import blocks
+from fa_cupy.masks.blocks import BlockLists, Grid
 
 
 class Store:
@@ -16,8 +17,11 @@ class Store:
     They are copied where they are needed when they first are, and kept there: a mask never changes.
     Slices of a mask share its store.
 
+    Lists on a device have words for all partial blocks, sparse ones too: kernels read words only.
+
     Parameters
     ----------
+    grid : Grid
     lists : BlockLists
         Of NumPy or CuPy arrays.
     device : int, optional
@@ -34,12 +38,17 @@ class Store:
         `fa_cupy.gpu.masks.block_tables.Tables` by device, behind what waits for them.
     """
 
-    __slots__ = ("_outline", "_places", "device", "device_masks", "device_tables")
+    __slots__ = ("_grid", "_outline", "_places", "device", "device_masks", "device_tables")
 
     def __init__(
-        self, lists: BlockLists, device: int | None = None, found_on: int | None = None
+        self,
+        grid: Grid,
+        lists: BlockLists,
+        device: int | None = None,
+        found_on: int | None = None,
     ) -> None:
         self.device = device
+        self._grid = grid
         self.device_masks: dict[int, Any] = {}
         self.device_tables: dict[int, Any] = {}
         self._outline: BlockLists | None = None
@@ -62,9 +71,14 @@ class Store:
         found = self._places.get(None)
         if found is None:
             device_mask = backends.gpu("masks.device_mask")
-            found = _freeze(device_mask.to_host(self._any()))
-            self._places[None] = found
+            found = blocks.canonical(self._grid, device_mask.to_host(self._any()))
+            self._places[None] = _freeze(found)
         return found
+
+    def with_words(self) -> BlockLists:
+        """Return the lists as NumPy arrays, with words for sparse blocks too."""
+        lists = self.host()
+        return blocks.expanded(self._grid, lists) if len(lists.entry_keys) else lists
 
     def outline(self) -> BlockLists:
         """Return the lists as NumPy arrays, all but the words, which may be a CuPy array.
@@ -73,11 +87,20 @@ class Store:
         """
         if None in self._places:
             return self._places[None]
+        lists = self._any()
+        return self.device_outline()._replace(words=lists.words)
+
+    def device_outline(self) -> BlockLists:
+        """Return the lists that `on` gives, as NumPy arrays; their words may be missing."""
         if self._outline is None:
-            device_mask = backends.gpu("masks.device_mask")
-            there = self._any()
-            found = device_mask.to_host(there._replace(words=there.words[:0]))
-            self._outline = found._replace(words=there.words)
+            if None in self._places:
+                lists = self._places[None]
+                has_entries = len(lists.entry_keys)
+                self._outline = blocks.outlined(self._grid, lists) if has_entries else lists
+            else:
+                device_mask = backends.gpu("masks.device_mask")
+                there = self._any()
+                self._outline = device_mask.to_host(there._replace(words=there.words[:0]))
         return self._outline
 
     def on(self, device: int) -> BlockLists:
@@ -85,7 +108,7 @@ class Store:
         found = self._places.get(device)
         if found is None:
             device_mask = backends.gpu("masks.device_mask")
-            found = self._places[device] = device_mask.to_device(self.host(), device)
+            found = self._places[device] = device_mask.to_device(self.with_words(), device)
         return found
 
     def only_on(self, device: int) -> bool:

@@ -39,29 +39,24 @@ class TileScore:
         return self._operands.program.adds
 
     def apply(
-        self, scores: Array, row: int, key: int, slopes: Sequence[str] = ()
+        self, scores: Array, i: Array, j: Array, slopes: Sequence[str] = ()
     ) -> dict[str, Array]:
-        """Replace a tile of s by scores, in place.
+        """Replace s by scores, in place.
 
         Parameters
         ----------
         scores : array, shape (n, rows, keys)
-        row, key : int
-            The first ones.
+        i, j : array of int64
+            Queries and keys, which broadcast to (rows, keys).
         slopes : sequence of str
             What derivatives of scores are wanted by: "s", and elements as `element_names` has them.
 
         Returns
         -------
         dict of str to array
-            The derivatives, of shapes that broadcast to that of the tile.
+            The derivatives, of shapes that broadcast to that of the scores.
         """
-        _, rows, keys = scores.shape
-        variables = self._entries | {
-            "s": scores,
-            "i": self._xp.arange(row, row + rows, dtype=np.int64)[:, None],
-            "j": self._xp.arange(key, key + keys, dtype=np.int64),
-        }
+        variables = self._entries | {"s": scores, "i": i, "j": j}
         order = self._operands.program.steps(tuple(slopes))
         values = self._operands.values
         with np.errstate(all="ignore"):  # of scalars, which are NumPy's for CuPy too

@@ -24,7 +24,7 @@ leaves masked keys out of the product; finite data get there only where somethin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -115,9 +115,17 @@ class Steps(Protocol):
 
 
 def attend(
-    steps: Steps, problem: Problem, x: Operands, row_begin: int, row_end: int, tile_n: int
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    row_begin: int,
+    row_end: int,
+    tile_n: int,
+    more: Callable[[Rows], None] | None = None,
 ) -> bool:
     """Compute attention of the queries row_begin to row_end of all stacked entries.
+
+    ``more(rows)`` is called after the last tile, and may add keys that no tile has.
 
     Returns
     -------
@@ -134,7 +142,7 @@ def attend(
     )
     for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
         if first and not rows.started:
-            _start_empty(rows)
+            start_empty(rows)
         weights = scores_of(steps, problem, x, q, (row_begin, row_end), first, keys)
         if weights is None:
             continue
@@ -142,8 +150,10 @@ def attend(
         steps.softmax(some, weights)
         steps.matmul(weights, steps.operand("v", x.v[:, slice(*keys)]), some.acc, add)
         rows.started, rows.unshifted = some.started, some.unshifted
+    if more is not None:
+        more(rows)
     if not rows.started:
-        _start_empty(rows)
+        start_empty(rows)
     sinks = sinks_of(steps, x, row_begin, row_end)
     if sinks is not None:
         steps.softmax(rows, sinks)
@@ -235,7 +245,7 @@ def queries_of(steps: Steps, problem: Problem, x: Operands, row_begin: int, row_
     return steps.queries(x.q[:, row_begin:row_end], factor)
 
 
-def _start_empty(rows: Rows) -> None:
+def start_empty(rows: Rows) -> None:
     """Set `rows` to what they are before any key."""
     rows.acc.fill(0)
     rows.total.fill(0)
@@ -261,7 +271,6 @@ def scores_of(
     or a score expression, the derivative of scores, scaled, is left in `slope`, and those by
     elements of its arrays in `partials`, whose keys name them.
     """
-    xp = steps.xp
     row_begin, row_end = rows[0] + first, rows[1]
     key_begin, key_end = keys
     tile = (slice(None), slice(row_begin, row_end), slice(key_begin, key_end))
@@ -272,18 +281,10 @@ def scores_of(
     if k is None:
         k = steps.operand("k", x.k[:, key_begin:key_end])
     steps.scores(queries, first, k, scores)
-    if problem.softcap:
-        _, cap, apart = softcap.in_turn(problem, steps.dtype)
-        if apart:
-            softcap.capped(xp, scores, cap, slope)
-        else:
-            xp.tanh(scores, out=scores)
-            if slope is not None:
-                xp.multiply(scores, scores, out=slope)
-                xp.subtract(1, slope, out=slope)
-            xp.multiply(scores, steps.dtype.type(cap), out=scores)
-    if x.score is not None:
-        _express(steps, x.score, scores, (row_begin, key_begin), problem.softcap, slope, partials)
+    if x.score is not None or problem.softcap:
+        i = steps.xp.arange(row_begin, row_end)[:, None]
+        j = steps.xp.arange(key_begin, key_end)
+        transform(steps, problem, x.score, scores, (i, j), slope, partials)
     if x.bias is not None:
         steps.add_bias(scores, x.bias[tile])
     if mask is not None:
@@ -299,24 +300,40 @@ def scores_of(
     return scores
 
 
-def _express(
+def transform(
     steps: Steps,
-    score: TileScore,
+    problem: Problem,
+    score: TileScore | None,
     scores: Array,
-    first: tuple[int, int],
-    capped: float,
+    places: tuple[Array, Array],
     slope: Array | None,
     partials: dict[str, Array] | None,
 ) -> None:
-    """Apply a score expression to one tile, as `scores_of` says."""
+    """Apply softcap and score expression to scaled products in place, as `scores_of` says.
+
+    `places` are the queries and keys of `scores` (n, rows, keys), which broadcast to its last axes.
+    """
+    xp = steps.xp
+    if problem.softcap:
+        _, cap, apart = softcap.in_turn(problem, steps.dtype)
+        if apart:
+            softcap.capped(xp, scores, cap, slope)
+        else:
+            xp.tanh(scores, out=scores)
+            if slope is not None:
+                xp.multiply(scores, scores, out=slope)
+                xp.subtract(1, slope, out=slope)
+            xp.multiply(scores, steps.dtype.type(cap), out=scores)
+    if score is None:
+        return
     wanted = [*(partials or ())]
     if slope is not None and not score.adds:
         wanted.append("s")
-    found = score.apply(scores, *first, wanted)
+    found = score.apply(scores, *places, wanted)
     if slope is not None and "s" in found:
         by_s = found.pop("s")
-        if capped:
-            steps.xp.multiply(slope, by_s, out=slope)
+        if problem.softcap:
+            xp.multiply(slope, by_s, out=slope)
         else:
             slope[...] = by_s
     if partials is not None:

@@ -82,7 +82,7 @@ def far_rows(steps: Steps, x: Operands, tile_m: int) -> tuple[Operands, list[tup
     found = [rows for rows in bounds if bool(is_far(xp, x.lse[:, slice(*rows)]).any())]
     if not found:
         return x, found
-    top = _finite_or_0(xp, x.lse).astype(steps.dtype)
+    top = finite_or_0(xp, x.lse).astype(steps.dtype)
     return replace(x, top=top, total=xp.ones_like(top)), found
 
 
@@ -93,10 +93,12 @@ def keep_apart(
     rows: tuple[int, int],
     columns: Iterable[tuple[int, int]],
     tile_m: int,
+    more: Iterable[tuple[tuple[int, int], Array]] = (),
 ) -> None:
     """Set ``x.top`` and ``x.total`` of far queries among some, given all columns of tiles.
 
-    Scores come from the same products as in `column`, so that they are rounded alike.
+    Scores come from the same products as in `column`, so that they are rounded alike. `more` are
+    those of keys that no tile has, as of `softmax.statistics`.
     """
 
     def scored() -> Iterator[tuple[tuple[int, int], Array | None]]:
@@ -105,6 +107,7 @@ def keep_apart(
                 queries = attention.queries_of(steps, problem, x, *some)
                 scores = attention.scores_of(steps, problem, x, queries, some, 0, keys)
                 yield (some[0] - rows[0], some[1] - rows[0]), scores
+        yield from more
         yield (0, rows[1] - rows[0]), attention.sinks_of(steps, x, *rows)
 
     part = slice(*rows)
@@ -125,7 +128,7 @@ def add_to_sinks(steps: Steps, x: Operands) -> None:
     assert sinks is not None
     absent = sinks == -np.inf
     if x.top is None or x.total is None:
-        top, total = _finite_or_0(xp, x.lse).astype(steps.dtype), None
+        top, total = finite_or_0(xp, x.lse).astype(steps.dtype), None
     else:
         top, total = x.top, x.total
     steps.weigh(sinks, top, total)
@@ -212,7 +215,7 @@ def _terms(
         return {}
     seen = weights != -np.inf if exact else None
     if x.top is None or x.total is None:
-        top, total = _finite_or_0(xp, x.lse[:, part]).astype(steps.dtype), None
+        top, total = finite_or_0(xp, x.lse[:, part]).astype(steps.dtype), None
     else:
         top, total = x.top[:, part], x.total[:, part]
     steps.weigh(weights, top, total)
@@ -234,7 +237,7 @@ def _terms(
             xp.multiply(slope, dscores, out=slope)
             _hide(steps, seen, slope)
             dscores = slope
-        factor = _slope(problem, steps.dtype)
+        factor = slope_of(problem, steps.dtype)
         if "q" in x.grads:
             terms["q"] = _scaled(steps, "of_q", factor, dscores, k, seen)
         if "k" in x.grads:
@@ -246,7 +249,16 @@ def _terms(
     return terms
 
 
-def _slope(problem: Problem, dtype: np.dtype[Any]) -> float:
+def scale_orders(factor: float) -> list[tuple[float, float]]:
+    """Return two ways to share a factor: what is multiplied before a product, and what after."""
+    rest, power = split(factor)
+    if power == 1:
+        return [(1.0, factor), (factor, 1.0)]
+    # The power first: a product that underflows before a large factor has lost its digits.
+    return [(power / 2, 2 * rest), (1.0, factor)]
+
+
+def slope_of(problem: Problem, dtype: np.dtype[Any]) -> float:
     """Return what a score, below the cap, changes by with q.k: the scale that `dtype` can hold."""
     largest = float(np.finfo(dtype).max)
     return max(-largest, min(largest, problem.scale))
@@ -266,13 +278,8 @@ def _scaled(
     What overflows where the factor comes last may not where it comes first, so that given `seen`
     both are tried.
     """
-    rest, power = split(factor)
-    if power == 1:
-        orders = [(1.0, factor), (factor, 1.0)]
-    else:  # the power first: a product that underflows before a large factor has lost its digits
-        orders = [(power / 2, 2 * rest), (1.0, factor)]
     found = None
-    for before, after in orders[: 1 if seen is None else 2]:
+    for before, after in scale_orders(factor)[: 1 if seen is None else 2]:
         scaled = a
         if before != 1:
             scaled = steps.scratch("scaled", a.shape)
@@ -287,7 +294,7 @@ def _scaled(
     return found
 
 
-def _finite_or_0(xp: Any, lse: Array) -> Array:
+def finite_or_0(xp: Any, lse: Array) -> Array:
     """Return what is subtracted from scores: 0 for queries that see nothing."""
     return xp.where(lse == -np.inf, 0, lse)
 

@@ -235,7 +235,7 @@ def masked(dims=(64, 64), shape=(2, 4), lengths=(200, 300), **more):
 
 def device_mask(mask):
     """A BitMask as one that was made on the device."""
-    lists = BlockLists(*map(cupy_stand_in.owned, mask.lists))
+    lists = BlockLists(*map(cupy_stand_in.owned, mask._store.with_words()))
     return BitMask._on_device(mask._grid, lists, mask.entries)
 
 

@@ -65,7 +65,7 @@ def test_the_longest_rows_of_a_section_come_first(call, section):
     mask, options = call
     entries = len(mask.entries)
     asked = problem((entries, mask.shape[-2], 64), (entries, mask.shape[-1], 64), mask, **options)
-    order = tile_order.work_order(np, asked, mask.lists, mask.entries, section)
+    order = tile_order.work_order(np, asked, mask._store.with_words(), mask.entries, section)
     assert order.dtype == np.int32
     cost = costs(mask, asked)
     tiles = cost.shape[1]
@@ -82,11 +82,11 @@ def test_the_longest_rows_of_a_section_come_first(call, section):
 def test_rows_that_cost_the_same_go_entry_by_entry():
     mask = BitMask.from_dense(np.random.default_rng(0).random((300, 300)) < 0.5)[None][[0] * 3]
     asked = problem((3, 300, 64), (3, 300, 64), mask)
-    order = tile_order.work_order(np, asked, mask.lists, mask.entries, 3)
+    order = tile_order.work_order(np, asked, mask._store.with_words(), mask.entries, 3)
     assert order.tolist() == [2, 1, 0, 5, 4, 3, 8, 7, 6]
     # A band makes them unequal.
     asked = problem((3, 300, 64), (3, 300, 64), mask, is_causal=True)
-    order = tile_order.work_order(np, asked, mask.lists, mask.entries, 3)
+    order = tile_order.work_order(np, asked, mask._store.with_words(), mask.entries, 3)
     assert order.tolist() == [2, 5, 8, 1, 4, 7, 0, 3, 6]
 
 
@@ -94,7 +94,7 @@ def test_too_many_rows_have_no_order():
     mask = BitMask.from_blocks(np.ones((1, 1), bool), 100, 100)
     asked = problem((2**31, 100, 8), (1, 100, 8), mask)
     entries = np.broadcast_to(mask.entries, 2**31)
-    assert tile_order.work_order(np, asked, mask.lists, entries, 1) is None
+    assert tile_order.work_order(np, asked, mask._store.with_words(), entries, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -240,9 +240,9 @@ def test_tiles_are_measured_and_shown(tmp_path, capsys, monkeypatch):
     ran = set()
     attend = tiles.cpu.tiled_attention.attend
 
-    def spy(steps, problem, x, begin, end, tile_n):
+    def spy(steps, problem, x, begin, end, tile_n, more):
         ran.add(f"{end - begin}x{tile_n}")
-        return attend(steps, problem, x, begin, end, tile_n)
+        return attend(steps, problem, x, begin, end, tile_n, more)
 
     monkeypatch.setattr(tiles.cpu.tiled_attention, "attend", spy)
     out = tmp_path / "tiles.json"

@@ -194,10 +194,10 @@ _KERNELS = (
 def in_place_of_cublas(monkeypatch):
     """Give modules of ``fa_cupy.gpu.cublas`` on NumPy, imported anew and forgotten."""
     lists = SimpleNamespace(
-        host_lists=lambda mask: (found := mask._store.host())._replace(
+        host_lists=lambda mask: (found := mask._store.with_words())._replace(
             words=np.arange(len(found.partial))
         ),
-        device_lists=lambda mask, device: mask._store.host(),
+        device_lists=lambda mask, device: mask._store.with_words(),
     )
     blas = {"matmul": _kernel(matmul), "handle": lambda tf32: 1, "readable": lambda x: True}
     memory = {

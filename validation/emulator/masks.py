@@ -61,7 +61,7 @@ def lists_of(
         each block, what is not used left as it was.
     """
     mask, entries = _bits(problem, mask)
-    found = mask.lists
+    found = mask._store.with_words()  # as a device gets them
     begins = {"partial": found.partial_begin, "full": found.full_begin}
     arrays = {"partial": found.partial, "words": found.words, "full": found.full}
     for name, begin in begins.items():
@@ -117,7 +117,9 @@ def tables_of(problem: attention_problem.Problem, mask: np.ndarray[Any, Any] | B
         room = -(-places.shape[-1] // 32) * 4 - bits.shape[-1]
         seen = np.pad(bits, ((0, 0), (0, 0), (0, room))).view(np.uint32)
         arrays |= {f"mask_{kind}_block_index": places, f"mask_{kind}_visible_bits": seen}
-        arrays[f"mask_{kind}_words"] = of.lists.words[back] if kind == "by_key" else words
+        arrays[f"mask_{kind}_words"] = (
+            of._store.with_words().words[back] if kind == "by_key" else words
+        )
     arrays["mask_by_key_prefix_counts"] = (turned != HIDDEN).cumsum(axis=1, dtype=np.int32)
     return Tables({name: _aligned(array) for name, array in arrays.items()})
 
@@ -128,7 +130,7 @@ def _placed(mask: BitMask) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     partial = states == BitMask.PARTIAL
     places = np.where(states == BitMask.FULL, WHOLE, HIDDEN).astype(np.int32)
     places[partial] = np.arange(partial.sum())  # lists ascend
-    return mask.lists.words, places
+    return mask._store.with_words().words, places
 
 
 def _bits(

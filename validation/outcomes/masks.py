@@ -67,7 +67,7 @@ def _from_function(xp: Any) -> Any:
 
 def _from_blocks(xp: Any) -> Any:
     mask = BitMask.from_dense(blocks("mask", (2, 300, 400)))
-    states, words = mask.block_states(), mask.lists.words
+    states, words = mask.block_states(), mask._store.with_words().words
     whole_blocks = states == BitMask.FULL
     ones = np.full((whole_blocks.size, 8, 32, 2), 0xFFFFFFFF, np.uint32)
     return (

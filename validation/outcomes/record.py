@@ -109,7 +109,7 @@ def _parts(result: Any) -> Iterator[Any]:
         here = result.get()
         yield f"BitMask {result.shape}"
         yield here.entries
-        yield from here.lists
+        yield from here._store.with_words()[:5]
     elif hasattr(result, "tocsr"):
         here = result.get() if hasattr(result, "get") else result
         yield f"csr {result.shape} {result.dtype}"

@@ -203,7 +203,7 @@ def host_lists(mask: BitMask) -> BlockLists:
     """
     kept: BlockLists | None = mask._kept.get("host")
     if kept is None:
-        lists = mask._store.outline()
+        lists = mask._store.device_outline()
         kept = mask._kept["host"] = lists._replace(words=np.arange(len(lists.partial)))
     return kept
 

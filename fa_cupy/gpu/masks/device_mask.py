@@ -20,6 +20,7 @@ from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import WORDS, BlockLists, Grid
 
 _FILE = "mask_pack.ptx"
+_READ = 5  # lists that kernels read; the others, of sparse blocks, are empty and NumPy arrays
 
 _ones = cupy.ReductionKernel(
     "uint32 word", "int64 count", "__popc(word)", "a + b", "count = a", "0", "fa_cupy_mask_ones"
@@ -175,11 +176,15 @@ def arrays_of(*wanted: tuple[int, Any]) -> list[Any]:
 def to_host(lists: Any) -> BlockLists:
     """Return lists of CuPy arrays as NumPy arrays."""
     with interop.on_device(lists.words.data.device_id):
-        return BlockLists(*(array.get() for array in lists))
+        return BlockLists(*(array.get() for array in lists[:_READ]))
 
 
 def to_device(lists: BlockLists, device: int) -> BlockLists:
-    """Return lists of NumPy arrays as CuPy arrays in one memory, for any stream to read."""
+    """Return lists of NumPy arrays as CuPy arrays in one memory, for any stream to read.
+
+    There are no sparse blocks among them: `fa_cupy.masks.blocks.expanded` made words of these.
+    """
+    assert not len(lists.entry_keys)
     with interop.on_device(device):
         stream = cupy.cuda.get_current_stream()
         names = "words", "partial_begin", "full_begin", "partial", "full"  # the widest first

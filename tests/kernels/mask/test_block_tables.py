@@ -84,7 +84,7 @@ def made_by(host, mask):
     """The tables of all matrices of a mask, from its lists."""
     from fa_cupy.gpu.masks.device_mask import DeviceMask
 
-    lists = BlockLists(*map(cupy_stand_in.owned, mask.lists))
+    lists = BlockLists(*map(cupy_stand_in.owned, mask._store.with_words()))
     ends = [lists.partial_begin[:-1], lists.partial_begin[1:]]
     more = [lists.full_begin[:-1], lists.full_begin[1:]]
     device = DeviceMask(*ends, lists.partial, lists.words, *more, lists.full, 0)

@@ -56,13 +56,13 @@ def pack(memory_of_mask, first, view, share=False, wide=None):
 def check(plan, states, words, lists, dense):
     """Compare with the mask that the CPU packs."""
     mask = BitMask.from_dense(dense)
-    tiles = plan.k_tiles
+    wanted_lists, tiles = mask._store.with_words(), plan.k_tiles
     for index, entry in zip(np.ndindex(dense.shape[:-2]), lists["entries"], strict=True):
         wanted = mask[index].block_states()
         for q_tile in range(len(wanted)):
             t = entry * plan.q_tiles + (0 if plan.shared else q_tile)
             np.testing.assert_array_equal(states[t], wanted[q_tile])
-            row = mask.lists.row(mask.entries[index] * len(wanted) + q_tile, 0, tiles)
+            row = wanted_lists.row(mask.entries[index] * len(wanted) + q_tile, 0, tiles)
             for name, found in (("partial", row[0]), ("full", row[2])):
                 begin, end = lists[f"{name}_begin"][t], lists[f"{name}_end"][t]
                 assert begin == t * tiles

@@ -1,0 +1,225 @@
+"""Attention over the visible pairs of sparse mask blocks, one by one.
+
+A mask block with few visible pairs keeps them as entries of a CSR matrix (`fa_cupy.masks.entries`).
+For the entries of some queries, keys are gathered and a score is computed for each entry. Maxima
+and sums are those of the rows of the matrix, and the product with the values is that of a sparse
+and a dense matrix. To the online softmax, the entries of a query are one more tile of keys: they
+change the running maximum, sum and accumulator as any tile does (`fa_cupy.tiled.attention`).
+
+What is not finite is left to the tiled algorithm, which reads sparse blocks as any other
+(`fa_cupy.cpu.mask_tiles.MaskTiles`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core.attention_problem import Problem
+from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.layouts import BLOCK
+from fa_cupy.tiled import attention as tiled_attention
+from fa_cupy.tiled.softmax import Rows
+
+Array = npt.NDArray[Any]
+
+# Entries that are computed together: gathered keys of 64 float32 take 2 MB. Fixed, so that results
+# do not depend on the machine.
+_CHUNK = 8192
+# Most queries of a task without other blocks than sparse ones.
+_MOST_ROWS = 1024
+
+
+class Entries(NamedTuple):
+    """Visible pairs of one matrix, those outside the band left out."""
+
+    begin: Array  # (q_len + 1,)
+    keys: Array  # (e,) int32, ascending in each row
+
+    @classmethod
+    def of(cls, problem: Problem, mask: BitMask, matrix: int) -> Entries:
+        """Return those of one matrix of a mask."""
+        begin, keys = mask._store.host().entries_of(mask._grid, matrix)
+        if problem.lower is not None or problem.upper is not None:
+            rows = np.repeat(np.arange(problem.q_len), np.diff(begin))
+            lower = -np.inf if problem.lower is None else problem.lower
+            upper = np.inf if problem.upper is None else problem.upper
+            kept = (keys - rows >= lower) & (keys - rows <= upper)
+            keys = keys[kept]
+            begin = np.searchsorted(rows[kept], np.arange(problem.q_len + 1))
+        # The products of SciPy take both index arrays in one dtype.
+        return cls(begin.astype(np.int32 if len(keys) < 2**31 else np.int64), keys)
+
+    def chunks(self, row_begin: int, row_end: int) -> Iterator[Chunk]:
+        """Yield the entries of some rows, `_CHUNK` at a time at most.
+
+        A row with more comes in several chunks, which have no other row.
+        """
+        begin = row_begin
+        while begin < row_end:
+            last = np.searchsorted(self.begin, self.begin[begin] + _CHUNK, side="right") - 1
+            end = min(row_end, max(begin + 1, int(last)))
+            firsts = self.begin[begin : end + 1]
+            for first in range(int(firsts[0]), int(firsts[-1]), _CHUNK):
+                part = slice(first, min(first + _CHUNK, int(firsts[-1])))
+                ends = np.clip(firsts, part.start, part.stop) - first
+                yield Chunk(begin, end, ends.astype(firsts.dtype), self.keys[part], part)
+            begin = end
+
+
+class Chunk(NamedTuple):
+    """The entries of some rows of a matrix."""
+
+    row_begin: int
+    row_end: int
+    begin: Array  # (rows + 1,), from 0
+    keys: Array
+    part: slice  # of all entries
+
+    @property
+    def counts(self) -> Array:
+        """Entries of each row."""
+        return np.diff(self.begin)
+
+    @property
+    def rows(self) -> Array:
+        """The row of each entry."""
+        return np.repeat(np.arange(self.row_begin, self.row_end), self.counts)
+
+
+def any_of(mask: BitMask) -> bool:
+    """Return whether a mask has sparse blocks."""
+    return bool(len(mask._store.host().entry_keys))
+
+
+def differ(mask: BitMask) -> bool:
+    """Return whether a mask has sparse blocks, and several matrices: stacks must not mix them."""
+    return any_of(mask) and len(np.unique(mask.entries)) > 1
+
+
+def tasks(mask: BitMask, height: int) -> list[tuple[int, int]]:
+    """Return (begin, end) of the queries of each task: more where all blocks are sparse."""
+    lists, q_len = mask._store.host(), mask._grid.q_len
+    if not len(lists.entry_keys):
+        return [(begin, min(begin + height, q_len)) for begin in range(0, q_len, height)]
+    rows = np.unique(mask.entries)[:, None] * mask._grid.q_tiles + np.arange(mask._grid.q_tiles)
+    listed = np.diff(lists.partial_begin) + np.diff(lists.full_begin)
+    tiled = np.asarray(listed[rows] > 0).max(axis=0, initial=False)
+    found, begin = [], 0
+    while begin < q_len:
+        end = min(begin + height, q_len)
+        while not tiled[begin // BLOCK : -(-end // BLOCK)].any() and end < q_len:
+            more = min(end + BLOCK, q_len)
+            if more - begin > _MOST_ROWS or tiled[-(-more // BLOCK) - 1]:
+                break
+            end = more
+        found.append((begin, end))
+        begin = end
+    return found
+
+
+def attend(
+    steps: Steps,
+    problem: Problem,
+    x: tiled_attention.Operands,
+    entries: Entries,
+    rows: Rows,
+    row_begin: int,
+    row_end: int,
+) -> None:
+    """Add the entries of some queries of all stacked batch entries to their running state.
+
+    Keys and values are dense arrays of the compute dtype.
+    """
+    if entries.begin[row_begin] == entries.begin[row_end]:
+        return
+    if not rows.started:
+        tiled_attention.start_empty(rows)
+    rows.unshifted = False
+    for chunk in entries.chunks(row_begin, row_end):
+        scores = scores_of(steps, problem, x, chunk)
+        here = slice(chunk.row_begin - row_begin, chunk.row_end - row_begin)
+        top, total, acc = rows.top[:, here, 0], rows.total[:, here, 0], rows.acc[:, here]
+        new = np.maximum(top, by_row(np.maximum, scores, chunk, -np.inf))
+        shift = np.where(new == -np.inf, 0, new).astype(steps.dtype)  # -inf - -inf would be NaN
+        np.subtract(scores, np.repeat(shift, chunk.counts, axis=1), out=scores)
+        np.exp(scores, out=scores)
+        decay = np.exp(top - shift)
+        np.multiply(total, decay, out=total)
+        np.add(total, by_row(np.add, scores, chunk, 0), out=total)
+        np.multiply(acc, decay[:, :, None], out=acc)
+        for weights, v, some in zip(scores, x.v, acc, strict=True):
+            np.add(some, product(weights, chunk.begin, chunk.keys, v), out=some)
+        top[...] = new
+
+
+def scores_of(
+    steps: Steps,
+    problem: Problem,
+    x: tiled_attention.Operands,
+    chunk: Chunk,
+    slope: Array | None = None,
+    partials: dict[str, Array] | None = None,
+) -> Array:
+    """Return the scores (n, e) of entries; `slope` and `partials` as of the tiled `scores_of`.
+
+    The result lives until the next call.
+    """
+    n, e = x.q.shape[0], len(chunk.keys)
+    queries = tiled_attention.queries_of(steps, problem, x, chunk.row_begin, chunk.row_end)
+    scores = steps.scratch("scores", (n, e))
+    steps.pair_scores(queries, chunk.counts, x.k, chunk.keys, scores)
+    if x.score is not None or problem.softcap:
+        places = chunk.rows, chunk.keys.astype(np.int64)
+        tile = scores[:, None], places, None if slope is None else slope[:, None]
+        tiled_attention.transform(steps, problem, x.score, *tile, partials)
+    if x.bias is not None:
+        steps.add_bias(scores, x.bias[:, chunk.rows, chunk.keys])
+    return scores
+
+
+def padded(
+    steps: Steps,
+    problem: Problem,
+    x: tiled_attention.Operands,
+    entries: Entries,
+    rows: tuple[int, int],
+) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Yield the scores of some queries as tiles, -inf behind the last of each row.
+
+    With each come the first and the last of its queries, counted from ``rows[0]``. Scores are
+    those of `attend`, to the last bit.
+    """
+    for chunk in entries.chunks(*rows):
+        scores = scores_of(steps, problem, x, chunk)
+        place = np.arange(len(chunk.keys)) - np.repeat(chunk.begin[:-1], chunk.counts)
+        shape = (len(scores), len(chunk.counts), chunk.counts.max())
+        tile = np.full(shape, -np.inf, steps.dtype)
+        tile[:, chunk.rows - chunk.row_begin, place] = scores
+        yield (chunk.row_begin - rows[0], chunk.row_end - rows[0]), tile
+
+
+def by_row(operation: np.ufunc, values: Array, chunk: Chunk, empty: float) -> Array:
+    """Return maxima or sums of the entries (n, e) of each row; `empty` for rows without any."""
+    found = np.full((len(values), len(chunk.begin) - 1), empty, values.dtype)
+    some = np.flatnonzero(chunk.begin[1:] != chunk.begin[:-1])
+    found[:, some] = operation.reduceat(values, chunk.begin[some], axis=1)
+    return found
+
+
+def dense_of(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array as gathers and products of entries read it."""
+    return np.require(x, dtype, ["C", "A"])
+
+
+def product(weights: Array, begin: Array, columns: Array, dense: Array) -> Array:
+    """Return the product of a CSR matrix and a dense one."""
+    from scipy import sparse
+
+    shape = (len(begin) - 1, len(dense))
+    found: Array = sparse.csr_array((weights, columns, begin), shape=shape) @ dense
+    return found
