@@ -8,13 +8,14 @@ then sorted arrays of integers.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fa_cupy import layouts
-from fa_cupy.layouts import BLOCK
+from fa_cupy.layouts import BLOCK, WORD_BITS
 
 Array = npt.NDArray[Any]
 
@@ -27,7 +28,8 @@ _SHIFT = 31  # lengths are below 2**31
 _MASK = (1 << _SHIFT) - 1
 _BLOCK_BITS = 7  # BLOCK is 2**7
 _MOST_SPAN = 4  # blocks from the first to the last, for each pair, up to which a table is made
-_CHUNK = 64  # blocks unpacked at a time: 1 MB of bools
+_CHUNK = 1024  # blocks at a time: 2 MB of words
+_WORDS = BLOCK * BLOCK // WORD_BITS  # of a block
 NONE = np.empty(0, np.int64)
 NONE.flags.writeable = False
 
@@ -134,11 +136,25 @@ def of_words(blocks: Array, words: Array, k_tiles: int) -> Array:
     """Return the pairs of blocks, ascending."""
     parts = [NONE]
     for begin in range(0, len(blocks), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
-        place, row, col = np.nonzero(layouts.unpack(words[part]))
-        q_tile, k_tile = np.divmod(blocks[part][place], k_tiles)
+        flat = words[begin : begin + _CHUNK].reshape(-1)
+        some = np.flatnonzero(flat)  # a few words of each block
+        bits = np.unpackbits(flat[some].astype("<u4").view(np.uint8), bitorder="little")
+        at = np.flatnonzero(bits)
+        block, word = np.divmod(some[at // WORD_BITS], _WORDS)
+        row, col = np.divmod(_elements()[WORD_BITS * word + at % WORD_BITS], BLOCK)
+        q_tile, k_tile = np.divmod(blocks[begin + block], k_tiles)
         parts.append(encoded(BLOCK * q_tile + row, BLOCK * k_tile + col))
     return np.sort(np.concatenate(parts))
+
+
+@functools.cache
+def _elements() -> Array:
+    """Return which element of a block, ``row * BLOCK + col``, each bit of its words is."""
+    row, col = np.divmod(np.arange(BLOCK * BLOCK), BLOCK)
+    word, bit = layouts.fragment_address(row, col)
+    found = np.empty(BLOCK * BLOCK, np.int64)
+    found[WORD_BITS * word + bit] = np.arange(BLOCK * BLOCK)
+    return found
 
 
 def transposed(codes: Array) -> Array:
