@@ -400,6 +400,15 @@ REFUSED = {
     "linear_attention, all keys": lambda: linear(is_causal=False),
     "linear_attention_backward, float64": lambda: linear_backward(dtype=DOUBLE),
     "linear_attention_backward, all keys": lambda: linear_backward(is_causal=False),
+    "kernel_regression": lambda: (
+        lambda x: lambda: fa_cupy.kernel_regression(x, x, x, 1.0)
+    )(array(30, 2)),
+    "kernel_regression_backward": lambda: (
+        lambda x: lambda: fa_cupy.kernel_regression_backward(x, x, x, x, 1.0)
+    )(array(30, 2)),
+    "non_local_means": lambda: (
+        lambda x: lambda: fa_cupy.non_local_means(x, 1.0)
+    )(array(30, 30, dtype=SINGLE)),
     "prefix_state": lambda: (lambda x: lambda: fa_cupy.prefix_state(x, x))(array(2, 30, 64)),
     "prefix_state, q": lambda: (
         lambda x: lambda: fa_cupy.prefix_state(x, x, range(30), q=x)

@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 
 from validation import store
-from validation.outcomes import attention, errors, machine, masks, names, products, scores
+from validation.outcomes import (
+    attention,
+    errors,
+    machine,
+    masks,
+    names,
+    products,
+    scores,
+    smoothing,
+)
 from validation.outcomes.record import (
     GPU_TOLERANCE,
     TOLERANCE,
@@ -34,7 +43,7 @@ Found = dict[str, Outcome]
 
 def calls(xp: Any = np) -> list[Call]:
     """Return all calls that can be made on arrays of the namespace `xp`."""
-    modules = (names, attention, scores, products, masks, errors)
+    modules = (names, attention, scores, products, smoothing, masks, errors)
     found = [call for module in modules for call in module.calls()]
     return [call for call in found if xp is np or not call.cpu]
 
