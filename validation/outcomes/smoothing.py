@@ -26,10 +26,11 @@ def calls() -> Iterator[Call]:
     for kernel in _KERNELS:
         for name, case in shapes.items():
             for dtype in some_dtypes(kernel + name):
-                yield Call(
-                    f"kernel_regression {dtype} {kernel} {name}",
-                    lambda xp, a=(dtype, kernel, case): _regression(xp, *a),
-                )
+                for function in (fa_cupy.kernel_regression, fa_cupy.kernel_regression_backward):
+                    yield Call(
+                        f"{function.__name__} {dtype} {kernel} {name}",
+                        lambda xp, a=(function, dtype, kernel, case): _regression(xp, *a),
+                    )
     for name, options in {
         "of the whole image": {"patch_distance": None},
         "nearby": {"patch_distance": 3, "sigma": 0.1},
@@ -41,17 +42,18 @@ def calls() -> Iterator[Call]:
             )
 
 
-def _regression(xp: Any, dtype: str, kernel: str, case: tuple[Any, ...]) -> Any:
+def _regression(xp: Any, function: Any, dtype: str, kernel: str, case: tuple[Any, ...]) -> Any:
     *shapes, bandwidth = case
     x, samples, y = (
         xp.asarray(draw(arg, shape, DTYPES[dtype]))
         for arg, shape in zip("xXy", shapes, strict=True)
     )
     bandwidth = bandwidth if isinstance(bandwidth, float) else xp.asarray(bandwidth)
-    out = fa_cupy.kernel_regression(x, samples, y, bandwidth, kernel)
-    dout = xp.asarray(draw("dout", out.shape, DTYPES[dtype]))
-    grads = fa_cupy.kernel_regression_backward(dout, x, samples, y, bandwidth, kernel)
-    return out, *grads
+    if function is fa_cupy.kernel_regression:
+        return function(x, samples, y, bandwidth, kernel)
+    shape = x.shape[:-1] if y.ndim == 1 else (*x.shape[:-1], y.shape[-1])
+    dout = xp.asarray(draw("dout", shape, DTYPES[dtype]))
+    return function(dout, x, samples, y, bandwidth, kernel)
 
 
 def _denoised(xp: Any, dtype: str, options: dict[str, Any]) -> Any:
