@@ -38,6 +38,10 @@ class Result(NamedTuple):
     seconds: float
     tflops: float  # in TFLOP/s, counting 2 (head_dim + v_dim) operations a pair that counts
 
+    def __str__(self) -> str:
+        speed = f"{self.tflops:.3g} T" if self.tflops >= 1 else f"{1e3 * self.tflops:.3g} G"
+        return f"{self.seconds:.3g} s, {speed}FLOP/s"
+
 
 def photograph(height: int | None = None) -> Image:
     """Return matplotlib's sample photograph, reduced to `height` rows where one is given."""
@@ -170,10 +174,10 @@ def _run(options: argparse.Namespace) -> None:
     before, after = psnr(noisy, original), psnr(result.image, original)
     side = 2 * REACH + 1
     print(f"attention   of {PATCH} x {PATCH} x 3 patches to {side} x {side}, {result.dtype}")
-    print(f"time        {result.seconds:.3g} s, {result.tflops:.3g} TFLOP/s")
+    print(f"time        {result}")
     if cupy:
         whole = denoise(noisy, options.sigma, **where, reach=None)
-        print(f"            {whole.seconds:.3g} s, {whole.tflops:.3g} TFLOP/s to the whole picture")
+        print(f"            {whole} to the whole picture")
     print(f"PSNR        {before:.1f} dB noisy, {after:.1f} dB denoised: {after - before:+.1f} dB")
 
     from fa_cupy import plot

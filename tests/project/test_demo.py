@@ -64,7 +64,7 @@ def test_the_command_writes_a_picture(tmp_path, capsys):
     assert demo.main(["--device", "cpu", "--size", "48", "-o", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    for line in ("device", "photograph", "attention", "time", "TFLOP/s", "PSNR", "picture"):
+    for line in ("device", "photograph", "attention", "time", "GFLOP/s", "PSNR", "picture"):
         assert line in said
     assert float(re.search(r"([+-][\d.]+) dB\n", said)[1]) >= 3.0
 
