@@ -248,6 +248,7 @@ def scaled_dot_product_attention(
            [0.26, 0.26, 0.47]])
     """
     name = "scaled_dot_product_attention"
+    dropout_p = checks.finite(name, "dropout_p", dropout_p)
     attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)

@@ -343,6 +343,7 @@ def scaled_dot_product_attention(
     given = None if bits is not None else attn_mask
     require_arrays(name, **dict(zip(TORCH_ARGS, (query, key, value), strict=False)))
     require_arrays(name, optional=True, attn_mask=given)
+    dropout_p = checks.finite(name, "dropout_p", dropout_p)
     attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
     grouped = checks.flag(name, "enable_gqa", enable_gqa)
     options = {"scale": scale, "is_causal": is_causal, "causal_align": "top_left"}

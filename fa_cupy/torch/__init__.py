@@ -104,7 +104,7 @@ def attention(
 def _attention(options: arguments.Options, bits: Any, *tensors: Any) -> Any:
     """Return output and log-sum-exp; what is compiled finds a mask by its number alone."""
     held = None if torch.compiler.is_compiling() else bits
-    return Attention.apply(options, held, *tensors)
+    return Attention.of(options, held, *tensors)
 
 
 def causal_product(
@@ -149,7 +149,7 @@ def causal_product(
     reverse = checks.flag(name, "reverse", reverse)
     if not isinstance(algorithm, str):
         linear_problem.algorithm(name, algorithm, "numpy", None)  # which says what is wanted
-    out, state = CausalProduct.apply(q, k, v, initial_state, reverse, algorithm)
+    out, state = CausalProduct.of(q, k, v, initial_state, reverse, algorithm)
     return (out, state) if with_state else out
 
 
@@ -349,6 +349,7 @@ def scaled_dot_product_attention(
     given = None if bits is not None else attn_mask
     named = dict(zip(TORCH_ARGS, (query, key, value, given), strict=False))
     arguments.require_tensors(_SDPA, ("attn_mask",), **named)
+    dropout_p = arguments.number(_SDPA, "dropout_p", dropout_p)
     attention_problem.torch_options(_SDPA, attn_mask, dropout_p, is_causal)
     grouped = checks.flag(_SDPA, "enable_gqa", enable_gqa)
     options = arguments.options(
@@ -364,7 +365,7 @@ def _zeros(x: Any, rows: int) -> Any:
 
 
 def _product(q: Any, k: Any, v: Any, initial: Any, reverse: bool) -> Any:
-    return CausalProduct.apply(q, k, v, initial, reverse, "auto")[0]
+    return CausalProduct.of(q, k, v, initial, reverse, "auto")[0]
 
 
 _LIBRARY = compositions.Library(torch, torch.Tensor.detach, _zeros, _product)

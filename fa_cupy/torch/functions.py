@@ -18,6 +18,15 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @classmethod
+    def of(cls, *args: Any) -> Any:
+        """Call the function; what `torch.compile` records without gradients needs no more of it."""
+        grads = torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in args
+        )
+        call = cls.forward if torch.compiler.is_compiling() and not grads else cls.apply
+        return call(*args)
+
+    @classmethod
     def vmap(cls, info: Any, in_dims: Any, *args: Any) -> Any:
         found = [
             cls.apply(
@@ -43,6 +52,7 @@ class _Gradients(_Function):
 
     @classmethod
     def of(cls, *args: Any) -> Any:
+        """Call the function."""
         call = cls.forward if torch.compiler.is_compiling() else cls.apply
         return call(*args)
 
