@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fa_cupy import _score
 from fa_cupy._bitmask import BitMask
 from fa_cupy._score import Score, arrays_of, with_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
@@ -34,6 +35,9 @@ _DTYPES = {
     torch.float64: np.dtype(np.float64),
     torch.bool: np.dtype(np.bool_),
 }
+
+
+torch.compiler.assume_constant_result(_score.parsed)
 
 
 class Options(NamedTuple):
