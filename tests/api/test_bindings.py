@@ -247,6 +247,27 @@ def test_torch_gradients(torch, case):
     assert torch.autograd.gradcheck(function, given, fast_mode=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_torch_on_a_gpu(torch, case):
+    """Results and gradients are those of the CPU."""
+    import fa_cupy.torch
+
+    pytest.importorskip("cupy")
+    found = []
+    for device in ("cpu", "cuda"):
+        with torch.device(device):
+            function, shapes = cases(fa_cupy.torch, torch.tensor)[case]
+            given = [torch.tensor(x, requires_grad=True) for x in draw(*shapes)]
+            results = function(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        sum(x.sin().sum() for x in results).backward()
+        assert {x.device.type for x in results} == {device}
+        found.append([x.detach().cpu() for x in results] + [x.grad.cpu() for x in given])
+    for mine, want in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(mine, want)
+
+
 def test_torch_layouts(torch):
     """Gradients of views: of (batch, length, heads, dim), of what is broadcast, and reversed."""
     from fa_cupy.torch import attention, causal_product
@@ -412,10 +433,18 @@ def test_torch_keeps_a_mask_for_the_backward_pass(torch):
     assert x.grad.shape == x.shape
 
 
-def test_torch_operators_keep_their_promises(torch):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_operators_keep_their_promises(torch, device):
     """Shapes, dtypes and strides of results are those that a compiler was told."""
     from fa_cupy.torch import operators  # noqa: F401, which registers them
 
+    if device == "cuda":
+        pytest.importorskip("cupy")
+    with torch.device(device):
+        keep_promises(torch)
+
+
+def keep_promises(torch):
     def turned(*shape):
         return torch.tensor(draw(shape)[0]).transpose(-3, -2)
 
