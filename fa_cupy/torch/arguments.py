@@ -138,6 +138,12 @@ def score_text(score: Score) -> str:
     return "\n".join(lines)
 
 
+def score_arrays(text: str | None) -> list[str]:
+    """Return the names that errors and gradients have for the arrays of a score, from its text."""
+    lines = [] if text is None else text.split("\n")[1:]
+    return [f"score.{line}" for line in lines if "=" not in line]
+
+
 def score_of(text: str | None, arrays: Sequence[Any]) -> Score | None:
     """Return the score of a text, with arrays."""
     if text is None:

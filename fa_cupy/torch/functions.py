@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fa_cupy.torch import operators
-from fa_cupy.torch.arguments import Options
+from fa_cupy.torch.arguments import Options, score_arrays
 
 
 class _Function(torch.autograd.Function):  # type: ignore[misc]
@@ -86,10 +86,8 @@ class Attention(_Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         saved = ctx.saved_tensors
-        names = ["q", "k", "v", "bias", "mask", "sinks"]
-        if ctx.options.score is not None:
-            lines = ctx.options.score.split("\n")[1:]
-            names += [f"score.{line}" for line in lines if "=" not in line]
+        score = score_arrays(ctx.options.score)
+        names = ["q", "k", "v", "bias", "mask", "sinks", *score]
         wanted = ctx.needs_input_grad[2:]
         need = [name for name, grad in zip(names, wanted, strict=True) if grad]
         found: dict[str, Any] = {}

@@ -128,10 +128,7 @@ def _attention_gradients(
     mask: Any, sinks: Any, arrays: Any, *options: Any,
 ) -> list[_Result]:  # fmt: skip
     given = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
-    text = options[1]
-    if text is not None:
-        names = [line for line in text.split("\n")[1:] if "=" not in line]
-        given |= {f"score.{name}": x for name, x in zip(names, arrays, strict=True)}
+    given |= zip(arguments.score_arrays(options[1]), arrays, strict=True)
     return [_Result(given[arg].shape, given[arg].dtype, given[arg]) for arg in need.split(",")]
 
 
