@@ -13,7 +13,7 @@ from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
 
-_TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
+TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 _NEED = ("q", "k", "v", "bias", "sinks")
 
 # Array type -> the backend's function for calls that need no preparation; it returns None for all
@@ -249,15 +249,13 @@ def scaled_dot_product_attention(
            [0.26, 0.26, 0.47]])
     """
     name = "scaled_dot_product_attention"
-    if checks.finite(name, "dropout_p", dropout_p) != 0.0:
-        raise ValueError(f"{name}: dropout_p is {dropout_p}, want 0.0 (there is no dropout)")
-    if attn_mask is not None and checks.flag(name, "is_causal", is_causal):
-        raise ValueError(f"{name}: is_causal is True and attn_mask is given, want one of them")
+    dropout_p = checks.finite(name, "dropout_p", dropout_p)
+    attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
     return _solve(
         name,
-        _TORCH_ARGS,
+        TORCH_ARGS,
         (query, key, value, bias, mask),
         grouped=checks.flag(name, "enable_gqa", enable_gqa),
         scale=scale,
@@ -537,24 +535,8 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     >>> bool(np.allclose(out, attention(q, k, v)))
     True
     """
-    named: dict[str, Any] = {}
-    for arg, parts in (("outs", outs), ("lses", lses)):
-        if getattr(parts, "shape", ()):
-            stacked: Any = parts
-            parts = [stacked[i, ...] for i in range(stacked.shape[0])]
-        elif not isinstance(parts, Sequence):
-            raise TypeError(
-                f"merge_attention: {arg} is a {type(parts).__name__}, want a sequence of arrays"
-            )
-        if any(part is None for part in parts):
-            raise TypeError(f"merge_attention: {arg} has a part that is None, want arrays")
-        named |= {f"{arg}[{i}]": part for i, part in enumerate(parts)}
-    count = sum(arg.startswith("outs") for arg in named)
-    if count == 0 or len(named) != 2 * count:
-        raise ValueError(
-            f"merge_attention: lses has {len(named) - count} parts, outs has {count}, "
-            "want the same number, at least 1"
-        )
+    named = attention_problem.named_parts("merge_attention", outs, lses)
+    count = len(named) // 2
     native = core_arrays.to_native("merge_attention", **named)
     attention_problem.matching_parts(
         "merge_attention", native.arrays[:count], native.arrays[count:]

@@ -104,22 +104,17 @@ class Score:
 
     def __init__(self, expression: str, /, **arguments: Any) -> None:
         text = parse.tidy(expression)
-        known: dict[str, parse.Argument] = {}
         values: dict[str, Any] = {}
-        dtypes: list[str] = []
+        shapes: list[tuple[str, str, int, int | None]] = []
         for name, value in arguments.items():
             if name in parse.RESERVED:
                 raise ValueError(f"Score: {name} is a name of expressions, want another argument")
             value, dtype, ndim = _argument(name, value)
-            if dtype == "literal":
-                known[name] = parse.Argument(None, "int", 0, value)
-                continue
-            known[name] = parse.Argument(len(values), kind_of(dtype), ndim)
-            values[name] = value
-            dtypes.append(dtype)
-        program = Program(parse.parse(text, known), tuple(dtypes))
-        reads = dict(zip(values, program.operands(), strict=True))
-        arrays = {name: of for name, of in reads.items() if not isinstance(values[name], float)}
+            shapes.append((name, dtype, ndim, value if dtype == "literal" else None))
+            if dtype != "literal":
+                values[name] = value
+        program, operands = parsed(text, tuple(shapes))
+        arrays = {name: of for name, of in operands if not isinstance(values[name], float)}
         set_once = object.__setattr__
         set_once(self, "expression", text)
         set_once(self, "_arguments", MappingProxyType(dict(arguments)))
@@ -144,6 +139,31 @@ class Score:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.expression, dict(self._arguments))
+
+
+def parsed(
+    text: str, arguments: tuple[tuple[str, str, int, int | None], ...]
+) -> tuple[Program, tuple[tuple[str, str], ...]]:
+    """Return the program of an expression, and the variables that index each of its arrays.
+
+    A function of its own because `fa_cupy.torch` has `torch.compile` call it, not look inside.
+
+    Parameters
+    ----------
+    text : str
+    arguments : tuple of (name, dtype, number of axes, value)
+        The dtype is "number" for a float, and "literal" for an integer, which alone has a value.
+    """
+    known: dict[str, parse.Argument] = {}
+    dtypes: dict[str, str] = {}
+    for name, dtype, ndim, value in arguments:
+        if dtype == "literal":
+            known[name] = parse.Argument(None, "int", 0, value)
+        else:
+            known[name] = parse.Argument(len(dtypes), kind_of(dtype), ndim)
+            dtypes[name] = dtype
+    program = Program(parse.parse(text, known), tuple(dtypes.values()))
+    return program, tuple(zip(dtypes, program.operands(), strict=True))
 
 
 def _again(expression: str, arguments: dict[str, Any]) -> Score:

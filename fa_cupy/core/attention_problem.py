@@ -271,6 +271,38 @@ def check_out(
             raise ValueError(f"{name}: out overlaps {arg} in memory, want separate memory")
 
 
+def named_parts(name: str, outs: Any, lses: Any) -> dict[str, Any]:
+    """Return parts of an attention result by the names that errors have for them: outs, then lses.
+
+    Each may be one array of them, stacked.
+    """
+    named: dict[str, Any] = {}
+    for arg, parts in (("outs", outs), ("lses", lses)):
+        if getattr(parts, "shape", ()):
+            stacked: Any = parts
+            parts = [stacked[i, ...] for i in range(stacked.shape[0])]
+        elif not isinstance(parts, Sequence):
+            raise TypeError(f"{name}: {arg} is a {type(parts).__name__}, want a sequence of arrays")
+        if any(part is None for part in parts):
+            raise TypeError(f"{name}: {arg} has a part that is None, want arrays")
+        named |= {f"{arg}[{i}]": part for i, part in enumerate(parts)}
+    count = sum(arg.startswith("outs") for arg in named)
+    if count == 0 or len(named) != 2 * count:
+        raise ValueError(
+            f"{name}: lses has {len(named) - count} parts, outs has {count}, "
+            "want the same number, at least 1"
+        )
+    return named
+
+
+def torch_options(name: str, attn_mask: Any, dropout_p: float, is_causal: Any) -> None:
+    """Raise for options of PyTorch's function that there are not, or not together."""
+    if dropout_p != 0.0:
+        raise ValueError(f"{name}: dropout_p is {dropout_p}, want 0.0 (there is no dropout)")
+    if attn_mask is not None and checks.flag(name, "is_causal", is_causal):
+        raise ValueError(f"{name}: is_causal is True and attn_mask is given, want one of them")
+
+
 def matching_parts(name: str, outs: list[Any], lses: list[Any]) -> None:
     """Raise unless outputs and log-sum-exps are parts of one attention result."""
     shape, dtype = outs[0].shape, float_dtype(name, "outs[0]", outs[0])

@@ -1,0 +1,386 @@
+"""The functions of fa_cupy with gradients for JAX, which JAX can also trace.
+
+Importing this module imports jax; no other module of fa_cupy does. Calls on arrays with data run on
+the device of the arrays. Under `jax.jit` and other transformations the arrays have no data yet, and
+a callback is recorded, which computes on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+try:
+    import jax
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    message = "fa_cupy.jax needs JAX, which is not installed: pip install jax"
+    raise ModuleNotFoundError(message, name="jax") from error
+
+import fa_cupy
+from fa_cupy._attention import TORCH_ARGS
+from fa_cupy._score import Score
+from fa_cupy.core import attention_problem, checks, compositions, linear_problem
+from fa_cupy.jax import callbacks
+from fa_cupy.jax.callbacks import Fixed, require_arrays, stand_in
+
+__all__ = [
+    "attention",
+    "causal_product",
+    "linear_attention",
+    "merge_attention",
+    "prefix_state",
+    "scaled_dot_product_attention",
+]
+
+Array = Any
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    sinks: Array = None,
+    precision: str | None = None,
+    score: Score | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of JAX arrays, with gradients of `q`, `k`, `v`, `bias`, `sinks` and of a score.
+
+    Parameters
+    ----------
+    q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision
+        As in `fa_cupy.attention`. All arguments but the arrays are static under `jax.jit`.
+    score : Score, optional
+        As in `fa_cupy.attention`. Its arrays may be traced: make it inside of the function that is
+        transformed, of that function's arguments. Gradients flow to those of its arrays of floats
+        that `fa_cupy.attention_backward` can compute them for, others are a ValueError.
+    return_lse : bool
+        Whether to return the log-sum-exp too. Gradients flow through it as well.
+
+    Returns
+    -------
+    out : jax.Array, shape (..., Lq, Dv)
+    lse : jax.Array, shape (..., Lq)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As for `fa_cupy.attention`.
+
+    See Also
+    --------
+    fa_cupy.attention_backward : computes the gradients; there are no second derivatives.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import attention
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
+    >>> dq = jax.grad(lambda q: attention(q, k, v, is_causal=True).sum())(q)
+
+    Slopes that are learned:
+
+    >>> from fa_cupy import Score
+    >>> def loss(slopes):
+    ...     score = Score("s - slopes[h] * abs(i - j)", slopes=slopes)
+    ...     return attention(q, k, v, score=score).sum()
+    >>> jax.grad(loss)(jax.numpy.ones(8)).shape
+    (8,)
+    """
+    mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+    bits = mask if isinstance(mask, fa_cupy.BitMask) else None
+    mask = None if bits is not None else mask
+    require_arrays("attention", q=q, k=k, v=v)
+    require_arrays("attention", optional=True, bias=bias, mask=mask, sinks=sinks)
+    with_lse = checks.flag("attention", "return_lse", return_lse)
+    options = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "causal_align": causal_align,
+        "window": tuple(window) if isinstance(window, list) else window,
+        "softcap": softcap,
+    }
+    score, of_score = callbacks.taken_apart(score)
+    static = callbacks.Static(Fixed(bits), Fixed(score), precision, None, tuple(options.items()))
+    out, lse = callbacks.attention(static, q, k, v, bias, sinks, mask, *of_score)
+    return (out, lse) if with_lse else out
+
+
+def causal_product(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    initial_state: Array = None,
+    return_state: bool = False,
+    reverse: bool = False,
+    algorithm: str = "auto",
+) -> Any:
+    """Causal product of JAX arrays, with gradients of `q`, `k`, `v` and `initial_state`.
+
+    Parameters
+    ----------
+    q, k, v, initial_state, return_state, reverse, algorithm
+        As in `fa_cupy.causal_product`. All arguments but the arrays are static under `jax.jit`.
+
+    Returns
+    -------
+    out : jax.Array, shape (..., L, M)
+    state : jax.Array, shape (..., E, M)
+        Only with `return_state`; gradients flow through it as well.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.causal_product`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import causal_product
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
+    >>> dq = jax.grad(lambda q: causal_product(q, k, v).sum())(q)
+    """
+    name = "causal_product"
+    require_arrays(name, q=q, k=k, v=v)
+    require_arrays(name, optional=True, initial_state=initial_state)
+    reverse = checks.flag(name, "reverse", reverse)
+    with_state = checks.flag(name, "return_state", return_state)
+    out, state = callbacks.causal_product((reverse, algorithm), q, k, v, initial_state)
+    return (out, state) if with_state else out
+
+
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    feature_map: str | Callable[[Any], Any] = "elu1",
+    eps: float = 1e-6,
+    is_causal: bool = True,
+    initial_state: Any = None,
+    return_state: bool = False,
+) -> Any:
+    """Linear attention of JAX arrays, with gradients of `q`, `k`, `v` and `initial_state`.
+
+    Parameters
+    ----------
+    q, k, v, feature_map, eps, is_causal, initial_state, return_state
+        As in `fa_cupy.linear_attention`. Gradients flow through a callable too, if it is made of
+        JAX's operations; it is called with `q` and with `k`. `eps` and flags are static under
+        `jax.jit`.
+
+    Returns
+    -------
+    out : jax.Array, shape (..., Lq, M)
+    state : jax.Array, shape (..., F, M + 1)
+        Only with `return_state`; gradients flow through it as well.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.linear_attention`.
+
+    Notes
+    -----
+    JAX computes the features in float32 (float64 for float64 arrays), `causal_product` the sums.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import linear_attention
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
+    >>> dq = jax.grad(lambda q: linear_attention(q, k, v, feature_map=jax.nn.softplus).sum())(q)
+    """
+    name = "linear_attention"
+    require_arrays(name, q=q, k=k, v=v)
+    require_arrays(name, optional=True, initial_state=initial_state)
+    q, k, v = map(jax.numpy.asarray, (q, k, v))
+    x, y = compositions.mapped(name, feature_map, q, k)
+    number = checks.finite(name, "eps", eps, minimum=0.0)
+    causal = checks.flag(name, "is_causal", is_causal)
+    with_state = checks.flag(name, "return_state", return_state)
+    for arrays in ((q, k, v), (x, y, v, initial_state)):
+        given = map(stand_in, arrays)
+        problem = linear_problem.product_problem(name, *given, aligned=causal, normalised=True)
+    real = problem.state_dtype
+    x, y = (compositions.features(_LIBRARY, feature_map, z.astype(real)) for z in (x, y))
+    out, state = compositions.linear_attention(
+        _LIBRARY, x, y, v.astype(real), number, initial_state, is_causal=causal,
+        return_state=with_state,
+    )  # fmt: skip
+    out = out.astype(q.dtype)
+    return (out, state) if with_state else out
+
+
+def merge_attention(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> Any:
+    """Combine attention results over disjoint sets of keys, with gradients of all parts.
+
+    Parameters
+    ----------
+    outs, lses : sequence of jax.Array, or one jax.Array of them, stacked
+        As in `fa_cupy.merge_attention`.
+
+    Returns
+    -------
+    out : jax.Array, shape (..., Lq, Dv)
+    lse : jax.Array, shape (..., Lq)
+        As from `fa_cupy.merge_attention`. Where all parts are empty, gradients are 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.merge_attention`.
+
+    Notes
+    -----
+    Made of JAX's operations: it runs on the device under `jax.jit` too, and has second derivatives.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import attention, merge_attention
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 100, 16))
+    >>> def loss(q):
+    ...     parts = [attention(q, k[s], v[s], return_lse=True) for s in (slice(30), slice(30, 100))]
+    ...     return merge_attention(*zip(*parts))[0].sum()
+    >>> dq = jax.grad(loss)(q)
+    """
+    name = "merge_attention"
+    named = attention_problem.named_parts(name, outs, lses)
+    require_arrays(name, **named)
+    parts = [*map(jax.numpy.asarray, named.values())]
+    outs, lses = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    attention_problem.matching_parts(name, *([*map(stand_in, x)] for x in (outs, lses)))
+    real = attention_problem.sum_dtype(outs[0].dtype)
+    out, lse = compositions.merge(_LIBRARY, *([x.astype(real) for x in xs] for xs in (outs, lses)))
+    return out.astype(outs[0].dtype), lse
+
+
+def prefix_state(
+    k: Array,
+    v: Array,
+    ends: Sequence[int] | Any = None,
+    *,
+    q: Array = None,
+    initial_state: Array = None,
+    reverse: bool = False,
+) -> Array:
+    """Return running sums of outer products, or their products with queries, with gradients.
+
+    Parameters
+    ----------
+    k, v, ends, q, initial_state, reverse
+        As in `fa_cupy.prefix_state`. `ends` and `reverse` are static under `jax.jit`.
+
+    Returns
+    -------
+    jax.Array
+        As from `fa_cupy.prefix_state`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.prefix_state`.
+
+    Notes
+    -----
+    Without `q`, the sums are JAX's products, one between each two positions. With `q`, they are
+    the causal product of a sequence in which queries and keys stand in the order of positions.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import prefix_state
+    >>> k, v = jax.random.normal(jax.random.key(0), (2, 1000, 8))
+    >>> dk = jax.grad(lambda k: prefix_state(k, v, range(100, 1001, 100)).sum())(k)
+    """
+    name = "prefix_state"
+    require_arrays(name, k=k, v=v)
+    require_arrays(name, optional=True, q=q, initial_state=initial_state)
+    given = [None if x is None else jax.numpy.asarray(x) for x in (q, k, v, initial_state)]
+    problem = linear_problem.product_problem(name, *map(stand_in, given), aligned=False)
+    q, k, v, initial_state = given
+    reverse = checks.flag(name, "reverse", reverse)
+    if ends is None:
+        found = [0 if reverse else problem.k_len] * (1 if q is None else problem.q_len)
+    else:
+        found = linear_problem.positions(name, ends, problem.k_len).tolist()
+    if q is not None:
+        if len(found) != problem.q_len:
+            raise ValueError(f"{name}: ends has {len(found)} positions, q has {problem.q_len} rows")
+        return compositions.readings(_LIBRARY, q, k, v, initial_state, found, reverse=reverse)
+    k, v = (x.astype(problem.state_dtype) for x in (k, v))
+    states = compositions.states(k, v, initial_state, found, jax.numpy.stack, reverse=reverse)
+    return states[..., 0, :, :] if ends is None else states
+
+
+def scaled_dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Array:
+    """Attention with the names and the meaning of PyTorch's function, with gradients.
+
+    Parameters
+    ----------
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        As in `fa_cupy.scaled_dot_product_attention`. All arguments but the arrays are static under
+        `jax.jit`; an `attn_mask` of floats has a gradient too.
+
+    Returns
+    -------
+    jax.Array, shape (..., L, Ev)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.scaled_dot_product_attention`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import scaled_dot_product_attention
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
+    >>> dq = jax.grad(lambda q: scaled_dot_product_attention(q, k, v, is_causal=True).sum())(q)
+    """
+    name = "scaled_dot_product_attention"
+    bits = attn_mask if isinstance(attn_mask, fa_cupy.BitMask) else None
+    given = None if bits is not None else attn_mask
+    require_arrays(name, **dict(zip(TORCH_ARGS, (query, key, value), strict=False)))
+    require_arrays(name, optional=True, attn_mask=given)
+    dropout_p = checks.finite(name, "dropout_p", dropout_p)
+    attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
+    grouped = checks.flag(name, "enable_gqa", enable_gqa)
+    options = {"scale": scale, "is_causal": is_causal, "causal_align": "top_left"}
+    is_mask = given is not None and given.dtype == bool
+    bias, mask = (None, given) if is_mask else (given, None)
+    static = callbacks.Static(Fixed(bits), Fixed(None), None, grouped, tuple(options.items()))
+    return callbacks.attention(static, query, key, value, bias, None, mask)[0]
+
+
+def _zeros(x: Array, rows: int) -> Array:
+    return jax.numpy.zeros((*x.shape[:-2], rows, x.shape[-1]), x.dtype)
+
+
+def _product(q: Array, k: Array, v: Array, initial: Array, reverse: bool) -> Array:
+    return callbacks.causal_product((reverse, "auto"), q, k, v, initial)[0]
+
+
+_LIBRARY = compositions.Library(jax.numpy, jax.lax.stop_gradient, _zeros, _product)

@@ -1,0 +1,238 @@
+"""Attention and causal products that JAX differentiates and traces.
+
+What is traced becomes a callback, which computes on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import fa_cupy
+from fa_cupy._attention import TORCH_ARGS
+from fa_cupy._score import Score, arrays_of, operands_of, with_arrays
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import attention_problem, dispatch, linear_problem
+from fa_cupy.score.program import no_gradient
+
+Array = Any
+
+_SDPA: dict[str, Any] = {"name": "scaled_dot_product_attention", "args": TORCH_ARGS}
+
+
+class Fixed:
+    """What is no array, compared by identity, so that it can be an option."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def taken_apart(score: Score | None) -> tuple[Score | None, list[Array]]:
+    """Return a score without its arrays, which may be traced, and these."""
+    arrays = arrays_of("attention", score)
+    if score is None:
+        return None, []
+    require_arrays("attention", optional=True, **arrays)
+    if not all(isinstance(x, jax.Array) for x in arrays.values()):
+        # As JAX's arrays they may have another dtype.
+        named = {name.removeprefix("score."): jax.numpy.asarray(x) for name, x in arrays.items()}
+        score = Score(score.expression, **{**score._arguments, **named})
+        arrays = arrays_of("attention", score)
+    for name, element in _looked_up(score).items():
+        why = no_gradient("attention_backward", name, element)
+        arrays[name] = _without_gradient(why, arrays[name])
+    return with_arrays(score, dict.fromkeys(arrays)), [*arrays.values()]
+
+
+def _looked_up(score: Score | None) -> dict[str, str]:
+    """Return the arrays of floats of a score that have no gradient, each with an element of it."""
+    operands = operands_of(score, {})
+    if operands is None:
+        return {}
+    found = {name: operands.looked_up(name) for name in arrays_of("attention", score)}
+    return {name: element for name, element in found.items() if element is not None}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _without_gradient(why: str, x: Array) -> Array:
+    """Return an array whose gradient is an error, where it is asked for."""
+    return x
+
+
+def _without_gradient_forward(why: str, x: Array) -> tuple[Array, None]:
+    return x, None
+
+
+def _without_gradient_backward(why: str, saved: None, grad: Array) -> Any:
+    raise ValueError(why)
+
+
+_without_gradient.defvjp(_without_gradient_forward, _without_gradient_backward)
+
+
+class Static(NamedTuple):
+    """All arguments of attention that are no arrays."""
+
+    bits: Fixed  # a BitMask or None
+    score: Fixed  # a Score or None, see `taken_apart`
+    precision: str | None
+    enable_gqa: bool | None  # None in `attention`; a bool in `scaled_dot_product_attention`
+    options: tuple[tuple[str, Any], ...]  # those that gradients take too
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention(
+    static: Static, q: Array, k: Array, v: Array, bias: Array, sinks: Array, mask: Array,
+    *of_score: Array,
+) -> Any:  # fmt: skip
+    """Return the output of attention and its log-sum-exp."""
+    options = {"precision": static.precision, **dict(static.options)}
+
+    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *of_score: Any) -> Any:
+        mask = mask if static.bits.value is None else static.bits.value
+        whole = _put_together(static.score.value, of_score)
+        return fa_cupy.attention(
+            q, k, v, bias, mask, sinks=sinks, score=whole, return_lse=True, **options
+        )
+
+    def shapes(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *of_score: Any) -> Any:
+        mask = mask if static.bits.value is None else static.bits.value
+        whole = _put_together(static.score.value, of_score)
+        operands = operands_of(whole, arrays_of("attention", whole))
+        names = {} if static.enable_gqa is None else _SDPA | {"grouped": static.enable_gqa}
+        problem = attention_problem.attention_problem(
+            q, k, v, bias, mask, sinks=sinks, score=operands, **names, **options
+        )
+        lse = jax.ShapeDtypeStruct(
+            problem.out_shape[:-1], attention_problem.sum_dtype(problem.dtype)
+        )
+        return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), lse
+
+    arrays = q, k, v, bias, sinks, mask, *of_score
+    if static.enable_gqa is not None:
+        shapes(*map(stand_in, arrays))  # whose errors have the names of that function
+    return _call(function, shapes, *arrays)
+
+
+def _put_together(score: Score | None, arrays: Sequence[Any]) -> Score | None:
+    """Return a score with arrays in place of those that `taken_apart` took."""
+    if score is None:
+        return None
+    return with_arrays(score, dict(zip(arrays_of("attention", score), arrays, strict=True)))
+
+
+def _attention_forward(static: Static, *arrays: Array) -> Any:
+    out, lse = attention(static, *arrays)
+    return (out, lse), (*arrays, out, lse)
+
+
+def _attention_backward(static: Static, saved: tuple[Array, ...], grads: Any) -> Any:
+    bits, score, *_, options = static
+    of_score = arrays_of("attention", score.value)
+    names = "q", "k", "v", "bias", "sinks", "mask", *of_score
+    arrays = dict(zip(names, saved, strict=False))
+    without = _looked_up(score.value)
+    need = [
+        name
+        for name, x in arrays.items()
+        if x is not None and name not in without and jax.numpy.issubdtype(x.dtype, np.inexact)
+    ]
+
+    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *rest: Any) -> Any:
+        *of_score, out, lse, dout, dlse = rest
+        mask = mask if bits.value is None else bits.value
+        return fa_cupy.attention_backward(
+            dout, q, k, v, out, lse, bias, mask, sinks=sinks, dlse=dlse, need=need,
+            score=_put_together(score.value, of_score), **dict(options),
+        )  # fmt: skip
+
+    shapes = tuple(_shape_of(arrays[name]) for name in need)
+    found = dict(zip(need, _call(function, lambda *_: shapes, *saved, *grads), strict=True))
+    # Not None, which would end the way back here: it is to reach the error.
+    found |= {name: jax.numpy.full_like(arrays[name], np.nan) for name in without}
+    return tuple(map(found.get, names))
+
+
+attention.defvjp(_attention_forward, _attention_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def causal_product(static: tuple[bool, str], q: Array, k: Array, v: Array, initial: Array) -> Any:
+    """Return the output of a causal product and its last state."""
+    reverse, algorithm = static
+
+    def function(q: Any, k: Any, v: Any, initial: Any) -> Any:
+        return fa_cupy.causal_product(
+            q, k, v, initial_state=initial, return_state=True, reverse=reverse,
+            algorithm=algorithm,
+        )  # fmt: skip
+
+    def shapes(*arrays: Any) -> Any:
+        problem = linear_problem.product_problem("causal_product", *arrays)
+        state = jax.ShapeDtypeStruct(problem.state_shape, problem.state_dtype)
+        return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), state
+
+    return _call(function, shapes, q, k, v, initial)
+
+
+def _product_forward(static: tuple[bool, str], *arrays: Array) -> Any:
+    return causal_product(static, *arrays), arrays
+
+
+def _product_backward(static: tuple[bool, str], saved: tuple[Array, ...], grads: Any) -> Any:
+    def function(q: Any, k: Any, v: Any, initial: Any, dout: Any, dstate: Any) -> Any:
+        return fa_cupy.causal_product_backward(
+            dout, q, k, v, initial_state=initial, reverse=static[0], dstate=dstate
+        )
+
+    given = [x for x in saved if x is not None]
+    found = _call(function, lambda *_: tuple(map(_shape_of, given)), *saved, *grads)
+    return *found, *[None] * (4 - len(found))
+
+
+causal_product.defvjp(_product_forward, _product_backward)
+
+
+def _call(function: Callable[..., Any], shapes: Callable[..., Any], *arrays: Array) -> Any:
+    """Call `function`, or record a callback whose results have the shapes of ``shapes(*arrays)``.
+
+    An array may be None.
+    """
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return function(*(None if x is None else jax.numpy.asarray(x) for x in arrays))
+    stand_ins = map(stand_in, arrays)
+
+    def on_host(*given: Any) -> Any:
+        rest = iter(given)
+        return function(*(None if x is None else np.asarray(next(rest)) for x in arrays))
+
+    present = [x for x in arrays if x is not None]
+    return jax.pure_callback(on_host, shapes(*stand_ins), *present, vmap_method="sequential")
+
+
+def require_arrays(name: str, *, optional: bool = False, **arrays: Any) -> None:
+    """Raise for what is no array; None is one only where it may be left out."""
+    if not optional:
+        dispatch.require(name, **arrays)
+    for arg, x in arrays.items():
+        if x is not None and not isinstance(x, jax.Array):  # as what is traced is
+            core_arrays.to_native(name, writes=None, **{arg: x})
+
+
+def stand_in(x: Any) -> Any:
+    """Return an array of the shape and dtype of `x` in the memory of one element; None for None."""
+    return None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+
+def _shape_of(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,189 @@
+"""Arguments of the functions for PyTorch, as operators take them.
+
+An operator takes tensors, numbers and text. A score becomes its text, with the arrays beside it; a
+`BitMask` becomes a number, by which it is found as long as somebody holds it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fa_cupy import _score
+from fa_cupy._bitmask import BitMask
+from fa_cupy._score import Score, arrays_of, with_arrays
+from fa_cupy.core import attention_problem, checks, dispatch
+
+_BITS: weakref.WeakValueDictionary[int, BitMask] = weakref.WeakValueDictionary()
+_NUMBERS: dict[int, int] = {}  # by the id of a mask that lives
+_COUNT = itertools.count()
+
+# Texts of scores, with the dtypes and numbers of axes of their arrays -> scores without arrays.
+_SCORES: dict[Any, Score] = {}
+_MOST_SCORES = 256
+
+_DTYPES = {
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: attention_problem.BFLOAT16,
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.bool: np.dtype(np.bool_),
+}
+
+
+torch.compiler.assume_constant_result(_score.parsed)
+
+
+class Options(NamedTuple):
+    """All arguments of attention that are no tensors."""
+
+    bits: int | None  # the number of a BitMask
+    score: str | None  # see `score_text`
+    scale: float | None
+    is_causal: bool
+    causal_align: str | None
+    left: int | None
+    right: int | None
+    softcap: float
+    precision: str | None
+    enable_gqa: bool | None  # None in `attention`; a bool in `scaled_dot_product_attention`
+
+    def keywords(self) -> dict[str, Any]:
+        """Return what `fa_cupy.attention` and `fa_cupy.attention_backward` both take."""
+        return {
+            "scale": self.scale,
+            "is_causal": self.is_causal,
+            "causal_align": self.causal_align,
+            "window": (self.left, self.right),
+            "softcap": self.softcap,
+        }
+
+
+def options(
+    name: str,
+    mask: Any,
+    score: Score | None,
+    scale: Any,
+    is_causal: Any,
+    causal_align: Any,
+    window: Any,
+    softcap: Any,
+    precision: Any,
+    enable_gqa: bool | None = None,
+) -> Options:
+    """Check options, as far as they do not depend on tensors, and return them.
+
+    What is compiled may have numbers that are not known yet: there the operator raises.
+    """
+    bits = number_of(mask) if isinstance(mask, BitMask) else None
+    text = None if score is None else score_text(score)
+    if not torch.compiler.is_compiling():
+        checks.band(name, is_causal, causal_align, window, 1, 1)
+        checks.precision(name, precision, np.dtype(np.float32))
+        is_causal = checks.flag(name, "is_causal", is_causal)
+    left, right = (None, None) if window is None else window
+    scale = None if scale is None else number(name, "scale", scale)
+    softcap = number(name, "softcap", softcap, minimum=0.0)
+    return Options(
+        bits, text, scale, is_causal, causal_align, left, right, softcap, precision, enable_gqa
+    )
+
+
+def number(name: str, arg: str, value: Any, minimum: float = -math.inf) -> Any:
+    """Return a finite number as a float; what is compiled, as it is, for the operator to check."""
+    if torch.compiler.is_compiling():
+        return value
+    return checks.finite(name, arg, value, minimum=minimum)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def number_of(mask: BitMask) -> int:
+    """Return the number of a mask; `torch.compile` compiles again for another mask."""
+    key = id(mask)
+    if key not in _NUMBERS:
+        _NUMBERS[key] = next(_COUNT)
+        _BITS[_NUMBERS[key]] = mask
+        weakref.finalize(mask, _NUMBERS.pop, key)
+    return _NUMBERS[key]
+
+
+def mask_of(number: int | None, mask: Any) -> Any:
+    """Return the mask that has a number, or `mask` for None."""
+    if number is None:
+        return mask
+    if number not in _BITS:
+        raise RuntimeError(
+            "attention: mask is a BitMask that is no longer held, want it held until the backward "
+            "pass of a compiled function is over"
+        )
+    return _BITS[number]
+
+
+def score_text(score: Score) -> str:
+    """Return a line with the expression, and one with the name of each array or its value."""
+    lines = [score.expression]
+    for name, value in score._arguments.items():
+        if isinstance(value, torch.Tensor):
+            lines.append(name)
+        elif isinstance(value, (int, np.integer)):
+            lines.append(f"{name}={int(value)}")
+        else:
+            lines.append(f"{name}={float(value)!r}")
+    return "\n".join(lines)
+
+
+def score_arrays(text: str | None) -> list[str]:
+    """Return the names that errors and gradients have for the arrays of a score, from its text."""
+    lines = [] if text is None else text.split("\n")[1:]
+    return [f"score.{line}" for line in lines if "=" not in line]
+
+
+def score_of(text: str | None, arrays: Sequence[Any]) -> Score | None:
+    """Return the score of a text, with arrays."""
+    if text is None:
+        return None
+    key = text, *((x.dtype, x.ndim) for x in arrays)
+    if key not in _SCORES:
+        expression, *lines = text.split("\n")
+        rest = iter(arrays)
+        given: dict[str, Any] = {}
+        for line in lines:
+            name, _, number = line.partition("=")
+            whole = number.lstrip("-").isdecimal()
+            given[name] = (int if whole else float)(number) if number else next(rest)
+        made = Score(expression, **given)
+        if len(_SCORES) == _MOST_SCORES:
+            _SCORES.clear()
+        _SCORES[key] = with_arrays(made, dict.fromkeys(arrays_of("attention", made)))
+    score = _SCORES[key]
+    return with_arrays(score, dict(zip(arrays_of("attention", score), arrays, strict=True)))
+
+
+def require_tensors(name: str, optional: Sequence[str] = (), **arrays: Any) -> None:
+    """Raise for what is no tensor; only `optional` arguments may be None."""
+    dispatch.require(name, **{arg: x for arg, x in arrays.items() if arg not in optional})
+    for arg, x in arrays.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise TypeError(f"{name}: {arg} is a {kind}, want a torch.Tensor")
+
+
+def stand_in(x: Any) -> Any:
+    """Return a NumPy array of the shape and the dtype of a tensor in the memory of one element."""
+    if x is None or isinstance(x, BitMask):
+        return x
+    dtype = _DTYPES.get(x.dtype)
+    if dtype is None:
+        dtype = np.dtype(str(x.dtype).removeprefix("torch."))
+    return np.broadcast_to(np.zeros((), dtype), tuple(x.shape))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

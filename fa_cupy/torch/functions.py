@@ -1,0 +1,141 @@
+"""Attention and causal products as functions of `torch.autograd`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa_cupy.torch import operators
+from fa_cupy.torch.arguments import Options, score_arrays
+
+
+class _Function(torch.autograd.Function):  # type: ignore[misc]
+    """A function that `torch.func.vmap` calls once for each entry.
+
+    Axes have meanings here (three of them are never grouped, a score has the index of a head), so
+    that one more in front would make another problem of it.
+    """
+
+    @classmethod
+    def of(cls, *args: Any) -> Any:
+        """Call the function; what `torch.compile` records without gradients needs no more of it."""
+        grads = torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in args
+        )
+        call = cls.forward if torch.compiler.is_compiling() and not grads else cls.apply
+        return call(*args)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, *args: Any) -> Any:
+        found = [
+            cls.apply(
+                *(
+                    x.select(axis, i) if isinstance(axis, int) else x
+                    for x, axis in zip(args, in_dims, strict=True)
+                )
+            )
+            for i in range(info.batch_size)
+        ]
+        stacked = tuple(
+            None if parts[0] is None else torch.stack(parts) for parts in zip(*found, strict=True)
+        )
+        return stacked, tuple(None if x is None else 0 for x in stacked)
+
+
+class _Gradients(_Function):
+    """Gradients, which have none of their own.
+
+    `torch.compile` has an error of its own for second derivatives, and cannot record such a
+    function inside of a backward pass.
+    """
+
+    @classmethod
+    def of(cls, *args: Any) -> Any:
+        """Call the function."""
+        call = cls.forward if torch.compiler.is_compiling() else cls.apply
+        return call(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "fa_cupy.torch: a second derivative is not available, want a first one"
+        )
+
+
+class Attention(_Function):
+    """``apply(options, held, q, k, v, bias, mask, sinks, *arrays)``: output and log-sum-exp.
+
+    `held` is a BitMask that options have by its number, so that it is there in the backward pass.
+    """
+
+    @staticmethod
+    def forward(options: Options, held: Any, *tensors: Any) -> Any:
+        return operators.attention(*tensors[:6], list(tensors[6:]), *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.options, ctx.held, *tensors = inputs
+        ctx.save_for_backward(*output, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        saved = ctx.saved_tensors
+        score = score_arrays(ctx.options.score)
+        names = ["q", "k", "v", "bias", "mask", "sinks", *score]
+        wanted = ctx.needs_input_grad[2:]
+        need = [name for name, grad in zip(names, wanted, strict=True) if grad]
+        found: dict[str, Any] = {}
+        if need and not (dout is None and dlse is None):
+            dout = torch.zeros_like(saved[0]) if dout is None else dout
+            grads = AttentionGradients.of(ctx.options, ",".join(need), dout, dlse, *saved)
+            found = dict(zip(need, grads, strict=True))
+        return None, None, *[found.get(name) for name in names]
+
+
+class AttentionGradients(_Gradients):
+    """``apply(options, need, dout, dlse, out, lse, q, k, v, bias, mask, sinks, *arrays)``."""
+
+    @staticmethod
+    def forward(options: Options, need: str, *tensors: Any) -> Any:
+        dout, *saved = tensors[:10]
+        arrays = list(tensors[10:])
+        return tuple(operators.attention_backward(dout, need, *saved, arrays, *options))
+
+
+class CausalProduct(_Function):
+    """``apply(q, k, v, initial_state, reverse, algorithm)``: output and last state."""
+
+    @staticmethod
+    def forward(q: Any, k: Any, v: Any, initial: Any, reverse: bool, algorithm: str) -> Any:
+        return operators.causal_product(q, k, v, initial, reverse, algorithm)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.reverse, _ = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.shape, ctx.like = output[0].shape, output[0].dtype
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dstate: Any) -> Any:
+        saved = ctx.saved_tensors
+        if dout is None and dstate is None:
+            return (None,) * 6
+        if dout is None:
+            dout = torch.zeros(ctx.shape, dtype=ctx.like, device=saved[0].device)
+        found = CausalProductGradients.of(ctx.reverse, dout, dstate, *saved)
+        return *found, *[None] * (6 - len(found))
+
+
+class CausalProductGradients(_Gradients):
+    """``apply(reverse, dout, dstate, q, k, v, initial_state)``."""
+
+    @staticmethod
+    def forward(reverse: bool, *tensors: Any) -> Any:
+        return tuple(operators.causal_product_backward(*tensors, reverse))
