@@ -67,6 +67,7 @@ sphinx_gallery_conf = {
 html_theme = "furo"
 html_title = f"fa_cupy {release}"
 html_static_path = ["_static"]
+html_css_files = ["book.css"]
 html_copy_source = False
 html_math_renderer = "mathml"
 # A copied example has neither prompts nor results.

@@ -45,7 +45,9 @@ def loss_and_gradient(log_width):
 # SciPy compares the gradient with differences of the error.
 
 start = np.zeros(3)
-difference = check_grad(lambda w: loss_and_gradient(w)[0], lambda w: loss_and_gradient(w)[1], start)
+difference = check_grad(
+    lambda w: loss_and_gradient(w)[0], lambda w: loss_and_gradient(w)[1], start
+)  # fmt: skip
 assert difference < 1e-5
 
 # %%
@@ -74,7 +76,7 @@ left.set(xlabel="iteration", ylabel="bandwidth")
 left.legend()
 line = np.linspace(-2, 2, 200)
 points = np.stack([line, 0 * line, 0 * line], axis=1)
-right.plot(X[:, 0], y - 0.3 * X[:, 1], ".", markersize=3, color="#c0c6cc", label="samples")
+right.plot(X[:, 0], y - 0.3 * X[:, 1], ".", ms=3, color="#c0c6cc", label="samples")
 for label, widths in (("bandwidths of 1", np.ones(3)), ("bandwidths found", width)):
     right.plot(line, kernel_regression(points, X, y, widths), label=label)
 right.set(xlabel="first coordinate")

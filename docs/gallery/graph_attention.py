@@ -24,7 +24,7 @@ rng = np.random.default_rng(0)
 count = 3000
 points = rng.random((count, 2))
 pairs = cKDTree(points).query_pairs(0.04, output_type="ndarray")
-src = np.concatenate([pairs[:, 0], pairs[:, 1], np.arange(count)])  # and from each node to itself
+src = np.concatenate([pairs[:, 0], pairs[:, 1], np.arange(count)])  # and to itself
 dst = np.concatenate([pairs[:, 1], pairs[:, 0], np.arange(count)])
 
 # %%
@@ -41,7 +41,8 @@ assert mask.equals(BitMask.from_csr(graph))
 # ``reorder`` returns the mask for the new order, and the order.
 
 near, order = mask.reorder()
-print(f"blocks with an edge: {mask.block_density:.0%}, in the new order {near.block_density:.0%}")
+shares = f"{mask.block_density:.0%}, in the new order {near.block_density:.0%}"
+print(f"blocks with an edge: {shares}")
 
 # %%
 # Attention
@@ -67,5 +68,6 @@ assert np.allclose(out, direct)
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 plot.mask(mask, ax=axes[0]).set_title("nodes at random")
 plot.mask(near, ax=axes[1]).set_title("neighbours close to each other")
-figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+names = axes[0].get_legend_handles_labels()
+figure.legend(*names, loc="outside lower center", ncols=3)
 plt.show()

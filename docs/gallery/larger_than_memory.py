@@ -44,7 +44,8 @@ q = 2 * rng.standard_normal((100, dim), dtype=np.float32)
 out, lse, history = None, None, []
 for start in range(0, count, chunk):
     rows = slice(start, start + chunk)
-    part, part_lse = attention(q, np.array(keys[rows]), np.array(values[rows]), return_lse=True)
+    k, v = np.array(keys[rows]), np.array(values[rows])
+    part, part_lse = attention(q, k, v, return_lse=True)
     if out is None:
         out, lse = part, part_lse
     else:

@@ -53,9 +53,8 @@ assert np.allclose(mean[inner], ndimage.uniform_filter(image, 5)[inner])
 # --------
 # ``fa_cupy.plot.mask`` draws a mask. Without ``ax`` it makes a figure of its own, with a legend.
 
-print(
-    f"blocks that are computed: {together.block_density:.0%}, visible pairs {together.density:.0%}"
-)
+shares = f"{together.block_density:.0%}, visible pairs {together.density:.0%}"
+print(f"blocks that are computed {shares}")
 
 panels = {
     "window": before,
@@ -66,5 +65,6 @@ panels = {
 figure, axes = plt.subplots(2, 2, figsize=(7, 7.4), layout="constrained")
 for ax, (title, mask) in zip(axes.flat, panels.items(), strict=True):
     plot.mask(mask, ax=ax).set_title(title)
-figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+names = axes[0, 0].get_legend_handles_labels()
+figure.legend(*names, loc="outside lower center", ncols=3)
 plt.show()

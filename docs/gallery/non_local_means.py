@@ -59,11 +59,13 @@ def error(found):
     return np.sqrt(np.mean((found - image) ** 2))
 
 
-blurred = min((ndimage.gaussian_filter(noisy, w) for w in np.arange(0.3, 2, 0.1)), key=error)
+filtered = [ndimage.gaussian_filter(noisy, width) for width in np.arange(0.3, 2, 0.1)]
+blurred = min(filtered, key=error)
 assert error(denoised) < 0.8 * error(blurred)
-print(f"root mean square error {error(denoised):.3f}, of the Gaussian filter {error(blurred):.3f}")
+errors = f"{error(denoised):.3f}, of the Gaussian filter {error(blurred):.3f}"
+print(f"root mean square error {errors}")
 
-figure = plot.images(
-    {"noisy": noisy, "non-local means": denoised, "Gaussian filter": blurred, "original": image}
-)
+panels = {"noisy": noisy, "non-local means": denoised}
+panels |= {"Gaussian filter": blurred, "original": image}
+figure = plot.images(panels)
 plt.show()

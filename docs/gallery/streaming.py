@@ -36,7 +36,8 @@ state, parts, seconds = None, [], []
 for start in range(0, length, packet):
     rows = slice(start, start + packet)
     begin = perf_counter()
-    out, state = linear_attention(q[rows], k[rows], v[rows], initial_state=state, return_state=True)
+    arrays = q[rows], k[rows], v[rows]
+    out, state = linear_attention(*arrays, initial_state=state, return_state=True)
     seconds.append(perf_counter() - begin)
     parts.append(out)
 streamed = np.concatenate(parts)
@@ -65,9 +66,10 @@ print(f"state: {state.size} numbers after {length:,} rows")
 
 figure, (upper, lower) = plt.subplots(2, 1, figsize=(7, 4.5), layout="constrained")
 upper.plot(v[:, 0], label="values", linewidth=0.8)
-upper.plot(streamed[:, 0], label="mean of those before, weighted by queries and keys")
+upper.plot(streamed[:, 0], label="weighted mean of those before")
 upper.set(xlabel="row", title="one column of the values and of the output")
 upper.legend()
 lower.plot(np.arange(0, length, packet), 1e3 * np.array(seconds), ".", markersize=3)
-lower.set(xlabel="row", ylabel="ms", title="time of a packet", ylim=(0, 5e3 * np.median(seconds)))
+lower.set(xlabel="row", ylabel="ms", title="time of a packet")
+lower.set_ylim(0, 5e3 * np.median(seconds))
 plt.show()
