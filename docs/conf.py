@@ -61,6 +61,7 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
     "show_signature": False,
     "abort_on_example_error": True,
+    "run_stale_examples": True,  # what they call may have changed
     "log_level": {"backreference_missing": "debug"},  # not every function is in a recipe
 }
 
