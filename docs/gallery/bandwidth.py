@@ -46,8 +46,10 @@ def loss_and_gradient(log_width):
 
 start = np.zeros(3)
 difference = check_grad(
-    lambda w: loss_and_gradient(w)[0], lambda w: loss_and_gradient(w)[1], start
-)  # fmt: skip
+    lambda w: loss_and_gradient(w)[0],
+    lambda w: loss_and_gradient(w)[1],
+    start,
+)
 assert difference < 1e-5
 
 # %%
@@ -57,9 +59,14 @@ assert difference < 1e-5
 
 path = [start]
 found = minimize(
-    loss_and_gradient, start, jac=True, method="L-BFGS-B", bounds=[(-4, 3)] * 3,
-    callback=lambda w: path.append(w.copy()), options={"maxiter": 30},
-)  # fmt: skip
+    loss_and_gradient,
+    start,
+    jac=True,
+    method="L-BFGS-B",
+    bounds=[(-4, 3)] * 3,
+    callback=lambda w: path.append(w.copy()),
+    options={"maxiter": 30},
+)
 width = np.exp(found.x)
 assert width[0] < width[1] < width[2]
 assert found.fun < 0.2 * loss_and_gradient(start)[0]
