@@ -23,6 +23,7 @@ ifeq ($(PY),$(VENV)/bin/python)
 HERE := $(shell pwd -P | cksum | cut -d ' ' -f 1)
 DEMO_READY := $(VENV)/.demo-$(HERE)
 TEST_READY := $(VENV)/.test-$(HERE)
+DOCS_READY := $(VENV)/.docs-$(HERE)
 endif
 # In this order: the last one decides which CUDA is there.
 GPU_READY := $(TEST_READY) $(DEMO_READY)
@@ -70,8 +71,9 @@ bench: $(GPU_READY)
 	$(PY) -m validation bench
 	$(PY) -m validation readme
 
-docs: $(TEST_READY)
-	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+## the pages, with the pictures of the gallery, in docs/_build/html
+docs: $(DOCS_READY)
+	OPENBLAS_NUM_THREADS=1 $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .
@@ -107,4 +109,8 @@ $(VENV)/.demo-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(PIP) --editable ".[test]"
 	if [ "$$($(PYTHON) -I fa_cupy/cli/cuda_extra.py)" = cuda12 ]; then rm -f $(VENV)/.demo-*; fi
+	touch $@
+
+$(VENV)/.docs-%: setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(PIP) --editable ".[docs]"
 	touch $@

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel_tables
 import measured
+from sphinx_gallery.sorting import ExplicitOrder
 
 import fa_cupy
 
@@ -21,15 +22,53 @@ author = "fa_cupy contributors"
 project_copyright = author
 version = release = fa_cupy.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx_copybutton", "numpydoc"]
-exclude_patterns = ["_build"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+    "numpydoc",
+]
+exclude_patterns = ["_build", "_templates", "gallery"]
+templates_path = ["_templates"]
 nitpicky = True
 # numpydoc turns the names of types into references; those of other projects are not built here.
 nitpick_ignore_regex = [("py:.*", r"(numpy|cupy|ml_dtypes|matplotlib)\..*")]
 
+# The recipes, from the simplest on. `-D plot_gallery=0` makes their pages without running them.
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "generated/gallery",
+    "backreferences_dir": "generated/backreferences",
+    "doc_module": ("fa_cupy",),
+    "filename_pattern": r"\.py$",
+    "within_subsection_order": ExplicitOrder(
+        [
+            "kernel_regression.py",
+            "non_local_means.py",
+            "graph_attention.py",
+            "packed_documents.py",
+            "streaming.py",
+            "bandwidth.py",
+            "larger_than_memory.py",
+            "masks.py",
+        ]
+    ),
+    "image_srcset": ["2x"],
+    "thumbnail_size": (640, 448),
+    "download_all_examples": False,
+    "write_computation_times": False,
+    "show_signature": False,
+    "abort_on_example_error": True,
+    "run_stale_examples": True,  # what they call may have changed
+    "log_level": {"backreference_missing": "debug"},  # not every function is in a recipe
+}
+
 html_theme = "furo"
 html_title = f"fa_cupy {release}"
 html_static_path = ["_static"]
+html_css_files = ["book.css"]
 html_copy_source = False
 html_math_renderer = "mathml"
 # A copied example has neither prompts nor results.
@@ -41,6 +80,7 @@ autodoc_mock_imports = ["torch", "jax"]  # which the adapters import, and pages 
 autodoc_typehints = "none"  # the numpydoc sections say it in words
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
+autosummary_ignore_module_all = False
 highlight_language = "none"
 
 

@@ -71,6 +71,71 @@ def speeds(wanted, picture):
     return "\n".join(parts)
 
 
+# What the first table says of a case: its name there, its family and its case.
+SUMMARY = (
+    ("Attention", "attention_fwd", "bf16 hd128 full 4096x4"),
+    ("Attention, causal", "attention_fwd", "bf16 hd128 causal 4096x4"),
+    ("Attention, head_dim 64", "attention_fwd", "bf16 hd64 full 4096x4"),
+    ("Its gradients", "attention_bwd", "bf16 hd128 full 4096x4"),
+    ("Its gradients, causal", "attention_bwd", "bf16 hd128 causal 4096x4"),
+    ("Softcap", "attention_scores_fwd", "bf16 hd128 full softcap 4096x4"),
+    ("ALiBi as a Score", "attention_scores_fwd", "bf16 hd128 full alibi-expression 4096x4"),
+    ("Mask with half of its blocks", "attention_sparse", "bf16 hd128 blocks-0.5 8192x1"),
+    ("Mask of sixteen documents", "attention_sparse", "bf16 hd128 documents-16 8192x1"),
+    ("Causal product, dims 64", "causal_product_fwd", "bf16 E64 4096x8 h16"),
+    ("Its gradients, dims 64", "causal_product_bwd", "bf16 E64 4096x8 h16"),
+    ("Causal product, float32", "causal_product_fwd", "fp32 E64 4096x8 h16"),
+    ("Attention in float32", "attention_cpu", "fp32 hd64 full 2048x1 h8"),
+)
+PEERS = {
+    "cudnn": "cuDNN",
+    "efficient": "PyTorch",
+    "flash2": "FlashAttention-2",
+    "flex": "FlexAttention",
+    "flex_sigmoid": "FlexAttention",
+    "fla_chunk": "fla-core",
+    "fla_fused_chunk": "fla-core",
+    "torch": "PyTorch",
+    "torch_chunk": "PyTorch",
+    "jax": "JAX",
+}
+
+
+def summary():
+    """One row a kind of call: its speed and that of the fastest peer of the same run."""
+    lines, devices = [], []
+    for name, wanted, case in SUMMARY:
+        rows = [(device, row) for device, row in family(wanted) if row["case"] == case]
+        for device, own in rows:
+            if own["impl"] != "fa_cupy":
+                continue
+            peers = [
+                row
+                for where, row in rows
+                if where == device and row["impl"] in PEERS and row["date"] == own["date"]
+            ]
+            best = max(peers, key=lambda row: row["value"] or 0, default=None)
+            cells = [f"{name} ({device})", said(own), "-", "-"]
+            if best:
+                cells[2] = f"{said(best)}, {PEERS[best['impl']]}"
+                cells[3] = f"{own['value'] / best['value']:.2f}"
+            lines.append(cells)
+            devices.append(device)
+    if not lines:
+        return "No speed has been measured yet. ``make bench`` measures it.\n"
+    # Most rows are of one device, which is named once.
+    usual = max(devices, key=devices.count)
+    head = (f"on one {usual}, in bfloat16", "fa_cupy", "fastest peer", "ratio")
+    return table(head, [[cell.replace(f" ({usual})", "") for cell in row] for row in lines])
+
+
+def said(row):
+    """The speed of a row; under a sparse mask its time, as there a speed counts hidden pairs."""
+    if row["family"] in SPARSE:
+        return f"{row['ms']:.3f} ms"
+    return f"{row['value']:,.0f} {row['unit']}"
+
+
 def benchmarks():
     """Every device's pictures and tables, but those with a place of their own."""
     elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE)

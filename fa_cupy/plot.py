@@ -1,4 +1,9 @@
-"""Pictures, drawn with matplotlib, which is imported for the first picture."""
+"""Pictures, drawn with matplotlib, which is imported for the first picture.
+
+Without `ax`, a function draws on a new figure of pyplot, which a notebook shows and
+`matplotlib.pyplot.show` too, and which has a legend or a colour bar. Axes that are given get
+neither, as there may be no room for them: ``ax.legend()`` draws the legend there.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +27,31 @@ __all__ = ["images", "layout", "mask", "scores", "weights"]
 _WORDS = ("#2f6db5", "#d9822b", "#3d9a6b", "#a3478f")  # the four words of a row
 # Masks up to this many queries and keys are drawn bit by bit, larger ones block by block.
 _MOST_BITS = 1024
+# The end of the colours of weights: the largest weight, 1, is a blue on which a grid can be seen.
+_LIGHTER = 1.6
 
 
-def images(panels: Mapping[str, NDArray[Any]], path: str | PathLike[str] | IO[bytes]) -> None:
-    """Write images of one size side by side into a file.
+def images(
+    panels: Mapping[str, NDArray[Any]], path: str | PathLike[str] | IO[bytes] | None = None
+) -> Any:
+    """Draw images of one size side by side, or write them into a file.
 
     Parameters
     ----------
-    panels : mapping of str to ndarray, shape (height, width, 3)
-        Title and RGB values of each image; values are clipped to [0, 1].
-    path : path-like or binary file
+    panels : mapping of str to ndarray, shape (height, width) or (height, width, 3)
+        Title and values of each image, of grey or of RGB; values are clipped to [0, 1].
+    path : path-like or binary file, optional
         The file to write. The ending of a path names the format; a file object gets a PNG.
+
+    Returns
+    -------
+    matplotlib.figure.Figure or None
+        A figure of pyplot, with one axes for each image; None where a file is written.
+
+    Raises
+    ------
+    ValueError
+        If `panels` is empty.
 
     Examples
     --------
@@ -46,22 +65,21 @@ def images(panels: Mapping[str, NDArray[Any]], path: str | PathLike[str] | IO[by
     """
     if not panels:
         raise ValueError("plot.images: panels is empty, want at least one image")
-    # Without pyplot there is no global state and no window.
-    from matplotlib.figure import Figure
-
     height, width = next(iter(panels.values())).shape[:2]
     dpi = 100
     panel_width = max(3.0, width / dpi)  # inches; no image loses pixels
-    figure = Figure(
-        figsize=(panel_width * len(panels), panel_width * height / width + 0.4),
-        layout="constrained",
-    )
+    size = (panel_width * len(panels), panel_width * height / width + 0.4)
+    figure = _figure(*size) if path is None else _file_figure(*size)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for ax, (title, image) in zip(axes, panels.items(), strict=True):
-        ax.imshow(np.clip(image, 0.0, 1.0), interpolation="nearest")
+        shown = np.clip(image, 0.0, 1.0)
+        ax.imshow(shown, interpolation="nearest", cmap="gray", vmin=0.0, vmax=1.0)
         ax.set_title(title)
         ax.set_axis_off()
+    if path is None:
+        return figure
     figure.savefig(path, dpi=dpi)
+    return None
 
 
 def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
@@ -80,7 +98,8 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
     Returns
     -------
     matplotlib.axes.Axes
-        The largest weight of every query is drawn darkest; hidden keys are grey.
+        The largest weight of every query is drawn darkest; hidden keys are grey. A new figure
+        has a colour bar.
 
     Examples
     --------
@@ -91,18 +110,23 @@ def weights(q_len: int, k_len: int, *, ax: Any = None, **options: Any) -> Any:
     """
     for arg, length in (("q_len", q_len), ("k_len", k_len)):
         checks.whole("plot.weights", arg, length)
-    ax = ax or _axes(0.4 * k_len + 0.8, 0.4 * q_len + 0.8)
+    own = ax is None
+    ax = _figure(0.4 * k_len + 1.8, 0.4 * q_len + 0.8).subplots() if own else ax
     seen = attention(np.zeros((q_len, 1)), np.zeros((k_len, 1)), np.eye(k_len), **options)
     largest = seen.max(axis=-1, keepdims=True, initial=0.0)
     shade = np.divide(seen, largest, out=np.zeros_like(seen), where=largest > 0)
     ax.set_facecolor("#f1f3f5")
-    ax.pcolormesh(np.where(shade == 0.0, np.nan, shade), cmap="Blues", vmin=0.0, vmax=1.6)
+    drawn = np.where(shade == 0.0, np.nan, shade)
+    mesh = ax.pcolormesh(drawn, cmap="Blues", vmin=0.0, vmax=_LIGHTER)
     ax.hlines(np.arange(1, q_len), 0, k_len, color="white", linewidth=1)
     ax.vlines(np.arange(1, k_len), 0, q_len, color="white", linewidth=1)
     _frame(ax, q_len, k_len)
     ax.set_xticks(np.arange(k_len) + 0.5, [str(j) for j in range(k_len)])
     ax.set_yticks(np.arange(q_len) + 0.5, [str(i) for i in range(q_len)])
     ax.tick_params(length=0)
+    if own:
+        bar = ax.figure.colorbar(mesh, ax=ax, label="weight / largest of the query")
+        bar.ax.set_ylim(0.0, 1.0)
     return ax
 
 
@@ -121,6 +145,7 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
     matplotlib.axes.Axes
         Full blocks are drawn in blue, the bits of partial blocks in orange, and empty blocks are
         left white. With more than 1024 queries or keys, a partial block is orange as a whole.
+        A new figure has a legend.
 
     Raises
     ------
@@ -149,14 +174,18 @@ def mask(mask: BitMask, *, ax: Any = None) -> Any:
         for axis in (0, 1):
             shade = shade.repeat(layouts.BLOCK, axis)
         shade = shade[:q_len, :k_len] * mask.get().to_dense()
-    ax = ax or _axes(4.4, 0.6 + 3.8 * max(0.2, min(2.0, q_len / max(1, k_len))))
+    own = ax is None
+    ax = _figure(5.8, _height(q_len, k_len)).subplots() if own else ax
     edges = [np.arange(n + 1) for n in shade.shape] if drawn else blocks
     colors = ListedColormap(["white", _WORDS[1], _WORDS[0]])  # by BitMask.EMPTY, PARTIAL, FULL
     ax.pcolormesh(edges[1], edges[0], shade, cmap=colors, vmin=0, vmax=2, rasterized=True)
     if len(blocks[0]) + len(blocks[1]) <= 66:
         ax.hlines(blocks[0][1:-1], 0, k_len, color="#8a939c", linewidth=0.5)
         ax.vlines(blocks[1][1:-1], 0, q_len, color="#8a939c", linewidth=0.5)
+    _name(ax, {"full block": _WORDS[0], "partial block": _WORDS[1], "empty block": "white"})
     _frame(ax, q_len, k_len)
+    if own:
+        _legend(ax)
     return ax
 
 
@@ -181,7 +210,8 @@ def scores(
     Returns
     -------
     matplotlib.axes.Axes
-        Larger scores are darker; scores that are -inf or NaN are grey.
+        Larger scores are darker; scores that are -inf or NaN are grey. A new figure has a
+        colour bar.
 
     Raises
     ------
@@ -207,7 +237,8 @@ def scores(
     if operands is None:
         raise TypeError(f"{name}: score is None, want a Score")
     operands.bound(name, (entry + 1, head + 1, rows, 1), cols)
-    ax = ax or _axes(4.4, 0.6 + 3.8 * max(0.2, min(2.0, rows / max(1, cols))))
+    own = ax is None
+    ax = _figure(5.4, _height(rows, cols)).subplots() if own else ax
     ax.set_facecolor("#d5dade")
     if rows and cols:
         variables = {
@@ -220,7 +251,10 @@ def scores(
                 np, operands.program.steps(), variables, operands.values, before.dtype
             )
         shade = np.where(np.isneginf(found), np.nan, found)
-        ax.pcolormesh(np.broadcast_to(shade, (rows, cols)), cmap="Blues", rasterized=True)
+        shade = np.broadcast_to(shade, (rows, cols))
+        mesh = ax.pcolormesh(shade, cmap="Blues", rasterized=True)
+        if own:
+            ax.figure.colorbar(mesh, ax=ax, label="score")
     _frame(ax, rows, cols)
     return ax
 
@@ -241,7 +275,7 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
     -------
     matplotlib.axes.Axes
         Every element shows the number of its bit, in the colour of its word. The numbers on the
-        left are the positions of a row's words in memory.
+        left are the positions of a row's words in memory. A new figure has a legend.
 
     Raises
     ------
@@ -263,7 +297,8 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
 
     address = layouts.fragment_address if order == "fragment" else layouts.row_major_address
     word, bit = address(*np.indices((rows, layouts.BLOCK)))
-    ax = ax or _axes(0.24 * cols + 1.2, 0.24 * rows + 0.8)
+    own = ax is None
+    ax = _figure(0.24 * cols + 2.6, 0.24 * rows + 1.2).subplots() if own else ax
     of_row = np.argsort(np.argsort(word, axis=1, kind="stable"), axis=1) // layouts.WORD_BITS
     colors = ListedColormap(_WORDS)
     ax.pcolormesh(
@@ -275,8 +310,13 @@ def layout(order: str = "fragment", *, rows: int = 16, cols: int = 32, ax: Any =
     words = [", ".join(str(n) for n in np.unique(line)) for line in word]
     ax.set_yticks(np.arange(rows) + 0.5, words, size=6)
     ax.set_xticks(np.arange(0, cols, 8) + 0.5, [str(col) for col in range(0, cols, 8)])
+    ordinals = ("first", "second", "third", "fourth")
+    drawn = np.unique(of_row[:, :cols])
+    _name(ax, {f"{ordinals[n]} word of a row": (_WORDS[n], 0.45) for n in drawn})
     ax.set(aspect="equal", xlim=(0, cols), ylim=(rows, 0), xlabel="key", ylabel="words")
     ax.tick_params(length=0)
+    if own:
+        _legend(ax)
     return ax
 
 
@@ -286,8 +326,32 @@ def _frame(ax: Any, q_len: int, k_len: int) -> None:
     ax.set(aspect="equal", xlabel="key", ylabel="query", **limits)
 
 
-def _axes(width: float, height: float) -> Any:
-    """Return axes on a new figure, sizes in inches."""
+def _height(q_len: int, k_len: int) -> float:
+    """Return the inches of a figure whose axes are about 3.8 inches wide."""
+    return 0.6 + 3.8 * max(0.2, min(2.0, q_len / max(1, k_len)))
+
+
+def _name(ax: Any, colors: Mapping[str, Any]) -> None:
+    """Give `ax` an entry of its legend for each colour, drawn nowhere else."""
+    for label, color in colors.items():
+        style = {"marker": "s", "markersize": 9, "markeredgecolor": "#8a939c", "linestyle": "none"}
+        ax.plot([], [], markerfacecolor=color, label=label, **style)
+
+
+def _legend(ax: Any) -> None:
+    """Draw the legend on the right of the axes."""
+    ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0, frameon=False)
+
+
+def _figure(width: float, height: float) -> Any:
+    """Return a new figure of pyplot, sizes in inches: notebooks and `pyplot.show` show it."""
+    from matplotlib import pyplot
+
+    return pyplot.figure(figsize=(width, height), layout="constrained")
+
+
+def _file_figure(width: float, height: float) -> Any:
+    """Return a figure for a file: without pyplot there is no global state and no window."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained").subplots()
+    return Figure(figsize=(width, height), layout="constrained")

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 import fa_cupy
 from fa_cupy import attention, attention_backward, scaled_dot_product_attention
 from tests.support.strategies import normal
+from validation.digest import ROOT
 
 NAMES = {
     "BitMask",
@@ -98,6 +100,31 @@ def test_docstrings_tell_all_parameters(name):
         assert f"{section}\n{'-' * len(section)}\n" in doc
     for parameter in inspect.signature(function).parameters:
         assert f"\n{parameter} : " in doc or f"\n{parameter} : " in f"\n{doc}"
+
+
+def test_every_public_name_has_a_page():
+    """The lists of docs/api.rst, from which pages are made, are those of the modules."""
+    page = (ROOT / "docs/api.rst").read_text()
+    lists = re.findall(
+        r"^\.\. autosummary::\n   :toctree: generated/api\n\n((?:   .+\n)+)", page, re.M
+    )
+    listed = " ".join(lists).split()
+    assert len(listed) == len(set(listed))
+    assert {name for name in listed if "." not in name} == NAMES - {"__version__"}
+    for module in ("layouts", "plot", "reference"):
+        names = vars(importlib.import_module(f"fa_cupy.{module}"))
+        own = {
+            name
+            for name, value in names.items()
+            if getattr(value, "__module__", "") == f"fa_cupy.{module}" and not name.startswith("_")
+        }
+        found = {name.partition(".")[2] for name in listed if name.startswith(f"{module}.")}
+        assert found == set(names.get("__all__", own)) & own, module
+    for module in ("torch", "jax"):
+        assert {f"{module}.attention", f"{module}.causal_product"} <= set(listed)
+    methods = re.findall(r"^   ~BitMask\.(\w+)$", page, re.M)
+    assert {name for name in dir(fa_cupy.BitMask) if name.startswith("from_")} <= set(methods)
+    assert all(hasattr(fa_cupy.BitMask, name) for name in methods)
 
 
 def test_import_loads_little():

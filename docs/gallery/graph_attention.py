@@ -1,0 +1,73 @@
+"""
+Attention on a graph
+====================
+
+On a graph, each node attends to its neighbours. A mask made from the edges hides all other pairs,
+and blocks of 128 x 128 pairs without an edge are skipped. Numbering the nodes anew, so that
+neighbours have numbers close to each other, leaves fewer blocks.
+"""
+
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy import sparse
+from scipy.spatial import cKDTree
+
+from fa_cupy import BitMask, attention, plot
+
+rng = np.random.default_rng(0)
+
+# %%
+# A graph
+# -------
+# 3,000 points in a square. Two of them are neighbours if their distance is less than 0.04.
+
+count = 3000
+points = rng.random((count, 2))
+pairs = cKDTree(points).query_pairs(0.04, output_type="ndarray")
+src = np.concatenate([pairs[:, 0], pairs[:, 1], np.arange(count)])  # and to itself
+dst = np.concatenate([pairs[:, 1], pairs[:, 0], np.arange(count)])
+
+# %%
+# Values flow along the edges: node ``dst[e]`` is a query that sees the key ``src[e]``. A sparse
+# matrix with queries as rows makes the same mask.
+
+mask = BitMask.from_edges(src, dst, count)
+graph = sparse.csr_array((np.ones(len(src)), (dst, src)), shape=(count, count))
+assert mask.equals(BitMask.from_csr(graph))
+
+# %%
+# Nodes in another order
+# ----------------------
+# ``reorder`` returns the mask for the new order, and the order.
+
+near, order = mask.reorder()
+shares = f"{mask.block_density:.0%}, in the new order {near.block_density:.0%}"
+print(f"blocks with an edge: {shares}")
+
+# %%
+# Attention
+# ---------
+# Queries, keys and values are taken in the new order, and the rows of the result are put back.
+
+q, k, v = rng.standard_normal((3, count, 16))
+out = np.empty_like(v)
+out[order] = attention(q[order], k[order], v[order], mask=near)
+
+# %%
+# The same with SciPy, edge by edge: the scores are the data of a sparse matrix.
+
+scores = np.exp((q[dst] * k[src]).sum(axis=1) / np.sqrt(16))
+weights = sparse.csr_array((scores, (dst, src)), shape=(count, count))
+direct = (weights @ v) / weights.sum(axis=1)[:, None]
+assert np.allclose(out, direct)
+
+# %%
+# Both masks
+# ----------
+
+figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+plot.mask(mask, ax=axes[0]).set_title("nodes at random")
+plot.mask(near, ax=axes[1]).set_title("neighbours close to each other")
+names = axes[0].get_legend_handles_labels()
+figure.legend(*names, loc="outside lower center", ncols=3)
+plt.show()
