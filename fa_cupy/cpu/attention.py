@@ -15,8 +15,9 @@ import numpy.typing as npt
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
-from fa_cupy.cpu import entries, thread_pool
-from fa_cupy.cpu.mask_tiles import MaskTiles, mask_tile
+from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu.masks import entries
+from fa_cupy.cpu.masks.tiles import MaskTiles, mask_tile
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.program import entries as score_entries

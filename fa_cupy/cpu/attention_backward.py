@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
-from fa_cupy.cpu import entries, entries_backward, thread_pool
-from fa_cupy.cpu.mask_tiles import MaskTiles
+from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu.masks import entries, entries_backward
+from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.layouts import BLOCK

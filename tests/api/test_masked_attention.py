@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import BitMask, _attention, attention, reference, scaled_dot_product_attention
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.cpu.mask_tiles import MaskTiles
+from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.tile_ops import Steps
 from tests.api.test_masks import B, check, dense_masks, peak_of
 from tests.support.strategies import Case, cases, check_against_reference, normal

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from fa_cupy import BitMask, Score, attention, attention_backward
-from fa_cupy.cpu import entries as cpu_entries
+from fa_cupy.cpu.masks import entries as cpu_entries
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.masks import entries
 from tests.api.test_gradients import plain_options

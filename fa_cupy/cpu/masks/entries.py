@@ -7,7 +7,7 @@ and a dense matrix. To the online softmax, the entries of a query are one more t
 change the running maximum, sum and accumulator as any tile does (`fa_cupy.tiled.attention`).
 
 What is not finite is left to the tiled algorithm, which reads sparse blocks as any other
-(`fa_cupy.cpu.mask_tiles.MaskTiles`).
+(`fa_cupy.cpu.masks.tiles.MaskTiles`).
 """
 
 from __future__ import annotations

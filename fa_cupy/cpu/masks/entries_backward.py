@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.cpu import thread_pool
-from fa_cupy.cpu.entries import Chunk, Entries, dense_of, product, scores_of
+from fa_cupy.cpu.masks.entries import Chunk, Entries, dense_of, product, scores_of
 from fa_cupy.cpu.tile_ops import Queries, Steps
 from fa_cupy.tiled import attention_backward, gradients
 from fa_cupy.tiled.gradients import Operands

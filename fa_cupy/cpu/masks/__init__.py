@@ -1,0 +1,1 @@
+"""Attention under bit masks on the CPU: tiles of blocks, and the pairs of sparse blocks."""
