@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,9 @@ def test_mypy_knows_what_functions_return(tmp_path):
     path.write_text(EXAMPLE)
     options = ["--config-file=", "--no-error-summary", "--follow-imports=silent"]
     command = [sys.executable, "-m", "mypy", *options, str(path)]
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    environment = {**os.environ, "MYPYPATH": str(STUB.parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
     array, pair, *revealed = [line.split('"')[1] for line in lines if "Revealed type" in line]
     pair = pair.replace("builtins.object", "Any").replace("object", "Any")
     assert revealed == [array, array, array, array, array, pair], "\n".join(lines)
