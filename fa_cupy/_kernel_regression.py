@@ -163,8 +163,6 @@ def kernel_regression_backward(
         anything is computed.
     NotImplementedError
         While a stream is captured into a CUDA graph.
-    ImportError
-        Where SymPy is not installed, which finds the derivatives of kernels.
 
     Warns
     -----

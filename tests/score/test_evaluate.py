@@ -80,6 +80,8 @@ def test_derivatives_by_elements_are_those_of_differences(text):
         ("s ** 3", -2.0, 12.0),
         ("s ** -1", 2.0, -0.25),
         ("s ** 2.5", 0.0, 0.0),
+        ("s ** 0.0", 0.0, 0.0),
+        ("s ** (0.0 * i)", 0.0, 0.0),
         ("2 ** s", 0.0, np.log(2)),
         ("where(s > 0, log(s), 0)", -1.0, 0.0),
         ("where(s > 0, log(s), s)", 2.0, 0.5),
