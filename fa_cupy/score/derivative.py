@@ -20,7 +20,7 @@ from fa_cupy.score.tree import Node, number, operation
 _ZERO, _ONE, _MINUS_ONE = number(0.0), number(1.0), number(-1.0)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def derivative(root: Node, by: Node) -> Node:
     """Return the derivative of a tree.
 

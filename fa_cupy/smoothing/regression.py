@@ -82,6 +82,7 @@ def to_native(
     """Return arguments as native arrays, and more arrays apart from them."""
     dispatch.require(name, x=x, X=X, y=y, **more)
     widths = bandwidth if getattr(bandwidth, "shape", ()) else None
+    mask = BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
     bits = mask if isinstance(mask, BitMask) else None
     native = core_arrays.to_native(
         name,

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from scipy import sparse
 
 from fa_cupy import BitMask, kernel_regression, kernel_regression_backward
 from fa_cupy.smoothing.kernels import KERNELS
@@ -132,6 +133,19 @@ def test_samples_out_of_reach_do_not_matter(xp, kernel, dtype, width):
     np.testing.assert_array_equal(dy, np.arange(len(X)) < 9)
     for gradient in (dx, dX, dwidth):
         np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_a_sparse_matrix_as_mask():
+    x, X, y = samples(2, 6, 9)
+    mask = np.random.default_rng(1).random((6, 9)) < 0.7
+    graph = sparse.coo_array(mask)
+    want = kernel_regression(x, X, y, 0.8, mask=mask)
+    np.testing.assert_allclose(kernel_regression(x, X, y, 0.8, mask=graph), want)
+    grads = (
+        kernel_regression_backward(np.ones(6), x, X, y, 0.8, mask=seen) for seen in (graph, mask)
+    )
+    for got, wanted in zip(*grads, strict=True):
+        np.testing.assert_allclose(got, wanted)
 
 
 @by_kernel

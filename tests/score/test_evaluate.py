@@ -95,6 +95,13 @@ def test_slopes_at_chosen_places(text, s, slope):
     np.testing.assert_allclose(found, slope, rtol=1e-12)
 
 
+def test_derivatives_of_expressions_that_change_are_not_kept_for_ever():
+    for n in range(1200):
+        root, _ = expressions.tree_of(f"{n}.5 * s")
+        assert derivative.derivative(root, S) == tree.number(n + 0.5)
+    assert derivative.derivative.cache_info().currsize <= 1024
+
+
 def test_what_adds_to_s_has_the_slope_1():
     root, _ = expressions.tree_of("s - x[h] * abs(i - j) + exp(t)")
     assert derivative.derivative(root, S) == tree.number(1.0)
