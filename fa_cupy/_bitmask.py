@@ -325,6 +325,7 @@ class BitMask(Sources, Algebra):
 
         pairs = export.csr(self._grid, self._store.host(), int(self.entries))
         order = csgraph.reverse_cuthill_mckee(pairs) if self._grid.q_len else np.empty(0, np.int32)
+        order = order.astype(np.int32, copy=False)  # of one position it is of int64
         pairs = pairs[order][:, order]
         pairs.sort_indices()
         made = [build.of_csr(self._grid, pairs)]

@@ -47,7 +47,7 @@ def kernel_regression(
     kernel : {"gaussian", "laplace", "matern32", "epanechnikov"}
         The weight of a sample at distance r, in bandwidths: ``exp(-r**2 / 2)``, ``exp(-r)``,
         ``(1 + sqrt(3) * r) * exp(-sqrt(3) * r)`` or ``max(0, 1 - r**2)``.
-    mask : array of bool, broadcastable to (..., m, n), or BitMask, optional
+    mask : array of bool, broadcastable to (..., m, n), BitMask or sparse matrix, optional
         True where a sample counts at a point. ``~np.eye(n, dtype=bool)`` leaves each sample out of
         the estimate at its own place.
 
@@ -147,7 +147,7 @@ def kernel_regression_backward(
     y : array, shape (n,) or (..., n, c)
     bandwidth : number > 0, or array of shape (..., d) or (..., 1)
     kernel : {"gaussian", "laplace", "matern32", "epanechnikov"}
-    mask : array of bool, broadcastable to (..., m, n), or BitMask, optional
+    mask : array of bool, broadcastable to (..., m, n), BitMask or sparse matrix, optional
         The arguments of `kernel_regression`.
 
     Returns

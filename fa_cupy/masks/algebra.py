@@ -221,7 +221,13 @@ class Algebra:
             return other
         if hasattr(other, "tocsr"):
             return self.from_csr(other)
-        if not (isinstance(other, (bool, np.bool_)) or hasattr(other, "__dlpack__")):
+        number = isinstance(other, (bool, np.bool_))
+        if number and not (other and sign == "&"):  # no pairs to look at
+            keys, words = np.empty(0, np.int64), np.empty((0, *WORDS), np.uint32)
+            blocks = masks_blocks.tightened(self._grid, keys, words, keys)
+            made = [masks_blocks.inverted(self._grid, blocks) if other else blocks]
+            return self._of(self._grid, made, np.array(0))
+        if not (number or hasattr(other, "__dlpack__")):
             return None
         array, device = inputs.bools("BitMask", "other", other, self._grid)
         add: Any = build.add_dense

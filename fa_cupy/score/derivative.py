@@ -20,7 +20,7 @@ from fa_cupy.score.tree import Node, number, operation
 _ZERO, _ONE, _MINUS_ONE = number(0.0), number(1.0), number(-1.0)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def derivative(root: Node, by: Node) -> Node:
     """Return the derivative of a tree.
 
@@ -103,11 +103,15 @@ def _of_float_power(node: Node) -> tuple[Node, Node]:
     """Return the derivatives of a power by its base and its exponent."""
     base, exponent = node.args
     lower = operation("float_power", base, operation("subtract", exponent, _ONE))
+    by_base = operation("multiply", exponent, lower)
+    if exponent.op != "number" or not exponent.value:
+        # 0 where the exponent is 0, and not 0 times the infinite power -1 of 0.
+        by_base = operation("where", operation("equal", exponent, _ZERO), _ZERO, by_base)
     # By the exponent: 0 of 0, and not 0 times log(0).
     is_zero = operation("equal", base, _ZERO)
     is_flat = operation("and", is_zero, operation("less_equal", _ZERO, exponent))
     slope = operation("multiply", operation("log", base), node)
-    return operation("multiply", exponent, lower), operation("where", is_flat, _ZERO, slope)
+    return by_base, operation("where", is_flat, _ZERO, slope)
 
 
 def _of_extremum(node: Node, dx: Node, dy: Node) -> Node:

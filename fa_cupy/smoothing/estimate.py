@@ -109,11 +109,11 @@ def _improve(p: Regression, out: Any, lse: Any, empty: Any) -> None:
         return
     roundings = (5 + p.x.shape[-1]) * _UNIT[_SINGLE]
     tolerance = _TOLERANCE[p.y.dtype]
+    # Not a number is where float32 overflows.
     if p.kernel == "epanechnikov":
         # The roundings are those of 1 - r**2, and the log-sum-exp has the sum of them.
-        bad = (lse < math.log(roundings / tolerance)) & ~empty
+        bad = ~(lse >= math.log(roundings / tolerance)) & ~empty
     else:
-        # Not a number is where float32 overflows.
         bad = ~(lse >= math.log(samples) - tolerance / roundings)
     found = xp.flatnonzero(bad.reshape(-1, points).any(axis=0))
     if found.size == 0:
@@ -128,9 +128,11 @@ def _improve(p: Regression, out: Any, lse: Any, empty: Any) -> None:
 
 
 def centred(p: Regression) -> Products:
-    """Return coordinates in bandwidths, around the mean of the samples of each entry."""
+    """Return coordinates in bandwidths, around the mean of the finite samples of each entry."""
     p = p.in_float64()
-    centre = p.X.sum(axis=-2, keepdims=True) / max(1, p.X.shape[-2])
+    finite = p.xp.isfinite(p.X).all(axis=-1, keepdims=True)  # a mask may hide the others
+    total = p.xp.where(finite, p.X, 0.0).sum(axis=-2, keepdims=True)
+    centre = total / p.xp.maximum(1, finite.sum(axis=-2, keepdims=True))
     factor = p.inverse_width
     if not isinstance(factor, float):
         factor = factor[..., None, :]
@@ -157,7 +159,7 @@ def rounding_of_products(p: Regression, products: Products, dtype: np.dtype[Any]
     .. [1] N. J. Higham and T. Mary, "A new approach to probabilistic rounding error analysis", SIAM
        Journal on Scientific Computing 41, 2019.
     """
-    reach = _reach(products)
+    reach = _reach(p.xp, products)
     off = (4 + 2 * math.sqrt(p.x.shape[-1])) * _UNIT[dtype] * reach**2
     # A root is taken of 0 where a point is a sample.
     return math.sqrt(off) if p.kernel == "laplace" else off
@@ -165,20 +167,21 @@ def rounding_of_products(p: Regression, products: Products, dtype: np.dtype[Any]
 
 def warn_of_rounding(p: Regression, products: Products, stacklevel: int) -> None:
     """Warn where products in float64 are not good enough for the dtype of the result."""
-    off = rounding_of_products(p, products, _DOUBLE)
+    off, reach = rounding_of_products(p, products, _DOUBLE), _reach(p.xp, products)
     if off > _TOLERANCE[p.y.dtype]:
         warnings.warn(
             f"{p.name}: in more than {kernels.MOST_DIMS} dims, distances are made of products, and "
-            f"points and samples are up to {_reach(products):.1e} bandwidths apart: weights may be "
+            f"points and samples are up to {reach:.1e} bandwidths apart: weights may be "
             f"off by {off:.1e}, relatively",
             RuntimeWarning,
             stacklevel=stacklevel,
         )
 
 
-def _reach(products: Products) -> float:
-    """Return a bound of the distances, in bandwidths."""
-    return sum(math.sqrt(_norms(x).max()) for x in products[:2] if x.size)
+def _reach(xp: Any, products: Products) -> float:
+    """Return a bound of the distances of finite points and samples, in bandwidths."""
+    found = [xp.where(xp.isfinite(x).all(axis=-1), _norms(x), 0.0) for x in products[:2] if x.size]
+    return sum(math.sqrt(norms.max()) for norms in found)
 
 
 def of_products(p: Regression, products: Products, work: np.dtype[Any]) -> Operands:

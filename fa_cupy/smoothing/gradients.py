@@ -39,7 +39,7 @@ def gradients(p: Regression, dout: Any) -> Gradients:
         p = p._replace(inverse_width=p.xp.full((1,), p.inverse_width, _DOUBLE))
     few = p.x.shape[-1] <= kernels.MOST_DIMS
     dx, dX, dy, dinverse = (_of_differences if few else _of_products)(p, dout)
-    dwidth = -dinverse * p.inverse_width**2
+    dwidth = -dinverse * p.inverse_width * p.inverse_width  # whose square may be infinite
     return Gradients(dx, dX, dy, dwidth.reshape(()) if number else dwidth)
 
 
@@ -87,6 +87,8 @@ def _of_products(p: Regression, dout: Any) -> tuple[Any, Any, Any, Any]:
         ("k", "c", products.k, products.X, p.X),
     ):
         of_norm = _summed(p, found[f"score.{norm}"][..., None], (*scaled.shape[:-1], 1))
+        hidden = (of_norm == 0.0) & ~p.xp.isfinite(scaled)  # by a mask, and 0 times them is NaN
+        scaled, plain = (p.xp.where(hidden, 0.0, array) for array in (scaled, plain))
         total = _summed(p, found[name], scaled.shape) + 2.0 * scaled * of_norm
         given.append(broadcasting.summed(total * width[..., None, :], like.shape))
         dw = dw + broadcasting.summed((total * plain).sum(axis=-2, keepdims=True), dw.shape)

@@ -8,12 +8,13 @@ from fa_cupy._score import Score
 from fa_cupy.score.program import flat_batch
 
 #: The logarithm of a kernel, of the squared distance {r2} in bandwidths. The root is taken of no
-#: less than 1e-30, so that its derivative is finite where a point is a sample.
+#: less than 1e-30, so that its derivative is finite where a point is a sample. A distance of NaN
+#: fails all comparisons, and its score is NaN.
 KERNELS = {
     "gaussian": "-0.5*({r2})",
     "laplace": "-sqrt(max({r2},1e-30))",
-    "matern32": "log(1+sqrt(max(3*({r2}),1e-30)))-sqrt(max(3*({r2}),1e-30))",
-    "epanechnikov": "log(1-({r2})) if {r2}<1 else -inf",
+    "matern32": "-inf if {r2}==inf else log(1+sqrt(max(3*({r2}),1e-30)))-sqrt(max(3*({r2}),1e-30))",
+    "epanechnikov": "-inf if {r2}>=1 else log(1-({r2}))",
 }
 #: Coordinates of as many dims are subtracted for each pair.
 MOST_DIMS = 8

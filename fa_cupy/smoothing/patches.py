@@ -7,6 +7,7 @@ says for all entries which keys are near enough. Without it, the image is one su
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,7 @@ def non_local_means(xp: Any, image: Any, means: Means) -> Any:
     count = xp.maximum(finite.sum(axis=(0, 1)), 1).astype(real)
     pixels = values - xp.where(finite, values, real.type(0)).sum(axis=(0, 1)) / count
     work = _precise_enough(xp, image.dtype, xp.where(finite, pixels, real.type(0)), means)
+    pixels, means = _in_units_of_h(xp, pixels, work, means)
     radius = means.patch_size // 2
     pixels = xp.pad(pixels, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
     below = squares.down * squares.height - height
@@ -149,8 +151,26 @@ def _precise_enough(xp: Any, dtype: np.dtype[Any], pixels: Any, means: Means) ->
         return dtype
     norm = float(abs(pixels).max())
     terms = pixels.shape[-1] * means.patch_size**2
-    off = (4 + 2 * terms**0.5) * _UNIT * (2 * norm / means.h) ** 2
+    ratio = 2 * norm / means.h
+    off = (4 + 2 * terms**0.5) * _UNIT * ratio * ratio  # infinite where ** raises an error
     return dtype if off <= _TOLERANCE else np.dtype(np.float64)
+
+
+def _in_units_of_h(xp: Any, pixels: Any, work: np.dtype[Any], means: Means) -> tuple[Any, Means]:
+    """Return pixels, h and sigma in a unit that is near h, a power of two, so that none is rounded.
+
+    Otherwise squares of tiny or huge pixels are 0 or infinite: but for those of float16, which
+    float32 holds while its own range is too small for some units.
+    """
+    if work == np.float16:
+        return pixels, means
+    real = sum_dtype(work)
+    most = 100 if real == np.float32 else 500  # of which the dtype has the power
+    unit = max(-most, min(most, math.frexp(means.h)[1]))
+    pixels = widened(xp, pixels, real) * real.type(2.0**-unit)
+    # In float64, as the numbers are: a sigma that is infinite in this unit is far beyond any h.
+    h, sigma = (x * 2.0**-unit for x in (means.h, means.sigma))
+    return pixels, means._replace(h=h, sigma=sigma)
 
 
 def _attend(
@@ -170,7 +190,7 @@ def _attend(
         patches, values = (_in_steps(xp, x) for x in (patches, values))
     # Of what is multiplied, so that the distance of a patch to itself is 0.
     patches = widened(xp, narrowed(xp, patches, work), real)
-    factor = 1.0 / means.h**2
+    factor = 1.0 / means.h / means.h
     norms = (patches * patches).sum(axis=-1) * factor + outside.astype(real)
     margin = squares.margin
 
@@ -184,9 +204,15 @@ def _attend(
     q, k, v = (narrowed(xp, x, work) for x in (queries(patches), keys(patches), keys(values)))
     a, c = queries(norms), keys(norms)
     # Equal patches with noise differ by twice its variance, which counts as no distance.
-    score = Score("min(s-a[h,i]-c[h,j],0)", a=a - 2 * means.sigma**2 * factor, c=c)
+    noise = min(2.0 * (means.sigma / means.h) * (means.sigma / means.h), _most(real))
+    score = Score("min(s-a[h,i]-c[h,j],0)", a=a - noise, c=c)
     found = attention(q, k, v, mask=mask, scale=2.0 * factor, score=score)
     return found[..., :channels]
+
+
+def _most(real: np.dtype[Any]) -> float:
+    """Return a finite number that is more than the squared distances that the dtype resolves."""
+    return float(np.finfo(real).max) / 4
 
 
 def _parts(xp: Any, x: Any, squares: Squares, height: int, width: int) -> Any:

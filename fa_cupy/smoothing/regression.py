@@ -82,6 +82,7 @@ def to_native(
     """Return arguments as native arrays, and more arrays apart from them."""
     dispatch.require(name, x=x, X=X, y=y, **more)
     widths = bandwidth if getattr(bandwidth, "shape", ()) else None
+    mask = BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
     bits = mask if isinstance(mask, BitMask) else None
     native = core_arrays.to_native(
         name,
@@ -135,8 +136,8 @@ def regression(name: str, backend: str, given: Arguments, kernel: str) -> Regres
     width = given.bandwidth
     if not isinstance(width, float):
         width = widened(xp, width, double)
-        # A bandwidth of NaN is not above 0.
-        if not bool(((width > 0) & xp.isfinite(width)).all()):
+        # A bandwidth of NaN is not above 0; the inverse of a tiny one is infinite.
+        if not bool(((width > 0) & xp.isfinite(width) & xp.isfinite(1.0 / width)).all()):
             raise ValueError(f"{name}: bandwidth has elements that are not finite numbers > 0")
     x, X = (widened(xp, array, real) for array in given[:2])
     return Regression(name, xp, x, X, y, 1.0 / width, given.mask, kernel, batch)

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from scipy import sparse
 
 from fa_cupy import BitMask, kernel_regression, kernel_regression_backward
 from fa_cupy.smoothing.kernels import KERNELS
@@ -119,6 +120,59 @@ def test_near_the_edge_of_the_support(xp):
     )
     assert want[0] > 0.1
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@by_kernel
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE])
+@pytest.mark.parametrize("width", [1e-170, np.array([1e-170])], ids=["number", "array"])
+def test_samples_out_of_reach_do_not_matter(xp, kernel, dtype, width):
+    """Where their distance is infinite in bandwidths, what counts is the sample at the point."""
+    _, X, y = samples(2, dtype=dtype)
+    np.testing.assert_array_equal(estimate(xp, X[:9], X, y, width, kernel), y[:9])
+    dx, dX, dy, dwidth = solve(xp, np.ones(9, dtype), X[:9], X, y, width, kernel)
+    np.testing.assert_array_equal(dy, np.arange(len(X)) < 9)
+    for gradient in (dx, dX, dwidth):
+        np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_a_sparse_matrix_as_mask():
+    x, X, y = samples(2, 6, 9)
+    mask = np.random.default_rng(1).random((6, 9)) < 0.7
+    graph = sparse.coo_array(mask)
+    want = kernel_regression(x, X, y, 0.8, mask=mask)
+    np.testing.assert_allclose(kernel_regression(x, X, y, 0.8, mask=graph), want)
+    grads = (
+        kernel_regression_backward(np.ones(6), x, X, y, 0.8, mask=seen) for seen in (graph, mask)
+    )
+    for got, wanted in zip(*grads, strict=True):
+        np.testing.assert_allclose(got, wanted)
+
+
+@by_kernel
+@pytest.mark.parametrize("dims", [2, 9])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_a_mask_hides_may_be_anything(xp, kernel, dims, bad):
+    x, X, y = samples(dims, 6, 9)
+    hidden = np.isin(np.arange(9), [2, 5])
+    mask, dout = np.broadcast_to(~hidden, (6, 9)), np.ones(6)
+    want = estimate(xp, x, X[~hidden], y[~hidden], 3.0, kernel)
+    dx, dX, dy, dwidth = solve(xp, dout, x, X[~hidden], y[~hidden], 3.0, kernel)
+    X[hidden] = y[hidden] = bad
+    hold(estimate(xp, x, X, y, 3.0, kernel, mask=mask), want, 1e-12)
+    found = solve(xp, dout, x, X, y, 3.0, kernel, mask)
+    for place in (1, 2):
+        np.testing.assert_array_equal(found[place][hidden], 0.0)
+        found[place] = found[place][~hidden]
+    for got, wanted in zip(found, (dx, dX, dy, dwidth), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
+
+
+@by_kernel
+@pytest.mark.parametrize("dims", [2, 9])
+def test_a_sample_that_is_no_number_counts(xp, kernel, dims):
+    x, X, y = samples(dims, 6, 9)
+    X[4, 1] = np.nan
+    assert np.isnan(estimate(xp, x, X, y, 3.0, kernel)).all()
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -338,6 +392,7 @@ WRONG = [
     ({"bandwidth": None}, TypeError, r"bandwidth is None \(NoneType\), want a finite number"),
     ({"bandwidth": np.ones(3)}, ValueError, r"bandwidth has shape \(3,\), want a last axis"),
     ({"bandwidth": np.array([1.0, 0])}, ValueError, r"bandwidth has elements that are not"),
+    ({"bandwidth": np.array([1.0, 1e-320])}, ValueError, r"bandwidth has elements that are not"),
     ({"bandwidth": np.ones(2, int)}, TypeError, r"bandwidth has dtype int64, want float16"),
     ({"kernel": "box"}, ValueError, r"kernel is 'box' \(str\), want one of 'gaussian', 'laplace'"),
     ({"kernel": None}, ValueError, r"kernel is None \(NoneType\), want one of"),

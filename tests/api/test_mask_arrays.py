@@ -134,6 +134,13 @@ def test_operators_with_bools():
     assert (mask != "mask") is True
 
 
+def test_bools_are_not_looked_at_pair_by_pair():
+    mask = BitMask.from_window(10**6, 1)  # of 10**12 pairs
+    assert (mask | False).equals(mask)
+    assert (mask != False).equals(mask)  # noqa: E712
+    assert (mask & False).nnz == 0
+
+
 def test_what_a_mask_hides_is_not_looked_at():
     """A mask and an array are combined where the mask has blocks, in an array of any length."""
     length = 100_000

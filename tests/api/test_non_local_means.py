@@ -78,6 +78,26 @@ def test_offsets_and_small_bandwidths_do_no_harm(xp, offset, h):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * h + UNIT[SINGLE] * offset)
 
 
+@pytest.mark.parametrize(**by_dtype(BFLOAT16, SINGLE, DOUBLE))
+@pytest.mark.parametrize("power", [-80, 100])
+def test_units_do_not_matter(xp, dtype, power):
+    """Of images whose squares the dtype does not hold, as in watts, too."""
+    image = np.random.default_rng(0).random((18, 20)).astype(dtype)
+    want = denoised(xp, image, 0.3, 3, 4, sigma=0.1)
+    unit = 2.0**power
+    got = denoised(xp, image * dtype.type(unit), 0.3 * unit, 3, 4, sigma=0.1 * unit)
+    np.testing.assert_array_equal(got, want * unit)
+
+
+@pytest.mark.parametrize(**by_dtype())
+@pytest.mark.parametrize(("h", "sigma"), [(1e200, 0.0), (0.1, 1e200), (1e-150, 1e300)])
+def test_all_pixels_count_alike(xp, dtype, h, sigma):
+    image = np.random.default_rng(0).random((6, 7)).astype(dtype)
+    want = np.broadcast_to(image.astype(DOUBLE).mean(), image.shape)
+    got = denoised(xp, image, h, 3, None, sigma=sigma)
+    np.testing.assert_allclose(got, want, rtol=4 * UNIT[dtype])
+
+
 @pytest.mark.parametrize(**by_dtype())
 def test_any_layout(xp, dtype):
     image = np.random.default_rng(0).random((10, 12, 3)).astype(dtype)

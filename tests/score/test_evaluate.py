@@ -80,6 +80,8 @@ def test_derivatives_by_elements_are_those_of_differences(text):
         ("s ** 3", -2.0, 12.0),
         ("s ** -1", 2.0, -0.25),
         ("s ** 2.5", 0.0, 0.0),
+        ("s ** 0.0", 0.0, 0.0),
+        ("s ** (0.0 * i)", 0.0, 0.0),
         ("2 ** s", 0.0, np.log(2)),
         ("where(s > 0, log(s), 0)", -1.0, 0.0),
         ("where(s > 0, log(s), s)", 2.0, 0.5),
@@ -91,6 +93,13 @@ def test_slopes_at_chosen_places(text, s, slope):
     by_s = derivative.derivative(root, S)
     (found,) = expressions.by_numpy([by_s], [], expressions.points(1) | {"s": np.array([s])})
     np.testing.assert_allclose(found, slope, rtol=1e-12)
+
+
+def test_derivatives_of_expressions_that_change_are_not_kept_for_ever():
+    for n in range(1200):
+        root, _ = expressions.tree_of(f"{n}.5 * s")
+        assert derivative.derivative(root, S) == tree.number(n + 0.5)
+    assert derivative.derivative.cache_info().currsize <= 1024
 
 
 def test_what_adds_to_s_has_the_slope_1():
