@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import operator
 from typing import Any, TypeVar
 
@@ -222,6 +223,10 @@ class Algebra:
         if hasattr(other, "tocsr"):
             return self.from_csr(other)
         number = isinstance(other, (bool, np.bool_))
+        if not number and sign in ("==", "!=") and isinstance(other, numbers.Number):
+            if not any(other == value for value in (0, 1)):
+                raise TypeError(f"BitMask: {sign} {checks.show(other)}, want a bool or an array")
+            other, number = bool(other), True
         if number and not (other and sign == "&"):  # no pairs to look at
             keys, words = np.empty(0, np.int64), np.empty((0, *WORDS), np.uint32)
             blocks = masks_blocks.tightened(self._grid, keys, words, keys)

@@ -130,7 +130,10 @@ def test_operators_with_bools():
     check(False | mask, dense)
     check(mask ^ np.True_, ~dense)
     check(mask == False, ~dense)  # noqa: E712
-    assert (mask == 3) is False
+    check(mask == 0, ~dense)
+    check(mask != np.int64(1), ~dense)
+    with pytest.raises(TypeError, match=r"^BitMask: == 3 \(int\), want a bool or an array"):
+        mask == 3  # noqa: B015
     assert (mask != "mask") is True
 
 
