@@ -223,8 +223,9 @@ class Algebra:
         if hasattr(other, "tocsr"):
             return self.from_csr(other)
         number = isinstance(other, (bool, np.bool_))
-        if not number and sign in ("==", "!=") and isinstance(other, numbers.Number):
-            if not any(other == value for value in (0, 1)):
+        scalar: Any = other if isinstance(other, numbers.Number) else None
+        if not number and sign in ("==", "!=") and scalar is not None:
+            if scalar not in (0, 1):
                 raise TypeError(f"BitMask: {sign} {checks.show(other)}, want a bool or an array")
             other, number = bool(other), True
         if number and not (other and sign == "&"):  # no pairs to look at
