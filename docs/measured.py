@@ -18,6 +18,7 @@ NOT_A_SPEED = ("traffic", "tiles")
 PRODUCT = "causal_product"  # the begin of the names of its families and pictures
 SCORES = ("attention_scores_fwd", "attention_scores_bwd")
 SPARSE = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
+GRAPHS = ("graphs_cpu", "mask_made_cpu")
 
 
 def table(head, rows, widths="auto"):
@@ -138,7 +139,7 @@ def said(row):
 
 def benchmarks():
     """Every device's pictures and tables, but those with a place of their own."""
-    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE)
+    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS)
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 
@@ -158,6 +159,15 @@ def scores():
     return found or (
         "No speed of it has been measured yet. ``python -m validation bench --families "
         f"{','.join(SCORES)}`` measures it, on a GPU.\n"
+    )
+
+
+def graphs():
+    """Pictures and tables of graphs, and of making masks."""
+    found = speeds(lambda f: f in GRAPHS, "-graphs")
+    return found or (
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        f"{','.join(GRAPHS)}`` measures it, on a CPU.\n"
     )
 
 
