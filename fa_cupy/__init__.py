@@ -1,4 +1,4 @@
-"""Exact attention and causal products for NumPy and CuPy arrays."""
+"""Exact attention, kernel regression and causal products for NumPy and CuPy arrays."""
 
 import importlib as _importlib
 import importlib.util as _util

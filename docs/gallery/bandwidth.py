@@ -19,7 +19,7 @@ rng = np.random.default_rng(0)
 # Samples
 # -------
 # The values depend on the first coordinate strongly, on the second one weakly, and on the third one
-# not at all.
+# not at all. Their noise has a variance of 0.01, and no estimate has a smaller mean square error.
 
 X = rng.uniform(-2, 2, (500, 3))
 y = np.sin(3 * X[:, 0]) + 0.3 * X[:, 1] + 0.1 * rng.standard_normal(500)
@@ -27,7 +27,8 @@ y = np.sin(3 * X[:, 0]) + 0.3 * X[:, 1] + 0.1 * rng.standard_normal(500)
 # %%
 # Error and gradient
 # ------------------
-# The mask leaves each sample out of the estimate at its own place. The unknowns are logarithms, so
+# The mask leaves each sample out of the estimate at its own place. The gradient of the bandwidth is
+# the last of the four that ``kernel_regression_backward`` returns. The unknowns are logarithms, so
 # that bandwidths are positive.
 
 others = ~np.eye(len(X), dtype=bool)

@@ -36,7 +36,8 @@ data.flush()
 # Chunk by chunk
 # --------------
 # The file is opened for reading. Only one chunk is in memory at a time. ``merge_attention`` takes
-# the result so far and the new part, and returns both numbers of their union.
+# the result so far and the new part, each with its log-sum-exp, and returns the result for all
+# their keys, with its log-sum-exp.
 
 keys, values = np.memmap(path, np.float32, mode="r", shape=shape)
 q = 2 * rng.standard_normal((100, dim), dtype=np.float32)

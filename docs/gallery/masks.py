@@ -3,8 +3,8 @@ Looking at masks
 ================
 
 A ``BitMask`` consists of blocks of 128 x 128 pairs of a query and a key. Empty blocks are skipped,
-full blocks are computed as without a mask, and partial blocks store one bit a pair. A picture shows
-which blocks a mask has, and thus what it costs.
+full blocks are computed as without a mask, and partial blocks store one bit a pair, or the pairs if
+there are few. A picture shows which blocks a mask has, and thus what it costs.
 """
 
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ from fa_cupy import BitMask, attention, plot
 # %%
 # Windows
 # -------
-# In a sequence, a position sees those at most 150 before it. In an image, a pixel sees those whose
+# In a sequence, a position sees itself and the 150 before it. In an image, a pixel sees those whose
 # rows and columns differ by at most 2. Pixels are numbered as in ``image.reshape(-1)``.
 
 before = BitMask.from_window(800, (150, 0))

@@ -46,7 +46,8 @@ for number in range(len(lengths)):
 # %%
 # Result
 # ------
-# With padding, each document would be as long as the longest.
+# With padding, each document would be as long as the longest, and all pairs of its queries and keys
+# would be computed.
 
 seen = mask & BitMask.from_window(len(document), (None, 0))
 padded = len(lengths) * lengths.max() ** 2

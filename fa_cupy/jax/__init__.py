@@ -1,4 +1,4 @@
-"""The functions of fa_cupy with gradients for JAX, which JAX can also trace.
+"""Functions with gradients for JAX, which JAX can also trace.
 
 Importing this module imports jax; no other module of fa_cupy does. Calls on arrays with data run on
 the device of the arrays. Under `jax.jit` and other transformations the arrays have no data yet, and

@@ -1,4 +1,4 @@
-"""The functions of fa_cupy with gradients for PyTorch, which `torch.compile` can record.
+"""Functions with gradients for PyTorch, which `torch.compile` can record.
 
 Importing this module imports torch; no other module of fa_cupy does.
 """
