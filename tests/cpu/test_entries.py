@@ -121,6 +121,17 @@ def test_memory_where_one_query_sees_many_keys():
     np.testing.assert_allclose(dq[7], dscores @ k / 32**0.5, rtol=1e-3, atol=1e-5)
 
 
+def test_memory_where_many_queries_share_keys():
+    """No copy of the keys for each of those that are computed together."""
+    mask = BitMask.from_dense(np.random.default_rng(0).random((1, 10_000)) < 0.01)
+    q, k = draw((200, 1, 16), (1, 10_000, 16))
+    (out, lse), peak = peak_of(lambda: attention(q, k, k, mask=mask, return_lse=True))
+    assert peak < 4 * k.nbytes
+    inputs = out, q, k, k, out, lse
+    _, peak = peak_of(lambda: attention_backward(*inputs, mask=mask))
+    assert peak < 12 * k.nbytes
+
+
 def test_no_tile_is_computed(monkeypatch):
     mask, dense = graph(900)
     q, k, v, dout = draw(*[(2, 900, 8)] * 4)

@@ -217,8 +217,12 @@ def by_row(operation: np.ufunc, values: Array, chunk: Chunk, empty: float) -> Ar
 
 
 def dense_of(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array as gathers and products of entries read it."""
-    return np.require(x, dtype, ["C", "A"])
+    """Return an array (n, length, dim) as gathers and products of entries read it.
+
+    What batch entries share is there once.
+    """
+    shared = len(x) > 1 and x.strides[0] == 0
+    return np.broadcast_to(np.require(x[:1] if shared else x, dtype, ["C", "A"]), x.shape)
 
 
 def product(weights: Array, begin: Array, columns: Array, dense: Array) -> Array:
