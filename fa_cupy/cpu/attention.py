@@ -186,7 +186,7 @@ def _tasks(
         pairs = None
         if bits is not None and problem.k_len:
             matrix = int(x[4][0, 0, 0])
-            x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=False)
+            x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=not entries.any_of(bits))
             if entries.any_of(bits):
                 if matrix not in of_matrix:
                     of_matrix[matrix] = entries.Entries.of(problem, bits, matrix)

@@ -279,7 +279,8 @@ def _operands(
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     arrays, views = gradients.arrays(np, problem, inputs, results, grads, dtype, sinks, score)
     of = None if score is None else partial(_tile_score, score, dtype)
-    of_mask = partial(MaskTiles, sparse=False)
+    one_by_one = bits is not None and entries.any_of(bits)
+    of_mask = partial(MaskTiles, sparse=not one_by_one)
     whole = tile_sizes.footprint(
         tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
     )

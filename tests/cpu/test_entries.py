@@ -43,6 +43,7 @@ def test_any_call_agrees_with_the_reference(case, seed, least):
     with (
         mock.patch.object(entries, "LEAST_BITS", least),
         mock.patch.object(cpu_entries, "_CHUNK", 50),
+        mock.patch.object(cpu_entries, "_SMALL", 0),
     ):
         mask = with_mask(case, seed)
         arrays = case.native(np)[:4]
@@ -62,6 +63,7 @@ def test_gradients_of_any_call_agree_with_the_reference(case, seed, least, dlse)
     with (
         mock.patch.object(entries, "LEAST_BITS", least),
         mock.patch.object(cpu_entries, "_CHUNK", 50),
+        mock.patch.object(cpu_entries, "_SMALL", 0),
     ):
         mask = with_mask(case, seed)
         gradients.check(np, case, dlse, mask=mask)
@@ -119,6 +121,17 @@ def test_memory_where_one_query_sees_many_keys():
     np.testing.assert_allclose(dq[7], dscores @ k / 32**0.5, rtol=1e-3, atol=1e-5)
 
 
+def test_memory_where_many_queries_share_keys():
+    """No copy of the keys for each of those that are computed together."""
+    mask = BitMask.from_dense(np.random.default_rng(0).random((1, 10_000)) < 0.01)
+    q, k = draw((200, 1, 16), (1, 10_000, 16))
+    (out, lse), peak = peak_of(lambda: attention(q, k, k, mask=mask, return_lse=True))
+    assert peak < 4 * k.nbytes
+    inputs = out, q, k, k, out, lse
+    _, peak = peak_of(lambda: attention_backward(*inputs, mask=mask))
+    assert peak < 12 * k.nbytes
+
+
 def test_no_tile_is_computed(monkeypatch):
     mask, dense = graph(900)
     q, k, v, dout = draw(*[(2, 900, 8)] * 4)
@@ -169,8 +182,9 @@ def test_gradients_of_biases_and_sinks(shape, dtype):
 
 
 @pytest.mark.parametrize("shape", [(), (60, 60), (1, 60), (60, 1), (64, 1, 60), (64, 60, 60)])
-def test_many_small_entries_of_the_batch(shape):
+def test_many_small_entries_of_the_batch(shape, monkeypatch):
     """They are computed several at a time, and share keys, a bias and a mask."""
+    monkeypatch.setattr(cpu_entries, "_SMALL", 0)
     dense = graph(60, share=0.1)[1]
     q, k, v, bias = draw((64, 60, 4), (1, 60, 4), (64, 60, 4), shape)
     case = Case(q, k, v, bias, dense)
@@ -181,6 +195,23 @@ def test_many_small_entries_of_the_batch(shape):
     mask = BitMask.from_dense(case.mask)
     check_against_reference(case, *attention(q, k, v, bias, mask, return_lse=True))
     gradients.check(np, case, True, mask=mask)
+
+
+def test_small_matrices_are_tiles(monkeypatch):
+    """Going over the entries of each of many would take several times as long."""
+    dense = np.random.default_rng(0).random((7, 20, 30)) < 0.3
+    q, k, v = draw((7, 20, 8), (7, 30, 8), (7, 30, 8))
+
+    def pairs(*_):
+        raise AssertionError("scores of entries")
+
+    monkeypatch.setattr(Steps, "pair_scores", pairs)
+    for several in (dense, dense[5]):
+        mask = BitMask.from_dense(several)
+        assert len(mask.lists.entry_keys)
+        case = Case(q, k, v, None, several)
+        check_against_reference(case, *attention(q, k, v, mask=mask, return_lse=True))
+        gradients.check(np, case, True, mask=mask)
 
 
 @pytest.mark.parametrize("size", [1.0, 4.0])

@@ -30,6 +30,9 @@ Array = npt.NDArray[Any]
 # Entries that are computed together: gathered keys of 64 float32 take 2 MB. Fixed, so that results
 # do not depend on the machine.
 _CHUNK = 8192
+# Matrices of one block and so many pairs at most are computed as tiles, many in one product: going
+# over the entries of each takes longer.
+_SMALL = BLOCK * BLOCK // 2
 # Most queries of a task without other blocks than sparse ones.
 _MOST_ROWS = 1024
 
@@ -92,19 +95,21 @@ class Chunk(NamedTuple):
 
 
 def any_of(mask: BitMask) -> bool:
-    """Return whether a mask has sparse blocks."""
-    return bool(len(mask._store.host().entry_keys))
+    """Return whether a mask has sparse blocks whose pairs are computed one by one."""
+    grid = mask._grid
+    small = grid.q_tiles * grid.k_tiles == 1 and grid.q_len * grid.k_len <= _SMALL
+    return not small and bool(len(mask._store.host().entry_keys))
 
 
 def differ(mask: BitMask) -> bool:
-    """Return whether a mask has sparse blocks, and several matrices: stacks must not mix them."""
+    """Return whether there are some, in several matrices: stacks must not mix them."""
     return any_of(mask) and len(np.unique(mask.entries)) > 1
 
 
 def tasks(mask: BitMask, height: int) -> list[tuple[int, int]]:
     """Return (begin, end) of the queries of each task: more where all blocks are sparse."""
     lists, q_len = mask._store.host(), mask._grid.q_len
-    if not len(lists.entry_keys):
+    if not any_of(mask):
         return [(begin, min(begin + height, q_len)) for begin in range(0, q_len, height)]
     rows = np.unique(mask.entries)[:, None] * mask._grid.q_tiles + np.arange(mask._grid.q_tiles)
     listed = np.diff(lists.partial_begin) + np.diff(lists.full_begin)
@@ -212,8 +217,12 @@ def by_row(operation: np.ufunc, values: Array, chunk: Chunk, empty: float) -> Ar
 
 
 def dense_of(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array as gathers and products of entries read it."""
-    return np.require(x, dtype, ["C", "A"])
+    """Return an array (n, length, dim) as gathers and products of entries read it.
+
+    What batch entries share is there once.
+    """
+    shared = len(x) > 1 and x.strides[0] == 0
+    return np.broadcast_to(np.require(x[:1] if shared else x, dtype, ["C", "A"]), x.shape)
 
 
 def product(weights: Array, begin: Array, columns: Array, dense: Array) -> Array:

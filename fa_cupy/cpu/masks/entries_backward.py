@@ -107,11 +107,17 @@ class _Found:
         self._sloped = bool(problem.softcap) or (x.score is not None and not x.score.adds)
         self._partials = [name for name in x.grads if name.startswith("element")]
         shapes = {"q": self._q.shape, "k": k.shape, "v": v.shape}
-        #: Gradients of q, k and v; of single scores by others; and "scores", by products q.k.
+        #: Gradients of q, k and v, one where batch entries share it; of single scores by others;
+        #: and "scores", by products q.k.
         self.terms = {
-            name: np.zeros(shapes[name], dtype) if name in shapes else np.empty((n, e), dtype)
+            name: np.empty((n, e), dtype)
             for name in (*x.grads, *(["scores"] if self._of_scores else []))
+            if name not in shapes
         }
+        for name in shapes.keys() & x.grads.keys():
+            shared = n > 1 and x.grads[name].strides[0] == 0
+            shape = (1, *shapes[name][1:]) if shared else shapes[name]
+            self.terms[name] = np.zeros(shape, np.float64 if shared else dtype)
 
     def worker(
         self, work: Callable[[Steps, Chunk], None]
@@ -181,7 +187,9 @@ class _Found:
         if before != 1:
             a = a.copy()
             steps.scale(a, before)
-        for weights, dense, out in zip(a, b, self.terms[name], strict=True):
+        term = self.terms[name]
+        outs = itertools.repeat(term[0], len(a)) if len(term) < len(a) else term
+        for weights, dense, out in zip(a, b, outs, strict=True):
             found = product(weights, chunk.begin, chunk.keys, dense)
             steps.scale(found, after)
             out[chunk.row_begin : chunk.row_end] += found
