@@ -205,11 +205,8 @@ def _backward(
     taken = min(sizes) > 0 and max(q_len, k_len) <= MAX_LENGTH
     taken = taken and not (head_dim % DIM_STEP or v_dim % DIM_STEP)
 
-    def chain(masked: bool, plain: bool) -> tuple[Variant, ...]:
-        wanted = Wanted(dtype, max(head_dim, v_dim), masked, mapped=plain)
-        return attention_backward.select(wanted, target)
-
-    rows = chain(False, True) if taken else ()
+    wanted = Wanted(dtype, max(head_dim, v_dim))
+    rows = attention_backward.select(wanted, target) if taken else ()
     if not rows:
         yield "", "attention_backward: tiled CuPy, on cuBLAS products"
         return
@@ -217,12 +214,13 @@ def _backward(
     yield "", f"attention_backward: {main.name}"
     yield "", f"with {', '.join(row.entry for row in rows if row is not main)}"
     shown = [main]
-    for what, masked, plain in (
-        ("with a mask", True, True),
-        ("with a softcap or bias", False, False),
-        ("with a mask and a softcap or bias", True, False),
+    for what, other in (
+        ("with a mask", wanted._replace(masked=True)),
+        ("with a softcap or bias", wanted._replace(score=ScoreMod(softcap=True))),
+        ("rows not of 16 bytes", wanted._replace(mapped=False)),
+        ("with a mask, rows not of 16 bytes", wanted._replace(masked=True, mapped=False)),
     ):
-        instead = chain(masked, plain)[1]
+        instead = attention_backward.select(other, target)[1]
         if instead not in shown:
             yield "", f"  {what}: {instead.name}"
             shown.append(instead)
