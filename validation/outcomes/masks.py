@@ -104,7 +104,7 @@ def _comparisons(xp: Any) -> Any:
         a.equals(again),
         a.equals(b),
         not a.equals(again),
-        b == 3,
+        b == 0,
         a[0].equals(a[1]),
         a.equals(a.T.T),
     )
