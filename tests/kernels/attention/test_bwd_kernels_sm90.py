@@ -250,7 +250,7 @@ def test_what_scores_take_leaves_products_in_flight(row):
     found = compile.resource_report(compile.compile_variant(row, "sm_90a").log)
     assert not [note for note in found.notes if any(code in note for code in SLOW_NOTES)]
     # Not in every build is there a register for everything.
-    most = 64 if not row.sparse else 160
+    most = 80 if not row.sparse else 256
     assert max(found.spill_stores, found.spill_loads) <= most
 
 
