@@ -151,35 +151,44 @@ def source(case: Any, seed: int) -> Arrays:
         return (np.searchsorted(cuts, np.arange(case.length), side="right").astype(np.int32),)
     if case.source == "csr":
         nodes = case.length
-        return (graph(GraphAttention("fp32", 64, "random", nodes, case.keys * nodes, 1)),)
-    return (round(case.length**0.5),)
+        made_of = graph(GraphAttention("fp32", 64, "random", nodes, case.keys * nodes, 1))
+        return made_of.indptr, made_of.indices
+    return (np.array([round(case.length**0.5)] * 2),)
 
 
 def made(case: Any, arrays: Arrays) -> Call:
     """The constructor for that source."""
     from fa_cupy import BitMask
 
-    (given,) = arrays
     makers: dict[str, Callable[[], Any]] = {
-        "segments": lambda: BitMask.from_segments(given),
-        "csr": lambda: BitMask.from_csr(given),
-        "window": lambda: BitMask.from_window((given, given), case.keys),
+        "segments": lambda: BitMask.from_segments(*arrays),
+        "csr": lambda: BitMask.from_csr(matrix),
+        "window": lambda: BitMask.from_window(arrays[0].tolist(), case.keys),
     }
+    if case.source == "csr":
+        matrix = _matrix(*arrays)
     return Call(makers[case.source], _same, _same)
+
+
+def _matrix(begin: np.ndarray, cols: np.ndarray) -> Any:
+    from scipy import sparse
+
+    shape = len(begin) - 1, len(begin) - 1
+    return sparse.csr_matrix((np.ones(len(cols), np.float32), cols, begin), shape=shape)
 
 
 def made_check(case: Any, arrays: Arrays) -> Check:
     """0 where some queries see the keys that they should, inf where one does not."""
-    (given,) = arrays
     queries = np.linspace(0, case.length - 1, 200).astype(int)
     keys = np.arange(case.length)
 
     def seen(i: int) -> np.ndarray:
         if case.source == "segments":
-            return np.flatnonzero(given == given[i])
+            return np.flatnonzero(arrays[0] == arrays[0][i])
         if case.source == "csr":
-            return np.asarray(given.indices[given.indptr[i] : given.indptr[i + 1]])
-        (y, x), (other_y, other_x) = divmod(i, given), np.divmod(keys, given)
+            return np.asarray(arrays[1][arrays[0][i] : arrays[0][i + 1]])
+        side = arrays[0][0]
+        (y, x), (other_y, other_x) = divmod(i, side), np.divmod(keys, side)
         return np.flatnonzero((abs(other_y - y) <= case.keys) & (abs(other_x - x) <= case.keys))
 
     def error(mask: Any) -> float:
