@@ -21,9 +21,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "quick", hypothesis.settings.get_profile("ci"), max_examples=40
 )
-hypothesis.settings.register_profile(
-    "gpu", hypothesis.settings.get_profile("ci"), max_examples=2500
-)
+hypothesis.settings.register_profile("gpu", hypothesis.settings.get_profile("ci"), max_examples=500)
 hypothesis.settings.load_profile(os.environ.get("FA_CUPY_HYPOTHESIS_PROFILE", "ci"))
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, note, settings
 from scipy import special
 
 from fa_cupy import attention, reference
+from tests.support.every_run import widest
 from tests.support.strategies import (
     BFLOAT16,
     DTYPES,
@@ -53,6 +54,7 @@ def check(xp, *arrays, **options):
     return out, lse
 
 
+@widest()
 @given(case=cases())
 def test_any_call_agrees_with_the_reference(xp, case):
     shapes = [a if a is None else (a.shape, a.dtype.name) for a in case.arrays]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import BitMask, attention, attention_backward, reference
 from tests.api.test_attention import HIDE, hidden
+from tests.support.every_run import widest
 from tests.support.gradients import check, differences, solve
 from tests.support.strategies import (
     DTYPES,
@@ -76,6 +77,7 @@ def test_finite_differences(function, options, shapes):
 # Fuzz
 
 
+@widest()
 @given(case=cases(), dlse=st.booleans())
 def test_any_call_agrees_with_the_reference(xp, case, dlse):
     assume(plain_options(case))

@@ -37,7 +37,9 @@ def near(got, want, dtype, factor, terms=0.0):
     error = np.linalg.norm(got[finite] - want[finite])
     limit = factor * UNIT[dtype] + 1e3 * UNIT[DOUBLE if dtype == DOUBLE else SINGLE]
     size = max(np.linalg.norm(want[finite]), terms)
-    assert error <= limit * size, (error, size, limit)
+    # A device may flush to 0 what is below the smallest normal number.
+    flushed = np.finfo(DOUBLE if dtype == DOUBLE else SINGLE).tiny * finite.sum() ** 0.5
+    assert error <= limit * size + flushed, (error, size, limit)
 
 
 def check(xp, arrays, example, *, order="C", layout="dense", sinks=None, bias=None, mask=None,

@@ -583,6 +583,7 @@ def refused_calls():
     x, rows = uniform((2, 40, 64), 0, SINGLE), cp.zeros((2, 40), SINGLE)
     seen, wide = cp.ones((40, 40), np.bool_), cp.zeros((9, 320), HALF)
     half, states = x.astype(HALF), uniform((2, 40, 64), 1, DOUBLE)
+    points = [uniform((40, 2), seed, SINGLE) for seed in range(3)]
     score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
         "attention, float32": lambda: fa_cupy.attention(x, x, x),
@@ -602,6 +603,11 @@ def refused_calls():
         "linear_attention_backward, float64": lambda: fa_cupy.linear_attention_backward(
             *[states] * 4
         ),
+        "kernel_regression": lambda: fa_cupy.kernel_regression(*points, 1.0),
+        "kernel_regression_backward": lambda: fa_cupy.kernel_regression_backward(
+            points[0], *points, 1.0
+        ),
+        "non_local_means": lambda: fa_cupy.non_local_means(x[0], 1.0),
         "prefix_state": lambda: fa_cupy.prefix_state(half, half),
         "prefix_state, q": lambda: fa_cupy.prefix_state(half, half, range(40), q=half),
         "BitMask": lambda: BitMask.from_dense(seen),
@@ -612,7 +618,8 @@ REFUSED = (
     "attention, float32", "attention, float64", "attention, head_dim 320",
     "attention_backward, float32", "causal_product, float64", "causal_product_backward, float64",
     "linear_attention, float64", "linear_attention, all keys",
-    "linear_attention_backward, float64", "prefix_state", "prefix_state, q", "BitMask",
+    "linear_attention_backward, float64", "kernel_regression", "kernel_regression_backward",
+    "non_local_means", "prefix_state", "prefix_state, q", "BitMask",
     "attention, a score of float32", "attention_backward of a score's array",
 )  # fmt: skip
 

@@ -37,3 +37,10 @@ def examples(count, fewer=8):
     if settings.default.max_examples < settings.get_profile("ci").max_examples:
         count = max(3, count // fewer)
     return settings(deadline=None, max_examples=count)
+
+
+def widest():
+    """hypothesis's settings for tests of all options at once: on a GPU, five times the usual."""
+    count = settings.default.max_examples
+    on_a_gpu = count > settings.get_profile("ci").max_examples
+    return settings(deadline=None, max_examples=5 * count if on_a_gpu else count)
