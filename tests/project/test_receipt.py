@@ -490,7 +490,14 @@ def test_pending_mark_passes_loudly_and_the_next_run_clears_it(tmp_path, capsys,
     assert receipt.problems(json.loads(path.read_text()), prints) == []
 
 
-def test_write_refuses_tests_that_the_digest_does_not_see(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def tree_prints():
+    """The fingerprints of the whole tree, which take seconds."""
+    return fingerprints()
+
+
+def test_write_refuses_tests_that_the_digest_does_not_see(tmp_path, monkeypatch, tree_prints):
+    monkeypatch.setattr(receipt, "fingerprints", lambda: tree_prints)
     save(tmp_path / "tests.json", json.dumps({"passed": {"tests/nowhere.py::test_it": 1}}))
     monkeypatch.setattr(receipt, "environment", dict)
     with pytest.raises(SystemExit, match=r"tests/nowhere\.py"):
@@ -529,7 +536,7 @@ IN_TWO_PROCESSES = ["-p", "xdist.plugin", "-n", "2"]
 @pytest.mark.parametrize(
     "options", only([[], IN_TWO_PROCESSES, ["-k", "good"]], IN_TWO_PROCESSES), ids=" ".join
 )
-def test_plugin_records_a_run(tmp_path, options):
+def test_plugin_records_a_run(tmp_path, options, tree_prints):
     save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")
     save(tmp_path / "checks/test_gpu.py", CHECKS)
     save(tmp_path / "checks/test_away.py", "import pytest\npytest.importorskip('no_such_module')\n")
@@ -554,17 +561,18 @@ def test_plugin_records_a_run(tmp_path, options):
     assert record["hypothesis"] == {where + "test_good": 14}
     assert record["whole"]
     assert record["left_out"] == (3 if partial else 0)
-    assert record["definitions"] == fingerprints()
+    assert record["definitions"] == tree_prints
     if not partial:
         assert record["failed"] == [where + "test_bad", where + "test_broken (setup)"]
         assert list(record["skipped"]) == ["checks/test_away.py", where + "test_away"]
         assert "one device" in record["skipped"][where + "test_away"]
 
 
-def test_commands(capsys):
+def test_commands(capsys, monkeypatch, tree_prints):
+    monkeypatch.setattr(receipt, "fingerprints", lambda: tree_prints)
     assert receipt.main(["digest"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == digest(fingerprints())
+    assert lines[0] == digest(tree_prints)
     assert any(line.endswith("fa_cupy/_attention.py: attention") for line in lines)
     assert any(line.endswith(" sm_90a") for line in lines)
     assert not any("fa_cupy/cpu/" in line for line in lines)
