@@ -19,7 +19,6 @@ WORDS = {
     r"redo(ne)?|rescored?|rework(ed)?": "nonfinite recompute",
     r"feeding (thread|warp|warpgroup)s?": "producer",
     r"computing (thread|warp|warpgroup)s?": "consumer",
-    r"rows? of the table of turns|take turns to add": "semaphore",
     r"turned words|turned blocks": "transposed",
     r"single precision": "float32",
     r"beside": "next to, compared with, besides",
