@@ -230,18 +230,34 @@ def alibi(folder):
 
 
 def scores(folder):
-    """What three expressions make of equal scores."""
-    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
-    x = np.sort(np.random.default_rng(0).uniform(0, 6, 40))
-    drawn = {
-        "s - 0.1 * abs(i - j) if j <= i else -inf": {},
-        "s - max(abs(i - j) - 8, 0) / 4": {},
-        "s - (x[i] - x[j]) ** 2": {"x": x},
-    }
-    for ax, (text, arrays) in zip(figure.subplots(1, 3), drawn.items(), strict=True):
-        plot.scores(Score(text, **arrays), 40, 40, ax=ax)
-        ax.set_title(text, family="monospace", size=6)
+    """What the expressions of the gallery make of scores."""
+    figure = Figure(figsize=(7.2, 5.0), layout="constrained")
+    length = 40
+    x = np.sort(np.random.default_rng(0).uniform(0, 6, length))
+    falling = {"table": -np.log2(1 + np.arange(32) % 16), "n": length - 1}
+    bucket = {"bucket": t5_bucket(np.arange(-length + 1, length))}
+    rising = np.linspace(-150, 150, length) + np.zeros((length, 1))
+    distance = "sqrt(3) * abs(x[i] - x[j]) / w"
+    drawn = (
+        ("ALiBi, causal", "s - 0.1 * abs(i - j) if j <= i else -inf", {}, 0.0),
+        ("T5's relative positions", "s + table[bucket[i - j + n] % 32]", falling | bucket, 0.0),
+        ("softcap of s from -150 to 150", "50 * tanh(s / 50)", {}, rising),
+        ("soft window", "s - max(abs(i - j) - 8, 0) / 4", {}, 0.0),
+        ("Gaussian", "-(x[i] - x[j]) ** 2 / (2 * w ** 2)", {"x": x, "w": 0.7}, 0.0),
+        ("Matern 3/2", f"log(1 + {distance}) - {distance}", {"x": x, "w": 0.7}, 0.0),
+    )
+    for ax, (title, text, arrays, s) in zip(figure.subplots(2, 3).flat, drawn, strict=True):
+        plot.scores(Score(text, **arrays), length, length, s=s, ax=ax)
+        ax.set_title(title, size=8.5)
     save(figure, folder, "scores")
+
+
+def t5_bucket(distance, buckets=32, longest=128):
+    """The bucket of each distance, as the page on scores computes it."""
+    half, near = buckets // 2, buckets // 4
+    far = np.log(np.maximum(abs(distance), 1) / near) / np.log(longest / near)
+    far = np.minimum(near + (far * (half - near)).astype(int), half - 1)
+    return np.where(abs(distance) < near, abs(distance), far) + half * (distance < 0)
 
 
 def call(folder):
@@ -300,7 +316,7 @@ def call(folder):
 
 
 def fragment(folder):
-    """Accumulators of two m16n8 products beside the A operand of the next m16n8k16."""
+    """Accumulators of two m16n8 products, next to the A operand of the next m16n8k16."""
     figure, ax = canvas(7.2, 3.9, (-1.3, 38.6), (-3.4, 18.3))
     for half, x0 in ((0, 0), (1, 20)):
         for row in range(16):
@@ -356,7 +372,7 @@ def swizzle(folder):
 
 
 def pipeline(folder):
-    """Copies beside work, with one and with two tiles under way."""
+    """Copies while tiles are multiplied, with one and with two tiles under way."""
     figure, ax = canvas(7.2, 2.9, (-2.6, 19.0), (-0.8, 7.9))
     work = (("$S$", 1.0, MEMORY["registers"]), ("softmax", 1.3, "#f8dfc0"),
             ("$PV$", 1.0, MEMORY["registers"]))  # fmt: skip

@@ -140,8 +140,8 @@ def _is_real_scalar(value: Any) -> bool:
 def _as_float(value: Any) -> float | None:
     """Return what may be a number as a float, None where its conversion says that it is none.
 
-    Caught is only what conversions raise: any other error is somebody else's, as that of a handler
-    of signals on a time-out. The usual types have conversions that raise nothing.
+    Caught is only what conversions raise. Any other error comes from elsewhere, as that of a signal
+    handler on a time-out. The usual types have conversions that raise nothing.
     """
     if type(value) in _FLOATS:
         return float(value)
@@ -161,7 +161,7 @@ def show(value: Any) -> str:
     """Return a value as error messages show it: shortened, with the name of its type."""
     try:
         text = " ".join(repr(value).split())  # an array has lines of its own
-    except _FAULTS:  # an int of more digits than Python writes, or somebody's broken class
+    except _FAULTS:  # an int of more digits than Python writes, or a class whose methods fail
         text = "something that cannot be printed"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 

@@ -1,9 +1,9 @@
 """Matrix products that stay on the thread that asks for them.
 
 A BLAS library spreads a large product over threads of its own, and for most libraries how many
-belongs to the whole process. NumPy's library is everybody's, so its number is not ours to change.
-The wheel scipy-openblas32 holds the same library once more: a copy that nobody else calls and that
-gets one thread. NumPy computes what is small: OpenBLAS keeps that on the calling thread.
+belongs to the whole process. Other code uses NumPy's library too, so its number stays as it is.
+The wheel scipy-openblas32 holds a second copy of the library, which only this module calls and
+which gets one thread. NumPy computes what is small: OpenBLAS keeps that on the calling thread.
 
 Without the wheel NumPy computes everything, with as many threads as its library takes, and there
 are no other threads: several that wait for those of the library take several times as long.

@@ -15,8 +15,9 @@ Array = npt.NDArray[Any]
 class InOrder:
     """Sums whose terms are added in the order of the tasks that they come from.
 
-    A term that comes before its turn waits in a copy. Nobody waits for anybody: whoever brings the
-    term that is due adds those that follow it too. Where tasks are begun in their order, few wait.
+    A term that comes too early is kept in a copy. No thread waits for another one: the thread that
+    brings the term that is due also adds those that follow it. Where tasks are begun in their
+    order, few terms are kept.
 
     Parameters
     ----------
@@ -29,7 +30,7 @@ class InOrder:
         self._sums: defaultdict[Hashable, _Sum] = defaultdict(_Sum)
 
     def expect(self, name: Hashable, task: int) -> None:
-        """Announce one term of the sum `name`; in the order of tasks, before the first `add`."""
+        """Note one term of the sum `name`; in the order of tasks, before the first `add`."""
         self._sums[name].due.append(task)
 
     def add(self, name: Hashable, task: int, target: Array, term: Array | None) -> None:

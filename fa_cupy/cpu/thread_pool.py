@@ -43,14 +43,14 @@ class _Helpers(Generic[Task]):
     Attributes
     ----------
     errors : list of BaseException
-        What helpers raised, and nobody has handled.
+        What helpers raised and the caller has not handled yet.
     """
 
     def __init__(
         self, tasks: Sequence[Task], new_worker: Callable[[], Callable[[Task], None]], count: int
     ) -> None:
         self.errors: list[BaseException] = []
-        self._left = deque(tasks)  # that nobody has begun
+        self._left = deque(tasks)  # not begun yet
         self._new_worker = new_worker
         # One a helper, held while it works. A helper that comes to run late finds no task.
         self._locks = [_new_lock() for _ in range(count)]

@@ -34,7 +34,7 @@ _HEADER = re.compile(
 _LONGEST_HEADER = 4096
 # Limits on what an archive may expand to: so many bytes for each of its own, and so many besides.
 # `BitMask.save` does not compress, so only archives that others have compressed come near them. The
-# lists of a mask of a million keys, of which each query sees its neighbours, have 20 MB.
+# lists of a mask of a million keys, where each query sees its neighbours, have 20 MB.
 _GROWTH = 64
 _ALWAYS_FREE = 128 << 20  # bytes
 _PIECE = 1 << 24  # bytes read at a time

@@ -227,7 +227,7 @@ def with_words(grid: Grid, blocks: Blocks) -> Blocks:
 
 
 def without_words(grid: Grid, blocks: Blocks) -> Blocks:
-    """Return blocks as `with_words` does, but for the words, of which there are none."""
+    """Return blocks as `with_words` does, but without words."""
     more = entries.listed(blocks.entries, grid.k_tiles)
     return Blocks(np.union1d(blocks.partial, more), blocks.words[:0], blocks.full)
 
@@ -352,7 +352,7 @@ def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
 
 
 def canonical(grid: Grid, lists: BlockLists) -> BlockLists:
-    """Return lists, of which sparse blocks may have words, with these kept as entries."""
+    """Return lists whose sparse blocks are kept as entries, also those that have words."""
     parts = chunks(len(lists.words))
     if all((_ones(lists.words[part]) >= entries.LEAST_BITS).all() for part in parts):
         return lists
@@ -367,7 +367,7 @@ def expanded(grid: Grid, lists: BlockLists) -> BlockLists:
 
 
 def outlined(grid: Grid, lists: BlockLists) -> BlockLists:
-    """Return lists as `expanded` does, but for the words, of which there are none."""
+    """Return lists as `expanded` does, but without words."""
     matrices = range(_matrices(grid, lists))
     return joined(grid, [without_words(grid, lists.blocks(grid, i)) for i in matrices])
 

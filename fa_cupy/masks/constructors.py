@@ -210,7 +210,7 @@ class Sources:
 
         See Also
         --------
-        BitMask.from_csr : the adjacency matrix of a graph, of which row i is query i.
+        BitMask.from_csr : the adjacency matrix of a graph, whose row i is query i.
 
         Examples
         --------

@@ -71,8 +71,8 @@ def _require(name: str, file: Any, *methods: str) -> None:
 def _opened(path: str) -> Iterator[IO[bytes]]:
     """Open a file for writing, to take the place of what stands there once all is written.
 
-    Pipes and devices are written to as they are, and so are files that somebody holds open under
-    a name such as /dev/stdout.
+    Pipes and devices are written to as they are, and so are files that are open under a name such
+    as /dev/stdout.
     """
     target = _replaceable(path)
     if target is None:

@@ -64,7 +64,7 @@ def _axes_of(part: Any) -> int:
     if isinstance(part, list):
         try:
             part = np.asarray(part)
-        except ValueError:  # lists of several lengths, of which NumPy's error tells more
+        except ValueError:  # lists of several lengths; NumPy's error tells more
             return 1
     return part.ndim if getattr(part, "dtype", None) == np.bool_ else 1
 

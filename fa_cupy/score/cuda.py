@@ -64,7 +64,7 @@ def body(roots: Sequence[Node], results: Sequence[str], real: str = "float") -> 
     results : sequence of str
         What the values are assigned to, as "score" or "return".
     real : {"float", "double", "Real"}
-        "Real" is a template's parameter, of which literals are made from those of double.
+        "Real" is a template's parameter; its literals are made from those of double.
 
     Examples
     --------

@@ -217,7 +217,7 @@ class Operands:
 
 
 def no_gradient(name: str, arg: str, element: str) -> str:
-    """Return the message about an array, given as "score.x", of which an element is looked up."""
+    """Return the message about an array, given as "score.x", whose element is looked up."""
     return (
         f"{name}: need has {arg!r}, and score has {element}, want no index but b, h, i or j for a "
         "gradient"

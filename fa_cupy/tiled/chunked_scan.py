@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     Attributes
     ----------
     chunk, state_chunk : int
-        A chunk, and one where nobody reads.
+        A chunk, and one whose outputs are not wanted.
     most_rows : int
         So many read at once where batch entries share a state: beyond, chunks get shorter, ...
     least_chunk : int

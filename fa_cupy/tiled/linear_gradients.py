@@ -51,7 +51,7 @@ class Given(NamedTuple):
 
     x: Array  # features of the queries, (..., Lq, E)
     y: Array  # features of the keys, (..., Lk, E)
-    values: Array  # (..., Lk, M + 1), of which the last column is `unit`
+    values: Array  # (..., Lk, M + 1); the last column is `unit`
     initial: Array | None  # (..., E, M + 1)
     eps: float
     is_causal: bool

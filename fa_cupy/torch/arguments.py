@@ -1,7 +1,7 @@
 """Arguments of the functions for PyTorch, as operators take them.
 
-An operator takes tensors, numbers and text. A score becomes its text, with the arrays beside it; a
-`BitMask` becomes a number, by which it is found as long as somebody holds it.
+An operator takes tensors, numbers and text. A score becomes its text, with its arrays after it; a
+`BitMask` becomes a number, by which it is found as long as it is referred to.
 """
 
 from __future__ import annotations

@@ -287,3 +287,31 @@ def test_every_kernel_has_one_host_module_of_its_name():
     hosts = Counter(path.stem for path in (ROOT / "fa_cupy/gpu/kernels").rglob("*.py"))
     assert len(stems) > 20
     assert {stem: hosts[stem] for stem in stems} == dict.fromkeys(stems, 1)
+
+
+# Kernels whose tests are in a file of their family. The others have one of their own name.
+TESTED_IN = {
+    "attention/fwd_sm80": "test_forward_kernels",
+    "attention/fwd_sm90": "test_forward_kernels",
+    "attention/bwd_sm90": "test_bwd_kernels_sm90",
+    "attention/bwd_dkdv_sm90": "test_bwd_kernels_sm90",
+    "attention/bwd_dq_sm90": "test_bwd_kernels_sm90",
+    "attention/bwd_dkdv_sm80": "test_bwd_kernels_sm80",
+    "attention/bwd_dq_sm80": "test_bwd_kernels_sm80",
+    "attention/bwd_preprocess": "test_bwd_large_lse",
+    "attention/bwd_convert_dq": "test_bwd_nonfinite",
+    "mask/transpose_words": "test_block_tables",
+}
+
+
+def test_every_kernel_has_tests_of_its_name():
+    kernels = [path for path in KERNELS if path.suffix == ".cu"]
+    names = [path.relative_to(ROOT / "cuda_src").with_suffix("").as_posix() for path in kernels]
+    missing = {}
+    for name in names:
+        family, stem = name.split("/")
+        path = ROOT / "tests/kernels" / family / f"{TESTED_IN.get(name, f'test_{stem}')}.py"
+        if not path.is_file() or not re.search(rf"\b{stem}\b", path.read_text()):
+            missing[name] = path.relative_to(ROOT).as_posix()
+    assert not missing
+    assert TESTED_IN.keys() <= set(names)
