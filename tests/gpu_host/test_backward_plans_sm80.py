@@ -75,7 +75,7 @@ OPTIONS = {
 }
 
 
-ALWAYS = "a negative scale", "a mask and a bias", "a BitMask and a softcap"
+ALWAYS = "a mask and a bias", "a BitMask and a softcap"
 
 
 @pytest.mark.parametrize("what", only(OPTIONS, *ALWAYS))
@@ -126,7 +126,7 @@ def test_a_bias_is_read_as_it_lies(host, cupy):
     assert len(known()) == 3
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", only([np.float32, np.float64], np.float32))
 def test_the_gradient_of_a_bias_comes_from_kernels(host, cupy, launcher, dtype):
     turned = draw(2, 150, 70, dtype=np.dtype(np.float32)).swapaxes(1, 2)
     for bias in (BIAS, turned, turned[:, ::-1, :1], np.broadcast_to(BIAS, (2, 70, 150))):

@@ -57,9 +57,7 @@ SHAPES = list(itertools.product((1, 2), (1, 4), (1, 150), (1, 140)))
     only(
         [(shape,) for shape in SHAPES],
         ((1, 1, 150, 140),),
-        ((1, 1, 150, 1),),
         ((2, 1, 1, 140),),
-        ((1, 4, 1, 1),),
     ),
     ids=str,
 )
@@ -70,7 +68,7 @@ def test_a_bias_that_broadcasts_along_any_axes(shape):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("missing", only([0, 1, 2, 3], 1, 3))
+@pytest.mark.parametrize("missing", only([0, 1, 2, 3], 1))
 def test_a_bias_with_fewer_axes(missing):
     shape = (2, 2, 70, 90)[missing:]
     for heads in ((2, 2), (2, 1)):
@@ -79,9 +77,7 @@ def test_a_bias_with_fewer_axes(missing):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(
-    "of", only(["float16", "bfloat16", "float32", "float64"], "bfloat16", "float64")
-)
+@pytest.mark.parametrize("of", only(["float16", "bfloat16", "float32", "float64"], "float64"))
 def test_a_bias_of_any_type(of):
     dtype = DTYPES.get(of, np.dtype(of) if of not in DTYPES else None)
     for shape in ((2, 70, 91), (2, 70, 1), (1, 1, 92), (1, 1, 1)):
@@ -220,9 +216,7 @@ def split_call(shape=(1, 1), **options):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(
-    "shape", only([(shape,) for shape in EACH_AXES], ((150, 140),), ((1, 140),))
-)
+@pytest.mark.parametrize("shape", only([(shape,) for shape in EACH_AXES], ((150, 140),)))
 def test_the_schedule_does_not_show(shape):
     found = {solve(split_call(shape), seed=seed)[3].tobytes() for seed in range(4)}
     assert len(found) == 1
@@ -301,7 +295,6 @@ BUGS = {
 ALWAYS = (
     "Q and K are read before they have landed",
     "splits are not waited for",
-    "a tile counts as that of the step before",
 )
 
 

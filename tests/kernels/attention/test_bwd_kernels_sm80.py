@@ -57,9 +57,7 @@ def masked(call, seed=0, density=None, heads=True, bits=False):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(
-    ("dim", "dtype"), only(ROWS, (64, "float16"), (128, "bfloat16"), (256, "bfloat16"))
-)
+@pytest.mark.parametrize(("dim", "dtype"), only(ROWS, (64, "float16"), (256, "bfloat16")))
 def test_every_row(dim, dtype):
     check(case(dtype, (2, 2), (70, 140), (dim, dim)), seed=1)
     causal = BANDS["causal"]
@@ -327,11 +325,9 @@ BUGS = {
 }  # fmt: skip
 
 
-# One of each kernel, with a mask and without.
+# With a mask and without.
 ALWAYS = (
     "a tile is read before it has landed",
-    "V is overwritten while others read it",
-    "words of the wrong slab",
     "words of the wrong columns",
 )
 
