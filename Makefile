@@ -66,7 +66,7 @@ gpu-sanitize: $(GPU_READY)
 gpu-receipt: $(GPU_READY)
 	$(PY) -m validation.receipt write $(GPU_RUN) $(RECEIPT_DIR)/receipt.json
 
-## measure against the peers that can be imported, and renew the README's tables
+## measure against the peers that can be imported, and renew the README's table
 bench: $(GPU_READY)
 	$(PY) -m validation bench
 	$(PY) -m validation readme

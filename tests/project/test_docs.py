@@ -352,7 +352,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     assert "some device" in measured.benchmarks()
     assert "2.00" in measured.benchmarks()
     assert "No speed has been measured" in measured.summary()
-    _, family, case = measured.SUMMARY[0]
+    _, family, case = measured.readme.SUMMARY[0]
     for row in rows[:2]:
         row.update(family=family, case=case)
     assert "on one some device, in bfloat16" in measured.summary()
