@@ -417,3 +417,12 @@ def test_pictures_are_made_and_a_box_that_is_cut_off_is_named(pictures, tmp_path
     ]
     names = [path.name for path in sorted((tmp_path / "made").iterdir())]
     assert names == ["bad-1280.png", "bad-390.png", "good-1280.png", "good-390.png"]
+
+
+def test_the_entry_to_cite_is_that_of_the_repository():
+    text = (DOCS / "citing.rst").read_text()
+    entry = (ROOT / "CITATION.cff").read_text()
+    (title,) = re.findall(r'^title: "(.*)"$', entry, re.M)
+    assert f"title   = {{{title}}}," in text
+    assert f"version = {{{fa_cupy.__version__}}}," in text
+    assert f"\nversion: {fa_cupy.__version__}\n" in entry
