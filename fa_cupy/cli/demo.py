@@ -233,7 +233,7 @@ def main(args: list[str] | None = None) -> int:
     )
     try:
         _run(parser.parse_args(args))
-    except BrokenPipeError:  # whoever reads the output has enough of it
+    except BrokenPipeError:  # the reader of the output has enough
         raise
     except (DemoError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)

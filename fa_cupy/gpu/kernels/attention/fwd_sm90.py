@@ -153,7 +153,7 @@ class FwdSm90(Variant):
 
 def _rows() -> Iterator[FwdSm90]:
     # dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why. TFLOP/s: H200, bf16,
-    # 4096 tokens without a mask, beside the other tiles of validation/NOTES.md.
+    # 4096 tokens without a mask; validation/NOTES.md has those of other tiles.
     rows = (
         (64, 3, 128, 4, 6, 1, 0, "three groups, one at the tensor cores: 617 TFLOP/s; two 519"),
         (96, 2, 128, 2, 4, 0, 1, "as for 128"),
