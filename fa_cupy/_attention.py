@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy._bitmask import BitMask
 from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
@@ -252,6 +251,11 @@ def scaled_dot_product_attention(
     dropout_p = checks.finite(name, "dropout_p", dropout_p)
     attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
+    if dispatch.is_sparse(attn_mask) and not is_mask:
+        raise TypeError(
+            f"{name}: attn_mask is a sparse matrix of {attn_mask.dtype}, want bool (cast it: "
+            "attn_mask != 0), or attention(..., bias=attn_mask)"
+        )
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
     return _solve(
         name,
@@ -280,16 +284,16 @@ def _solve(
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
     dispatch.require(name, **dict(zip(args[:3], arrays, strict=False)))
-    if hasattr(arrays[4], "tocsr"):
-        arrays = (*arrays[:4], BitMask.from_csr(arrays[4]))
-    bits = arrays[4] if isinstance(arrays[4], BitMask) else None
+    arrays = tuple(dispatch.sparse_inputs(name, args, arrays))
+    kept = [x for x in arrays if x is None or isinstance(x, dispatch.SPARSE)]
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
-    given = {arg: x for arg, x in zip(args, arrays, strict=True) if x is not None and x is not bits}
+    given = {arg: x for arg, x in zip(args, arrays, strict=True) if not any(x is y for y in kept)}
     given |= arrays_of(name, score)
     native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
+    dispatch.require_place(name, native, arrays[3])
     by_arg = dict(zip(given, native.arrays, strict=False))
     named = zip(args, arrays, strict=True)
-    inputs = [x if x is None or x is bits else by_arg[arg] for arg, x in named]
+    inputs = [x if any(x is y for y in kept) else by_arg[arg] for arg, x in named]
     (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
     problem = attention_problem.attention_problem(
         *inputs, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
@@ -462,7 +466,8 @@ def attention_backward(
             problem, inputs, (out, lse, dout, dlse), wanted, dispatch.allocator(native), sinks,
             **extra,
         )  # fmt: skip
-        return tuple(native.give_back(found[arg]) for arg in wanted)
+        is_kept = dispatch.is_sparse
+        return tuple(x if is_kept(x) else native.give_back(x) for x in map(found.get, wanted))
 
 
 def _wanted(name: str, need: Any, of_score: Iterable[str], **optional: Any) -> tuple[str, ...]:

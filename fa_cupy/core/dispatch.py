@@ -10,8 +10,11 @@ import numpy as np
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, backends
+from fa_cupy.core.sparse_bias import SparseBias, is_sparse
 from fa_cupy.score.program import Operands
 
+#: What stands for sparse arguments.
+SPARSE = (BitMask, SparseBias)
 _OPTIONAL = ("initial_state", "dstate", "out")
 
 
@@ -31,18 +34,36 @@ def to_native(name: str, **arrays: Any) -> core_arrays.Native:
 def with_bits(
     name: str, args: Sequence[str], arrays: Sequence[Any], **more: Any
 ) -> tuple[core_arrays.Native, list[Any], list[Any]]:
-    """Return arrays to be read as native ones, but a BitMask as it is; `more` apart from them.
-
-    The last array is the mask: a sparse matrix becomes a BitMask.
-    """
-    if hasattr(arrays[-1], "tocsr"):
-        arrays = [*arrays[:-1], BitMask.from_csr(arrays[-1])]
+    """Return arrays to be read as native ones, sparse ones as `sparse_inputs` does; and `more`."""
+    arrays = sparse_inputs(name, args, arrays)
     named = dict(zip(args, arrays, strict=True))
-    plain = {arg: None if isinstance(x, BitMask) else x for arg, x in named.items()}
+    plain = {arg: None if isinstance(x, SPARSE) else x for arg, x in named.items()}
     native = core_arrays.to_native(name, writes=None, **plain, **more)
+    require_place(name, native, arrays[-2])
     inputs = native.arrays[: len(args)]
-    inputs = [x if isinstance(x, BitMask) else y for x, y in zip(arrays, inputs, strict=True)]
+    inputs = [x if isinstance(x, SPARSE) else y for x, y in zip(arrays, inputs, strict=True)]
     return native, inputs, native.arrays[len(args) :]
+
+
+def sparse_inputs(name: str, args: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays, the last two being bias and mask, with sparse matrices as what stands for them.
+
+    That is a `SparseBias`, and a `BitMask`; the first brings a mask if none is given.
+    """
+    *others, bias, mask = arrays
+    if is_sparse(mask):
+        mask = BitMask.from_csr(mask)
+    if is_sparse(bias):
+        bias = SparseBias(name, args[-2], bias)
+        attention_problem.float_dtype(name, args[-2], bias)
+        mask = bias.pattern() if mask is None else mask
+    return [*others, bias, mask]
+
+
+def require_place(name: str, native: core_arrays.Native, bias: Any) -> None:
+    """Raise for a sparse bias of SciPy with arrays on a GPU."""
+    if isinstance(bias, SparseBias) and native.backend != "numpy":
+        raise ValueError(f"{name}: bias is a sparse matrix on the CPU, want arrays on the CPU")
 
 
 def allocator(native: core_arrays.Native) -> Callable[..., Any]:
