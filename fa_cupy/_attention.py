@@ -11,6 +11,7 @@ import numpy as np
 from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
+from fa_cupy.core.sparse_bias import is_sparse
 
 TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 _NEED = ("q", "k", "v", "bias", "sinks")
@@ -251,7 +252,7 @@ def scaled_dot_product_attention(
     dropout_p = checks.finite(name, "dropout_p", dropout_p)
     attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
-    if dispatch.is_sparse(attn_mask) and not is_mask:
+    if is_sparse(attn_mask) and not is_mask:
         raise TypeError(
             f"{name}: attn_mask is a sparse matrix of {attn_mask.dtype}, want bool (cast it: "
             "attn_mask != 0), or attention(..., bias=attn_mask)"
@@ -285,18 +286,18 @@ def _solve(
     """Check a call, run it on the backend of its arrays and answer in their kind."""
     dispatch.require(name, **dict(zip(args[:3], arrays, strict=False)))
     arrays = tuple(dispatch.sparse_inputs(name, args, arrays))
-    kept = [x for x in arrays if x is None or isinstance(x, dispatch.SPARSE)]
+    kept = [x is None or isinstance(x, dispatch.SPARSE) for x in arrays]
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
-    given = {arg: x for arg, x in zip(args, arrays, strict=True) if not any(x is y for y in kept)}
+    named = [*zip(args, arrays, kept, strict=True)]
+    given = {arg: x for arg, x, as_it_is in named if not as_it_is}
     given |= arrays_of(name, score)
     native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
-    dispatch.require_place(name, native, arrays[3])
     by_arg = dict(zip(given, native.arrays, strict=False))
-    named = zip(args, arrays, strict=True)
-    inputs = [x if any(x is y for y in kept) else by_arg[arg] for arg, x in named]
+    inputs = [x if as_it_is else by_arg[arg] for arg, x, as_it_is in named]
     (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
+    dense = dispatch.dense_inputs(name, native, inputs, result)
     problem = attention_problem.attention_problem(
-        *inputs, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
+        *dense, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
         **options,
     )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
@@ -452,8 +453,9 @@ def attention_backward(
     native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more, **of_score)
     out, lse, dout, dlse, sinks, *score_arrays = native_more
     operands = operands_of(score, dict(zip(of_score, score_arrays, strict=True)))
+    dense = dispatch.dense_inputs(name, native, inputs)
     problem = attention_problem.gradient_problem(
-        inputs, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal, window=window,
+        dense, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal, window=window,
         causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands,
     )  # fmt: skip
     wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
@@ -466,8 +468,8 @@ def attention_backward(
             problem, inputs, (out, lse, dout, dlse), wanted, dispatch.allocator(native), sinks,
             **extra,
         )  # fmt: skip
-        is_kept = dispatch.is_sparse
-        return tuple(x if is_kept(x) else native.give_back(x) for x in map(found.get, wanted))
+        grads = (found[arg] for arg in wanted)
+        return tuple(x if is_sparse(x) else native.give_back(x) for x in grads)
 
 
 def _wanted(name: str, need: Any, of_score: Iterable[str], **optional: Any) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import broadcasting, checks
 from fa_cupy.core.broadcasting import View as View  # for the backends
-from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.score.program import BoundScore, Operands
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -80,7 +79,7 @@ def attention_problem(
     ----------
     q, k, v, bias, mask, sinks, out : numpy.ndarray or cupy.ndarray, or None for the last four
         Native arrays; only their metadata is read (and the address of `out`, to see overlaps).
-        `mask` may be a BitMask, `bias` a SparseBias, which the problem has no view of.
+        `mask` may be a BitMask.
     scale, is_causal, causal_align, window, softcap, precision
         As in `fa_cupy.attention`.
     score : Operands or None
@@ -104,8 +103,6 @@ def attention_problem(
     bias_arg, mask_arg = args[3:]
     rows = dict(zip(args, (q, k, v), strict=False))
     dtype = common_dtype(name, rows)
-    pairs = bias if isinstance(bias, SparseBias) else None
-    bias = None if pairs is not None else bias
     bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
     sinks_dtype = None if sinks is None else float_dtype(name, "sinks", sinks)
     column = None if sinks is None else sinks[..., None]  # one score of each row
@@ -115,8 +112,6 @@ def attention_problem(
         )
 
     q_len, k_len, head_dim, v_dim = _sizes(name, rows)
-    if pairs is not None and pairs.shape != (q_len, k_len):
-        raise ValueError(f"{name}: {bias_arg} has shape {pairs.shape}, want {(q_len, k_len)}")
     if isinstance(mask, BitMask):
         mask = _entries(name, args, mask, (q_len, k_len))  # from here on an array like any other
     groups = broadcasting.head_groups(name, args, q, k, v, grouped)
@@ -150,8 +145,7 @@ def attention_problem(
         score=None if score is None else score.bound(name, (*user_batch, q_len, v_dim), k_len),
     )
     if out is not None:
-        given = (q, k, v, bias if pairs is None else pairs.values, mask, sinks)
-        inputs = zip((*args, "sinks"), given, strict=True)
+        inputs = zip((*args, "sinks"), (q, k, v, bias, mask, sinks), strict=True)
         check_out(name, out, problem.out_shape, dtype, [*inputs, *(score.named() if score else [])])
     return problem
 

@@ -39,31 +39,46 @@ def with_bits(
     named = dict(zip(args, arrays, strict=True))
     plain = {arg: None if isinstance(x, SPARSE) else x for arg, x in named.items()}
     native = core_arrays.to_native(name, writes=None, **plain, **more)
-    require_place(name, native, arrays[-2])
     inputs = native.arrays[: len(args)]
     inputs = [x if isinstance(x, SPARSE) else y for x, y in zip(arrays, inputs, strict=True)]
     return native, inputs, native.arrays[len(args) :]
 
 
 def sparse_inputs(name: str, args: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays, the last two being bias and mask, with sparse matrices as what stands for them.
+    """Return arrays with a `SparseBias` and a `BitMask` for sparse ones of the last two.
 
-    That is a `SparseBias`, and a `BitMask`; the first brings a mask if none is given.
+    These are bias and mask. Without a mask, the pattern of a sparse bias is the mask.
     """
     *others, bias, mask = arrays
     if is_sparse(mask):
         mask = BitMask.from_csr(mask)
     if is_sparse(bias):
         bias = SparseBias(name, args[-2], bias)
-        attention_problem.float_dtype(name, args[-2], bias)
         mask = bias.pattern() if mask is None else mask
     return [*others, bias, mask]
 
 
-def require_place(name: str, native: core_arrays.Native, bias: Any) -> None:
-    """Raise for a sparse bias of SciPy with arrays on a GPU."""
-    if isinstance(bias, SparseBias) and native.backend != "numpy":
+def dense_inputs(
+    name: str, native: core_arrays.Native, inputs: Sequence[Any], out: Any = None
+) -> list[Any]:
+    """Check a sparse bias, and return the inputs without it: a problem has no view of it."""
+    *others, bias, mask = inputs
+    if not isinstance(bias, SparseBias):
+        return [*inputs]
+    if native.backend != "numpy":
         raise ValueError(f"{name}: bias is a sparse matrix on the CPU, want arrays on the CPU")
+    q, k, *_ = others
+    bias.check(name, q, k, out)
+    return [*others, None, mask]
+
+
+def refuse_sparse_bias(name: str, bias: Any, dense: str) -> None:
+    """Raise for a sparse bias where gradients are recorded; `dense` is what to write instead."""
+    if is_sparse(bias):
+        raise TypeError(
+            f"{name}: bias is a sparse matrix, want {dense} and a mask of its pattern, or "
+            "fa_cupy.attention and attention_backward on NumPy arrays"
+        )
 
 
 def allocator(native: core_arrays.Native) -> Callable[..., Any]:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
-from fa_cupy.core import checks
+from fa_cupy.core import arrays as core_arrays
+from fa_cupy.core import attention_problem, checks
 from fa_cupy.masks import checks as mask_checks
 from fa_cupy.masks import entries
 
@@ -47,13 +48,12 @@ class SparseBias:
     Raises
     ------
     TypeError, ValueError
-        If it is no sparse matrix.
+        If it is no valid sparse matrix with 2 axes, or of no float dtype.
     NotImplementedError
         If it is on a GPU.
     """
 
     def __init__(self, name: str, arg: str, matrix: Any) -> None:
-        self._named = name, arg
         self._given = matrix
         if type(matrix).__module__.startswith("cupyx."):
             raise NotImplementedError(
@@ -63,11 +63,8 @@ class SparseBias:
         if isinstance(matrix, type) or not hasattr(matrix, "dtype"):
             raise TypeError(f"{name}: {arg} is {checks.show(matrix)}, want a scipy.sparse matrix")
         self.shape = tuple(matrix.shape)
-        self.dtype = np.dtype(matrix.dtype)
-
-    @functools.cached_property
-    def _stored(self) -> _Stored:
-        return _stored(*self._named, self._given)
+        self.dtype = attention_problem.float_dtype(name, arg, matrix)
+        self._stored = _stored(name, arg, matrix)
 
     @functools.cached_property
     def _codes(self) -> Array:
@@ -78,6 +75,15 @@ class SparseBias:
     def values(self) -> Array:
         """The stored elements, in the order of rows and keys."""
         return self._stored.values
+
+    def check(self, name: str, q: Array, k: Array, out: Array | None = None) -> None:
+        """Raise unless this can be the bias of queries and keys, with the output in `out`."""
+        lengths = (*q.shape[-2:-1], *k.shape[-2:-1])
+        if len(lengths) == 2 and self.shape != lengths:
+            raise ValueError(f"{name}: bias has shape {self.shape}, want {lengths}")
+        own = getattr(self._given, "data", None)
+        if out is not None and isinstance(own, np.ndarray) and core_arrays.overlap(out, own):
+            raise ValueError(f"{name}: out overlaps bias in memory, want separate memory")
 
     def pattern(self) -> BitMask:
         """Return the mask that shows the pairs with a stored element."""
@@ -133,7 +139,7 @@ class SparseBias:
 
         begin, keys, _, order = self._stored
         if order is not None:
-            found = self._given.copy()
+            found = _numbered(self._given).copy()  # which SciPy can do with numbers
             data = np.zeros(self._given.data.size, values.dtype)
             data[order] = values
             found.data = data.reshape(self._given.data.shape)
@@ -169,8 +175,7 @@ def _stored(name: str, arg: str, matrix: Any) -> _Stored:
     if not ordered:
         matrix = mask_checks.as_csr(name, arg, matrix)
     data = np.asarray(matrix.data)
-    numbered = copy.copy(matrix)
-    numbered.data = np.arange(data.size).reshape(data.shape)
+    numbered = _numbered(matrix)
     csr = mask_checks.as_csr(name, arg, numbered)
     begin, keys, order = csr.indptr, csr.indices[: csr.nnz], csr.data[: csr.nnz]
     if numbered.nnz == csr.nnz:
@@ -182,6 +187,13 @@ def _stored(name: str, arg: str, matrix: Any) -> _Stored:
     weights = data.reshape(-1)[every.data].astype(np.float64)
     values = np.bincount(place, weights, minlength=csr.nnz)
     return _Stored(begin, keys, values.astype(data.dtype), None)
+
+
+def _numbered(matrix: Any) -> Any:
+    """Return a matrix with the same indices and numbers as its stored elements."""
+    found = copy.copy(matrix)
+    found.data = np.arange(matrix.data.size).reshape(matrix.data.shape)
+    return found
 
 
 class Sums:

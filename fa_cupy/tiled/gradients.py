@@ -92,7 +92,7 @@ def gradients(
     empty: Callable[..., Any],
     sinks: Any = None,
     score: ScoreOperands | None = None,
-) -> dict[str, Gradient]:
+) -> dict[str, Any]:
     """Return what will hold the gradients of `inputs`, q, k, v and bias, of sinks and of a score.
 
     For each element that the score loads of an array, there is one with an axis for each axis of
@@ -110,7 +110,7 @@ def gradients(
         "bias": (problem.q_len, k_len),
         "sinks": (problem.q_len, None),
     }
-    found = {
+    found: dict[str, Gradient | Sums] = {
         name: Gradient(xp, problem, of, *sizes[name], dtype, empty, once=name == "bias")
         for name, of in zip(sizes, (*inputs[:4], sinks), strict=True)
         if name in need and not (name == "bias" and isinstance(of, SparseBias))
@@ -143,7 +143,7 @@ def score_shapes(
 def finished(
     steps: Any,
     need: Sequence[str],
-    grads: dict[str, Gradient],
+    grads: dict[str, Gradient | Sums],
     empty: Callable[..., Any],
     score: ScoreOperands | None = None,
 ) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _score_gradient(
     steps: Any,
     score: ScoreOperands,
     array: str,
-    grads: dict[str, Gradient],
+    grads: dict[str, Gradient | Sums],
     empty: Callable[..., Any],
 ) -> Any:
     """Return the gradient of an array of a score, given those of the elements that it loads."""
@@ -200,7 +200,7 @@ def arrays(
     problem: Problem,
     inputs: Sequence[Any],
     results: Sequence[Any],
-    grads: dict[str, Gradient],
+    grads: dict[str, Gradient | Sums],
     dtype: np.dtype[Any],
     sinks: Any = None,
     score: ScoreOperands | None = None,
