@@ -57,8 +57,12 @@ def attention(
         Values. With 4 axes or more in each of `q`, `k` and `v`, the keys and values may have fewer
         heads (axis -3) than the queries, if their number divides that of the queries: grouped-query
         attention.
-    bias : array, broadcastable to (..., Lq, Lk), optional
-        Added to the scores; any of the four dtypes.
+    bias : array, broadcastable to (..., Lq, Lk), or sparse matrix, shape (Lq, Lk), optional
+        Added to the scores; any of the four dtypes. Of a sparse array or matrix of SciPy, with
+        arrays on the CPU, the stored elements are added, stored zeros too. Without `mask` a query
+        attends to the keys of its stored elements, and to no others. With `mask`, pairs without a
+        stored element have a bias of 0. Several elements of one pair are summed, and all batch
+        entries and heads share the matrix.
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
@@ -110,7 +114,7 @@ def attention(
         While a stream is captured into a CUDA graph: for float32, for float64, for dims above 256
         and for a `score` together with a softcap or a bias (the capture can go on), and in a
         capture mode other than "relaxed" for the first call with a `BitMask`, which takes memory
-        from the driver.
+        from the driver. For a sparse `bias` of CuPy.
 
     See Also
     --------
@@ -158,6 +162,14 @@ def attention(
 
     >>> x = rng.standard_normal((2, 100, 8, 64), dtype=np.float32).swapaxes(-3, -2)
     >>> attention(x, k, v).strides == x.strides
+    True
+
+    A sparse bias holds the weights of edges, and shows the keys that they lead to:
+
+    >>> from scipy import sparse
+    >>> weights = sparse.coo_array(([0.0, 1.0, 0.5], ([0, 1, 1], [2, 0, 3])), shape=(100, 100))
+    >>> out = attention(q, k, v, weights)
+    >>> bool(np.allclose(out[:, :, 0], v[:, :, 2]))
     True
 
     A sink takes half of the weight of one key with the same score:
@@ -346,7 +358,7 @@ def attention_backward(
     lse : array, shape (..., Lq)
         The results of `attention` for them, with ``return_lse=True``. If `k` and `v` are a part of
         the keys, these are the merged results, over all keys (see Notes).
-    bias : array, broadcastable to (..., Lq, Lk), optional
+    bias : array, broadcastable to (..., Lq, Lk), or sparse matrix, shape (Lq, Lk), optional
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
     scale : float, optional
     is_causal : bool
@@ -369,7 +381,9 @@ def attention_backward(
     tuple of arrays
         The gradients in the order of `need`, each with the shape, the dtype and the memory layout
         of its argument: summed over the axes along which the argument was broadcast, and over the
-        query heads that share a key head.
+        query heads that share a key head. That of a sparse `bias` is a sparse matrix of its type
+        and format, with the elements of ``bias.tocsr()``. Its array `data` is in the order of
+        ``bias.data`` if `bias` is in CSR, CSC, COO or BSR format and stores no pair twice.
 
     Raises
     ------
@@ -379,7 +393,7 @@ def attention_backward(
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
         multiples of 8 or are above 256, for the gradient of an array of a `score`, and as for
-        `attention` with a `score` or a `BitMask`.
+        `attention` with a `score` or a `BitMask`. For a sparse `bias` of CuPy.
 
     See Also
     --------
@@ -428,6 +442,14 @@ def attention_backward(
     >>> (dbias,) = attention_backward(dout, q, k, v, out, lse, bias, need=["bias"])
     >>> dbias.shape
     (8, 1, 1)
+
+    That of a sparse bias has its stored elements:
+
+    >>> from scipy import sparse
+    >>> weights = sparse.random_array((100, 100), density=0.05, rng=0, format="csr")
+    >>> out, lse = attention(q, k, v, weights, return_lse=True)
+    >>> (dweights,) = attention_backward(dout, q, k, v, out, lse, weights, need=["bias"])
+    >>> weights.data -= 0.1 * dweights.data
 
     That of a sink for each head, over queries:
 
