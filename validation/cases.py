@@ -293,7 +293,10 @@ ATTENTION_SCORES_FWD = tuple(
 )
 ATTENTION_SCORES_BWD = (
     *(replace(case, backward=True) for case in ATTENTION_SCORES_FWD),
-    ScoredAttention("bf16", 128, False, "bias grad", 4096, 4, 16, backward=True),
+    *(
+        ScoredAttention("bf16", head_dim, False, "bias grad", 4096, 4, 2048 // head_dim, True)
+        for head_dim in (128, 64, 256)
+    ),
 )
 
 MASK_PACK = (MaskPack(8192, 1), MaskPack(8192, 16))
