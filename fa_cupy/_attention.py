@@ -298,7 +298,8 @@ def _solve(
     """Check a call, run it on the backend of its arrays and answer in their kind."""
     dispatch.require(name, **dict(zip(args[:3], arrays, strict=False)))
     arrays = tuple(dispatch.sparse_inputs(name, args, arrays))
-    kept = [x is None or isinstance(x, dispatch.SPARSE) for x in arrays]
+    sparse = dispatch.sparse(arrays)
+    kept = [x is None or as_it_is for x, as_it_is in zip(arrays, sparse, strict=True)]
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
     named = [*zip(args, arrays, kept, strict=True)]
     given = {arg: x for arg, x, as_it_is in named if not as_it_is}

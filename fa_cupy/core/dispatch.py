@@ -13,8 +13,6 @@ from fa_cupy.core import attention_problem, backends
 from fa_cupy.core.sparse_bias import SparseBias, is_sparse
 from fa_cupy.score.program import Operands
 
-#: What stands for sparse arguments.
-SPARSE = (BitMask, SparseBias)
 _OPTIONAL = ("initial_state", "dstate", "out")
 
 
@@ -37,10 +35,11 @@ def with_bits(
     """Return arrays to be read as native ones, sparse ones as `sparse_inputs` does; and `more`."""
     arrays = sparse_inputs(name, args, arrays)
     named = dict(zip(args, arrays, strict=True))
-    plain = {arg: None if isinstance(x, SPARSE) else x for arg, x in named.items()}
+    kept = sparse(arrays)
+    plain = {arg: None if x else named[arg] for arg, x in zip(args, kept, strict=True)}
     native = core_arrays.to_native(name, writes=None, **plain, **more)
     inputs = native.arrays[: len(args)]
-    inputs = [x if isinstance(x, SPARSE) else y for x, y in zip(arrays, inputs, strict=True)]
+    inputs = [x if z else y for x, y, z in zip(arrays, inputs, kept, strict=True)]
     return native, inputs, native.arrays[len(args) :]
 
 
@@ -56,6 +55,12 @@ def sparse_inputs(name: str, args: Sequence[str], arrays: Sequence[Any]) -> list
         bias = SparseBias(name, args[-2], bias)
         mask = bias.pattern() if mask is None else mask
     return [*others, bias, mask]
+
+
+def sparse(arrays: Sequence[Any]) -> list[bool]:
+    """Return which arrays are what `sparse_inputs` has for sparse ones."""
+    *others, bias, mask = arrays
+    return [*[False] * len(others), isinstance(bias, SparseBias), isinstance(mask, BitMask)]
 
 
 def dense_inputs(
