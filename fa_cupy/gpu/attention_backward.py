@@ -19,6 +19,7 @@ from cupy.cuda import alloc, get_current_stream, runtime
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import sinks_gradient, workspace
 from fa_cupy.gpu.arrays import (
     Allocation,
@@ -213,6 +214,10 @@ def backward(
 
     Kernels compute them where there are some for the call, cuBLAS products elsewhere.
     """
+    if isinstance(inputs[3], SparseBias):
+        raise NotImplementedError(
+            f"{_NAME}: bias is a sparse matrix on a GPU, want a call on the CPU"
+        )
     of_score = {} if score is None else dict(score.named())
     named = _named(inputs, results)
     require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
