@@ -71,19 +71,19 @@ assert np.allclose(out, direct)
 
 distances = np.linalg.norm(points[dst] - points[src], axis=1)
 bias = sparse.csr_array((-distances / 0.01, (dst, src)), shape=(count, count))
-out, lse = attention(q, k, v, bias, return_lse=True)
+weighted, lse = attention(q, k, v, bias, return_lse=True)
 
 weights = sparse.csr_array((scores * np.exp(-distances / 0.01), (dst, src)), shape=(count, count))
 direct = (weights @ v) / weights.sum(axis=1)[:, None]
-assert np.allclose(out, direct)
+assert np.allclose(weighted, direct)
 
 # %%
 # The gradient is a sparse matrix with an element for each edge: by how much a loss grows with its
 # weight. Here the loss is the sum of squares of the output.
 
-(dbias,) = attention_backward(2 * out, q, k, v, out, lse, bias, need=["bias"])
+(dbias,) = attention_backward(2 * weighted, q, k, v, weighted, lse, bias, need=["bias"])
 step = sparse.csr_array((1e-6 * rng.standard_normal(bias.nnz), bias.indices, bias.indptr))
-change = np.sum(attention(q, k, v, bias + step) ** 2) - np.sum(out**2)
+change = np.sum(attention(q, k, v, bias + step) ** 2) - np.sum(weighted**2)
 assert np.isclose(change, (dbias.data * step.data).sum(), rtol=1e-3)
 
 # %%
