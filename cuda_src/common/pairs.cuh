@@ -58,7 +58,8 @@ struct PairWork {
 };
 
 // Finds the part of a warp: pieces come first, for they take longest.  False if there is none.
-FA_DEVICE bool pair_work(const PairRows& list, int64 entries, PairWork& work) {
+// Entry i of the work has the mask of batch entry i * group.
+FA_DEVICE bool pair_work(const PairRows& list, int64 entries, PairWork& work, int group = 1) {
   const int64 warp = static_cast<int64>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int64 pieces = entries * list.most_pieces, padded = (pieces + kWarps - 1) / kWarps * kWarps;
   uint32 number = 0;
@@ -72,7 +73,7 @@ FA_DEVICE bool pair_work(const PairRows& list, int64 entries, PairWork& work) {
     work.piece = -1;
     work.row = static_cast<int>(warp - padded - work.entry * list.rows);
   }
-  const int64 matrix = list.matrix_of_entry[work.entry];
+  const int64 matrix = list.matrix_of_entry[work.entry * group];
   if (work.piece >= 0) {
     const int64 at = matrix * list.most_pieces + (work.piece - work.entry * list.most_pieces);
     const uint2 piece = list.pieces[at];

@@ -351,7 +351,7 @@ def _counts(problem: Problem, mask: Any, device: int) -> PairCounts | None:
     """Return the counts of a mask whose pairs are read one by one; None for any other call."""
     if problem.mask is None or not math.prod(problem.out_shape[:-1]):
         return None
-    return pairs.counts_of(problem, mask, workspace.launcher(device).target)
+    return pairs.counts_of(problem, mask, device)
 
 
 def _served(problem: Problem, device: int, counts: PairCounts | None) -> bool:

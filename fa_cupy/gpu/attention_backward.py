@@ -29,11 +29,15 @@ from fa_cupy.gpu.arrays import (
     mask_key,
     require_whole_elements,
 )
+from fa_cupy.gpu.kernels.attention.pairs import gradients_plan
+from fa_cupy.gpu.kernels.attention.pairs.pair_gradients import serves_gradients
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairCounts
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.kernels.built_in import with_built_in
 from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
+from fa_cupy.gpu.masks.pairs import CallPairs, counts_of
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
 from fa_cupy.score.program import Operands
@@ -69,8 +73,8 @@ class Prepared(NamedTuple):
     Attributes
     ----------
     plan : Plan
-    tables : CallTables or None
-        What finds the tables of a mask, if there is one.
+    tables : CallTables, CallPairs or None
+        What finds the tables of a mask, or its lists of pairs, if there is one.
     places : dict of int
         Where the parts of the workspace begin, by name.
     copies : dict of tuple
@@ -81,7 +85,7 @@ class Prepared(NamedTuple):
     """
 
     plan: Plan
-    tables: CallTables | None
+    tables: CallTables | CallPairs | None
     places: Mapping[str, int]
     copies: Mapping[str, tuple[Laid, int]]
     grads: Sequence[Allocation]
@@ -184,7 +188,7 @@ def cached(
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
         of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
-        found = remember(key, prepared(problem, arrays, _INPUTS, of_bias))
+        found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias))
     if found is None or found.copies:
         return None
     tables, _owners = ((), None) if found.tables is None else found.tables(mask)
@@ -255,7 +259,7 @@ def by_kernels(
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
     of_bias = _dbias(inputs[3], bias.dtype) if "bias" in need else None
-    plan = prepared(problem, arrays, need, of_bias)
+    plan = prepared(problem, arrays, inputs[4], need, of_bias)
     if plan is None:
         return None
     given = {**arrays, "bias": inputs[3]}
@@ -280,7 +284,11 @@ def by_kernels(
 
 
 def prepared(
-    problem: Problem, arrays: dict[str, Any], need: Sequence[str], dbias: Laid | None = None
+    problem: Problem,
+    arrays: dict[str, Any],
+    mask: Any,
+    need: Sequence[str],
+    dbias: Laid | None = None,
 ) -> Prepared | None:
     """Return what a call needs, made at most once; None where the kernels do not take the call.
 
@@ -289,20 +297,22 @@ def prepared(
     problem : Problem
     arrays : dict of cupy.ndarray or None
         All that is read but bias and mask, by name.
+    mask : BitMask, cupy.ndarray or None
     need : sequence of str
         The arrays whose gradients are asked for.
     dbias : Laid, optional
         The gradient of the bias, where it is wanted.
     """
     device = runtime.getDevice()
+    counts = None if problem.mask is None else counts_of(problem, mask, device)
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
     copied = tuple(
         [name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)]
     )
-    key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device, dbias
+    key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device, dbias, counts
     found: Any = lookup(key, UNKNOWN)
     if found is UNKNOWN:
-        found = remember(key, _prepare(problem, laid, copied, need, device, dbias))
+        found = remember(key, _prepare(problem, laid, copied, need, device, dbias, counts))
     return cast("Prepared | None", found)
 
 
@@ -313,6 +323,7 @@ def _prepare(
     need: Sequence[str],
     device: int,
     dbias: Laid | None,
+    counts: PairCounts | None,
 ) -> Prepared | None:
     inside = {name: _laid_out(laid[name].shape, None, laid[name].dtype) for name in copied}
     orders = [core_arrays.memory_order(laid[name].shape, laid[name]) for name in _INPUTS]
@@ -343,13 +354,20 @@ def _prepare(
     gradients = Gradients(dout, out, dq, dk, dv, of_bias)
     problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
     sizes = {name: x.nbytes for name, x in inside.items()}
-    made = make_plan(Traits(problem, gradients), workspace.launcher(device), sizes)
-    if made is None:
-        return None
+    traits, launcher = Traits(problem, gradients), workspace.launcher(device)
+    if counts is not None and serves_gradients(traits):
+        made = gradients_plan.make_plan(traits, launcher, counts, sizes)
+        tables: Any = CallPairs(problem, device, gradients=True)
+    else:
+        found = make_plan(traits, launcher, sizes)
+        if found is None:
+            return None
+        made = found
+        tables = None if problem.mask is None else CallTables(problem, device)
     plan, (places, _) = made
     return Prepared(
         plan,
-        tables=None if problem.mask is None else CallTables(problem, device),
+        tables=tables,
         places=places,
         copies={name: (x, places[name]) for name, x in inside.items()},
         grads=[allocation(*x) for x in (*[laid[name] for name in _GRADIENTS], dbias) if x],

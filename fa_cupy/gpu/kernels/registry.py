@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
-from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
+from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
@@ -25,7 +25,9 @@ SCORE_EXAMPLES = (
 #: Those that make tables of masks.
 MASKS: tuple[Variant, ...] = (TABLES, TRANSPOSE)
 #: Those that read the pairs of masks one by one.
-PAIRS: tuple[PairVariant, ...] = (*fwd_pairs.VARIANTS,)
+PAIRS: tuple[PairVariant, ...] = (
+    *fwd_pairs.VARIANTS, *bwd_dq_pairs.VARIANTS, *bwd_dkdv_pairs.VARIANTS,
+)  # fmt: skip
 # Of gradients those without a mask that compute scores, in one of the dtypes; a row for biases has
 # scores of its own.
 _GRADIENTS = [

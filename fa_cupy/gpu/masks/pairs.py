@@ -14,6 +14,7 @@ import numpy as np
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
+from fa_cupy.gpu import workspace
 from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID
 from fa_cupy.gpu.kernels.attention.pairs import pair_rows
@@ -76,17 +77,18 @@ class CallPairs:
         return remember(mask, self._key, Kept(arrays, tuple([x.data.ptr for x in arrays])))
 
 
-def counts_of(problem: Problem, mask: Any, target: str | None) -> PairCounts | None:
+def counts_of(problem: Problem, mask: Any, device: int) -> PairCounts | None:
     """Return the counts of a mask whose pairs kernels read one by one; None for other calls.
 
     Parameters
     ----------
     problem : Problem
     mask : BitMask, cupy.ndarray or None
-    target : str or None
-        That of the device.
+    device : int
     """
-    if not isinstance(mask, BitMask) or not pair_rows.serves(problem, target):
+    if not isinstance(mask, BitMask):
+        return None
+    if not pair_rows.serves(problem, workspace.launcher(device).target):
         return None
     counts = pair_lists.chosen(mask, problem.dtype)
     return counts if counts is not None and _fit(problem, counts) else None

@@ -63,7 +63,7 @@ def steps(
     addresses = {f"common.{field}": name for field, name in traits.fields.items()}
     addresses |= list_addresses(by_key=False)
     if bias is not None:
-        filled["bias_axes"] = axes_of(problem, bias.strides)
+        filled["bias_axes"] = axes_of(problem.batch, bias.strides)
         addresses["pair_bias"] = "pair_bias"
     if counts.query_pieces:
         addresses["partials"] = "partials"

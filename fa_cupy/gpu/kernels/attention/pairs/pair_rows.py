@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
@@ -173,11 +173,10 @@ def fill_rows(list_: Any, rows: int, pieces: int, counts: PairCounts) -> None:
     list_["piece_pairs"] = counts.piece_pairs
 
 
-def axes_of(problem: Problem, strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return a `PAIR_AXES`, of shape (1,), of steps along the axes of the batch."""
-    sizes, steps = merge_axes(
-        problem.batch, {"bias": View((*problem.batch, 1, 1), (*strides, 0, 0))}
-    )
+def axes_of(batch: Sequence[int], strides: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return a `PAIR_AXES`, of shape (1,), of steps along the axes of a batch."""
+    view = View((*batch, 1, 1), (*strides, 0, 0))
+    sizes, steps = merge_axes(tuple(batch), {"bias": view})
     filled = np.zeros(1, PAIR_AXES)
     missing = MAX_BATCH_AXES - len(sizes)
     filled["size"] = [1] * missing + sizes
