@@ -68,23 +68,21 @@ FA_DEVICE void for_each_pair(const BwdPairsParams& params, const Query& query, i
     int own[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      own[u] = key[u];
-      const bool may_see = own[u] >= query.low && own[u] <= query.high;
-      k[u] = may_see ? load_row(params, params.k, query.k + own[u] * params.k.row, p.head_dim)
-                     : no_vector();
-      load(u, may_see ? own[u] : -1);
+      own[u] = key[u] >= query.low && key[u] <= query.high ? key[u] : -1;
+      k[u] = own[u] < 0 ? no_vector()
+                        : load_row(params, params.k, query.k + own[u] * params.k.row, p.head_dim);
+      load(u, own[u]);
     }
     load_keys(first + kUnroll * kSlots);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64 place = first + u * kSlots + slot;
       const float product = dot<float>(query.q, k[u]);
-      const bool may_see = own[u] >= query.low && own[u] <= query.high;
       ScoreAndSlope<float> found = {-FA_INFINITY, 0.0f};
-      if (may_see && query.sees) {
+      if (own[u] >= 0 && query.sees) {
         found = pair_score(params, query.at, query.pair_bias, product, query.number, own[u], place);
       }
-      visit(u, k[u], found, place, own[u] >= 0);
+      visit(u, k[u], found, place, place < end);
     }
   }
 }

@@ -3,7 +3,10 @@
 import numpy as np
 
 from fa_cupy import BitMask, reference
-from tests.support.kernel_attention import DTYPES
+from tests.support import strategies
+from tests.support.gradients import hold as hold_each
+from tests.support.kernel_attention import DTYPES, draw
+from tests.support.kernel_gradients import Case, Parts, compare
 from validation.emulator import calls
 
 DTYPES = {**DTYPES, "float32": np.dtype(np.float32)}
@@ -56,3 +59,71 @@ def hold(dtype, v, out, lse, want, want_lse):
     unit = max(UNITS[np.dtype(dtype).name], 2.0**-21 * scores[scores < 6000].max(initial=0))
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=unit * largest)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-5)
+
+
+def case(dtype, heads, lengths, dims, seen, *, batch=2, dlse=True, seed=0, scale=1.0, **options):
+    """A call for gradients of random numbers; `seen` is its mask as an array."""
+    (q_heads, k_heads), (q_len, k_len), (dim, v_dim) = heads, lengths, dims
+    shapes = [(q_heads, q_len, dim), (k_heads, k_len, dim), (k_heads, k_len, v_dim)]
+    arrays = [
+        draw(batch, *shape, dtype=DTYPES[dtype], seed=4 * seed + i, scale=scale)
+        for i, shape in enumerate([*shapes, (q_heads, q_len, v_dim)])
+    ]
+    given = draw(batch, q_heads, q_len, dtype=np.dtype(np.float32), seed=seed + 9) if dlse else None
+    return Case(*arrays, given, {"mask": seen, **options})
+
+
+def gradients(call, bits=None, pair_bias=None, **how):
+    """Gradients of a case by pairs; `bits` is the same mask."""
+    options = dict(call.options)
+    bias, seen = options.pop("bias", None), options.pop("mask")
+    bits = BitMask.from_dense(seen) if bits is None else bits
+    dense = bias
+    if pair_bias is not None:
+        dense = with_pairs(pair_bias, seen) + (0 if bias is None else bias)
+    out = np.empty_like(call.dout)
+    with np.errstate(all="ignore"):
+        exact, lse = reference.attention(*call[:3], dense, seen, **options)
+        out[...] = exact.astype(out.dtype)
+        return calls.gradients_by_pairs(
+            call.dout, *call[:3], out, lse, call.dlse, bias, bits, pair_bias=pair_bias, **how,
+            **options,
+        )  # fmt: skip
+
+
+def check_gradients(call, **how):
+    """Hold gradients against the definition, beside plain ones in low precision."""
+    got = gradients(call, **how)
+    compare(call, got, times=1.2 if call.q.dtype.itemsize == 2 else 4.0)
+    return got
+
+
+def check_spoiled(call, **how):
+    """Hold each element of gradients against float64, and where there is none."""
+    with np.errstate(all="ignore"):
+        found = dict(zip("qkv", gradients(call, **how), strict=True))
+        options = dict(call.options)
+        more = [options.pop(name, None) for name in ("bias", "mask")]
+        definition = strategies.Case(*call[:3], *more, options=options)
+        hold_each(definition, found, call.dout, call.dlse, strategies.UNIT[call.q.dtype])
+
+
+def check_numbers(call, pair_bias, **how):
+    """Hold gradients, that of a number for each pair among them, against the definition."""
+    seen, bias = call.options["mask"], call.options.get("bias")
+    dense = with_pairs(pair_bias, seen) + (0 if bias is None else bias)
+    call = call._replace(options={**call.options, "bias": dense})
+    *got, dbias = gradients(
+        call._replace(options={**call.options, "bias": bias}), pair_bias=pair_bias, **how
+    )
+    compare(call, got, times=1.2 if call.q.dtype.itemsize == 2 else 4.0)
+    x = Parts.of(call, np.float64)
+    out = (x.p @ x.v).astype(call.q.dtype).astype(np.float64)
+    delta = (x.dout * out).sum(-1) - (0 if call.dlse is None else call.dlse)
+    ds = (x.p * (x.dout @ x.v.swapaxes(2, 3) - delta[..., None]))[..., seen]
+    shape = (1,) * (ds.ndim - pair_bias.ndim) + pair_bias.shape
+    axes = tuple(i for i, n in enumerate(shape) if n == 1 and ds.shape[i] > 1)
+    want = ds.sum(axis=axes, keepdims=True).reshape(pair_bias.shape)
+    size = np.abs(ds).sum(axis=axes, keepdims=True).reshape(pair_bias.shape)
+    np.testing.assert_allclose(dbias, want, rtol=0, atol=2e-5 * (1 + size.max()))
+    return dbias

@@ -19,7 +19,12 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm80 import BwdDbiasSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm90 import BwdDbiasSm90
-from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs, pair_rows
+from fa_cupy.gpu.kernels.attention.pairs import (
+    fwd_pairs,
+    gradients_plan,
+    pair_gradients,
+    pair_rows,
+)
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PIECE_PAIRS, PairBias
 from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
@@ -140,6 +145,63 @@ def attention_by_pairs(
     biases = () if pair_bias is None else (pair_bias.ctypes.data,)
     plan.run((*pointers, *lists.pointers(), *biases))
     return out, lse
+
+
+def gradients_by_pairs(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    bias: Array | None,
+    mask: BitMask,
+    *,
+    pair_bias: Array | None = None,
+    piece_pairs: int = PIECE_PAIRS,
+    seed: int = 0,
+    sources: Mapping[str, Path] = MappingProxyType({}),
+    **options: Any,
+) -> tuple[Array, ...]:
+    """Gradients of attention over the pairs of a mask; of `pair_bias` too if there is one.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, dlse, bias
+        As for `attention_backward`.
+    mask : BitMask
+    pair_bias, piece_pairs
+        As for `attention_by_pairs`.
+    seed, sources
+        As for `attention_backward`.
+    **options
+        Of `fa_cupy.attention`.
+    """
+    operands = operands_in(options)
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+    if not takes_bias(problem):
+        problem, bias = with_float32_bias(np, problem, bias)
+    dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
+    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
+    like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
+    traits = backward.Traits(problem, backward.Gradients(*queries, like.k, like.v))
+    assert pair_gradients.serves_gradients(traits)
+    lists = pairs_of(problem, mask, piece_pairs)
+    own = bias_of(problem, pair_bias, gradient=True)
+    launcher = EmulatorLauncher(seed, False, sources)
+    plan, _ = gradients_plan.make_plan(traits, launcher, lists.counts, bias=own)
+    lse = np.ascontiguousarray(lse, np.float32)
+    dlse = None if dlse is None else np.ascontiguousarray(dlse, np.float32)
+    results = [dq, dk, dv]
+    given = (q, k, v, out, lse, dout, dlse, bias, None, *results, None)
+    pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
+    pointers += lists.pointers(gradients=True)
+    if pair_bias is not None:
+        results.append(np.full_like(pair_bias, np.nan))
+        pointers += [pair_bias.ctypes.data, results[-1].ctypes.data]
+    plan.run(tuple(pointers))
+    return tuple(results)
 
 
 def bias_of(problem: Any, pair_bias: Array | None, gradient: bool = False) -> PairBias | None:
