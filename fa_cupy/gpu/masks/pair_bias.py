@@ -6,6 +6,7 @@ on their device.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import cupy
@@ -83,3 +84,30 @@ class PairPlaces:
         values = data[cupy.asarray(np.maximum(self.sources, 0))].astype(np.float32)
         hidden = self.sources < 0
         return cupy.where(cupy.asarray(hidden), np.float32(0), values) if hidden.any() else values
+
+    def gradient(self, sums: Array) -> Any:
+        """Return the gradient of the bias as a matrix like it, given that of `numbers`.
+
+        A pair of several matrices of the mask has a number in each of them. They are added in turn,
+        so that results are repeatable.
+        """
+        data = self._bias.given.data
+        total = cupy.zeros(data.size, np.float32)
+        for begin, end in itertools.pairwise(self.begins.tolist()):
+            sources = self.sources[begin:end]
+            there = np.flatnonzero(sources >= 0)
+            if len(there):
+                at = cupy.asarray(sources[there])
+                total[at] = total[at] + sums[cupy.asarray(begin + there)]
+        return _like(self._bias, total)
+
+
+def gradient_without_pairs(bias: SparseBias) -> Any:
+    """Return the gradient of a bias that is added to no score."""
+    return _like(bias, cupy.zeros(bias.given.data.size, np.float32))
+
+
+def _like(bias: SparseBias, values: Array) -> Any:
+    found = bias.given.copy()
+    found.data = values.astype(bias.dtype)
+    return found
