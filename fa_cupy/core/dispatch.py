@@ -54,6 +54,11 @@ def sparse_inputs(name: str, args: Sequence[str], arrays: Sequence[Any]) -> list
     if is_sparse(bias):
         bias = SparseBias(name, args[-2], bias)
         mask = bias.pattern() if mask is None else mask
+        if bias.device is not None and not isinstance(mask, BitMask):
+            raise TypeError(
+                f"{name}: {args[-1]} is an array and {args[-2]} a sparse matrix on a GPU, want a "
+                f"BitMask (BitMask({args[-1]}))"
+            )
     return [*others, bias, mask]
 
 
@@ -70,9 +75,13 @@ def dense_inputs(
     *others, bias, mask = inputs
     if not isinstance(bias, SparseBias):
         return [*inputs]
-    if native.backend != "numpy":
-        raise ValueError(f"{name}: bias is a sparse matrix on the CPU, want arrays on the CPU")
     q, k, *_ = others
+    device = None if native.backend == "numpy" else q.data.device_id
+    if bias.device != device:
+        where = ["the CPU" if x is None else f"CUDA device {x}" for x in (bias.device, device)]
+        raise ValueError(
+            f"{name}: bias is a sparse matrix on {where[0]}, q is on {where[1]}, want one device"
+        )
     bias.check(name, q, k, out)
     return [*others, None, mask]
 

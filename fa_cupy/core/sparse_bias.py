@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core import attention_problem, checks
+from fa_cupy.core import attention_problem, backends, checks
 from fa_cupy.masks import checks as mask_checks
 from fa_cupy.masks import entries
 
@@ -38,33 +38,38 @@ class SparseBias:
     name, arg : str
         The public function and its argument that errors speak of.
     matrix : sparse array or matrix
-        Of SciPy, in any format.
+        Of SciPy, in any format, or of CuPy.
 
     Attributes
     ----------
     shape : tuple of int
     dtype : numpy.dtype
+    given : sparse array or matrix
+        The matrix.
+    device : int or None
+        The CUDA device of a matrix of CuPy. Its indices are copied to the CPU.
 
     Raises
     ------
     TypeError, ValueError
         If it is no valid sparse matrix with 2 axes, or of no float dtype.
     NotImplementedError
-        If it is on a GPU.
+        If it is on a GPU whose stream is captured.
     """
 
     def __init__(self, name: str, arg: str, matrix: Any) -> None:
-        self._given = matrix
-        if type(matrix).__module__.startswith("cupyx."):
-            raise NotImplementedError(
-                f"{name}: {arg} is a sparse matrix of CuPy, want an array (sparse biases are "
-                "there on the CPU only)"
-            )
+        self.given = matrix
+        self.device: int | None = None
         if isinstance(matrix, type) or not hasattr(matrix, "dtype"):
             raise TypeError(f"{name}: {arg} is {checks.show(matrix)}, want a scipy.sparse matrix")
         self.shape = tuple(matrix.shape)
         self.dtype = attention_problem.float_dtype(name, arg, matrix)
-        self._stored = _stored(name, arg, matrix)
+        if type(matrix).__module__.startswith("cupyx."):
+            pair_bias = backends.gpu("masks.pair_bias")
+            self.device, numbered = pair_bias.numbered(name, arg, matrix)
+            self._stored = _of_numbers(name, arg, numbered)
+        else:
+            self._stored = _stored(name, arg, matrix)
 
     @functools.cached_property
     def _codes(self) -> Array:
@@ -73,24 +78,30 @@ class SparseBias:
 
     @property
     def values(self) -> Array:
-        """The stored elements, in the order of rows and keys."""
+        """The stored elements of a matrix of SciPy, in the order of rows and keys."""
+        assert self._stored.values is not None
         return self._stored.values
+
+    @property
+    def order(self) -> Array | None:
+        """Where each of them is in the array of the matrix; None if that has another form."""
+        return self._stored.order
 
     def check(self, name: str, q: Array, k: Array, out: Array | None = None) -> None:
         """Raise unless this can be the bias of queries and keys, with the output in `out`."""
         lengths = (*q.shape[-2:-1], *k.shape[-2:-1])
         if len(lengths) == 2 and self.shape != lengths:
             raise ValueError(f"{name}: bias has shape {self.shape}, want {lengths}")
-        own = getattr(self._given, "data", None)
-        if out is not None and isinstance(own, np.ndarray) and core_arrays.overlap(out, own):
+        own = getattr(self.given, "data", None)
+        if out is not None and hasattr(own, "strides") and core_arrays.overlap(out, own):
             raise ValueError(f"{name}: out overlaps bias in memory, want separate memory")
 
     def pattern(self) -> BitMask:
         """Return the mask that shows the pairs with a stored element."""
         from scipy import sparse
 
-        begin, keys, values, _ = self._stored
-        ones = np.ones(len(values), np.bool_)
+        begin, keys, *_ = self._stored
+        ones = np.ones(len(keys), np.bool_)
         return BitMask.from_csr(sparse.csr_array((ones, keys, begin), shape=self.shape))
 
     def places(self, rows: Array, keys: Array) -> Array:
@@ -139,14 +150,14 @@ class SparseBias:
 
         begin, keys, _, order = self._stored
         if order is not None:
-            found = _numbered(self._given).copy()  # which SciPy can do with numbers
-            data = np.zeros(self._given.data.size, values.dtype)
+            found = _numbered(self.given).copy()  # which SciPy can do with numbers
+            data = np.zeros(self.given.data.size, values.dtype)
             data[order] = values
-            found.data = data.reshape(self._given.data.shape)
+            found.data = data.reshape(self.given.data.shape)
             return found
-        kind = sparse.csr_matrix if sparse.isspmatrix(self._given) else sparse.csr_array
+        kind = sparse.csr_matrix if sparse.isspmatrix(self.given) else sparse.csr_array
         made = kind((values, keys.copy(), begin.copy()), shape=self.shape)
-        return made.asformat(self._given.format) if sparse.issparse(self._given) else made
+        return made.asformat(self.given.format) if sparse.issparse(self.given) else made
 
 
 class Tile(NamedTuple):
@@ -162,7 +173,7 @@ class _Stored(NamedTuple):
 
     begin: Array
     keys: Array
-    values: Array
+    values: Array | None  # None where they are on a GPU
     order: Array | None  # where each is in the array of the matrix; None if that has another form
 
 
@@ -187,6 +198,17 @@ def _stored(name: str, arg: str, matrix: Any) -> _Stored:
     weights = data.reshape(-1)[every.data].astype(np.float64)
     values = np.bincount(place, weights, minlength=csr.nnz)
     return _Stored(begin, keys, values.astype(data.dtype), None)
+
+
+def _of_numbers(name: str, arg: str, numbered: Any) -> _Stored:
+    """Return the elements of a matrix on a GPU, given one of SciPy with numbers in their places."""
+    csr = mask_checks.as_csr(name, arg, numbered)
+    if csr.nnz != numbered.nnz:
+        raise ValueError(
+            f"{name}: {arg} stores several elements of one pair, want one "
+            f"(call {arg}.sum_duplicates())"
+        )
+    return _Stored(csr.indptr, csr.indices[: csr.nnz], None, csr.data[: csr.nnz])
 
 
 def _numbered(matrix: Any) -> Any:
