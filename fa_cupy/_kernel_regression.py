@@ -11,7 +11,7 @@ import numpy as np
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, backends, checks, dispatch
 from fa_cupy.core.arrays import Native
-from fa_cupy.smoothing import estimate, gradients, patches
+from fa_cupy.smoothing import estimate, gradients, patch_gradients, patches
 from fa_cupy.smoothing import regression as problems
 
 
@@ -282,9 +282,50 @@ def non_local_means(
     True
     """
     name = "non_local_means"
-    dispatch.require(name, image=image)
-    native = core_arrays.to_native(name, writes=None, image=image)
-    (pixels,) = native.arrays
+    native, (pixels,), means = _means(name, h, patch_size, patch_distance, sigma, image=image)
+    with native.context, np.errstate(all="ignore"):
+        if pixels.size == 0:
+            return native.give_back(pixels.copy())
+        xp = sys.modules[native.backend]
+        layers = pixels[..., None] if pixels.ndim == 2 else pixels
+        found = patches.non_local_means(xp, layers, means)
+        return native.give_back(found.reshape(pixels.shape))
+
+
+def non_local_means_backward(
+    dout: Any,
+    image: Any,
+    h: float,
+    patch_size: int = 7,
+    patch_distance: int | None = 11,
+    *,
+    sigma: float = 0.0,
+) -> Any:
+    """Return the gradient of `non_local_means` with respect to the image, for other libraries.
+
+    It is computed in float64, and of the image's shape, kind and dtype, as `dout` is.
+    """
+    name = "non_local_means_backward"
+    native, (pixels, dout), means = _means(
+        name, h, patch_size, patch_distance, sigma, image=image, dout=dout
+    )
+    with native.context, np.errstate(all="ignore"):
+        checks.check_gradient(name, "dout", dout, pixels.shape, pixels.dtype)
+        if pixels.size == 0:
+            return native.give_back(pixels.copy())
+        xp = sys.modules[native.backend]
+        layers, douts = (x[..., None] if x.ndim == 2 else x for x in (pixels, dout))
+        found = patch_gradients.gradient(xp, douts, layers, means).reshape(pixels.shape)
+        return native.give_back(problems.narrowed(xp, found, pixels.dtype))
+
+
+def _means(
+    name: str, h: Any, patch_size: Any, patch_distance: Any, sigma: Any, **arrays: Any
+) -> tuple[Native, list[Any], patches.Means]:
+    """Check the arguments of non-local means; the first array is the image."""
+    dispatch.require(name, **arrays)
+    native = core_arrays.to_native(name, writes=None, **arrays)
+    pixels = native.arrays[0]
     attention_problem.float_dtype(name, "image", pixels)
     if pixels.ndim not in (2, 3):
         raise ValueError(f"{name}: image has shape {pixels.shape}, want (H, W) or (H, W, C)")
@@ -296,15 +337,7 @@ def non_local_means(
         patch_distance = checks.whole(name, "patch_distance", patch_distance, "None or an int >= 0")
     noise = checks.finite(name, "sigma", sigma, minimum=0.0)
     _refuse_capture(name, native)
-    with native.context, np.errstate(all="ignore"):
-        if pixels.size == 0:
-            return native.give_back(pixels.copy())
-        xp = sys.modules[native.backend]
-        layers = pixels[..., None] if pixels.ndim == 2 else pixels
-        found = patches.non_local_means(
-            xp, layers, patches.Means(width, size, patch_distance, noise)
-        )
-        return native.give_back(found.reshape(pixels.shape))
+    return native, [*native.arrays], patches.Means(width, size, patch_distance, noise)
 
 
 def _refuse_capture(name: str, native: Native) -> None:
