@@ -190,7 +190,10 @@ class MaskPack:
 
 @dataclass(frozen=True)
 class GraphAttention:
-    """Attention of nodes to neighbours; named ``fp32 hd64 random 100000 nodes 999 edges x1``."""
+    """Attention of nodes to neighbours; named ``fp32 hd64 random 100000 nodes 999 edges x1``.
+
+    With weights, each edge has a bias, and ``weights`` ends the name.
+    """
 
     dtype: str
     head_dim: int
@@ -198,12 +201,13 @@ class GraphAttention:
     nodes: int
     edges: int  # about as many
     heads: int
+    weights: bool = False
 
     @property
     def name(self) -> str:
         """The key under which results of this case are stored."""
-        what = f"{self.kind} {self.nodes} nodes {self.edges} edges"
-        return f"{self.dtype} hd{self.head_dim} {what} x{self.heads}"
+        what = f"{self.kind} {self.nodes} nodes {self.edges} edges x{self.heads}"
+        return f"{self.dtype} hd{self.head_dim} {what}" + " weights" * self.weights
 
     @property
     def work(self) -> float:
@@ -309,6 +313,8 @@ GRAPHS_CPU = (
     GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 1),
     GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 8),
     GraphAttention("fp32", 64, "random", 100_000, 1_000_000, 1),
+    GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 8, weights=True),
+    GraphAttention("fp32", 64, "random", 100_000, 1_000_000, 1, weights=True),
 )
 MASK_MADE_CPU = (
     MaskSource("segments", 131_072, 1_000),

@@ -31,9 +31,13 @@ from fa_cupy.gpu.arrays import (
 )
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
+from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairCounts
 from fa_cupy.gpu.kernels.built_in import with_built_in
 from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
+from fa_cupy.gpu.masks import pairs
 from fa_cupy.gpu.masks.binding import CallMask
+from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.score.program import Operands
@@ -51,6 +55,8 @@ class Call:
     out_strides : tuple of int
         Bytes, of the user's output.
     device : int
+    counts : PairCounts, optional
+        Of the mask's pairs, if they are read one by one.
 
     Attributes
     ----------
@@ -62,20 +68,30 @@ class Call:
         "_lse", "_lse_bytes", "_mask", "_out", "_workspace_at", "plan",
     )  # fmt: skip
 
-    def __init__(self, problem: Problem, out_strides: tuple[int, ...], device: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        out_strides: tuple[int, ...],
+        device: int,
+        counts: PairCounts | None = None,
+    ) -> None:
         shape = problem.out_shape
         self._out = allocation(shape, out_strides, problem.dtype)
         self._lse = allocation(shape[:-1], None, attention_problem.sum_dtype(problem.dtype))
         self._lse_bytes = self._lse.nbytes
         self._workspace_at = 0
         self.plan: Plan | None = None
-        self._mask: CallMask | None = None
+        self._mask: CallMask | CallPairs | None = None
         if not self._lse_bytes:  # there is no row to compute
             return
         out = attention_problem.out_view(problem, shape, out_strides)
-        self.plan = forward.make_plan(Traits(problem, out), workspace.launcher(device))
-        if problem.mask is not None:
-            self._mask = CallMask(problem, device)
+        traits, launcher = Traits(problem, out), workspace.launcher(device)
+        if counts is not None:
+            self.plan = fwd_pairs.make_plan(traits, launcher, counts)
+            self._mask = CallPairs(problem, device)
+        else:
+            self.plan = forward.make_plan(traits, launcher)
+            self._mask = None if problem.mask is None else CallMask(problem, device)
         if self.plan.workspace_bytes:
             # The plan's workspace lies behind the LSE: one allocation less.
             self._workspace_at = -(-self._lse_bytes // 16) * 16
@@ -152,7 +168,7 @@ def cached(
         v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
     if bias is not None or mask is not None or window is not None:
-        extra = array_key(bias, device), mask_key(mask, device), window_key(window)
+        extra = array_key(bias, device), mask_key(mask, device, q.dtype), window_key(window)
         if any(part is False for part in extra):
             return None
         key = (*key, extra)
@@ -168,10 +184,11 @@ def cached(
             window=window, softcap=softcap, sinks=sinks, precision=precision,
         )  # fmt: skip
         strides = _strides_like(problem, q)
-        if not _served(problem, device) or not _direct(problem, strides):
+        counts = None if mask is None else _counts(problem, mask, device)
+        if not _served(problem, device, counts) or not _direct(problem, strides):
             return None
         require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
-        call = remember(key, _call_for(problem, strides, device))
+        call = remember(key, _call_for(problem, strides, device, counts))
     elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None or sinks is not None:
         require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
     result = call(q, k, v, bias, mask, None, return_lse, sinks)
@@ -216,9 +233,12 @@ def attention(
     of_score = {} if score is None else dict(score.named())
     require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score)
     built_in = None if score is None else with_built_in(problem, score)
-    if built_in is not None and _served(built_in[0], device):
-        (problem, bias), score = built_in, None
-    if not _served(problem, device):
+    counts = _counts(problem, mask, device)
+    if built_in is not None:
+        counts_of_form = _counts(built_in[0], mask, device)
+        if _served(built_in[0], device, counts_of_form):
+            (problem, bias), score, counts = built_in, None, counts_of_form
+    if not _served(problem, device, counts):
         from fa_cupy.gpu.cublas import (
             attention as cublas_attention,  # needs cuBLAS, which the kernels do not
         )
@@ -228,10 +248,11 @@ def attention(
         )
     strides = _strides_like(problem, q) if out is None else out.strides
     if not _direct(problem, strides):
-        return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
+        return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks, score, counts)
     lse = lse_for(problem, return_lse)
     with workspace.results():
-        return _call_for(problem, strides, device)(q, k, v, bias, mask, out, lse, sinks, score)
+        call = _call_for(problem, strides, device, counts)
+        return call(q, k, v, bias, mask, out, lse, sinks, score)
 
 
 def lse_for(problem: attention_problem.Problem, wanted: bool) -> Any:
@@ -252,6 +273,7 @@ def _by_copies(
     lse: bool,
     sinks: Any,
     score: Operands | None,
+    counts: PairCounts | None,
 ) -> tuple[Any, Any | None]:
     """Solve a problem of which a kernel cannot take some array as it is."""
     if out is None:
@@ -266,7 +288,7 @@ def _by_copies(
     problem = dataclasses.replace(problem, **changed)
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
-    call = _call_for(problem, target.strides, runtime.getDevice())
+    call = _call_for(problem, target.strides, runtime.getDevice(), counts)
     rows = lse_for(problem, lse)
     with workspace.results():
         inputs = arrays["q"], arrays["k"], arrays["v"], bias, mask
@@ -282,9 +304,16 @@ def _strides_like(problem: Problem, q: Any) -> tuple[int, ...]:
     return dense_strides(shape, problem.dtype.itemsize, memory_order(shape, q))
 
 
-def _served(problem: Problem, device: int) -> bool:
+def _counts(problem: Problem, mask: Any, device: int) -> PairCounts | None:
+    """Return the counts of a mask whose pairs are read one by one; None for any other call."""
+    if problem.mask is None or not math.prod(problem.out_shape[:-1]):
+        return None
+    return pairs.counts_of(problem, mask, workspace.launcher(device).target)
+
+
+def _served(problem: Problem, device: int, counts: PairCounts | None) -> bool:
     """Whether a kernel serves a problem in any layout, or there is no query."""
-    if not math.prod(problem.out_shape[:-1]):
+    if counts is not None or not math.prod(problem.out_shape[:-1]):
         return True
     return forward.for_any_layout(problem, workspace.launcher(device).target) is not None
 
@@ -297,10 +326,12 @@ def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:
     return dense and all(kernel_takes(x, problem.dtype) for x in (problem.q, problem.k, problem.v))
 
 
-def _call_for(problem: Problem, out_strides: tuple[int, ...], device: int) -> Call:
+def _call_for(
+    problem: Problem, out_strides: tuple[int, ...], device: int, counts: PairCounts | None
+) -> Call:
     """Return the `Call` of a problem, from the table of plans if it is there."""
-    key = _NAME, problem, out_strides, device
+    key = _NAME, problem, out_strides, device, counts
     call: Call | None = lookup(key)
     if call is None:
-        call = remember(key, Call(problem, out_strides, device))
+        call = remember(key, Call(problem, out_strides, device, counts))
     return call

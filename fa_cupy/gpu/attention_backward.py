@@ -145,7 +145,7 @@ def cached(
     if sinks is not None or not (need is None or (need.__class__ is tuple and need == _INPUTS)):
         return None
     device = runtime.getDevice()
-    seen = None if mask is None else mask_key(mask, device)
+    seen = None if mask is None else mask_key(mask, device, q.dtype)
     biased = None if bias is None else array_key(bias, device)
     if seen is False or biased is False or (window is not None and window_key(window) is False):
         return None

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 import fa_cupy
 from fa_cupy._attention import TORCH_ARGS
 from fa_cupy._score import Score
-from fa_cupy.core import attention_problem, checks, compositions, linear_problem
+from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.jax import callbacks
 from fa_cupy.jax.callbacks import Fixed, require_arrays, stand_in
 
@@ -98,6 +98,7 @@ def attention(
     >>> jax.grad(loss)(jax.numpy.ones(8)).shape
     (8,)
     """
+    dispatch.refuse_sparse_bias("attention", bias, "jax.numpy.asarray(bias.toarray())")
     mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 import fa_cupy
 from fa_cupy._attention import TORCH_ARGS
 from fa_cupy._score import arrays_of
-from fa_cupy.core import attention_problem, checks, compositions, linear_problem
+from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.torch import arguments
 from fa_cupy.torch.functions import Attention, CausalProduct
 
@@ -95,6 +95,7 @@ def attention(
     >>> slopes.grad.shape
     torch.Size([8])
     """
+    dispatch.refuse_sparse_bias("attention", bias, "torch.from_numpy(bias.toarray())")
     mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     named = {"bias": bias, "mask": None if bits is not None else mask, "sinks": sinks}

@@ -79,12 +79,18 @@ def bandwidth(recipe):
 
 
 def graph_attention(recipe):
-    """A sparse matrix as the mask, in the order that the nodes have."""
+    """Sparse matrices as the mask and as the weights, in the order that the nodes have."""
     src, dst = recipe["src"], recipe["dst"]
     graph = sparse.coo_array((np.ones(len(src)), (dst, src)), shape=(3000, 3000)).tocsr()
     mask = BitMask.from_csr(graph)
     near, _ = mask.reorder()
     yield attention(recipe["q"], recipe["k"], recipe["v"], mask=graph), recipe["out"], 1e-12
+    far = graph.copy()
+    ends = np.repeat(np.arange(3000), np.diff(graph.indptr)), graph.indices
+    offsets = recipe["points"][ends[0]] - recipe["points"][ends[1]]
+    far.data = -100 * np.sqrt((offsets**2).sum(axis=1))
+    weighted = attention(recipe["q"], recipe["k"], recipe["v"], far)
+    yield weighted, recipe["weighted"], 1e-9
     return f"{mask.block_density:.0%}", f"{near.block_density:.0%}"
 
 

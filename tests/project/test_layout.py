@@ -20,9 +20,7 @@ MOST_MODULES = 12
 # Lines of code of a function, and the functions that have more.
 MOST_LINES = {".py": 60, ".cu": 120, ".cuh": 120}
 LONG_FUNCTIONS = {
-    "cuda_src/attention/bwd_dkdv_sm80.cu: attention_bwd_dkdv_sm80",
     "cuda_src/attention/bwd_dkdv_sm90.cu: consume",
-    "cuda_src/attention/bwd_dq_sm80.cu: attention_bwd_dq_sm80",
     "cuda_src/attention/bwd_dq_sm90.cu: consume",
     "cuda_src/attention/fwd_sm90.cu: consume",
 }
@@ -300,6 +298,7 @@ TESTED_IN = {
     "attention/bwd_dq_sm80": "test_bwd_kernels_sm80",
     "attention/bwd_preprocess": "test_bwd_large_lse",
     "attention/bwd_convert_dq": "test_bwd_nonfinite",
+    "attention/fwd_pairs": "test_pairs",
     "mask/transpose_words": "test_block_tables",
 }
 
