@@ -64,8 +64,8 @@ def attention(
         As in `fa_cupy.attention`. All arguments but the arrays are static under `jax.jit`.
     score : Score, optional
         As in `fa_cupy.attention`. Its arrays may be traced: make it inside of the function that is
-        transformed, of that function's arguments. Gradients flow to those of its arrays of floats
-        that `fa_cupy.attention_backward` can compute them for, others are a ValueError.
+        transformed, from that function's arguments. Gradients flow to the arrays of floats for
+        which `fa_cupy.attention_backward` has them; for others they are a ValueError.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
 

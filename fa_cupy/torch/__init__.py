@@ -59,7 +59,7 @@ def attention(
     Parameters
     ----------
     q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision
-        As in `fa_cupy.attention`. Only these five tensors may require gradients.
+        As in `fa_cupy.attention`. `q`, `k`, `v`, `bias` and `sinks` may require gradients.
     score : Score, optional
         As in `fa_cupy.attention`, with tensors as its arrays, which may require gradients too where
         `fa_cupy.attention_backward` can compute them.
@@ -132,7 +132,7 @@ def causal_product(
     Parameters
     ----------
     q, k, v, initial_state, return_state, reverse, algorithm
-        As in `fa_cupy.causal_product`. Only the four tensors may require gradients.
+        As in `fa_cupy.causal_product`. All tensors may require gradients.
 
     Returns
     -------
