@@ -200,11 +200,11 @@ def q_stages():
     for row in gpu.VARIANTS:
         if isinstance(row, FwdSm90):
             key = (row.dim, row.sparse, row.groups)
-            scored = row.for_score(ScoreMod(softcap=True))
-            stages[key] = {False: row.q_stages, True: scored.q_stages}
+            biased = row.for_score(ScoreMod(bias_axes="pair", bias_dtype=row.dtype))
+            stages[key] = (row.q_stages, biased.q_stages, biased.groups)
     dims = {}
     for (dim, sparse, groups), of in stages.items():
-        dims.setdefault((sparse, groups, of[False], of[True]), []).append(str(dim))
+        dims.setdefault((sparse, groups, *of), []).append(str(dim))
 
     def ahead(count, groups):
         early = min(count - groups, groups)
@@ -217,15 +217,15 @@ def q_stages():
             "yes" if sparse else "no",
             groups,
             ahead(plain, groups),
-            ahead(mod, groups),
+            ahead(biased, biased_groups),
         )
-        for (sparse, groups, plain, mod), names in dims.items()
+        for (sparse, groups, plain, biased, biased_groups), names in dims.items()
     ]
     head = (
         "head_dim",
         "mask",
         "warpgroups",
         "stages: rows of the next tile that are loaded during this one",
-        "with a bias, a softcap or a scale that is not positive",
+        "with a 16-bit bias for each query and key",
     )
     return table(head, rows)

@@ -81,7 +81,7 @@ def attention(
     softcap : float
         If positive, scores are ``softcap * tanh(scale * q @ k.mT / softcap)`` before the bias.
     sinks : array, broadcastable to (..., Lq), optional
-        Attention sinks [4]_: for each query a score more, which takes part in the softmax and has
+        Attention sinks [4]_: one more score for each query, which takes part in the softmax and has
         no value, so that the weights of the keys sum to less than 1. It is neither scaled, capped
         nor masked, and no `score` is evaluated for it; -inf is no sink. Any of the four dtypes; of
         shape (heads, 1) for one number a head.
@@ -535,7 +535,7 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     out : array, shape (..., Lq, Dv)
         Of the kind and dtype of the parts.
     lse : array, shape (..., Lq)
-        float32, or float64 for float64 outputs. All is computed in this dtype.
+        float32, or float64 for float64 outputs. Everything is computed in this dtype.
 
     Raises
     ------

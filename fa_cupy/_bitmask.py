@@ -26,7 +26,7 @@ class BitMask(Sources, Algebra):
 
     A mask of shape (..., Lq, Lk) consists of blocks of 128 queries and 128 keys. A block is empty,
     full or partial. Only partial blocks store bits, 2 kB each, and only blocks that are not empty
-    are listed. A *sparse* block, which is partial with fewer than 512 visible pairs, stores 4 bytes
+    are listed. A *sparse* block, a partial one with fewer than 512 visible pairs, stores 4 bytes
     for each pair instead, so the memory of a mask depends on what is visible. It is passed as
     ``mask`` to `attention`, which skips empty blocks and computes full ones as without a mask.
 
@@ -34,7 +34,7 @@ class BitMask(Sources, Algebra):
     SciPy; `from_segments`, `from_window`, `from_edges`, `from_indices`, `from_blocks` and
     `from_function` make masks without an array of all pairs, `load` reads one.
 
-    They are used as arrays of bool are. ``a & b``, ``a | b``, ``a ^ b``, ``a == b``, ``a != b`` and
+    They behave like arrays of bool. ``a & b``, ``a | b``, ``a ^ b``, ``a == b``, ``a != b`` and
     ``~a`` are masks, computed element by element, with batch axes that broadcast; one operand may
     be an array of bool that broadcasts to the lengths of the mask, or a sparse matrix. `equals` is
     True if all bits are the same. ``a[i]`` selects batch entries, by any index of an array of the

@@ -2,10 +2,10 @@
 Attention on a graph
 ====================
 
-On a graph, each node attends to its neighbours. A mask made from the edges hides all other pairs,
-and blocks of 128 x 128 pairs without an edge are skipped. Numbering the nodes anew, so that
-neighbours have numbers close to each other, leaves fewer blocks. That saves time on a GPU. On a
-CPU, blocks with few edges are computed edge by edge, so a graph with few edges needs no new order.
+On a graph, each node attends to its neighbours. A mask made from the edges hides all other pairs.
+Blocks of 128 x 128 pairs without an edge are skipped, and a graph with few edges in each block is
+computed edge by edge. Where there are many, a new order of the nodes, in which neighbours have
+numbers close to each other, leaves fewer blocks with an edge and saves time.
 """
 
 import matplotlib.pyplot as plt

@@ -84,7 +84,7 @@ class Kept(Made):
     Attributes
     ----------
     pointers : tuple of int
-        What launches are told: `MaskPointers`, or the addresses of lists of pairs.
+        What launches get: `MaskPointers`, or the addresses of lists of pairs.
     passing : bool
         Whether the mask may drop it.
     """
@@ -98,7 +98,7 @@ class Kept(Made):
 
     @classmethod
     def of_lists(cls, lists: DeviceMask, memory: Array, entries: int) -> Kept:
-        """Return what is told of lists; `memory` holds the entries, and the order behind them."""
+        """Return what launches get of lists; `memory` has the entries, and the order after them."""
         order = memory[entries:]
         return cls((lists, memory), _pointers(lists, memory, order if len(order) else None))
 

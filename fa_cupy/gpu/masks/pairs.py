@@ -1,4 +1,4 @@
-"""What launches are told of a mask whose pairs they read one by one.
+"""Masks whose pairs are read one by one, as launches get them.
 
 The lists of a `BitMask` are sent to a device once and kept with its store; that by keys, which only
 gradients read, when they first are computed. No sparse block is unfolded.
@@ -26,7 +26,7 @@ Array = Any  # cupy.ndarray
 
 
 class CallPairs:
-    """Says what launches of one kind of call are told of the pairs of a mask.
+    """Says what launches of one kind of call get of the pairs of a mask.
 
     Parameters
     ----------
