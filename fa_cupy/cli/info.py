@@ -19,12 +19,15 @@ from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
+from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import row_serving
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import Call, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.gpu.masks.pair_lists import MOST_PAIRS
 
 #: What people call the types, besides their names.
 DTYPES = {
@@ -134,6 +137,7 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         return
     yield from _attention(dtype, entries, q_len, k_len, head_dim, v_dim, target)
     yield from _backward(dtype, q_len, k_len, head_dim, v_dim, target)
+    yield from _pairs(dtype, q_len, k_len, head_dim, v_dim)
     if q_len == k_len:
         yield from _product(dtype, entries, q_len, head_dim, v_dim, target)
 
@@ -224,6 +228,16 @@ def _backward(
         if instead not in shown:
             yield "", f"  {what}: {instead.name}"
             shown.append(instead)
+
+
+def _pairs(dtype: str, q_len: int, k_len: int, head_dim: int, v_dim: int) -> Iterator[Line]:
+    """Say which masks have kernels that read their pairs, and which ones."""
+    dim = max(head_dim, v_dim)
+    families = fwd_pairs.VARIANTS, bwd_dq_pairs.VARIANTS, bwd_dkdv_pairs.VARIANTS
+    rows = [row for family in families if (row := row_serving(family, dtype, dim))]
+    if rows and min(q_len, k_len, dim) > 0 and max(q_len, k_len) <= MAX_LENGTH:
+        yield "", f"masks with fewer than {MOST_PAIRS[dtype]} pairs a block: {rows[0].name}"
+        yield "", f"and {', '.join(row.name for row in rows[1:])}"
 
 
 def _described(row: Variant, tiles: int, target: str) -> str:
