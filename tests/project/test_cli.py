@@ -10,7 +10,7 @@ import pytest
 
 import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
-from fa_cupy.cli.warmup import serving, serving_backward, serving_products
+from fa_cupy.cli.warmup import serving, serving_backward, serving_pairs, serving_products
 from fa_cupy.gpu.driver import compile, cubin_cache, devices
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
