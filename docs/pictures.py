@@ -1,7 +1,7 @@
 """Pictures of the built pages in a wide and a narrow window, and checks of what is in them.
 
 ``make docs-pictures`` writes docs/_build/pictures/PAGE-WIDTH.png. It fails if a page has a box that
-is cut off or a file from another host. It needs Chromium, and takes about a second a picture.
+is cut off or a file from another host. It needs Chromium, and one to two seconds for each picture.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+
+from tqdm import tqdm
 
 BUILD = Path(__file__).parent / "_build"
 WIDTHS = (1280, 390)
@@ -150,7 +152,8 @@ def main(argv):
     options.out.mkdir(parents=True)
     for width in WIDTHS:
         with served(options.pages, width) as address:
-            for page, found in measured(program, address).items():
+            found_in = measured(program, address).items()
+            for page, found in tqdm(found_in, desc=f"{width} px", unit="page"):
                 for fault in found["faults"]:
                     failed = True
                     print(f"{page} at {width} px: {fault}")
