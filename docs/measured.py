@@ -18,7 +18,7 @@ NOT_A_SPEED = ("traffic", "tiles")
 PRODUCT = "causal_product"  # the begin of the names of its families and pictures
 SCORES = ("attention_scores_fwd", "attention_scores_bwd")
 SPARSE = readme.SPARSE_FAMILIES
-GRAPHS = ("graphs_cpu", "mask_made_cpu")
+GRAPHS = ("graphs_cpu", "graphs_gpu", "graphs_bwd_gpu", "mask_made_cpu")
 
 
 def table(head, rows, widths="auto"):

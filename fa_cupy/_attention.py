@@ -58,11 +58,11 @@ def attention(
         heads (axis -3) than the queries, if their number divides that of the queries: grouped-query
         attention.
     bias : array, broadcastable to (..., Lq, Lk), or sparse matrix, shape (Lq, Lk), optional
-        Added to the scores; any of the four dtypes. Of a sparse array or matrix of SciPy, with
-        arrays on the CPU, the stored elements are added, stored zeros too. Without `mask` a query
-        attends to the keys of its stored elements, and to no others. With `mask`, pairs without a
-        stored element have a bias of 0. Several elements of one pair are summed, and all batch
-        entries and heads share the matrix.
+        Added to the scores; any of the four dtypes. Of a sparse array or matrix, of SciPy or with
+        arrays on a GPU of CuPy, the stored elements are added, stored zeros too. Without `mask` a
+        query attends to the keys of its stored elements, and to no others. With `mask`, pairs
+        without a stored element have a bias of 0. On the CPU, several elements of one pair are
+        summed. All batch entries and heads share the matrix.
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
@@ -114,7 +114,8 @@ def attention(
         While a stream is captured into a CUDA graph: for float32, for float64, for dims above 256
         and for a `score` together with a softcap or a bias (the capture can go on), and in a
         capture mode other than "relaxed" for the first call with a `BitMask`, which takes memory
-        from the driver. For a sparse `bias` of CuPy.
+        from the driver. For a sparse `bias` on a GPU: in a capture, for float64 and for dims above
+        256.
 
     See Also
     --------
@@ -394,7 +395,8 @@ def attention_backward(
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
         multiples of 8 or are above 256, for the gradient of an array of a `score`, and as for
-        `attention` with a `score` or a `BitMask`. For a sparse `bias` of CuPy.
+        `attention` with a `score`, a `BitMask` or a sparse `bias`; for that on a GPU also with
+        `sinks`, for gradients of arrays of a `score`, and for masks of heads that share keys.
 
     See Also
     --------

@@ -197,7 +197,7 @@ class GraphAttention:
 
     dtype: str
     head_dim: int
-    kind: str  # "random" or "geometric"
+    kind: str  # "random", "geometric" or "window"
     nodes: int
     edges: int  # about as many
     heads: int
@@ -315,6 +315,14 @@ GRAPHS_CPU = (
     GraphAttention("fp32", 64, "random", 100_000, 1_000_000, 1),
     GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 8, weights=True),
     GraphAttention("fp32", 64, "random", 100_000, 1_000_000, 1, weights=True),
+)
+GRAPHS_GPU = (
+    GraphAttention("fp16", 64, "geometric", 20_000, 145_000, 4),
+    GraphAttention("fp16", 64, "random", 100_000, 1_000_000, 4),
+    GraphAttention("fp16", 128, "random", 100_000, 1_000_000, 4),
+    GraphAttention("fp16", 64, "window", 65_536, 65_536 * 49, 4),
+    GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 4),
+    GraphAttention("fp32", 64, "random", 100_000, 1_000_000, 4),
 )
 MASK_MADE_CPU = (
     MaskSource("segments", 131_072, 1_000),

@@ -12,6 +12,7 @@ from validation import (
     backward_peers,
     cases,
     checks,
+    graph_gpu_peers,
     graph_peers,
     peers,
     product_peers,
@@ -69,6 +70,27 @@ _ATTENTION_FWD = Family(
     per_second=1e12,
     burst_ms=8,
     rest_ms=GPU_REST_MS,
+)
+
+_GRAPHS_GPU = Family(
+    device="gpu",
+    cases=cases.GRAPHS_GPU,
+    impls={
+        "fa_cupy": graph_gpu_peers.fa_cupy,
+        "fa_cupy_words": graph_gpu_peers.fa_cupy_words,
+        "torch_scatter": graph_gpu_peers.torch_scatter,
+        "flex": graph_gpu_peers.flex,
+        "csr": graph_gpu_peers.csr,
+    },
+    default_impls=("fa_cupy", "fa_cupy_words", "torch_scatter", "flex", "csr"),
+    inputs=graph_gpu_peers.random_cupy,
+    check=graph_gpu_peers.check,
+    unit="G/s",
+    per_second=1e9,
+    burst_ms=20,
+    rest_ms=GPU_REST_MS,
+    work=attrgetter("work"),
+    picture="graphs",
 )
 
 _PRODUCTS = {
@@ -210,6 +232,19 @@ FAMILIES: dict[str, Family] = {
         pause_ms=CPU_PAUSE_MS,
         work=attrgetter("work"),
         picture="graphs",
+    ),
+    "graphs_gpu": _GRAPHS_GPU,
+    "graphs_bwd_gpu": dataclasses.replace(
+        _GRAPHS_GPU,
+        impls={
+            "fa_cupy": graph_gpu_peers.fa_cupy_backward,
+            "fa_cupy_words": graph_gpu_peers.fa_cupy_words_backward,
+            "torch_scatter": graph_gpu_peers.torch_scatter_backward,
+            "flex": graph_gpu_peers.flex_backward,
+        },
+        default_impls=("fa_cupy", "fa_cupy_words", "torch_scatter", "flex"),
+        inputs=graph_gpu_peers.random_gradients,
+        check=graph_gpu_peers.gradients_check,
     ),
     "mask_made_cpu": Family(
         device="cpu",

@@ -22,13 +22,20 @@ def graph(case: GraphAttention) -> Any:
     """Return the graph: each query is a node, and its keys are nodes, as a CSR matrix of ones.
 
     Of kind "random", any two nodes are neighbours with the same probability; of kind "geometric",
-    nodes are points of a square in random order, and neighbours are close. A node is its own
+    nodes are points of a square in random order, and neighbours are close; of kind "window", nodes
+    are the pixels of a square image, and neighbours a square around each. A node is its own
     neighbour.
     """
     from scipy import sparse, spatial
 
     rng = np.random.default_rng(5)
     n = case.nodes
+    if case.kind == "window":
+        from fa_cupy import BitMask
+
+        reach = round(((case.edges / n) ** 0.5 - 1) / 2)
+        near = BitMask.from_window([round(n**0.5)] * 2, reach).to_csr()
+        return sparse.csr_matrix(near.astype(np.float32))
     if case.kind == "random":
         sources, targets = rng.integers(0, n, (2, case.edges - n))
     else:

@@ -53,7 +53,7 @@ def sparse_inputs(name: str, args: Sequence[str], arrays: Sequence[Any]) -> list
         mask = BitMask.from_csr(mask)
     if is_sparse(bias):
         bias = SparseBias(name, args[-2], bias)
-        mask = bias.pattern() if mask is None else mask
+        mask = bias.structure.pattern if mask is None else mask
         if bias.device is not None and not isinstance(mask, BitMask):
             raise TypeError(
                 f"{name}: {args[-1]} is an array and {args[-2]} a sparse matrix on a GPU, want a "

@@ -287,7 +287,7 @@ def _over_pairs(
     counts = pairs.counts_with_bias(_NAME, problem, mask, workspace.launcher(device).target)
     of_score = {} if score is None else dict(score.named())
     require_whole_elements(q=q, k=k, v=v, sinks=sinks, out=out, **of_score)
-    numbers = PairPlaces(bias, mask).numbers()
+    numbers = PairPlaces.of(bias, mask).numbers(bias)
     strides = _strides_like(problem, q) if out is None else out.strides
     if not _direct(problem, strides):
         return _by_copies(problem, q, k, v, numbers, mask, out, return_lse, sinks, score, counts)

@@ -264,8 +264,8 @@ def _over_pairs(
             f"{_NAME}: bias is a sparse matrix on a GPU, and there are sinks, arrays of a score "
             "that need a gradient or masks of heads that share keys, want none of them"
         )
-    places = PairPlaces(bias, mask)
-    numbers = places.numbers()
+    places = PairPlaces.of(bias, mask)
+    numbers = places.numbers(bias)
     sums = cupy.zeros(numbers.shape, np.float32)
     found = {x: empty(arrays[x].shape, arrays[x].dtype, arrays[x]) for x in need if x in _INPUTS}
     arrays |= dict.fromkeys(("bias", "sinks", "dbias"))
@@ -273,7 +273,7 @@ def _over_pairs(
     addresses = () if score is None else addresses_of(score)
     plan.run(arrays, mask, None, addresses, (numbers.data.ptr, sums.data.ptr))
     if "bias" in need:
-        found["bias"] = places.gradient(sums)
+        found["bias"] = places.gradient(bias, sums)
     return found
 
 

@@ -53,7 +53,22 @@ def numbers_of(bias, mask):
     """The bias of each pair as kernels are given it."""
     from fa_cupy.gpu.masks.pair_bias import PairPlaces  # of the stand-in
 
-    return PairPlaces(bias, mask).numbers()
+    return PairPlaces.of(bias, mask).numbers(bias)
+
+
+def gradient_of(bias, mask, sums):
+    """The gradient of a bias, given that of its `numbers_of`."""
+    from fa_cupy.gpu.masks.pair_bias import PairPlaces
+
+    return PairPlaces.of(bias, mask).gradient(bias, owned(sums))
+
+
+def on_host(matrix):
+    """A `Matrix` as one of SciPy."""
+    names = ("row", "col") if matrix.format == "coo" else ("indices", "indptr")
+    data, first, second = (getattr(matrix, name).get() for name in ("data", *names))
+    parts = (data, (first, second)) if matrix.format == "coo" else (data, first, second)
+    return getattr(sparse, f"{matrix.format}_array")(parts, shape=matrix.shape)
 
 
 def weights(seed, shape, share, form="csr", dtype=np.float32):
@@ -83,13 +98,41 @@ def test_numbers_are_in_the_order_of_the_list(cupy, seed, shape, share, form, dt
         seen = np.random.default_rng(seed + 1).random((matrices, *shape)) < 0.2
         mask = BitMask(seen)
     else:
-        mask, seen = bias.pattern(), seen[None]
+        mask, seen = bias.structure.pattern, seen[None]
         np.testing.assert_array_equal(mask.to_dense(), seen[0])
     found = numbers_of(bias, mask)
     assert found.dtype == np.float32
     want = np.concatenate([host.toarray()[of_matrix] for of_matrix in seen])
     np.testing.assert_array_equal(found.get()[: len(want)], want.astype(np.float32))
     assert len(found) == max(1, len(want))
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    share=st.sampled_from([0.0, 0.003, 0.1, 0.7]),
+    form=st.sampled_from(["csr", "csc", "coo"]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+    matrices=st.integers(0, 3),
+)
+def test_gradients_go_where_their_elements_are(cupy, seed, share, form, dtype, matrices):
+    """Those of all matrices of a mask are added; elements of hidden pairs have none."""
+    host, seen = weights(seed, (150, 140), share, form, dtype)
+    given = Matrix(host)
+    bias = SparseBias("attention", "bias", given)
+    rng = np.random.default_rng(seed)
+    shown = rng.random((matrices, 150, 140)) < 0.2 if matrices else seen[None]
+    mask = BitMask(shown) if matrices else bias.structure.pattern
+    of_pairs = np.zeros(shown.shape, np.float32)
+    of_pairs[shown] = sums = rng.standard_normal(shown.sum()).astype(np.float32)
+    found = gradient_of(bias, mask, np.append(sums, np.float32(np.nan)))
+    assert (type(found), found.format, found.data.dtype) == (Matrix, form, dtype)
+    names = ("row", "col") if form == "coo" else ("indices", "indptr")
+    for name in names:
+        np.testing.assert_array_equal(getattr(found, name).get(), getattr(given, name).get())
+    np.testing.assert_array_equal(given.data.get(), host.data)
+    want = np.where(seen, of_pairs.sum(axis=0), 0)
+    np.testing.assert_allclose(on_host(found).toarray(), want, rtol=1e-6, atol=1e-6)
+    assert found.data.size == host.data.size
 
 
 @pytest.fixture
@@ -134,6 +177,59 @@ def test_calls_run_the_kernel_over_pairs(cupy, runs, how, share, dtype):
             np.testing.assert_array_equal(np.array(numbers), host.toarray()[seen])
 
 
+@pytest.mark.parametrize("need", [None, ["bias"], ["v", "q"]])
+@pytest.mark.parametrize("how", ["plain", "mask", "odd rows"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_gradients_run_the_kernels_over_pairs(cupy, monkeypatch, how, need, dtype):
+    """The gradient of the bias is made of what they write where the last address points."""
+    from fa_cupy.gpu.plan import Plan
+
+    host, seen = weights(10, (300, 300), 0.5)
+    run, wrote = Plan.run, np.arange(int(seen.sum()), dtype=np.float32)
+
+    def writing(self, pointers, *args):
+        assert self.names[-2:] == ("pair_bias", "pair_dbias")
+        ran = run(self, pointers, *args)
+        numbers, sums = (
+            np.ctypeslib.as_array((ctypes.c_float * len(wrote)).from_address(at))
+            for at in pointers[-2:]
+        )
+        np.testing.assert_array_equal(numbers, host.toarray()[seen])
+        sums[:] = wrote
+        return ran
+
+    monkeypatch.setattr(Plan, "run", writing)
+    bias, mask = Matrix(host), BitMask(seen) if how == "mask" else None
+    q = owned(np.zeros((2, 300, 7 if how == "odd rows" else 64), dtype))
+    lse = owned(np.zeros((2, 300), np.float32))
+    for _ in range(2):
+        before = len(CAPTURE.log)
+        found = fa_cupy.attention_backward(q, q, q, q, q, lse, bias, mask, need=need)
+        launched = [name for kind, name, *_ in CAPTURE.log[before:] if kind == "launch"]
+        assert set(launched) == {"attention_bwd_dq_pairs", "attention_bwd_dkdv_pairs"}
+        by_name = dict(zip(need or ("q", "k", "v", "bias"), found, strict=True))
+        dbias = by_name.pop("bias", None)
+        assert all((x.shape, x.dtype) == (q.shape, q.dtype) for x in by_name.values())
+        assert (dbias is None) == (need == ["v", "q"])
+        if dbias is not None:
+            np.testing.assert_array_equal(on_host(dbias).toarray()[seen], wrote)
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
+def test_gradients_of_no_query_and_no_key(cupy, lengths):
+    q, k = (owned(np.zeros((2, n, 8), HALF)) for n in lengths)
+    lse, bias = owned(np.zeros((2, lengths[0]), np.float32)), Matrix(sparse.csr_array(lengths))
+    (dbias,) = fa_cupy.attention_backward(q, q, k, k, q, lse, bias, need=["bias"])
+    assert (dbias.shape, dbias.data.size) == (lengths, 0)
+
+
+def test_gradients_of_sinks_are_refused(cupy):
+    q, lse = owned(np.zeros((2, 30, 8), HALF)), owned(np.zeros((2, 30), np.float32))
+    bias, sinks = Matrix(weights(7, (30, 30), 0.1)[0]), owned(np.zeros((2, 1), np.float32))
+    with pytest.raises(NotImplementedError, match="attention_backward: bias is a sparse matrix"):
+        fa_cupy.attention_backward(q, q, q, q, q, lse, bias, sinks=sinks)
+
+
 def test_a_plan_is_not_that_of_the_mask_alone(cupy, runs):
     host, seen = weights(4, (300, 300), 0.01)
     q = owned(np.zeros((2, 300, 64), HALF))
@@ -153,6 +249,34 @@ def test_no_query_and_no_key(cupy, runs):
     assert all("pair_bias" not in plan.names for plan, _ in runs)
 
 
+def test_structures_are_found_out_once_and_kept(cupy, runs):
+    """By the indices that a matrix has now, not by which arrays they are in."""
+    from fa_cupy.gpu.masks import pair_bias
+
+    pair_bias._KEPT.clear()
+    host, seen = weights(11, (200, 200), 0.05)
+    q, mask = owned(np.zeros((2, 200, 64), HALF)), BitMask(seen)
+    first, again = (SparseBias("attention", "bias", Matrix(host)) for _ in range(2))
+    assert again.structure is first.structure
+    assert again.structure.pattern is first.structure.pattern
+    places = pair_bias.PairPlaces.of(first, mask)
+    assert pair_bias.PairPlaces.of(again, mask) is places
+
+    matrix = Matrix(host)
+    fa_cupy.attention(q, q, q, matrix, mask)
+    row = int(np.flatnonzero(np.diff(host.indptr))[0])
+    place, key = host.indptr[row], int(np.flatnonzero(~seen[row])[0])
+    matrix.indices[place : place + 1] = host.indices[place] = key
+    other = SparseBias("attention", "bias", matrix)
+    assert other.structure is not first.structure
+    found = pair_bias.PairPlaces.of(other, mask).numbers(other)
+    np.testing.assert_array_equal(found.get(), host.toarray()[seen])
+
+    for seed in range(20):
+        SparseBias("attention", "bias", Matrix(weights(seed, (30, 30), 0.1)[0]))
+    assert len(pair_bias._KEPT) == pair_bias._MOST
+
+
 @pytest.mark.emulator
 def test_the_kernel_adds_them(cupy):
     """In the emulator, given what a call hands to it."""
@@ -165,6 +289,13 @@ def test_the_kernel_adds_them(cupy):
     out, lse = calls.attention_by_pairs(q, k, v, None, mask, pair_bias=numbers)
     want, want_lse = reference.attention(q, k, v, host.toarray(), mask)
     hold(HALF, v, out, lse, want, want_lse)
+    dout = rng.standard_normal(out.shape).astype(HALF)
+    *_, sums = calls.gradients_by_pairs(
+        dout, q, k, v, out, lse, None, None, mask, pair_bias=numbers
+    )
+    dbias = on_host(gradient_of(bias, mask, sums)).toarray()
+    want = reference.attention_backward(dout, q, k, v, host.toarray(), mask)[3]
+    np.testing.assert_allclose(dbias, np.where(seen, want, 0), atol=2e-2)
 
 
 @pytest.mark.parametrize(

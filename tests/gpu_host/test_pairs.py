@@ -1,5 +1,7 @@
 """Lists of pairs, which calls read them, and what their plans hand to launches: without a GPU."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -182,11 +184,11 @@ def test_calls_with_a_graph_read_its_pairs(cupy, dtype, how):
 def test_masks_of_one_shape_are_told_apart(cupy):
     """A plan is not that of a mask of another kind."""
     q = owned(np.zeros((2, 600, 64), HALF))
-    few, hub = edges(1), BitMask.from_edges(*np.indices((600, 1)).reshape(2, -1), 600)
+    few, hubs = edges(1), hub(by_key=False)
     many = BitMask.from_dense(np.random.default_rng(0).random((600, 600)) < 0.1)
     wanted = [
         (few, ["attention_fwd_pairs"]),
-        (hub, ["attention_fwd_pairs"] * 2),  # the second adds up pieces
+        (hubs, ["attention_fwd_pairs"] * 2),  # the second adds up pieces
         (many, ["attention_fwd_sm90"]),
     ]
     for _ in range(2):
@@ -206,6 +208,84 @@ def test_arrays_of_bool_and_words_on_a_device_are_computed_by_blocks(cupy):
     on_device.get()  # whose lists come to the CPU, which changes no later call
     again = launched(lambda: fa_cupy.attention(q, q, q, mask=on_device))
     assert "attention_fwd_pairs" not in again
+
+
+GRADIENTS = ["attention_bwd_dq_pairs", "attention_bwd_dkdv_pairs"]
+
+
+def gradients_of(mask, *, dtype=HALF, heads=(2, 2), dim=64, need=None, **options):
+    """The kernels of a call of gradients."""
+    q = owned(np.zeros((heads[0], 600, dim), dtype))
+    k = owned(np.zeros((heads[1], 600, dim), dtype))
+    if heads[0] != heads[1]:  # heads are grouped in arrays of four axes
+        q, k = q[None], k[None]
+    lse = owned(np.zeros(q.shape[:-1], np.float32))
+    return launched(
+        lambda: fa_cupy.attention_backward(q, q, k, k, q, lse, mask=mask, need=need, **options)
+    )
+
+
+@pytest.mark.parametrize("dtype", [HALF, np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("dim", [64, 7])
+def test_gradients_with_a_graph_read_its_pairs(cupy, dtype, dim):
+    mask = edges(3)
+    for _ in range(2):
+        names = gradients_of(mask, dtype=dtype, dim=dim)
+        assert [x for x in names if x.startswith("attention")] == GRADIENTS
+    assert not mask._store.device_masks
+    assert not mask._store.device_tables
+
+
+def test_gradients_of_heads_that_share_keys(cupy):
+    """They have to share the mask as well."""
+    assert gradients_of(edges(4), heads=(4, 2)) == GRADIENTS
+    several = BitMask.from_dense(np.stack([edges(i).to_dense() for i in range(4)]))
+    assert gradients_of(several, heads=(4, 4)) == GRADIENTS
+    assert "attention_bwd_sm90" in gradients_of(several[None], heads=(4, 2))
+
+
+def test_gradients_of_a_bias_and_of_sinks_are_computed_by_blocks(cupy):
+    mask, bias = edges(5), owned(np.zeros((600, 600), np.float32))
+    assert gradients_of(mask, bias=bias, need=("q", "k", "v")) == GRADIENTS
+    assert "attention_bwd_dbias_sm80" in gradients_of(mask, bias=bias)
+    sinks = owned(np.zeros((2, 1), np.float32))
+    assert "attention_bwd_sm90" in gradients_of(mask, sinks=sinks)
+
+
+def test_gradients_of_hubs_add_up_pieces(cupy):
+    """Of a query, and of a key."""
+    assert gradients_of(hub(by_key=False)) == [GRADIENTS[0], *GRADIENTS]
+    assert gradients_of(hub(by_key=True)) == [*GRADIENTS, GRADIENTS[1]]
+
+
+def hub(by_key):
+    ends = np.arange(600), np.full(600, 3)
+    return BitMask.from_edges(*(ends if not by_key else ends[::-1]), 600)
+
+
+def csr_on(cupy, matrix):
+    parts = {name: cupy.asarray(getattr(matrix, name)) for name in ("data", "indices", "indptr")}
+    found = SimpleNamespace(**parts, shape=matrix.shape, format="csr")
+    found.tocsr = lambda: found
+    return found
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_graph_on_a_device_is_listed_without_words(batched):
+    """Its elements come to the CPU, and its mask belongs to the device."""
+    with cupy_stand_in.in_place_of_cupy() as cupy:
+        matrices = [edges(i).to_csr().astype(np.float32) for i in range(2)]
+        given = [csr_on(cupy, x) for x in matrices]
+        mask = BitMask.from_csr(given if batched else given[0])
+        assert mask._store.device == 0
+        assert not mask._store.on_device_only
+        want = BitMask.from_csr(matrices if batched else matrices[0])
+        assert mask.get().equals(want)
+        assert pair_lists.chosen(mask, HALF) == pair_lists.chosen(want, HALF)
+        dense = sparse.csr_array(np.random.default_rng(0).random((300, 300)) < 0.2)
+        there = BitMask.from_csr(csr_on(cupy, dense.astype(np.float32)))
+        assert there._store.on_device_only
+        assert pair_lists.chosen(there, HALF) is None
 
 
 # -------------------------------------------------------------------------------------------- plans
@@ -266,7 +346,7 @@ def test_a_number_for_each_pair_has_an_address_and_steps():
 
 @pytest.mark.parametrize("dim", [1, 32, 33, 64, 100, 128, 129, 256])
 def test_the_smallest_row_serves(dim):
-    row = pair_rows.row_serving(fwd_pairs.VARIANTS, problem_of((2, 10, dim)))
+    row = pair_rows.row_serving(fwd_pairs.VARIANTS, "float16", dim)
     assert row.dtype == "float16"
     assert row.dim == min(d for d in (32, 64, 128, 256) if d >= dim)
 

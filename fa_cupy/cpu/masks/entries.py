@@ -62,7 +62,7 @@ class Entries(NamedTuple):
         begin = begin.astype(np.int32 if len(keys) < 2**31 else np.int64)
         if not isinstance(bias, SparseBias):
             return cls(begin, keys)
-        places = bias.places(np.repeat(np.arange(problem.q_len), np.diff(begin)), keys)
+        places = bias.structure.places(np.repeat(np.arange(problem.q_len), np.diff(begin)), keys)
         return cls(begin, keys, places, bias.at(places))
 
     def chunks(self, row_begin: int, row_end: int) -> Iterator[Chunk]:

@@ -1,22 +1,24 @@
 """A sparse matrix of CuPy as bias: its elements in the order of the pairs that kernels read.
 
-Where an element goes is found out on the CPU, where the lists of pairs are made. The elements stay
-on their device.
+Where an element goes is found out on the CPU, where the lists of pairs are made, and kept: a matrix
+whose indices are those of one before is recognised on its device. The elements stay there.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import OrderedDict
 from typing import Any
 
 import cupy
 import numpy as np
-import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
-from fa_cupy.core.sparse_bias import SparseBias
+from fa_cupy.core.sparse_bias import SparseBias, Structure
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.masks import pair_lists
+from fa_cupy.gpu.masks.binding import apart
 
 Array = Any  # cupy.ndarray
 _INDICES = {
@@ -24,10 +26,19 @@ _INDICES = {
     "csc": ("indices", "indptr"),
     "csr": ("indices", "indptr"),
 }
+# Structures of matrices with copies of their indices, those that were asked for last.
+_KEPT: OrderedDict[Any, tuple[list[Array], Structure]] = OrderedDict()
+_MOST = 8
+_changing = threading.Lock()
 
 
-def numbered(name: str, arg: str, matrix: Any) -> tuple[int, Any]:
-    """Return the device of a matrix, and one of SciPy with its indices and numbers as elements.
+def device_of(matrix: Any) -> int:
+    """Return the CUDA device of a sparse matrix of CuPy."""
+    return int(matrix.data.data.device_id)
+
+
+def structure_of(name: str, arg: str, matrix: Any) -> Structure:
+    """Return where a matrix has elements, known or found out on the CPU.
 
     Parameters
     ----------
@@ -35,18 +46,38 @@ def numbered(name: str, arg: str, matrix: Any) -> tuple[int, Any]:
         The public function and its argument that errors speak of.
     matrix : cupyx.scipy.sparse.spmatrix
     """
-    from scipy import sparse
-
     if matrix.format not in _INDICES:
         raise TypeError(f"{name}: {arg} has format {matrix.format}, want csr, csc or coo")
     workspace.refuse(name, "the host reads the indices of a sparse bias")
-    device = int(matrix.data.data.device_id)
-    with cupy.cuda.Device(device):
-        indices = tuple(getattr(matrix, part).get() for part in _INDICES[matrix.format])
-    numbers = np.arange(matrix.data.size)
-    parts = (numbers, indices) if matrix.format == "coo" else (numbers, *indices)
+    with cupy.cuda.Device(device_of(matrix)):
+        indices = [getattr(matrix, part) for part in _INDICES[matrix.format]]
+        sizes = tuple([len(x) for x in indices])
+        kind = device_of(matrix), matrix.format, tuple(matrix.shape), matrix.data.size, sizes
+        with _changing:
+            candidates = [(key, kept) for key, kept in _KEPT.items() if key[:-1] == kind]
+        for key, (own, structure) in candidates:
+            if all(bool((x == y).all()) for x, y in zip(own, indices, strict=True)):
+                with _changing:
+                    if key in _KEPT:
+                        _KEPT.move_to_end(key)
+                return structure
+        own = [x.copy() for x in indices]  # there when the next line has waited for the stream
+        structure = Structure.of_numbers(name, arg, _numbered(name, arg, matrix, own))
+        with _changing:
+            _KEPT[(*kind, id(structure))] = own, structure
+            while len(_KEPT) > _MOST:
+                _KEPT.popitem(last=False)
+    return structure
+
+
+def _numbered(name: str, arg: str, matrix: Any, indices: list[Array]) -> Any:
+    """Return a matrix of SciPy with the same indices, and numbers as elements."""
+    from scipy import sparse
+
+    numbers, found = np.arange(matrix.data.size), tuple([x.get() for x in indices])
+    parts = (numbers, found) if matrix.format == "coo" else (numbers, *found)
     try:
-        return device, getattr(sparse, f"{matrix.format}_matrix")(parts, shape=matrix.shape)
+        return getattr(sparse, f"{matrix.format}_matrix")(parts, shape=matrix.shape)
     except ValueError as error:
         raise ValueError(f"{name}: {arg} is not a valid sparse matrix: {error}") from error
 
@@ -56,50 +87,61 @@ class PairPlaces:
 
     Parameters
     ----------
-    bias : SparseBias
+    structure : Structure
         Of a matrix of CuPy.
     mask : BitMask
     """
 
-    def __init__(self, bias: SparseBias, mask: BitMask) -> None:
+    def __init__(self, structure: Structure, mask: BitMask) -> None:
         found = pair_lists.lists_of(mask).by_query
-        q_len = mask._grid.q_len
-        rows = np.repeat(np.arange(len(found.begin) - 1), np.diff(found.begin)) % max(1, q_len)
-        places = bias.places(rows, found.columns)
-        assert bias.order is not None
-        order = bias.order if len(bias.order) else np.zeros(1, np.int64)
-        #: Of each pair in the order of the list, -1 for none.
-        self.sources: npt.NDArray[np.int64] = np.where(places < 0, -1, order[places])
-        #: Where the pairs of each matrix begin.
-        self.begins = found.begin[:: max(1, q_len)]
-        self._bias = bias
+        q_len = max(1, mask._grid.q_len)
+        rows = np.repeat(np.arange(len(found.begin) - 1), np.diff(found.begin)) % q_len
+        places, order = structure.places(rows, found.columns), structure.order
+        assert order is not None
+        there = np.flatnonzero(places >= 0)
+        sources = order[places[there]]
+        self.structure = structure
+        self._pairs, self._elements = len(places), len(order)
+        self._in_order = np.array_equal(sources, np.arange(max(self._pairs, self._elements)))
+        # Of each matrix of the mask, which pairs have an element, and which one that is.
+        begins = np.searchsorted(there, found.begin[::q_len])
+        with apart() as stream:
+            self._parts = [
+                (cupy.asarray(there[begin:end]), cupy.asarray(sources[begin:end]))
+                for begin, end in itertools.pairwise(begins.tolist())
+                if end > begin
+            ]
+            stream.synchronize()
 
-    def numbers(self) -> Array:
+    @classmethod
+    def of(cls, bias: SparseBias, mask: BitMask) -> PairPlaces:
+        """Return those of a bias, which a mask keeps for the next call."""
+        key = "bias", bias.device
+        found: PairPlaces | None = mask._store.pairs.get(key)
+        if found is None or found.structure is not bias.structure:
+            found = mask._store.pairs[key] = cls(bias.structure, mask)
+        return found
+
+    def numbers(self, bias: SparseBias) -> Array:
         """Return the bias of each pair as float32, at least one."""
-        data = self._bias.given.data
-        if not len(self.sources) or not data.size:
-            return cupy.zeros(max(1, len(self.sources)), np.float32)
-        if np.array_equal(self.sources, np.arange(data.size)):
+        data = bias.given.data
+        if self._in_order and self._pairs:
             return data.astype(np.float32)
-        values = data[cupy.asarray(np.maximum(self.sources, 0))].astype(np.float32)
-        hidden = self.sources < 0
-        return cupy.where(cupy.asarray(hidden), np.float32(0), values) if hidden.any() else values
+        found = cupy.zeros(max(1, self._pairs), np.float32)
+        for pairs, elements in self._parts:
+            found[pairs] = data[elements].astype(np.float32)
+        return found
 
-    def gradient(self, sums: Array) -> Any:
+    def gradient(self, bias: SparseBias, sums: Array) -> Any:
         """Return the gradient of the bias as a matrix like it, given that of `numbers`.
 
         A pair of several matrices of the mask has a number in each of them. They are added in turn,
         so that results are repeatable.
         """
-        data = self._bias.given.data
-        total = cupy.zeros(data.size, np.float32)
-        for begin, end in itertools.pairwise(self.begins.tolist()):
-            sources = self.sources[begin:end]
-            there = np.flatnonzero(sources >= 0)
-            if len(there):
-                at = cupy.asarray(sources[there])
-                total[at] = total[at] + sums[cupy.asarray(begin + there)]
-        return _like(self._bias, total)
+        total = cupy.zeros(bias.given.data.size, np.float32)
+        for pairs, elements in self._parts:
+            total[elements] = total[elements] + sums[pairs]
+        return _like(bias, total)
 
 
 def gradient_without_pairs(bias: SparseBias) -> Any:

@@ -93,11 +93,14 @@ def make_plan(
     bias : PairBias, optional
         If there is one, its address follows those of the list.
     """
-    variant = row_serving(VARIANTS, traits.problem).for_score(traits.score)
+    problem = traits.problem
+    row = row_serving(VARIANTS, problem.dtype.name, max(problem.head_dim, problem.v_dim))
+    assert row is not None
+    variant = row.for_score(traits.score)
     names = (*traits.pointers, *BY_QUERY_ARRAYS, *(() if bias is None else ("pair_bias",)))
     space = None
     if counts.query_pieces:
-        entries = math.prod(traits.problem.batch)
+        entries = math.prod(problem.batch)
         floats = entries * counts.query_pieces * (variant.dim + _HEAD)
         space = workspace_of({"partials": 4 * floats})
     return Plan(steps(traits, variant, counts, bias), names, launcher, space)

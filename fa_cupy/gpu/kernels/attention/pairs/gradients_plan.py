@@ -45,9 +45,13 @@ def make_plan(
     """
     problem, score = traits.problem, traits.wanted.score
     launches = PairLaunches(traits, counts, bias)
-    by_query = row_serving(bwd_dq_pairs.VARIANTS, problem).for_score(score)
-    by_key = row_serving(bwd_dkdv_pairs.VARIANTS, problem).for_score(score)
-    steps = bwd_dq_pairs.steps(by_query, launches) + bwd_dkdv_pairs.steps(by_key, launches)
+    kind = traits.wanted.dtype, traits.wanted.dim
+    by_query = row_serving(bwd_dq_pairs.VARIANTS, *kind)
+    by_key = row_serving(bwd_dkdv_pairs.VARIANTS, *kind)
+    assert by_query is not None
+    assert by_key is not None
+    steps = bwd_dq_pairs.steps(by_query.for_score(score), launches)
+    steps += bwd_dkdv_pairs.steps(by_key.for_score(score), launches)
     space = plan.workspace_of({**launches.scratch, **copies})
     names = [name for name in ARRAYS if name not in copies]
     if problem.score is not None:

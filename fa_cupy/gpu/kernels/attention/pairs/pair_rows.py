@@ -141,10 +141,9 @@ def rows_of(make: Callable[..., _Row], stem: str, most: int, why: str) -> Iterat
         )  # fmt: skip
 
 
-def row_serving(rows: tuple[_Row, ...], problem: Problem) -> _Row:
-    """Return the row that serves a problem, in its build for plain scores."""
-    dim = max(problem.head_dim, problem.v_dim)
-    return next(row for row in rows if row.dtype == problem.dtype.name and row.dim >= dim)
+def row_serving(rows: Sequence[_Row], dtype: str, dim: int) -> _Row | None:
+    """Return the row for a dtype and the larger one of head_dim and v_dim, in its plain build."""
+    return next((row for row in rows if row.dtype == dtype and row.dim >= dim), None)
 
 
 def serves(problem: Problem, target: str | None) -> bool:
