@@ -436,6 +436,6 @@ def test_the_entry_to_cite_is_that_of_the_repository():
     text = (DOCS / "citing.rst").read_text()
     entry = (ROOT / "CITATION.cff").read_text()
     (title,) = re.findall(r'^title: "(.*)"$', entry, re.M)
+    (version,) = re.findall(r"^version: (\S+)$", entry, re.M)
     assert f"title   = {{{title}}}," in text
-    assert f"version = {{{fa_cupy.__version__}}}," in text
-    assert f"\nversion: {fa_cupy.__version__}\n" in entry
+    assert f"version = {{{version}}}," in text
