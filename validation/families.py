@@ -75,14 +75,8 @@ _ATTENTION_FWD = Family(
 _GRAPHS_GPU = Family(
     device="gpu",
     cases=cases.GRAPHS_GPU,
-    impls={
-        "fa_cupy": graph_gpu_peers.fa_cupy,
-        "fa_cupy_words": graph_gpu_peers.fa_cupy_words,
-        "torch_scatter": graph_gpu_peers.torch_scatter,
-        "flex": graph_gpu_peers.flex,
-        "csr": graph_gpu_peers.csr,
-    },
-    default_impls=("fa_cupy", "fa_cupy_words", "torch_scatter", "flex", "csr"),
+    impls=graph_gpu_peers.forward,
+    default_impls=tuple(graph_gpu_peers.forward),
     inputs=graph_gpu_peers.random_cupy,
     check=graph_gpu_peers.check,
     unit="G/s",
@@ -236,13 +230,8 @@ FAMILIES: dict[str, Family] = {
     "graphs_gpu": _GRAPHS_GPU,
     "graphs_bwd_gpu": dataclasses.replace(
         _GRAPHS_GPU,
-        impls={
-            "fa_cupy": graph_gpu_peers.fa_cupy_backward,
-            "fa_cupy_words": graph_gpu_peers.fa_cupy_words_backward,
-            "torch_scatter": graph_gpu_peers.torch_scatter_backward,
-            "flex": graph_gpu_peers.flex_backward,
-        },
-        default_impls=("fa_cupy", "fa_cupy_words", "torch_scatter", "flex"),
+        impls=graph_gpu_peers.backward,
+        default_impls=tuple(graph_gpu_peers.backward),
         inputs=graph_gpu_peers.random_gradients,
         check=graph_gpu_peers.gradients_check,
     ),

@@ -28,32 +28,34 @@ def random_gradients(case: GraphAttention, seed: int) -> Arrays:
     return (*random_cupy(case, seed), random_cupy(case, seed + 1)[0])
 
 
-@functools.lru_cache(maxsize=2)
-def _mask(case: GraphAttention, words: bool) -> Any:
-    """Return the mask of a graph; if `words`, one whose blocks are computed as a whole."""
+@functools.lru_cache(maxsize=3)
+def _mask(case: GraphAttention, how: str = "") -> Any:
+    """Return the mask of a graph; `how` may be "words" or "pairs", whatever suits it."""
     from fa_cupy import BitMask
+    from fa_cupy.gpu.masks import pair_lists
 
     mask = BitMask.from_csr(graph(case))
-    if words:
-        mask._kept["pairs", peers.DTYPES[case.dtype]] = None  # no lists of pairs
+    if how:
+        chosen = pair_lists.lists_of(mask).counts if how == "pairs" else None
+        mask._kept["pairs", peers.DTYPES[case.dtype]] = chosen
     return mask
 
 
-def _forward(words: bool) -> Callable[[GraphAttention, Arrays], Call]:
+def _forward(how: str) -> Callable[[GraphAttention, Arrays], Call]:
     def make(case: GraphAttention, arrays: Arrays) -> Call:
         from fa_cupy import attention
 
-        mask = _mask(case, words)
+        mask = _mask(case, how)
         return Call(lambda: attention(*arrays, mask=mask), graph_peers._same)
 
     return make
 
 
-def _backward(words: bool) -> Callable[[GraphAttention, Arrays], Call]:
+def _backward(how: str) -> Callable[[GraphAttention, Arrays], Call]:
     def make(case: GraphAttention, arrays: Arrays) -> Call:
         from fa_cupy import attention, attention_backward
 
-        (q, k, v, dout), mask = arrays, _mask(case, words)
+        (q, k, v, dout), mask = arrays, _mask(case, how)
         out, lse = attention(q, k, v, mask=mask, return_lse=True)
         return Call(
             lambda: attention_backward(dout, q, k, v, out, lse, mask=mask), graph_peers._same
@@ -62,9 +64,10 @@ def _backward(words: bool) -> Callable[[GraphAttention, Arrays], Call]:
     return make
 
 
-#: This package, as a call gets it; and by blocks, with words for each block that has an edge.
-fa_cupy, fa_cupy_words = _forward(False), _forward(True)
-fa_cupy_backward, fa_cupy_words_backward = _backward(False), _backward(True)
+#: This package: as a call gets it, by blocks, with words for each block that has an edge, and pair
+#: by pair.
+forward = {f"fa_cupy{how and '_'}{how}": _forward(how) for how in ("", "words", "pairs")}
+backward = {f"fa_cupy{how and '_'}{how}": _backward(how) for how in ("", "words", "pairs")}
 
 
 # --------------------------------------------------------------------------------------- PyTorch
@@ -104,7 +107,7 @@ def _flex(case: GraphAttention) -> Callable[..., Any]:
     ends = (torch.from_numpy(x.astype(np.int64)).cuda() for x in (adjacency.row, adjacency.col))
     seen = torch.zeros((case.nodes, case.nodes), dtype=torch.bool, device="cuda")
     seen[tuple(ends)] = True
-    states = torch.from_numpy(_mask(case, False).block_states() != 0).cuda()
+    states = torch.from_numpy(_mask(case).block_states() != 0).cuda()
     count = states.sum(-1, dtype=torch.int32)[None, None]
     order = torch.argsort(states.to(torch.int8), dim=-1, descending=True, stable=True)
     mask = parts.BlockMask.from_kv_blocks(
@@ -143,8 +146,8 @@ def _torch_backward(
     return call
 
 
-torch_scatter, flex = _torch_forward(_scatter), _torch_forward(_flex)
-torch_scatter_backward, flex_backward = _torch_backward(_scatter), _torch_backward(_flex)
+forward |= {"torch_scatter": _torch_forward(_scatter), "flex": _torch_forward(_flex)}
+backward |= {"torch_scatter": _torch_backward(_scatter), "flex": _torch_backward(_flex)}
 
 
 # ------------------------------------------------------------------------------------------ CuPy
@@ -168,11 +171,12 @@ def csr(case: GraphAttention, arrays: Arrays) -> Call:
         sums = cp.bincount(rows, weights, minlength=case.nodes).astype(np.float32)
         return sparse.csr_matrix((weights / sums[rows], cols, begin), shape=shape) @ v
 
-    return Call(lambda: cp.stack([one(*x) for x in zip(q, k, v, strict=True)])[None], _same)
+    return Call(
+        lambda: cp.stack([one(*x) for x in zip(q, k, v, strict=True)])[None], graph_peers._same
+    )
 
 
-def _same(result: Any) -> Any:
-    return result
+forward["csr"] = csr
 
 
 # ---------------------------------------------------------------------------------------- checks
