@@ -21,7 +21,8 @@ import fa_cupy
 project = "fa_cupy"
 author = "fa_cupy contributors"
 project_copyright = author
-version = release = fa_cupy.__version__
+release = fa_cupy.__version__
+version = re.sub(r"(?<=\.dev).*", "", release)  # of a checkout, without its commit
 
 extensions = [
     "sphinx.ext.autodoc",
@@ -67,7 +68,7 @@ sphinx_gallery_conf = {
 }
 
 html_theme = "furo"
-html_title = f"fa_cupy {release}"
+html_title = f"fa_cupy {version}"
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
 html_copy_source = False

@@ -293,6 +293,9 @@ class BitMask(Sources, Algebra):
         ``bias[..., order, :][..., order]``. Causality and windows go by position, and so do
         scores of ``i`` and ``j``: they mean something else in another order.
 
+        The text of a mask, as Python shows it, says so where another order may help: where a graph
+        has at least 64 partial blocks, with at most 64 pairs in each on average.
+
         The order is computed on the CPU, from lists of the visible pairs: about 40 bytes for each.
 
         References
@@ -372,12 +375,17 @@ class BitMask(Sources, Algebra):
 
     def __repr__(self) -> str:
         partial, full = export.listed(*self._outline)
+        one_graph = not self.entries.ndim and self._grid.q_len == self._grid.k_len
+        advice = ""
+        if one_graph and partial >= _MANY_BLOCKS and self.nnz <= _FEW_PAIRS * partial:
+            pairs = self.nnz / partial
+            advice = f", nearly empty: {pairs:.2g} pairs in each (see BitMask.reorder)"
         size = self.nbytes / 1e3
         memory = f"{size:.1f} kB" if size < 1e3 else f"{size / 1e3:.1f} MB"
         place = "" if self._store.device is None else f" on CUDA device {self._store.device}"
         return (
             f"<BitMask {self.shape}: {full} full and {partial} partial blocks "
-            f"of {self._block_count()}, {memory}{place}>"
+            f"of {self._block_count()}, {memory}{place}{advice}>"
         )
 
     @property
@@ -391,6 +399,9 @@ class BitMask(Sources, Algebra):
     def _block_count(self) -> int:
         return self.entries.size * self._grid.q_tiles * self._grid.k_tiles
 
+
+# `repr` advises another order of a graph with as many partial blocks, of as few pairs on average.
+_MANY_BLOCKS, _FEW_PAIRS = 64, 64
 
 _WITHOUT_ENTRIES = 5  # arrays of masks that were pickled before sparse blocks were kept apart
 
