@@ -1,10 +1,10 @@
 // What the kernels of gradients over single pairs share: parameters, and the scores of pairs.
 //
 // bwd_dq_pairs goes over the pairs of each query, and bwd_dkdv_pairs over those of each key in the
-// transposed list.  A weight is exp2(score - offset) * factor.  The first kernel writes both numbers
-// of each query for the second one, with delta = dout . out - dlse: the offset is the LSE and the
-// factor 1, unless the LSE is too large to compute weights from (large_lse.cuh).  Then the offset
-// is the largest score and the factor 1 / (the sum of exponentials).
+// transposed list.  A weight is exp2(score - offset) * factor.  The first kernel writes both
+// numbers of each query for the second one, with delta = dout . out - dlse: the offset is the LSE
+// and the factor 1, unless the LSE is too large to compute weights from (large_lse.cuh).  Then the
+// offset is the largest score and the factor 1 / (the sum of exponentials).
 #pragma once
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/large_lse.cuh"
