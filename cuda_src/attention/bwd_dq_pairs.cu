@@ -46,8 +46,8 @@ FA_DEVICE Query load_query(const BwdPairsParams& params, const PairWork& work) {
 }
 
 // Calls visit(u, key's vector, score and slope, place, whether there is a pair) for the pairs from
-// begin to end, kUnroll in each slot at a time, after load(u, key) for all of these: key is -1 if
-// the query may not see it.
+// begin to end, kUnroll in each slot at a time, after load(u, key) for all of these; the key is -1
+// if the query may not see it.
 template <typename Load, typename Visit>
 FA_DEVICE void for_each_pair(const BwdPairsParams& params, const Query& query, int64 begin,
                              int64 end, const Load& load, const Visit& visit) {

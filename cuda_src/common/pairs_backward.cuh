@@ -1,4 +1,4 @@
-// What the kernels of gradients over single pairs share: their parameters, and the scores of pairs.
+// What the kernels of gradients over single pairs share: parameters, and the scores of pairs.
 //
 // bwd_dq_pairs goes over the pairs of each query, and bwd_dkdv_pairs over those of each key in the
 // transposed list.  A weight is exp2(score - offset) * factor.  The first kernel writes both
