@@ -73,6 +73,15 @@ class MaskTiles:
         """Return runs of keys whose blocks are full for all entries and rows, or for some not."""
         return tile_sizes.listed_runs(*self._shown(*rows), BLOCK, keys)
 
+    def columns(
+        self, rows: tuple[int, int], columns: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Return those columns of tiles, (begin, end) of keys, that some of the rows see."""
+        some, _ = self._shown(*rows)
+        return [
+            (begin, end) for begin, end in columns if some[begin // BLOCK : -(-end // BLOCK)].any()
+        ]
+
     def __getitem__(self, tile: tuple[slice, slice, slice]) -> Array:
         rows, keys = tile[1:]
         q_tiles = range(rows.start // BLOCK, -(-rows.stop // BLOCK))
