@@ -102,7 +102,9 @@ class BitMask(Sources, Algebra):
 
     @classmethod
     def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
-        return cls._wrap(grid, Store(grid, masks_blocks.joined(grid, matrices), device), entries)
+        made = isinstance(matrices, BlockLists)
+        lists = matrices if made else masks_blocks.joined(grid, matrices)
+        return cls._wrap(grid, Store(grid, lists, device), entries)
 
     @classmethod
     def _on_device(cls, grid: Grid, lists: Any, entries: Array) -> BitMask:
