@@ -12,6 +12,7 @@ from validation import (
     backward_peers,
     cases,
     checks,
+    graph_gpu_peers,
     graph_peers,
     peers,
     product_peers,
@@ -69,6 +70,21 @@ _ATTENTION_FWD = Family(
     per_second=1e12,
     burst_ms=8,
     rest_ms=GPU_REST_MS,
+)
+
+_GRAPHS_GPU = Family(
+    device="gpu",
+    cases=cases.GRAPHS_GPU,
+    impls=graph_gpu_peers.forward,
+    default_impls=tuple(graph_gpu_peers.forward),
+    inputs=graph_gpu_peers.random_cupy,
+    check=graph_gpu_peers.check,
+    unit="G/s",
+    per_second=1e9,
+    burst_ms=20,
+    rest_ms=GPU_REST_MS,
+    work=attrgetter("work"),
+    picture="graphs",
 )
 
 _PRODUCTS = {
@@ -210,6 +226,14 @@ FAMILIES: dict[str, Family] = {
         pause_ms=CPU_PAUSE_MS,
         work=attrgetter("work"),
         picture="graphs",
+    ),
+    "graphs_gpu": _GRAPHS_GPU,
+    "graphs_bwd_gpu": dataclasses.replace(
+        _GRAPHS_GPU,
+        impls=graph_gpu_peers.backward,
+        default_impls=tuple(graph_gpu_peers.backward),
+        inputs=graph_gpu_peers.random_gradients,
+        check=graph_gpu_peers.gradients_check,
     ),
     "mask_made_cpu": Family(
         device="cpu",

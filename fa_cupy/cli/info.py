@@ -15,16 +15,19 @@ from fa_cupy.cli import cuda_extra
 from fa_cupy.core.linear_problem import ALGORITHMS
 from fa_cupy.cpu import blas
 from fa_cupy.cpu.executor import Machine
-from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
+from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc, remedies
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
+from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import row_serving
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import Call, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.gpu.masks.pair_lists import MOST_PAIRS
 
 #: What people call the types, besides their names.
 DTYPES = {
@@ -54,9 +57,13 @@ def _cupy() -> str:
     cupy, why = devices.import_cupy()
     found = _version(*_CUPY)
     if cupy is not None:
-        return found or str(getattr(cupy, "__version__", "of an unknown version"))
+        shown = found or str(getattr(cupy, "__version__", "of an unknown version"))
+        if remedies.too_old(shown):
+            oldest = f"want {remedies.OLDEST_CUPY} or later"
+            return f"{shown}, {oldest}: {remedies.command('CuPy')}"
+        return shown
     if found is None and why == devices.ABSENT:
-        return "not installed: CuPy arrays need the extra cuda12 or cuda13"
+        return f"not installed: CuPy arrays need it: {remedies.command('CuPy')}"
     return f"{found} is installed, but treated as absent: {why}" if found else f"absent: {why}"
 
 
@@ -71,6 +78,8 @@ def _installed() -> Iterator[Line]:
         yield "nvrtc", f"{found}, cuda-bindings {_version('cuda-bindings')}"
     except ImportError as error:
         yield "nvrtc", str(error)
+    if remedies.from_conda() and (missing := remedies.missing_from_conda()):
+        yield "conda", f"lacks {', '.join(missing)}: {remedies.command(*missing)}"
 
 
 def _machine() -> Iterator[Line]:
@@ -134,6 +143,7 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
         return
     yield from _attention(dtype, entries, q_len, k_len, head_dim, v_dim, target)
     yield from _backward(dtype, q_len, k_len, head_dim, v_dim, target)
+    yield from _pairs(dtype, q_len, k_len, head_dim, v_dim)
     if q_len == k_len:
         yield from _product(dtype, entries, q_len, head_dim, v_dim, target)
 
@@ -224,6 +234,16 @@ def _backward(
         if instead not in shown:
             yield "", f"  {what}: {instead.name}"
             shown.append(instead)
+
+
+def _pairs(dtype: str, q_len: int, k_len: int, head_dim: int, v_dim: int) -> Iterator[Line]:
+    """Say which masks have kernels that read their pairs, and which ones."""
+    dim = max(head_dim, v_dim)
+    families = fwd_pairs.VARIANTS, bwd_dq_pairs.VARIANTS, bwd_dkdv_pairs.VARIANTS
+    rows = [row for family in families if (row := row_serving(family, dtype, dim))]
+    if rows and min(q_len, k_len, dim) > 0 and max(q_len, k_len) <= MAX_LENGTH:
+        yield "", f"masks with fewer than {MOST_PAIRS[dtype]} pairs a block: {rows[0].name}"
+        yield "", f"and {', '.join(row.name for row in rows[1:])}"
 
 
 def _described(row: Variant, tiles: int, target: str) -> str:

@@ -19,11 +19,13 @@ from fa_cupy.cpu import thread_pool
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
+from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant, row_serving
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
-from fa_cupy.gpu.kernels.registry import MASKS
+from fa_cupy.gpu.kernels.registry import MASKS, PAIRS
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
 
@@ -58,6 +60,15 @@ def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Vari
         if choice is not None:
             chosen |= {row for row, _, _ in choice.launches(dim, dim)}
     return [row for row in PRODUCTS if row in chosen]
+
+
+def serving_pairs(dtypes: set[str], dims: set[int]) -> list[PairVariant]:
+    """Return the rows that calls of these types and dims get for masks of few pairs."""
+    families = fwd_pairs.VARIANTS, bwd_dq_pairs.VARIANTS, bwd_dkdv_pairs.VARIANTS
+    chosen = {
+        row_serving(family, dtype, dim) for family in families for dtype in dtypes for dim in dims
+    }
+    return [row for row in PAIRS if row in chosen]
 
 
 def unserved(target: str, dtypes: set[str], dims: set[int]) -> Iterator[str]:
@@ -98,10 +109,10 @@ def main(argv: list[str] | None = None) -> int:
         print("warmup: there is no GPU, want a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
-    every = (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS)
+    every = (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS, *PAIRS)
     dims = set(options.head_dim or (row.dim for row in every))
     rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
-    rows += serving_products(target, dtypes, dims)
+    rows += serving_pairs(dtypes, dims) + serving_products(target, dtypes, dims)
     for why in unserved(
         target, {DTYPES[name] for name in options.dtype or ()}, set(options.head_dim or ())
     ):
@@ -123,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
                     bar.update()
             finally:  # after an error the rest is not waited for
                 pool.shutdown(cancel_futures=True)
-    except BrokenPipeError:  # whoever reads the output has enough of it
+    except BrokenPipeError:  # the reader of the output has enough
         raise
     except (ImportError, OSError, nvrtc.CompileError, UserWarning) as error:
         print(f"warmup: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ import numpy as np
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
+from fa_cupy.gpu.masks.pair_lists import chosen
 from fa_cupy.score.program import Operands
 
 _NUMPY_TYPES = tuple(map(np.dtype, (np.float16, np.float32, np.float64)))
@@ -83,10 +84,12 @@ def array_key(x: Any, device: int) -> Any:
     return False
 
 
-def mask_key(x: Any, device: int) -> Any:
-    """Return what a plan depends on in a mask; False if it is an array of elsewhere."""
+def mask_key(x: Any, device: int, dtype: Any) -> Any:
+    """Return what a plan for arrays of `dtype` depends on in a mask; False if it is elsewhere."""
     if type(x) is BitMask:
-        return x._grid, x.entries.shape, x.entries.strides
+        key = "pairs", dtype  # no function is called for a mask that is known
+        counts = x._kept[key] if key in x._kept else chosen(x, dtype)
+        return x._grid, x.entries.shape, x.entries.strides, counts
     return array_key(x, device)
 
 

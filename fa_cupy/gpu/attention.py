@@ -14,9 +14,11 @@ import cupy
 from cupy import ndarray
 from cupy.cuda import alloc, get_current_stream, runtime
 
+from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.core.arrays import dense_strides, memory_order
 from fa_cupy.core.attention_problem import Problem
+from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import (
     addresses_of,
@@ -31,9 +33,14 @@ from fa_cupy.gpu.arrays import (
 )
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
+from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.built_in import with_built_in
 from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
+from fa_cupy.gpu.masks import pairs
 from fa_cupy.gpu.masks.binding import CallMask
+from fa_cupy.gpu.masks.pair_bias import PairPlaces
+from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.score.program import Operands
@@ -51,6 +58,10 @@ class Call:
     out_strides : tuple of int
         Bytes, of the user's output.
     device : int
+    counts : PairCounts, optional
+        Of the mask's pairs, if they are read one by one.
+    by_pair : bool, optional
+        Whether the bias is an array of float32 with a number for each of these pairs.
 
     Attributes
     ----------
@@ -59,23 +70,36 @@ class Call:
     """
 
     __slots__ = (
-        "_lse", "_lse_bytes", "_mask", "_out", "_workspace_at", "plan",
+        "_by_pair", "_lse", "_lse_bytes", "_mask", "_out", "_workspace_at", "plan",
     )  # fmt: skip
 
-    def __init__(self, problem: Problem, out_strides: tuple[int, ...], device: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        out_strides: tuple[int, ...],
+        device: int,
+        counts: PairCounts | None = None,
+        by_pair: bool = False,
+    ) -> None:
         shape = problem.out_shape
         self._out = allocation(shape, out_strides, problem.dtype)
         self._lse = allocation(shape[:-1], None, attention_problem.sum_dtype(problem.dtype))
         self._lse_bytes = self._lse.nbytes
         self._workspace_at = 0
         self.plan: Plan | None = None
-        self._mask: CallMask | None = None
+        self._mask: CallMask | CallPairs | None = None
+        self._by_pair = by_pair
         if not self._lse_bytes:  # there is no row to compute
             return
         out = attention_problem.out_view(problem, shape, out_strides)
-        self.plan = forward.make_plan(Traits(problem, out), workspace.launcher(device))
-        if problem.mask is not None:
-            self._mask = CallMask(problem, device)
+        traits, launcher = Traits(problem, out), workspace.launcher(device)
+        if counts is not None:
+            of_bias = PairBias((0,) * len(problem.batch)) if by_pair else None
+            self.plan = fwd_pairs.make_plan(traits, launcher, counts, of_bias)
+            self._mask = CallPairs(problem, device)
+        else:
+            self.plan = forward.make_plan(traits, launcher)
+            self._mask = None if problem.mask is None else CallMask(problem, device)
         if self.plan.workspace_bytes:
             # The plan's workspace lies behind the LSE: one allocation less.
             self._workspace_at = -(-self._lse_bytes // 16) * 16
@@ -109,7 +133,7 @@ class Call:
         else:
             rows = lse.data.ptr
         if self.plan is not None:
-            bias_at = 0 if bias is None else bias.data.ptr
+            bias_at = 0 if bias is None or self._by_pair else bias.data.ptr
             pointers: tuple[int, ...]
             pointers = (q.data.ptr, k.data.ptr, v.data.ptr, bias_at, memory.ptr, rows)
             if sinks is not None:
@@ -121,6 +145,8 @@ class Call:
             else:
                 # The lists may be temporaries, which live until the launch is queued.
                 addresses, _owners = self._mask(mask)
+                if self._by_pair:
+                    addresses = (*addresses, bias.data.ptr)
                 self.plan.run((*pointers, *addresses), space)
         return out, lse
 
@@ -152,7 +178,7 @@ def cached(
         v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
     if bias is not None or mask is not None or window is not None:
-        extra = array_key(bias, device), mask_key(mask, device), window_key(window)
+        extra = array_key(bias, device), mask_key(mask, device, q.dtype), window_key(window)
         if any(part is False for part in extra):
             return None
         key = (*key, extra)
@@ -168,10 +194,11 @@ def cached(
             window=window, softcap=softcap, sinks=sinks, precision=precision,
         )  # fmt: skip
         strides = _strides_like(problem, q)
-        if not _served(problem, device) or not _direct(problem, strides):
+        counts = None if mask is None else _counts(problem, mask, device)
+        if not _served(problem, device, counts) or not _direct(problem, strides):
             return None
         require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
-        call = remember(key, _call_for(problem, strides, device))
+        call = remember(key, _call_for(problem, strides, device, counts))
     elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None or sinks is not None:
         require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
     result = call(q, k, v, bias, mask, None, return_lse, sinks)
@@ -197,7 +224,8 @@ def attention(
     problem : Problem
         From `fa_cupy.core.attention_problem.attention_problem`.
     q, k, v, bias, mask : cupy.ndarray or None
-        The arrays that `problem` was made from; `mask` may be a BitMask.
+        The arrays that `problem` was made from; `mask` may be a BitMask, and with it `bias` a
+        SparseBias.
     out : cupy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
@@ -213,12 +241,17 @@ def attention(
     lse : cupy.ndarray or None
     """
     device = runtime.getDevice()
+    if isinstance(bias, SparseBias):
+        return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())
     require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score)
     built_in = None if score is None else with_built_in(problem, score)
-    if built_in is not None and _served(built_in[0], device):
-        (problem, bias), score = built_in, None
-    if not _served(problem, device):
+    counts = _counts(problem, mask, device)
+    if built_in is not None:
+        counts_of_form = _counts(built_in[0], mask, device)
+        if _served(built_in[0], device, counts_of_form):
+            (problem, bias), score, counts = built_in, None, counts_of_form
+    if not _served(problem, device, counts):
         from fa_cupy.gpu.cublas import (
             attention as cublas_attention,  # needs cuBLAS, which the kernels do not
         )
@@ -228,10 +261,40 @@ def attention(
         )
     strides = _strides_like(problem, q) if out is None else out.strides
     if not _direct(problem, strides):
-        return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
+        return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks, score, counts)
     lse = lse_for(problem, return_lse)
     with workspace.results():
-        return _call_for(problem, strides, device)(q, k, v, bias, mask, out, lse, sinks, score)
+        call = _call_for(problem, strides, device, counts)
+        return call(q, k, v, bias, mask, out, lse, sinks, score)
+
+
+def _over_pairs(
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: SparseBias,
+    mask: BitMask,
+    out: Any,
+    return_lse: bool,
+    sinks: Any,
+    score: Operands | None,
+) -> tuple[Any, Any | None]:
+    """Solve a problem with a number for each pair, which only the kernels over pairs add."""
+    if problem.mask is None or not math.prod(problem.out_shape[:-1]):  # of no query or no key
+        return attention(problem, q, k, v, None, mask, out, return_lse, sinks, score)
+    device = runtime.getDevice()
+    counts = pairs.counts_with_bias(_NAME, problem, mask, workspace.launcher(device).target)
+    of_score = {} if score is None else dict(score.named())
+    require_whole_elements(q=q, k=k, v=v, sinks=sinks, out=out, **of_score)
+    numbers = PairPlaces.of(bias, mask).numbers(bias)
+    strides = _strides_like(problem, q) if out is None else out.strides
+    if not _direct(problem, strides):
+        return _by_copies(problem, q, k, v, numbers, mask, out, return_lse, sinks, score, counts)
+    lse = lse_for(problem, return_lse)
+    with workspace.results():
+        call = _call_for(problem, strides, device, counts, by_pair=True)
+        return call(q, k, v, numbers, mask, out, lse, sinks, score)
 
 
 def lse_for(problem: attention_problem.Problem, wanted: bool) -> Any:
@@ -252,6 +315,7 @@ def _by_copies(
     lse: bool,
     sinks: Any,
     score: Operands | None,
+    counts: PairCounts | None,
 ) -> tuple[Any, Any | None]:
     """Solve a problem of which a kernel cannot take some array as it is."""
     if out is None:
@@ -264,9 +328,10 @@ def _by_copies(
             arrays[name], views[name] = packed_copy(view, arrays[name])
     changed: dict[str, Any] = dict(views)
     problem = dataclasses.replace(problem, **changed)
+    by_pair = problem.bias is None and bias is not None
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
-    call = _call_for(problem, target.strides, runtime.getDevice())
+    call = _call_for(problem, target.strides, runtime.getDevice(), counts, by_pair)
     rows = lse_for(problem, lse)
     with workspace.results():
         inputs = arrays["q"], arrays["k"], arrays["v"], bias, mask
@@ -282,9 +347,16 @@ def _strides_like(problem: Problem, q: Any) -> tuple[int, ...]:
     return dense_strides(shape, problem.dtype.itemsize, memory_order(shape, q))
 
 
-def _served(problem: Problem, device: int) -> bool:
+def _counts(problem: Problem, mask: Any, device: int) -> PairCounts | None:
+    """Return the counts of a mask whose pairs are read one by one; None for any other call."""
+    if problem.mask is None or not math.prod(problem.out_shape[:-1]):
+        return None
+    return pairs.counts_of(problem, mask, device)
+
+
+def _served(problem: Problem, device: int, counts: PairCounts | None) -> bool:
     """Whether a kernel serves a problem in any layout, or there is no query."""
-    if not math.prod(problem.out_shape[:-1]):
+    if counts is not None or not math.prod(problem.out_shape[:-1]):
         return True
     return forward.for_any_layout(problem, workspace.launcher(device).target) is not None
 
@@ -297,10 +369,16 @@ def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:
     return dense and all(kernel_takes(x, problem.dtype) for x in (problem.q, problem.k, problem.v))
 
 
-def _call_for(problem: Problem, out_strides: tuple[int, ...], device: int) -> Call:
+def _call_for(
+    problem: Problem,
+    out_strides: tuple[int, ...],
+    device: int,
+    counts: PairCounts | None,
+    by_pair: bool = False,
+) -> Call:
     """Return the `Call` of a problem, from the table of plans if it is there."""
-    key = _NAME, problem, out_strides, device
+    key = _NAME, problem, out_strides, device, counts, by_pair
     call: Call | None = lookup(key)
     if call is None:
-        call = remember(key, Call(problem, out_strides, device))
+        call = remember(key, Call(problem, out_strides, device, counts, by_pair))
     return call

@@ -19,6 +19,7 @@ from cupy.cuda import alloc, get_current_stream, runtime
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import sinks_gradient, workspace
 from fa_cupy.gpu.arrays import (
     Allocation,
@@ -28,11 +29,16 @@ from fa_cupy.gpu.arrays import (
     mask_key,
     require_whole_elements,
 )
+from fa_cupy.gpu.kernels.attention.pairs import gradients_plan
+from fa_cupy.gpu.kernels.attention.pairs.pair_gradients import serves_gradients
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.kernels.built_in import with_built_in
 from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
+from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
+from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
 from fa_cupy.score.program import Operands
@@ -68,8 +74,8 @@ class Prepared(NamedTuple):
     Attributes
     ----------
     plan : Plan
-    tables : CallTables or None
-        What finds the tables of a mask, if there is one.
+    tables : CallTables, CallPairs or None
+        What finds the tables of a mask, or its lists of pairs, if there is one.
     places : dict of int
         Where the parts of the workspace begin, by name.
     copies : dict of tuple
@@ -80,7 +86,7 @@ class Prepared(NamedTuple):
     """
 
     plan: Plan
-    tables: CallTables | None
+    tables: CallTables | CallPairs | None
     places: Mapping[str, int]
     copies: Mapping[str, tuple[Laid, int]]
     grads: Sequence[Allocation]
@@ -91,6 +97,7 @@ class Prepared(NamedTuple):
         mask: Any,
         memory: Any = None,
         of_score: tuple[int, ...] = (),
+        of_pairs: tuple[int, ...] = (),
     ) -> bool:
         """Run the call on the current stream of the plan's device, which must be current.
 
@@ -103,6 +110,8 @@ class Prepared(NamedTuple):
             The workspace, where the caller reads what the kernels leave in it.
         of_score : tuple of int, optional
             Addresses of the arrays of an expression.
+        of_pairs : tuple of int, optional
+            Addresses of the numbers of pairs and of their gradients.
 
         Returns
         -------
@@ -111,6 +120,7 @@ class Prepared(NamedTuple):
         """
         # What a launch reads is given back when the launch is queued.
         tables, _owners = ((), None) if self.tables is None else self.tables(mask)
+        tables = (*tables, *of_pairs)
         there = [arrays[name] for name in ARRAYS if name not in self.copies]
         pointers = [*[0 if x is None else x.data.ptr for x in there], *of_score]
         if not self.copies:
@@ -145,7 +155,7 @@ def cached(
     if sinks is not None or not (need is None or (need.__class__ is tuple and need == _INPUTS)):
         return None
     device = runtime.getDevice()
-    seen = None if mask is None else mask_key(mask, device)
+    seen = None if mask is None else mask_key(mask, device, q.dtype)
     biased = None if bias is None else array_key(bias, device)
     if seen is False or biased is False or (window is not None and window_key(window) is False):
         return None
@@ -183,7 +193,7 @@ def cached(
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
         of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
-        found = remember(key, prepared(problem, arrays, _INPUTS, of_bias))
+        found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias))
     if found is None or found.copies:
         return None
     tables, _owners = ((), None) if found.tables is None else found.tables(mask)
@@ -213,6 +223,8 @@ def backward(
 
     Kernels compute them where there are some for the call, cuBLAS products elsewhere.
     """
+    if isinstance(inputs[3], SparseBias):
+        return _over_pairs(problem, inputs, results, need, empty, sinks, score)
     of_score = {} if score is None else dict(score.named())
     named = _named(inputs, results)
     require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
@@ -222,6 +234,47 @@ def backward(
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
+
+
+def _over_pairs(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+    sinks: Any,
+    score: Operands | None,
+) -> dict[str, Any]:
+    """Do as `backward` with a number for each pair, which only the kernels over pairs add."""
+    bias, mask = inputs[3:]
+    if problem.mask is None or not math.prod(problem.out_shape[:-1]):  # of no query or no key
+        dense = (*inputs[:3], None, mask)
+        others = tuple(name for name in need if name != "bias")
+        found = backward(problem, dense, results, others, empty, sinks, score) if others else {}
+        return found | {"bias": gradient_without_pairs(bias)}
+    counts = counts_with_bias(_NAME, problem, mask, workspace.launcher(runtime.getDevice()).target)
+    arrays, of_score = _named(inputs, results), {} if score is None else dict(score.named())
+    require_whole_elements(_NAME, **arrays, sinks=sinks, **of_score)
+    by_pair = PairBias((0,) * len(problem.batch), wants_gradient="bias" in need)
+    plan = None
+    if not any(name.startswith("score.") for name in need):
+        plan = prepared(problem, arrays, mask, need, of_pairs=(counts, by_pair))
+    if plan is None:
+        raise NotImplementedError(
+            f"{_NAME}: bias is a sparse matrix on a GPU, and there are sinks, arrays of a score "
+            "that need a gradient or masks of heads that share keys, want none of them"
+        )
+    places = PairPlaces.of(bias, mask)
+    numbers = places.numbers(bias)
+    sums = cupy.zeros(numbers.shape, np.float32)
+    found = {x: empty(arrays[x].shape, arrays[x].dtype, arrays[x]) for x in need if x in _INPUTS}
+    arrays |= dict.fromkeys(("bias", "sinks", "dbias"))
+    arrays |= {f"d{name}": found.get(name) for name in _INPUTS}
+    addresses = () if score is None else addresses_of(score)
+    plan.run(arrays, mask, None, addresses, (numbers.data.ptr, sums.data.ptr))
+    if "bias" in need:
+        found["bias"] = places.gradient(bias, sums)
+    return found
 
 
 def by_kernels(
@@ -250,7 +303,7 @@ def by_kernels(
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
     of_bias = _dbias(inputs[3], bias.dtype) if "bias" in need else None
-    plan = prepared(problem, arrays, need, of_bias)
+    plan = prepared(problem, arrays, inputs[4], need, of_bias)
     if plan is None:
         return None
     given = {**arrays, "bias": inputs[3]}
@@ -275,7 +328,12 @@ def by_kernels(
 
 
 def prepared(
-    problem: Problem, arrays: dict[str, Any], need: Sequence[str], dbias: Laid | None = None
+    problem: Problem,
+    arrays: dict[str, Any],
+    mask: Any,
+    need: Sequence[str],
+    dbias: Laid | None = None,
+    of_pairs: tuple[PairCounts, PairBias] | None = None,
 ) -> Prepared | None:
     """Return what a call needs, made at most once; None where the kernels do not take the call.
 
@@ -284,20 +342,27 @@ def prepared(
     problem : Problem
     arrays : dict of cupy.ndarray or None
         All that is read but bias and mask, by name.
+    mask : BitMask, cupy.ndarray or None
     need : sequence of str
         The arrays whose gradients are asked for.
     dbias : Laid, optional
         The gradient of the bias, where it is wanted.
+    of_pairs : tuple, optional
+        The counts of the mask's pairs, which have a bias each, and how that lies.
     """
     device = runtime.getDevice()
+    counts, by_pair = of_pairs or (None, None)
+    if by_pair is None and problem.mask is not None:
+        counts = counts_of(problem, mask, device)
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
     copied = tuple(
         [name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)]
     )
-    key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device, dbias
+    places = (*laid.values(),), copied, frozenset(need)
+    key = _NAME, problem, *places, device, dbias, counts, by_pair
     found: Any = lookup(key, UNKNOWN)
     if found is UNKNOWN:
-        found = remember(key, _prepare(problem, laid, copied, need, device, dbias))
+        found = remember(key, _prepare(problem, laid, copied, need, device, dbias, counts, by_pair))
     return cast("Prepared | None", found)
 
 
@@ -308,6 +373,8 @@ def _prepare(
     need: Sequence[str],
     device: int,
     dbias: Laid | None,
+    counts: PairCounts | None,
+    by_pair: PairBias | None,
 ) -> Prepared | None:
     inside = {name: _laid_out(laid[name].shape, None, laid[name].dtype) for name in copied}
     orders = [core_arrays.memory_order(laid[name].shape, laid[name]) for name in _INPUTS]
@@ -338,13 +405,22 @@ def _prepare(
     gradients = Gradients(dout, out, dq, dk, dv, of_bias)
     problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
     sizes = {name: x.nbytes for name, x in inside.items()}
-    made = make_plan(Traits(problem, gradients), workspace.launcher(device), sizes)
-    if made is None:
+    traits, launcher = Traits(problem, gradients), workspace.launcher(device)
+    if counts is not None and serves_gradients(traits):
+        made = gradients_plan.make_plan(traits, launcher, counts, sizes, by_pair)
+        tables: Any = CallPairs(problem, device, gradients=True)
+    elif by_pair is not None:
         return None
+    else:
+        found = make_plan(traits, launcher, sizes)
+        if found is None:
+            return None
+        made = found
+        tables = None if problem.mask is None else CallTables(problem, device)
     plan, (places, _) = made
     return Prepared(
         plan,
-        tables=None if problem.mask is None else CallTables(problem, device),
+        tables=tables,
         places=places,
         copies={name: (x, places[name]) for name, x in inside.items()},
         grads=[allocation(*x) for x in (*[laid[name] for name in _GRADIENTS], dbias) if x],

@@ -176,7 +176,10 @@ class Sources:
         if native.backend == "cupy":
             on_device = backends.gpu("masks.build")
             with native.context:
-                return cls._on_device(grid, on_device.from_csr(grid, found), entries)
+                made = on_device.from_csr(grid, found)
+                if isinstance(made, list):  # of few pairs, which are kept on the CPU
+                    return cls._of(grid, made, entries, int(found[0].data.data.device_id))
+                return cls._on_device(grid, made, entries)
         return cls._of(grid, [build.of_csr(grid, csr) for csr in found], entries)
 
     @classmethod

@@ -17,7 +17,9 @@ class Store:
     They are copied where they are needed when they first are, and kept there: a mask never changes.
     Slices of a mask share its store.
 
-    Lists on a device have words for all partial blocks, sparse ones too: kernels read words only.
+    Lists on a device have words for all partial blocks, sparse ones too. Kernels that read pairs
+    one by one have lists of their own (`fa_cupy.gpu.masks.pair_lists`), for which no sparse block
+    is unfolded.
 
     Parameters
     ----------
@@ -36,9 +38,11 @@ class Store:
         `fa_cupy.gpu.masks.device_mask.DeviceMask` by device.
     device_tables : dict
         `fa_cupy.gpu.masks.block_tables.Tables` by device, behind what waits for them.
+    pairs : dict
+        What `fa_cupy.gpu.masks.pair_lists` has found and made, and copies of it by device.
     """
 
-    __slots__ = ("_grid", "_outline", "_places", "device", "device_masks", "device_tables")
+    __slots__ = ("_grid", "_outline", "_places", "device", "device_masks", "device_tables", "pairs")
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class Store:
         self._grid = grid
         self.device_masks: dict[int, Any] = {}
         self.device_tables: dict[int, Any] = {}
+        self.pairs: dict[Any, Any] = {}
         self._outline: BlockLists | None = None
         self._places: dict[int | None, BlockLists] = {found_on: lists}
         if found_on is None:
@@ -110,6 +115,11 @@ class Store:
             device_mask = backends.gpu("masks.device_mask")
             found = self._places[device] = device_mask.to_device(self.with_words(), device)
         return found
+
+    @property
+    def on_device_only(self) -> bool:
+        """Whether the lists are on devices and not on the CPU."""
+        return None not in self._places
 
     def only_on(self, device: int) -> bool:
         """Whether the lists are on a device and not on the CPU: what needs them works there."""

@@ -430,7 +430,7 @@ def test_what_is_dropped_while_a_graph_takes_it_is_kept(machine):
     call = call_of(machine, mask)
     _, kept = call(mask)
     kept.passing = True
-    stay, key = machine.host._stay, call._key
+    stay, key = machine.host.stay, call._key
     del mask._kept[key]
     assert stay(mask, key, kept) is kept
     assert mask._kept[key] is kept

@@ -47,11 +47,11 @@ class Counts(NamedTuple):
 LIMITS = {
     ("attention", "cold"): Counts(150, 19, 49),
     ("attention", "hot"): Counts(5, 4, 0),
-    ("attention with a BitMask", "cold"): Counts(205, 26, 66),
+    ("attention with a BitMask", "cold"): Counts(215, 29, 70),
     ("attention with a BitMask", "hot"): Counts(9, 7, 1),
     ("attention_backward", "cold"): Counts(299, 23, 75),
     ("attention_backward", "hot"): Counts(7, 4, 0),
-    ("attention_backward with a BitMask", "cold"): Counts(403, 35, 119),
+    ("attention_backward with a BitMask", "cold"): Counts(408, 36, 119),
     ("attention_backward with a BitMask", "hot"): Counts(11, 7, 0),
     ("causal_product", "cold"): Counts(227, 28, 48),
     ("causal_product", "hot"): Counts(5, 4, 0),

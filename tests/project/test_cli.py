@@ -10,7 +10,7 @@ import pytest
 
 import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
-from fa_cupy.cli.warmup import serving, serving_backward, serving_products
+from fa_cupy.cli.warmup import serving, serving_backward, serving_pairs, serving_products
 from fa_cupy.gpu.driver import compile, cubin_cache, devices
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
@@ -243,7 +243,7 @@ def test_warmup_fills_the_cache(dtype, no_device, capsys):
     command = ["warmup", "--target", "sm_80", "--dtype", short, "--head-dim", "32"]
     rows = reachable(dtype, 32, 32, "sm_80")
     rows += serving_backward("sm_80", {dtype}, {32})
-    rows += serving_products("sm_80", {dtype}, {32})
+    rows += serving_pairs({dtype}, {32}) + serving_products("sm_80", {dtype}, {32})
     assert main(command) == 0
     assert f"{len(rows)} kernels compiled for sm_80" in capsys.readouterr().out
     assert all(compile.compile_variant(row, "sm_80").cached for row in rows)

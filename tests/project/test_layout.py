@@ -291,6 +291,9 @@ TESTED_IN = {
     "attention/bwd_dq_sm80": "test_bwd_kernels_sm80",
     "attention/bwd_preprocess": "test_bwd_large_lse",
     "attention/bwd_convert_dq": "test_bwd_nonfinite",
+    "attention/fwd_pairs": "test_pairs",
+    "attention/bwd_dq_pairs": "test_pairs",
+    "attention/bwd_dkdv_pairs": "test_pairs",
     "mask/transpose_words": "test_block_tables",
 }
 

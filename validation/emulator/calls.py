@@ -19,6 +19,13 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm80 import BwdDbiasSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm90 import BwdDbiasSm90
+from fa_cupy.gpu.kernels.attention.pairs import (
+    fwd_pairs,
+    gradients_plan,
+    pair_gradients,
+    pair_rows,
+)
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PIECE_PAIRS, PairBias
 from fa_cupy.gpu.kernels.backward import BackwardVariant
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
@@ -26,7 +33,7 @@ from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.score.program import Operands
 from validation.emulator.launcher import MULTIPROCESSORS, EmulatorLauncher
-from validation.emulator.masks import lists_of, tables_of
+from validation.emulator.masks import lists_of, pairs_of, tables_of
 
 Array = np.ndarray[Any, Any]
 
@@ -89,6 +96,120 @@ def attention(
     plan.run((*pointers, *addresses))
     del lists
     return out, lse
+
+
+def attention_by_pairs(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    mask: BitMask,
+    *,
+    pair_bias: Array | None = None,
+    piece_pairs: int = PIECE_PAIRS,
+    seed: int = 0,
+    source: Path | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """`fa_cupy.attention` over the pairs of a mask, with LSE.
+
+    Parameters
+    ----------
+    q, k, v, bias, mask
+        As for `fa_cupy.attention`.
+    pair_bias : numpy.ndarray of float32, shape (..., pairs), optional
+        A number for each pair, in the order of its list by queries; batch axes broadcast.
+    piece_pairs : int, optional
+        Pairs of a row from which on it is cut.
+    seed, source
+        As for `attention`.
+    **options
+        Of `fa_cupy.attention`, `sinks` and `score` among them.
+    """
+    operands = operands_in(options)
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+    if not takes_bias(problem):
+        problem, bias = with_float32_bias(np, problem, bias)
+    assert pair_rows.serves(problem, "sm_90a")
+    out = np.full(problem.out_shape, np.nan, problem.dtype)
+    lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
+    view = attention_problem.out_view(problem, out.shape, out.strides)
+    sources = {} if source is None else {"attention_fwd_pairs": source}
+    lists = pairs_of(problem, mask, piece_pairs)
+    plan = fwd_pairs.make_plan(
+        Traits(problem, view), EmulatorLauncher(seed, False, sources), lists.counts,
+        bias_of(problem, pair_bias),
+    )  # fmt: skip
+    given = [q, k, v, bias, out, lse, *(x for x in (options.get("sinks"),) if x is not None)]
+    pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
+    biases = () if pair_bias is None else (pair_bias.ctypes.data,)
+    plan.run((*pointers, *lists.pointers(), *biases))
+    return out, lse
+
+
+def gradients_by_pairs(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    bias: Array | None,
+    mask: BitMask,
+    *,
+    pair_bias: Array | None = None,
+    piece_pairs: int = PIECE_PAIRS,
+    seed: int = 0,
+    sources: Mapping[str, Path] = MappingProxyType({}),
+    **options: Any,
+) -> tuple[Array, ...]:
+    """Gradients of attention over the pairs of a mask; of `pair_bias` too if there is one.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, dlse, bias
+        As for `attention_backward`.
+    mask : BitMask
+    pair_bias, piece_pairs
+        As for `attention_by_pairs`.
+    seed, sources
+        As for `attention_backward`.
+    **options
+        Of `fa_cupy.attention`.
+    """
+    operands = operands_in(options)
+    problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
+    if not takes_bias(problem):
+        problem, bias = with_float32_bias(np, problem, bias)
+    dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
+    queries = (attention_problem.out_view(problem, x.shape, x.strides) for x in (dout, out, dq))
+    like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
+    traits = backward.Traits(problem, backward.Gradients(*queries, like.k, like.v))
+    assert pair_gradients.serves_gradients(traits)
+    lists = pairs_of(problem, mask, piece_pairs)
+    own = bias_of(problem, pair_bias, gradient=True)
+    launcher = EmulatorLauncher(seed, False, sources)
+    plan, _ = gradients_plan.make_plan(traits, launcher, lists.counts, bias=own)
+    lse = np.ascontiguousarray(lse, np.float32)
+    dlse = None if dlse is None else np.ascontiguousarray(dlse, np.float32)
+    results = [dq, dk, dv]
+    given = (q, k, v, out, lse, dout, dlse, bias, None, *results, None)
+    pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
+    pointers += lists.pointers(gradients=True)
+    if pair_bias is not None:
+        results.append(np.full_like(pair_bias, np.nan))
+        pointers += [pair_bias.ctypes.data, results[-1].ctypes.data]
+    plan.run(tuple(pointers))
+    return tuple(results)
+
+
+def bias_of(problem: Any, pair_bias: Array | None, gradient: bool = False) -> PairBias | None:
+    """Return how a number for each pair lies over the batch of a problem."""
+    if pair_bias is None:
+        return None
+    view = attention_problem.batch_view(problem, pair_bias[..., None, :], 1, pair_bias.shape[-1])
+    return PairBias(tuple([step // 4 for step in view.strides[:-2]]), gradient)
 
 
 def operands_in(options: dict[str, Any]) -> Operands | None:

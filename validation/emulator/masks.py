@@ -10,7 +10,9 @@ import numpy as np
 from fa_cupy import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import BY_QUERY_ARRAYS, PairCounts
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
+from fa_cupy.gpu.masks import pair_lists
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks.blocks import WORDS, Grid
 
@@ -73,6 +75,34 @@ def lists_of(
     # A kernel may rely on 16 bytes, and copies the words in that unit.
     arrays = {name: _aligned(array) for name, array in arrays.items()}
     return Lists(arrays, None if order is None else _aligned(order), by_tile * grid.k_tiles)
+
+
+class Pairs(NamedTuple):
+    """Lists of pairs, which live as long as this does.
+
+    Attributes
+    ----------
+    arrays : tuple of numpy.ndarray
+        In the order of `BY_QUERY_ARRAYS` and `BY_KEY_ARRAYS`.
+    counts : PairCounts
+    """
+
+    arrays: tuple[np.ndarray[Any, Any], ...]
+    counts: PairCounts
+
+    def pointers(self, gradients: bool = False) -> tuple[int, ...]:
+        """Return the addresses, of lists by keys too where gradients are computed."""
+        used = self.arrays if gradients else self.arrays[: len(BY_QUERY_ARRAYS)]
+        return tuple([x.ctypes.data for x in used])
+
+
+def pairs_of(problem: attention_problem.Problem, mask: BitMask, piece_pairs: int) -> Pairs:
+    """Return the lists of the pairs of a mask, whose rows of more than `piece_pairs` are cut."""
+    found, entries = pair_lists.lists_of(mask, piece_pairs), _bits(problem, mask)[1]
+    by_query, by_key = found.by_query, found.by_key
+    flat = np.ascontiguousarray(entries.reshape(math.prod(problem.batch)))
+    arrays = (*by_query[:3], flat, *by_key)
+    return Pairs(tuple(map(_aligned, arrays)), found.counts)
 
 
 class Tables(NamedTuple):

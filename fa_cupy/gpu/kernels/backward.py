@@ -341,12 +341,19 @@ class Traits:
         # Sums over other axes are left to the caller, who gives dk and dv an entry for each.
         summed = any(0 in steps[name][:apart] for name in ("dk", "dv")) or 0 in steps["dq"]
         sizes = problem.q_len, problem.k_len, problem.head_dim, problem.v_dim
-        served = (
+        walked = (
             missing >= 0
             and not summed
             and min(*sizes, self.entries) > 0
             and max(sizes[:2]) <= MAX_LENGTH
-            and not any(dim % DIM_STEP for dim in sizes[2:])
+        )
+        served = walked and not any(dim % DIM_STEP for dim in sizes[2:])
+        item = problem.dtype.itemsize
+        #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
+        self.gathers = walked and all(
+            x.strides[-1] == item or x.shape[-1] == 1
+            for name, x in self.views.items()
+            if name not in _ANY_STRIDES
         )
         self.wanted = Wanted(
             dtype=problem.dtype.name,
@@ -363,7 +370,7 @@ class Traits:
         if problem.score is not None:
             of_score = score_pointers(problem).items()
             self.operands |= {f"common.{field}": name for field, name in of_score}
-        self._common = self._constants() if served else None
+        self._common = self._constants() if walked else None
         self._tables: list[tuple[np.ndarray[Any, Any], dict[str, str]]] = []
         if self.wanted.masked:
             self._tables = [(table_of(problem, side), table_arrays(side)) for side in (False, True)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
+from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES
@@ -22,6 +24,10 @@ SCORE_EXAMPLES = (
 )
 #: Those that make tables of masks.
 MASKS: tuple[Variant, ...] = (TABLES, TRANSPOSE)
+#: Those that read the pairs of masks one by one.
+PAIRS: tuple[PairVariant, ...] = (
+    *fwd_pairs.VARIANTS, *bwd_dq_pairs.VARIANTS, *bwd_dkdv_pairs.VARIANTS,
+)  # fmt: skip
 # Of gradients those without a mask that compute scores, in one of the dtypes; a row for biases has
 # scores of its own.
 _GRADIENTS = [
@@ -33,9 +39,9 @@ _GRADIENTS = [
 #: One build for other scores of each row of attention; each kind of scores comes up in turn.
 SCORED: tuple[Variant, ...] = tuple(
     row.for_score(score)
-    for rows in (VARIANTS, _GRADIENTS)
+    for rows in (VARIANTS, _GRADIENTS, PAIRS)
     for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
 )
 ROWS: tuple[Variant, ...] = (
-    *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS,
+    *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""What launches are told of a mask: where its lists lie, and in which order to work.
+"""Masks as launches get them: the addresses of their lists, and the order of the work.
 
 The lists of a `BitMask` are sent to a device once and kept with the mask, and so is what follows
 from them and the shape of a call: the mask's matrix of each batch entry, and an order of work. Of
 kinds of calls, the first ones stay with the mask; later ones are dropped when there are too many,
-but for those that a graph points to. An array of bool is packed by every call.
+except those that a graph points to. An array of bool is packed by every call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import cupy
 import numpy as np
 
 from fa_cupy._bitmask import BitMask
-from fa_cupy.core.attention_problem import Problem
+from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.gpu.driver.devices import multiprocessors
 from fa_cupy.gpu.driver.launch import any_mode, capturing
 from fa_cupy.gpu.kernels.attention.attention_params import MaskPointers
@@ -58,7 +58,7 @@ class Made:
         self.made: Any = None
 
     def begin(self) -> None:
-        """Take down that the current stream writes the arrays: what it was told so far."""
+        """Note that the current stream writes the arrays, by the work that it has so far."""
         self.stream = cupy.cuda.get_current_stream().ptr
         self.made = cupy.cuda.Event(disable_timing=True)
         self.made.record()
@@ -83,22 +83,28 @@ class Kept(Made):
 
     Attributes
     ----------
-    pointers : MaskPointers
+    pointers : tuple of int
+        What launches get: `MaskPointers`, or the addresses of lists of pairs.
     passing : bool
         Whether the mask may drop it.
     """
 
     __slots__ = ("passing", "pointers")
 
-    def __init__(self, lists: DeviceMask, memory: Array, entries: int) -> None:
-        super().__init__((lists, memory))
-        order = memory[entries:]
-        self.pointers = _pointers(lists, memory, order if len(order) else None)
+    def __init__(self, found: Any, pointers: Any) -> None:
+        super().__init__(found)
+        self.pointers = pointers
         self.passing = False
+
+    @classmethod
+    def of_lists(cls, lists: DeviceMask, memory: Array, entries: int) -> Kept:
+        """Return what launches get of lists; `memory` has the entries, and the order after them."""
+        order = memory[entries:]
+        return cls((lists, memory), _pointers(lists, memory, order if len(order) else None))
 
 
 class CallMask:
-    """Says what launches of one kind of call are told of a mask.
+    """Says what launches of one kind of call get of a mask.
 
     Parameters
     ----------
@@ -131,7 +137,7 @@ class CallMask:
             return self._packed(mask)
         kept = mask._kept.get(self._key) or self._prepared(mask)
         if kept.passing and capturing():
-            kept = _stay(mask, self._key, kept)
+            kept = stay(mask, self._key, kept)
         if kept.made is not None:
             kept.wait()
         return kept.pointers, kept
@@ -143,7 +149,7 @@ class CallMask:
 
     def _prepared(self, mask: BitMask) -> Kept:
         lists = device_lists(mask, self._device)
-        entries = self._matrices(mask)
+        entries = matrices(mask, self._view)
         if not mask._store.only_on(self._device):
             order = work_order(np, self._problem, host_lists(mask), entries, self._section)
             return _keep(mask, self._key, lists, entries, order)
@@ -160,15 +166,22 @@ class CallMask:
         memory[: len(entries)] = sent
         if order is not None:
             memory[len(entries) :] = order
-        kept = Kept(lists, memory, len(entries))
+        kept = Kept.of_lists(lists, memory, len(entries))
         kept.begin()
-        return _remember(mask, self._key, kept)
+        return remember(mask, self._key, kept)
 
-    def _matrices(self, mask: BitMask) -> np.ndarray[Any, Any]:
-        """Return the number of the mask's matrix of each batch entry of the call."""
-        shape, strides = self._view.shape[:-2], self._view.strides[:-2]
-        steps = np.lib.stride_tricks.as_strided(mask.entries, shape, strides)
-        return np.ascontiguousarray(steps, np.int32).reshape(-1)
+
+def matrices(mask: BitMask, view: View) -> np.ndarray[Any, Any]:
+    """Return the number of the mask's matrix of each batch entry of a call, int32.
+
+    Parameters
+    ----------
+    mask : BitMask
+    view : View
+        Of its entries, over the batch of the call.
+    """
+    steps = np.lib.stride_tricks.as_strided(mask.entries, view.shape[:-2], view.strides[:-2])
+    return np.ascontiguousarray(steps, np.int32).reshape(-1)
 
 
 def device_lists(mask: BitMask, device: int) -> DeviceMask:
@@ -212,12 +225,12 @@ def _keep(mask: BitMask, key: Any, lists: DeviceMask, entries: Array, order: Arr
     """Send what the host knows, and let the mask keep it."""
     both = entries if order is None else np.concatenate([entries, order])
     with apart() as stream:
-        kept = Kept(lists, cupy.asarray(both), len(entries))
+        kept = Kept.of_lists(lists, cupy.asarray(both), len(entries))
         stream.synchronize()
-    return _remember(mask, key, kept)
+    return remember(mask, key, kept)
 
 
-def _remember(mask: BitMask, key: Any, kept: Kept) -> Kept:
+def remember(mask: BitMask, key: Any, kept: Kept) -> Kept:
     """Let the mask keep what was made for a kind of call; return what is kept."""
     dropped: list[Kept] = []  # whose memory is freed, which waits for the device, behind the lock
     with _changing:
@@ -232,7 +245,7 @@ def _remember(mask: BitMask, key: Any, kept: Kept) -> Kept:
     return stored
 
 
-def _stay(mask: BitMask, key: Any, kept: Kept) -> Kept:
+def stay(mask: BitMask, key: Any, kept: Kept) -> Kept:
     """Let the mask keep for good what a graph is going to point to; return what is kept."""
     with _changing:
         stored: Kept = mask._kept.setdefault(key, kept)  # it may have been dropped just now

@@ -12,9 +12,11 @@ from fa_cupy.core.attention_problem import View
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.masks import device_mask
 from fa_cupy.gpu.masks.packing import packing
+from fa_cupy.gpu.masks.pair_lists import may_be_sparse
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks import blocks as masks_blocks
-from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, BlockLists, Grid
+from fa_cupy.masks import entries
+from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, BlockLists, Blocks, Grid
 
 Made = tuple[BlockLists, np.ndarray[Any, Any]]  # the lists, and the entries on the CPU
 
@@ -76,8 +78,12 @@ def from_indices(grid: Grid, indices: Any) -> Made:
     return made, np.broadcast_to(np.arange(matrices).reshape(own), batch)
 
 
-def from_csr(grid: Grid, matrices: list[Any]) -> BlockLists:
-    """Let queries see keys as sparse matrices of CuPy, in CSR form and checked, have elements."""
+def from_csr(grid: Grid, matrices: list[Any]) -> BlockLists | list[Blocks]:
+    """Let queries see keys as sparse matrices of CuPy, in CSR form and checked, have elements.
+
+    Where blocks have few of them, as in a graph, no words are made: the elements come to the CPU,
+    and what is returned are the blocks of each matrix there.
+    """
     parts, values = [], []
     for i, csr in enumerate(matrices):
         stored = cupy.arange(len(csr.indices))
@@ -95,7 +101,24 @@ def from_csr(grid: Grid, matrices: list[Any]) -> BlockLists:
     else:
         end = cupy.concatenate([begin[1:], cupy.full(1, len(codes), np.int64)])
         seen = _sums(begin, end, data)
-    return _of_codes(grid, len(matrices), codes[begin[seen]])
+    codes = codes[begin[seen]]
+    if may_be_sparse(len(codes), int(_first(codes >> _BITS).sum())):
+        return _on_host(grid, len(matrices), codes.get())
+    return _of_codes(grid, len(matrices), codes)
+
+
+def _on_host(grid: Grid, matrices: int, codes: Any) -> list[Blocks]:
+    """Return the blocks of matrices with single bits, from codes on the CPU."""
+    matrix, block = np.divmod(codes >> _BITS, grid.q_tiles * grid.k_tiles)
+    q_tile, k_tile = np.divmod(block, grid.k_tiles)
+    inside = codes & ((1 << _BITS) - 1)
+    rows, keys = BLOCK * q_tile + inside // BLOCK, BLOCK * k_tile + inside % BLOCK
+    pairs = entries.encoded(rows, keys)
+    ends = np.searchsorted(matrix, np.arange(matrices + 1))
+    return [
+        masks_blocks.of_entries(grid, np.sort(pairs[ends[i] : ends[i + 1]]))
+        for i in range(matrices)
+    ]
 
 
 def from_blocks(grid: Grid, states: Any, words: Any) -> Made:
@@ -113,7 +136,7 @@ def from_blocks(grid: Grid, states: Any, words: Any) -> Made:
 
 
 def to_host(arrays: list[Any]) -> tuple[list[Any], int]:
-    """Return arrays, of which all but the first may be None, on the CPU, and their device."""
+    """Return arrays on the CPU, and their device; all but the first may be None."""
     _refuse()
     return [None if x is None else x.get() for x in arrays], int(arrays[0].data.device_id)
 
