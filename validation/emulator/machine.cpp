@@ -62,9 +62,7 @@ bool Block::advance() {
   for (size_t i = 0; i < choices; ++i) {
     const size_t choice = (first + i) % choices;
     if (choice < pending.size()) {
-      const Action action = std::move(pending[choice]);
-      pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(choice));
-      action();
+      (*pending.take(choice))();
       return true;
     }
     const auto it = std::next(products.begin(), static_cast<int>(choice - pending.size()));
@@ -183,10 +181,9 @@ static void enter() {
   entered(self());
   run_entry(entry, entry_params);
   Fiber& fiber = self();
-  for (const auto& [key, meeting] : block->meetings) {
-    if (meeting.came > 0 && key.second == static_cast<int>(fiber.tid.x) / key.first) {
-      fail(std::string("it leaves, others wait for it at ") + meeting.what);
-    }
+  for (const Meeting* one :
+       {&block->warps[fiber.tid.x / 32], &block->warpgroups[fiber.tid.x / 128]}) {
+    if (one->came > 0) fail(std::string("it leaves, others wait for it at ") + one->what);
   }
   fiber.ended = true;
   switch_to_scheduler(fiber, true);
