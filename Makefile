@@ -28,8 +28,8 @@ endif
 # In this order: the last one decides which CUDA is there.
 GPU_READY := $(TEST_READY) $(DEMO_READY)
 
-.PHONY: demo test test-all test-gpu gpu-tests gpu-sanitize gpu-receipt bench docs lint format compile-all wheel
-.PHONY: announce receipt-pending
+.PHONY: demo test test-all test-gpu gpu-tests gpu-sanitize gpu-receipt bench docs docs-pictures lint
+.PHONY: format compile-all wheel announce receipt-pending
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -66,7 +66,7 @@ gpu-sanitize: $(GPU_READY)
 gpu-receipt: $(GPU_READY)
 	$(PY) -m validation.receipt write $(GPU_RUN) $(RECEIPT_DIR)/receipt.json
 
-## measure against the peers that can be imported, and renew the README's tables
+## measure against the peers that can be imported, and renew the README's table
 bench: $(GPU_READY)
 	$(PY) -m validation bench
 	$(PY) -m validation readme
@@ -74,6 +74,10 @@ bench: $(GPU_READY)
 ## the pages, with the pictures of the gallery, in docs/_build/html
 docs: $(DOCS_READY)
 	OPENBLAS_NUM_THREADS=1 $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+## their pictures at 1280 and 390 px, in docs/_build/pictures; needs Chromium
+docs-pictures: docs
+	$(PY) docs/pictures.py
 
 lint: $(TEST_READY)
 	$(PY) -m ruff check .

@@ -1,5 +1,6 @@
 """Sphinx: ``make docs`` builds the pages into docs/_build/html."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -20,7 +21,8 @@ import fa_cupy
 project = "fa_cupy"
 author = "fa_cupy contributors"
 project_copyright = author
-version = release = fa_cupy.__version__
+release = fa_cupy.__version__
+version = re.sub(r"(?<=\.dev).*", "", release)  # of a checkout, without its commit
 
 extensions = [
     "sphinx.ext.autodoc",
@@ -66,7 +68,7 @@ sphinx_gallery_conf = {
 }
 
 html_theme = "furo"
-html_title = f"fa_cupy {release}"
+html_title = f"fa_cupy {version}"
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
 html_copy_source = False
@@ -142,11 +144,19 @@ def constant(name, rawtext, text, lineno, inliner, options=None, content=()):
     return [nodes.literal(rawtext, shown)], []
 
 
+BARRED = re.compile(
+    r"<munderover>\s*(<mi>[^<]*</mi>)(.*?)(<mo[^<]*>\u02c9</mo>)\s*</munderover>", re.DOTALL
+)
+
+
 def visit_math(writer, node):
     """Write a formula as MathML, which browsers draw without a script from elsewhere."""
     block = isinstance(node, nodes.math_block)
     formula = latex2mathml.tex2mathml(node.astext(), as_block=block)
-    formula = formula.replace("\u02c9", "\u00af")  # a bar that more fonts have
+    # docutils takes the index of a letter with a bar for a limit, and puts it below the letter.
+    formula = BARRED.sub(r"<msub><mover>\1\3</mover>\2</msub>", formula)
+    # A bar that more fonts have; as an accent it would touch the letter.
+    formula = formula.replace("\u02c9", "\u00af").replace('<mover accent="true">', "<mover>")
     writer.body.append(f'<div class="math">{formula}</div>' if block else formula)
     raise nodes.SkipNode
 

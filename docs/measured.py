@@ -10,14 +10,14 @@ from fa_cupy.gpu.kernels import forward as gpu
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.tiled import tile_sizes
-from validation import report, store, tiles
+from validation import readme, report, store, tiles
 
 RESULTS = Path(__file__).parents[1] / "validation" / "results"
 STATIC = Path(__file__).parent / "_static"
 NOT_A_SPEED = ("traffic", "tiles")
 PRODUCT = "causal_product"  # the begin of the names of its families and pictures
 SCORES = ("attention_scores_fwd", "attention_scores_bwd")
-SPARSE = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
+SPARSE = readme.SPARSE_FAMILIES
 GRAPHS = ("graphs_cpu", "graphs_gpu", "graphs_bwd_gpu", "mask_made_cpu")
 
 
@@ -25,7 +25,9 @@ def table(head, rows, widths="auto"):
     """Return a list-table of cells, the first row its header."""
     lines = [".. list-table::", "   :header-rows: 1", f"   :widths: {widths}", ""]
     for row in (head, *rows):
-        lines += [f"   {'* -' if i == 0 else '  -'} {cell}" for i, cell in enumerate(row)]
+        # A cell of one dash would be a list.
+        cells = [r"\-" if cell == "-" else cell for cell in row]
+        lines += [f"   {'* -' if i == 0 else '  -'} {cell}" for i, cell in enumerate(cells)]
     return "\n".join([*lines, ""])
 
 
@@ -72,69 +74,25 @@ def speeds(wanted, picture):
     return "\n".join(parts)
 
 
-# What the first table says of a case: its name there, its family and its case.
-SUMMARY = (
-    ("Attention", "attention_fwd", "bf16 hd128 full 4096x4"),
-    ("Attention, causal", "attention_fwd", "bf16 hd128 causal 4096x4"),
-    ("Attention, head_dim 64", "attention_fwd", "bf16 hd64 full 4096x4"),
-    ("Its gradients", "attention_bwd", "bf16 hd128 full 4096x4"),
-    ("Its gradients, causal", "attention_bwd", "bf16 hd128 causal 4096x4"),
-    ("Softcap", "attention_scores_fwd", "bf16 hd128 full softcap 4096x4"),
-    ("ALiBi as a Score", "attention_scores_fwd", "bf16 hd128 full alibi-expression 4096x4"),
-    ("Mask with half of its blocks", "attention_sparse", "bf16 hd128 blocks-0.5 8192x1"),
-    ("Mask of sixteen documents", "attention_sparse", "bf16 hd128 documents-16 8192x1"),
-    ("Causal product, dims 64", "causal_product_fwd", "bf16 E64 4096x8 h16"),
-    ("Its gradients, dims 64", "causal_product_bwd", "bf16 E64 4096x8 h16"),
-    ("Causal product, float32", "causal_product_fwd", "fp32 E64 4096x8 h16"),
-    ("Attention in float32", "attention_cpu", "fp32 hd64 full 2048x1 h8"),
-)
-PEERS = {
-    "cudnn": "cuDNN",
-    "efficient": "PyTorch",
-    "flash2": "FlashAttention-2",
-    "flex": "FlexAttention",
-    "flex_sigmoid": "FlexAttention",
-    "fla_chunk": "fla-core",
-    "fla_fused_chunk": "fla-core",
-    "torch": "PyTorch",
-    "torch_chunk": "PyTorch",
-    "jax": "JAX",
-}
-
-
 def summary():
     """One row a kind of call: its speed and that of the fastest peer of the same run."""
-    lines, devices = [], []
-    for name, wanted, case in SUMMARY:
-        rows = [(device, row) for device, row in family(wanted) if row["case"] == case]
-        for device, own in rows:
-            if own["impl"] != "fa_cupy":
-                continue
-            peers = [
-                row
-                for where, row in rows
-                if where == device and row["impl"] in PEERS and row["date"] == own["date"]
-            ]
-            best = max(peers, key=lambda row: row["value"] or 0, default=None)
-            cells = [f"{name} ({device})", said(own), "-", "-"]
-            if best:
-                cells[2] = f"{said(best)}, {PEERS[best['impl']]}"
-                cells[3] = f"{own['value'] / best['value']:.2f}"
-            lines.append(cells)
-            devices.append(device)
-    if not lines:
+    found = readme.summary(family)
+    if found is None:
         return "No speed has been measured yet. ``make bench`` measures it.\n"
-    # Most rows are of one device, which is named once.
-    usual = max(devices, key=devices.count)
-    head = (f"on one {usual}, in bfloat16", "fa_cupy", "fastest peer", "ratio")
-    return table(head, [[cell.replace(f" ({usual})", "") for cell in row] for row in lines])
+    return table(found.head, found.rows)
 
 
-def said(row):
-    """The speed of a row; under a sparse mask its time, as there a speed counts hidden pairs."""
-    if row["family"] in SPARSE:
-        return f"{row['ms']:.3f} ms"
-    return f"{row['value']:,.0f} {row['unit']}"
+def chosen(name):
+    """One of the tables of chosen cases, with the paragraph that follows it."""
+    found = getattr(readme, name)()
+    return "\n\n".join([table(found.head, found.rows), *found.paragraphs, ""])
+
+
+chosen_forward = functools.partial(chosen, "forward")
+chosen_backward = functools.partial(chosen, "backward")
+chosen_sparse = functools.partial(chosen, "sparse")
+chosen_products = functools.partial(chosen, "products")
+chosen_cpu = functools.partial(chosen, "cpu")
 
 
 def benchmarks():
@@ -242,11 +200,11 @@ def q_stages():
     for row in gpu.VARIANTS:
         if isinstance(row, FwdSm90):
             key = (row.dim, row.sparse, row.groups)
-            scored = row.for_score(ScoreMod(softcap=True))
-            stages[key] = {False: row.q_stages, True: scored.q_stages}
+            biased = row.for_score(ScoreMod(bias_axes="pair", bias_dtype=row.dtype))
+            stages[key] = (row.q_stages, biased.q_stages, biased.groups)
     dims = {}
     for (dim, sparse, groups), of in stages.items():
-        dims.setdefault((sparse, groups, of[False], of[True]), []).append(str(dim))
+        dims.setdefault((sparse, groups, *of), []).append(str(dim))
 
     def ahead(count, groups):
         early = min(count - groups, groups)
@@ -259,15 +217,15 @@ def q_stages():
             "yes" if sparse else "no",
             groups,
             ahead(plain, groups),
-            ahead(mod, groups),
+            ahead(biased, biased_groups),
         )
-        for (sparse, groups, plain, mod), names in dims.items()
+        for (sparse, groups, plain, biased, biased_groups), names in dims.items()
     ]
     head = (
         "head_dim",
         "mask",
         "warpgroups",
         "stages: rows of the next tile that are loaded during this one",
-        "with a bias, a softcap or a scale that is not positive",
+        "with a 16-bit bias for each query and key",
     )
     return table(head, rows)

@@ -4,6 +4,7 @@ import importlib as _importlib
 import importlib.util as _util
 import typing as _typing
 
+from fa_cupy import _version
 from fa_cupy._attention import (
     attention,
     attention_backward,
@@ -24,8 +25,6 @@ from fa_cupy._linear_attention import (
     prefix_state,
 )
 from fa_cupy._score import Score
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BitMask",
@@ -51,6 +50,7 @@ _LATE = {
 }  # fmt: skip
 
 if _typing.TYPE_CHECKING:
+    __version__: str
     from fa_cupy import jax as jax
     from fa_cupy import layouts as layouts
     from fa_cupy import plot as plot
@@ -59,10 +59,12 @@ if _typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name):
+        if name == "__version__":  # not before it is asked for: in a checkout, git is
+            return _version.version()
         if name in _LATE:
             return _importlib.import_module(f"fa_cupy.{name}")
         raise AttributeError(f"module 'fa_cupy' has no attribute {name!r}")
 
     def __dir__():
         here = (name for name, needs in _LATE.items() if not needs or _util.find_spec(needs))
-        return sorted({*globals(), *here})
+        return sorted({*globals(), *here, "__version__"})

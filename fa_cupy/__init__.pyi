@@ -23,6 +23,15 @@ class Array(Protocol):
     def dtype(self) -> Any: ...
     def __getitem__(self, key: Any, /) -> Any: ...
 
+class SparseMatrix(Protocol):
+    """A sparse array or matrix of SciPy."""
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def dtype(self) -> Any: ...
+    def tocsr(self) -> Any: ...
+
 A = TypeVar("A", bound=Array)
 _Window = tuple[int | None, int | None] | None
 _FeatureMap = str | Callable[[Any], Any]
@@ -32,7 +41,7 @@ def attention(
     q: A,
     k: Array,
     v: Array,
-    bias: Array | None = None,
+    bias: Array | SparseMatrix | None = None,
     mask: Any = None,
     *,
     scale: float | None = None,
@@ -51,7 +60,7 @@ def attention(
     q: A,
     k: Array,
     v: Array,
-    bias: Array | None = None,
+    bias: Array | SparseMatrix | None = None,
     mask: Any = None,
     *,
     scale: float | None = None,
@@ -70,7 +79,7 @@ def attention(
     q: A,
     k: Array,
     v: Array,
-    bias: Array | None = None,
+    bias: Array | SparseMatrix | None = None,
     mask: Any = None,
     *,
     scale: float | None = None,
@@ -84,6 +93,28 @@ def attention(
     score: Score | None = None,
     out: Array | None = None,
 ) -> A | tuple[A, Any]: ...
+@overload
+def attention_backward(
+    dout: A,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    bias: SparseMatrix,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_align: str | None = None,
+    window: _Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    dlse: Array | None = None,
+    need: Sequence[str] | None = None,
+    score: Score | None = None,
+) -> tuple[Any, ...]: ...
+@overload
 def attention_backward(
     dout: A,
     q: Array,

@@ -50,7 +50,7 @@ def run() -> int:
         finally:  # after --help too, which leaves by SystemExit
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # as in `... | head -1`: whoever reads has enough
+    except BrokenPipeError:  # as in `... | head -1`: the reader has enough
         status = status or 128 + 13  # what a shell says of a program that SIGPIPE ended
     except OSError as error:
         if not status:  # else the command has said what is wrong

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy._bitmask import BitMask
 from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
+from fa_cupy.core.sparse_bias import is_sparse
 
 TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 _NEED = ("q", "k", "v", "bias", "sinks")
@@ -57,8 +57,12 @@ def attention(
         Values. With 4 axes or more in each of `q`, `k` and `v`, the keys and values may have fewer
         heads (axis -3) than the queries, if their number divides that of the queries: grouped-query
         attention.
-    bias : array, broadcastable to (..., Lq, Lk), optional
-        Added to the scores; any of the four dtypes.
+    bias : array, broadcastable to (..., Lq, Lk), or sparse matrix, shape (Lq, Lk), optional
+        Added to the scores; any of the four dtypes. Of a sparse array or matrix, of SciPy or with
+        arrays on a GPU of CuPy, the stored elements are added, stored zeros too. Without `mask` a
+        query attends to the keys of its stored elements, and to no others. With `mask`, pairs
+        without a stored element have a bias of 0. On the CPU, several elements of one pair are
+        summed. All batch entries and heads share the matrix.
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
@@ -77,7 +81,7 @@ def attention(
     softcap : float
         If positive, scores are ``softcap * tanh(scale * q @ k.mT / softcap)`` before the bias.
     sinks : array, broadcastable to (..., Lq), optional
-        Attention sinks [4]_: for each query a score more, which takes part in the softmax and has
+        Attention sinks [4]_: one more score for each query, which takes part in the softmax and has
         no value, so that the weights of the keys sum to less than 1. It is neither scaled, capped
         nor masked, and no `score` is evaluated for it; -inf is no sink. Any of the four dtypes; of
         shape (heads, 1) for one number a head.
@@ -110,7 +114,8 @@ def attention(
         While a stream is captured into a CUDA graph: for float32, for float64, for dims above 256
         and for a `score` together with a softcap or a bias (the capture can go on), and in a
         capture mode other than "relaxed" for the first call with a `BitMask`, which takes memory
-        from the driver.
+        from the driver. For a sparse `bias` on a GPU: in a capture, for float64 and for dims above
+        256.
 
     See Also
     --------
@@ -158,6 +163,14 @@ def attention(
 
     >>> x = rng.standard_normal((2, 100, 8, 64), dtype=np.float32).swapaxes(-3, -2)
     >>> attention(x, k, v).strides == x.strides
+    True
+
+    A sparse bias holds the weights of edges, and shows the keys that they lead to:
+
+    >>> from scipy import sparse
+    >>> weights = sparse.coo_array(([0.0, 1.0, 0.5], ([0, 1, 1], [2, 0, 3])), shape=(100, 100))
+    >>> out = attention(q, k, v, weights)
+    >>> bool(np.allclose(out[:, :, 0], v[:, :, 2]))
     True
 
     A sink takes half of the weight of one key with the same score:
@@ -252,6 +265,11 @@ def scaled_dot_product_attention(
     dropout_p = checks.finite(name, "dropout_p", dropout_p)
     attention_problem.torch_options(name, attn_mask, dropout_p, is_causal)
     is_mask = str(getattr(attn_mask, "dtype", "")).rpartition(".")[2] == "bool"
+    if is_sparse(attn_mask) and not is_mask:
+        raise TypeError(
+            f"{name}: attn_mask is a sparse matrix of {attn_mask.dtype}, want bool (cast it: "
+            "attn_mask != 0), or attention(..., bias=attn_mask)"
+        )
     bias, mask = (None, attn_mask) if is_mask else (attn_mask, None)
     return _solve(
         name,
@@ -280,19 +298,20 @@ def _solve(
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
     dispatch.require(name, **dict(zip(args[:3], arrays, strict=False)))
-    if hasattr(arrays[4], "tocsr"):
-        arrays = (*arrays[:4], BitMask.from_csr(arrays[4]))
-    bits = arrays[4] if isinstance(arrays[4], BitMask) else None
+    arrays = tuple(dispatch.sparse_inputs(name, args, arrays))
+    sparse = dispatch.sparse(arrays)
+    kept = [x is None or as_it_is for x, as_it_is in zip(arrays, sparse, strict=True)]
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
-    given = {arg: x for arg, x in zip(args, arrays, strict=True) if x is not None and x is not bits}
+    named = [*zip(args, arrays, kept, strict=True)]
+    given = {arg: x for arg, x, as_it_is in named if not as_it_is}
     given |= arrays_of(name, score)
     native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
-    named = zip(args, arrays, strict=True)
-    inputs = [x if x is None or x is bits else by_arg[arg] for arg, x in named]
+    inputs = [x if as_it_is else by_arg[arg] for arg, x, as_it_is in named]
     (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
+    dense = dispatch.dense_inputs(name, native, inputs, result)
     problem = attention_problem.attention_problem(
-        *inputs, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
+        *dense, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
         **options,
     )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
@@ -341,7 +360,7 @@ def attention_backward(
     lse : array, shape (..., Lq)
         The results of `attention` for them, with ``return_lse=True``. If `k` and `v` are a part of
         the keys, these are the merged results, over all keys (see Notes).
-    bias : array, broadcastable to (..., Lq, Lk), optional
+    bias : array, broadcastable to (..., Lq, Lk), or sparse matrix, shape (Lq, Lk), optional
     mask : array of bool, broadcastable to (..., Lq, Lk), or BitMask, optional
     scale : float, optional
     is_causal : bool
@@ -364,7 +383,9 @@ def attention_backward(
     tuple of arrays
         The gradients in the order of `need`, each with the shape, the dtype and the memory layout
         of its argument: summed over the axes along which the argument was broadcast, and over the
-        query heads that share a key head.
+        query heads that share a key head. That of a sparse `bias` is a sparse matrix of its type
+        and format, with the elements of ``bias.tocsr()``. Its array `data` is in the order of
+        ``bias.data`` if `bias` is in CSR, CSC, COO or BSR format and stores no pair twice.
 
     Raises
     ------
@@ -374,7 +395,8 @@ def attention_backward(
     NotImplementedError
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
         multiples of 8 or are above 256, for the gradient of an array of a `score`, and as for
-        `attention` with a `score` or a `BitMask`.
+        `attention` with a `score`, a `BitMask` or a sparse `bias`; for that on a GPU also with
+        `sinks`, for gradients of arrays of a `score`, and for masks of heads that share keys.
 
     See Also
     --------
@@ -424,6 +446,14 @@ def attention_backward(
     >>> dbias.shape
     (8, 1, 1)
 
+    That of a sparse bias has its stored elements:
+
+    >>> from scipy import sparse
+    >>> weights = sparse.random_array((100, 100), density=0.05, rng=0, format="csr")
+    >>> out, lse = attention(q, k, v, weights, return_lse=True)
+    >>> (dweights,) = attention_backward(dout, q, k, v, out, lse, weights, need=["bias"])
+    >>> weights.data -= 0.1 * dweights.data
+
     That of a sink for each head, over queries:
 
     >>> sinks = np.zeros((8, 1))
@@ -448,8 +478,9 @@ def attention_backward(
     native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more, **of_score)
     out, lse, dout, dlse, sinks, *score_arrays = native_more
     operands = operands_of(score, dict(zip(of_score, score_arrays, strict=True)))
+    dense = dispatch.dense_inputs(name, native, inputs)
     problem = attention_problem.gradient_problem(
-        inputs, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal, window=window,
+        dense, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal, window=window,
         causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands,
     )  # fmt: skip
     wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
@@ -462,7 +493,8 @@ def attention_backward(
             problem, inputs, (out, lse, dout, dlse), wanted, dispatch.allocator(native), sinks,
             **extra,
         )  # fmt: skip
-        return tuple(native.give_back(found[arg]) for arg in wanted)
+        grads = (found[arg] for arg in wanted)
+        return tuple(x if is_sparse(x) else native.give_back(x) for x in grads)
 
 
 def _wanted(name: str, need: Any, of_score: Iterable[str], **optional: Any) -> tuple[str, ...]:
@@ -505,7 +537,7 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     out : array, shape (..., Lq, Dv)
         Of the kind and dtype of the parts.
     lse : array, shape (..., Lq)
-        float32, or float64 for float64 outputs. All is computed in this dtype.
+        float32, or float64 for float64 outputs. Everything is computed in this dtype.
 
     Raises
     ------

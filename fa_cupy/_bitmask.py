@@ -26,7 +26,7 @@ class BitMask(Sources, Algebra):
 
     A mask of shape (..., Lq, Lk) consists of blocks of 128 queries and 128 keys. A block is empty,
     full or partial. Only partial blocks store bits, 2 kB each, and only blocks that are not empty
-    are listed. A *sparse* block, which is partial with fewer than 512 visible pairs, stores 4 bytes
+    are listed. A *sparse* block, a partial one with fewer than 512 visible pairs, stores 4 bytes
     for each pair instead, so the memory of a mask depends on what is visible. It is passed as
     ``mask`` to `attention`, which skips empty blocks and computes full ones as without a mask.
 
@@ -34,7 +34,7 @@ class BitMask(Sources, Algebra):
     SciPy; `from_segments`, `from_window`, `from_edges`, `from_indices`, `from_blocks` and
     `from_function` make masks without an array of all pairs, `load` reads one.
 
-    They are used as arrays of bool are. ``a & b``, ``a | b``, ``a ^ b``, ``a == b``, ``a != b`` and
+    They behave like arrays of bool. ``a & b``, ``a | b``, ``a ^ b``, ``a == b``, ``a != b`` and
     ``~a`` are masks, computed element by element, with batch axes that broadcast; one operand may
     be an array of bool that broadcasts to the lengths of the mask, or a sparse matrix. `equals` is
     True if all bits are the same. ``a[i]`` selects batch entries, by any index of an array of the
@@ -293,6 +293,9 @@ class BitMask(Sources, Algebra):
         ``bias[..., order, :][..., order]``. Causality and windows go by position, and so do
         scores of ``i`` and ``j``: they mean something else in another order.
 
+        The text of a mask, as Python shows it, says so where another order may help: where a graph
+        has at least 64 partial blocks, with at most 64 pairs in each on average.
+
         The order is computed on the CPU, from lists of the visible pairs: about 40 bytes for each.
 
         References
@@ -372,12 +375,17 @@ class BitMask(Sources, Algebra):
 
     def __repr__(self) -> str:
         partial, full = export.listed(*self._outline)
+        one_graph = not self.entries.ndim and self._grid.q_len == self._grid.k_len
+        advice = ""
+        if one_graph and partial >= _MANY_BLOCKS and self.nnz <= _FEW_PAIRS * partial:
+            pairs = self.nnz / partial
+            advice = f", nearly empty: {pairs:.2g} pairs in each (see BitMask.reorder)"
         size = self.nbytes / 1e3
         memory = f"{size:.1f} kB" if size < 1e3 else f"{size / 1e3:.1f} MB"
         place = "" if self._store.device is None else f" on CUDA device {self._store.device}"
         return (
             f"<BitMask {self.shape}: {full} full and {partial} partial blocks "
-            f"of {self._block_count()}, {memory}{place}>"
+            f"of {self._block_count()}, {memory}{place}{advice}>"
         )
 
     @property
@@ -391,6 +399,9 @@ class BitMask(Sources, Algebra):
     def _block_count(self) -> int:
         return self.entries.size * self._grid.q_tiles * self._grid.k_tiles
 
+
+# `repr` advises another order of a graph with as many partial blocks, of as few pairs on average.
+_MANY_BLOCKS, _FEW_PAIRS = 64, 64
 
 _WITHOUT_ENTRIES = 5  # arrays of masks that were pickled before sparse blocks were kept apart
 

@@ -11,7 +11,7 @@ import numpy as np
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, backends, checks, dispatch
 from fa_cupy.core.arrays import Native
-from fa_cupy.smoothing import estimate, gradients, patches
+from fa_cupy.smoothing import estimate, gradients, patch_gradients, patches
 from fa_cupy.smoothing import regression as problems
 
 
@@ -82,15 +82,15 @@ def kernel_regression(
     Distances in up to 8 dims come from differences of coordinates, in float32, or in float64 if
     `x`, `X` or `y` is of float64. An offset that all coordinates share does no harm. Points many
     bandwidths away from all samples have weights that float32 does not resolve: they are found by
-    the log-sum-exp, and computed again in float64. Weights are good to 1e-5, relatively (those of
-    results in 16 bits to the precision of these).
+    the log-sum-exp, and computed again in float64. Weights have a relative error below 1e-5 (for
+    results in 16 bits, that of 16 bits).
 
     Distances in more dims come from products of coordinates around the mean of `X`: in float32
-    where a bound of the rounding says that it does, otherwise in float64, with a warning where that
-    does not do either.
+    where a bound of the rounding allows it, otherwise in float64, with a warning where that is not
+    accurate enough either.
 
-    Values of 16 bits are averaged as `attention` does it, in float32 but on a GPU with weights of
-    16 bits. On a GPU the call waits for the device, since it looks at these bounds.
+    Values of 16 bits are averaged in float32 as by `attention`, and on a GPU with weights of 16
+    bits. On a GPU the call waits for the device, since it looks at these bounds.
 
     References
     ----------
@@ -171,8 +171,8 @@ def kernel_regression_backward(
 
     Notes
     -----
-    All is computed in float64, whatever the dtypes are, by `attention` and `attention_backward`,
-    and is bitwise repeatable. The kernel "laplace" has a kink where a point is a sample: that pair
+    Everything is computed in float64, for all dtypes, by `attention` and `attention_backward`, and
+    is bitwise repeatable. The kernel "laplace" has a kink where a point is a sample: that pair
     contributes 0 to the gradients of their coordinates. A point without samples (where the
     estimate is NaN) contributes nothing.
 
@@ -225,8 +225,8 @@ def non_local_means(
     """Denoise an image by means of the pixels whose surroundings are alike.
 
     Each pixel becomes a weighted mean of pixels, with weights ``exp(-max(0, d2 - 2 * sigma**2) /
-    h**2)``, where d2 is the mean squared difference of the patches around both [1]_. This is
-    attention: patches are queries and keys, pixels are values.
+    h**2)``, where d2 is the mean squared difference of the patches around both, weighted as in the
+    Notes [1]_. This is attention: patches are queries and keys, pixels are values.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def non_local_means(
     -----
     Parameters mean what they do in scikit-image's ``denoise_nl_means(..., fast_mode=False)``: the
     weights of a patch's pixels fall off from its centre as a Gaussian of width ``(patch_size - 1) /
-    4``, and the image is reflected at its edges. Small weights, that scikit-image neglects, count.
+    4``, and the image is reflected at its edges. Small weights, which scikit-image neglects, count.
 
     Without `patch_distance`, the time is proportional to the square of the number of pixels.
     Patches of images of 16 bits are rounded to 16 bits. Those of float32 are multiplied in float32
@@ -282,9 +282,50 @@ def non_local_means(
     True
     """
     name = "non_local_means"
-    dispatch.require(name, image=image)
-    native = core_arrays.to_native(name, writes=None, image=image)
-    (pixels,) = native.arrays
+    native, (pixels,), means = _means(name, h, patch_size, patch_distance, sigma, image=image)
+    with native.context, np.errstate(all="ignore"):
+        if pixels.size == 0:
+            return native.give_back(pixels.copy())
+        xp = sys.modules[native.backend]
+        layers = pixels[..., None] if pixels.ndim == 2 else pixels
+        found = patches.non_local_means(xp, layers, means)
+        return native.give_back(found.reshape(pixels.shape))
+
+
+def non_local_means_backward(
+    dout: Any,
+    image: Any,
+    h: float,
+    patch_size: int = 7,
+    patch_distance: int | None = 11,
+    *,
+    sigma: float = 0.0,
+) -> Any:
+    """Return the gradient of `non_local_means` with respect to the image, for other libraries.
+
+    It is computed in float64, and of the image's shape, kind and dtype, as `dout` is.
+    """
+    name = "non_local_means_backward"
+    native, (pixels, dout), means = _means(
+        name, h, patch_size, patch_distance, sigma, image=image, dout=dout
+    )
+    with native.context, np.errstate(all="ignore"):
+        checks.check_gradient(name, "dout", dout, pixels.shape, pixels.dtype)
+        if pixels.size == 0:
+            return native.give_back(pixels.copy())
+        xp = sys.modules[native.backend]
+        layers, douts = (x[..., None] if x.ndim == 2 else x for x in (pixels, dout))
+        found = patch_gradients.gradient(xp, douts, layers, means).reshape(pixels.shape)
+        return native.give_back(problems.narrowed(xp, found, pixels.dtype))
+
+
+def _means(
+    name: str, h: Any, patch_size: Any, patch_distance: Any, sigma: Any, **arrays: Any
+) -> tuple[Native, list[Any], patches.Means]:
+    """Check the arguments of non-local means; the first array is the image."""
+    dispatch.require(name, **arrays)
+    native = core_arrays.to_native(name, writes=None, **arrays)
+    pixels = native.arrays[0]
     attention_problem.float_dtype(name, "image", pixels)
     if pixels.ndim not in (2, 3):
         raise ValueError(f"{name}: image has shape {pixels.shape}, want (H, W) or (H, W, C)")
@@ -296,15 +337,7 @@ def non_local_means(
         patch_distance = checks.whole(name, "patch_distance", patch_distance, "None or an int >= 0")
     noise = checks.finite(name, "sigma", sigma, minimum=0.0)
     _refuse_capture(name, native)
-    with native.context, np.errstate(all="ignore"):
-        if pixels.size == 0:
-            return native.give_back(pixels.copy())
-        xp = sys.modules[native.backend]
-        layers = pixels[..., None] if pixels.ndim == 2 else pixels
-        found = patches.non_local_means(
-            xp, layers, patches.Means(width, size, patch_distance, noise)
-        )
-        return native.give_back(found.reshape(pixels.shape))
+    return native, [*native.arrays], patches.Means(width, size, patch_distance, noise)
 
 
 def _refuse_capture(name: str, native: Native) -> None:

@@ -279,7 +279,7 @@ def linear_attention(
     initial_state : array, shape (..., F, M + 1), optional
         The state before the first key: what a call for earlier keys returned, or any array of
         float32 (float64 for float64 input), with batch axes and heads as in `causal_product`. F is
-        the number of features, which is E but for a callable.
+        the number of features, which is E except for a callable.
     return_state : bool
         Whether to return the state after the last key too.
     out : array, shape (..., Lq, M), optional
@@ -315,7 +315,7 @@ def linear_attention(
     and the quotient very large.
 
     A sequence that is cut in parts, with the state passed on from each to the next, gives the
-    output of the whole. On the CPU, parts of one row have a shorter way, of some microseconds.
+    output of the whole. On the CPU, a part of one row takes about 20 microseconds.
 
     Features have to stay in the range of their dtype, and weights and sums in that of the sums, as
     in `causal_product`: ``"exp"`` of 89 is infinite in float32, and infinity divided by infinity is

@@ -108,7 +108,7 @@ class Score:
         shapes: list[tuple[str, str, int, int | None]] = []
         for name, value in arguments.items():
             if name in parse.RESERVED:
-                raise ValueError(f"Score: {name} is a name of expressions, want another argument")
+                raise ValueError(f"Score: {name} has a meaning in expressions, want another name")
             value, dtype, ndim = _argument(name, value)
             shapes.append((name, dtype, ndim, value if dtype == "literal" else None))
             if dtype != "literal":

@@ -1,7 +1,7 @@
 """Plain definitions in float64 on SciPy, for comparison with the results of this library.
 
-They take NumPy arrays, compute all Lq x Lk scores, and share no code with the other functions but
-what a `fa_cupy.Score` is parsed and differentiated by.
+They take NumPy arrays, compute all Lq x Lk scores, and share no code with the other functions,
+except for the parser and the derivatives of a `fa_cupy.Score`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ COMMANDS = {
     "tiles": ("validation.tiles", "tile sizes of the CPU path around the planned one"),
     "memory": ("validation.memory", "peak memory of a long sequence"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
-    "readme": ("validation.readme", "the README's tables, from the results"),
+    "readme": ("validation.readme", "the README's table, from the results"),
     "turns": ("validation.turns", "gradients whose turns at dQ are passed on late"),
     "sass": ("validation.sass", "hashes of the kernels' machine code, held against a table"),
     "fuzz": ("validation.fuzz", "random calls against float64, and as replayed graphs"),

@@ -190,7 +190,10 @@ class MaskPack:
 
 @dataclass(frozen=True)
 class GraphAttention:
-    """Attention of nodes to neighbours; named ``fp32 hd64 random 100000 nodes 999 edges x1``."""
+    """Attention of nodes to neighbours; named ``fp32 hd64 random 100000 nodes 999 edges x1``.
+
+    With weights, each edge has a bias, and ``weights`` ends the name.
+    """
 
     dtype: str
     head_dim: int
@@ -198,12 +201,13 @@ class GraphAttention:
     nodes: int
     edges: int  # about as many
     heads: int
+    weights: bool = False
 
     @property
     def name(self) -> str:
         """The key under which results of this case are stored."""
-        what = f"{self.kind} {self.nodes} nodes {self.edges} edges"
-        return f"{self.dtype} hd{self.head_dim} {what} x{self.heads}"
+        what = f"{self.kind} {self.nodes} nodes {self.edges} edges x{self.heads}"
+        return f"{self.dtype} hd{self.head_dim} {what}" + " weights" * self.weights
 
     @property
     def work(self) -> float:
@@ -289,7 +293,10 @@ ATTENTION_SCORES_FWD = tuple(
 )
 ATTENTION_SCORES_BWD = (
     *(replace(case, backward=True) for case in ATTENTION_SCORES_FWD),
-    ScoredAttention("bf16", 128, False, "bias grad", 4096, 4, 16, backward=True),
+    *(
+        ScoredAttention("bf16", head_dim, False, "bias grad", 4096, 4, 2048 // head_dim, True)
+        for head_dim in (128, 64, 256)
+    ),
 )
 
 MASK_PACK = (MaskPack(8192, 1), MaskPack(8192, 16))
@@ -306,6 +313,8 @@ GRAPHS_CPU = (
     GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 1),
     GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 8),
     GraphAttention("fp32", 64, "random", 100_000, 1_000_000, 1),
+    GraphAttention("fp32", 64, "geometric", 20_000, 145_000, 8, weights=True),
+    GraphAttention("fp32", 64, "random", 100_000, 1_000_000, 1, weights=True),
 )
 GRAPHS_GPU = (
     GraphAttention("fp16", 64, "geometric", 20_000, 145_000, 4),

@@ -51,6 +51,15 @@ def graph(case: GraphAttention) -> Any:
     return found
 
 
+def bias(case: GraphAttention) -> Any:
+    """Return the weights of the edges of the graph as a CSR matrix; None without weights."""
+    if not case.weights:
+        return None
+    found = graph(case).copy()
+    found.data = np.random.default_rng(6).standard_normal(found.nnz).astype(np.float32)
+    return found
+
+
 def random_numpy(case: GraphAttention, seed: int) -> Arrays:
     """N(0, 1) q, k and v of shape (heads, nodes, dim)."""
     rng = np.random.default_rng(seed)
@@ -66,8 +75,8 @@ def fa_cupy(case: GraphAttention, arrays: Arrays) -> Call:
     """Under the mask of the graph, its nodes in the order that they have."""
     from fa_cupy import BitMask, attention
 
-    mask = BitMask.from_csr(graph(case))
-    return Call(lambda: attention(*arrays, mask=mask), _same, _same)
+    mask, weights = BitMask.from_csr(graph(case)), bias(case)
+    return Call(lambda: attention(*arrays, weights, mask), _same, _same)
 
 
 def fa_cupy_reordered(case: GraphAttention, arrays: Arrays) -> Call:
@@ -76,20 +85,22 @@ def fa_cupy_reordered(case: GraphAttention, arrays: Arrays) -> Call:
 
     mask, order = BitMask.from_csr(graph(case)).reorder()
     permuted = [np.ascontiguousarray(x[:, order]) for x in arrays]
+    weights = bias(case)
+    weights = None if weights is None else weights[order][:, order]
 
     def native(out: Any) -> Any:
         found = np.empty_like(out)
         found[:, order] = out
         return found
 
-    return Call(lambda: attention(*permuted, mask=mask), native, _same)
+    return Call(lambda: attention(*permuted, weights, mask), native, _same)
 
 
 def edges(case: GraphAttention, arrays: Arrays) -> Call:
     """Scores of all edges by NumPy, a softmax row by row, and a product by SciPy."""
     from scipy import sparse
 
-    adjacency = graph(case)
+    adjacency, weights = graph(case), bias(case)
     begin, cols = adjacency.indptr, adjacency.indices
     rows = np.repeat(np.arange(case.nodes), np.diff(begin))
     scale = np.float32(case.head_dim**-0.5)
@@ -100,6 +111,8 @@ def edges(case: GraphAttention, arrays: Arrays) -> Call:
             part = slice(start, start + _CHUNK)
             np.einsum("ed,ed->e", q[rows[part]], k[cols[part]], out=scores[part])
         scores *= scale
+        if weights is not None:
+            scores += weights.data
         scores -= np.maximum.reduceat(scores, begin[:-1])[rows]  # each row has an edge
         np.exp(scores, out=scores)
         scores /= np.add.reduceat(scores, begin[:-1])[rows]
@@ -111,13 +124,14 @@ def edges(case: GraphAttention, arrays: Arrays) -> Call:
 def torch_scatter(case: GraphAttention, arrays: Arrays) -> Call:
     """Gathered rows, a softmax by ``scatter_reduce`` and a sum by ``index_add``, in PyTorch."""
     torch = peers.module("torch")
-    adjacency = graph(case).tocoo()
+    adjacency, weights = graph(case).tocoo(), bias(case)
+    added = 0 if weights is None else torch.from_numpy(weights.data)
     rows, cols = (torch.from_numpy(x.astype(np.int64)) for x in (adjacency.row, adjacency.col))
     q, k, v = (torch.from_numpy(x) for x in arrays)
     index = rows.expand(case.heads, -1)
 
     def run() -> Any:
-        scores = (q[:, rows] * k[:, cols]).sum(-1) * case.head_dim**-0.5
+        scores = (q[:, rows] * k[:, cols]).sum(-1) * case.head_dim**-0.5 + added
         largest = torch.full(q.shape[:2], -torch.inf).scatter_reduce(1, index, scores, "amax")
         weights = torch.exp(scores - largest.gather(1, index))
         sums = torch.zeros(q.shape[:2]).scatter_add(1, index, weights)
@@ -129,13 +143,15 @@ def torch_scatter(case: GraphAttention, arrays: Arrays) -> Call:
 
 def check(case: GraphAttention, arrays: Arrays) -> Check:
     """Relative Frobenius error of some queries of the last head, in float64."""
-    adjacency, head = graph(case), case.heads - 1
+    adjacency, added, head = graph(case), bias(case), case.heads - 1
     chosen = np.linspace(0, case.nodes - 1, 500).astype(int)
     q, k, v = (x[head].astype(np.float64) for x in arrays)
 
     def row(i: int) -> np.ndarray:
         keys = adjacency.indices[adjacency.indptr[i] : adjacency.indptr[i + 1]]
         scores = k[keys] @ q[i] * case.head_dim**-0.5
+        if added is not None:
+            scores += added.data[adjacency.indptr[i] : adjacency.indptr[i + 1]]
         weights = np.exp(scores - scores.max())
         return np.asarray(weights @ v[keys] / weights.sum())
 

@@ -1,14 +1,16 @@
-"""The README's tables, written from the result files, so that nobody copies a number by hand.
+"""Tables of chosen cases, made of the result files: the README's, and the first ones of the docs.
 
-Each stands between two comments, ``<!-- NAME: from validation/results -->`` and ``<!-- end -->``.
+In the README they stand between ``<!-- NAME: from validation/results -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from validation import report, store
 
@@ -16,7 +18,36 @@ README = Path(__file__).parents[1] / "README.md"
 _BLOCK = re.compile(r"(<!-- (\w+): from validation/results -->\n).*?(<!-- end -->)", re.DOTALL)
 _OTHER_RUN = "†"
 
-# What the README calls a case, and its case.
+# What the first table says of a case: its name there, its family and its case.
+SUMMARY = (
+    ("Attention", "attention_fwd", "bf16 hd128 full 4096x4"),
+    ("Attention, causal", "attention_fwd", "bf16 hd128 causal 4096x4"),
+    ("Attention, head_dim 64", "attention_fwd", "bf16 hd64 full 4096x4"),
+    ("Gradients of attention", "attention_bwd", "bf16 hd128 full 4096x4"),
+    ("Gradients, causal", "attention_bwd", "bf16 hd128 causal 4096x4"),
+    ("Softcap", "attention_scores_fwd", "bf16 hd128 full softcap 4096x4"),
+    ("ALiBi as a Score", "attention_scores_fwd", "bf16 hd128 full alibi-expression 4096x4"),
+    ("Mask with half of its blocks", "attention_sparse", "bf16 hd128 blocks-0.5 8192x1"),
+    ("Mask of sixteen documents", "attention_sparse", "bf16 hd128 documents-16 8192x1"),
+    ("Causal product", "causal_product_fwd", "bf16 E64 4096x8 h16"),
+    ("Gradients of the causal product", "causal_product_bwd", "bf16 E64 4096x8 h16"),
+    ("Causal product, float32", "causal_product_fwd", "fp32 E64 4096x8 h16"),
+    ("Attention in float32, on a CPU", "attention_cpu", "fp32 hd64 full 2048x1 h8"),
+)
+SPARSE_FAMILIES = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
+PEERS = {
+    "cudnn": "cuDNN",
+    "efficient": "PyTorch",
+    "flash2": "FlashAttention-2",
+    "flex": "FlexAttention",
+    "flex_sigmoid": "FlexAttention",
+    "fla_chunk": "fla-core",
+    "fla_fused_chunk": "fla-core",
+    "torch": "PyTorch",
+    "torch_chunk": "PyTorch",
+    "jax": "JAX",
+}
+# What a table calls a case, and its case.
 FORWARD = {
     "head_dim 64, 512x32": "bf16 hd64 full 512x32",
     "head_dim 64, 4096x4": "bf16 hd64 full 4096x4",
@@ -90,15 +121,90 @@ class Results:
         return len(found), store.geometric_mean(found), min(found)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    marked = f"\n{_OTHER_RUN} in another run on such a card\n" if _OTHER_RUN in text else ""
-    return text + marked
+class Table(NamedTuple):
+    """A header, rows of cells, and a paragraph that follows."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    said: str = ""
+
+    @property
+    def paragraphs(self) -> list[str]:
+        """What follows the table, with the meaning of its mark if a cell has it."""
+        marked = any(_OTHER_RUN in cell for row in self.rows for cell in row)
+        note = f"{_OTHER_RUN} in another run on such a card"
+        return [text for text in (note * marked, self.said) if text]
 
 
-def forward() -> str:
-    """Attention beside cuDNN and FlashAttention."""
+#: The rows of a family of cases, each with the name of its device.
+Family = Callable[[str], list[tuple[str, store.Row]]]
+
+
+def stored(family: str) -> list[tuple[str, store.Row]]:
+    """Return the rows of a family in the result files that are numbers."""
+    return [
+        (header.get("cpu", header["device"]), row)
+        for path in sorted(store.RESULTS.glob("bench-*.json"))
+        for header, rows in [store.load(path)]
+        for row in rows
+        if row["family"] == family and "failed" not in row
+    ]
+
+
+def _speed(row: store.Row) -> str:
+    """The speed of a row; under a sparse mask its time, as there a speed counts hidden pairs."""
+    if row["family"] in SPARSE_FAMILIES:
+        return f"{row['ms']:.3f} ms"
+    return f"{row['value']:,.0f} {row['unit']}"
+
+
+def summary(family: Family = stored) -> Table | None:
+    """One row a kind of call: its speed and that of the fastest peer of the same run."""
+    lines, devices = [], []
+    for name, wanted, case in SUMMARY:
+        rows = [(device, row) for device, row in family(wanted) if row["case"] == case]
+        for device, own in rows:
+            if own["impl"] != "fa_cupy":
+                continue
+            peers = [
+                row
+                for where, row in rows
+                if where == device and row["impl"] in PEERS and row["date"] == own["date"]
+            ]
+            best = max(peers, key=lambda row: row["value"] or 0, default=None)
+            cells = [f"{name} ({device})", _speed(own), "-", "-"]
+            if best:
+                cells[2] = f"{_speed(best)}, {PEERS[best['impl']]}"
+                cells[3] = f"{own['value'] / best['value']:.2f}"
+            lines.append(cells)
+            devices.append(device)
+    if not lines:
+        return None
+    # Most rows are of one device, which is named once.
+    usual = max(devices, key=devices.count)
+    head = (f"on one {usual}, in bfloat16", "fa_cupy", "fastest peer", "times as fast")
+    return Table(head, [[cell.replace(f" ({usual})", "") for cell in row] for row in lines])
+
+
+def front() -> Table:
+    """The README's table: the summary, and means over all cases."""
+    table, found = summary(), Results("h200")
+    assert table is not None
+    count, mean, least = found.mean("attention_fwd", "cudnn")
+    grads, grads_mean, grads_least = found.mean("attention_bwd", "cudnn")
+    known = report.best_peers(found.facts, "attention_fwd")
+    fa3 = [f"{known[SUMMARY[i][2]]['fa3']:.0f}" for i in range(3)]
+    said = (
+        f"Over {count} cases of attention the geometric mean is {mean:.2f} times cuDNN, the lowest"
+        f" {least:.2f}; over {grads} cases of gradients, {grads_mean:.2f} and {grads_least:.2f}."
+        " FlashAttention-3, measured on such a card in another run, has"
+        f" {fa3[0]}, {fa3[1]} and {fa3[2]} TFLOP/s in the first three rows."
+    )
+    return table._replace(said=said)
+
+
+def forward() -> Table:
+    """Attention and its peers: cuDNN and FlashAttention."""
     found = Results("h200")
     known = {
         **report.best_peers(found.facts, "attention_fwd"),
@@ -114,15 +220,15 @@ def forward() -> str:
     names = ("fa_cupy", "cuDNN", "FlashAttention-2", "FlashAttention-3", "FlashAttention-4")
     count, mean, least = found.mean("attention_fwd", "cudnn")
     flash = found.mean("attention_fwd", "flash2")[1]
-    said = f"""
-Over {count} cases (float16 and bfloat16, lengths 512 to 16,384) the geometric mean is
-{mean:.2f} times cuDNN, the lowest {least:.2f}, and {flash:.2f} times FlashAttention-2.
-"""
-    return _table(["case, bf16", *names], rows) + said
+    said = (
+        f"Over {count} cases (float16 and bfloat16, lengths 512 to 16,384) the geometric mean is"
+        f" {mean:.2f} times cuDNN, the lowest {least:.2f}, and {flash:.2f} times FlashAttention-2."
+    )
+    return Table(["case, bf16", *names], rows, said)
 
 
-def backward() -> str:
-    """Gradients of attention beside cuDNN."""
+def backward() -> Table:
+    """Gradients of attention and cuDNN's."""
     found = Results("h200")
     rows = []
     for dim in (64, 128, 256):
@@ -133,15 +239,16 @@ def backward() -> str:
         ]
         rows.append([str(dim), *cells])
     count, mean, least = found.mean("attention_bwd", "cudnn")
-    return (
-        _table(["head_dim, 4096x4", "fa_cupy", "cuDNN", "causal: fa_cupy", "cuDNN"], rows)
-        + f"\nOver {count} cases (lengths 1,024 to 16,384) the geometric mean is {mean:.2f} times"
-        f" cuDNN, the lowest {least:.2f}.\n"
+    return Table(
+        ["head_dim, 4096x4", "fa_cupy", "cuDNN", "causal: fa_cupy", "causal: cuDNN"],
+        rows,
+        f"Over {count} cases (lengths 1,024 to 16,384) the geometric mean is {mean:.2f} times"
+        f" cuDNN, the lowest {least:.2f}.",
     )
 
 
-def sparse() -> str:
-    """Attention under masks beside FlexAttention."""
+def sparse() -> Table:
+    """Attention under masks, and FlexAttention."""
     found = Results("h200")
     rows = []
     for label, mask in SPARSE.items():
@@ -151,21 +258,21 @@ def sparse() -> str:
             for impl in ("fa_cupy", "flex")
         ]
         rows.append([label, *cells])
-    return _table(["pairs that are seen", "fa_cupy", "FlexAttention"], rows)
+    return Table(["visible pairs", "fa_cupy", "FlexAttention"], rows)
 
 
-def products() -> str:
-    """Causal products beside torch's chunks and fla-core."""
+def products() -> Table:
+    """Causal products, torch's in chunks and fla-core's."""
     found = Results("h200")
     columns: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         ("bf16", "fwd", "bf16", ("fa_cupy",)),
-        ("torch", "fwd", "bf16", ("torch_chunk",)),
+        ("PyTorch", "fwd", "bf16", ("torch_chunk",)),
         ("fla-core", "fwd", "bf16", ("fla_chunk", "fla_fused_chunk")),
         ("bf16 gradients", "bwd", "bf16", ("fa_cupy",)),
-        ("torch", "bwd", "bf16", ("torch_chunk",)),
+        ("PyTorch", "bwd", "bf16", ("torch_chunk",)),
         ("fla-core", "bwd", "bf16", ("fla_chunk", "fla_fused_chunk")),
         ("float32", "fwd", "fp32", ("fa_cupy",)),
-        ("torch", "fwd", "fp32", ("torch_chunk",)),
+        ("PyTorch", "fwd", "fp32", ("torch_chunk",)),
     )
     rows = [
         [label]
@@ -175,11 +282,11 @@ def products() -> str:
         ]
         for label, case in PRODUCTS.items()
     ]
-    return _table(["dim, length x batch x heads", *(name for name, *_ in columns)], rows)
+    return Table(["dim, length x batch x heads", *(name for name, *_ in columns)], rows)
 
 
-def cpu() -> str:
-    """Attention on a CPU beside torch."""
+def cpu() -> Table:
+    """Attention on a CPU, and PyTorch's."""
     found = Results("cpu")
     rows = []
     for heads, length, dim in ((8, 2048, 64), (8, 2048, 128), (4, 8192, 64)):
@@ -189,22 +296,24 @@ def cpu() -> str:
             for impl in ("fa_cupy", "torch")
         ]
         rows.append([f"{heads}, {length}, {dim}", *cells])
-    head = ("heads, length, head_dim", "fa_cupy", "PyTorch", "causal: fa_cupy", "PyTorch")
-    return _table(head, rows)
+    head = ("heads, length, head_dim", "fa_cupy", "PyTorch", "causal: fa_cupy", "causal: PyTorch")
+    return Table(head, rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "forward": forward,
-    "backward": backward,
-    "sparse": sparse,
-    "products": products,
-    "cpu": cpu,
-}
+TABLES: dict[str, Callable[[], Table]] = {"front": front}
+
+
+def _markdown(table: Table) -> str:
+    lines = [table.head, ["---"] * len(table.head), *table.rows]
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "\n".join([text, *(f"{textwrap.fill(said, 120)}\n" for said in table.paragraphs)])
 
 
 def renewed(text: str) -> str:
     """Return a page with each of its tables as the results say."""
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+    return _BLOCK.sub(
+        lambda match: f"{match[1]}\n{_markdown(TABLES[match[2]]())}\n{match[3]}", text
+    )
 
 
 def main(argv: list[str]) -> int:

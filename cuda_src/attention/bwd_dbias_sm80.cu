@@ -414,10 +414,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (!any_large) load_next_qk();
     products_to_weights(params, step, rows, weights);
     if (any_large) {
-      replace_large_weights<kBf16, kDim, QueryTile, KeyTile>(
-          params, cvta_to_shared(shared.q), cvta_to_shared(shared.k), step.entry,
-          step.query_tile * kTileM, step.key_tile * kTileN, warp_row(), warp_col(), rows.is_large,
-          weights);
+      replace_large_weights<kBf16, kDim>(params, TileChunks<QueryTile>{cvta_to_shared(shared.q)},
+                                         TileChunks<KeyTile>{cvta_to_shared(shared.k)}, step.entry,
+                                         step.query_tile * kTileM, step.key_tile * kTileN,
+                                         warp_row(), warp_col(), rows.is_large, weights);
       load_next_qk();
     }
 

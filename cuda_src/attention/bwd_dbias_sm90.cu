@@ -5,8 +5,9 @@
 //   S = Q K^T,  P = exp(S - LSE),  dP = dO V^T,  dbias += P (dP - delta)
 // pair by pair in registers, 64 queries for each computing warpgroup.
 //
-// Q and K of an entry come into one stage of shared memory, dO and V into the next one.  All
-// entries have the same bias: each thread keeps what it needs of it in shared memory.
+// Q and K of an entry come into one stage of shared memory, dO and V into the next one; where rows
+// are too long for that, kStageDim columns of them come into each of several stages.  All entries
+// have the same bias: each thread keeps what it needs of it in shared memory.
 //
 // A pair is a number of its own here: what a hidden one holds reaches no other, and nothing has to
 // be computed again.  It is launched after bwd_nonfinite, which leaves what is known of rows whose
@@ -16,17 +17,23 @@
 #include "cuda_src/common/shared_tile.cuh"
 #include "ptx/wgmma.cuh"
 
-constexpr bool kBf16 = FA_BF16;     // bfloat16, else float16
-constexpr int kDim = FA_DIM;        // head_dim and v_dim, padded with zeros
-constexpr int kTileM = FA_TILE_M;   // queries of a tile
-constexpr int kTileN = FA_TILE_N;   // keys of a tile
-constexpr int kStages = FA_STAGES;  // for Q and K, or dO and V, of an entry
-constexpr int kGroups = 2;          // warpgroups that compute
+constexpr bool kBf16 = FA_BF16;          // bfloat16, else float16
+constexpr int kDim = FA_DIM;             // head_dim and v_dim, padded with zeros
+constexpr int kTileM = FA_TILE_M;        // queries of a tile
+constexpr int kTileN = FA_TILE_N;        // keys of a tile
+constexpr int kStages = FA_STAGES;       // for columns of Q and K, or of dO and V, of an entry
+constexpr int kStageDim = FA_STAGE_DIM;  // these columns
+constexpr int kColumnParts = kDim / kStageDim;  // stages that Q and K take
+constexpr int kGroups = 2;                      // warpgroups that compute
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kComputing = 128 * kGroups;  // threads
-constexpr int kBlocks = kDim / 64;         // a tile in shared memory has blocks of 64 columns
+constexpr int kBlocks = kStageDim / 64;    // a tile in shared memory has blocks of 64 columns
 constexpr int kTileBytes = kTileM * 128 * kBlocks;
-constexpr int kRowStages = (kStages + 1) / 2;  // stages of dO that are in use at a time
+// Steps whose LSE and delta are in use at a time: they come with the first columns of Q and K.
+constexpr int kRowStages = (kStages + 2 * kColumnParts - 1) / (2 * kColumnParts);
+// Stages of dO and V whose product is started while those of Q and K are still in use.
+constexpr int kEarlyParts =
+    kStages - kColumnParts < kColumnParts ? kStages - kColumnParts : kColumnParts;
 constexpr int kMmaN = kTileN / 8;
 // Groups of 8 keys whose bias is in registers at a time.
 constexpr int kPart = kBiasIs16Bit ? 4 : 2;
@@ -35,9 +42,10 @@ static_assert(kBiasAxes == kBiasOfPair, "the gradient is that of a bias of queri
 static_assert(!kSparse, "a mask wants bwd_dbias_sm80");
 static_assert(kTileM == 64 * kGroups && kTileN == 128, "a warpgroup has 64 queries, 128 keys");
 static_assert(kDim % 64 == 0 && kDim <= 256, "dims are padded to whole blocks of columns");
-static_assert(kStages > 1, "Q and K, and dO and V, are in shared memory together");
+static_assert(kDim % kStageDim == 0 && kStageDim % 64 == 0, "stages hold whole blocks of columns");
+static_assert(kStages > kColumnParts, "Q and K are in shared memory, and some of dO and V");
 
-using Tile = SharedTile<kTileM, kDim>;  // of queries or keys
+using Tile = SharedTile<kTileM, kStageDim>;  // of queries or keys
 using BiasPart = BiasTile<false, kPart>;
 constexpr int kPartVectors = sizeof(BiasPart) / sizeof(uint4);
 
@@ -50,7 +58,7 @@ static_assert(sizeof(DbiasParams) == FA_DBIAS_PARAMS_BYTES, "fa_cupy/gpu holds t
 
 struct SharedStorage {
   struct {
-    uint8 queries[kTileBytes], keys[kTileBytes];  // Q and K, or dO and V
+    uint8 queries[kTileBytes], keys[kTileBytes];  // columns of Q and K, or of dO and V
   } tiles[kStages];
   uint4 bias[kMmaN / kPart * kPartVectors][kComputing];  // of each thread
   float4 lse_delta[kRowStages][kTileM / 2];              // of two queries each
@@ -101,24 +109,28 @@ FA_DEVICE void produce(const DbiasParams& params, SharedStorage& shared, const O
     int coordinate[3];
     entry_coordinates(params, entry, coordinate);
     auto load = [&](const TensorMap& queries, const int (&queries_step)[3], const TensorMap& keys,
-                    const int (&keys_step)[3], int more_bytes) {
+                    const int (&keys_step)[3], int column, int more_bytes) {
       auto& to = shared.tiles[pipe.index()];
       wait(shared.empty[pipe.index()], pipe.parity() ^ 1);
       const uint32 full = cvta_to_shared(&shared.full[pipe.index()]);
       mbarrier_arrive_expect_tx(full, 2 * kTileBytes + more_bytes);
       load_rows<kTileM, kBlocks>(to.queries, queries, full, kEvictNormal, own.first_query,
-                                 queries_step, coordinate, 0);
+                                 queries_step, coordinate, 0, column);
       load_rows<kTileN, kBlocks>(to.keys, keys, full, kEvictNormal, own.first_key, keys_step,
-                                 coordinate, 0);
+                                 coordinate, 0, column);
+      pipe.advance();
       return full;
     };
-    load(params.q_map, params.q_step, params.k_map, params.k_step, 0);
-    pipe.advance();
     auto& rows = shared.lse_delta[step % kRowStages];
     const uint32 full =
-        load(params.dout_map, params.dout_step, params.v_map, params.v_step, sizeof(rows));
+        load(params.q_map, params.q_step, params.k_map, params.k_step, 0, sizeof(rows));
     load_lse_delta<kTileM>(rows, params, full, entry, own.first_query);
-    pipe.advance();
+#pragma unroll
+    for (int part = 1; part < kColumnParts; ++part)
+      load(params.q_map, params.q_step, params.k_map, params.k_step, part * kStageDim, 0);
+#pragma unroll
+    for (int part = 0; part < kColumnParts; ++part)
+      load(params.dout_map, params.dout_step, params.v_map, params.v_step, part * kStageDim, 0);
   }
 }
 
@@ -131,19 +143,49 @@ FA_DEVICE int own_row(int group) { return warp_row(group) + lane_in_warp() / 4; 
 FA_DEVICE int own_col() { return lane_in_warp() % 4 * 2; }
 FA_DEVICE int computing_thread(int group) { return 128 * group + thread_in_group(); }
 
-// D = A B^T of this warpgroup's queries and the keys of a stage, started.
-FA_DEVICE void gemm(Scores& d, const uint8* queries, const uint8* keys, int group) {
+// D += A B^T of this warpgroup's queries and the keys, over the columns of a stage, started once
+// they have landed; D = A B^T where they are the first columns.
+FA_DEVICE void gemm(Scores& d, const SharedStorage& shared, Pipeline pipe, bool is_first,
+                    int group) {
+  wait(shared.full[pipe.index()], pipe.parity());
+  const auto& tiles = shared.tiles[pipe.index()];
   wgmma_fence();
-  const uint64 a = wgmma_descriptor(cvta_to_shared(queries) + group * 64 * 128, 0);
-  const uint64 b = wgmma_descriptor(cvta_to_shared(keys), 0);
+  const uint64 a = wgmma_descriptor(cvta_to_shared(tiles.queries) + group * 64 * 128, 0);
+  const uint64 b = wgmma_descriptor(cvta_to_shared(tiles.keys), 0);
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
+  for (int step = 0; step < kStageDim / 16; ++step) {
     // 16 columns are 32 bytes of a block's rows.
     wgmma_m64k16_ss<kBf16, kTileN>(d[0], wgmma_at(a, step / 4 * kTileM * 128 + step % 4 * 32),
-                                   wgmma_at(b, step / 4 * kTileN * 128 + step % 4 * 32), step > 0);
+                                   wgmma_at(b, step / 4 * kTileN * 128 + step % 4 * 32),
+                                   !is_first || step > 0);
   }
   wgmma_commit_group();
 }
+
+// The stage of a part of the columns, given the first one.
+FA_DEVICE Pipeline of_part(Pipeline first, int part) {
+  first.advance(part);
+  return first;
+}
+
+FA_DEVICE void release_parts(SharedStorage& shared, Pipeline first) {
+#pragma unroll
+  for (int part = 0; part < kColumnParts; ++part)
+    release_per_lane(shared.empty[of_part(first, part).index()]);
+}
+
+// Where 16 bytes of a row of Q or K are, whose tile begins kBegin bytes into its stages.
+template <int kBegin>
+struct StageChunks {
+  const SharedStorage& shared;
+  Pipeline first;
+
+  __device__ __forceinline__ uint32 operator()(int row, int chunk) const {
+    constexpr int kChunks = kStageDim / 8;
+    const auto& stage = shared.tiles[of_part(first, chunk / kChunks).index()];
+    return cvta_to_shared(&stage) + kBegin + Tile::offset(row, chunk % kChunks);
+  }
+};
 
 FA_DEVICE void keep_bias(const DbiasParams& params, SharedStorage& shared, const OwnTile& own,
                          int group) {
@@ -223,13 +265,11 @@ FA_DEVICE void consume(const DbiasParams& params, SharedStorage& shared, const O
 
 #pragma unroll 1
   for (int step = 0; step < own.steps; ++step) {
-    const Pipeline qk_pipe{2 * static_cast<uint32>(step)};
-    const Pipeline dout_v_pipe{2 * static_cast<uint32>(step) + 1};
-    const auto &qk = shared.tiles[qk_pipe.index()], &dout_v = shared.tiles[dout_v_pipe.index()];
-    wait(shared.full[qk_pipe.index()], qk_pipe.parity());
-    gemm(s, qk.queries, qk.keys, group);
-    wait(shared.full[dout_v_pipe.index()], dout_v_pipe.parity());
-    gemm(dp, dout_v.queries, dout_v.keys, group);
+    const Pipeline qk_pipe{2 * kColumnParts * static_cast<uint32>(step)};
+    const Pipeline dout_v_pipe = of_part(qk_pipe, kColumnParts);
+#pragma unroll
+    for (int part = 0; part < kColumnParts; ++part)
+      gemm(s, shared, of_part(qk_pipe, part), part == 0, group);
     float lse[2], delta[2];
     uint32 is_large = 0;  // bit h: the LSE of row 8 h is too large; it stands as 0
 #pragma unroll
@@ -242,21 +282,28 @@ FA_DEVICE void consume(const DbiasParams& params, SharedStorage& shared, const O
       is_large |= static_cast<uint32>(large) << h;
     }
     const bool any_large = __any_sync(kFullWarp, is_large != 0);
-    wgmma_wait_group<1>();
-    if (!any_large) release_per_lane(shared.empty[qk_pipe.index()]);
+#pragma unroll
+    for (int part = 0; part < kEarlyParts; ++part)
+      gemm(dp, shared, of_part(dout_v_pipe, part), part == 0, group);
+    wgmma_wait_group<kEarlyParts>();
+    if (!any_large) release_parts(shared, qk_pipe);
     products_to_scores(s, params, shared, group);
     if (!own.in_band)
       mask_outside_band(p, s, own.first_query + own_row(group), own.first_key + own_col());
     scores_to_weights(s, p.exp2_scale, lse);
-    wgmma_wait_group<0>();
-    release_per_lane(shared.empty[dout_v_pipe.index()]);
     if (any_large) {
-      replace_large_weights<kBf16, kDim, Tile, Tile>(
-          params, cvta_to_shared(qk.queries), cvta_to_shared(qk.keys),
-          entry_of(params, own.entry, step), own.first_query, own.first_key, warp_row(group), 0,
-          is_large, s);
-      release_per_lane(shared.empty[qk_pipe.index()]);
+      wgmma_wait_group<0>();
+      replace_large_weights<kBf16, kDim>(params, StageChunks<0>{shared, qk_pipe},
+                                         StageChunks<kTileBytes>{shared, qk_pipe},
+                                         entry_of(params, own.entry, step), own.first_query,
+                                         own.first_key, warp_row(group), 0, is_large, s);
+      release_parts(shared, qk_pipe);
     }
+#pragma unroll
+    for (int part = kEarlyParts; part < kColumnParts; ++part)
+      gemm(dp, shared, of_part(dout_v_pipe, part), false, group);
+    wgmma_wait_group<0>();
+    release_parts(shared, dout_v_pipe);
     add_step(sums, s, dp, delta);
   }
   store_pairs(params, dbias_offset(params, entry_of(params, own.entry, 0)),

@@ -81,6 +81,115 @@ FA_DEVICE int score_col() { return tid_x_again() / 32 % kScoreCols * kScoreQueri
 FA_DEVICE int sum_row() { return tid_x_again() / 32 / kSumCols * kSumRows; }
 FA_DEVICE int sum_pair() { return tid_x_again() / 32 % kSumCols; }
 
+// -------------------------------------------------------------------------------------------- work
+// Finds the keys of the block and the tiles of queries that see some of them, by one thread.
+FA_DEVICE void find_work(const BackwardParams& params, WorkTile& work) {
+  const AttentionParams& p = params.common;
+  // Under a causal mask the first keys are seen by the most queries: they go first.
+  const uint32 k_tiles = (p.k_len + kTileN - 1) / kTileN;
+  work.entry = blockIdx.x / k_tiles;
+  work.first_key = static_cast<int>(blockIdx.x - work.entry * k_tiles) * kTileN;
+  work.tiles = query_tiles(p, work.first_key, min(work.first_key + kTileN, p.k_len) - 1, kTileM);
+  work.heads = work.tiles.begin < work.tiles.end ? params.group : 0;
+  const uint32 first = work.entry * params.group;
+  work.q = entry_start(params, params.q, first);
+  work.dout = entry_start(params, params.dout, first);
+  work.lse_delta = params.lse_delta + static_cast<int64>(first) * params.row_pairs;
+}
+
+FA_DEVICE int64 mask_row(const BackwardParams& params, const WorkTile& work,
+                         const QueryTileStep& step) {
+  return table_row(params.mask, work.entry * params.group + step.head, work.first_key / kMaskBlock);
+}
+
+// ------------------------------------------------------------------------------------------- loads
+// Copies are started by cp.async; the caller commits their group.
+
+// The address of a stage of Q or of dO.
+FA_DEVICE uint32 stage_of(const uint16* stages, int stage) {
+  return cvta_to_shared(stages) + stage * static_cast<uint32>(kTileM * kDim * 2);
+}
+
+// Q of a step, with LSE and delta of its rows.  Heads that share keys are neighbours along the last
+// axis.
+FA_DEVICE void load_q(const BackwardParams& params, SharedStorage& shared,
+                      const QueryTileStep& step, int stage) {
+  const AttentionParams& p = params.common;
+  const WorkTile& work = shared.work;
+  load_tile<kTileM, kDim, kThreads>(
+      stage_of(shared.q[0], stage), work.q + step.head * params.q.batch[kAxes - 1],
+      static_cast<int>(params.q.row), step.tile * kTileM, p.q_len, p.head_dim, true);
+  const int tid = tid_x_again();
+  if (tid < kTileM / 2) {
+    const int64 at = static_cast<int64>(step.head) * params.row_pairs + step.tile * (kTileM / 2);
+    cp_async_cg_16(cvta_to_shared(&shared.lse_delta[stage][tid]), work.lse_delta + at + tid, 16);
+  }
+}
+
+FA_DEVICE void load_dout(const BackwardParams& params, SharedStorage& shared,
+                         const QueryTileStep& step, int stage) {
+  const AttentionParams& p = params.common;
+  const WorkTile& work = shared.work;
+  load_tile<kTileM, kDim, kThreads>(
+      stage_of(shared.dout[0], stage), work.dout + step.head * params.dout.batch[kAxes - 1],
+      static_cast<int>(params.dout.row), step.tile * kTileM, p.q_len, p.v_dim, true);
+}
+
+// K and V of the block's keys.
+FA_DEVICE void load_k_v(const BackwardParams& params, SharedStorage& shared) {
+  const AttentionParams& p = params.common;
+  const WorkTile& work = shared.work;
+  const uint32 first = work.entry * params.group;
+  load_tile<kTileN, kDim, kThreads>(cvta_to_shared(shared.k), entry_start(params, params.k, first),
+                                    static_cast<int>(params.k.row), work.first_key, p.k_len,
+                                    p.head_dim, true);
+  load_tile<kTileN, kDim, kThreads>(cvta_to_shared(shared.v), entry_start(params, params.v, first),
+                                    static_cast<int>(params.v.row), work.first_key, p.k_len,
+                                    p.v_dim, true);
+}
+
+// -------------------------------------------------------------------------------- tiles of queries
+// All arrays of registers belong to the kernel's frame, and phases take them by reference.
+// threadIdx.x is read again at each use (tid_x_again): kept over the loop, lane and warp would take
+// registers that the products need.
+using Scores = float[kMmaM][kMmaN][4];
+
+// S^T = K Q^T or dP^T = V dO^T, of this warp's scores.
+FA_DEVICE void gemm_scores(Scores& d, const uint16* keys, uint32 tile) {
+  multiply_rows<kBf16, KeyTile, QueryTile, kDim / 16>(
+      d, cvta_to_shared(keys) + a_lane<KeyTile>(score_row()),
+      tile + b_lane<QueryTile>(score_col()));
+}
+
+// rows[4 j] has LSE and delta of the two queries of this thread's scores s[i][j].
+FA_DEVICE void subtract_delta(Scores& dp, const float4* rows) {
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+    const float2 delta = *reinterpret_cast<const float2*>(&rows[4 * j].z);
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[i][j][e] -= e % 2 ? delta.y : delta.x;
+    }
+  }
+}
+
+// S becomes P = exp(S - LSE), and dP - delta becomes dS = P (dP - delta).
+FA_DEVICE void compute_p_ds(Scores& s, Scores& dp, const float4* rows, const AttentionParams& p) {
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+    const float2 lse = *reinterpret_cast<const float2*>(&rows[4 * j].x);
+#pragma unroll
+    for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[i][j][e] = ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -(e % 2 ? lse.y : lse.x)));
+        dp[i][j][e] = slope_times(dp[i][j][e], s[i][j][e]);
+      }
+    }
+  }
+}
+
 // sums += weights times rows of Q or dO, weights being this warp's own or, from all, in a tile.
 template <bool kFromTile, typename Sums, typename Weights>
 FA_DEVICE void accumulate_gradient(Sums& sums, const Weights& weights, uint32 weight_tile,
@@ -93,160 +202,21 @@ FA_DEVICE void accumulate_gradient(Sums& sums, const Weights& weights, uint32 we
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    attention_bwd_dkdv_sm80(const __grid_constant__ BackwardParams params) {
-  // ---------------------------------------------------------------------------------------- setup
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+// ---------------------------------------------------------------------------------------- epilogue
+FA_DEVICE void store_gradient(const BackwardParams& params, const WorkTile& work, uint32 tile,
+                              const Array& array, int rows, int cols) {
+  constexpr int kOwnRows = kTileN / kWarps;
+  uint16* to = entry_start(params, array, work.entry * params.group) + work.first_key * array.row;
+  store_rows<kTileN, kDim, kOwnRows>(tile, to, static_cast<int>(array.row),
+                                     threadIdx.x / 32 * kOwnRows, rows, cols, true);
+}
+
+// Puts dK over K and dV over V, and stores them.
+FA_DEVICE void write_dk_dv(const BackwardParams& params, SharedStorage& shared,
+                           const float (&dk)[kSumM][kSumN][4], const float (&dv)[kSumM][kSumN][4]) {
   const AttentionParams& p = params.common;
-  constexpr uint32 kTileBytes = kTileM * kDim * 2;
-  const uint32 k_tile = cvta_to_shared(shared.k), v_tile = cvta_to_shared(shared.v);
-  const uint32 q_stages = cvta_to_shared(shared.q), dout_stages = cvta_to_shared(shared.dout);
-  const uint32 p_tile = cvta_to_shared(shared.p);
-  const uint32 ds_tile = cvta_to_shared(shared.ds);
-
-  if (threadIdx.x == 0) {
-    // Under a causal mask the first keys are seen by the most queries: they go first.
-    const uint32 k_tiles = (p.k_len + kTileN - 1) / kTileN;
-    WorkTile& work = shared.work;
-    work.entry = blockIdx.x / k_tiles;
-    work.first_key = static_cast<int>(blockIdx.x - work.entry * k_tiles) * kTileN;
-    work.tiles = query_tiles(p, work.first_key, min(work.first_key + kTileN, p.k_len) - 1, kTileM);
-    work.heads = work.tiles.begin < work.tiles.end ? params.group : 0;
-    const uint32 first = work.entry * params.group;
-    work.q = entry_start(params, params.q, first);
-    work.dout = entry_start(params, params.dout, first);
-    work.lse_delta = params.lse_delta + static_cast<int64>(first) * params.row_pairs;
-  }
-  __syncthreads();
   const WorkTile& work = shared.work;
-
-  // Heads that share keys are neighbours along the last axis.
-  auto load_q = [&](const QueryTileStep& step, int stage) {
-    load_tile<kTileM, kDim, kThreads>(
-        q_stages + stage * kTileBytes, work.q + step.head * params.q.batch[kAxes - 1],
-        static_cast<int>(params.q.row), step.tile * kTileM, p.q_len, p.head_dim, true);
-    const int tid = tid_x_again();
-    if (tid < kTileM / 2) {
-      const int64 at = static_cast<int64>(step.head) * params.row_pairs + step.tile * (kTileM / 2);
-      cp_async_cg_16(cvta_to_shared(&shared.lse_delta[stage][tid]), work.lse_delta + at + tid, 16);
-    }
-  };
-  auto load_dout = [&](const QueryTileStep& step, int stage) {
-    load_tile<kTileM, kDim, kThreads>(
-        dout_stages + stage * kTileBytes, work.dout + step.head * params.dout.batch[kAxes - 1],
-        static_cast<int>(params.dout.row), step.tile * kTileM, p.q_len, p.v_dim, true);
-  };
-  auto mask_row = [&](const QueryTileStep& step) {
-    return table_row(params.mask, work.entry * params.group + step.head,
-                     work.first_key / kMaskBlock);
-  };
-  // The step, or the first one behind it, whose tile there is and a mask does not hide.
-  auto next_visible = [&](QueryTileStep step) {
-    while (step.head < work.heads) {
-      if constexpr (kSparse) {
-        step.tile = next_tile<kTileM>(params.mask, mask_row(step), step.tile, work.tiles.end);
-      }
-      if (step.tile < work.tiles.end) break;
-      step = {step.head + 1, work.tiles.begin};
-    }
-    return step;
-  };
-
-  QueryTileStep step = next_visible({0, work.tiles.begin});
-  if (step.head < work.heads) {
-    const uint32 first = work.entry * params.group;
-    load_tile<kTileN, kDim, kThreads>(k_tile, entry_start(params, params.k, first),
-                                      static_cast<int>(params.k.row), work.first_key, p.k_len,
-                                      p.head_dim, true);
-    load_tile<kTileN, kDim, kThreads>(v_tile, entry_start(params, params.v, first),
-                                      static_cast<int>(params.v.row), work.first_key, p.k_len,
-                                      p.v_dim, true);
-    load_q(step, 0);
-    load_dout(step, 0);
-    cp_async_commit_group();
-  }
-  float dk[kSumM][kSumN][4], dv[kSumM][kSumN][4];
-  clear(dk);
-  clear(dv);
-
-  // ----------------------------------------------------------------------------- tiles of queries
-#pragma unroll 1
-  for (int i = 0; step.head < work.heads; ++i) {
-    const int q_stage = i % kQStages, dout_stage = i % kStages;
-    cp_async_wait_group<0>();
-    __syncthreads();  // this tile is there, and nobody reads the one before it any more
-    const QueryTileStep next = next_visible({step.head, step.tile + 1});
-    if (next.head < work.heads) {
-      load_q(next, (i + 1) % kQStages);
-      if constexpr (kStages > 1) load_dout(next, (i + 1) % kStages);
-    }
-    cp_async_commit_group();
-    int words_index = kFullBlock;
-    if constexpr (kSparse) {
-      words_index = block_words_index(params.mask, mask_row(step), step.tile * kTileM / kMaskBlock);
-    }
-
-    float s[kMmaM][kMmaN][4], dp[kMmaM][kMmaN][4];
-    const uint32 q_tile = q_stages + q_stage * kTileBytes;
-    const uint32 dout_tile = dout_stages + dout_stage * kTileBytes;
-    multiply_rows<kBf16, KeyTile, QueryTile, kDim / 16>(s, k_tile + a_lane<KeyTile>(score_row()),
-                                                        q_tile + b_lane<QueryTile>(score_col()));
-    multiply_rows<kBf16, KeyTile, QueryTile, kDim / 16>(dp, v_tile + a_lane<KeyTile>(score_row()),
-                                                        dout_tile + b_lane<QueryTile>(score_col()));
-
-    const int lane = tid_x_again() % 32;
-    const float4* lse_delta = &shared.lse_delta[q_stage][score_col() / 2 + lane % 4];
-#pragma unroll
-    for (int j = 0; j < kMmaN; ++j) {
-      const float2 delta = *reinterpret_cast<const float2*>(&lse_delta[4 * j].z);
-#pragma unroll
-      for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dp[i][j][e] -= e % 2 ? delta.y : delta.x;
-      }
-    }
-    const int own = work.first_key + score_row() + lane / 4;
-    const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
-    if constexpr (kScoreMod) {
-      apply_score_mod_backward<true>(
-          p, batch_offsets(p, work.entry * params.group + step.head).bias, s, dp, own, other);
-    }
-    const bool in_band = step.tile >= work.tiles.full_begin && step.tile < work.tiles.full_end;
-    mask_scores<true, kSparse>(params, s, in_band, words_index, own, other);
-#pragma unroll
-    for (int j = 0; j < kMmaN; ++j) {
-      const float2 lse = *reinterpret_cast<const float2*>(&lse_delta[4 * j].x);
-#pragma unroll
-      for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[i][j][e] = ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -(e % 2 ? lse.y : lse.x)));
-          dp[i][j][e] = slope_times(dp[i][j][e], s[i][j][e]);
-        }
-      }
-    }
-
-    uint32 weights[kMmaM][kMmaN][2], ds[kMmaM][kMmaN][2];
-    round_weights<kBf16>(s, weights);
-    round_weights<kBf16>(dp, ds);
-    if constexpr (kExchangeWeights) {
-      write_p<WeightTile>(p_tile, weights, score_row(), score_col());
-      write_p<WeightTile>(ds_tile, ds, score_row(), score_col());
-      __syncthreads();
-    }
-    const uint32 columns = b_trans_lane<QueryTile>(sum_pair());
-    accumulate_gradient<kExchangeWeights>(dv, weights, p_tile, dout_tile + columns);
-    if constexpr (kStages == 1) {
-      __syncthreads();  // nobody reads this tile of dO any more
-      if (next.head < work.heads) load_dout(next, 0);
-      cp_async_commit_group();
-    }
-    accumulate_gradient<kExchangeWeights>(dk, ds, ds_tile, q_tile + columns);
-    step = next;
-  }
-
-  // ------------------------------------------------------------------------------------- epilogue
+  const uint32 k_tile = cvta_to_shared(shared.k), v_tile = cvta_to_shared(shared.v);
   cp_async_wait_group<0>();
   __syncthreads();  // K and V have been read by all
   NonfiniteProbe nonfinite_probe;
@@ -260,12 +230,99 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
                         work.first_key + sum_row());
   }
   __syncthreads();
-  auto store = [&](uint32 tile, const Array& array, int cols) {
-    constexpr int kOwnRows = kTileN / kWarps;
-    uint16* to = entry_start(params, array, work.entry * params.group) + work.first_key * array.row;
-    store_rows<kTileN, kDim, kOwnRows>(tile, to, static_cast<int>(array.row),
-                                       threadIdx.x / 32 * kOwnRows, rows, cols, true);
+  store_gradient(params, work, k_tile, params.dk, rows, p.head_dim);
+  store_gradient(params, work, v_tile, params.dv, rows, p.v_dim);
+}
+
+// ------------------------------------------------------------------------------------------ kernel
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    attention_bwd_dkdv_sm80(const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const uint32 p_tile = cvta_to_shared(shared.p), ds_tile = cvta_to_shared(shared.ds);
+  if (threadIdx.x == 0) find_work(params, shared.work);
+  __syncthreads();
+  const WorkTile& work = shared.work;
+
+  // The step, or the first one behind it, whose tile there is and a mask does not hide.  A lambda:
+  // as a function it changes which registers a build for a mask takes.
+  auto next_visible = [&](QueryTileStep step) {
+    while (step.head < work.heads) {
+      if constexpr (kSparse) {
+        step.tile =
+            next_tile<kTileM>(params.mask, mask_row(params, work, step), step.tile, work.tiles.end);
+      }
+      if (step.tile < work.tiles.end) break;
+      step = {step.head + 1, work.tiles.begin};
+    }
+    return step;
   };
-  store(k_tile, params.dk, p.head_dim);
-  store(v_tile, params.dv, p.v_dim);
+  QueryTileStep step = next_visible({0, work.tiles.begin});
+  if (step.head < work.heads) {
+    load_k_v(params, shared);
+    load_q(params, shared, step, 0);
+    load_dout(params, shared, step, 0);
+    cp_async_commit_group();
+  }
+  float dk[kSumM][kSumN][4], dv[kSumM][kSumN][4];
+  clear(dk);
+  clear(dv);
+
+#pragma unroll 1
+  for (int i = 0; step.head < work.heads; ++i) {
+    const int q_stage = i % kQStages, dout_stage = i % kStages;
+    cp_async_wait_group<0>();
+    __syncthreads();  // this tile is there, and all warps have read the one before it
+    const QueryTileStep next = next_visible({step.head, step.tile + 1});
+    if (next.head < work.heads) {
+      load_q(params, shared, next, (i + 1) % kQStages);
+      if constexpr (kStages > 1) load_dout(params, shared, next, (i + 1) % kStages);
+    }
+    cp_async_commit_group();
+    int words_index = kFullBlock;
+    if constexpr (kSparse) {
+      words_index = block_words_index(params.mask, mask_row(params, work, step),
+                                      step.tile * kTileM / kMaskBlock);
+    }
+
+    Scores s, dp;
+    const uint32 q_tile = stage_of(shared.q[0], q_stage);
+    const uint32 dout_tile = stage_of(shared.dout[0], dout_stage);
+    gemm_scores(s, shared.k, q_tile);      // S^T = K Q^T
+    gemm_scores(dp, shared.v, dout_tile);  // dP^T = V dO^T
+    const int lane = tid_x_again() % 32;
+    const float4* rows = &shared.lse_delta[q_stage][score_col() / 2 + lane % 4];
+    subtract_delta(dp, rows);
+    const int own = work.first_key + score_row() + lane / 4;
+    const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
+    if constexpr (kScoreMod) {
+      apply_score_mod_backward<true>(
+          params.common, batch_offsets(params.common, work.entry * params.group + step.head).bias,
+          s, dp, own, other);
+    }
+    const bool in_band = step.tile >= work.tiles.full_begin && step.tile < work.tiles.full_end;
+    mask_scores<true, kSparse>(params, s, in_band, words_index, own, other);
+    compute_p_ds(s, dp, rows, params.common);  // P^T = exp(S^T - LSE), dS^T = P^T (dP^T - delta)
+
+    uint32 weights[kMmaM][kMmaN][2], ds[kMmaM][kMmaN][2];
+    round_weights<kBf16>(s, weights);
+    round_weights<kBf16>(dp, ds);
+    if constexpr (kExchangeWeights) {
+      write_p<WeightTile>(p_tile, weights, score_row(), score_col());
+      write_p<WeightTile>(ds_tile, ds, score_row(), score_col());
+      __syncthreads();
+    }
+    // dV += P^T dO, then dK += dS^T Q.
+    const uint32 columns = b_trans_lane<QueryTile>(sum_pair());
+    accumulate_gradient<kExchangeWeights>(dv, weights, p_tile, dout_tile + columns);
+    if constexpr (kStages == 1) {
+      __syncthreads();  // all warps have read this tile of dO
+      if (next.head < work.heads) load_dout(params, shared, next, 0);
+      cp_async_commit_group();
+    }
+    accumulate_gradient<kExchangeWeights>(dk, ds, ds_tile, q_tile + columns);
+    step = next;
+  }
+
+  write_dk_dv(params, shared, dk, dv);
 }

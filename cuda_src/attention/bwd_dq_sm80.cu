@@ -40,143 +40,215 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    attention_bwd_dq_sm80(const __grid_constant__ BackwardParams params) {
-  // ---------------------------------------------------------------------------------------- setup
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  const AttentionParams& p = params.common;
-  constexpr uint32 kTileBytes = kTileN * kDim * 2;
-  const uint32 q_tile = cvta_to_shared(shared.q), dout_tile = cvta_to_shared(shared.dout);
-  const uint32 k_stages = cvta_to_shared(shared.k), v_stages = cvta_to_shared(shared.v);
+// ------------------------------------------------------------------------------------------- work
+// What the block has to do; the same in all of its threads.
+struct WorkTile {
+  uint32 entry;  // of the batch
+  int first_query;
+  KeyTiles tiles;  // that a query sees
+  const uint16 *k, *v;
+  int64 mask_row;
+};
 
+FA_DEVICE WorkTile find_work(const BackwardParams& params) {
+  const AttentionParams& p = params.common;
+  WorkTile work;
   // Under a causal mask the last queries see the most keys: they go first.
   const uint32 q_tiles = (p.q_len + kTileM - 1) / kTileM;
-  const uint32 entry = blockIdx.x / q_tiles;
-  const int first_query = static_cast<int>(q_tiles - 1 - (blockIdx.x - entry * q_tiles)) * kTileM;
-  const KeyTiles tiles = key_tiles(p, first_query, min(first_query + kTileM, p.q_len) - 1, kTileN);
-
-  const uint16* k = entry_start(params, params.k, entry);
-  const uint16* v = entry_start(params, params.v, entry);
-  auto load_k = [&](int tile, int stage) {
-    load_tile<kTileN, kDim, kThreads>(k_stages + stage * kTileBytes, k,
-                                      static_cast<int>(params.k.row), tile * kTileN, p.k_len,
-                                      p.head_dim, true);
-  };
-  auto load_v = [&](int tile, int stage) {
-    load_tile<kTileN, kDim, kThreads>(v_stages + stage * kTileBytes, v,
-                                      static_cast<int>(params.v.row), tile * kTileN, p.k_len,
-                                      p.v_dim, true);
-  };
-
-  int64 mask_row = 0;
-  if constexpr (kSparse) mask_row = table_row(params.mask, entry, first_query / kMaskBlock);
-  // The tile, or the first one behind it, that a mask does not hide.
-  auto next_visible = [&](int tile) {
-    return kSparse ? next_tile<kTileN>(params.mask, mask_row, tile, tiles.end) : tile;
-  };
-
-  int tile = next_visible(tiles.begin);
-  if (tile < tiles.end) {
-    load_tile<kTileM, kDim, kThreads>(q_tile, entry_start(params, params.q, entry),
-                                      static_cast<int>(params.q.row), first_query, p.q_len,
-                                      p.head_dim, true);
-    load_tile<kTileM, kDim, kThreads>(dout_tile, entry_start(params, params.dout, entry),
-                                      static_cast<int>(params.dout.row), first_query, p.q_len,
-                                      p.v_dim, true);
-    load_k(tile, 0);
-    load_v(tile, 0);
-    cp_async_commit_group();
+  work.entry = blockIdx.x / q_tiles;
+  work.first_query = static_cast<int>(q_tiles - 1 - (blockIdx.x - work.entry * q_tiles)) * kTileM;
+  work.tiles = key_tiles(p, work.first_query, min(work.first_query + kTileM, p.q_len) - 1, kTileN);
+  work.k = entry_start(params, params.k, work.entry);
+  work.v = entry_start(params, params.v, work.entry);
+  work.mask_row = 0;
+  if constexpr (kSparse) {
+    work.mask_row = table_row(params.mask, work.entry, work.first_query / kMaskBlock);
   }
-  auto warp_row = [] { return tid_x_again() / 32 * kWarpRows; };
-  // LSE (0) or delta (2) of this thread's row g of the i-th product, or of g + 8.
-  float lse[kMmaM][2], delta[kMmaM][2];
+  return work;
+}
+
+// The tile, or the first one behind it, that a mask does not hide.
+FA_DEVICE int next_visible(const BackwardParams& params, const WorkTile& work, int tile) {
+  return kSparse ? next_tile<kTileN>(params.mask, work.mask_row, tile, work.tiles.end) : tile;
+}
+
+// Where this warp's rows begin.
+FA_DEVICE int warp_row() { return tid_x_again() / 32 * kWarpRows; }
+
+// ------------------------------------------------------------------------------------------- loads
+// Copies are started by cp.async; the caller commits their group.
+
+// The address of a stage of K or of V.
+FA_DEVICE uint32 stage_of(const uint16* stages, int stage) {
+  return cvta_to_shared(stages) + stage * static_cast<uint32>(kTileN * kDim * 2);
+}
+
+FA_DEVICE void load_k(const BackwardParams& params, SharedStorage& shared, const WorkTile& work,
+                      int tile, int stage) {
+  const AttentionParams& p = params.common;
+  load_tile<kTileN, kDim, kThreads>(stage_of(shared.k[0], stage), work.k,
+                                    static_cast<int>(params.k.row), tile * kTileN, p.k_len,
+                                    p.head_dim, true);
+}
+
+FA_DEVICE void load_v(const BackwardParams& params, SharedStorage& shared, const WorkTile& work,
+                      int tile, int stage) {
+  const AttentionParams& p = params.common;
+  load_tile<kTileN, kDim, kThreads>(stage_of(shared.v[0], stage), work.v,
+                                    static_cast<int>(params.v.row), tile * kTileN, p.k_len, p.v_dim,
+                                    true);
+}
+
+// Q and dO of the block's queries.
+FA_DEVICE void load_q_dout(const BackwardParams& params, SharedStorage& shared,
+                           const WorkTile& work) {
+  const AttentionParams& p = params.common;
+  load_tile<kTileM, kDim, kThreads>(
+      cvta_to_shared(shared.q), entry_start(params, params.q, work.entry),
+      static_cast<int>(params.q.row), work.first_query, p.q_len, p.head_dim, true);
+  load_tile<kTileM, kDim, kThreads>(
+      cvta_to_shared(shared.dout), entry_start(params, params.dout, work.entry),
+      static_cast<int>(params.dout.row), work.first_query, p.q_len, p.v_dim, true);
+}
+
+// LSE and delta of this thread's row g of the i-th product, and of g + 8.
+FA_DEVICE void read_lse_delta(const BackwardParams& params, const WorkTile& work,
+                              float (&lse)[kMmaM][2], float (&delta)[kMmaM][2]) {
   const float* lse_delta = reinterpret_cast<const float*>(
-      params.lse_delta + static_cast<int64>(entry) * params.row_pairs);
+      params.lse_delta + static_cast<int64>(work.entry) * params.row_pairs);
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = first_query + warp_row() + 16 * i + 8 * h + tid_x_again() % 32 / 4;
+      const int row = work.first_query + warp_row() + 16 * i + 8 * h + tid_x_again() % 32 / 4;
       lse[i][h] = lse_delta[row / 2 * 4 + row % 2];
       delta[i][h] = lse_delta[row / 2 * 4 + row % 2 + 2];
     }
   }
+}
+
+// ----------------------------------------------------------------------------------- tiles of keys
+// All arrays of registers belong to the kernel's frame, and phases take them by reference.
+// threadIdx.x is read again at each use (tid_x_again): kept over the loop, lane and warp would take
+// registers that the products need.
+using Scores = float[kMmaM][kMmaN][4];
+
+// S = Q K^T or dP = dO V^T of a warp's rows, in the order of the accumulators of m16n8k16.
+FA_DEVICE void gemm_scores(Scores& d, const uint16* rows, uint32 tile) {
+  multiply_rows<kBf16, QueryTile, KeyTile, kDim / 16>(
+      d, cvta_to_shared(rows) + a_lane<QueryTile>(warp_row()), tile + b_lane<KeyTile>(0));
+}
+
+FA_DEVICE void subtract_delta(Scores& dp, const float (&delta)[kMmaM][2]) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[i][j][e] -= delta[i][e / 2];
+    }
+  }
+}
+
+// Makes scores of products, with what follows for dP - delta, and hides pairs that do not count.
+FA_DEVICE void mod_and_mask_scores(const BackwardParams& params, const WorkTile& work, Scores& s,
+                                   Scores& dp, int tile, bool in_band, int words_index) {
+  const AttentionParams& p = params.common;
+  const int lane = tid_x_again() % 32;
+  const int own = work.first_query + warp_row() + lane / 4, other = tile * kTileN + lane % 4 * 2;
+  if constexpr (kScoreMod) {
+    apply_score_mod_backward<false>(p, batch_offsets(p, work.entry).bias, s, dp, own, other);
+  }
+  mask_scores<false, kSparse>(params, s, in_band, words_index, own, other);
+}
+
+// dS = P (dP - delta), P = exp(S - LSE), in place of dP - delta.
+FA_DEVICE void compute_ds(Scores& dp, const Scores& s, const float (&lse)[kMmaM][2],
+                          const AttentionParams& p) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float weight = ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -lse[i][e / 2]));
+        dp[i][j][e] = slope_times(dp[i][j][e], weight);
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------- epilogue
+// Each warp turns its own rows of Q, which no other warp reads, into those of dQ.
+FA_DEVICE void write_dq(const BackwardParams& params, SharedStorage& shared, const WorkTile& work,
+                        const float (&dq)[kMmaM][kMmaD][4]) {
+  const AttentionParams& p = params.common;
+  const uint32 q_tile = cvta_to_shared(shared.q);
+  cp_async_wait_group<0>();
+  __syncwarp();
+  NonfiniteProbe nonfinite_probe;
+  const int rows = p.q_len - work.first_query;
+  write_gradient<kBf16, QueryTile, 1>(q_tile, dq, warp_row(), 0, rows, p.scale, nonfinite_probe);
+  if (nonfinite_probe.found())
+    flag_nonfinite_queries(params.nonfinite_flags, p, work.entry, work.first_query + warp_row());
+  __syncwarp();
+  uint16* to = entry_start(params, params.dq, work.entry) + work.first_query * params.dq.row;
+  store_rows<kTileM, kDim, kWarpRows>(q_tile, to, static_cast<int>(params.dq.row), warp_row(), rows,
+                                      p.head_dim, true);
+}
+
+// ------------------------------------------------------------------------------------------ kernel
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    attention_bwd_dq_sm80(const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const WorkTile work = find_work(params);
+  int tile = next_visible(params, work, work.tiles.begin);
+  if (tile < work.tiles.end) {
+    load_q_dout(params, shared, work);
+    load_k(params, shared, work, tile, 0);
+    load_v(params, shared, work, tile, 0);
+    cp_async_commit_group();
+  }
+  float lse[kMmaM][2], delta[kMmaM][2];
+  read_lse_delta(params, work, lse, delta);
   float dq[kMmaM][kMmaD][4];
   clear(dq);
 
-  // -------------------------------------------------------------------------------- tiles of keys
 #pragma unroll 1
-  for (int i = 0; tile < tiles.end; ++i) {
+  for (int i = 0; tile < work.tiles.end; ++i) {
     const int k_stage = i % kKStages, v_stage = i % kStages;
     cp_async_wait_group<0>();
-    __syncthreads();  // this tile is there, and nobody reads the one before it any more
-    const int next = next_visible(tile + 1);
-    if (next < tiles.end) {
-      load_k(next, (i + 1) % kKStages);
-      if constexpr (kStages > 1) load_v(next, (i + 1) % kStages);
+    __syncthreads();  // this tile is there, and all warps have read the one before it
+    const int next = next_visible(params, work, tile + 1);
+    if (next < work.tiles.end) {
+      load_k(params, shared, work, next, (i + 1) % kKStages);
+      if constexpr (kStages > 1) load_v(params, shared, work, next, (i + 1) % kStages);
     }
     cp_async_commit_group();
     int words_index = kFullBlock;
     if constexpr (kSparse) {
-      words_index = block_words_index(params.mask, mask_row, tile * kTileN / kMaskBlock);
+      words_index = block_words_index(params.mask, work.mask_row, tile * kTileN / kMaskBlock);
     }
 
-    float s[kMmaM][kMmaN][4], dp[kMmaM][kMmaN][4];
-    const uint32 k_tile = k_stages + k_stage * kTileBytes;
-    multiply_rows<kBf16, QueryTile, KeyTile, kDim / 16>(s, q_tile + a_lane<QueryTile>(warp_row()),
-                                                        k_tile + b_lane<KeyTile>(0));
-    multiply_rows<kBf16, QueryTile, KeyTile, kDim / 16>(
-        dp, dout_tile + a_lane<QueryTile>(warp_row()),
-        v_stages + v_stage * kTileBytes + b_lane<KeyTile>(0));
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dp[i][j][e] -= delta[i][e / 2];
-      }
-    }
-    const int lane = tid_x_again() % 32;
-    const int own = first_query + warp_row() + lane / 4, other = tile * kTileN + lane % 4 * 2;
-    if constexpr (kScoreMod) {
-      apply_score_mod_backward<false>(p, batch_offsets(p, entry).bias, s, dp, own, other);
-    }
-    const bool in_band = tile >= tiles.full_begin && tile < tiles.full_end;
-    mask_scores<false, kSparse>(params, s, in_band, words_index, own, other);
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float weight = ex2_approx_ftz(fmaf(s[i][j][e], p.exp2_scale, -lse[i][e / 2]));
-          dp[i][j][e] = slope_times(dp[i][j][e], weight);
-        }
-      }
-    }
+    Scores s, dp;
+    const uint32 k_tile = stage_of(shared.k[0], k_stage);
+    gemm_scores(s, shared.q, k_tile);                              // S = Q K^T
+    gemm_scores(dp, shared.dout, stage_of(shared.v[0], v_stage));  // dP = dO V^T
+    subtract_delta(dp, delta);
+    const bool in_band = tile >= work.tiles.full_begin && tile < work.tiles.full_end;
+    mod_and_mask_scores(params, work, s, dp, tile, in_band, words_index);
+    compute_ds(dp, s, lse, params.common);  // dS = exp(S - LSE) (dP - delta)
     uint32 ds[kMmaM][kMmaN][2];
     round_weights<kBf16>(dp, ds);
     if constexpr (kStages == 1) {
-      __syncthreads();  // nobody reads this tile of V any more
-      if (next < tiles.end) load_v(next, 0);
+      __syncthreads();  // all warps have read this tile of V
+      if (next < work.tiles.end) load_v(params, shared, work, next, 0);
       cp_async_commit_group();
     }
-    add_product<kBf16, KeyTile>(dq, ds, k_tile + b_trans_lane<KeyTile>());
+    add_product<kBf16, KeyTile>(dq, ds, k_tile + b_trans_lane<KeyTile>());  // dQ += dS K
     tile = next;
   }
 
-  // ------------------------------------------------------------------------------------- epilogue
-  // Each warp turns its own rows of Q, which no other warp reads, into those of dQ.
-  cp_async_wait_group<0>();
-  __syncwarp();
-  NonfiniteProbe nonfinite_probe;
-  const int rows = p.q_len - first_query;
-  write_gradient<kBf16, QueryTile, 1>(q_tile, dq, warp_row(), 0, rows, p.scale, nonfinite_probe);
-  if (nonfinite_probe.found())
-    flag_nonfinite_queries(params.nonfinite_flags, p, entry, first_query + warp_row());
-  __syncwarp();
-  uint16* to = entry_start(params, params.dq, entry) + first_query * params.dq.row;
-  store_rows<kTileM, kDim, kWarpRows>(q_tile, to, static_cast<int>(params.dq.row), warp_row(), rows,
-                                      p.head_dim, true);
+  write_dq(params, shared, work, dq);
 }

@@ -185,50 +185,295 @@ FA_DEVICE void produce_q_dout_v(const BwdSm90Params& params, SharedStorage& shar
   });
 }
 
-// -------------------------------------------------------------------------------------- computing
+// --------------------------------------------------------------------------------------- consumers
+// Registers of a thread, as accumulators of m64nN hold them (ptx/wgmma.cuh).
+using Scores = float[1][kMmaN][4];  // S, P, dP or dS: 64 queries x kTileN keys
+using Rounded = uint32[kMmaN][2];   // dS in 16 bits, an A operand from registers
+using QuerySums = float[kMmaD][4];  // dQ: 64 queries x kDim columns
+
+// What stays the same while a consumer warpgroup computes a work tile.  Register arrays are passed
+// as references next to it: ptxas serialised products whose accumulators were members of a struct.
+struct Consumer {
+  const BwdSm90Params& params;
+  SharedStorage& shared;
+  const WorkTile& work;
+  int group;  // of the block's consumer warpgroups
+};
+
+// The thread's number in its warpgroup.  opaque() hides threadIdx.x from the compiler, so that what
+// follows from it is computed again at each use: kept in between, it would take registers from the
+// accumulators.
+FA_DEVICE int thread_in_group() { return static_cast<int>(opaque(threadIdx.x) % 128); }
+FA_DEVICE int lane_in_warp() { return thread_in_group() % 32; }
+FA_DEVICE int warp_row() { return thread_in_group() / 32 * 16; }  // of the warpgroup's 64 queries
+
+FA_DEVICE void release(const uint64& barrier) {
+  if (lane_in_warp() == 0) arrive(barrier);
+}
+// Under a mask lanes read the words that came with K themselves.
+FA_DEVICE void release_k(const Consumer& c, int k_stage) {
+  kSparse ? release_per_lane(c.shared.k_empty[k_stage]) : release(c.shared.k_empty[k_stage]);
+}
+
+// The stage of the tile of K before this one, whose dQ is next.  The number of tiles is passed by
+// reference, so that it is computed again at each use, as with thread_in_group().
+FA_DEVICE int previous_k_stage(const uint32& tiles) {
+  KPipeline pipe;
+  pipe.advance(tiles - 1);
+  return pipe.index();
+}
+
+// ---------------------------------------------------------------------------------------- products
+// Each function starts a product.  The caller waits for it.
+
+// D = A B^T with A of this warpgroup's 64 queries and B of a tile of keys, both kDim columns wide.
+FA_DEVICE void gemm_scores(Scores& d, const Consumer& c, const uint8 (&rows)[kGroups][kQBytes],
+                           const uint8* tile) {
+  wgmma_fence();
+  const uint64 a = wgmma_descriptor(cvta_to_shared(rows) + c.group * kQBytes, 0);
+  const uint64 b = wgmma_descriptor(cvta_to_shared(tile), 0);
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    // 16 columns are 32 bytes of a block's rows.
+    wgmma_m64k16_ss<kBf16, kTileN>(d[0], wgmma_at(a, step / 4 * 64 * 128 + step % 4 * 32),
+                                   wgmma_at(b, step / 4 * kTileN * 128 + step % 4 * 32), step > 0);
+  }
+  wgmma_commit_group();
+}
+
+// dQ += dS K
+FA_DEVICE void gemm_dq(QuerySums& dq, const Rounded& ds, const uint8* k_tile) {
+  const uint64 b = wgmma_descriptor(cvta_to_shared(k_tile), kTileN * 128);
+#pragma unroll
+  for (int step = 0; step < kTileN / 16; ++step) {
+    const uint32 a[4] = {ds[2 * step][0], ds[2 * step][1], ds[2 * step + 1][0],
+                         ds[2 * step + 1][1]};
+    wgmma_m64k16_rs<kBf16, kDim>(dq, a, wgmma_at(b, step * 16 * 128), 1);
+  }
+  wgmma_commit_group();
+}
+
+// ------------------------------------------------------------------------------------------- masks
+// Whether the band hides some keys of a tile from queries of the warpgroup.
+FA_DEVICE bool crosses_band(const Consumer& c, int tile) {
+  return tile < c.work.group[c.group].full_begin || tile >= c.work.group[c.group].full_end;
+}
+
+// The first of this thread's queries, and of its keys of a tile; the others are 8 after it, and 1,
+// 8, 9, 16, ... after it.
+FA_DEVICE int first_row(const Consumer& c) {
+  return c.work.tile * kTileM + 64 * c.group + warp_row() + lane_in_warp() / 4;
+}
+FA_DEVICE int first_key_of(int tile) { return tile * kTileN + lane_in_warp() % 4 * 2; }
+
+// Starts to load the mask's words of the tile in a stage of K.
+FA_DEVICE void prefetch_mask_words(uint32 (&visible_bits)[2], const Consumer& c, int k_stage) {
+  if constexpr (kSparse) {
+    load_mask_words(visible_bits, c.params.mask, c.shared.tile_info[k_stage].words_index,
+                    64 * c.group, thread_in_group());
+  }
+}
+
+// Clears the bits of keys that the band hides.
+FA_DEVICE void apply_band(uint32 (&visible_bits)[2], const Consumer& c, int k_stage) {
+  if constexpr (kSparse) {
+    const int tile = c.shared.tile_info[k_stage].tile, key = first_key_of(tile);
+    // A lambda: most tiles lie inside the band and need no bits of it.
+    restrict_words<kTileN>(visible_bits, tile, crosses_band(c, tile), [&](int h) {
+      return visible_columns(c.params.common, first_row(c) + 8 * h, key, 16);
+    });
+  }
+}
+
+// Replaces the scores of hidden pairs, or their gradients.
+FA_DEVICE void mask_scores(Scores& x, const Consumer& c, const int& tile,
+                           const uint32 (&visible_bits)[2], float masked_value) {
+  if constexpr (kSparse) {
+    if ((visible_bits[0] & visible_bits[1]) == ~0u) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mask_scores_of_row(x[0], h, visible_bits[h], masked_value);
+  } else if (crosses_band(c, tile)) {
+    mask_outside_band(c.params.common, x, first_row(c), first_key_of(tile), 0, masked_value);
+  }
+}
+
+// ----------------------------------------------------------------------------------------- softmax
+// LSE (component 0) or delta (2) of this thread's row g, or of g + 8.
+FA_DEVICE float lse_delta(const Consumer& c, int h, int component) {
+  const int row = warp_row() + lane_in_warp() / 4 + 8 * h;
+  const float4& pair = c.shared.lse_delta[c.group][row / 2];
+  return reinterpret_cast<const float*>(&pair)[row % 2 + component];
+}
+
+// The operands of a tile's scores, where there are registers to load them beside products.
+using Operands = OperandTile<false, kMmaN>;
+constexpr bool kPrefetchOperands = kHasOperands && sizeof(Operands) <= 16 * sizeof(uint32);
+
+FA_DEVICE int first_key_in_stage(const Consumer& c, int k_stage, const int& tile) {
+  return first_key_of(kSparse ? c.shared.tile_info[k_stage].tile : tile);
+}
+
+FA_DEVICE void prefetch_operands(Operands& operands, const Consumer& c, int k_stage,
+                                 const int& tile) {
+  if constexpr (kPrefetchOperands) {
+    operands.load(c.params.common, operands_offset(c.params.common, c.work.coordinate, 0),
+                  first_row(c), first_key_in_stage(c, k_stage, tile));
+  }
+}
+
+// Calls f with the operands of all scores, or of a few at a time.
+template <typename F>
+FA_DEVICE void for_each_operands_part(const Operands& operands, const Consumer& c, int k_stage,
+                                      const int& tile, F f) {
+  if constexpr (kPrefetchOperands || !kHasOperands) {
+    f(0, Constant<kMmaN>(), operands);
+  } else {
+    for_each_operands_part<false, kMmaN>(c.params.common,
+                                         operands_offset(c.params.common, c.work.coordinate, 0),
+                                         first_row(c), first_key_in_stage(c, k_stage, tile), f);
+  }
+}
+
+// S becomes P = exp(S - LSE), times the slopes of the scores with kHasSlope.
+FA_DEVICE void compute_p(Scores& s, const Consumer& c, const Operands& operands, int k_stage,
+                         const int& tile, const uint32 (&visible_bits)[2]) {
+  const AttentionParams& p = c.params.common;
+  if constexpr (kHasSlope) {
+    prepare_slopes(p, s[0]);
+  } else if constexpr (kScoreMod) {
+    for_each_operands_part(operands, c, k_stage, tile, [&](int first, auto count, auto& part) {
+      apply_score_mod(p, reinterpret_cast<float (&)[decltype(count)::value][4]>(s[0][first]), part);
+    });
+  }
+  mask_scores(s, c, tile, visible_bits, hidden_score());
+  const float lse[2] = {lse_delta(c, 0, 0), lse_delta(c, 1, 0)};
+  if constexpr (kHasSlope) {
+    for_each_operands_part(operands, c, k_stage, tile, [&](int first, auto count, auto& part) {
+#pragma unroll
+      for (int i = 0; i < decltype(count)::value; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[0][first + i][e];
+          const auto found = score_and_slope<false, decltype(count)::value>(p, x, part, i, e);
+          x = slope_times(found.slope,
+                          ex2_approx_ftz(fmaf(found.score, p.exp2_scale, -lse[e / 2])));
+        }
+      }
+    });
+  } else {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], p.exp2_scale, -lse[e / 2]));
+      }
+    }
+  }
+}
+
+// dP becomes dS = P (dP - delta).
+FA_DEVICE void compute_ds(Scores& dp, const Scores& p, const Consumer& c) {
+  const float delta[2] = {lse_delta(c, 0, 2), lse_delta(c, 1, 2)};
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dp[0][j][e] = p[0][j][e] * (dp[0][j][e] - delta[e / 2]);
+  }
+}
+
+FA_DEVICE void round_ds(Rounded& ds, const Scores& x) {
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) ds[j][h] = pack2<kBf16>(x[0][j][2 * h], x[0][j][2 * h + 1]);
+  }
+}
+
+// ---------------------------------------------------------------------------------------- epilogue
+// Puts dQ over the warpgroup's rows of Q, and stores it.
+FA_DEVICE void write_dq(const QuerySums& dq, const Consumer& c) {
+  const AttentionParams& p = c.params.common;
+  bar_sync(kResultWritten + c.group, 128);  // all warps have left the rows of Q
+  NonfiniteProbe nonfinite_probe;
+  const uint32 to =
+      cvta_to_shared(c.shared.q[0]) + c.group * kQBytes +
+      QTile::lane_offset(warp_row() + thread_in_group() % 16, thread_in_group() / 16 % 2);
+#pragma unroll
+  for (int j = 0; j < kMmaD; j += 2) {
+    uint32 four[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* two = &dq[j + i / 2][i % 2 * 2];
+      nonfinite_probe.add(two[0]);
+      nonfinite_probe.add(two[1]);
+      four[i] = pack2<kBf16>(two[0] * p.scale, two[1] * p.scale);
+    }
+    stmatrix_x4(QTile::at(to, 0, j / 2), four[0], four[1], four[2], four[3]);
+  }
+  if (nonfinite_probe.found()) {
+    flag_nonfinite_queries_64(c.params, c.work.entry, c.work.tile * kTileM + 64 * c.group);
+  }
+  fence_proxy_async_shared();
+  bar_sync(kResultWritten + c.group, 128);
+  if (thread_in_group() == 0) {
+    const int row = c.work.tile * kTileM + 64 * c.group;
+    if (row < p.q_len)
+      store_rows_64<kBlocks>(c.params.dq_map, c.shared.q[c.group], row, c.work.coordinate);
+    cp_async_bulk_wait_group_read<0>();
+  }
+}
+
+// ---------------------------------------------------------------------------------------- mainloop
+// One tile of keys.  Its own dQ += dS K comes with the next tile, or after the last one: then the
+// tensor cores have work while the exponentials of this tile are computed.
+template <bool kFirst>
+FA_DEVICE void bwd_step(Scores& s, Scores& dp, QuerySums& dq, Rounded& ds,
+                        uint32 (&visible_bits)[2], const Consumer& c, uint32& tiles, int& tile) {
+  KPipeline k_pipe;
+  VPipeline v_pipe;
+  k_pipe.advance(tiles);
+  v_pipe.advance(tiles);
+  const int k_stage = k_pipe.index(), v_stage = v_pipe.index();
+  if constexpr (!kFirst && kAccumulateFirst) {
+    wgmma_fence();
+    gemm_dq(dq, ds, c.shared.k[previous_k_stage(tiles)]);
+  }
+  wait(c.shared.k_full[k_stage], k_pipe.parity());
+  gemm_scores(s, c, c.shared.q, c.shared.k[k_stage]);  // S = Q K^T
+  wait(c.shared.v_full[v_stage], v_pipe.parity());
+  gemm_scores(dp, c, c.shared.dout, c.shared.v[v_stage]);  // dP = dO V^T
+  if constexpr (!kFirst && kAccumulateFirst) {
+    wgmma_wait_group<2>();
+    release_k(c, previous_k_stage(tiles));
+  }
+  if constexpr (!kFirst && !kAccumulateFirst) gemm_dq(dq, ds, c.shared.k[previous_k_stage(tiles)]);
+  prefetch_mask_words(visible_bits, c, k_stage);
+  Operands operands;
+  prefetch_operands(operands, c, k_stage, tile);
+  wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>();
+  apply_band(visible_bits, c, k_stage);
+  compute_p(s, c, operands, k_stage, tile, visible_bits);
+  wgmma_wait_group<kFirst || kAccumulateFirst ? 0 : 1>();
+  release(c.shared.v_empty[v_stage]);
+  mask_scores(dp, c, tile, visible_bits, 0.0f);
+  compute_ds(dp, s, c);
+  if constexpr (!kFirst && !kAccumulateFirst) {
+    wgmma_wait_group<0>();
+    release_k(c, previous_k_stage(tiles));
+  }
+  round_ds(ds, dp);  // only now: until here the product before this one has read it
+  ++tiles;
+  ++tile;
+}
+
 FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int warp) {
-  const AttentionParams& p = params.common;
   // The same in all lanes, as a vote's result is to the compiler: what follows from it is computed
   // once for a warp.
   const int group = __any_sync(kFullWarp, warp >= 8);
-  const uint32 thread = threadIdx.x;
-  // Registers are short: what follows from the thread's number is computed where it is needed.
-  auto thread_in_group = [&]() { return static_cast<int>(opaque(thread) % 128); };
-  auto lane = [&]() { return thread_in_group() % 32; };
-  auto warp_row = [&]() { return thread_in_group() / 32 * 16; };  // of the warpgroup's 64
-  auto release = [&](const uint64& barrier) {
-    if (lane() == 0) arrive(barrier);
-  };
-
   uint32 work_count = 0, tiles = 0;  // done so far; pipeline states follow from them
-  float s[1][kMmaN][4], dp[1][kMmaN][4], dq[kMmaD][4];
-  uint32 ds[kMmaN][2];  // of the tile before, rounded
-
-  // D = A B^T of 64 queries and a tile of keys, over the columns of both, started.
-  auto gemm_scores = [&](float (&d)[kMmaN][4], const uint8(&rows)[kGroups][kQBytes],
-                         const uint8* tile) {
-    const uint64 a = wgmma_descriptor(cvta_to_shared(rows) + group * kQBytes, 0);
-    const uint64 b = wgmma_descriptor(cvta_to_shared(tile), 0);
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      // 16 columns are 32 bytes of a block's rows.
-      wgmma_m64k16_ss<kBf16, kTileN>(d, wgmma_at(a, step / 4 * 64 * 128 + step % 4 * 32),
-                                     wgmma_at(b, step / 4 * kTileN * 128 + step % 4 * 32),
-                                     step > 0);
-    }
-    wgmma_commit_group();
-  };
-  // dQ += dS K, started.
-  auto gemm_accumulate = [&](const uint8* tile) {
-    const uint64 b = wgmma_descriptor(cvta_to_shared(tile), kTileN * 128);
-#pragma unroll
-    for (int step = 0; step < kTileN / 16; ++step) {
-      const uint32 a[4] = {ds[2 * step][0], ds[2 * step][1], ds[2 * step + 1][0],
-                           ds[2 * step + 1][1]};
-      wgmma_m64k16_rs<kBf16, kDim>(dq, a, wgmma_at(b, step * 16 * 128), 1);
-    }
-    wgmma_commit_group();
-  };
+  Scores s, dp;
+  QuerySums dq;
+  Rounded ds;  // of the tile before
 
 #pragma unroll 1
   while (true) {
@@ -237,6 +482,7 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
     wait(shared.work_full[work_pipe.index()], work_pipe.parity());
     const WorkTile& work = shared.work[work_pipe.index()];
     if (work.tile < 0) break;
+    const Consumer c = {params, shared, work, group};
     int tile = work.begin;  // without a mask
     int remaining = max(work.steps, 1);
     uint32 visible_bits[2] = {~0u, ~0u};  // under a mask: of the tile's keys, by a thread's queries
@@ -246,202 +492,20 @@ FA_DEVICE void consume(const BwdSm90Params& params, SharedStorage& shared, int w
       for (int e = 0; e < 4; ++e) dq[j][e] = 0.0f;
     }
     wait(shared.q_full[group], work_count & 1);
-    // LSE (0) or delta (2) of this thread's row g, or g + 8.
-    auto lse_delta = [&](int h, int component) {
-      const int row = warp_row() + lane() / 4 + 8 * h;
-      return reinterpret_cast<const float*>(&shared.lse_delta[group][row / 2])[row % 2 + component];
-    };
-    auto crosses_band = [&](int tile) {
-      return tile < work.group[group].full_begin || tile >= work.group[group].full_end;
-    };
-    auto first_key_of = [&](int tile) { return tile * kTileN + lane() % 4 * 2; };
-    auto first_row = [&]() { return work.tile * kTileM + 64 * group + warp_row() + lane() / 4; };
-    // Under a mask, asks for what it says of the tile in a stage of K; then takes away what is
-    // outside of the band.
-    auto prefetch_mask_words = [&](int at) {
-      if constexpr (kSparse) {
-        load_mask_words(visible_bits, params.mask, shared.tile_info[at].words_index, 64 * group,
-                        thread_in_group());
-      }
-    };
-    auto apply_band = [&](int at) {
-      if constexpr (kSparse) {
-        const int tile_number = shared.tile_info[at].tile, key = first_key_of(tile_number);
-        restrict_words<kTileN>(visible_bits, tile_number, crosses_band(tile_number), [&](int h) {
-          return visible_columns(p, first_row() + 8 * h, key, 16);
-        });
-      }
-    };
-    // Puts a number where a key is hidden.
-    auto mask_values = [&](float (&x)[1][kMmaN][4], float masked_value) {
-      if constexpr (kSparse) {
-        if ((visible_bits[0] & visible_bits[1]) == ~0u) return;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) mask_scores_of_row(x[0], h, visible_bits[h], masked_value);
-      } else if (crosses_band(tile)) {
-        mask_outside_band(p, x, first_row(), first_key_of(tile), 0, masked_value);
-      }
-    };
-    // The operands of a tile's scores, where there are registers to load it beside products.
-    using Operands = OperandTile<false, kMmaN>;
-    constexpr bool kPrefetchOperands = kHasOperands && sizeof(Operands) <= 16 * sizeof(uint32);
-    auto first_key_in_stage = [&](int at) {
-      return first_key_of(kSparse ? shared.tile_info[at].tile : tile);
-    };
-    auto prefetch_operands = [&](Operands& operands, int at) {
-      if constexpr (kPrefetchOperands) {
-        operands.load(p, operands_offset(p, work.coordinate, 0), first_row(),
-                      first_key_in_stage(at));
-      }
-    };
-    // Calls f with the operands of all scores, or of a few at a time.
-    auto each_operands_part = [&](const Operands& operands, int at, auto f) {
-      if constexpr (kPrefetchOperands || !kHasOperands) {
-        f(0, Constant<kMmaN>(), operands);
-      } else {
-        for_each_operands_part<false, kMmaN>(p, operands_offset(p, work.coordinate, 0), first_row(),
-                                             first_key_in_stage(at), f);
-      }
-    };
-    // S becomes P, times the slopes of the scores with kHasSlope.
-    auto compute_p = [&](const Operands& operands, int at) {
-      if constexpr (kHasSlope) {
-        prepare_slopes(p, s[0]);
-      } else if constexpr (kScoreMod) {
-        each_operands_part(operands, at, [&](int first, auto count, const auto& part) {
-          apply_score_mod(p, reinterpret_cast<float (&)[decltype(count)::value][4]>(s[0][first]),
-                          part);
-        });
-      }
-      mask_values(s, hidden_score());
-      const float lse[2] = {lse_delta(0, 0), lse_delta(1, 0)};
-      if constexpr (kHasSlope) {
-        each_operands_part(operands, at, [&](int first, auto count, const auto& part) {
-#pragma unroll
-          for (int i = 0; i < decltype(count)::value; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              float& x = s[0][first + i][e];
-              const auto found = score_and_slope<false, decltype(count)::value>(p, x, part, i, e);
-              x = slope_times(found.slope,
-                              ex2_approx_ftz(fmaf(found.score, p.exp2_scale, -lse[e / 2])));
-            }
-          }
-        });
-      } else {
-#pragma unroll
-        for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], p.exp2_scale, -lse[e / 2]));
-          }
-        }
-      }
-    };
-    // Under a mask lanes read what lies beside K.
-    auto release_k = [&](int at) {
-      kSparse ? release_per_lane(shared.k_empty[at]) : release(shared.k_empty[at]);
-    };
-    // The tile of K before this one, whose dQ is next.
-    auto previous_k_stage = [&]() {
-      KPipeline pipe;
-      pipe.advance(tiles - 1);
-      return pipe.index();
-    };
-    auto step = [&](auto first) {
-      constexpr bool kFirst = decltype(first)::value;
-      KPipeline k_pipe;
-      VPipeline v_pipe;
-      k_pipe.advance(tiles);
-      v_pipe.advance(tiles);
-      const int k_stage = k_pipe.index(), v_stage = v_pipe.index();
-      if constexpr (!kFirst && kAccumulateFirst) {
-        wgmma_fence();
-        gemm_accumulate(shared.k[previous_k_stage()]);
-      }
-      wait(shared.k_full[k_stage], k_pipe.parity());
-      wgmma_fence();
-      gemm_scores(s[0], shared.q, shared.k[k_stage]);
-      wait(shared.v_full[v_stage], v_pipe.parity());
-      wgmma_fence();
-      gemm_scores(dp[0], shared.dout, shared.v[v_stage]);
-      if constexpr (!kFirst && kAccumulateFirst) {
-        wgmma_wait_group<2>();
-        release_k(previous_k_stage());
-      }
-      if constexpr (!kFirst && !kAccumulateFirst) gemm_accumulate(shared.k[previous_k_stage()]);
-      prefetch_mask_words(k_stage);
-      Operands operands;
-      prefetch_operands(operands, k_stage);
-      wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>();
-      apply_band(k_stage);
-      compute_p(operands, k_stage);
-      wgmma_wait_group<kFirst || kAccumulateFirst ? 0 : 1>();
-      release(shared.v_empty[v_stage]);
-      mask_values(dp, 0.0f);
-      const float delta[2] = {lse_delta(0, 2), lse_delta(1, 2)};
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dp[0][j][e] = s[0][j][e] * (dp[0][j][e] - delta[e / 2]);
-      }
-      if constexpr (!kFirst && !kAccumulateFirst) {
-        wgmma_wait_group<0>();
-        release_k(previous_k_stage());
-      }
-#pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          ds[j][h] = pack2<kBf16>(dp[0][j][2 * h], dp[0][j][2 * h + 1]);
-        }
-      }
-      ++tiles;
-      ++tile;
-    };
-
-    step(Constant<1>());
+    bwd_step<true>(s, dp, dq, ds, visible_bits, c, tiles, tile);
 #pragma unroll 1
-    while (--remaining > 0) step(Constant<0>());
+    while (--remaining > 0) bwd_step<false>(s, dp, dq, ds, visible_bits, c, tiles, tile);
     wgmma_fence();
-    gemm_accumulate(shared.k[previous_k_stage()]);
+    gemm_dq(dq, ds, shared.k[previous_k_stage(tiles)]);
     wgmma_wait_group<0>();
-    release_k(previous_k_stage());
+    release_k(c, previous_k_stage(tiles));
 
-    // All warps have left the rows of Q, which become those of dQ.
-    bar_sync(kResultWritten + group, 128);
-    NonfiniteProbe nonfinite_probe;
-    const uint32 to =
-        cvta_to_shared(shared.q[0]) + group * kQBytes +
-        QTile::lane_offset(warp_row() + thread_in_group() % 16, thread_in_group() / 16 % 2);
-#pragma unroll
-    for (int j = 0; j < kMmaD; j += 2) {
-      uint32 four[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* two = &dq[j + i / 2][i % 2 * 2];
-        nonfinite_probe.add(two[0]);
-        nonfinite_probe.add(two[1]);
-        four[i] = pack2<kBf16>(two[0] * p.scale, two[1] * p.scale);
-      }
-      stmatrix_x4(QTile::at(to, 0, j / 2), four[0], four[1], four[2], four[3]);
-    }
-    if (nonfinite_probe.found()) {
-      flag_nonfinite_queries_64(params, work.entry, work.tile * kTileM + 64 * group);
-    }
-    fence_proxy_async_shared();
-    bar_sync(kResultWritten + group, 128);
-    if (thread_in_group() == 0) {
-      const int row = work.tile * kTileM + 64 * group;
-      if (row < p.q_len)
-        store_rows_64<kBlocks>(params.dq_map, shared.q[group], row, work.coordinate);
-      cp_async_bulk_wait_group_read<0>();
-    }
+    write_dq(dq, c);
     release_per_lane(shared.q_empty[group]);  // of rows and results, too
     release_per_lane(shared.work_empty[work_pipe.index()]);
     ++work_count;
   }
-  if (thread % 128 == 0) cp_async_bulk_wait_group<0>();
+  if (threadIdx.x % 128 == 0) cp_async_bulk_wait_group<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

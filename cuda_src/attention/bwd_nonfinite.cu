@@ -281,10 +281,6 @@ FA_DEVICE bool any_large_lse(const LseDelta& lse_delta, int first) {
 }
 
 // The tiles of the other side that 64 rows see.
-struct TileRange {
-  int begin, end;
-};
-
 FA_DEVICE TileRange other_tile_range(const AttentionParams& p, bool queries, int own) {
   if (queries) {
     const KeyTiles all = key_tiles(p, own, min(own + kTile, p.q_len) - 1, kTile);

@@ -136,12 +136,6 @@ FA_DEVICE void find_work(const AttentionParams& params, SparseStorage& shared) {
   }
 }
 
-// The tiles that the loop walks over, by number.  Without a mask these are numbers of key tiles;
-// with one, tile i is the i-th tile that its lists name.
-struct TileRange {
-  int begin, end;
-};
-
 // The number of a tile of the loop among all key tiles.
 FA_DEVICE int key_tile(const SparseStorage& shared, int tile) {
   if constexpr (!kSparse) {
@@ -302,18 +296,6 @@ FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
                     key * kTileN + 2 * (lane % 4));
 }
 
-// Multiplies O by the factors of rows whose row_max has moved.
-FA_DEVICE void rescale_o(float (&o)[kMmaM][kMmaV][4], const float (&correction)[kMmaM][2]) {
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[i][j][e] *= correction[i][e / 2];
-    }
-  }
-}
-
 // ---------------------------------------------------------------------------------------- epilogue
 // first_row is the first row that a thread holds; the others are first_row + 16 i + 8 h.
 
@@ -433,6 +415,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   __syncthreads();
   const TileWork& work = shared.work;
   const KeyTiles& band = shared.tiles;
+  // Numbers of key tiles; with a mask, tile i is the i-th one that its lists name.
   TileRange tiles = {band.begin, band.end};
   if constexpr (kSparse) {
     if (work.q_rows <= 0) return;

@@ -10,7 +10,6 @@
 #include "cuda_src/attention/fwd_sm90.cuh"
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
-#include "cuda_src/common/constant.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/mma_sm80.cuh"
 #include "cuda_src/common/pipeline.cuh"
@@ -136,7 +135,7 @@ FA_DEVICE int key_tile_at(const WorkTileInfo& work, int tile) {
 // Loads the tiles of K and V.
 FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
   WorkPipeline work_pipe;
-  PipelineState<kStages> k_pipe, v_pipe;
+  KVPipeline k_pipe, v_pipe;
 #pragma unroll 1
   while (true) {
     const uint64& started = shared.work_started[work_pipe.index()];
@@ -144,7 +143,7 @@ FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
     if (work.q_begin < 0) break;
     arrive(started);
     auto load = [&](uint8(&tiles)[kStages][kKTileBytes], uint64(&full)[kStages],
-                    uint64(&empty)[kStages], PipelineState<kStages>& at, const TensorMap& map,
+                    uint64(&empty)[kStages], KVPipeline& at, const TensorMap& map,
                     const int (&step)[3], int tile, uint32 extra_bytes) {
       wait(empty[at.index()], at.parity() ^ 1);
       const uint32 barrier = cvta_to_shared(&full[at.index()]);
@@ -241,9 +240,53 @@ FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
 }
 
 // --------------------------------------------------------------------------------------- consumers
-// Products and loads of a consumer are free functions that take register arrays by reference; the
-// frame of `consume` owns all state.  ptxas serialises the wgmma of a struct with methods (C7511).
+// The phases of a consumer are free functions.  All state belongs to the frame of `consume`, and
+// they take it by reference, register arrays one by one: ptxas serialises the wgmma of a struct
+// that holds them (C7511).
 
+// Registers of a thread, as accumulators and A operands of m64nNk16 hold them (ptx/wgmma.cuh).
+using Scores = float[1][kMmaN][4];          // S, then P in float32: 64 rows x kTileN keys
+using Weights = uint32[1][kMmaN][2];        // P in 16 bits
+using Output = float[1][kMmaV][4];          // O before it is divided by row_sum
+using QFragments = uint32[kQFragments][4];  // Q, with kQInRegisters
+
+// What stays the same in a consumer warpgroup.
+struct Consumer {
+  const FwdSm90Params& params;
+  SharedStorage& shared;
+  int group, warp, lane;  // of the block's consumers; of the block; of the warp
+  int warp_row;           // first of the warp's 16 rows among the warpgroup's 64
+  uint32 q_lane;          // where this lane's row of an ldmatrix.x4 or stmatrix.x4 of Q lies
+};
+
+// The stages that come next.
+struct Pipelines {
+  WorkPipeline work;
+  QPipeline q;
+  KVPipeline v, k;
+};
+
+// What a warpgroup does of a work tile.
+struct GroupWork {
+  int tile;             // the key tile at hand, in the order of the work
+  int first_row;        // of its 64 rows
+  KeyTiles keys;        // of the block's key tiles its rows may see fewer,
+  bool half_last_tile;  // and only half of the last one
+};
+
+// One lane of a warp arrives at the barrier.
+FA_DEVICE void release(const Consumer& c, const uint64& barrier) {
+  if (c.lane == 0) arrive(barrier);
+}
+
+// Waits until this warpgroup may start products, and lets the next one: so the softmax of one runs
+// beside the products of another (warpgroup ping-pong).
+FA_DEVICE void warp_scheduler_sync(const Consumer& c) { bar_sync(kWarpScheduler + c.group, 256); }
+FA_DEVICE void warp_scheduler_arrive(const Consumer& c) {
+  bar_arrive(kWarpScheduler + (c.group + 1) % kGroups, 256);
+}
+
+// ---------------------------------------------------------------------------------------- products
 // S = Q K^T with the first kCols keys of a tile.  Starts the product; s and q are not to be touched
 // before a wgmma_wait_group.
 template <int kCols>
@@ -288,15 +331,7 @@ FA_DEVICE void load_q_fragments(uint32 (&q)[kQFragments][4], uint32 q_address) {
   }
 }
 
-// Multiplies O by the factors of rows whose row_max has moved.
-FA_DEVICE void rescale_o(float (&o)[1][kMmaV][4], const float (&correction)[1][2]) {
-#pragma unroll
-  for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) o[0][j][e] *= correction[0][e / 2];
-  }
-}
-
+// ------------------------------------------------------------------------------------ staged bias
 // A template, for other builds have no stage.
 template <typename Shared>
 FA_DEVICE uint32 bias_stage(const Shared& shared, int warp) {
@@ -352,358 +387,469 @@ FA_DEVICE void read_staged_bias(Bias& bias, uint32 stage) {
   __syncwarp();  // the stage may be written again
 }
 
-constexpr Constant<kTileN> kWholeTile;
-constexpr Constant<kHalfLastTile ? kTileN / 2 : kTileN> kHalfTile;
+// -------------------------------------------------------------------------------------- work tiles
+// Passes the barriers of a key tile that no row of this warpgroup sees.
+FA_DEVICE void skip_key_tile(const Consumer& c, Pipelines& at) {
+  warp_scheduler_sync(c);
+  warp_scheduler_arrive(c);
+  wait(c.shared.k_full[at.k.index()], at.k.parity());
+  __syncwarp();  // or a lane that comes late would find the phase after the next
+  release(c, c.shared.k_empty[at.k.index()]);
+  at.k.advance();
+  wait(c.shared.v_full[at.v.index()], at.v.parity());
+  __syncwarp();
+  release(c, c.shared.v_empty[at.v.index()]);
+  at.v.advance();
+}
 
-FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int warp) {
-  const AttentionParams& p = params.common;
-  const int group = warp / 4 - 1, lane = threadIdx.x % 32;
-  const int warp_row = warp % 4 * 16;  // of this warp in its warpgroup's 64
-  // Where this lane's row of the four matrices of an ldmatrix.x4 or stmatrix.x4 lies: rows 0-7,
-  // 8-15, then the same of the next 8 columns (PTX ISA 9.7.14.5.15).
-  const uint32 q_lane = QTile::lane_offset(warp_row + lane % 16, lane / 16);
-  WorkPipeline work_pipe;
-  QPipeline q_pipe;
-  q_pipe.advance(group);
-  PipelineState<kStages> k_pipe, v_pipe;
-  auto release = [&](const uint64& barrier) {
-    if (lane == 0) arrive(barrier);
-  };
-  auto warp_scheduler_sync = [&]() { bar_sync(kWarpScheduler + group, 256); };
-  auto warp_scheduler_arrive = [&]() { bar_arrive(kWarpScheduler + (group + 1) % kGroups, 256); };
-  if (group == kGroups - 1) warp_scheduler_arrive();  // the first one's
+// Reads the work tile in a stage; returns false when there is no more work.  The epilogue gives the
+// stage back.
+FA_DEVICE bool peek_work_tile(const Consumer& c, GroupWork& own, const WorkPipeline& at) {
+  wait(c.shared.work_full[at.index()], at.parity());
+  const WorkTile& work = c.shared.work[at.index()];
+  if (work.q_begin < 0) return false;
+  own.first_row = work.q_begin + 64 * c.group;
+  own.tile = work.begin;
+  own.keys = work.group[c.group].keys;
+  own.half_last_tile = kHalfLastTile && work.group[c.group].half_last_tile;
+  return true;
+}
 
-  int first_row;        // of this warpgroup, of the query tile at hand
-  KeyTiles keys;        // of the block's key tiles this warpgroup's rows may see fewer
-  bool half_last_tile;  // and only half of the last one
-  int tile;             // the key tile at hand
-  uint32 q_tile;
-  uint32 q[kQFragments][4];
-  float s[1][kMmaN][4];
-  uint32 weights[1][kMmaN][2];
-  float o[1][kMmaV][4];
+// The batch entry and the first row of the work tile at hand.  They are read from shared memory
+// again at each use, because there is no register to keep the entry in, and in builds for a mask
+// none for the row.
+FA_DEVICE uint32 reload_entry(const Consumer& c, const Pipelines& at) {
+  return c.shared.work[at.work.index()].entry;
+}
+FA_DEVICE int reload_first_row(const Consumer& c, const Pipelines& at, const GroupWork& own) {
+  return kSparse ? c.shared.work[at.work.index()].q_begin + 64 * c.group : own.first_row;
+}
 
-  auto skip_tile = [&]() {
-    warp_scheduler_sync();
-    warp_scheduler_arrive();
-    wait(shared.k_full[k_pipe.index()], k_pipe.parity());
-    __syncwarp();  // or a lane that comes late would find the phase after the next
-    release(shared.k_empty[k_pipe.index()]);
-    k_pipe.advance();
-    wait(shared.v_full[v_pipe.index()], v_pipe.parity());
-    __syncwarp();
-    release(shared.v_empty[v_pipe.index()]);
-    v_pipe.advance();
-  };
+// The first of this lane's rows of a query tile, and of its columns of a key tile; the others are 8
+// after it, and 1, 8, 9, 16, ... after it.
+FA_DEVICE int lane_row(const Consumer& c, const Pipelines& at, const GroupWork& own) {
+  return reload_first_row(c, at, own) + c.warp_row + c.lane / 4;
+}
+FA_DEVICE int lane_col(const Consumer& c, int key_tile) {
+  return key_tile * kTileN + 2 * (c.lane % 4);
+}
 
-  // Reads the work tile in a stage; returns false when there is no more work.
-  auto peek_work_tile = [&](const WorkPipeline& at) {
-    wait(shared.work_full[at.index()], at.parity());
-    const WorkTile& work = shared.work[at.index()];
-    if (work.q_begin < 0) return false;
-    first_row = work.q_begin + 64 * group;
-    tile = work.begin;
-    keys = work.group[group].keys;
-    half_last_tile = kHalfLastTile && work.group[group].half_last_tile;
-    return true;
-  };
-  // Starts S = Q K^T of the first key tile of a work tile, whose rows of Q are in a stage.  When
-  // there is no more work (valid is false) a product of old data is started and not read: ptxas
-  // serialises all wgmma of a kernel if some of them start behind a branch.
-  auto first_gemm = [&](const QPipeline& at, bool valid) {
-    uint32 k_tile = cvta_to_shared(shared.k[0]);
-    q_tile = k_tile;
-    if (valid) {
-      wait(shared.q_full[at.index()], at.parity());
-      q_tile = cvta_to_shared(shared.q[at.index()]);
-      if constexpr (kQInRegisters) {
-        load_q_fragments(q, q_tile + q_lane);
-      }
-      if constexpr (!kSparse) {
-#pragma unroll 1
-        for (; tile < keys.begin; ++tile) skip_tile();
-      }
-      wait(shared.k_full[k_pipe.index()], k_pipe.parity());
-      k_tile = cvta_to_shared(shared.k[k_pipe.index()]);
+// Starts S = Q K^T of the first key tile of a work tile, whose rows of Q are in a stage.  When
+// there is no more work (valid is false) a product of old data is started and not read: ptxas
+// serialises all wgmma of a kernel if some of them start behind a branch.
+FA_DEVICE void first_gemm_qk(const Consumer& c, Pipelines& at, GroupWork& own, Scores& s,
+                             QFragments& q, uint32& q_tile, const QPipeline& q_pipe, bool valid) {
+  uint32 k_tile = cvta_to_shared(c.shared.k[0]);
+  q_tile = k_tile;
+  if (valid) {
+    wait(c.shared.q_full[q_pipe.index()], q_pipe.parity());
+    q_tile = cvta_to_shared(c.shared.q[q_pipe.index()]);
+    if constexpr (kQInRegisters) {
+      load_q_fragments(q, q_tile + c.q_lane);
     }
-    warp_scheduler_sync();
-    wgmma_fence();
-    gemm_qk<kTileN>(s, q, q_tile, k_tile);
-    warp_scheduler_arrive();
-  };
+    if constexpr (!kSparse) {
+#pragma unroll 1
+      for (; own.tile < own.keys.begin; ++own.tile) skip_key_tile(c, at);
+    }
+    wait(c.shared.k_full[at.k.index()], at.k.parity());
+    k_tile = cvta_to_shared(c.shared.k[at.k.index()]);
+  }
+  warp_scheduler_sync(c);
+  wgmma_fence();
+  gemm_qk<kTileN>(s, q, q_tile, k_tile);
+  warp_scheduler_arrive(c);
+}
 
-  bool has_work = peek_work_tile(work_pipe);
+// --------------------------------------------------------------------------------- scores, softmax
+// What the mask says of a key tile.  Without a mask only the number is used.
+struct TileMask {
+  int key_tile;               // its number among all key tiles
+  bool listed;                // whether the tile has words
+  uint32 visible_bits[1][2];  // which scores they leave
+};
+
+// Whether the band hides some keys of the tile from rows of the warpgroup.
+FA_DEVICE bool crosses_band(const Consumer& c, const Pipelines& at, const GroupWork& own,
+                            const TileMask& mask) {
+  if constexpr (!kSparse) return own.tile < own.keys.full_begin || own.tile >= own.keys.full_end;
+  const KeyTiles& band_tiles = c.shared.work[at.work.index()].group[c.group].keys;
+  return (mask.key_tile < band_tiles.full_begin) | (mask.key_tile >= band_tiles.full_end);
+}
+
+// Makes scores of products, where they are more than that, and puts -inf where the mask or the band
+// hides a key.  Says of steady_scores whether scores are near 0.
+template <int kCols>
+FA_DEVICE void mod_and_mask_scores(const Consumer& c, const Pipelines& at, const GroupWork& own,
+                                   TileMask& mask, float (&s)[1][kCols / 8][4],
+                                   bool& steady_scores) {
+  const AttentionParams& p = c.params.common;
+  if constexpr (kScoreMod) {
+    steady_scores =
+        load_and_apply_score_mod<false>(p, c.shared.operands_offset[at.work.index()], s[0],
+                                        lane_row(c, at, own), lane_col(c, mask.key_tile));
+  }
+  if constexpr (kSparse) {
+    const bool hides = crosses_band(c, at, own, mask);
+    if (hides) {
+      // Few tiles come here: kept over the loop, what follows from threadIdx.x would take
+      // registers that the words need, so it is read again.
+      const int tid = tid_x_again();
+      const int row = reload_first_row(c, at, own) + tid / 32 % 4 * 16 + tid % 32 / 4;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int first_col = mask.key_tile * kTileN + 2 * (tid % 4);
+        mask.visible_bits[0][h] &= visible_columns(p, row + 8 * h, first_col, 2 * kMmaN);
+      }
+    }
+    if (mask.listed || hides) mask_by_bits(s, mask.visible_bits);
+  } else if (crosses_band(c, at, own, mask)) {
+    mask_outside_band(p, s, own.first_row + c.warp_row + c.lane / 4, lane_col(c, mask.key_tile),
+                      c.params.row_shift);
+  }
+}
+
+// Asks for the operands of a tile's scores before its products are there.  With kStageBias those of
+// the first tile come later: nothing has asked for them yet.
+template <bool kFirst, typename Operands>
+FA_DEVICE void prefetch_operands(const Consumer& c, const Pipelines& at, const GroupWork& own,
+                                 Operands& operands, int key_tile) {
+  const AttentionParams& p = c.params.common;
+  if constexpr (kStageBias) {
+    const uint32 stage = bias_stage(c.shared, c.warp);
+    if constexpr (!kFirst) read_staged_bias(operands, stage);
+    if (own.tile + 1 < own.keys.end) {
+      stage_bias(p, c.shared.operands_offset[at.work.index()], stage, own.first_row + c.warp_row,
+                 key_tile_at(c.shared.work[at.work.index()], own.tile + 1));
+    }
+  } else if constexpr (kPrefetchOperands && !kFirst) {
+    operands.load(p, c.shared.operands_offset[at.work.index()], lane_row(c, at, own),
+                  lane_col(c, key_tile));
+  }
+}
+
+// Waits for S of a tile, and gives its K back.  P V of the tile before may run on, with
+// kOverlapSoftmaxPv.
+template <bool kFirst>
+FA_DEVICE void finish_gemm_qk(const Consumer& c, Pipelines& at) {
+  if constexpr (kOverlapSoftmaxPv && !kFirst) {
+    wgmma_wait_group<1>();
+  } else {
+    wgmma_wait_group<0>();
+  }
+  if constexpr (kExclusiveMma && !kFirst) warp_scheduler_arrive(c);
+  if constexpr (kSparse) {
+    arrive(c.shared.k_empty[at.k.index()]);  // each lane for the words that it read beside K
+  } else {
+    release(c, c.shared.k_empty[at.k.index()]);
+  }
+  at.k.advance();
+}
+
+template <bool kFirst>
+FA_DEVICE void release_v(const Consumer& c, Pipelines& at) {
+  if constexpr (!kFirst) {
+    release(c, c.shared.v_empty[at.v.index()]);
+    at.v.advance();
+  }
+}
+
+// Turns scores into weights as if row_max stayed where it is; returns false, with the scores gone,
+// if it may not.  near: whether the scores of this thread are right, in a build without branches.
+template <int kCols>
+FA_DEVICE bool try_stale_max(const Consumer& c, const Pipelines& at, const GroupWork& own,
+                             OnlineSoftmax<1>& softmax, TileMask& mask, float (&s)[1][kCols / 8][4],
+                             const OperandTile<false, kCols / 8>& operands, bool& near) {
+  const AttentionParams& p = c.params.common;
+  if constexpr (kScoreMod) {
+    if constexpr (kHasOperands && !kPrefetchOperands) {
+      near = load_and_apply_score_mod_of_near<false>(p, c.shared.operands_offset[at.work.index()],
+                                                     s[0], lane_row(c, at, own),
+                                                     lane_col(c, mask.key_tile));
+    } else {
+      near = apply_score_mod_of_near(p, s[0], operands);
+    }
+    if (mask.listed) mask_by_bits(s, mask.visible_bits);
+  }
+  return softmax.try_stale_max<kNearIsLog2>(s, p.exp2_scale, near);
+}
+
+// Computes the scores of a tile again, without tensor cores: weights were written over them, and K
+// and the words of the mask have been given back.
+template <int kCols>
+FA_DEVICE void reload_scores(const Consumer& c, const Pipelines& at, const GroupWork& own,
+                             TileMask& mask, float (&s)[1][kCols / 8][4], uint32 q_tile) {
+  const AttentionParams& p = c.params.common;
+  const auto& work = c.shared.work[at.work.index()];
+  if constexpr (kSparse) mask.key_tile = reload_tile_number(p, work, own.tile);
+  recompute_scores<kBf16, QTile, kDim / 16>(p, reload_entry(c, at) << c.params.row_shift, s,
+                                            q_tile + c.q_lane, mask.key_tile * kTileN);
+  if constexpr (kSparse) mask.listed = reload_mask_words(p, work, own.tile, mask.visible_bits);
+}
+
+// Waits for the scores of a tile, turns them into its weights and, where a row_max has moved,
+// rescales O.
+template <bool kFirst, int kCols>
+FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
+                            OnlineSoftmax<1>& softmax, bool& steady_scores, Scores& s,
+                            Weights& weights, Output& o, const uint32& q_tile) {
+  const AttentionParams& p = c.params.common;
+  auto& s_tile = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
+  auto& p_tile = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
+  TileMask mask;
+  mask.key_tile = key_tile_at(c.shared.work[at.work.index()], own.tile);
+  mask.listed = false;
+  bool rows_have_max = false;  // whether all rows that see some key of the tile have a row_max
+  if constexpr (kSparse) {
+    mask.listed = read_mask_tile(c.shared, at.k.index(), mask.key_tile, mask.visible_bits);
+    if constexpr (!kFirst) rows_have_max = softmax.has_max(mask.visible_bits);
+  }
+  OperandTile<false, kCols / 8> operands;
+  prefetch_operands<kFirst>(c, at, own, operands, mask.key_tile);
+  finish_gemm_qk<kFirst>(c, at);
+  if constexpr (!kOverlapSoftmaxPv) release_v<kFirst>(c, at);
+  if constexpr (!kScoreMod) mod_and_mask_scores<kCols>(c, at, own, mask, s_tile, steady_scores);
+  // Without a mask rows have a row_max once they have seen a key.
+  bool use_stale_max = !kFirst && kCols == kTileN &&
+                       (kSparse ? rows_have_max : own.tile > own.keys.full_begin) &&
+                       !softmax.has_large_max;
+  if constexpr (kScoreMod)
+    use_stale_max = use_stale_max && steady_scores && !crosses_band(c, at, own, mask);
+  // What a warp decides is not what its neighbours do, and a warpgroup waits for its products
+  // at one place (PTX ISA 9.7.15.7.3: all its threads execute the same wgmma.wait_group).
+  float correction[1][2];
+  bool moved = false, near = true;
+  bool has_weights =
+      use_stale_max && try_stale_max<kCols>(c, at, own, softmax, mask, s_tile, operands, near);
+  // Scores that grow from tile to tile, as ALiBi's do, pass row_max often, and seldom by much.
+  if constexpr (kScoreMod) {
+    if (use_stale_max && !has_weights && __all_sync(kFullWarp, near)) {
+      has_weights = moved = softmax.move_stale_max(s_tile, correction);
+    }
+  }
+  if (!has_weights) {
+    if (use_stale_max) reload_scores<kCols>(c, at, own, mask, s_tile, q_tile);
+    if (kScoreMod || use_stale_max) {
+      mod_and_mask_scores<kCols>(c, at, own, mask, s_tile, steady_scores);
+    }
+    moved = softmax.update_max(s_tile, correction, p.exp2_scale) && !kFirst;
+    // Scores that grow by more would be computed twice.
+    if constexpr (kScoreMod) steady_scores = steady_scores && !moved;
+    softmax.exponentiate<true>(s_tile, p.exp2_scale);
+  }
+  if constexpr (kOverlapSoftmaxPv) wgmma_wait_group<0>();
+  if (moved) {
+    rescale_o(o, correction);
+  }
+  round_weights<kBf16>(s_tile, p_tile);
+  if constexpr (kOverlapSoftmaxPv) release_v<kFirst>(c, at);
+  ++own.tile;
+}
+
+// ---------------------------------------------------------------------------------------- epilogue
+// The batch entry of a row: the heads that share a tile are neighbouring entries.
+FA_DEVICE uint32 entry_of_row(const Consumer& c, const Pipelines& at, int row) {
+  return (reload_entry(c, at) << c.params.row_shift) + (row & ((1 << c.params.row_shift) - 1));
+}
+
+// Adds the sink of each row to its statistics, and rescales O.
+FA_DEVICE void add_sinks(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>& softmax,
+                         Output& o, int my_row) {
+  float correction[1][2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = min(my_row + 8 * h, tile_rows(c.params) - 1);
+    const float sink = sink_in_log2(
+        load_sink(c.params.common, entry_of_row(c, at, row), row >> c.params.row_shift));
+    correction[0][h] = add_sink(sink, softmax.row_max[0][h], softmax.row_sum[0][h]);
+  }
+  rescale_o(o, correction);
+}
+
+// Writes the log-sum-exp of each row.  Called by one of the four threads that share the rows.
+FA_DEVICE void write_lse(const Consumer& c, const Pipelines& at, const OnlineSoftmax<1>& softmax,
+                         int my_row) {
+  const AttentionParams& p = c.params.common;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (my_row + 8 * h < tile_rows(c.params)) {
+      const int row = my_row + 8 * h;
+      p.lse[static_cast<int64>(entry_of_row(c, at, row)) * p.q_len + (row >> c.params.row_shift)] =
+          log_sum_exp(softmax.row_max[0][h], softmax.row_sum[0][h]);
+    }
+  }
+}
+
+// Divides O by the sums of its rows and writes it over Q.  Makes NaN of nonfinite_probe[h] where an
+// output of row h is not finite.
+FA_DEVICE void write_output(const Consumer& c, const OnlineSoftmax<1>& softmax, const Output& o,
+                            uint32 out_tile, uint32 (&nonfinite_probe)[2][2]) {
+  const float inverse[2] = {inverse_sum(softmax.row_sum[0][0]), inverse_sum(softmax.row_sum[0][1])};
+  uint32 out[kMmaV][2];
+#pragma unroll
+  for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      out[j][h] = pack2<kBf16>(o[0][j][2 * h] * inverse[h], o[0][j][2 * h + 1] * inverse[h]);
+      nonfinite_probe[h][j % 2] = fma2<kBf16>(out[j][h], 0, nonfinite_probe[h][j % 2]);
+    }
+  }
+  // The output overwrites Q: of this warp's rows where they were in registers, else of them all.
+  if constexpr (!kQInRegisters) bar_sync(kEpilogue + c.group, 128);
+#pragma unroll
+  for (int j = 0; j < kMmaV; j += 2) {
+    stmatrix_x4(QTile::at(out_tile + c.q_lane, 0, j / 2), out[j][0], out[j][1], out[j + 1][0],
+                out[j + 1][1]);
+  }
+}
+
+// Computes rows of a warp again, key by key: those whose outputs are not finite, and those whose
+// scores float32 cannot tell apart.
+FA_DEVICE void recompute_rows(const Consumer& c, const Pipelines& at,
+                              const OnlineSoftmax<1>& softmax, int row_of_group, int my_row,
+                              const uint32 (&nonfinite_probe)[2][2]) {
+  const AttentionParams& p = c.params.common;
+  __syncwarp();
+  uint32 recompute_lanes[2];  // lanes whose row it is
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float row_max = softmax.row_max[0][h], row_sum = softmax.row_sum[0][h];
+    const int row = (my_row + 8 * h) >> c.params.row_shift;
+    // A row whose sum is NaN saw a NaN and is to stay NaN.
+    const bool nonfinite_output =
+        (nonfinite_probe[h][0] | nonfinite_probe[h][1]) != 0 && row_sum == row_sum;
+    recompute_lanes[h] = __ballot_sync(
+        kFullWarp,
+        nonfinite_output || exceeds_float32_scores<false, kSparse>(p, row, row_max, row_sum));
+  }
+#pragma unroll 1
+  for (int r = 0; r < 16; ++r) {
+    const int row_in_group = c.warp_row + r, row = row_of_group + row_in_group;
+    if (((r < 8 ? recompute_lanes[0] : recompute_lanes[1]) >> r % 8 * 4 & 15) == 0) continue;
+    if (row >= tile_rows(c.params)) continue;
+    const uint32 head = entry_of_row(c, at, row);
+    recompute_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
+        p, batch_offsets(p, head), head, row >> c.params.row_shift, [&](int col, uint16 x) {
+          const uint32 place = QTile::offset(row_in_group, col / 8) + col % 8 * 2;
+          *reinterpret_cast<uint16*>(&c.shared.q[at.q.index()][place]) = x;
+        });
+  }
+}
+
+// From O and the statistics of its rows to the output and the log-sum-exp.
+FA_DEVICE void epilogue(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>& softmax,
+                        Output& o, int row_of_group, uint32 out_tile) {
+  const AttentionParams& p = c.params.common;
+  softmax.reduce_row_sum();
+  const int my_row = row_of_group + c.warp_row + c.lane / 4;
+  if (p.sinks != nullptr) add_sinks(c, at, softmax, o, my_row);
+  if (p.lse != nullptr && c.lane % 4 == 0) write_lse(c, at, softmax, my_row);
+  uint32 nonfinite_probe[2][2] = {{0, 0}, {0, 0}};
+  write_output(c, softmax, o, out_tile, nonfinite_probe);
+  // One question of all rows first: hardly any warp has a row to be computed again.
+  const float largest_max = fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1]));
+  const uint32 nonfinite_bits =
+      nonfinite_probe[0][0] | nonfinite_probe[0][1] | nonfinite_probe[1][0] | nonfinite_probe[1][1];
+  if (__any_sync(kFullWarp, largest_max >= kCoarseScore || nonfinite_bits != 0)) {
+    recompute_rows(c, at, softmax, row_of_group, my_row, nonfinite_probe);
+  }
+  fence_proxy_async_shared();
+  __syncwarp();
+  release(c, c.shared.out_full[at.q.index()]);
+  release(c, c.shared.work_empty[at.work.index()]);
+}
+
+// ---------------------------------------------------------------------------------------- mainloop
+// One key tile but the first: starts S = Q K^T of the tile and O += P V of the one before, then
+// turns S into the next P while P V runs.
+template <int kCols>
+FA_DEVICE void fwd_step(const Consumer& c, Pipelines& at, GroupWork& own, OnlineSoftmax<1>& softmax,
+                        bool& steady_scores, Scores& s, Weights& weights, Output& o, QFragments& q,
+                        const uint32& q_tile) {
+  wait(c.shared.k_full[at.k.index()], at.k.parity());
+  warp_scheduler_sync(c);
+  wgmma_fence();
+  gemm_qk<kCols>(s, q, q_tile, cvta_to_shared(c.shared.k[at.k.index()]));
+  wait(c.shared.v_full[at.v.index()], at.v.parity());
+  wgmma_fence();
+  gemm_pv<kTileN>(o, weights, cvta_to_shared(c.shared.v[at.v.index()]));
+  if constexpr (!kExclusiveMma) warp_scheduler_arrive(c);
+  softmax_step<false, kCols>(c, at, own, softmax, steady_scores, s, weights, o, q_tile);
+}
+
+// O += P V of the last key tile.
+FA_DEVICE void last_gemm_pv(const Consumer& c, Pipelines& at, const GroupWork& own, Output& o,
+                            const Weights& weights) {
+  wait(c.shared.v_full[at.v.index()], at.v.parity());
+  if (own.half_last_tile) {
+    wgmma_fence();
+    gemm_pv<kTileN / 2>(o, weights, cvta_to_shared(c.shared.v[at.v.index()]));
+  } else {
+    wgmma_fence();
+    gemm_pv<kTileN>(o, weights, cvta_to_shared(c.shared.v[at.v.index()]));
+  }
+  wgmma_wait_group<0>();
+  release(c, c.shared.v_empty[at.v.index()]);
+  at.v.advance();
+}
+
+// The forward pass of a consumer warpgroup, work tile by work tile: Algorithm 2 of the
+// FlashAttention-3 paper (arXiv:2407.08608), whose S_next is s and whose P_cur is weights.
+FA_DEVICE void consume(const FwdSm90Params& params, SharedStorage& shared, int warp) {
+  const int group = warp / 4 - 1, lane = threadIdx.x % 32, warp_row = warp % 4 * 16;
+  // Rows 0-7, 8-15, then the same of the next 8 columns (PTX ISA 9.7.14.5.15).
+  const uint32 q_lane = QTile::lane_offset(warp_row + lane % 16, lane / 16);
+  const Consumer c = {params, shared, group, warp, lane, warp_row, q_lane};
+  Pipelines at;
+  at.q.advance(group);
+  if (group == kGroups - 1) warp_scheduler_arrive(c);  // the first one's
+
+  GroupWork own;
+  uint32 q_tile;
+  QFragments q;
+  Scores s;
+  Weights weights;
+  Output o;
+  bool has_work = peek_work_tile(c, own, at.work);
   if (!has_work) return;
-  first_gemm(q_pipe, true);
+  first_gemm_qk(c, at, own, s, q, q_tile, at.q, true);
 #pragma unroll 1
   while (true) {
-    // Read from shared memory again at each use, because there is no register to keep the entry in,
-    // and in builds for a mask none for the row.
-    auto entry = [&]() { return shared.work[work_pipe.index()].entry; };
-    auto reload_first_row = [&]() {
-      return kSparse ? shared.work[work_pipe.index()].q_begin + 64 * group : first_row;
-    };
     OnlineSoftmax<1> softmax;
     softmax.reset();
     clear(o);
     // Whether the last tile whose largest scores were looked for left row_max where it was, and had
     // only scores near 0.
     bool steady_scores = true;
-    // Waits for the scores of a tile and turns them into its weights.
-    auto softmax_step = [&](auto first, auto cols) {
-      constexpr bool kFirst = decltype(first)::value;
-      constexpr int kCols = decltype(cols)::value;
-      auto& s_tile = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
-      auto& p_tile = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
-      int key_tile = key_tile_at(shared.work[work_pipe.index()], tile);
-      bool listed = false;         // whether the tile has words
-      uint32 visible_bits[1][2];   // which scores they leave
-      bool rows_have_max = false;  // whether all rows that see some have a row_max
-      if constexpr (kSparse) {
-        listed = read_mask_tile(shared, k_pipe.index(), key_tile, visible_bits);
-        if constexpr (!kFirst) rows_have_max = softmax.has_max(visible_bits);
-      }
-      OperandTile<false, kCols / 8> bias;
-      if constexpr (kStageBias) {
-        const uint32 stage = bias_stage(shared, warp);
-        if constexpr (!kFirst) read_staged_bias(bias, stage);
-        if (tile + 1 < keys.end) {
-          stage_bias(p, shared.operands_offset[work_pipe.index()], stage, first_row + warp_row,
-                     key_tile_at(shared.work[work_pipe.index()], tile + 1));
-        }
-      } else if constexpr (kPrefetchOperands && !kFirst) {
-        bias.load(p, shared.operands_offset[work_pipe.index()],
-                  reload_first_row() + warp_row + lane / 4, key_tile * kTileN + 2 * (lane % 4));
-      }
-      if constexpr (kOverlapSoftmaxPv && !kFirst) {
-        wgmma_wait_group<1>();
-      } else {
-        wgmma_wait_group<0>();
-      }
-      if constexpr (kExclusiveMma && !kFirst) warp_scheduler_arrive();
-      if constexpr (kSparse) {
-        arrive(shared.k_empty[k_pipe.index()]);  // each lane for what it read beside the keys
-      } else {
-        release(shared.k_empty[k_pipe.index()]);
-      }
-      k_pipe.advance();
-      auto release_v = [&]() {
-        if constexpr (!kFirst) {
-          release(shared.v_empty[v_pipe.index()]);
-          v_pipe.advance();
-        }
-      };
-      if constexpr (!kOverlapSoftmaxPv) release_v();
-      auto operands_offset = [&]() { return shared.operands_offset[work_pipe.index()]; };
-      auto tile_crosses_band = [&]() -> bool {
-        if constexpr (!kSparse) return tile < keys.full_begin || tile >= keys.full_end;
-        const KeyTiles& band_tiles = shared.work[work_pipe.index()].group[group].keys;
-        return (key_tile < band_tiles.full_begin) | (key_tile >= band_tiles.full_end);
-      };
-      auto mod_and_mask_scores = [&]() {
-        if constexpr (kScoreMod) {
-          steady_scores = load_and_apply_score_mod<false>(p, operands_offset(), s_tile[0],
-                                                          reload_first_row() + warp_row + lane / 4,
-                                                          key_tile * kTileN + 2 * (lane % 4));
-        }
-        if constexpr (kSparse) {
-          const bool crosses_band = tile_crosses_band();
-          if (crosses_band) {
-            // Few tiles come here: kept over the loop, what follows from threadIdx.x would take
-            // registers that the words need, so it is read again.
-            const int tid = tid_x_again();
-            const int row = reload_first_row() + tid / 32 % 4 * 16 + tid % 32 / 4;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const int first_col = key_tile * kTileN + 2 * (tid % 4);
-              visible_bits[0][h] &= visible_columns(p, row + 8 * h, first_col, 2 * kMmaN);
-            }
-          }
-          if (listed || crosses_band) mask_by_bits(s_tile, visible_bits);
-        } else if (tile_crosses_band()) {
-          mask_outside_band(p, s_tile, first_row + warp_row + lane / 4,
-                            key_tile * kTileN + 2 * (lane % 4), params.row_shift);
-        }
-      };
-      if constexpr (!kScoreMod) mod_and_mask_scores();
-      // Without a mask rows have a row_max once they have seen a key.
-      bool use_stale_max = !kFirst && kCols == kTileN &&
-                           (kSparse ? rows_have_max : tile > keys.full_begin) &&
-                           !softmax.has_large_max;
-      if constexpr (kScoreMod)
-        use_stale_max = use_stale_max && steady_scores && !tile_crosses_band();
-      // What a warp decides is not what its neighbours do, and a warpgroup waits for its products
-      // at one place (PTX ISA 9.7.15.7.3: all its threads execute the same wgmma.wait_group).
-      float correction[1][2];
-      bool moved = false, near = true;
-      auto try_stale_max = [&]() {
-        if constexpr (kScoreMod) {
-          if constexpr (kHasOperands && !kPrefetchOperands) {
-            near = load_and_apply_score_mod_of_near<false>(p, operands_offset(), s_tile[0],
-                                                           reload_first_row() + warp_row + lane / 4,
-                                                           key_tile * kTileN + 2 * (lane % 4));
-          } else {
-            near = apply_score_mod_of_near(p, s_tile[0], bias);
-          }
-          if (listed) mask_by_bits(s_tile, visible_bits);
-        }
-        return softmax.try_stale_max<kNearIsLog2>(s_tile, p.exp2_scale, near);
-      };
-      bool has_weights = use_stale_max && try_stale_max();
-      // Scores that grow from tile to tile, as ALiBi's do, pass row_max often, and seldom by much.
-      if constexpr (kScoreMod) {
-        if (use_stale_max && !has_weights && __all_sync(kFullWarp, near)) {
-          has_weights = moved = softmax.move_stale_max(s_tile, correction);
-        }
-      }
-      if (!has_weights) {
-        if (use_stale_max) {  // the scores are gone, and what the mask says of them
-          const auto& work = shared.work[work_pipe.index()];
-          if constexpr (kSparse) key_tile = reload_tile_number(p, work, tile);
-          recompute_scores<kBf16, QTile, kDim / 16>(p, entry() << params.row_shift, s_tile,
-                                                    q_tile + q_lane, key_tile * kTileN);
-          if constexpr (kSparse) listed = reload_mask_words(p, work, tile, visible_bits);
-        }
-        if (kScoreMod || use_stale_max) mod_and_mask_scores();
-        moved = softmax.update_max(s_tile, correction, p.exp2_scale) && !kFirst;
-        // Scores that grow by more would be computed twice.
-        if constexpr (kScoreMod) steady_scores = steady_scores && !moved;
-        softmax.exponentiate<true>(s_tile, p.exp2_scale);
-      }
-      if constexpr (kOverlapSoftmaxPv) wgmma_wait_group<0>();
-      if (moved) {
-        rescale_o(o, correction);
-      }
-      round_weights<kBf16>(s_tile, p_tile);
-      if constexpr (kOverlapSoftmaxPv) release_v();
-      ++tile;
-    };
-    // The products of a tile with Q and of the tile before it with its weights, then its own
-    // weights.
-    auto fwd_step = [&](auto cols) {
-      wait(shared.k_full[k_pipe.index()], k_pipe.parity());
-      warp_scheduler_sync();
-      wgmma_fence();
-      gemm_qk<decltype(cols)::value>(s, q, q_tile, cvta_to_shared(shared.k[k_pipe.index()]));
-      wait(shared.v_full[v_pipe.index()], v_pipe.parity());
-      wgmma_fence();
-      gemm_pv<kTileN>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
-      if constexpr (!kExclusiveMma) warp_scheduler_arrive();
-      softmax_step(Constant<0>(), cols);
-    };
-
-    softmax_step(Constant<1>(), kWholeTile);
+    softmax_step<true, kTileN>(c, at, own, softmax, steady_scores, s, weights, o, q_tile);
 #pragma unroll 1
-    while (tile < keys.end - (half_last_tile ? 1 : 0)) fwd_step(kWholeTile);
-    if (half_last_tile && tile < keys.end) fwd_step(kHalfTile);
-    wait(shared.v_full[v_pipe.index()], v_pipe.parity());
-    if (half_last_tile) {
-      wgmma_fence();
-      gemm_pv<kTileN / 2>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
-    } else {
-      wgmma_fence();
-      gemm_pv<kTileN>(o, weights, cvta_to_shared(shared.v[v_pipe.index()]));
+    while (own.tile < own.keys.end - (own.half_last_tile ? 1 : 0)) {
+      fwd_step<kTileN>(c, at, own, softmax, steady_scores, s, weights, o, q, q_tile);
     }
-    wgmma_wait_group<0>();
-    release(shared.v_empty[v_pipe.index()]);
-    v_pipe.advance();
+    if (own.half_last_tile && own.tile < own.keys.end) {
+      fwd_step<kHalfTile>(c, at, own, softmax, steady_scores, s, weights, o, q, q_tile);
+    }
+    last_gemm_pv(c, at, own, o, weights);
     if constexpr (!kSparse) {
 #pragma unroll 1
-      for (; tile < shared.work[work_pipe.index()].end; ++tile) skip_tile();
+      for (; own.tile < shared.work[at.work.index()].end; ++own.tile) skip_key_tile(c, at);
     }
-    const int row_of_group = reload_first_row();
-    const uint32 out_tile = q_tile;
-    WorkPipeline next_work_pipe = work_pipe;
-    next_work_pipe.advance();
-    QPipeline next_q_pipe = q_pipe;
-    next_q_pipe.advance(kGroups);
-    has_work = peek_work_tile(next_work_pipe);
-    // With room for the next rows of Q beside the output, their first products start here.
-    if constexpr (kPrefetchNextQ) first_gemm(next_q_pipe, has_work);
 
-    softmax.reduce_row_sum();
-    const int my_row = row_of_group + warp_row + lane / 4;
-    auto head_of = [&](int row) {  // batch entry, where heads share a tile too
-      return (entry() << params.row_shift) + (row & ((1 << params.row_shift) - 1));
-    };
-    if (p.sinks != nullptr) {
-      float correction[1][2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = min(my_row + 8 * h, tile_rows(params) - 1);
-        const float sink = sink_in_log2(load_sink(p, head_of(row), row >> params.row_shift));
-        correction[0][h] = add_sink(sink, softmax.row_max[0][h], softmax.row_sum[0][h]);
-      }
-      rescale_o(o, correction);
+    const int row_of_group = reload_first_row(c, at, own);
+    const uint32 out_tile = q_tile;
+    WorkPipeline next_work_pipe = at.work;
+    next_work_pipe.advance();
+    QPipeline next_q_pipe = at.q;
+    next_q_pipe.advance(kGroups);
+    has_work = peek_work_tile(c, own, next_work_pipe);
+    // With room for the next rows of Q beside the output, their first products start here.
+    if constexpr (kPrefetchNextQ) {
+      first_gemm_qk(c, at, own, s, q, q_tile, next_q_pipe, has_work);
     }
-    if (p.lse != nullptr && lane % 4 == 0) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (my_row + 8 * h < tile_rows(params)) {
-          const int row = my_row + 8 * h;
-          p.lse[static_cast<int64>(head_of(row)) * p.q_len + (row >> params.row_shift)] =
-              log_sum_exp(softmax.row_max[0][h], softmax.row_sum[0][h]);
-        }
-      }
-    }
-    const float inverse[2] = {inverse_sum(softmax.row_sum[0][0]),
-                              inverse_sum(softmax.row_sum[0][1])};
-    uint32 out[kMmaV][2];
-    uint32 nonfinite_probe[2][2] = {{0, 0}, {0, 0}};  // NaN once an output is not finite
-#pragma unroll
-    for (int j = 0; j < kMmaV; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        out[j][h] = pack2<kBf16>(o[0][j][2 * h] * inverse[h], o[0][j][2 * h + 1] * inverse[h]);
-        nonfinite_probe[h][j % 2] = fma2<kBf16>(out[j][h], 0, nonfinite_probe[h][j % 2]);
-      }
-    }
-    // The output overwrites Q: of this warp's rows where they were in registers, else of them all.
-    if constexpr (!kQInRegisters) bar_sync(kEpilogue + group, 128);
-#pragma unroll
-    for (int j = 0; j < kMmaV; j += 2) {
-      stmatrix_x4(QTile::at(out_tile + q_lane, 0, j / 2), out[j][0], out[j][1], out[j + 1][0],
-                  out[j + 1][1]);
-    }
-    // One question of all rows first: hardly any warp has a row to be computed again.
-    const float largest_max = fmaxf(fabsf(softmax.row_max[0][0]), fabsf(softmax.row_max[0][1]));
-    const uint32 nonfinite_bits = nonfinite_probe[0][0] | nonfinite_probe[0][1] |
-                                  nonfinite_probe[1][0] | nonfinite_probe[1][1];
-    if (__any_sync(kFullWarp, largest_max >= kCoarseScore || nonfinite_bits != 0)) {
-      __syncwarp();
-      uint32 recompute_lanes[2];  // lanes whose row it is
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float row_max = softmax.row_max[0][h], row_sum = softmax.row_sum[0][h];
-        const int row = (my_row + 8 * h) >> params.row_shift;
-        // A row whose sum is NaN saw a NaN and is to stay NaN.
-        const bool nonfinite_output =
-            (nonfinite_probe[h][0] | nonfinite_probe[h][1]) != 0 && row_sum == row_sum;
-        recompute_lanes[h] = __ballot_sync(
-            kFullWarp,
-            nonfinite_output || exceeds_float32_scores<false, kSparse>(p, row, row_max, row_sum));
-      }
-#pragma unroll 1
-      for (int r = 0; r < 16; ++r) {
-        const int row_in_group = warp_row + r, row = row_of_group + row_in_group;
-        if (((r < 8 ? recompute_lanes[0] : recompute_lanes[1]) >> r % 8 * 4 & 15) == 0) continue;
-        if (row >= tile_rows(params)) continue;
-        const uint32 head = head_of(row);
-        recompute_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
-            p, batch_offsets(p, head), head, row >> params.row_shift, [&](int col, uint16 x) {
-              const uint32 at = QTile::offset(row_in_group, col / 8) + col % 8 * 2;
-              *reinterpret_cast<uint16*>(&shared.q[q_pipe.index()][at]) = x;
-            });
-      }
-    }
-    fence_proxy_async_shared();
-    __syncwarp();
-    release(shared.out_full[q_pipe.index()]);
-    release(shared.work_empty[work_pipe.index()]);
+    epilogue(c, at, softmax, o, row_of_group, out_tile);
     if (!has_work) break;
-    if constexpr (!kPrefetchNextQ) first_gemm(next_q_pipe, true);
-    work_pipe = next_work_pipe;
-    q_pipe = next_q_pipe;
+    if constexpr (!kPrefetchNextQ) first_gemm_qk(c, at, own, s, q, q_tile, next_q_pipe, true);
+    at.work = next_work_pipe;
+    at.q = next_q_pipe;
   }
   wgmma_wait_group<0>();
 }

@@ -31,6 +31,7 @@ constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
 constexpr bool kLastTileFirst = kScoreMod && !kSparse;
 // The last tile may be cut to half its keys; ptxas serialises the products of other builds for it.
 constexpr bool kHalfLastTile = kTileN == 128 && kDim == 128 && !kScoreMod && !kSparse;
+constexpr int kHalfTile = kHalfLastTile ? kTileN / 2 : kTileN;
 constexpr bool kPrefetchNextQ = kQStages >= 2 * kGroups;  // all rows of the next Q are there early
 constexpr int kWorkStages = 4;                            // stages for announced work tiles
 constexpr int kThreads = 128 * (kGroups + 1);
@@ -128,6 +129,7 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as
 enum NamedBarrier : int { kWarpScheduler = 1, kEpilogue = kWarpScheduler + kGroups };
 
 using WorkPipeline = PipelineState<kWorkStages>;
+using KVPipeline = PipelineState<kStages>;  // one for K, one for V
 using QPipeline = PipelineState<kQStages>;  // all warpgroups' rows of a tile, one after the other
 
 // Rows of a query tile, of all heads that share it.
@@ -196,8 +198,7 @@ FA_DEVICE const uint32* listed_words(const AttentionParams& p, const WorkTile& w
 // that come beside it) and load_v(tile).
 template <typename WorkTile, typename Shared, typename LoadK, typename LoadV>
 FA_DEVICE void load_listed_kv(const AttentionParams& p, const WorkTile& work, Shared& shared,
-                              const PipelineState<kStages>& k_pipe, const LoadK& load_k,
-                              const LoadV& load_v) {
+                              const KVPipeline& k_pipe, const LoadK& load_k, const LoadV& load_v) {
   int block = listed_block(p, work, 0), previous_tile = 0;
 #pragma unroll 1
   for (int i = 0; i <= work.end; ++i) {

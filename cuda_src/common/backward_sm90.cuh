@@ -314,14 +314,15 @@ FA_DEVICE void for_each_work_tile(const WorkTile (&work_count)[kStages],
   }
 }
 
-// Asks for kRows rows of an array from `row` on, column block by column block.
+// Asks for kRows rows of an array from `row` on, column block by column block from `column` on.
 template <int kRows, int kBlocks>
 FA_DEVICE void load_rows(uint8* tile, const TensorMap& map, uint32 barrier, uint64 policy, int row,
-                         const int (&step)[3], const int (&coordinate)[3], int head) {
+                         const int (&step)[3], const int (&coordinate)[3], int head,
+                         int column = 0) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     cp_async_bulk_tensor_5d_load(cvta_to_shared(tile + block * kRows * 128), &map, barrier, policy,
-                                 64 * block, row, (coordinate[2] + head) * step[2],
+                                 column + 64 * block, row, (coordinate[2] + head) * step[2],
                                  coordinate[1] * step[1], coordinate[0] * step[0]);
   }
 }

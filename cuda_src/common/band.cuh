@@ -15,6 +15,11 @@ FA_DEVICE int last_key(const AttentionParams& p, int row) {
   return key < -1 ? -1 : key > p.k_len - 1 ? p.k_len - 1 : static_cast<int>(key);
 }
 
+// Tiles of keys or of queries, [begin, end).
+struct TileRange {
+  int begin, end;
+};
+
 // Key tiles that rows [first_row, last_row] touch, and those of them that every row sees whole.
 struct KeyTiles {
   int begin, end;            // [begin, end) is touched

@@ -45,16 +45,26 @@ FA_DEVICE int64 dbias_offset(const Params& params, uint32 entry) {
   return offset;
 }
 
+// Where 16 bytes of a row of a tile in shared memory are.
+template <typename Tile>
+struct TileChunks {
+  uint32 tile;
+
+  __device__ __forceinline__ uint32 operator()(int row, int chunk) const {
+    return tile + Tile::offset(row, chunk);
+  }
+};
+
 // A product of a query and a key, rows of tiles in shared memory, added up in the order of
 // bwd_nonfinite: the largest of such products, which it leaves, is then the same bit for bit.
-template <bool kBf16, int kDim, typename QueryTile, typename KeyTile>
-FA_DEVICE float product_in_order(uint32 q_tile, uint32 k_tile, int row, int col) {
+template <bool kBf16, int kDim, typename QueryChunks, typename KeyChunks>
+FA_DEVICE float product_in_order(QueryChunks queries, KeyChunks keys, int row, int col) {
   float sum = 0.0f;
 #pragma unroll 1
   for (int chunk = 0; chunk < kDim / 8; ++chunk) {
     uint32 q[4], k[4];
-    ld_shared_v4_b32(q, q_tile + QueryTile::offset(row, chunk));
-    ld_shared_v4_b32(k, k_tile + KeyTile::offset(col, chunk));
+    ld_shared_v4_b32(q, queries(row, chunk));
+    ld_shared_v4_b32(k, keys(col, chunk));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint16 x = static_cast<uint16>(q[i / 2] >> i % 2 * 16);
@@ -69,9 +79,9 @@ FA_DEVICE float product_in_order(uint32 q_tile, uint32 k_tile, int row, int col)
 // tiles where a warp's pairs begin, and bit 2 i + h of `is_large` for row 16 i + 8 h of a thread.
 // Rolled up, because it is rarely run; registers have no index, so each weight is offered to all of
 // them.
-template <bool kBf16, int kDim, typename QueryTile, typename KeyTile, typename Params, int kMmaM,
-          int kMmaN>
-FA_DEVICE void replace_large_weights(const Params& params, uint32 q_tile, uint32 k_tile,
+template <bool kBf16, int kDim, typename QueryChunks, typename KeyChunks, typename Params,
+          int kMmaM, int kMmaN>
+FA_DEVICE void replace_large_weights(const Params& params, QueryChunks queries, KeyChunks keys,
                                      uint32 entry, int first_query, int first_key, int warp_row,
                                      int warp_col, uint32 is_large,
                                      float (&weights)[kMmaM][kMmaN][4]) {
@@ -91,8 +101,7 @@ FA_DEVICE void replace_large_weights(const Params& params, uint32 q_tile, uint32
     float weight = 0.0f;
     if (is_own) {
       const float2 of = statistics[query];
-      const float product =
-          product_in_order<kBf16, kDim, QueryTile, KeyTile>(q_tile, k_tile, row, col);
+      const float product = product_in_order<kBf16, kDim>(queries, keys, row, col);
       const float score = score_from_product(p, at, product, query, key);
       weight = ex2_approx_ftz(scale_score(score, p.exp2_scale) - of.x) * of.y;
     }

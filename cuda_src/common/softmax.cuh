@@ -241,6 +241,19 @@ FA_DEVICE float log_sum_exp(float row_max, float row_sum) {
   return row_sum == 0.0f ? -FA_INFINITY : kLn2 * (row_max + lg2_approx_ftz(row_sum));
 }
 
+// Multiplies O by the factors of rows whose row_max has moved.
+template <int kMmaM, int kMmaV>
+FA_DEVICE void rescale_o(float (&o)[kMmaM][kMmaV][4], const float (&correction)[kMmaM][2]) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[i][j][e] *= correction[i][e / 2];
+    }
+  }
+}
+
 // Rounds weights in pairs: weights[i][j][h] is what an A operand of m16n8k16 holds.
 template <bool kBf16, int kMmaM, int kMmaN>
 FA_DEVICE void round_weights(const float (&s)[kMmaM][kMmaN][4],

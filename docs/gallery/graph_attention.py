@@ -2,10 +2,10 @@
 Attention on a graph
 ====================
 
-On a graph, each node attends to its neighbours. A mask made from the edges hides all other pairs,
-and blocks of 128 x 128 pairs without an edge are skipped. Numbering the nodes anew, so that
-neighbours have numbers close to each other, leaves fewer blocks. That saves time on a GPU. On a
-CPU, blocks with few edges are computed edge by edge, so a graph with few edges needs no new order.
+On a graph, each node attends to its neighbours. A mask made from the edges hides all other pairs.
+Blocks of 128 x 128 pairs without an edge are skipped, and a graph with few edges in each block is
+computed edge by edge. Where there are many, a new order of the nodes, in which neighbours have
+numbers close to each other, leaves fewer blocks with an edge and saves time.
 """
 
 import matplotlib.pyplot as plt
@@ -13,7 +13,7 @@ import numpy as np
 from scipy import sparse
 from scipy.spatial import cKDTree
 
-from fa_cupy import BitMask, attention, plot
+from fa_cupy import BitMask, attention, attention_backward, plot
 
 rng = np.random.default_rng(0)
 
@@ -62,6 +62,29 @@ scores = np.exp((q[dst] * k[src]).sum(axis=1) / np.sqrt(16))
 weights = sparse.csr_array((scores, (dst, src)), shape=(count, count))
 direct = (weights @ v) / weights.sum(axis=1)[:, None]
 assert np.allclose(out, direct)
+
+# %%
+# Edge weights
+# ------------
+# A sparse matrix as `bias` holds a number for each edge, which is added to its score. Its stored
+# elements say which keys a query sees, so that no mask is needed. Here far neighbours weigh less.
+
+distances = np.linalg.norm(points[dst] - points[src], axis=1)
+bias = sparse.csr_array((-distances / 0.01, (dst, src)), shape=(count, count))
+weighted, lse = attention(q, k, v, bias, return_lse=True)
+
+weights = sparse.csr_array((scores * np.exp(-distances / 0.01), (dst, src)), shape=(count, count))
+direct = (weights @ v) / weights.sum(axis=1)[:, None]
+assert np.allclose(weighted, direct)
+
+# %%
+# The gradient is a sparse matrix with an element for each edge: by how much a loss grows with its
+# weight. Here the loss is the sum of squares of the output.
+
+(dbias,) = attention_backward(2 * weighted, q, k, v, weighted, lse, bias, need=["bias"])
+step = sparse.csr_array((1e-6 * rng.standard_normal(bias.nnz), bias.indices, bias.indptr))
+change = np.sum(attention(q, k, v, bias + step) ** 2) - np.sum(weighted**2)
+assert np.isclose(change, (dbias.data * step.data).sum(), rtol=1e-3)
 
 # %%
 # Both masks

@@ -25,8 +25,9 @@ pixels = BitMask.from_window((20, 40), 2)
 # %%
 # Operators
 # ---------
-# Masks combine by ``&``, ``|``, ``^`` and ``~``, with each other and with arrays of bool. Here all
-# positions also see the first 20, and no position sees padding.
+# Masks combine by ``&``, ``|``, ``^`` and ``~``, with each other and with arrays of bool. Here each
+# position also sees those of the first 20 that are before it, and none sees the last 100, which are
+# padding.
 
 position = np.arange(800)
 first = BitMask.from_function(lambda q, k: (k < 20) & (q >= k), (800, 800))

@@ -127,13 +127,13 @@ def _cupy(device: str) -> Any:
     """Return CuPy for a run on the GPU, or None for one on the CPU."""
     if device == "cpu":
         return None
-    from fa_cupy.gpu.driver import devices
+    from fa_cupy.gpu.driver import devices, remedies
 
     found, why = devices.look()
     if found:
         return devices.import_cupy()[0]
     if device == "gpu":
-        hint = ": pip install 'fa_cupy[cuda13]' (or cuda12)" if why == devices.ABSENT else ""
+        hint = f": {remedies.command('CuPy')}" if why == devices.ABSENT else ""
         raise DemoError(f"--device gpu: {why}{hint}")
     return None
 
@@ -233,7 +233,7 @@ def main(args: list[str] | None = None) -> int:
     )
     try:
         _run(parser.parse_args(args))
-    except BrokenPipeError:  # whoever reads the output has enough of it
+    except BrokenPipeError:  # the reader of the output has enough
         raise
     except (DemoError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             options.output.write_text(text)
         else:
             print(text, end="")
-    except BrokenPipeError:  # whoever reads the output has enough of it
+    except BrokenPipeError:  # the reader of the output has enough
         raise
     except (ImportError, OSError, nvrtc.CompileError) as error:
         print(f"emit: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from fa_cupy.cli import cuda_extra
 from fa_cupy.core.linear_problem import ALGORITHMS
 from fa_cupy.cpu import blas
 from fa_cupy.cpu.executor import Machine
-from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
+from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc, remedies
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
@@ -57,9 +57,13 @@ def _cupy() -> str:
     cupy, why = devices.import_cupy()
     found = _version(*_CUPY)
     if cupy is not None:
-        return found or str(getattr(cupy, "__version__", "of an unknown version"))
+        shown = found or str(getattr(cupy, "__version__", "of an unknown version"))
+        if remedies.too_old(shown):
+            oldest = f"want {remedies.OLDEST_CUPY} or later"
+            return f"{shown}, {oldest}: {remedies.command('CuPy')}"
+        return shown
     if found is None and why == devices.ABSENT:
-        return "not installed: CuPy arrays need the extra cuda12 or cuda13"
+        return f"not installed: CuPy arrays need it: {remedies.command('CuPy')}"
     return f"{found} is installed, but treated as absent: {why}" if found else f"absent: {why}"
 
 
@@ -74,6 +78,8 @@ def _installed() -> Iterator[Line]:
         yield "nvrtc", f"{found}, cuda-bindings {_version('cuda-bindings')}"
     except ImportError as error:
         yield "nvrtc", str(error)
+    if remedies.from_conda() and (missing := remedies.missing_from_conda()):
+        yield "conda", f"lacks {', '.join(missing)}: {remedies.command(*missing)}"
 
 
 def _machine() -> Iterator[Line]:

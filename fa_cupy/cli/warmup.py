@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
                     bar.update()
             finally:  # after an error the rest is not waited for
                 pool.shutdown(cancel_futures=True)
-    except BrokenPipeError:  # whoever reads the output has enough of it
+    except BrokenPipeError:  # the reader of the output has enough
         raise
     except (ImportError, OSError, nvrtc.CompileError, UserWarning) as error:
         print(f"warmup: {error}", file=sys.stderr)

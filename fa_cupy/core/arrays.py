@@ -241,8 +241,7 @@ def _require_device(where: str, device: int) -> None:
     cupy, why = backends.gpu("driver.devices").import_cupy()
     if cupy is None:
         raise ImportError(
-            f"{where}, which needs CuPy: pip install 'fa_cupy[cuda13]', or 'fa_cupy[cuda12]' for a "
-            f"CUDA 12 driver ({why})"
+            f"{where}, which needs CuPy: {backends.gpu('driver.remedies').command('CuPy')} ({why})"
         )
     try:
         count = cupy.cuda.runtime.getDeviceCount()

@@ -10,6 +10,7 @@ import numpy as np
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, backends
+from fa_cupy.core.sparse_bias import SparseBias, is_sparse
 from fa_cupy.score.program import Operands
 
 _OPTIONAL = ("initial_state", "dstate", "out")
@@ -31,18 +32,67 @@ def to_native(name: str, **arrays: Any) -> core_arrays.Native:
 def with_bits(
     name: str, args: Sequence[str], arrays: Sequence[Any], **more: Any
 ) -> tuple[core_arrays.Native, list[Any], list[Any]]:
-    """Return arrays to be read as native ones, but a BitMask as it is; `more` apart from them.
-
-    The last array is the mask: a sparse matrix becomes a BitMask.
-    """
-    if hasattr(arrays[-1], "tocsr"):
-        arrays = [*arrays[:-1], BitMask.from_csr(arrays[-1])]
+    """Return arrays to be read as native ones, sparse ones as `sparse_inputs` does; and `more`."""
+    arrays = sparse_inputs(name, args, arrays)
     named = dict(zip(args, arrays, strict=True))
-    plain = {arg: None if isinstance(x, BitMask) else x for arg, x in named.items()}
+    kept = sparse(arrays)
+    plain = {arg: None if x else named[arg] for arg, x in zip(args, kept, strict=True)}
     native = core_arrays.to_native(name, writes=None, **plain, **more)
     inputs = native.arrays[: len(args)]
-    inputs = [x if isinstance(x, BitMask) else y for x, y in zip(arrays, inputs, strict=True)]
+    inputs = [x if z else y for x, y, z in zip(arrays, inputs, kept, strict=True)]
     return native, inputs, native.arrays[len(args) :]
+
+
+def sparse_inputs(name: str, args: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays with a `SparseBias` and a `BitMask` for sparse ones of the last two.
+
+    These are bias and mask. Without a mask, the pattern of a sparse bias is the mask.
+    """
+    *others, bias, mask = arrays
+    if is_sparse(mask):
+        mask = BitMask.from_csr(mask)
+    if is_sparse(bias):
+        bias = SparseBias(name, args[-2], bias)
+        mask = bias.structure.pattern if mask is None else mask
+        if bias.device is not None and not isinstance(mask, BitMask):
+            raise TypeError(
+                f"{name}: {args[-1]} is an array and {args[-2]} a sparse matrix on a GPU, want a "
+                f"BitMask (BitMask({args[-1]}))"
+            )
+    return [*others, bias, mask]
+
+
+def sparse(arrays: Sequence[Any]) -> list[bool]:
+    """Return which arrays are what `sparse_inputs` has for sparse ones."""
+    *others, bias, mask = arrays
+    return [*[False] * len(others), isinstance(bias, SparseBias), isinstance(mask, BitMask)]
+
+
+def dense_inputs(
+    name: str, native: core_arrays.Native, inputs: Sequence[Any], out: Any = None
+) -> list[Any]:
+    """Check a sparse bias, and return the inputs without it: a problem has no view of it."""
+    *others, bias, mask = inputs
+    if not isinstance(bias, SparseBias):
+        return [*inputs]
+    q, k, *_ = others
+    device = None if native.backend == "numpy" else q.data.device_id
+    if bias.device != device:
+        where = ["the CPU" if x is None else f"CUDA device {x}" for x in (bias.device, device)]
+        raise ValueError(
+            f"{name}: bias is a sparse matrix on {where[0]}, q is on {where[1]}, want one device"
+        )
+    bias.check(name, q, k, out)
+    return [*others, None, mask]
+
+
+def refuse_sparse_bias(name: str, bias: Any, dense: str) -> None:
+    """Raise for a sparse bias where gradients are recorded; `dense` is what to write instead."""
+    if is_sparse(bias):
+        raise TypeError(
+            f"{name}: bias is a sparse matrix, want {dense} and a mask of its pattern, or "
+            "fa_cupy.attention and attention_backward on NumPy arrays"
+        )
 
 
 def allocator(native: core_arrays.Native) -> Callable[..., Any]:

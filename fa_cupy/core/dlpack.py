@@ -17,7 +17,16 @@ from fa_cupy.core import backends
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # The functions of `fa_cupy.torch`.
-_RECORDED = ("attention", "causal_product")
+_RECORDED = (
+    "attention",
+    "causal_product",
+    "kernel_regression",
+    "linear_attention",
+    "merge_attention",
+    "non_local_means",
+    "prefix_state",
+    "scaled_dot_product_attention",
+)
 #: What libraries raise for an array that DLPack cannot carry (sparse, quantised, traced, ...).
 NO_EXCHANGE = (BufferError, TypeError, RuntimeError, ValueError, AttributeError)
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
+from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.cpu import thread_pool
 from fa_cupy.cpu.masks import entries
 from fa_cupy.cpu.masks.tiles import MaskTiles, mask_tile
@@ -45,7 +46,7 @@ def attention(
     q: Array,
     k: Array,
     v: Array,
-    bias: Array | None,
+    bias: Array | SparseBias | None,
     mask: Array | BitMask | None,
     out: Array | None,
     return_lse: bool,
@@ -59,7 +60,7 @@ def attention(
     problem : Problem
         From `fa_cupy.core.attention_problem.attention_problem`.
     q, k, v, bias, mask : numpy.ndarray or None
-        The arrays that `problem` was made from; `mask` may be a BitMask.
+        The arrays that `problem` was made from; `mask` may be a BitMask, `bias` a SparseBias.
     out : numpy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
@@ -189,8 +190,10 @@ def _tasks(
             x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=not entries.any_of(bits))
             if entries.any_of(bits):
                 if matrix not in of_matrix:
-                    of_matrix[matrix] = entries.Entries.of(problem, bits, matrix)
+                    of_matrix[matrix] = entries.Entries.of(problem, bits, matrix, arrays[3])
                 pairs = of_matrix[matrix]
+        if isinstance(arrays[3], SparseBias):
+            x[3] = arrays[3]
         made = None if score is None else TileScore(np, score, x[8], x[9], dtype)
         operands = tiled_attention.Operands(*x[:8], score=made)
         stack = _Stack(operands, dtype, len(rows), pairs)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
+from fa_cupy.core.sparse_bias import SparseBias, Sums
 from fa_cupy.cpu import thread_pool
 from fa_cupy.cpu.masks import entries, entries_backward
 from fa_cupy.cpu.masks.tiles import MaskTiles
@@ -50,7 +51,8 @@ def backward(
     problem : Problem
         From `fa_cupy.core.attention_problem.attention_problem`.
     inputs : tuple of numpy.ndarray or None
-        q, k, v, bias and mask, which `problem` was made from; the mask may be a BitMask.
+        q, k, v, bias and mask, which `problem` was made from; the bias may be a SparseBias, the
+        mask a BitMask.
     results : tuple of numpy.ndarray or None
         Output and LSE, and the gradients of both; that of the LSE may be None.
     need : tuple of str
@@ -83,7 +85,7 @@ def _run(
     problem: attention_problem.Problem,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
-    grads: dict[str, Gradient],
+    grads: dict[str, Gradient | Sums],
     dtype: np.dtype[Any],
     sinks: Array | None,
     score: ScoreOperands | None,
@@ -96,7 +98,7 @@ def _run(
         for begin in range(0, problem.k_len, tile.tile_n)
     ]
     stacks = _operands(problem, inputs, results, grads, tile, dtype, sinks, score)
-    pairs = _Entries(problem, bits)
+    pairs = _Entries(problem, bits, inputs[3])
     stacks = _prepared(problem, stacks, columns, tile, main, pairs.of)
     for x in stacks:
         attention_backward.add_to_sinks(main, x)
@@ -114,8 +116,8 @@ def _run(
 class _Entries:
     """The entries of sparse blocks, by matrix, made when they are first asked for."""
 
-    def __init__(self, problem: attention_problem.Problem, mask: Any) -> None:
-        self._problem = problem
+    def __init__(self, problem: attention_problem.Problem, mask: Any, bias: Any) -> None:
+        self._problem, self._bias = problem, bias
         self._mask = mask if isinstance(mask, BitMask) and entries.any_of(mask) else None
         self._found: dict[int, entries.Entries] = {}
         self._turned: dict[int, entries_backward.Turned] = {}
@@ -126,7 +128,8 @@ class _Entries:
             return None
         matrix = x.mask.matrix
         if matrix not in self._found:
-            self._found[matrix] = entries.Entries.of(self._problem, self._mask, matrix)
+            parts = self._problem, self._mask, matrix, self._bias
+            self._found[matrix] = entries.Entries.of(*parts)
         return self._found[matrix]
 
     def turned(self, x: Operands) -> entries_backward.Turned:
@@ -231,6 +234,8 @@ def _prepared(
 def _place(task: _Task, name: str, rows: tuple[int, int], tile: tile_sizes.Tile) -> tuple[Any, ...]:
     """Name the part of a gradient that a term is added to: parts are equal or disjoint."""
     grad = task.x.grads[name]
+    if isinstance(grad, Sums):
+        return name, id(grad), rows[0] // tile.tile_m, task.keys[0]
     all_pairs = name not in ("q", "k", "v")  # the gradient has an axis for rows, and one for keys
     row = rows[0] // tile.tile_m if not all_pairs or grad.strides[1] else 0
     key = task.keys[0] if name != "q" and (not all_pairs or grad.strides[2]) else 0
@@ -269,7 +274,7 @@ def _operands(
     problem: attention_problem.Problem,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
-    grads: dict[str, Gradient],
+    grads: dict[str, Gradient | Sums],
     tile: tile_sizes.Tile,
     dtype: np.dtype[Any],
     sinks: Array | None,
@@ -287,10 +292,16 @@ def _operands(
     most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
     if bits is not None and entries.differ(bits):
         most = 1
-    return [
-        gradients.operands(stack, [*grads], *gradients.sparse(bits, stack, of_mask), score=of)
-        for stack in batching.stacks(np, arrays, views, max(1, most))
-    ]
+    found = []
+    for stack in batching.stacks(np, arrays, views, max(1, most)):
+        sparse = gradients.sparse(bits, stack, of_mask)
+        x = gradients.operands(stack, [*grads], *sparse, score=of)
+        if isinstance(inputs[3], SparseBias):
+            x = replace(x, bias=inputs[3])
+            if "bias" in grads:
+                x.grads["bias"] = grads["bias"]
+        found.append(x)
+    return found
 
 
 def _tile_score(score: ScoreOperands, dtype: np.dtype[Any], b: Array, h: Array) -> TileScore:

@@ -14,9 +14,11 @@ import cupy
 from cupy import ndarray
 from cupy.cuda import alloc, get_current_stream, runtime
 
+from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.core.arrays import dense_strides, memory_order
 from fa_cupy.core.attention_problem import Problem
+from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import (
     addresses_of,
@@ -32,11 +34,12 @@ from fa_cupy.gpu.arrays import (
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
-from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairCounts
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.built_in import with_built_in
 from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.masks import pairs
 from fa_cupy.gpu.masks.binding import CallMask
+from fa_cupy.gpu.masks.pair_bias import PairPlaces
 from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
@@ -57,6 +60,8 @@ class Call:
     device : int
     counts : PairCounts, optional
         Of the mask's pairs, if they are read one by one.
+    by_pair : bool, optional
+        Whether the bias is an array of float32 with a number for each of these pairs.
 
     Attributes
     ----------
@@ -65,7 +70,7 @@ class Call:
     """
 
     __slots__ = (
-        "_lse", "_lse_bytes", "_mask", "_out", "_workspace_at", "plan",
+        "_by_pair", "_lse", "_lse_bytes", "_mask", "_out", "_workspace_at", "plan",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +79,7 @@ class Call:
         out_strides: tuple[int, ...],
         device: int,
         counts: PairCounts | None = None,
+        by_pair: bool = False,
     ) -> None:
         shape = problem.out_shape
         self._out = allocation(shape, out_strides, problem.dtype)
@@ -82,12 +88,14 @@ class Call:
         self._workspace_at = 0
         self.plan: Plan | None = None
         self._mask: CallMask | CallPairs | None = None
+        self._by_pair = by_pair
         if not self._lse_bytes:  # there is no row to compute
             return
         out = attention_problem.out_view(problem, shape, out_strides)
         traits, launcher = Traits(problem, out), workspace.launcher(device)
         if counts is not None:
-            self.plan = fwd_pairs.make_plan(traits, launcher, counts)
+            of_bias = PairBias((0,) * len(problem.batch)) if by_pair else None
+            self.plan = fwd_pairs.make_plan(traits, launcher, counts, of_bias)
             self._mask = CallPairs(problem, device)
         else:
             self.plan = forward.make_plan(traits, launcher)
@@ -125,7 +133,7 @@ class Call:
         else:
             rows = lse.data.ptr
         if self.plan is not None:
-            bias_at = 0 if bias is None else bias.data.ptr
+            bias_at = 0 if bias is None or self._by_pair else bias.data.ptr
             pointers: tuple[int, ...]
             pointers = (q.data.ptr, k.data.ptr, v.data.ptr, bias_at, memory.ptr, rows)
             if sinks is not None:
@@ -137,6 +145,8 @@ class Call:
             else:
                 # The lists may be temporaries, which live until the launch is queued.
                 addresses, _owners = self._mask(mask)
+                if self._by_pair:
+                    addresses = (*addresses, bias.data.ptr)
                 self.plan.run((*pointers, *addresses), space)
         return out, lse
 
@@ -214,7 +224,8 @@ def attention(
     problem : Problem
         From `fa_cupy.core.attention_problem.attention_problem`.
     q, k, v, bias, mask : cupy.ndarray or None
-        The arrays that `problem` was made from; `mask` may be a BitMask.
+        The arrays that `problem` was made from; `mask` may be a BitMask, and with it `bias` a
+        SparseBias.
     out : cupy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
@@ -230,6 +241,8 @@ def attention(
     lse : cupy.ndarray or None
     """
     device = runtime.getDevice()
+    if isinstance(bias, SparseBias):
+        return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())
     require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score)
     built_in = None if score is None else with_built_in(problem, score)
@@ -253,6 +266,35 @@ def attention(
     with workspace.results():
         call = _call_for(problem, strides, device, counts)
         return call(q, k, v, bias, mask, out, lse, sinks, score)
+
+
+def _over_pairs(
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: SparseBias,
+    mask: BitMask,
+    out: Any,
+    return_lse: bool,
+    sinks: Any,
+    score: Operands | None,
+) -> tuple[Any, Any | None]:
+    """Solve a problem with a number for each pair, which only the kernels over pairs add."""
+    if problem.mask is None or not math.prod(problem.out_shape[:-1]):  # of no query or no key
+        return attention(problem, q, k, v, None, mask, out, return_lse, sinks, score)
+    device = runtime.getDevice()
+    counts = pairs.counts_with_bias(_NAME, problem, mask, workspace.launcher(device).target)
+    of_score = {} if score is None else dict(score.named())
+    require_whole_elements(q=q, k=k, v=v, sinks=sinks, out=out, **of_score)
+    numbers = PairPlaces.of(bias, mask).numbers(bias)
+    strides = _strides_like(problem, q) if out is None else out.strides
+    if not _direct(problem, strides):
+        return _by_copies(problem, q, k, v, numbers, mask, out, return_lse, sinks, score, counts)
+    lse = lse_for(problem, return_lse)
+    with workspace.results():
+        call = _call_for(problem, strides, device, counts, by_pair=True)
+        return call(q, k, v, numbers, mask, out, lse, sinks, score)
 
 
 def lse_for(problem: attention_problem.Problem, wanted: bool) -> Any:
@@ -286,9 +328,10 @@ def _by_copies(
             arrays[name], views[name] = packed_copy(view, arrays[name])
     changed: dict[str, Any] = dict(views)
     problem = dataclasses.replace(problem, **changed)
+    by_pair = problem.bias is None and bias is not None
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
-    call = _call_for(problem, target.strides, runtime.getDevice(), counts)
+    call = _call_for(problem, target.strides, runtime.getDevice(), counts, by_pair)
     rows = lse_for(problem, lse)
     with workspace.results():
         inputs = arrays["q"], arrays["k"], arrays["v"], bias, mask
@@ -327,11 +370,15 @@ def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:
 
 
 def _call_for(
-    problem: Problem, out_strides: tuple[int, ...], device: int, counts: PairCounts | None
+    problem: Problem,
+    out_strides: tuple[int, ...],
+    device: int,
+    counts: PairCounts | None,
+    by_pair: bool = False,
 ) -> Call:
     """Return the `Call` of a problem, from the table of plans if it is there."""
-    key = _NAME, problem, out_strides, device, counts
+    key = _NAME, problem, out_strides, device, counts, by_pair
     call: Call | None = lookup(key)
     if call is None:
-        call = remember(key, Call(problem, out_strides, device, counts))
+        call = remember(key, Call(problem, out_strides, device, counts, by_pair))
     return call

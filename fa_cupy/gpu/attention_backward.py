@@ -19,6 +19,7 @@ from cupy.cuda import alloc, get_current_stream, runtime
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import sinks_gradient, workspace
 from fa_cupy.gpu.arrays import (
     Allocation,
@@ -30,13 +31,14 @@ from fa_cupy.gpu.arrays import (
 )
 from fa_cupy.gpu.kernels.attention.pairs import gradients_plan
 from fa_cupy.gpu.kernels.attention.pairs.pair_gradients import serves_gradients
-from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairCounts
+from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.kernels.built_in import with_built_in
 from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
 from fa_cupy.gpu.masks.block_tables import CallTables
-from fa_cupy.gpu.masks.pairs import CallPairs, counts_of
+from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
+from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
 from fa_cupy.score.program import Operands
@@ -95,6 +97,7 @@ class Prepared(NamedTuple):
         mask: Any,
         memory: Any = None,
         of_score: tuple[int, ...] = (),
+        of_pairs: tuple[int, ...] = (),
     ) -> bool:
         """Run the call on the current stream of the plan's device, which must be current.
 
@@ -107,6 +110,8 @@ class Prepared(NamedTuple):
             The workspace, where the caller reads what the kernels leave in it.
         of_score : tuple of int, optional
             Addresses of the arrays of an expression.
+        of_pairs : tuple of int, optional
+            Addresses of the numbers of pairs and of their gradients.
 
         Returns
         -------
@@ -115,6 +120,7 @@ class Prepared(NamedTuple):
         """
         # What a launch reads is given back when the launch is queued.
         tables, _owners = ((), None) if self.tables is None else self.tables(mask)
+        tables = (*tables, *of_pairs)
         there = [arrays[name] for name in ARRAYS if name not in self.copies]
         pointers = [*[0 if x is None else x.data.ptr for x in there], *of_score]
         if not self.copies:
@@ -217,6 +223,8 @@ def backward(
 
     Kernels compute them where there are some for the call, cuBLAS products elsewhere.
     """
+    if isinstance(inputs[3], SparseBias):
+        return _over_pairs(problem, inputs, results, need, empty, sinks, score)
     of_score = {} if score is None else dict(score.named())
     named = _named(inputs, results)
     require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
@@ -226,6 +234,47 @@ def backward(
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
+
+
+def _over_pairs(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+    sinks: Any,
+    score: Operands | None,
+) -> dict[str, Any]:
+    """Do as `backward` with a number for each pair, which only the kernels over pairs add."""
+    bias, mask = inputs[3:]
+    if problem.mask is None or not math.prod(problem.out_shape[:-1]):  # of no query or no key
+        dense = (*inputs[:3], None, mask)
+        others = tuple(name for name in need if name != "bias")
+        found = backward(problem, dense, results, others, empty, sinks, score) if others else {}
+        return found | {"bias": gradient_without_pairs(bias)}
+    counts = counts_with_bias(_NAME, problem, mask, workspace.launcher(runtime.getDevice()).target)
+    arrays, of_score = _named(inputs, results), {} if score is None else dict(score.named())
+    require_whole_elements(_NAME, **arrays, sinks=sinks, **of_score)
+    by_pair = PairBias((0,) * len(problem.batch), wants_gradient="bias" in need)
+    plan = None
+    if not any(name.startswith("score.") for name in need):
+        plan = prepared(problem, arrays, mask, need, of_pairs=(counts, by_pair))
+    if plan is None:
+        raise NotImplementedError(
+            f"{_NAME}: bias is a sparse matrix on a GPU, and there are sinks, arrays of a score "
+            "that need a gradient or masks of heads that share keys, want none of them"
+        )
+    places = PairPlaces.of(bias, mask)
+    numbers = places.numbers(bias)
+    sums = cupy.zeros(numbers.shape, np.float32)
+    found = {x: empty(arrays[x].shape, arrays[x].dtype, arrays[x]) for x in need if x in _INPUTS}
+    arrays |= dict.fromkeys(("bias", "sinks", "dbias"))
+    arrays |= {f"d{name}": found.get(name) for name in _INPUTS}
+    addresses = () if score is None else addresses_of(score)
+    plan.run(arrays, mask, None, addresses, (numbers.data.ptr, sums.data.ptr))
+    if "bias" in need:
+        found["bias"] = places.gradient(bias, sums)
+    return found
 
 
 def by_kernels(
@@ -284,6 +333,7 @@ def prepared(
     mask: Any,
     need: Sequence[str],
     dbias: Laid | None = None,
+    of_pairs: tuple[PairCounts, PairBias] | None = None,
 ) -> Prepared | None:
     """Return what a call needs, made at most once; None where the kernels do not take the call.
 
@@ -297,17 +347,22 @@ def prepared(
         The arrays whose gradients are asked for.
     dbias : Laid, optional
         The gradient of the bias, where it is wanted.
+    of_pairs : tuple, optional
+        The counts of the mask's pairs, which have a bias each, and how that lies.
     """
     device = runtime.getDevice()
-    counts = None if problem.mask is None else counts_of(problem, mask, device)
+    counts, by_pair = of_pairs or (None, None)
+    if by_pair is None and problem.mask is not None:
+        counts = counts_of(problem, mask, device)
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
     copied = tuple(
         [name for name in laid if not _readable(name, laid[name], arrays[name].data.ptr)]
     )
-    key = _NAME, problem, (*laid.values(),), copied, frozenset(need), device, dbias, counts
+    places = (*laid.values(),), copied, frozenset(need)
+    key = _NAME, problem, *places, device, dbias, counts, by_pair
     found: Any = lookup(key, UNKNOWN)
     if found is UNKNOWN:
-        found = remember(key, _prepare(problem, laid, copied, need, device, dbias, counts))
+        found = remember(key, _prepare(problem, laid, copied, need, device, dbias, counts, by_pair))
     return cast("Prepared | None", found)
 
 
@@ -319,6 +374,7 @@ def _prepare(
     device: int,
     dbias: Laid | None,
     counts: PairCounts | None,
+    by_pair: PairBias | None,
 ) -> Prepared | None:
     inside = {name: _laid_out(laid[name].shape, None, laid[name].dtype) for name in copied}
     orders = [core_arrays.memory_order(laid[name].shape, laid[name]) for name in _INPUTS]
@@ -351,8 +407,10 @@ def _prepare(
     sizes = {name: x.nbytes for name, x in inside.items()}
     traits, launcher = Traits(problem, gradients), workspace.launcher(device)
     if counts is not None and serves_gradients(traits):
-        made = gradients_plan.make_plan(traits, launcher, counts, sizes)
+        made = gradients_plan.make_plan(traits, launcher, counts, sizes, by_pair)
         tables: Any = CallPairs(problem, device, gradients=True)
+    elif by_pair is not None:
+        return None
     else:
         found = make_plan(traits, launcher, sizes)
         if found is None:

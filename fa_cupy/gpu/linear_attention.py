@@ -206,7 +206,7 @@ def readings(
 
 
 def _placed(x: Any, places: Any, length: int) -> Any:
-    """Return zeros in `length` rows, of which those at `places` are the rows of `x`."""
+    """Return `length` rows: those of `x` at `places`, and zeros elsewhere."""
     bits = _bits(x)
     found = cupy.zeros((*x.shape[:-2], length, x.shape[-1]), bits.dtype)
     if bits.size:

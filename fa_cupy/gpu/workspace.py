@@ -1,7 +1,7 @@
 """Where calls on a GPU take memory from, so that graphs that they are captured into own theirs.
 
 A graph runs long after the call that it was captured from, and as often as it is launched. If the
-call had worked in memory of CuPy's pool, which gives it to somebody else when the call returns,
+call had worked in memory of CuPy's pool, which gives it to another call when this one returns,
 every launch would write there. So there are two kinds of memory:
 
 * Results belong to the caller: they come from the caller's allocator of CuPy, or from the library
@@ -178,7 +178,7 @@ def launcher(device: int) -> DriverLauncher:
 
 
 def temporaries() -> AbstractContextManager[Any]:
-    """Return a context in which arrays are temporaries, that live until nobody holds them."""
+    """Return a context in which arrays are temporaries: they live while objects refer to them."""
     return using_allocator(of_graph) if capturing() else _NOTHING
 
 

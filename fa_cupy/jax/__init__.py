@@ -21,15 +21,17 @@ except ModuleNotFoundError as error:
 import fa_cupy
 from fa_cupy._attention import TORCH_ARGS
 from fa_cupy._score import Score
-from fa_cupy.core import attention_problem, checks, compositions, linear_problem
+from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.jax import callbacks
 from fa_cupy.jax.callbacks import Fixed, require_arrays, stand_in
 
 __all__ = [
     "attention",
     "causal_product",
+    "kernel_regression",
     "linear_attention",
     "merge_attention",
+    "non_local_means",
     "prefix_state",
     "scaled_dot_product_attention",
 ]
@@ -62,8 +64,8 @@ def attention(
         As in `fa_cupy.attention`. All arguments but the arrays are static under `jax.jit`.
     score : Score, optional
         As in `fa_cupy.attention`. Its arrays may be traced: make it inside of the function that is
-        transformed, of that function's arguments. Gradients flow to those of its arrays of floats
-        that `fa_cupy.attention_backward` can compute them for, others are a ValueError.
+        transformed, from that function's arguments. Gradients flow to the arrays of floats for
+        which `fa_cupy.attention_backward` has them; for others they are a ValueError.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
 
@@ -98,6 +100,7 @@ def attention(
     >>> jax.grad(loss)(jax.numpy.ones(8)).shape
     (8,)
     """
+    dispatch.refuse_sparse_bias("attention", bias, "jax.numpy.asarray(bias.toarray())")
     mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     mask = None if bits is not None else mask
@@ -159,6 +162,69 @@ def causal_product(
     with_state = checks.flag(name, "return_state", return_state)
     out, state = callbacks.causal_product((reverse, algorithm), q, k, v, initial_state)
     return (out, state) if with_state else out
+
+
+def kernel_regression(
+    x: Array,
+    X: Array,
+    y: Array,
+    bandwidth: Array,
+    kernel: str = "gaussian",
+    *,
+    mask: Any = None,
+) -> Array:
+    """Kernel regression of JAX arrays, with gradients of `x`, `X`, `y` and `bandwidth`.
+
+    Parameters
+    ----------
+    x, X, y, bandwidth, kernel, mask
+        As in `fa_cupy.kernel_regression`. A bandwidth that is an array, without axes or with those
+        of an array there, has a gradient. `kernel` and a bandwidth that is a number are static
+        under `jax.jit`.
+
+    Returns
+    -------
+    jax.Array, shape (..., m) for `y` of one axis, else (..., m, c)
+        Where no sample has a weight, NaN, and its gradients are 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.kernel_regression`.
+
+    Warns
+    -----
+    RuntimeWarning
+        As for `fa_cupy.kernel_regression`.
+
+    See Also
+    --------
+    fa_cupy.kernel_regression_backward : computes the gradients; there are no second derivatives.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import kernel_regression
+    >>> X, y = jax.random.uniform(jax.random.key(0), (300, 2)), jax.numpy.ones(300)
+    >>> others = ~jax.numpy.eye(300, dtype=bool)
+    >>> def loss(h):
+    ...     return ((kernel_regression(X, X, y, h, mask=others) - y) ** 2).mean()
+    >>> jax.grad(loss)(0.2).shape
+    ()
+    """
+    name = "kernel_regression"
+    mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+    bits = mask if isinstance(mask, fa_cupy.BitMask) else None
+    mask = None if bits is not None else mask
+    is_array = isinstance(bandwidth, jax.Array) or getattr(bandwidth, "shape", ()) != ()
+    widths: Array = bandwidth if is_array else None
+    require_arrays(name, x=x, X=X, y=y)
+    require_arrays(name, optional=True, bandwidth=widths, mask=mask)
+    width = None if is_array else checks.finite(name, "bandwidth", bandwidth)
+    if is_array and widths.ndim == 0:
+        widths = widths.reshape(1)
+    static = callbacks.Regression(Fixed(bits), width, kernel)
+    return callbacks.kernel_regression(static, x, X, y, widths, mask)
 
 
 def linear_attention(
@@ -266,6 +332,51 @@ def merge_attention(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array
     real = attention_problem.sum_dtype(outs[0].dtype)
     out, lse = compositions.merge(_LIBRARY, *([x.astype(real) for x in xs] for xs in (outs, lses)))
     return out.astype(outs[0].dtype), lse
+
+
+def non_local_means(
+    image: Array,
+    h: float,
+    patch_size: int = 7,
+    patch_distance: int | None = 11,
+    *,
+    sigma: float = 0.0,
+) -> Array:
+    """Denoise an image by means of the pixels whose surroundings are alike, with its gradient.
+
+    Parameters
+    ----------
+    image, h, patch_size, patch_distance, sigma
+        As in `fa_cupy.non_local_means`. All other arguments are static under
+        `jax.jit`.
+
+    Returns
+    -------
+    jax.Array
+        Of the shape and dtype of the image.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.non_local_means`.
+
+    Notes
+    -----
+    The gradient flows through the pixels that are averaged and through the weights. It is computed
+    in float64, and has no gradient of its own.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from fa_cupy.jax import non_local_means
+    >>> image = jax.random.uniform(jax.random.key(0), (20, 30))
+    >>> def loss(image):
+    ...     return (non_local_means(image, 0.5, patch_size=3, patch_distance=4) ** 2).sum()
+    >>> jax.grad(loss)(image).shape
+    (20, 30)
+    """
+    require_arrays("non_local_means", image=image)
+    return callbacks.non_local_means((h, patch_size, patch_distance, sigma), image)
 
 
 def prefix_state(

@@ -1,4 +1,4 @@
-"""Attention and causal products that JAX differentiates and traces.
+"""Attention, causal products, regression and denoising that JAX differentiates and traces.
 
 What is traced becomes a callback, which computes on the CPU.
 """
@@ -14,10 +14,12 @@ import numpy as np
 
 import fa_cupy
 from fa_cupy._attention import TORCH_ARGS
+from fa_cupy._kernel_regression import non_local_means_backward
 from fa_cupy._score import Score, arrays_of, operands_of, with_arrays
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, dispatch, linear_problem
 from fa_cupy.score.program import no_gradient
+from fa_cupy.smoothing import regression
 
 Array = Any
 
@@ -201,6 +203,87 @@ def _product_backward(static: tuple[bool, str], saved: tuple[Array, ...], grads:
 
 
 causal_product.defvjp(_product_forward, _product_backward)
+
+
+class Regression(NamedTuple):
+    """All arguments of kernel regression that are no arrays."""
+
+    bits: Fixed  # a BitMask or None
+    width: Any  # where there is no array of bandwidths
+    kernel: str
+
+    def arguments(self, x: Any, X: Any, y: Any, widths: Any, mask: Any) -> regression.Arguments:
+        """Return the arguments of a call."""
+        bits, width = self.bits.value, self.width
+        return regression.Arguments(
+            x, X, y, width if widths is None else widths, mask if bits is None else bits
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def kernel_regression(
+    static: Regression, x: Array, X: Array, y: Array, widths: Array, mask: Array
+) -> Array:
+    """Return the estimate of a kernel regression."""
+
+    def function(*arrays: Any) -> Any:
+        x, X, y, bandwidth, mask = static.arguments(*arrays)
+        return fa_cupy.kernel_regression(x, X, y, bandwidth, static.kernel, mask=mask)
+
+    def shapes(*arrays: Any) -> Any:
+        given = static.arguments(*arrays)
+        batch = regression.checked_batch("kernel_regression", given, static.kernel)
+        shape = (*batch, given.x.shape[-2], *(given.y.shape[-1:] if given.y.ndim > 1 else ()))
+        return jax.ShapeDtypeStruct(shape, given.y.dtype)
+
+    return _call(function, shapes, x, X, y, widths, mask)
+
+
+def _regression_forward(static: Regression, *arrays: Array) -> Any:
+    return kernel_regression(static, *arrays), arrays
+
+
+def _regression_backward(static: Regression, saved: tuple[Array, ...], dout: Array) -> Any:
+    def function(*arrays: Any) -> Any:
+        x, X, y, bandwidth, mask = static.arguments(*arrays[:-1])
+        found = fa_cupy.kernel_regression_backward(
+            arrays[-1], x, X, y, bandwidth, static.kernel, mask=mask
+        )
+        return found if arrays[3] is not None else found[:3]
+
+    given = [x for x in saved[:4] if x is not None]
+    found = _call(function, lambda *_: tuple(map(_shape_of, given)), *saved, dout)
+    return *found, *[None] * (5 - len(found))
+
+
+kernel_regression.defvjp(_regression_forward, _regression_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def non_local_means(static: tuple[Any, ...], image: Array) -> Array:
+    """Return the denoised image; the options have their order in `fa_cupy.non_local_means`."""
+    *options, sigma = static
+
+    def function(image: Any) -> Any:
+        return fa_cupy.non_local_means(image, *options, sigma=sigma)
+
+    return _call(function, _shape_of, image)
+
+
+def _means_forward(static: tuple[Any, ...], image: Array) -> Any:
+    return non_local_means(static, image), image
+
+
+def _means_backward(static: tuple[Any, ...], image: Array, dout: Array) -> Any:
+    *options, sigma = static
+
+    def function(dout: Any, image: Any) -> Any:
+        return non_local_means_backward(dout, image, *options, sigma=sigma)
+
+    return (_call(function, lambda _, image: _shape_of(image), dout, image),)
+
+
+non_local_means.defvjp(_means_forward, _means_backward)
 
 
 def _call(function: Callable[..., Any], shapes: Callable[..., Any], *arrays: Array) -> Any:

@@ -3,7 +3,7 @@
 A matrix of q_len x k_len bits is cut into blocks of 128 x 128. A block is *empty* if no bit of its
 part inside the matrix is True, *full* if all of them are, and else *partial*. Blocks at the right
 and lower ends of the matrix stick out of it; the bits out there are 0 and count for nothing, so the
-last block of a causal row of blocks is as full as any other: whoever reads a full block knows the
+last block of a causal row of blocks is as full as any other: readers of a full block know the
 lengths.
 
 Blocks that are not empty are listed, each list in ascending order, and partial ones bring their 512

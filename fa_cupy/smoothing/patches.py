@@ -8,6 +8,7 @@ says for all entries which keys are near enough. Without it, the image is one su
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,56 @@ class Squares(NamedTuple):
     margin: int
 
 
+class Prepared(NamedTuple):
+    """An image as squares are taken of it, with edges around it.
+
+    Attributes
+    ----------
+    squares : Squares
+    means : Means
+        With `h` and `sigma` in the unit of `pixels`.
+    work : dtype
+        That of products.
+    pixels : array, shape (H + edges + 2 radius, W + edges + 2 radius, C)
+        Around zero, in a unit near h.
+    values : array, shape (H + edges, W + edges, C)
+        The image itself.
+    outside : array, shape (H + edges, W + edges)
+        0 inside of the image, infinite at the edges.
+    unit : float
+        What a pixel has been multiplied by.
+    """
+
+    squares: Squares
+    means: Means
+    work: np.dtype[Any]
+    pixels: Any
+    values: Any
+    outside: Any
+    unit: float
+
+    def chunks(self) -> Iterator[tuple[int, Squares, Prepared]]:
+        """Yield rows of squares that one call of attention takes, and where their pixels begin."""
+        squares, side = self.squares, self.means.patch_size
+        keys = (squares.height + 2 * squares.margin) * (squares.width + 2 * squares.margin)
+        channels, item = self.values.shape[-1], sum_dtype(self.work).itemsize
+        step = max(1, _CHUNK // (squares.across * keys * channels * side**2 * item))
+        for row in range(0, squares.down, step):
+            some = squares._replace(down=min(step, squares.down - row))
+            begin = row * squares.height
+            end = begin + some.down * squares.height + 2 * squares.margin
+            yield (
+                begin,
+                some,
+                self._replace(
+                    squares=some,
+                    pixels=self.pixels[begin : end + 2 * (side // 2)],
+                    values=self.values[begin:end],
+                    outside=self.outside[begin:end],
+                ),
+            )
+
+
 def non_local_means(xp: Any, image: Any, means: Means) -> Any:
     """Return the denoised image.
 
@@ -60,6 +111,22 @@ def non_local_means(xp: Any, image: Any, means: Means) -> Any:
     means : Means
     """
     height, width, channels = image.shape
+    whole = prepared(xp, image, means)
+    squares, mask = whole.squares, near_pixels(xp, whole.squares, means)
+    found = xp.empty((squares.down * squares.height, width, channels), image.dtype)
+    kind = f"u{image.dtype.itemsize}"  # CuPy does not move bfloat16 around everywhere
+    for begin, some, part in whole.chunks():
+        rows = some.down * some.height
+        out = narrowed(xp, _attend(xp, part, mask), image.dtype).view(kind)
+        out = out.reshape(some.down, some.across, some.height, some.width, channels)
+        out = out.transpose(0, 2, 1, 3, 4).reshape(rows, -1, channels)
+        found.view(kind)[begin : begin + rows] = out[:, :width]
+    return found[:height]
+
+
+def prepared(xp: Any, image: Any, means: Means) -> Prepared:
+    """Return an image of shape (H, W, C) as squares are taken of it."""
+    height, width, _ = image.shape
     squares = _squares(height, width, means)
     real = sum_dtype(image.dtype)
     values = widened(xp, image, real)
@@ -68,7 +135,7 @@ def non_local_means(xp: Any, image: Any, means: Means) -> Any:
     count = xp.maximum(finite.sum(axis=(0, 1)), 1).astype(real)
     pixels = values - xp.where(finite, values, real.type(0)).sum(axis=(0, 1)) / count
     work = _precise_enough(xp, image.dtype, xp.where(finite, pixels, real.type(0)), means)
-    pixels, means = _in_units_of_h(xp, pixels, work, means)
+    pixels, means, unit = _in_units_of_h(xp, pixels, work, means)
     radius = means.patch_size // 2
     pixels = xp.pad(pixels, ((radius, radius), (radius, radius), (0, 0)), mode="reflect")
     below = squares.down * squares.height - height
@@ -76,23 +143,7 @@ def non_local_means(xp: Any, image: Any, means: Means) -> Any:
     edges = tuple((squares.margin, squares.margin + more) for more in (below, right))
     pixels, values = (xp.pad(x, (*edges, (0, 0))) for x in (pixels, values))
     outside = xp.pad(xp.zeros((height, width), real), edges, constant_values=np.inf)
-    mask = _mask(xp, squares, means)
-    found = xp.empty((squares.down * squares.height, width, channels), image.dtype)
-    kind = f"u{image.dtype.itemsize}"  # CuPy does not move bfloat16 around everywhere
-    keys = (squares.height + 2 * squares.margin) * (squares.width + 2 * squares.margin)
-    row_bytes = squares.across * keys * channels * means.patch_size**2 * real.itemsize
-    step = max(1, _CHUNK // row_bytes)
-    for row in range(0, squares.down, step):
-        some = squares._replace(down=min(step, squares.down - row))
-        begin, rows = row * squares.height, some.down * squares.height
-        end = begin + rows + 2 * squares.margin
-        patches = _patches(xp, pixels[begin : end + 2 * radius], means)
-        out = _attend(xp, some, patches, values[begin:end], outside[begin:end], mask, work, means)
-        out = narrowed(xp, out, image.dtype).view(kind)
-        out = out.reshape(some.down, some.across, some.height, some.width, channels)
-        out = out.transpose(0, 2, 1, 3, 4).reshape(rows, -1, channels)
-        found.view(kind)[begin : begin + rows] = out[:, :width]
-    return found[:height]
+    return Prepared(squares, means, work, pixels, values, outside, unit)
 
 
 def _squares(height: int, width: int, means: Means) -> Squares:
@@ -104,7 +155,7 @@ def _squares(height: int, width: int, means: Means) -> Squares:
     return Squares(-(-height // sides[0]), -(-width // sides[1]), *sides, margin)
 
 
-def _mask(xp: Any, squares: Squares, means: Means) -> Any:
+def near_pixels(xp: Any, squares: Squares, means: Means) -> Any:
     """Return which keys of a square lie around which queries; None for all."""
     if means.patch_distance is None:
         return None
@@ -118,10 +169,8 @@ def _mask(xp: Any, squares: Squares, means: Means) -> Any:
     return both.reshape(squares.height * squares.width, -1)
 
 
-def _patches(xp: Any, pixels: Any, means: Means) -> Any:
+def weighted_patches(xp: Any, pixels: Any, means: Means) -> Any:
     """Return weighted patches, whose squared distances are means over patch and channels.
-
-    The weights of a patch's pixels fall off from its centre as those of scikit-image do.
 
     Parameters
     ----------
@@ -132,14 +181,20 @@ def _patches(xp: Any, pixels: Any, means: Means) -> Any:
     array, shape (H, W, C * patch_size**2)
     """
     side = means.patch_size
-    offset = np.arange(side) - side // 2
-    spread = max(side - 1, 1) / 4
-    weights = np.exp(-np.add.outer(offset**2, offset**2) / (2 * spread**2))
-    roots = np.sqrt(weights / (weights.sum() * pixels.shape[-1])).astype(pixels.dtype)
     rows, cols, channels = pixels.shape
     shape = (rows - side + 1, cols - side + 1, channels, side, side)
     windows = xp.lib.stride_tricks.as_strided(pixels, shape, (*pixels.strides, *pixels.strides[:2]))
+    roots = roots_of_weights(side, channels).astype(pixels.dtype)
     return (windows * xp.asarray(roots)).reshape(*shape[:2], -1)
+
+
+def roots_of_weights(side: int, channels: int) -> np.ndarray[Any, Any]:
+    """Return roots of the weights of a patch's pixels, which fall off as those of scikit-image."""
+    offset = np.arange(side) - side // 2
+    spread = max(side - 1, 1) / 4
+    weights = np.exp(-np.add.outer(offset**2, offset**2) / (2 * spread**2))
+    roots: np.ndarray[Any, Any] = np.sqrt(weights / (weights.sum() * channels))
+    return roots
 
 
 def _precise_enough(xp: Any, dtype: np.dtype[Any], pixels: Any, means: Means) -> np.dtype[Any]:
@@ -156,58 +211,68 @@ def _precise_enough(xp: Any, dtype: np.dtype[Any], pixels: Any, means: Means) ->
     return dtype if off <= _TOLERANCE else np.dtype(np.float64)
 
 
-def _in_units_of_h(xp: Any, pixels: Any, work: np.dtype[Any], means: Means) -> tuple[Any, Means]:
+def _in_units_of_h(
+    xp: Any, pixels: Any, work: np.dtype[Any], means: Means
+) -> tuple[Any, Means, float]:
     """Return pixels, h and sigma in a unit that is near h, a power of two, so that none is rounded.
 
     Otherwise squares of tiny or huge pixels are 0 or infinite: but for those of float16, which
     float32 holds while its own range is too small for some units.
     """
     if work == np.float16:
-        return pixels, means
+        return pixels, means, 1.0
     real = sum_dtype(work)
     most = 100 if real == np.float32 else 500  # of which the dtype has the power
     unit = max(-most, min(most, math.frexp(means.h)[1]))
     pixels = widened(xp, pixels, real) * real.type(2.0**-unit)
     # In float64, as the numbers are: a sigma that is infinite in this unit is far beyond any h.
     h, sigma = (x * 2.0**-unit for x in (means.h, means.sigma))
-    return pixels, means._replace(h=h, sigma=sigma)
+    return pixels, means._replace(h=h, sigma=sigma), 2.0**-unit
 
 
-def _attend(
-    xp: Any,
-    squares: Squares,
-    patches: Any,
-    values: Any,
-    outside: Any,
-    mask: Any,
-    work: np.dtype[Any],
-    means: Means,
-) -> Any:
+class Operands(NamedTuple):
+    """What attention computes the means of some squares from; arrays over (squares, pixels)."""
+
+    q: Any
+    k: Any
+    v: Any
+    scale: float
+    score: Score
+
+
+def _attend(xp: Any, part: Prepared, mask: Any) -> Any:
     """Return means for some rows of squares, of shape (squares, pixels of a square, C)."""
-    real, channels = sum_dtype(work), values.shape[-1]
-    patches, values = (widened(xp, x, real) for x in (patches, values))
+    patches = weighted_patches(xp, part.pixels, part.means)
+    q, k, v, scale, score = operands(xp, part, patches)
+    found = attention(q, k, v, mask=mask, scale=scale, score=score)
+    return found[..., : part.values.shape[-1]]
+
+
+def operands(xp: Any, part: Prepared, patches: Any) -> Operands:
+    """Return what attention takes for some rows of squares, of their weighted patches."""
+    squares, work, means = part.squares, part.work, part.means
+    real = sum_dtype(work)
+    patches, values = (widened(xp, x, real) for x in (patches, part.values))
     if work.itemsize == 2:
         patches, values = (_in_steps(xp, x) for x in (patches, values))
     # Of what is multiplied, so that the distance of a patch to itself is 0.
     patches = widened(xp, narrowed(xp, patches, work), real)
     factor = 1.0 / means.h / means.h
-    norms = (patches * patches).sum(axis=-1) * factor + outside.astype(real)
+    norms = (patches * patches).sum(axis=-1) * factor + part.outside.astype(real)
     margin = squares.margin
 
     def queries(x: Any) -> Any:
-        return _parts(xp, x[margin:, margin:], squares, squares.height, squares.width)
+        return parts(xp, x[margin:, margin:], squares, squares.height, squares.width)
 
     def keys(x: Any) -> Any:
         sides = squares.height + 2 * margin, squares.width + 2 * margin
-        return _parts(xp, x, squares, *sides)
+        return parts(xp, x, squares, *sides)
 
     q, k, v = (narrowed(xp, x, work) for x in (queries(patches), keys(patches), keys(values)))
     a, c = queries(norms), keys(norms)
     # Equal patches with noise differ by twice its variance, which counts as no distance.
     noise = min(2.0 * (means.sigma / means.h) * (means.sigma / means.h), _most(real))
-    score = Score("min(s-a[h,i]-c[h,j],0)", a=a - noise, c=c)
-    found = attention(q, k, v, mask=mask, scale=2.0 * factor, score=score)
-    return found[..., :channels]
+    return Operands(q, k, v, 2.0 * factor, Score("min(s-a[h,i]-c[h,j],0)", a=a - noise, c=c))
 
 
 def _most(real: np.dtype[Any]) -> float:
@@ -215,7 +280,7 @@ def _most(real: np.dtype[Any]) -> float:
     return float(np.finfo(real).max) / 4
 
 
-def _parts(xp: Any, x: Any, squares: Squares, height: int, width: int) -> Any:
+def parts(xp: Any, x: Any, squares: Squares, height: int, width: int) -> Any:
     """Return an array of pixels by squares, which may overlap, as entries of a batch."""
     down, across = x.strides[0] * squares.height, x.strides[1] * squares.width
     shape = (squares.down, squares.across, height, width, *x.shape[2:])

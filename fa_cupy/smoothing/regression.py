@@ -121,14 +121,8 @@ def regression(name: str, backend: str, given: Arguments, kernel: str) -> Regres
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted.
     """
-    if not isinstance(kernel, str) or kernel not in KERNELS:
-        wanted = ", ".join(map(repr, KERNELS))
-        raise ValueError(f"{name}: kernel is {checks.show(kernel)}, want one of {wanted}")
-    for arg, array in zip(("x", "X", "y"), given, strict=False):
-        attention_problem.float_dtype(name, arg, array)
-    _check_axes(name, given)
+    batch = checked_batch(name, given, kernel)
     y = given.y[:, None] if given.y.ndim == 1 else given.y
-    batch = _batch(name, given, y)
     xp = sys.modules[backend]
     double = np.dtype(np.float64)
     exact = any(array.dtype == double for array in given[:3])
@@ -141,6 +135,17 @@ def regression(name: str, backend: str, given: Arguments, kernel: str) -> Regres
             raise ValueError(f"{name}: bandwidth has elements that are not finite numbers > 0")
     x, X = (widened(xp, array, real) for array in given[:2])
     return Regression(name, xp, x, X, y, 1.0 / width, given.mask, kernel, batch)
+
+
+def checked_batch(name: str, given: Arguments, kernel: str) -> tuple[int, ...]:
+    """Check what can be checked without data, and return the axes before the last two."""
+    if not isinstance(kernel, str) or kernel not in KERNELS:
+        wanted = ", ".join(map(repr, KERNELS))
+        raise ValueError(f"{name}: kernel is {checks.show(kernel)}, want one of {wanted}")
+    for arg, array in zip(("x", "X", "y"), given, strict=False):
+        attention_problem.float_dtype(name, arg, array)
+    _check_axes(name, given)
+    return _batch(name, given, given.y[:, None] if given.y.ndim == 1 else given.y)
 
 
 def _check_axes(name: str, given: Arguments) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.core.sparse_bias import SparseBias, Sums, TileSums
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.program import entries as score_entries
 from fa_cupy.score.tiles import TileScore, element_names
@@ -91,7 +92,7 @@ def gradients(
     empty: Callable[..., Any],
     sinks: Any = None,
     score: ScoreOperands | None = None,
-) -> dict[str, Gradient]:
+) -> dict[str, Any]:
     """Return what will hold the gradients of `inputs`, q, k, v and bias, of sinks and of a score.
 
     For each element that the score loads of an array, there is one with an axis for each axis of
@@ -109,11 +110,13 @@ def gradients(
         "bias": (problem.q_len, k_len),
         "sinks": (problem.q_len, None),
     }
-    found = {
+    found: dict[str, Gradient | Sums] = {
         name: Gradient(xp, problem, of, *sizes[name], dtype, empty, once=name == "bias")
         for name, of in zip(sizes, (*inputs[:4], sinks), strict=True)
-        if name in need
+        if name in need and not (name == "bias" and isinstance(of, SparseBias))
     }
+    if "bias" in need and isinstance(inputs[3], SparseBias):
+        found["bias"] = Sums(inputs[3])
     for name, shape in score_shapes(problem, need, score).items():
         of = xp.broadcast_to(xp.zeros((), dtype), shape)
         found[name] = Gradient(xp, problem, of, problem.q_len, k_len, dtype, temporary)
@@ -140,7 +143,7 @@ def score_shapes(
 def finished(
     steps: Any,
     need: Sequence[str],
-    grads: dict[str, Gradient],
+    grads: dict[str, Gradient | Sums],
     empty: Callable[..., Any],
     score: ScoreOperands | None = None,
 ) -> dict[str, Any]:
@@ -170,7 +173,7 @@ def _score_gradient(
     steps: Any,
     score: ScoreOperands,
     array: str,
-    grads: dict[str, Gradient],
+    grads: dict[str, Gradient | Sums],
     empty: Callable[..., Any],
 ) -> Any:
     """Return the gradient of an array of a score, given those of the elements that it loads."""
@@ -197,7 +200,7 @@ def arrays(
     problem: Problem,
     inputs: Sequence[Any],
     results: Sequence[Any],
-    grads: dict[str, Gradient],
+    grads: dict[str, Gradient | Sums],
     dtype: np.dtype[Any],
     sinks: Any = None,
     score: ScoreOperands | None = None,
@@ -291,6 +294,9 @@ def target(x: Operands, name: str, rows: tuple[int, int], keys: tuple[int, int])
 
 def accumulate(steps: Any, target: Array, term: Array) -> None:
     """Add `term`, from `reduced`, to `target`; where the dtypes differ there is one term only."""
+    if isinstance(target, TileSums):
+        target.add(term)
+        return
     target = target[tuple(slice(n) for n in term.shape)]
     if target.dtype == steps.dtype:
         steps.xp.add(target, term, out=target, casting="unsafe")
@@ -300,5 +306,7 @@ def accumulate(steps: Any, target: Array, term: Array) -> None:
 
 def reduced(target: Array, term: Array) -> Array:
     """Sum `term` over the axes that `target` lacks."""
+    if isinstance(target, TileSums):
+        return target.of(term)
     axes = tuple(a for a in range(3) if target.strides[a] == 0 and term.shape[a] > 1)
     return term.sum(axis=axes, keepdims=True, dtype=np.float64) if axes else term

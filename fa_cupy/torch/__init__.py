@@ -19,15 +19,17 @@ except ModuleNotFoundError as error:
 import fa_cupy
 from fa_cupy._attention import TORCH_ARGS
 from fa_cupy._score import arrays_of
-from fa_cupy.core import attention_problem, checks, compositions, linear_problem
+from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.torch import arguments
-from fa_cupy.torch.functions import Attention, CausalProduct
+from fa_cupy.torch.functions import Attention, CausalProduct, KernelRegression, NonLocalMeans
 
 __all__ = [
     "attention",
     "causal_product",
+    "kernel_regression",
     "linear_attention",
     "merge_attention",
+    "non_local_means",
     "prefix_state",
     "scaled_dot_product_attention",
 ]
@@ -57,7 +59,7 @@ def attention(
     Parameters
     ----------
     q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision
-        As in `fa_cupy.attention`. Only these five tensors may require gradients.
+        As in `fa_cupy.attention`. `q`, `k`, `v`, `bias` and `sinks` may require gradients.
     score : Score, optional
         As in `fa_cupy.attention`, with tensors as its arrays, which may require gradients too where
         `fa_cupy.attention_backward` can compute them.
@@ -95,6 +97,7 @@ def attention(
     >>> slopes.grad.shape
     torch.Size([8])
     """
+    dispatch.refuse_sparse_bias("attention", bias, "torch.from_numpy(bias.toarray())")
     mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
     bits = mask if isinstance(mask, fa_cupy.BitMask) else None
     named = {"bias": bias, "mask": None if bits is not None else mask, "sinks": sinks}
@@ -129,7 +132,7 @@ def causal_product(
     Parameters
     ----------
     q, k, v, initial_state, return_state, reverse, algorithm
-        As in `fa_cupy.causal_product`. Only the four tensors may require gradients.
+        As in `fa_cupy.causal_product`. All tensors may require gradients.
 
     Returns
     -------
@@ -158,6 +161,71 @@ def causal_product(
         linear_problem.algorithm(name, algorithm, "numpy", None)  # which says what is wanted
     out, state = CausalProduct.of(q, k, v, initial_state, reverse, algorithm)
     return (out, state) if with_state else out
+
+
+def kernel_regression(
+    x: Any,
+    X: Any,
+    y: Any,
+    bandwidth: Any,
+    kernel: str = "gaussian",
+    *,
+    mask: Any = None,
+) -> Any:
+    """Kernel regression of tensors, with gradients of `x`, `X`, `y` and `bandwidth`.
+
+    Parameters
+    ----------
+    x, X, y, bandwidth, kernel, mask
+        As in `fa_cupy.kernel_regression`. Only the first four may require gradients; a bandwidth
+        that does is a tensor, without axes or with those of an array there.
+
+    Returns
+    -------
+    torch.Tensor, shape (..., m) for `y` of one axis, else (..., m, c)
+        Where no sample has a weight, NaN, and its gradients are 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.kernel_regression`.
+
+    Warns
+    -----
+    RuntimeWarning
+        As for `fa_cupy.kernel_regression`.
+
+    See Also
+    --------
+    fa_cupy.kernel_regression_backward : computes the gradients; there are no second derivatives.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fa_cupy.torch import kernel_regression
+    >>> X, y = torch.rand(300, 2), torch.randn(300)
+    >>> h = torch.tensor(0.2, requires_grad=True)
+    >>> others = ~torch.eye(300, dtype=torch.bool)
+    >>> error = kernel_regression(X, X, y, h, mask=others) - y
+    >>> error.square().mean().backward()
+    >>> h.grad.shape
+    torch.Size([])
+    """
+    name = "kernel_regression"
+    mask = fa_cupy.BitMask.from_csr(mask) if hasattr(mask, "tocsr") else mask
+    bits = mask if isinstance(mask, fa_cupy.BitMask) else None
+    is_array = isinstance(bandwidth, torch.Tensor) or getattr(bandwidth, "shape", ()) != ()
+    named = {"bandwidth": bandwidth if is_array else None}
+    named["mask"] = None if bits is not None else mask
+    arguments.require_tensors(name, (*named,), x=x, X=X, y=y, **named)
+    widths = named["bandwidth"]
+    width = None if is_array else arguments.number(name, "bandwidth", bandwidth)
+    if widths is not None and widths.ndim == 0:
+        widths = widths.reshape(1)
+    number = None if bits is None else arguments.number_of(bits)
+    held = None if torch.compiler.is_compiling() else bits
+    (out,) = KernelRegression.of(held, x, X, y, widths, named["mask"], width, number, kernel)
+    return out
 
 
 def linear_attention(
@@ -266,6 +334,52 @@ def merge_attention(outs: Sequence[Any] | Any, lses: Sequence[Any] | Any) -> tup
     real = arguments.wide(outs[0].dtype)
     out, lse = compositions.merge(_LIBRARY, *([x.to(real) for x in xs] for xs in (outs, lses)))
     return out.to(outs[0].dtype), lse
+
+
+def non_local_means(
+    image: Any,
+    h: float,
+    patch_size: int = 7,
+    patch_distance: int | None = 11,
+    *,
+    sigma: float = 0.0,
+) -> Any:
+    """Denoise an image by means of the pixels whose surroundings are alike, with its gradient.
+
+    Parameters
+    ----------
+    image, h, patch_size, patch_distance, sigma
+        As in `fa_cupy.non_local_means`. Only the image may require a gradient.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape and dtype of the image.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `fa_cupy.non_local_means`.
+
+    Notes
+    -----
+    The gradient flows through the pixels that are averaged and through the weights. It is computed
+    in float64, and has no gradient of its own.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fa_cupy.torch import non_local_means
+    >>> image = torch.rand(20, 30, requires_grad=True)
+    >>> non_local_means(image, 0.5, patch_size=3, patch_distance=4).square().sum().backward()
+    >>> image.grad.shape
+    torch.Size([20, 30])
+    """
+    name = "non_local_means"
+    arguments.require_tensors(name, image=image)
+    h, sigma = arguments.number(name, "h", h), arguments.number(name, "sigma", sigma, minimum=0.0)
+    (out,) = NonLocalMeans.of(image, h, patch_size, patch_distance, sigma)
+    return out
 
 
 def prefix_state(

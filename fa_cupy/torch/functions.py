@@ -1,4 +1,4 @@
-"""Attention and causal products as functions of `torch.autograd`."""
+"""The functions of `torch.autograd`: attention, causal products, regression, denoising."""
 
 from __future__ import annotations
 
@@ -139,3 +139,59 @@ class CausalProductGradients(_Gradients):
     @staticmethod
     def forward(reverse: bool, *tensors: Any) -> Any:
         return tuple(operators.causal_product_backward(*tensors, reverse))
+
+
+class KernelRegression(_Function):
+    """``apply(held, x, X, y, widths, mask, width, bits, kernel)``: the estimate, in a tuple.
+
+    `held` is a BitMask whose number is `bits`, so that it is there in the backward pass.
+    """
+
+    @staticmethod
+    def forward(held: Any, *args: Any) -> Any:
+        return tuple(operators.kernel_regression(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.held, *tensors = inputs[:6]
+        ctx.options = inputs[6:]
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        found = KernelRegressionGradients.of(ctx.options, dout, *ctx.saved_tensors)
+        return None, *found, *[None] * (8 - len(found))
+
+
+class KernelRegressionGradients(_Gradients):
+    """``apply(options, dout, x, X, y, widths, mask)``."""
+
+    @staticmethod
+    def forward(options: Any, *tensors: Any) -> Any:
+        return tuple(operators.kernel_regression_backward(*tensors, *options))
+
+
+class NonLocalMeans(_Function):
+    """``apply(image, h, patch_size, patch_distance, sigma)``: the denoised image, in a tuple."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return tuple(operators.non_local_means(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        image, *ctx.options = inputs
+        ctx.save_for_backward(image)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        (image,) = ctx.saved_tensors
+        return *NonLocalMeansGradient.of(dout, image, *ctx.options), *[None] * 4
+
+
+class NonLocalMeansGradient(_Gradients):
+    """``apply(dout, image, h, patch_size, patch_distance, sigma)``."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return tuple(operators.non_local_means_backward(*args))

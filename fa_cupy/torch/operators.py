@@ -13,6 +13,7 @@ import torch
 
 import fa_cupy
 from fa_cupy._attention import TORCH_ARGS
+from fa_cupy._kernel_regression import non_local_means_backward as backward_of_means
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.torch import arguments
@@ -187,3 +188,75 @@ def causal_product_backward(
     return fa_cupy.causal_product_backward(
         dout, q, k, v, initial_state=initial, reverse=reverse, dstate=dstate
     )
+
+
+_REGRESSION = (
+    "Tensor x, Tensor X, Tensor y, Tensor? widths, Tensor? mask, float? width, int? bits, "
+    "str kernel"
+)
+
+
+def _regression_results(
+    x: Any, X: Any, y: Any, widths: Any, mask: Any, width: Any, bits: Any, kernel: str
+) -> list[_Result]:
+    held = arguments.mask_of(bits, mask)
+    shapes = [array.shape[:-2] for array in (x, X, y, held) if array is not None]
+    if widths is not None:
+        shapes.append(widths.shape[:-1])
+    columns = y.shape[-1:] if y.ndim > 1 else ()
+    return [_Result([*_widest(*shapes), x.shape[-2], *columns], y.dtype)]
+
+
+@_operator("kernel_regression", f"({_REGRESSION}) -> Tensor[]", _regression_results)
+def kernel_regression(
+    x: Any, X: Any, y: Any, widths: Any, mask: Any, width: Any, bits: Any, kernel: str
+) -> Any:
+    """Return the estimate of `fa_cupy.kernel_regression`, in a list."""
+    width = width if widths is None else widths
+    mask = arguments.mask_of(bits, mask)
+    return [fa_cupy.kernel_regression(x, X, y, width, kernel, mask=mask)]
+
+
+def _regression_gradients(dout: Any, *inputs: Any) -> list[_Result]:
+    return [_Result(x.shape, x.dtype) for x in inputs[:4] if x is not None]
+
+
+@_operator(
+    "kernel_regression_backward",
+    f"(Tensor dout, {_REGRESSION}) -> Tensor[]",
+    _regression_gradients,
+)
+def kernel_regression_backward(
+    dout: Any, x: Any, X: Any, y: Any, widths: Any, mask: Any, width: Any, bits: Any, kernel: str
+) -> Any:
+    """Return the gradients of all arguments that are tensors of floats."""
+    mask = arguments.mask_of(bits, mask)
+    *found, dwidths = fa_cupy.kernel_regression_backward(
+        dout, x, X, y, width if widths is None else widths, kernel, mask=mask
+    )
+    return found if widths is None else [*found, dwidths]
+
+
+_MEANS = "Tensor image, float h, int patch_size, int? patch_distance, float sigma"
+
+
+@_operator(
+    "non_local_means",
+    f"({_MEANS}) -> Tensor[]",
+    lambda image, *_: [_Result(image.shape, image.dtype)],
+)
+def non_local_means(image: Any, h: float, size: int, distance: int | None, sigma: float) -> Any:
+    """Return the image of `fa_cupy.non_local_means`, in a list."""
+    return [fa_cupy.non_local_means(image, h, size, distance, sigma=sigma)]
+
+
+@_operator(
+    "non_local_means_backward",
+    f"(Tensor dout, {_MEANS}) -> Tensor[]",
+    lambda dout, image, *_: [_Result(image.shape, image.dtype)],
+)
+def non_local_means_backward(
+    dout: Any, image: Any, h: float, size: int, distance: int | None, sigma: float
+) -> Any:
+    """Return the gradient of the image, in a list."""
+    return [backward_of_means(dout, image, h, size, distance, sigma=sigma)]

@@ -177,7 +177,8 @@ def test_torch_tensors_that_require_a_gradient(torch):
     ("name", "recording"),
     [
         ("causal_product", "fa_cupy.torch.causal_product"),
-        ("linear_attention", "a function of fa_cupy.torch"),
+        ("linear_attention", "fa_cupy.torch.linear_attention"),
+        ("linear_attention_backward", "a function of fa_cupy.torch"),
     ],
 )
 def test_what_records_gradients_is_named(monkeypatch, name, recording):
@@ -197,7 +198,7 @@ def test_what_records_gradients_is_named(monkeypatch, name, recording):
     torch.cuda = SimpleNamespace(current_stream=None)
     monkeypatch.setitem(sys.modules, "torch", torch)
     with pytest.raises(TypeError) as caught:
-        getattr(fa_cupy, name)(*[Tensor()] * 3)
+        getattr(fa_cupy, name)(*[Tensor()] * (4 if name.endswith("backward") else 3))
     assert str(caught.value) == (
         f"{name}: q requires a gradient, which is not recorded here, want q.detach(), or "
         f"{recording}, which records it"

@@ -1,5 +1,6 @@
 """All functions of `fa_cupy.torch` and `fa_cupy.jax`: values, gradients, compilation, errors."""
 
+import functools
 import importlib
 import inspect
 
@@ -12,8 +13,10 @@ from fa_cupy import BitMask, Score
 NAMES = (
     "attention",
     "causal_product",
+    "kernel_regression",
     "linear_attention",
     "merge_attention",
+    "non_local_means",
     "prefix_state",
     "scaled_dot_product_attention",
 )
@@ -89,7 +92,32 @@ def cases(functions, array=np.asarray):
         (q, k, v, (4, 1, 5)),
     )
     found["sdpa causal"] = (lambda q, k, v: sdpa(q, k, v, is_causal=True), (q, q, q))
-    return found
+    return found | smoothing_cases(functions, array)
+
+
+def smoothing_cases(functions, array):
+    """Calls of kernel_regression and non_local_means, each with shapes of arguments."""
+    regression, means = functions.kernel_regression, functions.non_local_means
+    # No sample is masked in all of them, nor is a point without samples: NaN has no gradient.
+    mask = MASK | np.eye(5, dtype=bool)
+    bits = BitMask.from_dense(mask)
+    x, X, y = (2, 5, 3), (5, 3), (2, 5, 2)
+    many = (5, 10), (5, 10), (5,)
+    return {
+        "regression": (lambda *x: regression(*x[:3], abs(x[3]) + 1), (x, X, y, (2, 3))),
+        "regression number": (
+            lambda *x: regression(*x, 1.5, "matern32", mask=array(mask)), (X, X, (5,)),
+        ),
+        "regression BitMask": (
+            lambda *x: regression(*x[:3], abs(x[3]) + 1, "laplace", mask=bits), (x, X, y, (1,)),
+        ),
+        "regression of one bandwidth": (
+            lambda *x: regression(*x[:3], abs(x[3]) + 5, "epanechnikov"), (X, X, (5, 1), ()),
+        ),
+        "regression in many dims": (lambda *x: regression(*x[:3], abs(x[3]) + 2), (*many, ())),
+        "non_local_means": (lambda x: means(x, 1.5, 3, 2), ((6, 5, 2),)),
+        "non_local_means sigma": (lambda x: means(x, 0.8, 5, None, sigma=0.3), ((4, 5),)),
+    }  # fmt: skip
 
 
 CASES = [*cases(fa_cupy)]
@@ -99,6 +127,10 @@ COMPILED = (
     "prefix_state q False",
     "merge_attention",
     "sdpa bias",
+    "regression",
+    "regression number",
+    "regression BitMask",
+    "non_local_means",
 )
 
 
@@ -161,6 +193,9 @@ def test_values_are_those_of_the_plain_functions(library, case):
         ("linear_attention", ((2, 4, 0), (2, 4, 0), (2, 4, 1)), {}),
         ("prefix_state", ((2, 0, 3), (2, 0, 2)), {}),
         ("prefix_state", ((2, 4, 3), (2, 4, 2)), {"ends": []}),
+        ("kernel_regression", ((0, 3), (4, 3), (4,)), {"bandwidth": 1.0}),
+        ("kernel_regression", ((4, 3), (0, 3), (0,)), {"bandwidth": 1.0}),
+        ("non_local_means", ((0, 4),), {"h": 1.0}),
     ],
 )
 def test_nothing(library, name, shapes, options):
@@ -191,6 +226,10 @@ def test_dtypes(library, dtype):
         (lambda q, k, v: module.prefix_state(k, v, range(40), q=q),
          lambda q, k, v: fa_cupy.prefix_state(k, v, range(40), q=q)),
         (module.scaled_dot_product_attention, fa_cupy.scaled_dot_product_attention),
+        (lambda q, k, v: module.kernel_regression(q, k, v, 1.0),
+         lambda q, k, v: fa_cupy.kernel_regression(q, k, v, 1.0)),
+        (lambda q, k, v: module.non_local_means(q[0], 1.0, 3, 2),
+         lambda q, k, v: fa_cupy.non_local_means(q[0], 1.0, 3, 2)),
     ):  # fmt: skip
         got, want = function(q, k, v), plain(q, k, v)
         assert got.dtype == want.dtype
@@ -210,6 +249,25 @@ def test_dtypes(library, dtype):
         ("prefix_state", {"reverse": 2}, TypeError, "reverse is 2 (int), want a bool"),
         ("merge_attention", {"lses": []}, ValueError, "lses has 0 parts, outs has 1, want the"),
         ("merge_attention", {"lses": [np.ones(4)]}, ValueError, "lses[0] has shape (4,), want (5,"),
+        ("kernel_regression", {"kernel": "box"}, ValueError, "kernel is 'box' (str), want one of"),
+        ("kernel_regression", {"bandwidth": 0}, ValueError, "bandwidth is 0"),
+        ("kernel_regression", {"bandwidth": None}, TypeError, "bandwidth is None"),
+        ("kernel_regression", {"bandwidth": np.zeros(1)}, ValueError, "bandwidth has elements th"),
+        ("kernel_regression", {"bandwidth": np.ones(2)}, ValueError, "bandwidth has shape (2,), "),
+        ("kernel_regression", {"y": np.ones(4)}, ValueError, "y has length 4, X has 5 samples"),
+        ("kernel_regression", {"X": None}, TypeError, "X is None, want an array"),
+        ("kernel_regression", {"mask": np.ones(5)}, TypeError, "mask has dtype float64, want bool"),
+        ("non_local_means", {"h": 0.0}, ValueError, "h is 0.0 (float), want a number > 0"),
+        ("non_local_means", {"h": None}, TypeError, "h is None"),
+        ("non_local_means", {"sigma": -1}, ValueError, "sigma is -1 (int), want a finite number >"),
+        (
+            "non_local_means",
+            {"patch_size": 2},
+            ValueError,
+            "patch_size is 2 (int), want an odd int",
+        ),
+        ("non_local_means", {"image": np.ones(5)}, ValueError, "image has shape (5,), want (H, W)"),
+        ("non_local_means", {"image": None}, TypeError, "image is None, want an array"),
         ("scaled_dot_product_attention", {"key": np.ones((5, 2))}, ValueError, "key has head_dim"),
         ("scaled_dot_product_attention", {"dropout_p": 0.5}, ValueError, "dropout_p is 0.5, want"),
         ("scaled_dot_product_attention", {"value": None}, TypeError, "value is None, want an arr"),
@@ -228,7 +286,9 @@ def test_errors_are_those_of_the_plain_functions(library, name, arguments, error
     given = {
         "linear_attention": {"q": x, "k": x, "v": x},
         "prefix_state": {"k": x, "v": x, "q": x},
+        "kernel_regression": {"x": x, "X": x, "y": x[:, 0], "bandwidth": 1.0},
         "merge_attention": {"outs": [x], "lses": [x[:, 0]]},
+        "non_local_means": {"image": x, "h": 1.0},
         "scaled_dot_product_attention": {"query": x, "key": x, "value": x},
     }[name] | arguments
 
@@ -279,6 +339,18 @@ def test_torch_on_a_gpu(torch, case):
         torch.testing.assert_close(mine, want)
 
 
+def test_torch_errors_name_the_function_that_records(torch):
+    import fa_cupy.torch
+
+    x = torch.ones((5, 3), requires_grad=True)
+    options = {"kernel_regression": (x, x, 1.0), "non_local_means": (1.0,), "prefix_state": (x,)}
+    options["merge_attention"] = ([x[:, 0]],)
+    for name in fa_cupy.torch.__all__:
+        given = ([x] if name == "merge_attention" else x), *options.get(name, (x, x))
+        with pytest.raises(TypeError, match=f"or fa_cupy.torch.{name}, which records it"):
+            getattr(fa_cupy, name)(*given)
+
+
 def test_torch_layouts(torch):
     """Gradients of views: of (batch, length, heads, dim), of what is broadcast, and reversed."""
     from fa_cupy.torch import attention, causal_product
@@ -314,10 +386,24 @@ def test_torch_vmap(torch):
         got = torch.func.vmap(function)(*given)
         want = torch.stack([function(*x) for x in zip(*given, strict=True)])
         torch.testing.assert_close(got, want)
+    regression = functools.partial(fa_cupy.torch.kernel_regression, bandwidth=1.5)
+    got = torch.func.vmap(regression, in_dims=(0, None, 0))(q[0], k[0, 0], k[0, :, :, 0])
+    want = [regression(q[0, i], k[0, 0], k[0, i, :, 0]) for i in range(2)]
+    torch.testing.assert_close(got, torch.stack(want))
     slope = torch.func.grad(lambda q, k, v: attention(q, k, v).square().sum())
     got = torch.func.vmap(slope, in_dims=(0, None, 0))(q, k[0], v)
     want = torch.stack([slope(q[i], k[0], v[i]) for i in range(3)])
     torch.testing.assert_close(got, want)
+
+
+def test_torch_second_derivatives_are_an_error(torch):
+    from fa_cupy.torch import kernel_regression, non_local_means
+
+    x = torch.tensor(draw((5, 3))[0], requires_grad=True)
+    for out in (kernel_regression(x, x, x, 1.0), non_local_means(x, 1.0, 3, 2)):
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="a second derivative is not available"):
+            grad.sum().backward()
 
 
 def test_torch_merge_has_second_derivatives(torch):
@@ -478,6 +564,16 @@ def keep_promises(torch):
     )
     backward = (torch.ones_like(out), torch.ones_like(state), *given, True)
     torch.library.opcheck(torch.ops.fa_cupy.causal_product_backward, backward, test_utils=tests)
+    x, y = turned(2, 5, 4, 3), turned(5, 4, 2)
+    given = x, x[0, 0], y[0], torch.ones(4, 1), None, None, None, "laplace"
+    (out,) = torch.ops.fa_cupy.kernel_regression(*given)
+    torch.library.opcheck(torch.ops.fa_cupy.kernel_regression, given, test_utils=tests)
+    backward = torch.ones_like(out), *given
+    torch.library.opcheck(torch.ops.fa_cupy.kernel_regression_backward, backward, test_utils=tests)
+    given = y[..., 0], 1.0, 3, 2, 0.0
+    torch.library.opcheck(torch.ops.fa_cupy.non_local_means, given, test_utils=tests)
+    backward = y[..., 1], *given
+    torch.library.opcheck(torch.ops.fa_cupy.non_local_means_backward, backward, test_utils=tests)
 
 
 # JAX

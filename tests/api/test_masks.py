@@ -105,6 +105,7 @@ def check(mask, dense):
     assert math.isclose(mask.block_density, (states > 0).mean() if states.size else 0.0)
     assert not any(array.flags.writeable for array in (*mask.lists, mask.entries))
     assert f"{(states == 2).sum()} full and {(states == 1).sum()} partial" in repr(mask)
+    assert "reorder" not in repr(mask)
 
 
 # Constructors
@@ -782,3 +783,15 @@ def test_a_picture_shows_states_and_bits(lengths):
         plot.mask(mask[None])
     with pytest.raises(TypeError, match=r"^plot\.mask: mask is .* \(ndarray\), want a BitMask \("):
         plot.mask(dense)
+
+
+def test_text_advises_another_order():
+    """Where blocks are nearly empty and the mask is a graph, and not where that is done."""
+    rng = np.random.default_rng(0)
+    names, n = rng.permutation(2000), 2000
+    chain = names[[*range(n), *range(n - 1)]], names[[*range(n), *range(1, n)]]
+    mask = BitMask.from_edges(*chain, n)
+    assert repr(mask).endswith(", nearly empty: 16 pairs in each (see BitMask.reorder)>")
+    assert "nearly empty" not in repr(mask.reorder()[0])
+    assert "nearly empty" not in repr(mask[:1000])  # queries and keys are not the same nodes
+    assert "nearly empty" not in repr(BitMask.from_edges(*rng.integers(0, n, (2, 70 * 256)), n))

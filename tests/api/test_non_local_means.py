@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from fa_cupy import non_local_means
+from fa_cupy._kernel_regression import non_local_means_backward
+from fa_cupy.smoothing import patches
 from tests.support.strategies import DTYPES, UNIT, by_dtype, lay, to_numpy
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
@@ -141,3 +143,36 @@ def test_empty_images(xp, shape):
 def test_errors_name_the_argument(wrong, error, message):
     with pytest.raises(error, match=f"^non_local_means: {message}"):
         non_local_means(**({"image": np.zeros((4, 4)), "h": 0.1} | wrong))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("chunk", [patches._CHUNK, 1])
+def test_gradient(xp, monkeypatch, case, chunk):
+    """Along a random direction, by a difference quotient; one row of squares a call too."""
+    monkeypatch.setattr(patches, "_CHUNK", chunk)
+    shape, *args, sigma = case
+    image, dout, way = np.random.default_rng(1).standard_normal((3, *shape))
+    step = 1e-5
+    up, down = (denoised(xp, image + x * way, 0.8, *args, sigma=sigma) for x in (step, -step))
+    given = xp.asarray(dout), xp.asarray(image), 0.8, *args
+    gradient = non_local_means_backward(*given, sigma=sigma)
+    assert (gradient.shape, gradient.dtype) == (shape, DOUBLE)
+    got = (to_numpy(gradient) * way).sum()
+    np.testing.assert_allclose(got, ((up - down) * dout).sum() / (2 * step), rtol=2e-4, atol=1e-6)
+
+
+def test_gradient_of_other_dtypes(xp):
+    """Computed in float64, rounded once."""
+    image, dout = np.random.default_rng(1).standard_normal((2, 20, 9))
+    for dtype in (HALF, BFLOAT16, SINGLE):
+        given = dout.astype(dtype), image.astype(dtype)
+        want = non_local_means_backward(*(x.astype(DOUBLE) for x in given), 0.8, 3, 4)
+        got = non_local_means_backward(*map(xp.asarray, given), 0.8, 3, 4)
+        assert got.dtype == dtype
+        gap = abs(to_numpy(got).astype(DOUBLE) - want)
+        assert (gap <= UNIT[dtype] * abs(want) + 1e-7).all()
+
+
+def test_gradient_wants_the_images_shape():
+    with pytest.raises(ValueError, match=r"^non_local_means_backward: dout has shape \(3, 4\), w"):
+        non_local_means_backward(np.ones((3, 4)), np.ones((4, 3)), 1.0)

@@ -70,7 +70,7 @@ def check_kernels(case, dbias=False):
     wide = max(case.q.shape[-1], case.v.shape[-1]) > 128
     narrow = ["bwd_sm90", "bwd_convert_dq"]
     main = ["bwd_dkdv_sm90", "bwd_dq_sm90"] if wide else narrow
-    of_bias = "bwd_dbias_sm90" if dbias and has_many_tiles(case) and not wide else "bwd_dbias_sm80"
+    of_bias = "bwd_dbias_sm90" if dbias and has_many_tiles(case) else "bwd_dbias_sm80"
     last = ["bwd_nonfinite", *[of_bias] * dbias]
     assert names == ["bwd_preprocess", *main, *last]
 

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import json
 import math
 import re
 import shutil
@@ -111,6 +112,13 @@ def test_no_block_is_missed():
         assert {b.needs for b in found} <= {"", "gpu", "torch", "jax"}
 
 
+# Words that readers look for, as the search of Sphinx stems them.
+SEARCHED = {
+    *("alibi", "bandwidth", "blackwel", "cite", "conda", "decod", "determinist", "faq", "gqa"),
+    *("licens", "nadaraya", "nan", "notebook", "pad", "softcap", "tf32", "varlen"),
+}
+
+
 def test_pages_build_without_a_warning(tmp_path):
     """In a copy, as generated pages are written beside the others; recipes are not run."""
     pytest.importorskip("furo")
@@ -128,7 +136,12 @@ def test_pages_build_without_a_warning(tmp_path):
     recipes = {path.stem for path in (DOCS / "gallery").glob("*.py")}
     assert {p.stem for p in (tmp_path / "html/generated/gallery").glob("*.html")} >= recipes
     index = (tmp_path / "html/searchindex.js").read_text()
-    assert '"softcap"' in index or "softcap:" in index
+    terms = json.loads(index[index.index("(") + 1 : index.rindex(")")])
+    found = terms["terms"].keys() | terms["titleterms"].keys()
+    assert found >= SEARCHED
+    equations = (tmp_path / "html/explain/gradients.html").read_text()
+    assert equations.count("<msub><mover>") > 15  # the index of a letter with a bar is at its foot
+    assert not re.search(r"<munderover>\s*<mi>", equations)
 
 
 def test_every_ptx_function_is_in_the_glossary():
@@ -352,7 +365,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     assert "some device" in measured.benchmarks()
     assert "2.00" in measured.benchmarks()
     assert "No speed has been measured" in measured.summary()
-    _, family, case = measured.SUMMARY[0]
+    _, family, case = measured.readme.SUMMARY[0]
     for row in rows[:2]:
         row.update(family=family, case=case)
     assert "on one some device, in bfloat16" in measured.summary()
@@ -377,3 +390,52 @@ def test_pages_are_reached_from_the_index():
             written = [entry for entry in entries if not entry.startswith("generated/")]
             waiting += [page.parent / f"{entry}.rst" for entry in written]
     assert reached == set(PAGES)
+
+
+# The pictures of the pages
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("pictures")
+
+
+def test_pictures_without_a_browser_say_what_is_missing(pictures, monkeypatch):
+    monkeypatch.setattr(pictures, "BROWSERS", ("no-such-browser", "nor-this-one"))
+    with pytest.raises(SystemExit, match="no browser: want no-such-browser or nor-this-one on"):
+        pictures.main([])
+
+
+def test_pictures_are_made_and_a_box_that_is_cut_off_is_named(pictures, tmp_path, capsys):
+    if not any(map(shutil.which, pictures.BROWSERS)):
+        pytest.skip("needs Chromium")
+    site = tmp_path / "html"
+    site.mkdir()
+    wide = "<div style='width: 900px; height: 3em'></div>"
+    for name, text in {
+        "good": f"<p>words</p><div style='overflow-x: auto'>{wide}</div>",
+        "bad": f"<img src='https://example.invalid/x.png'>{wide}"
+        f"<section style='overflow-x: hidden'>{wide}</section>",
+    }.items():
+        (site / f"{name}.html").write_text(f"<!doctype html><article>{text}</article>")
+    assert pictures.main(["--pages", str(site), "--out", str(tmp_path / "made")]) == 1
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "bad.html at 1280 px: https://example.invalid/x.png",
+        "bad.html at 390 px: div ends at 908 px",
+        "bad.html at 390 px: section hides what is in it",
+        "bad.html at 390 px: div ends at 908 px",
+        "bad.html at 390 px: the page is 908 px wide",
+        "bad.html at 390 px: https://example.invalid/x.png",
+    ]
+    names = [path.name for path in sorted((tmp_path / "made").iterdir())]
+    assert names == ["bad-1280.png", "bad-390.png", "good-1280.png", "good-390.png"]
+
+
+def test_the_entry_to_cite_is_that_of_the_repository():
+    text = (DOCS / "citing.rst").read_text()
+    entry = (ROOT / "CITATION.cff").read_text()
+    (title,) = re.findall(r'^title: "(.*)"$', entry, re.M)
+    (version,) = re.findall(r"^version: (\S+)$", entry, re.M)
+    assert f"title   = {{{title}}}," in text
+    assert f"version = {{{version}}}," in text

@@ -17,15 +17,8 @@ from validation.digest import ROOT
 
 # Modules of a folder.
 MOST_MODULES = 12
-# Lines of code of a function, and the functions that have more.
+# Lines of code of a function.
 MOST_LINES = {".py": 60, ".cu": 120, ".cuh": 120}
-LONG_FUNCTIONS = {
-    "cuda_src/attention/bwd_dkdv_sm80.cu: attention_bwd_dkdv_sm80",
-    "cuda_src/attention/bwd_dkdv_sm90.cu: consume",
-    "cuda_src/attention/bwd_dq_sm80.cu: attention_bwd_dq_sm80",
-    "cuda_src/attention/bwd_dq_sm90.cu: consume",
-    "cuda_src/attention/fwd_sm90.cu: consume",
-}
 
 
 # Imports
@@ -212,9 +205,7 @@ def test_functions_are_short():
         for name, lines in functions(path.read_text()):
             if lines > MOST_LINES[path.suffix]:
                 found[f"{path.relative_to(ROOT).as_posix()}: {name}"] = lines
-    grown = {name: lines for name, lines in found.items() if name not in LONG_FUNCTIONS}
-    assert not grown, f"want at most {MOST_LINES} lines of code"
-    assert found.keys() == LONG_FUNCTIONS, "functions that are short now are not to be listed"
+    assert not found, f"want at most {MOST_LINES} lines of code"
 
 
 PYTHON = '''

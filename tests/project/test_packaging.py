@@ -4,6 +4,7 @@ import configparser
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import fa_cupy
+from fa_cupy import _version
 from fa_cupy.cli import cuda_extra
 from validation.digest import ROOT
 
@@ -109,8 +112,97 @@ def test_wheel_holds_the_package_and_all_kernels(source, wheel):
     assert wheel.stat().st_size < 1e6
 
 
-def test_the_citation_is_of_this_version(source):
-    assert f"\nversion: {fa_cupy.__version__}\n" in (source / "CITATION.cff").read_text()
+def test_the_citation_is_of_the_release_that_is_there_or_comes_next(source):
+    cited = re.search(r"^version: (\S+)$", (source / "CITATION.cff").read_text(), re.MULTILINE)
+    here = Version(fa_cupy.__version__)
+    assert (
+        Version(cited[1]) == here
+        if not here.is_devrelease
+        else Version(cited[1])
+        >= Version(".".join(map(str, (*here.release[:-1], max(0, here.release[-1] - 1)))))
+    )
+
+
+def test_versions_of_distributions(source, sdist, wheel, run):
+    """Those of a copy without git; `sdist` and `wheel` keep what they were built with."""
+    of_sdist, of_wheel = sdist.name.removeprefix("fa_cupy-"), wheel.name.split("-")[1]
+    assert of_sdist == of_wheel == f"{_version.FIRST}.dev0"
+    done = run("-c", "import fa_cupy; print(fa_cupy.__version__)")
+    assert done.stdout.strip() == of_wheel, done.stderr
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with the module that finds the version, and what runs git in it."""
+    for place in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{place}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{place}_EMAIL", "a@example.org")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    root = tmp_path / "checkout"
+    (root / "fa_cupy").mkdir(parents=True)
+    shutil.copy(ROOT / "fa_cupy/_version.py", root / "fa_cupy")
+    shutil.copy(ROOT / ".gitattributes", root)
+
+    def git(*arguments):
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    return root, git
+
+
+def version_in(root):
+    found = runpy.run_path(str(root / "fa_cupy/_version.py"))["version"]()
+    assert str(Version(found)) == found  # as PEP 440 writes it
+    return found
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_versions_of_checkouts(checkout):
+    root, git = checkout
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    assert version_in(root) == f"{_version.FIRST}.dev1+g{commit}"
+    git("tag", "other")
+    git("tag", "v1.2.9")
+    assert version_in(root) == "1.2.9"
+    git("commit", "--allow-empty", "-qm", "two")
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    assert version_in(root) == f"1.2.10.dev1+g{commit}"
+    with (root / "fa_cupy/_version.py").open("a") as file:
+        file.write("\n")
+    assert version_in(root) == f"1.2.10.dev1+g{commit}.dirty"
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+@pytest.mark.parametrize("tagged", [False, True])
+def test_versions_of_archives(checkout, tmp_path, tagged):
+    """Of `git archive`, which has no repository and names the tag all the same."""
+    _, git = checkout
+    if tagged:
+        git("tag", "v1.2.9")
+    git("archive", "-o", str(tmp_path / "a.tar"), "HEAD")
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    want = "1.2.9" if tagged else f"{_version.FIRST}.dev0"
+    assert version_in(tmp_path / "unpacked") == want
+
+
+def test_version_of_a_folder_where_git_fails(checkout, monkeypatch):
+    root, _ = checkout
+    monkeypatch.setenv("PATH", "")
+    assert version_in(root) == f"{_version.FIRST}.dev0"
+
+
+def test_indexes_accept_the_distributions(source, sdist, wheel):
+    """The README and the metadata, as `twine` checks them before an upload."""
+    pytest.importorskip("twine")
+    files = [str(path) for path in (wheel, *sdist.parent.glob("*.tar.gz"))]
+    assert len(files) == 2
+    command = [sys.executable, "-m", "twine", "check", "--strict", *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_packages_are_all_listed(source):

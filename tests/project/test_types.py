@@ -17,6 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 import fa_cupy
 from fa_cupy import BitMask, Score, attention, attention_backward, causal_product
+from typing import Any, Protocol
+
+class SparseMatrix(Protocol):
+    shape: Any
+    dtype: Any
+    def tocsr(self) -> Any: ...
 
 x: NDArray[np.float32] = np.ones((3, 50, 16), np.float32)
 reveal_type(x)
@@ -26,6 +32,9 @@ out, lse = attention(x, x, x, mask=BitMask(np.tri(50, dtype=bool)), return_lse=T
 reveal_type(out)
 dq, dk, dv = attention_backward(x, x, x, x, out, lse)
 reveal_type(dq)
+weights: SparseMatrix
+reveal_type(attention(x, x, x, weights))
+reveal_type(attention_backward(x, x, x, x, out, lse, weights)[3])
 reveal_type(causal_product(x, x, x))
 reveal_type(attention(x, x, x, score=Score("s - abs(i - j)")))
 reveal_type(fa_cupy.linear_attention(x, x, x, return_state=True))
@@ -63,9 +72,9 @@ def test_the_stub_has_the_signature(node):
         (x.name, kinds.get(x.kind, "positional"), x.default is not inspect.Parameter.empty)
         for x in signature.parameters.values()
     ]
-    # A flag that chooses the overload has no default there.
+    # What chooses the overload has no default there.
     given = [
-        (name, kind, default or name in ("return_lse", "return_state"))
+        (name, kind, default or name in ("return_lse", "return_state", "bias"))
         for name, kind, default in parameters(node)
     ]
     assert given == want
@@ -90,7 +99,8 @@ def test_mypy_knows_what_functions_return(tmp_path):
     lines = done.stdout.splitlines()
     array, pair, *revealed = [line.split('"')[1] for line in lines if "Revealed type" in line]
     pair = pair.replace("builtins.object", "Any").replace("object", "Any")
-    assert revealed == [array, array, array, array, array, pair], "\n".join(lines)
+    want = [array, array, array, array, "Any", array, array, pair]
+    assert revealed == want, "\n".join(lines)
     wrong = {line.split(":")[1] for line in lines if ": error:" in line}
     marked = {str(i) for i, x in enumerate(EXAMPLE.splitlines(), 1) if x.endswith("# wrong")}
     assert wrong == marked, "\n".join(lines)

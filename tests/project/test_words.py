@@ -3,7 +3,10 @@
 `docs/glossary.rst` has the terms that are used in their place.
 """
 
+import ast
+import io
 import re
+import tokenize
 
 import pytest
 
@@ -61,12 +64,13 @@ def name_of(path):
     return path.relative_to(ROOT).as_posix()
 
 
-# What people read before they read code. The sources of kernels and their host code follow.
+# What people read before they read code; of the host code of kernels, comments and docstrings.
+HOST_CODE = [path for path in MODULES if "gpu" in path.relative_to(ROOT).parts]
 SENTENCES = [
     *PAGES,
     *sorted((ROOT / "docs").glob("*.py")),
     *sorted((ROOT / "docs/gallery").glob("*.py")),
-    *(path for path in MODULES if "gpu" not in path.relative_to(ROOT).parts),
+    *(path for path in MODULES if path not in HOST_CODE),
     *sorted((ROOT / "fa_cupy").glob("*.pyi")),
 ]
 
@@ -74,6 +78,26 @@ SENTENCES = [
 @pytest.mark.parametrize("path", SENTENCES, ids=name_of)
 def test_sentences_use_the_words_of_the_glossary(path):
     assert not found(path.read_text(), WORDS)
+
+
+def prose(text):
+    """Comments and docstrings of a module, without the names in them."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    found = [docstring for node in nodes if (docstring := ast.get_docstring(node))]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    found += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return re.sub(r"`+[^`\n]*`+", "", "\n".join(found))
+
+
+@pytest.mark.parametrize("path", HOST_CODE, ids=name_of)
+def test_host_code_of_kernels_uses_the_words_of_the_glossary(path):
+    assert not found(prose(path.read_text()), WORDS)
+
+
+def test_prose_is_comments_and_docstrings():
+    text = 'nobody = 1  # one\ndef f():\n    """Two `nobody`."""\n    return "told"\n'
+    assert prose(text).split() == ["Two", ".", "#", "one"]
 
 
 @pytest.mark.parametrize("folder", ["cuda_src", "fa_cupy", "ptx", "docs"])

@@ -157,8 +157,8 @@ def test_lines_are_joined():
 @pytest.mark.parametrize(
     ("arguments", "kind", "why"),
     [
-        ({"s": X}, ValueError, "s is a name of expressions, want another argument"),
-        ({"exp": X}, ValueError, "exp is a name of expressions"),
+        ({"s": X}, ValueError, "s has a meaning in expressions, want another name"),
+        ({"exp": X}, ValueError, "exp has a meaning in expressions"),
         ({"x": [1.0]}, TypeError, "x is [1.0] (list), want an array or a number"),
         ({"x": "a"}, TypeError, "x is 'a' (str), want an array or a number"),
         ({"x": None}, TypeError, "x is None (NoneType), want an array or a number"),

@@ -265,6 +265,27 @@ def _backward(case: Case, dtype: str) -> Callable[[Any], Any]:
     return run
 
 
+def _sparse_biased(form: str, dtype: str, mask: bool) -> Callable[[Any], Any]:
+    """Return a call with weights of pairs: some blocks have few of them, others many."""
+
+    def run(xp: Any) -> Any:
+        from scipy import sparse
+
+        q, k, v, dout = (draw(arg, (2, 3, 200, 16), DTYPES[dtype]) for arg in ("q", "k", "v", "d"))
+        seen = chance("weights", (200, 200), 0.2)
+        seen[:, 128:] &= chance("few weights", (200, 72), 0.03)
+        bias = sparse.csr_array(np.where(seen, draw("bias", (200, 200), np.float32), 0))
+        bias.data[::7] = 0
+        given = bias.asformat(form), chance("mask", (200, 200), 0.5) if mask else None
+        out, lse = fa_cupy.attention(q, k, v, *given, return_lse=True)
+        *found, dbias = fa_cupy.attention_backward(dout, q, k, v, out, lse, *given)
+        of_bias = dbias.tocsr()
+        indices = (x.astype(np.int64) for x in (of_bias.indptr, of_bias.indices))
+        return out, lse, *found, dbias.format, *indices, of_bias.data
+
+    return run
+
+
 def _merge_calls() -> Iterator[Call]:
     def parts(dtype: str, count: int, edit: str = "") -> tuple[list[Any], list[Any]]:
         real = "float64" if dtype == "float64" else "float32"
@@ -336,5 +357,13 @@ def calls() -> Iterator[Call]:
             yield Call(f"attention {dtype} {name}", forward, slack=case.slack(dtype))
         if case.out is None:
             yield Call(f"attention_backward {dtype} {name}", backward, slack=case.slack(dtype))
+    for form, dtype, mask in (
+        ("csr", "float32", False),
+        ("csc", "float16", False),
+        ("coo", "float64", True),
+        ("bsr", "bfloat16", True),
+    ):
+        name = f"attention {dtype} sparse bias {form}{' mask' * mask}"
+        yield Call(name, _sparse_biased(form, dtype, mask), cpu=True)
     yield from _merge_calls()
     yield from _torch_calls()

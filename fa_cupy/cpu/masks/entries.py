@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
+from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.layouts import BLOCK
 from fa_cupy.tiled import attention as tiled_attention
@@ -42,10 +43,13 @@ class Entries(NamedTuple):
 
     begin: Array  # (q_len + 1,)
     keys: Array  # (e,) int32, ascending in each row
+    # (e,) each, if there is a sparse bias: where it has them, and what it adds to their scores.
+    places: Array | None = None
+    bias: Array | None = None
 
     @classmethod
-    def of(cls, problem: Problem, mask: BitMask, matrix: int) -> Entries:
-        """Return those of one matrix of a mask."""
+    def of(cls, problem: Problem, mask: BitMask, matrix: int, bias: Any = None) -> Entries:
+        """Return those of one matrix of a mask; `bias` may be a SparseBias."""
         begin, keys = mask._store.host().entries_of(mask._grid, matrix)
         if problem.lower is not None or problem.upper is not None:
             rows = np.repeat(np.arange(problem.q_len), np.diff(begin))
@@ -55,7 +59,11 @@ class Entries(NamedTuple):
             keys = keys[kept]
             begin = np.searchsorted(rows[kept], np.arange(problem.q_len + 1))
         # The products of SciPy take both index arrays in one dtype.
-        return cls(begin.astype(np.int32 if len(keys) < 2**31 else np.int64), keys)
+        begin = begin.astype(np.int32 if len(keys) < 2**31 else np.int64)
+        if not isinstance(bias, SparseBias):
+            return cls(begin, keys)
+        places = bias.structure.places(np.repeat(np.arange(problem.q_len), np.diff(begin)), keys)
+        return cls(begin, keys, places, bias.at(places))
 
     def chunks(self, row_begin: int, row_end: int) -> Iterator[Chunk]:
         """Yield the entries of some rows, `_CHUNK` at a time at most.
@@ -70,7 +78,8 @@ class Entries(NamedTuple):
             for first in range(int(firsts[0]), int(firsts[-1]), _CHUNK):
                 part = slice(first, min(first + _CHUNK, int(firsts[-1])))
                 ends = np.clip(firsts, part.start, part.stop) - first
-                yield Chunk(begin, end, ends.astype(firsts.dtype), self.keys[part], part)
+                bias = None if self.bias is None else self.bias[part]
+                yield Chunk(begin, end, ends.astype(firsts.dtype), self.keys[part], part, bias)
             begin = end
 
 
@@ -82,6 +91,7 @@ class Chunk(NamedTuple):
     begin: Array  # (rows + 1,), from 0
     keys: Array
     part: slice  # of all entries
+    bias: Array | None  # (e,), from a sparse matrix
 
     @property
     def counts(self) -> Array:
@@ -182,7 +192,9 @@ def scores_of(
         places = chunk.rows, chunk.keys.astype(np.int64)
         tile = scores[:, None], places, None if slope is None else slope[:, None]
         tiled_attention.transform(steps, problem, x.score, *tile, partials)
-    if x.bias is not None:
+    if chunk.bias is not None:
+        steps.add_bias(scores, chunk.bias)
+    elif x.bias is not None:
         steps.add_bias(scores, x.bias[:, chunk.rows, chunk.keys])
     return scores
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fa_cupy.core import sparse_bias
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.cpu import thread_pool
 from fa_cupy.cpu.masks.entries import Chunk, Entries, dense_of, product, scores_of
@@ -75,6 +76,8 @@ def add(
         if name in ("q", "k", "v"):
             target = x.grads[name]
             gradients.accumulate(steps, target, gradients.reduced(target, term))
+        elif name == "bias" and isinstance(x.grads[name], sparse_bias.Sums):
+            x.grads[name].add(entries.places, term)
         elif name in x.grads:
             _scatter(x.grads[name], term, rows, entries.keys)
     return True

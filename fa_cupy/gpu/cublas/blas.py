@@ -20,6 +20,8 @@ from typing import Any
 import cupy
 import numpy as np
 
+from fa_cupy.gpu.driver import remedies
+
 _OP_N, _OP_T = 0, 1  # cublasOperation_t
 # cublasMath_t. Pedantic is what NVIDIA_TF32_OVERRIDE=1 in the environment does not override.
 _PEDANTIC_MATH, _TF32_MATH = 2, 3
@@ -51,8 +53,7 @@ def _library() -> Any:
         reason = str(error).partition("\n")[0]  # CuPy goes on to list folders
         raise ImportError(
             "attention of float32, products of float64, dims above 256 and all other calls without "
-            "a kernel need cuBLAS: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12), or "
-            f"'fa_cupy[cuda13]' or 'fa_cupy[cuda12]' ({reason})"
+            f"a kernel need cuBLAS: {remedies.command('cuBLAS')} ({reason})"
         ) from error
     return cublas
 

@@ -27,7 +27,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 #: Holds ``cuda_src`` and ``ptx``: the package where it is installed, its parent in a checkout.
 ROOT = _PACKAGE if (_PACKAGE / "cuda_src").is_dir() else _PACKAGE.parent
 
-#: Where set, what is compiled gets line numbers, and its sources and log stay beside the cubin.
+#: If set, kernels are compiled with line numbers, and sources and log stay next to the cubin.
 KEEP_VARIABLE = "FA_CUPY_KEEP_SOURCES"
 
 # -v has ptxas report registers and spills, in the log. Lambdas have no place for "__device__".

@@ -35,7 +35,7 @@ def cache_dir() -> Path:
     Raises
     ------
     OSError
-        If the folder cannot be made, is not known, belongs to somebody else, or others can write
+        If the folder cannot be made, is not known, belongs to another user, or others can write
         to it: what it holds is run on the GPU.
     """
     named = os.environ.get(FOLDER_VARIABLE)
@@ -88,7 +88,7 @@ def _is_foreign(error: OSError) -> bool:
 def _expanded(named: str) -> Path:
     try:
         return Path(named).expanduser().absolute()
-    except RuntimeError as error:  # "~name", and nobody of that name
+    except RuntimeError as error:  # "~name" without a user of that name
         raise FileNotFoundError(f"kernel cache: {FOLDER_VARIABLE} is {named!r}: {error}") from None
 
 
@@ -134,7 +134,7 @@ def read(path: Path, key: str) -> Entry | None:
 def write(path: Path, key: str, entry: Entry) -> None:
     """Keep a compilation in place of whatever stands there.
 
-    A reader sees the whole of it or nothing, whoever else writes at the same time.
+    A reader sees the whole file or none, even if others write at the same time.
     """
     head = json.dumps({"key": key, "log": entry.log, "seconds": entry.seconds})
     payload = head.encode() + b"\n" + entry.cubin

@@ -24,7 +24,7 @@ class Device(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The visible devices; where there are none, `why` says in one line what is missing."""
+    """The visible devices; without one, `why` says in one line what is missing."""
 
     devices: list[Device]
     why: str = ""

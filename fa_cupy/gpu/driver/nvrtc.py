@@ -6,6 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fa_cupy.gpu.driver import remedies
+
 
 class CompileError(RuntimeError):
     """NVRTC refused a kernel; the message holds its log."""
@@ -111,8 +113,8 @@ def _library() -> tuple[Any, tuple[int, int]]:
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # RuntimeError: the bindings find no library
         raise ImportError(
-            "compiling a kernel needs NVRTC and cuda-bindings: pip install 'fa_cupy[cuda13]', or "
-            f"'fa_cupy[cuda12]' for a CUDA 12 driver ({' '.join(str(error).split())})"
+            "compiling a kernel needs NVRTC and cuda-bindings: "
+            f"{remedies.command('NVRTC', 'cuda-bindings')} ({' '.join(str(error).split())})"
         ) from error
     return nvrtc, (major, minor)
 

@@ -148,7 +148,7 @@ def takes_bias(problem: Problem) -> bool:
 def takes_score(problem: Problem) -> bool:
     """Whether kernels take the expression of a problem, if it has one.
 
-    They take it without a softcap and a bias beside it, with arrays of whole elements, and if it is
+    They take it without a softcap and a bias, with arrays of whole elements, and if it is
     not so long that it would compile for minutes.
     """
     score = problem.score
@@ -233,7 +233,7 @@ def in_float32(x: float) -> float:
 def _inverse(softcap: float) -> np.float32:
     """Return 1 / softcap, rounded so that their product is not below 1.
 
-    A score at its softcap has slope 0 then: one of 1e-7 would count beside large keys.
+    A score at its softcap has slope 0 then: one of 1e-7 would count where keys are large.
     """
     cap = np.float32(softcap)
     inverse = np.float32(in_float32(1.0 / float(cap)))

@@ -1,9 +1,9 @@
-"""What launches are told of a mask: where its lists lie, and in which order to work.
+"""Masks as launches get them: the addresses of their lists, and the order of the work.
 
 The lists of a `BitMask` are sent to a device once and kept with the mask, and so is what follows
 from them and the shape of a call: the mask's matrix of each batch entry, and an order of work. Of
 kinds of calls, the first ones stay with the mask; later ones are dropped when there are too many,
-but for those that a graph points to. An array of bool is packed by every call.
+except those that a graph points to. An array of bool is packed by every call.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Made:
         self.made: Any = None
 
     def begin(self) -> None:
-        """Take down that the current stream writes the arrays: what it was told so far."""
+        """Note that the current stream writes the arrays, by the work that it has so far."""
         self.stream = cupy.cuda.get_current_stream().ptr
         self.made = cupy.cuda.Event(disable_timing=True)
         self.made.record()
@@ -84,7 +84,7 @@ class Kept(Made):
     Attributes
     ----------
     pointers : tuple of int
-        What launches are told: `MaskPointers`, or the addresses of lists of pairs.
+        What launches get: `MaskPointers`, or the addresses of lists of pairs.
     passing : bool
         Whether the mask may drop it.
     """
@@ -98,13 +98,13 @@ class Kept(Made):
 
     @classmethod
     def of_lists(cls, lists: DeviceMask, memory: Array, entries: int) -> Kept:
-        """Return what is told of lists; `memory` holds the entries, and the order behind them."""
+        """Return what launches get of lists; `memory` has the entries, and the order after them."""
         order = memory[entries:]
         return cls((lists, memory), _pointers(lists, memory, order if len(order) else None))
 
 
 class CallMask:
-    """Says what launches of one kind of call are told of a mask.
+    """Says what launches of one kind of call get of a mask.
 
     Parameters
     ----------

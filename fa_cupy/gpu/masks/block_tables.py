@@ -52,7 +52,7 @@ class Tables(NamedTuple):
 
 
 class CallTables:
-    """Says what launches of one kind of call are told of a mask.
+    """Says what launches of one kind of call get of a mask.
 
     Parameters
     ----------

@@ -136,7 +136,7 @@ def from_blocks(grid: Grid, states: Any, words: Any) -> Made:
 
 
 def to_host(arrays: list[Any]) -> tuple[list[Any], int]:
-    """Return arrays, of which all but the first may be None, on the CPU, and their device."""
+    """Return arrays on the CPU, and their device; all but the first may be None."""
     _refuse()
     return [None if x is None else x.get() for x in arrays], int(arrays[0].data.device_id)
 

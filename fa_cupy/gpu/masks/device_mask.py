@@ -87,7 +87,7 @@ def pack(mask: Any, view: View) -> tuple[DeviceMask, Any]:
     Returns
     -------
     device_mask : DeviceMask
-        With room for all blocks, whatever they hold, since nobody waits to see how many there are.
+        With room for all blocks, whatever they hold, since the host does not wait for their number.
     entries : cupy.ndarray of int32
         The matrix of each batch entry, flat.
     """

@@ -30,7 +30,8 @@ Array = npt.NDArray[Any]
 #: which half a block's words are left as a margin. Rates were not measured with these kernels
 #: (validation/NOTES.md, "Pairs of sparse masks on the GPU").
 MOST_PAIRS = {"float16": 128, "bfloat16": 128, "float32": 512}
-_MOST = 2**31  # pairs of a list: places are int32
+#: Fewer pairs than this are in a list: places are int32.
+MOST = 2**31
 _NO_PIECE = 2**32 - 1
 _LARGEST = max(MOST_PAIRS.values())
 
@@ -85,12 +86,12 @@ def chosen(mask: BitMask, dtype: np.dtype[Any]) -> PairCounts | None:
 
 def is_sparse(pairs: int, listed: int, dtype: str) -> bool:
     """Whether so many pairs in so many blocks are computed one by one."""
-    return pairs < min(_MOST, MOST_PAIRS[dtype] * listed)
+    return pairs < min(MOST, MOST_PAIRS[dtype] * listed)
 
 
 def may_be_sparse(pairs: int, listed: int) -> bool:
     """Whether they are so in some dtype."""
-    return pairs < min(_MOST, _LARGEST * listed)
+    return pairs < min(MOST, _LARGEST * listed)
 
 
 def _chosen(mask: BitMask, dtype: str) -> PairCounts | None:

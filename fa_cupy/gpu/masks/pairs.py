@@ -1,4 +1,4 @@
-"""What launches are told of a mask whose pairs they read one by one.
+"""Masks whose pairs are read one by one, as launches get them.
 
 The lists of a `BitMask` are sent to a device once and kept with its store; that by keys, which only
 gradients read, when they first are computed. No sparse block is unfolded.
@@ -26,7 +26,7 @@ Array = Any  # cupy.ndarray
 
 
 class CallPairs:
-    """Says what launches of one kind of call are told of the pairs of a mask.
+    """Says what launches of one kind of call get of the pairs of a mask.
 
     Parameters
     ----------
@@ -91,10 +91,35 @@ def counts_of(problem: Problem, mask: Any, device: int) -> PairCounts | None:
     if not pair_rows.serves(problem, workspace.launcher(device).target):
         return None
     counts = pair_lists.chosen(mask, problem.dtype)
-    if counts is None:
-        return None
+    return counts if counts is not None and _fit(problem, counts) else None
+
+
+def counts_with_bias(name: str, problem: Problem, mask: BitMask, target: str | None) -> PairCounts:
+    """Return the counts of a mask whose pairs have a bias each, however many they are.
+
+    Raises
+    ------
+    NotImplementedError
+        For a call that no kernel over pairs serves; `name` is what the error speaks of.
+    """
+    if not pair_rows.serves(problem, target):
+        raise NotImplementedError(
+            f"{name}: bias is a sparse matrix on a GPU, and q has dtype {problem.dtype} and "
+            f"head_dim {problem.head_dim}, want float16, bfloat16 or float32 and dims of 1 to 256"
+        )
+    counts = pair_lists.lists_of(mask).counts
+    if counts.pairs >= pair_lists.MOST or not _fit(problem, counts):
+        raise NotImplementedError(
+            f"{name}: bias is a sparse matrix on a GPU, and the mask has {counts.pairs} pairs for "
+            f"{math.prod(problem.batch)} batch entries, want fewer of one of them"
+        )
+    return counts
+
+
+def _fit(problem: Problem, counts: PairCounts) -> bool:
+    """Whether one launch can have all pieces of long rows."""
     pieces = math.prod(problem.batch) * max(counts.query_pieces, counts.key_pieces)
-    return counts if pieces <= MAX_GRID else None
+    return pieces <= MAX_GRID
 
 
 def _sent(mask: BitMask, by_key: bool, device: int) -> tuple[Array, ...]:

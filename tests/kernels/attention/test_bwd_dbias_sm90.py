@@ -22,7 +22,7 @@ from tests.support.noting_launcher import NotingLauncher
 from tests.support.planted import plant
 from validation import emulator
 
-DIMS = (64, 128)
+DIMS = (64, 128, 256)
 solve, check, check_spoiled, rows_of = (
     functools.partial(f, target="sm_90a", fills=True)
     for f in (biases.solve, biases.check, biases.check_spoiled, biases.rows_of)
@@ -31,7 +31,8 @@ solve, check, check_spoiled, rows_of = (
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    ("dim", "dtype"), only(itertools.product(DIMS, DTYPES), (64, "float16"), (128, "bfloat16"))
+    ("dim", "dtype"),
+    only(itertools.product(DIMS, DTYPES), (64, "float16"), (128, "bfloat16"), (256, "float16")),
 )
 def test_every_row(dim, dtype):
     call = biased(dtype, (2, 1), (150, 140), (dim, dim - 8), (150, 140), dlse=True)
@@ -179,38 +180,64 @@ def test_any_call(dim, dtype, of, lengths, heads, axes, band, softcap, dlse, see
 
 # Planted bugs: what stands there and what is put in its place.
 BUGS = {
-    "Q and K are read before they have landed": (
-        "wait(shared.full[qk_pipe.index()], qk_pipe.parity());", "",
-    ),
-    "dO and V are read before they have landed": (
-        "wait(shared.full[dout_v_pipe.index()], dout_v_pipe.parity());", "",
+    "tiles are read before they have landed": (
+        "wait(shared.full[pipe.index()], pipe.parity());", "",
     ),
     "a stage is filled while others read it": (
         "wait(shared.empty[pipe.index()], pipe.parity() ^ 1);", "",
     ),
     "Q and K are given back before their product": (
-        "wgmma_wait_group<1>(); if (!any_large)", "if (!any_large)",
+        "wgmma_wait_group<kEarlyParts>(); if (!any_large)", "if (!any_large)",
     ),
+
     "delta is not taken away": ("dp[0][j][e] - delta[e / 2]", "dp[0][j][e]"),
     "the entry is always the first": ("entry_of(params, own.entry, step);", "own.entry;"),
     "a band is not looked at": ("if (!own.in_band)", "if (false)"),
 }  # fmt: skip
-ALWAYS = ("Q and K are read before they have landed", "a stage is filled while others read it")
+# Where Q and K come in parts.
+BUGS_OF_PARTS = {
+    "Q and K are the first columns again": (
+        "params.k_step, part * kStageDim, 0", "params.k_step, 0, 0",
+    ),
+    "dO and V are the first columns again": (
+        "params.v_step, part * kStageDim, 0", "params.v_step, 0, 0",
+    ),
+    "only the last columns count": ("!is_first || step > 0", "step > 0"),
+    "large weights are of the first columns": ("of_part(first, chunk / kChunks)", "first"),
+    "one stage of Q and K is given back": (
+        "if (!any_large) release_parts(shared, qk_pipe);",
+        "if (!any_large) release_per_lane(shared.empty[qk_pipe.index()]);",
+    ),
+    "Q and K of large weights are given back first": (
+        "if (!any_large) release_parts(shared, qk_pipe);", "release_parts(shared, qk_pipe);",
+    ),
+}  # fmt: skip
+ALWAYS = (
+    "tiles are read before they have landed", "a stage is filled while others read it",
+    "only the last columns count",
+)  # fmt: skip
 
 
 @functools.cache
-def solved():
+def solved(dim):
     """A call that bugs are planted for, and its gradient."""
-    call = biased("bfloat16", (4, 2), (200, 260), (128, 128), (200, 260), **BANDS["causal"])
+    if dim == 128:
+        lengths = 200, 260
+        call = biased("bfloat16", (4, 2), lengths, (dim, dim), lengths, **BANDS["causal"])
+    else:
+        lengths = 150, 140
+        call = far_case("bfloat16", (2, 1), lengths, dim)
+        bias = (64 * np.round(draw(*lengths, dtype=SINGLE, seed=2))).astype(np.float32)
+        call = call._replace(options={**call.options, "bias": bias})
     return call, solve(call)[3]
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("bug", only(BUGS, *ALWAYS))
+@pytest.mark.parametrize("bug", only([*BUGS, *BUGS_OF_PARTS], *ALWAYS))
 def test_a_planted_bug_is_found(bug, tmp_path):
-    call, want = solved()
+    call, want = solved(128 if bug in BUGS else 256)
     row = rows_of(call)[-1]
-    sources = {row.entry: plant(tmp_path, row.source, BUGS[bug])}
+    sources = {row.entry: plant(tmp_path, row.source, (BUGS | BUGS_OF_PARTS)[bug])}
     for seed in range(8):
         try:
             got = solve(call, seed=seed, sources=sources)[3]
@@ -252,12 +279,12 @@ def test_a_block_for_each_tile():
 def test_it_serves_what_it_is_for():
     pair = ScoreMod(bias_axes="pair", bias_dtype="float16")
     for dim, masked, mapped, fills in itertools.product(
-        (64, 128, 192), (False, True), (False, True), (False, True)
+        (64, 128, 192, 256), (False, True), (False, True), (False, True)
     ):
         wanted = backward.Wanted(
             "float16", dim, masked, mapped, score=pair, dbias=True, dbias_fills=fills
         )
-        serves = dim <= 128 and not masked and mapped and fills
+        serves = not masked and mapped and fills
         kernel = "bwd_dbias_sm90" if serves else "bwd_dbias_sm80"
         assert select(wanted, "sm_90a")[-1].kernel == kernel
         of_keys = wanted._replace(score=pair._replace(bias_axes="key"))
@@ -273,4 +300,5 @@ def test_as_many_stages_as_fit():
             stages[row.dim, of] = row.for_score(score).stages
     assert stages == {
         (64, "bfloat16"): 5, (64, "float64"): 4, (128, "bfloat16"): 3, (128, "float64"): 2,
+        (256, "bfloat16"): 6, (256, "float64"): 5,
     }  # fmt: skip

@@ -250,10 +250,11 @@ BUGS = {
                               "__syncthreads();  // this tile"),
     ),
     "a tile of Q is loaded over the one that is read": (
-        "bwd_dkdv_sm80", 96, ("load_q(next, (i + 1) % kQStages);", "load_q(next, i % kQStages);"),
+        "bwd_dkdv_sm80", 96, ("load_q(params, shared, next, (i + 1) % kQStages);",
+                              "load_q(params, shared, next, i % kQStages);"),
     ),
     "dO is overwritten while others read it": (
-        "bwd_dkdv_sm80", 128, ("__syncthreads();  // nobody reads this tile of dO", "// nobody"),
+        "bwd_dkdv_sm80", 128, ("__syncthreads();  // all warps have read this tile of dO", "//"),
     ),
     "weights are read before all are there": (
         "bwd_dkdv_sm80", 256, ("score_row(), score_col()); __syncthreads(); }",
@@ -275,15 +276,15 @@ BUGS = {
         "bwd_dkdv_sm80", 192, ("kGroups * (j / 2)) + j % 2;", "(j / 2)) + j % 2;"),
     ),
     "the first tile of keys only is cut by the band": (
-        "bwd_dq_sm80", 64, ("tile >= tiles.full_begin && tile < tiles.full_end",
-                                 "tile >= tiles.full_begin"),
+        "bwd_dq_sm80", 64, ("tile >= work.tiles.full_begin && tile < work.tiles.full_end",
+                            "tile >= work.tiles.full_begin"),
     ),
     "V is overwritten while others read it": (
-        "bwd_dq_sm80", 128, ("__syncthreads();  // nobody reads this tile of V", "// nobody"),
+        "bwd_dq_sm80", 128, ("__syncthreads();  // all warps have read this tile of V", "//"),
     ),
     "K is loaded over the tile that is read": (
-        "bwd_dq_sm80", 256, ("load_k(next, (i + 1) % kKStages);",
-                                  "load_k(next, i % kKStages);"),
+        "bwd_dq_sm80", 256, ("load_k(params, shared, work, next, (i + 1) % kKStages);",
+                             "load_k(params, shared, work, next, i % kKStages);"),
     ),
     "delta is not taken away": (
         "bwd_dq_sm80", 96, ("dp[i][j][e] -= delta[i][e / 2];", ";"),

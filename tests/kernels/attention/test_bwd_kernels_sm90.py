@@ -202,8 +202,8 @@ SCORE_BUGS = {
                                                    "coordinate[2] * p.bias_batch")),
     "the bias of other queries": ("bwd_sm90", 64, ("first_query(c, q_stage, countdown), f);",
                                                    "first_query(c, q_stage, countdown) + 8, f);")),
-    "the bias of other keys": ("bwd_dkdv_sm90", 256, ("_offset[at], own_key(),",
-                                                      "_offset[at], own_key() + 1,")),
+    "the bias of other keys": ("bwd_dkdv_sm90", 256, ("_offset[stage], own_key(c),",
+                                                      "_offset[stage], own_key(c) + 1,")),
     "a slope is not handed over": ("bwd_dkdv_sm90", 256, ("slope_times(slope[0], s[j][0])",
                                                           "s[j][0]")),
     "dQ without slopes": ("bwd_dq_sm90", 256, ("slope_times(found.slope,", "slope_times(1.0f,")),
@@ -311,22 +311,23 @@ BUGS = {
     ),
     "weights are read before they are written": (
         "bwd_dkdv_sm90", 256, "a load reads .* holds nothing|",
-        ("wait(shared.p_full[pipe.index()], pipe.parity());", ""),
+        ("wait(c.shared.p_full[pipe.index()], pipe.parity());", ""),
     ),
     "K is given back before dQ has read it": (
         "bwd_dq_sm90", 256, "wgmma reads .* not yet",
-        ("wgmma_wait_group<0>(); release_k(previous_k_stage()); }", "wgmma_wait_group<0>(); }"),
+        ("wgmma_wait_group<0>(); release_k(c, previous_k_stage(tiles)); }",
+         "wgmma_wait_group<0>(); }"),
         ("if constexpr (!kFirst && !kAccumulateFirst) "
-         "gemm_accumulate(shared.k[previous_k_stage()]);",
-         "if (!kFirst) gemm_accumulate(shared.k[previous_k_stage()]), "
-         "release_k(previous_k_stage());"),
+         "gemm_dq(dq, ds, c.shared.k[previous_k_stage(tiles)]);",
+         "if (!kFirst) gemm_dq(dq, ds, c.shared.k[previous_k_stage(tiles)]), "
+         "release_k(c, previous_k_stage(tiles));"),
     ),
     "V is given back before dP is done": (
         "bwd_dq_sm90", 256, "wgmma reads .* not yet",
-        ("release(shared.v_empty[v_stage]);", ""),
-        ("if constexpr (!kFirst && !kAccumulateFirst) gemm_accumulate(",
-         "release(shared.v_empty[v_stage]); if constexpr (!kFirst && !kAccumulateFirst) "
-         "gemm_accumulate("),
+        ("release(c.shared.v_empty[v_stage]);", ""),
+        ("if constexpr (!kFirst && !kAccumulateFirst) gemm_dq(",
+         "release(c.shared.v_empty[v_stage]); if constexpr (!kFirst && !kAccumulateFirst) "
+         "gemm_dq("),
     ),
 }  # fmt: skip
 

@@ -241,7 +241,8 @@ BUGS = {
          "begin_block_row(cursor, block_row_of_keys<kTileN>(params, work, 0)"),
     ),
     "words of the other half of a block's keys": (
-        "bwd_dkdv_sm90", 192, "", ("work.tile % 2 * 64, thread_in_group()", "0, thread_in_group()"),
+        "bwd_dkdv_sm90", 192, "",
+        ("c.work.tile % 2 * 64, thread_in_group()", "0, thread_in_group()"),
     ),
     "gradients of scores that are hidden count": (
         "bwd_dkdv_sm90", 192, "",
@@ -250,11 +251,13 @@ BUGS = {
     ),
     "K is given back before all lanes have read beside it": (
         "bwd_dq_sm90", 192, "",
-        ("kSparse ? release_per_lane(shared.k_empty[at]) :", "lane() > 0 ? void() :"),
+        ("kSparse ? release_per_lane(c.shared.k_empty[k_stage]) :",
+         "lane_in_warp() > 0 ? void() :"),
         ("(kSparse ? kArrivalsPerWarp : 1) * 4 * kGroups", "4 * kGroups"),
-        ("wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>(); apply_band(k_stage);",
-         "wgmma_wait_group<kFirst ? 1 : 2>(); release(shared.k_empty[k_stage]); "
-         "apply_band(k_stage);"),
+        ("wgmma_wait_group<kFirst || kAccumulateFirst ? 1 : 2>(); "
+         "apply_band(visible_bits, c, k_stage);",
+         "wgmma_wait_group<kFirst ? 1 : 2>(); release(c.shared.k_empty[k_stage]); "
+         "apply_band(visible_bits, c, k_stage);"),
     ),
     "queries that see no key go through a block that there is": (
         "bwd_dq_sm90", 192, "",

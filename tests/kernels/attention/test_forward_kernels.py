@@ -268,57 +268,57 @@ BUGS = {
     "K is read before it has landed": (
         D128,
         r"wgmma reads .* not yet.*fwd_sm90.cu:\d+",
-        ("wait(shared.k_full[k_pipe.index()], k_pipe.parity());\n      warp_scheduler_sync",
-         "warp_scheduler_sync"),
+        ("wait(c.shared.k_full[at.k.index()], at.k.parity());\n  "
+         "warp_scheduler_sync(c);\n  wgmma_fence();\n  gemm_qk<kCols>",
+         "warp_scheduler_sync(c);\n  wgmma_fence();\n  gemm_qk<kCols>"),
     ),
     "V is read before it has landed": (
         D128,
         "wgmma reads .* not yet",
-        ("  wait(shared.v_full[v_pipe.index()], v_pipe.parity());\n        wgmma_fence",
-         "wgmma_fence"),
+        ("wait(c.shared.v_full[at.v.index()], at.v.parity());\n  wgmma_fence", "wgmma_fence"),
     ),
     "the parity of Q is wrong": (
         D128,
         "ldmatrix reads .* not yet",
-        (re.compile(r"parity\(\)(\);\s+(const uint32 )?q_tile =)"), r"parity() ^ 1\1"),
+        ("q_pipe.parity());\n    q_tile =", "q_pipe.parity() ^ 1);\n    q_tile ="),
     ),
     "K is given back before it has been read": (
         D128,
         "wgmma reads .* not yet",
-        ("        release(shared.k_empty[k_pipe.index()]);\n      }", "      }"),
+        ("    release(c, c.shared.k_empty[at.k.index()]);\n  }", "  }"),
         ("if constexpr (kOverlapSoftmaxPv && !kFirst) {",
-         "release(shared.k_empty[k_pipe.index()]);\n      if constexpr (kOverlapSoftmaxPv && "
+         "release(c, c.shared.k_empty[at.k.index()]);\n  if constexpr (kOverlapSoftmaxPv && "
          "!kFirst) {"),
     ),
     "K is never given back": (
         D128,
         "deadlock; .*mbarrier: warps 0 1",
-        ("        release(shared.k_empty[k_pipe.index()]);\n      }", "      }"),
+        ("    release(c, c.shared.k_empty[at.k.index()]);\n  }", "  }"),
     ),
     "scores are used before the product is done": (
         D128,
         "a load from registers of a wgmma in flight",
-        ("{\n        wgmma_wait_group<1>();", "{\n        wgmma_wait_group<2>();"),
+        ("{\n    wgmma_wait_group<1>();", "{\n    wgmma_wait_group<2>();"),
     ),
     "the output is scaled before P V is done": (
         D128,
         "a load from registers of a wgmma in flight",
-        ("wgmma_wait_group<0>();\n      if (moved)", ";\n      if (moved)"),
+        ("wgmma_wait_group<0>();\n  if (moved)", ";\n  if (moved)"),
     ),
     "accumulators are set while they are in flight": (
         D128,
         "a store to registers of a wgmma in flight",
-        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive();", "s[0][0][0] = 0.0f;"),
+        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive(c);", "s[0][0][0] = 0.0f;"),
     ),
     "registers of A are set while they are in flight": (
         D128,
         "a store to registers of a wgmma in flight",
-        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive();", "q[0][0] = 0;"),
+        ("if constexpr (!kExclusiveMma) warp_scheduler_arrive(c);", "q[0][0] = 0;"),
     ),
     "registers are not fenced": (
         D128,
         "wgmma without wgmma.fence",
-        ("wgmma_fence();\n      gemm_qk<decltype(cols)", "gemm_qk<decltype(cols)"),
+        ("wgmma_fence();\n  gemm_qk<kCols>", "gemm_qk<kCols>"),
     ),
     "fewer bytes are expected than come": (
         D64,
@@ -342,20 +342,18 @@ BUGS = {
     "a turn is not passed on": (
         D64,
         "deadlock; .*bar.sync: warps",
-        ("      warp_scheduler_sync();\n      warp_scheduler_arrive();\n",
-         "      warp_scheduler_sync();\n"),
+        ("  warp_scheduler_sync(c);\n  warp_scheduler_arrive(c);\n", "  warp_scheduler_sync(c);\n"),
     ),
     "a lane speaks for others that still wait": (D64, "", ("__syncwarp();  // or a lane", "//")),
     "a lane is missing from a shuffle": (
         D64,
         "threads of one warp are at|others wait for it at|deadlock",
-        ("    softmax.reduce_row_sum();\n", "    if (lane != 5) softmax.reduce_row_sum();\n"),
+        ("  softmax.reduce_row_sum();\n", "  if (c.lane != 5) softmax.reduce_row_sum();\n"),
     ),
     "a lane leaves early": (
         D64,
         "others wait for it at",
-        ("    softmax.reduce_row_sum();\n",
-         "    if (lane == 5) return;\n    softmax.reduce_row_sum();\n"),
+        ("    epilogue(c, at, softmax", "    if (lane == 5) return;\n    epilogue(c, at, softmax"),
     ),
     "Q is loaded while the output is stored": (
         D64,

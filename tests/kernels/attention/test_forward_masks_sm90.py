@@ -183,11 +183,12 @@ BUGS = {
         ("cvta_to_shared(&shared.k_full[stage])", "cvta_to_shared(&shared.v_full[stage])"),
     ),
     "words are lost where scores are computed again": (
-        64, ("listed = reload_mask_words(p, work, tile, visible_bits);",
-             "visible_bits[0][0] = visible_bits[0][1] = 0xffffffffu;"),
+        64, ("mask.listed = reload_mask_words(p, work, own.tile, mask.visible_bits);",
+             "mask.visible_bits[0][0] = mask.visible_bits[0][1] = 0xffffffffu;"),
     ),
     "scores are computed again for another tile": (
-        128, ("key_tile = reload_tile_number(p, work, tile);", "key_tile = tile;"),
+        128, ("mask.key_tile = reload_tile_number(p, work, own.tile);",
+              "mask.key_tile = own.tile;"),
     ),
     "a tile's number is overwritten early": (
         128, ("wait(shared.k_empty[stage], k_pipe.parity() ^ 1);", ""),
@@ -197,7 +198,7 @@ BUGS = {
                                         "is_end ? band_blocks.end - 1 : band_blocks.begin")),
     "a list begins a block late": (128, ("is_end ? band_blocks.end : band_blocks.begin",
                                          "is_end ? band_blocks.end : band_blocks.begin + 1")),
-    "what a band hides of a listed block shows": (64, ("if (crosses_band) {", "if (false) {")),
+    "what a band hides of a listed block shows": (64, ("if (hides) {", "if (false) {")),
     "rows of blocks of another entry": (
         128, ("row_of_blocks(p.mask, entry, q_begin", "row_of_blocks(p.mask, 0, q_begin"),
     ),

@@ -19,7 +19,7 @@ class BwdDkdvSm90(BackwardSm90):
     Attributes
     ----------
     sum_first : int
-        Bit 0: a tile's dV comes before the scores of the next one, not beside its exponentials.
+        Bit 0: a tile's dV comes before the scores of the next one, not during its exponentials.
         Bit 1: so does dK. Tiles are given back sooner then.
     """
 

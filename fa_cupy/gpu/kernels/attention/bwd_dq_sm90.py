@@ -21,7 +21,7 @@ class BwdDqSm90(BackwardSm90):
     v_stages : int
         Tiles of V in flight; `stages` are those of K.
     sum_first : int
-        1: a tile's dQ comes before the scores of the next one, not beside its exponentials.
+        1: a tile's dQ comes before the scores of the next one, not during its exponentials.
     """
 
     v_stages: int

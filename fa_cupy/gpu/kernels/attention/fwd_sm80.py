@@ -54,9 +54,9 @@ class FwdSm80(Variant):
 
 
 def _rows() -> Iterator[FwdSm80]:
-    # dim, tile_m, tile_n, warps, stages, why. Speeds: H200, 4096 tokens, beside the other tiles
-    # of validation/NOTES.md. Every row fits the 99 KB of the smallest targets. With a mask tiles of
-    # keys divide its blocks of 128.
+    # dim, tile_m, tile_n, warps, stages, why. Speeds: H200, 4096 tokens; validation/NOTES.md
+    # has those of other tiles. Every row fits the 99 KB of the smallest targets. With a mask, tiles
+    # of keys divide its blocks of 128.
     rows = (
         (32, 128, 128, 4, 2, "32 rows a warp: every K and V fragment serves two products"),
         (64, 128, 128, 4, 1, "as for 32; 2% faster with one stage than with two"),

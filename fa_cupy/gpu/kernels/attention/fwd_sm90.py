@@ -128,11 +128,19 @@ class FwdSm90(Variant):
         """Return the build of this row for calls with such scores."""
         if score is None:
             return self
-        # Scores take the registers of Q; what they have for each column takes more than the 160
-        # that a thread of three groups has.
+        # Scores take the registers of Q.
         change: dict[str, Any] = {"q_registers": False}
-        if self.groups == 3 and score.differs_by_key:
+        of_keys = score.bias_axes == "key" and score.program is None
+        # What scores have for each column takes more than the 160 registers that a thread of three
+        # groups has: they have fewer keys, or there are two groups. TFLOP/s of ALiBi in float32 at
+        # dim 64: 410 with three groups of 96 keys, 337 with two of 128; of a full bias 300, 327.
+        if self.groups == 3 and of_keys and not score.softcap:
+            change |= {"tile_n": 96}
+        elif self.groups == 3 and score.differs_by_key:
             change |= {"tile_m": 128, "warps": 12, "q_stages": 4}
+        # 624 TFLOP/s at dim 128, 582 without; of a softcap 521 and 522, of a full bias 422 and 470.
+        if self.q_registers and of_keys and not score.softcap and not self.sparse:
+            change["exclusive"] = True
         if score.has_16_bit_pairs and not self.sparse and self.dim > 128:
             change["q_stages"] = 2  # a tile of the bias has the place of one
         return dataclasses.replace(self, score=score, **change)
@@ -145,7 +153,7 @@ class FwdSm90(Variant):
 
 def _rows() -> Iterator[FwdSm90]:
     # dim, groups, tile_n, stages, q_stages, exclusive, q_registers, why. TFLOP/s: H200, bf16,
-    # 4096 tokens without a mask, beside the other tiles of validation/NOTES.md.
+    # 4096 tokens without a mask; validation/NOTES.md has those of other tiles.
     rows = (
         (64, 3, 128, 4, 6, 1, 0, "three groups, one at the tensor cores: 617 TFLOP/s; two 519"),
         (96, 2, 128, 2, 4, 0, 1, "as for 128"),

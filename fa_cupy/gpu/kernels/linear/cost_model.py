@@ -19,7 +19,7 @@ _MAX_ROWS = 2**31 - 2**16
 
 # The cost model, in microseconds and bytes. An H200's memory gives each of its 132 multiprocessors
 # 32 KB a microsecond; other devices differ in both alike. What a chunk takes at least: barriers and
-# latency, and m16n8k16 products, of which a quarter of a multiprocessor makes one in 6.1 clocks.
+# latency, and m16n8k16 products. A quarter of a multiprocessor makes one of them in 6.1 clocks.
 # Where outputs wait for scores and states for outputs, a block alone was measured at twice of both
 # (H200: 1.65 us a chunk at dims of 64, 3.8 us at dims of 128); several fill a part of these waits.
 _BYTES_PER_US = 32e3

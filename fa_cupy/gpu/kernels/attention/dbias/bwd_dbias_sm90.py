@@ -19,6 +19,9 @@ from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Step
 
 _MOST_STAGES = 5
+# Columns of Q and K that come into a stage. At dim 256 whole rows of both, and of dO and V, would
+# take 256 kB; columns by 64 leave room for six stages.
+_STAGE_DIM = {64: 64, 128: 128, 256: 64}
 
 
 def _derived(base: np.dtype[Any], fields: list[Any]) -> np.dtype[Any]:
@@ -48,22 +51,32 @@ class BwdDbiasSm90(BackwardSm90):
     """A row of ``bwd_dbias_sm90``: two warpgroups of 64 queries each, and one that feeds them."""
 
     @property
+    def stage_dim(self) -> int:
+        """Columns of Q and K, or of dO and V, in a stage of shared memory."""
+        return _STAGE_DIM[self.dim]
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         assert self.score is not None
-        tiles = self.stages * self.row_bytes * (self.tile_m + self.tile_n)
+        tiles = self.stages * 2 * self.stage_dim * (self.tile_m + self.tile_n)
         bias = self.tile_m * self.tile_n * (2 if self.score.has_16_bit_pairs else 4)
-        rows = -(-self.stages // 2) * 8 * self.tile_m
+        rows = -(-self.stages * self.stage_dim // (2 * self.dim)) * 8 * self.tile_m
         return tiles + bias + rows + 16 * self.stages
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_DBIAS_PARAMS_BYTES", DBIAS_SM90_PARAMS.itemsize))
+        more = {
+            "FA_DBIAS_PARAMS_BYTES": DBIAS_SM90_PARAMS.itemsize,
+            "FA_STAGE_DIM": self.stage_dim,
+        }
+        return (*super().defines, *more.items())
 
     def for_score(self, score: ScoreMod | None) -> BwdDbiasSm90:
         """Return the build of this row for calls with such scores, of as many stages as fit."""
-        row = dataclasses.replace(self, score=score, stages=_MOST_STAGES)
+        most = _MOST_STAGES * self.dim // self.stage_dim
+        row = dataclasses.replace(self, score=score, stages=most)
         while row.shared_bytes > SHARED_LIMIT["sm_90a"]:
             row = dataclasses.replace(row, stages=row.stages - 1)
         return row
@@ -87,6 +100,7 @@ def _rows() -> Iterator[BwdDbiasSm90]:
     rows = (
         (64, softcap, "sums, scores and dP of 64 x 128 pairs are 192 registers a thread"),
         (128, pair, "as for 64; a tile reads the fewest bytes a pair"),
+        (256, pair, "as for 128; Q and K come in parts of 64 columns"),
     )
     for (dim, score, why), dtype in product(rows, DTYPE_NAMES):
         yield BwdDbiasSm90(

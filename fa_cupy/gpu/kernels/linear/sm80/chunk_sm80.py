@@ -42,7 +42,7 @@ class ChunkSm80(ProductVariant):
 
 def _variants() -> Iterator[ChunkSm80]:
     # dim, tile_n, tile_m, stages, state warps, blocks, why. A chunk of 64 rows at dims of 64 is
-    # 32 KB of traffic, of which two are to be under way on each multiprocessor.
+    # 32 KB of traffic. Two of these are to be under way on each multiprocessor.
     rows = (
         (32, 32, 64, 4, 2, 2, "two blocks on a multiprocessor hide each other's barriers"),
         (64, 64, 64, 4, 4, 1, "two chunks of 24 KB under way"),

@@ -14,7 +14,7 @@ from fa_cupy.gpu.kernels.linear.variant import SM90_WORK_BYTES, ProductSm90Varia
 class ChunkFp32Sm90(ProductSm90Variant):
     """A row of ``chunk_fp32_sm90``: a warpgroup splits float32, another one makes scores.
 
-    One chunk lies in shared memory as pairs of float16, beside `stages` of them as they come.
+    One chunk lies in shared memory as pairs of float16, next to `stages` of them as they come.
     """
 
     algorithm: ClassVar[str] = "chunked"
