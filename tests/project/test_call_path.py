@@ -51,7 +51,7 @@ LIMITS = {
     ("attention with a BitMask", "hot"): Counts(9, 7, 1),
     ("attention_backward", "cold"): Counts(299, 23, 75),
     ("attention_backward", "hot"): Counts(7, 4, 0),
-    ("attention_backward with a BitMask", "cold"): Counts(408, 36, 119),
+    ("attention_backward with a BitMask", "cold"): Counts(412, 38, 122),
     ("attention_backward with a BitMask", "hot"): Counts(11, 7, 0),
     ("causal_product", "cold"): Counts(227, 28, 48),
     ("causal_product", "hot"): Counts(5, 4, 0),
