@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-from importlib import metadata
 from pathlib import Path
 
 #: The release that is made first.
@@ -81,6 +79,8 @@ def _of_checkout(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
+    import subprocess
+
     command = ["git", "-C", str(root), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -90,6 +90,8 @@ def _git(root: Path, *arguments: str) -> str:
 
 def _installed() -> str | None:
     """Return the version of the wheel that this file was installed from."""
+    from importlib import metadata
+
     for found in metadata.distributions(name="fa_cupy"):
         if (
             Path(str(found.locate_file("fa_cupy/_version.py"))).resolve()

@@ -19,6 +19,7 @@ import importlib.util, os, pkgutil, sys, tempfile
 # Modules that have forms of their own for a platform.
 import concurrent.futures.process, multiprocessing.spawn, subprocess
 import numpy, scipy.sparse, ml_dtypes, threadpoolctl, tqdm
+sys.modules["cupy"] = None  # whose own import differs from platform to platform
 
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if "openblas" in name else found(name, *rest)
