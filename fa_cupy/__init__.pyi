@@ -24,7 +24,7 @@ class Array(Protocol):
     def __getitem__(self, key: Any, /) -> Any: ...
 
 class SparseMatrix(Protocol):
-    """A sparse array or matrix of SciPy."""
+    """A sparse array or matrix of SciPy or CuPy."""
 
     @property
     def shape(self) -> Any: ...

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fa_cupy.core import backends
 from fa_cupy.masks import blocks as masks_blocks
-from fa_cupy.masks import build, export, npz, slices
+from fa_cupy.masks import build, export, slices
 from fa_cupy.masks.algebra import Algebra
 from fa_cupy.masks.blocks import BlockLists, Grid
 from fa_cupy.masks.constructors import Sources
@@ -102,7 +102,9 @@ class BitMask(Sources, Algebra):
 
     @classmethod
     def _of(cls, grid: Grid, matrices: Any, entries: Array, device: int | None = None) -> BitMask:
-        return cls._wrap(grid, Store(grid, masks_blocks.joined(grid, matrices), device), entries)
+        made = isinstance(matrices, BlockLists)
+        lists = matrices if made else masks_blocks.joined(grid, matrices)
+        return cls._wrap(grid, Store(grid, lists, device), entries)
 
     @classmethod
     def _on_device(cls, grid: Grid, lists: Any, entries: Array) -> BitMask:
@@ -344,6 +346,8 @@ class BitMask(Sources, Algebra):
             the same folder, which must be writable, and hard links keep the old file. The file has
             only the entries of this mask, not those of the mask that it is a slice of.
         """
+        from fa_cupy.masks import npz  # brings zipfile and compressors
+
         npz.save(file, self._grid, *export.compact(*self._parts))
 
     @classmethod
@@ -364,6 +368,8 @@ class BitMask(Sources, Algebra):
             For a file without a mask, for a damaged file, and for a compressed file whose arrays
             exceed 128 MiB plus 64 times its size.
         """
+        from fa_cupy.masks import npz  # brings zipfile and compressors
+
         grid, lists, entries = npz.load(file)
         return cls._wrap(grid, Store(grid, lists), entries)
 

@@ -14,7 +14,9 @@ from validation.checks import Check
 from validation.graph_peers import Arrays, graph
 from validation.peers import Call, UnavailableError
 
-_MOST_BOOL = 8 << 30  # bytes of an array of all pairs, which FlexAttention is told of edges by
+# Elements of an array of all pairs, which FlexAttention reads edges from, by an index of 32 bits:
+# with 65,536 nodes it ended in an illegal memory access.
+_MOST_BOOL = (1 << 31) - 1
 _CHUNK = 1 << 18  # edges at a time on the host
 
 

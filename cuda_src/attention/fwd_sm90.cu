@@ -461,11 +461,12 @@ FA_DEVICE void first_gemm_qk(const Consumer& c, Pipelines& at, GroupWork& own, S
 }
 
 // --------------------------------------------------------------------------------- scores, softmax
-// What the mask says of a key tile.  Without a mask only the number is used.
+// What the mask says of a key tile.  Without a mask only the number is used.  These are references
+// to single variables: in a struct of their own, builds for a mask and a bias spill more.
 struct TileMask {
-  int key_tile;               // its number among all key tiles
-  bool listed;                // whether the tile has words
-  uint32 visible_bits[1][2];  // which scores they leave
+  int& key_tile;                 // its number among all key tiles
+  bool& listed;                  // whether the tile has words
+  uint32 (&visible_bits)[1][2];  // which scores they leave
 };
 
 // Whether the band hides some keys of the tile from rows of the warpgroup.
@@ -480,7 +481,7 @@ FA_DEVICE bool crosses_band(const Consumer& c, const Pipelines& at, const GroupW
 // hides a key.  Says of steady_scores whether scores are near 0.
 template <int kCols>
 FA_DEVICE void mod_and_mask_scores(const Consumer& c, const Pipelines& at, const GroupWork& own,
-                                   TileMask& mask, float (&s)[1][kCols / 8][4],
+                                   const TileMask& mask, float (&s)[1][kCols / 8][4],
                                    bool& steady_scores) {
   const AttentionParams& p = c.params.common;
   if constexpr (kScoreMod) {
@@ -557,7 +558,8 @@ FA_DEVICE void release_v(const Consumer& c, Pipelines& at) {
 // if it may not.  near: whether the scores of this thread are right, in a build without branches.
 template <int kCols>
 FA_DEVICE bool try_stale_max(const Consumer& c, const Pipelines& at, const GroupWork& own,
-                             OnlineSoftmax<1>& softmax, TileMask& mask, float (&s)[1][kCols / 8][4],
+                             OnlineSoftmax<1>& softmax, const TileMask& mask,
+                             float (&s)[1][kCols / 8][4],
                              const OperandTile<false, kCols / 8>& operands, bool& near) {
   const AttentionParams& p = c.params.common;
   if constexpr (kScoreMod) {
@@ -577,7 +579,7 @@ FA_DEVICE bool try_stale_max(const Consumer& c, const Pipelines& at, const Group
 // and the words of the mask have been given back.
 template <int kCols>
 FA_DEVICE void reload_scores(const Consumer& c, const Pipelines& at, const GroupWork& own,
-                             TileMask& mask, float (&s)[1][kCols / 8][4], uint32 q_tile) {
+                             const TileMask& mask, float (&s)[1][kCols / 8][4], uint32 q_tile) {
   const AttentionParams& p = c.params.common;
   const auto& work = c.shared.work[at.work.index()];
   if constexpr (kSparse) mask.key_tile = reload_tile_number(p, work, own.tile);
@@ -595,16 +597,17 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   const AttentionParams& p = c.params.common;
   auto& s_tile = reinterpret_cast<float (&)[1][kCols / 8][4]>(s);
   auto& p_tile = reinterpret_cast<uint32(&)[1][kCols / 8][2]>(weights);
-  TileMask mask;
-  mask.key_tile = key_tile_at(c.shared.work[at.work.index()], own.tile);
-  mask.listed = false;
+  int key_tile = key_tile_at(c.shared.work[at.work.index()], own.tile);
+  bool listed = false;
+  uint32 visible_bits[1][2];
+  const TileMask mask = {key_tile, listed, visible_bits};
   bool rows_have_max = false;  // whether all rows that see some key of the tile have a row_max
   if constexpr (kSparse) {
-    mask.listed = read_mask_tile(c.shared, at.k.index(), mask.key_tile, mask.visible_bits);
-    if constexpr (!kFirst) rows_have_max = softmax.has_max(mask.visible_bits);
+    listed = read_mask_tile(c.shared, at.k.index(), key_tile, visible_bits);
+    if constexpr (!kFirst) rows_have_max = softmax.has_max(visible_bits);
   }
   OperandTile<false, kCols / 8> operands;
-  prefetch_operands<kFirst>(c, at, own, operands, mask.key_tile);
+  prefetch_operands<kFirst>(c, at, own, operands, key_tile);
   finish_gemm_qk<kFirst>(c, at);
   if constexpr (!kOverlapSoftmaxPv) release_v<kFirst>(c, at);
   if constexpr (!kScoreMod) mod_and_mask_scores<kCols>(c, at, own, mask, s_tile, steady_scores);

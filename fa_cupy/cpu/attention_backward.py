@@ -220,8 +220,10 @@ def _prepared(
             if pairs is not None:
                 dense = replace(x, k=entries.dense_of(x.k, own.dtype))
                 more = entries.padded(own, problem, dense, pairs, rows)
+            # Of a graph's many tiles nearly all are empty here.
+            seen = x.mask.columns(rows, columns) if isinstance(x.mask, MaskTiles) else columns
             with np.errstate(all="ignore"):
-                attention_backward.keep_apart(own, problem, x, rows, columns, tile.tile_m, more)
+                attention_backward.keep_apart(own, problem, x, rows, seen, tile.tile_m, more)
 
         return work
 

@@ -23,6 +23,8 @@ Mask = TypeVar("Mask", bound="Algebra")
 
 _AND = functools.partial(masks_blocks.combined, op=np.bitwise_and)
 _OR = functools.partial(masks_blocks.combined, op=np.bitwise_or)
+# The same of arrays of bool; all others are `logical_xor`.
+_OF_BITS = {"&": np.logical_and, "|": np.logical_or}
 
 
 class Algebra:
@@ -59,6 +61,9 @@ class Algebra:
     @property
     def nnz(self) -> int:
         """Number of visible pairs."""
+        if self._count is None and self._grid.is_small:
+            seen = export.dense(self._grid, self._store.host(), self.entries)
+            object.__setattr__(self, "_count", int(seen.sum()))
         if self._count is None:
             outline = self._grid, self._store.outline(), self.entries
             matrices, entries = export.used(*outline)
@@ -66,7 +71,9 @@ class Algebra:
             object.__setattr__(self, "_count", sum(bits[e] for e in entries.flat))
         return self._count or 0
 
-    def sum(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
+    def sum(
+        self, axis: int | tuple[int, ...] | None = None, *, out: None = None, keepdims: bool = False
+    ) -> Any:
         """Count the visible pairs along axes.
 
         Parameters
@@ -76,6 +83,8 @@ class Algebra:
             batch. All axes by default.
         out : None
             Nothing else is taken. `numpy.sum` passes it.
+        keepdims : bool
+            Whether the axes that are summed over stay, with size 1.
 
         Returns
         -------
@@ -97,11 +106,16 @@ class Algebra:
         (10, array([1, 2, 3, 4]), array([4, 3, 2, 1]))
         """
         axes = self._axes("sum", axis, out)
+        keeps = checks.flag("BitMask.sum", "keepdims", keepdims)
         if len(axes) == self.entries.ndim + 2:
-            return self.nnz
-        return export.sums(self._grid, self._store.host(), self.entries, axes)
+            found: Any = self.nnz
+        else:
+            found = export.sums(self._grid, self._store.host(), self.entries, axes)
+        return np.expand_dims(found, axes) if keeps else found
 
-    def any(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
+    def any(
+        self, axis: int | tuple[int, ...] | None = None, *, out: None = None, keepdims: bool = False
+    ) -> Any:
         """Return whether some pair is visible along axes, as `numpy.ndarray.any` does.
 
         Parameters
@@ -109,16 +123,19 @@ class Algebra:
         axis : int or tuple of int, optional
             As in `sum`: ``mask.any(axis=-1)`` is False for queries that see no key.
         out : None
+        keepdims : bool
             As in `sum`.
 
         Returns
         -------
         bool, or ndarray of bool
         """
-        found = self.sum(self._axes("any", axis, out))
+        found = self.sum(self._axes("any", axis, out), keepdims=keepdims)
         return found > 0
 
-    def all(self, axis: int | tuple[int, ...] | None = None, *, out: None = None) -> Any:
+    def all(
+        self, axis: int | tuple[int, ...] | None = None, *, out: None = None, keepdims: bool = False
+    ) -> Any:
         """Return whether all pairs are visible along axes, as `numpy.ndarray.all` does.
 
         Parameters
@@ -126,6 +143,7 @@ class Algebra:
         axis : int or tuple of int, optional
             As in `sum`.
         out : None
+        keepdims : bool
             As in `sum`.
 
         Returns
@@ -133,7 +151,7 @@ class Algebra:
         bool, or ndarray of bool
         """
         axes = self._axes("all", axis, out)
-        return self.sum(axes) == math.prod(self.shape[i] for i in axes)
+        return self.sum(axes, keepdims=keepdims) == math.prod(self.shape[i] for i in axes)
 
     def equals(self, other: Any) -> bool:
         """Return whether two masks have the same shape and the same bits.
@@ -169,9 +187,15 @@ class Algebra:
         )
 
     def __invert__(self: Mask) -> Mask:
+        if self._grid.is_small:
+            numbers, places = np.unique(self.entries, return_inverse=True)
+            made: Any = masks_blocks.of_small(~self._small(numbers))
+            return self._of(
+                self._grid, made, places.reshape(self.entries.shape), self._store.device
+            )
         matrices, entries = export.used(self._grid, self._store.host(), self.entries)
-        blocks = [masks_blocks.inverted(self._grid, m) for m in matrices]
-        return self._of(self._grid, blocks, entries, self._store.device)
+        made = [masks_blocks.inverted(self._grid, m) for m in matrices]
+        return self._of(self._grid, made, entries, self._store.device)
 
     def __and__(self, other: Any) -> Any:
         return self._combined(other, "&", _AND)
@@ -209,7 +233,13 @@ class Algebra:
             ) from None
         count = 1 + int(b.max(initial=0))
         pairs, entries = np.unique(a.astype(np.int64) * count + b, return_inverse=True)
-        made = [op(self._grid, self._blocks(p // count), other._blocks(p % count)) for p in pairs]
+        made: Any
+        if self._grid.is_small:
+            given = (self._small(pairs // count), other._small(pairs % count))
+            made = masks_blocks.of_small(_OF_BITS.get(sign, np.logical_xor)(*given))
+        else:
+            ours, theirs = map(self._blocks, pairs // count), map(other._blocks, pairs % count)
+            made = [op(self._grid, x, y) for x, y in zip(ours, theirs, strict=True)]
         devices = [mask._store.device for mask in (self, other)]
         device = devices[1] if devices[0] is None else devices[0]
         return self._of(self._grid, made, entries.reshape(a.shape), device)
@@ -267,6 +297,10 @@ class Algebra:
         if len(set(found)) < len(found):
             raise ValueError(f"BitMask.{method}: axis is {axis}, which has an axis twice")
         return tuple(found)
+
+    def _small(self, numbers: Array) -> npt.NDArray[np.bool_]:
+        """Return matrices of a mask of small ones as an array of bool."""
+        return export.of_small(self._grid, self._store.host(), numbers)
 
     def _blocks(self, matrix: int) -> Blocks:
         lists: BlockLists = self._store.host()

@@ -52,6 +52,12 @@ class Grid(NamedTuple):
         """Columns of blocks."""
         return -(-self.k_len // BLOCK)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether a matrix is a single block that is full, sparse or empty, whatever its bits."""
+        one_block = max(self) <= BLOCK
+        return one_block and 0 < self.q_len * self.k_len < entries.LEAST_BITS
+
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """Yield (q_tile, begin, end) of each row of blocks, `end` within the matrix."""
         for q_tile in range(self.q_tiles):
@@ -349,6 +355,23 @@ def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
     for array in result:
         array.flags.writeable = False
     return result
+
+
+def of_small(seen: Array) -> BlockLists:
+    """Return the lists of many small matrices of bool (`Grid.is_small`), (n, q_len, k_len)."""
+    full: Array = np.logical_and.reduce(seen, axis=(1, 2))
+    begin = np.zeros(len(seen) + 1, np.int64)
+    full_begin = np.concatenate([begin[:1], np.cumsum(full)])
+    *_, keys = np.nonzero(seen & ~full[:, None, None])
+    rest = np.empty(0, np.int64), np.empty(0, np.int32)
+    if len(keys):
+        counts = np.where(full[:, None], 0, seen.sum(axis=2))
+        rest = np.concatenate([begin[:1], np.cumsum(counts)]), keys.astype(np.int32)
+    nothing = _none()
+    tiles = np.zeros(np.count_nonzero(full), np.int32)
+    return BlockLists(
+        begin, nothing.partial.astype(np.int32), nothing.words, full_begin, tiles, *rest
+    )
 
 
 def canonical(grid: Grid, lists: BlockLists) -> BlockLists:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from fa_cupy import layouts
 from fa_cupy.layouts import BLOCK
 from fa_cupy.masks import blocks, entries
 from fa_cupy.masks import checks as inputs
-from fa_cupy.masks.blocks import FULL, PARTIAL, Blocks, Builder, Grid
+from fa_cupy.masks.blocks import FULL, PARTIAL, BlockLists, Blocks, Builder, Grid
 
 Array = npt.NDArray[Any]
 Made = TypeVar("Made")
@@ -21,7 +22,7 @@ _ENTRIES = 1 << 20  # elements of a sparse matrix that are looked at together: 8
 
 
 def from_rows(
-    make: Callable[[Grid, Sequence[Blocks], Array], Made],
+    make: Callable[[Grid, Sequence[Blocks] | BlockLists, Array], Made],
     grid: Grid,
     array: Array,
     add_row: Callable[[Builder, Array, int, int, int], None],
@@ -40,20 +41,44 @@ def from_rows(
     """
     batch = array.shape[:-2]
     own = [min(n, 1) if stride == 0 else n for n, stride in zip(batch, array.strides, strict=False)]
+    places = np.broadcast_to(np.arange(math.prod(own)).reshape(own), batch)
+    if grid.is_small and add_row is add_dense:
+        own_matrices = array[tuple(slice(n) for n in own)]
+        return make(grid, blocks.of_small(own_matrices.reshape(-1, *grid)), places)
     matrices = []
     for index in np.ndindex(*own):
         builder = Builder(grid)
         for row in grid.rows():
             add_row(builder, array[index], *row)
         matrices.append(builder.finish())
-    return make(grid, matrices, np.broadcast_to(np.arange(len(matrices)).reshape(own), batch))
+    return make(grid, matrices, places)
 
 
 def add_dense(builder: Builder, matrix: Array, q_tile: int, begin: int, end: int) -> None:
     """Add a row of blocks of a matrix of bool."""
+    if 0 in matrix.strides:
+        _add_repeated(builder, matrix, q_tile, begin, end)
+        return
     for part in blocks.chunks(builder.grid.k_tiles):
         some = matrix[begin:end, part.start * BLOCK : part.stop * BLOCK]
         builder.add(q_tile, np.arange(part.start, part.stop), _words_of(some))
+
+
+def _add_repeated(builder: Builder, matrix: Array, q_tile: int, begin: int, end: int) -> None:
+    """Add a row of blocks of a matrix whose rows, or columns, are all the same one in memory."""
+    grid = builder.grid
+    some, whole = np.zeros(grid.k_tiles, np.bool_), np.zeros(grid.k_tiles, np.bool_)
+    if matrix.strides[0] == 0:
+        firsts = BLOCK * np.arange(grid.k_tiles)
+        np.logical_or.reduceat(matrix[0], firsts, out=some)
+        np.logical_and.reduceat(matrix[0], firsts, out=whole)
+    else:
+        column = matrix[begin:end, 0]
+        some[:], whole[:] = column.any(), column.all()
+    builder.add_full(q_tile, np.flatnonzero(whole))
+    adding_listed(q_tile * grid.k_tiles + np.flatnonzero(some & ~whole))(
+        builder, matrix, q_tile, begin, end
+    )
 
 
 def adding_listed(keys: Array) -> Callable[[Builder, Array, int, int, int], None]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from fa_cupy.core import backends
 from fa_cupy.masks import blocks, build, patterns
 from fa_cupy.masks import checks as inputs
-from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, Blocks, Grid
+from fa_cupy.masks.blocks import FULL, PARTIAL, WORDS, BlockLists, Blocks, Grid
 
 Array = npt.NDArray[Any]
 Mask = TypeVar("Mask", bound="Sources")
@@ -31,7 +31,7 @@ class Sources:
     def _of(
         cls: type[Mask],
         grid: Grid,
-        matrices: Sequence[Blocks],
+        matrices: Sequence[Blocks] | BlockLists,
         entries: Array,
         device: int | None = None,
     ) -> Mask:

@@ -86,6 +86,8 @@ def block_states(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[n
 
 def dense(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[np.bool_]:
     """Return the mask as an array of bool, shape (..., q_len, k_len)."""
+    if grid.is_small:
+        return of_small(grid, lists, entries.reshape(-1)).reshape(*entries.shape, *grid)
     seen = np.empty((*entries.shape, *grid), np.bool_)
     whole = np.empty((BLOCK, grid.k_tiles, BLOCK), np.bool_)
     for index in np.ndindex(entries.shape):
@@ -100,10 +102,29 @@ def dense(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[np.bool_
     return seen
 
 
+def of_small(grid: Grid, lists: BlockLists, numbers: Array) -> npt.NDArray[np.bool_]:
+    """Return matrices that are small (`Grid.is_small`) as an array, all at once."""
+    seen = np.zeros((len(numbers) * grid.q_len, grid.k_len), np.bool_)
+    if len(lists.entry_keys):
+        rows = numbers[:, None].astype(np.int64) * grid.q_len + np.arange(grid.q_len)
+        first = lists.entry_begin[rows.reshape(-1)]
+        counts = lists.entry_begin[rows.reshape(-1) + 1] - first
+        # Places of all keys: those of a row follow each other.
+        before = np.cumsum(counts) - counts
+        places = np.repeat(first - before, counts) + np.arange(counts.sum())
+        seen[np.repeat(np.arange(len(seen)), counts), lists.entry_keys[places]] = True
+    found = seen.reshape(len(numbers), *grid)
+    found[lists.full_begin[numbers + 1] > lists.full_begin[numbers]] = True
+    return found
+
+
 def sums(grid: Grid, lists: BlockLists, entries: Array, axes: Sequence[int]) -> Array:
     """Return numbers of visible pairs: the mask summed over `axes`, which are counted from 0."""
     over = tuple(axis for axis in axes if axis < entries.ndim)
     by_query, by_key = (entries.ndim + i in axes for i in (1, 0))
+    if grid.is_small:
+        counted: Array = dense(grid, lists, entries).sum(axis=tuple(axes), dtype=np.int64)
+        return counted
     if not (by_query or by_key):
         kept = [n for axis, n in enumerate(entries.shape) if axis not in over]
         total = np.zeros((*kept, *grid), np.int64)

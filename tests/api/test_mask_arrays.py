@@ -1,5 +1,7 @@
 """What masks have in common with arrays of bool and with sparse matrices."""
 
+import operator
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,6 +66,11 @@ def test_sums(dense, data):
     assert isinstance(found, int) or found.dtype == np.int64
     np.testing.assert_array_equal(mask.any(axis=axis), dense.any(axis=axis))
     np.testing.assert_array_equal(mask.all(axis=axis), dense.all(axis=axis))
+    for name in ("sum", "any", "all"):
+        kept = getattr(mask, name)(axis=axis, keepdims=True)
+        want = getattr(dense, name)(axis=axis, keepdims=True)
+        assert (kept.shape, kept.dtype) == (want.shape, want.dtype)
+        np.testing.assert_array_equal(kept, want)
 
 
 def test_sums_of_entries_that_share_a_matrix():
@@ -75,6 +82,9 @@ def test_sums_of_entries_that_share_a_matrix():
     assert mask.nnz == np.sum(mask) == whole.sum()
     np.testing.assert_array_equal(np.any(mask, axis=-1), whole.any(axis=-1))
     np.testing.assert_array_equal(np.all(mask, axis=(0, -1)), whole.all(axis=(0, -1)))
+    np.testing.assert_array_equal(np.sum(mask, -1, keepdims=True), whole.sum(-1, keepdims=True))
+    with pytest.raises(TypeError, match=r"^BitMask\.sum: keepdims is 2 \(int\), want a bool$"):
+        mask.sum(keepdims=2)
     with pytest.raises(TypeError, match=r"^BitMask\.sum: out is array.*, want None$"):
         np.sum(mask, axis=-1, out=np.zeros((3, 4, 200), int))
 
@@ -267,3 +277,49 @@ def test_attention_takes_a_sparse_matrix():
         attention(q, k, v, mask=sparse.csr_array(dense.T))
     with pytest.raises(TypeError, match=r"^scaled_dot_product_attention: attn_mask is a scipy\.cs"):
         scaled_dot_product_attention(q, k, v, attn_mask=sparse.csr_array(dense * 1.0))
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (16, 16), (128, 3), (3, 128), (22, 23), (23, 23)])
+def test_many_small_masks(lengths):
+    """Those of fewer than 512 pairs are made and combined all at once; (23, 23) has more."""
+    rng = np.random.default_rng(0)
+    density = rng.choice([0, 0.3, 0.7, 1], (2, 5, 7, 1, 1))
+    a, b = rng.random((2, 5, 7, *lengths)) < density
+    ours, theirs = BitMask(a), BitMask(b)
+    np.testing.assert_array_equal(ours.to_dense(), a)
+    assert ours.nnz == a.sum()
+    states = a.any(axis=(2, 3)).astype(int) + a.all(axis=(2, 3))
+    np.testing.assert_array_equal(ours.block_states()[..., 0, 0], states)
+    for sign in (operator.and_, operator.or_, operator.xor, operator.eq, operator.ne):
+        np.testing.assert_array_equal(sign(ours, theirs), sign(a, b))
+        np.testing.assert_array_equal(sign(ours, b[0, 0]), sign(a, b[0, 0]))
+        np.testing.assert_array_equal(sign(ours[2], theirs[::-1, 3:4]), sign(a[2], b[::-1, 3:4]))
+    np.testing.assert_array_equal(~ours, ~a)
+    each = BitMask.from_csr(sparse.csr_array(a[1, 2]))
+    assert each.equals(ours[1, 2])
+    rows = rng.standard_normal((5, 7, lengths[0], 8))
+    keys, values = rng.standard_normal((2, 5, 7, lengths[1], 8))
+    got = attention(rows, keys, values, mask=ours)
+    np.testing.assert_allclose(got, attention(rows, keys, values, mask=a), rtol=1e-12)
+    out, lse = attention(rows, keys, values, mask=a, return_lse=True)
+    found = [
+        attention_backward(rows, rows, keys, values, out, lse, mask=mask) for mask in (ours, a)
+    ]
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(300, 200), (128, 256), (1, 300), (300, 1), (5, 5)])
+def test_arrays_that_repeat_a_row_or_a_column(lengths):
+    """Blocks found from one row or column are those of the whole array."""
+    rng = np.random.default_rng(0)
+    n, m = lengths
+    mask = BitMask(rng.random(lengths) < 0.5)
+    for part in (1, 100, 300):
+        row, column = np.zeros((2, 300), bool)
+        row[:part], column[:part] = True, rng.random(part) < 0.5
+        for x in (row[:m], row[:n, None], column[:m], column[:n, None]):
+            whole = np.broadcast_to(x, lengths)
+            assert BitMask(whole).equals(BitMask(whole.copy()))
+            for sign in (operator.and_, operator.or_, operator.xor):
+                np.testing.assert_array_equal(sign(mask, x), sign(mask.to_dense(), x))

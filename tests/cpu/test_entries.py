@@ -10,6 +10,7 @@ from scipy import sparse
 
 from fa_cupy import BitMask, Score, attention, attention_backward
 from fa_cupy.cpu.masks import entries as cpu_entries
+from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.masks import entries
 from tests.api.test_gradients import plain_options
@@ -277,3 +278,23 @@ def test_large_scores(factor):
         np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
         # A weight of 1 has gradient 0, and what is left of it is multiplied by keys that large.
         np.testing.assert_allclose(mine, theirs, rtol=1e-2, atol=1e-2 + 1e-5 * factor)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_columns_that_some_rows_see(sparse, width):
+    """Those with a visible pair in a block that is read: of words alone, or of all."""
+    rng = np.random.default_rng(0)
+    dense = np.zeros((2, 500, 900), bool)
+    dense[0, 130:140, 300:310] = True  # sparse blocks
+    dense[1, 200:300, 640:800] = rng.random((100, 160)) < 0.7
+    dense[1, 384:, :128] = True
+    tiles = MaskTiles(BitMask(dense), np.arange(2), sparse=sparse)
+    read = dense.copy()
+    if not sparse:
+        read[0] = False
+    columns = [(begin, min(begin + width, 900)) for begin in range(0, 900, width)]
+    for rows in ((0, 128), (128, 256), (256, 384), (384, 500), (0, 500)):
+        blocks = [(128 * (begin // 128), -(-end // 128) * 128) for begin, end in columns]
+        seen = [read[:, slice(*rows), begin:end].any() for begin, end in blocks]
+        assert tiles.columns(rows, columns) == [x for x, s in zip(columns, seen, strict=True) if s]

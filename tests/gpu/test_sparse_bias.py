@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import sparse as scipy_sparse
 
 from fa_cupy import BitMask, attention, attention_backward, reference
 from tests.api.test_sparse_bias import pattern_of, random_bias
@@ -34,7 +35,7 @@ def on_device(cupy, matrix):
     bias_dtype=st.sampled_from([SINGLE, DOUBLE]),
     form=st.sampled_from(["csr", "csc", "coo"]),
     share=st.sampled_from([0.0, 0.003, 0.05, 0.6]),
-    masked=st.booleans(),
+    masked=st.sampled_from([None, None, "host", "device", "matrix"]),
     causal=st.booleans(),
 )
 @settings(max_examples=300)
@@ -55,7 +56,11 @@ def test_results_and_gradients(
     seen = rng.random(lengths) < 0.3 if masked else stored
     options = {"is_causal": causal, "causal_align": "bottom_right"}
     case = Case(q, k, v, host.toarray().astype(np.float32), seen, options)
-    bias, mask = on_device(cupy, host), BitMask(seen) if masked else None
+    bias, mask = on_device(cupy, host), None
+    if masked == "matrix":
+        mask = on_device(cupy, scipy_sparse.csr_array(seen.astype(np.float32)))
+    elif masked:
+        mask = BitMask(seen if masked == "host" else cupy.asarray(seen))
     arrays = [*map(cupy.asarray, (q, k, v))]
     out, lse = attention(*arrays, bias, mask, return_lse=True, **options)
     check_against_reference(case, out.get(), lse.get())
@@ -95,12 +100,10 @@ def test_a_step_along_the_gradient(cupy, form):
 
 def test_a_graph_of_many_nodes(cupy):
     """No array of all pairs: 10**10 of them."""
-    from scipy import sparse
-
     rng = np.random.default_rng(1)
     nodes, edges = 100_000, 1_000_000
     parts = rng.standard_normal(edges), tuple(rng.integers(0, nodes, (2, edges)))
-    host = sparse.coo_array(parts, shape=(nodes, nodes)).tocsr().astype(np.float32)
+    host = scipy_sparse.coo_array(parts, shape=(nodes, nodes)).tocsr().astype(np.float32)
     q, k, v = (cupy.asarray(normal(rng, (nodes, 64), SINGLE)) for _ in range(3))
     bias = on_device(cupy, host)
     mine = attention(q, k, v, bias, return_lse=True)

@@ -6,6 +6,8 @@ Exceptions from a bound are listed as they are now. The lists may only shrink.
 import ast
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from collections import Counter
 
@@ -86,6 +88,18 @@ def test_no_modules_import_one_another():
     imports = imports_of(MODULES, ROOT)
     found = cycles(imports)
     assert not found, describe(imports, found)
+
+
+def test_the_package_is_imported_without_what_few_calls_need():
+    needless = {"cupy", "cuda", "scipy", "threadpoolctl", "tqdm", "zipfile", "inspect", "torch"}
+    code = (
+        "import sys, numpy\nbefore = set(sys.modules)\nimport fa_cupy\n"
+        "print(*set(sys.modules) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "fa_cupy" in imported
+    assert not imported & needless
 
 
 def test_the_backends_are_imported_by_name_in_one_place():

@@ -5,6 +5,7 @@ A test tool. See ``machine.hpp`` for what is emulated; the docs say what it find
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import fcntl
 import functools
@@ -28,6 +29,8 @@ BUILD = ROOT / "build" / "emulator"
 SANITIZE = "FA_CUPY_EMULATOR_SANITIZE"
 # -g1: messages name lines. Variables, which nothing asks for, take a fifth of the time to compile.
 _COMMON = ("-std=c++17", "-g1", "-fPIC", "-fvisibility=hidden", f"-I{FOLDER}", f"-I{ROOT}")
+# A library with a symbol that is unique in a process stays there when it is closed.
+_COMMON += ("-fno-gnu-unique",)
 # Some compilers define it, and then a jump to another fiber's stack aborts the process.
 _COMMON += ("-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0")
 _SANITIZERS = ("-fsanitize=address", "-fsanitize=undefined", "-fno-sanitize-recover=undefined")
@@ -37,6 +40,10 @@ _KERNEL = ("-O1", "-w", "-fno-strict-aliasing", "-fno-exceptions", "-fasynchrono
 # a kernel is long enough for a compiler to stop inlining.
 _KERNEL += ("--param=large-function-insns=100000",)
 _REPORTED = ("-fsanitize=thread",)
+
+
+_MOST_LOADED = 16
+_LOADED: dict[Path, ctypes.CDLL] = {}  # the last one used is the last one
 
 
 class EmulationError(RuntimeError):
@@ -173,9 +180,16 @@ def _written(made: Mapping[str, bytes]) -> Path:
     return folder
 
 
-@functools.cache
 def _library(path: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path))
+    """Load a kernel, or take one of the last that were.
+
+    Each holds some 10 MB: shared memory with what it holds, and the stacks of its threads.
+    """
+    library = _LOADED.pop(path, None) or ctypes.CDLL(str(path))
+    _LOADED[path] = library
+    if len(_LOADED) > _MOST_LOADED:
+        _ctypes.dlclose(_LOADED.pop(next(iter(_LOADED)))._handle)
+    return library
 
 
 def _line(path: Path, message: str) -> str:

@@ -85,9 +85,10 @@ inline uint32_t to_bits(float x) {
 
 inline float widen(uint16_t bits, bool bf16) {
   if (bf16) return from_bits(uint32_t(bits) << 16);
-  _Float16 x;
-  std::memcpy(&x, &bits, 2);
-  return static_cast<float>(x);
+  const uint32_t rest = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+  if (rest >= 0x0f800000) return from_bits(sign | 0x7f800000 | rest);  // infinite or NaN
+  // The exponent counts from 127 instead of 15.
+  return from_bits(to_bits(from_bits(rest) * 0x1p112f) | sign);
 }
 
 inline uint16_t narrow(float x, bool bf16) {

@@ -1,5 +1,6 @@
 // What warps, warpgroups and the copy engine do.
 #include <algorithm>
+#include <utility>
 
 #include "machine.hpp"
 
@@ -123,12 +124,14 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, b
         }
       }
     }
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
-        double sum = 0;
-        for (int k = 0; k < 16; ++k) sum += x[row][k] * y[k][col];
-        lanes[lane]->d[i] = accumulate(lanes[lane]->d[i], sum);
+    for (int row = 0; row < 16; ++row) {
+      double sum[8] = {};
+      for (int k = 0; k < 16; ++k) {
+        for (int col = 0; col < 8; ++col) sum[col] += x[row][k] * y[k][col];
+      }
+      for (int col = 0; col < 8; ++col) {
+        float& d = lanes[row % 8 * 4 + col / 2]->d[row / 8 * 2 + col % 2];
+        d = accumulate(d, sum[col]);
       }
     }
   });
@@ -255,19 +258,18 @@ void wait_products(int pending) {
 }
 
 // ---------------------------------------------------------------------------------------- cp.async
-void CopyGroups::commit() {
-  closed.push_back(std::move(open));
-  open.clear();
+Group CopyGroups::add() {
+  ++open->unread, ++open->unwritten;
+  return open;
 }
 
-void CopyGroups::wait(const char* where, int pending, int state) {
-  wait_until(where, [this, pending, state] {
-    const auto done = [](const std::vector<Copy>& group, int least) {
-      return std::all_of(group.begin(), group.end(), [=](const Copy& x) { return *x >= least; });
-    };
-    while (!closed.empty() && done(closed.front(), 2)) closed.pop_front();
+void CopyGroups::commit() { closed.push_back(std::exchange(open, std::make_shared<CopyGroup>())); }
+
+void CopyGroups::wait(const char* where, int pending, int CopyGroup::* left) {
+  wait_until(where, [this, pending, left] {
+    while (!closed.empty() && closed.front()->unwritten == 0) closed.pop_front();
     for (size_t i = 0; i + size_t(pending) < closed.size(); ++i) {
-      if (!done(closed[i], state)) return false;
+      if ((*closed[i]).*left > 0) return false;
     }
     return true;
   });
@@ -279,18 +281,20 @@ void copy(uint32_t address, const void* global, uint32_t size, uint32_t bytes) {
   if (bytes > size) fail("cp.async of more than " + std::to_string(size) + " bytes");
   if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % size) fail("misaligned cp.async");
   Fiber* fiber = &self();
-  const Copy state = fiber->copies.add();
+  const Group group = fiber->copies.add();
   fill(address, static_cast<int>(size), kNothing);
   block->pending.push_back([=] {
     std::memset(to, 0, size);
     if (bytes > 0) std::memcpy(to, global, bytes);
     fill(address, static_cast<int>(size), writing(*fiber));
-    *state = 2;
+    --group->unread, --group->unwritten;
   });
 }
 
 void commit_copies() { self().copies.commit(); }
-void wait_copies(int pending) { self().copies.wait("cp.async.wait_group", pending, 2); }
+void wait_copies(int pending) {
+  self().copies.wait("cp.async.wait_group", pending, &CopyGroup::unwritten);
+}
 
 // --------------------------------------------------------------------------------------------- TMA
 // A box of an array in memory, and its place in shared memory.
@@ -358,26 +362,26 @@ void load_box(uint32_t address, const unsigned long long* map, uint32_t barrier,
 // The source is read at one moment and written at a later one.
 void store_box(const unsigned long long* map, uint32_t address, const int (&c)[5]) {
   const Box box(map, address, c);
-  const Copy state = self().stores.add();
+  const Group group = self().stores.add();
   box.each_chunk([](unsigned char*, uint32_t at, int64_t bytes) {
     check_filled("a TMA store", at, static_cast<int>(bytes));
     check_fenced("a TMA store", at, static_cast<int>(bytes));
   });
-  block->pending.push_back([box, state] {
+  block->pending.push_back([box, group] {
     const auto data = std::make_shared<std::vector<unsigned char>>();
     box.each_chunk([&](unsigned char*, uint32_t at, int64_t bytes) {
       const unsigned char* from = shared_at(at, 16);
       check_filled("a TMA store", at, static_cast<int>(bytes));
       data->insert(data->end(), from, from + 16);
     });
-    *state = 1;
-    block->pending.push_back([box, state, data] {
+    --group->unread;
+    block->pending.push_back([box, group, data] {
       const unsigned char* from = data->data();
       box.each_chunk([&](unsigned char* to, uint32_t, int64_t bytes) {
         if (bytes > 0) std::memcpy(to, from, size_t(bytes));
         from += 16;
       });
-      *state = 2;
+      --group->unwritten;
     });
   });
 }
@@ -401,14 +405,14 @@ void load_bytes(uint32_t address, const void* global, uint32_t bytes, uint32_t b
 // As for a box: read at one moment, written, or added, at a later one.
 void store_bytes(void* global, uint32_t address, uint32_t bytes, bool add) {
   const unsigned char* from = bulk_at(address, global, bytes);
-  const Copy state = self().stores.add();
+  const Group group = self().stores.add();
   const int size = static_cast<int>(bytes);
   check_filled("a bulk copy", address, size);
   check_fenced("a bulk copy", address, size);
   block->pending.push_back([=] {
     check_filled("a bulk copy", address, size);
     const auto data = std::make_shared<std::vector<unsigned char>>(from, from + size);
-    *state = 1;
+    --group->unread;
     block->pending.push_back([=] {
       auto* to = static_cast<unsigned char*>(global);
       for (int i = 0; i < size; i += 4) {
@@ -418,14 +422,15 @@ void store_bytes(void* global, uint32_t address, uint32_t bytes, bool add) {
         sum += x;
         std::memcpy(to + i, add ? &sum : &x, 4);
       }
-      *state = 2;
+      --group->unwritten;
     });
   });
 }
 
 void commit_stores() { self().stores.commit(); }
 void wait_stores(int pending, bool written) {
-  self().stores.wait("cp.async.bulk.wait_group", pending, written ? 2 : 1);
+  self().stores.wait("cp.async.bulk.wait_group", pending,
+                     written ? &CopyGroup::unwritten : &CopyGroup::unread);
 }
 
 }  // namespace machine

@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 #include <execinfo.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -62,9 +63,7 @@ bool Block::advance() {
   for (size_t i = 0; i < choices; ++i) {
     const size_t choice = (first + i) % choices;
     if (choice < pending.size()) {
-      const Action action = std::move(pending[choice]);
-      pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(choice));
-      action();
+      (*pending.take(choice))();
       return true;
     }
     const auto it = std::next(products.begin(), static_cast<int>(choice - pending.size()));
@@ -91,9 +90,19 @@ std::string Block::places() const {
 }
 
 constexpr size_t kStack = 128 << 10;
-static char* stack_of(size_t thread) {  // kept from block to block
-  static std::vector<std::unique_ptr<char[]>> stacks;
-  while (stacks.size() <= thread) stacks.emplace_back(new char[kStack]);
+struct Unmap {
+  void operator()(char* stack) const { munmap(stack, kStack); }
+};
+// Kept from block to block. Fresh pages, because those of the heap may have been touched before, and
+// no huge ones: of a stack little is used, and only that takes room then.
+static char* stack_of(size_t thread) {
+  static std::vector<std::unique_ptr<char, Unmap>> stacks;
+  while (stacks.size() <= thread) {
+    void* made = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) throw std::runtime_error("no memory for a thread's stack");
+    madvise(made, kStack, MADV_NOHUGEPAGE);
+    stacks.emplace_back(static_cast<char*>(made));
+  }
   ASAN_UNPOISON_MEMORY_REGION(stacks[thread].get(), kStack);
   return stacks[thread].get();
 }
@@ -183,10 +192,9 @@ static void enter() {
   entered(self());
   run_entry(entry, entry_params);
   Fiber& fiber = self();
-  for (const auto& [key, meeting] : block->meetings) {
-    if (meeting.came > 0 && key.second == static_cast<int>(fiber.tid.x) / key.first) {
-      fail(std::string("it leaves, others wait for it at ") + meeting.what);
-    }
+  for (const Meeting* one :
+       {&block->warps[fiber.tid.x / 32], &block->warpgroups[fiber.tid.x / 128]}) {
+    if (one->came > 0) fail(std::string("it leaves, others wait for it at ") + one->what);
   }
   fiber.ended = true;
   switch_to_scheduler(fiber, true);

@@ -30,16 +30,19 @@ struct Registers {
   bool touched;    // since the last wgmma_fence
 };
 
-// Copies that a thread asked for: those of the open group, and the closed groups.  Each is 0 at
-// first, 1 when its source has been read, 2 when it has been written.
-using Copy = std::shared_ptr<int>;
+// Copies that a thread asked for: the open group, and the closed ones.  A group is the number of
+// its copies whose source has not been read, and of those that have not been written.
+struct CopyGroup {
+  int unread = 0, unwritten = 0;
+};
+using Group = std::shared_ptr<CopyGroup>;
 struct CopyGroups {
-  std::vector<Copy> open;
-  std::deque<std::vector<Copy>> closed;
+  Group open = std::make_shared<CopyGroup>();
+  std::deque<Group> closed;
 
-  Copy add() { return open.emplace_back(std::make_shared<int>(0)); }
+  Group add();
   void commit();
-  void wait(const char* where, int pending, int state);
+  void wait(const char* where, int pending, int CopyGroup::* left);
 };
 
 struct Fiber : Thread {
@@ -70,6 +73,26 @@ struct Meeting {
   Parked parked;
 };
 
+// What is under way, in the order in which it was asked for; pointers, which move fast when one
+// in the middle is taken out.
+class Actions {
+  std::vector<Action*> actions;
+
+ public:
+  Actions() = default;
+  Actions(const Actions&) = delete;
+  ~Actions() {
+    for (Action* action : actions) delete action;
+  }
+  size_t size() const { return actions.size(); }
+  void push_back(Action action) { actions.push_back(new Action(std::move(action))); }
+  std::unique_ptr<Action> take(size_t i) {
+    std::unique_ptr<Action> taken(actions[i]);
+    actions.erase(actions.begin() + static_cast<std::ptrdiff_t>(i));
+    return taken;
+  }
+};
+
 struct Barrier {  // an mbarrier
   int arrivals = 0, missing = 0;
   long bytes = 0;
@@ -89,8 +112,8 @@ struct Block {
   std::vector<Fiber*> runnable, waiting;  // of those that are not parked, by whether they wait
   ucontext_t scheduler;
   jmp_buf place;
-  std::vector<Action> pending;                      // copies under way
-  std::map<std::pair<int, int>, Meeting> meetings;  // (threads, number among those of that size)
+  Actions pending;  // copies under way
+  Meeting warps[32], warpgroups[8];
   std::map<uint32_t, Barrier> barriers;
   std::map<int, NamedBarrier> named;
   std::map<int, Products> products;
@@ -146,11 +169,12 @@ void lend(const void* registers, size_t bytes);
 template <typename Argument, typename Act>
 void meet(int count, const char* what, Argument& argument, Act act) {
   const int thread = current->tid.x, first = thread / count * count;
-  Meeting& meeting = block->meetings[{count, thread / count}];
+  Meeting& meeting = (count == 32 ? block->warps : block->warpgroups)[thread / count];
   if (meeting.came == 0) {
     meeting.what = what;
     meeting.arguments.assign(count, nullptr);
-    for (int i = first; i < first + count; ++i) {  // who leaves later looks for meetings
+    const bool all_there = block->left == block->fibers.size();
+    for (int i = first; !all_there && i < first + count; ++i) {  // who leaves later looks here
       if (block->fibers.at(i)->ended) {
         fail("thread " + std::to_string(i) + " has left, others wait for it at " + what);
       }

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.layouts import BLOCK
-from fa_cupy.masks.export import bits_of_row
+from fa_cupy.masks.export import bits_of_row, of_small
 from fa_cupy.tiled import tile_sizes
 
 Array = npt.NDArray[Any]
@@ -49,6 +49,16 @@ class MaskTiles:
         # Neighbours share an entry as a rule, and their tiles are then one.
         self._entries = entries[:1] if (entries == entries[0]).all() else entries
         self._n = len(entries)
+        self._small = self._of_small() if self._grid.is_small else None
+
+    def _of_small(self) -> Array:
+        """Return the mask of all entries at once, where a matrix is a single small block."""
+        lists = self._lists
+        if not self._words:
+            lists = lists._replace(full_begin=np.zeros_like(lists.full_begin))
+        if not self._sparse:
+            lists = lists._replace(entry_keys=lists.entry_keys[:0])
+        return of_small(self._grid, lists, self._entries)
 
     @property
     def matrix(self) -> int:
@@ -63,12 +73,23 @@ class MaskTiles:
         """Return runs of keys whose blocks are full for all entries and rows, or for some not."""
         return tile_sizes.listed_runs(*self._shown(*rows), BLOCK, keys)
 
+    def columns(
+        self, rows: tuple[int, int], columns: list[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Return those columns of tiles, (begin, end) of keys, that some of the rows see."""
+        some, _ = self._shown(*rows)
+        return [
+            (begin, end) for begin, end in columns if some[begin // BLOCK : -(-end // BLOCK)].any()
+        ]
+
     def __getitem__(self, tile: tuple[slice, slice, slice]) -> Array:
         rows, keys = tile[1:]
         q_tiles = range(rows.start // BLOCK, -(-rows.stop // BLOCK))
         begin, end = keys.start // BLOCK, -(-keys.stop // BLOCK)
         some, whole = self._shown(rows.start, rows.stop)
         shape = (self._n, rows.stop - rows.start, keys.stop - keys.start)
+        if self._small is not None:
+            return np.broadcast_to(self._small[:, rows, keys], shape)
         for value, uniform in ((True, whole[begin:end].all()), (False, not some[begin:end].any())):
             if uniform:
                 return np.broadcast_to(np.bool_(value), shape)
@@ -91,6 +112,9 @@ class MaskTiles:
 
     def _shown(self, row_begin: int, row_end: int) -> tuple[Array, Array]:
         """Return which key tiles are not empty for some of the rows, and which full for all."""
+        if self._small is not None:
+            rows = self._small[:, row_begin:row_end].reshape(-1, 1)
+            return np.logical_or.reduce(rows), np.logical_and.reduce(rows)
         some, whole = np.zeros(self._k_tiles, np.bool_), np.ones(self._k_tiles, np.bool_)
         for entry in self._entries:
             for q_tile in range(row_begin // BLOCK, -(-row_end // BLOCK)):

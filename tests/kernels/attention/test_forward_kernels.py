@@ -268,8 +268,8 @@ BUGS = {
     "K is read before it has landed": (
         D128,
         r"wgmma reads .* not yet.*fwd_sm90.cu:\d+",
-        ("wait(c.shared.k_full[at.k.index()], at.k.parity());\n  "
-         "warp_scheduler_sync(c);\n  wgmma_fence();\n  gemm_qk<kCols>",
+        ("wait(c.shared.k_full[at.k.index()], at.k.parity());\n  warp_scheduler_sync(c);\n"
+         "  wgmma_fence();\n  gemm_qk<kCols>",
          "warp_scheduler_sync(c);\n  wgmma_fence();\n  gemm_qk<kCols>"),
     ),
     "V is read before it has landed": (

@@ -97,7 +97,9 @@ class BwdSm90(BackwardSm90):
 def _fits_wide_tiles(score: ScoreMod) -> bool:
     """Whether tiles of 128 queries leave the registers that such scores take.
 
-    They leave none for slopes, for what differs from query to query, or to make 32 bits of 16.
+    They leave none for slopes, for what differs from query to query, or to make 32 bits of a
+    float16; of a bfloat16 they are made by a shift. ALiBi in bfloat16 has 516 TFLOP/s at dim 64
+    with tiles of 128, 369 with 64; a bias of pairs 184 and 248.
     """
     if score.program is not None:
         of_queries = any("i" in reads for reads in score.program.operands())
@@ -105,7 +107,7 @@ def _fits_wide_tiles(score: ScoreMod) -> bool:
     return (
         not score.softcap
         and score.bias_axes in ("", "key")
-        and (score.bias_dtype in ("", "float32"))
+        and score.bias_dtype in ("", "float32", "bfloat16")
     )
 
 
