@@ -10,6 +10,7 @@ from validation import (
     bench,
     cases,
     families,
+    pair_calls,
     product_calls,
     store,
 )
@@ -57,6 +58,10 @@ def test_the_reduced_set_of_gradients_reaches_every_row():
     if devices.current_target() != "sm_90a":
         pytest.skip("the kernels run on sm_90a")
     assert backward_calls.run("sm_90a") == 294
+
+
+def test_the_reduced_set_of_pairs_reaches_every_row():
+    assert pair_calls.run(devices.current_target()) == 60
 
 
 def test_the_reduced_set_of_products_reaches_every_row():
