@@ -58,9 +58,15 @@ FA_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 FA_DEVICE double larger(double a, double b) { return b > a ? b : a; }
 
 // ----------------------------------------------------------------------------------------- softmax
+// The row_max of no pair: below all finite scores, of products of float32 in float64 too.
+template <typename Real>
+constexpr Real kLowest = kNoMax;
+template <>
+constexpr double kLowest<double> = -1.7976931348623157e308;
+
 template <typename Real>
 struct Sums {
-  Real row_max = kNoMax, row_sum = 0, acc[kParts][kVector] = {};
+  Real row_max = kLowest<Real>, row_sum = 0, acc[kParts][kVector] = {};
   bool overflowed = false;  // whether a score may be -inf where it hides no pair
 
   // Makes room for scores of up to new_max.
@@ -217,10 +223,15 @@ FA_DEVICE Finished recompute(const FwdPairsParams& params, const Row& row, int64
   return found;
 }
 
+// Whether scores have left float32; a row that has seen no key has a row_max of kNoMax as well.
+FA_DEVICE bool is_at_an_end(const Sums<float>& sums) {
+  return fabsf(sums.row_max) >= -kNoMax && (sums.row_max > 0.0f || sums.row_sum > 0.0f);
+}
+
 FA_DEVICE Finished finish(const FwdPairsParams& params, const Row& row, const PairWork& work,
                           Sums<float> sums) {
   const float sink = load_sink(params.common, work.entry, row.number);
-  const bool again = (is_large(sums.row_max) && sums.row_sum != 0.0f) ||
+  const bool again = (is_large(sums.row_max) && sums.row_sum != 0.0f) || is_at_an_end(sums) ||
                      (sums.row_sum * 0.0f == 0.0f && !sums.is_finite()) || sums.overflowed ||
                      (sink != -FA_INFINITY && is_large(sink));
   if (__any_sync(kFullWarp, again)) {

@@ -322,6 +322,21 @@ def test_what_is_refused(cupy, runs, change, error, message):
     assert not runs
 
 
+def test_too_many_pairs_are_refused_before_they_are_listed(cupy, runs, monkeypatch):
+    from fa_cupy.gpu.masks import pair_lists
+
+    def listed(*_):
+        raise AssertionError("lists were made")
+
+    monkeypatch.setattr(pair_lists, "_make", listed)
+    n = 46400  # squared, more than 2**31
+    bias = Matrix(sparse.coo_array(([1.0], ([0], [1])), shape=(n, n)))
+    q, mask = owned(np.zeros((n, 8), HALF)), BitMask.from_window(n, (n, n))
+    with pytest.raises(NotImplementedError, match=f"the mask has {n * n} pairs for 1 batch entr"):
+        fa_cupy.attention(q, q, q, bias, mask)
+    assert not runs
+
+
 def test_elements_of_one_pair_are_refused(cupy):
     double = sparse.coo_array(([1.0, 2.0], ([0, 0], [1, 1])), shape=(2, 2))
     q = owned(np.zeros((2, 8), HALF))

@@ -123,6 +123,17 @@ def _sizes(mask: BitMask) -> tuple[int, int]:
     return found
 
 
+def pairs_of(mask: BitMask) -> int:
+    """Return how many pairs the matrices of a mask have; no list of them is made."""
+    found: int | None = mask._store.pairs.get("count")
+    if found is None:
+        grid, lists = mask._grid, mask._store.host()
+        matrices = [lists.blocks(grid, i) for i in range(_matrices(grid, lists))]
+        found = sum(blocks.bit_count(grid, x) for x in matrices)
+        mask._store.pairs["count"] = found
+    return found
+
+
 def lists_of(mask: BitMask, piece_pairs: int = PIECE_PAIRS) -> PairLists:
     """Return the lists of a mask, which are made when they are first asked for and kept.
 

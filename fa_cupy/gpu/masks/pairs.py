@@ -107,10 +107,11 @@ def counts_with_bias(name: str, problem: Problem, mask: BitMask, target: str | N
             f"{name}: bias is a sparse matrix on a GPU, and q has dtype {problem.dtype} and "
             f"head_dim {problem.head_dim}, want float16, bfloat16 or float32 and dims of 1 to 256"
         )
-    counts = pair_lists.lists_of(mask).counts
-    if counts.pairs >= pair_lists.MOST or not _fit(problem, counts):
+    pairs = pair_lists.pairs_of(mask)  # their list has 20 bytes for each, and takes more to make
+    counts = pair_lists.lists_of(mask).counts if pairs < pair_lists.MOST else None
+    if counts is None or not _fit(problem, counts):
         raise NotImplementedError(
-            f"{name}: bias is a sparse matrix on a GPU, and the mask has {counts.pairs} pairs for "
+            f"{name}: bias is a sparse matrix on a GPU, and the mask has {pairs} pairs for "
             f"{math.prod(problem.batch)} batch entries, want fewer of one of them"
         )
     return counts

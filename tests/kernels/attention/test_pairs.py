@@ -130,6 +130,28 @@ def test_large_scores_and_values(dtype):
     check(q, k, v, seen, scale=1e-3, piece_pairs=7)
 
 
+@pytest.mark.parametrize("piece_pairs", [2, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("size", "sign", "number"),
+    [(1e25, 1, None), (1e25, -1, None), (3e19, 1, 0), (1e18, -1, -3e38), (1e18, -1, 3e38)],
+)
+def test_scores_beyond_float32(dtype, piece_pairs, size, sign, number):
+    q = np.full((1, 4, 32), size, DTYPES[dtype])
+    k, v = (sign * q).astype(q.dtype), draw(1, 4, 32, dtype=q.dtype, seed=8)
+    k[0, 0] = k[0, 0] / np.array(2, q.dtype)  # the only key with a weight, or the only one without
+    seen = np.tril(np.ones((4, 4), np.bool_))
+    numbers = None if number is None else np.full(seen.sum(), number, np.float32)
+    given = None if number is None else np.full(seen.shape, number, np.float32)
+    out, lse = calls.attention_by_pairs(
+        q, k, v, None, BitMask(seen), pair_bias=numbers, piece_pairs=piece_pairs
+    )
+    want, want_lse = reference.attention(q, k, v, given, seen)
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=2e-2, atol=1e-6)
+    largest = float(np.finfo(np.float32).max)
+    np.testing.assert_allclose(lse, np.clip(want_lse, -largest, largest), rtol=1e-6)
+
+
 def test_an_expression():
     q, k, v = arrays_of("float16", (50, 60), (32, 32))
     slopes = np.array([0.1, 0.5], np.float32)
