@@ -37,7 +37,7 @@ GPU_READY := $(TEST_READY) $(DEMO_READY)
 demo: $(DEMO_READY)
 	$(PY) -m fa_cupy demo
 
-## lint, and of all that can be tested without a GPU what takes 9 minutes on two cores
+## lint, and of all that can be tested without a GPU what takes 7 minutes on two cores
 test: announce lint
 	FA_CUPY_HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow and not long"
 	$(PY) -m validation.receipt check
@@ -48,7 +48,7 @@ test-all: announce lint
 	$(PY) -m validation.receipt check
 
 announce:
-	@echo "Tests without a GPU: 'make test' takes about 9 minutes on two idle cores, 'make test-all' 30,"
+	@echo "Tests without a GPU: 'make test' takes about 7 minutes on two idle cores, 'make test-all' 30,"
 	@echo "and the first time as long as downloads take. $(NEEDS_GXX)"
 
 ## everything that needs a GPU; writes the receipt, of a failed run too

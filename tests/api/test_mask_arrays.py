@@ -276,7 +276,8 @@ def test_attention_takes_a_sparse_matrix():
     np.testing.assert_allclose(found, wanted[0])
     with pytest.raises(ValueError, match=r"^attention: mask has q_len 150, q has 200$"):
         attention(q, k, v, mask=sparse.csr_array(dense.T))
-    with pytest.raises(TypeError, match=r"^scaled_dot_product_attention: attn_mask is a sparse m"):
+    words = r"^scaled_dot_product_attention: attn_mask is a sparse matrix of float64, want bool"
+    with pytest.raises(TypeError, match=words):
         scaled_dot_product_attention(q, k, v, attn_mask=sparse.csr_array(dense * 1.0))
 
 

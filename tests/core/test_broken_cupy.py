@@ -121,7 +121,7 @@ def test_one_that_is_not_installed(install, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert devices.import_cupy() == (None, devices.ABSENT)
     assert main(["info"]) == 0
-    assert "not installed: CuPy arrays need the extra" in capsys.readouterr().out
+    assert "not installed: CuPy arrays need it: pip install 'fa_cupy[" in capsys.readouterr().out
 
 
 def test_an_interrupt_passes(install):

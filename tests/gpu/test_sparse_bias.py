@@ -38,7 +38,7 @@ def on_device(cupy, matrix):
     masked=st.sampled_from([None, None, "host", "device", "matrix"]),
     causal=st.booleans(),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_results_and_gradients(
     cupy, seed, lengths, dims, heads, dtype, bias_dtype, form, share, masked, causal
 ):

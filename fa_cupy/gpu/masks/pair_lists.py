@@ -27,8 +27,9 @@ Array = npt.NDArray[Any]
 #: 143 pairs take as long. Gradients are 2.5 times as many operations and twice as many bytes: 179
 #: pairs. Both grow with the dims. In float32 products of cuBLAS compute blocks, 105 ns each at 40
 #: TFLOP/s, and their scores are read and written besides; a pair takes 512 bytes: 717 pairs, of
-#: which half a block's words are left as a margin. Rates were not measured with these kernels
-#: (validation/NOTES.md, "Pairs of sparse masks on the GPU").
+#: which half a block's words are left as a margin. Measured in 16 bits: with 445 pairs a block one
+#: by one take 3.3 times as long as blocks, with 6 an eighth (validation/NOTES.md, "Pairs of sparse
+#: masks on the GPU").
 MOST_PAIRS = {"float16": 128, "bfloat16": 128, "float32": 512}
 #: Fewer pairs than this are in a list: places are int32.
 MOST = 2**31
