@@ -51,7 +51,7 @@ def of_description(text: str) -> str:
     >>> of_description("v1.2.3"), of_description("v1.2.3-4-g0123abc-dirty"), of_description("")
     ('1.2.3', '1.2.4.dev4+g0123abc.dirty', '0.1.0.dev0')
     """
-    found = re.fullmatch(r"v(\d[\w.]*?)(?:-(\d+)-(g[0-9a-f]+))?(-dirty)?", text)
+    found = re.fullmatch(r"v(\d(?:[\w.]*\d)?)(?:-(\d+)-(g[0-9a-f]+))?(-dirty)?", text)
     if found is None:
         return f"{FIRST}.dev0"
     release, commits, commit, dirty = found.groups()
