@@ -51,7 +51,7 @@ def of_description(text: str) -> str:
     >>> of_description("v1.2.3"), of_description("v1.2.3-4-g0123abc-dirty"), of_description("")
     ('1.2.3', '1.2.4.dev4+g0123abc.dirty', '0.1.0.dev0')
     """
-    found = re.fullmatch(r"v(\d(?:[\w.]*\d)?)(?:-(\d+)-(g[0-9a-f]+))?(-dirty)?", text)
+    found = re.fullmatch(r"v(\d[\w.]*?)(?:-(\d+)-(g[0-9a-f]+))?(-dirty)?", text)
     if found is None:
         return f"{FIRST}.dev0"
     release, commits, commit, dirty = found.groups()
@@ -62,9 +62,9 @@ def of_description(text: str) -> str:
 
 
 def _next(release: str) -> str:
-    """Return the release after another one: the last number, and 1."""
-    head, last = re.fullmatch(r"(.*?)(\d+)", release).groups()  # type: ignore[union-attr]
-    return f"{head}{int(last) + 1}"
+    """Return the release after another one: the last number, 0 if left out as in 1.0a, and 1."""
+    head, last = re.fullmatch(r"(.*?)(\d*)", release).groups()  # type: ignore[union-attr]
+    return f"{head}{int(last or 0) + 1}"
 
 
 def _of_checkout(root: Path) -> str:

@@ -19,7 +19,6 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import fa_cupy
-from fa_cupy._version import of_description
 from fa_cupy import _version
 from fa_cupy.cli import cuda_extra
 from validation.digest import ROOT
@@ -342,6 +341,8 @@ def test_make_leaves_the_environment_alone_when_given_an_interpreter(target):
     assert "pip" not in done.stdout.split()
 
 
-@pytest.mark.parametrize("tag", ["v1.0.0a", "v1.0.0a-3-gabc", "v1.2-beta-3-gabc"])
-def test_a_tag_that_has_no_next_version_is_none(tag):
-    assert of_description(tag) == "0.1.0.dev0"
+def test_tags_without_a_last_number():
+    assert _version.of_description("v1.0.0a") == "1.0.0a"
+    found = _version.of_description("v1.0.0a-3-g0abc")
+    assert found == "1.0.0a1.dev3+g0abc"
+    assert Version("1.0.0a") < Version(found) < Version("1.0.0a1")
