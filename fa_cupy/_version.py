@@ -62,9 +62,9 @@ def of_description(text: str) -> str:
 
 
 def _next(release: str) -> str:
-    """Return the release after another one: the last number, and 1."""
-    head, last = re.fullmatch(r"(.*?)(\d+)", release).groups()  # type: ignore[union-attr]
-    return f"{head}{int(last) + 1}"
+    """Return the release after another one: the last number, 0 if left out as in 1.0a, and 1."""
+    head, last = re.fullmatch(r"(.*?)(\d*)", release).groups()  # type: ignore[union-attr]
+    return f"{head}{int(last or 0) + 1}"
 
 
 def _of_checkout(root: Path) -> str:

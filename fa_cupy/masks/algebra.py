@@ -62,8 +62,9 @@ class Algebra:
     def nnz(self) -> int:
         """Number of visible pairs."""
         if self._count is None and self._grid.is_small:
-            seen = export.dense(self._grid, self._store.host(), self.entries)
-            object.__setattr__(self, "_count", int(seen.sum()))
+            numbers, repeats = np.unique(self.entries, return_counts=True)
+            pairs = self._small(numbers).sum(axis=(1, 2))
+            object.__setattr__(self, "_count", int(pairs @ repeats))
         if self._count is None:
             outline = self._grid, self._store.outline(), self.entries
             matrices, entries = export.used(*outline)

@@ -122,8 +122,8 @@ def sums(grid: Grid, lists: BlockLists, entries: Array, axes: Sequence[int]) -> 
     """Return numbers of visible pairs: the mask summed over `axes`, which are counted from 0."""
     over = tuple(axis for axis in axes if axis < entries.ndim)
     by_query, by_key = (entries.ndim + i in axes for i in (1, 0))
-    if grid.is_small:
-        counted: Array = dense(grid, lists, entries).sum(axis=tuple(axes), dtype=np.int64)
+    if grid.is_small and not (by_query or by_key):
+        counted: Array = dense(grid, lists, entries).sum(axis=over, dtype=np.int64)
         return counted
     if not (by_query or by_key):
         kept = [n for axis, n in enumerate(entries.shape) if axis not in over]
@@ -132,10 +132,16 @@ def sums(grid: Grid, lists: BlockLists, entries: Array, axes: Sequence[int]) -> 
             place = tuple(i for axis, i in enumerate(index) if axis not in over)
             total[place] += dense(grid, lists, entries[index])
         return total
-    matrices, places = used(grid, lists, entries)
-    counts = np.zeros((len(matrices), grid.q_len if by_query else grid.k_len), np.int64)
-    for matrix, of_matrix in zip(matrices, counts, strict=True):
-        of_matrix += seen_by(grid, matrix, keys=not by_query)
+    if grid.is_small:
+        numbers, places = np.unique(entries, return_inverse=True)
+        places = places.reshape(entries.shape)
+        seen = of_small(grid, lists, numbers)
+        counts = seen.sum(axis=2 if by_query else 1, dtype=np.int64)
+    else:
+        matrices, places = used(grid, lists, entries)
+        counts = np.zeros((len(matrices), grid.q_len if by_query else grid.k_len), np.int64)
+        for matrix, of_matrix in zip(matrices, counts, strict=True):
+            of_matrix += seen_by(grid, matrix, keys=not by_query)
     if by_query and by_key:
         over = (*over, entries.ndim)
     found: Array = counts[places].sum(axis=over)

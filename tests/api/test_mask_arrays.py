@@ -1,6 +1,7 @@
 """What masks have in common with arrays of bool and with sparse matrices."""
 
 import operator
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -324,3 +325,16 @@ def test_arrays_that_repeat_a_row_or_a_column(lengths):
             assert BitMask(whole).equals(BitMask(whole.copy()))
             for sign in (operator.and_, operator.or_, operator.xor):
                 np.testing.assert_array_equal(sign(mask, x), sign(mask.to_dense(), x))
+
+
+def test_small_masks_that_repeat_one_are_counted_once():
+    """An array of all bits of this stack has 48 MB."""
+    mask = BitMask(np.broadcast_to(np.eye(22, dtype=bool), (100_000, 22, 22)))
+    tracemalloc.start()
+    try:
+        assert mask.nnz == 2_200_000
+        np.testing.assert_array_equal(mask.sum(axis=(-2, -1)), np.full(100_000, 22))
+        assert mask.all(axis=(0, 1)).sum() == 0
+        assert tracemalloc.get_traced_memory()[1] < 36e6
+    finally:
+        tracemalloc.stop()

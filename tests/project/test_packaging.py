@@ -339,3 +339,10 @@ def test_make_leaves_the_environment_alone_when_given_an_interpreter(target):
     assert "python3 -m" in done.stdout
     assert "venv" not in done.stdout
     assert "pip" not in done.stdout.split()
+
+
+def test_tags_without_a_last_number():
+    assert _version.of_description("v1.0.0a") == "1.0.0a"
+    found = _version.of_description("v1.0.0a-3-g0abc")
+    assert found == "1.0.0a1.dev3+g0abc"
+    assert Version("1.0.0a") < Version(found) < Version("1.0.0a1")
