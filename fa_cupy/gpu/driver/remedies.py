@@ -22,7 +22,7 @@ _WHEELS = ("cupy-cuda12x", "cupy-cuda13x")
 
 
 def from_conda() -> bool:
-    """Return whether CuPy comes from conda; where there is none, whether Python does."""
+    """Return whether CuPy comes from conda, or Python if CuPy is not installed."""
     return _records().is_dir() and not any(map(_installed, _WHEELS))
 
 
