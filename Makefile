@@ -58,7 +58,7 @@ test-gpu: gpu-tests gpu-sanitize gpu-receipt
 gpu-tests: $(GPU_READY)
 	rm -rf $(GPU_RUN) && mkdir -p $(GPU_RUN)
 	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -m gpu \
-	  -p _hypothesis_pytestplugin -p tests.support.receipt_plugin --receipt $(GPU_RUN)/tests.json
+	  -p _hypothesis_pytestplugin -p tests.support.receipt_plugin --receipt $(GPU_RUN)/tests.json --durations 25
 
 gpu-sanitize: $(GPU_READY)
 	-$(PY) -m validation sanitize --json $(GPU_RUN)/sanitizer.json

@@ -504,6 +504,18 @@ def test_write_refuses_tests_that_the_digest_does_not_see(tmp_path, monkeypatch,
         receipt.write(tmp_path, tmp_path / "receipt.json")
 
 
+CUT = """
+import os, pytest
+
+@pytest.mark.gpu
+def test_good(): pass
+
+@pytest.mark.gpu
+def test_bad(): assert 0
+
+@pytest.mark.gpu
+def test_end(): os._exit(1)
+"""
 CHECKS = """
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -533,6 +545,28 @@ def test_cpu(): pass
 IN_TWO_PROCESSES = ["-p", "xdist.plugin", "-n", "2"]
 
 
+def recorded(folder, options=()):
+    """Run the tests of a folder as those of a GPU are run; return what is recorded."""
+    out = folder / "tests.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    for plugin in ("_hypothesis_pytestplugin", "tests.support.receipt_plugin"):
+        command += ["-p", plugin]
+    command += ["--receipt", str(out), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert out.exists(), done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+def test_plugin_records_a_run_that_is_cut(tmp_path):
+    save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")
+    save(tmp_path / "checks/test_gpu.py", CUT)
+    record = recorded(tmp_path)
+    assert record["failed"] == ["checks/test_gpu.py::test_bad"]
+    assert record["passed"] == {"checks/test_gpu.py::test_good": 1}
+    assert not record["whole"]
+
+
 @pytest.mark.parametrize(
     "options", only([[], IN_TWO_PROCESSES, ["-k", "good"]], IN_TWO_PROCESSES), ids=" ".join
 )
@@ -540,21 +574,7 @@ def test_plugin_records_a_run(tmp_path, options, tree_prints):
     save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")
     save(tmp_path / "checks/test_gpu.py", CHECKS)
     save(tmp_path / "checks/test_away.py", "import pytest\npytest.importorskip('no_such_module')\n")
-    out = tmp_path / "tests.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    command += [
-        "-p",
-        "_hypothesis_pytestplugin",
-        "-p",
-        "tests.support.receipt_plugin",
-        "--receipt",
-        str(out),
-    ]
-    command += options
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert out.exists(), done.stdout + done.stderr
-    record = json.loads(out.read_text())
+    record = recorded(tmp_path, options)
     partial = "-k" in options
     where = "checks/test_gpu.py::"
     assert record["passed"] == {where + "test_good": 2}

@@ -19,12 +19,19 @@ def pytest_configure(config):
         config.pluginmanager.register(Recorder(config), "receipt-recorder")
 
 
+#: Reports between two records of a run that is under way.
+OFTEN = 500
+
+
 def _without_parameters(nodeid):
     return nodeid.partition("[")[0]
 
 
 class Recorder:
-    """Collects outcomes; works under pytest-xdist, whose workers send their reports here."""
+    """Collects outcomes; works under pytest-xdist, whose workers send their reports here.
+
+    They are written again and again, so that a run that is cut leaves what it has found.
+    """
 
     def __init__(self, config):
         self.config = config
@@ -33,6 +40,7 @@ class Recorder:
         self.skipped = {}
         self.examples = Counter()
         self.left_out = 0
+        self.reports = 0
         # Taken first: a file saved while the tests run must not count as tested.
         self.definitions = {} if hasattr(config, "workerinput") else fingerprints()
 
@@ -66,6 +74,9 @@ class Recorder:
             examples = dict(report.user_properties).get("hypothesis_examples")
             if examples is not None:
                 self.examples[name] += examples
+        self.reports += 1
+        if report.failed or self.reports % OFTEN == 0:
+            self.write(whole=False)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node, error):
@@ -78,6 +89,12 @@ class Recorder:
         whole = {Path(arg).resolve() for arg in self.config.args} == {
             (self.config.rootpath / folder).resolve() for folder in self.config.getini("testpaths")
         }
+        self.write(whole and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
+
+    def write(self, whole):
+        """Write what is known; `whole` says that no test is left."""
+        if hasattr(self.config, "workerinput"):
+            return
         record = {
             "definitions": self.definitions,
             "passed": self.passed,
@@ -85,6 +102,6 @@ class Recorder:
             "skipped": self.skipped,
             "hypothesis": self.examples,
             "left_out": self.left_out,
-            "whole": whole and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
+            "whole": whole,
         }
         self.config.getoption("--receipt").write_text(json.dumps(record, indent=1, sort_keys=True))
