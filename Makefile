@@ -48,7 +48,7 @@ test-all: announce lint
 	$(PY) -m validation.receipt check
 
 announce:
-	@echo "Tests without a GPU: 'make test' takes about 7 minutes on two idle cores, 'make test-all' 30,"
+	@echo "Tests without a GPU: 'make test' takes about 7 minutes on two idle cores, 'make test-all' 16,"
 	@echo "and the first time as long as downloads take. $(NEEDS_GXX)"
 
 ## everything that needs a GPU; writes the receipt, of a failed run too
