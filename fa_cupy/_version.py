@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import string
 from pathlib import Path
 
 #: The release that is made first.
@@ -63,8 +64,8 @@ def of_description(text: str) -> str:
 
 def _next(release: str) -> str:
     """Return the release after another one: the last number, 0 if left out as in 1.0a, and 1."""
-    head, last = re.fullmatch(r"(.*?)(\d*)", release).groups()  # type: ignore[union-attr]
-    return f"{head}{int(last or 0) + 1}"
+    head = release.rstrip(string.digits)
+    return f"{head}{int(release[len(head) :] or 0) + 1}"
 
 
 def _of_checkout(root: Path) -> str:

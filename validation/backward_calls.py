@@ -85,6 +85,22 @@ def error(
     )
 
 
+@contextlib.contextmanager
+def loaded_rows() -> Iterator[set[Any]]:
+    """Collect the rows of the table of kernels that calls load."""
+    from fa_cupy.gpu.driver import compile
+
+    reached: set[Any] = set()
+    load = compile.load
+
+    def spy(row: Any, *rest: Any) -> Any:
+        reached.add(row)
+        return load(row, *rest)
+
+    with mock.patch.object(compile, "load", spy):
+        yield reached
+
+
 def run(target: str, share: int = 0, shares: int = 1) -> int:
     """Make every call once and look at each result; return how many there were.
 
@@ -100,16 +116,8 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         Where a result is wrong, or no call reached a row.
     """
     from fa_cupy.gpu import plan_cache
-    from fa_cupy.gpu.driver import compile
     from fa_cupy.gpu.kernels import attention_backward
     from fa_cupy.gpu.kernels.backward import Wanted
-
-    reached: set[Any] = set()
-    load = compile.load
-
-    def spy(row: Any, *rest: Any) -> Any:
-        reached.add(row)
-        return load(row, *rest)
 
     calls = 0
     select = attention_backward.select
@@ -121,15 +129,15 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
             continue
         wanted = Wanted(row.dtype, row.dim, row.sparse)
         problem_set = (masked_problems if row.sparse else problems)(row.dim)
-        patches: list[Any] = [mock.patch.object(compile, "load", spy)]
+        patches: list[Any] = []
         if row.kernel == "bwd_dkdv_sm80":  # which is to take what others would
             problem_set = sm80_problems(row.dim, row.sparse)
             wanted = wanted._replace(mapped=False)
             patches.append(mock.patch.object(attention_backward, "select", _unmapped(select)))
         rows = select(wanted, target)
         plan_cache.plans.clear()  # what is kept would not be loaded again
-        reached.clear()
         with contextlib.ExitStack() as stack:
+            reached = stack.enter_context(loaded_rows())
             for patch in patches:
                 stack.enter_context(patch)
             for shape, options in problem_set:

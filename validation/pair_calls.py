@@ -8,11 +8,9 @@ import numpy as np
 
 from validation import peers
 from validation.attention_calls import send
-from validation.backward_calls import error
+from validation.backward_calls import error, loaded_rows
 
 _WRONG = 0.05  # of a norm; an output in bfloat16 changes gradients of large scores by 0.03
-
-_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 def graph(q_len: int, k_len: int, seed: int) -> np.ndarray:
@@ -86,29 +84,20 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     RuntimeError
         Where a result is wrong, or a call did not reach its row.
     """
-    from unittest import mock
-
-    from fa_cupy.gpu.driver import compile
+    from fa_cupy.core.attention_problem import FLOAT_DTYPES
     from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 
-    reached: set[tuple[str, int]] = set()
-    load = compile.load
-
-    def spy(row: Any, *rest: Any) -> Any:
-        reached.add((row.source, row.dim))
-        return load(row, *rest)
-
+    dtypes = {dtype.name: dtype for dtype in FLOAT_DTYPES}
     calls = 0
     sources = [module.VARIANTS[0].source for module in (fwd_pairs, bwd_dq_pairs, bwd_dkdv_pairs)]
     for row in fwd_pairs.VARIANTS[share::shares]:
         if target not in row.targets:
             print(f"{row.name}: not for {target}")
             continue
-        reached.clear()
-        with mock.patch.object(compile, "load", spy):
+        with loaded_rows() as reached:
             for shape, options in problems(row.dim):
-                _call(peers.DTYPES[_SHORT[row.dtype]], shape, options)
+                _call(dtypes[row.dtype], shape, options)
                 calls += 1
-        if missed := {(source, row.dim) for source in sources} - reached:
+        if missed := {(x, row.dim) for x in sources} - {(x.source, x.dim) for x in reached}:
             raise RuntimeError(f"no call reached {missed}")
     return calls

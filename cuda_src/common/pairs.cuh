@@ -57,9 +57,8 @@ struct PairWork {
   int row;
 };
 
-// Finds the part of a warp: pieces come first, for they take longest.  False if no work is
-// left for it.
-// Entry i of the work has the mask of batch entry i * group.
+// Finds the part of a warp: pieces come first, for they take longest.  False if no work is left for
+// it.  Entry i of the work has the mask of batch entry i * group.
 FA_DEVICE bool pair_work(const PairRows& list, int64 entries, PairWork& work, int group = 1) {
   const int64 warp = static_cast<int64>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int64 pieces = entries * list.most_pieces, padded = (pieces + kWarps - 1) / kWarps * kWarps;
