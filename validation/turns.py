@@ -61,7 +61,7 @@ def source() -> bytes:
 
 def with_rows(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., peers.Call]:
     """Make an implementation of the family that runs what `change` makes of the table's rows."""
-    from fa_cupy.gpu import plan_cache
+    from fa_cupy.core import plan_cache
     from fa_cupy.gpu.kernels import attention_backward
 
     table = FAMILIES[FAMILY].impls["fa_cupy"]
