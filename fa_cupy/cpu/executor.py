@@ -11,17 +11,23 @@ import numpy as np
 from fa_cupy.core import linear_problem
 from fa_cupy.cpu import thread_pool
 from fa_cupy.cpu.tile_ops import Steps
-from fa_cupy.tiled import tile_sizes
-from fa_cupy.tiled.chunked_scan import Sizes
+from fa_cupy.tiled import segmented_scan, tile_sizes
+from fa_cupy.tiled.chunked_scan import Blocks, Sizes
 from fa_cupy.tiled.segmented_scan import Array, Work
 
 # Work below this runs in the calling thread: starting a thread costs about 0.1 ms.
 _PARALLEL_FLOP = 2e7
-# Stacks are so small that there are this many, and sequences are cut into segments, of so many rows
-# at least, until the stacks are of four. A stack of one leaves threads waiting for the interpreter.
+# Stacks are so small that there are this many, if each has as much work as makes a thread worth
+# while, and sequences are cut into segments, of so many rows at least, until the stacks are of
+# four. A stack of one leaves threads waiting for the interpreter.
 _LEAST_TASKS = 8
 _LEAST_STACKED = 4
 _LEAST_SEGMENT = 512
+# Bytes of scratch memory that are kept between calls, for each of so many threads: pages that are
+# new to the process take longer than the work of a small call.
+_KEPT_BYTES = 4 << 20
+_MOST_KEPT = 4
+_kept: dict[np.dtype[Any], list[Steps]] = {np.dtype(t): [] for t in (np.float32, np.float64)}
 
 
 class Machine:
@@ -35,8 +41,11 @@ class Machine:
 
     xp: Any = np
     # Longer chunks compute more scores in vain, shorter ones make products in which BLAS is slow;
-    # 64 measured best at dims of 64 and 128.
-    sizes = Sizes(chunk=64, state_chunk=256, most_rows=1024, least_chunk=16)
+    # 64 measured best at dims of 64 and 128, and 32 in blocks.
+    sizes = Sizes(
+        chunk=64, state_chunk=256, most_rows=1024, least_chunk=16,
+        blocks=Blocks(chunk=32, single=64, size=tile_sizes.CPU_CACHE_BYTES),
+    )  # fmt: skip
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -53,22 +62,33 @@ class Machine:
         """Return how many of so many entries make a stack at most."""
         cols, chunk = problem.qk_dim + problem.v_dim, self.sizes.chunk
         entry = (chunk * (2 * cols + chunk) + 2 * problem.qk_dim * problem.v_dim) * 4
-        return max(1, min(tile_sizes.CPU_CACHE_BYTES // entry, entries // _LEAST_TASKS))
+        threads = segmented_scan.flop(problem) / _PARALLEL_FLOP  # that have enough to do
+        tasks = 1 if threads <= 1 else max(2, 1 << int(min(_LEAST_TASKS, threads)).bit_length() - 1)
+        return max(1, min(tile_sizes.CPU_CACHE_BYTES // entry, math.ceil(entries / tasks)))
 
     def run(self, tasks: list[Any], work: Work, flop: float) -> None:
         """Do all tasks, those whose results are not finite once more, exactly."""
+        kept = _kept[self._dtype]
+
+        def do(task: Any) -> None:
+            try:
+                steps = kept.pop()  # no other thread gets it
+            except IndexError:
+                steps = Steps(self._dtype)
+            with np.errstate(all="ignore"):
+                if not work(steps, task, False):
+                    work(steps, task, True)
+            if len(kept) < _MOST_KEPT and steps.kept_bytes <= _KEPT_BYTES:
+                kept.append(steps)
 
         def new_worker() -> Callable[[Any], None]:
-            steps = Steps(self._dtype)
-
-            def do(task: Any) -> None:
-                with np.errstate(all="ignore"):
-                    if not work(steps, task, False):
-                        work(steps, task, True)
-
             return do
 
-        thread_pool.run(tasks, new_worker, flop > _PARALLEL_FLOP)
+        if len(tasks) > 1 and flop > _PARALLEL_FLOP:
+            thread_pool.run(tasks, new_worker)
+        else:
+            for task in tasks:
+                do(task)
 
     def accumulate(
         self, sums: Array, first: Array | None, last: Array | None, reverse: bool

@@ -81,6 +81,11 @@ class Steps:
             self._scratch[name] = buffer
         return buffer[:size].reshape(shape)
 
+    @property
+    def kept_bytes(self) -> int:
+        """How much scratch memory there is."""
+        return sum(buffer.nbytes for buffer in self._scratch.values())
+
     def queries(self, q: Array, factor: float) -> Queries:
         fold = _fold(factor, self.dtype)
         scaled = self.scratch("q", q.shape)
@@ -140,9 +145,10 @@ class Steps:
         return out
 
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
-        large = a.shape[1] * a.shape[2] * out.shape[2] > blas.SERIAL
-        if large and blas.matmul(a, b, out, add):
-            return
+        if a.shape[-2] * a.shape[-1] * out.shape[-1] > blas.SERIAL:
+            stacks = zip(a, b, out, strict=True) if out.ndim > 3 else [(a, b, out)]
+            if all(blas.matmul(*stack, add) for stack in stacks):
+                return
         if add:
             product = self.scratch("product", out.shape)
             np.matmul(a, b, out=product)

@@ -12,6 +12,10 @@ multiplications a row, about, for chunks of C rows, and memory for one chunk.
 What a row does not read has weight 0, and 0 * NaN is NaN. Where an output is not finite, the scan
 is done again with `exact`, which keeps what is not read out of the sums; other data pay nothing.
 
+Chunks come one after the other, or in blocks of many, where each call costs more than it computes.
+Then the sums of all chunks of a block are one batched product, as are their scores, what they make
+of them, and what they read from the states; only the states themselves are added up in turn.
+
 A backend supplies the operations on chunks as a subclass of `Steps`, and how long chunks are.
 """
 
@@ -27,6 +31,24 @@ import numpy as np
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
+class Blocks(NamedTuple):
+    """How chunks are computed together.
+
+    Attributes
+    ----------
+    chunk : int
+        Rows of a chunk.
+    single : int
+        So many rows at most are one chunk, which has no state before it.
+    size : int
+        Bytes of scratch memory of a block, about.
+    """
+
+    chunk: int
+    single: int
+    size: int
+
+
 class Sizes(NamedTuple):
     """How long chunks are, in rows.
 
@@ -38,12 +60,15 @@ class Sizes(NamedTuple):
         So many read at once where batch entries share a state: beyond, chunks get shorter, ...
     least_chunk : int
         ... down to this.
+    blocks : Blocks or None
+        None where chunks come one after the other, which is how exact scans go anyway.
     """
 
     chunk: int
     state_chunk: int
     most_rows: int
     least_chunk: int
+    blocks: Blocks | None = None
 
     def rows(self, size: int, *operands: Operand) -> int:
         """Return how many rows make a chunk: `size`, or fewer where there are many copies."""
@@ -72,7 +97,10 @@ class Steps(Protocol):
         """Return what `triangle` does, on the device."""
 
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
-        """Set `out` to ``a @ b``, or add that to it; each of them an operand or its transpose."""
+        """Set `out` to ``a @ b``, or add that to it; each of them an operand or its transpose.
+
+        All are (n, rows, cols), or (n, chunks, rows, cols) where there are blocks.
+        """
 
     def finite(self, x: Array) -> bool:
         """Whether `x` is finite, as far as is known by now."""
@@ -90,17 +118,30 @@ class Operand(NamedTuple):
 
     def rows(self, steps: Steps, name: str, index: slice) -> Array:
         """Return the rows of `index` as (n, copies * rows, cols) in the compute dtype."""
+        return self.chunks(steps, name, index, 1)[:, 0]
+
+    def chunks(self, steps: Steps, name: str, index: slice, count: int) -> Array:
+        """Return the rows of `index` as (n, count, copies * rows, cols) in the compute dtype."""
         part = self.array[..., index, :]
-        if part.ndim == 3 and self.feature is None and not self.ones:
-            return steps.operand(name, part)
-        cols = part.shape[-1]
-        out = steps.scratch(name, (*part.shape[:-1], cols + self.ones))
-        steps.load(out[..., :cols], part)
+        n, *copies, length, cols = part.shape
+        size = length // count
+        if not copies and self.feature is None and not self.ones:
+            return steps.operand(name, part).reshape(n, count, size, cols)
+        out = steps.scratch(name, (n, count, *copies, size, cols + self.ones))
+        steps.load(out[..., :cols], _chunks_first(part, count))
         if self.feature is not None:
             self.feature(out[..., :cols])
         if self.ones:
             out[..., cols:] = 1
-        return out.reshape(part.shape[0], math.prod(part.shape[1:-1]), cols + self.ones)
+        return out.reshape(n, count, math.prod(copies) * size, cols + self.ones)
+
+
+def _chunks_first(rows: Array, count: int) -> Array:
+    """Return (n, *copies, count * size, cols) seen as (n, count, *copies, size, cols)."""
+    n, *copies, length, cols = rows.shape
+    split = rows.reshape(n, *copies, count, length // count, cols)
+    axes = len(copies)
+    return split.transpose(0, axes + 1, *range(1, axes + 1), axes + 2, axes + 3) if axes else split
 
 
 class Read(NamedTuple):
@@ -168,12 +209,14 @@ def scan(
     a: Operand,
     b: Operand,
     reads: tuple[Read, ...],
-    state: Array,
-    span: tuple[int, int],
+    first: Array | None,
+    last: Array | None,
     reverse: bool,
     exact: bool,
 ) -> bool:
-    """Compute what is read in the rows of `span`, and bring `state` (n, E, M) up to date.
+    """Compute what is read in all rows, from the state `first` (n, E, M) on; None for 0.
+
+    The state after the scan is written to `last`, where that is not None.
 
     Returns
     -------
@@ -181,9 +224,13 @@ def scan(
         Whether all of it is finite, as far as is known. Otherwise the same has to be done once more
         with `exact`.
     """
+    plain = all(read.ends is None and read.x.array.size for read in reads)
+    if sizes.blocks is not None and not exact and plain and a.array.size and b.array.size:
+        return _scan_blocks(steps, sizes, sizes.blocks, a, b, reads, first, last, reverse)
     size = sizes.rows(sizes.chunk, a, b, *(read.x for read in reads))
+    state = _state(steps, a, b, first)
     length, finite = a.array.shape[-2], True
-    for chunk in chunks(*span, size, reverse):
+    for chunk in chunks(0, length, size, reverse):
         a_rows, b_rows = a.rows(steps, "a", chunk), b.rows(steps, "b", chunk)
         for read in reads:
             keys, values, memory = a_rows, b_rows, state
@@ -197,7 +244,16 @@ def scan(
                 target = read.out[..., index, :]
                 steps.store(target, found.reshape(target.shape))
         advance(steps, a_rows, b_rows, state)
+    if last is not None:
+        last[...] = state
     return finite
+
+
+def _state(steps: Steps, a: Operand, b: Operand, first: Array | None) -> Array:
+    """Return a copy of the state `first`."""
+    state = steps.scratch("state", (len(a.array), a.array.shape[-1], b.array.shape[-1] + b.ones))
+    state[...] = 0 if first is None else first
+    return state
 
 
 def _read(
@@ -228,3 +284,111 @@ def _read(
         steps.matmul(scores, values, acc)
     steps.matmul(x, state, acc, add=True)
     return acc
+
+
+def _scan_blocks(
+    steps: Steps,
+    sizes: Sizes,
+    blocks: Blocks,
+    a: Operand,
+    b: Operand,
+    reads: tuple[Read, ...],
+    first: Array | None,
+    last: Array | None,
+    reverse: bool,
+) -> bool:
+    """Do what `scan` does, many chunks at once."""
+    n, length = len(a.array), a.array.shape[-2]
+    if not reads:
+        if last is not None:
+            state = _state(steps, a, b, first)
+            total(steps, sizes, a, b, 0, length, state)
+            last[...] = state
+        return True
+    operands = a, b, *(read.x for read in reads)
+    size = sizes.rows(blocks.single, *operands)
+    if length > size:
+        size = sizes.rows(blocks.chunk, *operands)
+    dims, rows = (a.array.shape[-1], b.array.shape[-1] + b.ones), min(size, length)
+    numbers = math.prod(dims) + rows * (rows + 2 * sum(dims))
+    at_once = max(1, blocks.size // (numbers * steps.dtype.itemsize * n))
+    # What does not fill a chunk is a block for itself, at the end of the sequence.
+    whole = length - length % size
+    parts = [*chunks(0, whole, at_once * size, False)] if whole else []
+    if whole < length:
+        parts.append(slice(whole, length))
+    finite, state = True, first
+    for index, part in enumerate(reversed(parts) if reverse else parts):
+        count = max(1, (part.stop - part.start) // size)
+        target = last
+        if index + 1 < len(parts):
+            target = steps.scratch("state", (n, *dims))
+        finite = _scan_block(steps, a, b, reads, (part, count), state, target, reverse) and finite
+        state = target
+    return finite
+
+
+def _scan_block(
+    steps: Steps,
+    a: Operand,
+    b: Operand,
+    reads: tuple[Read, ...],
+    block: tuple[slice, int],
+    first: Array | None,
+    last: Array | None,
+    reverse: bool,
+) -> bool:
+    """Do what `scan` does, for the rows of a block, which are so many chunks."""
+    index, count = block
+    a_rows, b_rows = a.chunks(steps, "a", index, count), b.chunks(steps, "b", index, count)
+    before = _states(steps, a_rows, b_rows, first, last, reverse)
+    # A chunk that has nothing before it reads no state.
+    reading = slice(None)
+    if first is None:
+        reading = slice(0, count - 1) if reverse else slice(1, count)
+    seen, finite = steps.triangle((index.stop - index.start) // count, reverse), True
+    for read in reads:
+        keys, values, states = a_rows, b_rows, before
+        if read.flipped:
+            keys, values, states = b_rows, a_rows, before.swapaxes(2, 3)
+        x = read.x.chunks(steps, "x", index, count)
+        scores = steps.scratch("scores", (*x.shape[:3], keys.shape[2]))
+        steps.matmul(x, keys.swapaxes(2, 3), scores)
+        size = len(seen)
+        copies = scores.reshape(-1, x.shape[2] // size, size, keys.shape[2] // size, size)
+        steps.xp.multiply(copies, seen[:, None], out=copies)
+        acc = steps.scratch("acc", (*x.shape[:3], values.shape[3]))
+        steps.matmul(scores, values, acc)
+        if first is not None or count > 1:
+            steps.matmul(x[:, reading], states[:, reading], acc[:, reading], add=True)
+        found = acc if read.finish is None else read.finish(acc)
+        finite = steps.finite(found) and finite
+        target = _chunks_first(read.out[..., index, :], count)
+        steps.store(target, found.reshape(target.shape))
+    return finite
+
+
+def _states(
+    steps: Steps, a: Array, b: Array, first: Array | None, last: Array | None, reverse: bool
+) -> Array:
+    """Return the states before the chunks (n, count, rows, cols) of a block, (n, count, E, M).
+
+    The one after them is written to `last`. Where `first` is None, the state before all of them is
+    left out.
+    """
+    n, count = a.shape[:2]
+    states = steps.scratch("states", (n, count + 1, a.shape[3], b.shape[3]))
+    before, after = states[:, :-1], states[:, 1:]
+    order, summed = range(count), slice(0, count - (last is None))
+    if reverse:
+        before, after = after, before
+        order, summed = order[::-1], slice(last is None, count)
+    # Summed apart and then added: rounding errors do not grow with the state.
+    steps.matmul(a[:, summed].swapaxes(2, 3), b[:, summed], after[:, summed])
+    if first is not None:
+        before[:, order[0]] = first
+    for chunk in order[first is None : count - (last is None)]:
+        steps.xp.add(after[:, chunk], before[:, chunk], out=after[:, chunk])
+    if last is not None:
+        last[...] = after[:, order[-1]]
+    return before
