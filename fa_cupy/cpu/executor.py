@@ -18,10 +18,9 @@ from fa_cupy.tiled.segmented_scan import Array, Work
 # Work below this runs in the calling thread: starting a thread costs about 0.1 ms.
 _PARALLEL_FLOP = 2e7
 # Stacks are so small that there are this many, if each has as much work as makes a thread worth
-# while, and sequences are cut into segments, of so many rows at least, until the stacks are of
-# four. A stack of one leaves threads waiting for the interpreter.
+# while. Where there are less than half as many entries, sequences are cut into segments, of so many
+# rows at least: every segment beyond the first costs a second sum of outer products.
 _LEAST_TASKS = 8
-_LEAST_STACKED = 4
 _LEAST_SEGMENT = 512
 # Bytes of scratch memory that are kept between calls, for each of so many threads: pages that are
 # new to the process take longer than the work of a small call.
@@ -53,10 +52,8 @@ class Machine:
     @staticmethod
     def segments(length: int, entries: int) -> int:
         """Return into how many segments sequences are cut if there are so many states."""
-        wanted = math.ceil(_LEAST_TASKS * _LEAST_STACKED / max(1, entries))
-        # Every segment beyond the first costs a second sum of outer products.
-        enough = 1 if entries >= 2 * _LEAST_TASKS else wanted
-        return min(enough, max(1, length // _LEAST_SEGMENT))
+        wanted = math.ceil(_LEAST_TASKS / max(1, entries))
+        return min(1 if wanted <= 2 else wanted, max(1, length // _LEAST_SEGMENT))
 
     def largest(self, problem: linear_problem.Product, entries: int) -> int:
         """Return how many of so many entries make a stack at most."""
