@@ -147,7 +147,7 @@ class Steps:
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
         if a.shape[-2] * a.shape[-1] * out.shape[-1] > blas.SERIAL:
             stacks = zip(a, b, out, strict=True) if out.ndim > 3 else [(a, b, out)]
-            if all(blas.matmul(*stack, add) for stack in stacks):
+            if all(blas.matmul(x, y, z, add) for x, y, z in stacks):
                 return
         if add:
             product = self.scratch("product", out.shape)

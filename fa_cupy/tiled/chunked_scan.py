@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
     def rows(self, size: int, *operands: Operand) -> int:
         """Return how many rows make a chunk: `size`, or fewer where there are many copies."""
-        copies = max(math.prod(x.array.shape[1:-2]) for x in operands)
+        copies = _copies(operands)
         while size > self.least_chunk and size * copies > self.most_rows:
             size //= 2
         return size
@@ -142,6 +142,11 @@ def _chunks_first(rows: Array, count: int) -> Array:
     split = rows.reshape(n, *copies, count, length // count, cols)
     axes = len(copies)
     return split.transpose(0, axes + 1, *range(1, axes + 1), axes + 2, axes + 3) if axes else split
+
+
+def _copies(operands: Iterable[Operand]) -> int:
+    most: int = max(math.prod(x.array.shape[1:-2]) for x in operands)
+    return most
 
 
 class Read(NamedTuple):
@@ -249,6 +254,19 @@ def scan(
     return finite
 
 
+def read(steps: Steps, sizes: Sizes, rows: Read, state: Array) -> None:
+    """Let all rows read one state (n, E, M)."""
+    memory = steps.operand("state", state)
+    size = sizes.rows(sizes.chunk if sizes.blocks is None else sizes.state_chunk, rows.x)
+    for chunk in chunks(0, rows.x.array.shape[-2], size, False):
+        x = rows.x.rows(steps, "x", chunk)
+        acc = steps.scratch("acc", (*x.shape[:2], memory.shape[2]))
+        steps.matmul(x, memory, acc)
+        found = acc if rows.finish is None else rows.finish(acc)
+        target = rows.out[..., chunk, :]
+        steps.store(target, found.reshape(target.shape))
+
+
 def _state(steps: Steps, a: Operand, b: Operand, first: Array | None) -> Array:
     """Return a copy of the state `first`."""
     state = steps.scratch("state", (len(a.array), a.array.shape[-1], b.array.shape[-1] + b.ones))
@@ -309,8 +327,9 @@ def _scan_blocks(
     size = sizes.rows(blocks.single, *operands)
     if length > size:
         size = sizes.rows(blocks.chunk, *operands)
-    dims, rows = (a.array.shape[-1], b.array.shape[-1] + b.ones), min(size, length)
-    numbers = math.prod(dims) + rows * (rows + 2 * sum(dims))
+    size = min(size, length)
+    dims = a.array.shape[-1], b.array.shape[-1] + b.ones
+    numbers = math.prod(dims) + _copies(operands) * size * (size + 2 * sum(dims))
     at_once = max(1, blocks.size // (numbers * steps.dtype.itemsize * n))
     # What does not fill a chunk is a block for itself, at the end of the sequence.
     whole = length - length % size

@@ -218,15 +218,9 @@ def read(machine: Machine, problem: linear_problem.Product, reader: Reader, stat
     sides = [reader.x, reader.out, state]
 
     def work(steps: Steps, task: list[Any], exact: bool) -> bool:
-        x, out, memory = _operand(reader.x, task[0]), task[1], steps.operand("state", task[2])
-        size = machine.sizes.rows(machine.sizes.chunk, x)
-        for chunk in chunked_scan.chunks(0, x.array.shape[-2], size, False):
-            part = x.rows(steps, "x", chunk)
-            acc = steps.scratch("acc", (*part.shape[:2], memory.shape[2]))
-            steps.matmul(part, memory, acc)
-            found = acc if reader.finish is None else reader.finish(acc)
-            target = out[..., chunk, :]
-            steps.store(target, found.reshape(target.shape))
+        x, out, memory = task
+        read = Read(_operand(reader.x, x), out, finish=reader.finish)
+        chunked_scan.read(steps, machine.sizes, read, memory)
         return True  # nothing is hidden from a row
 
     tasks = []

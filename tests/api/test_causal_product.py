@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import causal_product, causal_product_backward, reference
 from fa_cupy.core import linear_problem
-from fa_cupy.cpu import executor
+from fa_cupy.cpu.products import executor
 from fa_cupy.tiled import chunked_scan
 from tests.support import blas
 from tests.support.products import (
