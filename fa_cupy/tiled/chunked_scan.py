@@ -155,7 +155,8 @@ class Read(NamedTuple):
     x: Operand
     out: Array  # (n, *copies, length, cols)
     flipped: bool = False  # whether `x` is multiplied with b, and a is what is summed
-    finish: Callable[[Array], Array] | None = None  # from sums to what is written
+    # From sums to what is written, to an array of compute dtype.
+    finish: Callable[[Array, Array], None] | None = None
     # On the host, ascending: row i reads the keys before ends[i]; None: up to its own.
     ends: np.ndarray[Any, Any] | None = None
 
@@ -244,7 +245,7 @@ def scan(
             for index, seen in read.pieces(steps, sizes, chunk, length, reverse):
                 x = read.x.rows(steps, "x", index)
                 acc = _read(steps, x, keys, values, memory, seen, exact)
-                found = acc if read.finish is None else read.finish(acc)
+                found = _finished(steps, read, acc)
                 finite = steps.finite(found) and finite
                 target = read.out[..., index, :]
                 steps.store(target, found.reshape(target.shape))
@@ -262,9 +263,18 @@ def read(steps: Steps, sizes: Sizes, rows: Read, state: Array) -> None:
         x = rows.x.rows(steps, "x", chunk)
         acc = steps.scratch("acc", (*x.shape[:2], memory.shape[2]))
         steps.matmul(x, memory, acc)
-        found = acc if rows.finish is None else rows.finish(acc)
+        found = _finished(steps, rows, acc)
         target = rows.out[..., chunk, :]
         steps.store(target, found.reshape(target.shape))
+
+
+def _finished(steps: Steps, read: Read, sums: Array) -> Array:
+    """Return what is written of some sums."""
+    if read.finish is None:
+        return sums
+    found = steps.scratch("found", (*sums.shape[:-1], read.out.shape[-1]))
+    read.finish(sums, found)
+    return found
 
 
 def _state(steps: Steps, a: Operand, b: Operand, first: Array | None) -> Array:
@@ -330,12 +340,14 @@ def _scan_blocks(
     size = min(size, length)
     dims = a.array.shape[-1], b.array.shape[-1] + b.ones
     numbers = math.prod(dims) + _copies(operands) * size * (size + 2 * sum(dims))
-    at_once = max(1, blocks.size // (numbers * steps.dtype.itemsize * n))
+    whole = length // size
+    # Blocks of about the same size.
+    count = math.ceil(whole * numbers * steps.dtype.itemsize * n / blocks.size)
+    rows = math.ceil(whole / min(count, whole)) * size
+    parts = [*chunks(0, whole * size, rows, False)]
     # What does not fill a chunk is a block for itself, at the end of the sequence.
-    whole = length - length % size
-    parts = [*chunks(0, whole, at_once * size, False)] if whole else []
-    if whole < length:
-        parts.append(slice(whole, length))
+    if whole * size < length:
+        parts.append(slice(whole * size, length))
     finite, state = True, first
     for index, part in enumerate(reversed(parts) if reverse else parts):
         count = max(1, (part.stop - part.start) // size)
@@ -371,20 +383,44 @@ def _scan_block(
         if read.flipped:
             keys, values, states = b_rows, a_rows, before.swapaxes(2, 3)
         x = read.x.chunks(steps, "x", index, count)
-        scores = steps.scratch("scores", (*x.shape[:3], keys.shape[2]))
-        steps.matmul(x, keys.swapaxes(2, 3), scores)
-        size = len(seen)
-        copies = scores.reshape(-1, x.shape[2] // size, size, keys.shape[2] // size, size)
-        steps.xp.multiply(copies, seen[:, None], out=copies)
-        acc = steps.scratch("acc", (*x.shape[:3], values.shape[3]))
-        steps.matmul(scores, values, acc)
+        rows = read.out[..., index, :]
+        in_place = _is_dense(steps, rows)
+        target = _chunks_first(rows, count)
+        sums = target
+        if read.finish is not None or not in_place:
+            sums = steps.scratch("acc", (*x.shape[:3], values.shape[3]))
+        scores = _scores(steps, x, keys, seen)
+        steps.matmul(scores, values, sums)
         if first is not None or count > 1:
-            steps.matmul(x[:, reading], states[:, reading], acc[:, reading], add=True)
-        found = acc if read.finish is None else read.finish(acc)
+            steps.matmul(x[:, reading], states[:, reading], sums[:, reading], add=True)
+        found = sums
+        if read.finish is not None and in_place:
+            read.finish(sums, found := target)
+        elif read.finish is not None:
+            found = _finished(steps, read, sums)
         finite = steps.finite(found) and finite
-        target = _chunks_first(read.out[..., index, :], count)
-        steps.store(target, found.reshape(target.shape))
+        if not in_place:
+            steps.store(target, found.reshape(target.shape))
     return finite
+
+
+def _is_dense(steps: Steps, rows: Array) -> bool:
+    """Whether products can be written to `rows` as they are, with the bits of those elsewhere."""
+    if rows.ndim > 3 or rows.dtype != steps.dtype:
+        return False
+    step = rows.dtype.itemsize
+    dense = rows.strides[1:] == (rows.shape[2] * step, step)
+    return dense and steps.operand("acc", rows) is rows
+
+
+def _scores(steps: Steps, x: Array, keys: Array, seen: Array) -> Array:
+    """Return the products of rows and keys of each chunk, 0 where `seen` is."""
+    scores = steps.scratch("scores", (*x.shape[:3], keys.shape[2]))
+    steps.matmul(x, keys.swapaxes(2, 3), scores)
+    size = len(seen)
+    copies = scores.reshape(-1, x.shape[2] // size, size, keys.shape[2] // size, size)
+    steps.xp.multiply(copies, seen[:, None], out=copies)
+    return scores
 
 
 def _states(

@@ -72,7 +72,7 @@ class Reader(NamedTuple):
     x: Side
     out: Side
     flipped: bool = False
-    finish: Callable[[Array], Array] | None = None
+    finish: Callable[[Array, Array], None] | None = None
     ends: np.ndarray[Any, Any] | None = None
 
 

@@ -22,9 +22,10 @@ _PARALLEL_FLOP = 2e7
 # rows at least: every segment beyond the first costs a second sum of outer products.
 _LEAST_TASKS = 8
 _LEAST_SEGMENT = 512
-# Bytes of scratch memory that are kept between calls, for each of so many threads: pages that are
-# new to the process take longer than the work of a small call.
-_KEPT_BYTES = 4 << 20
+# Bytes of scratch memory of a block of chunks, about, and those that are kept between calls, of so
+# many threads: pages that are new to the process take longer than the work of a small call.
+_BLOCK_BYTES = 4 << 20
+_KEPT_BYTES = 16 << 20
 _MOST_KEPT = 4
 _kept: dict[np.dtype[Any], list[Steps]] = {np.dtype(t): [] for t in (np.float32, np.float64)}
 
@@ -43,7 +44,7 @@ class Machine:
     # 64 measured best at dims of 64 and 128, and 32 in blocks.
     sizes = Sizes(
         chunk=64, state_chunk=256, most_rows=1024, least_chunk=16,
-        blocks=Blocks(chunk=32, single=64, size=tile_sizes.CPU_CACHE_BYTES),
+        blocks=Blocks(chunk=32, single=64, size=_BLOCK_BYTES),
     )  # fmt: skip
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
@@ -75,7 +76,11 @@ class Machine:
             with np.errstate(all="ignore"):
                 if not work(steps, task, False):
                     work(steps, task, True)
-            if len(kept) < _MOST_KEPT and steps.kept_bytes <= _KEPT_BYTES:
+            others = [*kept]
+            if (
+                len(others) < _MOST_KEPT
+                and sum(x.kept_bytes for x in [*others, steps]) <= _KEPT_BYTES
+            ):
                 kept.append(steps)
 
         def new_worker() -> Callable[[Any], None]:

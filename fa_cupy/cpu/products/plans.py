@@ -254,10 +254,10 @@ def normaliser(eps: float, dtype: np.dtype[Any]) -> Any:
     with np.errstate(all="ignore"):
         least = np.array(eps, dtype)
 
-    def normalised(sums: Array) -> Array:
-        weighted, weights = sums[..., :-1], sums[..., -1:]
-        np.add(weights, least, out=weights)
-        np.divide(weighted, weights, out=weighted)
-        return weighted
+    def normalised(sums: Array, out: Array) -> None:
+        weights = np.add(sums[..., -1:], least)
+        # In place, where rows are dense: division between other rows takes twice as long.
+        np.copyto(out, sums[..., :-1])
+        np.divide(out, weights, out=out)
 
     return normalised
