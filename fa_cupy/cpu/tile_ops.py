@@ -43,6 +43,8 @@ class _Fold(NamedTuple):
     now: np.floating[Any]  # what queries are multiplied by, 1 at most
     later: np.floating[Any]  # what products are
     whole: np.floating[Any]
+    # NumPy 1 would multiply 16-bit queries in 16 bits, as it does with any scalar.
+    wide: np.dtype[Any]
 
 
 @functools.lru_cache(maxsize=64)
@@ -50,7 +52,8 @@ def _fold(factor: float, dtype: np.dtype[Any]) -> _Fold:
     """Return how queries and products of `dtype` share a factor."""
     now, later = softcap.split(factor) if abs(factor) < softcap.MOST else (1.0, factor)
     with np.errstate(all="ignore"):
-        return _Fold(_exact(now, dtype), _exact(later, dtype), _exact(factor, dtype))
+        first, second, whole = (_exact(x, dtype) for x in (now, later, factor))
+    return _Fold(first, second, whole, np.result_type(dtype, first.dtype))
 
 
 def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
@@ -74,6 +77,7 @@ class Steps:
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
         self._scratch: dict[str, Array] = {}
+        self._last: dict[str, Array] = {}  # as it was asked for the last time
         self._ones = np.ones(0, dtype)
 
     @classmethod
@@ -91,6 +95,9 @@ class Steps:
             self._kept.append(self)
 
     def scratch(self, name: str, shape: tuple[int, ...]) -> Array:
+        last = self._last.get(name)
+        if last is not None and last.shape == shape:
+            return last
         size = math.prod(shape)
         buffer = self._scratch.get(name)
         if buffer is None or buffer.size < size:
@@ -98,14 +105,13 @@ class Steps:
             offset = -raw.ctypes.data % 64  # whole cache lines for vector loads
             buffer = raw[offset : offset + size * self.dtype.itemsize].view(self.dtype)
             self._scratch[name] = buffer
-        return buffer[:size].reshape(shape)
+        self._last[name] = found = buffer[:size].reshape(shape)
+        return found
 
     def queries(self, q: Array, factor: float) -> Queries:
         fold = _fold(factor, self.dtype)
         scaled = self.scratch("q", q.shape)
-        # NumPy 1 would multiply 16-bit queries in 16 bits, as it does with any scalar.
-        wide = np.result_type(self.dtype, fold.now.dtype)
-        np.multiply(q, fold.now, out=scaled, dtype=wide, casting="unsafe")
+        np.multiply(q, fold.now, out=scaled, dtype=fold.wide, casting="unsafe")
         if factor == 0 or fold.whole == fold.later or not self._any_subnormal(scaled, q):
             return Queries(scaled, fold.later)
         plain = self.scratch("unscaled", q.shape)
@@ -206,7 +212,7 @@ class Steps:
             np.add(rows.total, sums, out=rows.total)
             return
         top = self.scratch("new_top", rows.top.shape)
-        np.maximum.reduce(scores, axis=-1, keepdims=True, out=top)
+        _row_maxima(scores, top)
         if not rows.started and top.max() <= _SMALL_SCORE and (least := top.min()) >= -_SMALL_SCORE:
             rows.started = rows.unshifted = True
             rows.top.fill(0)
@@ -279,6 +285,16 @@ class Steps:
         ones, sums = self._ones[: weights.shape[-1]], out[..., 0]
         if not blas.sum_rows(weights, ones, sums):
             np.matmul(weights, ones, out=sums)
+
+
+def _row_maxima(x: Array, out: Array) -> None:
+    """Set `out` (n, rows, 1) to the maxima of the rows of `x` (n, rows, cols), both of them dense.
+
+    NumPy finds where a maximum is two to five times as fast as what it is; both stop at NaN.
+    """
+    places = x.argmax(axis=-1).reshape(-1)
+    np.add(places, np.arange(0, x.size, x.shape[-1]), out=places)
+    np.take(x.reshape(-1), places, out=out.reshape(-1), mode="clip")
 
 
 def _readable_by_blas(x: Array) -> bool:
