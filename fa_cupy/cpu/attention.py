@@ -325,6 +325,13 @@ def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int)
     return tile._replace(tile_m=math.ceil(problem.q_len / rows / 16) * 16 or 16)
 
 
+def _tile_of_wide_rows(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:
+    """Return the tile for a head_dim beyond `_CACHED_DIM`."""
+    few = max(16, _LARGE_ELEMENTS // max(problem.head_dim, problem.v_dim) // 16 * 16)
+    tile_n = _LARGE_N if problem.dtype == dtype else min(_LARGE_N, few)
+    return tile_sizes.Tile(min(_LARGE_M, few), min(tile_n, max(1, problem.k_len)))
+
+
 def _rows(problem: attention_problem.Problem, tile_m: int, mask: BitMask | None) -> list[_Rows]:
     """Return the queries of each task of a stack, those with the most scores first."""
     bounds = [

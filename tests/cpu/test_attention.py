@@ -211,6 +211,24 @@ def test_memory_at_length_65536(dtype):
     assert peak < 100e6
 
 
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dims"),
+    [((150, 700), (600, 600)), ((20, 40), (40, 2000)), ((20, 40), (2000, 40)),
+     ((3, 5), (270_000, 3)), ((3, 5), (3, 300_000))],
+)  # fmt: skip
+@pytest.mark.parametrize(**by_dtype())
+def test_wide_rows(dtype, lengths, dims):
+    rng, (q_len, k_len) = np.random.default_rng(1), lengths
+    shapes = (q_len, dims[0]), (k_len, dims[0]), (k_len, dims[1])
+    q, k, v = (normal(rng, shape, dtype) for shape in shapes)
+    for options in ({}, {"is_causal": True, "causal_align": "bottom_right"}):
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        check_against_reference(Case(q, k, v, options=options), out, lse)
+
+
 # Conversion
 
 
