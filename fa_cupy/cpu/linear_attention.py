@@ -16,7 +16,7 @@ from fa_cupy.cpu.products import feature_maps
 from fa_cupy.cpu.products.executor import Machine
 from fa_cupy.cpu.products.plans import key_of, normaliser, plan_of
 from fa_cupy.tiled import chunked_scan, linear_gradients, segmented_scan
-from fa_cupy.tiled.chunked_scan import Operand, Steps
+from fa_cupy.tiled.chunks import Operand, Steps
 from fa_cupy.tiled.segmented_scan import Reader, Scan, Side
 
 Array = npt.NDArray[Any]

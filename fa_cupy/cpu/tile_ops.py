@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.cpu import blas
-from fa_cupy.tiled import attention, chunked_scan, softcap
+from fa_cupy.tiled import attention, chunks, softcap
 
 Array = npt.NDArray[Any]
 
@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 _SMALL_SCORE = 16.0
 # Scratch memory that is kept between calls: of so many threads, so many bytes each.
 _MOST_KEPT = 4
-_KEPT_BYTES = 2 << 20
+_KEPT_BYTES = 4 << 20
 # Bits that a float16 number has in float32, without the copies of its sign; what is there when its
 # exponent counts from that of float32; and the number that no finite one reaches.
 _OF_FLOAT16 = np.array(0x8FFFFFFF, np.uint32).view(np.int32)
@@ -113,11 +113,6 @@ class Steps:
         self._last[name] = found = buffer[:size].reshape(shape)
         return found
 
-    @property
-    def kept_bytes(self) -> int:
-        """How much scratch memory there is."""
-        return sum(buffer.nbytes for buffer in self._scratch.values())
-
     def queries(self, q: Array, factor: float) -> Queries:
         fold = _fold(factor, self.dtype)
         scaled = self.scratch("q", q.shape)
@@ -180,7 +175,10 @@ class Steps:
 
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
         if a.shape[-2] * a.shape[-1] * out.shape[-1] > blas.SERIAL:
-            stacks = zip(a, b, out, strict=True) if out.ndim > 3 else [(a, b, out)]
+            stacks: Any = [(a, b, out)]
+            if out.ndim > 3:  # a stack of one chunk each, or of the chunks of one
+                single = out.shape[1] == 1
+                stacks = [(a[:, 0], b[:, 0], out[:, 0])] if single else zip(a, b, out, strict=True)
             if all(blas.matmul(x, y, z, add) for x, y, z in stacks):
                 return
         if add:
@@ -288,7 +286,7 @@ class Steps:
         np.multiply(x, _exact(factor, self.dtype), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
-        return chunked_scan.triangle(size, reverse)
+        return chunks.triangle(size, reverse)
 
     def finite(self, x: Array) -> bool:
         return bool(np.isfinite(x).all())

@@ -16,7 +16,7 @@ import numpy as np
 
 from fa_cupy.core import attention_problem, linear_problem
 from fa_cupy.tiled import batching, chunked_scan
-from fa_cupy.tiled.chunked_scan import Operand, Read, Sizes, Steps
+from fa_cupy.tiled.chunks import Operand, Read, Sizes, Steps
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 View = attention_problem.View

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fa_cupy import causal_product, causal_product_backward, reference
 from fa_cupy.core import linear_problem
 from fa_cupy.cpu.products import executor
-from fa_cupy.tiled import chunked_scan
+from fa_cupy.tiled import chunked_scan, chunks
 from tests.support import blas
 from tests.support.products import (
     Case,
@@ -52,8 +52,8 @@ def small_chunks(monkeypatch, request):
     Chunks come one by one, or in blocks of one, of some, and of all of them.
     """
     size = request.param
-    blocks = None if size is None else chunked_scan.Blocks(chunk=4, single=6, size=size)
-    sizes = chunked_scan.Sizes(8, state_chunk=16, most_rows=16, least_chunk=2, blocks=blocks)
+    blocks = None if size is None else chunks.Blocks(chunk=4, single=6, size=size)
+    sizes = chunks.Sizes(8, state_chunk=16, most_rows=16, least_chunk=2, blocks=blocks)
     monkeypatch.setattr(executor.Machine, "sizes", sizes)
     monkeypatch.setattr(executor, "_LEAST_SEGMENT", 32)
 

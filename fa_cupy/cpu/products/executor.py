@@ -12,7 +12,7 @@ from fa_cupy.core import linear_problem
 from fa_cupy.cpu import thread_pool
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.tiled import segmented_scan, tile_sizes
-from fa_cupy.tiled.chunked_scan import Blocks, Sizes
+from fa_cupy.tiled.chunks import Blocks, Sizes
 from fa_cupy.tiled.segmented_scan import Array, Work
 
 # Work below this runs in the calling thread: starting a thread costs about 0.1 ms.
@@ -22,12 +22,6 @@ _PARALLEL_FLOP = 2e7
 # rows at least: every segment beyond the first costs a second sum of outer products.
 _LEAST_TASKS = 8
 _LEAST_SEGMENT = 512
-# Bytes of scratch memory of a block of chunks, about, and those that are kept between calls, of so
-# many threads: pages that are new to the process take longer than the work of a small call.
-_BLOCK_BYTES = 4 << 20
-_KEPT_BYTES = 16 << 20
-_MOST_KEPT = 4
-_kept: dict[np.dtype[Any], list[Steps]] = {np.dtype(t): [] for t in (np.float32, np.float64)}
 
 
 class Machine:
@@ -44,7 +38,7 @@ class Machine:
     # 64 measured best at dims of 64 and 128, and 32 in blocks.
     sizes = Sizes(
         chunk=64, state_chunk=256, most_rows=1024, least_chunk=16,
-        blocks=Blocks(chunk=32, single=64, size=_BLOCK_BYTES),
+        blocks=Blocks(chunk=32, single=64, size=tile_sizes.CPU_CACHE_BYTES),
     )  # fmt: skip
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
@@ -66,22 +60,13 @@ class Machine:
 
     def run(self, tasks: list[Any], work: Work, flop: float) -> None:
         """Do all tasks, those whose results are not finite once more, exactly."""
-        kept = _kept[self._dtype]
 
         def do(task: Any) -> None:
-            try:
-                steps = kept.pop()  # no other thread gets it
-            except IndexError:
-                steps = Steps(self._dtype)
+            steps = Steps.unused(self._dtype)
             with np.errstate(all="ignore"):
                 if not work(steps, task, False):
                     work(steps, task, True)
-            others = [*kept]
-            if (
-                len(others) < _MOST_KEPT
-                and sum(x.kept_bytes for x in [*others, steps]) <= _KEPT_BYTES
-            ):
-                kept.append(steps)
+            steps.keep()
 
         def new_worker() -> Callable[[Any], None]:
             return do

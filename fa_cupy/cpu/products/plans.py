@@ -20,7 +20,7 @@ from fa_cupy.core.plan_cache import UNKNOWN, lookup, remember
 from fa_cupy.cpu.products import feature_maps, single_step
 from fa_cupy.cpu.products.executor import Machine
 from fa_cupy.tiled import chunked_scan, segmented_scan
-from fa_cupy.tiled.chunked_scan import Operand, Read, Steps
+from fa_cupy.tiled.chunks import Operand, Read, Steps
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
