@@ -57,13 +57,11 @@ def scan(
     if not reads and last is None:
         return True
     operands = a, b, *(read.x for read in reads)
+    dims = a.array.shape[-1], b.array.shape[-1] + b.ones
     size, of_scores = sizes.rows(sizes.state_chunk, *operands), 0
     if reads and sizes.blocks is not None:
-        size = sizes.rows(sizes.blocks.single, *operands)
-        if a.array.shape[-2] > size:
-            size = sizes.rows(sizes.blocks.chunk, *operands)
+        size = sizes.rows(sizes.blocks.rows(a.array.shape[-2], *dims), *operands)
         of_scores = size
-    dims = a.array.shape[-1], b.array.shape[-1] + b.ones
     numbers = math.prod(dims) + copies_of(operands) * size * (of_scores + 3 * sum(dims))
     blocks = _blocks(steps, sizes, operands, size, numbers)
     finite, state = True, first
@@ -102,24 +100,25 @@ def _scan_block(
     """Do what `scan` does, for the rows of a block, which are so many chunks."""
     index, count = block
     a_rows, b_rows = a.chunks(steps, "a", index, count), b.chunks(steps, "b", index, count)
-    before = _states(steps, a_rows, b_rows, first, last, reverse)
+    before = None
+    if first is not None or last is not None or count > 1:
+        before = _states(steps, a_rows, b_rows, first, last, reverse)
     # A chunk that has nothing before it reads no state.
     reading = slice(None)
     if first is None:
         reading = slice(0, count - 1) if reverse else slice(1, count)
     seen, finite = steps.triangle((index.stop - index.start) // count, reverse), True
     for read in reads:
-        keys, values, states = a_rows, b_rows, before
-        if read.flipped:
-            keys, values, states = b_rows, a_rows, before.swapaxes(2, 3)
+        keys, values = (b_rows, a_rows) if read.flipped else (a_rows, b_rows)
         x = read.x.chunks(steps, "x", index, count)
         scores = _scores(steps, x, keys, seen)
 
         place = _place(steps, read, block, (*x.shape[:3], values.shape[3]))
         steps.matmul(scores, values, place.sums)
-        if first is not None or count > 1:
-            sums = place.sums[:, reading]
-            steps.matmul(x[:, reading], states[:, reading], sums, add=True)
+        if before is not None and (first is not None or count > 1):
+            states = before[:, reading]
+            states = states.swapaxes(2, 3) if read.flipped else states
+            steps.matmul(x[:, reading], states, place.sums[:, reading], add=True)
         finite = _write(steps, read, place) and finite
     return finite
 

@@ -15,12 +15,15 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 class Blocks(NamedTuple):
     """How chunks are computed together.
 
+    Wide rows have long chunks: products with the states cost more, those of scores no less.
+
     Attributes
     ----------
     chunk : int
-        Rows of a chunk.
+        Rows of a chunk, up to twice as many of wide rows.
     single : int
-        So many rows at most are one chunk, which has no state before it.
+        So many rows are one chunk, which has no state before it, up to four times as many of wide
+        rows.
     size : int
         Bytes of scratch memory of a block, about.
     """
@@ -28,6 +31,13 @@ class Blocks(NamedTuple):
     chunk: int
     single: int
     size: int
+
+    def rows(self, length: int, qk_dim: int, v_dim: int) -> int:
+        """Return how many of `length` rows make a chunk."""
+        mean = 2 * qk_dim * v_dim // (qk_dim + v_dim)
+        if length <= max(self.single, min(4 * self.single, mean)):
+            return length
+        return max(self.chunk, min(2 * self.chunk, mean // 4))
 
 
 class Sizes(NamedTuple):
@@ -127,7 +137,7 @@ def chunks_first(rows: Array, count: int) -> Array:
 
 def copies_of(operands: Iterable[Operand]) -> int:
     """Return how many copies share a state, at most."""
-    most: int = max(math.prod(x.array.shape[1:-2]) for x in operands)
+    most: int = max([math.prod(x.array.shape[1:-2]) for x in operands])
     return most
 
 
