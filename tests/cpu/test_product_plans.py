@@ -119,7 +119,7 @@ def test_a_short_call_makes_few_calls(name):
             call()
         finally:
             sys.setprofile(None)
-    assert len(seen) <= (140 if name == "gradients" else 90), seen
+    assert len(seen) <= (160 if name == "gradients" else 90), seen
 
 
 @pytest.mark.parametrize("options", [{"reverse": 1.0}, {"return_state": None}, {"algorithm": "x"}])
@@ -205,8 +205,8 @@ def test_threads_do_not_share_scratch_memory():
 
 
 def test_little_memory_is_kept():
-    for length in (100, 10_000):
-        for call in calls(*draw(*[(8, length, 64)] * 3)).values():
+    for shape in ((8, 100, 64), (300, 1200), (8, 10_000, 64)):
+        for call in calls(*draw(*[shape] * 3)).values():
             call()
     kept = [sum(x.nbytes for x in steps._scratch.values()) for steps in tile_ops.Steps._kept]
     assert 1 <= len(kept) <= 4
