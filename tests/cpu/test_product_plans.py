@@ -176,6 +176,17 @@ def test_the_number_of_threads_does_not_show(dtype, dims):
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("products", [1, 3])
+def test_tasks_grow_with_the_work(products):
+    machine, seen = plans.Machine(DTYPES[2], products), []
+    for length in range(1, 3000, 50):
+        x = np.broadcast_to(np.float32(0), (8, length, 64))
+        problem = linear_problem.product_problem("causal_product", x, x, x)
+        seen.append(8 // machine.largest(problem, 8))
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2, 4, 8}
+
+
 def test_the_length_of_blocks_does_not_show(monkeypatch):
     known = calls(*draw(*[(4, 333, 20)] * 3))
     want = {name: bits(call()) for name, call in known.items()}

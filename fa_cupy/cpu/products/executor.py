@@ -15,12 +15,14 @@ from fa_cupy.tiled import segmented_scan, tile_sizes
 from fa_cupy.tiled.chunks import Blocks, Sizes
 from fa_cupy.tiled.segmented_scan import Array, Work
 
-# Work below this runs in the calling thread: starting a thread costs about 0.1 ms.
-_PARALLEL_FLOP = 2e7
-# Stacks are so small that there are this many, if each has as much work as makes a thread worth
-# while. Where there are less than half as many entries, sequences are cut into segments, of so many
-# rows at least: every segment beyond the first costs a second sum of outer products.
+# Work below this runs in the calling thread: a second one begins after 0.1 ms or more, and both
+# wait for the interpreter.
+_PARALLEL_FLOP = 4e7
+# Stacks are so small that there are this many, if each of them has this much work for a product.
+# Where there are less than half as many entries, sequences are cut into segments, of so many rows
+# at least: every segment beyond the first costs a second sum of outer products.
 _LEAST_TASKS = 8
+_TASK_FLOP = 2e7
 _LEAST_SEGMENT = 512
 
 
@@ -31,6 +33,8 @@ class Machine:
     ----------
     dtype : numpy.dtype
         Of sums.
+    products : int, optional
+        So many causal products are about as much work as there is.
     """
 
     xp: Any = np
@@ -41,8 +45,8 @@ class Machine:
         blocks=Blocks(chunk=32, single=64, size=tile_sizes.CPU_CACHE_BYTES),
     )  # fmt: skip
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: np.dtype[Any], products: int = 1) -> None:
+        self._dtype, self._products = dtype, products
 
     @staticmethod
     def segments(length: int, entries: int) -> int:
@@ -54,8 +58,10 @@ class Machine:
         """Return how many of so many entries make a stack at most."""
         cols, chunk = problem.qk_dim + problem.v_dim, self.sizes.chunk
         entry = (chunk * (2 * cols + chunk) + 2 * problem.qk_dim * problem.v_dim) * 4
-        threads = segmented_scan.flop(problem) / _PARALLEL_FLOP  # that have enough to do
-        tasks = 1 if threads <= 1 else max(2, 1 << int(min(_LEAST_TASKS, threads)).bit_length() - 1)
+        tasks, flop = 1, segmented_scan.flop(problem)
+        if self._products * flop > _PARALLEL_FLOP:
+            most = int(min(_LEAST_TASKS, max(2, flop / _TASK_FLOP)))
+            tasks = 1 << most.bit_length() - 1  # as equal parts of a power of two
         return max(1, min(tile_sizes.CPU_CACHE_BYTES // entry, math.ceil(entries / tasks)))
 
     def run(self, tasks: list[Any], work: Work, flop: float) -> None:
@@ -71,7 +77,7 @@ class Machine:
         def new_worker() -> Callable[[Any], None]:
             return do
 
-        if len(tasks) > 1 and flop > _PARALLEL_FLOP:
+        if len(tasks) > 1 and self._products * flop > _PARALLEL_FLOP:
             thread_pool.run(tasks, new_worker)
         else:
             for task in tasks:

@@ -133,6 +133,8 @@ class _Results:
 class _Plan:
     """How the arrays of a call are seen as stacks (n, ...), and how these are cut into tasks."""
 
+    products = 1  # so many are as much work
+
     def __init__(self, problem: linear_problem.Product, q: Array, k: Array, v: Array) -> None:
         n = math.prod(k.shape[:-2])
         copies = math.prod(q.shape[:-2]) // n
@@ -141,7 +143,7 @@ class _Plan:
         self.out = (*lead, *problem.out_shape[-2:])
         self.state = (n, *problem.state_shape[-2:])
         self.state_shape, self.dtype = problem.state_shape, problem.state_dtype
-        self.machine = Machine(self.dtype)
+        self.machine = Machine(self.dtype, self.products)
         largest = self.machine.largest(problem, n)
         self.tasks = [slice(i, i + largest) for i in range(0, n, largest)]
         self.flop = segmented_scan.flop(problem)
@@ -200,6 +202,8 @@ class Scan(_Plan):
 
 class Gradients(_Plan):
     """The gradients of a causal product; see `plan_of`."""
+
+    products = 3
 
     def __init__(self, problem: linear_problem.Product, q: Array, k: Array, v: Array) -> None:
         super().__init__(problem, q, k, v)
