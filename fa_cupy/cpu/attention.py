@@ -43,7 +43,7 @@ _MOST_M = 512
 # number of threads.
 _MOST_TASKS = 16
 _LEAST_M = 64
-_TASK_FLOP = 1.5e7
+_TASK_FLOP = 3e7
 # Rows wider than this do not have to fit the cache: the BLAS library copies what it works on. Tiles
 # of them have so many queries at most, and so many elements of queries, or of copies of keys.
 _CACHED_DIM = 512
@@ -306,6 +306,9 @@ def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int)
     if problem.lower is not None and problem.upper is not None:
         # A tile's queries together see tile_m keys more than each of them does.
         most = min(most, max(_LEAST_M, problem.upper - problem.lower))
+    if problem.upper is not None:
+        # Of scores above the diagonal, an eighth of all at most are computed in vain.
+        most = min(most, max(2 * _LEAST_M, problem.q_len // 4))
     while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < wanted:
         most //= 2
     if max(problem.head_dim, problem.v_dim) > _CACHED_DIM:
@@ -367,14 +370,18 @@ class _Stack:
         self._lock = threading.Lock()
 
     def borrow(self) -> tiled_attention.Operands:
+        if self.entries is None:
+            return self._given
         with self._lock:
             x = self._given
-            if self.entries is not None and self._ready is x:
+            if self._ready is x:
                 k, v = (entries.dense_of(a, self._dtype) for a in (x.k, x.v))
                 self._ready = replace(x, k=k, v=v)
             return self._ready
 
     def give_back(self) -> None:
+        if self.entries is None:
+            return
         with self._lock:
             self._users -= 1
             if self._users == 0:
