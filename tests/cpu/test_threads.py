@@ -406,7 +406,7 @@ def test_products_read_any_layout(dtype, add, count):
 
     kinds = "dense", "apart", "transposed", "shared"
     for (m, k, n), of_a, of_b in itertools.product(
-        [(7, 5, 3), (1, 6, 1), (1, 70, 66), (1, 1, 9), (65, 64, 66)], kinds, kinds
+        [(7, 5, 3), (1, 6, 1), (1, 40, 66), (1, 1, 9), (65, 64, 66)], kinds, kinds
     ):
         a, b, out = operand(m, k, of_a), operand(k, n, of_b), operand(m, n, "apart")
         around = out.base.copy()
