@@ -269,8 +269,9 @@ FAMILIES: dict[str, Family] = {
         burst_ms=2,
         quiet=True,
         warm_ms=20,
-        rounds=25,
-        seconds=3,
+        rounds=50,
+        seconds=4.5,
+        agree=0.05,
         picture="small",
     ),
     "attention_cpu": Family(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from validation.peers import Call
 
 LEAST_ROUNDS = 3  # however long they take
+_AGREEING = 3  # samples that show that a minimum was no accident
+_SURE_ROUNDS = 8  # before it is asked whether they agree
 _MOST_CALLS = 200  # of a burst
 _STEP = 10e-3  # seconds: the time of other threads is counted in ticks of 4 ms
 _LONGEST_REST = 0.5  # seconds
@@ -31,6 +33,7 @@ class Sampling:
     warm_ms: float = float("inf")  # no untimed call precedes a sample of calls that take longer
     rounds: int = 5  # samples of each implementation
     seconds: float = float("inf")  # after which no round begins, once there are LEAST_ROUNDS
+    agree: float = 0.0  # no round begins once the least samples of each differ by less, as a share
     statistic: str = "median"  # a key of `STATISTICS`
 
 
@@ -79,6 +82,15 @@ def wait_until_quiet() -> None:
             return
 
 
+def _agree(samples: Mapping[str, Sequence[float]], share: float) -> bool:
+    """Whether the least samples of each differ by less than that share."""
+    ordered = [sorted(taken) for taken in samples.values()]
+    return all(
+        len(taken) >= _SURE_ROUNDS and taken[_AGREEING - 1] < taken[0] * (1 + share)
+        for taken in ordered
+    )
+
+
 def interleaved(calls: Mapping[str, Call], sampling: Sampling) -> dict[str, float]:
     """Milliseconds of each, measured in turn; every round starts with another one."""
     names = list(calls)
@@ -86,7 +98,8 @@ def interleaved(calls: Mapping[str, Call], sampling: Sampling) -> dict[str, floa
     samples: dict[str, list[float]] = {name: [] for name in names}
     begin = time.perf_counter()
     for i in range(sampling.rounds):
-        if i >= LEAST_ROUNDS and time.perf_counter() - begin > sampling.seconds:
+        late = time.perf_counter() - begin > sampling.seconds
+        if i >= LEAST_ROUNDS and (late or _agree(samples, sampling.agree)):
             break
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:

@@ -225,11 +225,28 @@ def test_calls_that_take_long_get_few_rounds(monkeypatch):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     counted = []
     monkeypatch.setattr(timing, "burst", lambda *args: counted.append(args) or 1.0)
-    timing.interleaved({"a": None}, timing.Sampling(burst_ms=1, rounds=25, seconds=35))
+    timing.interleaved({"a": None}, timing.Sampling(burst_ms=1, rounds=25, seconds=65))
     assert len(counted) == 1 + 6  # the first tells how long a burst is
     counted.clear()
     timing.interleaved({"a": None}, timing.Sampling(burst_ms=1, rounds=25, seconds=5))
     assert len(counted) == 1 + timing.LEAST_ROUNDS
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(0.0, 20), (0.02, 20), (0.06, 11)])
+def test_rounds_end_when_the_least_samples_agree(monkeypatch, share, rounds):
+    """Of each implementation: those of the second do in the eleventh round."""
+    taken = {"a": [1.0] * 30, "b": [2.0, 1.0, 1.03, 2, 2, 2, 2, 2, 2, 2, 2, 1.05] + [2.0] * 30}
+    samples = {name: iter(values) for name, values in taken.items()}
+    counted = []
+
+    def burst(call, *_):
+        counted.append(call)
+        return next(samples[call])
+
+    monkeypatch.setattr(timing, "burst", burst)
+    sampling = timing.Sampling(burst_ms=1, rounds=20, agree=share)
+    timing.interleaved({"a": "a", "b": "b"}, sampling)
+    assert len(counted) == 2 * (1 + rounds)
 
 
 # --------------------------------------------------------------------------------------- the bench
