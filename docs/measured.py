@@ -4,6 +4,7 @@ Each function returns reStructuredText. Without measurements the text says so.
 """
 
 import functools
+import re
 from pathlib import Path
 
 from fa_cupy.gpu.kernels import forward as gpu
@@ -183,12 +184,14 @@ def cpu_table(title, kinds, rows):
 
 
 def cpu_case(case):
-    """What a table calls a case: ``1 x 8 x 64 x 64, causal`` in float32."""
+    """What a table calls a case: ``(1, 8, 64, 64), causal`` in float32."""
     dtype, kind, shape, *more = case.split()
     before = {"causal_product_gradients": "gradients, ", "from_dense": "making one, "}.get(kind, "")
     words = [{"bf16": "bfloat16", "fp16": "float16"}.get(dtype, ""), *more]
-    shape = shape.replace("x", " x ")
-    return before + ", ".join([shape, *(word.replace("-", " ") for word in words if word)])
+    axes = f"({shape.replace('x', ', ')})"
+    axes = re.sub(r"\((\d+)\^(\d+), ", r"(\1,) * \2 + (", axes)  # as many axes of one size
+    axes = axes.replace("*", r"\*")
+    return before + ", ".join([axes, *(word.replace("-", " ") for word in words if word)])
 
 
 def cpu_cell(row):

@@ -388,10 +388,12 @@ def test_tables_of_the_docs(measured, monkeypatch):
         line.removeprefix("     - ") for line in text.splitlines() if line.startswith("     -")
     ]
     assert cells[5:10] == ["2,000", "1,000 (64)", r"\-", r"\-", "0.50"]
-    assert "* - gradients, 1 x 8 x 256 x 64\n" in text
-    assert "* - 1 x 8 x 40 x 8, bfloat16, 32 heads\n     - 12.3\n" in text
-    assert "* - making one, 9 x 4 x 4, elements 0.5\n     - failed\n" in text
+    assert "* - gradients, (1, 8, 256, 64)\n" in text
+    assert "* - (1, 8, 40, 8), bfloat16, 32 heads\n     - 12.3\n" in text
+    assert "* - making one, (9, 4, 4), elements 0.5\n     - failed\n" in text
     assert ".. rubric:: Gradients of attention" not in text
+    shown = measured.cpu_case("fp32 attention 2^16x4x8 permuted")
+    assert shown == r"(2,) \* 16 + (4, 8), permuted"
     assert "cpu_small" not in measured.benchmarks()
 
 
