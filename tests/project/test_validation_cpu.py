@@ -182,6 +182,22 @@ def test_chunks_fill_the_length(monkeypatch, length):
     assert seen == [f"chunks of {n} rows" for n in (16, 32)]
 
 
+@pytest.mark.parametrize(("length", "chunks"), [(16, []), (48, [16])])
+def test_one_chunk_has_no_state(monkeypatch, length, chunks):
+    made = []
+
+    def chunked(q, k, v, tril, state_dtype, chunk):
+        made.append(chunk)
+        return v
+
+    monkeypatch.setattr(cpu_peers.product_peers, "chunked", chunked)
+    case = CpuCall("causal_product", (1, 2, length, 8))
+    call = cpu_peers.numpy(case, cpu_peers.random_numpy(case, 1))
+    made.clear()
+    call.run()
+    assert made == chunks
+
+
 # -------------------------------------------------------------------------------------- the timing
 def test_samples_are_taken_when_the_process_is_quiet(monkeypatch):
     events, used = [], iter([0.0, 0.010, 0.010, 0.018, 0.018, 0.019])
@@ -249,6 +265,13 @@ def test_rounds_end_when_the_least_samples_agree(monkeypatch, share, rounds):
     assert len(counted) == 2 * (1 + rounds)
 
 
+def test_a_few_samples_that_agree_are_not_enough(monkeypatch):
+    counted = []
+    monkeypatch.setattr(timing, "burst", lambda *args: counted.append(args) or 1.0)
+    timing.interleaved({"a": None}, timing.Sampling(burst_ms=1, rounds=20, agree=0.1))
+    assert len(counted) == 1 + 8
+
+
 # --------------------------------------------------------------------------------------- the bench
 @pytest.fixture
 def tiny_family(monkeypatch):
@@ -261,7 +284,9 @@ def tiny_family(monkeypatch):
 def test_bench_of_small_calls(tiny_family, tmp_path, capsys, monkeypatch):
     for name in ("torch", "jax"):
         monkeypatch.setitem(sys.modules, name, None)
-    out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    out, picture, drawn = tmp_path / "bench.json", tmp_path / "bench.png", []
+    draw = small_multiples.draw
+    monkeypatch.setattr(small_multiples, "draw", lambda *args: drawn.append(args) or draw(*args))
     arguments = ["--families", "cpu_small", "--out", str(out), "--plot", str(picture)]
     assert bench.main(arguments) == 0
     facts, rows = store.load(out)
@@ -274,7 +299,8 @@ def test_bench_of_small_calls(tiny_family, tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "torch is not installed" in shown
     assert "makes no masks" in shown
-    if "drawn: " in shown:
+    assert len(drawn) == 1
+    if "drawn: " in shown.replace("nothing drawn: ", ""):
         assert [path.name for path in tmp_path.glob("*.png")] == ["bench-small.png"]
 
 
