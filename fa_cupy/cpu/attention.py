@@ -44,6 +44,10 @@ _MOST_M = 512
 _MOST_TASKS = 16
 _LEAST_M = 64
 _TASK_FLOP = 3e7
+# The number of queries whose products take as long as reading their keys from memory.
+_READING_QUERIES = 8
+# Keys and values that are read once do not have to fit the cache, unless they are converted.
+_FEW_QUERIES, _FEW_N = 16, 8192
 # Rows wider than this do not have to fit the cache: the BLAS library copies what it works on. Tiles
 # of them have so many queries at most, and so many elements of queries, or of copies of keys.
 _CACHED_DIM = 512
@@ -228,8 +232,10 @@ class _Tasks:
         if mask is None:
             self.problem, out, lse = decoding.heads_as_queries(problem, out, lse)
         problem, self._bits = self.problem, mask
-        flop = 2 * math.prod(problem.batch) * problem.q_len * problem.k_len
-        flop *= problem.head_dim + problem.v_dim
+        # Reading keys for fewer queries than these takes as long as the products of so many.
+        reading = max(1.0, _READING_QUERIES / max(1, problem.q_len))
+        per_score = 2 * (problem.head_dim + problem.v_dim) * reading
+        flop = per_score * math.prod(problem.batch) * problem.q_len * problem.k_len
         wanted = max(1, min(_MOST_TASKS, int(flop / _TASK_FLOP)))
         self.tile = tile = _tile(problem, dtype, wanted)
         if mask is not None:
@@ -245,13 +251,40 @@ class _Tasks:
         self._most = max(1, most)
         self._layout = batching.Layout(self._views, self._most)
         scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
-        self._parallel = 2 * scores * (problem.head_dim + problem.v_dim) > _PARALLEL_FLOP
+        self._parallel = scores * per_score > _PARALLEL_FLOP
+        alone = len(self._layout.parts) * len(self._rows)
+        one = [(0, problem.k_len)]
+        self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
 
     def run(self, arrays: tuple[Any, ...], score: ScoreOperands | None) -> None:
         """Do all tasks, the largest of each stack first, so that threads end together."""
         stacks = self._stacks(arrays, score)
+        if len(self._keys) > 1:
+            return self._run_parts(stacks)
         tasks = [_Task(stack, rows) for stack in stacks for rows in self._rows]
         thread_pool.run(tasks, lambda: self._work, self._parallel and len(tasks) > 1)
+
+    def _run_parts(self, stacks: list[_Stack]) -> None:
+        """Do the tasks of parts of the keys, and combine what they give."""
+        problem, dtype, tile_n = self.problem, self._dtype, self.tile.tile_n
+        parts = {
+            stack: [decoding.Part(problem, stack.borrow(), dtype, *keys) for keys in self._keys]
+            for stack in stacks
+        }
+
+        def work(part: decoding.Part) -> None:
+            steps = Steps.unused(dtype)
+            with np.errstate(all="ignore"):
+                part.attend(steps, tile_n)
+            steps.keep()
+
+        tasks = [part for some in parts.values() for part in some]
+        thread_pool.run(tasks, lambda: work, self._parallel)
+        steps = Steps.unused(dtype)
+        with np.errstate(all="ignore"):
+            for stack, some in parts.items():
+                decoding.combine(steps, problem, stack.borrow(), some, tile_n)
+        steps.keep()
 
     def _stacks(self, arrays: tuple[Any, ...], score: ScoreOperands | None) -> list[_Stack]:
         layout, bits = self._layout, self._bits
@@ -323,6 +356,8 @@ def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int)
             problem.k_len,
             max_m=most,
         )
+    if problem.q_len <= _FEW_QUERIES and problem.dtype == dtype:
+        tile = tile._replace(tile_n=min(_FEW_N, max(1, problem.k_len)))
     # Even tiles, rather than a short one at the end.
     rows = math.ceil(problem.q_len / tile.tile_m) or 1
     return tile._replace(tile_m=math.ceil(problem.q_len / rows / 16) * 16 or 16)
