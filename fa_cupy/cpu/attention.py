@@ -48,6 +48,9 @@ _TASK_FLOP = 3e7
 _READING_QUERIES = 8
 # Keys and values that are read once do not have to fit the cache, unless they are converted.
 _FEW_QUERIES, _FEW_N = 16, 8192
+# From so many stacks on, arrays are packed if that makes few of them; and which arrays are results.
+_MOST_PARTS = 64
+_RESULTS = {5, 6}
 # Rows wider than this do not have to fit the cache: the BLAS library copies what it works on. Tiles
 # of them have so many queries at most, and so many elements of queries, or of copies of keys.
 _CACHED_DIM = 512
@@ -250,14 +253,58 @@ class _Tasks:
         ]  # fmt: skip
         self._most = max(1, most)
         self._layout = batching.Layout(self._views, self._most)
+        self._packed: dict[int, View] = {}
+        if len(self._layout.parts) > _MOST_PARTS and mask is None and problem.score is None:
+            self._packed = self._pack()
         scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
         self._parallel = scores * per_score > _PARALLEL_FLOP
         alone = len(self._layout.parts) * len(self._rows)
         one = [(0, problem.k_len)]
         self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
 
-    def run(self, arrays: tuple[Any, ...], score: ScoreOperands | None) -> None:
+    def _pack(self) -> dict[int, View]:
+        """Return the views of arrays that are packed, so that there are few stacks of entries.
+
+        That is done where it makes a fourth of them or less, for arrays that repeat nothing.
+        """
+        p, of_bool = self.problem, np.dtype(np.bool_)
+        kinds = (
+            p.dtype,
+            p.dtype,
+            p.dtype,
+            p.bias_dtype,
+            of_bool,
+            p.dtype,
+            self._dtype,
+            p.sinks_dtype,
+        )
+        views, packed = [*self._views], {}
+        for i, (view, kind) in enumerate(zip(views, kinds, strict=True)):
+            if view is None or kind is None or batching.is_dense(view):
+                continue
+            if all(stride or n == 1 for n, stride in zip(*view, strict=True)):
+                packed[i], axes = view, range(len(view.shape))
+                dense = core_arrays.dense_strides(view.shape, kind.itemsize, axes)
+                views[i] = View(view.shape, dense)
+        layout = batching.Layout(views, self._most)
+        if 4 * len(layout.parts) > len(self._layout.parts):
+            return {}
+        self._views, self._layout = views, layout
+        return packed
+
+    def run(self, arrays: Sequence[Any], score: ScoreOperands | None) -> None:
         """Do all tasks, the largest of each stack first, so that threads end together."""
+        if not self._packed:
+            return self._run(arrays, score)
+        seen, own = {}, [*arrays]
+        for i, view in self._packed.items():
+            seen[i] = np.lib.stride_tricks.as_strided(arrays[i], *view)
+            own[i] = np.empty(view.shape, arrays[i].dtype) if i in _RESULTS else seen[i].copy()
+        self._run(own, score)
+        for i in seen.keys() & _RESULTS:
+            np.copyto(seen[i], own[i])
+
+    def _run(self, arrays: Sequence[Any], score: ScoreOperands | None) -> None:
         stacks = self._stacks(arrays, score)
         if len(self._keys) > 1:
             return self._run_parts(stacks)
@@ -286,7 +333,7 @@ class _Tasks:
                 decoding.combine(steps, problem, stack.borrow(), some, tile_n)
         steps.keep()
 
-    def _stacks(self, arrays: tuple[Any, ...], score: ScoreOperands | None) -> list[_Stack]:
+    def _stacks(self, arrays: Sequence[Any], score: ScoreOperands | None) -> list[_Stack]:
         layout, bits = self._layout, self._bits
         places: tuple[Array, ...] = ()
         if bits is not None:
