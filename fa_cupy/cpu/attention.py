@@ -254,7 +254,7 @@ class _Tasks:
         self._most = max(1, most)
         self._layout = batching.Layout(self._views, self._most)
         self._packed: dict[int, View] = {}
-        if len(self._layout.parts) > _MOST_PARTS and mask is None and problem.score is None:
+        if len(self._layout.parts) >= _MOST_PARTS and mask is None and problem.score is None:
             self._packed = self._pack()
         scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
         self._parallel = scores * per_score > _PARALLEL_FLOP
