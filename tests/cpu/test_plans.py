@@ -5,7 +5,7 @@ import pytest
 
 from fa_cupy import attention
 from fa_cupy.core import attention_problem, plan_cache
-from tests.support.strategies import Case, by_dtype, check_against_reference, normal
+from tests.support.strategies import BFLOAT16, Case, by_dtype, check_against_reference, normal
 
 OPTIONS = {
     "plain": {},
@@ -70,6 +70,8 @@ def test_what_differs_has_a_plan_of_its_own(checked):
         ((q[:, :, :5], k, v), {}),
         ((q[:, ::2], k[:, ::2], v[:, ::2]), {}),
         ((np.asfortranarray(q), k, v), {}),
+        ((q, np.asfortranarray(k), v), {}),
+        ((q, k, np.asfortranarray(v)), {}),
         ((q, k, v, bias), {}),
         ((q, k, v, bias[0]), {}),
         ((q, k, v, bias.astype(np.float64)), {}),
@@ -86,6 +88,30 @@ def test_what_differs_has_a_plan_of_its_own(checked):
         given = [*given, None, None][:5]
         check_against_reference(Case(*given, options=options), out, lse)
     assert len(checked) == len(calls) - 1  # the plan of the first one is there
+
+
+def test_windows_that_are_lists_mean_what_they_say():
+    q, k, v, *_ = arrays()
+    for window in ([2, 2], [0, 0], [2, None], [2, 2]):
+        options = {"window": window, "causal_align": "top_left"}
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        check_against_reference(Case(q, k, v, options=options), out, lse)
+
+
+def test_dtypes_of_one_size_are_told_apart():
+    q, k, v, bias, *_ = arrays(np.float16)
+    attention(q, k, v, bias.astype(np.float16))
+    for given in (
+        (q, k.view(BFLOAT16), v),
+        (q, k, v.view(BFLOAT16)),
+        (q, k, v, bias.view(np.int32)),
+    ):
+        for _ in range(2):
+            with pytest.raises(TypeError):
+                attention(*given)
+    other = bias.astype(BFLOAT16)
+    out, lse = attention(q, k, v, other, return_lse=True)
+    check_against_reference(Case(q, k, v, other), out, lse)
 
 
 @pytest.mark.parametrize(
