@@ -76,17 +76,16 @@ class Layout:
             else View((*batch.shape, *view.shape[axes:]), (*next(strides), *view.strides[axes:]))
             for view in views
         ]
-        self._dense = [view is not None and is_dense(view) for view in self._views]
-        self._one_axis = len(batch.shape) == 1
-        longest = batch.shape[-1]
-        #: For each stack, its place along the batch axes.
-        self.parts: list[tuple[Any, ...]] = []
+        # Elements of those views that follow each other in memory, else 0.
+        self._dense = [
+            math.prod(view.shape) if view is not None and is_dense(view) else 0
+            for view in self._views
+        ]
+        self._shape, self._largest = batch.shape, largest
+        #: The number of stacks.
+        self.count = 0
         if math.prod(shape):
-            self.parts = [
-                (*index, slice(begin, min(begin + largest, longest)))
-                for index in np.ndindex(batch.shape[:-1])
-                for begin in range(0, longest, largest)
-            ]
+            self.count = math.prod(batch.shape[:-1]) * -(-batch.shape[-1] // largest)
 
     def seen(self, xp: Any, arrays: Sequence[Any]) -> list[Any]:
         """Return the arrays with these batch axes, without a copy.
@@ -100,12 +99,16 @@ class Layout:
 
     def stacks(self, xp: Any, arrays: Sequence[Any]) -> Iterator[list[Any]]:
         """Yield, for each stack, the arrays as (n, rows, cols)."""
+        if not self.count:
+            return
         seen = self.seen(xp, arrays)
-        if len(self.parts) == 1 and self._one_axis:
+        if self.count == 1 and len(self._shape) == 1:
             yield seen
             return
-        for part in self.parts:
-            yield [None if array is None else array[part] for array in seen]
+        for index in np.ndindex(self._shape[:-1]):
+            for begin in range(0, self._shape[-1], self._largest):
+                part = (*index, slice(begin, begin + self._largest))
+                yield [None if array is None else array[part] for array in seen]
 
 
 def is_dense(view: View) -> bool:
@@ -116,12 +119,12 @@ def is_dense(view: View) -> bool:
     )
 
 
-def _through(xp: Any, array: Any, view: View, dense: bool) -> Any:
-    """Return `array` seen through a view."""
+def _through(xp: Any, array: Any, view: View, dense: int) -> Any:
+    """Return `array` seen through a view, `dense` of whose elements follow each other."""
     if type(array) is not np.ndarray:
         return xp.lib.stride_tricks.as_strided(array, *view)
     # The same in a tenth of the time, where elements of the array follow each other alike.
-    if dense and array.size == math.prod(view.shape) and array.flags.c_contiguous:
+    if dense and array.size == dense and array.flags.c_contiguous:
         return array.reshape(view.shape)
     return np.lib.stride_tricks.as_strided(array, *view)
 
