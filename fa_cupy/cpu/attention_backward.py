@@ -24,15 +24,32 @@ from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
 from fa_cupy.tiled.gradients import Gradient, Operands
+from fa_cupy.tiled.softmax import all_near
 
 Array = npt.NDArray[Any]
 
-# As in `fa_cupy.cpu.attention`.
-_PARALLEL_FLOP = 2e7
+# A task has so much work at least, more than starting a thread and the calls of NumPy for a tile
+# take, until there are so many tasks. What is too little for two tasks runs in the calling thread.
+_TASK_FLOP = 4e7
 _LEAST_TASKS = 16
 _LEAST_N = 64
 # Most keys of a tile: more would compute more scores above the diagonal in vain.
 _MOST_N = 512
+
+
+class Plan(NamedTuple):
+    """What follows from shapes, strides, dtypes and options, and not from data."""
+
+    problem: attention_problem.Problem
+    need: tuple[str, ...]
+    dtype: np.dtype[Any]  # of sums
+    layouts: dict[str, gradients.Layout]
+    tile: tile_sizes.Tile
+    columns: list[tuple[int, int]]  # of tiles: (begin, end) of keys
+    stacks: batching.Stacks | None  # of the arrays; None where there is nothing to compute
+    direct: frozenset[str]  # gradients that products are written to where they lie
+    written: bool  # whether that leaves none of their elements out
+    alone: bool  # whether the task of a column prepares its queries, which no other task reads
 
 
 def backward(
@@ -63,14 +80,46 @@ def backward(
     score : Operands or None
         The score expression, if `problem` has one.
     """
+    plan = _planned(problem, inputs, results, need, sinks, score)
+    return _run(plan, inputs, results, empty, sinks, score)
+
+
+def _planned(
+    problem: attention_problem.Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    sinks: Array | None,
+    score: ScoreOperands | None,
+) -> Plan:
+    """Return the plan of a call. Of its arrays only metadata are read, but for those of masks."""
     dtype = attention_problem.sum_dtype(problem.dtype)
-    grads = gradients.gradients(np, problem, inputs, need, dtype, empty, sinks, score)
+    layouts = gradients.layouts(problem, inputs, need, dtype, sinks, score)
+    bits = inputs[4] if isinstance(inputs[4], BitMask) else None
+    tile = _tile(problem, dtype, bits is not None)
+    columns = [
+        (begin, min(begin + tile.tile_n, problem.k_len))
+        for begin in range(0, problem.k_len, tile.tile_n)
+    ]
+    stacks = None
     if problem.q_len and (problem.k_len or "sinks" in need):
-        inputs = inputs if problem.k_len else (*inputs[:4], None)  # no key is hidden
-        with np.errstate(all="ignore"):
-            _run(problem, inputs, results, grads, dtype, sinks, score)
-    with np.errstate(all="ignore"):
-        return gradients.finished(Steps(dtype), need, grads, empty, score)
+        seen = [layout.view for layout in layouts.values()]
+        seen += [None] * (isinstance(inputs[3], SparseBias) and "bias" in need)
+        entries = gradients.batch_entries(np, problem, inputs[4] if columns else None, score)
+        views = gradients.views(problem, inputs, results, seen, dtype, entries)
+        stacks = batching.Stacks(views, _stacked(problem, tile, dtype, bits))
+    names = [name for name in ("q", "k", "v") if name in layouts]
+    direct = {
+        name
+        for name in names
+        if layouts[name].takes_products() and (name != "q" or len(columns) == 1)
+    }
+    band = problem.lower is not None or problem.upper is not None
+    written = stacks is not None and len(columns) > 0 and inputs[4] is None and not band
+    alone = len(columns) == 1 and bits is None and "sinks" not in need
+    return Plan(
+        problem, need, dtype, layouts, tile, columns, stacks, frozenset(direct), written, alone
+    )
 
 
 class _Task(NamedTuple):
@@ -82,35 +131,44 @@ class _Task(NamedTuple):
 
 
 def _run(
-    problem: attention_problem.Problem,
+    plan: Plan,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
-    grads: dict[str, Gradient | Sums],
-    dtype: np.dtype[Any],
-    sinks: Array | None,
-    score: ScoreOperands | None,
-) -> None:
-    bits = inputs[4] if isinstance(inputs[4], BitMask) else None
-    tile = _tile(problem, dtype, bits is not None)
-    main = Steps(dtype)
-    columns = [
-        (begin, min(begin + tile.tile_n, problem.k_len))
-        for begin in range(0, problem.k_len, tile.tile_n)
-    ]
-    stacks = _operands(problem, inputs, results, grads, tile, dtype, sinks, score)
-    pairs = _Entries(problem, bits, inputs[3])
-    stacks = _prepared(problem, stacks, columns, tile, main, pairs.of)
-    for x in stacks:
-        attention_backward.add_to_sinks(main, x)
-    _add_columns(problem, stacks, columns, tile, main)
+    empty: Callable[..., Any],
+    sinks: Array | None = None,
+    score: ScoreOperands | None = None,
+) -> dict[str, Array]:
+    """Return the gradients that a plan is made for."""
+    grads: dict[str, Gradient | Sums] = {}
+    for name, layout in plan.layouts.items():
+        grads[name] = found = Gradient(np, layout, layout.empty(np))
+        if not (plan.written and name in plan.direct):
+            found.clear()
+    if "bias" in plan.need and isinstance(inputs[3], SparseBias):
+        grads["bias"] = Sums(inputs[3])
+    main = Steps(plan.dtype)
+    with np.errstate(all="ignore"):
+        if plan.stacks is not None:
+            inputs = inputs if plan.columns else (*inputs[:4], None)  # no key is hidden
+            stacks = _operands(plan, plan.stacks, inputs, results, grads, sinks, score)
+            _add_all(plan, stacks, main, _Entries(plan.problem, inputs[4], inputs[3]))
+        return gradients.finished(main, plan.need, grads, empty, score)
+
+
+def _add_all(plan: Plan, stacks: list[Operands], main: Steps, pairs: _Entries) -> None:
+    """Add everything to the gradients of all stacks."""
+    stacks = _prepared(plan, stacks, main, pairs)
+    _add_columns(plan, stacks, main)
     left = []
     for x in stacks:
+        attention_backward.add_to_sinks(main, x)
         found = pairs.of(x)
         if found is not None:
             turned = partial(pairs.turned, x)
-            if not entries_backward.add(main, problem, x, found, turned):
+            if not entries_backward.add(main, plan.problem, x, found, turned):
                 left.append(_of_sparse_blocks(x))
-    _add_columns(problem, left, columns, tile, main)
+    if left:
+        _add_columns(plan, left, main)
 
 
 class _Entries:
@@ -147,30 +205,28 @@ def _of_sparse_blocks(x: Operands) -> Operands:
     assert isinstance(x.mask, MaskTiles)
     assert isinstance(x.columns, MaskTiles)
     only = {"words": False, "sparse": True}
-    return replace(x, mask=x.mask.only(**only), columns=x.columns.only(**only))
+    mask, columns = x.mask.only(**only), x.columns.only(**only)
+    return replace(x, mask=mask, columns=columns, direct=frozenset())
 
 
-def _add_columns(
-    problem: attention_problem.Problem,
-    stacks: list[Operands],
-    columns: list[tuple[int, int]],
-    tile: tile_sizes.Tile,
-    main: Steps,
-) -> None:
+def _add_columns(plan: Plan, stacks: list[Operands], main: Steps) -> None:
     """Add what all tiles add."""
-    sums = InOrder(lambda target, term: gradients.accumulate(main, target, term))
+    problem, tile = plan.problem, plan.tile
+    sums = InOrder(partial(gradients.accumulate, main))
     tasks: list[_Task] = []
     scores = 0
     for x in stacks:
-        for keys in columns:
+        in_order = x.grads.keys() - x.direct
+        of_tiles, of_columns = in_order - {"k", "v"}, in_order & {"k", "v"}
+        for keys in plan.columns:
             task = _Task(len(tasks), x, keys)
             tiles = [*attention_backward.row_tiles(problem, keys, tile.tile_m, x.columns)]
             for rows in tiles:
                 scores += x.q.shape[0] * (rows[1] - rows[0]) * (keys[1] - keys[0])
-                for name in x.grads.keys() - {"k", "v"}:
+                for name in of_tiles:
                     sums.expect(_place(task, name, rows, tile), task.number)
             if tiles:
-                for name in x.grads.keys() & {"k", "v"}:
+                for name in of_columns:
                     sums.expect(_place(task, name, (0, 0), tile), task.number)
                 tasks.append(task)
 
@@ -185,50 +241,58 @@ def _add_columns(
                 sums.add(_place(task, name, rows, tile), task.number, target, term)
 
             with np.errstate(all="ignore"):
+                if plan.alone:
+                    _prepare(steps, task.x, tile.tile_m)
                 attention_backward.column(steps, problem, task.x, task.keys, tile.tile_m, add)
 
         return work
 
     flop = scores * (6 * problem.head_dim + 4 * problem.v_dim)
-    thread_pool.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
+    thread_pool.run(tasks, new_worker, parallel=flop > _TASK_FLOP)
 
 
-def _prepared(
-    problem: attention_problem.Problem,
-    stacks: list[Operands],
-    columns: list[tuple[int, int]],
-    tile: tile_sizes.Tile,
-    steps: Steps,
-    of_stack: Callable[[Operands], entries.Entries | None],
-) -> list[Operands]:
-    """Return the stacks with what is known of a query before the first column of tiles."""
+def _prepare(steps: Steps, x: Operands, tile_m: int) -> None:
+    for begin in range(0, x.q.shape[1], tile_m):
+        attention_backward.prepare(steps, x, begin, min(begin + tile_m, x.q.shape[1]))
+
+
+def _prepared(plan: Plan, stacks: list[Operands], steps: Steps, pairs: _Entries) -> list[Operands]:
+    """Return the stacks with what is known of a query before the first column of tiles.
+
+    If `plan.alone`, that is only what is known of far rows.
+    """
+    problem, tile_m = plan.problem, plan.tile.tile_m
     ready, tasks, scores = [], [], 0
     for x in stacks:
-        for begin in range(0, problem.q_len, tile.tile_m):
-            attention_backward.prepare(steps, x, begin, min(begin + tile.tile_m, problem.q_len))
-        x, far = attention_backward.far_rows(steps, x, tile.tile_m)
+        if not plan.alone:
+            _prepare(steps, x, tile_m)
+        far: list[tuple[int, int]] = []
+        if x.top is None:
+            x, far = attention_backward.far_rows(steps, x, tile_m)
         ready.append(x)
-        tasks += [(x, rows, of_stack(x)) for rows in far]
+        tasks += [(x, rows, pairs.of(x)) for rows in far]
         scores += sum(x.q.shape[0] * (end - begin) * problem.k_len for begin, end in far)
 
     def new_worker() -> Callable[[Any], None]:
         own = Steps(steps.dtype)
 
         def work(task: tuple[Operands, tuple[int, int], entries.Entries | None]) -> None:
-            x, rows, pairs = task
+            x, rows, found = task
             more: Any = ()
-            if pairs is not None:
+            if found is not None:
                 dense = replace(x, k=entries.dense_of(x.k, own.dtype))
-                more = entries.padded(own, problem, dense, pairs, rows)
+                more = entries.padded(own, problem, dense, found, rows)
             # Of a graph's many tiles nearly all are empty here.
-            seen = x.mask.columns(rows, columns) if isinstance(x.mask, MaskTiles) else columns
+            seen = plan.columns
+            if isinstance(x.mask, MaskTiles):
+                seen = x.mask.columns(rows, seen)
             with np.errstate(all="ignore"):
-                attention_backward.keep_apart(own, problem, x, rows, seen, tile.tile_m, more)
+                attention_backward.keep_apart(own, problem, x, rows, seen, tile_m, more)
 
         return work
 
     if tasks:
-        parallel = 2 * scores * problem.head_dim > _PARALLEL_FLOP
+        parallel = 2 * scores * problem.head_dim > _TASK_FLOP
         thread_pool.run(tasks, new_worker, parallel)
     return ready
 
@@ -251,7 +315,8 @@ def _tile(
     if problem.lower is not None and problem.upper is not None:
         # A tile's keys are together seen by tile_n queries more than each of them is.
         most = min(most, max(_LEAST_N, problem.upper - problem.lower))
-    while most > _LEAST_N and entries * math.ceil(problem.k_len / most) < _LEAST_TASKS:
+    wanted = _LEAST_TASKS if sparse else _tasks(problem)
+    while most > _LEAST_N and entries * math.ceil(problem.k_len / most) < wanted:
         most //= 2
     # Keys and queries have changed places: a column of tiles reads all queries.
     tile_n, tile_m = tile_sizes.tile_sizes(
@@ -272,32 +337,51 @@ def _tile(
     return tile_sizes.Tile(tile_m, math.ceil(problem.k_len / columns / 16) * 16 or 16)
 
 
-def _operands(
+def _tasks(problem: attention_problem.Problem) -> int:
+    """Return how many tasks the work is worth, as if all keys were seen."""
+    pairs = math.prod(problem.batch) * problem.q_len * problem.k_len
+    flop = pairs * (6 * problem.head_dim + 4 * problem.v_dim)
+    return max(1, min(_LEAST_TASKS, int(flop / _TASK_FLOP)))
+
+
+def _stacked(
     problem: attention_problem.Problem,
+    tile: tile_sizes.Tile,
+    dtype: np.dtype[Any],
+    bits: BitMask | None,
+) -> int:
+    """Return how many batch entries are stacked at most."""
+    if bits is not None and entries.differ(bits):
+        return 1
+    whole = tile_sizes.footprint(
+        tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
+    )
+    wanted = _tasks(problem) if bits is None else _LEAST_TASKS
+    return max(1, min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // wanted))
+
+
+def _operands(
+    plan: Plan,
+    stacks: batching.Stacks,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
     grads: dict[str, Gradient | Sums],
-    tile: tile_sizes.Tile,
-    dtype: np.dtype[Any],
     sinks: Array | None,
     score: ScoreOperands | None,
 ) -> list[Operands]:
     """Return the stacks of batch entries."""
+    problem, dtype, lse = plan.problem, plan.dtype, results[1]
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
-    arrays, views = gradients.arrays(np, problem, inputs, results, grads, dtype, sinks, score)
+    of_entries = gradients.batch_entries(np, problem, bits, score)
+    arrays = gradients.arrays(np, inputs, results, grads, dtype, sinks, of_entries)
     of = None if score is None else partial(_tile_score, score, dtype)
     one_by_one = bits is not None and entries.any_of(bits)
     of_mask = partial(MaskTiles, sparse=not one_by_one)
-    whole = tile_sizes.footprint(
-        tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
-    )
-    most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
-    if bits is not None and entries.differ(bits):
-        most = 1
+    near = lse.size > 0 and all_near(lse)
     found = []
-    for stack in batching.stacks(np, arrays, views, max(1, most)):
+    for stack in stacks.of(np, arrays):
         sparse = gradients.sparse(bits, stack, of_mask)
-        x = gradients.operands(stack, [*grads], *sparse, score=of)
+        x = gradients.operands(stack, [*grads], *sparse, score=of, near=near, direct=plan.direct)
         if isinstance(inputs[3], SparseBias):
             x = replace(x, bias=inputs[3])
             if "bias" in grads:

@@ -51,6 +51,49 @@ def merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Batch:
     return Batch(tuple(sizes[a] for a in order), [tuple(old[a] for a in order) for old in steps])
 
 
+class Stacks:
+    """Batch entries in stacks of one shape, as follows from how arrays are to be looked at.
+
+    Parameters
+    ----------
+    views : sequence of View or None
+        Of shape (*batch, rows, cols) with one `batch` in common; None for arrays that are None.
+    largest : int
+        Upper bound on the entries of a stack.
+    axes : int, optional
+        Where a view's batch axes end; all before its last two by default.
+    """
+
+    def __init__(self, views: Sequence[View | None], largest: int, axes: int = -2) -> None:
+        present = [v for v in views if v is not None]
+        self._batch = merged(present[0].shape[:axes], [v.strides[:axes] for v in present])
+        self._largest = largest
+        strides = iter(self._batch.strides)
+        self._views = [
+            None
+            if view is None
+            else View(
+                (*self._batch.shape, *view.shape[axes:]), (*next(strides), *view.strides[axes:])
+            )
+            for view in views
+        ]
+        self._dense = [view is not None and _is_dense(view) for view in self._views]
+
+    def of(self, xp: Any, arrays: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yield the arrays of each stack, as `stacks` does."""
+        *outer, entries = self._batch.shape
+        if math.prod(outer) * entries == 0:
+            return
+        seen = [
+            None if view is None else _look(xp, array, view, dense)
+            for array, view, dense in zip(arrays, self._views, self._dense, strict=True)
+        ]
+        for index in np.ndindex(*outer):
+            for begin in range(0, entries, self._largest):
+                part = (*index, slice(begin, begin + self._largest))
+                yield [None if array is None else array[part] for array in seen]
+
+
 def stacks(
     xp: Any,
     arrays: Sequence[Any],
@@ -66,28 +109,26 @@ def stacks(
         Namespace of the arrays, of all that are no NumPy arrays.
     arrays : sequence of arrays or None
         What the views look at.
-    views : sequence of View or None
-        Of shape (*batch, rows, cols) with one `batch` in common; None where the array is None.
-    largest : int
-        Upper bound on n.
-    axes : int, optional
-        Where a view's batch axes end; all before its last two by default.
+    views, largest, axes
+        As of `Stacks`.
     """
-    present = [v for v in views if v is not None]
-    shape = present[0].shape[:axes]
-    if math.prod(shape) == 0:
-        return
-    batch = merged(shape, [v.strides[:axes] for v in present])
-    strides = iter(batch.strides)
-    seen = [
-        None
-        if view is None
-        else (np if type(array) is np.ndarray else xp).lib.stride_tricks.as_strided(
-            array, (*batch.shape, *view.shape[axes:]), (*next(strides), *view.strides[axes:])
-        )
-        for array, view in zip(arrays, views, strict=True)
-    ]
-    for index in np.ndindex(batch.shape[:-1]):
-        for begin in range(0, batch.shape[-1], largest):
-            part = (*index, slice(begin, begin + largest))
-            yield [None if array is None else array[part] for array in seen]
+    yield from Stacks(views, largest, axes).of(xp, arrays)
+
+
+def _look(xp: Any, array: Any, view: View, dense: bool) -> Any:
+    """Return the array as `view` says; where that is all of it in order, in less time."""
+    if dense and array.flags.c_contiguous and array.size == math.prod(view.shape):
+        return array.reshape(view.shape)
+    of = np if type(array) is np.ndarray else xp
+    return of.lib.stride_tricks.as_strided(array, view.shape, view.strides)
+
+
+def _is_dense(view: View) -> bool:
+    """Whether elements follow each other without gaps, in C order."""
+    step = 0
+    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if size > 1:
+            if step not in (0, stride):
+                return False
+            step = stride * size
+    return True
