@@ -1,10 +1,14 @@
-"""Exact attention on NumPy arrays: the tiled algorithm, spread over threads."""
+"""Exact attention on NumPy arrays: the tiled algorithm, spread over threads.
+
+What follows from the shapes, strides, dtypes and options of a call is a `Call`, which is made once
+and kept: a small problem takes less time than its checks.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +19,9 @@ import numpy.typing as npt
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
+from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu import decoding, thread_pool
 from fa_cupy.cpu.masks import entries
 from fa_cupy.cpu.masks.tiles import MaskTiles, mask_tile
 from fa_cupy.cpu.tile_ops import Steps
@@ -27,18 +32,64 @@ from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled import batching, tile_sizes
 
 Array = npt.NDArray[Any]
+View = attention_problem.View
 
-# Work below this runs in the calling thread: starting a thread costs about 0.1 ms.
+# Work below this runs in the calling thread.
 _PARALLEL_FLOP = 2e7
 # Most queries of a tile: more would compute more scores above the diagonal in vain.
 _MOST_M = 512
-# Small problems are split into this many tasks where that leaves tiles of so many queries. Both
-# are fixed, so that results do not depend on the number of threads.
-_LEAST_TASKS = 16
+# Problems are split into so many tasks where that leaves tiles of so many queries, and into fewer
+# where tasks would have less work than this. All are fixed, so that results do not depend on the
+# number of threads.
+_MOST_TASKS = 16
 _LEAST_M = 64
+_TASK_FLOP = 1.5e7
 # Float16 keys and values are converted once per batch entry up to this many bytes of float32, and
 # once per tile beyond.
 _CONVERTED_BYTES = 64 << 20
+
+
+def cached(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: Any, is_causal: Any, causal_align: Any,
+    window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Answer a call of `fa_cupy.attention` on NumPy arrays; None where it needs preparation.
+
+    As on a GPU, the key holds the arguments unchecked: only calls that were once checked are in the
+    table, and only values of types that are equal where they mean the same make a key.
+    """
+    if out is not None or not (type(q) is type(k) is type(v) is np.ndarray):
+        return None
+    if not (
+        scale.__class__ in NUMBERS
+        and softcap.__class__ in NUMBERS
+        and is_causal.__class__ is return_lse.__class__ is bool
+        and causal_align.__class__ in TEXTS
+        and precision.__class__ in TEXTS
+    ):
+        return None
+    key: Any = (
+        "attention", "numpy", q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape,
+        v.strides, v.dtype, scale, is_causal, causal_align, softcap, precision,
+    )  # fmt: skip
+    if bias is not None or mask is not None or sinks is not None or window is not None:
+        extra = [window_key(window)]
+        for x in (bias, mask, sinks):
+            if not (x is None or type(x) is np.ndarray):
+                return None
+            extra.append(None if x is None else (x.shape, x.strides, x.dtype))
+        if extra[0] is False:
+            return None
+        key = (*key, *extra)
+    call = lookup(key)
+    if call is None:
+        problem = attention_problem.attention_problem(
+            q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
+            window=window, softcap=softcap, sinks=sinks, precision=precision,
+        )  # fmt: skip
+        call = remember(key, Call(problem, q))
+    result, lse = call(q, k, v, bias, mask, None, sinks)
+    return (result, lse) if return_lse else result
 
 
 def attention(
@@ -77,48 +128,183 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
-    dtype = attention_problem.sum_dtype(problem.dtype)
-    if out is None:
-        out = core_arrays.empty_like_layout(np, problem, q, problem.dtype)
-    lse = np.empty(problem.out_shape[:-1], dtype)
-    if lse.size == 0:  # however many batch entries there are
-        return out, lse if return_lse else None
-    tile = _tile(problem, dtype)
-    if isinstance(mask, BitMask):
-        tile = mask_tile(tile)
-    tasks = _tasks(problem, (q, k, v, bias, mask, out, lse, sinks), tile, dtype, score)
+    bits = mask if isinstance(mask, BitMask) else None
+    call = Call(problem, q, None if out is None else out.strides, bits)
+    out, lse = call(q, k, v, bias, mask, out, sinks, score)
+    return out, lse if return_lse else None
 
-    def new_worker() -> Callable[[_Task], None]:
-        steps = Steps(dtype)
 
-        def work(task: _Task) -> None:
-            x, begin, end = task.stack.borrow(), task.row_begin, task.row_end
+class _Rows(NamedTuple):
+    """Queries that a task has."""
+
+    begin: int
+    end: int
+    cost: int  # number of scores of one batch entry
+
+
+class _Task(NamedTuple):
+    """Some queries of one stack of batch entries."""
+
+    stack: _Stack
+    rows: _Rows
+
+
+class Call:
+    """One kind of call: how it is cut into tasks, and what they do.
+
+    Parameters
+    ----------
+    problem : Problem
+    q : numpy.ndarray
+        Queries like those of the calls.
+    strides : tuple of int, optional
+        Of the output; by default it lies in memory as the queries do.
+    mask : BitMask, optional
+        The mask of the only call, if it is one of bits.
+    """
+
+    def __init__(
+        self,
+        problem: attention_problem.Problem,
+        q: Array,
+        strides: tuple[int, ...] | None = None,
+        mask: BitMask | None = None,
+    ) -> None:
+        self._dtype = dtype = attention_problem.sum_dtype(problem.dtype)
+        shape, self._out_dtype = problem.out_shape, problem.dtype
+        order = core_arrays.memory_order(shape, q)
+        self._memory, self._lse_shape = [shape[axis] for axis in order], shape[:-1]
+        in_order = order == [*range(len(order))]
+        self._axes = None if in_order else [order.index(axis) for axis in range(len(order))]
+        if strides is None:
+            strides = core_arrays.dense_strides(shape, problem.dtype.itemsize, order)
+        column = (*shape[:-1], 1)
+        lse_strides = core_arrays.dense_strides(column, dtype.itemsize, range(len(column)))
+        out_views = [
+            attention_problem.out_view(problem, *view)
+            for view in ((shape, strides), (column, lse_strides))
+        ]
+        self._tasks: _Tasks | None = None
+        if math.prod(shape[:-1]):  # however many batch entries there are
+            self._tasks = _Tasks(problem, out_views, dtype, mask)
+
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | SparseBias | None,
+        mask: Array | BitMask | None,
+        out: Array | None,
+        sinks: Array | None,
+        score: ScoreOperands | None = None,
+    ) -> tuple[Array, Array]:
+        """Return output and LSE; the output is `out` where that is given."""
+        if out is None:
+            out = np.empty(self._memory, self._out_dtype)
+            if self._axes is not None:
+                out = out.transpose(self._axes)
+        lse = np.empty(self._lse_shape, self._dtype)
+        if self._tasks is not None:
+            self._tasks.run((q, k, v, bias, mask, out, lse, sinks), score)
+        return out, lse
+
+
+class _Tasks:
+    """The tasks of one kind of call, which has some queries."""
+
+    def __init__(
+        self,
+        problem: attention_problem.Problem,
+        out_views: Sequence[View],
+        dtype: np.dtype[Any],
+        mask: BitMask | None,
+    ) -> None:
+        self._dtype = dtype
+        self.problem = problem
+        out, lse = out_views
+        if mask is None:
+            self.problem, out, lse = decoding.heads_as_queries(problem, out, lse)
+        problem, self._bits = self.problem, mask
+        flop = 2 * math.prod(problem.batch) * problem.q_len * problem.k_len
+        flop *= problem.head_dim + problem.v_dim
+        wanted = max(1, min(_MOST_TASKS, int(flop / _TASK_FLOP)))
+        self.tile = tile = _tile(problem, dtype, wanted)
+        if mask is not None:
+            self.tile = tile = mask_tile(tile)
+        self._rows = _rows(problem, tile.tile_m, mask)
+        whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
+        most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // wanted)
+        if mask is not None and entries.differ(mask):
+            most = 1
+        self._views = [
+            problem.q, problem.k, problem.v, problem.bias, problem.mask, out, lse, problem.sinks,
+        ]  # fmt: skip
+        self._most = max(1, most)
+        self._layout = batching.Layout(self._views, self._most)
+        scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
+        self._parallel = 2 * scores * (problem.head_dim + problem.v_dim) > _PARALLEL_FLOP
+
+    def run(self, arrays: tuple[Any, ...], score: ScoreOperands | None) -> None:
+        """Do all tasks, the largest of each stack first, so that threads end together."""
+        stacks = self._stacks(arrays, score)
+        tasks = [_Task(stack, rows) for stack in stacks for rows in self._rows]
+        thread_pool.run(tasks, lambda: self._work, self._parallel and len(tasks) > 1)
+
+    def _stacks(self, arrays: tuple[Any, ...], score: ScoreOperands | None) -> list[_Stack]:
+        layout, bits = self._layout, self._bits
+        places: tuple[Array, ...] = ()
+        if bits is not None:
+            arrays = (*arrays[:4], bits.entries[..., None, None], *arrays[5:])
+        if score is not None:
+            places = score_entries(np, self.problem.out_shape[:-2])
+            views = [attention_problem.batch_view(self.problem, x, 1, 1) for x in places]
+            layout = batching.Layout([*self._views, *views], self._most)
+        found = []
+        of_matrix: dict[int, entries.Entries] = {}
+        for x in layout.stacks(np, (*arrays, *places)):
+            pairs = None
+            if bits is not None and self.problem.k_len:
+                matrix = int(x[4][0, 0, 0])
+                x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=not entries.any_of(bits))
+                if entries.any_of(bits):
+                    if matrix not in of_matrix:
+                        parts = self.problem, bits, matrix, arrays[3]
+                        of_matrix[matrix] = entries.Entries.of(*parts)
+                    pairs = of_matrix[matrix]
+            if isinstance(arrays[3], SparseBias):
+                x[3] = arrays[3]
+            made = None if score is None else TileScore(np, score, x[8], x[9], self._dtype)
+            operands = tiled_attention.Operands(*x[:8], score=made)
+            found.append(_Stack(operands, self._dtype, len(self._rows), pairs))
+        return found
+
+    def _work(self, task: _Task) -> None:
+        problem, tile_m, tile_n = self.problem, *self.tile
+        x, begin, end = task.stack.borrow(), task.rows.begin, task.rows.end
+        steps = Steps.unused(self._dtype)
+        with np.errstate(all="ignore"):
             more = None
             if task.stack.entries is not None:
                 parts = (steps, problem, x, task.stack.entries)
                 more = partial(entries.attend, *parts, row_begin=begin, row_end=end)
-            with np.errstate(all="ignore"):
-                if not tiled_attention.attend(steps, problem, x, begin, end, tile.tile_n, more):
-                    if isinstance(x.mask, MaskTiles):
-                        x = replace(x, mask=x.mask.only(words=True, sparse=True))
-                    for row in range(begin, end, tile.tile_m):
-                        rows = (row, min(row + tile.tile_m, end), tile.tile_n)
-                        tiled_attention.attend_exactly(steps, problem, x, *rows)
-            task.stack.give_back()
-
-        return work
-
-    flop = 2 * sum(t.cost for t in tasks) * (problem.head_dim + problem.v_dim)
-    thread_pool.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
-    return out, lse if return_lse else None
+            if not tiled_attention.attend(steps, problem, x, begin, end, tile_n, more):
+                if isinstance(x.mask, MaskTiles):
+                    x = replace(x, mask=x.mask.only(words=True, sparse=True))
+                for row in range(begin, end, tile_m):
+                    rows = (row, min(row + tile_m, end), tile_n)
+                    tiled_attention.attend_exactly(steps, problem, x, *rows)
+        task.stack.give_back()
+        steps.keep()
 
 
-def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:
+def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int) -> tile_sizes.Tile:
+    """Return the tile for a problem that should be split into so many tasks."""
     most, entries = _MOST_M, math.prod(problem.batch)
     if problem.lower is not None and problem.upper is not None:
         # A tile's queries together see tile_m keys more than each of them does.
         most = min(most, max(_LEAST_M, problem.upper - problem.lower))
-    while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < _LEAST_TASKS:
+    while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < wanted:
         most //= 2
     tile = tile_sizes.tile_sizes(
         problem.head_dim,
@@ -134,72 +320,18 @@ def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_size
     return tile._replace(tile_m=math.ceil(problem.q_len / rows / 16) * 16 or 16)
 
 
-class _Task(NamedTuple):
-    """Some queries of one stack of batch entries."""
-
-    stack: _Stack
-    row_begin: int
-    row_end: int
-    cost: int  # number of scores
-
-
-def _tasks(
-    problem: attention_problem.Problem,
-    arrays: tuple[Any, ...],
-    tile: tile_sizes.Tile,
-    dtype: np.dtype[Any],
-    score: ScoreOperands | None,
-) -> list[_Task]:
-    """Split the problem, the largest tasks of each stack first, so that threads end together."""
-    mask, out, lse, sinks = arrays[4:]
-    bits = mask if isinstance(mask, BitMask) else None
-    if bits is not None:
-        arrays = (*arrays[:4], bits.entries[..., None, None], out, lse, sinks)
-    out_view = attention_problem.out_view(problem, out.shape, out.strides)
-    lse_view = attention_problem.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
-    views = [
-        problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view,
-        problem.sinks,
-    ]  # fmt: skip
-    if score is not None:
-        places = score_entries(np, problem.out_shape[:-2])
-        arrays = (*arrays, *places)
-        views += [attention_problem.batch_view(problem, x, 1, 1) for x in places]
-    rows = []
+def _rows(problem: attention_problem.Problem, tile_m: int, mask: BitMask | None) -> list[_Rows]:
+    """Return the queries of each task of a stack, those with the most scores first."""
     bounds = [
-        (begin, min(begin + tile.tile_m, problem.q_len))
-        for begin in range(0, problem.q_len, tile.tile_m)
+        (begin, min(begin + tile_m, problem.q_len)) for begin in range(0, problem.q_len, tile_m)
     ]
-    if bits is not None and problem.k_len:
-        bounds = entries.tasks(bits, tile.tile_m)
+    if mask is not None and problem.k_len:
+        bounds = entries.tasks(mask, tile_m)
+    rows = []
     for begin, end in bounds:
         first, last = tiled_attention.visible_keys(problem, begin, end)
-        rows.append((begin, end, (end - begin) * (last - first)))
-    rows.sort(key=lambda row: -row[2])
-
-    whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
-    tasks = []
-    most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
-    if bits is not None and entries.differ(bits):
-        most = 1
-    of_matrix: dict[int, entries.Entries] = {}
-    for x in batching.stacks(np, arrays, views, max(1, most)):
-        pairs = None
-        if bits is not None and problem.k_len:
-            matrix = int(x[4][0, 0, 0])
-            x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=not entries.any_of(bits))
-            if entries.any_of(bits):
-                if matrix not in of_matrix:
-                    of_matrix[matrix] = entries.Entries.of(problem, bits, matrix, arrays[3])
-                pairs = of_matrix[matrix]
-        if isinstance(arrays[3], SparseBias):
-            x[3] = arrays[3]
-        made = None if score is None else TileScore(np, score, x[8], x[9], dtype)
-        operands = tiled_attention.Operands(*x[:8], score=made)
-        stack = _Stack(operands, dtype, len(rows), pairs)
-        n = x[0].shape[0]
-        tasks += [_Task(stack, begin, end, n * cost) for begin, end, cost in rows]
-    return tasks
+        rows.append(_Rows(begin, end, (end - begin) * (last - first)))
+    return sorted(rows, key=lambda row: -row.cost)
 
 
 class _Stack:

@@ -43,10 +43,10 @@ class Plan(NamedTuple):
     problem: attention_problem.Problem
     need: tuple[str, ...]
     dtype: np.dtype[Any]  # of sums
-    layouts: dict[str, gradients.Layout]
+    forms: dict[str, gradients.Form]
     tile: tile_sizes.Tile
     columns: list[tuple[int, int]]  # of tiles: (begin, end) of keys
-    stacks: batching.Stacks | None  # of the arrays; None where there is nothing to compute
+    stacks: batching.Layout | None  # of the arrays; None where there is nothing to compute
     direct: frozenset[str]  # gradients that products are written to where they lie
     written: bool  # whether that leaves none of their elements out
     alone: bool  # whether the task of a column prepares its queries, which no other task reads
@@ -94,7 +94,7 @@ def _planned(
 ) -> Plan:
     """Return the plan of a call. Of its arrays only metadata are read, but for those of masks."""
     dtype = attention_problem.sum_dtype(problem.dtype)
-    layouts = gradients.layouts(problem, inputs, need, dtype, sinks, score)
+    forms = gradients.forms(problem, inputs, need, dtype, sinks, score)
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
     tile = _tile(problem, dtype, bits is not None)
     columns = [
@@ -103,22 +103,22 @@ def _planned(
     ]
     stacks = None
     if problem.q_len and (problem.k_len or "sinks" in need):
-        seen = [layout.view for layout in layouts.values()]
+        seen = [form.view for form in forms.values()]
         seen += [None] * (isinstance(inputs[3], SparseBias) and "bias" in need)
         entries = gradients.batch_entries(np, problem, inputs[4] if columns else None, score)
         views = gradients.views(problem, inputs, results, seen, dtype, entries)
-        stacks = batching.Stacks(views, _stacked(problem, tile, dtype, bits))
-    names = [name for name in ("q", "k", "v") if name in layouts]
+        stacks = batching.Layout(views, _stacked(problem, tile, dtype, bits))
+    names = [name for name in ("q", "k", "v") if name in forms]
     direct = {
         name
         for name in names
-        if layouts[name].takes_products() and (name != "q" or len(columns) == 1)
+        if forms[name].takes_products() and (name != "q" or len(columns) == 1)
     }
     band = problem.lower is not None or problem.upper is not None
     written = stacks is not None and len(columns) > 0 and inputs[4] is None and not band
     alone = len(columns) == 1 and bits is None and "sinks" not in need
     return Plan(
-        problem, need, dtype, layouts, tile, columns, stacks, frozenset(direct), written, alone
+        problem, need, dtype, forms, tile, columns, stacks, frozenset(direct), written, alone
     )
 
 
@@ -140,8 +140,8 @@ def _run(
 ) -> dict[str, Array]:
     """Return the gradients that a plan is made for."""
     grads: dict[str, Gradient | Sums] = {}
-    for name, layout in plan.layouts.items():
-        grads[name] = found = Gradient(np, layout, layout.empty(np))
+    for name, form in plan.forms.items():
+        grads[name] = found = Gradient(np, form, form.empty(np))
         if not (plan.written and name in plan.direct):
             found.clear()
     if "bias" in plan.need and isinstance(inputs[3], SparseBias):
@@ -362,7 +362,7 @@ def _stacked(
 
 def _operands(
     plan: Plan,
-    stacks: batching.Stacks,
+    stacks: batching.Layout,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
     grads: dict[str, Gradient | Sums],
@@ -379,7 +379,7 @@ def _operands(
     of_mask = partial(MaskTiles, sparse=not one_by_one)
     near = lse.size > 0 and all_near(lse)
     found = []
-    for stack in stacks.of(np, arrays):
+    for stack in stacks.stacks(np, arrays):
         sparse = gradients.sparse(bits, stack, of_mask)
         x = gradients.operands(stack, [*grads], *sparse, score=of, near=near, direct=plan.direct)
         if isinstance(inputs[3], SparseBias):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections import deque
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ Array = npt.NDArray[Any]
 # below 0. The largest weight of each row is then from 1 to 1e14: sums are far from overflow, and
 # the products of the largest weight with small values do not underflow.
 _SMALL_SCORE = 16.0
+# Scratch memory that is kept between calls: of so many threads, so many bytes each.
+_MOST_KEPT = 4
+_KEPT_BYTES = 2 << 20
 # Numbers below these are subnormal, and have fewer digits.
 _SMALLEST = {np.dtype(t): np.finfo(t).tiny for t in (np.float32, np.float64)}
 
@@ -61,15 +65,30 @@ def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
 class Steps:
     """The `Steps` of all of `fa_cupy.tiled`, for NumPy.
 
-    One a thread: scratch memory is its own.
+    One a thread: scratch memory is its own. `unused` and `keep` take it from call to call.
     """
 
     xp: Any = np
+    _kept: ClassVar[deque[Steps]] = deque(maxlen=_MOST_KEPT)
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
         self._scratch: dict[str, Array] = {}
         self._ones = np.ones(0, dtype)
+
+    @classmethod
+    def unused(cls, dtype: np.dtype[Any]) -> Steps:
+        """Return one that no other thread has, with the scratch memory of an earlier call."""
+        try:
+            found = cls._kept.pop()
+        except IndexError:
+            return cls(dtype)
+        return found if found.dtype == dtype else cls(dtype)
+
+    def keep(self) -> None:
+        """Leave this to later calls, unless its scratch memory is large."""
+        if sum(x.nbytes for x in self._scratch.values()) <= _KEPT_BYTES:
+            self._kept.append(self)
 
     def scratch(self, name: str, shape: tuple[int, ...]) -> Array:
         size = math.prod(shape)

@@ -40,7 +40,7 @@ class Operands(attention.Operands):
     direct: frozenset[str] = frozenset()
 
 
-class Layout(NamedTuple):
+class Form(NamedTuple):
     """How a gradient lies in memory while it is summed; it follows from its argument's metadata."""
 
     shape: tuple[int, ...]  # of the argument
@@ -53,8 +53,8 @@ class Layout(NamedTuple):
     def of(
         cls, problem: Problem, of: Any, rows: int, cols: int | None, dtype: np.dtype[Any],
         once: bool = False,
-    ) -> Layout:  # fmt: skip
-        """Return the layout of the gradient of an argument.
+    ) -> Form:  # fmt: skip
+        """Return the form of the gradient of an argument.
 
         Parameters
         ----------
@@ -114,16 +114,16 @@ class Gradient:
     Parameters
     ----------
     xp : module
-    layout : Layout
+    form : Form
     result : array
         Memory for the gradient, laid out so.
     """
 
-    def __init__(self, xp: Any, layout: Layout, result: Any) -> None:
+    def __init__(self, xp: Any, form: Form, result: Any) -> None:
         self.sums = self._result = result
-        self.view = layout.view
-        if layout.sums != layout.dtype:
-            self.sums = xp.empty(layout.shape, layout.sums)
+        self.view = form.view
+        if form.sums != form.dtype:
+            self.sums = xp.empty(form.shape, form.sums)
 
     def clear(self) -> None:
         """Begin again."""
@@ -136,14 +136,14 @@ class Gradient:
         return self._result
 
 
-def layouts(
+def forms(
     problem: Problem,
     inputs: Sequence[Any],
     need: Sequence[str],
     dtype: np.dtype[Any],
     sinks: Any = None,
     score: ScoreOperands | None = None,
-) -> dict[str, Layout]:
+) -> dict[str, Form]:
     """Return those of the gradients of `inputs`, q, k, v and bias, of sinks and of a score.
 
     For each element that the score loads of an array, there is one with an axis for each axis of
@@ -158,13 +158,13 @@ def layouts(
         "sinks": (problem.q_len, None),
     }
     found = {
-        name: Layout.of(problem, of, *sizes[name], dtype, once=name == "bias")
+        name: Form.of(problem, of, *sizes[name], dtype, once=name == "bias")
         for name, of in zip(sizes, (*inputs[:4], sinks), strict=True)
         if name in need and not (name == "bias" and isinstance(of, SparseBias))
     }
     for name, shape in score_shapes(problem, need, score).items():
         of = np.broadcast_to(np.zeros((), dtype), shape)
-        found[name] = Layout.of(problem, of, problem.q_len, k_len, dtype)
+        found[name] = Form.of(problem, of, problem.q_len, k_len, dtype)
     return found
 
 
@@ -178,17 +178,17 @@ def gradients(
     sinks: Any = None,
     score: ScoreOperands | None = None,
 ) -> dict[str, Any]:
-    """Return what will hold the gradients that have `layouts`, and that of a sparse bias.
+    """Return what will hold the gradients that have `forms`, and that of a sparse bias.
 
     ``empty(shape, dtype, like)`` returns memory for a result.
     """
     named = dict(zip(("q", "k", "v", "bias", "sinks"), (*inputs[:4], sinks), strict=True))
     found: dict[str, Gradient | Sums] = {}
-    for name, layout in layouts(problem, inputs, need, dtype, sinks, score).items():
+    for name, form in forms(problem, inputs, need, dtype, sinks, score).items():
         of = named.get(name)
-        shape, kind = layout.shape, layout.dtype
+        shape, kind = form.shape, form.dtype
         result = xp.empty(shape, kind) if of is None else empty(shape, kind, of)
-        found[name] = gradient = Gradient(xp, layout, result)
+        found[name] = gradient = Gradient(xp, form, result)
         gradient.clear()
     if "bias" in need and isinstance(inputs[3], SparseBias):
         found["bias"] = Sums(inputs[3])
@@ -283,7 +283,7 @@ def views(
     inputs, results : sequence of array or None
         As of `arrays`.
     grads : sequence of View or None
-        Of `layouts`; None for the gradient of a sparse bias.
+        Of `forms`; None for the gradient of a sparse bias.
     dtype : numpy.dtype
         Of the sums.
     entries : sequence of array
