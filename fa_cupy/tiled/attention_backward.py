@@ -188,20 +188,23 @@ def column(
 def _finish_direct(
     steps: Steps, problem: Problem, x: Operands, keys: tuple[int, int], tile_m: int
 ) -> None:
-    """Scale what a column wrote to its direct gradients; if not all of it is finite, begin again.
-
-    That is then computed and looked at tile by tile.
-    """
+    """Scale what a column wrote to its direct gradients, and begin again unless it is finite."""
     found = {name: target(x, name, (0, x.q.shape[1]), keys) for name in x.direct}
     _, after = scale_orders(slope_of(problem, steps.dtype))[0]
     for name in found.keys() & {"q", "k"}:
         steps.scale(found[name], after)
-    if all(steps.finite(out) for out in found.values()):
-        return
-    for out in found.values():
-        out.fill(0)
-    alone = _chosen(x, direct=True)
-    column(steps, problem, alone, keys, tile_m, partial(gradients.add, steps, alone, keys))
+    if not all(steps.finite(out) for out in found.values()):
+        begin_again(steps, problem, x, keys, tile_m)
+
+
+def begin_again(
+    steps: Steps, problem: Problem, x: Operands, keys: tuple[int, int], tile_m: int
+) -> None:
+    """Compute the direct gradients of a column anew, and look at each tile of them."""
+    for name in x.direct:
+        target(x, name, (0, x.q.shape[1]), keys).fill(0)
+    x = _chosen(x, direct=True)
+    column(steps, problem, x, keys, tile_m, partial(gradients.add, steps, x, keys))
 
 
 def _chosen(x: Operands, direct: bool) -> Operands:

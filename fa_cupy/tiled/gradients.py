@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
     shape: tuple[int, ...]  # of the argument
     dtype: np.dtype[Any]
-    order: Sequence[int]  # its axes in memory, outermost first
+    order: Sequence[int] | None  # its axes in memory, outermost first; None for C order
     sums: np.dtype[Any]  # dtype of the sums, which are apart where it is another one
     view: View  # of the sums, over all batch axes
 
@@ -80,7 +80,10 @@ class Form(NamedTuple):
             )
 
         order = core_arrays.memory_order(of.shape, of)
-        found = cls(of.shape, of.dtype, order, of.dtype, view(of.dtype, order))
+        in_order = order == [*range(len(order))]
+        found = cls(
+            of.shape, of.dtype, None if in_order else order, of.dtype, view(of.dtype, order)
+        )
         # A gradient as large as all scores is not kept in two dtypes.
         direct = once and all(n == 1 or step for n, step in zip(*found.view, strict=True))
         if of.dtype == dtype or direct:
@@ -89,6 +92,8 @@ class Form(NamedTuple):
 
     def empty(self, xp: Any) -> Any:
         """Return memory for the result."""
+        if self.order is None:
+            return xp.empty(self.shape, self.dtype)
         return core_arrays.empty_in_order(xp, self.shape, self.order, self.dtype)
 
     def takes_products(self) -> bool:

@@ -49,11 +49,6 @@ def is_far(xp: Any, lse: Array) -> Array:
     return xp.isfinite(lse) & (xp.abs(lse) >= FAR)
 
 
-def all_near(lse: Array) -> bool:
-    """Return whether no row of an array that is not empty is far, or sees nothing, or is NaN."""
-    return bool(lse.min() > -FAR and lse.max() < FAR)
-
-
 def given_total(xp: Any, lse: Array, top: Array, total: Array) -> Array:
     """Return what weights ``exp(s - top)`` are divided by, given the log-sum-exp of a caller.
 
