@@ -44,9 +44,11 @@ _MOST_M = 512
 _MOST_TASKS = 16
 _LEAST_M = 64
 _TASK_FLOP = 1.5e7
-# Float16 keys and values are converted once per batch entry up to this many bytes of float32, and
-# once per tile beyond.
-_CONVERTED_BYTES = 64 << 20
+# Rows wider than this do not have to fit the cache: the BLAS library copies what it works on. Tiles
+# of them have so many queries at most, and so many elements of queries, or of copies of keys.
+_CACHED_DIM = 512
+_LARGE_M, _LARGE_N = 128, 512
+_LARGE_ELEMENTS = 4 << 20
 
 
 def cached(
@@ -306,18 +308,28 @@ def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int)
         most = min(most, max(_LEAST_M, problem.upper - problem.lower))
     while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < wanted:
         most //= 2
-    tile = tile_sizes.tile_sizes(
-        problem.head_dim,
-        problem.v_dim,
-        dtype.itemsize,
-        tile_sizes.CPU_CACHE_BYTES,
-        problem.q_len,
-        problem.k_len,
-        max_m=most,
-    )
+    if max(problem.head_dim, problem.v_dim) > _CACHED_DIM:
+        tile = _tile_of_wide_rows(problem, dtype)
+    else:
+        tile = tile_sizes.tile_sizes(
+            problem.head_dim,
+            problem.v_dim,
+            dtype.itemsize,
+            tile_sizes.CPU_CACHE_BYTES,
+            problem.q_len,
+            problem.k_len,
+            max_m=most,
+        )
     # Even tiles, rather than a short one at the end.
     rows = math.ceil(problem.q_len / tile.tile_m) or 1
     return tile._replace(tile_m=math.ceil(problem.q_len / rows / 16) * 16 or 16)
+
+
+def _tile_of_wide_rows(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:
+    """Return the tile for a head_dim beyond `_CACHED_DIM`."""
+    few = max(16, _LARGE_ELEMENTS // max(problem.head_dim, problem.v_dim) // 16 * 16)
+    tile_n = _LARGE_N if problem.dtype == dtype else min(_LARGE_N, few)
+    return tile_sizes.Tile(min(_LARGE_M, few), min(tile_n, max(1, problem.k_len)))
 
 
 def _rows(problem: attention_problem.Problem, tile_m: int, mask: BitMask | None) -> list[_Rows]:
@@ -335,9 +347,10 @@ def _rows(problem: attention_problem.Problem, tile_m: int, mask: BitMask | None)
 
 
 class _Stack:
-    """Operands of stacked batch entries, float16 keys and values converted while in use.
+    """Operands of stacked batch entries.
 
-    With `entries`, the pairs of sparse blocks, keys and values are dense and of compute dtype too.
+    With `entries`, the pairs of sparse blocks, keys and values are dense and of compute dtype while
+    they are in use.
     """
 
     def __init__(
@@ -347,9 +360,6 @@ class _Stack:
         users: int,
         entries: entries.Entries | None,
     ) -> None:
-        elements = x.k.size + x.v.size
-        self._convert = x.k.dtype == np.float16 and elements * dtype.itemsize <= _CONVERTED_BYTES
-        self._convert |= entries is not None
         self.entries = entries
         self._given = self._ready = x
         self._dtype = dtype
@@ -359,7 +369,7 @@ class _Stack:
     def borrow(self) -> tiled_attention.Operands:
         with self._lock:
             x = self._given
-            if self._convert and self._ready is x:
+            if self.entries is not None and self._ready is x:
                 k, v = (entries.dense_of(a, self._dtype) for a in (x.k, x.v))
                 self._ready = replace(x, k=k, v=v)
             return self._ready

@@ -209,3 +209,46 @@ def test_memory_at_length_65536(dtype):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100e6
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dims"),
+    [((150, 700), (600, 600)), ((20, 40), (40, 2000)), ((20, 40), (2000, 40)),
+     ((3, 5), (270_000, 3)), ((3, 5), (3, 300_000))],
+)  # fmt: skip
+@pytest.mark.parametrize(**by_dtype())
+def test_wide_rows(dtype, lengths, dims):
+    rng, (q_len, k_len) = np.random.default_rng(1), lengths
+    shapes = (q_len, dims[0]), (k_len, dims[0]), (k_len, dims[1])
+    q, k, v = (normal(rng, shape, dtype) for shape in shapes)
+    for options in ({}, {"is_causal": True, "causal_align": "bottom_right"}):
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        check_against_reference(Case(q, k, v, options=options), out, lse)
+
+
+# Conversion
+
+
+@pytest.mark.parametrize("layout", ["dense", "rows", "columns", "reversed", "unaligned"])
+def test_float16_is_widened_to_the_last_bit(layout):
+    """All of its numbers: subnormal ones, infinities and the payload of NaN among them."""
+    x = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    if layout == "rows":
+        x = x[::2]
+    elif layout == "columns":
+        x = x.T
+    elif layout == "reversed":
+        x = x[::-1, ::-1]
+    elif layout == "unaligned":
+        x = np.frombuffer(b"\0" + x.tobytes(), np.float16, offset=1).reshape(256, 256)
+    finite = np.where(np.isfinite(x), x, 0)
+    for numbers in (x, finite, finite[:0]):
+        steps = Steps(np.dtype(np.float32))
+        out = steps.scratch("poisoned", numbers.shape)
+        out.fill(np.nan)
+        steps.load(out, numbers)
+        want = numbers.astype(np.float32)
+        np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))
