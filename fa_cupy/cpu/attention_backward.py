@@ -35,7 +35,7 @@ _NAME = "attention_backward"
 _INPUTS = ("q", "k", "v")
 # A task has so much work at least, more than starting a thread and the calls of NumPy for a tile
 # take, until there are so many tasks. What is too little for two tasks runs in the calling thread.
-_TASK_FLOP = 4e7
+_TASK_FLOP = 8e7
 _LEAST_TASKS = 16
 _LEAST_N = 64
 # Most keys of a tile: more would compute more scores above the diagonal in vain.
@@ -76,7 +76,7 @@ def cached(
         and causal_align.__class__ in TEXTS
     ):
         return None
-    facts = [_NAME, np, scale, is_causal, causal_align, softcap, need is None]
+    facts = [_NAME, "numpy", scale, is_causal, causal_align, softcap, need is None]
     for x in (q, k, v, out, lse, dout):
         if type(x) is not np.ndarray:
             return None
