@@ -162,7 +162,7 @@ def _planned(
         entries = gradients.batch_entries(np, problem, inputs[4] if columns else None, score)
         views = gradients.views(problem, inputs, results, seen, dtype, entries)
         stacks = batching.Layout(views, _stacked(problem, tile, dtype, bits))
-    names = [name for name in ("q", "k", "v") if name in forms]
+    names: list[str] = [name for name in ("q", "k", "v") if name in forms]
     direct = frozenset(
         name
         for name in names
@@ -172,8 +172,9 @@ def _planned(
     written = stacks is not None and len(columns) > 0 and inputs[4] is None and not band
     alone = len(columns) == 1 and bits is None and "sinks" not in need
     plain = None
-    if stacks is not None and bits is None and _is_plain(problem, tile, len(columns)):
-        plain = _Plain(problem, [*forms], direct)
+    dense = stacks is not None and bits is None and inputs[3] is None
+    if names and dense and _is_plain(problem, tile, len(columns)):
+        plain = _Plain(problem, names, direct)
     return Plan(problem, need, dtype, forms, tile, columns, stacks, direct, written, alone, plain)
 
 
@@ -207,7 +208,7 @@ def _run(
     near = bool(stacks) and _all_near(results[1])
     with np.errstate(all="ignore"):
         if plan.plain is not None and near:
-            _add_plain(plan, plan.plain, stacks, [*grads])
+            _add_plain(plan, plan.plain, stacks, grads)
         main = Steps.unused(plan.dtype)
         if plan.plain is None or not near:
             for name, grad in grads.items():
@@ -234,10 +235,10 @@ def _is_plain(problem: attention_problem.Problem, tile: tile_sizes.Tile, columns
         return False
     if columns != 1 or problem.q_len > tile.tile_m or not problem.head_dim * problem.v_dim:
         return False
-    if problem.bias is not None or problem.sinks is not None or problem.score is not None:
+    if problem.score is not None or problem.softcap:
         return False
     # A product times a larger scale may have lost digits, and one times 0 is never computed.
-    if problem.softcap or not (abs(problem.scale) <= 1 and folds(problem.scale) and problem.scale):
+    if not (abs(problem.scale) <= 1 and folds(problem.scale) and problem.scale):
         return False
     shared = [
         n > 1 and step == 0
@@ -279,7 +280,7 @@ class _Plain:
         weights, dscores = steps.scratch("scores", shape), steps.scratch("dscores", shape)
         places = {
             name: grad if name in self._direct else steps.scratch(f"of_{name}", grad.shape)
-            for name, grad in zip(self._names, grads, strict=True)
+            for name, grad in zip(self._names, grads, strict=False)  # those of sinks come last
         }
         key = (len(q), q.strides, k.strides, v.strides, dout.strides)
         products = self._products.get(key)
@@ -306,7 +307,7 @@ class _Plain:
                 products["q"](dscores, k, places["q"])
             if "k" in places:
                 products["k"](dscores, q, places["k"])
-        for name, grad in zip(self._names, grads, strict=True):
+        for name, grad in zip(self._names, grads, strict=False):
             if name not in self._direct:
                 np.copyto(grad, places[name])
         return all(steps.finite(place) for place in places.values())
@@ -342,21 +343,30 @@ class _Plain:
         return {} if None in found.values() else found
 
 
-def _add_plain(plan: Plan, plain: _Plain, stacks: list[list[Any]], names: list[str]) -> None:
+def _add_plain(plan: Plan, plain: _Plain, stacks: list[list[Any]], grads: dict[str, Any]) -> None:
     """Compute the gradients of stacks that are one tile each."""
-    problem, (keys,), tile_m = plan.problem, plan.columns, plan.tile.tile_m
+    problem, (keys,), tile_m, names = plan.problem, plan.columns, plan.tile.tile_m, [*grads]
 
     def work(stack: list[Any]) -> None:
         steps = Steps.unused(plan.dtype)
         with np.errstate(all="ignore"):
             if not plain.add(steps, stack):
-                x = gradients.operands(stack, names, near=True, direct=frozenset(names))
+                direct = frozenset(names) - {"sinks"}
+                x = gradients.operands(stack, names, near=True, direct=direct)
                 _prepare(steps, x, tile_m)
                 attention_backward.begin_again(steps, problem, x, keys, tile_m)
         steps.keep()
 
     flop = sum(len(stack[0]) for stack in stacks) * _flop_of_entry(problem)
     thread_pool.run(stacks, lambda: work, len(stacks) > 1 and flop > _TASK_FLOP)
+    if "sinks" in names:
+        grads["sinks"].clear()
+        steps = Steps.unused(plan.dtype)
+        for stack in stacks:
+            x = gradients.operands(stack, names, near=True)
+            _prepare(steps, x, tile_m)
+            attention_backward.add_to_sinks(steps, x)
+        steps.keep()
 
 
 def _add_all(plan: Plan, stacks: list[Operands], main: Steps, pairs: _Entries) -> None:
