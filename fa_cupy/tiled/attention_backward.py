@@ -153,7 +153,7 @@ def column(
 ) -> None:
     """Compute what the tiles of these keys add to the gradients of all stacked entries.
 
-    `add` is called for those that are not ``x.direct``, of which there are none if `exact`.
+    Those that are not ``x.direct`` go to `add`. If `exact`, none is direct.
     """
     if not x.grads:  # sinks have no part in a tile
         return
