@@ -43,7 +43,14 @@ _MOST_M = 512
 # number of threads.
 _MOST_TASKS = 16
 _LEAST_M = 64
-_TASK_FLOP = 1.5e7
+_TASK_FLOP = 3e7
+# The number of queries whose products take as long as reading their keys from memory.
+_READING_QUERIES = 8
+# Keys and values that are read once do not have to fit the cache, unless they are converted.
+_FEW_QUERIES, _FEW_N = 16, 8192
+# From so many stacks on, arrays are packed if that makes few of them; and which arrays are results.
+_MOST_PARTS = 64
+_RESULTS = {5, 6}
 # Rows wider than this do not have to fit the cache: the BLAS library copies what it works on. Tiles
 # of them have so many queries at most, and so many elements of queries, or of copies of keys.
 _CACHED_DIM = 512
@@ -228,8 +235,10 @@ class _Tasks:
         if mask is None:
             self.problem, out, lse = decoding.heads_as_queries(problem, out, lse)
         problem, self._bits = self.problem, mask
-        flop = 2 * math.prod(problem.batch) * problem.q_len * problem.k_len
-        flop *= problem.head_dim + problem.v_dim
+        # Reading keys for fewer queries than these takes as long as the products of so many.
+        reading = max(1.0, _READING_QUERIES / max(1, problem.q_len))
+        per_score = 2 * (problem.head_dim + problem.v_dim) * reading
+        flop = per_score * math.prod(problem.batch) * problem.q_len * problem.k_len
         wanted = max(1, min(_MOST_TASKS, int(flop / _TASK_FLOP)))
         self.tile = tile = _tile(problem, dtype, wanted)
         if mask is not None:
@@ -244,16 +253,87 @@ class _Tasks:
         ]  # fmt: skip
         self._most = max(1, most)
         self._layout = batching.Layout(self._views, self._most)
+        self._packed: dict[int, View] = {}
+        if len(self._layout.parts) > _MOST_PARTS and mask is None and problem.score is None:
+            self._packed = self._pack()
         scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
-        self._parallel = 2 * scores * (problem.head_dim + problem.v_dim) > _PARALLEL_FLOP
+        self._parallel = scores * per_score > _PARALLEL_FLOP
+        alone = len(self._layout.parts) * len(self._rows)
+        one = [(0, problem.k_len)]
+        self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
 
-    def run(self, arrays: tuple[Any, ...], score: ScoreOperands | None) -> None:
+    def _pack(self) -> dict[int, View]:
+        """Return the views of arrays that are packed, so that there are few stacks of entries.
+
+        That is done where it makes a fourth of them or less, for arrays that repeat nothing.
+        """
+        p, of_bool = self.problem, np.dtype(np.bool_)
+        kinds = (
+            p.dtype,
+            p.dtype,
+            p.dtype,
+            p.bias_dtype,
+            of_bool,
+            p.dtype,
+            self._dtype,
+            p.sinks_dtype,
+        )
+        views, packed = [*self._views], {}
+        for i, (view, kind) in enumerate(zip(views, kinds, strict=True)):
+            if view is None or kind is None or batching.is_dense(view):
+                continue
+            if all(stride or n == 1 for n, stride in zip(*view, strict=True)):
+                packed[i], axes = view, range(len(view.shape))
+                dense = core_arrays.dense_strides(view.shape, kind.itemsize, axes)
+                views[i] = View(view.shape, dense)
+        layout = batching.Layout(views, self._most)
+        if 4 * len(layout.parts) > len(self._layout.parts):
+            return {}
+        self._views, self._layout = views, layout
+        return packed
+
+    def run(self, arrays: Sequence[Any], score: ScoreOperands | None) -> None:
         """Do all tasks, the largest of each stack first, so that threads end together."""
+        if not self._packed:
+            return self._run(arrays, score)
+        seen, own = {}, [*arrays]
+        for i, view in self._packed.items():
+            seen[i] = np.lib.stride_tricks.as_strided(arrays[i], *view)
+            own[i] = np.empty(view.shape, arrays[i].dtype) if i in _RESULTS else seen[i].copy()
+        self._run(own, score)
+        for i in seen.keys() & _RESULTS:
+            np.copyto(seen[i], own[i])
+
+    def _run(self, arrays: Sequence[Any], score: ScoreOperands | None) -> None:
         stacks = self._stacks(arrays, score)
+        if len(self._keys) > 1:
+            return self._run_parts(stacks)
         tasks = [_Task(stack, rows) for stack in stacks for rows in self._rows]
         thread_pool.run(tasks, lambda: self._work, self._parallel and len(tasks) > 1)
 
-    def _stacks(self, arrays: tuple[Any, ...], score: ScoreOperands | None) -> list[_Stack]:
+    def _run_parts(self, stacks: list[_Stack]) -> None:
+        """Do the tasks of parts of the keys, and combine what they give."""
+        problem, dtype, tile_n = self.problem, self._dtype, self.tile.tile_n
+        parts = {
+            stack: [decoding.Part(problem, stack.borrow(), dtype, *keys) for keys in self._keys]
+            for stack in stacks
+        }
+
+        def work(part: decoding.Part) -> None:
+            steps = Steps.unused(dtype)
+            with np.errstate(all="ignore"):
+                part.attend(steps, tile_n)
+            steps.keep()
+
+        tasks = [part for some in parts.values() for part in some]
+        thread_pool.run(tasks, lambda: work, self._parallel)
+        steps = Steps.unused(dtype)
+        with np.errstate(all="ignore"):
+            for stack, some in parts.items():
+                decoding.combine(steps, problem, stack.borrow(), some, tile_n)
+        steps.keep()
+
+    def _stacks(self, arrays: Sequence[Any], score: ScoreOperands | None) -> list[_Stack]:
         layout, bits = self._layout, self._bits
         places: tuple[Array, ...] = ()
         if bits is not None:
@@ -306,6 +386,9 @@ def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int)
     if problem.lower is not None and problem.upper is not None:
         # A tile's queries together see tile_m keys more than each of them does.
         most = min(most, max(_LEAST_M, problem.upper - problem.lower))
+    if problem.upper is not None:
+        # Of scores above the diagonal, an eighth of all at most are computed in vain.
+        most = min(most, max(2 * _LEAST_M, problem.q_len // 4))
     while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < wanted:
         most //= 2
     if max(problem.head_dim, problem.v_dim) > _CACHED_DIM:
@@ -320,6 +403,8 @@ def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int)
             problem.k_len,
             max_m=most,
         )
+    if problem.q_len <= _FEW_QUERIES and problem.dtype == dtype:
+        tile = tile._replace(tile_n=min(_FEW_N, max(1, problem.k_len)))
     # Even tiles, rather than a short one at the end.
     rows = math.ceil(problem.q_len / tile.tile_m) or 1
     return tile._replace(tile_m=math.ceil(problem.q_len / rows / 16) * 16 or 16)
@@ -367,14 +452,18 @@ class _Stack:
         self._lock = threading.Lock()
 
     def borrow(self) -> tiled_attention.Operands:
+        if self.entries is None:
+            return self._given
         with self._lock:
             x = self._given
-            if self.entries is not None and self._ready is x:
+            if self._ready is x:
                 k, v = (entries.dense_of(a, self._dtype) for a in (x.k, x.v))
                 self._ready = replace(x, k=k, v=v)
             return self._ready
 
     def give_back(self) -> None:
+        if self.entries is None:
+            return
         with self._lock:
             self._users -= 1
             if self._users == 0:

@@ -77,11 +77,12 @@ class Steps:
     """
 
     xp: Any = np
-    _kept: ClassVar[deque[Steps]] = deque(maxlen=_MOST_KEPT)
+    _kept: ClassVar[dict[Any, deque[Steps]]] = {t: deque(maxlen=_MOST_KEPT) for t in _SMALLEST}
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
         self._scratch: dict[str, Array] = {}
+        self._bytes = 0  # of scratch memory
         self._last: dict[str, Array] = {}  # as it was asked for the last time
         self._ones = np.ones(0, dtype)
 
@@ -89,15 +90,14 @@ class Steps:
     def unused(cls, dtype: np.dtype[Any]) -> Steps:
         """Return one that no other thread has, with the scratch memory of an earlier call."""
         try:
-            found = cls._kept.pop()
+            return cls._kept[dtype].pop()
         except IndexError:
             return cls(dtype)
-        return found if found.dtype == dtype else cls(dtype)
 
     def keep(self) -> None:
         """Leave this to later calls, unless its scratch memory is large."""
-        if sum(x.nbytes for x in self._scratch.values()) <= _KEPT_BYTES:
-            self._kept.append(self)
+        if self._bytes <= _KEPT_BYTES:
+            self._kept[self.dtype].append(self)
 
     def scratch(self, name: str, shape: tuple[int, ...]) -> Array:
         last = self._last.get(name)
@@ -109,6 +109,9 @@ class Steps:
             raw = np.empty(size * self.dtype.itemsize + 63, np.uint8)
             offset = -raw.ctypes.data % 64  # whole cache lines for vector loads
             buffer = raw[offset : offset + size * self.dtype.itemsize].view(self.dtype)
+            self._bytes += buffer.nbytes - (
+                self._scratch[name].nbytes if name in self._scratch else 0
+            )
             self._scratch[name] = buffer
         self._last[name] = found = buffer[:size].reshape(shape)
         return found

@@ -214,6 +214,36 @@ def test_memory_at_length_65536(dtype):
 # Sizes
 
 
+@pytest.mark.parametrize(**by_dtype())
+@pytest.mark.parametrize("turned", ["q", "k", "v", "bias", "mask", "sinks", "out", "kv", "all"])
+def test_batch_axes_in_any_order_are_packed(monkeypatch, dtype, turned):
+    """Arrays of many small matrices, whose batch axes lie in another order than that of others."""
+    rng, axes = np.random.default_rng(1), (2,) * 7
+    parts, attend = [], tiled_attention.attend
+
+    def counted(steps, problem, x, *more):
+        parts.append(x.q.shape[0])
+        return attend(steps, problem, x, *more)
+
+    def lie(name, x):
+        if turned in (name, "all") or (turned == "kv" and name in turned):
+            order = [*reversed(range(7)), *range(7, x.ndim)]
+            return np.ascontiguousarray(x.transpose(order)).transpose(order)
+        return x
+
+    monkeypatch.setattr(tiled_attention, "attend", counted)
+    q, k, v = (lie(name, normal(rng, (*axes, n, 3), dtype)) for name, n in zip("qkv", (4, 5, 5)))
+    bias = lie("bias", normal(rng, (*axes, 4, 5), np.float32))
+    mask = lie("mask", rng.random((*axes, 4, 5)) < 0.7)
+    options = {"sinks": lie("sinks", normal(rng, (*axes, 4), dtype))}
+    out = lie("out", np.full((*axes, 4, 3), np.nan).astype(dtype))
+    for result in (None, out):
+        found, lse = attention(q, k, v, bias, mask, return_lse=True, out=result, **options)
+        check_against_reference(Case(q, k, v, bias, mask, options), found, lse)
+        assert found.strides == (q if result is None else out).strides
+    assert len(parts) <= 4
+
+
 @pytest.mark.parametrize(
     ("lengths", "dims"),
     [((150, 700), (600, 600)), ((20, 40), (40, 2000)), ((20, 40), (2000, 40)),
