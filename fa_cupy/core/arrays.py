@@ -113,13 +113,7 @@ def empty_like_layout(xp: Any, problem: Any, q: Any, dtype: np.dtype[Any]) -> An
 
 def empty_laid_out(xp: Any, shape: Sequence[int], like: Any, dtype: np.dtype[Any]) -> Any:
     """Return an uninitialised dense array of `shape`, laid out as `like` is; see `memory_order`."""
-    return empty_in_order(xp, shape, memory_order(shape, like), dtype)
-
-
-def empty_in_order(
-    xp: Any, shape: Sequence[int], order: Sequence[int], dtype: np.dtype[Any]
-) -> Any:
-    """Return an uninitialised dense array whose axes lie in `order`, outermost first."""
+    order = memory_order(shape, like)
     memory = xp.empty([shape[axis] for axis in order], dtype)
     return memory.transpose([order.index(axis) for axis in range(len(order))])
 

@@ -94,7 +94,8 @@ class Form(NamedTuple):
         """Return memory for the result."""
         if self.order is None:
             return xp.empty(self.shape, self.dtype)
-        return core_arrays.empty_in_order(xp, self.shape, self.order, self.dtype)
+        memory = xp.empty([self.shape[axis] for axis in self.order], self.dtype)
+        return memory.transpose([self.order.index(axis) for axis in range(len(self.order))])
 
     def takes_products(self) -> bool:
         """Whether a product of each batch entry can be written where its part of the sums lies."""
