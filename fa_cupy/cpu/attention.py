@@ -254,11 +254,11 @@ class _Tasks:
         self._most = max(1, most)
         self._layout = batching.Layout(self._views, self._most)
         self._packed: dict[int, View] = {}
-        if len(self._layout.parts) > _MOST_PARTS and mask is None and problem.score is None:
+        if self._layout.count >= _MOST_PARTS and mask is None and problem.score is None:
             self._packed = self._pack()
         scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
         self._parallel = scores * per_score > _PARALLEL_FLOP
-        alone = len(self._layout.parts) * len(self._rows)
+        alone = self._layout.count * len(self._rows)
         one = [(0, problem.k_len)]
         self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
 
@@ -287,7 +287,7 @@ class _Tasks:
                 dense = core_arrays.dense_strides(view.shape, kind.itemsize, axes)
                 views[i] = View(view.shape, dense)
         layout = batching.Layout(views, self._most)
-        if 4 * len(layout.parts) > len(self._layout.parts):
+        if 4 * layout.count > self._layout.count:
             return {}
         self._views, self._layout = views, layout
         return packed

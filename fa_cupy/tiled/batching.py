@@ -81,16 +81,11 @@ class Layout:
             math.prod(view.shape) if view is not None and is_dense(view) else 0
             for view in self._views
         ]
-        self._one_axis = len(batch.shape) == 1
-        longest = batch.shape[-1]
-        #: For each stack, its place along the batch axes.
-        self.parts: list[tuple[Any, ...]] = []
+        self._shape, self._largest = batch.shape, largest
+        #: The number of stacks.
+        self.count = 0
         if math.prod(shape):
-            self.parts = [
-                (*index, slice(begin, min(begin + largest, longest)))
-                for index in np.ndindex(batch.shape[:-1])
-                for begin in range(0, longest, largest)
-            ]
+            self.count = math.prod(batch.shape[:-1]) * -(-batch.shape[-1] // largest)
 
     def seen(self, xp: Any, arrays: Sequence[Any]) -> list[Any]:
         """Return the arrays with these batch axes, without a copy.
@@ -104,12 +99,16 @@ class Layout:
 
     def stacks(self, xp: Any, arrays: Sequence[Any]) -> Iterator[list[Any]]:
         """Yield, for each stack, the arrays as (n, rows, cols)."""
+        if not self.count:
+            return
         seen = self.seen(xp, arrays)
-        if len(self.parts) == 1 and self._one_axis:
+        if self.count == 1 and len(self._shape) == 1:
             yield seen
             return
-        for part in self.parts:
-            yield [None if array is None else array[part] for array in seen]
+        for index in np.ndindex(self._shape[:-1]):
+            for begin in range(0, self._shape[-1], self._largest):
+                part = (*index, slice(begin, begin + self._largest))
+                yield [None if array is None else array[part] for array in seen]
 
 
 def is_dense(view: View) -> bool:
