@@ -259,7 +259,7 @@ def _gemm(
     sizes = [_reference(ctypes.c_int, x) for x in numbers]
     before, beta = (*kinds, *sizes, _reference(real, 1)), _reference(real, 1 if add else 0)
     ld_b, ld_a, ld_out = (_reference(ctypes.c_int, x) for x in distances)
-    step_a, step_b, step_out = strides_a[0], strides_b[0], strides_out[0]
+    step_a, step_b, step_out = steps = strides_a[0], strides_b[0], strides_out[0]
 
     def call(a: Array, b: Array, out: Array) -> None:
         to_a, to_b, to_out = _pointer(a), _pointer(b), _pointer(out)
@@ -273,6 +273,35 @@ def _gemm(
             to_b.value = at_b = at_b + step_b
             to_out.value = at_out = at_out + step_out
             multiply(*before, to_b, ld_b, to_a, ld_a, beta, to_out, ld_out)
+
+    batched = _batched(dtype, (count, rows, cols, inner), (of_a, of_b, of_out), steps, add)
+    return call if batched is None else batched
+
+
+def _batched(
+    dtype: np.dtype[Any], sizes: _Sizes, layouts: tuple[_Layout, ...], steps: _Sizes, add: bool
+) -> _Call | None:
+    """Return a single call for a stack of products; None where there is none, or of vectors."""
+    count, rows, *_ = sizes
+    function = None if LIBRARY is None else LIBRARY.batched[dtype]
+    if LIBRARY is None or function is None or count == 1 or rows == 1:
+        return None
+    if any(step < 0 or step % dtype.itemsize or step >= 1 << 31 for step in steps):
+        return None
+    real = LIBRARY.reals[dtype]
+    # As cblas.h counts them: rows that lie densely, and operands as they are or transposed.
+    kinds = [ctypes.c_int(112 if x.kind == b"T" else 111) for x in layouts[:2]]
+    number, *dims = map(ctypes.c_int, sizes)
+    before = ctypes.c_int(101), *kinds, *dims, real(1)
+    lds = [ctypes.c_int(x.step) for x in layouts]
+    jumps = [ctypes.c_int(step // dtype.itemsize) for step in steps]
+    beta = real(1 if add else 0)
+
+    def call(a: Array, b: Array, out: Array) -> None:
+        function(
+            *before, _pointer(a), lds[0], jumps[0], _pointer(b), lds[1], jumps[1], beta,
+            _pointer(out), lds[2], jumps[2], number,
+        )  # fmt: skip
 
     return call
 

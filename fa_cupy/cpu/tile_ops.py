@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.cpu import blas
-from fa_cupy.tiled import attention, chunked_scan, softcap
+from fa_cupy.tiled import attention, chunks, softcap
 
 Array = npt.NDArray[Any]
 
@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 _SMALL_SCORE = 16.0
 # Scratch memory that is kept between calls: of so many threads, so many bytes each.
 _MOST_KEPT = 4
-_KEPT_BYTES = 2 << 20
+_KEPT_BYTES = 4 << 20
 # Bits that a float16 number has in float32, without the copies of its sign; what is there when its
 # exponent counts from that of float32; and the number that no finite one reaches.
 _OF_FLOAT16 = np.array(0x8FFFFFFF, np.uint32).view(np.int32)
@@ -177,9 +177,13 @@ class Steps:
         return out
 
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
-        large = a.shape[1] * a.shape[2] * out.shape[2] > blas.SERIAL
-        if large and blas.matmul(a, b, out, add):
-            return
+        if a.shape[-2] * a.shape[-1] * out.shape[-1] > blas.SERIAL:
+            stacks: Any = [(a, b, out)]
+            if out.ndim > 3:  # a stack of one chunk each, or of the chunks of one
+                single = out.shape[1] == 1
+                stacks = [(a[:, 0], b[:, 0], out[:, 0])] if single else zip(a, b, out, strict=True)
+            if all(blas.matmul(x, y, z, add) for x, y, z in stacks):
+                return
         if add:
             product = self.scratch("product", out.shape)
             np.matmul(a, b, out=product)
@@ -285,7 +289,7 @@ class Steps:
         np.multiply(x, _exact(factor, self.dtype), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
-        return chunked_scan.triangle(size, reverse)
+        return chunks.triangle(size, reverse)
 
     def finite(self, x: Array) -> bool:
         squares = blas.sum_of_squares(x)
