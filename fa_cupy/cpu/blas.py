@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 #: fewer with a vector (interface/gemm.c and gemv.c). These are left to NumPy, which asks for less.
 SERIAL = 4 * 65536
 SERIAL_SUMS = 8000
+_MOST_INT = (1 << 31) - 1
 _WHEEL, _MODULE = "scipy-openblas32", "scipy_openblas32"
 
 
@@ -44,6 +45,7 @@ class _Library:
         self.reals = {single: ctypes.c_float, double: ctypes.c_double}
         self.gemm = {single: loaded.scipy_sgemm_, double: loaded.scipy_dgemm_}
         self.gemv = {single: loaded.scipy_sgemv_, double: loaded.scipy_dgemv_}
+        self.dot = {single: loaded.scipy_cblas_sdot, double: loaded.scipy_cblas_ddot}
         # A stack of products in one call, which older versions do not have.
         batched = "scipy_cblas_{}gemm_batch_strided"
         self.batched = {
@@ -53,6 +55,8 @@ class _Library:
         for function in (*self.gemm.values(), *self.gemv.values(), *self.batched.values()):
             if function is not None:
                 function.restype = None
+        for dtype, function in self.dot.items():
+            function.restype = self.reals[dtype]
         self.threads = loaded.scipy_openblas_get_num_threads
         self.set_threads = loaded.scipy_openblas_set_num_threads
         self.set_threads(1)
@@ -138,6 +142,20 @@ def sum_rows(a: Array, ones: Array, out: Array) -> bool:
     return True
 
 
+def sum_of_squares(x: Array) -> float | None:
+    """Return that of an array of float32 or float64, in its dtype; None if it is left to NumPy.
+
+    It is the fastest look at all elements: where it is finite they are, and none exceeds its root.
+    """
+    flags = x.flags
+    if LIBRARY is None or not (flags.c_contiguous and flags.aligned) or x.size > _MOST_INT:
+        return None
+    _library()
+    pointer = _pointer(x)
+    found: float = LIBRARY.dot[x.dtype](x.size, pointer, 1, pointer, 1)
+    return found
+
+
 def outer_products(a: Array, b: Array) -> Callable[[Array], None]:
     """Return a call that sets `out` (n, rows, cols) to the outer products of what two arrays hold.
 
@@ -161,6 +179,44 @@ def outer_products(a: Array, b: Array) -> Callable[[Array], None]:
     def call(out: Array, kept: tuple[Array, Array] = (a, b)) -> None:
         _library()
         function(*before, _pointer(out), width, step, count)
+
+    return call
+
+
+def multiplies_stacks(dtype: np.dtype[Any]) -> bool:
+    """Whether the library is there and computes a stack of products of this dtype in one call."""
+    return LIBRARY is not None and LIBRARY.batched[dtype] is not None
+
+
+def scaled_products(a: Array, b: Array, out: Array, factor: float, add: bool) -> _Call | None:
+    """Return a call that sets `out` to ``factor * a @ b``, or adds that, for arrays like these.
+
+    These are stacks (n, rows, cols) of one dtype, shapes and strides; only their addresses are read
+    then. `factor` is rounded to that dtype. A stack takes one call of the library. None where there
+    is no such call, or it cannot read such arrays.
+    """
+    function = None if LIBRARY is None else LIBRARY.batched[a.dtype]
+    size = a.dtype.itemsize
+    of_a, of_b, of_out = (_layout(x.shape, x.strides, size) for x in (a, b, out))
+    if LIBRARY is None or function is None or not (of_a and of_b and of_out):
+        return None
+    steps = [x.strides[0] if len(x) > 1 else 0 for x in (a, b, out)]
+    if of_out.kind != b"N" or any(step % size or not 0 <= step < size << 31 for step in steps):
+        return None
+    real, (n, rows, inner), cols = LIBRARY.reals[a.dtype], a.shape, b.shape[2]
+    kinds = [111 if x.kind == b"N" else 112 for x in (of_a, of_b)]  # as cblas.h counts them
+    row_major, kind_a, kind_b, *sizes = map(ctypes.c_int, (101, *kinds, rows, cols, inner))
+    ld_a, ld_b, ld_out = (ctypes.c_int(x.step) for x in (of_a, of_b, of_out))
+    step_a, step_b, step_out = (ctypes.c_int(step // size) for step in steps)
+    before = row_major, kind_a, kind_b, *sizes, real(factor)
+    beta, count = real(1 if add else 0), ctypes.c_int(n)
+
+    def call(a: Array, b: Array, out: Array) -> None:
+        _library()
+        function(
+            *before, _pointer(a), ld_a, step_a, _pointer(b), ld_b, step_b, beta,
+            _pointer(out), ld_out, step_out, count,
+        )  # fmt: skip
 
     return call
 
