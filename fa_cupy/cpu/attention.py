@@ -17,8 +17,10 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.cpu import thread_pool
-from fa_cupy.cpu.masks import entries
-from fa_cupy.cpu.masks.tiles import MaskTiles, mask_tile
+from fa_cupy.cpu.masks import rows as mask_rows
+from fa_cupy.cpu.masks.entries import dense_of
+from fa_cupy.cpu.masks.thin import Pairs
+from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.program import entries as score_entries
@@ -83,9 +85,13 @@ def attention(
     lse = np.empty(problem.out_shape[:-1], dtype)
     if lse.size == 0:  # however many batch entries there are
         return out, lse if return_lse else None
+    if isinstance(mask, BitMask) and problem.mask is not None and mask._grid.is_small:
+        mask = mask_rows.of_small(mask)
+        seen = attention_problem.batch_view(problem, mask, problem.q_len, problem.k_len)
+        problem = replace(problem, mask=seen)
     tile = _tile(problem, dtype)
     if isinstance(mask, BitMask):
-        tile = mask_tile(tile)
+        tile = mask_rows.tile_of(mask, tile)
     tasks = _tasks(problem, (q, k, v, bias, mask, out, lse, sinks), tile, dtype, score)
 
     def new_worker() -> Callable[[_Task], None]:
@@ -93,16 +99,18 @@ def attention(
 
         def work(task: _Task) -> None:
             x, begin, end = task.stack.borrow(), task.row_begin, task.row_end
-            more = None
-            if task.stack.entries is not None:
-                parts = (steps, problem, x, task.stack.entries)
-                more = partial(entries.attend, *parts, row_begin=begin, row_end=end)
+            more, width = None, tile.tile_n
+            if task.stack.pairs is not None:
+                attend = partial(task.stack.pairs.attend, steps, problem, x)
+                more = partial(attend, row_begin=begin, row_end=end)
+            if isinstance(mask, BitMask):
+                width = mask_rows.width(mask, tile, len(x.q), end - begin)
             with np.errstate(all="ignore"):
-                if not tiled_attention.attend(steps, problem, x, begin, end, tile.tile_n, more):
+                if not tiled_attention.attend(steps, problem, x, begin, end, width, more):
                     if isinstance(x.mask, MaskTiles):
                         x = replace(x, mask=x.mask.only(words=True, sparse=True))
                     for row in range(begin, end, tile.tile_m):
-                        rows = (row, min(row + tile.tile_m, end), tile.tile_n)
+                        rows = (row, min(row + tile.tile_m, end), width)
                         tiled_attention.attend_exactly(steps, problem, x, *rows)
             task.stack.give_back()
 
@@ -171,7 +179,7 @@ def _tasks(
         for begin in range(0, problem.q_len, tile.tile_m)
     ]
     if bits is not None and problem.k_len:
-        bounds = entries.tasks(bits, tile.tile_m)
+        bounds = mask_rows.bounds(bits, tile.tile_m)
     for begin, end in bounds:
         first, last = tiled_attention.visible_keys(problem, begin, end)
         rows.append((begin, end, (end - begin) * (last - first)))
@@ -180,18 +188,21 @@ def _tasks(
     whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
     tasks = []
     most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
-    if bits is not None and entries.differ(bits):
-        most = 1
-    of_matrix: dict[int, entries.Entries] = {}
-    for x in batching.stacks(np, arrays, views, max(1, most)):
+    if bits is not None:
+        most = mask_rows.most_stacked(bits, tile, len(bounds), math.prod(problem.batch), most)
+    by_pairs: dict[int, Pairs | None] = {}
+    stacks = batching.stacks(np, arrays, views, max(1, most))
+    if bits is not None and problem.k_len:
+        stacks = mask_rows.of_one_matrix(bits, stacks)
+    for x in stacks:
         pairs = None
         if bits is not None and problem.k_len:
             matrix = int(x[4][0, 0, 0])
-            x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=not entries.any_of(bits))
-            if entries.any_of(bits):
-                if matrix not in of_matrix:
-                    of_matrix[matrix] = entries.Entries.of(problem, bits, matrix, arrays[3])
-                pairs = of_matrix[matrix]
+            if matrix not in by_pairs:
+                by_pairs[matrix] = Pairs.of(problem, bits, matrix, arrays[3])
+            pairs = by_pairs[matrix]
+            apart = (pairs.entries is not None, pairs.thin is not None) if pairs else (False, False)
+            x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=not apart[0], thin=not apart[1])
         if isinstance(arrays[3], SparseBias):
             x[3] = arrays[3]
         made = None if score is None else TileScore(np, score, x[8], x[9], dtype)
@@ -205,7 +216,7 @@ def _tasks(
 class _Stack:
     """Operands of stacked batch entries, float16 keys and values converted while in use.
 
-    With `entries`, the pairs of sparse blocks, keys and values are dense and of compute dtype too.
+    With `pairs`, keys and values are dense and of compute dtype too.
     """
 
     def __init__(
@@ -213,12 +224,12 @@ class _Stack:
         x: tiled_attention.Operands,
         dtype: np.dtype[Any],
         users: int,
-        entries: entries.Entries | None,
+        pairs: Pairs | None,
     ) -> None:
         elements = x.k.size + x.v.size
         self._convert = x.k.dtype == np.float16 and elements * dtype.itemsize <= _CONVERTED_BYTES
-        self._convert |= entries is not None
-        self.entries = entries
+        self._convert |= pairs is not None
+        self.pairs = pairs
         self._given = self._ready = x
         self._dtype = dtype
         self._users = users
@@ -228,7 +239,7 @@ class _Stack:
         with self._lock:
             x = self._given
             if self._convert and self._ready is x:
-                k, v = (entries.dense_of(a, self._dtype) for a in (x.k, x.v))
+                k, v = (dense_of(a, self._dtype) for a in (x.k, x.v))
                 self._ready = replace(x, k=k, v=v)
             return self._ready
 

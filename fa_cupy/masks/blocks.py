@@ -31,6 +31,9 @@ from fa_cupy.masks import entries
 Array = npt.NDArray[Any]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+# In place of where the words of a block are: it is full or not listed. `elementwise.mask_blocks` of
+# `fa_cupy.gpu.cublas` has the same numbers.
+WHOLE, NOTHING = -1, -2
 WORDS = layouts.ORDERS["fragment"]
 CHUNK = 64  # blocks unpacked at a time: 1 MB of bools
 LONGEST = 2**31  # lengths are below, so that key numbers, and those of tiles, are int32
@@ -135,6 +138,39 @@ class BlockLists(NamedTuple):
         """Return the key tiles of a row that have words, and those that are full."""
         partial = slice(*self.partial_begin[t : t + 2])
         return self.partial[partial], self.full[slice(*self.full_begin[t : t + 2])]
+
+    def listed(self, t: Array, full: bool) -> tuple[Array, Array, Array]:
+        """Return the full blocks of rows `t`, or those with words, in the order of rows.
+
+        Of each, which element of `t` it belongs to, its place in the lists, and its key tile.
+        """
+        starts = self.full_begin if full else self.partial_begin
+        counts = starts[t + 1] - starts[t]
+        row = np.repeat(np.arange(len(t)), counts)
+        place = np.arange(len(row)) + np.repeat(starts[t] + counts - counts.cumsum(), counts)
+        return row, place, (self.full if full else self.partial)[place]
+
+    def places(self, t: Array, begin: int, end: int) -> Array:
+        """Return where blocks have their words, `WHOLE` for full ones and `NOTHING` for others.
+
+        Parameters
+        ----------
+        t : ndarray of int, shape (rows,)
+            Rows of blocks.
+        begin, end : int
+            Key tiles to look among.
+
+        Returns
+        -------
+        ndarray of int32, shape (rows, end - begin)
+        """
+        table = np.full((len(t), end - begin), NOTHING, np.int32)
+        for full in (False, True):
+            row, place, tiles = self.listed(t, full)
+            column = tiles - begin
+            here = (column >= 0) & (column < end - begin)
+            table[row[here], column[here]] = WHOLE if full else place[here]
+        return table
 
     def row(self, t: int, begin: int, end: int) -> tuple[Array, Array, Array]:
         """Return partial key tiles from `begin` to `end` in a row, their words, and full tiles."""
@@ -415,6 +451,14 @@ def _bits(words: Any) -> int:
     if not isinstance(words, np.ndarray):
         return int(backends.gpu("masks.device_mask").count_ones(words))
     return sum(int(_ones(words[part]).sum()) for part in chunks(len(words)))
+
+
+def bits_of_each(words: Array) -> Array:
+    """Return how many bits are set of each block, as int32."""
+    counts = np.empty(len(words), np.int32)
+    for part in chunks(len(words)):
+        counts[part] = _ones(words[part])
+    return counts
 
 
 def _ones(words: Array) -> Array:

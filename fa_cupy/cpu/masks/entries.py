@@ -34,8 +34,6 @@ _CHUNK = 8192
 # Matrices of one block and so many pairs at most are computed as tiles, many in one product: going
 # over the entries of each takes longer.
 _SMALL = BLOCK * BLOCK // 2
-# Most queries of a task without other blocks than sparse ones.
-_MOST_ROWS = 1024
 
 
 class Entries(NamedTuple):
@@ -116,27 +114,6 @@ def differ(mask: BitMask) -> bool:
     return any_of(mask) and len(np.unique(mask.entries)) > 1
 
 
-def tasks(mask: BitMask, height: int) -> list[tuple[int, int]]:
-    """Return (begin, end) of the queries of each task: more where all blocks are sparse."""
-    lists, q_len = mask._store.host(), mask._grid.q_len
-    if not any_of(mask):
-        return [(begin, min(begin + height, q_len)) for begin in range(0, q_len, height)]
-    rows = np.unique(mask.entries)[:, None] * mask._grid.q_tiles + np.arange(mask._grid.q_tiles)
-    listed = np.diff(lists.partial_begin) + np.diff(lists.full_begin)
-    tiled = np.asarray(listed[rows] > 0).max(axis=0, initial=False)
-    found, begin = [], 0
-    while begin < q_len:
-        end = min(begin + height, q_len)
-        while not tiled[begin // BLOCK : -(-end // BLOCK)].any() and end < q_len:
-            more = min(end + BLOCK, q_len)
-            if more - begin > _MOST_ROWS or tiled[-(-more // BLOCK) - 1]:
-                break
-            end = more
-        found.append((begin, end))
-        begin = end
-    return found
-
-
 def attend(
     steps: Steps,
     problem: Problem,
@@ -156,20 +133,38 @@ def attend(
         tiled_attention.start_empty(rows)
     rows.unshifted = False
     for chunk in entries.chunks(row_begin, row_end):
-        scores = scores_of(steps, problem, x, chunk)
-        here = slice(chunk.row_begin - row_begin, chunk.row_end - row_begin)
-        top, total, acc = rows.top[:, here, 0], rows.total[:, here, 0], rows.acc[:, here]
-        new = np.maximum(top, by_row(np.maximum, scores, chunk, -np.inf))
-        shift = np.where(new == -np.inf, 0, new).astype(steps.dtype)  # -inf - -inf would be NaN
-        np.subtract(scores, np.repeat(shift, chunk.counts, axis=1), out=scores)
-        np.exp(scores, out=scores)
-        decay = np.exp(top - shift)
-        np.multiply(total, decay, out=total)
-        np.add(total, by_row(np.add, scores, chunk, 0), out=total)
-        np.multiply(acc, decay[:, :, None], out=acc)
-        for weights, v, some in zip(scores, x.v, acc, strict=True):
-            np.add(some, product(weights, chunk.begin, chunk.keys, v), out=some)
-        top[...] = new
+        add(steps, x, rows, row_begin, chunk, scores_of(steps, problem, x, chunk))
+
+
+def add(
+    steps: Steps,
+    x: tiled_attention.Operands,
+    rows: Rows,
+    row_begin: int,
+    chunk: Chunk,
+    scores: Array,
+) -> None:
+    """Add entries with these scores (n, e), which are overwritten, to the running state.
+
+    Rows begin with the query `row_begin`.
+    """
+    here = slice(chunk.row_begin - row_begin, chunk.row_end - row_begin)
+    top, total, acc = rows.top[:, here, 0], rows.total[:, here, 0], rows.acc[:, here]
+    new = np.maximum(top, by_row(np.maximum, scores, chunk, -np.inf))
+    shift = np.where(new == -np.inf, 0, new).astype(steps.dtype)  # -inf - -inf would be NaN
+    np.subtract(scores, np.repeat(shift, chunk.counts, axis=1), out=scores)
+    np.exp(scores, out=scores)
+    decay = np.exp(top - shift)
+    np.multiply(total, decay, out=total)
+    np.add(total, by_row(np.add, scores, chunk, 0), out=total)
+    np.multiply(acc, decay[:, :, None], out=acc)
+    matrix = None
+    for weights, v, some in zip(scores, x.v, acc, strict=True):
+        if matrix is None:
+            matrix = csr(weights, chunk.begin, chunk.keys, len(v))
+        matrix.data = weights  # making one of the same pattern takes longer than a small product
+        np.add(some, matrix @ v, out=some)
+    top[...] = new
 
 
 def scores_of(
@@ -184,10 +179,23 @@ def scores_of(
 
     The result lives until the next call.
     """
-    n, e = x.q.shape[0], len(chunk.keys)
     queries = tiled_attention.queries_of(steps, problem, x, chunk.row_begin, chunk.row_end)
-    scores = steps.scratch("scores", (n, e))
+    scores = steps.scratch("scores", (x.q.shape[0], len(chunk.keys)))
     steps.pair_scores(queries, chunk.counts, x.k, chunk.keys, scores)
+    transform(steps, problem, x, chunk, scores, slope, partials)
+    return scores
+
+
+def transform(
+    steps: Steps,
+    problem: Problem,
+    x: tiled_attention.Operands,
+    chunk: Chunk,
+    scores: Array,
+    slope: Array | None = None,
+    partials: dict[str, Array] | None = None,
+) -> None:
+    """Turn scaled products (n, e) of entries into their scores, in place."""
     if x.score is not None or problem.softcap:
         places = chunk.rows, chunk.keys.astype(np.int64)
         tile = scores[:, None], places, None if slope is None else slope[:, None]
@@ -196,7 +204,6 @@ def scores_of(
         steps.add_bias(scores, chunk.bias)
     elif x.bias is not None:
         steps.add_bias(scores, x.bias[:, chunk.rows, chunk.keys])
-    return scores
 
 
 def padded(
@@ -239,8 +246,12 @@ def dense_of(x: Array, dtype: np.dtype[Any]) -> Array:
 
 def product(weights: Array, begin: Array, columns: Array, dense: Array) -> Array:
     """Return the product of a CSR matrix and a dense one."""
+    found: Array = csr(weights, begin, columns, len(dense)) @ dense
+    return found
+
+
+def csr(weights: Array, begin: Array, columns: Array, width: int) -> Any:
+    """Return a `scipy.sparse.csr_array`."""
     from scipy import sparse
 
-    shape = (len(begin) - 1, len(dense))
-    found: Array = sparse.csr_array((weights, columns, begin), shape=shape) @ dense
-    return found
+    return sparse.csr_array((weights, columns, begin), shape=(len(begin) - 1, width))

@@ -1,0 +1,205 @@
+"""Attention over mask blocks that have words, of which few bits are 1.
+
+Of a block with one pair in twenty, half of the work of a tile is in vain: exponentials, and the
+product of the weights with the values. Of such *thin* blocks all products of queries and keys are
+computed, as BLAS does that faster than single pairs, and the scores of the visible pairs are taken
+out of the tile. From there on these are entries as those of sparse blocks are
+(`fa_cupy.cpu.masks.entries`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy import layouts
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core.attention_problem import Problem
+from fa_cupy.core.sparse_bias import SparseBias
+from fa_cupy.cpu.masks import entries
+from fa_cupy.cpu.tile_ops import Queries, Steps
+from fa_cupy.layouts import BLOCK
+from fa_cupy.tiled import attention as tiled_attention
+from fa_cupy.tiled import tile_sizes
+from fa_cupy.tiled.softmax import Rows
+
+Array = npt.NDArray[Any]
+
+#: Bits of a block from which on a tile with a mask takes less time (validation/NOTES.md, "Masks").
+LEAST_BITS = 1024
+# Keys whose products with the queries of a block are computed together: 2 MB of float32.
+_WIDTH = 4096
+
+
+def any_of(mask: BitMask) -> bool:
+    """Return whether a mask has thin blocks. Matrices of one block are stacked instead."""
+    several = mask._grid.q_tiles * mask._grid.k_tiles > 1
+    return several and bool((mask._store.bits_of_each() < LEAST_BITS).any())
+
+
+def among(mask: BitMask, places: Array) -> Array:
+    """Return which blocks are thin, given the places of their words as of `BlockLists.places`."""
+    found = places >= 0
+    found[found] = mask._store.bits_of_each()[places[found]] < LEAST_BITS
+    return found
+
+
+class Tile(NamedTuple):
+    """The visible pairs of neighbouring thin blocks."""
+
+    chunk: entries.Chunk
+    runs: tiled_attention.Runs
+    places: Array  # of the pairs, in the scores of the tile
+
+
+class Thin:
+    """The thin blocks of one matrix of a mask.
+
+    Parameters
+    ----------
+    problem : Problem
+    mask : BitMask
+    matrix : int
+    bias : object
+        May be a SparseBias.
+    """
+
+    def __init__(self, problem: Problem, mask: BitMask, matrix: int, bias: Any) -> None:
+        self._problem, self._mask = problem, mask
+        self._bias = bias if isinstance(bias, SparseBias) else None
+        self._first = matrix * mask._grid.q_tiles
+
+    def attend(
+        self,
+        steps: Steps,
+        x: tiled_attention.Operands,
+        rows: Rows,
+        row_begin: int,
+        row_end: int,
+    ) -> None:
+        """Add the pairs of some queries of all stacked batch entries to their running state.
+
+        Keys and values are dense arrays of the compute dtype.
+        """
+        for begin in range(row_begin, row_end, BLOCK):
+            end = min(row_end, begin - begin % BLOCK + BLOCK)
+            queries = None
+            for tile in self._tiles(begin, end):
+                if not rows.started:
+                    tiled_attention.start_empty(rows)
+                rows.unshifted = False
+                if queries is None:
+                    queries = tiled_attention.queries_of(steps, self._problem, x, begin, end)
+                scores = steps.scratch("pairs", (len(x.q), len(tile.places)))
+                for i, found in enumerate(scores):
+                    products = self._scores(steps, queries, x.k, i, tile.runs)
+                    np.take(products.reshape(-1), tile.places, out=found, mode="clip")
+                entries.transform(steps, self._problem, x, tile.chunk, scores)
+                entries.add(steps, x, rows, row_begin, tile.chunk, scores)
+
+    def _tiles(self, row_begin: int, row_end: int) -> Iterator[Tile]:
+        """Yield the pairs of some queries of one row of blocks."""
+        t = np.array([self._first + row_begin // BLOCK])
+        lists, grid = self._mask._store.host(), self._mask._grid
+        places = lists.places(t, 0, grid.k_tiles)
+        some = among(self._mask, places)[0]
+        begin, end = tiled_attention.visible_keys(self._problem, row_begin, row_end)
+        keys = begin // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
+        runs = tile_sizes.listed_runs(some, np.zeros_like(some), BLOCK, keys)
+        for tile in tile_sizes.joined_runs(runs, _WIDTH):
+            listed = np.concatenate([np.arange(a // BLOCK, b // BLOCK) for a, b in tile])
+            words = lists.words[places[0, listed]]
+            at = _visible(words, row_begin % BLOCK, row_end - row_begin)
+            width = BLOCK * len(listed)
+            first = np.searchsorted(at, width * np.arange(row_end - row_begin + 1))
+            row = np.repeat(np.arange(row_begin, row_end), np.diff(first))
+            column = at - width * (row - row_begin)
+            key = BLOCK * listed.astype(np.int32)[:, None] + np.arange(BLOCK, dtype=np.int32)
+            key = key.reshape(-1)[column]
+            inside = self._inside(row, key, (row_begin, row_end), tile)
+            if inside is not None:
+                at, row, key = at[inside], row[inside], key[inside]
+                first = np.searchsorted(row, np.arange(row_begin, row_end + 1))
+            if not len(at):
+                continue
+            bias = None
+            if self._bias is not None:
+                bias = self._bias.at(self._bias.structure.places(row, key))
+            part = slice(0, len(at))
+            chunk = entries.Chunk(row_begin, row_end, first.astype(np.int32), key, part, bias)
+            yield Tile(chunk, tile, at)
+
+    def _inside(
+        self, row: Array, key: Array, rows: tuple[int, int], runs: tiled_attention.Runs
+    ) -> Array | None:
+        """Return which pairs are inside the band; None if all are."""
+        lower, upper = self._problem.lower, self._problem.upper
+        first, last = runs[0][0], runs[-1][1] - 1
+        below = lower is not None and first < rows[1] - 1 + lower
+        above = upper is not None and last > rows[0] + upper
+        if not (below or above):
+            return None
+        least = -np.inf if lower is None else lower
+        most = np.inf if upper is None else upper
+        inside: Array = (key - row >= least) & (key - row <= most)
+        return inside
+
+    def _scores(
+        self, steps: Steps, queries: Queries, k: Array, entry: int, runs: tiled_attention.Runs
+    ) -> Array:
+        """Return the scaled products of the queries and keys of one entry."""
+        some = slice(entry, entry + 1)
+        scaled = None if queries.scaled is None else queries.scaled[some]
+        own = queries._replace(q=queries.q[some], scaled=scaled)
+        tile = steps.scratch("scores", (1, own.q.shape[1], sum(b - a for a, b in runs)))
+        for (begin, end), part in tiled_attention.parts_of(tile, runs):
+            inside = k[some, begin:end]  # the last block may stick out
+            steps.scores(own, 0, inside, part[:, :, : inside.shape[1]])
+        return tile
+
+
+def _visible(words: Array, row_begin: int, rows: int) -> Array:
+    """Return where bits of some rows are 1, in the blocks of these words side by side."""
+    packed = layouts.row_bytes(words)[:, row_begin : row_begin + rows].swapaxes(0, 1).reshape(-1)
+    # Where fewer than a tenth are True, NumPy looks for the next True each time, which processors
+    # cannot predict. Looking at all alike takes half of that time.
+    more = np.full(len(packed) // 8, 0xFF, np.uint8)
+    bits = np.unpackbits(np.concatenate([packed, more]), bitorder="little").view(np.bool_)
+    return np.flatnonzero(bits)[: -8 * len(more) or None]
+
+
+class Pairs(NamedTuple):
+    """What of one matrix of a mask is computed by pairs, not by tiles."""
+
+    entries: entries.Entries | None
+    thin: Thin | None
+
+    @classmethod
+    def of(cls, problem: Problem, mask: BitMask, matrix: int, bias: Any) -> Pairs | None:
+        """Return that of one matrix; None where there is none. `bias` may be a SparseBias."""
+        found = cls(
+            entries.Entries.of(problem, mask, matrix, bias) if entries.any_of(mask) else None,
+            Thin(problem, mask, matrix, bias) if any_of(mask) else None,
+        )
+        return None if found.entries is None and found.thin is None else found
+
+    def attend(
+        self,
+        steps: Steps,
+        problem: Problem,
+        x: tiled_attention.Operands,
+        rows: Rows,
+        row_begin: int,
+        row_end: int,
+    ) -> None:
+        """Add the pairs of some queries of all stacked batch entries to their running state.
+
+        Keys and values are dense arrays of the compute dtype.
+        """
+        if self.entries is not None:
+            entries.attend(steps, problem, x, self.entries, rows, row_begin, row_end)
+        if self.thin is not None:
+            self.thin.attend(steps, x, rows, row_begin, row_end)
