@@ -395,14 +395,21 @@ def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
 
 def of_small(seen: Array) -> BlockLists:
     """Return the lists of many small matrices of bool (`Grid.is_small`), (n, q_len, k_len)."""
-    full: Array = np.logical_and.reduce(seen, axis=(1, 2))
-    begin = np.zeros(len(seen) + 1, np.int64)
+    count, q_len, k_len = seen.shape
+    at = np.flatnonzero(seen)
+    rows = at // k_len
+    counts = np.bincount(rows, minlength=count * q_len)
+    begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    bits = np.diff(begin[::q_len])
+    full = bits == q_len * k_len
+    keys = (at - k_len * rows).astype(np.int32)
+    if full.any():
+        keys = keys[~np.repeat(full, bits)]
+        counts[np.repeat(full, q_len)] = 0
+        begin = np.concatenate([begin[:1], np.cumsum(counts)])
+    rest = (begin, keys) if len(keys) else (np.empty(0, np.int64), keys)
+    begin = np.zeros(count + 1, np.int64)
     full_begin = np.concatenate([begin[:1], np.cumsum(full)])
-    *_, keys = np.nonzero(seen & ~full[:, None, None])
-    rest = np.empty(0, np.int64), np.empty(0, np.int32)
-    if len(keys):
-        counts = np.where(full[:, None], 0, seen.sum(axis=2))
-        rest = np.concatenate([begin[:1], np.cumsum(counts)]), keys.astype(np.int32)
     nothing = _none()
     tiles = np.zeros(np.count_nonzero(full), np.int32)
     return BlockLists(
