@@ -234,10 +234,13 @@ def tiles(
     corner = end
     if problem.upper is not None and half >= _LEAST_HALF:
         corner = min(end, max(begin, row_begin + half + problem.upper))
+    runs = getattr(mask, "runs", None)
+    joins = runs is not None and mask.joins
     for first, start, stop in ((0, begin, corner), (half, corner, end)):
-        keys, runs = (start, stop), getattr(mask, "runs", None)
+        if start == stop:
+            continue
+        keys = start, stop
         found = runs((row_begin + first, row_end), keys) if runs else [keys]
-        joins = runs is not None and mask.joins
         for tile in tile_sizes.joined_runs(found, tile_n) if joins else _apart(found, tile_n):
             yield first, tile
 

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.cpu.blas import SERIAL_SUMS
+from fa_cupy.cpu.tile_ops import Segments, Steps
 from fa_cupy.layouts import BLOCK
 from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled.softmax import Rows
@@ -31,6 +32,12 @@ Array = npt.NDArray[Any]
 # Entries that are computed together: gathered keys of 64 float32 take 2 MB. Fixed, so that results
 # do not depend on the machine.
 _CHUNK = 8192
+# So many times that have their softmax together, where keys are gathered in parts anyway.
+_TOGETHER = 8
+# A query and so many gathered keys are one product of a matrix and a vector, which takes half of
+# the time of single pairs, if no more than so many times the entries are computed.
+_SEGMENT = 32
+_MOST_PADDED = 1.25
 # Matrices of one block and so many pairs at most are computed as tiles, many in one product: going
 # over the entries of each takes longer.
 _SMALL = BLOCK * BLOCK // 2
@@ -63,18 +70,19 @@ class Entries(NamedTuple):
         places = bias.structure.places(np.repeat(np.arange(problem.q_len), np.diff(begin)), keys)
         return cls(begin, keys, places, bias.at(places))
 
-    def chunks(self, row_begin: int, row_end: int) -> Iterator[Chunk]:
-        """Yield the entries of some rows, `_CHUNK` at a time at most.
+    def chunks(self, row_begin: int, row_end: int, times: int = 1) -> Iterator[Chunk]:
+        """Yield the entries of some rows, so many times `_CHUNK` at a time at most.
 
         A row with more comes in several chunks, which have no other row.
         """
+        most = times * _CHUNK
         begin = row_begin
         while begin < row_end:
-            last = np.searchsorted(self.begin, self.begin[begin] + _CHUNK, side="right") - 1
+            last = np.searchsorted(self.begin, self.begin[begin] + most, side="right") - 1
             end = min(row_end, max(begin + 1, int(last)))
             firsts = self.begin[begin : end + 1]
-            for first in range(int(firsts[0]), int(firsts[-1]), _CHUNK):
-                part = slice(first, min(first + _CHUNK, int(firsts[-1])))
+            for first in range(int(firsts[0]), int(firsts[-1]), most):
+                part = slice(first, min(first + most, int(firsts[-1])))
                 ends = np.clip(firsts, part.start, part.stop) - first
                 bias = None if self.bias is None else self.bias[part]
                 yield Chunk(begin, end, ends.astype(firsts.dtype), self.keys[part], part, bias)
@@ -100,6 +108,23 @@ class Chunk(NamedTuple):
     def rows(self) -> Array:
         """The row of each entry."""
         return np.repeat(np.arange(self.row_begin, self.row_end), self.counts)
+
+    def segments(self, head_dim: int) -> Segments | None:
+        """Return the entries in segments; None where that would not make products faster."""
+        counts = self.counts
+        pieces = -(-counts // _SEGMENT)
+        total = int(pieces.sum())
+        # Of many short rows nearly all would be padding, and NumPy spreads a large product over
+        # threads of its own.
+        if total * _SEGMENT > _MOST_PADDED * len(self.keys) or _SEGMENT * head_dim > SERIAL_SUMS:
+            return None
+        before = np.cumsum(pieces) - pieces
+        row = np.repeat(np.arange(len(counts)), pieces)
+        first = self.begin[:-1][row] + _SEGMENT * (np.arange(total) - before[row])
+        places = np.minimum(first[:, None] + np.arange(_SEGMENT), len(self.keys) - 1)
+        shift = _SEGMENT * before - self.begin[:-1]
+        of_entry = np.arange(len(self.keys)) + np.repeat(shift, counts)
+        return Segments(row, self.keys.take(places), of_entry)
 
 
 def any_of(mask: BitMask) -> bool:
@@ -132,22 +157,20 @@ def attend(
     if not rows.started:
         tiled_attention.start_empty(rows)
     rows.unshifted = False
-    for chunk in entries.chunks(row_begin, row_end):
-        add(steps, x, rows, row_begin, chunk, scores_of(steps, problem, x, chunk))
+    for chunk in entries.chunks(row_begin, row_end, _TOGETHER):
+        add(steps, problem, x, chunk, rows, row_begin)
 
 
 def add(
     steps: Steps,
+    problem: Problem,
     x: tiled_attention.Operands,
+    chunk: Chunk,
     rows: Rows,
     row_begin: int,
-    chunk: Chunk,
-    scores: Array,
 ) -> None:
-    """Add entries with these scores (n, e), which are overwritten, to the running state.
-
-    Rows begin with the query `row_begin`.
-    """
+    """Add some entries to the running state of rows, which begin with the query `row_begin`."""
+    scores = scores_of(steps, problem, x, chunk, segments=chunk.segments(problem.head_dim))
     here = slice(chunk.row_begin - row_begin, chunk.row_end - row_begin)
     top, total, acc = rows.top[:, here, 0], rows.total[:, here, 0], rows.acc[:, here]
     new = np.maximum(top, by_row(np.maximum, scores, chunk, -np.inf))
@@ -174,28 +197,15 @@ def scores_of(
     chunk: Chunk,
     slope: Array | None = None,
     partials: dict[str, Array] | None = None,
+    segments: Segments | None = None,
 ) -> Array:
     """Return the scores (n, e) of entries; `slope` and `partials` as of the tiled `scores_of`.
 
-    The result lives until the next call.
+    The result lives until the next call. With `segments`, scores are rounded in another way.
     """
     queries = tiled_attention.queries_of(steps, problem, x, chunk.row_begin, chunk.row_end)
     scores = steps.scratch("scores", (x.q.shape[0], len(chunk.keys)))
-    steps.pair_scores(queries, chunk.counts, x.k, chunk.keys, scores)
-    transform(steps, problem, x, chunk, scores, slope, partials)
-    return scores
-
-
-def transform(
-    steps: Steps,
-    problem: Problem,
-    x: tiled_attention.Operands,
-    chunk: Chunk,
-    scores: Array,
-    slope: Array | None = None,
-    partials: dict[str, Array] | None = None,
-) -> None:
-    """Turn scaled products (n, e) of entries into their scores, in place."""
+    steps.pair_scores(queries, chunk.counts, x.k, chunk.keys, scores, segments)
     if x.score is not None or problem.softcap:
         places = chunk.rows, chunk.keys.astype(np.int64)
         tile = scores[:, None], places, None if slope is None else slope[:, None]
@@ -204,6 +214,7 @@ def transform(
         steps.add_bias(scores, chunk.bias)
     elif x.bias is not None:
         steps.add_bias(scores, x.bias[:, chunk.rows, chunk.keys])
+    return scores
 
 
 def padded(

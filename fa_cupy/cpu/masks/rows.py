@@ -66,8 +66,7 @@ def most_stacked(mask: BitMask, tile: tile_sizes.Tile, rows: int, batch: int, mo
 
     `most` is what they are of an array as mask.
     """
-    # Keys and values that are gathered pair by pair stay in the cache if they are of one entry.
-    if _is_single(mask) or entries.any_of(mask):
+    if _is_single(mask):
         return most
     room = tile.tile_m * tile.tile_n // BLOCK**2
     return min(_MOST_STACKED, room, rows * batch // _LEAST_TASKS)

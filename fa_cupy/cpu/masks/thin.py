@@ -1,10 +1,8 @@
-"""Attention over mask blocks that have words, of which few bits are 1.
+"""Attention over mask blocks with few bits that are 1, though enough to be kept as words.
 
-Of a block with one pair in twenty, half of the work of a tile is in vain: exponentials, and the
-product of the weights with the values. Of such *thin* blocks all products of queries and keys are
-computed, as BLAS does that faster than single pairs, and the scores of the visible pairs are taken
-out of the tile. From there on these are entries as those of sparse blocks are
-(`fa_cupy.cpu.masks.entries`).
+Of a block with one pair in twenty, most of the work of a tile is in vain. The pairs of such *thin*
+blocks are found bit by bit when they are computed, as a list of them takes more memory than words.
+From there on they are entries as those of sparse blocks are (`fa_cupy.cpu.masks.entries`).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.cpu.masks import entries
-from fa_cupy.cpu.tile_ops import Queries, Steps
+from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.layouts import BLOCK
 from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled import tile_sizes
@@ -30,7 +28,7 @@ Array = npt.NDArray[Any]
 
 #: Bits of a block from which on a tile with a mask takes less time (validation/NOTES.md, "Masks").
 LEAST_BITS = 1024
-# Keys whose products with the queries of a block are computed together: 2 MB of float32.
+# Keys that are looked at together: half a million bits.
 _WIDTH = 4096
 
 
@@ -45,14 +43,6 @@ def among(mask: BitMask, places: Array) -> Array:
     found = places >= 0
     found[found] = mask._store.bits_of_each()[places[found]] < LEAST_BITS
     return found
-
-
-class Tile(NamedTuple):
-    """The visible pairs of neighbouring thin blocks."""
-
-    chunk: entries.Chunk
-    runs: tiled_attention.Runs
-    places: Array  # of the pairs, in the scores of the tile
 
 
 class Thin:
@@ -86,21 +76,13 @@ class Thin:
         """
         for begin in range(row_begin, row_end, BLOCK):
             end = min(row_end, begin - begin % BLOCK + BLOCK)
-            queries = None
-            for tile in self._tiles(begin, end):
+            for chunk in self._chunks(begin, end):
                 if not rows.started:
                     tiled_attention.start_empty(rows)
                 rows.unshifted = False
-                if queries is None:
-                    queries = tiled_attention.queries_of(steps, self._problem, x, begin, end)
-                scores = steps.scratch("pairs", (len(x.q), len(tile.places)))
-                for i, found in enumerate(scores):
-                    products = self._scores(steps, queries, x.k, i, tile.runs)
-                    np.take(products.reshape(-1), tile.places, out=found, mode="clip")
-                entries.transform(steps, self._problem, x, tile.chunk, scores)
-                entries.add(steps, x, rows, row_begin, tile.chunk, scores)
+                entries.add(steps, self._problem, x, chunk, rows, row_begin)
 
-    def _tiles(self, row_begin: int, row_end: int) -> Iterator[Tile]:
+    def _chunks(self, row_begin: int, row_end: int) -> Iterator[entries.Chunk]:
         """Yield the pairs of some queries of one row of blocks."""
         t = np.array([self._first + row_begin // BLOCK])
         lists, grid = self._mask._store.host(), self._mask._grid
@@ -118,7 +100,7 @@ class Thin:
             row = np.repeat(np.arange(row_begin, row_end), np.diff(first))
             column = at - width * (row - row_begin)
             key = BLOCK * listed.astype(np.int32)[:, None] + np.arange(BLOCK, dtype=np.int32)
-            key = key.reshape(-1)[column]
+            key = key.reshape(-1).take(column)
             inside = self._inside(row, key, (row_begin, row_end), tile)
             if inside is not None:
                 at, row, key = at[inside], row[inside], key[inside]
@@ -129,8 +111,7 @@ class Thin:
             if self._bias is not None:
                 bias = self._bias.at(self._bias.structure.places(row, key))
             part = slice(0, len(at))
-            chunk = entries.Chunk(row_begin, row_end, first.astype(np.int32), key, part, bias)
-            yield Tile(chunk, tile, at)
+            yield entries.Chunk(row_begin, row_end, first.astype(np.int32), key, part, bias)
 
     def _inside(
         self, row: Array, key: Array, rows: tuple[int, int], runs: tiled_attention.Runs
@@ -146,19 +127,6 @@ class Thin:
         most = np.inf if upper is None else upper
         inside: Array = (key - row >= least) & (key - row <= most)
         return inside
-
-    def _scores(
-        self, steps: Steps, queries: Queries, k: Array, entry: int, runs: tiled_attention.Runs
-    ) -> Array:
-        """Return the scaled products of the queries and keys of one entry."""
-        some = slice(entry, entry + 1)
-        scaled = None if queries.scaled is None else queries.scaled[some]
-        own = queries._replace(q=queries.q[some], scaled=scaled)
-        tile = steps.scratch("scores", (1, own.q.shape[1], sum(b - a for a, b in runs)))
-        for (begin, end), part in tiled_attention.parts_of(tile, runs):
-            inside = k[some, begin:end]  # the last block may stick out
-            steps.scores(own, 0, inside, part[:, :, : inside.shape[1]])
-        return tile
 
 
 def _visible(words: Array, row_begin: int, rows: int) -> Array:
