@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from fa_cupy import BitMask, Score, attention, layouts
+from fa_cupy.cpu import tile_ops
 from fa_cupy.cpu.masks import entries, rows, thin
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.tile_ops import Steps
@@ -54,6 +55,7 @@ def test_runs_of_a_tile(ends, tile_n):
     widths = [sum(end - begin for begin, end in tile) for tile in found]
     assert all(width == tile_n for width in widths[:-1])
     assert all(0 < width <= tile_n for width in widths)
+    assert all(begin < end for tile in found for begin, end in tile)
     keys = [np.arange(*run) for tile in found for run in tile]
     wanted = [np.arange(*run) for run in runs]
     np.testing.assert_array_equal(np.concatenate([[], *keys]), np.concatenate([[], *wanted]))
@@ -104,7 +106,7 @@ def _read(dense, words, sparse, thin):
     return out
 
 
-@pytest.mark.parametrize("bits", [(3, 5, 7), (1, 1, 1), (2, 130, 3), (4, 4, 300), (1, 511, 1)])
+@pytest.mark.parametrize("bits", [(5, 5, 7), (1, 1, 1), (4, 130, 3), (6, 1, 300)])
 @pytest.mark.parametrize("share", [0, 0.5, 0.99, 1])
 def test_lists_of_small_masks(bits, share):
     seen = np.random.default_rng(0).random(bits) < share
@@ -113,12 +115,16 @@ def test_lists_of_small_masks(bits, share):
     lists = of_small(seen)
     assert lists.full_begin[-1] == len(lists.full) == seen.all(axis=(1, 2)).sum()
     assert len(lists.entry_keys) == seen[~seen.all(axis=(1, 2))].sum()
-    for numbers in ([0], [*range(len(seen))], [len(seen) - 1, 0, 0], [*range(1, len(seen))], []):
+    last = len(seen) - 1
+    within = [0, *range(last - 1, 0, -1), last][
+        : last + 1
+    ]  # not ascending, but as long as if it were
+    for numbers in ([0], [*range(last + 1)], [last, 0, 0], [*range(1, last + 1)], within, []):
         found = export.of_small(mask._grid, lists, np.array(numbers, np.int32))
         np.testing.assert_array_equal(found, seen[numbers])
 
 
-@given(st.integers(1, 900), st.integers(0, 2**32 - 1), st.sampled_from([64, 128, 256, 384, 512]))
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.sampled_from([64, 128, 256, 384, 512]))
 def test_rows_of_tiles_cover_all_queries_once(q_len, seed, height):
     rng = np.random.default_rng(seed)
     mask = BitMask(np.stack([mixed(q_len, 300, seed % 7), np.zeros((q_len, 300), bool)]))
@@ -185,6 +191,16 @@ def test_scattered_blocks_are_one_tile(monkeypatch):
     assert widths == [(1, B, 8 * B)] * 16
 
 
+def test_half_of_a_block_hides_a_run():
+    """Beside runs that are seen, in tiles that are half as high as a block."""
+    dense = np.zeros((256, 5 * B), bool)
+    dense[:, :B] = dense[:, 4 * B :] = dense[:64, 2 * B : 3 * B] = True
+    q, k, v = draw((256, 8), (5 * B, 8), (5 * B, 8))
+    attention(q[::-1], 30 * k, v)  # leaves other scores in memory that is used again
+    out, lse = attention(q, k, v, mask=BitMask(dense), return_lse=True)
+    check_against_reference(Case(q, k, v, None, dense), out, lse)
+
+
 @given(case=cases(), seed=st.integers(0, 2**32 - 1), segment=st.sampled_from([1, 4, 32]))
 @settings(max_examples=60)
 def test_thin_blocks_agree_with_the_reference(case, seed, segment):
@@ -244,16 +260,37 @@ def test_what_is_not_finite_under_thin_blocks(bad):
     assert 0 < np.isfinite(out).sum() < out.size
 
 
-def test_large_scores_of_thin_blocks():
-    """Beyond float32 they are computed once more from other queries."""
-    dense = np.random.default_rng(0).random((300, 400)) < 0.05
-    q, k, v = draw((300, 8), (400, 8), (400, 8))
-    for factor in (1e4, 1e18, 1e19):
-        found = [
-            attention(factor * q, factor * k, v, mask=x, scale=1e-30)
-            for x in (BitMask(dense), dense)
-        ]
-        np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("in_segments", [False, True])
+@pytest.mark.parametrize(("factor", "scale"), [(1, 0.3), (1, 3.0), (1e20, 1e-30)])
+def test_scores_of_pairs(in_segments, factor, scale):
+    """Large ones are computed again from scaled queries, where the least of these are subnormal."""
+    rng = np.random.default_rng(0)
+    q, k = draw((2, 9, 8), (2, 300, 8))
+    q, k = (np.float32(factor) * x for x in (q, k))
+    q[:, :, 0] = 1e-10
+    counts = np.array([0, 1, 31, 32, 33, 200, 0, 64, 65])
+    begin = np.concatenate([[0], np.cumsum(counts)])
+    keys = rng.integers(0, 300, begin[-1]).astype(np.int32)
+    with mock.patch.object(entries, "_MOST_PADDED", 2):
+        segments = entries.Chunk(0, 9, begin, keys, slice(None), None).segments(8)
+    assert segments.keys.shape == (1 + 1 + 1 + 2 + 7 + 2 + 3, 32)
+    steps = Steps(np.dtype(np.float32))
+    found = np.full((2, begin[-1]), np.nan, np.float32)
+    with np.errstate(all="ignore"), mock.patch.object(tile_ops, "_GATHERED", 5 * 32 * 8):
+        queries = steps.queries(q, scale)
+        assert (queries.scaled is not None) == (scale < 1e-9)
+        steps.pair_scores(queries, counts, k, keys, found, segments if in_segments else None)
+    rows = np.repeat(np.arange(9), counts)
+    want = scale * (q[:, rows].astype(float) * k[:, keys].astype(float)).sum(-1)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("counts", "head_dim"), [([3] * 90, 8), ([320], 512)])
+def test_what_is_not_computed_in_segments(counts, head_dim):
+    """Short rows, and products that NumPy would spread over threads of its own."""
+    begin = np.concatenate([[0], np.cumsum(counts)])
+    keys = np.zeros(begin[-1], np.int32)
+    assert entries.Chunk(0, len(counts), begin, keys, slice(None), None).segments(head_dim) is None
 
 
 @pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[3]], ids=str)
