@@ -294,21 +294,22 @@ def unpack(words: Any, order: str = "fragment") -> Any:
 
 
 def row_bytes(words: Any) -> Any:
-    """Return the rows of blocks, eight columns a byte, the first one in the lowest bit.
+    """Return rows of blocks, eight columns a byte, the first one in the lowest bit.
 
     Parameters
     ----------
-    words : ndarray of uint32, shape (n, 8, 32, 2)
-        In fragment order.
+    words : ndarray of uint32, shape (n, slabs, 32, 2)
+        In fragment order; of whole blocks, or the first slabs of each.
 
     Returns
     -------
-    ndarray of uint8, shape (n, 128, 16)
+    ndarray of uint8, shape (n, 16 * slabs, 16)
     """
     # Four words hold a row, and bits 2*v and 2*v + 1 of word c are bits 2*c and 2*c + 1 of byte v.
     # All at once: the pairs of bits of half a word are spread over the bytes of 64 bits.
-    slabs = words.reshape(-1, BLOCK // SLAB, SLAB // 2, 4, 2)
-    halves = slabs.transpose(3, 0, 1, 4, 2).astype("<u4", order="C").view("<u2")
+    count, slabs = words.shape[:2]
+    lanes = words.reshape(count, slabs, SLAB // 2, 4, 2)
+    halves = lanes.transpose(3, 0, 1, 4, 2).astype("<u4", order="C").view("<u2")
     spread = halves.reshape(4, -1).astype("<u8")
     moved = np.empty_like(spread)
     for shift, kept in _SPREADING:
@@ -319,7 +320,7 @@ def row_bytes(words: Any) -> Any:
     for word in (2, 1, 0):
         np.left_shift(rows, np.uint64(2), out=rows)
         np.bitwise_or(rows, spread[word], out=rows)
-    return rows.view(np.uint8).reshape(-1, BLOCK, BLOCK // 8)
+    return rows.view(np.uint8).reshape(count, slabs * SLAB, BLOCK // 8)
 
 
 def _shape(name: str, order: str) -> tuple[int, ...]:

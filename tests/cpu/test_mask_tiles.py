@@ -39,11 +39,12 @@ def mixed(q_len, k_len, seed=0):
     return rng.random((q_len, k_len)) < np.kron(share, np.ones((B, B)))[:q_len, :k_len]
 
 
-@given(st.integers(0, 5), st.integers(0, 2**32 - 1))
-def test_rows_of_blocks_as_bytes(count, seed):
+@given(st.integers(0, 5), st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_rows_of_blocks_as_bytes(count, slabs, seed):
     bits = np.random.default_rng(seed).random((count, B, B)) < 0.5
-    found = layouts.row_bytes(layouts.pack(bits))
-    np.testing.assert_array_equal(found, np.packbits(bits, axis=-1, bitorder="little"))
+    found = layouts.row_bytes(layouts.pack(bits)[:, :slabs])
+    wanted = np.packbits(bits[:, : slabs * layouts.SLAB], axis=-1, bitorder="little")
+    np.testing.assert_array_equal(found, wanted)
 
 
 @given(st.lists(st.integers(1, 900), max_size=12), st.integers(1, 700))
@@ -213,7 +214,7 @@ def test_thin_blocks_agree_with_the_reference(case, seed, segment):
     with (
         mock.patch.object(mask_entries, "LEAST_BITS", 1),
         mock.patch.object(thin, "LEAST_BITS", 1 << 30),
-        mock.patch.object(thin, "_WIDTH", 2 * B),
+        mock.patch.object(thin, "_BITS", 4 * B * B),
         mock.patch.object(entries, "_SEGMENT", segment),
         mock.patch.object(entries, "_MOST_PADDED", 100),
         mock.patch.object(thin, "any_of", return_value=True),

@@ -20,6 +20,7 @@ from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.cpu.masks import entries
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.layouts import BLOCK
+from fa_cupy.masks.blocks import NOTHING
 from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled import tile_sizes
 from fa_cupy.tiled.softmax import Rows
@@ -28,8 +29,8 @@ Array = npt.NDArray[Any]
 
 #: Bits of a block from which on a tile with a mask takes less time (validation/NOTES.md, "Masks").
 LEAST_BITS = 1024
-# Keys that are looked at together: half a million bits.
-_WIDTH = 4096
+# Bits that are looked at together.
+_BITS = 1 << 20
 
 
 def any_of(mask: BitMask) -> bool:
@@ -74,27 +75,27 @@ class Thin:
 
         Keys and values are dense arrays of the compute dtype.
         """
-        for begin in range(row_begin, row_end, BLOCK):
-            end = min(row_end, begin - begin % BLOCK + BLOCK)
-            for chunk in self._chunks(begin, end):
-                if not rows.started:
-                    tiled_attention.start_empty(rows)
-                rows.unshifted = False
-                entries.add(steps, self._problem, x, chunk, rows, row_begin)
+        for chunk in self._chunks(row_begin, row_end):
+            if not rows.started:
+                tiled_attention.start_empty(rows)
+            rows.unshifted = False
+            entries.add(steps, self._problem, x, chunk, rows, row_begin)
 
     def _chunks(self, row_begin: int, row_end: int) -> Iterator[entries.Chunk]:
-        """Yield the pairs of some queries of one row of blocks."""
-        t = np.array([self._first + row_begin // BLOCK])
+        """Yield the pairs of some queries, those of neighbouring keys together."""
         lists, grid = self._mask._store.host(), self._mask._grid
+        t = self._first + np.arange(row_begin // BLOCK, -(-row_end // BLOCK))
         places = lists.places(t, 0, grid.k_tiles)
-        some = among(self._mask, places)[0]
+        places[~among(self._mask, places)] = NOTHING
+        some = np.logical_or.reduce(places != NOTHING, axis=0)
         begin, end = tiled_attention.visible_keys(self._problem, row_begin, row_end)
         keys = begin // BLOCK * BLOCK, -(-end // BLOCK) * BLOCK
         runs = tile_sizes.listed_runs(some, np.zeros_like(some), BLOCK, keys)
-        for tile in tile_sizes.joined_runs(runs, _WIDTH):
+        most = max(1, _BITS // (len(t) * BLOCK**2)) * BLOCK
+        for tile in tile_sizes.joined_runs(runs, most):
             listed = np.concatenate([np.arange(a // BLOCK, b // BLOCK) for a, b in tile])
-            words = lists.words[places[0, listed]]
-            at = _visible(words, row_begin % BLOCK, row_end - row_begin)
+            within = row_begin % BLOCK, row_end - row_begin
+            at = _visible(lists.words, places[:, listed], *within)
             width = BLOCK * len(listed)
             first = np.searchsorted(at, width * np.arange(row_end - row_begin + 1))
             row = np.repeat(np.arange(row_begin, row_end), np.diff(first))
@@ -103,14 +104,14 @@ class Thin:
             key = key.reshape(-1).take(column)
             inside = self._inside(row, key, (row_begin, row_end), tile)
             if inside is not None:
-                at, row, key = at[inside], row[inside], key[inside]
+                row, key = row[inside], key[inside]
                 first = np.searchsorted(row, np.arange(row_begin, row_end + 1))
-            if not len(at):
+            if not len(key):
                 continue
             bias = None
             if self._bias is not None:
                 bias = self._bias.at(self._bias.structure.places(row, key))
-            part = slice(0, len(at))
+            part = slice(0, len(key))
             yield entries.Chunk(row_begin, row_end, first.astype(np.int32), key, part, bias)
 
     def _inside(
@@ -129,9 +130,13 @@ class Thin:
         return inside
 
 
-def _visible(words: Array, row_begin: int, rows: int) -> Array:
-    """Return where bits of some rows are 1, in the blocks of these words side by side."""
-    packed = layouts.row_bytes(words)[:, row_begin : row_begin + rows].swapaxes(0, 1).reshape(-1)
+def _visible(words: Array, places: Array, row_begin: int, rows: int) -> Array:
+    """Return where bits of some rows are 1, in the blocks with words at `places` side by side."""
+    blocks = np.zeros((*places.shape, BLOCK, BLOCK // 8), np.uint8)
+    listed = places >= 0
+    blocks[listed] = layouts.row_bytes(words[places[listed]])
+    by_row = blocks.swapaxes(1, 2).reshape(-1, places.shape[1] * BLOCK // 8)
+    packed = by_row[row_begin : row_begin + rows].reshape(-1)
     # Where fewer than a tenth are True, NumPy looks for the next True each time, which processors
     # cannot predict. Looking at all alike takes half of that time.
     more = np.full(len(packed) // 8, 0xFF, np.uint8)

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy import layouts
 from fa_cupy._bitmask import BitMask
 from fa_cupy.cpu.masks import thin
 from fa_cupy.cpu.tile_ops import PackedMask
-from fa_cupy.layouts import BLOCK
+from fa_cupy.layouts import BLOCK, SLAB, row_bytes
 from fa_cupy.masks.blocks import NOTHING, WHOLE
 from fa_cupy.masks.export import of_small
 from fa_cupy.tiled import tile_sizes
@@ -97,16 +96,21 @@ class MaskTiles:
         places = self._places(rows.start, rows.stop)[:, :, left : -(-keys.stop // BLOCK)]
         if (places == WHOLE).all():
             return None
-        packed = np.zeros((*places.shape[:2], BLOCK, places.shape[2], _BYTES), np.uint8)
+        # Of a single row of blocks, the first rows may be enough.
+        slabs = BLOCK // SLAB
+        if places.shape[1] == 1:
+            slabs = -(-(rows.stop - above * BLOCK) // SLAB)
+        packed = np.zeros((*places.shape[:2], slabs * SLAB, places.shape[2], _BYTES), np.uint8)
         blocks = packed.swapaxes(2, 3)
         blocks[places == WHOLE] = 0xFF
         listed = places >= 0
-        blocks[listed] = layouts.row_bytes(self._lists.words[places[listed]])
+        blocks[listed] = row_bytes(self._lists.words[places[listed], :slabs])
         flat = packed.reshape(len(packed), -1, places.shape[2] * _BYTES)
         if self._sparse:
             self._set_pairs(flat, above * BLOCK, left * BLOCK)
+        first, last = keys.start - left * BLOCK, keys.stop - left * BLOCK
         seen = flat[:, rows.start - above * BLOCK : rows.stop - above * BLOCK]
-        return PackedMask(seen, keys.start - left * BLOCK, keys.stop - keys.start)
+        return PackedMask(seen[:, :, first // 8 : -(-last // 8)], first % 8, last - first)
 
     def _set_pairs(self, packed: Array, row_begin: int, key_begin: int) -> None:
         """Set the bits of what is visible in sparse blocks."""
