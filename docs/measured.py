@@ -4,6 +4,7 @@ Each function returns reStructuredText. Without measurements the text says so.
 """
 
 import functools
+import re
 from pathlib import Path
 
 from fa_cupy.gpu.kernels import forward as gpu
@@ -18,6 +19,7 @@ NOT_A_SPEED = ("traffic", "tiles")
 PRODUCT = "causal_product"  # the begin of the names of its families and pictures
 SCORES = ("attention_scores_fwd", "attention_scores_bwd")
 SPARSE = readme.SPARSE_FAMILIES
+CPU_SMALL = "cpu_small"
 GRAPHS = ("graphs_cpu", "graphs_gpu", "graphs_bwd_gpu", "mask_made_cpu")
 
 
@@ -97,7 +99,7 @@ chosen_cpu = functools.partial(chosen, "cpu")
 
 def benchmarks():
     """Every device's pictures and tables, but those with a place of their own."""
-    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS)
+    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, CPU_SMALL)
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 
@@ -127,6 +129,75 @@ def graphs():
         "No speed of it has been measured yet. ``python -m validation bench --families "
         f"{','.join(GRAPHS)}`` measures it, on a CPU.\n"
     )
+
+
+# What the tables of calls on a CPU are called, and the kinds of their cases.
+CPU_TABLES = {
+    "Attention": ("attention",),
+    "Gradients of attention": ("gradients",),
+    "Causal products and their gradients": ("causal_product", "causal_product_gradients"),
+    "One query": ("decode",),
+    "Masks": ("masked", "from_dense"),
+}
+CPU_COLUMNS = {"fa_cupy": "fa_cupy", "torch": "PyTorch", "jax": "JAX", "numpy": "NumPy"}
+
+
+def cpu_small():
+    """Pictures and tables of calls on a CPU, most of them small, in microseconds."""
+    parts = []
+    for slug, (header, rows) in results().items():
+        rows = [row for row in rows if row["family"] == CPU_SMALL]
+        if not rows:
+            continue
+        name = header.get("cpu", header["device"])
+        newest = max(rows, key=lambda row: row["date"])
+        versions = ", ".join(f"{k} {v}" for k, v in header.get("versions", {}).items())
+        parts.append(
+            f".. rubric:: {name}, {header['cores']} cores\n\n"
+            f"Measured on {newest['date'][:10]} with {versions}. OpenBLAS ran its kernels for "
+            f"{newest['openblas']}.\n"
+        )
+        for path in sorted(STATIC.glob(f"bench-{slug}-small.png")):
+            alt = "microseconds a call over the length, by library"
+            image = f".. image:: /_static/{path.name}\n   :width: 560px\n   :alt: {alt}\n"
+            parts.append(image)
+        parts += [cpu_table(title, kinds, rows) for title, kinds in CPU_TABLES.items()]
+    return "\n".join(parts) or (
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        f"{CPU_SMALL}`` measures it, on a CPU.\n"
+    )
+
+
+def cpu_table(title, kinds, rows):
+    """Cases of some kinds, one row each; "" where there are none."""
+    cases = [row["case"] for row in rows if row["case"].split()[1] in kinds]
+    over = report.ratios(rows, {})
+    found = {(row["case"], row["impl"]): row for row in rows}
+    lines = []
+    for case in dict.fromkeys(cases):
+        here = [found.get((case, impl)) for impl in CPU_COLUMNS]
+        peers = [of[case] for of in over.values() if case in of]
+        cells = [cpu_cell(row) if row else "-" for row in here]
+        lines.append((cpu_case(case), *cells, f"{min(peers):.2f}" if peers else "-"))
+    head = ("µs", *CPU_COLUMNS.values(), "times as fast")
+    return f".. rubric:: {title}\n\n{table(head, lines)}" if lines else ""
+
+
+def cpu_case(case):
+    """What a table calls a case: ``(1, 8, 64, 64), causal`` in float32."""
+    dtype, kind, shape, *more = case.split()
+    before = {"causal_product_gradients": "gradients, ", "from_dense": "making one, "}.get(kind, "")
+    words = [{"bf16": "bfloat16", "fp16": "float16"}.get(dtype, ""), *more]
+    axes = f"({shape.replace('x', ', ')})"
+    axes = re.sub(r"\((\d+)\^(\d+), ", r"(\1,) * \2 + (", axes)  # as many axes of one size
+    axes = axes.replace("*", r"\*")
+    return before + ", ".join([axes, *(word.replace("-", " ") for word in words if word)])
+
+
+def cpu_cell(row):
+    """The time of a row, and the rows of its chunks where the fastest size was chosen."""
+    chosen = f" ({row['variant'].split()[2]})" if "variant" in row else ""
+    return report.shown(row, ",") + chosen
 
 
 def sparse_masks():

@@ -317,7 +317,7 @@ def _solve(
     with_lse = checks.flag(name, "return_lse", return_lse)
     backend = dispatch.backend_of(native, "attention")
     extra = dispatch.score_for(name, operands)
-    if native.backend == "cupy" and inputs[0] is arrays[0]:
+    if inputs[0] is arrays[0]:  # an array of NumPy or CuPy itself
         _CACHED[type(arrays[0])] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)

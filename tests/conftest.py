@@ -6,6 +6,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from fa_cupy.core import plan_cache
 from validation import emulator
 
 # Some examples build a reference of seconds on a busy machine: time says nothing about them.
@@ -27,7 +28,12 @@ hypothesis.settings.load_profile(os.environ.get("FA_CUPY_HYPOTHESIS_PROFILE", "c
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Skip what runs kernels on the CPU where nothing can compile them, all with one line."""
+    """Skip what runs kernels on the CPU where nothing can compile them, all with one line.
+
+    No test sees plans of the CPU path that others have made, maybe with other sizes of tiles.
+    """
+    for key in [key for key in plan_cache.plans if key[1] == "numpy"]:
+        del plan_cache.plans[key]
     if item.get_closest_marker("emulator") and emulator.compiler() is None:
         pytest.skip("there is no g++: kernels cannot run on the CPU")
 

@@ -127,7 +127,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         Where a result is wrong, so that nothing can be left out in silence.
     """
     from fa_cupy import attention
-    from fa_cupy.gpu import plan_cache
+    from fa_cupy.core import plan_cache
     from fa_cupy.gpu.kernels import forward
     from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 

@@ -115,7 +115,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     RuntimeError
         Where a result is wrong, or no call reached a row.
     """
-    from fa_cupy.gpu import plan_cache
+    from fa_cupy.core import plan_cache
     from fa_cupy.gpu.kernels import attention_backward
     from fa_cupy.gpu.kernels.backward import Wanted
 

@@ -1,10 +1,10 @@
 """Timings beside the peers that are importable in this process.
 
 ``python -m validation bench`` runs every implementation of a case in turn, over several rounds, so
-that a drift of the clocks meets all of them alike, and keeps the median.  Before anything is
-timed, every result is compared with float64 arithmetic on the host, on memory that was filled
-with NaN.  Rows go to ``validation/results/bench-<device>.json``; those of other runs stay there,
-and ratios are only taken between rows of one run.
+that a drift of the clocks meets all of them alike, and keeps the median, or the minimum of small
+calls.  Before anything is timed, every result is compared with float64 arithmetic on the host, on
+memory that was filled with NaN.  Rows go to ``validation/results/bench-<device>.json``; those of
+other runs stay there, and ratios are only taken between rows of one run.
 
 A family is one entry in `validation.families.FAMILIES`.
 """
@@ -12,79 +12,28 @@ A family is one entry in `validation.families.FAMILIES`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
-import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from validation import peers, report, store
+from validation import peers, report, small_multiples, store, timing
 from validation.families import FAMILIES
 from validation.peers import Call, UnavailableError
-
-
-# ---------------------------------------------------------------------------------------- timing
-def burst(call: Call, calls: int, pause_ms: float = 0.0) -> float:
-    """Milliseconds of one call, over ``calls`` of them; one more runs first, untimed.
-
-    That one keeps what the implementation before left behind (clocks, caches) out of the sample.
-    With a pause each call is timed by itself, after a rest that is not.
-    """
-    result = call.run()
-    if call.wait is not None:
-        call.wait(result)
-        together = 1 if pause_ms else calls
-        seconds = 0.0
-        for _ in range(calls // together):
-            if pause_ms:
-                time.sleep(pause_ms * 1e-3)
-            start = time.perf_counter()
-            for _ in range(together):
-                result = call.run()
-            call.wait(result)
-            seconds += time.perf_counter() - start
-        return seconds * 1e3 / calls
-    import cupy
-
-    before, after = cupy.cuda.Event(), cupy.cuda.Event()
-    before.record()
-    for _ in range(calls):
-        call.run()
-    after.record()
-    after.synchronize()
-    return float(cupy.cuda.get_elapsed_time(before, after)) / calls
-
-
-def interleaved(
-    calls: Mapping[str, Call],
-    rounds: int,
-    burst_ms: float,
-    pause_ms: float = 0.0,
-    rest_ms: float = 0.0,
-) -> dict[str, float]:
-    """Median milliseconds of each, measured in turn; every round starts with another one."""
-    names = list(calls)
-    counts = {}
-    for name in names:
-        once = max(burst(calls[name], 1, pause_ms), 1e-3)
-        counts[name] = int(min(200, max(1, round(burst_ms / once))))
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
-            time.sleep(rest_ms * 1e-3)
-            samples[name].append(burst(calls[name], counts[name], pause_ms))
-    return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
 def measure(
     name: str, case: Any, impls: Sequence[str], rounds: int
 ) -> tuple[list[store.Row], dict[str, str]]:
-    """Rows of one case, and why implementations are missing from it."""
+    """Rows of one case, and why implementations are missing from it.
+
+    With 0 rounds there are as many as the family has.
+    """
     family = FAMILIES[name]
     inputs = family.inputs(case, 1)
     check = family.check(case, inputs)
@@ -107,11 +56,11 @@ def measure(
             rows.append({**blank, "impl": impl, "error": None, "failed": text})
             missing[impl] = text
     if calls:
-        medians = interleaved(calls, rounds, family.burst_ms, family.pause_ms, family.rest_ms)
-        for impl, ms in medians.items():
-            value = family.work(case) / (ms * 1e-3) / family.per_second
-            timed = {"impl": impl, "ms": ms, "value": value, "error": errors[impl]}
-            rows.append({**blank, **timed})
+        sampling = dataclasses.replace(family, rounds=rounds) if rounds else family
+        for impl, ms in timing.interleaved(calls, sampling).items():
+            timed = {"impl": impl, "ms": ms, "value": family.value(case, ms), "error": errors[impl]}
+            named = {"variant": calls[impl].variant} if calls[impl].variant else {}
+            rows.append({**blank, **timed, "statistic": family.statistic, **named})
     return rows, missing
 
 
@@ -124,7 +73,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--cases", default="*", help="pattern, such as 'bf16 hd128 causal *'")
     p.add_argument("--impls", default="", help="comma list or 'all'; default: the main ones")
-    p.add_argument("--rounds", type=int, default=5, help="samples of each implementation")
+    p.add_argument(
+        "--rounds",
+        type=int,
+        default=0,
+        help="samples of each implementation; default: the family's",
+    )
     p.add_argument("--budget", type=float, default=float("inf"), help="seconds; stops after them")
     p.add_argument("--out", default="", help="JSON file instead of results/bench-<device>.json")
     p.add_argument("--plot", default="", help="picture instead of docs/_static/bench-<device>.png")
@@ -142,7 +96,7 @@ def run_family(name: str, args: argparse.Namespace, started: float) -> list[stor
         print(f"{name}: no case matches {args.cases!r} with implementations {asked}")
         return []
     rows: list[store.Row] = []
-    missing: dict[str, str] = {}
+    missing: dict[str, dict[str, None]] = {}
     late = []
     lost: Exception | None = None
     for case in tqdm(chosen, desc=name, unit="case", file=sys.stderr):
@@ -158,9 +112,10 @@ def run_family(name: str, args: argparse.Namespace, started: float) -> list[stor
             lost = failure
             break
         rows += fresh
-        missing |= reasons
-    for impl, reason in missing.items():
-        print(f"{name}: {impl} left out of some or all cases: {reason}")
+        for impl, reason in reasons.items():
+            missing.setdefault(impl, {})[reason] = None
+    for impl, found in missing.items():
+        print(f"{name}: {impl} left out of some or all cases: {'; '.join(found)}")
     if late:
         print(f"{name}: over the budget of {args.budget:.0f} s, not measured: {', '.join(late)}")
     if not rows:
@@ -174,8 +129,9 @@ def run_family(name: str, args: argparse.Namespace, started: float) -> list[stor
     print(f"{facts['device']}, {len(rows)} rows in {path}")
     together = {n for n, other in FAMILIES.items() if other.picture == family.picture}
     merged = [row for row in store.load(path)[1] if row["family"] in together]
-    picture = report.draw(merged, facts, args.plot, family.picture)
-    print(f"drawn: {picture}" if picture else "matplotlib is not installed: nothing drawn")
+    draw = small_multiples.draw if family.unit in report.TIMES else report.draw
+    picture = draw(merged, facts, args.plot, family.picture)
+    print(f"drawn: {picture}" if picture else "nothing drawn: no matplotlib, or too few lengths")
     if lost is not None:
         raise lost
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -235,6 +235,83 @@ class MaskSource:
         return float(self.length * self.keys)
 
 
+@dataclass(frozen=True)
+class CpuCall:
+    """One call on the CPU, whatever it computes.
+
+    The kind is "attention", "gradients" of it, "causal_product", "causal_product_gradients",
+    "decode" (attention of one query), "masked" (attention under a mask) or "from_dense" (making
+    a mask of an array). The shape is that of keys and values and, except of decoding, of queries.
+
+    A mask is "none", or random: "array 0.5" is an array of bool of that density, "elements 0.5"
+    the same as a `BitMask`, "blocks 0.5" one of blocks of 128 x 128. Many small matrices have a
+    mask each, large ones share it.
+
+    The name of a case, such as ``fp32 attention 1x8x512x64 causal``, has the dtype, the kind, the
+    shape and what else there is. ``2^16x4x8`` has sixteen axes of 2 and two more.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str = "fp32"
+    causal: bool = False
+    query_heads: int = 0  # 0: as many as heads of keys
+    mask: str = ""
+    permuted: bool = False  # the batch axes of keys and values lie in memory in reverse order
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        axes = [(str(size), len([*same])) for size, same in groupby(self.shape)]
+        shape = "x".join(
+            f"{size}^{count}" if count > 4 else "x".join([size] * count) for size, count in axes
+        )
+        heads = f"{self.query_heads}-heads" if self.query_heads else ""
+        more = (
+            "causal" * self.causal, heads, self.mask.replace(" ", "-"), "permuted" * self.permuted
+        )  # fmt: skip
+        return " ".join(word for word in (self.dtype, self.kind, shape, *more) if word)
+
+    @property
+    def length(self) -> int:
+        """How many keys there are."""
+        return self.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        """That of queries, keys and values."""
+        return self.shape[-1]
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        """That of queries and of the output."""
+        if self.kind != "decode":
+            return self.shape
+        batch, heads, _, dim = self.shape
+        return batch, self.query_heads or heads, 1, dim
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """That of a mask: one for all, unless matrices are small."""
+        batch = self.shape[:-2] if self.length < 128 else ()
+        return *batch, self.length, self.length
+
+    @property
+    def batch(self) -> int:
+        """Size of the first of four axes."""
+        return self.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Size of the second of four axes."""
+        return self.shape[1]
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self.kind.endswith("gradients")
+
+
 def _tokens_16384(dtype: str, head_dim: int, lengths: tuple[int, ...]) -> tuple[Dense, ...]:
     return tuple(
         Dense(dtype, head_dim, causal, length, 16384 // length, 2048 // head_dim)
@@ -307,6 +384,31 @@ ATTENTION_CPU = tuple(
     for (heads, length, head_dim), causal in product(
         ((8, 2048, 64), (8, 2048, 128), (4, 8192, 64)), (False, True)
     )
+)
+
+_EIGHT_HEADS = {n: (1, 8, n, 64) for n in (1, 16, 64, 128, 256, 512, 1024, 2048)}
+CPU_SMALL = (
+    CpuCall("attention", (8, 8)),
+    *(CpuCall("attention", (1, 1, n, 64)) for n in (16, 64, 256)),
+    *(CpuCall("attention", shape) for shape in _EIGHT_HEADS.values()),
+    *(CpuCall("attention", _EIGHT_HEADS[n], causal=True) for n in (512, 1024, 2048)),
+    *(CpuCall("attention", shape) for shape in ((1, 1, 512, 4096), (1, 1, 256, 65536))),
+    *(CpuCall("gradients", _EIGHT_HEADS[n]) for n in (16, 64, 256, 1024)),
+    *(CpuCall("causal_product", _EIGHT_HEADS[n]) for n in (16, 64, 256, 1024)),
+    CpuCall("causal_product_gradients", _EIGHT_HEADS[256]),
+    *(CpuCall("decode", (1, 32, n, 128)) for n in (128, 512, 2048, 8192)),
+    *(CpuCall("decode", (1, 32, 8192, 128), dtype) for dtype in ("bf16", "fp16")),
+    CpuCall("decode", (1, 8, 8192, 128), query_heads=32),
+    *(
+        CpuCall("masked", (1, 4, 4096, 64), mask=mask)
+        for mask in (
+            *("none", "array 0.5", "elements 0.5", "elements 0.05", "elements 0.005"),
+            *("blocks 0.5", "blocks 0.05", "blocks 0.005"),
+        )
+    ),
+    *(CpuCall("masked", (100_000, 4, 16), mask=mask) for mask in ("array 0.5", "elements 0.5")),
+    CpuCall("from_dense", (100_000, 4, 4), "bool", mask="elements 0.5"),
+    *(CpuCall("attention", (*(2,) * 16, 4, 8), permuted=permuted) for permuted in (False, True)),
 )
 
 GRAPHS_CPU = (

@@ -12,6 +12,7 @@ from validation import (
     backward_peers,
     cases,
     checks,
+    cpu_peers,
     graph_gpu_peers,
     graph_peers,
     peers,
@@ -22,11 +23,15 @@ from validation import (
 )
 from validation.checks import Check
 from validation.peers import Call
+from validation.timing import Sampling
 
 
-@dataclass(frozen=True)
-class Family:
-    """What is measured the same way: inputs, implementations, the reference and the unit."""
+@dataclass(frozen=True, kw_only=True)
+class Family(Sampling):
+    """What is measured the same way: inputs, implementations, the reference and the unit.
+
+    `pause_ms` and `rest_ms` are explained at `CPU_PAUSE_MS` and `GPU_REST_MS`.
+    """
 
     device: str  # "gpu" or "cpu"
     cases: tuple[Any, ...]
@@ -35,12 +40,15 @@ class Family:
     inputs: Callable[[Any, int], tuple[Any, ...]]
     check: Callable[[Any, Any], Check]
     unit: str
-    per_second: float  # of `work` a second in one unit
-    burst_ms: float  # how long one sample of one implementation lasts, at least one call
-    pause_ms: float = 0.0  # rest before each timed call; see `CPU_PAUSE_MS`
-    rest_ms: float = 0.0  # rest before each sample; see `GPU_REST_MS`
+    per_second: float = 0.0  # of `work` a second in one unit; of a family of times none
     work: Callable[[Any], float] = attrgetter("flops")  # what a speed counts of a case
     picture: str = ""  # families of one name share a picture, which is called after it
+
+    def value(self, case: Any, ms: float) -> float:
+        """What a row shows of a time in milliseconds: a speed, or the time in microseconds."""
+        if self.unit == "us":
+            return ms * 1e3
+        return float(self.work(case) / (ms * 1e-3) / self.per_second)
 
 
 # After a call, the OpenMP threads of torch spin for a while before they sleep, and on a machine
@@ -247,6 +255,24 @@ FAMILIES: dict[str, Family] = {
         burst_ms=200,
         work=attrgetter("length"),
         picture="graphs",
+    ),
+    "cpu_small": Family(
+        device="cpu",
+        cases=cases.CPU_SMALL,
+        impls=cpu_peers.IMPLS,
+        default_impls=tuple(cpu_peers.IMPLS),
+        inputs=cpu_peers.random_numpy,
+        check=cpu_peers.check,
+        unit="us",
+        # Whatever else a shared machine does makes a call of microseconds longer, never shorter.
+        statistic="minimum",
+        burst_ms=2,
+        quiet=True,
+        warm_ms=20,
+        rounds=50,
+        seconds=4.5,
+        agree=0.05,
+        picture="small",
     ),
     "attention_cpu": Family(
         device="cpu",

@@ -40,6 +40,8 @@ class Call(NamedTuple):
     """That result as a NumPy or CuPy array (batch, heads, length, dim)."""
     wait: Callable[[Any], object] | None = None
     """Blocks until a result stands; None for work on CuPy's current stream (CUDA events)."""
+    variant: str = ""
+    """Which of several forms it is, where the fastest one was chosen."""
 
 
 def _same(result: Any) -> Any:

@@ -61,21 +61,28 @@ def fa_cupy(algorithm: str = "auto") -> Callable[[CausalProduct, Arrays], Call]:
     return prepare
 
 
-def chunked(q: Any, k: Any, v: Any, tril: Callable[[Any], Any], state_dtype: Any) -> Any:
-    """The formula of docs/explain/causal_products.rst for all chunks at once; NumPy or torch.
+def chunked(
+    q: Any,
+    k: Any,
+    v: Any,
+    tril: Callable[[Any], Any],
+    state_dtype: Any,
+    chunk: int = CHUNK,
+) -> Any:
+    """The formula of docs/explain/causal_products.rst for all chunks at once; NumPy, torch or JAX.
 
     The states before all chunks stand in memory.  They are summed in `state_dtype`, float32, as
     the others sum theirs: running sums in bfloat16 would be off by percents.
     """
     shape = v.shape
-    q, k, v = (x.reshape(*x.shape[:2], -1, CHUNK, x.shape[-1]) for x in (q, k, v))
+    q, k, v = (x.reshape(*x.shape[:2], -1, chunk, x.shape[-1]) for x in (q, k, v))
     sums = k.swapaxes(-1, -2) @ v
     states = sums.cumsum(2, dtype=state_dtype) - sums
-    states = states.astype(q.dtype) if isinstance(states, np.ndarray) else states.to(q.dtype)
+    states = states.astype(q.dtype) if hasattr(states, "astype") else states.to(q.dtype)
     return (q @ states + tril(q @ k.swapaxes(-1, -2)) @ v).reshape(shape)
 
 
-def _differentiated(
+def differentiated(
     case: CausalProduct, arrays: Arrays, forward: Callable[..., Any], swapped: bool = False
 ) -> Call:
     """A function of torch tensors, or its gradients by autograd, which keeps what it needs.
@@ -113,7 +120,7 @@ def torch_chunk(case: CausalProduct, arrays: Arrays) -> Call:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return chunked(q, k, v, torch.tril, torch.float32)
 
-    return _differentiated(case, arrays, forward)
+    return differentiated(case, arrays, forward)
 
 
 def fla(function: str) -> Callable[[CausalProduct, Arrays], Call]:
@@ -130,6 +137,6 @@ def fla(function: str) -> Callable[[CausalProduct, Arrays], Call]:
         def forward(q: Any, k: Any, v: Any) -> Any:
             return attend(q, k, v, scale=1.0, normalize=False)[0]
 
-        return _differentiated(case, arrays, forward, swapped=True)
+        return differentiated(case, arrays, forward, swapped=True)
 
     return prepare

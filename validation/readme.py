@@ -9,6 +9,7 @@ import argparse
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ SUMMARY = (
     ("Gradients of the causal product", "causal_product_bwd", "bf16 E64 4096x8 h16"),
     ("Causal product, float32", "causal_product_fwd", "fp32 E64 4096x8 h16"),
     ("Attention in float32, on a CPU", "attention_cpu", "fp32 hd64 full 2048x1 h8"),
+    ("Attention of 64 tokens in float32, on a CPU", "cpu_small", "fp32 attention 1x8x64x64"),
+    ("One query and 8,192 keys in float32, on a CPU", "cpu_small", "fp32 decode 1x32x8192x128"),
 )
 SPARSE_FAMILIES = ("attention_sparse", "attention_bwd_sparse", "mask_pack", "mask_source")
 PEERS = {
@@ -46,6 +49,7 @@ PEERS = {
     "torch": "PyTorch",
     "torch_chunk": "PyTorch",
     "jax": "JAX",
+    "numpy": "NumPy",
 }
 # What a table calls a case, and its case.
 FORWARD = {
@@ -100,9 +104,7 @@ class Results:
     def best(self, family: str, case: str, impls: Sequence[str]) -> store.Row | None:
         """The row of the fastest of some implementations."""
         rows = [self._found.get((family, case, impl)) for impl in impls]
-        return max(
-            (row for row in rows if row and row["value"]), key=lambda r: r["value"], default=None
-        )
+        return max((row for row in rows if row and row["value"]), key=report.speed, default=None)
 
     def cell(
         self, family: str, case: str, *impls: str, field: str = "value", form: str = ",.0f"
@@ -152,10 +154,10 @@ def stored(family: str) -> list[tuple[str, store.Row]]:
 
 
 def _speed(row: store.Row) -> str:
-    """The speed of a row; under a sparse mask its time, as there a speed counts hidden pairs."""
+    """What a row shows; under a sparse mask its time, as there a speed counts hidden pairs."""
     if row["family"] in SPARSE_FAMILIES:
         return f"{row['ms']:.3f} ms"
-    return f"{row['value']:,.0f} {row['unit']}"
+    return f"{report.shown(row, ',')} {row['unit']}"
 
 
 def summary(family: Family = stored) -> Table | None:
@@ -171,11 +173,11 @@ def summary(family: Family = stored) -> Table | None:
                 for where, row in rows
                 if where == device and row["impl"] in PEERS and row["date"] == own["date"]
             ]
-            best = max(peers, key=lambda row: row["value"] or 0, default=None)
+            best = max(filter(itemgetter("value"), peers), key=report.speed, default=None)
             cells = [f"{name} ({device})", _speed(own), "-", "-"]
             if best:
                 cells[2] = f"{_speed(best)}, {PEERS[best['impl']]}"
-                cells[3] = f"{own['value'] / best['value']:.2f}"
+                cells[3] = f"{report.speed(own) / report.speed(best):.2f}"
             lines.append(cells)
             devices.append(device)
     if not lines:

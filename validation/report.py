@@ -13,6 +13,7 @@ from validation import store
 ERROR_LIMIT = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "tf32": 5e-3, "bool": 0.0}
 # Triton's products round factors of float32 to TF32, which has ten bits, unless told otherwise.
 _TF32 = ("fla_chunk", "fla_fused_chunk")
+TIMES = ("us",)  # units in which less is better
 STATIC = Path(__file__).parents[1] / "docs" / "_static"
 
 
@@ -23,6 +24,12 @@ def best_peers(facts: Mapping[str, Any], family: str) -> dict[str, Any]:
         return {}
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")).get(family, {})
     return known
+
+
+def speed(row: store.Row) -> float:
+    """What a row shows, or one over it where that is a time: larger is better."""
+    value = float(row["value"])
+    return 1 / value if row.get("unit") in TIMES else value
 
 
 def ratios(rows: Sequence[store.Row], known: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -38,7 +45,7 @@ def ratios(rows: Sequence[store.Row], known: Mapping[str, Any]) -> dict[str, dic
         ours = value.get((case, "fa_cupy"))
         if impl == "fa_cupy" or ours is None or ours.get("date") != row.get("date"):
             continue
-        found.setdefault(impl, {})[case] = ours["value"] / row["value"]
+        found.setdefault(impl, {})[case] = speed(ours) / speed(row)
         if impl == "cudnn" and case in known:
             best = row["value"] * known[case]["over_cudnn"]
             found.setdefault("best", {})[case] = ours["value"] / best
@@ -51,17 +58,23 @@ def ratios(rows: Sequence[store.Row], known: Mapping[str, Any]) -> dict[str, dic
     return found
 
 
+def shown(row: store.Row, form: str = "") -> str:
+    """What a row has, as a number in a table: short times with a digit more."""
+    if not row["value"]:
+        return "failed"
+    value = float(row["value"])
+    digits = int(row.get("unit") in TIMES and value < 100)
+    return f"{value:{form}.{digits}f}"
+
+
 def table(rows: Sequence[store.Row], known: Mapping[str, Any]) -> str:
     """One line a case: speed of each implementation, fa_cupy over each, and means of that."""
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     columns = ratios(rows, known)
-    cell = {
-        (row["case"], row["impl"]): f"{row['value']:.0f}" if row["value"] else "failed"
-        for row in rows
-    }
+    cell = {(row["case"], row["impl"]): shown(row) for row in rows}
     error = {row["case"]: row["error"] for row in rows if row["impl"] == "fa_cupy"}
 
-    def shown(case: str) -> str:
+    def error_of(case: str) -> str:
         found = error.get(case)
         return "-" if found is None else f"{float(found):.1e}"
 
@@ -70,7 +83,7 @@ def table(rows: Sequence[store.Row], known: Mapping[str, Any]) -> str:
     for case in dict.fromkeys(row["case"] for row in rows):
         speeds = [cell.get((case, impl), "-") for impl in impls]
         over = [f"{c[case]:.2f}" if case in c else "-" for c in columns.values()]
-        lines.append([case, *speeds, *over, shown(case)])
+        lines.append([case, *speeds, *over, error_of(case)])
     for label, of in (("geometric mean", store.geometric_mean), ("lowest", min)):
         over = [f"{of(list(c.values())):.2f}" for c in columns.values()]
         if over:
@@ -93,7 +106,7 @@ def wrong(rows: Sequence[store.Row]) -> list[str]:
     return found
 
 
-_COLORS = {
+COLORS = {
     "fa_cupy": "#c1272d",
     "cudnn": "#1b6ca8",
     "flash2": "#2e8b57",
@@ -112,6 +125,7 @@ _COLORS = {
     "flex": "#2e8b57",
     "flex_sigmoid": "#8fc7a5",
     "copy": "#8a8a8a",
+    "numpy": "#8a8a8a",
 }
 
 
@@ -190,7 +204,7 @@ def draw(
         for order, impl in enumerate(here):
             points = [(n, speed[p, impl]) for n, p in enumerate(members) if (p, impl) in speed]
             x, y = zip(*points, strict=True)
-            style = {"color": _COLORS.get(impl), "label": impl}
+            style = {"color": COLORS.get(impl), "label": impl}
             if bars:
                 width = 0.8 / len(here)
                 shift = (order + 0.5) * width - 0.4
@@ -226,8 +240,15 @@ def draw(
     what = next(iter(unit)) if len(unit) == 1 else "fa_cupy and its peers"
     figure.suptitle(f"{what} on {facts.get('cpu', facts['device'])}, {facts['date'][:10]}")
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    return save(figure, facts, path, part)
+
+
+def save(
+    figure: Any, facts: Mapping[str, Any], path: str = "", part: str = "", dpi: int = 110
+) -> Path:
+    """Write a picture to a path, or to the docs under the name of the device; return where."""
     target = Path(path) if path else STATIC / f"bench-{store.slug(facts['device'])}.png"
     target = target.with_stem(f"{target.stem}-{part}") if part else target
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=110)
+    figure.savefig(target, dpi=dpi)
     return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import importlib.metadata
 import json
 import math
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
+
+import threadpoolctl
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -64,6 +67,23 @@ def _cpu_model() -> str:
     return match.group(1) if match else platform.processor()
 
 
+def openblas_core(folder: str) -> str:
+    """Return the processor that the OpenBLAS below a folder of that name has chosen kernels for.
+
+    The variable OPENBLAS_CORETYPE chooses another one.
+    """
+    for library in threadpoolctl.threadpool_info():
+        if folder in Path(os.path.realpath(library["filepath"])).parts:
+            return str(library.get("architecture", "unknown"))
+    return "unknown"
+
+
+def _openblas() -> str:
+    """Name the kernels of NumPy's OpenBLAS and of fa_cupy's, once if they are the same."""
+    importlib.import_module("fa_cupy.cpu.blas")  # which loads it
+    return ", ".join(dict.fromkeys(map(openblas_core, ("scipy_openblas32", "numpy.libs"))))
+
+
 def card(device: int) -> str:
     """Name one GPU among all others, as ``nvidia-smi -L`` does.
 
@@ -82,6 +102,7 @@ def header(device: str) -> dict[str, Any]:
     """What the rows were measured on; ``device`` is ``"gpu"`` (CuPy's current) or ``"cpu"``."""
     if device == "cpu":
         facts: dict[str, Any] = {"device": "cpu", "cpu": _cpu_model(), "cores": os.cpu_count()}
+        facts["openblas"] = _openblas()
     else:
         import cupy
 
@@ -120,9 +141,9 @@ def merge(path: Path, facts: Mapping[str, Any], rows: Iterable[Row]) -> list[Row
     """Replace the rows of the same key in ``path``, keep the others, return all of them.
 
     Every row gets the date of its run, as a ratio is only taken between rows of one date, and the
-    card, if it is of one.
+    card or the kernels of OpenBLAS, if it is of some.
     """
-    run = {name: facts[name] for name in ("date", "card") if name in facts}
+    run = {name: facts[name] for name in ("date", "card", "openblas") if name in facts}
     fresh = {key(row): {**row, **run} for row in rows}
     merged = {key(row): row for row in load(path)[1]} | fresh
     path.parent.mkdir(parents=True, exist_ok=True)

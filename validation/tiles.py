@@ -22,7 +22,7 @@ from fa_cupy.core import attention_problem
 from fa_cupy.cpu import attention as cpu
 from fa_cupy.tiled import tile_sizes
 from fa_cupy.tiled.tile_sizes import Tile
-from validation import bench, checks, peers, report, store
+from validation import checks, peers, report, store, timing
 from validation.cases import Dense
 from validation.peers import Call
 
@@ -92,9 +92,10 @@ def measure(case: Dense, rounds: int) -> list[store.Row]:
         calls[impl] = Call(run, ours.native, ours.wait)
         errors[impl] = check(run())
     fixed = {"family": FAMILY, "case": name(case), "unit": "GFLOP/s"}
+    sampling = timing.Sampling(burst_ms=0, rounds=rounds)
     return [
         {**fixed, "impl": impl, "ms": ms, "value": case.flops / ms / 1e6, "error": errors[impl]}
-        for impl, ms in bench.interleaved(calls, rounds, burst_ms=0).items()
+        for impl, ms in timing.interleaved(calls, sampling).items()
     ]
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from validation import bench, cases, peers, report, store
+from validation import cases, peers, report, store, timing
 from validation.families import FAMILIES
 
 FAMILY = "attention_bwd"
@@ -61,7 +61,7 @@ def source() -> bytes:
 
 def with_rows(change: Callable[[Sequence[Any]], Sequence[Any]]) -> Callable[..., peers.Call]:
     """Make an implementation of the family that runs what `change` makes of the table's rows."""
-    from fa_cupy.gpu import plan_cache
+    from fa_cupy.core import plan_cache
     from fa_cupy.gpu.kernels import attention_backward
 
     table = FAMILIES[FAMILY].impls["fa_cupy"]
@@ -163,7 +163,7 @@ def measure(case: cases.Dense, rounds: int) -> list[store.Row]:
             if _bits(calls[stores].run()) != first[stores]:
                 raise RuntimeError(f"turns: {case.name}, {clocks} clocks, {place}: other bits")
             time.sleep(FAMILIES[FAMILY].rest_ms * 1e-3)
-            sample = bench.burst(calls[stores], 4)
+            sample = timing.burst(calls[stores], 4)
             samples.setdefault((stores, place, clocks), []).append(sample)
     del calls
     cupy.get_default_memory_pool().free_all_blocks()

@@ -1,10 +1,14 @@
-"""Exact attention on NumPy arrays: the tiled algorithm, spread over threads."""
+"""Exact attention on NumPy arrays: the tiled algorithm, spread over threads.
+
+What follows from the shapes, strides, dtypes and options of a call is a `Call`, which is made once
+and kept: a small problem takes less time than its checks.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +19,9 @@ import numpy.typing as npt
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
+from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu import decoding, thread_pool
 from fa_cupy.cpu.masks import rows as mask_rows
 from fa_cupy.cpu.masks.entries import dense_of
 from fa_cupy.cpu.masks.thin import Pairs
@@ -29,18 +34,73 @@ from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled import batching, tile_sizes
 
 Array = npt.NDArray[Any]
+View = attention_problem.View
 
-# Work below this runs in the calling thread: starting a thread costs about 0.1 ms.
+# Work below this runs in the calling thread.
 _PARALLEL_FLOP = 2e7
 # Most queries of a tile: more would compute more scores above the diagonal in vain.
 _MOST_M = 512
-# Small problems are split into this many tasks where that leaves tiles of so many queries. Both
-# are fixed, so that results do not depend on the number of threads.
-_LEAST_TASKS = 16
+# Problems are split into so many tasks where that leaves tiles of so many queries, and into fewer
+# where tasks would have less work than this. All are fixed, so that results do not depend on the
+# number of threads.
+_MOST_TASKS = 16
 _LEAST_M = 64
-# Float16 keys and values are converted once per batch entry up to this many bytes of float32, and
-# once per tile beyond.
-_CONVERTED_BYTES = 64 << 20
+_TASK_FLOP = 3e7
+# The number of queries whose products take as long as reading their keys from memory.
+_READING_QUERIES = 8
+# Keys and values that are read once do not have to fit the cache, unless they are converted.
+_FEW_QUERIES, _FEW_N = 16, 8192
+# From so many stacks on, arrays are packed if that makes few of them; and which arrays are results.
+_MOST_PARTS = 64
+_RESULTS = {5, 6}
+# Rows wider than this do not have to fit the cache: the BLAS library copies what it works on. Tiles
+# of them have so many queries at most, and so many elements of queries, or of copies of keys.
+_CACHED_DIM = 512
+_LARGE_M, _LARGE_N = 128, 512
+_LARGE_ELEMENTS = 4 << 20
+
+
+def cached(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: Any, is_causal: Any, causal_align: Any,
+    window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Answer a call of `fa_cupy.attention` on NumPy arrays; None where it needs preparation.
+
+    As on a GPU, the key holds the arguments unchecked: only calls that were once checked are in the
+    table, and only values of types that are equal where they mean the same make a key.
+    """
+    if out is not None or not (type(q) is type(k) is type(v) is np.ndarray):
+        return None
+    if not (
+        scale.__class__ in NUMBERS
+        and softcap.__class__ in NUMBERS
+        and is_causal.__class__ is return_lse.__class__ is bool
+        and causal_align.__class__ in TEXTS
+        and precision.__class__ in TEXTS
+    ):
+        return None
+    key: Any = (
+        "attention", "numpy", q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape,
+        v.strides, v.dtype, scale, is_causal, causal_align, softcap, precision,
+    )  # fmt: skip
+    if bias is not None or mask is not None or sinks is not None or window is not None:
+        extra = [window_key(window)]
+        for x in (bias, mask, sinks):
+            if not (x is None or type(x) is np.ndarray):
+                return None
+            extra.append(None if x is None else (x.shape, x.strides, x.dtype))
+        if extra[0] is False:
+            return None
+        key = (*key, *extra)
+    call = lookup(key)
+    if call is None:
+        problem = attention_problem.attention_problem(
+            q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
+            window=window, softcap=softcap, sinks=sinks, precision=precision,
+        )  # fmt: skip
+        call = remember(key, Call(problem, q))
+    result, lse = call(q, k, v, bias, mask, None, sinks)
+    return (result, lse) if return_lse else result
 
 
 def attention(
@@ -79,144 +139,317 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
-    dtype = attention_problem.sum_dtype(problem.dtype)
-    if out is None:
-        out = core_arrays.empty_like_layout(np, problem, q, problem.dtype)
-    lse = np.empty(problem.out_shape[:-1], dtype)
-    if lse.size == 0:  # however many batch entries there are
-        return out, lse if return_lse else None
     if isinstance(mask, BitMask) and problem.mask is not None and mask._grid.is_small:
         mask = mask_rows.of_small(mask)
         seen = attention_problem.batch_view(problem, mask, problem.q_len, problem.k_len)
         problem = replace(problem, mask=seen)
-    tile = _tile(problem, dtype)
-    if isinstance(mask, BitMask):
-        tile = mask_rows.tile_of(mask, tile)
-    tasks = _tasks(problem, (q, k, v, bias, mask, out, lse, sinks), tile, dtype, score)
-
-    def new_worker() -> Callable[[_Task], None]:
-        steps = Steps(dtype)
-
-        def work(task: _Task) -> None:
-            x, begin, end = task.stack.borrow(), task.row_begin, task.row_end
-            more, width = None, tile.tile_n
-            if task.stack.pairs is not None:
-                attend = partial(task.stack.pairs.attend, steps, problem, x)
-                more = partial(attend, row_begin=begin, row_end=end)
-            if isinstance(mask, BitMask):
-                width = mask_rows.width(mask, tile, len(x.q), end - begin)
-            with np.errstate(all="ignore"):
-                if not tiled_attention.attend(steps, problem, x, begin, end, width, more):
-                    if isinstance(x.mask, MaskTiles):
-                        x = replace(x, mask=x.mask.only(words=True, sparse=True))
-                    for row in range(begin, end, tile.tile_m):
-                        rows = (row, min(row + tile.tile_m, end), width)
-                        tiled_attention.attend_exactly(steps, problem, x, *rows)
-            task.stack.give_back()
-
-        return work
-
-    flop = 2 * sum(t.cost for t in tasks) * (problem.head_dim + problem.v_dim)
-    thread_pool.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
+    bits = mask if isinstance(mask, BitMask) else None
+    call = Call(problem, q, None if out is None else out.strides, bits)
+    out, lse = call(q, k, v, bias, mask, out, sinks, score)
     return out, lse if return_lse else None
 
 
-def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:
-    most, entries = _MOST_M, math.prod(problem.batch)
-    if problem.lower is not None and problem.upper is not None:
-        # A tile's queries together see tile_m keys more than each of them does.
-        most = min(most, max(_LEAST_M, problem.upper - problem.lower))
-    while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < _LEAST_TASKS:
-        most //= 2
-    tile = tile_sizes.tile_sizes(
-        problem.head_dim,
-        problem.v_dim,
-        dtype.itemsize,
-        tile_sizes.CPU_CACHE_BYTES,
-        problem.q_len,
-        problem.k_len,
-        max_m=most,
-    )
-    # Even tiles, rather than a short one at the end.
-    rows = math.ceil(problem.q_len / tile.tile_m) or 1
-    return tile._replace(tile_m=math.ceil(problem.q_len / rows / 16) * 16 or 16)
+class _Rows(NamedTuple):
+    """Queries that a task has."""
+
+    begin: int
+    end: int
+    cost: int  # number of scores of one batch entry
 
 
 class _Task(NamedTuple):
     """Some queries of one stack of batch entries."""
 
     stack: _Stack
-    row_begin: int
-    row_end: int
-    cost: int  # number of scores
+    rows: _Rows
 
 
-def _tasks(
-    problem: attention_problem.Problem,
-    arrays: tuple[Any, ...],
-    tile: tile_sizes.Tile,
-    dtype: np.dtype[Any],
-    score: ScoreOperands | None,
-) -> list[_Task]:
-    """Split the problem, the largest tasks of each stack first, so that threads end together."""
-    mask, out, lse, sinks = arrays[4:]
-    bits = mask if isinstance(mask, BitMask) else None
-    if bits is not None:
-        arrays = (*arrays[:4], bits.entries[..., None, None], out, lse, sinks)
-    out_view = attention_problem.out_view(problem, out.shape, out.strides)
-    lse_view = attention_problem.out_view(problem, (*lse.shape, 1), (*lse.strides, lse.itemsize))
-    views = [
-        problem.q, problem.k, problem.v, problem.bias, problem.mask, out_view, lse_view,
-        problem.sinks,
-    ]  # fmt: skip
-    if score is not None:
-        places = score_entries(np, problem.out_shape[:-2])
-        arrays = (*arrays, *places)
-        views += [attention_problem.batch_view(problem, x, 1, 1) for x in places]
-    rows = []
+class Call:
+    """One kind of call: how it is cut into tasks, and what they do.
+
+    Parameters
+    ----------
+    problem : Problem
+    q : numpy.ndarray
+        Queries like those of the calls.
+    strides : tuple of int, optional
+        Of the output; by default it lies in memory as the queries do.
+    mask : BitMask, optional
+        The mask of the only call, if it is one of bits.
+    """
+
+    def __init__(
+        self,
+        problem: attention_problem.Problem,
+        q: Array,
+        strides: tuple[int, ...] | None = None,
+        mask: BitMask | None = None,
+    ) -> None:
+        self._dtype = dtype = attention_problem.sum_dtype(problem.dtype)
+        shape, self._out_dtype = problem.out_shape, problem.dtype
+        order = core_arrays.memory_order(shape, q)
+        self._memory, self._lse_shape = [shape[axis] for axis in order], shape[:-1]
+        in_order = order == [*range(len(order))]
+        self._axes = None if in_order else [order.index(axis) for axis in range(len(order))]
+        if strides is None:
+            strides = core_arrays.dense_strides(shape, problem.dtype.itemsize, order)
+        column = (*shape[:-1], 1)
+        lse_strides = core_arrays.dense_strides(column, dtype.itemsize, range(len(column)))
+        out_views = [
+            attention_problem.out_view(problem, *view)
+            for view in ((shape, strides), (column, lse_strides))
+        ]
+        self._tasks: _Tasks | None = None
+        if math.prod(shape[:-1]):  # however many batch entries there are
+            self._tasks = _Tasks(problem, out_views, dtype, mask)
+
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | SparseBias | None,
+        mask: Array | BitMask | None,
+        out: Array | None,
+        sinks: Array | None,
+        score: ScoreOperands | None = None,
+    ) -> tuple[Array, Array]:
+        """Return output and LSE; the output is `out` where that is given."""
+        if out is None:
+            out = np.empty(self._memory, self._out_dtype)
+            if self._axes is not None:
+                out = out.transpose(self._axes)
+        lse = np.empty(self._lse_shape, self._dtype)
+        if self._tasks is not None:
+            self._tasks.run((q, k, v, bias, mask, out, lse, sinks), score)
+        return out, lse
+
+
+class _Tasks:
+    """The tasks of one kind of call, which has some queries."""
+
+    def __init__(
+        self,
+        problem: attention_problem.Problem,
+        out_views: Sequence[View],
+        dtype: np.dtype[Any],
+        mask: BitMask | None,
+    ) -> None:
+        self._dtype = dtype
+        self.problem = problem
+        out, lse = out_views
+        if mask is None:
+            self.problem, out, lse = decoding.heads_as_queries(problem, out, lse)
+        problem, self._bits = self.problem, mask
+        # Reading keys for fewer queries than these takes as long as the products of so many.
+        reading = max(1.0, _READING_QUERIES / max(1, problem.q_len))
+        per_score = 2 * (problem.head_dim + problem.v_dim) * reading
+        flop = per_score * math.prod(problem.batch) * problem.q_len * problem.k_len
+        wanted = max(1, min(_MOST_TASKS, int(flop / _TASK_FLOP)))
+        self.tile = tile = _tile(problem, dtype, wanted)
+        if mask is not None:
+            self.tile = tile = mask_rows.tile_of(mask, tile)
+        self._rows = _rows(problem, tile.tile_m, mask)
+        whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
+        most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // wanted)
+        if mask is not None:
+            tasks = len(self._rows) * math.prod(problem.batch)
+            most = mask_rows.most_stacked(mask, tile, tasks // wanted, most)
+        self._views = [
+            problem.q, problem.k, problem.v, problem.bias, problem.mask, out, lse, problem.sinks,
+        ]  # fmt: skip
+        self._most = max(1, most)
+        self._layout = batching.Layout(self._views, self._most)
+        self._packed: dict[int, View] = {}
+        if self._layout.count >= _MOST_PARTS and mask is None and problem.score is None:
+            self._packed = self._pack()
+        scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
+        self._parallel = scores * per_score > _PARALLEL_FLOP
+        alone = self._layout.count * len(self._rows)
+        one = [(0, problem.k_len)]
+        self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
+
+    def _pack(self) -> dict[int, View]:
+        """Return the views of arrays that are packed, so that there are few stacks of entries.
+
+        That is done where it makes a fourth of them or less, for arrays that repeat nothing.
+        """
+        p, of_bool = self.problem, np.dtype(np.bool_)
+        kinds = (
+            p.dtype,
+            p.dtype,
+            p.dtype,
+            p.bias_dtype,
+            of_bool,
+            p.dtype,
+            self._dtype,
+            p.sinks_dtype,
+        )
+        views, packed = [*self._views], {}
+        for i, (view, kind) in enumerate(zip(views, kinds, strict=True)):
+            if view is None or kind is None or batching.is_dense(view):
+                continue
+            if all(stride or n == 1 for n, stride in zip(*view, strict=True)):
+                packed[i], axes = view, range(len(view.shape))
+                dense = core_arrays.dense_strides(view.shape, kind.itemsize, axes)
+                views[i] = View(view.shape, dense)
+        layout = batching.Layout(views, self._most)
+        if 4 * layout.count > self._layout.count:
+            return {}
+        self._views, self._layout = views, layout
+        return packed
+
+    def run(self, arrays: Sequence[Any], score: ScoreOperands | None) -> None:
+        """Do all tasks, the largest of each stack first, so that threads end together."""
+        if not self._packed:
+            return self._run(arrays, score)
+        seen, own = {}, [*arrays]
+        for i, view in self._packed.items():
+            seen[i] = np.lib.stride_tricks.as_strided(arrays[i], *view)
+            own[i] = np.empty(view.shape, arrays[i].dtype) if i in _RESULTS else seen[i].copy()
+        self._run(own, score)
+        for i in seen.keys() & _RESULTS:
+            np.copyto(seen[i], own[i])
+
+    def _run(self, arrays: Sequence[Any], score: ScoreOperands | None) -> None:
+        stacks = self._stacks(arrays, score)
+        if len(self._keys) > 1:
+            return self._run_parts(stacks)
+        tasks = [_Task(stack, rows) for stack in stacks for rows in self._rows]
+        thread_pool.run(tasks, lambda: self._work, self._parallel and len(tasks) > 1)
+
+    def _run_parts(self, stacks: list[_Stack]) -> None:
+        """Do the tasks of parts of the keys, and combine what they give."""
+        problem, dtype, tile_n = self.problem, self._dtype, self.tile.tile_n
+        parts = {
+            stack: [decoding.Part(problem, stack.borrow(), dtype, *keys) for keys in self._keys]
+            for stack in stacks
+        }
+
+        def work(part: decoding.Part) -> None:
+            steps = Steps.unused(dtype)
+            with np.errstate(all="ignore"):
+                part.attend(steps, tile_n)
+            steps.keep()
+
+        tasks = [part for some in parts.values() for part in some]
+        thread_pool.run(tasks, lambda: work, self._parallel)
+        steps = Steps.unused(dtype)
+        with np.errstate(all="ignore"):
+            for stack, some in parts.items():
+                decoding.combine(steps, problem, stack.borrow(), some, tile_n)
+        steps.keep()
+
+    def _stacks(self, arrays: Sequence[Any], score: ScoreOperands | None) -> list[_Stack]:
+        layout, bits = self._layout, self._bits
+        places: tuple[Array, ...] = ()
+        if bits is not None:
+            arrays = (*arrays[:4], bits.entries[..., None, None], *arrays[5:])
+        if score is not None:
+            places = score_entries(np, self.problem.out_shape[:-2])
+            views = [attention_problem.batch_view(self.problem, x, 1, 1) for x in places]
+            layout = batching.Layout([*self._views, *views], self._most)
+        found = []
+        stacks = layout.stacks(np, (*arrays, *places))
+        by_pairs: dict[int, Pairs | None] = {}
+        if bits is not None and self.problem.k_len:
+            stacks = mask_rows.of_one_matrix(bits, stacks)
+        for x in stacks:
+            pairs = None
+            if bits is not None and self.problem.k_len:
+                matrix = int(x[4][0, 0, 0])
+                if matrix not in by_pairs:
+                    by_pairs[matrix] = Pairs.of(self.problem, bits, matrix, arrays[3])
+                pairs = by_pairs[matrix]
+                x[4] = MaskTiles(
+                    bits,
+                    x[4][:, 0, 0],
+                    sparse=pairs is None or pairs.entries is None,
+                    thin=pairs is None or pairs.thin is None,
+                )
+            if isinstance(arrays[3], SparseBias):
+                x[3] = arrays[3]
+            made = None if score is None else TileScore(np, score, x[8], x[9], self._dtype)
+            operands = tiled_attention.Operands(*x[:8], score=made)
+            found.append(_Stack(operands, self._dtype, len(self._rows), pairs))
+        return found
+
+    def _work(self, task: _Task) -> None:
+        problem, tile_m, tile_n = self.problem, *self.tile
+        x, begin, end = task.stack.borrow(), task.rows.begin, task.rows.end
+        steps = Steps.unused(self._dtype)
+        with np.errstate(all="ignore"):
+            more = None
+            if task.stack.pairs is not None:
+                attend = partial(task.stack.pairs.attend, steps, problem, x)
+                more = partial(attend, row_begin=begin, row_end=end)
+            if self._bits is not None:
+                tile_n = mask_rows.width(self._bits, self.tile, len(x.q), end - begin)
+            if not tiled_attention.attend(steps, problem, x, begin, end, tile_n, more):
+                if isinstance(x.mask, MaskTiles):
+                    x = replace(x, mask=x.mask.only(words=True, sparse=True))
+                for row in range(begin, end, tile_m):
+                    rows = (row, min(row + tile_m, end), tile_n)
+                    tiled_attention.attend_exactly(steps, problem, x, *rows)
+        task.stack.give_back()
+        steps.keep()
+
+
+def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int) -> tile_sizes.Tile:
+    """Return the tile for a problem that should be split into so many tasks."""
+    most, entries = _MOST_M, math.prod(problem.batch)
+    if problem.lower is not None and problem.upper is not None:
+        # A tile's queries together see tile_m keys more than each of them does.
+        most = min(most, max(_LEAST_M, problem.upper - problem.lower))
+    if problem.upper is not None:
+        # Of scores above the diagonal, an eighth of all at most are computed in vain.
+        most = min(most, max(2 * _LEAST_M, problem.q_len // 4))
+    while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < wanted:
+        most //= 2
+    if max(problem.head_dim, problem.v_dim) > _CACHED_DIM:
+        tile = _tile_of_wide_rows(problem, dtype)
+    else:
+        tile = tile_sizes.tile_sizes(
+            problem.head_dim,
+            problem.v_dim,
+            dtype.itemsize,
+            tile_sizes.CPU_CACHE_BYTES,
+            problem.q_len,
+            problem.k_len,
+            max_m=most,
+        )
+    if problem.q_len <= _FEW_QUERIES and problem.dtype == dtype:
+        tile = tile._replace(tile_n=min(_FEW_N, max(1, problem.k_len)))
+    # Even tiles, rather than a short one at the end.
+    rows = math.ceil(problem.q_len / tile.tile_m) or 1
+    return tile._replace(tile_m=math.ceil(problem.q_len / rows / 16) * 16 or 16)
+
+
+def _tile_of_wide_rows(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:
+    """Return the tile for a head_dim beyond `_CACHED_DIM`."""
+    few = max(16, _LARGE_ELEMENTS // max(problem.head_dim, problem.v_dim) // 16 * 16)
+    tile_n = _LARGE_N if problem.dtype == dtype else min(_LARGE_N, few)
+    return tile_sizes.Tile(min(_LARGE_M, few), min(tile_n, max(1, problem.k_len)))
+
+
+def _rows(problem: attention_problem.Problem, tile_m: int, mask: BitMask | None) -> list[_Rows]:
+    """Return the queries of each task of a stack, those with the most scores first."""
     bounds = [
-        (begin, min(begin + tile.tile_m, problem.q_len))
-        for begin in range(0, problem.q_len, tile.tile_m)
+        (begin, min(begin + tile_m, problem.q_len)) for begin in range(0, problem.q_len, tile_m)
     ]
-    if bits is not None and problem.k_len:
-        bounds = mask_rows.bounds(bits, tile.tile_m)
+    if mask is not None and problem.k_len:
+        bounds = mask_rows.bounds(mask, tile_m)
+    rows = []
     for begin, end in bounds:
         first, last = tiled_attention.visible_keys(problem, begin, end)
-        rows.append((begin, end, (end - begin) * (last - first)))
-    rows.sort(key=lambda row: -row[2])
-
-    whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
-    tasks = []
-    most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
-    if bits is not None:
-        most = mask_rows.most_stacked(bits, tile, len(bounds), math.prod(problem.batch), most)
-    by_pairs: dict[int, Pairs | None] = {}
-    stacks = batching.stacks(np, arrays, views, max(1, most))
-    if bits is not None and problem.k_len:
-        stacks = mask_rows.of_one_matrix(bits, stacks)
-    for x in stacks:
-        pairs = None
-        if bits is not None and problem.k_len:
-            matrix = int(x[4][0, 0, 0])
-            if matrix not in by_pairs:
-                by_pairs[matrix] = Pairs.of(problem, bits, matrix, arrays[3])
-            pairs = by_pairs[matrix]
-            apart = (pairs.entries is not None, pairs.thin is not None) if pairs else (False, False)
-            x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=not apart[0], thin=not apart[1])
-        if isinstance(arrays[3], SparseBias):
-            x[3] = arrays[3]
-        made = None if score is None else TileScore(np, score, x[8], x[9], dtype)
-        operands = tiled_attention.Operands(*x[:8], score=made)
-        stack = _Stack(operands, dtype, len(rows), pairs)
-        n = x[0].shape[0]
-        tasks += [_Task(stack, begin, end, n * cost) for begin, end, cost in rows]
-    return tasks
+        rows.append(_Rows(begin, end, (end - begin) * (last - first)))
+    return sorted(rows, key=lambda row: -row.cost)
 
 
 class _Stack:
-    """Operands of stacked batch entries, float16 keys and values converted while in use.
+    """Operands of stacked batch entries.
 
-    With `pairs`, keys and values are dense and of compute dtype too.
+    With `pairs`, keys and values are dense and of compute dtype while they are in use.
     """
 
     def __init__(
@@ -226,9 +459,6 @@ class _Stack:
         users: int,
         pairs: Pairs | None,
     ) -> None:
-        elements = x.k.size + x.v.size
-        self._convert = x.k.dtype == np.float16 and elements * dtype.itemsize <= _CONVERTED_BYTES
-        self._convert |= pairs is not None
         self.pairs = pairs
         self._given = self._ready = x
         self._dtype = dtype
@@ -236,14 +466,18 @@ class _Stack:
         self._lock = threading.Lock()
 
     def borrow(self) -> tiled_attention.Operands:
+        if self.pairs is None:
+            return self._given
         with self._lock:
             x = self._given
-            if self._convert and self._ready is x:
+            if self._ready is x:
                 k, v = (dense_of(a, self._dtype) for a in (x.k, x.v))
                 self._ready = replace(x, k=k, v=v)
             return self._ready
 
     def give_back(self) -> None:
+        if self.pairs is None:
+            return
         with self._lock:
             self._users -= 1
             if self._users == 0:

@@ -152,10 +152,12 @@ def run(
         those that were begun have ended.
     """
     count = min(allowed(), len(tasks)) - 1 if parallel else 0
-    helpers = _Helpers(tasks, new_worker, max(0, count))
     if count < 1:
-        helpers.work()
+        worker = new_worker()
+        for task in tasks:
+            worker(task)
         return
+    helpers = _Helpers(tasks, new_worker, count)
     end = helpers.end()
     try:
         helpers.start()

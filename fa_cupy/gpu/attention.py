@@ -18,6 +18,7 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
 from fa_cupy.core.arrays import dense_strides, memory_order
 from fa_cupy.core.attention_problem import Problem
+from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import (
@@ -42,7 +43,6 @@ from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.masks.pair_bias import PairPlaces
 from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.score.program import Operands
 
 _NAME = "attention"

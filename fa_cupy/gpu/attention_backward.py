@@ -19,6 +19,7 @@ from cupy.cuda import alloc, get_current_stream, runtime
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.core.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import sinks_gradient, workspace
 from fa_cupy.gpu.arrays import (
@@ -40,7 +41,6 @@ from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
 from fa_cupy.score.program import Operands
 
 _NAME = "attention_backward"

@@ -13,6 +13,7 @@ from cupy.cuda import alloc, runtime
 from fa_cupy.core.arrays import dense_strides
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product
+from fa_cupy.core.plan_cache import UNKNOWN, lookup, remember
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import (
     Allocation,
@@ -26,7 +27,6 @@ from fa_cupy.gpu.arrays import (
 from fa_cupy.gpu.kernels import products
 from fa_cupy.gpu.kernels.linear.params import Job
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import UNKNOWN, lookup, remember
 
 _NAME = "causal_product"
 _ANY = ("auto", "chunked")  # what takes every array; others are kernels

@@ -22,12 +22,12 @@ from cupy.cuda import alloc, runtime
 from fa_cupy.core import attention_problem, broadcasting
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product, product_problem
+from fa_cupy.core.plan_cache import lookup, remember
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import Allocation, allocation, fits, kernel_takes, require_whole_elements
 from fa_cupy.gpu.causal_product import compute, job_of, plan_for, require_kernels
 from fa_cupy.gpu.cublas import tile_ops
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.gpu.plan_cache import lookup, remember
 
 _NAME = "causal_product_backward"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -47,15 +48,18 @@ def transform(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float]:
     its digits, where the score is an ordinary number. tanh changes only scores that are near the
     cap itself. If the scale is so large too, they keep their order: all shrink as the cap does.
     """
+    return _transform(problem.scale, problem.softcap, dtype)
+
+
+def _transform(scale: float, softcap: float, dtype: np.dtype[Any]) -> tuple[float, float]:
     largest = float(np.finfo(dtype).max)
-    if not problem.softcap:
-        return max(-largest, min(largest, problem.scale)), 0.0
-    cap = min(problem.softcap, largest * _CAP_MARGIN)
-    scale = abs(problem.scale)
-    factor = min(scale / cap, max(scale / problem.softcap, _CAP_MARGIN))
+    if not softcap:
+        return max(-largest, min(largest, scale)), 0.0
+    cap, size = min(softcap, largest * _CAP_MARGIN), abs(scale)
+    factor = min(size / cap, max(size / softcap, _CAP_MARGIN))
     bound = np.finfo(np.float64)
     factor = max(float(bound.smallest_subnormal), min(float(bound.max), factor))
-    return math.copysign(factor, problem.scale) if scale else 0.0, cap
+    return math.copysign(factor, scale) if size else 0.0, cap
 
 
 def in_turn(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float, bool]:
@@ -65,14 +69,19 @@ def in_turn(problem: Problem, dtype: np.dtype[Any]) -> tuple[float, float, bool]
     by softcap is too small for float64, and where `transform` would reduce the softcap although the
     scale is an ordinary number.
     """
-    factor, cap = transform(problem, dtype)
+    return _in_turn(problem.scale, problem.softcap, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _in_turn(scale: float, softcap: float, dtype: np.dtype[Any]) -> tuple[float, float, bool]:
+    factor, cap = _transform(scale, softcap, dtype)
     if not cap:
         return factor, cap, False
     largest = float(np.finfo(dtype).max)
-    scale, softcap = abs(problem.scale), problem.softcap
+    given, scale = scale, abs(scale)
     vanishes = 0 < scale < softcap * float(np.finfo(np.float64).tiny)
     if vanishes or (cap < softcap <= largest and scale < MOST):
-        return problem.scale, min(softcap, largest), True
+        return given, min(softcap, largest), True
     return factor, cap, False
 
 

@@ -209,3 +209,76 @@ def test_memory_at_length_65536(dtype):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100e6
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(**by_dtype())
+@pytest.mark.parametrize("turned", ["q", "k", "v", "bias", "mask", "sinks", "out", "kv", "all"])
+def test_batch_axes_in_any_order_are_packed(monkeypatch, dtype, turned):
+    """Arrays of many small matrices, whose batch axes lie in another order than that of others."""
+    rng, axes = np.random.default_rng(1), (2,) * 7
+    parts, attend = [], tiled_attention.attend
+
+    def counted(steps, problem, x, *more):
+        parts.append(x.q.shape[0])
+        return attend(steps, problem, x, *more)
+
+    def lie(name, x):
+        if turned in (name, "all") or (turned == "kv" and name in turned):
+            order = [*reversed(range(7)), *range(7, x.ndim)]
+            return np.ascontiguousarray(x.transpose(order)).transpose(order)
+        return x
+
+    monkeypatch.setattr(tiled_attention, "attend", counted)
+    q, k, v = (lie(x, normal(rng, (*axes, 4 if x == "q" else 5, 3), dtype)) for x in "qkv")
+    bias = lie("bias", normal(rng, (*axes, 4, 5), np.float32))
+    mask = lie("mask", rng.random((*axes, 4, 5)) < 0.7)
+    options = {"sinks": lie("sinks", normal(rng, (*axes, 4), dtype))}
+    out = lie("out", np.full((*axes, 4, 3), np.nan).astype(dtype))
+    for result in (None, out):
+        found, lse = attention(q, k, v, bias, mask, return_lse=True, out=result, **options)
+        check_against_reference(Case(q, k, v, bias, mask, options), found, lse)
+        assert found.strides == (q if result is None else out).strides
+    assert len(parts) <= 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dims"),
+    [((150, 700), (600, 600)), ((20, 40), (40, 2000)), ((20, 40), (2000, 40)),
+     ((3, 5), (270_000, 3)), ((3, 5), (3, 300_000))],
+)  # fmt: skip
+@pytest.mark.parametrize(**by_dtype())
+def test_wide_rows(dtype, lengths, dims):
+    rng, (q_len, k_len) = np.random.default_rng(1), lengths
+    shapes = (q_len, dims[0]), (k_len, dims[0]), (k_len, dims[1])
+    q, k, v = (normal(rng, shape, dtype) for shape in shapes)
+    for options in ({}, {"is_causal": True, "causal_align": "bottom_right"}):
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        check_against_reference(Case(q, k, v, options=options), out, lse)
+
+
+# Conversion
+
+
+@pytest.mark.parametrize("layout", ["dense", "rows", "columns", "reversed", "unaligned"])
+def test_float16_is_widened_to_the_last_bit(layout):
+    """All of its numbers: subnormal ones, infinities and the payload of NaN among them."""
+    x = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    if layout == "rows":
+        x = x[::2]
+    elif layout == "columns":
+        x = x.T
+    elif layout == "reversed":
+        x = x[::-1, ::-1]
+    elif layout == "unaligned":
+        x = np.frombuffer(b"\0" + x.tobytes(), np.float16, offset=1).reshape(256, 256)
+    finite = np.where(np.isfinite(x), x, 0)
+    for numbers in (x, finite, finite[:0]):
+        steps = Steps(np.dtype(np.float32))
+        out = steps.scratch("poisoned", numbers.shape)
+        out.fill(np.nan)
+        steps.load(out, numbers)
+        want = numbers.astype(np.float32)
+        np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))

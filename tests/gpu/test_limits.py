@@ -25,7 +25,7 @@ from tests.support.strategies import BFLOAT16, Case, by_dtype, check_against_ref
 pytest.importorskip("cupy")
 import cupy as cp
 
-from fa_cupy.gpu import plan_cache
+from fa_cupy.core import plan_cache
 from fa_cupy.gpu.kernels.attention import attention_params
 from tests.support import plans
 from tests.support.device_arrays import Counter, needs, no_memory_held, uniform

@@ -68,7 +68,8 @@ def cupy():
 @pytest.fixture
 def host(cupy, monkeypatch):
     """The module under test, without plans, on an emulated device."""
-    from fa_cupy.gpu import attention_backward, plan_cache, workspace
+    from fa_cupy.core import plan_cache
+    from fa_cupy.gpu import attention_backward, workspace
 
     launcher = Launcher(workspace.take)
     monkeypatch.setattr(workspace, "launcher", lambda device: launcher)
@@ -84,14 +85,14 @@ def launcher(host):
 
 def forget():
     """Forget all plans."""
-    from fa_cupy.gpu import plan_cache
+    from fa_cupy.core import plan_cache
 
     plan_cache.plans.clear()
 
 
 def known():
     """What the calls of a kind are prepared to, for each kind."""
-    from fa_cupy.gpu import plan_cache
+    from fa_cupy.core import plan_cache
 
     return list(plan_cache.plans.values())
 

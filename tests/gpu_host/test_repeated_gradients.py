@@ -42,7 +42,7 @@ def kernels(call, *given, **options):
 
 def known():
     """What calls are prepared to, by the arguments of calls as they come."""
-    from fa_cupy.gpu import plan_cache
+    from fa_cupy.core import plan_cache
 
     return {
         key: value

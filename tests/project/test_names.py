@@ -102,11 +102,12 @@ def test_names_that_files_use_are_there(cupy):
 def test_a_missing_name_is_found(cupy, tmp_path):
     path = tmp_path / "user.py"
     path.write_text(
-        "from fa_cupy.gpu import plan_cache, attention as host, nothing\n"
+        "from fa_cupy.core import plan_cache\n"
+        "from fa_cupy.gpu import attention as host, nothing\n"
         "from fa_cupy.gpu.plan import Plan, Plans\n"
         "plan_cache.plans, plan_cache.calls, host._calls\n"
     )
     assert missing(path) == [
-        "fa_cupy.gpu.nothing", "fa_cupy.gpu.plan.Plans", "fa_cupy.gpu.plan_cache.calls",
+        "fa_cupy.gpu.nothing", "fa_cupy.gpu.plan.Plans", "fa_cupy.core.plan_cache.calls",
         "fa_cupy.gpu.attention._calls",
     ]  # fmt: skip

@@ -27,6 +27,7 @@ from validation import (
     sanitize,
     store,
     tiles,
+    timing,
     traffic,
 )
 from validation.digest import ROOT
@@ -147,6 +148,7 @@ def test_bench_on_the_cpu(tiny_family, tmp_path, capsys):
     assert facts["device"] == "cpu"
     ours = rows[0]
     assert {"family", "case", "impl", "ms", "value", "unit", "error"} <= ours.keys()
+    assert ours["statistic"] == "median"
     assert (ours["impl"], ours["unit"]) == ("fa_cupy", "GFLOP/s")
     assert ours["error"] < 1e-6
     assert ours["value"] == pytest.approx(TINY.flops / ours["ms"] / 1e6)
@@ -205,23 +207,29 @@ def test_rounds_begin_with_another_implementation():
     def call(name):
         return peers.Call(lambda: order.append(name), lambda x: x, lambda x: x)
 
-    found = bench.interleaved({"a": call("a"), "b": call("b")}, rounds=2, burst_ms=1e-9)
+    sampling = timing.Sampling(burst_ms=1e-9, rounds=2)
+    found = timing.interleaved({"a": call("a"), "b": call("b")}, sampling)
     assert set(found) == {"a", "b"}
     assert "".join(order) == "aabb" + "aabb" + "bbaa"
 
 
 def test_calls_rest_before_they_are_timed_where_a_family_asks_for_it(monkeypatch):
     events = []
-    monkeypatch.setattr(bench.time, "sleep", lambda s: events.append(f"rest {s:g}"))
+    monkeypatch.setattr(timing.time, "sleep", lambda s: events.append(f"rest {s:g}"))
     call = peers.Call(lambda: events.append("run"), lambda x: x, lambda x: events.append("wait"))
-    bench.burst(call, 2, pause_ms=30)
+    timing.burst(call, 2, pause_ms=30)
     once = ["run", "wait"]
     assert events == [*once, "rest 0.03", *once, "rest 0.03", *once]
     events.clear()
-    bench.burst(call, 2)
+    timing.burst(call, 2)
     assert events == [*once, "run", *once]
-    rests = {family.device: family.pause_ms for family in families.FAMILIES.values()}
-    assert rests == {"gpu": 0, "cpu": families.CPU_PAUSE_MS}
+    events.clear()
+    timing.burst(call, 2, warm=False)
+    assert events == ["run", *once]
+    pauses = {name: family.pause_ms for name, family in families.FAMILIES.items()}
+    assert {families.FAMILIES[name].device for name, pause in pauses.items() if pause} == {"cpu"}
+    assert pauses["attention_cpu"] == pauses["graphs_cpu"] == families.CPU_PAUSE_MS
+    assert [name for name, family in families.FAMILIES.items() if family.quiet] == ["cpu_small"]
 
 
 # ---------------------------------------------------------------------------------------- tiles

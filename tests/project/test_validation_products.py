@@ -113,7 +113,7 @@ def test_axes_of_fla(case):
         qkv = (x.transpose(1, 2) for x in (q, k, v))
         return product_peers.chunked(*qkv, torch.tril, torch.float32).transpose(1, 2)
 
-    call = product_peers._differentiated(case, inputs, forward, swapped=True)
+    call = product_peers.differentiated(case, inputs, forward, swapped=True)
     assert checks.product_check(case, inputs)(call.native(call.run())) < 1e-6
     assert set(shapes) == {(case.batch, case.length, case.heads, case.dim)}
 

@@ -423,8 +423,11 @@ def make():
 @contextlib.contextmanager
 def in_place_of_cupy():
     """Have ``fa_cupy.gpu`` import the stand-in, and forget it afterwards."""
+    from fa_cupy.core import plan_cache
     from fa_cupy.gpu.driver import compile
 
+    plans = plan_cache.plans.copy()
+    plan_cache.plans.clear()
     kept = {name: sys.modules[name] for name in sys.modules if name.startswith("cupy")}
     loaded, compile._loaded = compile._loaded, {}
     CAPTURE.__init__()
@@ -440,6 +443,8 @@ def in_place_of_cupy():
             del sys.modules[name]
         sys.modules.update(kept)
         compile._loaded = loaded
+        plan_cache.plans.clear()
+        plan_cache.plans.update(plans)
 
 
 def encoded_map(*arguments):

@@ -1,6 +1,7 @@
 """The plans that calls on a GPU leave behind, for tests that look at them or want none."""
 
-from fa_cupy.gpu import attention_backward, plan_cache
+from fa_cupy.core import plan_cache
+from fa_cupy.gpu import attention_backward
 from fa_cupy.gpu.kernels import attention_backward as kernels_of_gradients
 
 

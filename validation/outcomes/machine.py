@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 import threadpoolctl
+
+from validation import store
 
 _WHEEL = "scipy-openblas32"
 
@@ -44,18 +45,10 @@ def _cpu() -> str:
     parts = [
         f"NumPy {np.__version__} on {platform.machine()}",
         " ".join((*simd.get("baseline", ()), *simd.get("found", ()))),
-        f"{blas['name']} {blas['version']}, core {_core()}",
+        f"{blas['name']} {blas['version']}, core {store.openblas_core('numpy.libs')}",
         f"{_WHEEL} {_wheel()}",
     ]
     return "; ".join(parts)
-
-
-def _core() -> str:
-    """Return the processor that NumPy's OpenBLAS has chosen its kernels for."""
-    for library in threadpoolctl.threadpool_info():
-        if "numpy.libs" in os.path.realpath(library["filepath"]):
-            return str(library.get("architecture", "unknown"))
-    return "unknown"
 
 
 def _gpu(cupy: Any) -> str:

@@ -28,10 +28,9 @@ _MOST_THIN = 256
 # Time of a tile by the rows of blocks that it is high, for each of its blocks; and that of a row of
 # tiles apart from them.
 _BLOCK_COST = {1: 1.15, 2: 1.05, 3: 1.02}
-_ROW_COST = 2.0
+_ROW_COST = 0.5
 # Batch entries share the unpacking of a mask; more of them would make narrow tiles.
 _MOST_STACKED = 4
-_LEAST_TASKS = 16
 
 
 def of_small(mask: BitMask) -> Array:
@@ -61,15 +60,14 @@ def width(mask: BitMask, tile: tile_sizes.Tile, stacked: int, rows: int) -> int:
     return max(1, scores // BLOCK) * BLOCK
 
 
-def most_stacked(mask: BitMask, tile: tile_sizes.Tile, rows: int, batch: int, most: int) -> int:
-    """Return how many batch entries are stacked at most, given the number of rows of tiles.
+def most_stacked(mask: BitMask, tile: tile_sizes.Tile, room: int, most: int) -> int:
+    """Return how many batch entries are stacked at most.
 
-    `most` is what they are of an array as mask.
+    `room` are as many as leave enough tasks, `most` what they are of an array as mask.
     """
     if _is_single(mask):
         return most
-    room = tile.tile_m * tile.tile_n // BLOCK**2
-    return min(_MOST_STACKED, room, rows * batch // _LEAST_TASKS)
+    return min(_MOST_STACKED, room, tile.tile_m * tile.tile_n // BLOCK**2)
 
 
 def of_one_matrix(mask: BitMask, stacks: Iterable[list[Any]]) -> Iterator[list[Any]]:

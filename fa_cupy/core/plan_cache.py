@@ -18,7 +18,7 @@ _MOST = 8192  # plans; the table starts anew when it is full
 
 #: Reading it is one step to other threads.
 plans: dict[Any, Any] = {}
-atexit.register(plans.clear)  # kernels must go before CuPy's modules are taken apart
+atexit.register(plans.clear)  # kernels of a GPU must go before the modules of CuPy are taken apart
 
 lookup = plans.get
 #: What a lookup returns for a key that is not in the table, where None is a value.
