@@ -139,7 +139,9 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
-    if isinstance(mask, BitMask) and problem.mask is not None and mask._grid.is_small:
+    small = isinstance(mask, BitMask) and problem.mask is not None and mask._grid.is_small
+    # A sparse bias has an element for each pair of a matrix, whose queries stay as they are.
+    if isinstance(mask, BitMask) and small and not isinstance(bias, SparseBias):
         mask = mask_rows.of_small(mask)
         seen = attention_problem.batch_view(problem, mask, problem.q_len, problem.k_len)
         problem = replace(problem, mask=seen)
