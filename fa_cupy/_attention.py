@@ -486,7 +486,7 @@ def attention_backward(
     wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
     extra = dispatch.score_for(name, operands, wanted)
     backend = dispatch.backend_of(native, "attention_backward")
-    if native.backend == "cupy" and inputs[0] is q:
+    if inputs[0] is q:  # an array of NumPy or CuPy itself
         _CACHED_BACKWARD[type(q)] = backend.cached
     with native.context:
         found = backend.backward(

@@ -235,7 +235,7 @@ def causal_product_backward(
         checks.check_gradient(name, "dstate", state_grad, shape, dtype)
     reverse = checks.flag(name, "reverse", reverse)
     backend = dispatch.backend_of(native, "linear_attention")
-    if native.backend == "cupy" and inputs[0] is q:
+    if inputs[0] is q:
         _CACHED_BACKWARD[type(q)] = dispatch.backend_of(native, "causal_product_backward").cached
     with native.context:
         grads = backend.backward(problem, grad, *inputs, state_grad, reverse=reverse)

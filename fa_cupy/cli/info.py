@@ -14,7 +14,7 @@ from fa_cupy import __version__
 from fa_cupy.cli import cuda_extra
 from fa_cupy.core.linear_problem import ALGORITHMS
 from fa_cupy.cpu import blas
-from fa_cupy.cpu.executor import Machine
+from fa_cupy.cpu.products.executor import Machine
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc, remedies
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward

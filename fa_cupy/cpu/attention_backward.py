@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import attention_problem
+from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias, Sums
-from fa_cupy.cpu import thread_pool
+from fa_cupy.cpu import blas, thread_pool
 from fa_cupy.cpu.masks import entries, entries_backward
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
@@ -24,15 +25,85 @@ from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.tiles import TileScore
 from fa_cupy.tiled import attention_backward, batching, gradients, tile_sizes
 from fa_cupy.tiled.gradients import Gradient, Operands
+from fa_cupy.tiled.softcap import folds
+from fa_cupy.tiled.softmax import FAR
 
 Array = npt.NDArray[Any]
+View = attention_problem.View
 
-# As in `fa_cupy.cpu.attention`.
-_PARALLEL_FLOP = 2e7
+_NAME = "attention_backward"
+_INPUTS = ("q", "k", "v")
+# A task has so much work at least, more than starting a thread and the calls of NumPy for a tile
+# take, until there are so many tasks. What is too little for two tasks runs in the calling thread.
+_TASK_FLOP = 8e7
 _LEAST_TASKS = 16
 _LEAST_N = 64
 # Most keys of a tile: more would compute more scores above the diagonal in vain.
 _MOST_N = 512
+
+
+class Plan(NamedTuple):
+    """What follows from shapes, strides, dtypes and options, and not from data."""
+
+    problem: attention_problem.Problem
+    need: tuple[str, ...]
+    dtype: np.dtype[Any]  # of sums
+    forms: dict[str, gradients.Form]
+    tile: tile_sizes.Tile
+    columns: list[tuple[int, int]]  # of tiles: (begin, end) of keys
+    stacks: batching.Layout | None  # of the arrays; None where there is nothing to compute
+    direct: frozenset[str]  # gradients that products are written to where they lie
+    written: bool  # whether that leaves none of their elements out
+    alone: bool  # whether the task of a column prepares its queries, which no other task reads
+    plain: _Plain | None  # what computes stacks of one tile, if all do without the rest
+
+
+def cached(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, mask: Any, scale: Any,
+    is_causal: Any, causal_align: Any, window: Any, softcap: Any, sinks: Any, dlse: Any, need: Any,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """Answer a call of `fa_cupy.attention_backward` on NumPy arrays; None where it needs more.
+
+    As on a GPU, the key holds the arguments unchecked: only calls that were once checked are in the
+    table, and only values of types that are equal where they mean the same make a key.
+    """
+    if not (need is None or (need.__class__ is tuple and need == _INPUTS)):
+        return None
+    if not (
+        scale.__class__ in NUMBERS
+        and softcap.__class__ in NUMBERS
+        and is_causal.__class__ is bool
+        and causal_align.__class__ in TEXTS
+    ):
+        return None
+    facts = [_NAME, "numpy", scale, is_causal, causal_align, softcap, need is None]
+    for x in (q, k, v, out, lse, dout):
+        if type(x) is not np.ndarray:
+            return None
+        facts += (x.shape, x.strides, x.dtype)
+    if not (bias is mask is window is sinks is dlse is None):
+        if (side := window_key(window)) is False:
+            return None
+        facts.append(side)
+        for x in (bias, mask, sinks, dlse):
+            if x is None:
+                facts.append(None)
+            elif type(x) is np.ndarray:
+                facts += (x.shape, x.strides, x.dtype)
+            else:
+                return None
+    key = tuple(facts)
+    plan, inputs, results = lookup(key), (q, k, v, bias, mask), (out, lse, dout, dlse)
+    if plan is None:
+        problem = attention_problem.gradient_problem(
+            inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
+            window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        given = {"bias": bias, "sinks": sinks} if need is None else {}
+        wanted = (*_INPUTS, *(name for name, x in given.items() if x is not None))
+        plan = remember(key, _planned(problem, inputs, results, wanted, sinks, None))
+    found = _run(plan, inputs, results, np.empty, sinks)
+    return tuple([found[name] for name in plan.need])
 
 
 def backward(
@@ -63,14 +134,48 @@ def backward(
     score : Operands or None
         The score expression, if `problem` has one.
     """
+    plan = _planned(problem, inputs, results, need, sinks, score)
+    return _run(plan, inputs, results, empty, sinks, score)
+
+
+def _planned(
+    problem: attention_problem.Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    sinks: Array | None,
+    score: ScoreOperands | None,
+) -> Plan:
+    """Return the plan of a call. Of its arrays only metadata are read, but for those of masks."""
     dtype = attention_problem.sum_dtype(problem.dtype)
-    grads = gradients.gradients(np, problem, inputs, need, dtype, empty, sinks, score)
+    forms = gradients.forms(problem, inputs, need, dtype, sinks, score)
+    bits = inputs[4] if isinstance(inputs[4], BitMask) else None
+    tile = _tile(problem, dtype, bits is not None)
+    columns = [
+        (begin, min(begin + tile.tile_n, problem.k_len))
+        for begin in range(0, problem.k_len, tile.tile_n)
+    ]
+    stacks = None
     if problem.q_len and (problem.k_len or "sinks" in need):
-        inputs = inputs if problem.k_len else (*inputs[:4], None)  # no key is hidden
-        with np.errstate(all="ignore"):
-            _run(problem, inputs, results, grads, dtype, sinks, score)
-    with np.errstate(all="ignore"):
-        return gradients.finished(Steps(dtype), need, grads, empty, score)
+        seen: list[View | None] = [form.view for form in forms.values()]
+        seen += [None] * (isinstance(inputs[3], SparseBias) and "bias" in need)
+        entries = gradients.batch_entries(np, problem, inputs[4] if columns else None, score)
+        views = gradients.views(problem, inputs, results, seen, dtype, entries)
+        stacks = batching.Layout(views, _stacked(problem, tile, dtype, bits))
+    names: list[str] = [name for name in ("q", "k", "v") if name in forms]
+    direct = frozenset(
+        name
+        for name in names
+        if forms[name].takes_products() and (name != "q" or len(columns) == 1)
+    )
+    band = problem.lower is not None or problem.upper is not None
+    written = stacks is not None and len(columns) > 0 and inputs[4] is None and not band
+    alone = len(columns) == 1 and bits is None and "sinks" not in need
+    plain = None
+    dense = stacks is not None and bits is None and inputs[3] is None
+    if names and dense and _is_plain(problem, tile, len(columns)):
+        plain = _Plain(problem, names, direct)
+    return Plan(problem, need, dtype, forms, tile, columns, stacks, direct, written, alone, plain)
 
 
 class _Task(NamedTuple):
@@ -82,35 +187,202 @@ class _Task(NamedTuple):
 
 
 def _run(
-    problem: attention_problem.Problem,
+    plan: Plan,
     inputs: tuple[Any, ...],
     results: tuple[Any, ...],
-    grads: dict[str, Gradient | Sums],
-    dtype: np.dtype[Any],
-    sinks: Array | None,
-    score: ScoreOperands | None,
-) -> None:
+    empty: Callable[..., Any],
+    sinks: Array | None = None,
+    score: ScoreOperands | None = None,
+) -> dict[str, Array]:
+    """Return the gradients that a plan is made for."""
+    grads: dict[str, Gradient | Sums] = {
+        name: Gradient(np, form, form.empty(np)) for name, form in plan.forms.items()
+    }
+    if "bias" in plan.need and isinstance(inputs[3], SparseBias):
+        grads["bias"] = Sums(inputs[3])
+    inputs = inputs if plan.columns else (*inputs[:4], None)  # no key is hidden
     bits = inputs[4] if isinstance(inputs[4], BitMask) else None
-    tile = _tile(problem, dtype, bits is not None)
-    main = Steps(dtype)
-    columns = [
-        (begin, min(begin + tile.tile_n, problem.k_len))
-        for begin in range(0, problem.k_len, tile.tile_n)
+    of_entries = gradients.batch_entries(np, plan.problem, bits, score)
+    arrays = gradients.arrays(np, inputs, results, grads, plan.dtype, sinks, of_entries)
+    stacks = [] if plan.stacks is None else [*plan.stacks.stacks(np, arrays)]
+    near = bool(stacks) and _all_near(results[1])
+    with np.errstate(all="ignore"):
+        if plan.plain is not None and near:
+            _add_plain(plan, plan.plain, stacks, grads)
+        main = Steps.unused(plan.dtype)
+        if plan.plain is None or not near:
+            for name, grad in grads.items():
+                if isinstance(grad, Gradient) and not (plan.written and name in plan.direct):
+                    grad.clear()
+            found = _operands(plan, stacks, inputs, grads, score, near)
+            _add_all(plan, found, main, _Entries(plan.problem, bits, inputs[3]))
+        answer = gradients.finished(main, plan.need, grads, empty, score)
+    main.keep()
+    return answer
+
+
+def _all_near(lse: Array) -> bool:
+    """Whether no row is far, or sees nothing, or is NaN."""
+    squares = blas.sum_of_squares(lse)
+    if squares is not None and squares < FAR * FAR:
+        return True
+    return bool(lse.min() > -FAR and lse.max() < FAR)
+
+
+def _is_plain(problem: attention_problem.Problem, tile: tile_sizes.Tile, columns: int) -> bool:
+    """Whether a stack is one tile of scores that have only a scale, and shares nothing."""
+    if not blas.multiplies_stacks(attention_problem.sum_dtype(problem.dtype)):
+        return False
+    if columns != 1 or problem.q_len > tile.tile_m or not problem.head_dim * problem.v_dim:
+        return False
+    if problem.score is not None or problem.softcap:
+        return False
+    # A product times a larger scale may have lost digits, and one times 0 is never computed.
+    if not (abs(problem.scale) <= 1 and folds(problem.scale) and problem.scale):
+        return False
+    shared = [
+        n > 1 and step == 0
+        for x in (problem.q, problem.k, problem.v)
+        for n, step in zip(x.shape[:-2], x.strides[:-2], strict=True)
     ]
-    stacks = _operands(problem, inputs, results, grads, tile, dtype, sinks, score)
-    pairs = _Entries(problem, bits, inputs[3])
-    stacks = _prepared(problem, stacks, columns, tile, main, pairs.of)
-    for x in stacks:
-        attention_backward.add_to_sinks(main, x)
-    _add_columns(problem, stacks, columns, tile, main)
+    return not any(shared)
+
+
+class _Plain:
+    """Gradients of stacks that are one tile each, by the formulas of `tiled.attention_backward`.
+
+    Each step is one operation on the whole stack. The scale is a factor of products, and what is
+    subtracted from a product is where it is added to.
+
+    Parameters
+    ----------
+    problem : Problem
+        That `_is_plain`.
+    names : sequence of str
+        Of the gradients.
+    direct : frozenset of str
+        Those that products can be written to.
+    """
+
+    def __init__(
+        self, problem: attention_problem.Problem, names: list[str], direct: frozenset[str]
+    ) -> None:
+        self._problem, self._names, self._direct = problem, names, direct
+        self._products: dict[Any, dict[str, Any]] = {}
+
+    def add(self, steps: Steps, stack: list[Any]) -> bool:
+        """Write the gradients of one stack; return whether they are finite, and so right."""
+        problem = self._problem
+        q, k, v, _, mask, out, dout, lse, dlse, _, _, *grads = stack
+        operands = zip(("q", "k", "v", "dout"), (q, k, v, dout), strict=True)
+        q, k, v, dout = (steps.operand(name, x) for name, x in operands)
+        shape = (*q.shape[:2], k.shape[1])
+        weights, dscores = steps.scratch("scores", shape), steps.scratch("dscores", shape)
+        places = {
+            name: grad if name in self._direct else steps.scratch(f"of_{name}", grad.shape)
+            for name, grad in zip(self._names, grads, strict=False)  # those of sinks come last
+        }
+        key = (len(q), q.strides, k.strides, v.strides, dout.strides)
+        products = self._products.get(key)
+        if products is None:
+            products = self._made(q, k, v, dout, weights, dscores, places)
+            self._products[key] = products
+        if not products:  # of batch entries that are too far from each other
+            return False
+        shift = steps.scratch("shift", lse.shape)
+        np.copyto(weights, np.negative(lse, out=shift))
+        products["scores"](q, k, weights)
+        if problem.lower is not None or problem.upper is not None:
+            steps.band_scores(weights, 0, problem.lower, problem.upper)
+        if mask is not None:
+            steps.mask_scores(weights, mask)
+        np.exp(weights, out=weights)
+        if "v" in places:
+            products["v"](weights, dout, places["v"])
+        if "q" in places or "k" in places:
+            self._start(steps, out, dout, dlse, dscores)
+            products["dscores"](dout, v, dscores)
+            np.multiply(dscores, weights, out=dscores)
+            if "q" in places:
+                products["q"](dscores, k, places["q"])
+            if "k" in places:
+                products["k"](dscores, q, places["k"])
+        for name, grad in zip(self._names, grads, strict=False):
+            if name not in self._direct:
+                np.copyto(grad, places[name])
+        return all(steps.finite(place) for place in places.values())
+
+    @staticmethod
+    def _start(steps: Steps, out: Array, dout: Array, dlse: Array | None, dscores: Array) -> None:
+        """Set gradients of scores to what is subtracted from the product: -sum(dout * out)."""
+        terms, base = steps.scratch("terms", out.shape), steps.scratch("base", (*out.shape[:2], 1))
+        np.multiply(steps.operand("out", out), dout, out=terms)
+        steps.sum_rows(terms, base)
+        if dlse is not None:
+            np.subtract(base, dlse, out=base)
+        np.copyto(dscores, np.negative(base, out=base))
+
+    def _made(
+        self, q: Array, k: Array, v: Array, dout: Array, weights: Array, dscores: Array,
+        places: dict[str, Array],
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return calls for products of such arrays, which transpose some; none if one cannot be."""
+        scale, one = self._problem.scale, 1.0
+        wanted = {
+            "scores": (q, k.swapaxes(1, 2), weights, scale, True),
+            "dscores": (dout, v.swapaxes(1, 2), dscores, one, True),
+            "q": (dscores, k, places.get("q"), scale, False),
+            "k": (dscores.swapaxes(1, 2), q, places.get("k"), scale, False),
+            "v": (weights.swapaxes(1, 2), dout, places.get("v"), one, False),
+        }
+        found = {
+            name: blas.scaled_products(a, b, out, factor, add)
+            for name, (a, b, out, factor, add) in wanted.items()
+            if out is not None
+        }
+        return {} if None in found.values() else found
+
+
+def _add_plain(plan: Plan, plain: _Plain, stacks: list[list[Any]], grads: dict[str, Any]) -> None:
+    """Compute the gradients of stacks that are one tile each."""
+    problem, (keys,), tile_m, names = plan.problem, plan.columns, plan.tile.tile_m, [*grads]
+
+    def work(stack: list[Any]) -> None:
+        steps = Steps.unused(plan.dtype)
+        with np.errstate(all="ignore"):
+            if not plain.add(steps, stack):
+                direct = frozenset(names) - {"sinks"}
+                x = gradients.operands(stack, names, near=True, direct=direct)
+                _prepare(steps, x, tile_m)
+                attention_backward.begin_again(steps, problem, x, keys, tile_m)
+        steps.keep()
+
+    flop = sum(len(stack[0]) for stack in stacks) * _flop_of_entry(problem)
+    thread_pool.run(stacks, lambda: work, len(stacks) > 1 and flop > _TASK_FLOP)
+    if "sinks" in names:
+        grads["sinks"].clear()
+        steps = Steps.unused(plan.dtype)
+        for stack in stacks:
+            x = gradients.operands(stack, names, near=True)
+            _prepare(steps, x, tile_m)
+            attention_backward.add_to_sinks(steps, x)
+        steps.keep()
+
+
+def _add_all(plan: Plan, stacks: list[Operands], main: Steps, pairs: _Entries) -> None:
+    """Add everything to the gradients of all stacks."""
+    stacks = _prepared(plan, stacks, main, pairs)
+    _add_columns(plan, stacks, main)
     left = []
     for x in stacks:
+        attention_backward.add_to_sinks(main, x)
         found = pairs.of(x)
         if found is not None:
             turned = partial(pairs.turned, x)
-            if not entries_backward.add(main, problem, x, found, turned):
+            if not entries_backward.add(main, plan.problem, x, found, turned):
                 left.append(_of_sparse_blocks(x))
-    _add_columns(problem, left, columns, tile, main)
+    if left:
+        _add_columns(plan, left, main)
 
 
 class _Entries:
@@ -147,35 +419,36 @@ def _of_sparse_blocks(x: Operands) -> Operands:
     assert isinstance(x.mask, MaskTiles)
     assert isinstance(x.columns, MaskTiles)
     only = {"words": False, "sparse": True}
-    return replace(x, mask=x.mask.only(**only), columns=x.columns.only(**only))
+    mask, columns = x.mask.only(**only), x.columns.only(**only)
+    return replace(x, mask=mask, columns=columns, direct=frozenset())
 
 
-def _add_columns(
-    problem: attention_problem.Problem,
-    stacks: list[Operands],
-    columns: list[tuple[int, int]],
-    tile: tile_sizes.Tile,
-    main: Steps,
-) -> None:
+def _add_columns(plan: Plan, stacks: list[Operands], main: Steps) -> None:
     """Add what all tiles add."""
-    sums = InOrder(lambda target, term: gradients.accumulate(main, target, term))
+    problem, tile = plan.problem, plan.tile
+    sums = InOrder(partial(gradients.accumulate, main))
     tasks: list[_Task] = []
     scores = 0
     for x in stacks:
-        for keys in columns:
+        in_order = x.grads.keys() - x.direct
+        of_tiles, of_columns = in_order - {"k", "v"}, in_order & {"k", "v"}
+        for keys in plan.columns:
             task = _Task(len(tasks), x, keys)
             tiles = [*attention_backward.row_tiles(problem, keys, tile.tile_m, x.columns)]
             for rows in tiles:
                 scores += x.q.shape[0] * (rows[1] - rows[0]) * (keys[1] - keys[0])
-                for name in x.grads.keys() - {"k", "v"}:
+                for name in of_tiles:
                     sums.expect(_place(task, name, rows, tile), task.number)
             if tiles:
-                for name in x.grads.keys() & {"k", "v"}:
+                for name in of_columns:
                     sums.expect(_place(task, name, (0, 0), tile), task.number)
                 tasks.append(task)
 
+    flop = scores * (6 * problem.head_dim + 4 * problem.v_dim)
+    parallel = len(tasks) > 1 and flop > _TASK_FLOP
+
     def new_worker() -> Callable[[_Task], None]:
-        steps = Steps(main.dtype)
+        steps = Steps(main.dtype) if parallel else main
 
         def work(task: _Task) -> None:
             def add(name: str, rows: tuple[int, int], term: Array | None) -> None:
@@ -185,50 +458,57 @@ def _add_columns(
                 sums.add(_place(task, name, rows, tile), task.number, target, term)
 
             with np.errstate(all="ignore"):
+                if plan.alone:
+                    _prepare(steps, task.x, tile.tile_m)
                 attention_backward.column(steps, problem, task.x, task.keys, tile.tile_m, add)
 
         return work
 
-    flop = scores * (6 * problem.head_dim + 4 * problem.v_dim)
-    thread_pool.run(tasks, new_worker, parallel=flop > _PARALLEL_FLOP)
+    thread_pool.run(tasks, new_worker, parallel)
 
 
-def _prepared(
-    problem: attention_problem.Problem,
-    stacks: list[Operands],
-    columns: list[tuple[int, int]],
-    tile: tile_sizes.Tile,
-    steps: Steps,
-    of_stack: Callable[[Operands], entries.Entries | None],
-) -> list[Operands]:
-    """Return the stacks with what is known of a query before the first column of tiles."""
+def _prepare(steps: Steps, x: Operands, tile_m: int) -> None:
+    for begin in range(0, x.q.shape[1], tile_m):
+        attention_backward.prepare(steps, x, begin, min(begin + tile_m, x.q.shape[1]))
+
+
+def _prepared(plan: Plan, stacks: list[Operands], steps: Steps, pairs: _Entries) -> list[Operands]:
+    """Return the stacks with what is known of a query before the first column of tiles.
+
+    If `plan.alone`, that is only what is known of far rows.
+    """
+    problem, tile_m = plan.problem, plan.tile.tile_m
     ready, tasks, scores = [], [], 0
     for x in stacks:
-        for begin in range(0, problem.q_len, tile.tile_m):
-            attention_backward.prepare(steps, x, begin, min(begin + tile.tile_m, problem.q_len))
-        x, far = attention_backward.far_rows(steps, x, tile.tile_m)
+        if not plan.alone:
+            _prepare(steps, x, tile_m)
+        far: list[tuple[int, int]] = []
+        if x.top is None:
+            x, far = attention_backward.far_rows(steps, x, tile_m)
         ready.append(x)
-        tasks += [(x, rows, of_stack(x)) for rows in far]
+        tasks += [(x, rows, pairs.of(x)) for rows in far]
         scores += sum(x.q.shape[0] * (end - begin) * problem.k_len for begin, end in far)
 
     def new_worker() -> Callable[[Any], None]:
         own = Steps(steps.dtype)
 
         def work(task: tuple[Operands, tuple[int, int], entries.Entries | None]) -> None:
-            x, rows, pairs = task
+            x, rows, found = task
             more: Any = ()
-            if pairs is not None:
+            if found is not None:
                 dense = replace(x, k=entries.dense_of(x.k, own.dtype))
-                more = entries.padded(own, problem, dense, pairs, rows)
+                more = entries.padded(own, problem, dense, found, rows)
             # Of a graph's many tiles nearly all are empty here.
-            seen = x.mask.columns(rows, columns) if isinstance(x.mask, MaskTiles) else columns
+            seen = plan.columns
+            if isinstance(x.mask, MaskTiles):
+                seen = x.mask.columns(rows, seen)
             with np.errstate(all="ignore"):
-                attention_backward.keep_apart(own, problem, x, rows, seen, tile.tile_m, more)
+                attention_backward.keep_apart(own, problem, x, rows, seen, tile_m, more)
 
         return work
 
     if tasks:
-        parallel = 2 * scores * problem.head_dim > _PARALLEL_FLOP
+        parallel = 2 * scores * problem.head_dim > _TASK_FLOP
         thread_pool.run(tasks, new_worker, parallel)
     return ready
 
@@ -251,7 +531,8 @@ def _tile(
     if problem.lower is not None and problem.upper is not None:
         # A tile's keys are together seen by tile_n queries more than each of them is.
         most = min(most, max(_LEAST_N, problem.upper - problem.lower))
-    while most > _LEAST_N and entries * math.ceil(problem.k_len / most) < _LEAST_TASKS:
+    wanted = _LEAST_TASKS if sparse else _tasks(problem)
+    while most > _LEAST_N and entries * math.ceil(problem.k_len / most) < wanted:
         most //= 2
     # Keys and queries have changed places: a column of tiles reads all queries.
     tile_n, tile_m = tile_sizes.tile_sizes(
@@ -272,32 +553,49 @@ def _tile(
     return tile_sizes.Tile(tile_m, math.ceil(problem.k_len / columns / 16) * 16 or 16)
 
 
-def _operands(
+def _tasks(problem: attention_problem.Problem) -> int:
+    """Return how many tasks the work is worth, as if all keys were seen."""
+    flop = math.prod(problem.batch) * _flop_of_entry(problem)
+    return max(1, min(_LEAST_TASKS, int(flop / _TASK_FLOP)))
+
+
+def _flop_of_entry(problem: attention_problem.Problem) -> int:
+    return problem.q_len * problem.k_len * (6 * problem.head_dim + 4 * problem.v_dim)
+
+
+def _stacked(
     problem: attention_problem.Problem,
-    inputs: tuple[Any, ...],
-    results: tuple[Any, ...],
-    grads: dict[str, Gradient | Sums],
     tile: tile_sizes.Tile,
     dtype: np.dtype[Any],
-    sinks: Array | None,
-    score: ScoreOperands | None,
-) -> list[Operands]:
-    """Return the stacks of batch entries."""
-    bits = inputs[4] if isinstance(inputs[4], BitMask) else None
-    arrays, views = gradients.arrays(np, problem, inputs, results, grads, dtype, sinks, score)
-    of = None if score is None else partial(_tile_score, score, dtype)
-    one_by_one = bits is not None and entries.any_of(bits)
-    of_mask = partial(MaskTiles, sparse=not one_by_one)
+    bits: BitMask | None,
+) -> int:
+    """Return how many batch entries are stacked at most."""
+    if bits is not None and entries.differ(bits):
+        return 1
     whole = tile_sizes.footprint(
         tile.tile_n, tile.tile_m, problem.head_dim, problem.v_dim, 2 * dtype.itemsize
     )
-    most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // _LEAST_TASKS)
-    if bits is not None and entries.differ(bits):
-        most = 1
+    wanted = _tasks(problem) if bits is None else _LEAST_TASKS
+    return max(1, min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // wanted))
+
+
+def _operands(
+    plan: Plan,
+    stacks: list[list[Any]],
+    inputs: tuple[Any, ...],
+    grads: dict[str, Gradient | Sums],
+    score: ScoreOperands | None,
+    near: bool,
+) -> list[Operands]:
+    """Return the stacks of batch entries."""
+    bits = inputs[4] if isinstance(inputs[4], BitMask) else None
+    of = None if score is None else partial(_tile_score, score, plan.dtype)
+    one_by_one = bits is not None and entries.any_of(bits)
+    of_mask = partial(MaskTiles, sparse=not one_by_one)
     found = []
-    for stack in batching.stacks(np, arrays, views, max(1, most)):
+    for stack in stacks:
         sparse = gradients.sparse(bits, stack, of_mask)
-        x = gradients.operands(stack, [*grads], *sparse, score=of)
+        x = gradients.operands(stack, [*grads], *sparse, score=of, near=near, direct=plan.direct)
         if isinstance(inputs[3], SparseBias):
             x = replace(x, bias=inputs[3])
             if "bias" in grads:

@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 #: fewer with a vector (interface/gemm.c and gemv.c). These are left to NumPy, which asks for less.
 SERIAL = 4 * 65536
 SERIAL_SUMS = 8000
+_MOST_INT = (1 << 31) - 1
 _WHEEL, _MODULE = "scipy-openblas32", "scipy_openblas32"
 
 
@@ -44,6 +45,7 @@ class _Library:
         self.reals = {single: ctypes.c_float, double: ctypes.c_double}
         self.gemm = {single: loaded.scipy_sgemm_, double: loaded.scipy_dgemm_}
         self.gemv = {single: loaded.scipy_sgemv_, double: loaded.scipy_dgemv_}
+        self.dot = {single: loaded.scipy_cblas_sdot, double: loaded.scipy_cblas_ddot}
         # A stack of products in one call, which older versions do not have.
         batched = "scipy_cblas_{}gemm_batch_strided"
         self.batched = {
@@ -53,6 +55,8 @@ class _Library:
         for function in (*self.gemm.values(), *self.gemv.values(), *self.batched.values()):
             if function is not None:
                 function.restype = None
+        for dtype, function in self.dot.items():
+            function.restype = self.reals[dtype]
         self.threads = loaded.scipy_openblas_get_num_threads
         self.set_threads = loaded.scipy_openblas_set_num_threads
         self.set_threads(1)
@@ -138,6 +142,20 @@ def sum_rows(a: Array, ones: Array, out: Array) -> bool:
     return True
 
 
+def sum_of_squares(x: Array) -> float | None:
+    """Return that of an array of float32 or float64, in its dtype; None if it is left to NumPy.
+
+    It is the fastest look at all elements: where it is finite they are, and none exceeds its root.
+    """
+    flags = x.flags
+    if LIBRARY is None or not (flags.c_contiguous and flags.aligned) or x.size > _MOST_INT:
+        return None
+    _library()
+    pointer = _pointer(x)
+    found: float = LIBRARY.dot[x.dtype](x.size, pointer, 1, pointer, 1)
+    return found
+
+
 def outer_products(a: Array, b: Array) -> Callable[[Array], None]:
     """Return a call that sets `out` (n, rows, cols) to the outer products of what two arrays hold.
 
@@ -161,6 +179,44 @@ def outer_products(a: Array, b: Array) -> Callable[[Array], None]:
     def call(out: Array, kept: tuple[Array, Array] = (a, b)) -> None:
         _library()
         function(*before, _pointer(out), width, step, count)
+
+    return call
+
+
+def multiplies_stacks(dtype: np.dtype[Any]) -> bool:
+    """Whether the library is there and computes a stack of products of this dtype in one call."""
+    return LIBRARY is not None and LIBRARY.batched[dtype] is not None
+
+
+def scaled_products(a: Array, b: Array, out: Array, factor: float, add: bool) -> _Call | None:
+    """Return a call that sets `out` to ``factor * a @ b``, or adds that, for arrays like these.
+
+    These are stacks (n, rows, cols) of one dtype, shapes and strides; only their addresses are read
+    then. `factor` is rounded to that dtype. A stack takes one call of the library. None where there
+    is no such call, or it cannot read such arrays.
+    """
+    function = None if LIBRARY is None else LIBRARY.batched[a.dtype]
+    size = a.dtype.itemsize
+    of_a, of_b, of_out = (_layout(x.shape, x.strides, size) for x in (a, b, out))
+    if LIBRARY is None or function is None or not (of_a and of_b and of_out):
+        return None
+    steps = [x.strides[0] if len(x) > 1 else 0 for x in (a, b, out)]
+    if of_out.kind != b"N" or any(step % size or not 0 <= step < size << 31 for step in steps):
+        return None
+    real, (n, rows, inner), cols = LIBRARY.reals[a.dtype], a.shape, b.shape[2]
+    kinds = [111 if x.kind == b"N" else 112 for x in (of_a, of_b)]  # as cblas.h counts them
+    row_major, kind_a, kind_b, *sizes = map(ctypes.c_int, (101, *kinds, rows, cols, inner))
+    ld_a, ld_b, ld_out = (ctypes.c_int(x.step) for x in (of_a, of_b, of_out))
+    step_a, step_b, step_out = (ctypes.c_int(step // size) for step in steps)
+    before = row_major, kind_a, kind_b, *sizes, real(factor)
+    beta, count = real(1 if add else 0), ctypes.c_int(n)
+
+    def call(a: Array, b: Array, out: Array) -> None:
+        _library()
+        function(
+            *before, _pointer(a), ld_a, step_a, _pointer(b), ld_b, step_b, beta,
+            _pointer(out), ld_out, step_out, count,
+        )  # fmt: skip
 
     return call
 
@@ -203,7 +259,7 @@ def _gemm(
     sizes = [_reference(ctypes.c_int, x) for x in numbers]
     before, beta = (*kinds, *sizes, _reference(real, 1)), _reference(real, 1 if add else 0)
     ld_b, ld_a, ld_out = (_reference(ctypes.c_int, x) for x in distances)
-    step_a, step_b, step_out = strides_a[0], strides_b[0], strides_out[0]
+    step_a, step_b, step_out = steps = strides_a[0], strides_b[0], strides_out[0]
 
     def call(a: Array, b: Array, out: Array) -> None:
         to_a, to_b, to_out = _pointer(a), _pointer(b), _pointer(out)
@@ -217,6 +273,35 @@ def _gemm(
             to_b.value = at_b = at_b + step_b
             to_out.value = at_out = at_out + step_out
             multiply(*before, to_b, ld_b, to_a, ld_a, beta, to_out, ld_out)
+
+    batched = _batched(dtype, (count, rows, cols, inner), (of_a, of_b, of_out), steps, add)
+    return call if batched is None else batched
+
+
+def _batched(
+    dtype: np.dtype[Any], sizes: _Sizes, layouts: tuple[_Layout, ...], steps: _Sizes, add: bool
+) -> _Call | None:
+    """Return a single call for a stack of products; None where there is none, or of vectors."""
+    count, rows, *_ = sizes
+    function = None if LIBRARY is None else LIBRARY.batched[dtype]
+    if LIBRARY is None or function is None or count == 1 or rows == 1:
+        return None
+    if any(step < 0 or step % dtype.itemsize or step >= 1 << 31 for step in steps):
+        return None
+    real = LIBRARY.reals[dtype]
+    # As cblas.h counts them: rows that lie densely, and operands as they are or transposed.
+    kinds = [ctypes.c_int(112 if x.kind == b"T" else 111) for x in layouts[:2]]
+    number, *dims = map(ctypes.c_int, sizes)
+    before = ctypes.c_int(101), *kinds, *dims, real(1)
+    lds = [ctypes.c_int(x.step) for x in layouts]
+    jumps = [ctypes.c_int(step // dtype.itemsize) for step in steps]
+    beta = real(1 if add else 0)
+
+    def call(a: Array, b: Array, out: Array) -> None:
+        function(
+            *before, _pointer(a), lds[0], jumps[0], _pointer(b), lds[1], jumps[1], beta,
+            _pointer(out), lds[2], jumps[2], number,
+        )  # fmt: skip
 
     return call
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fa_cupy.core import arrays, broadcasting, linear_problem
-from fa_cupy.cpu import feature_maps, single_step
-from fa_cupy.cpu.executor import Machine
+from fa_cupy.core import arrays, linear_problem
+from fa_cupy.core.plan_cache import lookup
+from fa_cupy.cpu.causal_product_backward import backward, scan_of, state_side
+from fa_cupy.cpu.products import feature_maps
+from fa_cupy.cpu.products.executor import Machine
+from fa_cupy.cpu.products.plans import key_of, normaliser, plan_of
 from fa_cupy.tiled import chunked_scan, linear_gradients, segmented_scan
-from fa_cupy.tiled.chunked_scan import Operand, Steps
+from fa_cupy.tiled.chunks import Operand, Steps
 from fa_cupy.tiled.segmented_scan import Reader, Scan, Side
 
 Array = npt.NDArray[Any]
@@ -24,14 +26,14 @@ def cached(
     q: Any, k: Any, v: Any, initial: Any, return_state: Any, reverse: Any, algorithm: Any, out: Any
 ) -> Any:
     """Answer a call of `fa_cupy.causal_product` that was checked once before; None otherwise."""
-    step = single_step.lookup(single_step.key_of(q, k, v, initial, None, None))
-    if step is None or out is not None:
+    plan = lookup(key_of("causal_product", q, k, v, initial))
+    if plan is None or out is not None:
         return None
     if algorithm.__class__ is not str or algorithm not in linear_problem.ANY:
         return None
     if not return_state.__class__ is reverse.__class__ is bool:
         return None
-    found = step(q, k, v, initial, None)
+    found = plan(q, k, v, initial, None, return_state, reverse)
     return found if return_state else found[0]
 
 
@@ -45,10 +47,10 @@ def cached_normalised(
     if not return_state.__class__ is is_causal.__class__ is bool:
         return None
     feature = None if feature_map == "identity" else feature_map
-    step = single_step.lookup(single_step.key_of(q, k, v, initial, feature, eps))
-    if step is None:
+    plan = lookup(key_of("linear_attention", q, k, v, initial, feature, eps, is_causal))
+    if plan is None:
         return None
-    found = step(q, k, v, initial, None)
+    found = plan(q, k, v, initial, None, return_state, False, is_causal)
     return found if return_state else found[0]
 
 
@@ -85,10 +87,9 @@ def product(
     state : numpy.ndarray or None
         Of shape ``problem.state_shape``.
     """
-    step = single_step.step_for(problem, q, k, v, initial)
-    if step is not None:
-        single_step.remember(single_step.key_of(q, k, v, initial, None, None), step)
-        found, last = step(q, k, v, initial, out)
+    plan = plan_of(key_of("causal_product", q, k, v, initial), problem, q, k, v, initial)
+    if plan is not None and plan.takes(out):
+        found, last = plan(q, k, v, initial, out, return_state, reverse)
         return found, last if return_state else None
     if out is None:
         out = arrays.empty_laid_out(np, problem.out_shape, q, problem.dtype)
@@ -96,17 +97,6 @@ def product(
     machine = Machine(problem.state_dtype)
     segmented_scan.product(machine, problem, q, k, v, initial, out, state, reverse=reverse)
     return out, state
-
-
-def _scan_of(
-    problem: linear_problem.Product, k: Array, v: Array, readers: tuple[Reader, ...], reverse: bool
-) -> Scan:
-    keys, values = Side(k, problem.k), Side(v, problem.v)
-    return Scan(Machine(problem.state_dtype), problem, keys, values, readers, reverse)
-
-
-def _state(array: Array | None, view: segmented_scan.View | None) -> Side:
-    return Side(array, view, rows=False)
 
 
 def linear_attention(
@@ -126,19 +116,13 @@ def linear_attention(
 
     `feature` names the feature map of q and k; None leaves them as they are.
     """
-    step = single_step.step_for(problem, q, k, v, initial, feature=feature, eps=eps)
-    if step is not None:
-        single_step.remember(single_step.key_of(q, k, v, initial, feature, eps), step)
-        found, last = step(q, k, v, initial, out)
+    key = key_of("linear_attention", q, k, v, initial, feature, eps, is_causal)
+    plan = plan_of(key, problem, q, k, v, initial, feature=feature, eps=eps)
+    if plan is not None and plan.takes(out):
+        found, last = plan(q, k, v, initial, out, return_state, False, is_causal)
         return found, last if return_state else None
     if out is None:
         out = arrays.empty_laid_out(np, problem.out_shape, q, problem.dtype)
-
-    def normalised(sums: Array) -> Array:
-        weighted, weights = sums[..., :-1], sums[..., -1:]
-        np.add(weights, sums.dtype.type(eps), out=weights)
-        np.divide(weighted, weights, out=weighted)
-        return weighted
 
     wanted = return_state or not is_causal
     state = np.empty(problem.state_shape, problem.state_dtype) if wanted else None
@@ -146,15 +130,15 @@ def linear_attention(
     reader = Reader(
         Side(q, problem.q, copies=True, feature=apply),
         Side(out, problem.view(out.shape, out.strides), copies=True),
-        finish=normalised,
+        finish=normaliser(eps, problem.state_dtype),
     )
     keys, values = Side(k, problem.k, feature=apply), Side(v, problem.v, ones=True)
     machine = Machine(problem.state_dtype)
     readers = (reader,) if is_causal else ()
     scan = Scan(machine, problem, keys, values, readers, reverse=False)
-    scan.run(_state(initial, problem.initial), state)
+    scan.run(state_side(initial, problem.initial), state)
     if state is not None and not is_causal:
-        memory = _state(state, problem.view(state.shape, state.strides))
+        memory = state_side(state, problem.view(state.shape, state.strides))
         segmented_scan.read(machine, problem, reader, memory)
     return out, state if return_state else None
 
@@ -214,8 +198,8 @@ class _Products:
         problem: linear_problem.Product, y: Array, values: Array, initial: Array | None
     ) -> Array:
         state = np.empty(problem.state_shape, problem.state_dtype)
-        scan = _scan_of(problem, y, values, (), False)
-        scan.run(_state(initial, problem.initial), state)
+        scan = scan_of(problem, y, values, (), False)
+        scan.run(state_side(initial, problem.initial), state)
         return state
 
     @staticmethod
@@ -229,7 +213,7 @@ class _Products:
             Side(out, problem.view(out.shape, out.strides), copies=True),
         )
         machine = Machine(problem.state_dtype)
-        segmented_scan.read(machine, problem, reader, _state(state, problem.initial))
+        segmented_scan.read(machine, problem, reader, state_side(state, problem.initial))
         return out
 
 
@@ -240,68 +224,6 @@ def _featured(x: Array, feature: str | None, dtype: np.dtype[Any]) -> Array:
     found = x.astype(dtype)
     feature_maps.IN_PLACE[feature](found)
     return found
-
-
-def backward(
-    problem: linear_problem.Product,
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    initial: Array | None,
-    dstate: Array | None,
-    *,
-    reverse: bool,
-) -> tuple[Array, Array, Array, Array | None]:
-    """Return the gradients of a causal product with respect to q, k, v and the initial state.
-
-    One scan in the direction of the product rebuilds its states, from which `dout` reads dq. One
-    in the other direction sums ``q.mT @ dout``, from which v reads dk and k reads dv.
-    """
-    # With the batch axes of the output, or of the states; summed to those of the inputs at the end.
-    dq = _Gradient(q, (*problem.out_shape[:-1], problem.qk_dim), problem, copies=True)
-    rows = (*problem.state_shape[:-2], problem.k_len)
-    dk = _Gradient(k, (*rows, problem.qk_dim), problem, copies=False)
-    dv = _Gradient(v, (*rows, problem.v_dim), problem, copies=False)
-    grads = Side(dout, problem.view(dout.shape, dout.strides), copies=True)
-    queries = Side(q, problem.q, copies=True)
-    keys, values = Side(k, problem.k), Side(v, problem.v)
-
-    reader = Reader(grads, dq.side, flipped=True)
-    _scan_of(problem, k, v, (reader,), reverse).run(_state(initial, problem.initial))
-
-    readers = (Reader(values, dk.side, flipped=True), Reader(keys, dv.side))
-    machine = Machine(problem.state_dtype)
-    scan = Scan(machine, problem, queries, grads, readers, not reverse)
-    first = None if dstate is None else problem.view(dstate.shape, dstate.strides)
-    last = None if initial is None else np.empty(problem.state_shape, problem.state_dtype)
-    scan.run(_state(dstate, first), last)
-    with np.errstate(all="ignore"):
-        found = dq.finished(), dk.finished(), dv.finished()
-        return *found, None if initial is None else broadcasting.summed(last, initial.shape)
-
-
-class _Gradient:
-    """The gradient of an array, with the batch axes of a level of the problem until it is done."""
-
-    def __init__(
-        self, of: Array, shape: Sequence[int], problem: linear_problem.Product, copies: bool
-    ):
-        whole = of.shape == tuple(shape)
-        self._of = of
-        self._found = (
-            arrays.empty_laid_out(np, of.shape, of, of.dtype)
-            if whole
-            else np.empty(shape, problem.state_dtype)
-        )
-        self.side = Side(self._found, problem.view(shape, self._found.strides), copies)
-
-    def finished(self) -> Array:
-        """Return the gradient in the shape and dtype of the array."""
-        if self._found.shape == self._of.shape:
-            return self._found
-        total: Array = broadcasting.summed(self._found, self._of.shape)
-        return total.astype(self._of.dtype)
 
 
 def states(
@@ -323,7 +245,7 @@ def states(
         Side(k, problem.k),
         Side(v, problem.v),
         Side(found, problem.view(shape, found.strides, tail=3)),
-        _state(initial, problem.initial),
+        state_side(initial, problem.initial),
     ]
     machine = Machine(problem.state_dtype)
     stacks = [*segmented_scan.stacks_of(machine, problem, sides)]
@@ -369,6 +291,6 @@ def readings(
         Side(out, problem.view(out.shape, out.strides), copies=True, rows=False),
         ends=ends[order],
     )
-    _scan_of(problem, k, v, (reader,), reverse).run(_state(initial, problem.initial))
+    scan_of(problem, k, v, (reader,), reverse).run(state_side(initial, problem.initial))
     found: Array = out if ascending else out[..., np.argsort(order), :]
     return found

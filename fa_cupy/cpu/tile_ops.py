@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.cpu import blas
-from fa_cupy.tiled import attention, chunked_scan, softcap
+from fa_cupy.tiled import attention, chunks, softcap
 
 Array = npt.NDArray[Any]
 
@@ -24,7 +24,7 @@ _SMALL_SCORE = 16.0
 _GATHERED = 1 << 18
 # Scratch memory that is kept between calls: of so many threads, so many bytes each.
 _MOST_KEPT = 4
-_KEPT_BYTES = 2 << 20
+_KEPT_BYTES = 4 << 20
 # Bits that a float16 number has in float32, without the copies of its sign; what is there when its
 # exponent counts from that of float32; and the number that no finite one reaches.
 _OF_FLOAT16 = np.array(0x8FFFFFFF, np.uint32).view(np.int32)
@@ -226,9 +226,13 @@ class Steps:
         return out
 
     def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
-        large = a.shape[1] * a.shape[2] * out.shape[2] > blas.SERIAL
-        if large and blas.matmul(a, b, out, add):
-            return
+        if a.shape[-2] * a.shape[-1] * out.shape[-1] > blas.SERIAL:
+            stacks: Any = [(a, b, out)]
+            if out.ndim > 3:  # a stack of one chunk each, or of the chunks of one
+                single = out.shape[1] == 1
+                stacks = [(a[:, 0], b[:, 0], out[:, 0])] if single else zip(a, b, out, strict=True)
+            if all(blas.matmul(x, y, z, add) for x, y, z in stacks):
+                return
         if add:
             product = self.scratch("product", out.shape)
             np.matmul(a, b, out=product)
@@ -284,7 +288,7 @@ class Steps:
         sums = self.scratch("sums", rows.total.shape)
         if rows.unshifted and scores.max() <= _SMALL_SCORE:
             self._exp(rows, scores)
-            self._sum(scores, sums)
+            self.sum_rows(scores, sums)
             np.add(rows.total, sums, out=rows.total)
             return
         top = self.scratch("new_top", rows.top.shape)
@@ -297,7 +301,7 @@ class Steps:
                 below: Array = np.less(top[0] if len(top) == 1 else top.min(axis=0), 0)
                 rows.lowered = len(below) - int(below[::-1].argmax())
             self._exp(rows, scores)
-            self._sum(scores, rows.total)
+            self.sum_rows(scores, rows.total)
             return
         rows.unshifted = False
         if rows.started:
@@ -305,7 +309,7 @@ class Steps:
         shift = np.where(top == -np.inf, 0, top)  # -inf - -inf would be NaN
         np.subtract(scores, shift, out=scores)
         np.exp(scores, out=scores)
-        self._sum(scores, sums)
+        self.sum_rows(scores, sums)
         if not rows.started:
             np.copyto(rows.total, sums)
         else:
@@ -345,9 +349,12 @@ class Steps:
         np.multiply(x, _exact(factor, self.dtype), out=x, casting="unsafe")
 
     def triangle(self, size: int, reverse: bool) -> Array:
-        return chunked_scan.triangle(size, reverse)
+        return chunks.triangle(size, reverse)
 
     def finite(self, x: Array) -> bool:
+        squares = blas.sum_of_squares(x)
+        if squares is not None and math.isfinite(squares):
+            return True
         return bool(np.isfinite(x).all())
 
     def _exp(self, rows: attention.Rows, scores: Array) -> None:
@@ -357,8 +364,11 @@ class Steps:
             np.subtract(few, rows.top[:, : rows.lowered], out=few)
         np.exp(scores, out=scores)
 
-    def _sum(self, weights: Array, out: Array) -> None:
-        """Row sums, as a product with ones: BLAS sums rows four times as fast as a reduction."""
+    def sum_rows(self, weights: Array, out: Array) -> None:
+        """Set `out` (n, rows, 1) to row sums.
+
+        As a product with ones: BLAS sums rows four times as fast as a reduction.
+        """
         if self._ones.size < weights.shape[-1]:
             self._ones = np.ones(weights.shape[-1], self.dtype)
         ones, sums = self._ones[: weights.shape[-1]], out[..., 0]

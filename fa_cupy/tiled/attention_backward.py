@@ -18,30 +18,36 @@ are made again from the queries, the keys and the LSE, so that memory is that of
 `keep_apart`, from the same tiles: weights then sum to 1. Other rows of tiles are spared.
 
 A column of tiles (some keys of some batch entries, all queries that see them) sums its dk and dv
-and hands them over at its end; dq and the gradient of the bias are handed over tile by tile.
+and hands them over at its end; dq and the gradient of the bias are handed over tile by tile. Of a
+gradient that is direct (`tiled.gradients.Operands.direct`), products are added where it lies.
 
 A masked key has weight 0, and 0 * NaN is NaN. A tile that gives something that is not finite is
-therefore computed again with `exact`, which leaves masked keys out of every sum. Finite data get
-there only where something overflows.
+therefore computed again with `exact`, which leaves masked keys out of every sum, and a column whose
+direct gradients are not finite is computed again without them. Finite data get there only where
+something overflows.
 
 .. [1] T. Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135, Algorithm 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.tiled import attention
+from fa_cupy.tiled import attention, gradients
 from fa_cupy.tiled.attention import Array
 from fa_cupy.tiled.gradients import Operands, accumulate, reduced, target
 from fa_cupy.tiled.softcap import split
 from fa_cupy.tiled.softmax import given_total, is_far, statistics
 
+#: Gradients by name: arrays that terms are written to, and whether they are added to what is there.
+Into = Mapping[str, tuple[Array, bool]]
 #: add(name, rows, term): what a tile or, of k and v, a column adds to a gradient; None for nothing.
 Add = Callable[[str, tuple[int, int], Array | None], None]
 
@@ -145,26 +151,66 @@ def column(
     add: Add,
     exact: bool = False,
 ) -> None:
-    """Compute what the tiles of these keys add to the gradients of all stacked entries."""
+    """Compute what the tiles of these keys add to the gradients of all stacked entries.
+
+    Those that are not ``x.direct`` go to `add`. If `exact`, none is direct.
+    """
     if not x.grads:  # sinks have no part in a tile
         return
     part = slice(*keys)
     k, v = steps.operand("k", x.k[:, part]), steps.operand("v", x.v[:, part])
     sums = {name: steps.scratch(f"sum_{name}", a.shape) for name, a in (("k", k), ("v", v))}
-    sums = {name: sums[name] for name in sums if name in x.grads}
+    sums = {name: sums[name] for name in sums if name in x.grads and name not in x.direct}
     for total in sums.values():
         total.fill(0)
+    begun = False
     for rows in row_tiles(problem, keys, tile_m, x.columns):
-        terms = _terms(steps, problem, x, rows, keys, k, v, exact)
+        # Only one tile of a column has these queries.
+        into = {name: (target(x, name, rows, keys), begun and name != "q") for name in x.direct}
+        terms = _terms(steps, problem, x, rows, keys, k, v, exact, into)
+        begun = begun or bool(terms)
+        if x.direct:
+            terms = {name: term for name, term in terms.items() if name not in x.direct}
         if not exact and not all(steps.finite(term) for term in terms.values()):
-            terms = _terms(steps, problem, x, rows, keys, k, v, True)
+            terms = _terms(steps, problem, _chosen(x, direct=False), rows, keys, k, v, True)
         for name in x.grads:
-            if name not in sums:
+            if name in sums:
+                if name in terms:
+                    steps.xp.add(sums[name], terms[name], out=sums[name])
+            elif name not in x.direct:
                 add(name, rows, terms.get(name))
-            elif name in terms:
-                steps.xp.add(sums[name], terms[name], out=sums[name])
     for name, total in sums.items():
         add(name, (0, 0), total)
+    if x.direct:
+        _finish_direct(steps, problem, x, keys, tile_m)
+
+
+def _finish_direct(
+    steps: Steps, problem: Problem, x: Operands, keys: tuple[int, int], tile_m: int
+) -> None:
+    """Scale what a column wrote to its direct gradients, and begin again unless it is finite."""
+    found = {name: target(x, name, (0, x.q.shape[1]), keys) for name in x.direct}
+    _, after = scale_orders(slope_of(problem, steps.dtype))[0]
+    for name in found.keys() & {"q", "k"}:
+        steps.scale(found[name], after)
+    if not all(steps.finite(out) for out in found.values()):
+        begin_again(steps, problem, x, keys, tile_m)
+
+
+def begin_again(
+    steps: Steps, problem: Problem, x: Operands, keys: tuple[int, int], tile_m: int
+) -> None:
+    """Compute the direct gradients of a column anew, and look at each tile of them."""
+    for name in x.direct:
+        target(x, name, (0, x.q.shape[1]), keys).fill(0)
+    x = _chosen(x, direct=True)
+    column(steps, problem, x, keys, tile_m, partial(gradients.add, steps, x, keys))
+
+
+def _chosen(x: Operands, direct: bool) -> Operands:
+    """Return operands with the direct gradients alone, or the others, none of them direct now."""
+    grads = {name: grad for name, grad in x.grads.items() if (name in x.direct) == direct}
+    return replace(x, grads=grads, direct=frozenset())
 
 
 def row_tiles(
@@ -202,8 +248,12 @@ def _terms(
     k: Array,
     v: Array,
     exact: bool,
+    into: Into = MappingProxyType({}),
 ) -> dict[str, Array]:
-    """Return what one tile adds to the gradients; nothing where the mask hides all of it."""
+    """Return what one tile adds to the gradients; nothing where the mask hides all of it.
+
+    What `into` names is written there in place, not yet scaled.
+    """
     xp, part = steps.xp, slice(*rows)
     shape = (x.q.shape[0], rows[1] - rows[0], keys[1] - keys[0])
     sloped = problem.softcap or (x.score is not None and not x.score.adds)
@@ -214,11 +264,11 @@ def _terms(
     if weights is None:
         return {}
     seen = weights != -np.inf if exact else None
-    if x.top is None or x.total is None:
-        top, total = finite_or_0(xp, x.lse[:, part]).astype(steps.dtype), None
+    if x.top is None:
+        top = finite_or_0(xp, x.lse[:, part]).astype(steps.dtype)
     else:
-        top, total = x.top[:, part], x.total[:, part]
-    steps.weigh(weights, top, total)
+        top = x.top[:, part]
+    steps.weigh(weights, top, None if x.total is None else x.total[:, part])
     dout = steps.operand("dout", x.dout[:, part])
     terms = {}
     if x.grads.keys() - {"v"}:
@@ -239,13 +289,13 @@ def _terms(
             dscores = slope
         factor = slope_of(problem, steps.dtype)
         if "q" in x.grads:
-            terms["q"] = _scaled(steps, "of_q", factor, dscores, k, seen)
+            terms["q"] = _scaled(steps, "q", factor, dscores, k, seen, into)
         if "k" in x.grads:
             q = steps.operand("plain_q", x.q[:, part])
-            terms["k"] = _scaled(steps, "of_k", factor, dscores, q, seen, turn=True)
+            terms["k"] = _scaled(steps, "k", factor, dscores, q, seen, into, turn=True)
     if "v" in x.grads:
         _hide(steps, seen, weights)
-        terms["v"] = _product(steps, "of_v", _turned(weights), dout, _turned(seen))
+        terms["v"] = _product(steps, "v", _turned(weights), dout, _turned(seen), into)
     return terms
 
 
@@ -271,12 +321,13 @@ def _scaled(
     a: Array,
     b: Array,
     seen: Array | None,
+    into: Into,
     turn: bool = False,
 ) -> Array:
     """Return ``factor * a @ b`` as `_product` does, with `a` and `seen` transposed for `turn`.
 
     What overflows where the factor comes last may not where it comes first, so that given `seen`
-    both are tried.
+    both are tried. What is written `into` an array is multiplied by the last part of it later.
     """
     found = None
     for before, after in scale_orders(factor)[: 1 if seen is None else 2]:
@@ -286,8 +337,9 @@ def _scaled(
             scaled[...] = a
             steps.scale(scaled, before)
         sides = (_turned(scaled), _turned(seen)) if turn else (scaled, seen)
-        term = _product(steps, name, sides[0], b, sides[1])
-        steps.scale(term, after)
+        term = _product(steps, name, sides[0], b, sides[1], into)
+        if name not in into:
+            steps.scale(term, after)
         if found is not None:
             return steps.xp.where(steps.xp.isfinite(found), found, term)
         found = term if seen is None else term.copy()
@@ -299,9 +351,13 @@ def finite_or_0(xp: Any, lse: Array) -> Array:
     return xp.where(lse == -np.inf, 0, lse)
 
 
-def _product(steps: Steps, name: str, a: Array, b: Array, seen: Array | None) -> Array:
+def _product(steps: Steps, name: str, a: Array, b: Array, seen: Array | None, into: Into) -> Array:
     """Return ``a @ b``, given `seen` without what is not seen, and NaN where b is not finite."""
-    out = steps.scratch(name, (a.shape[0], a.shape[1], b.shape[2]))
+    if name in into:
+        out, more = into[name]
+        steps.matmul(a, b, out, more)
+        return out
+    out = steps.scratch(f"of_{name}", (a.shape[0], a.shape[1], b.shape[2]))
     if seen is None:
         steps.matmul(a, b, out)
         return out

@@ -16,7 +16,7 @@ import numpy as np
 
 from fa_cupy.core import attention_problem, linear_problem
 from fa_cupy.tiled import batching, chunked_scan
-from fa_cupy.tiled.chunked_scan import Operand, Read, Sizes, Steps
+from fa_cupy.tiled.chunks import Operand, Read, Sizes, Steps
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 View = attention_problem.View
@@ -72,7 +72,7 @@ class Reader(NamedTuple):
     x: Side
     out: Side
     flipped: bool = False
-    finish: Callable[[Array], Array] | None = None
+    finish: Callable[[Array, Array], None] | None = None
     ends: np.ndarray[Any, Any] | None = None
 
 
@@ -151,7 +151,7 @@ class Scan(NamedTuple):
             return True
 
         tasks = [*self._stacks([self.a, self.b, states], part)]
-        self.machine.run(tasks, work, self._flop())
+        self.machine.run(tasks, work, flop(self.problem))
 
     def _accumulate(self, states: Side, initial: Side, final: Side) -> None:
         """Turn sums over segments into states before them, in the order of the scan."""
@@ -172,24 +172,19 @@ class Scan(NamedTuple):
                 Read(_operand(r.x, x), out, r.flipped, r.finish, r.ends)
                 for r, x, out in zip(self.readers, xs[::2], xs[1::2], strict=True)
             )
-            shape = (len(task[0]), task[0].shape[-1], task[1].shape[-1] + self.b.ones)
-            state = steps.scratch("state", shape)
-            state[...] = 0 if first is None else first
-            span, sizes = (0, part.rows), self.machine.sizes
-            finite = chunked_scan.scan(steps, sizes, a, b, reads, state, span, self.reverse, exact)
-            if last is not None:
-                last[...] = state
-            return finite
+            sizes, reverse = self.machine.sizes, self.reverse
+            return chunked_scan.scan(steps, sizes, a, b, reads, first, last, reverse, exact)
 
-        self.machine.run([*self._stacks(sides, part)], work, self._flop())
+        self.machine.run([*self._stacks(sides, part)], work, flop(self.problem))
 
     def _stacks(self, sides: Sequence[Side], part: Part | None = None) -> Iterator[list[Any]]:
         return stacks_of(self.machine, self.problem, sides, part)
 
-    def _flop(self) -> float:
-        problem = self.problem
-        rows = math.prod(problem.batch) * max(problem.q_len, problem.k_len)
-        return 4.0 * rows * problem.qk_dim * problem.v_dim
+
+def flop(problem: linear_problem.Product) -> float:
+    """Return how many operations a scan takes at least."""
+    rows = math.prod(problem.batch) * max(problem.q_len, problem.k_len)
+    return 4.0 * rows * problem.qk_dim * problem.v_dim
 
 
 def product(
@@ -223,23 +218,16 @@ def read(machine: Machine, problem: linear_problem.Product, reader: Reader, stat
     sides = [reader.x, reader.out, state]
 
     def work(steps: Steps, task: list[Any], exact: bool) -> bool:
-        x, out, memory = _operand(reader.x, task[0]), task[1], steps.operand("state", task[2])
-        size = machine.sizes.rows(machine.sizes.chunk, x)
-        for chunk in chunked_scan.chunks(0, x.array.shape[-2], size, False):
-            part = x.rows(steps, "x", chunk)
-            acc = steps.scratch("acc", (*part.shape[:2], memory.shape[2]))
-            steps.matmul(part, memory, acc)
-            found = acc if reader.finish is None else reader.finish(acc)
-            target = out[..., chunk, :]
-            steps.store(target, found.reshape(target.shape))
+        x, out, memory = task
+        read = Read(_operand(reader.x, x), out, finish=reader.finish)
+        chunked_scan.read(steps, machine.sizes, read, memory)
         return True  # nothing is hidden from a row
 
     tasks = []
     for part in (Part(0, rows, count), Part(count * rows, length - count * rows, 1)):
         if part.rows:
             tasks += [*stacks_of(machine, problem, sides, part)]
-    flop = 2.0 * math.prod(problem.batch) * length * math.prod(state.array.shape[-2:])
-    machine.run(tasks, work, flop)
+    machine.run(tasks, work, 2.0 * math.prod((*problem.batch, length, *state.array.shape[-2:])))
 
 
 def _operand(side: Side, part: Array) -> Operand:

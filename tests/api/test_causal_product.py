@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fa_cupy import causal_product, causal_product_backward, reference
 from fa_cupy.core import linear_problem
-from fa_cupy.cpu import executor
-from fa_cupy.tiled import chunked_scan
+from fa_cupy.cpu.products import executor
+from fa_cupy.tiled import chunked_scan, chunks
 from tests.support import blas
 from tests.support.products import (
     Case,
@@ -45,10 +45,15 @@ def xp():
     return np
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Chunks and segments of a few rows, so that short sequences have many of them."""
-    sizes = chunked_scan.Sizes(chunk=8, state_chunk=16, most_rows=16, least_chunk=2)
+@pytest.fixture(params=[None, 1, 3000, 1 << 20], ids="blocks of {}".format)
+def small_chunks(monkeypatch, request):
+    """Chunks and segments of a few rows, so that short sequences have many of them.
+
+    Chunks come one by one, or in blocks of one, of some, and of all of them.
+    """
+    size = request.param
+    blocks = None if size is None else chunks.Blocks(chunk=4, single=6, size=size)
+    sizes = chunks.Sizes(8, state_chunk=16, most_rows=16, least_chunk=2, blocks=blocks)
     monkeypatch.setattr(executor.Machine, "sizes", sizes)
     monkeypatch.setattr(executor, "_LEAST_SEGMENT", 32)
 

@@ -11,8 +11,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, _definitions, attention, attention_backward, causal_product_backward
+from fa_cupy.core import plan_cache
+from fa_cupy.cpu import attention_backward as cpu_attention_backward
+from fa_cupy.cpu import blas as cpu_blas
 from fa_cupy.cpu import thread_pool
 from fa_cupy.cpu.ordered_sum import InOrder
+from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.tiled import attention_backward as tiled_attention_backward
 from fa_cupy.tiled import tile_sizes
 from tests.api.test_gradients import plain_options
@@ -21,7 +25,7 @@ from tests.support import blas
 from tests.support.blas import two_threads
 from tests.support.every_run import examples, some
 from tests.support.gradients import UNIT, check, hold, solve
-from tests.support.strategies import DTYPES, Case, by_dtype, cases, normal
+from tests.support.strategies import DTYPES, LAYOUTS, Case, by_dtype, cases, normal
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
 with_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -31,6 +35,11 @@ with_threads = pytest.fixture(autouse=True, scope="module")(two_threads)
 def draw(*shapes, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     return [normal(rng, shape, dtype) for shape in shapes]
+
+
+def in_columns(x):
+    """The same numbers with columns that lie densely."""
+    return x.swapaxes(1, 2).copy().swapaxes(1, 2)
 
 
 def backward(q, k, v, *more, need=None, **options):
@@ -76,7 +85,7 @@ def test_finite_data_are_computed_once(monkeypatch):
     terms = tiled_attention_backward._terms
 
     def once(*arguments):
-        assert not arguments[-1], "computed again"
+        assert not arguments[7], "computed again"
         return terms(*arguments)
 
     monkeypatch.setattr(tiled_attention_backward, "_terms", once)
@@ -84,6 +93,210 @@ def test_finite_data_are_computed_once(monkeypatch):
     mask = np.random.default_rng(0).random((300, 300)) < 0.5
     backward(q, k, v, None, mask, is_causal=True)
     backward(q, k, v, np.full((300, 1), -np.inf, np.float32), softcap=2.0)
+
+
+# Stacks of one tile
+
+
+@pytest.fixture
+def plain_calls(monkeypatch):
+    """What each call of `_Plain.add` returned."""
+    add, found = cpu_attention_backward._Plain.add, []
+
+    def noted(*arguments):
+        found.append(add(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(cpu_attention_backward._Plain, "add", noted)
+    return found
+
+
+@given(case=cases(), dlse=st.booleans())
+@with_fixture
+def test_one_tile_of_the_tiled_algorithm_agrees_with_the_reference(monkeypatch, case, dlse):
+    """That computes what is not plain; most small problems are."""
+    monkeypatch.setattr(cpu_attention_backward, "_is_plain", lambda *_: False)
+    plan_cache.plans.clear()
+    assume(plain_options(case))
+    check(np, case, dlse)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (5, 3)}], ids=str)
+@pytest.mark.parametrize(**by_dtype())
+def test_one_tile_straight_through(plain_calls, dtype, options, layout):
+    arrays = draw((2, 3, 33, 16), (2, 3, 40, 16), (2, 3, 40, 24), dtype=dtype)
+    options = options | {"causal_align": "bottom_right"}
+    mask = np.random.default_rng(1).random((3, 33, 40)) < 0.8
+    for hiding in (None, mask):
+        case = Case(*arrays, None, hiding, layouts=(layout,) * 5, options=options)
+        check(np, case, dlse=hiding is None)
+    assert len(plain_calls) >= 2
+    assert all(plain_calls)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_stacks_of_one_tile_in_threads(plain_calls, is_causal):
+    """As many as the work is worth, the last of them shorter."""
+    q, k, v = draw(*[(2, 19, 130, 40)] * 3)
+    results = []
+    for threads in (1, 2, 5):
+        with blas.threads(threads):
+            found = backward(q, k, v, is_causal=is_causal)
+            results.append(b"".join(x.tobytes() for x in found))
+    assert len(set(results)) == 1
+    assert len(plain_calls) == 3 * 6
+    check(np, Case(q, k, v, options={"is_causal": is_causal}))
+
+
+def test_no_gradient_changes_with_the_others_that_are_wanted():
+    q, k, v = draw((4, 30, 8), (4, 40, 8), (4, 40, 5))
+    for x in (k, in_columns(k)):
+        everything = backward(q, x, v)
+        for i, name in enumerate("qkv"):
+            (alone,) = backward(q, x, v, need=(name,))
+            assert alone.tobytes() == everything[i].tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_stack_that_is_not_finite_is_computed_tile_by_tile(plain_calls, bad):
+    q, k, v = draw(*[(3, 30, 8)] * 3)
+    mask = np.ones((3, 30, 30), bool)
+    mask[1, :, 20:] = False
+    check(np, Case(q, k, v, None, mask))
+    assert plain_calls == [True]
+    v[1, 20:] = bad
+    found = check(np, Case(q, k, v, None, mask))
+    assert plain_calls == [True, False]
+    assert all(np.isfinite(x).all() for x in found.values())
+
+
+def test_large_scores_are_not_plain(plain_calls):
+    """Weights come from their maximum and sum where a log-sum-exp has lost its digits."""
+    q, k, v = draw(*[(2, 30, 8)] * 3)
+    check(np, Case(q, 3000 * k, v))
+    assert plain_calls == []
+
+
+def test_direct_gradients_of_columns_are_computed_again(monkeypatch):
+    """Several tiles of queries add to one dk and dv, and hidden keys are not finite."""
+    q, k, v = draw((1100, 16), (300, 16), (300, 16))
+    again, calls = tiled_attention_backward.begin_again, []
+
+    def counted(*arguments):
+        calls.append(1)
+        again(*arguments)
+
+    monkeypatch.setattr(tiled_attention_backward, "begin_again", counted)
+    mask = np.ones((1100, 300), bool)
+    mask[:, 250:] = False
+    check(np, Case(q, k, v, None, mask))
+    assert calls == []
+    v[250:] = np.nan
+    k[250:] = np.inf
+    found = check(np, Case(q, k, v, None, mask))
+    assert len(calls) == 1
+    assert all(np.isfinite(x).all() for x in found.values())
+
+
+# Repeated calls
+
+
+@given(case=cases(), dlse=st.booleans())
+def test_a_repeated_call_has_the_bits_of_the_first(case, dlse):
+    plan_cache.plans.clear()
+    calls = [solve(np, case, dlse)[1] for _ in range(3)]
+    first, *others = [[x.tobytes() for x in found.values()] for found in calls]
+    assert others == [first, first]
+
+
+def test_calls_that_differ_share_no_plan():
+    q, k, v = draw(*[(2, 20, 20)] * 3)
+    out, lse = attention(q, k, v, return_lse=True)
+    dlse, bias, mask = draw((2, 20))[0], draw((20, 20))[0], np.tri(20) == 1
+    turned = in_columns(k)
+    double = [x.astype(float) for x in (out, q, k, v, out, lse)]
+    calls = [
+        lambda: attention_backward(out, q, k, v, out, lse),
+        lambda: attention_backward(out, q, k, v, out, lse, dlse=dlse),
+        lambda: attention_backward(out, q, k, v, out, lse, sinks=dlse),
+        lambda: attention_backward(out, q, k, v, out, lse, bias),
+        lambda: attention_backward(out, q, k, v, out, lse, bias, need=("q", "k", "v")),
+        lambda: attention_backward(out, q, k, v, out, lse, None, mask),
+        lambda: attention_backward(out, q, k, v, out, lse, scale=0.5),
+        lambda: attention_backward(out, q, k, v, out, lse, is_causal=True),
+        lambda: attention_backward(out, q, k, v, out, lse, window=(3, None)),
+        lambda: attention_backward(out, q, k, v, out, lse, window=(None, 3)),
+        lambda: attention_backward(out, q, k, v, out, lse, softcap=0.5),
+        lambda: attention_backward(out, q, turned, v, out, lse),
+        lambda: attention_backward(out, turned, k, v, out, lse),
+        lambda: attention_backward(out, q, k[:1], v, out, lse),
+        lambda: attention_backward(*double),
+        lambda: attention_backward(out, q, k, v, out, lse, need=("v",)),
+    ]
+    alone = []
+    for call in calls:
+        plan_cache.plans.clear()
+        alone.append([(x.strides, x.tobytes()) for x in call()])
+    for _ in range(2):
+        assert alone == [[(x.strides, x.tobytes()) for x in call()] for call in calls]
+
+
+def test_a_repeated_call_is_checked():
+    q, k, v = draw(*[(2, 20, 8)] * 3)
+    out, lse = attention(q, k, v, return_lse=True)
+    for _ in range(2):
+        attention_backward(out, q, k, v, out, lse)
+        with pytest.raises(ValueError, match="dout has shape"):
+            attention_backward(out[:1], q, k, v, out, lse)
+        with pytest.raises(TypeError, match="lse has dtype float64, want float32"):
+            attention_backward(out, q, k, v, out, lse.astype(float))
+        with pytest.raises(TypeError, match=r"is_causal is 2 \(int\), want a bool"):
+            attention_backward(out, q, k, v, out, lse, is_causal=2)
+        with pytest.raises(ValueError, match=r"window\[0\] is -1"):
+            attention_backward(out, q, k, v, out, lse, window=(-1, 2))
+
+
+# Sums of squares and products of stacks
+
+
+@pytest.mark.parametrize(**by_dtype(SINGLE, DOUBLE))
+def test_what_is_finite_is_told_from_what_is_not(dtype):
+    largest = np.finfo(dtype).max
+    for shape in ((1,), (3, 50, 7)):
+        for step in (1, 2):
+            x = np.full((2 * shape[0], *shape[1:]), largest, dtype)[::step]
+            assert Steps(dtype).finite(x)
+            for bad in (np.nan, np.inf, -np.inf):
+                x[(-1,) * x.ndim] = bad
+                assert not Steps(dtype).finite(x)
+                x[(-1,) * x.ndim] = 1
+
+
+@pytest.mark.skipif(not cpu_blas.multiplies_stacks(SINGLE), reason="the library has no such call")
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("turn", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("sizes", [(3, 5, 7, 4), (1, 1, 1, 1), (4, 70, 90, 33), (2, 1, 9, 1)])
+@pytest.mark.parametrize(**by_dtype(SINGLE, DOUBLE))
+def test_scaled_products(dtype, sizes, turn, add):
+    n, rows, inner, cols = sizes
+    wide = draw((n, rows, inner), (n, inner, cols), (n, rows, cols + 3), dtype=dtype)
+    a, b = (in_columns(x) if turned else x for x, turned in zip(wide, turn, strict=False))
+    out = wide[2][..., :cols]
+    want = 0.3 * (a.astype(float) @ b) + (out if add else 0)
+    beside = wide[2][..., cols:].tobytes()
+    cpu_blas.scaled_products(a, b, out, 0.3, add)(a, b, out)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4 if dtype == SINGLE else 1e-12)
+    assert wide[2][..., cols:].tobytes() == beside
+
+
+def test_products_that_the_library_cannot_read():
+    a, b, out = draw(*[(3, 8, 8)] * 3)
+    far = np.lib.stride_tricks.as_strided(a, strides=(4 << 31, 32, 4))
+    assert cpu_blas.scaled_products(far, b, out, 1.0, False) is None
+    assert cpu_blas.scaled_products(a[::-1], b, out, 1.0, False) is None
+    assert cpu_blas.scaled_products(a[..., ::2], b[:, :4], out, 1.0, False) is None
+    assert cpu_blas.scaled_products(a, b, out.swapaxes(1, 2), 1.0, False) is None
 
 
 # Bit masks

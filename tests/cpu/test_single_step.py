@@ -9,9 +9,8 @@ import pytest
 
 import fa_cupy
 from fa_cupy import causal_product, linear_attention, linear_attention_backward, reference
-from fa_cupy.core import linear_problem
+from fa_cupy.core import linear_problem, plan_cache
 from fa_cupy.cpu import blas as cpu_blas
-from fa_cupy.cpu import single_step
 from tests.support import blas
 from tests.support.products import check_close, draw, expand_heads, state_dtype
 from tests.support.strategies import DTYPES, LAYOUTS, UNIT, by_dtype, lay
@@ -37,9 +36,8 @@ SHAPES = [
 
 
 @pytest.fixture(autouse=True)
-def _no_steps(monkeypatch):
-    monkeypatch.setattr(single_step, "_steps", {})
-    monkeypatch.setattr(single_step, "lookup", single_step._steps.get)
+def _no_plans():
+    plan_cache.plans.clear()
 
 
 def no_checks(monkeypatch):
@@ -192,7 +190,7 @@ def test_threads_do_not_share_scratch_memory():
 def test_numpy_alone_gives_the_same_states(monkeypatch):
     arrays = draw(*SHAPES[1])
     want = causal_product(*arrays, return_state=True)[1].tobytes()
-    single_step._steps.clear()
+    plan_cache.plans.clear()
     monkeypatch.setattr(cpu_blas, "LIBRARY", None)
     assert causal_product(*arrays, return_state=True)[1].tobytes() == want
 

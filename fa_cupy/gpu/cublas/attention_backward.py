@@ -66,7 +66,10 @@ def backward(
     steps = _Steps(dtype, problem.dtype.itemsize == 2)
     if problem.q_len and (problem.k_len or "sinks" in need):
         inputs = inputs if problem.k_len else (*inputs[:4], None)  # no key is hidden
-        arrays, views = gradients.arrays(cupy, problem, inputs, results, grads, dtype, sinks, score)
+        entries = gradients.batch_entries(cupy, problem, inputs[4], score)
+        seen = [grad.view for grad in grads.values()]
+        views = gradients.views(problem, inputs, results, seen, dtype, entries)
+        arrays = gradients.arrays(cupy, inputs, results, grads, dtype, sinks, entries)
         present = [view for view in views if view is not None]
         stack, tile_m = attention._tile(
             problem, dtype, attention._stack_length(present), problem.q_len
@@ -143,16 +146,8 @@ def _columns(
     tile_m, tile_n = tile
     for x in stacks:
         for keys in _bounds(problem.k_len, tile_n):
-            add = partial(_add, steps, x, keys)
+            add = partial(gradients.add, steps, x, keys)
             attention_backward.column(steps, problem, x, keys, tile_m, add, exact)
-
-
-def _add(
-    steps: _Steps, x: Operands, keys: tuple[int, int], name: str, rows: tuple[int, int], term: Any
-) -> None:
-    if term is not None:
-        target = gradients.target(x, name, rows, keys)
-        gradients.accumulate(steps, target, gradients.reduced(target, term))
 
 
 class _Steps(attention._Steps):

@@ -20,7 +20,7 @@ from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.cublas import linear_elementwise, tile_ops
 from fa_cupy.tiled import segmented_scan
-from fa_cupy.tiled.chunked_scan import Sizes, triangle
+from fa_cupy.tiled.chunks import Sizes, triangle
 from fa_cupy.tiled.segmented_scan import Part, Scan, Side, Work
 
 # Bytes of scratch memory of a stack, about.
@@ -107,7 +107,7 @@ class Machine:
 
 
 class _Steps(tile_ops.Steps):
-    """`tiled.chunked_scan.Steps` for CuPy arrays on the current device and stream.
+    """`tiled.chunks.Steps` for CuPy arrays on the current device and stream.
 
     `flag` is an element that is set where a result is not finite.
     """

@@ -1,8 +1,7 @@
 """Causal products of one row, as a stream that comes row by row makes them.
 
-A product of one row takes a few microseconds, less than what goes before it in general: checks,
-views of arrays, chunks, tasks. So a call of a kind that was seen before gets by without them, and
-all its batch entries are computed by a few operations at once::
+A product of one row takes a few microseconds, less than views of arrays, chunks and tasks. So the
+plan of such calls computes all batch entries by a few operations at once::
 
     state = initial + k.mT @ v
     out = q @ state
@@ -12,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.core import arrays, linear_problem
-from fa_cupy.cpu import blas, feature_maps
+from fa_cupy.cpu import blas
+from fa_cupy.cpu.products import feature_maps
 
 Array = npt.NDArray[Any]
 Result = tuple[Array, Array]
@@ -27,10 +26,8 @@ Sizes = tuple[int, ...]
 
 # Multiplications beyond which the work is worth several threads.
 _MOST = 5_000_000
-_MOST_STEPS = 256
 # Numbers beyond which scratch memory is not kept between calls.
 _MOST_KEPT = 16_384
-_steps: dict[Any, Step] = {}
 
 
 class _Scratch:
@@ -82,7 +79,9 @@ class Step:
         # Whether the output lies in memory as it is computed.
         self._direct = problem.dtype == dtype and order == [*range(len(order))]
 
-    def __call__(self, q: Array, k: Array, v: Array, initial: Array | None, out: Any) -> Result:
+    def __call__(
+        self, q: Array, k: Array, v: Array, initial: Array | None, out: Any, *unused: bool
+    ) -> Result:
         """Return the output, which is `out` where that is given, and the state."""
         try:
             scratch = self._kept.pop()  # no other thread gets it
@@ -121,53 +120,16 @@ class Step:
         quotient: Array = np.divide(scratch.weighted, scratch.weights)
         return quotient
 
+    @staticmethod
+    def takes(out: Any) -> bool:
+        """Whether the output can be written there."""
+        return True
+
 
 def step_for(
-    problem: linear_problem.Product, q: Array, k: Array, v: Array, initial: Array | None, *,
-    feature: str | None = None, eps: float | None = None,
+    problem: linear_problem.Product, q: Array, k: Array, v: Array, feature: str | None,
+    eps: float | None,
 ) -> Step | None:  # fmt: skip
-    """Return what does a call; None where it has more rows than one, or is another matter.
-
-    Parameters
-    ----------
-    problem : Product
-    q, k, v, initial : numpy.ndarray or None for the last
-        The arrays that it was made from.
-    feature : str or None
-        Name of a feature map.
-    eps : float or None
-        Added to the sum of weights that the output is divided by; None for no division.
-    """
-    if problem.q_len != 1 or problem.k_len != 1:
-        return None
-    batch, own = problem.out_shape[:-2], k.shape[:-2]
-    work = math.prod((*batch, problem.qk_dim, problem.v_dim))
-    if not 0 < work <= _MOST or any(x.shape[:-2] != own for x in (v, initial) if x is not None):
-        return None
-    # Queries of one state follow each other: there is one of each, or they are a group of heads.
-    if q.shape[:-2] != batch or len(own) != len(batch) or own[:-1] != batch[:-1]:
-        return None
-    return Step(problem, q, k, v, feature, eps)
-
-
-def key_of(q: Any, k: Any, v: Any, initial: Any, *options: Any) -> Any:
-    """Return what a call looks like; None if it is none of one row of NumPy arrays."""
-    if not (type(k) is type(v) is type(q) is np.ndarray and q.shape[-2:-1] == (1,)):
-        return None
-    facts = q.shape, q.strides, q.dtype, k.shape, k.dtype, v.shape, v.dtype
-    if initial is None:
-        return facts, options
-    if type(initial) is not np.ndarray:
-        return None
-    return facts, initial.shape, initial.dtype, options
-
-
-def remember(key: Any, step: Step) -> None:
-    """Keep `step` for calls that look like `key`."""
-    if key is not None:
-        if len(_steps) >= _MOST_STEPS:
-            _steps.clear()
-        _steps[key] = step
-
-
-lookup: Callable[[Any], Step | None] = _steps.get
+    """Return what does a call of one row; None where that is much work."""
+    work = math.prod((*problem.out_shape[:-2], problem.qk_dim, problem.v_dim))
+    return Step(problem, q, k, v, feature, eps) if work <= _MOST else None

@@ -1,0 +1,1 @@
+"""Causal products on NumPy arrays: plans, and what they run on."""
