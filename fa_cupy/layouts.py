@@ -61,6 +61,11 @@ ORDERS = {
 _PAIRS = (BLOCK // SLAB, 2, 8, BLOCK // 8, 4)
 _TO_FRAGMENT = (0, 2, 4, 1, 3)
 _TO_BLOCK = (0, 3, 1, 4, 2)
+# Shifts, and what is kept after each, that take pairs of bits apart: eight from 16 bits to 64.
+_SPREADING = tuple(
+    (np.uint64(shift), np.uint64(kept))
+    for shift, kept in ((24, 0xFF000000FF), (12, 0xF000F000F000F), (6, 0x303030303030303))
+)
 
 
 class Accumulator(NamedTuple):
@@ -286,6 +291,36 @@ def unpack(words: Any, order: str = "fragment") -> Any:
     if order == "fragment":
         bits = _moved(bits, [_PAIRS[axis] for axis in _TO_FRAGMENT], _TO_BLOCK)
     return bits.reshape(*batch, BLOCK, BLOCK)
+
+
+def row_bytes(words: Any) -> Any:
+    """Return rows of blocks, eight columns a byte, the first one in the lowest bit.
+
+    Parameters
+    ----------
+    words : ndarray of uint32, shape (n, slabs, 32, 2)
+        In fragment order; of whole blocks, or the first slabs of each.
+
+    Returns
+    -------
+    ndarray of uint8, shape (n, 16 * slabs, 16)
+    """
+    # Four words hold a row, and bits 2*v and 2*v + 1 of word c are bits 2*c and 2*c + 1 of byte v.
+    # All at once: the pairs of bits of half a word are spread over the bytes of 64 bits.
+    count, slabs = words.shape[:2]
+    lanes = words.reshape(count, slabs, SLAB // 2, 4, 2)
+    halves = lanes.transpose(3, 0, 1, 4, 2).astype("<u4", order="C").view("<u2")
+    spread = halves.reshape(4, -1).astype("<u8")
+    moved = np.empty_like(spread)
+    for shift, kept in _SPREADING:
+        np.left_shift(spread, shift, out=moved)
+        np.bitwise_or(spread, moved, out=spread)
+        np.bitwise_and(spread, kept, out=spread)
+    rows = spread[3]
+    for word in (2, 1, 0):
+        np.left_shift(rows, np.uint64(2), out=rows)
+        np.bitwise_or(rows, spread[word], out=rows)
+    return rows.view(np.uint8).reshape(count, slabs * SLAB, BLOCK // 8)
 
 
 def _shape(name: str, order: str) -> tuple[int, ...]:

@@ -22,8 +22,10 @@ from fa_cupy.core import attention_problem
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.cpu import decoding, thread_pool
-from fa_cupy.cpu.masks import entries
-from fa_cupy.cpu.masks.tiles import MaskTiles, mask_tile
+from fa_cupy.cpu.masks import rows as mask_rows
+from fa_cupy.cpu.masks.entries import dense_of
+from fa_cupy.cpu.masks.thin import Pairs
+from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.program import entries as score_entries
@@ -137,6 +139,12 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
+    small = isinstance(mask, BitMask) and problem.mask is not None and mask._grid.is_small
+    # A sparse bias has an element for each pair of a matrix, whose queries stay as they are.
+    if isinstance(mask, BitMask) and small and not isinstance(bias, SparseBias):
+        mask = mask_rows.of_small(mask)
+        seen = attention_problem.batch_view(problem, mask, problem.q_len, problem.k_len)
+        problem = replace(problem, mask=seen)
     bits = mask if isinstance(mask, BitMask) else None
     call = Call(problem, q, None if out is None else out.strides, bits)
     out, lse = call(q, k, v, bias, mask, out, sinks, score)
@@ -242,12 +250,13 @@ class _Tasks:
         wanted = max(1, min(_MOST_TASKS, int(flop / _TASK_FLOP)))
         self.tile = tile = _tile(problem, dtype, wanted)
         if mask is not None:
-            self.tile = tile = mask_tile(tile)
+            self.tile = tile = mask_rows.tile_of(mask, tile)
         self._rows = _rows(problem, tile.tile_m, mask)
         whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
         most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // wanted)
-        if mask is not None and entries.differ(mask):
-            most = 1
+        if mask is not None:
+            tasks = len(self._rows) * math.prod(problem.batch)
+            most = mask_rows.most_stacked(mask, tile, tasks // wanted, most)
         self._views = [
             problem.q, problem.k, problem.v, problem.bias, problem.mask, out, lse, problem.sinks,
         ]  # fmt: skip
@@ -343,17 +352,23 @@ class _Tasks:
             views = [attention_problem.batch_view(self.problem, x, 1, 1) for x in places]
             layout = batching.Layout([*self._views, *views], self._most)
         found = []
-        of_matrix: dict[int, entries.Entries] = {}
-        for x in layout.stacks(np, (*arrays, *places)):
+        stacks = layout.stacks(np, (*arrays, *places))
+        by_pairs: dict[int, Pairs | None] = {}
+        if bits is not None and self.problem.k_len:
+            stacks = mask_rows.of_one_matrix(bits, stacks)
+        for x in stacks:
             pairs = None
             if bits is not None and self.problem.k_len:
                 matrix = int(x[4][0, 0, 0])
-                x[4] = MaskTiles(bits, x[4][:, 0, 0], sparse=not entries.any_of(bits))
-                if entries.any_of(bits):
-                    if matrix not in of_matrix:
-                        parts = self.problem, bits, matrix, arrays[3]
-                        of_matrix[matrix] = entries.Entries.of(*parts)
-                    pairs = of_matrix[matrix]
+                if matrix not in by_pairs:
+                    by_pairs[matrix] = Pairs.of(self.problem, bits, matrix, arrays[3])
+                pairs = by_pairs[matrix]
+                x[4] = MaskTiles(
+                    bits,
+                    x[4][:, 0, 0],
+                    sparse=pairs is None or pairs.entries is None,
+                    thin=pairs is None or pairs.thin is None,
+                )
             if isinstance(arrays[3], SparseBias):
                 x[3] = arrays[3]
             made = None if score is None else TileScore(np, score, x[8], x[9], self._dtype)
@@ -367,9 +382,11 @@ class _Tasks:
         steps = Steps.unused(self._dtype)
         with np.errstate(all="ignore"):
             more = None
-            if task.stack.entries is not None:
-                parts = (steps, problem, x, task.stack.entries)
-                more = partial(entries.attend, *parts, row_begin=begin, row_end=end)
+            if task.stack.pairs is not None:
+                attend = partial(task.stack.pairs.attend, steps, problem, x)
+                more = partial(attend, row_begin=begin, row_end=end)
+            if self._bits is not None:
+                tile_n = mask_rows.width(self._bits, self.tile, len(x.q), end - begin)
             if not tiled_attention.attend(steps, problem, x, begin, end, tile_n, more):
                 if isinstance(x.mask, MaskTiles):
                     x = replace(x, mask=x.mask.only(words=True, sparse=True))
@@ -423,7 +440,7 @@ def _rows(problem: attention_problem.Problem, tile_m: int, mask: BitMask | None)
         (begin, min(begin + tile_m, problem.q_len)) for begin in range(0, problem.q_len, tile_m)
     ]
     if mask is not None and problem.k_len:
-        bounds = entries.tasks(mask, tile_m)
+        bounds = mask_rows.bounds(mask, tile_m)
     rows = []
     for begin, end in bounds:
         first, last = tiled_attention.visible_keys(problem, begin, end)
@@ -434,8 +451,7 @@ def _rows(problem: attention_problem.Problem, tile_m: int, mask: BitMask | None)
 class _Stack:
     """Operands of stacked batch entries.
 
-    With `entries`, the pairs of sparse blocks, keys and values are dense and of compute dtype while
-    they are in use.
+    With `pairs`, keys and values are dense and of compute dtype while they are in use.
     """
 
     def __init__(
@@ -443,26 +459,26 @@ class _Stack:
         x: tiled_attention.Operands,
         dtype: np.dtype[Any],
         users: int,
-        entries: entries.Entries | None,
+        pairs: Pairs | None,
     ) -> None:
-        self.entries = entries
+        self.pairs = pairs
         self._given = self._ready = x
         self._dtype = dtype
         self._users = users
         self._lock = threading.Lock()
 
     def borrow(self) -> tiled_attention.Operands:
-        if self.entries is None:
+        if self.pairs is None:
             return self._given
         with self._lock:
             x = self._given
             if self._ready is x:
-                k, v = (entries.dense_of(a, self._dtype) for a in (x.k, x.v))
+                k, v = (dense_of(a, self._dtype) for a in (x.k, x.v))
                 self._ready = replace(x, k=k, v=v)
             return self._ready
 
     def give_back(self) -> None:
-        if self.entries is None:
+        if self.pairs is None:
             return
         with self._lock:
             self._users -= 1

@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 # below 0. The largest weight of each row is then from 1 to 1e14: sums are far from overflow, and
 # the products of the largest weight with small values do not underflow.
 _SMALL_SCORE = 16.0
+# Elements of keys that are gathered at a time.
+_GATHERED = 1 << 18
 # Scratch memory that is kept between calls: of so many threads, so many bytes each.
 _MOST_KEPT = 4
 _KEPT_BYTES = 4 << 20
@@ -68,6 +70,29 @@ def _exact(factor: float, dtype: np.dtype[Any]) -> np.floating[Any]:
     """
     exact: np.floating[Any] = dtype.type(factor)
     return exact if float(exact) == factor else np.float64(factor)
+
+
+class Segments(NamedTuple):
+    """Pairs of queries and keys, in parts of one query and equally many keys, some padded."""
+
+    rows: Array  # (s,): the query of each
+    keys: Array  # (s, length)
+    places: Array | None  # (e,): of each pair; None where it is one after the other
+
+
+class PackedMask(NamedTuple):
+    """A tile of a mask, of one batch entry or of all that are stacked."""
+
+    packed: Array  # (n, rows, bytes) uint8: eight keys each, the first one in the lowest bit
+    skip: int  # bits of each row before the first key
+    keys: int
+
+
+@functools.cache
+def _limits(dtype: np.dtype[Any]) -> Array:
+    """Return what scores of eight keys are limited to, for each value of a byte of a mask."""
+    seen = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(seen, np.inf, -np.inf).astype(dtype)
 
 
 class Steps:
@@ -149,25 +174,49 @@ class Steps:
             np.copyto(out, other, where=~np.isfinite(out) & np.isfinite(other))
 
     def pair_scores(
-        self, queries: Queries, counts: Array, k: Array, keys: Array, out: Array
+        self,
+        queries: Queries,
+        counts: Array,
+        k: Array,
+        keys: Array,
+        out: Array,
+        segments: Segments | None = None,
     ) -> None:
         """Set `out` (n, e) to scaled products of single queries and keys, as `scores` does.
 
-        Query i has ``counts[i]`` of the `keys`; `k` is dense and of compute dtype.
+        Query i has ``counts[i]`` of the `keys`; `k` is dense and of compute dtype. `segments` are
+        the same pairs.
         """
-        shape = (len(keys), k.shape[2])
-        of_k, of_q = self.scratch("pair_k", shape), self.scratch("pair_q", shape)
-        rows = np.repeat(np.arange(len(counts)), counts)
+        if segments is None:
+            rows = np.repeat(np.arange(len(counts)), counts)
+            segments = Segments(rows, keys[:, None], None)
         for i, scores in enumerate(out):
-            np.take(k[i], keys, axis=0, out=of_k, mode="clip")  # "raise" would buffer `out`
-            np.take(queries.q[i], rows, axis=0, out=of_q, mode="clip")
-            np.einsum("ed,ed->e", of_q, of_k, out=scores)
+            self._pair_products(queries.q[i], k[i], segments, scores)
             if queries.factor != 1:
                 np.multiply(scores, queries.factor, out=scores, casting="unsafe")
             if queries.scaled is not None and not np.isfinite(scores).all():
-                np.take(queries.scaled[i], rows, axis=0, out=of_q, mode="clip")
-                other = np.einsum("ed,ed->e", of_q, of_k)
+                other = np.empty_like(scores)
+                self._pair_products(queries.scaled[i], k[i], segments, other)
                 np.copyto(scores, other, where=~np.isfinite(scores) & np.isfinite(other))
+
+    def _pair_products(self, q: Array, k: Array, segments: Segments, out: Array) -> None:
+        (count, length), dim = segments.keys.shape, k.shape[1]
+        found = out if segments.places is None else self.scratch("segments", (count * length,))
+        step = max(1, _GATHERED // (length * max(1, dim)))
+        for begin in range(0, count, step):
+            part = slice(begin, begin + step)
+            keys, rows = segments.keys[part], segments.rows[part]
+            of_k = self.scratch("pair_k", (*keys.shape, dim))
+            of_q = self.scratch("pair_q", (*rows.shape, dim))
+            np.take(k, keys, axis=0, out=of_k, mode="clip")  # "raise" would buffer `out`
+            np.take(q, rows, axis=0, out=of_q, mode="clip")
+            products = found[begin * length : (begin + len(rows)) * length]
+            if length == 1:
+                np.einsum("ed,ed->e", of_q, of_k[:, 0], out=products)
+            else:
+                np.matmul(of_k, of_q[:, :, None], out=products.reshape(-1, length, 1))
+        if segments.places is not None:
+            np.take(found, segments.places, out=out, mode="clip")
 
     def operand(self, name: str, x: Array) -> Array:
         if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):
@@ -198,19 +247,30 @@ class Steps:
             bias = wide
         np.add(scores, bias, out=scores, casting="unsafe")
 
-    def hidden(self, mask: Array) -> bool:
-        return not _distinct(mask).any()
+    def hidden(self, mask: Array | PackedMask) -> bool:
+        return not (_distinct(mask) if isinstance(mask, np.ndarray) else mask.packed).any()
 
-    def mask_scores(self, scores: Array, mask: Array) -> None:
-        mask = _distinct(mask)
-        if mask.all():
-            return
-        # +inf where a score may stay and -inf where not: fmin takes the number out of (NaN, -inf),
-        # and arithmetic is ten times as fast as a masked copy.
-        limit = self.scratch("limit", mask.shape)
-        np.subtract(mask, 0.5, out=limit, casting="unsafe")
-        np.multiply(limit, np.inf, out=limit)
-        np.fmin(scores, limit, out=scores)
+    def mask_scores(self, scores: Array, mask: Array | PackedMask) -> None:
+        if isinstance(mask, PackedMask):
+            limits = self._limits(mask.packed).reshape(*mask.packed.shape[:-1], -1)
+            limits = limits[..., mask.skip : mask.skip + mask.keys]
+        else:
+            mask = _distinct(mask)
+            if mask.all():
+                return
+            packed = np.packbits(mask.reshape(-1), bitorder="little")
+            limits = self._limits(packed).reshape(-1)[: mask.size].reshape(mask.shape)
+        np.fmin(scores, limits, out=scores)
+
+    def _limits(self, packed: Array) -> Array:
+        """Return +inf where a score may stay and -inf where not, for the bits of bytes.
+
+        fmin takes the number out of (NaN, -inf), and is ten times as fast as a masked copy.
+        """
+        limits = self.scratch("limit", (*packed.shape, 8))
+        # Eight limits are one element: with arithmetic on single ones it takes three times as long.
+        np.take(_limits(self.dtype), packed, axis=0, out=limits, mode="clip")
+        return limits
 
     def band_scores(self, scores: Array, shift: int, lower: int | None, upper: int | None) -> None:
         _, m, n = scores.shape

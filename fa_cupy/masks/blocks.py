@@ -31,6 +31,9 @@ from fa_cupy.masks import entries
 Array = npt.NDArray[Any]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+# In place of where the words of a block are: it is full or not listed. `elementwise.mask_blocks` of
+# `fa_cupy.gpu.cublas` has the same numbers.
+WHOLE, NOTHING = -1, -2
 WORDS = layouts.ORDERS["fragment"]
 CHUNK = 64  # blocks unpacked at a time: 1 MB of bools
 LONGEST = 2**31  # lengths are below, so that key numbers, and those of tiles, are int32
@@ -135,6 +138,39 @@ class BlockLists(NamedTuple):
         """Return the key tiles of a row that have words, and those that are full."""
         partial = slice(*self.partial_begin[t : t + 2])
         return self.partial[partial], self.full[slice(*self.full_begin[t : t + 2])]
+
+    def listed(self, t: Array, full: bool) -> tuple[Array, Array, Array]:
+        """Return the full blocks of rows `t`, or those with words, in the order of rows.
+
+        Of each, which element of `t` it belongs to, its place in the lists, and its key tile.
+        """
+        starts = self.full_begin if full else self.partial_begin
+        counts = starts[t + 1] - starts[t]
+        row = np.repeat(np.arange(len(t)), counts)
+        place = np.arange(len(row)) + np.repeat(starts[t] + counts - counts.cumsum(), counts)
+        return row, place, (self.full if full else self.partial)[place]
+
+    def places(self, t: Array, begin: int, end: int) -> Array:
+        """Return where blocks have their words, `WHOLE` for full ones and `NOTHING` for others.
+
+        Parameters
+        ----------
+        t : ndarray of int, shape (rows,)
+            Rows of blocks.
+        begin, end : int
+            Key tiles to look among.
+
+        Returns
+        -------
+        ndarray of int32, shape (rows, end - begin)
+        """
+        table = np.full((len(t), end - begin), NOTHING, np.int32)
+        for full in (False, True):
+            row, place, tiles = self.listed(t, full)
+            column = tiles - begin
+            here = (column >= 0) & (column < end - begin)
+            table[row[here], column[here]] = WHOLE if full else place[here]
+        return table
 
     def row(self, t: int, begin: int, end: int) -> tuple[Array, Array, Array]:
         """Return partial key tiles from `begin` to `end` in a row, their words, and full tiles."""
@@ -359,14 +395,21 @@ def joined(grid: Grid, matrices: Sequence[Blocks]) -> BlockLists:
 
 def of_small(seen: Array) -> BlockLists:
     """Return the lists of many small matrices of bool (`Grid.is_small`), (n, q_len, k_len)."""
-    full: Array = np.logical_and.reduce(seen, axis=(1, 2))
-    begin = np.zeros(len(seen) + 1, np.int64)
+    count, q_len, k_len = seen.shape
+    at = np.flatnonzero(seen)
+    rows = at // k_len
+    counts = np.bincount(rows, minlength=count * q_len)
+    begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    bits = np.diff(begin[::q_len])
+    full = bits == q_len * k_len
+    keys = (at - k_len * rows).astype(np.int32)
+    if full.any():
+        keys = keys[~np.repeat(full, bits)]
+        counts[np.repeat(full, q_len)] = 0
+        begin = np.concatenate([begin[:1], np.cumsum(counts)])
+    rest = (begin, keys) if len(keys) else (np.empty(0, np.int64), keys)
+    begin = np.zeros(count + 1, np.int64)
     full_begin = np.concatenate([begin[:1], np.cumsum(full)])
-    *_, keys = np.nonzero(seen & ~full[:, None, None])
-    rest = np.empty(0, np.int64), np.empty(0, np.int32)
-    if len(keys):
-        counts = np.where(full[:, None], 0, seen.sum(axis=2))
-        rest = np.concatenate([begin[:1], np.cumsum(counts)]), keys.astype(np.int32)
     nothing = _none()
     tiles = np.zeros(np.count_nonzero(full), np.int32)
     return BlockLists(
@@ -415,6 +458,14 @@ def _bits(words: Any) -> int:
     if not isinstance(words, np.ndarray):
         return int(backends.gpu("masks.device_mask").count_ones(words))
     return sum(int(_ones(words[part]).sum()) for part in chunks(len(words)))
+
+
+def bits_of_each(words: Array) -> Array:
+    """Return how many bits are set of each block, as int32."""
+    counts = np.empty(len(words), np.int32)
+    for part in chunks(len(words)):
+        counts[part] = _ones(words[part])
+    return counts
 
 
 def _ones(words: Array) -> Array:

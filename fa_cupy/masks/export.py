@@ -104,15 +104,20 @@ def dense(grid: Grid, lists: BlockLists, entries: Array) -> npt.NDArray[np.bool_
 
 def of_small(grid: Grid, lists: BlockLists, numbers: Array) -> npt.NDArray[np.bool_]:
     """Return matrices that are small (`Grid.is_small`) as an array, all at once."""
-    seen = np.zeros((len(numbers) * grid.q_len, grid.k_len), np.bool_)
-    if len(lists.entry_keys):
-        rows = numbers[:, None].astype(np.int64) * grid.q_len + np.arange(grid.q_len)
-        first = lists.entry_begin[rows.reshape(-1)]
-        counts = lists.entry_begin[rows.reshape(-1) + 1] - first
-        # Places of all keys: those of a row follow each other.
-        before = np.cumsum(counts) - counts
-        places = np.repeat(first - before, counts) + np.arange(counts.sum())
-        seen[np.repeat(np.arange(len(seen)), counts), lists.entry_keys[places]] = True
+    seen = np.zeros(len(numbers) * grid.q_len * grid.k_len, np.bool_)
+    if len(lists.entry_keys) and len(numbers):
+        first, last = int(numbers[0]), int(numbers[-1])
+        if last - first == len(numbers) - 1 and (np.diff(numbers) == 1).all():
+            ends = lists.entry_begin[first * grid.q_len : (last + 1) * grid.q_len + 1]
+            counts, keys = np.diff(ends), lists.entry_keys[ends[0] : ends[-1]]
+        else:
+            rows = numbers[:, None].astype(np.int64) * grid.q_len + np.arange(grid.q_len)
+            begin = lists.entry_begin[rows.reshape(-1)]
+            counts = lists.entry_begin[rows.reshape(-1) + 1] - begin
+            # Places of all keys: those of a row follow each other.
+            before = np.cumsum(counts) - counts
+            keys = lists.entry_keys[np.repeat(begin - before, counts) + np.arange(counts.sum())]
+        seen[np.repeat(np.arange(0, seen.size, grid.k_len), counts) + keys] = True
     found = seen.reshape(len(numbers), *grid)
     found[lists.full_begin[numbers + 1] > lists.full_begin[numbers]] = True
     return found

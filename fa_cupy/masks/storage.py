@@ -42,7 +42,10 @@ class Store:
         What `fa_cupy.gpu.masks.pair_lists` has found and made, and copies of it by device.
     """
 
-    __slots__ = ("_grid", "_outline", "_places", "device", "device_masks", "device_tables", "pairs")
+    __slots__ = (
+        "_counts", "_grid", "_outline", "_places", "device", "device_masks", "device_tables",
+        "pairs",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Store:
         self.device_tables: dict[int, Any] = {}
         self.pairs: dict[Any, Any] = {}
         self._outline: BlockLists | None = None
+        self._counts: Any = None
         self._places: dict[int | None, BlockLists] = {found_on: lists}
         if found_on is None:
             _freeze(lists)
@@ -79,6 +83,12 @@ class Store:
             found = blocks.canonical(self._grid, device_mask.to_host(self._any()))
             self._places[None] = _freeze(found)
         return found
+
+    def bits_of_each(self) -> Any:
+        """Return how many bits each block with words has, an array of int32, on the CPU."""
+        if self._counts is None:
+            self._counts = blocks.bits_of_each(self.host().words)
+        return self._counts
 
     def with_words(self) -> BlockLists:
         """Return the lists as NumPy arrays, with words for sparse blocks too."""

@@ -24,7 +24,7 @@ leaves masked keys out of the product; finite data get there only where somethin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.score.tiles import TileScore
-from fa_cupy.tiled import softcap
+from fa_cupy.tiled import softcap, tile_sizes
 from fa_cupy.tiled.softmax import Rows as Rows
 from fa_cupy.tiled.softmax import statistics
 
@@ -40,12 +40,19 @@ from fa_cupy.tiled.softmax import statistics
 _LEAST_HALF = 64
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+Runs = list[tuple[int, int]]  # (begin, end) of keys, ascending
 
 
 class SparseMask(Protocol):
-    """A mask (n, q_len, k_len), read as an array of bool, that knows where it hides keys."""
+    """A mask (n, q_len, k_len) that knows where it hides keys."""
 
-    def __getitem__(self, tile: tuple[slice, slice, slice]) -> Array: ...
+    # Whether runs that are not next to each other share a tile, whose scores are then written with
+    # rows that are not dense.
+    joins: bool
+
+    def __getitem__(self, tile: tuple[slice, slice, slice]) -> Any:
+        """Return what `Steps` mask a tile by; None where nothing is hidden."""
+
     def runs(self, rows: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """Yield (begin, end) of keys that some of these rows see, ascending."""
 
@@ -140,15 +147,17 @@ def attend(
         top=steps.scratch("top", (n, m, 1)),
         total=steps.scratch("total", (n, m, 1)),
     )
-    for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
+    for first, runs in tiles(problem, row_begin, row_end, tile_n, x.mask):
         if first and not rows.started:
             start_empty(rows)
-        weights = scores_of(steps, problem, x, q, (row_begin, row_end), first, keys)
+        weights = tile_of(steps, problem, x, q, (row_begin, row_end), first, runs)
         if weights is None:
             continue
         add, some = rows.started, rows.since(first)
         steps.softmax(some, weights)
-        steps.matmul(weights, steps.operand("v", x.v[:, slice(*keys)]), some.acc, add)
+        for keys, part in parts_of(weights, runs):
+            steps.matmul(part, steps.operand("v", x.v[:, slice(*keys)]), some.acc, add)
+            add = True
         rows.started, rows.unshifted = some.started, some.unshifted
     if more is not None:
         more(rows)
@@ -174,10 +183,10 @@ def attend_exactly(
     n, m = x.q.shape[0], row_end - row_begin
     q = queries_of(steps, problem, x, row_begin, row_end)
 
-    def scored() -> Iterator[tuple[int, tuple[int, int], Array | None]]:
-        for first, keys in tiles(problem, row_begin, row_end, tile_n, x.mask):
+    def scored() -> Iterator[tuple[int, Runs, Array | None]]:
+        for first, runs in tiles(problem, row_begin, row_end, tile_n, x.mask):
             rows = row_begin, row_end
-            yield first, keys, scores_of(steps, problem, x, q, rows, first, keys)
+            yield first, runs, tile_of(steps, problem, x, q, rows, first, runs)
 
     sinks = sinks_of(steps, x, row_begin, row_end)
     found = (((first, m), scores) for first, _, scores in scored())
@@ -185,18 +194,19 @@ def attend_exactly(
     acc = xp.zeros((n, m, problem.v_dim), steps.dtype)
     if sinks is not None:  # one that is NaN spoils rows that see no key too
         acc += xp.where(xp.isnan(total), steps.dtype.type(np.nan), steps.dtype.type(0))
-    for first, keys, scores in scored():
+    for first, runs, scores in scored():
         if scores is None:
             continue
-        seen = (scores > -np.inf).astype(steps.dtype)
         weights = xp.exp(scores - top[:, first:]) / total[:, first:]
-        v = steps.operand("v", x.v[:, slice(*keys)])
         some, reached = acc[:, first:], xp.empty((n, m - first, problem.v_dim), steps.dtype)
-        steps.matmul(weights, xp.where(xp.isfinite(v), v, 0).astype(steps.dtype), some, add=True)
-        for bad in (np.nan, np.inf, -np.inf):
-            found_bad = xp.isnan(v) if np.isnan(bad) else v == bad
-            steps.matmul(seen, found_bad.astype(steps.dtype), reached)
-            some += xp.where(reached > 0, bad, 0).astype(steps.dtype)
+        tile = zip(parts_of(weights, runs), parts_of(scores > -np.inf, runs), strict=True)
+        for (keys, part), (_, seen) in tile:
+            v = steps.operand("v", x.v[:, slice(*keys)])
+            steps.matmul(part, xp.where(xp.isfinite(v), v, 0).astype(steps.dtype), some, add=True)
+            for bad in (np.nan, np.inf, -np.inf):
+                found_bad = xp.isnan(v) if np.isnan(bad) else v == bad
+                steps.matmul(seen.astype(steps.dtype), found_bad.astype(steps.dtype), reached)
+                some += xp.where(reached > 0, bad, 0).astype(steps.dtype)
     steps.store(x.out[:, row_begin:row_end], acc)
 
 
@@ -211,23 +221,62 @@ def sinks_of(steps: Steps, x: Operands, row_begin: int, row_end: int) -> Array |
 
 def tiles(
     problem: Problem, row_begin: int, row_end: int, tile_n: int, mask: Any = None
-) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield (first, (key_begin, key_end)) for the tiles of these queries.
+) -> Iterator[tuple[int, Runs]]:
+    """Yield (first, [(key_begin, key_end), ...]) for the tiles of these queries.
 
     All queries but the `first` ones, which do not see any of these keys, take part: `first` is 0
     but for the last keys under a diagonal, which only the second half of the queries can see.
-    Blocks of keys that a sparse mask hides from all of them are left out.
+    Blocks of keys that a sparse mask hides from all of them are left out; a tile has several runs
+    of keys only if the mask `joins` them.
     """
     begin, end = visible_keys(problem, row_begin, row_end)
     half = (row_end - row_begin) // 2
     corner = end
     if problem.upper is not None and half >= _LEAST_HALF:
         corner = min(end, max(begin, row_begin + half + problem.upper))
+    runs = getattr(mask, "runs", None)
+    joins = runs is not None and mask.joins
     for first, start, stop in ((0, begin, corner), (half, corner, end)):
-        keys, runs = (start, stop), getattr(mask, "runs", None)
-        for begin, end in runs((row_begin + first, row_end), keys) if runs else [keys]:
-            for key in range(begin, end, tile_n):
-                yield first, (key, min(key + tile_n, end))
+        if start == stop:
+            continue
+        keys = start, stop
+        found = runs((row_begin + first, row_end), keys) if runs else [keys]
+        for tile in tile_sizes.joined_runs(found, tile_n) if joins else _apart(found, tile_n):
+            yield first, tile
+
+
+def _apart(runs: Iterable[tuple[int, int]], tile_n: int) -> Iterator[Runs]:
+    for begin, end in runs:
+        for key in range(begin, end, tile_n):
+            yield [(key, min(key + tile_n, end))]
+
+
+def tile_of(
+    steps: Steps,
+    problem: Problem,
+    x: Operands,
+    queries: Any,
+    rows: tuple[int, int],
+    first: int,
+    runs: Runs,
+) -> Array | None:
+    """Return the scores of a tile, as `scores_of` does, those of its runs side by side."""
+    if len(runs) == 1:
+        return scores_of(steps, problem, x, queries, rows, first, runs[0])
+    width = sum(end - begin for begin, end in runs)
+    tile = steps.scratch("scores", (x.q.shape[0], rows[1] - rows[0] - first, width))
+    for keys, part in parts_of(tile, runs):
+        if scores_of(steps, problem, x, queries, rows, first, keys, out=part) is None:
+            part.fill(-np.inf)
+    return tile
+
+
+def parts_of(tile: Array, runs: Runs) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Yield the runs of keys of a tile, and the columns that each has."""
+    column = 0
+    for begin, end in runs:
+        yield (begin, end), tile[:, :, column : column + end - begin]
+        column += end - begin
 
 
 def visible_keys(problem: Problem, row_begin: int, row_end: int) -> tuple[int, int]:
@@ -264,12 +313,14 @@ def scores_of(
     k: Array | None = None,
     slope: Array | None = None,
     partials: dict[str, Array] | None = None,
+    out: Array | None = None,
 ) -> Array | None:
-    """Return one tile of scores, masked ones -inf; None where the mask hides all of it.
+    """Return the scores of some keys, masked ones -inf; None where the mask hides all of them.
 
-    `k` are the keys as `Steps.operand` returned them, where that was asked before. Under a softcap
-    or a score expression, the derivative of scores, scaled, is left in `slope`, and those by
-    elements of its arrays in `partials`, whose keys name them.
+    They are written to `out`, if that is given. `k` are the keys as `Steps.operand` returned them,
+    where that was asked before. Under a softcap or a score expression, the derivative of scores,
+    scaled, is left in `slope`, and those by elements of its arrays in `partials`, whose keys name
+    them.
     """
     row_begin, row_end = rows[0] + first, rows[1]
     key_begin, key_end = keys
@@ -277,7 +328,9 @@ def scores_of(
     mask = None if x.mask is None else x.mask[tile]
     if mask is not None and steps.hidden(mask):
         return None
-    scores = steps.scratch("scores", (x.q.shape[0], row_end - row_begin, key_end - key_begin))
+    scores = out
+    if scores is None:
+        scores = steps.scratch("scores", (x.q.shape[0], row_end - row_begin, key_end - key_begin))
     if k is None:
         k = steps.operand("k", x.k[:, key_begin:key_end])
     steps.scores(queries, first, k, scores)

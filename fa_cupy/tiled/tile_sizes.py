@@ -147,6 +147,35 @@ def listed_runs(
             yield int(first), int(last)
 
 
+def joined_runs(runs: Iterable[tuple[int, int]], tile_n: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the runs of keys of tiles with `tile_n` keys at most.
+
+    Parameters
+    ----------
+    runs : iterable of (int, int)
+        (begin, end), ascending.
+    tile_n : int
+
+    Examples
+    --------
+    >>> list(joined_runs([(0, 128), (256, 384), (512, 1024)], 512))
+    [[(0, 128), (256, 384), (512, 768)], [(768, 1024)]]
+    """
+    tile: list[tuple[int, int]] = []
+    left = tile_n
+    for begin, end in runs:
+        while begin < end:
+            stop = min(end, begin + left)
+            tile.append((begin, stop))
+            left -= stop - begin
+            begin = stop
+            if not left:
+                yield tile
+                tile, left = [], tile_n
+    if tile:
+        yield tile
+
+
 def _edges(length: int, largest: int) -> Iterable[int]:
     for edge in _EDGES:
         if edge <= largest:

@@ -10,6 +10,7 @@ from scipy import sparse
 
 from fa_cupy import BitMask, Score, attention, attention_backward
 from fa_cupy.cpu.masks import entries as cpu_entries
+from fa_cupy.cpu.masks import rows as mask_rows
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.masks import entries
@@ -160,7 +161,7 @@ def test_the_number_of_threads_does_not_show(dtype):
     q, k, v, dout = (x[None] for x in (q, k, v, dout))
     for threads in (1, 2, 3, 8):
         with blas.threads(threads):
-            with mock.patch.object(cpu_entries, "_MOST_ROWS", 256):
+            with mock.patch.object(mask_rows, "_MOST_SPARSE", 256):
                 out, lse = attention(q, k, v, bias, mask, return_lse=True)
             found = attention_backward(dout, q, k, v, out, lse, bias, mask)
             results.append(b"".join(x.tobytes() for x in (out, lse, *found)))

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.cpu.blas import SERIAL_SUMS
+from fa_cupy.cpu.tile_ops import Segments, Steps
 from fa_cupy.layouts import BLOCK
 from fa_cupy.tiled import attention as tiled_attention
 from fa_cupy.tiled.softmax import Rows
@@ -31,11 +32,15 @@ Array = npt.NDArray[Any]
 # Entries that are computed together: gathered keys of 64 float32 take 2 MB. Fixed, so that results
 # do not depend on the machine.
 _CHUNK = 8192
+# So many times that have their softmax together, where keys are gathered in parts anyway.
+_TOGETHER = 8
+# A query and so many gathered keys are one product of a matrix and a vector, which takes half of
+# the time of single pairs, if no more than so many times the entries are computed.
+_SEGMENT = 32
+_MOST_PADDED = 1.25
 # Matrices of one block and so many pairs at most are computed as tiles, many in one product: going
 # over the entries of each takes longer.
 _SMALL = BLOCK * BLOCK // 2
-# Most queries of a task without other blocks than sparse ones.
-_MOST_ROWS = 1024
 
 
 class Entries(NamedTuple):
@@ -65,18 +70,19 @@ class Entries(NamedTuple):
         places = bias.structure.places(np.repeat(np.arange(problem.q_len), np.diff(begin)), keys)
         return cls(begin, keys, places, bias.at(places))
 
-    def chunks(self, row_begin: int, row_end: int) -> Iterator[Chunk]:
-        """Yield the entries of some rows, `_CHUNK` at a time at most.
+    def chunks(self, row_begin: int, row_end: int, times: int = 1) -> Iterator[Chunk]:
+        """Yield the entries of some rows, so many times `_CHUNK` at a time at most.
 
         A row with more comes in several chunks, which have no other row.
         """
+        most = times * _CHUNK
         begin = row_begin
         while begin < row_end:
-            last = np.searchsorted(self.begin, self.begin[begin] + _CHUNK, side="right") - 1
+            last = np.searchsorted(self.begin, self.begin[begin] + most, side="right") - 1
             end = min(row_end, max(begin + 1, int(last)))
             firsts = self.begin[begin : end + 1]
-            for first in range(int(firsts[0]), int(firsts[-1]), _CHUNK):
-                part = slice(first, min(first + _CHUNK, int(firsts[-1])))
+            for first in range(int(firsts[0]), int(firsts[-1]), most):
+                part = slice(first, min(first + most, int(firsts[-1])))
                 ends = np.clip(firsts, part.start, part.stop) - first
                 bias = None if self.bias is None else self.bias[part]
                 yield Chunk(begin, end, ends.astype(firsts.dtype), self.keys[part], part, bias)
@@ -103,6 +109,23 @@ class Chunk(NamedTuple):
         """The row of each entry."""
         return np.repeat(np.arange(self.row_begin, self.row_end), self.counts)
 
+    def segments(self, head_dim: int) -> Segments | None:
+        """Return the entries in segments; None where that would not make products faster."""
+        counts = self.counts
+        pieces = -(-counts // _SEGMENT)
+        total = int(pieces.sum())
+        # Of many short rows nearly all would be padding, and NumPy spreads a large product over
+        # threads of its own.
+        if total * _SEGMENT > _MOST_PADDED * len(self.keys) or _SEGMENT * head_dim > SERIAL_SUMS:
+            return None
+        before = np.cumsum(pieces) - pieces
+        row = np.repeat(np.arange(len(counts)), pieces)
+        first = self.begin[:-1][row] + _SEGMENT * (np.arange(total) - before[row])
+        places = np.minimum(first[:, None] + np.arange(_SEGMENT), len(self.keys) - 1)
+        shift = _SEGMENT * before - self.begin[:-1]
+        of_entry = np.arange(len(self.keys)) + np.repeat(shift, counts)
+        return Segments(row, self.keys.take(places), of_entry)
+
 
 def any_of(mask: BitMask) -> bool:
     """Return whether a mask has sparse blocks whose pairs are computed one by one."""
@@ -114,27 +137,6 @@ def any_of(mask: BitMask) -> bool:
 def differ(mask: BitMask) -> bool:
     """Return whether there are some, in several matrices: stacks must not mix them."""
     return any_of(mask) and len(np.unique(mask.entries)) > 1
-
-
-def tasks(mask: BitMask, height: int) -> list[tuple[int, int]]:
-    """Return (begin, end) of the queries of each task: more where all blocks are sparse."""
-    lists, q_len = mask._store.host(), mask._grid.q_len
-    if not any_of(mask):
-        return [(begin, min(begin + height, q_len)) for begin in range(0, q_len, height)]
-    rows = np.unique(mask.entries)[:, None] * mask._grid.q_tiles + np.arange(mask._grid.q_tiles)
-    listed = np.diff(lists.partial_begin) + np.diff(lists.full_begin)
-    tiled = np.asarray(listed[rows] > 0).max(axis=0, initial=False)
-    found, begin = [], 0
-    while begin < q_len:
-        end = min(begin + height, q_len)
-        while not tiled[begin // BLOCK : -(-end // BLOCK)].any() and end < q_len:
-            more = min(end + BLOCK, q_len)
-            if more - begin > _MOST_ROWS or tiled[-(-more // BLOCK) - 1]:
-                break
-            end = more
-        found.append((begin, end))
-        begin = end
-    return found
 
 
 def attend(
@@ -155,21 +157,37 @@ def attend(
     if not rows.started:
         tiled_attention.start_empty(rows)
     rows.unshifted = False
-    for chunk in entries.chunks(row_begin, row_end):
-        scores = scores_of(steps, problem, x, chunk)
-        here = slice(chunk.row_begin - row_begin, chunk.row_end - row_begin)
-        top, total, acc = rows.top[:, here, 0], rows.total[:, here, 0], rows.acc[:, here]
-        new = np.maximum(top, by_row(np.maximum, scores, chunk, -np.inf))
-        shift = np.where(new == -np.inf, 0, new).astype(steps.dtype)  # -inf - -inf would be NaN
-        np.subtract(scores, np.repeat(shift, chunk.counts, axis=1), out=scores)
-        np.exp(scores, out=scores)
-        decay = np.exp(top - shift)
-        np.multiply(total, decay, out=total)
-        np.add(total, by_row(np.add, scores, chunk, 0), out=total)
-        np.multiply(acc, decay[:, :, None], out=acc)
-        for weights, v, some in zip(scores, x.v, acc, strict=True):
-            np.add(some, product(weights, chunk.begin, chunk.keys, v), out=some)
-        top[...] = new
+    for chunk in entries.chunks(row_begin, row_end, _TOGETHER):
+        add(steps, problem, x, chunk, rows, row_begin)
+
+
+def add(
+    steps: Steps,
+    problem: Problem,
+    x: tiled_attention.Operands,
+    chunk: Chunk,
+    rows: Rows,
+    row_begin: int,
+) -> None:
+    """Add some entries to the running state of rows, which begin with the query `row_begin`."""
+    scores = scores_of(steps, problem, x, chunk, segments=chunk.segments(problem.head_dim))
+    here = slice(chunk.row_begin - row_begin, chunk.row_end - row_begin)
+    top, total, acc = rows.top[:, here, 0], rows.total[:, here, 0], rows.acc[:, here]
+    new = np.maximum(top, by_row(np.maximum, scores, chunk, -np.inf))
+    shift = np.where(new == -np.inf, 0, new).astype(steps.dtype)  # -inf - -inf would be NaN
+    np.subtract(scores, np.repeat(shift, chunk.counts, axis=1), out=scores)
+    np.exp(scores, out=scores)
+    decay = np.exp(top - shift)
+    np.multiply(total, decay, out=total)
+    np.add(total, by_row(np.add, scores, chunk, 0), out=total)
+    np.multiply(acc, decay[:, :, None], out=acc)
+    matrix = None
+    for weights, v, some in zip(scores, x.v, acc, strict=True):
+        if matrix is None:
+            matrix = csr(weights, chunk.begin, chunk.keys, len(v))
+        matrix.data = weights  # making one of the same pattern takes longer than a small product
+        np.add(some, matrix @ v, out=some)
+    top[...] = new
 
 
 def scores_of(
@@ -179,15 +197,15 @@ def scores_of(
     chunk: Chunk,
     slope: Array | None = None,
     partials: dict[str, Array] | None = None,
+    segments: Segments | None = None,
 ) -> Array:
     """Return the scores (n, e) of entries; `slope` and `partials` as of the tiled `scores_of`.
 
-    The result lives until the next call.
+    The result lives until the next call. With `segments`, scores are rounded in another way.
     """
-    n, e = x.q.shape[0], len(chunk.keys)
     queries = tiled_attention.queries_of(steps, problem, x, chunk.row_begin, chunk.row_end)
-    scores = steps.scratch("scores", (n, e))
-    steps.pair_scores(queries, chunk.counts, x.k, chunk.keys, scores)
+    scores = steps.scratch("scores", (x.q.shape[0], len(chunk.keys)))
+    steps.pair_scores(queries, chunk.counts, x.k, chunk.keys, scores, segments)
     if x.score is not None or problem.softcap:
         places = chunk.rows, chunk.keys.astype(np.int64)
         tile = scores[:, None], places, None if slope is None else slope[:, None]
@@ -239,8 +257,12 @@ def dense_of(x: Array, dtype: np.dtype[Any]) -> Array:
 
 def product(weights: Array, begin: Array, columns: Array, dense: Array) -> Array:
     """Return the product of a CSR matrix and a dense one."""
+    found: Array = csr(weights, begin, columns, len(dense)) @ dense
+    return found
+
+
+def csr(weights: Array, begin: Array, columns: Array, width: int) -> Any:
+    """Return a `scipy.sparse.csr_array`."""
     from scipy import sparse
 
-    shape = (len(begin) - 1, len(dense))
-    found: Array = sparse.csr_array((weights, columns, begin), shape=shape) @ dense
-    return found
+    return sparse.csr_array((weights, columns, begin), shape=(len(begin) - 1, width))

@@ -9,21 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
-from fa_cupy.layouts import BLOCK
-from fa_cupy.masks.export import bits_of_row, of_small
+from fa_cupy.cpu.masks import thin
+from fa_cupy.cpu.tile_ops import PackedMask
+from fa_cupy.layouts import BLOCK, SLAB, row_bytes
+from fa_cupy.masks.blocks import NOTHING, WHOLE
+from fa_cupy.masks.export import of_small
 from fa_cupy.tiled import tile_sizes
 
 Array = npt.NDArray[Any]
 
-
-def mask_tile(tile: tile_sizes.Tile) -> tile_sizes.Tile:
-    """Return a tile like `tile` whose edges lie on those of blocks.
-
-    As high as a block or half of one: a higher tile would compute what is empty for some of its
-    queries.
-    """
-    height = BLOCK if tile.tile_m > BLOCK // 2 else BLOCK // 2
-    return tile_sizes.Tile(height, max(1, tile.tile_n // BLOCK) * BLOCK)
+_BYTES = BLOCK // 8  # of a row of a block
+_MOST_TABLES = 8  # kept of a mask: the threads of a call are at a few rows of tiles at a time
 
 
 class MaskTiles:
@@ -34,22 +30,31 @@ class MaskTiles:
     mask : BitMask
     entries : ndarray of int, shape (n,)
         What of ``mask.entries`` belongs to each of the stack.
-    words, sparse : bool
-        Whether blocks that are full or have words are read, and whether sparse blocks are. Those
-        that are not read count as empty.
+    words, thin, sparse : bool
+        Whether blocks that are full or have words are read, whether thin ones (`cpu.masks.thin`)
+        are among these, and whether sparse blocks are read. Those that are not count as empty.
     """
 
+    joins = True
+
     def __init__(
-        self, mask: BitMask, entries: Array, words: bool = True, sparse: bool = True
+        self,
+        mask: BitMask,
+        entries: Array,
+        words: bool = True,
+        sparse: bool = True,
+        thin: bool = True,
     ) -> None:
         self._mask, self._all = mask, entries
         self._lists, self._grid = mask._store.host(), mask._grid
         self._words, self._sparse = words, sparse and bool(len(self._lists.entry_keys))
+        self._thin = thin
         self._q_tiles, self._k_tiles = mask._grid.q_tiles, mask._grid.k_tiles
         # Neighbours share an entry as a rule, and their tiles are then one.
         self._entries = entries[:1] if (entries == entries[0]).all() else entries
         self._n = len(entries)
         self._small = self._of_small() if self._grid.is_small else None
+        self._tables: dict[tuple[int, int], Array] = {}
 
     def _of_small(self) -> Array:
         """Return the mask of all entries at once, where a matrix is a single small block."""
@@ -82,59 +87,78 @@ class MaskTiles:
             (begin, end) for begin, end in columns if some[begin // BLOCK : -(-end // BLOCK)].any()
         ]
 
-    def __getitem__(self, tile: tuple[slice, slice, slice]) -> Array:
+    def __getitem__(self, tile: tuple[slice, slice, slice]) -> Array | PackedMask | None:
         rows, keys = tile[1:]
-        q_tiles = range(rows.start // BLOCK, -(-rows.stop // BLOCK))
-        begin, end = keys.start // BLOCK, -(-keys.stop // BLOCK)
-        some, whole = self._shown(rows.start, rows.stop)
-        shape = (self._n, rows.stop - rows.start, keys.stop - keys.start)
         if self._small is not None:
+            shape = (self._n, rows.stop - rows.start, keys.stop - keys.start)
             return np.broadcast_to(self._small[:, rows, keys], shape)
-        for value, uniform in ((True, whole[begin:end].all()), (False, not some[begin:end].any())):
-            if uniform:
-                return np.broadcast_to(np.bool_(value), shape)
-        bits = np.zeros((len(self._entries), len(q_tiles), BLOCK, end - begin, BLOCK), np.bool_)
+        above, left = rows.start // BLOCK, keys.start // BLOCK
+        places = self._places(rows.start, rows.stop)[:, :, left : -(-keys.stop // BLOCK)]
+        if (places == WHOLE).all():
+            return None
+        # Of a single row of blocks, the first rows may be enough.
+        slabs = BLOCK // SLAB
+        if places.shape[1] == 1:
+            slabs = -(-(rows.stop - above * BLOCK) // SLAB)
+        packed = np.zeros((*places.shape[:2], slabs * SLAB, places.shape[2], _BYTES), np.uint8)
+        blocks = packed.swapaxes(2, 3)
+        blocks[places == WHOLE] = 0xFF
+        listed = places >= 0
+        blocks[listed] = row_bytes(self._lists.words[places[listed], :slabs])
+        flat = packed.reshape(len(packed), -1, places.shape[2] * _BYTES)
+        if self._sparse:
+            self._set_pairs(flat, above * BLOCK, left * BLOCK)
+        first, last = keys.start - left * BLOCK, keys.stop - left * BLOCK
+        seen = flat[:, rows.start - above * BLOCK : rows.stop - above * BLOCK]
+        return PackedMask(seen[:, :, first // 8 : -(-last // 8)], first % 8, last - first)
+
+    def _set_pairs(self, packed: Array, row_begin: int, key_begin: int) -> None:
+        """Set the bits of what is visible in sparse blocks."""
+        bits = 8 * packed.shape[2]
         for i, entry in enumerate(self._entries):
-            for j, q_tile in enumerate(q_tiles):
-                if self._words:
-                    t = self._row(entry, q_tile)
-                    listed, blocks = bits_of_row(self._lists, t, begin, end)
-                    bits[i, j][:, listed - begin] = blocks.swapaxes(0, 1)
-                if self._sparse:
-                    row, key = self._pairs(entry, q_tile)
-                    some = (key >= begin * BLOCK) & (key < end * BLOCK)
-                    row, key = row[some], key[some] - begin * BLOCK
-                    bits[i, j][row, key // BLOCK, key % BLOCK] = True
-        flat = bits.reshape(len(bits), len(q_tiles) * BLOCK, (end - begin) * BLOCK)
-        above, left = q_tiles.start * BLOCK, begin * BLOCK
-        seen = flat[:, rows.start - above : rows.stop - above, keys.start - left : keys.stop - left]
-        return np.broadcast_to(seen, shape)
+            row, key = self._pairs(int(entry), row_begin, row_begin + packed.shape[1])
+            key = key.astype(np.int64) - key_begin
+            here = (key >= 0) & (key < bits)
+            byte, bit = np.divmod(key[here], 8)
+            np.bitwise_or.at(packed[i], (row[here], byte), np.uint8(1) << bit.astype(np.uint8))
+
+    def _places(self, row_begin: int, row_end: int) -> Array:
+        """Return where the blocks of some rows have their words, for each entry and q_tile."""
+        span = row_begin // BLOCK, -(-row_end // BLOCK)
+        found = self._tables.get(span)
+        if found is None:
+            first = self._entries.astype(np.int64)[:, None] * self._q_tiles
+            t = (first + np.arange(*span)).reshape(-1)
+            if self._words:
+                table = self._lists.places(t, 0, self._k_tiles)
+                if not self._thin:
+                    table[thin.among(self._mask, table)] = NOTHING
+            else:
+                table = np.full((len(t), self._k_tiles), NOTHING, np.int32)
+            found = table.reshape(len(self._entries), -1, self._k_tiles)
+            if len(self._tables) >= _MOST_TABLES:
+                self._tables.clear()
+            self._tables[span] = found
+        return found
 
     def _shown(self, row_begin: int, row_end: int) -> tuple[Array, Array]:
         """Return which key tiles are not empty for some of the rows, and which full for all."""
         if self._small is not None:
             rows = self._small[:, row_begin:row_end].reshape(-1, 1)
             return np.logical_or.reduce(rows), np.logical_and.reduce(rows)
-        some, whole = np.zeros(self._k_tiles, np.bool_), np.ones(self._k_tiles, np.bool_)
-        for entry in self._entries:
-            for q_tile in range(row_begin // BLOCK, -(-row_end // BLOCK)):
-                shown = np.zeros(self._k_tiles, np.bool_)
-                if self._words:
-                    partial, full = self._lists.tiles(self._row(entry, q_tile))
-                    some[partial] = some[full] = True
-                    shown[full] = True
-                if self._sparse:
-                    some[self._pairs(entry, q_tile)[1] // BLOCK] = True
-                whole &= shown
+        places = self._places(row_begin, row_end)
+        some: Array = np.logical_or.reduce(places != NOTHING, axis=(0, 1))
+        if self._sparse:
+            begin, end = row_begin // BLOCK * BLOCK, -(-row_end // BLOCK) * BLOCK
+            for entry in self._entries:
+                some[self._pairs(int(entry), begin, end)[1] // BLOCK] = True
+        whole: Array = np.logical_and.reduce(places == WHOLE, axis=(0, 1))
         return some, whole
 
-    def _pairs(self, entry: int, q_tile: int) -> tuple[Array, Array]:
-        """Return rows, of the row of blocks, and keys of what is visible in its sparse blocks."""
-        first = int(entry) * self._grid.q_len + q_tile * BLOCK
-        last = min(first + BLOCK, (int(entry) + 1) * self._grid.q_len)
-        begin = self._lists.entry_begin[first : last + 1]
-        rows = np.repeat(np.arange(last - first), np.diff(begin))
+    def _pairs(self, entry: int, row_begin: int, row_end: int) -> tuple[Array, Array]:
+        """Return rows, from `row_begin` on, and keys of what is visible in sparse blocks."""
+        last = min(row_end, self._grid.q_len)
+        at = entry * self._grid.q_len
+        begin = self._lists.entry_begin[at + row_begin : at + last + 1]
+        rows = np.repeat(np.arange(last - row_begin), np.diff(begin))
         return rows, self._lists.entry_keys[begin[0] : begin[-1]]
-
-    def _row(self, entry: int, q_tile: int) -> int:
-        return int(entry) * self._q_tiles + q_tile

@@ -12,11 +12,11 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.gpu.cublas import elementwise
 from fa_cupy.gpu.masks.binding import device_lists, host_lists
 from fa_cupy.layouts import BLOCK
+from fa_cupy.masks.blocks import NOTHING, WHOLE
 from fa_cupy.tiled import tile_sizes
 
 #: Most queries of a tile: keys that few of them see are computed for all.
 TABLE_M = 512
-_FULL, _EMPTY = -1, -2  # as `gpu.cublas.elementwise.mask_blocks` has them
 
 
 class TableTile(NamedTuple):
@@ -57,6 +57,8 @@ class MaskTiles:
         What of ``mask.entries`` belongs to each of the stack.
     """
 
+    joins = False  # `TableTile.hide` takes dense scores
+
     def __init__(self, mask: BitMask, entries: np.ndarray[Any, Any]) -> None:
         self._lists = host_lists(mask)
         self._words = device_lists(mask, cupy.cuda.Device().id).words
@@ -69,7 +71,7 @@ class MaskTiles:
     def runs(self, rows: tuple[int, int], keys: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """Return runs of keys whose blocks are full for all entries and rows, or for some not."""
         table = self._of_rows(*rows)
-        some, whole = (table != _EMPTY).any(axis=(0, 1)), (table == _FULL).all(axis=(0, 1))
+        some, whole = (table != NOTHING).any(axis=(0, 1)), (table == WHOLE).all(axis=(0, 1))
         return tile_sizes.listed_runs(some, whole, BLOCK, keys)
 
     def __getitem__(self, tile: tuple[slice, slice, slice]) -> TableTile | None:
@@ -78,9 +80,9 @@ class MaskTiles:
         span, begin, end = _span(rows.start, rows.stop), *_span(keys.start, keys.stop)
         known = span == self._range
         here = self._table[:, :, begin:end] if known else self._listed(span, begin, end)
-        if (here == _FULL).all():
+        if (here == WHOLE).all():
             return None
-        empty = bool((here == _EMPTY).all())
+        empty = bool((here == NOTHING).all())
         if not known:  # other queries than those that `runs` was asked for: a column of tiles
             table, column = cupy.asarray(here), keys.start % BLOCK
         else:
@@ -100,19 +102,8 @@ class MaskTiles:
     def _listed(self, span: tuple[int, int], begin: int, end: int) -> np.ndarray[Any, Any]:
         """Return the table of these query tiles and key tiles."""
         t = self._entries.astype(np.int64)[:, None] * self._q_tiles + np.arange(*span)
-        table = np.full((*t.shape, end - begin), _EMPTY, np.int32)
-        flat, t, lists = table.reshape(-1, end - begin), t.reshape(-1), self._lists
-        for starts, tiles, full in (
-            (lists.partial_begin, lists.partial, False),
-            (lists.full_begin, lists.full, True),
-        ):
-            counts = starts[t + 1] - starts[t]
-            row = np.repeat(np.arange(len(t)), counts)
-            place = np.arange(len(row)) + np.repeat(starts[t] + counts - counts.cumsum(), counts)
-            column = tiles[place] - begin
-            here = (column >= 0) & (column < end - begin)
-            flat[row[here], column[here]] = _FULL if full else place[here]
-        return table
+        places = self._lists.places(t.reshape(-1), begin, end)
+        return places.reshape(*t.shape, end - begin)
 
 
 def _span(begin: int, end: int) -> tuple[int, int]:
