@@ -7,9 +7,10 @@ replaced for the time of a call, so that the code measured is the code that runs
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from unittest import mock
 import numpy as np
 from tqdm import tqdm
 
-from fa_cupy.core import attention_problem
+from fa_cupy.core import attention_problem, plan_cache
 from fa_cupy.cpu import attention as cpu
 from fa_cupy.tiled import tile_sizes
 from fa_cupy.tiled.tile_sizes import Tile
@@ -53,16 +54,19 @@ def planned(case: Dense) -> Tile:
     problem = attention_problem.attention_problem(
         *(x, x, x, None, None), is_causal=case.causal, softcap=0.0, precision=None, **defaults
     )
-    return cpu._tile(problem, compute_dtype(case))
+    return cpu.planned_tile(problem, compute_dtype(case))
 
 
-def instead(tile: Tile) -> Any:
-    """While entered, this is what the planner answers."""
+@contextlib.contextmanager
+def instead(tile: Tile) -> Iterator[None]:
+    """While entered, this is what the planner answers, and no plan with another tile is known."""
 
     def answer(*_args: Any, **_options: Any) -> Tile:
         return tile
 
-    return mock.patch.object(tile_sizes, "tile_sizes", answer)
+    with mock.patch.object(tile_sizes, "tile_sizes", answer):
+        with mock.patch.dict(plan_cache.plans, clear=True):
+            yield
 
 
 def candidates(case: Dense) -> list[Tile]:

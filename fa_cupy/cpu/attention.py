@@ -243,12 +243,8 @@ class _Tasks:
         if mask is None:
             self.problem, out, lse = decoding.heads_as_queries(problem, out, lse)
         problem, self._bits = self.problem, mask
-        # Reading keys for fewer queries than these takes as long as the products of so many.
-        reading = max(1.0, _READING_QUERIES / max(1, problem.q_len))
-        per_score = 2 * (problem.head_dim + problem.v_dim) * reading
-        flop = per_score * math.prod(problem.batch) * problem.q_len * problem.k_len
-        wanted = max(1, min(_MOST_TASKS, int(flop / _TASK_FLOP)))
-        self.tile = tile = _tile(problem, dtype, wanted)
+        wanted = _wanted_tasks(problem)
+        self.tile = tile = planned_tile(problem, dtype)
         if mask is not None:
             self.tile = tile = mask_rows.tile_of(mask, tile)
         self._rows = _rows(problem, tile.tile_m, mask)
@@ -266,7 +262,7 @@ class _Tasks:
         if self._layout.count >= _MOST_PARTS and mask is None and problem.score is None:
             self._packed = self._pack()
         scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
-        self._parallel = scores * per_score > _PARALLEL_FLOP
+        self._parallel = scores * _flop_per_score(problem) > _PARALLEL_FLOP
         alone = self._layout.count * len(self._rows)
         one = [(0, problem.k_len)]
         self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
@@ -397,8 +393,24 @@ class _Tasks:
         steps.keep()
 
 
-def _tile(problem: attention_problem.Problem, dtype: np.dtype[Any], wanted: int) -> tile_sizes.Tile:
-    """Return the tile for a problem that should be split into so many tasks."""
+def _flop_per_score(problem: attention_problem.Problem) -> float:
+    """Return how long a score takes, in operations of a product.
+
+    Reading keys for few queries takes as long as the products of `_READING_QUERIES`.
+    """
+    reading = max(1.0, _READING_QUERIES / max(1, problem.q_len))
+    return 2 * (problem.head_dim + problem.v_dim) * reading
+
+
+def _wanted_tasks(problem: attention_problem.Problem) -> int:
+    """Return how many tasks a problem should be split into."""
+    scores = math.prod(problem.batch) * problem.q_len * problem.k_len
+    return max(1, min(_MOST_TASKS, int(scores * _flop_per_score(problem) / _TASK_FLOP)))
+
+
+def planned_tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:
+    """Return the tile for a problem without a BitMask, computed in `dtype`."""
+    wanted = _wanted_tasks(problem)
     most, entries = _MOST_M, math.prod(problem.batch)
     if problem.lower is not None and problem.upper is not None:
         # A tile's queries together see tile_m keys more than each of them does.
