@@ -64,9 +64,9 @@ def instead(tile: Tile) -> Iterator[None]:
     def answer(*_args: Any, **_options: Any) -> Tile:
         return tile
 
-    with mock.patch.object(tile_sizes, "tile_sizes", answer):
-        with mock.patch.dict(plan_cache.plans, clear=True):
-            yield
+    planner = mock.patch.object(tile_sizes, "tile_sizes", answer)
+    with planner, mock.patch.dict(plan_cache.plans, clear=True):
+        yield
 
 
 def candidates(case: Dense) -> list[Tile]:
