@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 # the products of the largest weight with small values do not underflow.
 _SMALL_SCORE = 16.0
 # Elements of keys that are gathered at a time.
-_GATHERED = 1 << 18
+_GATHERED = 1 << 19
 # Scratch memory that is kept between calls: of so many threads, so many bytes each.
 _MOST_KEPT = 4
 _KEPT_BYTES = 4 << 20

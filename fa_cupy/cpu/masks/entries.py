@@ -175,7 +175,8 @@ def add(
     top, total, acc = rows.top[:, here, 0], rows.total[:, here, 0], rows.acc[:, here]
     new = np.maximum(top, by_row(np.maximum, scores, chunk, -np.inf))
     shift = np.where(new == -np.inf, 0, new).astype(steps.dtype)  # -inf - -inf would be NaN
-    np.subtract(scores, np.repeat(shift, chunk.counts, axis=1), out=scores)
+    # Unlike `numpy.repeat`, this lets other threads run.
+    np.subtract(scores, shift.take(chunk.rows - chunk.row_begin, axis=1), out=scores)
     np.exp(scores, out=scores)
     decay = np.exp(top - shift)
     np.multiply(total, decay, out=total)
