@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import threadpoolctl
-
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 
@@ -72,6 +70,8 @@ def openblas_core(folder: str) -> str:
 
     The variable OPENBLAS_CORETYPE chooses another one.
     """
+    import threadpoolctl  # late: a receipt is marked with an interpreter that has nothing installed
+
     for library in threadpoolctl.threadpool_info():
         if folder in Path(os.path.realpath(library["filepath"])).parts:
             return str(library.get("architecture", "unknown"))
