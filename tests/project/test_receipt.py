@@ -490,6 +490,12 @@ def test_pending_mark_passes_loudly_and_the_next_run_clears_it(tmp_path, capsys,
     assert receipt.problems(json.loads(path.read_text()), prints) == []
 
 
+def test_a_mark_needs_nothing_installed():
+    """`make receipt-pending` uses an interpreter without the packages of the tests."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from validation import receipt"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
+
+
 @pytest.fixture(scope="module")
 def tree_prints():
     """The fingerprints of the whole tree, which take seconds."""
