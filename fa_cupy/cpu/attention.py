@@ -37,7 +37,7 @@ Array = npt.NDArray[Any]
 View = attention_problem.View
 
 # Work below this runs in the calling thread.
-_PARALLEL_FLOP = 2e7
+_PARALLEL_FLOP = 1e8
 # Most queries of a tile: more would compute more scores above the diagonal in vain.
 _MOST_M = 512
 # Problems are split into so many tasks where that leaves tiles of so many queries, and into fewer
@@ -248,7 +248,7 @@ class _Tasks:
         if mask is not None:
             self.tile = tile = mask_rows.tile_of(mask, tile)
         self._rows = _rows(problem, tile.tile_m, mask)
-        whole = tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
+        whole = _bytes_of_entry(problem, tile, dtype)
         most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // wanted)
         if mask is not None:
             tasks = len(self._rows) * math.prod(problem.batch)
@@ -408,6 +408,21 @@ def _wanted_tasks(problem: attention_problem.Problem) -> int:
     return max(1, min(_MOST_TASKS, int(scores * _flop_per_score(problem) / _TASK_FLOP)))
 
 
+def _bytes_of_entry(
+    problem: attention_problem.Problem, tile: tile_sizes.Tile, dtype: np.dtype[Any]
+) -> int:
+    """Return what a tile of one batch entry takes of the cache, keys that are read once apart."""
+    if _reads_once(problem, dtype):
+        rows = problem.q_len * (tile.tile_n + problem.head_dim + problem.v_dim + 2)
+        return max(1, rows * dtype.itemsize)
+    return tile_sizes.footprint(*tile, problem.head_dim, problem.v_dim, dtype.itemsize)
+
+
+def _reads_once(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> bool:
+    """Whether keys and values are read once, from where they are."""
+    return problem.q_len <= _FEW_QUERIES and problem.dtype == dtype
+
+
 def planned_tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:
     """Return the tile for a problem without a BitMask, computed in `dtype`."""
     wanted = _wanted_tasks(problem)
@@ -417,7 +432,7 @@ def planned_tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> ti
         most = min(most, max(_LEAST_M, problem.upper - problem.lower))
     if problem.upper is not None:
         # Of scores above the diagonal, an eighth of all at most are computed in vain.
-        most = min(most, max(2 * _LEAST_M, problem.q_len // 4))
+        most = min(most, max(4 * _LEAST_M, problem.q_len // 4))
     while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < wanted:
         most //= 2
     if max(problem.head_dim, problem.v_dim) > _CACHED_DIM:
@@ -432,7 +447,7 @@ def planned_tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> ti
             problem.k_len,
             max_m=most,
         )
-    if problem.q_len <= _FEW_QUERIES and problem.dtype == dtype:
+    if _reads_once(problem, dtype):
         tile = tile._replace(tile_n=min(_FEW_N, max(1, problem.k_len)))
     # Even tiles, rather than a short one at the end.
     rows = math.ceil(problem.q_len / tile.tile_m) or 1

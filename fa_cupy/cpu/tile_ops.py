@@ -273,16 +273,9 @@ class Steps:
         return limits
 
     def band_scores(self, scores: Array, shift: int, lower: int | None, upper: int | None) -> None:
-        _, m, n = scores.shape
-        # limit[i, j] depends on j - i only: a window that slides over one ramp.
-        ramp = np.full(m + n - 1, np.inf, self.dtype)  # ramp[j - i + m - 1]
-        if lower is not None:
-            ramp[: max(0, lower - shift + m - 1)] = -np.inf
-        if upper is not None:
-            ramp[max(0, upper - shift + m) :] = -np.inf
-        step = self.dtype.itemsize
-        limit = np.lib.stride_tricks.as_strided(ramp[m - 1 :], (m, n), (-step, step))
-        np.fmin(scores, limit, out=scores)
+        least = None if lower is None else lower - shift
+        most = None if upper is None else upper - shift
+        np.fmin(scores, _band_limits(self.dtype, *scores.shape[1:], least, most), out=scores)
 
     def softmax(self, rows: attention.Rows, scores: Array) -> None:
         sums = self.scratch("sums", rows.total.shape)
@@ -389,6 +382,21 @@ def _widen(x: Array, out: Array) -> None:
     np.multiply(out, _EXPONENTS, out=out)
     if out.size and not -_BEYOND_FLOAT16 < out.min() <= out.max() < _BEYOND_FLOAT16:
         np.copyto(out, x)
+
+
+@functools.lru_cache(maxsize=256)
+def _band_limits(
+    dtype: np.dtype[Any], rows: int, cols: int, lower: int | None, upper: int | None
+) -> Array:
+    """Return +inf where lower <= j - i <= upper and -inf elsewhere, for a tile."""
+    # It depends on j - i only: a window that slides over one ramp.
+    ramp = np.full(rows + cols - 1, np.inf, dtype)  # ramp[j - i + rows - 1]
+    if lower is not None:
+        ramp[: max(0, lower + rows - 1)] = -np.inf
+    if upper is not None:
+        ramp[max(0, upper + rows) :] = -np.inf
+    strides = (-dtype.itemsize, dtype.itemsize)
+    return np.lib.stride_tricks.as_strided(ramp[rows - 1 :], (rows, cols), strides, writeable=False)
 
 
 def _row_maxima(x: Array, out: Array) -> None:

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import threadpoolctl
 
 from fa_cupy import BitMask, reference
 from validation import (
@@ -330,7 +331,7 @@ def test_kernels_of_openblas_are_named(monkeypatch):
         {"filepath": "/a/numpy.libs/libscipy_openblas64_.so", "architecture": "SkylakeX"},
         {"filepath": "/a/torch/lib/libgomp.so.1"},
     ]
-    monkeypatch.setattr(store.threadpoolctl, "threadpool_info", lambda: libraries)
+    monkeypatch.setattr(threadpoolctl, "threadpool_info", lambda: libraries)
     assert store.openblas_core("numpy.libs") == "SkylakeX"
     assert store.header("cpu")["openblas"] == "Haswell, SkylakeX"
     libraries[1]["architecture"] = "Haswell"
