@@ -50,8 +50,10 @@ _TASK_FLOP = 3e7
 _READING_QUERIES = 8
 # Keys and values that are read once do not have to fit the cache, unless they are converted.
 _FEW_QUERIES, _FEW_N = 16, 8192
-# From so many stacks on, arrays are packed if that makes few of them; and which arrays are results.
+# From so many stacks on, arrays are packed if that makes few of them, in so many bytes; and which
+# arrays are results.
 _MOST_PARTS = 64
+_PACKED_BYTES = 64 << 20
 _RESULTS = {5, 6}
 # Rows wider than this do not have to fit the cache: the BLAS library copies what it works on. Tiles
 # of them have so many queries at most, and so many elements of queries, or of copies of keys.
@@ -283,7 +285,7 @@ class _Tasks:
             self._dtype,
             p.sinks_dtype,
         )
-        views, packed = [*self._views], {}
+        views, packed, size = [*self._views], {}, 0
         for i, (view, kind) in enumerate(zip(views, kinds, strict=True)):
             if view is None or kind is None or batching.is_dense(view):
                 continue
@@ -291,8 +293,9 @@ class _Tasks:
                 packed[i], axes = view, range(len(view.shape))
                 dense = core_arrays.dense_strides(view.shape, kind.itemsize, axes)
                 views[i] = View(view.shape, dense)
+                size += math.prod(view.shape) * kind.itemsize
         layout = batching.Layout(views, self._most)
-        if 4 * layout.count > self._layout.count:
+        if size > _PACKED_BYTES or 4 * layout.count > self._layout.count:
             return {}
         self._views, self._layout = views, layout
         return packed

@@ -211,6 +211,18 @@ def test_memory_at_length_65536(dtype):
     assert peak < 100e6
 
 
+def test_large_arrays_are_not_packed():
+    q, k, v = qkv(32, 32, 32, 16, 16)
+    q, k = (x.transpose(2, 1, 0, 3, 4) for x in (q, k))
+    tracemalloc.start()
+    try:
+        out = attention(q, k, v)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < out.nbytes + 16e6
+
+
 # Sizes
 
 

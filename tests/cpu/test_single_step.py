@@ -1,7 +1,9 @@
 """Causal products and linear attention of one row, as streams make them."""
 
+import gc
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -222,3 +224,16 @@ def test_the_number_of_threads_does_not_show():
                 found += linear_attention_backward(dout, q, k, v, is_causal=is_causal)
             results.append([x.tobytes() for x in found])
     assert results[0] == results[1] == results[2]
+
+
+def test_many_kinds_of_calls_keep_little_memory():
+    q, k, v = draw((16, 1, 64), (16, 1, 64), (16, 1, 64))
+    linear_attention(q, k, v)
+    tracemalloc.start()
+    try:
+        for i in range(1000):
+            linear_attention(q, k, v, eps=1 + i / 7)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 10 << 20
+    finally:
+        tracemalloc.stop()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ Sizes = tuple[int, ...]
 
 # Multiplications beyond which the work is worth several threads.
 _MOST = 5_000_000
-# Numbers beyond which scratch memory is not kept between calls.
+# Numbers beyond which scratch memory is not kept between calls, and how many plans keep any.
 _MOST_KEPT = 16_384
+_MOST_KEEPERS = 256
 
 
 class _Scratch:
@@ -48,6 +50,10 @@ class _Scratch:
         self.multiply = blas.outer_products(y.reshape(n, dim, 1), values)
         self.found = np.empty((n, copies, cols), dtype)
         self.weighted, self.weights = self.found[..., :-1], self.found[..., -1:]
+
+
+# What those plans keep, the oldest first.
+_keepers: deque[list[_Scratch]] = deque()
 
 
 class Step:
@@ -87,6 +93,10 @@ class Step:
             scratch = self._kept.pop()  # no other thread gets it
         except IndexError:
             scratch = self._new_scratch()
+            if self._keeps:
+                _keepers.append(self._kept)
+                if len(_keepers) > _MOST_KEEPERS:
+                    _keepers.popleft().clear()
         with np.errstate(all="ignore"):
             scratch.q[...] = q
             scratch.k[...] = k
