@@ -136,6 +136,8 @@ def slack(call, x):
     """Norms of what sums in float32 may put gradients off, where their terms cancel too."""
     size = x._replace(**{name: np.abs(getattr(x, name)) for name in ("q", "k", "v", "dout")})
     terms = size.dout @ size.v.swapaxes(2, 3) + (size.dout * (x.p @ size.v)).sum(-1, keepdims=True)
+    if call.dlse is not None:
+        terms = terms + np.abs(call.dlse)[..., None]
     # The slope of a softcap is 1 less a square: near 1, the rounding of that is all there is.
     slope = x.slope + 2.0 * (x.slope.ndim > 0)
     return [2.0**-23 * np.linalg.norm(y) for y in size.sums(call, x.p, x.p * slope * terms)]
