@@ -274,17 +274,8 @@ class _Tasks:
 
         That is done where it makes a fourth of them or less, for arrays that repeat nothing.
         """
-        p, of_bool = self.problem, np.dtype(np.bool_)
-        kinds = (
-            p.dtype,
-            p.dtype,
-            p.dtype,
-            p.bias_dtype,
-            of_bool,
-            p.dtype,
-            self._dtype,
-            p.sinks_dtype,
-        )
+        p, of_mask = self.problem, np.dtype(np.bool_)
+        kinds = [p.dtype] * 3 + [p.bias_dtype, of_mask, p.dtype, self._dtype, p.sinks_dtype]
         views, packed, size = [*self._views], {}, 0
         for i, (view, kind) in enumerate(zip(views, kinds, strict=True)):
             if view is None or kind is None or batching.is_dense(view):
@@ -434,7 +425,7 @@ def planned_tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> ti
         # A tile's queries together see tile_m keys more than each of them does.
         most = min(most, max(_LEAST_M, problem.upper - problem.lower))
     if problem.upper is not None:
-        # Of scores above the diagonal, an eighth of all at most are computed in vain.
+        # Few scores above the diagonal are computed in vain, and tiles are not too small to pay.
         most = min(most, max(4 * _LEAST_M, problem.q_len // 4))
     while most > _LEAST_M and entries * math.ceil(problem.q_len / most) < wanted:
         most //= 2

@@ -195,28 +195,19 @@ def scaled_products(a: Array, b: Array, out: Array, factor: float, add: bool) ->
     then. `factor` is rounded to that dtype. A stack takes one call of the library. None where there
     is no such call, or it cannot read such arrays.
     """
-    function = None if LIBRARY is None else LIBRARY.batched[a.dtype]
     size = a.dtype.itemsize
     of_a, of_b, of_out = (_layout(x.shape, x.strides, size) for x in (a, b, out))
-    if LIBRARY is None or function is None or not (of_a and of_b and of_out):
+    if not (multiplies_stacks(a.dtype) and of_a and of_b and of_out):
         return None
-    steps = [x.strides[0] if len(x) > 1 else 0 for x in (a, b, out)]
+    steps = tuple(x.strides[0] if len(x) > 1 else 0 for x in (a, b, out))
     if of_out.kind != b"N" or any(step % size or not 0 <= step < size << 31 for step in steps):
         return None
-    real, (n, rows, inner), cols = LIBRARY.reals[a.dtype], a.shape, b.shape[2]
-    kinds = [111 if x.kind == b"N" else 112 for x in (of_a, of_b)]  # as cblas.h counts them
-    row_major, kind_a, kind_b, *sizes = map(ctypes.c_int, (101, *kinds, rows, cols, inner))
-    ld_a, ld_b, ld_out = (ctypes.c_int(x.step) for x in (of_a, of_b, of_out))
-    step_a, step_b, step_out = (ctypes.c_int(step // size) for step in steps)
-    before = row_major, kind_a, kind_b, *sizes, real(factor)
-    beta, count = real(1 if add else 0), ctypes.c_int(n)
+    (n, rows, inner), cols = a.shape, b.shape[2]
+    product = _stack_call(a.dtype, (n, rows, cols, inner), (of_a, of_b, of_out), steps, factor, add)
 
     def call(a: Array, b: Array, out: Array) -> None:
         _library()
-        function(
-            *before, _pointer(a), ld_a, step_a, _pointer(b), ld_b, step_b, beta,
-            _pointer(out), ld_out, step_out, count,
-        )  # fmt: skip
+        product(a, b, out)
 
     return call
 
@@ -274,25 +265,33 @@ def _gemm(
             to_out.value = at_out = at_out + step_out
             multiply(*before, to_b, ld_b, to_a, ld_a, beta, to_out, ld_out)
 
-    batched = _batched(dtype, (count, rows, cols, inner), (of_a, of_b, of_out), steps, add)
-    return call if batched is None else batched
+    if not multiplies_stacks(dtype) or count == 1 or rows == 1:
+        return call
+    if any(step < 0 or step % size or step >= 1 << 31 for step in steps):
+        return call
+    return _stack_call(dtype, (count, rows, cols, inner), (of_a, of_b, of_out), steps, 1, add)
 
 
-def _batched(
-    dtype: np.dtype[Any], sizes: _Sizes, layouts: tuple[_Layout, ...], steps: _Sizes, add: bool
-) -> _Call | None:
-    """Return a single call for a stack of products; None where there is none, or of vectors."""
-    count, rows, *_ = sizes
-    function = None if LIBRARY is None else LIBRARY.batched[dtype]
-    if LIBRARY is None or function is None or count == 1 or rows == 1:
-        return None
-    if any(step < 0 or step % dtype.itemsize or step >= 1 << 31 for step in steps):
-        return None
-    real = LIBRARY.reals[dtype]
+def _stack_call(
+    dtype: np.dtype[Any],
+    sizes: _Sizes,
+    layouts: tuple[_Layout, ...],
+    steps: _Sizes,
+    factor: float,
+    add: bool,
+) -> _Call:
+    """Return a single call for a stack of products, times a factor.
+
+    The library can read such operands and has such a call. `sizes` are those of the stack, and
+    rows, columns and terms of each product; `steps` are in bytes.
+    """
+    assert LIBRARY is not None
+    function, real = LIBRARY.batched[dtype], LIBRARY.reals[dtype]
+    assert function is not None
     # As cblas.h counts them: rows that lie densely, and operands as they are or transposed.
     kinds = [ctypes.c_int(112 if x.kind == b"T" else 111) for x in layouts[:2]]
     number, *dims = map(ctypes.c_int, sizes)
-    before = ctypes.c_int(101), *kinds, *dims, real(1)
+    before = ctypes.c_int(101), *kinds, *dims, real(factor)
     lds = [ctypes.c_int(x.step) for x in layouts]
     jumps = [ctypes.c_int(step // dtype.itemsize) for step in steps]
     beta = real(1 if add else 0)
