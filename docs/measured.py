@@ -169,7 +169,7 @@ def cpu_small():
 
 
 def cpu_table(title, kinds, rows):
-    """Cases of some kinds, one row each; "" where there are none."""
+    """Cases of some kinds, one row each; "" without any."""
     cases = [row["case"] for row in rows if row["case"].split()[1] in kinds]
     over = report.ratios(rows, {})
     found = {(row["case"], row["impl"]): row for row in rows}

@@ -190,7 +190,7 @@ def triangle(size: int, reverse: bool) -> np.ndarray[Any, Any]:
 
 
 def chunks(begin: int, end: int, size: int, reverse: bool) -> Iterator[slice]:
-    """Yield the chunks of some rows in the order of the scan; an empty one if there are none."""
+    """Yield the chunks of some rows in the order of the scan; for no rows one empty chunk."""
     starts = range(begin, end, size) if begin < end else range(begin, begin + 1)
     for start in reversed(starts) if reverse else starts:
         yield slice(start, min(start + size, end))

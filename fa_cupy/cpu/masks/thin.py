@@ -152,7 +152,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, mask: BitMask, matrix: int, bias: Any) -> Pairs | None:
-        """Return that of one matrix; None where there is none. `bias` may be a SparseBias."""
+        """Return that of one matrix, None if all is tiles. `bias` may be a SparseBias."""
         found = cls(
             entries.Entries.of(problem, mask, matrix, bias) if entries.any_of(mask) else None,
             Thin(problem, mask, matrix, bias) if any_of(mask) else None,

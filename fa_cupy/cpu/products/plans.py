@@ -45,7 +45,7 @@ def plan_of(
     initial: Array | None, *, feature: str | None = None, eps: float | None = None,
     gradients: bool = False,
 ) -> Any:  # fmt: skip
-    """Return the plan of a call, made now unless it is known; None where there is none.
+    """Return the plan of a call, made now unless it is known; None for a call without a plan.
 
     Parameters
     ----------
