@@ -56,7 +56,7 @@ def from_rows(
 
 def add_dense(builder: Builder, matrix: Array, q_tile: int, begin: int, end: int) -> None:
     """Add a row of blocks of a matrix of bool."""
-    if 0 in matrix.strides:
+    if matrix.size and 0 in matrix.strides:  # an empty array may have any strides
         _add_repeated(builder, matrix, q_tile, begin, end)
         return
     for part in blocks.chunks(builder.grid.k_tiles):

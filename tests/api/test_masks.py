@@ -283,6 +283,16 @@ def test_broadcast_axes_are_packed_once():
 LAST = 2**31 - 2  # the last key that a mask can have
 
 
+@pytest.mark.parametrize("shape", [(300, 0), (0, 300), (0, 0)])
+@pytest.mark.parametrize("strides", [(0, 1), (1, 0), (0, 0), (300, 1)])
+def test_empty_matrices_of_any_strides(shape, strides):
+    """An empty array may have any strides; those of 0 are not rows that repeat."""
+    dense = np.lib.stride_tricks.as_strided(np.zeros(1, np.bool_), shape, strides)
+    assert dense.strides == strides
+    mask = BitMask.from_dense(dense)
+    assert mask.shape == shape and mask.nnz == 0 and mask.to_dense().shape == shape
+
+
 def test_the_longest_masks():
     mask = BitMask.from_indices(np.array([[3, LAST]]), LAST + 1)
     assert mask.to_csr().indices.tolist() == [3, LAST]
