@@ -4,13 +4,21 @@
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/score.cuh"
 
-FA_DEVICE int first_key(const AttentionParams& p, int row) {
+// The band of one batch entry, where entries differ in how many keys they have.
+struct KeyBand {
+  int k_len, lower, upper;
+};
+
+// In what follows a Band is AttentionParams or a KeyBand.
+template <typename Band>
+FA_DEVICE int first_key(const Band& p, int row) {
   const int64 key = static_cast<int64>(row) + p.lower;
   return key < 0 ? 0 : key > p.k_len ? p.k_len : static_cast<int>(key);
 }
 
 // Inclusive; -1 when there is none.
-FA_DEVICE int last_key(const AttentionParams& p, int row) {
+template <typename Band>
+FA_DEVICE int last_key(const Band& p, int row) {
   const int64 key = static_cast<int64>(row) + p.upper;
   return key < -1 ? -1 : key > p.k_len - 1 ? p.k_len - 1 : static_cast<int>(key);
 }
@@ -26,7 +34,8 @@ struct KeyTiles {
   int full_begin, full_end;  // [full_begin, full_end) is inside the band for every row
 };
 
-FA_DEVICE KeyTiles key_tiles(const AttentionParams& p, int first_row, int last_row, int tile_n) {
+template <typename Band>
+FA_DEVICE KeyTiles key_tiles(const Band& p, int first_row, int last_row, int tile_n) {
   const int low = first_key(p, first_row), high = last_key(p, last_row);
   if (high < low) return {0, 0, 0, 0};
   const int full_low = first_key(p, last_row), full_high = last_key(p, first_row);
@@ -44,7 +53,8 @@ FA_DEVICE uint32 bits_below(int n) { return n < 32 ? (1u << n) - 1 : 0xffffffffu
 
 // Of the columns that a thread holds from first_col on, those inside a row's band, as bits: one
 // register holds the answer for all columns.
-FA_DEVICE uint32 visible_columns(const AttentionParams& p, int row, int first_col, int count) {
+template <typename Band>
+FA_DEVICE uint32 visible_columns(const Band& p, int row, int first_col, int count) {
   const int begin = held_columns_before(first_key(p, row) - first_col, count);
   const int end = held_columns_before(last_key(p, row) - first_col + 1, count);
   return bits_below(end) & ~bits_below(begin);

@@ -19,16 +19,35 @@
 // on the scale of row_max; to these only the ends of float32 matter.  There a row may also look as
 // if it had seen no key: all its scores were too low.  Without mask and bias its band tells whether
 // it has seen one; with either it counts as having seen none.
-template <bool kExactProducts, bool kMasked>
-FA_DEVICE bool exceeds_float32_scores(const AttentionParams& p, int row, float row_max,
-                                      float row_sum) {
+template <bool kExactProducts, bool kMasked, typename Band>
+FA_DEVICE bool exceeds_float32_scores(const AttentionParams& p, const Band& band, int row,
+                                      float row_max, float row_sum) {
   if (fabsf(row_max) < kCoarseScore) return false;
   if (row_max == kNoMax && !(row_sum > 0.0f)) {
     return !kMasked && row_sum == 0.0f && !kExpression && p.bias == nullptr &&
-           first_key(p, row) <= last_key(p, row);
+           first_key(band, row) <= last_key(band, row);
   }
   return kExactProducts || fabsf(row_max) >= -kNoMax;
 }
+template <bool kExactProducts, bool kMasked>
+FA_DEVICE bool exceeds_float32_scores(const AttentionParams& p, int row, float row_max,
+                                      float row_sum) {
+  return exceeds_float32_scores<kExactProducts, kMasked>(p, p, row, row_max, row_sum);
+}
+
+// Where the keys and values of a batch entry are, and its band: here rows at equal distances.
+struct DenseKeys {
+  const AttentionParams& p;
+  const BatchOffsets& offsets;
+
+  __device__ __forceinline__ const AttentionParams& band() const { return p; }
+  __device__ __forceinline__ const uint16* k(int key) const {
+    return static_cast<const uint16*>(p.k) + offsets.k + static_cast<int64>(key) * p.k_row;
+  }
+  __device__ __forceinline__ const uint16* v(int key) const {
+    return static_cast<const uint16*>(p.v) + offsets.v + static_cast<int64>(key) * p.v_row;
+  }
+};
 
 // Calls attend(key) for each key that a row may see by its band and by the mask's lists, as a whole
 // warp, until it says false.
@@ -57,26 +76,26 @@ FA_DEVICE void for_each_listed_key(const AttentionParams& p, int64 batch, int ro
 }
 
 // The same without lists, if there is no mask.
-template <bool kMasked, typename VisitKey>
-FA_DEVICE void for_each_key(const AttentionParams& p, int64 batch, int row,
+template <bool kMasked, typename Keys, typename VisitKey>
+FA_DEVICE void for_each_key(const AttentionParams& p, const Keys& keys, int64 batch, int row,
                             const VisitKey& visit_key) {
   if constexpr (kMasked) {
     for_each_listed_key(p, batch, row, visit_key);
   } else {
-    const int high = last_key(p, row);
+    const int high = last_key(keys.band(), row);
 #pragma unroll 1
-    for (int key = first_key(p, row); key <= high; ++key) {
+    for (int key = first_key(keys.band(), row); key <= high; ++key) {
       if (!visit_key(key)) return;
     }
   }
 }
 
 // q . k of a row and a key, all of it in every lane.
-template <bool kBf16, typename Accumulator>
-FA_DEVICE Accumulator dot_qk(const AttentionParams& p, const BatchOffsets& offsets, int row,
-                             int key) {
+template <bool kBf16, typename Accumulator, typename Keys>
+FA_DEVICE Accumulator dot_qk(const AttentionParams& p, const BatchOffsets& offsets,
+                             const Keys& keys, int row, int key) {
   const uint16* q = static_cast<const uint16*>(p.q) + offsets.q + static_cast<int64>(row) * p.q_row;
-  const uint16* k = static_cast<const uint16*>(p.k) + offsets.k + static_cast<int64>(key) * p.k_row;
+  const uint16* k = keys.k(key);
   Accumulator product = 0;
 #pragma unroll 1
   for (int d = threadIdx.x % 32; d < p.head_dim; d += 32) {
@@ -88,11 +107,11 @@ FA_DEVICE Accumulator dot_qk(const AttentionParams& p, const BatchOffsets& offse
 }
 
 // acc += weight * v: a lane has every 32nd column.
-template <bool kBf16, int kCols, typename Accumulator>
-FA_DEVICE void add_weighted_value(const AttentionParams& p, const BatchOffsets& offsets, int key,
+template <bool kBf16, int kCols, typename Accumulator, typename Keys>
+FA_DEVICE void add_weighted_value(const AttentionParams& p, const Keys& keys, int key,
                                   Accumulator weight, Accumulator (&acc)[kCols]) {
   const int lane = threadIdx.x % 32;
-  const uint16* v = static_cast<const uint16*>(p.v) + offsets.v + static_cast<int64>(key) * p.v_row;
+  const uint16* v = keys.v(key);
 #pragma unroll
   for (int i = 0; i < kCols; ++i) {
     if (lane + 32 * i < p.v_dim) acc[i] += weight * to_float<kBf16>(v[lane + 32 * i]);
@@ -106,12 +125,13 @@ FA_DEVICE void recompute_row_f32(const AttentionParams& p, const BatchOffsets& o
   // Weights are normalised before they meet the values: where values are near the end of the range
   // only their sum weighted by more than 1 in all was infinite.
   const float inverse = inverse_sum(row_sum);
-  for_each_key<kMasked>(p, batch, row, [&](int key) {
+  const DenseKeys keys = {p, offsets};
+  for_each_key<kMasked>(p, keys, batch, row, [&](int key) {
     const float score =
-        score_from_product(p, offsets, dot_qk<kBf16, float>(p, offsets, row, key), row, key);
+        score_from_product(p, offsets, dot_qk<kBf16, float>(p, offsets, keys, row, key), row, key);
     if (score == -FA_INFINITY) return true;
     const float weight = ex2_approx_ftz(fmaf(score, p.exp2_scale, -row_max));
-    add_weighted_value<kBf16>(p, offsets, key, inverse * rounded<kBf16>(weight), acc);
+    add_weighted_value<kBf16>(p, keys, key, inverse * rounded<kBf16>(weight), acc);
     return true;
   });
 }
@@ -124,9 +144,9 @@ FA_DEVICE float exp_of_difference(double difference) {
 // The output of a row of scores of any size; returns its log-sum-exp.  Products are exact in
 // float64.  The row_max and the row_sum that the fast path has found are of no use: its products
 // are sums in another order, and of scores of 1e8 two such sums differ by whole powers of e.
-template <bool kBf16, bool kMasked, int kCols>
+template <bool kBf16, bool kMasked, int kCols, typename Keys>
 FA_DEVICE float recompute_row_f64(const AttentionParams& p, const BatchOffsets& offsets,
-                                  int64 batch, int row, float (&out)[kCols]) {
+                                  const Keys& keys, int64 batch, int row, float (&out)[kCols]) {
   double acc[kCols], row_sum = 0.0, row_max = -FA_INFINITY;
 #pragma unroll
   for (double& x : acc) x = 0.0;
@@ -135,9 +155,9 @@ FA_DEVICE float recompute_row_f64(const AttentionParams& p, const BatchOffsets& 
     row_max = sink;
     row_sum = sink - sink + 1.0;  // NaN of a sink that is NaN or +inf
   }
-  for_each_key<kMasked>(p, batch, row, [&](int key) {
-    const double score =
-        score_from_product_f64(p, offsets, dot_qk<kBf16, double>(p, offsets, row, key), row, key);
+  for_each_key<kMasked>(p, keys, batch, row, [&](int key) {
+    const double score = score_from_product_f64(
+        p, offsets, dot_qk<kBf16, double>(p, offsets, keys, row, key), row, key);
     if (score == -FA_INFINITY) return true;
     if (!(score < FA_INFINITY)) {  // all of the row is NaN
       row_sum = score - score;
@@ -152,7 +172,7 @@ FA_DEVICE float recompute_row_f64(const AttentionParams& p, const BatchOffsets& 
     }
     const double weight = exp_of_difference(score - row_max);
     row_sum += weight;
-    add_weighted_value<kBf16>(p, offsets, key, weight, acc);
+    add_weighted_value<kBf16>(p, keys, key, weight, acc);
     return true;
   });
   const float total_sum = static_cast<float>(row_sum);
@@ -179,13 +199,19 @@ FA_DEVICE void write_row(const AttentionParams& p, const float (&out)[kCols], co
 // One warp computes one row of a batch entry (counted over all batch axes), leaving out every key
 // whose score is exactly -inf.  What comes out is handed to `write` column by column; its
 // log-sum-exp is stored.
+template <bool kBf16, int kDim, bool kMasked, typename Keys, typename Write>
+FA_DEVICE void recompute_row(const AttentionParams& p, const BatchOffsets& offsets,
+                             const Keys& keys, int64 batch, int row, const Write& write) {
+  float out[kDim / 32];
+  const float lse = recompute_row_f64<kBf16, kMasked>(p, offsets, keys, batch, row, out);
+  if (p.lse != nullptr && threadIdx.x % 32 == 0) p.lse[batch * p.q_len + row] = lse;
+  write_row<kBf16>(p, out, write);
+}
+
 template <bool kBf16, int kDim, bool kMasked, typename Write>
 FA_DEVICE void recompute_row(const AttentionParams& p, const BatchOffsets& offsets, int64 batch,
                              int row, const Write& write) {
-  float out[kDim / 32];
-  const float lse = recompute_row_f64<kBf16, kMasked>(p, offsets, batch, row, out);
-  if (p.lse != nullptr && threadIdx.x % 32 == 0) p.lse[batch * p.q_len + row] = lse;
-  write_row<kBf16>(p, out, write);
+  recompute_row<kBf16, kDim, kMasked>(p, offsets, DenseKeys{p, offsets}, batch, row, write);
 }
 
 // The same where float64 may be slow: a row whose row_max is not large is computed in float32, with

@@ -56,6 +56,10 @@ class Problem:
     softcap: float  # 0.0: off
     precision: str | None
     score: BoundScore | None = None  # what a score is made by, between softcap and bias
+    k_lengths: View | None = None
+    k_lengths_dtype: Any = None
+    pages: Any = None
+    band_from_end: bool = False
 
 
 def attention_problem(

@@ -7,6 +7,8 @@ import itertools
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_combine, fwd_splitkv
+from fa_cupy.gpu.kernels.attention.splitkv.params import SplitkvVariant
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES
@@ -28,6 +30,8 @@ MASKS: tuple[Variant, ...] = (TABLES, TRANSPOSE)
 PAIRS: tuple[PairVariant, ...] = (
     *fwd_pairs.VARIANTS, *bwd_dq_pairs.VARIANTS, *bwd_dkdv_pairs.VARIANTS,
 )  # fmt: skip
+#: Those of few queries.
+SPLITKV: tuple[SplitkvVariant, ...] = (*fwd_splitkv.VARIANTS, *fwd_combine.VARIANTS)
 # Of gradients those without a mask that compute scores, in one of the dtypes; a row for biases has
 # scores of its own.
 _GRADIENTS = [
@@ -39,9 +43,10 @@ _GRADIENTS = [
 #: One build for other scores of each row of attention; each kind of scores comes up in turn.
 SCORED: tuple[Variant, ...] = tuple(
     row.for_score(score)
-    for rows in (VARIANTS, _GRADIENTS, PAIRS)
+    for rows in (VARIANTS, _GRADIENTS, PAIRS, SPLITKV)
     for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
 )
 ROWS: tuple[Variant, ...] = (
     *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
+    *SPLITKV,
 )  # fmt: skip

@@ -173,6 +173,8 @@ class Traits:
         The batch axes that all of them walk, merged, and the bytes along each; see `merge_axes`.
     mapped_sizes, mapped_strides : list of int, dict of list of int
         The same of q, k, v and out, which may be walked by tensor maps.
+    key_views : dict of View
+        Of the arrays that say where keys are, if there are any: ``k_lengths``, ``page_table``.
     score : ScoreMod or None
         What kernels compute besides products times a positive scale.
     pointers : tuple of str
@@ -189,8 +191,15 @@ class Traits:
             self.views["bias"], self.item["bias"] = problem.bias, problem.bias_dtype.itemsize
         if problem.sinks is not None and problem.sinks_dtype is not None:
             self.views["sinks"], self.item["sinks"] = problem.sinks, problem.sinks_dtype.itemsize
-        if len(self.views) > len(_ROWS):
-            self.sizes, self.strides = merge_axes(problem.batch, self.views)
+        self.key_views: dict[str, View] = {}
+        if problem.k_lengths is not None and problem.k_lengths_dtype is not None:
+            self.key_views["k_lengths"] = problem.k_lengths
+            self.item["k_lengths"] = problem.k_lengths_dtype.itemsize
+        if problem.pages is not None:
+            self.key_views["page_table"] = problem.pages.table
+            self.item["page_table"] = problem.pages.dtype.itemsize
+        if self.key_views or len(self.views) > len(_ROWS):
+            self.sizes, self.strides = merge_axes(problem.batch, {**self.views, **self.key_views})
         self.score = score_mod_of(problem)
         score_arrays = {} if problem.score is None else score_pointers(problem)
         sinks = () if problem.sinks is None else ("sinks",)

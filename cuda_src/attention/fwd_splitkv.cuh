@@ -1,0 +1,118 @@
+// What fwd_splitkv and fwd_combine share: parameters, and where the keys of a batch entry are.
+#pragma once
+#include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/band.cuh"
+#include "cuda_src/common/element.cuh"
+#include "cuda_src/common/score.cuh"
+
+constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
+constexpr int kDim = FA_DIM;     // head_dim and v_dim, padded with zeros
+
+struct FwdSplitkvParams {
+  AttentionParams common;
+  const void* k_lengths;  // (*batch): keys of each entry; null: all have k_len
+  const void* page_table;  // (*batch, pages of an entry); null: rows of keys at equal distances
+  float* partial_out;     // (splits, rows, kDim): not divided by row_sum yet
+  float* partial_stats;   // (splits, rows, 2): row_max in units of log2, row_sum
+  int64 k_lengths_batch[kMaxBatchAxes], page_table_batch[kMaxBatchAxes];
+  int64 page_table_col;
+  int64 k_page, v_page;  // from a page to the next
+  int64 rows;            // q_len of each of all batch entries
+  int page_size;         // keys of a page
+  int page_shift;        // page_size is 2**page_shift, or this is -1
+  int pages;             // of k and v
+  int heads;             // entries of the last batch axis that share keys: rows of one tile
+  int splits;            // of the keys
+  int band_from_end;     // 1: lower and upper are for k_len keys, and move with the last key
+  int k_lengths_bytes, page_table_bytes;  // of an element: 4 or 8
+  int aligned;           // 1: every row of q, k and v starts at a multiple of 16 bytes
+};
+static_assert(sizeof(FwdSplitkvParams) == FA_SPLITKV_PARAMS_BYTES, "fa_cupy/gpu holds the same");
+
+// The row_max of all rows of an entry whose length or page numbers are out of range; no row_max
+// that is computed is NaN, for fmaxf leaves NaN out.
+FA_DEVICE float invalid_row_max() { return __uint_as_float(0x7fffffffu); }
+
+// An integer of 4 or 8 bytes; -1 for one that 32 bits do not hold.
+FA_DEVICE int load_index(const void* base, int64 index, int bytes) {
+  if (bytes == 4) return static_cast<const int*>(base)[index];
+  const int64 value = static_cast<const int64*>(base)[index];
+  return value == static_cast<int>(value) ? static_cast<int>(value) : -1;
+}
+
+// Where an element of an array over the batch axes is.
+FA_DEVICE int64 element_of_entry(const AttentionParams& p, int64 batch,
+                                 const int64 (&strides)[kMaxBatchAxes]) {
+  int64 index = 0, rest = batch;
+#pragma unroll 1
+  for (int axis = p.batch_axes - 1; axis >= 0; --axis) {
+    const int64 next = divide(rest, p.batch_size[axis]);
+    index += (rest - next * p.batch_size[axis]) * strides[axis];
+    rest = next;
+  }
+  return index;
+}
+
+// The keys and values of a batch entry.
+struct EntryKeys {
+  const FwdSplitkvParams& params;
+  const BatchOffsets& offsets;
+  KeyBand own_band;
+  int64 table_begin;  // of its pages in the table, if there are pages
+  bool is_valid;      // whether its length is one
+
+  __device__ __forceinline__ const KeyBand& band() const { return own_band; }
+
+  __device__ __forceinline__ bool has_pages() const { return params.page_table != nullptr; }
+  // Which of the entry's pages a key is in.
+  __device__ __forceinline__ int page_of(int key) const {
+    return params.page_shift >= 0 ? key >> params.page_shift : key / params.page_size;
+  }
+  // The number that the table has for one of the entry's pages, which may be that of no page.
+  __device__ __forceinline__ int listed_page(int page) const {
+    return load_index(params.page_table, table_begin + page * params.page_table_col,
+                      params.page_table_bytes);
+  }
+  __device__ __forceinline__ bool is_page(int number) const {
+    return static_cast<uint32>(number) < static_cast<uint32>(params.pages);
+  }
+  // From the first element of the entry to that of a key.
+  __device__ __forceinline__ int64 row_offset(int key, int64 page_step, int row_step) const {
+    if (!has_pages()) return static_cast<int64>(key) * row_step;
+    const int page = page_of(key), number = listed_page(page);
+    return (is_page(number) ? number : 0) * page_step +
+           static_cast<int64>(key - page * params.page_size) * row_step;
+  }
+  __device__ __forceinline__ const uint16* k(int key) const {
+    return static_cast<const uint16*>(params.common.k) + offsets.k +
+           row_offset(key, params.k_page, params.common.k_row);
+  }
+  __device__ __forceinline__ const uint16* v(int key) const {
+    return static_cast<const uint16*>(params.common.v) + offsets.v +
+           row_offset(key, params.v_page, params.common.v_row);
+  }
+};
+
+// A bound of the band of an entry with fewer keys; the ends of the range are no bound.
+FA_DEVICE int shifted(int bound, int shift) {
+  constexpr int kNoBound = 0x7fffffff;
+  if (bound == kNoBound || bound == -kNoBound) return bound;
+  return static_cast<int>(max(static_cast<int64>(bound) + shift, static_cast<int64>(-kNoBound)));
+}
+
+FA_DEVICE EntryKeys entry_keys(const FwdSplitkvParams& params, const BatchOffsets& offsets,
+                               int64 batch) {
+  const AttentionParams& p = params.common;
+  int length = p.k_len;
+  if (params.k_lengths != nullptr) {
+    length = load_index(params.k_lengths, element_of_entry(p, batch, params.k_lengths_batch),
+                        params.k_lengths_bytes);
+  }
+  const bool is_valid = length >= 0 && length <= p.k_len;
+  if (!is_valid) length = 0;
+  const int shift = params.band_from_end ? length - p.k_len : 0;
+  const int64 table_begin =
+      params.page_table == nullptr ? 0 : element_of_entry(p, batch, params.page_table_batch);
+  return {params, offsets, {length, shifted(p.lower, shift), shifted(p.upper, shift)},
+          table_begin, is_valid};
+}

@@ -1,0 +1,134 @@
+"""The host side of ``fwd_splitkv``: attention of few queries, each block to a part of the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from fa_cupy.gpu.kernels.attention.attention_params import Traits
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_combine
+from fa_cupy.gpu.kernels.attention.splitkv.params import (
+    PARTIALS,
+    SplitkvVariant,
+    heads_of_tile,
+    make_splitkv_params,
+)
+from fa_cupy.gpu.kernels.score import ScoreMod
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
+from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdSplitkv(SplitkvVariant):
+    """A row of ``fwd_splitkv``.
+
+    Attributes
+    ----------
+    blocks : int
+        Blocks that should fit on a multiprocessor.
+    """
+
+    blocks: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        key_warps = 16 * self.warps // self.tile_m
+        tiles = 4 * self.dim * self.stages * self.tile_n
+        outputs, stats = 4 * self.dim * self.tile_m * key_warps, 8 * self.tile_m * key_warps
+        return -(-(max(tiles, outputs) + 2 * self.dim * self.tile_m + stats + 4) // 8) * 8
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_BLOCKS", self.blocks))
+
+
+def _rows() -> Iterator[FwdSplitkv]:
+    # dim, tile_m, tile_n, warps, stages, blocks, why. GB/s: H200, 32 query heads, 8 of keys,
+    # bfloat16; validation/NOTES.md has those of other tiles.
+    rows = (
+        (64, 16, 128, 4, 3, 2, "one entry of 32,768 keys 2,654; two stages, three blocks 2,534"),
+        (64, 64, 128, 4, 2, 2, "as for 128"),
+        (128, 16, 64, 4, 3, 2, "one entry of 8,192 keys 1,902; two stages, three blocks 1,865"),
+        (128, 16, 64, 4, 2, 3, "the same for targets with less shared memory"),
+        (128, 64, 64, 4, 2, 2, "four warps with 16 rows each share all keys"),
+        (256, 16, 32, 2, 2, 3, "16 entries of 8,192 keys 4,246; 64 keys and four warps 3,622"),
+        (256, 64, 32, 4, 2, 2, "as for 128"),
+    )
+    for (dim, tile_m, tile_n, warps, stages, blocks, why), dtype in product(rows, DTYPE_NAMES):
+        yield FwdSplitkv(
+            source="attention/fwd_splitkv", dtype=dtype, dim=dim, tile_m=tile_m, tile_n=tile_n,
+            warps=warps, stages=stages, blocks=blocks, why=why,
+        )  # fmt: skip
+
+
+VARIANTS: tuple[FwdSplitkv, ...] = tuple(_rows())
+
+
+def serves(dtype: str, dim: int, target: str | None) -> bool:
+    """Whether there is a row for a dtype and a dim on a target."""
+    return any(_fits(row, dtype, dim, target) for row in VARIANTS)
+
+
+def _fits(row: FwdSplitkv, dtype: str, dim: int, target: str | None) -> bool:
+    return row.dtype == dtype and row.dim >= dim and target in row.targets
+
+
+def select(traits: Traits, target: str | None) -> FwdSplitkv:
+    """Pick the row for a problem: the smallest tile of queries that holds all rows of an entry."""
+    problem = traits.problem
+    dim, rows = max(problem.head_dim, problem.v_dim), problem.q_len * heads_of_tile(traits)
+    fits = [row for row in VARIANTS if _fits(row, problem.dtype.name, dim, target)]
+    least = min(rows, max(row.tile_m for row in fits))
+    return min((row for row in fits if row.tile_m >= least), key=lambda row: row.rank)
+
+
+def steps(traits: Traits, variant: FwdSplitkv, multiprocessors: int) -> list[Step]:
+    """Return the launches of a problem: one of all splits, and one that joins them.
+
+    Parameters
+    ----------
+    traits : Traits
+        Of a problem that the kernels support (`splitkv.params.supports`).
+    variant : FwdSplitkv
+    multiprocessors : int
+        Of the device.
+    """
+    slots = variant.blocks * multiprocessors
+    params = make_splitkv_params(traits, variant.tile_m, variant.tile_n, slots)
+    p = params[0]
+    rows, splits, tiles = int(p["rows"]), int(p["splits"]), int(p["common"]["q_tiles"])
+    entries = rows // (traits.problem.q_len * int(p["heads"]))
+    addresses = {f"common.{field}": name for field, name in traits.fields.items()}
+    addresses |= {name: name for name in (*traits.key_views, *PARTIALS)}
+    kept = ("q", "k", "v") if p["aligned"] else ()
+    combine = next(
+        row
+        for row in fwd_combine.VARIANTS
+        if (row.dtype, row.dim) == (variant.dtype, variant.dim)
+    )
+    return [
+        Step(variant, entries * tiles * splits, params, addresses, aligned=kept),
+        Step(combine.for_score(variant.score), rows, params, addresses),
+    ]
+
+
+def make_plan(traits: Traits, launcher: Launcher, variant: FwdSplitkv | None = None) -> Plan:
+    """Return the launches of a problem that the kernels support.
+
+    Calls give the addresses of `Traits.pointers`, then those of `Traits.key_views`.
+
+    Parameters
+    ----------
+    traits : Traits
+    launcher : Launcher
+    variant : FwdSplitkv, optional
+        A row whose build for the scores of the problem runs; by default what `select` picks.
+    """
+    row = (variant or select(traits, launcher.target)).for_score(traits.score)
+    found = steps(traits, row, launcher.multiprocessors)
+    parts = int(found[0].params[0]["splits"]) * int(found[0].params[0]["rows"])
+    space = workspace_of({"partial_out": 4 * row.dim * parts, "partial_stats": 8 * parts})
+    return Plan(found, (*traits.pointers, *traits.key_views), launcher, space)

@@ -1,0 +1,151 @@
+"""The parameters of ``fwd_splitkv`` and ``fwd_combine``, and what follows from a problem for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fa_cupy.gpu.kernels.attention.attention_params import (
+    ATTENTION_PARAMS,
+    MAX_BATCH_AXES,
+    MAX_GRID,
+    Traits,
+    make_params,
+)
+from fa_cupy.gpu.kernels.variant import Variant
+
+#: What the splits leave to be joined: parts of the workspace.
+PARTIALS = ("partial_out", "partial_stats")
+_KEY_ARRAYS = ("k_lengths", "page_table")
+_MOST_SPLITS = 128
+# To begin and to end a split, and to join it, takes about as long as so many tiles of keys.
+_SPLIT_TILES = 2
+# So large a part of the blocks that run at a time reads memory as fast as all of them do.
+_READING_PART = 0.6
+
+#: The same fields in the same order as ``struct FwdSplitkvParams`` in
+#: ``cuda_src/attention/fwd_splitkv.cuh``, which checks the size when it is compiled.
+FWD_SPLITKV_PARAMS = np.dtype(
+    [("common", ATTENTION_PARAMS)]
+    + [(name, np.uint64) for name in (*_KEY_ARRAYS, *PARTIALS)]
+    + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _KEY_ARRAYS]
+    + [(name, np.int64) for name in ("page_table_col", "k_page", "v_page", "rows")]
+    + [(name, np.int32) for name in ("page_size", "page_shift", "pages", "heads", "splits")]
+    + [("band_from_end", np.int32)]
+    + [(f"{name}_bytes", np.int32) for name in _KEY_ARRAYS]
+    + [("aligned", np.int32)],
+    align=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitkvVariant(Variant):
+    """A row of one of the two kernels."""
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_TILE_M", self.tile_m),
+            ("FA_WARPS", self.warps),
+            ("FA_SPLITKV_PARAMS_BYTES", FWD_SPLITKV_PARAMS.itemsize),
+        )
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Smaller dims first, then smaller tiles of queries, then more stages."""
+        return (self.dim, self.tile_m, -self.stages)
+
+
+def supports(traits: Traits) -> bool:
+    """Whether the kernels can solve a problem of their dtypes and dims."""
+    problem = traits.problem
+    rows = math.prod(problem.batch) * problem.q_len
+    if problem.mask is not None or len(traits.sizes) > MAX_BATCH_AXES:
+        return False
+    return 0 < rows and rows * _MOST_SPLITS <= MAX_GRID
+
+
+def heads_of_tile(traits: Traits) -> int:
+    """Return how many entries of the last batch axis share keys, and are rows of one tile.
+
+    Where scores have a bias or an expression it is one: rows of a tile are queries to these.
+    """
+    strides, sizes = traits.strides, traits.sizes
+    if not sizes or (traits.score is not None and traits.score.has_operands):
+        return 1
+    shared = ("k", "v", *traits.key_views)
+    return 1 if any(strides[name][-1] for name in shared) else sizes[-1]
+
+
+def splits_of(tiles: int, key_tiles: int, slots: int) -> int:
+    """Return into how many parts the keys of each entry are split: the fastest number.
+
+    Parameters
+    ----------
+    tiles : int
+        Tiles of queries, of all batch entries.
+    key_tiles : int
+        Tiles of keys of an entry, at most.
+    slots : int
+        Blocks that run on the device at a time.
+
+    Notes
+    -----
+    Blocks run in rounds of `slots`, which end when memory has been read. A last round of few blocks
+    takes longer than its part. An H200 agrees: 128 tiles of queries and 128 of keys, 396 slots, 1,
+    2, 3 and 6 splits take 156, 131, 132 and 135 us; 1,024 and 64 tiles, 1, 2, 5 and 10 splits 496,
+    514, 508 and 524 us; 8 and 512 tiles, 24, 49 and 98 splits 44, 42 and 49 us.
+    """
+
+    def cost(splits: int) -> float:
+        whole, rest = divmod(tiles * splits, slots)
+        rounds = whole + (max(rest / slots, _READING_PART) if rest else 0)
+        return float(rounds * (key_tiles / splits + _SPLIT_TILES))
+
+    return min(range(1, max(1, min(_MOST_SPLITS, key_tiles)) + 1), key=cost)
+
+
+def make_splitkv_params(
+    traits: Traits, tile_m: int, tile_n: int, slots: int
+) -> np.ndarray[Any, Any]:
+    """Return the struct that both launches of a problem get, complete but for addresses.
+
+    Parameters
+    ----------
+    traits : Traits
+        Of a problem that the kernels `supports`.
+    tile_m, tile_n : int
+        Rows of a tile of queries, keys of a tile.
+    slots : int
+        Blocks of `fwd_splitkv` that run on the device at a time.
+    """
+    problem, heads = traits.problem, heads_of_tile(traits)
+    params = np.zeros(1, FWD_SPLITKV_PARAMS)
+    p = params[0]
+    common, _, aligned = make_params(traits, tile_m)
+    p["common"] = common[0]
+    for name in traits.key_views:
+        item = p[f"{name}_bytes"] = traits.item[name]
+        steps = [step // item for step in traits.strides[name]]
+        p[f"{name}_batch"][: len(steps)] = steps
+    p["page_size"], p["pages"] = 1, 1
+    if problem.pages is not None:
+        size, item = problem.pages.size, problem.dtype.itemsize
+        between = problem.pages.k_stride, problem.pages.v_stride
+        p["page_size"], p["pages"] = size, problem.pages.count
+        p["page_table_col"] = problem.pages.table.strides[-1] // traits.item["page_table"]
+        p["page_shift"] = size.bit_length() - 1 if size & (size - 1) == 0 else -1
+        p["k_page"], p["v_page"] = (step // item for step in between)
+        aligned = aligned and not any(step % 16 for step in between)
+    p["aligned"] = aligned
+    p["heads"], p["band_from_end"] = heads, problem.band_from_end
+    entries = math.prod(problem.batch)
+    p["rows"] = entries * problem.q_len
+    tiles = p["common"]["q_tiles"] = -(-problem.q_len * heads // tile_m)
+    p["splits"] = splits_of(entries // heads * int(tiles), -(-problem.k_len // tile_n), slots)
+    return params
