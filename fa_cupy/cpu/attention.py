@@ -313,6 +313,7 @@ class _Tasks:
         self._most = max(1, most)
         self._layout = batching.Layout(self._views, self._most)
         self._packed: dict[int, View] = {}
+        # A view of pages is right in the first one only, and cannot be copied as a whole.
         plain = mask is None and problem.score is None and problem.pages is None
         if self._layout.count >= _MOST_PARTS and plain:
             self._packed = self._pack()
