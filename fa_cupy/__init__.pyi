@@ -53,6 +53,8 @@ def attention(
     precision: str | None = None,
     return_lse: Literal[False] = False,
     score: Score | None = None,
+    k_lengths: int | Array | None = None,
+    page_table: Array | None = None,
     out: Array | None = None,
 ) -> A: ...
 @overload
@@ -72,6 +74,8 @@ def attention(
     precision: str | None = None,
     return_lse: Literal[True],
     score: Score | None = None,
+    k_lengths: int | Array | None = None,
+    page_table: Array | None = None,
     out: Array | None = None,
 ) -> tuple[A, Any]: ...
 @overload
@@ -91,6 +95,8 @@ def attention(
     precision: str | None = None,
     return_lse: bool,
     score: Score | None = None,
+    k_lengths: int | Array | None = None,
+    page_table: Array | None = None,
     out: Array | None = None,
 ) -> A | tuple[A, Any]: ...
 @overload

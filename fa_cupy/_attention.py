@@ -12,6 +12,7 @@ from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
 from fa_cupy.core.sparse_bias import is_sparse
+from fa_cupy.keys import layout
 
 TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 _NEED = ("q", "k", "v", "bias", "sinks")
@@ -39,6 +40,8 @@ def attention(
     precision: str | None = None,
     return_lse: bool = False,
     score: Score | None = None,
+    k_lengths: Any = None,
+    page_table: Any = None,
     out: Any = None,
 ) -> Any:
     """Scaled dot-product attention, exact, without an array of size Lq x Lk.
@@ -94,6 +97,18 @@ def attention(
         An expression whose value takes the place of the score of each query and key. It may use
         the score after the softcap, the batch entry, the head, the positions and arrays, which are
         of the library and on the device of `q`. A bias is added to its value.
+    k_lengths : int or array of int32 or int64, optional
+        How many keys each batch entry has, from 0 to Lk; the shape of an array broadcasts with the
+        batch axes before the heads: (batch,) for `q` of shape (batch, heads, Lq, D). What `k`, `v`,
+        `bias` and `mask` hold for the keys behind is never used. `is_causal` and `window` need
+        `causal_align`, and "bottom_right" lets query i stand at ``i + k_lengths[b] - Lq``.
+    page_table : array of int32 or int64, shape (..., pages_per_sequence), optional
+        The pages of each batch entry, in the order of its keys. The axes before the last one
+        broadcast with the batch axes before the heads. `k` is then an array (pages, heads,
+        page_size, D) and `v` one (pages, heads, page_size, Dv), where page_size is a multiple of
+        16: key j of entry b is row ``j % page_size`` of page ``page_table[b, j // page_size]``, and
+        Lk is ``pages_per_sequence * page_size``. Entries may share pages. Numbers behind the last
+        page that `k_lengths` needs may be any.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -132,6 +147,10 @@ def attention(
     log-sum-exp its sink, -inf without one. The contents of masked keys and values, NaN included,
     never reach the output (where they are not finite, the CPU may sum in another order, which
     changes the last bits).
+
+    Of `k_lengths` and `page_table`, numbers in the memory of the host are checked. Arrays on a GPU
+    are not read back: output and log-sum-exp of a batch entry are NaN there if its length is out of
+    range, or one of the pages that it needs does not exist.
 
     References
     ----------
@@ -182,7 +201,7 @@ def attention(
     if cached is not None:
         result = cached(
             q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision,
-            return_lse, out,
+            return_lse, k_lengths, page_table, out,
         )  # fmt: skip
         if result is not None:
             return result
@@ -194,6 +213,8 @@ def attention(
         return_lse,
         sinks=sinks,
         score=score,
+        k_lengths=k_lengths,
+        page_table=page_table,
         scale=scale,
         is_causal=is_causal,
         causal_align=causal_align,
@@ -294,6 +315,8 @@ def _solve(
     grouped: bool = True,
     sinks: Any = None,
     score: Score | None = None,
+    k_lengths: Any = None,
+    page_table: Any = None,
     **options: Any,
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
@@ -305,8 +328,16 @@ def _solve(
     named = [*zip(args, arrays, kept, strict=True)]
     given = {arg: x for arg, x, as_it_is in named if not as_it_is}
     given |= arrays_of(name, score)
+    with_keys = k_lengths is not None or page_table is not None
+    if with_keys:
+        dispatch.refuse_bits(name, arrays, k_lengths)
+        of_keys, on_host = layout.separated(name, arrays[0], k_lengths, page_table)
+        given |= of_keys
     native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
+    if with_keys:
+        by_arg |= on_host
+        options |= {arg: by_arg.get(arg) for arg in ("k_lengths", "page_table")}
     inputs = [x if as_it_is else by_arg[arg] for arg, x, as_it_is in named]
     (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs, result)
@@ -316,11 +347,17 @@ def _solve(
     )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
     backend = dispatch.backend_of(native, "attention")
-    extra = dispatch.score_for(name, operands)
+    extra: dict[str, Any] = dispatch.score_for(name, operands)
+    keys = None
+    if with_keys:
+        keys = layout.KeyArrays(options["k_lengths"], options["page_table"])
+        layout.check_numbers(name, problem, keys)
     if inputs[0] is arrays[0]:  # an array of NumPy or CuPy itself
         _CACHED[type(arrays[0])] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)
+        if keys is not None:
+            extra["keys"] = layout.on_device(native.backend, keys)
         result, lse = backend.attention(problem, *inputs, result, with_lse, sinks, **extra)
         answer = native.give_back(result) if out is None else out
         return (answer, native.give_back(lse)) if with_lse else answer

@@ -47,6 +47,23 @@ def visible(
     return seen
 
 
+def of_lengths(k_lengths: Array, q_len: int, k_len: int, **band: Any) -> NDArray[np.bool_]:
+    """Return `visible` for each batch entry, of so many keys: (..., 1, q_len, k_len), or 2 axes."""
+    seen = np.zeros((*k_lengths.shape, q_len, k_len), np.bool_)
+    for entry in np.ndindex(k_lengths.shape):
+        length = int(k_lengths[entry])
+        seen[entry][:, :length] = visible(q_len, length, **band)
+    return seen[..., None, :, :] if k_lengths.ndim else seen
+
+
+def rows_of_pages(pages: Array, page_table: Array, axes: int) -> Array:
+    """Return (..., heads, keys, dim), of 4 axes or more where queries have `axes` of them."""
+    x = pages[np.clip(page_table, 0, len(pages) - 1)] if len(pages) else pages[page_table]
+    x = np.moveaxis(x, -3, -4)
+    x = x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
+    return x[None] if axes >= 4 and x.ndim == 3 else x
+
+
 class Scores(NamedTuple):
     """All scores of a call, and the arrays that they were made from.
 
@@ -86,9 +103,13 @@ def scores_of(
     precision: str | None = None,  # nothing that a definition depends on
     score: Score | None = None,
     sloped: bool = False,  # whether derivatives by an expression are wanted
+    k_lengths: Any = None,
+    page_table: Array | None = None,
     **band: Any,
 ) -> Scores:
     q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
+    if page_table is not None:
+        k, v = (rows_of_pages(x, page_table, q.ndim) for x in (k, v))
     if min(q.ndim, k.ndim, v.ndim) >= 4:
         k, v = (repeat_heads(x, q.shape[-3]) for x in (k, v))
     if scale is None:
@@ -100,15 +121,17 @@ def scores_of(
         scores = real.type(softcap) * np.tanh(capped)
         slope = slope / np.cosh(capped) ** 2
     column = None if sinks is None else np.asarray(sinks).astype(real)[..., None]
+    seen = visible(q.shape[-2], k.shape[-2], **band)
+    if k_lengths is not None:
+        seen = of_lengths(np.asarray(k_lengths), *seen.shape, **band)
     expressed = None
     if score is not None:
-        scores = over_batch(scores, v, bias, mask, column)
+        scores = over_batch(scores, v, bias, mask, column, seen)
         expressed = express(score, scores, sloped)
         scores = expressed.scores
         slope = slope * expressed.slopes[0] if sloped else slope
     if bias is not None:
         scores = scores + np.asarray(bias).astype(real)
-    seen = visible(q.shape[-2], k.shape[-2], **band)
     if mask is not None:
         seen = seen & (mask.to_dense() if hasattr(mask, "to_dense") else mask)
     scores = np.where(seen, scores, real.type(-np.inf))

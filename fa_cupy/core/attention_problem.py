@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import broadcasting, checks
 from fa_cupy.core.broadcasting import View as View  # for the backends
+from fa_cupy.keys.layout import KeyLayout, Pages
 from fa_cupy.score.program import BoundScore, Operands
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -33,6 +35,10 @@ class Problem:
     `k` or `v`, the head axis is split into (kv_heads, group).
 
     Key j is visible to query i only if ``i + lower <= j <= i + upper``; None means no bound.
+
+    With `k_lengths`, entry b has the keys below ``k_lengths[b]``; where `band_from_end` is True,
+    both bounds are to be shifted by ``k_lengths[b] - k_len``. With `pages`, `k` and `v` are views
+    of the first page as if it went on: their strides along the entries are 0.
     """
 
     batch: tuple[int, ...]
@@ -56,10 +62,10 @@ class Problem:
     softcap: float  # 0.0: off
     precision: str | None
     score: BoundScore | None = None  # what a score is made by, between softcap and bias
-    k_lengths: View | None = None
-    k_lengths_dtype: Any = None
-    pages: Any = None
-    band_from_end: bool = False
+    k_lengths: View | None = None  # batch
+    k_lengths_dtype: np.dtype[Any] | None = None
+    pages: Pages | None = None
+    band_from_end: bool = False  # whether the band is that of entries with all k_len keys
 
 
 def attention_problem(
@@ -72,10 +78,8 @@ def attention_problem(
     sinks: Any = None,
     precision: Any = None,
     score: Operands | None = None,
-    out: Any = None,
-    name: str = "attention",
-    args: Sequence[str] = ARGS,
-    grouped: bool = True,
+    k_lengths: Any = None, page_table: Any = None, out: Any = None,
+    name: str = "attention", args: Sequence[str] = ARGS, grouped: bool = True,
 ) -> Problem:  # fmt: skip
     """Check the arguments of an attention call and bring them into canonical form.
 
@@ -88,6 +92,8 @@ def attention_problem(
         As in `fa_cupy.attention`.
     score : Operands or None
         The score expression with its native arrays.
+    k_lengths, page_table : numpy.ndarray or cupy.ndarray, or None
+        As in `fa_cupy.attention`; their numbers are not read.
     name : str
         The public function that errors speak of.
     args : sequence of str
@@ -104,27 +110,25 @@ def attention_problem(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted.
     """
-    bias_arg, mask_arg = args[3:]
+    names = (*args, "sinks", "k_lengths", "page_table")
+    inputs = [*zip(names, (q, k, v, bias, mask, sinks, k_lengths, page_table), strict=True)]
+    layout = None
+    if k_lengths is not None or page_table is not None:
+        layout = KeyLayout(name, args, (q, k, v), k_lengths, page_table)
+        k, v = layout.k, layout.v
     rows = dict(zip(args, (q, k, v), strict=False))
-    dtype = common_dtype(name, rows)
-    bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
-    sinks_dtype = None if sinks is None else float_dtype(name, "sinks", sinks)
+    dtype, bias_dtype, sinks_dtype = _dtypes(name, args, rows, bias, mask, sinks)
     column = None if sinks is None else sinks[..., None]  # one score of each row
-    if mask is not None and mask.dtype != np.bool_:
-        raise TypeError(
-            f"{name}: {mask_arg} has dtype {mask.dtype}, want bool (cast it: {mask_arg} != 0)"
-        )
-
     q_len, k_len, head_dim, v_dim = _sizes(name, rows)
     if isinstance(mask, BitMask):
         mask = _entries(name, args, mask, (q_len, k_len))  # from here on an array like any other
     groups = broadcasting.head_groups(name, args, q, k, v, grouped)
-    user_batch = _batch(name, args, groups, (q, k, v, bias, mask), (q_len, k_len), column)
-
-    def view(array: Any, rows: int, cols: int) -> View:
-        return broadcasting.over(user_batch, groups, array, rows, cols)
-
-    lower, upper = checks.band(name, is_causal, causal_align, window, q_len, k_len)
+    lengths = q_len, k_len
+    user_batch = _batch(name, args, groups, (q, k, v, bias, mask), lengths, column, layout)
+    view = partial(broadcasting.over, user_batch, groups)
+    arg = None if layout is None else layout.arg
+    lower, upper = checks.band(name, is_causal, causal_align, window, *lengths, arg)
+    from_end = causal_align == "bottom_right" and (lower, upper) != (None, None)
     problem = Problem(
         batch=broadcasting.split_heads(user_batch, groups),
         q_len=q_len,
@@ -147,11 +151,26 @@ def attention_problem(
         softcap=checks.finite(name, "softcap", softcap, minimum=0.0),
         precision=checks.precision(name, precision, dtype),
         score=None if score is None else score.bound(name, (*user_batch, q_len, v_dim), k_len),
+        **({} if layout is None else layout.fields(user_batch, groups, from_end)),
     )
     if out is not None:
-        inputs = zip((*args, "sinks"), (q, k, v, bias, mask, sinks), strict=True)
-        check_out(name, out, problem.out_shape, dtype, [*inputs, *(score.named() if score else [])])
+        check_out(name, out, problem.out_shape, dtype, inputs + (score.named() if score else []))
     return problem
+
+
+def _dtypes(
+    name: str, args: Sequence[str], rows: dict[str, Any], bias: Any, mask: Any, sinks: Any
+) -> tuple[np.dtype[Any], np.dtype[Any] | None, np.dtype[Any] | None]:
+    """Return the dtypes of `rows`, which are q, k and v by argument, of bias and of sinks."""
+    bias_arg, mask_arg = args[3:]
+    dtype = common_dtype(name, rows)
+    bias_dtype = None if bias is None else float_dtype(name, bias_arg, bias)
+    sinks_dtype = None if sinks is None else float_dtype(name, "sinks", sinks)
+    if mask is not None and mask.dtype != np.bool_:
+        raise TypeError(
+            f"{name}: {mask_arg} has dtype {mask.dtype}, want bool (cast it: {mask_arg} != 0)"
+        )
+    return dtype, bias_dtype, sinks_dtype
 
 
 def _sizes(name: str, rows: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -183,6 +202,7 @@ def _batch(
     arrays: Sequence[Any],
     lengths: tuple[int, int],
     sinks: Any,
+    layout: KeyLayout | None,
 ) -> tuple[int, ...]:
     """Return the batch axes of scores: those of all arrays, broadcast; sinks have an axis more."""
     given = [(arg, x) for arg, x in zip(args, arrays, strict=True) if x is not None]
@@ -195,7 +215,7 @@ def _batch(
             f"{name}: sinks has shape {sinks.shape[:-1]}, want one that broadcasts to "
             f"{(*batch, lengths[0])}, as (heads, 1) does"
         )
-    return batch
+    return batch if layout is None else layout.broadcast(batch)
 
 
 def gradient_problem(

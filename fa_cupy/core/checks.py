@@ -43,9 +43,18 @@ def finite(name: str, arg: str, value: Any, minimum: float = -math.inf) -> float
 
 
 def band(
-    name: str, is_causal: Any, causal_align: Any, window: Any, q_len: int, k_len: int
+    name: str,
+    is_causal: Any,
+    causal_align: Any,
+    window: Any,
+    q_len: int,
+    k_len: int,
+    layout: str | None = None,
 ) -> tuple[int | None, int | None]:
-    """Fold causality and window into the bounds of ``j - i``; a bound that never binds is None."""
+    """Fold causality and window into the bounds of ``j - i``; a bound that never binds is None.
+
+    `layout` is an argument that says where the keys end, if there is one: an alignment is needed.
+    """
     causal = flag(name, "is_causal", is_causal)
     known = isinstance(causal_align, str) and causal_align in _ALIGNMENTS
     if causal_align is not None and not known:
@@ -55,9 +64,10 @@ def band(
     left, right = _window(name, window)
     if not causal and left is None and right is None:
         return None, None
-    if q_len != k_len and causal_align is None:
+    if causal_align is None and (q_len != k_len or layout):
+        lengths = layout or f"{q_len} queries and {k_len} keys"
         raise ValueError(
-            f"{name}: {'is_causal' if causal else 'window'} with {q_len} queries and {k_len} keys "
+            f"{name}: {'is_causal' if causal else 'window'} with {lengths} "
             "needs causal_align='top_left' (query i stands at key i) or 'bottom_right' "
             "(the last query stands at the last key)"
         )

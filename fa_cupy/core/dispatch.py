@@ -86,6 +86,18 @@ def dense_inputs(
     return [*others, None, mask]
 
 
+def refuse_bits(name: str, arrays: Sequence[Any], k_lengths: Any) -> None:
+    """Raise for what `sparse_inputs` has for sparse arrays, with `k_lengths` or `page_table`."""
+    arg = "page_table" if k_lengths is None else "k_lengths"
+    *_, bias, mask = sparse(arrays)
+    if bias:
+        raise ValueError(f"{name}: bias is a sparse matrix, want an array with {arg}")
+    if mask:
+        raise ValueError(
+            f"{name}: mask is a BitMask or a sparse matrix, want an array of bool with {arg}"
+        )
+
+
 def refuse_sparse_bias(name: str, bias: Any, dense: str) -> None:
     """Raise for a sparse bias where gradients are recorded; `dense` is what to write instead."""
     if is_sparse(bias):

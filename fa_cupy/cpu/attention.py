@@ -21,12 +21,13 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
-from fa_cupy.cpu import decoding, thread_pool
+from fa_cupy.cpu import decoding, key_entries, thread_pool
 from fa_cupy.cpu.masks import rows as mask_rows
 from fa_cupy.cpu.masks.entries import dense_of
 from fa_cupy.cpu.masks.thin import Pairs
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.program import entries as score_entries
 from fa_cupy.score.tiles import TileScore
@@ -64,14 +65,17 @@ _LARGE_ELEMENTS = 4 << 20
 
 def cached(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: Any, is_causal: Any, causal_align: Any,
-    window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, out: Any,
+    window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, k_lengths: Any,
+    page_table: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Answer a call of `fa_cupy.attention` on NumPy arrays; None where it needs preparation.
 
     As on a GPU, the key holds the arguments unchecked: only calls that were once checked are in the
     table, and only values of types that are equal where they mean the same make a key.
     """
-    if out is not None or not (type(q) is type(k) is type(v) is np.ndarray):
+    if out is not None or k_lengths is not None or page_table is not None:
+        return None
+    if not (type(q) is type(k) is type(v) is np.ndarray):
         return None
     if not (
         scale.__class__ in NUMBERS
@@ -116,6 +120,7 @@ def attention(
     return_lse: bool,
     sinks: Array | None = None,
     score: ScoreOperands | None = None,
+    keys: KeyArrays | None = None,
 ) -> tuple[Array, Array | None]:
     """Solve `problem` for NumPy arrays.
 
@@ -133,6 +138,8 @@ def attention(
         As the other arrays.
     score : Operands or None
         The score expression, if `problem` has one.
+    keys : KeyArrays or None
+        The key lengths and the page table, if `problem` has them.
 
     Returns
     -------
@@ -141,6 +148,9 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
+    if keys is not None:
+        out, lse = _by_entries(problem, [q, k, v, bias, mask], out, sinks, score, keys)
+        return out, lse if return_lse else None
     small = isinstance(mask, BitMask) and problem.mask is not None and mask._grid.is_small
     # A sparse bias has an element for each pair of a matrix, whose queries stay as they are.
     if isinstance(mask, BitMask) and small and not isinstance(bias, SparseBias):
@@ -151,6 +161,48 @@ def attention(
     call = Call(problem, q, None if out is None else out.strides, bits)
     out, lse = call(q, k, v, bias, mask, out, sinks, score)
     return out, lse if return_lse else None
+
+
+def _by_entries(
+    problem: attention_problem.Problem,
+    inputs: list[Any],
+    out: Array | None,
+    sinks: Array | None,
+    score: ScoreOperands | None,
+    keys: KeyArrays,
+) -> tuple[Array, Array]:
+    """Solve a problem entry by entry, each with the keys that it has.
+
+    Entries that are large use all threads, one after the other; of the others, each is one task.
+    """
+    dtype = attention_problem.sum_dtype(problem.dtype)
+    if out is None:
+        out = core_arrays.empty_like_layout(np, problem, inputs[0], problem.dtype)
+    lse = np.empty(problem.out_shape[:-1], dtype)
+    if not lse.size:
+        return out, lse
+    column = lse[..., None]
+    views = [attention_problem.out_view(problem, x.shape, x.strides) for x in (out, column)]
+    arrays = [*inputs, out, column, sinks]
+    small, cost = [], 0.0
+    plans: dict[int, _Tasks] = {}  # by the number of keys: all else is the same
+    for entry in key_entries.entries(problem, arrays, views, keys):
+        plan = plans.get(entry.problem.k_len)
+        if plan is None:
+            plan = plans[entry.problem.k_len] = _Tasks(entry.problem, entry.views, dtype, None)
+        if plan.parallel:
+            plan.run(entry.arrays, score, entry)
+        else:
+            small.append((plan, entry))
+            cost += plan.cost
+
+    def work(task: tuple[_Tasks, key_entries.Entry]) -> None:
+        plan, entry = task
+        plan.run(entry.arrays, score, entry)
+
+    small.sort(key=lambda task: -task[0].cost)
+    thread_pool.run(small, lambda: work, cost > _PARALLEL_FLOP)
+    return out, lse
 
 
 class _Rows(NamedTuple):
@@ -261,10 +313,14 @@ class _Tasks:
         self._most = max(1, most)
         self._layout = batching.Layout(self._views, self._most)
         self._packed: dict[int, View] = {}
-        if self._layout.count >= _MOST_PARTS and mask is None and problem.score is None:
+        # A view of pages is right in the first one only, and cannot be copied as a whole.
+        plain = mask is None and problem.score is None and problem.pages is None
+        if self._layout.count >= _MOST_PARTS and plain:
             self._packed = self._pack()
         scores = math.prod(problem.batch) * sum(rows.cost for rows in self._rows)
-        self._parallel = scores * _flop_per_score(problem) > _PARALLEL_FLOP
+        #: How long it takes, in operations of a product, and whether threads share it.
+        self.cost = scores * _flop_per_score(problem)
+        self.parallel = self.cost > _PARALLEL_FLOP
         alone = self._layout.count * len(self._rows)
         one = [(0, problem.k_len)]
         self._keys = one if mask is not None else decoding.key_bounds(problem, alone, wanted)
@@ -291,24 +347,37 @@ class _Tasks:
         self._views, self._layout = views, layout
         return packed
 
-    def run(self, arrays: Sequence[Any], score: ScoreOperands | None) -> None:
-        """Do all tasks, the largest of each stack first, so that threads end together."""
+    def run(
+        self,
+        arrays: Sequence[Any],
+        score: ScoreOperands | None,
+        entry: key_entries.Entry | None = None,
+    ) -> None:
+        """Do all tasks, the largest of each stack first, so that threads end together.
+
+        `entry` says which one of a larger problem this is.
+        """
         if not self._packed:
-            return self._run(arrays, score)
+            return self._run(arrays, score, entry)
         seen, own = {}, [*arrays]
         for i, view in self._packed.items():
             seen[i] = np.lib.stride_tricks.as_strided(arrays[i], *view)
             own[i] = np.empty(view.shape, arrays[i].dtype) if i in _RESULTS else seen[i].copy()
-        self._run(own, score)
+        self._run(own, score, entry)
         for i in seen.keys() & _RESULTS:
             np.copyto(seen[i], own[i])
 
-    def _run(self, arrays: Sequence[Any], score: ScoreOperands | None) -> None:
-        stacks = self._stacks(arrays, score)
+    def _run(
+        self,
+        arrays: Sequence[Any],
+        score: ScoreOperands | None,
+        entry: key_entries.Entry | None,
+    ) -> None:
+        stacks = self._stacks(arrays, score, entry)
         if len(self._keys) > 1:
             return self._run_parts(stacks)
         tasks = [_Task(stack, rows) for stack in stacks for rows in self._rows]
-        thread_pool.run(tasks, lambda: self._work, self._parallel and len(tasks) > 1)
+        thread_pool.run(tasks, lambda: self._work, self.parallel and len(tasks) > 1)
 
     def _run_parts(self, stacks: list[_Stack]) -> None:
         """Do the tasks of parts of the keys, and combine what they give."""
@@ -325,20 +394,26 @@ class _Tasks:
             steps.keep()
 
         tasks = [part for some in parts.values() for part in some]
-        thread_pool.run(tasks, lambda: work, self._parallel)
+        thread_pool.run(tasks, lambda: work, self.parallel)
         steps = Steps.unused(dtype)
         with np.errstate(all="ignore"):
             for stack, some in parts.items():
                 decoding.combine(steps, problem, stack.borrow(), some, tile_n)
         steps.keep()
 
-    def _stacks(self, arrays: Sequence[Any], score: ScoreOperands | None) -> list[_Stack]:
+    def _stacks(
+        self,
+        arrays: Sequence[Any],
+        score: ScoreOperands | None,
+        entry: key_entries.Entry | None,
+    ) -> list[_Stack]:
         layout, bits = self._layout, self._bits
         places: tuple[Array, ...] = ()
         if bits is not None:
             arrays = (*arrays[:4], bits.entries[..., None, None], *arrays[5:])
         if score is not None:
-            places = score_entries(np, self.problem.out_shape[:-2])
+            b, h = score_entries(np, self.problem.out_shape[:-2])
+            places = b if entry is None else b + entry.first, h
             views = [attention_problem.batch_view(self.problem, x, 1, 1) for x in places]
             layout = batching.Layout([*self._views, *views], self._most)
         found = []
@@ -361,6 +436,8 @@ class _Tasks:
                 )
             if isinstance(arrays[3], SparseBias):
                 x[3] = arrays[3]
+            if entry is not None and entry.source is not None:
+                x[1:3] = entry.source.rows(x[1], x[2])
             made = None if score is None else TileScore(np, score, x[8], x[9], self._dtype)
             operands = tiled_attention.Operands(*x[:8], score=made)
             found.append(_Stack(operands, self._dtype, len(self._rows), pairs))
@@ -414,7 +491,8 @@ def _bytes_of_entry(
 
 def _reads_once(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> bool:
     """Whether keys and values are read once, from where they are."""
-    return problem.q_len <= _FEW_QUERIES and problem.dtype == dtype
+    direct = problem.dtype == dtype and problem.pages is None
+    return direct and problem.q_len <= _FEW_QUERIES
 
 
 def planned_tile(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> tile_sizes.Tile:

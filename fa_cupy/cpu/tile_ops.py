@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.cpu import blas
+from fa_cupy.cpu.key_entries import PagedRows
 from fa_cupy.tiled import attention, chunks, softcap
 
 Array = npt.NDArray[Any]
@@ -218,7 +219,11 @@ class Steps:
         if segments.places is not None:
             np.take(found, segments.places, out=out, mode="clip")
 
-    def operand(self, name: str, x: Array) -> Array:
+    def operand(self, name: str, x: Array | PagedRows) -> Array:
+        if isinstance(x, PagedRows):
+            out = self.scratch(name, (x.heads, *x.shape[1:]))
+            x.copy_to(out, self.load)
+            return np.broadcast_to(out, x.shape)
         if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):
             return x
         out = self.scratch(name, x.shape)

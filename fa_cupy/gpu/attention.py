@@ -153,14 +153,17 @@ class Call:
 
 def cached(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: Any, is_causal: Any, causal_align: Any,
-    window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, out: Any,
+    window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, k_lengths: Any,
+    page_table: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Answer a call of `fa_cupy.attention` whose plan is known or can be made; None otherwise.
 
     The key holds the arguments unchecked: only calls that were once checked are in the table, and
     only values of types that are equal where they mean the same make a key.
     """
-    if out is not None or not (type(q) is type(k) is type(v) is cupy.ndarray):
+    if out is not None or k_lengths is not None or page_table is not None:
+        return None
+    if not (type(q) is type(k) is type(v) is cupy.ndarray):
         return None
     device = q.data.device_id
     if k.data.device_id != device or v.data.device_id != device or runtime.getDevice() != device:

@@ -1,0 +1,201 @@
+"""Batch entries with key lengths and page tables: each one is a problem with its own keys.
+
+No entry computes anything for keys that it does not have. Keys in pages are copied tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.keys.layout import KeyArrays
+
+Array = npt.NDArray[Any]
+
+
+class PagedRows:
+    """Keys or values (n, length, dim) of n heads of one batch entry that lie in pages.
+
+    Parameters
+    ----------
+    pages : ndarray, shape (count, n, page_size, dim)
+    numbers : ndarray, shape (pages_per_sequence,)
+    begin, end : int
+        The rows, counted from the beginning of the first page.
+    """
+
+    def __init__(self, pages: Array, numbers: Array, begin: int, end: int) -> None:
+        self._pages, self._numbers = pages, numbers
+        self._begin, self._end = begin, end
+
+    @classmethod
+    def of(cls, rows: Array, source: PageSource, stride: int) -> PagedRows:
+        """Return those of the heads of `rows`, which is right in the first page only.
+
+        Parameters
+        ----------
+        rows : ndarray, shape (n, length, dim)
+        source : PageSource
+        stride : int
+            Bytes from a page to the next one.
+        """
+        n, length, dim = rows.shape
+        shape = (source.pages, n, source.size, dim)
+        pages = np.lib.stride_tricks.as_strided(rows, shape, (stride, *rows.strides))
+        return cls(pages, source.numbers, 0, length)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, rows and dims."""
+        _, n, _, dim = self._pages.shape
+        return n, self._end - self._begin, dim
+
+    @property
+    def heads(self) -> int:
+        """How many different heads there are: 1 where all are the same."""
+        return 1 if self._pages.strides[1] == 0 else self._pages.shape[1]
+
+    def __getitem__(self, index: tuple[slice, slice]) -> PagedRows:
+        """Return some rows of all heads."""
+        rows = index[1]
+        begin, end = self._begin + rows.start, self._begin + rows.stop
+        return PagedRows(self._pages, self._numbers, begin, end)
+
+    def copy_to(self, out: Array, load: Callable[[Array, Array], None]) -> None:
+        """Copy the rows of different heads to `out`, by calls of ``load(out, x)``."""
+        size, row = self._pages.shape[2], self._begin
+        while row < self._end:
+            number, skipped = divmod(row, size)
+            stop = min(self._end, (number + 1) * size)
+            page = self._pages[self._numbers[number], : self.heads, skipped : skipped + stop - row]
+            load(out[:, row - self._begin : stop - self._begin], page)
+            row = stop
+
+
+class PageSource(NamedTuple):
+    """Where the keys of one batch entry lie.
+
+    Attributes
+    ----------
+    numbers : ndarray
+        Of its pages.
+    size, pages : int
+        Rows of a page, and pages that there are.
+    strides : tuple of int
+        Bytes from a page to the next, of keys and of values.
+    """
+
+    numbers: Array
+    size: int
+    pages: int
+    strides: tuple[int, int]
+
+    def rows(self, k: Array, v: Array) -> tuple[PagedRows, PagedRows]:
+        """Return keys and values of stacked heads."""
+        k_stride, v_stride = self.strides
+        return PagedRows.of(k, self, k_stride), PagedRows.of(v, self, v_stride)
+
+
+class Entry(NamedTuple):
+    """One batch entry, with all its heads, as a problem of its own.
+
+    Attributes
+    ----------
+    problem : Problem
+        Without `k_lengths`. Its `pages` say that there are pages, in `source`.
+    arrays : list of ndarray or None
+        q, k, v, bias, mask, out, lse (with an axis of size 1 behind) and sinks.
+    views : list of View
+        Of out and lse.
+    first : int
+        The number b of the entry.
+    source : PageSource or None
+    """
+
+    problem: Problem
+    arrays: list[Any]
+    views: list[View]
+    first: int
+    source: PageSource | None
+
+
+def entries(
+    problem: Problem, arrays: Sequence[Any], views: list[View], keys: KeyArrays
+) -> Iterator[Entry]:
+    """Yield the entries of a problem; of equal lengths without pages, one that has all of them.
+
+    Parameters
+    ----------
+    problem : Problem
+    arrays : list of ndarray or None
+        As those of an `Entry`.
+    views : list of View
+        Of out and lse, over the batch axes of the problem.
+    keys : KeyArrays
+    """
+    axes = max(0, len(problem.out_shape) - 3)
+    batch = problem.batch[:axes]
+    lengths = np.full(batch, problem.k_len)
+    if problem.k_lengths is not None:
+        lengths = _over(keys.lengths, problem.k_lengths, axes)
+    if problem.pages is None and lengths.size and (lengths == lengths.flat[0]).all():
+        axes, batch, lengths = 0, (), np.asarray(lengths.flat[0])
+    tables = None
+    if problem.pages is not None:
+        tables = _over(keys.table, problem.pages.table, axes, 1)
+    given = (
+        problem.q, problem.k, problem.v, problem.bias, problem.mask, *views, problem.sinks,
+    )  # fmt: skip
+    seen = [
+        None if x is None or view is None else np.lib.stride_tricks.as_strided(x, *view)
+        for x, view in zip(arrays, given, strict=True)
+    ]
+    for first, entry in enumerate(np.ndindex(batch)):
+        parts = [None if x is None else x[entry] for x in seen]
+        source = None
+        if problem.pages is not None and tables is not None:
+            pages = problem.pages
+            strides = pages.k_stride, pages.v_stride
+            source = PageSource(tables[entry], pages.size, pages.count, strides)
+        yield _entry(problem, parts, axes, int(lengths[entry]), first, source)
+
+
+def _entry(
+    problem: Problem, parts: list[Any], axes: int, length: int, first: int,
+    source: PageSource | None,
+) -> Entry:  # fmt: skip
+    q, k, v, bias, mask, out, lse, sinks = parts
+    k, v = (x[..., :length, :] for x in (k, v))
+    bias, mask = (None if x is None else x[..., :length] for x in (bias, mask))
+    if length == 0:
+        mask = None
+    shift = length - problem.k_len if problem.band_from_end else 0
+    lower, upper = (None if x is None else x + shift for x in (problem.lower, problem.upper))
+    if lower is not None and lower <= 1 - problem.q_len:
+        lower = None
+    if upper is not None and upper >= length - 1:
+        upper = None
+
+    def view(x: Array) -> View:
+        return View(x.shape, x.strides)
+
+    alone = replace(
+        problem, batch=problem.batch[axes:], k_len=length, out_shape=problem.out_shape[axes:],
+        q=view(q), k=view(k), v=view(v), bias=None if bias is None else view(bias),
+        mask=None if mask is None else view(mask), sinks=None if sinks is None else view(sinks),
+        lower=lower, upper=upper, k_lengths=None, band_from_end=False,
+    )  # fmt: skip
+    parts = [q, k, v, bias, mask, out, lse, sinks]
+    return Entry(alone, parts, [view(out), view(lse)], first, source)
+
+
+def _over(array: Array, view: View, axes: int, more: int = 0) -> Array:
+    """Return an array over the first `axes` axes of a view, and its last `more` ones."""
+    keep = [*range(axes), *range(len(view.shape) - more, len(view.shape))]
+    shape, strides = (tuple(x[axis] for axis in keep) for x in view)
+    return np.lib.stride_tricks.as_strided(array, shape, strides)

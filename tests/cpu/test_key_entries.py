@@ -1,0 +1,187 @@
+"""Key lengths and pages on the CPU: entries one by one, and memory that does not grow with them."""
+
+import itertools
+import tracemalloc
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from fa_cupy import attention
+from fa_cupy.cpu import attention as cpu_attention
+from fa_cupy.cpu import decoding, key_entries, thread_pool
+from tests.api.test_key_lengths import BANDS, in_pages
+from tests.support import blas
+from tests.support.keyed_cases import cases_with_lengths, paged_cases
+from tests.support.strategies import Case, check_against_reference, normal
+
+with_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+with_threads = pytest.fixture(autouse=True, scope="module")(blas.two_threads)
+
+
+def draw(*shapes, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [normal(rng, shape, dtype) for shape in shapes]
+
+
+@pytest.fixture
+def few_keys(monkeypatch):
+    """Keys are split although they are few, in parts that end within pages; counts the parts."""
+    made = []
+
+    def bounds(problem, tasks, wanted):
+        if problem.score is not None or not problem.k_len:
+            return [(0, problem.k_len)]
+        ends = sorted({0, problem.k_len // 3, problem.k_len // 2, problem.k_len})
+        made.append(len(ends) - 1)
+        return [*itertools.pairwise(ends)]
+
+    monkeypatch.setattr(decoding, "key_bounds", bounds)
+    return made
+
+
+@given(case=paged_cases())
+@with_fixture
+def test_parts_of_pages_agree_with_the_reference(few_keys, case):
+    found = attention(*case.native(np), return_lse=True, **case.options)
+    check_against_reference(case, *found)
+
+
+@given(case=cases_with_lengths())
+@with_fixture
+def test_parts_of_keys_agree_with_the_reference(few_keys, case):
+    found = attention(*case.native(np), return_lse=True, **case.options)
+    check_against_reference(case, *found)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("q_len", [1, 300])
+def test_the_number_of_threads_does_not_show(q_len, dtype):
+    """Of a large entry, which all threads share, and small ones, which they take in turn."""
+    lengths = np.array([5000, 1, 0, 700, 1300, 700])
+    q, k, v = draw((6, 8, q_len, 32), (6, 2, 5000, 32), (6, 2, 5000, 32), dtype=dtype)
+    (k_pages, table), (v_pages, _) = (in_pages(x, lengths, 64) for x in (k, v))
+    for arrays, options in (((q, k, v), {}), ((q, k_pages, v_pages), {"page_table": table})):
+        results = []
+        for threads in (1, 2, 3, 8):
+            with blas.threads(threads):
+                results.append(attention(*arrays, k_lengths=lengths, **options).tobytes())
+        assert len(set(results)) == 1
+
+
+def test_large_entries_and_small_ones_are_solved_by_several_threads(monkeypatch):
+    runs = []
+
+    def run(tasks, new_worker, parallel=True):
+        runs.append((len(tasks), bool(parallel)))
+        worker = new_worker()
+        for task in tasks:
+            worker(task)
+
+    monkeypatch.setattr(thread_pool, "run", run)
+    q, k = draw((70, 8, 1, 64), (70, 8, 600, 64))
+    attention(q, k, k, k_lengths=np.arange(530, 600))
+    assert max(runs) == (70, True)
+    assert {parallel for count, parallel in runs if count != 70} == {False}
+    runs.clear()
+    pages, table = in_pages(draw((1, 8, 40000, 64))[0], [40000], 256)
+    attention(q[:1], pages, pages, page_table=table, k_lengths=40000 - 3)
+    assert runs[0] == (16, True)
+    assert runs[1:] == [(0, False)]
+
+
+def test_pages_are_copied_in_blocks():
+    """In the decoding of a long sequence, and for as many queries as keys."""
+    (k,) = draw((1, 2, 1 << 16, 64))
+    pages, table = in_pages(k, [1 << 16], 256)
+    for q_len in (1, 64, 600):
+        (q,) = draw((1, 4, q_len, 64))
+        attention(q, pages, pages, page_table=table[:, :4], k_lengths=1000)
+        tracemalloc.start()
+        attention(q, pages, pages, page_table=table)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < k.nbytes / 4, (q_len, peak)
+
+
+def test_no_work_is_done_for_keys_that_are_not_there(monkeypatch):
+    """The costs of entries are those of their own keys, and equal entries are planned once."""
+    made = []
+
+    class Noted(cpu_attention._Tasks):
+        def __init__(self, problem, *rest):
+            super().__init__(problem, *rest)
+            made.append((problem.k_len, self.cost))
+
+    monkeypatch.setattr(cpu_attention, "_Tasks", Noted)
+    q, k = draw((5, 2, 20, 8), (5, 2, 1000, 8))
+    attention(q, k, k, k_lengths=np.array([10, 20, 1000, 10, 20]))
+    costs = dict(made)
+    assert [*costs] == [10, 20, 1000]
+    assert len(made) == 3
+    assert costs[20] == 2 * costs[10] == costs[1000] / 50
+
+
+def test_equal_lengths_are_one_problem(monkeypatch):
+    made = []
+
+    class Noted(cpu_attention._Tasks):
+        def __init__(self, problem, *rest):
+            super().__init__(problem, *rest)
+            made.append(problem.batch)
+
+    monkeypatch.setattr(cpu_attention, "_Tasks", Noted)
+    q, k = draw((5, 2, 20, 8), (5, 2, 1000, 8))
+    for lengths in (7, np.full(5, 7), np.full((1,), 7)):
+        attention(q, k, k, k_lengths=lengths)
+    assert made == [(5, 2)] * 3
+
+
+@pytest.mark.parametrize("options", BANDS, ids=str)
+def test_heads_that_are_equal_are_copied_once(options):
+    """Keys of one head for all, in pages, with several queries each."""
+    q, k, v = draw((3, 8, 7, 16), (9, 1, 64, 16), (9, 1, 64, 16))
+    table = np.random.default_rng(0).integers(0, 9, (3, 4))
+    options = {**options, "page_table": table, "k_lengths": np.array([9, 250, 64])}
+    copied, copy_to = set(), key_entries.PagedRows.copy_to
+
+    def note(rows, out, load):
+        copied.add((rows.shape[0], out.shape[0]))
+        copy_to(rows, out, load)
+
+    with mock.patch.object(key_entries.PagedRows, "copy_to", note):
+        found = attention(q, k, v, return_lse=True, **options)
+    check_against_reference(Case(q, k, v, options=options), *found)
+    assert copied == {(8, 1)}
+
+
+def test_a_band_that_shows_all_keys_of_an_entry_is_none(monkeypatch):
+    """Then the heads that share keys read them once."""
+    made = []
+
+    class Noted(cpu_attention._Tasks):
+        def __init__(self, problem, *rest):
+            super().__init__(problem, *rest)
+            made.append((problem.k_len, problem.lower, problem.upper, self.problem.q_len))
+
+    monkeypatch.setattr(cpu_attention, "_Tasks", Noted)
+    q, k = draw((2, 8, 1, 16), (2, 2, 300, 16))
+    options = {"causal_align": "bottom_right", "k_lengths": np.array([100, 300])}
+    attention(q, k, k, window=(128, 0), **options)
+    assert made == [(100, None, None, 4), (300, 171, None, 1)]
+    made.clear()
+    options["causal_align"] = "top_left"
+    attention(q, k, k, window=(None, 128), **options)
+    assert made == [(100, None, None, 4), (300, None, 128, 1)]
+
+
+def test_pages_of_any_strides():
+    (wide,) = draw((5, 16, 2, 2, 3, 24))  # as (pages, page_size, k or v, heads, ...)
+    k, v = (wide[:, :, i, :, 1, ::2].swapaxes(1, 2) for i in range(2))
+    (q,) = draw((2, 4, 3, 12))
+    table = np.arange(30)[::-5].reshape(2, 3)[:, ::-1] % 5
+    lengths = np.array([0, 0, 48, 0, 0, 20])[2::3]
+    options = {"page_table": table, "k_lengths": lengths}
+    found = attention(q, k[::-1], v, return_lse=True, **options)
+    check_against_reference(Case(q, k[::-1], v, options=options), *found)
