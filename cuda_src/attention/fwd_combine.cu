@@ -110,14 +110,17 @@ FA_DEVICE void finish_row(const FwdSplitkvParams& params, int64 batch, int query
     x *= factor;
     probe = fmaf(x, 0.0f, probe);
   }
-  const EntryKeys keys = entry_keys(params, offsets, batch);
-  const bool exceeds_float32 = exceeds_float32_scores<!kScoreMod, false>(
-      p, keys.own_band, query, sums.row_max, sums.row_sum);
-  if (!is_invalid && __any_sync(kFullWarp, exceeds_float32 || is_nan(probe))) {
-    recompute_row<kBf16, kDim, false>(p, offsets, keys, batch, query, write);
-  } else {
-    write_row<kBf16>(p, sums.acc, write);
+  // One question first: hardly any row is to be computed again, and what it needs is to be loaded.
+  const bool is_extreme = fabsf(sums.row_max) >= kCoarseScore || is_nan(probe);
+  if (__any_sync(kFullWarp, is_extreme) && !is_invalid) {
+    const EntryKeys keys = entry_keys(params, offsets, batch);
+    const bool exceeds_float32 = exceeds_float32_scores<!kScoreMod, false>(
+        p, keys.own_band, query, sums.row_max, sums.row_sum);
+    if (__any_sync(kFullWarp, exceeds_float32 || is_nan(probe))) {
+      return recompute_row<kBf16, kDim, false>(p, offsets, keys, batch, query, write);
+    }
   }
+  write_row<kBf16>(p, sums.acc, write);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)

@@ -349,10 +349,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
   if (threadIdx.x == 0) shared.is_invalid = 0;
   bool is_valid = true;
-  load_q(params, work, offsets, cvta_to_shared(shared.q));
 #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.begin + kStages - 1; ++tile) {
     if (tile < tiles.end) load_kv(keys, shared, tile, is_valid);
+    if (tile == tiles.begin) load_q(params, work, offsets, cvta_to_shared(shared.q));
     cp_async_commit_group();
   }
 

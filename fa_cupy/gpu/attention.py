@@ -43,9 +43,13 @@ from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.masks.pair_bias import PairPlaces
 from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
+from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.score.program import Operands
 
 _NAME = "attention"
+_NO_ARRAYS = KeyArrays(None, None)
+# A workspace of so many bytes at most lies behind the LSE, which keeps all of its allocation.
+_MOST_BEHIND_LSE = 1024
 
 
 class Call:
@@ -100,14 +104,14 @@ class Call:
         else:
             self.plan = forward.make_plan(traits, launcher)
             self._mask = None if problem.mask is None else CallMask(problem, device)
-        if self.plan.workspace_bytes:
+        if 0 < self.plan.workspace_bytes <= _MOST_BEHIND_LSE:
             # The plan's workspace lies behind the LSE: one allocation less.
             self._workspace_at = -(-self._lse_bytes // 16) * 16
             self._lse_bytes = self._workspace_at + self.plan.workspace_bytes
 
     def __call__(
         self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any, sinks: Any,
-        score: Operands | None = None,
+        score: Operands | None = None, keys: KeyArrays = _NO_ARRAYS,
     ) -> tuple[Any, Any | None]:  # fmt: skip
         """Run the call on the current stream of its device, which must be current.
 
@@ -141,6 +145,8 @@ class Call:
             if score is not None:
                 pointers = (*pointers, *addresses_of(score))
             if self._mask is None:
+                if keys is not _NO_ARRAYS:
+                    pointers = (*pointers, *[x.data.ptr for x in keys if x is not None])
                 self.plan.run(pointers, space)
             else:
                 # The lists may be temporaries, which live until the launch is queued.
@@ -161,9 +167,7 @@ def cached(
     The key holds the arguments unchecked: only calls that were once checked are in the table, and
     only values of types that are equal where they mean the same make a key.
     """
-    if out is not None or k_lengths is not None or page_table is not None:
-        return None
-    if not (type(q) is type(k) is type(v) is cupy.ndarray):
+    if out is not None or not (type(q) is type(k) is type(v) is cupy.ndarray):
         return None
     device = q.data.device_id
     if k.data.device_id != device or v.data.device_id != device or runtime.getDevice() != device:
@@ -190,11 +194,18 @@ def cached(
         if laid is False:
             return None
         key = (*key, laid)
+    keys = _NO_ARRAYS
+    if k_lengths is not None or page_table is not None:
+        extra = array_key(k_lengths, device), array_key(page_table, device)
+        if extra[0] is False or extra[1] is False:
+            return None
+        key, keys = (*key, *extra), KeyArrays(k_lengths, page_table)
     call = lookup(key)
     if call is None:
         problem = attention_problem.attention_problem(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, sinks=sinks, precision=precision,
+            k_lengths=k_lengths, page_table=page_table,
         )  # fmt: skip
         strides = _strides_like(problem, q)
         counts = None if mask is None else _counts(problem, mask, device)
@@ -204,7 +215,7 @@ def cached(
         call = remember(key, _call_for(problem, strides, device, counts))
     elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None or sinks is not None:
         require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
-    result = call(q, k, v, bias, mask, None, return_lse, sinks)
+    result = call(q, k, v, bias, mask, None, return_lse, sinks, None, keys)
     return result if return_lse else result[0]
 
 
@@ -219,6 +230,7 @@ def attention(
     return_lse: bool,
     sinks: Any = None,
     score: Operands | None = None,
+    keys: KeyArrays | None = None,
 ) -> tuple[Any, Any | None]:
     """Solve `problem` on the current device and stream.
 
@@ -236,6 +248,8 @@ def attention(
         As the other arrays.
     score : Operands or None
         The score expression, if `problem` has one.
+    keys : KeyArrays or None
+        The arrays that say where the keys are, if `problem` has such.
 
     Returns
     -------
@@ -254,6 +268,11 @@ def attention(
         counts_of_form = _counts(built_in[0], mask, device)
         if _served(built_in[0], device, counts_of_form):
             (problem, bias), score, counts = built_in, None, counts_of_form
+    if keys is not None and not (
+        _served(problem, device, counts)
+        and _direct(problem, _strides_like(problem, q) if out is None else out.strides)
+    ):
+        return _by_gathering(problem, q, k, v, bias, mask, out, return_lse, sinks, score, keys)
     if not _served(problem, device, counts):
         from fa_cupy.gpu.cublas import (
             attention as cublas_attention,  # needs cuBLAS, which the kernels do not
@@ -268,7 +287,7 @@ def attention(
     lse = lse_for(problem, return_lse)
     with workspace.results():
         call = _call_for(problem, strides, device, counts)
-        return call(q, k, v, bias, mask, out, lse, sinks, score)
+        return call(q, k, v, bias, mask, out, lse, sinks, score, keys or _NO_ARRAYS)
 
 
 def _over_pairs(

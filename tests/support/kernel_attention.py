@@ -5,12 +5,14 @@ import numpy as np
 
 from fa_cupy import BitMask, reference
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from validation.emulator import calls
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 PLAIN = [(row,) for row in VARIANTS if not row.sparse]
 SPARSE = [(row,) for row in VARIANTS if row.sparse]
+SPLITKV = [(row,) for row in fwd_splitkv.VARIANTS]
 BANDS = [
     {},
     {"is_causal": True, "causal_align": "bottom_right"},
@@ -102,4 +104,75 @@ def random_call(rows, seed):
     text = f"{', '.join(str(x.shape) for x in arrays)}, {shown}"
     return text, lambda sources: check(
         row, *arrays, seed=seed, source=sources.get(row.entry), **options
+    )
+
+
+def paged(rng, k, v, lengths, size, garbage=np.nan):
+    """Keys and values (batch, heads, k_len, dim) in pages, in any order, and the page table.
+
+    Rows that no entry has are garbage, numbers of pages that none needs are out of range.
+    """
+    batch, _, k_len, _ = k.shape
+    per_sequence = -(-k_len // size)
+    count = batch * per_sequence + 2
+    table = rng.permutation(count)[: batch * per_sequence].reshape(batch, per_sequence)
+    pages = []
+    for x in (k, v):
+        shape = count, x.shape[1], size, x.shape[3]
+        found = np.full(shape, garbage, np.float32).astype(x.dtype)
+        for b, j in np.ndindex(batch, per_sequence):
+            rows = x[b, :, j * size : min((j + 1) * size, lengths[b])]
+            found[table[b, j], :, : rows.shape[1]] = rows
+        pages.append(found)
+    needed = -(-np.asarray(lengths) // size)
+    table[np.arange(per_sequence) >= needed[:, None]] = rng.choice([-1, count, 2**30])
+    return *pages, table
+
+
+def keyed_call(rng, row, k_len, size=None, q_len=None, garbage=np.nan):
+    """Arrays of a call by ``fwd_splitkv`` and its options: lengths, and pages of a `size`.
+
+    Rows that no entry has are garbage: a kernel that reads NaN there may compute rows again.
+    """
+    dtype, batch, heads = DTYPES[row.dtype], 2, int(rng.integers(1, 3))
+    groups = int(rng.choice([1, 3, 4, 7]))
+    q_len = int(rng.choice([1, 2, 5, 20])) if q_len is None else q_len
+    dims = [row.dim - int(rng.choice([0, 0, 8, 3])) for _ in range(2)]
+    seed = int(rng.integers(2**31))
+    shapes = (heads * groups, q_len, dims[0]), (heads, k_len, dims[0]), (heads, k_len, dims[1])
+    q, k, v = (draw(batch, *x, dtype=dtype, seed=seed + i) for i, x in enumerate(shapes))
+    lengths = rng.integers(0, k_len + 1, batch)
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = v[b, :, n:] = garbage
+    options = {"k_lengths": lengths.astype(rng.choice([np.int32, np.int64]))}
+    if size is not None:
+        k, v, table = paged(rng, k, v, lengths, size, garbage)
+        options["page_table"] = table.astype(rng.choice([np.int32, np.int64]))
+    return (q, k, v), options
+
+
+def random_keyed_call(rows, seed):
+    """What a row of ``fwd_splitkv`` can take, as `random_call`."""
+    (row,), rng = rows, np.random.default_rng(seed)
+    size = [None, 16, 48, 64][int(rng.integers(0, 4))]
+    k_len = int(rng.choice([16, 64, 144, 336, 576])) if size is None else size * 7
+    arrays, options = keyed_call(rng, row, k_len, size, garbage=rng.choice([np.nan, 300.0]))
+    if rng.random() < 0.2:
+        del options["k_lengths"]
+        arrays = [np.nan_to_num(x, nan=0.5) for x in arrays]
+        if size is not None:
+            options["page_table"] %= len(arrays[1])
+    options |= BANDS[int(rng.integers(0, len(BANDS)))]
+    if rng.random() < 0.3:
+        options["softcap"] = 3.0
+    _, heads, q_len, _ = arrays[0].shape
+    if rng.random() < 0.3:
+        keys = k_len if size is None else options["page_table"].shape[-1] * size
+        options["bias"] = draw(heads, 1, keys, dtype=DTYPES[row.dtype], seed=seed)
+    if rng.random() < 0.3:
+        options["sinks"] = any_sinks(rng, 1, heads, q_len)
+    shown = {name: getattr(x, "shape", x) for name, x in options.items()}
+    text = f"{', '.join(str(x.shape) for x in arrays)}, {shown}"
+    return text, lambda sources: check(
+        row, *arrays, seed=seed, source=next(iter(sources.values()), None), **options
     )

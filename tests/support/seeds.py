@@ -25,6 +25,7 @@ from validation import emulator
 FAMILIES = {
     "attention": (kernel_attention.PLAIN, kernel_attention.random_call),
     "mask": (kernel_attention.SPARSE, kernel_attention.random_call),
+    "splitkv": (kernel_attention.SPLITKV, kernel_attention.random_keyed_call),
     "product": (kernel_products.ROWS, kernel_products.random_call),
     "backward": (kernel_gradients.ROWS, kernel_gradients.random_call),
 }

@@ -64,11 +64,12 @@ def attention(
     seed, truncating : int, bool
         As for `emulator.launch`.
     source : Path, optional
-        A kernel in place of the variant's own.
+        A kernel in place of the one whose file has its name.
     order, by_tile
         As for `validation.emulator.masks.lists_of`.
     **options
-        Of `fa_cupy.attention`, `sinks` among them.
+        Of `fa_cupy.attention`, `sinks` among them; `k_lengths` and `page_table` are arrays, and
+        not checked.
 
     Raises
     ------
@@ -82,12 +83,14 @@ def attention(
     out = np.full(problem.out_shape, np.nan, problem.dtype)
     lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
     view = attention_problem.out_view(problem, out.shape, out.strides)
-    sources = {} if source is None else {row.entry: source}
+    sources = {} if source is None else {f"attention_{source.stem}": source}
     launcher = EmulatorLauncher(seed, truncating, sources)
     plan = forward.make_plan(Traits(problem, view), launcher, row)
     pointers = [0 if x is None else x.ctypes.data for x in (q, k, v, bias, out, lse)]
     pointers += [x.ctypes.data for x in (options.get("sinks"),) if x is not None]
     pointers += _addresses(operands)
+    of_keys = (options.get(name) for name in ("k_lengths", "page_table"))
+    pointers += [x.ctypes.data for x in of_keys if x is not None]
     if mask is None:
         lists, addresses = None, ()
     else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90
 from fa_cupy.gpu.kernels.attention.attention_params import (
     MASK_PARTS,
@@ -15,12 +16,18 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
+from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
+from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, supports
 from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, workspace_of
 
 #: All rows, in their builds for products times a positive scale.
 VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
+# The keys are split where there are at least so many, for at most so many rows of queries and of
+# heads that share keys: reading the keys is what takes the time there.
+_SPLIT_KEYS, _SPLIT_ROWS = 512, 64
 
 
 class Call(NamedTuple):
@@ -96,7 +103,7 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
     return sorted((variant for variant in found if variant), key=lambda variant: variant.rank)
 
 
-def for_any_layout(problem: Any, target: str | None) -> FwdSm80 | FwdSm90 | None:
+def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
@@ -105,12 +112,31 @@ def for_any_layout(problem: Any, target: str | None) -> FwdSm80 | FwdSm90 | None
         len(problem.batch) > MAX_BATCH_AXES or not takes_score(problem)
     ):
         return None
+    if has_key_arrays(problem) and not supports(problem):
+        return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
 
 
+def has_key_arrays(problem: Problem) -> bool:
+    """Whether arrays say where the keys are, which only ``fwd_splitkv`` reads."""
+    return problem.k_lengths is not None or problem.pages is not None
+
+
+def splits_keys(traits: Traits) -> bool:
+    """Whether ``fwd_splitkv`` solves a problem that a kernel serves in any layout."""
+    problem = traits.problem
+    if has_key_arrays(problem):
+        return True
+    few_rows = problem.q_len * heads_of_tile(traits) <= _SPLIT_ROWS
+    return few_rows and problem.k_len >= _SPLIT_KEYS and supports(problem)
+
+
 def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None) -> Plan:
     """Return the launches of a forward problem with a query to answer.
+
+    Calls give the addresses of `Traits.pointers`, then those of the parts of a mask, or of
+    `Traits.key_views`.
 
     Parameters
     ----------
@@ -121,6 +147,8 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         A row whose build for the scores of the problem runs; by default what `select` picks.
     """
     problem = traits.problem
+    if isinstance(variant, FwdSplitkv) or (variant is None and splits_keys(traits)):
+        return fwd_splitkv.make_plan(traits, launcher, variant)
     names = traits.pointers + (() if problem.mask is None else MASK_PARTS)
     if variant is None:
         call = Call(traits.score, fwd_sm90.supports(traits), problem.mask is not None)

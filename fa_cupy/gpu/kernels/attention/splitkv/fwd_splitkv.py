@@ -14,7 +14,6 @@ from fa_cupy.gpu.kernels.attention.splitkv.params import (
     heads_of_tile,
     make_splitkv_params,
 )
-from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
@@ -50,10 +49,10 @@ def _rows() -> Iterator[FwdSplitkv]:
     # bfloat16; validation/NOTES.md has those of other tiles.
     rows = (
         (64, 16, 128, 4, 3, 2, "one entry of 32,768 keys 2,654; two stages, three blocks 2,534"),
-        (64, 64, 128, 4, 2, 2, "as for 128"),
+        (64, 64, 64, 4, 3, 3, "as for 128"),
         (128, 16, 64, 4, 3, 2, "one entry of 8,192 keys 1,902; two stages, three blocks 1,865"),
         (128, 16, 64, 4, 2, 3, "the same for targets with less shared memory"),
-        (128, 64, 64, 4, 2, 2, "four warps with 16 rows each share all keys"),
+        (128, 64, 32, 4, 3, 3, "16 entries, 16 queries 2,833; 64 keys, two stages and blocks 2,646"),
         (256, 16, 32, 2, 2, 3, "16 entries of 8,192 keys 4,246; 64 keys and four warps 3,622"),
         (256, 64, 32, 4, 2, 2, "as for 128"),
     )
@@ -67,20 +66,15 @@ def _rows() -> Iterator[FwdSplitkv]:
 VARIANTS: tuple[FwdSplitkv, ...] = tuple(_rows())
 
 
-def serves(dtype: str, dim: int, target: str | None) -> bool:
-    """Whether there is a row for a dtype and a dim on a target."""
-    return any(_fits(row, dtype, dim, target) for row in VARIANTS)
-
-
-def _fits(row: FwdSplitkv, dtype: str, dim: int, target: str | None) -> bool:
-    return row.dtype == dtype and row.dim >= dim and target in row.targets
-
-
 def select(traits: Traits, target: str | None) -> FwdSplitkv:
     """Pick the row for a problem: the smallest tile of queries that holds all rows of an entry."""
     problem = traits.problem
     dim, rows = max(problem.head_dim, problem.v_dim), problem.q_len * heads_of_tile(traits)
-    fits = [row for row in VARIANTS if _fits(row, problem.dtype.name, dim, target)]
+    fits = [
+        row
+        for row in VARIANTS
+        if row.dtype == problem.dtype.name and row.dim >= dim and target in row.targets
+    ]
     least = min(rows, max(row.tile_m for row in fits))
     return min((row for row in fits if row.tile_m >= least), key=lambda row: row.rank)
 

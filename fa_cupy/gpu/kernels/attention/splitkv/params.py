@@ -1,4 +1,4 @@
-"""The parameters of ``fwd_splitkv`` and ``fwd_combine``, and what follows from a problem for them."""
+"""The parameters of ``fwd_splitkv`` and ``fwd_combine``, and what follows for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention.attention_params import (
     ATTENTION_PARAMS,
     MAX_BATCH_AXES,
@@ -24,7 +25,7 @@ _MOST_SPLITS = 128
 # To begin and to end a split, and to join it, takes about as long as so many tiles of keys.
 _SPLIT_TILES = 2
 # So large a part of the blocks that run at a time reads memory as fast as all of them do.
-_READING_PART = 0.6
+_READING_PART = 0.9
 
 #: The same fields in the same order as ``struct FwdSplitkvParams`` in
 #: ``cuda_src/attention/fwd_splitkv.cuh``, which checks the size when it is compiled.
@@ -61,13 +62,12 @@ class SplitkvVariant(Variant):
         return (self.dim, self.tile_m, -self.stages)
 
 
-def supports(traits: Traits) -> bool:
-    """Whether the kernels can solve a problem of their dtypes and dims."""
-    problem = traits.problem
+def supports(problem: Problem) -> bool:
+    """Whether the kernels can solve a problem that kernels serve in any layout."""
     rows = math.prod(problem.batch) * problem.q_len
-    if problem.mask is not None or len(traits.sizes) > MAX_BATCH_AXES:
-        return False
-    return 0 < rows and rows * _MOST_SPLITS <= MAX_GRID
+    axes = sum(n > 1 for n in problem.batch)
+    few = axes <= MAX_BATCH_AXES and 0 < rows * _MOST_SPLITS <= MAX_GRID
+    return few and problem.mask is None and problem.k_len > 0
 
 
 def heads_of_tile(traits: Traits) -> int:
