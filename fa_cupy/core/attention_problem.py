@@ -110,11 +110,9 @@ def attention_problem(
     TypeError, ValueError
         With a message that names the argument, what it got and what is wanted.
     """
-    names = (*args, "sinks", "k_lengths", "page_table")
-    inputs = [*zip(names, (q, k, v, bias, mask, sinks, k_lengths, page_table), strict=True)]
-    layout = None
+    layout, given = None, (q, k, v)
     if k_lengths is not None or page_table is not None:
-        layout = KeyLayout(name, args, (q, k, v), k_lengths, page_table)
+        layout = KeyLayout(name, args, given, k_lengths, page_table)
         k, v = layout.k, layout.v
     rows = dict(zip(args, (q, k, v), strict=False))
     dtype, bias_dtype, sinks_dtype = _dtypes(name, args, rows, bias, mask, sinks)
@@ -154,7 +152,9 @@ def attention_problem(
         **({} if layout is None else layout.fields(user_batch, groups, from_end)),
     )
     if out is not None:
-        check_out(name, out, problem.out_shape, dtype, inputs + (score.named() if score else []))
+        names = (*args, "sinks", "k_lengths", "page_table")
+        inputs = zip(names, (*given, bias, mask, sinks, k_lengths, page_table), strict=True)
+        check_out(name, out, problem.out_shape, dtype, [*inputs, *(score.named() if score else [])])
     return problem
 
 

@@ -62,7 +62,7 @@ def test_signatures():
     assert [p.name for p in names] == [
         *("q", "k", "v", "bias", "mask"),
         *("scale", "is_causal", "causal_align", "window", "softcap", "sinks", "precision"),
-        *("return_lse", "score", "out"),
+        *("return_lse", "score", "k_lengths", "page_table", "out"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in names[5:])
     backward = list(inspect.signature(attention_backward).parameters.values())

@@ -1,0 +1,158 @@
+"""A call with key lengths and page tables as an equal call without them, for any array namespace.
+
+For backends that have no kernel for such a call: pages are copied to where rows follow each other,
+and a mask hides the keys behind the ends. Nothing waits for a device, and only functions that
+NumPy and CuPy have are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fa_cupy.core.attention_problem import Problem, batch_view
+from fa_cupy.keys.layout import KeyArrays, Pages
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+class Gathered(NamedTuple):
+    """What takes the place of a problem and its arrays.
+
+    Attributes
+    ----------
+    problem : Problem
+        Without `k_lengths` and `pages`.
+    k, v : array
+        In C order where they were in pages, otherwise as given.
+    mask : array of bool or None
+    bad : array of bool or None
+        Which batch entries have a length, or need a page, that is out of range; of a shape that
+        broadcasts to the batch axes before the heads. None where there can be none.
+    """
+
+    problem: Problem
+    k: Array
+    v: Array
+    mask: Array | None
+    bad: Array | None
+
+
+def gathered(
+    xp: Any, problem: Problem, k: Array, v: Array, mask: Array | None, keys: KeyArrays
+) -> Gathered:
+    """Return an equal call whose batch entries all have `k_len` keys.
+
+    Parameters
+    ----------
+    xp : module
+        `numpy` or `cupy`.
+    problem : Problem
+        With `k_lengths`, `pages` or both.
+    k, v, mask : array
+        The arrays that `problem` was made from, `mask` may be None.
+    keys : KeyArrays
+        The lengths and the table, of `xp`.
+
+    Returns
+    -------
+    Gathered
+        After the call, `mark_bad` has to follow.
+    """
+    pages, bad = problem.pages, _bad(xp, problem, keys)
+    lower, upper = problem.lower, problem.upper
+    if pages is not None:
+        k, v = (_rows(xp, x, pages, keys.table) for x in (k, v))
+    if keys.lengths is not None and problem.k_len:
+        seen = _visible(xp, problem, keys.lengths)
+        mask = seen if mask is None else mask & seen
+        if problem.band_from_end:
+            lower = upper = None
+    alone = replace(
+        problem, lower=lower, upper=upper, k_lengths=None, pages=None, band_from_end=False
+    )
+    alone = replace(
+        alone,
+        k=batch_view(alone, k, problem.k_len, problem.head_dim),
+        v=batch_view(alone, v, problem.k_len, problem.v_dim),
+        mask=None
+        if mask is None or problem.k_len == 0
+        else batch_view(alone, mask, problem.q_len, problem.k_len),
+    )
+    return Gathered(alone, k, v, None if problem.k_len == 0 else mask, bad)
+
+
+def mark_bad(xp: Any, bad: Array | None, *results: Array | None) -> None:
+    """Write NaN to the batch entries of results that are `bad`.
+
+    Parameters
+    ----------
+    xp : module
+    bad : array of bool or None
+        From `gathered`.
+    *results : array or None
+        Output, of shape (..., heads, q_len, v_dim), and log-sum-exp, without the last axis; with
+        fewer axes where there are no heads.
+    """
+    if bad is None:
+        return
+    for i, x in enumerate(results):
+        if x is not None:
+            numbers = _as_integers(x)
+            nan = np.full(1, np.nan).astype(x.dtype).view(numbers.dtype)[0]
+            where = bad[(..., *[None] * (3 - i))] if bad.ndim else bad
+            numbers[...] = xp.where(where, nan, numbers)
+
+
+def _rows(xp: Any, x: Array, pages: Pages, table: Array) -> Array:
+    """Return keys or values (..., heads, k_len, dim) of the pages of each entry."""
+    _, heads, size, dim = x.shape
+    *entries, per_sequence = table.shape
+    shape = (*entries, heads, per_sequence * size, dim)
+    if pages.count == 0 or 0 in shape:
+        return xp.zeros(shape, x.dtype)
+    numbers = xp.clip(table, 0, pages.count - 1)[..., None, :]
+    found = _as_integers(x)[numbers, xp.arange(heads)[:, None]]
+    return xp.ascontiguousarray(found).reshape(shape).view(x.dtype)
+
+
+def _as_integers(x: Array) -> Array:
+    """Return `x` as integers of its size: CuPy does not move bfloat16 around everywhere."""
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def _visible(xp: Any, problem: Problem, lengths: Array) -> Array:
+    """Return which keys an entry has, and the band shows where it counts from their end.
+
+    Of shape (..., 1, 1, k_len), with a band (..., 1, q_len, k_len).
+    """
+    j = xp.arange(problem.k_len)
+    ends = lengths[..., None, None, None] if lengths.ndim else lengths
+    seen = (j < ends) if lengths.ndim else (j < ends)[None]
+    if not problem.band_from_end:
+        return seen
+    from_end = j - (ends - problem.k_len) - xp.arange(problem.q_len)[:, None]
+    if problem.lower is not None:
+        seen = seen & (from_end >= problem.lower)
+    if problem.upper is not None:
+        seen = seen & (from_end <= problem.upper)
+    return seen
+
+
+def _bad(xp: Any, problem: Problem, keys: KeyArrays) -> Array | None:
+    """Return the entries whose length, or the number of a page that they need, is out of range."""
+    bad, needed = None, None
+    lengths, table = keys
+    if lengths is not None:
+        bad = (lengths < 0) | (lengths > problem.k_len)
+    if problem.pages is not None and table.shape[-1]:
+        size, count = problem.pages.size, problem.pages.count
+        wrong = (table < 0) | (table >= count)
+        if lengths is not None:
+            needed = -(-xp.clip(lengths, 0, problem.k_len) // size)
+            wrong = wrong & (xp.arange(table.shape[-1]) < needed[..., None])
+        wrong = wrong.any(axis=-1)
+        bad = wrong if bad is None else bad | wrong
+    return bad
