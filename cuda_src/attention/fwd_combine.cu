@@ -1,12 +1,12 @@
 // Joins the splits of fwd_splitkv: a block for each row of the output.
 //
-// The splits' sums are brought to one row_max and added up in the order of the warps and, in a warp,
-// of the splits, so that results do not depend on timing.  Rows that come out non-finite, and those
-// whose scores float32 does not carry, are computed again here (recompute_row.cuh).
-#include "cuda_src/attention/fwd_splitkv.cuh"
+// The splits' sums are brought to one row_max and added up in the order of the warps and, in a
+// warp, of the splits, so that results do not depend on timing.  Rows that come out non-finite, and
+// those whose scores float32 does not carry, are computed again here (recompute_row.cuh).
 #include "cuda_src/common/recompute_row.cuh"
 #include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
+#include "cuda_src/common/splitkv.cuh"
 
 constexpr int kWarps = FA_WARPS;
 constexpr int kCols = kDim / 32;  // columns of a row that a lane has: every 32nd

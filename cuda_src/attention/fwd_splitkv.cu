@@ -7,10 +7,10 @@
 // serve any of them.
 //
 // kRowWarps warps have 16 rows each, and kKeyWarps warps share the keys of each tile of kTileN.
-#include "cuda_src/attention/fwd_splitkv.cuh"
 #include "cuda_src/common/mma_sm80.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/softmax.cuh"
+#include "cuda_src/common/splitkv.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr int kTileM = FA_TILE_M;      // query rows of a block
@@ -30,8 +30,8 @@ static_assert(kStages >= 2, "a tile is loaded while another one is computed");
 
 using QTile = SharedTile<kTileM, kDim>;
 using KVTile = SharedTile<kTileN, kDim>;
-constexpr int kChunks = kDim / 8;           // of 16 bytes in a row
-constexpr int kLoadRows = kThreads / 8;     // rows that all threads load at once, of 64 columns
+constexpr int kChunks = kDim / 8;        // of 16 bytes in a row
+constexpr int kLoadRows = kThreads / 8;  // rows that all threads load at once, of 64 columns
 constexpr int kPasses = kTileN / kLoadRows;
 static_assert(16 % kLoadRows == 0 && kTileN % kLoadRows == 0, "rows of a pass are in one page");
 
@@ -53,8 +53,8 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as
 
 // -------------------------------------------------------------------------------------------- work
 struct SplitWork {
-  int64 batch;           // the first head's entry, over all batch axes
-  int row_begin, rows;   // of the tile, counted by query and then by head
+  int64 batch;          // the first head's entry, over all batch axes
+  int row_begin, rows;  // of the tile, counted by query and then by head
   int split;
 };
 
@@ -84,8 +84,8 @@ FA_DEVICE int64 row_of_output(const FwdSplitkvParams& params, const SplitWork& w
 
 FA_DEVICE void write_stats(const FwdSplitkvParams& params, const SplitWork& work, int r,
                            float row_max, float row_sum) {
-  float* to = params.partial_stats +
-              2 * (work.split * params.rows + row_of_output(params, work, r));
+  float* to =
+      params.partial_stats + 2 * (work.split * params.rows + row_of_output(params, work, r));
   to[0] = row_max;
   to[1] = row_sum;
 }
@@ -209,8 +209,8 @@ FA_DEVICE void load_kv(const EntryKeys& keys, SharedStorage& shared, int tile, b
 }
 
 // ---------------------------------------------------------------------------------------- products
-// S = Q K^T of a warp's rows and keys.  Each score is kQkParts sums, so that a product does not wait
-// for the one before it: a warp has few of them at a time.
+// S = Q K^T of a warp's rows and keys.  Each score is kQkParts sums, so that a product does not
+// wait for the one before it: a warp has few of them at a time.
 FA_DEVICE void gemm_qk(float (&s)[1][kMmaN][4], uint32 q_address, uint32 k_address) {
   float parts[kQkParts][kMmaN][4];
 #pragma unroll
@@ -312,15 +312,14 @@ FA_DEVICE void write_partial_row(const FwdSplitkvParams& params, const SplitWork
   if (lane == 0) {
     write_stats(params, work, r, shared.is_invalid ? invalid_row_max() : row_max, row_sum);
   }
-  float* to = params.partial_out +
-              (work.split * params.rows + row_of_output(params, work, r)) * kDim;
+  float* to =
+      params.partial_out + (work.split * params.rows + row_of_output(params, work, r)) * kDim;
 #pragma unroll
   for (int col = 2 * lane; col < kDim; col += 64) {
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int w = 0; w < kKeyWarps; ++w) {
-      const float2 x =
-          *reinterpret_cast<const float2*>(&shared.o[w][r * kDim + mixed_col(r, col)]);
+      const float2 x = *reinterpret_cast<const float2*>(&shared.o[w][r * kDim + mixed_col(r, col)]);
       sum.x += factors[w] * x.x;
       sum.y += factors[w] * x.y;
     }

@@ -43,6 +43,7 @@ from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.masks.pair_bias import PairPlaces
 from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
+from fa_cupy.keys.gathered import gathered, mark_bad
 from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.score.program import Operands
 
@@ -196,10 +197,10 @@ def cached(
         key = (*key, laid)
     keys = _NO_ARRAYS
     if k_lengths is not None or page_table is not None:
-        extra = array_key(k_lengths, device), array_key(page_table, device)
-        if extra[0] is False or extra[1] is False:
+        laid = array_key(k_lengths, device), array_key(page_table, device)
+        if laid[0] is False or laid[1] is False:
             return None
-        key, keys = (*key, *extra), KeyArrays(k_lengths, page_table)
+        key, keys = (*key, *laid), KeyArrays(k_lengths, page_table)
     call = lookup(key)
     if call is None:
         problem = attention_problem.attention_problem(
@@ -288,6 +289,28 @@ def attention(
     with workspace.results():
         call = _call_for(problem, strides, device, counts)
         return call(q, k, v, bias, mask, out, lse, sinks, score, keys or _NO_ARRAYS)
+
+
+def _by_gathering(
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    out: Any,
+    return_lse: bool,
+    sinks: Any,
+    score: Operands | None,
+    keys: KeyArrays,
+) -> tuple[Any, Any | None]:
+    """Solve a problem whose key lengths and pages no kernel reads: by an equal call without."""
+    alone = gathered(cupy, problem, k, v, mask, keys)
+    result, lse = attention(
+        alone.problem, q, alone.k, alone.v, bias, alone.mask, out, return_lse, sinks, score
+    )
+    mark_bad(cupy, alone.bad, result, lse)
+    return result, lse
 
 
 def _over_pairs(

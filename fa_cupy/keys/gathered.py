@@ -71,8 +71,9 @@ def gathered(
         if problem.band_from_end:
             lower = upper = None
     alone = replace(
-        problem, lower=lower, upper=upper, k_lengths=None, pages=None, band_from_end=False
-    )
+        problem, lower=lower, upper=upper, k_lengths=None, k_lengths_dtype=None, pages=None,
+        band_from_end=False,
+    )  # fmt: skip
     alone = replace(
         alone,
         k=batch_view(alone, k, problem.k_len, problem.head_dim),

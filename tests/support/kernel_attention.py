@@ -7,6 +7,7 @@ from fa_cupy import BitMask, reference
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.forward import VARIANTS
+from validation import emulator
 from validation.emulator import calls
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -149,6 +150,19 @@ def keyed_call(rng, row, k_len, size=None, q_len=None, garbage=np.nan):
         k, v, table = paged(rng, k, v, lengths, size, garbage)
         options["page_table"] = table.astype(rng.choice([np.int32, np.int64]))
     return (q, k, v), options
+
+
+def finds_keyed(row, source, calls_made=12):
+    """Whether some of a few calls by ``fwd_splitkv`` fails with this kernel in place of its own."""
+    for seed in range(calls_made):
+        rng = np.random.default_rng(seed)
+        size, band = ((16, BANDS[1]), (48, {}), (None, BANDS[1]))[seed % 3]
+        arrays, options = keyed_call(rng, row, 700, size, garbage=300.0)
+        try:
+            check(row, *arrays, seed=seed, source=source, **options, **band)
+        except (AssertionError, emulator.EmulationError):
+            return True
+    return False
 
 
 def random_keyed_call(rows, seed):

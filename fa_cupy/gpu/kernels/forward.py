@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from itertools import product
 from typing import NamedTuple
 
@@ -25,9 +26,11 @@ from fa_cupy.gpu.plan import Launcher, Plan, workspace_of
 
 #: All rows, in their builds for products times a positive scale.
 VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
-# The keys are split where there are at least so many, for at most so many rows of queries and of
-# heads that share keys: reading the keys is what takes the time there.
-_SPLIT_KEYS, _SPLIT_ROWS = 512, 64
+# The keys are split for at most so many rows, of queries and of heads that share keys, and from so
+# many keys on: there reading the keys takes the time.
+_SPLIT_ROWS, _SPLIT_KEYS = 64, 512
+# So few rows, and so many keys, are faster split even where tiles of other rows fill the device.
+_FEW_ROWS, _MANY_KEYS = 8, 8192
 
 
 class Call(NamedTuple):
@@ -112,24 +115,29 @@ def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | 
         len(problem.batch) > MAX_BATCH_AXES or not takes_score(problem)
     ):
         return None
-    if has_key_arrays(problem) and not supports(problem):
+    if (problem.k_lengths or problem.pages) is not None and not supports(problem):
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
 
 
-def has_key_arrays(problem: Problem) -> bool:
-    """Whether arrays say where the keys are, which only ``fwd_splitkv`` reads."""
-    return problem.k_lengths is not None or problem.pages is not None
+def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocessors: int) -> bool:
+    """Whether ``fwd_splitkv`` solves a problem, rather than this row.
 
-
-def splits_keys(traits: Traits) -> bool:
-    """Whether ``fwd_splitkv`` solves a problem that a kernel serves in any layout."""
+    It does where few rows share keys, if their tiles leave multiprocessors idle, or `fwd_sm80`
+    would read the keys for each head. Arrays that say where the keys are it alone can read.
+    """
     problem = traits.problem
-    if has_key_arrays(problem):
+    if (problem.k_lengths or problem.pages) is not None:
         return True
-    few_rows = problem.q_len * heads_of_tile(traits) <= _SPLIT_ROWS
-    return few_rows and problem.k_len >= _SPLIT_KEYS and supports(problem)
+    if problem.q_len > _SPLIT_ROWS or problem.k_len < _SPLIT_KEYS or not supports(problem):
+        return False
+    rows = problem.q_len * heads_of_tile(traits)
+    if rows > _SPLIT_ROWS:
+        return False
+    tiles = math.prod(problem.batch) * problem.q_len // rows
+    few = rows <= _FEW_ROWS and problem.k_len >= _MANY_KEYS
+    return few or tiles < multiprocessors // 2 or isinstance(variant, FwdSm80)
 
 
 def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None) -> Plan:
@@ -147,13 +155,15 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         A row whose build for the scores of the problem runs; by default what `select` picks.
     """
     problem = traits.problem
-    if isinstance(variant, FwdSplitkv) or (variant is None and splits_keys(traits)):
+    if isinstance(variant, FwdSplitkv):
         return fwd_splitkv.make_plan(traits, launcher, variant)
     names = traits.pointers + (() if problem.mask is None else MASK_PARTS)
     if variant is None:
         call = Call(traits.score, fwd_sm90.supports(traits), problem.mask is not None)
         dims = problem.head_dim, problem.v_dim
         variant = select(problem.dtype.name, *dims, launcher.target, call)
+        if splits_keys(traits, variant, launcher.multiprocessors):
+            return fwd_splitkv.make_plan(traits, launcher)
     elif isinstance(variant, FwdSm80 | FwdSm90):
         variant = variant.for_score(traits.score)
     if isinstance(variant, FwdSm80):

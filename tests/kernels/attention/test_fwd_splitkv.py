@@ -15,11 +15,11 @@ from tests.support.kernel_attention import (
     SPLITKV,
     check,
     draw,
+    finds_keyed,
     keyed_call,
     random_keyed_call,
 )
 from tests.support.planted import plant
-from validation import emulator
 from validation.emulator import calls
 
 pytestmark = pytest.mark.emulator
@@ -100,35 +100,6 @@ def test_a_page_out_of_range_is_nan(bad, place):
     assert {n: bool(np.isnan(x[1]).any()) for n, x in found.items()} == needed
 
 
-# Extremes of range
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite(value):
-    """Where it is seen, the output is non-finite as that of the reference; hidden, it never is."""
-    q, k, v = (draw(2, 2, n, 64, dtype=np.float16, seed=n) for n in (3, 300, 300))
-    k[0, 0, 250], v[0, 1, 290] = value, value
-    for n in (240, 260, 300):
-        options = {"k_lengths": np.array([n, 77]), "is_causal": True}
-        options["causal_align"] = "bottom_right"
-        out, lse = calls.attention(D64, q, k, v, **options)
-        with np.errstate(invalid="ignore"):
-            want, want_lse = reference.attention(q, k, v, **options)
-        np.testing.assert_array_equal(np.isnan(out), np.isnan(want))
-        np.testing.assert_array_equal(np.isinf(out), np.isinf(want))
-        np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
-
-
-def test_large_scores():
-    """Rows whose scores float32 cannot tell apart are computed again, over all splits."""
-    q, k, v = (draw(1, 2, n, 64, dtype=np.float16, seed=n) for n in (2, 400, 400))
-    options = {"scale": 3e7, "k_lengths": np.array([333])}
-    out, lse = calls.attention(D64, q, k, v, **options)
-    want, want_lse = reference.attention(q, k, v, **options)
-    np.testing.assert_allclose(out, want, rtol=0, atol=4e-3)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
-
-
 # Bits
 
 
@@ -178,32 +149,19 @@ def plan_of(q_heads, q_len, dim):
 
 BUGS = {
     "rows that are counted from the first page": (
-        "fwd_splitkv", "found.row[pass] -= page", "found.row[pass] -= 0 * page"),
+        "found.row[pass] -= page", "found.row[pass] -= 0 * page"),
     "no mask in the last tile": (
-        "fwd_splitkv", "tile >= seen.full_end) mask", "tile > seen.full_end) mask"),
+        "tile >= seen.full_end) mask", "tile > seen.full_end) mask"),
     "no barrier before the next tile": (
-        "fwd_splitkv", "- 2>(); __syncthreads();", "- 2>(); __syncwarp();"),
+        "- 2>(); __syncthreads();", "- 2>(); __syncwarp();"),
     "a tile that has not landed": (
-        "fwd_splitkv", "cp_async_wait_group<kStages - 2>", "cp_async_wait_group<kStages - 1>"),
-    "a split that is left out": (
-        "fwd_combine", "if (first + i < params.splits)", "if (first + i + 1 < params.splits)"),
-    "sums of another row_max": (
-        "fwd_combine", "to.row_sum = to.row_sum * old_factor", "to.row_sum = to.row_sum"),
+        "cp_async_wait_group<kStages - 2>", "cp_async_wait_group<kStages - 1>"),
     "the band of all keys": (
-        "fwd_splitkv", "params.band_from_end ? length - p.k_len : 0", "0"),
+        "params.band_from_end ? length - p.k_len : 0", "0"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug, tmp_path):
-    kernel, *change = BUGS[bug]
-    source = plant(tmp_path, f"attention/{kernel}", change)
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        size, band = ((16, BANDS[1]), (48, {}), (None, BANDS[1]))[seed % 3]
-        arrays, options = keyed_call(rng, D128, 700, size, garbage=300.0)
-        try:
-            check(D128, *arrays, seed=seed, source=source, **options, **band)
-        except (AssertionError, emulator.EmulationError):
-            return
-    pytest.fail("12 calls have not found it")
+    old, new = BUGS[bug]
+    assert finds_keyed(D128, plant(tmp_path, "attention/fwd_splitkv", (old, new)))

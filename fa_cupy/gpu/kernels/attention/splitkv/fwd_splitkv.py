@@ -52,7 +52,7 @@ def _rows() -> Iterator[FwdSplitkv]:
         (64, 64, 64, 4, 3, 3, "as for 128"),
         (128, 16, 64, 4, 3, 2, "one entry of 8,192 keys 1,902; two stages, three blocks 1,865"),
         (128, 16, 64, 4, 2, 3, "the same for targets with less shared memory"),
-        (128, 64, 32, 4, 3, 3, "16 entries, 16 queries 2,833; 64 keys, two stages and blocks 2,646"),
+        (128, 64, 32, 4, 3, 3, "16 queries 2,833; 64 keys, two stages, two blocks 2,646"),
         (256, 16, 32, 2, 2, 3, "16 entries of 8,192 keys 4,246; 64 keys and four warps 3,622"),
         (256, 64, 32, 4, 2, 2, "as for 128"),
     )
@@ -99,9 +99,7 @@ def steps(traits: Traits, variant: FwdSplitkv, multiprocessors: int) -> list[Ste
     addresses |= {name: name for name in (*traits.key_views, *PARTIALS)}
     kept = ("q", "k", "v") if p["aligned"] else ()
     combine = next(
-        row
-        for row in fwd_combine.VARIANTS
-        if (row.dtype, row.dim) == (variant.dtype, variant.dim)
+        row for row in fwd_combine.VARIANTS if (row.dtype, row.dim) == (variant.dtype, variant.dim)
     )
     return [
         Step(variant, entries * tiles * splits, params, addresses, aligned=kept),

@@ -28,7 +28,7 @@ _SPLIT_TILES = 2
 _READING_PART = 0.9
 
 #: The same fields in the same order as ``struct FwdSplitkvParams`` in
-#: ``cuda_src/attention/fwd_splitkv.cuh``, which checks the size when it is compiled.
+#: ``cuda_src/common/splitkv.cuh``, which checks the size when it is compiled.
 FWD_SPLITKV_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS)]
     + [(name, np.uint64) for name in (*_KEY_ARRAYS, *PARTIALS)]

@@ -10,10 +10,10 @@ constexpr int kDim = FA_DIM;     // head_dim and v_dim, padded with zeros
 
 struct FwdSplitkvParams {
   AttentionParams common;
-  const void* k_lengths;  // (*batch): keys of each entry; null: all have k_len
+  const void* k_lengths;   // (*batch): keys of each entry; null: all have k_len
   const void* page_table;  // (*batch, pages of an entry); null: rows of keys at equal distances
-  float* partial_out;     // (splits, rows, kDim): not divided by row_sum yet
-  float* partial_stats;   // (splits, rows, 2): row_max in units of log2, row_sum
+  float* partial_out;      // (splits, rows, kDim): not divided by row_sum yet
+  float* partial_stats;    // (splits, rows, 2): row_max in units of log2, row_sum
   int64 k_lengths_batch[kMaxBatchAxes], page_table_batch[kMaxBatchAxes];
   int64 page_table_col;
   int64 k_page, v_page;  // from a page to the next
@@ -25,7 +25,7 @@ struct FwdSplitkvParams {
   int splits;            // of the keys
   int band_from_end;     // 1: lower and upper are for k_len keys, and move with the last key
   int k_lengths_bytes, page_table_bytes;  // of an element: 4 or 8
-  int aligned;           // 1: every row of q, k and v starts at a multiple of 16 bytes
+  int aligned;  // 1: every row of q, k and v starts at a multiple of 16 bytes
 };
 static_assert(sizeof(FwdSplitkvParams) == FA_SPLITKV_PARAMS_BYTES, "fa_cupy/gpu holds the same");
 
@@ -113,6 +113,9 @@ FA_DEVICE EntryKeys entry_keys(const FwdSplitkvParams& params, const BatchOffset
   const int shift = params.band_from_end ? length - p.k_len : 0;
   const int64 table_begin =
       params.page_table == nullptr ? 0 : element_of_entry(p, batch, params.page_table_batch);
-  return {params, offsets, {length, shifted(p.lower, shift), shifted(p.upper, shift)},
-          table_begin, is_valid};
+  return {params,
+          offsets,
+          {length, shifted(p.lower, shift), shifted(p.upper, shift)},
+          table_begin,
+          is_valid};
 }
