@@ -484,6 +484,18 @@ CASES["attention with pages"] = keyed_of(size=64)
 CASES["attention with pages, many queries"] = keyed_of(q_len=70, size=16)
 
 
+@case("KVCache")
+def _(new):
+    """Its lengths and pages lie at the same addresses whatever is appended."""
+    cache = fa_cupy.KVCache(
+        2, 64, sequences=3, max_length=256, page_size=64, dtype=np.float16, xp=cp
+    )
+    tokens = cp.asarray(np.random.default_rng(0).standard_normal((3, 2, 100, 64)).astype(HALF))
+    cache.append(tokens, tokens)
+    q = new(3, 4, 1, 64)
+    return lambda: cache.attention(q)
+
+
 @case("attention of one query")
 def _(new):
     q, k, v = new(2, 8, 1, 64), new(2, 2, 900, 64), new(2, 2, 900, 64)
