@@ -42,15 +42,18 @@ data.flush()
 keys, values = np.memmap(path, np.float32, mode="r", shape=shape)
 q = 2 * rng.standard_normal((100, dim), dtype=np.float32)
 
-out, lse, history = None, None, []
-for start in range(0, count, chunk):
+
+def attend(start):
     rows = slice(start, start + chunk)
     k, v = np.array(keys[rows]), np.array(values[rows])
-    part, part_lse = attention(q, k, v, return_lse=True)
-    if out is None:
-        out, lse = part, part_lse
-    else:
-        out, lse = merge_attention([out, part], [lse, part_lse])
+    return attention(q, k, v, return_lse=True)
+
+
+out, lse = attend(0)
+history = [out]
+for start in range(chunk, count, chunk):
+    part, part_lse = attend(start)
+    out, lse = merge_attention([out, part], [lse, part_lse])
     history.append(out)
 
 # %%
