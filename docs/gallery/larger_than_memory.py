@@ -43,16 +43,15 @@ keys, values = np.memmap(path, np.float32, mode="r", shape=shape)
 q = 2 * rng.standard_normal((100, dim), dtype=np.float32)
 
 
-def attend(start):
-    rows = slice(start, start + chunk)
-    k, v = np.array(keys[rows]), np.array(values[rows])
-    return attention(q, k, v, return_lse=True)
+def attend(keys, values):  # which are read from the file here
+    return attention(q, np.array(keys), np.array(values), return_lse=True)
 
 
-out, lse = attend(0)
+out, lse = attend(keys[:chunk], values[:chunk])
 history = [out]
 for start in range(chunk, count, chunk):
-    part, part_lse = attend(start)
+    rows = slice(start, start + chunk)
+    part, part_lse = attend(keys[rows], values[rows])
     out, lse = merge_attention([out, part], [lse, part_lse])
     history.append(out)
 

@@ -290,7 +290,8 @@ def test_empty_matrices_of_any_strides(shape, strides):
     dense = np.lib.stride_tricks.as_strided(np.zeros(1, np.bool_), shape, strides)
     assert dense.strides == strides
     mask = BitMask.from_dense(dense)
-    assert mask.shape == shape and mask.nnz == 0 and mask.to_dense().shape == shape
+    assert mask.shape == mask.to_dense().shape == shape
+    assert mask.nnz == 0
 
 
 def test_the_longest_masks():
