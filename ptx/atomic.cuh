@@ -19,6 +19,17 @@ FA_DEVICE uint32 atom_add_acq_rel_gpu_u32(uint32* address, uint32 x) {
   return old;
 }
 
+// Replaces eight bytes by `replacement` if they are `expected`, and returns them as they were; with
+// the order of atom_add_acq_rel_gpu_u32.
+FA_DEVICE uint64 atom_cas_acq_rel_gpu_b64(uint64* address, uint64 expected, uint64 replacement) {
+  uint64 old;
+  asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;\n"
+               : "=l"(old)
+               : "l"(address), "l"(expected), "l"(replacement)
+               : "memory");
+  return old;
+}
+
 // Sixteen aligned bytes at once: replaces them by `replacement` if they are `expected`; they are
 // returned in `expected` as they were.  From SM90 on.
 FA_DEVICE void atom_cas_b128(uint64* address, uint64 (&expected)[2],

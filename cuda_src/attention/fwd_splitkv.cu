@@ -1,16 +1,15 @@
 // Attention forward of few queries and many keys, for SM80 and later: mma.sync, cp.async.
 //
 // Reading the keys takes the time, so they are shared out over the whole device: a block takes a
-// part of the keys (a split) for a tile of query rows, and fwd_combine joins the splits of each row
-// in their order.  Heads that share keys are rows of one tile.  The number of keys of each batch
+// part of the keys (a split) for a tile of query rows, and the last block of a tile to be done
+// joins its splits.  Heads that share keys are rows of one tile.  The number of keys of each batch
 // entry and the pages that they are in lie in device memory, so that a plan and a captured graph
 // serve any of them.
 //
 // kRowWarps warps have 16 rows each, and kKeyWarps warps share the keys of each tile of kTileN.
 #include "cuda_src/common/mma_sm80.cuh"
 #include "cuda_src/common/shared_tile.cuh"
-#include "cuda_src/common/softmax.cuh"
-#include "cuda_src/common/splitkv.cuh"
+#include "cuda_src/common/splitkv_rows.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr int kTileM = FA_TILE_M;      // query rows of a block
@@ -47,12 +46,14 @@ struct SharedStorage {
   };
   uint16 q[kTileM * kDim];
   float stats[kKeyWarps][kTileM][2];  // row_max and row_sum of each warp
-  alignas(8) int is_invalid;          // whether a number of a page is none
+  int is_invalid;                     // whether a length, or the number of a page, is none
+  int is_last;                        // whether this block is to join the splits
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 // -------------------------------------------------------------------------------------------- work
 struct SplitWork {
+  uint32 tile;          // of queries, over all entries
   int64 batch;          // the first head's entry, over all batch axes
   int row_begin, rows;  // of the tile, counted by query and then by head
   int split;
@@ -64,7 +65,7 @@ FA_DEVICE SplitWork split_work(const FwdSplitkvParams& params) {
   const int split = static_cast<int>(blockIdx.x - tile * params.splits);
   const uint32 entry = tile / static_cast<uint32>(p.q_tiles);
   const int row_begin = static_cast<int>(tile - entry * p.q_tiles) * kTileM;
-  return {(p.first_batch + entry) * params.heads, row_begin,
+  return {tile, (p.first_batch + entry) * params.heads, row_begin,
           min(kTileM, p.q_len * params.heads - row_begin), split};
 }
 
@@ -76,18 +77,15 @@ FA_DEVICE TileRange tiles_of_split(const FwdSplitkvParams& params, const SplitWo
           seen.begin + static_cast<int>(count * (work.split + 1) / params.splits)};
 }
 
-// The place of a row of the tile among the rows of all entries.
-FA_DEVICE int64 row_of_output(const FwdSplitkvParams& params, const SplitWork& work, int r) {
-  const int row = work.row_begin + r, query = row / params.heads;
-  return (work.batch + (row - query * params.heads)) * params.common.q_len + query;
-}
+// The query and the batch entry of a row of the tile.
+struct RowPlace {
+  int query;
+  int64 batch;
+};
 
-FA_DEVICE void write_stats(const FwdSplitkvParams& params, const SplitWork& work, int r,
-                           float row_max, float row_sum) {
-  float* to =
-      params.partial_stats + 2 * (work.split * params.rows + row_of_output(params, work, r));
-  to[0] = row_max;
-  to[1] = row_sum;
+FA_DEVICE RowPlace row_place(const FwdSplitkvParams& params, const SplitWork& work, int r) {
+  const int row = work.row_begin + r, query = row / params.heads;
+  return {query, work.batch + (row - query * params.heads)};
 }
 
 // ------------------------------------------------------------------------------------------- loads
@@ -297,61 +295,60 @@ FA_DEVICE void share_o(SharedStorage& shared, const OnlineSoftmax<1>& softmax,
   }
 }
 
-// Adds up what the warps that share a row have, in their order, and writes it.
-FA_DEVICE void write_partial_row(const FwdSplitkvParams& params, const SplitWork& work,
-                                 const SharedStorage& shared, int r, int lane) {
-  float row_max = kNoMax, row_sum = 0.0f, factors[kKeyWarps];
-#pragma unroll
-  for (int w = 0; w < kKeyWarps; ++w) row_max = fmaxf(row_max, shared.stats[w][r][0]);
+// Adds up what the warps that share a row have, in their order.
+FA_DEVICE void read_warps(const SharedStorage& shared, int r, RowSums& sums) {
+  const int lane = threadIdx.x % 32;
+  clear(sums);
 #pragma unroll
   for (int w = 0; w < kKeyWarps; ++w) {
-    // Keys that no warp sees leave O at 0 and row_max at kNoMax.
-    factors[w] = ex2_approx_ftz(shared.stats[w][r][0] - row_max);
-    row_sum += factors[w] * shared.stats[w][r][1];
-  }
-  if (lane == 0) {
-    write_stats(params, work, r, shared.is_invalid ? invalid_row_max() : row_max, row_sum);
-  }
-  float* to =
-      params.partial_out + (work.split * params.rows + row_of_output(params, work, r)) * kDim;
+    const float row_max = shared.stats[w][r][0], row_sum = shared.stats[w][r][1];
+    if (row_sum == 0.0f) continue;  // without keys there is no output in shared memory
+    float acc[kCols];
 #pragma unroll
-  for (int col = 2 * lane; col < kDim; col += 64) {
-    float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-    for (int w = 0; w < kKeyWarps; ++w) {
-      const float2 x = *reinterpret_cast<const float2*>(&shared.o[w][r * kDim + mixed_col(r, col)]);
-      sum.x += factors[w] * x.x;
-      sum.y += factors[w] * x.y;
-    }
-    *reinterpret_cast<float2*>(to + col) = sum;
+    for (int i = 0; i < kCols; ++i) acc[i] = shared.o[w][r * kDim + mixed_col(r, lane + 32 * i)];
+    add_sums(sums, row_max, row_sum, acc);
+  }
+  if (shared.is_invalid) sums.row_max = invalid_row_max();
+}
+
+// Without keys.
+FA_DEVICE void share_nothing(SharedStorage& shared) {
+  for (int i = threadIdx.x; i < kKeyWarps * kTileM; i += kThreads) {
+    shared.stats[i / kTileM][i % kTileM][0] = kNoMax;
+    shared.stats[i / kTileM][i % kTileM][1] = 0.0f;
   }
 }
 
-// ------------------------------------------------------------------------------------------ kernel
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    attention_fwd_splitkv(const __grid_constant__ FwdSplitkvParams params) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  const AttentionParams& p = params.common;
-  const SplitWork work = split_work(params);
-  const BatchOffsets offsets = batch_offsets(p, work.batch);
-  const EntryKeys keys = entry_keys(params, offsets, work.batch);
-  const KeyTiles seen = key_tiles(keys.own_band, work.row_begin / params.heads,
-                                  (work.row_begin + work.rows - 1) / params.heads, kTileN);
-  const TileRange tiles = tiles_of_split(params, work, seen);
-  if (tiles.begin >= tiles.end) {
-    for (int r = threadIdx.x; r < work.rows; r += kThreads) {
-      write_stats(params, work, r, keys.is_valid ? kNoMax : invalid_row_max(), 0.0f);
-    }
-    return;
+// Hands the sums of the tile's rows to the block that joins the splits; returns whether it is this
+// one.
+FA_DEVICE bool hand_over(const FwdSplitkvParams& params, const SplitWork& work,
+                         SharedStorage& shared) {
+  for (int r = threadIdx.x / 32; r < work.rows; r += kWarps) {
+    const RowPlace at = row_place(params, work, r);
+    RowSums sums;
+    read_warps(shared, r, sums);
+    write_split(params, work.split, at.batch * params.common.q_len + at.query, sums);
   }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared.is_last = arrive(params, work.tile) == params.splits - 1;
+    if (shared.is_last) params.arrivals[work.tile] = 0;  // a replayed launch begins anew
+  }
+  __syncthreads();
+  return shared.is_last;
+}
 
-  if (threadIdx.x == 0) shared.is_invalid = 0;
+// ---------------------------------------------------------------------------------------- mainloop
+// Computes the split, and leaves the sums of its rows in shared memory.
+FA_DEVICE void compute_split(const FwdSplitkvParams& params, const SplitWork& work,
+                             const EntryKeys& keys, const KeyTiles& seen, const TileRange& tiles,
+                             SharedStorage& shared) {
+  const AttentionParams& p = params.common;
   bool is_valid = true;
 #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.begin + kStages - 1; ++tile) {
     if (tile < tiles.end) load_kv(keys, shared, tile, is_valid);
-    if (tile == tiles.begin) load_q(params, work, offsets, cvta_to_shared(shared.q));
+    if (tile == tiles.begin) load_q(params, work, keys.offsets, cvta_to_shared(shared.q));
     cp_async_commit_group();
   }
 
@@ -374,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     gemm_qk(s, cvta_to_shared(shared.q) + a_lane<QTile>(row_of_warp),
             cvta_to_shared(shared.tiles.k[tile % kStages]) + b_lane<KVTile>(key_warp * kWarpKeys));
     const int col = tile * kTileN + key_warp * kWarpKeys + 2 * (lane % 4);
-    if constexpr (kScoreMod) modify_scores(p, offsets, s, first_row, col);
+    if constexpr (kScoreMod) modify_scores(p, keys.offsets, s, first_row, col);
     if (tile < seen.full_begin || tile >= seen.full_end) mask_by_band(keys.own_band, s, query, col);
     float correction[1][2];
     if (softmax.update_max(s, correction, softmax_scale(p))) rescale_o(o, correction);
@@ -391,7 +388,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (!is_valid) shared.is_invalid = 1;
   __syncthreads();  // every warp has left the tiles
   share_o(shared, softmax, o, row_of_warp, key_warp, lane);
+}
+
+// ------------------------------------------------------------------------------------------ kernel
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    attention_fwd_splitkv(const __grid_constant__ FwdSplitkvParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const SplitWork work = split_work(params);
+  const BatchOffsets offsets = batch_offsets(params.common, work.batch);
+  const EntryKeys keys = entry_keys(params, offsets, work.batch);
+  const KeyTiles seen = key_tiles(keys.own_band, work.row_begin / params.heads,
+                                  (work.row_begin + work.rows - 1) / params.heads, kTileN);
+  const TileRange tiles = tiles_of_split(params, work, seen);
+  if (threadIdx.x == 0) shared.is_invalid = !keys.is_valid;
+  if (tiles.begin < tiles.end) {
+    compute_split(params, work, keys, seen, tiles, shared);
+  } else {
+    share_nothing(shared);
+  }
   __syncthreads();
+  if (params.splits > 1 && !hand_over(params, work, shared)) return;
 #pragma unroll 1
-  for (int r = warp; r < work.rows; r += kWarps) write_partial_row(params, work, shared, r, lane);
+  for (int r = threadIdx.x / 32; r < work.rows; r += kWarps) {
+    const RowPlace at = row_place(params, work, r);
+    RowSums sums;
+    if (params.splits > 1) {
+      read_splits(params, at.batch * params.common.q_len + at.query, sums);
+    } else {
+      read_warps(shared, r, sums);
+    }
+    finish_row(params, at.batch, at.query, sums);
+  }
 }

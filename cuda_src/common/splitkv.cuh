@@ -1,4 +1,4 @@
-// What fwd_splitkv and fwd_combine share: parameters, and where the keys of a batch entry are.
+// Parameters of fwd_splitkv, and where the keys of a batch entry are.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
@@ -13,6 +13,8 @@ struct FwdSplitkvParams {
   const void* k_lengths;   // (*batch): keys of each entry; null: all have k_len
   const void* page_table;  // (*batch, pages of an entry); null: rows of keys at equal distances
   float* partial_out;      // (splits, rows, kDim): not divided by row_sum yet
+  uint64* arrivals;        // of each tile of queries, how many splits are done (splitkv_rows.cuh)
+  uint64 mark;             // of this launch, not 0
   float* partial_stats;    // (splits, rows, 2): row_max in units of log2, row_sum
   int64 k_lengths_batch[kMaxBatchAxes], page_table_batch[kMaxBatchAxes];
   int64 page_table_col;
@@ -24,7 +26,6 @@ struct FwdSplitkvParams {
   int heads;             // entries of the last batch axis that share keys: rows of one tile
   int splits;            // of the keys
   int band_from_end;     // 1: lower and upper are for k_len keys, and move with the last key
-  int row_warps;         // of fwd_combine for each row, a power of two
   int k_lengths_bytes, page_table_bytes;  // of an element: 4 or 8
   int aligned;  // 1: every row of q, k and v starts at a multiple of 16 bytes
 };

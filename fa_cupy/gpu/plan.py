@@ -163,7 +163,7 @@ class Plan:
         self._launcher = launcher
         places, self.workspace_bytes = workspace or Workspace({}, 0)
         self._places = tuple(places.values())
-        index = {name: i for i, name in enumerate((*names, *places, MARK))}
+        index = {name: i for i, name in enumerate((*names, *places))}
         self._launches = [
             _Launch(step, kernel, index, launcher)
             for step, kernel in zip(steps, launcher.kernels(steps), strict=True)
@@ -195,8 +195,6 @@ class Plan:
                 memory = self._launcher.workspace(self.workspace_bytes)
                 workspace = memory.ptr
             pointers = (*pointers, *[workspace + place for place in self._places])
-            if self._marks:
-                pointers = (*pointers, next(_marks))
         try:
             structs = self._pool.pop()
         except IndexError:
@@ -206,8 +204,10 @@ class Plan:
             self._pool.append(structs)
             memory = None  # the fallback takes its own
             return self.fallback().run(given) if self._fallback else False
-        stream = None
+        stream, mark = None, next(_marks) if self._marks else 0
         for launch, arguments in structs.launches:
+            if launch.mark is not None:
+                _pack_mark(arguments.memory, launch.mark, mark)
             stream = launch.kernel(arguments, stream)
         self._pool.append(structs)
         return True
@@ -265,7 +265,7 @@ class _Structs:
 class _Launch:
     """A step with its kernel, and how addresses are written to its struct."""
 
-    __slots__ = ("aligned", "kernel", "mapped", "maps", "params", "runs", "shifts")
+    __slots__ = ("aligned", "kernel", "mapped", "maps", "mark", "params", "runs", "shifts")
 
     def __init__(
         self,
@@ -277,7 +277,9 @@ class _Launch:
         dtype = step.params.dtype
         self.kernel = kernel
         self.params = step.params
-        fields = sorted((offset_of(dtype, path), index[x]) for path, x in step.addresses.items())
+        places = {offset_of(dtype, path): name for path, name in step.addresses.items()}
+        self.mark = next((at for at, name in places.items() if name == MARK), None)
+        fields = sorted((at, index[name]) for at, name in places.items() if name != MARK)
         self.runs = list(_runs(fields))
         self.shifts: tuple[int, ...] = ()
         if any(step.shifts.values()):
@@ -344,7 +346,7 @@ def offset_of(dtype: np.dtype[Any], path: str) -> int:
     return found
 
 
-_pack_flag = struct.Struct("=i").pack_into
+_pack_flag, _pack_mark = struct.Struct("=i").pack_into, struct.Struct("=Q").pack_into
 
 
 def _runs(fields: list[tuple[int, int]]) -> Iterator[tuple[Callable[..., None], int, Any]]:

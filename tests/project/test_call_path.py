@@ -69,7 +69,7 @@ GOALS = {
 }
 KERNELS = {
     "attention": ["attention_fwd_sm90"],
-    "attention with pages": ["attention_fwd_splitkv", "attention_fwd_combine"],
+    "attention with pages": ["attention_fwd_splitkv"],
     "attention_backward": [
         "attention_bwd_preprocess", "attention_bwd_sm90", "attention_bwd_convert_dq",
         "attention_bwd_nonfinite",

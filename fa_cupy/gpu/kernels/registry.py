@@ -7,8 +7,7 @@ import itertools
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
-from fa_cupy.gpu.kernels.attention.splitkv import fwd_combine, fwd_splitkv
-from fa_cupy.gpu.kernels.attention.splitkv.params import SplitkvVariant
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES
@@ -31,7 +30,7 @@ PAIRS: tuple[PairVariant, ...] = (
     *fwd_pairs.VARIANTS, *bwd_dq_pairs.VARIANTS, *bwd_dkdv_pairs.VARIANTS,
 )  # fmt: skip
 #: Those of few queries.
-SPLITKV: tuple[SplitkvVariant, ...] = (*fwd_splitkv.VARIANTS, *fwd_combine.VARIANTS)
+SPLITKV: tuple[fwd_splitkv.FwdSplitkv, ...] = fwd_splitkv.VARIANTS
 # Of gradients those without a mask that compute scores, in one of the dtypes; a row for biases has
 # scores of its own.
 _GRADIENTS = [

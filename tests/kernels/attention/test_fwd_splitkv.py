@@ -1,4 +1,4 @@
-"""Attention with the keys split over blocks: fwd_splitkv and fwd_combine, run on the CPU."""
+"""Attention with the keys split over blocks: fwd_splitkv, run on the CPU."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import Score, reference
-from fa_cupy.gpu.kernels.attention.splitkv import fwd_combine, fwd_splitkv, params
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv, params
 from fa_cupy.gpu.kernels.attention.splitkv.params import splits_of
 from tests.support.every_run import examples, only, some
 from tests.support.kernel_attention import (
     BANDS,
     DTYPES,
     SPLITKV,
+    any_sinks,
     check,
     draw,
     finds_keyed,
@@ -64,6 +65,19 @@ def test_expressions_see_the_entries_of_packed_heads(heads):
     np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("splits", only([1, 2, 7, 8, 9, 63, 65, 128], 9))
+@pytest.mark.parametrize("row", only(list(ROWS.values()), D64), ids=lambda row: row.name)
+def test_any_number_of_splits(row, splits, monkeypatch):
+    """Some of which have no keys."""
+    monkeypatch.setattr(params, "splits_of", lambda *_: splits)
+    rng = np.random.default_rng(splits)
+    arrays, options = keyed_call(rng, row, 1100, q_len=3)
+    check(row, *arrays, **options)
+    heads = arrays[0].shape[1]
+    sinks = any_sinks(rng, 2, heads, 3)
+    check(row, *arrays, **options, sinks=sinks, is_causal=True, causal_align="bottom_right")
+
+
 # What is out of range
 
 
@@ -100,6 +114,35 @@ def test_a_page_out_of_range_is_nan(bad, place):
     assert {n: bool(np.isnan(x[1]).any()) for n, x in found.items()} == needed
 
 
+# Extremes of range
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite(value):
+    """Where it is seen, the output is non-finite as that of the reference; hidden, it never is."""
+    q, k, v = (draw(2, 2, n, 64, dtype=np.float16, seed=n) for n in (3, 300, 300))
+    k[0, 0, 250], v[0, 1, 290] = value, value
+    for n in (240, 260, 300):
+        options = {"k_lengths": np.array([n, 77]), "is_causal": True}
+        options["causal_align"] = "bottom_right"
+        out, lse = calls.attention(D64, q, k, v, **options)
+        with np.errstate(invalid="ignore"):
+            want, want_lse = reference.attention(q, k, v, **options)
+        np.testing.assert_array_equal(np.isnan(out), np.isnan(want))
+        np.testing.assert_array_equal(np.isinf(out), np.isinf(want))
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_large_scores():
+    """Rows whose scores float32 cannot tell apart are computed again, over all splits."""
+    q, k, v = (draw(1, 2, n, 64, dtype=np.float16, seed=n) for n in (2, 400, 400))
+    options = {"scale": 3e7, "k_lengths": np.array([333])}
+    out, lse = calls.attention(D64, q, k, v, **options)
+    want, want_lse = reference.attention(q, k, v, **options)
+    np.testing.assert_allclose(out, want, rtol=0, atol=4e-3)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+
+
 # Bits
 
 
@@ -133,7 +176,6 @@ def test_rows_are_chosen_by_the_number_of_queries():
     assert chosen(8, 1, 128, "sm_90a").stages == 3
     assert chosen(8, 1, 128, "sm_86").stages == 2
     assert chosen(8, 1, 200, "sm_80").dim == 256
-    assert {row.dim for row in fwd_combine.VARIANTS} == {row.dim for (row,) in SPLITKV}
 
 
 def plan_of(q_heads, q_len, dim):
@@ -156,6 +198,10 @@ BUGS = {
         "- 2>(); __syncthreads();", "- 2>(); __syncwarp();"),
     "a tile that has not landed": (
         "cp_async_wait_group<kStages - 2>", "cp_async_wait_group<kStages - 1>"),
+    "a split that is left out": (
+        "if (first + i < params.splits)", "if (first + i + 1 < params.splits)"),
+    "sums of another row_max": (
+        "to.row_sum = to.row_sum * old_factor", "to.row_sum = to.row_sum"),
     "the band of all keys": (
         "params.band_from_end ? length - p.k_len : 0", "0"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention of few queries: the keys are shared out over blocks (``fwd_splitkv``, ``fwd_combine``).
+"""Attention of few queries: the keys are shared out over blocks (``fwd_splitkv``).
 
 Their lengths and pages lie in device memory.
 """

@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from itertools import product
 
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
-from fa_cupy.gpu.kernels.attention.splitkv import fwd_combine
 from fa_cupy.gpu.kernels.attention.splitkv.params import (
-    PARTIALS,
-    SplitkvVariant,
+    FWD_SPLITKV_PARAMS,
     heads_of_tile,
     make_splitkv_params,
 )
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
-from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
+from fa_cupy.gpu.plan import MARK, Launcher, Plan, Step, Workspace, workspace_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwdSplitkv(SplitkvVariant):
+class FwdSplitkv(Variant):
     """A row of ``fwd_splitkv``.
 
     Attributes
@@ -36,12 +34,23 @@ class FwdSplitkv(SplitkvVariant):
         key_warps = 16 * self.warps // self.tile_m
         tiles = 4 * self.dim * self.stages * self.tile_n
         outputs, stats = 4 * self.dim * self.tile_m * key_warps, 8 * self.tile_m * key_warps
-        return -(-(max(tiles, outputs) + 2 * self.dim * self.tile_m + stats + 4) // 8) * 8
+        return max(tiles, outputs) + 2 * self.dim * self.tile_m + stats + 8
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_BLOCKS", self.blocks))
+        return (
+            *super().defines,
+            ("FA_TILE_M", self.tile_m),
+            ("FA_WARPS", self.warps),
+            ("FA_BLOCKS", self.blocks),
+            ("FA_SPLITKV_PARAMS_BYTES", FWD_SPLITKV_PARAMS.itemsize),
+        )
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Smaller dims first, then smaller tiles of queries, then more stages."""
+        return (self.dim, self.tile_m, -self.stages)
 
 
 def _rows() -> Iterator[FwdSplitkv]:
@@ -79,13 +88,15 @@ def select(traits: Traits, target: str | None) -> FwdSplitkv:
     return min((row for row in fits if row.tile_m >= least), key=lambda row: row.rank)
 
 
-def steps(traits: Traits, variant: FwdSplitkv, multiprocessors: int) -> list[Step]:
-    """Return the launches of a problem: one of all splits, and one that joins them.
+def step(
+    traits: Traits, variant: FwdSplitkv, multiprocessors: int
+) -> tuple[Step, Workspace | None]:
+    """Return the launch of a problem, and the memory in which blocks leave what others join.
 
     Parameters
     ----------
     traits : Traits
-        Of a problem that the kernels support (`splitkv.params.supports`).
+        Of a problem that the kernel supports (`splitkv.params.supports`).
     variant : FwdSplitkv
     multiprocessors : int
         Of the device.
@@ -93,22 +104,23 @@ def steps(traits: Traits, variant: FwdSplitkv, multiprocessors: int) -> list[Ste
     slots = variant.blocks * multiprocessors
     params = make_splitkv_params(traits, variant.tile_m, variant.tile_n, slots)
     p = params[0]
-    rows, splits, tiles = int(p["rows"]), int(p["splits"]), int(p["common"]["q_tiles"])
+    rows, splits = int(p["rows"]), int(p["splits"])
     entries = rows // (traits.problem.q_len * int(p["heads"]))
+    tiles = entries * int(p["common"]["q_tiles"])
     addresses = {f"common.{field}": name for field, name in traits.fields.items()}
-    addresses |= {name: name for name in (*traits.key_views, *PARTIALS)}
+    addresses |= {name: name for name in traits.key_views}
+    space = None
+    if splits > 1:
+        outputs, stats = 4 * variant.dim * rows * splits, 8 * rows * splits
+        sizes = {"partial_out": outputs, "partial_stats": stats, "arrivals": 8 * tiles}
+        space = workspace_of(sizes)
+        addresses |= {**dict(zip(sizes, sizes, strict=True)), "mark": MARK}
     kept = ("q", "k", "v") if p["aligned"] else ()
-    combine = next(
-        row for row in fwd_combine.VARIANTS if (row.dtype, row.dim) == (variant.dtype, variant.dim)
-    )
-    return [
-        Step(variant, entries * tiles * splits, params, addresses, aligned=kept),
-        combine.for_score(variant.score).step(params, addresses),
-    ]
+    return Step(variant, tiles * splits, params, addresses, aligned=kept), space
 
 
 def make_plan(traits: Traits, launcher: Launcher, variant: FwdSplitkv | None = None) -> Plan:
-    """Return the launches of a problem that the kernels support.
+    """Return the launch of a problem that the kernel supports.
 
     Calls give the addresses of `Traits.pointers`, then those of `Traits.key_views`.
 
@@ -120,7 +132,5 @@ def make_plan(traits: Traits, launcher: Launcher, variant: FwdSplitkv | None = N
         A row whose build for the scores of the problem runs; by default what `select` picks.
     """
     row = (variant or select(traits, launcher.target)).for_score(traits.score)
-    found = steps(traits, row, launcher.multiprocessors)
-    parts = int(found[0].params[0]["splits"]) * int(found[0].params[0]["rows"])
-    space = workspace_of({"partial_out": 4 * row.dim * parts, "partial_stats": 8 * parts})
-    return Plan(found, (*traits.pointers, *traits.key_views), launcher, space)
+    found, space = step(traits, row, launcher.multiprocessors)
+    return Plan([found], (*traits.pointers, *traits.key_views), launcher, space)

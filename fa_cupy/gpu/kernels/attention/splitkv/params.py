@@ -1,9 +1,8 @@
-"""The parameters of ``fwd_splitkv`` and ``fwd_combine``, and what follows for them."""
+"""The parameters of ``fwd_splitkv``, and what follows from a problem for them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     Traits,
     make_params,
 )
-from fa_cupy.gpu.kernels.variant import Variant
 
-#: What the splits leave to be joined: parts of the workspace.
-PARTIALS = ("partial_out", "partial_stats")
 _KEY_ARRAYS = ("k_lengths", "page_table")
 _MOST_SPLITS = 128
 # To begin and to end a split, and to join it, takes about as long as so many tiles of keys.
@@ -31,39 +27,20 @@ _READING_PART = 0.9
 #: ``cuda_src/common/splitkv.cuh``, which checks the size when it is compiled.
 FWD_SPLITKV_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS)]
-    + [(name, np.uint64) for name in (*_KEY_ARRAYS, *PARTIALS)]
+    + [(name, np.uint64) for name in (*_KEY_ARRAYS, "partial_out", "arrivals", "mark")]
+    + [("partial_stats", np.uint64)]
     + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _KEY_ARRAYS]
     + [(name, np.int64) for name in ("page_table_col", "k_page", "v_page", "rows")]
     + [(name, np.int32) for name in ("page_size", "page_shift", "pages", "heads", "splits")]
-    + [(name, np.int32) for name in ("band_from_end", "row_warps")]
+    + [("band_from_end", np.int32)]
     + [(f"{name}_bytes", np.int32) for name in _KEY_ARRAYS]
     + [("aligned", np.int32)],
     align=True,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitkvVariant(Variant):
-    """A row of one of the two kernels."""
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (
-            *super().defines,
-            ("FA_TILE_M", self.tile_m),
-            ("FA_WARPS", self.warps),
-            ("FA_SPLITKV_PARAMS_BYTES", FWD_SPLITKV_PARAMS.itemsize),
-        )
-
-    @property
-    def rank(self) -> tuple[int, ...]:
-        """Smaller dims first, then smaller tiles of queries, then more stages."""
-        return (self.dim, self.tile_m, -self.stages)
-
-
 def supports(problem: Problem) -> bool:
-    """Whether the kernels can solve a problem that kernels serve in any layout."""
+    """Whether the kernel can solve a problem that some kernel serves in any layout."""
     rows = math.prod(problem.batch) * problem.q_len
     axes = sum(n > 1 for n in problem.batch)
     few = axes <= MAX_BATCH_AXES and 0 < rows * _MOST_SPLITS <= MAX_GRID
@@ -113,16 +90,16 @@ def splits_of(tiles: int, key_tiles: int, slots: int) -> int:
 def make_splitkv_params(
     traits: Traits, tile_m: int, tile_n: int, slots: int
 ) -> np.ndarray[Any, Any]:
-    """Return the struct that both launches of a problem get, complete but for addresses.
+    """Return the struct of a problem, complete but for addresses.
 
     Parameters
     ----------
     traits : Traits
-        Of a problem that the kernels `supports`.
+        Of a problem that the kernel `supports`.
     tile_m, tile_n : int
         Rows of a tile of queries, keys of a tile.
     slots : int
-        Blocks of `fwd_splitkv` that run on the device at a time.
+        Blocks that run on the device at a time.
     """
     problem, heads = traits.problem, heads_of_tile(traits)
     params = np.zeros(1, FWD_SPLITKV_PARAMS)

@@ -1,29 +1,32 @@
-// Joins the splits of fwd_splitkv: a warp for each row of the output, or more where a row has many.
+// Rows of fwd_splitkv: what the splits of a row add up to, and the output that is made of it.
 //
-// The splits' sums are brought to one row_max and added up in the order of the warps and, in a
-// warp, of the splits, so that results do not depend on timing.  Rows that come out non-finite, and
-// those whose scores float32 does not carry, are computed again here (recompute_row.cuh).
+// Splits are added up in their order, so that results do not depend on timing.  Rows that come out
+// non-finite, and those whose scores float32 does not carry, are computed again
+// (recompute_row.cuh).
+#pragma once
 #include "cuda_src/common/recompute_row.cuh"
 #include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
 #include "cuda_src/common/splitkv.cuh"
+#include "ptx/atomic.cuh"
 
-constexpr int kWarps = FA_WARPS;
-constexpr int kCols = kDim / 32;  // columns of a row that a lane has: every 32nd
-constexpr int kSplits = 8;        // of a warp that are on their way at a time
+constexpr int kCols = kDim / 32;   // columns of a row that a lane has: every 32nd
+constexpr int kSplitsAtATime = 8;  // splits of a row that a warp has on their way
 
-// What some splits of a row add up to.
+// What some keys add to a row, spread over a warp.
 struct RowSums {
   float row_max, row_sum;  // row_max is NaN if the entry's length or page numbers are out of range
   float acc[kCols];
 };
-struct SharedStorage {
-  float acc[kWarps][kDim];
-  float row_max[kWarps], row_sum[kWarps];
-};
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 FA_DEVICE bool is_nan(float x) { return x != x; }
+
+FA_DEVICE void clear(RowSums& sums) {
+  sums.row_max = kNoMax;
+  sums.row_sum = 0.0f;
+#pragma unroll
+  for (float& x : sums.acc) x = 0.0f;
+}
 
 // Adds sums to others.  Without weights there is no output: what stands in its place is not read.
 FA_DEVICE void add_sums(RowSums& to, float row_max, float row_sum, const float (&acc)[kCols]) {
@@ -38,25 +41,30 @@ FA_DEVICE void add_sums(RowSums& to, float row_max, float row_sum, const float (
   for (int i = 0; i < kCols; ++i) to.acc[i] = to.acc[i] * old_factor + acc[i] * factor;
 }
 
-FA_DEVICE void clear(RowSums& sums) {
-  sums.row_max = kNoMax;
-  sums.row_sum = 0.0f;
+// ------------------------------------------------------------------------------------ other blocks
+// Leaves the sums of a split of a row, of those of all entries, in global memory.
+FA_DEVICE void write_split(const FwdSplitkvParams& params, int split, int64 row,
+                           const RowSums& sums) {
+  const int lane = threadIdx.x % 32;
+  const int64 at = split * params.rows + row;
+  if (lane == 0) {
+    reinterpret_cast<float2*>(params.partial_stats)[at] = make_float2(sums.row_max, sums.row_sum);
+  }
+  if (sums.row_sum == 0.0f) return;
 #pragma unroll
-  for (float& x : sums.acc) x = 0.0f;
+  for (int i = 0; i < kCols; ++i) params.partial_out[at * kDim + lane + 32 * i] = sums.acc[i];
 }
 
-// Adds up the splits of a row that fall to one of its warps: all that it loads at a time is asked
-// for before it is used.
-FA_DEVICE void add_splits(const FwdSplitkvParams& params, int64 row, int warp_of_row,
-                          RowSums& sums) {
+// Adds up all splits of a row.  What is loaded at a time is asked for before it is used.
+FA_DEVICE void read_splits(const FwdSplitkvParams& params, int64 row, RowSums& sums) {
   const int lane = threadIdx.x % 32;
+  clear(sums);
 #pragma unroll 1
-  for (int first = warp_of_row * kSplits; first < params.splits;
-       first += params.row_warps * kSplits) {
-    float2 stats[kSplits];
-    float acc[kSplits][kCols];
+  for (int first = 0; first < params.splits; first += kSplitsAtATime) {
+    float2 stats[kSplitsAtATime];
+    float acc[kSplitsAtATime][kCols];
 #pragma unroll
-    for (int i = 0; i < kSplits; ++i) {
+    for (int i = 0; i < kSplitsAtATime; ++i) {
       // Of splits that there are not, the last one is loaded and not added.
       const int64 at = min(first + i, params.splits - 1) * params.rows + row;
       stats[i] = reinterpret_cast<const float2*>(params.partial_stats)[at];
@@ -64,34 +72,30 @@ FA_DEVICE void add_splits(const FwdSplitkvParams& params, int64 row, int warp_of
       for (int j = 0; j < kCols; ++j) acc[i][j] = params.partial_out[at * kDim + lane + 32 * j];
     }
 #pragma unroll
-    for (int i = 0; i < kSplits; ++i) {
+    for (int i = 0; i < kSplitsAtATime; ++i) {
       if (first + i < params.splits) add_sums(sums, stats[i].x, stats[i].y, acc[i]);
     }
   }
 }
 
-// Adds up what the warps of a row have; in the first of them the result is right.
-FA_DEVICE void add_warps(const FwdSplitkvParams& params, SharedStorage& shared, int warp,
-                         RowSums& sums) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < kCols; ++i) shared.acc[warp][lane + 32 * i] = sums.acc[i];
-  if (lane == 0) {
-    shared.row_max[warp] = sums.row_max;
-    shared.row_sum[warp] = sums.row_sum;
-  }
-  __syncthreads();
-  if (warp % params.row_warps > 0) return;
-#pragma unroll 1
-  for (int other = warp + 1; other < warp + params.row_warps; ++other) {
-    float acc[kCols];
-#pragma unroll
-    for (int i = 0; i < kCols; ++i) acc[i] = shared.acc[other][lane + 32 * i];
-    add_sums(sums, shared.row_max[other], shared.row_sum[other], acc);
+// Counts a block's split as done, by one thread, and returns how many of its tile of queries were
+// done before.  What the block has written before a barrier can then be read by the one that gets
+// the last number, and the memory of the counter comes as it is: in it are the low 56 bits of the
+// launch's mark, above the count, or anything else if this is the first one to come.
+FA_DEVICE int arrive(const FwdSplitkvParams& params, uint32 tile) {
+  uint64* word = params.arrivals + tile;
+  uint64 seen = *word;
+  while (true) {
+    const bool is_first = seen >> 8 != (params.mark & 0x00ffffffffffffffu);
+    const uint64 next = (is_first ? params.mark << 8 : seen) + 1;
+    const uint64 old = atom_cas_acq_rel_gpu_b64(word, seen, next);
+    if (old == seen) return is_first ? 0 : static_cast<int>(seen & 255);
+    seen = old;
   }
 }
 
-// Writes the row, by a warp.
+// ------------------------------------------------------------------------------------------ output
+// Writes a row of the output, by a warp.
 FA_DEVICE void finish_row(const FwdSplitkvParams& params, int64 batch, int query, RowSums& sums) {
   const AttentionParams& p = params.common;
   const BatchOffsets offsets = batch_offsets(p, batch);
@@ -125,22 +129,4 @@ FA_DEVICE void finish_row(const FwdSplitkvParams& params, int64 batch, int query
     }
   }
   write_row<kBf16>(p, sums.acc, write);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
-    attention_fwd_combine(const __grid_constant__ FwdSplitkvParams params) {
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  const AttentionParams& p = params.common;
-  const int warp = threadIdx.x / 32, warp_of_row = warp % params.row_warps;
-  const int64 row =
-      static_cast<int64>(blockIdx.x) * (kWarps / params.row_warps) + warp / params.row_warps;
-  const bool exists = row < params.rows;
-  RowSums sums;
-  clear(sums);
-  if (exists) add_splits(params, row, warp_of_row, sums);
-  if (params.row_warps > 1) add_warps(params, shared, warp, sums);
-  if (!exists || warp_of_row > 0) return;
-  const int64 batch = divide(row, static_cast<int64>(p.q_len));
-  finish_row(params, batch, static_cast<int>(row - batch * p.q_len), sums);
 }
