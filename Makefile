@@ -49,7 +49,8 @@ test-all: announce lint
 
 announce:
 	@echo "Tests without a GPU: 'make test' takes about 7 minutes on two idle cores, 'make test-all' 16,"
-	@echo "and the first time as long as downloads take. $(NEEDS_GXX)"
+	@echo "and the first time as long as downloads take. $(NEEDS_GXX)."
+	@echo "Tests with PyTorch or JAX are skipped where these are not installed."
 
 ## everything that needs a GPU; writes the receipt, of a failed run too
 test-gpu: gpu-tests gpu-sanitize gpu-receipt

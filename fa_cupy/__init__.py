@@ -17,6 +17,7 @@ from fa_cupy._kernel_regression import (
     kernel_regression_backward,
     non_local_means,
 )
+from fa_cupy._kv_cache import KVCache
 from fa_cupy._linear_attention import (
     causal_product,
     causal_product_backward,
@@ -28,6 +29,7 @@ from fa_cupy._score import Score
 
 __all__ = [
     "BitMask",
+    "KVCache",
     "Score",
     "__version__",
     "attention",

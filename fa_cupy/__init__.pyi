@@ -9,6 +9,7 @@ from fa_cupy import plot as plot
 from fa_cupy import reference as reference
 from fa_cupy import torch as torch
 from fa_cupy._bitmask import BitMask as BitMask
+from fa_cupy._kv_cache import KVCache as KVCache
 from fa_cupy._score import Score as Score
 
 __version__: str

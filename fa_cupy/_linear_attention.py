@@ -315,7 +315,7 @@ def linear_attention(
     and the quotient very large.
 
     A sequence that is cut in parts, with the state passed on from each to the next, gives the
-    output of the whole. On the CPU, a part of one row takes about 20 microseconds.
+    output of the whole. On the CPU, a part of one row takes 10 to 20 microseconds.
 
     Features have to stay in the range of their dtype, and weights and sums in that of the sums, as
     in `causal_product`: ``"exp"`` of 89 is infinite in float32, and infinity divided by infinity is

@@ -23,12 +23,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from validation import attention_calls, backward_calls, pair_calls, product_calls, store
+from validation import (
+    attention_calls,
+    backward_calls,
+    keyed_calls,
+    pair_calls,
+    product_calls,
+    store,
+)
 
 # By how many processes the calls are shared out, some of which take a tool a second.
 _SHARES = {
     "attention": (attention_calls.run, 4),
     "attention_backward": (backward_calls.run, 6),
+    "attention_keys": (keyed_calls.run, 2),
     "attention_pairs": (pair_calls.run, 2),
     "causal_product": (product_calls.run, 9),
 }

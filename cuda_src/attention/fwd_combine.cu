@@ -1,4 +1,4 @@
-// Joins the splits of fwd_splitkv: a block for each row of the output.
+// Joins the splits of fwd_splitkv: a warp for each row of the output, or more where a row has many.
 //
 // The splits' sums are brought to one row_max and added up in the order of the warps and, in a
 // warp, of the splits, so that results do not depend on timing.  Rows that come out non-finite, and
@@ -45,11 +45,14 @@ FA_DEVICE void clear(RowSums& sums) {
   for (float& x : sums.acc) x = 0.0f;
 }
 
-// Adds up a warp's splits of a row: all that it loads at a time is asked for before it is used.
-FA_DEVICE void add_splits(const FwdSplitkvParams& params, int64 row, int warp, RowSums& sums) {
+// Adds up the splits of a row that fall to one of its warps: all that it loads at a time is asked
+// for before it is used.
+FA_DEVICE void add_splits(const FwdSplitkvParams& params, int64 row, int warp_of_row,
+                          RowSums& sums) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int first = warp * kSplits; first < params.splits; first += kWarps * kSplits) {
+  for (int first = warp_of_row * kSplits; first < params.splits;
+       first += params.row_warps * kSplits) {
     float2 stats[kSplits];
     float acc[kSplits][kCols];
 #pragma unroll
@@ -67,8 +70,9 @@ FA_DEVICE void add_splits(const FwdSplitkvParams& params, int64 row, int warp, R
   }
 }
 
-// Adds up what the warps have; in the first warp only the result is right.
-FA_DEVICE void add_warps(SharedStorage& shared, int warp, RowSums& sums) {
+// Adds up what the warps of a row have; in the first of them the result is right.
+FA_DEVICE void add_warps(const FwdSplitkvParams& params, SharedStorage& shared, int warp,
+                         RowSums& sums) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kCols; ++i) shared.acc[warp][lane + 32 * i] = sums.acc[i];
@@ -77,9 +81,9 @@ FA_DEVICE void add_warps(SharedStorage& shared, int warp, RowSums& sums) {
     shared.row_sum[warp] = sums.row_sum;
   }
   __syncthreads();
-  if (warp > 0) return;
+  if (warp % params.row_warps > 0) return;
 #pragma unroll 1
-  for (int other = 1; other < kWarps; ++other) {
+  for (int other = warp + 1; other < warp + params.row_warps; ++other) {
     float acc[kCols];
 #pragma unroll
     for (int i = 0; i < kCols; ++i) acc[i] = shared.acc[other][lane + 32 * i];
@@ -100,7 +104,7 @@ FA_DEVICE void finish_row(const FwdSplitkvParams& params, int64 batch, int query
     correction = add_sink(sink, sums.row_max, sums.row_sum);
   }
   if (is_invalid) sums.row_sum = sums.row_max;
-  if (p.lse != nullptr && threadIdx.x == 0) {
+  if (p.lse != nullptr && threadIdx.x % 32 == 0) {
     p.lse[batch * p.q_len + query] = log_sum_exp(sums.row_max, sums.row_sum);
   }
   const float factor = correction * inverse_sum(sums.row_sum);
@@ -128,13 +132,15 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const AttentionParams& p = params.common;
-  const int warp = threadIdx.x / 32;
-  const int64 row = p.first_batch * params.heads * p.q_len + blockIdx.x;
+  const int warp = threadIdx.x / 32, warp_of_row = warp % params.row_warps;
+  const int64 row =
+      static_cast<int64>(blockIdx.x) * (kWarps / params.row_warps) + warp / params.row_warps;
+  const bool exists = row < params.rows;
   RowSums sums;
   clear(sums);
-  add_splits(params, row, warp, sums);
-  add_warps(shared, warp, sums);
-  if (warp > 0) return;
+  if (exists) add_splits(params, row, warp_of_row, sums);
+  if (params.row_warps > 1) add_warps(params, shared, warp, sums);
+  if (!exists || warp_of_row > 0) return;
   const int64 batch = divide(row, static_cast<int64>(p.q_len));
   finish_row(params, batch, static_cast<int>(row - batch * p.q_len), sums);
 }

@@ -24,6 +24,7 @@ struct FwdSplitkvParams {
   int heads;             // entries of the last batch axis that share keys: rows of one tile
   int splits;            // of the keys
   int band_from_end;     // 1: lower and upper are for k_len keys, and move with the last key
+  int row_warps;         // of fwd_combine for each row, a power of two
   int k_lengths_bytes, page_table_bytes;  // of an element: 4 or 8
   int aligned;  // 1: every row of q, k and v starts at a multiple of 16 bytes
 };

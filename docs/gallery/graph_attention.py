@@ -11,7 +11,7 @@ numbers close to each other, leaves fewer blocks with an edge and saves time.
 import matplotlib.pyplot as plt
 import numpy as np
 from scipy import sparse
-from scipy.spatial import cKDTree
+from scipy.spatial import KDTree
 
 from fa_cupy import BitMask, attention, attention_backward, plot
 
@@ -25,7 +25,7 @@ rng = np.random.default_rng(0)
 
 count = 3000
 points = rng.random((count, 2))
-pairs = cKDTree(points).query_pairs(0.04, output_type="ndarray")
+pairs = KDTree(points).query_pairs(0.04, output_type="ndarray")
 src = np.concatenate([pairs[:, 0], pairs[:, 1], np.arange(count)])
 dst = np.concatenate([pairs[:, 1], pairs[:, 0], np.arange(count)])
 

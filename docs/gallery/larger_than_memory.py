@@ -42,15 +42,17 @@ data.flush()
 keys, values = np.memmap(path, np.float32, mode="r", shape=shape)
 q = 2 * rng.standard_normal((100, dim), dtype=np.float32)
 
-out, lse, history = None, None, []
-for start in range(0, count, chunk):
+
+def attend(keys, values):  # which are read from the file here
+    return attention(q, np.array(keys), np.array(values), return_lse=True)
+
+
+out, lse = attend(keys[:chunk], values[:chunk])
+history = [out]
+for start in range(chunk, count, chunk):
     rows = slice(start, start + chunk)
-    k, v = np.array(keys[rows]), np.array(values[rows])
-    part, part_lse = attention(q, k, v, return_lse=True)
-    if out is None:
-        out, lse = part, part_lse
-    else:
-        out, lse = merge_attention([out, part], [lse, part_lse])
+    part, part_lse = attend(keys[rows], values[rows])
+    out, lse = merge_attention([out, part], [lse, part_lse])
     history.append(out)
 
 # %%

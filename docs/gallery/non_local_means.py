@@ -31,8 +31,7 @@ noisy = image + sigma * rng.standard_normal(image.shape)
 # The parameters have the names and the meaning of scikit-image's ``denoise_nl_means``. With
 # ``patch_distance=None``, every pixel is compared with all others.
 
-options = {"h": 0.8 * sigma, "patch_size": 5, "sigma": sigma}
-denoised = non_local_means(noisy, patch_distance=None, **options)
+denoised = non_local_means(noisy, 0.8 * sigma, patch_size=5, patch_distance=None, sigma=sigma)
 
 # %%
 # One pixel by the definition, for comparison: patches at the edge are those of the image reflected

@@ -30,9 +30,10 @@ v = np.cumsum(rng.standard_normal((length, 4), dtype=np.float32), axis=0) / 50
 # Packet by packet
 # ----------------
 # ``return_state=True`` returns the state after the last row, and ``initial_state`` continues from
-# it.
+# it. Before the first row all sums are 0: a row for each feature, a column for each value, and one
+# more for the sum of the features.
 
-state, parts, seconds = None, [], []
+state, parts, seconds = np.zeros((32, 4 + 1), np.float32), [], []
 for start in range(0, length, packet):
     rows = slice(start, start + packet)
     begin = perf_counter()

@@ -16,6 +16,18 @@ _TOO_LARGE = 2**1024 - 2**970  # the first int that float() refuses
 # What a broken __repr__ raises; not all errors, for a handler of signals may raise its own there.
 _FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
+# The functions of `fa_cupy.torch`.
+_RECORDED = (
+    "attention",
+    "causal_product",
+    "kernel_regression",
+    "linear_attention",
+    "merge_attention",
+    "non_local_means",
+    "prefix_state",
+    "scaled_dot_product_attention",
+)
+
 
 def flag(name: str, arg: str, value: Any) -> bool:
     """Return `value`, a bool, a NumPy bool or one of the integers 0 and 1, as a bool."""
@@ -26,11 +38,27 @@ def flag(name: str, arg: str, value: Any) -> bool:
     raise TypeError(f"{name}: {arg} is {show(value)}, want a bool")
 
 
-def finite(name: str, arg: str, value: Any, minimum: float = -math.inf) -> float:
-    """Return `value`, a finite real number of any type that is at least `minimum`, as a float."""
+def requires_gradient(name: str, arg: str) -> TypeError:
+    """Return the error for a tensor whose gradient functions of `fa_cupy.torch` record."""
+    recording = f"fa_cupy.torch.{name}" if name in _RECORDED else "a function of fa_cupy.torch"
+    return TypeError(
+        f"{name}: {arg} requires a gradient, which is not recorded here, "
+        f"want {arg}.detach(), or {recording}, which records it"
+    )
+
+
+def finite(
+    name: str, arg: str, value: Any, minimum: float = -math.inf, *, recorded: bool = False
+) -> float:
+    """Return `value`, a finite real number of any type that is at least `minimum`, as a float.
+
+    `recorded` says whether functions of `fa_cupy.torch` record the gradient of this argument.
+    """
     wanted = "a finite number" + (f" >= {minimum:g}" if minimum > -math.inf else "")
     torch = sys.modules.get("torch")
     if torch and getattr(value, "requires_grad", False) and torch.is_grad_enabled():
+        if recorded:
+            raise requires_gradient(name, arg)
         raise TypeError(
             f"{name}: {arg} requires a gradient, which is not recorded here, want {arg}.detach()"
         )

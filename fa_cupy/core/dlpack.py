@@ -13,20 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fa_cupy.core import backends
+from fa_cupy.core import backends, checks
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# The functions of `fa_cupy.torch`.
-_RECORDED = (
-    "attention",
-    "causal_product",
-    "kernel_regression",
-    "linear_attention",
-    "merge_attention",
-    "non_local_means",
-    "prefix_state",
-    "scaled_dot_product_attention",
-)
 #: What libraries raise for an array that DLPack cannot carry (sparse, quantised, traced, ...).
 NO_EXCHANGE = (BufferError, TypeError, RuntimeError, ValueError, AttributeError)
 
@@ -83,13 +72,7 @@ class Torch:
     def load(self, arg: str, tensor: Any) -> Any:
         """Return a native array over the memory of `tensor`."""
         if tensor.requires_grad and self._torch.is_grad_enabled():
-            recording = "a function of fa_cupy.torch"
-            if self._name in _RECORDED:
-                recording = f"fa_cupy.torch.{self._name}"
-            raise TypeError(
-                f"{self._name}: {arg} requires a gradient, which is not recorded here, "
-                f"want {arg}.detach(), or {recording}, which records it"
-            )
+            raise checks.requires_gradient(self._name, arg)
         if arg == self._writes:
             self._written = tensor
         return self._native(tensor.detach())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -48,7 +49,6 @@ from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.score.program import Operands
 
 _NAME = "attention"
-_NO_ARRAYS = KeyArrays(None, None)
 # A workspace of so many bytes at most lies behind the LSE, which keeps all of its allocation.
 _MOST_BEHIND_LSE = 1024
 
@@ -112,7 +112,7 @@ class Call:
 
     def __call__(
         self, q: Any, k: Any, v: Any, bias: Any, mask: Any, out: Any, lse: Any, sinks: Any,
-        score: Operands | None = None, keys: KeyArrays = _NO_ARRAYS,
+        score: Operands | None = None, keys: Sequence[Any] = (),
     ) -> tuple[Any, Any | None]:  # fmt: skip
         """Run the call on the current stream of its device, which must be current.
 
@@ -146,8 +146,8 @@ class Call:
             if score is not None:
                 pointers = (*pointers, *addresses_of(score))
             if self._mask is None:
-                if keys is not _NO_ARRAYS:
-                    pointers = (*pointers, *[x.data.ptr for x in keys if x is not None])
+                for x in keys:
+                    pointers = (*pointers, x.data.ptr)
                 self.plan.run(pointers, space)
             else:
                 # The lists may be temporaries, which live until the launch is queued.
@@ -195,12 +195,12 @@ def cached(
         if laid is False:
             return None
         key = (*key, laid)
-    keys = _NO_ARRAYS
-    if k_lengths is not None or page_table is not None:
-        laid = array_key(k_lengths, device), array_key(page_table, device)
-        if laid[0] is False or laid[1] is False:
-            return None
-        key, keys = (*key, *laid), KeyArrays(k_lengths, page_table)
+    keys: tuple[Any, ...] = ()
+    for x in (k_lengths, page_table):
+        if x is not None:  # no function is called here: a decoder makes one call for each token
+            if type(x) is not cupy.ndarray or x.data.device_id != device:
+                return None
+            key, keys = (*key, x is k_lengths, x.shape, x.strides, x.dtype), (*keys, x)
     call = lookup(key)
     if call is None:
         problem = attention_problem.attention_problem(
@@ -288,7 +288,8 @@ def attention(
     lse = lse_for(problem, return_lse)
     with workspace.results():
         call = _call_for(problem, strides, device, counts)
-        return call(q, k, v, bias, mask, out, lse, sinks, score, keys or _NO_ARRAYS)
+        given = [x for x in keys or () if x is not None]
+        return call(q, k, v, bias, mask, out, lse, sinks, score, given)
 
 
 def _by_gathering(

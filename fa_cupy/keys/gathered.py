@@ -101,7 +101,7 @@ def mark_bad(xp: Any, bad: Array | None, *results: Array | None) -> None:
         return
     for i, x in enumerate(results):
         if x is not None:
-            numbers = _as_integers(x)
+            numbers = as_integers(x)
             nan = np.full(1, np.nan).astype(x.dtype).view(numbers.dtype)[0]
             where = bad[(..., *[None] * (3 - i))] if bad.ndim else bad
             numbers[...] = xp.where(where, nan, numbers)
@@ -115,11 +115,11 @@ def _rows(xp: Any, x: Array, pages: Pages, table: Array) -> Array:
     if pages.count == 0 or 0 in shape:
         return xp.zeros(shape, x.dtype)
     numbers = xp.clip(table, 0, pages.count - 1)[..., None, :]
-    found = _as_integers(x)[numbers, xp.arange(heads)[:, None]]
+    found = as_integers(x)[numbers, xp.arange(heads)[:, None]]
     return xp.ascontiguousarray(found).reshape(shape).view(x.dtype)
 
 
-def _as_integers(x: Array) -> Array:
+def as_integers(x: Array) -> Array:
     """Return `x` as integers of its size: CuPy does not move bfloat16 around everywhere."""
     return x.view(f"u{x.dtype.itemsize}")
 

@@ -95,7 +95,7 @@ def to_native(
         **more,
     )
     if widths is None:
-        width = checks.finite(name, "bandwidth", bandwidth)
+        width = checks.finite(name, "bandwidth", bandwidth, recorded=True)
         if not (width > 0 and math.isfinite(1.0 / width)):
             raise ValueError(f"{name}: bandwidth is {checks.show(bandwidth)}, want a number > 0")
     x, X, y, widths, mask, *others = native.arrays

@@ -173,22 +173,15 @@ def test_torch_tensors_that_require_a_gradient(torch):
     assert attention(*[q.detach()] * 3).shape == (5, 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "recording"),
-    [
-        ("causal_product", "fa_cupy.torch.causal_product"),
-        ("linear_attention", "fa_cupy.torch.linear_attention"),
-        ("linear_attention_backward", "a function of fa_cupy.torch"),
-    ],
-)
-def test_what_records_gradients_is_named(monkeypatch, name, recording):
-    """With so much of torch as is asked before any data are."""
+@pytest.fixture
+def stand_in_tensor(monkeypatch):
+    """A tensor that requires a gradient, of so much of torch as is asked before any data are."""
     names = "bfloat16", "bool", "float16", "float32", "float64", "int16", "uint8"
     torch = ModuleType("torch")
     vars(torch).update({x: x for x in names}, is_grad_enabled=lambda: True)
 
     class Tensor:
-        requires_grad, device = True, "cpu"
+        requires_grad, device, shape = True, "cpu", ()
         __dlpack__ = None
 
         def __dlpack_device__(self):
@@ -197,11 +190,41 @@ def test_what_records_gradients_is_named(monkeypatch, name, recording):
     torch.Tensor = Tensor
     torch.cuda = SimpleNamespace(current_stream=None)
     monkeypatch.setitem(sys.modules, "torch", torch)
+    return Tensor()
+
+
+@pytest.mark.parametrize(
+    ("name", "recording"),
+    [
+        ("causal_product", "fa_cupy.torch.causal_product"),
+        ("linear_attention", "fa_cupy.torch.linear_attention"),
+        ("linear_attention_backward", "a function of fa_cupy.torch"),
+    ],
+)
+def test_what_records_gradients_is_named(stand_in_tensor, name, recording):
     with pytest.raises(TypeError) as caught:
-        getattr(fa_cupy, name)(*[Tensor()] * (4 if name.endswith("backward") else 3))
+        getattr(fa_cupy, name)(*[stand_in_tensor] * (4 if name.endswith("backward") else 3))
     assert str(caught.value) == (
         f"{name}: q requires a gradient, which is not recorded here, want q.detach(), or "
         f"{recording}, which records it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "recording"),
+    [
+        ("kernel_regression", "fa_cupy.torch.kernel_regression"),
+        ("kernel_regression_backward", "a function of fa_cupy.torch"),
+    ],
+)
+def test_what_records_the_gradient_of_a_bandwidth_is_named(stand_in_tensor, name, recording):
+    """Of one number, which no array of a bandwidth is."""
+    points = [np.ones((5, 1))] * (4 if name.endswith("backward") else 3)
+    with pytest.raises(TypeError) as caught:
+        getattr(fa_cupy, name)(*points, stand_in_tensor)
+    assert str(caught.value) == (
+        f"{name}: bandwidth requires a gradient, which is not recorded here, want "
+        f"bandwidth.detach(), or {recording}, which records it"
     )
 
 

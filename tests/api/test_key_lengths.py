@@ -131,7 +131,9 @@ def test_what_lies_behind_the_end_never_shows(xp, dtype, garbage):
     after = solve(xp, q, k, v, bias, k_lengths=LENGTHS)
     for x, y in zip(before, after, strict=True):
         assert np.isfinite(x[1:]).all()
-        np.testing.assert_array_equal(x, y)
+        # Products by cuBLAS are summed in another order where something is not finite.
+        by_blas = xp is not np and np.dtype(dtype).itemsize > 2
+        np.testing.assert_allclose(x, y, rtol=1e-5 if by_blas else 0, atol=1e-6 if by_blas else 0)
 
 
 def test_without_keys_the_output_is_0_and_the_lse_that_of_the_sink(xp):

@@ -89,6 +89,16 @@ class Inputs:
         self.set(0)
         return view
 
+    def integers(self, shape, low, high, dtype=np.int32):
+        """Make an array of integers from `low` to `high`."""
+        base = cp.empty(shape, dtype)
+        for i, values in enumerate(self.values):
+            rng = np.random.default_rng(100 * i + len(self.bases))
+            values.append(cp.asarray(rng.integers(low, high + 1, shape).astype(dtype)))
+        self.bases.append(base)
+        self.set(0)
+        return base
+
     def set(self, index):
         for base, value in zip(self.bases, self.values[index], strict=True):
             bits(base)[...] = bits(value)
@@ -448,6 +458,48 @@ CASES["linear_attention: k strided"] = linear_of("elu1", layouts={"k": "strided"
 CASES["linear_attention: v misaligned"] = linear_of("elu1", layouts={"v": "misaligned"})
 CASES["linear_attention: out strided"] = linear_of("relu", out="strided")
 CASES["linear_attention: out dense"] = linear_of("relu", SINGLE, out="dense")
+
+
+def keyed_of(dtype=HALF, q_len=1, layout="dense", size=None, **options):
+    """With lengths, and pages if they have a size: other ones in every round."""
+
+    def build(new):
+        q = new(3, 8, q_len, 64, dtype=dtype)
+        shape = (3, 2, 640, 64) if size is None else (17, 2, size, 64)
+        k, v = new(*shape, dtype=dtype, layout=layout), new(*shape, dtype=dtype)
+        keys = {"k_lengths": new.integers((3,), 0, 640)}
+        if size is not None:
+            keys["page_table"] = new.integers((3, 640 // size), 0, 16, np.int64)
+        return lambda: fa_cupy.attention(q, k, v, return_lse=True, **keys, **options)
+
+    return build
+
+
+CASES["attention with lengths"] = keyed_of()
+CASES["attention with lengths, causal"] = keyed_of(
+    BFLOAT16, 5, is_causal=True, causal_align="bottom_right"
+)
+CASES["attention with lengths, k strided"] = keyed_of(layout="strided")
+CASES["attention with pages"] = keyed_of(size=64)
+CASES["attention with pages, many queries"] = keyed_of(q_len=70, size=16)
+
+
+@case("KVCache")
+def _(new):
+    """Its lengths and pages lie at the same addresses whatever is appended."""
+    cache = fa_cupy.KVCache(
+        2, 64, sequences=3, max_length=256, page_size=64, dtype=np.float16, xp=cp
+    )
+    tokens = cp.asarray(np.random.default_rng(0).standard_normal((3, 2, 100, 64)).astype(HALF))
+    cache.append(tokens, tokens)
+    q = new(3, 4, 1, 64)
+    return lambda: cache.attention(q)
+
+
+@case("attention of one query")
+def _(new):
+    q, k, v = new(2, 8, 1, 64), new(2, 2, 900, 64), new(2, 2, 900, 64)
+    return lambda: fa_cupy.attention(q, k, v)
 
 
 def linear_state_of(dtype):

@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 
 from fa_cupy.gpu.driver import devices
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from validation import (
     backward_calls,
     bench,
     cases,
     families,
+    keyed_calls,
     pair_calls,
     product_calls,
     store,
@@ -62,6 +64,12 @@ def test_the_reduced_set_of_gradients_reaches_every_row():
 
 def test_the_reduced_set_of_pairs_reaches_every_row():
     assert pair_calls.run(devices.current_target()) == 60
+
+
+def test_the_reduced_set_of_key_lengths_reaches_every_row():
+    target = devices.current_target()
+    rows = [row for row in fwd_splitkv.VARIANTS if target in row.targets]
+    assert keyed_calls.run(target) == sum(len(keyed_calls.problems(row.dim)) for row in rows)
 
 
 def test_the_reduced_set_of_products_reaches_every_row():

@@ -49,6 +49,8 @@ LIMITS = {
     ("attention", "hot"): Counts(5, 4, 0),
     ("attention with a BitMask", "cold"): Counts(215, 29, 70),
     ("attention with a BitMask", "hot"): Counts(9, 7, 1),
+    ("attention with pages", "cold"): Counts(283, 23, 62),
+    ("attention with pages", "hot"): Counts(7, 5, 0),
     ("attention_backward", "cold"): Counts(299, 23, 75),
     ("attention_backward", "hot"): Counts(7, 4, 0),
     ("attention_backward with a BitMask", "cold"): Counts(412, 38, 122),
@@ -67,6 +69,7 @@ GOALS = {
 }
 KERNELS = {
     "attention": ["attention_fwd_sm90"],
+    "attention with pages": ["attention_fwd_splitkv", "attention_fwd_combine"],
     "attention_backward": [
         "attention_bwd_preprocess", "attention_bwd_sm90", "attention_bwd_convert_dq",
         "attention_bwd_nonfinite",
@@ -130,14 +133,20 @@ def trace(call):
 
 def prepare(name, length):
     """Return a call of a public function on new arrays of that length."""
-    function, _, masked = name.partition(" with ")
+    function, _, what = name.partition(" with ")
 
     def array(heads=4, *dims, dtype=HALF):
         return owned(np.zeros((2, heads, length, *dims), dtype))
 
     q, k, v, dout = array(4, 64), array(2, 64), array(2, 64), array(4, 64)
     options = {"is_causal": True}
-    if masked:
+    if what == "pages":
+        of_keys = np.zeros(2, np.int32), np.zeros((2, length // 16), np.int32)
+        lengths, pages = map(owned, of_keys)
+        keys = owned(np.zeros((7, 2, 16, 64), HALF))
+        query = owned(np.zeros((2, 4, 1, 64), HALF))
+        return lambda: fa_cupy.attention(query, keys, keys, k_lengths=lengths, page_table=pages)
+    if what:
         options = {"mask": BitMask.from_dense(np.tri(length, dtype=bool))}
     if function == "attention":
         return lambda: fa_cupy.attention(q, k, v, **options)
@@ -185,7 +194,8 @@ def test_paths_do_not_grow(traces, name, kind):
 def test_calls_are_served_by_kernels(traces, name, kind):
     """Otherwise their paths would be those of a fallback."""
     first = MASK_KERNELS.get(name, []) if kind == "cold" else []
-    assert traces[name, kind].kernels == [*first, *KERNELS[name.partition(" ")[0]]]
+    of_name = KERNELS.get(name) or KERNELS[name.partition(" ")[0]]
+    assert traces[name, kind].kernels == [*first, *of_name]
 
 
 @pytest.mark.parametrize("name", ["causal_product", "causal_product_backward"])

@@ -1,6 +1,8 @@
 """What the README and the docs show runs, and the places that they name exist."""
 
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -66,6 +68,20 @@ def test_a_number_of_another_run_is_marked(monkeypatch):
     assert found.cell("f", "c", "peer", "fast") == "2,000"
     assert found.cell("f", "other", "fa_cupy") == "-"
     assert found.mean("f", "fast") == pytest.approx((1, 0.617, 0.617))
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_what_make_test_takes_and_skips_is_said_before():
+    """As the README has it."""
+    said = subprocess.run(
+        ["make", "--silent", "announce"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    minutes = re.findall(r"(\d+) minutes on two", said + README.read_text())
+    assert len(minutes) == 2
+    assert len({*minutes}) == 1
+    for word in ("g++", "PyTorch", "JAX"):
+        assert word in said
+        assert word in README.read_text()
 
 
 def test_readme_gives_the_two_commands_first():

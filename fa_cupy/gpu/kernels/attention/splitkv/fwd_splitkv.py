@@ -103,7 +103,7 @@ def steps(traits: Traits, variant: FwdSplitkv, multiprocessors: int) -> list[Ste
     )
     return [
         Step(variant, entries * tiles * splits, params, addresses, aligned=kept),
-        Step(combine.for_score(variant.score), rows, params, addresses),
+        combine.for_score(variant.score).step(params, addresses),
     ]
 
 

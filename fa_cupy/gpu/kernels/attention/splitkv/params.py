@@ -35,7 +35,7 @@ FWD_SPLITKV_PARAMS = np.dtype(
     + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in _KEY_ARRAYS]
     + [(name, np.int64) for name in ("page_table_col", "k_page", "v_page", "rows")]
     + [(name, np.int32) for name in ("page_size", "page_shift", "pages", "heads", "splits")]
-    + [("band_from_end", np.int32)]
+    + [(name, np.int32) for name in ("band_from_end", "row_warps")]
     + [(f"{name}_bytes", np.int32) for name in _KEY_ARRAYS]
     + [("aligned", np.int32)],
     align=True,
