@@ -51,6 +51,7 @@ sphinx_gallery_conf = {
             "non_local_means.py",
             "graph_attention.py",
             "packed_documents.py",
+            "decoding.py",
             "streaming.py",
             "bandwidth.py",
             "larger_than_memory.py",

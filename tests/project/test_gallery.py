@@ -78,6 +78,23 @@ def bandwidth(recipe):
     return *(f"{w:.2f}" for w in width[:2]), f"{found.fun:.3f}"
 
 
+def decoding(recipe):
+    """Sequences next to each other in an array that is longer, with the length of each step."""
+    begin = len(recipe["text"])
+    written = np.array(recipe["written"])
+    padded = np.pad(written, ((0, 0), (8, 0)))
+    k = sum(recipe["vectors"][i, padded[:, 7 - i : len(padded[0]) - 1 - i]] for i in range(8))
+    v = np.eye(len(recipe["letters"]), dtype=np.float32)[written]
+    k, v = (np.pad(x, ((0, 0), (0, 100), (0, 0)), constant_values=np.nan) for x in (k, v))
+    for step in (0, 30, 59):
+        q = k[:, begin + step : begin + step + 1]
+        out = attention(*(x[:, None] for x in (q, k, v)), k_lengths=begin + step,
+                        scale=recipe["scale"])  # fmt: skip
+        yield out[:, 0, 0], recipe["chances"][:, step], 1e-4
+    shared, length = begin // 64, len(written[0])
+    return f"{length:,}", str(shared + 4 * (-(-length // 64) - shared))
+
+
 def graph_attention(recipe):
     """Sparse matrices as the mask and as the weights, in the order that the nodes have."""
     src, dst = recipe["src"], recipe["dst"]
@@ -175,8 +192,8 @@ def streaming(recipe):
 
 
 SCRIPTS = (
-    bandwidth, graph_attention, kernel_regression, larger_than_memory, masks, non_local_means,
-    packed_documents, streaming,
+    bandwidth, decoding, graph_attention, kernel_regression, larger_than_memory, masks,
+    non_local_means, packed_documents, streaming,
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from validation import store
 from validation.outcomes import (
     attention,
     errors,
+    keys,
     machine,
     masks,
     names,
@@ -43,7 +44,7 @@ Found = dict[str, Outcome]
 
 def calls(xp: Any = np) -> list[Call]:
     """Return all calls that can be made on arrays of the namespace `xp`."""
-    modules = (names, attention, scores, products, smoothing, masks, errors)
+    modules = (names, attention, scores, products, smoothing, masks, keys, errors)
     found = [call for module in modules for call in module.calls()]
     return [call for call in found if xp is np or not call.cpu]
 
