@@ -19,6 +19,7 @@ NOT_A_SPEED = ("traffic", "tiles")
 PRODUCT = "causal_product"  # the begin of the names of its families and pictures
 SCORES = ("attention_scores_fwd", "attention_scores_bwd")
 SPARSE = readme.SPARSE_FAMILIES
+DECODE = "attention_decode"
 CPU_SMALL = "cpu_small"
 GRAPHS = ("graphs_cpu", "graphs_gpu", "graphs_bwd_gpu", "mask_made_cpu")
 
@@ -99,7 +100,7 @@ chosen_cpu = functools.partial(chosen, "cpu")
 
 def benchmarks():
     """Every device's pictures and tables, but those with a place of their own."""
-    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, CPU_SMALL)
+    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, CPU_SMALL, DECODE)
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 
@@ -119,6 +120,15 @@ def scores():
     return found or (
         "No speed of it has been measured yet. ``python -m validation bench --families "
         f"{','.join(SCORES)}`` measures it, on a GPU.\n"
+    )
+
+
+def decode():
+    """Pictures and tables of attention of few queries."""
+    found = speeds(lambda f: f == DECODE, "-decode")
+    return found or (
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        f"{DECODE}`` measures it, on a GPU.\n"
     )
 
 

@@ -57,7 +57,8 @@ def measure(
             missing[impl] = text
     if calls:
         sampling = dataclasses.replace(family, rounds=rounds) if rounds else family
-        for impl, ms in timing.interleaved(calls, sampling).items():
+        for impl, ms_of_a_run in timing.interleaved(calls, sampling).items():
+            ms = ms_of_a_run / calls[impl].calls
             timed = {"impl": impl, "ms": ms, "value": family.value(case, ms), "error": errors[impl]}
             named = {"variant": calls[impl].variant} if calls[impl].variant else {}
             rows.append({**blank, **timed, "statistic": family.statistic, **named})

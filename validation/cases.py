@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 
@@ -167,6 +168,51 @@ class ScoredAttention:
         products = 5 if self.backward else 2
         full = 2.0 * products * self.batch * self.heads * self.head_dim * self.length**2
         return full / 2 if self.causal else full
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Attention of few queries to the keys of each of ``batch`` sequences, as decoding needs it.
+
+    32 heads of queries share 8 heads of keys and values. A query sees all keys of its sequence. The
+    keys are in one array, or in pages of ``page_size`` keys in random order; a sequence has
+    ``keys`` of them or, if ``ragged``, a random number up to that. The name of a case, such as
+    ``bf16 hd128 B16 kv32768``, is dtype, head_dim, batch and keys; several queries (``q4``), pages
+    (``paged64``) and random numbers of keys (``ragged``) are named too.
+    """
+
+    dtype: str
+    head_dim: int
+    batch: int
+    keys: int
+    queries: int = 1
+    page_size: int = 0  # 0: no pages
+    ragged: bool = False
+    heads: int = 32
+    key_heads: int = 8
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        queries = f" q{self.queries}" if self.queries > 1 else ""
+        pages = f" paged{self.page_size}" if self.page_size else ""
+        ragged = " ragged" * self.ragged
+        shape = f"B{self.batch} kv{self.keys}"
+        return f"{self.dtype} hd{self.head_dim} {shape}{queries}{pages}{ragged}"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many keys each sequence has."""
+        if not self.ragged:
+            return (self.keys,) * self.batch
+        rng = random.Random(self.keys)
+        return tuple(rng.randint(1, self.keys) for _ in range(self.batch))
+
+    @property
+    def bytes(self) -> float:
+        """What has to be read: the keys and values that there are, each once."""
+        row = self.key_heads * self.head_dim * ITEMSIZE[self.dtype]
+        return 2.0 * sum(self.lengths) * row
 
 
 @dataclass(frozen=True)
@@ -374,6 +420,20 @@ ATTENTION_SCORES_BWD = (
         ScoredAttention("bf16", head_dim, False, "bias grad", 4096, 4, 2048 // head_dim, True)
         for head_dim in (128, 64, 256)
     ),
+)
+
+ATTENTION_DECODE = (
+    *(Decode("bf16", 128, batch, keys) for batch in (1, 16) for keys in (8192, 32768, 131072)),
+    Decode("bf16", 128, 128, 4096),
+    *(Decode("bf16", 64, *shape) for shape in ((1, 32768), (16, 8192), (128, 4096))),
+    Decode("bf16", 256, 16, 8192),
+    *(Decode("bf16", 128, 16, 8192, queries) for queries in (4, 16)),
+    *(
+        Decode("bf16", 128, *shape, page_size=size)
+        for shape in ((16, 8192), (16, 32768), (128, 4096))
+        for size in (16, 64, 128)
+    ),
+    Decode("bf16", 128, 16, 32768, ragged=True),
 )
 
 MASK_PACK = (MaskPack(8192, 1), MaskPack(8192, 16))

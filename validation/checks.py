@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,9 +121,12 @@ def sampled_rows(length: int) -> np.ndarray:
 
 
 def relative_error(
-    dtype: str, places: list[tuple[int, int]], rows: np.ndarray, wanted: np.ndarray
+    dtype: str, places: Sequence[tuple[int, ...]], rows: np.ndarray, wanted: np.ndarray
 ) -> Check:
-    """Relative Frobenius error of these rows at these places (batch, head) of a result."""
+    """Relative Frobenius error of these rows at these places (batch, head) of a result.
+
+    inf where any element of the whole result is not finite.
+    """
 
     def error(out: Any) -> float:
         if not _all_finite(dtype, out):

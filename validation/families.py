@@ -13,6 +13,7 @@ from validation import (
     cases,
     checks,
     cpu_peers,
+    decode_peers,
     graph_gpu_peers,
     graph_peers,
     peers,
@@ -187,6 +188,19 @@ FAMILIES: dict[str, Family] = {
         inputs=score_peers.random_cupy,
         check=score_peers.backward_check,
         picture="scores",
+    ),
+    "attention_decode": dataclasses.replace(
+        _CAUSAL_PRODUCT_FWD,
+        cases=cases.ATTENTION_DECODE,
+        impls={
+            "fa_cupy": decode_peers.fa_cupy,
+            "cudnn": decode_peers.torch_sdpa("CUDNN_ATTENTION"),
+            "flash2": decode_peers.torch_sdpa("FLASH_ATTENTION"),
+        },
+        default_impls=("fa_cupy", "cudnn", "flash2"),
+        inputs=decode_peers.random_cupy,
+        check=decode_peers.check,
+        picture="decode",
     ),
     "mask_pack": dataclasses.replace(
         _CAUSAL_PRODUCT_FWD,

@@ -35,13 +35,15 @@ class Call(NamedTuple):
     """An implementation bound to its inputs."""
 
     run: Callable[[], Any]
-    """One call; returns the result as the implementation gives it."""
+    """One call, or `calls` of them; returns the result as the implementation gives it."""
     native: Callable[[Any], Any]
     """That result as a NumPy or CuPy array (batch, heads, length, dim)."""
     wait: Callable[[Any], object] | None = None
     """Blocks until a result stands; None for work on CuPy's current stream (CUDA events)."""
     variant: str = ""
     """Which of several forms it is, where the fastest one was chosen."""
+    calls: int = 1
+    """How many calls of the implementation one run makes, all of them in one CUDA graph."""
 
 
 def _same(result: Any) -> Any:

@@ -30,6 +30,7 @@ SUMMARY = (
     ("ALiBi as a Score", "attention_scores_fwd", "bf16 hd128 full alibi-expression 4096x4"),
     ("Mask with half of its blocks", "attention_sparse", "bf16 hd128 blocks-0.5 8192x1"),
     ("Mask of sixteen documents", "attention_sparse", "bf16 hd128 documents-16 8192x1"),
+    ("Decoding, 16 sequences of 32,768 keys", "attention_decode", "bf16 hd128 B16 kv32768"),
     ("Causal product", "causal_product_fwd", "bf16 E64 4096x8 h16"),
     ("Gradients of the causal product", "causal_product_bwd", "bf16 E64 4096x8 h16"),
     ("Causal product, float32", "causal_product_fwd", "fp32 E64 4096x8 h16"),

@@ -130,7 +130,8 @@ COLORS = {
 
 
 #: Words in names of families whose cases are no series of lengths.
-_BARS = ("options", "sparse", "scores")
+_BARS = ("options", "sparse", "scores", "decode")
+_UPRIGHT = 10  # so many cases of a panel of bars have names that are not turned
 
 
 def _panel(case: str) -> tuple[str, str]:
@@ -226,7 +227,8 @@ def draw(
         names = [case for _, case in members]
         ticks = [_below(c, title) if bars else _panel(c)[1] for c in names]
         axes.set_title(title if len(unit) == 1 else f"{family}: {title}", fontsize=10)
-        axes.set_xticks(range(len(members)), ticks, rotation=0 if bars else 30, fontsize=7)
+        turned = (90 if len(members) > _UPRIGHT else 0) if bars else 30
+        axes.set_xticks(range(len(members)), ticks, rotation=turned, fontsize=7)
         axes.set_xlim(-0.6, len(members) - 0.4)
         top = max(value for (place, _), value in speed.items() if place in members)
         axes.set_ylim(0, 1.1 * max([top, *(value for _, value in marks)]))

@@ -21,11 +21,12 @@ from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant, row_serving
+from fa_cupy.gpu.kernels.attention.splitkv.params import SplitkvVariant
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
-from fa_cupy.gpu.kernels.registry import MASKS, PAIRS
+from fa_cupy.gpu.kernels.registry import MASKS, PAIRS, SPLITKV
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
 
@@ -38,6 +39,17 @@ def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that attention of these types and dims gets, in the table's order."""
     chosen = {row for dtype in dtypes for dim in dims for row in reachable(dtype, dim, dim, target)}
     return [row for row in VARIANTS if row in chosen]
+
+
+def serving_splitkv(target: str, dtypes: set[str], dims: set[int]) -> list[SplitkvVariant]:
+    """Return the rows that attention of few queries, however many, gets, in the tables' order."""
+    chosen = set()
+    for dtype, dim in product(dtypes, dims):
+        fits = [r for r in SPLITKV if r.dtype == dtype and r.dim >= dim and target in r.targets]
+        for source, tile_m in {(row.source, row.tile_m) for row in fits}:
+            holding = [row for row in fits if row.source == source and row.tile_m >= tile_m]
+            chosen.add(min(holding, key=lambda row: row.rank))
+    return [row for row in SPLITKV if row in chosen]
 
 
 def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
@@ -109,9 +121,10 @@ def main(argv: list[str] | None = None) -> int:
         print("warmup: there is no GPU, want a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
-    every = (*VARIANTS, *attention_backward.VARIANTS, *PRODUCTS, *PAIRS)
+    every = (*VARIANTS, *SPLITKV, *attention_backward.VARIANTS, *PRODUCTS, *PAIRS)
     dims = set(options.head_dim or (row.dim for row in every))
     rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
+    rows += serving_splitkv(target, dtypes, dims)
     rows += serving_pairs(dtypes, dims) + serving_products(target, dtypes, dims)
     for why in unserved(
         target, {DTYPES[name] for name in options.dtype or ()}, set(options.head_dim or ())

@@ -110,3 +110,20 @@ def test_bench_of_masks_on_the_gpu(name, tmp_path, monkeypatch):
     rows = store.load(out)[1]
     assert {row["case"] for row in rows} == {case.name for case in small}
     assert all(row["value"] > 0 for row in rows)
+
+
+def test_bench_of_few_queries_on_the_gpu(tmp_path, monkeypatch):
+    family = families.FAMILIES["attention_decode"]
+    found = [dataclasses.replace(case, batch=min(case.batch, 2), keys=512) for case in family.cases]
+    small = tuple({case.name: case for case in found}.values())
+    assert len(small) == 11
+    changed = {"cases": small, "burst_ms": 1, "default_impls": ("fa_cupy",)}
+    monkeypatch.setitem(
+        families.FAMILIES, "attention_decode", dataclasses.replace(family, **changed)
+    )
+    out = tmp_path / "bench.json"
+    arguments = ["--families", "attention_decode", "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert {row["case"] for row in rows} == {case.name for case in small}
+    assert all(row["value"] > 0 for row in rows)

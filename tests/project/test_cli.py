@@ -6,20 +6,29 @@ import subprocess
 import sys
 from itertools import product
 
+import numpy as np
 import pytest
 
 import fa_cupy
 from fa_cupy.__main__ import COMMANDS, main
-from fa_cupy.cli.warmup import serving, serving_backward, serving_pairs, serving_products
+from fa_cupy.cli.warmup import (
+    serving,
+    serving_backward,
+    serving_pairs,
+    serving_products,
+    serving_splitkv,
+)
+from fa_cupy.core import attention_problem
 from fa_cupy.gpu.driver import compile, cubin_cache, devices
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
-from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH, Traits
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
-from fa_cupy.gpu.kernels.registry import MASKS, ROWS
+from fa_cupy.gpu.kernels.registry import MASKS, ROWS, SPLITKV
 from tests.support.every_run import only
 from validation.digest import ROOT
 
@@ -242,6 +251,7 @@ def test_warmup_fills_the_cache(dtype, no_device, capsys):
     short = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
     command = ["warmup", "--target", "sm_80", "--dtype", short, "--head-dim", "32"]
     rows = reachable(dtype, 32, 32, "sm_80")
+    rows += serving_splitkv("sm_80", {dtype}, {32})
     rows += serving_backward("sm_80", {dtype}, {32})
     rows += serving_pairs({dtype}, {32}) + serving_products("sm_80", {dtype}, {32})
     assert main(command) == 0
@@ -258,6 +268,26 @@ def test_warmup_compiles_what_calls_can_get():
         assert {row.dim for row in rows} == {64, 128, 256}
         assert all(target in row.targets for row in rows)
         assert len({row.source for row in rows}) == (2 if target == "sm_90a" else 1)
+
+
+@pytest.mark.parametrize("target", SHARED_LIMIT)
+def test_warmup_compiles_what_few_queries_can_get(target):
+    for dim in (40, 64, 128, 250):
+        used = set()
+        for queries in range(1, 66):
+            q, k = (np.zeros((1, 1, n, dim), np.float16) for n in (queries, 600))
+            problem = attention_problem.attention_problem(q, k, k, None, None)
+            out = attention_problem.out_view(problem, problem.out_shape, q.strides)
+            traits = Traits(problem, out)
+            row = fwd_splitkv.select(traits, target)
+            used |= {step.variant for step in fwd_splitkv.steps(traits, row, 132)}
+        assert set(serving_splitkv(target, {"float16", "float32"}, {dim})) == used
+        assert {row.source for row in used} == {"attention/fwd_splitkv", "attention/fwd_combine"}
+    assert serving_splitkv(target, {"bfloat16", "float16"}, {64, 128, 256}) == [
+        row for row in SPLITKV if row in serving_splitkv(target, {row.dtype}, {row.dim})
+    ]
+    assert serving_splitkv(target, {"float32", "float64"}, {64}) == []
+    assert serving_splitkv(target, {"float16"}, {300}) == []
 
 
 def test_warmup_compiles_what_gradients_can_get():

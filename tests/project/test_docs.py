@@ -352,6 +352,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     assert "No speed has been measured" in measured.summary()
     assert "No speed of it has been measured" in measured.causal_product()
     assert "No speed of it has been measured" in measured.scores()
+    assert "No speed of it has been measured" in measured.decode()
     assert "No traffic has been measured" in measured.traffic()
     assert "not measured" in measured.planned_cpu()
     rows = [
@@ -377,6 +378,10 @@ def test_tables_without_measurements_say_so(monkeypatch):
     assert "E64" in measured.causal_product()
     assert "E64" not in measured.benchmarks()
     assert ".. image" not in measured.causal_product()
+    case = {"family": "attention_decode", "case": "bf16 hd128 B1 kv8192", "unit": "GB/s"}
+    rows += [{**row, **case} for row in rows[:2]]
+    assert "kv8192" in measured.decode()
+    assert "kv8192" not in measured.benchmarks()
     assert "96 x 128" in measured.planned_cpu()
 
 
