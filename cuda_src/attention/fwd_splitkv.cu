@@ -302,7 +302,7 @@ FA_DEVICE void read_warps(const SharedStorage& shared, int r, RowSums& sums) {
 #pragma unroll
   for (int w = 0; w < kKeyWarps; ++w) {
     const float row_max = shared.stats[w][r][0], row_sum = shared.stats[w][r][1];
-    if (row_sum == 0.0f) continue;  // without keys there is no output in shared memory
+    if (has_no_keys(row_max, row_sum)) continue;
     float acc[kCols];
 #pragma unroll
     for (int i = 0; i < kCols; ++i) acc[i] = shared.o[w][r * kDim + mixed_col(r, lane + 32 * i)];

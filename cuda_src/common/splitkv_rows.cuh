@@ -28,10 +28,16 @@ FA_DEVICE void clear(RowSums& sums) {
   for (float& x : sums.acc) x = 0.0f;
 }
 
-// Adds sums to others.  Without weights there is no output: what stands in its place is not read.
+// Whether there are no keys, and no output either.  Weights of large scores may all be 0, and then
+// row_max says that the row is to be computed again.
+FA_DEVICE bool has_no_keys(float row_max, float row_sum) {
+  return row_max == kNoMax && row_sum == 0.0f;
+}
+
+// Adds sums to others.  Without keys, what stands in place of the output is not read.
 FA_DEVICE void add_sums(RowSums& to, float row_max, float row_sum, const float (&acc)[kCols]) {
   if (is_nan(row_max)) to.row_max = row_max;
-  if (is_nan(to.row_max) || row_sum == 0.0f) return;
+  if (is_nan(to.row_max) || has_no_keys(row_max, row_sum)) return;
   const float new_max = fmaxf(to.row_max, row_max);
   const float old_factor = ex2_approx_ftz(to.row_max - new_max);
   const float factor = ex2_approx_ftz(row_max - new_max);
@@ -50,7 +56,7 @@ FA_DEVICE void write_split(const FwdSplitkvParams& params, int split, int64 row,
   if (lane == 0) {
     reinterpret_cast<float2*>(params.partial_stats)[at] = make_float2(sums.row_max, sums.row_sum);
   }
-  if (sums.row_sum == 0.0f) return;
+  if (has_no_keys(sums.row_max, sums.row_sum)) return;
 #pragma unroll
   for (int i = 0; i < kCols; ++i) params.partial_out[at * kDim + lane + 32 * i] = sums.acc[i];
 }

@@ -21,7 +21,7 @@ from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant, row_serving
-from fa_cupy.gpu.kernels.attention.splitkv.params import SplitkvVariant
+from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable
 from fa_cupy.gpu.kernels.linear.cost_model import choose
@@ -41,13 +41,13 @@ def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     return [row for row in VARIANTS if row in chosen]
 
 
-def serving_splitkv(target: str, dtypes: set[str], dims: set[int]) -> list[SplitkvVariant]:
-    """Return the rows that attention of few queries, however many, gets, in the tables' order."""
+def serving_splitkv(target: str, dtypes: set[str], dims: set[int]) -> list[FwdSplitkv]:
+    """Return the rows that attention of few queries, however many, gets, in the table's order."""
     chosen = set()
     for dtype, dim in product(dtypes, dims):
         fits = [r for r in SPLITKV if r.dtype == dtype and r.dim >= dim and target in r.targets]
-        for source, tile_m in {(row.source, row.tile_m) for row in fits}:
-            holding = [row for row in fits if row.source == source and row.tile_m >= tile_m]
+        for tile_m in {row.tile_m for row in fits}:
+            holding = [row for row in fits if row.tile_m >= tile_m]
             chosen.add(min(holding, key=lambda row: row.rank))
     return [row for row in SPLITKV if row in chosen]
 

@@ -279,10 +279,8 @@ def test_warmup_compiles_what_few_queries_can_get(target):
             problem = attention_problem.attention_problem(q, k, k, None, None)
             out = attention_problem.out_view(problem, problem.out_shape, q.strides)
             traits = Traits(problem, out)
-            row = fwd_splitkv.select(traits, target)
-            used |= {step.variant for step in fwd_splitkv.steps(traits, row, 132)}
+            used.add(fwd_splitkv.select(traits, target))
         assert set(serving_splitkv(target, {"float16", "float32"}, {dim})) == used
-        assert {row.source for row in used} == {"attention/fwd_splitkv", "attention/fwd_combine"}
     assert serving_splitkv(target, {"bfloat16", "float16"}, {64, 128, 256}) == [
         row for row in SPLITKV if row in serving_splitkv(target, {row.dtype}, {row.dim})
     ]

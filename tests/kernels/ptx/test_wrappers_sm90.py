@@ -456,10 +456,11 @@ SOURCES = {
 #pragma unroll
   for (int i = 0; i < 32; ++i) out[128 * 32 + i] = d1[i / 4][i % 4];
 """, "__launch_bounds__(128)"),
-    # Every thread draws a ticket from x[0]; then all try to replace y by (thread + 1, ~thread).
+    # Every thread draws a ticket from x[0]; then all try to replace y by (thread + 1, ~thread), and
+    # count themselves in y[2].
     "atomics": kernel("""
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  uint64* out = at<uint64>(p.out) + 3 * i;
+  uint64* out = at<uint64>(p.out) + 4 * i;
   uint32* counter = at<uint32>(p.x);
   out[0] = i % 2 ? atom_add_u32(counter, 3) : atom_add_acq_rel_gpu_u32(counter, 3);
   uint64 seen[2] = {7, 9};
@@ -467,6 +468,11 @@ SOURCES = {
   atom_cas_b128(at<uint64>(p.y), seen, mine);
   out[1] = seen[0];
   out[2] = seen[1];
+  uint64 before = 3, old;
+  while ((old = atom_cas_acq_rel_gpu_b64(at<uint64>(p.y) + 2, before, before + 1)) != before) {
+    before = old;
+  }
+  out[3] = before;
 """),
     # 512 floats come, three times as many are written: as they are, added once, added twice.
     "bulk": kernel("""
@@ -622,18 +628,20 @@ def coordinates(starts):
 @pytest.mark.gpu
 def test_atomics(run):
     count = 4 * 128
-    start, pair = np.array([5, 0], np.uint32), np.array([7, 9], np.uint64)
-    got = run("atomics", ((count, 3), np.uint64), start, pair, blocks=4)
+    start, pair = np.array([5, 0], np.uint32), np.array([7, 9, 100], np.uint64)
+    got = run("atomics", ((count, 4), np.uint64), start, pair, blocks=4)
     np.testing.assert_array_equal(np.sort(got[:, 0]), 5 + 3 * np.arange(count, dtype=np.uint64))
     # One saw what it expected and replaced it; the others saw what that one had put there.
     (winner,) = np.flatnonzero(got[:, 1] == 7)
     assert got[winner, 2] == 9
-    others = np.delete(got[:, 1:], winner, axis=0)
+    others = np.delete(got[:, 1:3], winner, axis=0)
     wanted = np.array([winner + 1, ~np.uint64(winner)], np.uint64)
     np.testing.assert_array_equal(others, np.broadcast_to(wanted, others.shape))
+    np.testing.assert_array_equal(np.sort(got[:, 3]), 100 + np.arange(count, dtype=np.uint64))
     # A pair of which only half is as expected stays.
-    got = run("atomics", ((count, 3), np.uint64), start, np.array([7, 8], np.uint64), blocks=4)
-    np.testing.assert_array_equal(got[:, 1:], np.broadcast_to(np.uint64([7, 8]), (count, 2)))
+    pair[1] = 8
+    got = run("atomics", ((count, 4), np.uint64), start, pair, blocks=4)
+    np.testing.assert_array_equal(got[:, 1:3], np.broadcast_to(np.uint64([7, 8]), (count, 2)))
 
 
 @pytest.mark.gpu
