@@ -17,6 +17,10 @@ from fa_cupy.keys.layout import KeyArrays
 
 Array = npt.NDArray[Any]
 
+# From so many pages on they are copied all at once, with the rows of the first and the last one
+# that are not wanted.
+_MANY_PAGES = 4
+
 
 class PagedRows:
     """Keys or values (n, length, dim) of n heads of one batch entry that lie in pages.
@@ -67,28 +71,41 @@ class PagedRows:
         return PagedRows(self._pages, self._numbers, begin, end)
 
     def copied(self, empty: Callable[[tuple[int, ...]], Array]) -> Array:
-        """Return a copy; ``empty(shape)`` makes the memory. Equal heads are copied once.
-
-        Whole pages are copied, of which the result is a part.
-        """
-        _, n, size, dim = self._pages.shape
-        heads = 1 if self._pages.strides[1] == 0 else n
+        """Return a copy; ``empty(shape)`` makes the memory. Equal heads are copied once."""
+        heads = 1 if self._pages.strides[1] == 0 else self._pages.shape[1]
+        size = self._pages.shape[2]
         first, last = self._begin // size, -(-self._end // size)
-        numbers = self._numbers[first:last]
-        out = empty((heads, len(numbers), size * dim))
-        whole = self._whole(heads)
+        whole = self._whole(heads) if last - first >= _MANY_PAGES else None
         if whole is None:
-            parts = out.reshape(heads, len(numbers), size, dim)
-            for i, number in enumerate(numbers):
-                np.copyto(parts[:, i], self._pages[number, :heads])
+            found = empty((heads, *self.shape[1:]))
+            self._copy_to(found)
         else:
-            page, head = (stride // whole.strides[0] for stride in self._pages.strides[:2])
-            places = numbers * page + head * np.arange(heads)[:, None]
-            np.take(whole, places, axis=0, out=out, mode="clip")
-        found = out.reshape(heads, len(numbers) * size, dim)
-        begin = self._begin - first * size
-        found = found[:, begin : begin + self._end - self._begin]
+            found = self._taken(whole, empty, heads, first, last)
         return np.broadcast_to(found, self.shape)
+
+    def _copy_to(self, out: Array) -> None:
+        """Copy the rows page by page."""
+        size, row = self._pages.shape[2], self._begin
+        while row < self._end:
+            page, begin = divmod(row, size)
+            stop = min(self._end, (page + 1) * size)
+            rows = self._pages[self._numbers[page], : len(out), begin : begin + stop - row]
+            np.copyto(out[:, row - self._begin : stop - self._begin], rows)
+            row = stop
+
+    def _taken(
+        self, whole: Array, empty: Callable[[tuple[int, ...]], Array], heads: int, first: int,
+        last: int,
+    ) -> Array:  # fmt: skip
+        """Return the rows as a part of a copy of the pages first to last, all at once."""
+        _, _, size, dim = self._pages.shape
+        page, head = (stride // whole.strides[0] for stride in self._pages.strides[:2])
+        places = self._numbers[first:last] * page + head * np.arange(heads)[:, None]
+        out = empty((heads, last - first, size * dim))
+        np.take(whole, places, axis=0, out=out, mode="clip")
+        begin = self._begin - first * size
+        rows = out.reshape(heads, (last - first) * size, dim)
+        return rows[:, begin : begin + self._end - self._begin]
 
     def _whole(self, heads: int) -> Array | None:
         """Return the pages as rows of one array, each a page of one head, if they are that.

@@ -106,6 +106,19 @@ def test_pages_are_copied_in_blocks():
         assert peak < k.nbytes / 4, (q_len, peak)
 
 
+def test_of_large_pages_only_the_wanted_rows_are_copied():
+    """Such as sequences of a cache, each of which is a page."""
+    (k,) = draw((3, 2, 1 << 16, 64))
+    (q,) = draw((2, 4, 70, 64))
+    options = {"page_table": np.array([[2], [0]]), "k_lengths": np.array([900, 40])}
+    attention(q, k, k, **options)
+    tracemalloc.start()
+    attention(q, k, k, **options)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < k.nbytes / 20
+
+
 def test_no_work_is_done_for_keys_that_are_not_there(monkeypatch):
     """The costs of entries are those of their own keys, and equal entries are planned once."""
     made = []
@@ -189,15 +202,25 @@ def test_pages_that_follow_each_other_are_rows_of_one_array():
         (both[:, 0], True), (both[:, 1, 2:3], True), (both[:, 1, ::2], True),
         (both.copy()[::2, 1], True), (both[:, :, 3, 3:][:, 0][:, None], False),
         (both[::-1, 1], False), (both[:, 1, ::-1], False), (apart, False), (odd, False),
+            (both[:, 1, :, ::-1], False), (both[:, 1, :, ::2], False),
     ):  # fmt: skip
         count, heads, size, dim = pages.shape
-        source = key_entries.PageSource(np.array([count - 1, 0, 1]), size, count, (0, 0))
-        view = (heads, 3 * size, dim), pages.strides[1:]
+        numbers = np.array([count - 1, 0, 1, 1, 2])
+        source = key_entries.PageSource(numbers, size, count, (0, 0))
+        view = (heads, 5 * size, dim), pages.strides[1:]
         first = np.lib.stride_tricks.as_strided(pages[0], *view)
         rows = key_entries.PagedRows.of(first, source, pages.strides[0])
         assert (rows._whole(heads) is not None) == follow
         want = np.concatenate(pages[source.numbers], axis=1)
-        for begin, end in ((0, 3 * size), (5, 9), (5, size + 1), (size, 2 * size), (7, 7)):
+        ends = (
+            (5 * size,) * 2,
+            (5, 9),
+            (5, size + 1),
+            (size, 2 * size),
+            (7, 7),
+            (size + 3, 5 * size),
+        )
+        for begin, end in ((0, 5 * size - 2), *ends):
             part = rows[:, begin:end]
             assert part.shape == (heads, end - begin, dim)
             np.testing.assert_array_equal(part.copied(single), want[:, begin:end])
