@@ -17,6 +17,10 @@ from fa_cupy.keys.layout import KeyArrays
 
 Array = npt.NDArray[Any]
 
+# From so many pages on they are copied all at once, with the rows of the first and the last one
+# that are not wanted.
+_MANY_PAGES = 4
+
 
 class PagedRows:
     """Keys or values (n, length, dim) of n heads of one batch entry that lie in pages.
@@ -24,7 +28,7 @@ class PagedRows:
     Parameters
     ----------
     pages : ndarray, shape (count, n, page_size, dim)
-    numbers : ndarray, shape (pages_per_sequence,)
+    numbers : ndarray of intp, shape (pages_per_sequence,)
     begin, end : int
         The rows, counted from the beginning of the first page.
     """
@@ -56,9 +60,9 @@ class PagedRows:
         return n, self._end - self._begin, dim
 
     @property
-    def heads(self) -> int:
-        """How many different heads there are: 1 where all are the same."""
-        return 1 if self._pages.strides[1] == 0 else self._pages.shape[1]
+    def dtype(self) -> np.dtype[Any]:
+        """That of the pages."""
+        return self._pages.dtype
 
     def __getitem__(self, index: tuple[slice, slice]) -> PagedRows:
         """Return some rows of all heads."""
@@ -66,15 +70,58 @@ class PagedRows:
         begin, end = self._begin + rows.start, self._begin + rows.stop
         return PagedRows(self._pages, self._numbers, begin, end)
 
-    def copy_to(self, out: Array, load: Callable[[Array, Array], None]) -> None:
-        """Copy the rows of different heads to `out`, by calls of ``load(out, x)``."""
+    def copied(self, empty: Callable[[tuple[int, ...]], Array]) -> Array:
+        """Return a copy; ``empty(shape)`` makes the memory. Equal heads are copied once."""
+        heads = 1 if self._pages.strides[1] == 0 else self._pages.shape[1]
+        size = self._pages.shape[2]
+        first, last = self._begin // size, -(-self._end // size)
+        whole = self._whole(heads) if last - first >= _MANY_PAGES else None
+        if whole is None:
+            found = empty((heads, *self.shape[1:]))
+            self._copy_to(found)
+        else:
+            found = self._taken(whole, empty, heads, first, last)
+        return np.broadcast_to(found, self.shape)
+
+    def _copy_to(self, out: Array) -> None:
+        """Copy the rows page by page."""
         size, row = self._pages.shape[2], self._begin
         while row < self._end:
-            number, skipped = divmod(row, size)
-            stop = min(self._end, (number + 1) * size)
-            page = self._pages[self._numbers[number], : self.heads, skipped : skipped + stop - row]
-            load(out[:, row - self._begin : stop - self._begin], page)
+            page, begin = divmod(row, size)
+            stop = min(self._end, (page + 1) * size)
+            rows = self._pages[self._numbers[page], : len(out), begin : begin + stop - row]
+            np.copyto(out[:, row - self._begin : stop - self._begin], rows)
             row = stop
+
+    def _taken(
+        self, whole: Array, empty: Callable[[tuple[int, ...]], Array], heads: int, first: int,
+        last: int,
+    ) -> Array:  # fmt: skip
+        """Return the rows as a part of a copy of the pages first to last, all at once."""
+        _, _, size, dim = self._pages.shape
+        page, head = (stride // whole.strides[0] for stride in self._pages.strides[:2])
+        places = self._numbers[first:last] * page + head * np.arange(heads)[:, None]
+        out = empty((heads, last - first, size * dim))
+        np.take(whole, places, axis=0, out=out, mode="clip")
+        begin = self._begin - first * size
+        rows = out.reshape(heads, (last - first) * size, dim)
+        return rows[:, begin : begin + self._end - self._begin]
+
+    def _whole(self, heads: int) -> Array | None:
+        """Return the pages as rows of one array, each a page of one head, if they are that.
+
+        `numpy.take` reads them without a step in Python for each page.
+        """
+        count, _, size, dim = self._pages.shape
+        page, head = self._pages.strides[:2]
+        nbytes = size * dim * self.dtype.itemsize
+        if not count or not nbytes or page < 0 or head < 0 or page % nbytes or head % nbytes:
+            return None
+        one = self._pages[0, 0]
+        rows = (count - 1) * (page // nbytes) + (heads - 1) * (head // nbytes) + 1
+        strides = nbytes, self.dtype.itemsize
+        whole = np.lib.stride_tricks.as_strided(one, (rows, size * dim), strides)
+        return whole if one.flags.c_contiguous and whole.flags.aligned else None
 
 
 class PageSource(NamedTuple):
@@ -161,7 +208,8 @@ def entries(
         if problem.pages is not None and tables is not None:
             pages = problem.pages
             strides = pages.k_stride, pages.v_stride
-            source = PageSource(tables[entry], pages.size, pages.count, strides)
+            numbers = tables[entry].astype(np.intp)
+            source = PageSource(numbers, pages.size, pages.count, strides)
         yield _entry(problem, parts, axes, int(lengths[entry]), first, source)
 
 

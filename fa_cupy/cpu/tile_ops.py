@@ -221,9 +221,7 @@ class Steps:
 
     def operand(self, name: str, x: Array | PagedRows) -> Array:
         if isinstance(x, PagedRows):
-            out = self.scratch(name, (x.heads, *x.shape[1:]))
-            x.copy_to(out, self.load)
-            return np.broadcast_to(out, x.shape)
+            x = x.copied(functools.partial(self._scratch_of, f"{name} pages", x.dtype))
         if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):
             return x
         out = self.scratch(name, x.shape)
@@ -244,6 +242,12 @@ class Steps:
             np.add(out, product, out=out)
         else:
             np.matmul(a, b, out=out)
+
+    def _scratch_of(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Return scratch memory for an array of another dtype."""
+        size = math.prod(shape)
+        memory = self.scratch(name, (-(-size * dtype.itemsize // self.dtype.itemsize),))
+        return memory.view(dtype)[:size].reshape(shape)
 
     def add_bias(self, scores: Array, bias: Array) -> None:
         if bias.dtype == np.float16:

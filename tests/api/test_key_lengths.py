@@ -1,12 +1,17 @@
 """Key lengths and page tables: rules that hold on the CPU and the GPU alike, and a fuzz of them."""
 
 import re
+import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, note
 
 from fa_cupy import BitMask, Score, attention, reference
+from fa_cupy.keys import layout
+from fa_cupy.keys.layout import KeyArrays
 from tests.support.every_run import widest
 from tests.support.keyed_cases import cases_with_lengths, native_options, paged_cases
 from tests.support.strategies import (
@@ -312,6 +317,63 @@ def test_out_may_not_overlap_the_lengths():
 
 
 # Other libraries
+
+
+class Tensor:
+    """An array of a library that has nothing but DLPack."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **options):
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+    def __array_namespace__(self):
+        return SimpleNamespace(from_dlpack=lambda x: Tensor(np.asarray(x)))
+
+
+def test_lengths_and_tables_by_dlpack():
+    q, k = draw((2, 4, 5, 8), (6, 2, 16, 8))
+    lengths, table = np.array([20, 3], np.int32), np.array([[4, 1], [3, -1]])
+    want = attention(q, k, k, k_lengths=lengths, page_table=table)
+    arrays = [Tensor(x) for x in (q, k, k)]
+    for of_lengths in (Tensor, np.asarray):
+        for of_table in (Tensor, np.asarray):
+            options = {"k_lengths": of_lengths(lengths), "page_table": of_table(table)}
+            found = attention(*arrays, **options)
+            assert type(found) is Tensor
+            np.testing.assert_array_equal(found.x, want)
+    out = attention(*arrays, k_lengths=3, page_table=Tensor(table))
+    np.testing.assert_array_equal(out.x[1], want[1])
+    with pytest.raises(ValueError, match=r"k_lengths\[0\] is 33, want 0 to 32"):
+        attention(*arrays, k_lengths=Tensor(np.array([33, 1])), page_table=Tensor(table))
+    with pytest.raises(TypeError, match=r"k_lengths is a tests\.Tensor, q is a numpy\.ndarray"):
+        attention(q, k[:2], k[:2], k_lengths=Tensor(lengths))
+
+
+def test_numbers_of_the_host_are_checked_and_copied_to_the_device():
+    """Those of a device are neither, and one number is written by a kernel."""
+    device = type("DeviceArray", (), {"shape": (2, 3), "dtype": np.dtype(int)})()
+    written = []
+    module = SimpleNamespace(
+        asarray=lambda x: written.append(x.tolist()) or "copy",
+        full=lambda shape, value, dtype: written.append((shape, value, dtype)) or "filled",
+    )
+    problem = SimpleNamespace(k_len=48, pages=SimpleNamespace(size=16, count=5))
+    some = np.array([3, 48], np.int32)
+    keys = KeyArrays(some, device)
+    layout.check_numbers("attention", problem, keys)
+    with pytest.raises(ValueError, match=r"k_lengths\[1\] is 49, want 0 to 48"):
+        layout.check_numbers("attention", problem, KeyArrays(some + 1, device))
+    # How much of a table is needed, lengths on the device do not say.
+    layout.check_numbers("attention", problem, KeyArrays(device, np.full((2, 3), 7)))
+    with mock.patch.dict(sys.modules, cupy=module):
+        assert layout.on_device("cupy", keys) == ("copy", device)
+        assert layout.on_device("cupy", KeyArrays(np.asarray(5), None)) == ("filled", None)
+    assert written == [[3, 48], ((), 5, np.dtype(int))]
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])

@@ -1,5 +1,6 @@
 """Key lengths and pages on the CPU: entries one by one, and memory that does not grow with them."""
 
+import functools
 import itertools
 import tracemalloc
 from unittest import mock
@@ -105,6 +106,19 @@ def test_pages_are_copied_in_blocks():
         assert peak < k.nbytes / 4, (q_len, peak)
 
 
+def test_of_large_pages_only_the_wanted_rows_are_copied():
+    """Such as sequences of a cache, each of which is a page."""
+    (k,) = draw((3, 2, 1 << 16, 64))
+    (q,) = draw((2, 4, 70, 64))
+    options = {"page_table": np.array([[2], [0]]), "k_lengths": np.array([900, 40])}
+    attention(q, k, k, **options)
+    tracemalloc.start()
+    attention(q, k, k, **options)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < k.nbytes / 20
+
+
 def test_no_work_is_done_for_keys_that_are_not_there(monkeypatch):
     """The costs of entries are those of their own keys, and equal entries are planned once."""
     made = []
@@ -144,16 +158,17 @@ def test_heads_that_are_equal_are_copied_once(options):
     q, k, v = draw((3, 8, 7, 16), (9, 1, 64, 16), (9, 1, 64, 16))
     table = np.random.default_rng(0).integers(0, 9, (3, 4))
     options = {**options, "page_table": table, "k_lengths": np.array([9, 250, 64])}
-    copied, copy_to = set(), key_entries.PagedRows.copy_to
+    seen, copied = set(), key_entries.PagedRows.copied
 
-    def note(rows, out, load):
-        copied.add((rows.shape[0], out.shape[0]))
-        copy_to(rows, out, load)
+    def note(rows, empty):
+        found = copied(rows, empty)
+        seen.add((found.shape[0], found.strides[0]))
+        return found
 
-    with mock.patch.object(key_entries.PagedRows, "copy_to", note):
+    with mock.patch.object(key_entries.PagedRows, "copied", note):
         found = attention(q, k, v, return_lse=True, **options)
     check_against_reference(Case(q, k, v, options=options), *found)
-    assert copied == {(8, 1)}
+    assert seen == {(8, 0)}
 
 
 def test_a_band_that_shows_all_keys_of_an_entry_is_none(monkeypatch):
@@ -174,6 +189,41 @@ def test_a_band_that_shows_all_keys_of_an_entry_is_none(monkeypatch):
     options["causal_align"] = "top_left"
     attention(q, k, k, window=(None, 128), **options)
     assert made == [(100, None, None, 4), (300, None, 128, 1)]
+
+
+def test_pages_that_follow_each_other_are_rows_of_one_array():
+    """Then NumPy copies them, also for one head, and where keys and values alternate."""
+    single = functools.partial(np.empty, dtype=np.float32)
+    both = np.arange(5 * 2 * 4 * 16 * 8, dtype=np.float32).reshape(5, 2, 4, 16, 8)
+    apart = np.ascontiguousarray(both[:, 0].swapaxes(1, 2)).swapaxes(1, 2)
+    odd = np.empty(both[:, 0].nbytes + 1, np.int8)[1:].view(np.float32).reshape(5, 4, 16, 8)
+    odd[...] = both[:, 0]
+    for pages, follow in (
+        (both[:, 0], True), (both[:, 1, 2:3], True), (both[:, 1, ::2], True),
+        (both.copy()[::2, 1], True), (both[:, :, 3, 3:][:, 0][:, None], False),
+        (both[::-1, 1], False), (both[:, 1, ::-1], False), (apart, False), (odd, False),
+            (both[:, 1, :, ::-1], False), (both[:, 1, :, ::2], False),
+    ):  # fmt: skip
+        count, heads, size, dim = pages.shape
+        numbers = np.array([count - 1, 0, 1, 1, 2])
+        source = key_entries.PageSource(numbers, size, count, (0, 0))
+        view = (heads, 5 * size, dim), pages.strides[1:]
+        first = np.lib.stride_tricks.as_strided(pages[0], *view)
+        rows = key_entries.PagedRows.of(first, source, pages.strides[0])
+        assert (rows._whole(heads) is not None) == follow
+        want = np.concatenate(pages[source.numbers], axis=1)
+        ends = (
+            (5 * size,) * 2,
+            (5, 9),
+            (5, size + 1),
+            (size, 2 * size),
+            (7, 7),
+            (size + 3, 5 * size),
+        )
+        for begin, end in ((0, 5 * size - 2), *ends):
+            part = rows[:, begin:end]
+            assert part.shape == (heads, end - begin, dim)
+            np.testing.assert_array_equal(part.copied(single), want[:, begin:end])
 
 
 def test_pages_of_any_strides():
