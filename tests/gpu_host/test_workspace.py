@@ -353,6 +353,9 @@ def strided():
 
 
 CASES = {
+    "attention, one query": lambda: (
+        lambda q, k: lambda: fa_cupy.attention(q, k, k)
+    )(array(2, 1, 64), array(2, 900, 64)),
     "attention": attend,
     "attention with its LSE": lambda: attend(return_lse=True),
     "attention, v strided": lambda: attend(v_step=2, return_lse=True),
