@@ -25,10 +25,11 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as
 
 FA_DEVICE bool is_nan(float x) { return x != x; }
 
-// Adds sums to others.  Without weights there is no output: what stands in its place is not read.
+// Adds sums to others.  Without keys there is no output: what stands in its place is not read.
+// Weights of large scores may all be 0, and then row_max says that the row is to be computed again.
 FA_DEVICE void add_sums(RowSums& to, float row_max, float row_sum, const float (&acc)[kCols]) {
   if (is_nan(row_max)) to.row_max = row_max;
-  if (is_nan(to.row_max) || row_sum == 0.0f) return;
+  if (is_nan(to.row_max) || (row_max == kNoMax && row_sum == 0.0f)) return;
   const float new_max = fmaxf(to.row_max, row_max);
   const float old_factor = ex2_approx_ftz(to.row_max - new_max);
   const float factor = ex2_approx_ftz(row_max - new_max);

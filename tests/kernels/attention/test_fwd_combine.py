@@ -63,6 +63,20 @@ def test_large_scores():
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
 
 
+@pytest.mark.parametrize("at", [30, 300])
+def test_one_large_score_among_small_ones(at):
+    """Its weight may be 0 in its split, whose row_max tells nevertheless."""
+    for seed in range(4):
+        q, k, v = (draw(1, 2, n, 64, dtype=np.float16, seed=3 * seed + n) for n in (2, 400, 401))
+        k, v = k * np.float16(1e-3), v[:, :, :400]
+        k[:, :, at] = 50 * q[:, :, 0]
+        options = {"scale": 3e6 + 12345 * seed, "k_lengths": np.array([400])}
+        out, lse = calls.attention(D64, q, k, v, **options)
+        want, want_lse = reference.attention(q, k, v, **options)
+        np.testing.assert_allclose(out[:, :, 0], want[:, :, 0], rtol=0, atol=4e-3)
+        np.testing.assert_allclose(lse[:, :, 0], want_lse[:, :, 0], rtol=1e-6)
+
+
 # Planted bugs, each of which some call finds
 
 BUGS = {
