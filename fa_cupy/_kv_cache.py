@@ -214,9 +214,8 @@ class KVCache:
         for number, length in zip(numbers, begin, strict=True):
             if length + tokens > self.max_length:
                 raise ValueError(
-                    f"{name}: sequence {number} has {length} tokens, want at most "
-                    f"{self.max_length - tokens} to append {tokens} (max_length is "
-                    f"{self.max_length})"
+                    f"{name}: k has {tokens} tokens, want at most {self.max_length - length}: "
+                    f"sequence {number} has {length} tokens, and max_length is {self.max_length}"
                 )
         if not tokens or not len(numbers):
             return
@@ -376,14 +375,15 @@ class KVCache:
         """Return numbers of sequences as an array, checked."""
         if sequences is None:
             return np.arange(len(self._lengths))
-        if not isinstance(sequences, (Sequence, np.ndarray)) or isinstance(sequences, str):
+        several = isinstance(sequences, Sequence) and not isinstance(sequences, (str, bytes))
+        if not several and not (isinstance(sequences, np.ndarray) and sequences.ndim):
             sequences = [sequences]
         values = [self._number(name, f"sequences[{i}]", x) for i, x in enumerate(sequences)]
         return np.array(values, np.int64)
 
     def _check(self, name: str, arg: str, x: Any, shape: tuple[int | None, ...]) -> None:
         """Raise unless `x` is an array of the cache's library and dtype, and of a shape."""
-        if not isinstance(x, self._xp.ndarray):
+        if not isinstance(x, self._xp.ndarray) or isinstance(x, np.ma.MaskedArray):
             wanted = f"{self._xp.__name__}.ndarray"
             raise TypeError(f"{name}: {arg} is a {type(x).__name__}, want a {wanted}")
         if x.dtype != self._dtype:

@@ -207,7 +207,9 @@ def test_decoding_token_by_token_is_causal_attention(xp, dtype, page_size):
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("sequences", [None, [1, 2], [2, 0], 1, np.array([1, 0, 1])], ids=str)
+@pytest.mark.parametrize(
+    "sequences", [None, [1, 2], [2, 0], 1, np.array(2), np.array([1, 0, 1])], ids=str
+)
 def test_options_are_those_of_attention(xp, page_size, sequences):
     cache = KVCache(2, 8, sequences=3, max_length=40, page_size=page_size, xp=xp)
     for i, tokens in enumerate((7, 33, 20)):
@@ -316,7 +318,7 @@ def test_a_refused_append_changes_nothing(page_size):
     (k,) = draw((3, 1, 20, 4))
     cache.append(k[:1], k[:1], 1)
     before = [x.copy() for x in (cache.k, cache.v, cache.k_lengths)], cache.free_pages
-    with pytest.raises(ValueError, match="sequence 1 has 20 tokens, want at most 19 to append 21"):
+    with pytest.raises(ValueError, match="k has 21 tokens, want at most 20: sequence 1 has 20"):
         cache.append(np.zeros((3, 1, 21, 4), "f4"), np.zeros((3, 1, 21, 4), "f4"))
     if page_size is not None:
         with pytest.raises(ValueError, match=r"5 pages are wanted, and 2 of 4 are free"):
@@ -379,6 +381,10 @@ def refusals():
         "append: k has shape (2, 5, 8), want (1, 2, any, 8)": ("append", (k[0], k[0], 1)),
         "append: v has 4 tokens, k has 5": ("append", (k, k[:, :, :4], [0, 1])),
         "append: k is a list, want a numpy.ndarray": ("append", (k.tolist(), k, [0, 1])),
+        "append: v is a MaskedArray, want a numpy.ndarray": (
+            "append", (k, np.ma.masked_array(k, k == 0), [0, 1])),
+        "append: k has 41 tokens, want at most 40: sequence 0 has 0 tokens, and max_length is 40": (
+            "append", (zeros(1, 2, 41, 8), zeros(1, 2, 41, 8), 0)),
         "append: v has dtype float64, the cache has float32": (
             "append", (k, k.astype(float), [0, 1])),
         "append: sequences has 1 more than once": ("append", (k, k, [1, 1])),
@@ -387,6 +393,8 @@ def refusals():
         "append: sequences[0] is True (bool), want an int from 0 to 2": (
             "append", (k, k, [True, 0])),
         "append: sequences[0] is '01' (str), want an int from 0 to 2": ("append", (k, k, "01")),
+        "append: sequences[0] is b'00' (bytes), want an int from 0 to 2": (
+            "append", (k, k, b"00")),
         "attention: q has shape (2, 2, 5, 8), want (3, any, any, 8)": ("attention", (k,)),
         "attention: q has dtype float16, the cache has float32": (
             "attention", (k.astype(np.float16), [0, 1])),
