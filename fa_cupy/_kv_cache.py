@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fa_cupy._attention import attention
 from fa_cupy.core import checks
+from fa_cupy.core.arrays import overlap
 from fa_cupy.core.attention_problem import FLOAT_DTYPES
 from fa_cupy.keys.gathered import as_integers
 from fa_cupy.keys.layout import PAGE_MULTIPLE
@@ -207,6 +208,8 @@ class KVCache:
             raise ValueError(f"{name}: sequences has {values[counts > 1][0]} more than once")
         for arg, x, like in (("k", k, self.k), ("v", v, self.v)):
             self._check(name, arg, x, (len(numbers), like.shape[1], None, like.shape[3]))
+            if overlap(x, self.k) or overlap(x, self.v):
+                raise ValueError(f"{name}: {arg} overlaps the cache in memory, want a copy")
         tokens = k.shape[2]
         if v.shape[2] != tokens:
             raise ValueError(f"{name}: v has {v.shape[2]} tokens, k has {tokens}")

@@ -329,6 +329,18 @@ def test_a_refused_append_changes_nothing(page_size):
     assert before[1] == after[1]
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_tokens_are_not_taken_from_the_cache_itself(page_size):
+    """Keys would be written before values are read, and shared pages before both."""
+    cache = KVCache(1, 4, sequences=2, max_length=40, page_size=page_size)
+    new = np.ones((1, 1, 2, 4), np.float32)
+    cache.append(new, new, 0)
+    for arg, arrays in (("k", (cache.k[:1, :, :2], new)), ("v", (new, cache.k[:1, :, 2:4]))):
+        with pytest.raises(ValueError, match=f"KVCache.append: {arg} overlaps the cache"):
+            cache.append(*arrays, 0)
+    assert cache.lengths.tolist() == [2, 0]
+
+
 def test_it_says_what_it_holds():
     cache = KVCache(2, 8, sequences=3, max_length=100)
     assert repr(cache) == (
