@@ -235,7 +235,8 @@ def check_numbers(name: str, problem: Any, keys: KeyArrays) -> None:
     size, count = problem.pages.size, problem.pages.count
     needed = np.asarray(table.shape[-1]) if lengths is None else -(-lengths // size)
     bad = ((table < 0) | (table >= count)) & (np.arange(table.shape[-1]) < needed[..., None])
-    _raise_at(name, "page_table", table, bad, f"0 to {count - 1}, of {count} pages")
+    wanted = f"0 to {count - 1}, of {count} pages" if count else "no page to be needed: there are 0"
+    _raise_at(name, "page_table", table, bad, wanted)
 
 
 def _raise_at(name: str, arg: str, array: Any, bad: Any, wanted: str) -> None:

@@ -1,5 +1,7 @@
 """The cache of keys and values, compared with lists of tokens."""
 
+import copy
+import pickle
 import re
 import sys
 import tracemalloc
@@ -339,6 +341,37 @@ def test_tokens_are_not_taken_from_the_cache_itself(page_size):
         with pytest.raises(ValueError, match=f"KVCache.append: {arg} overlaps the cache"):
             cache.append(*arrays, 0)
     assert cache.lengths.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_a_copy_and_a_pickled_cache_are_caches_of_their_own(page_size):
+    cache = KVCache(1, 4, sequences=2, max_length=40, page_size=page_size, dtype=BFLOAT16)
+    k, q = draw((2, 1, 3, 4), (2, 1, 1, 4), dtype=BFLOAT16)
+    cache.append(k, k)
+    want = cache.attention(q)
+    for made in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        made.append(k, k)
+        made.free(0)
+        assert made.lengths.tolist() == [0, 6]
+        np.testing.assert_array_equal(cache.attention(q), want)
+        np.testing.assert_array_equal(made.attention(q[1:], 1).shape, (1, 1, 1, 4))
+    assert cache.lengths.tolist() == [3, 3]
+
+
+def test_the_page_table_is_written_when_pages_change():
+    """It may be large, and most tokens of a decoder take no page."""
+    cache = KVCache(1, 4, sequences=2, max_length=64, page_size=16)
+    (k,) = draw((1, 1, 16, 4))
+    cache.append(k[:, :, :14], k[:, :, :14], 0)
+    for call, writes in (
+        (lambda: cache.append(k[:, :, :2], k[:, :, :2], 0), False),
+        (lambda: cache.append(k[:, :, :1], k[:, :, :1], 0), True),
+        (lambda: cache.fork(0), True),
+        (lambda: cache.free(0), False),
+    ):
+        cache.page_table[0, 3] = -5  # behind the last page, where numbers have no meaning
+        call()
+        assert (cache.page_table[0, 3] != -5) == writes
 
 
 def test_it_says_what_it_holds():
