@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ import numpy.typing as npt
 
 from fa_cupy._attention import attention
 from fa_cupy.core import checks
+from fa_cupy.core.arrays import overlap
 from fa_cupy.core.attention_problem import FLOAT_DTYPES
 from fa_cupy.keys.gathered import as_integers
 from fa_cupy.keys.layout import PAGE_MULTIPLE
@@ -126,7 +129,7 @@ class KVCache:
         name = "KVCache"
         if getattr(xp, "__name__", None) not in _LIBRARIES:
             raise TypeError(f"{name}: xp is {checks.show(xp)}, want the module numpy or cupy")
-        self._xp, self._dtype = xp, _float_dtype(name, dtype)
+        self._dtype = _float_dtype(name, dtype)
         heads = _positive(name, "heads", heads)
         dims = [
             _positive(name, arg, dim)
@@ -163,6 +166,11 @@ class KVCache:
             self.page_table = xp.zeros(self._table.shape, np.int32)
             self._uses = np.zeros(places, np.int64)  # sequences that have each page
             self._free = [*range(places)][::-1]
+
+    @property
+    def _xp(self) -> Any:
+        # Not an attribute: a module can be neither copied nor pickled.
+        return sys.modules[type(self.k).__module__.partition(".")[0]]
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -207,6 +215,8 @@ class KVCache:
             raise ValueError(f"{name}: sequences has {values[counts > 1][0]} more than once")
         for arg, x, like in (("k", k, self.k), ("v", v, self.v)):
             self._check(name, arg, x, (len(numbers), like.shape[1], None, like.shape[3]))
+            if overlap(x, self.k) or overlap(x, self.v):
+                raise ValueError(f"{name}: {arg} overlaps the cache in memory, want a copy")
         tokens = k.shape[2]
         if v.shape[2] != tokens:
             raise ValueError(f"{name}: v has {v.shape[2]} tokens, k has {tokens}")
@@ -214,9 +224,8 @@ class KVCache:
         for number, length in zip(numbers, begin, strict=True):
             if length + tokens > self.max_length:
                 raise ValueError(
-                    f"{name}: sequence {number} has {length} tokens, want at most "
-                    f"{self.max_length - tokens} to append {tokens} (max_length is "
-                    f"{self.max_length})"
+                    f"{name}: k has {tokens} tokens, want at most {self.max_length - length}: "
+                    f"sequence {number} has {length} tokens, and max_length is {self.max_length}"
                 )
         if not tokens or not len(numbers):
             return
@@ -232,7 +241,7 @@ class KVCache:
             self._table, self._uses = change.table, change.uses
             del self._free[len(self._free) - change.taken :]
         self._lengths[numbers] += tokens
-        self._show()
+        self._show(pages=change is not None and change.taken > 0)
 
     def attention(self, q: Any, sequences: Any = None, **options: Any) -> Any:
         """Attention of queries to all tokens of their sequences.
@@ -309,7 +318,7 @@ class KVCache:
             self._table[to] = self._table[sequence]
             self._uses[self._table[to, : self._pages_of(length)]] += 1
         self._lengths[to] = length
-        self._show()
+        self._show(pages=True)
         return to
 
     def free(self, sequence: int) -> None:
@@ -320,17 +329,18 @@ class KVCache:
             self._uses[pages] -= 1
             self._free += [int(page) for page in pages[::-1] if not self._uses[page]]
         self._lengths[sequence] = 0
-        self._show()
+        self._show(pages=False)
 
     def _change(self, name: str, numbers: Any, begin: Any, end: Any) -> _Change:
         """Return what is to be done before tokens begin to end of sequences are written."""
         assert self.page_size is not None
-        table, uses = self._table.copy(), self._uses.copy()
         wanted: list[tuple[int, int]] = []  # the sequences and which of their pages are new
+        left: Counter[int] = Counter()  # sequences that will not have a page any more
         for number, first, last in zip(numbers, begin, end, strict=True):
             full, used = divmod(int(first), self.page_size)
-            if used and uses[table[number, full]] > 1:
-                uses[table[number, full]] -= 1
+            page = int(self._table[number, full]) if used else 0
+            if used and self._uses[page] - left[page] > 1:
+                left[page] += 1
                 wanted.append((number, full))
             wanted += [(number, i) for i in range(self._pages_of(first), self._pages_of(last))]
         if len(wanted) > len(self._free):
@@ -338,6 +348,11 @@ class KVCache:
                 f"{name}: {len(wanted)} pages are wanted, and {len(self._free)} of "
                 f"{len(self._uses)} are free"
             )
+        if not wanted:
+            return _Change(self._table, self._uses, 0, [])
+        table, uses = self._table.copy(), self._uses.copy()
+        for page, count in left.items():
+            uses[page] -= count
         copied = []
         for (number, i), page in zip(wanted, self._free[::-1], strict=False):
             if i < self._pages_of(self._lengths[number]):
@@ -358,10 +373,10 @@ class KVCache:
         for x, new in ((self.k, k), (self.v, v)):
             as_integers(x)[at] = as_integers(new).swapaxes(1, 2)
 
-    def _show(self) -> None:
-        """Bring the arrays on the device up to date, where they are."""
+    def _show(self, pages: bool) -> None:
+        """Bring lengths, and pages if they have changed, up to date in the arrays of the device."""
         self.k_lengths[...] = self._xp.asarray(self._lengths.astype(np.int32))
-        if self.page_table is not None:
+        if pages and self.page_table is not None:
             self.page_table[...] = self._xp.asarray(self._table)
 
     def _pages_of(self, length: int) -> int:
@@ -376,14 +391,15 @@ class KVCache:
         """Return numbers of sequences as an array, checked."""
         if sequences is None:
             return np.arange(len(self._lengths))
-        if not isinstance(sequences, (Sequence, np.ndarray)) or isinstance(sequences, str):
+        several = isinstance(sequences, Sequence) and not isinstance(sequences, (str, bytes))
+        if not several and not (isinstance(sequences, np.ndarray) and sequences.ndim):
             sequences = [sequences]
         values = [self._number(name, f"sequences[{i}]", x) for i, x in enumerate(sequences)]
         return np.array(values, np.int64)
 
     def _check(self, name: str, arg: str, x: Any, shape: tuple[int | None, ...]) -> None:
         """Raise unless `x` is an array of the cache's library and dtype, and of a shape."""
-        if not isinstance(x, self._xp.ndarray):
+        if not isinstance(x, self._xp.ndarray) or isinstance(x, np.ma.MaskedArray):
             wanted = f"{self._xp.__name__}.ndarray"
             raise TypeError(f"{name}: {arg} is a {type(x).__name__}, want a {wanted}")
         if x.dtype != self._dtype:

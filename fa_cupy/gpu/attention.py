@@ -200,6 +200,8 @@ def cached(
         if x is not None:  # no function is called here: a decoder makes one call for each token
             if type(x) is not cupy.ndarray or x.data.device_id != device:
                 return None
+            if x.data.ptr & 7:  # strides are in the key, and were checked with it
+                require_whole_elements(k_lengths=k_lengths, page_table=page_table)
             key, keys = (*key, x is k_lengths, x.shape, x.strides, x.dtype), (*keys, x)
     call = lookup(key)
     if call is None:
@@ -212,7 +214,9 @@ def cached(
         counts = None if mask is None else _counts(problem, mask, device)
         if not _served(problem, device, counts) or not _direct(problem, strides):
             return None
-        require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
+        require_whole_elements(
+            q=q, k=k, v=v, bias=bias, sinks=sinks, k_lengths=k_lengths, page_table=page_table
+        )
         call = remember(key, _call_for(problem, strides, device, counts))
     elif (q.data.ptr | k.data.ptr | v.data.ptr) & 1 or bias is not None or sinks is not None:
         require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks)
@@ -262,7 +266,8 @@ def attention(
     if isinstance(bias, SparseBias):
         return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())
-    require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score)
+    of_keys = {} if keys is None else {"k_lengths": keys.lengths, "page_table": keys.table}
+    require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score, **of_keys)
     built_in = None if score is None else with_built_in(problem, score)
     counts = _counts(problem, mask, device)
     if built_in is not None:

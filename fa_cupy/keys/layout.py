@@ -235,13 +235,15 @@ def check_numbers(name: str, problem: Any, keys: KeyArrays) -> None:
     size, count = problem.pages.size, problem.pages.count
     needed = np.asarray(table.shape[-1]) if lengths is None else -(-lengths // size)
     bad = ((table < 0) | (table >= count)) & (np.arange(table.shape[-1]) < needed[..., None])
-    table = np.broadcast_to(table, bad.shape)
-    _raise_at(name, "page_table", table, bad, f"0 to {count - 1}, of {count} pages")
+    wanted = f"0 to {count - 1}, of {count} pages" if count else "no page to be needed: there are 0"
+    _raise_at(name, "page_table", table, bad, wanted)
 
 
 def _raise_at(name: str, arg: str, array: Any, bad: Any, wanted: str) -> None:
     if bad.any():
-        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        # The array may broadcast: its own axes are the last ones, and have size 1 along some.
+        found = np.argwhere(bad)[0][bad.ndim - array.ndim :]
+        at = tuple(int(i) if n > 1 else 0 for i, n in zip(found, array.shape, strict=True))
         where = f"[{', '.join(map(str, at))}]" if at else ""
         raise ValueError(f"{name}: {arg}{where} is {array[at]}, want {wanted}")
 

@@ -245,6 +245,10 @@ def refusals():
         "page_table[0, 1] is -1, want 0 to 5": (
             q, pages, {"page_table": np.array([[0, -1], [2, -1]]), "k_lengths": np.array([17, 16])},
         ),
+        "page_table[0, 0] is 0, want no page to be needed: there are 0": (
+            q, (0, 4, 16, 8), {"page_table": table}),
+        "page_table[0, 1] is 7, want 0 to 5": (  # the only row of the table
+            q, pages, {"page_table": np.array([[0, 7]]), "k_lengths": np.array([16, 17])}),
         "page_table has batch shape (3,), want one that broadcasts with (2,)": (
             q, pages, {"page_table": np.zeros((3, 2), int)}),
         "k has shape (4, 32, 8), want (pages, heads, page_size, head_dim) with page_table": (

@@ -1,5 +1,7 @@
 """The cache of keys and values, compared with lists of tokens."""
 
+import copy
+import pickle
 import re
 import sys
 import tracemalloc
@@ -207,7 +209,9 @@ def test_decoding_token_by_token_is_causal_attention(xp, dtype, page_size):
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("sequences", [None, [1, 2], [2, 0], 1, np.array([1, 0, 1])], ids=str)
+@pytest.mark.parametrize(
+    "sequences", [None, [1, 2], [2, 0], 1, np.array(2), np.array([1, 0, 1])], ids=str
+)
 def test_options_are_those_of_attention(xp, page_size, sequences):
     cache = KVCache(2, 8, sequences=3, max_length=40, page_size=page_size, xp=xp)
     for i, tokens in enumerate((7, 33, 20)):
@@ -316,7 +320,7 @@ def test_a_refused_append_changes_nothing(page_size):
     (k,) = draw((3, 1, 20, 4))
     cache.append(k[:1], k[:1], 1)
     before = [x.copy() for x in (cache.k, cache.v, cache.k_lengths)], cache.free_pages
-    with pytest.raises(ValueError, match="sequence 1 has 20 tokens, want at most 19 to append 21"):
+    with pytest.raises(ValueError, match="k has 21 tokens, want at most 20: sequence 1 has 20"):
         cache.append(np.zeros((3, 1, 21, 4), "f4"), np.zeros((3, 1, 21, 4), "f4"))
     if page_size is not None:
         with pytest.raises(ValueError, match=r"5 pages are wanted, and 2 of 4 are free"):
@@ -325,6 +329,49 @@ def test_a_refused_append_changes_nothing(page_size):
     for x, y in zip(before[0], after[0], strict=True):
         np.testing.assert_array_equal(x, y)
     assert before[1] == after[1]
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_tokens_are_not_taken_from_the_cache_itself(page_size):
+    """Keys would be written before values are read, and shared pages before both."""
+    cache = KVCache(1, 4, sequences=2, max_length=40, page_size=page_size)
+    new = np.ones((1, 1, 2, 4), np.float32)
+    cache.append(new, new, 0)
+    for arg, arrays in (("k", (cache.k[:1, :, :2], new)), ("v", (new, cache.k[:1, :, 2:4]))):
+        with pytest.raises(ValueError, match=f"KVCache.append: {arg} overlaps the cache"):
+            cache.append(*arrays, 0)
+    assert cache.lengths.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_a_copy_and_a_pickled_cache_are_caches_of_their_own(page_size):
+    cache = KVCache(1, 4, sequences=2, max_length=40, page_size=page_size, dtype=BFLOAT16)
+    k, q = draw((2, 1, 3, 4), (2, 1, 1, 4), dtype=BFLOAT16)
+    cache.append(k, k)
+    want = cache.attention(q)
+    for made in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        made.append(k, k)
+        made.free(0)
+        assert made.lengths.tolist() == [0, 6]
+        np.testing.assert_array_equal(cache.attention(q), want)
+        np.testing.assert_array_equal(made.attention(q[1:], 1).shape, (1, 1, 1, 4))
+    assert cache.lengths.tolist() == [3, 3]
+
+
+def test_the_page_table_is_written_when_pages_change():
+    """It may be large, and most tokens of a decoder take no page."""
+    cache = KVCache(1, 4, sequences=2, max_length=64, page_size=16)
+    (k,) = draw((1, 1, 16, 4))
+    cache.append(k[:, :, :14], k[:, :, :14], 0)
+    for call, writes in (
+        (lambda: cache.append(k[:, :, :2], k[:, :, :2], 0), False),
+        (lambda: cache.append(k[:, :, :1], k[:, :, :1], 0), True),
+        (lambda: cache.fork(0), True),
+        (lambda: cache.free(0), False),
+    ):
+        cache.page_table[0, 3] = -5  # behind the last page, where numbers have no meaning
+        call()
+        assert (cache.page_table[0, 3] != -5) == writes
 
 
 def test_it_says_what_it_holds():
@@ -379,6 +426,10 @@ def refusals():
         "append: k has shape (2, 5, 8), want (1, 2, any, 8)": ("append", (k[0], k[0], 1)),
         "append: v has 4 tokens, k has 5": ("append", (k, k[:, :, :4], [0, 1])),
         "append: k is a list, want a numpy.ndarray": ("append", (k.tolist(), k, [0, 1])),
+        "append: v is a MaskedArray, want a numpy.ndarray": (
+            "append", (k, np.ma.masked_array(k, k == 0), [0, 1])),
+        "append: k has 41 tokens, want at most 40: sequence 0 has 0 tokens, and max_length is 40": (
+            "append", (zeros(1, 2, 41, 8), zeros(1, 2, 41, 8), 0)),
         "append: v has dtype float64, the cache has float32": (
             "append", (k, k.astype(float), [0, 1])),
         "append: sequences has 1 more than once": ("append", (k, k, [1, 1])),
@@ -387,6 +438,8 @@ def refusals():
         "append: sequences[0] is True (bool), want an int from 0 to 2": (
             "append", (k, k, [True, 0])),
         "append: sequences[0] is '01' (str), want an int from 0 to 2": ("append", (k, k, "01")),
+        "append: sequences[0] is b'00' (bytes), want an int from 0 to 2": (
+            "append", (k, k, b"00")),
         "attention: q has shape (2, 2, 5, 8), want (3, any, any, 8)": ("attention", (k,)),
         "attention: q has dtype float16, the cache has float32": (
             "attention", (k.astype(np.float16), [0, 1])),
