@@ -100,15 +100,15 @@ def attention(
     k_lengths : int or array of int32 or int64, optional
         How many keys each batch entry has, from 0 to Lk; the shape of an array broadcasts with the
         batch axes before the heads: (batch,) for `q` of shape (batch, heads, Lq, D). What `k`, `v`,
-        `bias` and `mask` hold for the keys behind is never used. `is_causal` and `window` need
+        `bias` and `mask` hold for later keys is ignored. `is_causal` and `window` need
         `causal_align`, and "bottom_right" lets query i stand at ``i + k_lengths[b] - Lq``.
     page_table : array of int32 or int64, shape (..., pages_per_sequence), optional
         The pages of each batch entry, in the order of its keys. The axes before the last one
         broadcast with the batch axes before the heads. `k` is then an array (pages, heads,
         page_size, D) and `v` one (pages, heads, page_size, Dv), where page_size is a multiple of
         16: key j of entry b is row ``j % page_size`` of page ``page_table[b, j // page_size]``, and
-        Lk is ``pages_per_sequence * page_size``. Entries may share pages. Numbers behind the last
-        page that `k_lengths` needs may be any.
+        Lk is ``pages_per_sequence * page_size``. Entries may share pages. Page numbers after the
+        last page in use are ignored.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -148,9 +148,9 @@ def attention(
     never reach the output (where they are not finite, the CPU may sum in another order, which
     changes the last bits).
 
-    Of `k_lengths` and `page_table`, numbers in the memory of the host are checked. Arrays on a GPU
-    are not read back: output and log-sum-exp of a batch entry are NaN there if its length is out of
-    range, or one of the pages that it needs does not exist.
+    Numbers of `k_lengths` and `page_table` in the memory of the host are checked. Those on a GPU
+    are not read back: there, output and log-sum-exp are NaN for a batch entry whose length is out of
+    range, and for queries that see a key of a page that does not exist.
 
     References
     ----------

@@ -32,8 +32,9 @@ class _Change(NamedTuple):
 class KVCache:
     """Keys and values of several sequences, to which tokens are appended.
 
-    Memory for all tokens is allocated once. Each sequence has either a part of its own (contiguous)
-    or pages, which it takes when tokens come and which sequences share after `fork`.
+    Memory for all tokens is allocated once. A contiguous cache has room for `max_length` tokens of
+    each sequence. In a cache with pages, a sequence takes pages as it grows, and sequences share
+    pages after `fork`.
 
     Parameters
     ----------
@@ -63,12 +64,12 @@ class KVCache:
     v : array
         With `v_dim` in place of `head_dim`.
     k_len : int
-        `max_length`, rounded up to a multiple of 16 or to whole pages: the number of keys that a
-        bias or a mask is for.
+        `max_length`, rounded up to a multiple of 16 or to whole pages. A bias or a mask has so many
+        columns.
     k_lengths : array of int32, shape (sequences,)
         The tokens of each sequence, in the memory of the device.
     page_table : array of int32, shape (sequences, pages_per_sequence), or None
-        The pages of each sequence, in the memory of the device. Numbers behind the last page of a
+        The pages of each sequence, in the memory of the device. Numbers after the last page of a
         sequence have no meaning.
     page_size, max_length : int
 
@@ -84,8 +85,9 @@ class KVCache:
     Notes
     -----
     `k`, `v`, `k_lengths` and `page_table` stay where they are in memory, so that a CUDA graph that
-    was captured from a call with them works on what the cache holds when it runs. They are for
-    reading. A cache must not be used by several threads at the same time.
+    was captured from a call with them works on what the cache holds when it runs. `attention` of
+    some sequences only cannot be captured, because their numbers are copied from the host. Only
+    read these arrays. A cache must not be used by several threads at the same time.
 
     Examples
     --------

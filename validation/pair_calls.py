@@ -77,7 +77,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     ----------
     target : str
     share, shares : int
-        For every how manyth row of the table, and from which on.
+        One of so many shares of the rows, and how many there are.
 
     Raises
     ------

@@ -71,7 +71,7 @@ FA_DEVICE void read_splits(const FwdSplitkvParams& params, int64 row, RowSums& s
     float acc[kSplitsAtATime][kCols];
 #pragma unroll
     for (int i = 0; i < kSplitsAtATime; ++i) {
-      // Of splits that there are not, the last one is loaded and not added.
+      // Past the last split it is loaded once more, and not added.
       const int64 at = min(first + i, params.splits - 1) * params.rows + row;
       stats[i] = reinterpret_cast<const float2*>(params.partial_stats)[at];
 #pragma unroll

@@ -141,6 +141,20 @@ def test_what_lies_behind_the_end_never_shows(xp, dtype, garbage):
         np.testing.assert_allclose(x, y, rtol=1e-5 if by_blas else 0, atol=1e-6 if by_blas else 0)
 
 
+@pytest.mark.gpu
+def test_numbers_that_are_not_aligned_are_refused(cupy):
+    """A kernel that reads one ends the context: by the first call of a kind and by later ones."""
+    q, k, v = (cupy.asarray(x) for x in draw((4, 8, 1, 64), (4, 2, 600, 64), (4, 2, 600, 64),
+                                             dtype=HALF))  # fmt: skip
+    odd = cupy.zeros(9, np.int32)[1:].view(np.int64)
+    for lengths in (odd, cupy.zeros(4, np.int64), odd):
+        if lengths is not odd:
+            assert not attention(q, k, v, k_lengths=lengths).any()
+            continue
+        with pytest.raises(ValueError, match="k_lengths is at address"):
+            attention(q, k, v, k_lengths=lengths)
+
+
 def test_without_keys_the_output_is_0_and_the_lse_that_of_the_sink(xp):
     q, k, v, sinks = draw((2, 3, 4, 8), (2, 3, 16, 8), (2, 3, 16, 5), (3, 1))
     out, lse = solve(xp, q, k, v, k_lengths=np.array([0, 16]))
