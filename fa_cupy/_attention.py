@@ -149,8 +149,8 @@ def attention(
     changes the last bits).
 
     Numbers of `k_lengths` and `page_table` in the memory of the host are checked. Those on a GPU
-    are not read back: there, output and log-sum-exp are NaN for a batch entry whose length is out of
-    range, and for queries that see a key of a page that does not exist.
+    are not read back: there, output and log-sum-exp are NaN for a batch entry whose length is out
+    of range, and for queries that see a key of a page that does not exist.
 
     References
     ----------
