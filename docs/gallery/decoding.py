@@ -76,14 +76,15 @@ cache.append(keys[None, None], values[None, None], [0])
 for _ in range(1, count):
     cache.fork(0)
 
-written, chances = [numbers] * count, []
+written, outputs = [numbers] * count, []
 for _ in range(steps):
     q = np.stack([contexts(row[-8:])[-1:] for row in written])[:, None]  # (count, 1, 1, dim)
-    chances.append(cache.attention(q, scale=scale)[:, 0, 0])
-    chosen = [rng.choice(len(letters), p=p / p.sum()) for p in chances[-1].astype(float)]
-    written = [np.append(row, letter) for row, letter in zip(written, chosen, strict=True)]
-    cache.append(q, following(chosen)[:, None, None])
-chances = np.stack(chances, axis=1)  # (sequence, step, character)
+    output = cache.attention(q, scale=scale)[:, 0, 0]
+    outputs.append(output)
+    drawn = [rng.choice(len(letters), p=p / p.sum()) for p in output.astype(float)]
+    written = [np.append(row, letter) for row, letter in zip(written, drawn, strict=True)]
+    cache.append(q, following(drawn)[:, None, None])
+chances = np.stack(outputs, axis=1)  # (sequence, step, character)
 
 # %%
 # Without a cache, all keys are computed anew. One call then has all steps: causality, counted from
@@ -91,8 +92,8 @@ chances = np.stack(chances, axis=1)  # (sequence, step, character)
 
 for row, found in zip(written, chances, strict=True):
     k, v = contexts(row)[:-1], following(row)
-    alignment = {"is_causal": True, "causal_align": "bottom_right"}
-    whole = attention(k[len(text) :], k[:-1], v[:-1], scale=scale, **alignment)
+    q = k[len(text) :]
+    whole = attention(q, k[:-1], v[:-1], scale=scale, is_causal=True, causal_align="bottom_right")
     assert np.allclose(whole, found, atol=1e-5)
 
 # %%
@@ -106,7 +107,7 @@ assert np.allclose(weights @ v[:-1] / weights.sum(), chances[-1, -1], atol=1e-5)
 # ------
 # The chances of the next characters of one sequence, and the ones that were chosen.
 
-used = len(cache.k) - cache.free_pages
+used = len(cache.k) - (cache.free_pages or 0)
 print(f"{count} sequences of {len(written[0]):,} characters in {used} pages, scale {scale:g}")
 
 figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")

@@ -16,6 +16,7 @@ from fa_cupy.gpu.driver.compile import ROOT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
+from fa_cupy.gpu.kernels.registry import SPLITKV
 from tests.support.every_run import examples, only, some
 from tests.support.kernel_attention import DTYPES, check, draw
 from tests.support.planted import plant
@@ -469,7 +470,7 @@ def test_seeds_are_drawn_from_all_families_or_one():
     assert Chosen().kinds() == [kind for family in kinds.values() for kind in family]
     launched = {row.name for rows, _ in Chosen().kinds() for row in rows}
     rows = [row for row in attention_backward.VARIANTS if "dbias" not in row.entry]  # own tests
-    assert launched == {row.name for row in (*VARIANTS, *PRODUCTS, *rows)}
+    assert launched == {row.name for row in (*VARIANTS, *SPLITKV, *PRODUCTS, *rows)}
     (scan,) = {row.name for row in PRODUCTS if row.source == "linear/state_prefix_sum"}
     assert {rows[-1].name for rows, _ in Chosen(part=scan).kinds()} == {scan}
     code, text = command("--seeds", 1, "--family", "mask", "--row", "linear")
