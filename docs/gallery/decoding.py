@@ -37,7 +37,7 @@ vectors = vectors.astype(np.float32)
 def contexts(numbers):
     """Contexts of the characters of a text, and of the next one: (characters + 1, dim)."""
     padded = np.concatenate([np.zeros(8, int), numbers])
-    return sum(vectors[i, padded[7 - i : len(padded) - i]] for i in range(8))
+    return np.sum([vectors[i, padded[7 - i : len(padded) - i]] for i in range(8)], axis=0)
 
 
 def following(numbers):
@@ -99,6 +99,7 @@ for row, found in zip(written, chances, strict=True):
 # %%
 # The last step of the last sequence by the formula, with NumPy.
 
+k, v = contexts(written[-1])[:-1], following(written[-1])
 weights = np.exp(scale * k[:-1] @ k[-1])
 assert np.allclose(weights @ v[:-1] / weights.sum(), chances[-1, -1], atol=1e-5)
 
