@@ -19,6 +19,15 @@ FA_DEVICE uint32 atom_add_acq_rel_gpu_u32(uint32* address, uint32 x) {
   return old;
 }
 
+FA_DEVICE uint64 atom_add_acq_rel_gpu_u64(uint64* address, uint64 x) {
+  uint64 old;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;\n"
+               : "=l"(old)
+               : "l"(address), "l"(x)
+               : "memory");
+  return old;
+}
+
 // Replaces eight bytes by `replacement` if they are `expected`, and returns them as they were; with
 // the order of atom_add_acq_rel_gpu_u32.
 FA_DEVICE uint64 atom_cas_acq_rel_gpu_b64(uint64* address, uint64 expected, uint64 replacement) {

@@ -85,19 +85,20 @@ FA_DEVICE void read_splits(const FwdSplitkvParams& params, int64 row, RowSums& s
 }
 
 // Counts a block's split as done, by one thread, and returns how many of its tile of queries were
-// done before.  What the block has written before a barrier can then be read by the one that gets
-// the last number, and the memory of the counter comes as it is: in it are the low 56 bits of the
-// launch's mark, above the count, or anything else if this is the first one to come.
+// done before.  What a block has written before a barrier can then be read by the one that gets the
+// last number.  The memory of the counter comes as it is: it has the low 56 bits of the launch's
+// mark, above the count, or anything else if no block of the tile has come yet.  Only the first few
+// to come exchange: that all did, one after the other, cost 20 us with 30 splits.
 FA_DEVICE int arrive(const FwdSplitkvParams& params, uint32 tile) {
   uint64* word = params.arrivals + tile;
-  uint64 seen = *word;
-  while (true) {
-    const bool is_first = seen >> 8 != (params.mark & 0x00ffffffffffffffu);
-    const uint64 next = (is_first ? params.mark << 8 : seen) + 1;
-    const uint64 old = atom_cas_acq_rel_gpu_b64(word, seen, next);
-    if (old == seen) return is_first ? 0 : static_cast<int>(seen & 255);
+  const uint64 none = params.mark << 8;
+  uint64 seen = *const_cast<volatile uint64*>(word);
+  while (seen >> 8 != none >> 8) {
+    const uint64 old = atom_cas_acq_rel_gpu_b64(word, seen, none + 1);
+    if (old == seen) return 0;
     seen = old;
   }
+  return static_cast<int>(atom_add_acq_rel_gpu_u64(word, 1) & 255);
 }
 
 // ------------------------------------------------------------------------------------------ output

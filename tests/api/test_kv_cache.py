@@ -205,7 +205,9 @@ def test_decoding_token_by_token_is_causal_attention(xp, dtype, page_size):
         cache.append(k[:, :, token], v[:, :, token])
         found.append(cache.attention(q[:, :, token], is_causal=True))
     found = np.concatenate([to_numpy(x) for x in found], axis=2).astype(float)
-    np.testing.assert_allclose(found, want, rtol=0, atol=8 * UNIT[dtype])
+    # Products and exponentials of a GPU library in float32 are some units apart.
+    units = 40 if xp is not np and np.dtype(dtype) == np.float32 else 8
+    np.testing.assert_allclose(found, want, rtol=0, atol=units * UNIT[dtype])
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

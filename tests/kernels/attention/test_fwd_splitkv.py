@@ -1,11 +1,16 @@
 """Attention with the keys split over blocks: fwd_splitkv, run on the CPU."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import Score, reference
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu import plan as plan_module
+from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv, params
 from fa_cupy.gpu.kernels.attention.splitkv.params import splits_of
 from tests.support.every_run import examples, only, some
@@ -22,6 +27,7 @@ from tests.support.kernel_attention import (
 )
 from tests.support.planted import plant
 from validation.emulator import calls
+from validation.emulator.launcher import EmulatorLauncher
 
 pytestmark = pytest.mark.emulator
 
@@ -170,6 +176,37 @@ def test_results_depend_on_no_schedule():
             assert x.tobytes() == y.tobytes()
 
 
+def replayed(source, monkeypatch):
+    """Results of a launch and of two more that share its memory and its mark, as in a graph."""
+    monkeypatch.setattr(plan_module, "_marks", itertools.repeat(7 << 55 | 5))
+    q, k, v = (draw(1, 2, n, 128, dtype=np.float16, seed=n) for n in (3, 700, 700))
+    problem = attention_problem.attention_problem(q, k, v, None, None)
+    out = np.empty(problem.out_shape, np.float16)
+    view = attention_problem.out_view(problem, out.shape, out.strides)
+    launcher = EmulatorLauncher(0, False, source)
+    plan = fwd_splitkv.make_plan(Traits(problem, view), launcher, D128)
+    assert plan.steps[0].params["splits"][0] > 1
+    memory = np.full(plan.workspace_bytes // 8 + 1, 0x0123456789ABCDEF, np.uint64)
+    space = memory.ctypes.data + -memory.ctypes.data % 16
+    results = []
+    for _ in range(3):
+        out[...] = np.nan
+        plan.run((*[x.ctypes.data for x in (q, k, v)], 0, out.ctypes.data, 0), space)
+        results.append(out.copy())
+    return results, reference.attention(q, k, v)[0]
+
+
+def test_launches_that_are_replayed(monkeypatch, tmp_path):
+    results, want = replayed({}, monkeypatch)
+    for found in results:
+        np.testing.assert_allclose(found, want, rtol=0, atol=4e-3)
+    kept = ("if (shared.is_last) params.arrivals[work.tile] = 0;", ";")
+    source = plant(tmp_path, "attention/fwd_splitkv", kept)
+    (first, second, _), _ = replayed({D128.entry: source}, monkeypatch)
+    assert np.isfinite(first).all()
+    assert np.isnan(second).all()
+
+
 def test_the_number_of_splits():
     """Small calls fill the device; large ones are not split."""
     assert splits_of(8, 512, 264) in range(27, 34)
@@ -183,7 +220,7 @@ def test_the_number_of_splits():
 def test_rows_are_chosen_by_the_number_of_queries():
     def chosen(q_heads, q_len, dim, target):
         problem, view = plan_of(q_heads, q_len, dim)
-        return fwd_splitkv.select(fwd_splitkv.Traits(problem, view), target)
+        return fwd_splitkv.select(Traits(problem, view), target)
 
     assert chosen(8, 1, 128, "sm_90a").tile_m == 16
     assert chosen(16, 8, 128, "sm_90a").tile_m == 64
@@ -194,8 +231,6 @@ def test_rows_are_chosen_by_the_number_of_queries():
 
 def plan_of(q_heads, q_len, dim):
     """A problem with two heads of keys, and the view of its output."""
-    from fa_cupy.core import attention_problem
-
     q, k = (draw(1, n, rows, dim, dtype=np.float16) for n, rows in ((q_heads, q_len), (2, 300)))
     problem = attention_problem.attention_problem(q, k, k, None, None)
     return problem, attention_problem.out_view(problem, q.shape, q.strides)

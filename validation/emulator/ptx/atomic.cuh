@@ -10,6 +10,11 @@ FA_DEVICE uint32 atom_add_u32(uint32* address, uint32 x) {
 FA_DEVICE uint32 atom_add_acq_rel_gpu_u32(uint32* address, uint32 x) {
   return atom_add_u32(address, x);
 }
+FA_DEVICE uint64 atom_add_acq_rel_gpu_u64(uint64* address, uint64 x) {
+  const uint64 old = *address;
+  *address += x;
+  return old;
+}
 FA_DEVICE uint64 atom_cas_acq_rel_gpu_b64(uint64* address, uint64 expected, uint64 replacement) {
   const uint64 old = *address;
   if (old == expected) *address = replacement;
