@@ -5,6 +5,8 @@ VENV := .venv
 PY ?= $(VENV)/bin/python
 RECEIPT_DIR ?= validation/results
 JOBS ?= 2
+# Processes of the GPU tests: with about as many as cores they take minutes, not hours.
+GPU_JOBS ?= 1
 # A test that hangs is not waited for: after 5 minutes its stack is shown, after 10 its process ends.
 WATCHED := -o faulthandler_timeout=300 --timeout 600 --timeout-method thread --durations 25
 # BLAS has one thread in each process: more of them than cores wait for each other, and a reference
@@ -56,9 +58,11 @@ announce:
 test-gpu: gpu-tests gpu-sanitize gpu-receipt
 
 # Only the plugins that are named: an environment that has everything may have some that interfere.
+SPREAD = -p xdist.plugin -p tests.support.devices_plugin -n $(GPU_JOBS) --dist load --maxschedchunk 1
 gpu-tests: $(GPU_READY)
 	rm -rf $(GPU_RUN) && mkdir -p $(GPU_RUN)
-	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PY) -m pytest -m gpu \
+	-FA_CUPY_HYPOTHESIS_PROFILE=gpu PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 FA_CUPY_SPREAD=1 \
+	  OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -m gpu $(if $(filter-out 1,$(GPU_JOBS)),$(SPREAD)) \
 	  -p _hypothesis_pytestplugin -p tests.support.receipt_plugin --receipt $(GPU_RUN)/tests.json --durations 25
 
 gpu-sanitize: $(GPU_READY)
