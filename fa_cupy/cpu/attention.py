@@ -51,7 +51,7 @@ _TASK_FLOP = 3e7
 # The number of queries whose products take as long as reading their keys from memory.
 _READING_QUERIES = 8
 # The most work of a group of short entries, and how many numbers of keys have plans that are kept.
-_GROUP_FLOP = 1.2e7
+_GROUP_FLOP = 4e7
 _MOST_PLANS = 256
 # Keys and values that are read once do not have to fit the cache, unless they are converted.
 _FEW_QUERIES, _FEW_N = 16, 8192
@@ -493,7 +493,7 @@ class _EntryTasks:
             missed.extend(self._attend_group(seen, task[1], flat))
 
         cost = sum(task[0] for task in tasks)
-        thread_pool.run(tasks, lambda: work, cost > _PARALLEL_FLOP)
+        thread_pool.run(tasks, lambda: work, cost > _TASK_FLOP)
         for entry in self._entries.each(arrays, keys, lengths, sorted(missed)) if missed else ():
             self._plan(entry).run(entry.arrays, score, entry)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.cpu import blas
-from fa_cupy.cpu.key_entries import seen_through
+from fa_cupy.cpu.key_entries import SeenThrough
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.tiled import attention, softcap
 
@@ -25,6 +25,10 @@ Array = npt.NDArray[Any]
 
 # Most elements of an array of a group, which stays in the cache.
 _GROUP_ELEMENTS = 1 << 18
+# Products of so few entries are made one by one, and those of single rows with entries of more
+# elements on average: a vector times a matrix takes half the time of a product of matrices.
+_FEW_ENTRIES = 4
+_VECTOR_ELEMENTS = 1 << 16
 # The number of rows whose products take as long as reading their keys from memory.
 _READING_ROWS = 8
 
@@ -63,13 +67,13 @@ class ShortEntries:
     problem : Problem
     dtype : numpy.dtype
         Of sums.
-    views : list of View or None
+    views : list of SeenThrough or None
         Of the arrays.
     """
 
     problem: Problem
     dtype: np.dtype[Any]
-    views: list[View | None]
+    views: list[SeenThrough | None]
 
     @classmethod
     def of(
@@ -103,13 +107,13 @@ class ShortEntries:
             before = (*before, None, slice(None)) if shares else (*before, slice(None), None)
         keys = {1, 2}
         views = [_with_axes(x, before, i in keys) for i, x in enumerate(given)]
-        return cls(problem, dtype, views)
+        return cls(problem, dtype, [None if x is None else SeenThrough(x) for x in views])
 
     def seen(self, arrays: Sequence[Any]) -> Arrays:
         """Return the arrays of a call: q, k, v, bias, mask, out, lse and sinks."""
         return Arrays(
             *(
-                None if view is None else seen_through(array, view)
+                None if view is None else view(array)
                 for array, view in zip(arrays, self.views, strict=True)
             )
         )
@@ -124,25 +128,26 @@ class ShortEntries:
         most : float
             The largest cost of a group.
         """
-        view = self.views[0]
-        assert view is not None
-        _, heads, group, rows, dim = view.shape
+        assert self.views[0] is not None
+        _, heads, group, rows, dim = self.views[0].view.shape
         # Keys are read once for the rows of a group.
         reading = max(1.0, _READING_ROWS / (group * rows))
         flop_per_score = 2 * (dim + self.problem.v_dim) * reading
         rows *= heads * group
+        copied = 0 if self.problem.dtype == self.dtype else heads * max(dim, self.problem.v_dim)
         least = max(dim, self.problem.v_dim)
         begin, width, cost = 0, 0, 0.0
         for i, length in enumerate(lengths):
             own = rows * length * flop_per_score
             wide = max(width, length)
             count = i + 1 - begin
-            full = rows * count * max(wide, least) > _GROUP_ELEMENTS or cost + own > most
+            elements = count * max(rows * max(wide, least), copied * wide)
+            full = elements > _GROUP_ELEMENTS or cost + own > most
             if full and i > begin:
                 yield Group(begin, i, cost)
             if full:
                 begin, width, cost, wide = i, 0, 0.0, length
-                if rows * max(length, least) > _GROUP_ELEMENTS or own > most:
+                if max(rows * max(length, least), copied * length) > _GROUP_ELEMENTS or own > most:
                     yield i
                     begin = i + 1
                     continue
@@ -184,7 +189,7 @@ class ShortEntries:
         if width:
             scores = steps.scratch("scores", (stacked, rows, width))
             products = _Products(steps, lengths, heads, rows)
-            products.multiply(queries.q, x.k, scores, transposed=True)
+            products.multiply(queries.q.reshape(stacked, rows, -1), x.k, scores, transposed=True)
             self._finish_scores(steps, x, queries.factor, lengths, scores)
             steps.softmax(state, scores)
             products.multiply(scores, x.v, state.acc, transposed=False)
@@ -255,25 +260,64 @@ class _Products:
 
         Parameters
         ----------
-        a, out : ndarray
-            Dense, (entries * heads * rows, cols) if reshaped; columns of one of them are keys.
+        a, out : ndarray, shape (entries * heads, rows, cols)
+            Dense; columns of one of them are keys.
         keys : ndarray, shape (entries, heads, k_len, dim)
         transposed : bool
         """
         keys = self._readable(keys)
+        _, heads, _, dim = keys.shape
+        count = len(self._some)
+        elements = int(self._lengths.sum()) * heads * dim
+        if count <= _FEW_ENTRIES or (self._rows == 1 and elements > _VECTOR_ELEMENTS * count):
+            self._one_by_one(a, keys, out, transposed)
+        else:
+            self._at_once(a, keys, out, transposed)
+
+    def _one_by_one(self, a: Array, keys: Array, out: Array, transposed: bool) -> None:
+        heads = self._heads
+        for entry, length in zip(self._some.tolist(), self._lengths.tolist(), strict=True):
+            of_entry = slice(entry * heads, (entry + 1) * heads)
+            x, y, b = a[of_entry], out[of_entry], keys[entry, :, :length]
+            if self._rows == 1 and b.shape[1] * b.shape[2] > blas.SERIAL_SUMS:
+                self._vectors(x, b, y, transposed)
+            elif transposed:
+                self._steps.matmul(x, b.swapaxes(1, 2), y[:, :, :length])
+            else:
+                self._steps.matmul(x[:, :, :length], b, y)
+
+    def _vectors(self, a: Array, keys: Array, out: Array, transposed: bool) -> None:
+        """Multiply vectors, by parts that NumPy's library does not spread over threads.
+
+        NumPy has one call for many products, while the library has none for vectors.
+        """
+        heads, length, dim = keys.shape
+        size = max(1, blas.SERIAL_SUMS // dim)
+        count = length // size
+        whole = count * size
+        first, rest = keys[:, :whole].reshape(heads, count, size, dim), keys[:, whole:]
+        if transposed:
+            parts = out[:, 0, :whole].reshape(heads, count, 1, size)
+            np.matmul(a[:, None], first.swapaxes(2, 3), out=parts)
+            np.matmul(a, rest.swapaxes(1, 2), out=out[:, :, whole:length])
+            return
+        sums = self._steps.scratch("parts", (heads, count, 1, dim))
+        np.matmul(a[:, 0, :whole].reshape(heads, count, 1, size), first, out=sums)
+        np.matmul(a[:, :, whole:length], rest, out=out)
+        np.add(out, np.add.reduce(sums, axis=1), out=out)
+
+    def _at_once(self, a: Array, keys: Array, out: Array, transposed: bool) -> None:
         dim, size = keys.shape[3], a.itemsize
         count, heads = len(self._some), np.arange(self._heads)
         sizes = np.empty((3, count), np.int32)
         sizes[:] = (self._rows,), (dim,), (dim,)
         sizes[1 if transposed else 2] = self._lengths
         steps = np.empty((3, count), np.int32)
-        steps[:] = (a.shape[-1],), (keys.strides[2] // size,), (out.shape[-1],)
+        steps[:] = (a.shape[2],), (keys.strides[2] // size,), (out.shape[2],)
         at = np.empty((3, count, self._heads), np.uint64)
         for row, x in zip(at, (a, keys, out), strict=True):
-            of_head = self._rows * x.shape[-1] * size
-            of_entry = self._heads * of_head
-            if x is keys:
-                of_entry, of_head = x.strides[:2]
+            of_head = x.strides[1] if x is keys else x.strides[0]
+            of_entry = x.strides[0] if x is keys else of_head * self._heads
             np.add((self._some * of_entry)[:, None], heads * of_head, out=row, casting="unsafe")
             row += np.uint64(x.ctypes.data)
         counts = np.full(count, self._heads, np.int32)
