@@ -276,6 +276,7 @@ class _Tasks:
             self.problem, out, lse = decoding.heads_as_queries(problem, out, lse)
         problem, self._bits = self.problem, mask
         wanted = _wanted_tasks(problem)
+        self._in_place = key_entries.reads_in_place(problem, dtype)
         self.tile = tile = planned_tile(problem, dtype)
         if mask is not None:
             self.tile = tile = mask_rows.tile_of(mask, tile)
@@ -376,7 +377,7 @@ class _Tasks:
         steps = Steps.unused(dtype)
         with np.errstate(all="ignore"):
             for stack, some in parts.items():
-                decoding.combine(steps, problem, stack.borrow(), some, tile_n)
+                decoding.combine(steps, problem, _to_copy(stack.borrow()), some, tile_n)
         steps.keep()
 
     def _stacks(
@@ -415,7 +416,7 @@ class _Tasks:
             if isinstance(arrays[3], SparseBias):
                 x[3] = arrays[3]
             if entry is not None and entry.source is not None:
-                x[1:3] = entry.source.rows(x[1], x[2])
+                x[1:3] = entry.source.rows(x[1], x[2], self._in_place)
             made = None if score is None else TileScore(np, score, x[8], x[9], self._dtype)
             operands = tiled_attention.Operands(*x[:8], score=made)
             found.append(_Stack(operands, self._dtype, len(self._rows), pairs))
@@ -435,11 +436,19 @@ class _Tasks:
             if not tiled_attention.attend(steps, problem, x, begin, end, tile_n, more):
                 if isinstance(x.mask, MaskTiles):
                     x = replace(x, mask=x.mask.only(words=True, sparse=True))
+                x = _to_copy(x)
                 for row in range(begin, end, tile_m):
                     rows = (row, min(row + tile_m, end), tile_n)
                     tiled_attention.attend_exactly(steps, problem, x, *rows)
         task.stack.give_back()
         steps.keep()
+
+
+def _to_copy(x: tiled_attention.Operands) -> tiled_attention.Operands:
+    """Return operands whose pages are copied: `attend_exactly` changes keys and values."""
+    if isinstance(x.k, key_entries.PagedRows):
+        return replace(x, k=x.k.to_copy(), v=x.v.to_copy())
+    return x
 
 
 class _EntryTasks:
@@ -544,7 +553,9 @@ def _bytes_of_entry(
 
 def _reads_once(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> bool:
     """Whether keys and values are read once, from where they are."""
-    direct = problem.dtype == dtype and problem.pages is None
+    direct = problem.dtype == dtype
+    if problem.pages is not None:
+        direct = key_entries.reads_in_place(problem, dtype)
     return direct and problem.q_len <= _FEW_QUERIES
 
 

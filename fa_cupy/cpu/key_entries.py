@@ -1,6 +1,7 @@
 """Batch entries with key lengths and page tables: each one is a problem with its own keys.
 
-No entry computes anything for keys that it does not have. Keys in pages are copied tile by tile.
+No entry computes anything for keys that it does not have. Keys in pages are read where they are by
+few queries, and otherwise copied tile by tile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.core.attention_problem import Problem, View
+from fa_cupy.cpu import blas
 from fa_cupy.keys.layout import KeyArrays, check_numbers
 from fa_cupy.tiled import batching
 
@@ -22,6 +24,11 @@ Array = npt.NDArray[Any]
 # From so many pages on they are copied all at once, with the rows of the first and the last one
 # that are not wanted.
 _MANY_PAGES = 4
+# Of so many queries at most, products read pages where they are: of more, each page would have a
+# product with values of many rows of its own, which are summed then.
+_MOST_QUERIES = 16
+# Elements of products with the values of pages that are summed at a time.
+_SUMMED = 1 << 18
 _MOST_INT = (1 << 63) - 1
 
 
@@ -34,14 +41,22 @@ class PagedRows:
     numbers : ndarray of intp, shape (pages_per_sequence,)
     begin, end : int
         The rows, counted from the beginning of the first page.
+    in_place : bool, optional
+        Whether products may read them where they are, as `multiply` does.
+    transposed : bool, optional
+        Whether they are columns for `multiply`.
     """
 
-    def __init__(self, pages: Array, numbers: Array, begin: int, end: int) -> None:
+    def __init__(
+        self, pages: Array, numbers: Array, begin: int, end: int, in_place: bool = False,
+        transposed: bool = False,
+    ) -> None:  # fmt: skip
         self._pages, self._numbers = pages, numbers
         self._begin, self._end = begin, end
+        self.in_place, self._transposed = in_place, transposed
 
     @classmethod
-    def of(cls, rows: Array, source: PageSource, stride: int) -> PagedRows:
+    def of(cls, rows: Array, source: PageSource, stride: int, in_place: bool = False) -> PagedRows:
         """Return those of the heads of `rows`, which is right in the first page only.
 
         Parameters
@@ -50,11 +65,13 @@ class PagedRows:
         source : PageSource
         stride : int
             Bytes from a page to the next one.
+        in_place : bool, optional
+            Whether products may read them where they are, if they are aligned.
         """
         n, length, dim = rows.shape
         shape = (source.pages, n, source.size, dim)
         pages = np.lib.stride_tricks.as_strided(rows, shape, (stride, *rows.strides))
-        return cls(pages, source.numbers, 0, length)
+        return cls(pages, source.numbers, 0, length, in_place and rows.flags.aligned)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -71,7 +88,78 @@ class PagedRows:
         """Return some rows of all heads."""
         rows = index[1]
         begin, end = self._begin + rows.start, self._begin + rows.stop
-        return PagedRows(self._pages, self._numbers, begin, end)
+        return PagedRows(self._pages, self._numbers, begin, end, self.in_place)
+
+    def to_copy(self) -> PagedRows:
+        """Return the same rows, which no product reads where they are."""
+        return PagedRows(self._pages, self._numbers, self._begin, self._end)
+
+    def swapaxes(self, first: int, second: int) -> PagedRows:
+        """Return the rows as columns, for `multiply`."""
+        return PagedRows(self._pages, self._numbers, self._begin, self._end, self.in_place, True)
+
+    def multiply(
+        self, a: Array, out: Array, add: bool, scratch: Callable[[str, tuple[int, ...]], Array]
+    ) -> None:
+        """Set `out` to ``a @ rows``, or to ``a @ columns``, or add that.
+
+        Parameters
+        ----------
+        a, out : ndarray, shape (n, rows, cols)
+            Elements of a row lie densely.
+        add : bool
+            Not with columns.
+        scratch : callable
+            ``scratch(name, shape)`` returns memory.
+        """
+        size = self._pages.shape[2]
+        first, last = self._begin // size, -(-self._end // size)
+        begins = np.arange(first, last) * size
+        ends = np.minimum(begins + size, self._end)
+        begins[:1] = self._begin
+        if self._transposed:
+            return self._multiply(a, begins, ends, out[None])
+        step = max(1, _SUMMED // max(1, out.size))
+        for i in range(0, len(begins), step):
+            part = slice(i, i + step)
+            sums = scratch("pages", (len(begins[part]), *out.shape))
+            self._multiply(a, begins[part], ends[part], sums)
+            if add:
+                np.add(out, np.add.reduce(sums, axis=0), out=out)
+            else:
+                np.add.reduce(sums, axis=0, out=out)
+            add = True
+
+    def _multiply(self, a: Array, begins: Array, ends: Array, out: Array) -> None:
+        """Multiply pieces of pages, whose rows are given by their ends, all at once.
+
+        `out` (1, n, rows, cols) has the products with columns side by side, and (pieces, n, rows,
+        dim) those with rows.
+        """
+        _, heads, size, dim = self._pages.shape
+        count, itemsize = len(begins), self.dtype.itemsize
+        of_page, of_head, of_row, _ = self._pages.strides
+        columns = (begins - self._begin) * itemsize
+        numbers, places = self._numbers[begins // size], begins % size
+        at_a, at_rows = np.zeros(count, np.int64), numbers * of_page + places * of_row
+        at_out = columns if self._transposed else np.arange(count) * out.strides[0]
+        if not self._transposed:
+            at_a = columns
+        addresses = np.empty((3, count, heads), np.uint64)
+        for row, x, at, step in zip(
+            addresses, (a, self._pages, out), (at_a, at_rows, at_out),
+            (a.strides[0], of_head, out.strides[1]), strict=True,
+        ):  # fmt: skip
+            np.add(at[:, None], np.arange(heads) * step, out=row, casting="unsafe")
+            row += np.uint64(x.ctypes.data)
+        sizes, steps = np.empty((2, 3, count), np.int32)
+        sizes[:] = (a.shape[1],), (dim,), (dim,)
+        sizes[1 if self._transposed else 2] = ends - begins
+        steps[:] = (a.strides[1],), (of_row,), (out.strides[2],)
+        steps //= itemsize
+        counts = np.full(count, heads, np.int32)
+        groups = blas.Groups(counts, sizes, addresses.reshape(3, -1), steps)
+        blas.multiply_groups(a.dtype, groups, self._transposed)
 
     def copied(self, empty: Callable[[tuple[int, ...]], Array]) -> Array:
         """Return a copy; ``empty(shape)`` makes the memory. Equal heads are copied once."""
@@ -145,10 +233,23 @@ class PageSource(NamedTuple):
     pages: int
     strides: tuple[int, int]
 
-    def rows(self, k: Array, v: Array) -> tuple[PagedRows, PagedRows]:
+    def rows(self, k: Array, v: Array, in_place: bool) -> tuple[PagedRows, PagedRows]:
         """Return keys and values of stacked heads."""
         k_stride, v_stride = self.strides
-        return PagedRows.of(k, self, k_stride), PagedRows.of(v, self, v_stride)
+        return (
+            PagedRows.of(k, self, k_stride, in_place),
+            PagedRows.of(v, self, v_stride, in_place),
+        )
+
+
+def reads_in_place(problem: Problem, dtype: np.dtype[Any]) -> bool:
+    """Whether products of a problem with pages, in `dtype`, read them where they are."""
+    if problem.pages is None or problem.dtype != dtype or problem.q_len > _MOST_QUERIES:
+        return False
+    rows = (problem.k, problem.head_dim), (problem.v, problem.v_dim)
+    return blas.multiplies_groups(dtype) and all(
+        dim > 0 and blas.reads_rows(view.strides, dim, dtype.itemsize) for view, dim in rows
+    )
 
 
 class Entry(NamedTuple):
