@@ -282,7 +282,9 @@ class _Tasks:
             self.tile = tile = mask_rows.tile_of(mask, tile)
         self._rows = _rows(problem, tile.tile_m, mask)
         whole = _bytes_of_entry(problem, tile, dtype)
-        most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // wanted)
+        most = tile_sizes.CPU_CACHE_BYTES // whole
+        if not self._in_place:  # heads of a page lie side by side, and tasks get parts of the keys
+            most = min(most, math.prod(problem.batch) // wanted)
         if mask is not None:
             tasks = len(self._rows) * math.prod(problem.batch)
             most = mask_rows.most_stacked(mask, tile, tasks // wanted, most)
