@@ -230,7 +230,7 @@ class Call:
         if problem.k_lengths is None and problem.pages is None:
             self._tasks = _Tasks(problem, out_views, dtype, mask)
         else:
-            self._tasks = _EntryTasks(problem, *out_views, dtype)
+            self._tasks = _EntryTasks(problem, out_views, dtype)
 
     def __call__(
         self,
@@ -461,11 +461,11 @@ class _EntryTasks:
     """
 
     def __init__(
-        self, problem: attention_problem.Problem, out: View, lse: View, dtype: np.dtype[Any]
+        self, problem: attention_problem.Problem, views: Sequence[View], dtype: np.dtype[Any]
     ) -> None:
         self._dtype = dtype
-        self._entries = key_entries.Entries(problem, out, lse)
-        self._short = ShortEntries.of(problem, dtype, out, lse)
+        self._entries = key_entries.Entries(problem, *views)
+        self._short = ShortEntries.of(problem, dtype, *views)
         # By the number of keys and whether they are all entries: all else is the same.
         self._plans: dict[tuple[int, bool], _Tasks] = {}
         self._paged = problem.pages is not None
@@ -500,8 +500,9 @@ class _EntryTasks:
         def work(task: tuple[Any, ...]) -> None:
             if len(task) == 3:
                 _, plan, entry = task
-                return plan.run(entry.arrays, score, entry)
-            missed.extend(self._attend_group(seen, task[1], flat))
+                plan.run(entry.arrays, score, entry)
+            else:
+                missed.extend(self._attend_group(seen, task[1], flat))
 
         cost = sum(task[0] for task in tasks)
         thread_pool.run(tasks, lambda: work, cost > _TASK_FLOP)

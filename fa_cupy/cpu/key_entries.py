@@ -361,7 +361,7 @@ def _alone(problem: Problem, entry: Entry, axes: int) -> tuple[Problem, View, Vi
     q, k, v, bias, mask, out, lse, sinks = (
         None if x is None else View(x.shape, x.strides) for x in entry.arrays
     )
-    assert q and k and v and out and lse
+    assert not (q is None or k is None or v is None or out is None or lse is None)
     length = entry.length
     shift = length - problem.k_len if problem.band_from_end else 0
     lower, upper = (None if x is None else x + shift for x in (problem.lower, problem.upper))
@@ -419,7 +419,6 @@ def key_arrays(k_lengths: Any, page_table: Any) -> KeyArrays | None:
 def check(problem: Problem, keys: KeyArrays) -> None:
     """Raise as `check_numbers` does, in less time where lengths are right and there is no table."""
     lengths = keys.lengths
-    if keys.table is None and lengths.min(initial=0) >= 0:
-        if lengths.max(initial=0) <= problem.k_len:
-            return
-    check_numbers("attention", problem, keys)
+    right = keys.table is None and lengths.min(initial=0) >= 0
+    if not (right and lengths.max(initial=0) <= problem.k_len):
+        check_numbers("attention", problem, keys)

@@ -111,12 +111,11 @@ class ShortEntries:
 
     def seen(self, arrays: Sequence[Any]) -> Arrays:
         """Return the arrays of a call: q, k, v, bias, mask, out, lse and sinks."""
-        return Arrays(
-            *(
-                None if view is None else view(array)
-                for array, view in zip(arrays, self.views, strict=True)
-            )
-        )
+        found: list[Any] = [
+            None if view is None else view(array)
+            for array, view in zip(arrays, self.views, strict=True)
+        ]
+        return Arrays(*found)
 
     def groups(self, lengths: Sequence[int], most: float) -> Iterator[Group | int]:
         """Yield groups of entries, and the numbers of entries that are not short.
@@ -173,7 +172,8 @@ class ShortEntries:
             Whether the output is right: finite, of queries that lose no digits.
         """
         problem, part = self.problem, slice(group.begin, group.end)
-        x = Arrays(*(None if a is None else a[part] for a in arrays))
+        some: list[Any] = [None if a is None else a[part] for a in arrays]
+        x = Arrays(*some)
         lengths = lengths[part]
         n, heads, per, m, _ = x.q.shape
         stacked, rows, width = n * heads, per * m, int(lengths.max())
@@ -227,7 +227,7 @@ class ShortEntries:
     def _limits(self, lengths: Array, m: int, width: int) -> Array | None:
         """Return +inf where a query sees a key and -inf elsewhere; None where all see all."""
         problem = self.problem
-        shift = 0
+        shift: Any = 0
         if problem.band_from_end:
             shift = (lengths - problem.k_len)[:, None, None]
         keys = np.arange(width)
@@ -327,9 +327,9 @@ class _Products:
     def _readable(self, keys: Array) -> Array:
         """Return keys that the library can read: `keys`, or a copy of the first ones."""
         steps = self._steps
-        if keys.dtype == steps.dtype and keys.flags.aligned:
-            if blas.reads_rows(keys.strides, keys.shape[3], keys.itemsize):
-                return keys
+        direct = keys.dtype == steps.dtype and keys.flags.aligned
+        if direct and blas.reads_rows(keys.strides, keys.shape[3], keys.itemsize):
+            return keys
         keys = keys[:, :, : self._width]
         found = steps.scratch("k", keys.shape)
         steps.load(found, keys)
