@@ -50,6 +50,8 @@ _LEAST_M = 64
 _TASK_FLOP = 3e7
 # The number of queries whose products take as long as reading their keys from memory.
 _READING_QUERIES = 8
+# The same for entries with lengths of their own, about half of the longest one each.
+_PARALLEL_ENTRIES_FLOP = 5e7
 # The most work of a group of short entries, and how many numbers of keys have plans that are kept.
 _GROUP_FLOP = 4e7
 _MOST_PLANS = 256
@@ -505,7 +507,7 @@ class _EntryTasks:
                 missed.extend(self._attend_group(seen, task[1], flat))
 
         cost = sum(task[0] for task in tasks)
-        thread_pool.run(tasks, lambda: work, cost > _TASK_FLOP)
+        thread_pool.run(tasks, lambda: work, cost > _PARALLEL_ENTRIES_FLOP)
         for entry in self._entries.each(arrays, keys, lengths, sorted(missed)) if missed else ():
             self._plan(entry).run(entry.arrays, score, entry)
 

@@ -358,10 +358,8 @@ def _cut(arrays: list[Any], length: int) -> list[Any]:
 
 
 def _alone(problem: Problem, entry: Entry, axes: int) -> tuple[Problem, View, View]:
-    q, k, v, bias, mask, out, lse, sinks = (
-        None if x is None else View(x.shape, x.strides) for x in entry.arrays
-    )
-    assert not (q is None or k is None or v is None or out is None or lse is None)
+    views: list[Any] = [None if x is None else View(x.shape, x.strides) for x in entry.arrays]
+    q, k, v, bias, mask, out, lse, sinks = views
     length = entry.length
     shift = length - problem.k_len if problem.band_from_end else 0
     lower, upper = (None if x is None else x + shift for x in (problem.lower, problem.upper))
