@@ -1,10 +1,10 @@
 """Random calls for a given time: against float64, and captured into graphs that are replayed.
 
 Every call is drawn by hypothesis, with the strategies of the tests, and of one of these kinds:
-attention, its gradients, causal products, their gradients (each held against float64), and, on a
-GPU, any of them captured into a graph.  A captured call is replayed three times while all memory
-that it gave back belongs to others: results must be the bits of an eager call, and the others'
-memory must stay as it is.
+attention, with key lengths and with pages too, its gradients, causal products, their gradients
+(each held against float64), and, on a GPU, any of them captured into a graph.  A captured call is
+replayed three times while all memory that it gave back belongs to others: results must be the bits
+of an eager call, and the others' memory must stay as it is.
 
 Several processes share the device, each with seeds of its own, until the time is up.  A finding is
 printed with the example that hypothesis reduced it to.
@@ -43,10 +43,11 @@ _PATTERN = 0x5A  # of memory that belongs to others
 def attention_call(xp: Any, case: Any, gradient: bool) -> Callable[[], tuple[Any, ...]]:
     """Return a call of `attention`, or of it and `attention_backward`, on arrays of a case."""
     from fa_cupy import attention, attention_backward
+    from tests.support import keyed_cases
     from tests.support.strategies import normal
 
     *qkv, bias, mask = case.native(xp)
-    options = case.options
+    options = keyed_cases.native_options(xp, case.options)
     shape = (*_batch(case), case.q.shape[-2], case.v.shape[-1])
     dout = xp.asarray(normal(np.random.default_rng(7), shape, case.q.dtype))
 
@@ -148,7 +149,7 @@ def check_captured(run: Callable[[], tuple[Any, ...]], mode: str) -> None:
 # ------------------------------------------------------------------------------------------ kinds
 def kinds(xp: Any) -> dict[str, Any]:
     """Return the kinds of calls as functions of what hypothesis draws, with their strategies."""
-    from tests.support import gradients, products, strategies
+    from tests.support import gradients, keyed_cases, products, strategies
     from tests.support.strategies import to_numpy
 
     def forward(case: Any) -> None:
@@ -176,6 +177,8 @@ def kinds(xp: Any) -> dict[str, Any]:
     finite = {"case": strategies.cases().filter(_is_finite), "dlse": st.booleans()}
     found = {
         "attention": (forward, calls),
+        "attention with k_lengths": (forward, {"case": keyed_cases.cases_with_lengths()}),
+        "attention with page_table": (forward, {"case": keyed_cases.paged_cases()}),
         "attention_backward": (backward, finite),
         "causal_product": (product, of_products),
         "causal_product_backward": (product_backward, {**of_products, "dstate": st.booleans()}),
@@ -184,6 +187,8 @@ def kinds(xp: Any) -> dict[str, Any]:
         mode = {"mode": st.sampled_from(MODES)}
         gradient = {"gradient": st.booleans(), **mode}
         found["captured attention"] = (captured_attention, {**calls, **gradient})
+        in_pages = {"case": keyed_cases.paged_cases(), "gradient": st.just(False), **mode}
+        found["captured attention, pages"] = (captured_attention, in_pages)
         name = {"name": st.sampled_from(PRODUCTS), **mode}
         found["captured products"] = (captured_product, {**of_products, **name})
     return found

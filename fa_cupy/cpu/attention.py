@@ -26,6 +26,7 @@ from fa_cupy.cpu.masks import rows as mask_rows
 from fa_cupy.cpu.masks.entries import dense_of
 from fa_cupy.cpu.masks.thin import Pairs
 from fa_cupy.cpu.masks.tiles import MaskTiles
+from fa_cupy.cpu.short_entries import Group, ShortEntries
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.score.program import Operands as ScoreOperands
@@ -49,6 +50,11 @@ _LEAST_M = 64
 _TASK_FLOP = 3e7
 # The number of queries whose products take as long as reading their keys from memory.
 _READING_QUERIES = 8
+# The same for entries with lengths of their own, about half of the longest one each.
+_PARALLEL_ENTRIES_FLOP = 5e7
+# The most work of a group of short entries, and how many numbers of keys have plans that are kept.
+_GROUP_FLOP = 4e7
+_MOST_PLANS = 256
 # Keys and values that are read once do not have to fit the cache, unless they are converted.
 _FEW_QUERIES, _FEW_N = 16, 8192
 # From so many stacks on, arrays are packed if that makes few of them, in so many bytes; and which
@@ -73,9 +79,7 @@ def cached(
     As on a GPU, the key holds the arguments unchecked: only calls that were once checked are in the
     table, and only values of types that are equal where they mean the same make a key.
     """
-    if out is not None or k_lengths is not None or page_table is not None:
-        return None
-    if not (type(q) is type(k) is type(v) is np.ndarray):
+    if out is not None or not (type(q) is type(k) is type(v) is np.ndarray):
         return None
     if not (
         scale.__class__ in NUMBERS
@@ -98,14 +102,25 @@ def cached(
         if extra[0] is False:
             return None
         key = (*key, *extra)
+    keys = None
+    if k_lengths is not None or page_table is not None:
+        keys = key_entries.key_arrays(k_lengths, page_table)
+        if keys is None:
+            return None
+        extra = [None if x is None else (x.shape, x.strides, x.dtype) for x in keys]
+        key = (*key, "keys", *extra)
+        k_lengths, page_table = keys
     call = lookup(key)
     if call is None:
         problem = attention_problem.attention_problem(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap, sinks=sinks, precision=precision,
+            window=window, softcap=softcap, sinks=sinks, precision=precision, k_lengths=k_lengths,
+            page_table=page_table,
         )  # fmt: skip
         call = remember(key, Call(problem, q))
-    result, lse = call(q, k, v, bias, mask, None, sinks)
+    if keys is not None:
+        key_entries.check(call.problem, keys)
+    result, lse = call(q, k, v, bias, mask, None, sinks, keys=keys)
     return (result, lse) if return_lse else result
 
 
@@ -148,9 +163,6 @@ def attention(
     lse : numpy.ndarray or None
         Of shape ``problem.out_shape[:-1]``: float64 for float64 input, otherwise float32.
     """
-    if keys is not None:
-        out, lse = _by_entries(problem, [q, k, v, bias, mask], out, sinks, score, keys)
-        return out, lse if return_lse else None
     small = isinstance(mask, BitMask) and problem.mask is not None and mask._grid.is_small
     # A sparse bias has an element for each pair of a matrix, whose queries stay as they are.
     if isinstance(mask, BitMask) and small and not isinstance(bias, SparseBias):
@@ -159,50 +171,8 @@ def attention(
         problem = replace(problem, mask=seen)
     bits = mask if isinstance(mask, BitMask) else None
     call = Call(problem, q, None if out is None else out.strides, bits)
-    out, lse = call(q, k, v, bias, mask, out, sinks, score)
+    out, lse = call(q, k, v, bias, mask, out, sinks, score, keys)
     return out, lse if return_lse else None
-
-
-def _by_entries(
-    problem: attention_problem.Problem,
-    inputs: list[Any],
-    out: Array | None,
-    sinks: Array | None,
-    score: ScoreOperands | None,
-    keys: KeyArrays,
-) -> tuple[Array, Array]:
-    """Solve a problem entry by entry, each with the keys that it has.
-
-    Entries that are large use all threads, one after the other; of the others, each is one task.
-    """
-    dtype = attention_problem.sum_dtype(problem.dtype)
-    if out is None:
-        out = core_arrays.empty_like_layout(np, problem, inputs[0], problem.dtype)
-    lse = np.empty(problem.out_shape[:-1], dtype)
-    if not lse.size:
-        return out, lse
-    column = lse[..., None]
-    views = [attention_problem.out_view(problem, x.shape, x.strides) for x in (out, column)]
-    arrays = [*inputs, out, column, sinks]
-    small, cost = [], 0.0
-    plans: dict[int, _Tasks] = {}  # by the number of keys: all else is the same
-    for entry in key_entries.entries(problem, arrays, views, keys):
-        plan = plans.get(entry.problem.k_len)
-        if plan is None:
-            plan = plans[entry.problem.k_len] = _Tasks(entry.problem, entry.views, dtype, None)
-        if plan.parallel:
-            plan.run(entry.arrays, score, entry)
-        else:
-            small.append((plan, entry))
-            cost += plan.cost
-
-    def work(task: tuple[_Tasks, key_entries.Entry]) -> None:
-        plan, entry = task
-        plan.run(entry.arrays, score, entry)
-
-    small.sort(key=lambda task: -task[0].cost)
-    thread_pool.run(small, lambda: work, cost > _PARALLEL_FLOP)
-    return out, lse
 
 
 class _Rows(NamedTuple):
@@ -255,9 +225,14 @@ class Call:
             attention_problem.out_view(problem, *view)
             for view in ((shape, strides), (column, lse_strides))
         ]
-        self._tasks: _Tasks | None = None
-        if math.prod(shape[:-1]):  # however many batch entries there are
+        self.problem = problem
+        self._tasks: _Tasks | _EntryTasks | None = None
+        if not math.prod(shape[:-1]):  # however many batch entries there are
+            return
+        if problem.k_lengths is None and problem.pages is None:
             self._tasks = _Tasks(problem, out_views, dtype, mask)
+        else:
+            self._tasks = _EntryTasks(problem, out_views, dtype)
 
     def __call__(
         self,
@@ -269,6 +244,7 @@ class Call:
         out: Array | None,
         sinks: Array | None,
         score: ScoreOperands | None = None,
+        keys: KeyArrays | None = None,
     ) -> tuple[Array, Array]:
         """Return output and LSE; the output is `out` where that is given."""
         if out is None:
@@ -276,8 +252,12 @@ class Call:
             if self._axes is not None:
                 out = out.transpose(self._axes)
         lse = np.empty(self._lse_shape, self._dtype)
-        if self._tasks is not None:
-            self._tasks.run((q, k, v, bias, mask, out, lse, sinks), score)
+        arrays = q, k, v, bias, mask, out, lse, sinks
+        if isinstance(self._tasks, _EntryTasks):
+            assert keys is not None
+            self._tasks.run(arrays, score, keys)
+        elif self._tasks is not None:
+            self._tasks.run(arrays, score)
         return out, lse
 
 
@@ -298,12 +278,15 @@ class _Tasks:
             self.problem, out, lse = decoding.heads_as_queries(problem, out, lse)
         problem, self._bits = self.problem, mask
         wanted = _wanted_tasks(problem)
+        self._in_place = key_entries.reads_in_place(problem, dtype)
         self.tile = tile = planned_tile(problem, dtype)
         if mask is not None:
             self.tile = tile = mask_rows.tile_of(mask, tile)
         self._rows = _rows(problem, tile.tile_m, mask)
         whole = _bytes_of_entry(problem, tile, dtype)
-        most = min(tile_sizes.CPU_CACHE_BYTES // whole, math.prod(problem.batch) // wanted)
+        most = tile_sizes.CPU_CACHE_BYTES // whole
+        if not self._in_place:  # heads of a page lie side by side, and tasks get parts of the keys
+            most = min(most, math.prod(problem.batch) // wanted)
         if mask is not None:
             tasks = len(self._rows) * math.prod(problem.batch)
             most = mask_rows.most_stacked(mask, tile, tasks // wanted, most)
@@ -398,7 +381,7 @@ class _Tasks:
         steps = Steps.unused(dtype)
         with np.errstate(all="ignore"):
             for stack, some in parts.items():
-                decoding.combine(steps, problem, stack.borrow(), some, tile_n)
+                decoding.combine(steps, problem, _to_copy(stack.borrow()), some, tile_n)
         steps.keep()
 
     def _stacks(
@@ -437,7 +420,7 @@ class _Tasks:
             if isinstance(arrays[3], SparseBias):
                 x[3] = arrays[3]
             if entry is not None and entry.source is not None:
-                x[1:3] = entry.source.rows(x[1], x[2])
+                x[1:3] = entry.source.rows(x[1], x[2], self._in_place)
             made = None if score is None else TileScore(np, score, x[8], x[9], self._dtype)
             operands = tiled_attention.Operands(*x[:8], score=made)
             found.append(_Stack(operands, self._dtype, len(self._rows), pairs))
@@ -457,11 +440,95 @@ class _Tasks:
             if not tiled_attention.attend(steps, problem, x, begin, end, tile_n, more):
                 if isinstance(x.mask, MaskTiles):
                     x = replace(x, mask=x.mask.only(words=True, sparse=True))
+                x = _to_copy(x)
                 for row in range(begin, end, tile_m):
                     rows = (row, min(row + tile_m, end), tile_n)
                     tiled_attention.attend_exactly(steps, problem, x, *rows)
         task.stack.give_back()
         steps.keep()
+
+
+def _to_copy(x: tiled_attention.Operands) -> tiled_attention.Operands:
+    """Return operands whose pages are copied: `attend_exactly` changes keys and values."""
+    if isinstance(x.k, key_entries.PagedRows):
+        return replace(x, k=x.k.to_copy(), v=x.v.to_copy())
+    return x
+
+
+class _EntryTasks:
+    """The tasks of one kind of call with key lengths or pages.
+
+    Entries that are large use all threads, one after the other. Of the others each is one task, or
+    a group of short ones is.
+    """
+
+    def __init__(
+        self, problem: attention_problem.Problem, views: Sequence[View], dtype: np.dtype[Any]
+    ) -> None:
+        self._dtype = dtype
+        self._entries = key_entries.Entries(problem, *views)
+        self._short = ShortEntries.of(problem, dtype, *views)
+        # By the number of keys and whether they are all entries: all else is the same.
+        self._plans: dict[tuple[int, bool], _Tasks] = {}
+        self._paged = problem.pages is not None
+
+    def run(self, arrays: Sequence[Any], score: ScoreOperands | None, keys: KeyArrays) -> None:
+        """Do all tasks."""
+        lengths = self._entries.lengths(keys)
+        alone: Sequence[int] = range(lengths.size)
+        groups: list[Group] = []
+        if self._short is not None:
+            found = [*self._short.groups(lengths.reshape(-1).tolist(), _GROUP_FLOP)]
+            groups = [x for x in found if isinstance(x, Group)]
+            alone = [x for x in found if not isinstance(x, Group)]
+        if alone and not groups and not self._paged:
+            length = int(lengths.flat[0])
+            if (lengths == length).all():
+                entry = self._entries.together(arrays, length)
+                return self._plan(entry, True).run(entry.arrays, score, entry)
+        tasks: list[tuple[Any, ...]] = [(group.cost, group) for group in groups]
+        if alone:
+            for entry in self._entries.each(arrays, keys, lengths, alone):
+                plan = self._plan(entry)
+                if plan.parallel:
+                    plan.run(entry.arrays, score, entry)
+                else:
+                    tasks.append((plan.cost, plan, entry))
+        tasks.sort(key=lambda task: -task[0])
+        seen = None if self._short is None or not groups else self._short.seen(arrays)
+        flat = lengths.reshape(-1)
+        missed: list[int] = []
+
+        def work(task: tuple[Any, ...]) -> None:
+            if len(task) == 3:
+                _, plan, entry = task
+                plan.run(entry.arrays, score, entry)
+            else:
+                missed.extend(self._attend_group(seen, task[1], flat))
+
+        cost = sum(task[0] for task in tasks)
+        thread_pool.run(tasks, lambda: work, cost > _PARALLEL_ENTRIES_FLOP)
+        for entry in self._entries.each(arrays, keys, lengths, sorted(missed)) if missed else ():
+            self._plan(entry).run(entry.arrays, score, entry)
+
+    def _attend_group(self, seen: Any, group: Group, lengths: Array) -> Sequence[int]:
+        """Compute a group of short entries; return the numbers of those that are to be again."""
+        assert self._short is not None
+        steps = Steps.unused(self._dtype)
+        with np.errstate(all="ignore"):
+            right = self._short.attend(steps, seen, group, lengths)
+        steps.keep()
+        return () if right else range(group.begin, group.end)
+
+    def _plan(self, entry: key_entries.Entry, together: bool = False) -> _Tasks:
+        plan = self._plans.get((entry.length, together))
+        if plan is None:
+            problem, *views = self._entries.problem_of(entry, together)
+            plan = _Tasks(problem, views, self._dtype, None)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[entry.length, together] = plan
+        return plan
 
 
 def _flop_per_score(problem: attention_problem.Problem) -> float:
@@ -491,7 +558,9 @@ def _bytes_of_entry(
 
 def _reads_once(problem: attention_problem.Problem, dtype: np.dtype[Any]) -> bool:
     """Whether keys and values are read once, from where they are."""
-    direct = problem.dtype == dtype and problem.pages is None
+    direct = problem.dtype == dtype
+    if problem.pages is not None:
+        direct = key_entries.reads_in_place(problem, dtype)
     return direct and problem.q_len <= _FEW_QUERIES
 
 

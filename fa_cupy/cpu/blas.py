@@ -16,7 +16,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +52,14 @@ class _Library:
             dtype: getattr(loaded, batched.format(kind), None)
             for dtype, kind in ((single, "s"), (double, "d"))
         }
-        for function in (*self.gemm.values(), *self.gemv.values(), *self.batched.values()):
+        # Products of matrices anywhere in memory, likewise.
+        anywhere = "scipy_cblas_{}gemm_batch"
+        self.anywhere = {
+            dtype: getattr(loaded, anywhere.format(kind), None)
+            for dtype, kind in ((single, "s"), (double, "d"))
+        }
+        calls = self.gemm, self.gemv, self.batched, self.anywhere
+        for function in (function for some in calls for function in some.values()):
             if function is not None:
                 function.restype = None
         for dtype, function in self.dot.items():
@@ -181,6 +188,62 @@ def outer_products(a: Array, b: Array) -> Callable[[Array], None]:
         function(*before, _pointer(out), width, step, count)
 
     return call
+
+
+class Groups(NamedTuple):
+    """Products ``a @ b`` of matrices anywhere in memory, in groups of equal sizes.
+
+    Attributes
+    ----------
+    counts : ndarray of int32, shape (groups,)
+        Products of each group.
+    sizes : ndarray of int32, shape (3, groups)
+        Rows, columns and terms of the products of each group, all at least 1.
+    addresses : ndarray of uint64, shape (3, products)
+        Of `a`, `b` and what is set to the product, those of one group after those of another.
+    steps : ndarray of int32, shape (3, groups)
+        From a row of each of them to the next, in elements; elements of a row lie densely.
+    """
+
+    counts: Array
+    sizes: Array
+    addresses: Array
+    steps: Array
+
+
+def multiply_groups(dtype: np.dtype[Any], groups: Groups, transposed: bool) -> None:
+    """Compute products in one call of the library, which `multiplies_groups`.
+
+    With `transposed`, rows in memory are columns of the `b`.
+    """
+    library = _library()
+    function = None if library is None else library.anywhere[dtype]
+    assert function is not None
+    count = len(groups.counts)
+    kinds = np.full((2, count), 111, np.int32)  # as cblas.h counts them
+    if transposed:
+        kinds[1] = 112
+    factors = np.ones((2, count), dtype)
+    factors[1] = 0
+    # Rows of these arrays live as long as the pointers, which are parts of them.
+    rows = [*kinds, *groups.sizes, *factors, *groups.addresses, *groups.steps, groups.counts]
+    kind_a, kind_b, m, n, k, one, zero, a, b, out, *steps, counts = map(_pointer, rows)
+    step_a, step_b, step_out = steps
+    function(
+        101, kind_a, kind_b, m, n, k, one, a, step_a, b, step_b, zero, out, step_out, count, counts
+    )
+
+
+def multiplies_groups(dtype: np.dtype[Any]) -> bool:
+    """Whether the library is there and computes products of matrices anywhere in one call."""
+    return LIBRARY is not None and LIBRARY.anywhere[dtype] is not None
+
+
+def reads_rows(strides: Sequence[int], dim: int, itemsize: int) -> bool:
+    """Whether the library reads matrices of `dim` columns and these strides, row by row."""
+    row, col = strides[-2:]
+    fits = row >= dim * itemsize and row % itemsize == 0 and row // itemsize < 1 << 31
+    return col == itemsize and fits
 
 
 def multiplies_stacks(dtype: np.dtype[Any]) -> bool:

@@ -1,10 +1,12 @@
 """Batch entries with key lengths and page tables: each one is a problem with its own keys.
 
-No entry computes anything for keys that it does not have. Keys in pages are copied tile by tile.
+No entry computes anything for keys that it does not have. Keys in pages are read where they are by
+few queries, and otherwise copied tile by tile.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,13 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy.core.attention_problem import Problem, View
-from fa_cupy.keys.layout import KeyArrays
+from fa_cupy.cpu import blas
+from fa_cupy.keys.layout import KeyArrays, check_numbers
+from fa_cupy.tiled import batching
 
 Array = npt.NDArray[Any]
 
 # From so many pages on they are copied all at once, with the rows of the first and the last one
 # that are not wanted.
 _MANY_PAGES = 4
+# Of so many queries at most, products read pages where they are: of more, each page would have a
+# product with values of many rows of its own, which are summed then.
+_MOST_QUERIES = 16
+# Elements of products with the values of pages that are summed at a time.
+_SUMMED = 1 << 18
+_MOST_INT = (1 << 63) - 1
 
 
 class PagedRows:
@@ -31,14 +41,22 @@ class PagedRows:
     numbers : ndarray of intp, shape (pages_per_sequence,)
     begin, end : int
         The rows, counted from the beginning of the first page.
+    in_place : bool, optional
+        Whether products may read them where they are, as `multiply` does.
+    transposed : bool, optional
+        Whether they are columns for `multiply`.
     """
 
-    def __init__(self, pages: Array, numbers: Array, begin: int, end: int) -> None:
+    def __init__(
+        self, pages: Array, numbers: Array, begin: int, end: int, in_place: bool = False,
+        transposed: bool = False,
+    ) -> None:  # fmt: skip
         self._pages, self._numbers = pages, numbers
         self._begin, self._end = begin, end
+        self.in_place, self._transposed = in_place, transposed
 
     @classmethod
-    def of(cls, rows: Array, source: PageSource, stride: int) -> PagedRows:
+    def of(cls, rows: Array, source: PageSource, stride: int, in_place: bool = False) -> PagedRows:
         """Return those of the heads of `rows`, which is right in the first page only.
 
         Parameters
@@ -47,11 +65,13 @@ class PagedRows:
         source : PageSource
         stride : int
             Bytes from a page to the next one.
+        in_place : bool, optional
+            Whether products may read them where they are, if they are aligned.
         """
         n, length, dim = rows.shape
         shape = (source.pages, n, source.size, dim)
         pages = np.lib.stride_tricks.as_strided(rows, shape, (stride, *rows.strides))
-        return cls(pages, source.numbers, 0, length)
+        return cls(pages, source.numbers, 0, length, in_place and rows.flags.aligned)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -68,7 +88,78 @@ class PagedRows:
         """Return some rows of all heads."""
         rows = index[1]
         begin, end = self._begin + rows.start, self._begin + rows.stop
-        return PagedRows(self._pages, self._numbers, begin, end)
+        return PagedRows(self._pages, self._numbers, begin, end, self.in_place)
+
+    def to_copy(self) -> PagedRows:
+        """Return the same rows, which no product reads where they are."""
+        return PagedRows(self._pages, self._numbers, self._begin, self._end)
+
+    def swapaxes(self, first: int, second: int) -> PagedRows:
+        """Return the rows as columns, for `multiply`."""
+        return PagedRows(self._pages, self._numbers, self._begin, self._end, self.in_place, True)
+
+    def multiply(
+        self, a: Array, out: Array, add: bool, scratch: Callable[[str, tuple[int, ...]], Array]
+    ) -> None:
+        """Set `out` to ``a @ rows``, or to ``a @ columns``, or add that.
+
+        Parameters
+        ----------
+        a, out : ndarray, shape (n, rows, cols)
+            Elements of a row lie densely.
+        add : bool
+            Not with columns.
+        scratch : callable
+            ``scratch(name, shape)`` returns memory.
+        """
+        size = self._pages.shape[2]
+        first, last = self._begin // size, -(-self._end // size)
+        begins = np.arange(first, last) * size
+        ends = np.minimum(begins + size, self._end)
+        begins[:1] = self._begin
+        if self._transposed:
+            return self._multiply(a, begins, ends, out[None])
+        step = max(1, _SUMMED // max(1, out.size))
+        for i in range(0, len(begins), step):
+            part = slice(i, i + step)
+            sums = scratch("pages", (len(begins[part]), *out.shape))
+            self._multiply(a, begins[part], ends[part], sums)
+            if add:
+                np.add(out, np.add.reduce(sums, axis=0), out=out)
+            else:
+                np.add.reduce(sums, axis=0, out=out)
+            add = True
+
+    def _multiply(self, a: Array, begins: Array, ends: Array, out: Array) -> None:
+        """Multiply pieces of pages, whose rows are given by their ends, all at once.
+
+        `out` (1, n, rows, cols) has the products with columns side by side, and (pieces, n, rows,
+        dim) those with rows.
+        """
+        _, heads, size, dim = self._pages.shape
+        count, itemsize = len(begins), self.dtype.itemsize
+        of_page, of_head, of_row, _ = self._pages.strides
+        columns = (begins - self._begin) * itemsize
+        numbers, places = self._numbers[begins // size], begins % size
+        at_a, at_rows = np.zeros(count, np.int64), numbers * of_page + places * of_row
+        at_out = columns if self._transposed else np.arange(count) * out.strides[0]
+        if not self._transposed:
+            at_a = columns
+        addresses = np.empty((3, count, heads), np.uint64)
+        for row, x, at, step in zip(
+            addresses, (a, self._pages, out), (at_a, at_rows, at_out),
+            (a.strides[0], of_head, out.strides[1]), strict=True,
+        ):  # fmt: skip
+            np.add(at[:, None], np.arange(heads) * step, out=row, casting="unsafe")
+            row += np.uint64(x.ctypes.data)
+        sizes, steps = np.empty((2, 3, count), np.int32)
+        sizes[:] = (a.shape[1],), (dim,), (dim,)
+        sizes[1 if self._transposed else 2] = ends - begins
+        steps[:] = (a.strides[1],), (of_row,), (out.strides[2],)
+        steps //= itemsize
+        counts = np.full(count, heads, np.int32)
+        groups = blas.Groups(counts, sizes, addresses.reshape(3, -1), steps)
+        blas.multiply_groups(a.dtype, groups, self._transposed)
 
     def copied(self, empty: Callable[[tuple[int, ...]], Array]) -> Array:
         """Return a copy; ``empty(shape)`` makes the memory. Equal heads are copied once."""
@@ -142,104 +233,169 @@ class PageSource(NamedTuple):
     pages: int
     strides: tuple[int, int]
 
-    def rows(self, k: Array, v: Array) -> tuple[PagedRows, PagedRows]:
+    def rows(self, k: Array, v: Array, in_place: bool) -> tuple[PagedRows, PagedRows]:
         """Return keys and values of stacked heads."""
         k_stride, v_stride = self.strides
-        return PagedRows.of(k, self, k_stride), PagedRows.of(v, self, v_stride)
+        return (
+            PagedRows.of(k, self, k_stride, in_place),
+            PagedRows.of(v, self, v_stride, in_place),
+        )
+
+
+def reads_in_place(problem: Problem, dtype: np.dtype[Any]) -> bool:
+    """Whether products of a problem with pages, in `dtype`, read them where they are."""
+    if problem.pages is None or problem.dtype != dtype or problem.q_len > _MOST_QUERIES:
+        return False
+    rows = (problem.k, problem.head_dim), (problem.v, problem.v_dim)
+    return blas.multiplies_groups(dtype) and all(
+        dim > 0 and blas.reads_rows(view.strides, dim, dtype.itemsize) for view, dim in rows
+    )
 
 
 class Entry(NamedTuple):
-    """One batch entry, with all its heads, as a problem of its own.
+    """One batch entry with all its heads, or all entries of a problem where lengths are equal.
 
     Attributes
     ----------
-    problem : Problem
-        Without `k_lengths`. Its `pages` say that there are pages, in `source`.
     arrays : list of ndarray or None
         q, k, v, bias, mask, out, lse (with an axis of size 1 behind) and sinks.
-    views : list of View
-        Of out and lse.
+    length : int
+        Of its keys.
     first : int
         The number b of the entry.
     source : PageSource or None
     """
 
-    problem: Problem
     arrays: list[Any]
-    views: list[View]
+    length: int
     first: int
     source: PageSource | None
 
 
-def entries(
-    problem: Problem, arrays: Sequence[Any], views: list[View], keys: KeyArrays
-) -> Iterator[Entry]:
-    """Yield the entries of a problem; of equal lengths without pages, one that has all of them.
+class Entries:
+    """The entries of calls that differ in the numbers of lengths and pages alone.
 
     Parameters
     ----------
     problem : Problem
-    arrays : list of ndarray or None
-        As those of an `Entry`.
-    views : list of View
-        Of out and lse, over the batch axes of the problem.
-    keys : KeyArrays
+    out, lse : View
+        Of the output and the LSE (with an axis of size 1 behind), over its batch axes.
     """
-    axes = max(0, len(problem.out_shape) - 3)
-    batch = problem.batch[:axes]
-    lengths = np.full(batch, problem.k_len)
-    if problem.k_lengths is not None:
-        lengths = _over(keys.lengths, problem.k_lengths, axes)
-    if problem.pages is None and lengths.size and (lengths == lengths.flat[0]).all():
-        axes, batch, lengths = 0, (), np.asarray(lengths.flat[0])
-    tables = None
-    if problem.pages is not None:
-        tables = _over(keys.table, problem.pages.table, axes, 1)
-    given = (
-        problem.q, problem.k, problem.v, problem.bias, problem.mask, *views, problem.sinks,
-    )  # fmt: skip
-    seen = [
-        None if x is None or view is None else np.lib.stride_tricks.as_strided(x, *view)
-        for x, view in zip(arrays, given, strict=True)
-    ]
-    for first, entry in enumerate(np.ndindex(batch)):
-        parts = [None if x is None else x[entry] for x in seen]
-        source = None
-        if problem.pages is not None and tables is not None:
-            pages = problem.pages
-            strides = pages.k_stride, pages.v_stride
-            numbers = tables[entry].astype(np.intp)
-            source = PageSource(numbers, pages.size, pages.count, strides)
-        yield _entry(problem, parts, axes, int(lengths[entry]), first, source)
+
+    def __init__(self, problem: Problem, out: View, lse: View) -> None:
+        self._problem = problem
+        self._axes = max(0, len(problem.out_shape) - 3)
+        views = [
+            problem.q, problem.k, problem.v, problem.bias, problem.mask, out, lse, problem.sinks,
+        ]  # fmt: skip
+        self._views = [None if view is None else SeenThrough(view) for view in views]
+
+    def lengths(self, keys: KeyArrays) -> Array:
+        """Return the length of each entry, over the axes of entries."""
+        problem, shape = self._problem, self._problem.batch[: self._axes]
+        if problem.k_lengths is None:
+            return np.full(shape, problem.k_len)
+        if keys.lengths.size == 1:
+            return np.full(shape, keys.lengths.item())
+        if keys.lengths.shape == shape:
+            return np.asarray(keys.lengths)
+        return _over(keys.lengths, problem.k_lengths, self._axes)
+
+    def each(
+        self, arrays: Sequence[Any], keys: KeyArrays, lengths: Array, wanted: Sequence[int]
+    ) -> Iterator[Entry]:
+        """Yield the wanted entries.
+
+        Parameters
+        ----------
+        arrays : list of ndarray or None
+            As those of an `Entry`, of all entries.
+        keys : KeyArrays
+        lengths : ndarray
+            From `lengths`.
+        wanted : sequence of int
+            Numbers of entries.
+        """
+        pages, tables = self._problem.pages, None
+        if pages is not None:
+            tables = _over(keys.table, pages.table, self._axes, 1)
+        seen = self._seen(arrays)
+        places = [*np.ndindex(lengths.shape)]
+        for number in wanted:
+            place, source = places[number], None
+            if pages is not None and tables is not None:
+                strides, numbers = (pages.k_stride, pages.v_stride), tables[place].astype(np.intp)
+                source = PageSource(numbers, pages.size, pages.count, strides)
+            length = int(lengths[place])
+            yield Entry(_cut([None if x is None else x[place] for x in seen], length), length,
+                        number, source)  # fmt: skip
+
+    def together(self, arrays: Sequence[Any], length: int) -> Entry:
+        """Return all entries as one, which have the same length and no pages."""
+        return Entry(_cut(self._seen(arrays), length), length, 0, None)
+
+    def problem_of(self, entry: Entry, together: bool = False) -> tuple[Problem, View, View]:
+        """Return an entry as a problem of its own, with the views of its output and its LSE.
+
+        It has no `k_lengths`. Its `pages` say that there are pages, in the `source` of the entry.
+        """
+        axes = 0 if together else self._axes
+        return _alone(self._problem, entry, axes)
+
+    def _seen(self, arrays: Sequence[Any]) -> list[Any]:
+        return [
+            None if x is None or view is None else view(x)
+            for x, view in zip(arrays, self._views, strict=True)
+        ]
 
 
-def _entry(
-    problem: Problem, parts: list[Any], axes: int, length: int, first: int,
-    source: PageSource | None,
-) -> Entry:  # fmt: skip
-    q, k, v, bias, mask, out, lse, sinks = parts
+def _cut(arrays: list[Any], length: int) -> list[Any]:
+    """Return the arrays of an entry without what is behind its end."""
+    q, k, v, bias, mask, out, lse, sinks = arrays
     k, v = (x[..., :length, :] for x in (k, v))
     bias, mask = (None if x is None else x[..., :length] for x in (bias, mask))
-    if length == 0:
-        mask = None
+    return [q, k, v, bias, mask if length else None, out, lse, sinks]
+
+
+def _alone(problem: Problem, entry: Entry, axes: int) -> tuple[Problem, View, View]:
+    views: list[Any] = [None if x is None else View(x.shape, x.strides) for x in entry.arrays]
+    q, k, v, bias, mask, out, lse, sinks = views
+    length = entry.length
     shift = length - problem.k_len if problem.band_from_end else 0
     lower, upper = (None if x is None else x + shift for x in (problem.lower, problem.upper))
     if lower is not None and lower <= 1 - problem.q_len:
         lower = None
     if upper is not None and upper >= length - 1:
         upper = None
-
-    def view(x: Array) -> View:
-        return View(x.shape, x.strides)
-
     alone = replace(
         problem, batch=problem.batch[axes:], k_len=length, out_shape=problem.out_shape[axes:],
-        q=view(q), k=view(k), v=view(v), bias=None if bias is None else view(bias),
-        mask=None if mask is None else view(mask), sinks=None if sinks is None else view(sinks),
-        lower=lower, upper=upper, k_lengths=None, band_from_end=False,
+        q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, lower=lower, upper=upper,
+        k_lengths=None, band_from_end=False,
     )  # fmt: skip
-    parts = [q, k, v, bias, mask, out, lse, sinks]
-    return Entry(alone, parts, [view(out), view(lse)], first, source)
+    return alone, out, lse
+
+
+class SeenThrough:
+    """A view of arrays that all have the same shape and the same strides.
+
+    Attributes
+    ----------
+    view : View
+    """
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._dense = math.prod(view.shape) if batching.is_dense(view) else 0
+
+    def __call__(self, array: Array) -> Array:
+        """Return an array seen through the view, without a copy."""
+        shape, strides = self.view
+        if array.shape == shape and array.strides == strides:
+            return array
+        # The same in a tenth of the time, where elements of both follow each other.
+        if array.size == self._dense and array.flags.c_contiguous:
+            return array.reshape(shape)
+        return np.lib.stride_tricks.as_strided(array, shape, strides)
 
 
 def _over(array: Array, view: View, axes: int, more: int = 0) -> Array:
@@ -247,3 +403,20 @@ def _over(array: Array, view: View, axes: int, more: int = 0) -> Array:
     keep = [*range(axes), *range(len(view.shape) - more, len(view.shape))]
     shape, strides = (tuple(x[axis] for axis in keep) for x in view)
     return np.lib.stride_tricks.as_strided(array, shape, strides)
+
+
+def key_arrays(k_lengths: Any, page_table: Any) -> KeyArrays | None:
+    """Return the arguments of a call as arrays; None where they need more than a look."""
+    if type(k_lengths) is int and 0 <= k_lengths <= _MOST_INT:
+        k_lengths = np.asarray(k_lengths, np.int64)
+    if not all(x is None or type(x) is np.ndarray for x in (k_lengths, page_table)):
+        return None
+    return KeyArrays(k_lengths, page_table)
+
+
+def check(problem: Problem, keys: KeyArrays) -> None:
+    """Raise as `check_numbers` does, in less time where lengths are right and there is no table."""
+    lengths = keys.lengths
+    right = keys.table is None and lengths.min(initial=0) >= 0
+    if not (right and lengths.max(initial=0) <= problem.k_len):
+        check_numbers("attention", problem, keys)

@@ -164,7 +164,7 @@ class Steps:
             return False
         return bool(((magnitudes < _SMALLEST[self.dtype]) & (q != 0)).any())
 
-    def scores(self, queries: Queries, first: int, k: Array, out: Array) -> None:
+    def scores(self, queries: Queries, first: int, k: Array | PagedRows, out: Array) -> None:
         keys = k.swapaxes(1, 2)
         self.matmul(queries.q[:, first:], keys, out)
         if queries.factor != 1:
@@ -219,8 +219,10 @@ class Steps:
         if segments.places is not None:
             np.take(found, segments.places, out=out, mode="clip")
 
-    def operand(self, name: str, x: Array | PagedRows) -> Array:
+    def operand(self, name: str, x: Array | PagedRows) -> Any:
         if isinstance(x, PagedRows):
+            if x.in_place:
+                return x
             x = x.copied(functools.partial(self._scratch_of, f"{name} pages", x.dtype))
         if x.dtype == self.dtype and x.flags.aligned and _readable_by_blas(x):
             return x
@@ -228,7 +230,9 @@ class Steps:
         self.load(out, x)
         return out
 
-    def matmul(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
+    def matmul(self, a: Array, b: Array | PagedRows, out: Array, add: bool = False) -> None:
+        if isinstance(b, PagedRows):
+            return b.multiply(a, out, add, self.scratch)
         if a.shape[-2] * a.shape[-1] * out.shape[-1] > blas.SERIAL:
             stacks: Any = [(a, b, out)]
             if out.ndim > 3:  # a stack of one chunk each, or of the chunks of one

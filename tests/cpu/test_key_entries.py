@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from fa_cupy import attention
 from fa_cupy.cpu import attention as cpu_attention
-from fa_cupy.cpu import decoding, key_entries, thread_pool
+from fa_cupy.cpu import decoding, key_entries, short_entries, thread_pool
 from tests.api.test_key_lengths import BANDS, in_pages
 from tests.support import blas
 from tests.support.keyed_cases import cases_with_lengths, paged_cases
@@ -27,7 +27,13 @@ def draw(*shapes, dtype=np.float32, seed=0):
 
 
 @pytest.fixture
-def few_keys(monkeypatch):
+def one_by_one(monkeypatch):
+    """Short entries are taken one by one, as others are."""
+    monkeypatch.setattr(short_entries.ShortEntries, "of", lambda *_: None)
+
+
+@pytest.fixture
+def few_keys(monkeypatch, one_by_one):
     """Keys are split although they are few, in parts that end within pages; counts the parts."""
     made = []
 
@@ -71,7 +77,7 @@ def test_the_number_of_threads_does_not_show(q_len, dtype):
         assert len(set(results)) == 1
 
 
-def test_large_entries_and_small_ones_are_solved_by_several_threads(monkeypatch):
+def test_large_entries_and_small_ones_are_solved_by_several_threads(monkeypatch, one_by_one):
     runs = []
 
     def run(tasks, new_worker, parallel=True):
@@ -96,7 +102,7 @@ def test_pages_are_copied_in_blocks():
     """In the decoding of a long sequence, and for as many queries as keys."""
     (k,) = draw((1, 2, 1 << 16, 64))
     pages, table = in_pages(k, [1 << 16], 256)
-    for q_len in (1, 64, 600):
+    for q_len in (1, 16, 64, 600):
         (q,) = draw((1, 4, q_len, 64))
         attention(q, pages, pages, page_table=table[:, :4], k_lengths=1000)
         tracemalloc.start()
@@ -119,7 +125,7 @@ def test_of_large_pages_only_the_wanted_rows_are_copied():
     assert peak < k.nbytes / 20
 
 
-def test_no_work_is_done_for_keys_that_are_not_there(monkeypatch):
+def test_no_work_is_done_for_keys_that_are_not_there(monkeypatch, one_by_one):
     """The costs of entries are those of their own keys, and equal entries are planned once."""
     made = []
 
@@ -137,7 +143,7 @@ def test_no_work_is_done_for_keys_that_are_not_there(monkeypatch):
     assert costs[20] == 2 * costs[10] == costs[1000] / 50
 
 
-def test_equal_lengths_are_one_problem(monkeypatch):
+def test_equal_lengths_are_one_problem(monkeypatch, one_by_one):
     made = []
 
     class Noted(cpu_attention._Tasks):
@@ -154,8 +160,8 @@ def test_equal_lengths_are_one_problem(monkeypatch):
 
 @pytest.mark.parametrize("options", BANDS, ids=str)
 def test_heads_that_are_equal_are_copied_once(options):
-    """Keys of one head for all, in pages, with several queries each."""
-    q, k, v = draw((3, 8, 7, 16), (9, 1, 64, 16), (9, 1, 64, 16))
+    """Keys of one head for all, in pages, with more queries than read pages where they are."""
+    q, k, v = draw((3, 8, 17, 16), (9, 1, 64, 16), (9, 1, 64, 16))
     table = np.random.default_rng(0).integers(0, 9, (3, 4))
     options = {**options, "page_table": table, "k_lengths": np.array([9, 250, 64])}
     seen, copied = set(), key_entries.PagedRows.copied
@@ -171,7 +177,7 @@ def test_heads_that_are_equal_are_copied_once(options):
     assert seen == {(8, 0)}
 
 
-def test_a_band_that_shows_all_keys_of_an_entry_is_none(monkeypatch):
+def test_a_band_that_shows_all_keys_of_an_entry_is_none(monkeypatch, one_by_one):
     """Then the heads that share keys read them once."""
     made = []
 
@@ -235,3 +241,97 @@ def test_pages_of_any_strides():
     options = {"page_table": table, "k_lengths": lengths}
     found = attention(q, k[::-1], v, return_lse=True, **options)
     check_against_reference(Case(q, k[::-1], v, options=options), *found)
+
+
+@given(case=cases_with_lengths())
+@with_fixture
+def test_entries_one_by_one_agree_with_the_reference(one_by_one, case):
+    found = attention(*case.native(np), return_lse=True, **case.options)
+    check_against_reference(case, *found)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_threads_do_not_show_in_short_entries(q_len, dtype):
+    """Of which there are several groups, and one entry that is not short."""
+    lengths = np.random.default_rng(1).integers(0, 400, 20)
+    lengths[12] = 3000
+    q, k = draw((20, 8, q_len, 64), (20, 8, 3000, 64), dtype=dtype)
+    results = []
+    for threads in (1, 2, 3, 8):
+        with blas.threads(threads):
+            found = attention(q, k, k, k_lengths=lengths, return_lse=True)
+            results.append(found[0].tobytes())
+    assert len(set(results)) == 1
+    check_against_reference(Case(q, k, k, options={"k_lengths": lengths}), *found)
+
+
+def test_groups_are_bounded_and_hold_each_entry_once():
+    q, k = draw((60, 4, 20, 16), (60, 4, 5000, 16))
+    lengths = np.random.default_rng(2).integers(0, 300, 60)
+    lengths[[0, 27, 59]] = 5000
+    seen, groups = [], short_entries.ShortEntries.groups
+
+    def note(short, *args):
+        for found in groups(short, *args):
+            seen.append(found)
+            yield found
+
+    with mock.patch.object(short_entries.ShortEntries, "groups", note):
+        out, lse = attention(q, k, k, k_lengths=lengths, return_lse=True)
+    check_against_reference(Case(q, k, k, options={"k_lengths": lengths}), out, lse)
+    alone = [x for x in seen if isinstance(x, int)]
+    together = [x for x in seen if not isinstance(x, int)]
+    assert alone == [0, 27, 59]
+    entries = [i for group in together for i in range(group.begin, group.end)]
+    assert sorted([*entries, *alone]) == [*range(60)]
+    assert 4 <= len(together) < 12
+    for group in together:
+        width = lengths[group.begin : group.end].max()
+        assert (group.end - group.begin) * 80 * max(16, width) <= 1 << 18
+
+
+def test_an_entry_that_is_not_finite_is_solved_again():
+    """With its group, by itself: what it cannot see stays out, and others keep their numbers."""
+    lengths = np.array([5, 0, 30, 17, 30])
+    q, k, v = draw((5, 4, 2, 16), (5, 2, 30, 16), (5, 2, 30, 16))
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = v[b, :, n:] = np.nan
+    v[2, 1, 3, 7], v[3, 0, 16] = np.inf, np.nan
+    for options in ({}, {"is_causal": True, "causal_align": "bottom_right"}):
+        options = {**options, "k_lengths": lengths}
+        found = attention(q, k, v, return_lse=True, **options)
+        check_against_reference(Case(q, k, v, options=options), *found)
+        assert np.isfinite(found[0][[0, 1, 4]]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_memory_of_short_entries(dtype):
+    q, k = draw((300, 8, 4, 64), (300, 8, 100, 64), dtype=dtype)
+    lengths = np.arange(300) % 100
+    with blas.threads(1):
+        out = attention(q, k, k, k_lengths=lengths)
+        tracemalloc.start()
+        attention(q, k, k, k_lengths=lengths)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 2 * out.nbytes + (4 << 20)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [16, 64, 256])
+def test_few_queries_read_pages_where_they_are(size, dtype):
+    """Also parts of keys that end within pages, and pages of a larger array."""
+    lengths = np.array([5000, 3, 0, 1301])
+    k, v = draw((4, 2, 5000, 32), (4, 2, 5000, 24), dtype=dtype)
+    (k_pages, table), (v_pages, _) = (in_pages(x, lengths, size) for x in (k, v))
+    wide = np.full((*k_pages.shape[:3], 40), np.nan, dtype)[:, :, :, 4:36]
+    wide[...] = k_pages
+    never = mock.Mock(side_effect=AssertionError("pages are copied"))
+    for q_len in (1, 16):
+        (q,) = draw((4, 8, q_len, 32), dtype=dtype)
+        for options in BANDS:
+            with mock.patch.object(key_entries.PagedRows, "copied", never):
+                options = {**options, "k_lengths": lengths}
+                found = attention(q, wide, v_pages, page_table=table, return_lse=True, **options)
+            check_against_reference(Case(q, k, v, options=options), *found)
