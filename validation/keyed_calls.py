@@ -51,7 +51,10 @@ def arrays(
         for row, n in zip(drawn[name], lengths, strict=True):
             row[:, n:] = np.nan
     if "size" in shape:
-        keys["page_table"] = in_pages(drawn, lengths, shape["size"])
+        drawn["k"], drawn["v"], table = in_pages(
+            rng, drawn["k"], drawn["v"], lengths, shape["size"]
+        )
+        keys["page_table"] = table.astype(lengths.dtype)
     if shape.get("bias"):
         k_len = keys["page_table"].shape[-1] * shape["size"]
         drawn["bias"] = rng.standard_normal((4, 1, k_len)).astype(np.float32)
@@ -62,22 +65,32 @@ def arrays(
 
 
 def in_pages(
-    drawn: dict[str, np.ndarray[Any, Any]], lengths: np.ndarray[Any, Any], size: int
-) -> np.ndarray[Any, Any]:
-    """Put keys and values into pages of NaN, and return the table."""
-    per_sequence = -(-drawn["k"].shape[2] // size)
-    count = len(lengths) * per_sequence + 1
-    table = np.random.default_rng(2).permutation(count)[:-1].reshape(len(lengths), per_sequence)
-    for name in ("k", "v"):
-        rows = drawn[name]
-        pages = np.full((count, rows.shape[1], size, rows.shape[3]), np.nan, np.float32)
-        for b, j in np.ndindex(*table.shape):
-            part = rows[b, :, j * size : (j + 1) * size]
-            pages[table[b, j], :, : part.shape[1]] = part
-        drawn[name] = pages
-    needed = -(-lengths // size)
-    table[np.arange(per_sequence) >= needed[:, None]] = -1
-    return table.astype(lengths.dtype)
+    rng: np.random.Generator,
+    k: np.ndarray[Any, Any],
+    v: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+    size: int,
+    garbage: float = np.nan,
+) -> tuple[np.ndarray[Any, Any], ...]:
+    """Return keys and values (batch, heads, k_len, dim) in pages, in any order, and the page table.
+
+    Rows that no entry has are garbage, numbers of pages that none needs are out of range.
+    """
+    batch, _, k_len, _ = k.shape
+    per_sequence = -(-k_len // size)
+    count = batch * per_sequence + 2
+    table = rng.permutation(count)[: batch * per_sequence].reshape(batch, per_sequence)
+    pages = []
+    for x in (k, v):
+        shape = count, x.shape[1], size, x.shape[3]
+        found = np.full(shape, garbage, np.float32).astype(x.dtype)
+        for b, j in np.ndindex(batch, per_sequence):
+            rows = x[b, :, j * size : min((j + 1) * size, lengths[b])]
+            found[table[b, j], :, : rows.shape[1]] = rows
+        pages.append(found)
+    needed = -(-np.asarray(lengths) // size)
+    table[np.arange(per_sequence) >= needed[:, None]] = rng.choice([-1, count, 2**30])
+    return *pages, table
 
 
 def run(target: str, share: int = 0, shares: int = 1) -> int:

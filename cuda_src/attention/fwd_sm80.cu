@@ -267,11 +267,6 @@ FA_DEVICE void modify_scores(const AttentionParams& params, const TileWork& work
   }
 }
 
-// What scores are multiplied by to be in units of log2.
-FA_DEVICE float softmax_scale(const AttentionParams& params) {
-  return kScoreMod ? 1.0f : params.exp2_scale;
-}
-
 // Reads which scores of a tile a mask leaves: this thread's words, with the tile's first columns in
 // bit 0.  Returns false if the tile is in a full block, which has no words.
 FA_DEVICE bool read_visible_bits(const SparseStorage& shared, uint32 (&visible_bits)[kMmaM][2],

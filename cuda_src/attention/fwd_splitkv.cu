@@ -211,14 +211,7 @@ FA_DEVICE void load_kv(const EntryKeys& keys, SharedStorage& shared, int tile, b
 // wait for the one before it: a warp has few of them at a time.
 FA_DEVICE void gemm_qk(float (&s)[1][kMmaN][4], uint32 q_address, uint32 k_address) {
   float parts[kQkParts][kMmaN][4];
-#pragma unroll
-  for (int part = 0; part < kQkParts; ++part) {
-#pragma unroll
-    for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) parts[part][j][e] = 0.0f;
-    }
-  }
+  clear(parts);
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     uint32 a[4];
@@ -243,9 +236,6 @@ FA_DEVICE void gemm_qk(float (&s)[1][kMmaN][4], uint32 q_address, uint32 k_addre
 }
 
 // ----------------------------------------------------------------------------------------- softmax
-// What scores are multiplied by to be in units of log2.
-FA_DEVICE float softmax_scale(const AttentionParams& p) { return kScoreMod ? 1.0f : p.exp2_scale; }
-
 // Makes scores of products, in units of log2.  A row is a query where scores have operands.
 FA_DEVICE void modify_scores(const AttentionParams& p, const BatchOffsets& offsets,
                              float (&s)[1][kMmaN][4], int row, int col) {

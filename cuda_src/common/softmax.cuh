@@ -31,6 +31,9 @@ constexpr float kCoarseScore = 16777216.0f;
 // an exponent's offset it makes the first score that comes too large for a stale row_max.
 constexpr float kNoMax = -3.402823466e+38f;
 
+// The factor that brings scores to units of log2: 1 where a kernel has made them in these units.
+FA_DEVICE float softmax_scale(const AttentionParams& p) { return kScoreMod ? 1.0f : p.exp2_scale; }
+
 // A row that has seen no key does not count, but one whose bias is the lowest float32 does.
 FA_DEVICE bool is_large(float row_max) {
   return fabsf(row_max) >= kLargeScore && (kScoreMod || fabsf(row_max) < -kNoMax);

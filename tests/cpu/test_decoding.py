@@ -1,7 +1,5 @@
 """Few queries to many keys: keys that are split over tasks, heads that share them."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +9,7 @@ from fa_cupy import attention
 from fa_cupy.cpu import decoding
 from fa_cupy.tiled import attention as tiled_attention
 from tests.support import blas
+from tests.support.split_keys import split_few_keys
 from tests.support.strategies import (
     DTYPES,
     EXTREMES,
@@ -30,17 +29,7 @@ with_threads = pytest.fixture(autouse=True, scope="module")(blas.two_threads)
 @pytest.fixture
 def few_keys(monkeypatch):
     """Keys are split although they are few, for any number of queries; counts the parts."""
-    made = []
-
-    def bounds(problem, tasks, wanted):
-        if problem.score is not None or not problem.k_len:
-            return [(0, problem.k_len)]
-        ends = sorted({0, problem.k_len // 3, problem.k_len // 2, problem.k_len})
-        made.append(len(ends) - 1)
-        return [*itertools.pairwise(ends)]
-
-    monkeypatch.setattr(decoding, "key_bounds", bounds)
-    return made
+    return split_few_keys(monkeypatch)
 
 
 @given(case=cases())

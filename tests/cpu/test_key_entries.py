@@ -1,7 +1,6 @@
 """Key lengths and pages on the CPU: entries one by one, and memory that does not grow with them."""
 
 import functools
-import itertools
 import tracemalloc
 from unittest import mock
 
@@ -11,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 
 from fa_cupy import attention
 from fa_cupy.cpu import attention as cpu_attention
-from fa_cupy.cpu import decoding, key_entries, short_entries, thread_pool
+from fa_cupy.cpu import key_entries, short_entries, thread_pool
 from tests.api.test_key_lengths import BANDS, in_pages
 from tests.support import blas
 from tests.support.keyed_cases import cases_with_lengths, paged_cases
+from tests.support.split_keys import split_few_keys
 from tests.support.strategies import Case, check_against_reference, normal
 
 with_fixture = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -35,17 +35,7 @@ def one_by_one(monkeypatch):
 @pytest.fixture
 def few_keys(monkeypatch, one_by_one):
     """Keys are split although they are few, in parts that end within pages; counts the parts."""
-    made = []
-
-    def bounds(problem, tasks, wanted):
-        if problem.score is not None or not problem.k_len:
-            return [(0, problem.k_len)]
-        ends = sorted({0, problem.k_len // 3, problem.k_len // 2, problem.k_len})
-        made.append(len(ends) - 1)
-        return [*itertools.pairwise(ends)]
-
-    monkeypatch.setattr(decoding, "key_bounds", bounds)
-    return made
+    return split_few_keys(monkeypatch)
 
 
 @given(case=paged_cases())

@@ -9,6 +9,7 @@ from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from validation import emulator
 from validation.emulator import calls
+from validation.keyed_calls import in_pages
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 PLAIN = [(row,) for row in VARIANTS if not row.sparse]
@@ -108,28 +109,6 @@ def random_call(rows, seed):
     )
 
 
-def paged(rng, k, v, lengths, size, garbage=np.nan):
-    """Keys and values (batch, heads, k_len, dim) in pages, in any order, and the page table.
-
-    Rows that no entry has are garbage, numbers of pages that none needs are out of range.
-    """
-    batch, _, k_len, _ = k.shape
-    per_sequence = -(-k_len // size)
-    count = batch * per_sequence + 2
-    table = rng.permutation(count)[: batch * per_sequence].reshape(batch, per_sequence)
-    pages = []
-    for x in (k, v):
-        shape = count, x.shape[1], size, x.shape[3]
-        found = np.full(shape, garbage, np.float32).astype(x.dtype)
-        for b, j in np.ndindex(batch, per_sequence):
-            rows = x[b, :, j * size : min((j + 1) * size, lengths[b])]
-            found[table[b, j], :, : rows.shape[1]] = rows
-        pages.append(found)
-    needed = -(-np.asarray(lengths) // size)
-    table[np.arange(per_sequence) >= needed[:, None]] = rng.choice([-1, count, 2**30])
-    return *pages, table
-
-
 def keyed_call(rng, row, k_len, size=None, q_len=None, garbage=np.nan):
     """Arrays of a call by ``fwd_splitkv`` and its options: lengths, and pages of a `size`.
 
@@ -147,7 +126,7 @@ def keyed_call(rng, row, k_len, size=None, q_len=None, garbage=np.nan):
         k[b, :, n:] = v[b, :, n:] = garbage
     options = {"k_lengths": lengths.astype(rng.choice([np.int32, np.int64]))}
     if size is not None:
-        k, v, table = paged(rng, k, v, lengths, size, garbage)
+        k, v, table = in_pages(rng, k, v, lengths, size, garbage)
         options["page_table"] = table.astype(rng.choice([np.int32, np.int64]))
     return (q, k, v), options
 

@@ -23,7 +23,7 @@ def widened(draw, entries):
 
 
 def entries_of(case):
-    """The batch axes before the heads; None where there are none, not even one of heads."""
+    """Return the batch axes before the heads; () where there are none."""
     shapes = [x.shape[:-2] for x in case.arrays if x is not None]
     rank = max(map(len, shapes))
     if rank < 2:
