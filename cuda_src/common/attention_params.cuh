@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
 #include "cuda_src/common/block_lists.cuh"
+#include "cuda_src/common/row_intervals.cuh"
 
 // An expression that makes scores sees batch entries as pairs of b and h, and has arrays.
 #ifndef FA_EXPRESSION
@@ -26,7 +27,10 @@ struct AttentionParams {
   int64 first_batch;  // entry of the first block: a grid has at most 2**31 - 1 blocks
   int aligned;        // 1: every row of q, k, v and out starts at a multiple of 16 bytes
   int batch_axes;     // how many of the axes below are in use
-  MaskLists mask;     // of batch entries counted over all launches
+  union {
+    MaskLists mask;          // of batch entries counted over all launches
+    RowIntervals intervals;  // of builds for packed sequences, which take no mask
+  };
   int64 bias_row, bias_col;
   int64 q_batch[kMaxBatchAxes], k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes],
       out_batch[kMaxBatchAxes];

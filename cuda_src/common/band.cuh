@@ -23,6 +23,19 @@ FA_DEVICE int last_key(const Band& p, int row) {
   return key < -1 ? -1 : key > p.k_len - 1 ? p.k_len - 1 : static_cast<int>(key);
 }
 
+#if FA_PACKED
+FA_DEVICE int first_key(const AttentionParams& p, int row) {
+  return p.intervals.keys_of_row[row].first & ~kInvalidRow;
+}
+FA_DEVICE int last_key(const AttentionParams& p, int row) {
+  return p.intervals.keys_of_row[row].last;
+}
+// Whether the sequence of a row has offsets out of range.
+FA_DEVICE bool is_invalid_row(const AttentionParams& p, int row) {
+  return p.intervals.keys_of_row[row].first < 0;
+}
+#endif
+
 // Tiles of keys or of queries, [begin, end).
 struct TileRange {
   int begin, end;
@@ -86,6 +99,14 @@ FA_DEVICE void mask_outside_band(const AttentionParams& p, float (&s)[kMmaM][kMm
 }
 
 // The same band seen from a key: which queries see it.
+#if FA_PACKED
+FA_DEVICE int first_query(const AttentionParams& p, int key) {
+  return p.intervals.rows_of_key[key].first;
+}
+FA_DEVICE int last_query(const AttentionParams& p, int key) {
+  return p.intervals.rows_of_key[key].last;
+}
+#else
 FA_DEVICE int first_query(const AttentionParams& p, int key) {
   const int64 row = static_cast<int64>(key) - p.upper;
   return row < 0 ? 0 : row > p.q_len ? p.q_len : static_cast<int>(row);
@@ -96,6 +117,7 @@ FA_DEVICE int last_query(const AttentionParams& p, int key) {
   const int64 row = static_cast<int64>(key) - p.lower;
   return row < -1 ? -1 : row > p.q_len - 1 ? p.q_len - 1 : static_cast<int>(row);
 }
+#endif
 
 // Query tiles that see some of the keys [first_key, last_key], and those of them of which every row
 // sees them all; rows behind the last query count as such.

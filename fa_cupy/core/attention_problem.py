@@ -19,6 +19,7 @@ from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import broadcasting, checks
 from fa_cupy.core.broadcasting import View as View  # for the backends
 from fa_cupy.keys.layout import KeyLayout, Pages
+from fa_cupy.keys.offsets import Offsets
 from fa_cupy.score.program import BoundScore, Operands
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -39,6 +40,10 @@ class Problem:
     With `k_lengths`, entry b has the keys below ``k_lengths[b]``; where `band_from_end` is True,
     both bounds are to be shifted by ``k_lengths[b] - k_len``. With `pages`, `k` and `v` are views
     of the first page as if it went on: their strides along the entries are 0.
+
+    With `offsets`, the band counts positions from the beginning of each sequence; where
+    `band_from_end` is True, both bounds are to be shifted by ``keys - queries`` of the sequence
+    less ``k_len - q_len``.
     """
 
     batch: tuple[int, ...]
@@ -66,6 +71,7 @@ class Problem:
     k_lengths_dtype: np.dtype[Any] | None = None
     pages: Pages | None = None
     band_from_end: bool = False  # whether the band is that of entries with all k_len keys
+    offsets: Offsets | None = None
 
 
 def attention_problem(

@@ -47,10 +47,15 @@ class Pages(NamedTuple):
 
 
 class KeyArrays(NamedTuple):
-    """The native arrays of a call, either of which may be None."""
+    """The native arrays of a call that say where the keys are; those that are not given are None.
 
-    lengths: Any
-    table: Any
+    Both offsets are given, or neither, and then nothing else is.
+    """
+
+    lengths: Any = None
+    table: Any = None
+    q_offsets: Any = None
+    k_offsets: Any = None
 
 
 class _Laid(NamedTuple):
