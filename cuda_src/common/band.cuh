@@ -9,6 +9,13 @@ struct KeyBand {
   int k_len, lower, upper;
 };
 
+// A bound of the band of an entry with fewer keys; the ends of the range are no bound.
+FA_DEVICE int shifted(int bound, int shift) {
+  constexpr int kNoBound = 0x7fffffff;
+  if (bound == kNoBound || bound == -kNoBound) return bound;
+  return static_cast<int>(max(static_cast<int64>(bound) + shift, static_cast<int64>(-kNoBound)));
+}
+
 // In what follows a Band is AttentionParams or a KeyBand.
 template <typename Band>
 FA_DEVICE int first_key(const Band& p, int row) {

@@ -21,7 +21,7 @@ struct alignas(8) Interval {
 // In `first` of a row whose sequence has offsets out of range: its output is NaN.
 constexpr int kInvalidRow = static_cast<int>(0x80000000u);
 
-// fa_cupy/gpu/kernels/attention/row_intervals.py has the same fields in the same order; they take
+// fa_cupy/gpu/kernels/attention/packed/intervals.py has the same fields in the same order; they take
 // the place of the first ones of MaskLists.
 struct RowIntervals {
   // Of each query row, and of kIntervalPadding rows behind the last one, which see no key.

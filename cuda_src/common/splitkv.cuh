@@ -3,6 +3,7 @@
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/load_index.cuh"
 #include "cuda_src/common/score.cuh"
 
 constexpr bool kBf16 = FA_BF16;  // bfloat16, else float16
@@ -34,13 +35,6 @@ static_assert(sizeof(FwdSplitkvParams) == FA_SPLITKV_PARAMS_BYTES, "fa_cupy/gpu 
 // The row_max of all rows of an entry whose length or page numbers are out of range; no row_max
 // that is computed is NaN, for fmaxf leaves NaN out.
 FA_DEVICE float invalid_row_max() { return __uint_as_float(0x7fffffffu); }
-
-// An integer of 4 or 8 bytes; -1 for one that 32 bits do not hold.
-FA_DEVICE int load_index(const void* base, int64 index, int bytes) {
-  if (bytes == 4) return static_cast<const int*>(base)[index];
-  const int64 value = static_cast<const int64*>(base)[index];
-  return value == static_cast<int>(value) ? static_cast<int>(value) : -1;
-}
 
 // Where an element of an array over the batch axes is.
 FA_DEVICE int64 element_of_entry(const AttentionParams& p, int64 batch,
@@ -94,13 +88,6 @@ struct EntryKeys {
            row_offset(key, params.v_page, params.common.v_row);
   }
 };
-
-// A bound of the band of an entry with fewer keys; the ends of the range are no bound.
-FA_DEVICE int shifted(int bound, int shift) {
-  constexpr int kNoBound = 0x7fffffff;
-  if (bound == kNoBound || bound == -kNoBound) return bound;
-  return static_cast<int>(max(static_cast<int64>(bound) + shift, static_cast<int64>(-kNoBound)));
-}
 
 FA_DEVICE EntryKeys entry_keys(const FwdSplitkvParams& params, const BatchOffsets& offsets,
                                int64 batch) {

@@ -40,6 +40,8 @@ class Variant:
         Targets whose speed was measured: a row does not spill there.
     score : ScoreMod or None
         What a score is in this build; None for products times a positive scale.
+    packed : bool
+        Whether this build is for packed sequences.
     """
 
     source: str
@@ -53,6 +55,7 @@ class Variant:
     sparse: bool = False
     hot_targets: tuple[str, ...] = ("sm_90a",)
     score: ScoreMod | None = None
+    packed: bool = False
 
     @property
     def name(self) -> str:
@@ -63,6 +66,7 @@ class Variant:
             plain
             + ("-sparse" if self.sparse else "")
             + (f"-{self.score.name}" if self.score else "")
+            + ("-packed" if self.packed else "")
         )
 
     @property
@@ -96,6 +100,7 @@ class Variant:
             ("FA_SPARSE", int(self.sparse)),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            *((("FA_PACKED", 1),) if self.packed else ()),
             *self.score_defines,
         )
 
@@ -112,6 +117,10 @@ class Variant:
     def for_score(self, score: ScoreMod | None) -> Self:
         """Return the build of this row for calls with such scores."""
         return dataclasses.replace(self, score=score)
+
+    def for_sequences(self, packed: bool) -> Self:
+        """Return the build of this row for packed sequences, or for none."""
+        return dataclasses.replace(self, packed=packed) if packed else self
 
     @property
     def rank(self) -> tuple[int, ...]:
