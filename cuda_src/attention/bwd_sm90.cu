@@ -202,6 +202,7 @@ FA_DEVICE void prefetch_mask_words(uint32 (&visible_bits)[2], Consumer c, int q_
 FA_DEVICE void prefetch_intervals(uint32 (&visible_bits)[2], Consumer c, int countdown,
                                   bool needs_mask) {
   if constexpr (kPacked) {
+    visible_bits[0] = visible_bits[1] = ~0u;
     if (!needs_mask) return;
     const int query = band_tile(c, countdown) * kTileM + lane_in_warp() % 4 * 2;
 #pragma unroll
@@ -353,8 +354,8 @@ FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer 
   wgmma_wait_group<1 + kLater>();  // S^T
   if constexpr (kSparse) {
     apply_band(visible_bits, c, tile.q_pipe.index());
-    needs_mask = (visible_bits[0] & visible_bits[1]) != ~0u;
   }
+  if constexpr (kSparse || kPacked) needs_mask = (visible_bits[0] & visible_bits[1]) != ~0u;
   if constexpr (kHasSlope) {
     compute_p_with_slopes(s, pairs, c, tile, operands, prefetched, &rows->x, countdown,
                           visible_bits, needs_mask);
