@@ -16,3 +16,4 @@ constexpr uint32 kFullWarp = 0xffffffffu;
 // IEEE 754 bits of +infinity: NVRTC has no header that names it, and the intrinsic is no constant
 // expression.
 #define FA_INFINITY (__int_as_float(0x7f800000))
+#define FA_NAN (__int_as_float(0x7fffffff))

@@ -113,7 +113,10 @@ FA_DEVICE void write_empty_rows(const AttentionParams& params, const TileWork& w
     const int64 row = work.q_begin + r;
     const float sink = load_sink(params, work.batch, work.q_begin + r);
     // NaN of a sink that is NaN or +inf.
-    const float value = sink == -FA_INFINITY ? 0.0f : sink - sink;
+    float value = sink == -FA_INFINITY ? 0.0f : sink - sink;
+    if constexpr (kPacked) {
+      if (is_invalid_row(params, work.q_begin + r)) value = FA_NAN;
+    }
     for (int col = threadIdx.x % 32; col < params.v_dim; col += 32) {
       out[row * params.out_row + col] = static_cast<uint16>(pack2<kBf16>(value, 0.0f));
     }
@@ -309,6 +312,18 @@ FA_DEVICE void add_sinks(const AttentionParams& params, const TileWork& work,
   }
 }
 
+// Makes NaN of the sums of rows whose sequence is invalid, and so of their results.
+FA_DEVICE void mark_invalid_rows(const AttentionParams& params, OnlineSoftmax<kMmaM>& softmax,
+                                 int first_row) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (is_invalid_row(params, first_row + 16 * i + 8 * h)) softmax.row_sum[i][h] = FA_NAN;
+    }
+  }
+}
+
 // Writes the log-sum-exp of each row.  Called by one of the four threads that share the rows.
 FA_DEVICE void write_lse(const AttentionParams& params, const TileWork& work,
                          const OnlineSoftmax<kMmaM>& softmax, int first_row) {
@@ -381,7 +396,9 @@ FA_DEVICE void recompute_rows(const AttentionParams& params, const TileWork& wor
   for (int r = 0; r < kWarpRows; ++r) {
     const int row = work.q_begin + warp * kWarpRows + r;
     const int row_lane = r % 8 * 4;  // the row's first lane
-    if ((recompute_lanes[0][0] >> row_lane & 15) != 0 && row < params.q_len) {
+    bool recompute = (recompute_lanes[0][0] >> row_lane & 15) != 0 && row < params.q_len;
+    if constexpr (kPacked) recompute = recompute && !is_invalid_row(params, row);
+    if (recompute) {
       uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
       recompute_row<kBf16, kDim, kSparse>(params, work.at, work.batch, row,
                                           __shfl_sync(kFullWarp, softmax.row_max[0][0], row_lane),
@@ -476,6 +493,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     add_sinks(params, work, softmax, correction, first_row);
     rescale_o(o, correction);
   }
+  if constexpr (kPacked) mark_invalid_rows(params, softmax, first_row);
   if (params.lse != nullptr && lane % 4 == 0) write_lse(params, work, softmax, first_row);
   uint32 recompute_lanes[kMmaM][2];
   const bool any_recompute = find_rows_to_recompute(params, softmax, o, first_row, recompute_lanes);

@@ -43,7 +43,9 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
   const ScheduledTile tile =
       kSparse ? work_tile_in_order(params.scheduler, p.mask.order, p.q_tiles, index)
               : work_tile_at(params.scheduler, p.q_tiles, index);
-  const int q_begin = tile.query_tile * kTileM;
+  const int q_begin =
+      (kPacked ? query_tile_in_order(p, p.q_tiles - 1 - tile.query_tile) : tile.query_tile) *
+      kTileM;
   // One lane for each consumer finds the key tiles of its rows, and one more those of all rows.
   const bool whole_block = lane >= kGroups;
   const int first_row = q_begin + (whole_block ? 0 : 64 * lane);
@@ -668,6 +670,14 @@ FA_DEVICE void add_sinks(const Consumer& c, const Pipelines& at, OnlineSoftmax<1
   rescale_o(o, correction);
 }
 
+// Makes NaN of the sums of rows whose sequence is invalid, and so of their results.
+FA_DEVICE void mark_invalid_rows(const AttentionParams& p, OnlineSoftmax<1>& softmax, int my_row) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (is_invalid_row(p, my_row + 8 * h)) softmax.row_sum[0][h] = FA_NAN;
+  }
+}
+
 // Writes the log-sum-exp of each row.  Called by one of the four threads that share the rows.
 FA_DEVICE void write_lse(const Consumer& c, const Pipelines& at, const OnlineSoftmax<1>& softmax,
                          int my_row) {
@@ -745,6 +755,7 @@ FA_DEVICE void epilogue(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>
   softmax.reduce_row_sum();
   const int my_row = row_of_group + c.warp_row + c.lane / 4;
   if (p.sinks != nullptr) add_sinks(c, at, softmax, o, my_row);
+  if constexpr (kPacked) mark_invalid_rows(p, softmax, my_row);
   if (p.lse != nullptr && c.lane % 4 == 0) write_lse(c, at, softmax, my_row);
   uint32 nonfinite_probe[2][2] = {{0, 0}, {0, 0}};
   write_output(c, softmax, o, out_tile, nonfinite_probe);

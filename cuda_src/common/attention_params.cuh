@@ -90,6 +90,15 @@ FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, Index batch) {
   return o;
 }
 
+// The tile of query rows that comes after so many others of its batch entry.  Under a causal mask the
+// last query rows have the most keys; of packed sequences any may.
+FA_DEVICE int query_tile_in_order(const AttentionParams& p, int place) {
+  if constexpr (kPacked) {
+    if (p.intervals.order != nullptr) return p.intervals.order[place];
+  }
+  return p.q_tiles - 1 - place;
+}
+
 // One block's part: a tile of query rows of one batch entry.
 struct TileWork {
   BatchOffsets at;
@@ -102,7 +111,7 @@ struct TileWork {
 // most keys: those go first, so that short tiles fill the end of the launch.
 FA_DEVICE TileWork tile_work(const AttentionParams& p, int tile_m) {
   const uint32 entry = blockIdx.x / static_cast<uint32>(p.q_tiles);
-  const int tile = p.q_tiles - 1 - static_cast<int>(blockIdx.x - entry * p.q_tiles);
+  const int tile = query_tile_in_order(p, static_cast<int>(blockIdx.x - entry * p.q_tiles));
   const int64 batch = p.first_batch + entry;
   return {batch_offsets(p, batch), batch, tile * tile_m, min(tile_m, p.q_len - tile * tile_m)};
 }

@@ -37,11 +37,12 @@ FA_DEVICE int first_key(const AttentionParams& p, int row) {
 FA_DEVICE int last_key(const AttentionParams& p, int row) {
   return p.intervals.keys_of_row[row].last;
 }
-// Whether the sequence of a row has offsets out of range.
+#endif
+
+// Whether the sequence of a row has offsets out of range, in a build for packed sequences.
 FA_DEVICE bool is_invalid_row(const AttentionParams& p, int row) {
   return p.intervals.keys_of_row[row].first < 0;
 }
-#endif
 
 // Tiles of keys or of queries, [begin, end).
 struct TileRange {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
@@ -17,12 +18,13 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
+from fa_cupy.gpu.kernels.attention.packed import intervals
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
 from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, supports
 from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
-from fa_cupy.gpu.plan import Launcher, Plan, workspace_of
+from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
 #: All rows, in their builds for products times a positive scale.
 VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
@@ -117,8 +119,11 @@ def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | 
         return None
     if (problem.k_lengths or problem.pages) is not None and not supports(problem):
         return None
+    if problem.offsets is not None and not intervals.supports(problem):
+        return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
-    return select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
+    found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
+    return found and found.for_sequences(problem.offsets is not None)
 
 
 def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocessors: int) -> bool:
@@ -130,6 +135,8 @@ def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocesso
     problem = traits.problem
     if (problem.k_lengths or problem.pages) is not None:
         return True
+    if problem.offsets is not None:
+        return False
     if problem.q_len > _SPLIT_ROWS or problem.k_len < _SPLIT_KEYS or not supports(problem):
         return False
     rows = problem.q_len * heads_of_tile(traits)
@@ -143,8 +150,8 @@ def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocesso
 def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None) -> Plan:
     """Return the launches of a forward problem with a query to answer.
 
-    Calls give the addresses of `Traits.pointers`, then those of the parts of a mask, or of
-    `Traits.key_views`.
+    Calls give the addresses of `Traits.pointers`, then those of the parts of a mask, of
+    `Traits.key_views` or of `intervals.OFFSETS`.
 
     Parameters
     ----------
@@ -157,7 +164,11 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     problem = traits.problem
     if isinstance(variant, FwdSplitkv):
         return fwd_splitkv.make_plan(traits, launcher, variant)
-    names = traits.pointers + (() if problem.mask is None else MASK_PARTS)
+    names = traits.pointers
+    if problem.mask is not None:
+        names += MASK_PARTS
+    if problem.offsets is not None:
+        names += intervals.OFFSETS
     if variant is None:
         call = Call(traits.score, fwd_sm90.supports(traits), problem.mask is not None)
         dims = problem.head_dim, problem.v_dim
@@ -166,16 +177,34 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
             return fwd_splitkv.make_plan(traits, launcher)
     elif isinstance(variant, FwdSm80 | FwdSm90):
         variant = variant.for_score(traits.score)
+    assert isinstance(variant, FwdSm80 | FwdSm90)
+    variant = variant.for_sequences(problem.offsets is not None)
     if isinstance(variant, FwdSm80):
-        return Plan(fwd_sm80.steps(traits, variant), names, launcher)
-    assert isinstance(variant, FwdSm90)
+        return _with_intervals(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
         plain = for_any_layout(problem, launcher.target)
         assert isinstance(plain, FwdSm80)
-        return Plan(fwd_sm80.steps(traits, plain), names, launcher)
+        return _with_intervals(traits, plain, fwd_sm80.steps(traits, plain), names, launcher)
 
     steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors)
-    counts = any("scheduler.counter" in step.addresses for step in steps)
-    space = workspace_of({"counter": COUNTER_BYTES}) if counts else None
-    return Plan(steps, names, launcher, space, fallback)
+    return _with_intervals(traits, variant, steps, names, launcher, fallback)
+
+
+def _with_intervals(
+    traits: Traits,
+    variant: FwdSm80 | FwdSm90,
+    steps: list[Step],
+    names: tuple[str, ...],
+    launcher: Launcher,
+    fallback: Callable[[], Plan] | None = None,
+) -> Plan:
+    """Return the plan of a kernel's launches, behind those that packed sequences need."""
+    sizes = {}
+    if any("scheduler.counter" in step.addresses for step in steps):
+        sizes["counter"] = COUNTER_BYTES
+    if traits.problem.offsets is not None:
+        first = intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
+        prefix = "common." if isinstance(variant, FwdSm90) else ""
+        steps, sizes = first.before(steps, prefix), sizes | first.sizes
+    return Plan(steps, names, launcher, workspace_of(sizes) if sizes else None, fallback)

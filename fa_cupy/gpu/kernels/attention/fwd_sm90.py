@@ -207,10 +207,10 @@ def packed_heads(traits: Traits, tile_m: int) -> int:
 
     Heads that read the same keys and values are rows of one matrix to them. They are packed where
     that makes fewer tiles of `tile_m` rows: when each head alone would leave tiles unfilled. Under
-    a mask they are not: its rows of blocks are tiles.
+    a mask they are not, for its rows of blocks are tiles, and neither in packed sequences.
     """
     problem, strides = traits.problem, traits.mapped_strides
-    if problem.mask is not None:
+    if problem.mask is not None or problem.offsets is not None:
         return 1
     axes = traits.mapped_sizes
     if not axes or strides["k"][-1] or strides["v"][-1] or not strides["q"][-1]:
@@ -324,7 +324,7 @@ def _entries_per_l2_group(problem: Problem, size: list[int], steps: dict[str, li
     steps : dict of list of int
         Bytes along each of them, for k and v at least; 0 where an array broadcasts.
     """
-    if problem.lower is None and problem.upper is None:
+    if problem.lower is None and problem.upper is None and problem.offsets is None:
         return 1
     least, most = _L2_GROUP_ENTRIES
     wanted = min(most, max(least, cached_entries(problem, size, steps)))

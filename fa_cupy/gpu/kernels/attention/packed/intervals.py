@@ -9,6 +9,7 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention.attention_params import MASK_LISTS
 from fa_cupy.gpu.kernels.attention.packed import row_intervals, tile_ranges
 from fa_cupy.gpu.plan import Step
+from fa_cupy.score import tree
 
 #: The arrays of offsets, whose addresses calls give after those of all others.
 OFFSETS = ("q_offsets", "k_offsets")
@@ -31,6 +32,23 @@ class Intervals(NamedTuple):
     steps: list[Step]
     sizes: dict[str, int]
     addresses: dict[str, str]
+
+    def before(self, steps: Sequence[Step], prefix: str = "") -> list[Step]:
+        """Return all launches, given those of the kernel and the path of its ``AttentionParams``."""
+        found = {f"{prefix}{field}": name for field, name in self.addresses.items()}
+        return [*self.steps, *[s._replace(addresses={**s.addresses, **found}) for s in steps]]
+
+
+def supports(problem: Problem) -> bool:
+    """Whether kernels solve a problem of packed sequences that some kernel serves in any layout.
+
+    There is no mask, and no expression that knows positions: to kernels these count from the
+    beginning of the first sequence.
+    """
+    if problem.mask is not None:
+        return False
+    root = () if problem.score is None else (problem.score.program.root,)
+    return not {"i", "j"} & set(tree.variables_of(*root))
 
 
 def intervals(problem: Problem, tile_m: int, tile_n: int, wanted: Sequence[str]) -> Intervals:
