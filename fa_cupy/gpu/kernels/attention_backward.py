@@ -68,10 +68,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     -------
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
-        that no kernel can walk, packed sequences with a mask.
+        that no kernel can walk, packed sequences with a mask or with scores of positions.
     """
-    if wanted.packed and wanted.masked:
-        return ()
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
         fits = (
@@ -132,11 +130,9 @@ def make_plan(
     steps = [variant.step(traits, launches) for variant in variants[1:]]
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
     if traits.wanted.packed:
-        before = _intervals(traits, variants)
-        launches.scratch |= before.sizes
-        of_all = {f"common.{field}": name for field, name in before.addresses.items()}
-        steps = [step._replace(addresses={**step.addresses, **of_all}) for step in steps]
-        steps[:0] = before.steps
+        first = _intervals(traits, variants)
+        launches.scratch |= first.sizes
+        steps = first.before(steps, "common.")
     space = plan.workspace_of({**launches.scratch, **launches.counters, **copies})
     names = [name for name in ARRAYS if name not in copies]
     if traits.problem.score is not None:

@@ -23,6 +23,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_GRID,
     MAX_LENGTH,
 )
+from fa_cupy.gpu.kernels.attention.packed.intervals import supports
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
 from fa_cupy.gpu.kernels.score import ScoreMod, fill_score, score_mod_of, score_pointers
 from fa_cupy.gpu.kernels.tensor_maps import (
@@ -352,6 +353,7 @@ class Traits:
             and max(sizes[:2]) <= MAX_LENGTH
         )
         served = walked and not any(dim % DIM_STEP for dim in sizes[2:])
+        served = served and (problem.offsets is None or supports(problem))
         item = problem.dtype.itemsize
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
         self.gathers = walked and all(

@@ -1,0 +1,147 @@
+"""Gradients over packed sequences: the kernels' own source on the CPU."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import packed_sequences
+from tests.support.every_run import examples, only
+from tests.support.kernel_attention import DTYPES
+from tests.support.packed_gradients import check, packed, rows_of, solve
+
+DIMS = (64, 96, 128, 192, 256)
+TARGETS = ("sm_90a", "sm_80")
+TOP, BOTTOM = "top_left", "bottom_right"
+BANDS = [
+    {},
+    {"is_causal": True, "causal_align": TOP},
+    {"is_causal": True, "causal_align": BOTTOM},
+    {"window": (40, 5), "causal_align": TOP},
+    {"window": (0, 0), "causal_align": BOTTOM},
+    {"window": (None, 7), "causal_align": BOTTOM},
+]
+
+
+def offsets(*numbers):
+    return np.array(numbers, np.int32)
+
+
+SOME = offsets(0, 3, 3, 70, 191, 200, 330)
+GAPS = offsets(5, 40, 40, 41, 180, 260), offsets(9, 9, 30, 160, 161, 250)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("target", "dim", "dtype"),
+    only(
+        itertools.product(TARGETS, DIMS, DTYPES),
+        ("sm_90a", 64, "float16"),
+        ("sm_90a", 128, "bfloat16"),
+        ("sm_90a", 256, "bfloat16"),
+        ("sm_80", 64, "float16"),
+    ),
+)
+def test_every_row(target, dim, dtype):
+    for i, band in enumerate(BANDS[1:3]):
+        x = packed(dtype, (2, 1), (335, 335), (dim, dim), (SOME, SOME), band, dlse=i > 0)
+        check(x, rows_of(x, target), seed=1)
+        x = packed(dtype, (2, 2), (270, 300), (dim - 8, dim), GAPS, band)
+        check(x, rows_of(x, target), seed=2)
+
+
+@pytest.mark.emulator
+@examples(25)
+@given(
+    target=st.sampled_from(TARGETS),
+    dim=st.sampled_from(DIMS),
+    dtype=st.sampled_from(list(DTYPES)),
+    lengths=packed_sequences.packed_lengths(),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (4, 2)]),
+    band=st.sampled_from(BANDS),
+    softcap=st.sampled_from([0.0, 2.0]),
+    layout=st.sampled_from([None, "blhd"]),
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(1, 4),
+)
+def test_any_sequences_with_any_schedule(
+    target, dim, dtype, lengths, heads, band, softcap, layout, seed, blocks
+):
+    sizes, *both = lengths
+    options = {"softcap": softcap} if softcap else {}
+    x = packed(dtype, heads, sizes, (dim, dim - 8), both, band, layout=layout, **options)
+    check(x, rows_of(x, target), seed=seed, blocks=blocks, together=blocks)
+
+
+@pytest.mark.emulator
+@examples(10)
+@given(
+    dim=st.sampled_from((64, 128, 192)),
+    target=st.sampled_from(TARGETS),
+    fills=st.booleans(),
+    axes=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    lengths=packed_sequences.packed_lengths(),
+    band=st.sampled_from(BANDS),
+    seed=st.integers(0, 2**32),
+)
+def test_a_bias_and_its_gradient(dim, target, fills, axes, lengths, band, seed):
+    sizes, *both = lengths
+    shape = tuple(n if has else 1 for n, has in zip((2, *sizes), axes, strict=True))
+    bias = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    x = packed("float16", (2, 1), sizes, (dim, dim), both, band, bias=bias, dlse=True)
+    dbias = check(x, rows_of(x, target, dbias=True, dbias_fills=fills), seed=seed)[3]
+    seen = np.broadcast_to(x.call.options["mask"], (1, 2, *sizes))
+    for axis, has in enumerate(axes):
+        seen = seen if has else seen.any(axis=axis + 1, keepdims=True)
+    assert not dbias[~seen[0]].any()
+
+
+@pytest.mark.emulator
+@examples(15)
+@given(
+    dim=st.sampled_from((64, 128, 256)),
+    target=st.sampled_from(TARGETS),
+    data=st.data(),
+    band=st.sampled_from(BANDS),
+    blocks=st.integers(1, 4),
+)
+def test_offsets_of_any_numbers(dim, target, data, band, blocks):
+    """Sequences whose offsets are out of order have gradients of 0, and all others theirs."""
+    sizes = data.draw(st.tuples(st.integers(1, 200), st.integers(1, 200)))
+    both = data.draw(packed_sequences.disordered(sizes))
+    x = packed("bfloat16", (2, 1), sizes, (dim, dim), both, band, dlse=True)
+    dq, dk, dv = check(x, rows_of(x, target), blocks=blocks, together=blocks)
+    seen = x.call.options["mask"]
+    assert not dq[..., ~seen.any(1), :].any()
+    assert not dk[..., ~seen.any(0), :].any()
+    assert not dv[..., ~seen.any(0), :].any()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("dim", only((64, 128, 256), 64))
+def test_what_other_sequences_hold_is_not_read(dim):
+    """NaN in rows of one sequence, or between sequences, reaches no gradient of the others."""
+    both = offsets(2, 70, 150, 150), offsets(0, 60, 140, 150)
+    for target in TARGETS:
+        x = packed("float16", (2, 1), (160, 150), (dim, dim), both, BANDS[1])
+        rows = rows_of(x, target)
+        want = solve(x, rows)
+        for array, place in ((x.call.k, 145), (x.call.v, 145), (x.call.q, 155), (x.call.dout, 1)):
+            array[..., place, :] = np.nan
+        for a, b in zip(want, solve(x, rows), strict=True):
+            np.testing.assert_array_equal(np.isnan(b.astype(np.float32)), False)
+            np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("dim", only((64, 128), 128))
+def test_the_schedule_does_not_show(dim):
+    """Bit for bit the same, whoever comes first: the order of all sums is fixed."""
+    x = packed("bfloat16", (2, 1), (335, 335), (dim, dim), (SOME, SOME), BANDS[2])
+    found = {
+        tuple(g.tobytes() for g in solve(x, seed=seed, blocks=blocks, together=together))
+        for seed, (blocks, together) in enumerate([(1, 1), (3, 3), (8, 8), (8, 3)])
+    }
+    assert len(found) == 1
