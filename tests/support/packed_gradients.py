@@ -55,14 +55,21 @@ def rows_of(x, target="sm_90a", **wanted):
     return select(asked, target)
 
 
-def solve(x, rows=None, **how):
-    """dq, dk and dv of the kernels; the gradient of a bias too, where they compute it."""
-    q, k, v, dout, dlse, options = x.call
+def results(x):
+    """The output and the LSE of a call."""
+    q, k, v, *_, options = x.call
     with np.errstate(all="ignore"):
         out, lse = reference.attention(q, k, v, **options)
     out = out.astype(q.dtype)
     invalid = packed_sequences.invalid_rows(*x.offsets, (q.shape[2], k.shape[2]))
     out[..., invalid, :] = lse[..., invalid] = np.nan
+    return out, lse.astype(np.float32)
+
+
+def solve(x, rows=None, **how):
+    """dq, dk and dv of the kernels; the gradient of a bias too, where they compute it."""
+    q, k, v, dout, dlse, _ = x.call
+    out, lse = results(x)
     q_offsets, k_offsets = x.offsets
     more = {"q_offsets": q_offsets, "k_offsets": k_offsets, **given(x)}
     rows = rows or rows_of(x)

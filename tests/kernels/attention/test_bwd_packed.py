@@ -7,10 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fa_cupy import Score
+from fa_cupy.gpu.kernels.attention_backward import select
 from tests.support import packed_sequences
 from tests.support.every_run import examples, only
 from tests.support.kernel_attention import DTYPES
+from tests.support.kernel_gradients import traits_of
 from tests.support.packed_gradients import check, packed, rows_of, solve
+from validation.emulator.calls import operands_in
 
 DIMS = (64, 96, 128, 192, 256)
 TARGETS = ("sm_90a", "sm_80")
@@ -96,6 +100,58 @@ def test_a_bias_and_its_gradient(dim, target, fills, axes, lengths, band, seed):
     for axis, has in enumerate(axes):
         seen = seen if has else seen.any(axis=axis + 1, keepdims=True)
     assert not dbias[~seen[0]].any()
+
+
+SCORES = {
+    "tanh": Score("3 * tanh(s) * x[h]", x=np.array([0.5, -1.0])),
+    "entries": Score("s + x[h]", x=np.array([0.5, -1.0], np.float32)),
+}
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("score", "dim"), only(itertools.product(SCORES, DIMS), ("tanh", 64), ("entries", 192))
+)
+def test_scores_of_no_positions(score, dim):
+    for target in TARGETS:
+        x = packed("float16", (2, 1), (270, 300), (dim, dim), GAPS, BANDS[1], score=SCORES[score])
+        check(x, rows_of(x, target))
+
+
+@pytest.mark.parametrize("text", ["s - abs(i - j)", "s + x[i]", "s * x[j]"])
+def test_scores_of_positions_have_no_kernel(text):
+    """To kernels, positions count from the beginning of the first sequence."""
+    score = Score(text, x=np.zeros(300, np.float32)) if "x" in text else Score(text)
+    assert serving({"score": score}, None) == serving({}, np.ones((270, 300), bool)) == ()
+    assert serving({"score": SCORES["tanh"]}, None)
+
+
+def serving(options, mask):
+    """The kernels of a call of packed sequences."""
+    operands_in(options)
+    arrays = (np.zeros((2, 300, 64), np.float16),) * 3
+    arrays = (arrays[0][:, :270], *arrays[1:])
+    found = traits_of(*arrays, mask=mask, offsets=GAPS, **options)
+    return select(found.wanted, "sm_90a")
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("target", TARGETS)
+def test_sinks_and_rows_that_see_no_key(target):
+    sinks = np.array([[0.5], [-1.0]], np.float32)
+    x = packed("bfloat16", (2, 1), (270, 300), (64, 64), GAPS, BANDS[2], sinks=sinks, dlse=True)
+    check(x, rows_of(x, target))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("target", only([(target,) for target in TARGETS], ("sm_90a",)))
+def test_rows_of_large_scores(target):
+    """Their weights come from the largest score of the row, in each sequence."""
+    bias = np.zeros((270, 1), np.float32)
+    bias[20:60] = -1e9
+    x = packed("float16", (1, 1), (270, 300), (64, 64), GAPS, BANDS[1], bias=bias)
+    found = check(x, rows_of(x, target, dbias=True))
+    assert found[0][..., 20:60, :].any()
 
 
 @pytest.mark.emulator
