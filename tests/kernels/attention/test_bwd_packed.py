@@ -14,6 +14,8 @@ from tests.support.every_run import examples, only
 from tests.support.kernel_attention import DTYPES
 from tests.support.kernel_gradients import traits_of
 from tests.support.packed_gradients import check, packed, rows_of, solve
+from tests.support.planted import plant
+from validation import emulator
 from validation.emulator.calls import operands_in
 
 DIMS = (64, 96, 128, 192, 256)
@@ -201,3 +203,57 @@ def test_the_schedule_does_not_show(dim):
         for seed, (blocks, together) in enumerate([(1, 1), (3, 3), (8, 8), (8, 3)])
     }
     assert len(found) == 1
+
+
+# The second sequence has no key, and where its keys would be a tile of keys ends.
+NO_KEYS = offsets(0, 60, 400, 460), offsets(0, 128, 128, 250)
+# The kernel, dim, what may be said of it, and what is changed.
+BUGS = {
+    "a turn follows from what rows see": (
+        "bwd_sm90", 64, "deadlock",
+        ("return kReverseKvOrder ? of_tile->last : of_tile->first;",
+         "return last_key(p, min(query_tile * kTileM + kTileM, p.q_len) - 1) / kTileN;"),
+    ),
+    "no block of keys works on rows that see nothing": (
+        "bwd_sm90", 128, "", ("if constexpr (kInTurns) return recorded_query_tiles(p, tile);", ""),
+    ),
+    "pairs of two sequences are not hidden": (
+        "bwd_sm90", 128, "",
+        ("if (!needs_mask) return; const int query", "return; const int query"),
+    ),
+}  # fmt: skip
+
+
+def idle(rows, folder):
+    """The kernel that computes rows again whose sums are not finite, which does nothing."""
+    (row,) = (row for row in rows if row.kernel == "bwd_nonfinite")
+    change = ("if (params.nonfinite_flags[0] == 0) return;", "return;")
+    return {row.entry: plant(folder, row.source, change)}
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("bug", only(BUGS, "a turn follows from what rows see"))
+def test_a_planted_bug_is_found(bug, tmp_path):
+    kernel, dim, message, change = BUGS[bug]
+    x = packed("bfloat16", (2, 1), (460, 250), (dim, dim), NO_KEYS, BANDS[2])
+    rows = rows_of(x)
+    (row,) = (row for row in rows if row.kernel == kernel)
+    sources = idle(rows, tmp_path)
+    want = check(x, rows, sources=sources)
+    sources[row.entry] = plant(tmp_path, row.source, change)
+    if message:
+        with pytest.raises(emulator.EmulationError, match=message):
+            solve(x, rows, sources=sources)
+    else:
+        got = solve(x, rows, sources=sources)
+        assert any(a.tobytes() != b.tobytes() for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("target", only([(target,) for target in TARGETS], ("sm_90a",)))
+def test_nothing_is_computed_twice_for_sequences_out_of_order(target, tmp_path):
+    """Their output is NaN, and nobody takes it for numbers that a sum should have."""
+    both = offsets(0, 70, 60, 150, 200), offsets(0, 70, 90, 150, 200)
+    x = packed("float16", (2, 1), (200, 200), (64, 64), both, BANDS[1], dlse=True)
+    rows = rows_of(x, target)
+    check(x, rows, sources=idle(rows, tmp_path))
