@@ -1,5 +1,6 @@
 """Gradients over packed sequences: the kernels' own source on the CPU."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -8,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import Score
-from fa_cupy.gpu.kernels.attention_backward import select
+from fa_cupy.gpu.driver import compile
+from fa_cupy.gpu.kernels.attention_backward import VARIANTS, select
+from fa_cupy.gpu.kernels.registry import SCORE_EXAMPLES
+from tests.kernels.test_compile import SLOW_NOTES
 from tests.support import packed_sequences
 from tests.support.every_run import examples, only
 from tests.support.kernel_attention import DTYPES
@@ -203,6 +207,50 @@ def test_the_schedule_does_not_show(dim):
         for seed, (blocks, together) in enumerate([(1, 1), (3, 3), (8, 8), (8, 3)])
     }
     assert len(found) == 1
+
+
+BUILDS = [
+    (row.for_sequences(True), target)
+    for row in VARIANTS
+    if not row.sparse
+    for target in sorted({*TARGETS} & {*row.targets})
+]
+NAMED = {f"{row.name}-{target}": (row, target) for row, target in BUILDS}
+
+
+@pytest.mark.parametrize(
+    "name",
+    only(
+        NAMED,
+        "attention_bwd_sm90-float16-d64-128x128-w12-s2-packed-sm_90a",
+        "attention_bwd_sm90-bfloat16-d128-64x128-w12-s3-packed-sm_90a",
+    ),
+)
+def test_builds_keep_what_they_know_in_registers(name):
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    row, target = NAMED[name]
+    found = compile.resource_report(compile.compile_variant(row, target).log)
+    assert not [note for note in found.notes if any(code in note for code in SLOW_NOTES)]
+    if target in row.hot_targets:
+        assert max(found.stack, found.spill_stores, found.spill_loads) == 0
+
+
+@pytest.mark.parametrize("score", SCORE_EXAMPLES)
+def test_tiles_of_128_queries_have_no_registers_for_other_scores(score):
+    (row,) = (
+        row for row in VARIANTS if row.name == "attention_bwd_sm90-float16-d64-128x128-w12-s2"
+    )
+    assert row.for_sequences(True).tile_m == 128
+    first, second = row.for_score(score).for_sequences(True), row.for_sequences(True)
+    assert first == second.for_score(score)
+    assert first.tile_m == 64
+
+
+def test_other_builds_know_nothing_of_sequences():
+    for row, _ in BUILDS:
+        plain = dataclasses.replace(row, packed=False)
+        assert {*row.defines} - {*plain.defines} == {("FA_PACKED", 1)}
+        assert row.for_sequences(False) == row
 
 
 # The second sequence has no key, and where its keys would be a tile of keys ends.
