@@ -95,7 +95,7 @@ def gradient(problem: Problem, sinks: Any, lse: Any, rows: Rows, empty: Callable
     weights = cupy.where(is_large, apart, weights)
     unseen = cupy.isneginf(sink)
     if problem.offsets is not None:  # an LSE of NaN where a sequence's offsets are out of range
-        unseen |= cupy.isposinf(stored)
+        unseen = unseen | (stored == np.float32(np.inf))
     terms = cupy.where(unseen, np.float32(0), -weights * delta)
 
     result = empty(sinks.shape, sinks.dtype, sinks)
