@@ -73,7 +73,8 @@ def attention(
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
         device and keeps them; every call packs an array again. A sparse matrix of SciPy or CuPy,
-        not 0 where a query may attend to a key, is packed by every call by `BitMask.from_csr`.
+        not 0 where a query may attend to a key, is packed by every call by `BitMask.from_csr`. With
+        offsets it may also be a list of a `BitMask` for each sequence, of its lengths.
     scale : float, optional
         Any finite factor; ``D ** -0.5`` by default.
     is_causal : bool
@@ -112,6 +113,15 @@ def attention(
         16: key j of entry b is row ``j % page_size`` of page ``page_table[b, j // page_size]``, and
         Lk is ``pages_per_sequence * page_size``. Entries may share pages. Page numbers after the
         last page in use are ignored.
+    q_offsets : array of int32 or int64, shape (sequences + 1,), optional
+        Where packed sequences begin: sequence s has the queries ``q_offsets[s]`` to
+        ``q_offsets[s + 1] - 1`` and sees its own keys alone. All batch entries and heads share the
+        offsets. Queries of no sequence see no key. `is_causal`, `window` and the positions of a
+        `score` count within each sequence. `bias`, `mask` and `sinks` are over all queries and
+        keys, and pairs of two sequences are not read.
+    k_offsets : array of int32 or int64, shape (sequences + 1,), optional
+        The same for the keys; `q_offsets` by default. With it, `is_causal` and `window` need
+        `causal_align`, and "bottom_right" lets the last query of a sequence stand at its last key.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -133,7 +143,7 @@ def attention(
         and for a `score` together with a softcap or a bias (the capture can go on), and in a
         capture mode other than "relaxed" for the first call with a `BitMask`, which takes memory
         from the driver. For a sparse `bias` on a GPU: in a capture, for float64 and for dims above
-        256.
+        256. For a `score` with `i` or `j` and offsets on a GPU, where no kernel serves the call.
 
     See Also
     --------
@@ -151,9 +161,10 @@ def attention(
     never reach the output (where they are not finite, the CPU may sum in another order, which
     changes the last bits).
 
-    Numbers of `k_lengths` and `page_table` in the memory of the host are checked. Those on a GPU
-    are not read back: there, output and log-sum-exp are NaN for a batch entry whose length is out
-    of range, and for queries that see a key of a page that does not exist.
+    Numbers of `k_lengths`, `page_table` and offsets in the memory of the host are checked. Those on
+    a GPU are not read back: there, output and log-sum-exp are NaN for a batch entry whose length is
+    out of range, for queries that see a key of a page that does not exist, and for a sequence one
+    of whose offsets is out of range or below one before it.
 
     References
     ----------
@@ -193,6 +204,15 @@ def attention(
     >>> weights = sparse.coo_array(([0.0, 1.0, 0.5], ([0, 1, 1], [2, 0, 3])), shape=(100, 100))
     >>> out = attention(q, k, v, weights)
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 2]))
+    True
+
+    Sequences of 30, 50 and 20 tokens, end to end:
+
+    >>> offsets = np.array([0, 30, 80, 100])
+    >>> out = attention(q, k, v, is_causal=True, q_offsets=offsets)
+    >>> second = slice(30, 80)
+    >>> alone = attention(*(x[:, :, second] for x in (q, k, v)), is_causal=True)
+    >>> bool(np.allclose(out[:, :, second], alone, atol=1e-5))
     True
 
     A sink takes half of the weight of one key with the same score:
@@ -414,6 +434,9 @@ def attention_backward(
         and have no indices but `b`, `h`, `i` and `j` in the expression.
     score : Score, optional
         That of the call of `attention`.
+    q_offsets : array of int32 or int64, shape (sequences + 1,), optional
+    k_offsets : array of int32 or int64, shape (sequences + 1,), optional
+        Those of that call.
 
     Returns
     -------
@@ -433,7 +456,8 @@ def attention_backward(
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
         multiples of 8 or are above 256, for the gradient of an array of a `score`, and as for
         `attention` with a `score`, a `BitMask` or a sparse `bias`; for that on a GPU also with
-        `sinks`, for gradients of arrays of a `score`, and for masks of heads that share keys.
+        `sinks`, for gradients of arrays of a `score`, and for masks of heads that share keys. As
+        for `attention` with offsets on a GPU.
 
     See Also
     --------
@@ -453,7 +477,7 @@ def attention_backward(
     keys then sum to 1.
 
     A query without visible keys has gradient 0 and contributes nothing to other gradients but that
-    of its sink. The contents of hidden keys and values, NaN included, never reach a gradient. Where
+    of its sink, and one of a sequence whose offsets are not valid not to that either. The contents of hidden keys and values, NaN included, never reach a gradient. Where
     `lse` is merged over parts of the keys, pass `sinks` with the part that they were given with.
 
     References
@@ -490,6 +514,12 @@ def attention_backward(
     >>> out, lse = attention(q, k, v, weights, return_lse=True)
     >>> (dweights,) = attention_backward(dout, q, k, v, out, lse, weights, need=["bias"])
     >>> weights.data -= 0.1 * dweights.data
+
+    Those of packed sequences take the offsets too:
+
+    >>> offsets = np.array([0, 30, 80, 100])
+    >>> out, lse = attention(q, k, v, q_offsets=offsets, return_lse=True)
+    >>> dq, dk, dv = attention_backward(dout, q, k, v, out, lse, q_offsets=offsets)
 
     That of a sink for each head, over queries:
 
