@@ -12,7 +12,6 @@ from fa_cupy.gpu.kernels.score import score_mod_of, takes_bias, with_float32_bia
 from tests.support import strategies
 from tests.support.gradients import hold
 from tests.support.kernel_attention import BANDS, DTYPES, any_sinks, blocks_of, draw
-from validation.emulator import calls
 from validation.emulator.calls import attention_backward, operands_in
 
 
@@ -181,10 +180,9 @@ def builds_of(rows, call):
     return tuple(row.for_score(score) for row in rows)
 
 
-def traits_of(q, k, v, bias=None, mask=None, dbias=False, offsets=None, **options):
+def traits_of(q, k, v, bias=None, mask=None, dbias=False, **options):
     """What follows from a call whose gradients lie as their arrays do; `dbias` wants the bias'."""
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
-    problem = calls.packed(problem, offsets, options.get("causal_align"))
     dq, dk, dv = (np.empty_like(x) for x in (q, k, v))
     dout = np.empty(problem.out_shape, q.dtype)
     like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)

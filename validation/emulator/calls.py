@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,6 @@ from fa_cupy import BitMask
 from fa_cupy._score import operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, linear_problem
-from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels import attention_backward as backward_launches
 from fa_cupy.gpu.kernels import backward, forward, products
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
@@ -33,7 +31,7 @@ from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
 from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.kernels.variant import Variant
-from fa_cupy.keys.offsets import Offsets
+from fa_cupy.keys.offsets import key_arrays
 from fa_cupy.score.program import Operands
 from validation.emulator.launcher import MULTIPROCESSORS, EmulatorLauncher
 from validation.emulator.masks import lists_of, pairs_of, tables_of
@@ -229,24 +227,6 @@ def operands_in(options: dict[str, Any]) -> Operands | None:
     return found
 
 
-def offsets_in(options: dict[str, Any]) -> tuple[Array, Array] | None:
-    """Take the offsets of packed sequences out of the options: of queries and of keys."""
-    q_offsets, k_offsets = (options.pop(name, None) for name in ("q_offsets", "k_offsets"))
-    if q_offsets is None:
-        return None
-    return q_offsets, q_offsets if k_offsets is None else k_offsets
-
-
-def packed(problem: Problem, offsets: tuple[Array, Array] | None, align: str | None) -> Problem:
-    """Return a problem with packed sequences, if there are any, whose band has this alignment."""
-    if offsets is None:
-        return problem
-    q, k = offsets
-    from_end = align == "bottom_right" and (problem.lower, problem.upper) != (None, None)
-    found = Offsets(len(q) - 1, q.dtype, k.dtype)
-    return dataclasses.replace(problem, offsets=found, band_from_end=from_end)
-
-
 def _addresses(operands: Operands | None) -> list[int]:
     """Return the addresses of the arrays of a score."""
     values = () if operands is None else operands.values
@@ -299,10 +279,8 @@ def attention_backward(
     EmulationError
         As `emulator.launch`.
     """
-    offsets = offsets_in(options)
     operands = operands_in(options)
     problem = attention_problem.attention_problem(q, k, v, bias, mask, **options)
-    problem = packed(problem, offsets, options.get("causal_align"))
     bias_dtype = problem.bias_dtype
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)
@@ -328,7 +306,8 @@ def attention_backward(
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()
     pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
-    pointers += [x.ctypes.data for x in offsets or ()]
+    offsets = key_arrays(options.get("q_offsets"), options.get("k_offsets"))[2:]
+    pointers += [x.ctypes.data for x in offsets if x is not None]
     made[0].run((*pointers, *addresses))
     del tables  # it owns what the addresses are of
     return (dq, dk, dv) if dbias is None else (dq, dk, dv, dbias.astype(bias_dtype))

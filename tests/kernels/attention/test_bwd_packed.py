@@ -137,7 +137,7 @@ def serving(options, mask):
     operands_in(options)
     arrays = (np.zeros((2, 300, 64), np.float16),) * 3
     arrays = (arrays[0][:, :270], *arrays[1:])
-    found = traits_of(*arrays, mask=mask, offsets=GAPS, **options)
+    found = traits_of(*arrays, mask=mask, q_offsets=GAPS[0], k_offsets=GAPS[1], **options)
     return select(found.wanted, "sm_90a")
 
 
