@@ -421,8 +421,7 @@ FA_DEVICE void produce_k_q(const BwdSm90Params& params, Shared& shared,
     auto& work = shared.work[work_pipe().index()];
     const bool more =
         write_kv_work_tile<LoadPolicy::kReverseKvOrder, LoadPolicy::kInTurns, LoadPolicy::kTileM,
-                           LoadPolicy::kTileN>(
-            params, work, index);
+                           LoadPolicy::kTileN>(params, work, index);
     if (more) add_warpgroup_ranges(work);
     work_count = opaque(work_count);  // where it is, is computed anew: registers are short
     arrive(shared.work_full[work_pipe().index()]);
