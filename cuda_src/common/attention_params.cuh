@@ -27,10 +27,16 @@ struct AttentionParams {
   int64 first_batch;  // entry of the first block: a grid has at most 2**31 - 1 blocks
   int aligned;        // 1: every row of q, k, v and out starts at a multiple of 16 bytes
   int batch_axes;     // how many of the axes below are in use
+#if FA_PACKED
+  // Of builds for packed sequences, which take no mask.  A union in all builds would have those for
+  // masks spill.
   union {
-    MaskLists mask;          // of batch entries counted over all launches
-    RowIntervals intervals;  // of builds for packed sequences, which take no mask
+    MaskLists mask;
+    RowIntervals intervals;
   };
+#else
+  MaskLists mask;     // of batch entries counted over all launches
+#endif
   int64 bias_row, bias_col;
   int64 q_batch[kMaxBatchAxes], k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes],
       out_batch[kMaxBatchAxes];
@@ -93,9 +99,9 @@ FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, Index batch) {
 // The tile of query rows that comes after so many others of its batch entry.  Under a causal mask the
 // last query rows have the most keys; of packed sequences any may.
 FA_DEVICE int query_tile_in_order(const AttentionParams& p, int place) {
-  if constexpr (kPacked) {
-    if (p.intervals.order != nullptr) return p.intervals.order[place];
-  }
+#if FA_PACKED
+  if (p.intervals.order != nullptr) return p.intervals.order[place];
+#endif
   return p.q_tiles - 1 - place;
 }
 

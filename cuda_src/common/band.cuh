@@ -39,9 +39,13 @@ FA_DEVICE int last_key(const AttentionParams& p, int row) {
 }
 #endif
 
-// Whether the sequence of a row has offsets out of range, in a build for packed sequences.
+// Whether the sequence of a row has offsets out of range; without packed sequences none has.
 FA_DEVICE bool is_invalid_row(const AttentionParams& p, int row) {
+#if FA_PACKED
   return p.intervals.keys_of_row[row].first < 0;
+#else
+  return false;
+#endif
 }
 
 // Tiles of keys or of queries, [begin, end).

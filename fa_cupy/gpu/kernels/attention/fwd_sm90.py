@@ -324,9 +324,11 @@ def _entries_per_l2_group(problem: Problem, size: list[int], steps: dict[str, li
     steps : dict of list of int
         Bytes along each of them, for k and v at least; 0 where an array broadcasts.
     """
-    if problem.lower is None and problem.upper is None and problem.offsets is None:
-        return 1
     least, most = _L2_GROUP_ENTRIES
+    if problem.offsets is not None:
+        least = 1
+    elif problem.lower is None and problem.upper is None:
+        return 1
     wanted = min(most, max(least, cached_entries(problem, size, steps)))
     entries = math.prod(size)
     return -(-entries // max(1, round(entries / wanted)))
