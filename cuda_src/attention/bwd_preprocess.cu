@@ -60,9 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (lane == 0 && row < p.q_len) {
       const int64 lse_index = entry * p.q_len + row;
       lse_in[i] = p.lse[lse_index];
-#if FA_PACKED
       if (is_invalid_row(p, row)) lse_in[i] = -FA_INFINITY;  // it is a NaN, as is the output
-#endif
       if (params.dlse != nullptr) dlse_in[i] = params.dlse[lse_index];
     }
   }
