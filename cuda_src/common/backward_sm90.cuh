@@ -348,8 +348,8 @@ FA_DEVICE void load_lse_delta(float4* to, const BwdSm90Params& params, uint32 ba
 
 // How a kernel that owns keys walks: over blocks of keys from the last one on, or from the first
 // one; over their tiles of queries upwards or downwards; whether other blocks wait for what it adds
-// to dQ, so that it draws its next work only when all of this one is asked for; and how the L2 cache
-// is to keep those tiles.
+// to dQ, so that it draws its next work only when all of this one is asked for; and how the L2
+// cache is to keep those tiles.
 template <bool kFromLastKey, bool kAscending, bool kTakesTurns, uint64 kCachePolicy, int kQueries,
           int kKeys, int kColumnBlocks>
 struct KvLoadPolicy {

@@ -1,4 +1,4 @@
-"""What kernels are told of packed sequences: the kernels that write it, on the CPU."""
+"""What row_intervals and tile_ranges write of packed sequences, on the CPU."""
 
 import numpy as np
 import pytest
