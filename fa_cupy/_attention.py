@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
 from fa_cupy.core.sparse_bias import is_sparse
-from fa_cupy.keys import layout
+from fa_cupy.keys.arguments import Places
 
 TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 _NEED = ("q", "k", "v", "bias", "sinks")
@@ -42,6 +43,8 @@ def attention(
     score: Score | None = None,
     k_lengths: Any = None,
     page_table: Any = None,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
     out: Any = None,
 ) -> Any:
     """Scaled dot-product attention, exact, without an array of size Lq x Lk.
@@ -70,7 +73,8 @@ def attention(
         True where a query may attend to a key. The batch axes of a `BitMask` broadcast, its lengths
         must be those of `q` and `k`. On a GPU the first call copies the lists of a `BitMask` to the
         device and keeps them; every call packs an array again. A sparse matrix of SciPy or CuPy,
-        not 0 where a query may attend to a key, is packed by every call by `BitMask.from_csr`.
+        not 0 where a query may attend to a key, is packed by every call by `BitMask.from_csr`. With
+        offsets it may also be a list of a `BitMask` for each sequence, of its lengths.
     scale : float, optional
         Any finite factor; ``D ** -0.5`` by default.
     is_causal : bool
@@ -109,6 +113,15 @@ def attention(
         16: key j of entry b is row ``j % page_size`` of page ``page_table[b, j // page_size]``, and
         Lk is ``pages_per_sequence * page_size``. Entries may share pages. Page numbers after the
         last page in use are ignored.
+    q_offsets : array of int32 or int64, shape (sequences + 1,), optional
+        Where packed sequences begin: sequence s has the queries ``q_offsets[s]`` to
+        ``q_offsets[s + 1] - 1`` and sees its own keys alone. All batch entries and heads share the
+        offsets. Queries of no sequence see no key. `is_causal`, `window` and the positions of a
+        `score` count within each sequence. `bias`, `mask` and `sinks` are over all queries and
+        keys, and pairs of two sequences are not read.
+    k_offsets : array of int32 or int64, shape (sequences + 1,), optional
+        The same for the keys; `q_offsets` by default. With it, `is_causal` and `window` need
+        `causal_align`, and "bottom_right" lets the last query of a sequence stand at its last key.
     out : array, shape (..., Lq, Dv), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -130,7 +143,7 @@ def attention(
         and for a `score` together with a softcap or a bias (the capture can go on), and in a
         capture mode other than "relaxed" for the first call with a `BitMask`, which takes memory
         from the driver. For a sparse `bias` on a GPU: in a capture, for float64 and for dims above
-        256.
+        256. For a `score` with `i` or `j` and offsets on a GPU, where no kernel serves the call.
 
     See Also
     --------
@@ -148,9 +161,10 @@ def attention(
     never reach the output (where they are not finite, the CPU may sum in another order, which
     changes the last bits).
 
-    Numbers of `k_lengths` and `page_table` in the memory of the host are checked. Those on a GPU
-    are not read back: there, output and log-sum-exp are NaN for a batch entry whose length is out
-    of range, and for queries that see a key of a page that does not exist.
+    Numbers of `k_lengths`, `page_table` and offsets in the memory of the host are checked. Those on
+    a GPU are not read back: there, output and log-sum-exp are NaN for a batch entry whose length is
+    out of range, for queries that see a key of a page that does not exist, and for a sequence one
+    of whose offsets is out of range or below one before it.
 
     References
     ----------
@@ -192,6 +206,15 @@ def attention(
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 2]))
     True
 
+    Sequences of 30, 50 and 20 tokens, end to end:
+
+    >>> offsets = np.array([0, 30, 80, 100])
+    >>> out = attention(q, k, v, is_causal=True, q_offsets=offsets)
+    >>> second = slice(30, 80)
+    >>> alone = attention(*(x[:, :, second] for x in (q, k, v)), is_causal=True)
+    >>> bool(np.allclose(out[:, :, second], alone, atol=1e-5))
+    True
+
     A sink takes half of the weight of one key with the same score:
 
     >>> attention(np.zeros((1, 2)), np.zeros((1, 2)), np.ones((1, 3)), sinks=np.zeros(1))
@@ -201,7 +224,7 @@ def attention(
     if cached is not None:
         result = cached(
             q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision,
-            return_lse, k_lengths, page_table, out,
+            return_lse, k_lengths, page_table, q_offsets, k_offsets, out,
         )  # fmt: skip
         if result is not None:
             return result
@@ -213,8 +236,12 @@ def attention(
         return_lse,
         sinks=sinks,
         score=score,
-        k_lengths=k_lengths,
-        page_table=page_table,
+        places={
+            "k_lengths": k_lengths,
+            "page_table": page_table,
+            "q_offsets": q_offsets,
+            "k_offsets": k_offsets,
+        },
         scale=scale,
         is_causal=is_causal,
         causal_align=causal_align,
@@ -315,49 +342,40 @@ def _solve(
     grouped: bool = True,
     sinks: Any = None,
     score: Score | None = None,
-    k_lengths: Any = None,
-    page_table: Any = None,
+    places: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
     dispatch.require(name, **dict(zip(args[:3], arrays, strict=False)))
-    arrays = tuple(dispatch.sparse_inputs(name, args, arrays))
+    where = Places(name, args[-1], **places)
+    q = arrays[0]
+    arrays = tuple(dispatch.sparse_inputs(name, args, where.without_masks(arrays)))
     sparse = dispatch.sparse(arrays)
     kept = [x is None or as_it_is for x, as_it_is in zip(arrays, sparse, strict=True)]
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
     named = [*zip(args, arrays, kept, strict=True)]
     given = {arg: x for arg, x, as_it_is in named if not as_it_is}
-    given |= arrays_of(name, score)
-    with_keys = k_lengths is not None or page_table is not None
-    if with_keys:
-        dispatch.refuse_bits(name, arrays, k_lengths)
-        of_keys, on_host = layout.separated(name, arrays[0], k_lengths, page_table)
-        given |= of_keys
+    given |= arrays_of(name, score) | where.separated(arrays)
     native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
-    if with_keys:
-        by_arg |= on_host
-        options |= {arg: by_arg.get(arg) for arg in ("k_lengths", "page_table")}
+    where.native(by_arg)
     inputs = [x if as_it_is else by_arg[arg] for arg, x, as_it_is in named]
     (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs, result)
+    options |= where.options
     problem = attention_problem.attention_problem(
         *dense, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
         **options,
     )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
     backend = dispatch.backend_of(native, "attention")
-    extra: dict[str, Any] = dispatch.score_for(name, operands)
-    keys = None
-    if with_keys:
-        keys = layout.KeyArrays(options["k_lengths"], options["page_table"])
-        layout.check_numbers(name, problem, keys)
-    if inputs[0] is arrays[0]:  # an array of NumPy or CuPy itself
-        _CACHED[type(arrays[0])] = backend.cached
+    where.check(problem)
+    if inputs[0] is q:  # an array of NumPy or CuPy itself
+        _CACHED[type(q)] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)
-        if keys is not None:
-            extra["keys"] = layout.on_device(native.backend, keys)
+        extra = dispatch.score_for(name, operands) | where.for_backend(native.backend)
+        inputs = where.inputs(inputs)
         result, lse = backend.attention(problem, *inputs, result, with_lse, sinks, **extra)
         answer = native.give_back(result) if out is None else out
         return (answer, native.give_back(lse)) if with_lse else answer
@@ -382,6 +400,8 @@ def attention_backward(
     dlse: Any = None,
     need: Sequence[str] | None = None,
     score: Score | None = None,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `attention` with respect to its arrays, without an array of size Lq x Lk.
 
@@ -414,6 +434,9 @@ def attention_backward(
         and have no indices but `b`, `h`, `i` and `j` in the expression.
     score : Score, optional
         That of the call of `attention`.
+    q_offsets : array of int32 or int64, shape (sequences + 1,), optional
+    k_offsets : array of int32 or int64, shape (sequences + 1,), optional
+        Those of that call.
 
     Returns
     -------
@@ -433,7 +456,8 @@ def attention_backward(
         While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
         multiples of 8 or are above 256, for the gradient of an array of a `score`, and as for
         `attention` with a `score`, a `BitMask` or a sparse `bias`; for that on a GPU also with
-        `sinks`, for gradients of arrays of a `score`, and for masks of heads that share keys.
+        `sinks`, for gradients of arrays of a `score`, and for masks of heads that share keys. As
+        for `attention` with offsets on a GPU.
 
     See Also
     --------
@@ -453,7 +477,7 @@ def attention_backward(
     keys then sum to 1.
 
     A query without visible keys has gradient 0 and contributes nothing to other gradients but that
-    of its sink. The contents of hidden keys and values, NaN included, never reach a gradient. Where
+    of its sink, and one of a sequence whose offsets are not valid not to that either. The contents of hidden keys and values, NaN included, never reach a gradient. Where
     `lse` is merged over parts of the keys, pass `sinks` with the part that they were given with.
 
     References
@@ -491,6 +515,12 @@ def attention_backward(
     >>> (dweights,) = attention_backward(dout, q, k, v, out, lse, weights, need=["bias"])
     >>> weights.data -= 0.1 * dweights.data
 
+    Those of packed sequences take the offsets too:
+
+    >>> offsets = np.array([0, 30, 80, 100])
+    >>> out, lse = attention(q, k, v, q_offsets=offsets, return_lse=True)
+    >>> dq, dk, dv = attention_backward(dout, q, k, v, out, lse, q_offsets=offsets)
+
     That of a sink for each head, over queries:
 
     >>> sinks = np.zeros((8, 1))
@@ -503,23 +533,28 @@ def attention_backward(
     if cached is not None:
         answer = cached(
             dout, q, k, v, out, lse, bias, mask, scale, is_causal, causal_align, window, softcap,
-            sinks, dlse, need,
+            sinks, dlse, need, q_offsets, k_offsets,
         )  # fmt: skip
         if answer is not None:
             return tuple(answer)
     name = "attention_backward"
     args, arrays = attention_problem.ARGS, (q, k, v, bias, mask)
     dispatch.require(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    where = Places(name, args[-1], q_offsets=q_offsets, k_offsets=k_offsets)
+    arrays = tuple(dispatch.sparse_inputs(name, args, where.without_masks(arrays)))
     more = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sinks": sinks}
-    of_score = arrays_of(name, score)
-    native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more, **of_score)
-    out, lse, dout, dlse, sinks, *score_arrays = native_more
-    operands = operands_of(score, dict(zip(of_score, score_arrays, strict=True)))
+    more |= (of_score := arrays_of(name, score)) | where.separated(arrays)
+    native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more)
+    by_arg = dict(zip(more, native_more, strict=True))
+    where.native(by_arg)
+    out, lse, dout, dlse, sinks, *_ = native_more
+    operands = operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs)
     problem = attention_problem.gradient_problem(
         dense, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal, window=window,
-        causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands,
+        causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands, **where.options,
     )  # fmt: skip
+    where.check(problem)
     wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
     extra = dispatch.score_for(name, operands, wanted)
     backend = dispatch.backend_of(native, "attention_backward")
@@ -527,8 +562,8 @@ def attention_backward(
         _CACHED_BACKWARD[type(q)] = backend.cached
     with native.context:
         found = backend.backward(
-            problem, inputs, (out, lse, dout, dlse), wanted, dispatch.allocator(native), sinks,
-            **extra,
+            problem, where.inputs(inputs), (out, lse, dout, dlse), wanted,
+            dispatch.allocator(native), sinks, **extra, **where.for_backend(native.backend),
         )  # fmt: skip
         grads = (found[arg] for arg in wanted)
         return tuple(x if is_sparse(x) else native.give_back(x) for x in grads)

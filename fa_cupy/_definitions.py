@@ -56,6 +56,36 @@ def of_lengths(k_lengths: Array, q_len: int, k_len: int, **band: Any) -> NDArray
     return seen[..., None, :, :] if k_lengths.ndim else seen
 
 
+class Packed(NamedTuple):
+    """What packed sequences are, for all pairs of a query and a key: (q_len, k_len)."""
+
+    seen: NDArray[np.bool_]
+    i: Array  # positions in the sequence, 0 for pairs of none
+    j: Array
+    mask: Any  # that of the call, or of all its masks one
+
+
+def packed(
+    q_offsets: Array, k_offsets: Array | None, mask: Any, q_len: int, k_len: int, **band: Any
+) -> Packed:
+    """Return `visible` within each sequence."""
+    k_offsets = q_offsets if k_offsets is None else k_offsets
+    masks = mask if isinstance(mask, (list, tuple)) else None
+    batch = () if not masks else np.broadcast_shapes(*(x.shape[:-2] for x in masks))
+    found = np.zeros((*batch, q_len, k_len), np.bool_)
+    seen = np.zeros((q_len, k_len), np.bool_)
+    i, j = np.zeros((2, q_len, k_len), np.int64)
+    bounds = [[*map(int, x)] for x in (q_offsets, k_offsets)]
+    spans = zip(*(x[at:] for x in bounds for at in (0, 1)), strict=False)
+    for number, (q, q_end, k, k_end) in enumerate(spans):
+        pairs = slice(q, q_end), slice(k, k_end)
+        seen[pairs] = visible(q_end - q, k_end - k, **band)
+        i[pairs], j[pairs] = np.indices((q_end - q, k_end - k))
+        if masks is not None:
+            found[(..., *pairs)] = masks[number].to_dense()
+    return Packed(seen, i, j, mask if masks is None else found)
+
+
 def rows_of_pages(pages: Array, page_table: Array, axes: int) -> Array:
     """Return (..., heads, keys, dim), of 4 axes or more where queries have `axes` of them."""
     x = pages[np.clip(page_table, 0, len(pages) - 1)] if len(pages) else pages[page_table]
@@ -105,6 +135,8 @@ def scores_of(
     sloped: bool = False,  # whether derivatives by an expression are wanted
     k_lengths: Any = None,
     page_table: Array | None = None,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
     **band: Any,
 ) -> Scores:
     q, k, v = (np.asarray(x).astype(real) for x in (q, k, v))
@@ -124,10 +156,15 @@ def scores_of(
     seen = visible(q.shape[-2], k.shape[-2], **band)
     if k_lengths is not None:
         seen = of_lengths(np.asarray(k_lengths), *seen.shape, **band)
+    places = {}
+    if q_offsets is not None:
+        seen, places["i"], places["j"], mask = packed(
+            q_offsets, k_offsets, mask, *seen.shape, **band
+        )
     expressed = None
     if score is not None:
         scores = over_batch(scores, v, bias, mask, column, seen)
-        expressed = express(score, scores, sloped)
+        expressed = express(score, scores, sloped, **places)
         scores = expressed.scores
         slope = slope * expressed.slopes[0] if sloped else slope
     if bias is not None:
@@ -154,15 +191,15 @@ def over_batch(scores: Array, *others: Any) -> Array:
     return np.broadcast_to(scores, (*np.broadcast_shapes(*shapes), *scores.shape[-2:]))
 
 
-def express(score: Score, s: Array, sloped: bool) -> Expressed:
-    """Evaluate an expression for all pairs at once."""
+def express(score: Score, s: Array, sloped: bool, **places: Array) -> Expressed:
+    """Evaluate an expression for all pairs at once; `places` may be other `i` and `j`."""
     given = arrays_of("reference", score)
     native = {name: np.asarray(x) for name, x in given.items()}
     operands = operands_of(score, native)
     assert operands is not None
     b, h = entries(np, s.shape[:-2])
     i, j = np.arange(s.shape[-2])[:, None], np.arange(s.shape[-1])
-    variables = {"s": s, "b": b, "h": h, "i": i, "j": j}
+    variables = {"s": s, "b": b, "h": h, "i": i, "j": j, **places}
     names = [f"element {n}" for n in range(len(operands.program.elements))] if sloped else []
     if s.size == 0:
         return Expressed(operands, variables, s, [s] * (1 + len(names)))

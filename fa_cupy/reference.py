@@ -32,8 +32,9 @@ def attention(
     q, k, v, bias, mask : numpy.ndarray
         As in `fa_cupy.attention`; a `fa_cupy.BitMask` is unpacked to all its Lq x Lk elements.
     **options
-        `scale`, `is_causal`, `causal_align`, `window`, `softcap`, `sinks`, `score`, `k_lengths` and
-        `page_table` of `fa_cupy.attention`. An expression is evaluated for all pairs at once.
+        `scale`, `is_causal`, `causal_align`, `window`, `softcap`, `sinks`, `score`, `k_lengths`,
+        `page_table`, `q_offsets` and `k_offsets` of `fa_cupy.attention`. An expression is evaluated
+        for all pairs at once.
 
     Returns
     -------

@@ -39,13 +39,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const uint32 query_tile = blockIdx.x / dq_tiles, dq_tile = blockIdx.x - query_tile * dq_tiles;
   const uint32 entry = query_tile / p.q_tiles, tile = query_tile - entry * p.q_tiles;
   const int first_row = tile * params.tile_m;
-  const KeyTiles keys =
-      key_tiles(p, first_row, min(first_row + params.tile_m, p.q_len) - 1, params.tile_n);
-  bool was_written = keys.begin < keys.end;
-  if (is_masked(params.mask)) {
-    const int block = first_row / kMaskBlock;
-    was_written = visible_blocks_between(params.mask, table_row(params.mask, entry, 0), keys.begin,
-                                         keys.end - 1, block) > 0;
+  bool was_written = true;  // of packed sequences each tile has a block of keys (tile_ranges.cu)
+  if constexpr (!kPacked) {
+    const KeyTiles keys =
+        key_tiles(p, first_row, min(first_row + params.tile_m, p.q_len) - 1, params.tile_n);
+    was_written = keys.begin < keys.end;
+    if (is_masked(params.mask)) {
+      const int block = first_row / kMaskBlock;
+      was_written = visible_blocks_between(params.mask, table_row(params.mask, entry, 0),
+                                           keys.begin, keys.end - 1, block) > 0;
+    }
   }
   const int row = first_row + kRows * (dq_tile / params.blocks),
             col = 64 * (dq_tile % params.blocks);

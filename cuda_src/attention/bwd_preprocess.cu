@@ -3,10 +3,11 @@
 //
 // 2**lane_shift threads read a row, and each reads kUnroll rows at a time, so that enough bytes are
 // on their way.  Queries that do not exist, or that see no key, get an LSE of +infinity: all their
-// weights are 0.  An LSE that is too large to compute weights from becomes a NaN, which
-// bwd_nonfinite knows (common/large_lse.cuh).  Words that later launches count and mark with are
-// set to 0 here.
+// weights are 0.  So do those of packed sequences whose offsets are out of range.  An LSE that is
+// too large to compute weights from becomes a NaN, which bwd_nonfinite knows
+// (common/large_lse.cuh).  Words that later launches count and mark with are set to 0 here.
 #include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
 #include "cuda_src/common/large_lse.cuh"
 
@@ -59,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (lane == 0 && row < p.q_len) {
       const int64 lse_index = entry * p.q_len + row;
       lse_in[i] = p.lse[lse_index];
+      if (is_invalid_row(p, row)) lse_in[i] = -FA_INFINITY;  // it is a NaN, as is the output
       if (params.dlse != nullptr) dlse_in[i] = params.dlse[lse_index];
     }
   }

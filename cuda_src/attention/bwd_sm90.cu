@@ -197,6 +197,20 @@ FA_DEVICE void prefetch_mask_words(uint32 (&visible_bits)[2], Consumer c, int q_
   }
 }
 
+// The same of packed sequences, where a tile holds pairs that do not see each other.  Intervals of
+// rows come from global memory: they are asked for while products are in flight.
+FA_DEVICE void prefetch_intervals(uint32 (&visible_bits)[2], Consumer c, int countdown,
+                                  bool needs_mask) {
+  if constexpr (kPacked) {
+    visible_bits[0] = visible_bits[1] = ~0u;
+    if (!needs_mask) return;
+    const int query = band_tile(c, countdown) * kTileM + lane_in_warp() % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      visible_bits[h] = visible_queries(c.params.common, own_key(c) + 8 * h, query, 2 * kMmaM);
+  }
+}
+
 // Clears the bits of queries that the band hides.
 FA_DEVICE void apply_band(uint32 (&visible_bits)[2], Consumer c, int q_stage) {
   const int tile = c.shared.tile_info[q_stage].tile, query = tile * kTileM + lane_in_warp() % 4 * 2;
@@ -219,7 +233,7 @@ FA_DEVICE void mask_scores(Scores& x, Consumer c, int countdown, const uint32 (&
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     mask_scores_of_row(x, h,
-                       kSparse
+                       kSparse || kPacked
                            ? visible_bits[h]
                            : visible_queries(c.params.common, own_key(c) + 8 * h, query, 2 * kMmaM),
                        masked_value);
@@ -340,8 +354,8 @@ FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer 
   wgmma_wait_group<1 + kLater>();  // S^T
   if constexpr (kSparse) {
     apply_band(visible_bits, c, tile.q_pipe.index());
-    needs_mask = (visible_bits[0] & visible_bits[1]) != ~0u;
   }
+  if constexpr (kSparse || kPacked) needs_mask = (visible_bits[0] & visible_bits[1]) != ~0u;
   if constexpr (kHasSlope) {
     compute_p_with_slopes(s, pairs, c, tile, operands, prefetched, &rows->x, countdown,
                           visible_bits, needs_mask);
@@ -486,6 +500,7 @@ FA_DEVICE void first_tile(Scores& s, Scores& dp, Rounded& p, Consumer c, uint32 
   Operands operands;
   prefetch_operands(operands, c, tile, countdown);
   if constexpr (!kSparse) needs_mask = crosses_band(c, band_tile(c, countdown));
+  prefetch_intervals(visible_bits, c, countdown, needs_mask);
   wait_for_dout(c, tile);
   gemm_dp(dp, c, tile.dout);
   wgmma_commit_group();
@@ -541,6 +556,7 @@ FA_DEVICE void mainloop_defer_dq(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     advance(countdown, c);
     ++step;
     needs_mask = !kSparse && crosses_band(c, band_tile(c, countdown));
+    prefetch_intervals(visible_bits, c, countdown, needs_mask);
     Operands operands;
     prefetch_operands(operands, c, next, countdown);
     if (!discard_dq) write_dq(dp, c, tiles);
@@ -630,6 +646,7 @@ FA_DEVICE void mainloop_defer_dk(Scores& s, Scores& dp, KvSums& dv, KvSums& dk, 
     gemm_s(s, c, next.q);  // S^T = K Q^T of the next tile
     wgmma_commit_group();
     prefetch_mask_words(visible_bits, c, next.q_pipe.index());
+    prefetch_intervals(visible_bits, c, countdown, needs_mask);
     wgmma_wait_group<2>();  // dV
     release_dout(c, tile);
     wgmma_wait_group<1>();  // dQ

@@ -125,6 +125,18 @@ FA_DEVICE void add_warpgroup_ranges(const AttentionParams& p, WorkTile& work) {
   }
 }
 
+// The block of keys that adds first to dQ of a tile of queries: the first or the last one that the
+// tile sees.
+FA_DEVICE int first_turn(const AttentionParams& p, int query_tile) {
+#if FA_PACKED
+  const Interval* of_tile = p.intervals.key_tiles + query_tile;
+  return kReverseKvOrder ? of_tile->last : of_tile->first;
+#else
+  const int first_row = query_tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
+  return (kReverseKvOrder ? last_key(p, last_row) : first_key(p, first_row)) / kTileN;
+#endif
+}
+
 // Adds tiles of dQ to dq_accum, and stores rows of dV and dK: those of both warpgroups that pass
 // through staging buffers.  A tile takes a while from its turn to the next one's, longer than its
 // bytes are in a buffer: a tile for each of these threads is on its way.
@@ -161,10 +173,7 @@ FA_DEVICE void store_gradients(const BwdSm90Params& params, SharedStorage& share
         params, work, cursor, [&](QueryTileStep step) {
           if (!owns_result()) return;
           const uint32 query_tile = (work.entry + step.head) * p.q_tiles + step.tile;
-          // The first to add is the first or the last block of keys that the tile sees.
-          const int first_row = step.tile * kTileM, last_row = min(first_row + kTileM, p.q_len) - 1;
-          const int end =
-              (kReverseKvOrder ? last_key(p, last_row) : first_key(p, first_row)) / kTileN;
+          const int end = first_turn(p, step.tile);
           uint32 semaphore_value = kReverseKvOrder ? end - work.tile : work.tile - end;
           if constexpr (kSparse) {
             // Hidden blocks add nothing to dQ and do not take part in its order.  How many visible

@@ -233,9 +233,21 @@ FA_DEVICE int block_row_of_keys(const BwdSm90Params& params, const KvWorkTile& w
   return table_row(params.mask, work.entry + head, work.tile * kTileN / kMaskBlock);
 }
 
+// The tiles of queries that work on a block of keys.  `kInTurns`: dQ is added up in the order of
+// blocks of keys.
+template <bool kInTurns, int kTileM, int kTileN>
+FA_DEVICE TileRange query_tiles_of_block(const AttentionParams& p, int tile) {
+#if FA_PACKED
+  if constexpr (kInTurns) return recorded_query_tiles(p, tile);
+#endif
+  const int first_key = tile * kTileN, end_key = min(first_key + kTileN, p.k_len);
+  const QueryTiles all = query_tiles(p, first_key, end_key - 1, kTileM);
+  return {all.begin, all.end};
+}
+
 // Writes down the work of a number; false when there is none.  Blocks of keys come from the first
 // one on, which under a causal mask are seen by the most queries, or from the last one on.
-template <bool kReverseKvOrder, int kTileM, int kTileN>
+template <bool kReverseKvOrder, bool kInTurns, int kTileM, int kTileN>
 FA_DEVICE bool write_kv_work_tile(const BwdSm90Params& params, KvWorkTile& work, uint32 index) {
   const AttentionParams& p = params.common;
   if (index >= static_cast<uint32>(params.entries) * params.k_tiles) {
@@ -247,8 +259,7 @@ FA_DEVICE bool write_kv_work_tile(const BwdSm90Params& params, KvWorkTile& work,
   work.entry = work_index.entry * params.group;
   entry_coordinates(params, work.entry, work.coordinate);
   work.tile = kReverseKvOrder ? params.k_tiles - 1 - work_index.tile : work_index.tile;
-  const int first_key = work.tile * kTileN, end_key = min(first_key + kTileN, p.k_len);
-  const QueryTiles all = query_tiles(p, first_key, end_key - 1, kTileM);
+  const TileRange all = query_tiles_of_block<kInTurns, kTileM, kTileN>(p, work.tile);
   work.has_no_query = all.begin == all.end;
   work.begin = all.begin;
   work.end = work.has_no_query ? all.begin + 1 : all.end;
@@ -336,14 +347,15 @@ FA_DEVICE void load_lse_delta(float4* to, const BwdSm90Params& params, uint32 ba
 }
 
 // How a kernel that owns keys walks: over blocks of keys from the last one on, or from the first
-// one; over their tiles of queries upwards or downwards; whether it draws its next work only when
-// all of this one is asked for; and how the L2 cache is to keep those tiles.
-template <bool kFromLastKey, bool kAscending, bool kFetchesLate, uint64 kCachePolicy, int kQueries,
+// one; over their tiles of queries upwards or downwards; whether other blocks wait for what it adds
+// to dQ, so that it draws its next work only when all of this one is asked for; and how the L2
+// cache is to keep those tiles.
+template <bool kFromLastKey, bool kAscending, bool kTakesTurns, uint64 kCachePolicy, int kQueries,
           int kKeys, int kColumnBlocks>
 struct KvLoadPolicy {
   static constexpr uint64 kPolicy = kCachePolicy;
   static constexpr bool kReverseKvOrder = kFromLastKey, kForward = kAscending,
-                        kDeferFetch = kFetchesLate;
+                        kInTurns = kTakesTurns;
   static constexpr int kTileM = kQueries, kTileN = kKeys, kBlocks = kColumnBlocks;
   static constexpr int kQBytes = kTileM * 128 * kBlocks, kKBytes = kTileN * 128 * kBlocks;
 };
@@ -408,13 +420,13 @@ FA_DEVICE void produce_k_q(const BwdSm90Params& params, Shared& shared,
     wait(shared.work_empty[work_pipe().index()], work_pipe().parity() ^ 1);
     auto& work = shared.work[work_pipe().index()];
     const bool more =
-        write_kv_work_tile<LoadPolicy::kReverseKvOrder, LoadPolicy::kTileM, LoadPolicy::kTileN>(
-            params, work, index);
+        write_kv_work_tile<LoadPolicy::kReverseKvOrder, LoadPolicy::kInTurns, LoadPolicy::kTileM,
+                           LoadPolicy::kTileN>(params, work, index);
     if (more) add_warpgroup_ranges(work);
     work_count = opaque(work_count);  // where it is, is computed anew: registers are short
     arrive(shared.work_full[work_pipe().index()]);
     if (!more) break;
-    if constexpr (!LoadPolicy::kDeferFetch) {  // needed much later
+    if constexpr (!LoadPolicy::kInTurns) {  // needed much later
       index = atom_add_u32(params.tile_counters, 1);
     }
     const PipelineState<1> pipe{work_count};
@@ -442,7 +454,7 @@ FA_DEVICE void produce_k_q(const BwdSm90Params& params, Shared& shared,
           }
           ++steps;
         });
-    if constexpr (LoadPolicy::kDeferFetch) index = atom_add_u32(params.tile_counters, 1);
+    if constexpr (LoadPolicy::kInTurns) index = atom_add_u32(params.tile_counters, 1);
     ++work_count;
   }
 }

@@ -167,3 +167,12 @@ FA_DEVICE uint32 visible_queries(const AttentionParams& p, int key, int from, in
   const int end = held_columns_before(last_query(p, key) - from + 1, count);
   return bits_below(end) & ~bits_below(begin);
 }
+
+#if FA_PACKED
+// Where the tiles of both sides have to agree on who works with whom: what tile_ranges.cu has
+// written down.  A band tells it from either side, but not rows and keys that have no partner.
+FA_DEVICE TileRange recorded_query_tiles(const AttentionParams& p, int key_tile) {
+  const Interval tiles = p.intervals.query_tiles[key_tile];
+  return tiles.last < tiles.first ? TileRange{0, 0} : TileRange{tiles.first, tiles.last + 1};
+}
+#endif

@@ -51,13 +51,14 @@ def rows_of(problem: Problem, plan: Plan, places: Mapping[str, int], memory: Any
     ----------
     problem : Problem
     plan : Plan
-        That begins with ``bwd_preprocess``.
+        With a launch of ``bwd_preprocess``.
     places : dict of int
         Where the parts of its workspace begin.
     memory : cupy.cuda.MemoryPointer
         The workspace.
     """
-    entries, rows = math.prod(problem.batch), int(plan.steps[0].params["entry_rows"][0])
+    (params,) = (x.params for x in plan.steps if "entry_rows" in (x.params.dtype.names or ()))
+    entries, rows = math.prod(problem.batch), int(params["entry_rows"][0])
     pairs = (entries, rows // 2, 2, 2)  # float4 of two rows: the LSE of each, delta of each
     lse_delta = cupy.ndarray(pairs, np.float32, memory + places["lse_delta"])
     statistics = cupy.ndarray((entries, rows, 2), np.float32, memory + places["row_statistics"])
@@ -92,7 +93,10 @@ def gradient(problem: Problem, sinks: Any, lse: Any, rows: Rows, empty: Callable
     apart = cupy.where(rows.inverse_sum == _UNSEEN, np.float32(1), apart)
     is_large = stored.view(np.uint32) == np.uint32(_LARGE_LSE_MARKER)
     weights = cupy.where(is_large, apart, weights)
-    terms = cupy.where(cupy.isneginf(sink), np.float32(0), -weights * delta)
+    unseen = cupy.isneginf(sink)
+    if problem.offsets is not None:  # an LSE of NaN where a sequence's offsets are out of range
+        unseen = unseen | (stored == np.float32(np.inf))
+    terms = cupy.where(unseen, np.float32(0), -weights * delta)
 
     result = empty(sinks.shape, sinks.dtype, sinks)
     view = attention_problem.batch_view(problem, result[..., None], problem.q_len, 1)

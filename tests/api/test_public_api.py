@@ -63,14 +63,14 @@ def test_signatures():
     assert [p.name for p in names] == [
         *("q", "k", "v", "bias", "mask"),
         *("scale", "is_causal", "causal_align", "window", "softcap", "sinks", "precision"),
-        *("return_lse", "score", "k_lengths", "page_table", "out"),
+        *("return_lse", "score", "k_lengths", "page_table", "q_offsets", "k_offsets", "out"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in names[5:])
     backward = list(inspect.signature(attention_backward).parameters.values())
     assert [p.name for p in backward] == [
         *("dout", "q", "k", "v", "out", "lse", "bias", "mask"),
         *("scale", "is_causal", "causal_align", "window", "softcap", "sinks", "dlse", "need"),
-        "score",
+        *("score", "q_offsets", "k_offsets"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in backward[8:])
     torch = inspect.signature(scaled_dot_product_attention).parameters.values()

@@ -3,6 +3,7 @@
 import numpy as np
 
 from fa_cupy import _definitions, attention, attention_backward, reference
+from tests.support.keyed_cases import native_options
 from tests.support.strategies import DTYPES, UNIT, normal, to_numpy
 
 DOUBLE = DTYPES[3]
@@ -20,10 +21,8 @@ def solve(xp, case, dlse=False, need=None, mask=None):
     arrays = case.native(xp)
     if mask is not None:
         arrays[4] = mask
-    options = {a: x for a, x in case.options.items() if a != "precision"}
+    options = native_options(xp, {a: x for a, x in case.options.items() if a != "precision"})
     sinks = options.get("sinks")
-    if sinks is not None:
-        sinks = options["sinks"] = xp.asarray(sinks)
     out, lse = attention(*arrays, return_lse=True, **options)
     rng = np.random.default_rng(7)
     douts = normal(rng, out.shape, case.q.dtype), normal(rng, lse.shape, sum_dtype(case.q.dtype))

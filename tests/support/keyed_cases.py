@@ -1,5 +1,6 @@
-"""Attention problems with key lengths and page tables, drawn by hypothesis."""
+"""Attention problems with key lengths, page tables and offsets, drawn by hypothesis."""
 
+import itertools
 import math
 
 import numpy as np
@@ -148,3 +149,48 @@ def _hide(case, table, size, numbers):
         behind = behind.all(axis=tuple(range(extra)))
         axes = tuple(i for i, n in enumerate(table.shape) if n == 1 and behind.shape[i] != 1)
         table[behind.all(axis=axes, keepdims=True)] = -7
+
+
+@st.composite
+def offsets(draw, count, length):
+    """Offsets of `count` sequences on an axis: some of them empty, with rows before and behind."""
+    ends = st.integers(0, length) | st.sampled_from([0, length])
+    numbers = draw(st.lists(ends, min_size=count + 1, max_size=count + 1))
+    return np.sort(np.array(numbers, draw(st.sampled_from(INTEGERS))))
+
+
+@st.composite
+def packed_cases(draw, dtypes=DTYPES, finite=False):
+    """Cases of `cases` with packed sequences; what is in none of them, or between them, is NaN."""
+    case = draw(cases(dtypes))
+    q_len, k_len = case.q.shape[-2], case.k.shape[-2]
+    count = draw(st.integers(0, 7))
+    case.options["q_offsets"] = of_keys = draw(offsets(count, q_len))
+    if q_len != k_len or draw(st.booleans()):
+        case.options["k_offsets"] = of_keys = draw(offsets(count, k_len))
+        if case.options.get("causal_align") is None:
+            align = st.sampled_from(["top_left", "bottom_right"])
+            case.options["causal_align"] = draw(align)
+    if draw(st.booleans()):
+        rng = np.random.default_rng(draw(st.integers(0, 100)))
+        shape = draw(st.sampled_from([(), (1,), (1, 1), (q_len,)]))
+        case.options["sinks"] = normal(rng, shape, np.float32)
+    if finite:
+        for x in (case.q, case.k, case.v):
+            x[~np.isfinite(x.astype(np.float64))] = 1
+    if draw(st.booleans()):
+        _hide_others(case, of_keys)
+    return case
+
+
+def _hide_others(case, of_keys):
+    """Put NaN into keys of no sequence, and into the bias of pairs of two sequences."""
+    for x in (case.k, case.v):
+        x[..., : of_keys[0], :] = np.nan
+        x[..., of_keys[-1] :, :] = np.nan
+    if case.bias is not None and case.bias.shape[-2:] == (case.q.shape[-2], case.k.shape[-2]):
+        seen = np.zeros(case.bias.shape[-2:], bool)
+        of_rows = case.options["q_offsets"]
+        for q, k in zip(itertools.pairwise(of_rows), itertools.pairwise(of_keys), strict=True):
+            seen[slice(*q), slice(*k)] = True
+        case.bias[..., ~seen] = np.nan

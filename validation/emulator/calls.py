@@ -31,6 +31,7 @@ from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.params import Job, traits_of
 from fa_cupy.gpu.kernels.score import takes_bias, with_float32_bias
 from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.keys.offsets import key_arrays
 from fa_cupy.score.program import Operands
 from validation.emulator.launcher import MULTIPROCESSORS, EmulatorLauncher
 from validation.emulator.masks import lists_of, pairs_of, tables_of
@@ -271,7 +272,7 @@ def attention_backward(
         Of the launches whose blocks take work until none is left: how many blocks, and how many of
         them run at the same time.
     **options
-        Of `fa_cupy.attention`.
+        Of `fa_cupy.attention`; `q_offsets` and `k_offsets` are arrays, and not checked.
 
     Raises
     ------
@@ -305,6 +306,8 @@ def attention_backward(
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()
     pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
+    offsets = key_arrays(options.get("q_offsets"), options.get("k_offsets"))[2:]
+    pointers += [x.ctypes.data for x in offsets if x is not None]
     made[0].run((*pointers, *addresses))
     del tables  # it owns what the addresses are of
     return (dq, dk, dv) if dbias is None else (dq, dk, dv, dbias.astype(bias_dtype))

@@ -1,6 +1,7 @@
 """The launches of attention backward: which kernels, in which order, in which workspace.
 
-``bwd_preprocess`` comes first. Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32,
+Of packed sequences, ``row_intervals`` and ``tile_ranges`` find out first who sees whom.
+``bwd_preprocess`` comes next. Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32,
 which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and dV and
 ``bwd_dq_sm90`` dQ, where dims are wide; or ``bwd_dkdv_sm80`` and ``bwd_dq_sm80`` do, for what
 kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` computes rows again whose
@@ -28,11 +29,13 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_sm90,
 )
 from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80, bwd_dbias_sm90
-from fa_cupy.gpu.kernels.backward import BackwardVariant, Launches, Traits, Wanted
+from fa_cupy.gpu.kernels.attention.packed.intervals import OFFSETS, Intervals, intervals
+from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.gpu.kernels.score import score_pointers
 
-#: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask.
+#: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask,
+#: `OFFSETS` with packed sequences.
 ARRAYS = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "sinks", "dq", "dk", "dv", "dbias")
 VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_sm90.VARIANTS,
@@ -65,7 +68,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     -------
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
-        that no kernel can walk.
+        that no kernel can walk, packed sequences with a mask or with scores of positions.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
@@ -78,7 +81,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
             and target in row.targets
         )
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
-        return (row.for_score(wanted.score) for row in first)
+        return (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
 
     main: list[BackwardVariant] = []
     if wanted.mapped:
@@ -126,9 +129,26 @@ def make_plan(
     launches = Launches(traits, variants, launcher.multiprocessors)
     steps = [variant.step(traits, launches) for variant in variants[1:]]
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
+    if traits.wanted.packed:
+        first = _intervals(traits, variants)
+        launches.scratch |= first.sizes
+        steps = first.before(steps, "common.")
     space = plan.workspace_of({**launches.scratch, **launches.counters, **copies})
     names = [name for name in ARRAYS if name not in copies]
     if traits.problem.score is not None:
         names += score_pointers(traits.problem).values()
     names += TABLE_ARRAYS if traits.wanted.masked else ()
+    names += OFFSETS if traits.wanted.packed else ()
     return plan.Plan(steps, names, launcher, space), space
+
+
+def _intervals(traits: Traits, variants: Sequence[BackwardVariant]) -> Intervals:
+    """Return what kernels for packed sequences want to know first.
+
+    Only ``bwd_sm90`` asks which tiles work on each other: blocks of keys take turns there.
+    """
+    for row in variants:
+        if isinstance(row, bwd_sm90.BwdSm90):
+            wanted = "key_tiles", "query_tiles"
+            return intervals(traits.problem, row.tile_m, row.tile_n, wanted)
+    return intervals(traits.problem, PADDED, PADDED, ())

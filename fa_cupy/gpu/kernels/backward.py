@@ -23,6 +23,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_GRID,
     MAX_LENGTH,
 )
+from fa_cupy.gpu.kernels.attention.packed.intervals import supports
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
 from fa_cupy.gpu.kernels.score import ScoreMod, fill_score, score_mod_of, score_pointers
 from fa_cupy.gpu.kernels.tensor_maps import (
@@ -111,6 +112,7 @@ class BackwardVariant(Variant):
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
+            *self.packed_defines,
             *self.score_defines,
         )
 
@@ -228,7 +230,7 @@ class BackwardSm90(BackwardVariant):
         entries = traits.entries // traits.group  # of keys
         params["group"], params["entries"] = traits.group, entries
         params["k_tiles"] = -(-problem.k_len // self.tile_n)
-        l2_group = self.l2_groups[problem.lower is not None or problem.upper is not None]
+        l2_group = self.l2_groups[(problem.lower, problem.upper, problem.offsets) != (None,) * 3]
         params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
@@ -280,6 +282,8 @@ class Wanted(NamedTuple):
     dbias_fills : bool
         Whether it has an element for each query and key, and enough tiles of them for a block on
         each multiprocessor.
+    packed : bool
+        Whether sequences are packed.
     """
 
     dtype: str
@@ -290,6 +294,7 @@ class Wanted(NamedTuple):
     score: ScoreMod | None = None
     dbias: bool = False
     dbias_fills: bool = False
+    packed: bool = False
 
 
 class Traits:
@@ -348,6 +353,7 @@ class Traits:
             and max(sizes[:2]) <= MAX_LENGTH
         )
         served = walked and not any(dim % DIM_STEP for dim in sizes[2:])
+        served = served and (problem.offsets is None or supports(problem))
         item = problem.dtype.itemsize
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
         self.gathers = walked and all(
@@ -364,6 +370,7 @@ class Traits:
             score=score_mod_of(problem, sloped=True),
             dbias=views.dbias is not None,
             dbias_fills=views.dbias is not None and self._dbias_fills(views.dbias),
+            packed=problem.offsets is not None,
         )
         #: For fields of a struct, what scores are made of besides products.
         self.operands = {} if problem.bias is None else {"common.bias": "bias"}

@@ -50,6 +50,8 @@ def with_built_in(problem: Problem, score: Operands) -> tuple[Problem, Any] | No
     softcap = form.softcap or 0.0
     if form.array is None:
         return dataclasses.replace(problem, score=None, softcap=softcap), None
+    if problem.offsets is not None and {"i", "j"} & {*form.axes}:
+        return None  # those of an expression are positions in each sequence
     bias = score.values[form.array]
     view = _bias_view(problem, bias, form.axes)
     changed = dataclasses.replace(

@@ -100,9 +100,14 @@ class Variant:
             ("FA_SPARSE", int(self.sparse)),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", ATTENTION_PARAMS.itemsize),
-            *((("FA_PACKED", 1),) if self.packed else ()),
+            *self.packed_defines,
             *self.score_defines,
         )
+
+    @property
+    def packed_defines(self) -> tuple[tuple[str, int], ...]:
+        """The constant of ``cuda_src/common/row_intervals.cuh``."""
+        return (("FA_PACKED", 1),) if self.packed else ()
 
     @property
     def score_defines(self) -> tuple[tuple[str, int], ...]:

@@ -80,4 +80,4 @@ VARIANTS = tuple(
 def row_after(main: BwdSm90) -> BwdConvertDq:
     """Return the row that takes the pieces of a row of ``bwd_sm90``."""
     (row,) = (row for row in VARIANTS if row.dtype == main.dtype)
-    return replace(row, tile_m=main.dq_tile_m)
+    return replace(row, tile_m=main.dq_tile_m, packed=main.packed)

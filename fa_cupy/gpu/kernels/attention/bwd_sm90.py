@@ -15,6 +15,8 @@ from fa_cupy.gpu.plan import Step
 #: Parts of a tile of dQ: each consumer computes one, of 64 columns by `dq_tile_m` queries.
 PIECES = 2
 _WORK_BYTES = 52  # WorkTile
+# Tiles of 64 queries at dim 64, where those of 128 leave too few registers.
+_NARROW: dict[str, Any] = {"tile_m": 64, "stages": 3, "defer_dq": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,16 @@ class BwdSm90(BackwardSm90):
         """Return the build of this row for calls with such scores."""
         if score is None:
             return self
-        change: dict[str, Any] = {}
-        if self.tile_m == 128 and not _fits_wide_tiles(score):
-            change = {"tile_m": 64, "stages": 3, "defer_dq": False}
-        return replace(self, score=score, **change)
+        fits = self.tile_m < 128 or (_fits_wide_tiles(score) and not self.packed)
+        return replace(self, score=score, **({} if fits else _NARROW))
+
+    def for_sequences(self, packed: bool) -> BwdSm90:
+        """Return the build of this row for packed sequences, or for none."""
+        if not packed:
+            return self
+        # What rows see of keys takes the registers that wide tiles leave to other scores.
+        fits = self.tile_m < 128 or self.score is None
+        return replace(self, packed=True, **({} if fits else _NARROW))
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch: a part of the work for each tile of keys."""

@@ -1,0 +1,110 @@
+"""What row_intervals and tile_ranges write of packed sequences, on the CPU."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels.attention.packed import tile_ranges
+from fa_cupy.gpu.kernels.attention.packed.intervals import OFFSETS, intervals
+from fa_cupy.gpu.kernels.attention.packed.row_intervals import PADDING
+from fa_cupy.gpu.plan import Plan, workspace_of
+from tests.support import packed_sequences
+from tests.support.every_run import examples
+from validation.emulator.launcher import EmulatorLauncher
+
+pytestmark = pytest.mark.emulator
+TOP, BOTTOM = "top_left", "bottom_right"
+BANDS = [
+    {},
+    {"is_causal": True, "causal_align": TOP},
+    {"is_causal": True, "causal_align": BOTTOM},
+    {"window": (40, 5), "causal_align": TOP},
+    {"window": (0, 0), "causal_align": BOTTOM},
+    {"window": (None, 7), "causal_align": BOTTOM},
+    {"window": (3, None), "causal_align": TOP},
+]
+
+
+def written(offsets, lengths, band, tile_m, tile_n):
+    """The parts of a workspace that the launches write, by name."""
+    q_len, k_len = lengths
+    q, k = np.zeros((1, q_len, 8), np.float16), np.zeros((1, k_len, 8), np.float16)
+    problem = attention_problem.attention_problem(
+        q, k, k, None, None, q_offsets=offsets[0], k_offsets=offsets[1], **band
+    )
+    found = intervals(problem, tile_m, tile_n, tile_ranges.OUTPUTS)
+    space = workspace_of(found.sizes)
+    memory = np.full(space.nbytes // 4, 0x5A5A5A5A, np.int32)
+    plan = Plan(found.steps, OFFSETS, EmulatorLauncher(), space)
+    plan.run(tuple(x.ctypes.data for x in offsets), memory.ctypes.data)
+    parts = {}
+    for name, size in found.sizes.items():
+        begin = space.places[name] // 4
+        part = memory[begin : begin + size // 4]
+        parts[name] = part if name == "order" else part.reshape(-1, 2).astype(np.int64)
+    return parts
+
+
+def check_intervals(found, seen):
+    """Hold intervals against who sees whom: of each row of `seen`, and of those behind."""
+    first, last = found.T
+    assert len(found) == len(seen) + PADDING
+    columns = np.arange(seen.shape[1])
+    inside = (columns >= first[:, None]) & (columns <= last[:, None])
+    np.testing.assert_array_equal(inside[: len(seen)], seen)
+    assert not inside[len(seen) :].any()
+    empty = ~inside.any(1)
+    np.testing.assert_array_equal(last[empty], first[empty] - 1)
+    assert (np.diff(first) >= 0).all()
+    assert (np.diff(last) >= 0).all()
+
+
+def check_tiles(parts, seen, tile_m, tile_n):
+    """Hold the relation of tiles against itself, and against who sees whom."""
+    rows = -(-seen.shape[0] // tile_m)
+    works = np.zeros((rows, -(-seen.shape[1] // tile_n)), np.bool_)
+    for tile, (first, last) in enumerate(parts["key_tiles"]):
+        assert 0 <= first <= last < works.shape[1]  # each tile of rows is written
+        works[tile, first : last + 1] = True
+    other = np.zeros_like(works)
+    for tile, (first, last) in enumerate(parts["query_tiles"]):
+        assert first >= 0
+        other[first : last + 1, tile] = True
+    np.testing.assert_array_equal(works, other)
+    for i, j in np.argwhere(seen):
+        assert works[i // tile_m, j // tile_n]
+    assert sorted(parts["order"]) == list(range(rows))
+
+
+@examples(60)
+@given(
+    lengths=packed_sequences.packed_lengths(),
+    band=st.sampled_from(BANDS),
+    tiles=st.sampled_from([(64, 128), (128, 128), (128, 64), (192, 128)]),
+)
+def test_sequences_in_order(lengths, band, tiles):
+    sizes, *offsets = lengths
+    parts = written(offsets, sizes, band, *tiles)
+    seen = packed_sequences.visible(*offsets, sizes, **band)
+    check_intervals(parts["keys_of_row"], seen)
+    check_intervals(parts["rows_of_key"], seen.T)
+    check_tiles(parts, seen, *tiles)
+
+
+@examples(60)
+@given(data=st.data(), band=st.sampled_from(BANDS))
+def test_offsets_of_any_numbers(data, band):
+    sizes = data.draw(st.tuples(st.integers(1, 300), st.integers(1, 300)))
+    offsets = data.draw(packed_sequences.disordered(sizes, data.draw(st.integers(1, 5))))
+    parts = written(offsets, sizes, band, 64, 128)
+    seen = packed_sequences.visible(*offsets, sizes, **band)
+    invalid = packed_sequences.invalid_rows(*offsets, sizes)
+    marked = parts["keys_of_row"][:, 0] < 0
+    np.testing.assert_array_equal(marked[: sizes[0]], invalid)
+    assert not marked[sizes[0] :].any()
+    parts["keys_of_row"][:, 0] &= 0x7FFFFFFF
+    check_intervals(parts["keys_of_row"], seen)
+    check_intervals(parts["rows_of_key"], seen.T)
+    check_tiles(parts, seen, 64, 128)
