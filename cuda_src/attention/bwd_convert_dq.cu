@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const uint32 query_tile = blockIdx.x / dq_tiles, dq_tile = blockIdx.x - query_tile * dq_tiles;
   const uint32 entry = query_tile / p.q_tiles, tile = query_tile - entry * p.q_tiles;
   const int first_row = tile * params.tile_m;
-  bool was_written = true;  // of packed sequences each tile has a block of keys (tile_ranges.cu)
+  bool was_written = true;  // of packed sequences each tile has a block of keys (row_intervals.cu)
   if constexpr (!kPacked) {
     const KeyTiles keys =
         key_tiles(p, first_row, min(first_row + params.tile_m, p.q_len) - 1, params.tile_n);

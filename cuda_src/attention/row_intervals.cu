@@ -1,10 +1,13 @@
-// What packed sequences mean for each query row and for each key (common/row_intervals.cuh), from
-// their offsets, which lie in device memory.
+// What packed sequences mean for each query row, each key, and each tile of them
+// (common/row_intervals.cuh), from their offsets, which lie in device memory.
 //
-// A thread has a row or a key.  It finds the sequence by bisection of the offsets.  Offsets that do
-// not ascend, or are out of range, count as the largest one before them inside of the range: then
-// sequences lie end to end as always.  A sequence that this has changed is invalid: its rows see
-// nothing, and are marked.
+// A thread has a row, a key or a tile.  It finds the sequence of a row by bisection of the offsets.
+// Offsets that do not ascend, or are out of range, count as the largest one before them inside of
+// the range: then sequences lie end to end as always.  A sequence that this has changed is invalid:
+// its rows see nothing, and are marked.
+//
+// Nothing is read that the launch writes, so one launch does it all: what a tile works on follows
+// from the intervals of its first and its last row, which its thread finds itself.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/load_index.cuh"
@@ -15,18 +18,25 @@ struct RowIntervalsParams {
   const void* q_offsets;  // sequences + 1 of them
   const void* k_offsets;  // of as many
   Interval* keys_of_row;  // q_len and kIntervalPadding more
-  Interval* rows_of_key;  // k_len and as many more
+  Interval* rows_of_key;  // k_len and as many more, or null
+  Interval* key_tiles;    // of each tile of rows, or null
+  Interval* query_tiles;  // of each tile of keys, or null
+  int* order;             // of tiles of rows, or null
   int sequences;
   int q_len, k_len;      // of all sequences
   int lower, upper;      // the band; counted from the beginning of a sequence,
   int band_from_end;     // or, if 1, as for one sequence of q_len queries and k_len keys
   int q_bytes, k_bytes;  // of an offset: 4 or 8
+  int tile_m, tile_n;
+  int q_tiles, k_tiles;
+  int blocks[4];  // for tiles of rows, tiles of keys, rows, keys: in this order
 };
 static_assert(sizeof(RowIntervalsParams) == FA_ROW_INTERVALS_PARAMS_BYTES,
               "fa_cupy/gpu holds the same");
 
 struct SharedStorage {
   int disorder[kThreads / 32];  // whether a warp has found offsets that do not ascend
+  int work[kThreads];           // of some tiles of rows
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
@@ -34,7 +44,7 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as
 struct OffsetArray {
   const void* base;
   int bytes, len;
-  __device__ __forceinline__ int operator[](int i) const { return load_index(base, i, bytes); }
+  __device__ __forceinline__ int at(int i) const { return load_index(base, i, bytes); }
 };
 
 // Rows [begin, end) of one of the axes.
@@ -50,8 +60,8 @@ struct Sequence {
 
 // Whether an offset is smaller than the one before it or out of range.
 FA_DEVICE bool is_out_of_order(const OffsetArray& offsets, int i) {
-  const int offset = offsets[i];
-  return offset < (i > 0 ? offsets[i - 1] : 0) || offset > offsets.len;
+  const int offset = offsets.at(i);
+  return offset < (i > 0 ? offsets.at(i - 1) : 0) || offset > offsets.len;
 }
 
 // The same answer in all threads of a block.
@@ -75,7 +85,7 @@ FA_DEVICE int count_up_to(const OffsetArray& offsets, int sequences, int row) {
   int begin = 0, end = sequences + 1;
   while (begin < end) {
     const int middle = (begin + end) / 2;
-    if (offsets[middle] <= row) {
+    if (offsets.at(middle) <= row) {
       begin = middle + 1;
     } else {
       end = middle;
@@ -90,7 +100,7 @@ FA_DEVICE Sequence sequence_in_order(const OffsetArray& q, const OffsetArray& k,
                                      const OffsetArray& own, int row) {
   const int found = count_up_to(own, sequences, row);  // this one's end
   const int begin = max(found - 1, 0), end = min(found, sequences);
-  return {{q[begin], q[end]}, {k[begin], k[end]}, true};
+  return {{q.at(begin), q.at(end)}, {k.at(begin), k.at(end)}, true};
 }
 
 // The same of offsets in any order, one after the other.
@@ -100,7 +110,7 @@ FA_DEVICE Sequence sequence_in_disorder(const OffsetArray& q, const OffsetArray&
   bool is_valid = true;  // the offsets at which the sequence begins
 #pragma unroll 1
   for (int i = 0; i <= sequences; ++i) {
-    const int q_offset = q[i], k_offset = k[i];
+    const int q_offset = q.at(i), k_offset = k.at(i);
     const int q_end = max(found.q.end, min(q_offset, q.len));
     const int k_end = max(found.k.end, min(k_offset, k.len));
     const bool is_valid_end = q_offset == q_end && k_offset == k_end;
@@ -121,41 +131,129 @@ FA_DEVICE Interval clipped(const RowRange& range, int64 first, int64 last) {
           range.begin + static_cast<int>(min(max(last, int64(-1)), len - 1))};
 }
 
+// The offsets of a launch.
+struct PackedSequences {
+  const RowIntervalsParams& params;
+  OffsetArray q, k;
+  bool in_order;
+};
+
+// The interval of a row, or of a key.
+template <bool kOfKey>
+FA_DEVICE Interval interval_of(const PackedSequences& x, int own) {
+  const RowIntervalsParams& params = x.params;
+  const Sequence sequence =
+      x.in_order ? sequence_in_order(x.q, x.k, params.sequences, kOfKey ? x.k : x.q, own)
+                 : sequence_in_disorder(x.q, x.k, params.sequences, kOfKey, own);
+  const RowRange& own_range = kOfKey ? sequence.k : sequence.q;
+  const RowRange& other_range = kOfKey ? sequence.q : sequence.k;
+  // Empty: at the beginning of the sequence before it, at its end behind it.
+  if (own < own_range.begin || !sequence.is_valid) {
+    const int mark = kOfKey || sequence.is_valid ? 0 : kInvalidRow;
+    return {other_range.begin | mark, other_range.begin - 1};
+  }
+  if (own >= own_range.end) return {other_range.end, other_range.end - 1};
+  const int queries = sequence.q.end - sequence.q.begin;
+  const int keys = sequence.k.end - sequence.k.begin;
+  const int shift = params.band_from_end ? (keys - queries) - (params.k_len - params.q_len) : 0;
+  const int64 lower = shifted(params.lower, shift), upper = shifted(params.upper, shift);
+  const int64 place = own - own_range.begin;
+  return kOfKey ? clipped(other_range, place - upper, place - lower)
+                : clipped(other_range, place + lower, place + upper);
+}
+
+// ------------------------------------------------------------------------------------------- tiles
+// The keys that the rows of a tile see: from the first one's to the last one's.
+FA_DEVICE Interval keys_of_tile(const PackedSequences& x, int tile) {
+  const int first_row = tile * x.params.tile_m;
+  const int last_row = min(first_row + x.params.tile_m, x.params.q_len) - 1;
+  return {interval_of<false>(x, first_row).first & ~kInvalidRow,
+          interval_of<false>(x, last_row).last};
+}
+
+// The tiles of keys that a tile of rows works on; one where it sees nothing.
+FA_DEVICE Interval key_tiles_of(const PackedSequences& x, int tile) {
+  const Interval keys = keys_of_tile(x, tile);
+  const int first = min(keys.first / x.params.tile_n, x.params.k_tiles - 1);
+  return {first, max(first, keys.last < 0 ? 0 : keys.last / x.params.tile_n)};
+}
+
+// How many tiles of keys a tile of rows has.
+FA_DEVICE int work_of(const PackedSequences& x, int tile) {
+  const Interval keys = keys_of_tile(x, tile);
+  return keys.last < keys.first ? 0
+                                : keys.last / x.params.tile_n - keys.first / x.params.tile_n + 1;
+}
+
+// The first tile of rows for which `is_past` holds, which then holds for all later ones.
+template <typename IsPast>
+FA_DEVICE int first_tile(const PackedSequences& x, const IsPast& is_past) {
+  int begin = 0, end = x.params.q_tiles;
+  while (begin < end) {
+    const int middle = (begin + end) / 2;
+    if (is_past(key_tiles_of(x, middle))) {
+      end = middle;
+    } else {
+      begin = middle + 1;
+    }
+  }
+  return begin;
+}
+
+// Where a tile comes in the order: behind all that have more work, and as much but come before it.
+// Called by all threads of a block, also those without a tile.
+FA_DEVICE int rank_of(const PackedSequences& x, SharedStorage& shared, int tile) {
+  const int own_work = tile < x.params.q_tiles ? work_of(x, tile) : 0;
+  int rank = 0;
+#pragma unroll 1
+  for (int first = 0; first < x.params.q_tiles; first += kThreads) {
+    const int count = min(kThreads, x.params.q_tiles - first), own = threadIdx.x;
+    __syncthreads();
+    if (own < count) shared.work[own] = work_of(x, first + own);
+    __syncthreads();
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const int work = shared.work[i];
+      rank += work > own_work || (work == own_work && first + i < tile);
+    }
+  }
+  return rank;
+}
+
+// Writes what a thread's tile of rows works on, and where it comes in the order.
+FA_DEVICE void write_query_tile(const PackedSequences& x, SharedStorage& shared, int tile) {
+  const RowIntervalsParams& params = x.params;
+  const int rank = params.order != nullptr ? rank_of(x, shared, tile) : 0;
+  if (tile >= params.q_tiles) return;
+  if (params.order != nullptr) params.order[rank] = tile;
+  if (params.key_tiles != nullptr) params.key_tiles[tile] = key_tiles_of(x, tile);
+}
+
+// Writes which tiles of rows work on a thread's tile of keys.  Both ends of what a tile of rows
+// works on ascend from tile to tile.
+FA_DEVICE void write_key_tile(const PackedSequences& x, int tile) {
+  if (tile >= x.params.k_tiles) return;
+  const int begin = first_tile(x, [&](const Interval& keys) { return keys.last >= tile; });
+  const int end = first_tile(x, [&](const Interval& keys) { return keys.first > tile; });
+  x.params.query_tiles[tile] = {begin, end - 1};
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     attention_row_intervals(const __grid_constant__ RowIntervalsParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const OffsetArray q = {params.q_offsets, params.q_bytes, params.q_len};
   const OffsetArray k = {params.k_offsets, params.k_bytes, params.k_len};
-  const bool in_order = all_in_order(q, k, params.sequences, shared);
-  const int64 rows = static_cast<int64>(params.q_len) + kIntervalPadding;
-  const int64 keys = static_cast<int64>(params.k_len) + kIntervalPadding;
-  int64 row = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x;
-  const bool of_key = row >= rows;
-  if (of_key) row -= rows;
-  if (row >= (of_key ? keys : rows)) return;
-  const int own = static_cast<int>(row);
-  const Sequence sequence = in_order
-                                ? sequence_in_order(q, k, params.sequences, of_key ? k : q, own)
-                                : sequence_in_disorder(q, k, params.sequences, of_key, own);
-  const RowRange& own_range = of_key ? sequence.k : sequence.q;
-  const RowRange& other_range = of_key ? sequence.q : sequence.k;
-  Interval& to = of_key ? params.rows_of_key[own] : params.keys_of_row[own];
-  // Empty: at the beginning of the sequence before it, at its end behind it.
-  if (own < own_range.begin || !sequence.is_valid) {
-    to = {other_range.begin, other_range.begin - 1};
-    if (!sequence.is_valid && !of_key) to.first |= kInvalidRow;
-    return;
+  const PackedSequences x = {params, q, k, all_in_order(q, k, params.sequences, shared)};
+  int part = 0, block = static_cast<int>(blockIdx.x);
+  while (block >= params.blocks[part]) block -= params.blocks[part++];
+  const int own = block * kThreads + threadIdx.x;  // lengths are far enough below 2**31
+  if (part == 0) return write_query_tile(x, shared, own);
+  if (part == 1) return write_key_tile(x, own);
+  if (part == 2 && own < params.q_len + kIntervalPadding) {
+    params.keys_of_row[own] = interval_of<false>(x, own);
   }
-  if (own >= own_range.end) {
-    to = {other_range.end, other_range.end - 1};
-    return;
+  if (part == 3 && own < params.k_len + kIntervalPadding) {
+    params.rows_of_key[own] = interval_of<true>(x, own);
   }
-  const int queries = sequence.q.end - sequence.q.begin,
-            own_keys = sequence.k.end - sequence.k.begin;
-  const int shift = params.band_from_end ? (own_keys - queries) - (params.k_len - params.q_len) : 0;
-  const int64 lower = shifted(params.lower, shift), upper = shifted(params.upper, shift);
-  const int64 place = own - own_range.begin;
-  to = of_key ? clipped(other_range, place - upper, place - lower)
-              : clipped(other_range, place + lower, place + upper);
 }

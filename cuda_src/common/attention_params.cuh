@@ -96,8 +96,8 @@ FA_DEVICE BatchOffsets batch_offsets(const AttentionParams& p, Index batch) {
   return o;
 }
 
-// The tile of query rows that comes after so many others of its batch entry.  Under a causal mask the
-// last query rows have the most keys; of packed sequences any may.
+// The tile of query rows that comes after so many others of its batch entry.  Under a causal mask
+// the last query rows have the most keys; of packed sequences any may.
 FA_DEVICE int query_tile_in_order(const AttentionParams& p, int place) {
 #if FA_PACKED
   if (p.intervals.order != nullptr) return p.intervals.order[place];

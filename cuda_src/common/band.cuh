@@ -169,7 +169,7 @@ FA_DEVICE uint32 visible_queries(const AttentionParams& p, int key, int from, in
 }
 
 #if FA_PACKED
-// Where the tiles of both sides have to agree on who works with whom: what tile_ranges.cu has
+// Where the tiles of both sides have to agree on who works with whom: what row_intervals.cu has
 // written down.  A band tells it from either side, but not rows and keys that have no partner.
 FA_DEVICE TileRange recorded_query_tiles(const AttentionParams& p, int key_tile) {
   const Interval tiles = p.intervals.query_tiles[key_tile];

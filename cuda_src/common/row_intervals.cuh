@@ -1,7 +1,7 @@
 // Packed sequences: which keys each query row sees, and which rows see each key.
 //
-// Sequences lie end to end along the rows of q and along those of k.  A row sees a range of the keys
-// of its own sequence, and both ends of the ranges ascend from row to row: so a tile of rows, which
+// Sequences lie end to end along the rows of q and along those of k.  A row sees a range of the
+// keys of its own sequence, and both ends of the ranges ascend from row to row: so a tile of rows, which
 // may belong to several sequences, sees keys from the first one of its first row to the last one of
 // its last row, and the kernels need no more of sequences than these ranges.  row_intervals.cu
 // writes them; band.cuh reads them in place of a band.
@@ -21,7 +21,7 @@ struct alignas(8) Interval {
 // In `first` of a row whose sequence has offsets out of range: its output is NaN.
 constexpr int kInvalidRow = static_cast<int>(0x80000000u);
 
-// fa_cupy/gpu/kernels/attention/packed/intervals.py has the same fields in the same order; they take
+// fa_cupy/gpu/kernels/attention/row_intervals.py has the same fields in the same order; they take
 // the place of the first ones of MaskLists.
 struct RowIntervals {
   // Of each query row, and of kIntervalPadding rows behind the last one, which see no key.

@@ -29,7 +29,7 @@ BANDS = [
     {"window": (40, 5), "causal_align": TOP},
     {"window": (0, 0), "causal_align": BOTTOM},
 ]
-FIRST = ["row_intervals", "tile_ranges", "bwd_preprocess"]
+FIRST = ["row_intervals", "bwd_preprocess"]
 SM90 = ["bwd_sm90", "bwd_convert_dq"]
 WIDE = ["bwd_dkdv_sm90", "bwd_dq_sm90"]
 SM80 = ["bwd_dkdv_sm80", "bwd_dq_sm80"]
@@ -63,12 +63,10 @@ def kernels():
 
 def expected(target, dim, dbias=False):
     """Those that serve a call of these dims."""
-    first, main = FIRST, SM90 if dim <= 128 else WIDE
+    main = SM90 if dim <= 128 else WIDE
     if target == "sm_80":
         main = SM80
-    if main is not SM90:  # nobody takes turns
-        first = [name for name in FIRST if name != "tile_ranges"]
-    return [*first, *main, "bwd_nonfinite", *["bwd_dbias_sm80"] * dbias]
+    return [*FIRST, *main, "bwd_nonfinite", *["bwd_dbias_sm80"] * dbias]
 
 
 def solve(x, **more):

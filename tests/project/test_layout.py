@@ -308,8 +308,6 @@ TESTED_IN = {
     "attention/fwd_pairs": "test_pairs",
     "attention/bwd_dq_pairs": "test_pairs",
     "attention/bwd_dkdv_pairs": "test_pairs",
-    "attention/row_intervals": "test_packed_intervals",
-    "attention/tile_ranges": "test_packed_intervals",
     "mask/transpose_words": "test_block_tables",
 }
 

@@ -1,6 +1,6 @@
 """The launches of attention backward: which kernels, in which order, in which workspace.
 
-Of packed sequences, ``row_intervals`` and ``tile_ranges`` find out first who sees whom.
+Of packed sequences, ``row_intervals`` finds out first who sees whom.
 ``bwd_preprocess`` comes next. Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32,
 which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and dV and
 ``bwd_dq_sm90`` dQ, where dims are wide; or ``bwd_dkdv_sm80`` and ``bwd_dq_sm80`` do, for what
@@ -29,7 +29,7 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_sm90,
 )
 from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80, bwd_dbias_sm90
-from fa_cupy.gpu.kernels.attention.packed.intervals import OFFSETS, Intervals, intervals
+from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, Intervals, intervals
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
 from fa_cupy.gpu.kernels.score import score_pointers
@@ -149,6 +149,6 @@ def _intervals(traits: Traits, variants: Sequence[BackwardVariant]) -> Intervals
     """
     for row in variants:
         if isinstance(row, bwd_sm90.BwdSm90):
-            wanted = "key_tiles", "query_tiles"
+            wanted = "rows_of_key", "key_tiles", "query_tiles"
             return intervals(traits.problem, row.tile_m, row.tile_n, wanted)
-    return intervals(traits.problem, PADDED, PADDED, ())
+    return intervals(traits.problem, PADDED, PADDED, ["rows_of_key"])

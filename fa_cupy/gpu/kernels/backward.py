@@ -23,7 +23,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_GRID,
     MAX_LENGTH,
 )
-from fa_cupy.gpu.kernels.attention.packed.intervals import supports
+from fa_cupy.gpu.kernels.attention.row_intervals import supports
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
 from fa_cupy.gpu.kernels.score import ScoreMod, fill_score, score_mod_of, score_pointers
 from fa_cupy.gpu.kernels.tensor_maps import (

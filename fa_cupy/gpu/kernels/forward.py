@@ -9,7 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90
+from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.attention_params import (
     MASK_PARTS,
     MAX_BATCH_AXES,
@@ -18,7 +18,6 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
-from fa_cupy.gpu.kernels.attention.packed import intervals
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
 from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, supports
@@ -121,7 +120,7 @@ def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | 
         return None
     if (problem.k_lengths or problem.pages) is not None and not supports(problem):
         return None
-    if problem.offsets is not None and not intervals.supports(problem):
+    if problem.offsets is not None and not row_intervals.supports(problem):
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
@@ -153,7 +152,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     """Return the launches of a forward problem with a query to answer.
 
     Calls give the addresses of `Traits.pointers`, then those of the parts of a mask, of
-    `Traits.key_views` or of `intervals.OFFSETS`.
+    `Traits.key_views` or of `row_intervals.OFFSETS`.
 
     Parameters
     ----------
@@ -170,7 +169,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     if problem.mask is not None:
         names += MASK_PARTS
     if problem.offsets is not None:
-        names += intervals.OFFSETS
+        names += row_intervals.OFFSETS
     if variant is None:
         call = Call(traits.score, fwd_sm90.supports(traits), problem.mask is not None)
         dims = problem.head_dim, problem.v_dim
@@ -206,7 +205,7 @@ def _with_intervals(
     if any("scheduler.counter" in step.addresses for step in steps):
         sizes["counter"] = COUNTER_BYTES
     if traits.problem.offsets is not None:
-        first = intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
+        first = row_intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
         prefix = "common." if isinstance(variant, FwdSm90) else ""
         steps, sizes = first.before(steps, prefix), sizes | first.sizes
     return Plan(steps, names, launcher, workspace_of(sizes) if sizes else None, fallback)

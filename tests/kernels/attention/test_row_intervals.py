@@ -1,4 +1,4 @@
-"""What row_intervals and tile_ranges write of packed sequences, on the CPU."""
+"""What row_intervals writes of packed sequences, on the CPU."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy.core import attention_problem
-from fa_cupy.gpu.kernels.attention.packed import tile_ranges
-from fa_cupy.gpu.kernels.attention.packed.intervals import OFFSETS, intervals
-from fa_cupy.gpu.kernels.attention.packed.row_intervals import PADDING
+from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, OUTPUTS, PADDING, intervals
 from fa_cupy.gpu.plan import Plan, workspace_of
 from tests.support import packed_sequences
 from tests.support.every_run import examples
@@ -34,10 +32,10 @@ def written(offsets, lengths, band, tile_m, tile_n):
     problem = attention_problem.attention_problem(
         q, k, k, None, None, q_offsets=offsets[0], k_offsets=offsets[1], **band
     )
-    found = intervals(problem, tile_m, tile_n, tile_ranges.OUTPUTS)
+    found = intervals(problem, tile_m, tile_n, OUTPUTS)
     space = workspace_of(found.sizes)
     memory = np.full(space.nbytes // 4, 0x5A5A5A5A, np.int32)
-    plan = Plan(found.steps, OFFSETS, EmulatorLauncher(), space)
+    plan = Plan([found.step], OFFSETS, EmulatorLauncher(), space)
     plan.run(tuple(x.ctypes.data for x in offsets), memory.ctypes.data)
     parts = {}
     for name, size in found.sizes.items():
