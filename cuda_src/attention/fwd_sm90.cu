@@ -22,6 +22,7 @@
 #include "cuda_src/common/tile_scheduler.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/special.cuh"
 #include "ptx/stmatrix.cuh"
@@ -46,13 +47,21 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
   const int q_begin =
       (kPacked ? query_tile_in_order(p, p.q_tiles - 1 - tile.query_tile) : tile.query_tile) *
       kTileM;
+#if FA_PACKED
+  // Consumers ask for the intervals of their rows at tiles that these cut, and would wait.
+  const Interval* intervals = p.intervals.keys_of_row + q_begin;
+  if (lane < kTileM / 16) prefetch_l1(intervals + 16 * lane);
+#endif
   // One lane for each consumer finds the key tiles of its rows, and one more those of all rows.
   const bool whole_block = lane >= kGroups;
   const int first_row = q_begin + (whole_block ? 0 : 64 * lane);
   const int last_row = min(first_row + (whole_block ? kTileM : 64), tile_rows(params)) - 1;
   KeyTiles keys = {0, 0, 0, 0};
+  // A multiple of 8, as the bias is read by 16 bytes.
+  const int origin = kPacked ? first_key(p, q_begin) / 8 * 8 : 0;
   if (first_row <= last_row) {
-    keys = key_tiles(p, first_row >> params.row_shift, last_row >> params.row_shift, kTileN);
+    keys =
+        key_tiles(p, first_row >> params.row_shift, last_row >> params.row_shift, kTileN, origin);
   }
   // Rows without visible keys process one key tile that is hidden from them, so that no later code
   // needs a case for them.
@@ -69,7 +78,8 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     }
   }
   if (lane < kGroups) {
-    const int visible_keys = last_key(p, last_row >> params.row_shift) - (keys.end - 1) * kTileN;
+    const int visible_keys =
+        last_key(p, last_row >> params.row_shift) - origin - (keys.end - 1) * kTileN;
     work.group[lane] = {keys, kHalfLastTile && visible_keys < kTileN / 2};
   } else if (lane == kGroups) {
     uint32 rest = static_cast<uint32>(p.first_batch + tile.entry);
@@ -84,6 +94,9 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     work.q_begin = q_begin;
     work.begin = keys.begin;
     work.end = keys.end;
+#if FA_PACKED
+    work.key_origin = origin;
+#endif
     if constexpr (kHasOperands) shared.operands_offset[stage] = batch_offsets(p, work.entry).bias;
   }
   return true;
@@ -153,9 +166,9 @@ FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles[at.index()][block * kTileN * 128]), &map,
-                                     barrier, kEvictLast, 64 * block, tile * kTileN,
-                                     work.coordinate[2] * step[2], work.coordinate[1] * step[1],
-                                     work.coordinate[0] * step[0]);
+                                     barrier, kEvictLast, 64 * block,
+                                     key_origin(work) + tile * kTileN, work.coordinate[2] * step[2],
+                                     work.coordinate[1] * step[1], work.coordinate[0] * step[0]);
       }
       at.advance();
     };
@@ -342,11 +355,12 @@ FA_DEVICE uint32 bias_stage(const Shared& shared, int warp) {
 
 // Starts to copy the bias of a warp's 16 rows and a tile of keys to its stage.  Where rows are not
 // aligned to 16 bytes it is copied on return.  Rows past the last one are that, keys are zeros.
-FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, int row, int tile) {
+FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, int row,
+                          int first_col) {
   constexpr int kChunks = kTileN / 8;
   const uint16* first = static_cast<const uint16*>(p.bias) + offset;
   const bool aligned = (p.bias_pairs >> 2 & 1) && reinterpret_cast<uint64>(first) % 16 == 0;
-  const int lane = threadIdx.x % 32, first_col = tile * kTileN;
+  const int lane = threadIdx.x % 32;
   if (aligned) {
 #pragma unroll
     for (int i = 0; i < kChunks / 2; ++i) {
@@ -427,13 +441,18 @@ FA_DEVICE int reload_first_row(const Consumer& c, const Pipelines& at, const Gro
   return kSparse ? c.shared.work[at.work.index()].q_begin + 64 * c.group : own.first_row;
 }
 
+// The first key of a key tile.
+FA_DEVICE int first_col(const Consumer& c, const Pipelines& at, int key_tile) {
+  return key_origin(c.shared.work[at.work.index()]) + key_tile * kTileN;
+}
+
 // The first of this lane's rows of a query tile, and of its columns of a key tile; the others are 8
 // after it, and 1, 8, 9, 16, ... after it.
 FA_DEVICE int lane_row(const Consumer& c, const Pipelines& at, const GroupWork& own) {
   return reload_first_row(c, at, own) + c.warp_row + c.lane / 4;
 }
-FA_DEVICE int lane_col(const Consumer& c, int key_tile) {
-  return key_tile * kTileN + 2 * (c.lane % 4);
+FA_DEVICE int lane_col(const Consumer& c, const Pipelines& at, int key_tile) {
+  return first_col(c, at, key_tile) + 2 * (c.lane % 4);
 }
 
 // Starts S = Q K^T of the first key tile of a work tile, whose rows of Q are in a stage.  When
@@ -489,7 +508,7 @@ FA_DEVICE void mod_and_mask_scores(const Consumer& c, const Pipelines& at, const
   if constexpr (kScoreMod) {
     steady_scores =
         load_and_apply_score_mod<false>(p, c.shared.operands_offset[at.work.index()], s[0],
-                                        lane_row(c, at, own), lane_col(c, mask.key_tile));
+                                        lane_row(c, at, own), lane_col(c, at, mask.key_tile));
   }
   if constexpr (kSparse) {
     const bool hides = crosses_band(c, at, own, mask);
@@ -500,13 +519,13 @@ FA_DEVICE void mod_and_mask_scores(const Consumer& c, const Pipelines& at, const
       const int row = reload_first_row(c, at, own) + tid / 32 % 4 * 16 + tid % 32 / 4;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int first_col = mask.key_tile * kTileN + 2 * (tid % 4);
-        mask.visible_bits[0][h] &= visible_columns(p, row + 8 * h, first_col, 2 * kMmaN);
+        const int col = mask.key_tile * kTileN + 2 * (tid % 4);
+        mask.visible_bits[0][h] &= visible_columns(p, row + 8 * h, col, 2 * kMmaN);
       }
     }
     if (mask.listed || hides) mask_by_bits(s, mask.visible_bits);
   } else if (crosses_band(c, at, own, mask)) {
-    mask_outside_band(p, s, own.first_row + c.warp_row + c.lane / 4, lane_col(c, mask.key_tile),
+    mask_outside_band(p, s, own.first_row + c.warp_row + c.lane / 4, lane_col(c, at, mask.key_tile),
                       c.params.row_shift);
   }
 }
@@ -522,11 +541,11 @@ FA_DEVICE void prefetch_operands(const Consumer& c, const Pipelines& at, const G
     if constexpr (!kFirst) read_staged_bias(operands, stage);
     if (own.tile + 1 < own.keys.end) {
       stage_bias(p, c.shared.operands_offset[at.work.index()], stage, own.first_row + c.warp_row,
-                 key_tile_at(c.shared.work[at.work.index()], own.tile + 1));
+                 first_col(c, at, key_tile_at(c.shared.work[at.work.index()], own.tile + 1)));
     }
   } else if constexpr (kPrefetchOperands && !kFirst) {
     operands.load(p, c.shared.operands_offset[at.work.index()], lane_row(c, at, own),
-                  lane_col(c, key_tile));
+                  lane_col(c, at, key_tile));
   }
 }
 
@@ -568,7 +587,7 @@ FA_DEVICE bool try_stale_max(const Consumer& c, const Pipelines& at, const Group
     if constexpr (kHasOperands && !kPrefetchOperands) {
       near = load_and_apply_score_mod_of_near<false>(p, c.shared.operands_offset[at.work.index()],
                                                      s[0], lane_row(c, at, own),
-                                                     lane_col(c, mask.key_tile));
+                                                     lane_col(c, at, mask.key_tile));
     } else {
       near = apply_score_mod_of_near(p, s[0], operands);
     }
@@ -586,7 +605,7 @@ FA_DEVICE void reload_scores(const Consumer& c, const Pipelines& at, const Group
   const auto& work = c.shared.work[at.work.index()];
   if constexpr (kSparse) mask.key_tile = reload_tile_number(p, work, own.tile);
   recompute_scores<kBf16, QTile, kDim / 16>(p, reload_entry(c, at) << c.params.row_shift, s,
-                                            q_tile + c.q_lane, mask.key_tile * kTileN);
+                                            q_tile + c.q_lane, first_col(c, at, mask.key_tile));
   if constexpr (kSparse) mask.listed = reload_mask_words(p, work, own.tile, mask.visible_bits);
 }
 

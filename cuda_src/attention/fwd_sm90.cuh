@@ -79,6 +79,9 @@ struct WorkTileFields {
   int coordinate[3];  // of the entry along the maps' batch axes
   int q_begin;        // first row of the query tile; -1: there is no more work
   int begin, end;     // key tiles that its rows see; with a mask, how many: from 0 on
+#if FA_PACKED
+  int key_origin;  // the first key of tile 0
+#endif
 };
 // What is loaded of a mask's row of blocks, and where the first of both kinds stands in its list.
 template <>
@@ -131,6 +134,16 @@ enum NamedBarrier : int { kWarpScheduler = 1, kEpilogue = kWarpScheduler + kGrou
 using WorkPipeline = PipelineState<kWorkStages>;
 using KVPipeline = PipelineState<kStages>;  // one for K, one for V
 using QPipeline = PipelineState<kQStages>;  // all warpgroups' rows of a tile, one after the other
+
+// The first key of a work tile's key tiles.  Sequences begin anywhere, and so do tiles in builds for
+// packed ones: on a grid of kTileN keys a sequence would touch half a tile more.
+FA_DEVICE int key_origin(const WorkTileInfo& work) {
+#if FA_PACKED
+  return work.key_origin;
+#else
+  return 0;
+#endif
+}
 
 // Rows of a query tile, of all heads that share it.
 FA_DEVICE int tile_rows(const FwdSm90Params& params) {

@@ -12,15 +12,15 @@
 constexpr int kThreads = FA_THREADS;
 
 struct RowIntervalsParams {
-  const void* q_offsets;   // sequences + 1 of them
-  const void* k_offsets;   // of as many
-  Interval* keys_of_row;   // q_len and kIntervalPadding more
-  Interval* rows_of_key;   // k_len and as many more
+  const void* q_offsets;  // sequences + 1 of them
+  const void* k_offsets;  // of as many
+  Interval* keys_of_row;  // q_len and kIntervalPadding more
+  Interval* rows_of_key;  // k_len and as many more
   int sequences;
-  int q_len, k_len;        // of all sequences
-  int lower, upper;        // the band; counted from the beginning of a sequence,
-  int band_from_end;       // or, if 1, as for one sequence of q_len queries and k_len keys
-  int q_bytes, k_bytes;    // of an offset: 4 or 8
+  int q_len, k_len;      // of all sequences
+  int lower, upper;      // the band; counted from the beginning of a sequence,
+  int band_from_end;     // or, if 1, as for one sequence of q_len queries and k_len keys
+  int q_bytes, k_bytes;  // of an offset: 4 or 8
 };
 static_assert(sizeof(RowIntervalsParams) == FA_ROW_INTERVALS_PARAMS_BYTES,
               "fa_cupy/gpu holds the same");
@@ -135,9 +135,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (of_key) row -= rows;
   if (row >= (of_key ? keys : rows)) return;
   const int own = static_cast<int>(row);
-  const Sequence sequence =
-      in_order ? sequence_in_order(q, k, params.sequences, of_key ? k : q, own)
-               : sequence_in_disorder(q, k, params.sequences, of_key, own);
+  const Sequence sequence = in_order
+                                ? sequence_in_order(q, k, params.sequences, of_key ? k : q, own)
+                                : sequence_in_disorder(q, k, params.sequences, of_key, own);
   const RowRange& own_range = of_key ? sequence.k : sequence.q;
   const RowRange& other_range = of_key ? sequence.q : sequence.k;
   Interval& to = of_key ? params.rows_of_key[own] : params.keys_of_row[own];
@@ -151,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     to = {other_range.end, other_range.end - 1};
     return;
   }
-  const int queries = sequence.q.end - sequence.q.begin, own_keys = sequence.k.end - sequence.k.begin;
+  const int queries = sequence.q.end - sequence.q.begin,
+            own_keys = sequence.k.end - sequence.k.begin;
   const int shift = params.band_from_end ? (own_keys - queries) - (params.k_len - params.q_len) : 0;
   const int64 lower = shifted(params.lower, shift), upper = shifted(params.upper, shift);
   const int64 place = own - own_range.begin;

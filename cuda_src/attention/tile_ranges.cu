@@ -43,8 +43,7 @@ FA_DEVICE Interval key_tiles_of(const TileRangesParams& params, int tile) {
 // How many tiles of keys a tile of rows has.
 FA_DEVICE int work_of(const TileRangesParams& params, int tile) {
   const Interval keys = keys_of_tile(params, tile);
-  return keys.last < keys.first ? 0
-                                : keys.last / params.tile_n - keys.first / params.tile_n + 1;
+  return keys.last < keys.first ? 0 : keys.last / params.tile_n - keys.first / params.tile_n + 1;
 }
 
 // The first tile of rows for which `is_past` holds, which then holds for all later ones.

@@ -35,7 +35,7 @@ struct AttentionParams {
     RowIntervals intervals;
   };
 #else
-  MaskLists mask;     // of batch entries counted over all launches
+  MaskLists mask;  // of batch entries counted over all launches
 #endif
   int64 bias_row, bias_col;
   int64 q_batch[kMaxBatchAxes], k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes],

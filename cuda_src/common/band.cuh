@@ -31,12 +31,12 @@ FA_DEVICE int last_key(const Band& p, int row) {
 }
 
 #if FA_PACKED
-FA_DEVICE int first_key(const AttentionParams& p, int row) {
-  return p.intervals.keys_of_row[row].first & ~kInvalidRow;
+FA_DEVICE Interval keys_of_row(const AttentionParams& p, int row) {
+  const Interval keys = p.intervals.keys_of_row[row];
+  return {keys.first & ~kInvalidRow, keys.last};
 }
-FA_DEVICE int last_key(const AttentionParams& p, int row) {
-  return p.intervals.keys_of_row[row].last;
-}
+FA_DEVICE int first_key(const AttentionParams& p, int row) { return keys_of_row(p, row).first; }
+FA_DEVICE int last_key(const AttentionParams& p, int row) { return keys_of_row(p, row).last; }
 #endif
 
 // Whether the sequence of a row has offsets out of range; without packed sequences none has.
@@ -59,11 +59,14 @@ struct KeyTiles {
   int full_begin, full_end;  // [full_begin, full_end) is inside the band for every row
 };
 
+// Tiles count from the key `origin`, before which the rows see none.
 template <typename Band>
-FA_DEVICE KeyTiles key_tiles(const Band& p, int first_row, int last_row, int tile_n) {
-  const int low = first_key(p, first_row), high = last_key(p, last_row);
+FA_DEVICE KeyTiles key_tiles(const Band& p, int first_row, int last_row, int tile_n,
+                             int origin = 0) {
+  const int low = first_key(p, first_row) - origin, high = last_key(p, last_row) - origin;
   if (high < low) return {0, 0, 0, 0};
-  const int full_low = first_key(p, last_row), full_high = last_key(p, first_row);
+  const int full_low = first_key(p, last_row) - origin;
+  const int full_high = last_key(p, first_row) - origin;
   return {low / tile_n, high / tile_n + 1, (full_low + tile_n - 1) / tile_n,
           (full_high + 1) / tile_n};
 }
@@ -84,6 +87,15 @@ FA_DEVICE uint32 visible_columns(const Band& p, int row, int first_col, int coun
   const int end = held_columns_before(last_key(p, row) - first_col + 1, count);
   return bits_below(end) & ~bits_below(begin);
 }
+
+#if FA_PACKED
+FA_DEVICE uint32 visible_columns(const AttentionParams& p, int row, int first_col, int count) {
+  const Interval keys = keys_of_row(p, row);
+  const int begin = held_columns_before(keys.first - first_col, count);
+  const int end = held_columns_before(keys.last - first_col + 1, count);
+  return bits_below(end) & ~bits_below(begin);
+}
+#endif
 
 // Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
 // row's band, by putting `masked_value` there.  2**row_shift rows of the accumulators belong to one
