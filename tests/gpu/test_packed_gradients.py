@@ -69,22 +69,24 @@ def expected(target, dim, dbias=False):
     return [*FIRST, *main, "bwd_nonfinite", *["bwd_dbias_sm80"] * dbias]
 
 
-def solve(x, **more):
-    """Call for the gradients with offsets on the device, in memory that held NaN."""
+def on_device(x):
+    """The arguments of a call, on the device: arrays, and options with offsets."""
     out, lse = results(x)
     q, k, v, dout, dlse, _ = x.call
     arrays = [cp.asarray(a) for a in (dout, q, k, v, out, lse)]
-    options = {
-        name: cp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in options_of(x).items()
-    }
-    q_offsets, k_offsets = (cp.asarray(a) for a in x.offsets)
+    q_offsets, k_offsets = x.offsets
+    options = {"dlse": dlse, "q_offsets": q_offsets, "k_offsets": k_offsets, **options_of(x)}
+    there = {name: cp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in options.items()}
+    return arrays, there
+
+
+def solve(x, **more):
+    """Call for the gradients with offsets on the device, in memory that held NaN."""
+    arrays, options = on_device(x)
     cp.cuda.Device().synchronize()
-    memory = [cp.full(4 * q.nbytes + 2**20, 0xFF, np.uint8) for _ in range(3)]
+    memory = [cp.full(4 * arrays[1].nbytes + 2**20, 0xFF, np.uint8) for _ in range(3)]
     del memory
-    return attention_backward(
-        *arrays, dlse=None if dlse is None else cp.asarray(dlse), q_offsets=q_offsets,
-        k_offsets=k_offsets, **options, **more,
-    )  # fmt: skip
+    return attention_backward(*arrays, **options, **more)
 
 
 def check(x):
@@ -200,3 +202,28 @@ def gradient_of_sinks(x):
     delta = (call.dout.astype(np.float64) * out).sum(-1) - call.dlse
     terms = -np.exp(call.options["sinks"] - lse) * delta
     return np.where(np.isnan(lse), 0, terms).sum(axis=(0, 2))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_graph_reads_the_offsets_of_the_moment(target, dim):
+    first, second = (
+        packed("bfloat16", (4, 2), (700, 700), (dim, dim), (offsets, offsets), BANDS[1])
+        for offsets in (np.array([0, 300, 310, 700]), np.array([20, 21, 500, 640]))
+    )
+    (arrays, options), (others, other_options) = on_device(first), on_device(second)
+    want = bits(attention_backward(*others, **other_options))
+    attention_backward(*arrays, **options)  # leaves a plan and memory to take
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        found = attention_backward(*arrays, **options)
+        graph = stream.end_capture()
+    pairs = [*zip(arrays[4:], others[4:], strict=True)]
+    pairs += [(options[name], other_options[name]) for name in ("q_offsets", "k_offsets")]
+    for x, y in pairs:
+        x.view(np.int16)[...] = y.view(np.int16)
+    cp.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert bits(found) == want

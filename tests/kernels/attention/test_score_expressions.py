@@ -193,6 +193,18 @@ def test_a_bias_by_another_name(axes):
     np.testing.assert_array_equal(seen, x[tuple(at[a] for a in axes)])
 
 
+@pytest.mark.parametrize("axes", ["h", "bh", "hj", "i"])
+def test_no_bias_by_positions_in_packed_sequences(axes):
+    """Those of an expression count in each sequence, those of a bias do not."""
+    sizes = {"b": 6, "h": 4, "i": 7, "j": 7}
+    x = np.zeros([sizes[a] for a in axes], np.float32)
+    q, offsets = np.zeros((6, 4, 7, 8)), np.array([0, 3, 7])
+    options = {"score": Score(f"s + x[{', '.join(axes)}]", x=x)}
+    operands = operands_in(options)
+    problem = attention_problem.attention_problem(q, q, q, None, None, q_offsets=offsets, **options)
+    assert (with_built_in(problem, operands) is None) == bool({"i", "j"} & {*axes})
+
+
 def test_a_bias_by_another_name_without_heads():
     q, k = np.zeros((2, 0, 5, 8)), np.zeros((2, 0, 7, 8))
     options = {"score": Score("s + x[b, j]", x=np.zeros((2, 7), np.float32))}
