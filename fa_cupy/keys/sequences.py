@@ -36,9 +36,15 @@ class Part(NamedTuple):
     keys: slice
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys."""
+        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+
+    @property
     def pairs(self) -> int:
         """Of a query and a key."""
-        return int((self.rows.stop - self.rows.start) * (self.keys.stop - self.keys.start))
+        rows, keys = self.lengths
+        return rows * keys
 
     def of_rows(self, x: Array | None) -> Array | None:
         """Return the part of an array (..., queries, dim)."""
