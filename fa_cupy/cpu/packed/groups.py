@@ -107,6 +107,20 @@ class Group:
         keys = self._keys[:, None, :] if x.shape[-1] > 1 else np.zeros((1, 1, 1), np.intp)
         return _in_front(x[..., rows, keys], 3, axes)
 
+    def inputs(
+        self, problem: Problem, axes: int, inputs: Sequence[Any], all_rows: bool
+    ) -> tuple[Any, ...]:
+        """Return q, k, v, bias and mask of the entries, given those of all sequences.
+
+        With `all_rows` queries behind the end of an entry may see keys.
+        """
+        q, k, v, bias, mask = inputs
+        seen, mask = self.seen(problem, axes, all_rows), self.pairs(mask, axes)
+        if seen is not None:
+            mask = seen if mask is None else mask & seen
+        rows = self.rows(q, axes), self.keys(k, axes), self.keys(v, axes)
+        return (*rows, self.pairs(bias, axes), mask if self.lengths[1] else None)
+
     def seen(self, problem: Problem, axes: int, all_rows: bool) -> Array | None:
         """Return which pairs are of a sequence, and in the band where it counts from the ends.
 

@@ -49,8 +49,8 @@ class SequenceTasks:
         ``new_tasks(problem, [out, lse], dtype, mask)`` returns the tasks of one sequence, with the
         attributes `cost` and `parallel` and the method ``run(arrays, score)``.
     new_call : callable
-        ``new_call(problem, q, strides)`` returns a
-        `fa_cupy.cpu.attention.Call`, of a group of sequences.
+        ``new_call(problem, q, strides)`` returns a `fa_cupy.cpu.attention.Call`, of a group of
+        sequences.
     """
 
     def __init__(
@@ -105,11 +105,7 @@ class SequenceTasks:
     def _run_group(self, group: Group, arrays: Sequence[Any]) -> None:
         q, k, v, bias, mask, out, lse, sinks = arrays
         axes = out.ndim
-        seen, mask = group.seen(self._problem, axes, all_rows=True), group.pairs(mask, axes)
-        if seen is not None:
-            mask = seen if mask is None else mask & seen
-        inputs: list[Any] = [group.rows(q, axes), group.keys(k, axes), group.keys(v, axes)]
-        inputs += [group.pairs(bias, axes), mask if group.lengths[1] else None]
+        inputs = group.inputs(self._problem, axes, (q, k, v, bias, mask), all_rows=True)
         sinks = group.numbers(sinks, axes)
         target = group.rows(out, axes) if group.adjacent else None
         key = tuple(None if x is None else (x.shape, x.strides) for x in (*inputs, sinks, target))
