@@ -7,6 +7,7 @@ behind the end of another one repeats its last row, and a mask hides it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -192,9 +193,9 @@ def grouped(parts: Iterable[Part], flop_per_pair: float) -> Iterator[Group | Par
         bucket.sort(key=lambda part: part.lengths[::-1])
         work = max(part.pairs for part in bucket) * flop_per_pair
         count = math.ceil(len(bucket) / max(_LEAST_SEQUENCES, int(_GROUP_FLOP / max(work, 1))))
-        size = math.ceil(len(bucket) / count)
-        for begin in range(0, len(bucket), size):
-            yield Group(bucket[begin : begin + size])
+        bounds = [i * len(bucket) // count for i in range(count + 1)]
+        for begin, end in itertools.pairwise(bounds):
+            yield Group(bucket[begin:end])
 
 
 def _step(length: int) -> int:
