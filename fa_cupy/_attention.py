@@ -477,8 +477,9 @@ def attention_backward(
     keys then sum to 1.
 
     A query without visible keys has gradient 0 and contributes nothing to other gradients but that
-    of its sink, and one of a sequence whose offsets are not valid not to that either. The contents of hidden keys and values, NaN included, never reach a gradient. Where
-    `lse` is merged over parts of the keys, pass `sinks` with the part that they were given with.
+    of its sink, and in a sequence whose offsets are not valid not to that either. The contents of
+    hidden keys and values, NaN included, never reach a gradient. Where `lse` is merged over parts
+    of the keys, pass `sinks` with the part that they were given with.
 
     References
     ----------

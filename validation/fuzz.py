@@ -1,7 +1,7 @@
 """Random calls for a given time: against float64, and captured into graphs that are replayed.
 
 Every call is drawn by hypothesis, with the strategies of the tests, and of one of these kinds:
-attention, with key lengths and with pages too, its gradients, causal products, their gradients
+attention, with key lengths, pages and offsets too, its gradients, causal products, their gradients
 (each held against float64), and, on a GPU, any of them captured into a graph.  A captured call is
 replayed three times while all memory that it gave back belongs to others: results must be the bits
 of an eager call, and the others' memory must stay as it is.
@@ -179,7 +179,12 @@ def kinds(xp: Any) -> dict[str, Any]:
         "attention": (forward, calls),
         "attention with k_lengths": (forward, {"case": keyed_cases.cases_with_lengths()}),
         "attention with page_table": (forward, {"case": keyed_cases.paged_cases()}),
+        "attention with q_offsets": (forward, {"case": keyed_cases.packed_cases()}),
         "attention_backward": (backward, finite),
+        "attention_backward with q_offsets": (
+            backward,
+            {"case": keyed_cases.packed_cases(finite=True), "dlse": st.booleans()},
+        ),
         "causal_product": (product, of_products),
         "causal_product_backward": (product_backward, {**of_products, "dstate": st.booleans()}),
     }
@@ -189,6 +194,8 @@ def kinds(xp: Any) -> dict[str, Any]:
         found["captured attention"] = (captured_attention, {**calls, **gradient})
         in_pages = {"case": keyed_cases.paged_cases(), "gradient": st.just(False), **mode}
         found["captured attention, pages"] = (captured_attention, in_pages)
+        packed = {"case": keyed_cases.packed_cases(finite=True), **gradient}
+        found["captured attention, offsets"] = (captured_attention, packed)
         name = {"name": st.sampled_from(PRODUCTS), **mode}
         found["captured products"] = (captured_product, {**of_products, **name})
     return found

@@ -26,7 +26,7 @@ from fa_cupy.cpu.masks import rows as mask_rows
 from fa_cupy.cpu.masks.entries import dense_of
 from fa_cupy.cpu.masks.thin import Pairs
 from fa_cupy.cpu.masks.tiles import MaskTiles
-from fa_cupy.cpu.sequences import SequenceTasks
+from fa_cupy.cpu.packed.sequences import SequenceTasks
 from fa_cupy.cpu.short_entries import Group, ShortEntries
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.keys.layout import KeyArrays
@@ -232,7 +232,7 @@ class Call:
         if not math.prod(shape[:-1]):  # however many batch entries there are
             return
         if problem.offsets is not None:
-            self._tasks = SequenceTasks(problem, out_views, dtype, _Tasks)
+            self._tasks = SequenceTasks(problem, out_views, dtype, _Tasks, Call)
         elif problem.k_lengths is None and problem.pages is None:
             self._tasks = _Tasks(problem, out_views, dtype, mask)
         else:

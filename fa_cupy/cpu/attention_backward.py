@@ -20,6 +20,7 @@ from fa_cupy.cpu import blas, key_entries, thread_pool
 from fa_cupy.cpu.masks import entries, entries_backward
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
+from fa_cupy.cpu.packed.groups import Group, grouped
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.keys import sequences
 from fa_cupy.keys.layout import KeyArrays
@@ -228,10 +229,65 @@ class _PackedPlan:
     ) -> dict[str, Array]:
         """Return the gradients."""
         copy = partial(np.copyto, casting="unsafe")
-        backend = sequences.Backend(np, self._solve, empty, copy, self._each)
+        plain = score is None and (inputs[4] is None or isinstance(inputs[4], np.ndarray))
+        # What entries of a group share would be summed over queries that are no sequence's.
+        together = plain and not {"bias", "sinks"} & {*self.need}
+        group = partial(self._groups, inputs, results, sinks) if together else None
+        backend = sequences.Backend(np, self._solve, empty, copy, self._each, group)
         return sequences.backward(
             backend, self.problem, inputs, results, self.need, sinks, score, keys
         )
+
+    def _groups(
+        self,
+        inputs: tuple[Any, ...],
+        results: tuple[Any, ...],
+        sinks: Array | None,
+        parts: list[Part],
+        found: dict[str, Array],
+    ) -> list[Part]:
+        """Compute short sequences as entries of calls; return the others."""
+        per_pair = math.prod(self.problem.batch) * _flop_of_score(self.problem)
+        divided = [*grouped(parts, per_pair)]
+        tasks = [x for x in divided if isinstance(x, Group)]
+        tasks.sort(key=lambda group: -len(group.parts) * math.prod(group.lengths))
+        work = partial(self._add_group, inputs, results, sinks, found)
+        flop = sum(len(x.parts) * math.prod(x.lengths) for x in tasks) * per_pair
+        thread_pool.run(tasks, lambda: work, flop > _TASK_FLOP)
+        return [x for x in divided if isinstance(x, Part)]
+
+    def _add_group(
+        self,
+        inputs: tuple[Any, ...],
+        results: tuple[Any, ...],
+        sinks: Array | None,
+        found: dict[str, Array],
+        group: Group,
+    ) -> None:
+        axes = len(self.problem.out_shape)
+        out, lse, dout, dlse = results
+        given = group.inputs(self.problem, axes, inputs, all_rows=False)
+        of_sinks = group.numbers(sinks, axes)
+        of_rows = (
+            group.rows(out, axes), group.numbers(lse, axes), group.rows(dout, axes),
+            group.numbers(dlse, axes),
+        )  # fmt: skip
+        arrays = (*given, of_sinks, *of_rows)
+        key = tuple([None if x is None else (x.shape, x.strides) for x in arrays])
+        plan = self._plans.get(key)
+        if plan is None:
+            problem = group.problem(self.problem, given, of_sinks)
+            plan = _planned(problem, given, of_rows, self.need, of_sinks, None)
+            self._keep(key, plan)
+        grads = _run(plan, given, of_rows, _empty, of_sinks)
+        for name, x in grads.items():
+            scatter = group.scatter_rows if name == "q" else group.scatter_keys
+            scatter(found[name], x.reshape(x.shape[:1] + x.shape[axes + 1 - found[name].ndim :]))
+
+    def _keep(self, key: Any, plan: Plan) -> None:
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
 
     def _solve(
         self,
@@ -251,9 +307,7 @@ class _PackedPlan:
             found = self._plans.get(key)
             if found is None:
                 found = _planned(problem(), given, (*results,), need, sinks, score)
-                if len(self._plans) >= _MOST_PLANS:
-                    self._plans.clear()
-                self._plans[key] = found
+                self._keep(key, found)
             plan = found
         return _run(plan, given, (*results,), _empty, sinks, score)
 

@@ -133,7 +133,9 @@ def unpacked_gradients(
     queries without keys, to which nothing adds.
     """
     alone, seen, bad = unpacked(xp, problem, mask, keys)
-    out, lse, dout, dlse = (None if x is None else x.copy() for x in results)
+    out, lse, dout, dlse = (
+        None if x is None else as_integers(x).copy().view(x.dtype) for x in results
+    )
     for x in (out, dout):
         assert x is not None
         _write(xp, x, bad[:, None], 0.0)

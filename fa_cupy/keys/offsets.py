@@ -189,7 +189,7 @@ def intervals(xp: Any, problem: Any, keys: KeyArrays) -> Intervals:
     problem : Problem
     keys : KeyArrays
     """
-    (q, q_right), (k, k_right) = (
+    (q, q_wrong), (k, k_wrong) = (
         _normalised(xp, x, length)
         for x, length in ((keys.q_offsets, problem.q_len), (keys.k_offsets, problem.k_len))
     )
@@ -201,8 +201,8 @@ def intervals(xp: Any, problem: Any, keys: KeyArrays) -> Intervals:
     s = xp.searchsorted(q[1:], rows, side="right")
     inside = (rows >= q[0]) & (s < count)
     s = xp.minimum(s, count - 1)
-    right = q_right & k_right
-    right = (right[1:] & right[:-1])[s]
+    wrong = q_wrong | k_wrong
+    wrong = inside & (wrong[1:] | wrong[:-1])[s]
     begin, end = k[s], k[s + 1]
     first, last = begin, end - 1
     here = rows - q[s] + begin  # where a query stands if both begin together
@@ -212,12 +212,12 @@ def intervals(xp: Any, problem: Any, keys: KeyArrays) -> Intervals:
         first = xp.maximum(first, here + problem.lower)
     if problem.upper is not None:
         last = xp.minimum(last, here + problem.upper)
-    seen = inside & right & (first <= last)
-    return Intervals(xp.where(seen, first, 0), xp.where(seen, last, -1), inside & ~right)
+    hidden = wrong | (inside == 0) | (first > last)
+    return Intervals(xp.where(hidden, 0, first), xp.where(hidden, -1, last), wrong)
 
 
 def _normalised(xp: Any, offsets: Any, length: int) -> tuple[Any, Any]:
-    """Return offsets that ascend and are in range, and which of them are as they were given."""
+    """Return offsets that ascend and are in range, and which of them were given otherwise."""
     given = offsets.astype(np.int64)
     inside = xp.clip(given, 0, length)
     # A running maximum by doubling steps: CuPy has no `maximum.accumulate`.
@@ -225,4 +225,4 @@ def _normalised(xp: Any, offsets: Any, length: int) -> tuple[Any, Any]:
     while step < found.size:
         found = xp.concatenate([found[:step], xp.maximum(found[step:], found[:-step])])
         step *= 2
-    return found, found == given
+    return found, found != given

@@ -36,9 +36,15 @@ class Part(NamedTuple):
     keys: slice
 
     @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys."""
+        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+
+    @property
     def pairs(self) -> int:
         """Of a query and a key."""
-        return int((self.rows.stop - self.rows.start) * (self.keys.stop - self.keys.start))
+        rows, keys = self.lengths
+        return rows * keys
 
     def of_rows(self, x: Array | None) -> Array | None:
         """Return the part of an array (..., queries, dim)."""
@@ -192,6 +198,9 @@ class Backend(NamedTuple):
         ``copy(out, x)`` copies between any of the four dtypes.
     each : callable
         ``each(work, parts)`` returns the values of ``work(part)``, in order.
+    group : callable, optional
+        ``group(parts, found)`` writes gradients of some sequences, which are theirs alone, to those
+        of all, and returns the other parts.
     """
 
     xp: Any
@@ -199,6 +208,7 @@ class Backend(NamedTuple):
     empty: Callable[..., Array]
     copy: Callable[[Array, Array], Any]
     each: Callable[[Callable[[Part], Any], list[Part]], list[Any]]
+    group: Callable[[list[Part], dict[str, Array]], list[Part]] | None = None
 
 
 def backward(
@@ -248,13 +258,21 @@ def backward(
         return sums.without_disjoint(part, found)
 
     found = parts(keys, problem.q_len)
+    if backend.group is not None:
+        found = backend.group(found, sums.found)
     for part, terms in zip(found, backend.each(work, found), strict=True):
         sums.add(part, terms)
     return sums.finished()
 
 
 class _Sums:
-    """The gradients of all sequences together."""
+    """The gradients of all sequences together.
+
+    Attributes
+    ----------
+    found : dict of array
+        By name, in the dtype of the argument or of sums.
+    """
 
     def __init__(
         self, backend: Backend, problem: Problem, given: Mapping[str, Array], need: Sequence[str]
@@ -268,17 +286,17 @@ class _Sums:
         if problem.sinks is not None:
             own |= {"sinks"} if given["sinks"].shape[-1:] == (problem.q_len,) else set()
         self._own = own
-        self._found = {}
+        self.found = {}
         for name in need:
             of = given[name]
             dtype = of.dtype if name in own else self._dtype
-            self._found[name] = backend.empty(of.shape, dtype, of)
-            self._found[name].view(f"u{dtype.itemsize}").fill(0)
+            self.found[name] = backend.empty(of.shape, dtype, of)
+            self.found[name].view(f"u{dtype.itemsize}").fill(0)
         self._given = given
 
     def read(self, name: str, x: Array | None) -> Array | None:
         """Return an argument: in the dtype of sums, if its gradient is to be one."""
-        if x is None or name not in self._found or name in self._own or x.dtype == self._dtype:
+        if x is None or name not in self.found or name in self._own or x.dtype == self._dtype:
             return x
         found = self._backend.xp.empty(x.shape, self._dtype)
         self._backend.copy(found, x)
@@ -300,7 +318,7 @@ class _Sums:
         return replace(score, program=program, values=tuple(values))
 
     def _part(self, name: str, part: Part) -> Array:
-        x = self._found[name]
+        x = self.found[name]
         if name in ("k", "v"):
             return part.of_keys(x)
         of = {"q": part.of_rows, "bias": part.of_scores, "sinks": part.of_numbers}.get(name)
@@ -327,7 +345,7 @@ class _Sums:
     def finished(self) -> dict[str, Array]:
         """Return all gradients, in the dtypes of their arguments."""
         found = {}
-        for name, total in self._found.items():
+        for name, total in self.found.items():
             of = self._given[name]
             found[name] = total
             if total.dtype != of.dtype:

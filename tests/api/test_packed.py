@@ -199,11 +199,11 @@ def test_masks_of_bits(xp, options, small):
     bits = BitMask(mask)
     own = [bits[..., rows, keys] for rows, keys in spans(q_offsets, k_offsets)]
     arrays = [xp.asarray(x) for x in (q, k, v)]
-    for given in (xp.asarray(mask), bits, own, tuple(own)):
-        out, lse = attention(*arrays, mask=given, return_lse=True, **options)
+    for shown in (xp.asarray(mask), bits, own, tuple(own)):
+        out, lse = attention(*arrays, mask=shown, return_lse=True, **options)
         np.testing.assert_allclose(to_numpy(out), want[0], atol=1e-5)
         np.testing.assert_allclose(to_numpy(lse), want[1], atol=1e-5)
-        found = attention_backward(xp.asarray(dout), *arrays, out, lse, mask=given, **options)
+        found = attention_backward(xp.asarray(dout), *arrays, out, lse, mask=shown, **options)
         for x, y in zip(found, dwant, strict=True):
             np.testing.assert_allclose(to_numpy(x), y, atol=1e-4)
 
@@ -401,8 +401,8 @@ def test_arrays_of_other_libraries():
     offsets = np.array([0, 7, 20], np.int32)
     want = attention(q, k, v, q_offsets=offsets)
     arrays = [torch.from_numpy(x) for x in (q, k, v)]
-    for given in (offsets, torch.from_numpy(offsets)):
-        found = attention(*arrays, q_offsets=given)
+    for there in (offsets, torch.from_numpy(offsets)):
+        found = attention(*arrays, q_offsets=there)
         assert type(found) is torch.Tensor
         np.testing.assert_array_equal(found.numpy(), want)
     with pytest.raises(ValueError, match=r"q_offsets\[2\] is 21, want 0 to 20"):

@@ -1,4 +1,4 @@
-"""Calls of attention with key lengths and page tables, and of the cache of keys and values."""
+"""Calls of attention with key lengths, page tables and offsets, and of the cache of keys."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ _CASES: dict[str, tuple[bool, int, dict[str, Any]]] = {
     "of pages": (True, 70, {"page_table": _TABLE, "sinks": draw("sinks", (4, 1), np.float32)}),
     "of pages, one query": (True, 1, {"page_table": _TABLE, "k_lengths": _LENGTHS}),
 }
+_OFFSETS = {
+    "q_offsets": np.array([3, 20, 20, 60]),
+    "k_offsets": np.array([0, 1, 90, 128], np.int32),
+}
+_PACKED: dict[str, dict[str, Any]] = {
+    "of offsets": {**_OFFSETS, **_BOTTOM},
+    "of offsets, bias, mask and sinks": {
+        **_OFFSETS,
+        "bias": draw("bias", (1, 128), np.float32),
+        "mask": chance("mask", (3, 1, 70, 128), 0.6),
+        "sinks": draw("sinks", (4, 1), np.float32),
+    },
+}
 _ERRORS: dict[str, dict[str, Any]] = {
     "length": {"k_lengths": np.array([3, 129, 4])},
     "length dtype": {"k_lengths": np.ones(3)},
@@ -39,6 +52,12 @@ _ERRORS: dict[str, dict[str, Any]] = {
     "table axes": {"page_table": np.array(3)},
     "table dtype": {"page_table": np.ones((3, 2))},
     "table of rows": {"page_table": np.full((3, 2), 3)},
+    "offsets descend": {"q_offsets": np.array([0, 4, 3]), "k_offsets": np.array([0, 4, 5])},
+    "offset": {"q_offsets": np.array([0, 6]), "k_offsets": np.array([0, 4])},
+    "offsets dtype": {"q_offsets": np.ones(3)},
+    "offsets without keys": {"q_offsets": np.array([0, 5])},
+    "offsets of keys": {"k_offsets": np.array([0, 5])},
+    "offsets and length": {"q_offsets": np.array([0, 5]), "k_lengths": 3},
 }
 
 
@@ -53,6 +72,21 @@ def _solved(name: str, dtype: str) -> Callable[[Any], Any]:
             for arg, x in (arrays | options).items()
         }
         return fa_cupy.attention(**given, return_lse=True)
+
+    return run
+
+
+def _packed(name: str, dtype: str) -> Callable[[Any], Any]:
+    def run(xp: Any) -> Any:
+        shapes = {"q": (3, 4, 70, 16), "k": (3, 2, 128, 16), "v": (3, 2, 128, 24)}
+        arrays = {arg: draw(arg, shape, DTYPES[dtype]) for arg, shape in shapes.items()}
+        dout = xp.asarray(draw("dout", (3, 4, 70, 24), DTYPES[dtype]))
+        given = {
+            arg: xp.asarray(x) if isinstance(x, np.ndarray) else x
+            for arg, x in (arrays | _PACKED[name]).items()
+        }
+        out, lse = fa_cupy.attention(**given, return_lse=True)
+        return out, lse, *fa_cupy.attention_backward(dout=dout, out=out, lse=lse, **given)
 
     return run
 
@@ -91,6 +125,10 @@ def calls() -> Iterator[Call]:
         for dtype in some_dtypes(name):
             slack = GPU_TOLERANCE[dtype]  # parts of the keys are summed in another order
             yield Call(f"attention {name} {dtype}", _solved(name, dtype), slack=slack)
+    for name in _PACKED:
+        for dtype in some_dtypes(name):
+            slack = GPU_TOLERANCE[dtype]
+            yield Call(f"attention {name} {dtype}", _packed(name, dtype), slack=slack)
     for kind, page_size in (("contiguous", None), ("paged", 16)):
         yield Call(f"KVCache {kind}", _cached(page_size), slack=GPU_TOLERANCE["float32"])
     for name, changed in _ERRORS.items():

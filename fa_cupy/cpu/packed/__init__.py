@@ -1,0 +1,1 @@
+"""Packed sequences on the CPU."""
