@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 
 from fa_cupy.core import arrays, attention_problem, checks, dispatch, linear_problem
+from fa_cupy.core.arrays import Native
+from fa_cupy.keys import packed
+from fa_cupy.keys.layout import KeyArrays
+from fa_cupy.keys.offsets import Offsets
 
 _FEATURE_MAPS = ("elu1", "relu", "exp", "identity")
 
@@ -26,6 +30,7 @@ def causal_product(
     return_state: bool = False,
     reverse: bool = False,
     algorithm: str = "auto",
+    q_offsets: Any = None,
     out: Any = None,
 ) -> Any:
     """Causal product of queries, keys and values, in time proportional to their length.
@@ -55,6 +60,11 @@ def causal_product(
     algorithm : {"auto", "chunked", "recurrent", "low_occupancy"}
         The way of computing. ``"auto"`` and ``"chunked"`` support all arrays; the others are
         kernels for float32 on a GPU.
+    q_offsets : array, shape (n + 1,), optional
+        Where packed sequences begin, as int32 or int64, on the host or the device of `q`: rows
+        ``q_offsets[s]`` to ``q_offsets[s + 1] - 1`` are sequence s, for which the product is
+        computed by itself. Each has a state, in an axis before the last two: ``(..., n, E, M)``.
+        Rows of no sequence have output 0.
     out : array, shape (..., L, M), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -124,25 +134,27 @@ def causal_product(
     True
     """
     cached = _CACHED.get(type(q))
-    if cached is not None:
+    if cached is not None and q_offsets is None:
         answer = cached(q, k, v, initial_state, return_state, reverse, algorithm, out)
         if answer is not None:
             return answer
     name = "causal_product"
-    native = dispatch.to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
+    native, keys = _native(
+        name, q_offsets, None, q=q, k=k, v=v, initial_state=initial_state, out=out
+    )
     *inputs, result = native.arrays
-    problem = linear_problem.product_problem(name, *inputs)
+    problem = linear_problem.product_problem(name, *inputs, offsets=_offsets(keys))
     dispatch.check_out(name, result, problem, inputs)
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
     algorithm = linear_problem.algorithm(name, algorithm, native.backend, problem.dtype)
-    backend = dispatch.backend_of(native, "linear_attention")
-    if inputs[0] is q:  # an array of NumPy or CuPy itself
+    backend, more = _backend(native, keys)
+    if inputs[0] is q and keys is None:  # an array of NumPy or CuPy itself
         _CACHED[type(q)] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)
         result, state = backend.product(
-            problem, *inputs, result,
+            problem, *inputs, result, *more,
             reverse=reverse, return_state=with_state, algorithm=algorithm,
         )  # fmt: skip
         answer = native.give_back(result) if out is None else out
@@ -157,6 +169,7 @@ def causal_product_backward(
     *,
     initial_state: Any = None,
     reverse: bool = False,
+    q_offsets: Any = None,
     dstate: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `causal_product` with respect to its array arguments.
@@ -171,6 +184,7 @@ def causal_product_backward(
     initial_state : array, shape (..., E, M), optional
         The arguments of the product.
     reverse : bool
+    q_offsets : array, shape (n + 1,), optional
         As in the product.
     dstate : array, shape (..., E, M), optional
         Gradient of the returned state, with its shape and dtype; zero by default.
@@ -219,26 +233,26 @@ def causal_product_backward(
     [True, True, True]
     """
     cached = _CACHED_BACKWARD.get(type(q))
-    if cached is not None:
+    if cached is not None and q_offsets is None:
         answer: tuple[Any, ...] | None = cached(dout, q, k, v, initial_state, reverse, dstate)
         if answer is not None:
             return answer
     name = "causal_product_backward"
-    native = dispatch.to_native(
-        name, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
+    native, keys = _native(
+        name, q_offsets, None, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
     )
     *inputs, grad, state_grad = native.arrays
-    problem = linear_problem.product_problem(name, *inputs)
+    problem = linear_problem.product_problem(name, *inputs, offsets=_offsets(keys))
     checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
     if state_grad is not None:
         shape, dtype = problem.state_shape, problem.state_dtype
         checks.check_gradient(name, "dstate", state_grad, shape, dtype)
     reverse = checks.flag(name, "reverse", reverse)
-    backend = dispatch.backend_of(native, "linear_attention")
-    if inputs[0] is q:
+    backend, more = _backend(native, keys)
+    if inputs[0] is q and keys is None:
         _CACHED_BACKWARD[type(q)] = dispatch.backend_of(native, "causal_product_backward").cached
     with native.context:
-        grads = backend.backward(problem, grad, *inputs, state_grad, reverse=reverse)
+        grads = backend.backward(problem, grad, *inputs, state_grad, *more, reverse=reverse)
         return tuple(native.give_back(x) for x in grads if x is not None)
 
 
@@ -252,6 +266,8 @@ def linear_attention(
     is_causal: bool = True,
     initial_state: Any = None,
     return_state: bool = False,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
     out: Any = None,
 ) -> Any:
     """Linear attention: a product of features and values, divided by the sums of its weights.
@@ -282,6 +298,12 @@ def linear_attention(
         the number of features, which is E except for a callable.
     return_state : bool
         Whether to return the state after the last key too.
+    q_offsets : array, shape (n + 1,), optional
+        Where packed sequences begin, as in `causal_product`; rows see keys of their own sequence
+        only. States are ``(..., n, F, M + 1)``.
+    k_offsets : array, shape (n + 1,), optional
+        Where the keys of the sequences begin, with ``is_causal=False``; by default where the
+        queries do.
     out : array, shape (..., Lq, M), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -350,7 +372,7 @@ def linear_attention(
     (1000, 16)
     """
     cached = _CACHED_NORMALISED.get(type(q))
-    if cached is not None:
+    if cached is not None and q_offsets is k_offsets is None:
         answer = cached(q, k, v, feature_map, eps, is_causal, initial_state, return_state, out)
         if answer is not None:
             return answer
@@ -359,21 +381,25 @@ def linear_attention(
     number = checks.finite(name, "eps", eps, minimum=0.0)
     causal = checks.flag(name, "is_causal", is_causal)
     with_state = checks.flag(name, "return_state", return_state)
-    native = dispatch.to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
+    _check_k_offsets(name, k_offsets, causal)
+    native, keys = _native(
+        name, q_offsets, k_offsets, q=q, k=k, v=v, initial_state=initial_state, out=out
+    )
+    offsets = _offsets(keys)
     *inputs, initial, result = native.arrays
     # Of features the dim is not known yet, which the state has.
     known = None if callable(feature_map) else initial
-    problem = _problem(name, [*inputs, known], causal)
+    problem = _problem(name, [*inputs, known], causal, offsets)
     dispatch.check_out(name, result, problem, [*inputs, initial])
     like = inputs[0]
-    backend = dispatch.backend_of(native, "linear_attention")
-    if native.backend == "numpy" and like is q:
+    backend, more = _backend(native, keys)
+    if native.backend == "numpy" and like is q and keys is None:
         _CACHED_NORMALISED[type(q)] = backend.cached_normalised
     with native.context:
         if callable(feature_map):  # which may allocate what belongs to this call
             features = _features(name, (q, k), inputs[:2], feature_map)
             inputs[:2] = features.values()
-            problem = _problem(name, [*inputs, initial], causal)
+            problem = _problem(name, [*inputs, initial], causal, offsets)
             if out is not None:
                 attention_problem.check_out(
                     name, result, problem.out_shape, problem.dtype, features.items()
@@ -381,7 +407,7 @@ def linear_attention(
         if result is None:
             result = dispatch.allocator(native)(problem.out_shape, problem.dtype, like)
         result, state = backend.linear_attention(
-            problem, *inputs, initial, result,
+            problem, *inputs, initial, result, *more,
             feature=feature, eps=number, is_causal=causal, return_state=with_state,
         )  # fmt: skip
         answer = native.give_back(result) if out is None else out
@@ -399,6 +425,8 @@ def linear_attention_backward(
     eps: float = 1e-6,
     is_causal: bool = True,
     initial_state: Any = None,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
     dstate: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `linear_attention` with respect to its array arguments.
@@ -419,6 +447,7 @@ def linear_attention_backward(
     eps : float
     is_causal : bool
     initial_state : array, shape (..., F, M + 1), optional
+    q_offsets, k_offsets : array, shape (n + 1,), optional
         The arguments of the attention.
     dstate : array, shape (..., F, M + 1), optional
         Gradient of the returned state, with its shape and dtype; zero by default.
@@ -476,24 +505,27 @@ def linear_attention_backward(
     _check_feature_gradient(name, feature_map, feature_map_gradient)
     number = checks.finite(name, "eps", eps, minimum=0.0)
     causal = checks.flag(name, "is_causal", is_causal)
-    native = dispatch.to_native(
-        name, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
-    )
+    _check_k_offsets(name, k_offsets, causal)
+    native, keys = _native(
+        name, q_offsets, k_offsets,
+        q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate,
+    )  # fmt: skip
+    offsets = _offsets(keys)
     *inputs, initial, grad, state_grad = native.arrays
     plain = inputs[:2]
     known = None if callable(feature_map) else initial
-    problem = _problem(name, [*inputs, known], causal)
+    problem = _problem(name, [*inputs, known], causal, offsets)
     checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
-    backend = dispatch.backend_of(native, "linear_attention")
+    backend, more = _backend(native, keys)
     with native.context:
         if callable(feature_map):
             inputs[:2] = _features(name, (q, k), plain, feature_map).values()
-            problem = _problem(name, [*inputs, initial], causal)
+            problem = _problem(name, [*inputs, initial], causal, offsets)
         if state_grad is not None:
             shape, dtype = problem.state_shape, problem.state_dtype
             checks.check_gradient(name, "dstate", state_grad, shape, dtype)
         found = backend.linear_attention_backward(
-            problem, grad, *inputs, initial, state_grad,
+            problem, grad, *inputs, initial, state_grad, *more,
             feature=feature, eps=number, is_causal=causal,
         )  # fmt: skip
         dq, dk, *rest = (native.give_back(x) for x in found if x is not None)
@@ -503,8 +535,43 @@ def linear_attention_backward(
         return (dq, dk, *rest)
 
 
-def _problem(name: str, arrays: Sequence[Any], causal: bool) -> linear_problem.Product:
-    return linear_problem.product_problem(name, *arrays, aligned=causal, normalised=True)
+def _problem(
+    name: str, arrays: Sequence[Any], causal: bool, offsets: Offsets | None
+) -> linear_problem.Product:
+    return linear_problem.product_problem(
+        name, *arrays, aligned=causal, normalised=True, offsets=offsets
+    )
+
+
+def _native(
+    name: str, q_offsets: Any, k_offsets: Any, **arrays: Any
+) -> tuple[Native, KeyArrays | None]:
+    """Return arrays as native ones, and the offsets, checked, where there are any."""
+    if q_offsets is None and k_offsets is None:
+        return dispatch.to_native(name, **arrays), None
+    given, host = packed.separated(name, arrays["q"], q_offsets, k_offsets)
+    native = dispatch.to_native(name, **arrays, **given)
+    some, more = native.arrays[: len(arrays)], native.arrays[len(arrays) :]
+    offsets = dict(zip(given, more, strict=True)) | host
+    named = dict(zip(arrays, some, strict=True))
+    lengths = tuple(x.shape[-2] if x.ndim > 1 else 0 for x in (named["q"], named["k"]))
+    return native._replace(arrays=some), packed.checked(name, offsets, lengths)
+
+
+def _offsets(keys: KeyArrays | None) -> Offsets | None:
+    return None if keys is None else packed.offsets_of(keys)
+
+
+def _backend(native: Native, keys: KeyArrays | None) -> tuple[Any, tuple[KeyArrays, ...]]:
+    """Return the module that computes, and what its functions take of packed sequences."""
+    if keys is None:
+        return dispatch.backend_of(native, "linear_attention"), ()
+    return dispatch.backend_of(native, "packed.products"), (keys,)
+
+
+def _check_k_offsets(name: str, k_offsets: Any, causal: bool) -> None:
+    if causal and k_offsets is not None:
+        raise ValueError(f"{name}: k_offsets is given with is_causal=True, want is_causal=False")
 
 
 def _feature(name: str, feature_map: Any) -> str | None:

@@ -157,6 +157,18 @@ def linear_attention_backward(
     is_causal: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Return the gradients of linear attention by q, k, v and the initial state."""
+    return gradients(
+        Products(), problem, dout, q, k, v, initial, dstate,
+        feature=feature, eps=eps, is_causal=is_causal,
+    )  # fmt: skip
+
+
+def gradients(
+    products: linear_gradients.Products, problem: linear_problem.Product, dout: Array, q: Array,
+    k: Array, v: Array, initial: Array | None, dstate: Array | None, *, feature: str | None,
+    eps: float, is_causal: bool,
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    """Do what `linear_attention_backward` does, by products that may be those of sequences."""
     dtype = problem.state_dtype
     with np.errstate(all="ignore"):
         x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
@@ -164,8 +176,10 @@ def linear_attention_backward(
         np.copyto(values[..., :-1], v, casting="unsafe")
         values[..., -1] = 1
         grads = dout.astype(dtype, copy=False)
-        given = linear_gradients.Given(x, y, values, initial, eps, is_causal)
-        dx, dy, dvalues, dinitial = linear_gradients.gradients(_Products(), given, grads, dstate)
+        given = linear_gradients.Given(
+            x, y, values, initial, eps, is_causal, offsets=problem.offsets
+        )
+        dx, dy, dvalues, dinitial = linear_gradients.gradients(products, given, grads, dstate)
         if feature is not None:
             feature_maps.GRADIENTS[feature](x, dx)
             feature_maps.GRADIENTS[feature](y, dy)
@@ -174,7 +188,7 @@ def linear_attention_backward(
         return dx.astype(q.dtype, copy=False), dy.astype(k.dtype, copy=False), dv, dinitial
 
 
-class _Products:
+class Products:
     """`tiled.linear_gradients.Products` for NumPy."""
 
     xp: Any = np
@@ -195,15 +209,16 @@ class _Products:
 
     @staticmethod
     def total(
-        problem: linear_problem.Product, y: Array, values: Array, initial: Array | None
-    ) -> Array:
+        problem: linear_problem.Product, y: Array, values: Array, initial: Array | None,
+        of_keys: bool,
+    ) -> Array:  # fmt: skip
         state = np.empty(problem.state_shape, problem.state_dtype)
         scan = scan_of(problem, y, values, (), False)
         scan.run(state_side(initial, problem.initial), state)
         return state
 
     @staticmethod
-    def read(rows: Array, state: Array) -> Array:
+    def read(rows: Array, state: Array, of_keys: bool) -> Array:
         # No keys: what is read is the initial state.
         k, v = (np.empty((*state.shape[:-2], 0, n), rows.dtype) for n in state.shape[-2:])
         problem = linear_problem.product_problem("read", rows, k, v, state, aligned=False)

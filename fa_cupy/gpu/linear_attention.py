@@ -50,8 +50,8 @@ def linear_attention(
         state: Any = workspace.empty(weighing.state_shape, dtype) if return_state else None
         compute(weighing, x, y, values, first, sums, state, reverse=False)
     else:
-        state = _Products.total(weighing, y, values, first)
-        sums = _Products.read(x, state)
+        state = _Products.total(weighing, y, values, first, True)
+        sums = _Products.read(x, state, False)
     if out.size:
         weighted = sums[..., :dim]
         linear_elementwise.normalise(sums[..., dim:], unit, eps, weighted)
@@ -137,12 +137,12 @@ class _Products:
             return backward(problem, dsums, x, y, values, initial, dstate, reverse=False)
 
     @staticmethod
-    def total(problem: Product, y: Any, values: Any, initial: Any) -> Any:
+    def total(problem: Product, y: Any, values: Any, initial: Any, of_keys: bool) -> Any:
         ends = np.array([problem.k_len])
         return states(problem, y, values, initial, ends, reverse=False)[..., 0, :, :]
 
     @staticmethod
-    def read(rows: Any, state: Any) -> Any:
+    def read(rows: Any, state: Any, of_keys: bool) -> Any:
         if state.ndim > 2 and rows.ndim > 2 and 1 < state.shape[-3] < rows.shape[-3]:
             state = cupy.repeat(state, rows.shape[-3] // state.shape[-3], axis=-3)
         batch = np.broadcast_shapes(rows.shape[:-2], state.shape[:-2])

@@ -230,7 +230,7 @@ def check_numbers(name: str, problem: Any, keys: KeyArrays) -> None:
 
     Entries of the table behind the last page that is needed may be any.
     """
-    lengths, table = keys
+    lengths, table = keys.lengths, keys.table
     on_host = isinstance(lengths, np.ndarray)
     if on_host:
         bad = (lengths < 0) | (lengths > problem.k_len)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,22 +66,25 @@ def plan_of(
     if plan is not UNKNOWN:
         return plan
     plan = None
-    if _is_plain(problem, q, k, v, initial):
+    if is_plain(problem, q, k, v, initial):
         if problem.q_len == problem.k_len == 1 and not gradients:
             plan = single_step.step_for(problem, q, k, v, feature, eps)
-        elif _has_one_segment(problem, k) and all(map(_is_stack_or_small, (q, k, v))):
+        elif _has_one_segment(problem, k) and all(map(is_stack_or_small, (q, k, v))):
             plan = Gradients(problem, q, k, v)
             if not gradients:
                 plan = Scan(problem, q, k, v, feature, eps)
     return plan if key is None else remember(key, plan)
 
 
-def _is_plain(
+def is_plain(
     problem: linear_problem.Product, q: Array, k: Array, v: Array, initial: Array | None
 ) -> bool:
     """Whether queries of one state follow each other: there is one of each, or a group of heads."""
     batch, own = problem.out_shape[:-2], k.shape[:-2]
-    if any(x.shape[:-2] != own for x in (v, initial) if x is not None) or q.shape[:-2] != batch:
+    if v.shape[:-2] != own or q.shape[:-2] != batch:
+        return False
+    tail = 2 if problem.offsets is None else 3
+    if initial is not None and initial.shape[:-tail] != own:
         return False
     if len(own) != len(batch) or own[:-1] != batch[:-1]:
         return False
@@ -91,7 +95,8 @@ def _has_one_segment(problem: linear_problem.Product, k: Array) -> bool:
     return Machine.segments(problem.k_len, math.prod(k.shape[:-2])) == 1
 
 
-def _is_stack_or_small(x: Array) -> bool:
+def is_stack_or_small(x: Array) -> bool:
+    """Whether an array is a stack of batch entries as it lies in memory, or little to copy."""
     return x.nbytes <= _MOST_COPIED or _is_stack(x)
 
 
@@ -141,7 +146,7 @@ class _Plan:
         lead = (n, copies) if copies > 1 else (n,)
         self.q, self.k, self.v = (*lead, *q.shape[-2:]), (n, *k.shape[-2:]), (n, *v.shape[-2:])
         self.out = (*lead, *problem.out_shape[-2:])
-        self.state = (n, *problem.state_shape[-2:])
+        self.state = (n, *problem.state_shape[k.ndim - 2 :])  # of packed sequences, one each
         self.state_shape, self.dtype = problem.state_shape, problem.state_dtype
         self.machine = Machine(self.dtype, self.products)
         largest = self.machine.largest(problem, n)
@@ -197,7 +202,7 @@ class Scan(_Plan):
     @staticmethod
     def takes(out: Array | None) -> bool:
         """Whether the output can be written there without much memory."""
-        return out is None or _is_stack_or_small(out)
+        return out is None or is_stack_or_small(out)
 
 
 class Gradients(_Plan):
@@ -223,29 +228,45 @@ class Gradients(_Plan):
         dinitial = None if initial is None else np.empty(self.state_shape, self.dtype)
         dfirst = self.states(dinitial)
         found = [results.new() for results in self._results]
-        dx, da, db = places = [r.places(y) for r, y in zip(self._results, found, strict=True)]
+        places = [r.places(y) for r, y in zip(self._results, found, strict=True)]
 
         def work(steps: Steps, part: slice, _: bool) -> bool:
-            queries, dsums = Operand(x[part]), Operand(grads[part])
-            keys, values = Operand(a[part]), Operand(b[part])
-            of_queries = (Read(dsums, dx[part], flipped=True),)
-            of_others = Read(values, da[part], flipped=True), Read(keys, db[part])
-            before, after = _part(dlast, part), _part(dfirst, part)
-            scan = functools.partial(chunked_scan.scan, steps, self.machine.sizes)
-            for once in (
-                functools.partial(
-                    scan, keys, values, of_queries, _part(first, part), None, reverse
-                ),
-                functools.partial(scan, queries, dsums, of_others, before, after, not reverse),
-            ):
-                if not once(False):
-                    once(True)
+            arrays = [array[part] for array in (grads, x, a, b, *places)]
+            states = [_part(array, part) for array in (first, dlast, dfirst)]
+            self.scan_both(steps, arrays, states, reverse)
             return True
 
         self.machine.run(self.tasks, work, self.flop)
         triples = zip(self._results, found, places, strict=True)
         dq, dk, dv = (results.finish(y, place) for results, y, place in triples)
         return dq, dk, dv, dinitial
+
+    def scan_both(
+        self, steps: Steps, arrays: Sequence[Array], states: Sequence[Array | None], reverse: bool
+    ) -> None:
+        """Scan some entries in both directions, each once more, exactly, where it is not finite.
+
+        Parameters
+        ----------
+        steps : Steps
+        arrays : sequence of array
+            Parts of dout, q, k and v, then those of dq, dk and dv to write to.
+        states : sequence of array or None
+            The initial states, the gradients of the last ones, and those of the first to write to.
+        reverse : bool
+        """
+        dsums, queries, keys, values = map(Operand, arrays[:4])
+        dx, da, db = arrays[4:]
+        first, dlast, dfirst = states
+        of_queries = (Read(dsums, dx, flipped=True),)
+        of_others = Read(values, da, flipped=True), Read(keys, db)
+        scan = functools.partial(chunked_scan.scan, steps, self.machine.sizes)
+        for once in (
+            functools.partial(scan, keys, values, of_queries, first, None, reverse),
+            functools.partial(scan, queries, dsums, of_others, dlast, dfirst, not reverse),
+        ):
+            if not once(False):
+                once(True)
 
 
 def _part(stack: Array | None, part: slice) -> Array | None:

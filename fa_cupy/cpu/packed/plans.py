@@ -1,0 +1,193 @@
+"""Plans of causal products of packed sequences: stacks of batch entries, and sequences of them.
+
+As `fa_cupy.cpu.products.plans`, but that every sequence is a scan of its own, over rows of the
+stacks that are looked at where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fa_cupy.core import linear_problem
+from fa_cupy.core.plan_cache import UNKNOWN, lookup, remember
+from fa_cupy.cpu.products import plans
+from fa_cupy.cpu.products.plans import key_of
+from fa_cupy.tiled import chunked_scan
+from fa_cupy.tiled.chunks import Operand, Read, Steps
+from fa_cupy.tiled.segmented_scan import Work
+
+Array = npt.NDArray[Any]
+# Tasks that there are where there is work for several threads: sequences differ in length.
+_TASKS = 16
+
+
+class Rows(NamedTuple):
+    """Which rows of packed sequences each of them has.
+
+    Attributes
+    ----------
+    q, k : list of slice
+        Of queries, and of keys; the same list where these are packed alike.
+    """
+
+    q: list[slice]
+    k: list[slice]
+
+
+def rows_of(q_offsets: Array, k_offsets: Array) -> Rows:
+    """Return the rows that belong to each sequence."""
+    q = _slices(q_offsets)
+    return Rows(q, q if k_offsets is q_offsets else _slices(k_offsets))
+
+
+def _slices(offsets: Array) -> list[slice]:
+    bounds = offsets.tolist()
+    return [*map(slice, bounds, bounds[1:])]
+
+
+def clear_others(array: Array, rows: Sequence[slice], values: Any = 0) -> None:
+    """Write to the rows (..., rows, cols) of an array that belong to no sequence."""
+    first, last = (rows[0].start, rows[-1].stop) if rows else (array.shape[-2], array.shape[-2])
+    if first:
+        array[..., :first, :] = values
+    if last < array.shape[-2]:
+        array[..., last:, :] = values
+
+
+def plan_of(
+    name: str, problem: linear_problem.Product, q: Array, k: Array, v: Array,
+    initial: Array | None, *options: Any, feature: str | None = None, eps: float | None = None,
+    gradients: bool = False,
+) -> Any:  # fmt: skip
+    """Return the plan of a call, made now unless it is known; None for a call without a plan."""
+    assert problem.offsets is not None
+    facts = problem.offsets.sequences, feature, eps, gradients, options
+    key = key_of(f"packed {name}", q, k, v, initial, facts)
+    plan = UNKNOWN if key is None else lookup(key, UNKNOWN)
+    if plan is UNKNOWN:
+        plan = None
+        if plans.is_plain(problem, q, k, v, initial) and all(map(plans.is_stack_or_small, (q, k, v))):
+            plan = Gradients(problem, q, k, v) if gradients else Scan(problem, q, k, v, feature, eps)
+        if key is not None:
+            remember(key, plan)
+    return plan
+
+
+class _Groups:
+    """How a call is cut into tasks: some batch entries, and sequences that follow each other."""
+
+    def __init__(self, stacks: plans.Scan | plans.Gradients, problem: linear_problem.Product) -> None:
+        self._machine, self._flop = stacks.machine, stacks.flop
+        entries, most = stacks.k[0], stacks.machine.fitting(problem)
+        self._parts = [slice(i, i + most) for i in range(0, entries, most)]
+
+    def tasks(self, rows: Sequence[slice]) -> list[tuple[slice, range]]:
+        """Return batch entries with the numbers of sequences that have these rows."""
+        count = -(-_TASKS // len(self._parts)) if self._machine.parallel(self._flop) else 1
+        ends = np.array([own.stop for own in rows]) - rows[0].start
+        # Where the rows of the next group begin, in sequences: some groups may have none.
+        cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count).tolist()
+        groups = map(range, [0, *cuts], [*cuts, len(rows)])
+        return [(part, group) for group in groups if group for part in self._parts]
+
+
+class Scan(plans.Scan):
+    """A causal product, or linear attention; see `plan_of`."""
+
+    def __init__(
+        self, problem: linear_problem.Product, q: Array, k: Array, v: Array, feature: str | None,
+        eps: float | None,
+    ) -> None:  # fmt: skip
+        super().__init__(problem, q, k, v, feature, eps)
+        self._groups = _Groups(self, problem)
+
+    def sequences(
+        self, q: Array, k: Array, v: Array, initial: Array | None, out: Array | None, rows: Rows,
+        return_state: bool, reverse: bool = False, is_causal: bool = True,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
+        """Return the output, which is `out` where that is given, and states if they are wanted."""
+        x, a, b = q.reshape(self.q), k.reshape(self.k), v.reshape(self.v)
+        first, ones, sizes = self.states(initial), self._finish is not None, self.machine.sizes
+        state = np.empty(self.state_shape, self.dtype) if return_state else None
+        last = self.states(state)
+        if out is None:
+            out = self._results.new()
+        places = self._results.places(out)
+        clear_others(places, rows.q)
+
+        def sequence(steps: Steps, part: slice, number: int, exact: bool) -> bool:
+            own, asking = rows.k[number], rows.q[number]
+            keys = Operand(a[part, own], self._feature)
+            values = Operand(b[part, own], None, ones)
+            queries = Operand(x[part, ..., asking, :], self._feature)
+            read = Read(queries, places[part, ..., asking, :], finish=self._finish)
+            before = None if first is None else first[part, number]
+            after = None if last is None else last[part, number]
+            if not is_causal:
+                if after is None:
+                    after = np.empty((len(keys.array), *self.state[2:]), self.dtype)
+                chunked_scan.scan(steps, sizes, keys, values, (), before, after, reverse, exact)
+                chunked_scan.read(steps, sizes, read, after)
+                return True
+            reads = (read,)
+            return chunked_scan.scan(
+                steps, sizes, keys, values, reads, before, after, reverse, exact
+            )
+
+        if rows.q:
+            self.machine.run(self._groups.tasks(rows.q), _each(sequence), self.flop)
+        return self._results.finish(out, places), state
+
+
+class Gradients(plans.Gradients):
+    """The gradients of a causal product; see `plan_of`."""
+
+    def __init__(self, problem: linear_problem.Product, q: Array, k: Array, v: Array) -> None:
+        super().__init__(problem, q, k, v)
+        self._groups = _Groups(self, problem)
+
+    def sequences(
+        self, dout: Array, q: Array, k: Array, v: Array, initial: Array | None,
+        dstate: Array | None, rows: Rows, reverse: bool,
+    ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+        """Return the gradients by q, k, v and the initial states."""
+        inputs = tuple(
+            array.reshape(stack)
+            for array, stack in ((dout, self.out), (q, self.q), (k, self.k), (v, self.v))
+        )
+        dinitial = None if initial is None else np.empty(self.state_shape, self.dtype)
+        states = self.states(initial), self.states(dstate), self.states(dinitial)
+        found = [results.new() for results in self._results]
+        places = [r.places(y) for r, y in zip(self._results, found, strict=True)]
+        for place in places:
+            clear_others(place, rows.q)
+
+        def sequence(steps: Steps, part: slice, number: int, exact: bool) -> bool:
+            own = rows.q[number]
+            arrays = [x[part, ..., own, :] for x in (*inputs, *places)]
+            of_states = [None if x is None else x[part, number] for x in states]
+            self.scan_both(steps, arrays, of_states, reverse)
+            return True
+
+        if rows.q:
+            self.machine.run(self._groups.tasks(rows.q), _each(sequence), self.flop)
+        triples = zip(self._results, found, places, strict=True)
+        dq, dk, dv = (results.finish(y, place) for results, y, place in triples)
+        return dq, dk, dv, dinitial
+
+
+def _each(sequence: Callable[[Steps, slice, int, bool], bool]) -> Work:
+    """Return what does all sequences of a task, those that are not finite once more, exactly."""
+
+    def work(steps: Steps, task: tuple[slice, range], _: bool) -> bool:
+        part, numbers = task
+        for number in numbers:
+            if not sequence(steps, part, number, False):
+                sequence(steps, part, number, True)
+        return True
+
+    return work
