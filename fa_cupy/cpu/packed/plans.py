@@ -14,10 +14,12 @@ import numpy.typing as npt
 
 from fa_cupy.core import linear_problem
 from fa_cupy.core.plan_cache import UNKNOWN, lookup, remember
+from fa_cupy.cpu.packed import groups
+from fa_cupy.cpu.packed.groups import Group
 from fa_cupy.cpu.products import plans
 from fa_cupy.cpu.products.plans import key_of
 from fa_cupy.tiled import chunked_scan
-from fa_cupy.tiled.chunks import Operand, Read, Steps
+from fa_cupy.tiled.chunks import Operand, Read, Sizes, Steps
 from fa_cupy.tiled.segmented_scan import Work
 
 Array = npt.NDArray[Any]
@@ -36,6 +38,10 @@ class Rows(NamedTuple):
 
     q: list[slice]
     k: list[slice]
+
+    def lengths(self, numbers: range) -> tuple[int, ...]:
+        """Return how many keys some sequences have."""
+        return tuple([own.stop - own.start for own in self.k[numbers.start : numbers.stop]])
 
 
 def rows_of(q_offsets: Array, k_offsets: Array) -> Rows:
@@ -85,14 +91,21 @@ class _Groups:
         entries, most = stacks.k[0], stacks.machine.fitting(problem)
         self._parts = [slice(i, i + most) for i in range(0, entries, most)]
 
-    def tasks(self, rows: Sequence[slice]) -> list[tuple[slice, range]]:
-        """Return batch entries with the numbers of sequences that have these rows."""
+    def tasks(self, rows: Sequence[slice], together: bool) -> list[tuple[slice, list[Group]]]:
+        """Return batch entries with groups of the sequences that have these rows.
+
+        Each sequence is a group of its own unless some are to be computed `together`.
+        """
         count = -(-_TASKS // len(self._parts)) if self._machine.parallel(self._flop) else 1
         ends = np.array([own.stop for own in rows]) - rows[0].start
         # Where the rows of the next group begin, in sequences: some groups may have none.
         cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count).tolist()
-        groups = map(range, [0, *cuts], [*cuts, len(rows)])
-        return [(part, group) for group in groups if group for part in self._parts]
+        ranges = [x for x in map(range, [0, *cuts], [*cuts, len(rows)]) if x]
+        if together:
+            split = [groups.groups_of(rows, numbers) for numbers in ranges]
+        else:
+            split = [[Group(range(i, i + 1), rows[i]) for i in numbers] for numbers in ranges]
+        return [(part, some) for some in split for part in self._parts]
 
 
 class Scan(plans.Scan):
@@ -119,27 +132,33 @@ class Scan(plans.Scan):
         places = self._results.places(out)
         clear_others(places, rows.q)
 
-        def sequence(steps: Steps, part: slice, number: int, exact: bool) -> bool:
+        def causal(steps: Steps, part: slice, group: Group, exact: bool) -> bool:
+            own, numbers = group.rows, group.numbers
+            keys, values = Operand(a[part, own], self._feature), Operand(b[part, own], None, ones)
+            queries = Operand(x[part, ..., own, :], self._feature)
+            reads = (Read(queries, places[part, ..., own, :], finish=self._finish),)
+            before, after = (_states(states, part, numbers) for states in (first, last))
+            return scan(
+                steps, sizes, keys, values, reads, rows.lengths(numbers), before, after,
+                reverse, exact,
+            )  # fmt: skip
+
+        def total(steps: Steps, part: slice, group: Group, exact: bool) -> bool:
+            (number,) = group.numbers
             own, asking = rows.k[number], rows.q[number]
-            keys = Operand(a[part, own], self._feature)
-            values = Operand(b[part, own], None, ones)
+            keys, values = Operand(a[part, own], self._feature), Operand(b[part, own], None, ones)
             queries = Operand(x[part, ..., asking, :], self._feature)
+            before, after = (None if y is None else y[part, number] for y in (first, last))
+            if after is None:
+                after = np.empty((len(keys.array), *self.state[2:]), self.dtype)
+            chunked_scan.scan(steps, sizes, keys, values, (), before, after, reverse, exact)
             read = Read(queries, places[part, ..., asking, :], finish=self._finish)
-            before = None if first is None else first[part, number]
-            after = None if last is None else last[part, number]
-            if not is_causal:
-                if after is None:
-                    after = np.empty((len(keys.array), *self.state[2:]), self.dtype)
-                chunked_scan.scan(steps, sizes, keys, values, (), before, after, reverse, exact)
-                chunked_scan.read(steps, sizes, read, after)
-                return True
-            reads = (read,)
-            return chunked_scan.scan(
-                steps, sizes, keys, values, reads, before, after, reverse, exact
-            )
+            chunked_scan.read(steps, sizes, read, after)
+            return True
 
         if rows.q:
-            self.machine.run(self._groups.tasks(rows.q), _each(sequence), self.flop)
+            work = _each(causal if is_causal else total)
+            self.machine.run(self._groups.tasks(rows.q, is_causal), work, self.flop)
         return self._results.finish(out, places), state
 
 
@@ -155,6 +174,7 @@ class Gradients(plans.Gradients):
         dstate: Array | None, rows: Rows, reverse: bool,
     ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
         """Return the gradients by q, k, v and the initial states."""
+        sizes = self.machine.sizes
         inputs = tuple(
             array.reshape(stack)
             for array, stack in ((dout, self.out), (q, self.q), (k, self.k), (v, self.v))
@@ -166,28 +186,51 @@ class Gradients(plans.Gradients):
         for place in places:
             clear_others(place, rows.q)
 
-        def sequence(steps: Steps, part: slice, number: int, exact: bool) -> bool:
-            own = rows.q[number]
-            arrays = [x[part, ..., own, :] for x in (*inputs, *places)]
-            of_states = [None if x is None else x[part, number] for x in states]
-            self.scan_both(steps, arrays, of_states, reverse)
-            return True
+        def work(steps: Steps, part: slice, group: Group, exact: bool) -> bool:
+            dsums, queries, keys, values, dx, da, db = (
+                array[part, ..., group.rows, :] for array in (*inputs, *places)
+            )
+            first, dlast, dfirst = (_states(x, part, group.numbers) for x in states)
+            lengths = rows.lengths(group.numbers)
+            reads = (Read(Operand(dsums), dx, flipped=True),)
+            pairs = Operand(keys), Operand(values)
+            finite = scan(steps, sizes, *pairs, reads, lengths, first, None, reverse, exact)
+            reads = Read(pairs[1], da, flipped=True), Read(pairs[0], db)
+            pairs, back = (Operand(queries), Operand(dsums)), not reverse
+            return (
+                scan(steps, sizes, *pairs, reads, lengths, dlast, dfirst, back, exact) and finite
+            )
 
         if rows.q:
-            self.machine.run(self._groups.tasks(rows.q), _each(sequence), self.flop)
+            self.machine.run(self._groups.tasks(rows.q, True), _each(work), self.flop)
         triples = zip(self._results, found, places, strict=True)
         dq, dk, dv = (results.finish(y, place) for results, y, place in triples)
         return dq, dk, dv, dinitial
 
 
-def _each(sequence: Callable[[Steps, slice, int, bool], bool]) -> Work:
-    """Return what does all sequences of a task, those that are not finite once more, exactly."""
+def scan(
+    steps: Steps, sizes: Sizes, a: Operand, b: Operand, reads: tuple[Read, ...],
+    lengths: tuple[int, ...], first: Array | None, last: Array | None, reverse: bool, exact: bool,
+) -> bool:  # fmt: skip
+    """Scan a group of sequences of these lengths; states are (n, sequences, E, M)."""
+    if len(lengths) > 1:
+        return groups.scan(steps, a, b, reads, lengths, first, last, reverse, exact)
+    before, after = (None if x is None else x[:, 0] for x in (first, last))
+    return chunked_scan.scan(steps, sizes, a, b, reads, before, after, reverse, exact)
 
-    def work(steps: Steps, task: tuple[slice, range], _: bool) -> bool:
-        part, numbers = task
-        for number in numbers:
-            if not sequence(steps, part, number, False):
-                sequence(steps, part, number, True)
+
+def _states(states: Array | None, part: slice, numbers: range) -> Array | None:
+    return None if states is None else states[part, numbers.start : numbers.stop]
+
+
+def _each(scanned: Callable[[Steps, slice, Group, bool], bool]) -> Work:
+    """Return what does all groups of a task, those that are not finite once more, exactly."""
+
+    def work(steps: Steps, task: tuple[slice, list[Group]], _: bool) -> bool:
+        part, groups = task
+        for group in groups:
+            if not scanned(steps, part, group, False):
+                scanned(steps, part, group, True)
         return True
 
     return work

@@ -22,6 +22,8 @@ from fa_cupy.tiled import linear_gradients
 
 Array = npt.NDArray[Any]
 _NAME = "causal_product"
+# So many rows are summed at once.
+_FEW_ROWS = 256
 
 
 def product(
@@ -215,18 +217,34 @@ class _Products:
         for number, own in enumerate(self._rows.k if of_keys else self._rows.q):
             first = None if initial is None else initial[..., number, :, :]
             parts = y[..., own, :], values[..., own, :]
+            found = state[..., number, :, :]
+            if _few(own, *parts, *(() if first is None else (first,))):
+                np.matmul(parts[0].swapaxes(-1, -2), parts[1], out=found)
+                if first is not None:
+                    found += first
+                continue
             of_one = product_problem(_NAME, None, *parts, first, aligned=False)
-            state[..., number, :, :] = whole.Products.total(of_one, *parts, first, of_keys)
+            found[...] = whole.Products.total(of_one, *parts, first, of_keys)
         return state
 
     def read(self, rows: Array, state: Array, of_keys: bool) -> Array:
         found: Array | None = None
         for number, own in enumerate(self._rows.k if of_keys else self._rows.q):
-            part = whole.Products.read(rows[..., own, :], state[..., number, :, :], of_keys)
+            part, memory = rows[..., own, :], state[..., number, :, :]
+            if _few(own, part, memory):
+                part = part @ memory
+            else:
+                part = whole.Products.read(part, memory, of_keys)
             if found is None:
                 found = np.zeros((*part.shape[:-2], rows.shape[-2], part.shape[-1]), part.dtype)
             found[..., own, :] = part
-        if found is None:
-            batch = np.broadcast_shapes(rows.shape[:-2], state.shape[:-3])
-            found = np.zeros((*batch, rows.shape[-2], state.shape[-1]), rows.dtype)
+        if found is None:  # of no sequence
+            nothing = np.zeros((*state.shape[:-3], *state.shape[-2:]), state.dtype)
+            found = whole.Products.read(np.zeros_like(rows), nothing, of_keys)
         return found
+
+
+def _few(rows: slice, *arrays: Array) -> bool:
+    """Whether few rows are multiplied, of arrays without an axis that broadcasts."""
+    first, *others = (x.shape[:-2] for x in arrays)
+    return rows.stop - rows.start <= _FEW_ROWS and all(shape == first for shape in others)

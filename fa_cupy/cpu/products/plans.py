@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -228,45 +227,29 @@ class Gradients(_Plan):
         dinitial = None if initial is None else np.empty(self.state_shape, self.dtype)
         dfirst = self.states(dinitial)
         found = [results.new() for results in self._results]
-        places = [r.places(y) for r, y in zip(self._results, found, strict=True)]
+        dx, da, db = places = [r.places(y) for r, y in zip(self._results, found, strict=True)]
 
         def work(steps: Steps, part: slice, _: bool) -> bool:
-            arrays = [array[part] for array in (grads, x, a, b, *places)]
-            states = [_part(array, part) for array in (first, dlast, dfirst)]
-            self.scan_both(steps, arrays, states, reverse)
+            queries, dsums = Operand(x[part]), Operand(grads[part])
+            keys, values = Operand(a[part]), Operand(b[part])
+            of_queries = (Read(dsums, dx[part], flipped=True),)
+            of_others = Read(values, da[part], flipped=True), Read(keys, db[part])
+            before, after = _part(dlast, part), _part(dfirst, part)
+            scan = functools.partial(chunked_scan.scan, steps, self.machine.sizes)
+            for once in (
+                functools.partial(
+                    scan, keys, values, of_queries, _part(first, part), None, reverse
+                ),
+                functools.partial(scan, queries, dsums, of_others, before, after, not reverse),
+            ):
+                if not once(False):
+                    once(True)
             return True
 
         self.machine.run(self.tasks, work, self.flop)
         triples = zip(self._results, found, places, strict=True)
         dq, dk, dv = (results.finish(y, place) for results, y, place in triples)
         return dq, dk, dv, dinitial
-
-    def scan_both(
-        self, steps: Steps, arrays: Sequence[Array], states: Sequence[Array | None], reverse: bool
-    ) -> None:
-        """Scan some entries in both directions, each once more, exactly, where it is not finite.
-
-        Parameters
-        ----------
-        steps : Steps
-        arrays : sequence of array
-            Parts of dout, q, k and v, then those of dq, dk and dv to write to.
-        states : sequence of array or None
-            The initial states, the gradients of the last ones, and those of the first to write to.
-        reverse : bool
-        """
-        dsums, queries, keys, values = map(Operand, arrays[:4])
-        dx, da, db = arrays[4:]
-        first, dlast, dfirst = states
-        of_queries = (Read(dsums, dx, flipped=True),)
-        of_others = Read(values, da, flipped=True), Read(keys, db)
-        scan = functools.partial(chunked_scan.scan, steps, self.machine.sizes)
-        for once in (
-            functools.partial(scan, keys, values, of_queries, first, None, reverse),
-            functools.partial(scan, queries, dsums, of_others, dlast, dfirst, not reverse),
-        ):
-            if not once(False):
-                once(True)
 
 
 def _part(stack: Array | None, part: slice) -> Array | None:
