@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from fa_cupy.core.linear_problem import Product
-from fa_cupy.gpu.kernels.linear import params, sm90_params
+from fa_cupy.gpu.kernels.linear import packed_rows, params, sm90_params
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.params import POINTERS, Job, Traits
@@ -121,6 +121,8 @@ def steps_alone(
     most = max([tiles * segments for _, tiles, segments in launches])
     filled = params.fill(traits, (choice.segments, choice.segment_rows), most)
     addresses = {name: f"{number}.{name}" for name in ARRAYS}
+    if traits.job.sequences is not None:
+        addresses["spans"] = traits.job.sequences.spans
     aligned = tuple(addresses[name] for name in ARRAYS[:4]) if filled.aligned else ()
     for offsets, first, blocks, _ in filled.parts:
         pairs = zip(ARRAYS, offsets, strict=False)
@@ -136,6 +138,50 @@ def steps_alone(
                 shifts=shifts,
                 aligned=aligned,
             )
+
+
+def packed_plan(
+    jobs: Sequence[Job], packing: Product, launcher: Launcher, algorithm: str = "auto"
+) -> Plan | None:
+    """Return the plan of products of packed sequences; None where no kernel serves them.
+
+    It takes the addresses of the offsets after those of the arrays.
+
+    Parameters
+    ----------
+    jobs : sequence of Job
+        Each with `Job.sequences`, of as many.
+    packing : Product
+        Its offsets are theirs, and its lengths those of the queries and keys.
+    launcher : Launcher
+    algorithm : str, optional
+        Of `fa_cupy.core.linear_problem.ALGORITHMS`.
+    """
+    steps = [packed_rows.spans_step(packing)]
+    assert packing.offsets is not None
+    count = packing.offsets.sequences
+    size = 0
+    for i, job in enumerate(jobs):
+        problem, traits = job.problem, params.traits_of(job)
+        choice = None
+        if launcher.target is not None and problem.k_len < params.MOST_PACKED_ROWS:
+            choice = choose(
+                problem.dtype.name, math.prod(problem.batch), max(1, problem.k_len // count),
+                problem.qk_dim, problem.v_dim, launcher.target, launcher.multiprocessors,
+                algorithm, mapped=False, packed=True,
+            )  # fmt: skip
+        if choice is None:
+            return None
+        others = next(row for row in packed_rows.OTHER_ROWS if row.dtype == problem.dtype.name)
+        launches = [*choice.launches(problem.qk_dim, problem.v_dim), (others, 1, 1)]
+        held = "" if choice.states is None else "workspace"
+        steps += steps_alone(choice, launches, traits, i, held)
+        if held:
+            size = max(size, _states_bytes(choice, traits))
+    names = [f"{i}.{name}" for i in range(len(jobs)) for name in ARRAYS]
+    spans = dict.fromkeys(packed_rows.SPANS, packed_rows.SPAN_BYTES * count)
+    memory = workspace_of(spans | ({"workspace": size} if size else {}))
+    return Plan(steps, [*names, *packed_rows.OFFSETS], launcher, memory)
 
 
 def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:
