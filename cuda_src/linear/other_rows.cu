@@ -29,8 +29,9 @@ struct Bits<8> {
 using Output = Bits<kBytes>::Type;
 using Number = Bits<kBytes == 8 ? 8 : 4>::Type;  // of a state
 
-// Rows [begin, end) of the output.
+// Rows [begin, end) of the output, if there is one.
 FA_DEVICE void fill_rows(const ProductParams& p, Output* out, int64 begin, int64 end, Output bits) {
+  if (p.out == nullptr) return;
   for (int64 row = begin + threadIdx.x / 32; row < end; row += kThreads / 32) {
     for (int col = threadIdx.x % 32; col < p.v_dim; col += 32) out[row * p.out_row + col] = bits;
   }

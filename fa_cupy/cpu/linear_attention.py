@@ -164,7 +164,7 @@ def linear_attention_backward(
 
 
 def gradients(
-    products: linear_gradients.Products, problem: linear_problem.Product, dout: Array, q: Array,
+    products: Products, problem: linear_problem.Product, dout: Array, q: Array,
     k: Array, v: Array, initial: Array | None, dstate: Array | None, *, feature: str | None,
     eps: float, is_causal: bool,
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
@@ -183,6 +183,8 @@ def gradients(
         if feature is not None:
             feature_maps.GRADIENTS[feature](x, dx)
             feature_maps.GRADIENTS[feature](y, dy)
+            products.clear(dx, False)
+            products.clear(dy, True)
         dv = arrays.empty_laid_out(np, v.shape, v, v.dtype)
         np.copyto(dv, dvalues[..., :-1], casting="unsafe")
         return dx.astype(q.dtype, copy=False), dy.astype(k.dtype, copy=False), dv, dinitial
@@ -193,23 +195,23 @@ class Products:
 
     xp: Any = np
 
-    @staticmethod
+    def clear(self, grad: Array, of_keys: bool) -> None:
+        """Write 0 to rows that belong to no sequence: there is none."""
+
     def product(
-        problem: linear_problem.Product, x: Array, y: Array, values: Array, initial: Array | None
+        self, problem: linear_problem.Product, x: Array, y: Array, values: Array, initial: Array | None
     ) -> Array:
         found, _ = product(problem, x, y, values, initial, None, reverse=False, return_state=False)
         return found
 
-    @staticmethod
     def backward(
-        problem: linear_problem.Product, dsums: Array, x: Array, y: Array, values: Array,
+        self, problem: linear_problem.Product, dsums: Array, x: Array, y: Array, values: Array,
         initial: Array | None, dstate: Array | None,
     ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
         return backward(problem, dsums, x, y, values, initial, dstate, reverse=False)
 
-    @staticmethod
     def total(
-        problem: linear_problem.Product, y: Array, values: Array, initial: Array | None,
+        self, problem: linear_problem.Product, y: Array, values: Array, initial: Array | None,
         of_keys: bool,
     ) -> Array:  # fmt: skip
         state = np.empty(problem.state_shape, problem.state_dtype)
@@ -217,8 +219,7 @@ class Products:
         scan.run(state_side(initial, problem.initial), state)
         return state
 
-    @staticmethod
-    def read(rows: Array, state: Array, of_keys: bool) -> Array:
+    def read(self, rows: Array, state: Array, of_keys: bool) -> Array:
         # No keys: what is read is the initial state.
         k, v = (np.empty((*state.shape[:-2], 0, n), rows.dtype) for n in state.shape[-2:])
         problem = linear_problem.product_problem("read", rows, k, v, state, aligned=False)

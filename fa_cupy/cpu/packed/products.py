@@ -18,7 +18,6 @@ from fa_cupy.cpu import linear_attention as whole
 from fa_cupy.cpu.packed.plans import Rows, clear_others, plan_of, rows_of
 from fa_cupy.cpu.products.executor import Machine
 from fa_cupy.keys.layout import KeyArrays
-from fa_cupy.tiled import linear_gradients
 
 Array = npt.NDArray[Any]
 _NAME = "causal_product"
@@ -188,13 +187,14 @@ class _Call(NamedTuple):
             yield _Own(inputs, self.out[..., asking, :], last)
 
 
-class _Products:
-    """`tiled.linear_gradients.Products` for NumPy, of packed sequences."""
-
-    xp: Any = np
+class _Products(whole.Products):
+    """Those of packed sequences."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
+
+    def clear(self, grad: Array, of_keys: bool) -> None:
+        clear_others(grad, self._rows.k if of_keys else self._rows.q)
 
     def product(
         self, problem: Product, x: Array, y: Array, values: Array, initial: Array | None
@@ -224,7 +224,7 @@ class _Products:
                     found += first
                 continue
             of_one = product_problem(_NAME, None, *parts, first, aligned=False)
-            found[...] = whole.Products.total(of_one, *parts, first, of_keys)
+            found[...] = super().total(of_one, *parts, first, of_keys)
         return state
 
     def read(self, rows: Array, state: Array, of_keys: bool) -> Array:
@@ -234,13 +234,13 @@ class _Products:
             if _few(own, part, memory):
                 part = part @ memory
             else:
-                part = whole.Products.read(part, memory, of_keys)
+                part = super().read(part, memory, of_keys)
             if found is None:
                 found = np.zeros((*part.shape[:-2], rows.shape[-2], part.shape[-1]), part.dtype)
             found[..., own, :] = part
         if found is None:  # of no sequence
             nothing = np.zeros((*state.shape[:-3], *state.shape[-2:]), state.dtype)
-            found = whole.Products.read(np.zeros_like(rows), nothing, of_keys)
+            found = super().read(np.zeros_like(rows), nothing, of_keys)
         return found
 
 

@@ -157,7 +157,7 @@ def packed_plan(
     algorithm : str, optional
         Of `fa_cupy.core.linear_problem.ALGORITHMS`.
     """
-    steps = [packed_rows.spans_step(packing)]
+    steps: list[Step] = []
     assert packing.offsets is not None
     count = packing.offsets.sequences
     size = 0
@@ -172,16 +172,44 @@ def packed_plan(
             )  # fmt: skip
         if choice is None:
             return None
-        others = next(row for row in packed_rows.OTHER_ROWS if row.dtype == problem.dtype.name)
-        launches = [*choice.launches(problem.qk_dim, problem.v_dim), (others, 1, 1)]
+        launches = [*choice.launches(problem.qk_dim, problem.v_dim), _other_rows(problem)]
         held = "" if choice.states is None else "workspace"
         steps += steps_alone(choice, launches, traits, i, held)
         if held:
             size = max(size, _states_bytes(choice, traits))
-    names = [f"{i}.{name}" for i in range(len(jobs)) for name in ARRAYS]
-    spans = dict.fromkeys(packed_rows.SPANS, packed_rows.SPAN_BYTES * count)
-    memory = workspace_of(spans | ({"workspace": size} if size else {}))
-    return Plan(steps, [*names, *packed_rows.OFFSETS], launcher, memory)
+    return _with_spans(steps, len(jobs), packing, launcher, {"workspace": size} if size else {})
+
+
+def other_rows_plan(jobs: Sequence[Job], packing: Product, launcher: Launcher) -> Plan:
+    """Return the plan that writes what products of packed sequences leave out; see `packed_plan`.
+
+    Of a job, no array is read, and no output where its address is 0.
+    """
+    steps: list[Step] = []
+    for i, job in enumerate(jobs):
+        row, *blocks = _other_rows(job.problem)
+        choice = Choice(row, None, 1, 1, 0.0)
+        steps += steps_alone(choice, [(row, *blocks)], params.traits_of(job), i, "")
+    return _with_spans(steps, len(jobs), packing, launcher, {})
+
+
+def _other_rows(problem: Product) -> tuple[ProductVariant, int, int]:
+    """Return a launch, as `Choice.launches` does."""
+    dtype = problem.dtype.name
+    return next(row for row in packed_rows.OTHER_ROWS if row.dtype == dtype), 1, 1
+
+
+def _with_spans(
+    steps: list[Step], jobs: int, packing: Product, launcher: Launcher, sizes: dict[str, int]
+) -> Plan:
+    """Return a plan that finds the rows of sequences before its other steps."""
+    assert packing.offsets is not None
+    spans = dict.fromkeys(
+        packed_rows.SPANS, packed_rows.SPAN_BYTES * packing.offsets.sequences
+    )
+    names = [f"{i}.{name}" for i in range(jobs) for name in ARRAYS]
+    steps = [packed_rows.spans_step(packing), *steps]
+    return Plan(steps, [*names, *packed_rows.OFFSETS], launcher, workspace_of(spans | sizes))
 
 
 def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:
