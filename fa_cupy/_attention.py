@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from fa_cupy._score import Score, arrays_of, operands_of
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, checks, dispatch
 from fa_cupy.core.sparse_bias import is_sparse
-from fa_cupy.keys import layout
+from fa_cupy.keys.arguments import Places
 
 TORCH_ARGS = ("query", "key", "value", "attn_mask", "attn_mask")
 _NEED = ("q", "k", "v", "bias", "sinks")
@@ -42,6 +43,8 @@ def attention(
     score: Score | None = None,
     k_lengths: Any = None,
     page_table: Any = None,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
     out: Any = None,
 ) -> Any:
     """Scaled dot-product attention, exact, without an array of size Lq x Lk.
@@ -201,7 +204,7 @@ def attention(
     if cached is not None:
         result = cached(
             q, k, v, bias, mask, scale, is_causal, causal_align, window, softcap, sinks, precision,
-            return_lse, k_lengths, page_table, out,
+            return_lse, k_lengths, page_table, q_offsets, k_offsets, out,
         )  # fmt: skip
         if result is not None:
             return result
@@ -213,8 +216,12 @@ def attention(
         return_lse,
         sinks=sinks,
         score=score,
-        k_lengths=k_lengths,
-        page_table=page_table,
+        places={
+            "k_lengths": k_lengths,
+            "page_table": page_table,
+            "q_offsets": q_offsets,
+            "k_offsets": k_offsets,
+        },
         scale=scale,
         is_causal=is_causal,
         causal_align=causal_align,
@@ -315,49 +322,40 @@ def _solve(
     grouped: bool = True,
     sinks: Any = None,
     score: Score | None = None,
-    k_lengths: Any = None,
-    page_table: Any = None,
+    places: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
     """Check a call, run it on the backend of its arrays and answer in their kind."""
     dispatch.require(name, **dict(zip(args[:3], arrays, strict=False)))
-    arrays = tuple(dispatch.sparse_inputs(name, args, arrays))
+    where = Places(name, args[-1], **places)
+    q = arrays[0]
+    arrays = tuple(dispatch.sparse_inputs(name, args, where.without_masks(arrays)))
     sparse = dispatch.sparse(arrays)
     kept = [x is None or as_it_is for x, as_it_is in zip(arrays, sparse, strict=True)]
     # Bias and mask of scaled_dot_product_attention go by one name, and at most one is given.
     named = [*zip(args, arrays, kept, strict=True)]
     given = {arg: x for arg, x, as_it_is in named if not as_it_is}
-    given |= arrays_of(name, score)
-    with_keys = k_lengths is not None or page_table is not None
-    if with_keys:
-        dispatch.refuse_bits(name, arrays, k_lengths)
-        of_keys, on_host = layout.separated(name, arrays[0], k_lengths, page_table)
-        given |= of_keys
+    given |= arrays_of(name, score) | where.separated(arrays)
     native = core_arrays.to_native(name, **given, sinks=sinks, out=out)
     by_arg = dict(zip(given, native.arrays, strict=False))
-    if with_keys:
-        by_arg |= on_host
-        options |= {arg: by_arg.get(arg) for arg in ("k_lengths", "page_table")}
+    where.native(by_arg)
     inputs = [x if as_it_is else by_arg[arg] for arg, x, as_it_is in named]
     (sinks, result), operands = native.arrays[-2:], operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs, result)
+    options |= where.options
     problem = attention_problem.attention_problem(
         *dense, sinks=sinks, score=operands, out=result, name=name, args=args, grouped=grouped,
         **options,
     )  # fmt: skip
     with_lse = checks.flag(name, "return_lse", return_lse)
     backend = dispatch.backend_of(native, "attention")
-    extra: dict[str, Any] = dispatch.score_for(name, operands)
-    keys = None
-    if with_keys:
-        keys = layout.KeyArrays(options["k_lengths"], options["page_table"])
-        layout.check_numbers(name, problem, keys)
-    if inputs[0] is arrays[0]:  # an array of NumPy or CuPy itself
-        _CACHED[type(arrays[0])] = backend.cached
+    where.check(problem)
+    if inputs[0] is q:  # an array of NumPy or CuPy itself
+        _CACHED[type(q)] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)
-        if keys is not None:
-            extra["keys"] = layout.on_device(native.backend, keys)
+        extra = dispatch.score_for(name, operands) | where.for_backend(native.backend)
+        inputs = where.inputs(inputs)
         result, lse = backend.attention(problem, *inputs, result, with_lse, sinks, **extra)
         answer = native.give_back(result) if out is None else out
         return (answer, native.give_back(lse)) if with_lse else answer
@@ -382,6 +380,8 @@ def attention_backward(
     dlse: Any = None,
     need: Sequence[str] | None = None,
     score: Score | None = None,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `attention` with respect to its arrays, without an array of size Lq x Lk.
 
@@ -503,23 +503,28 @@ def attention_backward(
     if cached is not None:
         answer = cached(
             dout, q, k, v, out, lse, bias, mask, scale, is_causal, causal_align, window, softcap,
-            sinks, dlse, need,
+            sinks, dlse, need, q_offsets, k_offsets,
         )  # fmt: skip
         if answer is not None:
             return tuple(answer)
     name = "attention_backward"
     args, arrays = attention_problem.ARGS, (q, k, v, bias, mask)
     dispatch.require(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    where = Places(name, args[-1], q_offsets=q_offsets, k_offsets=k_offsets)
+    arrays = tuple(dispatch.sparse_inputs(name, args, where.without_masks(arrays)))
     more = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sinks": sinks}
-    of_score = arrays_of(name, score)
-    native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more, **of_score)
-    out, lse, dout, dlse, sinks, *score_arrays = native_more
-    operands = operands_of(score, dict(zip(of_score, score_arrays, strict=True)))
+    more |= (of_score := arrays_of(name, score)) | where.separated(arrays)
+    native, inputs, native_more = dispatch.with_bits(name, args, arrays, **more)
+    by_arg = dict(zip(more, native_more, strict=True))
+    where.native(by_arg)
+    out, lse, dout, dlse, sinks, *_ = native_more
+    operands = operands_of(score, by_arg)
     dense = dispatch.dense_inputs(name, native, inputs)
     problem = attention_problem.gradient_problem(
         dense, out, lse, dout, dlse, name, scale=scale, is_causal=is_causal, window=window,
-        causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands,
+        causal_align=causal_align, softcap=softcap, sinks=sinks, score=operands, **where.options,
     )  # fmt: skip
+    where.check(problem)
     wanted = _wanted(name, need, of_score, bias=bias, sinks=sinks)
     extra = dispatch.score_for(name, operands, wanted)
     backend = dispatch.backend_of(native, "attention_backward")
@@ -527,8 +532,8 @@ def attention_backward(
         _CACHED_BACKWARD[type(q)] = backend.cached
     with native.context:
         found = backend.backward(
-            problem, inputs, (out, lse, dout, dlse), wanted, dispatch.allocator(native), sinks,
-            **extra,
+            problem, where.inputs(inputs), (out, lse, dout, dlse), wanted,
+            dispatch.allocator(native), sinks, **extra, **where.for_backend(native.backend),
         )  # fmt: skip
         grads = (found[arg] for arg in wanted)
         return tuple(x if is_sparse(x) else native.give_back(x) for x in grads)

@@ -18,6 +18,7 @@ from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import broadcasting, checks
 from fa_cupy.core.broadcasting import View as View  # for the backends
+from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import KeyLayout, Pages
 from fa_cupy.keys.offsets import Offsets
 from fa_cupy.score.program import BoundScore, Operands
@@ -26,6 +27,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
 _FLOAT_NAMES = "float16, bfloat16, float32 or float64"
 ARGS = ("q", "k", "v", "bias", "mask")
+_MORE = ("sinks", "k_lengths", "page_table", "q_offsets", "k_offsets")
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,10 @@ class Problem:
 
 def attention_problem(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, *,
-    scale: Any = None,
-    is_causal: Any = False,
-    causal_align: Any = None,
-    window: Any = None,
-    softcap: Any = 0.0,
-    sinks: Any = None,
-    precision: Any = None,
-    score: Operands | None = None,
-    k_lengths: Any = None, page_table: Any = None, out: Any = None,
+    scale: Any = None, is_causal: Any = False, causal_align: Any = None, window: Any = None,
+    softcap: Any = 0.0, sinks: Any = None, precision: Any = None, score: Operands | None = None,
+    k_lengths: Any = None, page_table: Any = None, q_offsets: Any = None, k_offsets: Any = None,
+    out: Any = None,
     name: str = "attention", args: Sequence[str] = ARGS, grouped: bool = True,
 ) -> Problem:  # fmt: skip
     """Check the arguments of an attention call and bring them into canonical form.
@@ -98,8 +95,9 @@ def attention_problem(
         As in `fa_cupy.attention`.
     score : Operands or None
         The score expression with its native arrays.
-    k_lengths, page_table : numpy.ndarray or cupy.ndarray, or None
-        As in `fa_cupy.attention`; their numbers are not read.
+    k_lengths, page_table, q_offsets, k_offsets : numpy.ndarray or cupy.ndarray, or None
+        As in `fa_cupy.attention`; their numbers are not read, but for the lengths of sequences with
+        offsets on the host, which indices of a score stay in.
     name : str
         The public function that errors speak of.
     args : sequence of str
@@ -130,9 +128,13 @@ def attention_problem(
     lengths = q_len, k_len
     user_batch = _batch(name, args, groups, (q, k, v, bias, mask), lengths, column, layout)
     view = partial(broadcasting.over, user_batch, groups)
-    arg = None if layout is None else layout.arg
+    packed = q_offsets is not None and offsets.checked(name, args, lengths, q_offsets, k_offsets)
+    arg = layout.arg if layout else "k_offsets" if k_offsets is not None else None
     lower, upper = checks.band(name, is_causal, causal_align, window, *lengths, arg)
     from_end = causal_align == "bottom_right" and (lower, upper) != (None, None)
+    places = {} if layout is None else layout.fields(user_batch, groups, from_end)
+    if packed:
+        places = {"offsets": packed, "band_from_end": from_end and k_offsets is not None}
     problem = Problem(
         batch=broadcasting.split_heads(user_batch, groups),
         q_len=q_len,
@@ -154,13 +156,14 @@ def attention_problem(
         upper=upper,
         softcap=checks.finite(name, "softcap", softcap, minimum=0.0),
         precision=checks.precision(name, precision, dtype),
-        score=None if score is None else score.bound(name, (*user_batch, q_len, v_dim), k_len),
-        **({} if layout is None else layout.fields(user_batch, groups, from_end)),
+        score=_bound(name, score, user_batch, lengths, q_offsets, k_offsets) if score else None,
+        **places,
     )
     if out is not None:
-        names = (*args, "sinks", "k_lengths", "page_table")
-        inputs = zip(names, (*given, bias, mask, sinks, k_lengths, page_table), strict=True)
-        check_out(name, out, problem.out_shape, dtype, [*inputs, *(score.named() if score else [])])
+        names = (*args, *_MORE)
+        more = (bias, mask, sinks, k_lengths, page_table, q_offsets, k_offsets)
+        inputs = [*zip(names, (*given, *more), strict=True), *(score.named() if score else [])]
+        check_out(name, out, problem.out_shape, dtype, inputs)
     return problem
 
 
@@ -222,6 +225,20 @@ def _batch(
             f"{(*batch, lengths[0])}, as (heads, 1) does"
         )
     return batch if layout is None else layout.broadcast(batch)
+
+
+def _bound(
+    name: str,
+    score: Operands,
+    batch: tuple[int, ...],
+    lengths: tuple[int, int],
+    q_offsets: Any,
+    k_offsets: Any,
+) -> BoundScore:
+    """Return what a problem holds of a score, whose positions are those in a sequence."""
+    if q_offsets is not None:
+        lengths = offsets.longest(lengths, q_offsets, k_offsets)
+    return score.bound(name, (*batch, lengths[0], 0), lengths[1])
 
 
 def gradient_problem(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,13 +86,16 @@ def dense_inputs(
     return [*others, None, mask]
 
 
-def refuse_bits(name: str, arrays: Sequence[Any], k_lengths: Any) -> None:
-    """Raise for what `sparse_inputs` has for sparse arrays, with `k_lengths` or `page_table`."""
-    arg = "page_table" if k_lengths is None else "k_lengths"
+def refuse_bits(name: str, arrays: Sequence[Any], places: Collection[str]) -> None:
+    """Raise for what `sparse_inputs` has for sparse arrays, with arguments that say where keys are.
+
+    `places` are the names of these.
+    """
+    arg = next(x for x in ("q_offsets", "k_lengths", "page_table") if x in places)
     *_, bias, mask = sparse(arrays)
     if bias:
         raise ValueError(f"{name}: bias is a sparse matrix, want an array with {arg}")
-    if mask:
+    if mask and arg != "q_offsets":
         raise ValueError(
             f"{name}: mask is a BitMask or a sparse matrix, want an array of bool with {arg}"
         )

@@ -26,6 +26,7 @@ from fa_cupy.cpu.masks import rows as mask_rows
 from fa_cupy.cpu.masks.entries import dense_of
 from fa_cupy.cpu.masks.thin import Pairs
 from fa_cupy.cpu.masks.tiles import MaskTiles
+from fa_cupy.cpu.sequences import SequenceTasks
 from fa_cupy.cpu.short_entries import Group, ShortEntries
 from fa_cupy.cpu.tile_ops import Steps
 from fa_cupy.keys.layout import KeyArrays
@@ -72,7 +73,7 @@ _LARGE_ELEMENTS = 4 << 20
 def cached(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: Any, is_causal: Any, causal_align: Any,
     window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, k_lengths: Any,
-    page_table: Any, out: Any,
+    page_table: Any, q_offsets: Any, k_offsets: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Answer a call of `fa_cupy.attention` on NumPy arrays; None where it needs preparation.
 
@@ -103,19 +104,19 @@ def cached(
             return None
         key = (*key, *extra)
     keys = None
-    if k_lengths is not None or page_table is not None:
-        keys = key_entries.key_arrays(k_lengths, page_table)
+    if not (k_lengths is page_table is q_offsets is k_offsets is None):
+        keys = key_entries.key_arrays(k_lengths, page_table, q_offsets, k_offsets)
         if keys is None:
             return None
         extra = [None if x is None else (x.shape, x.strides, x.dtype) for x in keys]
-        key = (*key, "keys", *extra)
-        k_lengths, page_table = keys
+        key = (*key, "keys", k_offsets is None, *extra)
+        k_lengths, page_table = keys[:2]
     call = lookup(key)
     if call is None:
         problem = attention_problem.attention_problem(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, sinks=sinks, precision=precision, k_lengths=k_lengths,
-            page_table=page_table,
+            page_table=page_table, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
         call = remember(key, Call(problem, q))
     if keys is not None:
@@ -130,7 +131,7 @@ def attention(
     k: Array,
     v: Array,
     bias: Array | SparseBias | None,
-    mask: Array | BitMask | None,
+    mask: Array | BitMask | tuple[BitMask, ...] | None,
     out: Array | None,
     return_lse: bool,
     sinks: Array | None = None,
@@ -144,7 +145,8 @@ def attention(
     problem : Problem
         From `fa_cupy.core.attention_problem.attention_problem`.
     q, k, v, bias, mask : numpy.ndarray or None
-        The arrays that `problem` was made from; `mask` may be a BitMask, `bias` a SparseBias.
+        The arrays that `problem` was made from; `mask` may be a BitMask, `bias` a SparseBias. With
+        offsets it may be a tuple of a BitMask for each sequence.
     out : numpy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
@@ -154,7 +156,7 @@ def attention(
     score : Operands or None
         The score expression, if `problem` has one.
     keys : KeyArrays or None
-        The key lengths and the page table, if `problem` has them.
+        The key lengths and the page table, or the offsets, if `problem` has them.
 
     Returns
     -------
@@ -226,10 +228,12 @@ class Call:
             for view in ((shape, strides), (column, lse_strides))
         ]
         self.problem = problem
-        self._tasks: _Tasks | _EntryTasks | None = None
+        self._tasks: _Tasks | _EntryTasks | SequenceTasks | None = None
         if not math.prod(shape[:-1]):  # however many batch entries there are
             return
-        if problem.k_lengths is None and problem.pages is None:
+        if problem.offsets is not None:
+            self._tasks = SequenceTasks(problem, out_views, dtype, _Tasks)
+        elif problem.k_lengths is None and problem.pages is None:
             self._tasks = _Tasks(problem, out_views, dtype, mask)
         else:
             self._tasks = _EntryTasks(problem, out_views, dtype)
@@ -240,7 +244,7 @@ class Call:
         k: Array,
         v: Array,
         bias: Array | SparseBias | None,
-        mask: Array | BitMask | None,
+        mask: Array | BitMask | tuple[BitMask, ...] | None,
         out: Array | None,
         sinks: Array | None,
         score: ScoreOperands | None = None,
@@ -253,7 +257,7 @@ class Call:
                 out = out.transpose(self._axes)
         lse = np.empty(self._lse_shape, self._dtype)
         arrays = q, k, v, bias, mask, out, lse, sinks
-        if isinstance(self._tasks, _EntryTasks):
+        if isinstance(self._tasks, (_EntryTasks, SequenceTasks)):
             assert keys is not None
             self._tasks.run(arrays, score, keys)
         elif self._tasks is not None:

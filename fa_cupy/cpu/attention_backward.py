@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,14 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from fa_cupy._bitmask import BitMask
+from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias, Sums
-from fa_cupy.cpu import blas, thread_pool
+from fa_cupy.cpu import blas, key_entries, thread_pool
 from fa_cupy.cpu.masks import entries, entries_backward
 from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
 from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.keys import sequences
+from fa_cupy.keys.layout import KeyArrays
+from fa_cupy.keys.sequences import Part
 from fa_cupy.layouts import BLOCK
 from fa_cupy.score.program import Operands as ScoreOperands
 from fa_cupy.score.tiles import TileScore
@@ -38,6 +42,8 @@ _INPUTS = ("q", "k", "v")
 _TASK_FLOP = 8e7
 _LEAST_TASKS = 16
 _LEAST_N = 64
+# How many pairs of lengths of sequences have plans that are kept.
+_MOST_PLANS = 1024
 # Most keys of a tile: more would compute more scores above the diagonal in vain.
 _MOST_N = 512
 
@@ -61,6 +67,7 @@ class Plan(NamedTuple):
 def cached(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, mask: Any, scale: Any,
     is_causal: Any, causal_align: Any, window: Any, softcap: Any, sinks: Any, dlse: Any, need: Any,
+    q_offsets: Any, k_offsets: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """Answer a call of `fa_cupy.attention_backward` on NumPy arrays; None where it needs more.
 
@@ -92,17 +99,30 @@ def cached(
                 facts += (x.shape, x.strides, x.dtype)
             else:
                 return None
+    keys = None
+    if q_offsets is not None or k_offsets is not None:
+        keys = key_entries.key_arrays(None, None, q_offsets, k_offsets)
+        if keys is None:
+            return None
+        facts += ["offsets", k_offsets is None, *((x.shape, x.dtype) for x in keys[2:])]
     key = tuple(facts)
     plan, inputs, results = lookup(key), (q, k, v, bias, mask), (out, lse, dout, dlse)
     if plan is None:
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap, sinks=sinks,
+            window=window, softcap=softcap, sinks=sinks, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
         given = {"bias": bias, "sinks": sinks} if need is None else {}
         wanted = (*_INPUTS, *(name for name, x in given.items() if x is not None))
-        plan = remember(key, _planned(problem, inputs, results, wanted, sinks, None))
-    found = _run(plan, inputs, results, np.empty, sinks)
+        if keys is not None:
+            plan = remember(key, _PackedPlan(problem, wanted))
+        else:
+            plan = remember(key, _planned(problem, inputs, results, wanted, sinks, None))
+    if keys is not None:
+        key_entries.check(plan.problem, keys, _NAME)
+        found = plan.run(inputs, results, _empty, sinks, None, keys)
+    else:
+        found = _run(plan, inputs, results, np.empty, sinks)
     return tuple([found[name] for name in plan.need])
 
 
@@ -114,6 +134,7 @@ def backward(
     empty: Callable[..., Any],
     sinks: Array | None = None,
     score: ScoreOperands | None = None,
+    keys: KeyArrays | None = None,
 ) -> dict[str, Array]:
     """Return the gradients named by `need`, for NumPy arrays.
 
@@ -123,7 +144,7 @@ def backward(
         From `fa_cupy.core.attention_problem.attention_problem`.
     inputs : tuple of numpy.ndarray or None
         q, k, v, bias and mask, which `problem` was made from; the bias may be a SparseBias, the
-        mask a BitMask.
+        mask a BitMask, or with offsets a tuple of one for each sequence.
     results : tuple of numpy.ndarray or None
         Output and LSE, and the gradients of both; that of the LSE may be None.
     need : tuple of str
@@ -133,7 +154,11 @@ def backward(
     sinks : numpy.ndarray or None
     score : Operands or None
         The score expression, if `problem` has one.
+    keys : KeyArrays or None
+        The offsets, if `problem` has them.
     """
+    if keys is not None:
+        return _PackedPlan(problem, need).run(inputs, results, empty, sinks, score, keys)
     plan = _planned(problem, inputs, results, need, sinks, score)
     return _run(plan, inputs, results, empty, sinks, score)
 
@@ -176,6 +201,87 @@ def _planned(
     if names and dense and _is_plain(problem, tile, len(columns)):
         plain = _Plain(problem, names, direct)
     return Plan(problem, need, dtype, forms, tile, columns, stacks, direct, written, alone, plain)
+
+
+class _PackedPlan:
+    """Gradients of calls with offsets that differ in the numbers of these alone.
+
+    Attributes
+    ----------
+    problem : Problem
+    need : tuple of str
+    """
+
+    def __init__(self, problem: attention_problem.Problem, need: tuple[str, ...]) -> None:
+        self.problem, self.need = problem, need
+        # By the lengths and how the mask lies: all else is the same.
+        self._plans: dict[Any, Plan] = {}
+
+    def run(
+        self,
+        inputs: tuple[Any, ...],
+        results: tuple[Any, ...],
+        empty: Callable[..., Any],
+        sinks: Array | None,
+        score: ScoreOperands | None,
+        keys: KeyArrays,
+    ) -> dict[str, Array]:
+        """Return the gradients."""
+        copy = partial(np.copyto, casting="unsafe")
+        backend = sequences.Backend(np, self._solve, empty, copy, self._each)
+        return sequences.backward(
+            backend, self.problem, inputs, results, self.need, sinks, score, keys
+        )
+
+    def _solve(
+        self,
+        problem: Callable[[], attention_problem.Problem],
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        need: tuple[str, ...],
+        sinks: Array | None,
+        score: ScoreOperands | None,
+    ) -> dict[str, Array]:
+        given, mask = (*inputs,), inputs[4]
+        if isinstance(mask, BitMask):  # its plan depends on the blocks that it shows
+            plan = _planned(problem(), given, (*results,), need, sinks, score)
+        else:
+            laid = None if mask is None else (mask.shape, mask.strides)
+            key = inputs[0].shape[-2], inputs[1].shape[-2], laid
+            found = self._plans.get(key)
+            if found is None:
+                found = _planned(problem(), given, (*results,), need, sinks, score)
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = found
+            plan = found
+        return _run(plan, given, (*results,), _empty, sinks, score)
+
+    def _each(
+        self, work: Callable[[Part], dict[str, Array]], parts: list[Part]
+    ) -> list[dict[str, Array]]:
+        """Compute large sequences one after the other, each in all threads, others side by side."""
+        found: dict[int, dict[str, Array]] = {}
+        small, total = [], 0
+        of_score = math.prod(self.problem.batch) * _flop_of_score(self.problem)
+        for part in parts:
+            flop = part.pairs * of_score
+            if flop > _TASK_FLOP:
+                found[part.rows.start] = work(part)
+            else:
+                small.append((flop, part))
+                total += flop
+        small.sort(key=lambda task: -task[0])
+
+        def do(task: tuple[int, Part]) -> None:
+            found[task[1].rows.start] = work(task[1])
+
+        thread_pool.run(small, lambda: do, total > _TASK_FLOP)
+        return [found[part.rows.start] for part in parts]
+
+
+def _empty(shape: Sequence[int], dtype: Any, like: Array) -> Any:
+    return core_arrays.empty_laid_out(np, shape, like, dtype)
 
 
 class _Task(NamedTuple):
@@ -560,7 +666,11 @@ def _tasks(problem: attention_problem.Problem) -> int:
 
 
 def _flop_of_entry(problem: attention_problem.Problem) -> int:
-    return problem.q_len * problem.k_len * (6 * problem.head_dim + 4 * problem.v_dim)
+    return problem.q_len * problem.k_len * _flop_of_score(problem)
+
+
+def _flop_of_score(problem: attention_problem.Problem) -> int:
+    return 6 * problem.head_dim + 4 * problem.v_dim
 
 
 def _stacked(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.cpu import blas
+from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import KeyArrays, check_numbers
 from fa_cupy.tiled import batching
 
@@ -405,8 +406,13 @@ def _over(array: Array, view: View, axes: int, more: int = 0) -> Array:
     return np.lib.stride_tricks.as_strided(array, shape, strides)
 
 
-def key_arrays(k_lengths: Any, page_table: Any) -> KeyArrays | None:
+def key_arrays(k_lengths: Any, page_table: Any, q_offsets: Any, k_offsets: Any) -> KeyArrays | None:
     """Return the arguments of a call as arrays; None where they need more than a look."""
+    if q_offsets is not None or k_offsets is not None:
+        together = k_lengths is page_table is None and type(q_offsets) is np.ndarray
+        if not together or not (k_offsets is None or type(k_offsets) is np.ndarray):
+            return None
+        return offsets.key_arrays(q_offsets, k_offsets)
     if type(k_lengths) is int and 0 <= k_lengths <= _MOST_INT:
         k_lengths = np.asarray(k_lengths, np.int64)
     if not all(x is None or type(x) is np.ndarray for x in (k_lengths, page_table)):
@@ -414,9 +420,12 @@ def key_arrays(k_lengths: Any, page_table: Any) -> KeyArrays | None:
     return KeyArrays(k_lengths, page_table)
 
 
-def check(problem: Problem, keys: KeyArrays) -> None:
+def check(problem: Problem, keys: KeyArrays, name: str = "attention") -> None:
     """Raise as `check_numbers` does, in less time where lengths are right and there is no table."""
+    if problem.offsets is not None:
+        offsets.check_numbers(name, (problem.q_len, problem.k_len), keys)
+        return
     lengths = keys.lengths
     right = keys.table is None and lengths.min(initial=0) >= 0
     if not (right and lengths.max(initial=0) <= problem.k_len):
-        check_numbers("attention", problem, keys)
+        check_numbers(name, problem, keys)

@@ -121,3 +121,50 @@ def allocation(
 def addresses_of(score: Operands) -> tuple[int, ...]:
     """Return the addresses of the arrays of an expression, in the order of its numbers."""
     return tuple(x.data.ptr for x in score.values if not isinstance(x, float))
+
+
+class PackedCall(NamedTuple):
+    """The offsets of a call that may have a plan.
+
+    Attributes
+    ----------
+    key : tuple
+        Of the plan.
+    arrays : tuple of cupy.ndarray
+        Offsets of queries and of keys, in C order.
+    """
+
+    key: tuple[Any, ...] = ()
+    arrays: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(
+        cls, where: str, device: int, q_offsets: Any, k_offsets: Any, *others: Any
+    ) -> PackedCall | None:
+        """Return it; None where the call needs more than a look.
+
+        Parameters
+        ----------
+        where : str
+            The public function that errors speak of.
+        device : int
+        q_offsets, k_offsets : object
+            Not both None.
+        *others : object
+            Arguments that do not go with these.
+        """
+        arrays = (q_offsets, q_offsets if k_offsets is None else k_offsets)
+        for x in arrays:
+            if type(x) is not cupy.ndarray or x.data.device_id != device or x.ndim != 1:
+                return None
+            if not x.flags.c_contiguous:
+                return None
+        if any(x is not None for x in others):
+            return None
+        require_whole_elements(where, q_offsets=arrays[0], k_offsets=arrays[1])
+        shapes = [(x.size, x.dtype) for x in arrays]
+        return cls(("offsets", k_offsets is None, *shapes), arrays)
+
+
+#: Of a call without offsets.
+NOT_PACKED = PackedCall()

@@ -23,6 +23,7 @@ from fa_cupy.core.plan_cache import NUMBERS, TEXTS, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import (
+    PackedCall,
     addresses_of,
     allocation,
     array_key,
@@ -44,8 +45,9 @@ from fa_cupy.gpu.masks.binding import CallMask
 from fa_cupy.gpu.masks.pair_bias import PairPlaces
 from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.keys.gathered import gathered, mark_bad
-from fa_cupy.keys.layout import KeyArrays
+from fa_cupy.keys import sequences
+from fa_cupy.keys.gathered import gathered, mark_bad, mark_bad_rows, unpacked
+from fa_cupy.keys.layout import PLACES, KeyArrays
 from fa_cupy.score.program import Operands
 
 _NAME = "attention"
@@ -161,7 +163,7 @@ class Call:
 def cached(
     q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: Any, is_causal: Any, causal_align: Any,
     window: Any, softcap: Any, sinks: Any, precision: Any, return_lse: Any, k_lengths: Any,
-    page_table: Any, out: Any,
+    page_table: Any, q_offsets: Any, k_offsets: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Answer a call of `fa_cupy.attention` whose plan is known or can be made; None otherwise.
 
@@ -185,16 +187,13 @@ def cached(
         _NAME, device, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides,
         v.dtype, scale, is_causal, causal_align, softcap, precision,
     )  # fmt: skip
-    if bias is not None or mask is not None or window is not None:
-        extra = array_key(bias, device), mask_key(mask, device, q.dtype), window_key(window)
+    if not (bias is mask is window is sinks is None):
+        extra = [array_key(bias, device), mask_key(mask, device, q.dtype), window_key(window)]
+        if sinks is not None:
+            extra.append(array_key(sinks, device))
         if any(part is False for part in extra):
             return None
-        key = (*key, extra)
-    if sinks is not None:
-        laid = array_key(sinks, device)
-        if laid is False:
-            return None
-        key = (*key, laid)
+        key = (*key, tuple(extra))
     keys: tuple[Any, ...] = ()
     for x in (k_lengths, page_table):
         if x is not None:  # no function is called here: a decoder makes one call for each token
@@ -203,16 +202,20 @@ def cached(
             if x.data.ptr & 7:  # strides are in the key, and were checked with it
                 require_whole_elements(k_lengths=k_lengths, page_table=page_table)
             key, keys = (*key, x is k_lengths, x.shape, x.strides, x.dtype), (*keys, x)
-    call = lookup(key)
-    if call is None:
+    if q_offsets is not None or k_offsets is not None:
+        found = PackedCall.of(_NAME, device, q_offsets, k_offsets, k_lengths, page_table)
+        if found is None:
+            return None
+        key, keys = (*key, found.key), found.arrays
+    if (call := lookup(key)) is None:
         problem = attention_problem.attention_problem(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap, sinks=sinks, precision=precision,
-            k_lengths=k_lengths, page_table=page_table,
+            window=window, softcap=softcap, sinks=sinks, precision=precision, k_lengths=k_lengths,
+            page_table=page_table, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
-        strides = _strides_like(problem, q)
         counts = None if mask is None else _counts(problem, mask, device)
-        if not _served(problem, device, counts) or not _direct(problem, strides):
+        strides = _strides_like(problem, q)
+        if not (_served(problem, device, counts) and _direct(problem, strides)):
             return None
         require_whole_elements(
             q=q, k=k, v=v, bias=bias, sinks=sinks, k_lengths=k_lengths, page_table=page_table
@@ -236,6 +239,7 @@ def attention(
     sinks: Any = None,
     score: Operands | None = None,
     keys: KeyArrays | None = None,
+    on_host: KeyArrays | None = None,
 ) -> tuple[Any, Any | None]:
     """Solve `problem` on the current device and stream.
 
@@ -245,7 +249,7 @@ def attention(
         From `fa_cupy.core.attention_problem.attention_problem`.
     q, k, v, bias, mask : cupy.ndarray or None
         The arrays that `problem` was made from; `mask` may be a BitMask, and with it `bias` a
-        SparseBias.
+        SparseBias. With offsets it may be a tuple of a BitMask for each sequence.
     out : cupy.ndarray or None
         Array for the output; None allocates one laid out in memory as `q` is.
     return_lse : bool
@@ -255,6 +259,8 @@ def attention(
         The score expression, if `problem` has one.
     keys : KeyArrays or None
         The arrays that say where the keys are, if `problem` has such.
+    on_host : KeyArrays or None
+        The same, if offsets were given in the memory of the host.
 
     Returns
     -------
@@ -266,7 +272,7 @@ def attention(
     if isinstance(bias, SparseBias):
         return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())
-    of_keys = {} if keys is None else {"k_lengths": keys.lengths, "page_table": keys.table}
+    of_keys = {} if keys is None else dict(zip(PLACES, keys, strict=True))
     require_whole_elements(q=q, k=k, v=v, bias=bias, sinks=sinks, out=out, **of_score, **of_keys)
     built_in = None if score is None else with_built_in(problem, score)
     counts = _counts(problem, mask, device)
@@ -274,12 +280,14 @@ def attention(
         counts_of_form = _counts(built_in[0], mask, device)
         if _served(built_in[0], device, counts_of_form):
             (problem, bias), score, counts = built_in, None, counts_of_form
-    if keys is not None and not (
-        _served(problem, device, counts)
-        and _direct(problem, _strides_like(problem, q) if out is None else out.strides)
-    ):
+    unserved = isinstance(mask, tuple) or not _served(problem, device, counts)
+    if problem.offsets is not None and unserved:
+        inputs = q, k, v, bias, mask
+        return _packed(problem, inputs, out, return_lse, sinks, score, keys, on_host)
+    strides = _strides_like(problem, q) if out is None else out.strides
+    if problem.offsets is None and keys is not None and (unserved or not _direct(problem, strides)):
         return _by_gathering(problem, q, k, v, bias, mask, out, return_lse, sinks, score, keys)
-    if not _served(problem, device, counts):
+    if unserved:
         from fa_cupy.gpu.cublas import (
             attention as cublas_attention,  # needs cuBLAS, which the kernels do not
         )
@@ -287,13 +295,14 @@ def attention(
         return cublas_attention.attention(
             problem, q, k, v, bias, mask, out, return_lse, sinks, score
         )
-    strides = _strides_like(problem, q) if out is None else out.strides
+    given = [x for x in keys or () if x is not None]
     if not _direct(problem, strides):
-        return _by_copies(problem, q, k, v, bias, mask, out, return_lse, sinks, score, counts)
+        return _by_copies(
+            problem, q, k, v, bias, mask, out, return_lse, sinks, score, counts, given
+        )
     lse = lse_for(problem, return_lse)
     with workspace.results():
         call = _call_for(problem, strides, device, counts)
-        given = [x for x in keys or () if x is not None]
         return call(q, k, v, bias, mask, out, lse, sinks, score, given)
 
 
@@ -316,6 +325,34 @@ def _by_gathering(
         alone.problem, q, alone.k, alone.v, bias, alone.mask, out, return_lse, sinks, score
     )
     mark_bad(cupy, alone.bad, result, lse)
+    return result, lse
+
+
+def _packed(
+    problem: Problem,
+    inputs: Sequence[Any],
+    out: Any,
+    return_lse: bool,
+    sinks: Any,
+    score: Operands | None,
+    keys: KeyArrays | None,
+    on_host: KeyArrays | None,
+) -> tuple[Any, Any | None]:
+    """Solve a problem with offsets that no kernel serves.
+
+    Offsets that are on the host give the parts of arrays that sequences are. With others, an equal
+    call has a mask of all pairs.
+    """
+    assert keys is not None
+    if on_host is not None and sequences.on_host(on_host):
+        return sequences.attention(
+            attention, workspace.empty, problem, inputs, out, return_lse, sinks, score, on_host
+        )
+    sequences.refuse_positions(_NAME, score)
+    q, k, v, bias, mask = inputs
+    alone, mask, bad = unpacked(cupy, problem, mask, keys)
+    result, lse = attention(alone, q, k, v, bias, mask, out, return_lse, sinks, score)
+    mark_bad_rows(cupy, bad, result, lse)
     return result, lse
 
 
@@ -367,6 +404,7 @@ def _by_copies(
     sinks: Any,
     score: Operands | None,
     counts: PairCounts | None,
+    keys: Sequence[Any] = (),
 ) -> tuple[Any, Any | None]:
     """Solve a problem of which a kernel cannot take some array as it is."""
     if out is None:
@@ -386,7 +424,7 @@ def _by_copies(
     rows = lse_for(problem, lse)
     with workspace.results():
         inputs = arrays["q"], arrays["k"], arrays["v"], bias, mask
-        _, rows = call(*inputs, target, rows, sinks, score)
+        _, rows = call(*inputs, target, rows, sinks, score, keys)
     if target is not out:
         out[...] = target
     return out, rows
@@ -400,7 +438,7 @@ def _strides_like(problem: Problem, q: Any) -> tuple[int, ...]:
 
 def _counts(problem: Problem, mask: Any, device: int) -> PairCounts | None:
     """Return the counts of a mask whose pairs are read one by one; None for any other call."""
-    if problem.mask is None or not math.prod(problem.out_shape[:-1]):
+    if problem.mask is None or problem.offsets or not math.prod(problem.out_shape[:-1]):
         return None
     return pairs.counts_of(problem, mask, device)
 

@@ -23,7 +23,9 @@ from fa_cupy.core.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, w
 from fa_cupy.core.sparse_bias import SparseBias
 from fa_cupy.gpu import sinks_gradient, workspace
 from fa_cupy.gpu.arrays import (
+    NOT_PACKED,
     Allocation,
+    PackedCall,
     addresses_of,
     allocation,
     array_key,
@@ -41,6 +43,9 @@ from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
 from fa_cupy.gpu.plan import Plan
+from fa_cupy.keys import sequences
+from fa_cupy.keys.gathered import unpacked_gradients
+from fa_cupy.keys.layout import PLACES, KeyArrays
 from fa_cupy.score.program import Operands
 
 _NAME = "attention_backward"
@@ -109,7 +114,7 @@ class Prepared(NamedTuple):
         memory : cupy.cuda.MemoryPointer, optional
             The workspace, where the caller reads what the kernels leave in it.
         of_score : tuple of int, optional
-            Addresses of the arrays of an expression.
+            Addresses of the arrays of an expression, and of offsets.
         of_pairs : tuple of int, optional
             Addresses of the numbers of pairs and of their gradients.
 
@@ -145,6 +150,7 @@ class Prepared(NamedTuple):
 def cached(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, mask: Any, scale: Any,
     is_causal: Any, causal_align: Any, window: Any, softcap: Any, sinks: Any, dlse: Any, need: Any,
+    q_offsets: Any, k_offsets: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """Answer a call of `fa_cupy.attention_backward` whose plan is known or can be made.
 
@@ -157,19 +163,21 @@ def cached(
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device, q.dtype)
     biased = None if bias is None else array_key(bias, device)
-    if seen is False or biased is False or (window is not None and window_key(window) is False):
+    given = not (q_offsets is k_offsets is None)
+    packed = PackedCall.of(_NAME, device, q_offsets, k_offsets) if given else NOT_PACKED
+    side = None if window is None else window_key(window)
+    if packed is None or seen is False or biased is False or side is False:
         return None
     if not (
         scale.__class__ in NUMBERS
         and softcap.__class__ in NUMBERS
         and is_causal.__class__ is bool
         and causal_align.__class__ in TEXTS
-    ):
-        return None
-    if runtime.streamIsCapturing(get_current_stream().ptr):
-        return None  # an error would leave memory in the graph
+    ) or runtime.streamIsCapturing(get_current_stream().ptr):
+        return None  # in a capture, an error would leave memory in the graph
     facts: list[Any] = [
         _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, need is None,
+        packed.key,
     ]  # fmt: skip
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
@@ -181,13 +189,12 @@ def cached(
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
-    key = tuple(facts)
-    found: Any = lookup(key, UNKNOWN)
+    found: Any = lookup(key := tuple(facts), UNKNOWN)
     if found is UNKNOWN:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap,
+            window=window, softcap=softcap, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
         if not takes_bias(problem):
             return None
@@ -197,15 +204,12 @@ def cached(
     if found is None or found.copies:
         return None
     tables, _owners = ((), None) if found.tables is None else found.tables(mask)
-    grads = [
-        cupy.ndarray(shape, dtype, alloc(nbytes), strides)
-        for nbytes, shape, dtype, strides in found.grads
-    ]
+    grads = [cupy.ndarray(x.shape, x.dtype, alloc(x.nbytes), x.strides) for x in found.grads]
     memory = alloc(found.plan.workspace_bytes)
     pointers = (
         q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, lse.data.ptr, dout.data.ptr,
         0 if dlse is None else dlse.data.ptr, 0 if bias is None else bias.data.ptr, 0,
-        *[x.data.ptr for x in grads], *[0] * (4 - len(grads)),
+        *[x.data.ptr for x in grads], *[0] * (4 - len(grads)), *[x.data.ptr for x in packed.arrays],
     )  # fmt: skip
     return (*grads,) if found.plan.run((*pointers, *tables), memory.ptr) else None
 
@@ -218,22 +222,60 @@ def backward(
     empty: Callable[..., Any],
     sinks: Any = None,
     score: Operands | None = None,
+    keys: KeyArrays | None = None,
+    on_host: KeyArrays | None = None,
 ) -> dict[str, Any]:
     """Return the gradients named by `need`; see `fa_cupy.gpu.cublas.attention_backward.backward`.
 
-    Kernels compute them where there are some for the call, cuBLAS products elsewhere.
+    Kernels compute them where there are some for the call, cuBLAS products elsewhere. `keys` are
+    the offsets, and `on_host` the same, if they were given in the memory of the host; the mask may
+    then be a tuple of a BitMask for each sequence.
     """
     if isinstance(inputs[3], SparseBias):
         return _over_pairs(problem, inputs, results, need, empty, sinks, score)
     of_score = {} if score is None else dict(score.named())
     named = _named(inputs, results)
     require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
-    found = by_kernels(problem, inputs, results, need, empty, sinks, score)
+    of_keys = () if keys is None else keys[2:]
+    require_whole_elements(_NAME, **dict(zip(PLACES[2:], of_keys, strict=False)))
+    found = None
+    if not isinstance(inputs[4], tuple):
+        found = by_kernels(problem, inputs, results, need, empty, sinks, score, of_keys)
     if found is not None:
         return found
+    if keys is not None:
+        return _packed(problem, inputs, results, need, empty, sinks, score, keys, on_host)
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
+
+
+def _packed(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+    sinks: Any,
+    score: Operands | None,
+    keys: KeyArrays,
+    on_host: KeyArrays | None,
+) -> dict[str, Any]:
+    """Return gradients of a problem with offsets that no kernels take, as the forward pass does."""
+    if on_host is None or not sequences.on_host(on_host):
+        sequences.refuse_positions(_NAME, score)
+        alone, mask, clean = unpacked_gradients(cupy, problem, inputs[4], results, sinks, keys)
+        return backward(alone, (*inputs[:4], mask), clean, need, empty, sinks, score)
+    from fa_cupy.gpu.cublas import tile_ops  # needs cuBLAS, which kernels do not
+
+    def solve(alone: Any, inputs: Any, results: Any, need: Any, sinks: Any, score: Any) -> Any:
+        return backward(alone(), (*inputs,), (*results,), need, workspace.empty, sinks, score)
+
+    def each(work: Callable[[Any], Any], parts: list[Any]) -> list[Any]:
+        return [work(part) for part in parts]
+
+    of_gpu = sequences.Backend(cupy, solve, empty, tile_ops.copy, each)
+    return sequences.backward(of_gpu, problem, inputs, results, need, sinks, score, on_host)
 
 
 def _over_pairs(
@@ -285,8 +327,9 @@ def by_kernels(
     empty: Callable[..., Any],
     sinks: Any = None,
     score: Operands | None = None,
+    of_keys: Sequence[Any] = (),
 ) -> dict[str, Any] | None:
-    """Do as `backward`; None where the kernels do not take the call.
+    """Do as `backward`; None where the kernels do not take the call. `of_keys` are offsets.
 
     Those of q, k and v are computed, whichever are asked for, and that of the bias only if it is.
     That of sinks follows from what the kernels leave in the workspace.
@@ -314,6 +357,7 @@ def by_kernels(
         grads["dbias"] = cupy.empty(of_bias.shape, of_bias.dtype)
     arrays |= {"bias": bias, "sinks": sinks, **grads}
     of_score = () if score is None else addresses_of(score)
+    of_score = (*of_score, *[x.data.ptr for x in of_keys])
     memory = rows = None
     if "sinks" in need:
         memory = workspace.take(plan.plan.workspace_bytes)
@@ -352,7 +396,7 @@ def prepared(
     """
     device = runtime.getDevice()
     counts, by_pair = of_pairs or (None, None)
-    if by_pair is None and problem.mask is not None:
+    if by_pair is None and problem.mask is not None and problem.offsets is None:
         counts = counts_of(problem, mask, device)
     laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in arrays.items() if x is not None}
     copied = tuple(

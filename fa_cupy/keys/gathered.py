@@ -1,18 +1,21 @@
-"""A call with key lengths and page tables as an equal call without them, for any array namespace.
+"""A call with key lengths, pages or offsets as an equal call without, for any array namespace.
 
 For backends that have no kernel for such a call: pages are copied to where rows follow each other,
-and a mask hides the keys behind the ends. Nothing waits for a device, and only functions that
-NumPy and CuPy have are used.
+and a mask hides the keys behind the ends, or those of other sequences. Nothing waits for a device,
+and only functions that NumPy and CuPy have are used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy.core.attention_problem import Problem, batch_view
+from fa_cupy._bitmask import BitMask
+from fa_cupy.core.attention_problem import BFLOAT16, Problem, batch_view
+from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import KeyArrays, Pages
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -85,6 +88,71 @@ def gathered(
     return Gathered(alone, k, v, None if problem.k_len == 0 else mask, bad)
 
 
+def unpacked(
+    xp: Any, problem: Problem, mask: Any, keys: KeyArrays
+) -> tuple[Problem, Array | None, Array]:
+    """Return an equal call without offsets: its problem, its mask, and which queries are bad.
+
+    Parameters
+    ----------
+    xp : module
+        `numpy` or `cupy`.
+    problem : Problem
+        With `offsets`.
+    mask : array, BitMask or None
+    keys : KeyArrays
+        The offsets, of `xp`.
+
+    Returns
+    -------
+    Problem, array of bool or None, array of bool
+        After the call, `mark_bad_rows` has to follow for the last one.
+    """
+    first, last, bad = offsets.intervals(xp, problem, keys)
+    alone = replace(problem, lower=None, upper=None, offsets=None, band_from_end=False, mask=None)
+    if not problem.k_len:
+        return alone, None, bad
+    j = xp.arange(problem.k_len)
+    seen = (j >= first[:, None]) & (j <= last[:, None])
+    if mask is not None:
+        seen = seen & xp.asarray(mask.to_dense() if isinstance(mask, BitMask) else mask)
+    return replace(alone, mask=batch_view(alone, seen, *seen.shape[-2:])), seen, bad
+
+
+def unpacked_gradients(
+    xp: Any,
+    problem: Problem,
+    mask: Any,
+    results: Sequence[Array | None],
+    sinks: Array | None,
+    keys: KeyArrays,
+) -> tuple[Problem, Array | None, tuple[Array | None, ...]]:
+    """Return an equal call without offsets, as `unpacked` does, and the results that it takes.
+
+    `results` are output and log-sum-exp, and the gradients of both. Bad queries have those of
+    queries without keys, to which nothing adds.
+    """
+    alone, seen, bad = unpacked(xp, problem, mask, keys)
+    out, lse, dout, dlse = (None if x is None else x.copy() for x in results)
+    for x in (out, dout):
+        assert x is not None
+        _write(xp, x, bad[:, None], 0.0)
+    if dlse is not None:
+        _write(xp, dlse, bad, 0.0)
+    assert lse is not None
+    nothing = lse.dtype.type(-np.inf)
+    if sinks is not None:
+        nothing = xp.broadcast_to(_widened(sinks, lse.dtype), lse.shape)
+    return alone, seen, (out, xp.where(bad, nothing, lse), dout, dlse)
+
+
+def mark_bad_rows(xp: Any, bad: Array, out: Array, lse: Array | None) -> None:
+    """Write NaN to the rows of results, the last axis of `lse`, that are `bad`."""
+    for x, where in ((out, bad[:, None]), (lse, bad)):
+        if x is not None:
+            _write(xp, x, where, np.nan)
+
+
 def mark_bad(xp: Any, bad: Array | None, *results: Array | None) -> None:
     """Write NaN to the batch entries of results that are `bad`.
 
@@ -101,10 +169,21 @@ def mark_bad(xp: Any, bad: Array | None, *results: Array | None) -> None:
         return
     for i, x in enumerate(results):
         if x is not None:
-            numbers = as_integers(x)
-            nan = np.full(1, np.nan).astype(x.dtype).view(numbers.dtype)[0]
-            where = bad[(..., *[None] * (3 - i))] if bad.ndim else bad
-            numbers[...] = xp.where(where, nan, numbers)
+            _write(xp, x, bad[(..., *[None] * (3 - i))] if bad.ndim else bad, np.nan)
+
+
+def _write(xp: Any, x: Array, where: Array, number: float) -> None:
+    numbers = as_integers(x)
+    bits = np.full(1, number).astype(x.dtype).view(numbers.dtype)[0]
+    numbers[...] = xp.where(where, bits, numbers)
+
+
+def _widened(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Return `x` in `dtype`; CuPy does not convert bfloat16, the upper half of a float32."""
+    if x.dtype != BFLOAT16:
+        return x.astype(dtype)
+    bits = x.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32).astype(dtype)
 
 
 def _rows(xp: Any, x: Array, pages: Pages, table: Array) -> Array:
@@ -145,7 +224,7 @@ def _visible(xp: Any, problem: Problem, lengths: Array) -> Array:
 def _bad(xp: Any, problem: Problem, keys: KeyArrays) -> Array | None:
     """Return the entries whose length, or the number of a page that they need, is out of range."""
     bad, needed = None, None
-    lengths, table = keys
+    lengths, table = keys.lengths, keys.table
     if lengths is not None:
         bad = (lengths < 0) | (lengths > problem.k_len)
     if problem.pages is not None and table.shape[-1]:

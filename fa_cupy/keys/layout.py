@@ -7,7 +7,7 @@ the host: an array on a device is never read back.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,10 @@ import numpy as np
 from fa_cupy.core import broadcasting, checks
 from fa_cupy.core.broadcasting import View
 
-_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
-_WANTED = "int32 or int64"
+DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+WANTED = "int32 or int64"
+#: The arguments that say where keys are, in the order of `KeyArrays`.
+PLACES = ("k_lengths", "page_table", "q_offsets", "k_offsets")
 #: The number of keys of a page is a multiple of this.
 PAGE_MULTIPLE = 16
 
@@ -102,8 +104,8 @@ class KeyLayout:
         self._lengths, self._table = lengths, table
         q, self.k, self.v = arrays
         for arg, array in (("k_lengths", lengths), ("page_table", table)):
-            if array is not None and array.dtype not in _DTYPES:
-                raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {_WANTED}")
+            if array is not None and array.dtype not in DTYPES:
+                raise TypeError(f"{name}: {arg} has dtype {array.dtype}, want {WANTED}")
         if table is not None:
             self._size, self._paged = _page_size(name, args, self.k, self.v, table), arrays[1:]
             self.k, self.v = (_as_rows(x, q.ndim, table.shape[-1]) for x in self._paged)
@@ -200,16 +202,15 @@ def _as_rows(pages: Any, axes: int, per_sequence: int) -> _Laid:
 
 
 def separated(
-    name: str, q: Any, k_lengths: Any, page_table: Any
+    name: str, q: Any, places: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of the library of `q`, and those of the host as NumPy arrays.
 
-    The first ones are still to be checked for their library and their device.
+    The first ones are still to be checked for their library and their device. `places` are the
+    arguments that say where keys are, by name; those of offsets too.
     """
     given, host = {}, {}
-    for arg, x in (("k_lengths", k_lengths), ("page_table", page_table)):
-        if x is None:
-            continue
+    for arg, x in places.items():
         if arg == "k_lengths" and isinstance(x, (int, np.integer)):
             if isinstance(x, bool) or abs(int(x)) > np.iinfo(np.int64).max:
                 error = TypeError if isinstance(x, bool) else ValueError
@@ -217,7 +218,7 @@ def separated(
             host[arg] = np.asarray(int(x), np.int64)
         elif isinstance(x, (np.generic, float, list, tuple)):
             wanted = "an int or an array" if arg == "k_lengths" else "an array"
-            raise TypeError(f"{name}: {arg} is {checks.show(x)}, want {wanted} of {_WANTED}")
+            raise TypeError(f"{name}: {arg} is {checks.show(x)}, want {wanted} of {WANTED}")
         elif type(x) is np.ndarray and not isinstance(q, np.ndarray):
             host[arg] = np.asarray(x, order="C")
         else:
@@ -258,9 +259,13 @@ def on_device(backend: str, keys: KeyArrays) -> KeyArrays:
     if backend == "numpy":
         return keys
     xp = sys.modules[backend]
-    return KeyArrays(*(_moved(xp, x) if isinstance(x, np.ndarray) else x for x in keys))
+    lengths, table, q = (_moved(xp, x) for x in keys[:3])
+    same = keys.k_offsets is keys.q_offsets
+    return KeyArrays(lengths, table, q, q if same else _moved(xp, keys.k_offsets))
 
 
 def _moved(xp: Any, x: Any) -> Any:
+    if not isinstance(x, np.ndarray):
+        return x
     # A kernel writes one number, also while a stream is captured, when copies from the host fail.
     return xp.asarray(x) if x.ndim else xp.full((), x.item(), x.dtype)

@@ -84,6 +84,11 @@ def store(out: Any, value: Any) -> None:
         cupy.copyto(out, value, casting="unsafe")
 
 
+def copy(out: Any, x: Any) -> None:
+    """Copy `x` to `out`, each of any of the four dtypes but not of two different 16-bit ones."""
+    (load if out.dtype in (np.float32, np.float64) else store)(out, x)
+
+
 def widened(x: Any, dtype: np.dtype[Any]) -> Any:
     """Return `x` in `dtype`, float32 or float64: itself, or a copy."""
     if x.dtype == dtype:

@@ -120,6 +120,8 @@ def make_plan(
     variants : sequence of BackwardVariant, optional
         Kernels in place of those that `select` picks.
     """
+    if traits.problem.offsets is not None:
+        return None
     variants = variants or select(traits.wanted, launcher.target)
     if not variants:
         return None
