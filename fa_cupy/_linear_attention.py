@@ -9,7 +9,7 @@ import numpy as np
 
 from fa_cupy.core import arrays, attention_problem, checks, dispatch, linear_problem
 from fa_cupy.core.arrays import Native
-from fa_cupy.keys import packed
+from fa_cupy.keys import layout, offsets
 from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.keys.offsets import Offsets
 
@@ -143,7 +143,8 @@ def causal_product(
         name, q_offsets, None, q=q, k=k, v=v, initial_state=initial_state, out=out
     )
     *inputs, result = native.arrays
-    problem = linear_problem.product_problem(name, *inputs, offsets=_offsets(keys))
+    problem = linear_problem.product_problem(name, *inputs, offsets=_offsets(name, keys, inputs))
+    _check_numbers(name, keys, problem)
     dispatch.check_out(name, result, problem, inputs)
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
@@ -242,7 +243,8 @@ def causal_product_backward(
         name, q_offsets, None, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
     )
     *inputs, grad, state_grad = native.arrays
-    problem = linear_problem.product_problem(name, *inputs, offsets=_offsets(keys))
+    problem = linear_problem.product_problem(name, *inputs, offsets=_offsets(name, keys, inputs))
+    _check_numbers(name, keys, problem)
     checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
     if state_grad is not None:
         shape, dtype = problem.state_shape, problem.state_dtype
@@ -385,11 +387,12 @@ def linear_attention(
     native, keys = _native(
         name, q_offsets, k_offsets, q=q, k=k, v=v, initial_state=initial_state, out=out
     )
-    offsets = _offsets(keys)
     *inputs, initial, result = native.arrays
+    where = _offsets(name, keys, inputs, causal)
     # Of features the dim is not known yet, which the state has.
     known = None if callable(feature_map) else initial
-    problem = _problem(name, [*inputs, known], causal, offsets)
+    problem = _problem(name, [*inputs, known], causal, where)
+    _check_numbers(name, keys, problem)
     dispatch.check_out(name, result, problem, [*inputs, initial])
     like = inputs[0]
     backend, more = _backend(native, keys)
@@ -399,7 +402,7 @@ def linear_attention(
         if callable(feature_map):  # which may allocate what belongs to this call
             features = _features(name, (q, k), inputs[:2], feature_map)
             inputs[:2] = features.values()
-            problem = _problem(name, [*inputs, initial], causal, offsets)
+            problem = _problem(name, [*inputs, initial], causal, where)
             if out is not None:
                 attention_problem.check_out(
                     name, result, problem.out_shape, problem.dtype, features.items()
@@ -510,17 +513,18 @@ def linear_attention_backward(
         name, q_offsets, k_offsets,
         q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate,
     )  # fmt: skip
-    offsets = _offsets(keys)
     *inputs, initial, grad, state_grad = native.arrays
+    where = _offsets(name, keys, inputs, causal)
     plain = inputs[:2]
     known = None if callable(feature_map) else initial
-    problem = _problem(name, [*inputs, known], causal, offsets)
+    problem = _problem(name, [*inputs, known], causal, where)
+    _check_numbers(name, keys, problem)
     checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
     backend, more = _backend(native, keys)
     with native.context:
         if callable(feature_map):
             inputs[:2] = _features(name, (q, k), plain, feature_map).values()
-            problem = _problem(name, [*inputs, initial], causal, offsets)
+            problem = _problem(name, [*inputs, initial], causal, where)
         if state_grad is not None:
             shape, dtype = problem.state_shape, problem.state_dtype
             checks.check_gradient(name, "dstate", state_grad, shape, dtype)
@@ -536,37 +540,54 @@ def linear_attention_backward(
 
 
 def _problem(
-    name: str, arrays: Sequence[Any], causal: bool, offsets: Offsets | None
+    name: str, arrays: Sequence[Any], causal: bool, where: Offsets | None
 ) -> linear_problem.Product:
     return linear_problem.product_problem(
-        name, *arrays, aligned=causal, normalised=True, offsets=offsets
+        name, *arrays, aligned=causal, normalised=True, offsets=where
     )
 
 
 def _native(
     name: str, q_offsets: Any, k_offsets: Any, **arrays: Any
 ) -> tuple[Native, KeyArrays | None]:
-    """Return arrays as native ones, and the offsets, checked, where there are any."""
-    if q_offsets is None and k_offsets is None:
+    """Return arrays as native ones, and the offsets where there are any."""
+    given = {"q_offsets": q_offsets, "k_offsets": k_offsets}
+    given = {arg: x for arg, x in given.items() if x is not None}
+    if not given:
         return dispatch.to_native(name, **arrays), None
-    given, host = packed.separated(name, arrays["q"], q_offsets, k_offsets)
-    native = dispatch.to_native(name, **arrays, **given)
+    offsets.refuse(name, [*given])
+    on_device, host = layout.separated(name, arrays["q"], given)
+    native = dispatch.to_native(name, **arrays, **on_device)
     some, more = native.arrays[: len(arrays)], native.arrays[len(arrays) :]
-    offsets = dict(zip(given, more, strict=True)) | host
-    named = dict(zip(arrays, some, strict=True))
-    lengths = tuple(x.shape[-2] if x.ndim > 1 else 0 for x in (named["q"], named["k"]))
-    return native._replace(arrays=some), packed.checked(name, offsets, lengths)
+    found = host | dict(zip(on_device, more, strict=True))
+    keys = KeyArrays(q_offsets=found["q_offsets"], k_offsets=found.get("k_offsets"))
+    return native._replace(arrays=some), keys
 
 
-def _offsets(keys: KeyArrays | None) -> Offsets | None:
-    return None if keys is None else packed.offsets_of(keys)
+def _offsets(
+    name: str, keys: KeyArrays | None, inputs: Sequence[Any], causal: bool = True
+) -> Offsets | None:
+    """Return what a problem of q and k holds of offsets, whose numbers are not read."""
+    if keys is None:
+        return None
+    # What is no array of rows, or of other lengths than it may be, is a problem's to refuse.
+    q_len, k_len = (x.shape[-2] if x.ndim > 1 else 0 for x in inputs[:2])
+    lengths = q_len, q_len if causal else k_len
+    return offsets.checked(name, ("q", "k"), lengths, keys.q_offsets, keys.k_offsets)
+
+
+def _check_numbers(name: str, keys: KeyArrays | None, problem: linear_problem.Product) -> None:
+    if keys is not None:
+        whole = offsets.key_arrays(keys.q_offsets, keys.k_offsets)
+        offsets.check_numbers(name, (problem.q_len, problem.k_len), whole)
 
 
 def _backend(native: Native, keys: KeyArrays | None) -> tuple[Any, tuple[KeyArrays, ...]]:
     """Return the module that computes, and what its functions take of packed sequences."""
     if keys is None:
         return dispatch.backend_of(native, "linear_attention"), ()
-    return dispatch.backend_of(native, "packed.products"), (keys,)
+    whole = offsets.key_arrays(keys.q_offsets, keys.k_offsets)
+    return dispatch.backend_of(native, "packed.products"), (whole,)
 
 
 def _check_k_offsets(name: str, k_offsets: Any, causal: bool) -> None:
