@@ -199,7 +199,12 @@ class Products:
         """Write 0 to rows that belong to no sequence: there is none."""
 
     def product(
-        self, problem: linear_problem.Product, x: Array, y: Array, values: Array, initial: Array | None
+        self,
+        problem: linear_problem.Product,
+        x: Array,
+        y: Array,
+        values: Array,
+        initial: Array | None,
     ) -> Array:
         found, _ = product(problem, x, y, values, initial, None, reverse=False, return_state=False)
         return found

@@ -101,9 +101,7 @@ def gradients_by(
     x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
     first = None if initial is None else _rescaled(initial, unit)
     last = None if dstate is None else _rescaled(dstate, 1 / unit)
-    given = linear_gradients.Given(
-        x, y, values, first, eps, is_causal, unit, problem.offsets
-    )
+    given = linear_gradients.Given(x, y, values, first, eps, is_causal, unit, problem.offsets)
     grads = tile_ops.widened(dout, dtype)
     dx, dy, dvalues, dinitial = linear_gradients.gradients(products, given, grads, last)
     if feature is not None:

@@ -76,8 +76,12 @@ def plan_of(
     plan = UNKNOWN if key is None else lookup(key, UNKNOWN)
     if plan is UNKNOWN:
         plan = None
-        if plans.is_plain(problem, q, k, v, initial) and all(map(plans.is_stack_or_small, (q, k, v))):
-            plan = Gradients(problem, q, k, v) if gradients else Scan(problem, q, k, v, feature, eps)
+        if plans.is_plain(problem, q, k, v, initial) and all(
+            map(plans.is_stack_or_small, (q, k, v))
+        ):
+            plan = (
+                Gradients(problem, q, k, v) if gradients else Scan(problem, q, k, v, feature, eps)
+            )
         if key is not None:
             remember(key, plan)
     return plan
@@ -86,7 +90,9 @@ def plan_of(
 class _Groups:
     """How a call is cut into tasks: some batch entries, and sequences that follow each other."""
 
-    def __init__(self, stacks: plans.Scan | plans.Gradients, problem: linear_problem.Product) -> None:
+    def __init__(
+        self, stacks: plans.Scan | plans.Gradients, problem: linear_problem.Product
+    ) -> None:
         self._machine, self._flop = stacks.machine, stacks.flop
         entries, most = stacks.k[0], stacks.machine.fitting(problem)
         self._parts = [slice(i, i + most) for i in range(0, entries, most)]
@@ -197,9 +203,7 @@ class Gradients(plans.Gradients):
             finite = scan(steps, sizes, *pairs, reads, lengths, first, None, reverse, exact)
             reads = Read(pairs[1], da, flipped=True), Read(pairs[0], db)
             pairs, back = (Operand(queries), Operand(dsums)), not reverse
-            return (
-                scan(steps, sizes, *pairs, reads, lengths, dlast, dfirst, back, exact) and finite
-            )
+            return scan(steps, sizes, *pairs, reads, lengths, dlast, dfirst, back, exact) and finite
 
         if rows.q:
             self.machine.run(self._groups.tasks(rows.q, True), _each(work), self.flop)

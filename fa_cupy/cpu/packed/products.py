@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from fa_cupy.core import arrays
 from fa_cupy.core.linear_problem import Product, product_problem
+from fa_cupy.cpu import causal_product_backward as whole_backward
 from fa_cupy.cpu import linear_attention as whole
 from fa_cupy.cpu.packed.plans import Rows, clear_others, plan_of, rows_of
 from fa_cupy.cpu.products.executor import Machine
@@ -108,10 +109,12 @@ def _backward(
         clear_others(grad, rows.q)
     dinitial = None if initial is None else np.empty(initial.shape, initial.dtype)
     for number, own in enumerate(rows.q):
-        parts = [x[..., own, :] for x in (dout, q, k, v)]
-        first, last = (None if x is None else x[..., number, :, :] for x in (initial, dstate))
-        of_one = product_problem(name, *parts[1:], first)
-        *found_rows, dfirst = whole.backward(of_one, *parts, first, last, reverse=reverse)
+        x, a, b = (array[..., own, :] for array in (q, k, v))
+        first, last = (None if y is None else y[..., number, :, :] for y in (initial, dstate))
+        of_one = product_problem(name, x, a, b, first)
+        *found_rows, dfirst = whole_backward.backward(
+            of_one, dout[..., own, :], x, a, b, first, last, reverse=reverse
+        )
         for grad, part in zip(grads, found_rows, strict=True):
             grad[..., own, :] = part
         if dinitial is not None:
@@ -143,7 +146,7 @@ def _plan(name: str, rows: Rows, problem: Product, *inputs: Any, **options: Any)
 class _Own(NamedTuple):
     """The arrays of one sequence, as views of the call's."""
 
-    inputs: list[Any]  # q, k, v and the initial state
+    inputs: tuple[Any, Any, Any, Any]  # q, k, v and the initial state
     out: Array
     state: Array | None
 
@@ -183,7 +186,7 @@ class _Call(NamedTuple):
             first, last = (
                 None if x is None else x[..., number, :, :] for x in (initial, self.state)
             )
-            inputs = [q[..., asking, :], k[..., own, :], v[..., own, :], first]
+            inputs = q[..., asking, :], k[..., own, :], v[..., own, :], first
             yield _Own(inputs, self.out[..., asking, :], last)
 
 

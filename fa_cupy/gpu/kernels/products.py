@@ -187,9 +187,9 @@ def other_rows_plan(jobs: Sequence[Job], packing: Product, launcher: Launcher) -
     """
     steps: list[Step] = []
     for i, job in enumerate(jobs):
-        row, *blocks = _other_rows(job.problem)
-        choice = Choice(row, None, 1, 1, 0.0)
-        steps += steps_alone(choice, [(row, *blocks)], params.traits_of(job), i, "")
+        launch = _other_rows(job.problem)
+        choice = Choice(launch[0], None, 1, 1, 0.0)
+        steps += steps_alone(choice, [launch], params.traits_of(job), i, "")
     return _with_spans(steps, len(jobs), packing, launcher, {})
 
 
@@ -204,9 +204,7 @@ def _with_spans(
 ) -> Plan:
     """Return a plan that finds the rows of sequences before its other steps."""
     assert packing.offsets is not None
-    spans = dict.fromkeys(
-        packed_rows.SPANS, packed_rows.SPAN_BYTES * packing.offsets.sequences
-    )
+    spans = dict.fromkeys(packed_rows.SPANS, packed_rows.SPAN_BYTES * packing.offsets.sequences)
     names = [f"{i}.{name}" for i in range(jobs) for name in ARRAYS]
     steps = [packed_rows.spans_step(packing), *steps]
     return Plan(steps, [*names, *packed_rows.OFFSETS], launcher, workspace_of(spans | sizes))

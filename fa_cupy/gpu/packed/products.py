@@ -185,8 +185,10 @@ class _Ready(NamedTuple):
         if not term.out.size:  # as `fa_cupy.gpu.causal_product.compute`
             problem = without_queries(term.problem)
             out = cupy.empty(problem.out_shape, problem.dtype)
-            return cls.of(term._replace(problem=problem, q=term.k, out=out)) if out.size else cls(
-                term._replace(problem=problem, q=term.k, out=out), out
+            return (
+                cls.of(term._replace(problem=problem, q=term.k, out=out))
+                if out.size
+                else cls(term._replace(problem=problem, q=term.k, out=out), out)
             )
         changed: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
@@ -262,9 +264,7 @@ class _Products(whole.Products):
             compute(self._packing, terms, zero_invalid=True)
 
         with workspace.computing(runtime.getDevice()):
-            return gradients(
-                run, problem, dsums, x, y, values, initial, dstate, reverse=False
-            )
+            return gradients(run, problem, dsums, x, y, values, initial, dstate, reverse=False)
 
     def total(self, problem: Product, y: Any, values: Any, initial: Any, of_keys: bool) -> Any:
         state = cupy.empty(problem.state_shape, problem.state_dtype)
@@ -274,9 +274,7 @@ class _Products(whole.Products):
         steps = (*[0] * (len(shape) - 1), problem.dtype.itemsize)
         queries = View(shape, steps)
         out_shape = (*problem.out_shape[:-2], problem.k_len, problem.v_dim)
-        leaving = dataclasses.replace(
-            problem, q=queries, q_len=problem.k_len, out_shape=out_shape
-        )
+        leaving = dataclasses.replace(problem, q=queries, q_len=problem.k_len, out_shape=out_shape)
         found = cupy.empty(out_shape, problem.dtype)
         self._compute(Term(leaving, zeros, y, values, found, initial, state, False), of_keys)
         return state
@@ -327,5 +325,7 @@ class _Products(whole.Products):
         x, y = (state[..., 0, :1, :1], state[..., 0, :1, :])  # no row of them is written
         problem = product_problem(_NAME, x, x, y)
         problem = dataclasses.replace(problem, qk_dim=state.shape[-2], offsets=offsets)
-        last = View((*problem.batch, *state.shape[-3:]), problem.view(state.shape, state.strides, 3).strides)
+        last = View(
+            (*problem.batch, *state.shape[-3:]), problem.view(state.shape, state.strides, 3).strides
+        )
         return packed_job(problem, problem.v, last, False, SPANS[0], self._zero_invalid)
