@@ -206,6 +206,7 @@ class Products:
         values: Array,
         initial: Array | None,
     ) -> Array:
+        """Return a causal product."""
         found, _ = product(problem, x, y, values, initial, None, reverse=False, return_state=False)
         return found
 
@@ -213,18 +214,21 @@ class Products:
         self, problem: linear_problem.Product, dsums: Array, x: Array, y: Array, values: Array,
         initial: Array | None, dstate: Array | None,
     ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+        """Return its gradients."""
         return backward(problem, dsums, x, y, values, initial, dstate, reverse=False)
 
     def total(
         self, problem: linear_problem.Product, y: Array, values: Array, initial: Array | None,
         of_keys: bool,
     ) -> Array:  # fmt: skip
+        """Return the state after all rows."""
         state = np.empty(problem.state_shape, problem.state_dtype)
         scan = scan_of(problem, y, values, (), False)
         scan.run(state_side(initial, problem.initial), state)
         return state
 
     def read(self, rows: Array, state: Array, of_keys: bool) -> Array:
+        """Return ``rows @ state``."""
         # No keys: what is read is the initial state.
         k, v = (np.empty((*state.shape[:-2], 0, n), rows.dtype) for n in state.shape[-2:])
         problem = linear_problem.product_problem("read", rows, k, v, state, aligned=False)

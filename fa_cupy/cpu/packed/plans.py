@@ -198,12 +198,12 @@ class Gradients(plans.Gradients):
             )
             first, dlast, dfirst = (_states(x, part, group.numbers) for x in states)
             lengths = rows.lengths(group.numbers)
-            reads = (Read(Operand(dsums), dx, flipped=True),)
-            pairs = Operand(keys), Operand(values)
-            finite = scan(steps, sizes, *pairs, reads, lengths, first, None, reverse, exact)
-            reads = Read(pairs[1], da, flipped=True), Read(pairs[0], db)
-            pairs, back = (Operand(queries), Operand(dsums)), not reverse
-            return scan(steps, sizes, *pairs, reads, lengths, dlast, dfirst, back, exact) and finite
+            x, sums, y, z = map(Operand, (queries, dsums, keys, values))
+            of_queries = Read(sums, dx, flipped=True)
+            of_others = Read(z, da, flipped=True), Read(y, db)
+            one = scan(steps, sizes, y, z, (of_queries,), lengths, first, None, reverse, exact)
+            two = scan(steps, sizes, x, sums, of_others, lengths, dlast, dfirst, not reverse, exact)
+            return one and two
 
         if rows.q:
             self.machine.run(self._groups.tasks(rows.q, True), _each(work), self.flop)
