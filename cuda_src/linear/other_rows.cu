@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (!is_invalid(span)) return;
   fill_rows(params, out, first, last, params.zero_invalid ? 0 : Bits<kBytes>::kNan);
   if (params.state == nullptr || !work.writes_state) return;
-  const Number bits = params.zero_invalid ? 0 : Bits<kBytes == 8 ? 8 : 4>::kNan;
+  const Number bits = params.zero_invalid ? 0 : Bits < kBytes == 8 ? 8 : 4 > ::kNan;
   const int64 elements = static_cast<int64>(params.qk_dim) * params.v_dim;
   Number* state = reinterpret_cast<Number*>(params.state) + work.state;
   for (int64 i = threadIdx.x; i < elements; i += kThreads) {

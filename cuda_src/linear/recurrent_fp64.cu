@@ -5,7 +5,7 @@
 // over all rows once for every kDim of them, and adds to the outputs of the passes before.
 #include "cuda_src/common/linear_params.cuh"
 
-constexpr int kDim = FA_DIM;        // key columns at a time
+constexpr int kDim = FA_DIM;         // key columns at a time
 constexpr int kThreads = FA_TILE_N;  // value columns of a block
 constexpr int kTileRows = FA_TILE_M;
 
@@ -44,9 +44,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
 #pragma unroll
     for (int e = 0; e < kDim; ++e) {
       const bool valid = initial != nullptr && has_col && e < dims;
-      s[e] = valid ? initial[work.initial + (first + e) * params.initial_row +
-                             col * params.initial_col]
-                   : 0.0;
+      s[e] =
+          valid
+              ? initial[work.initial + (first + e) * params.initial_row + col * params.initial_col]
+              : 0.0;
     }
 #pragma unroll 1
     for (int begin = 0; begin < work.rows; begin += kTileRows) {

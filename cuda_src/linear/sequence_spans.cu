@@ -64,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     q_most = max(q_most, q.inside(i));
     k_most = max(k_most, k.inside(i));
     const int q_end = max(q_most, q.inside(i + 1)), k_end = max(k_most, k.inside(i + 1));
-    const bool valid = q.at(i) == q_most && k.at(i) == k_most && q.at(i + 1) == q_end &&
-                       k.at(i + 1) == k_end;
+    const bool valid =
+        q.at(i) == q_most && k.at(i) == k_most && q.at(i + 1) == q_end && k.at(i + 1) == k_end;
     const int q_rows = q_end - q_most, k_rows = k_end - k_most;
     params.q_spans[i] = {q_most, valid ? q_rows : -1 - q_rows};
     params.k_spans[i] = {k_most, valid ? k_rows : -1 - k_rows};
