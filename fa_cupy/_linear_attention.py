@@ -139,23 +139,26 @@ def causal_product(
         if answer is not None:
             return answer
     name = "causal_product"
-    native, keys = _native(
-        name, q_offsets, None, q=q, k=k, v=v, initial_state=initial_state, out=out
-    )
+    given = {"q": q, "k": k, "v": v, "initial_state": initial_state, "out": out}
+    if q_offsets is None:
+        native, keys = dispatch.to_native(name, **given), None
+    else:
+        native, keys = _with_offsets(name, q_offsets, None, given)
     *inputs, result = native.arrays
-    problem = linear_problem.product_problem(name, *inputs, offsets=_offsets(name, keys, inputs))
-    _check_numbers(name, keys, problem)
+    problem = linear_problem.product_problem(
+        name, *inputs, offsets=keys and _offsets(name, keys, inputs)
+    )
     dispatch.check_out(name, result, problem, inputs)
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
     algorithm = linear_problem.algorithm(name, algorithm, native.backend, problem.dtype)
-    backend, more = _backend(native, keys)
+    backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
     if inputs[0] is q and keys is None:  # an array of NumPy or CuPy itself
         _CACHED[type(q)] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)
         result, state = backend.product(
-            problem, *inputs, result, *more,
+            problem, *inputs, result, *([keys] if keys else []),
             reverse=reverse, return_state=with_state, algorithm=algorithm,
         )  # fmt: skip
         answer = native.give_back(result) if out is None else out
@@ -239,22 +242,27 @@ def causal_product_backward(
         if answer is not None:
             return answer
     name = "causal_product_backward"
-    native, keys = _native(
-        name, q_offsets, None, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
-    )
+    given = {"q": q, "k": k, "v": v, "initial_state": initial_state, "dout": dout, "dstate": dstate}
+    if q_offsets is None:
+        native, keys = dispatch.to_native(name, **given), None
+    else:
+        native, keys = _with_offsets(name, q_offsets, None, given)
     *inputs, grad, state_grad = native.arrays
-    problem = linear_problem.product_problem(name, *inputs, offsets=_offsets(name, keys, inputs))
-    _check_numbers(name, keys, problem)
+    problem = linear_problem.product_problem(
+        name, *inputs, offsets=keys and _offsets(name, keys, inputs)
+    )
     checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
     if state_grad is not None:
         shape, dtype = problem.state_shape, problem.state_dtype
         checks.check_gradient(name, "dstate", state_grad, shape, dtype)
     reverse = checks.flag(name, "reverse", reverse)
-    backend, more = _backend(native, keys)
+    backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
     if inputs[0] is q and keys is None:
         _CACHED_BACKWARD[type(q)] = dispatch.backend_of(native, "causal_product_backward").cached
     with native.context:
-        grads = backend.backward(problem, grad, *inputs, state_grad, *more, reverse=reverse)
+        grads = backend.backward(
+            problem, grad, *inputs, state_grad, *([keys] if keys else []), reverse=reverse
+        )
         return tuple(native.give_back(x) for x in grads if x is not None)
 
 
@@ -384,18 +392,16 @@ def linear_attention(
     causal = checks.flag(name, "is_causal", is_causal)
     with_state = checks.flag(name, "return_state", return_state)
     _check_k_offsets(name, k_offsets, causal)
-    native, keys = _native(
-        name, q_offsets, k_offsets, q=q, k=k, v=v, initial_state=initial_state, out=out
-    )
+    given = {"q": q, "k": k, "v": v, "initial_state": initial_state, "out": out}
+    native, keys = _with_offsets(name, q_offsets, k_offsets, given)
     *inputs, initial, result = native.arrays
-    where = _offsets(name, keys, inputs, causal)
+    where = keys and _offsets(name, keys, inputs, causal)
     # Of features the dim is not known yet, which the state has.
     known = None if callable(feature_map) else initial
     problem = _problem(name, [*inputs, known], causal, where)
-    _check_numbers(name, keys, problem)
     dispatch.check_out(name, result, problem, [*inputs, initial])
     like = inputs[0]
-    backend, more = _backend(native, keys)
+    backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
     if native.backend == "numpy" and like is q and keys is None:
         _CACHED_NORMALISED[type(q)] = backend.cached_normalised
     with native.context:
@@ -410,7 +416,7 @@ def linear_attention(
         if result is None:
             result = dispatch.allocator(native)(problem.out_shape, problem.dtype, like)
         result, state = backend.linear_attention(
-            problem, *inputs, initial, result, *more,
+            problem, *inputs, initial, result, *([keys] if keys else []),
             feature=feature, eps=number, is_causal=causal, return_state=with_state,
         )  # fmt: skip
         answer = native.give_back(result) if out is None else out
@@ -509,18 +515,15 @@ def linear_attention_backward(
     number = checks.finite(name, "eps", eps, minimum=0.0)
     causal = checks.flag(name, "is_causal", is_causal)
     _check_k_offsets(name, k_offsets, causal)
-    native, keys = _native(
-        name, q_offsets, k_offsets,
-        q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate,
-    )  # fmt: skip
+    given = {"q": q, "k": k, "v": v, "initial_state": initial_state, "dout": dout, "dstate": dstate}
+    native, keys = _with_offsets(name, q_offsets, k_offsets, given)
     *inputs, initial, grad, state_grad = native.arrays
-    where = _offsets(name, keys, inputs, causal)
+    where = keys and _offsets(name, keys, inputs, causal)
     plain = inputs[:2]
     known = None if callable(feature_map) else initial
     problem = _problem(name, [*inputs, known], causal, where)
-    _check_numbers(name, keys, problem)
     checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
-    backend, more = _backend(native, keys)
+    backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
     with native.context:
         if callable(feature_map):
             inputs[:2] = _features(name, (q, k), plain, feature_map).values()
@@ -529,7 +532,7 @@ def linear_attention_backward(
             shape, dtype = problem.state_shape, problem.state_dtype
             checks.check_gradient(name, "dstate", state_grad, shape, dtype)
         found = backend.linear_attention_backward(
-            problem, grad, *inputs, initial, state_grad, *more,
+            problem, grad, *inputs, initial, state_grad, *([keys] if keys else []),
             feature=feature, eps=number, is_causal=causal,
         )  # fmt: skip
         dq, dk, *rest = (native.give_back(x) for x in found if x is not None)
@@ -547,8 +550,8 @@ def _problem(
     )
 
 
-def _native(
-    name: str, q_offsets: Any, k_offsets: Any, **arrays: Any
+def _with_offsets(
+    name: str, q_offsets: Any, k_offsets: Any, arrays: dict[str, Any]
 ) -> tuple[Native, KeyArrays | None]:
     """Return arrays as native ones, and the offsets where there are any."""
     given = {"q_offsets": q_offsets, "k_offsets": k_offsets}
@@ -560,34 +563,20 @@ def _native(
     native = dispatch.to_native(name, **arrays, **on_device)
     some, more = native.arrays[: len(arrays)], native.arrays[len(arrays) :]
     found = host | dict(zip(on_device, more, strict=True))
-    keys = KeyArrays(q_offsets=found["q_offsets"], k_offsets=found.get("k_offsets"))
+    keys = offsets.key_arrays(found["q_offsets"], found.get("k_offsets"))
     return native._replace(arrays=some), keys
 
 
-def _offsets(
-    name: str, keys: KeyArrays | None, inputs: Sequence[Any], causal: bool = True
-) -> Offsets | None:
-    """Return what a problem of q and k holds of offsets, whose numbers are not read."""
-    if keys is None:
-        return None
-    # What is no array of rows, or of other lengths than it may be, is a problem's to refuse.
+def _offsets(name: str, keys: KeyArrays, inputs: Sequence[Any], causal: bool = True) -> Offsets:
+    """Return what a problem of q and k holds of offsets; check them, those on the host wholly."""
+    # What is no array of rows, or of other lengths than it may be, is the problem's to refuse.
     q_len, k_len = (x.shape[-2] if x.ndim > 1 else 0 for x in inputs[:2])
     lengths = q_len, q_len if causal else k_len
-    return offsets.checked(name, ("q", "k"), lengths, keys.q_offsets, keys.k_offsets)
-
-
-def _check_numbers(name: str, keys: KeyArrays | None, problem: linear_problem.Product) -> None:
-    if keys is not None:
-        whole = offsets.key_arrays(keys.q_offsets, keys.k_offsets)
-        offsets.check_numbers(name, (problem.q_len, problem.k_len), whole)
-
-
-def _backend(native: Native, keys: KeyArrays | None) -> tuple[Any, tuple[KeyArrays, ...]]:
-    """Return the module that computes, and what its functions take of packed sequences."""
-    if keys is None:
-        return dispatch.backend_of(native, "linear_attention"), ()
-    whole = offsets.key_arrays(keys.q_offsets, keys.k_offsets)
-    return dispatch.backend_of(native, "packed.products"), (whole,)
+    k_offsets = None if keys.k_offsets is keys.q_offsets else keys.k_offsets
+    found = offsets.checked(name, ("q", "k"), lengths, keys.q_offsets, k_offsets)
+    if min(x.ndim for x in inputs[:2]) > 1:
+        offsets.check_numbers(name, lengths, keys)
+    return found
 
 
 def _check_k_offsets(name: str, k_offsets: Any, causal: bool) -> None:

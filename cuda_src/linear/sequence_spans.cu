@@ -7,7 +7,7 @@
 
 constexpr int kThreads = FA_THREADS;
 
-// fa_cupy/gpu/kernels/linear/sequence_spans.py holds the same fields in the same order.
+// fa_cupy/gpu/kernels/linear/packed/sequence_spans.py holds the same fields in the same order.
 struct SequenceSpansParams {
   const void* q_offsets;  // sequences + 1 of them
   const void* k_offsets;  // of as many

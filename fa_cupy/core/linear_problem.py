@@ -107,10 +107,8 @@ def product_problem(
     dtype = attention_problem.common_dtype(name, named)
     state_dtype = attention_problem.sum_dtype(dtype)
     if initial_state is not None and initial_state.dtype != state_dtype:
-        raise TypeError(
-            f"{name}: initial_state has dtype {initial_state.dtype}, want {state_dtype} "
-            f"for {lead} of {dtype}"
-        )
+        found = f"initial_state has dtype {initial_state.dtype}, want {state_dtype}"
+        raise TypeError(f"{name}: {found} for {lead} of {dtype}")
     attention_problem.check_axes(name, named)
     (k_len, qk_dim), v_dim = k.shape[-2:], v.shape[-1]
     if v.shape[-2] != k_len:
@@ -121,16 +119,14 @@ def product_problem(
         raise ValueError(f"{name}: k has length {k_len}, q has {q.shape[-2]}")
     cols = v_dim + normalised
     states = () if offsets is None else (offsets.sequences,)
-    state = None  # as it is without the axis of sequences
+    state = None
     if initial_state is not None:
-        _check_state_dims(name, initial_state, (*states, qk_dim, cols), normalised)
-        state = _Laid.of(initial_state, len(states))
+        state = _checked_state(name, initial_state, (*states, qk_dim, cols), normalised)
 
     groups = () if q is None else broadcasting.head_groups(name, ("q", "k", "v"), q, k, v, True)
     arrays = [*named.items()]
     if state is not None:
-        _check_state_heads(name, state, named)
-        arrays.append(("initial_state", state))
+        arrays.append(("initial_state", _check_state_heads(name, state, named)))
     user_batch = broadcasting.broadcast_batch(name, groups, arrays, fewer=3)
     axes = len(user_batch)
     holders = [x.shape[:-2] for x in (k, v, state) if x is not None]
@@ -212,12 +208,6 @@ class _Laid(NamedTuple):
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    @classmethod
-    def of(cls, state: Any, axes: int) -> _Laid:
-        """Leave `axes` axes before the last two out: none or one."""
-        shape, strides = ((*x[: -2 - axes], *x[-2:]) for x in (state.shape, state.strides))
-        return cls(shape, strides, state.dtype)
-
     @property
     def ndim(self) -> int:
         return len(self.shape)
@@ -231,7 +221,8 @@ def _with_axis(view: View, states: tuple[int, ...], state: Any) -> View:
     return View((*shape[:-2], *states, *shape[-2:]), (*strides[:-2], own, *strides[-2:]))
 
 
-def _check_state_dims(name: str, state: Any, dims: tuple[int, ...], normalised: bool) -> None:
+def _checked_state(name: str, state: Any, dims: tuple[int, ...], normalised: bool) -> Any:
+    """Return a state, or those of sequences without their axis; the last axes are `dims`."""
     if state.shape[-len(dims) :] != dims:
         of = "features and of v, plus 1" if normalised else "k and v"
         of = f"the dims of {of}" if len(dims) == 2 else f"the number of sequences and dims of {of}"
@@ -239,18 +230,23 @@ def _check_state_dims(name: str, state: Any, dims: tuple[int, ...], normalised: 
         raise ValueError(
             f"{name}: initial_state has shape {state.shape}, want (..., {wanted}), {of}"
         )
+    if len(dims) == 2:
+        return state
+    shape, strides = ((*x[:-3], *x[-2:]) for x in (state.shape, state.strides))
+    return _Laid(shape, strides, state.dtype)
 
 
-def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> None:
-    """Raise unless `state` has one head, or as many as one of `arrays`, by argument."""
+def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return `state`, which has one head, or as many as one of `arrays`, by argument."""
     if state.ndim < 3 or min(x.ndim for x in arrays.values()) < 4:
-        return
+        return state
     counts = sorted({1, *(x.shape[-3] for x in arrays.values())})
     if counts != [1] and state.shape[-3] not in counts:
         raise ValueError(
             f"{name}: initial_state has {state.shape[-3]} heads, "
             f"want {', '.join(map(str, counts[:-1]))} or {counts[-1]}"
         )
+    return state
 
 
 def _widest(shapes: Sequence[Sequence[int]]) -> list[int]:

@@ -87,19 +87,17 @@ class Term(NamedTuple):
 
 
 def backward(
-    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *, reverse: bool
-) -> tuple[Any, Any, Any, Any]:
-    """Return the gradients of a causal product with respect to q, k, v and the initial state."""
-    turned = dataclasses.replace(problem, qk_dim=problem.v_dim, v_dim=problem.qk_dim)
-    require_kernels(_NAME, problem, turned)
-    return gradients(run, problem, dout, q, k, v, initial, dstate, reverse=reverse)
-
-
-def gradients(
-    compute_terms: Callable[[tuple[Term, ...]], Plan | None], problem: Product, dout: Any, q: Any,
-    k: Any, v: Any, initial: Any, dstate: Any, *, reverse: bool,
+    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *,
+    reverse: bool, compute_terms: Callable[[tuple[Term, ...]], Plan | None] | None = None,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """Do what `backward` does by a function that computes products; see `run`."""
+    """Return the gradients of a causal product with respect to q, k, v and the initial state.
+
+    `compute_terms` does what `run` does, where that is not what computes the products.
+    """
+    if compute_terms is None:
+        compute_terms = run
+        turned = dataclasses.replace(problem, qk_dim=problem.v_dim, v_dim=problem.qk_dim)
+        require_kernels(_NAME, problem, turned)
     require_whole_elements(_NAME, dout=dout, q=q, k=k, v=v, initial_state=initial, dstate=dstate)
     nobody = any(n == 0 and alone for n, alone in zip(problem.batch, problem.shared, strict=True))
     if nobody and dstate is not None:

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from fa_cupy.core.linear_problem import Product
-from fa_cupy.gpu.kernels.linear import packed_rows, params, sm90_params
+from fa_cupy.gpu.kernels.linear import params, sm90_params
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.cost_model import choose
+from fa_cupy.gpu.kernels.linear.packed import other_rows, sequence_spans
 from fa_cupy.gpu.kernels.linear.params import POINTERS, Job, Traits
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
@@ -196,7 +197,7 @@ def other_rows_plan(jobs: Sequence[Job], packing: Product, launcher: Launcher) -
 def _other_rows(problem: Product) -> tuple[ProductVariant, int, int]:
     """Return a launch, as `Choice.launches` does."""
     dtype = problem.dtype.name
-    return next(row for row in packed_rows.OTHER_ROWS if row.dtype == dtype), 1, 1
+    return next(row for row in other_rows.VARIANTS if row.dtype == dtype), 1, 1
 
 
 def _with_spans(
@@ -204,10 +205,12 @@ def _with_spans(
 ) -> Plan:
     """Return a plan that finds the rows of sequences before its other steps."""
     assert packing.offsets is not None
-    spans = dict.fromkeys(packed_rows.SPANS, packed_rows.SPAN_BYTES * packing.offsets.sequences)
+    spans = dict.fromkeys(
+        sequence_spans.SPANS, sequence_spans.SPAN_BYTES * packing.offsets.sequences
+    )
     names = [f"{i}.{name}" for i in range(jobs) for name in ARRAYS]
-    steps = [packed_rows.spans_step(packing), *steps]
-    return Plan(steps, [*names, *packed_rows.OFFSETS], launcher, workspace_of(spans | sizes))
+    steps = [sequence_spans.spans_step(packing), *steps]
+    return Plan(steps, [*names, *sequence_spans.OFFSETS], launcher, workspace_of(spans | sizes))
 
 
 def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:

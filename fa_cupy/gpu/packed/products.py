@@ -22,14 +22,14 @@ from cupy.cuda import runtime
 from fa_cupy.core.broadcasting import View
 from fa_cupy.core.linear_problem import Product, product_problem
 from fa_cupy.core.plan_cache import UNKNOWN, lookup, remember
+from fa_cupy.gpu import causal_product_backward, workspace
 from fa_cupy.gpu import linear_attention as whole
-from fa_cupy.gpu import workspace
 from fa_cupy.gpu.arrays import fits, kernel_takes, packed_copy, require_whole_elements
 from fa_cupy.gpu.causal_product import without_queries
-from fa_cupy.gpu.causal_product_backward import Term, gradients
+from fa_cupy.gpu.causal_product_backward import Term
 from fa_cupy.gpu.cublas import tile_ops
 from fa_cupy.gpu.kernels import products
-from fa_cupy.gpu.kernels.linear.packed_rows import SPANS
+from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SPANS
 from fa_cupy.gpu.kernels.linear.params import Job, packed_job
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.keys.layout import KeyArrays, on_device
@@ -53,6 +53,10 @@ class Packing(NamedTuple):
         """Run a plan on arrays that may be None."""
         arrays = [*arrays, *self.offsets]
         plan.run(tuple([0 if x is None or not x.size else x.data.ptr for x in arrays]))
+
+    def gradients(self, terms: Sequence[Term]) -> None:
+        """Compute the products of gradients."""
+        compute(self, terms, zero_invalid=True)
 
     def plan(self, make: Callable[..., Plan | None], jobs: tuple[Job, ...], *options: Any) -> Any:
         """Return a plan, made at most once."""
@@ -87,10 +91,9 @@ def backward(
     """Return the gradients of a causal product by q, k, v and the initial states."""
     packing = Packing.of(problem, keys)
 
-    def run(terms: tuple[Term, ...]) -> None:
-        compute(packing, terms, zero_invalid=True)
-
-    return gradients(run, problem, dout, q, k, v, initial, dstate, reverse=reverse)
+    return causal_product_backward.backward(
+        problem, dout, q, k, v, initial, dstate, reverse=reverse, compute_terms=packing.gradients
+    )
 
 
 def linear_attention(
@@ -260,11 +263,11 @@ class _Products(whole.Products):
     def backward(
         self, problem: Product, dsums: Any, x: Any, y: Any, values: Any, initial: Any, dstate: Any
     ) -> tuple[Any, Any, Any, Any]:
-        def run(terms: tuple[Term, ...]) -> None:
-            compute(self._packing, terms, zero_invalid=True)
-
         with workspace.computing(runtime.getDevice()):
-            return gradients(run, problem, dsums, x, y, values, initial, dstate, reverse=False)
+            return causal_product_backward.backward(
+                problem, dsums, x, y, values, initial, dstate, reverse=False,
+                compute_terms=self._packing.gradients,
+            )  # fmt: skip
 
     def total(self, problem: Product, y: Any, values: Any, initial: Any, of_keys: bool) -> Any:
         state = cupy.empty(problem.state_shape, problem.state_dtype)

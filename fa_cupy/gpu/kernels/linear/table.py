@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from fa_cupy.gpu.kernels.linear import low_occupancy, packed_rows, recurrent
+from fa_cupy.gpu.kernels.linear import low_occupancy, recurrent
+from fa_cupy.gpu.kernels.linear.packed import other_rows, recurrent_fp64
 from fa_cupy.gpu.kernels.linear.sm80 import (
     chunk_fp32_sm80,
     chunk_sm80,
@@ -48,8 +49,8 @@ PACKED: tuple[ProductVariant, ...] = (
         for row in PRODUCTS
         if not isinstance(row, ProductSm90Variant)
     ),
-    *recurrent.DOUBLE,
-    *packed_rows.OTHER_ROWS,
+    *recurrent_fp64.VARIANTS,
+    *other_rows.VARIANTS,
 )
 
 

@@ -1,8 +1,7 @@
-"""What packed sequences take besides their products: ``sequence_spans`` and ``other_rows``."""
+"""The row of ``sequence_spans``: the rows of each packed sequence, from its offsets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.linear.params import PACKED_PRODUCT_PARAMS
-from fa_cupy.gpu.kernels.linear.variant import ProductVariant
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Step
 
@@ -55,31 +53,6 @@ class SequenceSpans(Variant):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherRows(ProductVariant):
-    """A row of ``other_rows``, a block for each sequence of each batch entry."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        size = {"float32": 4, "float64": 8}.get(self.dtype, 2)
-        return (*super().defines, ("FA_THREADS", self.threads), ("FA_BYTES", size))
-
-
-def _other_rows() -> Iterator[OtherRows]:
-    for dtype in ("float16", "bfloat16", "float32", "float64"):
-        yield OtherRows(
-            source="linear/other_rows", dtype=dtype, dim=1, tile_m=1, tile_n=1, warps=8, stages=1,
-            blocks=1, packed=True, why="a warp for a row",
-        )  # fmt: skip
-
-
-OTHER_ROWS: tuple[OtherRows, ...] = tuple(_other_rows())
 SEQUENCE_SPANS = SequenceSpans(
     source="linear/sequence_spans", dtype="int32", dim=1, tile_m=1, tile_n=1, warps=8, stages=1,
     why="one block, whose threads tell each other their largest offset",
