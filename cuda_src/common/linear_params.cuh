@@ -102,7 +102,7 @@ FA_DEVICE ProductWork product_work(const ProductParams& p, int segments) {
   const int rows = rows_of(span), segment_rows = segment_rows_of(p, rows);
   const int64 within = static_cast<int64>(segment) * segment_rows;
   const int64 begin = first_row(p, span) + within;
-  w.rows = static_cast<int>(max(static_cast<int64>(0), min<int64>(segment_rows, rows - within)));
+  w.rows = within < rows ? min(segment_rows, rows - static_cast<int>(within)) : 0;
 #else
   const int64 begin = static_cast<int64>(segment) * p.segment_rows;
   w.rows = static_cast<int>(min(static_cast<int64>(p.segment_rows), p.length - begin));
