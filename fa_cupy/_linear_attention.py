@@ -98,6 +98,11 @@ def causal_product(
     scores times values; rows of earlier chunks contribute through the state. State and sums are
     float32 (float64 for float64 input). Results are bitwise repeatable.
 
+    Of packed sequences (`q_offsets`), numbers on the host are checked. Those on a device are not
+    read back: where one descends or is out of range, the output and the states of the sequences
+    that it bounds are NaN, and their gradients 0. Nothing in one sequence, NaN included, affects
+    another.
+
     On a GPU, tensor cores multiply float32 as pairs of float16 numbers, up to widths of 128. The
     error is small compared with the largest terms of a row and of a chunk of 64 rows, so columns or
     rows that are 1e-5 of their neighbours lose digits. ``algorithm="recurrent"`` and
@@ -131,6 +136,12 @@ def causal_product(
     >>> first, state = causal_product(q[:, :300], k[:, :300], v[:, :300], return_state=True)
     >>> rest = causal_product(q[:, 300:], k[:, 300:], v[:, 300:], initial_state=state)
     >>> bool(np.allclose(np.concatenate([first, rest], axis=1), out))
+    True
+
+    Two sequences, of 300 and 700 rows, by themselves:
+
+    >>> packed = causal_product(q, k, v, q_offsets=np.array([0, 300, 1000]))
+    >>> bool(np.allclose(packed[:, :300], first))
     True
     """
     cached = _CACHED.get(type(q))
@@ -346,6 +357,10 @@ def linear_attention(
     pass computes both [1]_. Where weights may be negative (``"identity"``), their sum may be near 0
     and the quotient very large.
 
+    Of packed sequences (`q_offsets`), numbers on the host are checked. Those on a device are not
+    read back: where one descends or is out of range, the output and the states of the sequences
+    that it bounds are NaN, and their gradients 0.
+
     A sequence that is cut in parts, with the state passed on from each to the next, gives the
     output of the whole. On the CPU, a part of one row takes 10 to 20 microseconds.
 
@@ -456,7 +471,8 @@ def linear_attention_backward(
     eps : float
     is_causal : bool
     initial_state : array, shape (..., F, M + 1), optional
-    q_offsets, k_offsets : array, shape (n + 1,), optional
+    q_offsets : array, shape (n + 1,), optional
+    k_offsets : array, shape (n + 1,), optional
         The arguments of the attention.
     dstate : array, shape (..., F, M + 1), optional
         Gradient of the returned state, with its shape and dtype; zero by default.
