@@ -163,6 +163,7 @@ def causal_product(
     return_state: Literal[False] = False,
     reverse: bool = False,
     algorithm: str = "auto",
+    q_offsets: Array | None = None,
     out: Array | None = None,
 ) -> A: ...
 @overload
@@ -175,6 +176,7 @@ def causal_product(
     return_state: Literal[True],
     reverse: bool = False,
     algorithm: str = "auto",
+    q_offsets: Array | None = None,
     out: Array | None = None,
 ) -> tuple[A, Any]: ...
 @overload
@@ -187,6 +189,7 @@ def causal_product(
     return_state: bool,
     reverse: bool = False,
     algorithm: str = "auto",
+    q_offsets: Array | None = None,
     out: Array | None = None,
 ) -> A | tuple[A, Any]: ...
 def causal_product_backward(
@@ -197,6 +200,7 @@ def causal_product_backward(
     *,
     initial_state: Array | None = None,
     reverse: bool = False,
+    q_offsets: Array | None = None,
     dstate: Array | None = None,
 ) -> tuple[A, ...]: ...
 @overload
@@ -210,6 +214,8 @@ def linear_attention(
     is_causal: bool = True,
     initial_state: Array | None = None,
     return_state: Literal[False] = False,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
     out: Array | None = None,
 ) -> A: ...
 @overload
@@ -223,6 +229,8 @@ def linear_attention(
     is_causal: bool = True,
     initial_state: Array | None = None,
     return_state: Literal[True],
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
     out: Array | None = None,
 ) -> tuple[A, Any]: ...
 @overload
@@ -236,6 +244,8 @@ def linear_attention(
     is_causal: bool = True,
     initial_state: Array | None = None,
     return_state: bool,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
     out: Array | None = None,
 ) -> A | tuple[A, Any]: ...
 def linear_attention_backward(
@@ -249,6 +259,8 @@ def linear_attention_backward(
     eps: float = 1e-6,
     is_causal: bool = True,
     initial_state: Array | None = None,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
     dstate: Array | None = None,
 ) -> tuple[A, ...]: ...
 def prefix_state(

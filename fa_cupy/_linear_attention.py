@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 
 from fa_cupy.core import arrays, attention_problem, checks, dispatch, linear_problem
+from fa_cupy.core.arrays import Native
+from fa_cupy.keys import layout, offsets
+from fa_cupy.keys.layout import KeyArrays
+from fa_cupy.keys.offsets import Offsets
 
 _FEATURE_MAPS = ("elu1", "relu", "exp", "identity")
 
@@ -26,6 +30,7 @@ def causal_product(
     return_state: bool = False,
     reverse: bool = False,
     algorithm: str = "auto",
+    q_offsets: Any = None,
     out: Any = None,
 ) -> Any:
     """Causal product of queries, keys and values, in time proportional to their length.
@@ -55,6 +60,11 @@ def causal_product(
     algorithm : {"auto", "chunked", "recurrent", "low_occupancy"}
         The way of computing. ``"auto"`` and ``"chunked"`` support all arrays; the others are
         kernels for float32 on a GPU.
+    q_offsets : array, shape (n + 1,), optional
+        Where packed sequences begin, as int32 or int64, on the host or the device of `q`: rows
+        ``q_offsets[s]`` to ``q_offsets[s + 1] - 1`` are sequence s, for which the product is
+        computed by itself. Each has a state, in an axis before the last two: ``(..., n, E, M)``.
+        Rows of no sequence have output 0.
     out : array, shape (..., L, M), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -87,6 +97,11 @@ def causal_product(
     products of ``k[j]`` and ``v[j]`` up to row i [1]_. Within chunks of rows the product is masked
     scores times values; rows of earlier chunks contribute through the state. State and sums are
     float32 (float64 for float64 input). Results are bitwise repeatable.
+
+    Of packed sequences (`q_offsets`), numbers on the host are checked. Those on a device are not
+    read back: where one descends or is out of range, the output and the states of the sequences
+    that it bounds are NaN, and their gradients 0. Nothing in one sequence, NaN included, affects
+    another.
 
     On a GPU, tensor cores multiply float32 as pairs of float16 numbers, up to widths of 128. The
     error is small compared with the largest terms of a row and of a chunk of 64 rows, so columns or
@@ -122,27 +137,39 @@ def causal_product(
     >>> rest = causal_product(q[:, 300:], k[:, 300:], v[:, 300:], initial_state=state)
     >>> bool(np.allclose(np.concatenate([first, rest], axis=1), out))
     True
+
+    Two sequences, of 300 and 700 rows, by themselves:
+
+    >>> packed = causal_product(q, k, v, q_offsets=np.array([0, 300, 1000]))
+    >>> bool(np.allclose(packed[:, :300], first))
+    True
     """
     cached = _CACHED.get(type(q))
-    if cached is not None:
+    if cached is not None and q_offsets is None:
         answer = cached(q, k, v, initial_state, return_state, reverse, algorithm, out)
         if answer is not None:
             return answer
     name = "causal_product"
-    native = dispatch.to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
+    given = {"q": q, "k": k, "v": v, "initial_state": initial_state, "out": out}
+    if q_offsets is None:
+        native, keys = dispatch.to_native(name, **given), None
+    else:
+        native, keys = _with_offsets(name, q_offsets, None, given)
     *inputs, result = native.arrays
-    problem = linear_problem.product_problem(name, *inputs)
+    problem = linear_problem.product_problem(
+        name, *inputs, offsets=keys and _offsets(name, keys, inputs)
+    )
     dispatch.check_out(name, result, problem, inputs)
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
     algorithm = linear_problem.algorithm(name, algorithm, native.backend, problem.dtype)
-    backend = dispatch.backend_of(native, "linear_attention")
-    if inputs[0] is q:  # an array of NumPy or CuPy itself
+    backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
+    if inputs[0] is q and keys is None:  # an array of NumPy or CuPy itself
         _CACHED[type(q)] = backend.cached
     with native.context:
         result = dispatch.result_for(native, problem, inputs[0], result)
         result, state = backend.product(
-            problem, *inputs, result,
+            problem, *inputs, result, *([keys] if keys else []),
             reverse=reverse, return_state=with_state, algorithm=algorithm,
         )  # fmt: skip
         answer = native.give_back(result) if out is None else out
@@ -157,6 +184,7 @@ def causal_product_backward(
     *,
     initial_state: Any = None,
     reverse: bool = False,
+    q_offsets: Any = None,
     dstate: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `causal_product` with respect to its array arguments.
@@ -171,6 +199,7 @@ def causal_product_backward(
     initial_state : array, shape (..., E, M), optional
         The arguments of the product.
     reverse : bool
+    q_offsets : array, shape (n + 1,), optional
         As in the product.
     dstate : array, shape (..., E, M), optional
         Gradient of the returned state, with its shape and dtype; zero by default.
@@ -219,26 +248,32 @@ def causal_product_backward(
     [True, True, True]
     """
     cached = _CACHED_BACKWARD.get(type(q))
-    if cached is not None:
+    if cached is not None and q_offsets is None:
         answer: tuple[Any, ...] | None = cached(dout, q, k, v, initial_state, reverse, dstate)
         if answer is not None:
             return answer
     name = "causal_product_backward"
-    native = dispatch.to_native(
-        name, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
-    )
+    given = {"q": q, "k": k, "v": v, "initial_state": initial_state, "dout": dout, "dstate": dstate}
+    if q_offsets is None:
+        native, keys = dispatch.to_native(name, **given), None
+    else:
+        native, keys = _with_offsets(name, q_offsets, None, given)
     *inputs, grad, state_grad = native.arrays
-    problem = linear_problem.product_problem(name, *inputs)
+    problem = linear_problem.product_problem(
+        name, *inputs, offsets=keys and _offsets(name, keys, inputs)
+    )
     checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
     if state_grad is not None:
         shape, dtype = problem.state_shape, problem.state_dtype
         checks.check_gradient(name, "dstate", state_grad, shape, dtype)
     reverse = checks.flag(name, "reverse", reverse)
-    backend = dispatch.backend_of(native, "linear_attention")
-    if inputs[0] is q:
+    backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
+    if inputs[0] is q and keys is None:
         _CACHED_BACKWARD[type(q)] = dispatch.backend_of(native, "causal_product_backward").cached
     with native.context:
-        grads = backend.backward(problem, grad, *inputs, state_grad, reverse=reverse)
+        grads = backend.backward(
+            problem, grad, *inputs, state_grad, *([keys] if keys else []), reverse=reverse
+        )
         return tuple(native.give_back(x) for x in grads if x is not None)
 
 
@@ -252,6 +287,8 @@ def linear_attention(
     is_causal: bool = True,
     initial_state: Any = None,
     return_state: bool = False,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
     out: Any = None,
 ) -> Any:
     """Linear attention: a product of features and values, divided by the sums of its weights.
@@ -282,6 +319,12 @@ def linear_attention(
         the number of features, which is E except for a callable.
     return_state : bool
         Whether to return the state after the last key too.
+    q_offsets : array, shape (n + 1,), optional
+        Where packed sequences begin, as in `causal_product`; rows see keys of their own sequence
+        only. States are ``(..., n, F, M + 1)``.
+    k_offsets : array, shape (n + 1,), optional
+        Where the keys of the sequences begin, with ``is_causal=False``; by default where the
+        queries do.
     out : array, shape (..., Lq, M), optional
         Array for the output: of the kind and dtype of `q`, without overlap with an input.
 
@@ -313,6 +356,10 @@ def linear_attention(
     The sums of weights are a causal product with a further column of ones in the values, so one
     pass computes both [1]_. Where weights may be negative (``"identity"``), their sum may be near 0
     and the quotient very large.
+
+    Of packed sequences (`q_offsets`), numbers on the host are checked. Those on a device are not
+    read back: where one descends or is out of range, the output and the states of the sequences
+    that it bounds are NaN, and their gradients 0.
 
     A sequence that is cut in parts, with the state passed on from each to the next, gives the
     output of the whole. On the CPU, a part of one row takes 10 to 20 microseconds.
@@ -350,7 +397,7 @@ def linear_attention(
     (1000, 16)
     """
     cached = _CACHED_NORMALISED.get(type(q))
-    if cached is not None:
+    if cached is not None and q_offsets is k_offsets is None:
         answer = cached(q, k, v, feature_map, eps, is_causal, initial_state, return_state, out)
         if answer is not None:
             return answer
@@ -359,21 +406,24 @@ def linear_attention(
     number = checks.finite(name, "eps", eps, minimum=0.0)
     causal = checks.flag(name, "is_causal", is_causal)
     with_state = checks.flag(name, "return_state", return_state)
-    native = dispatch.to_native(name, q=q, k=k, v=v, initial_state=initial_state, out=out)
+    _check_k_offsets(name, k_offsets, causal)
+    given = {"q": q, "k": k, "v": v, "initial_state": initial_state, "out": out}
+    native, keys = _with_offsets(name, q_offsets, k_offsets, given)
     *inputs, initial, result = native.arrays
+    where = keys and _offsets(name, keys, inputs, causal)
     # Of features the dim is not known yet, which the state has.
     known = None if callable(feature_map) else initial
-    problem = _problem(name, [*inputs, known], causal)
+    problem = _problem(name, [*inputs, known], causal, where)
     dispatch.check_out(name, result, problem, [*inputs, initial])
     like = inputs[0]
-    backend = dispatch.backend_of(native, "linear_attention")
-    if native.backend == "numpy" and like is q:
+    backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
+    if native.backend == "numpy" and like is q and keys is None:
         _CACHED_NORMALISED[type(q)] = backend.cached_normalised
     with native.context:
         if callable(feature_map):  # which may allocate what belongs to this call
             features = _features(name, (q, k), inputs[:2], feature_map)
             inputs[:2] = features.values()
-            problem = _problem(name, [*inputs, initial], causal)
+            problem = _problem(name, [*inputs, initial], causal, where)
             if out is not None:
                 attention_problem.check_out(
                     name, result, problem.out_shape, problem.dtype, features.items()
@@ -381,7 +431,7 @@ def linear_attention(
         if result is None:
             result = dispatch.allocator(native)(problem.out_shape, problem.dtype, like)
         result, state = backend.linear_attention(
-            problem, *inputs, initial, result,
+            problem, *inputs, initial, result, *([keys] if keys else []),
             feature=feature, eps=number, is_causal=causal, return_state=with_state,
         )  # fmt: skip
         answer = native.give_back(result) if out is None else out
@@ -399,6 +449,8 @@ def linear_attention_backward(
     eps: float = 1e-6,
     is_causal: bool = True,
     initial_state: Any = None,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
     dstate: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `linear_attention` with respect to its array arguments.
@@ -419,6 +471,8 @@ def linear_attention_backward(
     eps : float
     is_causal : bool
     initial_state : array, shape (..., F, M + 1), optional
+    q_offsets : array, shape (n + 1,), optional
+    k_offsets : array, shape (n + 1,), optional
         The arguments of the attention.
     dstate : array, shape (..., F, M + 1), optional
         Gradient of the returned state, with its shape and dtype; zero by default.
@@ -476,24 +530,25 @@ def linear_attention_backward(
     _check_feature_gradient(name, feature_map, feature_map_gradient)
     number = checks.finite(name, "eps", eps, minimum=0.0)
     causal = checks.flag(name, "is_causal", is_causal)
-    native = dispatch.to_native(
-        name, q=q, k=k, v=v, initial_state=initial_state, dout=dout, dstate=dstate
-    )
+    _check_k_offsets(name, k_offsets, causal)
+    given = {"q": q, "k": k, "v": v, "initial_state": initial_state, "dout": dout, "dstate": dstate}
+    native, keys = _with_offsets(name, q_offsets, k_offsets, given)
     *inputs, initial, grad, state_grad = native.arrays
+    where = keys and _offsets(name, keys, inputs, causal)
     plain = inputs[:2]
     known = None if callable(feature_map) else initial
-    problem = _problem(name, [*inputs, known], causal)
+    problem = _problem(name, [*inputs, known], causal, where)
     checks.check_gradient(name, "dout", grad, problem.out_shape, problem.dtype)
-    backend = dispatch.backend_of(native, "linear_attention")
+    backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
     with native.context:
         if callable(feature_map):
             inputs[:2] = _features(name, (q, k), plain, feature_map).values()
-            problem = _problem(name, [*inputs, initial], causal)
+            problem = _problem(name, [*inputs, initial], causal, where)
         if state_grad is not None:
             shape, dtype = problem.state_shape, problem.state_dtype
             checks.check_gradient(name, "dstate", state_grad, shape, dtype)
         found = backend.linear_attention_backward(
-            problem, grad, *inputs, initial, state_grad,
+            problem, grad, *inputs, initial, state_grad, *([keys] if keys else []),
             feature=feature, eps=number, is_causal=causal,
         )  # fmt: skip
         dq, dk, *rest = (native.give_back(x) for x in found if x is not None)
@@ -503,8 +558,46 @@ def linear_attention_backward(
         return (dq, dk, *rest)
 
 
-def _problem(name: str, arrays: Sequence[Any], causal: bool) -> linear_problem.Product:
-    return linear_problem.product_problem(name, *arrays, aligned=causal, normalised=True)
+def _problem(
+    name: str, arrays: Sequence[Any], causal: bool, where: Offsets | None
+) -> linear_problem.Product:
+    return linear_problem.product_problem(
+        name, *arrays, aligned=causal, normalised=True, offsets=where
+    )
+
+
+def _with_offsets(
+    name: str, q_offsets: Any, k_offsets: Any, arrays: dict[str, Any]
+) -> tuple[Native, KeyArrays | None]:
+    """Return arrays as native ones, and the offsets where there are any."""
+    given = {"q_offsets": q_offsets, "k_offsets": k_offsets}
+    given = {arg: x for arg, x in given.items() if x is not None}
+    if not given:
+        return dispatch.to_native(name, **arrays), None
+    offsets.refuse(name, [*given])
+    on_device, host = layout.separated(name, arrays["q"], given)
+    native = dispatch.to_native(name, **arrays, **on_device)
+    some, more = native.arrays[: len(arrays)], native.arrays[len(arrays) :]
+    found = host | dict(zip(on_device, more, strict=True))
+    keys = offsets.key_arrays(found["q_offsets"], found.get("k_offsets"))
+    return native._replace(arrays=some), keys
+
+
+def _offsets(name: str, keys: KeyArrays, inputs: Sequence[Any], causal: bool = True) -> Offsets:
+    """Return what a problem of q and k holds of offsets; check them, those on the host wholly."""
+    # What is no array of rows, or of other lengths than it may be, is the problem's to refuse.
+    q_len, k_len = (x.shape[-2] if x.ndim > 1 else 0 for x in inputs[:2])
+    lengths = q_len, q_len if causal else k_len
+    k_offsets = None if keys.k_offsets is keys.q_offsets else keys.k_offsets
+    found = offsets.checked(name, ("q", "k"), lengths, keys.q_offsets, k_offsets)
+    if min(x.ndim for x in inputs[:2]) > 1:
+        offsets.check_numbers(name, lengths, keys)
+    return found
+
+
+def _check_k_offsets(name: str, k_offsets: Any, causal: bool) -> None:
+    if causal and k_offsets is not None:
+        raise ValueError(f"{name}: k_offsets is given with is_causal=True, want is_causal=False")
 
 
 def _feature(name: str, feature_map: Any) -> str | None:

@@ -2,6 +2,18 @@
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
 
+#ifndef FA_PACKED
+#define FA_PACKED 0  // 1: batch entries are packed sequences, whose axis is the last one
+#endif
+
+// The rows of a packed sequence (linear/sequence_spans.cu).
+struct alignas(8) RowSpan {
+  int begin;
+  int rows;  // -1 - rows of a sequence whose offsets are out of range
+};
+FA_DEVICE bool is_invalid(const RowSpan& span) { return span.rows < 0; }
+FA_DEVICE int rows_of(const RowSpan& span) { return max(span.rows, -1 - span.rows); }
+
 // Passed by value.  fa_cupy/gpu/kernels/linear/params.py holds the same fields in the same order.
 // Strides count elements.  Axes that broadcast have stride 0; rows in reverse order have a negative
 // stride, and the pointers are those of the last row.
@@ -26,6 +38,12 @@ struct ProductParams {
   int tiles;         // of value columns
   int segments;      // of a sequence, one for each block
   int segment_rows;  // of all segments but the last
+#if FA_PACKED
+  const RowSpan* spans;  // of each sequence
+  int sequences;
+  int reverse;       // 1: rows are in reverse order
+  int zero_invalid;  // 1: rows of sequences that are out of range become 0, else NaN
+#endif
 };
 
 static_assert(sizeof(ProductParams) == FA_PARAMS_BYTES,
@@ -40,6 +58,23 @@ struct ProductWork {
   int tile;           // of value columns
   bool writes_state;  // true for one of the entries that share a state
 };
+
+#if FA_PACKED
+// The first row of a sequence, in the order of the product.
+FA_DEVICE int64 first_row(const ProductParams& p, const RowSpan& span) {
+  return p.reverse ? p.length - span.begin - rows_of(span) : span.begin;
+}
+FA_DEVICE RowSpan span_of_entry(const ProductParams& p, int64 entry) {
+  return p.spans[entry - divide(entry, p.sequences) * p.sequences];
+}
+// Segments of a sequence are as long as its own length wants it: a kernel that sums states and the
+// one that reads them may have chunks of any two of 16, 32 and 64 rows.
+FA_DEVICE int segment_rows_of(const ProductParams& p, int rows) {
+  constexpr int kMultiple = 64;
+  const int equal = (rows + p.segments - 1) / p.segments;
+  return p.segments == 1 ? rows : (equal + kMultiple - 1) / kMultiple * kMultiple;
+}
+#endif
 
 // `segments`: the number of segments that have a block.
 FA_DEVICE ProductWork product_work(const ProductParams& p, int segments) {
@@ -62,8 +97,16 @@ FA_DEVICE ProductWork product_work(const ProductParams& p, int segments) {
     w.writes_state = w.writes_state && (i == 0 || p.state_batch[axis] != 0);
     index = next;
   }
+#if FA_PACKED
+  const RowSpan span = span_of_entry(p, w.entry);
+  const int rows = rows_of(span), segment_rows = segment_rows_of(p, rows);
+  const int64 within = static_cast<int64>(segment) * segment_rows;
+  const int64 begin = first_row(p, span) + within;
+  w.rows = within < rows ? min(segment_rows, rows - static_cast<int>(within)) : 0;
+#else
   const int64 begin = static_cast<int64>(segment) * p.segment_rows;
   w.rows = static_cast<int>(min(static_cast<int64>(p.segment_rows), p.length - begin));
+#endif
   w.q += begin * p.q_row;
   w.k += begin * p.k_row;
   w.v += begin * p.v_row;

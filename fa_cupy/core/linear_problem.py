@@ -8,12 +8,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fa_cupy.core import attention_problem, broadcasting, checks
 from fa_cupy.core.attention_problem import View
+from fa_cupy.keys.offsets import Offsets
 
 ALGORITHMS = ("auto", "chunked", "recurrent", "low_occupancy")
 #: What takes every array, on every backend.
@@ -43,9 +44,12 @@ class Product:
     q: View | None  # (*batch, q_len, qk_dim)
     k: View  # (*batch, k_len, qk_dim)
     v: View  # (*batch, k_len, v_dim)
-    initial: View | None  # (*batch, qk_dim, v_dim), or one more column where it is normalised
+    # (*batch, qk_dim, v_dim), or one more column where it is normalised. Of packed sequences each
+    # has a state: the axis of sequences comes after `batch`.
+    initial: View | None
     out_shape: tuple[int, ...]  # the user's: (*user_batch, q_len, v_dim)
     state_shape: tuple[int, ...]  # the user's: (*state_batch, qk_dim, columns of `initial`)
+    offsets: Offsets | None = None  # of packed sequences
 
     def view(self, shape: Sequence[int], strides: Sequence[int], tail: int = 2) -> View:
         """Return the view over `batch` of an array whose batch axes broadcast to the user's.
@@ -57,6 +61,10 @@ class Product:
         steps = broadcasting.batch_strides(shape[:cut], strides[:cut], axes, self.groups)
         return View((*self.batch, *shape[cut:]), (*steps, *strides[cut:]))
 
+    def state_view(self, array: Any) -> View:
+        """Return the view over `batch` of an array of states, which may be those of sequences."""
+        return self.view(array.shape, array.strides, 2 if self.offsets is None else 3)
+
 
 def product_problem(
     name: str,
@@ -67,6 +75,7 @@ def product_problem(
     *,
     aligned: bool = True,
     normalised: bool = False,
+    offsets: Offsets | None = None,
 ) -> Product:
     """Check the arrays of a causal product and bring them into canonical form.
 
@@ -81,6 +90,8 @@ def product_problem(
     normalised : bool, optional
         Whether states have one more column than `v`: the sum of the keys, by which the normalised
         form divides.
+    offsets : Offsets, optional
+        Of packed sequences, each of which has a state.
 
     Returns
     -------
@@ -96,10 +107,8 @@ def product_problem(
     dtype = attention_problem.common_dtype(name, named)
     state_dtype = attention_problem.sum_dtype(dtype)
     if initial_state is not None and initial_state.dtype != state_dtype:
-        raise TypeError(
-            f"{name}: initial_state has dtype {initial_state.dtype}, want {state_dtype} "
-            f"for {lead} of {dtype}"
-        )
+        found = f"initial_state has dtype {initial_state.dtype}, want {state_dtype}"
+        raise TypeError(f"{name}: {found} for {lead} of {dtype}")
     attention_problem.check_axes(name, named)
     (k_len, qk_dim), v_dim = k.shape[-2:], v.shape[-1]
     if v.shape[-2] != k_len:
@@ -109,17 +118,18 @@ def product_problem(
     if q is not None and aligned and q.shape[-2] != k_len:
         raise ValueError(f"{name}: k has length {k_len}, q has {q.shape[-2]}")
     cols = v_dim + normalised
+    states = () if offsets is None else (offsets.sequences,)
+    state = None
     if initial_state is not None:
-        _check_state_dims(name, initial_state, qk_dim, cols, normalised)
+        state = _checked_state(name, initial_state, (*states, qk_dim, cols), normalised)
 
     groups = () if q is None else broadcasting.head_groups(name, ("q", "k", "v"), q, k, v, True)
     arrays = [*named.items()]
-    if initial_state is not None:
-        _check_state_heads(name, initial_state, named)
-        arrays.append(("initial_state", initial_state))
+    if state is not None:
+        arrays.append(("initial_state", _check_state_heads(name, state, named)))
     user_batch = broadcasting.broadcast_batch(name, groups, arrays, fewer=3)
     axes = len(user_batch)
-    holders = [x.shape[:-2] for x in (k, v, initial_state) if x is not None]
+    holders = [x.shape[:-2] for x in (k, v, state) if x is not None]
     extents = [broadcasting.batch_extents(shape, axes, groups) for shape in holders]
 
     def view(array: Any) -> View:
@@ -139,9 +149,10 @@ def product_problem(
         q=None if q is None else view(q),
         k=view(k),
         v=view(v),
-        initial=None if initial_state is None else view(initial_state),
+        initial=None if state is None else _with_axis(view(state), states, initial_state),
         out_shape=(*user_batch, q_len, v_dim),
-        state_shape=(*_widest(holders), qk_dim, cols),
+        state_shape=(*_widest(holders), *states, qk_dim, cols),
+        offsets=offsets,
     )
 
 
@@ -190,25 +201,52 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
     return np.asarray(found, np.int64)
 
 
-def _check_state_dims(name: str, state: Any, rows: int, cols: int, normalised: bool) -> None:
-    if state.shape[-2:] != (rows, cols):
+class _Laid(NamedTuple):
+    """An array of states as shape and strides say, without the axis of sequences."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def _with_axis(view: View, states: tuple[int, ...], state: Any) -> View:
+    """Return a view of `state` with the axis of sequences, if there is one."""
+    if not states:
+        return view
+    (shape, strides), own = view, state.strides[-3]
+    return View((*shape[:-2], *states, *shape[-2:]), (*strides[:-2], own, *strides[-2:]))
+
+
+def _checked_state(name: str, state: Any, dims: tuple[int, ...], normalised: bool) -> Any:
+    """Return a state, or those of sequences without their axis; the last axes are `dims`."""
+    if state.shape[-len(dims) :] != dims:
         of = "features and of v, plus 1" if normalised else "k and v"
+        of = f"the dims of {of}" if len(dims) == 2 else f"the number of sequences and dims of {of}"
+        wanted = ", ".join(map(str, dims))
         raise ValueError(
-            f"{name}: initial_state has shape {state.shape}, "
-            f"want (..., {rows}, {cols}), the dims of {of}"
+            f"{name}: initial_state has shape {state.shape}, want (..., {wanted}), {of}"
         )
+    if len(dims) == 2:
+        return state
+    shape, strides = ((*x[:-3], *x[-2:]) for x in (state.shape, state.strides))
+    return _Laid(shape, strides, state.dtype)
 
 
-def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> None:
-    """Raise unless `state` has one head, or as many as one of `arrays`, by argument."""
+def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return `state`, which has one head, or as many as one of `arrays`, by argument."""
     if state.ndim < 3 or min(x.ndim for x in arrays.values()) < 4:
-        return
+        return state
     counts = sorted({1, *(x.shape[-3] for x in arrays.values())})
     if counts != [1] and state.shape[-3] not in counts:
         raise ValueError(
             f"{name}: initial_state has {state.shape[-3]} heads, "
             f"want {', '.join(map(str, counts[:-1]))} or {counts[-1]}"
         )
+    return state
 
 
 def _widest(shapes: Sequence[Sequence[int]]) -> list[int]:

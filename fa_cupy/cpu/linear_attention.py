@@ -157,6 +157,18 @@ def linear_attention_backward(
     is_causal: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Return the gradients of linear attention by q, k, v and the initial state."""
+    return gradients(
+        Products(), problem, dout, q, k, v, initial, dstate,
+        feature=feature, eps=eps, is_causal=is_causal,
+    )  # fmt: skip
+
+
+def gradients(
+    products: Products, problem: linear_problem.Product, dout: Array, q: Array,
+    k: Array, v: Array, initial: Array | None, dstate: Array | None, *, feature: str | None,
+    eps: float, is_causal: bool,
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    """Do what `linear_attention_backward` does, by products that may be those of sequences."""
     dtype = problem.state_dtype
     with np.errstate(all="ignore"):
         x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
@@ -164,46 +176,59 @@ def linear_attention_backward(
         np.copyto(values[..., :-1], v, casting="unsafe")
         values[..., -1] = 1
         grads = dout.astype(dtype, copy=False)
-        given = linear_gradients.Given(x, y, values, initial, eps, is_causal)
-        dx, dy, dvalues, dinitial = linear_gradients.gradients(_Products(), given, grads, dstate)
+        given = linear_gradients.Given(
+            x, y, values, initial, eps, is_causal, offsets=problem.offsets
+        )
+        dx, dy, dvalues, dinitial = linear_gradients.gradients(products, given, grads, dstate)
         if feature is not None:
             feature_maps.GRADIENTS[feature](x, dx)
             feature_maps.GRADIENTS[feature](y, dy)
+            products.clear(dx, False)
+            products.clear(dy, True)
         dv = arrays.empty_laid_out(np, v.shape, v, v.dtype)
         np.copyto(dv, dvalues[..., :-1], casting="unsafe")
         return dx.astype(q.dtype, copy=False), dy.astype(k.dtype, copy=False), dv, dinitial
 
 
-class _Products:
+class Products:
     """`tiled.linear_gradients.Products` for NumPy."""
 
     xp: Any = np
 
-    @staticmethod
+    def clear(self, grad: Array, of_keys: bool) -> None:
+        """Write 0 to rows that belong to no sequence: there is none."""
+
     def product(
-        problem: linear_problem.Product, x: Array, y: Array, values: Array, initial: Array | None
+        self,
+        problem: linear_problem.Product,
+        x: Array,
+        y: Array,
+        values: Array,
+        initial: Array | None,
     ) -> Array:
+        """Return a causal product."""
         found, _ = product(problem, x, y, values, initial, None, reverse=False, return_state=False)
         return found
 
-    @staticmethod
     def backward(
-        problem: linear_problem.Product, dsums: Array, x: Array, y: Array, values: Array,
+        self, problem: linear_problem.Product, dsums: Array, x: Array, y: Array, values: Array,
         initial: Array | None, dstate: Array | None,
     ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+        """Return its gradients."""
         return backward(problem, dsums, x, y, values, initial, dstate, reverse=False)
 
-    @staticmethod
     def total(
-        problem: linear_problem.Product, y: Array, values: Array, initial: Array | None
-    ) -> Array:
+        self, problem: linear_problem.Product, y: Array, values: Array, initial: Array | None,
+        of_keys: bool,
+    ) -> Array:  # fmt: skip
+        """Return the state after all rows."""
         state = np.empty(problem.state_shape, problem.state_dtype)
         scan = scan_of(problem, y, values, (), False)
         scan.run(state_side(initial, problem.initial), state)
         return state
 
-    @staticmethod
-    def read(rows: Array, state: Array) -> Array:
+    def read(self, rows: Array, state: Array, of_keys: bool) -> Array:
+        """Return ``rows @ state``."""
         # No keys: what is read is the initial state.
         k, v = (np.empty((*state.shape[:-2], 0, n), rows.dtype) for n in state.shape[-2:])
         problem = linear_problem.product_problem("read", rows, k, v, state, aligned=False)

@@ -138,7 +138,7 @@ def compute(
         return None
     given = problem, q, k, v, initial, out, state
     if not out.size:  # queries of no row or no batch entry: the keys stand in for them
-        problem, q = _without_queries(problem), k
+        problem, q = without_queries(problem), k
     item, shape = problem.dtype.itemsize, problem.out_shape
     direct = bool(out.size) and fits(out, problem.dtype)
     target = out if direct else View(shape, dense_strides(shape, item, range(len(shape))))
@@ -169,11 +169,11 @@ def compute(
     return plan if direct and not copied else None
 
 
-def _without_queries(problem: Product) -> Product:
+def without_queries(problem: Product) -> Product:
     """Return the product of keys with themselves, for the state that they leave."""
     batch = tuple(n or 1 for n in problem.batch)
     wide = {
-        name: View((*batch, *view.shape[-2:]), view.strides)
+        name: View((*batch, *view.shape[len(batch) :]), view.strides)
         for name, view in (
             ("q", problem.k), ("k", problem.k), ("v", problem.v), ("initial", problem.initial)
         )

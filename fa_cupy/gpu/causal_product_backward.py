@@ -13,6 +13,7 @@ every batch entry and then summed over those along which its argument was broadc
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cupy
@@ -86,31 +87,40 @@ class Term(NamedTuple):
 
 
 def backward(
-    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *, reverse: bool
-) -> tuple[Any, Any, Any, Any]:
-    """Return the gradients of a causal product with respect to q, k, v and the initial state."""
+    problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any, dstate: Any, *,
+    reverse: bool, compute_terms: Callable[[tuple[Term, ...]], Plan | None] | None = None,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Return the gradients of a causal product with respect to q, k, v and the initial state.
+
+    `compute_terms` does what `run` does, where that is not what computes the products.
+    """
+    if compute_terms is None:
+        compute_terms = run
+        turned = dataclasses.replace(problem, qk_dim=problem.v_dim, v_dim=problem.qk_dim)
+        require_kernels(_NAME, problem, turned)
     require_whole_elements(_NAME, dout=dout, q=q, k=k, v=v, initial_state=initial, dstate=dstate)
-    turned = dataclasses.replace(problem, qk_dim=problem.v_dim, v_dim=problem.qk_dim)
-    require_kernels(_NAME, problem, turned)
     nobody = any(n == 0 and alone for n, alone in zip(problem.batch, problem.shared, strict=True))
     if nobody and dstate is not None:
         # No query reads the states, whose own gradient remains: what queries of zeros leave of it.
         dq = workspace.empty(q.shape, q.dtype)
         q = cupy.zeros((*(n or 1 for n in q.shape[:-2]), *q.shape[-2:]), q.dtype)
-        problem = product_problem(_NAME, q, k, v, initial)
+        problem = product_problem(_NAME, q, k, v, initial, offsets=problem.offsets)
         dout = cupy.zeros(problem.out_shape, problem.dtype)
         terms = describe(problem, dout, q, k, v, initial, dstate, reverse=reverse, with_q=False)
-        return dq, *_gradients(problem, terms, (dout, q, k, v, initial, dstate), reverse)[1:]
+        arrays = dout, q, k, v, initial, dstate
+        return dq, *_gradients(compute_terms, problem, terms, arrays, reverse)[1:]
     terms = describe(problem, dout, q, k, v, initial, dstate, reverse=reverse)
-    return _gradients(problem, terms, (dout, q, k, v, initial, dstate), reverse)
+    arrays = dout, q, k, v, initial, dstate
+    return _gradients(compute_terms, problem, terms, arrays, reverse)
 
 
 def _gradients(
-    problem: Product, terms: tuple[Term, Term, Term], arrays: tuple[Any, ...], reverse: bool
-) -> tuple[Any, Any, Any, Any]:
+    compute_terms: Callable[[tuple[Term, ...]], Plan | None], problem: Product,
+    terms: tuple[Term, Term, Term], arrays: tuple[Any, ...], reverse: bool,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Compute `terms`, which belong to dout, q, k, v and two states, and sum what they give."""
     dout, q, k, v, initial, dstate = arrays
-    plan = run(terms)
+    plan = compute_terms(terms)
     dtype = problem.state_dtype
     dq, dk, dv = (_summed(term.out, x, dtype) for term, x in zip(terms, (q, k, v), strict=True))
     dinitial = None if initial is None else _summed(terms[2].state, initial, dtype)
@@ -143,13 +153,14 @@ def describe(
     )  # fmt: skip
     # What queries share a state no more: each of them has a sum of its own.
     alone = (False,) * len(problem.batch)
+    states = batch if problem.offsets is None else (*batch, problem.offsets.sequences)
     of_k = dataclasses.replace(
         problem, q=problem.v, k=grads, v=problem.q, initial=_transposed(seen), shared=alone,
-        qk_dim=dims[1], v_dim=dims[0], out_shape=wide, state_shape=(*batch, *dims[::-1]),
+        qk_dim=dims[1], v_dim=dims[0], out_shape=wide, state_shape=(*states, *dims[::-1]),
     )  # fmt: skip
     of_v = dataclasses.replace(
         problem, q=problem.k, k=problem.q, v=grads, initial=seen, shared=alone,
-        out_shape=narrow, state_shape=(*batch, *dims),
+        out_shape=narrow, state_shape=(*states, *dims),
     )  # fmt: skip
     last = None if initial is None else _memory(of_v.state_shape, initial)
     back = not reverse
@@ -191,7 +202,7 @@ def _by_entry(problem: Product, dstate: Any) -> tuple[Any, View | None]:
     """Return the gradient of the last state so that its sum over entries counts it once."""
     if dstate is None:
         return None, None
-    view = problem.view(dstate.shape, dstate.strides)
+    view = problem.state_view(dstate)
     if not any(n > 1 and shared for n, shared in zip(problem.batch, problem.shared, strict=True)):
         return dstate, view
     wide = cupy.zeros(view.shape, dstate.dtype)

@@ -27,7 +27,18 @@ def linear_attention(
     problem: Product, q: Any, k: Any, v: Any, initial: Any, out: Any, *, feature: str | None,
     eps: float, is_causal: bool, return_state: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Solve `problem`, and divide by the sums of the weights.
+    """Solve `problem`, and divide by the sums of the weights."""
+    return attention_by(
+        Products(), problem, q, k, v, initial, out,
+        feature=feature, eps=eps, is_causal=is_causal, return_state=return_state,
+    )  # fmt: skip
+
+
+def attention_by(
+    products: Products, problem: Product, q: Any, k: Any, v: Any, initial: Any, out: Any, *,
+    feature: str | None, eps: float, is_causal: bool, return_state: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Do what `linear_attention` does, by products that may be those of packed sequences.
 
     Features and sums are float32 (float64), as sums of features in 16 bits would soon overflow. The
     weights are summed as one more column of values: of the values' own size, because a kernel may
@@ -40,22 +51,24 @@ def linear_attention(
     if out.size == 0 and not return_state:
         return out, None
     dtype, dim = problem.state_dtype, problem.v_dim
-    _require(name, is_causal, dataclasses.replace(problem, dtype=dtype, v_dim=dim + 1))
+    products.require(name, is_causal, dataclasses.replace(problem, dtype=dtype, v_dim=dim + 1))
     values, unit = _with_ones(v, dtype)
     x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
     first = None if initial is None else _rescaled(initial, unit)
-    weighing = product_problem(name, x, y, values, first, aligned=is_causal)
+    weighing = product_problem(
+        name, x, y, values, first, aligned=is_causal, offsets=problem.offsets
+    )
     if is_causal:
-        sums = cupy.empty(weighing.out_shape, dtype)
         state: Any = workspace.empty(weighing.state_shape, dtype) if return_state else None
-        compute(weighing, x, y, values, first, sums, state, reverse=False)
+        sums = products.product(weighing, x, y, values, first, state)
     else:
-        state = _Products.total(weighing, y, values, first)
-        sums = _Products.read(x, state)
+        state = products.total(weighing, y, values, first, True)
+        sums = products.read(x, state, False)
     if out.size:
         weighted = sums[..., :dim]
         linear_elementwise.normalise(sums[..., dim:], unit, eps, weighted)
         tile_ops.store(out, weighted)
+        products.finish((out, False))
     if not return_state:
         return out, None
     state[..., dim:] = state[..., dim:] / unit
@@ -67,34 +80,38 @@ def linear_attention_backward(
     feature: str | None, eps: float, is_causal: bool,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Return the gradients of linear attention by q, k, v and the initial state."""
+    return gradients_by(
+        Products(), problem, dout, q, k, v, initial, dstate,
+        feature=feature, eps=eps, is_causal=is_causal,
+    )  # fmt: skip
+
+
+def gradients_by(
+    products: Products, problem: Product, dout: Any, q: Any, k: Any, v: Any, initial: Any,
+    dstate: Any, *, feature: str | None, eps: float, is_causal: bool,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Do what `linear_attention_backward` does; see `attention_by`."""
     name = "linear_attention_backward"
     require_whole_elements(name, dout=dout, q=q, k=k, v=v, initial_state=initial, dstate=dstate)
     dtype, dim = problem.state_dtype, problem.v_dim
     wide = dataclasses.replace(problem, dtype=dtype, v_dim=dim + 1)
     turned = dataclasses.replace(wide, qk_dim=wide.v_dim, v_dim=wide.qk_dim)
-    _require(name, is_causal, wide, turned)
+    products.require(name, is_causal, wide, turned)
     values, unit = _with_ones(v, dtype)
     x, y = _featured(q, feature, dtype), _featured(k, feature, dtype)
     first = None if initial is None else _rescaled(initial, unit)
     last = None if dstate is None else _rescaled(dstate, 1 / unit)
-    given = linear_gradients.Given(x, y, values, first, eps, is_causal, unit)
+    given = linear_gradients.Given(x, y, values, first, eps, is_causal, unit, problem.offsets)
     grads = tile_ops.widened(dout, dtype)
-    dx, dy, dvalues, dinitial = linear_gradients.gradients(_Products(), given, grads, last)
+    dx, dy, dvalues, dinitial = linear_gradients.gradients(products, given, grads, last)
     if feature is not None:
         linear_elementwise.GRADIENTS[feature](x, dx)
         linear_elementwise.GRADIENTS[feature](y, dy)
     dv = workspace.empty(v.shape, v.dtype, v)
     tile_ops.store(dv, dvalues[..., :dim])
     dinitial = None if initial is None else _rescaled(dinitial, unit)
+    products.finish((dx, False), (dy, True), (dv, True), dinitial=dinitial)
     return tile_ops.narrowed(dx, q.dtype), tile_ops.narrowed(dy, k.dtype), dv, dinitial
-
-
-def _require(name: str, is_causal: bool, *problems: Product) -> None:
-    """Raise for what cannot be captured, before anything is launched."""
-    if is_causal:
-        require_kernels(name, *problems)
-    else:
-        workspace.refuse_products(name, "is_causal=False")
 
 
 def _with_ones(v: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -117,32 +134,47 @@ def _rescaled(state: Any, factor: Any) -> Any:
     return found
 
 
-class _Products:
-    """`tiled.linear_gradients.Products` for CuPy."""
+class Products:
+    """`tiled.linear_gradients.Products` for CuPy, and more of which linear attention is made."""
 
     xp: Any = cupy
 
-    @staticmethod
-    def product(problem: Product, x: Any, y: Any, values: Any, initial: Any) -> Any:
+    def require(self, name: str, is_causal: bool, *problems: Product) -> None:
+        """Raise for what cannot be captured, before anything is launched."""
+        if is_causal:
+            require_kernels(name, *problems)
+        else:
+            workspace.refuse_products(name, "is_causal=False")
+
+    def product(
+        self, problem: Product, x: Any, y: Any, values: Any, initial: Any, state: Any = None
+    ) -> Any:
+        """Return a product; the last state is written where it is wanted."""
         found = cupy.empty(problem.out_shape, problem.dtype)
-        compute(problem, x, y, values, initial, found, None, reverse=False)
+        compute(problem, x, y, values, initial, found, state, reverse=False)
         return found
 
-    @staticmethod
+    def finish(self, *arrays: tuple[Any, bool], dinitial: Any = None) -> None:
+        """Write what belongs to no product to results, each with whether it has rows of keys.
+
+        `dinitial`, where gradients are finished, may be that of the initial state.
+        """
+
     def backward(
-        problem: Product, dsums: Any, x: Any, y: Any, values: Any, initial: Any, dstate: Any
+        self, problem: Product, dsums: Any, x: Any, y: Any, values: Any, initial: Any, dstate: Any
     ) -> tuple[Any, Any, Any, Any]:
+        """Return the gradients of a product."""
         # A call inside of the call: results of the inner one are temporaries of the outer one.
         with workspace.computing(cupy.cuda.runtime.getDevice()):
             return backward(problem, dsums, x, y, values, initial, dstate, reverse=False)
 
-    @staticmethod
-    def total(problem: Product, y: Any, values: Any, initial: Any) -> Any:
+    def total(self, problem: Product, y: Any, values: Any, initial: Any, of_keys: bool) -> Any:
+        """Return the state after all rows."""
         ends = np.array([problem.k_len])
         return states(problem, y, values, initial, ends, reverse=False)[..., 0, :, :]
 
-    @staticmethod
-    def read(rows: Any, state: Any) -> Any:
+    def read(self, rows: Any, state: Any, of_keys: bool) -> Any:
+        """Return ``rows @ state``."""
         if state.ndim > 2 and rows.ndim > 2 and 1 < state.shape[-3] < rows.shape[-3]:
             state = cupy.repeat(state, rows.shape[-3] // state.shape[-3], axis=-3)
         batch = np.broadcast_shapes(rows.shape[:-2], state.shape[:-2])

@@ -79,7 +79,7 @@ def scan(
                 keys, values, memory = b_rows, a_rows, state.swapaxes(1, 2)
             for index, seen in read.pieces(steps, sizes, chunk, length, reverse):
                 x = read.x.rows(steps, "x", index)
-                acc = _read(steps, x, keys, values, memory, seen, exact)
+                acc = found_in(steps, x, keys, values, memory, seen, exact)
                 found = finished(steps, read, acc)
                 finite = steps.finite(found) and finite
                 target = read.out[..., index, :]
@@ -113,9 +113,10 @@ def _state(steps: Steps, a: Operand, b: Operand, first: Array | None) -> Array:
     return state
 
 
-def _read(
-    steps: Steps, x: Array, keys: Array, values: Array, state: Array, seen: Array, exact: bool
-) -> Array:
+def found_in(
+    steps: Steps, x: Array, keys: Array, values: Array, state: Array | None, seen: Array,
+    exact: bool,
+) -> Array:  # fmt: skip
     """Return what rows `x` find in the state and in a chunk of which they read `seen`."""
     xp = steps.xp
     n, rows, dim = x.shape
@@ -139,5 +140,6 @@ def _read(
     else:
         xp.multiply(copies, seen[:, None], out=copies)
         steps.matmul(scores, values, acc)
-    steps.matmul(x, state, acc, add=True)
+    if state is not None:
+        steps.matmul(x, state, acc, add=True)
     return acc

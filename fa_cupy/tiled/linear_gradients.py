@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fa_cupy.core import broadcasting
 from fa_cupy.core.linear_problem import Product, product_problem
+from fa_cupy.keys.offsets import Offsets
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 _NAME = "linear_attention_backward"
@@ -39,11 +40,20 @@ class Products(Protocol):
     ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
         """Return its gradients."""
 
-    def total(self, problem: Product, y: Array, values: Array, initial: Array) -> Array:
-        """Return the state after all rows, (*state_batch, E, M)."""
+    def total(
+        self, problem: Product, y: Array, values: Array, initial: Array, of_keys: bool
+    ) -> Array:
+        """Return the state after all rows, (*state_batch, E, M).
 
-    def read(self, rows: Array, state: Array) -> Array:
-        """Return ``rows @ state``: batch axes broadcast, and rows may have more heads."""
+        Of packed sequences the states, (*state_batch, sequences, E, M): rows lie as those of the
+        keys do, or of the queries.
+        """
+
+    def read(self, rows: Array, state: Array, of_keys: bool) -> Array:
+        """Return ``rows @ state``: batch axes broadcast, and rows may have more heads.
+
+        Of packed sequences each has its own state, as from `total`.
+        """
 
 
 class Given(NamedTuple):
@@ -56,6 +66,7 @@ class Given(NamedTuple):
     eps: float
     is_causal: bool
     unit: Any = 1.0  # a number, or an array of one
+    offsets: Offsets | None = None  # of packed sequences; the initial state is one of each
 
 
 def gradients(
@@ -73,21 +84,23 @@ def gradients(
         Gradient of the last state.
     """
     x, y, values, initial = given[:4]
-    problem = product_problem(_NAME, x, y, values, initial, aligned=given.is_causal)
+    aligned, offsets = given.is_causal, given.offsets
+    problem = product_problem(_NAME, x, y, values, initial, aligned=aligned, offsets=offsets)
     if given.is_causal:
         sums = products.product(problem, x, y, values, initial)
         dsums = _through_division(products.xp, given, sums, dout)
         return products.backward(problem, dsums, x, y, values, initial, dstate)
-    state = products.total(problem, y, values, initial)
-    dsums = _through_division(products.xp, given, products.read(x, state), dout)
-    of_queries = product_problem(_NAME, None, x, dsums, aligned=False)
-    found = broadcasting.summed(products.total(of_queries, x, dsums, None), state.shape)
+    state = products.total(problem, y, values, initial, True)
+    dsums = _through_division(products.xp, given, products.read(x, state, False), dout)
+    of_queries = product_problem(_NAME, None, x, dsums, aligned=False, offsets=offsets)
+    found = broadcasting.summed(products.total(of_queries, x, dsums, None, False), state.shape)
     if dstate is not None:
         found = found + dstate
-    heads = state.shape[-3] if state.ndim > 2 else 1
-    dx = products.read(dsums, state.swapaxes(-1, -2))
-    dy = products.read(_with_heads(products.xp, values, heads), found.swapaxes(-1, -2))
-    dvalues = products.read(_with_heads(products.xp, y, heads), found)
+    axes = state.ndim - (2 if offsets is None else 3)
+    heads = state.shape[axes - 1] if axes else 1
+    dx = products.read(dsums, state.swapaxes(-1, -2), False)
+    dy = products.read(_with_heads(products.xp, values, heads), found.swapaxes(-1, -2), True)
+    dvalues = products.read(_with_heads(products.xp, y, heads), found, True)
     return (
         broadcasting.summed(dx, x.shape),
         broadcasting.summed(dy, y.shape),

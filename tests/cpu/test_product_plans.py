@@ -230,7 +230,7 @@ def test_an_output_that_is_no_stack_is_written_whole():
     for length in (30, 3000):
         q, k, v = draw(*[(3, 4, length, 40)] * 3)
         out = np.full((3, length, 4, 40), np.nan, np.float32).swapaxes(1, 2)
-        assert plans._is_stack_or_small(out) == (length == 30)
+        assert plans.is_stack_or_small(out) == (length == 30)
         want = causal_product(q, k, v)
         for _ in range(2):
             assert causal_product(q, k, v, out=out) is out

@@ -18,7 +18,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     Traits,
     make_params,
 )
-from fa_cupy.gpu.kernels.linear.params import PRODUCT_PARAMS
+from fa_cupy.gpu.kernels.linear.params import PACKED_PRODUCT_PARAMS, PRODUCT_PARAMS
 from fa_cupy.gpu.kernels.score import (
     MAX_SCORE_ARRAYS,
     MAX_SCORE_AXES,
@@ -36,6 +36,7 @@ STRUCTS = {
     "MaskLists": ("block_lists.cuh", MASK_LISTS),
     "ScoreArray": ("attention_params.cuh", SCORE_ARRAY),
     "ProductParams": ("linear_params.cuh", PRODUCT_PARAMS),
+    "packed ProductParams": ("linear_params.cuh", PACKED_PRODUCT_PARAMS),
 }
 ROWS = ("q", "k", "v", "out")
 
@@ -57,8 +58,10 @@ def constant(name):
 
 def members(struct):
     """(name, type, array length or None) of each member of a struct, in order."""
+    packed, struct_name = struct.startswith("packed "), struct.rpartition(" ")[2]
     text = header(STRUCTS[struct][0])
-    body = re.search(rf"struct {struct} \{{(.*?)\}};", text, re.DOTALL).group(1)
+    body = re.search(rf"struct {struct_name} \{{(.*?)\}};", text, re.DOTALL).group(1)
+    body = re.sub(r"#if FA_PACKED(.*?)#endif", r"\1" if packed else "", body, flags=re.DOTALL)
     types = {"int64": np.int64, "int": np.int32, "float": np.float32, "MaskLists": MASK_LISTS}
     types |= {"double": np.float64, "ScoreArray": SCORE_ARRAY}
     for kind, pointer, names in re.findall(r"(?:const\s+)?(\w+)(\*?)\s+([^;]+);", body):

@@ -56,13 +56,21 @@ class Machine:
 
     def largest(self, problem: linear_problem.Product, entries: int) -> int:
         """Return how many of so many entries make a stack at most."""
-        cols, chunk = problem.qk_dim + problem.v_dim, self.sizes.chunk
-        entry = (chunk * (2 * cols + chunk) + 2 * problem.qk_dim * problem.v_dim) * 4
         tasks, flop = 1, segmented_scan.flop(problem)
-        if self._products * flop > _PARALLEL_FLOP:
+        if self.parallel(flop):
             most = int(min(_LEAST_TASKS, max(2, flop / _TASK_FLOP)))
             tasks = 1 << most.bit_length() - 1  # as equal parts of a power of two
-        return max(1, min(tile_sizes.CPU_CACHE_BYTES // entry, math.ceil(entries / tasks)))
+        return min(self.fitting(problem), math.ceil(entries / tasks)) or 1
+
+    def fitting(self, problem: linear_problem.Product) -> int:
+        """Return the scratch memory of how many entries fits in a cache, at least 1."""
+        cols, chunk = problem.qk_dim + problem.v_dim, self.sizes.chunk
+        entry = (chunk * (2 * cols + chunk) + 2 * problem.qk_dim * problem.v_dim) * 4
+        return max(1, tile_sizes.CPU_CACHE_BYTES // entry)
+
+    def parallel(self, flop: float) -> bool:
+        """Return whether a product of so many operations is work for several threads."""
+        return self._products * flop > _PARALLEL_FLOP
 
     def run(self, tasks: list[Any], work: Work, flop: float) -> None:
         """Do all tasks, those whose results are not finite once more, exactly."""
@@ -77,7 +85,7 @@ class Machine:
         def new_worker() -> Callable[[Any], None]:
             return do
 
-        if len(tasks) > 1 and self._products * flop > _PARALLEL_FLOP:
+        if len(tasks) > 1 and self.parallel(flop):
             thread_pool.run(tasks, new_worker)
         else:
             for task in tasks:

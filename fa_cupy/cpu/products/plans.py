@@ -65,22 +65,25 @@ def plan_of(
     if plan is not UNKNOWN:
         return plan
     plan = None
-    if _is_plain(problem, q, k, v, initial):
+    if is_plain(problem, q, k, v, initial):
         if problem.q_len == problem.k_len == 1 and not gradients:
             plan = single_step.step_for(problem, q, k, v, feature, eps)
-        elif _has_one_segment(problem, k) and all(map(_is_stack_or_small, (q, k, v))):
+        elif _has_one_segment(problem, k) and all(map(is_stack_or_small, (q, k, v))):
             plan = Gradients(problem, q, k, v)
             if not gradients:
                 plan = Scan(problem, q, k, v, feature, eps)
     return plan if key is None else remember(key, plan)
 
 
-def _is_plain(
+def is_plain(
     problem: linear_problem.Product, q: Array, k: Array, v: Array, initial: Array | None
 ) -> bool:
     """Whether queries of one state follow each other: there is one of each, or a group of heads."""
     batch, own = problem.out_shape[:-2], k.shape[:-2]
-    if any(x.shape[:-2] != own for x in (v, initial) if x is not None) or q.shape[:-2] != batch:
+    if v.shape[:-2] != own or q.shape[:-2] != batch:
+        return False
+    tail = 2 if problem.offsets is None else 3
+    if initial is not None and initial.shape[:-tail] != own:
         return False
     if len(own) != len(batch) or own[:-1] != batch[:-1]:
         return False
@@ -91,7 +94,8 @@ def _has_one_segment(problem: linear_problem.Product, k: Array) -> bool:
     return Machine.segments(problem.k_len, math.prod(k.shape[:-2])) == 1
 
 
-def _is_stack_or_small(x: Array) -> bool:
+def is_stack_or_small(x: Array) -> bool:
+    """Whether an array is a stack of batch entries as it lies in memory, or little to copy."""
     return x.nbytes <= _MOST_COPIED or _is_stack(x)
 
 
@@ -141,7 +145,7 @@ class _Plan:
         lead = (n, copies) if copies > 1 else (n,)
         self.q, self.k, self.v = (*lead, *q.shape[-2:]), (n, *k.shape[-2:]), (n, *v.shape[-2:])
         self.out = (*lead, *problem.out_shape[-2:])
-        self.state = (n, *problem.state_shape[-2:])
+        self.state = (n, *problem.state_shape[k.ndim - 2 :])  # of packed sequences, one each
         self.state_shape, self.dtype = problem.state_shape, problem.state_dtype
         self.machine = Machine(self.dtype, self.products)
         largest = self.machine.largest(problem, n)
@@ -197,7 +201,7 @@ class Scan(_Plan):
     @staticmethod
     def takes(out: Array | None) -> bool:
         """Whether the output can be written there without much memory."""
-        return out is None or _is_stack_or_small(out)
+        return out is None or is_stack_or_small(out)
 
 
 class Gradients(_Plan):

@@ -13,6 +13,7 @@ from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu.kernels.linear import params, sm90_params
 from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.cost_model import choose
+from fa_cupy.gpu.kernels.linear.packed import other_rows, sequence_spans
 from fa_cupy.gpu.kernels.linear.params import POINTERS, Job, Traits
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
@@ -121,6 +122,8 @@ def steps_alone(
     most = max([tiles * segments for _, tiles, segments in launches])
     filled = params.fill(traits, (choice.segments, choice.segment_rows), most)
     addresses = {name: f"{number}.{name}" for name in ARRAYS}
+    if traits.job.sequences is not None:
+        addresses["spans"] = traits.job.sequences.spans
     aligned = tuple(addresses[name] for name in ARRAYS[:4]) if filled.aligned else ()
     for offsets, first, blocks, _ in filled.parts:
         pairs = zip(ARRAYS, offsets, strict=False)
@@ -136,6 +139,78 @@ def steps_alone(
                 shifts=shifts,
                 aligned=aligned,
             )
+
+
+def packed_plan(
+    jobs: Sequence[Job], packing: Product, launcher: Launcher, algorithm: str = "auto"
+) -> Plan | None:
+    """Return the plan of products of packed sequences; None where no kernel serves them.
+
+    It takes the addresses of the offsets after those of the arrays.
+
+    Parameters
+    ----------
+    jobs : sequence of Job
+        Each with `Job.sequences`, of as many.
+    packing : Product
+        Its offsets are theirs, and its lengths those of the queries and keys.
+    launcher : Launcher
+    algorithm : str, optional
+        Of `fa_cupy.core.linear_problem.ALGORITHMS`.
+    """
+    steps: list[Step] = []
+    assert packing.offsets is not None
+    count = packing.offsets.sequences
+    size = 0
+    for i, job in enumerate(jobs):
+        problem, traits = job.problem, params.traits_of(job)
+        choice = None
+        if launcher.target is not None and problem.k_len < params.MOST_PACKED_ROWS:
+            choice = choose(
+                problem.dtype.name, math.prod(problem.batch), max(1, problem.k_len // count),
+                problem.qk_dim, problem.v_dim, launcher.target, launcher.multiprocessors,
+                algorithm, mapped=False, packed=True,
+            )  # fmt: skip
+        if choice is None:
+            return None
+        launches = [*choice.launches(problem.qk_dim, problem.v_dim), _other_rows(problem)]
+        held = "" if choice.states is None else "workspace"
+        steps += steps_alone(choice, launches, traits, i, held)
+        if held:
+            size = max(size, _states_bytes(choice, traits))
+    return _with_spans(steps, len(jobs), packing, launcher, {"workspace": size} if size else {})
+
+
+def other_rows_plan(jobs: Sequence[Job], packing: Product, launcher: Launcher) -> Plan:
+    """Return the plan that writes what products of packed sequences leave out; see `packed_plan`.
+
+    Of a job, no array is read, and no output where its address is 0.
+    """
+    steps: list[Step] = []
+    for i, job in enumerate(jobs):
+        launch = _other_rows(job.problem)
+        choice = Choice(launch[0], None, 1, 1, 0.0)
+        steps += steps_alone(choice, [launch], params.traits_of(job), i, "")
+    return _with_spans(steps, len(jobs), packing, launcher, {})
+
+
+def _other_rows(problem: Product) -> tuple[ProductVariant, int, int]:
+    """Return a launch, as `Choice.launches` does."""
+    dtype = problem.dtype.name
+    return next(row for row in other_rows.VARIANTS if row.dtype == dtype), 1, 1
+
+
+def _with_spans(
+    steps: list[Step], jobs: int, packing: Product, launcher: Launcher, sizes: dict[str, int]
+) -> Plan:
+    """Return a plan that finds the rows of sequences before its other steps."""
+    assert packing.offsets is not None
+    spans = dict.fromkeys(
+        sequence_spans.SPANS, sequence_spans.SPAN_BYTES * packing.offsets.sequences
+    )
+    names = [f"{i}.{name}" for i in range(jobs) for name in ARRAYS]
+    steps = [sequence_spans.spans_step(packing), *steps]
+    return Plan(steps, [*names, *sequence_spans.OFFSETS], launcher, workspace_of(spans | sizes))
 
 
 def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:

@@ -9,7 +9,8 @@ from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fw
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.forward import VARIANTS
-from fa_cupy.gpu.kernels.linear.table import PRODUCTS
+from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
+from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES
 from fa_cupy.gpu.kernels.mask.transpose_words import TRANSPOSE
 from fa_cupy.gpu.kernels.score import ScoreMod
@@ -47,5 +48,5 @@ SCORED: tuple[Variant, ...] = tuple(
 )
 ROWS: tuple[Variant, ...] = (
     *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
-    *SPLITKV,
+    *SPLITKV, *PACKED, SEQUENCE_SPANS,
 )  # fmt: skip

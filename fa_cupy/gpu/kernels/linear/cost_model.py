@@ -42,7 +42,7 @@ _LOW_OCCUPANCY_CLOCKS, _LOW_OCCUPANCY_DIM_CLOCKS, _LOW_OCCUPANCY_ISSUE_CLOCKS = 
 
 def choose(
     dtype: str, entries: int, length: int, qk_dim: int, v_dim: int, target: str, sms: int,
-    algorithm: str = "auto", mapped: bool = True, jobs: int = 1,
+    algorithm: str = "auto", mapped: bool = True, jobs: int = 1, packed: bool = False,
 ) -> Choice | None:  # fmt: skip
     """Pick the kernels and the split of a product: the only place where that is decided.
 
@@ -62,6 +62,8 @@ def choose(
         Whether tensor maps can walk the arrays (`fa_cupy.gpu.kernels.linear.sm90_params.takes`).
     jobs : int, optional
         Such products in one launch, which kernels for SM90 alone can do.
+    packed : bool, optional
+        Whether entries are packed sequences, of `length` rows on average.
 
     Returns
     -------
@@ -72,7 +74,7 @@ def choose(
     choices: list[Choice] = []
     if max(qk_dim, v_dim) > _MAX_ROWS:  # kernels count columns in 32 bits
         return None
-    rows = serving(dtype, target)
+    rows = serving(dtype, target, packed)
     if mapped and algorithm in ("auto", "chunked"):  # first: where both wait for memory
         own = [(row, states) for row, states in rows if isinstance(row, ProductSm90Variant)]
         choices += ways_sm90(own, *call, sms, jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,8 @@ from fa_cupy.gpu.kernels.attention.attention_params import MAX_BATCH_AXES, Part,
 
 #: The arrays of a product, in the order of the struct, and the memory of its states.
 POINTERS = ("q", "k", "v", "out", "initial", "state", "workspace")
+#: Rows of packed sequences that kernels can count.
+MOST_PACKED_ROWS = 2**31 - 2**16
 _ROWS = ("q", "k", "v", "out")
 _STATES = ("initial", "state")
 
@@ -28,6 +31,30 @@ PRODUCT_PARAMS = np.dtype(
     + [(name, np.int32) for name in ("qk_dim", "v_dim", "tiles", "segments", "segment_rows")],
     align=True,
 )
+#: The same struct in builds for packed sequences.
+PACKED_PRODUCT_PARAMS = np.dtype(
+    [(name, PRODUCT_PARAMS[name]) for name in PRODUCT_PARAMS.names or ()]
+    + [("spans", np.uint64)]
+    + [(name, np.int32) for name in ("sequences", "reverse", "zero_invalid")],
+    align=True,
+)
+
+
+class Sequences(NamedTuple):
+    """The packed sequences of a job, which are the last batch axis of its problem.
+
+    Attributes
+    ----------
+    count : int
+    spans : str
+        What a plan calls the array of their rows, which `sequence_spans` writes.
+    zero_invalid : bool
+        Whether rows of sequences whose offsets are out of range become 0; else NaN.
+    """
+
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
+    spans: str
+    zero_invalid: bool
 
 
 class Job(NamedTuple):
@@ -42,12 +69,48 @@ class Job(NamedTuple):
     state : View or None
         Of the last state, where it is wanted.
     reverse : bool
+    sequences : Sequences, optional
+        Where its rows are those of packed sequences.
     """
 
     problem: Product
     out: View
     state: View | None
     reverse: bool
+    sequences: Sequences | None = None
+
+
+def packed_job(
+    problem: Product, out: View, state: View | None, reverse: bool, spans: str, zero_invalid: bool
+) -> Job:
+    """Return a product of packed sequences, which become a batch axis.
+
+    Parameters
+    ----------
+    problem : Product
+        With offsets.
+    out : View
+        Of the output, over ``problem.batch``.
+    state : View or None
+        Of the last states, with the axis of sequences.
+    reverse : bool
+    spans : str
+    zero_invalid : bool
+        See `Sequences`.
+    """
+    assert problem.offsets is not None
+    count = problem.offsets.sequences
+
+    def of_rows(view: View) -> View:
+        (*batch, rows, cols), (*steps, row, col) = view
+        return View((*batch, count, rows, cols), (*steps, 0, row, col))
+
+    assert problem.q is not None
+    own = dataclasses.replace(
+        problem, batch=(*problem.batch, count), shared=(*problem.shared, False),
+        q=of_rows(problem.q), k=of_rows(problem.k), v=of_rows(problem.v), offsets=None,
+    )  # fmt: skip
+    return Job(own, of_rows(out), state, reverse, Sequences(count, spans, zero_invalid))
 
 
 class Traits(NamedTuple):
@@ -112,12 +175,15 @@ def fill(traits: Traits, split: tuple[int, int], blocks: int) -> Filled:
     blocks : int
         The most blocks that a batch entry takes.
     """
-    (problem, _, _, reverse), views, sizes, strides = traits
+    (problem, _, _, reverse, sequences), views, sizes, strides = traits
     outer = max(0, len(sizes) - MAX_BATCH_AXES)
     axes = len(sizes) - outer
 
-    params = np.zeros(1, PRODUCT_PARAMS)
+    params = np.zeros(1, PRODUCT_PARAMS if sequences is None else PACKED_PRODUCT_PARAMS)
     p = params[0]
+    if sequences is not None:
+        p["sequences"], p["zero_invalid"] = sequences.count, sequences.zero_invalid
+        p["reverse"] = reverse
     shifts = {}
     for name, view in views.items():
         row, col = view.strides[-2:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -22,3 +23,4 @@ STATE_PREFIX_SUM = StatePrefixSum(
     source="linear/state_prefix_sum", dtype="float32", dim=256, tile_m=1, tile_n=256, warps=8,
     stages=1, blocks=4, why="whole lines of states a warp",
 )  # fmt: skip
+PACKED_STATE_PREFIX_SUM = dataclasses.replace(STATE_PREFIX_SUM, packed=True)

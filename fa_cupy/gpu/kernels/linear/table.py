@@ -6,7 +6,10 @@ Each kernel's rows, with the reason for each, are in the module named after it.
 
 from __future__ import annotations
 
+import dataclasses
+
 from fa_cupy.gpu.kernels.linear import low_occupancy, recurrent
+from fa_cupy.gpu.kernels.linear.packed import other_rows, recurrent_fp64
 from fa_cupy.gpu.kernels.linear.sm80 import (
     chunk_fp32_sm80,
     chunk_sm80,
@@ -21,7 +24,7 @@ from fa_cupy.gpu.kernels.linear.sm90 import (
     chunk_state_sm90,
 )
 from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM
-from fa_cupy.gpu.kernels.linear.variant import ProductVariant
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
 
 PRODUCTS: tuple[ProductVariant, ...] = (
     *chunk_sm80.VARIANTS,
@@ -39,9 +42,24 @@ PRODUCTS: tuple[ProductVariant, ...] = (
 )
 
 
-def serving(dtype: str, target: str) -> list[tuple[ProductVariant, ProductVariant | None]]:
+#: Those for packed sequences, which need no tensor maps: a block walks rows of one sequence.
+PACKED: tuple[ProductVariant, ...] = (
+    *(
+        dataclasses.replace(row, packed=True)
+        for row in PRODUCTS
+        if not isinstance(row, ProductSm90Variant)
+    ),
+    *recurrent_fp64.VARIANTS,
+    *other_rows.VARIANTS,
+)
+
+
+def serving(
+    dtype: str, target: str, packed: bool = False
+) -> list[tuple[ProductVariant, ProductVariant | None]]:
     """Return the rows that compute outputs, each with the one that sums states of its segments."""
-    rows = [row for row in PRODUCTS if row.dtype == dtype and target in row.targets]
+    table = PACKED if packed else PRODUCTS
+    rows = [row for row in table if row.dtype == dtype and target in row.targets]
     states = {row.states_shape: row for row in rows if row.sums_states}
     return [
         (row, states.get(row.states_shape) if row.algorithm == "chunked" else None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.linear.params import PRODUCT_PARAMS
+from fa_cupy.gpu.kernels.linear.params import PACKED_PRODUCT_PARAMS, PRODUCT_PARAMS
 from fa_cupy.gpu.kernels.linear.sm90_params import PRODUCT_SM90_PARAMS
 from fa_cupy.gpu.kernels.variant import Variant
 
@@ -23,6 +23,8 @@ class ProductVariant(Variant):
     ----------
     blocks : int
         Blocks that should fit on a multiprocessor.
+    packed : bool
+        Whether the row is for packed sequences.
     algorithm : str
         Of `fa_cupy.core.linear_problem.ALGORITHMS`, for rows that compute outputs; else empty.
     sums_states : bool
@@ -30,8 +32,14 @@ class ProductVariant(Variant):
     """
 
     blocks: int
+    packed: bool = False
     algorithm: ClassVar[str] = ""
     sums_states: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """Unique, for people and for file names."""
+        return super().name + ("-packed" if self.packed else "")
 
     @functools.cached_property
     def targets(self) -> tuple[str, ...]:
@@ -46,6 +54,7 @@ class ProductVariant(Variant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
+        params = PACKED_PRODUCT_PARAMS if self.packed else PRODUCT_PARAMS
         return (
             ("FA_BF16", int(self.dtype == "bfloat16")),
             ("FA_DIM", self.dim),
@@ -54,7 +63,8 @@ class ProductVariant(Variant):
             ("FA_STAGES", self.stages),
             ("FA_BLOCKS", self.blocks),
             ("FA_SHARED_BYTES", self.shared_bytes),
-            ("FA_PARAMS_BYTES", PRODUCT_PARAMS.itemsize),
+            ("FA_PARAMS_BYTES", params.itemsize),
+            *((("FA_PACKED", 1),) if self.packed else ()),
         )
 
 

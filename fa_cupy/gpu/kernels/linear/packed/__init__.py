@@ -1,0 +1,1 @@
+"""What packed sequences take besides the kernels of causal products."""

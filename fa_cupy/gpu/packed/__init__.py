@@ -1,0 +1,1 @@
+"""Causal products of packed sequences on CuPy arrays."""
