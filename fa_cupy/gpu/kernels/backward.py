@@ -149,6 +149,9 @@ class BackwardSm80(BackwardVariant):
         )
 
 
+PACKED_GROUP = 16
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackwardSm90(BackwardVariant):
     """A row of a kernel that runs where tensor maps and wgmma are.
@@ -230,7 +233,9 @@ class BackwardSm90(BackwardVariant):
         entries = traits.entries // traits.group  # of keys
         params["group"], params["entries"] = traits.group, entries
         params["k_tiles"] = -(-problem.k_len // self.tile_n)
-        l2_group = self.l2_groups[(problem.lower, problem.upper, problem.offsets) != (None,) * 3]
+        l2_group = self.l2_groups[(problem.lower, problem.upper) != (None, None)]
+        if problem.offsets is not None:
+            l2_group = PACKED_GROUP
         params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share

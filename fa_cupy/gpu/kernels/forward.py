@@ -111,8 +111,6 @@ def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | 
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
-    if problem.offsets is not None:
-        return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
     if problem.score is not None and (
         len(problem.batch) > MAX_BATCH_AXES or not takes_score(problem)
