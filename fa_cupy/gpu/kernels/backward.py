@@ -149,9 +149,6 @@ class BackwardSm80(BackwardVariant):
         )
 
 
-PACKED_GROUP = 16
-
-
 @dataclass(frozen=True, kw_only=True)
 class BackwardSm90(BackwardVariant):
     """A row of a kernel that runs where tensor maps and wgmma are.
@@ -159,13 +156,13 @@ class BackwardSm90(BackwardVariant):
     Attributes
     ----------
     l2_groups : tuple of int
-        Entries of a group, without a band and under one. The blocks of keys of a group's entries
+        Entries of a group: without a band, under one, of packed sequences without one. The blocks of keys of a group's entries
         are given out in turn, and share the L2 cache. A block of keys may wait for those before it
         of its entry, so a group should have several entries; blocks of one entry read the same
         queries, so it should not have too many.
     """
 
-    l2_groups: tuple[int, int] = (16, 16)
+    l2_groups: tuple[int, int, int] = (16, 16, 16)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -233,9 +230,8 @@ class BackwardSm90(BackwardVariant):
         entries = traits.entries // traits.group  # of keys
         params["group"], params["entries"] = traits.group, entries
         params["k_tiles"] = -(-problem.k_len // self.tile_n)
-        l2_group = self.l2_groups[(problem.lower, problem.upper) != (None, None)]
-        if problem.offsets is not None:
-            l2_group = PACKED_GROUP
+        banded = (problem.lower, problem.upper) != (None, None)
+        l2_group = self.l2_groups[1 if banded else 2 if problem.offsets is not None else 0]
         params["entries_per_l2_group"] = -(-entries // max(1, round(entries / l2_group)))
         params["row_pairs"] = launches.rows // 2
         launches.counters["tile_counters"] = 4 * _TILE_COUNTERS  # which the kernels of a call share
