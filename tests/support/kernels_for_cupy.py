@@ -105,6 +105,7 @@ def packed_products(launcher=None):
         "fa_cupy.gpu.workspace": {
             "empty": _empty,
             "launcher": lambda device: launcher,
+            "refuse": lambda *what: None,
             "computing": lambda device: contextlib.nullcontext(),
         },
         "fa_cupy.gpu.cublas.blas": {},

@@ -44,8 +44,10 @@ class Packing(NamedTuple):
     offsets: tuple[Any, Any]
 
     @classmethod
-    def of(cls, problem: Product, keys: KeyArrays) -> Packing:
+    def of(cls, name: str, problem: Product, keys: KeyArrays) -> Packing:
         """Move offsets to the device that are on the host."""
+        if isinstance(keys.q_offsets, np.ndarray) or isinstance(keys.k_offsets, np.ndarray):
+            workspace.refuse(name, "offsets are copied from the host, which cannot be captured")
         moved = on_device("cupy", keys)
         return cls(problem, (moved.q_offsets, moved.k_offsets))
 
@@ -80,7 +82,7 @@ def product(
         out = workspace.empty(problem.out_shape, problem.dtype, q)
     state = workspace.empty(problem.state_shape, problem.state_dtype) if return_state else None
     term = Term(problem, q, k, v, out, initial, state, reverse)
-    compute(Packing.of(problem, keys), (term,), algorithm=algorithm)
+    compute(Packing.of(_NAME, problem, keys), (term,), algorithm=algorithm)
     return out, state
 
 
@@ -89,7 +91,7 @@ def backward(
     keys: KeyArrays, *, reverse: bool,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Return the gradients of a causal product by q, k, v and the initial states."""
-    packing = Packing.of(problem, keys)
+    packing = Packing.of("causal_product_backward", problem, keys)
 
     return causal_product_backward.backward(
         problem, dout, q, k, v, initial, dstate, reverse=reverse, compute_terms=packing.gradients
@@ -101,8 +103,9 @@ def linear_attention(
     feature: str | None, eps: float, is_causal: bool, return_state: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Solve `problem`, and divide by the sums of the weights of each sequence."""
+    packing = Packing.of("linear_attention", problem, keys)
     return whole.attention_by(
-        _Products(Packing.of(problem, keys), False), problem, q, k, v, initial, out,
+        _Products(packing, False), problem, q, k, v, initial, out,
         feature=feature, eps=eps, is_causal=is_causal, return_state=return_state,
     )  # fmt: skip
 
@@ -112,8 +115,9 @@ def linear_attention_backward(
     keys: KeyArrays, *, feature: str | None, eps: float, is_causal: bool,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Return the gradients of linear attention by q, k, v and the initial states."""
+    packing = Packing.of("linear_attention_backward", problem, keys)
     return whole.gradients_by(
-        _Products(Packing.of(problem, keys), True), problem, dout, q, k, v, initial, dstate,
+        _Products(packing, True), problem, dout, q, k, v, initial, dstate,
         feature=feature, eps=eps, is_causal=is_causal,
     )  # fmt: skip
 
