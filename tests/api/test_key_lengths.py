@@ -389,9 +389,11 @@ def test_numbers_of_the_host_are_checked_and_copied_to_the_device():
     # How much of a table is needed, lengths on the device do not say.
     layout.check_numbers("attention", problem, KeyArrays(device, np.full((2, 3), 7)))
     with mock.patch.dict(sys.modules, cupy=module):
-        assert layout.on_device("cupy", keys) == ("copy", device)
-        assert layout.on_device("cupy", KeyArrays(np.asarray(5), None)) == ("filled", None)
-    assert written == [[3, 48], ((), 5, np.dtype(int))]
+        assert layout.on_device("cupy", keys) == KeyArrays("copy", device)
+        assert layout.on_device("cupy", KeyArrays(np.asarray(5))) == KeyArrays("filled")
+        moved = layout.on_device("cupy", KeyArrays(q_offsets=some, k_offsets=some))
+        assert moved == KeyArrays(q_offsets="copy", k_offsets="copy")
+    assert written == [[3, 48], ((), 5, np.dtype(int)), [3, 48]]  # one copy of both offsets
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
