@@ -179,6 +179,19 @@ def test_linear_attention_is_that_of_each_sequence(
         close(grad, x, dtype)
 
 
+def test_keys_and_values_of_different_heads(xp):
+    """Gradients of keys whose heads several heads of values share are the sums of theirs."""
+    q, k, v, dout = draw((2, 4, 10, 3), (2, 2, 8, 3), (2, 4, 8, 2), (2, 4, 10, 2), dtype=DOUBLE)
+    options = {"is_causal": False, "q_offsets": np.array([0, 5, 10])}
+    options["k_offsets"] = np.array([1, 4, 8])
+    dq, dk, dv = linear_attention_backward(*device(xp, dout, q, k, v), **options)
+    repeated = device(xp, dout, q, k.repeat(2, axis=1), v)
+    want_dq, want_dk, want_dv = linear_attention_backward(*repeated, **options)
+    close(dq, to_numpy(want_dq), DOUBLE)
+    close(dk, to_numpy(want_dk).reshape(2, 2, 2, 8, 3).sum(2), DOUBLE)
+    close(dv, to_numpy(want_dv), DOUBLE)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
