@@ -75,7 +75,8 @@ struct FwdSm90Params {
   // Of builds with kSplit: as in FwdSplitkvParams.
   int splits;
   int64 rows;
-  float *partial_out, *partial_stats;
+  float* partial_out;
+  float* partial_stats;
 };
 static_assert(sizeof(FwdSm90Params) == FA_SM90_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
 
