@@ -31,6 +31,21 @@
 #include "ptx/wgmma.cuh"
 
 // --------------------------------------------------------------------------------------- producers
+// Returns which of the key tiles that a lane has found are in a split of those that lane kGroups
+// has; for that lane never none, which others process as hidden: the tile past the last key is.
+FA_DEVICE KeyTiles split_tiles(const FwdSm90Params& params, const KeyTiles& keys, int split) {
+  const int begin = __shfl_sync(kFullWarp, keys.begin, kGroups);
+  const int64 tiles = __shfl_sync(kFullWarp, keys.end, kGroups) - begin;
+  const int from = begin + static_cast<int>(tiles * split / params.splits);
+  const int to = begin + static_cast<int>(tiles * (split + 1) / params.splits);
+  if (from == to) {
+    const int past_end = (params.common.k_len + kTileN - 1) / kTileN;
+    return {past_end, past_end + (threadIdx.x % 32 == kGroups), 0, 0};
+  }
+  return {max(keys.begin, from), max(max(keys.begin, from), min(keys.end, to)), keys.full_begin,
+          keys.full_end};
+}
+
 // Writes the work tile with an index of the schedule, by a warp; returns false past the last one.
 FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& shared, int stage,
                                uint32 index) {
@@ -41,6 +56,12 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     return false;
   }
   const AttentionParams& p = params.common;
+#if FA_SPLIT
+  // Neighbours work on the same keys: first all tiles of the first split.
+  const uint32 tiles_of_split = params.scheduler.tiles / params.splits;
+  const int split = index / tiles_of_split;
+  index -= split * tiles_of_split;
+#endif
   const ScheduledTile tile =
       kSparse ? work_tile_in_order(params.scheduler, p.mask.order, p.q_tiles, index)
               : work_tile_at(params.scheduler, p.q_tiles, index);
@@ -63,6 +84,9 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     keys =
         key_tiles(p, first_row >> params.row_shift, last_row >> params.row_shift, kTileN, origin);
   }
+#if FA_SPLIT
+  keys = split_tiles(params, keys, split);
+#endif
   // Rows without visible keys process one key tile that is hidden from them, so that no later code
   // needs a case for them.
   const int begin = __shfl_sync(kFullWarp, keys.begin, kGroups);
@@ -96,6 +120,9 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     work.end = keys.end;
 #if FA_PACKED
     work.key_origin = origin;
+#endif
+#if FA_SPLIT
+    work.split = split;
 #endif
     if constexpr (kHasOperands) shared.operands_offset[stage] = batch_offsets(p, work.entry).bias;
   }
@@ -237,16 +264,18 @@ FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
       wait(shared.out_full[q_pipe.index()], q_pipe.parity());
-      int c[2];
-      row_coordinates(params, work.q_begin + 64 * group, work.coordinate[2], c);
+      if constexpr (!kSplit) {
+        int c[2];
+        row_coordinates(params, work.q_begin + 64 * group, work.coordinate[2], c);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        cp_async_bulk_tensor_5d_store(
-            &params.out_map, cvta_to_shared(&shared.q[q_pipe.index()][block * 64 * 128]),
-            kEvictFirst, 64 * block, c[0], c[1], work.coordinate[1], work.coordinate[0]);
+        for (int block = 0; block < kBlocks; ++block) {
+          cp_async_bulk_tensor_5d_store(
+              &params.out_map, cvta_to_shared(&shared.q[q_pipe.index()][block * 64 * 128]),
+              kEvictFirst, 64 * block, c[0], c[1], work.coordinate[1], work.coordinate[0]);
+        }
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
       }
-      cp_async_bulk_commit_group();
-      cp_async_bulk_wait_group_read<0>();
       arrive(shared.q_empty[q_pipe.index()]);
       q_pipe.advance();
     }
@@ -767,12 +796,44 @@ FA_DEVICE void recompute_rows(const Consumer& c, const Pipelines& at,
   }
 }
 
+// Leaves O, not divided, and the statistics of its rows to the kernel that joins splits.
+FA_DEVICE void write_partial(const Consumer& c, const Pipelines& at,
+                             const OnlineSoftmax<1>& softmax, const Output& o, int my_row) {
+#if FA_SPLIT
+  const FwdSm90Params& params = c.params;
+  const int lane = tid_x_again() % 32;  // three groups have no register for it in the loop
+  const int64 first = c.shared.work[at.work.index()].split * params.rows;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = my_row + 8 * h;
+    if (row >= tile_rows(params)) continue;
+    const int64 place = first + static_cast<int64>(entry_of_row(c, at, row)) * params.common.q_len +
+                        (row >> params.row_shift);
+    if (lane % 4 == 0) {
+      reinterpret_cast<float2*>(params.partial_stats)[place] =
+          make_float2(softmax.row_max[0][h], softmax.row_sum[0][h]);
+    }
+    float2* out = reinterpret_cast<float2*>(params.partial_out + place * kDim) + lane % 4;
+#pragma unroll
+    for (int j = 0; j < kMmaV; ++j) {
+      out[4 * j] = make_float2(o[0][j][2 * h], o[0][j][2 * h + 1]);
+    }
+  }
+#endif
+}
+
 // From O and the statistics of its rows to the output and the log-sum-exp.
 FA_DEVICE void epilogue(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>& softmax,
                         Output& o, int row_of_group, uint32 out_tile) {
   const AttentionParams& p = c.params.common;
   softmax.reduce_row_sum();
   const int my_row = row_of_group + c.warp_row + c.lane / 4;
+  if constexpr (kSplit) {
+    write_partial(c, at, softmax, o, my_row);
+    __syncwarp();
+    release(c, c.shared.out_full[at.q.index()]);
+    return release(c, c.shared.work_empty[at.work.index()]);
+  }
   if (p.sinks != nullptr) add_sinks(c, at, softmax, o, my_row);
   if constexpr (kPacked) mark_invalid_rows(p, softmax, my_row);
   if (p.lse != nullptr && c.lane % 4 == 0) write_lse(c, at, softmax, my_row);

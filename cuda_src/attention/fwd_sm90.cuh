@@ -24,13 +24,19 @@ constexpr bool kExclusiveMma = FA_EXCLUSIVE_MMA;
 // Q is read from registers, not from shared memory.
 constexpr bool kQInRegisters = FA_Q_IN_REGISTERS;
 constexpr bool kSparse = FA_SPARSE;  // a mask lists blocks of keys and has bits of them
+// The keys of a tile of queries are split over several work tiles, whose outputs another kernel
+// joins (fwd_join_splits).
+#ifndef FA_SPLIT
+#define FA_SPLIT 0
+#endif
+constexpr bool kSplit = FA_SPLIT;
 // A warpgroup's softmax starts before its O += P V is done.
 constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
 // The last keys come first: a bias such as ALiBi's is largest at the latest key that a query sees,
 // and a row_max that is there from the start moves no more.  Tiles count in the order of the work.
 constexpr bool kLastTileFirst = kScoreMod && !kSparse;
 // The last tile may be cut to half its keys; ptxas serialises the products of other builds for it.
-constexpr bool kHalfLastTile = kTileN == 128 && kDim == 128 && !kScoreMod && !kSparse;
+constexpr bool kHalfLastTile = kTileN == 128 && kDim == 128 && !kScoreMod && !kSparse && !kSplit;
 constexpr int kHalfTile = kHalfLastTile ? kTileN / 2 : kTileN;
 constexpr bool kPrefetchNextQ = kQStages >= 2 * kGroups;  // all rows of the next Q are there early
 constexpr int kWorkStages = 4;                            // stages for announced work tiles
@@ -66,6 +72,11 @@ struct FwdSm90Params {
   int size[3];                          // batch axes of the maps
   int q_step[3], k_step[3], v_step[3];  // 0 along an axis that the array broadcasts, else 1
   int row_shift;                        // 2**row_shift heads share a tile of queries, row by row
+  // Of builds with kSplit: as in FwdSplitkvParams.
+  int splits;
+  int64 rows;
+  float* partial_out;
+  float* partial_stats;
 };
 static_assert(sizeof(FwdSm90Params) == FA_SM90_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
 
@@ -81,6 +92,9 @@ struct WorkTileFields {
   int begin, end;     // key tiles that its rows see; with a mask, how many: from 0 on
 #if FA_PACKED
   int key_origin;  // the first key of tile 0
+#endif
+#if FA_SPLIT
+  int split;  // which part of the keys
 #endif
 };
 // What is loaded of a mask's row of blocks, and where the first of both kinds stands in its list.

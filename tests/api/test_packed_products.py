@@ -49,9 +49,15 @@ def spans(bounds):
 
 
 def limit(dtype, of):
-    """How far a result may be from that of float64, whose numbers are `of`."""
+    """How far a result may be from that of float64, whose numbers are `of`.
+
+    Kernels round the products of queries and keys to 16 bits: what cancels in a sum leaves errors
+    of the size of its neighbours.
+    """
+    beside = np.abs(of).max(axis=-1, keepdims=True, initial=0) * (UNIT[dtype] > 1e-5)
     return (
         8 * UNIT[dtype] * np.abs(of)
+        + 8 * UNIT[dtype] * beside
         + 300 * UNIT[state_dtype(dtype)] * (1 + np.abs(of).max(initial=0))
         + (dtype == HALF) * 2.0**-24
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
-from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
 from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, supports
 from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
@@ -186,7 +187,12 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         assert isinstance(plain, FwdSm80)
         return _with_intervals(traits, plain, fwd_sm80.steps(traits, plain), names, launcher)
 
-    steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors)
+    splits = fwd_sm90.splits_of_keys(traits, variant, launcher.multiprocessors)
+    if splits > 1:
+        variant = dataclasses.replace(variant, split=True)
+    steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors, splits)
+    if splits > 1:
+        steps.append(fwd_join_splits.step(traits, variant.dim, splits))
     return _with_intervals(traits, variant, steps, names, launcher, fallback)
 
 
@@ -199,7 +205,9 @@ def _with_intervals(
     fallback: Callable[[], Plan] | None = None,
 ) -> Plan:
     """Return the plan of a kernel's launches, behind those that packed sequences need."""
-    sizes = {}
+    sizes: dict[str, int] = {}
+    if isinstance(variant, FwdSm90) and variant.split:
+        sizes |= fwd_sm90.partial_sizes(traits, variant, int(steps[0].params["splits"][0]))
     if any("scheduler.counter" in step.addresses for step in steps):
         sizes["counter"] = COUNTER_BYTES
     if traits.problem.offsets is not None:

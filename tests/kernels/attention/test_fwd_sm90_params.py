@@ -51,6 +51,7 @@ def test_the_schedule_is_that_of_the_header():
 def test_the_struct_is_that_of_the_kernel():
     sizes = {"TensorMap": (128, 64), "AttentionParams": (ATTENTION_PARAMS.itemsize, 8)}
     sizes |= {"TileScheduler": (TILE_SCHEDULER.itemsize, 8), "int": (4, 4)}
+    sizes |= {"int64": (8, 8), "float*": (8, 8)}
     at, names = 0, []
     for kind, name, length in members("attention/fwd_sm90.cuh", "FwdSm90Params"):
         size, alignment = sizes[kind]
