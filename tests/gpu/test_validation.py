@@ -127,3 +127,25 @@ def test_bench_of_few_queries_on_the_gpu(tmp_path, monkeypatch):
     rows = store.load(out)[1]
     assert {row["case"] for row in rows} == {case.name for case in small}
     assert all(row["value"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("way", ["fwd", "bwd"])
+def test_bench_of_packed_sequences_on_the_gpu(way, tmp_path, monkeypatch):
+    name = f"attention_packed_{way}"
+    family = families.FAMILIES[name]
+    small = tuple(
+        dataclasses.replace(
+            case, sequences=3, shortest=case.shortest // 8, longest=case.longest // 8
+        )
+        for case in family.cases
+        if case.sequences < 64
+    )
+    changed = {"cases": small, "burst_ms": 1, "default_impls": ("fa_cupy", "fa_cupy_dense")}
+    monkeypatch.setitem(families.FAMILIES, name, dataclasses.replace(family, **changed))
+    out = tmp_path / "bench.json"
+    arguments = ["--families", name, "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert {row["case"] for row in rows} == {case.name for case in small}
+    assert {row["impl"] for row in rows} == {"fa_cupy", "fa_cupy_dense"}
+    assert all(row["value"] > 0 for row in rows)
