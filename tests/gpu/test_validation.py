@@ -12,6 +12,7 @@ from validation import (
     cases,
     families,
     keyed_calls,
+    packed_calls,
     pair_calls,
     product_calls,
     store,
@@ -70,6 +71,13 @@ def test_the_reduced_set_of_key_lengths_reaches_every_row():
     target = devices.current_target()
     rows = [row for row in fwd_splitkv.VARIANTS if target in row.targets]
     assert keyed_calls.run(target) == sum(len(keyed_calls.problems(row.dim)) for row in rows)
+
+
+def test_the_reduced_set_of_packed_sequences_reaches_every_build():
+    target = devices.current_target()
+    attention = 11 if target == "sm_90a" else 6
+    products = 12 * len(packed_calls.product_rows(target))
+    assert packed_calls.run(target) == 10 * attention + products
 
 
 def test_the_reduced_set_of_products_reaches_every_row():

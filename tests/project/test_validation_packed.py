@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 
 from fa_cupy import attention
-from validation import bench, cases, families, packed_peers, peers, readme, report, store
+from fa_cupy.gpu.kernels.linear import cost_model, table
+from fa_cupy.gpu.kernels.linear.table import PACKED
+from tests.support.every_run import only
+from validation import (
+    bench,
+    cases,
+    families,
+    packed_calls,
+    packed_peers,
+    peers,
+    readme,
+    report,
+    store,
+)  # fmt: skip
 
 FORWARD, BACKWARD = (families.FAMILIES[f"attention_packed_{way}"] for way in ("fwd", "bwd"))
 LIMIT = report.ERROR_LIMIT["bf16"]
@@ -195,3 +208,100 @@ def test_a_picture_has_bars_of_every_case(tmp_path):
     assert target.stat().st_size > 10_000
     panels = report._panels([("attention_packed_fwd", case.name) for case in FORWARD.cases])
     assert [len(members) for members in panels.values()] == [5] * 6
+
+
+# -------------------------------------------------------------------------------------- sanitizers
+TARGET, SMS = "sm_90a", 132
+
+
+def on_host(name, x):
+    return x
+
+
+def is_in_order(shape):
+    """Whether the host's check of offsets takes them."""
+    found = [shape["q_offsets"], shape.get("k_offsets", [0])]
+    return all(x == sorted(x) and x[0] >= 0 and x[-1] <= 335 for x in found)
+
+
+@pytest.mark.parametrize("dim", only([32, 64, 128], 64))
+def test_the_reduced_set_is_made_of_valid_calls(dim):
+    listed = packed_calls.problems(dim)
+    taken = [(shape, options) for shape, options in listed if is_in_order(shape)]
+    assert (len(listed), len(taken)) == (10, 8)
+    for shape, options in taken:
+        host = packed_calls.arrays(peers.DTYPES["bf16"], shape)
+        out, grads = packed_calls.solve(host, options, on_host)
+        assert packed_calls.is_right(host, options, out, grads), (shape, options)
+        if out.astype(float).any():
+            assert not packed_calls.is_right(host, options, 1.1 * out.astype(float), grads)
+            wrong = (*grads[:2], 1.1 * grads[2].astype(float), *grads[3:])
+            assert not packed_calls.is_right(host, options, out, wrong)
+
+
+def test_invalid_sequences_of_the_reduced_set_have_no_result():
+    (wrong,) = (of for of in packed_calls.problems(64) if of[0]["q_offsets"][0] < 0)
+    host = packed_calls.arrays(peers.DTYPES["bf16"], wrong[0])
+    zeros = tuple(np.zeros(host[name].shape) for name in ("q", "q", "k", "v"))
+    assert not packed_calls.is_right(host, wrong[1], zeros[0], zeros[1:])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_reduced_set_of_products_is_made_of_valid_calls(dtype):
+    for problem in packed_calls.product_problems(64):
+        host = packed_calls.product_arrays(peers.DTYPES[dtype], problem)
+        if problem.offsets == packed_calls.OUT_OF_ORDER:
+            results = [np.zeros((1, 2, problem.length, 64))]
+            assert not packed_calls.products_are_right(problem, host, results)
+            results[0][..., 70:, :] = np.nan
+            assert packed_calls.products_are_right(problem, host, results)
+            continue
+        results = packed_calls.product_results(problem, host)
+        assert packed_calls.products_are_right(problem, host, results), problem
+        for i, x in enumerate(results):
+            wrong = [*results[:i], 1.1 * x.astype(float), *results[i + 1 :]]
+            assert not x.any() or not packed_calls.products_are_right(problem, host, wrong)
+
+
+def choices(row):
+    """The kernels of each call of the set for a row of the table of products."""
+    for problem in packed_calls.product_problems(row.dim):
+        dims, count = (problem.qk_dim, problem.v_dim), len(problem.offsets) - 1
+        entries, length = max(problem.heads) * count, problem.length // max(1, count)
+        given = row.dtype, max(1, entries), length, *dims, TARGET, SMS
+        choice = cost_model.choose(*given, mapped=False, packed=True)
+        yield choice, {found for found, _, _ in choice.launches(*dims)}
+
+
+def test_every_row_of_packed_products_is_forced_and_split(monkeypatch):
+    reached = set()
+    for row in packed_calls.product_rows(TARGET):
+        with monkeypatch.context() as patches:
+            patches.setattr(table, "PACKED", packed_calls.forcing(row))
+            found = [*choices(row)]
+        assert {choice.row for choice, _ in found} == {row}
+        splits = {choice.segments > 1 for choice, _ in found}
+        assert splits == ({False, True} if row.algorithm == "chunked" else {False})
+        reached |= set().union(*[launched for _, launched in found])
+    # What writes the rows that products leave out is launched behind all of them.
+    assert {x for x in PACKED if x.source != "linear/other_rows"} <= reached
+
+
+def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
+    made = []
+    monkeypatch.setattr(packed_calls, "run_attention", lambda *of: made.append(of) or 10)
+    monkeypatch.setattr(packed_calls, "run_products", lambda row: made.append(row) or 12)
+    calls = sum(packed_calls.run(TARGET, share, 3) for share in range(3))
+    rows = packed_calls.product_rows(TARGET)
+    assert calls == 10 * 11 + 12 * len(rows)
+    assert len({*made}) == len(made) == 11 + len(rows)
+    assert {dim for kind, dim, _ in (x for x in made if isinstance(x, tuple))} >= {64, 96, 256}
+
+
+def test_attention_must_reach_its_builds():
+    for kernels in ("sm90", "sm80"):
+        for dim in (64, 256):
+            found = packed_calls.rows_of(kernels, dim, TARGET)
+            assert any(row.entry == f"attention_fwd_{kernels}" for row in found)
+            assert any(row.entry.endswith(f"_{kernels}") and "bwd" in row.entry for row in found)
+            assert all(row.packed or row.entry == "attention_row_intervals" for row in found)
