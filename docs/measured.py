@@ -20,6 +20,7 @@ PRODUCT = "causal_product"  # the begin of the names of its families and picture
 SCORES = ("attention_scores_fwd", "attention_scores_bwd")
 SPARSE = readme.SPARSE_FAMILIES
 DECODE = "attention_decode"
+PACKED = ("attention_packed_fwd", "attention_packed_bwd")
 CPU_SMALL = "cpu_small"
 GRAPHS = ("graphs_cpu", "graphs_gpu", "graphs_bwd_gpu", "mask_made_cpu")
 
@@ -100,7 +101,7 @@ chosen_cpu = functools.partial(chosen, "cpu")
 
 def benchmarks():
     """Every device's pictures and tables, but those with a place of their own."""
-    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, CPU_SMALL, DECODE)
+    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, *PACKED, CPU_SMALL, DECODE)
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 
@@ -129,6 +130,15 @@ def decode():
     return found or (
         "No speed of it has been measured yet. ``python -m validation bench --families "
         f"{DECODE}`` measures it, on a GPU.\n"
+    )
+
+
+def packed():
+    """Pictures and tables of packed sequences."""
+    found = speeds(lambda f: f in PACKED, "-packed")
+    return found or (
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        f"{','.join(PACKED)}`` measures it, on a GPU.\n"
     )
 
 

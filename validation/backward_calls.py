@@ -133,7 +133,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
         if row.kernel == "bwd_dkdv_sm80":  # which is to take what others would
             problem_set = sm80_problems(row.dim, row.sparse)
             wanted = wanted._replace(mapped=False)
-            patches.append(mock.patch.object(attention_backward, "select", _unmapped(select)))
+            patches.append(mock.patch.object(attention_backward, "select", unmapped(select)))
         rows = select(wanted, target)
         plan_cache.plans.clear()  # what is kept would not be loaded again
         with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     return calls
 
 
-def _unmapped(select: Any) -> Any:
+def unmapped(select: Any) -> Any:
     """Return `select` as if no tensor map could walk an array."""
     return lambda wanted, target: select(wanted._replace(mapped=False), target)
 

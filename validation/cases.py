@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
 
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -213,6 +213,67 @@ class Decode:
         """What has to be read: the keys and values that there are, each once."""
         row = self.key_heads * self.head_dim * ITEMSIZE[self.dtype]
         return 2.0 * sum(self.lengths) * row
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Self-attention of packed sequences, or its gradients.
+
+    The sequences have random lengths from ``shortest`` to ``longest``, multiples of 8. The name of
+    a case, such as ``bf16 hd128 causal 8x512-8192``, is dtype, head_dim, ``full`` or ``causal``,
+    and the number of sequences x lengths, one length if all have the same. The number of heads is
+    named where that of `Dense` is.
+    """
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    sequences: int
+    shortest: int
+    longest: int
+    heads: int = 16
+    backward: bool = False
+
+    batch = 1
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads
+
+    @property
+    def name(self) -> str:
+        """The key under which results of this case are stored."""
+        kind = "causal" if self.causal else "full"
+        heads = "" if self.heads * self.head_dim == 2048 else f" h{self.heads}"
+        lengths = f"{self.shortest}-{self.longest}"
+        shape = self.shortest if self.shortest == self.longest else lengths
+        return f"{self.dtype} hd{self.head_dim} {kind} {self.sequences}x{shape}{heads}"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens each sequence has."""
+        rng = random.Random(self.longest)
+        steps = self.shortest // 8, self.longest // 8
+        return tuple(8 * rng.randint(*steps) for _ in range(self.sequences))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each sequence begins, and where the last one ends."""
+        return (0, *accumulate(self.lengths))
+
+    @property
+    def length(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(self.lengths)
+
+    @property
+    def flops(self) -> float:
+        """Operations of two products of each sequence, five for gradients; half if causal."""
+        products = 5 if self.backward else 2
+        squares = sum(length**2 for length in self.lengths)
+        full = 2.0 * products * self.heads * self.head_dim * squares
+        return full / 2 if self.causal else full
 
 
 @dataclass(frozen=True)
@@ -435,6 +496,16 @@ ATTENTION_DECODE = (
     ),
     Decode("bf16", 128, 16, 32768, ragged=True),
 )
+
+ATTENTION_PACKED_FWD = tuple(
+    Packed("bf16", head_dim, causal, *lengths, heads)
+    for head_dim, heads in ((128, 16), (64, 16), (256, 8))
+    for causal, lengths in product(
+        (False, True),
+        ((8, 512, 8192), (64, 64, 1024), (4, 4096, 4096), (16, 1024, 1024), (64, 256, 256)),
+    )
+)
+ATTENTION_PACKED_BWD = tuple(replace(case, backward=True) for case in ATTENTION_PACKED_FWD)
 
 MASK_PACK = (MaskPack(8192, 1), MaskPack(8192, 16))
 MASK_SOURCE = (MaskSource("csr", 32768, 305), MaskSource("indices", 32768, 305))

@@ -23,7 +23,8 @@ def _host(array: Any) -> np.ndarray:
     return peers.to_host(array).astype(np.float64)
 
 
-def _all_finite(dtype: str, array: Any) -> bool:
+def all_finite(dtype: str, array: Any) -> bool:
+    """Whether no element is infinite or NaN."""
     if dtype not in _EXPONENT:
         return bool((abs(array) < np.inf).all())
     mask = _EXPONENT[dtype]
@@ -42,15 +43,23 @@ def attention_check(case: Dense, qkv: Qkv) -> Check:
         batch, head = place
         kv_place = batch, head * case.key_heads // case.heads
         q, k, v = (_host(x[at]) for x, at in zip(qkv, (place, kv_place, kv_place), strict=True))
-        scores = q[rows] @ k.T * case.head_dim**-0.5
-        if case.causal:
-            scores[np.arange(case.length) > rows[:, None]] = -np.inf
-        if case.window:
-            scores[np.arange(case.length) <= rows[:, None] - case.window] = -np.inf
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        return np.asarray(p @ v / p.sum(-1, keepdims=True))
+        return attention64(q, k, v, rows, case.causal, case.window)
 
     return relative_error(case.dtype, places, rows, np.stack([reference(at) for at in places]))
+
+
+def attention64(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, rows: np.ndarray, causal: bool, window: int = 0
+) -> np.ndarray:
+    """Rows of one head's attention in float64, of as many queries as keys."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = q[rows] @ k.T * q.shape[-1] ** -0.5
+    if causal:
+        scores[np.arange(len(k)) > rows[:, None]] = -np.inf
+    if window:
+        scores[np.arange(len(k)) <= rows[:, None] - window] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(p @ v / p.sum(-1, keepdims=True))
 
 
 def backward_check(case: Dense, arrays: tuple[Any, ...]) -> Check:
@@ -67,7 +76,7 @@ def gradients_error(dtype: str, place: tuple[int, int], wanted: list[np.ndarray]
     """Relative Frobenius error of gradients at a place (batch, head), the largest of them."""
 
     def error(result: Any) -> float:
-        if not all(_all_finite(dtype, x) for x in result):
+        if not all(all_finite(dtype, x) for x in result):
             return float("inf")
         pairs = zip((_host(x[place]) for x in result), wanted, strict=True)
         return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))
@@ -129,7 +138,7 @@ def relative_error(
     """
 
     def error(out: Any) -> float:
-        if not _all_finite(dtype, out):
+        if not all_finite(dtype, out):
             return float("inf")
         got = np.stack([_host(out[place])[rows] for place in places])
         return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
@@ -174,7 +183,7 @@ def product_check(case: CausalProduct, arrays: tuple[Any, ...]) -> Check:
 
     def error(result: Any) -> float:
         found = result if case.backward else (result,)
-        if not all(_all_finite(case.dtype, x) for x in found):
+        if not all(all_finite(case.dtype, x) for x in found):
             return float("inf")
         pairs = zip((_host(x[place]) for x in found), wanted, strict=True)
         return float(max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from validation import peers
+from validation import cuda_graphs, peers
 from validation.cases import ITEMSIZE, Decode
 from validation.checks import Check, relative_error
 from validation.peers import Call, UnavailableError
@@ -110,11 +110,12 @@ def fa_cupy(case: Decode, arrays: Arrays) -> Call:
     options = dict(zip(_KEY_ARRAYS, more, strict=False))
     out, count = peers.module("cupy").empty_like(q.view("u2")).view(q.dtype), len(q)
 
-    def attend(i: int) -> None:
-        attention(q[i], k[i], v[i], out=out[i], **options)
+    def attend(i: int) -> Any:
+        return attention(q[i], k[i], v[i], out=out[i], **options)
 
     on_cpu = isinstance(q, np.ndarray)
-    launch = (_looped if on_cpu else _captured)(attend, count)
+    made = cuda_graphs.looped if on_cpu else cuda_graphs.captured
+    launch = made(attend, count, _calls(count))
     out.view("u2")[...] = 0xFFFF  # NaN, as the calls before the capture have written results
 
     def run() -> Any:
@@ -122,26 +123,6 @@ def fa_cupy(case: Decode, arrays: Arrays) -> Call:
         return out
 
     return Call(run, _same, _same if on_cpu else None, calls=_calls(count))
-
-
-def _looped(attend: Callable[[int], Any], count: int) -> Callable[[], list[Any]]:
-    """What makes the calls of a graph without one, and gives the results of one of each copy."""
-    return lambda: [attend(i % count) for i in range(_calls(count))][:count]
-
-
-def _captured(attend: Callable[[int], Any], count: int) -> Callable[[], None]:
-    """What launches a graph of calls on CuPy's stream; `attend` makes that of one copy."""
-    cp = peers.module("cupy")
-    cp.cuda.Device().synchronize()
-    with cp.cuda.Stream(non_blocking=True) as stream:
-        for i in range(count):
-            attend(i)  # compiles and loads
-        stream.synchronize()
-        stream.begin_capture()
-        for i in range(_calls(count)):
-            attend(i % count)
-        graph = stream.end_capture()
-    return lambda: graph.launch(cp.cuda.get_current_stream())
 
 
 def torch_sdpa(backend: str) -> Callable[[Decode, Arrays], Call]:
@@ -167,33 +148,8 @@ def torch_sdpa(backend: str) -> Callable[[Decode, Arrays], Call]:
         def native(outs: list[Any]) -> Any:
             return peers.from_torch(torch.stack(outs))
 
-        if on_cpu:
-            return Call(_looped(attend, count), native, _same, calls=_calls(count))
-        replay, outs = _captured_by_torch(attend, count)
-
-        def run() -> list[Any]:
-            replay()
-            return outs
-
-        return Call(run, native, calls=_calls(count))
+        made = cuda_graphs.looped if on_cpu else cuda_graphs.captured_by_torch
+        run = made(attend, count, _calls(count))
+        return Call(run, native, _same if on_cpu else None, calls=_calls(count))
 
     return prepare
-
-
-def _captured_by_torch(
-    attend: Callable[[int], Any], count: int
-) -> tuple[Callable[[], None], list[Any]]:
-    """What launches a graph of calls on torch's stream, and the results of one of each copy."""
-    torch = peers.module("torch")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(count):
-            attend(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        outs = [attend(i) for i in range(count)]
-        for i in range(count, _calls(count)):
-            attend(i % count)
-    return graph.replay, outs

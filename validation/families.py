@@ -16,6 +16,7 @@ from validation import (
     decode_peers,
     graph_gpu_peers,
     graph_peers,
+    packed_peers,
     peers,
     product_peers,
     score_peers,
@@ -120,6 +121,16 @@ _CAUSAL_PRODUCT_FWD = Family(
     picture="causal_product",
 )
 
+_PACKED = dataclasses.replace(
+    _ATTENTION_FWD,
+    cases=cases.ATTENTION_PACKED_FWD,
+    impls=packed_peers.forward,
+    default_impls=tuple(packed_peers.forward),
+    inputs=packed_peers.random_cupy,
+    check=packed_peers.check,
+    picture="packed",
+)
+
 FAMILIES: dict[str, Family] = {
     "attention_fwd": _ATTENTION_FWD,
     "attention_bwd": dataclasses.replace(
@@ -201,6 +212,15 @@ FAMILIES: dict[str, Family] = {
         inputs=decode_peers.random_cupy,
         check=decode_peers.check,
         picture="decode",
+    ),
+    "attention_packed_fwd": _PACKED,
+    "attention_packed_bwd": dataclasses.replace(
+        _PACKED,
+        cases=cases.ATTENTION_PACKED_BWD,
+        impls=packed_peers.backward,
+        default_impls=tuple(packed_peers.backward),
+        inputs=packed_peers.random_gradients,
+        check=packed_peers.gradients_check,
     ),
     "mask_pack": dataclasses.replace(
         _CAUSAL_PRODUCT_FWD,

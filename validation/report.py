@@ -121,6 +121,7 @@ COLORS = {
     "fla_fused_chunk": "#66a3d2",
     "torch_chunk": "#8a8a8a",
     "fa_cupy_array": "#e07b39",
+    "fa_cupy_dense": "#e07b39",
     "fa_cupy_band": "#f2b880",
     "flex": "#2e8b57",
     "flex_sigmoid": "#8fc7a5",
@@ -130,7 +131,7 @@ COLORS = {
 
 
 #: Words in names of families whose cases are no series of lengths.
-_BARS = ("options", "sparse", "scores", "decode")
+_BARS = ("options", "sparse", "scores", "decode", "packed")
 _UPRIGHT = 10  # so many cases of a panel of bars have names that are not turned
 
 

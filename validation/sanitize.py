@@ -27,6 +27,7 @@ from validation import (
     attention_calls,
     backward_calls,
     keyed_calls,
+    packed_calls,
     pair_calls,
     product_calls,
     store,
@@ -38,6 +39,7 @@ _SHARES = {
     "attention_backward": (backward_calls.run, 6),
     "attention_keys": (keyed_calls.run, 2),
     "attention_pairs": (pair_calls.run, 2),
+    "packed_sequences": (packed_calls.run, 10),
     "causal_product": (product_calls.run, 9),
 }
 # By name, what makes its calls on a target and counts them.

@@ -137,7 +137,7 @@ def backward_check(case: ScoredAttention, arrays: Arrays) -> Check:
 
     def with_bias(result: Any) -> float:
         *grads, dbias = result
-        if not checks._all_finite(case.dtype, dbias):
+        if not checks.all_finite(case.dtype, dbias):
             return float("inf")
         found = peers.to_host(dbias)[rows].astype(np.float64)
         return max(error(grads), float(np.linalg.norm(found - of_bias) / np.linalg.norm(of_bias)))

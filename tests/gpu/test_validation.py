@@ -12,6 +12,7 @@ from validation import (
     cases,
     families,
     keyed_calls,
+    packed_calls,
     pair_calls,
     product_calls,
     store,
@@ -72,6 +73,13 @@ def test_the_reduced_set_of_key_lengths_reaches_every_row():
     assert keyed_calls.run(target) == sum(len(keyed_calls.problems(row.dim)) for row in rows)
 
 
+def test_the_reduced_set_of_packed_sequences_reaches_every_build():
+    target = devices.current_target()
+    attention = 11 if target == "sm_90a" else 6
+    products = 12 * len(packed_calls.product_rows(target))
+    assert packed_calls.run(target) == 10 * attention + products
+
+
 def test_the_reduced_set_of_products_reaches_every_row():
     assert product_calls.run(devices.current_target()) > 200
 
@@ -126,4 +134,26 @@ def test_bench_of_few_queries_on_the_gpu(tmp_path, monkeypatch):
     assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
     rows = store.load(out)[1]
     assert {row["case"] for row in rows} == {case.name for case in small}
+    assert all(row["value"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("way", ["fwd", "bwd"])
+def test_bench_of_packed_sequences_on_the_gpu(way, tmp_path, monkeypatch):
+    name = f"attention_packed_{way}"
+    family = families.FAMILIES[name]
+    small = tuple(
+        dataclasses.replace(
+            case, sequences=3, shortest=case.shortest // 8, longest=case.longest // 8
+        )
+        for case in family.cases
+        if case.sequences < 64
+    )
+    changed = {"cases": small, "burst_ms": 1, "default_impls": ("fa_cupy", "fa_cupy_dense")}
+    monkeypatch.setitem(families.FAMILIES, name, dataclasses.replace(family, **changed))
+    out = tmp_path / "bench.json"
+    arguments = ["--families", name, "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    assert {row["case"] for row in rows} == {case.name for case in small}
+    assert {row["impl"] for row in rows} == {"fa_cupy", "fa_cupy_dense"}
     assert all(row["value"] > 0 for row in rows)

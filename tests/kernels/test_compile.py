@@ -232,8 +232,8 @@ def test_every_kernel_has_a_row_and_every_row_a_kernel():
 
 def test_a_kernel_has_few_rows():
     sources = [row.source for row in ALL]
-    # Five dims or six, two dtypes, with a mask or not, for plain scores or others.
-    assert all(sources.count(source) <= 48 for source in sources)
+    # Five dims or six, two dtypes, with a mask or not, for plain scores or others; packed ones.
+    assert all(sources.count(source) <= 56 for source in sources)
 
 
 def test_a_row_is_for_the_targets_whose_shared_memory_it_fits():

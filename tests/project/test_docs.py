@@ -353,6 +353,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     assert "No speed of it has been measured" in measured.causal_product()
     assert "No speed of it has been measured" in measured.scores()
     assert "No speed of it has been measured" in measured.decode()
+    assert "No speed of it has been measured" in measured.packed()
     assert "No traffic has been measured" in measured.traffic()
     assert "not measured" in measured.planned_cpu()
     rows = [
@@ -382,6 +383,10 @@ def test_tables_without_measurements_say_so(monkeypatch):
     rows += [{**row, **case} for row in rows[:2]]
     assert "kv8192" in measured.decode()
     assert "kv8192" not in measured.benchmarks()
+    case = {"family": "attention_packed_bwd", "case": "bf16 hd128 full 64x256"}
+    rows += [{**row, **case} for row in rows[:2]]
+    assert "64x256" in measured.packed()
+    assert "64x256" not in measured.benchmarks()
     assert "96 x 128" in measured.planned_cpu()
 
 

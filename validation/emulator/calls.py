@@ -69,8 +69,8 @@ def attention(
     order, by_tile
         As for `validation.emulator.masks.lists_of`.
     **options
-        Of `fa_cupy.attention`, `sinks` among them; `k_lengths` and `page_table` are arrays, and
-        not checked.
+        Of `fa_cupy.attention`, `sinks` among them; `k_lengths`, `page_table` and offsets are
+        arrays, and not checked.
 
     Raises
     ------
@@ -92,6 +92,7 @@ def attention(
     pointers += _addresses(operands)
     of_keys = (options.get(name) for name in ("k_lengths", "page_table"))
     pointers += [x.ctypes.data for x in of_keys if x is not None]
+    pointers += _offsets(options)
     if mask is None:
         lists, addresses = None, ()
     else:
@@ -233,6 +234,12 @@ def _addresses(operands: Operands | None) -> list[int]:
     return [x.ctypes.data for x in values if not isinstance(x, float)]
 
 
+def _offsets(options: Mapping[str, Any]) -> list[int]:
+    """Return the addresses of the offsets of packed sequences."""
+    offsets = key_arrays(options.get("q_offsets"), options.get("k_offsets"))[2:]
+    return [x.ctypes.data for x in offsets if x is not None]
+
+
 def attention_backward(
     rows: Sequence[BackwardVariant],
     dout: Array,
@@ -306,8 +313,7 @@ def attention_backward(
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()
     pointers = [0 if x is None else x.ctypes.data for x in given] + _addresses(operands)
-    offsets = key_arrays(options.get("q_offsets"), options.get("k_offsets"))[2:]
-    pointers += [x.ctypes.data for x in offsets if x is not None]
+    pointers += _offsets(options)
     made[0].run((*pointers, *addresses))
     del tables  # it owns what the addresses are of
     return (dq, dk, dv) if dbias is None else (dq, dk, dv, dbias.astype(bias_dtype))

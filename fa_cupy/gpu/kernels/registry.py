@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
+from fa_cupy.gpu.kernels.attention import row_intervals
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
@@ -46,7 +47,28 @@ SCORED: tuple[Variant, ...] = tuple(
     for rows in (VARIANTS, _GRADIENTS, PAIRS, SPLITKV)
     for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
 )
+# Packed sequences have no mask. One of the dtypes stands for both, as above.
+_OF_SEQUENCES: tuple[Variant, ...] = tuple(
+    row
+    for row in (*VARIANTS, *attention_backward.VARIANTS)
+    if row.dtype == "bfloat16" and not row.sparse
+)
+# The dim whose rows have a build for other scores too.
+_SCORED_DIM = 128
+#: Builds of attention and its gradients for packed sequences, and the kernel that precedes them.
+PACKED_ATTENTION: tuple[Variant, ...] = (
+    row_intervals.VARIANT,
+    *(row.for_sequences(True) for row in _OF_SEQUENCES),
+    *(
+        row.for_score(score).for_sequences(True)
+        for row, score in zip(
+            (row for row in _OF_SEQUENCES if row.dim == _SCORED_DIM and row.score is None),
+            itertools.cycle(SCORE_EXAMPLES),
+            strict=False,
+        )
+    ),
+)
 ROWS: tuple[Variant, ...] = (
     *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
-    *SPLITKV, *PACKED, SEQUENCE_SPANS,
+    *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION,
 )  # fmt: skip

@@ -72,7 +72,9 @@ FWD_SM90_PARAMS = padded(
     + [("common", ATTENTION_PARAMS), ("scheduler", TILE_SCHEDULER), ("size", np.int32, (MAP_AXES,))]
     + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
     + [("row_shift", np.int32), ("splits", np.int32), ("rows", np.int64)]
-    + [(name, np.uint64) for name in ("partial_out", "partial_stats")],
+    + [(name, np.uint64) for name in ("partial_out", "partial_stats", "k_lengths")]
+    + [("k_lengths_batch", np.int64, (MAX_BATCH_AXES,))]
+    + [(name, np.int32) for name in ("k_lengths_bytes", "band_from_end")],
     alignment=64,
 )
 
@@ -94,17 +96,20 @@ class FwdSm90(Variant):
         read from registers.
     split : bool
         Whether this build is for a part of the keys each (`splits_of_keys`).
+    lengths : bool
+        Whether this build is for batch entries with numbers of keys of their own.
     """
 
     q_stages: int
     exclusive: bool
     q_registers: bool
     split: bool = False
+    lengths: bool = False
 
     @property
     def name(self) -> str:
         """Unique, for people and for file names."""
-        return super().name + ("-split" if self.split else "")
+        return super().name + "-lengths" * self.lengths + "-split" * self.split
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -127,6 +132,7 @@ class FwdSm90(Variant):
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
+        work += 16 if self.lengths else 0
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
@@ -142,6 +148,7 @@ class FwdSm90(Variant):
             ("FA_Q_IN_REGISTERS", int(self.q_registers)),
             ("FA_SM90_PARAMS_BYTES", FWD_SM90_PARAMS.itemsize),
             *((("FA_SPLIT", 1),) if self.split else ()),
+            *((("FA_LENGTHS", 1),) if self.lengths else ()),
         )
 
     def for_score(self, score: ScoreMod | None) -> FwdSm90:
@@ -311,6 +318,11 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
     for name in ("q", "k", "v"):
         p[f"{name}_step"] = [step != 0 for step in strides[name]]
     p["row_shift"] = heads.bit_length() - 1
+    for name in traits.key_views:
+        item = p[f"{name}_bytes"] = traits.item[name]
+        steps = [step // item for step in traits.strides[name]]
+        p[f"{name}_batch"][: len(steps)] = steps
+    p["band_from_end"] = problem.band_from_end
     p["splits"], p["rows"] = splits, math.prod(problem.batch) * problem.q_len
     maps = {
         f"{name}_map": (name, _geometry(traits, variant, name, heads, size, strides, head_strides))
@@ -339,6 +351,7 @@ def _step(
     addresses = {f"common.{field}": name for field, name in traits.fields.items()}
     if traits.problem.mask is not None:
         addresses |= mask_addresses("common.", whole)
+    addresses |= {name: name for name in traits.key_views}
     if variant.split:
         addresses |= {name: name for name in PARTIAL}
     if grid < entries * tiles:

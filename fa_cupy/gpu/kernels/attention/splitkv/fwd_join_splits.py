@@ -61,6 +61,6 @@ def step(traits: Traits, dim: int, splits: int) -> Step:
     params = make_splitkv_params(traits, variant.tile_m, variant.tile_n, slots=1)
     params["splits"], params["heads"] = splits, 1
     addresses = {f"common.{field}": name for field, name in traits.fields.items()}
-    addresses |= {name: name for name in ("partial_out", "partial_stats")}
+    addresses |= {name: name for name in ("partial_out", "partial_stats", *traits.key_views)}
     grid = -(-int(params["rows"][0]) // variant.warps)
     return Step(variant, grid, params, addresses)
