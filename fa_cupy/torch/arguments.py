@@ -121,7 +121,7 @@ def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
 
 
 def places_for(q: Any, **given: Any) -> dict[str, Any]:
-    """Return the arguments that say where keys are, as `fa_cupy` takes them beside `q`.
+    """Return the arguments that say where keys are, as `fa_cupy` takes them with `q`.
 
     Those in the memory of the host may go with tensors on a device.
     """

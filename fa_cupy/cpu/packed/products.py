@@ -227,7 +227,7 @@ class _Products(whole.Products):
                 if first is not None:
                     found += first
                 continue
-            # Views of the call's batch: its queries say how heads of keys and of values are grouped.
+            # Views of the call's batch: its queries say how heads of keys and values are grouped.
             of_y, of_values = (problem.view(x.shape, x.strides) for x in parts)
             of_one = replace(
                 problem, k_len=own.stop - own.start, k=of_y, v=of_values,
