@@ -43,11 +43,11 @@ def captured(attend: Callable[[int], Any], copies: int, calls: int) -> Run:
             for i in range(copies, calls):
                 attend(i % copies)
             graph = stream.end_capture()
-    return functools.partial(_launch, graph, results, own)
+    return functools.partial(_launch, graph, results, (own, attend))
 
 
-def _launch(graph: Any, results: list[Any], pool: Any) -> list[Any]:
-    """Launch a graph on CuPy's stream; its `pool` must live as long as it does."""
+def _launch(graph: Any, results: list[Any], owners: Any) -> list[Any]:
+    """Launch a graph on CuPy's stream; `owners` of the memory it uses live as long as it does."""
     graph.launch(peers.module("cupy").cuda.get_current_stream())
     return results
 
@@ -67,7 +67,7 @@ def captured_by_torch(attend: Callable[[int], Any], copies: int, calls: int) -> 
         for i in range(copies, calls):
             attend(i % copies)
 
-    def run() -> list[Any]:
+    def run(owner: Any = attend) -> list[Any]:  # it has arrays that the graph reads
         graph.replay()
         return results
 

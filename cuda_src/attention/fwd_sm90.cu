@@ -900,10 +900,33 @@ FA_DEVICE void fwd_step(const Consumer& c, Pipelines& at, GroupWork& own, Online
   softmax_step<false, kCols>(c, at, own, softmax, steady_scores, s, weights, o, q_tile);
 }
 
+// Puts zeros in place of values behind the last key of a batch entry, in the tile that has the end:
+// memory that was never written may hold NaN, and 0 * NaN would have all rows computed again.  Each
+// warpgroup does so before it reads them, for both write the same.
+FA_DEVICE void clear_later_values(const Consumer& c, const Pipelines& at, const GroupWork& own) {
+#if FA_LENGTHS
+  const int len = c.shared.work[at.work.index()].band.k_len - (own.tile - 1) * kTileN;
+  if (len >= kTileN) return;
+  const uint32 rows = max(len, 0), chunks = (kTileN - rows) * 8;  // 16 bytes each
+  const uint32 tile = cvta_to_shared(c.shared.v[at.v.index()]) + rows * 128;
+  const uint32 zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll 1
+    for (uint32 i = tid_x_again() % 128; i < chunks; i += 128) {
+      st_shared_v4_b32(tile + block * kTileN * 128 + 16 * i, zeros);
+    }
+  }
+  fence_proxy_async_shared();
+  bar_sync(kEpilogue + c.group, 128);
+#endif
+}
+
 // O += P V of the last key tile.
 FA_DEVICE void last_gemm_pv(const Consumer& c, Pipelines& at, const GroupWork& own, Output& o,
                             const Weights& weights) {
   wait(c.shared.v_full[at.v.index()], at.v.parity());
+  if constexpr (kLengths) clear_later_values(c, at, own);
   if (own.half_last_tile) {
     wgmma_fence();
     gemm_pv<kTileN / 2>(o, weights, cvta_to_shared(c.shared.v[at.v.index()]));

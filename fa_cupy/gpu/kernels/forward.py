@@ -28,13 +28,14 @@ from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
 #: All rows, in their builds for products times a positive scale.
 VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
-# The keys are split for at most so many rows, of queries and of heads that share keys, and from so
-# many keys on: there reading the keys takes the time.
+# fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
+# keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
-# With lengths of keys up to so many rows: fwd_sm90 reads faster for more.
-_LENGTHS_ROWS = 16
-# So few rows, and so many keys, are faster split even where tiles of other rows fill the device.
-_FEW_ROWS, _MANY_KEYS = 8, 8192
+# Where fwd_sm90 splits the keys of plain scores, too, it is as fast with fewer rows or keys and
+# faster with more. us on an H100, 32 heads, 8 of keys of head_dim 128, fwd_splitkv and fwd_sm90:
+# one query to 1,024 keys 12.6 and 13.7 (head_dim 64: 9.7 and 12.8), 8,192 21.9 and 20.4; 16 queries
+# 127 and 22; 16 entries of 8,192 keys 182 and 176.
+_FEW_ROWS, _MANY_KEYS = 16, 4096
 
 
 class Call(NamedTuple):
@@ -140,16 +141,18 @@ def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocesso
         return False
     if problem.pages is not None:
         return True
+    if isinstance(variant, FwdSm90) and variant.score is None:
+        # Of some numbers of heads each reads the keys for itself there.
+        packed = fwd_sm90.packed_heads(traits, variant.tile_m) == heads_of_tile(traits)
+        many = rows > _FEW_ROWS or problem.k_len >= _MANY_KEYS
+        if rows > _SPLIT_ROWS or (packed and many):
+            return False
     if problem.k_lengths is not None:
-        plain = isinstance(variant, FwdSm90) and variant.score is None
-        return not plain or rows <= _LENGTHS_ROWS
-    if problem.q_len > _SPLIT_ROWS or problem.k_len < _SPLIT_KEYS or not supports(problem):
-        return False
-    if rows > _SPLIT_ROWS:
+        return True
+    if rows > _SPLIT_ROWS or problem.k_len < _SPLIT_KEYS or not supports(problem):
         return False
     tiles = math.prod(problem.batch) * problem.q_len // rows
-    few = rows <= _FEW_ROWS and problem.k_len >= _MANY_KEYS
-    return few or tiles < multiprocessors // 2 or isinstance(variant, FwdSm80)
+    return tiles < multiprocessors // 2 or isinstance(variant, FwdSm80)
 
 
 def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None) -> Plan:

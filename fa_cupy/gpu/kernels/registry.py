@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention import row_intervals
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
-from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
@@ -33,6 +34,16 @@ PAIRS: tuple[PairVariant, ...] = (
 )  # fmt: skip
 #: Those of few queries.
 SPLITKV: tuple[fwd_splitkv.FwdSplitkv, ...] = fwd_splitkv.VARIANTS
+#: Builds of ``fwd_sm90`` for split keys and for numbers of keys of entries, and what joins splits.
+OF_KEYS: tuple[Variant, ...] = (
+    *(
+        dataclasses.replace(row, lengths=lengths, split=split)
+        for row in fwd_sm90.VARIANTS
+        if row.dtype == "bfloat16" and not row.sparse
+        for lengths, split in ((False, True), (True, False), (True, True))
+    ),
+    *fwd_join_splits.VARIANTS,
+)
 # Of gradients those without a mask that compute scores, in one of the dtypes; a row for biases has
 # scores of its own.
 _GRADIENTS = [
@@ -70,5 +81,5 @@ PACKED_ATTENTION: tuple[Variant, ...] = (
 )
 ROWS: tuple[Variant, ...] = (
     *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
-    *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION,
+    *SPLITKV, *OF_KEYS, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION,
 )  # fmt: skip

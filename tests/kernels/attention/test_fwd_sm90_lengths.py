@@ -76,6 +76,11 @@ def test_later_keys_never_show(garbage, splits):
     check(D128, q, k, v, k_lengths=lengths)
 
 
+def test_memory_behind_the_keys_may_hold_nan(splits):
+    """Rows are not computed again for it: that would not end here."""
+    check(D128, *arrays(D128, garbage=np.nan), k_lengths=LENGTHS)
+
+
 @pytest.mark.parametrize("bad", [-1, 401, 2**32 + 5])
 def test_a_length_out_of_range_is_nan(bad, splits):
     q, k, v = arrays(D128)

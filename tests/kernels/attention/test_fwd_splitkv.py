@@ -252,7 +252,7 @@ BUGS = {
     "sums of another row_max": (
         "to.row_sum = to.row_sum * old_factor", "to.row_sum = to.row_sum"),
     "the band of all keys": (
-        "params.band_from_end ? length - p.k_len : 0", "0"),
+        "band_from_end ? length - p.k_len : 0", "0"),
 }  # fmt: skip
 
 
