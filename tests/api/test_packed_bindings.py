@@ -45,6 +45,9 @@ def cases(functions, array=np.asarray):
             lambda q, k, v: attention(q, k, v, window=(1, 1), causal_align="top_left", **both),
             (q, k, v),
         ),
+        "attention of the same offsets twice": (
+            lambda q, k, v: attention(q, k, v, q_offsets=q_offsets, k_offsets=q_offsets), same,
+        ),
         "attention with a score": (
             lambda q, k, v, x: attention(
                 q, k, v, score=Score("s - x[h] * abs(i - j)", x=x), **end, **both
