@@ -56,6 +56,8 @@ def attention(
     score: Score | None = None,
     k_lengths: int | Array | None = None,
     page_table: Array | None = None,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
     out: Array | None = None,
 ) -> A: ...
 @overload
@@ -77,6 +79,8 @@ def attention(
     score: Score | None = None,
     k_lengths: int | Array | None = None,
     page_table: Array | None = None,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
     out: Array | None = None,
 ) -> tuple[A, Any]: ...
 @overload
@@ -98,6 +102,8 @@ def attention(
     score: Score | None = None,
     k_lengths: int | Array | None = None,
     page_table: Array | None = None,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
     out: Array | None = None,
 ) -> A | tuple[A, Any]: ...
 @overload
@@ -120,6 +126,8 @@ def attention_backward(
     dlse: Array | None = None,
     need: Sequence[str] | None = None,
     score: Score | None = None,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
 ) -> tuple[Any, ...]: ...
 @overload
 def attention_backward(
@@ -141,6 +149,8 @@ def attention_backward(
     dlse: Array | None = None,
     need: Sequence[str] | None = None,
     score: Score | None = None,
+    q_offsets: Array | None = None,
+    k_offsets: Array | None = None,
 ) -> tuple[A, ...]: ...
 def scaled_dot_product_attention(
     query: A,

@@ -31,6 +31,21 @@
 #include "ptx/wgmma.cuh"
 
 // --------------------------------------------------------------------------------------- producers
+// Returns which of the key tiles that a lane has found are in a split of those that lane kGroups
+// has; for that lane never none, which others process as hidden: the tile past the last key is.
+FA_DEVICE KeyTiles split_tiles(const FwdSm90Params& params, const KeyTiles& keys, int split) {
+  const int begin = __shfl_sync(kFullWarp, keys.begin, kGroups);
+  const int64 tiles = __shfl_sync(kFullWarp, keys.end, kGroups) - begin;
+  const int from = begin + static_cast<int>(tiles * split / params.splits);
+  const int to = begin + static_cast<int>(tiles * (split + 1) / params.splits);
+  if (from == to) {
+    const int past_end = (params.common.k_len + kTileN - 1) / kTileN;
+    return {past_end, past_end + (threadIdx.x % 32 == kGroups), 0, 0};
+  }
+  return {max(keys.begin, from), max(max(keys.begin, from), min(keys.end, to)), keys.full_begin,
+          keys.full_end};
+}
+
 // Writes the work tile with an index of the schedule, by a warp; returns false past the last one.
 FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& shared, int stage,
                                uint32 index) {
@@ -41,6 +56,12 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     return false;
   }
   const AttentionParams& p = params.common;
+#if FA_SPLIT
+  // Neighbours work on the same keys: first all tiles of the first split.
+  const uint32 tiles_of_split = params.scheduler.tiles / params.splits;
+  const int split = index / tiles_of_split;
+  index -= split * tiles_of_split;
+#endif
   const ScheduledTile tile =
       kSparse ? work_tile_in_order(params.scheduler, p.mask.order, p.q_tiles, index)
               : work_tile_at(params.scheduler, p.q_tiles, index);
@@ -56,13 +77,17 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
   const bool whole_block = lane >= kGroups;
   const int first_row = q_begin + (whole_block ? 0 : 64 * lane);
   const int last_row = min(first_row + (whole_block ? kTileM : 64), tile_rows(params)) - 1;
+  const auto& band = band_of_entry(params, p.first_batch + tile.entry);
   KeyTiles keys = {0, 0, 0, 0};
   // A multiple of 8, as the bias is read by 16 bytes.
   const int origin = kPacked ? first_key(p, q_begin) / 8 * 8 : 0;
   if (first_row <= last_row) {
-    keys =
-        key_tiles(p, first_row >> params.row_shift, last_row >> params.row_shift, kTileN, origin);
+    keys = key_tiles(band, first_row >> params.row_shift, last_row >> params.row_shift, kTileN,
+                     origin);
   }
+#if FA_SPLIT
+  keys = split_tiles(params, keys, split);
+#endif
   // Rows without visible keys process one key tile that is hidden from them, so that no later code
   // needs a case for them.
   const int begin = __shfl_sync(kFullWarp, keys.begin, kGroups);
@@ -79,7 +104,7 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
   }
   if (lane < kGroups) {
     const int visible_keys =
-        last_key(p, last_row >> params.row_shift) - origin - (keys.end - 1) * kTileN;
+        last_key(band, last_row >> params.row_shift) - origin - (keys.end - 1) * kTileN;
     work.group[lane] = {keys, kHalfLastTile && visible_keys < kTileN / 2};
   } else if (lane == kGroups) {
     uint32 rest = static_cast<uint32>(p.first_batch + tile.entry);
@@ -96,6 +121,12 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     work.end = keys.end;
 #if FA_PACKED
     work.key_origin = origin;
+#endif
+#if FA_SPLIT
+    work.split = split;
+#endif
+#if FA_LENGTHS
+    work.band = band;
 #endif
     if constexpr (kHasOperands) shared.operands_offset[stage] = batch_offsets(p, work.entry).bias;
   }
@@ -237,16 +268,18 @@ FA_DEVICE void store_out(const FwdSm90Params& params, SharedStorage& shared) {
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
       wait(shared.out_full[q_pipe.index()], q_pipe.parity());
-      int c[2];
-      row_coordinates(params, work.q_begin + 64 * group, work.coordinate[2], c);
+      if constexpr (!kSplit) {
+        int c[2];
+        row_coordinates(params, work.q_begin + 64 * group, work.coordinate[2], c);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        cp_async_bulk_tensor_5d_store(
-            &params.out_map, cvta_to_shared(&shared.q[q_pipe.index()][block * 64 * 128]),
-            kEvictFirst, 64 * block, c[0], c[1], work.coordinate[1], work.coordinate[0]);
+        for (int block = 0; block < kBlocks; ++block) {
+          cp_async_bulk_tensor_5d_store(
+              &params.out_map, cvta_to_shared(&shared.q[q_pipe.index()][block * 64 * 128]),
+              kEvictFirst, 64 * block, c[0], c[1], work.coordinate[1], work.coordinate[0]);
+        }
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
       }
-      cp_async_bulk_commit_group();
-      cp_async_bulk_wait_group_read<0>();
       arrive(shared.q_empty[q_pipe.index()]);
       q_pipe.advance();
     }
@@ -525,7 +558,8 @@ FA_DEVICE void mod_and_mask_scores(const Consumer& c, const Pipelines& at, const
     }
     if (mask.listed || hides) mask_by_bits(s, mask.visible_bits);
   } else if (crosses_band(c, at, own, mask)) {
-    mask_outside_band(p, s, own.first_row + c.warp_row + c.lane / 4, lane_col(c, at, mask.key_tile),
+    mask_outside_band(band_of(c.params, c.shared.work[at.work.index()]), s,
+                      own.first_row + c.warp_row + c.lane / 4, lane_col(c, at, mask.key_tile),
                       c.params.row_shift);
   }
 }
@@ -689,11 +723,16 @@ FA_DEVICE void add_sinks(const Consumer& c, const Pipelines& at, OnlineSoftmax<1
   rescale_o(o, correction);
 }
 
-// Makes NaN of the sums of rows whose sequence is invalid, and so of their results.
-FA_DEVICE void mark_invalid_rows(const AttentionParams& p, OnlineSoftmax<1>& softmax, int my_row) {
+// Makes NaN of the statistics of rows of an invalid sequence or length, and so of their results.
+FA_DEVICE void mark_invalid_rows(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>& softmax,
+                                 int my_row) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (is_invalid_row(p, my_row + 8 * h)) softmax.row_sum[0][h] = FA_NAN;
+    bool is_invalid = is_invalid_row(c.params.common, my_row + 8 * h);
+#if FA_LENGTHS
+    is_invalid = c.shared.work[at.work.index()].band.upper == kInvalidBound;
+#endif
+    if (is_invalid) softmax.row_max[0][h] = softmax.row_sum[0][h] = FA_NAN;
   }
 }
 
@@ -734,6 +773,22 @@ FA_DEVICE void write_output(const Consumer& c, const OnlineSoftmax<1>& softmax, 
   }
 }
 
+#if FA_LENGTHS
+// The keys and values of a batch entry, rows at equal distances, and its band.
+struct LengthKeys : DenseKeys {
+  const KeyBand& own_band;
+  __device__ __forceinline__ const KeyBand& band() const { return own_band; }
+};
+FA_DEVICE LengthKeys keys_of_work(const Consumer& c, const Pipelines& at,
+                                  const BatchOffsets& offsets) {
+  return {{c.params.common, offsets}, c.shared.work[at.work.index()].band};
+}
+#else
+FA_DEVICE DenseKeys keys_of_work(const Consumer& c, const Pipelines&, const BatchOffsets& offsets) {
+  return {c.params.common, offsets};
+}
+#endif
+
 // Computes rows of a warp again, key by key: those whose outputs are not finite, and those whose
 // scores float32 cannot tell apart.
 FA_DEVICE void recompute_rows(const Consumer& c, const Pipelines& at,
@@ -750,8 +805,9 @@ FA_DEVICE void recompute_rows(const Consumer& c, const Pipelines& at,
     const bool nonfinite_output =
         (nonfinite_probe[h][0] | nonfinite_probe[h][1]) != 0 && row_sum == row_sum;
     recompute_lanes[h] = __ballot_sync(
-        kFullWarp,
-        nonfinite_output || exceeds_float32_scores<false, kSparse>(p, row, row_max, row_sum));
+        kFullWarp, nonfinite_output || exceeds_float32_scores<false, kSparse>(
+                                           p, band_of(c.params, c.shared.work[at.work.index()]),
+                                           row, row_max, row_sum));
   }
 #pragma unroll 1
   for (int r = 0; r < 16; ++r) {
@@ -759,12 +815,40 @@ FA_DEVICE void recompute_rows(const Consumer& c, const Pipelines& at,
     if (((r < 8 ? recompute_lanes[0] : recompute_lanes[1]) >> r % 8 * 4 & 15) == 0) continue;
     if (row >= tile_rows(c.params)) continue;
     const uint32 head = entry_of_row(c, at, row);
+    const BatchOffsets offsets = batch_offsets(p, head);
     recompute_row<kBf16, (kDim + 31) / 32 * 32, kSparse>(
-        p, batch_offsets(p, head), head, row >> c.params.row_shift, [&](int col, uint16 x) {
+        p, offsets, keys_of_work(c, at, offsets), head, row >> c.params.row_shift,
+        [&](int col, uint16 x) {
           const uint32 place = QTile::offset(row_in_group, col / 8) + col % 8 * 2;
           *reinterpret_cast<uint16*>(&c.shared.q[at.q.index()][place]) = x;
         });
   }
+}
+
+// Leaves O, not divided, and the statistics of its rows to the kernel that joins splits.
+FA_DEVICE void write_partial(const Consumer& c, const Pipelines& at,
+                             const OnlineSoftmax<1>& softmax, const Output& o, int my_row) {
+#if FA_SPLIT
+  const FwdSm90Params& params = c.params;
+  const int lane = tid_x_again() % 32;  // three groups have no register for it in the loop
+  const int64 first = c.shared.work[at.work.index()].split * params.rows;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = my_row + 8 * h;
+    if (row >= tile_rows(params)) continue;
+    const int64 place = first + static_cast<int64>(entry_of_row(c, at, row)) * params.common.q_len +
+                        (row >> params.row_shift);
+    if (lane % 4 == 0) {
+      reinterpret_cast<float2*>(params.partial_stats)[place] =
+          make_float2(softmax.row_max[0][h], softmax.row_sum[0][h]);
+    }
+    float2* out = reinterpret_cast<float2*>(params.partial_out + place * kDim) + lane % 4;
+#pragma unroll
+    for (int j = 0; j < kMmaV; ++j) {
+      out[4 * j] = make_float2(o[0][j][2 * h], o[0][j][2 * h + 1]);
+    }
+  }
+#endif
 }
 
 // From O and the statistics of its rows to the output and the log-sum-exp.
@@ -773,8 +857,15 @@ FA_DEVICE void epilogue(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>
   const AttentionParams& p = c.params.common;
   softmax.reduce_row_sum();
   const int my_row = row_of_group + c.warp_row + c.lane / 4;
+  if constexpr (kSplit) {
+    if constexpr (kLengths) mark_invalid_rows(c, at, softmax, my_row);
+    write_partial(c, at, softmax, o, my_row);
+    __syncwarp();
+    release(c, c.shared.out_full[at.q.index()]);
+    return release(c, c.shared.work_empty[at.work.index()]);
+  }
   if (p.sinks != nullptr) add_sinks(c, at, softmax, o, my_row);
-  if constexpr (kPacked) mark_invalid_rows(p, softmax, my_row);
+  if constexpr (kPacked || kLengths) mark_invalid_rows(c, at, softmax, my_row);
   if (p.lse != nullptr && c.lane % 4 == 0) write_lse(c, at, softmax, my_row);
   uint32 nonfinite_probe[2][2] = {{0, 0}, {0, 0}};
   write_output(c, softmax, o, out_tile, nonfinite_probe);

@@ -3,6 +3,7 @@
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/block_lists.cuh"
+#include "cuda_src/common/load_index.cuh"
 #include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/score.cuh"
 #include "cuda_src/common/shared_tile.cuh"
@@ -24,13 +25,25 @@ constexpr bool kExclusiveMma = FA_EXCLUSIVE_MMA;
 // Q is read from registers, not from shared memory.
 constexpr bool kQInRegisters = FA_Q_IN_REGISTERS;
 constexpr bool kSparse = FA_SPARSE;  // a mask lists blocks of keys and has bits of them
+// The keys of a tile of queries are split over several work tiles, whose outputs another kernel
+// joins (fwd_join_splits).
+#ifndef FA_SPLIT
+#define FA_SPLIT 0
+#endif
+constexpr bool kSplit = FA_SPLIT;
+// Batch entries have numbers of keys of their own.
+#ifndef FA_LENGTHS
+#define FA_LENGTHS 0
+#endif
+constexpr bool kLengths = FA_LENGTHS;
 // A warpgroup's softmax starts before its O += P V is done.
 constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
 // The last keys come first: a bias such as ALiBi's is largest at the latest key that a query sees,
 // and a row_max that is there from the start moves no more.  Tiles count in the order of the work.
 constexpr bool kLastTileFirst = kScoreMod && !kSparse;
 // The last tile may be cut to half its keys; ptxas serialises the products of other builds for it.
-constexpr bool kHalfLastTile = kTileN == 128 && kDim == 128 && !kScoreMod && !kSparse;
+constexpr bool kHalfLastTile =
+    kTileN == 128 && kDim == 128 && !kScoreMod && !kSparse && !kSplit && !kLengths;
 constexpr int kHalfTile = kHalfLastTile ? kTileN / 2 : kTileN;
 constexpr bool kPrefetchNextQ = kQStages >= 2 * kGroups;  // all rows of the next Q are there early
 constexpr int kWorkStages = 4;                            // stages for announced work tiles
@@ -66,6 +79,16 @@ struct FwdSm90Params {
   int size[3];                          // batch axes of the maps
   int q_step[3], k_step[3], v_step[3];  // 0 along an axis that the array broadcasts, else 1
   int row_shift;                        // 2**row_shift heads share a tile of queries, row by row
+  // Of builds with kSplit: as in FwdSplitkvParams.
+  int splits;
+  int64 rows;
+  float* partial_out;
+  float* partial_stats;
+  // Of builds with kLengths: likewise.
+  const void* k_lengths;
+  int64 k_lengths_batch[kMaxBatchAxes];
+  int k_lengths_bytes;
+  int band_from_end;
 };
 static_assert(sizeof(FwdSm90Params) == FA_SM90_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
 
@@ -81,6 +104,12 @@ struct WorkTileFields {
   int begin, end;     // key tiles that its rows see; with a mask, how many: from 0 on
 #if FA_PACKED
   int key_origin;  // the first key of tile 0
+#endif
+#if FA_SPLIT
+  int split;  // which part of the keys
+#endif
+#if FA_LENGTHS
+  KeyBand band;  // of the entry
 #endif
 };
 // What is loaded of a mask's row of blocks, and where the first of both kinds stands in its list.
@@ -144,6 +173,32 @@ FA_DEVICE int key_origin(const WorkTileInfo& work) {
   return 0;
 #endif
 }
+
+// The upper bound of the band of an entry whose length is out of range: no row sees a key.
+constexpr int kInvalidBound = static_cast<int>(0x80000000u);
+
+// Which keys the rows of a batch entry see.
+#if FA_LENGTHS
+FA_DEVICE const KeyBand& band_of(const FwdSm90Params&, const WorkTileInfo& work) {
+  return work.band;
+}
+FA_DEVICE KeyBand band_of_entry(const FwdSm90Params& params, int64 entry) {
+  const AttentionParams& p = params.common;
+  const int64 place = element_of_entry(p, entry << params.row_shift, params.k_lengths_batch);
+  const int length = load_index(params.k_lengths, place, params.k_lengths_bytes);
+  bool is_valid;
+  KeyBand band = band_of_length(p, length, params.band_from_end, is_valid);
+  if (!is_valid) band.upper = kInvalidBound;
+  return band;
+}
+#else
+FA_DEVICE const AttentionParams& band_of(const FwdSm90Params& params, const WorkTileInfo&) {
+  return params.common;
+}
+FA_DEVICE const AttentionParams& band_of_entry(const FwdSm90Params& params, int64) {
+  return params.common;
+}
+#endif
 
 // Rows of a query tile, of all heads that share it.
 FA_DEVICE int tile_rows(const FwdSm90Params& params) {

@@ -105,6 +105,19 @@ FA_DEVICE int query_tile_in_order(const AttentionParams& p, int place) {
   return p.q_tiles - 1 - place;
 }
 
+// Where an element of an array over the batch axes is.
+FA_DEVICE int64 element_of_entry(const AttentionParams& p, int64 batch,
+                                 const int64 (&strides)[kMaxBatchAxes]) {
+  int64 index = 0, rest = batch;
+#pragma unroll 1
+  for (int axis = p.batch_axes - 1; axis >= 0; --axis) {
+    const int64 next = divide(rest, p.batch_size[axis]);
+    index += (rest - next * p.batch_size[axis]) * strides[axis];
+    rest = next;
+  }
+  return index;
+}
+
 // One block's part: a tile of query rows of one batch entry.
 struct TileWork {
   BatchOffsets at;

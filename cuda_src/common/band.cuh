@@ -16,6 +16,16 @@ FA_DEVICE int shifted(int bound, int shift) {
   return static_cast<int>(max(static_cast<int64>(bound) + shift, static_cast<int64>(-kNoBound)));
 }
 
+// The band of an entry of `length` keys; of none, if it is not one of 0 to k_len.  With
+// band_from_end the bounds are for k_len keys, and move with the last key.
+FA_DEVICE KeyBand band_of_length(const AttentionParams& p, int length, int band_from_end,
+                                 bool& is_valid) {
+  is_valid = length >= 0 && length <= p.k_len;
+  if (!is_valid) length = 0;
+  const int shift = band_from_end ? length - p.k_len : 0;
+  return {length, shifted(p.lower, shift), shifted(p.upper, shift)};
+}
+
 // In what follows a Band is AttentionParams or a KeyBand.
 template <typename Band>
 FA_DEVICE int first_key(const Band& p, int row) {
@@ -100,9 +110,9 @@ FA_DEVICE uint32 visible_columns(const AttentionParams& p, int row, int first_co
 // Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
 // row's band, by putting `masked_value` there.  2**row_shift rows of the accumulators belong to one
 // query row.
-template <int kMmaM, int kMmaN>
-FA_DEVICE void mask_outside_band(const AttentionParams& p, float (&s)[kMmaM][kMmaN][4],
-                                 int first_row, int first_col, int row_shift = 0,
+template <int kMmaM, int kMmaN, typename Band>
+FA_DEVICE void mask_outside_band(const Band& p, float (&s)[kMmaM][kMmaN][4], int first_row,
+                                 int first_col, int row_shift = 0,
                                  float masked_value = -FA_INFINITY) {
   static_assert(2 * kMmaN <= 32, "a bit for each column");
 #pragma unroll

@@ -36,19 +36,6 @@ static_assert(sizeof(FwdSplitkvParams) == FA_SPLITKV_PARAMS_BYTES, "fa_cupy/gpu 
 // that is computed is NaN, for fmaxf leaves NaN out.
 FA_DEVICE float invalid_row_max() { return __uint_as_float(0x7fffffffu); }
 
-// Where an element of an array over the batch axes is.
-FA_DEVICE int64 element_of_entry(const AttentionParams& p, int64 batch,
-                                 const int64 (&strides)[kMaxBatchAxes]) {
-  int64 index = 0, rest = batch;
-#pragma unroll 1
-  for (int axis = p.batch_axes - 1; axis >= 0; --axis) {
-    const int64 next = divide(rest, p.batch_size[axis]);
-    index += (rest - next * p.batch_size[axis]) * strides[axis];
-    rest = next;
-  }
-  return index;
-}
-
 // The keys and values of a batch entry.
 struct EntryKeys {
   const FwdSplitkvParams& params;
@@ -97,14 +84,9 @@ FA_DEVICE EntryKeys entry_keys(const FwdSplitkvParams& params, const BatchOffset
     length = load_index(params.k_lengths, element_of_entry(p, batch, params.k_lengths_batch),
                         params.k_lengths_bytes);
   }
-  const bool is_valid = length >= 0 && length <= p.k_len;
-  if (!is_valid) length = 0;
-  const int shift = params.band_from_end ? length - p.k_len : 0;
+  bool is_valid;
+  const KeyBand band = band_of_length(p, length, params.band_from_end, is_valid);
   const int64 table_begin =
       params.page_table == nullptr ? 0 : element_of_entry(p, batch, params.page_table_batch);
-  return {params,
-          offsets,
-          {length, shifted(p.lower, shift), shifted(p.upper, shift)},
-          table_begin,
-          is_valid};
+  return {params, offsets, band, table_begin, is_valid};
 }

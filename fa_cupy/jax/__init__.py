@@ -55,6 +55,10 @@ def attention(
     precision: str | None = None,
     score: Score | None = None,
     return_lse: bool = False,
+    k_lengths: Array | int | None = None,
+    page_table: Array = None,
+    q_offsets: Array = None,
+    k_offsets: Array = None,
 ) -> Any:
     """Attention of JAX arrays, with gradients of `q`, `k`, `v`, `bias`, `sinks` and of a score.
 
@@ -68,6 +72,10 @@ def attention(
         which `fa_cupy.attention_backward` has them; for others they are a ValueError.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
+    k_lengths, page_table : jax.Array, optional
+        As in `fa_cupy.attention`; `k_lengths` may also be an int. They have no gradients.
+    q_offsets, k_offsets : jax.Array, optional
+        As in `fa_cupy.attention`; they may be traced. A list of masks cannot go with them here.
 
     Returns
     -------
@@ -78,7 +86,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `fa_cupy.attention`.
+        As for `fa_cupy.attention`; for gradients with `k_lengths` or `page_table`.
 
     See Also
     --------
@@ -90,6 +98,11 @@ def attention(
     >>> from fa_cupy.jax import attention
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 100, 16))
     >>> dq = jax.grad(lambda q: attention(q, k, v, is_causal=True).sum())(q)
+
+    Sequences of 30, 50 and 20 tokens, end to end:
+
+    >>> offsets = jax.numpy.asarray([0, 30, 80, 100])
+    >>> dq = jax.grad(lambda q: attention(q, k, v, is_causal=True, q_offsets=offsets).sum())(q)
 
     Slopes that are learned:
 
@@ -106,6 +119,11 @@ def attention(
     mask = None if bits is not None else mask
     require_arrays("attention", q=q, k=k, v=v)
     require_arrays("attention", optional=True, bias=bias, mask=mask, sinks=sinks)
+    if isinstance(k_lengths, int):
+        k_lengths = jax.numpy.asarray(k_lengths)
+    places: dict[str, Any] = {"k_lengths": k_lengths, "page_table": page_table}
+    places |= {"q_offsets": q_offsets, "k_offsets": k_offsets}
+    require_arrays("attention", optional=True, **places)
     with_lse = checks.flag("attention", "return_lse", return_lse)
     options = {
         "scale": scale,
@@ -116,7 +134,7 @@ def attention(
     }
     score, of_score = callbacks.taken_apart(score)
     static = callbacks.Static(Fixed(bits), Fixed(score), precision, None, tuple(options.items()))
-    out, lse = callbacks.attention(static, q, k, v, bias, sinks, mask, *of_score)
+    out, lse = callbacks.attention(static, q, k, v, bias, sinks, mask, *places.values(), *of_score)
     return (out, lse) if with_lse else out
 
 
@@ -129,6 +147,7 @@ def causal_product(
     return_state: bool = False,
     reverse: bool = False,
     algorithm: str = "auto",
+    q_offsets: Array = None,
 ) -> Any:
     """Causal product of JAX arrays, with gradients of `q`, `k`, `v` and `initial_state`.
 
@@ -136,11 +155,13 @@ def causal_product(
     ----------
     q, k, v, initial_state, return_state, reverse, algorithm
         As in `fa_cupy.causal_product`. All arguments but the arrays are static under `jax.jit`.
+    q_offsets : jax.Array, optional
+        As in `fa_cupy.causal_product`; it may be traced.
 
     Returns
     -------
     out : jax.Array, shape (..., L, M)
-    state : jax.Array, shape (..., E, M)
+    state : jax.Array, shape (..., E, M), or (..., sequences, E, M) with offsets
         Only with `return_state`; gradients flow through it as well.
 
     Raises
@@ -157,10 +178,11 @@ def causal_product(
     """
     name = "causal_product"
     require_arrays(name, q=q, k=k, v=v)
-    require_arrays(name, optional=True, initial_state=initial_state)
+    require_arrays(name, optional=True, initial_state=initial_state, q_offsets=q_offsets)
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
-    out, state = callbacks.causal_product((reverse, algorithm), q, k, v, initial_state)
+    static = reverse, algorithm
+    out, state = callbacks.causal_product(static, q, k, v, initial_state, q_offsets)
     return (out, state) if with_state else out
 
 
@@ -237,6 +259,8 @@ def linear_attention(
     is_causal: bool = True,
     initial_state: Any = None,
     return_state: bool = False,
+    q_offsets: Array = None,
+    k_offsets: Array = None,
 ) -> Any:
     """Linear attention of JAX arrays, with gradients of `q`, `k`, `v` and `initial_state`.
 
@@ -246,11 +270,13 @@ def linear_attention(
         As in `fa_cupy.linear_attention`. Gradients flow through a callable too, if it is made of
         JAX's operations; it is called with `q` and with `k`. `eps` and flags are static under
         `jax.jit`.
+    q_offsets, k_offsets : jax.Array, optional
+        As in `fa_cupy.linear_attention`; they may be traced.
 
     Returns
     -------
     out : jax.Array, shape (..., Lq, M)
-    state : jax.Array, shape (..., F, M + 1)
+    state : jax.Array, shape (..., F, M + 1), or (..., sequences, F, M + 1) with offsets
         Only with `return_state`; gradients flow through it as well.
 
     Raises
@@ -261,6 +287,7 @@ def linear_attention(
     Notes
     -----
     JAX computes the features in float32 (float64 for float64 arrays), `causal_product` the sums.
+    With offsets, `fa_cupy.linear_attention` computes all of it, but for the features of a callable.
 
     Examples
     --------
@@ -271,16 +298,26 @@ def linear_attention(
     """
     name = "linear_attention"
     require_arrays(name, q=q, k=k, v=v)
-    require_arrays(name, optional=True, initial_state=initial_state)
+    offsets = {"q_offsets": q_offsets, "k_offsets": k_offsets}
+    require_arrays(name, optional=True, initial_state=initial_state, **offsets)
     q, k, v = map(jax.numpy.asarray, (q, k, v))
     x, y = compositions.mapped(name, feature_map, q, k)
     number = checks.finite(name, "eps", eps, minimum=0.0)
     causal = checks.flag(name, "is_causal", is_causal)
     with_state = checks.flag(name, "return_state", return_state)
-    for arrays in ((q, k, v), (x, y, v, initial_state)):
+    where = [*map(stand_in, offsets.values())]
+    if causal and k_offsets is not None:
+        raise ValueError(f"{name}: k_offsets is given with is_causal=True, want is_causal=False")
+    for arrays in ((q, k, v, None), (x, y, v, initial_state)):
         given = map(stand_in, arrays)
-        problem = linear_problem.product_problem(name, *given, aligned=causal, normalised=True)
+        problem = callbacks.product(name, *given, *where, aligned=causal, normalised=True)
     real = problem.state_dtype
+    if q_offsets is not None:
+        wide = real if callable(feature_map) else q.dtype
+        static = "identity" if callable(feature_map) else feature_map, number, causal
+        inputs = (z.astype(wide) for z in (x, y, v))
+        out, state = callbacks.linear_attention(static, *inputs, initial_state, *offsets.values())
+        return (out.astype(q.dtype), state) if with_state else out.astype(q.dtype)
     x, y = (compositions.features(_LIBRARY, feature_map, z.astype(real)) for z in (x, y))
     out, state = compositions.linear_attention(
         _LIBRARY, x, y, v.astype(real), number, initial_state, is_causal=causal,
@@ -483,7 +520,7 @@ def scaled_dot_product_attention(
     is_mask = given is not None and given.dtype == bool
     bias, mask = (None, given) if is_mask else (given, None)
     static = callbacks.Static(Fixed(bits), Fixed(None), None, grouped, tuple(options.items()))
-    return callbacks.attention(static, query, key, value, bias, None, mask)[0]
+    return callbacks.attention(static, query, key, value, bias, None, mask, *[None] * 4)[0]
 
 
 def _zeros(x: Array, rows: int) -> Array:
@@ -491,7 +528,7 @@ def _zeros(x: Array, rows: int) -> Array:
 
 
 def _product(q: Array, k: Array, v: Array, initial: Array, reverse: bool) -> Array:
-    return callbacks.causal_product((reverse, "auto"), q, k, v, initial)[0]
+    return callbacks.causal_product((reverse, "auto"), q, k, v, initial, None)[0]
 
 
 _LIBRARY = compositions.Library(jax.numpy, jax.lax.stop_gradient, _zeros, _product)

@@ -18,6 +18,8 @@ from fa_cupy._kernel_regression import non_local_means_backward
 from fa_cupy._score import Score, arrays_of, operands_of, with_arrays
 from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem, dispatch, linear_problem
+from fa_cupy.keys import offsets
+from fa_cupy.keys.layout import PLACES
 from fa_cupy.score.program import no_gradient
 from fa_cupy.smoothing import regression
 
@@ -95,35 +97,46 @@ class Static(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(
     static: Static, q: Array, k: Array, v: Array, bias: Array, sinks: Array, mask: Array,
-    *of_score: Array,
+    *rest: Array,
 ) -> Any:  # fmt: skip
-    """Return the output of attention and its log-sum-exp."""
+    """Return the output of attention and its log-sum-exp.
+
+    The rest are the four arguments of `PLACES` and the arrays of a score.
+    """
     options = {"precision": static.precision, **dict(static.options)}
 
-    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *of_score: Any) -> Any:
+    def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *rest: Any) -> Any:
         mask = mask if static.bits.value is None else static.bits.value
-        whole = _put_together(static.score.value, of_score)
+        places, whole = _places(rest), _put_together(static.score.value, rest[len(PLACES) :])
         return fa_cupy.attention(
-            q, k, v, bias, mask, sinks=sinks, score=whole, return_lse=True, **options
+            q, k, v, bias, mask, sinks=sinks, score=whole, return_lse=True, **places, **options
         )
 
-    def shapes(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *of_score: Any) -> Any:
+    def shapes(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *rest: Any) -> Any:
         mask = mask if static.bits.value is None else static.bits.value
-        whole = _put_together(static.score.value, of_score)
+        places, whole = _places(rest), _put_together(static.score.value, rest[len(PLACES) :])
         operands = operands_of(whole, arrays_of("attention", whole))
+        if places.get("q_offsets") is not None:
+            operands = None  # its positions are in sequences whose lengths are not known yet
         names = {} if static.enable_gqa is None else _SDPA | {"grouped": static.enable_gqa}
+        offsets.refuse("attention", [*places])
         problem = attention_problem.attention_problem(
-            q, k, v, bias, mask, sinks=sinks, score=operands, **names, **options
+            q, k, v, bias, mask, sinks=sinks, score=operands, **places, **names, **options
         )
         lse = jax.ShapeDtypeStruct(
             problem.out_shape[:-1], attention_problem.sum_dtype(problem.dtype)
         )
         return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), lse
 
-    arrays = q, k, v, bias, sinks, mask, *of_score
+    arrays = q, k, v, bias, sinks, mask, *rest
     if static.enable_gqa is not None:
         shapes(*map(stand_in, arrays))  # whose errors have the names of that function
     return _call(function, shapes, *arrays)
+
+
+def _places(arrays: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments that say where keys are and are given, of arrays that begin with all."""
+    return {arg: x for arg, x in zip(PLACES, arrays, strict=False) if x is not None}
 
 
 def _put_together(score: Score | None, arrays: Sequence[Any]) -> Score | None:
@@ -141,8 +154,13 @@ def _attention_forward(static: Static, *arrays: Array) -> Any:
 def _attention_backward(static: Static, saved: tuple[Array, ...], grads: Any) -> Any:
     bits, score, *_, options = static
     of_score = arrays_of("attention", score.value)
-    names = "q", "k", "v", "bias", "sinks", "mask", *of_score
+    names = "q", "k", "v", "bias", "sinks", "mask", *PLACES, *of_score
     arrays = dict(zip(names, saved, strict=False))
+    for arg in PLACES[:2]:
+        if arrays[arg] is not None:
+            raise NotImplementedError(
+                f"attention: {arg} is given and a gradient is asked for, which there is not with it"
+            )
     without = _looked_up(score.value)
     need = [
         name
@@ -151,11 +169,12 @@ def _attention_backward(static: Static, saved: tuple[Array, ...], grads: Any) ->
     ]
 
     def function(q: Any, k: Any, v: Any, bias: Any, sinks: Any, mask: Any, *rest: Any) -> Any:
-        *of_score, out, lse, dout, dlse = rest
+        *arrays, out, lse, dout, dlse = rest
         mask = mask if bits.value is None else bits.value
         return fa_cupy.attention_backward(
             dout, q, k, v, out, lse, bias, mask, sinks=sinks, dlse=dlse, need=need,
-            score=_put_together(score.value, of_score), **dict(options),
+            score=_put_together(score.value, arrays[len(PLACES) :]),
+            **_places(arrays), **dict(options),
         )  # fmt: skip
 
     shapes = tuple(_shape_of(arrays[name]) for name in need)
@@ -169,22 +188,43 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def causal_product(static: tuple[bool, str], q: Array, k: Array, v: Array, initial: Array) -> Any:
+def causal_product(
+    static: tuple[bool, str], q: Array, k: Array, v: Array, initial: Array, q_offsets: Array
+) -> Any:
     """Return the output of a causal product and its last state."""
     reverse, algorithm = static
 
-    def function(q: Any, k: Any, v: Any, initial: Any) -> Any:
+    def function(q: Any, k: Any, v: Any, initial: Any, q_offsets: Any) -> Any:
         return fa_cupy.causal_product(
             q, k, v, initial_state=initial, return_state=True, reverse=reverse,
-            algorithm=algorithm,
+            algorithm=algorithm, q_offsets=q_offsets,
         )  # fmt: skip
 
     def shapes(*arrays: Any) -> Any:
-        problem = linear_problem.product_problem("causal_product", *arrays)
-        state = jax.ShapeDtypeStruct(problem.state_shape, problem.state_dtype)
-        return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), state
+        return _product_shapes(product("causal_product", *arrays))
 
-    return _call(function, shapes, q, k, v, initial)
+    return _call(function, shapes, q, k, v, initial, q_offsets)
+
+
+def product(
+    name: str, q: Any, k: Any, v: Any, initial: Any, q_offsets: Any = None, k_offsets: Any = None,
+    *, aligned: bool = True, normalised: bool = False,
+) -> linear_problem.Product:  # fmt: skip
+    """Return the problem of a product of arrays whose numbers are not known."""
+    given = dict(zip(PLACES[2:], (q_offsets, k_offsets), strict=True))
+    offsets.refuse(name, [arg for arg, x in given.items() if x is not None])
+    found = None
+    if q_offsets is not None and min(q.ndim, k.ndim) > 1:
+        lengths = q.shape[-2], q.shape[-2] if aligned else k.shape[-2]
+        found = offsets.checked(name, ("q", "k"), lengths, q_offsets, k_offsets)
+    return linear_problem.product_problem(
+        name, q, k, v, initial, aligned=aligned, normalised=normalised, offsets=found
+    )
+
+
+def _product_shapes(problem: linear_problem.Product) -> Any:
+    state = jax.ShapeDtypeStruct(problem.state_shape, problem.state_dtype)
+    return jax.ShapeDtypeStruct(problem.out_shape, problem.dtype), state
 
 
 def _product_forward(static: tuple[bool, str], *arrays: Array) -> Any:
@@ -192,17 +232,64 @@ def _product_forward(static: tuple[bool, str], *arrays: Array) -> Any:
 
 
 def _product_backward(static: tuple[bool, str], saved: tuple[Array, ...], grads: Any) -> Any:
-    def function(q: Any, k: Any, v: Any, initial: Any, dout: Any, dstate: Any) -> Any:
+    def function(
+        q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, dout: Any, dstate: Any
+    ) -> Any:
         return fa_cupy.causal_product_backward(
-            dout, q, k, v, initial_state=initial, reverse=static[0], dstate=dstate
-        )
+            dout, q, k, v, initial_state=initial, reverse=static[0], q_offsets=q_offsets,
+            dstate=dstate,
+        )  # fmt: skip
 
-    given = [x for x in saved if x is not None]
+    given = [x for x in saved[:4] if x is not None]
     found = _call(function, lambda *_: tuple(map(_shape_of, given)), *saved, *grads)
-    return *found, *[None] * (4 - len(found))
+    return *found, *[None] * (5 - len(found))
 
 
 causal_product.defvjp(_product_forward, _product_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear_attention(
+    static: tuple[str, float, bool], q: Array, k: Array, v: Array, initial: Array,
+    q_offsets: Array, k_offsets: Array,
+) -> Any:  # fmt: skip
+    """Return the output of linear attention of packed sequences and their states.
+
+    Static are the feature map, eps and whether it is causal.
+    """
+
+    def function(q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, k_offsets: Any) -> Any:
+        return fa_cupy.linear_attention(
+            q, k, v, feature_map=static[0], eps=static[1], is_causal=static[2],
+            initial_state=initial, return_state=True, q_offsets=q_offsets, k_offsets=k_offsets,
+        )  # fmt: skip
+
+    def shapes(*arrays: Any) -> Any:
+        problem = product("linear_attention", *arrays, aligned=static[2], normalised=True)
+        return _product_shapes(problem)
+
+    return _call(function, shapes, q, k, v, initial, q_offsets, k_offsets)
+
+
+def _linear_forward(static: tuple[str, float, bool], *arrays: Array) -> Any:
+    return linear_attention(static, *arrays), arrays
+
+
+def _linear_backward(static: tuple[str, float, bool], saved: tuple[Array, ...], grads: Any) -> Any:
+    def function(
+        q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, k_offsets: Any, dout: Any, dstate: Any
+    ) -> Any:
+        return fa_cupy.linear_attention_backward(
+            dout, q, k, v, feature_map=static[0], eps=static[1], is_causal=static[2],
+            initial_state=initial, q_offsets=q_offsets, k_offsets=k_offsets, dstate=dstate,
+        )  # fmt: skip
+
+    given = [x for x in saved[:4] if x is not None]
+    found = _call(function, lambda *_: tuple(map(_shape_of, given)), *saved, *grads)
+    return *found, *[None] * (6 - len(found))
+
+
+linear_attention.defvjp(_linear_forward, _linear_backward)
 
 
 class Regression(NamedTuple):

@@ -27,7 +27,7 @@ class Places:
     mask_arg : str
         Its name for the mask.
     **given
-        `k_lengths`, `page_table`, `q_offsets` and `k_offsets`, of which most are None.
+        `k_lengths`, `page_table`, `q_offsets` and `k_offsets`; most are None.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Places:
         return bool(self.options)
 
     def without_masks(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """Return arrays, of which the last is the mask, without a list of masks."""
+        """Return arrays that end with the mask, without a list of masks."""
         if "q_offsets" in self.options:
             self._masks = offsets.masks_of(self._name, self._mask_arg, arrays[-1])
         return tuple(arrays) if self._masks is None else (*arrays[:-1], None)
@@ -80,7 +80,7 @@ class Places:
             offsets.check_masks(self._name, self._mask_arg, problem, self._keys, self._masks)
 
     def inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return arrays, of which the last is the mask, with the list of masks."""
+        """Return arrays that end with the mask, with the list of masks."""
         return [*inputs] if self._masks is None else [*inputs[:-1], self._masks]
 
     def for_backend(self, backend: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def on_host(keys: KeyArrays) -> bool:
 
 
 def refuse_positions(name: str, score: Operands | None) -> None:
-    """Raise for a score by positions in sequences, where nobody knows where these begin."""
+    """Raise for a score by positions in sequences, where the host cannot know where these begin."""
     if score is not None and {"i", "j"} & set(tree.variables_of(score.program.root)):
         raise NotImplementedError(
             f"{name}: score has i or j, and no kernel serves this call with offsets on a device, "

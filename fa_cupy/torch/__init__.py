@@ -21,7 +21,13 @@ from fa_cupy._attention import TORCH_ARGS
 from fa_cupy._score import arrays_of
 from fa_cupy.core import attention_problem, checks, compositions, dispatch, linear_problem
 from fa_cupy.torch import arguments
-from fa_cupy.torch.functions import Attention, CausalProduct, KernelRegression, NonLocalMeans
+from fa_cupy.torch.functions import (
+    Attention,
+    CausalProduct,
+    KernelRegression,
+    LinearAttention,
+    NonLocalMeans,
+)
 
 __all__ = [
     "attention",
@@ -53,6 +59,10 @@ def attention(
     precision: str | None = None,
     score: fa_cupy.Score | None = None,
     return_lse: bool = False,
+    k_lengths: Any = None,
+    page_table: Any = None,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
 ) -> Any:
     """Attention of tensors, with gradients of `q`, `k`, `v`, `bias`, `sinks` and those of a score.
 
@@ -65,6 +75,11 @@ def attention(
         `fa_cupy.attention_backward` can compute them.
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
+    k_lengths, page_table : torch.Tensor, optional
+        As in `fa_cupy.attention`; `k_lengths` may also be an int. They have no gradients.
+    q_offsets, k_offsets : torch.Tensor, optional
+        As in `fa_cupy.attention`: tensors of int32 or int64, on the CPU or on the device of `q`. A
+        list of masks cannot go with them here.
 
     Returns
     -------
@@ -75,7 +90,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `fa_cupy.attention`; in the gradients, as for `fa_cupy.attention_backward`.
+        As for `fa_cupy.attention`; in the gradients, as for `fa_cupy.attention_backward`. For
+        `k_lengths` or `page_table` with tensors that require gradients.
 
     See Also
     --------
@@ -87,6 +103,11 @@ def attention(
     >>> from fa_cupy.torch import attention
     >>> q, k, v = torch.randn(3, 8, 100, 16).requires_grad_().unbind()
     >>> attention(q, k, v, is_causal=True).sum().backward()
+
+    Sequences of 30, 50 and 20 tokens, end to end:
+
+    >>> offsets = torch.tensor([0, 30, 80, 100])
+    >>> attention(q, k, v, is_causal=True, q_offsets=offsets).sum().backward()
 
     Slopes that are learned:
 
@@ -104,10 +125,14 @@ def attention(
     of_score = arrays_of("attention", score)
     arguments.require_tensors("attention", (*named,), q=q, k=k, v=v, **named, **of_score)
     with_lse = checks.flag("attention", "return_lse", return_lse)
+    places = {"k_lengths": k_lengths, "page_table": page_table}
+    places |= {"q_offsets": q_offsets, "k_offsets": k_offsets}
+    places = arguments.places("attention", places, q, k, v, bias, sinks, *of_score.values())
     options = arguments.options(
         "attention", mask, score, scale, is_causal, causal_align, window, softcap, precision
     )
-    out, lse = _attention(options, bits, q, k, v, *named.values(), *of_score.values())
+    tensors = *named.values(), *places.values(), *of_score.values()
+    out, lse = _attention(options, bits, q, k, v, *tensors)
     return (out, lse) if with_lse else out
 
 
@@ -126,6 +151,7 @@ def causal_product(
     return_state: bool = False,
     reverse: bool = False,
     algorithm: str = "auto",
+    q_offsets: Any = None,
 ) -> Any:
     """Causal product of tensors, with gradients of `q`, `k`, `v` and `initial_state`.
 
@@ -133,11 +159,13 @@ def causal_product(
     ----------
     q, k, v, initial_state, return_state, reverse, algorithm
         As in `fa_cupy.causal_product`. All tensors may require gradients.
+    q_offsets : torch.Tensor, optional
+        As in `fa_cupy.causal_product`, on the CPU or on the device of `q`.
 
     Returns
     -------
     out : torch.Tensor, shape (..., L, M)
-    state : torch.Tensor, shape (..., E, M)
+    state : torch.Tensor, shape (..., E, M), or (..., sequences, E, M) with offsets
         Only with `return_state`; gradients flow through it as well.
 
     Raises
@@ -155,11 +183,12 @@ def causal_product(
     """
     name = "causal_product"
     arguments.require_tensors(name, ("initial_state",), q=q, k=k, v=v, initial_state=initial_state)
+    arguments.places(name, {"q_offsets": q_offsets})
     with_state = checks.flag(name, "return_state", return_state)
     reverse = checks.flag(name, "reverse", reverse)
     if not isinstance(algorithm, str):
         linear_problem.algorithm(name, algorithm, "numpy", None)  # which says what is wanted
-    out, state = CausalProduct.of(q, k, v, initial_state, reverse, algorithm)
+    out, state = CausalProduct.of(q, k, v, initial_state, q_offsets, reverse, algorithm)
     return (out, state) if with_state else out
 
 
@@ -238,6 +267,8 @@ def linear_attention(
     is_causal: bool = True,
     initial_state: Any = None,
     return_state: bool = False,
+    q_offsets: Any = None,
+    k_offsets: Any = None,
 ) -> Any:
     """Linear attention of tensors, with gradients of `q`, `k`, `v` and `initial_state`.
 
@@ -246,11 +277,13 @@ def linear_attention(
     q, k, v, feature_map, eps, is_causal, initial_state, return_state
         As in `fa_cupy.linear_attention`. Gradients flow through a callable too, if it is made of
         PyTorch's operations; it is called with `q` and with `k`.
+    q_offsets, k_offsets : torch.Tensor, optional
+        As in `fa_cupy.linear_attention`, on the CPU or on the device of `q`.
 
     Returns
     -------
     out : torch.Tensor, shape (..., Lq, M)
-    state : torch.Tensor, shape (..., F, M + 1)
+    state : torch.Tensor, shape (..., F, M + 1), or (..., sequences, F, M + 1) with offsets
         Only with `return_state`; gradients flow through it as well.
 
     Raises
@@ -261,7 +294,8 @@ def linear_attention(
     Notes
     -----
     PyTorch computes the features in float32 (float64 for float64 tensors), `causal_product` the
-    sums. The gradients need memory for both.
+    sums. The gradients need memory for both. With offsets, `fa_cupy.linear_attention` computes all
+    of it, but for the features of a callable.
 
     Examples
     --------
@@ -272,12 +306,23 @@ def linear_attention(
     """
     name = "linear_attention"
     arguments.require_tensors(name, ("initial_state",), q=q, k=k, v=v, initial_state=initial_state)
+    offsets = {"q_offsets": q_offsets, "k_offsets": k_offsets}
+    offsets = arguments.places(name, offsets)
     x, y = compositions.mapped(name, feature_map, q, k)
     arguments.require_tensors(name, **{"feature_map(q)": x, "feature_map(k)": y})
     eps = arguments.number(name, "eps", eps, minimum=0.0)
     if not torch.compiler.is_compiling():
         is_causal = checks.flag(name, "is_causal", is_causal)
         return_state = checks.flag(name, "return_state", return_state)
+    if q_offsets is not None or k_offsets is not None:
+        real = arguments.wide(q.dtype) if callable(feature_map) else q.dtype
+        features = "identity" if callable(feature_map) else feature_map
+        out, state = LinearAttention.of(
+            (features, eps, is_causal), x.to(real), y.to(real), v.to(real), initial_state,
+            *offsets.values(),
+        )  # fmt: skip
+        return (out.to(q.dtype), state) if return_state else out.to(q.dtype)
+    if not torch.compiler.is_compiling():
         for arrays in ((q, k, v), (x, y, v, initial_state)):
             given = map(arguments.stand_in, arrays)
             linear_problem.product_problem(name, *given, aligned=is_causal, normalised=True)
@@ -491,7 +536,7 @@ def scaled_dot_product_attention(
     )
     is_mask = given is not None and given.dtype == torch.bool
     bias, mask = (None, given) if is_mask else (given, None)
-    return _attention(options, bits, query, key, value, bias, mask, None)[0]
+    return _attention(options, bits, query, key, value, bias, mask, *[None] * 5)[0]
 
 
 def _zeros(x: Any, rows: int) -> Any:
@@ -499,7 +544,7 @@ def _zeros(x: Any, rows: int) -> Any:
 
 
 def _product(q: Any, k: Any, v: Any, initial: Any, reverse: bool) -> Any:
-    return CausalProduct.of(q, k, v, initial, reverse, "auto")[0]
+    return CausalProduct.of(q, k, v, initial, None, reverse, "auto")[0]
 
 
 _LIBRARY = compositions.Library(torch, torch.Tensor.detach, _zeros, _product)

@@ -95,6 +95,43 @@ def options(
     )
 
 
+def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
+    """Return the arguments that say where keys are as tensors, which `tensors` are not.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor.
+    NotImplementedError
+        For key lengths and pages, if one of `tensors` requires a gradient.
+    """
+    lengths = given.get("k_lengths")
+    if isinstance(lengths, (int, np.integer)):
+        given = given | {"k_lengths": torch.tensor(lengths, device="cpu")}
+    require_tensors(name, (*given,), **given)
+    found = [arg for arg in ("k_lengths", "page_table") if given.get(arg) is not None]
+    if found and torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                raise NotImplementedError(
+                    f"{name}: {found[0]} is given and a tensor requires a gradient, which there is "
+                    "not with it, want the call in torch.no_grad(), or tensors after .detach()"
+                )
+    return given
+
+
+def places_for(q: Any, **given: Any) -> dict[str, Any]:
+    """Return the arguments that say where keys are, as `fa_cupy` takes them with `q`.
+
+    Those in the memory of the host may go with tensors on a device.
+    """
+    return {
+        arg: x.numpy() if x.device.type == "cpu" != q.device.type else x
+        for arg, x in given.items()
+        if x is not None
+    }
+
+
 def number(name: str, arg: str, value: Any, minimum: float = -math.inf) -> Any:
     """Return a finite number as a float; what is compiled, as it is, for the operator to check."""
     if torch.compiler.is_compiling():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fa_cupy.keys.layout import PLACES
 from fa_cupy.torch import operators
 from fa_cupy.torch.arguments import Options, score_arrays
 
@@ -68,14 +69,15 @@ class _Gradients(_Function):
 
 
 class Attention(_Function):
-    """``apply(options, held, q, k, v, bias, mask, sinks, *arrays)``: output and log-sum-exp.
+    """``apply(options, held, q, k, v, bias, mask, sinks, *places, *arrays)``: two results.
 
-    `held` is a BitMask that options have by its number, so that it is there in the backward pass.
+    These are output and log-sum-exp; `places` are the four arguments of `PLACES`. `held` is a
+    BitMask that options have by its number, so that it is there in the backward pass.
     """
 
     @staticmethod
     def forward(options: Options, held: Any, *tensors: Any) -> Any:
-        return operators.attention(*tensors[:6], list(tensors[6:]), *options)
+        return operators.attention(*tensors[:10], list(tensors[10:]), *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -87,33 +89,37 @@ class Attention(_Function):
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         saved = ctx.saved_tensors
         score = score_arrays(ctx.options.score)
-        names = ["q", "k", "v", "bias", "mask", "sinks", *score]
+        names = ["q", "k", "v", "bias", "mask", "sinks", *PLACES, *score]
         wanted = ctx.needs_input_grad[2:]
         need = [name for name, grad in zip(names, wanted, strict=True) if grad]
         found: dict[str, Any] = {}
         if need and not (dout is None and dlse is None):
             dout = torch.zeros_like(saved[0]) if dout is None else dout
-            grads = AttentionGradients.of(ctx.options, ",".join(need), dout, dlse, *saved)
+            given = *saved[:8], *saved[10:]  # without lengths and pages
+            grads = AttentionGradients.of(ctx.options, ",".join(need), dout, dlse, *given)
             found = dict(zip(need, grads, strict=True))
         return None, None, *[found.get(name) for name in names]
 
 
 class AttentionGradients(_Gradients):
-    """``apply(options, need, dout, dlse, out, lse, q, k, v, bias, mask, sinks, *arrays)``."""
+    """``apply(options, need, dout, dlse, out, lse, q, k, v, bias, mask, sinks, *rest)``.
+
+    The rest are `q_offsets`, `k_offsets` and the arrays of a score.
+    """
 
     @staticmethod
     def forward(options: Options, need: str, *tensors: Any) -> Any:
-        dout, *saved = tensors[:10]
-        arrays = list(tensors[10:])
+        dout, *saved = tensors[:12]
+        arrays = list(tensors[12:])
         return tuple(operators.attention_backward(dout, need, *saved, arrays, *options))
 
 
 class CausalProduct(_Function):
-    """``apply(q, k, v, initial_state, reverse, algorithm)``: output and last state."""
+    """``apply(q, k, v, initial_state, q_offsets, reverse, algorithm)``: output and last state."""
 
     @staticmethod
-    def forward(q: Any, k: Any, v: Any, initial: Any, reverse: bool, algorithm: str) -> Any:
-        return operators.causal_product(q, k, v, initial, reverse, algorithm)
+    def forward(*args: Any) -> Any:
+        return operators.causal_product(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -126,19 +132,55 @@ class CausalProduct(_Function):
     def backward(ctx: Any, dout: Any, dstate: Any) -> Any:
         saved = ctx.saved_tensors
         if dout is None and dstate is None:
-            return (None,) * 6
+            return (None,) * 7
         if dout is None:
             dout = torch.zeros(ctx.shape, dtype=ctx.like, device=saved[0].device)
         found = CausalProductGradients.of(ctx.reverse, dout, dstate, *saved)
-        return *found, *[None] * (6 - len(found))
+        return *found, *[None] * (7 - len(found))
 
 
 class CausalProductGradients(_Gradients):
-    """``apply(reverse, dout, dstate, q, k, v, initial_state)``."""
+    """``apply(reverse, dout, dstate, q, k, v, initial_state, q_offsets)``."""
 
     @staticmethod
     def forward(reverse: bool, *tensors: Any) -> Any:
         return tuple(operators.causal_product_backward(*tensors, reverse))
+
+
+class LinearAttention(_Function):
+    """``apply(options, q, k, v, initial_state, q_offsets, k_offsets)``: output and states.
+
+    The options are the feature map, eps and whether it is causal.
+    """
+
+    @staticmethod
+    def forward(options: Any, *tensors: Any) -> Any:
+        return operators.linear_attention(*tensors, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.options, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.shape, ctx.like = output[0].shape, output[0].dtype
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dstate: Any) -> Any:
+        saved = ctx.saved_tensors
+        if dout is None and dstate is None:
+            return (None,) * 7
+        if dout is None:
+            dout = torch.zeros(ctx.shape, dtype=ctx.like, device=saved[0].device)
+        found = LinearAttentionGradients.of(ctx.options, dout, dstate, *saved)
+        return None, *found, *[None] * (6 - len(found))
+
+
+class LinearAttentionGradients(_Gradients):
+    """``apply(options, dout, dstate, q, k, v, initial_state, q_offsets, k_offsets)``."""
+
+    @staticmethod
+    def forward(options: Any, *tensors: Any) -> Any:
+        return tuple(operators.linear_attention_backward(*tensors, *options))
 
 
 class KernelRegression(_Function):

@@ -22,8 +22,11 @@ _OPTIONS = (
     "int? bits, str? score, float? scale, bool is_causal, str? causal_align, int? left, "
     "int? right, float softcap, str? precision, bool? enable_gqa"
 )
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sinks, Tensor[] arrays"
-_PRODUCT = "Tensor q, Tensor k, Tensor v, Tensor? initial_state"
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sinks, "
+_LENGTHS = "Tensor? k_lengths, Tensor? page_table, "
+_OFFSETS = "Tensor? q_offsets, Tensor? k_offsets"
+_PRODUCT = "Tensor q, Tensor k, Tensor v, Tensor? initial_state, Tensor? q_offsets"
+_LINEAR = f"Tensor q, Tensor k, Tensor v, Tensor? initial_state, {_OFFSETS}"
 
 
 class _Result(NamedTuple):
@@ -92,12 +95,19 @@ def _widest(*shapes: Sequence[int]) -> list[int]:
 
 
 def _attention_results(
-    q: Any, k: Any, v: Any, bias: Any, mask: Any, sinks: Any, arrays: Any, *options: Any
-) -> list[_Result]:
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, sinks: Any, k_lengths: Any, page_table: Any,
+    q_offsets: Any, k_offsets: Any, arrays: Any, *options: Any,
+) -> list[_Result]:  # fmt: skip
     bits = arguments.mask_of(options[0], mask)
-    shapes = [x.shape[:-2] for x in (q, k, v, bias, bits) if x is not None]
+    shapes = [x.shape[:-2] for x in (q, bias, bits) if x is not None]
+    # Of pages, the first axis is none of the batch.
+    shapes += [x.shape[1:-2] if page_table is not None else x.shape[:-2] for x in (k, v)]
     if sinks is not None:
         shapes.append(sinks.shape[:-1])
+    if k_lengths is not None and k_lengths.ndim:
+        shapes.append((*k_lengths.shape, 1))
+    if page_table is not None and page_table.ndim > 1:
+        shapes.append((*page_table.shape[:-1], 1))
     rows = [*_widest(*shapes), q.shape[-2]]
     return [
         _Result([*rows, v.shape[-1]], q.dtype, q),
@@ -105,12 +115,20 @@ def _attention_results(
     ]
 
 
-@_operator("attention", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _attention_results)
+@_operator(
+    "attention",
+    f"({_INPUTS}{_LENGTHS}{_OFFSETS}, Tensor[] arrays, {_OPTIONS}) -> (Tensor, Tensor)",
+    _attention_results,
+)
 def attention(
-    q: Any, k: Any, v: Any, bias: Any, mask: Any, sinks: Any, arrays: Any, *options: Any
-) -> Any:
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, sinks: Any, k_lengths: Any, page_table: Any,
+    q_offsets: Any, k_offsets: Any, arrays: Any, *options: Any,
+) -> Any:  # fmt: skip
     """Return the output of `fa_cupy.attention` and its log-sum-exp."""
     given = arguments.Options(*options)
+    places = arguments.places_for(
+        q, k_lengths=k_lengths, page_table=page_table, q_offsets=q_offsets, k_offsets=k_offsets
+    )
     mask = arguments.mask_of(given.bits, mask)
     if given.enable_gqa is not None:
         # For the names of its arguments in errors, and whether heads may be grouped.
@@ -120,13 +138,13 @@ def attention(
         )  # fmt: skip
     return fa_cupy.attention(
         q, k, v, bias, mask, sinks=sinks, score=arguments.score_of(given.score, arrays),
-        precision=given.precision, return_lse=True, **given.keywords(),
+        precision=given.precision, return_lse=True, **places, **given.keywords(),
     )  # fmt: skip
 
 
 def _attention_gradients(
     dout: Any, need: str, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, bias: Any,
-    mask: Any, sinks: Any, arrays: Any, *options: Any,
+    mask: Any, sinks: Any, q_offsets: Any, k_offsets: Any, arrays: Any, *options: Any,
 ) -> list[_Result]:  # fmt: skip
     given = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
     given |= zip(arguments.score_arrays(options[1]), arrays, strict=True)
@@ -135,28 +153,35 @@ def _attention_gradients(
 
 @_operator(
     "attention_backward",
-    f"(Tensor dout, str need, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}) "
-    "-> Tensor[]",
+    f"(Tensor dout, str need, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}{_OFFSETS}, "
+    f"Tensor[] arrays, {_OPTIONS}) -> Tensor[]",
     _attention_gradients,
 )
 def attention_backward(
     dout: Any, need: str, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, bias: Any,
-    mask: Any, sinks: Any, arrays: Any, *options: Any,
+    mask: Any, sinks: Any, q_offsets: Any, k_offsets: Any, arrays: Any, *options: Any,
 ) -> Any:  # fmt: skip
     """Return the gradients of the arguments that `need` names, with commas between them."""
     given = arguments.Options(*options)
     return fa_cupy.attention_backward(
         dout, q, k, v, out, lse, bias, arguments.mask_of(given.bits, mask), sinks=sinks, dlse=dlse,
-        score=arguments.score_of(given.score, arrays), need=need.split(","), **given.keywords(),
+        score=arguments.score_of(given.score, arrays), need=need.split(","),
+        **arguments.places_for(q, q_offsets=q_offsets, k_offsets=k_offsets), **given.keywords(),
     )  # fmt: skip
 
 
-def _product_results(q: Any, k: Any, v: Any, initial: Any, *options: Any) -> list[_Result]:
-    state = _widest(*(x.shape[:-2] for x in (k, v, initial) if x is not None))
+def _product_results(
+    q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, *options: Any, columns: int = 0
+) -> list[_Result]:
+    states = [] if q_offsets is None else [q_offsets.shape[0] - 1]  # one for each sequence
+    shapes = [x.shape[:-2] for x in (k, v)]
+    if initial is not None:
+        shapes.append(initial.shape[: -2 - len(states)])
+    state = _widest(*shapes)
     batch = _widest(q.shape[:-2], state)
     return [
         _Result([*batch, q.shape[-2], v.shape[-1]], q.dtype, q),
-        _Result([*state, k.shape[-1], v.shape[-1]], arguments.wide(q.dtype)),
+        _Result([*state, *states, k.shape[-1], v.shape[-1] + columns], arguments.wide(q.dtype)),
     ]
 
 
@@ -165,11 +190,14 @@ def _product_results(q: Any, k: Any, v: Any, initial: Any, *options: Any) -> lis
     f"({_PRODUCT}, bool reverse, str algorithm) -> (Tensor, Tensor)",
     _product_results,
 )
-def causal_product(q: Any, k: Any, v: Any, initial: Any, reverse: bool, algorithm: str) -> Any:
+def causal_product(
+    q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, reverse: bool, algorithm: str
+) -> Any:
     """Return the output of `fa_cupy.causal_product` and its last state."""
     return fa_cupy.causal_product(
-        q, k, v, initial_state=initial, return_state=True, reverse=reverse, algorithm=algorithm
-    )
+        q, k, v, initial_state=initial, return_state=True, reverse=reverse, algorithm=algorithm,
+        **arguments.places_for(q, q_offsets=q_offsets),
+    )  # fmt: skip
 
 
 def _product_gradients(dout: Any, dstate: Any, *inputs: Any) -> list[_Result]:
@@ -182,12 +210,53 @@ def _product_gradients(dout: Any, dstate: Any, *inputs: Any) -> list[_Result]:
     _product_gradients,
 )
 def causal_product_backward(
-    dout: Any, dstate: Any, q: Any, k: Any, v: Any, initial: Any, reverse: bool
+    dout: Any, dstate: Any, q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, reverse: bool
 ) -> Any:
     """Return the gradients of all arguments that are given."""
     return fa_cupy.causal_product_backward(
-        dout, q, k, v, initial_state=initial, reverse=reverse, dstate=dstate
-    )
+        dout, q, k, v, initial_state=initial, reverse=reverse, dstate=dstate,
+        **arguments.places_for(q, q_offsets=q_offsets),
+    )  # fmt: skip
+
+
+def _linear_results(
+    q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, *options: Any
+) -> list[_Result]:
+    return _product_results(q, k, v, initial, q_offsets, columns=1)
+
+
+@_operator(
+    "linear_attention",
+    f"({_LINEAR}, str feature_map, float eps, bool is_causal) -> (Tensor, Tensor)",
+    _linear_results,
+)
+def linear_attention(
+    q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, k_offsets: Any, feature_map: str,
+    eps: float, is_causal: bool,
+) -> Any:  # fmt: skip
+    """Return the output of `fa_cupy.linear_attention` and its states."""
+    return fa_cupy.linear_attention(
+        q, k, v, feature_map=feature_map, eps=eps, is_causal=is_causal, initial_state=initial,
+        return_state=True, **arguments.places_for(q, q_offsets=q_offsets, k_offsets=k_offsets),
+    )  # fmt: skip
+
+
+@_operator(
+    "linear_attention_backward",
+    f"(Tensor dout, Tensor? dstate, {_LINEAR}, str feature_map, float eps, bool is_causal) "
+    "-> Tensor[]",
+    _product_gradients,
+)
+def linear_attention_backward(
+    dout: Any, dstate: Any, q: Any, k: Any, v: Any, initial: Any, q_offsets: Any, k_offsets: Any,
+    feature_map: str, eps: float, is_causal: bool,
+) -> Any:  # fmt: skip
+    """Return the gradients of all arguments that are given."""
+    return fa_cupy.linear_attention_backward(
+        dout, q, k, v, feature_map=feature_map, eps=eps, is_causal=is_causal,
+        initial_state=initial, dstate=dstate,
+        **arguments.places_for(q, q_offsets=q_offsets, k_offsets=k_offsets),
+    )  # fmt: skip
 
 
 _REGRESSION = (

@@ -549,15 +549,17 @@ def keep_promises(torch):
     options = (None, None, None, False, None, None, None, 0.0, None, None)
     bias, sinks = torch.zeros(4, 1, 6), torch.zeros(4, 1).expand(4, 5)
     tests = ("test_schema", "test_faketensor")
-    given = (q, k, v, bias, None, sinks, [])
+    places = [None] * 4
+    given = (q, k, v, bias, None, sinks, *places, [])
     out, lse = torch.ops.fa_cupy.attention(*given, *options)
     assert out.transpose(-3, -2).is_contiguous()
     torch.library.opcheck(torch.ops.fa_cupy.attention, (*given, *options), test_utils=tests)
     need = "sinks,v,k,q,bias"
+    given = (*given[:6], *places[2:], [])
     backward = (torch.ones_like(out), need, None, out, lse, *given, *options)
     torch.library.opcheck(torch.ops.fa_cupy.attention_backward, backward, test_utils=tests)
     state = torch.zeros(2, 4, 2, 3, dtype=torch.float64).mT
-    given = q, turned(2, 5, 2, 3), v[..., :5, :], state
+    given = q, turned(2, 5, 2, 3), v[..., :5, :], state, None
     out, state = torch.ops.fa_cupy.causal_product(*given, True, "auto")
     torch.library.opcheck(
         torch.ops.fa_cupy.causal_product, (*given, True, "auto"), test_utils=tests

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -92,7 +93,7 @@ def test_sequences_are_problems_of_their_own(xp, dtype, options, on_host):
     outside = of_none(Q_OFFSETS, Q_LEN)
     assert not out[..., outside, :].any()
     want = np.broadcast_to(sinks.astype(lse.dtype), lse.shape)
-    np.testing.assert_array_equal(lse[..., outside], want[..., outside])
+    np.testing.assert_allclose(lse[..., outside], want[..., outside], rtol=1e-6)  # by way of log2
 
 
 def test_the_keys_have_the_offsets_of_the_queries(xp):
@@ -136,10 +137,12 @@ def test_other_sequences_never_show(xp, dtype, garbage):
         x[..., : keys.start, :] = x[..., keys.stop :, :] = garbage
     bias[..., ~own] = garbage
     after = solve(xp, q, k, v, bias, **options)
-    by_blas = xp is not np and np.dtype(dtype).itemsize > 2
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if by_blas else {"rtol": 0}
+    # Rows beside numbers that are not finite may be summed in another order.
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    tolerance = {"rtol": 0} if xp is np else {"rtol": 8 * unit, "atol": 4 * unit}
     np.testing.assert_allclose(before[0][..., rows, :], after[0][..., rows, :], **tolerance)
-    np.testing.assert_allclose(before[1][..., rows], after[1][..., rows], **tolerance)
+    exact = {"rtol": 0} if xp is np else {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(before[1][..., rows], after[1][..., rows], **exact)
     assert np.isfinite(after[0][..., rows, :].astype(float)).all()
 
 

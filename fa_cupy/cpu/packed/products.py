@@ -7,6 +7,7 @@ of one long sequence with few batch entries, are calls for each sequence, on vie
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,7 +227,13 @@ class _Products(whole.Products):
                 if first is not None:
                     found += first
                 continue
-            of_one = product_problem(_NAME, None, *parts, first, aligned=False)
+            # Views of the call's batch: its queries say how heads of keys and values are grouped.
+            of_y, of_values = (problem.view(x.shape, x.strides) for x in parts)
+            of_one = replace(
+                problem, k_len=own.stop - own.start, k=of_y, v=of_values,
+                initial=None if first is None else problem.view(first.shape, first.strides),
+                state_shape=(*problem.state_shape[:-3], *problem.state_shape[-2:]), offsets=None,
+            )  # fmt: skip
             found[...] = super().total(of_one, *parts, first, of_keys)
         return state
 

@@ -156,10 +156,10 @@ class BackwardSm90(BackwardVariant):
     Attributes
     ----------
     l2_groups : tuple of int
-        Entries of a group: without a band, under one, of packed sequences without one. The blocks of keys of a group's entries
-        are given out in turn, and share the L2 cache. A block of keys may wait for those before it
-        of its entry, so a group should have several entries; blocks of one entry read the same
-        queries, so it should not have too many.
+        Entries of a group: without a band, under one, of packed sequences without one. The blocks
+        of keys of a group's entries are given out in turn, and share the L2 cache. A block of keys
+        may wait for those before it of its entry, so a group should have several entries; blocks of
+        one entry read the same queries, so it should not have too many.
     """
 
     l2_groups: tuple[int, int, int] = (16, 16, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
-from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
+from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
 from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, supports
 from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
@@ -30,6 +31,8 @@ VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANT
 # The keys are split for at most so many rows, of queries and of heads that share keys, and from so
 # many keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
+# With lengths of keys up to so many rows: fwd_sm90 reads faster for more.
+_LENGTHS_ROWS = 16
 # So few rows, and so many keys, are faster split even where tiles of other rows fill the device.
 _FEW_ROWS, _MANY_KEYS = 8, 8192
 
@@ -129,16 +132,19 @@ def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocesso
     """Whether ``fwd_splitkv`` solves a problem, rather than this row.
 
     It does where few rows share keys, if their tiles leave multiprocessors idle, or `fwd_sm80`
-    would read the keys for each head. Arrays that say where the keys are it alone can read.
+    would read the keys for each head. It alone reads pages, and lengths of keys but for more rows
+    with plain scores.
     """
-    problem = traits.problem
-    if (problem.k_lengths or problem.pages) is not None:
-        return True
+    problem, rows = traits.problem, traits.problem.q_len * heads_of_tile(traits)
     if problem.offsets is not None:
         return False
+    if problem.pages is not None:
+        return True
+    if problem.k_lengths is not None:
+        plain = isinstance(variant, FwdSm90) and variant.score is None
+        return not plain or rows <= _LENGTHS_ROWS
     if problem.q_len > _SPLIT_ROWS or problem.k_len < _SPLIT_KEYS or not supports(problem):
         return False
-    rows = problem.q_len * heads_of_tile(traits)
     if rows > _SPLIT_ROWS:
         return False
     tiles = math.prod(problem.batch) * problem.q_len // rows
@@ -163,7 +169,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     problem = traits.problem
     if isinstance(variant, FwdSplitkv):
         return fwd_splitkv.make_plan(traits, launcher, variant)
-    names = traits.pointers
+    names = (*traits.pointers, *traits.key_views)
     if problem.mask is not None:
         names += MASK_PARTS
     if problem.offsets is not None:
@@ -178,15 +184,24 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         variant = variant.for_score(traits.score)
     assert isinstance(variant, FwdSm80 | FwdSm90)
     variant = variant.for_sequences(problem.offsets is not None)
+    if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
+        variant = dataclasses.replace(variant, lengths=True)
     if isinstance(variant, FwdSm80):
         return _with_intervals(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
+        if problem.k_lengths is not None:
+            return fwd_splitkv.make_plan(traits, launcher)
         plain = for_any_layout(problem, launcher.target)
         assert isinstance(plain, FwdSm80)
         return _with_intervals(traits, plain, fwd_sm80.steps(traits, plain), names, launcher)
 
-    steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors)
+    splits = fwd_sm90.splits_of_keys(traits, variant, launcher.multiprocessors)
+    if splits > 1:
+        variant = dataclasses.replace(variant, split=True)
+    steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors, splits)
+    if splits > 1:
+        steps.append(fwd_join_splits.step(traits, variant.dim, splits))
     return _with_intervals(traits, variant, steps, names, launcher, fallback)
 
 
@@ -199,7 +214,9 @@ def _with_intervals(
     fallback: Callable[[], Plan] | None = None,
 ) -> Plan:
     """Return the plan of a kernel's launches, behind those that packed sequences need."""
-    sizes = {}
+    sizes: dict[str, int] = {}
+    if isinstance(variant, FwdSm90) and variant.split:
+        sizes |= fwd_sm90.partial_sizes(traits, variant, int(steps[0].params["splits"][0]))
     if any("scheduler.counter" in step.addresses for step in steps):
         sizes["counter"] = COUNTER_BYTES
     if traits.problem.offsets is not None:

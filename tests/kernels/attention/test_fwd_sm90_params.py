@@ -14,7 +14,7 @@ from fa_cupy.gpu.driver import tensor_map
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention import attention_params, fwd_sm90
-from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS, Traits
+from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS, MAX_BATCH_AXES, Traits
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FWD_SM90_PARAMS, TILE_SCHEDULER, FwdSm90
 from fa_cupy.gpu.kernels.forward import Call, select
@@ -29,13 +29,16 @@ HALF = np.dtype(np.float16)
 # Layout
 
 
+CONSTANTS = {"kMaxBatchAxes": MAX_BATCH_AXES}
+
+
 def members(file, name):
     """(type, name, array length or None) of each member of a struct, in order."""
     text = re.sub(r"//.*", "", (SOURCES / file).read_text())
     body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL).group(1)
-    for kind, names in re.findall(r"(\w+\*?)\s+([^;]+);", body):
+    for kind, names in re.findall(r"(\w+\*?)\s+([^;]+);", body.replace("const ", "")):
         for member, length in re.findall(r"(\w+)(?:\[(\w+)\])?\s*(?:,|$)", names.strip()):
-            yield kind, member, int(length) if length else None
+            yield kind, member, int(CONSTANTS.get(length, length)) if length else None
 
 
 def test_the_schedule_is_that_of_the_header():
@@ -51,6 +54,7 @@ def test_the_schedule_is_that_of_the_header():
 def test_the_struct_is_that_of_the_kernel():
     sizes = {"TensorMap": (128, 64), "AttentionParams": (ATTENTION_PARAMS.itemsize, 8)}
     sizes |= {"TileScheduler": (TILE_SCHEDULER.itemsize, 8), "int": (4, 4)}
+    sizes |= {"int64": (8, 8), "float*": (8, 8), "void*": (8, 8)}
     at, names = 0, []
     for kind, name, length in members("attention/fwd_sm90.cuh", "FwdSm90Params"):
         size, alignment = sizes[kind]

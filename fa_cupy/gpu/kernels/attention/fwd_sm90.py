@@ -41,6 +41,12 @@ from fa_cupy.gpu.plan import MARK, Step
 MAPPED = ("q", "k", "v", "out")
 #: Bytes of the counter that blocks take tiles from, and of the mark that it was set for.
 COUNTER_BYTES = 16
+#: What splits of the keys leave in a workspace: `partial_sizes`.
+PARTIAL = ("partial_out", "partial_stats")
+# To begin and to end a split takes about as long as so many tiles of keys. Fewer tiles than the
+# second number are not worth a second launch.
+_SPLIT_TILES, _LEAST_SPLIT_TILES = 4, 16
+_MOST_SPLITS = 128
 _MAX_PACKED = 64  # heads in a box of 64 rows
 _BOX = 64  # rows and columns of a box of Q or of the output: 128 bytes are a swizzled row
 # Batch entries of an L2 group, least and most. Causal, 512 to 4,096 tokens, head_dim 64 to 256:
@@ -65,7 +71,10 @@ FWD_SM90_PARAMS = padded(
     [(f"{name}_map", np.uint64, (MAP_BYTES // 8,)) for name in MAPPED]
     + [("common", ATTENTION_PARAMS), ("scheduler", TILE_SCHEDULER), ("size", np.int32, (MAP_AXES,))]
     + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
-    + [("row_shift", np.int32)],
+    + [("row_shift", np.int32), ("splits", np.int32), ("rows", np.int64)]
+    + [(name, np.uint64) for name in ("partial_out", "partial_stats", "k_lengths")]
+    + [("k_lengths_batch", np.int64, (MAX_BATCH_AXES,))]
+    + [(name, np.int32) for name in ("k_lengths_bytes", "band_from_end")],
     alignment=64,
 )
 
@@ -85,11 +94,22 @@ class FwdSm90(Variant):
     exclusive, q_registers : bool
         Whether a warpgroup has the tensor cores to itself until its products are done; whether Q is
         read from registers.
+    split : bool
+        Whether this build is for a part of the keys each (`splits_of_keys`).
+    lengths : bool
+        Whether this build is for batch entries with numbers of keys of their own.
     """
 
     q_stages: int
     exclusive: bool
     q_registers: bool
+    split: bool = False
+    lengths: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique, for people and for file names."""
+        return super().name + "-lengths" * self.lengths + "-split" * self.split
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -112,6 +132,7 @@ class FwdSm90(Variant):
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
+        work += 16 if self.lengths else 0
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
@@ -126,6 +147,8 @@ class FwdSm90(Variant):
             ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
             ("FA_Q_IN_REGISTERS", int(self.q_registers)),
             ("FA_SM90_PARAMS_BYTES", FWD_SM90_PARAMS.itemsize),
+            *((("FA_SPLIT", 1),) if self.split else ()),
+            *((("FA_LENGTHS", 1),) if self.lengths else ()),
         )
 
     def for_score(self, score: ScoreMod | None) -> FwdSm90:
@@ -226,7 +249,42 @@ def packed_heads(traits: Traits, tile_m: int) -> int:
     return heads if fewer and rows <= MAX_LENGTH else 1
 
 
-def steps(traits: Traits, variant: FwdSm90, multiprocessors: int) -> list[Step]:
+def splits_of_keys(traits: Traits, variant: FwdSm90, multiprocessors: int) -> int:
+    """Return into how many parts the keys of each tile of queries are split; 1 is not at all.
+
+    They are where the tiles leave multiprocessors idle, by a build for products times a positive
+    scale without a mask. Then `fwd_join_splits` follows.
+    """
+    problem = traits.problem
+    if variant.sparse or variant.score is not None or variant.packed:
+        return 1
+    tiles, entries = _tiles(traits, variant)
+    tiles, key_tiles = tiles * entries, -(-problem.k_len // variant.tile_n)
+    if tiles > multiprocessors // 2 or key_tiles < _LEAST_SPLIT_TILES:
+        return 1
+
+    def cost(splits: int) -> int:
+        rounds = -(-tiles * splits // multiprocessors)
+        return rounds * (-(-key_tiles // splits) + (_SPLIT_TILES if splits > 1 else 0))
+
+    most = min(_MOST_SPLITS, key_tiles // _SPLIT_TILES)
+    return min(range(1, most + 1), key=cost)
+
+
+def partial_sizes(traits: Traits, variant: FwdSm90, splits: int) -> dict[str, int]:
+    """Return the bytes of what splits leave: outputs and two statistics of rows, in float32."""
+    rows = math.prod(traits.problem.batch) * traits.problem.q_len * splits
+    return dict(zip(PARTIAL, (4 * variant.dim * rows, 8 * rows), strict=True))
+
+
+def _tiles(traits: Traits, variant: FwdSm90) -> tuple[int, int]:
+    """Return the tiles of query rows of a batch entry of the tensor maps, and these entries."""
+    heads = packed_heads(traits, variant.tile_m)
+    rows = traits.problem.q_len * heads
+    return -(-rows // variant.tile_m), math.prod(traits.mapped_sizes) // heads
+
+
+def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 1) -> list[Step]:
     """Return the launches of a problem: one, unless it has more tiles than one can count.
 
     Parameters
@@ -237,6 +295,9 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int) -> list[Step]:
     multiprocessors : int
         Of the device. Blocks that are fewer than the tiles share them out, and need a counter: the
         part ``counter`` of the workspace.
+    splits : int, optional
+        From `splits_of_keys`. If there are several, the launch writes ``partial_out`` and
+        ``partial_stats`` of the workspace in place of the output.
     """
     problem, heads = traits.problem, packed_heads(traits, variant.tile_m)
     size, strides = list(traits.mapped_sizes), dict(traits.mapped_strides)
@@ -247,16 +308,22 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int) -> list[Step]:
     missing = MAP_AXES - len(size)
     size = [1] * missing + size
     strides = {name: [0] * missing + strides[name] for name in MAPPED}
-    tiles = -(-problem.q_len * heads // variant.tile_m)
+    tiles = splits * _tiles(traits, variant)[0]
 
     params = np.zeros(1, FWD_SM90_PARAMS)
     p = params[0]
     p["common"] = make_params(traits, variant.tile_m)[0][0]
-    p["common"]["q_tiles"], p["common"]["aligned"] = tiles, 1
+    p["common"]["q_tiles"], p["common"]["aligned"] = tiles // splits, 1
     p["size"] = size
     for name in ("q", "k", "v"):
         p[f"{name}_step"] = [step != 0 for step in strides[name]]
     p["row_shift"] = heads.bit_length() - 1
+    for name in traits.key_views:
+        item = p[f"{name}_bytes"] = traits.item[name]
+        steps = [step // item for step in traits.strides[name]]
+        p[f"{name}_batch"][: len(steps)] = steps
+    p["band_from_end"] = problem.band_from_end
+    p["splits"], p["rows"] = splits, math.prod(problem.batch) * problem.q_len
     maps = {
         f"{name}_map": (name, _geometry(traits, variant, name, heads, size, strides, head_strides))
         for name in MAPPED
@@ -284,6 +351,9 @@ def _step(
     addresses = {f"common.{field}": name for field, name in traits.fields.items()}
     if traits.problem.mask is not None:
         addresses |= mask_addresses("common.", whole)
+    addresses |= {name: name for name in traits.key_views}
+    if variant.split:
+        addresses |= {name: name for name in PARTIAL}
     if grid < entries * tiles:
         addresses |= {"scheduler.counter": "counter", "scheduler.mark": MARK}
     return Step(variant, grid, own, addresses, maps, persistent=True)
