@@ -1,10 +1,11 @@
 """Random calls for a given time: against float64, and captured into graphs that are replayed.
 
 Every call is drawn by hypothesis, with the strategies of the tests, and of one of these kinds:
-attention, with key lengths, pages and offsets too, its gradients, causal products, their gradients
-(each held against float64), and, on a GPU, any of them captured into a graph.  A captured call is
-replayed three times while all memory that it gave back belongs to others: results must be the bits
-of an eager call, and the others' memory must stay as it is.
+attention, with key lengths, pages and offsets too, its gradients, causal products, with offsets
+too, their gradients (each held against float64), and, on a GPU, calls of offsets that are out of
+order, and any of them captured into a graph.  A captured call is replayed three times while all
+memory that it gave back belongs to others: results must be the bits of an eager call, and the
+others' memory must stay as it is.
 
 Several processes share the device, each with seeds of its own, until the time is up.  A finding is
 printed with the example that hypothesis reduced it to.
@@ -78,6 +79,20 @@ def product_call(xp: Any, case: Any, name: str) -> Callable[[], tuple[Any, ...]]
     shape = reference.causal_product(*case.arrays)[0].shape
     dout = xp.asarray(normal(np.random.default_rng(7), shape, case.q.dtype))
     return lambda: causal_product_backward(dout, *qkv, **options)
+
+
+def packed_product_call(xp: Any, packed: Any, gradient: bool) -> Callable[[], tuple[Any, ...]]:
+    """Return a call of `causal_product` with packed sequences, or of its gradients."""
+    from fa_cupy import causal_product, causal_product_backward
+    from tests.support.strategies import normal
+
+    q, k, v, _ = packed.case.native(xp)
+    options = packed.options(xp)
+    if not gradient:
+        return lambda: causal_product(q, k, v, return_state=True, **options)
+    shape = reference.causal_product(*packed.case.arrays)[0].shape
+    dout = xp.asarray(normal(np.random.default_rng(7), shape, packed.case.q.dtype))
+    return lambda: causal_product_backward(dout, q, k, v, **options)
 
 
 def _batch(case: Any) -> tuple[int, ...]:
@@ -166,11 +181,28 @@ def kinds(xp: Any) -> dict[str, Any]:
     def product_backward(case: Any, dstate: bool) -> None:
         products.check_gradients(xp, case, dstate, rounded=_rounded(xp, case))
 
+    def packed_product(packed: Any, dstate: bool) -> None:
+        products.check_packed(xp, packed, dstate, rounded=_rounded(xp, packed.case))
+
+    def any_offsets(case: Any) -> None:
+        same, invalid = keyed_cases.by_mask(case)
+        out, lse = map(to_numpy, attention_call(xp, case, False)())
+        assert np.isnan(lse[..., invalid]).all()
+        assert np.isnan(out[..., invalid, :].astype(np.float64)).all()
+        want, want_lse = reference.attention(*same.arrays, **same.options)
+        out[..., invalid, :], lse[..., invalid] = want[..., invalid, :], want_lse[..., invalid]
+        strategies.check_against_reference(same, out, lse)
+        (dout, _), found = gradients.solve(xp, case)
+        gradients.hold(same, found, dout, None, strategies.UNIT[case.q.dtype])
+
     def captured_attention(case: Any, gradient: bool, mode: str) -> None:
         check_captured(attention_call(xp, case, gradient), mode)
 
     def captured_product(case: Any, name: str, mode: str) -> None:
         check_captured(product_call(xp, case, name), mode)
+
+    def captured_packed_product(packed: Any, gradient: bool, mode: str) -> None:
+        check_captured(packed_product_call(xp, packed, gradient), mode)
 
     calls = {"case": strategies.cases()}
     of_products = {"case": products.cases()}
@@ -187,8 +219,16 @@ def kinds(xp: Any) -> dict[str, Any]:
         ),
         "causal_product": (product, of_products),
         "causal_product_backward": (product_backward, {**of_products, "dstate": st.booleans()}),
+        "causal_product with q_offsets": (
+            packed_product,
+            {"packed": products.packed_cases(), "dstate": st.booleans()},
+        ),
     }
-    if xp is not np:
+    if xp is not np:  # the host's own offsets are in order, or the call is refused
+        found["attention with any q_offsets"] = (
+            any_offsets,
+            {"case": keyed_cases.cases_of_any_offsets()},
+        )
         mode = {"mode": st.sampled_from(MODES)}
         gradient = {"gradient": st.booleans(), **mode}
         found["captured attention"] = (captured_attention, {**calls, **gradient})
@@ -198,6 +238,8 @@ def kinds(xp: Any) -> dict[str, Any]:
         found["captured attention, offsets"] = (captured_attention, packed)
         name = {"name": st.sampled_from(PRODUCTS), **mode}
         found["captured products"] = (captured_product, {**of_products, **name})
+        packed = {"packed": products.packed_cases(), **gradient}
+        found["captured products, offsets"] = (captured_packed_product, packed)
     return found
 
 

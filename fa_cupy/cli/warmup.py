@@ -19,13 +19,16 @@ from fa_cupy.cpu import thread_pool
 from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
+from fa_cupy.gpu.kernels.attention import row_intervals
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant, row_serving
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.forward import VARIANTS, reachable
 from fa_cupy.gpu.kernels.linear.cost_model import choose
-from fa_cupy.gpu.kernels.linear.table import PRODUCTS
+from fa_cupy.gpu.kernels.linear.packed import other_rows
+from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
+from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
 from fa_cupy.gpu.kernels.registry import MASKS, PAIRS, SPLITKV
 from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
@@ -62,16 +65,38 @@ def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Vari
     return [row for row in (*attention_backward.VARIANTS, *MASKS) if row in chosen]
 
 
-def serving_products(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
+def serving_products(
+    target: str, dtypes: set[str], dims: set[int], packed: bool = False
+) -> list[Variant]:
     """Return the rows that causal products of these types and dims get, in the table's order."""
     sms = multiprocessors(target)
-    calls = product(dtypes, _ENTRIES, _LENGTHS, dims, ALGORITHMS, (True, False))
-    chosen = set()
+    ways = (False,) if packed else (True, False)
+    calls = product(dtypes, _ENTRIES, _LENGTHS, dims, ALGORITHMS, ways)
+    chosen: set[Variant] = set()
     for dtype, entries, rows, dim, algorithm, mapped in calls:
-        choice = choose(dtype, entries, rows, dim, dim, target, sms, algorithm, mapped)
+        choice = choose(
+            dtype, entries, rows, dim, dim, target, sms, algorithm, mapped, packed=packed
+        )
         if choice is not None:
             chosen |= {row for row, _, _ in choice.launches(dim, dim)}
-    return [row for row in PRODUCTS if row in chosen]
+    return [row for row in (PACKED if packed else PRODUCTS) if row in chosen]
+
+
+def serving_packed(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
+    """Return the rows that calls of packed sequences get, those of products last."""
+    plain = [row for row in serving(target, dtypes, dims) if not row.sparse]
+    found: list[Variant] = [row.for_sequences(True) for row in plain]
+    walked = [dim for dim in dims if dim % DIM_STEP == 0]
+    for dtype, dim, mapped in product(dtypes, walked, (False, True)):
+        wanted = Wanted(dtype, dim, mapped=mapped, packed=True)
+        found += attention_backward.select(wanted, target)
+    products = serving_products(target, dtypes, dims, packed=True)
+    others = [SEQUENCE_SPANS, *(row for row in other_rows.VARIANTS if row.dtype in dtypes)]
+    if found:
+        found.insert(0, row_intervals.VARIANT)
+    if products:
+        found += [*others, *products]
+    return [*dict.fromkeys(found)]
 
 
 def serving_pairs(dtypes: set[str], dims: set[int]) -> list[PairVariant]:
@@ -115,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", choices=SHARED_LIMIT, help="default: the current device's")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: all")
     parser.add_argument("--head-dim", type=length, action="append", help="default: all")
+    parser.add_argument("--packed", action="store_true", help="those of packed sequences too")
     options = parser.parse_args(argv)
     target = options.target or devices.current_target()
     if target is None:
@@ -126,6 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
     rows += serving_splitkv(target, dtypes, dims)
     rows += serving_pairs(dtypes, dims) + serving_products(target, dtypes, dims)
+    if options.packed:
+        rows += serving_packed(target, dtypes, dims)
     for why in unserved(
         target, {DTYPES[name] for name in options.dtype or ()}, set(options.head_dim or ())
     ):

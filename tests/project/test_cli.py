@@ -14,6 +14,7 @@ from fa_cupy.__main__ import COMMANDS, main
 from fa_cupy.cli.warmup import (
     serving,
     serving_backward,
+    serving_packed,
     serving_pairs,
     serving_products,
     serving_splitkv,
@@ -22,11 +23,13 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu.driver import compile, cubin_cache, devices
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
+from fa_cupy.gpu.kernels.attention import row_intervals
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH, Traits
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_splitkv
 from fa_cupy.gpu.kernels.backward import Wanted
-from fa_cupy.gpu.kernels.forward import VARIANTS, reachable, select
+from fa_cupy.gpu.kernels.forward import VARIANTS, Call, reachable, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
+from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.registry import MASKS, ROWS, SPLITKV
 from tests.support.every_run import only
@@ -335,6 +338,30 @@ def test_warmup_knows_every_row_that_is_chosen():
             choice = choose("float16", entries, length, 128, 128, "sm_90a", 132)
             used = {row for row, _, _ in choice.launches(128, 128)}
             assert used <= {*serving_products("sm_90a", {"float16"}, {128})}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_warmup_compiles_what_packed_sequences_can_get(target):
+    rows = serving_packed(target, {"bfloat16", "float64"}, {64, 256})
+    assert len({*rows}) == len(rows)
+    assert all(target in row.targets for row in rows)
+    used = {SEQUENCE_SPANS, row_intervals.VARIANT}
+    for dim, mapped in product((64, 256), (False, target == "sm_90a")):
+        wanted = Wanted("bfloat16", dim, mapped=mapped, packed=True)
+        used |= {*attention_backward.select(wanted, target)}
+        row = select("bfloat16", dim, dim, target, Call(None, mapped, False))
+        used.add(row.for_sequences(True))
+        for length, entries in product((10, 3000), (1, 40)):
+            given = "bfloat16", entries, length, dim, dim, target, 132
+            choice = choose(*given, mapped=False, packed=True)
+            used |= {row for row, _, _ in choice.launches(dim, dim)}
+    assert used <= {*rows}
+    assert {row.packed for row in {*rows} - {SEQUENCE_SPANS, row_intervals.VARIANT}} == {True}
+    assert {row.source for row in rows if row.dtype == "float64"} == {
+        "linear/other_rows",
+        "linear/recurrent_fp64",
+    }
+    assert serving_packed(target, {"float32"}, {300})[0] == SEQUENCE_SPANS
 
 
 def test_warmup_asks_for_a_target_where_there_is_no_device(capsys):

@@ -8,9 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import attention
+from fa_cupy import attention, reference
+from tests.support import keyed_cases, products
+from tests.support.every_run import examples
 from validation import __main__ as command
 from validation import (
     accuracy,
@@ -465,6 +468,42 @@ def test_fuzz_counts_what_ran(capsys, monkeypatch):
     told = capsys.readouterr().out
     assert "calls in 1 s on cpu, seed 5: no finding" in told
     assert "attention" in told
+
+
+@examples(20)
+@given(keyed_cases.packed_cases(finite=True))
+def test_fuzz_knows_who_sees_whom(case):
+    """With offsets of any numbers, results are held against those of a mask."""
+    same, invalid = keyed_cases.by_mask(case)
+    assert not invalid.any()
+    pairs = zip(
+        reference.attention(*case.arrays, **case.options),
+        reference.attention(*same.arrays, **same.options),
+        strict=True,
+    )
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_fuzz_has_kinds_of_packed_sequences():
+    on_host, on_device = fuzz.kinds(np), fuzz.kinds(None)
+    assert {name for name in on_host if "q_offsets" in name} == {
+        "attention with q_offsets",
+        "attention_backward with q_offsets",
+        "causal_product with q_offsets",
+    }
+    assert {name for name in on_device if "offsets" in name and name not in on_host} == {
+        "attention with any q_offsets",
+        "captured attention, offsets",
+        "captured products, offsets",
+    }
+
+
+@examples(10)
+@given(packed=products.packed_cases(), gradient=st.booleans())
+def test_fuzz_calls_packed_products(packed, gradient):
+    found = fuzz.packed_product_call(np, packed, gradient)()
+    assert len(found) == (2 if not gradient else 3 + (packed.initial is not None))
 
 
 def test_fuzz_finds_a_wrong_value(capsys, monkeypatch):

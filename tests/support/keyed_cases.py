@@ -1,11 +1,13 @@
 """Attention problems with key lengths, page tables and offsets, drawn by hypothesis."""
 
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.support import packed_sequences
 from tests.support.strategies import DTYPES, broadcastable, cases, normal
 
 INTEGERS = (np.int32, np.int64)
@@ -194,3 +196,30 @@ def _hide_others(case, of_keys):
         for q, k in zip(itertools.pairwise(of_rows), itertools.pairwise(of_keys), strict=True):
             seen[slice(*q), slice(*k)] = True
         case.bias[..., ~seen] = np.nan
+
+
+@st.composite
+def cases_of_any_offsets(draw, dtypes=DTYPES):
+    """Cases of `cases` with offsets of any numbers, as they may lie in the memory of a device."""
+    case = draw(cases(dtypes))
+    for x in (case.q, case.k, case.v):
+        x[~np.isfinite(x.astype(np.float64))] = 1
+    lengths = case.q.shape[-2], case.k.shape[-2]
+    both = draw(packed_sequences.disordered(lengths, draw(st.integers(0, 4))))
+    case.options["q_offsets"], case.options["k_offsets"] = both
+    if case.options.get("causal_align") is None:
+        case.options["causal_align"] = draw(st.sampled_from(["top_left", "bottom_right"]))
+    return case
+
+
+def by_mask(case):
+    """The same case without offsets, by a mask; and which of its rows are of invalid sequences."""
+    options, sizes = dict(case.options), (case.q.shape[-2], case.k.shape[-2])
+    of_rows = options.pop("q_offsets")
+    of_keys = options.pop("k_offsets", of_rows)
+    names = ("is_causal", "causal_align", "window")
+    band = {name: options.pop(name) for name in names if name in options}
+    seen = packed_sequences.visible(of_rows, of_keys, sizes, **band)
+    mask = seen if case.mask is None else seen & case.mask
+    invalid = packed_sequences.invalid_rows(of_rows, of_keys, sizes)
+    return dataclasses.replace(case, mask=mask, options=options), invalid

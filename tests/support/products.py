@@ -1,5 +1,6 @@
 """Causal products drawn by hypothesis, and plain definitions to hold their results against."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from hypothesis import note
 from hypothesis import strategies as st
 
 from fa_cupy import causal_product, causal_product_backward, reference
+from tests.support import keyed_cases
 from tests.support.strategies import DTYPES, LAYOUTS, UNIT, batches, lay, normal, to_numpy
 
 SINGLE, DOUBLE = DTYPES[2:]
@@ -154,8 +156,14 @@ def check_gradients(xp, case, with_dstate=False, rounded=False):
     for x, mine in zip(given_arrays, got, strict=True):
         assert mine.dtype == x.dtype
         assert mine.shape == x.shape
-    if not all(np.isfinite(a.astype(float)).all() for a in given_arrays):
+    hold_gradients(case, [to_numpy(x) for x in got], dout, dstate, rounded)
+
+
+def hold_gradients(case, got, dout, dstate, rounded=False):
+    """Compare gradients with float64, unless something is not finite; see `check_gradients`."""
+    if not all(np.isfinite(a.astype(float)).all() for a in case.arrays if a is not None):
         return
+    dtype = case.q.dtype
     arrays = (dout, *case.arrays, dstate)
     want = gradients(*arrays, case.reverse)
     sizes = (None if a is None else np.abs(a.astype(float)) for a in arrays)
@@ -165,9 +173,69 @@ def check_gradients(xp, case, with_dstate=False, rounded=False):
     of_terms = 3.5 * UNIT[dtype] if rounded else slack
     tiny = (dtype == DTYPES[0]) * 2.0**-24 * (1 + case.q.shape[-2] * rounded)
     for i, (mine, theirs, terms) in enumerate(zip(got, want, spread, strict=True)):
-        found = to_numpy(mine)
         unit, own = (slack, slack) if i == 3 else (2 * UNIT[dtype], of_terms)
-        check_close(found, theirs, unit * np.abs(theirs) + own * terms + tiny)
+        check_close(mine, theirs, unit * np.abs(theirs) + own * terms + tiny)
+
+
+@dataclass
+class Packed:
+    """A call with packed sequences: a case without a state, and the states and offsets of them."""
+
+    case: Case
+    offsets: np.ndarray
+    initial: np.ndarray | None
+
+    @property
+    def spans(self):
+        return [slice(int(a), int(b)) for a, b in itertools.pairwise(self.offsets)]
+
+    def options(self, xp):
+        """Those of a call in the namespace `xp`."""
+        states = None if self.initial is None else xp.asarray(self.initial)
+        offsets = xp.asarray(self.offsets)
+        return {"initial_state": states, "reverse": self.case.reverse, "q_offsets": offsets}
+
+
+def _state(states, s):
+    return None if states is None else states[..., s, :, :]
+
+
+@st.composite
+def packed_cases(draw, dtypes=DTYPES):
+    """Cases of `cases` with packed sequences, each with its state if there are states."""
+    case = draw(cases(dtypes))
+    bounds = draw(keyed_cases.offsets(draw(st.integers(0, 7)), case.q.shape[-2]))
+    initial, case.initial = case.initial, None
+    if initial is not None:
+        rng = np.random.default_rng(draw(st.integers(0, 100)))
+        shape = *initial.shape[:-2], len(bounds) - 1, *initial.shape[-2:]
+        initial = normal(rng, shape, initial.dtype)
+    return Packed(case, bounds, initial)
+
+
+def check_packed(xp, packed, with_dstate=False, rounded=False):
+    """Compare products of packed sequences and their gradients, each sequence by itself."""
+    case, rng = packed.case, np.random.default_rng(5)
+    q, k, v, _ = case.native(xp)
+    options = packed.options(xp)
+    result = causal_product(q, k, v, return_state=True, **options)
+    dout, dstate = (normal(rng, x.shape, x.dtype) for x in result)
+    dstate = dstate if with_dstate else None
+    grads = causal_product_backward(
+        xp.asarray(dout), q, k, v,
+        dstate=None if dstate is None else xp.asarray(dstate), **options
+    )  # fmt: skip
+    out, state, *grads = map(to_numpy, (*result, *grads))
+    outside = np.ones(out.shape[-2], bool)
+    for s, rows in enumerate(packed.spans):
+        outside[rows] = False
+        alone = [x[..., rows, :] for x in (case.q, case.k, case.v)]
+        own = Case(*alone, _state(packed.initial, s), case.reverse)
+        check_product(own, out[..., rows, :], state[..., s, :, :], rounded)
+        got = [x[..., rows, :] for x in grads[:3]] + [x[..., s, :, :] for x in grads[3:]]
+        hold_gradients(own, got, dout[..., rows, :], _state(dstate, s), rounded)
+    for x in (out, *grads[:3]):
+        assert not x[..., outside, :].astype(float).any()
 
 
 def gradients(dout, q, k, v, initial=None, dstate=None, reverse=False) -> list[Any]:
