@@ -159,7 +159,7 @@ def causal_product(
     problem = linear_problem.product_problem(
         name, *inputs, offsets=keys and _offsets(name, keys, inputs)
     )
-    dispatch.check_out(name, result, problem, inputs)
+    dispatch.check_out(name, result, problem, inputs, keys)
     reverse = checks.flag(name, "reverse", reverse)
     with_state = checks.flag(name, "return_state", return_state)
     algorithm = linear_problem.algorithm(name, algorithm, native.backend, problem.dtype)
@@ -414,7 +414,7 @@ def linear_attention(
     # Of features the dim is not known yet, which the state has.
     known = None if callable(feature_map) else initial
     problem = _problem(name, [*inputs, known], causal, where)
-    dispatch.check_out(name, result, problem, [*inputs, initial])
+    dispatch.check_out(name, result, problem, [*inputs, initial], keys)
     like = inputs[0]
     backend = dispatch.backend_of(native, "packed.products" if keys else "linear_attention")
     if native.backend == "numpy" and like is q and keys is None:

@@ -10,7 +10,6 @@
 // from the intervals of its first and its last row, which its thread finds itself.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
-#include "cuda_src/common/load_index.cuh"
 
 constexpr int kThreads = FA_THREADS;
 
@@ -44,7 +43,12 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as
 struct OffsetArray {
   const void* base;
   int bytes, len;
-  __device__ __forceinline__ int at(int i) const { return load_index(base, i, bytes); }
+  // Beyond 32 bits it is as far out of range at the same end: what comes behind depends on that.
+  __device__ __forceinline__ int at(int i) const {
+    if (bytes == 4) return static_cast<const int*>(base)[i];
+    constexpr int64 kMost = 0x7fffffff;
+    return static_cast<int>(min(max(static_cast<const int64*>(base)[i], -kMost), kMost));
+  }
 };
 
 // Rows [begin, end) of one of the axes.

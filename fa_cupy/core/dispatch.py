@@ -145,10 +145,15 @@ def score_for(name: str, score: Operands | None, need: Sequence[str] = ()) -> di
     return {"score": score}
 
 
-def check_out(name: str, out: Any, problem: Any, inputs: Sequence[Any]) -> None:
-    """Raise unless `out`, where it is given, can take the output of a product."""
+def check_out(name: str, out: Any, problem: Any, inputs: Sequence[Any], keys: Any = None) -> None:
+    """Raise unless `out`, where it is given, can take the output of a product.
+
+    `keys` are the `KeyArrays` of a call with offsets.
+    """
     if out is not None:
-        named = zip(("q", "k", "v", "initial_state"), inputs, strict=False)
+        named = [*zip(("q", "k", "v", "initial_state"), inputs, strict=False)]
+        if keys is not None:
+            named += [("q_offsets", keys.q_offsets), ("k_offsets", keys.k_offsets)]
         attention_problem.check_out(name, out, problem.out_shape, problem.dtype, named)
 
 

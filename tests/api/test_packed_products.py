@@ -364,6 +364,25 @@ def test_other_lengths_of_keys_need_their_offsets():
         linear_attention(X[:5], X, X, q_offsets=np.array([0, 5]), is_causal=False)
 
 
+@pytest.mark.parametrize("function", [causal_product, linear_attention])
+def test_out_may_not_overlap_the_offsets(function):
+    memory = np.zeros(100)
+    out, offsets = memory[:20].reshape(1, 5, 4), memory[10:12].view(np.int64)
+    q = np.ones((1, 5, 4))
+    with pytest.raises(ValueError, match="out overlaps q_offsets in memory, want separate"):
+        function(q, q, q, out=out, q_offsets=offsets)
+    assert not memory.any()
+
+
+def test_out_may_not_overlap_the_offsets_of_keys():
+    memory = np.zeros(100)
+    out, offsets = memory[:20].reshape(1, 5, 4), memory[10:12].view(np.int64)
+    q = np.ones((1, 5, 4))
+    both = {"q_offsets": np.zeros(2, int), "k_offsets": offsets}
+    with pytest.raises(ValueError, match="out overlaps k_offsets in memory, want separate"):
+        linear_attention(q, q, q, out=out, is_causal=False, **both)
+
+
 def test_dstate_is_of_each_sequence():
     with pytest.raises(ValueError, match=r"dstate has shape \(4, 4\), want \(2, 4, 4\)"):
         causal_product_backward(X, X, X, X, q_offsets=OFFSETS, dstate=np.zeros((4, 4), np.float32))

@@ -66,6 +66,32 @@ def test_many_short_sequences(dtype, options, equal):
         np.testing.assert_allclose(x.astype(float), y, atol=5 * tolerance)
 
 
+@pytest.mark.parametrize("k_len", [0, 5])
+@pytest.mark.parametrize("more", [(), ("sinks",), ("bias", "mask"), ("row",)])
+def test_many_short_sequences_without_keys(k_len, more):
+    """Which follow each other, behind the last key that there is."""
+    rng = np.random.default_rng(0)
+    q_offsets, k_offsets = 4 * np.arange(8), np.array([0, *[k_len] * 7])
+    q, dout = rng.standard_normal((2, 2, 28, 8))
+    k, v = rng.standard_normal((2, 2, k_len, 8))
+    options = {"q_offsets": q_offsets, "k_offsets": k_offsets}
+    given = {
+        "sinks": {"sinks": np.full((2, 1), 0.5)},
+        "bias": {"bias": np.ones((28, k_len))},
+        "mask": {"mask": np.ones((2, 28, k_len), bool)},
+        "row": {"bias": np.ones(k_len)},
+    }
+    for name in more:
+        options |= given[name]
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    found = out, lse, *attention_backward(dout, q, k, v, out, lse, **options)[:3]
+    want = *reference.attention(q, k, v, **options), *reference.attention_backward(
+        dout, q, k, v, **options
+    )[:3]  # fmt: skip
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
+
+
 def test_groups_are_of_about_the_same_lengths():
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 200, (2, 300))

@@ -80,7 +80,7 @@ class Group:
 
     def _taken(self, x: Array, places: Array) -> Array:
         """Return rows of each entry, (..., n, rows, dim): a view, or a copy."""
-        if not self.adjacent:
+        if not (self.adjacent and places.size):
             return np.take(x, places, axis=-2)
         count, rows = places.shape
         part = x[..., places[0, 0] : places[0, 0] + count * rows, :]
@@ -104,8 +104,8 @@ class Group:
         if x is None:
             return None
         x = x.reshape((1,) * (2 - x.ndim) + x.shape)
-        rows = self._rows[:, :, None] if x.shape[-2] > 1 else np.zeros((1, 1, 1), np.intp)
-        keys = self._keys[:, None, :] if x.shape[-1] > 1 else np.zeros((1, 1, 1), np.intp)
+        rows = self._rows[:, :, None] if x.shape[-2] != 1 else np.zeros((1, 1, 1), np.intp)
+        keys = self._keys[:, None, :] if x.shape[-1] != 1 else np.zeros((1, 1, 1), np.intp)
         return _in_front(x[..., rows, keys], 3, axes)
 
     def inputs(

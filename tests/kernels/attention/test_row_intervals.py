@@ -91,6 +91,22 @@ def test_sequences_in_order(lengths, band, tiles):
     check_tiles(parts, seen, *tiles)
 
 
+@pytest.mark.parametrize("far", [2**31, 2**32 + 5, 2**62, -(2**31) - 1, -(2**32) + 5, -(2**62)])
+@pytest.mark.parametrize("at", range(4))
+def test_offsets_beyond_32_bits(far, at):
+    """Behind one past the end there is no row left; behind a negative one all is as it was."""
+    sizes, offsets = (90, 80), [np.array([5, 30, 60, 80]) for _ in range(2)]
+    offsets[0][at] = far
+    parts = written(offsets, sizes, {}, 64, 128)
+    first, last = parts["keys_of_row"].T
+    np.testing.assert_array_equal(
+        first[: sizes[0]] < 0, packed_sequences.invalid_rows(*offsets, sizes)
+    )
+    columns = np.arange(sizes[1])
+    seen = (columns >= (first & 0x7FFFFFFF)[:, None]) & (columns <= last[:, None])
+    np.testing.assert_array_equal(seen[: sizes[0]], packed_sequences.visible(*offsets, sizes))
+
+
 @examples(60)
 @given(data=st.data(), band=st.sampled_from(BANDS))
 def test_offsets_of_any_numbers(data, band):
