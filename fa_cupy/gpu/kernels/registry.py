@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
-from fa_cupy.gpu.kernels.attention import row_intervals
+from fa_cupy.gpu.kernels.attention import fwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
