@@ -1,10 +1,10 @@
 // Packed sequences: which keys each query row sees, and which rows see each key.
 //
 // Sequences lie end to end along the rows of q and along those of k.  A row sees a range of the
-// keys of its own sequence, and both ends of the ranges ascend from row to row: so a tile of rows, which
-// may belong to several sequences, sees keys from the first one of its first row to the last one of
-// its last row, and the kernels need no more of sequences than these ranges.  row_intervals.cu
-// writes them; band.cuh reads them in place of a band.
+// keys of its own sequence, and both ends of the ranges ascend from row to row: so a tile of rows,
+// which may belong to several sequences, sees keys from the first one of its first row to the last
+// one of its last row, and the kernels need no more of sequences than these ranges.
+// row_intervals.cu writes them; band.cuh reads them in place of a band.
 #pragma once
 #include "ptx/types.cuh"
 
