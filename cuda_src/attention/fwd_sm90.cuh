@@ -164,8 +164,8 @@ using WorkPipeline = PipelineState<kWorkStages>;
 using KVPipeline = PipelineState<kStages>;  // one for K, one for V
 using QPipeline = PipelineState<kQStages>;  // all warpgroups' rows of a tile, one after the other
 
-// The first key of a work tile's key tiles.  Sequences begin anywhere, and so do tiles in builds for
-// packed ones: on a grid of kTileN keys a sequence would touch half a tile more.
+// The first key of a work tile's key tiles.  Sequences begin anywhere, and so do tiles in builds
+// for packed ones: on a grid of kTileN keys a sequence would touch half a tile more.
 FA_DEVICE int key_origin(const WorkTileInfo& work) {
 #if FA_PACKED
   return work.key_origin;

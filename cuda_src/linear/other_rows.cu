@@ -27,7 +27,8 @@ struct Bits<8> {
   static constexpr Type kNan = 0x7ff8000000000000;
 };
 using Output = Bits<kBytes>::Type;
-using Number = Bits<kBytes == 8 ? 8 : 4>::Type;  // of a state
+using NumberBits = Bits<(kBytes == 8 ? 8 : 4)>;
+using Number = NumberBits::Type;  // of a state
 
 // Rows [begin, end) of the output, if there is one.
 FA_DEVICE void fill_rows(const ProductParams& p, Output* out, int64 begin, int64 end, Output bits) {
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (!is_invalid(span)) return;
   fill_rows(params, out, first, last, params.zero_invalid ? 0 : Bits<kBytes>::kNan);
   if (params.state == nullptr || !work.writes_state) return;
-  const Number bits = params.zero_invalid ? 0 : Bits < kBytes == 8 ? 8 : 4 > ::kNan;
+  const Number bits = params.zero_invalid ? 0 : NumberBits::kNan;
   const int64 elements = static_cast<int64>(params.qk_dim) * params.v_dim;
   Number* state = reinterpret_cast<Number*>(params.state) + work.state;
   for (int64 i = threadIdx.x; i < elements; i += kThreads) {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fa_cupy._bitmask import BitMask
-from fa_cupy.core import dispatch
+from fa_cupy.core import backends, dispatch
 from fa_cupy.keys import layout, offsets
 from fa_cupy.keys.layout import KeyArrays
 
@@ -87,6 +87,10 @@ class Places:
         """Return what a backend's function gets; the device of its arrays must be current."""
         if not self:
             return {}
+        if backend != "numpy":
+            for arg, x in self.options.items():
+                if isinstance(x, np.ndarray) and x.ndim:
+                    backends.gpu("workspace").refuse(self._name, f"{arg} is copied from the host")
         found = {"keys": layout.on_device(backend, self._keys)}
         if backend != "numpy" and isinstance(self._keys.q_offsets, np.ndarray):
             found["on_host"] = self._keys

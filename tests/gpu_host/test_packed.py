@@ -78,6 +78,30 @@ def test_numbers_on_the_host_are_checked():
             call()
 
 
+@pytest.mark.parametrize("arg", ["q_offsets", "k_offsets", "k_lengths", "page_table"])
+def test_arrays_on_the_host_are_not_copied_in_a_capture(arg):
+    """A graph would copy them again, from memory that is no longer theirs."""
+    q, k, v, dout = arrays()
+    options = {arg: OFFSETS[:2]}
+    if "offsets" in arg:
+        options = {"q_offsets": owned(OFFSETS), arg: OFFSETS}
+    if arg == "page_table":
+        k, v = (owned(np.zeros((8, 2, 16, 64), HALF)) for _ in range(2))
+        options = {arg: np.zeros((2, 3), np.int32)}
+    calls = {"attention": lambda: fa_cupy.attention(q, k, v, **options)}
+    if "offsets" in arg:
+        given = dout, q, k, v, q, owned(np.zeros(q.shape[:-1], SINGLE))
+        calls["attention_backward"] = lambda: fa_cupy.attention_backward(*given, **options)
+    for name, call in calls.items():
+        call()
+        with CAPTURE.record():
+            with pytest.raises(
+                NotImplementedError, match=rf"^{name}: cannot be captured .*: {arg} is copied from"
+            ):
+                call()
+            assert not [event for event in CAPTURE.log if event[0] == "launch"]
+
+
 def test_scores_by_positions_are_refused_where_nobody_knows_them():
     q, k, v, _ = arrays()
     mask = owned(np.ones((300, 300), bool))
