@@ -109,9 +109,9 @@ def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
     if isinstance(lengths, (int, np.integer)):
         given = given | {"k_lengths": torch.tensor(lengths, device="cpu")}
     require_tensors(name, (*given,), **given)
-    if torch.compiler.is_compiling() and given.get("k_offsets") is not None:
-        if given["k_offsets"] is given["q_offsets"]:  # which a compiler does not take twice
-            given = given | {"k_offsets": given["k_offsets"].clone()}
+    offsets = given.get("k_offsets")
+    if torch.compiler.is_compiling() and offsets is not None and offsets is given["q_offsets"]:
+        given = given | {"k_offsets": offsets.clone()}  # a compiler takes no tensor twice
     found = [arg for arg in ("k_lengths", "page_table") if given.get(arg) is not None]
     if found and torch.is_grad_enabled():
         for x in tensors:

@@ -60,7 +60,10 @@ def members(struct):
     """(name, type, array length or None) of each member of a struct, in order."""
     packed, struct_name = struct.startswith("packed "), struct.rpartition(" ")[2]
     text = header(STRUCTS[struct][0])
-    body = re.search(rf"struct {struct_name} \{{(.*?)\}};", text, re.DOTALL).group(1)
+    body = re.search(rf"struct {struct_name} \{{(.*?)\n\}};", text, re.DOTALL).group(1)
+    # A union of builds for packed sequences begins as what is there in the others.
+    either = r"#if FA_PACKED(?:(?!#endif).)*?#else(.*?)#endif"
+    body = re.sub(either, r"\1", body, flags=re.DOTALL)
     body = re.sub(r"#if FA_PACKED(.*?)#endif", r"\1" if packed else "", body, flags=re.DOTALL)
     types = {"int64": np.int64, "int": np.int32, "float": np.float32, "MaskLists": MASK_LISTS}
     types |= {"double": np.float64, "ScoreArray": SCORE_ARRAY}
