@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
-from fa_cupy.gpu.kernels.attention import fwd_sm90, row_intervals
+from fa_cupy.gpu.kernels.attention import row_intervals
+from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
@@ -34,16 +35,6 @@ PAIRS: tuple[PairVariant, ...] = (
 )  # fmt: skip
 #: Those of few queries.
 SPLITKV: tuple[fwd_splitkv.FwdSplitkv, ...] = fwd_splitkv.VARIANTS
-#: Builds of ``fwd_sm90`` for split keys and for numbers of keys of entries, and what joins splits.
-OF_KEYS: tuple[Variant, ...] = (
-    *(
-        dataclasses.replace(row, lengths=lengths, split=split)
-        for row in fwd_sm90.VARIANTS
-        if row.dtype == "bfloat16" and not row.sparse
-        for lengths, split in ((False, True), (True, False), (True, True))
-    ),
-    *fwd_join_splits.VARIANTS,
-)
 # Of gradients those without a mask that compute scores, in one of the dtypes; a row for biases has
 # scores of its own.
 _GRADIENTS = [
@@ -58,8 +49,8 @@ SCORED: tuple[Variant, ...] = tuple(
     for rows in (VARIANTS, _GRADIENTS, PAIRS, SPLITKV)
     for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
 )
-# Packed sequences have no mask. One of the dtypes stands for both, as above.
-_OF_SEQUENCES: tuple[Variant, ...] = tuple(
+# What packed sequences and key lengths have builds of. One of the dtypes stands for both.
+_UNMASKED: tuple[Variant, ...] = tuple(
     row
     for row in (*VARIANTS, *attention_backward.VARIANTS)
     if row.dtype == "bfloat16" and not row.sparse
@@ -69,17 +60,28 @@ _SCORED_DIM = 128
 #: Builds of attention and its gradients for packed sequences, and the kernel that precedes them.
 PACKED_ATTENTION: tuple[Variant, ...] = (
     row_intervals.VARIANT,
-    *(row.for_sequences(True) for row in _OF_SEQUENCES),
+    *(row.for_sequences(True) for row in _UNMASKED),
     *(
         row.for_score(score).for_sequences(True)
         for row, score in zip(
-            (row for row in _OF_SEQUENCES if row.dim == _SCORED_DIM and row.score is None),
+            (row for row in _UNMASKED if row.dim == _SCORED_DIM and row.score is None),
             itertools.cycle(SCORE_EXAMPLES),
             strict=False,
         )
     ),
 )
+#: Builds of ``fwd_sm90`` for batch entries with numbers of keys of their own, for a part of the
+#: keys each, and for both; and the kernel that joins parts.
+SPLIT: tuple[Variant, ...] = (
+    *(
+        dataclasses.replace(row, lengths=lengths, split=split)
+        for row in _UNMASKED
+        if isinstance(row, FwdSm90)
+        for lengths, split in ((True, False), (False, True), (True, True))
+    ),
+    *fwd_join_splits.VARIANTS,
+)
 ROWS: tuple[Variant, ...] = (
     *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
-    *SPLITKV, *OF_KEYS, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION,
+    *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *SPLIT,
 )  # fmt: skip

@@ -23,8 +23,6 @@ class ProductVariant(Variant):
     ----------
     blocks : int
         Blocks that should fit on a multiprocessor.
-    packed : bool
-        Whether the row is for packed sequences.
     algorithm : str
         Of `fa_cupy.core.linear_problem.ALGORITHMS`, for rows that compute outputs; else empty.
     sums_states : bool
@@ -32,14 +30,8 @@ class ProductVariant(Variant):
     """
 
     blocks: int
-    packed: bool = False
     algorithm: ClassVar[str] = ""
     sums_states: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        """Unique, for people and for file names."""
-        return super().name + ("-packed" if self.packed else "")
 
     @functools.cached_property
     def targets(self) -> tuple[str, ...]:
@@ -64,7 +56,7 @@ class ProductVariant(Variant):
             ("FA_BLOCKS", self.blocks),
             ("FA_SHARED_BYTES", self.shared_bytes),
             ("FA_PARAMS_BYTES", params.itemsize),
-            *((("FA_PACKED", 1),) if self.packed else ()),
+            *self.packed_defines,
         )
 
 
