@@ -1,5 +1,4 @@
-// Joins the outputs of key splits that fwd_sm90 has left (its builds with kSplit): a warp has a
-// row.
+// Joins the outputs of key splits that builds of fwd_sm90 with kSplit have left: a warp has a row.
 //
 // Splits are added up in their order, as those of fwd_splitkv are, by the same functions.
 #include "cuda_src/common/splitkv_rows.cuh"

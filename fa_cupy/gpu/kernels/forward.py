@@ -126,7 +126,7 @@ def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | 
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
-    return found and found.for_sequences(problem.offsets is not None)
+    return found if found is None or problem.offsets is None else found.for_sequences(True)
 
 
 def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocessors: int) -> bool:
@@ -136,18 +136,20 @@ def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocesso
     would read the keys for each head. It alone reads pages, and lengths of keys but for more rows
     with plain scores.
     """
-    problem, rows = traits.problem, traits.problem.q_len * heads_of_tile(traits)
-    if problem.offsets is not None:
-        return False
+    problem = traits.problem
     if problem.pages is not None:
         return True
+    of_lengths = problem.k_lengths is not None
+    if problem.offsets is not None or (problem.q_len > _SPLIT_ROWS and not of_lengths):
+        return False
+    rows = problem.q_len * heads_of_tile(traits)
     if isinstance(variant, FwdSm90) and variant.score is None:
         # Of some numbers of heads each reads the keys for itself there.
         packed = fwd_sm90.packed_heads(traits, variant.tile_m) == heads_of_tile(traits)
         many = rows > _FEW_ROWS or problem.k_len >= _MANY_KEYS
         if rows > _SPLIT_ROWS or (packed and many):
             return False
-    if problem.k_lengths is not None:
+    if of_lengths:
         return True
     if rows > _SPLIT_ROWS or problem.k_len < _SPLIT_KEYS or not supports(problem):
         return False
@@ -186,7 +188,8 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     elif isinstance(variant, FwdSm80 | FwdSm90):
         variant = variant.for_score(traits.score)
     assert isinstance(variant, FwdSm80 | FwdSm90)
-    variant = variant.for_sequences(problem.offsets is not None)
+    if problem.offsets is not None:
+        variant = variant.for_sequences(True)
     if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
         variant = dataclasses.replace(variant, lengths=True)
     if isinstance(variant, FwdSm80):

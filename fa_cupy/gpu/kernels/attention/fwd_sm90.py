@@ -255,12 +255,16 @@ def splits_of_keys(traits: Traits, variant: FwdSm90, multiprocessors: int) -> in
     They are where the tiles leave multiprocessors idle, by a build for products times a positive
     scale without a mask. Then `fwd_join_splits` follows.
     """
-    problem = traits.problem
+    problem, tile_m = traits.problem, variant.tile_m
     if variant.sparse or variant.score is not None or variant.packed:
         return 1
-    tiles, entries = _tiles(traits, variant)
-    tiles, key_tiles = tiles * entries, -(-problem.k_len // variant.tile_n)
-    if tiles > multiprocessors // 2 or key_tiles < _LEAST_SPLIT_TILES:
+    key_tiles, most_tiles = -(-problem.k_len // variant.tile_n), multiprocessors // 2
+    entries = math.prod(problem.batch)
+    if key_tiles < _LEAST_SPLIT_TILES or entries * problem.q_len > most_tiles * tile_m:
+        return 1
+    heads = packed_heads(traits, tile_m)
+    tiles = entries // heads * -(-problem.q_len * heads // tile_m)
+    if tiles > most_tiles:
         return 1
 
     def cost(splits: int) -> int:
@@ -275,13 +279,6 @@ def partial_sizes(traits: Traits, variant: FwdSm90, splits: int) -> dict[str, in
     """Return the bytes of what splits leave: outputs and two statistics of rows, in float32."""
     rows = math.prod(traits.problem.batch) * traits.problem.q_len * splits
     return dict(zip(PARTIAL, (4 * variant.dim * rows, 8 * rows), strict=True))
-
-
-def _tiles(traits: Traits, variant: FwdSm90) -> tuple[int, int]:
-    """Return the tiles of query rows of a batch entry of the tensor maps, and these entries."""
-    heads = packed_heads(traits, variant.tile_m)
-    rows = traits.problem.q_len * heads
-    return -(-rows // variant.tile_m), math.prod(traits.mapped_sizes) // heads
 
 
 def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 1) -> list[Step]:
@@ -308,7 +305,7 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
     missing = MAP_AXES - len(size)
     size = [1] * missing + size
     strides = {name: [0] * missing + strides[name] for name in MAPPED}
-    tiles = splits * _tiles(traits, variant)[0]
+    tiles = splits * -(-problem.q_len * heads // variant.tile_m)
 
     params = np.zeros(1, FWD_SM90_PARAMS)
     p = params[0]
