@@ -31,6 +31,7 @@
 #include "ptx/wgmma.cuh"
 
 // --------------------------------------------------------------------------------------- producers
+#if FA_SPLIT
 // Returns which of the key tiles that a lane has found are in a split of those that lane kGroups
 // has; for that lane never none, which others process as hidden: the tile past the last key is.
 FA_DEVICE KeyTiles split_tiles(const FwdSm90Params& params, const KeyTiles& keys, int split) {
@@ -45,6 +46,7 @@ FA_DEVICE KeyTiles split_tiles(const FwdSm90Params& params, const KeyTiles& keys
   return {max(keys.begin, from), max(max(keys.begin, from), min(keys.end, to)), keys.full_begin,
           keys.full_end};
 }
+#endif
 
 // Writes the work tile with an index of the schedule, by a warp; returns false past the last one.
 FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& shared, int stage,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -191,7 +190,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     if problem.offsets is not None:
         variant = variant.for_sequences(True)
     if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
-        variant = dataclasses.replace(variant, lengths=True)
+        variant = variant.for_keys(lengths=True, split=False)
     if isinstance(variant, FwdSm80):
         return _with_intervals(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
@@ -204,7 +203,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
 
     splits = fwd_sm90.splits_of_keys(traits, variant, launcher.multiprocessors)
     if splits > 1:
-        variant = dataclasses.replace(variant, split=True)
+        variant = variant.for_keys(variant.lengths, split=True)
     steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors, splits)
     if splits > 1:
         steps.append(fwd_join_splits.step(traits, variant.dim, splits))

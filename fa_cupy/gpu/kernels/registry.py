@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
@@ -74,7 +73,7 @@ PACKED_ATTENTION: tuple[Variant, ...] = (
 #: keys each, and for both; and the kernel that joins parts.
 SPLIT: tuple[Variant, ...] = (
     *(
-        dataclasses.replace(row, lengths=lengths, split=split)
+        row.for_keys(lengths, split)
         for row in _UNMASKED
         if isinstance(row, FwdSm90)
         for lengths, split in ((True, False), (False, True), (True, True))
