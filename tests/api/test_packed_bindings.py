@@ -343,6 +343,11 @@ def test_torch_on_a_gpu(cupy, case, on_host):
         place = "cpu" if on_host else device
         function, shapes = cases(fa_cupy.torch, lambda x, p=place: torch.tensor(x, device=p))[case]
         given = [torch.tensor(x, requires_grad=True, device=device) for x in draw(*shapes)]
+        if (case, place) == ("attention with a score", "cuda"):
+            # The mask that stands in for offsets on a device knows no positions in sequences.
+            with pytest.raises(NotImplementedError, match=r"^attention: "):
+                function(*given)
+            return
         results = function(*given)
         results = results if isinstance(results, tuple) else (results,)
         sum(x.sin().sum() for x in results).backward()

@@ -54,7 +54,7 @@ def limit(dtype, of):
     Kernels round the products of queries and keys to 16 bits: what cancels in a sum leaves errors
     of the size of its neighbours.
     """
-    beside = np.abs(of).max(axis=-1, keepdims=True, initial=0) * (UNIT[dtype] > 1e-5)
+    beside = max(1, np.abs(of).max(initial=0)) * (UNIT[dtype] > 1e-5)
     return (
         8 * UNIT[dtype] * np.abs(of)
         + 8 * UNIT[dtype] * beside

@@ -21,6 +21,7 @@ from tests.support import plans
 
 HALF = np.dtype(np.float16)
 SM90, SM80 = "attention/fwd_sm90", "attention/fwd_sm80"
+JOIN = "attention/fwd_join_splits"
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 1000)
 
 
@@ -64,7 +65,8 @@ def run_and_check(arrays, kernel=SM90, layouts=("dense",) * 5, **options):
     poison(2 * rows * v.shape[-1], 4 * rows)
     out, lse = attention(*native, return_lse=True, **options)
     check_against_reference(case, out.get(), lse.get())
-    assert kernels() == [kernel]
+    # Few tiles of long keys are split, and joined by a second kernel.
+    assert set(kernels()) - {JOIN} == {kernel}
     return out, lse
 
 
