@@ -44,7 +44,7 @@ def test_every_call_has_a_name_of_its_own(stored):
     names = Counter(call.name for call in outcomes.calls())
     assert max(names.values()) == 1
     assert outcomes.gone(stored) == []
-    assert outcomes.FILE.stat().st_size < 330e3  # 20e3 for the digests of each machine
+    assert outcomes.FILE.stat().st_size < 350e3  # 20e3 for the digests of each machine
 
 
 def test_every_public_function_is_called():

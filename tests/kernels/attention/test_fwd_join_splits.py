@@ -32,7 +32,7 @@ def split(monkeypatch):
     return set_to
 
 
-@pytest.mark.parametrize("row", some(ROWS, lambda row: row.dtype, 2), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", some(ROWS, lambda row: row.dtype), ids=lambda row: row.name)
 def test_every_row(row, split):
     split(3)
     q, k, v = (draw(2, n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (150, 700, 700))

@@ -86,6 +86,10 @@ SOURCES = {
     "cvt_rn_f16x2_f32": narrowing("cvt_rn_f16x2_f32"),
     "cvt_rn_bf16x2_f32": narrowing("cvt_rn_bf16x2_f32"),
     "tid_x_again": "  at<int>(p.out)[i] = tid_x_again();",
+    "prefetch_l1": """
+  prefetch_l1(&at<uint32>(p.x)[i]);
+  at<uint32>(p.out)[i] = at<uint32>(p.x)[i];
+""",
     "mma_m16n8k16_f32_f16": mma("mma_m16n8k16_f32_f16"),
     "mma_m16n8k16_f32_bf16": mma("mma_m16n8k16_f32_bf16"),
     "ldmatrix_x4": ldmatrix("ldmatrix_x4"),
@@ -349,6 +353,13 @@ def test_narrowing_rounds_to_nearest_even_the_first_one_low(run, name, dtype):
 def test_tid_x_again(run):
     got = run("tid_x_again", ((3, 128), np.int32), threads=3 * 128)
     np.testing.assert_array_equal(got, np.broadcast_to(np.arange(128), (3, 128)))
+
+
+@pytest.mark.gpu
+def test_prefetch_l1(run):
+    """What was asked for ahead of time is what is there."""
+    x = np.arange(384, dtype=np.uint32)
+    np.testing.assert_array_equal(run("prefetch_l1", (x.shape, x.dtype), x, threads=x.size), x)
 
 
 @pytest.mark.gpu
