@@ -179,8 +179,9 @@ FA_DEVICE uint32 visible_queries(const AttentionParams& p, int key, int from, in
 }
 
 #if FA_PACKED
-// Where the tiles of both sides have to agree on who works with whom: what row_intervals.cu has
-// written down.  A band tells it from either side, but not rows and keys that have no partner.
+// The tiles of query rows that work on a tile of keys, as row_intervals.cu has written them.
+// Blocks of keys take turns by this relation, so both sides must read the same one; a band alone
+// leaves it open for rows that see no key and keys that no row sees.
 FA_DEVICE TileRange recorded_query_tiles(const AttentionParams& p, int key_tile) {
   const Interval tiles = p.intervals.query_tiles[key_tile];
   return tiles.last < tiles.first ? TileRange{0, 0} : TileRange{tiles.first, tiles.last + 1};

@@ -14,7 +14,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
-// Rows of some key columns; zeros where there are none.
+// Rows of some key columns, zeros behind the last row and the last column.
 FA_DEVICE void load_rows(double (&to)[kTileRows][kDim], const double* from, int64 stride, int rows,
                          int cols) {
   for (int i = threadIdx.x; i < kTileRows * kDim; i += kThreads) {

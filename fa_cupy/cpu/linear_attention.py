@@ -196,7 +196,7 @@ class Products:
     xp: Any = np
 
     def clear(self, grad: Array, of_keys: bool) -> None:
-        """Write 0 to rows that belong to no sequence: there is none."""
+        """Do nothing: without offsets each row belongs to a sequence."""
 
     def product(
         self,

@@ -169,7 +169,7 @@ class Intervals(NamedTuple):
     Attributes
     ----------
     first, last : array of int64, shape (q_len,)
-        Of the keys; `last` is less than `first` where there is none.
+        Of the keys; `last` is less than `first` for a row that sees no key.
     bad : array of bool, shape (q_len,)
         Whether the query's sequence has an offset that descends or is out of range.
     """

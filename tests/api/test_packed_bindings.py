@@ -246,7 +246,7 @@ def test_lengths_have_no_gradients(library):
 
 
 def test_torch_operators_keep_their_promises(torch):
-    """Shapes, dtypes and strides of results are those that a compiler was told."""
+    """Shapes, dtypes and strides of results are those of the fake kernels."""
     from fa_cupy.torch import operators  # noqa: F401, which registers them
 
     def turned(*shape):

@@ -102,7 +102,7 @@ def test_arrays_on_the_host_are_not_copied_in_a_capture(arg):
             assert not [event for event in CAPTURE.log if event[0] == "launch"]
 
 
-def test_scores_by_positions_are_refused_where_nobody_knows_them():
+def test_scores_by_positions_are_refused_where_no_kernel_knows_them():
     q, k, v, _ = arrays()
     mask = owned(np.ones((300, 300), bool))
     options = {"mask": mask, "softcap": 3.0}  # which no kernel has with an expression

@@ -1,6 +1,6 @@
 """The launches of attention backward: which kernels, in which order, in which workspace.
 
-Of packed sequences, ``row_intervals`` finds out first who sees whom.
+Of packed sequences, ``row_intervals`` first writes which keys each row sees.
 ``bwd_preprocess`` comes next. Then ``bwd_sm90`` computes dK and dV and adds up dQ in float32,
 which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and dV and
 ``bwd_dq_sm90`` dQ, where dims are wide; or ``bwd_dkdv_sm80`` and ``bwd_dq_sm80`` do, for what

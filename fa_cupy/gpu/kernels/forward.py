@@ -20,7 +20,7 @@ from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
-from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, supports
+from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, partial_sizes, supports
 from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
@@ -141,10 +141,11 @@ def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocesso
     of_lengths = problem.k_lengths is not None
     if problem.offsets is not None or (problem.q_len > _SPLIT_ROWS and not of_lengths):
         return False
-    rows = problem.q_len * heads_of_tile(traits)
+    heads = heads_of_tile(traits)
+    rows = problem.q_len * heads
     if isinstance(variant, FwdSm90) and variant.score is None:
         # Of some numbers of heads each reads the keys for itself there.
-        packed = fwd_sm90.packed_heads(traits, variant.tile_m) == heads_of_tile(traits)
+        packed = fwd_sm90.packed_heads(traits, variant.tile_m) == heads
         many = rows > _FEW_ROWS or problem.k_len >= _MANY_KEYS
         if rows > _SPLIT_ROWS or (packed and many):
             return False
@@ -192,14 +193,14 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
         variant = variant.for_keys(lengths=True, split=False)
     if isinstance(variant, FwdSm80):
-        return _with_intervals(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
+        return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
         if problem.k_lengths is not None:
             return fwd_splitkv.make_plan(traits, launcher)
         plain = for_any_layout(problem, launcher.target)
         assert isinstance(plain, FwdSm80)
-        return _with_intervals(traits, plain, fwd_sm80.steps(traits, plain), names, launcher)
+        return _plan(traits, plain, fwd_sm80.steps(traits, plain), names, launcher)
 
     splits = fwd_sm90.splits_of_keys(traits, variant, launcher.multiprocessors)
     if splits > 1:
@@ -207,10 +208,10 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors, splits)
     if splits > 1:
         steps.append(fwd_join_splits.step(traits, variant.dim, splits))
-    return _with_intervals(traits, variant, steps, names, launcher, fallback)
+    return _plan(traits, variant, steps, names, launcher, fallback)
 
 
-def _with_intervals(
+def _plan(
     traits: Traits,
     variant: FwdSm80 | FwdSm90,
     steps: list[Step],
@@ -218,10 +219,11 @@ def _with_intervals(
     launcher: Launcher,
     fallback: Callable[[], Plan] | None = None,
 ) -> Plan:
-    """Return the plan of a kernel's launches, behind those that packed sequences need."""
+    """Return the plan of a kernel's launches, with what packed sequences need before them."""
     sizes: dict[str, int] = {}
     if isinstance(variant, FwdSm90) and variant.split:
-        sizes |= fwd_sm90.partial_sizes(traits, variant, int(steps[0].params["splits"][0]))
+        p = steps[0].params[0]
+        sizes |= partial_sizes(variant.dim, int(p["rows"]) * int(p["splits"]))
     if any("scheduler.counter" in step.addresses for step in steps):
         sizes["counter"] = COUNTER_BYTES
     if traits.problem.offsets is not None:

@@ -200,6 +200,12 @@ class Traits:
             self.item["page_table"] = problem.pages.dtype.itemsize
         if self.key_views or len(self.views) > len(_ROWS):
             self.sizes, self.strides = merge_axes(problem.batch, {**self.views, **self.key_views})
+        #: How they lie in memory, for the fields ``<name>_bytes`` and ``<name>_batch`` of a struct.
+        self.key_fields: dict[str, Any] = {}
+        for name in self.key_views:
+            item, steps = self.item[name], self.strides[name]
+            own = [*[step // item for step in steps], *[0] * (MAX_BATCH_AXES - len(steps))]
+            self.key_fields |= {f"{name}_bytes": item, f"{name}_batch": own}
         self.score = score_mod_of(problem)
         score_arrays = {} if problem.score is None else score_pointers(problem)
         sinks = () if problem.sinks is None else ("sinks",)

@@ -122,15 +122,7 @@ def _fits_wide_tiles(score: ScoreMod) -> bool:
 def _rows() -> Iterator[BwdSm90]:
     # dim, tile_m, stages, store_threads, defer_dq, l2_groups, why
     rows = (
-        (
-            64,
-            128,
-            2,
-            3,
-            True,
-            (16, 8, 16),
-            "K and V are read once for 128 queries, turns may be late",
-        ),
+        (64, 128, 2, 3, True, (16, 8, 16), "K and V serve 128 queries at once, turns may be late"),
         (96, 64, 3, 3, False, (16, 16, 8), "as for 128; late turns cost more with two stores"),
         (128, 64, 3, 2, False, (16, 16, 8), "dK and dV fill half of the registers; Q stays longer"),
     )

@@ -25,6 +25,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     make_params,
     mask_addresses,
 )
+from fa_cupy.gpu.kernels.attention.splitkv.params import PARTIAL
 from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
@@ -41,8 +42,6 @@ from fa_cupy.gpu.plan import MARK, Step
 MAPPED = ("q", "k", "v", "out")
 #: Bytes of the counter that blocks take tiles from, and of the mark that it was set for.
 COUNTER_BYTES = 16
-#: What splits of the keys leave in a workspace: `partial_sizes`.
-PARTIAL = ("partial_out", "partial_stats")
 # To begin and to end a split takes about as long as so many tiles of keys. Fewer tiles than the
 # second number are not worth a second launch.
 _SPLIT_TILES, _LEAST_SPLIT_TILES = 4, 16
@@ -72,7 +71,7 @@ FWD_SM90_PARAMS = padded(
     + [("common", ATTENTION_PARAMS), ("scheduler", TILE_SCHEDULER), ("size", np.int32, (MAP_AXES,))]
     + [(f"{name}_step", np.int32, (MAP_AXES,)) for name in ("q", "k", "v")]
     + [("row_shift", np.int32), ("splits", np.int32), ("rows", np.int64)]
-    + [(name, np.uint64) for name in ("partial_out", "partial_stats", "k_lengths")]
+    + [(name, np.uint64) for name in (*PARTIAL, "k_lengths")]
     + [("k_lengths_batch", np.int64, (MAX_BATCH_AXES,))]
     + [(name, np.int32) for name in ("k_lengths_bytes", "band_from_end")],
     alignment=64,
@@ -283,12 +282,6 @@ def splits_of_keys(traits: Traits, variant: FwdSm90, multiprocessors: int) -> in
     return min(range(1, most + 1), key=cost)
 
 
-def partial_sizes(traits: Traits, variant: FwdSm90, splits: int) -> dict[str, int]:
-    """Return the bytes of what splits leave: outputs and two statistics of rows, in float32."""
-    rows = math.prod(traits.problem.batch) * traits.problem.q_len * splits
-    return dict(zip(PARTIAL, (4 * variant.dim * rows, 8 * rows), strict=True))
-
-
 def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 1) -> list[Step]:
     """Return the launches of a problem: one, unless it has more tiles than one can count.
 
@@ -323,10 +316,8 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
     for name in ("q", "k", "v"):
         p[f"{name}_step"] = [step != 0 for step in strides[name]]
     p["row_shift"] = heads.bit_length() - 1
-    for name in traits.key_views:
-        item = p[f"{name}_bytes"] = traits.item[name]
-        steps = [step // item for step in traits.strides[name]]
-        p[f"{name}_batch"][: len(steps)] = steps
+    for field, value in traits.key_fields.items():
+        p[field] = value
     p["band_from_end"] = problem.band_from_end
     p["splits"], p["rows"] = splits, math.prod(problem.batch) * problem.q_len
     maps = {

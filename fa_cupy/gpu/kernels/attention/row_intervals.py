@@ -1,4 +1,4 @@
-"""The host side of ``row_intervals``: who sees whom in packed sequences."""
+"""The host side of ``row_intervals``: which keys each row of packed sequences sees."""
 
 from __future__ import annotations
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
-from fa_cupy.gpu.kernels.attention.splitkv.params import FWD_SPLITKV_PARAMS, make_splitkv_params
+from fa_cupy.gpu.kernels.attention.splitkv.params import (
+    FWD_SPLITKV_PARAMS,
+    PARTIAL,
+    make_splitkv_params,
+)
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
 from fa_cupy.gpu.plan import Step
 
@@ -61,6 +65,6 @@ def step(traits: Traits, dim: int, splits: int) -> Step:
     params = make_splitkv_params(traits, variant.tile_m, variant.tile_n, slots=1)
     params["splits"], params["heads"] = splits, 1
     addresses = {f"common.{field}": name for field, name in traits.fields.items()}
-    addresses |= {name: name for name in ("partial_out", "partial_stats", *traits.key_views)}
+    addresses |= {name: name for name in (*PARTIAL, *traits.key_views)}
     grid = -(-int(params["rows"][0]) // variant.warps)
     return Step(variant, grid, params, addresses)

@@ -11,6 +11,7 @@ from fa_cupy.gpu.kernels.attention.splitkv.params import (
     FWD_SPLITKV_PARAMS,
     heads_of_tile,
     make_splitkv_params,
+    partial_sizes,
 )
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
 from fa_cupy.gpu.plan import MARK, Launcher, Plan, Step, Workspace, workspace_of
@@ -111,8 +112,7 @@ def step(
     addresses |= {name: name for name in traits.key_views}
     space = None
     if splits > 1:
-        outputs, stats = 4 * variant.dim * rows * splits, 8 * rows * splits
-        sizes = {"partial_out": outputs, "partial_stats": stats, "arrivals": 8 * tiles}
+        sizes = partial_sizes(variant.dim, rows * splits) | {"arrivals": 8 * tiles}
         space = workspace_of(sizes)
         addresses |= {**dict(zip(sizes, sizes, strict=True)), "mark": MARK}
     kept = ("q", "k", "v") if p["aligned"] else ()
@@ -131,6 +131,8 @@ def make_plan(traits: Traits, launcher: Launcher, variant: FwdSplitkv | None = N
     variant : FwdSplitkv, optional
         A row whose build for the scores of the problem runs; by default what `select` picks.
     """
-    row = (variant or select(traits, launcher.target)).for_score(traits.score)
+    row = variant or select(traits, launcher.target)
+    if traits.score is not None:
+        row = row.for_score(traits.score)
     found, space = step(traits, row, launcher.multiprocessors)
     return Plan([found], (*traits.pointers, *traits.key_views), launcher, space)

@@ -17,6 +17,8 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 
 _KEY_ARRAYS = ("k_lengths", "page_table")
+#: What splits of the keys leave in a workspace: `partial_sizes`.
+PARTIAL = ("partial_out", "partial_stats")
 _MOST_SPLITS = 128
 # To begin and to end a split, and to join it, takes about as long as so many tiles of keys.
 _SPLIT_TILES = 2
@@ -87,6 +89,19 @@ def splits_of(tiles: int, key_tiles: int, slots: int) -> int:
     return min(range(1, max(1, min(_MOST_SPLITS, key_tiles)) + 1), key=cost)
 
 
+def partial_sizes(dim: int, rows: int) -> dict[str, int]:
+    """Return the bytes of what splits leave: outputs and two statistics of rows, in float32.
+
+    Parameters
+    ----------
+    dim : int
+        That outputs are padded to.
+    rows : int
+        Of all splits together.
+    """
+    return dict(zip(PARTIAL, (4 * dim * rows, 8 * rows), strict=True))
+
+
 def make_splitkv_params(
     traits: Traits, tile_m: int, tile_n: int, slots: int
 ) -> np.ndarray[Any, Any]:
@@ -106,10 +121,8 @@ def make_splitkv_params(
     p = params[0]
     common, _, aligned = make_params(traits, tile_m)
     p["common"] = common[0]
-    for name in traits.key_views:
-        item = p[f"{name}_bytes"] = traits.item[name]
-        steps = [step // item for step in traits.strides[name]]
-        p[f"{name}_batch"][: len(steps)] = steps
+    for field, value in traits.key_fields.items():
+        p[field] = value
     p["page_size"], p["pages"] = 1, 1
     if problem.pages is not None:
         size, item = problem.pages.size, problem.dtype.itemsize
