@@ -8,14 +8,17 @@ from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90, row_intervals
+from fa_cupy.gpu.kernels.attention import fwd_fp64, fwd_sm80, fwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.attention_params import (
     MASK_PARTS,
     MAX_BATCH_AXES,
     MAX_LENGTH,
     Traits,
 )
+from fa_cupy.gpu.kernels.attention.fwd_fp64 import FwdFp64
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
@@ -25,8 +28,12 @@ from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
-#: All rows, in their builds for products times a positive scale.
+#: A row of a kernel that takes tiles of queries.
+Row = FwdSm80 | FwdSm90 | FwdFp64
+#: All rows of 16-bit types, in their builds for products times a positive scale.
 VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
+#: The same of float64.
+WIDE_VARIANTS: tuple[FwdFp64, ...] = fwd_fp64.VARIANTS
 # fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
 # keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
@@ -35,6 +42,8 @@ _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
 # one query to 1,024 keys 12.6 and 13.7 (head_dim 64: 9.7 and 12.8), 8,192 21.9 and 20.4; 16 queries
 # 127 and 22; 16 entries of 8,192 keys 182 and 176.
 _FEW_ROWS, _MANY_KEYS = 16, 4096
+# So many queries in float64 leave most of each tile of fwd_fp64 empty: products of cuBLAS do then.
+_FEW_WIDE_QUERIES = 16
 
 
 class Call(NamedTuple):
@@ -61,7 +70,7 @@ _PLAIN = Call()
 @functools.cache
 def select(
     dtype: str, head_dim: int, v_dim: int, target: str | None, call: Call = _PLAIN
-) -> FwdSm80 | FwdSm90 | None:
+) -> Row | None:
     """Pick the variant that serves a forward call: the only place where that is decided.
 
     Parameters
@@ -77,12 +86,12 @@ def select(
     Returns
     -------
     Variant or None
-        None where no kernel serves the call: float32 and float64, dims above 256, old devices.
-        `fa_cupy.gpu.cublas.attention` does then.
+        None where no kernel serves the call: float32, masks of float64, dims above 256, old
+        devices. `fa_cupy.gpu.cublas.attention` does then.
     """
     fits = [
         variant
-        for variant in VARIANTS
+        for variant in (*VARIANTS, *WIDE_VARIANTS)
         if variant.dtype == dtype
         and variant.dim >= max(head_dim, v_dim)
         and target in variant.targets
@@ -92,16 +101,14 @@ def select(
     return found and found.for_score(call.score)
 
 
-def _serves(variant: FwdSm80 | FwdSm90, call: Call) -> bool:
+def _serves(variant: Row, call: Call) -> bool:
     """Whether a variant can take a call of its dtype and dims."""
     if variant.sparse != call.masked:
         return False
-    if isinstance(variant, FwdSm80):
-        return True
-    return call.mapped
+    return call.mapped or not isinstance(variant, FwdSm90)
 
 
-def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[FwdSm80 | FwdSm90]:
+def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[Row]:
     """Return all variants that plain calls of this type and these dims get, first choices first."""
     found = {
         select(dtype, head_dim, v_dim, target, Call(None, *call))
@@ -110,7 +117,7 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
     return sorted((variant for variant in found if variant), key=lambda variant: variant.rank)
 
 
-def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | None:
+def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
@@ -123,12 +130,14 @@ def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | 
         return None
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
+    if problem.dtype == np.float64 and problem.q_len <= _FEW_WIDE_QUERIES:
+        return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
     return found if found is None or problem.offsets is None else found.for_sequences(True)
 
 
-def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocessors: int) -> bool:
+def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:
     """Whether ``fwd_splitkv`` solves a problem, rather than this row.
 
     It does where few rows share keys, if their tiles leave multiprocessors idle, or `fwd_sm80`
@@ -185,15 +194,17 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         variant = select(problem.dtype.name, *dims, launcher.target, call)
         if splits_keys(traits, variant, launcher.multiprocessors):
             return fwd_splitkv.make_plan(traits, launcher)
-    elif isinstance(variant, FwdSm80 | FwdSm90):
+    elif isinstance(variant, Row):
         variant = variant.for_score(traits.score)
-    assert isinstance(variant, FwdSm80 | FwdSm90)
+    assert isinstance(variant, Row)
     if problem.offsets is not None:
         variant = variant.for_sequences(True)
     if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
         variant = variant.for_keys(lengths=True, split=False)
     if isinstance(variant, FwdSm80):
         return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
+    if isinstance(variant, FwdFp64):
+        return _plan(traits, variant, fwd_fp64.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
         if problem.k_lengths is not None:
@@ -213,7 +224,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
 
 def _plan(
     traits: Traits,
-    variant: FwdSm80 | FwdSm90,
+    variant: Row,
     steps: list[Step],
     names: tuple[str, ...],
     launcher: Launcher,
@@ -228,6 +239,6 @@ def _plan(
         sizes["counter"] = COUNTER_BYTES
     if traits.problem.offsets is not None:
         first = row_intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
-        prefix = "common." if isinstance(variant, FwdSm90) else ""
+        prefix = "" if isinstance(variant, FwdSm80) else "common."
         steps, sizes = first.before(steps, prefix), sizes | first.sizes
     return Plan(steps, names, launcher, workspace_of(sizes) if sizes else None, fallback)

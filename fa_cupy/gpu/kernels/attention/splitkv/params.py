@@ -15,6 +15,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     Traits,
     make_params,
 )
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 
 _KEY_ARRAYS = ("k_lengths", "page_table")
 #: What splits of the keys leave in a workspace: `partial_sizes`.
@@ -42,10 +43,11 @@ FWD_SPLITKV_PARAMS = np.dtype(
 
 
 def supports(problem: Problem) -> bool:
-    """Whether the kernel can solve a problem that some kernel serves in any layout."""
+    """Whether the kernel can solve a problem whose dims some kernel serves in any layout."""
     rows = math.prod(problem.batch) * problem.q_len
     axes = sum(n > 1 for n in problem.batch)
     few = axes <= MAX_BATCH_AXES and 0 < rows * _MOST_SPLITS <= MAX_GRID
+    few = few and problem.dtype.name in DTYPE_NAMES
     return few and problem.mask is None and problem.k_len > 0
 
 
