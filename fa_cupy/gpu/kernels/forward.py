@@ -9,13 +9,14 @@ from itertools import product
 from typing import NamedTuple
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90, row_intervals
+from fa_cupy.gpu.kernels.attention import fwd_fp32, fwd_sm80, fwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.attention_params import (
     MASK_PARTS,
     MAX_BATCH_AXES,
     MAX_LENGTH,
     Traits,
 )
+from fa_cupy.gpu.kernels.attention.fwd_fp32 import FwdFp32
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
@@ -25,8 +26,11 @@ from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
+Row = FwdSm80 | FwdSm90 | FwdFp32
 #: All rows, in their builds for products times a positive scale.
-VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
+VARIANTS: tuple[Row, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS, *fwd_fp32.VARIANTS)
+#: By dtype, whether the kernels for it may solve a problem; those without an entry solve any.
+_SUPPORTS = {fwd_fp32.DTYPE: fwd_fp32.supports}
 # fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
 # keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
@@ -61,7 +65,7 @@ _PLAIN = Call()
 @functools.cache
 def select(
     dtype: str, head_dim: int, v_dim: int, target: str | None, call: Call = _PLAIN
-) -> FwdSm80 | FwdSm90 | None:
+) -> Row | None:
     """Pick the variant that serves a forward call: the only place where that is decided.
 
     Parameters
@@ -77,7 +81,7 @@ def select(
     Returns
     -------
     Variant or None
-        None where no kernel serves the call: float32 and float64, dims above 256, old devices.
+        None where no kernel serves the call: float64, dims above 256, old devices.
         `fa_cupy.gpu.cublas.attention` does then.
     """
     fits = [
@@ -92,16 +96,14 @@ def select(
     return found and found.for_score(call.score)
 
 
-def _serves(variant: FwdSm80 | FwdSm90, call: Call) -> bool:
+def _serves(variant: Row, call: Call) -> bool:
     """Whether a variant can take a call of its dtype and dims."""
     if variant.sparse != call.masked:
         return False
-    if isinstance(variant, FwdSm80):
-        return True
-    return call.mapped
+    return call.mapped or not isinstance(variant, FwdSm90)
 
 
-def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[FwdSm80 | FwdSm90]:
+def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[Row]:
     """Return all variants that plain calls of this type and these dims get, first choices first."""
     found = {
         select(dtype, head_dim, v_dim, target, Call(None, *call))
@@ -110,9 +112,9 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
     return sorted((variant for variant in found if variant), key=lambda variant: variant.rank)
 
 
-def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | None:
+def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
-    if max(problem.q_len, problem.k_len) > MAX_LENGTH:
+    if max(problem.q_len, problem.k_len) > MAX_LENGTH or not _supported(problem):
         return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
     if problem.score is not None and (
@@ -128,7 +130,12 @@ def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | 
     return found if found is None or problem.offsets is None else found.for_sequences(True)
 
 
-def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocessors: int) -> bool:
+def _supported(problem: Problem) -> bool:
+    supports_own = _SUPPORTS.get(problem.dtype.name)
+    return supports_own is None or supports_own(problem)
+
+
+def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:
     """Whether ``fwd_splitkv`` solves a problem, rather than this row.
 
     It does where few rows share keys, if their tiles leave multiprocessors idle, or `fwd_sm80`
@@ -136,6 +143,8 @@ def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocesso
     with plain scores.
     """
     problem = traits.problem
+    if isinstance(variant, FwdFp32):
+        return False
     if problem.pages is not None:
         return True
     of_lengths = problem.k_lengths is not None
@@ -185,21 +194,21 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         variant = select(problem.dtype.name, *dims, launcher.target, call)
         if splits_keys(traits, variant, launcher.multiprocessors):
             return fwd_splitkv.make_plan(traits, launcher)
-    elif isinstance(variant, FwdSm80 | FwdSm90):
+    elif isinstance(variant, Row):
         variant = variant.for_score(traits.score)
-    assert isinstance(variant, FwdSm80 | FwdSm90)
+    assert isinstance(variant, Row)
     if problem.offsets is not None:
         variant = variant.for_sequences(True)
     if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
         variant = variant.for_keys(lengths=True, split=False)
-    if isinstance(variant, FwdSm80):
+    if not isinstance(variant, FwdSm90):
         return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
         if problem.k_lengths is not None:
             return fwd_splitkv.make_plan(traits, launcher)
         plain = for_any_layout(problem, launcher.target)
-        assert isinstance(plain, FwdSm80)
+        assert plain is not None
         return _plan(traits, plain, fwd_sm80.steps(traits, plain), names, launcher)
 
     splits = fwd_sm90.splits_of_keys(traits, variant, launcher.multiprocessors)
@@ -213,7 +222,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
 
 def _plan(
     traits: Traits,
-    variant: FwdSm80 | FwdSm90,
+    variant: Row,
     steps: list[Step],
     names: tuple[str, ...],
     launcher: Launcher,
