@@ -8,13 +8,16 @@
 //
 // K and V have one buffer each.  V of a tile lands during the product with its K, and the next K
 // during the softmax and the product with V: both products take far longer than their loads.
+//
+// With a mask the tiles of keys are those that its lists name for the block's rows, full ones
+// first.  A thread reads the number of the next tile, and its own words of a partial block, from
+// global memory while a product runs.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
+#include "cuda_src/common/forward_sm80.cuh"
 #include "cuda_src/common/math_fp64.cuh"
 #include "cuda_src/common/mma_fp64.cuh"
-#include "cuda_src/common/recompute_row.cuh"
 #include "cuda_src/common/score.cuh"
-#include "cuda_src/common/sinks.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr int kDim = FA_DIM;                   // head_dim and v_dim, padded with zeros
@@ -24,11 +27,17 @@ constexpr int kWarps = FA_WARPS;               // of a block
 constexpr int kMinBlocks = FA_BLOCKS;          // blocks that should fit on a multiprocessor
 constexpr int kColumnWarps = FA_COLUMN_WARPS;  // warps that share rows
 constexpr bool kWideMma = FA_WIDE_MMA;         // m16n8k16, which SM90 has
+constexpr bool kSparse = FA_SPARSE;            // with a mask
 constexpr int kThreads = 32 * kWarps;
 constexpr int kWarpRows = kTileM / (kWarps / kColumnWarps), kWarpCols = kDim / kColumnWarps;
 constexpr int kMmaM = kWarpRows / 16, kMmaN = kTileN / 8, kMmaV = kWarpCols / 8;
 static_assert(kTileM == kWarps / kColumnWarps * kMmaM * 16 && kMmaM >= 1 && kMmaM <= 2,
               "a warp owns whole 16-row products, and a bit of a word for each row");
+// Tiles of keys in a block of a mask.
+constexpr int kTilesPerBlock = kSparse ? kMaskBlock / kTileN : 1;
+static_assert(!kSparse || (kTilesPerBlock * kTileN == kMaskBlock && kMaskBlock % kTileM == 0 &&
+                           kWarps >= 4),
+              "tiles divide the blocks of a mask; each of four warps finds one end of a list");
 static_assert(kWarpCols % 16 == 0 && kTileN % 16 == 0, "products take 16 of each");
 
 using QTile = Fp64Tile<kTileM, kDim, false>;
@@ -50,7 +59,8 @@ struct SharedStorage {
   double k[kTileN * kDim];
   double v[kTileN * kDim];
   TileWork work;
-  KeyTiles tiles;
+  KeyTiles band;
+  ListedRange listed;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
@@ -199,7 +209,7 @@ FA_DEVICE void for_each_score(const FwdFp64Params& params, const TileWork& work,
                               const Visit& visit) {
   const AttentionParams& p = params.common;
   const double* q = static_cast<const double*>(p.q) + work.at.q + static_cast<int64>(row) * p.q_row;
-  for_each_key<false>(p, DenseKeys{p, work.at}, work.batch, row, [&](int key) {
+  for_each_key<kSparse>(p, DenseKeys{p, work.at}, work.batch, row, [&](int key) {
     const double* k =
         static_cast<const double*>(p.k) + work.at.k + static_cast<int64>(key) * p.k_row;
     double product = 0.0;
@@ -354,36 +364,81 @@ FA_DEVICE void epilogue(const FwdFp64Params& params, const TileWork& work, RowSt
   }
 }
 
+// ------------------------------------------------------------------------------------------- tiles
+// Finds the queries of the block and its tiles of keys: their numbers or, with a mask, their places
+// in its lists.
+FA_DEVICE TileRange find_work(const AttentionParams& p, SharedStorage& shared) {
+  if (threadIdx.x == 0) {
+    TileWork& work = shared.work;
+    work = kSparse ? masked_tile_work(p, kTileM) : tile_work(p, kTileM);
+    shared.band = key_tiles(p, work.q_begin, work.q_begin + work.q_rows - 1, kTileN);
+    if constexpr (kSparse) {
+      shared.listed.row = row_of_blocks(p.mask, work.batch, work.q_begin, p.q_len);
+    }
+  }
+  __syncthreads();
+  if constexpr (!kSparse) return {shared.band.begin, shared.band.end};
+  if (shared.work.q_rows <= 0) return {0, 0};
+  if (threadIdx.x < 128) find_listed_range<kTilesPerBlock>(p.mask, shared.listed, shared.band);
+  __syncthreads();
+  return {0, shared.listed.count()};
+}
+
+// The number of a tile of the loop among all tiles of keys.
+FA_DEVICE int key_tile(const AttentionParams& p, const SharedStorage& shared, int tile) {
+  if constexpr (!kSparse) return tile;
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
+  const int* blocks = at.partial ? p.mask.partial : p.mask.full;
+  return blocks[at.position] * kTilesPerBlock + at.in_block;
+}
+
+// Which scores of a tile a mask leaves: this thread's words, with the tile's first columns in
+// bit 0.
+FA_DEVICE void read_words(const AttentionParams& p, const SharedStorage& shared, int tile, int key,
+                          int warp_row, uint32 (&visible_bits)[kMmaM][2]) {
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
+  if (!at.partial) {
+#pragma unroll
+    for (auto& both : visible_bits) set_all_visible(both);
+    return;
+  }
+  const uint32* words = block_words(p.mask, shared.listed.row, at.position, key / kTilesPerBlock) +
+                        warp_row % kMaskBlock / 16 * kSlabWords + 2 * (tid_x_again() % 32);
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      visible_bits[i][h] = words[i * kSlabWords + h] >> at.in_block * (kTileN / 4);
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------ kernel
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_fwd_fp64(const __grid_constant__ FwdFp64Params params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const AttentionParams& p = params.common;
-  if (threadIdx.x == 0) {
-    shared.work = tile_work(p, kTileM);
-    const TileWork& work = shared.work;
-    shared.tiles = key_tiles(p, work.q_begin, work.q_begin + work.q_rows - 1, kTileN);
-  }
-  __syncthreads();
+  const TileRange tiles = find_work(p, shared);
   const TileWork& work = shared.work;
-  const KeyTiles& tiles = shared.tiles;
+  const KeyTiles& band = shared.band;
   if (tiles.begin >= tiles.end) return write_empty_rows(params, work);
 
   const uint32 q_tile = cvta_to_shared(shared.q), k_tile = cvta_to_shared(shared.k);
   const uint32 v_tile = cvta_to_shared(shared.v);
   const int warp = threadIdx.x / 32, first_col = warp % kColumnWarps * kWarpCols;
   const int warp_row = work.q_begin + warp / kColumnWarps * kWarpRows;
-  const auto load_k = [&](int tile) {
+  const auto load_k = [&](int key) {
     load_tile_fp64<KTile, kTileN, kThreads>(k_tile, static_cast<const double*>(p.k) + work.at.k,
-                                            p.k_row, tile * kTileN, p.k_len, p.head_dim,
+                                            p.k_row, key * kTileN, p.k_len, p.head_dim,
                                             params.aligned);
     cp_async_commit_group();
   };
   load_tile_fp64<QTile, kTileM, kThreads>(q_tile, static_cast<const double*>(p.q) + work.at.q,
                                           p.q_row, work.q_begin, p.q_len, p.head_dim,
                                           params.aligned);
-  load_k(tiles.begin);
+  int next_key = key_tile(p, shared, tiles.begin);
+  load_k(next_key);
 
   RowStatistics rows;
   rows.reset();
@@ -401,21 +456,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     cp_async_wait_group<0>();
     __syncthreads();  // K has landed for all, and all have read V
+    const int key = next_key;
     load_tile_fp64<VTile, kTileN, kThreads>(v_tile, static_cast<const double*>(p.v) + work.at.v,
-                                            p.v_row, tile * kTileN, p.k_len, p.v_dim,
+                                            p.v_row, key * kTileN, p.k_len, p.v_dim,
                                             params.aligned);
     cp_async_commit_group();
+    uint32 visible_bits[kMmaM][2];
+    if constexpr (kSparse) read_words(p, shared, tile, key, warp_row, visible_bits);
+    if (tile + 1 < tiles.end) next_key = key_tile(p, shared, tile + 1);
     double s[kMmaM][kMmaN][4];
     multiply_rows_fp64<kWideMma, QTile, KTile, kDim>(
         s, q_tile + QTile::lane_of_rows(warp_row - work.q_begin), k_tile + KTile::lane_of_rows(0));
     cp_async_wait_group<0>();
     __syncthreads();  // V has landed for all, and all have read K
-    if (tile + 1 < tiles.end) load_k(tile + 1);
+    if (tile + 1 < tiles.end) load_k(next_key);
 
     const int row = warp_row + tid_x_again() % 32 / 4;
-    const int col = tile * kTileN + tid_x_again() % 4 * 2;
+    const int col = key * kTileN + tid_x_again() % 4 * 2;
     make_scores(params, work, s, row, col);
-    if (tile < tiles.full_begin || tile >= tiles.full_end) mask_outside_band(p, s, row, col);
+    if constexpr (kSparse) mask_by_bits(s, visible_bits);
+    if (key < band.full_begin || key >= band.full_end) mask_outside_band(p, s, row, col);
     rows.update_max(s, o);
     rows.exponentiate(s);
     add_product_fp64<kWideMma, VTile>(o, s, v_tile + VTile::lane_of_columns(first_col));

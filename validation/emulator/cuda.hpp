@@ -26,6 +26,9 @@ struct float2 {
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };

@@ -11,14 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention import fwd_fp64, fwd_sm80, fwd_sm90, row_intervals
+from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.attention_params import (
     MASK_PARTS,
     MAX_BATCH_AXES,
     MAX_LENGTH,
     Traits,
 )
-from fa_cupy.gpu.kernels.attention.fwd_fp64 import FwdFp64
+from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32, fwd_fp64
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32 import FwdFp32
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FwdFp64
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
@@ -29,11 +31,16 @@ from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
 #: A row of a kernel that takes tiles of queries.
-Row = FwdSm80 | FwdSm90 | FwdFp64
+Row = FwdSm80 | FwdSm90 | FwdFp32 | FwdFp64
 #: All rows of 16-bit types, in their builds for products times a positive scale.
 VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
-#: The same of float64.
-WIDE_VARIANTS: tuple[FwdFp64, ...] = fwd_fp64.VARIANTS
+#: The same of float32 and float64.
+WIDE_VARIANTS: tuple[FwdFp32 | FwdFp64, ...] = (*fwd_fp32.VARIANTS, *fwd_fp64.VARIANTS)
+# Whether the kernels of these dtypes may solve a problem; those of others solve any.
+_SUPPORTS = {
+    np.dtype(fwd_fp32.DTYPE): fwd_fp32.supports,
+    np.dtype(fwd_fp64.DTYPE): fwd_fp64.supports,
+}
 # fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
 # keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
@@ -42,8 +49,6 @@ _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
 # one query to 1,024 keys 12.6 and 13.7 (head_dim 64: 9.7 and 12.8), 8,192 21.9 and 20.4; 16 queries
 # 127 and 22; 16 entries of 8,192 keys 182 and 176.
 _FEW_ROWS, _MANY_KEYS = 16, 4096
-# So many queries in float64 leave most of each tile of fwd_fp64 empty: products of cuBLAS do then.
-_FEW_WIDE_QUERIES = 16
 
 
 class Call(NamedTuple):
@@ -86,8 +91,8 @@ def select(
     Returns
     -------
     Variant or None
-        None where no kernel serves the call: float32, masks of float64, dims above 256, old
-        devices. `fa_cupy.gpu.cublas.attention` does then.
+        None where no kernel serves the call: dims above 256, old devices.
+        `fa_cupy.gpu.cublas.attention` does then.
     """
     fits = [
         variant
@@ -121,6 +126,9 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
+    supports_own = _SUPPORTS.get(problem.dtype)
+    if supports_own is not None and not supports_own(problem):
+        return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
     if problem.score is not None and (
         len(problem.batch) > MAX_BATCH_AXES or not takes_score(problem)
@@ -129,8 +137,6 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     if (problem.k_lengths or problem.pages) is not None and not supports(problem):
         return None
     if problem.offsets is not None and not row_intervals.supports(problem):
-        return None
-    if problem.dtype == np.float64 and problem.q_len <= _FEW_WIDE_QUERIES:
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
     found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
@@ -145,6 +151,8 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
     with plain scores.
     """
     problem = traits.problem
+    if isinstance(variant, FwdFp32 | FwdFp64):
+        return False
     if problem.pages is not None:
         return True
     of_lengths = problem.k_lengths is not None
@@ -201,16 +209,16 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         variant = variant.for_sequences(True)
     if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
         variant = variant.for_keys(lengths=True, split=False)
-    if isinstance(variant, FwdSm80):
-        return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
     if isinstance(variant, FwdFp64):
         return _plan(traits, variant, fwd_fp64.steps(traits, variant), names, launcher)
+    if not isinstance(variant, FwdSm90):
+        return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
         if problem.k_lengths is not None:
             return fwd_splitkv.make_plan(traits, launcher)
         plain = for_any_layout(problem, launcher.target)
-        assert isinstance(plain, FwdSm80)
+        assert plain is not None
         return _plan(traits, plain, fwd_sm80.steps(traits, plain), names, launcher)
 
     splits = fwd_sm90.splits_of_keys(traits, variant, launcher.multiprocessors)
@@ -239,6 +247,6 @@ def _plan(
         sizes["counter"] = COUNTER_BYTES
     if traits.problem.offsets is not None:
         first = row_intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
-        prefix = "" if isinstance(variant, FwdSm80) else "common."
+        prefix = "common." if isinstance(variant, FwdSm90 | FwdFp64) else ""
         steps, sizes = first.before(steps, prefix), sizes | first.sizes
     return Plan(steps, names, launcher, workspace_of(sizes) if sizes else None, fallback)

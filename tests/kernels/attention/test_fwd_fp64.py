@@ -5,19 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import Score, reference
+from fa_cupy import BitMask, Score, reference
 from fa_cupy.gpu.kernels import forward
-from fa_cupy.gpu.kernels.attention.fwd_fp64 import VARIANTS
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import VARIANTS
 from tests.support import packed_sequences
 from tests.support.every_run import examples, only, some
-from tests.support.kernel_attention import BANDS, any_sinks
+from tests.support.kernel_attention import BANDS, any_sinks, blocks_of, shuffled
 from tests.support.planted import plant
 from validation import emulator
 from validation.emulator import calls
 
 pytestmark = pytest.mark.emulator
 
-BY_DIM = {(row.dim, row.wide): row for row in VARIANTS}
+PLAIN = [row for row in VARIANTS if not row.sparse]
+BY_DIM = {(row.dim, row.wide): row for row in PLAIN}
+SPARSE = {(row.dim, row.wide): row for row in VARIANTS if row.sparse}
 # A row of each kind of product and of each number of warps that share rows.
 D64, D256, SMALL = BY_DIM[64, True], BY_DIM[256, True], BY_DIM[64, False]
 SOME_ROWS = only([D64, D256, SMALL], SMALL)
@@ -37,9 +39,10 @@ def check(row, arrays, seen=None, bias=None, invalid=(), seed=0, source=None, **
     """Hold a call against the definition, in float64 too."""
     how = {"seed": seed, "source": source}
     out, lse = calls.attention(row, *arrays, bias, **how, **options)
-    plain = {name: x for name, x in options.items() if not name.endswith("_offsets")}
-    if seen is not None:
-        plain = {name: x for name, x in plain.items() if name not in BANDS[1] | BANDS[2]}
+    plain = {name: x for name, x in options.items() if name not in ("mask", "order", "by_tile")}
+    if "q_offsets" in options:  # `seen` says it all
+        own = ("q_offsets", "k_offsets", "is_causal", "window", "causal_align")
+        plain = {name: x for name, x in plain.items() if name not in own}
     with np.errstate(all="ignore"):
         want, want_lse = reference.attention(*arrays, bias, seen, **plain)
     want[..., list(invalid), :] = want_lse[..., list(invalid)] = np.nan
@@ -49,7 +52,7 @@ def check(row, arrays, seen=None, bias=None, invalid=(), seed=0, source=None, **
     return out, lse
 
 
-@pytest.mark.parametrize("row", some(VARIANTS, lambda row: row.wide), **NAMES)
+@pytest.mark.parametrize("row", some(PLAIN, lambda row: row.wide), **NAMES)
 def test_every_row(row, tmp_path):
     """Of rows that look right because they were computed again nothing would be known."""
     source = plant(tmp_path, row.source, NOT_AGAIN)
@@ -94,6 +97,39 @@ def test_any_bias(row, axes, dtype, lengths, band, hides, seed):
     if hides:
         bias[rng.random(shape) < 0.3] = -np.inf
     check(row, arrays_of(row, lengths, seed=seed), bias=bias, seed=seed, **band)
+
+
+@pytest.mark.parametrize("row", some(SPARSE.values(), lambda row: row.wide), **NAMES)
+def test_every_row_for_masks(row, tmp_path):
+    source = plant(tmp_path, row.source, NOT_AGAIN)
+    mask = blocks_of(np.random.default_rng(0), 140, 400, density=0.5)
+    mask[5], mask[20:30, :30] = False, True
+    arrays = arrays_of(row, (140, 400), less=(row.dim - 32, 3))
+    for band in (BANDS[0], BANDS[1]):
+        bits = BitMask.from_dense(mask)
+        check(row, arrays, mask, mask=bits, source=source, **band)
+
+
+@examples(20)
+@given(
+    row=st.sampled_from([SPARSE[64, False]]),
+    lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    band=st.sampled_from(BANDS),
+    by_tile=st.booleans(),
+    in_order=st.booleans(),
+    sinks=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_mask(row, lengths, band, by_tile, in_order, sinks, seed):
+    rng = np.random.default_rng(seed)
+    mask = blocks_of(rng, 2, *lengths)
+    options = {**band, "mask": BitMask.from_dense(mask), "by_tile": by_tile}
+    if not in_order:
+        options["order"] = shuffled(rng, (1, 2), lengths[0])
+    if sinks:
+        options["sinks"] = any_sinks(rng, 1, 2, lengths[0])
+    arrays = arrays_of(row, lengths, (2, 1), (40, 40), seed)
+    check(row, arrays, mask, seed=seed, **options)
 
 
 def test_a_score_expression():
@@ -145,6 +181,40 @@ def test_numbers_of_any_size(scale):
     arrays[1] /= scale
     arrays[2] *= scale
     check(SMALL, arrays)
+
+
+EXP = """
+#include "cuda_src/common/math_fp64.cuh"
+struct Params {
+  const double* x;
+  double* out;
+};
+extern "C" __global__ void probe(const __grid_constant__ Params p) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  p.out[i] = exp_fp64(p.x[i]);
+}
+"""
+
+
+def test_exp_has_one_unit_of_error(tmp_path):
+    """Held against longer numbers; what is too small is 0, and NaN stays."""
+    (tmp_path / "probe.cu").write_text(EXP)
+    path = emulator.build("probe-exp_fp64", tmp_path / "probe.cu", (), ("probe",))
+    rng = np.random.default_rng(0)
+    x = np.concatenate([
+        rng.uniform(-707, 8, 4000), rng.uniform(-1, 1, 2000), -(10.0 ** rng.uniform(-300, 0, 2000)),
+        np.log(2.0) * (np.arange(-96, 0) + 0.5), [0.0, -0.0, 700.0, -707.0],
+        [-707.5, -1e308, -np.inf, np.nan],
+    ])[:8064]  # fmt: skip
+    x[-4:] = -707.5, -1e308, -np.inf, np.nan
+    out = np.full_like(x, 7.0)
+    fields = np.dtype([("x", np.uint64), ("out", np.uint64)])
+    params = np.array([(x.ctypes.data, out.ctypes.data)], fields)
+    emulator.launch(path, "probe", len(x) // 128, 128, 0, params, 0)
+    with np.errstate(all="ignore"):
+        want = np.exp(x.astype(np.longdouble))
+    np.testing.assert_array_equal(out[-4:], [0.0, 0.0, 0.0, np.nan])
+    assert (np.abs(out[:-4] - want[:-4]) <= np.spacing(want[:-4].astype(np.float64))).all()
 
 
 def test_values_at_the_end_of_the_range():
@@ -225,6 +295,8 @@ BUGS = {
         "o[2 * pair + 1][2 * h] * inverse, o[2 * pair][2 * h + 1] * inverse",
         "o[2 * pair][2 * h + 1] * inverse, o[2 * pair + 1][2 * h] * inverse",
     ),
+    "the words of a mask are not shifted": (">> at.in_block * (kTileN / 4)", ">> 0"),
+    "a mask's words are those of other rows": ("warp_row % kMaskBlock / 16 * kSlabWords", "0"),
     "a tile is read at the wrong row": ("k / 2 * 8 + k % 2;", "k;"),
 }  # fmt: skip
 
@@ -235,10 +307,14 @@ BUGS = {
 def test_a_planted_bug_is_found(bug, tmp_path):
     arrays = arrays_of(SMALL, (100, 150), scale=2.0)
     source = plant(tmp_path, SMALL.source, NOT_AGAIN, BUGS[bug])
+    row, seen, options = SMALL, None, dict(BANDS[1])
+    if "mask" in bug:
+        seen = np.random.default_rng(0).random((100, 150)) < 0.5
+        row, options = SPARSE[64, False], {"mask": BitMask.from_dense(seen)}
 
     def all_seeds():
         for seed in range(8):
-            check(SMALL, arrays, seed=seed, source=source, **BANDS[1])
+            check(row, arrays, seen, seed=seed, source=source, **options)
 
     with pytest.raises((AssertionError, emulator.EmulationError)):
         all_seeds()
@@ -255,5 +331,5 @@ def test_rows_and_their_choice():
                 assert found.dim >= dim
                 assert found.wide == (target in ("sm_90a", "sm_100"))
     masked = forward.Call(masked=True)
-    assert forward.select("float64", 64, 64, "sm_90a", masked) is None
+    assert forward.select("float64", 64, 64, "sm_90a", masked).sparse
     assert forward.select("float64", 257, 64, "sm_90a") is None

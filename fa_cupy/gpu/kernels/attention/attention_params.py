@@ -262,8 +262,9 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
     if problem.sinks_dtype is not None:
         p["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
 
-    row_bytes = sum_dtype(problem.dtype).itemsize * problem.q_len
-    strides["lse"] = [row_bytes * math.prod(sizes[a + 1 :]) for a in range(outer)]
+    if outer:
+        row_bytes = sum_dtype(problem.dtype).itemsize * problem.q_len
+        strides["lse"] = [row_bytes * math.prod(sizes[a + 1 :]) for a in range(outer)]
     found = list(parts(traits.pointers, sizes, outer, strides, int(p["q_tiles"])))
     steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
     return params, found, all(step % 16 == 0 for step in steps)

@@ -15,7 +15,6 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     Traits,
     make_params,
 )
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 
 _KEY_ARRAYS = ("k_lengths", "page_table")
 #: What splits of the keys leave in a workspace: `partial_sizes`.
@@ -47,7 +46,7 @@ def supports(problem: Problem) -> bool:
     rows = math.prod(problem.batch) * problem.q_len
     axes = sum(n > 1 for n in problem.batch)
     few = axes <= MAX_BATCH_AXES and 0 < rows * _MOST_SPLITS <= MAX_GRID
-    few = few and problem.dtype.name in DTYPE_NAMES
+    few = few and problem.dtype.itemsize == 2
     return few and problem.mask is None and problem.k_len > 0
 
 

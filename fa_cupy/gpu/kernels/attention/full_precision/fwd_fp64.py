@@ -7,12 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.driver.targets import number_of
-from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS, Traits, make_params
+from fa_cupy.gpu.kernels.attention.attention_params import (
+    ATTENTION_PARAMS,
+    Traits,
+    make_params,
+    mask_addresses,
+)
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Step
 from fa_cupy.tiled.softcap import transform
 
+DTYPE = "float64"
 #: ``struct FwdFp64Params`` of ``cuda_src/attention/fwd_fp64.cu``.
 FWD_FP64_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS), ("lse", np.uint64)]
@@ -20,12 +27,14 @@ FWD_FP64_PARAMS = np.dtype(
     + [("aligned", np.int32)],
     align=True,
 )
-_WORK_BYTES = 72  # TileWork and KeyTiles in cuda_src/common
+_WORK_BYTES = 112  # TileWork, KeyTiles and ListedRange in cuda_src/common
+# So many queries leave most of each tile empty: products of cuBLAS do then.
+_FEW_QUERIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class FwdFp64(Variant):
-    """A row of ``fwd_fp64``, which takes any call without a mask.
+    """A row of ``fwd_fp64``, which takes any call with a mask, or any without.
 
     Attributes
     ----------
@@ -82,14 +91,22 @@ def _rows() -> Iterator[FwdFp64]:
         (256, 32, 16, 4, 2, False, "as for the row of SM90; not for the smallest targets"),
     )
     for dim, tile_m, tile_n, warps, column_warps, wide, why in rows:
-        yield FwdFp64(
-            source="attention/fwd_fp64", dtype="float64", dim=dim, tile_m=tile_m, tile_n=tile_n,
-            warps=warps, stages=1, why=why, column_warps=column_warps, wide=wide,
-            hot_targets=("sm_90a",) if wide else (),
-        )  # fmt: skip
+        for sparse in (False, True):  # with a mask, tiles of keys divide its blocks of 128
+            yield FwdFp64(
+                source="attention/fwd_fp64", dtype=DTYPE, dim=dim, tile_m=tile_m,
+                tile_n=32 if sparse and 128 % tile_n else tile_n, warps=warps, stages=1, why=why,
+                column_warps=column_warps, wide=wide, sparse=sparse,
+                hot_targets=("sm_90a",) if wide else (),
+            )  # fmt: skip
 
 
 VARIANTS: tuple[FwdFp64, ...] = tuple(_rows())
+
+
+def supports(problem: Problem) -> bool:
+    """Whether the kernel may solve a problem of float64 of dims that it has."""
+    of_keys = problem.k_lengths or problem.pages
+    return of_keys is None and problem.q_len > _FEW_QUERIES
 
 
 def steps(traits: Traits, variant: FwdFp64) -> list[Step]:
@@ -107,6 +124,11 @@ def steps(traits: Traits, variant: FwdFp64) -> list[Step]:
         own = filled.copy()
         own["common"]["first_batch"] = part.first_batch
         shifts = dict(zip(traits.pointers, part.offsets, strict=True))
+        listed = {}
+        if problem.mask is not None:
+            listed = mask_addresses("common.", whole=len(parts) == 1)
+            shifts["mask.matrix_of_entry"] = 4 * part.entry
         kept = ("q", "k", "v", "out") if aligned else ()
-        found.append(Step(variant, part.blocks, own, addresses, shifts=shifts, aligned=kept))
+        to = addresses | listed
+        found.append(Step(variant, part.blocks, own, to, shifts=shifts, aligned=kept))
     return found
