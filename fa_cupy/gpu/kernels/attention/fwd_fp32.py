@@ -9,7 +9,8 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.variant import Variant
 
 DTYPE = "float32"
-_WORK_BYTES = 112  # TileWork, KeyTiles and ListedRange in cuda_src/common
+_WORK_BYTES = 80  # TileWork, KeyTiles and TileRange in cuda_src/common
+_LISTED_BYTES = 48  # ListedRange and keys in fwd_fp32.cu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class FwdFp32(Variant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: tiles of Q, K and V in pairs, their exponents, the work."""
         tiles = 4 * self.dim * (self.tile_m + 2 * self.tile_n)
-        return tiles + 4 * (self.tile_m + 2 * self.tile_n) + _WORK_BYTES
+        listed = _LISTED_BYTES + 8 * self.threads if self.sparse else 0  # with words of a block
+        return tiles + 4 * (self.tile_m + 2 * self.tile_n) + _WORK_BYTES + listed
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
