@@ -48,11 +48,12 @@ SCORED: tuple[Variant, ...] = tuple(
     for rows in (VARIANTS, _GRADIENTS, PAIRS, SPLITKV)
     for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
 )
-# What packed sequences and key lengths have builds of. One of the dtypes stands for both.
+# What packed sequences and key lengths have builds of. One of the 16-bit dtypes stands for both.
 _UNMASKED: tuple[Variant, ...] = tuple(
     row
+    for dtype in ("bfloat16", "float32")
     for row in (*VARIANTS, *attention_backward.VARIANTS)
-    if row.dtype == "bfloat16" and not row.sparse
+    if row.dtype == dtype and not row.sparse
 )
 # The dim whose rows have a build for other scores too.
 _SCORED_DIM = 128
