@@ -265,7 +265,7 @@ ROWS = [
 def any_bias(rng, batch, heads, q_len, k_len):
     """A bias of any type that broadcasts along any axes, with -inf in it."""
     sizes = (n if rng.random() < 0.5 else 1 for n in (batch, heads, q_len, k_len))
-    dtype = [*DTYPES.values(), np.float64][int(rng.integers(0, 4))]
+    dtype = [*DTYPES.values(), np.float32, np.float64][int(rng.integers(0, 4))]
     bias = rng.standard_normal(tuple(sizes)).astype(np.float32)
     bias[rng.random(bias.shape) < 0.1] = -np.inf
     return bias.astype(dtype)

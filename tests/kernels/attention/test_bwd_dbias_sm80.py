@@ -242,7 +242,7 @@ def test_any_number_of_splits(shape, blocks):
 @given(
     dim=st.sampled_from(DIMS),
     dtype=st.sampled_from(list(DTYPES)),
-    of=st.sampled_from([*DTYPES.values(), np.dtype(np.float64)]),
+    of=st.sampled_from([*DTYPES.values(), SINGLE, np.dtype(np.float64)]),
     lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (4, 2)]),
     axes=st.tuples(*[st.booleans()] * 4),

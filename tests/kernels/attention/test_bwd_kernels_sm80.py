@@ -99,7 +99,7 @@ BIASES = [(shape,) for shape in SHAPES]
 @pytest.mark.emulator
 @pytest.mark.parametrize("shape", only(BIASES, BIASES[2], BIASES[5]), ids=str)
 def test_a_bias_of_any_type_along_any_axes(shape):
-    dtypes = (*DTYPES.values(), np.dtype(np.float64))
+    dtypes = (*DTYPES.values(), np.dtype(np.float32), np.dtype(np.float64))
     for i, dtype in enumerate(dtypes):
         bias = draw(*shape, dtype=np.dtype(np.float32)).astype(dtype)
         if bias.size > 4:

@@ -50,9 +50,7 @@ def hold(row, arrays, rows=False, times=None, seed=0, source=None, truncating=Fa
     times = times or (4.0 if rows else 2.0)
     bias, mask = options.pop("bias", None), options.pop("mask", None)
     how = {name: options.pop(name) for name in ("order", "by_tile") if name in options}
-    out, lse = calls.attention(
-        row, *arrays, bias, mask, seed, source, truncating, **how, **options
-    )
+    out, lse = calls.attention(row, *arrays, bias, mask, seed, source, truncating, **how, **options)
     dense = mask.to_dense() if isinstance(mask, BitMask) else mask
     want, want_lse = reference.attention(*arrays, bias, dense, **options)
     with np.errstate(all="ignore"):
@@ -98,6 +96,9 @@ DATA = {
     "values of all sizes": (lambda q, k, v: (q, k, v * powers(len(v), -37, 37)), True),
     "values that grow": (
         lambda q, k, v: (q, k, v * np.sort(powers(len(v), -30, 36), axis=0)), True,
+    ),
+    "values that jump": (
+        lambda q, k, v: (q, k, v * np.where(np.arange(len(v)) < 64, 1e-36, 1e36)[:, None]), True,
     ),
     "values that shrink": (
         lambda q, k, v: (q, k, v * np.sort(powers(len(v), -30, 36), axis=0)[::-1]), True,
@@ -345,8 +346,8 @@ ALWAYS = "the unit of the output does not change", "V is taken to be of one size
 def cases(row):
     """Calls that bugs are planted for."""
     found = []
-    for seed, data in enumerate(("values that grow", "values of all sizes")):
-        q, k, v = DATA[data][0](*arrays_of(64, 140, 140))
+    for seed, data in enumerate(("values that jump", "values of all sizes")):
+        q, k, v = (x.astype(SINGLE) for x in DATA[data][0](*arrays_of(64, 140, 140)))
         options = dict(TOP_LEFT)
         if row.sparse:
             options["mask"] = blocks_of(np.random.default_rng(seed), 140, len(k), density=0.5)
