@@ -80,8 +80,6 @@ def check(row, arrays, both, band=None, bias=None, seed=0, source=None, **option
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     atol = UNITS[row.dtype] * largest
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=atol)
-        out.astype(np.float64), want, rtol=0, atol=UNITS[row.dtype] * largest
-    )
     np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
     return out, lse
 
