@@ -9,14 +9,15 @@ from itertools import product
 from typing import NamedTuple
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.kernels.attention import fwd_fp32, fwd_sm80, fwd_sm90, row_intervals
+from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.attention_params import (
     MASK_PARTS,
     MAX_BATCH_AXES,
     MAX_LENGTH,
     Traits,
 )
-from fa_cupy.gpu.kernels.attention.fwd_fp32 import FwdFp32
+from fa_cupy.gpu.kernels.attention.fp32 import fwd_fp32
+from fa_cupy.gpu.kernels.attention.fp32.fwd_fp32 import FwdFp32
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
@@ -114,7 +115,10 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
 
 def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
-    if max(problem.q_len, problem.k_len) > MAX_LENGTH or not _supported(problem):
+    name = problem.dtype.name
+    if max(problem.q_len, problem.k_len) > MAX_LENGTH:
+        return None
+    if name in _SUPPORTS and not _SUPPORTS[name](problem):
         return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
     if problem.score is not None and (
@@ -126,13 +130,8 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
-    found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
+    found = select(name, problem.head_dim, problem.v_dim, target, call)
     return found if found is None or problem.offsets is None else found.for_sequences(True)
-
-
-def _supported(problem: Problem) -> bool:
-    supports_own = _SUPPORTS.get(problem.dtype.name)
-    return supports_own is None or supports_own(problem)
 
 
 def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:

@@ -11,7 +11,7 @@ from fa_cupy import BitMask, reference
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
-from fa_cupy.gpu.kernels.attention.fwd_fp32 import VARIANTS
+from fa_cupy.gpu.kernels.attention.fp32.fwd_fp32 import VARIANTS
 from tests.support import packed_sequences
 from tests.support.every_run import examples, only
 from tests.support.kernel_attention import BANDS, any_sinks, blocks_of, draw, shuffled

@@ -1,0 +1,1 @@
+"""Attention of float32, on tensor cores for float16."""
