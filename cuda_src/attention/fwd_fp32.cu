@@ -32,6 +32,8 @@ constexpr int kLongestSum = 4;  // steps of 16 that tensor cores add up
 constexpr int kAtOnce = 4;      // sums that a warp has under way, so that they do not wait
 // Steps of one sum of scores.
 constexpr int kScoreSteps = kDim / 16 % kLongestSum == 0 ? kLongestSum : kDim / 16 % 3 == 0 ? 3 : 2;
+// Where registers are short, a barrier keeps the compiler from moving the loads of later sums up.
+constexpr bool kWaitsForSums = kDim > 64 && kTileN > 32;
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
 static_assert(kTileM == 16 * kWarps && kWarps == 4,
               "a warp owns 16 rows, and finds one end of one "
@@ -52,51 +54,76 @@ struct SharedStorage {
   float q_factor[kTileM], k_factor[kTileN];
   int v_exponent[kTileN];  // a row of V is 2^e times that of its tile; or kNoExponent
   TileWork work;
-  KeyTiles tiles;
-  ListedRange listed;  // with a mask
+  KeyTiles band;
+  TileRange tiles;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
+struct SparseStorage : SharedStorage {  // only with a mask
+  ListedRange listed;
+  int keys[2];  // key blocks of this tile and the next one
+  uint32 words[kThreads][2];
+};
+static_assert((kSparse ? sizeof(SparseStorage) : sizeof(SharedStorage)) == FA_SHARED_BYTES,
+              "the host launches with this size");
 
 constexpr int kNoExponent = -1000;  // of a row of zeros: below all others
 
 // ------------------------------------------------------------------------------------------ tiles
-// Tiles of keys of a block: those of its band, or those that a mask lists.  With a mask the number
-// of a tile's key block is read a tile ahead.
-struct Tiles {
-  TileRange range;
-  int key_tile, next_key_tile;  // the current tile among all key tiles, and the one after it
-};
+// Numbers of tiles of keys: those of the block's band, or places among those that a mask lists.
 
-FA_DEVICE int read_key_tile(const AttentionParams& params, const SharedStorage& shared,
-                            const TileRange& range, int tile) {
-  if constexpr (!kSparse) return tile;
-  if (tile >= range.end) return 0;
+// The number of a tile of the loop among all key tiles.
+FA_DEVICE int key_tile(const SparseStorage& shared, int tile) {
+  if constexpr (!kSparse) {
+    return tile;
+  } else {
+    return shared.keys[tile % 2] * kTilesPerBlock +
+           listed_tile<kTilesPerBlock>(shared.listed, tile).in_block;
+  }
+}
+
+// Copies the number of a tile's key block, for all threads.
+FA_DEVICE void load_block_index(const AttentionParams& params, SparseStorage& shared,
+                                const TileRange& tiles, int tile) {
+  if (tid_x_again() != 0 || tile >= tiles.end) return;
   const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
-  return (at.partial ? params.mask.partial : params.mask.full)[at.position] * kTilesPerBlock +
-         at.in_block;
+  cp_async_ca<4>(cvta_to_shared(&shared.keys[tile % 2]),
+                 (at.partial ? params.mask.partial : params.mask.full) + at.position);
+}
+
+// Copies this thread's own words of a partial block.
+FA_DEVICE void load_words(const AttentionParams& params, SparseStorage& shared, int tile) {
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
+  if (!at.partial) return;
+  const int tid = tid_x_again();
+  const uint32* words =
+      block_words(params.mask, shared.listed.row, at.position, shared.keys[tile % 2]) +
+      (shared.work.q_begin % kMaskBlock / 16 + tid / 32) * kSlabWords + 2 * (tid % 32);
+  cp_async_ca<8>(cvta_to_shared(shared.words[tid]), words);
 }
 
 // Finds the queries of the block and its tiles of keys.
-FA_DEVICE Tiles find_work(const AttentionParams& params, SharedStorage& shared) {
+FA_DEVICE void find_work(const AttentionParams& params, SparseStorage& shared) {
   if (threadIdx.x == 0) {
     shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
-    shared.tiles = key_tiles(params, shared.work.q_begin,
-                             shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    shared.band = key_tiles(params, shared.work.q_begin,
+                            shared.work.q_begin + shared.work.q_rows - 1, kTileN);
     if constexpr (kSparse) {
       shared.listed.row =
           row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);
     }
+    shared.tiles = {shared.band.begin, shared.band.end};
   }
   __syncthreads();
-  Tiles tiles = {{shared.tiles.begin, shared.tiles.end}, 0, 0};
   if constexpr (kSparse) {
-    if (shared.work.q_rows <= 0) return {{0, 0}, 0, 0};
-    find_listed_range<kTilesPerBlock>(params.mask, shared.listed, shared.tiles);
+    if (shared.work.q_rows <= 0) return;
+    find_listed_range<kTilesPerBlock>(params.mask, shared.listed, shared.band);
     __syncthreads();
-    tiles.range = {0, shared.listed.count()};
+    if (threadIdx.x == 0) shared.tiles = {0, shared.listed.count()};
+    __syncthreads();
+    load_block_index(params, shared, shared.tiles, 0);
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    __syncthreads();
   }
-  tiles.next_key_tile = read_key_tile(params, shared, tiles.range, tiles.range.begin);
-  return tiles;
 }
 
 FA_DEVICE void load_q(const AttentionParams& params, const SharedStorage& shared) {
@@ -104,14 +131,21 @@ FA_DEVICE void load_q(const AttentionParams& params, const SharedStorage& shared
               params.q_row, shared.work.q_begin, params.q_len, params.head_dim, params.aligned);
 }
 
-FA_DEVICE void load_k(const AttentionParams& params, const SharedStorage& shared, int key_tile) {
+// With the words of a mask that this thread needs.
+FA_DEVICE void load_k(const AttentionParams& params, SparseStorage& shared, int tile) {
   KVTile::load(cvta_to_shared(shared.k), static_cast<const float*>(params.k) + shared.work.at.k,
-               params.k_row, key_tile * kTileN, params.k_len, params.head_dim, params.aligned);
+               params.k_row, key_tile(shared, tile) * kTileN, params.k_len, params.head_dim,
+               params.aligned);
+  if constexpr (kSparse) load_words(params, shared, tile);
 }
 
-FA_DEVICE void load_v(const AttentionParams& params, const SharedStorage& shared, int key_tile) {
+// With the number of the next tile's key block.
+FA_DEVICE void load_v(const AttentionParams& params, SparseStorage& shared, const TileRange& tiles,
+                      int tile) {
   KVTile::load(cvta_to_shared(shared.v), static_cast<const float*>(params.v) + shared.work.at.v,
-               params.v_row, key_tile * kTileN, params.k_len, params.v_dim, params.aligned);
+               params.v_row, key_tile(shared, tile) * kTileN, params.k_len, params.v_dim,
+               params.aligned);
+  if constexpr (kSparse) load_block_index(params, shared, tiles, tile + 1);
 }
 
 // ----------------------------------------------------------------------------------------- scores
@@ -205,19 +239,24 @@ FA_DEVICE void modify_scores(const AttentionParams& params, const TileWork& work
   }
 }
 
-// Reads which scores of a tile a mask leaves: this thread's words, with the tile's first columns in
-// bit 0; all of them if the tile is in a full block, which has no words.
-FA_DEVICE void read_words(const AttentionParams& params, const SharedStorage& shared, int tile,
-                          int key_tile, uint32 (&visible_bits)[1][2]) {
-  set_all_visible(visible_bits[0]);
+// Puts -inf where a mask hides a key: bit 0 of a word is the first column of the tile.
+FA_DEVICE void mask_by_words(const SparseStorage& shared, float (&s)[1][kMmaN][4], int tile) {
   const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
-  if (!at.partial) return;
-  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
-  const uint32* words =
-      block_words(params.mask, shared.listed.row, at.position, key_tile / kTilesPerBlock) +
-      (shared.work.q_begin % kMaskBlock / 16 + warp) * kSlabWords + 2 * lane;
+  if (!at.partial) return;  // the tile is in a full block, which has no words
+  uint32 visible_bits[1][2];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) visible_bits[0][h] = words[h] >> at.in_block * (kTileN / 4);
+  for (int h = 0; h < 2; ++h) {
+    visible_bits[0][h] = shared.words[tid_x_again()][h] >> at.in_block * (kTileN / 4);
+  }
+  mask_by_bits(s, visible_bits);
+}
+
+// Puts -inf where the band hides a key.
+FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
+                            float (&s)[1][kMmaN][4], int key_tile) {
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+  mask_outside_band(params, s, work.q_begin + 16 * warp + lane / 4,
+                    key_tile * kTileN + 2 * (lane % 4));
 }
 
 // ---------------------------------------------------------------------------------------- softmax
@@ -388,6 +427,7 @@ FA_DEVICE void gemm_pv(const SharedStorage& shared, float (&o)[1][kMmaV][4],
       float& x = o[0][first + e / 4][e % 4];
       x = fmaf(sums[e / 4].value(e % 4), factor[e % 4 / 2], x);
     }
+    if (kWaitsForSums) __syncwarp();
   }
 }
 
@@ -449,10 +489,12 @@ FA_DEVICE void finish_rows(const AttentionParams& params, const TileWork& work, 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_fwd_fp32(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  Tiles tiles = find_work(params, shared);
+  SparseStorage& shared = *reinterpret_cast<SparseStorage*>(shared_bytes);
+  find_work(params, shared);
+  // They stay in shared memory and are read there at each use: registers are short in the loop.
   const TileWork& work = shared.work;
-  const KeyTiles& band = shared.tiles;
+  const KeyTiles& band = shared.band;
+  const TileRange& tiles = shared.tiles;
   if (kSparse && work.q_rows <= 0) return;
 
   Rows rows;
@@ -460,9 +502,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   rows.unit[0] = rows.unit[1] = kNoExponent;
   float o[1][kMmaV][4];
   clear(o);
-  if (tiles.range.begin < tiles.range.end) {
+  if (tiles.begin < tiles.end) {
     load_q(params, shared);
-    load_k(params, shared, tiles.next_key_tile);
+    load_k(params, shared, tiles.begin);
     cp_async_commit_group();
     cp_async_wait_group<0>();
     QTile::split_rows(cvta_to_shared(shared.q), [&](int row, int exponent, float) {
@@ -471,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
 
 #pragma unroll 1
-  for (int tile = tiles.range.begin; tile < tiles.range.end; ++tile) {
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     // K has landed: each warp splits what its own threads have copied.  The barrier also says that
     // every warp has left V.
     cp_async_wait_group<0>();
@@ -479,22 +521,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       shared.k_factor[row] = power_of_two(-exponent / 2);
     });
     __syncthreads();
-    tiles.key_tile = tiles.next_key_tile;
-    load_v(params, shared, tiles.key_tile);
+    load_v(params, shared, tiles, tile);
     cp_async_commit_group();
-    tiles.next_key_tile = read_key_tile(params, shared, tiles.range, tile + 1);
-    uint32 visible_bits[1][2];
-    if constexpr (kSparse) read_words(params, shared, tile, tiles.key_tile, visible_bits);
 
     float s[1][kMmaN][4];
     gemm_qk(shared, s);
-    if constexpr (kScoreMod) modify_scores(params, work, s, tiles.key_tile);
-    if constexpr (kSparse) mask_by_bits(s, visible_bits);
-    if (tiles.key_tile < band.full_begin || tiles.key_tile >= band.full_end) {
-      const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
-      mask_outside_band(params, s, work.q_begin + 16 * warp + lane / 4,
-                        tiles.key_tile * kTileN + 2 * (lane % 4));
-    }
+    const int key = key_tile(shared, tile);
+    if constexpr (kScoreMod) modify_scores(params, work, s, key);
+    if constexpr (kSparse) mask_by_words(shared, s, tile);
+    if (key < band.full_begin || key >= band.full_end) mask_by_band(params, work, s, key);
     TileSums sums;
     exponentiate(s, sums, softmax_scale(params));
 
@@ -504,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       shared.v_exponent[row] = largest == 0.0f ? kNoExponent : -exponent;
     });
     __syncthreads();
-    if (tile + 1 < tiles.range.end) load_k(params, shared, tiles.next_key_tile);
+    if (tile + 1 < tiles.end) load_k(params, shared, tile + 1);
     cp_async_commit_group();
 
     int top[2];

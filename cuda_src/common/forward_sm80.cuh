@@ -1,12 +1,12 @@
-// What kernels of attention forward by mma.sync share: the tiles that a mask lists, and what follows
-// the last tile.
+// What kernels of attention forward by mma.sync share: the tiles that a mask lists, and what
+// follows the last tile.
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/recompute_row.cuh"
 #include "cuda_src/common/sinks.cuh"
 #include "cuda_src/common/softmax.cuh"
 
-// ----------------------------------------------------------------------------- tiles that are listed
+// --------------------------------------------------------------------------- tiles that are listed
 // What a mask lists for the block's rows, in tiles of keys: kTilesPerBlock for each entry of
 // a list.
 struct ListedRange {

@@ -1,11 +1,11 @@
-// Rows of float32 that cp.async brings to where their pairs of float16 (split_float.cuh) are going to
-// be.
+// Rows of float32 that cp.async brings to where their pairs of float16 (split_float.cuh) are going
+// to be.
 //
 // A tile of pairs is a tile of high parts, followed by one of low parts.  A row of it has as many
-// bytes as the numbers that it is made of, in both tiles together.  So the 16-byte chunks of a row of
-// numbers come in the order in which the chunks of its pairs lie: the first half of them where high
-// parts will be.  The eight lanes that share a row (split_row) copy it, hold it in registers and put
-// its pairs in its place, and need no barrier for that but their warp's.
+// bytes as the numbers that it is made of, in both tiles together.  So the 16-byte chunks of a row
+// of numbers come in the order in which the chunks of its pairs lie: the first half of them where
+// high parts will be.  The eight lanes that share a row (split_row) copy it, hold it in registers
+// and put its pairs in its place, and need no barrier for that but their warp's.
 #pragma once
 #include "cuda_src/common/split_float.cuh"
 

@@ -137,7 +137,8 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
     ("arguments", "shown"),
     [
         (["--dtype", "bf16", "--target", "sm_90a"], f"sm_90a: {SERVES.name}"),
-        (["--dtype", "float32", "--target", "sm_90a"], "sm_90a: tiled CuPy"),
+        (["--dtype", "float32", "--target", "sm_90a"], "sm_90a: attention_fwd_fp32-float32-d128"),
+        (["--dtype", "float64", "--target", "sm_90a"], "sm_90a: tiled CuPy"),
         (["--v-dim", "300", "--target", "sm_80"], "sm_80: tiled CuPy"),
         (["--causal"], "causal: 0.275 TFLOP"),
         ([], "causal_product: chunked, 1 segments a sequence"),

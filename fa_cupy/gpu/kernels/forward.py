@@ -32,10 +32,12 @@ from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
 #: A row of a kernel that takes tiles of queries.
 Row = FwdSm80 | FwdSm90 | FwdFp32 | FwdFp64
-#: All rows of 16-bit types, in their builds for products times a positive scale.
-VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
-#: The same of float32 and float64.
-WIDE_VARIANTS: tuple[FwdFp32 | FwdFp64, ...] = (*fwd_fp32.VARIANTS, *fwd_fp64.VARIANTS)
+#: All rows that compute in float32, in their builds for products times a positive scale.
+VARIANTS: tuple[FwdSm80 | FwdSm90 | FwdFp32, ...] = (
+    *fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS, *fwd_fp32.VARIANTS,
+)  # fmt: skip
+#: Those that compute in float64.
+FP64_VARIANTS = fwd_fp64.VARIANTS
 # Whether the kernels of these dtypes may solve a problem; those of others solve any.
 _SUPPORTS = {
     np.dtype(fwd_fp32.DTYPE): fwd_fp32.supports,
@@ -96,7 +98,7 @@ def select(
     """
     fits = [
         variant
-        for variant in (*VARIANTS, *WIDE_VARIANTS)
+        for variant in (*VARIANTS, *FP64_VARIANTS)
         if variant.dtype == dtype
         and variant.dim >= max(head_dim, v_dim)
         and target in variant.targets
@@ -139,7 +141,7 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
-    found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
+    found = select(name, problem.head_dim, problem.v_dim, target, call)
     return found if found is None or problem.offsets is None else found.for_sequences(True)
 
 

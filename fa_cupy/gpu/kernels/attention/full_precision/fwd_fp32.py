@@ -9,7 +9,8 @@ from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.variant import Variant
 
 DTYPE = "float32"
-_WORK_BYTES = 112  # TileWork, KeyTiles and ListedRange in cuda_src/common
+_WORK_BYTES = 80  # TileWork, KeyTiles and TileRange in cuda_src/common
+_LISTED_BYTES = 48  # ListedRange and keys in fwd_fp32.cu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class FwdFp32(Variant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: tiles of Q, K and V in pairs, their exponents, the work."""
         tiles = 4 * self.dim * (self.tile_m + 2 * self.tile_n)
-        return tiles + 4 * (self.tile_m + 2 * self.tile_n) + _WORK_BYTES
+        listed = _LISTED_BYTES + 8 * self.threads if self.sparse else 0  # with words of a block
+        return tiles + 4 * (self.tile_m + 2 * self.tile_n) + _WORK_BYTES + listed
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -57,10 +59,11 @@ def _rows() -> Iterator[FwdFp32]:
         (256, 16, 2, "32 keys do not fit in shared memory"),
     )
     for dim, tile_n, blocks, why in rows:
+        hot = ("sm_90a",) if dim <= 128 else ()  # beyond, up to 10 registers spill
         for sparse in (False, True):
             yield FwdFp32(
                 source="attention/fwd_fp32", dtype=DTYPE, dim=dim, tile_m=64, tile_n=tile_n,
-                warps=4, stages=1, blocks=blocks, why=why, sparse=sparse,
+                warps=4, stages=1, blocks=blocks, why=why, sparse=sparse, hot_targets=hot,
             )  # fmt: skip
 
 
