@@ -38,6 +38,7 @@ VARIANTS: tuple[FwdSm80 | FwdSm90 | FwdFp32, ...] = (
 )  # fmt: skip
 #: Those that compute in float64.
 FP64_VARIANTS = fwd_fp64.VARIANTS
+ROWS: tuple[Row, ...] = (*VARIANTS, *FP64_VARIANTS)
 # Whether the kernels of these dtypes may solve a problem; those of others solve any.
 _SUPPORTS = {
     np.dtype(fwd_fp32.DTYPE): fwd_fp32.supports,
@@ -98,7 +99,7 @@ def select(
     """
     fits = [
         variant
-        for variant in (*VARIANTS, *FP64_VARIANTS)
+        for variant in ROWS
         if variant.dtype == dtype
         and variant.dim >= max(head_dim, v_dim)
         and target in variant.targets
@@ -141,7 +142,7 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
     call = Call(score_mod_of(problem), mapped=False, masked=problem.mask is not None)
-    found = select(name, problem.head_dim, problem.v_dim, target, call)
+    found = select(problem.dtype.name, problem.head_dim, problem.v_dim, target, call)
     return found if found is None or problem.offsets is None else found.for_sequences(True)
 
 

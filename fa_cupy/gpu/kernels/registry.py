@@ -10,7 +10,7 @@ from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
-from fa_cupy.gpu.kernels.forward import VARIANTS, FP64_VARIANTS
+from fa_cupy.gpu.kernels.forward import FP64_VARIANTS, VARIANTS
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES

@@ -28,8 +28,8 @@ FWD_FP64_PARAMS = np.dtype(
     align=True,
 )
 _WORK_BYTES = 112  # TileWork, KeyTiles and ListedRange in cuda_src/common
-# So many queries leave most of each tile empty: products of cuBLAS do then.
-_FEW_QUERIES = 16
+#: So many queries leave most of each tile empty: products of cuBLAS do then.
+FEW_QUERIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ VARIANTS: tuple[FwdFp64, ...] = tuple(_rows())
 def supports(problem: Problem) -> bool:
     """Whether the kernel may solve a problem of float64 of dims that it has."""
     of_keys = problem.k_lengths or problem.pages
-    return of_keys is None and problem.q_len > _FEW_QUERIES
+    return of_keys is None and problem.q_len > FEW_QUERIES
 
 
 def steps(traits: Traits, variant: FwdFp64) -> list[Step]:
