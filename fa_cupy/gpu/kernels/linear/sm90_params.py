@@ -2,7 +2,8 @@
 
 A launch computes up to three products of the same batch entries and length, its jobs. A tensor map
 walks an array without a kernel's help, so these kernels take fewer layouts than those of
-`fa_cupy.gpu.kernels.linear.params`; `takes` says which.
+`fa_cupy.gpu.kernels.linear.params`; `takes` says which. Packed sequences are no axis of a map,
+whose boxes begin at any row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH
+from fa_cupy.core.broadcasting import View
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH, merge_axes
 from fa_cupy.gpu.kernels.linear.params import Traits
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
@@ -48,11 +50,21 @@ PRODUCT_JOB = padded(
     + [(name, np.int32) for name in ("qk_dim", "v_dim", "tiles", "reverse")],
     alignment=64,
 )
+_OF_LAUNCH: list[Any] = [
+    (name, np.int32)
+    for name in ("jobs", "tiles", "chunks", "segments", "segment_chunks", "keep", "length")
+]
 #: ``struct ProductSm90Params`` there.
-PRODUCT_SM90_PARAMS = padded(
-    [("job", PRODUCT_JOB, (MAX_JOBS,))]
-    + [(name, np.int32) for name in ("jobs", "tiles", "chunks", "segments", "segment_chunks")]
-    + [("keep", np.int32), ("length", np.int32)],
+PRODUCT_SM90_PARAMS = padded([("job", PRODUCT_JOB, (MAX_JOBS,)), *_OF_LAUNCH], alignment=64)
+#: The same structs in builds for packed sequences.
+PACKED_PRODUCT_JOB = padded(
+    [(name, PRODUCT_JOB[name]) for name in PRODUCT_JOB.names or ()]
+    + [(f"{name}_sequence", np.int64) for name in _STATES],
+    alignment=64,
+)
+PACKED_PRODUCT_SM90_PARAMS = padded(
+    [("job", PACKED_PRODUCT_JOB, (MAX_JOBS,)), *_OF_LAUNCH]
+    + [("spans", np.uint64), ("sequences", np.int32)],
     alignment=64,
 )
 #: The addresses of a job that follow its maps.
@@ -61,18 +73,29 @@ ADDRESSES = (*_STATES, "workspace", "out")
 
 def takes(traits: Traits) -> bool:
     """Whether the kernels can compute a product, if all pointers to rows are multiples of 16."""
-    problem, sizes = traits.job.problem, traits.sizes
+    problem = traits.job.problem
+    _, views, sizes, steps = _by_maps(traits)
     dims, step = (problem.qk_dim, problem.v_dim), DIM_STEPS.get(problem.dtype.name)
     if step is None or problem.q_len != problem.k_len:
         return False
     if not 1 <= problem.k_len <= MAX_LENGTH or min(dims) < 1 or any(d % step for d in dims):
         return False
     # The grid has so many blocks, times a few for split sequences of few entries.
-    blocks = math.prod(sizes) * -(-problem.v_dim // CHUNK) * MAX_JOBS
+    blocks = math.prod(problem.batch) * -(-problem.v_dim // CHUNK) * MAX_JOBS
     if len(sizes) > MAP_AXES or not 1 <= blocks <= MAX_GRID // 2:
         return False
-    mapped = {name: traits.views[name] for name in MAPPED}  # states are in any layout
-    return maps_walk(mapped, traits.strides, problem.dtype.itemsize)
+    mapped = {name: views[name] for name in MAPPED}  # states are in any layout
+    return maps_walk(mapped, steps, problem.dtype.itemsize)
+
+
+def _by_maps(traits: Traits) -> Traits:
+    """Return traits without the axis of packed sequences, the last one of the batch."""
+    if traits.job.sequences is None:
+        return traits
+    views = {}
+    for name, (shape, strides) in traits.views.items():
+        views[name] = View((*shape[:-3], *shape[-2:]), (*strides[:-3], *strides[-2:]))
+    return Traits(traits.job, views, *merge_axes(traits.job.problem.batch[:-1], views))
 
 
 def fill(
@@ -83,7 +106,8 @@ def fill(
     Parameters
     ----------
     jobs : sequence of Traits
-        Those that `takes` accepts, with as many batch entries and rows each.
+        Those that `takes` accepts, with as many batch entries and rows each; all of packed
+        sequences, which are the same ones, or none.
     tile_n : int
         Value columns of a block.
     split : tuple of int
@@ -98,8 +122,11 @@ def fill(
     blocks : int
         Of a launch, for each segment.
     """
-    filled = np.zeros(1, PRODUCT_SM90_PARAMS)
+    sequences = jobs[0].job.sequences
+    filled = np.zeros(1, PRODUCT_SM90_PARAMS if sequences is None else PACKED_PRODUCT_SM90_PARAMS)
     params = filled[0]
+    if sequences is not None:
+        params["sequences"] = sequences.count
     problems = [traits.job.problem for traits in jobs]
     params["jobs"] = len(jobs)
     params["chunks"] = -(-problems[0].k_len // CHUNK)
@@ -120,7 +147,7 @@ def fill(
 
 def _fill_job(traits: Traits, p: Any) -> dict[str, Geometry]:
     """Fill a job of the struct but for maps, pointers and `tiles`; return how to make the maps."""
-    job, views, sizes, steps = traits
+    job, views, sizes, steps = _by_maps(traits)
     problem = job.problem
     missing = MAP_AXES - len(sizes)
     sizes = [1] * missing + sizes
@@ -135,6 +162,8 @@ def _fill_job(traits: Traits, p: Any) -> dict[str, Geometry]:
             p[f"{name}_batch"] = [step // item for step in steps[name]]
             row, col = views[name].strides[-2:]
             p[f"{name}_row"], p[f"{name}_col"] = row // item, col // item
+            if job.sequences is not None:
+                p[f"{name}_sequence"] = traits.views[name].strides[-3] // item
     item = problem.dtype.itemsize
     p["out_batch"] = [step // item for step in steps["out"]]
     p["out_row"] = job.out.strides[-2] // item
