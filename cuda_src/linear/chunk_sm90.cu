@@ -56,24 +56,33 @@ FA_DEVICE void load_chunks(const ProductSm90Params& params, SharedStorage& share
   }
 }
 
-// Writes the first rows of a chunk's outputs, and leaves those behind them alone.
-FA_DEVICE void store_first_rows(const ProductSm90Params& params, const uint8* out_tile,
-                                const WorkTile& work, int row, int rows) {
-  constexpr int kAtOnce = 8;
-  const ProductJob& job = params.job[work.job];
-  uint16* to = reinterpret_cast<uint16*>(job.out) + out_offset(params, work) + row * job.out_row +
-               work.column;
+// A warp writes the first rows of a chunk's outputs, and leaves those behind them alone.
+FA_DEVICE void store_first_rows(const ProductSm90Params& params, const SharedStorage& shared,
+                                const uint8* out_tile, int row, int rows) {
+  constexpr int kRowChunks = kCols / 8;
+  const ProductJob& job = params.job[shared.work.job];
+  const int column = shared.work.column;
+  uint16* to = reinterpret_cast<uint16*>(job.out) + out_offset(params, shared.work) + column;
 #pragma unroll 1
-  for (int first = 0; first < rows; first += kAtOnce) {
-    store_rows<kChunk, kCols, kAtOnce>(cvta_to_shared(out_tile), to, static_cast<int>(job.out_row),
-                                       first, rows, job.v_dim - work.column, true);
+  for (int i = threadIdx.x % 32; i < rows * kRowChunks; i += 32) {
+    const int at = i / kRowChunks, chunk = i % kRowChunks;
+    if (column + 8 * chunk >= job.v_dim) continue;
+    uint32 words[4];
+    ld_shared_v4_b32(words,
+                     cvta_to_shared(out_tile) + SharedTile<kChunk, kCols>::offset(at, chunk));
+    *reinterpret_cast<uint4*>(to + (row + at) * job.out_row + 8 * chunk) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
 // Stores the outputs of a chunk once all state warpgroups have written theirs.  One thread does it,
 // in packed builds a warp.
 FA_DEVICE void store_outputs(const ProductSm90Params& params, SharedStorage& shared) {
+#if FA_PACKED
+  const WorkTile& work = shared.work;  // not copied, for want of registers
+#else
   const WorkTile work = shared.work;
+#endif
   const ProductJob& job = params.job[work.job];
   const bool elected = !kPacked || elect_sync();
   OutPipeline out_pipe;
@@ -91,7 +100,7 @@ FA_DEVICE void store_outputs(const ProductSm90Params& params, SharedStorage& sha
                                     work.coordinate[1], work.coordinate[0]);
     }
     if (kPacked && rows < kChunk) {
-      store_first_rows(params, shared.out[out_stage], work, row, rows);
+      store_first_rows(params, shared, shared.out[out_stage], row, rows);
     }
     cp_async_bulk_commit_group();
     // A store takes most of a microsecond to read its stage, so kOutStages - 1 of them may be under
@@ -208,17 +217,22 @@ FA_DEVICE void gemm_qk(Scores& s, const uint8* q_tile, const uint8* k_tile) {
   wgmma_commit_group();
 }
 
-// A bit for each of this lane's scores: 1 on the diagonal and on its causal side.  In packed builds
-// scores of the first `rows` queries and keys only.
-FA_DEVICE uint32 causal_mask(int lane, int warp, bool reverse, int rows = kChunk) {
+// A bit for each of this lane's scores: 1 on the diagonal and on its causal side.
+FA_DEVICE uint32 causal_mask(int lane, int warp, bool reverse) {
   uint32 bits = 0;
 #pragma unroll
   for (int n = 0; n < 32; ++n) {
     const int row = 16 * warp + lane / 4 + n / 2 % 2 * 8, col = n / 4 * 8 + lane % 4 * 2 + n % 2;
-    if (kPacked && max(row, col) >= rows) continue;
     if (reverse ? col >= row : col <= row) bits |= 1u << n;
   }
   return bits;
+}
+
+// The same bits without those of queries of the next packed sequence.
+FA_DEVICE uint32 without_later_rows(uint32 bits, int lane, int warp, int rows) {
+  const int row = 16 * warp + lane / 4;
+  // Pairs of scores are of this row and of row + 8 in turns.
+  return bits & ((row < rows ? 0x33333333u : 0u) | (row + 8 < rows ? 0xccccccccu : 0u));
 }
 
 FA_DEVICE void mask_scores(Scores& s, uint32 causal_bits) {
@@ -276,8 +290,7 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
     wgmma_wait_group<0>();
     uint32 visible_bits = causal_bits;
     if constexpr (kPacked) {
-      const int rows = rows_of_chunk(shared.work, i);
-      if (rows < kChunk) visible_bits = causal_mask(lane, warp, reverse, rows);
+      visible_bits = without_later_rows(causal_bits, lane, warp, rows_of_chunk(shared.work, i));
     }
     mask_scores(s, visible_bits);
     const float scale = kScaled ? range_scale(s) : 1.0f;
