@@ -97,7 +97,7 @@ def check_slices(choice, case, offsets, out, last, states=None, zero_invalid=Fal
         want = calls.causal_product(how, *alone, first, case.reverse)
         assert out[..., rows, :].tobytes() == want[0].tobytes(), s
         assert last[..., s, :, :].tobytes() == want[1].tobytes(), s
-        if all(np.isfinite(x.astype(float)).all() for x in alone):
+        if all((np.abs(x.astype(float)) < 100).all() for x in alone):  # and not NaN
             own = Case(*alone, first, case.reverse)
             check_product(own, out[..., rows, :], last[..., s, :, :], rounded=True)
     assert not out[..., outside, :].astype(float).any()
