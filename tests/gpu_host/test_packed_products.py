@@ -134,9 +134,7 @@ def test_products_of_rows_that_tensor_maps_walk(dtype, reverse):
             assert launcher.sources.count(source) == 1
             launcher.sources.clear()
             check(
-                module.backward(
-                    problem, array(dout), *given, array(dstate), keys, reverse=reverse
-                ),
+                module.backward(problem, array(dout), *given, array(dstate), keys, reverse=reverse),
                 grads,
                 dtype,
             )

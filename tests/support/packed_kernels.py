@@ -1,4 +1,4 @@
-"""Products of packed sequences by the rows of a choice, in the emulator."""
+"""Products of packed sequences by the rows of a choice, in the emulator, some blocks at a time."""
 
 import dataclasses
 from unittest import mock
@@ -60,7 +60,7 @@ def solve(choice, case, offsets, states=None, zero_invalid=False, **how):
         problem, problem.view(out.shape, out.strides), problem.state_view(last), case.reverse,
         "q_spans", zero_invalid,
     )  # fmt: skip
-    with mock.patch.object(products, "choose", lambda *given, **options: choice):
+    with mock.patch.object(products, "choose", return_value=choice):
         plan = products.packed_plan([job], problem, _Together(**how))
     assert [step.variant for step in plan.steps].count(choice.row) == 1
     given = q, k, v, out, states, last, offsets, offsets

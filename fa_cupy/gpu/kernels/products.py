@@ -168,11 +168,11 @@ def packed_plan(
     steps: list[Step] = []
     sizes: dict[str, int] = {}
     traits = [params.traits_of(job) for job in jobs]
-    together = packed_choice(traits, packing, launcher, algorithm, mapped)
+    together = _packed_choice(traits, packing, launcher, algorithm, mapped)
     groups = [(0, traits, together)]
     if together is None and len(jobs) > 1:
         alone = [[own] for own in traits]
-        choices = [packed_choice(own, packing, launcher, algorithm, mapped) for own in alone]
+        choices = [_packed_choice(own, packing, launcher, algorithm, mapped) for own in alone]
         groups = list(zip(range(len(jobs)), alone, choices, strict=True))
     for first, some, choice in groups:
         if choice is None:
@@ -197,7 +197,7 @@ def packed_plan(
     return _with_spans(steps, len(jobs), packing, launcher, sizes, fallback)
 
 
-def packed_choice(
+def _packed_choice(
     jobs: Sequence[Traits], packing: Product, launcher: Launcher, algorithm: str = "auto",
     mapped: bool = True,
 ) -> Choice | None:  # fmt: skip

@@ -50,12 +50,11 @@ PRODUCT_JOB = padded(
     + [(name, np.int32) for name in ("qk_dim", "v_dim", "tiles", "reverse")],
     alignment=64,
 )
-_OF_LAUNCH: list[Any] = [
-    (name, np.int32)
-    for name in ("jobs", "tiles", "chunks", "segments", "segment_chunks", "keep", "length")
-]
+_SIZES = ("jobs", "tiles", "chunks", "segments", "segment_chunks", "keep", "length")
 #: ``struct ProductSm90Params`` there.
-PRODUCT_SM90_PARAMS = padded([("job", PRODUCT_JOB, (MAX_JOBS,)), *_OF_LAUNCH], alignment=64)
+PRODUCT_SM90_PARAMS = padded(
+    [("job", PRODUCT_JOB, (MAX_JOBS,))] + [(name, np.int32) for name in _SIZES], alignment=64
+)
 #: The same structs in builds for packed sequences.
 PACKED_PRODUCT_JOB = padded(
     [(name, PRODUCT_JOB[name]) for name in PRODUCT_JOB.names or ()]
@@ -63,7 +62,8 @@ PACKED_PRODUCT_JOB = padded(
     alignment=64,
 )
 PACKED_PRODUCT_SM90_PARAMS = padded(
-    [("job", PACKED_PRODUCT_JOB, (MAX_JOBS,)), *_OF_LAUNCH]
+    [("job", PACKED_PRODUCT_JOB, (MAX_JOBS,))]
+    + [(name, np.int32) for name in _SIZES]
     + [("spans", np.uint64), ("sequences", np.int32)],
     alignment=64,
 )
