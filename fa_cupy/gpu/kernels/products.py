@@ -69,14 +69,13 @@ def plan_by(
         choices = [choice_of([own.job.problem], launcher, algorithm, False) for own in jobs]
         return _unmapped([x for x in choices if x is not None], jobs, names, launcher)
 
+    sizes = {} if choice.states is None else _sizes_sm90(choice, jobs)
     steps = steps_sm90(choice, jobs)
-    return Plan(list(steps), names, launcher, workspace_of(_sizes_sm90(choice, jobs)), fallback)
+    return Plan(list(steps), names, launcher, workspace_of(sizes), fallback)
 
 
 def _sizes_sm90(choice: Choice, jobs: Sequence[Traits], first: int = 0) -> dict[str, int]:
     """Return the bytes of the states of products in one launch, by name; see `steps_sm90`."""
-    if choice.states is None:
-        return {}
     return {f"{first + i}.workspace": _states_bytes(choice, own) for i, own in enumerate(jobs)}
 
 
@@ -179,7 +178,7 @@ def packed_plan(
             return None
         if isinstance(choice.row, ProductSm90Variant):
             steps += steps_sm90(choice, some, first)
-            sizes |= _sizes_sm90(choice, some, first)
+            sizes |= {} if choice.states is None else _sizes_sm90(choice, some, first)
         else:
             problem = some[0].job.problem
             launches = choice.launches(problem.qk_dim, problem.v_dim)
@@ -210,7 +209,7 @@ def _packed_choice(
     first = problems[0]
     if launcher.target is None or first.k_len >= params.MOST_PACKED_ROWS:
         return None
-    mapped = mapped and all(map(sm90_params.takes, jobs))
+    mapped = mapped and all(map(sm90_params.takes, map(sm90_params.without_sequences, jobs)))
     return choose(
         first.dtype.name, math.prod(first.batch), max(1, first.k_len // packing.offsets.sequences),
         max([problem.qk_dim for problem in problems]), max([problem.v_dim for problem in problems]),
@@ -256,16 +255,18 @@ def steps_sm90(choice: Choice, jobs: Sequence[Traits], first: int = 0) -> Iterat
     In the names of their arrays, products count from `first` on.
     """
     # The states' rows have as many value columns as the outputs', so one struct serves both.
+    sequences = jobs[0].job.sequences
+    walked = jobs if sequences is None else [sm90_params.without_sequences(own) for own in jobs]
     filled, geometry, blocks = sm90_params.fill(
-        jobs, choice.row.tile_n, (choice.segments, choice.segment_rows)
+        walked, choice.row.tile_n, (choice.segments, choice.segment_rows)
     )
     held: tuple[str, ...] = sm90_params.ADDRESSES
     if choice.states is None:
         held = tuple(name for name in held if name != "workspace")
     numbers = range(len(jobs))
     addresses = {f"job.{i}.{name}": f"{first + i}.{name}" for i in numbers for name in held}
-    if jobs[0].job.sequences is not None:
-        addresses["spans"] = jobs[0].job.sequences.spans
+    if sequences is not None:
+        addresses["spans"] = sequences.spans
     maps = {
         f"job.{i}.{name}_map": (f"{first + i}.{name}", own)
         for i in numbers

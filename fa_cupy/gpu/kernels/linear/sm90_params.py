@@ -72,9 +72,11 @@ ADDRESSES = (*_STATES, "workspace", "out")
 
 
 def takes(traits: Traits) -> bool:
-    """Whether the kernels can compute a product, if all pointers to rows are multiples of 16."""
-    problem = traits.job.problem
-    _, views, sizes, steps = _by_maps(traits)
+    """Whether the kernels can compute a product, if all pointers to rows are multiples of 16.
+
+    Traits of packed sequences are those that `without_sequences` returns; in `fill` too.
+    """
+    problem, sizes = traits.job.problem, traits.sizes
     dims, step = (problem.qk_dim, problem.v_dim), DIM_STEPS.get(problem.dtype.name)
     if step is None or problem.q_len != problem.k_len:
         return False
@@ -84,14 +86,12 @@ def takes(traits: Traits) -> bool:
     blocks = math.prod(problem.batch) * -(-problem.v_dim // CHUNK) * MAX_JOBS
     if len(sizes) > MAP_AXES or not 1 <= blocks <= MAX_GRID // 2:
         return False
-    mapped = {name: views[name] for name in MAPPED}  # states are in any layout
-    return maps_walk(mapped, steps, problem.dtype.itemsize)
+    mapped = {name: traits.views[name] for name in MAPPED}  # states are in any layout
+    return maps_walk(mapped, traits.strides, problem.dtype.itemsize)
 
 
-def _by_maps(traits: Traits) -> Traits:
+def without_sequences(traits: Traits) -> Traits:
     """Return traits without the axis of packed sequences, the last one of the batch."""
-    if traits.job.sequences is None:
-        return traits
     views = {}
     for name, (shape, strides) in traits.views.items():
         views[name] = View((*shape[:-3], *shape[-2:]), (*strides[:-3], *strides[-2:]))
@@ -147,7 +147,7 @@ def fill(
 
 def _fill_job(traits: Traits, p: Any) -> dict[str, Geometry]:
     """Fill a job of the struct but for maps, pointers and `tiles`; return how to make the maps."""
-    job, views, sizes, steps = _by_maps(traits)
+    job, views, sizes, steps = traits
     problem = job.problem
     missing = MAP_AXES - len(sizes)
     sizes = [1] * missing + sizes
@@ -162,8 +162,9 @@ def _fill_job(traits: Traits, p: Any) -> dict[str, Geometry]:
             p[f"{name}_batch"] = [step // item for step in steps[name]]
             row, col = views[name].strides[-2:]
             p[f"{name}_row"], p[f"{name}_col"] = row // item, col // item
-            if job.sequences is not None:
-                p[f"{name}_sequence"] = traits.views[name].strides[-3] // item
+    if job.sequences is not None:
+        for name, view in zip(_STATES, (problem.initial, job.state), strict=True):
+            p[f"{name}_sequence"] = 0 if view is None else view.strides[-3] // item
     item = problem.dtype.itemsize
     p["out_batch"] = [step // item for step in steps["out"]]
     p["out_row"] = job.out.strides[-2] // item
