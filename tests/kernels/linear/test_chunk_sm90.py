@@ -57,8 +57,8 @@ BUGS = {
         "pipe.advance();",
     ),
     "scores that are not there yet": (
-        "wgmma_wait_group<0>();\n    mask_scores",
-        "mask_scores",
+        "wgmma_wait_group<0>();\n    uint32 visible_bits",
+        "uint32 visible_bits",
     ),
     "scores without a proxy fence": (
         "fence_proxy_async_shared();\n      release_per_lane(shared.p_full[p_stage]);",
@@ -88,7 +88,10 @@ PREFIX_BUGS = {
     ),
     "a place let go for one of two": ("if (group == 0) release(shared.empty[stage]);", ""),
     "queries awaited that nobody loads": ("(outputs ? 2 : 1) * kDimBlocks", "2 * kDimBlocks"),
-    "chunks that lie elsewhere": ("(i - chunks_before_segment) * work.step", "i * work.step"),
+    "chunks that lie elsewhere": (
+        "row_of_chunk(work, i - chunks_before_segment)",
+        "row_of_chunk(work, i)",
+    ),
 }
 
 
