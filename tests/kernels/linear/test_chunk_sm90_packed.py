@@ -35,7 +35,10 @@ def calls_of(draw, row):
     else:
         (offsets,) = draw(packed_sequences.disordered([length]))
     batches = draw(st.sampled_from(BATCHES))
-    dims = draw(st.sampled_from([8, row.dim - 8, row.dim])), draw(st.sampled_from([8, row.tile_n]))
+    dims = (
+        draw(st.sampled_from([8, row.dim - 8, row.dim])),
+        draw(st.sampled_from([8, row.tile_n, row.tile_n + 8])),
+    )
     q, k, v = (
         normal(rng, (*batch, length, dim), NAMES[row.dtype])
         for batch, dim in zip(batches, (dims[0], *dims), strict=True)
