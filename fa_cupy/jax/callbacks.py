@@ -156,11 +156,10 @@ def _attention_backward(static: Static, saved: tuple[Array, ...], grads: Any) ->
     of_score = arrays_of("attention", score.value)
     names = "q", "k", "v", "bias", "sinks", "mask", *PLACES, *of_score
     arrays = dict(zip(names, saved, strict=False))
-    for arg in PLACES[:2]:
-        if arrays[arg] is not None:
-            raise NotImplementedError(
-                f"attention: {arg} is given and a gradient is asked for, which there is not with it"
-            )
+    if arrays["page_table"] is not None:
+        raise NotImplementedError(
+            "attention: page_table is given and a gradient is asked for, which there is not with it"
+        )
     without = _looked_up(score.value)
     need = [
         name
