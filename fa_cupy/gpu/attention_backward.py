@@ -44,6 +44,7 @@ from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.keys import entries, sequences
+from fa_cupy.keys.folded import can_fold, folded, unfold
 from fa_cupy.keys.gathered import gathered_gradients, unpacked_gradients
 from fa_cupy.keys.layout import PLACES, KeyArrays
 from fa_cupy.score.program import Operands
@@ -301,8 +302,9 @@ def _with_lengths(
 ) -> dict[str, Any]:
     """Return gradients of a problem with key lengths by an equal call without.
 
-    That is one of parts of the arrays, if the host knows that all lengths are the same. Otherwise
-    a mask hides the keys behind the ends.
+    That is one of parts of the arrays, if the host knows that all lengths are the same. Where a
+    band counts from the ends, entries are packed sequences, if kernels take those: a mask would
+    have a number for each pair. Otherwise it hides the keys behind the ends.
     """
     checked = on_host is not None and on_host.lengths is not None
     if on_host is not None and checked:
@@ -312,10 +314,48 @@ def _with_lengths(
             return sequences.by_parts(
                 _of_parts(empty), problem, inputs, results, need, sinks, score, [together], own
             )
+    if problem.band_from_end and problem.dtype.itemsize == 2 and score is None:
+        grads = _by_folding(problem, inputs, results, need, empty, sinks, keys)
+        if grads is not None:
+            return grads
     alone, inputs, results = gathered_gradients(
         cupy, problem, inputs, results, sinks, keys, checked
     )
     return backward(alone, inputs, results, need, empty, sinks, score)
+
+
+def _by_folding(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+    sinks: Any,
+    keys: KeyArrays,
+) -> dict[str, Any] | None:
+    """Return gradients of a problem with key lengths as packed sequences; None without a kernel."""
+
+    def inside(shape: Sequence[int], dtype: np.dtype[Any], like: Any) -> Any:
+        return core_arrays.empty_laid_out(cupy, shape, like, dtype)
+
+    if not can_fold(problem, inputs[:3], sinks):
+        return None
+    call = folded(cupy, problem, inputs, results, sinks, keys)
+    parts = by_kernels(
+        call.problem, call.inputs, call.results, need, inside, sinks, None, call.keys[2:]
+    )
+    if parts is None:
+        return None
+    given = dict(zip(_INPUTS, inputs, strict=False))
+    found = {}
+    for name, part in parts.items():
+        of = given.get(name, sinks)
+        found[name] = empty(of.shape, of.dtype, of)
+        if name in given:
+            unfold(found[name], part)
+        else:
+            _bits(found[name])[...] = _bits(part)
+    return found
 
 
 def _over_pairs(

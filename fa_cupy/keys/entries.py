@@ -110,18 +110,16 @@ class Entries(NamedTuple):
         if self.lengths is None:
             return partial(self.alone, problem, shown), arrays
         keys = KeyArrays(self.lengths)
-        alone, arrays, _ = gathered_gradients(
+        alone, hidden, _ = gathered_gradients(
             np, self.alone(problem, shown), arrays, (), None, keys, checked=True
         )
-        return (lambda: alone), arrays
+        return (lambda: alone), hidden
 
     def _of(self, x: Array, own: int) -> tuple[slice, ...]:
         """Return what takes the part of an array whose last `own` axes are none of entries."""
         shape = x.shape[:-own]
         places = self.place[len(self.place) - len(shape) :]
-        return tuple(
-            slice(None) if n == 1 else at for n, at in zip(shape, places, strict=True)
-        )
+        return tuple(slice(None) if n == 1 else at for n, at in zip(shape, places, strict=True))
 
 
 def entry_axes(problem: Problem) -> int:

@@ -153,9 +153,7 @@ def _without_rows(
     if dlse is not None:
         _write(xp, dlse, bad, 0.0)
     assert lse is not None
-    nothing = lse.dtype.type(-np.inf)
-    if sinks is not None:
-        nothing = xp.broadcast_to(_widened(sinks, lse.dtype), lse.shape)
+    nothing = lse.dtype.type(-np.inf) if sinks is None else _widened(sinks, lse.dtype)
     return out, xp.where(bad, nothing, lse), dout, dlse
 
 
@@ -195,12 +193,12 @@ def gathered_gradients(
         rows = bad[..., None, None] if bad.ndim else bad
         results = _without_rows(xp, rows, results, sinks)
     # Weights of 0 times what is not finite would be NaN, and kernels would compute all again.
-    k, v = (_zeros_behind(xp, x, lengths) for x in (k, v))
+    k, v = (zeros_behind(xp, x, lengths) for x in (k, v))
     alone = gathered(xp, problem, k, v, mask, KeyArrays(lengths))
     return alone.problem, (q, alone.k, alone.v, bias, alone.mask), (*results,)
 
 
-def _zeros_behind(xp: Any, x: Array, lengths: Array) -> Array:
+def zeros_behind(xp: Any, x: Array, lengths: Array) -> Array:
     """Return keys or values (..., heads, k_len, dim), laid out alike: 0 where no entry has them."""
     if not lengths.size or not x.size:
         return x

@@ -167,9 +167,7 @@ def test_gradients_of_biases_and_sinks_are_summed(xp, shape, dtype):
     bias, sinks = draw(shape, (8, 1), dtype=dtype)
     options = {"sinks": sinks, "k_lengths": LENGTHS}
     want = reference.attention_backward(dout, q, k, v, bias, **options)
-    runs = [
-        backward(xp, dout, q, k, v, bias, need=("bias", "sinks"), **options) for _ in range(2)
-    ]
+    runs = [backward(xp, dout, q, k, v, bias, need=("bias", "sinks"), **options) for _ in range(2)]
     rtol = 2.0**-8 if dtype == BFLOAT16 else 2.0**-10
     for x, again, y in zip(*runs, want[3:], strict=True):
         assert x.tobytes() == again.tobytes()
