@@ -545,8 +545,7 @@ def attention_backward(
     name = "attention_backward"
     args, arrays = attention_problem.ARGS, (q, k, v, bias, mask)
     dispatch.require(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    places = {"k_lengths": k_lengths, "q_offsets": q_offsets, "k_offsets": k_offsets}
-    where = Places(name, args[-1], **places)
+    where = Places(name, args[-1], k_lengths=k_lengths, q_offsets=q_offsets, k_offsets=k_offsets)
     arrays = tuple(dispatch.sparse_inputs(name, args, where.without_masks(arrays)))
     more = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sinks": sinks}
     more |= (of_score := arrays_of(name, score)) | where.separated(arrays)
@@ -571,8 +570,7 @@ def attention_backward(
             problem, where.inputs(inputs), (out, lse, dout, dlse), wanted,
             dispatch.allocator(native), sinks, **extra, **where.for_backend(native.backend),
         )  # fmt: skip
-        grads = (found[arg] for arg in wanted)
-        return tuple(x if is_sparse(x) else native.give_back(x) for x in grads)
+        return tuple(x if is_sparse(x) else native.give_back(x) for x in map(found.get, wanted))
 
 
 def _wanted(name: str, need: Any, of_score: Iterable[str], **optional: Any) -> tuple[str, ...]:

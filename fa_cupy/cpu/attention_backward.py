@@ -237,6 +237,9 @@ class _PlanOfParts:
             backend = sequences.Backend(np, self._solve_entries, empty, copy, self._each)
             of_pair = math.prod(self.problem.batch) * _flop_of_score(self.problem)
             found = key_parts.parts(self.problem, inputs[:3], score, keys.lengths, of_pair)
+            if len(found) == 1 and found[0].length == self.problem.k_len:
+                alone, given = found[0].taken(self.problem, inputs)
+                return self._solve_entries(alone, given, results, self.need, sinks, score)
             own = key_parts.own_gradients(self.problem, inputs[3], sinks)
             return sequences.by_parts(
                 backend, self.problem, inputs, results, self.need, sinks, score, found, own

@@ -159,9 +159,8 @@ def cached(
     the table, and only values of types that are equal where they mean the same make a key.
     """
     # These gradients, and that of a bias if `need` does not leave it out.
-    if k_lengths is not None or sinks is not None:
-        return None
-    if not (need is None or (need.__class__ is tuple and need == _INPUTS)):
+    of_inputs = need is None or (need.__class__ is tuple and need == _INPUTS)
+    if not (of_inputs and k_lengths is sinks is None):
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device, q.dtype)
@@ -309,6 +308,9 @@ def _with_lengths(
     checked = on_host is not None and on_host.lengths is not None
     if on_host is not None and checked:
         together = entries.together(problem, on_host.lengths)
+        if together is not None and together.length == problem.k_len:
+            alone = together.alone(problem, inputs[4])
+            return backward(alone, inputs, results, need, empty, sinks, score)
         if together is not None:
             own = entries.own_gradients(problem, inputs[3], sinks)
             return sequences.by_parts(

@@ -400,7 +400,8 @@ def require_arrays(name: str, *, optional: bool = False, **arrays: Any) -> None:
 
 def stand_in(x: Any) -> Any:
     """Return an array of the shape and dtype of `x` in the memory of one element; None for None."""
-    return None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape)
+    # What JAX makes of a number while it traces has a dtype and no shape.
+    return None if x is None else np.broadcast_to(np.zeros((), x.dtype), np.shape(x))
 
 
 def _shape_of(x: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem, View, batch_view
-from fa_cupy.keys.gathered import gathered_gradients
+from fa_cupy.keys.gathered import gathered, zeros_behind
 from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.keys.sequences import band_of
 from fa_cupy.score import tree
@@ -22,9 +22,9 @@ from fa_cupy.score.program import Operands
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
-# Neighbours are one part if they have so much work at most together, counted with the keys that
-# only the longest of them has: a call takes some hundred microseconds in Python, whatever its size.
-_SHORT_FLOP = 8e6
+# Neighbours of so much work at most, each and together, are one part, with as many keys as the
+# longest of them has: a call takes some hundred microseconds in Python, whatever its size.
+_SHORT_FLOP, _GROUP_FLOP = 8e6, 4e7
 
 
 class Entries(NamedTuple):
@@ -109,17 +109,22 @@ class Entries(NamedTuple):
         arrays = self.of_rows(q), self.of_keys(k), self.of_keys(v), self.of_scores(bias), shown
         if self.lengths is None:
             return partial(self.alone, problem, shown), arrays
-        keys = KeyArrays(self.lengths)
-        alone, hidden, _ = gathered_gradients(
-            np, self.alone(problem, shown), arrays, (), None, keys, checked=True
-        )
-        return (lambda: alone), hidden
+        # Zeros take the place of what is not finite: all would be computed again with these.
+        k, v = (x if _is_finite(x) else zeros_behind(np, x, self.lengths) for x in arrays[1:3])
+        found = gathered(np, self.alone(problem, shown), k, v, shown, KeyArrays(self.lengths))
+        return (lambda: found.problem), (arrays[0], found.k, found.v, arrays[3], found.mask)
 
     def _of(self, x: Array, own: int) -> tuple[slice, ...]:
         """Return what takes the part of an array whose last `own` axes are none of entries."""
         shape = x.shape[:-own]
         places = self.place[len(self.place) - len(shape) :]
         return tuple(slice(None) if n == 1 else at for n, at in zip(shape, places, strict=True))
+
+
+def _is_finite(x: Array) -> bool:
+    """Whether all elements are finite, as far as their sum shows."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(x.sum(dtype=np.promote_types(x.dtype, np.float32))))
 
 
 def entry_axes(problem: Problem) -> int:
@@ -193,7 +198,8 @@ def _runs(lengths: list[int], flop_per_key: float) -> list[tuple[int, int]]:
     found, begin, least, most = [], 0, lengths[0], lengths[0]
     for i, length in enumerate(lengths):
         least, most = min(least, length), max(most, length)
-        if least < most and most * (i + 1 - begin) * flop_per_key > _SHORT_FLOP:
+        work = most * flop_per_key
+        if least < most and (work > _SHORT_FLOP or work * (i + 1 - begin) > _GROUP_FLOP):
             found.append((begin, i))
             begin = i
             least = most = length

@@ -71,7 +71,7 @@ def folded(
     problem : Problem
         One that `can_fold`.
     inputs : sequence of array or None
-        q, k, v, bias and mask, of which the last two are None.
+        q, k, v, bias and mask; the last two are None.
     results : sequence of array or None
         Output and log-sum-exp, and the gradients of both.
     sinks : array or None

@@ -8,7 +8,7 @@ from fa_cupy._score import operands_of
 from fa_cupy.core.attention_problem import attention_problem
 from fa_cupy.keys import entries
 
-SHORT, LONG = 1e3, 1e6  # operations of a pair
+SHORT, LONG = 1e3, 1e6  # operations of a pair of all entries
 
 
 def divided(lengths, flop_per_pair, batch=None, q=None, score=None):
@@ -29,8 +29,8 @@ def seen(found):
 
 def test_short_neighbours_are_together():
     assert seen(divided([3, 80, 0], SHORT)) == [((0, 3), 80, False)]
-    # 10 * 100 * 1000 / 20 operations of an entry: 160 of them are one part.
-    bounds = [(x.place[0].start, x.place[0].stop) for x in divided([100, 99] * 200, 2e4)]
+    # 10 * 100 * 1e5 / 400 operations an entry: 160 of them are one part.
+    bounds = [(x.place[0].start, x.place[0].stop) for x in divided([100, 99] * 200, 400 * 250)]
     assert bounds == [(0, 160), (160, 320), (320, 400)]
 
 
@@ -46,6 +46,25 @@ def test_the_last_axis_before_the_heads_is_divided():
     found = divided([[3, 80], [80, 80]], 4 * LONG)
     assert seen(found) == [((0, 1), 3, True), ((1, 2), 80, True), ((0, 2), 80, True)]
     assert [x.place[0] for x in found] == [slice(0, 1), slice(0, 1), slice(1, 2)]
+
+
+def test_what_is_not_finite_behind_an_end_is_left_out():
+    """And what is finite is not copied."""
+    lengths = np.array([3, 80])
+    x = np.ones((2, 2, 100, 4))
+    problem = attention_problem(x[..., :10, :], x, x, None, None, k_lengths=lengths)
+    (part,) = entries.parts(problem, (x, x, x), None, lengths, SHORT)
+    _, (_, k, v, _, mask) = part.taken(problem, (x, x, x, None, None))
+    assert np.shares_memory(k, x)
+    assert mask[:, 0, 0].tolist() == [[j < n for j in range(80)] for n in (3, 80)]
+    for dtype, garbage in (("float16", np.inf), ("float64", np.nan)):
+        given = x.astype(dtype)
+        given[0, 0, 3] = garbage
+        alone, (_, k, v, *_) = part.taken(problem, (x, x, given, None, None))
+        assert np.shares_memory(k, x)
+        assert v[0].any(axis=(0, 2)).tolist() == [j < 3 for j in range(80)]
+        assert v[1].all()
+        assert alone().k_len == 80
 
 
 @pytest.mark.parametrize("lengths", [7, [7, 7], [[7], [7]], [0, 0]])
