@@ -1,6 +1,7 @@
 """Gradients with key lengths: rules that hold on the CPU and the GPU alike, and a fuzz of them."""
 
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, Score, attention, attention_backward, reference
+from fa_cupy.keys import entries
 from tests.api.test_gradients import plain_options
 from tests.api.test_key_lengths import BANDS, LENGTHS, describe, draw
+from tests.conftest import cupy_or_skip
 from tests.support import gradients
 from tests.support.every_run import widest
 from tests.support.keyed_cases import cases_with_lengths, native_options
@@ -17,6 +20,19 @@ from tests.support.strategies import DTYPES, UNIT, Case, by_dtype, to_numpy
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
 NAMES = ("q", "k", "v", "bias", "sinks")
+
+
+@pytest.fixture(
+    scope="module", params=["together", "alone", pytest.param("cupy", marks=pytest.mark.gpu)]
+)
+def xp(request):
+    """The array namespace; with NumPy, short entries are computed together or one by one."""
+    if request.param == "cupy":
+        yield cupy_or_skip()
+        return
+    most = {"together": entries._SHORT_FLOP, "alone": 0.0}[request.param]
+    with mock.patch.object(entries, "_SHORT_FLOP", most):
+        yield np
 
 
 def backward(xp, dout, *arrays, dlse=None, need=None, score=None, laid_out=False, **options):
@@ -238,6 +254,23 @@ def test_entries_out_of_range_have_no_part(cupy, dtype, options):
         assert not any(x[1].any() for x in found[:3])
         for x, y in zip(found, want, strict=True):
             assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", BANDS, ids=str)
+@pytest.mark.parametrize("lengths", [LENGTHS, np.full(4, 77), 77, 130, 0], ids=repr)
+@pytest.mark.parametrize(**by_dtype())
+def test_lengths_on_the_host(cupy, dtype, options, lengths):
+    q, k, v, dout = draw(*[(4, 8, n, 64) for n in (70, 130, 130, 70)], dtype=dtype)
+    spoil(np.broadcast_to(lengths, 4), np.nan, k, v)
+    arrays = [cupy.asarray(x) for x in (q, k, v)]
+    out, lse = attention(*arrays, return_lse=True, k_lengths=lengths, **options)
+    given = cupy.asarray(dout), *arrays, out, lse
+    there = cupy.asarray(lengths)
+    want = attention_backward(*given, k_lengths=there, **options)
+    for x, y in zip(attention_backward(*given, k_lengths=lengths, **options), want, strict=True):
+        x, y = to_numpy(x).astype(float), to_numpy(y).astype(float)
+        np.testing.assert_allclose(x, y, rtol=16 * UNIT[dtype], atol=16 * UNIT[dtype])
 
 
 # Errors

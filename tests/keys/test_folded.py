@@ -33,6 +33,7 @@ def solve_gradients(dout, dlse, q, k, v, *, sinks=None, k_lengths, **options):
     problem = problem_of(inputs, results, **options)
     assert can_fold(problem, inputs[:3], sinks)
     call = folded(np, problem, inputs, results, sinks, keys)
+    assert all(np.isfinite(x.astype(float)).all() for x in call.inputs[1:3])
     need = ("q", "k", "v") if sinks is None else ("q", "k", "v", "sinks")
     alone, mask, clean = unpacked_gradients(np, call.problem, None, call.results, sinks, call.keys)
     parts = cpu_backward.backward(alone, (*call.inputs[:4], mask), clean, need, empty, sinks)

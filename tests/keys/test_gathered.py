@@ -140,7 +140,7 @@ def empty(shape, dtype, like):
 
 
 def solve_gradients(dout, dlse, q, k, v, bias=None, mask=None, *, sinks=None, **options):
-    """The gradients that there are, by a call without lengths, and the keys and values of that."""
+    """The gradients that there are, by a call without lengths, and the inputs of that."""
     keys = KeyArrays(np.asarray(options.pop("k_lengths")))
     inputs = q, k, v, bias, mask
     options |= {"k_lengths": keys.lengths, "sinks": sinks}
@@ -151,7 +151,7 @@ def solve_gradients(dout, dlse, q, k, v, bias=None, mask=None, *, sinks=None, **
     assert not given[0].band_from_end
     need = [name for name, x in zip(gradients.NAMES, (*inputs[:4], sinks), strict=True)
             if x is not None]  # fmt: skip
-    return cpu_backward.backward(*given, tuple(need), empty, sinks), given[1][1:3]
+    return cpu_backward.backward(*given, tuple(need), empty, sinks), given[1]
 
 
 @widest()
@@ -181,7 +181,8 @@ def test_entries_out_of_range_have_no_part_in_gradients(dtype, options):
     dout[1], dlse[1] = np.nan, np.nan
     for length in (-1, 31, 2**40, -(2**40)):
         lengths = np.array([30, length, 7])
-        found, _ = solve_gradients(dout, dlse, q, k, v, k_lengths=lengths, **options)
+        found, given = solve_gradients(dout, dlse, q, k, v, k_lengths=lengths, **options)
+        assert given[4].any(axis=(1, 2, 3)).tolist() == [True, False, True]
         assert not any(found[name][1].any() for name in "qkv")
         for name, x in found.items():  # the other outputs may be rounded in another way
             x, y = x.astype(float), want[name].astype(float)
@@ -219,7 +220,7 @@ def test_keys_that_no_entry_has_are_zeros(shape, of_keys, ends):
     if len(shape) == 2 or len(of_keys) > 4:
         q = np.zeros((2, 3, 1, 2, 4))
     dout = np.zeros(q.shape)
-    _, (found, _) = solve_gradients(dout, None, q, k, k, k_lengths=np.array(lengths))
+    _, (_, found, *_) = solve_gradients(dout, None, q, k, k, k_lengths=np.array(lengths))
     want = np.arange(9) < np.array(ends)[..., None]
     got = np.isnan(found).all(axis=-1)
     assert got.tolist() == np.broadcast_to(want, got.shape).tolist()
