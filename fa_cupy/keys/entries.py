@@ -58,8 +58,7 @@ class Entries(NamedTuple):
         """Return the part of an array that broadcasts to (..., heads, queries, keys)."""
         if x is None or not x.ndim:
             return x
-        last = slice(None) if x.shape[-1] == 1 else slice(self.length)
-        return x[self._of(x, 3)][..., last]
+        return x[self._of(x, 3)][..., : self.length]
 
     def of_numbers(self, x: Array | None) -> Array | None:
         """Return the part of an array that broadcasts to (..., heads, queries)."""
@@ -76,7 +75,8 @@ class Entries(NamedTuple):
         """
         axes = len(self.place)
         sizes = [len(range(n)[at]) for n, at in zip(problem.batch[:axes], self.place, strict=True)]
-        lower, upper = band_of(problem, problem.q_len, self.length, drop=self.lengths is None)
+        # A bound that never binds in the longest entry never does in another one.
+        lower, upper = band_of(problem, problem.q_len, self.length)
 
         def cut(view: View | None, *last: int) -> Any:
             return view and View((*sizes, *view.shape[axes:-2], *last), view.strides)

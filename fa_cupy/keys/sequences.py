@@ -132,19 +132,12 @@ def parts(keys: KeyArrays, q_len: int) -> list[Part]:
     return [Part(i, slice(a, b), slice(c, d)) for i, a, b, c, d in found if a < b]
 
 
-def band_of(
-    problem: Problem, q_len: int, k_len: int, drop: bool = True
-) -> tuple[int | None, int | None]:
-    """Return the bounds of a sequence of so many queries and keys.
-
-    One that never binds is None, if it is to be dropped.
-    """
+def band_of(problem: Problem, q_len: int, k_len: int) -> tuple[int | None, int | None]:
+    """Return the bounds of a sequence of so many queries and keys; one that never binds is None."""
     shift = 0
     if problem.band_from_end:
         shift = (k_len - q_len) - (problem.k_len - problem.q_len)
     lower, upper = (None if x is None else x + shift for x in (problem.lower, problem.upper))
-    if not drop:
-        return lower, upper
     if lower is not None and lower <= 1 - q_len:
         lower = None
     if upper is not None and upper >= k_len - 1:
