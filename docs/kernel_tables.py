@@ -54,9 +54,12 @@ def rows_of(stem):
 # ------------------------------------------------------------------------------------- constants
 @functools.cache
 def constants(stem):
-    """Return {name: expression} of the constants that a file or the files of a kernel define."""
-    found = {}
+    """Return {name: expression} of the constants that a file or the files of a kernel define.
+
+    And of those that it defines where a variant does not.
+    """
     text = re.sub(r"//.*", "", text_of(stem))
+    found = dict(re.findall(r"^#define (FA_\w+) (\d+)$", text, re.MULTILINE))
     for match in CONSTANTS.finditer(text):
         for part in re.split(r",\s*(?=k[A-Z]\w* =)", match[1]):
             name, _, expression = part.partition(" = ")

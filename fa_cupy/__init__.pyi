@@ -126,6 +126,7 @@ def attention_backward(
     dlse: Array | None = None,
     need: Sequence[str] | None = None,
     score: Score | None = None,
+    k_lengths: int | Array | None = None,
     q_offsets: Array | None = None,
     k_offsets: Array | None = None,
 ) -> tuple[Any, ...]: ...
@@ -149,6 +150,7 @@ def attention_backward(
     dlse: Array | None = None,
     need: Sequence[str] | None = None,
     score: Score | None = None,
+    k_lengths: int | Array | None = None,
     q_offsets: Array | None = None,
     k_offsets: Array | None = None,
 ) -> tuple[A, ...]: ...

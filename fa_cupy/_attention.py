@@ -401,6 +401,7 @@ def attention_backward(
     dlse: Any = None,
     need: Sequence[str] | None = None,
     score: Score | None = None,
+    k_lengths: Any = None,
     q_offsets: Any = None,
     k_offsets: Any = None,
 ) -> tuple[Any, ...]:
@@ -435,9 +436,10 @@ def attention_backward(
         and have no indices but `b`, `h`, `i` and `j` in the expression.
     score : Score, optional
         That of the call of `attention`.
+    k_lengths : int or array of int32 or int64, optional
     q_offsets : array of int32 or int64, shape (sequences + 1,), optional
     k_offsets : array of int32 or int64, shape (sequences + 1,), optional
-        Those of that call.
+        Those of that call. There are no gradients for calls with a `page_table`.
 
     Returns
     -------
@@ -478,8 +480,9 @@ def attention_backward(
     keys then sum to 1.
 
     A query without visible keys has gradient 0 and contributes nothing to other gradients but that
-    of its sink, and in a sequence whose offsets are not valid not to that either. The contents of
-    hidden keys and values, NaN included, never reach a gradient. Where `lse` is merged over parts
+    of its sink, and in a sequence whose offsets are not valid, or a batch entry whose length is
+    not, not to that either. The contents of hidden keys and values, NaN included, never reach a
+    gradient, and their own gradients are 0. Where `lse` is merged over parts
     of the keys, pass `sinks` with the part that they were given with.
 
     References
@@ -535,14 +538,14 @@ def attention_backward(
     if cached is not None:
         answer = cached(
             dout, q, k, v, out, lse, bias, mask, scale, is_causal, causal_align, window, softcap,
-            sinks, dlse, need, q_offsets, k_offsets,
+            sinks, dlse, need, k_lengths, q_offsets, k_offsets,
         )  # fmt: skip
         if answer is not None:
             return tuple(answer)
     name = "attention_backward"
     args, arrays = attention_problem.ARGS, (q, k, v, bias, mask)
     dispatch.require(name, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    where = Places(name, args[-1], q_offsets=q_offsets, k_offsets=k_offsets)
+    where = Places(name, args[-1], k_lengths=k_lengths, q_offsets=q_offsets, k_offsets=k_offsets)
     arrays = tuple(dispatch.sparse_inputs(name, args, where.without_masks(arrays)))
     more = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sinks": sinks}
     more |= (of_score := arrays_of(name, score)) | where.separated(arrays)
@@ -567,8 +570,7 @@ def attention_backward(
             problem, where.inputs(inputs), (out, lse, dout, dlse), wanted,
             dispatch.allocator(native), sinks, **extra, **where.for_backend(native.backend),
         )  # fmt: skip
-        grads = (found[arg] for arg in wanted)
-        return tuple(x if is_sparse(x) else native.give_back(x) for x in grads)
+        return tuple(x if is_sparse(x) else native.give_back(x) for x in map(found.get, wanted))
 
 
 def _wanted(name: str, need: Any, of_score: Iterable[str], **optional: Any) -> tuple[str, ...]:

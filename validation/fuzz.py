@@ -213,6 +213,10 @@ def kinds(xp: Any) -> dict[str, Any]:
         "attention with page_table": (forward, {"case": keyed_cases.paged_cases()}),
         "attention with q_offsets": (forward, {"case": keyed_cases.packed_cases()}),
         "attention_backward": (backward, finite),
+        "attention_backward with k_lengths": (
+            backward,
+            {"case": keyed_cases.cases_with_lengths(finite=True), "dlse": st.booleans()},
+        ),
         "attention_backward with q_offsets": (
             backward,
             {"case": keyed_cases.packed_cases(finite=True), "dlse": st.booleans()},
@@ -234,6 +238,8 @@ def kinds(xp: Any) -> dict[str, Any]:
         found["captured attention"] = (captured_attention, {**calls, **gradient})
         in_pages = {"case": keyed_cases.paged_cases(), "gradient": st.just(False), **mode}
         found["captured attention, pages"] = (captured_attention, in_pages)
+        lengths = {"case": keyed_cases.cases_with_lengths(finite=True), **gradient}
+        found["captured attention, lengths"] = (captured_attention, lengths)
         packed = {"case": keyed_cases.packed_cases(finite=True), **gradient}
         found["captured attention, offsets"] = (captured_attention, packed)
         name = {"name": st.sampled_from(PRODUCTS), **mode}

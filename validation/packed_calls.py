@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from validation import attention_calls, backward_calls, peers
+from validation import attention_calls, backward_calls, peers, product_calls
 
 _WRONG = 0.02  # of a norm, in bfloat16; rounding is a tenth of it
 _BAND = ("is_causal", "causal_align", "window")
@@ -162,6 +162,7 @@ class Problem(NamedTuple):
     states: bool = False
     offset: int = 0  # elements by which arrays are off the alignment of 16-byte copies
     k_offsets: list[int] | None = None
+    own_prefix: bool = True  # whether blocks may sum what lies before their segments
 
 
 OUT_OF_ORDER = [0, 70, 60, 999]  # to rows from 70 on
@@ -183,9 +184,9 @@ def product_problems(dim: int) -> list[Problem]:
         Problem(backward, some, behind, dim - 3, dim - 15, (2, 2), reverse=True),
         Problem("linear_attention", some, behind, dim, dim - 8, (4, 2)),
         Problem("linear_attention", some, behind, *sizes, k_offsets=[0, 2, 70, 70, 100, 190]),
-        Problem(forward, split, total, *sizes, states=True),
+        Problem(forward, split, total, *sizes, states=True, own_prefix=False),
         Problem(forward, split, total, *sizes, reverse=True),
-        Problem(backward, split, total, *sizes, states=True),
+        Problem(backward, split, total, *sizes, states=True, own_prefix=False),
     ]
 
 
@@ -246,11 +247,29 @@ def products_are_right(
     return all(reference.relative_error(x, y) <= _WRONG for x, y in pairs)
 
 
-def forcing(row: Any) -> tuple[Any, ...]:
-    """The table of packed products without the rows that could be taken in place of this one."""
-    from fa_cupy.gpu.kernels.linear.table import PACKED
+@contextlib.contextmanager
+def forced_products(row: Any, problem: Problem) -> Iterator[None]:
+    """While entered, a product of the reduced set gets this row if it can compute it."""
+    from fa_cupy.gpu.kernels.linear import table
+    from fa_cupy.gpu.kernels.linear.sm90 import cost_model
+    from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 
-    return tuple(x for x in PACKED if x is row or not (x.algorithm and x.dtype == row.dtype))
+    mapped = isinstance(row, ProductSm90Variant)
+
+    def rival(other: Any) -> bool:
+        if mapped and not isinstance(other, ProductSm90Variant):
+            return False  # what serves arrays that tensor maps cannot walk
+        return other is not row and other.algorithm and other.dtype == row.dtype
+
+    with contextlib.ExitStack() as stack:
+        rows = tuple(other for other in table.PACKED if not rival(other))
+        stack.enter_context(mock.patch.object(table, "PACKED", rows))
+        if mapped:
+            stack.enter_context(product_calls.others_dear())
+        if not problem.own_prefix:
+            none = mock.patch.object(cost_model, "_own_prefix", return_value=())
+            stack.enter_context(none)
+        yield
 
 
 def product_rows(target: str) -> list[Any]:
@@ -263,22 +282,19 @@ def product_rows(target: str) -> list[Any]:
 def run_products(row: Any) -> int:
     """Make the calls of one row; return how many there were."""
     from fa_cupy.core import plan_cache
-    from fa_cupy.gpu.kernels.linear import table
 
     calls = 0
     plan_cache.plans.clear()
     dtype = next(x for x in peers.DTYPES.values() if x.name == row.dtype)
-    with (
-        mock.patch.object(table, "PACKED", forcing(row)),
-        backward_calls.loaded_rows() as reached,
-    ):
+    with backward_calls.loaded_rows() as reached:
         for problem in product_problems(row.dim):
             host = product_arrays(dtype, problem)
             sent = {
                 name: attention_calls.send(x, 0 if name.endswith("offsets") else problem.offset)
                 for name, x in host.items()
             }
-            results = [*map(peers.to_host, product_results(problem, sent))]
+            with forced_products(row, problem):
+                results = [*map(peers.to_host, product_results(problem, sent))]
             if not products_are_right(problem, host, results):
                 raise RuntimeError(f"{row.name} {problem}: the result is wrong")
             calls += 1

@@ -161,7 +161,6 @@ def forcing(row: Any, target: str) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def forced(row: Any, target: str) -> Iterator[None]:
     """While entered, calls get this row if it can compute them."""
-    from fa_cupy.gpu.kernels.linear import cost_model
     from fa_cupy.gpu.kernels.linear.sm90 import cost_model as sm90_cost_model
     from fa_cupy.gpu.kernels.linear.sm90.chunk_state_sm90 import ChunkStateSm90
     from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
@@ -171,13 +170,19 @@ def forced(row: Any, target: str) -> Iterator[None]:
         if isinstance(row, ChunkStateSm90):  # no block does that itself then
             none = mock.patch.object(sm90_cost_model, "_own_prefix", return_value=())
             stack.enter_context(none)
-        if isinstance(row, ProductSm90Variant):  # those beside it are never cheaper then
-            for name, dear in (
-                ("_WAITING", 1e4),
-                ("_SINGLE_WAITING", 1e4),
-                ("_CLOCKS_PER_US", 0.1),
-            ):
-                stack.enter_context(mock.patch.object(cost_model, name, dear))
+        if isinstance(row, ProductSm90Variant):
+            stack.enter_context(others_dear())
+        yield
+
+
+@contextlib.contextmanager
+def others_dear() -> Iterator[None]:
+    """While entered, kernels that need no tensor maps are never cheaper than those for SM90."""
+    from fa_cupy.gpu.kernels.linear import cost_model
+
+    with contextlib.ExitStack() as stack:
+        for name, dear in (("_WAITING", 1e4), ("_SINGLE_WAITING", 1e4), ("_CLOCKS_PER_US", 0.1)):
+            stack.enter_context(mock.patch.object(cost_model, name, dear))
         yield
 
 

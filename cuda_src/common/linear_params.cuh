@@ -1,18 +1,8 @@
 // Parameters of a launch of a causal product, and the work of each of its blocks.
 #pragma once
 #include "cuda_src/common/batch_axes.cuh"
-
-#ifndef FA_PACKED
-#define FA_PACKED 0  // 1: batch entries are packed sequences, whose axis is the last one
-#endif
-
-// The rows of a packed sequence (linear/sequence_spans.cu).
-struct alignas(8) RowSpan {
-  int begin;
-  int rows;  // -1 - rows of a sequence whose offsets are out of range
-};
-FA_DEVICE bool is_invalid(const RowSpan& span) { return span.rows < 0; }
-FA_DEVICE int rows_of(const RowSpan& span) { return max(span.rows, -1 - span.rows); }
+#include "cuda_src/common/packed.cuh"
+#include "cuda_src/common/row_span.cuh"
 
 // Passed by value.  fa_cupy/gpu/kernels/linear/params.py holds the same fields in the same order.
 // Strides count elements.  Axes that broadcast have stride 0; rows in reverse order have a negative
@@ -40,9 +30,9 @@ struct ProductParams {
   int segment_rows;  // of all segments but the last
 #if FA_PACKED
   const RowSpan* spans;  // of each sequence
-  int sequences;
-  int reverse;       // 1: rows are in reverse order
-  int zero_invalid;  // 1: rows of sequences that are out of range become 0, else NaN
+  int sequences;         // the last of the batch axes
+  int reverse;           // 1: rows are in reverse order
+  int zero_invalid;      // 1: rows of sequences that are out of range become 0, else NaN
 #endif
 };
 

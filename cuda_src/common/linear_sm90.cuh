@@ -7,7 +7,9 @@
 // the registers.
 #pragma once
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/packed.cuh"
 #include "cuda_src/common/pipeline.cuh"
+#include "cuda_src/common/row_span.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
@@ -42,6 +44,9 @@ struct ProductJob {
   int qk_dim, v_dim;
   int tiles;    // of value columns
   int reverse;  // 1: from the last row to the first
+#if FA_PACKED
+  int64 initial_sequence, state_sequence;  // strides of the axis of sequences, which has no map
+#endif
 };
 
 struct ProductSm90Params {
@@ -53,6 +58,10 @@ struct ProductSm90Params {
   int segment_chunks;  // of all segments but the last
   int keep;            // 1: other blocks load the same data, so it should stay in the L2 cache
   int length;
+#if FA_PACKED
+  const RowSpan* spans;  // of each sequence
+  int sequences;         // the last of the batch axes, behind those of the maps
+#endif
 };
 static_assert(sizeof(ProductSm90Params) == FA_SM90_PARAMS_BYTES,
               "fa_cupy/gpu/kernels/linear/sm90_params.py holds the same struct");
@@ -68,11 +77,17 @@ struct WorkTile {
   int chunk, step;    // the first chunk, and the distance to the next one: 1 or -1
   int chunks;         // number of chunks; 0: the block has no work
   bool writes_state;  // true for one of the entries that share a state
+#if FA_PACKED
+  bool is_last;        // whether the sequence ends with this segment
+  int begin, rows;     // of the sequence
+  int segment_chunks;  // of its segments but the last one that has rows
+#endif
 };
 
 // `segments`: the number of segments that have a block.  In reverse, chunks come from the last to
 // the first.  A chunk that the sequence does not fill is then the first one, and the rows that it
-// lacks are zeros.
+// lacks are zeros.  The chunks of a packed sequence begin with its first row, and its last segments
+// may have none.
 FA_DEVICE WorkTile work_tile_of_block(const ProductSm90Params& params, int segments) {
   auto split = [](uint32& index, uint32 size) {
     if (size == 1) return 0;  // the usual case; a division takes 100 clocks
@@ -90,6 +105,11 @@ FA_DEVICE WorkTile work_tile_of_block(const ProductSm90Params& params, int segme
   w.column = tile * kCols;
   w.initial = w.state = 0;
   w.writes_state = true;
+#if FA_PACKED
+  const int sequence = split(index, params.sequences);
+  w.initial = sequence * job.initial_sequence;
+  w.state = sequence * job.state_sequence;
+#endif
 #pragma unroll
   for (int axis = kMapAxes - 1; axis >= 0; --axis) {
     const int i = axis > 0 ? split(index, job.size[axis]) : static_cast<int>(index);
@@ -98,11 +118,78 @@ FA_DEVICE WorkTile work_tile_of_block(const ProductSm90Params& params, int segme
     w.state += i * job.state_batch[axis];
     w.writes_state = w.writes_state && (i == 0 || job.state_batch[axis] != 0);
   }
+#if FA_PACKED
+  const RowSpan span = params.spans[sequence];
+  w.begin = span.begin;
+  w.rows = rows_of(span);
+  const int chunks = (w.rows + kChunk - 1) / kChunk;
+  w.segment_chunks = max(1, (chunks + params.segments - 1) / params.segments);
+  const int first = w.segment * w.segment_chunks;
+  w.chunks = tile < job.tiles ? max(0, min(w.segment_chunks, chunks - first)) : 0;
+  w.is_last = first < max(chunks, 1) && chunks <= first + w.segment_chunks;
+  w.chunk = job.reverse ? chunks - 1 - first : first;
+#else
   const int first = w.segment * params.segment_chunks;
   w.chunks = tile < job.tiles ? min(params.segment_chunks, params.chunks - first) : 0;
   w.chunk = job.reverse ? params.chunks - 1 - first : first;
+#endif
   w.step = job.reverse ? -1 : 1;
   return w;
+}
+
+// The place along the rows of an array where chunk `i` of a block begins; chunks before its segment
+// have negative numbers.
+FA_DEVICE int row_of_chunk(const WorkTile& work, int i) {
+  const int row = (work.chunk + i * work.step) * kChunk;
+#if FA_PACKED
+  return work.begin + row;
+#else
+  return row;
+#endif
+}
+
+// How many rows of this chunk count, at most kChunk.  Those behind the end of a packed sequence are
+// the next one's; those behind the end of an array are zeros.
+FA_DEVICE int rows_of_chunk(const WorkTile& work, int i) {
+#if FA_PACKED
+  return min(kChunk, work.rows - (work.chunk + i * work.step) * kChunk);
+#else
+  return kChunk;
+#endif
+}
+
+FA_DEVICE bool is_last_segment(const ProductSm90Params& params, const WorkTile& work) {
+#if FA_PACKED
+  return work.is_last;
+#else
+  return work.segment == params.segments - 1;
+#endif
+}
+
+// Puts zeros in place of the rows of a tile from `rows` on, which may hold NaN: 0 * NaN is NaN.  So
+// many threads do it, each with a number of its own.  They and what reads the tile are to meet
+// behind a fence of the async proxy.
+template <int kThreads, int kBlocks>
+FA_DEVICE void clear_later_rows(uint8* tile, int rows, int thread) {
+  const uint32 zeros[4] = {0, 0, 0, 0};
+  const uint32 first = cvta_to_shared(tile) + rows * 128;
+#pragma unroll 1
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll 1
+    for (int i = thread; i < (kChunk - rows) * 8; i += kThreads) {
+      st_shared_v4_b32(first + block * kBlockBytes + 16 * i, zeros);
+    }
+  }
+}
+
+// The same for the keys and values of a chunk that is only summed: the state warpgroups do it, and
+// meet at a named barrier of their own.
+FA_DEVICE void clear_later_rows(uint8* k_tile, uint8* v_tile, int rows, int thread, int barrier) {
+  if (rows >= kChunk) return;
+  clear_later_rows<128 * kGroups, kDimBlocks>(k_tile, rows, thread);
+  clear_later_rows<128 * kGroups, kGroups>(v_tile, rows, thread);
+  fence_proxy_async_shared();
+  bar_sync(barrier, 128 * kGroups);
 }
 
 // Where the outputs of a block's batch entry begin, in elements.
@@ -189,7 +276,7 @@ FA_DEVICE void load_first_state(State& s, const ProductJob& job, const ProductSm
 // Stores the state after the last chunk of a sequence, if the caller asked for it.
 FA_DEVICE void store_final_state(State& s, const ProductJob& job, const ProductSm90Params& params,
                                  const WorkTile& work, const int& column) {
-  if (job.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
+  if (job.state != nullptr && work.writes_state && is_last_segment(params, work)) {
     store_state(s, job.state + work.state + column * job.state_col, job.state_row, job.state_col,
                 job.qk_dim, job.v_dim - column);
   }

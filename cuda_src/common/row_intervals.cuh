@@ -6,12 +6,8 @@
 // one of its last row, and the kernels need no more of sequences than these ranges.
 // row_intervals.cu writes them; band.cuh reads them in place of a band.
 #pragma once
+#include "cuda_src/common/packed.cuh"
 #include "ptx/types.cuh"
-
-#ifndef FA_PACKED
-#define FA_PACKED 0
-#endif
-constexpr bool kPacked = FA_PACKED;
 
 // [first, last]; last is first - 1 where there is nothing.
 struct alignas(8) Interval {

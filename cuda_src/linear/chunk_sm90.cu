@@ -9,6 +9,10 @@
 //   U = V^T K, which is then added: S^T = S^T + U.
 // In reverse, chunks come from the last to the first, and P is the upper triangle.
 //
+// A packed sequence has chunks of its own, which begin with its first row.  Its last one may have
+// rows of the next sequence behind its own: those of Q, K and V count for nothing, and the rest of
+// the outputs is written row by row.
+//
 // Without a workspace for the states before segments, the state warpgroups first sum all chunks
 // before their segment, while the other warps wait.  That takes less time than further launches if
 // there are few and short sequences.
@@ -36,7 +40,7 @@ FA_DEVICE void load_chunks(const ProductSm90Params& params, SharedStorage& share
   pipe.advance(begin);
 #pragma unroll 1
   for (int i = begin; i < end; ++i) {
-    const int row = (work.chunk + (i - chunks_before_segment) * work.step) * kChunk;
+    const int row = row_of_chunk(work, i - chunks_before_segment);
     const int stage = pipe.index();
     const bool outputs = i >= chunks_before_segment;
     wait(shared.empty[stage], pipe.parity() ^ 1);
@@ -52,21 +56,51 @@ FA_DEVICE void load_chunks(const ProductSm90Params& params, SharedStorage& share
   }
 }
 
-// Stores the outputs of a chunk once all state warpgroups have written theirs.
+// A warp writes the first rows of a chunk's outputs, and leaves those behind them alone.
+FA_DEVICE void store_first_rows(const ProductSm90Params& params, const SharedStorage& shared,
+                                const uint8* out_tile, int row, int rows) {
+  constexpr int kRowChunks = kCols / 8;
+  const ProductJob& job = params.job[shared.work.job];
+  const int column = shared.work.column;
+  uint16* to = reinterpret_cast<uint16*>(job.out) + out_offset(params, shared.work) + column;
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < rows * kRowChunks; i += 32) {
+    const int at = i / kRowChunks, chunk = i % kRowChunks;
+    if (column + 8 * chunk >= job.v_dim) continue;
+    uint32 words[4];
+    ld_shared_v4_b32(words,
+                     cvta_to_shared(out_tile) + SharedTile<kChunk, kCols>::offset(at, chunk));
+    *reinterpret_cast<uint4*>(to + (row + at) * job.out_row + 8 * chunk) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Stores the outputs of a chunk once all state warpgroups have written theirs.  One thread does it,
+// in packed builds a warp.
 FA_DEVICE void store_outputs(const ProductSm90Params& params, SharedStorage& shared) {
+#if FA_PACKED
+  const WorkTile& work = shared.work;  // not copied, for want of registers
+#else
   const WorkTile work = shared.work;
+#endif
   const ProductJob& job = params.job[work.job];
+  const bool elected = !kPacked || elect_sync();
   OutPipeline out_pipe;
 #pragma unroll 1
   for (int i = 0; i < work.chunks; ++i) {
-    const int row = (work.chunk + i * work.step) * kChunk, out_stage = out_pipe.index();
+    const int row = row_of_chunk(work, i), rows = rows_of_chunk(work, i);
+    const int out_stage = out_pipe.index();
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       wait(shared.out_full[out_stage][group], out_pipe.parity());
+      if (kPacked && (!elected || rows < kChunk)) continue;
       cp_async_bulk_tensor_5d_store(&job.out_map,
                                     cvta_to_shared(&shared.out[out_stage][group * kBlockBytes]),
                                     kEvictNormal, work.column + 64 * group, row, work.coordinate[2],
                                     work.coordinate[1], work.coordinate[0]);
+    }
+    if (kPacked && rows < kChunk) {
+      store_first_rows(params, shared, shared.out[out_stage], row, rows);
     }
     cp_async_bulk_commit_group();
     // A store takes most of a microsecond to read its stage, so kOutStages - 1 of them may be under
@@ -127,6 +161,19 @@ FA_DEVICE void zero_nonfinite(uint8* v_tile, int (&nonfinite_row)[kCols], int wa
   }
 }
 
+// Puts zeros in place of the rows of the next packed sequence in a warp's columns.
+FA_DEVICE void clear_later_values(uint8* v_tile, int rows, int warp) {
+  constexpr int kProbeChunks = kProbeCols / 8;
+  const uint32 zeros[4] = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int i = rows * kProbeChunks + threadIdx.x % 32; i < kChunk * kProbeChunks; i += 32) {
+    const int row = i / kProbeChunks, chunk = warp * kProbeChunks + i % kProbeChunks;
+    st_shared_v4_b32(cvta_to_shared(v_tile) + SharedTile<kChunk, kCols>::offset(row, chunk), zeros);
+  }
+  __syncwarp();
+  fence_proxy_async_shared();
+}
+
 // Looks for values that are not finite in a warp's columns, chunk by chunk, before the state
 // warpgroups multiply them.
 FA_DEVICE void probe_nonfinite(const ProductSm90Params& params, SharedStorage& shared, int warp) {
@@ -138,6 +185,10 @@ FA_DEVICE void probe_nonfinite(const ProductSm90Params& params, SharedStorage& s
   for (int i = 0; i < chunks; ++i) {
     const int stage = pipe.index(), p_stage = p_pipe.index();
     wait(shared.full[stage], pipe.parity());
+    if constexpr (kPacked) {
+      const int rows = rows_of_chunk(shared.work, i);
+      if (rows < kChunk) clear_later_values(shared.v[stage], rows, warp);
+    }
     const bool nonfinite_found = has_nonfinite(cvta_to_shared(shared.v[stage]), warp);
     wait(shared.p_empty[p_stage], p_pipe.parity() ^ 1);
     if (lane == 0) shared.nonfinite_found[p_stage][warp] = nonfinite_found;
@@ -177,6 +228,13 @@ FA_DEVICE uint32 causal_mask(int lane, int warp, bool reverse) {
   return bits;
 }
 
+// The same bits without those of queries of the next packed sequence.
+FA_DEVICE uint32 without_later_rows(uint32 bits, int lane, int warp, int rows) {
+  const int row = 16 * warp + lane / 4;
+  // Pairs of scores are of this row and of row + 8 in turns.
+  return bits & ((row < rows ? 0x33333333u : 0u) | (row + 8 < rows ? 0xccccccccu : 0u));
+}
+
 FA_DEVICE void mask_scores(Scores& s, uint32 causal_bits) {
 #pragma unroll
   for (int n = 0; n < 32; ++n) {
@@ -204,6 +262,15 @@ FA_DEVICE void write_weights(uint32 p_lane, const Packed& weights) {
   }
 }
 
+// Puts zeros in place of keys of the next packed sequence, before the score warps and the state
+// warpgroups multiply them.
+FA_DEVICE void clear_later_keys(uint8* k_tile, int rows) {
+  if (rows >= kChunk) return;
+  clear_later_rows<128, kDimBlocks>(k_tile, rows, static_cast<int>(threadIdx.x) % 128);
+  fence_proxy_async_shared();
+  bar_sync(kClearKeysBarrier, 128);
+}
+
 FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& shared, int warp) {
   const int lane = threadIdx.x % 32, chunks = shared.work.chunks;
   const bool reverse = params.job[shared.work.job].reverse;
@@ -215,12 +282,17 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
   PPipeline p_pipe;
   Scores s;
   wait(shared.full[pipe.index()], pipe.parity());
+  if constexpr (kPacked) clear_later_keys(shared.k[pipe.index()], rows_of_chunk(shared.work, 0));
   gemm_qk(s, shared.q[pipe.index()], shared.k[pipe.index()]);
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) {
     const int stage = pipe.index(), p_stage = p_pipe.index();
     wgmma_wait_group<0>();
-    mask_scores(s, causal_bits);
+    uint32 visible_bits = causal_bits;
+    if constexpr (kPacked) {
+      visible_bits = without_later_rows(causal_bits, lane, warp, rows_of_chunk(shared.work, i));
+    }
+    mask_scores(s, visible_bits);
     const float scale = kScaled ? range_scale(s) : 1.0f;
     Packed weights;
     round_scores(weights, s, scale);
@@ -247,6 +319,9 @@ FA_DEVICE void compute_scores(const ProductSm90Params& params, SharedStorage& sh
       if (more) wait(shared.full[next.index()], next.parity());
     }
     const int from = more ? next.index() : stage;
+    if constexpr (kPacked) {
+      if (more) clear_later_keys(shared.k[from], rows_of_chunk(shared.work, i + 1));
+    }
     gemm_qk(s, shared.q[from], shared.k[from]);
     if (next_loaded) publish();
     pipe = next;
@@ -288,6 +363,10 @@ FA_DEVICE void sum_chunks_before(State& s, State& u, ChunkPipeline& pipe, Shared
   for (int i = chunks; i > 0; --i) {
     const int stage = pipe.index();
     wait(shared.full[stage], pipe.parity());
+    if constexpr (kPacked) {
+      clear_later_rows(shared.k[stage], shared.v[stage], rows_of_chunk(shared.work, -i),
+                       static_cast<int>(threadIdx.x) - kFirstStateThread, kClearBarrier);
+    }
     gemm_kv(u, shared.k[stage], &shared.v[stage][group * kBlockBytes]);
     wgmma_wait_group<0>();
     release(shared.empty[stage]);
@@ -396,8 +475,12 @@ FA_DEVICE void write_outputs(uint8* out_tile, uint32 out_lane, const Packed& out
 // Hands the outputs of a chunk to the thread that stores them.
 FA_DEVICE void publish_outputs(SharedStorage& shared, OutPipeline& out_pipe, int group) {
   fence_proxy_async_shared();
-  __syncwarp();
-  release(shared.out_full[out_pipe.index()][group]);
+  if constexpr (kPacked) {
+    release_per_lane(shared.out_full[out_pipe.index()][group]);
+  } else {
+    __syncwarp();
+    release(shared.out_full[out_pipe.index()][group]);
+  }
   out_pipe.advance();
 }
 
@@ -519,6 +602,15 @@ FA_DEVICE void compute_outputs(const ProductSm90Params& params, SharedStorage& s
   store_final_state(s, job, params, shared.work, shared.work.column + 64 * group);
 }
 
+// The state of a packed sequence without rows is the one it began with.
+FA_DEVICE void keep_first_state(const ProductSm90Params& params, const WorkTile& work, int group) {
+  const ProductJob& job = params.job[work.job];
+  if (!is_last_segment(params, work)) return;
+  State s;
+  load_first_state(s, job, params, work, work.column + 64 * group);
+  store_final_state(s, job, params, work, work.column + 64 * group);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     linear_chunk_sm90(const __grid_constant__ ProductSm90Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -538,7 +630,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     prefetch_maps(params.job[blockIdx.x % static_cast<uint32>(params.jobs)]);
   }
   __syncthreads();
-  if (shared.work.chunks == 0) return;
+  if (shared.work.chunks == 0) {
+    if (kPacked && warp >= 8) keep_first_state(params, shared.work, warp / 4 - 2);
+    return;
+  }
 
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
@@ -546,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
       const WorkTile& work = shared.work;
       load_chunks(params, shared, work, 1, chunks_before(params, work) + work.chunks);
     }
-    if (warp == 1 && elect_sync()) store_outputs(params, shared);
+    if (warp == 1 && (kPacked || elect_sync())) store_outputs(params, shared);
     if (warp >= 2) probe_nonfinite(params, shared, warp - 2);
   } else if (warp < 8) {
     setmaxnreg_dec<kScoreRegisters>();

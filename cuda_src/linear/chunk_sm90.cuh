@@ -16,9 +16,13 @@ constexpr bool kPrefetchNextKv = kMinBlocks == 1 && (kDim == 64 || kGroups == 1)
 static_assert(!kPrefetchNextKv || kPStages >= 3,
               "weights of two chunks are read while those of a third one are written");
 constexpr int kThreads = 128 * (kGroups + 2);
+constexpr int kFirstStateThread = 256;  // behind the producers and the score warpgroup
 // Warps of the producer warpgroup that look for values which are not finite.
 constexpr int kProbeWarps = 2;
 constexpr int kProbeCols = kCols / kProbeWarps;
+// Arrivals of a warp for outputs in shared memory, which bulk copies read, and in packed builds the
+// lanes of a warp, too.
+constexpr int kOutArrivals = kPacked ? kArrivalsPerWarp : 1;
 // Registers of a thread: a multiple of 8 (PTX ISA 9.7.19.5 "setmaxnreg"), at most 65,536 for all
 // threads of a multiprocessor.
 constexpr int kProducerRegisters = 32;
@@ -63,8 +67,8 @@ FA_DEVICE void init_barriers(SharedStorage& shared, int lane) {
     init(shared.p_empty[lane], kArrivalsPerWarp * 4 * kGroups);
   }
   if (lane < kOutStages * kGroups) {
-    init(shared.out_full[lane / kGroups][lane % kGroups], 4);
-    init(shared.out_empty[lane / kGroups][lane % kGroups], 1);
+    init(shared.out_full[lane / kGroups][lane % kGroups], 4 * kOutArrivals);
+    init(shared.out_empty[lane / kGroups][lane % kGroups], kOutArrivals);
   }
   fence_mbarrier_init();
 }
@@ -75,13 +79,24 @@ using OutPipeline = PipelineState<kOutStages>;
 
 // Chunks before a segment that its block sums itself, because there is no workspace with the state.
 FA_DEVICE int chunks_before(const ProductSm90Params& params, const WorkTile& work) {
-  return params.job[work.job].workspace == nullptr ? work.segment * params.segment_chunks : 0;
+#if FA_PACKED
+  const int segment_chunks = work.segment_chunks;
+#else
+  const int segment_chunks = params.segment_chunks;
+#endif
+  return params.job[work.job].workspace == nullptr ? work.segment * segment_chunks : 0;
 }
 
 // At these barriers the score warps and the probe warps wait until the state warpgroups have summed
 // the chunks before the segment.  Without them the phase of a stage, one bit, could be that of an
-// earlier chunk.
-enum NamedBarrier : int { kScoreBarrier = 1, kProbeBarrier = 2 };
+// earlier chunk.  At the last two the score warps, and the state warpgroups, wait for each other
+// where they have overwritten rows of the next packed sequence.
+enum NamedBarrier : int {
+  kScoreBarrier = 1,
+  kProbeBarrier = 2,
+  kClearKeysBarrier = 3,
+  kClearBarrier = 4
+};
 constexpr int kScoreBarrierThreads = 128 + 128 * kGroups,
               kProbeBarrierThreads = 32 * kProbeWarps + 128 * kGroups;
 

@@ -8,6 +8,7 @@
 #include "cuda_src/common/linear_sm90.cuh"
 
 constexpr int kThreads = 128 * (kGroups + 1);
+constexpr int kClearBarrier = 1;  // a named barrier of the warpgroups that sum
 
 struct SharedStorage {
   uint8 k[kStages][kDimBlocks * kBlockBytes];
@@ -25,7 +26,7 @@ FA_DEVICE void load_chunks(const ProductSm90Params& params, SharedStorage& share
   ChunkPipeline pipe;
 #pragma unroll 1
   for (int i = 0; i < work.chunks; ++i) {
-    const int row = (work.chunk + i * work.step) * kChunk, at = pipe.index();
+    const int row = row_of_chunk(work, i), at = pipe.index();
     wait(shared.empty[at], pipe.parity() ^ 1);
     const uint32 barrier = cvta_to_shared(&shared.full[at]);
     mbarrier_arrive_expect_tx(barrier, (kDimBlocks + kGroups) * kBlockBytes);
@@ -46,6 +47,10 @@ FA_DEVICE void sum_chunks(const ProductSm90Params& params, SharedStorage& shared
     const int at = pipe.index();
     State u;
     wait(shared.full[at], pipe.parity());
+    if constexpr (kPacked) {
+      clear_later_rows(shared.k[at], shared.v[at], rows_of_chunk(shared.work, i),
+                       static_cast<int>(threadIdx.x) - 128, kClearBarrier);
+    }
     gemm_kv(u, shared.k[at], &shared.v[at][group * kBlockBytes]);
     wgmma_wait_group<0>();
     release(shared.empty[at]);
@@ -69,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     shared.work = work_tile_of_block(params, params.segments - 1);
   }
   __syncthreads();
-  if (shared.work.chunks == 0) return;
+  if (!kPacked && shared.work.chunks == 0) return;  // the sum of no rows is read, too
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
   if (warp < 4) {

@@ -70,8 +70,7 @@ def serving_products(
 ) -> list[Variant]:
     """Return the rows that causal products of these types and dims get, in the table's order."""
     sms = multiprocessors(target)
-    ways = (False,) if packed else (True, False)
-    calls = product(dtypes, _ENTRIES, _LENGTHS, dims, ALGORITHMS, ways)
+    calls = product(dtypes, _ENTRIES, _LENGTHS, dims, ALGORITHMS, (True, False))
     chosen: set[Variant] = set()
     for dtype, entries, rows, dim, algorithm, mapped in calls:
         choice = choose(

@@ -22,6 +22,7 @@ from fa_cupy.cpu.masks.tiles import MaskTiles
 from fa_cupy.cpu.ordered_sum import InOrder
 from fa_cupy.cpu.packed.groups import Group, grouped
 from fa_cupy.cpu.tile_ops import Steps
+from fa_cupy.keys import entries as key_parts
 from fa_cupy.keys import sequences
 from fa_cupy.keys.layout import KeyArrays
 from fa_cupy.keys.sequences import Part
@@ -68,7 +69,7 @@ class Plan(NamedTuple):
 def cached(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, mask: Any, scale: Any,
     is_causal: Any, causal_align: Any, window: Any, softcap: Any, sinks: Any, dlse: Any, need: Any,
-    q_offsets: Any, k_offsets: Any,
+    k_lengths: Any, q_offsets: Any, k_offsets: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """Answer a call of `fa_cupy.attention_backward` on NumPy arrays; None where it needs more.
 
@@ -101,22 +102,25 @@ def cached(
             else:
                 return None
     keys = None
-    if q_offsets is not None or k_offsets is not None:
-        keys = key_entries.key_arrays(None, None, q_offsets, k_offsets)
+    if not (k_lengths is q_offsets is k_offsets is None):
+        keys = key_entries.key_arrays(k_lengths, None, q_offsets, k_offsets)
         if keys is None:
             return None
-        facts += ["offsets", k_offsets is None, *((x.shape, x.dtype) for x in keys[2:])]
+        k_lengths = keys.lengths
+        facts += ["keys", k_offsets is None]
+        facts += [None if x is None else (x.shape, x.dtype) for x in keys]
     key = tuple(facts)
     plan, inputs, results = lookup(key), (q, k, v, bias, mask), (out, lse, dout, dlse)
     if plan is None:
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
-            window=window, softcap=softcap, sinks=sinks, q_offsets=q_offsets, k_offsets=k_offsets,
+            window=window, softcap=softcap, sinks=sinks, k_lengths=k_lengths, q_offsets=q_offsets,
+            k_offsets=k_offsets,
         )  # fmt: skip
         given = {"bias": bias, "sinks": sinks} if need is None else {}
         wanted = (*_INPUTS, *(name for name, x in given.items() if x is not None))
         if keys is not None:
-            plan = remember(key, _PackedPlan(problem, wanted))
+            plan = remember(key, _PlanOfParts(problem, wanted))
         else:
             plan = remember(key, _planned(problem, inputs, results, wanted, sinks, None))
     if keys is not None:
@@ -156,10 +160,10 @@ def backward(
     score : Operands or None
         The score expression, if `problem` has one.
     keys : KeyArrays or None
-        The offsets, if `problem` has them.
+        The key lengths or the offsets, if `problem` has them.
     """
     if keys is not None:
-        return _PackedPlan(problem, need).run(inputs, results, empty, sinks, score, keys)
+        return _PlanOfParts(problem, need).run(inputs, results, empty, sinks, score, keys)
     plan = _planned(problem, inputs, results, need, sinks, score)
     return _run(plan, inputs, results, empty, sinks, score)
 
@@ -204,8 +208,8 @@ def _planned(
     return Plan(problem, need, dtype, forms, tile, columns, stacks, direct, written, alone, plain)
 
 
-class _PackedPlan:
-    """Gradients of calls with offsets that differ in the numbers of these alone.
+class _PlanOfParts:
+    """Gradients of calls with key lengths or offsets that differ in the numbers of these alone.
 
     Attributes
     ----------
@@ -215,7 +219,7 @@ class _PackedPlan:
 
     def __init__(self, problem: attention_problem.Problem, need: tuple[str, ...]) -> None:
         self.problem, self.need = problem, need
-        # By the lengths and how the mask lies: all else is the same.
+        # By the lengths and how the mask lies, or by the problem: all else is the same.
         self._plans: dict[Any, Plan] = {}
 
     def run(
@@ -229,6 +233,17 @@ class _PackedPlan:
     ) -> dict[str, Array]:
         """Return the gradients."""
         copy = partial(np.copyto, casting="unsafe")
+        if keys.lengths is not None:
+            backend = sequences.Backend(np, self._solve_entries, empty, copy, self._each)
+            of_pair = math.prod(self.problem.batch) * _flop_of_score(self.problem)
+            found = key_parts.parts(self.problem, inputs[:3], score, keys.lengths, of_pair)
+            if len(found) == 1 and found[0].length == self.problem.k_len:
+                alone, given = found[0].taken(self.problem, inputs)
+                return self._solve_entries(alone, given, results, self.need, sinks, score)
+            own = key_parts.own_gradients(self.problem, inputs[3], sinks)
+            return sequences.by_parts(
+                backend, self.problem, inputs, results, self.need, sinks, score, found, own
+            )
         plain = score is None and (inputs[4] is None or isinstance(inputs[4], np.ndarray))
         # What entries of a group share would be summed over queries that are no sequence's.
         together = plain and not {"bias", "sinks"} & {*self.need}
@@ -311,27 +326,43 @@ class _PackedPlan:
             plan = found
         return _run(plan, given, (*results,), _empty, sinks, score)
 
+    def _solve_entries(
+        self,
+        problem: Callable[[], attention_problem.Problem],
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        need: tuple[str, ...],
+        sinks: Array | None,
+        score: ScoreOperands | None,
+    ) -> dict[str, Array]:
+        alone, given = problem(), ((*inputs,), (*results,))
+        plan = self._plans.get(alone)
+        if plan is None:
+            plan = _planned(alone, *given, need, sinks, score)
+            self._keep(alone, plan)
+        return _run(plan, *given, _empty, sinks, score)
+
     def _each(
-        self, work: Callable[[Part], dict[str, Array]], parts: list[Part]
+        self, work: Callable[[Any], dict[str, Array]], parts: list[Any]
     ) -> list[dict[str, Array]]:
-        """Compute large sequences one after the other, each in all threads, others side by side."""
+        """Compute large parts one after the other, each in all threads, others side by side."""
         found: dict[int, dict[str, Array]] = {}
-        small, total = [], 0
+        small, total = [], 0.0
         of_score = math.prod(self.problem.batch) * _flop_of_score(self.problem)
-        for part in parts:
+        for i, part in enumerate(parts):
             flop = part.pairs * of_score
             if flop > _TASK_FLOP:
-                found[part.rows.start] = work(part)
+                found[i] = work(part)
             else:
-                small.append((flop, part))
+                small.append((flop, i))
                 total += flop
         small.sort(key=lambda task: -task[0])
 
-        def do(task: tuple[int, Part]) -> None:
-            found[task[1].rows.start] = work(task[1])
+        def do(task: tuple[float, int]) -> None:
+            found[task[1]] = work(parts[task[1]])
 
         thread_pool.run(small, lambda: do, total > _TASK_FLOP)
-        return [found[part.rows.start] for part in parts]
+        return [found[i] for i in range(len(parts))]
 
 
 def _empty(shape: Sequence[int], dtype: Any, like: Array) -> Any:

@@ -18,6 +18,7 @@ from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.cpu import blas
 from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import KeyArrays, check_numbers
+from fa_cupy.keys.sequences import band_of
 from fa_cupy.tiled import batching
 
 Array = npt.NDArray[Any]
@@ -362,12 +363,7 @@ def _alone(problem: Problem, entry: Entry, axes: int) -> tuple[Problem, View, Vi
     views: list[Any] = [None if x is None else View(x.shape, x.strides) for x in entry.arrays]
     q, k, v, bias, mask, out, lse, sinks = views
     length = entry.length
-    shift = length - problem.k_len if problem.band_from_end else 0
-    lower, upper = (None if x is None else x + shift for x in (problem.lower, problem.upper))
-    if lower is not None and lower <= 1 - problem.q_len:
-        lower = None
-    if upper is not None and upper >= length - 1:
-        upper = None
+    lower, upper = band_of(problem, problem.q_len, length)
     alone = replace(
         problem, batch=problem.batch[axes:], k_len=length, out_shape=problem.out_shape[axes:],
         q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, lower=lower, upper=upper,

@@ -43,8 +43,9 @@ from fa_cupy.gpu.masks.block_tables import CallTables
 from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
 from fa_cupy.gpu.plan import Plan
-from fa_cupy.keys import sequences
-from fa_cupy.keys.gathered import unpacked_gradients
+from fa_cupy.keys import entries, sequences
+from fa_cupy.keys.folded import can_fold, folded, unfold
+from fa_cupy.keys.gathered import gathered_gradients, unpacked_gradients
 from fa_cupy.keys.layout import PLACES, KeyArrays
 from fa_cupy.score.program import Operands
 
@@ -150,7 +151,7 @@ class Prepared(NamedTuple):
 def cached(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, mask: Any, scale: Any,
     is_causal: Any, causal_align: Any, window: Any, softcap: Any, sinks: Any, dlse: Any, need: Any,
-    q_offsets: Any, k_offsets: Any,
+    k_lengths: Any, q_offsets: Any, k_offsets: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """Answer a call of `fa_cupy.attention_backward` whose plan is known or can be made.
 
@@ -158,7 +159,8 @@ def cached(
     the table, and only values of types that are equal where they mean the same make a key.
     """
     # These gradients, and that of a bias if `need` does not leave it out.
-    if sinks is not None or not (need is None or (need.__class__ is tuple and need == _INPUTS)):
+    of_inputs = need is None or (need.__class__ is tuple and need == _INPUTS)
+    if not (of_inputs and k_lengths is sinks is None):
         return None
     device = runtime.getDevice()
     seen = None if mask is None else mask_key(mask, device, q.dtype)
@@ -228,16 +230,19 @@ def backward(
     """Return the gradients named by `need`; see `fa_cupy.gpu.cublas.attention_backward.backward`.
 
     Kernels compute them where there are some for the call, cuBLAS products elsewhere. `keys` are
-    the offsets, and `on_host` the same, if they were given in the memory of the host; the mask may
-    then be a tuple of a BitMask for each sequence.
+    the key lengths or the offsets, and `on_host` the same, if they were given in the memory of the
+    host; the mask may then be a tuple of a BitMask for each sequence.
     """
     if isinstance(inputs[3], SparseBias):
         return _over_pairs(problem, inputs, results, need, empty, sinks, score)
     of_score = {} if score is None else dict(score.named())
     named = _named(inputs, results)
     require_whole_elements(_NAME, **named, bias=inputs[3], sinks=sinks, **of_score)
+    if keys is not None:
+        require_whole_elements(_NAME, **dict(zip(PLACES, keys, strict=True)))
+    if keys is not None and keys.lengths is not None:
+        return _with_lengths(problem, inputs, results, need, empty, sinks, score, keys, on_host)
     of_keys = () if keys is None else keys[2:]
-    require_whole_elements(_NAME, **dict(zip(PLACES[2:], of_keys, strict=False)))
     found = None
     if not isinstance(inputs[4], tuple):
         found = by_kernels(problem, inputs, results, need, empty, sinks, score, of_keys)
@@ -266,6 +271,12 @@ def _packed(
         sequences.refuse_positions(_NAME, score)
         alone, mask, clean = unpacked_gradients(cupy, problem, inputs[4], results, sinks, keys)
         return backward(alone, (*inputs[:4], mask), clean, need, empty, sinks, score)
+    of_gpu = _of_parts(empty)
+    return sequences.backward(of_gpu, problem, inputs, results, need, sinks, score, on_host)
+
+
+def _of_parts(empty: Callable[..., Any]) -> sequences.Backend:
+    """Return what computes the parts of a call one after the other."""
     from fa_cupy.gpu.cublas import tile_ops  # needs cuBLAS, which kernels do not
 
     def solve(alone: Any, inputs: Any, results: Any, need: Any, sinks: Any, score: Any) -> Any:
@@ -274,8 +285,79 @@ def _packed(
     def each(work: Callable[[Any], Any], parts: list[Any]) -> list[Any]:
         return [work(part) for part in parts]
 
-    of_gpu = sequences.Backend(cupy, solve, empty, tile_ops.copy, each)
-    return sequences.backward(of_gpu, problem, inputs, results, need, sinks, score, on_host)
+    return sequences.Backend(cupy, solve, empty, tile_ops.copy, each)
+
+
+def _with_lengths(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+    sinks: Any,
+    score: Operands | None,
+    keys: KeyArrays,
+    on_host: KeyArrays | None,
+) -> dict[str, Any]:
+    """Return gradients of a problem with key lengths by an equal call without.
+
+    That is one of parts of the arrays, if the host knows that all lengths are the same. Where a
+    band counts from the ends, entries are packed sequences, if kernels take those: a mask would
+    have a number for each pair. Otherwise it hides the keys behind the ends.
+    """
+    checked = on_host is not None and on_host.lengths is not None
+    if on_host is not None and checked:
+        together = entries.together(problem, on_host.lengths)
+        if together is not None and together.length == problem.k_len:
+            alone = together.alone(problem, inputs[4])
+            return backward(alone, inputs, results, need, empty, sinks, score)
+        if together is not None:
+            own = entries.own_gradients(problem, inputs[3], sinks)
+            return sequences.by_parts(
+                _of_parts(empty), problem, inputs, results, need, sinks, score, [together], own
+            )
+    if problem.band_from_end and problem.dtype.itemsize == 2 and score is None:
+        grads = _by_folding(problem, inputs, results, need, empty, sinks, keys)
+        if grads is not None:
+            return grads
+    alone, inputs, results = gathered_gradients(
+        cupy, problem, inputs, results, sinks, keys, checked
+    )
+    return backward(alone, inputs, results, need, empty, sinks, score)
+
+
+def _by_folding(
+    problem: Problem,
+    inputs: tuple[Any, ...],
+    results: tuple[Any, ...],
+    need: tuple[str, ...],
+    empty: Callable[..., Any],
+    sinks: Any,
+    keys: KeyArrays,
+) -> dict[str, Any] | None:
+    """Return gradients of a problem with key lengths as packed sequences; None without a kernel."""
+
+    def inside(shape: Sequence[int], dtype: np.dtype[Any], like: Any) -> Any:
+        return core_arrays.empty_laid_out(cupy, shape, like, dtype)
+
+    if not can_fold(problem, inputs[:3], sinks):
+        return None
+    call = folded(cupy, problem, inputs, results, sinks, keys)
+    parts = by_kernels(
+        call.problem, call.inputs, call.results, need, inside, sinks, None, call.keys[2:]
+    )
+    if parts is None:
+        return None
+    given = dict(zip(_INPUTS, inputs, strict=False))
+    found = {}
+    for name, part in parts.items():
+        of = given.get(name, sinks)
+        found[name] = empty(of.shape, of.dtype, of)
+        if name in given:
+            unfold(found[name], part)
+        else:
+            _bits(found[name])[...] = _bits(part)
+    return found
 
 
 def _over_pairs(

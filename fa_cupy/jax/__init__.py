@@ -73,7 +73,8 @@ def attention(
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
     k_lengths, page_table : jax.Array, optional
-        As in `fa_cupy.attention`; `k_lengths` may also be an int. They have no gradients.
+        As in `fa_cupy.attention`; `k_lengths` may also be an int. There are no gradients with a
+        `page_table`.
     q_offsets, k_offsets : jax.Array, optional
         As in `fa_cupy.attention`; they may be traced. A list of masks cannot go with them here.
 
@@ -86,7 +87,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As for `fa_cupy.attention`; for gradients with `k_lengths` or `page_table`.
+        As for `fa_cupy.attention`; for gradients with `page_table`.
 
     See Also
     --------

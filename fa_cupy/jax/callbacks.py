@@ -156,11 +156,10 @@ def _attention_backward(static: Static, saved: tuple[Array, ...], grads: Any) ->
     of_score = arrays_of("attention", score.value)
     names = "q", "k", "v", "bias", "sinks", "mask", *PLACES, *of_score
     arrays = dict(zip(names, saved, strict=False))
-    for arg in PLACES[:2]:
-        if arrays[arg] is not None:
-            raise NotImplementedError(
-                f"attention: {arg} is given and a gradient is asked for, which there is not with it"
-            )
+    if arrays["page_table"] is not None:
+        raise NotImplementedError(
+            "attention: page_table is given and a gradient is asked for, which there is not with it"
+        )
     without = _looked_up(score.value)
     need = [
         name
@@ -401,7 +400,8 @@ def require_arrays(name: str, *, optional: bool = False, **arrays: Any) -> None:
 
 def stand_in(x: Any) -> Any:
     """Return an array of the shape and dtype of `x` in the memory of one element; None for None."""
-    return None if x is None else np.broadcast_to(np.zeros((), x.dtype), x.shape)
+    # What JAX makes of a number while it traces has a dtype and no shape.
+    return None if x is None else np.broadcast_to(np.zeros((), x.dtype), np.shape(x))
 
 
 def _shape_of(x: Any) -> Any:

@@ -92,6 +92,7 @@ class Places:
                 if isinstance(x, np.ndarray) and x.ndim:
                     backends.gpu("workspace").refuse(self._name, f"{arg} is copied from the host")
         found = {"keys": layout.on_device(backend, self._keys)}
-        if backend != "numpy" and isinstance(self._keys.q_offsets, np.ndarray):
+        arrays = self._keys.lengths, self._keys.q_offsets
+        if backend != "numpy" and any(isinstance(x, np.ndarray) for x in arrays):
             found["on_host"] = self._keys
         return found

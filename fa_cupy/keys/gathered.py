@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy._bitmask import BitMask
+from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core.attention_problem import BFLOAT16, Problem, batch_view
 from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import KeyArrays, Pages
@@ -133,19 +134,92 @@ def unpacked_gradients(
     queries without keys, to which nothing adds.
     """
     alone, seen, bad = unpacked(xp, problem, mask, keys)
+    return alone, seen, _without_rows(xp, bad, results, sinks)
+
+
+def _without_rows(
+    xp: Any, bad: Array, results: Sequence[Array | None], sinks: Array | None
+) -> tuple[Array | None, ...]:
+    """Return copies of results and their gradients, as if queries that are `bad` saw no key.
+
+    `bad` broadcasts to the log-sum-exp. Nothing adds to the gradients of these queries.
+    """
     out, lse, dout, dlse = (
         None if x is None else as_integers(x).copy().view(x.dtype) for x in results
     )
     for x in (out, dout):
         assert x is not None
-        _write(xp, x, bad[:, None], 0.0)
+        _write(xp, x, bad[..., None], 0.0)
     if dlse is not None:
         _write(xp, dlse, bad, 0.0)
     assert lse is not None
-    nothing = lse.dtype.type(-np.inf)
-    if sinks is not None:
-        nothing = xp.broadcast_to(_widened(sinks, lse.dtype), lse.shape)
-    return alone, seen, (out, xp.where(bad, nothing, lse), dout, dlse)
+    nothing = lse.dtype.type(-np.inf) if sinks is None else _widened(sinks, lse.dtype)
+    return out, xp.where(bad, nothing, lse), dout, dlse
+
+
+def gathered_gradients(
+    xp: Any,
+    problem: Problem,
+    inputs: Sequence[Array | None],
+    results: Sequence[Array | None],
+    sinks: Array | None,
+    keys: KeyArrays,
+    checked: bool = False,
+) -> tuple[Problem, tuple[Array | None, ...], tuple[Array | None, ...]]:
+    """Return an equal call without key lengths: its problem, its inputs and the results it takes.
+
+    Parameters
+    ----------
+    xp : module
+        `numpy` or `cupy`.
+    problem : Problem
+        With `k_lengths`.
+    inputs : sequence of array or None
+        q, k, v, bias and mask.
+    results : sequence of array or None
+        Output and log-sum-exp, and the gradients of both.
+    sinks : array or None
+    keys : KeyArrays
+        The lengths, of `xp`.
+    checked : bool
+        Whether all of them are known to be in range. An entry whose length is not gets the results
+        of one without keys, to which nothing adds.
+    """
+    q, k, v, bias, mask = inputs
+    lengths, bad = keys.lengths, _bad(xp, problem, keys)
+    if not checked:
+        assert bad is not None
+        lengths = xp.where(bad, lengths.dtype.type(0), lengths)
+        rows = bad[..., None, None] if bad.ndim else bad
+        results = _without_rows(xp, rows, results, sinks)
+    # Weights of 0 times what is not finite would be NaN, and kernels would compute all again.
+    k, v = (zeros_behind(xp, x, lengths) for x in (k, v))
+    alone = gathered(xp, problem, k, v, mask, KeyArrays(lengths))
+    return alone.problem, (q, alone.k, alone.v, bias, alone.mask), (*results,)
+
+
+def zeros_behind(xp: Any, x: Array, lengths: Array) -> Array:
+    """Return keys or values (..., heads, k_len, dim), laid out alike: 0 where no entry has them."""
+    if not lengths.size or not x.size:
+        return x
+    own = x.shape[:-3]
+    if lengths.ndim > len(own):
+        lengths = lengths.max(axis=tuple(range(lengths.ndim - len(own))))
+    shared = tuple(
+        axis
+        for axis, (n, of_x) in enumerate(
+            zip(lengths.shape, own[len(own) - lengths.ndim :], strict=True)
+        )
+        if n > of_x == 1
+    )
+    if shared:
+        lengths = lengths.max(axis=shared, keepdims=True)
+    ends = lengths[..., None, None, None] if lengths.ndim else lengths
+    bits = as_integers(x)
+    found = core_arrays.empty_laid_out(xp, x.shape, x, x.dtype)
+    shown = xp.arange(x.shape[-2])[:, None] < ends
+    as_integers(found)[...] = xp.where(shown, bits, bits.dtype.type(0))
+    return found
 
 
 def mark_bad_rows(xp: Any, bad: Array, out: Array, lse: Array | None) -> None:
@@ -215,11 +289,12 @@ def _visible(xp: Any, problem: Problem, lengths: Array) -> Array:
     seen = (j < ends) if lengths.ndim else (j < ends)[None]
     if not problem.band_from_end:
         return seen
-    from_end = j - (ends - problem.k_len) - xp.arange(problem.q_len)[:, None]
+    # Only what is compared has an element for each pair, of one byte.
+    stands = xp.arange(problem.q_len)[:, None] + (ends - problem.k_len)
     if problem.lower is not None:
-        seen = seen & (from_end >= problem.lower)
+        seen = seen & (j >= stands + problem.lower)
     if problem.upper is not None:
-        seen = seen & (from_end <= problem.upper)
+        seen = seen & (j <= stands + problem.upper)
     return seen
 
 

@@ -79,6 +79,35 @@ class Part(NamedTuple):
             return mask[..., self.rows, self.keys]
         return self.of_scores(mask)
 
+    def alone(self, problem: Problem, mask: Any) -> Problem:
+        """Return the problem of the sequence, whose arrays are parts; `mask` is from `mask`."""
+        rows, keys = self.lengths
+        lower, upper = band_of(problem, rows, keys)
+
+        def cut(view: View | None, *sizes: int) -> Any:
+            return view and View((*view.shape[:-2], *sizes), view.strides)
+
+        found = replace(
+            problem, q_len=rows, k_len=keys, lower=lower, upper=upper, offsets=None,
+            band_from_end=False, out_shape=(*problem.out_shape[:-2], rows, problem.v_dim),
+            q=cut(problem.q, rows, problem.head_dim), k=cut(problem.k, keys, problem.head_dim),
+            v=cut(problem.v, keys, problem.v_dim), bias=cut(problem.bias, rows, keys),
+            sinks=cut(problem.sinks, rows, 1), mask=None,
+        )  # fmt: skip
+        if mask is None:
+            return found
+        seen = mask.entries[..., None, None] if isinstance(mask, BitMask) else mask
+        return replace(found, mask=batch_view(found, seen, rows, keys))
+
+    def taken(
+        self, problem: Problem, inputs: Sequence[Any]
+    ) -> tuple[Callable[[], Problem], Sequence[Any]]:
+        """Return what makes the problem of the sequence, and its q, k, v, bias and mask."""
+        q, k, v, bias, mask = inputs
+        shown = self.mask(mask)
+        arrays = self.of_rows(q), self.of_keys(k), self.of_keys(v), self.of_scores(bias), shown
+        return partial(self.alone, problem, shown), arrays
+
 
 def on_host(keys: KeyArrays) -> bool:
     """Whether both arrays of offsets can be read without waiting for a device."""
@@ -116,30 +145,6 @@ def band_of(problem: Problem, q_len: int, k_len: int) -> tuple[int | None, int |
     return lower, upper
 
 
-def alone(problem: Problem, part: Part, mask: Any) -> Problem:
-    """Return the problem of a sequence, whose arrays are those of `part`.
-
-    `mask` is its own, from `Part.mask`.
-    """
-    rows, keys = (x.stop - x.start for x in (part.rows, part.keys))
-    lower, upper = band_of(problem, rows, keys)
-
-    def cut(view: View | None, *sizes: int) -> Any:
-        return view and View((*view.shape[:-2], *sizes), view.strides)
-
-    found = replace(
-        problem, q_len=rows, k_len=keys, lower=lower, upper=upper, offsets=None,
-        band_from_end=False, out_shape=(*problem.out_shape[:-2], rows, problem.v_dim),
-        q=cut(problem.q, rows, problem.head_dim), k=cut(problem.k, keys, problem.head_dim),
-        v=cut(problem.v, keys, problem.v_dim), bias=cut(problem.bias, rows, keys),
-        sinks=cut(problem.sinks, rows, 1), mask=None,
-    )  # fmt: skip
-    if mask is None:
-        return found
-    seen = mask.entries[..., None, None] if isinstance(mask, BitMask) else mask
-    return replace(found, mask=batch_view(found, seen, rows, keys))
-
-
 def attention(
     solve: Callable[..., tuple[Array, Array | None]],
     empty: Callable[..., Array],
@@ -167,16 +172,14 @@ def attention(
     keys : KeyArrays
         The offsets, in the memory of the host.
     """
-    q, k, v, bias, mask = inputs
-    out = empty(problem.out_shape, problem.dtype, q) if out is None else out
+    out = empty(problem.out_shape, problem.dtype, inputs[0]) if out is None else out
     lse = None
     if return_lse:
         lse = empty(problem.out_shape[:-1], sum_dtype(problem.dtype))
     for part in parts(keys, problem.q_len):
-        own = part.mask(mask)
-        given = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.of_scores(bias), own
+        alone, given = part.taken(problem, inputs)
         more = part.of_rows(out), return_lse, part.of_numbers(sinks), score
-        _, rows = solve(alone(problem, part, own), *given, *more)
+        _, rows = solve(alone(), *given, *more)
         if lse is not None:
             lse[..., part.rows] = rows
     return out, lse
@@ -190,7 +193,7 @@ class Backend(NamedTuple):
     xp : module
         Namespace of the arrays.
     solve : callable
-        ``solve(problem, inputs, results, need, sinks, score)`` returns gradients of a sequence;
+        ``solve(problem, inputs, results, need, sinks, score)`` returns gradients of a part;
         ``problem()`` makes its problem.
     empty : callable
         ``empty(shape, dtype, like)`` returns memory for a result.
@@ -223,8 +226,6 @@ def backward(
 ) -> dict[str, Array]:
     """Return gradients of a problem with offsets, sequence by sequence.
 
-    What several sequences add to is summed in their order, so that results are repeatable.
-
     Parameters
     ----------
     backend : Backend
@@ -233,10 +234,43 @@ def backward(
     keys : KeyArrays
         The offsets, in the memory of the host.
     """
+    own = {"q", "k", "v"}
+    if problem.bias is not None:
+        own |= {"bias"} if inputs[3].shape[-2:] == (problem.q_len, problem.k_len) else set()
+    if sinks is not None:
+        own |= {"sinks"} if sinks.shape[-1:] == (problem.q_len,) else set()
+    found = parts(keys, problem.q_len)
+    return by_parts(backend, problem, inputs, results, need, sinks, score, found, own)
+
+
+def by_parts(
+    backend: Backend,
+    problem: Problem,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    need: Sequence[str],
+    sinks: Array | None,
+    score: Operands | None,
+    parts: Sequence[Any],
+    own: set[str],
+) -> dict[str, Array]:
+    """Return gradients of a problem, part by part.
+
+    What several parts add to is summed in their order, so that results are repeatable.
+
+    Parameters
+    ----------
+    backend : Backend
+    problem, inputs, results, need, sinks, score
+        As of a backend's `backward`.
+    parts : sequence of Part or Entries
+    own : set of str
+        The arguments each of whose elements belongs to one part.
+    """
     *qkv, bias, mask = inputs
     given = dict(zip(("q", "k", "v", "bias", "sinks"), (*qkv, bias, sinks), strict=True))
     given |= {} if score is None else dict(score.named())
-    sums = _Sums(backend, problem, given, need)
+    sums = _Sums(backend, sum_dtype(problem.dtype), given, need, own)
     bias, sinks = (sums.read(name, given[name]) for name in ("bias", "sinks"))
     if bias is not None and bias is not given["bias"]:
         laid = batch_view(problem, bias, problem.q_len, problem.k_len)
@@ -246,27 +280,23 @@ def backward(
         problem = replace(problem, sinks=laid, sinks_dtype=sinks.dtype)
     score = sums.read_score(score)
 
-    def work(part: Part) -> dict[str, Array]:
-        own = part.mask(mask)
+    def work(part: Any) -> dict[str, Array]:
         out, lse, dout, dlse = results
         of_rows = part.of_rows(out), part.of_numbers(lse), part.of_rows(dout), part.of_numbers(dlse)
-        arrays = [part.of_rows(qkv[0]), *(part.of_keys(x) for x in qkv[1:])]
-        arrays += [part.of_scores(bias), own]
-        found = backend.solve(
-            partial(alone, problem, part, own), arrays, of_rows, need, part.of_numbers(sinks), score
-        )
+        alone, arrays = part.taken(problem, (*qkv, bias, mask))
+        found = backend.solve(alone, arrays, of_rows, need, part.of_numbers(sinks), score)
         return sums.without_disjoint(part, found)
 
-    found = parts(keys, problem.q_len)
+    left = [*parts]
     if backend.group is not None:
-        found = backend.group(found, sums.found)
-    for part, terms in zip(found, backend.each(work, found), strict=True):
+        left = backend.group(left, sums.found)
+    for part, terms in zip(left, backend.each(work, left), strict=True):
         sums.add(part, terms)
     return sums.finished()
 
 
 class _Sums:
-    """The gradients of all sequences together.
+    """The gradients of all parts together.
 
     Attributes
     ----------
@@ -275,17 +305,14 @@ class _Sums:
     """
 
     def __init__(
-        self, backend: Backend, problem: Problem, given: Mapping[str, Array], need: Sequence[str]
+        self,
+        backend: Backend,
+        dtype: np.dtype[Any],
+        given: Mapping[str, Array],
+        need: Sequence[str],
+        own: set[str],
     ) -> None:
-        self._backend, self._dtype = backend, sum_dtype(problem.dtype)
-        # Each element of these belongs to one sequence.
-        own = {"q", "k", "v"}
-        if problem.bias is not None:
-            shape = given["bias"].shape[-2:]
-            own |= {"bias"} if shape == (problem.q_len, problem.k_len) else set()
-        if problem.sinks is not None:
-            own |= {"sinks"} if given["sinks"].shape[-1:] == (problem.q_len,) else set()
-        self._own = own
+        self._backend, self._dtype, self._own = backend, dtype, own
         self.found = {}
         for name in need:
             of = given[name]
@@ -317,23 +344,23 @@ class _Sums:
         program = replace(score.program, dtypes=tuple(dtypes))
         return replace(score, program=program, values=tuple(values))
 
-    def _part(self, name: str, part: Part) -> Array:
+    def _part(self, name: str, part: Any) -> Array:
         x = self.found[name]
         if name in ("k", "v"):
             return part.of_keys(x)
         of = {"q": part.of_rows, "bias": part.of_scores, "sinks": part.of_numbers}.get(name)
         return x if of is None else of(x)
 
-    def without_disjoint(self, part: Part, found: dict[str, Array]) -> dict[str, Array]:
-        """Keep gradients that are a sequence's own, and return the others."""
+    def without_disjoint(self, part: Any, found: dict[str, Array]) -> dict[str, Array]:
+        """Keep gradients that are a part's own, and return the others."""
         for name in self._own & found.keys():
             target = self._part(name, part)
             unsigned = f"u{target.dtype.itemsize}"
             target.view(unsigned)[...] = found[name].view(unsigned)
         return {name: x for name, x in found.items() if name not in self._own}
 
-    def add(self, part: Part, terms: Mapping[str, Array]) -> None:
-        """Add the gradients of a sequence."""
+    def add(self, part: Any, terms: Mapping[str, Array]) -> None:
+        """Add the gradients of a part."""
         for name, term in terms.items():
             target = self._part(name, part)
             if term.dtype != target.dtype:

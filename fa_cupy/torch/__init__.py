@@ -76,7 +76,8 @@ def attention(
     return_lse : bool
         Whether to return the log-sum-exp too. Gradients flow through it as well.
     k_lengths, page_table : torch.Tensor, optional
-        As in `fa_cupy.attention`; `k_lengths` may also be an int. They have no gradients.
+        As in `fa_cupy.attention`; `k_lengths` may also be an int. There are no gradients with a
+        `page_table`.
     q_offsets, k_offsets : torch.Tensor, optional
         As in `fa_cupy.attention`: tensors of int32 or int64, on the CPU or on the device of `q`. A
         list of masks cannot go with them here.
@@ -91,7 +92,7 @@ def attention(
     ------
     TypeError, ValueError, NotImplementedError
         As for `fa_cupy.attention`; in the gradients, as for `fa_cupy.attention_backward`. For
-        `k_lengths` or `page_table` with tensors that require gradients.
+        `page_table` with tensors that require gradients.
 
     See Also
     --------

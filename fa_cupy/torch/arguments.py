@@ -103,7 +103,7 @@ def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
     TypeError
         For what is no tensor.
     NotImplementedError
-        For key lengths and pages, if one of `tensors` requires a gradient.
+        For pages, if one of `tensors` requires a gradient.
     """
     lengths = given.get("k_lengths")
     if isinstance(lengths, (int, np.integer)):
@@ -112,12 +112,11 @@ def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
     offsets = given.get("k_offsets")
     if torch.compiler.is_compiling() and offsets is not None and offsets is given["q_offsets"]:
         given = given | {"k_offsets": offsets.clone()}  # a compiler takes no tensor twice
-    found = [arg for arg in ("k_lengths", "page_table") if given.get(arg) is not None]
-    if found and torch.is_grad_enabled():
+    if given.get("page_table") is not None and torch.is_grad_enabled():
         for x in tensors:
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 raise NotImplementedError(
-                    f"{name}: {found[0]} is given and a tensor requires a gradient, which there is "
+                    f"{name}: page_table is given and a tensor requires a gradient, which there is "
                     "not with it, want the call in torch.no_grad(), or tensors after .detach()"
                 )
     return given

@@ -95,7 +95,7 @@ class Attention(_Function):
         found: dict[str, Any] = {}
         if need and not (dout is None and dlse is None):
             dout = torch.zeros_like(saved[0]) if dout is None else dout
-            given = *saved[:8], *saved[10:]  # without lengths and pages
+            given = *saved[:9], *saved[10:]  # without pages
             grads = AttentionGradients.of(ctx.options, ",".join(need), dout, dlse, *given)
             found = dict(zip(need, grads, strict=True))
         return None, None, *[found.get(name) for name in names]
@@ -104,13 +104,13 @@ class Attention(_Function):
 class AttentionGradients(_Gradients):
     """``apply(options, need, dout, dlse, out, lse, q, k, v, bias, mask, sinks, *rest)``.
 
-    The rest are `q_offsets`, `k_offsets` and the arrays of a score.
+    The rest are `k_lengths`, `q_offsets`, `k_offsets` and the arrays of a score.
     """
 
     @staticmethod
     def forward(options: Options, need: str, *tensors: Any) -> Any:
-        dout, *saved = tensors[:12]
-        arrays = list(tensors[12:])
+        dout, *saved = tensors[:13]
+        arrays = list(tensors[13:])
         return tuple(operators.attention_backward(dout, need, *saved, arrays, *options))
 
 

@@ -144,7 +144,8 @@ def attention(
 
 def _attention_gradients(
     dout: Any, need: str, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, bias: Any,
-    mask: Any, sinks: Any, q_offsets: Any, k_offsets: Any, arrays: Any, *options: Any,
+    mask: Any, sinks: Any, k_lengths: Any, q_offsets: Any, k_offsets: Any, arrays: Any,
+    *options: Any,
 ) -> list[_Result]:  # fmt: skip
     given = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
     given |= zip(arguments.score_arrays(options[1]), arrays, strict=True)
@@ -153,20 +154,22 @@ def _attention_gradients(
 
 @_operator(
     "attention_backward",
-    f"(Tensor dout, str need, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}{_OFFSETS}, "
-    f"Tensor[] arrays, {_OPTIONS}) -> Tensor[]",
+    f"(Tensor dout, str need, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}Tensor? k_lengths, "
+    f"{_OFFSETS}, Tensor[] arrays, {_OPTIONS}) -> Tensor[]",
     _attention_gradients,
 )
 def attention_backward(
     dout: Any, need: str, dlse: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, bias: Any,
-    mask: Any, sinks: Any, q_offsets: Any, k_offsets: Any, arrays: Any, *options: Any,
+    mask: Any, sinks: Any, k_lengths: Any, q_offsets: Any, k_offsets: Any, arrays: Any,
+    *options: Any,
 ) -> Any:  # fmt: skip
     """Return the gradients of the arguments that `need` names, with commas between them."""
     given = arguments.Options(*options)
+    places = arguments.places_for(q, k_lengths=k_lengths, q_offsets=q_offsets, k_offsets=k_offsets)
     return fa_cupy.attention_backward(
         dout, q, k, v, out, lse, bias, arguments.mask_of(given.bits, mask), sinks=sinks, dlse=dlse,
-        score=arguments.score_of(given.score, arrays), need=need.split(","),
-        **arguments.places_for(q, q_offsets=q_offsets, k_offsets=k_offsets), **given.keywords(),
+        score=arguments.score_of(given.score, arrays), need=need.split(","), **places,
+        **given.keywords(),
     )  # fmt: skip
 
 

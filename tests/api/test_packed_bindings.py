@@ -25,10 +25,11 @@ def squares(x):
 
 
 def cases(functions, array=np.asarray):
-    """Calls with offsets, each with the shapes of its arguments."""
+    """Calls with offsets or lengths, each with the shapes of its arguments."""
     attention, product = functions.attention, functions.causal_product
     linear = functions.linear_attention
     q_offsets, k_offsets = array(Q_OFFSETS), array(K_OFFSETS)
+    lengths = array(LENGTHS % 9)
     both = {"q_offsets": q_offsets, "k_offsets": k_offsets}
     q, k, v = (2, 4, 10, 3), (2, 2, 8, 3), (2, 2, 8, 2)
     same = (2, 4, 10, 3), (2, 2, 10, 3), (2, 2, 10, 2)
@@ -51,6 +52,19 @@ def cases(functions, array=np.asarray):
         "attention with a score": (
             lambda q, k, v, x: attention(
                 q, k, v, score=Score("s - x[h] * abs(i - j)", x=x), **end, **both
+            ),
+            (q, k, v, (4,)),
+        ),
+        "attention with lengths": (
+            lambda q, k, v, bias, sinks: attention(
+                q, k, v, bias, sinks=sinks, k_lengths=lengths, return_lse=True, **end
+            ),
+            (q, k, v, (2, 1, 10, 8), (4, 1)),
+        ),
+        "attention with one length": (lambda q, k, v: attention(q, k, v, k_lengths=5), (q, k, v)),
+        "attention with lengths and a score": (
+            lambda q, k, v, x: attention(
+                q, k, v, score=Score("s - x[h] * abs(i - j) * (b + 1)", x=x), k_lengths=lengths
             ),
             (q, k, v, (4,)),
         ),
@@ -227,13 +241,13 @@ def compiled(module, function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-def test_lengths_have_no_gradients(library):
+def test_pages_have_no_gradients(library):
     module, array = library
-    q, k, v = map(array, draw((2, 4, 1, 3), (2, 2, 9, 3), (2, 2, 9, 2)))
-    lengths = array(LENGTHS % 9)
+    q, k, v = map(array, draw((2, 4, 1, 3), (3, 2, 16, 3), (3, 2, 16, 2)))
+    places = {"k_lengths": array(LENGTHS), "page_table": array(TABLE)}
 
     def loss(q):
-        return module.attention(q, k, v, k_lengths=lengths).sum()
+        return module.attention(q, k, v, **places).sum()
 
     if module.__name__ == "fa_cupy.jax":
         call = importlib.import_module("jax").grad(loss)
@@ -241,8 +255,30 @@ def test_lengths_have_no_gradients(library):
         with importlib.import_module("torch").no_grad():
             loss(q.requires_grad_())
         call = loss
-    with pytest.raises(NotImplementedError, match=r"^attention: k_lengths is given and a "):
+    with pytest.raises(NotImplementedError, match=r"^attention: page_table is given and a "):
         call(q)
+
+
+def test_what_is_behind_the_end_has_gradients_of_0(library):
+    module, array = library
+    q, k, v = draw((2, 4, 3, 3), (2, 2, 9, 3), (2, 2, 9, 2))
+    lengths = LENGTHS % 9
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = v[b, :, n:] = np.nan
+    inputs = [array(x) for x in (q, k, v)]
+
+    def loss(q, k, v):
+        return module.attention(q, k, v, k_lengths=array(lengths)).sum()
+
+    if module.__name__ == "fa_cupy.jax":
+        grads = importlib.import_module("jax").grad(loss, argnums=(0, 1, 2))(*inputs)
+    else:
+        loss(*(x.requires_grad_() for x in inputs)).backward()
+        grads = [x.grad for x in inputs]
+    grads = [*map(np.asarray, grads)]
+    assert all(np.isfinite(x).all() for x in grads)
+    for b, n in enumerate(lengths):
+        assert all(x[b, :, :n].any() and not x[b, :, n:].any() for x in grads[1:])
 
 
 def test_torch_operators_keep_their_promises(torch):
@@ -260,9 +296,11 @@ def test_torch_operators_keep_their_promises(torch):
     given = q, k, v, None, None, None
     out, lse = ops.attention(*given, None, None, *both, [], *options)
     check(ops.attention, (*given, None, None, *both, [], *options))
-    backward = torch.ones_like(out), "v,k,q", None, out, lse, *given, *both, [], *options
+    backward = torch.ones_like(out), "v,k,q", None, out, lse, *given, None, *both, [], *options
     check(ops.attention_backward, backward)
     lengths, table = torch.tensor(LENGTHS), torch.tensor(TABLE)
+    backward = *backward[:11], lengths % 9, None, None, [], *options
+    check(ops.attention_backward, backward)
     pages = turned(3, 16, 2, 3), turned(3, 16, 2, 2)
     check(ops.attention, (q, *pages, *[None] * 3, lengths, table, None, None, [], *options))
     same = turned(2, 10, 2, 3), turned(2, 10, 4, 2)

@@ -70,7 +70,7 @@ def test_signatures():
     assert [p.name for p in backward] == [
         *("dout", "q", "k", "v", "out", "lse", "bias", "mask"),
         *("scale", "is_causal", "causal_align", "window", "softcap", "sinks", "dlse", "need"),
-        *("score", "q_offsets", "k_offsets"),
+        *("score", "k_lengths", "q_offsets", "k_offsets"),
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in backward[8:])
     torch = inspect.signature(scaled_dot_product_attention).parameters.values()

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from fa_cupy import causal_product, causal_product_backward, reference
 from tests.support.products import (
     Case,
+    Packed,
     cases,
     check_gradients,
+    check_packed,
     check_product,
     describe,
     draw,
@@ -97,6 +99,22 @@ def test_states_of_sequences_that_are_split(cupy, dtype, length, dims, reverse):
     assert reference.relative_error(out[:, rows], want) <= 1.2 * LIMITS[dtype]
     whole = initial + k.swapaxes(-1, -2) @ v
     assert reference.relative_error(last, whole) <= LIMITS[SINGLE]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 72), (64, 128), (128, 40), (128, 128)])
+@pytest.mark.parametrize("heads", [2, 40])
+@pytest.mark.parametrize(**by_dtype(HALF, BFLOAT16))
+def test_packed_sequences_beside_numbers_that_are_not_finite(cupy, dtype, heads, dims, reverse):
+    """On Hopper, chunks begin with each sequence, and tensor maps load rows of the next one."""
+    offsets = np.array([3, 3, 67, 68, 200, 1100, 1163])
+    shapes = ((heads, 1200, dim) for dim in (dims[0], *dims))
+    case = Case(*draw(*shapes, dtype=dtype), reverse=reverse)
+    for x in case.arrays[:3]:
+        x[:, :3] = x[:, 1163:] = np.nan
+        x[:, 68:200] = np.inf
+    states = draw((heads, len(offsets) - 1, *dims), seed=1)[0]
+    check_packed(cupy, Packed(case, offsets, states), with_dstate=True, rounded=True)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -12,6 +12,7 @@ from fa_cupy.keys.offsets import Offsets
 from tests.support.kernels_for_cupy import array, packed_products
 from tests.support.products import draw
 from tests.support.strategies import DTYPES, UNIT
+from validation.emulator.launcher import EmulatorLauncher
 
 HALF, BFLOAT16, SINGLE, DOUBLE = DTYPES
 pytestmark = pytest.mark.emulator
@@ -26,6 +27,23 @@ def module():
     """The module on NumPy, with kernels in the emulator."""
     with packed_products() as found:
         yield found
+
+
+class Noting(EmulatorLauncher):
+    """Notes the sources of what it launches."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources = []
+
+    def _kernel(self, step):
+        run = super()._kernel(step)
+
+        def noted(*given):
+            self.sources.append(step.variant.source)
+            return run(*given)
+
+        return noted
 
 
 def offsets(bounds, dtype=np.int64):
@@ -89,6 +107,38 @@ def test_products_and_gradients_as_on_the_cpu(module, dtype, reverse, shapes):
     want = cpu.backward(problem, dout, q, k, v, initial, dstate, keys, reverse=reverse)
     got = module.backward(problem, array(dout), *given, array(dstate), keys, reverse=reverse)
     check(got, want, dtype)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_products_of_rows_that_tensor_maps_walk(dtype, reverse):
+    """Gradients are one launch; another one where an array lies elsewhere."""
+    launcher = Noting()
+    shapes = (2, 4, LENGTH, 16), (2, 2, LENGTH, 16), (2, 2, LENGTH, 24)
+    q, k, v = draw(*shapes, dtype=dtype)
+    keys = keys_of(BOUNDS)
+    initial = states(problem_of(keys, q, k, v), 1)
+    problem = problem_of(keys, q, k, v, initial)
+    options = {"reverse": reverse, "return_state": True}
+    dout, dstate = draw(problem.out_shape, dtype=dtype, seed=2)[0], states(problem, 3)
+    want = cpu.product(problem, q, k, v, initial, None, keys, **options)
+    grads = cpu.backward(problem, dout, q, k, v, initial, dstate, keys, reverse=reverse)
+    with packed_products(launcher) as module:
+        for shifted, source in ((0, "linear/chunk_sm90"), (1, "linear/chunk_sm80")):
+            moved = array(np.empty(k.size + shifted, dtype))[shifted:].reshape(k.shape)
+            moved[...] = k
+            given = [array(q), moved, *map(array, (v, initial))]
+            launcher.sources.clear()
+            found = module.product(problem, *given, None, keys, **options)
+            check(found, want, dtype)
+            assert launcher.sources.count(source) == 1
+            launcher.sources.clear()
+            check(
+                module.backward(problem, array(dout), *given, array(dstate), keys, reverse=reverse),
+                grads,
+                dtype,
+            )
+            assert launcher.sources.count(source) == (3 if shifted else 1)
 
 
 @pytest.mark.parametrize("shapes", SHAPES[:2])

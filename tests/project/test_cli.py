@@ -361,7 +361,7 @@ def test_warmup_compiles_what_packed_sequences_can_get(target):
         used.add(row.for_sequences(True))
         for length, entries in product((10, 3000), (1, 40)):
             given = "bfloat16", entries, length, dim, dim, target, 132
-            choice = choose(*given, mapped=False, packed=True)
+            choice = choose(*given, mapped=mapped, packed=True)
             used |= {row for row, _, _ in choice.launches(dim, dim)}
     assert used <= {*rows}
     assert {row.packed for row in {*rows} - {SEQUENCE_SPANS, row_intervals.VARIANT}} == {True}

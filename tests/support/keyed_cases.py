@@ -61,10 +61,18 @@ def garbage_behind(case, rng):
         case.bias[..., last:] = np.nan
 
 
+def make_finite(case):
+    """Put numbers in place of what is not finite in queries, keys and values."""
+    for x in (case.q, case.k, case.v):
+        x[~np.isfinite(x.astype(np.float64))] = 1
+
+
 @st.composite
-def cases_with_lengths(draw, dtypes=DTYPES):
+def cases_with_lengths(draw, dtypes=DTYPES, finite=False):
     """Cases of `cases`, with the length of each batch entry's keys; what lies behind is NaN."""
     case = draw(cases(dtypes))
+    if finite:
+        make_finite(case)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = draw(widened(entries_of(case)))
     case.options["k_lengths"] = draw(lengths(shape, case.k.shape[-2]))
@@ -178,8 +186,7 @@ def packed_cases(draw, dtypes=DTYPES, finite=False):
         shape = draw(st.sampled_from([(), (1,), (1, 1), (q_len,)]))
         case.options["sinks"] = normal(rng, shape, np.float32)
     if finite:
-        for x in (case.q, case.k, case.v):
-            x[~np.isfinite(x.astype(np.float64))] = 1
+        make_finite(case)
     if draw(st.booleans()):
         _hide_others(case, of_keys)
     return case
@@ -202,8 +209,7 @@ def _hide_others(case, of_keys):
 def cases_of_any_offsets(draw, dtypes=DTYPES):
     """Cases of `cases` with offsets of any numbers, as they may lie in the memory of a device."""
     case = draw(cases(dtypes))
-    for x in (case.q, case.k, case.v):
-        x[~np.isfinite(x.astype(np.float64))] = 1
+    make_finite(case)
     lengths = case.q.shape[-2], case.k.shape[-2]
     both = draw(packed_sequences.disordered(lengths, draw(st.integers(0, 4))))
     case.options["q_offsets"], case.options["k_offsets"] = both

@@ -7,7 +7,7 @@ The arrays of product i have the names ``i.q``, ``i.k``, ``i.v``, ``i.out``, ``i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fa_cupy.core.linear_problem import Product
 from fa_cupy.gpu.kernels.linear import params, sm90_params
@@ -69,11 +69,14 @@ def plan_by(
         choices = [choice_of([own.job.problem], launcher, algorithm, False) for own in jobs]
         return _unmapped([x for x in choices if x is not None], jobs, names, launcher)
 
-    sizes = {}
-    if choice.states is not None:
-        sizes = {f"{i}.workspace": _states_bytes(choice, own) for i, own in enumerate(jobs)}
+    sizes = {} if choice.states is None else _sizes_sm90(choice, jobs)
     steps = steps_sm90(choice, jobs)
     return Plan(list(steps), names, launcher, workspace_of(sizes), fallback)
+
+
+def _sizes_sm90(choice: Choice, jobs: Sequence[Traits], first: int = 0) -> dict[str, int]:
+    """Return the bytes of the states of products in one launch, by name; see `steps_sm90`."""
+    return {f"{first + i}.workspace": _states_bytes(choice, own) for i, own in enumerate(jobs)}
 
 
 def _unmapped(
@@ -142,8 +145,9 @@ def steps_alone(
 
 
 def packed_plan(
-    jobs: Sequence[Job], packing: Product, launcher: Launcher, algorithm: str = "auto"
-) -> Plan | None:
+    jobs: Sequence[Job], packing: Product, launcher: Launcher, algorithm: str = "auto",
+    mapped: bool = True,
+) -> Plan | None:  # fmt: skip
     """Return the plan of products of packed sequences; None where no kernel serves them.
 
     It takes the addresses of the offsets after those of the arrays.
@@ -157,28 +161,60 @@ def packed_plan(
     launcher : Launcher
     algorithm : str, optional
         Of `fa_cupy.core.linear_problem.ALGORITHMS`.
+    mapped : bool, optional
+        Whether arrays have addresses that tensor maps can be made for.
     """
     steps: list[Step] = []
-    assert packing.offsets is not None
-    count = packing.offsets.sequences
-    size = 0
-    for i, job in enumerate(jobs):
-        problem, traits = job.problem, params.traits_of(job)
-        choice = None
-        if launcher.target is not None and problem.k_len < params.MOST_PACKED_ROWS:
-            choice = choose(
-                problem.dtype.name, math.prod(problem.batch), max(1, problem.k_len // count),
-                problem.qk_dim, problem.v_dim, launcher.target, launcher.multiprocessors,
-                algorithm, mapped=False, packed=True,
-            )  # fmt: skip
+    sizes: dict[str, int] = {}
+    traits = [params.traits_of(job) for job in jobs]
+    together = _packed_choice(traits, packing, launcher, algorithm, mapped)
+    groups = [(0, traits, together)]
+    if together is None and len(jobs) > 1:
+        alone = [[own] for own in traits]
+        choices = [_packed_choice(own, packing, launcher, algorithm, mapped) for own in alone]
+        groups = list(zip(range(len(jobs)), alone, choices, strict=True))
+    for first, some, choice in groups:
         if choice is None:
             return None
-        launches = [*choice.launches(problem.qk_dim, problem.v_dim), _other_rows(problem)]
-        held = "" if choice.states is None else "workspace"
-        steps += steps_alone(choice, launches, traits, i, held)
-        if held:
-            size = max(size, _states_bytes(choice, traits))
-    return _with_spans(steps, len(jobs), packing, launcher, {"workspace": size} if size else {})
+        if isinstance(choice.row, ProductSm90Variant):
+            steps += steps_sm90(choice, some, first)
+            sizes |= {} if choice.states is None else _sizes_sm90(choice, some, first)
+        else:
+            problem = some[0].job.problem
+            launches = choice.launches(problem.qk_dim, problem.v_dim)
+            held = "" if choice.states is None else "workspace"
+            steps += steps_alone(choice, launches, some[0], first, held)
+            if held:  # launches follow each other, so that all can have their states there
+                sizes[held] = max(sizes.get(held, 0), _states_bytes(choice, some[0]))
+    steps += _other_steps(traits)
+
+    def fallback() -> Plan:
+        plan = packed_plan(jobs, packing, launcher, algorithm, mapped=False)
+        assert plan is not None, "kernels that need no tensor maps serve all of this"
+        return plan
+
+    return _with_spans(steps, len(jobs), packing, launcher, sizes, fallback)
+
+
+def _packed_choice(
+    jobs: Sequence[Traits], packing: Product, launcher: Launcher, algorithm: str = "auto",
+    mapped: bool = True,
+) -> Choice | None:  # fmt: skip
+    """Return how products of packed sequences are computed in one launch; see `packed_plan`.
+
+    None where no kernel does that; of one product, where no kernel serves it.
+    """
+    assert packing.offsets is not None
+    problems = [traits.job.problem for traits in jobs]
+    first = problems[0]
+    if launcher.target is None or first.k_len >= params.MOST_PACKED_ROWS:
+        return None
+    mapped = mapped and all(map(sm90_params.takes, map(sm90_params.without_sequences, jobs)))
+    return choose(
+        first.dtype.name, math.prod(first.batch), max(1, first.k_len // packing.offsets.sequences),
+        max([problem.qk_dim for problem in problems]), max([problem.v_dim for problem in problems]),
+        launcher.target, launcher.multiprocessors, algorithm, mapped, len(jobs), packed=True,
+    )  # fmt: skip
 
 
 def other_rows_plan(jobs: Sequence[Job], packing: Product, launcher: Launcher) -> Plan:
@@ -186,23 +222,22 @@ def other_rows_plan(jobs: Sequence[Job], packing: Product, launcher: Launcher) -
 
     Of a job, no array is read, and no output where its address is 0.
     """
-    steps: list[Step] = []
-    for i, job in enumerate(jobs):
-        launch = _other_rows(job.problem)
-        choice = Choice(launch[0], None, 1, 1, 0.0)
-        steps += steps_alone(choice, [launch], params.traits_of(job), i, "")
+    steps = [*_other_steps([params.traits_of(job) for job in jobs])]
     return _with_spans(steps, len(jobs), packing, launcher, {})
 
 
-def _other_rows(problem: Product) -> tuple[ProductVariant, int, int]:
-    """Return a launch, as `Choice.launches` does."""
-    dtype = problem.dtype.name
-    return next(row for row in other_rows.VARIANTS if row.dtype == dtype), 1, 1
+def _other_steps(jobs: Sequence[Traits]) -> Iterator[Step]:
+    """Yield the launches that write what products of packed sequences leave out."""
+    for i, traits in enumerate(jobs):
+        dtype = traits.job.problem.dtype.name
+        row = next(row for row in other_rows.VARIANTS if row.dtype == dtype)
+        yield from steps_alone(Choice(row, None, 1, 1, 0.0), [(row, 1, 1)], traits, i, "")
 
 
 def _with_spans(
-    steps: list[Step], jobs: int, packing: Product, launcher: Launcher, sizes: dict[str, int]
-) -> Plan:
+    steps: list[Step], jobs: int, packing: Product, launcher: Launcher, sizes: dict[str, int],
+    fallback: Callable[[], Plan] | None = None,
+) -> Plan:  # fmt: skip
     """Return a plan that finds the rows of sequences before its other steps."""
     assert packing.offsets is not None
     spans = dict.fromkeys(
@@ -210,22 +245,30 @@ def _with_spans(
     )
     names = [f"{i}.{name}" for i in range(jobs) for name in ARRAYS]
     steps = [sequence_spans.spans_step(packing), *steps]
-    return Plan(steps, [*names, *sequence_spans.OFFSETS], launcher, workspace_of(spans | sizes))
+    names += sequence_spans.OFFSETS
+    return Plan(steps, names, launcher, workspace_of(spans | sizes), fallback)
 
 
-def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:
-    """Yield the launches of kernels for SM90, each of all products, with what helps them."""
+def steps_sm90(choice: Choice, jobs: Sequence[Traits], first: int = 0) -> Iterator[Step]:
+    """Yield the launches of kernels for SM90, each of all products, with what helps them.
+
+    In the names of their arrays, products count from `first` on.
+    """
     # The states' rows have as many value columns as the outputs', so one struct serves both.
+    sequences = jobs[0].job.sequences
+    walked = jobs if sequences is None else [sm90_params.without_sequences(own) for own in jobs]
     filled, geometry, blocks = sm90_params.fill(
-        jobs, choice.row.tile_n, (choice.segments, choice.segment_rows)
+        walked, choice.row.tile_n, (choice.segments, choice.segment_rows)
     )
     held: tuple[str, ...] = sm90_params.ADDRESSES
     if choice.states is None:
         held = tuple(name for name in held if name != "workspace")
     numbers = range(len(jobs))
-    addresses = {f"job.{i}.{name}": f"{i}.{name}" for i in numbers for name in held}
+    addresses = {f"job.{i}.{name}": f"{first + i}.{name}" for i in numbers for name in held}
+    if sequences is not None:
+        addresses["spans"] = sequences.spans
     maps = {
-        f"job.{i}.{name}_map": (f"{i}.{name}", own)
+        f"job.{i}.{name}_map": (f"{first + i}.{name}", own)
         for i in numbers
         for name, own in geometry[i].items()
     }
@@ -234,7 +277,7 @@ def steps_sm90(choice: Choice, jobs: Sequence[Traits]) -> Iterator[Step]:
         if isinstance(row, ProductSm90Variant):
             yield Step(row, blocks * segments, filled, addresses, maps)
             continue
-        for i, traits in enumerate(jobs):  # `state_prefix_sum` takes one product a launch
+        for i, traits in enumerate(jobs, first):  # `state_prefix_sum` takes one product a launch
             problem = traits.job.problem
             launches = choice.launches(problem.qk_dim, problem.v_dim)
             own = [launch for launch in launches if launch[0] is row]

@@ -28,8 +28,8 @@ def test_blocks_that_sum_what_lies_before_their_segment(row):
 # What is taken out of the kernel, and what stands there instead.
 BUGS = {
     "scores of a chunk that has not landed": (
-        "wait(shared.full[pipe.index()], pipe.parity());\n  gemm_qk",
-        "gemm_qk",
+        "wait(shared.full[pipe.index()], pipe.parity());",
+        "",
     ),
     "scores over those in use": (
         "wait(shared.p_empty[p_stage], p_pipe.parity() ^ 1);\n      write_weights",
@@ -57,8 +57,8 @@ BUGS = {
         "pipe.advance();",
     ),
     "scores that are not there yet": (
-        "wgmma_wait_group<0>();\n    mask_scores",
-        "mask_scores",
+        "wgmma_wait_group<0>();\n    uint32 visible_bits",
+        "uint32 visible_bits",
     ),
     "scores without a proxy fence": (
         "fence_proxy_async_shared();\n      release_per_lane(shared.p_full[p_stage]);",
@@ -79,8 +79,8 @@ def test_a_planted_bug_is_found(bug, tmp_path):
 # The same for blocks that sum what lies before their segment.
 PREFIX_BUGS = {
     "sums of a chunk that has not landed": (
-        "wait(shared.full[stage], pipe.parity());\n    gemm_kv",
-        "gemm_kv",
+        "wait(shared.full[stage], pipe.parity());\n    if constexpr (kPacked) { clear_later_rows",
+        "if constexpr (kPacked) { clear_later_rows",
     ),
     "sums that are not there yet": (
         "wgmma_wait_group<0>();\n    release(shared.empty[stage]);\n    if",
@@ -88,7 +88,10 @@ PREFIX_BUGS = {
     ),
     "a place let go for one of two": ("if (group == 0) release(shared.empty[stage]);", ""),
     "queries awaited that nobody loads": ("(outputs ? 2 : 1) * kDimBlocks", "2 * kDimBlocks"),
-    "chunks that lie elsewhere": ("(i - chunks_before_segment) * work.step", "i * work.step"),
+    "chunks that lie elsewhere": (
+        "row_of_chunk(work, i - chunks_before_segment)",
+        "row_of_chunk(work, i)",
+    ),
 }
 
 

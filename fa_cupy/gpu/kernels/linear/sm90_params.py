@@ -2,7 +2,8 @@
 
 A launch computes up to three products of the same batch entries and length, its jobs. A tensor map
 walks an array without a kernel's help, so these kernels take fewer layouts than those of
-`fa_cupy.gpu.kernels.linear.params`; `takes` says which.
+`fa_cupy.gpu.kernels.linear.params`; `takes` says which. Packed sequences are no axis of a map,
+whose boxes begin at any row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH
+from fa_cupy.core.broadcasting import View
+from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID, MAX_LENGTH, merge_axes
 from fa_cupy.gpu.kernels.linear.params import Traits
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
@@ -48,11 +50,21 @@ PRODUCT_JOB = padded(
     + [(name, np.int32) for name in ("qk_dim", "v_dim", "tiles", "reverse")],
     alignment=64,
 )
+_SIZES = ("jobs", "tiles", "chunks", "segments", "segment_chunks", "keep", "length")
 #: ``struct ProductSm90Params`` there.
 PRODUCT_SM90_PARAMS = padded(
-    [("job", PRODUCT_JOB, (MAX_JOBS,))]
-    + [(name, np.int32) for name in ("jobs", "tiles", "chunks", "segments", "segment_chunks")]
-    + [("keep", np.int32), ("length", np.int32)],
+    [("job", PRODUCT_JOB, (MAX_JOBS,))] + [(name, np.int32) for name in _SIZES], alignment=64
+)
+#: The same structs in builds for packed sequences.
+PACKED_PRODUCT_JOB = padded(
+    [(name, PRODUCT_JOB[name]) for name in PRODUCT_JOB.names or ()]
+    + [(f"{name}_sequence", np.int64) for name in _STATES],
+    alignment=64,
+)
+PACKED_PRODUCT_SM90_PARAMS = padded(
+    [("job", PACKED_PRODUCT_JOB, (MAX_JOBS,))]
+    + [(name, np.int32) for name in _SIZES]
+    + [("spans", np.uint64), ("sequences", np.int32)],
     alignment=64,
 )
 #: The addresses of a job that follow its maps.
@@ -60,7 +72,10 @@ ADDRESSES = (*_STATES, "workspace", "out")
 
 
 def takes(traits: Traits) -> bool:
-    """Whether the kernels can compute a product, if all pointers to rows are multiples of 16."""
+    """Whether the kernels can compute a product, if all pointers to rows are multiples of 16.
+
+    Traits of packed sequences are those that `without_sequences` returns; in `fill` too.
+    """
     problem, sizes = traits.job.problem, traits.sizes
     dims, step = (problem.qk_dim, problem.v_dim), DIM_STEPS.get(problem.dtype.name)
     if step is None or problem.q_len != problem.k_len:
@@ -68,11 +83,19 @@ def takes(traits: Traits) -> bool:
     if not 1 <= problem.k_len <= MAX_LENGTH or min(dims) < 1 or any(d % step for d in dims):
         return False
     # The grid has so many blocks, times a few for split sequences of few entries.
-    blocks = math.prod(sizes) * -(-problem.v_dim // CHUNK) * MAX_JOBS
+    blocks = math.prod(problem.batch) * -(-problem.v_dim // CHUNK) * MAX_JOBS
     if len(sizes) > MAP_AXES or not 1 <= blocks <= MAX_GRID // 2:
         return False
     mapped = {name: traits.views[name] for name in MAPPED}  # states are in any layout
     return maps_walk(mapped, traits.strides, problem.dtype.itemsize)
+
+
+def without_sequences(traits: Traits) -> Traits:
+    """Return traits without the axis of packed sequences, the last one of the batch."""
+    views = {}
+    for name, (shape, strides) in traits.views.items():
+        views[name] = View((*shape[:-3], *shape[-2:]), (*strides[:-3], *strides[-2:]))
+    return Traits(traits.job, views, *merge_axes(traits.job.problem.batch[:-1], views))
 
 
 def fill(
@@ -83,7 +106,8 @@ def fill(
     Parameters
     ----------
     jobs : sequence of Traits
-        Those that `takes` accepts, with as many batch entries and rows each.
+        Those that `takes` accepts, with as many batch entries and rows each; all of packed
+        sequences, which are the same ones, or none.
     tile_n : int
         Value columns of a block.
     split : tuple of int
@@ -98,8 +122,11 @@ def fill(
     blocks : int
         Of a launch, for each segment.
     """
-    filled = np.zeros(1, PRODUCT_SM90_PARAMS)
+    sequences = jobs[0].job.sequences
+    filled = np.zeros(1, PRODUCT_SM90_PARAMS if sequences is None else PACKED_PRODUCT_SM90_PARAMS)
     params = filled[0]
+    if sequences is not None:
+        params["sequences"] = sequences.count
     problems = [traits.job.problem for traits in jobs]
     params["jobs"] = len(jobs)
     params["chunks"] = -(-problems[0].k_len // CHUNK)
@@ -135,6 +162,9 @@ def _fill_job(traits: Traits, p: Any) -> dict[str, Geometry]:
             p[f"{name}_batch"] = [step // item for step in steps[name]]
             row, col = views[name].strides[-2:]
             p[f"{name}_row"], p[f"{name}_col"] = row // item, col // item
+    if job.sequences is not None:
+        for name, view in zip(_STATES, (problem.initial, job.state), strict=True):
+            p[f"{name}_sequence"] = 0 if view is None else view.strides[-3] // item
     item = problem.dtype.itemsize
     p["out_batch"] = [step // item for step in steps["out"]]
     p["out_row"] = job.out.strides[-2] // item

@@ -42,12 +42,12 @@ PRODUCTS: tuple[ProductVariant, ...] = (
 )
 
 
-#: Those for packed sequences, which need no tensor maps: a block walks rows of one sequence.
+#: Those for packed sequences: a block walks rows of one sequence.
 PACKED: tuple[ProductVariant, ...] = (
     *(
         dataclasses.replace(row, packed=True)
         for row in PRODUCTS
-        if not isinstance(row, ProductSm90Variant)
+        if not isinstance(row, ProductSm90Variant) or row.dtype != "float32"
     ),
     *recurrent_fp64.VARIANTS,
     *other_rows.VARIANTS,

@@ -8,11 +8,13 @@ from typing import ClassVar
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.linear.params import PACKED_PRODUCT_PARAMS, PRODUCT_PARAMS
-from fa_cupy.gpu.kernels.linear.sm90_params import PRODUCT_SM90_PARAMS
+from fa_cupy.gpu.kernels.linear.sm90_params import (
+    PACKED_PRODUCT_SM90_PARAMS,
+    PRODUCT_SM90_PARAMS,
+)
 from fa_cupy.gpu.kernels.variant import Variant
 
 WORK_BYTES = 72  # ProductWork in cuda_src/common/linear_params.cuh
-SM90_WORK_BYTES = 64  # Work in cuda_src/common/linear_sm90.cuh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,11 @@ class ProductSm90Variant(ProductVariant):
         """The value columns too: both have one parameter struct, which counts tiles of them."""
         return self.dim, self.tile_n
 
+    @property
+    def work_bytes(self) -> int:
+        """Shared memory of ``WorkTile`` in ``cuda_src/common/linear_sm90.cuh``."""
+        return 80 if self.packed else 64
+
     @functools.cached_property
     def groups(self) -> int:
         """Warpgroups that hold the state."""
@@ -87,4 +94,5 @@ class ProductSm90Variant(ProductVariant):
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
-        return (*super().defines, ("FA_SM90_PARAMS_BYTES", PRODUCT_SM90_PARAMS.itemsize))
+        params = PACKED_PRODUCT_SM90_PARAMS if self.packed else PRODUCT_SM90_PARAMS
+        return (*super().defines, ("FA_SM90_PARAMS_BYTES", params.itemsize))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa_cupy.gpu.kernels.linear.variant import SM90_WORK_BYTES, ProductSm90Variant
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class ChunkFp32PingpongSm90(ProductSm90Variant):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         chunk = 4 * self.tile_m * (2 * self.dim + self.tile_n) + 6 * self.tile_m + self.tile_n + 16
         state = 4 * self.tile_n * (self.dim + 1) + 16  # there are two
-        return self.stages * (chunk + 7 * 8) + 2 * state + SM90_WORK_BYTES + 8
+        return self.stages * (chunk + 7 * 8) + 2 * state + self.work_bytes + 8
 
 
 def _variants() -> Iterator[ChunkFp32PingpongSm90]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa_cupy.gpu.kernels.linear.variant import SM90_WORK_BYTES, ProductSm90Variant
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class ChunkFp32Sm90(ProductSm90Variant):
         columns = (self.stages + 1) * (2 * self.dim + self.tile_n) + 64
         notes = 4 * self.tile_m + self.tile_n + 4
         barriers = 3 * self.stages + 7
-        return 4 * (self.tile_m * columns + notes) + 8 * barriers + SM90_WORK_BYTES + 8
+        return 4 * (self.tile_m * columns + notes) + 8 * barriers + self.work_bytes + 8
 
 
 def _variants() -> Iterator[ChunkFp32Sm90]:

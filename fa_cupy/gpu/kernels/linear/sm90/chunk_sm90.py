@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa_cupy.gpu.kernels.linear.variant import SM90_WORK_BYTES, ProductSm90Variant
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 
 
@@ -34,7 +34,7 @@ class ChunkSm90(ProductSm90Variant):
         rows += self.p_slots * 64 + self.out_slots * self.tile_n
         notes = self.p_slots * (24 + 4 * self.tile_n)
         barriers = 2 * (self.stages + self.p_slots + self.out_slots * self.groups)
-        return 2 * self.tile_m * rows + notes + 8 * barriers + SM90_WORK_BYTES
+        return 2 * self.tile_m * rows + notes + 8 * barriers + self.work_bytes
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa_cupy.gpu.kernels.linear.variant import SM90_WORK_BYTES, ProductSm90Variant
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class ChunkStateFp32Sm90(ProductSm90Variant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         rows = self.stages * (self.dim + self.tile_n + 1)
-        return 4 * self.tile_m * rows + 24 * self.stages + SM90_WORK_BYTES
+        return 4 * self.tile_m * rows + 24 * self.stages + self.work_bytes
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa_cupy.gpu.kernels.linear.variant import SM90_WORK_BYTES, ProductSm90Variant
+from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
 from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
 
 
@@ -21,7 +21,7 @@ class ChunkStateSm90(ProductSm90Variant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         rows = self.stages * (self.dim + self.tile_n)
-        return 2 * self.tile_m * rows + 16 * self.stages + SM90_WORK_BYTES
+        return 2 * self.tile_m * rows + 16 * self.stages + self.work_bytes
 
 
 def _variants() -> Iterator[ChunkStateSm90]:
