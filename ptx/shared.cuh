@@ -31,3 +31,10 @@ FA_DEVICE void ld_shared_v4_b32(uint32 (&x)[4], uint32 shared_address) {
                : "r"(shared_address)
                : "memory");
 }
+
+FA_DEVICE void ld_shared_v2_f64(double (&x)[2], uint32 shared_address) {
+  asm volatile("ld.shared.v2.f64 {%0,%1}, [%2];\n"
+               : "=d"(x[0]), "=d"(x[1])
+               : "r"(shared_address)
+               : "memory");
+}

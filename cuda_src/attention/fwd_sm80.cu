@@ -12,8 +12,8 @@
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/element.cuh"
+#include "cuda_src/common/forward_sm80.cuh"
 #include "cuda_src/common/mma_sm80.cuh"
-#include "cuda_src/common/recompute_row.cuh"
 #include "cuda_src/common/score.cuh"
 #include "cuda_src/common/shared_tile.cuh"
 #include "cuda_src/common/sinks.cuh"
@@ -55,18 +55,6 @@ struct SharedStorage {
   TileWork work;
   KeyTiles tiles;
 };
-// What a mask lists for the block's rows, in tiles of keys: kTilesPerBlock for each entry of a
-// list.
-struct ListedRange {
-  int64 row;       // of blocks
-  uint64 full[2];  // first and last + 1
-  uint64 partial[2];
-
-  __device__ __forceinline__ int full_count() const { return static_cast<int>(full[1] - full[0]); }
-  __device__ __forceinline__ int count() const {
-    return full_count() + static_cast<int>(partial[1] - partial[0]);
-  }
-};
 struct SparseStorage : SharedStorage {  // only with a mask
   ListedRange listed;
   int keys[kBlockIndexStages];  // key blocks of the coming tiles
@@ -74,36 +62,6 @@ struct SparseStorage : SharedStorage {  // only with a mask
 };
 static_assert((kSparse ? sizeof(SparseStorage) : sizeof(SharedStorage)) == FA_SHARED_BYTES,
               "its variant asks for as much");
-
-// The i-th tile of keys that a mask lists, full blocks first.
-struct ListedTile {
-  bool partial;
-  bool first_listed;  // of the partial block's tiles that are listed
-  int64 position;     // of its block in the list
-  int in_block;       // which of the block's tiles
-};
-
-FA_DEVICE ListedTile listed_tile(const ListedRange& listed, int i) {
-  const int after_full = i - listed.full_count();
-  const bool partial = after_full >= 0;
-  const uint64 tile = partial ? listed.partial[0] + after_full : listed.full[0] + i;
-  const int in_block = static_cast<int>(tile % kTilesPerBlock);
-  return {partial, in_block == 0 || after_full == 0, static_cast<int64>(tile / kTilesPerBlock),
-          in_block};
-}
-
-// Finds what a mask lists for a row of blocks of the tiles that a band leaves.  Each warp finds one
-// end of one list.
-FA_DEVICE void find_listed_range(const MaskLists& mask, ListedRange& listed,
-                                 const KeyTiles& tiles) {
-  const int warp = threadIdx.x / 32, last = warp % 2;
-  const bool partial = warp >= 2;
-  const int64 begin = (partial ? mask.partial_begin : mask.full_begin)[listed.row];
-  const int64 end = (partial ? mask.partial_end : mask.full_end)[listed.row];
-  const int64 end_position = lower_bound_tile<kTilesPerBlock>(
-      partial ? mask.partial : mask.full, begin, end, last ? tiles.end : tiles.begin);
-  if (threadIdx.x % 32 == 0) (partial ? listed.partial : listed.full)[last] = end_position;
-}
 
 // The result of a block whose rows see no key at all: that of the sinks.
 FA_DEVICE void write_empty_rows(const AttentionParams& params, const TileWork& work) {
@@ -145,7 +103,7 @@ FA_DEVICE int key_tile(const SparseStorage& shared, int tile) {
     return tile;
   } else {
     return shared.keys[tile % kBlockIndexStages] * kTilesPerBlock +
-           listed_tile(shared.listed, tile).in_block;
+           listed_tile<kTilesPerBlock>(shared.listed, tile).in_block;
   }
 }
 
@@ -175,7 +133,7 @@ FA_DEVICE void load_v(const AttentionParams& params, SparseStorage& shared, int 
 FA_DEVICE void load_block_index(const AttentionParams& params, SparseStorage& shared,
                                 const TileRange& tiles, int tile) {
   if (tid_x_again() != 0 || tile >= tiles.end) return;
-  const ListedTile at = listed_tile(shared.listed, tile);
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
   cp_async_ca<4>(cvta_to_shared(&shared.keys[tile % kBlockIndexStages]),
                  (at.partial ? params.mask.partial : params.mask.full) + at.position);
 }
@@ -183,7 +141,7 @@ FA_DEVICE void load_block_index(const AttentionParams& params, SparseStorage& sh
 // Copies this thread's own words of a partial block, at the first of its listed tiles.
 FA_DEVICE void load_words(const AttentionParams& params, SparseStorage& shared,
                           const TileRange& tiles, int tile) {
-  const ListedTile at = listed_tile(shared.listed, tile);
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
   if (tile >= tiles.end || !at.partial || !at.first_listed) return;
   const int tid = tid_x_again(), lane = tid % 32, warp = tid / 32;
   const TileWork& work = shared.work;
@@ -274,7 +232,7 @@ FA_DEVICE void modify_scores(const AttentionParams& params, const TileWork& work
 // bit 0.  Returns false if the tile is in a full block, which has no words.
 FA_DEVICE bool read_visible_bits(const SparseStorage& shared, uint32 (&visible_bits)[kMmaM][2],
                                  int tile) {
-  const ListedTile at = listed_tile(shared.listed, tile);
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
   if (!at.partial) return false;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
@@ -295,77 +253,6 @@ FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
 }
 
 // ---------------------------------------------------------------------------------------- epilogue
-// first_row is the first row that a thread holds; the others are first_row + 16 i + 8 h.
-
-// Adds the sink of each row to its statistics, and says what its output is to be multiplied by.
-FA_DEVICE void add_sinks(const AttentionParams& params, const TileWork& work,
-                         OnlineSoftmax<kMmaM>& softmax, float (&correction)[kMmaM][2],
-                         int first_row) {
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = min(first_row + 16 * i + 8 * h, params.q_len - 1);
-      const float sink = sink_in_log2(load_sink(params, work.batch, row));
-      correction[i][h] = add_sink(sink, softmax.row_max[i][h], softmax.row_sum[i][h]);
-    }
-  }
-}
-
-// Makes NaN of the sums of rows whose sequence is invalid, and so of their results.
-FA_DEVICE void mark_invalid_rows(const AttentionParams& params, OnlineSoftmax<kMmaM>& softmax,
-                                 int first_row) {
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (is_invalid_row(params, first_row + 16 * i + 8 * h)) softmax.row_sum[i][h] = FA_NAN;
-    }
-  }
-}
-
-// Writes the log-sum-exp of each row.  Called by one of the four threads that share the rows.
-FA_DEVICE void write_lse(const AttentionParams& params, const TileWork& work,
-                         const OnlineSoftmax<kMmaM>& softmax, int first_row) {
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row + 16 * i + 8 * h;
-      if (row < params.q_len) {
-        params.lse[work.batch * params.q_len + row] =
-            log_sum_exp(softmax.row_max[i][h], softmax.row_sum[i][h]);
-      }
-    }
-  }
-}
-
-// Finds the rows that are to be computed again, as bits of the lanes that hold them.  Returns
-// whether the warp has any.
-FA_DEVICE bool find_rows_to_recompute(const AttentionParams& params,
-                                      const OnlineSoftmax<kMmaM>& softmax,
-                                      const float (&o)[kMmaM][kMmaV][4], int first_row,
-                                      uint32 (&recompute_lanes)[kMmaM][2]) {
-  uint32 any_recompute = 0;
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float row_sum = softmax.row_sum[i][h];
-      float probe = 0.0f * row_sum;  // NaN as soon as one accumulator, or this, is NaN or infinite
-#pragma unroll
-      for (int j = 0; j < kMmaV; ++j) {
-        probe = fmaf(o[i][j][2 * h + 1], 0.0f, fmaf(o[i][j][2 * h], 0.0f, probe));
-      }
-      const bool exceeds_float32 = exceeds_float32_scores<!kScoreMod, kSparse>(
-          params, first_row + 16 * i + 8 * h, softmax.row_max[i][h], row_sum);
-      recompute_lanes[i][h] = __ballot_sync(kFullWarp, exceeds_float32 || probe != probe);
-      any_recompute |= recompute_lanes[i][h];
-    }
-  }
-  return any_recompute != 0;
-}
-
 // Divides O by the sums of its rows and rounds it.  Each warp turns its own rows of the Q tile,
 // which no other warp reads, into output rows.
 FA_DEVICE void normalize_o(uint32 q_tile, const OnlineSoftmax<kMmaM>& softmax,
@@ -387,35 +274,6 @@ FA_DEVICE void normalize_o(uint32 q_tile, const OnlineSoftmax<kMmaM>& softmax,
   __syncwarp();
 }
 
-// Computes rows of a warp again, key by key, and writes them.
-FA_DEVICE void recompute_rows(const AttentionParams& params, const TileWork& work, uint16* out,
-                              OnlineSoftmax<kMmaM>& softmax, uint32 (&recompute_lanes)[kMmaM][2],
-                              int warp) {
-  __syncwarp();
-#pragma unroll 1
-  for (int r = 0; r < kWarpRows; ++r) {
-    const int row = work.q_begin + warp * kWarpRows + r;
-    const int row_lane = r % 8 * 4;  // the row's first lane
-    bool recompute = (recompute_lanes[0][0] >> row_lane & 15) != 0 && row < params.q_len;
-    if constexpr (kPacked) recompute = recompute && !is_invalid_row(params, row);
-    if (recompute) {
-      uint16* to = out + static_cast<int64>(row - work.q_begin) * params.out_row;
-      recompute_row<kBf16, kDim, kSparse>(params, work.at, work.batch, row,
-                                          __shfl_sync(kFullWarp, softmax.row_max[0][0], row_lane),
-                                          __shfl_sync(kFullWarp, softmax.row_sum[0][0], row_lane),
-                                          [&](int col, uint16 x) { to[col] = x; });
-    }
-    if (r % 8 < 7) continue;
-    // Registers have no index: what belongs to the next eight rows moves to the first place.
-#pragma unroll
-    for (int part = 1; part < 2 * kMmaM; ++part) {
-      recompute_lanes[(part - 1) / 2][(part - 1) % 2] = recompute_lanes[part / 2][part % 2];
-      softmax.row_max[(part - 1) / 2][(part - 1) % 2] = softmax.row_max[part / 2][part % 2];
-      softmax.row_sum[(part - 1) / 2][(part - 1) % 2] = softmax.row_sum[part / 2][part % 2];
-    }
-  }
-}
-
 // ------------------------------------------------------------------------------------------ kernel
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_fwd_sm80(const __grid_constant__ AttentionParams params) {
@@ -431,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   TileRange tiles = {band.begin, band.end};
   if constexpr (kSparse) {
     if (work.q_rows <= 0) return;
-    find_listed_range(params.mask, shared.listed, band);
+    find_listed_range<kTilesPerBlock>(params.mask, shared.listed, band);
     __syncthreads();
     tiles.begin = 0;
     tiles.end = shared.listed.count();
@@ -496,7 +354,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if constexpr (kPacked) mark_invalid_rows(params, softmax, first_row);
   if (params.lse != nullptr && lane % 4 == 0) write_lse(params, work, softmax, first_row);
   uint32 recompute_lanes[kMmaM][2];
-  const bool any_recompute = find_rows_to_recompute(params, softmax, o, first_row, recompute_lanes);
+  const bool any_recompute =
+      find_rows_to_recompute<kSparse>(params, softmax, o, first_row, recompute_lanes);
   cp_async_wait_group<0>();
   normalize_o(q_tile, softmax, o, warp, lane);
   uint16* out = static_cast<uint16*>(params.out) + work.at.out +
@@ -504,5 +363,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   store_rows<kTileM, kDim, kWarpRows>(q_tile, out, params.out_row, warp * kWarpRows, work.q_rows,
                                       params.v_dim, params.aligned);
 
-  if (any_recompute) recompute_rows(params, work, out, softmax, recompute_lanes, warp);
+  if (any_recompute)
+    recompute_rows<kBf16, kDim, kSparse>(params, work, out, softmax, recompute_lanes, warp);
 }

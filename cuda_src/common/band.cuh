@@ -110,8 +110,8 @@ FA_DEVICE uint32 visible_columns(const AttentionParams& p, int row, int first_co
 // Hides, among the scores that a thread holds as accumulators of m16n8k16, the keys outside each
 // row's band, by putting `masked_value` there.  2**row_shift rows of the accumulators belong to one
 // query row.
-template <int kMmaM, int kMmaN, typename Band>
-FA_DEVICE void mask_outside_band(const Band& p, float (&s)[kMmaM][kMmaN][4], int first_row,
+template <int kMmaM, int kMmaN, typename Band, typename Real>
+FA_DEVICE void mask_outside_band(const Band& p, Real (&s)[kMmaM][kMmaN][4], int first_row,
                                  int first_col, int row_shift = 0,
                                  float masked_value = -FA_INFINITY) {
   static_assert(2 * kMmaN <= 32, "a bit for each column");

@@ -99,8 +99,8 @@ FA_DEVICE void set_all_visible(uint32 (&words)[2]) {
 
 // Hides, among the scores that a thread holds as accumulators of m16n8, what its words say.  Bit 0
 // of a word is the first column of the tile: who has only a part of a block shifts the words.
-template <int kMmaM, int kMmaN>
-FA_DEVICE void mask_by_bits(float (&s)[kMmaM][kMmaN][4], const uint32 (&words)[kMmaM][2]) {
+template <int kMmaM, int kMmaN, typename Real>
+FA_DEVICE void mask_by_bits(Real (&s)[kMmaM][kMmaN][4], const uint32 (&words)[kMmaM][2]) {
   static_assert(2 * kMmaN <= 32, "a bit for each column");
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {

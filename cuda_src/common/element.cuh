@@ -31,10 +31,25 @@ FA_DEVICE float to_float(uint16 bits) {
   }
 }
 
-// x rounded to the element type, as a float.
+// Elements are uint16 or, in kernels of float32, float: there kBf16 says nothing.
 template <bool kBf16>
+FA_DEVICE float to_float(float x) {
+  return x;
+}
+
+template <bool kBf16, typename Element>
+FA_DEVICE Element to_element(float x) {
+  if constexpr (sizeof(Element) == sizeof(float)) {
+    return x;
+  } else {
+    return static_cast<Element>(pack2<kBf16>(x, 0.0f));
+  }
+}
+
+// x rounded to the element type, as a float.
+template <bool kBf16, typename Element = uint16>
 FA_DEVICE float rounded(float x) {
-  return to_float<kBf16>(static_cast<uint16>(pack2<kBf16>(x, 0.0f)));
+  return to_float<kBf16>(to_element<kBf16, Element>(x));
 }
 
 template <bool kBf16>

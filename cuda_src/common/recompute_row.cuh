@@ -36,18 +36,21 @@ FA_DEVICE bool exceeds_float32_scores(const AttentionParams& p, int row, float r
 }
 
 // Where the keys and values of a batch entry are, and its band: here rows at equal distances.
-struct DenseKeys {
+template <typename T>
+struct DenseKeysOf {
+  using Element = T;
   const AttentionParams& p;
   const BatchOffsets& offsets;
 
   __device__ __forceinline__ const AttentionParams& band() const { return p; }
-  __device__ __forceinline__ const uint16* k(int key) const {
-    return static_cast<const uint16*>(p.k) + offsets.k + static_cast<int64>(key) * p.k_row;
+  __device__ __forceinline__ const T* k(int key) const {
+    return static_cast<const T*>(p.k) + offsets.k + static_cast<int64>(key) * p.k_row;
   }
-  __device__ __forceinline__ const uint16* v(int key) const {
-    return static_cast<const uint16*>(p.v) + offsets.v + static_cast<int64>(key) * p.v_row;
+  __device__ __forceinline__ const T* v(int key) const {
+    return static_cast<const T*>(p.v) + offsets.v + static_cast<int64>(key) * p.v_row;
   }
 };
+using DenseKeys = DenseKeysOf<uint16>;
 
 // Calls attend(key) for each key that a row may see by its band and by the mask's lists, as a whole
 // warp, until it says false.
@@ -94,8 +97,10 @@ FA_DEVICE void for_each_key(const AttentionParams& p, const Keys& keys, int64 ba
 template <bool kBf16, typename Accumulator, typename Keys>
 FA_DEVICE Accumulator dot_qk(const AttentionParams& p, const BatchOffsets& offsets,
                              const Keys& keys, int row, int key) {
-  const uint16* q = static_cast<const uint16*>(p.q) + offsets.q + static_cast<int64>(row) * p.q_row;
-  const uint16* k = keys.k(key);
+  using Element = typename Keys::Element;
+  const Element* q =
+      static_cast<const Element*>(p.q) + offsets.q + static_cast<int64>(row) * p.q_row;
+  const Element* k = keys.k(key);
   Accumulator product = 0;
 #pragma unroll 1
   for (int d = threadIdx.x % 32; d < p.head_dim; d += 32) {
@@ -111,7 +116,7 @@ template <bool kBf16, int kCols, typename Accumulator, typename Keys>
 FA_DEVICE void add_weighted_value(const AttentionParams& p, const Keys& keys, int key,
                                   Accumulator weight, Accumulator (&acc)[kCols]) {
   const int lane = threadIdx.x % 32;
-  const uint16* v = keys.v(key);
+  const typename Keys::Element* v = keys.v(key);
 #pragma unroll
   for (int i = 0; i < kCols; ++i) {
     if (lane + 32 * i < p.v_dim) acc[i] += weight * to_float<kBf16>(v[lane + 32 * i]);
@@ -119,19 +124,20 @@ FA_DEVICE void add_weighted_value(const AttentionParams& p, const Keys& keys, in
 }
 
 // The output of a row whose row_max and row_sum are known.
-template <bool kBf16, bool kMasked, int kCols>
-FA_DEVICE void recompute_row_f32(const AttentionParams& p, const BatchOffsets& offsets, int64 batch,
-                                 int row, float row_max, float row_sum, float (&acc)[kCols]) {
+template <bool kBf16, bool kMasked, int kCols, typename Keys>
+FA_DEVICE void recompute_row_f32(const AttentionParams& p, const BatchOffsets& offsets,
+                                 const Keys& keys, int64 batch, int row, float row_max,
+                                 float row_sum, float (&acc)[kCols]) {
   // Weights are normalised before they meet the values: where values are near the end of the range
   // only their sum weighted by more than 1 in all was infinite.
   const float inverse = inverse_sum(row_sum);
-  const DenseKeys keys = {p, offsets};
   for_each_key<kMasked>(p, keys, batch, row, [&](int key) {
     const float score =
         score_from_product(p, offsets, dot_qk<kBf16, float>(p, offsets, keys, row, key), row, key);
     if (score == -FA_INFINITY) return true;
     const float weight = ex2_approx_ftz(fmaf(score, p.exp2_scale, -row_max));
-    add_weighted_value<kBf16>(p, keys, key, inverse * rounded<kBf16>(weight), acc);
+    add_weighted_value<kBf16>(p, keys, key,
+                              inverse * rounded<kBf16, typename Keys::Element>(weight), acc);
     return true;
   });
 }
@@ -186,13 +192,12 @@ FA_DEVICE float recompute_row_f64(const AttentionParams& p, const BatchOffsets& 
 }
 
 // Hands a lane's columns of an output to `write`.
-template <bool kBf16, int kCols, typename Write>
+template <bool kBf16, typename Element, int kCols, typename Write>
 FA_DEVICE void write_row(const AttentionParams& p, const float (&out)[kCols], const Write& write) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kCols; ++i) {
-    if (lane + 32 * i < p.v_dim)
-      write(lane + 32 * i, static_cast<uint16>(pack2<kBf16>(out[i], 0.0f)));
+    if (lane + 32 * i < p.v_dim) write(lane + 32 * i, to_element<kBf16, Element>(out[i]));
   }
 }
 
@@ -205,27 +210,22 @@ FA_DEVICE void recompute_row(const AttentionParams& p, const BatchOffsets& offse
   float out[kDim / 32];
   const float lse = recompute_row_f64<kBf16, kMasked>(p, offsets, keys, batch, row, out);
   if (p.lse != nullptr && threadIdx.x % 32 == 0) p.lse[batch * p.q_len + row] = lse;
-  write_row<kBf16>(p, out, write);
-}
-
-template <bool kBf16, int kDim, bool kMasked, typename Write>
-FA_DEVICE void recompute_row(const AttentionParams& p, const BatchOffsets& offsets, int64 batch,
-                             int row, const Write& write) {
-  recompute_row<kBf16, kDim, kMasked>(p, offsets, DenseKeys{p, offsets}, batch, row, write);
+  write_row<kBf16, typename Keys::Element>(p, out, write);
 }
 
 // The same where float64 may be slow: a row whose row_max is not large is computed in float32, with
 // the row_max and the row_sum that the fast path has found, and keeps its log-sum-exp.  A sum that
 // is not finite is of no use: a row_max that was large at first may have made it so.
-template <bool kBf16, int kDim, bool kMasked, typename Write>
-FA_DEVICE void recompute_row(const AttentionParams& p, const BatchOffsets& offsets, int64 batch,
-                             int row, float row_max, float row_sum, const Write& write) {
+template <bool kBf16, int kDim, bool kMasked, typename Keys, typename Write>
+FA_DEVICE void recompute_row(const AttentionParams& p, const BatchOffsets& offsets,
+                             const Keys& keys, int64 batch, int row, float row_max, float row_sum,
+                             const Write& write) {
   if (fabsf(row_max) >= kLargeScore || row_sum * 0.0f != 0.0f) {
-    return recompute_row<kBf16, kDim, kMasked>(p, offsets, batch, row, write);
+    return recompute_row<kBf16, kDim, kMasked>(p, offsets, keys, batch, row, write);
   }
   float out[kDim / 32];
 #pragma unroll
   for (float& x : out) x = 0.0f;
-  recompute_row_f32<kBf16, kMasked>(p, offsets, batch, row, row_max, row_sum, out);
-  write_row<kBf16>(p, out, write);
+  recompute_row_f32<kBf16, kMasked>(p, offsets, keys, batch, row, row_max, row_sum, out);
+  write_row<kBf16, typename Keys::Element>(p, out, write);
 }

@@ -87,6 +87,11 @@ struct FloatChunk {
 
   // The exponent s of a row.
   __device__ __forceinline__ int exponent(int group) const {
+    return split_exponent(largest(group));
+  }
+
+  // The largest magnitude among the finite numbers of a row.
+  __device__ __forceinline__ float largest(int group) const {
     float most = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4 * kFours; ++i) most = fmaxf(most, fabsf(x[group][i / 4][i % 4]));
@@ -100,7 +105,7 @@ struct FloatChunk {
       }
       most = max_over_row(most);
     }
-    return split_exponent(most);
+    return most;
   }
 
   // Writes a row to a tile of high parts, which is followed by one of low parts.  The thread index

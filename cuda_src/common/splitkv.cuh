@@ -38,6 +38,7 @@ FA_DEVICE float invalid_row_max() { return __uint_as_float(0x7fffffffu); }
 
 // The keys and values of a batch entry.
 struct EntryKeys {
+  using Element = uint16;
   const FwdSplitkvParams& params;
   const BatchOffsets& offsets;
   KeyBand own_band;

@@ -135,5 +135,5 @@ FA_DEVICE void finish_row(const FwdSplitkvParams& params, int64 batch, int query
       return recompute_row<kBf16, kDim, false>(p, offsets, keys, batch, query, write);
     }
   }
-  write_row<kBf16>(p, sums.acc, write);
+  write_row<kBf16, uint16>(p, sums.acc, write);
 }

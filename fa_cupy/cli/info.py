@@ -19,6 +19,7 @@ from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc, remedies
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FEW_QUERIES, FwdFp64
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import row_serving
 from fa_cupy.gpu.kernels.backward import Wanted
@@ -188,7 +189,7 @@ def _attention(
     walkable = walkable and min(q_len, k_len, head_dim, v_dim) > 0
     call = Call(mapped=walkable)
     row = select(dtype, head_dim, v_dim, target, call)
-    if row is None:
+    if row is None or (isinstance(row, FwdFp64) and q_len <= FEW_QUERIES):
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         return
     yield "CuPy", f"{target}: {row.name}"

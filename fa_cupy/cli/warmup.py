@@ -24,7 +24,7 @@ from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fw
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant, row_serving
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
 from fa_cupy.gpu.kernels.backward import Wanted
-from fa_cupy.gpu.kernels.forward import VARIANTS, reachable
+from fa_cupy.gpu.kernels.forward import ROWS, reachable
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.packed import other_rows
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
@@ -41,7 +41,7 @@ _LENGTHS = tuple(2**n for n in range(4, 22))
 def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that attention of these types and dims gets, in the table's order."""
     chosen = {row for dtype in dtypes for dim in dims for row in reachable(dtype, dim, dim, target)}
-    return [row for row in VARIANTS if row in chosen]
+    return [row for row in ROWS if row in chosen]
 
 
 def serving_splitkv(target: str, dtypes: set[str], dims: set[int]) -> list[FwdSplitkv]:
@@ -109,15 +109,16 @@ def serving_pairs(dtypes: set[str], dims: set[int]) -> list[PairVariant]:
 
 def unserved(target: str, dtypes: set[str], dims: set[int]) -> Iterator[str]:
     """Say of each type and dim that no kernel of a target serves why that is."""
-    taken = {row.dtype for row in VARIANTS if target in row.targets}
-    largest = max(row.dim for row in VARIANTS if target in row.targets)
-    for what in sorted(dtypes - taken):
-        yield f"attention of {what} has no kernel: such calls run on cuBLAS products"
-    for dim in sorted(dim for dim in dims if dim > largest):
-        yield (
-            f"attention of head_dim {dim} has no kernel, the largest is {largest}: "
-            "such calls run on cuBLAS products"
-        )
+    largest: dict[str, int] = {}
+    for row in ROWS:
+        if target in row.targets:
+            largest[row.dtype] = max(row.dim, largest.get(row.dtype, 0))
+    for dim, what in product(sorted(dims), sorted(dtypes)):
+        if dim > largest[what]:
+            yield (
+                f"attention of head_dim {dim} in {what} has no kernel, the largest is "
+                f"{largest[what]}: such calls run on cuBLAS products"
+            )
     for what in sorted(dtypes):
         if not serving_products(target, {what}, dims or {64}):
             yield f"causal products of {what} have no kernel"
@@ -146,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         print("warmup: there is no GPU, want a target, as in --target sm_90a", file=sys.stderr)
         return 1
     dtypes = {DTYPES[name] for name in options.dtype or DTYPES}
-    every = (*VARIANTS, *SPLITKV, *attention_backward.VARIANTS, *PRODUCTS, *PAIRS)
+    every = (*ROWS, *SPLITKV, *attention_backward.VARIANTS, *PRODUCTS, *PAIRS)
     dims = set(options.head_dim or (row.dim for row in every))
     rows = serving(target, dtypes, dims) + serving_backward(target, dtypes, dims)
     rows += serving_splitkv(target, dtypes, dims)

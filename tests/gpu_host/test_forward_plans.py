@@ -7,7 +7,8 @@ from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.kernels.attention.attention_params import POINTERS, MaskPointers, Traits
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FWD_SM90_PARAMS
-from fa_cupy.gpu.kernels.forward import VARIANTS, make_plan, reachable
+from fa_cupy.gpu.kernels.forward import VARIANTS, for_any_layout, make_plan, reachable
+from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.core.test_checks import NO_OPTIONS
 from tests.support.noting_launcher import WORKSPACE, NotingLauncher
 
@@ -124,3 +125,50 @@ def test_every_variant_has_one_for_other_pointers():
     for row in VARIANTS:
         for target in row.targets:
             assert reachable(row.dtype, row.dim, row.dim, target)[-1].rank[0] == 1
+
+
+def single(q_len=300, dim=64, masked=False, **options):
+    """A problem of float32 and its traits."""
+    q, k = np.zeros((2, q_len, dim), np.float32), np.zeros((2, 5000, dim), np.float32)
+    mask = np.ones((q_len, 5000), bool) if masked else None
+    problem = attention_problem.attention_problem(q, k, k, None, mask, **NO_OPTIONS | options)
+    return Traits(problem, attention_problem.out_view(problem, q.shape, q.strides))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("q_len", [1, 300])
+@pytest.mark.parametrize("masked", [False, True])
+def test_float32_has_a_kernel(launcher, target, q_len, masked):
+    """Few queries too, which in 16 bits have another one."""
+    launcher.target = target
+    traits = single(q_len, 200, masked, softcap=3.0, sinks=np.zeros(2, np.float32)[:, None])
+    assert for_any_layout(traits.problem, target).sparse == masked
+    plan = make_plan(traits, launcher)
+    plan.run((*PLACES, 0x60000, *MASK) if masked else (*PLACES, 0x60000))
+    ((step, values),) = launcher.launched
+    assert step.variant.source == "attention/fwd_fp32"
+    assert (step.variant.dim, step.variant.sparse) == (256, masked)
+    assert step.variant.score == ScoreMod(softcap=True)
+    assert step.grid == 2 * (-(-q_len // 128) * 2 if masked else -(-q_len // 64))
+    assert values["aligned"][0]
+    assert values["k_row"][0] == 200
+
+
+def test_packed_float32_has_a_kernel(launcher):
+    offsets = np.array([0, 10, 300], np.int32)
+    traits = single(q_offsets=offsets, k_offsets=np.array([0, 9, 5000]))
+    plan = make_plan(traits, launcher)
+    assert [step.variant.source for step in plan.steps] == [
+        "attention/row_intervals", "attention/fwd_fp32",
+    ]  # fmt: skip
+    assert plan.steps[-1].variant.packed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "tf32"}, {"k_lengths": np.array(7)}, {"dim": 264}, {"target": "sm_75"}],
+    ids=str,
+)
+def test_what_the_kernel_of_float32_does_not_take(options):
+    target = options.pop("target", "sm_90a")
+    assert for_any_layout(single(**options).problem, target) is None

@@ -137,7 +137,12 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
     ("arguments", "shown"),
     [
         (["--dtype", "bf16", "--target", "sm_90a"], f"sm_90a: {SERVES.name}"),
-        (["--dtype", "float32", "--target", "sm_90a"], "sm_90a: tiled CuPy"),
+        (["--dtype", "float32", "--target", "sm_90a"], "sm_90a: attention_fwd_fp32-float32-d128"),
+        (["--dtype", "float64", "--target", "sm_90a"], "sm_90a: attention_fwd_fp64-float64-d128"),
+        (
+            ["--dtype", "float64", "--shape", "1,2,9,64", "--target", "sm_90a"],
+            "sm_90a: tiled CuPy",
+        ),
         (["--v-dim", "300", "--target", "sm_80"], "sm_80: tiled CuPy"),
         (["--causal"], "causal: 0.275 TFLOP"),
         ([], "causal_product: chunked, 1 segments a sequence"),
@@ -233,11 +238,14 @@ def test_negative_sizes_are_refused(argv, capsys):
         (
             ["--dtype", "bf16", "--head-dim", "999"],
             [
-                "attention of head_dim 999 has no kernel, the largest is 256",
+                "attention of head_dim 999 in bfloat16 has no kernel, the largest is 256",
                 "causal products of bf",
             ],
         ),
-        (["--dtype", "fp64"], ["attention of float64 has no kernel", "causal products of float64"]),
+        (
+            ["--dtype", "fp64", "--head-dim", "999"],
+            ["attention of head_dim 999 in float64 has no kernel", "causal products of float64"],
+        ),
     ],
 )
 def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
@@ -266,11 +274,11 @@ def test_warmup_fills_the_cache(dtype, no_device, capsys):
 
 def test_warmup_compiles_what_calls_can_get():
     for target in SHARED_LIMIT:
-        rows = serving(target, {"float16", "bfloat16", "float32"}, {64, 100, 256, 300})
-        assert {row.dtype for row in rows} == {"float16", "bfloat16"}
+        rows = serving(target, {"float16", "bfloat16", "float32", "float64"}, {64, 100, 256, 300})
+        assert {row.dtype for row in rows} == {"float16", "bfloat16", "float32", "float64"}
         assert {row.dim for row in rows} == {64, 128, 256}
         assert all(target in row.targets for row in rows)
-        assert len({row.source for row in rows}) == (2 if target == "sm_90a" else 1)
+        assert len({row.source for row in rows}) == (4 if target == "sm_90a" else 3)
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)

@@ -12,6 +12,10 @@ from validation.emulator import calls
 from validation.keyed_calls import in_pages
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+#: Those of all rows of the forward.
+FORWARD_DTYPES = DTYPES | {"float32": np.dtype(np.float32)}
+# What an output may be off by, of the largest value.
+UNITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-15}
 PLAIN = [(row,) for row in VARIANTS if not row.sparse]
 SPARSE = [(row,) for row in VARIANTS if row.sparse]
 SPLITKV = [(row,) for row in fwd_splitkv.VARIANTS]
@@ -42,7 +46,7 @@ def blocks_of(rng, *shape, density=None):
 def any_sinks(rng, batch, heads, q_len):
     """Sinks of any type that broadcast along any axes."""
     shape = tuple(n if rng.random() < 0.5 else 1 for n in (batch, heads, q_len))
-    dtype = [*DTYPES.values(), np.float32, np.float64][int(rng.integers(0, 4))]
+    dtype = [*FORWARD_DTYPES.values(), np.float64][int(rng.integers(0, 4))]
     return rng.choice([-np.inf, -3.0, 0.5, 4.0, 300.0], shape).astype(np.float32).astype(dtype)
 
 
@@ -60,9 +64,10 @@ def check(row, q, k, v, mask=None, bias=None, bits=None, seed=0, order=None, by_
     out, lse = calls.attention(row, q, k, v, bias, bits, seed, **how, **options)
     want, want_lse = reference.attention(q, k, v, bias, mask, **options)
     largest = np.abs(np.nan_to_num(v.astype(np.float64), posinf=0, neginf=0)).max(initial=1)
-    unit = 2.0**-10 if row.dtype == "float16" else 2.0**-7
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=unit * largest)
+    np.testing.assert_allclose(
+        out.astype(np.float64), want, rtol=0, atol=UNITS[row.dtype] * largest
+    )
     np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
     return out, lse
 
@@ -70,7 +75,7 @@ def check(row, q, k, v, mask=None, bias=None, bits=None, seed=0, order=None, by_
 def random_call(rows, seed):
     """What a row can take: as text, and how it is checked with kernels in place of the rows'."""
     (row,), rng = rows, np.random.default_rng(seed)
-    hopper, dtype = isinstance(row, FwdSm90), DTYPES[row.dtype]
+    hopper, dtype = isinstance(row, FwdSm90), FORWARD_DTYPES[row.dtype]
     groups, heads = (int(rng.integers(1, 3)) for _ in range(2))
     q_len = int(rng.choice([1, 5, 64, 70, 130, 193]))
     k_len = int(rng.choice([1, 40, 64, 129, 200, 300]))

@@ -82,7 +82,7 @@ def attention(
     if not takes_bias(problem):
         problem, bias = with_float32_bias(np, problem, bias)
     out = np.full(problem.out_shape, np.nan, problem.dtype)
-    lse = np.full(problem.out_shape[:-1], np.nan, np.float32)
+    lse = np.full(problem.out_shape[:-1], np.nan, attention_problem.sum_dtype(problem.dtype))
     view = attention_problem.out_view(problem, out.shape, out.strides)
     sources = {} if source is None else {f"attention_{source.stem}": source}
     launcher = EmulatorLauncher(seed, truncating, sources)

@@ -26,12 +26,19 @@ struct float2 {
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(16) double2 {
+  double x, y;
+};
+inline double2 make_double2(double x, double y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -45,6 +52,16 @@ inline float __fmul_rz(float x, float y) {
 inline float __uint_as_float(uint32_t bits) { return machine::from_bits(bits); }
 inline float __int_as_float(int bits) { return machine::from_bits(static_cast<uint32_t>(bits)); }
 inline unsigned __float_as_uint(float x) { return machine::to_bits(x); }
+inline long long __double_as_longlong(double x) {
+  long long bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline double __longlong_as_double(long long bits) {
+  double x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
 inline long long clock64() { return machine::clock(); }
 
 template <typename T>

@@ -34,6 +34,7 @@ void sync_warp();
 void load_matrices(uint32_t (&r)[4], uint32_t address, bool transposed);
 void store_matrices(uint32_t address, const uint32_t (&r)[4], bool transposed);
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool bf16);
+void multiply_float64(double* d, const double* a, const double* b, int m, int k);  // n is 8
 
 // wgmma: D (64 x n) (+)= A B.  `a` is null where A is in shared memory.  `watched`: the registers
 // of A are the kernel's own, which it could touch too early, and no copy made for the call.

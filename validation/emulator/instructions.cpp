@@ -137,6 +137,32 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, b
   });
 }
 
+struct MmaArgument64 {
+  double* d;
+  const double *a, *b;
+};
+
+// Each product is added by an operation that rounds once.
+void multiply_float64(double* d, const double* a, const double* b, int m, int k) {
+  MmaArgument64 argument{d, a, b};
+  meet(32, "mma.sync", argument, [m, k](MmaArgument64** lanes) {
+    double x[16][16], y[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, t = lane % 4;
+      for (int i = 0; i < k / 4; ++i) {
+        for (int h = 0; h < m / 8; ++h) x[g + 8 * h][t + 4 * i] = lanes[lane]->a[m / 8 * i + h];
+        y[t + 4 * i][g] = lanes[lane]->b[i];
+      }
+    }
+    for (int row = 0; row < m; ++row) {
+      for (int col = 0; col < 8; ++col) {
+        double& sum = lanes[row % 8 * 4 + col / 2]->d[row / 8 * 2 + col % 2];
+        for (int i = 0; i < k; ++i) sum = std::fma(x[row][i], y[i][col], sum);
+      }
+    }
+  });
+}
+
 // ------------------------------------------------------------------------------------------- wgmma
 // A matrix of blocks of 64 columns, each with rows of 128 bytes, in the 128-byte swizzle.
 struct Matrix {

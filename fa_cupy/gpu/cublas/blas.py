@@ -52,7 +52,7 @@ def _library() -> Any:
     except ImportError as error:
         reason = str(error).partition("\n")[0]  # CuPy goes on to list folders
         raise ImportError(
-            "attention of float32, products of float64, dims above 256 and all other calls without "
+            "gradients of float32, products of float64, dims above 256 and all other calls without "
             f"a kernel need cuBLAS: {remedies.command('cuBLAS')} ({reason})"
         ) from error
     return cublas

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.kernels.attention import fwd_sm80, fwd_sm90, row_intervals
 from fa_cupy.gpu.kernels.attention.attention_params import (
@@ -16,6 +18,9 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_LENGTH,
     Traits,
 )
+from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32, fwd_fp64
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32 import FwdFp32
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FwdFp64
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
@@ -25,8 +30,20 @@ from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
-#: All rows, in their builds for products times a positive scale.
-VARIANTS: tuple[FwdSm80 | FwdSm90, ...] = (*fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS)
+#: A row of a kernel that takes tiles of queries.
+Row = FwdSm80 | FwdSm90 | FwdFp32 | FwdFp64
+#: All rows that compute in float32, in their builds for products times a positive scale.
+VARIANTS: tuple[FwdSm80 | FwdSm90 | FwdFp32, ...] = (
+    *fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS, *fwd_fp32.VARIANTS,
+)  # fmt: skip
+#: Those that compute in float64.
+FP64_VARIANTS = fwd_fp64.VARIANTS
+ROWS: tuple[Row, ...] = (*VARIANTS, *FP64_VARIANTS)
+# Whether the kernels of these dtypes may solve a problem; those of others solve any.
+_SUPPORTS = {
+    np.dtype(fwd_fp32.DTYPE): fwd_fp32.supports,
+    np.dtype(fwd_fp64.DTYPE): fwd_fp64.supports,
+}
 # fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
 # keys on: there reading the keys takes the time.
 _SPLIT_ROWS, _SPLIT_KEYS = 64, 512
@@ -61,7 +78,7 @@ _PLAIN = Call()
 @functools.cache
 def select(
     dtype: str, head_dim: int, v_dim: int, target: str | None, call: Call = _PLAIN
-) -> FwdSm80 | FwdSm90 | None:
+) -> Row | None:
     """Pick the variant that serves a forward call: the only place where that is decided.
 
     Parameters
@@ -77,12 +94,12 @@ def select(
     Returns
     -------
     Variant or None
-        None where no kernel serves the call: float32 and float64, dims above 256, old devices.
+        None where no kernel serves the call: dims above 256, old devices.
         `fa_cupy.gpu.cublas.attention` does then.
     """
     fits = [
         variant
-        for variant in VARIANTS
+        for variant in ROWS
         if variant.dtype == dtype
         and variant.dim >= max(head_dim, v_dim)
         and target in variant.targets
@@ -92,16 +109,14 @@ def select(
     return found and found.for_score(call.score)
 
 
-def _serves(variant: FwdSm80 | FwdSm90, call: Call) -> bool:
+def _serves(variant: Row, call: Call) -> bool:
     """Whether a variant can take a call of its dtype and dims."""
     if variant.sparse != call.masked:
         return False
-    if isinstance(variant, FwdSm80):
-        return True
-    return call.mapped
+    return call.mapped or not isinstance(variant, FwdSm90)
 
 
-def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[FwdSm80 | FwdSm90]:
+def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list[Row]:
     """Return all variants that plain calls of this type and these dims get, first choices first."""
     found = {
         select(dtype, head_dim, v_dim, target, Call(None, *call))
@@ -110,9 +125,12 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
     return sorted((variant for variant in found if variant), key=lambda variant: variant.rank)
 
 
-def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | None:
+def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     """Return the variant that serves a problem whatever its layout; None where cuBLAS does."""
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
+        return None
+    supports_own = _SUPPORTS.get(problem.dtype)
+    if supports_own is not None and not supports_own(problem):
         return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
     if problem.score is not None and (
@@ -128,7 +146,7 @@ def for_any_layout(problem: Problem, target: str | None) -> FwdSm80 | FwdSm90 | 
     return found if found is None or problem.offsets is None else found.for_sequences(True)
 
 
-def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocessors: int) -> bool:
+def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bool:
     """Whether ``fwd_splitkv`` solves a problem, rather than this row.
 
     It does where few rows share keys, if their tiles leave multiprocessors idle, or `fwd_sm80`
@@ -136,6 +154,8 @@ def splits_keys(traits: Traits, variant: FwdSm80 | FwdSm90 | None, multiprocesso
     with plain scores.
     """
     problem = traits.problem
+    if isinstance(variant, FwdFp32 | FwdFp64):
+        return False
     if problem.pages is not None:
         return True
     of_lengths = problem.k_lengths is not None
@@ -185,21 +205,23 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         variant = select(problem.dtype.name, *dims, launcher.target, call)
         if splits_keys(traits, variant, launcher.multiprocessors):
             return fwd_splitkv.make_plan(traits, launcher)
-    elif isinstance(variant, FwdSm80 | FwdSm90):
+    elif isinstance(variant, Row):
         variant = variant.for_score(traits.score)
-    assert isinstance(variant, FwdSm80 | FwdSm90)
+    assert isinstance(variant, Row)
     if problem.offsets is not None:
         variant = variant.for_sequences(True)
     if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
         variant = variant.for_keys(lengths=True, split=False)
-    if isinstance(variant, FwdSm80):
+    if isinstance(variant, FwdFp64):
+        return _plan(traits, variant, fwd_fp64.steps(traits, variant), names, launcher)
+    if not isinstance(variant, FwdSm90):
         return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
         if problem.k_lengths is not None:
             return fwd_splitkv.make_plan(traits, launcher)
         plain = for_any_layout(problem, launcher.target)
-        assert isinstance(plain, FwdSm80)
+        assert plain is not None
         return _plan(traits, plain, fwd_sm80.steps(traits, plain), names, launcher)
 
     splits = fwd_sm90.splits_of_keys(traits, variant, launcher.multiprocessors)
@@ -213,7 +235,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
 
 def _plan(
     traits: Traits,
-    variant: FwdSm80 | FwdSm90,
+    variant: Row,
     steps: list[Step],
     names: tuple[str, ...],
     launcher: Launcher,
@@ -228,6 +250,6 @@ def _plan(
         sizes["counter"] = COUNTER_BYTES
     if traits.problem.offsets is not None:
         first = row_intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
-        prefix = "common." if isinstance(variant, FwdSm90) else ""
+        prefix = "common." if isinstance(variant, FwdSm90 | FwdFp64) else ""
         steps, sizes = first.before(steps, prefix), sizes | first.sizes
     return Plan(steps, names, launcher, workspace_of(sizes) if sizes else None, fallback)

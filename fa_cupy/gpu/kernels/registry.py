@@ -10,7 +10,7 @@ from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
-from fa_cupy.gpu.kernels.forward import VARIANTS
+from fa_cupy.gpu.kernels.forward import FP64_VARIANTS, VARIANTS
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
 from fa_cupy.gpu.kernels.mask.block_tables import TABLES
@@ -45,14 +45,15 @@ _GRADIENTS = [
 #: One build for other scores of each row of attention; each kind of scores comes up in turn.
 SCORED: tuple[Variant, ...] = tuple(
     row.for_score(score)
-    for rows in (VARIANTS, _GRADIENTS, PAIRS, SPLITKV)
+    for rows in (VARIANTS, _GRADIENTS, PAIRS, SPLITKV, FP64_VARIANTS)
     for row, score in zip(rows, itertools.cycle(SCORE_EXAMPLES), strict=False)
 )
-# What packed sequences and key lengths have builds of. One of the dtypes stands for both.
+# What packed sequences and key lengths have builds of. One of the 16-bit dtypes stands for both.
 _UNMASKED: tuple[Variant, ...] = tuple(
     row
-    for row in (*VARIANTS, *attention_backward.VARIANTS)
-    if row.dtype == "bfloat16" and not row.sparse
+    for dtype in ("bfloat16", "float32", "float64")
+    for row in (*VARIANTS, *FP64_VARIANTS, *attention_backward.VARIANTS)
+    if row.dtype == dtype and not row.sparse
 )
 # The dim whose rows have a build for other scores too.
 _SCORED_DIM = 128
@@ -81,6 +82,6 @@ SPLIT: tuple[Variant, ...] = (
     *fwd_join_splits.VARIANTS,
 )
 ROWS: tuple[Variant, ...] = (
-    *VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
+    *VARIANTS, *FP64_VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
     *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *SPLIT,
 )  # fmt: skip

@@ -141,8 +141,8 @@ def score_mod_of(problem: Problem, sloped: bool = False) -> ScoreMod | None:
 
 
 def takes_bias(problem: Problem) -> bool:
-    """Whether kernels read the bias of a problem as it is: unless it is of float64."""
-    return problem.bias_dtype != np.float64
+    """Whether kernels read the bias of a problem as it is: one of float64 with float64 only."""
+    return problem.bias_dtype != np.float64 or problem.dtype == np.float64
 
 
 def takes_score(problem: Problem) -> bool:

@@ -18,7 +18,7 @@ from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 from fa_cupy.gpu.kernels.registry import SPLITKV
 from tests.support.every_run import examples, only, some
-from tests.support.kernel_attention import DTYPES, check, draw
+from tests.support.kernel_attention import FORWARD_DTYPES, check, draw
 from tests.support.planted import plant
 from tests.support.seeds import FAMILIES, Chosen, one, sanitizer
 from validation import emulator
@@ -38,7 +38,7 @@ SM90 = D64, D128 = PLAIN["attention/fwd_sm90", 64], PLAIN["attention/fwd_sm90", 
 )
 @pytest.mark.parametrize("options", only([{}, {"softcap": 3.0}], {"softcap": 3.0}), ids=str)
 def test_every_row(row, options):
-    dtype, dim = DTYPES[row.dtype], row.dim
+    dtype, dim = FORWARD_DTYPES[row.dtype], row.dim
     q, k, v = (draw(2, n, dim, dtype=dtype, seed=i) for i, n in enumerate((150, 200, 200)))
     if row.sparse:
         options = dict(options)
@@ -174,7 +174,7 @@ def test_a_loop_without_an_end_is_reported(together, tmp_path):
 
 @pytest.mark.parametrize("row", [SM80, *SM90], ids=lambda row: row.name)
 def test_truncating_sums(row):
-    q, k, v = (draw(2, n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (70, 200, 200))
+    q, k, v = (draw(2, n, row.dim, dtype=FORWARD_DTYPES[row.dtype], seed=n) for n in (70, 200, 200))
     check(row, q, k, v, truncating=True)
     rounded, truncated = (
         calls.attention(row, q, k, v, truncating=truncating)[1] for truncating in (False, True)
@@ -184,7 +184,7 @@ def test_truncating_sums(row):
 
 @pytest.mark.parametrize("row", SM90, ids=lambda row: row.name)
 def test_what_only_the_hopper_kernel_has(row):
-    dtype = DTYPES[row.dtype]
+    dtype = FORWARD_DTYPES[row.dtype]
     # Heads of one group in a tile; scores that pass every reference; rows without keys; hidden NaN.
     q, k, v = (draw(1, h, n, 64, dtype=dtype, seed=n) for h, n in ((8, 5), (2, 300), (2, 300)))
     check(row, q, k, v, is_causal=True, causal_align="bottom_right")
@@ -217,7 +217,7 @@ def test_scores_of_any_size(dim, size):
 
 def test_a_lost_row_does_not_spread():
     row = SM90[1]
-    q, k, v = (draw(n, row.dim, dtype=DTYPES[row.dtype], seed=n) for n in (100, 400, 400))
+    q, k, v = (draw(n, row.dim, dtype=FORWARD_DTYPES[row.dtype], seed=n) for n in (100, 400, 400))
     want, _ = calls.attention(row, q, k, v)
     q[17] = np.nan
     got, lse = calls.attention(row, q, k, v)
@@ -237,7 +237,7 @@ def test_a_lost_row_does_not_spread():
     seed=st.integers(0, 2**32),
 )
 def test_any_call_with_any_schedule(row, lengths, window, heads, dim, seed):
-    dtype = DTYPES[row.dtype]
+    dtype = FORWARD_DTYPES[row.dtype]
     q = draw(1, heads[0], lengths[0], dim, dtype=dtype, seed=1)
     k, v = (draw(1, heads[1], lengths[1], dim, dtype=dtype, seed=i) for i in (2, 3))
     options = {"window": window, "causal_align": "bottom_right"} if window else {}
@@ -253,7 +253,7 @@ def test_any_row_with_any_seed(family, seed):
 
 @pytest.mark.parametrize("row", SM90, ids=lambda row: row.name)
 def test_the_schedule_does_not_show(row):
-    q, k, v = (draw(3, n, row.dim, dtype=DTYPES[row.dtype]) for n in (200, 420, 420))
+    q, k, v = (draw(3, n, row.dim, dtype=FORWARD_DTYPES[row.dtype]) for n in (200, 420, 420))
     options = {"is_causal": True, "causal_align": "bottom_right"}
     found = {
         tuple(x.tobytes() for x in calls.attention(row, q, k, v, seed=seed, **options))
@@ -403,7 +403,7 @@ BUGS = {
 @functools.cache
 def solved(row):
     """A call that bugs are planted for, its options and its result."""
-    given = [draw(3, n, row.dim, dtype=DTYPES[row.dtype], scale=2) for n in (200, 420, 420)]
+    given = [draw(3, n, row.dim, dtype=FORWARD_DTYPES[row.dtype], scale=2) for n in (200, 420, 420)]
     options = {"is_causal": True, "causal_align": "bottom_right"}
     return given, options, calls.attention(row, *given, **options)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from tests.support.every_run import examples, only, some
-from tests.support.kernel_attention import DTYPES
+from tests.support.kernel_attention import FORWARD_DTYPES
 from tests.support.large_scores import (
     LARGEST,
     TRANSFORMS,
@@ -50,7 +50,7 @@ def run(row, call, seed=0, source=None):
        seed=st.integers(0, 2**32))  # fmt: skip
 def test_whole_scores_on_sm80(row, how, heads, narrow, lengths, seed):
     dims = row.dim - narrow, row.dim - narrow // 2
-    call = whole_scores(seed, DTYPES[row.dtype], dims, how, row.sparse, *lengths, heads)
+    call = whole_scores(seed, FORWARD_DTYPES[row.dtype], dims, how, row.sparse, *lengths, heads)
     hold(call, *run(row, call, seed % 100))
 
 
@@ -61,36 +61,36 @@ def test_whole_scores_on_sm80(row, how, heads, narrow, lengths, seed):
        seed=st.integers(0, 2**32))  # fmt: skip
 def test_whole_scores_on_sm90(row, how, heads, narrow, lengths, seed):
     dims = row.dim - 8 * narrow, row.dim
-    call = whole_scores(seed, DTYPES[row.dtype], dims, how, row.sparse, *lengths, heads)
+    call = whole_scores(seed, FORWARD_DTYPES[row.dtype], dims, how, row.sparse, *lengths, heads)
     hold(call, *run(row, call, seed % 100))
 
 
 @of_plain
 @pytest.mark.parametrize("size", [1e5, 1e8])
 def test_random_scores_are_as_good_as_plain_ones(row, size):
-    call = random_scores(row.dim, DTYPES[row.dtype], (row.dim, row.dim), size)
+    call = random_scores(row.dim, FORWARD_DTYPES[row.dtype], (row.dim, row.dim), size)
     hold_as_plain(call, run(row, call)[0])
 
 
 @of_plain
 @pytest.mark.parametrize("size", [5000, 25000])
 def test_one_key(row, size):
-    for call in one_key(DTYPES[row.dtype], (row.dim, row.dim), size):
+    for call in one_key(FORWARD_DTYPES[row.dtype], (row.dim, row.dim), size):
         hold(call, *run(row, call))
 
 
 @of_plain
 def test_far_keys_before_near_ones(row):
-    call = rising_scores(DTYPES[row.dtype], (row.dim, row.dim))
+    call = rising_scores(FORWARD_DTYPES[row.dtype], (row.dim, row.dim))
     hold(call, *run(row, call))
 
 
 @of_plain
 def test_rows_that_are_not_finite_beside_large_scores(row):
     """A weight made of another sum of the same products would be off by whole powers of two."""
-    call = spoiled_scores(DTYPES[row.dtype], (row.dim, row.dim), 1e8)
+    call = spoiled_scores(FORWARD_DTYPES[row.dtype], (row.dim, row.dim), 1e8)
     hold_as_plain(call, run(row, call)[0])
-    near = spoiled_scores(DTYPES[row.dtype], (row.dim, row.dim), 10)
+    near = spoiled_scores(FORWARD_DTYPES[row.dtype], (row.dim, row.dim), 10)
     hold(near, *run(row, near))
 
 
@@ -108,7 +108,7 @@ BIASES = (-1e4, -65504, -1e8, -1e9, -1e12, -LARGEST, LARGEST, 1e9)
 @pytest.mark.parametrize("size", only(BIASES, -1e9, LARGEST))
 def test_the_same_bias_for_every_key(row, size):
     """Scores that are equal beside it get equal weights, as plain arithmetic gives them."""
-    for call in same_bias(DTYPES[row.dtype], (row.dim, row.dim), size):
+    for call in same_bias(FORWARD_DTYPES[row.dtype], (row.dim, row.dim), size):
         out, lse = run(row, call)
         hold_as_plain(call, out)
         np.testing.assert_allclose(lse, call.bias[:, 0], rtol=1e-6, atol=6)
@@ -116,7 +116,7 @@ def test_the_same_bias_for_every_key(row, size):
 
 @of_few
 def test_a_lost_row_does_not_spread_to_those_computed_again(row):
-    call = whole_scores(3, DTYPES[row.dtype], (row.dim, row.dim))
+    call = whole_scores(3, FORWARD_DTYPES[row.dtype], (row.dim, row.dim))
     call = call._replace(q=np.ldexp(call.q[0, 0].astype(np.float32), 6).astype(call.q.dtype),
                          k=call.k[0, 0], v=np.nan_to_num(call.v[0, 0]))  # fmt: skip
     call.options.update(scale=2.0**60)
@@ -128,7 +128,7 @@ def test_a_lost_row_does_not_spread_to_those_computed_again(row):
 
 def check_all(row, source=None):
     """Some calls of every kind, for a kernel in place of the row's own."""
-    dtype, dims = DTYPES[row.dtype], (row.dim, row.dim)
+    dtype, dims = FORWARD_DTYPES[row.dtype], (row.dim, row.dim)
     calls = one_key(dtype, dims, 25000)
     if row.dtype == "bfloat16":
         calls += beyond_float32(dims, 1e30)

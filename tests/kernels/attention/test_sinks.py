@@ -6,7 +6,7 @@ import pytest
 from tests.support.every_run import only, some
 from tests.support.kernel_attention import (
     BANDS,
-    DTYPES,
+    FORWARD_DTYPES,
     PLAIN,
     SPARSE,
     any_sinks,
@@ -35,7 +35,8 @@ def options_of(row, **options):
 def arrays_of(row, heads=(4, 2), lengths=(150, 200), batch=2):
     shapes = [(batch, heads[0], lengths[0]), *[(batch, heads[1], lengths[1])] * 2]
     return [
-        draw(*shape, row.dim, dtype=DTYPES[row.dtype], seed=i) for i, shape in enumerate(shapes)
+        draw(*shape, row.dim, dtype=FORWARD_DTYPES[row.dtype], seed=i)
+        for i, shape in enumerate(shapes)
     ]
 
 
@@ -117,7 +118,7 @@ def test_heads_that_share_tiles_have_sinks_of_their_own(shape):
 def test_more_batch_axes_than_a_launch_walks():
     row, rng = first("fwd_sm80"), np.random.default_rng(0)
     shape, other = (2, 1, 2, 1, 2, 1, 2, 1, 2), (1, 2, 1, 2, 1, 2, 1, 2, 1)  # which do not merge
-    dtype = DTYPES[row.dtype]
+    dtype = FORWARD_DTYPES[row.dtype]
     q = draw(*shape, 3, 16, dtype=dtype, seed=1)
     k, v = (draw(*other, 5, 16, dtype=dtype, seed=i) for i in (2, 3))
     sinks = rng.normal(size=(2, 1, 1, 2, 2, 1, 1, 2, 1, 3))

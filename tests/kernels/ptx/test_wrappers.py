@@ -11,7 +11,7 @@ import pytest
 
 from fa_cupy.gpu.driver import compile, devices
 from tests.kernels.ptx.test_wrappers_sm90 import SOURCES as SM90_SOURCES
-from tests.support.ptx_kernels import AT, INCLUDES, WRAPPERS
+from tests.support.ptx_kernels import AT, INCLUDES, WRAPPERS, mma_of_float64
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -92,6 +92,13 @@ SOURCES = {
 """,
     "mma_m16n8k16_f32_f16": mma("mma_m16n8k16_f32_f16"),
     "mma_m16n8k16_f32_bf16": mma("mma_m16n8k16_f32_bf16"),
+    # A is x (8, 4), B is y (4, 8), the sum starts from z (8, 8).
+    "mma_m8n8k4_f64": """
+  const int g = lane / 4, t = lane % 4;
+  double d[2] = {at<double>(p.z)[g * 8 + 2 * t], at<double>(p.z)[g * 8 + 2 * t + 1]};
+  mma_m8n8k4_f64(d[0], d[1], at<double>(p.x)[g * 4 + t], at<double>(p.y)[t * 8 + g]);
+  for (int e = 0; e < 2; ++e) at<double>(p.out)[g * 8 + 2 * t + e] = d[e];
+""",
     "ldmatrix_x4": ldmatrix("ldmatrix_x4"),
     "ldmatrix_x4_trans": ldmatrix("ldmatrix_x4_trans"),
     # Lane l asks for y[l] of its 16 bytes.
@@ -136,6 +143,15 @@ SOURCES = {
   for (int n = 2; n < 4; ++n) {
     for (int c = 0; c < 4; ++c) out[(n * 32 + lane) * 4 + c] = rows[n][lane * 4 + c];
   }
+""",
+    # Each lane reads the two numbers of another one.
+    "ld_shared_v2_f64": """
+  __shared__ __align__(16) double rows[32 * 2];
+  for (int c = 0; c < 2; ++c) rows[lane * 2 + c] = at<double>(p.x)[lane * 2 + c];
+  __syncwarp();
+  double back[2];
+  ld_shared_v2_f64(back, cvta_to_shared(rows + (31 - lane) * 2));
+  for (int c = 0; c < 2; ++c) at<double>(p.out)[lane * 2 + c] = back[c];
 """,
     # What a wrapper writes C++ reads, and the other way round.
     "shared": """
@@ -374,6 +390,17 @@ def test_mma(run, name, dtype):
     inputs = a.astype(dtype), b.astype(dtype), c.astype(np.float32)
     got = run(name, ((16, 8), np.float32), *inputs)
     np.testing.assert_array_equal(got, a @ b + c)
+
+
+@pytest.mark.gpu
+def test_mma_of_float64(run):
+    mma_of_float64(run, "mma_m8n8k4_f64", 8, 4)
+
+
+@pytest.mark.gpu
+def test_loads_of_float64(run):
+    x = rng.standard_normal((32, 2))
+    np.testing.assert_array_equal(run("ld_shared_v2_f64", (x.shape, x.dtype), x), x[::-1])
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Each wrapper of ptx/ that only SM90 has, alone, in a kernel of a few lines, against NumPy."""
 
+import functools
 import re
 
 import ml_dtypes
@@ -8,7 +9,7 @@ import pytest
 
 from fa_cupy.gpu.driver import compile, devices
 from tests.support.every_run import some
-from tests.support.ptx_kernels import AT, HEADERS, INCLUDES
+from tests.support.ptx_kernels import AT, HEADERS, INCLUDES, mma_of_float64
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -409,6 +410,17 @@ SOURCES = {
       bar_arrive(2, 96);
     }
   }
+"""),
+    # A is x (16, 16), B is y (16, 8), the sum starts from z (16, 8).
+    "mma_m16n8k16_f64": kernel("""
+  const int g = lane / 4, t = lane % 4;
+  const double *x = at<double>(p.x), *y = at<double>(p.y);
+  double a[8], b[4], d[4];
+  for (int i = 0; i < 8; ++i) a[i] = x[(g + i % 2 * 8) * 16 + t + i / 2 * 4];
+  for (int i = 0; i < 4; ++i) b[i] = y[(t + 4 * i) * 8 + g];
+  for (int i = 0; i < 4; ++i) d[i] = at<double>(p.z)[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+  mma_m16n8k16_f64(d, a, b);
+  for (int i = 0; i < 4; ++i) at<double>(p.out)[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
 """),
     "elect_sync": kernel("  at<uint32>(p.out)[threadIdx.x] = elect_sync();"),
     # Rows 48 bytes apart.
@@ -832,6 +844,11 @@ def test_elect_sync_chooses_one_lane(run):
     got = run("elect_sync", ((4, 32), np.uint32))
     assert set(got.flat) == {0, 1}
     np.testing.assert_array_equal(got.sum(1), 1)
+
+
+@pytest.mark.gpu
+def test_mma_of_float64_by_one_instruction(run):
+    mma_of_float64(functools.partial(run, threads=32), "mma_m16n8k16_f64", 16, 16)
 
 
 @pytest.mark.gpu

@@ -14,3 +14,6 @@ FA_DEVICE void st_shared_v4_b32(uint32 address, const uint32 (&x)[4]) {
 FA_DEVICE void ld_shared_v4_b32(uint32 (&x)[4], uint32 address) {
   machine::load_shared(x, address, 16);
 }
+FA_DEVICE void ld_shared_v2_f64(double (&x)[2], uint32 address) {
+  machine::load_shared(x, address, 16);
+}

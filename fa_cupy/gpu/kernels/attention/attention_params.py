@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View
+from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem, View, sum_dtype
 from fa_cupy.gpu.kernels.score import (
     MAX_SCORE_ARRAYS,
     SCORE_ARRAY,
@@ -262,7 +262,9 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
     if problem.sinks_dtype is not None:
         p["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
 
-    strides["lse"] = [4 * problem.q_len * math.prod(sizes[a + 1 :]) for a in range(outer)]
+    if outer:
+        row_bytes = sum_dtype(problem.dtype).itemsize * problem.q_len
+        strides["lse"] = [row_bytes * math.prod(sizes[a + 1 :]) for a in range(outer)]
     found = list(parts(traits.pointers, sizes, outer, strides, int(p["q_tiles"])))
     steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
     return params, found, all(step % 16 == 0 for step in steps)

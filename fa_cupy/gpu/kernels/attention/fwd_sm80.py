@@ -79,7 +79,7 @@ def _rows() -> Iterator[FwdSm80]:
 VARIANTS: tuple[FwdSm80, ...] = tuple(_rows())
 
 
-def steps(traits: Traits, variant: FwdSm80) -> list[Step]:
+def steps(traits: Traits, variant: Variant) -> list[Step]:
     """Return the launches of a problem: one, unless it has more tiles or axes than one takes."""
     params, parts, aligned = make_params(traits, variant.tile_m)
     found = []

@@ -42,10 +42,11 @@ FWD_SPLITKV_PARAMS = np.dtype(
 
 
 def supports(problem: Problem) -> bool:
-    """Whether the kernel can solve a problem that some kernel serves in any layout."""
+    """Whether the kernel can solve a problem whose dims some kernel serves in any layout."""
     rows = math.prod(problem.batch) * problem.q_len
     axes = sum(n > 1 for n in problem.batch)
     few = axes <= MAX_BATCH_AXES and 0 < rows * _MOST_SPLITS <= MAX_GRID
+    few = few and problem.dtype.itemsize == 2
     return few and problem.mask is None and problem.k_len > 0
 
 

@@ -1,0 +1,552 @@
+// Attention forward of float32 for SM80 and later, on float16 tensor cores: mma.sync, ldmatrix,
+// cp.async.
+//
+// As in fwd_sm80.cu, a block takes kTileM query rows of one batch entry, and each warp keeps 16 of
+// them, with their scores, weights and outputs, in its registers.  Here every operand is a pair of
+// float16 (cuda_src/common/split_float.cuh) and every product is three.  Rows of Q, K and V are
+// copied to where their pairs are going to be and split there (split_in_place.cuh).  Weights are
+// split in registers.
+//
+// Each row of Q, K and V has an exponent of its own, and so has each row of the output, so that a
+// row of small numbers is as accurate as one of large numbers.  Tensor cores cut what they add
+// towards zero: no sum of theirs is longer than kLongestSum steps, and all others are float32.
+#include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/band.cuh"
+#include "cuda_src/common/forward_sm80.cuh"
+#include "cuda_src/common/mma_sm80.cuh"
+#include "cuda_src/common/score.cuh"
+#include "cuda_src/common/split_in_place.cuh"
+
+// -------------------------------------------------------------------------------------- constants
+constexpr int kDim = FA_DIM;           // head_dim and v_dim, padded with zeros
+constexpr int kTileM = FA_TILE_M;      // query rows of a block
+constexpr int kTileN = FA_TILE_N;      // keys of a tile
+constexpr int kWarps = FA_WARPS;       // of a block
+constexpr int kMinBlocks = FA_BLOCKS;  // blocks that should fit on a multiprocessor
+constexpr bool kSparse = FA_SPARSE;    // with a mask
+constexpr int kThreads = 32 * kWarps;
+constexpr int kMmaN = kTileN / 8;  // products across a tile's keys
+constexpr int kMmaV = kDim / 8;    // products across the output's columns
+constexpr int kTilesPerBlock = kMaskBlock / kTileN;
+constexpr int kLongestSum = 4;  // steps of 16 that tensor cores add up
+constexpr int kAtOnce = 4;      // sums that a warp has under way, so that they do not wait
+// Steps of one sum of scores.
+constexpr int kScoreSteps = kDim / 16 % kLongestSum == 0 ? kLongestSum : kDim / 16 % 3 == 0 ? 3 : 2;
+// Where registers are short, a barrier keeps the compiler from moving the loads of later sums up.
+constexpr bool kWaitsForSums = kDim > 64 && kTileN > 32;
+static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
+static_assert(kTileM == 16 * kWarps && kWarps == 4,
+              "a warp owns 16 rows, and finds one end of one "
+              "list");
+static_assert(kTileN % 16 == 0 && kTileN / 16 <= kLongestSum && kMaskBlock % kTileN == 0 &&
+                  kMaskBlock % kTileM == 0,
+              "the keys of a tile are one sum, and tiles divide the blocks of a mask");
+
+using QTile = PairTile<kTileM, kDim, kWarps>;
+using KVTile = PairTile<kTileN, kDim, kWarps>;
+
+// ---------------------------------------------------------------------------------------- storage
+struct SharedStorage {
+  uint16 q[2][kTileM * kDim];  // high parts, low parts
+  uint16 k[2][kTileN * kDim];
+  uint16 v[2][kTileN * kDim];
+  // A row of Q, or of K, is the square of this times that of its tile.
+  float q_factor[kTileM], k_factor[kTileN];
+  int v_exponent[kTileN];  // a row of V is 2^e times that of its tile; or kNoExponent
+  TileWork work;
+  KeyTiles band;
+  TileRange tiles;
+};
+struct SparseStorage : SharedStorage {  // only with a mask
+  ListedRange listed;
+  int keys[2];  // key blocks of this tile and the next one
+  uint32 words[kThreads][2];
+};
+static_assert((kSparse ? sizeof(SparseStorage) : sizeof(SharedStorage)) == FA_SHARED_BYTES,
+              "the host launches with this size");
+
+constexpr int kNoExponent = -1000;  // of a row of zeros: below all others
+
+// ------------------------------------------------------------------------------------------ tiles
+// Numbers of tiles of keys: those of the block's band, or places among those that a mask lists.
+
+// The number of a tile of the loop among all key tiles.
+FA_DEVICE int key_tile(const SparseStorage& shared, int tile) {
+  if constexpr (!kSparse) {
+    return tile;
+  } else {
+    return shared.keys[tile % 2] * kTilesPerBlock +
+           listed_tile<kTilesPerBlock>(shared.listed, tile).in_block;
+  }
+}
+
+// Copies the number of a tile's key block, for all threads.
+FA_DEVICE void load_block_index(const AttentionParams& params, SparseStorage& shared,
+                                const TileRange& tiles, int tile) {
+  if (tid_x_again() != 0 || tile >= tiles.end) return;
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
+  cp_async_ca<4>(cvta_to_shared(&shared.keys[tile % 2]),
+                 (at.partial ? params.mask.partial : params.mask.full) + at.position);
+}
+
+// Copies this thread's own words of a partial block.
+FA_DEVICE void load_words(const AttentionParams& params, SparseStorage& shared, int tile) {
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
+  if (!at.partial) return;
+  const int tid = tid_x_again();
+  const uint32* words =
+      block_words(params.mask, shared.listed.row, at.position, shared.keys[tile % 2]) +
+      (shared.work.q_begin % kMaskBlock / 16 + tid / 32) * kSlabWords + 2 * (tid % 32);
+  cp_async_ca<8>(cvta_to_shared(shared.words[tid]), words);
+}
+
+// Finds the queries of the block and its tiles of keys.
+FA_DEVICE void find_work(const AttentionParams& params, SparseStorage& shared) {
+  if (threadIdx.x == 0) {
+    shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
+    shared.band = key_tiles(params, shared.work.q_begin,
+                            shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    if constexpr (kSparse) {
+      shared.listed.row =
+          row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);
+    }
+    shared.tiles = {shared.band.begin, shared.band.end};
+  }
+  __syncthreads();
+  if constexpr (kSparse) {
+    if (shared.work.q_rows <= 0) return;
+    find_listed_range<kTilesPerBlock>(params.mask, shared.listed, shared.band);
+    __syncthreads();
+    if (threadIdx.x == 0) shared.tiles = {0, shared.listed.count()};
+    __syncthreads();
+    load_block_index(params, shared, shared.tiles, 0);
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    __syncthreads();
+  }
+}
+
+FA_DEVICE void load_q(const AttentionParams& params, const SharedStorage& shared) {
+  QTile::load(cvta_to_shared(shared.q), static_cast<const float*>(params.q) + shared.work.at.q,
+              params.q_row, shared.work.q_begin, params.q_len, params.head_dim, params.aligned);
+}
+
+// With the words of a mask that this thread needs.
+FA_DEVICE void load_k(const AttentionParams& params, SparseStorage& shared, int tile) {
+  KVTile::load(cvta_to_shared(shared.k), static_cast<const float*>(params.k) + shared.work.at.k,
+               params.k_row, key_tile(shared, tile) * kTileN, params.k_len, params.head_dim,
+               params.aligned);
+  if constexpr (kSparse) load_words(params, shared, tile);
+}
+
+// With the number of the next tile's key block.
+FA_DEVICE void load_v(const AttentionParams& params, SparseStorage& shared, const TileRange& tiles,
+                      int tile) {
+  KVTile::load(cvta_to_shared(shared.v), static_cast<const float*>(params.v) + shared.work.at.v,
+               params.v_row, key_tile(shared, tile) * kTileN, params.k_len, params.v_dim,
+               params.aligned);
+  if constexpr (kSparse) load_block_index(params, shared, tiles, tile + 1);
+}
+
+// ----------------------------------------------------------------------------------------- scores
+// Adds the three products of a step of 16 to sums of kAtOnce times 8 columns; a sum of cross
+// products is 2^-11 times as large as it looks.
+FA_DEVICE void multiply_pairs(SplitSum (&sums)[kAtOnce], const uint32 (&a)[4],
+                              const uint32 (&a_low)[4], const uint32 (&b)[kAtOnce][2],
+                              const uint32 (&b_low)[kAtOnce][2], int count) {
+#pragma unroll
+  for (int n = 0; n < count; ++n) mma_m16n8k16_f32_f16(sums[n].cross, a_low, b[n][0], b[n][1]);
+#pragma unroll
+  for (int n = 0; n < count; ++n) mma_m16n8k16_f32_f16(sums[n].main, a, b[n][0], b[n][1]);
+#pragma unroll
+  for (int n = 0; n < count; ++n) {
+    mma_m16n8k16_f32_f16(sums[n].cross, a, b_low[n][0], b_low[n][1]);
+  }
+}
+
+// Reads the B operands of two neighbouring blocks of 8 columns, of high and of low parts.
+template <bool kTransposed>
+FA_DEVICE void read_pairs(uint32 (&b)[kAtOnce][2], uint32 (&b_low)[kAtOnce][2], int n,
+                          uint32 address) {
+  uint32 high[4], low[4];
+  if constexpr (kTransposed) {
+    ldmatrix_x4_trans(high, address);
+    ldmatrix_x4_trans(low, address + KVTile::kLow);
+  } else {
+    ldmatrix_x4(high, address);
+    ldmatrix_x4(low, address + KVTile::kLow);
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    b[n + e / 2][e % 2] = high[e];
+    b_low[n + e / 2][e % 2] = low[e];
+  }
+}
+
+// S = Q K^T of a warp's rows.
+FA_DEVICE void gemm_qk(const SharedStorage& shared, float (&s)[1][kMmaN][4]) {
+  constexpr int kCount = kMmaN < kAtOnce ? kMmaN : kAtOnce;
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+  const uint32 q_address = cvta_to_shared(shared.q) + a_lane<QTile::Tile>(16 * warp);
+  const uint32 k_address = cvta_to_shared(shared.k) + b_lane<KVTile::Tile>(0);
+  clear(s);
+#pragma unroll
+  for (int j = 0; j < kMmaN; j += kCount) {
+#pragma unroll
+    for (int first = 0; first < kDim / 16; first += kScoreSteps) {
+      SplitSum sums[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) sums[n].clear();
+#pragma unroll
+      for (int step = first; step < first + kScoreSteps; ++step) {
+        uint32 a[4], a_low[4], b[kAtOnce][2], b_low[kAtOnce][2];
+        ldmatrix_x4(a, QTile::Tile::at(q_address, 0, step));
+        ldmatrix_x4(a_low, QTile::Tile::at(q_address, 0, step) + QTile::kLow);
+#pragma unroll
+        for (int n = 0; n < kCount; n += 2) {
+          read_pairs<false>(b, b_low, n, KVTile::Tile::at(k_address, 8 * (j + n), step));
+        }
+        multiply_pairs(sums, a, a_low, b, b_low, kCount);
+      }
+#pragma unroll
+      for (int e = 0; e < 4 * kCount; ++e) s[0][j + e / 4][e % 4] += sums[e / 4].value(e % 4);
+    }
+  }
+  // Half of the exponents is applied twice, because float32 may not hold all of it.
+  const float* q_factor = shared.q_factor + 16 * warp + lane / 4;
+  const float row_factor[2] = {q_factor[0], q_factor[8]};
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+    const float2 k_factor =
+        *reinterpret_cast<const float2*>(shared.k_factor + 8 * j + 2 * (lane % 4));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float factor = row_factor[e / 2] * (e % 2 ? k_factor.y : k_factor.x);
+      s[0][j][e] = s[0][j][e] * factor * factor;
+    }
+  }
+}
+
+// Makes scores of products, in units of log2, as in fwd_sm80.cu.
+FA_DEVICE void modify_scores(const AttentionParams& params, const TileWork& work,
+                             float (&s)[1][kMmaN][4], int key_tile) {
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+  load_and_apply_score_mod<false>(params, work.at.bias, s[0], work.q_begin + 16 * warp + lane / 4,
+                                  key_tile * kTileN + 2 * (lane % 4));
+#pragma unroll
+  for (int e = 0; e < 4 * kMmaN; ++e) {
+    s[0][e / 4][e % 4] = scale_score(s[0][e / 4][e % 4], params.exp2_scale);
+  }
+}
+
+// Puts -inf where a mask hides a key: bit 0 of a word is the first column of the tile.
+FA_DEVICE void mask_by_words(const SparseStorage& shared, float (&s)[1][kMmaN][4], int tile) {
+  const ListedTile at = listed_tile<kTilesPerBlock>(shared.listed, tile);
+  if (!at.partial) return;  // the tile is in a full block, which has no words
+  uint32 visible_bits[1][2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    visible_bits[0][h] = shared.words[tid_x_again()][h] >> at.in_block * (kTileN / 4);
+  }
+  mask_by_bits(s, visible_bits);
+}
+
+// Puts -inf where the band hides a key.
+FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
+                            float (&s)[1][kMmaN][4], int key_tile) {
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+  mask_outside_band(params, s, work.q_begin + 16 * warp + lane / 4,
+                    key_tile * kTileN + 2 * (lane % 4));
+}
+
+// ---------------------------------------------------------------------------------------- softmax
+// What a tile of weights is worth beside those before it.  The weights of a tile are relative to
+// its own largest score.
+struct TileSums {
+  float max[2], sum[2];  // in units of log2; of this thread's weights
+};
+
+// Turns scores into weights: P = exp2(S - max).
+FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_scale) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float most = -FA_INFINITY;
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) most = fmaxf(most, fmaxf(s[0][j][2 * h], s[0][j][2 * h + 1]));
+    most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
+    tile.max[h] = fmaxf(scale_score(most, exp2_scale), kNoMax);
+    tile.sum[h] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 2 * h; e < 2 * h + 2; ++e) {
+        s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], exp2_scale, -tile.max[h]));
+        tile.sum[h] += s[0][j][e];
+      }
+    }
+  }
+}
+
+// The factor of a weight before it is split: at most 2^14, since a weight may be as large as 2
+// where scores are large (softmax.cuh), and so that low parts of small weights are normal numbers.
+constexpr int kWeightExponent = 14;
+
+FA_DEVICE float clamped_power_of_two(int exponent) {
+  return power_of_two(max(-127, min(127, exponent)));
+}
+
+// Multiplies weights by the factors of their rows of V, 2^e, relative to the largest that counts:
+// that is 2^top for each row.  Rows of V are nearly always of about one size, and top is their
+// largest exponent.  Where they are not, it is that of the row's largest weight times 2^e.
+FA_DEVICE void weigh_by_exponents(const SharedStorage& shared, float (&s)[1][kMmaN][4],
+                                  int (&top)[2]) {
+  // Exponents are between -126 and 114; what is more than 2^-24 of the largest keeps 24 bits.
+  constexpr int kOffset = 2000, kMostSpread = 20;
+  const int lane = tid_x_again() % 32;
+  uint32 highest = 0, lowest = 0;  // with an offset, for a reduction of unsigned integers
+#pragma unroll
+  for (int i = 0; i < (kTileN + 31) / 32; ++i) {
+    const int exponent = shared.v_exponent[(lane + 32 * i) % kTileN];
+    highest = max(highest, static_cast<uint32>(exponent + kOffset));
+    if (exponent != kNoExponent) lowest = max(lowest, static_cast<uint32>(kOffset - exponent));
+  }
+  highest = __reduce_max_sync(kFullWarp, highest);
+  lowest = __reduce_max_sync(kFullWarp, lowest);
+  const int* own = shared.v_exponent + 2 * (lane % 4);
+  top[0] = top[1] = static_cast<int>(highest) - kOffset;
+  if (top[0] + static_cast<int>(lowest) - kOffset <= kMostSpread) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+      const int2 exponents = *reinterpret_cast<const int2*>(own + 8 * j);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int exponent = e ? exponents.y : exponents.x;
+        const float factor = power_of_two(max(-127, exponent - top[0] + kWeightExponent));
+        s[0][j][e] *= factor;
+        s[0][j][e + 2] *= factor;
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int most = 2 * kNoExponent;
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float weight = s[0][j][2 * h + e];
+        const int exponent = static_cast<int>(__float_as_uint(weight) >> 23) - 127;
+        if (weight > 0.0f) most = max(most, exponent + own[8 * j + e]);
+      }
+    }
+    most = max(most, __shfl_xor_sync(kFullWarp, most, 1));
+    top[h] = max(most, __shfl_xor_sync(kFullWarp, most, 2));
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int exponent = own[8 * j + e] - top[h] + kWeightExponent;  // at most 140
+        s[0][j][2 * h + e] *= clamped_power_of_two(exponent / 2);
+        s[0][j][2 * h + e] *= clamped_power_of_two(exponent - exponent / 2);
+      }
+    }
+  }
+}
+
+// The statistics of a thread's two rows, and the units of their outputs: O is 2^unit times what
+// the registers hold.
+struct Rows {
+  OnlineSoftmax<1> softmax;
+  int unit[2];
+};
+
+// Takes a tile of weights into the statistics.  Says what O is to be multiplied by, and what the
+// tile's product with V.  Returns whether the former is other than 1 for some row of the warp.
+//
+// Both are powers of 2 times differences of maxima.  What is below 2^-126 of the row's largest
+// weight is 0, as it would be in plain float32.
+FA_DEVICE bool join_tile(Rows& rows, const TileSums& tile, const int (&top)[2],
+                         float (&correction)[1][2], float (&factor)[2]) {
+  constexpr float kLeast = -300.0f;
+  bool changed = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float &row_max = rows.softmax.row_max[0][h], &row_sum = rows.softmax.row_sum[0][h];
+    const float new_max = fmaxf(row_max, tile.max[h]);
+    const float old_part = row_max - new_max, new_part = tile.max[h] - new_max;
+    const int old_unit = rows.unit[h] + static_cast<int>(floorf(fmaxf(old_part, kLeast)));
+    const int new_unit = top[h] + static_cast<int>(floorf(fmaxf(new_part, kLeast)));
+    const int unit = max(old_unit, new_unit);
+    const float old_weight = ex2_approx_ftz(old_part), new_weight = ex2_approx_ftz(new_part);
+    correction[0][h] = old_weight * clamped_power_of_two(rows.unit[h] - unit);
+    factor[h] = new_weight * clamped_power_of_two(top[h] - unit) * power_of_two(-kWeightExponent);
+    row_sum = fmaf(row_sum, old_weight, tile.sum[h] * new_weight);
+    row_max = new_max;
+    rows.unit[h] = unit;
+    changed = changed || correction[0][h] != 1.0f;
+  }
+  return __any_sync(kFullWarp, changed);
+}
+
+// O += factor * (P V), 32 columns at a time.  The product of a tile begins with sums of zero, which
+// are then added in float32.
+FA_DEVICE void gemm_pv(const SharedStorage& shared, float (&o)[1][kMmaV][4],
+                       const float (&weights)[1][kMmaN][4], const float (&factor)[2]) {
+  SplitPair p[kMmaN][2];
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      p[j][h] = split(weights[0][j][2 * h], weights[0][j][2 * h + 1]);
+    }
+  }
+  const uint32 v_address = cvta_to_shared(shared.v) + b_trans_lane<KVTile::Tile>();
+#pragma unroll
+  for (int first = 0; first < kMmaV; first += kAtOnce) {
+    SplitSum sums[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) sums[n].clear();
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+      uint32 a[4], a_low[4], b[kAtOnce][2], b_low[kAtOnce][2];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        a[r] = p[2 * step + r / 2][r % 2].high;
+        a_low[r] = p[2 * step + r / 2][r % 2].low;
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; n += 2) {
+        read_pairs<true>(b, b_low, n, KVTile::Tile::at(v_address, 16 * step, (first + n) / 2));
+      }
+      multiply_pairs(sums, a, a_low, b, b_low, kAtOnce);
+    }
+#pragma unroll
+    for (int e = 0; e < 4 * kAtOnce; ++e) {
+      float& x = o[0][first + e / 4][e % 4];
+      x = fmaf(sums[e / 4].value(e % 4), factor[e % 4 / 2], x);
+    }
+    if (kWaitsForSums) __syncwarp();
+  }
+}
+
+// --------------------------------------------------------------------------------------- epilogue
+// Divides O by the sums of its rows and writes it.  first_row is the first of a thread's two rows.
+FA_DEVICE void write_out(const AttentionParams& params, const Rows& rows,
+                         const float (&o)[1][kMmaV][4], float* out, int first_row) {
+  const int col = 2 * (threadIdx.x % 4);
+  const bool pairs = params.aligned && params.v_dim % 2 == 0;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (first_row + 8 * h >= params.q_len) continue;
+    const float inverse = inverse_sum(rows.softmax.row_sum[0][h]);
+    const int unit = rows.unit[h];
+    const float half = clamped_power_of_two(unit / 2), rest = clamped_power_of_two(unit - unit / 2);
+    float* to = out + static_cast<int64>(8 * h) * params.out_row + col;
+#pragma unroll
+    for (int j = 0; j < kMmaV; ++j) {
+      const float x = o[0][j][2 * h] * inverse * half * rest;
+      const float y = o[0][j][2 * h + 1] * inverse * half * rest;
+      if (pairs) {
+        if (8 * j + col < params.v_dim) {
+          *reinterpret_cast<float2*>(to + 8 * j) = make_float2(x, y);
+        }
+      } else {
+        if (8 * j + col < params.v_dim) to[8 * j] = x;
+        if (8 * j + col + 1 < params.v_dim) to[8 * j + 1] = y;
+      }
+    }
+  }
+}
+
+// What follows the last tile.
+FA_DEVICE void finish_rows(const AttentionParams& params, const TileWork& work, Rows& rows,
+                           float (&o)[1][kMmaV][4]) {
+  rows.softmax.reduce_row_sum();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first_row = work.q_begin + 16 * warp + lane / 4;
+  if (params.sinks != nullptr) {
+    float correction[1][2];
+    add_sinks(params, work, rows.softmax, correction, first_row);
+    rescale_o(o, correction);
+  }
+  if constexpr (kPacked) mark_invalid_rows(params, rows.softmax, first_row);
+  if (params.lse != nullptr && lane % 4 == 0) write_lse(params, work, rows.softmax, first_row);
+  uint32 recompute_lanes[1][2];
+  const bool any_recompute =
+      find_rows_to_recompute<kSparse>(params, rows.softmax, o, first_row, recompute_lanes);
+  float* out = static_cast<float*>(params.out) + work.at.out;
+  write_out(params, rows, o, out + static_cast<int64>(first_row) * params.out_row, first_row);
+  if (any_recompute) {
+    recompute_rows<false, kDim, kSparse>(params, work,
+                                         out + static_cast<int64>(work.q_begin) * params.out_row,
+                                         rows.softmax, recompute_lanes, warp);
+  }
+}
+
+// ----------------------------------------------------------------------------------------- kernel
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
+    attention_fwd_fp32(const __grid_constant__ AttentionParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SparseStorage& shared = *reinterpret_cast<SparseStorage*>(shared_bytes);
+  find_work(params, shared);
+  // They stay in shared memory and are read there at each use: registers are short in the loop.
+  const TileWork& work = shared.work;
+  const KeyTiles& band = shared.band;
+  const TileRange& tiles = shared.tiles;
+  if (kSparse && work.q_rows <= 0) return;
+
+  Rows rows;
+  rows.softmax.reset();
+  rows.unit[0] = rows.unit[1] = kNoExponent;
+  float o[1][kMmaV][4];
+  clear(o);
+  if (tiles.begin < tiles.end) {
+    load_q(params, shared);
+    load_k(params, shared, tiles.begin);
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    QTile::split_rows(cvta_to_shared(shared.q), [&](int row, int exponent, float) {
+      shared.q_factor[row] = power_of_two(-exponent / 2);
+    });
+  }
+
+#pragma unroll 1
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+    // K has landed: each warp splits what its own threads have copied.  The barrier also says that
+    // every warp has left V.
+    cp_async_wait_group<0>();
+    KVTile::split_rows(cvta_to_shared(shared.k), [&](int row, int exponent, float) {
+      shared.k_factor[row] = power_of_two(-exponent / 2);
+    });
+    __syncthreads();
+    load_v(params, shared, tiles, tile);
+    cp_async_commit_group();
+
+    float s[1][kMmaN][4];
+    gemm_qk(shared, s);
+    const int key = key_tile(shared, tile);
+    if constexpr (kScoreMod) modify_scores(params, work, s, key);
+    if constexpr (kSparse) mask_by_words(shared, s, tile);
+    if (key < band.full_begin || key >= band.full_end) mask_by_band(params, work, s, key);
+    TileSums sums;
+    exponentiate(s, sums, softmax_scale(params));
+
+    // The same for V, and every warp has left K.
+    cp_async_wait_group<0>();
+    KVTile::split_rows(cvta_to_shared(shared.v), [&](int row, int exponent, float largest) {
+      shared.v_exponent[row] = largest == 0.0f ? kNoExponent : -exponent;
+    });
+    __syncthreads();
+    if (tile + 1 < tiles.end) load_k(params, shared, tile + 1);
+    cp_async_commit_group();
+
+    int top[2];
+    weigh_by_exponents(shared, s, top);
+    float correction[1][2], factor[2];
+    if (join_tile(rows, sums, top, correction, factor)) rescale_o(o, correction);
+    gemm_pv(shared, o, s, factor);
+  }
+  finish_rows(params, work, rows, o);
+}

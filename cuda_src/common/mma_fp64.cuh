@@ -1,0 +1,152 @@
+// Products of one warp in float64 by mma.sync, of tiles that lie in shared memory.
+//
+// A thread reads 16 bytes at a time, two neighbouring numbers.  Which numbers of its operands those
+// are is free, as long as A and B agree on it: so where both are rows, a thread t of the four that
+// share one takes columns 4t to 4t + 3 of every 16; where A is an accumulator, whose thread holds
+// columns 2t and 2t + 1 of every 8, it takes those rows of B; and two products that lie side by
+// side take the even and the odd ones of 16 columns of B, so that a thread's part of the result is
+// columns 4t to 4t + 3.
+#pragma once
+#include "ptx/cp_async.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/special.cuh"
+
+// With kWide one instruction of SM90, else eight of SM80.
+template <bool kWide>
+FA_DEVICE void mma_fp64(double (&d)[4], const double (&a)[8], const double (&b)[4]) {
+  if constexpr (kWide) {
+    mma_m16n8k16_f64(d, a, b);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mma_m8n8k4_f64(d[0], d[1], a[2 * i], b[i]);
+      mma_m8n8k4_f64(d[2], d[3], a[2 * i + 1], b[i]);
+    }
+  }
+}
+
+// A tile of rows of float64.  Its 16-byte chunks are exchanged within 128 bytes so that the eight
+// lanes that one access serves meet no bank conflict: they read two chunks (of operands that are
+// rows) or four (of a tile whose columns are those of the product) in each of the rows they need.
+template <int kRows, int kCols, bool kTransposed>
+struct Fp64Tile {
+  static constexpr int kRowBytes = kCols * 8, kRowChunks = kCols / 2;
+  static_assert(kCols % 16 == 0 && kRows % 8 == 0, "chunks are exchanged within 16 columns");
+
+  static __device__ __forceinline__ uint32 offset(int row, int chunk) {
+    const int exchange = kTransposed ? (row >> 1 & 3) << 1 : row & 1;
+    return static_cast<uint32>(row * kRowBytes + ((chunk ^ exchange) << 4));
+  }
+  // Where a thread's part of an operand begins, from `row` on: rows are lanes / 4 and 8 more.
+  static __device__ __forceinline__ uint32 lane_of_rows(int row) {
+    const int lane = tid_x_again() % 32;
+    return offset(row + lane / 4, 2 * (lane % 4));
+  }
+  // The same of a tile whose rows are summed over, from a column on.
+  static __device__ __forceinline__ uint32 lane_of_columns(int col) {
+    const int lane = tid_x_again() % 32;
+    return offset(2 * (lane % 4), col / 2 + lane / 4);
+  }
+};
+
+// A thread's four numbers of a row of an operand, 16 columns of it.
+FA_DEVICE void load_row_part(double (&x)[4], uint32 address) {
+  double pair[2];
+  ld_shared_v2_f64(pair, address);
+  x[0] = pair[0], x[1] = pair[1];
+  ld_shared_v2_f64(pair, address ^ 16);
+  x[2] = pair[0], x[3] = pair[1];
+}
+
+// x = A B^T.  Addresses are those of lane_of_rows.
+template <bool kWide, typename ATile, typename BTile, int kCols, int kMmaM, int kMmaN>
+FA_DEVICE void multiply_rows_fp64(double (&x)[kMmaM][kMmaN][4], uint32 a_address,
+                                  uint32 b_address) {
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (double& sum : x[i][j]) sum = 0.0;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) {
+    double a[kMmaM][8];
+#pragma unroll
+    for (int i = 0; i < 2 * kMmaM; ++i) {
+      double four[4];
+      load_row_part(four, a_address + 8 * i * ATile::kRowBytes + 128 * step);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) a[i / 2][2 * e + i % 2] = four[e];
+    }
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+      double b[4];
+      load_row_part(b, b_address + 8 * j * BTile::kRowBytes + 128 * step);
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) mma_fp64<kWide>(x[i][j], a[i], b);
+    }
+  }
+}
+
+// sums += A B, where A is an accumulator with kMmaK parts of 8 columns.  The address is that of
+// lane_of_columns.  sums[i][2 p] and sums[i][2 p + 1] are 16 columns, of which a thread holds
+// columns 4t, 4t + 2 and 4t + 1, 4t + 3.
+template <bool kWide, typename BTile, int kMmaM, int kMmaN, int kMmaK>
+FA_DEVICE void add_product_fp64(double (&sums)[kMmaM][kMmaN][4], const double (&a)[kMmaM][kMmaK][4],
+                                uint32 b_address) {
+#pragma unroll
+  for (int step = 0; step < kMmaK / 2; ++step) {
+#pragma unroll
+    for (int p = 0; p < kMmaN / 2; ++p) {
+      double b[2][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        double pair[2];
+        const int row = 16 * step + k / 2 * 8 + k % 2;
+        ld_shared_v2_f64(pair, b_address + row * BTile::kRowBytes + 128 * p);
+        b[0][k] = pair[0], b[1][k] = pair[1];
+      }
+#pragma unroll
+      for (int i = 0; i < kMmaM; ++i) {
+        double part[8];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          part[2 * k] = a[i][2 * step + k / 2][k % 2];
+          part[2 * k + 1] = a[i][2 * step + k / 2][2 + k % 2];
+        }
+        mma_fp64<kWide>(sums[i][2 * p], part, b[0]);
+        mma_fp64<kWide>(sums[i][2 * p + 1], part, b[1]);
+      }
+    }
+  }
+}
+
+// Asks for rows [row_begin, rows) of a global matrix, columns [0, cols); the rest of the tile
+// becomes zero.  All threads of the block take part, and what they ask for is of a cp.async group.
+template <typename Tile, int kRows, int kThreads>
+FA_DEVICE void load_tile_fp64(uint32 tile, const double* source, int64 row_stride, int row_begin,
+                              int rows, int cols, bool aligned) {
+#pragma unroll 4
+  for (int index = tid_x_again(); index < kRows * Tile::kRowChunks; index += kThreads) {
+    const int row = index / Tile::kRowChunks, chunk = index % Tile::kRowChunks;
+    const int count = row_begin + row < rows ? max(0, min(2, cols - 2 * chunk)) : 0;
+    // Of a row that does not exist no address is made, not even to read nothing from.
+    const double* from = count > 0 ? source + (row_begin + row) * row_stride + 2 * chunk : source;
+    const uint32 to = tile + Tile::offset(row, chunk);
+    if (aligned) {
+      cp_async_cg_16(to, from, 8 * count);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (e < count) {
+          cp_async_ca<8>(to + 8 * e, from + e);
+        } else {
+          st_shared_v2_b32(to + 8 * e, 0, 0);
+        }
+      }
+    }
+  }
+}

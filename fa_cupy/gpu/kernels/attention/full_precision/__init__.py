@@ -1,0 +1,1 @@
+"""The host sides of the kernels for float32 and float64."""

@@ -1,0 +1,78 @@
+"""The host side of ``fwd_fp32``: attention of float32 by ``mma.sync`` on pairs of float16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fa_cupy.core.attention_problem import Problem
+from fa_cupy.gpu.kernels.variant import Variant
+
+DTYPE = "float32"
+_WORK_BYTES = 80  # TileWork, KeyTiles and TileRange in cuda_src/common
+_LISTED_BYTES = 48  # ListedRange and keys in fwd_fp32.cu
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdFp32(Variant):
+    """A row of ``fwd_fp32``, which takes any call with a mask, or any without.
+
+    Attributes
+    ----------
+    blocks : int
+        Blocks that should fit on a multiprocessor.
+    """
+
+    blocks: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: tiles of Q, K and V in pairs, their exponents, the work."""
+        tiles = 4 * self.dim * (self.tile_m + 2 * self.tile_n)
+        listed = _LISTED_BYTES + 8 * self.threads if self.sparse else 0  # with words of a block
+        return tiles + 4 * (self.tile_m + 2 * self.tile_n) + _WORK_BYTES + listed
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_TILE_M", self.tile_m),
+            ("FA_WARPS", self.warps),
+            ("FA_BLOCKS", self.blocks),
+        )
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Smaller dims first: there is no other kernel for float32."""
+        return (1, self.dim)
+
+
+def _rows() -> Iterator[FwdFp32]:
+    # dim, tile_n, blocks, why. Every row fits the 99 KB of the smallest targets.
+    rows = (
+        (32, 64, 3, "16 rows a warp; the keys of a tile are one sum of tensor cores"),
+        (64, 64, 2, "as for 32"),
+        (96, 64, 2, "as for 32"),
+        (128, 64, 2, "as for 32; two blocks where shared memory has room"),
+        (192, 32, 2, "64 keys do not fit in shared memory"),
+        (256, 16, 2, "32 keys do not fit in shared memory"),
+    )
+    for dim, tile_n, blocks, why in rows:
+        hot = ("sm_90a",) if dim <= 128 else ()  # beyond, up to 10 registers spill
+        for sparse in (False, True):
+            yield FwdFp32(
+                source="attention/fwd_fp32", dtype=DTYPE, dim=dim, tile_m=64, tile_n=tile_n,
+                warps=4, stages=1, blocks=blocks, why=why, sparse=sparse, hot_targets=hot,
+            )  # fmt: skip
+
+
+VARIANTS: tuple[FwdFp32, ...] = tuple(_rows())
+
+
+def supports(problem: Problem) -> bool:
+    """Whether the kernel may solve a problem of float32 of dims that it has.
+
+    It computes in the full precision of float32, and reads keys at equal distances.
+    """
+    return problem.precision is None and problem.k_lengths is None and problem.pages is None
