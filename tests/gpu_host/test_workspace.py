@@ -364,6 +364,9 @@ CASES = {
     "attention, mask of bool": lambda: attend(mask=dense_mask),
     "attention, mask of bool, copies": lambda: attend(mask=dense_mask, v_step=2, return_lse=True),
     "attention, BitMask": lambda: attend(mask=bits),
+    "attention, float32": lambda: (
+        lambda x: lambda: fa_cupy.attention(x, x, x)
+    )(array(2, 30, 64, dtype=SINGLE)),
     "attention_backward": attend_backward,
     "attention_backward of v": lambda: attend_backward(need=["v"], v_step=2, dlse=True),
     "attention_backward with a bias": lambda: attend_backward(
@@ -394,8 +397,11 @@ CASES = {
     "scaled_dot_product_attention": lambda: scaled(is_causal=True),
 }  # fmt: skip
 REFUSED = {
-    "attention, float32": lambda: (
+    "attention, float64": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
+    )(array(2, 30, 64, dtype=DOUBLE)),
+    "attention, tf32": lambda: (
+        lambda x: lambda: fa_cupy.attention(x, x, x, precision="tf32")
     )(array(2, 30, 64, dtype=SINGLE)),
     "causal_product, float64": lambda: multiply(dtype=DOUBLE, length=30),
     "causal_product_backward, float64": lambda: multiply_backward(dtype=DOUBLE),
