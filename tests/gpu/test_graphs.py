@@ -635,14 +635,15 @@ def refused_calls():
     x, rows = uniform((2, 40, 64), 0, SINGLE), cp.zeros((2, 40), SINGLE)
     seen, wide = cp.ones((40, 40), np.bool_), cp.zeros((9, 320), HALF)
     half, states = x.astype(HALF), uniform((2, 40, 64), 1, DOUBLE)
+    few = states[:, :9]
     points = [uniform((40, 2), seed, SINGLE) for seed in range(3)]
     score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
         "attention, tf32": lambda: fa_cupy.attention(x, x, x, precision="tf32"),
-        "attention, float64": lambda: fa_cupy.attention(states, states, states),
+        "attention, few queries of float64": lambda: fa_cupy.attention(few, states, states),
         "attention, head_dim 320": lambda: fa_cupy.attention(wide, wide, wide),
-        "attention, a score of float64": lambda: fa_cupy.attention(
-            states, states, states, score=score
+        "attention, few queries of float64 and a score": lambda: fa_cupy.attention(
+            few, states, states, score=score
         ),
         "attention_backward of a score's array": lambda: fa_cupy.attention_backward(
             half, half, half, half, half, rows, score=score, need=["score.x"]
@@ -669,12 +670,12 @@ def refused_calls():
 
 
 REFUSED = (
-    "attention, tf32", "attention, float64", "attention, head_dim 320",
+    "attention, tf32", "attention, few queries of float64", "attention, head_dim 320",
     "attention_backward, float32", "causal_product, float64", "causal_product_backward, float64",
     "linear_attention, float64", "linear_attention, all keys",
     "linear_attention_backward, float64", "kernel_regression", "kernel_regression_backward",
     "non_local_means", "prefix_state", "prefix_state, q", "BitMask",
-    "attention, a score of float64", "attention_backward of a score's array",
+    "attention, few queries of float64 and a score", "attention_backward of a score's array",
 )  # fmt: skip
 
 

@@ -367,6 +367,9 @@ CASES = {
     "attention, float32": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
     )(array(2, 30, 64, dtype=SINGLE)),
+    "attention, float64": lambda: (
+        lambda x: lambda: fa_cupy.attention(x, x, x)
+    )(array(2, 30, 64, dtype=DOUBLE)),
     "attention_backward": attend_backward,
     "attention_backward of v": lambda: attend_backward(need=["v"], v_step=2, dlse=True),
     "attention_backward with a bias": lambda: attend_backward(
@@ -397,9 +400,9 @@ CASES = {
     "scaled_dot_product_attention": lambda: scaled(is_causal=True),
 }  # fmt: skip
 REFUSED = {
-    "attention, float64": lambda: (
+    "attention, few queries of float64": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
-    )(array(2, 30, 64, dtype=DOUBLE)),
+    )(array(2, 16, 64, dtype=DOUBLE)),
     "attention, tf32": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x, precision="tf32")
     )(array(2, 30, 64, dtype=SINGLE)),

@@ -116,7 +116,8 @@ def described(problem: attention_problem.Problem) -> str:
     """Return what it is in a problem that no kernel serves, for a message."""
     more = "" if problem.precision is None else f", precision {problem.precision!r}"
     more += "" if problem.score is None else " and a score"
-    return f"{problem.dtype} with head_dim {problem.head_dim}, v_dim {problem.v_dim}{more}"
+    dims = f"head_dim {problem.head_dim}, v_dim {problem.v_dim}"
+    return f"{problem.dtype} with {problem.q_len} queries, {dims}{more}"
 
 
 def _stack_length(views: list[attention_problem.View]) -> int:
