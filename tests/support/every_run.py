@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
 
 
 def some(values, kind, count=1):
@@ -32,9 +33,20 @@ def parameter(value, always):
     return pytest.param(*values, marks=() if always else pytest.mark.long)
 
 
+def drawn(values, *kept):
+    """A strategy over values for which kernels are compiled; `make test` draws these alone."""
+    values = list(values)
+    assert all(value in values for value in kept), kept
+    return st.sampled_from([*kept] if _is_quick() else values)
+
+
+def _is_quick():
+    return settings.default.max_examples < settings.get_profile("ci").max_examples
+
+
 def examples(count, fewer=8):
     """hypothesis's settings for that many examples; `make test` tries one of `fewer` of them."""
-    if settings.default.max_examples < settings.get_profile("ci").max_examples:
+    if _is_quick():
         count = max(3, count // fewer)
     return settings(deadline=None, max_examples=count)
 

@@ -16,7 +16,7 @@ from fa_cupy.gpu.kernels.attention import bwd_convert_dq, bwd_sm90
 from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.score import ScoreMod
-from tests.support.every_run import examples, only, some
+from tests.support.every_run import drawn, examples, only, some
 from tests.support.kernel_attention import DTYPES, blocks_of, draw
 from tests.support.kernel_gradients import (
     case,
@@ -71,8 +71,8 @@ def test_rows_and_keys_that_see_nothing(dim):
 @pytest.mark.emulator
 @examples(25)
 @given(
-    dim=st.sampled_from(DIMS),
-    dtype=st.sampled_from(list(DTYPES)),
+    dim=drawn(DIMS, 64),
+    dtype=drawn(DTYPES, "float16"),
     lengths=st.tuples(st.integers(1, 300), st.integers(1, 300)),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (4, 2)]),
     less=st.tuples(st.sampled_from([0, 8, 24]), st.sampled_from([0, 8, 16])),

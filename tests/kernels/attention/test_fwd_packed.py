@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fa_cupy import Score, reference
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from tests.support import packed_sequences
-from tests.support.every_run import examples, only, some
+from tests.support.every_run import drawn, examples, only, some
 from tests.support.kernel_attention import FORWARD_DTYPES, UNITS, any_sinks, draw
 from tests.support.planted import plant
 from validation import emulator
@@ -101,7 +101,7 @@ def test_sequences_longer_than_tiles(row):
 
 @examples(30)
 @given(
-    row=st.sampled_from(ROWS),
+    row=drawn(ROWS, SM80, D128),
     lengths=packed_sequences.packed_lengths(),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (4, 2)]),
     band=st.sampled_from(BANDS),
@@ -121,7 +121,7 @@ def test_any_sequences_with_any_schedule(row, lengths, heads, band, softcap, sin
 
 @examples(20)
 @given(
-    row=st.sampled_from(ROWS),
+    row=drawn(ROWS, SM80, D128),
     axes=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     wide=st.booleans(),
     lengths=packed_sequences.packed_lengths(),
@@ -163,7 +163,7 @@ def test_a_score_of_no_positions(row):
 
 @examples(20)
 @given(
-    row=st.sampled_from(ROWS),
+    row=drawn(ROWS, SM80, D128),
     data=st.data(),
     band=st.sampled_from(BANDS),
     sinks=st.booleans(),
