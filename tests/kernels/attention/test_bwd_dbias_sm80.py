@@ -51,6 +51,7 @@ EACH_AXES = [(150, 140), (150, 1), (1, 140), (1, 1)]
 SHAPES = list(itertools.product((1, 2), (1, 4), (1, 150), (1, 140)))
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "shape",
@@ -67,6 +68,7 @@ def test_a_bias_that_broadcasts_along_any_axes(shape):
         check(biased("float16", heads, (150, 140), (32, 32), shape, **how), seed=i)
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize("missing", only([0, 1, 2, 3], 1))
 def test_a_bias_with_fewer_axes(missing):
@@ -76,6 +78,7 @@ def test_a_bias_with_fewer_axes(missing):
         check(biased("bfloat16", heads, (70, 90), (32, 32), (*shape[:-1], 1), dlse=True))
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize("of", only(["float16", "bfloat16", "float32", "float64"], "float64"))
 def test_a_bias_of_any_type(of):
@@ -88,6 +91,7 @@ def test_a_bias_of_any_type(of):
         check(call)
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 def test_a_bias_lies_in_memory_as_it_likes():
     wide = draw(2, 140, 300, dtype=SINGLE, seed=3)
@@ -106,6 +110,7 @@ def test_a_bias_lies_in_memory_as_it_likes():
         assert found[3].shape == bias.shape
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "lengths",
@@ -117,6 +122,7 @@ def test_odd_lengths(lengths):
         check(biased("bfloat16", (2, 1), lengths, (64, 64), (2, *shape), dlse=True))
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize("shape", only([((90, 70),), ((90, 1),), ((1, 70),)], ((90, 70),)), ids=str)
 def test_softcaps_and_scales(shape):
@@ -148,6 +154,7 @@ def test_what_is_hidden_has_no_gradient(dim):
     assert not solve(hidden)[3].any()
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 def test_bands_that_leave_out_whole_tiles():
     for window in ((0, 0), (5, 0), (None, 5)):
@@ -196,6 +203,7 @@ def test_weights_of_large_scores_sum_to_one(shape, target):
         check(call._replace(options={**call.options, "bias": bias}), target=target)
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "pad", only([np.float16(-65504), np.float32(-1e9), np.float64(-1e30)], np.float64(-1e30))

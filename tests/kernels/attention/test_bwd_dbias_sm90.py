@@ -42,6 +42,7 @@ def test_every_row(dim, dtype):
     check(narrow, seed=2)
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("heads", [1, 4])
@@ -127,6 +128,7 @@ def test_nothing_leaks_from_hidden_pairs():
     biases.check_hidden_pairs(target="sm_90a", fills=True)
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize("dim", DIMS)
 def test_weights_of_large_scores_sum_to_one(dim):

@@ -96,6 +96,7 @@ SHAPES = (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 70, 1), (1, 1, 1, 90),
 BIASES = [(shape,) for shape in SHAPES]
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize("shape", only(BIASES, BIASES[2], BIASES[5]), ids=str)
 def test_a_bias_of_any_type_along_any_axes(shape):
@@ -123,6 +124,7 @@ def test_a_row_that_a_bias_leaves_nothing():
     assert not dv[:, :, 9].any()
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 def test_softcaps_of_any_size():
     for dim in (32, 128):
@@ -215,6 +217,7 @@ def test_blocks_that_a_mask_hides_are_not_read(dim):
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 def test_an_all_true_mask_is_no_mask():
     for dim in (64, 192):

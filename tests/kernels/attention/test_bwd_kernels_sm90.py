@@ -113,6 +113,7 @@ def test_the_schedule_does_not_show(dim, causal):
     assert len(found) == 1
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 def test_sums_of_tensor_cores_that_truncate():
     for dim in (64, 128, 256):
@@ -176,6 +177,7 @@ def test_scores(dim, what):
         assert [x.tobytes() for x in solve(call)] == [x.tobytes() for x in solve(call, seed=9)]
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     ("dim", "what"),
@@ -242,6 +244,7 @@ def compiled_always(row):
     return wide or (usual and row.dim == 128 and row.score.bias_dtype != "float16")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "row", only(SCORED, *filter(compiled_always, SCORED)), ids=lambda row: row.name
 )

@@ -165,6 +165,7 @@ BUGS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @of_few
 def test_all_kinds_of_calls(row):
     check_all(row)

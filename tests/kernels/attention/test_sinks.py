@@ -58,6 +58,7 @@ def test_any_row(row, band):
         check(row, *arrays, sinks=any_sinks(rng, 2, 4, 150), **options_of(row, **BANDS[band]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", some(SPARSE, kind_of))
 def test_any_row_for_masks(row):
     arrays, rng = arrays_of(row, lengths=(150, 300)), np.random.default_rng(0)
@@ -115,6 +116,7 @@ def test_heads_that_share_tiles_have_sinks_of_their_own(shape):
     check(row, *arrays, sinks=draw(*shape, dtype=SINGLE, seed=7, scale=3.0))
 
 
+@pytest.mark.long
 def test_more_batch_axes_than_a_launch_walks():
     row, rng = first("fwd_sm80"), np.random.default_rng(0)
     shape, other = (2, 1, 2, 1, 2, 1, 2, 1, 2), (1, 2, 1, 2, 1, 2, 1, 2, 1)  # which do not merge
