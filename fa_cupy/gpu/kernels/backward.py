@@ -353,8 +353,8 @@ class Traits:
             and min(*sizes, self.entries) > 0
             and max(sizes[:2]) <= MAX_LENGTH
         )
-        served = walked and not any(dim % DIM_STEP for dim in sizes[2:])
-        served = served and (problem.offsets is None or supports(problem))
+        in_order = problem.offsets is None or supports(problem)
+        served = walked and in_order and not any(dim % DIM_STEP for dim in sizes[2:])
         item = problem.dtype.itemsize
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
         self.gathers = walked and all(
@@ -367,7 +367,9 @@ class Traits:
             dim=max(sizes[2:]),
             masked=problem.mask is not None,
             mapped=served and self._maps_walk(),
-            strided=served and self._addresses_walk(),
+            strided=self._float64_walks(in_order)
+            if problem.dtype == np.float64
+            else served and self._addresses_walk(),
             score=score_mod_of(problem, sloped=True),
             dbias=views.dbias is not None,
             dbias_fills=views.dbias is not None and self._dbias_fills(views.dbias),
@@ -411,6 +413,14 @@ class Traits:
             for name, view in self.views.items()
             if name not in _ANY_STRIDES
         )
+
+    def _float64_walks(self, in_order: bool) -> bool:
+        """As `_addresses_walk` for kernels of float64, which take rows of any number of elements.
+
+        `in_order` is whether kernels take the packed sequences, if there are any.
+        """
+        blocks = self.entries * (-(-max(self.problem.q_len, self.problem.k_len) // 16))
+        return in_order and self.gathers and blocks <= MAX_GRID
 
     def _constants(self) -> np.ndarray[Any, Any]:
         """Return ``AttentionParams`` with what all launches say of the problem."""
