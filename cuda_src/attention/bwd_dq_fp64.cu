@@ -3,14 +3,14 @@
 // One block owns kTileM query rows of one batch entry and walks over the tiles of keys that some of
 // them see:
 //   S = Q K^T,  P = exp(S - LSE),  dP = dO V^T,  dS = P (dP - delta),  dQ += dS K
-// Of the two warps that share 16 rows one computes P and the other one dP - delta; both then make dS
-// of them, and each sums up half of the columns of dQ (backward_fp64.cuh).
+// Of the two warps that share 16 rows one computes P and the other one dP - delta.  Both then make
+// dS of them, and each sums up half of the columns of dQ (backward_fp64.cuh).
 //
-// It also finds delta = dout . out - dlse, and what replaces an LSE that is far, and leaves both for
+// It finds delta = dout . out - dlse, and what replaces an LSE that is far, and writes both for
 // bwd_dkdv_fp64.
 #include "cuda_src/common/backward_fp64.cuh"
 
-// ------------------------------------------------------------------------------------- known rows
+// -------------------------------------------------------------------------------------- known rows
 // From this log-sum-exp on, rows are far.  Below, its rounding changes weights by 2**-43 at most,
 // which is what the rounding of scores of that size does.
 constexpr double kFarFp64 = 1024.0;
@@ -46,7 +46,7 @@ FA_DEVICE void find_known_rows(const BwdFp64Params& params, SharedStorage& share
   }
 }
 
-// ----------------------------------------------------------------------------------------- far rows
+// ---------------------------------------------------------------------------------------- far rows
 // The largest score of a row, and the sum of exponentials relative to it.
 struct RowStatistics {
   double row_max = kNoMaxFp64, row_sum = 0.0;
@@ -127,9 +127,8 @@ FA_DEVICE void recompute_dq(const BwdFp64Params& params, const SharedStorage& sh
     const PairTerms terms = pair_terms(params, entry, row, query, key);
     if (!terms.counts) continue;
     const double* k = row_start(params, params.k, entry, key);
-    again.for_each(p.head_dim, [&](double& sum, int col) {
-      sum = fma(params.scale * terms.ds, k[col], sum);
-    });
+    again.for_each(p.head_dim,
+                   [&](double& sum, int col) { sum = fma(params.scale * terms.ds, k[col], sum); });
   }
   double* to = row_start(params, params.dq, entry, query);
   again.for_each(p.head_dim, [&](double& sum, int col) { to[col] = sum; });

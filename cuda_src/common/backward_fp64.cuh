@@ -19,7 +19,7 @@
 #include "cuda_src/common/score.cuh"
 #include "ptx/warpgroup.cuh"
 
-// -------------------------------------------------------------------------------------- constants
+// --------------------------------------------------------------------------------------- constants
 constexpr bool kOwnKeys = FA_OWN_KEYS;         // whether a block owns keys, else queries
 constexpr int kDim = FA_DIM;                   // head_dim and v_dim, padded with zeros
 constexpr int kTileM = FA_TILE_M;              // queries of a tile
@@ -45,7 +45,7 @@ using Tile = Fp64Tile<kOwnRows, kDim, kExchangeOfBoth>;  // and of kOtherRows
 using Products = double[1][kMmaN][4];
 using Sums = double[1][kMmaV][4];
 
-// --------------------------------------------------------------------------------------- parameters
+// -------------------------------------------------------------------------------------- parameters
 struct Fp64Array {
   double* start;
   int64 row, batch[kAxes];  // strides, in elements; 0 along an axis that broadcasts
@@ -96,11 +96,11 @@ FA_DEVICE const Fp64Array& other_array(const BwdFp64Params& params, int i) {
 // -------------------------------------------------------------------------------------------- work
 // What the block has to do.
 struct WorkTile {
-  uint32 entry;               // of the block's rows; of keys, the first of those that share them
-  int first_own;              // the block's first row
-  int begin, end;             // tiles of the other side
-  int full_begin, full_end;   // those of them all of whose pairs count
-  int any_far;                // whether a row has an LSE that is far
+  uint32 entry;              // of the block's rows; of keys, the first of those that share them
+  int first_own;             // the block's first row
+  int begin, end;            // tiles of the other side
+  int full_begin, full_end;  // those of them all of whose pairs count
+  int any_far;               // whether a row has an LSE that is far
 };
 
 // A tile of the other side; of one of the heads that share keys.
@@ -164,10 +164,10 @@ FA_DEVICE void load_own(const BwdFp64Params& params, SharedStorage& shared) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const Fp64Array& array = own_array(params, i);
-    load_tile_fp64<Tile, kOwnRows, kThreads>(
-        cvta_to_shared(shared.own[i]), row_start(params, array, work.entry, 0), array.row,
-        work.first_own, kOwnKeys ? p.k_len : p.q_len, i == 0 ? p.head_dim : p.v_dim,
-        params.aligned);
+    load_tile_fp64<Tile, kOwnRows, kThreads>(cvta_to_shared(shared.own[i]),
+                                             row_start(params, array, work.entry, 0), array.row,
+                                             work.first_own, kOwnKeys ? p.k_len : p.q_len,
+                                             i == 0 ? p.head_dim : p.v_dim, params.aligned);
   }
 }
 
@@ -178,10 +178,10 @@ FA_DEVICE void load_other(const BwdFp64Params& params, SharedStorage& shared, co
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const Fp64Array& array = other_array(params, i);
-    load_tile_fp64<Tile, kOtherRows, kThreads>(
-        cvta_to_shared(shared.other[stage][i]), row_start(params, array, entry, 0), array.row,
-        at.tile * kOtherRows, kOwnKeys ? p.q_len : p.k_len, i == 0 ? p.head_dim : p.v_dim,
-        params.aligned);
+    load_tile_fp64<Tile, kOtherRows, kThreads>(cvta_to_shared(shared.other[stage][i]),
+                                               row_start(params, array, entry, 0), array.row,
+                                               at.tile * kOtherRows, kOwnKeys ? p.q_len : p.k_len,
+                                               i == 0 ? p.head_dim : p.v_dim, params.aligned);
   }
   if constexpr (kOwnKeys) {
     const int tid = tid_x_again();
@@ -194,7 +194,7 @@ FA_DEVICE void load_other(const BwdFp64Params& params, SharedStorage& shared, co
   }
 }
 
-// ------------------------------------------------------------------------------------------ weights
+// ----------------------------------------------------------------------------------------- weights
 FA_DEVICE ScoreAndSlope<double> score_and_slope_fp64(const BwdFp64Params& params,
                                                      const BatchOffsets& at, double product,
                                                      int query, int key) {
@@ -290,7 +290,7 @@ using Exchanged = double2[2 * kMmaN][32];
 FA_DEVICE void hand_over(Exchanged& to, const Products& x) {
 #pragma unroll
   for (int i = 0; i < 2 * kMmaN; ++i) {
-    const double(&four)[4] = x[0][i / 2];
+    const double (&four)[4] = x[0][i / 2];
     to[i][tid_x_again() % 32] = make_double2(four[i % 2 * 2], four[i % 2 * 2 + 1]);
   }
 }
@@ -304,7 +304,7 @@ FA_DEVICE void multiply_by(Products& x, const Exchanged& from) {
   }
 }
 
-// ------------------------------------------------------------------------------------------ products
+// ---------------------------------------------------------------------------------------- products
 FA_DEVICE void clear(Sums& sums) {
 #pragma unroll
   for (int j = 0; j < kMmaV; ++j) {
@@ -355,9 +355,8 @@ FA_DEVICE PairTerms pair_terms(const BwdFp64Params& params, uint32 entry, const 
     return dot_of_warp(row_start(params, of_query, entry, query),
                        row_start(params, of_key, entry, key), cols);
   };
-  const auto found =
-      score_and_slope_fp64(params, operand_offsets(params, entry),
-                           dot(params.q, params.k, p.head_dim), query, key);
+  const auto found = score_and_slope_fp64(params, operand_offsets(params, entry),
+                                          dot(params.q, params.k, p.head_dim), query, key);
   if (found.score == -FA_INFINITY) return {false, 0.0, 0.0};
   const double weight = weight_fp64(row, found.score);
   const double dp = dot(params.dout, params.v, p.v_dim) - row.delta;
@@ -384,7 +383,7 @@ struct RowSums {
   }
 };
 
-// --------------------------------------------------------------------------------------- epilogue
+// ---------------------------------------------------------------------------------------- epilogue
 // Writes this warp's columns of a row that a thread shares with three others; returns whether a
 // number of its own is not finite.
 FA_DEVICE bool write_row_part(double* to, int cols, bool aligned, const Sums& sums, int h,
@@ -393,7 +392,7 @@ FA_DEVICE bool write_row_part(double* to, int cols, bool aligned, const Sums& su
 #pragma unroll
   for (int pair = 0; pair < kMmaV / 2; ++pair) {
     const int col = warp_col() + 16 * pair + tid_x_again() % 4 * 4;
-    const double(&even)[4] = sums[0][2 * pair], (&odd)[4] = sums[0][2 * pair + 1];
+    const double (&even)[4] = sums[0][2 * pair], (&odd)[4] = sums[0][2 * pair + 1];
     const double four[4] = {even[2 * h] * scale, odd[2 * h] * scale, even[2 * h + 1] * scale,
                             odd[2 * h + 1] * scale};
 #pragma unroll
@@ -423,8 +422,7 @@ FA_DEVICE void write_sums(const BwdFp64Params& params, const WorkTile& work, con
   for (int h = 0; h < 2; ++h) {
     const int row = work.first_own + warp_row() + tid_x_again() % 32 / 4 + 8 * h;
     double* to = row_start(params, array, work.entry, row);
-    const bool nonfinite =
-        write_row_part(to, cols, params.aligned, sums, h, scale, row < rows);
+    const bool nonfinite = write_row_part(to, cols, params.aligned, sums, h, scale, row < rows);
     recompute_lanes[h] = __ballot_sync(kFullWarp, nonfinite && row < rows);
   }
   if ((recompute_lanes[0] | recompute_lanes[1]) == 0) return;
