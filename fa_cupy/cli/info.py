@@ -21,7 +21,7 @@ from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import row_serving
-from fa_cupy.gpu.kernels.backward import Wanted
+from fa_cupy.gpu.kernels.backward import Wanted, takes_dims
 from fa_cupy.gpu.kernels.forward import Call, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.score import ScoreMod
@@ -213,7 +213,7 @@ def _backward(
     """Say how gradients of attention would be computed, and which other kernels there are."""
     sizes = q_len, k_len, head_dim, v_dim
     taken = min(sizes) > 0 and max(q_len, k_len) <= MAX_LENGTH
-    taken = taken and not (head_dim % DIM_STEP or v_dim % DIM_STEP)
+    taken = taken and takes_dims(dtype, head_dim, v_dim)
 
     wanted = Wanted(dtype, max(head_dim, v_dim))
     rows = attention_backward.select(wanted, target) if taken else ()
@@ -223,16 +223,17 @@ def _backward(
     main = rows[1]  # what comes before and after it is the same for all dims
     yield "", f"attention_backward: {main.name}"
     yield "", f"with {', '.join(row.entry for row in rows if row is not main)}"
-    shown = [main]
+    shown: list[Variant | None] = [main]
     for what, other in (
         ("with a mask", wanted._replace(masked=True)),
         ("with a softcap or bias", wanted._replace(score=ScoreMod(softcap=True))),
         ("rows not of 16 bytes", wanted._replace(mapped=False)),
         ("with a mask, rows not of 16 bytes", wanted._replace(masked=True, mapped=False)),
     ):
-        instead = attention_backward.select(other, target)[1]
+        found = attention_backward.select(other, target)
+        instead = found[1] if found else None
         if instead not in shown:
-            yield "", f"  {what}: {instead.name}"
+            yield "", f"  {what}: {instead.name if instead else 'tiled CuPy, on cuBLAS products'}"
             shown.append(instead)
 
 

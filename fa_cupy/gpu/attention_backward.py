@@ -336,8 +336,6 @@ def by_kernels(
     """
     if any(name.startswith("score.") for name in need):
         return None
-    if "sinks" in need and problem.dtype == np.float64:
-        return None
     arrays, bias = _named(inputs, results), inputs[3]
     if score is not None:
         built_in = with_built_in(problem, score)
