@@ -30,6 +30,7 @@ FA_DEVICE void recompute_key(const BwdFp64Params& params, const WorkTile& work, 
       const double factor = of_values ? terms.weight : params.scale * terms.ds;
       const double* from = row_start(params, array, entry, query);
       again.for_each(cols, [&](double& sum, int col) { sum = fma(factor, from[col], sum); });
+      if (again.are_nan(cols)) break;  // as they will be at once with the next head
     }
   }
   double* to = row_start(params, of_values ? params.dv : params.dk, work.entry, key);

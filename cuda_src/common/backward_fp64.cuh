@@ -381,6 +381,12 @@ struct RowSums {
       if (col < end) f(sums[i], col);
     }
   }
+  // Whether nothing that is added would change them.
+  __device__ __forceinline__ bool are_nan(int cols) {
+    bool found = true;
+    for_each(cols, [&](double& sum, int) { found &= sum != sum; });
+    return __all_sync(kFullWarp, found);
+  }
 };
 
 // ---------------------------------------------------------------------------------------- epilogue

@@ -237,7 +237,6 @@ def test_negative_sizes_are_refused(argv, capsys):
                 "causal products of bf",
             ],
         ),
-        (["--dtype", "fp64"], ["attention of float64 has no kernel", "causal products of float64"]),
     ],
 )
 def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
@@ -292,6 +291,7 @@ def test_warmup_compiles_what_few_queries_can_get(target):
 
 
 def test_warmup_compiles_what_gradients_can_get():
+    """Those of float64, which have no masks, in dims of any size."""
     every = attention_backward.VARIANTS
     for target in ("sm_80", "sm_90a", "sm_120"):
         rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
@@ -305,8 +305,11 @@ def test_warmup_compiles_what_gradients_can_get():
         assert rows == [*found, *MASKS]
         assert all(target in row.targets for row in rows)
     dims = {row.dim for row in every}
-    plain = [row for row in every if row.score is None]  # others are for a bias
+    # Others are for a bias.
+    plain = [row for row in every if row.score is None and row.dtype != "float64"]
     assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == [*plain, *MASKS]
+    rows = serving_backward("sm_80", {"float64"}, {33, 300})
+    assert rows == [*attention_backward.select(Wanted("float64", 33), "sm_80")]
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)
@@ -358,6 +361,7 @@ def test_warmup_compiles_what_packed_sequences_can_get(target):
     assert used <= {*rows}
     assert {row.packed for row in {*rows} - {SEQUENCE_SPANS, row_intervals.VARIANT}} == {True}
     assert {row.source for row in rows if row.dtype == "float64"} == {
+        *(f"attention/bwd_{which}_fp64" for which in ("dq", "dkdv")),
         "linear/other_rows",
         "linear/recurrent_fp64",
     }

@@ -17,7 +17,7 @@ def _rows() -> Iterator[BackwardFp64]:
         (128, 16, 64, 8, 1, 2, True, "as for 32; shared memory is full"),
         (192, 16, 32, 8, 2, 2, True, "two pairs share rows: sums would not fit in registers"),
         (256, 16, 32, 8, 2, 1, True, "as for 192; two tiles would not fit"),
-        (32, 32, 64, 8, 1, 2, False, "fits the 99 KB of the smallest targets"),
+        (32, 32, 32, 4, 1, 2, False, "fits the 99 KB of the smallest targets"),
         (64, 32, 32, 4, 1, 1, False, "as for 32"),
         (128, 32, 32, 4, 1, 1, False, "fits 163 KB"),
         (128, 16, 16, 2, 1, 1, False, "as for 32"),

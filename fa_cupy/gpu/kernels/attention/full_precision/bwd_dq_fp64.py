@@ -16,7 +16,7 @@ def _rows() -> Iterator[BackwardFp64]:
         (128, 64, 16, 8, 2, True, "as for 96"),
         (192, 32, 16, 4, 2, True, "Q and dO of more queries would not fit"),
         (256, 32, 16, 4, 1, True, "as for 192; two tiles would not fit"),
-        (32, 64, 32, 8, 2, False, "fits the 99 KB of the smallest targets"),
+        (32, 32, 32, 4, 2, False, "fits the 99 KB of the smallest targets"),
         (64, 32, 32, 4, 1, False, "as for 32"),
         (128, 32, 32, 4, 1, False, "fits 163 KB"),
         (128, 16, 16, 2, 1, False, "as for 32"),
