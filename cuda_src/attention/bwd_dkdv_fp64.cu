@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const WorkTile& work = shared.work;
   if (threadIdx.x == 0) find_work(params, shared.work);
   __syncthreads();
-  OtherTile at = {work.begin < work.end ? 0 : params.group, work.begin};
+  OtherTile at = next_visible(params, work, {0, work.begin});
   if (at.head < params.group) {
     load_own(params, shared);
     load_other(params, shared, at, 0);
@@ -58,8 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (int stage = 0; at.head < params.group; stage = kStages - 1 - stage) {
     cp_async_wait_group<0>();
     __syncthreads();  // this tile is there, and all warps have read the one before it
-    const bool is_last = at.tile + 1 == work.end;
-    const OtherTile next = {at.head + is_last, is_last ? work.begin : at.tile + 1};
+    const OtherTile next = next_visible(params, work, {at.head, at.tile + 1});
     if constexpr (kStages > 1) {
       if (next.head < params.group) load_other(params, shared, next, 1 - stage);
       cp_async_commit_group();

@@ -81,8 +81,8 @@ FA_DEVICE void find_statistics(const BwdFp64Params& params, SharedStorage& share
   const WorkTile& work = shared.work;
   RowStatistics statistics[2];
 #pragma unroll 1
-  for (int tile = work.begin; tile < work.end; ++tile) {
-    const OtherTile at = {0, tile};
+  for (OtherTile at = next_visible(params, work, {0, work.begin}); at.head == 0;
+       at = next_visible(params, work, {0, at.tile + 1})) {
     load_other(params, shared, at, 0);
     cp_async_commit_group();
     cp_async_wait_group<0>();
@@ -156,18 +156,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     params.rows[first + threadIdx.x] = shared.rows[0][threadIdx.x];
   }
 
-  if (work.begin < work.end) load_other(params, shared, {0, work.begin}, 0);
+  OtherTile at = next_visible(params, work, {0, work.begin});
+  if (at.head == 0) load_other(params, shared, at, 0);
   cp_async_commit_group();
   Sums dq;
   clear(dq);
 #pragma unroll 1
-  for (int tile = work.begin; tile < work.end; ++tile) {
-    const int stage = (tile - work.begin) % kStages;
-    const OtherTile at = {0, tile}, next = {0, tile + 1};
+  for (int stage = 0; at.head == 0; stage = kStages - 1 - stage) {
+    const OtherTile next = next_visible(params, work, {0, at.tile + 1});
     cp_async_wait_group<0>();
     __syncthreads();  // this tile is there, and all warps have read the one before it
     if constexpr (kStages > 1) {
-      if (next.tile < work.end) load_other(params, shared, next, 1 - stage);
+      if (next.head == 0) load_other(params, shared, next, 1 - stage);
       cp_async_commit_group();
     }
     Products x;
@@ -185,9 +185,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     add_to_sums(shared, stage, 0, x, dq);              // dQ += dS K
     if constexpr (kStages == 1) {
       __syncthreads();  // all warps have read this tile
-      if (next.tile < work.end) load_other(params, shared, next, 0);
+      if (next.head == 0) load_other(params, shared, next, 0);
       cp_async_commit_group();
     }
+    at = next;
   }
   cp_async_wait_group<0>();
   write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, params.scale,

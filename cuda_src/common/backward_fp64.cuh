@@ -14,6 +14,7 @@
 #pragma once
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
+#include "cuda_src/common/block_table.cuh"
 #include "cuda_src/common/math_fp64.cuh"
 #include "cuda_src/common/mma_fp64.cuh"
 #include "cuda_src/common/score.cuh"
@@ -28,6 +29,7 @@ constexpr int kWarps = FA_WARPS;               // of a block
 constexpr int kStages = FA_STAGES;             // tiles of the other side in shared memory
 constexpr int kColumnWarps = FA_COLUMN_WARPS;  // pairs of warps that share rows
 constexpr bool kWideMma = FA_WIDE_MMA;         // m16n8k16, which SM90 has
+constexpr bool kSparse = FA_SPARSE;            // with a mask
 constexpr int kThreads = 32 * kWarps;
 constexpr int kPairs = kWarps / 2;  // of warps
 constexpr int kOwnRows = kOwnKeys ? kTileN : kTileM, kOtherRows = kOwnKeys ? kTileM : kTileN;
@@ -39,6 +41,7 @@ static_assert(kOwnRows * kColumnWarps == 16 * kPairs, "a pair of warps has 16 ro
 static_assert(kSumCols % 16 == 0 && kOtherRows % 16 == 0, "products take 16 of each");
 static_assert(kStages == 1 || kStages == 2, "the next tile comes during this one or after it");
 static_assert(2 * kTileM <= kThreads || !kOwnKeys, "a thread loads half of a QueryRow");
+static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
 static_assert(kPairs <= 15, "each pair has a barrier; 0 is that of __syncthreads");
 
 using Tile = Fp64Tile<kOwnRows, kDim, kExchangeOfBoth>;  // and of kOtherRows
@@ -60,6 +63,7 @@ struct alignas(16) QueryRow {
 struct BwdFp64Params {
   AttentionParams common;  // without arrays but the bias and the sinks
   Fp64Array q, k, v, out, dout, dq, dk, dv;
+  MaskTable mask;            // by rows of blocks of the side that a kernel owns
   const double *lse, *dlse;  // (*batch, q_len) dense; dlse is null for zeros
   QueryRow* rows;            // (*batch, entry_rows)
   double scale;              // of a product
@@ -157,6 +161,28 @@ FA_DEVICE void find_work(const BwdFp64Params& params, WorkTile& work) {
   }
 }
 
+FA_DEVICE int mask_row(const BwdFp64Params& params, uint32 entry, int own_row) {
+  return table_row(params.mask, entry, own_row / kMaskBlock);
+}
+
+// How many heads a block walks over.
+FA_DEVICE int heads_of(const BwdFp64Params& params) { return kOwnKeys ? params.group : 1; }
+
+// The tile, or the first one behind it, that there is and that a mask does not hide; its head is
+// heads_of() where there is none.
+FA_DEVICE OtherTile next_visible(const BwdFp64Params& params, const WorkTile& work, OtherTile at) {
+  if (work.begin >= work.end) return {heads_of(params), 0};
+  while (at.head < heads_of(params)) {
+    if constexpr (kSparse) {
+      const int row = mask_row(params, work.entry + at.head, work.first_own);
+      at.tile = next_tile<kOtherRows>(params.mask, row, at.tile, work.end);
+    }
+    if (at.tile < work.end) break;
+    at = {at.head + 1, work.begin};
+  }
+  return at;
+}
+
 // Copies are started by cp.async; the caller commits their group.
 FA_DEVICE void load_own(const BwdFp64Params& params, SharedStorage& shared) {
   const AttentionParams& p = params.common;
@@ -229,7 +255,7 @@ FA_DEVICE BatchOffsets operand_offsets(const BwdFp64Params& params, uint32 entry
 }
 
 // Calls use(j, e, found) with the score and the slope of each product that a thread holds; the
-// score is -inf where the band hides a pair.  Of a pair that does not exist, that of another one.
+// score is -inf where the band or a mask hides a pair.  Of a pair that does not exist, that of another one.
 template <typename Use>
 FA_DEVICE void for_each_product(const BwdFp64Params& params, const WorkTile& work,
                                 const Products& x, const OtherTile& at, const Use& use) {
@@ -238,12 +264,20 @@ FA_DEVICE void for_each_product(const BwdFp64Params& params, const WorkTile& wor
   const int lane = tid_x_again() % 32;
   const int own = work.first_own + warp_row() + lane / 4;
   const int other = at.tile * kOtherRows + lane % 4 * 2;
-  uint32 visible_bits[2] = {~0u, ~0u};
+  uint32 visible_bits[1][2] = {{~0u, ~0u}};
+  if constexpr (kSparse) {
+    const int words_index = block_words_index(
+        params.mask, mask_row(params, work.entry + at.head, work.first_own), other / kMaskBlock);
+    if (words_index >= 0) {
+      visible_bits_of_words(partial_block_words(params.mask, words_index), visible_bits, own,
+                            other);
+    }
+  }
   if (at.tile < work.full_begin || at.tile >= work.full_end) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      visible_bits[h] = kOwnKeys ? visible_queries(p, own + 8 * h, other, 2 * kMmaN)
-                                 : visible_columns(p, own + 8 * h, other, 2 * kMmaN);
+      visible_bits[0][h] &= kOwnKeys ? visible_queries(p, own + 8 * h, other, 2 * kMmaN)
+                                     : visible_columns(p, own + 8 * h, other, 2 * kMmaN);
     }
   }
 #pragma unroll
@@ -254,7 +288,7 @@ FA_DEVICE void for_each_product(const BwdFp64Params& params, const WorkTile& wor
       const int query = min(kOwnKeys ? other_row : own_row, p.q_len - 1);
       const int key = min(kOwnKeys ? own_row : other_row, p.k_len - 1);
       auto found = score_and_slope_fp64(params, offsets, x[0][j][e], query, key);
-      if ((visible_bits[e / 2] >> (2 * j + e % 2) & 1) == 0) found.score = -FA_INFINITY;
+      if ((visible_bits[0][e / 2] >> (2 * j + e % 2) & 1) == 0) found.score = -FA_INFINITY;
       use(j, e, found);
     }
   }
@@ -342,7 +376,17 @@ FA_DEVICE double dot_of_warp(const double* a, const double* b, int cols) {
   return sum_of_warp(sum);
 }
 
-// What a pair adds to gradients; `counts` is false where its score is -inf.
+// Whether a mask leaves a pair.
+FA_DEVICE bool mask_leaves(const BwdFp64Params& params, uint32 entry, int query, int key) {
+  const int own = kOwnKeys ? key : query, other = kOwnKeys ? query : key;
+  const int words_index =
+      block_words_index(params.mask, mask_row(params, entry, own), other / kMaskBlock);
+  if (words_index < 0) return words_index == kFullBlock;
+  return block_bit(partial_block_words(params.mask, words_index), own % kMaskBlock,
+                   other % kMaskBlock);
+}
+
+// What a pair adds to gradients; `counts` is false where it is hidden, or its score is -inf.
 struct PairTerms {
   bool counts;
   double weight, ds;
@@ -351,6 +395,9 @@ struct PairTerms {
 FA_DEVICE PairTerms pair_terms(const BwdFp64Params& params, uint32 entry, const QueryRow& row,
                                int query, int key) {
   const AttentionParams& p = params.common;
+  if constexpr (kSparse) {
+    if (!mask_leaves(params, entry, query, key)) return {false, 0.0, 0.0};
+  }
   const auto dot = [&](const Fp64Array& of_query, const Fp64Array& of_key, int cols) {
     return dot_of_warp(row_start(params, of_query, entry, query),
                        row_start(params, of_key, entry, key), cols);

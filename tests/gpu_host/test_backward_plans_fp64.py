@@ -3,10 +3,20 @@
 import numpy as np
 import pytest
 
-from fa_cupy import reference
-from tests.gpu_host.test_backward_plans import ALL, Call, cupy, forget, host, known, launcher
+from fa_cupy import BitMask, reference
+from tests.gpu_host.test_backward_plans import (
+    ALL,
+    TABLES,
+    Call,
+    cupy,
+    forget,
+    host,
+    known,
+    launcher,
+)
 from tests.support import cupy_stand_in
 from tests.support.every_run import only
+from tests.support.kernel_attention import blocks_of
 from tests.support.kernel_gradients import Case
 
 __all__ = ["cupy", "host", "launcher"]  # fixtures
@@ -25,11 +35,11 @@ class Fp64Call(Call):
         lse = reference.attention(given.q, given.k, given.v, **given.options)[1]
         self.arrays["lse"] = self.device(lse, layouts.get("lse"))
 
-    def solve(self, host, cupy, need=ALL):
+    def solve(self, host, cupy, need=ALL, mask=None):
         options = {} if self.sinks is None else {"sinks": self.sinks}
-        inputs = [*(self.arrays[name] for name in ALL), self.device(self.bias, None), None]
+        inputs = [*(self.arrays[name] for name in ALL), self.device(self.bias, None), mask]
         results = [self.arrays[name] for name in ("out", "lse", "dout", "dlse")]
-        problem = self.problem(self.bias, None, **options)
+        problem = self.problem(self.bias, mask, **options)
         with np.errstate(all="ignore"):  # a device does not warn
             found = host.by_kernels(
                 problem, tuple(inputs), tuple(results), need, host.workspace.empty,
@@ -37,14 +47,13 @@ class Fp64Call(Call):
             )  # fmt: skip
         return found and {name: cupy_stand_in.bare(x) for name, x in found.items()}
 
-    def check(self, host, cupy, need=ALL):
+    def check(self, host, cupy, need=ALL, mask=None):
         x, bias = self.plain, self.bias
         options = self.options if self.sinks is None else {**self.options, "sinks": self.sinks}
-        want = reference.attention_backward(
-            x["dout"], x["q"], x["k"], x["v"], bias, dlse=x["dlse"], **options
-        )
+        given = x["dout"], x["q"], x["k"], x["v"], bias
+        want = reference.attention_backward(*given, dlse=x["dlse"], **options)
         names = (*ALL, *(() if bias is None else ("bias",)), "sinks")
-        found = self.solve(host, cupy, need)
+        found = self.solve(host, cupy, need, mask)
         assert list(found) == list(need)
         for name, y in zip(names, want, strict=False):
             if name in need:
@@ -112,6 +121,16 @@ def test_rows_that_see_no_key(host, cupy):
     options = {"window": (0, 0), "causal_align": "bottom_right", "sinks": sinks}
     given = small(lengths=(70, 30), **options)
     Fp64Call(given).check(host, cupy, (*ALL, "sinks"))
+
+
+def test_a_mask(host, cupy, launcher):
+    """Of bool, whose tables every call makes, and a `BitMask`."""
+    mask = blocks_of(np.random.default_rng(4), 2, 2, 50, 150, density=0.5).repeat(2, 1)
+    given = small(lengths=(50, 150), mask=mask, **CAUSAL)
+    for bits in (cupy_stand_in.owned(mask), BitMask.from_dense(mask)):
+        launcher.ran.clear()
+        Fp64Call(given).check(host, cupy, mask=bits)
+        assert launcher.ran == [*TABLES, *KERNELS]
 
 
 def test_what_is_not_for_the_kernels(host, cupy, launcher):

@@ -73,7 +73,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
         that no kernel can walk, packed sequences with a mask or with scores of positions. Of
-        float64 also masks, gradients of a bias, and dims above 128 without 227 KB of shared memory.
+        float64 also gradients of a bias, and dims above 128 without 227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:

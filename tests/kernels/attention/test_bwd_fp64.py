@@ -14,7 +14,7 @@ from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of
 from tests.support import packed_sequences, strategies
 from tests.support.every_run import examples, only, some
 from tests.support.gradients import hold
-from tests.support.kernel_attention import BANDS, any_sinks
+from tests.support.kernel_attention import BANDS, any_sinks, blocks_of
 from tests.support.planted import plant
 from validation import emulator
 from validation.emulator import calls
@@ -22,10 +22,14 @@ from validation.emulator import calls
 pytestmark = pytest.mark.emulator
 
 #: The rows of a call, by dim, queries of a tile of ``bwd_dq_fp64``, and whether they are of SM90.
-PAIRS = {
-    f"{dq.dim}-{dq.tile_m}{'-wide' if dq.wide else ''}": (dq, dkdv)
-    for dq, dkdv in zip(bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS, strict=True)
-}
+PAIRS, SPARSE = (
+    {
+        f"{dq.dim}-{dq.tile_m}{'-wide' if dq.wide else ''}": (dq, dkdv)
+        for dq, dkdv in zip(bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS, strict=True)
+        if dq.sparse == dkdv.sparse == sparse
+    }
+    for sparse in (False, True)
+)
 # One of each number of stages, of warps that share columns, and of each instruction.
 D64, D256, SMALL = PAIRS["64-64-wide"], PAIRS["256-32-wide"], PAIRS["64-32"]
 NOT_AGAIN = "if ((recompute_lanes[0] | recompute_lanes[1]) == 0) return;", "return;"
@@ -47,8 +51,8 @@ def solve(
 ):
     """The kernels' gradients of what the definition has for output and LSE.
 
-    `seen` is the definition's mask, where offsets say the same to the kernels, and `invalid` are
-    the rows whose offsets are out of range.
+    `seen` is the definition's mask. Offsets say the same to the kernels, if there are any, and
+    `invalid` are the rows whose offsets are out of range.
     """
     dout, q, k, v = arrays
     as_given = dict(options)
@@ -59,7 +63,8 @@ def solve(
         results = reference.attention(q, k, v, bias, seen, **without_offsets(options))
     out, lse = results
     out[..., list(invalid), :] = lse[..., list(invalid)] = np.nan
-    given = dout, q, k, v, out, lse, dlse, bias
+    mask = seen if rows[0].sparse else None
+    given = dout, q, k, v, out, lse, dlse, bias, mask
     how = {"seed": seed, "sources": sources or {}}
     return calls.attention_backward(builds, *given, **how, **options)
 
@@ -148,6 +153,41 @@ def test_any_bias(axes, dtype, lengths, band, softcap, hides, seed):
         bias[rng.random(shape) < 0.3] = -np.inf
     arrays = arrays_of(SMALL, lengths, less=(40, 40), seed=seed)
     check_any(SMALL, arrays, bias=bias, seed=seed, softcap=softcap, **band)
+
+
+@pytest.mark.parametrize("which", some(SPARSE, lambda name: "wide" in name))
+def test_every_row_for_masks(which, tmp_path):
+    rows = SPARSE[which]
+    sources = {row.entry: plant(tmp_path, row.source, NOT_AGAIN) for row in rows}
+    mask = blocks_of(np.random.default_rng(0), 140, 160, density=0.5)
+    mask[5], mask[20:30, :30] = False, True
+    arrays = arrays_of(rows, (140, 160), (1, 1), less=(rows[0].dim - 24, rows[0].dim - 16))
+    check(rows, arrays, seen=mask, sources=sources, **BANDS[1])
+
+
+@examples(20)
+@given(
+    heads=st.sampled_from([(1, 1), (4, 2)]),
+    own=st.booleans(),
+    lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    band=st.sampled_from(BANDS),
+    spoiled=st.booleans(),
+    far=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_mask(heads, own, lengths, band, spoiled, far, seed):
+    """Of each head or of all, with NaN in a key and a value, and with scores that are far."""
+    rng = np.random.default_rng(seed)
+    rows = SPARSE["64-32"]
+    mask = blocks_of(rng, *([heads[0]] if own else []), *lengths)
+    arrays = arrays_of(rows, lengths, heads, (48, 56), seed)
+    if far:
+        arrays[1][..., ::7, :] = 0
+        arrays[1][..., ::7, 0] = 2.0**14
+        arrays[2][..., 0] = 1.0
+    if spoiled and lengths[0] * lengths[1] < 4000:
+        arrays[2][..., -1, 0] = arrays[3][..., 0, 0] = np.nan
+    check_any(rows, arrays, seen=mask, seed=seed, **band)
 
 
 @pytest.mark.parametrize("text", ["3 * tanh(s) * x[h] + 0.01 * (i - j)", "s + x[h] * sqrt(i - j)"])
@@ -330,7 +370,9 @@ def test_rows_and_their_choice():
             assert min(dq.dim, dkdv.dim) >= dim
             assert dq.wide == dkdv.wide
             assert dq.wide == (target in ("sm_90a", "sm_100") or (target == "sm_120" and dim < 33))
-    for wanted in ({"masked": True}, {"dbias": True}, {"strided": False}):
+    for row in select(Wanted("float64", 64, masked=True), "sm_90a"):
+        assert row.sparse
+    for wanted in ({"dbias": True}, {"strided": False}):
         assert not select(Wanted("float64", 64, **wanted), "sm_90a")
     assert not select(Wanted("float64", 257), "sm_90a")
 
@@ -358,7 +400,7 @@ BUGS = {
     "the gradient of the LSE is added": ("dq", "product - dlse", "product + dlse"),
     "dQ is not scaled": ("dq", "p.head_dim, dq, params.scale,", "p.head_dim, dq, 1.0,"),
     "dV is scaled": ("dkdv", "sums, of_values ? 1.0 : params.scale", "sums, params.scale"),
-    "a head is left out": ("dkdv", "at.head + is_last", "at.head + 2 * is_last"),
+    "a head is left out": ("dkdv", "{at.head + 1, work.begin}", "{at.head + 2, work.begin}"),
     "queries of a head are those of the first one": (
         "dkdv", "shared.work.entry + at.head;", "shared.work.entry;",
     ),
@@ -376,6 +418,17 @@ BUGS = {
         "dq", "int step = 1; step < 4; step *= 2", "int step = 1; step < 2; step *= 2",
     ),
     "a sink is forgotten in a far row": ("dq", "if (p.sinks != nullptr) {", "if (false) {"),
+    "a mask is not looked at": ("dkdv", "if (words_index >= 0) {", "if (false) {"),
+    "a mask's words are those of another head": (
+        "dq", "mask_row(params, work.entry + at.head, work.first_own), other / kMaskBlock",
+        "mask_row(params, 0, work.first_own), other / kMaskBlock",
+    ),
+    "hidden blocks of a mask are not skipped": (
+        "dkdv", "at.tile = next_tile<kOtherRows>(params.mask, row, at.tile, work.end);", ";",
+    ),
+    "a mask counts for nothing where rows are computed again": (
+        "dq", "if (!mask_leaves(params, entry, query, key)) return {false, 0.0, 0.0};", "",
+    ),
     "rows are not computed again": ("dkdv", *NOT_AGAIN),
     "hidden pairs count in rows that are computed again": (
         "dkdv", "if (found.score == -FA_INFINITY) return {false, 0.0, 0.0};", "",
@@ -387,13 +440,23 @@ BUGS = {
 
 
 def call_that_shows(bug):
-    """Arrays and options of a call in which a bug shows."""
+    """Rows, arrays and options of a call in which a bug shows."""
+    if "mask" in bug:
+        rows, arrays = SPARSE["64-32"], arrays_of(SMALL, (140, 150), (2, 2), less=(48, 56))
+        mask = blocks_of(np.random.default_rng(3), 2, 140, 150, density=0.5)
+        mask[0, :128, :128], mask[1, :128, :128] = False, np.tri(128) > 0
+        mask[..., 128:] = True
+        if "again" in bug:
+            mask[:, :, 3] = False
+            arrays[3][..., 3, 0] = np.nan
+        return rows, arrays, {"seen": mask}
     if "again" in bug:  # key 20 is hidden, and the first query sees one key only
         arrays, bias = arrays_of(SMALL, (30, 40), (1, 1), less=(40, 48)), np.zeros(40)
         arrays[3][..., 20, 0] = np.nan
         arrays[0][..., 0, 1] = np.inf
         bias[20] = -np.inf
-        return arrays, {"is_causal": True, "causal_align": "top_left", "bias": bias}
+        options = {"is_causal": True, "causal_align": "top_left", "bias": bias}
+        return SMALL, arrays, options
     arrays = arrays_of(SMALL, (70, 80), (4, 2), less=(3, 2), scale=1.5)
     options = dict(BANDS[1], dlse=np.random.default_rng(1).standard_normal((1, 4, 70)))
     if "softcap" in bug:
@@ -403,16 +466,16 @@ def call_that_shows(bug):
         arrays[2][..., 0] = 2.0
         options |= {"scale": 1.0, "sinks": np.array([[2.0**21, 0.0]] * 2).reshape(4, 1)}
         arrays[1][..., 1:] = 0
-    return arrays, options
+    return SMALL, arrays, options
 
 
 def hold_all(bug, sources):
-    arrays, options = call_that_shows(bug)
+    rows, arrays, options = call_that_shows(bug)
     if "again" not in bug:
         for seed in range(4):
-            check(SMALL, arrays, seed=seed, sources=sources, **options)
+            check(rows, arrays, seed=seed, sources=sources, **options)
         return
-    found = solve(SMALL, arrays, sources=sources, **options)
+    found = solve(rows, arrays, sources=sources, **options)
     with np.errstate(all="ignore"):
         want = definition(arrays, **options)
     for x, y in zip(found, want, strict=False):
@@ -421,7 +484,7 @@ def hold_all(bug, sources):
         np.testing.assert_allclose(x[kept], y[kept], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", ["", "softcap", "far", "again"])
+@pytest.mark.parametrize("kind", ["", "softcap", "far", "mask", "again", "mask again"])
 def test_calls_that_show_bugs_are_right_without(kind):
     hold_all(kind, None)
 

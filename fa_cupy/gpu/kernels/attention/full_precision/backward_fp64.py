@@ -10,6 +10,7 @@ from fa_cupy.core.attention_problem import FLOAT_DTYPES
 from fa_cupy.gpu.driver.targets import number_of
 from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
 from fa_cupy.gpu.kernels.backward import ARRAY, BackwardVariant, Launches, Traits
+from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE
 from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
 from fa_cupy.gpu.plan import Step
 from fa_cupy.tiled.attention_backward import slope_of
@@ -21,6 +22,7 @@ _ARRAYS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 BWD_FP64_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS)]
     + [(name, ARRAY) for name in _ARRAYS]
+    + [("mask", MASK_TABLE)]
     + [(name, np.uint64) for name in ("lse", "dlse", "rows")]
     + [(name, np.float64) for name in ("scale", "softcap", "factor")]
     + [("size", np.int32, (MAP_AXES,))]
@@ -34,7 +36,7 @@ _ROWS_OF_PAIR = 16  # of two warps
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardFp64(BackwardVariant):
-    """A row of a kernel of gradients in float64, which takes any call without a mask.
+    """A row of a kernel of gradients in float64, which takes any call with a mask, or any without.
 
     `stages` are tiles of the side that its blocks walk over.
 
@@ -84,6 +86,7 @@ class BackwardFp64(BackwardVariant):
             ("FA_STAGES", self.stages),
             ("FA_COLUMN_WARPS", self.column_warps),
             ("FA_WIDE_MMA", int(self.wide)),
+            ("FA_SPARSE", int(self.sparse)),
             ("FA_BWD_FP64_BYTES", BWD_FP64_PARAMS.itemsize),
         )
 
@@ -103,6 +106,7 @@ class BackwardFp64(BackwardVariant):
             params["factor"], params["softcap"] = transform(problem, problem.dtype)
         addresses = {f"{name}.start": name for name in _ARRAYS}
         addresses |= {"lse": "lse", "dlse": "dlse", "rows": "query_rows"} | traits.operands
+        addresses |= traits.mask(filled, self.own_keys)
         if problem.sinks is not None and problem.sinks_dtype is not None:
             item = problem.sinks_dtype.itemsize
             params["common"]["sinks_row"] = problem.sinks.strides[-2] // item

@@ -23,11 +23,13 @@ def _rows() -> Iterator[BackwardFp64]:
         (128, 16, 16, 2, 1, 1, False, "as for 32"),
     )
     for dim, tile_m, tile_n, warps, column_warps, stages, wide, why in rows:
-        yield BackwardFp64(
-            source="attention/bwd_dkdv_fp64", dtype=DTYPE, dim=dim, tile_m=tile_m, tile_n=tile_n,
-            warps=warps, stages=stages, why=why, column_warps=column_warps, wide=wide,
-            own_keys=True, hot_targets=("sm_90a",) if wide else (),
-        )  # fmt: skip
+        for sparse in (False, True):
+            yield BackwardFp64(
+                source="attention/bwd_dkdv_fp64", dtype=DTYPE, dim=dim, tile_m=tile_m,
+                tile_n=tile_n, warps=warps, stages=stages, why=why, column_warps=column_warps,
+                wide=wide, own_keys=True, sparse=sparse,
+                hot_targets=("sm_90a",) if wide else (),
+            )  # fmt: skip
 
 
 VARIANTS = tuple(_rows())

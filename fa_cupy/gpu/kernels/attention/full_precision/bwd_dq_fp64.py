@@ -22,11 +22,13 @@ def _rows() -> Iterator[BackwardFp64]:
         (128, 16, 16, 2, 1, False, "as for 32"),
     )
     for dim, tile_m, tile_n, warps, stages, wide, why in rows:
-        yield BackwardFp64(
-            source="attention/bwd_dq_fp64", dtype=DTYPE, dim=dim, tile_m=tile_m, tile_n=tile_n,
-            warps=warps, stages=stages, why=why, wide=wide, own_keys=False,
-            hot_targets=("sm_90a",) if wide else (),
-        )  # fmt: skip
+        for sparse in (False, True):
+            yield BackwardFp64(
+                source="attention/bwd_dq_fp64", dtype=DTYPE, dim=dim, tile_m=tile_m,
+                tile_n=tile_n, warps=warps, stages=stages, why=why,
+                wide=wide, own_keys=False, sparse=sparse,
+                hot_targets=("sm_90a",) if wide else (),
+            )  # fmt: skip
 
 
 VARIANTS = tuple(_rows())
