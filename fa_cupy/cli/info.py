@@ -223,17 +223,16 @@ def _backward(
     main = rows[1]  # what comes before and after it is the same for all dims
     yield "", f"attention_backward: {main.name}"
     yield "", f"with {', '.join(row.entry for row in rows if row is not main)}"
-    shown: list[Variant | None] = [main]
+    shown = [main]
     for what, other in (
         ("with a mask", wanted._replace(masked=True)),
         ("with a softcap or bias", wanted._replace(score=ScoreMod(softcap=True))),
         ("rows not of 16 bytes", wanted._replace(mapped=False)),
         ("with a mask, rows not of 16 bytes", wanted._replace(masked=True, mapped=False)),
     ):
-        found = attention_backward.select(other, target)
-        instead = found[1] if found else None
+        instead = attention_backward.select(other, target)[1]
         if instead not in shown:
-            yield "", f"  {what}: {instead.name if instead else 'tiled CuPy, on cuBLAS products'}"
+            yield "", f"  {what}: {instead.name}"
             shown.append(instead)
 
 

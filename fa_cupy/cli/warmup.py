@@ -60,7 +60,7 @@ def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Vari
     walked = [pair for pair in product(dtypes, dims) if takes_dims(*pair)]
     for pair, masked, mapped in product(walked, (False, True), (False, True)):
         rows = attention_backward.select(Wanted(*pair, masked, mapped), target)
-        chosen |= {*rows, *MASKS} if rows and masked else {*rows}
+        chosen |= {*rows, *MASKS} if rows else set()
     return [row for row in (*attention_backward.VARIANTS, *MASKS) if row in chosen]
 
 

@@ -291,7 +291,7 @@ def test_warmup_compiles_what_few_queries_can_get(target):
 
 
 def test_warmup_compiles_what_gradients_can_get():
-    """Those of float64, which have no masks, in dims of any size."""
+    """Those of float64 in dims of any size."""
     every = attention_backward.VARIANTS
     for target in ("sm_80", "sm_90a", "sm_120"):
         rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
@@ -309,7 +309,8 @@ def test_warmup_compiles_what_gradients_can_get():
     plain = [row for row in every if row.score is None and row.dtype != "float64"]
     assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == [*plain, *MASKS]
     rows = serving_backward("sm_80", {"float64"}, {33, 300})
-    assert rows == [*attention_backward.select(Wanted("float64", 33), "sm_80")]
+    of_33 = [attention_backward.select(Wanted("float64", 33, x), "sm_80") for x in (False, True)]
+    assert {*rows} == {*of_33[0], *of_33[1], *MASKS}
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)

@@ -347,7 +347,7 @@ def test_rows_of_no_pair_are_zeros():
 @pytest.mark.parametrize("which", only(["64-64-wide", "256-32-wide", "64-32"], "64-32"))
 def test_the_schedule_does_not_show(which):
     rows = PAIRS[which]
-    arrays = arrays_of(rows, (70, 80), (4, 2))
+    arrays = arrays_of(rows, (40, 70))
     found = {
         tuple(x.tobytes() for x in solve(rows, arrays, seed=seed, **BANDS[1])) for seed in range(3)
     }
@@ -469,10 +469,10 @@ def call_that_shows(bug):
     return SMALL, arrays, options
 
 
-def hold_all(bug, sources):
+def hold_all(bug, sources, seeds=4):
     rows, arrays, options = call_that_shows(bug)
     if "again" not in bug:
-        for seed in range(4):
+        for seed in range(seeds):
             check(rows, arrays, seed=seed, sources=sources, **options)
         return
     found = solve(rows, arrays, sources=sources, **options)
@@ -484,9 +484,11 @@ def hold_all(bug, sources):
         np.testing.assert_allclose(x[kept], y[kept], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", ["", "softcap", "far", "mask", "again", "mask again"])
+@pytest.mark.parametrize(
+    "kind", only(["", "softcap", "far", "mask", "again", "mask again"], "far", "again")
+)
 def test_calls_that_show_bugs_are_right_without(kind):
-    hold_all(kind, None)
+    hold_all(kind, None, seeds=1)
 
 
 @pytest.mark.parametrize(
