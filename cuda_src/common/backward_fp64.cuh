@@ -255,7 +255,8 @@ FA_DEVICE BatchOffsets operand_offsets(const BwdFp64Params& params, uint32 entry
 }
 
 // Calls use(j, e, found) with the score and the slope of each product that a thread holds; the
-// score is -inf where the band or a mask hides a pair.  Of a pair that does not exist, that of another one.
+// score is -inf where the band or a mask hides a pair.  Of a pair that does not exist, that of
+// another one.
 template <typename Use>
 FA_DEVICE void for_each_product(const BwdFp64Params& params, const WorkTile& work,
                                 const Products& x, const OtherTile& at, const Use& use) {
