@@ -40,9 +40,9 @@ static_assert(!kSparse || (kTilesPerBlock * kTileN == kMaskBlock && kMaskBlock %
               "tiles divide the blocks of a mask; each of four warps finds one end of a list");
 static_assert(kWarpCols % 16 == 0 && kTileN % 16 == 0, "products take 16 of each");
 
-using QTile = Fp64Tile<kTileM, kDim, false>;
-using KTile = Fp64Tile<kTileN, kDim, false>;
-using VTile = Fp64Tile<kTileN, kDim, true>;
+using QTile = Fp64Tile<kTileM, kDim, kExchangeOfRows>;
+using KTile = Fp64Tile<kTileN, kDim, kExchangeOfRows>;
+using VTile = Fp64Tile<kTileN, kDim, kExchangeOfColumns>;
 
 // Passed by value.  The host module of this name holds the same fields in the same order.
 struct FwdFp64Params {

@@ -11,16 +11,6 @@
 #include "cuda_src/common/nonfinite_flags.cuh"
 #include "cuda_src/common/score.cuh"
 
-// The first tile of kTile rows in [tile, end) whose block a mask does not hide; `end` if there is
-// none.
-template <int kTile>
-FA_DEVICE int next_tile(const MaskTable& mask, int64 row, int tile, int end) {
-  constexpr int kTilesPerBlock = kMaskBlock / kTile;
-  const int block = next_visible_block(mask, row, tile / kTilesPerBlock,
-                                       (end + kTilesPerBlock - 1) / kTilesPerBlock);
-  return min(max(tile, block * kTilesPerBlock), end);
-}
-
 // Takes the pairs outside the band from those that are seen of a thread's accumulators: bit 2 j + e
 // of word [i][h] is that of register 2 h + e of x[i][j], as in the words of a mask.
 template <bool kOwnKeys, int kMmaM>
@@ -34,19 +24,6 @@ FA_DEVICE void restrict_to_band(const AttentionParams& p, uint32 (&visible_bits)
       visible_bits[i][h] &= kOwnKeys ? visible_queries(p, own, first_other, count)
                                      : visible_columns(p, own, first_other, count);
     }
-  }
-}
-
-// What a mask's words leave of the pairs of a block in part, in place of those in `visible_bits`.
-template <int kMmaM>
-FA_DEVICE void visible_bits_of_words(const uint32* words, uint32 (&visible_bits)[kMmaM][2], int own,
-                                     int other) {
-  words += own % kMaskBlock / 16 * kSlabWords + tid_x_again() % 32 * 2;
-#pragma unroll
-  for (int i = 0; i < kMmaM; ++i) {
-    const uint2 row_words = *reinterpret_cast<const uint2*>(words + i * kSlabWords);
-    visible_bits[i][0] = row_words.x >> other % kMaskBlock / 8 * 2;
-    visible_bits[i][1] = row_words.y >> other % kMaskBlock / 8 * 2;
   }
 }
 

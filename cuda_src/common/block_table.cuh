@@ -11,6 +11,7 @@
 // one load: whoever draws up work, loads tiles or stores results finds its way alone.
 #pragma once
 #include "cuda_src/common/block_lists.cuh"
+#include "ptx/special.cuh"
 
 // fa_cupy/gpu/kernels/mask/mask_table.py holds the same fields in the same order.
 struct MaskTable {
@@ -67,6 +68,29 @@ FA_DEVICE int next_visible_block(Word word, int from, int end) {
 FA_DEVICE int next_visible_block(const MaskTable& mask, int row, int from, int end) {
   const uint32* visible_bits = visible_row(mask, row);
   return next_visible_block([&](int i) { return visible_bits[i]; }, from, end);
+}
+
+// The first tile of kTile rows in [tile, end) whose block a mask does not hide; `end` if there is
+// none.
+template <int kTile>
+FA_DEVICE int next_tile(const MaskTable& mask, int64 row, int tile, int end) {
+  constexpr int kTilesPerBlock = kMaskBlock / kTile;
+  const int block = next_visible_block(mask, row, tile / kTilesPerBlock,
+                                       (end + kTilesPerBlock - 1) / kTilesPerBlock);
+  return min(max(tile, block * kTilesPerBlock), end);
+}
+
+// What a mask's words leave of the pairs of a block in part, in place of those in `visible_bits`.
+template <int kMmaM>
+FA_DEVICE void visible_bits_of_words(const uint32* words, uint32 (&visible_bits)[kMmaM][2], int own,
+                                     int other) {
+  words += own % kMaskBlock / 16 * kSlabWords + tid_x_again() % 32 * 2;
+#pragma unroll
+  for (int i = 0; i < kMmaM; ++i) {
+    const uint2 row_words = *reinterpret_cast<const uint2*>(words + i * kSlabWords);
+    visible_bits[i][0] = row_words.x >> other % kMaskBlock / 8 * 2;
+    visible_bits[i][1] = row_words.y >> other % kMaskBlock / 8 * 2;
+  }
 }
 
 // The last block of a row in [begin, from] that is not hidden; begin - 1 if there is none.

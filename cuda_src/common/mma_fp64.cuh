@@ -29,13 +29,19 @@ FA_DEVICE void mma_fp64(double (&d)[4], const double (&a)[8], const double (&b)[
 // A tile of rows of float64.  Its 16-byte chunks are exchanged within 128 bytes so that the eight
 // lanes that one access serves meet no bank conflict: they read two chunks (of operands that are
 // rows) or four (of a tile whose columns are those of the product) in each of the rows they need.
-template <int kRows, int kCols, bool kTransposed>
+// A tile that is read in both ways (kExchange) has the one exchange beside the other.
+enum Fp64Exchange : int { kExchangeOfRows = 0, kExchangeOfColumns = 1, kExchangeOfBoth = 2 };
+
+template <int kRows, int kCols, int kExchange>
 struct Fp64Tile {
   static constexpr int kRowBytes = kCols * 8, kRowChunks = kCols / 2;
+  // Between the chunks of an even row and those of the odd row behind it, where columns are read.
+  static constexpr uint32 kOddRow = kExchange == kExchangeOfBoth ? 16 : 0;
   static_assert(kCols % 16 == 0 && kRows % 8 == 0, "chunks are exchanged within 16 columns");
 
   static __device__ __forceinline__ uint32 offset(int row, int chunk) {
-    const int exchange = kTransposed ? (row >> 1 & 3) << 1 : row & 1;
+    const int exchange = (kExchange == kExchangeOfRows ? 0 : (row >> 1 & 3) << 1) |
+                         (kExchange == kExchangeOfColumns ? 0 : row & 1);
     return static_cast<uint32>(row * kRowBytes + ((chunk ^ exchange) << 4));
   }
   // Where a thread's part of an operand begins, from `row` on: rows are lanes / 4 and 8 more.
@@ -106,7 +112,8 @@ FA_DEVICE void add_product_fp64(double (&sums)[kMmaM][kMmaN][4], const double (&
       for (int k = 0; k < 4; ++k) {
         double pair[2];
         const int row = 16 * step + k / 2 * 8 + k % 2;
-        ld_shared_v2_f64(pair, b_address + row * BTile::kRowBytes + 128 * p);
+        ld_shared_v2_f64(pair,
+                         (b_address ^ k % 2 * BTile::kOddRow) + row * BTile::kRowBytes + 128 * p);
         b[0][k] = pair[0], b[1][k] = pair[1];
       }
 #pragma unroll

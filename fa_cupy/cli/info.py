@@ -22,7 +22,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FEW_QUERIES, FwdFp64
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import row_serving
-from fa_cupy.gpu.kernels.backward import Wanted
+from fa_cupy.gpu.kernels.backward import Wanted, takes_dims
 from fa_cupy.gpu.kernels.forward import Call, select
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.score import ScoreMod
@@ -214,7 +214,7 @@ def _backward(
     """Say how gradients of attention would be computed, and which other kernels there are."""
     sizes = q_len, k_len, head_dim, v_dim
     taken = min(sizes) > 0 and max(q_len, k_len) <= MAX_LENGTH
-    taken = taken and not (head_dim % DIM_STEP or v_dim % DIM_STEP)
+    taken = taken and takes_dims(dtype, head_dim, v_dim)
 
     wanted = Wanted(dtype, max(head_dim, v_dim))
     rows = attention_backward.select(wanted, target) if taken else ()

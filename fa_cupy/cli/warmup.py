@@ -23,14 +23,13 @@ from fa_cupy.gpu.kernels.attention import row_intervals
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant, row_serving
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
-from fa_cupy.gpu.kernels.backward import Wanted
+from fa_cupy.gpu.kernels.backward import Wanted, takes_dims
 from fa_cupy.gpu.kernels.forward import ROWS, reachable
 from fa_cupy.gpu.kernels.linear.cost_model import choose
 from fa_cupy.gpu.kernels.linear.packed import other_rows
 from fa_cupy.gpu.kernels.linear.packed.sequence_spans import SEQUENCE_SPANS
 from fa_cupy.gpu.kernels.linear.table import PACKED, PRODUCTS
 from fa_cupy.gpu.kernels.registry import MASKS, PAIRS, SPLITKV
-from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 from fa_cupy.gpu.kernels.variant import Variant
 
 # Which kernels a causal product gets depends on how many sequences there are and how long they are.
@@ -58,9 +57,9 @@ def serving_splitkv(target: str, dtypes: set[str], dims: set[int]) -> list[FwdSp
 def serving_backward(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that gradients of attention get, in the tables' order."""
     chosen: set[Variant] = set()
-    walked = [dim for dim in dims if dim % DIM_STEP == 0]
-    for wanted in product(dtypes, walked, (False, True), (False, True)):  # masked, mapped
-        rows = attention_backward.select(Wanted(*wanted), target)
+    walked = [pair for pair in product(dtypes, dims) if takes_dims(*pair)]
+    for pair, masked, mapped in product(walked, (False, True), (False, True)):
+        rows = attention_backward.select(Wanted(*pair, masked, mapped), target)
         chosen |= {*rows, *MASKS} if rows else set()
     return [row for row in (*attention_backward.VARIANTS, *MASKS) if row in chosen]
 
@@ -85,9 +84,9 @@ def serving_packed(target: str, dtypes: set[str], dims: set[int]) -> list[Varian
     """Return the rows that calls of packed sequences get, those of products last."""
     plain = [row for row in serving(target, dtypes, dims) if not row.sparse]
     found: list[Variant] = [row.for_sequences(True) for row in plain]
-    walked = [dim for dim in dims if dim % DIM_STEP == 0]
-    for dtype, dim, mapped in product(dtypes, walked, (False, True)):
-        wanted = Wanted(dtype, dim, mapped=mapped, packed=True)
+    walked = [pair for pair in product(dtypes, dims) if takes_dims(*pair)]
+    for pair, mapped in product(walked, (False, True)):
+        wanted = Wanted(*pair, mapped=mapped, packed=True)
         found += attention_backward.select(wanted, target)
     products = serving_products(target, dtypes, dims, packed=True)
     others = [SEQUENCE_SPANS, *(row for row in other_rows.VARIANTS if row.dtype in dtypes)]

@@ -44,21 +44,40 @@ class Rows(NamedTuple):
     inverse_sum: Any
 
 
-def rows_of(problem: Problem, plan: Plan, places: Mapping[str, int], memory: Any) -> Rows:
+class Fp64Rows(NamedTuple):
+    """What the kernels of float64 leave there; a weight is ``factor * exp(score - shift)``.
+
+    Attributes
+    ----------
+    shift, factor, delta : cupy.ndarray of float64
+        Of shape (entries, q_len). The shift of a row that sees nothing is infinite.
+    """
+
+    shift: Any
+    factor: Any
+    delta: Any
+
+
+def rows_of(
+    problem: Problem, plan: Plan, places: Mapping[str, int], memory: Any
+) -> Rows | Fp64Rows:
     """Return views of a workspace, before the plan runs in it.
 
     Parameters
     ----------
     problem : Problem
     plan : Plan
-        With a launch of ``bwd_preprocess``.
+        With a launch of ``bwd_preprocess`` or, in float64, of ``bwd_dq_fp64``.
     places : dict of int
         Where the parts of its workspace begin.
     memory : cupy.cuda.MemoryPointer
         The workspace.
     """
-    (params,) = (x.params for x in plan.steps if "entry_rows" in (x.params.dtype.names or ()))
+    params = next(x.params for x in plan.steps if "entry_rows" in (x.params.dtype.names or ()))
     entries, rows = math.prod(problem.batch), int(params["entry_rows"][0])
+    if problem.dtype == np.float64:
+        known = cupy.ndarray((entries, rows, 4), np.float64, memory + places["query_rows"])
+        return Fp64Rows(*(known[:, : problem.q_len, i] for i in range(3)))
     pairs = (entries, rows // 2, 2, 2)  # float4 of two rows: the LSE of each, delta of each
     lse_delta = cupy.ndarray(pairs, np.float32, memory + places["lse_delta"])
     statistics = cupy.ndarray((entries, rows, 2), np.float32, memory + places["row_statistics"])
@@ -68,7 +87,9 @@ def rows_of(problem: Problem, plan: Plan, places: Mapping[str, int], memory: Any
     return Rows(lse_delta[:, :, 0], lse_delta[:, :, 1], found[..., 0], found[..., 1])
 
 
-def gradient(problem: Problem, sinks: Any, lse: Any, rows: Rows, empty: Callable[..., Any]) -> Any:
+def gradient(
+    problem: Problem, sinks: Any, lse: Any, rows: Rows | Fp64Rows, empty: Callable[..., Any]
+) -> Any:
     """Return the gradient of `sinks`, given the natural LSE and what is known of the rows.
 
     Parameters
@@ -76,27 +97,21 @@ def gradient(problem: Problem, sinks: Any, lse: Any, rows: Rows, empty: Callable
     problem : Problem
     sinks, lse : cupy.ndarray
         Of the call.
-    rows : Rows
+    rows : Rows or Fp64Rows
         After the run of the plan.
     empty : callable
         ``empty(shape, dtype, like)`` returns memory for a result.
     """
-    shape = math.prod(problem.batch), problem.q_len
-    stored, delta = (x.reshape(shape[0], -1)[:, : problem.q_len] for x in (rows.lse, rows.delta))
-    sink = _in_float32(sinks)
+    sink = _converted(sinks, attention_problem.sum_dtype(problem.dtype))
     view = attention_problem.batch_view(problem, sink[..., None], problem.q_len, 1)
+    shape = math.prod(problem.batch), problem.q_len
     sink = attention_problem.view(cupy, sink, view).reshape(shape)
-
-    weights = cupy.exp(sink - lse.reshape(shape))
-    in_log2 = cupy.maximum(cupy.minimum(sink * _LOG2E, _MOST), -_MOST)
-    apart = cupy.exp((in_log2 - rows.row_max) * _LN2) * rows.inverse_sum
-    apart = cupy.where(rows.inverse_sum == _UNSEEN, np.float32(1), apart)
-    is_large = stored.view(np.uint32) == np.uint32(_LARGE_LSE_MARKER)
-    weights = cupy.where(is_large, apart, weights)
-    unseen = cupy.isneginf(sink)
-    if problem.offsets is not None:  # an LSE of NaN where a sequence's offsets are out of range
-        unseen = unseen | (stored == np.float32(np.inf))
-    terms = cupy.where(unseen, np.float32(0), -weights * delta)
+    if isinstance(rows, Fp64Rows):
+        weights = rows.factor * cupy.exp(sink - rows.shift)
+        unseen = cupy.isneginf(sink) | (rows.shift == np.inf)
+        terms = cupy.where(unseen, 0.0, -weights * rows.delta)
+    else:
+        terms = _terms(problem, sink, lse, rows)
 
     result = empty(sinks.shape, sinks.dtype, sinks)
     view = attention_problem.batch_view(problem, result[..., None], problem.q_len, 1)
@@ -109,10 +124,26 @@ def gradient(problem: Problem, sinks: Any, lse: Any, rows: Rows, empty: Callable
     return result
 
 
-def _in_float32(x: Any) -> Any:
+def _terms(problem: Problem, sink: Any, lse: Any, rows: Rows) -> Any:
+    """Return what each query adds, of shape (entries, q_len) as `sink`."""
+    shape = sink.shape
+    stored, delta = (x.reshape(shape[0], -1)[:, : problem.q_len] for x in (rows.lse, rows.delta))
+    weights = cupy.exp(sink - lse.reshape(shape))
+    in_log2 = cupy.maximum(cupy.minimum(sink * _LOG2E, _MOST), -_MOST)
+    apart = cupy.exp((in_log2 - rows.row_max) * _LN2) * rows.inverse_sum
+    apart = cupy.where(rows.inverse_sum == _UNSEEN, np.float32(1), apart)
+    is_large = stored.view(np.uint32) == np.uint32(_LARGE_LSE_MARKER)
+    weights = cupy.where(is_large, apart, weights)
+    unseen = cupy.isneginf(sink)
+    if problem.offsets is not None:  # an LSE of NaN where a sequence's offsets are out of range
+        unseen = unseen | (stored == np.float32(np.inf))
+    return cupy.where(unseen, np.float32(0), -weights * delta)
+
+
+def _converted(x: Any, dtype: np.dtype[Any]) -> Any:
     if x.dtype == attention_problem.BFLOAT16:
-        return elementwise.from_bfloat16(x.view(np.uint16))
-    return x.astype(np.float32)
+        x = elementwise.from_bfloat16(x.view(np.uint16))
+    return x.astype(dtype)
 
 
 def _store(out: Any, value: Any) -> None:

@@ -300,6 +300,7 @@ def test_warmup_compiles_what_few_queries_can_get(target):
 
 
 def test_warmup_compiles_what_gradients_can_get():
+    """Those of float64 in dims of any size."""
     every = attention_backward.VARIANTS
     for target in ("sm_80", "sm_90a", "sm_120"):
         rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
@@ -313,8 +314,12 @@ def test_warmup_compiles_what_gradients_can_get():
         assert rows == [*found, *MASKS]
         assert all(target in row.targets for row in rows)
     dims = {row.dim for row in every}
-    plain = [row for row in every if row.score is None]  # others are for a bias
+    # Others are for a bias.
+    plain = [row for row in every if row.score is None and row.dtype != "float64"]
     assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == [*plain, *MASKS]
+    rows = serving_backward("sm_80", {"float64"}, {33, 300})
+    of_33 = [attention_backward.select(Wanted("float64", 33, x), "sm_80") for x in (False, True)]
+    assert {*rows} == {*of_33[0], *of_33[1], *MASKS}
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)
@@ -366,6 +371,7 @@ def test_warmup_compiles_what_packed_sequences_can_get(target):
     assert used <= {*rows}
     assert {row.packed for row in {*rows} - {SEQUENCE_SPANS, row_intervals.VARIANT}} == {True}
     assert {row.source for row in rows if row.dtype == "float64"} == {
+        *(f"attention/bwd_{which}_fp64" for which in ("dq", "dkdv")),
         "linear/other_rows",
         "linear/recurrent_fp64",
     }

@@ -303,6 +303,8 @@ TESTED_IN = {
     "attention/bwd_dq_sm90": "test_bwd_kernels_sm90",
     "attention/bwd_dkdv_sm80": "test_bwd_kernels_sm80",
     "attention/bwd_dq_sm80": "test_bwd_kernels_sm80",
+    "attention/bwd_dkdv_fp64": "test_bwd_fp64",
+    "attention/bwd_dq_fp64": "test_bwd_fp64",
     "attention/bwd_preprocess": "test_bwd_large_lse",
     "attention/bwd_convert_dq": "test_bwd_nonfinite",
     "attention/fwd_pairs": "test_pairs",

@@ -19,6 +19,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm80 import BwdDbiasSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm90 import BwdDbiasSm90
+from fa_cupy.gpu.kernels.attention.full_precision.backward_fp64 import BackwardFp64
 from fa_cupy.gpu.kernels.attention.pairs import (
     fwd_pairs,
     gradients_plan,
@@ -302,13 +303,14 @@ def attention_backward(
     # As k and v are seen, so are dk and dv.
     like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
     traits = backward.Traits(problem, backward.Gradients(*queries, like.k, like.v, of_bias))
-    plain = any(isinstance(row, BwdDqSm80) for row in rows)
+    plain = any(isinstance(row, BwdDqSm80 | BackwardFp64) for row in rows)
     assert traits.wanted.strided if plain else traits.wanted.mapped
     launcher = EmulatorLauncher(seed, truncating, sources, blocks, together)
     made = backward_launches.make_plan(traits, launcher, variants=rows)
     assert made is not None
-    lse = np.ascontiguousarray(lse, np.float32)
-    dlse = None if dlse is None else np.ascontiguousarray(dlse, np.float32)
+    of_rows = attention_problem.sum_dtype(problem.dtype)
+    lse = np.ascontiguousarray(lse, of_rows)
+    dlse = None if dlse is None else np.ascontiguousarray(dlse, of_rows)
     given = (q, k, v, out, lse, dout, dlse, bias, options.get("sinks"), dq, dk, dv, dbias)
     tables = None if mask is None else tables_of(problem, mask)
     addresses = () if tables is None else tables.pointers()

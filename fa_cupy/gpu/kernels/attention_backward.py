@@ -6,7 +6,8 @@ which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and
 ``bwd_dq_sm90`` dQ, where dims are wide; or ``bwd_dkdv_sm80`` and ``bwd_dq_sm80`` do, for what
 kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` computes rows again whose
 sums were not finite. Last, ``bwd_dbias_sm90`` or ``bwd_dbias_sm80`` computes the gradient of the
-bias where it is wanted.
+bias where it is wanted. In float64 there are ``bwd_dq_fp64``, which also finds what is known of
+each query, and ``bwd_dkdv_fp64``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_sm90,
 )
 from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80, bwd_dbias_sm90
+from fa_cupy.gpu.kernels.attention.full_precision import bwd_dkdv_fp64, bwd_dq_fp64
 from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, Intervals, intervals
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
@@ -48,6 +50,8 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dq_sm80.VARIANTS,
     *bwd_dbias_sm80.VARIANTS,
     *bwd_dbias_sm90.VARIANTS,
+    *bwd_dq_fp64.VARIANTS,
+    *bwd_dkdv_fp64.VARIANTS,
 )
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -68,7 +72,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     -------
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
-        that no kernel can walk, packed sequences with a mask or with scores of positions.
+        that no kernel can walk, packed sequences with a mask or with scores of positions. Of
+        float64 also gradients of a bias, and dims above 128 without 227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
@@ -83,6 +88,11 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
         return (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
 
+    if wanted.dtype == "float64":
+        if wanted.dbias or not wanted.strided:
+            return ()
+        both = bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS
+        return tuple(row for rows in both for row in pick(rows, wanted.masked))
     main: list[BackwardVariant] = []
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):

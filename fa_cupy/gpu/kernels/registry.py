@@ -39,7 +39,7 @@ SPLITKV: tuple[fwd_splitkv.FwdSplitkv, ...] = fwd_splitkv.VARIANTS
 _GRADIENTS = [
     row
     for row in attention_backward.VARIANTS
-    if row.dtype == "bfloat16" and not row.sparse and row.score is None
+    if row.dtype in ("bfloat16", "float64") and not row.sparse and row.score is None
     if row.for_score(SCORE_EXAMPLES[0]) != row
 ]
 #: One build for other scores of each row of attention; each kind of scores comes up in turn.
