@@ -371,6 +371,7 @@ def test_warmup_compiles_what_packed_sequences_can_get(target):
     assert used <= {*rows}
     assert {row.packed for row in {*rows} - {SEQUENCE_SPANS, row_intervals.VARIANT}} == {True}
     assert {row.source for row in rows if row.dtype == "float64"} == {
+        "attention/fwd_fp64",
         *(f"attention/bwd_{which}_fp64" for which in ("dq", "dkdv")),
         "linear/other_rows",
         "linear/recurrent_fp64",
