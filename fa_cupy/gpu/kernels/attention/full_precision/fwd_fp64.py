@@ -96,7 +96,7 @@ def _rows() -> Iterator[FwdFp64]:
                 source="attention/fwd_fp64", dtype=DTYPE, dim=dim, tile_m=tile_m,
                 tile_n=32 if sparse and 128 % tile_n else tile_n, warps=warps, stages=1, why=why,
                 column_warps=column_warps, wide=wide, sparse=sparse,
-                hot_targets=("sm_90a",) if wide else (),
+                hot_targets=(),
             )  # fmt: skip
 
 
