@@ -289,20 +289,27 @@ class _PlanOfParts:
         )  # fmt: skip
         arrays = (*given, of_sinks, *of_rows)
         key = tuple([None if x is None else (x.shape, x.strides) for x in arrays])
-        plan = self._plans.get(key)
-        if plan is None:
-            problem = group.problem(self.problem, given, of_sinks)
-            plan = _planned(problem, given, of_rows, self.need, of_sinks, None)
-            self._keep(key, plan)
+        plan = self._plan_of(
+            key,
+            lambda: _planned(
+                group.problem(self.problem, given, of_sinks), given, of_rows, self.need, of_sinks,
+                None,
+            ),
+        )  # fmt: skip
         grads = _run(plan, given, of_rows, _empty, of_sinks)
         for name, x in grads.items():
             scatter = group.scatter_rows if name == "q" else group.scatter_keys
             scatter(found[name], x.reshape(x.shape[:1] + x.shape[axes + 1 - found[name].ndim :]))
 
-    def _keep(self, key: Any, plan: Plan) -> None:
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
+    def _plan_of(self, key: Any, make: Callable[[], Plan]) -> Plan:
+        """Return a plan that was kept, or make it and keep it."""
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = make()
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
     def _solve(
         self,
@@ -319,11 +326,9 @@ class _PlanOfParts:
         else:
             laid = None if mask is None else (mask.shape, mask.strides)
             key = inputs[0].shape[-2], inputs[1].shape[-2], laid
-            found = self._plans.get(key)
-            if found is None:
-                found = _planned(problem(), given, (*results,), need, sinks, score)
-                self._keep(key, found)
-            plan = found
+            plan = self._plan_of(
+                key, lambda: _planned(problem(), given, (*results,), need, sinks, score)
+            )
         return _run(plan, given, (*results,), _empty, sinks, score)
 
     def _solve_entries(
@@ -336,10 +341,7 @@ class _PlanOfParts:
         score: ScoreOperands | None,
     ) -> dict[str, Array]:
         alone, given = problem(), ((*inputs,), (*results,))
-        plan = self._plans.get(alone)
-        if plan is None:
-            plan = _planned(alone, *given, need, sinks, score)
-            self._keep(alone, plan)
+        plan = self._plan_of(alone, lambda: _planned(alone, *given, need, sinks, score))
         return _run(plan, *given, _empty, sinks, score)
 
     def _each(

@@ -45,7 +45,7 @@ from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.keys import entries, sequences
 from fa_cupy.keys.folded import can_fold, folded, unfold
-from fa_cupy.keys.gathered import gathered_gradients, unpacked_gradients
+from fa_cupy.keys.gathered import as_integers, gathered_gradients, unpacked_gradients
 from fa_cupy.keys.layout import PLACES, KeyArrays
 from fa_cupy.score.program import Operands
 
@@ -140,11 +140,11 @@ class Prepared(NamedTuple):
         }
         for name, copy in copies.items():
             if name not in _GRADIENTS:
-                _bits(copy)[...] = _bits(arrays[name])
+                as_integers(copy)[...] = as_integers(arrays[name])
         ran = self.plan.run((*pointers, *tables), memory.ptr)
         for name in _GRADIENTS:
             if ran and name in copies:
-                _bits(arrays[name])[...] = _bits(copies[name])
+                as_integers(arrays[name])[...] = as_integers(copies[name])
         return ran
 
 
@@ -356,7 +356,7 @@ def _by_folding(
         if name in given:
             unfold(found[name], part)
         else:
-            _bits(found[name])[...] = _bits(part)
+            as_integers(found[name])[...] = as_integers(part)
     return found
 
 
@@ -589,8 +589,3 @@ def _laid_out(shape: tuple[int, ...], order: Sequence[int] | None, dtype: np.dty
         strides[axis] = step
         step *= max(1, shape[axis])
     return Laid(shape, tuple(strides), dtype)
-
-
-def _bits(x: Any) -> Any:
-    """Return `x` as integers of its size: CuPy does not move bfloat16 around everywhere."""
-    return x.view(np.dtype(f"u{x.dtype.itemsize}"))

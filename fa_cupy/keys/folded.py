@@ -18,6 +18,7 @@ import numpy as np
 from fa_cupy.core.attention_problem import Problem, attention_problem
 from fa_cupy.keys.gathered import as_integers, zeros_behind
 from fa_cupy.keys.layout import KeyArrays
+from fa_cupy.keys.sequences import shifted_band
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -88,10 +89,8 @@ def folded(
         *arrays, scale=problem.scale, softcap=problem.softcap, sinks=sinks,
         precision=problem.precision, q_offsets=offsets[0], k_offsets=offsets[1],
     )  # fmt: skip
-    shift = 0
-    if problem.band_from_end:  # then bounds are those of one sequence of all queries and keys
-        shift = (alone.k_len - alone.q_len) - (problem.k_len - problem.q_len)
-    lower, upper = (None if x is None else x + shift for x in (problem.lower, problem.upper))
+    # Bounds that count from the end are those of one sequence of all queries and keys.
+    lower, upper = shifted_band(problem, alone.q_len, alone.k_len)
     alone = replace(alone, lower=lower, upper=upper, band_from_end=problem.band_from_end)
     rows = _folded(out, 3), _folded(lse, 2), _folded(dout, 3), _folded(dlse, 2)
     return Folded(alone, arrays, rows, KeyArrays(q_offsets=offsets[0], k_offsets=offsets[1]))

@@ -132,12 +132,18 @@ def parts(keys: KeyArrays, q_len: int) -> list[Part]:
     return [Part(i, slice(a, b), slice(c, d)) for i, a, b, c, d in found if a < b]
 
 
-def band_of(problem: Problem, q_len: int, k_len: int) -> tuple[int | None, int | None]:
-    """Return the bounds of a sequence of so many queries and keys; one that never binds is None."""
+def shifted_band(problem: Problem, q_len: int, k_len: int) -> tuple[int | None, int | None]:
+    """Return the bounds of a problem for so many queries and keys in place of its own."""
     shift = 0
     if problem.band_from_end:
         shift = (k_len - q_len) - (problem.k_len - problem.q_len)
     lower, upper = (None if x is None else x + shift for x in (problem.lower, problem.upper))
+    return lower, upper
+
+
+def band_of(problem: Problem, q_len: int, k_len: int) -> tuple[int | None, int | None]:
+    """Return the bounds of a sequence of so many queries and keys; one that never binds is None."""
+    lower, upper = shifted_band(problem, q_len, k_len)
     if lower is not None and lower <= 1 - q_len:
         lower = None
     if upper is not None and upper >= k_len - 1:

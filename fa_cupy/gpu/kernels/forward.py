@@ -18,7 +18,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_LENGTH,
     Traits,
 )
-from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32, fwd_fp64
+from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32, fwd_fp64, products_fp64
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32 import FwdFp32
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FwdFp64
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
@@ -42,7 +42,7 @@ ROWS: tuple[Row, ...] = (*VARIANTS, *FP64_VARIANTS)
 # Whether the kernels of these dtypes may solve a problem; those of others solve any.
 _SUPPORTS = {
     np.dtype(fwd_fp32.DTYPE): fwd_fp32.supports,
-    np.dtype(fwd_fp64.DTYPE): fwd_fp64.supports,
+    np.dtype(products_fp64.DTYPE): fwd_fp64.supports,
 }
 # fwd_splitkv is for at most so many rows, of queries and of heads that share keys, and from so many
 # keys on: there reading the keys takes the time.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa_cupy.core.attention_problem import FLOAT_DTYPES
-from fa_cupy.gpu.driver.targets import number_of
 from fa_cupy.gpu.kernels.attention.attention_params import ATTENTION_PARAMS
+from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import ProductsFp64
 from fa_cupy.gpu.kernels.backward import ARRAY, BackwardVariant, Launches, Traits
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE
 from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
@@ -16,7 +16,6 @@ from fa_cupy.gpu.plan import Step
 from fa_cupy.tiled.attention_backward import slope_of
 from fa_cupy.tiled.softcap import transform
 
-DTYPE = "float64"
 _ARRAYS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 #: ``struct BwdFp64Params`` of ``cuda_src/common/backward_fp64.cuh``.
 BWD_FP64_PARAMS = np.dtype(
@@ -35,7 +34,7 @@ _ROWS_OF_PAIR = 16  # of two warps
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardFp64(BackwardVariant):
+class BackwardFp64(ProductsFp64, BackwardVariant):
     """A row of a kernel of gradients in float64, which takes any call with a mask, or any without.
 
     `stages` are tiles of the side that its blocks walk over.
@@ -44,25 +43,17 @@ class BackwardFp64(BackwardVariant):
     ----------
     column_warps : int
         Pairs of warps that share rows, each with a part of the columns.
-    wide : bool
-        Whether one instruction of SM90 makes a product, for which eight do before.
     own_keys : bool
         Whether a block owns keys, else queries.
     """
 
     column_warps: int = 1
-    wide: bool
     own_keys: bool
 
     @property
     def own_rows(self) -> int:
         """Rows that a block owns."""
         return self.tile_n if self.own_keys else self.tile_m
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Targets the row may serve: those that have its instructions and its shared memory."""
-        return tuple(t for t in super().targets if number_of(t) >= 90 or not self.wide)
 
     @property
     def shared_bytes(self) -> int:

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa_cupy.core.attention_problem import Problem
-from fa_cupy.gpu.driver.targets import number_of
 from fa_cupy.gpu.kernels.attention.attention_params import (
     ATTENTION_PARAMS,
     Traits,
     make_params,
     mask_addresses,
 )
-from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import DTYPE, ProductsFp64
 from fa_cupy.gpu.plan import Step
 from fa_cupy.tiled.softcap import transform
 
-DTYPE = "float64"
 #: ``struct FwdFp64Params`` of ``cuda_src/attention/fwd_fp64.cu``.
 FWD_FP64_PARAMS = np.dtype(
     [("common", ATTENTION_PARAMS), ("lse", np.uint64)]
@@ -33,24 +31,16 @@ FEW_QUERIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwdFp64(Variant):
+class FwdFp64(ProductsFp64):
     """A row of ``fwd_fp64``, which takes any call with a mask, or any without.
 
     Attributes
     ----------
     column_warps : int
         Warps that share rows, each with a part of the output's columns.
-    wide : bool
-        Whether one instruction of SM90 makes a product, for which eight do before.
     """
 
     column_warps: int = 1
-    wide: bool
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Targets the row may serve: those that have its instructions and its shared memory."""
-        return tuple(t for t in super().targets if number_of(t) >= 90 or not self.wide)
 
     @property
     def shared_bytes(self) -> int:
@@ -96,7 +86,7 @@ def _rows() -> Iterator[FwdFp64]:
                 source="attention/fwd_fp64", dtype=DTYPE, dim=dim, tile_m=tile_m,
                 tile_n=32 if sparse and 128 % tile_n else tile_n, warps=warps, stages=1, why=why,
                 column_warps=column_warps, wide=wide, sparse=sparse,
-                hot_targets=(),
+                hot_targets=(),  # log takes a stack of 8 bytes
             )  # fmt: skip
 
 
