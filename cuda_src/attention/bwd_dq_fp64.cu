@@ -17,8 +17,6 @@ constexpr double kFarFp64 = 1024.0;
 // An LSE that differs by more than this part of itself from that of a row's own scores is one of
 // more keys: results over parts of the keys were merged.
 constexpr double kLseToleranceFp64 = 1.0 / (1ll << 48);
-// The largest score of a row that has none: finite, so that no difference of two is NaN.
-constexpr double kNoMaxFp64 = -1.7976931348623157e308;
 
 // What is known of a query by its LSE and its output, by a whole warp.  One that does not exist, or
 // that sees no key, has weights of 0.
@@ -65,10 +63,7 @@ struct RowStatistics {
 FA_DEVICE void replace_lse(const BwdFp64Params& params, uint32 entry, int query, QueryRow& row,
                            RowStatistics statistics) {
   const AttentionParams& p = params.common;
-  if (p.sinks != nullptr) {
-    const int64 index = element_of_entry(p, entry, p.sinks_batch) + query * p.sinks_row;
-    statistics.add(load_as_float<double>(p.sinks, index, p.sinks_kind));
-  }
+  statistics.add(load_sink_fp64(p, entry, query));
   const double lse = row.shift, own_lse = statistics.row_max + log(statistics.row_sum);
   const bool covers_more_keys = !(fabs(lse - own_lse) <= kLseToleranceFp64 * fabs(lse));
   row.factor = covers_more_keys ? exp_of_difference_fp64(statistics.row_max - lse)
@@ -129,6 +124,7 @@ FA_DEVICE void recompute_dq(const BwdFp64Params& params, const SharedStorage& sh
     const double* k = row_start(params, params.k, entry, key);
     again.for_each(p.head_dim,
                    [&](double& sum, int col) { sum = fma(params.scale * terms.ds, k[col], sum); });
+    if (again.are_nan(p.head_dim)) break;
   }
   double* to = row_start(params, params.dq, entry, query);
   again.for_each(p.head_dim, [&](double& sum, int col) { to[col] = sum; });

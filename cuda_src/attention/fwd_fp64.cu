@@ -17,6 +17,7 @@
 #include "cuda_src/common/forward_sm80.cuh"
 #include "cuda_src/common/math_fp64.cuh"
 #include "cuda_src/common/mma_fp64.cuh"
+#include "cuda_src/common/rows_fp64.cuh"
 #include "cuda_src/common/score.cuh"
 
 // -------------------------------------------------------------------------------------- constants
@@ -65,8 +66,6 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "its variant asks for as much");
 
 // ---------------------------------------------------------------------------------------- softmax
-// The row_max of a row that has seen no key: finite, so that no difference of two is NaN.
-constexpr double kNoMaxFp64 = -1.7976931348623157e308;
 // row_max moves only when a score passes it by more: nearly no tile then rescales the output.
 // Weights of up to e**8 lose nothing.
 constexpr double kMaxSlack = 8.0;
@@ -186,13 +185,6 @@ FA_DEVICE void make_scores(const FwdFp64Params& p, const TileWork& work,
 }
 
 // ------------------------------------------------------------------------------------ rows by hand
-// The sink of a row; -inf without sinks.
-FA_DEVICE double load_sink_fp64(const AttentionParams& p, int64 batch, int row) {
-  if (p.sinks == nullptr) return -FA_INFINITY;
-  const int64 index = element_of_entry(p, batch, p.sinks_batch) + row * p.sinks_row;
-  return load_as_float<double>(p.sinks, index, p.sinks_kind);
-}
-
 // The log-sum-exp of a row; -inf where it has seen no key.
 FA_DEVICE double log_sum_exp_fp64(double row_max, double row_sum) {
   return row_sum == 0.0 ? -FA_INFINITY : row_max + log(row_sum);
@@ -212,11 +204,7 @@ FA_DEVICE void for_each_score(const FwdFp64Params& params, const TileWork& work,
   for_each_key<kSparse>(p, DenseKeys{p, work.at}, work.batch, row, [&](int key) {
     const double* k =
         static_cast<const double*>(p.k) + work.at.k + static_cast<int64>(key) * p.k_row;
-    double product = 0.0;
-#pragma unroll 1
-    for (int d = threadIdx.x % 32; d < p.head_dim; d += 32) product = fma(q[d], k[d], product);
-#pragma unroll 1
-    for (int step = 16; step > 0; step /= 2) product += shfl_xor_fp64(product, step);
+    const double product = dot_of_warp(q, k, p.head_dim);
     const double score = score_fp64(params, work.at, product, row, key);
     return score == -FA_INFINITY || visit(key, score);
   });

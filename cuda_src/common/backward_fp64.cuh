@@ -17,6 +17,7 @@
 #include "cuda_src/common/block_table.cuh"
 #include "cuda_src/common/math_fp64.cuh"
 #include "cuda_src/common/mma_fp64.cuh"
+#include "cuda_src/common/rows_fp64.cuh"
 #include "cuda_src/common/score.cuh"
 #include "ptx/warpgroup.cuh"
 
@@ -168,8 +169,8 @@ FA_DEVICE int mask_row(const BwdFp64Params& params, uint32 entry, int own_row) {
 // How many heads a block walks over.
 FA_DEVICE int heads_of(const BwdFp64Params& params) { return kOwnKeys ? params.group : 1; }
 
-// The tile, or the first one behind it, that there is and that a mask does not hide; its head is
-// heads_of() where there is none.
+// The first tile from `at` on that a mask does not hide.  Where all are hidden, the head of the
+// result is heads_of().
 FA_DEVICE OtherTile next_visible(const BwdFp64Params& params, const WorkTile& work, OtherTile at) {
   if (work.begin >= work.end) return {heads_of(params), 0};
   while (at.head < heads_of(params)) {
@@ -364,19 +365,6 @@ FA_DEVICE void add_to_sums(const SharedStorage& shared, int stage, int i, const 
 }
 
 // ------------------------------------------------------------------------------------ rows by hand
-FA_DEVICE double sum_of_warp(double x) {
-#pragma unroll 1
-  for (int step = 16; step > 0; step /= 2) x += shfl_xor_fp64(x, step);
-  return x;
-}
-
-FA_DEVICE double dot_of_warp(const double* a, const double* b, int cols) {
-  double sum = 0.0;
-#pragma unroll 1
-  for (int d = threadIdx.x % 32; d < cols; d += 32) sum = fma(a[d], b[d], sum);
-  return sum_of_warp(sum);
-}
-
 // Whether a mask leaves a pair.
 FA_DEVICE bool mask_leaves(const BwdFp64Params& params, uint32 entry, int query, int key) {
   const int own = kOwnKeys ? key : query, other = kOwnKeys ? query : key;

@@ -238,7 +238,7 @@ def test_scores_know_the_entry_the_head_and_the_positions(xp, text, options):
         np.testing.assert_allclose(x, y, atol=1e-3)
 
 
-# Lengths that are out of range on a device, where nobody looks at them
+# Lengths that are out of range on a device, where the host does not read them
 
 
 @pytest.mark.gpu
