@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -56,10 +57,13 @@ def masked_problems(dim: int, extra: int) -> Iterator[tuple[dict[str, Any], dict
 
 
 def serves(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> bool:
-    """Whether a row of ``fwd_sm90`` gets this call; one of the other kernel takes any."""
+    """Whether a row gets this call, where it is the only one that could; most take any."""
+    from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FEW_QUERIES, FwdFp64
     from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
     from fa_cupy.gpu.kernels.tensor_maps import DIM_STEP
 
+    if isinstance(row, FwdFp64):
+        return shape["q_len"] > FEW_QUERIES
     if not isinstance(row, FwdSm90):
         return True
     odd = any(shape[dim] % DIM_STEP for dim in ("head_dim", "v_dim"))
@@ -106,6 +110,27 @@ def as_mask(sent: dict[str, Any], host: dict[str, np.ndarray], shape: dict[str, 
         sent["mask"] = BitMask.from_dense(host["mask"])
 
 
+def dtype_of(row: Any) -> np.dtype:
+    """The dtype of the arrays that a row takes."""
+    return next(dtype for dtype in peers.DTYPES.values() if dtype.name == row.dtype)
+
+
+@contextlib.contextmanager
+def loaded_rows() -> Iterator[set[Any]]:
+    """Collect the rows of the table of kernels that calls load."""
+    from fa_cupy.gpu.driver import compile
+
+    reached: set[Any] = set()
+    load = compile.load
+
+    def spy(row: Any, *rest: Any) -> Any:
+        reached.add(row)
+        return load(row, *rest)
+
+    with mock.patch.object(compile, "load", spy):
+        yield reached
+
+
 def send(array: np.ndarray, offset: int) -> Any:
     """A copy on the device that starts ``offset`` elements into its allocation."""
     flat = np.concatenate([np.zeros(offset, array.dtype), array.ravel()])
@@ -124,25 +149,27 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     Raises
     ------
     RuntimeError
-        Where a result is wrong, so that nothing can be left out in silence.
+        Where a result is wrong or no call reached a row, so that nothing can be left out in
+        silence.
     """
     from fa_cupy import attention
     from fa_cupy.core import plan_cache
     from fa_cupy.gpu.kernels import forward
     from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
+    from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 
     calls = 0
-    others = tuple(row for row in forward.VARIANTS if isinstance(row, FwdSm80))
-    for number, row in enumerate(forward.VARIANTS):
+    others = tuple(row for row in forward.ROWS if isinstance(row, FwdSm80))
+    for number, row in enumerate(forward.ROWS):
         if number % shares != share:
             continue
         if target not in row.targets:
             print(f"{row.name}: not for {target}")
             continue
-        dtype = peers.DTYPES["bf16" if row.dtype == "bfloat16" else "fp16"]
+        dtype = dtype_of(row)
         # What `select` chooses from; a row of fwd_sm90 needs one beside it for other pointers.
-        rows = (row,) if row in others else (row, *others)
-        with mock.patch.object(forward, "VARIANTS", rows):
+        rows = (row, *others) if isinstance(row, FwdSm90) else (row,)
+        with mock.patch.object(forward, "ROWS", rows), loaded_rows() as reached:
             forward.select.cache_clear()
             plan_cache.plans.clear()
             for shape, options in (masked_problems if row.sparse else problems)(row.dim, number):
@@ -155,6 +182,8 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
                 if not np.isfinite(peers.to_host(out).astype(np.float32)).all():
                     raise RuntimeError(f"{row.name} {shape} {options}: the result is not finite")
                 calls += 1
+        if row not in reached:
+            raise RuntimeError(f"no call reached {row.name}")
     forward.select.cache_clear()
     plan_cache.plans.clear()
     return calls

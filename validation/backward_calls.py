@@ -85,22 +85,6 @@ def error(
     )
 
 
-@contextlib.contextmanager
-def loaded_rows() -> Iterator[set[Any]]:
-    """Collect the rows of the table of kernels that calls load."""
-    from fa_cupy.gpu.driver import compile
-
-    reached: set[Any] = set()
-    load = compile.load
-
-    def spy(row: Any, *rest: Any) -> Any:
-        reached.add(row)
-        return load(row, *rest)
-
-    with mock.patch.object(compile, "load", spy):
-        yield reached
-
-
 def run(target: str, share: int = 0, shares: int = 1) -> int:
     """Make every call once and look at each result; return how many there were.
 
@@ -121,7 +105,8 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
 
     calls = 0
     select = attention_backward.select
-    kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80")  # one of each call
+    # One of each call.
+    kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", "bwd_dkdv_fp64")
     mains = [row for row in attention_backward.VARIANTS if row.kernel in kernels]
     for row in mains[share::shares]:
         if target not in row.targets:
@@ -134,10 +119,15 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
             problem_set = sm80_problems(row.dim, row.sparse)
             wanted = wanted._replace(mapped=False)
             patches.append(mock.patch.object(attention_backward, "select", unmapped(select)))
+        elif row.kernel == "bwd_dkdv_fp64":
+            problem_set = sm80_problems(row.dim, row.sparse)
         rows = select(wanted, target)
+        if row not in rows:
+            print(f"{row.name}: others are chosen for {target}")
+            continue
         plan_cache.plans.clear()  # what is kept would not be loaded again
         with contextlib.ExitStack() as stack:
-            reached = stack.enter_context(loaded_rows())
+            reached = stack.enter_context(attention_calls.loaded_rows())
             for patch in patches:
                 stack.enter_context(patch)
             for shape, options in problem_set:
@@ -158,7 +148,7 @@ def _call(row: Any, shape: dict[str, Any], options: dict[str, Any]) -> None:
     """Make one call and look at its results."""
     from fa_cupy import attention, attention_backward
 
-    host = arrays(peers.DTYPES["bf16" if row.dtype == "bfloat16" else "fp16"], shape)
+    host = arrays(attention_calls.dtype_of(row), shape)
     sent = {name: peers.to_device(x) for name, x in host.items()}
     attention_calls.as_mask(sent, host, shape)
     q, k, v, dout = (sent[name] for name in ("q", "k", "v", "dout"))

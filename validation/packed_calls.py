@@ -14,8 +14,9 @@ from validation import attention_calls, backward_calls, peers, product_calls
 
 _WRONG = 0.02  # of a norm, in bfloat16; rounding is a tenth of it
 _BAND = ("is_causal", "causal_align", "window")
+_SMALL = (32, 64, 96, 128, 192, 256)
 #: Which kernels of attention are to run, and with which dims.
-_DIMS = {"sm90": (64, 96, 128, 192, 256), "sm80": (32, 64, 96, 128, 192, 256)}
+_DIMS = {"sm90": (64, 96, 128, 192, 256), "sm80": _SMALL, "fp32": _SMALL, "fp64": _SMALL}
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -106,13 +107,18 @@ def forced(kernels: str) -> Iterator[None]:
     forward.select.cache_clear()
     with contextlib.ExitStack() as stack:
         if kernels == "sm80":
-            rows = tuple(row for row in forward.VARIANTS if isinstance(row, FwdSm80))
-            stack.enter_context(mock.patch.object(forward, "VARIANTS", rows))
+            rows = tuple(row for row in forward.ROWS if isinstance(row, FwdSm80))
+            stack.enter_context(mock.patch.object(forward, "ROWS", rows))
             select = backward_calls.unmapped(attention_backward.select)
             stack.enter_context(mock.patch.object(attention_backward, "select", select))
         yield
     forward.select.cache_clear()
     plan_cache.plans.clear()
+
+
+def dtype_of(kernels: str) -> np.dtype[Any]:
+    """The dtype of the arrays that these kernels take."""
+    return peers.DTYPES[kernels if kernels in peers.DTYPES else "bf16"]
 
 
 def rows_of(kernels: str, dim: int, target: str) -> set[Any]:
@@ -122,9 +128,10 @@ def rows_of(kernels: str, dim: int, target: str) -> set[Any]:
     from fa_cupy.gpu.kernels.backward import Wanted
 
     mapped = kernels == "sm90"
-    row = forward.select("bfloat16", dim, dim, target, forward.Call(None, mapped, False))
+    dtype = dtype_of(kernels).name
+    row = forward.select(dtype, dim, dim, target, forward.Call(None, mapped, False))
     assert row is not None
-    wanted = Wanted("bfloat16", dim, mapped=mapped, packed=True)
+    wanted = Wanted(dtype, dim, mapped=mapped, packed=True)
     gradients = attention_backward.select(wanted, target)
     return {row.for_sequences(True), *gradients, row_intervals.VARIANT}
 
@@ -132,9 +139,9 @@ def rows_of(kernels: str, dim: int, target: str) -> set[Any]:
 def run_attention(kernels: str, dim: int, target: str) -> int:
     """Make the calls of some kernels with one dim; return how many there were."""
     calls = 0
-    with forced(kernels), backward_calls.loaded_rows() as reached:
+    with forced(kernels), attention_calls.loaded_rows() as reached:
         for shape, options in problems(dim):
-            host = arrays(peers.DTYPES["bf16"], shape)
+            host = arrays(dtype_of(kernels), shape)
 
             def send(name: str, x: Any, shape: dict[str, Any] = shape) -> Any:
                 return x if name.endswith("offsets") and "host" in shape else peers.to_device(x)
@@ -286,7 +293,7 @@ def run_products(row: Any) -> int:
     calls = 0
     plan_cache.plans.clear()
     dtype = next(x for x in peers.DTYPES.values() if x.name == row.dtype)
-    with backward_calls.loaded_rows() as reached:
+    with attention_calls.loaded_rows() as reached:
         for problem in product_problems(row.dim):
             host = product_arrays(dtype, problem)
             sent = {

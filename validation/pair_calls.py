@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from validation import peers
-from validation.attention_calls import send
-from validation.backward_calls import error, loaded_rows
+from validation.attention_calls import loaded_rows, send
+from validation.backward_calls import error
 
 _WRONG = 0.05  # of a norm; an output in bfloat16 changes gradients of large scores by 0.03
 
