@@ -66,7 +66,7 @@ def arrays(dtype: np.dtype, shape: dict[str, Any]) -> dict[str, np.ndarray]:
     rows = found["q"].shape[:-1]
     found["dout"] = rng.standard_normal((*rows, shape["v_dim"])).astype(np.float32).astype(dtype)
     if shape.get("dlse"):
-        found["dlse"] = rng.standard_normal(rows).astype(np.float32)
+        found["dlse"] = rng.standard_normal(rows).astype(np.promote_types(dtype, np.float32))
     return found
 
 

@@ -8,8 +8,9 @@
 // split in registers.
 //
 // Each row of Q, K and V has an exponent of its own, and so has each row of the output, so that a
-// row of small numbers is as accurate as one of large numbers.  Tensor cores cut what they add
-// towards zero: no sum of theirs is longer than kLongestSum steps, and all others are float32.
+// row of small numbers is as accurate as one of large numbers.  A row of scores in which small
+// numbers beside large ones would count is computed again, key by key.  Tensor cores cut what they
+// add towards zero: no sum of theirs is longer than kLongestSum steps, and all others are float32.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/forward_sm80.cuh"
@@ -183,8 +184,10 @@ FA_DEVICE void read_pairs(uint32 (&b)[kAtOnce][2], uint32 (&b_low)[kAtOnce][2], 
   }
 }
 
-// S = Q K^T of a warp's rows.
-FA_DEVICE void gemm_qk(const SharedStorage& shared, float (&s)[1][kMmaN][4]) {
+// S = Q K^T of a warp's rows.  `most` is what the exponents of each row, and of the largest of the
+// tile's keys that this thread holds products of, come to: no term of a product is larger than
+// 2^30 times its square.
+FA_DEVICE void gemm_qk(const SharedStorage& shared, float (&s)[1][kMmaN][4], float (&most)[2]) {
   constexpr int kCount = kMmaN < kAtOnce ? kMmaN : kAtOnce;
   const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
   const uint32 q_address = cvta_to_shared(shared.q) + a_lane<QTile::Tile>(16 * warp);
@@ -215,28 +218,28 @@ FA_DEVICE void gemm_qk(const SharedStorage& shared, float (&s)[1][kMmaN][4]) {
   // Half of the exponents is applied twice, because float32 may not hold all of it.
   const float* q_factor = shared.q_factor + 16 * warp + lane / 4;
   const float row_factor[2] = {q_factor[0], q_factor[8]};
+  float most_factor = 0.0f;
 #pragma unroll
   for (int j = 0; j < kMmaN; ++j) {
     const float2 k_factor =
         *reinterpret_cast<const float2*>(shared.k_factor + 8 * j + 2 * (lane % 4));
+    most_factor = fmaxf(most_factor, fmaxf(k_factor.x, k_factor.y));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float factor = row_factor[e / 2] * (e % 2 ? k_factor.y : k_factor.x);
       s[0][j][e] = s[0][j][e] * factor * factor;
     }
   }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) most[h] = row_factor[h] * most_factor;
 }
 
-// Makes scores of products, in units of log2, as in fwd_sm80.cu.
+// Makes scores of products, in natural units.
 FA_DEVICE void modify_scores(const AttentionParams& params, const TileWork& work,
                              float (&s)[1][kMmaN][4], int key_tile) {
   const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
   load_and_apply_score_mod<false>(params, work.at.bias, s[0], work.q_begin + 16 * warp + lane / 4,
                                   key_tile * kTileN + 2 * (lane % 4));
-#pragma unroll
-  for (int e = 0; e < 4 * kMmaN; ++e) {
-    s[0][e / 4][e % 4] = scale_score(s[0][e / 4][e % 4], params.exp2_scale);
-  }
 }
 
 // Puts -inf where a mask hides a key: bit 0 of a word is the first column of the tile.
@@ -262,9 +265,16 @@ FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
 // ---------------------------------------------------------------------------------------- softmax
 // What a tile of weights is worth beside those before it.  The weights of a tile are relative to
 // its own largest score.
+//
+// Scores that are products are multiplied by p.exp2_scale, which brings them to units of log2,
+// inside of the exponent.  Others are in natural units, and only their differences are multiplied:
+// of scores of 1e5 the products would differ by a hundredth from what they should be.
 struct TileSums {
-  float max[2], sum[2];  // in units of log2; of this thread's weights
+  float max[2], sum[2];  // of this thread's weights
 };
+
+// From a difference of maxima to units of log2.
+constexpr float kUnitsOfLog2 = kScoreMod ? kLog2e : 1.0f;
 
 // Turns scores into weights: P = exp2(S - max).
 FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_scale) {
@@ -275,16 +285,31 @@ FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_
     for (int j = 0; j < kMmaN; ++j) most = fmaxf(most, fmaxf(s[0][j][2 * h], s[0][j][2 * h + 1]));
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
-    tile.max[h] = fmaxf(scale_score(most, exp2_scale), kNoMax);
+    tile.max[h] = fmaxf(kScoreMod ? most : most * exp2_scale, kNoMax);
     tile.sum[h] = 0.0f;
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
       for (int e = 2 * h; e < 2 * h + 2; ++e) {
-        s[0][j][e] = ex2_approx_ftz(fmaf(s[0][j][e], exp2_scale, -tile.max[h]));
+        s[0][j][e] = ex2_approx_ftz(kScoreMod ? (s[0][j][e] - tile.max[h]) * kLog2e
+                                              : fmaf(s[0][j][e], exp2_scale, -tile.max[h]));
         tile.sum[h] += s[0][j][e];
       }
     }
+  }
+}
+
+// Has a row computed again, by making its sum NaN, where pairs may have lost what counts.
+//
+// A number of less than 2^-25 of the largest of its row keeps fewer than 24 bits, and a product of
+// it is off by up to 2^-50 of the largest product that there might be.  That counts only where
+// all products are far smaller than that one: where large numbers meet zeros, or cancel.
+// What does not count is a quarter of a unit of a score of 1, or of the largest score.
+FA_DEVICE void check_range(const AttentionParams& params, const float (&most)[2], TileSums& tile) {
+  const float scale = fabsf(kScoreMod ? params.scale : params.exp2_scale) * 64.0f;  // 2^(30-50+26)
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (most[h] * most[h] * scale > fmaxf(1.0f, fabsf(tile.max[h]))) tile.sum[h] = FA_NAN;
   }
 }
 
@@ -375,7 +400,8 @@ FA_DEVICE bool join_tile(Rows& rows, const TileSums& tile, const int (&top)[2],
   for (int h = 0; h < 2; ++h) {
     float &row_max = rows.softmax.row_max[0][h], &row_sum = rows.softmax.row_sum[0][h];
     const float new_max = fmaxf(row_max, tile.max[h]);
-    const float old_part = row_max - new_max, new_part = tile.max[h] - new_max;
+    const float old_part = (row_max - new_max) * kUnitsOfLog2;
+    const float new_part = (tile.max[h] - new_max) * kUnitsOfLog2;
     const int old_unit = rows.unit[h] + static_cast<int>(floorf(fmaxf(old_part, kLeast)));
     const int new_unit = top[h] + static_cast<int>(floorf(fmaxf(new_part, kLeast)));
     const int unit = max(old_unit, new_unit);
@@ -464,6 +490,11 @@ FA_DEVICE void write_out(const AttentionParams& params, const Rows& rows,
 FA_DEVICE void finish_rows(const AttentionParams& params, const TileWork& work, Rows& rows,
                            float (&o)[1][kMmaV][4]) {
   rows.softmax.reduce_row_sum();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float& row_max = rows.softmax.row_max[0][h];
+    if (kScoreMod) row_max = scale_score(row_max, params.exp2_scale);
+  }
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_row = work.q_begin + 16 * warp + lane / 4;
   if (params.sinks != nullptr) {
@@ -524,14 +555,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     load_v(params, shared, tiles, tile);
     cp_async_commit_group();
 
-    float s[1][kMmaN][4];
-    gemm_qk(shared, s);
+    float s[1][kMmaN][4], most[2];
+    gemm_qk(shared, s, most);
     const int key = key_tile(shared, tile);
     if constexpr (kScoreMod) modify_scores(params, work, s, key);
     if constexpr (kSparse) mask_by_words(shared, s, tile);
     if (key < band.full_begin || key >= band.full_end) mask_by_band(params, work, s, key);
     TileSums sums;
-    exponentiate(s, sums, softmax_scale(params));
+    exponentiate(s, sums, params.exp2_scale);
+    check_range(params, most, sums);
 
     // The same for V, and every warp has left K.
     cp_async_wait_group<0>();

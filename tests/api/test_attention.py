@@ -6,10 +6,11 @@ import tracemalloc
 import numpy as np
 import pytest
 from hypothesis import given, note, settings
+from hypothesis import strategies as st
 from scipy import special
 
 from fa_cupy import attention, reference
-from tests.support.every_run import widest
+from tests.support.every_run import by_dtype_examples
 from tests.support.strategies import (
     BFLOAT16,
     DTYPES,
@@ -54,9 +55,11 @@ def check(xp, *arrays, **options):
     return out, lse
 
 
-@widest()
-@given(case=cases())
-def test_any_call_agrees_with_the_reference(xp, case):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data())
+def test_any_call_agrees_with_the_reference(xp, dtype, data):
+    case = data.draw(cases([dtype]))
     shapes = [a if a is None else (a.shape, a.dtype.name) for a in case.arrays]
     note(f"{shapes} {case.options} {case.layouts}")
     out, lse = solve(xp, case)

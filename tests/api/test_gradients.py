@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import BitMask, attention, attention_backward, reference
 from tests.api.test_attention import HIDE, hidden
-from tests.support.every_run import widest
+from tests.support.every_run import by_dtype_examples
 from tests.support.gradients import check, differences, solve
 from tests.support.strategies import (
     DTYPES,
@@ -77,9 +77,11 @@ def test_finite_differences(function, options, shapes):
 # Fuzz
 
 
-@widest()
-@given(case=cases(), dlse=st.booleans())
-def test_any_call_agrees_with_the_reference(xp, case, dlse):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data(), dlse=st.booleans())
+def test_any_call_agrees_with_the_reference(xp, dtype, data, dlse):
+    case = data.draw(cases([dtype]))
     assume(plain_options(case))
     shapes = [a if a is None else (a.shape, a.dtype.name) for a in case.arrays]
     note(f"{shapes} {case.options} {case.layouts}")

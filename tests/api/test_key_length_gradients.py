@@ -14,7 +14,7 @@ from tests.api.test_gradients import plain_options
 from tests.api.test_key_lengths import BANDS, LENGTHS, describe, draw
 from tests.conftest import cupy_or_skip
 from tests.support import gradients
-from tests.support.every_run import widest
+from tests.support.every_run import by_dtype_examples
 from tests.support.keyed_cases import cases_with_lengths, native_options
 from tests.support.strategies import DTYPES, UNIT, Case, by_dtype, lay, to_numpy
 
@@ -76,9 +76,11 @@ def check_close(x, y):
 # The definition
 
 
-@widest()
-@given(case=cases_with_lengths(finite=True), dlse=st.booleans())
-def test_any_call_agrees_with_the_reference(xp, case, dlse):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data(), dlse=st.booleans())
+def test_any_call_agrees_with_the_reference(xp, dtype, data, dlse):
+    case = data.draw(cases_with_lengths([dtype], finite=True))
     assume(plain_options(case))
     describe(case)
     gradients.check(xp, case, dlse)

@@ -8,11 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 from hypothesis import given, note
+from hypothesis import strategies as st
 
 from fa_cupy import BitMask, Score, attention, reference
 from fa_cupy.keys import layout
 from fa_cupy.keys.layout import KeyArrays
-from tests.support.every_run import widest
+from tests.support.every_run import by_dtype_examples
 from tests.support.keyed_cases import cases_with_lengths, native_options, paged_cases
 from tests.support.strategies import (
     DTYPES,
@@ -69,9 +70,11 @@ def describe(case):
 # The definition
 
 
-@widest()
-@given(case=cases_with_lengths())
-def test_any_call_with_lengths_agrees_with_the_reference(xp, case):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data())
+def test_any_call_with_lengths_agrees_with_the_reference(xp, dtype, data):
+    case = data.draw(cases_with_lengths([dtype]))
     describe(case)
     shape = reference.attention(*case.arrays, **case.options)[0].shape
     out = xp.asarray(np.full(shape, np.nan).astype(case.q.dtype)) if case.with_out else None
@@ -81,9 +84,11 @@ def test_any_call_with_lengths_agrees_with_the_reference(xp, case):
     check_against_reference(case, to_numpy(found), to_numpy(lse))
 
 
-@widest()
-@given(case=paged_cases())
-def test_any_call_with_pages_agrees_with_the_reference(xp, case):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data())
+def test_any_call_with_pages_agrees_with_the_reference(xp, dtype, data):
+    case = data.draw(paged_cases([dtype]))
     describe(case)
     shape = reference.attention(*case.arrays, **case.options)[0].shape
     out = xp.asarray(np.full(shape, np.nan).astype(case.q.dtype)) if case.with_out else None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fa_cupy import BitMask, Score, attention, attention_backward, reference
 from tests.api.test_key_lengths import describe, draw, solve
 from tests.support import gradients
-from tests.support.every_run import widest
+from tests.support.every_run import by_dtype_examples
 from tests.support.keyed_cases import native_options, packed_cases
 from tests.support.strategies import (
     DTYPES,
@@ -51,9 +51,11 @@ def of_none(q_offsets, q_len):
 # The definition
 
 
-@widest()
-@given(case=packed_cases())
-def test_any_call_agrees_with_the_reference(xp, case):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data())
+def test_any_call_agrees_with_the_reference(xp, dtype, data):
+    case = data.draw(packed_cases([dtype]))
     describe(case)
     shape = reference.attention(*case.arrays, **case.options)[0].shape
     out = xp.asarray(np.full(shape, np.nan).astype(case.q.dtype)) if case.with_out else None
@@ -63,9 +65,11 @@ def test_any_call_agrees_with_the_reference(xp, case):
     check_against_reference(case, to_numpy(found), to_numpy(lse))
 
 
-@widest()
-@given(case=packed_cases(finite=True), dlse=st.booleans())
-def test_gradients_of_any_call_agree_with_the_reference(xp, case, dlse):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data(), dlse=st.booleans())
+def test_gradients_of_any_call_agree_with_the_reference(xp, dtype, data, dlse):
+    case = data.draw(packed_cases([dtype], finite=True))
     describe(case)
     gradients.check(xp, case, dlse)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fa_cupy import BitMask, Score, attention, attention_backward, plot, reference
 from tests.support import expressions, score_calls
+from tests.support.every_run import by_dtype_examples
 from tests.support.strategies import DTYPES, by_dtype, normal
 
 B, H, LQ, LK, D = 2, 3, 50, 40, 8
@@ -117,13 +118,12 @@ def test_a_score_that_is_a_bias_is_that_bias():
 
 
 @st.composite
-def calls(draw):
+def calls(draw, dtype):
     """An expression, arrays, and options that change what it is applied to."""
     text = draw(expressions.expressions())
     sizes = expressions.SIZES
     axes = draw(st.sampled_from([(sizes["b"], sizes["h"]), (1, 2, sizes["h"]), (sizes["h"],), ()]))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
-    dtype = np.dtype(draw(st.sampled_from([np.float64, np.float32])))
     grouped = len(axes) == 2 and draw(st.booleans())
     few = (*axes[:-1], 1) if grouped else axes
     shapes = ((*axes, sizes["i"]), (*few, sizes["j"]), (*few, sizes["j"]), (*axes, sizes["i"]))
@@ -149,10 +149,12 @@ def compare(got, want, dtype, text):
     assert (error <= small * size).all(), (text, error.max(), size)
 
 
-@given(call=calls())
-def test_drawn_expressions_agree_with_the_reference(run, call):
+@pytest.mark.parametrize(**by_dtype(*DTYPES[2:]))
+@by_dtype_examples()
+@given(data=st.data())
+def test_drawn_expressions_agree_with_the_reference(run, dtype, data):
     attention, attention_backward = run
-    text, (q, k, v, dout), bias, mask, options = call
+    text, (q, k, v, dout), bias, mask, options = data.draw(calls(dtype))
     score = Score(text, **expressions.arguments_of(text))
     with np.errstate(all="ignore"):
         want, want_lse = reference.attention(q, k, v, bias, mask, score=score, **options)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fa_cupy import BitMask, attention, attention_backward, merge_attention, reference
 from tests.api.test_gradients import plain_options
 from tests.support import gradients
-from tests.support.every_run import examples
+from tests.support.every_run import by_dtype_examples, examples
 from tests.support.strategies import (
     DTYPES,
     UNIT,
@@ -54,8 +54,11 @@ def cases_with_sinks(draw, dtypes=DTYPES):
     return case
 
 
-@given(case=cases_with_sinks())
-def test_any_call_agrees_with_the_reference(xp, case):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data())
+def test_any_call_agrees_with_the_reference(xp, dtype, data):
+    case = data.draw(cases_with_sinks([dtype]))
     sinks = case.options["sinks"]
     note(f"{[x.shape for x in case.arrays if x is not None]} {sinks.dtype} {sinks.shape}")
     options = {**case.options, "sinks": xp.asarray(sinks)}
@@ -63,8 +66,11 @@ def test_any_call_agrees_with_the_reference(xp, case):
     check_against_reference(case, to_numpy(out), to_numpy(lse))
 
 
-@given(case=cases_with_sinks(), dlse=st.booleans())
-def test_gradients_of_any_call_agree_with_the_reference(xp, case, dlse):
+@pytest.mark.parametrize(**by_dtype())
+@by_dtype_examples()
+@given(data=st.data(), dlse=st.booleans())
+def test_gradients_of_any_call_agree_with_the_reference(xp, dtype, data, dlse):
+    case = data.draw(cases_with_sinks([dtype]))
     assume(plain_options(case))
     sinks = case.options["sinks"]
     note(f"{[x.shape for x in case.arrays if x is not None]} {sinks.dtype} {sinks.shape}")

@@ -16,7 +16,6 @@ from fa_cupy.keys.layout import KeyArrays
 from tests.api.test_gradients import plain_options
 from tests.api.test_key_lengths import BANDS, describe
 from tests.support import gradients
-from tests.support.every_run import widest
 from tests.support.keyed_cases import cases_with_lengths, paged_cases
 from tests.support.strategies import UNIT, by_dtype, check_against_reference, normal
 
@@ -38,14 +37,12 @@ def solve(q, k, v, bias=None, mask=None, *, sinks=None, score=None, **options):
     return out, lse
 
 
-@widest()
 @given(case=cases_with_lengths())
 def test_calls_with_lengths_agree_with_the_reference(case):
     describe(case)
     check_against_reference(case, *solve(*case.native(np), **case.options))
 
 
-@widest()
 @given(case=paged_cases())
 def test_calls_with_pages_agree_with_the_reference(case):
     describe(case)
@@ -154,7 +151,6 @@ def solve_gradients(dout, dlse, q, k, v, bias=None, mask=None, *, sinks=None, **
     return cpu_backward.backward(*given, tuple(need), empty, sinks), given[1]
 
 
-@widest()
 @given(case=cases_with_lengths(finite=True), dlse=st.booleans())
 def test_gradients_with_lengths_agree_with_the_reference(case, dlse):
     assume(plain_options(case))

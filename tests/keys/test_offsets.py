@@ -20,7 +20,6 @@ from fa_cupy.keys.gathered import mark_bad_rows, unpacked, unpacked_gradients
 from tests.api.test_key_lengths import describe
 from tests.api.test_packed import BANDS, K_LEN, K_OFFSETS, Q_LEN, Q_OFFSETS
 from tests.support import gradients
-from tests.support.every_run import widest
 from tests.support.keyed_cases import packed_cases
 from tests.support.strategies import UNIT, by_dtype, check_against_reference, normal
 
@@ -66,7 +65,6 @@ def backward(arrays, results, need, *, sinks=None, by_parts=False, **options):
 
 
 @pytest.mark.parametrize("by_parts", [False, True])
-@widest()
 @given(case=packed_cases())
 def test_calls_agree_with_the_reference(by_parts, case):
     describe(case)
@@ -75,7 +73,6 @@ def test_calls_agree_with_the_reference(by_parts, case):
 
 
 @pytest.mark.parametrize("by_parts", [False, True])
-@widest()
 @given(case=packed_cases(finite=True), with_dlse=st.booleans())
 def test_gradients_agree_with_the_reference(by_parts, case, with_dlse):
     describe(case)
@@ -113,7 +110,6 @@ def wild(draw, count, dtype):
     return np.array(draw(st.lists(some, min_size=count + 1, max_size=count + 1)), dtype)
 
 
-@widest()
 @given(data=st.data(), count=st.integers(0, 6), options=st.sampled_from(BANDS))
 def test_sequences_with_invalid_offsets_are_nan_and_no_others(data, count, options):
     integers = st.sampled_from([np.int32, np.int64])

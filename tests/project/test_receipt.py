@@ -571,6 +571,10 @@ def test_plugin_records_a_run_that_is_cut(tmp_path):
     assert record["failed"] == ["checks/test_gpu.py::test_bad"]
     assert record["passed"] == {"checks/test_gpu.py::test_good": 1}
     assert not record["whole"]
+    said = (tmp_path / "tests.failures.txt").read_text()
+    assert said.startswith("==== checks/test_gpu.py::test_bad")
+    assert "assert 0" in said
+    assert (tmp_path / "tests.running.txt").read_text() == "checks/test_gpu.py::test_end"
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,15 @@ def _without_parameters(nodeid):
 class Recorder:
     """Collects outcomes; works under pytest-xdist, whose workers send their reports here.
 
-    They are written again and again, so that a run that is cut leaves what it has found.
+    They are written again and again, so that a run that is cut leaves what it has found. Beside
+    them lie what failed tests said, and the names of those that run.
     """
 
     def __init__(self, config):
         self.config = config
         self.passed = Counter()
         self.failed = set()
+        self.running = set()
         self.skipped = {}
         self.examples = Counter()
         self.left_out = 0
@@ -62,8 +64,18 @@ class Recorder:
         elif report.skipped:
             self.skipped[report.nodeid] = str(report.longrepr[2])
 
+    def pytest_runtest_logstart(self, nodeid):
+        self.running.add(nodeid)
+        self._write_beside("running", "\n".join(sorted(self.running)))
+
+    def pytest_runtest_logfinish(self, nodeid):
+        self.running.discard(nodeid)
+        self._write_beside("running", "\n".join(sorted(self.running)))
+
     def pytest_runtest_logreport(self, report):
         if report.failed:
+            said = f"==== {report.nodeid}, {report.duration:.0f} s\n{report.longreprtext}\n"
+            self._write_beside("failures", said, "a")
             self.failed.add(report.nodeid + ("" if report.when == "call" else f" ({report.when})"))
         elif report.skipped:
             why = getattr(report, "wasxfail", None)
@@ -90,6 +102,13 @@ class Recorder:
             (self.config.rootpath / folder).resolve() for folder in self.config.getini("testpaths")
         }
         self.write(whole and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
+
+    def _write_beside(self, name, text, mode="w"):
+        """Write a text file beside the record, in the process that writes that."""
+        if not hasattr(self.config, "workerinput"):
+            path = self.config.getoption("--receipt").with_suffix(f".{name}.txt")
+            with path.open(mode, encoding="utf-8") as file:
+                file.write(text)
 
     def write(self, whole):
         """Write what is known; `whole` says that no test is left."""

@@ -17,7 +17,7 @@ from fa_cupy.core import attention_problem
 from fa_cupy.core.attention_problem import FLOAT_DTYPES, Problem
 from fa_cupy.score import header
 from fa_cupy.score.program import BoundScore, Program, itemsize
-from fa_cupy.tiled.softcap import transform
+from fa_cupy.tiled.softcap import in_turn, transform
 
 MAX_SCORE_ARRAYS, MAX_SCORE_AXES = 6, 4  # kMaxScoreArrays, kMaxScoreAxes
 MAX_COMPILE_COST = 12  # see `Program.compile_cost`
@@ -163,6 +163,15 @@ def takes_score(problem: Problem) -> bool:
         and (dtype == "number" or all(step % itemsize(dtype) == 0 for step in layout.strides))
         for layout, dtype in zip(score.layouts, score.program.dtypes, strict=True)
     )
+
+
+def takes_softcap(problem: Problem) -> bool:
+    """Whether kernels compute the softcap of a problem, if it has one, as well as its dtype asks.
+
+    They multiply products by scale / softcap. Beside 16-bit numbers any softcap will do that is as
+    good as none; others keep their digits where that quotient, or the softcap, is far from 1.
+    """
+    return problem.dtype.itemsize == 2 or not in_turn(problem, problem.dtype)[2]
 
 
 def score_pointers(problem: Problem) -> dict[str, str]:

@@ -93,6 +93,15 @@ DATA = {
     "queries of all sizes": (
         lambda q, k, v: (q * powers(len(q), -36, 0), k * powers(len(k), -36, 0), v), True,
     ),
+    "columns of all sizes": (
+        lambda q, k, v: (q * powers(64, -17, 17).T, k / powers(64, -17, 17).T, v), False,
+    ),
+    "large numbers that meet zeros": (
+        lambda q, k, v: (
+            np.where(np.arange(64) < 3, 1e30, q), np.where(np.arange(64) < 3, 0, k), v,
+        ),
+        False,
+    ),
     "values of all sizes": (lambda q, k, v: (q, k, v * powers(len(v), -37, 37)), True),
     "values that grow": (
         lambda q, k, v: (q, k, v * np.sort(powers(len(v), -30, 36), axis=0)), True,
@@ -120,6 +129,34 @@ def test_as_good_as_plain_float32(data, truncating, options):
     change, rows = DATA[data]
     arrays = [x.astype(SINGLE) for x in change(*arrays_of(64, 120, 150))]
     hold(D64, arrays, rows=rows, truncating=truncating, **options)
+
+
+@pytest.mark.parametrize("size", [2000, 2.0**17, -1e9, -1e30])
+@pytest.mark.parametrize("how", only(["bias", "softcap", "mask", "causal"], "bias"))
+def test_scores_far_from_zero(size, how):
+    """A weight follows from the difference to the largest score, not from two numbers of log2."""
+    arrays = arrays_of(64, 70, 100)
+    bias = np.zeros((70, 100), SINGLE)
+    bias[::3] = size
+    if abs(size) < 2**20:
+        bias[::3] += np.random.default_rng(0).integers(-3, 4, bias[::3].shape)
+    options = {"softcap": {"softcap": 2.0}, "causal": CAUSAL}.get(how, {})
+    if how == "mask":
+        options = {"mask": np.random.default_rng(1).random((70, 100)) < 0.7}
+    hold(SPARSE if how == "mask" else D64, arrays, rows=True, bias=bias, **options)
+
+
+def test_only_rows_that_lose_digits_are_computed_again(tmp_path):
+    """They do where large numbers meet zeros or small ones, not where scores are large."""
+    source = plant(tmp_path, D64.source, ("if (any_recompute) {", "if (false) {"))
+    for size in (1e-3, 1, 1e3):
+        q, k, v = arrays_of(64, 64, 200)
+        q *= SINGLE.type(size)
+        k[:3] *= SINGLE.type(1e4)
+        assert np.isfinite(calls.attention(D64, q, k, v, None, None, 0, source)[0]).all()
+    q[5, 7], k[:, 7] = 1e12, 0
+    out, _ = calls.attention(D64, q, k, v, None, None, 0, source)
+    assert np.flatnonzero(np.isnan(out).any(-1)).tolist() == [5]
 
 
 @pytest.mark.parametrize("row", only(ROWS.values(), D64), ids=lambda row: row.name)
