@@ -266,17 +266,13 @@ FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
 // What a tile of weights is worth beside those before it.  The weights of a tile are relative to
 // its own largest score.
 //
-// Scores that are products are multiplied by p.exp2_scale, which brings them to units of log2,
-// inside of the exponent.  Others are in natural units, and only their differences are multiplied:
-// of scores of 1e5 the products would differ by a hundredth from what they should be.
+// Only differences of scores are multiplied by p.exp2_scale, which brings them to units of log2: of
+// scores of 1e5 the products would differ by a hundredth from what they should be.
 struct TileSums {
   float max[2], sum[2];  // of this thread's weights
 };
 
-// From a difference of maxima to units of log2.
-constexpr float kUnitsOfLog2 = kScoreMod ? kLog2e : 1.0f;
-
-// Turns scores into weights: P = exp2(S - max).
+// Turns scores into weights: P = exp2((S - max) * exp2_scale).
 FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_scale) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -285,14 +281,13 @@ FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_
     for (int j = 0; j < kMmaN; ++j) most = fmaxf(most, fmaxf(s[0][j][2 * h], s[0][j][2 * h + 1]));
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
-    tile.max[h] = fmaxf(kScoreMod ? most : most * exp2_scale, kNoMax);
+    tile.max[h] = fmaxf(most, kNoMax);
     tile.sum[h] = 0.0f;
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
       for (int e = 2 * h; e < 2 * h + 2; ++e) {
-        s[0][j][e] = ex2_approx_ftz(kScoreMod ? (s[0][j][e] - tile.max[h]) * kLog2e
-                                              : fmaf(s[0][j][e], exp2_scale, -tile.max[h]));
+        s[0][j][e] = ex2_approx_ftz((s[0][j][e] - tile.max[h]) * exp2_scale);
         tile.sum[h] += s[0][j][e];
       }
     }
@@ -309,7 +304,8 @@ FA_DEVICE void check_range(const AttentionParams& params, const float (&most)[2]
   const float scale = fabsf(kScoreMod ? params.scale : params.exp2_scale) * 64.0f;  // 2^(30-50+26)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (most[h] * most[h] * scale > fmaxf(1.0f, fabsf(tile.max[h]))) tile.sum[h] = FA_NAN;
+    const float counts = fmaxf(1.0f, fabsf(tile.max[h] * params.exp2_scale));
+    if (most[h] * most[h] * scale > counts) tile.sum[h] = FA_NAN;
   }
 }
 
@@ -392,7 +388,7 @@ struct Rows {
 //
 // Both are powers of 2 times differences of maxima.  What is below 2^-126 of the row's largest
 // weight is 0, as it would be in plain float32.
-FA_DEVICE bool join_tile(Rows& rows, const TileSums& tile, const int (&top)[2],
+FA_DEVICE bool join_tile(Rows& rows, const TileSums& tile, const int (&top)[2], float exp2_scale,
                          float (&correction)[1][2], float (&factor)[2]) {
   constexpr float kLeast = -300.0f;
   bool changed = false;
@@ -400,8 +396,8 @@ FA_DEVICE bool join_tile(Rows& rows, const TileSums& tile, const int (&top)[2],
   for (int h = 0; h < 2; ++h) {
     float &row_max = rows.softmax.row_max[0][h], &row_sum = rows.softmax.row_sum[0][h];
     const float new_max = fmaxf(row_max, tile.max[h]);
-    const float old_part = (row_max - new_max) * kUnitsOfLog2;
-    const float new_part = (tile.max[h] - new_max) * kUnitsOfLog2;
+    const float old_part = (row_max - new_max) * exp2_scale;
+    const float new_part = (tile.max[h] - new_max) * exp2_scale;
     const int old_unit = rows.unit[h] + static_cast<int>(floorf(fmaxf(old_part, kLeast)));
     const int new_unit = top[h] + static_cast<int>(floorf(fmaxf(new_part, kLeast)));
     const int unit = max(old_unit, new_unit);
@@ -493,7 +489,7 @@ FA_DEVICE void finish_rows(const AttentionParams& params, const TileWork& work, 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float& row_max = rows.softmax.row_max[0][h];
-    if (kScoreMod) row_max = scale_score(row_max, params.exp2_scale);
+    if (row_max != kNoMax) row_max = scale_score(row_max, params.exp2_scale);
   }
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_row = work.q_begin + 16 * warp + lane / 4;
@@ -577,7 +573,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     int top[2];
     weigh_by_exponents(shared, s, top);
     float correction[1][2], factor[2];
-    if (join_tile(rows, sums, top, correction, factor)) rescale_o(o, correction);
+    if (join_tile(rows, sums, top, params.exp2_scale, correction, factor)) {
+      rescale_o(o, correction);
+    }
     gemm_pv(shared, o, s, factor);
   }
   finish_rows(params, work, rows, o);

@@ -555,7 +555,7 @@ def keep_promises(torch):
     assert out.transpose(-3, -2).is_contiguous()
     torch.library.opcheck(torch.ops.fa_cupy.attention, (*given, *options), test_utils=tests)
     need = "sinks,v,k,q,bias"
-    given = (*given[:6], *places[2:], [])
+    given = (*given[:6], *places[1:], [])
     backward = (torch.ones_like(out), need, None, out, lse, *given, *options)
     torch.library.opcheck(torch.ops.fa_cupy.attention_backward, backward, test_utils=tests)
     state = torch.zeros(2, 4, 2, 3, dtype=torch.float64).mT

@@ -146,6 +146,13 @@ def test_scores_far_from_zero(size, how):
     hold(SPARSE if how == "mask" else D64, arrays, rows=True, bias=bias, **options)
 
 
+@pytest.mark.parametrize("size", [1e4, 1e5, 1e6, 1e7, 1e8])
+def test_equal_scores_have_equal_weights(size):
+    q, k, v = np.full((1, 1), size, SINGLE), np.ones((2, 1), SINGLE), np.array([[1], [3]], SINGLE)
+    out, _ = calls.attention(D64, q, k, v, scale=1.0)
+    assert out.tolist() == [[2.0]]
+
+
 def test_only_rows_that_lose_digits_are_computed_again(tmp_path):
     """They do where large numbers meet zeros or small ones, not where scores are large."""
     source = plant(tmp_path, D64.source, ("if (any_recompute) {", "if (false) {"))
