@@ -36,9 +36,8 @@ constexpr int kScoreSteps = kDim / 16 % kLongestSum == 0 ? kLongestSum : kDim / 
 // Where registers are short, a barrier keeps the compiler from moving the loads of later sums up.
 constexpr bool kWaitsForSums = kDim > 64 && kTileN > 32;
 static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is padded to a multiple of 32, at most 256");
-static_assert(kTileM == 16 * kWarps && kWarps == 4,
-              "a warp owns 16 rows, and finds one end of one "
-              "list");
+static_assert(kTileM == 16 * kWarps && kWarps >= 4,
+              "a warp owns 16 rows; each of four warps finds one end of a list");
 static_assert(kTileN % 16 == 0 && kTileN / 16 <= kLongestSum && kMaskBlock % kTileN == 0 &&
                   kMaskBlock % kTileM == 0,
               "the keys of a tile are one sum, and tiles divide the blocks of a mask");

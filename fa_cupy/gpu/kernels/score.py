@@ -168,7 +168,7 @@ def takes_score(problem: Problem) -> bool:
 def takes_softcap(problem: Problem) -> bool:
     """Whether kernels compute the softcap of a problem, if it has one, as well as its dtype asks.
 
-    They multiply products by scale / softcap. Beside 16-bit numbers any softcap will do that is as
+    They multiply products by scale / softcap. For 16-bit numbers any softcap will do that is as
     good as none; others keep their digits where that quotient, or the softcap, is far from 1.
     """
     return problem.dtype.itemsize == 2 or not in_turn(problem, problem.dtype)[2]

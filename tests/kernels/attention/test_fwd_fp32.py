@@ -23,7 +23,7 @@ from validation.emulator.launcher import EmulatorLauncher
 pytestmark = pytest.mark.emulator
 
 SINGLE = np.dtype(np.float32)
-ROWS = {(row.dim, row.sparse): row for row in VARIANTS}
+ROWS = {(row.dim, row.sparse): row for row in reversed(VARIANTS)}  # those of SM90
 D64, SPARSE, D256 = ROWS[64, False], ROWS[64, True], ROWS[256, False]
 CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
 TOP_LEFT = {"is_causal": True, "causal_align": "top_left"}  # the first rows see few keys
@@ -166,7 +166,7 @@ def test_only_rows_that_lose_digits_are_computed_again(tmp_path):
     assert np.flatnonzero(np.isnan(out).any(-1)).tolist() == [5]
 
 
-@pytest.mark.parametrize("row", only(ROWS.values(), D64), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", only(VARIANTS, D64), ids=lambda row: row.name)
 def test_long_sequences(row):
     """Where tensor cores add up a few terms at a time, cutting them shows no more than this."""
     arrays = arrays_of(row.dim, 20, 4096 if row is D64 else 1000)

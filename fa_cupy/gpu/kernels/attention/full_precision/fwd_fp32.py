@@ -44,26 +44,29 @@ class FwdFp32(Variant):
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """Smaller dims first: there is no other kernel for float32."""
-        return (1, self.dim)
+        """Smaller dims first, then larger tiles: there is no other kernel for float32."""
+        return (1, self.dim, -self.tile_m)
 
 
 def _rows() -> Iterator[FwdFp32]:
-    # dim, tile_n, blocks, why. Every row fits the 99 KB of the smallest targets.
+    # dim, tile_m, tile_n, blocks, why. The last ones are for the 99 KB of the smallest targets.
     rows = (
-        (32, 64, 3, "16 rows a warp; the keys of a tile are one sum of tensor cores"),
-        (64, 64, 2, "as for 32"),
-        (96, 64, 2, "as for 32"),
-        (128, 64, 2, "as for 32; two blocks where shared memory has room"),
-        (192, 32, 2, "64 keys do not fit in shared memory"),
-        (256, 16, 2, "32 keys do not fit in shared memory"),
+        (32, 128, 64, 2, "as many queries as there are registers for share what splitting costs"),
+        (64, 128, 64, 2, "as for 32"),
+        (96, 128, 64, 1, "as for 32"),
+        (128, 128, 64, 1, "as for 32; the keys of a tile are one sum of tensor cores"),
+        (192, 128, 32, 1, "the output leaves registers for scores of 32 keys"),
+        (256, 128, 32, 1, "as for 192"),
+        (128, 64, 64, 2, "128 queries do not fit"),
+        (192, 64, 32, 2, "as for 128"),
+        (256, 64, 16, 2, "as for 128; 32 keys do not fit either"),
     )
-    for dim, tile_n, blocks, why in rows:
-        hot = ("sm_90a",) if dim <= 128 else ()  # beyond, up to 10 registers spill
+    for dim, tile_m, tile_n, blocks, why in rows:
         for sparse in (False, True):
             yield FwdFp32(
-                source="attention/fwd_fp32", dtype=DTYPE, dim=dim, tile_m=64, tile_n=tile_n,
-                warps=4, stages=1, blocks=blocks, why=why, sparse=sparse, hot_targets=hot,
+                source="attention/fwd_fp32", dtype=DTYPE, dim=dim, tile_m=tile_m, tile_n=tile_n,
+                warps=tile_m // 16, stages=1, blocks=blocks, why=why, sparse=sparse,
+                hot_targets=("sm_90a",) if dim in (96, 128) else (),  # others spill a little
             )  # fmt: skip
 
 
