@@ -21,6 +21,7 @@ SCORES = ("attention_scores_fwd", "attention_scores_bwd")
 SPARSE = readme.SPARSE_FAMILIES
 DECODE = "attention_decode"
 PACKED = ("attention_packed_fwd", "attention_packed_bwd")
+FLOATS = ("attention_float_fwd", "attention_float_bwd")
 CPU_SMALL = "cpu_small"
 GRAPHS = ("graphs_cpu", "graphs_gpu", "graphs_bwd_gpu", "mask_made_cpu")
 
@@ -101,7 +102,7 @@ chosen_cpu = functools.partial(chosen, "cpu")
 
 def benchmarks():
     """Every device's pictures and tables, but those with a place of their own."""
-    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, *PACKED, CPU_SMALL, DECODE)
+    elsewhere = (*NOT_A_SPEED, *SCORES, *SPARSE, *GRAPHS, *PACKED, *FLOATS, CPU_SMALL, DECODE)
     found = speeds(lambda f: not (f in elsewhere or f.startswith(PRODUCT)), "")
     return found or "No speed has been measured yet. ``make bench`` measures it.\n"
 
@@ -139,6 +140,15 @@ def packed():
     return found or (
         "No speed of it has been measured yet. ``python -m validation bench --families "
         f"{','.join(PACKED)}`` measures it, on a GPU.\n"
+    )
+
+
+def floats():
+    """Pictures and tables of float32 and float64 on a GPU."""
+    found = speeds(lambda f: f in FLOATS, "-float")
+    return found or (
+        "No speed of it has been measured yet. ``python -m validation bench --families "
+        f"{','.join(FLOATS)}`` measures it, on a GPU.\n"
     )
 
 

@@ -106,7 +106,7 @@ def run_family(name: str, args: argparse.Namespace, started: float) -> list[stor
             continue
         # float32 stands beside plain CuPy, which the fused kernels of the peers do not serve
         extra = ["plain_cupy"] if case.dtype == "fp32" and not args.impls else []
-        here = impls + [impl for impl in extra if impl in family.impls]
+        here = impls + [impl for impl in extra if impl in family.impls and impl not in impls]
         try:
             fresh, reasons = measure(name, case, here, args.rounds)
         except Exception as failure:  # most likely the device's context: keep what there is

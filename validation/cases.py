@@ -17,7 +17,8 @@ class Dense:
     The name of a case, such as ``bf16 hd128 causal 4096x4``, is dtype, head_dim, ``full`` or
     ``causal``, length x batch; the number of heads follows from heads * head_dim = 2048 and is
     named (``h8``) only where it does not. Fewer heads of keys and values (``kv8``) and a causal
-    window (``window1024``: a query sees so many keys, its own the last) are named too.
+    window (``window1024``: a query sees so many keys, its own the last) are named too. Where a
+    precision is allowed, as of float32 ``tf32``, it is named in place of the dtype.
     """
 
     dtype: str
@@ -29,6 +30,7 @@ class Dense:
     kv_heads: int = 0  # 0: as many as heads
     window: int = 0  # 0: none
     backward: bool = False
+    precision: str = ""  # "tf32", or "" for that of the dtype
 
     @property
     def key_heads(self) -> int:
@@ -43,7 +45,8 @@ class Dense:
         kv = f" kv{self.kv_heads}" if self.kv_heads else ""
         window = f" window{self.window}" if self.window else ""
         shape = f"{self.length}x{self.batch}"
-        return f"{self.dtype} hd{self.head_dim} {kind} {shape}{heads}{kv}{window}"
+        numbers = self.precision or self.dtype
+        return f"{numbers} hd{self.head_dim} {kind} {shape}{heads}{kv}{window}"
 
     @property
     def flops(self) -> float:
@@ -441,6 +444,17 @@ ATTENTION_BWD = tuple(
     replace(case, backward=True)
     for head_dim in (128, 64, 256)
     for case in _tokens_16384("bf16", head_dim, (1024, 4096, 16384))
+)
+
+# Wide floats, and float32 where products may have the precision of TF32.
+ATTENTION_FLOAT_FWD = (
+    *(case for dim in (128, 64, 256) for case in _tokens_16384("fp32", dim, (4096,))),
+    *(replace(case, precision="tf32") for case in _tokens_16384("fp32", 128, (4096,))),
+    *(case for dim in (128, 64, 256) for case in _tokens_16384("fp64", dim, (4096,))),
+)
+# Gradients know no precision.
+ATTENTION_FLOAT_BWD = tuple(
+    replace(case, backward=True) for case in ATTENTION_FLOAT_FWD if not case.precision
 )
 
 # Grouped queries, 4 heads for one of keys and values, and a window.

@@ -76,21 +76,30 @@ def to_device(array: np.ndarray) -> Any:
     return module("cupy").asarray(_integers(array)).view(array.dtype)
 
 
+def _torch_dtypes() -> dict[str, Any]:
+    torch = module("torch")
+    return {
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }
+
+
 def to_torch(array: Any) -> Any:
     """The same memory as a torch tensor."""
     torch = module("torch")
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     name = next(name for name, dtype in DTYPES.items() if dtype == array.dtype)
-    return torch.from_dlpack(_integers(array)).view(dtypes[name])
+    return torch.from_dlpack(_integers(array)).view(_torch_dtypes()[name])
 
 
 def from_torch(tensor: Any) -> Any:
     """The same memory as a NumPy or CuPy array."""
     torch = module("torch")
-    dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     xp = module("cupy") if tensor.is_cuda else np
-    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return xp.from_dlpack(tensor.view(integers)).view(DTYPES[dtypes[tensor.dtype]])
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    name = next(name for name, dtype in _torch_dtypes().items() if dtype == tensor.dtype)
+    return xp.from_dlpack(tensor.view(integers)).view(DTYPES[name])
 
 
 def normal(xp: Any, rng: Any, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
@@ -107,9 +116,10 @@ def normal(xp: Any, rng: Any, shape: tuple[int, ...], dtype: str, scale: float =
         A key of `DTYPES`.
     scale : float, optional
     """
-    x = rng.standard_normal(shape, dtype=xp.float32)
+    drawn = xp.float64 if dtype == "fp64" else xp.float32
+    x = rng.standard_normal(shape, dtype=drawn)
     if scale != 1:
-        x *= xp.float32(scale)
+        x *= drawn(scale)
     if dtype == "bf16" and xp is not np:  # CuPy knows no bfloat16: round to the upper half
         bits = (x.view(xp.uint32) + xp.uint32(0x8000)) >> xp.uint32(16)
         return bits.astype(xp.uint16).view(DTYPES["bf16"])
@@ -168,7 +178,8 @@ def fa_cupy(case: Dense, qkv: Qkv) -> Call:
     q, k, v = qkv
     wait = _same if isinstance(q, np.ndarray) else None
     window = (case.window - 1, 0) if case.window else None
-    return Call(lambda: attention(q, k, v, is_causal=case.causal, window=window), _same, wait)
+    options = {"is_causal": case.causal, "window": window, "precision": case.precision or None}
+    return Call(lambda: attention(q, k, v, **options), _same, wait)
 
 
 def torch_sdpa(backend: str) -> Callable[[Dense, Qkv], Call]:
@@ -258,7 +269,8 @@ def plain_cupy(case: Dense, qkv: Qkv) -> Call:
             scores = cp.where(keep, scores, scores.dtype.type(lowest))
         scores -= scores.max(-1, keepdims=True)
         cp.exp(scores, out=scores)
-        scores /= scores.sum(-1, keepdims=True, dtype=cp.float32).astype(scores.dtype)
+        sums = scores.sum(-1, keepdims=True, dtype=np.promote_types(scores.dtype, np.float32))
+        scores /= sums.astype(scores.dtype)
         return cp.matmul(scores, v)
 
     return Call(run, _same)

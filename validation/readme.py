@@ -36,6 +36,8 @@ SUMMARY = (
     ("Causal product", "causal_product_fwd", "bf16 E64 4096x8 h16"),
     ("Gradients of the causal product", "causal_product_bwd", "bf16 E64 4096x8 h16"),
     ("Causal product, float32", "causal_product_fwd", "fp32 E64 4096x8 h16"),
+    ("Attention in float32", "attention_float_fwd", "fp32 hd128 full 4096x4"),
+    ("Attention in float64", "attention_float_fwd", "fp64 hd128 full 4096x4"),
     ("Attention in float32, on a CPU", "attention_cpu", "fp32 hd64 full 2048x1 h8"),
     ("Attention of 64 tokens in float32, on a CPU", "cpu_small", "fp32 attention 1x8x64x64"),
     ("One query and 8,192 keys in float32, on a CPU", "cpu_small", "fp32 decode 1x32x8192x128"),
@@ -51,6 +53,8 @@ PEERS = {
     "fla_fused_chunk": "fla-core",
     "torch": "PyTorch",
     "torch_chunk": "PyTorch",
+    "torch_plain": "PyTorch",
+    "plain_cupy": "CuPy",
     "jax": "JAX",
     "numpy": "NumPy",
 }

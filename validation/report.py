@@ -10,7 +10,7 @@ from typing import Any
 from validation import store
 
 # relative Frobenius error against float64 beyond which a result is wrong rather than rounded
-ERROR_LIMIT = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "tf32": 5e-3, "bool": 0.0}
+ERROR_LIMIT = {"fp16": 1e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-13, "tf32": 5e-3, "bool": 0.0}
 # Triton's products round factors of float32 to TF32, which has ten bits, unless told otherwise.
 _TF32 = ("fla_chunk", "fla_fused_chunk")
 TIMES = ("us",)  # units in which less is better
@@ -113,6 +113,8 @@ COLORS = {
     "efficient": "#8a8a8a",
     "jax": "#b8860b",
     "plain_cupy": "#6a51a3",
+    "torch_plain": "#1b6ca8",
+    "fa_cupy_cublas": "#e07b39",
     "flash2_window": "#66c2a5",
     "torch": "#1b6ca8",
     "fa_cupy_recurrent": "#e07b39",

@@ -43,6 +43,29 @@ def test_bench_of_gradients_on_the_gpu(dtype, tmp_path, monkeypatch):
     assert store.load(out)[1][0]["value"] > 0
 
 
+@pytest.mark.parametrize("way", ["fwd", "bwd"])
+def test_bench_of_floats_on_the_gpu(way, tmp_path, monkeypatch):
+    name = f"attention_float_{way}"
+    family = families.FAMILIES[name]
+    small = tuple(
+        dataclasses.replace(case, length=300, batch=2, heads=3)
+        for case in family.cases
+        if case.head_dim == 128
+    )
+    impls = tuple(impl for impl in family.impls if impl not in ("efficient", "torch_plain"))
+    changed = {"cases": small, "burst_ms": 1, "default_impls": impls}
+    monkeypatch.setitem(families.FAMILIES, name, dataclasses.replace(family, **changed))
+    out = tmp_path / "bench.json"
+    arguments = ["--families", name, "--rounds", "2", "--out", str(out)]
+    assert bench.main([*arguments, "--plot", str(tmp_path / "bench.png")]) == 0
+    rows = store.load(out)[1]
+    plain = {case.name for case in small if way == "fwd" and not case.precision}
+    assert {(row["case"], row["impl"]) for row in rows} == {
+        (case.name, impl) for case in small for impl in ("fa_cupy", "fa_cupy_cublas")
+    } | {(name, "plain_cupy") for name in plain}
+    assert all(row["value"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_bench_of_products_on_the_gpu(dtype, tmp_path, monkeypatch):
     case = cases.CausalProduct(dtype, 64, 256, 2, 3)

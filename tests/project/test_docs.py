@@ -354,6 +354,7 @@ def test_tables_without_measurements_say_so(monkeypatch):
     assert "No speed of it has been measured" in measured.scores()
     assert "No speed of it has been measured" in measured.decode()
     assert "No speed of it has been measured" in measured.packed()
+    assert "No speed of it has been measured" in measured.floats()
     assert "No traffic has been measured" in measured.traffic()
     assert "not measured" in measured.planned_cpu()
     rows = [

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from fa_cupy import layouts
+from fa_cupy.core import arrays
 from tests.support import imports
 
 B = 128
@@ -176,6 +177,13 @@ def matmul(handle, a, b, out, transposed, a_transposed=False, add=False, factor=
     out[...] = factor * (a @ b) + (out if add else 0)
 
 
+def empty(shape, dtype, like=None):
+    """Memory for a result, which lies as `like` does."""
+    if like is None:
+        return device(np.empty(shape, dtype))
+    return device(arrays.empty_laid_out(np, shape, bare(like), dtype))
+
+
 def _kernel(function):
     def launch(*args, **options):
         with np.errstate(all="ignore"):
@@ -202,7 +210,7 @@ def in_place_of_cublas(monkeypatch):
     blas = {"matmul": _kernel(matmul), "handle": lambda tf32: 1, "readable": lambda x: True}
     memory = {
         "refuse_products": lambda *what: None,
-        "empty": lambda shape, dtype, like=None: device(np.empty(shape, dtype)),
+        "empty": empty,
     }
     replaced = {
         "fa_cupy.gpu.masks.binding": vars(lists),
