@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fa_cupy.core import plan_cache
+from tests.support import every_run
 from validation import emulator
 
 # Some examples build a reference of seconds on a busy machine: time says nothing about them.
@@ -24,6 +25,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("gpu", hypothesis.settings.get_profile("ci"), max_examples=500)
 hypothesis.settings.load_profile(os.environ.get("FA_CUPY_HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leave out what `make test` has no time for, before marks choose what runs."""
+    every_run.thin_out(items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 from fa_cupy.gpu.driver.compile import ROOT
 
 UNEQUAL = """
@@ -37,6 +39,28 @@ def test_without_a_compiler_what_runs_kernels_is_skipped(tmp_path):
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("SKIPPED"))
     assert line.endswith(": there is no g++: kernels cannot run on the CPU")
     assert re.search(r"= \d+ skipped in ", done.stdout.splitlines()[-1])
+
+
+CASES = """
+import pytest
+@pytest.mark.emulator
+@pytest.mark.parametrize("n", range(5))
+def test_kernel(n): pass
+@pytest.mark.parametrize("n", range(5))
+def test_other(n): pass
+"""
+
+
+@pytest.mark.parametrize(("profile", "count"), [("quick", 6), ("ci", 10)])
+def test_one_case_of_each_test_of_kernels_is_always_run(tmp_path, profile, count):
+    (tmp_path / "test_it.py").write_text(CASES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  emulator\n  gpu\n  long\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    command += ["--rootdir", str(tmp_path), "-q", "--collect-only", "-m", "not long"]
+    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"FA_CUPY_HYPOTHESIS_PROFILE": profile}, timeout=60,
+                          check=True)  # fmt: skip
+    assert sum("::" in line for line in done.stdout.splitlines()) == count
 
 
 def test_the_folder_of_gpu_tests_sets_their_mark(tmp_path):

@@ -1,5 +1,7 @@
 """Of tests with many cases: the ones that `make test` runs. `make test-all` runs the others too."""
 
+import zlib
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -38,6 +40,24 @@ def drawn(values, *kept):
     values = list(values)
     assert all(value in values for value in kept), kept
     return st.sampled_from([*kept] if _is_quick() else values)
+
+
+def thin_out(items):
+    """Of each test that runs kernels on the CPU, have `make test` run one case.
+
+    Which one that is differs from test to test, so that some test meets every dim and dtype.
+    """
+    if not _is_quick():
+        return
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("emulator") and not item.get_closest_marker("long"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, same in cases.items():
+        kept = same[zlib.crc32(name.encode()) % len(same)]
+        for item in same:
+            if item is not kept:
+                item.add_marker(pytest.mark.long)
 
 
 def _is_quick():
