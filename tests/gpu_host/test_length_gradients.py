@@ -25,24 +25,26 @@ LENGTHS = np.array([130, 0, 77, 200])  # the last one is out of range, of 150
 class Call:
     """A call of random numbers with NaN behind the ends, and where lengths are out of range."""
 
-    def __init__(self, lengths=LENGTHS, band=None, heads=(2, 1), sizes=(70, 150), **options):
+    def __init__(
+        self, lengths=LENGTHS, band=None, heads=(2, 1), sizes=(70, 150), dtype="float16", **options
+    ):
         count = np.size(lengths) if np.ndim(lengths) else 2
         self.lengths, self.band = lengths, band or {}
         own = np.broadcast_to(lengths, count)
         self.valid = (own >= 0) & (own <= sizes[1])
         ends = np.where(self.valid, own, 0)
-        call = case("float16", heads, sizes, (64, 64), batch=count, **options)
+        call = case(dtype, heads, sizes, (64, 64), batch=count, **options)
         seen = _definitions.of_lengths(ends, *sizes, **self.band)
         self.definition = call._replace(options={**call.options, "mask": seen})
         self.options = call.options
         with np.errstate(all="ignore"):
             out, lse = reference.attention(*call[:3], **self.definition.options)
-        arrays = [x.copy() for x in (*call[:3], out.astype(np.float16), call.dout)]
+        arrays = [x.copy() for x in (*call[:3], out.astype(dtype), call.dout)]
         q, k, v, out, dout = arrays
         for b, end in enumerate(ends):
             k[b, :, end:] = v[b, :, end:] = np.nan
-        lse = lse.astype(np.float32)
-        dlse = None if call.dlse is None else call.dlse.copy()
+        wide = np.promote_types(dtype, np.float32)
+        lse, dlse = lse.astype(wide), None if call.dlse is None else call.dlse.astype(wide)
         for x in (out, lse, dout, dlse):
             if x is not None:
                 x[~self.valid] = np.nan
@@ -88,7 +90,7 @@ class Call:
         """Hold the gradients of a bias and of sinks against float64."""
         q, k, v, dout, dlse, options = self.definition
         dlse = None if dlse is None else np.where(self.valid[:, None, None], dlse, 0)
-        dout = np.where(self.valid[:, None, None, None], dout, np.float16(0))
+        dout = np.where(self.valid[:, None, None, None], dout, dout.dtype.type(0))
         options = dict(options)
         more = [options.pop(name, None) for name in ("bias", "mask")]
         definition = Definition(q, k, v, *more, options=options)
@@ -114,6 +116,13 @@ def test_bands_from_the_ends_are_those_of_packed_sequences(host, cupy, launcher,
     assert launcher.ran == ["row_intervals", *MAIN]
     for name, of in zip("qkv", call.inputs, strict=True):
         assert found[name].strides == of.strides
+
+
+@pytest.mark.emulator
+def test_those_of_float64_too(host, cupy, launcher):
+    call = Call(band=CAUSAL, dlse=True, dtype="float64")
+    call.check_others(call.solve(host, cupy))
+    assert launcher.ran == ["row_intervals", "bwd_dq_fp64", "bwd_dkdv_fp64"]
 
 
 @pytest.mark.emulator

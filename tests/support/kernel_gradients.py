@@ -36,7 +36,9 @@ def case(
     (q_heads, k_heads), (q_len, k_len), (dim, v_dim) = heads, lengths, dims
     shapes = [(q_heads, q_len, dim), (k_heads, k_len, dim), (k_heads, k_len, v_dim)]
     arrays = [
-        draw(batch, *shape, dtype=DTYPES[dtype], seed=4 * seed + i, scale=scale)
+        draw(
+            batch, *shape, dtype=np.dtype(DTYPES.get(dtype, dtype)), seed=4 * seed + i, scale=scale
+        )
         for i, shape in enumerate([*shapes, (q_heads, q_len, v_dim)])
     ]
     if layout == "blhd":

@@ -92,7 +92,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         if wanted.dbias or not wanted.strided:
             return ()
         both = bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS
-        return tuple(row for rows in both for row in pick(rows, wanted.masked))
+        picked = tuple(row for rows in both for row in pick(rows, wanted.masked))
+        return picked if len(picked) == len(both) else ()
     main: list[BackwardVariant] = []
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
