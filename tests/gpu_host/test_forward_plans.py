@@ -149,7 +149,9 @@ def test_float32_has_a_kernel(launcher, target, q_len, masked):
     assert step.variant.source == "attention/fwd_fp32"
     assert (step.variant.dim, step.variant.sparse) == (256, masked)
     assert step.variant.score == ScoreMod(softcap=True)
-    assert step.grid == 2 * (-(-q_len // 128) * 2 if masked else -(-q_len // 64))
+    rows = step.variant.tile_m
+    assert rows == (128 if target == "sm_90a" else 64)  # of which shared memory holds 128
+    assert step.grid == 2 * (-(-q_len // 128) * (128 // rows) if masked else -(-q_len // rows))
     assert values["aligned"][0]
     assert values["k_row"][0] == 200
 

@@ -87,6 +87,7 @@ def test_closed_streams(tmp_path):
         assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.long
 def test_ptx_that_cannot_be_written(tmp_path, unread, full):
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
     assert run(PTX, tmp_path, stdout=unread) == (SIGPIPE, "")
@@ -121,6 +122,7 @@ def test_a_cache_that_cannot_be(tmp_path, folder):
     assert run(PTX, tmp_path, environment=environment) == (0, "")
 
 
+@pytest.mark.long
 def test_warmup_on_a_disk_that_takes_nothing(tmp_path):
     """What it compiled would be lost: it does not say that all of it is there."""
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")

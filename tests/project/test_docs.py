@@ -330,6 +330,7 @@ def test_the_table_of_validation_has_every_command_and_its_options(capsys):
             assert option in known, (name, option)
 
 
+@pytest.mark.long
 def test_pictures_can_be_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")

@@ -295,6 +295,7 @@ assert (mask.to_csr() != rows).nnz == 0
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="older than wheels for this Python")
 def test_wheel_works_with_the_lowest_versions(source, wheel, tmp_path):
     venv.create(tmp_path / "env", with_pip=False)

@@ -502,6 +502,7 @@ def tree_prints():
     return fingerprints()
 
 
+@pytest.mark.long
 def test_write_refuses_tests_that_the_digest_does_not_see(tmp_path, monkeypatch, tree_prints):
     monkeypatch.setattr(receipt, "fingerprints", lambda: tree_prints)
     save(tmp_path / "tests.json", json.dumps({"passed": {"tests/nowhere.py::test_it": 1}}))

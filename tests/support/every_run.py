@@ -42,21 +42,29 @@ def drawn(values, *kept):
     return st.sampled_from([*kept] if _is_quick() else values)
 
 
-def thin_out(items):
-    """Of each test that runs kernels on the CPU, have `make test` run one case.
+#: Cases of each test in these folders that `make test` runs.
+_CASES = {"cpu": 4, "gpu_host": 4}
 
-    Which one that is differs from test to test, so that some test meets every dim and dtype.
+
+def thin_out(items):
+    """Have `make test` run one case of each test that runs kernels on the CPU, few of some others.
+
+    Which ones differs from test to test, so that some test meets every dim and dtype.
     """
     if not _is_quick():
         return
     cases = {}
     for item in items:
-        if item.get_closest_marker("emulator") and not item.get_closest_marker("long"):
+        if not item.get_closest_marker("long"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, same in cases.items():
-        kept = same[zlib.crc32(name.encode()) % len(same)]
+        count = _CASES.get(same[0].path.parent.name, len(same))
+        if any(item.get_closest_marker("emulator") for item in same):
+            count = 1
+        first, step = zlib.crc32(name.encode()) % len(same), max(1, len(same) // count)
+        kept = [same[(first + i * step) % len(same)] for i in range(min(count, len(same)))]
         for item in same:
-            if item is not kept:
+            if item not in kept:
                 item.add_marker(pytest.mark.long)
 
 
