@@ -256,6 +256,7 @@ def test_warmup_says_why_there_is_no_kernel(argv, why, capsys):
     assert not shown.out
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("dtype", only(("bfloat16", "float32"), "float32"))
 def test_warmup_fills_the_cache(dtype, no_device, capsys):

@@ -578,6 +578,7 @@ def test_plugin_records_a_run_that_is_cut(tmp_path):
     assert (tmp_path / "tests.running.txt").read_text() == "checks/test_gpu.py::test_end"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", only([[], IN_TWO_PROCESSES, ["-k", "good"]], IN_TWO_PROCESSES), ids=" ".join
 )

@@ -221,7 +221,7 @@ def solved_with_scores(dim):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("bug", some(SCORE_BUGS, lambda bug: SCORE_BUGS[bug][0]))
-def test_a_bug_of_scores_is_found(bug, tmp_path):
+def test_a_planted_bug_of_scores_is_found(bug, tmp_path):
     kind, dim, change = SCORE_BUGS[bug]
     call, want = solved_with_scores(dim)
     row = planted_row(kind, dim)

@@ -160,6 +160,7 @@ extern "C" __global__ void endless(const __grid_constant__ Params params) {
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("together", only((False, True), True))
 def test_a_loop_without_an_end_is_reported(together, tmp_path):
     (tmp_path / "endless.cu").write_text(ENDLESS)
