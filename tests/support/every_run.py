@@ -49,7 +49,8 @@ _CASES = {"cpu": 4, "gpu_host": 4}
 def thin_out(items):
     """Have `make test` run one case of each test that runs kernels on the CPU, few of some others.
 
-    Of planted bugs it runs none. Which ones differs from test to test, so that some test meets every dim and dtype.
+    Of planted bugs it runs none. Which cases those are differs from test to test, so that some test
+    meets every dim and dtype.
     """
     if not _is_quick():
         return
