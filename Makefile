@@ -39,7 +39,7 @@ GPU_READY := $(TEST_READY) $(DEMO_READY)
 demo: $(DEMO_READY)
 	$(PY) -m fa_cupy demo
 
-## lint, and of all that can be tested without a GPU what takes 7 minutes on two cores
+## lint, and of all that can be tested without a GPU what takes 11 minutes on two cores
 test: announce lint
 	FA_CUPY_HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow and not long"
 	$(PY) -m validation.receipt check
@@ -50,7 +50,7 @@ test-all: announce lint
 	$(PY) -m validation.receipt check
 
 announce:
-	@echo "Tests without a GPU: 'make test' takes about 7 minutes on two idle cores, 'make test-all' 16,"
+	@echo "Tests without a GPU: 'make test' takes about 11 minutes on two idle cores, 'make test-all' 48,"
 	@echo "and the first time as long as downloads take. $(NEEDS_GXX)."
 	@echo "Tests with PyTorch or JAX are skipped where these are not installed."
 

@@ -183,9 +183,8 @@ FA_DEVICE void read_pairs(uint32 (&b)[kAtOnce][2], uint32 (&b_low)[kAtOnce][2], 
   }
 }
 
-// S = Q K^T of a warp's rows.  `most` is what the exponents of each row, and of the largest of the
-// tile's keys that this thread holds products of, come to: no term of a product is larger than
-// 2^30 times its square.
+// S = Q K^T of a warp's rows.  `most` is the product of the factors of each row and of the largest
+// key of this thread's columns: no term of a product is larger than 2^30 times its square.
 FA_DEVICE void gemm_qk(const SharedStorage& shared, float (&s)[1][kMmaN][4], float (&most)[2]) {
   constexpr int kCount = kMmaN < kAtOnce ? kMmaN : kAtOnce;
   const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
@@ -265,14 +264,14 @@ FA_DEVICE void mask_by_band(const AttentionParams& params, const TileWork& work,
 // What a tile of weights is worth beside those before it.  The weights of a tile are relative to
 // its own largest score.
 //
-// Only differences of scores are multiplied by p.exp2_scale, which brings them to units of log2: of
-// scores of 1e5 the products would differ by a hundredth from what they should be.
+// Only differences of scores are multiplied by p.exp2_scale, which brings them to units of log2:
+// the products of scores of 1e5 would be rounded by up to 0.008, and weights be off by as much.
 struct TileSums {
   float max[2], sum[2];  // of this thread's weights
 };
 
-// Turns scores into weights: P = exp2((S - max) * exp2_scale).
-FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_scale) {
+// Finds the largest score of each row in a tile.
+FA_DEVICE void find_max(const float (&s)[1][kMmaN][4], TileSums& tile) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float most = -FA_INFINITY;
@@ -282,6 +281,13 @@ FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
     tile.max[h] = fmaxf(most, kNoMax);
     tile.sum[h] = 0.0f;
+  }
+}
+
+// Turns scores into weights: P = exp2((S - max) * exp2_scale).
+FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_scale) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
@@ -293,23 +299,53 @@ FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_
   }
 }
 
+// The statistics of a thread's two rows, and the units of their outputs: O is 2^unit times what
+// the registers hold.  Until finish_rows() a row_max is in units of products, or in natural ones of
+// scores that are more than that.
+struct Rows {
+  OnlineSoftmax<1> softmax;
+  int unit[2];
+};
+
 // Has a row computed again, by making its sum NaN, where pairs may have lost what counts.
 //
 // A number of less than 2^-25 of the largest of its row keeps fewer than 24 bits, and a product of
 // it is off by up to 2^-50 of the largest product that there might be.  That counts only where
-// all products are far smaller than that one: where large numbers meet zeros, or cancel.
-// What does not count is a quarter of a unit of a score of 1, or of the largest score.
-FA_DEVICE void check_range(const AttentionParams& params, const float (&most)[2], TileSums& tile) {
+// all products are far smaller than that one: where large numbers meet zeros, or cancel.  An error
+// of one term of up to 2^-26 of the largest score so far, or of 1, does not count.
+FA_DEVICE void check_range(const AttentionParams& params, const SharedStorage& shared,
+                           const float (&s)[1][kMmaN][4], const float (&most)[2], const Rows& rows,
+                           TileSums& tile) {
   const float scale = fabsf(kScoreMod ? params.scale : params.exp2_scale) * 64.0f;  // 2^(30-50+26)
+  float counts[2];
+  bool is_suspect = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float counts = fmaxf(1.0f, fabsf(tile.max[h] * params.exp2_scale));
-    if (most[h] * most[h] * scale > counts) tile.sum[h] = FA_NAN;
+    const float largest = fmaxf(fabsf(tile.max[h]), rows.softmax.row_max[0][h]);
+    counts[h] = fmaxf(1.0f, largest * params.exp2_scale);
+    is_suspect = is_suspect || most[h] * most[h] * scale > counts[h];
+  }
+  if (!__any_sync(kFullWarp, is_suspect)) return;
+  // Hidden keys may hold anything: only those that are seen count.
+  const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float seen = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool is_hidden = s[0][j][2 * h + e] == -FA_INFINITY;
+        if (!is_hidden) seen = fmaxf(seen, shared.k_factor[8 * j + 2 * (lane % 4) + e]);
+      }
+    }
+    seen *= shared.q_factor[16 * warp + lane / 4 + 8 * h];
+    if (seen * seen * scale > counts[h]) tile.sum[h] = FA_NAN;
   }
 }
 
-// The factor of a weight before it is split: at most 2^14, since a weight may be as large as 2
-// where scores are large (softmax.cuh), and so that low parts of small weights are normal numbers.
+// The factor of a weight, of at most 1, before it is split: so that low parts of small weights are
+// normal numbers.
 constexpr int kWeightExponent = 14;
 
 FA_DEVICE float clamped_power_of_two(int exponent) {
@@ -374,13 +410,6 @@ FA_DEVICE void weigh_by_exponents(const SharedStorage& shared, float (&s)[1][kMm
     }
   }
 }
-
-// The statistics of a thread's two rows, and the units of their outputs: O is 2^unit times what
-// the registers hold.
-struct Rows {
-  OnlineSoftmax<1> softmax;
-  int unit[2];
-};
 
 // Takes a tile of weights into the statistics.  Says what O is to be multiplied by, and what the
 // tile's product with V.  Returns whether the former is other than 1 for some row of the warp.
@@ -481,30 +510,52 @@ FA_DEVICE void write_out(const AttentionParams& params, const Rows& rows,
   }
 }
 
+// Adds a row's sink and writes its log-sum-exp.  Both are sums in natural units, which lose nothing
+// beside a large maximum.  Then row_max is in units of log2, as in softmax.cuh.
+FA_DEVICE void finish_row(const AttentionParams& params, const TileWork& work, int row,
+                          float& row_max, float& row_sum, float& correction) {
+  if (!kScoreMod && row_max != kNoMax) row_max *= params.scale;
+  correction = 1.0f;
+  if (row >= params.q_len) return;
+  if (params.sinks != nullptr) {
+    const float sink = load_sink(params, work.batch, row);
+    const float new_max = fmaxf(row_max, sink);
+    correction = ex2_approx_ftz((row_max - new_max) * kLog2e);
+    row_sum = row_sum * correction + ex2_approx_ftz((sink - new_max) * kLog2e);
+    row_max = new_max;
+  }
+  if constexpr (kPacked) {
+    if (is_invalid_row(params, row)) row_sum = FA_NAN;
+  }
+  if (params.lse != nullptr && threadIdx.x % 4 == 0) {
+    const float lse = row_max + kLn2 * lg2_approx_ftz(row_sum);
+    params.lse[work.batch * params.q_len + row] = row_sum == 0.0f ? -FA_INFINITY : lse;
+  }
+  if (row_max != kNoMax) row_max = __fmul_rz(row_max, kLog2e);
+}
+
 // What follows the last tile.
 FA_DEVICE void finish_rows(const AttentionParams& params, const TileWork& work, Rows& rows,
                            float (&o)[1][kMmaV][4]) {
   rows.softmax.reduce_row_sum();
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float& row_max = rows.softmax.row_max[0][h];
-    if (row_max != kNoMax) row_max = scale_score(row_max, params.exp2_scale);
-  }
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_row = work.q_begin + 16 * warp + lane / 4;
-  if (params.sinks != nullptr) {
-    float correction[1][2];
-    add_sinks(params, work, rows.softmax, correction, first_row);
-    rescale_o(o, correction);
+  float correction[1][2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + 8 * h;
+    finish_row(params, work, row, rows.softmax.row_max[0][h], rows.softmax.row_sum[0][h],
+               correction[0][h]);
   }
-  if constexpr (kPacked) mark_invalid_rows(params, rows.softmax, first_row);
-  if (params.lse != nullptr && lane % 4 == 0) write_lse(params, work, rows.softmax, first_row);
+  if (params.sinks != nullptr) rescale_o(o, correction);
   uint32 recompute_lanes[1][2];
   const bool any_recompute =
       find_rows_to_recompute<kSparse>(params, rows.softmax, o, first_row, recompute_lanes);
   float* out = static_cast<float*>(params.out) + work.at.out;
   write_out(params, rows, o, out + static_cast<int64>(first_row) * params.out_row, first_row);
   if (any_recompute) {
+    // All of such a row in float64: its sum belongs to a maximum that was not in units of log2.
+    rows.softmax.row_sum[0][0] = rows.softmax.row_sum[0][1] = FA_NAN;
     recompute_rows<false, kDim, kSparse>(params, work,
                                          out + static_cast<int64>(work.q_begin) * params.out_row,
                                          rows.softmax, recompute_lanes, warp);
@@ -557,8 +608,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if constexpr (kSparse) mask_by_words(shared, s, tile);
     if (key < band.full_begin || key >= band.full_end) mask_by_band(params, work, s, key);
     TileSums sums;
+    find_max(s, sums);
+    check_range(params, shared, s, most, rows, sums);
     exponentiate(s, sums, params.exp2_scale);
-    check_range(params, most, sums);
 
     // The same for V, and every warp has left K.
     cp_async_wait_group<0>();

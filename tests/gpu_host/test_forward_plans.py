@@ -156,6 +156,26 @@ def test_float32_has_a_kernel(launcher, target, q_len, masked):
     assert values["k_row"][0] == 200
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "softcap", "taken"),
+    [
+        ("float32", 1.0, 50.0, True),
+        ("float32", 0.0, 50.0, True),
+        ("float32", 1.0, 3e36, False),
+        ("float32", 1e-12, 1e31, False),
+        ("float32", 1e-40, None, False),
+        ("float16", 1.0, 3e36, True),
+        ("float64", 1e-12, 1e31, True),
+        ("float64", 5.7e-246, 2.7e175, False),
+    ],
+)
+def test_scales_and_softcaps_that_kernels_cannot_hold(dtype, scale, softcap, taken):
+    q = np.zeros((20, 64), dtype)
+    given = {"softcap": softcap} if softcap else {}
+    problem = attention_problem.attention_problem(q, q, q, None, None, scale=scale, **given)
+    assert (for_any_layout(problem, "sm_90a") is not None) == taken
+
+
 def test_packed_float32_has_a_kernel(launcher):
     offsets = np.array([0, 10, 300], np.int32)
     traits = single(q_offsets=offsets, k_offsets=np.array([0, 9, 5000]))

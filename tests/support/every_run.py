@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 
 def some(values, kind, count=1):
-    """Parameters of a test, of which `count` of each kind are always run; the others are long.
+    """Parameters of a test, of which `count` of each kind may be run; the others are long.
 
     Which ones differs from kind to kind, so that not all are of the same dim or dtype.
     """
@@ -23,14 +23,14 @@ def some(values, kind, count=1):
 
 
 def only(values, *kept):
-    """Parameters of a test, of which these are always run; the others are long."""
+    """Parameters of a test, of which these may always be run; the others are long."""
     values = list(values)
     assert all(value in values for value in kept), kept
     return [parameter(value, value in kept) for value in values]
 
 
 def parameter(value, always):
-    """A parameter, or a tuple of several, of a test that is always run, or else is long."""
+    """A parameter, or a tuple of several, of a test that may always be run, or else is long."""
     values = value if isinstance(value, tuple) else (value,)
     return pytest.param(*values, marks=() if always else pytest.mark.long)
 

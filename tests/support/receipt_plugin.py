@@ -44,6 +44,8 @@ class Recorder:
         self.left_out = 0
         self.reports = 0
         # Taken first: a file saved while the tests run must not count as tested.
+        for name in ("running", "failures"):  # of an earlier run
+            self._write_beside(name, "")
         self.definitions = {} if hasattr(config, "workerinput") else fingerprints()
 
     def pytest_deselected(self, items):

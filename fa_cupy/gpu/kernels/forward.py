@@ -26,7 +26,7 @@ from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
 from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, partial_sizes, supports
-from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_score, takes_softcap
+from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_scale, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
@@ -130,7 +130,7 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
     if max(problem.q_len, problem.k_len) > MAX_LENGTH:
         return None
     supports_own = _SUPPORTS.get(problem.dtype)
-    if supports_own is not None and not (supports_own(problem) and takes_softcap(problem)):
+    if supports_own is not None and not (supports_own(problem) and takes_scale(problem)):
         return None
     # An expression knows an entry by its number over all of them; launches over some count anew.
     if problem.score is not None and (

@@ -165,13 +165,17 @@ def takes_score(problem: Problem) -> bool:
     )
 
 
-def takes_softcap(problem: Problem) -> bool:
-    """Whether kernels compute the softcap of a problem, if it has one, as well as its dtype asks.
+def takes_scale(problem: Problem) -> bool:
+    """Whether kernels multiply by the scale and the softcap of a problem as its dtype asks.
 
     They multiply products by scale / softcap. For 16-bit numbers any softcap will do that is as
-    good as none; others keep their digits where that quotient, or the softcap, is far from 1.
+    good as none, and any small quotient. Others lose digits where the quotient is subnormal, or the
+    softcap is near the largest number.
     """
-    return problem.dtype.itemsize == 2 or not in_turn(problem, problem.dtype)[2]
+    if problem.dtype.itemsize == 2:
+        return True
+    factor, _, apart = in_turn(problem, problem.dtype)
+    return not apart and (factor == 0 or abs(factor) >= np.finfo(problem.dtype).tiny)
 
 
 def score_pointers(problem: Problem) -> dict[str, str]:

@@ -19,6 +19,7 @@ from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_GRID
 from fa_cupy.gpu.kernels.attention.pairs import pair_rows
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairCounts
+from fa_cupy.gpu.kernels.score import takes_scale
 from fa_cupy.gpu.masks import pair_lists
 from fa_cupy.gpu.masks.binding import Kept, apart, matrices, remember, stay
 
@@ -102,6 +103,11 @@ def counts_with_bias(name: str, problem: Problem, mask: BitMask, target: str | N
     NotImplementedError
         For a call that no kernel over pairs serves; `name` is what the error speaks of.
     """
+    if not takes_scale(problem):
+        raise NotImplementedError(
+            f"{name}: bias is a sparse matrix on a GPU, and scale and softcap are {problem.scale} "
+            f"and {problem.softcap}, want numbers whose quotient has all digits in float32"
+        )
     if not pair_rows.serves(problem, target):
         raise NotImplementedError(
             f"{name}: bias is a sparse matrix on a GPU, and q has dtype {problem.dtype} and "

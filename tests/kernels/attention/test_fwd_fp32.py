@@ -154,6 +154,25 @@ def test_equal_scores_have_equal_weights(size):
     assert out.tolist() == [[2.0]]
 
 
+@pytest.mark.parametrize("size", [20, 5000])
+def test_rows_with_hidden_nan_are_divided_by_their_own_sum(size):
+    q, k, v = arrays_of(64, 40, 90)
+    v[:], v[7] = 1, np.nan
+    mask = np.ones((40, 90), bool)
+    mask[:, 7] = False
+    out, _ = calls.attention(SPARSE, q, k, v, np.full((40, 1), size, SINGLE), mask)
+    np.testing.assert_allclose(out, 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0, 5000, 1e5])
+def test_a_sink_weighs_what_a_key_of_its_score_does(size):
+    q, k, v = np.zeros((3, 64), SINGLE), np.zeros((1, 64), SINGLE), np.ones((1, 64), SINGLE)
+    bias, sinks = np.full((3, 1), size, SINGLE), np.full((1,), size, SINGLE)
+    out, lse = calls.attention(D64, q, k, v, bias, sinks=sinks)
+    np.testing.assert_allclose(out, 0.5, rtol=1e-6)
+    np.testing.assert_allclose(lse, size + np.log(2), rtol=1e-7)
+
+
 def test_only_rows_that_lose_digits_are_computed_again(tmp_path):
     """They do where large numbers meet zeros or small ones, not where scores are large."""
     source = plant(tmp_path, D64.source, ("if (any_recompute) {", "if (false) {"))
@@ -162,6 +181,12 @@ def test_only_rows_that_lose_digits_are_computed_again(tmp_path):
         q *= SINGLE.type(size)
         k[:3] *= SINGLE.type(1e4)
         assert np.isfinite(calls.attention(D64, q, k, v, None, None, 0, source)[0]).all()
+    seen = np.ones((64, 200), bool)
+    seen[:, ::7] = False
+    k[::7] = 1e20  # what a mask hides may be anything
+    masked = plant(tmp_path, SPARSE.source, ("if (any_recompute) {", "if (false) {"))
+    assert np.isfinite(calls.attention(SPARSE, q, k, v, None, seen, 0, masked)[0]).all()
+    k[::7] = 1
     q[5, 7], k[:, 7] = 1e12, 0
     out, _ = calls.attention(D64, q, k, v, None, None, 0, source)
     assert np.flatnonzero(np.isnan(out).any(-1)).tolist() == [5]

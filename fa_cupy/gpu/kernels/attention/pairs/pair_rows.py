@@ -20,7 +20,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_LENGTH,
     merge_axes,
 )
-from fa_cupy.gpu.kernels.score import takes_score
+from fa_cupy.gpu.kernels.score import takes_scale, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -149,8 +149,8 @@ def row_serving(rows: Sequence[_Row], dtype: str, dim: int) -> _Row | None:
 def serves(problem: Problem, target: str | None) -> bool:
     """Whether there are kernels that read pairs for a problem with a mask, in any layout.
 
-    There are none for float64, dims above 256, dims of 0, and more batch axes or rows than a
-    launch takes.
+    There are none for float64, dims above 256, dims of 0, more batch axes or rows than a launch
+    takes, and softcaps that float32 does not hold.
     """
     longest = max(problem.q_len, problem.k_len)
     entries = math.prod(problem.batch)
@@ -163,6 +163,7 @@ def serves(problem: Problem, target: str | None) -> bool:
         and len(problem.batch) <= MAX_BATCH_AXES
         and entries * (longest + MASK_BLOCK) <= MAX_GRID
         and takes_score(problem)
+        and takes_scale(problem)
     )
 
 
