@@ -58,7 +58,8 @@ class Entries(NamedTuple):
         """Return the part of an array that broadcasts to (..., heads, queries, keys)."""
         if x is None or not x.ndim:
             return x
-        return x[self._of(x, 3)][..., : self.length]
+        own = x[self._of(x, 3)]
+        return own if x.shape[-1] == 1 else own[..., : self.length]  # 1 is for any number of keys
 
     def of_numbers(self, x: Array | None) -> Array | None:
         """Return the part of an array that broadcasts to (..., heads, queries)."""
@@ -176,8 +177,8 @@ def parts(
     shape = problem.out_shape[: entry_axes(problem)]
     lengths, entries = np.broadcast_to(lengths, shape), math.prod(shape)
     numbered = score is not None and "b" in tree.variables_of(score.program.root)
-    if numbered or any(x.shape[:-3] != shape for x in qkv):
-        length = int(lengths.max())
+    if numbered or not entries or any(x.shape[:-3] != shape for x in qkv):
+        length = int(lengths.max(initial=0))
         everywhere = (slice(None),) * len(shape)
         return [Entries(everywhere, length, lengths, float(problem.q_len * length))]
     divided = []

@@ -335,3 +335,28 @@ def test_numbers_are_checked_where_the_plan_is_known():
             continue
         with pytest.raises(ValueError, match=r"^attention_backward: k_lengths\[1\] is 33, want 0"):
             attention_backward(q, q, k, k, q, lse, k_lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("batch", "of_keys"),
+    [((0, 3), (1, 1)), ((0, 3), (0, 3)), ((3, 0), (3, 0)), ((3, 0), (1, 1)), ((0,), (0,))],
+)
+def test_no_batch_entries(batch, of_keys):
+    """Lengths that differ from entry to entry, of which there are none."""
+    q, k = np.zeros((*batch, 2, 2, 4), np.float32), np.ones((*of_keys, 2, 3, 4), np.float32)
+    lengths = np.broadcast_to(np.arange(batch[-1]), batch)
+    out, lse = attention(q, k, k, k_lengths=lengths, return_lse=True)
+    found = attention_backward(q, q, k, k, out, lse, k_lengths=lengths)
+    assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
+    assert not any(x.any() for x in found)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (2, 1, 3, 1)])
+@pytest.mark.parametrize(("k_len", "lengths"), [(0, 0), (1, [0, 1]), (5, [0, 0]), (5, [0, 3])])
+def test_a_bias_of_any_number_of_keys_has_a_gradient_of_its_shape(shape, k_len, lengths):
+    q, k = np.ones((2, 1, 3, 4), np.float32), np.ones((2, 1, k_len, 4), np.float32)
+    given = {"bias": np.full(shape, 0.5, np.float32), "k_lengths": np.array(lengths)}
+    out, lse = attention(q, k, k, return_lse=True, **given)
+    *_, found = attention_backward(q, q, k, k, out, lse, **given)
+    assert found.shape == shape
+    assert not np.abs(found).max() > 1e-6  # it adds the same to all scores of a query
