@@ -292,7 +292,7 @@ def run_products(row: Any) -> int:
 
     calls = 0
     plan_cache.plans.clear()
-    dtype = next(x for x in peers.DTYPES.values() if x.name == row.dtype)
+    dtype = attention_calls.dtype_of(row)
     with attention_calls.loaded_rows() as reached:
         for problem in product_problems(row.dim):
             host = product_arrays(dtype, problem)

@@ -518,11 +518,7 @@ FA_DEVICE void finish_row(const AttentionParams& params, const TileWork& work, i
   correction = 1.0f;
   if (row >= params.q_len) return;
   if (params.sinks != nullptr) {
-    const float sink = load_sink(params, work.batch, row);
-    const float new_max = fmaxf(row_max, sink);
-    correction = ex2_approx_ftz((row_max - new_max) * kLog2e);
-    row_sum = row_sum * correction + ex2_approx_ftz((sink - new_max) * kLog2e);
-    row_max = new_max;
+    correction = add_sink(load_sink(params, work.batch, row), row_max, row_sum, kLog2e);
   }
   if constexpr (kPacked) {
     if (is_invalid_row(params, row)) row_sum = FA_NAN;

@@ -26,12 +26,13 @@ FA_DEVICE float sink_in_log2(float sink) {
   return fmaxf(kNoMax, fminf(__fmul_rn(sink, kLog2e), -kNoMax));
 }
 
-// Adds a sink in units of log2 to the statistics of a row.  Returns what its output is to be
-// multiplied by.  A sink that is NaN or +inf makes the sum NaN.
-FA_DEVICE float add_sink(float sink, float& row_max, float& row_sum) {
+// Adds a sink to the statistics of a row.  Both are in units of log2, or in those that to_log2
+// makes log2 of.  Returns what the row's output is to be multiplied by.  A sink that is NaN or +inf
+// makes the sum NaN.
+FA_DEVICE float add_sink(float sink, float& row_max, float& row_sum, float to_log2 = 1.0f) {
   const float new_max = fmaxf(row_max, sink);
-  const float correction = ex2_approx_ftz(row_max - new_max);
-  row_sum = row_sum * correction + ex2_approx_ftz(sink - new_max);
+  const float correction = ex2_approx_ftz((row_max - new_max) * to_log2);
+  row_sum = row_sum * correction + ex2_approx_ftz((sink - new_max) * to_log2);
   row_max = new_max;
   return correction;
 }

@@ -342,7 +342,7 @@ def test_numbers_are_checked_where_the_plan_is_known():
     [((0, 3), (1, 1)), ((0, 3), (0, 3)), ((3, 0), (3, 0)), ((3, 0), (1, 1)), ((0,), (0,))],
 )
 def test_no_batch_entries(batch, of_keys):
-    """Lengths that differ from entry to entry, of which there are none."""
+    """A batch without entries has gradients of the right shapes, which are zeros."""
     q, k = np.zeros((*batch, 2, 2, 4), np.float32), np.ones((*of_keys, 2, 3, 4), np.float32)
     lengths = np.broadcast_to(np.arange(batch[-1]), batch)
     out, lse = attention(q, k, k, k_lengths=lengths, return_lse=True)

@@ -47,7 +47,7 @@ class Counts(NamedTuple):
 LIMITS = {
     ("attention", "cold"): Counts(151, 19, 45),
     ("attention", "hot"): Counts(5, 4, 0),
-    ("attention with a BitMask", "cold"): Counts(217, 29, 66),
+    ("attention with a BitMask", "cold"): Counts(216, 29, 66),
     ("attention with a BitMask", "hot"): Counts(9, 7, 1),
     ("attention with pages", "cold"): Counts(262, 22, 57),
     ("attention with pages", "hot"): Counts(6, 5, 0),

@@ -43,9 +43,9 @@ class Recorder:
         self.examples = Counter()
         self.left_out = 0
         self.reports = 0
-        # Taken first: a file saved while the tests run must not count as tested.
         for name in ("running", "failures"):  # of an earlier run
             self._write_beside(name, "")
+        # Taken first: a file saved while the tests run must not count as tested.
         self.definitions = {} if hasattr(config, "workerinput") else fingerprints()
 
     def pytest_deselected(self, items):

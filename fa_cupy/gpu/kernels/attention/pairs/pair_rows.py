@@ -162,7 +162,7 @@ def serves(problem: Problem, target: str | None) -> bool:
         and 0 < longest <= MAX_LENGTH
         and len(problem.batch) <= MAX_BATCH_AXES
         and entries * (longest + MASK_BLOCK) <= MAX_GRID
-        and takes_score(problem)
+        and (problem.score is None or takes_score(problem))
         and takes_scale(problem)
     )
 
