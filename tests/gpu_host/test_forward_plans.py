@@ -164,6 +164,8 @@ def test_float32_has_a_kernel(launcher, target, q_len, masked):
         ("float32", 1.0, 3e36, False),
         ("float32", 1e-12, 1e31, False),
         ("float32", 1e-40, None, False),
+        ("float32", 1.0, 5e-324, False),
+        ("float32", 1.0, 1e-37, True),
         ("float16", 1.0, 3e36, True),
         ("float64", 1e-12, 1e31, True),
         ("float64", 5.7e-246, 2.7e175, False),

@@ -169,13 +169,14 @@ def takes_scale(problem: Problem) -> bool:
     """Whether kernels multiply by the scale and the softcap of a problem as its dtype asks.
 
     They multiply products by scale / softcap. For 16-bit numbers any softcap will do that is as
-    good as none, and any small quotient. Others lose digits where the quotient is subnormal, or the
-    softcap is near the largest number.
+    good as none, and any small quotient. Others lose digits where the quotient is subnormal or too
+    large, or the softcap is near the largest number.
     """
     if problem.dtype.itemsize == 2:
         return True
     factor, _, apart = in_turn(problem, problem.dtype)
-    return not apart and (factor == 0 or abs(factor) >= np.finfo(problem.dtype).tiny)
+    known = np.finfo(problem.dtype)
+    return not apart and (factor == 0 or float(known.tiny) <= abs(factor) <= float(known.max))
 
 
 def score_pointers(problem: Problem) -> dict[str, str]:
