@@ -12,6 +12,7 @@
 
 constexpr float kLowScale = 2048.0f;           // 2^11
 constexpr float kLowInverse = 1.0f / 2048.0f;  // 2^-11
+constexpr int kNoExponent = -1000;             // of a row of zeros: below all others
 
 // 2^exponent, for an exponent between -127 (which gives 0) and 127 (IEEE 754).
 FA_DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }

@@ -1,0 +1,400 @@
+// Attention forward of float32 for SM90, on float16 tensor cores: bulk copies, wgmma, warp
+// specialisation.
+//
+// split_kv.cu has turned K and V into pairs of float16, tile by tile.  A block takes kTileM query
+// rows of one batch entry.  Its first warpgroup is the producer, one thread of which copies tiles.
+// The others are consumers with 64 rows each, which they split themselves.  Every product is three:
+// low * high, high * low, high * high, in one accumulator.
+//
+// Rows and tiles have exponents, as in fwd_fp32.cu, whose softmax this is (forward_fp32.cuh).
+// Tensor cores cut what they add towards zero: the products of a tile with V are sums of their own,
+// which are added to the output in float32.
+#include "cuda_src/common/attention_params.cuh"
+#include "cuda_src/common/band.cuh"
+#include "cuda_src/common/forward_fp32.cuh"
+#include "cuda_src/common/forward_sm80.cuh"
+#include "cuda_src/common/mma_sm80.cuh"
+#include "cuda_src/common/pipeline.cuh"
+#include "cuda_src/common/score.cuh"
+#include "cuda_src/common/split_kv.cuh"
+#include "cuda_src/common/split_rows.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+// -------------------------------------------------------------------------------------- constants
+constexpr int kDim = FA_DIM;         // head_dim and v_dim, padded with zeros
+constexpr int kGroups = FA_GROUPS;   // warpgroups that compute
+constexpr int kTileM = 64 * kGroups;  // query rows of a block
+constexpr int kTileN = FA_TILE_N;    // keys of a tile
+constexpr int kStages = FA_STAGES;   // K tiles, and V tiles, in flight
+constexpr bool kSparse = FA_SPARSE;  // with a mask
+constexpr int kThreads = 128 * (kGroups + 1);
+constexpr int kMmaN = kTileN / 8;  // accumulators of 8 columns across a tile's keys
+constexpr int kMmaV = kDim / 8;    // and across the output's columns
+constexpr int kTilesPerBlock = kMaskBlock / kTileN;
+constexpr int kExactBits = 40;  // of split_near(): see check_range
+// 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
+constexpr int kProducerRegisters = kGroups == 2 ? 24 : 32;
+constexpr int kConsumerRegisters = kGroups == 2 ? 240 : 160;
+static_assert(kGroups == 2 || kGroups == 3, "registers are shared out for these");
+static_assert(kDim % 64 == 0 && kTileN % 64 == 0, "tiles are whole blocks of 64 rows and columns");
+
+using QTile = SharedTile<64, kDim>;
+using KVTile = SplitTile<kTileN, kDim>;
+using KVPipeline = PipelineState<kStages>;
+static_assert(sizeof(KVTile) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
+constexpr int kQLow = 64 * kDim * 2;  // bytes from high parts to low ones
+constexpr int kKLow = KVTile::kPartBytes;
+
+struct FwdFp32Sm90Params {
+  AttentionParams common;
+  const KVTile* k;  // of each entry, its tiles one after the other
+  const KVTile* v;
+  int64 k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes];  // tiles along the axes of batch entries
+};
+static_assert(sizeof(FwdFp32Sm90Params) == FA_FWD_FP32_SM90_BYTES,
+              "the host module of this name holds the same struct");
+
+// ---------------------------------------------------------------------------------------- storage
+struct __align__(1024) Stage {  // an atom of the swizzle is 1,024 bytes
+  KVTile tile;
+};
+struct SharedStorage {
+  uint8 q[kGroups][2 * kQLow];
+  Stage k[kStages], v[kStages];
+  float q_factor[kTileM];
+  int key_tile[kStages];  // the number of each tile of K among all of the entry
+  uint64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  TileWork work;
+  KeyTiles band;
+  TileRange tiles;
+  ListedRange listed;  // with a mask
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
+
+// --------------------------------------------------------------------------------------- producer
+// Finds the queries of the block and its tiles of keys: those of its band, or how many of them
+// a mask lists.
+FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
+  if (threadIdx.x == 0) {
+    shared.work = kSparse ? masked_tile_work(params, kTileM) : tile_work(params, kTileM);
+    shared.band = key_tiles(params, shared.work.q_begin,
+                            shared.work.q_begin + shared.work.q_rows - 1, kTileN);
+    shared.tiles = {shared.band.begin, shared.band.end};
+    if constexpr (kSparse) {
+      shared.listed.row =
+          row_of_blocks(params.mask, shared.work.batch, shared.work.q_begin, params.q_len);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      init(shared.k_full[i], 1);
+      init(shared.k_empty[i], 4 * kGroups);
+      init(shared.v_full[i], 1);
+      init(shared.v_empty[i], 4 * kGroups);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if constexpr (kSparse) {
+    if (shared.work.q_rows <= 0) return;
+    if (threadIdx.x < 128) {
+      find_listed_range<kTilesPerBlock>(params.mask, shared.listed, shared.band);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) shared.tiles = {0, shared.listed.count()};
+    __syncthreads();
+  }
+}
+
+// The first tile of a batch entry's keys, or values.
+FA_DEVICE const KVTile* tiles_of_entry(const AttentionParams& params, int64 batch,
+                                       const KVTile* first,
+                                       const int64 (&strides)[kMaxBatchAxes]) {
+  return first + element_of_entry(params, batch, strides);
+}
+
+// Copies the tiles of K and V, in the order in which they are waited for.
+FA_DEVICE void load_tiles(const FwdFp32Sm90Params& params, SharedStorage& shared) {
+  const AttentionParams& p = params.common;
+  const KVTile* k = tiles_of_entry(p, shared.work.batch, params.k, params.k_batch);
+  const KVTile* v = tiles_of_entry(p, shared.work.batch, params.v, params.v_batch);
+  KVPipeline at;
+#pragma unroll 1
+  for (int tile = shared.tiles.begin; tile < shared.tiles.end; ++tile) {
+    int key_tile = tile;
+    if constexpr (kSparse) {
+      const ListedTile listed = listed_tile<kTilesPerBlock>(shared.listed, tile);
+      key_tile = (listed.partial ? p.mask.partial : p.mask.full)[listed.position] * kTilesPerBlock +
+                 listed.in_block;
+    }
+    const int stage = at.index();
+    auto load = [&](Stage& to, const KVTile* from, uint64& full, uint64& empty, bool has_number) {
+      wait(empty, at.parity() ^ 1);
+      if (has_number) shared.key_tile[stage] = key_tile;
+      const uint32 barrier = cvta_to_shared(&full);
+      mbarrier_arrive_expect_tx(barrier, sizeof(KVTile));
+      cp_async_bulk_load(cvta_to_shared(&to.tile), from + key_tile, sizeof(KVTile), barrier);
+    };
+    load(shared.k[stage], k, shared.k_full[stage], shared.k_empty[stage], true);
+    load(shared.v[stage], v, shared.v_full[stage], shared.v_empty[stage], false);
+    at.advance();
+  }
+}
+
+// --------------------------------------------------------------------------------------- consumers
+using Scores = float[1][kMmaN][4];   // S, then P in float32: 64 rows x kTileN keys
+using Weights = uint32[kMmaN][2][2];  // P: of 8 columns, of rows 0-7 and 8-15, high and low parts
+using Output = float[1][kMmaV][4];
+
+// One lane of a warp arrives at the barrier.
+FA_DEVICE void release(const uint64& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+// Splits the 64 rows of a warpgroup and writes them to shared memory, for its products to read.
+FA_DEVICE void load_q(const AttentionParams& params, SharedStorage& shared, int group) {
+  using Rows = FloatChunk<64, kDim, 4>;
+  const int tid = threadIdx.x % 128, own_row = split_row<QTile>(tid), col = 4 * (tid % 8);
+  const int first = shared.work.q_begin + 64 * group + own_row;
+  const bool whole = params.aligned && params.head_dim % 4 == 0;
+#pragma unroll 1
+  for (int g = 0; g < Rows::kGroups; ++g) {
+    FloatChunk<16, kDim, 4> rows;
+    const int row = g * Rows::kStep;
+    rows.load(static_cast<const float*>(params.q) + shared.work.at.q +
+                  static_cast<int64>(first + row) * params.q_row + col,
+              params.q_row, params.q_len - first - row, params.head_dim - col, whole);
+    const int exponent = split_exponent(rows.largest(0));
+    const float scale = power_of_two(exponent);
+    uint8* to = shared.q[group];
+#pragma unroll
+    for (int i = 0; i < Rows::kFours; ++i) {
+      const float(&x)[4] = rows.x[0][i];
+      const SplitPair one = split_near(x[0] * scale, x[1] * scale);
+      const SplitPair two = split_near(x[2] * scale, x[3] * scale);
+      const uint32 at = QTile::offset(own_row + row, 4 * i + tid % 8 / 2) + tid % 2 * 8;
+      *reinterpret_cast<uint2*>(to + at) = make_uint2(one.high, two.high);
+      *reinterpret_cast<uint2*>(to + at + kQLow) = make_uint2(one.low, two.low);
+    }
+    if (tid % 8 == 0) {
+      shared.q_factor[64 * group + own_row + row] = power_of_two(-exponent / 2);
+    }
+  }
+  fence_proxy_async_shared();
+  bar_sync(1 + group, 128);
+}
+
+// S = Q K^T.  Starts the product; s is not to be touched before a wgmma_wait_group.
+FA_DEVICE void gemm_qk(Scores& s, uint32 q_tile, uint32 k_tile) {
+  const uint64 a = wgmma_descriptor(q_tile, 0), b = wgmma_descriptor(k_tile, 0);
+  wgmma_fence();
+#pragma unroll
+  for (int part = 0; part < 3; ++part) {  // low * high, high * low, high * high
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
+      const int a_step = (step / 4 * QTile::kBlockBytes + step % 4 * 32) / 16;
+      const int b_step = (step / 4 * KVTile::Tile::kBlockBytes + step % 4 * 32) / 16;
+      wgmma_m64k16_ss<false, kTileN>(s[0], a + a_step + (part == 0 ? kQLow / 16 : 0),
+                                     b + b_step + (part == 1 ? kKLow / 16 : 0), part + step > 0);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// The product of a tile of weights with V.  Starts it; sums and weights are not to be touched
+// before a wgmma_wait_group.
+FA_DEVICE void gemm_pv(float (&sums)[kMmaV][4], const Weights& p, uint32 v_tile) {
+  const uint64 b = wgmma_descriptor(v_tile, KVTile::Tile::kBlockBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int part = 0; part < 3; ++part) {
+    const int low = part == 0;
+#pragma unroll
+    for (int step = 0; step < kTileN / 16; ++step) {
+      const uint32 a[4] = {p[2 * step][0][low], p[2 * step][1][low], p[2 * step + 1][0][low],
+                           p[2 * step + 1][1][low]};
+      wgmma_m64k16_rs<false, kDim>(sums, a,
+                                   b + step * (16 * 128 / 16) + (part == 1 ? kKLow / 16 : 0),
+                                   part + step > 0);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// What a consumer has of its rows while it walks over tiles.
+struct Consumer {
+  const AttentionParams& params;
+  SharedStorage& shared;
+  int warp;          // of the block's consumers
+  float q_factor[2];  // of this thread's rows
+};
+
+// Brings products to their units, and says how large their terms may be: see check_range.
+FA_DEVICE void scale_products(const Consumer& c, const KVTile& k, Scores& s, float (&most)[2]) {
+  const float* factors = k.scale.factor + 2 * (threadIdx.x % 4);
+  if (!k.is_mixed) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float factor = c.q_factor[h] * factors[0];
+      most[h] = factor;
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; ++e) s[0][j][e] = s[0][j][e] * factor * factor;
+      }
+    }
+    return;
+  }
+  float most_factor = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+    const float2 own = *reinterpret_cast<const float2*>(factors + 8 * j);
+    most_factor = fmaxf(most_factor, fmaxf(own.x, own.y));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float factor = c.q_factor[e / 2] * (e % 2 ? own.y : own.x);
+      s[0][j][e] = s[0][j][e] * factor * factor;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) most[h] = c.q_factor[h] * most_factor;
+}
+
+// This thread's bits of a partial block of a mask, for its two rows; else all ones.
+FA_DEVICE void load_words(const Consumer& c, int tile, int key_tile, uint32 (&visible_bits)[1][2]) {
+  visible_bits[0][0] = visible_bits[0][1] = 0xffffffffu;
+  const ListedTile at = listed_tile<kTilesPerBlock>(c.shared.listed, tile);
+  if (!at.partial) return;
+  const int lane = threadIdx.x % 32;
+  const uint32* words =
+      block_words(c.params.mask, c.shared.listed.row, at.position, key_tile / kTilesPerBlock) +
+      (c.shared.work.q_begin % kMaskBlock / 16 + c.warp) * kSlabWords + 2 * lane;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) visible_bits[0][h] = words[h] >> at.in_block * (kTileN / 4);
+}
+
+// Turns products into scores, and puts -inf where a mask or the band hides a key.
+FA_DEVICE void modify_scores(const Consumer& c, Scores& s, int tile, int key_tile) {
+  const int lane = threadIdx.x % 32;
+  const int first_row = c.shared.work.q_begin + 16 * c.warp + lane / 4;
+  const int first_col = key_tile * kTileN + 2 * (lane % 4);
+  if constexpr (kScoreMod) {
+    load_and_apply_score_mod<false>(c.params, c.shared.work.at.bias, s[0], first_row, first_col);
+  }
+  if constexpr (kSparse) {
+    uint32 visible_bits[1][2];
+    load_words(c, tile, key_tile, visible_bits);
+    mask_by_bits(s, visible_bits);
+  }
+  if (key_tile < c.shared.band.full_begin || key_tile >= c.shared.band.full_end) {
+    mask_outside_band(c.params, s, first_row, first_col);
+  }
+}
+
+// Multiplies weights so that they and their low parts are normal numbers of float16, and by the
+// factors of rows of V that have exponents of their own.  A tile's product is 2^top in units.
+FA_DEVICE void scale_weights(const KVTile& v, Scores& s, int (&top)[2]) {
+  if (v.is_mixed) return weigh_by_exponents(v.scale.exponent, s, top);
+  top[0] = top[1] = v.scale.exponent[0];
+#pragma unroll
+  for (int e = 0; e < 4 * kMmaN; ++e) s[0][e / 4][e % 4] *= power_of_two(kWeightExponent);
+}
+
+FA_DEVICE void split_weights(const Scores& s, Weights& p) {
+#pragma unroll
+  for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const SplitPair pair = split_near(s[0][j][2 * h], s[0][j][2 * h + 1]);
+      p[j][h][0] = pair.high;
+      p[j][h][1] = pair.low;
+    }
+  }
+}
+
+// O = correction * O + factor * (product of a tile).
+FA_DEVICE void add_product(Output& o, const float (&sums)[kMmaV][4], bool changed,
+                           const float (&correction)[1][2], const float (&factor)[2]) {
+  if (changed) rescale_o(o, correction);
+#pragma unroll
+  for (int j = 0; j < kMmaV; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) o[0][j][e] = fmaf(sums[j][e], factor[e / 2], o[0][j][e]);
+  }
+}
+
+// The forward pass of a consumer warpgroup.
+FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
+  const AttentionParams& p = params.common;
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  const TileRange tiles = shared.tiles;
+  Rows rows;
+  rows.softmax.reset();
+  rows.unit[0] = rows.unit[1] = kNoExponent;
+  Output o;
+  clear(o);
+  if (tiles.begin < tiles.end) {
+    load_q(p, shared, group);
+    const float* q_factor = shared.q_factor + 16 * warp;
+    const Consumer c = {p, shared, warp, {q_factor[lane / 4], q_factor[lane / 4 + 8]}};
+    const uint32 q_tile = cvta_to_shared(shared.q[group]);
+    Scores s;
+    KVPipeline at;
+    wait(shared.k_full[0], 0);
+    gemm_qk(s, q_tile, cvta_to_shared(&shared.k[0].tile));
+    wgmma_wait_group<0>();
+#pragma unroll 1
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      const int stage = at.index(), key_tile = shared.key_tile[stage];
+      const KVTile &k = shared.k[stage].tile, &v = shared.v[stage].tile;
+      float most[2];
+      scale_products(c, k, s, most);
+      modify_scores(c, s, tile, key_tile);
+      TileSums sums;
+      find_max(s, sums);
+      check_range<kExactBits>(p, q_factor, k.scale.factor, s, most, rows, sums);
+      release(shared.k_empty[stage]);
+      exponentiate(s, sums, p.exp2_scale);
+      wait(shared.v_full[stage], at.parity());
+      int top[2];
+      scale_weights(v, s, top);
+      Weights weights;
+      split_weights(s, weights);
+      float product[kMmaV][4];
+      gemm_pv(product, weights, cvta_to_shared(&v));
+      const uint64& v_empty = shared.v_empty[stage];
+      at.advance();
+      if (tile + 1 < tiles.end) {
+        wait(shared.k_full[at.index()], at.parity());
+        gemm_qk(s, q_tile, cvta_to_shared(&shared.k[at.index()].tile));
+        wgmma_wait_group<1>();
+      } else {
+        wgmma_wait_group<0>();
+      }
+      release(v_empty);
+      float correction[1][2], factor[2];
+      const bool changed = join_tile(rows, sums, top, p.exp2_scale, correction, factor);
+      add_product(o, product, changed, correction, factor);
+      wgmma_wait_group<0>();
+    }
+  }
+  finish_rows<kSparse>(p, shared.work, rows, o, warp);
+}
+
+// ----------------------------------------------------------------------------------------- kernel
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attention_fwd_fp32_sm90(const __grid_constant__ FwdFp32Sm90Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  find_work(params.common, shared);
+  if (kSparse && shared.work.q_rows <= 0) return;
+  if (threadIdx.x >= 128) {
+    setmaxnreg_inc<kConsumerRegisters>();
+    consume(params, shared);
+  } else {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x / 32 == 0 && elect_sync()) load_tiles(params, shared);
+  }
+}

@@ -1,0 +1,128 @@
+"""The host side of ``fwd_fp32_sm90``: attention of float32 by ``wgmma`` on pairs of float16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fa_cupy.gpu.kernels.attention.attention_params import (
+    ATTENTION_PARAMS,
+    MAX_BATCH_AXES,
+    MAX_GRID,
+    Traits,
+    make_params,
+    mask_addresses,
+)
+from fa_cupy.gpu.kernels.attention.full_precision import split_kv
+from fa_cupy.gpu.kernels.variant import Variant
+from fa_cupy.gpu.plan import Step
+
+DTYPE = "float32"
+#: ``struct FwdFp32Sm90Params`` of ``cuda_src/attention/fwd_fp32_sm90.cu``.
+FWD_FP32_SM90_PARAMS = np.dtype(
+    [("common", ATTENTION_PARAMS)]
+    + [(name, np.uint64) for name in ("k", "v")]
+    + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in ("k", "v")],
+    align=True,
+)
+# So many queries that share keys pay for splitting these: about 200 take as long as that does.
+_LEAST_ROWS = 512
+_ARRAYS = ("q", "out")  # whose rows the kernel reads and writes itself
+_ATOM_BYTES = 1024  # of the swizzle: tiles in shared memory begin at its multiples
+_WORK_BYTES = 120  # TileWork, KeyTiles, TileRange and ListedRange in cuda_src/common
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdFp32Sm90(Variant):
+    """A row of ``fwd_fp32_sm90``, which takes any call with a mask, or any without."""
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that compute, each with 64 rows."""
+        return self.tile_m // 64
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Those that have wgmma."""
+        return ("sm_90a",)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: Q, tiles of K and V in pairs, factors, barriers, the work."""
+        tile = _round_up(split_kv.tile_bytes(self.tile_n, self.dim))
+        rest = 4 * self.tile_m + 4 * self.stages + 32 * self.stages + _WORK_BYTES
+        return _round_up(4 * self.dim * self.tile_m + 2 * self.stages * tile + rest + 4)
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_GROUPS", self.groups),
+            ("FA_SPLIT_TILE_BYTES", split_kv.tile_bytes(self.tile_n, self.dim)),
+            ("FA_FWD_FP32_SM90_BYTES", FWD_FP32_SM90_PARAMS.itemsize),
+        )
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Before all rows of ``fwd_fp32``."""
+        return (0, self.dim)
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _ATOM_BYTES) * _ATOM_BYTES
+
+
+def _rows() -> Iterator[FwdFp32Sm90]:
+    # dim, tile_m, tile_n, stages, why.
+    rows = (
+        (64, 128, 64, 3, "two warpgroups take turns at the tensor cores"),
+        (128, 128, 64, 2, "as for 64; shared memory is full"),
+    )
+    for dim, tile_m, tile_n, stages, why in rows:
+        for sparse in (False, True):
+            yield FwdFp32Sm90(
+                source="attention/fwd_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=tile_m,
+                tile_n=tile_n, warps=4 * (tile_m // 64 + 1), stages=stages, why=why, sparse=sparse,
+            )  # fmt: skip
+
+
+VARIANTS: tuple[FwdFp32Sm90, ...] = tuple(_rows())
+
+
+def supports(traits: Traits) -> bool:
+    """Whether it pays to split K and V of a problem of float32 beforehand.
+
+    So many queries must share keys that these are worth splitting, and one launch must do.
+    """
+    problem, sizes = traits.problem, traits.sizes
+    shared = problem.q_len * math.prod(
+        size
+        for size, *steps in zip(sizes, traits.strides["k"], traits.strides["v"], strict=True)
+        if not any(steps)
+    )
+    tiles = math.prod(sizes) * -(-max(problem.q_len, problem.k_len) // 64)
+    return len(sizes) <= MAX_BATCH_AXES and 2 * tiles <= MAX_GRID and shared >= _LEAST_ROWS
+
+
+def steps(traits: Traits, variant: FwdFp32Sm90) -> tuple[list[Step], dict[str, int]]:
+    """Return the two launches of a problem, and the bytes of the parts of their workspace."""
+    first, sizes = split_kv.step(traits, variant.tile_n, variant.dim)
+    common, parts, _ = make_params(traits, variant.tile_m)
+    (part,) = parts
+    params = np.zeros(1, FWD_FP32_SM90_PARAMS)
+    params["common"] = common
+    tiles = -(-traits.problem.k_len // variant.tile_n)
+    for name in ("k", "v"):
+        entries = split_kv.entry_steps(traits, name)[1]
+        params[f"{name}_batch"][0][: len(entries)] = [n * tiles for n in entries]
+    addresses = {f"common.{field}": name for field, name in traits.fields.items()}
+    addresses |= dict(zip(("k", "v"), split_kv.OUTPUTS, strict=True))
+    if traits.problem.mask is not None:
+        addresses |= mask_addresses("common.")
+    rows = [(*traits.strides[x], traits.views[x].strides[-2]) for x in _ARRAYS]
+    kept = _ARRAYS if all(step % 16 == 0 for steps in rows for step in steps) else ()
+    return [first, Step(variant, part.blocks, params, addresses, aligned=kept)], sizes
