@@ -350,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     find_max(s, sums);
     check_range<50>(params, shared.q_factor + 16 * (tid_x_again() / 32), shared.k_factor, s, most,
                     rows, sums);
-    exponentiate(s, sums, params.exp2_scale);
+    exponentiate(s, sums, sums.max, {params.exp2_scale, params.exp2_scale});
 
     // The same for V, and every warp has left K.
     cp_async_wait_group<0>();

@@ -10,7 +10,7 @@ constexpr int kDim = FA_DIM;      // padded with zeros
 constexpr int kTileN = FA_TILE_N;
 constexpr int kWarps = FA_WARPS;
 constexpr int kThreads = 32 * kWarps;
-using Rows = FloatChunk<kTileN, kDim, kWarps>;
+using Rows = FloatChunk<kTileN, kDim, kWarps, true>;
 using Pairs = SplitTile<kTileN, kDim>;
 static_assert(sizeof(Pairs) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
 
@@ -84,12 +84,18 @@ FA_DEVICE Exponents exponents_of_block(const int (&own)[Rows::kGroups],
 FA_DEVICE void store_pairs(Pairs& to, const float (&x)[Rows::kFours][4], int row, float scale) {
   const int lane = threadIdx.x % 8;
 #pragma unroll
-  for (int i = 0; i < Rows::kFours; ++i) {
-    const SplitPair one = split_near(x[i][0] * scale, x[i][1] * scale);
-    const SplitPair two = split_near(x[i][2] * scale, x[i][3] * scale);
-    const uint32 at = Pairs::Tile::offset(row, 4 * i + lane / 2) + lane % 2 * 8;
-    *reinterpret_cast<uint2*>(to.high + at) = make_uint2(one.high, two.high);
-    *reinterpret_cast<uint2*>(to.low + at) = make_uint2(one.low, two.low);
+  for (int i = 0; i < Rows::kFours / 2; ++i) {
+    SplitPair pair[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* two = &x[2 * i + e / 2][e % 2 * 2];
+      pair[e] = split_near(two[0] * scale, two[1] * scale);
+    }
+    const uint32 at = Pairs::Tile::offset(row, 8 * i + lane);
+    *reinterpret_cast<uint4*>(to.high + at) =
+        make_uint4(pair[0].high, pair[1].high, pair[2].high, pair[3].high);
+    *reinterpret_cast<uint4*>(to.low + at) =
+        make_uint4(pair[0].low, pair[1].low, pair[2].low, pair[3].low);
   }
 }
 
@@ -102,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const uint32 block = blockIdx.x - (is_v ? params.array[0].blocks : 0);
   const uint32 entry = block / params.tiles;
   const int first = static_cast<int>(block - entry * params.tiles) * kTileN;
-  const int own_row = split_row<Rows::Tile>(threadIdx.x), col = 4 * (threadIdx.x % 8);
+  const int own_row = split_row<Rows::Tile>(threadIdx.x), col = 8 * (threadIdx.x % 8);
 
   Rows rows;
   rows.load(rows_of_entry(array, entry) + static_cast<int64>(first + own_row) * array.row + col,
@@ -119,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const bool is_mixed = found.of_smallest - found.of_largest > kMostUniform;
 
   Pairs& to = array.to[block];
-  if (threadIdx.x == 0) to.is_mixed = is_mixed;
+  if (threadIdx.x == 0) to.scale.is_mixed = is_mixed;
 #pragma unroll
   for (int g = 0; g < Rows::kGroups; ++g) {
     const int row = own_row + g * Rows::kStep;

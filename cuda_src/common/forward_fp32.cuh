@@ -35,16 +35,17 @@ FA_DEVICE void find_max(const float (&s)[1][kMmaN][4], TileSums& tile) {
   }
 }
 
-// Turns scores into weights: P = exp2((S - max) * exp2_scale).
+// Turns scores into weights: P = exp2((S - max) * exp2_scale), where `max` is in the units of S.
 template <int kMmaN>
-FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, float exp2_scale) {
+FA_DEVICE void exponentiate(float (&s)[1][kMmaN][4], TileSums& tile, const float (&max)[2],
+                            const float (&exp2_scale)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
       for (int e = 2 * h; e < 2 * h + 2; ++e) {
-        s[0][j][e] = ex2_approx_ftz((s[0][j][e] - tile.max[h]) * exp2_scale);
+        s[0][j][e] = ex2_approx_ftz((s[0][j][e] - max[h]) * exp2_scale[h]);
         tile.sum[h] += s[0][j][e];
       }
     }

@@ -3,8 +3,19 @@
 #pragma once
 #include "cuda_src/common/shared_tile.cuh"
 
-// A tile of rows: high parts, low parts (split_rows.cuh), and what the rows' exponents are.  One
-// bulk copy brings all of it.
+// What the exponents of a tile's rows are.
+template <int kRows>
+struct SplitScale {
+  union {
+    float factor[kRows];  // of K: 2^(-s/2) of each row, which is 2^-s times its pair
+    int exponent[kRows];  // of V: -s, or kNoExponent of a row of zeros
+  };
+  // Whether rows have exponents of their own: else all of them have that of the largest one.
+  int is_mixed;
+  int unused[3];  // bulk copies take 16 bytes
+};
+
+// A tile of rows: high parts, low parts (split_rows.cuh), exponents.
 template <int kRows, int kCols>
 struct SplitTile {
   using Tile = SharedTile<kRows, kCols>;
@@ -12,15 +23,7 @@ struct SplitTile {
 
   uint8 high[kPartBytes];
   uint8 low[kPartBytes];
-  // Of K: 2^(-s/2) of each row, where a row is 2^-s times its pair.  Of V: -s, or kNoExponent of
-  // a row of zeros.
-  union {
-    float factor[kRows];
-    int exponent[kRows];
-  } scale;
-  // Whether rows have exponents of their own: else all of them have that of the largest one.
-  int is_mixed;
-  int unused[3];
+  SplitScale<kRows> scale;
 };
 
 // Rows have one exponent where the largest numbers of all but rows of zeros are within this many

@@ -37,7 +37,15 @@ _WORK_BYTES = 120  # TileWork, KeyTiles, TileRange and ListedRange in cuda_src/c
 
 @dataclass(frozen=True, kw_only=True)
 class FwdFp32Sm90(Variant):
-    """A row of ``fwd_fp32_sm90``, which takes any call with a mask, or any without."""
+    """A row of ``fwd_fp32_sm90``, which takes any call with a mask, or any without.
+
+    Attributes
+    ----------
+    v_stages : int
+        Tiles of V in flight; `stages` are those of K.
+    """
+
+    v_stages: int
 
     @property
     def groups(self) -> int:
@@ -52,9 +60,10 @@ class FwdFp32Sm90(Variant):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: Q, tiles of K and V in pairs, factors, barriers, the work."""
-        tile = _round_up(split_kv.tile_bytes(self.tile_n, self.dim))
-        rest = 4 * self.tile_m + 4 * self.stages + 32 * self.stages + _WORK_BYTES
-        return _round_up(4 * self.dim * self.tile_m + 2 * self.stages * tile + rest + 4)
+        tiles = self.stages + self.v_stages
+        pairs = 4 * self.dim * self.tile_m + tiles * split_kv.tile_bytes(self.tile_n, self.dim)
+        rest = 4 * (self.tile_m + self.stages) + 4  # a number for each tile of K, and a gap
+        return _round_up(pairs + rest // 8 * 8 + 16 * tiles + _WORK_BYTES)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -62,6 +71,7 @@ class FwdFp32Sm90(Variant):
         return (
             *super().defines,
             ("FA_GROUPS", self.groups),
+            ("FA_V_STAGES", self.v_stages),
             ("FA_SPLIT_TILE_BYTES", split_kv.tile_bytes(self.tile_n, self.dim)),
             ("FA_FWD_FP32_SM90_BYTES", FWD_FP32_SM90_PARAMS.itemsize),
         )
@@ -77,16 +87,17 @@ def _round_up(count: int) -> int:
 
 
 def _rows() -> Iterator[FwdFp32Sm90]:
-    # dim, tile_m, tile_n, stages, why.
+    # dim, tile_n, stages, v_stages, why.
     rows = (
-        (64, 128, 64, 3, "two warpgroups take turns at the tensor cores"),
-        (128, 128, 64, 2, "as for 64; shared memory is full"),
+        (64, 128, 2, 2, "as many keys as there are registers for"),
+        (128, 64, 2, 2, "as for 64"),
+        (256, 32, 2, 1, "as for 64; shared memory is full"),
     )
-    for dim, tile_m, tile_n, stages, why in rows:
+    for dim, tile_n, stages, v_stages, why in rows:
         for sparse in (False, True):
             yield FwdFp32Sm90(
-                source="attention/fwd_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=tile_m,
-                tile_n=tile_n, warps=4 * (tile_m // 64 + 1), stages=stages, why=why, sparse=sparse,
+                source="attention/fwd_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=128, tile_n=tile_n,
+                warps=12, stages=stages, v_stages=v_stages, why=why, sparse=sparse,
             )  # fmt: skip
 
 

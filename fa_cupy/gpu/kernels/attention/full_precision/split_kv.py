@@ -60,10 +60,10 @@ class SplitKv(Variant):
 
 VARIANTS: tuple[SplitKv, ...] = tuple(
     SplitKv(
-        source="attention/split_kv", dtype="float32", dim=dim, tile_m=1, tile_n=64, warps=8,
-        stages=1, why="two rows a thread, or an eighth of them",
+        source="attention/split_kv", dtype="float32", dim=dim, tile_m=1, tile_n=tile_n, warps=8,
+        stages=1, why="eight lanes share a row, and all rows are in registers",
     )
-    for dim in (64, 128)
+    for dim, tile_n in ((64, 128), (128, 64), (256, 32))
 )  # fmt: skip
 
 
