@@ -4,7 +4,8 @@
 // split_kv.cu has turned K and V into pairs of float16, tile by tile.  A block takes kTileM query
 // rows of one batch entry.  Its first warpgroup is the producer, one thread of which copies tiles.
 // The others are consumers with 64 rows each, which they split themselves.  Every product is three:
-// low * high, high * low, high * high, in one accumulator.
+// low * high, high * low, high * high, in one accumulator.  Builds for TF32 have the last one alone:
+// float16 has as many digits as TF32, and exponents of rows and tiles make up for its range.
 //
 // Rows and tiles have exponents, as in fwd_fp32.cu, whose softmax this is (forward_fp32.cuh).
 // Tensor cores cut what they add towards zero: the products of a tile with V are sums of their own,
@@ -31,19 +32,22 @@ constexpr int kTileN = FA_TILE_N;    // keys of a tile
 constexpr int kKStages = FA_STAGES;  // K tiles in flight
 constexpr int kVStages = FA_V_STAGES;
 constexpr bool kSparse = FA_SPARSE;  // with a mask
+constexpr int kParts = FA_PARTS;     // 2: numbers are pairs; 1: they are rounded to float16
+constexpr int kFirstProduct = kParts == 2 ? 0 : 2;  // of low * high, high * low, high * high
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kMmaN = kTileN / 8;  // accumulators of 8 columns across a tile's keys
 constexpr int kMmaV = kDim / 8;    // and across the output's columns
 constexpr int kTilesPerBlock = kMaskBlock / kTileN;
 // The high parts of Q are read from registers by two of three products: from shared memory they
 // would be read anew for each, and it is as busy as the tensor cores.
-constexpr bool kQInRegisters = kDim <= 128;
+constexpr bool kQInRegisters = kParts == 2 && kDim <= 128;
 // The output's columns that a product of weights and values computes at once: with 128, there are
 // no registers for that.
 constexpr int kPvCols = 64;
 // Steps of 16 that tensor cores add up to scores; sums of these are float32.
-constexpr int kSumSteps = kDim <= 128 ? kDim / 16 : 8;
-constexpr int kExactBits = 40;  // of split_near(): see check_range
+constexpr int kSumSteps = kParts == 1 || kDim <= 128 ? kDim / 16 : 8;
+// Of split_near(): see check_range.  Rounded numbers may be off by 2^15 times as much as pairs.
+constexpr int kExactBits = kParts == 2 ? 40 : 55;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = kGroups == 2 ? 24 : 32;
 constexpr int kConsumerRegisters = kGroups == 2 ? 240 : 160;
@@ -51,7 +55,7 @@ static_assert(kGroups == 2 || kGroups == 3, "registers are shared out for these"
 static_assert(kDim % 64 == 0 && kTileN % 32 == 0, "tiles are whole blocks of 64 columns");
 
 using QTile = SharedTile<64, kDim>;
-using KVTile = SplitTile<kTileN, kDim>;
+using KVTile = SplitTile<kTileN, kDim, kParts>;
 using Scale = SplitScale<kTileN>;
 using KPipeline = PipelineState<kKStages>;
 using VPipeline = PipelineState<kVStages>;
@@ -70,8 +74,8 @@ static_assert(sizeof(FwdFp32Sm90Params) == FA_FWD_FP32_SM90_BYTES,
 
 // ---------------------------------------------------------------------------------------- storage
 struct __align__(1024) SharedStorage {  // an atom of the swizzle is 1,024 bytes
-  uint8 q[kGroups][2 * kQLow];
-  uint8 k[kKStages][2 * kKLow], v[kVStages][2 * kKLow];
+  uint8 q[kGroups][kParts * kQLow];
+  uint8 k[kKStages][kParts * kKLow], v[kVStages][kParts * kKLow];
   Scale k_scale[kKStages], v_scale[kVStages];
   float q_factor[kTileM];
   int key_tile[kKStages];  // the number of each tile of K among all of the entry
@@ -129,7 +133,7 @@ FA_DEVICE const KVTile* tiles_of_entry(const AttentionParams& params, int64 batc
 FA_DEVICE void load_tile(uint8* to, Scale& scale, const KVTile& from, uint64& full) {
   const uint32 barrier = cvta_to_shared(&full);
   mbarrier_arrive_expect_tx(barrier, sizeof(KVTile));
-  cp_async_bulk_load(cvta_to_shared(to), from.high, 2 * kKLow, barrier);
+  cp_async_bulk_load(cvta_to_shared(to), from.part, kParts * kKLow, barrier);
   cp_async_bulk_load(cvta_to_shared(&scale), &from.scale, sizeof(Scale), barrier);
 }
 
@@ -162,7 +166,7 @@ FA_DEVICE void load_tiles(const FwdFp32Sm90Params& params, SharedStorage& shared
 
 // --------------------------------------------------------------------------------------- consumers
 using Scores = float[1][kMmaN][4];   // S, then P in float32: 64 rows x kTileN keys
-using Weights = uint32[kMmaN][2][2];  // P: of 8 columns, of rows 0-7 and 8-15, high and low parts
+using Weights = uint32[kMmaN][2][kParts];  // P: of 8 columns, of rows 0-7 and 8-15
 using Output = float[1][kMmaV][4];
 using Product = float[kPvCols / 8][4];
 using QFragments = uint32[kQInRegisters ? kDim / 16 : 1][4];  // high parts of Q, as A operands
@@ -198,6 +202,7 @@ FA_DEVICE void load_q(const AttentionParams& params, SharedStorage& shared, int 
         const SplitPair two = split_near(x[2] * scale, x[3] * scale);
         const uint32 at = QTile::offset(row, 4 * i + tid % 8 / 2) + tid % 2 * 8;
         *reinterpret_cast<uint2*>(to + at) = make_uint2(one.high, two.high);
+        if constexpr (kParts == 1) continue;
         *reinterpret_cast<uint2*>(to + at + kQLow) = make_uint2(one.low, two.low);
       }
       if (tid % 8 == 0) shared.q_factor[64 * group + row] = power_of_two(-exponent / 2);
@@ -224,7 +229,7 @@ FA_DEVICE void gemm_qk(Scores& s, const QFragments& q, uint32 q_tile, uint32 k_t
   const uint64 a = wgmma_descriptor(q_tile, 0), b = wgmma_descriptor(k_tile, 0);
   wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < 3; ++part) {  // low * high, high * low, high * high
+  for (int part = kFirstProduct; part < 3; ++part) {
 #pragma unroll
     for (int i = 0; i < kSumSteps; ++i) {
       const int step = part_of_dim * kSumSteps + i;
@@ -234,7 +239,7 @@ FA_DEVICE void gemm_qk(Scores& s, const QFragments& q, uint32 q_tile, uint32 k_t
       const uint64 own_b = b + b_step + (part == 1 ? kKLow / 16 : 0);
       if (part == 0 || !kQInRegisters) {
         wgmma_m64k16_ss<false, kTileN>(s[0], a + a_step + (part == 0 ? kQLow / 16 : 0), own_b,
-                                       part + i > 0);
+                                       part > kFirstProduct || i > 0);
       } else {
         wgmma_m64k16_rs<false, kTileN, kKMajor>(s[0], q[kQInRegisters ? step : 0], own_b, 1);
       }
@@ -262,7 +267,7 @@ FA_DEVICE void gemm_pv(Product& sums, const Weights& p, uint32 v_tile, int part_
   const uint64 b = wgmma_descriptor(v_tile + part_of_cols * KVTile::Tile::kBlockBytes, 0);
   wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < 3; ++part) {
+  for (int part = kFirstProduct; part < 3; ++part) {
     const int low = part == 0;
 #pragma unroll
     for (int step = 0; step < kTileN / 16; ++step) {
@@ -270,7 +275,7 @@ FA_DEVICE void gemm_pv(Product& sums, const Weights& p, uint32 v_tile, int part_
                            p[2 * step + 1][1][low]};
       wgmma_m64k16_rs<false, kPvCols>(sums, a,
                                       b + step * (16 * 128 / 16) + (part == 1 ? kKLow / 16 : 0),
-                                      part + step > 0);
+                                      part > kFirstProduct || step > 0);
     }
   }
   wgmma_commit_group();
@@ -386,7 +391,7 @@ FA_DEVICE void split_weights(const Scores& s, Weights& p) {
     for (int h = 0; h < 2; ++h) {
       const SplitPair pair = split_near(s[0][j][2 * h], s[0][j][2 * h + 1]);
       p[j][h][0] = pair.high;
-      p[j][h][1] = pair.low;
+      if constexpr (kParts == 2) p[j][h][kParts - 1] = pair.low;
     }
   }
 }

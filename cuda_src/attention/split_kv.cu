@@ -8,10 +8,11 @@
 
 constexpr int kDim = FA_DIM;      // padded with zeros
 constexpr int kTileN = FA_TILE_N;
+constexpr int kParts = FA_PARTS;  // 2: high and low parts; 1: high parts alone
 constexpr int kWarps = FA_WARPS;
 constexpr int kThreads = 32 * kWarps;
 using Rows = FloatChunk<kTileN, kDim, kWarps, true>;
-using Pairs = SplitTile<kTileN, kDim>;
+using Pairs = SplitTile<kTileN, kDim, kParts>;
 static_assert(sizeof(Pairs) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
 
 // One array.
@@ -92,9 +93,10 @@ FA_DEVICE void store_pairs(Pairs& to, const float (&x)[Rows::kFours][4], int row
       pair[e] = split_near(two[0] * scale, two[1] * scale);
     }
     const uint32 at = Pairs::Tile::offset(row, 8 * i + lane);
-    *reinterpret_cast<uint4*>(to.high + at) =
+    *reinterpret_cast<uint4*>(to.part[0] + at) =
         make_uint4(pair[0].high, pair[1].high, pair[2].high, pair[3].high);
-    *reinterpret_cast<uint4*>(to.low + at) =
+    if constexpr (kParts == 1) continue;
+    *reinterpret_cast<uint4*>(to.part[kParts - 1] + at) =
         make_uint4(pair[0].low, pair[1].low, pair[2].low, pair[3].low);
   }
 }

@@ -1,5 +1,6 @@
-// K and V of float32 as pairs of float16, as split_kv.cu writes them to memory and the kernels of
-// wgmma read them: tile by tile, each in the bytes that it has in shared memory.
+// K and V of float32 as pairs of float16, or rounded to float16, as split_kv.cu writes them to
+// memory and the kernels of wgmma read them: tile by tile, each in the bytes that it has in shared
+// memory.
 #pragma once
 #include "cuda_src/common/shared_tile.cuh"
 
@@ -15,14 +16,13 @@ struct SplitScale {
   int unused[3];  // bulk copies take 16 bytes
 };
 
-// A tile of rows: high parts, low parts (split_rows.cuh), exponents.
-template <int kRows, int kCols>
+// A tile of rows: high parts, low parts if there are two (split_rows.cuh), exponents.
+template <int kRows, int kCols, int kParts>
 struct SplitTile {
   using Tile = SharedTile<kRows, kCols>;
   static constexpr int kPartBytes = 2 * kRows * kCols;
 
-  uint8 high[kPartBytes];
-  uint8 low[kPartBytes];
+  uint8 part[kParts][kPartBytes];
   SplitScale<kRows> scale;
 };
 

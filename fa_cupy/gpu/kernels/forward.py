@@ -74,12 +74,15 @@ class Call(NamedTuple):
         Whether there is a mask.
     split : bool
         Whether it pays to split keys and values of float32 (`fwd_fp32_sm90.supports`).
+    rounded : bool
+        Whether numbers of float32 may be rounded to the digits of TF32.
     """
 
     score: ScoreMod | None = None
     mapped: bool = True
     masked: bool = False
     split: bool = False
+    rounded: bool = False
 
 
 _PLAIN = Call()
@@ -124,7 +127,7 @@ def _serves(variant: Row, call: Call) -> bool:
     if variant.sparse != call.masked:
         return False
     if isinstance(variant, FwdFp32Sm90):
-        return call.split
+        return call.split and variant.parts == (1 if call.rounded else 2)
     return call.mapped or not isinstance(variant, FwdSm90)
 
 
@@ -132,7 +135,7 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
     """Return all variants that plain calls of this type and these dims get, first choices first."""
     found = {
         select(dtype, head_dim, v_dim, target, Call(None, *call))
-        for call in product((False, True), repeat=3)
+        for call in product((False, True), repeat=4)
     }
     return sorted((variant for variant in found if variant), key=lambda variant: variant.rank)
 
@@ -217,6 +220,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
             fwd_sm90.supports(traits),
             problem.mask is not None,
             problem.dtype == fwd_fp32.DTYPE and fwd_fp32_sm90.supports(traits),
+            problem.precision is not None,
         )
         dims = problem.head_dim, problem.v_dim
         variant = select(problem.dtype.name, *dims, launcher.target, call)

@@ -43,9 +43,18 @@ class FwdFp32Sm90(Variant):
     ----------
     v_stages : int
         Tiles of V in flight; `stages` are those of K.
+    parts : int
+        2 for pairs of float16 and three products. 1 for numbers that are rounded to float16, which
+        has as many digits as TF32.
     """
 
     v_stages: int
+    parts: int
+
+    @property
+    def name(self) -> str:
+        """Unique, for people and for file names."""
+        return super().name + ("" if self.parts == 2 else "-rounded")
 
     @property
     def groups(self) -> int:
@@ -61,9 +70,14 @@ class FwdFp32Sm90(Variant):
     def shared_bytes(self) -> int:
         """Dynamic shared memory: Q, tiles of K and V in pairs, factors, barriers, the work."""
         tiles = self.stages + self.v_stages
-        pairs = 4 * self.dim * self.tile_m + tiles * split_kv.tile_bytes(self.tile_n, self.dim)
+        pairs = 2 * self.parts * self.dim * self.tile_m + tiles * self.tile_bytes
         rest = 4 * (self.tile_m + self.stages) + 4  # a number for each tile of K, and a gap
         return _round_up(pairs + rest // 8 * 8 + 16 * tiles + _WORK_BYTES)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of a tile of K or V and its exponents."""
+        return split_kv.tile_bytes(self.tile_n, self.dim, self.parts)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -72,7 +86,8 @@ class FwdFp32Sm90(Variant):
             *super().defines,
             ("FA_GROUPS", self.groups),
             ("FA_V_STAGES", self.v_stages),
-            ("FA_SPLIT_TILE_BYTES", split_kv.tile_bytes(self.tile_n, self.dim)),
+            ("FA_PARTS", self.parts),
+            ("FA_SPLIT_TILE_BYTES", self.tile_bytes),
             ("FA_FWD_FP32_SM90_BYTES", FWD_FP32_SM90_PARAMS.itemsize),
         )
 
@@ -87,17 +102,20 @@ def _round_up(count: int) -> int:
 
 
 def _rows() -> Iterator[FwdFp32Sm90]:
-    # dim, tile_n, stages, v_stages, why.
+    # parts, dim, tile_n, stages, v_stages, why.
     rows = (
-        (64, 128, 2, 2, "as many keys as there are registers for"),
-        (128, 64, 2, 2, "as for 64"),
-        (256, 32, 2, 1, "as for 64; shared memory is full"),
+        (2, 64, 128, 2, 2, "as many keys as there are registers for"),
+        (2, 128, 64, 2, 2, "as for 64"),
+        (2, 256, 32, 2, 1, "as for 64; shared memory is full"),
+        (1, 64, 128, 2, 2, "as for pairs"),
+        (1, 128, 128, 2, 2, "as for pairs"),
+        (1, 256, 64, 2, 2, "as for pairs"),
     )
-    for dim, tile_n, stages, v_stages, why in rows:
+    for parts, dim, tile_n, stages, v_stages, why in rows:
         for sparse in (False, True):
             yield FwdFp32Sm90(
                 source="attention/fwd_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=128, tile_n=tile_n,
-                warps=12, stages=stages, v_stages=v_stages, why=why, sparse=sparse,
+                warps=12, stages=stages, v_stages=v_stages, parts=parts, why=why, sparse=sparse,
             )  # fmt: skip
 
 
@@ -121,7 +139,7 @@ def supports(traits: Traits) -> bool:
 
 def steps(traits: Traits, variant: FwdFp32Sm90) -> tuple[list[Step], dict[str, int]]:
     """Return the two launches of a problem, and the bytes of the parts of their workspace."""
-    first, sizes = split_kv.step(traits, variant.tile_n, variant.dim)
+    first, sizes = split_kv.step(traits, variant.tile_n, variant.dim, variant.parts)
     common, parts, _ = make_params(traits, variant.tile_m)
     (part,) = parts
     params = np.zeros(1, FWD_FP32_SM90_PARAMS)

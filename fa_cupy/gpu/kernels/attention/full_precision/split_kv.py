@@ -28,14 +28,27 @@ OUTPUTS = ("k_tiles", "v_tiles")
 _ARRAYS = ("k", "v")
 
 
-def tile_bytes(tile_n: int, dim: int) -> int:
-    """Return the size of a ``SplitTile``: pairs, an exponent for each row, and what these are."""
-    return 4 * tile_n * dim + 4 * tile_n + 16
+def tile_bytes(tile_n: int, dim: int, parts: int) -> int:
+    """Return the size of a ``SplitTile``: parts, an exponent for each row, and what these are."""
+    return 2 * parts * tile_n * dim + 4 * tile_n + 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKv(Variant):
-    """A row of ``split_kv``, whose tiles are those of a kernel that reads them."""
+    """A row of ``split_kv``, whose tiles are those of a kernel that reads them.
+
+    Attributes
+    ----------
+    parts : int
+        2 for pairs of float16, 1 for numbers that are rounded to it.
+    """
+
+    parts: int
+
+    @property
+    def name(self) -> str:
+        """Unique, for people and for file names."""
+        return super().name + ("" if self.parts == 2 else "-rounded")
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -53,7 +66,8 @@ class SplitKv(Variant):
         return (
             *super().defines,
             ("FA_WARPS", self.warps),
-            ("FA_SPLIT_TILE_BYTES", tile_bytes(self.tile_n, self.dim)),
+            ("FA_PARTS", self.parts),
+            ("FA_SPLIT_TILE_BYTES", tile_bytes(self.tile_n, self.dim, self.parts)),
             ("FA_SPLIT_KV_PARAMS_BYTES", SPLIT_KV_PARAMS.itemsize),
         )
 
@@ -61,9 +75,11 @@ class SplitKv(Variant):
 VARIANTS: tuple[SplitKv, ...] = tuple(
     SplitKv(
         source="attention/split_kv", dtype="float32", dim=dim, tile_m=1, tile_n=tile_n, warps=8,
-        stages=1, why="eight lanes share a row, and all rows are in registers",
+        stages=1, parts=parts, why="eight lanes share a row, and all rows are in registers",
     )
-    for dim, tile_n in ((64, 128), (128, 64), (256, 32))
+    for dim, tile_n, parts in (
+        (64, 128, 2), (128, 64, 2), (256, 32, 2), (64, 128, 1), (128, 128, 1), (256, 64, 1),
+    )
 )  # fmt: skip
 
 
@@ -78,7 +94,7 @@ def entry_steps(traits: Traits, name: str) -> tuple[list[int], list[int]]:
     return sizes, steps
 
 
-def step(traits: Traits, tile_n: int, dim: int) -> tuple[Step, dict[str, int]]:
+def step(traits: Traits, tile_n: int, dim: int, parts: int) -> tuple[Step, dict[str, int]]:
     """Return the launch, and the bytes of the parts of the workspace that it writes.
 
     Parameters
@@ -87,9 +103,11 @@ def step(traits: Traits, tile_n: int, dim: int) -> tuple[Step, dict[str, int]]:
         Of a problem with at most `MAX_BATCH_AXES` batch axes.
     tile_n, dim : int
         Rows and columns of a tile.
+    parts : int
+        See `SplitKv`.
     """
-    problem = traits.problem
-    variant = next(row for row in VARIANTS if (row.tile_n, row.dim) == (tile_n, dim))
+    problem, wanted = traits.problem, (tile_n, dim, parts)
+    variant = next(row for row in VARIANTS if (row.tile_n, row.dim, row.parts) == wanted)
     params = np.zeros(1, SPLIT_KV_PARAMS)
     p = params[0]
     p["rows"], p["tiles"] = problem.k_len, -(-problem.k_len // tile_n)
@@ -102,7 +120,7 @@ def step(traits: Traits, tile_n: int, dim: int) -> tuple[Step, dict[str, int]]:
         array["blocks"] = blocks = math.prod(axes) * int(p["tiles"])
         array["row"] = traits.views[name].strides[-2] // item
         array["cols"] = problem.head_dim if name == "k" else problem.v_dim
-        sizes[output] = blocks * tile_bytes(tile_n, dim)
+        sizes[output] = blocks * tile_bytes(*wanted)
         addresses |= {f"array.{number}.from": name, f"array.{number}.to": output}
         grid += blocks
     rows = [(*traits.strides[x], traits.views[x].strides[-2]) for x in _ARRAYS]
