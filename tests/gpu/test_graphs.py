@@ -639,7 +639,6 @@ def refused_calls():
     points = [uniform((40, 2), seed, SINGLE) for seed in range(3)]
     score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
-        "attention, tf32": lambda: fa_cupy.attention(x, x, x, precision="tf32"),
         "attention, few queries of float64": lambda: fa_cupy.attention(few, states, states),
         "attention, head_dim 320": lambda: fa_cupy.attention(wide, wide, wide),
         "attention, few queries of float64 and a score": lambda: fa_cupy.attention(
@@ -670,7 +669,7 @@ def refused_calls():
 
 
 REFUSED = (
-    "attention, tf32", "attention, few queries of float64", "attention, head_dim 320",
+    "attention, few queries of float64", "attention, head_dim 320",
     "attention_backward, float32", "causal_product, float64", "causal_product_backward, float64",
     "linear_attention, float64", "linear_attention, all keys",
     "linear_attention_backward, float64", "kernel_regression", "kernel_regression_backward",

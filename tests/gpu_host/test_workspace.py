@@ -367,6 +367,12 @@ CASES = {
     "attention, float32": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
     )(array(2, 30, 64, dtype=SINGLE)),
+    "attention, float32 of many queries": lambda: (
+        lambda x: lambda: fa_cupy.attention(x, x, x, return_lse=True)
+    )(array(2, 600, 64, dtype=SINGLE)),
+    "attention, tf32": lambda: (
+        lambda x: lambda: fa_cupy.attention(x, x, x, precision="tf32")
+    )(array(2, 600, 64, dtype=SINGLE)),
     "attention, float64": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
     )(array(2, 30, 64, dtype=DOUBLE)),
@@ -403,9 +409,6 @@ REFUSED = {
     "attention, few queries of float64": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x)
     )(array(2, 16, 64, dtype=DOUBLE)),
-    "attention, tf32": lambda: (
-        lambda x: lambda: fa_cupy.attention(x, x, x, precision="tf32")
-    )(array(2, 30, 64, dtype=SINGLE)),
     "causal_product, float64": lambda: multiply(dtype=DOUBLE, length=30),
     "causal_product_backward, float64": lambda: multiply_backward(dtype=DOUBLE),
     "linear_attention, float64": lambda: linear(dtype=DOUBLE),
