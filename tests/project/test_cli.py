@@ -279,7 +279,7 @@ def test_warmup_compiles_what_calls_can_get():
         assert {row.dtype for row in rows} == {"float16", "bfloat16", "float32", "float64"}
         assert {row.dim for row in rows} == {64, 128, 256}
         assert all(target in row.targets for row in rows)
-        assert len({row.source for row in rows}) == (4 if target == "sm_90a" else 3)
+        assert len({row.source for row in rows}) == (6 if target == "sm_90a" else 3)
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)

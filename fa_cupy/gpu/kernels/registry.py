@@ -6,6 +6,7 @@ import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention import row_intervals
+from fa_cupy.gpu.kernels.attention.full_precision import split_kv
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
@@ -82,6 +83,6 @@ SPLIT: tuple[Variant, ...] = (
     *fwd_join_splits.VARIANTS,
 )
 ROWS: tuple[Variant, ...] = (
-    *VARIANTS, *FP64_VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
-    *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *SPLIT,
+    *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *attention_backward.VARIANTS,
+    *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *SPLIT,
 )  # fmt: skip

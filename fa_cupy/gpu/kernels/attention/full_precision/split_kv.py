@@ -94,20 +94,16 @@ def entry_steps(traits: Traits, name: str) -> tuple[list[int], list[int]]:
     return sizes, steps
 
 
-def step(traits: Traits, tile_n: int, dim: int, parts: int) -> tuple[Step, dict[str, int]]:
+def step(traits: Traits, variant: SplitKv) -> tuple[Step, dict[str, int]]:
     """Return the launch, and the bytes of the parts of the workspace that it writes.
 
     Parameters
     ----------
     traits : Traits
         Of a problem with at most `MAX_BATCH_AXES` batch axes.
-    tile_n, dim : int
-        Rows and columns of a tile.
-    parts : int
-        See `SplitKv`.
+    variant : SplitKv
     """
-    problem, wanted = traits.problem, (tile_n, dim, parts)
-    variant = next(row for row in VARIANTS if (row.tile_n, row.dim, row.parts) == wanted)
+    problem, tile_n = traits.problem, variant.tile_n
     params = np.zeros(1, SPLIT_KV_PARAMS)
     p = params[0]
     p["rows"], p["tiles"] = problem.k_len, -(-problem.k_len // tile_n)
@@ -120,7 +116,7 @@ def step(traits: Traits, tile_n: int, dim: int, parts: int) -> tuple[Step, dict[
         array["blocks"] = blocks = math.prod(axes) * int(p["tiles"])
         array["row"] = traits.views[name].strides[-2] // item
         array["cols"] = problem.head_dim if name == "k" else problem.v_dim
-        sizes[output] = blocks * tile_bytes(*wanted)
+        sizes[output] = blocks * tile_bytes(tile_n, variant.dim, variant.parts)
         addresses |= {f"array.{number}.from": name, f"array.{number}.to": output}
         grid += blocks
     rows = [(*traits.strides[x], traits.views[x].strides[-2]) for x in _ARRAYS]
