@@ -16,13 +16,14 @@ struct SplitScale {
   int unused[3];  // bulk copies take 16 bytes
 };
 
-// A tile of rows: high parts, low parts if there are two (split_rows.cuh), exponents.
+// A tile of rows: rows of high parts, below them rows of low parts if there are two (split_rows.cuh),
+// and exponents.  So both parts are one operand where a product wants both.
 template <int kRows, int kCols, int kParts>
 struct SplitTile {
-  using Tile = SharedTile<kRows, kCols>;
-  static constexpr int kPartBytes = 2 * kRows * kCols;
+  using Tile = SharedTile<kParts * kRows, kCols>;
+  static constexpr int kLow = kRows * Tile::kRowBytes;  // bytes from a high part to its low one
 
-  uint8 part[kParts][kPartBytes];
+  uint8 parts[Tile::kBlockBytes * (kCols / Tile::kBlockCols)];
   SplitScale<kRows> scale;
 };
 
