@@ -54,6 +54,7 @@ _INPUTS = ("q", "k", "v")
 _GRADIENTS = ("dq", "dk", "dv")
 _RESULTS = ("out", "lse", "dout", "dlse")
 _ROWS = ("lse", "dlse")  # which kernels read as dense arrays
+_FLOAT64 = np.dtype(np.float64)
 
 
 class Laid(NamedTuple):
@@ -187,7 +188,8 @@ def cached(
             return None
         facts += (x.shape, x.strides, x.dtype)
         addresses |= x.data.ptr
-    if addresses & 15:  # kernels could not read an array where it lies
+    # Kernels could not read an array where it lies; those of float64 read any whole elements.
+    if addresses & (7 if q.dtype == _FLOAT64 else 15):
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
@@ -574,12 +576,14 @@ def _readable(name: str, laid: Laid, pointer: int) -> bool:
     if name in _ROWS:
         dense = _laid_out(laid.shape, None, laid.dtype).strides
         return steps == [(n, step) for n, step in zip(laid.shape, dense, strict=True) if n > 1]
-    if pointer & 15 or (laid.shape[-1] > 1 and steps.pop()[1] != laid.dtype.itemsize):
+    if laid.shape[-1] > 1 and steps.pop()[1] != laid.dtype.itemsize:
         return False
     # Kernels count the steps of rows in int32, in elements.
-    if laid.shape[-2] > 1 and not 0 < steps[-1][1] < 2**31 * laid.dtype.itemsize:
-        return False
-    return all(step >= 0 and step % 16 == 0 for _, step in steps)
+    row, most = steps[-1][1] if laid.shape[-2] > 1 else 1, 2**31 * laid.dtype.itemsize
+    if laid.dtype == _FLOAT64:  # whose kernels begin rows at any element, and walk them either way
+        return abs(row) < most
+    aligned = not pointer & 15 and all(step % 16 == 0 for _, step in steps)
+    return aligned and 0 < row < most and all(step >= 0 for _, step in steps)
 
 
 def _laid_out(shape: tuple[int, ...], order: Sequence[int] | None, dtype: np.dtype[Any]) -> Laid:
