@@ -34,6 +34,7 @@ from fa_cupy.gpu.arrays import (
     packed_copy,
     require_whole_elements,
 )
+from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
@@ -46,7 +47,13 @@ from fa_cupy.gpu.masks.pair_bias import PairPlaces
 from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.keys import sequences
-from fa_cupy.keys.gathered import gathered, mark_bad, mark_bad_rows, unpacked
+from fa_cupy.keys.gathered import (
+    gathered,
+    mark_bad,
+    mark_bad_rows,
+    unpacked,
+    without_places,
+)
 from fa_cupy.keys.layout import PLACES, KeyArrays
 from fa_cupy.score.program import Operands
 
@@ -320,6 +327,9 @@ def _by_gathering(
     keys: KeyArrays,
 ) -> tuple[Any, Any | None]:
     """Solve a problem whose key lengths and pages no kernel reads: by an equal call without."""
+    hidden = problem.k_lengths is not None
+    expected = without_places(problem) if hidden else dataclasses.replace(problem, pages=None)
+    _refuse(expected, None if hidden else mask)
     alone = gathered(cupy, problem, k, v, mask, keys)
     result, lse = attention(
         alone.problem, q, alone.k, alone.v, bias, alone.mask, out, return_lse, sinks, score
@@ -350,6 +360,7 @@ def _packed(
         )
     sequences.refuse_positions(_NAME, score)
     q, k, v, bias, mask = inputs
+    _refuse(without_places(problem), None)
     alone, mask, bad = unpacked(cupy, problem, mask, keys)
     result, lse = attention(alone, q, k, v, bias, mask, out, return_lse, sinks, score)
     mark_bad_rows(cupy, bad, result, lse)
@@ -448,6 +459,18 @@ def _served(problem: Problem, device: int, counts: PairCounts | None) -> bool:
     if counts is not None or not math.prod(problem.out_shape[:-1]):
         return True
     return forward.for_any_layout(problem, workspace.launcher(device).target) is not None
+
+
+def _refuse(problem: Problem, mask: Any) -> None:
+    """Raise in a capture, before anything is launched, for what no kernel serves.
+
+    `problem` is one that is about to be made; `mask` is its mask, if that is given and no new one.
+    """
+    device = runtime.getDevice()
+    if capturing() and not _served(problem, device, _counts(problem, mask, device)):
+        from fa_cupy.gpu.cublas import attention  # needs cuBLAS, which the kernels do not
+
+        workspace.refuse_products(_NAME, attention.described(problem))
 
 
 def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:
