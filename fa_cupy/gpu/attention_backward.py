@@ -33,6 +33,7 @@ from fa_cupy.gpu.arrays import (
     require_whole_elements,
 )
 from fa_cupy.gpu.driver.launch import capturing
+from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import leaves_to_cublas
 from fa_cupy.gpu.kernels.attention.pairs import gradients_plan
 from fa_cupy.gpu.kernels.attention.pairs.pair_gradients import serves_gradients
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
@@ -188,7 +189,7 @@ def cached(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
-        if not takes_bias(problem):
+        if not takes_bias(problem) or (problem.dtype == _FLOAT64 and _on_products(problem)):
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
         of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
@@ -234,7 +235,7 @@ def backward(
         return _with_lengths(problem, inputs, results, need, empty, sinks, score, keys, on_host)
     of_keys = () if keys is None else keys[2:]
     found = None
-    if not isinstance(inputs[4], tuple):
+    if not isinstance(inputs[4], tuple) and (capturing() or not _on_products(problem)):
         found = by_kernels(problem, inputs, results, need, empty, sinks, score, of_keys)
     if found is not None:
         return found
@@ -243,6 +244,12 @@ def backward(
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
+
+
+def _on_products(problem: Problem) -> bool:
+    """Whether products of cuBLAS compute gradients that kernels could compute, unless captured."""
+    target = workspace.launcher(runtime.getDevice()).target
+    return problem.dtype == _FLOAT64 and leaves_to_cublas(problem, target, gradients=True)
 
 
 def _packed(
