@@ -424,21 +424,6 @@ REFUSED = {
     "attention, tf32": lambda: (
         lambda x: lambda: fa_cupy.attention(x, x, x, precision="tf32")
     )(array(2, 30, 64, dtype=SINGLE)),
-    "attention, lengths and tf32": lambda: with_places(dtype=SINGLE, precision="tf32"),
-    "attention, wide dims and lengths": lambda: with_places(dim=264),
-    "attention, wide dims and pages": lambda: with_places("pages", dim=264),
-    "attention, wide dims and offsets": lambda: with_places("offsets", dim=264),
-    "attention_backward, lengths": lambda: with_places(gradients=True, dim=60),
-    "attention_backward, lengths and a band": lambda: with_places(
-        gradients=True, dim=60, is_causal=True, causal_align="bottom_right"
-    ),
-    "attention_backward, lengths and a bias of float64": lambda: with_places(
-        gradients=True, dtype=DOUBLE, bias=array(300, 300, dtype=DOUBLE)
-    ),
-    "attention_backward, lengths of keys that all share": lambda: with_places(
-        gradients=True, shared=1
-    ),
-    "attention_backward, offsets": lambda: with_places("offsets", gradients=True, dim=60),
     "causal_product, float64": lambda: multiply(dtype=DOUBLE, length=30),
     "causal_product_backward, float64": lambda: multiply_backward(dtype=DOUBLE),
     "linear_attention, float64": lambda: linear(dtype=DOUBLE),
@@ -458,6 +443,20 @@ REFUSED = {
     "prefix_state, q": lambda: (
         lambda x: lambda: fa_cupy.prefix_state(x, x, range(30), q=x)
     )(array(2, 30, 64)),
+    "attention, wide dims and lengths": lambda: with_places(dim=264),
+    "attention, wide dims and pages": lambda: with_places("pages", dim=264),
+    "attention, wide dims and offsets": lambda: with_places("offsets", dim=264),
+    "attention_backward, lengths": lambda: with_places(gradients=True, dim=60),
+    "attention_backward, lengths and a band": lambda: with_places(
+        gradients=True, dim=60, is_causal=True, causal_align="bottom_right"
+    ),
+    "attention_backward, lengths and a bias of float64": lambda: with_places(
+        gradients=True, dtype=DOUBLE, bias=array(300, 300, dtype=DOUBLE)
+    ),
+    "attention_backward, lengths of keys that all share": lambda: with_places(
+        gradients=True, shared=1
+    ),
+    "attention_backward, offsets": lambda: with_places("offsets", gradients=True, dim=60),
 }  # fmt: skip
 
 
