@@ -82,12 +82,33 @@ def test_gradients_are_those_of_the_definition(host, cupy, launcher, target):
 def test_rows_of_an_odd_number_of_elements(host, cupy, launcher):
     Fp64Call(small(dims=(27, 13))).check(host, cupy)
     assert launcher.ran == KERNELS
+    (prepared,) = known()
+    assert not prepared.copies
+
+
+@pytest.mark.parametrize("name", only(["q", "k", "v", "out", "dout"], "k", "dout"))
+def test_rows_may_begin_at_any_element_and_go_either_way(host, cupy, name):
+    for layout in ("offset", "upward", "rows"):
+        call = Fp64Call(small(**CAUSAL), **{name: layout})
+        call.check(host, cupy)
+        (prepared,) = known()
+        assert not prepared.copies
+        forget()
+
+
+def test_a_row_that_repeats_is_read_where_it_lies(host, cupy):
+    given = small()
+    dout = np.broadcast_to(given.dout[..., :1, :], given.dout.shape)
+    call = Fp64Call(given._replace(dout=dout.copy()))
+    call.arrays["dout"] = cupy_stand_in.ndarray._of(dout)
+    call.check(host, cupy)
+    (prepared,) = known()
+    assert not prepared.copies
 
 
 @pytest.mark.parametrize("name", only(["q", "v", "out", "dout", "lse", "dlse"], "v", "lse"))
 def test_what_kernels_cannot_read_is_copied(host, cupy, name):
-    first = "steps" if name in ("lse", "dlse") else "offset"
-    for layout in (first, "reversed", "transposed"):
+    for layout in ("steps", "reversed", "transposed"):
         Fp64Call(small(**CAUSAL), **{name: layout}).check(host, cupy)
         (prepared,) = known()
         assert name in prepared.copies

@@ -578,6 +578,18 @@ def test_plugin_records_a_run_that_is_cut(tmp_path):
     assert (tmp_path / "tests.running.txt").read_text() == "checks/test_gpu.py::test_end"
 
 
+@pytest.mark.parametrize("options", only([[], IN_TWO_PROCESSES], IN_TWO_PROCESSES), ids=" ".join)
+def test_plugin_records_what_cannot_be_collected(tmp_path, options):
+    save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")
+    save(tmp_path / "checks/test_gpu.py", "import no_such_module\n")
+    record = recorded(tmp_path, options)
+    assert record["failed"] == ["checks/test_gpu.py (collection)"]
+    said = (tmp_path / "tests.failures.txt").read_text()
+    assert said.startswith("==== checks/test_gpu.py (collection)\n")
+    assert said.count("==== ") == 1
+    assert "No module named 'no_such_module'" in said
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options", only([[], IN_TWO_PROCESSES, ["-k", "good"]], IN_TWO_PROCESSES), ids=" ".join

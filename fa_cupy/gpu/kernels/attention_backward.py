@@ -34,7 +34,7 @@ from fa_cupy.gpu.kernels.attention.full_precision import bwd_dkdv_fp64, bwd_dq_f
 from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, Intervals, intervals
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
-from fa_cupy.gpu.kernels.score import score_pointers, takes_scale
+from fa_cupy.gpu.kernels.score import score_pointers
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask,
 #: `OFFSETS` with packed sequences.
@@ -134,8 +134,7 @@ def make_plan(
     variants : sequence of BackwardVariant, optional
         Kernels in place of those that `select` picks.
     """
-    if not variants and takes_scale(traits.problem):
-        variants = select(traits.wanted, launcher.target)
+    variants = variants or select(traits.wanted, launcher.target)
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)

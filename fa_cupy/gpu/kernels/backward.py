@@ -25,7 +25,13 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 from fa_cupy.gpu.kernels.attention.row_intervals import supports
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
-from fa_cupy.gpu.kernels.score import ScoreMod, fill_score, score_mod_of, score_pointers
+from fa_cupy.gpu.kernels.score import (
+    ScoreMod,
+    fill_score,
+    score_mod_of,
+    score_pointers,
+    takes_scale,
+)
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,
@@ -273,10 +279,10 @@ class Wanted(NamedTuple):
     masked : bool
         Whether there is a mask.
     mapped : bool
-        Whether tensor maps can walk the arrays, if all pointers but the bias' are multiples of 16.
+        Whether tensor maps can walk the arrays, if all pointers but the bias' are multiples of 16,
+        and kernels take the scale.
     strided : bool
-        Whether kernels that compute addresses can walk the arrays, if all pointers but the bias'
-        are multiples of 16.
+        As `mapped`, for kernels that compute addresses.
     score : ScoreMod or None
         What a score is besides a product times a positive scale.
     dbias : bool
@@ -362,7 +368,7 @@ class Traits:
             and min(*sizes, self.entries) > 0
             and max(sizes[:2]) <= MAX_LENGTH
         )
-        served = walked and takes_dims(problem.dtype.name, *sizes[2:])
+        served = walked and takes_dims(problem.dtype.name, *sizes[2:]) and takes_scale(problem)
         served = served and (problem.offsets is None or supports(problem))
         item = problem.dtype.itemsize
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
