@@ -44,11 +44,8 @@ constexpr bool kQInRegisters = kParts == 2 && kDim <= 128;
 // The output's columns that a product of weights and values computes at once: with 128, there are
 // no registers for that.
 constexpr int kPvCols = 64;
-// Elsewhere each part of Q meets both parts of K in one product, so that it is read for both at once;
-// the scores of low parts of K have accumulators of their own.
-constexpr bool kStacked = kParts == 2 && !kQInRegisters;
-// A warpgroup starts the next Q K^T beside its P V, if there are registers for both.
-constexpr bool kOverlapsProducts = true;
+// Steps of 16 that tensor cores add up to scores; sums of these are float32.
+constexpr int kSumSteps = kParts == 1 || kDim <= 128 ? kDim / 16 : 8;
 // Of split_near(): see check_range.  Rounded numbers may be off by 2^15 times as much as pairs.
 constexpr int kExactBits = kParts == 2 ? 40 : 55;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
@@ -64,7 +61,7 @@ using KPipeline = PipelineState<kKStages>;
 using VPipeline = PipelineState<kVStages>;
 static_assert(sizeof(KVTile) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
 constexpr int kQLow = 64 * kDim * 2;  // bytes from high parts to low ones
-constexpr int kKVLow = KVTile::kLow;
+constexpr int kKLow = KVTile::kPartBytes;
 
 struct FwdFp32Sm90Params {
   AttentionParams common;
@@ -78,7 +75,7 @@ static_assert(sizeof(FwdFp32Sm90Params) == FA_FWD_FP32_SM90_BYTES,
 // ---------------------------------------------------------------------------------------- storage
 struct __align__(1024) SharedStorage {  // an atom of the swizzle is 1,024 bytes
   uint8 q[kGroups][kParts * kQLow];
-  uint8 k[kKStages][sizeof(KVTile::parts)], v[kVStages][sizeof(KVTile::parts)];
+  uint8 k[kKStages][kParts * kKLow], v[kVStages][kParts * kKLow];
   Scale k_scale[kKStages], v_scale[kVStages];
   float q_factor[kTileM];
   int key_tile[kKStages];  // the number of each tile of K among all of the entry
@@ -136,7 +133,7 @@ FA_DEVICE const KVTile* tiles_of_entry(const AttentionParams& params, int64 batc
 FA_DEVICE void load_tile(uint8* to, Scale& scale, const KVTile& from, uint64& full) {
   const uint32 barrier = cvta_to_shared(&full);
   mbarrier_arrive_expect_tx(barrier, sizeof(KVTile));
-  cp_async_bulk_load(cvta_to_shared(to), from.parts, sizeof(from.parts), barrier);
+  cp_async_bulk_load(cvta_to_shared(to), from.part, kParts * kKLow, barrier);
   cp_async_bulk_load(cvta_to_shared(&scale), &from.scale, sizeof(Scale), barrier);
 }
 
@@ -168,8 +165,7 @@ FA_DEVICE void load_tiles(const FwdFp32Sm90Params& params, SharedStorage& shared
 }
 
 // --------------------------------------------------------------------------------------- consumers
-using Products = float[(kStacked ? 2 : 1) * kMmaN][4];  // of Q and K
-using Scores = float[1][kMmaN][4];  // S, then P in float32: 64 rows x kTileN keys
+using Scores = float[1][kMmaN][4];   // S, then P in float32: 64 rows x kTileN keys
 using Weights = uint32[kMmaN][2][kParts];  // P: of 8 columns, of rows 0-7 and 8-15
 using Output = float[1][kMmaV][4];
 using Product = float[kPvCols / 8][4];
@@ -226,53 +222,42 @@ FA_DEVICE void load_q_fragments(QFragments& q, const uint8* q_tile) {
   for (int step = 0; step < kDim / 16; ++step) ldmatrix_x4(q[step], QTile::at(from, 0, step));
 }
 
-// Byte offsets, in units of 16, of 16 columns of Q and of K: 32 bytes of a block's rows.
-constexpr int q_columns(int step) {
-  return (step / 4 * QTile::kBlockBytes + step % 4 * 32) / 16;
-}
-constexpr int k_columns(int step) {
-  return (step / 4 * KVTile::Tile::kBlockBytes + step % 4 * 32) / 16;
-}
-
-// Starts Q K^T; s and q are not to be touched before a wgmma_wait_group.
-FA_DEVICE void gemm_qk(Products& s, const QFragments& q, uint32 q_tile, uint32 k_tile) {
+// S = Q K^T over some of the columns.  Starts the product; s and q are not to be touched before a
+// wgmma_wait_group.
+FA_DEVICE void gemm_qk(Scores& s, const QFragments& q, uint32 q_tile, uint32 k_tile,
+                       int part_of_dim) {
   const uint64 a = wgmma_descriptor(q_tile, 0), b = wgmma_descriptor(k_tile, 0);
   wgmma_fence();
-  if constexpr (kStacked) {
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {  // low parts of Q, then high ones
-#pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
-        const uint64 own_a = a + q_columns(step) + (part == 0 ? kQLow / 16 : 0);
-        wgmma_m64k16_ss<false, 2 * kTileN>(s, own_a, b + k_columns(step), part + step > 0);
-      }
-    }
-    return wgmma_commit_group();
-  }
 #pragma unroll
   for (int part = kFirstProduct; part < 3; ++part) {
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      const uint64 own_b = b + k_columns(step) + (part == 1 ? kKVLow / 16 : 0);
-      const int add = part > kFirstProduct || step > 0;
+    for (int i = 0; i < kSumSteps; ++i) {
+      const int step = part_of_dim * kSumSteps + i;
+      // 16 columns are 32 bytes of a block's rows; descriptors count in 16 bytes.
+      const int a_step = (step / 4 * QTile::kBlockBytes + step % 4 * 32) / 16;
+      const int b_step = (step / 4 * KVTile::Tile::kBlockBytes + step % 4 * 32) / 16;
+      const uint64 own_b = b + b_step + (part == 1 ? kKLow / 16 : 0);
       if (part == 0 || !kQInRegisters) {
-        const uint64 own_a = a + q_columns(step) + (part == 0 ? kQLow / 16 : 0);
-        wgmma_m64k16_ss<false, kTileN>(s, own_a, own_b, add);
+        wgmma_m64k16_ss<false, kTileN>(s[0], a + a_step + (part == 0 ? kQLow / 16 : 0), own_b,
+                                       part > kFirstProduct || i > 0);
       } else {
-        wgmma_m64k16_rs<false, kTileN, kKMajor>(s, q[kQInRegisters ? step : 0], own_b, add);
+        wgmma_m64k16_rs<false, kTileN, kKMajor>(s[0], q[kQInRegisters ? step : 0], own_b, 1);
       }
     }
   }
   wgmma_commit_group();
 }
 
-// What the products have left as scores, which take the place of the first ones.
-FA_DEVICE Scores& take_scores(Products& products) {
-  if constexpr (kStacked) {
+// Adds the products over the other columns, one after the other, to the first ones.
+FA_DEVICE void add_rest_of_qk(Scores& s, const QFragments& q, uint32 q_tile, uint32 k_tile) {
 #pragma unroll
-    for (int e = 0; e < 4 * kMmaN; ++e) products[e / 4][e % 4] += products[kMmaN + e / 4][e % 4];
+  for (int part = 1; part < kDim / 16 / kSumSteps; ++part) {
+    Scores rest;
+    gemm_qk(rest, q, q_tile, k_tile, part);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int e = 0; e < 4 * kMmaN; ++e) s[0][e / 4][e % 4] += rest[0][e / 4][e % 4];
   }
-  return *reinterpret_cast<Scores*>(products);
 }
 
 // The product of a tile of weights with kPvCols columns of V.  Starts it; sums and weights are not
@@ -289,7 +274,7 @@ FA_DEVICE void gemm_pv(Product& sums, const Weights& p, uint32 v_tile, int part_
       const uint32 a[4] = {p[2 * step][0][low], p[2 * step][1][low], p[2 * step + 1][0][low],
                            p[2 * step + 1][1][low]};
       wgmma_m64k16_rs<false, kPvCols>(sums, a,
-                                      b + step * (16 * 128 / 16) + (part == 1 ? kKVLow / 16 : 0),
+                                      b + step * (16 * 128 / 16) + (part == 1 ? kKLow / 16 : 0),
                                       part > kFirstProduct || step > 0);
     }
   }
@@ -441,18 +426,18 @@ FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
     const uint32 q_tile = cvta_to_shared(shared.q[group]);
     QFragments q;
     load_q_fragments(q, shared.q[group]);
-    Products products;
+    Scores s;
     KPipeline k_at;
     VPipeline v_at;
     wait(shared.k_full[0], 0);
-    gemm_qk(products, q, q_tile, cvta_to_shared(shared.k[0]));
+    gemm_qk(s, q, q_tile, cvta_to_shared(shared.k[0]), 0);
     wgmma_wait_group<0>();
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int k_stage = k_at.index(), v_stage = v_at.index();
       const int key_tile = shared.key_tile[k_stage];
       const Scale &k = shared.k_scale[k_stage], &v = shared.v_scale[v_stage];
-      Scores& s = take_scores(products);
+      add_rest_of_qk(s, q, q_tile, cvta_to_shared(shared.k[k_stage]));
       float most[2], max[2], scale[2];
       const Units units = scale_products(c, k, s, most);
       modify_scores(c, s, tile, key_tile);
@@ -472,13 +457,9 @@ FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
       gemm_pv(product, weights, v_tile, 0);
       float correction[1][2], factor[2];
       if (join_tile(rows, sums, top, p.exp2_scale, correction, factor)) rescale_o(o, correction);
-      const auto start_next = [&] {
+      if (tile + 1 < tiles.end) {
         wait(shared.k_full[k_at.index()], k_at.parity());
-        gemm_qk(products, q, q_tile, cvta_to_shared(shared.k[k_at.index()]));
-      };
-      const bool has_next = tile + 1 < tiles.end;
-      if (kOverlapsProducts && has_next) {
-        start_next();
+        gemm_qk(s, q, q_tile, cvta_to_shared(shared.k[k_at.index()]), 0);
         wgmma_wait_group<1>();
       } else {
         wgmma_wait_group<0>();
@@ -490,7 +471,6 @@ FA_DEVICE void consume(const FwdFp32Sm90Params& params, SharedStorage& shared) {
         wgmma_wait_group<0>();
         add_product(o, product, factor, part);
       }
-      if (!kOverlapsProducts && has_next) start_next();
       wgmma_wait_group<0>();
       release(shared.v_empty[v_stage]);
       v_at.advance();

@@ -16,14 +16,13 @@ struct SplitScale {
   int unused[3];  // bulk copies take 16 bytes
 };
 
-// A tile of rows: rows of high parts, below them rows of low parts if there are two (split_rows.cuh),
-// and exponents.  So both parts are one operand where a product wants both.
+// A tile of rows: high parts, low parts if there are two (split_rows.cuh), exponents.
 template <int kRows, int kCols, int kParts>
 struct SplitTile {
-  using Tile = SharedTile<kParts * kRows, kCols>;
-  static constexpr int kLow = kRows * Tile::kRowBytes;  // bytes from a high part to its low one
+  using Tile = SharedTile<kRows, kCols>;
+  static constexpr int kPartBytes = 2 * kRows * kCols;
 
-  uint8 parts[Tile::kBlockBytes * (kCols / Tile::kBlockCols)];
+  uint8 part[kParts][kPartBytes];
   SplitScale<kRows> scale;
 };
 
