@@ -3,7 +3,7 @@
 //
 // split_kv.cu has turned K and V into pairs of float16, tile by tile.  A block takes kTileM query
 // rows of one batch entry.  Its first warpgroup is the producer, one thread of which copies tiles.
-// The others are consumers with 64 rows each, which they split themselves.  Every product is three:
+// The others are consumers with 64 rows each, which they split themselves.  A product is three:
 // low * high, high * low, high * high, in one accumulator.  Builds for TF32 have the last one alone:
 // float16 has as many digits as TF32, and exponents of rows and tiles make up for its range.
 //
@@ -25,11 +25,11 @@
 #include "ptx/wgmma.cuh"
 
 // -------------------------------------------------------------------------------------- constants
-constexpr int kDim = FA_DIM;         // head_dim and v_dim, padded with zeros
-constexpr int kGroups = FA_GROUPS;   // warpgroups that compute
+constexpr int kDim = FA_DIM;          // head_dim and v_dim, padded with zeros
+constexpr int kGroups = 2;            // warpgroups that compute
 constexpr int kTileM = 64 * kGroups;  // query rows of a block
-constexpr int kTileN = FA_TILE_N;    // keys of a tile
-constexpr int kKStages = FA_STAGES;  // K tiles in flight
+constexpr int kTileN = FA_TILE_N;     // keys of a tile
+constexpr int kKStages = FA_STAGES;   // K tiles in flight
 constexpr int kVStages = FA_V_STAGES;
 constexpr bool kSparse = FA_SPARSE;  // with a mask
 constexpr int kParts = FA_PARTS;     // 2: numbers are pairs; 1: they are rounded to float16
@@ -49,9 +49,8 @@ constexpr int kSumSteps = kParts == 1 || kDim <= 128 ? kDim / 16 : 8;
 // Of split_near(): see check_range.  Rounded numbers may be off by 2^15 times as much as pairs.
 constexpr int kExactBits = kParts == 2 ? 40 : 55;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
-constexpr int kProducerRegisters = kGroups == 2 ? 24 : 32;
-constexpr int kConsumerRegisters = kGroups == 2 ? 240 : 160;
-static_assert(kGroups == 2 || kGroups == 3, "registers are shared out for these");
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
 static_assert(kDim % 64 == 0 && kTileN % 32 == 0, "tiles are whole blocks of 64 columns");
 
 using QTile = SharedTile<64, kDim>;
@@ -124,8 +123,7 @@ FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
 
 // The first tile of a batch entry's keys, or values.
 FA_DEVICE const KVTile* tiles_of_entry(const AttentionParams& params, int64 batch,
-                                       const KVTile* first,
-                                       const int64 (&strides)[kMaxBatchAxes]) {
+                                       const KVTile* first, const int64 (&strides)[kMaxBatchAxes]) {
   return first + element_of_entry(params, batch, strides);
 }
 
@@ -165,7 +163,7 @@ FA_DEVICE void load_tiles(const FwdFp32Sm90Params& params, SharedStorage& shared
 }
 
 // --------------------------------------------------------------------------------------- consumers
-using Scores = float[1][kMmaN][4];   // S, then P in float32: 64 rows x kTileN keys
+using Scores = float[1][kMmaN][4];         // S, then P in float32: 64 rows x kTileN keys
 using Weights = uint32[kMmaN][2][kParts];  // P: of 8 columns, of rows 0-7 and 8-15
 using Output = float[1][kMmaV][4];
 using Product = float[kPvCols / 8][4];
@@ -197,7 +195,7 @@ FA_DEVICE void load_q(const AttentionParams& params, SharedStorage& shared, int 
       const float scale = power_of_two(exponent);
 #pragma unroll
       for (int i = 0; i < Rows::kFours; ++i) {
-        const float(&x)[4] = rows.x[g][i];
+        const float (&x)[4] = rows.x[g][i];
         const SplitPair one = split_near(x[0] * scale, x[1] * scale);
         const SplitPair two = split_near(x[2] * scale, x[3] * scale);
         const uint32 at = QTile::offset(row, 4 * i + tid % 8 / 2) + tid % 2 * 8;
@@ -285,7 +283,7 @@ FA_DEVICE void gemm_pv(Product& sums, const Weights& p, uint32 v_tile, int part_
 struct Consumer {
   const AttentionParams& params;
   SharedStorage& shared;
-  int warp;          // of the block's consumers
+  int warp;           // of the block's consumers
   float q_factor[2];  // of this thread's rows
 };
 

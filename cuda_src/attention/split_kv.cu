@@ -6,7 +6,7 @@
 #include "cuda_src/common/split_kv.cuh"
 #include "cuda_src/common/split_rows.cuh"
 
-constexpr int kDim = FA_DIM;      // padded with zeros
+constexpr int kDim = FA_DIM;  // padded with zeros
 constexpr int kTileN = FA_TILE_N;
 constexpr int kParts = FA_PARTS;  // 2: high and low parts; 1: high parts alone
 constexpr int kWarps = FA_WARPS;
@@ -18,11 +18,11 @@ static_assert(sizeof(Pairs) == FA_SPLIT_TILE_BYTES, "the host gives memory for t
 // One array.
 struct SplitArray {
   const float* from;
-  Pairs* to;                     // of each entry, its tiles one after the other
-  int64 batch[kMaxBatchAxes];    // elements along the axes of batch entries
-  int64 size[kMaxBatchAxes];     // of them; 1 where the array broadcasts
-  uint32 blocks;                 // tiles of all entries
-  int row, cols;                 // elements from row to row; columns
+  Pairs* to;                   // of each entry, its tiles one after the other
+  int64 batch[kMaxBatchAxes];  // elements along the axes of batch entries
+  int64 size[kMaxBatchAxes];   // of them; 1 where the array broadcasts
+  uint32 blocks;               // tiles of all entries
+  int row, cols;               // elements from row to row; columns
 };
 struct SplitKvParams {
   SplitArray array[2];
@@ -55,8 +55,7 @@ static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with 
 
 // Over all rows of a block but those of zeros; without one, of_largest is the larger of the two.
 FA_DEVICE Exponents exponents_of_block(const int (&own)[Rows::kGroups],
-                                       const float (&most)[Rows::kGroups],
-                                       SharedStorage& shared) {
+                                       const float (&most)[Rows::kGroups], SharedStorage& shared) {
   constexpr int kOffset = 200;  // of exponents, for a reduction of unsigned integers
   uint32 below = 0, above = 0;
 #pragma unroll
@@ -69,7 +68,7 @@ FA_DEVICE Exponents exponents_of_block(const int (&own)[Rows::kGroups],
   above = __reduce_max_sync(kFullWarp, above);
   if (threadIdx.x % 32 == 0) {
     shared.of_warp[threadIdx.x / 32] = {kOffset - static_cast<int>(below),
-                                 static_cast<int>(above) - kOffset};
+                                        static_cast<int>(above) - kOffset};
   }
   __syncthreads();
   Exponents found = shared.of_warp[0];

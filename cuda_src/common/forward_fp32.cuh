@@ -1,5 +1,5 @@
-// What kernels of attention forward in float32 share that multiply pairs of float16: the softmax of
-// tiles whose rows have exponents, and what follows the last tile.
+// What kernels of attention forward in float32 share that multiply pairs of float16: the softmax
+// of tiles whose rows have exponents, and what follows the last tile.
 //
 // A warp has 16 rows of scores and of the output.  Tiles have statistics of their own, and so do
 // the rows of V: what a tile adds to the output is brought to the output's units by a factor.
@@ -271,9 +271,8 @@ FA_DEVICE void finish_rows(const AttentionParams& params, const TileWork& work, 
   if (any_recompute) {
     // All of such a row in float64: its sum belongs to a maximum that was not in units of log2.
     rows.softmax.row_sum[0][0] = rows.softmax.row_sum[0][1] = FA_NAN;
-    recompute_rows<false, 8 * kMmaV, kMasked>(params, work,
-                                         out + static_cast<int64>(work.q_begin) * params.out_row,
-                                         rows.softmax, recompute_lanes, warp);
+    recompute_rows<false, 8 * kMmaV, kMasked>(
+        params, work, out + static_cast<int64>(work.q_begin) * params.out_row, rows.softmax,
+        recompute_lanes, warp);
   }
 }
-

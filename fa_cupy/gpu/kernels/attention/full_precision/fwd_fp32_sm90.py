@@ -64,11 +64,6 @@ class FwdFp32Sm90(Variant):
         return next(rows)
 
     @property
-    def groups(self) -> int:
-        """Warpgroups that compute, each with 64 rows."""
-        return self.tile_m // 64
-
-    @property
     def targets(self) -> tuple[str, ...]:
         """Those that have wgmma."""
         return ("sm_90a",)
@@ -91,7 +86,6 @@ class FwdFp32Sm90(Variant):
         """The constants the source is compiled with."""
         return (
             *super().defines,
-            ("FA_GROUPS", self.groups),
             ("FA_V_STAGES", self.v_stages),
             ("FA_PARTS", self.parts),
             ("FA_SPLIT_TILE_BYTES", self.tile_bytes),
@@ -120,7 +114,7 @@ def _rows() -> Iterator[FwdFp32Sm90]:
     )
     for parts, dim, tile_n, stages, v_stages, why in rows:
         for sparse in (False, True):
-            yield FwdFp32Sm90(
+            yield FwdFp32Sm90(  # two warpgroups compute, with 64 queries each
                 source="attention/fwd_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=128, tile_n=tile_n,
                 warps=12, stages=stages, v_stages=v_stages, parts=parts, why=why, sparse=sparse,
                 hot_targets=() if (parts, dim) == (1, 128) else ("sm_90a",),  # that spills 4 bytes
