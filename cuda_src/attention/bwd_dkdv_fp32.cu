@@ -58,8 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const auto row_of = [&](uint32 entry, int query) { return known_row(params, entry, query); };
 #pragma unroll 1
   for (int of_values = 0; of_values < 2; ++of_values) {
-    for_each_row(work, of_values ? dv_again : dk_again, [&](int key) {
-      recompute_key<kDim>(params, work, row_of, key, of_values != 0);
-    });
+    for_each_row(work, of_values ? dv_again : dk_again,
+                 [&](int key) { recompute_key<kDim>(params, work, row_of, key, of_values != 0); });
   }
 }

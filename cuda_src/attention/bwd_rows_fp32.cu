@@ -8,14 +8,9 @@
 
 constexpr float kLargest = 3.40282347e38f;
 
-// Of a row that has been split: what its pairs are to be multiplied by twice, and its largest
-// finite number.
-struct SplitRow {
-  float factor, largest;
-};
-
 // Splits `cols` columns of a row, the rest of which becomes zero, as all of one that does not exist.
-FA_DEVICE SplitRow split_whole_row(const float* from, int cols, bool exists, uint16* to) {
+// Returns what its pairs are to be multiplied by twice: 0 of a row of zeros.
+FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16* to) {
   constexpr int kTurns = (kDim + 63) / 64;
   const int lane = threadIdx.x % 32;
   if (!exists) cols = 0;
@@ -40,14 +35,7 @@ FA_DEVICE SplitRow split_whole_row(const float* from, int cols, bool exists, uin
     *reinterpret_cast<uint32*>(to + col) = pair.high;
     *reinterpret_cast<uint32*>(to + kDim + col) = pair.low;
   }
-  return {power_of_two(-exponent / 2), largest};
-}
-
-// Half of what a product of rows may be off by, as a part of what counts; 0 of rows of zeros, whose
-// factor says nothing.
-FA_DEVICE float limit_of(const SplitRow& row, float part) {
-  const float limit = row.factor * part;
-  return row.largest > 0.0f && limit == limit ? limit : 0.0f;
+  return largest == 0.0f ? 0.0f : power_of_two(-exponent / 2);
 }
 
 FA_DEVICE void prepare_query(const BwdFp32Params& params, int64 index) {
@@ -56,9 +44,9 @@ FA_DEVICE void prepare_query(const BwdFp32Params& params, int64 index) {
   const int query = static_cast<int>(index - static_cast<int64>(entry) * params.entry_rows);
   const bool exists = query < p.q_len;
   const float* dout = row_start(params, params.dout, entry, query);
-  const SplitRow q = split_whole_row(row_start(params, params.q, entry, query), p.head_dim, exists,
-                                     params.q_pairs + index * (2 * kDim));
-  const SplitRow of_dout =
+  const float q = split_whole_row(row_start(params, params.q, entry, query), p.head_dim, exists,
+                                  params.q_pairs + index * (2 * kDim));
+  const float of_dout =
       split_whole_row(dout, p.v_dim, exists, params.dout_pairs + index * (2 * kDim));
   const int64 in_batch = static_cast<int64>(entry) * p.q_len + query;
   float lse = exists && !is_invalid_row(p, query) ? params.lse[in_batch] : -FA_INFINITY;
@@ -80,10 +68,10 @@ FA_DEVICE void prepare_query(const BwdFp32Params& params, int64 index) {
   to[kShift * step] = lse;
   to[kFactor * step] = 1.0f;
   to[kDelta * step] = delta;
-  to[kQFactor * step] = q.factor;
-  to[kDoutFactor * step] = of_dout.factor;
-  to[kQLimit * step] = counts ? limit_of(q, of_score) : 0.0f;
-  to[kDoutLimit * step] = counts ? limit_of(of_dout, of_dp) : 0.0f;
+  to[kQFactor * step] = q;
+  to[kDoutFactor * step] = of_dout;
+  to[kQLimit * step] = counts && q > 0.0f ? q * of_score : 0.0f;
+  to[kDoutLimit * step] = counts && of_dout > 0.0f && delta == delta ? of_dout * of_dp : 0.0f;
 }
 
 FA_DEVICE void prepare_key(const BwdFp32Params& params, int64 index) {
@@ -93,17 +81,17 @@ FA_DEVICE void prepare_key(const BwdFp32Params& params, int64 index) {
   const int key =
       static_cast<int>(index - static_cast<int64>(shared_entry) * params.key_entry_rows);
   const bool exists = key < p.k_len;
-  const SplitRow k = split_whole_row(row_start(params, params.k, entry, key), p.head_dim, exists,
-                                     params.k_pairs + index * (2 * kDim));
-  const SplitRow v = split_whole_row(row_start(params, params.v, entry, key), p.v_dim, exists,
-                                     params.v_pairs + index * (2 * kDim));
+  const float k = split_whole_row(row_start(params, params.k, entry, key), p.head_dim, exists,
+                                  params.k_pairs + index * (2 * kDim));
+  const float v = split_whole_row(row_start(params, params.v, entry, key), p.v_dim, exists,
+                                  params.v_pairs + index * (2 * kDim));
   if (threadIdx.x % 32 != 0) return;
   const int64 step = key_fields_step(params);
   float* to = params.key_rows + index;
-  to[kKFactor * step] = k.factor;
-  to[kVFactor * step] = v.factor;
-  to[kKLimit * step] = limit_of(k, 1.0f);
-  to[kVLimit * step] = limit_of(v, 1.0f);
+  to[kKFactor * step] = k;
+  to[kVFactor * step] = v;
+  to[kKLimit * step] = k;
+  to[kVLimit * step] = v;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -197,56 +197,98 @@ FA_DEVICE void multiply_arrays(const SharedStorage& shared, int stage, int i, in
   }
 }
 
-// sums += X B, where B are the rows of the other side's array i from `row` of its tile on.
-//
-// Each row of X is multiplied by the exponents of the rows of B, relative to their largest, and then
-// by the power of two that brings its largest number near 2^14.
-FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, int row, Scores& x,
-                           Sums& sums) {
-  __syncwarp();  // registers are short: nothing of this is to begin earlier
-  const float* row_factors = shared.other_rows[stage][kOtherFactor + i] + row;
-  const uint32 top_bits = __reduce_max_sync(
-      kFullWarp, __float_as_uint(row_factors[tid_x_again() % kPart]));  // powers of two
-  const int top = static_cast<int>(top_bits >> 23) - 127;
-  const float2* other_factor = other_pairs(shared, stage, kOtherFactor + i, row);
-  float most[kMmaM][2];
+// Multiplies each row of X by the exponents of the rows that it meets, from `factors` on.  These are
+// relative to their largest, which is `unit`, unless they differ so much that float32 would not hold
+// all of it.  Then it is that of the row's own largest product.
+FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[kMmaM][2]) {
+  // Of half of the exponents.  What is 2^-46 of a row's largest number still counts.
+  constexpr int kMostSpread = 40;
+  const uint32 bits = __float_as_uint(factors[tid_x_again() % 32 % kPart]);  // 0, or a power of two
+  const int top = static_cast<int>(max(1u, __reduce_max_sync(kFullWarp, bits) >> 23)) - 127;
+  const uint32 lowest = 0u - __reduce_max_sync(kFullWarp, 0u - bits);
+  const float2* own = reinterpret_cast<const float2*>(factors) + tid_x_again() % 4;
 #pragma unroll
-  for (int m = 0; m < kMmaM; ++m) most[m][0] = most[m][1] = 0.0f;
+  for (int m = 0; m < kMmaM; ++m) unit[m][0] = unit[m][1] = 2 * top;
+  if (lowest == 0 || top + 127 - static_cast<int>(lowest >> 23) <= kMostSpread) {
 #pragma unroll
-  for (int j = 0; j < kMmaN; ++j) {
-    const float2 two = other_factor[4 * j];
+    for (int j = 0; j < kMmaN; ++j) {
+      const float2 two = own[4 * j];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float ratio = of_pair(two, e) * power_of_two(-top), factor = ratio * ratio;
+      for (int e = 0; e < 2; ++e) {
+        const float ratio = of_pair(two, e) * power_of_two(-top);
 #pragma unroll
-      for (int m = 0; m < kMmaM; ++m) {
+        for (int m = 0; m < kMmaM; ++m) {
+          x[m][j][e] *= ratio * ratio;
+          x[m][j][e + 2] *= ratio * ratio;
+        }
+      }
+    }
+    return;
+  }
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float& number = x[m][j][2 * h + e];
-          number *= factor;
-          most[m][h] = fmaxf(most[m][h], fabsf(number));
+  for (int m = 0; m < kMmaM; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int most = -380;
+      const auto exponent_of = [&](int j, int e) {  // twice 63 below 0, of a row of zeros
+        return 2 * (static_cast<int>(__float_as_uint(of_pair(own[4 * j], e)) >> 23) - 127);
+      };
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int exponent = static_cast<int>(__float_as_uint(x[m][j][2 * h + e]) >> 23 & 255);
+          if (exponent > 0) most = max(most, exponent - 127 + exponent_of(j, e));
+        }
+      }
+      most = max(most, __shfl_xor_sync(kFullWarp, most, 1));
+      most = max(most, __shfl_xor_sync(kFullWarp, most, 2));
+      unit[m][h] = max(most, -126);
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int exponent = max(-252, min(252, exponent_of(j, e) - unit[m][h]));
+          x[m][j][2 * h + e] *= power_of_two(exponent / 2);
+          x[m][j][2 * h + e] *= power_of_two(exponent - exponent / 2);
         }
       }
     }
   }
+}
+
+// sums += X B, where B are the rows of the other side's array i from `row` of its tile on.
+//
+// Exponents of the rows of B belong to X, each row of which is then multiplied by the power of two
+// that brings its largest number near 2^14.
+FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, int row, Scores& x,
+                           Sums& sums) {
+  __syncwarp();  // registers are short: nothing of this is to begin earlier
+  int unit[kMmaM][2];
+  weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i] + row, x, unit);
   SplitPair p[kMmaM][kMmaN][2];
   float half_factor[kMmaM][2], rest_factor[kMmaM][2];
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      most[m][h] = fmaxf(most[m][h], __shfl_xor_sync(kFullWarp, most[m][h], 1));
-      most[m][h] = fmaxf(most[m][h], __shfl_xor_sync(kFullWarp, most[m][h], 2));
+      float most = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kMmaN; ++j) {
+        most = fmaxf(most, fmaxf(fabsf(x[m][j][2 * h]), fabsf(x[m][j][2 * h + 1])));
+      }
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
       // At most 126, at least -114.
-      const int exponent = min(126, 14 + 127 - static_cast<int>(__float_as_uint(most[m][h]) >> 23));
+      const int exponent = min(126, 14 + 127 - static_cast<int>(__float_as_uint(most) >> 23));
       const float scale = power_of_two(exponent);
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
         p[m][j][h] = split(x[m][j][2 * h] * scale, x[m][j][2 * h + 1] * scale);
       }
-      const int unit = 2 * top - exponent, half = unit >> 1;  // between -252 and 228
+      const int power = max(-252, min(254, unit[m][h] - exponent)), half = power >> 1;
       half_factor[m][h] = power_of_two(half);
-      rest_factor[m][h] = power_of_two(unit - half);
+      rest_factor[m][h] = power_of_two(power - half);
     }
   }
   __syncwarp();

@@ -11,12 +11,12 @@ def _rows() -> Iterator[BackwardFp32]:
     # dim, tile_m, tile_n, warps, part, at_once, stages, blocks, why.
     rows = (
         (32, 64, 128, 4, 32, 2, 2, 2, "as for 64"),
-        (64, 32, 128, 4, 16, 2, 2, 2, "32 rows a warp, which share what it reads of queries"),
+        (64, 32, 128, 4, 32, 2, 2, 2, "32 rows a warp, which share what it reads of queries"),
         (96, 64, 128, 8, 32, 4, 2, 1, "as for 128"),
-        (128, 32, 128, 8, 32, 2, 2, 1, "16 rows a warp: the sums leave no registers for more"),
-        (64, 32, 128, 4, 16, 2, 1, 2, "fits the 99 KB of the smallest targets"),
+        (128, 32, 128, 8, 32, 4, 2, 1, "16 rows a warp: the sums leave no registers for more"),
+        (64, 32, 128, 4, 32, 2, 1, 2, "fits the 99 KB of the smallest targets"),
         (96, 32, 64, 4, 32, 4, 1, 1, "as for the small row of 64"),
-        (128, 32, 128, 8, 32, 2, 1, 1, "fits 163 KB"),
+        (128, 32, 128, 8, 32, 4, 1, 1, "fits 163 KB"),
         (128, 16, 64, 4, 16, 2, 1, 1, "as for the small row of 64"),
     )
     for dim, tile_m, tile_n, warps, part, at_once, stages, blocks, why in rows:
