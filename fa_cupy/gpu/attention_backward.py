@@ -316,7 +316,7 @@ def _with_lengths(
             return sequences.by_parts(
                 _of_parts(empty), problem, inputs, results, need, sinks, score, [together], own
             )
-    if problem.band_from_end and problem.dtype != np.float32 and score is None:
+    if problem.band_from_end and score is None:
         grads = _by_folding(problem, inputs, results, need, empty, sinks, keys)
         if grads is not None:
             return grads
