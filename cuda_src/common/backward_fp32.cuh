@@ -1,8 +1,8 @@
 // What the two kernels of attention backward in float32 share.
 //
-// As in float64 (backward_rows.cuh), a block owns rows of one side of the pairs and walks over tiles
-// of the other side.  Here all numbers are pairs of float16 (split_float.cuh), with an exponent for
-// each row, and every product is three.  bwd_rows_fp32 has written them.  A warp has 16 or 32 of the
+// As in float64 (backward_rows.cuh), a block owns rows of one side and walks over tiles of the
+// other.  Here all numbers are pairs of float16 (split_float.cuh), with an exponent for each row,
+// and every product is three.  bwd_preprocess_fp32 has written them.  A warp has 16 or 32 of the
 // block's rows, and computes, of kPart rows of the other side at a time,
 //   S, or its transpose, and dP,   P = exp(S - LSE),   dS = P (dP - delta),
 // in registers, which are an operand of the products that follow.
@@ -119,7 +119,7 @@ FA_DEVICE void find_own_limits(SharedStorage& shared) {
   __syncwarp();
 }
 
-// ----------------------------------------------------------------------------------------- products
+// ---------------------------------------------------------------------------------------- products
 // A number of each own row of a thread: of 16 * i + 8 * h + lane / 4 from the warp's first one on.
 FA_DEVICE void read_own(const SharedStorage& shared, int field, float (&x)[kMmaM][2]) {
   const float* from = shared.own_rows[field] + warp_row() + tid_x_again() % 32 / 4;
@@ -197,9 +197,9 @@ FA_DEVICE void multiply_arrays(const SharedStorage& shared, int stage, int i, in
   }
 }
 
-// Multiplies each row of X by the exponents of the rows that it meets, from `factors` on.  These are
-// relative to their largest, which is `unit`, unless they differ so much that float32 would not hold
-// all of it.  Then it is that of the row's own largest product.
+// Multiplies each row of X by the exponents of the rows that it meets, from `factors` on.  They are
+// relative to their largest, which is `unit`, unless they differ so much that float32 would not
+// hold all of it.  Then `unit` is that of the row's own largest product.
 FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[kMmaM][2]) {
   // Of half of the exponents.  What is 2^-46 of a row's largest number still counts.
   constexpr int kMostSpread = 40;
@@ -464,8 +464,8 @@ FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage&
 }
 
 // ---------------------------------------------------------------------------------------- epilogue
-// Writes a warp's rows of a gradient.  Returns which of them are not finite, a bit for each: a hidden
-// pair has weight 0, but 0 * NaN is NaN inside a product.
+// Writes a warp's rows of a gradient.  Returns which of them are not finite, a bit for each: a
+// hidden pair has weight 0, but 0 * NaN is NaN inside a product.
 FA_DEVICE uint32 write_sums(const BwdFp32Params& params, const WorkTile& work,
                             const StridedArray<float>& array, int rows, int cols, const Sums& sums,
                             float scale) {

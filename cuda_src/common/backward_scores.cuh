@@ -1,5 +1,5 @@
-// From products to scores, in kernels of attention backward whose warps hold them as accumulators of
-// m16n8.  Rows are those of the side that a block owns, keys or queries.
+// From products to scores, in kernels of attention backward whose warps hold them as accumulators
+// of m16n8.  Rows are those of the side that a block owns, keys or queries.
 #pragma once
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/block_table.cuh"

@@ -8,8 +8,8 @@
 
 constexpr int kLongestSum = 4;  // steps of 16 that tensor cores add up
 
-// Adds the three products of a step of 16 to sums of kAtOnce times 8 columns, or of `count`; a sum of cross
-// products is 2^-11 times as large as it looks.
+// Adds the three products of a step of 16 to sums of kAtOnce times 8 columns, or of `count`; a sum
+// of cross products is 2^-11 times as large as it looks.
 template <int kAtOnce>
 FA_DEVICE void multiply_pairs(SplitSum (&sums)[kAtOnce], const uint32 (&a)[4],
                               const uint32 (&a_low)[4], const uint32 (&b)[kAtOnce][2],
@@ -24,8 +24,8 @@ FA_DEVICE void multiply_pairs(SplitSum (&sums)[kAtOnce], const uint32 (&a)[4],
   }
 }
 
-// Reads the B operands of two neighbouring blocks of 8 columns, of high parts and, kLow bytes behind
-// them, of low ones.
+// Reads the B operands of two neighbouring blocks of 8 columns, of high parts and, kLow bytes
+// behind them, of low ones.
 template <bool kTransposed, uint32 kLow, int kAtOnce>
 FA_DEVICE void read_pairs(uint32 (&b)[kAtOnce][2], uint32 (&b_low)[kAtOnce][2], int n,
                           uint32 address) {

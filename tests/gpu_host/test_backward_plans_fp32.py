@@ -15,7 +15,7 @@ from tests.support.kernel_attention import blocks_of
 
 __all__ = ["cupy", "host", "launcher"]  # fixtures
 pytestmark = pytest.mark.emulator
-KERNELS = ["bwd_rows_fp32", "bwd_dq_fp32", "bwd_dkdv_fp32"]
+KERNELS = ["bwd_preprocess_fp32", "bwd_dq_fp32", "bwd_dkdv_fp32"]
 small = functools.partial(of_float64.small, dtype=np.float32)
 
 

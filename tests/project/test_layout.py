@@ -305,7 +305,7 @@ TESTED_IN = {
     "attention/bwd_dq_sm80": "test_bwd_kernels_sm80",
     "attention/bwd_dkdv_fp32": "test_bwd_fp32",
     "attention/bwd_dq_fp32": "test_bwd_fp32",
-    "attention/bwd_rows_fp32": "test_bwd_fp32",
+    "attention/bwd_preprocess_fp32": "test_bwd_fp32",
     "attention/bwd_dkdv_fp64": "test_bwd_fp64",
     "attention/bwd_dq_fp64": "test_bwd_fp64",
     "attention/bwd_preprocess": "test_bwd_large_lse",

@@ -7,7 +7,7 @@ which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and
 kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` computes rows again whose
 sums were not finite. Last, ``bwd_dbias_sm90`` or ``bwd_dbias_sm80`` computes the gradient of the
 bias where it is wanted. In float64 there are ``bwd_dq_fp64``, which also finds what is known of
-each query, and ``bwd_dkdv_fp64``; in float32 ``bwd_rows_fp32``, which splits rows and prepares
+each query, and ``bwd_dkdv_fp64``; in float32 ``bwd_preprocess_fp32``, which splits rows and says
 what is known of them, ``bwd_dq_fp32`` and ``bwd_dkdv_fp32``.
 """
 
@@ -36,7 +36,7 @@ from fa_cupy.gpu.kernels.attention.full_precision import (
     bwd_dkdv_fp64,
     bwd_dq_fp32,
     bwd_dq_fp64,
-    bwd_rows_fp32,
+    bwd_preprocess_fp32,
 )
 from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, Intervals, intervals
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
@@ -59,14 +59,14 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dbias_sm90.VARIANTS,
     *bwd_dq_fp64.VARIANTS,
     *bwd_dkdv_fp64.VARIANTS,
-    *bwd_rows_fp32.VARIANTS,
+    *bwd_preprocess_fp32.VARIANTS,
     *bwd_dq_fp32.VARIANTS,
     *bwd_dkdv_fp32.VARIANTS,
 )
 #: The kernels of dtypes that have the same ones everywhere, in the order of their launches.
 _OF_DTYPE: Mapping[str, tuple[Sequence[BackwardVariant], ...]] = {
     "float64": (bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS),
-    "float32": (bwd_rows_fp32.VARIANTS, bwd_dq_fp32.VARIANTS, bwd_dkdv_fp32.VARIANTS),
+    "float32": (bwd_preprocess_fp32.VARIANTS, bwd_dq_fp32.VARIANTS, bwd_dkdv_fp32.VARIANTS),
 }
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -107,7 +107,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if (kernels := _OF_DTYPE.get(wanted.dtype)) is not None:
         if wanted.dbias or not wanted.strided:
             return ()
-        prepares = kernels[0] is bwd_rows_fp32.VARIANTS  # whose rows take any mask
+        prepares = kernels[0] is bwd_preprocess_fp32.VARIANTS  # whose rows take any mask
         masked = [wanted.masked and not (prepares and i == 0) for i in range(len(kernels))]
         each = zip(kernels, masked, strict=True)
         picked = tuple(row for rows, sparse in each for row in pick(rows, sparse))

@@ -1,15 +1,15 @@
 // What attention backward in float32 knows before it begins: rows of Q, dO, K and V as pairs of
 // float16, dense and padded, and what is known of each query and each key.
 //
-// A warp takes one query or one key.  Those that do not exist are rows of zeros; queries that do not
-// exist, or that see no key, have weights of 0.
+// A warp takes one query or one key.  Those that do not exist are rows of zeros.  Queries that do
+// not exist, or that see no key, have weights of 0.
 #include "cuda_src/common/backward_rows_fp32.cuh"
 #include "cuda_src/common/split_float.cuh"
 
 constexpr float kLargest = 3.40282347e38f;
 
-// Splits `cols` columns of a row, the rest of which becomes zero, as all of one that does not exist.
-// Returns what its pairs are to be multiplied by twice: 0 of a row of zeros.
+// Splits `cols` columns of a row, the rest of which becomes zero, as does all of one that does not
+// exist.  Returns what its pairs are to be multiplied by twice: 0 of a row of zeros.
 FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16* to) {
   constexpr int kTurns = (kDim + 63) / 64;
   const int lane = threadIdx.x % 32;
@@ -95,7 +95,7 @@ FA_DEVICE void prepare_key(const BwdFp32Params& params, int64 index) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_bwd_rows_fp32(const __grid_constant__ BwdFp32Params params) {
+    attention_bwd_preprocess_fp32(const __grid_constant__ BwdFp32Params params) {
   const int64 index = static_cast<int64>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int64 queries = query_fields_step(params);
   if (index < queries) {

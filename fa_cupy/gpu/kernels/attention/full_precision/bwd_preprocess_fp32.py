@@ -1,4 +1,4 @@
-"""The host side of ``bwd_rows_fp32``, which splits the rows that gradients in float32 multiply."""
+"""The host side of ``bwd_preprocess_fp32``, which splits the rows that gradients multiply."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fa_cupy.gpu.kernels.score import ScoreMod
 
 
 @dataclass(frozen=True, kw_only=True)
-class BwdRowsFp32(BackwardFp32):
-    """A row of ``bwd_rows_fp32``, a warp of which takes one query or key."""
+class BwdPreprocessFp32(BackwardFp32):
+    """A row of ``bwd_preprocess_fp32``, a warp of which takes one query or key."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ class BwdRowsFp32(BackwardFp32):
         """None."""
         return 0
 
-    def for_score(self, score: ScoreMod | None) -> BwdRowsFp32:
+    def for_score(self, score: ScoreMod | None) -> BwdPreprocessFp32:
         """Return the row: it computes no scores."""
         return self
 
@@ -38,9 +38,9 @@ class BwdRowsFp32(BackwardFp32):
 
 
 VARIANTS = tuple(
-    BwdRowsFp32(
-        source="attention/bwd_rows_fp32", dtype=DTYPE, dim=dim, tile_m=128, tile_n=64, warps=8,
-        stages=1, why="rows are read and written once", own_keys=False,
+    BwdPreprocessFp32(
+        source="attention/bwd_preprocess_fp32", dtype=DTYPE, dim=dim, tile_m=128, tile_n=64,
+        warps=8, stages=1, why="rows are read and written once", own_keys=False,
     )
     for dim in (32, 64, 96, 128)
 )  # fmt: skip
