@@ -402,14 +402,16 @@ BUGS = {
         "OwnTile::at(own_address, 16 * m, step));",
     ),
     "exponents of a row are forgotten in a product": (
-        "dq", "factor = ratio * ratio;", "factor = 1.0f;",
+        "dq", "ratio = of_pair(two, e) * power_of_two(-top);", "ratio = 1.0f;",
     ),
     "rows keep their size before they are split": (
-        "dq", "min(126, 14 + 127 - static_cast<int>(__float_as_uint(most[m][h]) >> 23))", "0",
+        "dq", "min(126, 14 + 127 - static_cast<int>(__float_as_uint(most) >> 23))", "0",
     ),
     "a lane is forgotten in the largest number of a row": (
-        "dq", "most[m][h] = fmaxf(most[m][h], __shfl_xor_sync(kFullWarp, most[m][h], 2));", "",
+        "dq", "most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2)); // At most 126,",
+        "// At most 126,",
     ),
+    "exponents are taken to be of one size": ("dkdv", "<= kMostSpread) {", "<= 1000) {"),
     "delta is forgotten": (
         "dq", "ds[e / 4][j][e % 4] -= of_query(own, two, e / 4, e % 4);", ";",
     ),
