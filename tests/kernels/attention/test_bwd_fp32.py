@@ -451,6 +451,7 @@ def cases():
     arrays[1] *= 8
     dlse = np.random.default_rng(0).standard_normal((1, 2, 140)).astype(SINGLE)
     far = [x.copy() for x in arrays]
+    far[1][..., ::7, :] = 0  # equal scores
     far[1][..., ::7, 0], far[2][..., 0] = 2.0**20, 1.0
     yield arrays, False, {"dlse": dlse, **TOP_LEFT}
     yield far, False, {"dlse": dlse}

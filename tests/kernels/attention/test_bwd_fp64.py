@@ -386,7 +386,8 @@ BUGS = {
         "dkdv", "if (found.score == -FA_INFINITY) return {false, 0.0, 0.0};", "",
     ),
     "a row that is computed again is not scaled": (
-        "dq", "fma(params.scale * terms.ds, static_cast<double>(k[col]), sum)", "fma(terms.ds, static_cast<double>(k[col]), sum)",
+        "dq", "fma(params.scale * terms.ds, static_cast<double>(k[col]), sum)",
+        "fma(terms.ds, static_cast<double>(k[col]), sum)",
     ),
 }  # fmt: skip
 
