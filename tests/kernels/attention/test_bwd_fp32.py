@@ -51,22 +51,22 @@ TOP_LEFT = {"is_causal": True, "causal_align": "top_left"}
 
 
 def errors(found, want, rows=False):
-    """The relative errors of each gradient; with `rows` the largest one of its rows."""
+    """The relative errors of each gradient; with `rows` those of each row."""
     axis = -1 if rows else None
     result = []
-    for x, y in zip(found, want, strict=False):
+    for x, y in zip(found, want, strict=True):
         scale = max(float(np.abs(y).max(initial=0)), 1e-300)  # squares leave no range
         off, whole = (x.astype(np.float64) - y) / scale, y / scale
-        sizes = (np.sqrt(np.square(a).sum(axis)) for a in (off, whole))
-        found_error = np.divide(*sizes, out=np.zeros(np.shape(y)[:-1] if rows else ()), where=True)
-        result.append(float(np.nan_to_num(found_error, nan=0.0, posinf=1.0).max(initial=0)))
+        sizes = [np.sqrt(np.square(a).sum(axis)) for a in (off, whole)]
+        ratio = np.divide(*sizes, out=np.where(sizes[0] > 0, 1.0, 0.0), where=sizes[1] > 0)
+        result.append(np.nan_to_num(ratio, nan=1.0, posinf=1.0))
     return result
 
 
 def check(rows, arrays, times=2.0, by_row=False, dlse=None, bias=None, seen=None, **call):
     """Hold gradients against float64: off by no more than `times` plain float32, or `LIMIT`.
 
-    With `by_row` the worst row counts, to twice as much: rows may differ in size.
+    With `by_row` each row counts by itself, to four times as much: rows may differ in size.
     """
     found = solve(rows, arrays, dlse=dlse, bias=bias, seen=seen, **call)
     own = {a: x for a, x in call.items() if a not in ("seed", "sources", "truncating", "invalid")}
@@ -78,8 +78,8 @@ def check(rows, arrays, times=2.0, by_row=False, dlse=None, bias=None, seen=None
     with np.errstate(all="ignore"):
         both = errors(found, want, by_row), errors(plain, want, by_row)
     for name, error, usual in zip(NAMES, *both, strict=True):
-        limit = max(times * (1 + by_row) * usual, LIMIT * (1 + by_row))
-        assert error <= limit, (name, error, usual)
+        limit = (4 if by_row else 1) * np.maximum(times * usual, LIMIT)
+        assert (error <= limit).all(), (name, error.max(), (error / limit).max())
     return found
 
 
@@ -118,6 +118,12 @@ DATA = {
     "large queries": (lambda dout, q, k, v: (dout, q * 1e30, k * 1e-30, v), False),
     "gradients of all sizes": (
         lambda dout, q, k, v: (dout * powers(dout.shape[-2], -30, 30), q, k, v), True,
+    ),
+    "gradients that jump": (
+        lambda dout, q, k, v: (
+            dout * np.where(np.arange(dout.shape[-2]) % 32 < 24, 1e30, 1e-30)[:, None], q, k, v,
+        ),
+        True,
     ),
     "values of all sizes": (
         lambda dout, q, k, v: (dout, q, k, v * powers(v.shape[-2], -30, 30)), False,
@@ -443,9 +449,9 @@ BUGS = {
 
 def cases():
     """Calls that bugs are planted for, and whether rows count by themselves."""
-    for name in ("gradients of all sizes", "large numbers that meet zeros",
+    for name in ("gradients that jump", "large numbers that meet zeros",
                  "large gradients that meet zeros"):  # fmt: skip
-        arrays = [x.astype(SINGLE) for x in DATA[name][0](*arrays_of(D32, (70, 90), (2, 1)))]
+        arrays = [x.astype(SINGLE) for x in DATA[name][0](*arrays_of(D32, (64, 90), (2, 1)))]
         yield arrays, DATA[name][1], {"dlse": None, **TOP_LEFT}
     arrays = arrays_of(D32, (140, 90), (2, 1))
     arrays[1] *= 8
