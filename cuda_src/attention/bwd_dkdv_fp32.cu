@@ -33,24 +33,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   for (int stage = 0; at.head < params.group; stage = kStages - 1 - stage) {
     cp_async_wait_group<0>();
     __syncthreads();  // this tile is there, and all warps have read the one before it
-    const OtherTile next = next_visible(params, work, {at.head, at.tile + 1});
     if constexpr (kStages > 1) {
+      const OtherTile next = next_visible(params, work, {at.head, at.tile + 1});
       if (next.head < params.group) load_other(params, shared, next, 1 - stage);
       cp_async_commit_group();
     }
 #pragma unroll 1
     for (int row = 0; row < kOtherRows; row += kPart) {
       Scores weights, ds;
-      compute_weights(params, shared, part_of(params, work, at, stage, row), weights, ds);
+      compute_weights(params, shared, at, stage, row, weights, ds);
       add_product(shared, stage, 1, row, weights, dv);  // dV += P^T dO
       add_product(shared, stage, 0, row, ds, dk);       // dK += dS^T Q
     }
+    at =
+        next_visible(params, work, {at.head, at.tile + 1});  // again: it would take registers above
     if constexpr (kStages == 1) {
       __syncthreads();  // all warps have read this tile
-      if (next.head < params.group) load_other(params, shared, next, 0);
+      if (at.head < params.group) load_other(params, shared, at, 0);
       cp_async_commit_group();
     }
-    at = next;
   }
   cp_async_wait_group<0>();
   const uint32 dk_again = write_sums(params, work, params.dk, p.k_len, p.head_dim, dk, p.scale);

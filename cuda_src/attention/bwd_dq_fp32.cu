@@ -82,12 +82,11 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, SharedStorage& share
     __syncthreads();
 #pragma unroll 1
     for (int row = 0; row < kOtherRows; row += kPart) {
-      const Part part = part_of(params, work, at, 0, row);
       Scores s, unused;
       clear(unused);
       multiply_arrays(shared, 0, 0, row, s);
-      make_scores(params, part, s, [](int, int, int, float) {});
-      check_range(shared, part, s, unused);
+      make_scores(params, part_of(params, work, at, row), s, [](int, int, int, float) {});
+      check_range(shared, 0, row, s, unused);
 #pragma unroll
       for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
@@ -138,25 +137,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   clear(dq);
 #pragma unroll 1
   for (int stage = 0; at.head == 0; stage = kStages - 1 - stage) {
-    const OtherTile next = next_visible(params, work, {0, at.tile + 1});
     cp_async_wait_group<0>();
     __syncthreads();  // this tile is there, and all warps have read the one before it
     if constexpr (kStages > 1) {
+      const OtherTile next = next_visible(params, work, {0, at.tile + 1});
       if (next.head == 0) load_other(params, shared, next, 1 - stage);
       cp_async_commit_group();
     }
 #pragma unroll 1
     for (int row = 0; row < kOtherRows; row += kPart) {
       Scores weights, ds;
-      compute_weights(params, shared, part_of(params, work, at, stage, row), weights, ds);
+      compute_weights(params, shared, at, stage, row, weights, ds);
       add_product(shared, stage, 0, row, ds, dq);  // dQ += dS K
     }
+    at = next_visible(params, work, {0, at.tile + 1});  // again: it would take registers above
     if constexpr (kStages == 1) {
       __syncthreads();  // all warps have read this tile
-      if (next.head == 0) load_other(params, shared, next, 0);
+      if (at.head == 0) load_other(params, shared, at, 0);
       cp_async_commit_group();
     }
-    at = next;
   }
   cp_async_wait_group<0>();
   const uint32 again = write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, p.scale);

@@ -332,17 +332,16 @@ FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, int ro
 }
 
 // ----------------------------------------------------------------------------------------- weights
-// Where rows of a part are, in the entry, and what a mask says of them.
+// Where rows of a part are, and what a mask says of them.
 struct Part {
   uint32 entry;     // of the queries
-  int stage, row;   // in shared memory
   int own, other;   // this thread's first rows
   bool in_band;     // all pairs of the tile
   int words_index;  // of the mask's block
 };
 
 FA_DEVICE Part part_of(const BwdFp32Params& params, const WorkTile& work, const OtherTile& at,
-                       int stage, int row) {
+                       int row) {
   const int lane = tid_x_again() % 32, first = at.tile * kOtherRows;
   const uint32 entry = work.entry + at.head;
   int words_index = kFullBlock;
@@ -350,13 +349,8 @@ FA_DEVICE Part part_of(const BwdFp32Params& params, const WorkTile& work, const 
     words_index =
         block_words_index(params.mask, mask_row(params, entry, work.first_own), first / kMaskBlock);
   }
-  return {entry,
-          stage,
-          row,
-          work.first_own + warp_row() + lane / 4,
-          first + row + lane % 4 * 2,
-          at.tile >= work.full_begin && at.tile < work.full_end,
-          words_index};
+  return {entry, work.first_own + warp_row() + lane / 4, first + row + lane % 4 * 2,
+          at.tile >= work.full_begin && at.tile < work.full_end, words_index};
 }
 
 // Makes scores of products, in natural units; -inf where a pair is hidden.  Hands slopes other than
@@ -388,16 +382,16 @@ FA_DEVICE void make_scores(const BwdFp32Params& params, const Part& part, Scores
 // A number of less than 2^-25 of the largest of its row keeps fewer than 24 bits, and a product of
 // it is off by up to 2^-50 of the largest product that there might be.  A score may be off by 2^-26
 // of the LSE, or of 1; dP by as much of delta, or of dP - delta.
-FA_DEVICE void check_range(const SharedStorage& shared, const Part& part, Scores& s, Scores& dp) {
+FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scores& s, Scores& dp) {
   const int lane = tid_x_again() % 32;
   bool is_suspect = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float limit = shared.other_rows[part.stage][kOtherLimit + i][part.row + lane % kPart];
+    const float limit = shared.other_rows[stage][kOtherLimit + i][row + lane % kPart];
     is_suspect = is_suspect || shared.own_limit[i][tid_x_again() / 32] * limit > 1.0f;
   }
   if (!__any_sync(kFullWarp, is_suspect)) return;
-  const int first_own = warp_row() + lane / 4, first_other = part.row + lane % 4 * 2;
+  const int first_own = warp_row() + lane / 4, first_other = row + lane % 4 * 2;
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
@@ -407,7 +401,7 @@ FA_DEVICE void check_range(const SharedStorage& shared, const Part& part, Scores
         if (s[m][j][e] == -FA_INFINITY) continue;  // hidden pairs may hold anything
         const int own = first_own + 16 * m + 8 * (e / 2), other = first_other + 8 * j + e % 2;
         const auto product = [&](int of_own, int of_other) {
-          return shared.own_rows[of_own][own] * shared.other_rows[part.stage][of_other][other];
+          return shared.own_rows[of_own][own] * shared.other_rows[stage][of_other][other];
         };
         if (product(kOwnLimit, kOtherLimit) > 1.0f) s[m][j][e] = FA_NAN;
         if (product(kOwnLimit + 1, kOtherLimit + 1) > 1.0f) {
@@ -422,24 +416,26 @@ FA_DEVICE void check_range(const SharedStorage& shared, const Part& part, Scores
 
 // P and dS = P (dP - delta) of a warp's rows and a part of the other side.
 FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage& shared,
-                               const Part& part, Scores& weights, Scores& ds) {
+                               const OtherTile& at, int stage, int row, Scores& weights,
+                               Scores& ds) {
   const auto of_query = [&](const float (&own)[kMmaM][2], const float2& other, int m, int e) {
     return kOwnKeys ? of_pair(other, e) : own[m][e / 2];
   };
   float own[kMmaM][2];
-  multiply_arrays(shared, part.stage, 1, part.row, ds);
+  multiply_arrays(shared, stage, 1, row, ds);
   if constexpr (!kOwnKeys) read_own(shared, kDelta, own);
 #pragma unroll
   for (int j = 0; j < kMmaN; ++j) {
     float2 two = {0.0f, 0.0f};
-    if constexpr (kOwnKeys) two = other_pairs(shared, part.stage, kDelta, part.row)[4 * j];
+    if constexpr (kOwnKeys) two = other_pairs(shared, stage, kDelta, row)[4 * j];
 #pragma unroll
     for (int e = 0; e < 4 * kMmaM; ++e) ds[e / 4][j][e % 4] -= of_query(own, two, e / 4, e % 4);
   }
-  multiply_arrays(shared, part.stage, 0, part.row, weights);
+  multiply_arrays(shared, stage, 0, row, weights);
+  const Part part = part_of(params, shared.work, at, row);
   make_scores(params, part, weights,
               [&](int m, int j, int e, float slope) { ds[m][j][e] *= slope; });
-  check_range(shared, part, weights, ds);
+  check_range(shared, stage, row, weights, ds);
   float own_factor[kMmaM][2];
   if constexpr (!kOwnKeys) {
     read_own(shared, kShift, own);
@@ -449,8 +445,8 @@ FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage&
   for (int j = 0; j < kMmaN; ++j) {
     float2 shift = {0.0f, 0.0f}, factor = {0.0f, 0.0f};
     if constexpr (kOwnKeys) {
-      shift = other_pairs(shared, part.stage, kShift, part.row)[4 * j];
-      factor = other_pairs(shared, part.stage, kFactor, part.row)[4 * j];
+      shift = other_pairs(shared, stage, kShift, row)[4 * j];
+      factor = other_pairs(shared, stage, kFactor, row)[4 * j];
     }
 #pragma unroll
     for (int e = 0; e < 4 * kMmaM; ++e) {

@@ -25,6 +25,7 @@ def _rows() -> Iterator[BackwardFp32]:
                 source="attention/bwd_dkdv_fp32", dtype=DTYPE, dim=dim, tile_m=tile_m,
                 tile_n=tile_n, warps=warps, stages=stages, why=why, warp_rows=tile_n // warps,
                 part=part, at_once=at_once, blocks_at_once=blocks, own_keys=True, sparse=sparse,
+                hot_targets=("sm_90a",) if dim in (32, 96) else (),  # others spill a little
             )  # fmt: skip
 
 
