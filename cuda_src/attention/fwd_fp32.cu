@@ -18,6 +18,7 @@
 #include "cuda_src/common/mma_sm80.cuh"
 #include "cuda_src/common/score.cuh"
 #include "cuda_src/common/split_in_place.cuh"
+#include "cuda_src/common/split_products.cuh"
 
 // -------------------------------------------------------------------------------------- constants
 constexpr int kDim = FA_DIM;           // head_dim and v_dim, padded with zeros
@@ -30,8 +31,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kMmaN = kTileN / 8;  // products across a tile's keys
 constexpr int kMmaV = kDim / 8;    // products across the output's columns
 constexpr int kTilesPerBlock = kMaskBlock / kTileN;
-constexpr int kLongestSum = 4;  // steps of 16 that tensor cores add up
-constexpr int kAtOnce = 4;      // sums that a warp has under way, so that they do not wait
+constexpr int kAtOnce = 4;  // sums that a warp has under way, so that they do not wait
 // Steps of one sum of scores.
 constexpr int kScoreSteps = kDim / 16 % kLongestSum == 0 ? kLongestSum : kDim / 16 % 3 == 0 ? 3 : 2;
 // Where registers are short, a barrier keeps the compiler from moving the loads of later sums up.
@@ -148,40 +148,6 @@ FA_DEVICE void load_v(const AttentionParams& params, SparseStorage& shared, cons
 }
 
 // ----------------------------------------------------------------------------------------- scores
-// Adds the three products of a step of 16 to sums of kAtOnce times 8 columns; a sum of cross
-// products is 2^-11 times as large as it looks.
-FA_DEVICE void multiply_pairs(SplitSum (&sums)[kAtOnce], const uint32 (&a)[4],
-                              const uint32 (&a_low)[4], const uint32 (&b)[kAtOnce][2],
-                              const uint32 (&b_low)[kAtOnce][2], int count) {
-#pragma unroll
-  for (int n = 0; n < count; ++n) mma_m16n8k16_f32_f16(sums[n].cross, a_low, b[n][0], b[n][1]);
-#pragma unroll
-  for (int n = 0; n < count; ++n) mma_m16n8k16_f32_f16(sums[n].main, a, b[n][0], b[n][1]);
-#pragma unroll
-  for (int n = 0; n < count; ++n) {
-    mma_m16n8k16_f32_f16(sums[n].cross, a, b_low[n][0], b_low[n][1]);
-  }
-}
-
-// Reads the B operands of two neighbouring blocks of 8 columns, of high and of low parts.
-template <bool kTransposed>
-FA_DEVICE void read_pairs(uint32 (&b)[kAtOnce][2], uint32 (&b_low)[kAtOnce][2], int n,
-                          uint32 address) {
-  uint32 high[4], low[4];
-  if constexpr (kTransposed) {
-    ldmatrix_x4_trans(high, address);
-    ldmatrix_x4_trans(low, address + KVTile::kLow);
-  } else {
-    ldmatrix_x4(high, address);
-    ldmatrix_x4(low, address + KVTile::kLow);
-  }
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    b[n + e / 2][e % 2] = high[e];
-    b_low[n + e / 2][e % 2] = low[e];
-  }
-}
-
 // S = Q K^T of a warp's rows.  `most` is the product of the factors of each row and of the largest
 // key of this thread's columns: no term of a product is larger than 2^30 times its square.
 FA_DEVICE void gemm_qk(const SharedStorage& shared, float (&s)[1][kMmaN][4], float (&most)[2]) {
@@ -204,7 +170,8 @@ FA_DEVICE void gemm_qk(const SharedStorage& shared, float (&s)[1][kMmaN][4], flo
         ldmatrix_x4(a_low, QTile::Tile::at(q_address, 0, step) + QTile::kLow);
 #pragma unroll
         for (int n = 0; n < kCount; n += 2) {
-          read_pairs<false>(b, b_low, n, KVTile::Tile::at(k_address, 8 * (j + n), step));
+          read_pairs<false, KVTile::kLow>(b, b_low, n,
+                                          KVTile::Tile::at(k_address, 8 * (j + n), step));
         }
         multiply_pairs(sums, a, a_low, b, b_low, kCount);
       }
@@ -288,7 +255,8 @@ FA_DEVICE void gemm_pv(const SharedStorage& shared, float (&o)[1][kMmaV][4],
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; n += 2) {
-        read_pairs<true>(b, b_low, n, KVTile::Tile::at(v_address, 16 * step, (first + n) / 2));
+        read_pairs<true, KVTile::kLow>(b, b_low, n,
+                                       KVTile::Tile::at(v_address, 16 * step, (first + n) / 2));
       }
       multiply_pairs(sums, a, a_low, b, b_low, kAtOnce);
     }

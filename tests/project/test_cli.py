@@ -314,11 +314,12 @@ def test_warmup_compiles_what_few_queries_can_get(target):
 
 
 def test_warmup_compiles_what_gradients_can_get():
-    """Those of float64 in dims of any size."""
+    """Those of float32 and float64 in dims of any size."""
     every = attention_backward.VARIANTS
     for target in ("sm_80", "sm_90a", "sm_120"):
         rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
-        calls = product(("float16", "bfloat16"), (64, 200), (False, True))
+        calls = [*product(("float16", "bfloat16"), (64, 200), (False, True))]
+        calls += product(("float32",), (64, 100), (False, True))
         chains = [
             attention_backward.select(Wanted(dtype, dim, masked, mapped), target)
             for dtype, dim, masked in calls
@@ -329,7 +330,7 @@ def test_warmup_compiles_what_gradients_can_get():
         assert all(target in row.targets for row in rows)
     dims = {row.dim for row in every}
     # Others are for a bias.
-    plain = [row for row in every if row.score is None and row.dtype != "float64"]
+    plain = [row for row in every if row.score is None and row.dtype in ("float16", "bfloat16")]
     assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == [*plain, *MASKS]
     rows = serving_backward("sm_80", {"float64"}, {33, 300})
     of_33 = [attention_backward.select(Wanted("float64", 33, x), "sm_80") for x in (False, True)]

@@ -314,5 +314,6 @@ def test_attention_must_reach_its_builds():
             assert all(row.packed or row.entry == "attention_row_intervals" for row in found)
     for kernels in ("fp32", "fp64"):
         entries = {row.entry for row in packed_calls.rows_of(kernels, 96, TARGET)}
-        names = ["fwd_fp32"] if kernels == "fp32" else ["fwd_fp64", "bwd_dq_fp64", "bwd_dkdv_fp64"]
+        names = [f"{stem}_{kernels}" for stem in ("fwd", "bwd_dq", "bwd_dkdv")]
+        names += ["bwd_preprocess_fp32"] if kernels == "fp32" else []
         assert entries == {f"attention_{name}" for name in ("row_intervals", *names)}

@@ -94,5 +94,9 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
   }
   return x;
 }
+inline unsigned __reduce_or_sync(unsigned mask, unsigned x) {
+  for (int step = 16; step > 0; step /= 2) x |= __shfl_xor_sync(mask, x, step);
+  return x;
+}
 inline void __syncwarp() { machine::sync_warp(); }
 inline void __syncthreads() { machine::sync_named(0, static_cast<int>(blockDim.x)); }

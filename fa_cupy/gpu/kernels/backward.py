@@ -48,7 +48,7 @@ BOX = 64
 #: Rows of the workspace are padded to a multiple of it, the largest tile.
 PADDED = 128
 _LEAST_KEYS = 32  # of a block, in any row of ``bwd_dkdv_sm80``
-_LEAST_ROWS_FP64 = 16  # of a block of a kernel of float64
+_LEAST_ROWS = 8  # of a block of a kernel of float32 or float64
 _ROWS_PER_FLAG = 64  # kRowsPerFlag of cuda_src/common/nonfinite_flags.cuh
 
 #: ``struct Array`` of ``cuda_src/common/backward_params.cuh``.
@@ -308,9 +308,9 @@ class Wanted(NamedTuple):
 def takes_dims(dtype: str, *dims: int) -> bool:
     """Whether kernels read rows of so many elements: of 16-bit types, whole multiples of 16 bytes.
 
-    Those of float64 read any.
+    Those of float32 and float64 read any.
     """
-    return dtype == "float64" or not any(dim % DIM_STEP for dim in dims)
+    return dtype in ("float32", "float64") or not any(dim % DIM_STEP for dim in dims)
 
 
 class Traits:
@@ -416,9 +416,9 @@ class Traits:
 
     def _addresses_walk(self) -> bool:
         """As `_maps_walk` for kernels that compute addresses."""
-        if self.problem.dtype == np.float64:  # their rows begin at any element
-            rows = max(self.problem.q_len, self.problem.k_len)
-            return self.gathers and self.entries * -(-rows // _LEAST_ROWS_FP64) <= MAX_GRID
+        if self.problem.dtype.itemsize > 2:  # their rows begin at any element
+            rows = sum(-(-n // PADDED) * PADDED for n in (self.problem.q_len, self.problem.k_len))
+            return self.gathers and self.entries * rows // _LEAST_ROWS <= MAX_GRID
         rows = self.entries * -(-self.problem.q_len // PADDED) * PADDED
         blocks = max(rows // 8, self.entries * -(-self.problem.k_len // _LEAST_KEYS))
         item = self.problem.dtype.itemsize

@@ -40,7 +40,7 @@ SPLITKV: tuple[fwd_splitkv.FwdSplitkv, ...] = fwd_splitkv.VARIANTS
 _GRADIENTS = [
     row
     for row in attention_backward.VARIANTS
-    if row.dtype in ("bfloat16", "float64") and not row.sparse and row.score is None
+    if row.dtype in ("bfloat16", "float32", "float64") and not row.sparse and row.score is None
     if row.for_score(SCORE_EXAMPLES[0]) != row
 ]
 #: One build for other scores of each row of attention; each kind of scores comes up in turn.
@@ -65,7 +65,12 @@ PACKED_ATTENTION: tuple[Variant, ...] = (
     *(
         row.for_score(score).for_sequences(True)
         for row, score in zip(
-            (row for row in _UNMASKED if row.dim == _SCORED_DIM and row.score is None),
+            (
+                row
+                for row in _UNMASKED
+                if row.dim == _SCORED_DIM and row.score is None
+                if row.for_score(SCORE_EXAMPLES[0]) != row
+            ),
             itertools.cycle(SCORE_EXAMPLES),
             strict=False,
         )

@@ -382,7 +382,7 @@ BUGS = {
     "a low part of a weight is left out": (D64, ("a_low[r] = p[2 * step + r / 2][r % 2].low;",
                                                  "a_low[r] = 0;")),
     "a low part of a key is left out": (
-        D64, ("ldmatrix_x4(low, address + KVTile::kLow);", "ldmatrix_x4(low, address);"),
+        D64, ("ldmatrix_x4(low, address + kLow);", "ldmatrix_x4(low, address);"),
     ),
     "weights of a tile keep their own maximum": (D64, ("factor[h] = new_weight *", "factor[h] =")),
     "the unit of the output does not change": (
