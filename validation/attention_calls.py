@@ -124,12 +124,9 @@ def rows_beside(row: Any) -> tuple[Any, ...]:
 
 def with_splits(row: Any) -> set[Any]:
     """Return a row, and that of ``split_kv`` which is launched before it, if there is one."""
-    from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32_sm90, split_kv
+    from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32_sm90 import FwdFp32Sm90
 
-    if not isinstance(row, fwd_fp32_sm90.FwdFp32Sm90):
-        return {row}
-    tile = row.tile_n, row.dim, row.parts
-    return {row, *(x for x in split_kv.VARIANTS if (x.tile_n, x.dim, x.parts) == tile)}
+    return {row, row.split} if isinstance(row, FwdFp32Sm90) else {row}
 
 
 @contextlib.contextmanager

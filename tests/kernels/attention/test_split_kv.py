@@ -63,7 +63,7 @@ def split(row, k, v, batch=(), source=None, seed=0):
     problem = attention_problem.attention_problem(q, k, v, None, None)
     out = np.zeros(problem.out_shape, SINGLE)
     view = attention_problem.out_view(problem, out.shape, out.strides)
-    step, sizes = split_kv.step(Traits(problem, view), row.tile_n, row.dim, row.parts)
+    step, sizes = split_kv.step(Traits(problem, view), row)
     assert step.variant == row
     assert step.aligned in ((), ("k", "v"))
     space = [np.full(sizes[name] + GUARD, 0xA5, np.uint8) for name in split_kv.OUTPUTS]
