@@ -130,6 +130,8 @@ def supports(traits: Traits) -> bool:
     So many queries must share keys that these are worth splitting, and one launch must do.
     """
     problem, sizes = traits.problem, traits.sizes
+    if not problem.k_len:
+        return False
     shared = problem.q_len * math.prod(
         size
         for size, *steps in zip(sizes, traits.strides["k"], traits.strides["v"], strict=True)
