@@ -4,7 +4,7 @@
 // split_kv.cu has turned K and V into pairs of float16, tile by tile.  A block takes kTileM query
 // rows of one batch entry.  Its first warpgroup is the producer, one thread of which copies tiles.
 // The others are consumers with 64 rows each, which they split themselves.  A product is three:
-// low * high, high * low, high * high, in one accumulator.  Builds for TF32 have the last one alone:
+// low * high, high * low, high * high, in one accumulator.  Builds for TF32 have the last one only:
 // float16 has as many digits as TF32, and exponents of rows and tiles make up for its range.
 //
 // Rows and tiles have exponents, as in fwd_fp32.cu, whose softmax this is (forward_fp32.cuh).
