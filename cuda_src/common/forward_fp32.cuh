@@ -63,10 +63,11 @@ struct Rows {
 // Has a row computed again, by making its sum NaN, where pairs may have lost what counts.
 //
 // A number of less than 2^-25 of the largest of its row keeps fewer than 24 bits, and a product of
-// it is off by up to 2^-kExactBits of the largest product that there might be; these numbers are for
-// low parts with a factor (split_float.cuh), and kExactBits = 50.  That counts only where all
-// products are far smaller than that one: where large numbers meet zeros, or cancel.  An error of one term of up to 2^-26 of the largest score so far, or of 1, does
-// not count.  `q_factor` is that of the warp's first row, `k_factor` those of the tile's keys.
+// it is off by up to 2^-kExactBits of the largest product that there might be.  These numbers are
+// for low parts with a factor (split_float.cuh), and kExactBits = 50.  That counts only where all
+// products are far smaller than that one: where large numbers meet zeros, or cancel.  An error of
+// one term of up to 2^-26 of the largest score so far, or of 1, does not count.  `q_factor` is that
+// of the warp's first row, `k_factor` those of the tile's keys.
 template <int kExactBits, int kMmaN>
 FA_DEVICE void check_range(const AttentionParams& params, const float* q_factor,
                            const float* k_factor, const float (&s)[1][kMmaN][4],
