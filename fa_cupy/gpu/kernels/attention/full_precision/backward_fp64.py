@@ -8,7 +8,7 @@ import numpy as np
 
 from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import ProductsFp64
 from fa_cupy.gpu.kernels.backward import Launches, Traits
-from fa_cupy.gpu.kernels.backward_rows import (
+from fa_cupy.gpu.kernels.attention.full_precision.backward_rows import (
     BWD_ROWS_FIELDS,
     WORK_BYTES,
     BackwardRows,
