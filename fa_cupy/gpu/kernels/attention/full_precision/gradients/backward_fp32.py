@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fa_cupy.gpu.kernels.attention.full_precision.backward_rows import (
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import (
     BWD_ROWS_FIELDS,
     WORK_BYTES,
     BackwardRows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fa_cupy.gpu.kernels.attention.full_precision.backward_fp32 import DTYPE, BackwardFp32
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_fp32 import DTYPE, BackwardFp32
 
 
 def _rows() -> Iterator[BackwardFp32]:
