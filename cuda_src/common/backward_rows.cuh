@@ -36,8 +36,8 @@ struct StridedArray {
   int64 row, batch[kAxes];  // strides, in elements; 0 along an axis that broadcasts
 };
 
-// Passed by value.  fa_cupy/gpu/kernels/backward_rows.py holds the same fields in the same order.
-// A Row is what is known of a query.
+// Passed by value.  gradients/backward_rows.py holds the same fields in the same order.  A Row is
+// what is known of a query.
 template <typename Real, typename Row>
 struct BwdRowsParams {
   AttentionParams common;  // without arrays but the bias and the sinks

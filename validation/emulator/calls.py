@@ -19,7 +19,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm80 import BwdDbiasSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm90 import BwdDbiasSm90
-from fa_cupy.gpu.kernels.attention.full_precision.backward_rows import BackwardRows
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import BackwardRows
 from fa_cupy.gpu.kernels.attention.pairs import (
     fwd_pairs,
     gradients_plan,

@@ -31,7 +31,7 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_sm90,
 )
 from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80, bwd_dbias_sm90
-from fa_cupy.gpu.kernels.attention.full_precision import (
+from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
     bwd_dkdv_fp32,
     bwd_dkdv_fp64,
     bwd_dq_fp32,

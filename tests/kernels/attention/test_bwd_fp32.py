@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import Score
-from fa_cupy.gpu.kernels.attention.full_precision import (
+from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
     bwd_dkdv_fp32,
     bwd_dq_fp32,
     bwd_preprocess_fp32,

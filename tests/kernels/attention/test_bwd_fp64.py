@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import Score, reference
-from fa_cupy.gpu.kernels.attention.full_precision import bwd_dkdv_fp64, bwd_dq_fp64
+from fa_cupy.gpu.kernels.attention.full_precision.gradients import bwd_dkdv_fp64, bwd_dq_fp64
 from fa_cupy.gpu.kernels.attention_backward import select
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.score import ScoreMod

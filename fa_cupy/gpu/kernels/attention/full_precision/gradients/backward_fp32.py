@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fa_cupy.gpu.kernels.backward import PADDED, Launches, Traits
-from fa_cupy.gpu.kernels.attention.full_precision.backward_rows import (
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import (
     BWD_ROWS_FIELDS,
     WORK_BYTES,
     BackwardRows,
 )
+from fa_cupy.gpu.kernels.backward import PADDED, Launches, Traits
 from fa_cupy.gpu.plan import Step
 
 DTYPE = "float32"

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import ProductsFp64
-from fa_cupy.gpu.kernels.backward import Launches, Traits
-from fa_cupy.gpu.kernels.attention.full_precision.backward_rows import (
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import (
     BWD_ROWS_FIELDS,
     WORK_BYTES,
     BackwardRows,
 )
+from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import ProductsFp64
+from fa_cupy.gpu.kernels.backward import Launches, Traits
 from fa_cupy.gpu.plan import Step
 
 #: ``BwdFp64Params`` of ``cuda_src/common/backward_fp64.cuh``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
-from fa_cupy.gpu.kernels.attention.full_precision.backward_fp32 import DTYPE, BackwardFp32
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_fp32 import DTYPE, BackwardFp32
 from fa_cupy.gpu.kernels.backward import PADDED, Traits
 from fa_cupy.gpu.kernels.score import ScoreMod
 

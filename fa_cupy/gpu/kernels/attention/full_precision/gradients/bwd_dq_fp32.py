@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fa_cupy.gpu.kernels.attention.full_precision.backward_fp32 import DTYPE, BackwardFp32
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_fp32 import DTYPE, BackwardFp32
 
 
 def _rows() -> Iterator[BackwardFp32]:
@@ -25,6 +25,7 @@ def _rows() -> Iterator[BackwardFp32]:
                 source="attention/bwd_dq_fp32", dtype=DTYPE, dim=dim, tile_m=tile_m,
                 tile_n=tile_n, warps=warps, stages=stages, why=why, warp_rows=tile_m // warps,
                 part=part, at_once=at_once, blocks_at_once=blocks, own_keys=False, sparse=sparse,
+                hot_targets=("sm_90a",) if stages == 2 else (),  # others spill there
             )  # fmt: skip
 
 
