@@ -72,6 +72,7 @@ template <int kExactBits, int kMmaN>
 FA_DEVICE void check_range(const AttentionParams& params, const float* q_factor,
                            const float* k_factor, const float (&s)[1][kMmaN][4],
                            const float (&most)[2], const Rows& rows, TileSums& tile) {
+  static_assert(kExactBits <= 56, "the limit is a shift");
   // Products are at most 2^30 times the square of `most`.
   const float scale = fabsf(kScoreMod ? params.scale : params.exp2_scale) *
                       static_cast<float>(1 << (30 - kExactBits + 26));

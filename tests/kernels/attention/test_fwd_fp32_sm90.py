@@ -153,11 +153,11 @@ def test_long_sequences(row):
         hold(row, arrays, times=1.5, truncating=True, **options)
 
 
-def large_numbers(exponent):
+def large_numbers(of_q, of_k):
     """Numbers beside which small ones lose digits, but which meet zeros."""
     q, k, v = arrays_of(64, 64, 150)
-    q[:, 3], k[:, 3] = 2.0**exponent, 0
-    k[:, 9], q[:, 9] = 2.0 ** (exponent // 2), 0
+    q[:, 3], k[:, 3] = 2.0**of_q, 0
+    k[:, 9], q[:, 9] = 2.0**of_k, 0
     return q, k, v
 
 
@@ -177,7 +177,7 @@ def test_numbers_that_may_be_rounded(row):
 @pytest.mark.parametrize("exponent", range(0, 64, 4))
 def test_large_numbers_that_meet_zeros(exponent):
     """Where small numbers lose what counts, rows are computed again."""
-    hold(D64, large_numbers(exponent))
+    hold(D64, large_numbers(exponent, exponent // 2))
 
 
 def rows_of_zeros(x, rng):
@@ -293,7 +293,7 @@ BUGS = {
               "tiles_of_entry(p, shared.work.batch, params.v, params.k_batch)"), NOT_AGAIN,
     ),
     "rows that lose digits are not computed again": (
-        D64, ("kParts == 2 ? 40 :", "kParts == 2 ? 60 :"),
+        D64, ("kParts == 2 ? 40 :", "kParts == 2 ? 55 :"),
     ),
 }  # fmt: skip
 ALWAYS = "K is filled while its exponents are read", "wgmma may not see Q"
@@ -311,7 +311,7 @@ def cases(row):
         found.append(((2 * q, k * powers(400, -seed, 0), v), options))
     if not row.sparse:
         q, k, v = arrays_of(row.dim, 140, 400, batch=(2,))
-        found += [((q, k, v[:1]), {}), (large_numbers(20), {})]
+        found += [((q, k, v[:1]), {}), (large_numbers(24, 0), {})]
     return found
 
 

@@ -107,7 +107,9 @@ def step(traits: Traits, variant: SplitKv) -> tuple[Step, dict[str, int]]:
     params = np.zeros(1, SPLIT_KV_PARAMS)
     p = params[0]
     p["rows"], p["tiles"] = problem.k_len, -(-problem.k_len // tile_n)
-    sizes, addresses, grid, item = {}, {}, 0, problem.dtype.itemsize
+    sizes: dict[str, int] = {}
+    addresses: dict[str, str] = {}
+    grid, item = 0, problem.dtype.itemsize
     for number, (name, output) in enumerate(zip(_ARRAYS, OUTPUTS, strict=True)):
         array, (axes, _) = p["array"][number], entry_steps(traits, name)
         array["batch"][: len(axes)] = [s // item for s in traits.strides[name]]
