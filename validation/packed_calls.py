@@ -73,14 +73,21 @@ def solve(
     send: Callable[[str, Any], Any],
     precision: str | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return the output, of this precision, and the gradients of a call on arrays that are sent."""
+    """Return the output, of this precision, and the gradients of a call on arrays that are sent.
+
+    Gradients are those of the precise output: where a row has one key, they are the difference of
+    numbers that would be equal but for rounding.
+    """
     from fa_cupy import attention, attention_backward
 
     sent = {name: send(name, x) for name, x in host.items()}
     q, k, v, dout = (sent.pop(name) for name in ("q", "k", "v", "dout"))
     dlse = sent.pop("dlse", None)
     out, lse = attention(q, k, v, return_lse=True, precision=precision, **sent, **options)
-    return out, attention_backward(dout, q, k, v, out, lse, dlse=dlse, **sent, **options)
+    precise = (
+        (out, lse) if precision is None else attention(q, k, v, return_lse=True, **sent, **options)
+    )
+    return out, attention_backward(dout, q, k, v, *precise, dlse=dlse, **sent, **options)
 
 
 def is_right(

@@ -53,8 +53,10 @@ def test_a_mask(host, cupy, launcher):
 
 
 def test_what_is_not_for_the_kernels(host, cupy, launcher):
-    """Gradients of a bias, and dims above 128."""
+    """Gradients of a bias, dims above 128, and scales that sums would have to be multiplied by."""
     bias = np.ones((4, 1, 70), np.float32)
     assert FullCall(small(bias=bias)).solve(host, cupy, (*ALL, "bias")) is None
     assert FullCall(small(dims=(136, 16), lengths=(8, 8))).solve(host, cupy) is None
+    for scale in (1e30, 1e-20):
+        assert FullCall(small(scale=scale)).solve(host, cupy) is None
     assert not launcher.ran
