@@ -200,8 +200,9 @@ FA_DEVICE void load_q(const AttentionParams& params, SharedStorage& shared, int 
         const SplitPair two = split_near(x[2] * scale, x[3] * scale);
         const uint32 at = QTile::offset(row, 4 * i + tid % 8 / 2) + tid % 2 * 8;
         *reinterpret_cast<uint2*>(to + at) = make_uint2(one.high, two.high);
-        if constexpr (kParts == 1) continue;
-        *reinterpret_cast<uint2*>(to + at + kQLow) = make_uint2(one.low, two.low);
+        if constexpr (kParts == 2) {
+          *reinterpret_cast<uint2*>(to + at + kQLow) = make_uint2(one.low, two.low);
+        }
       }
       if (tid % 8 == 0) shared.q_factor[64 * group + row] = power_of_two(-exponent / 2);
     }
@@ -212,12 +213,13 @@ FA_DEVICE void load_q(const AttentionParams& params, SharedStorage& shared, int 
 
 // Loads the high parts of a warp's rows of Q.
 FA_DEVICE void load_q_fragments(QFragments& q, const uint8* q_tile) {
-  if constexpr (!kQInRegisters) return;
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-  // Rows 0-7, 8-15, then the same of the next 8 columns (PTX ISA 9.7.14.5.15).
-  const uint32 from = cvta_to_shared(q_tile) + QTile::lane_offset(row, lane / 16);
+  if constexpr (kQInRegisters) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    // Rows 0-7, 8-15, then the same of the next 8 columns (PTX ISA 9.7.14.5.15).
+    const uint32 from = cvta_to_shared(q_tile) + QTile::lane_offset(row, lane / 16);
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) ldmatrix_x4(q[step], QTile::at(from, 0, step));
+    for (int step = 0; step < kDim / 16; ++step) ldmatrix_x4(q[step], QTile::at(from, 0, step));
+  }
 }
 
 // S = Q K^T over some of the columns.  Starts the product; s and q are not to be touched before a
@@ -304,11 +306,12 @@ FA_DEVICE Units scale_products(const Consumer& c, const Scale& k, Scores& s, flo
       const float factor = c.q_factor[h] * factors[0];
       most[h] = factor;
       units.root[h] = kScoreMod ? 1.0f : factor;
-      if constexpr (!kScoreMod) continue;
+      if constexpr (kScoreMod) {
 #pragma unroll
-      for (int j = 0; j < kMmaN; ++j) {
+        for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll
-        for (int e = 2 * h; e < 2 * h + 2; ++e) s[0][j][e] = s[0][j][e] * factor * factor;
+          for (int e = 2 * h; e < 2 * h + 2; ++e) s[0][j][e] = s[0][j][e] * factor * factor;
+        }
       }
     }
     return units;

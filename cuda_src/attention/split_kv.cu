@@ -94,9 +94,10 @@ FA_DEVICE void store_pairs(Pairs& to, const float (&x)[Rows::kFours][4], int row
     const uint32 at = Pairs::Tile::offset(row, 8 * i + lane);
     *reinterpret_cast<uint4*>(to.part[0] + at) =
         make_uint4(pair[0].high, pair[1].high, pair[2].high, pair[3].high);
-    if constexpr (kParts == 1) continue;
-    *reinterpret_cast<uint4*>(to.part[kParts - 1] + at) =
-        make_uint4(pair[0].low, pair[1].low, pair[2].low, pair[3].low);
+    if constexpr (kParts == 2) {
+      *reinterpret_cast<uint4*>(to.part[kParts - 1] + at) =
+          make_uint4(pair[0].low, pair[1].low, pair[2].low, pair[3].low);
+    }
   }
 }
 
