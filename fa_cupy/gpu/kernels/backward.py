@@ -314,17 +314,6 @@ def takes_dims(dtype: str, *dims: int) -> bool:
     return dtype in ("float32", "float64") or not any(dim % DIM_STEP for dim in dims)
 
 
-def _takes_scale(problem: Problem) -> bool:
-    """Whether kernels compute the gradients of a problem with such a scale and softcap.
-
-    Those of float32 add up dQ and dK before they multiply them by the scale: with an extraordinary
-    one the sums may leave the range of float32 where the gradients do not.
-    """
-    if problem.dtype == np.float32 and not folds(problem.scale):
-        return False
-    return takes_scale(problem)
-
-
 class Traits:
     """What follows from a problem: the batch axes of a call, and what all its structs say of them.
 
@@ -380,7 +369,10 @@ class Traits:
             and min(*sizes, self.entries) > 0
             and max(sizes[:2]) <= MAX_LENGTH
         )
-        served = walked and takes_dims(problem.dtype.name, *sizes[2:]) and _takes_scale(problem)
+        served = walked and takes_dims(problem.dtype.name, *sizes[2:]) and takes_scale(problem)
+        # Kernels of float32 add up dQ and dK before they multiply them by the scale: with an
+        # extraordinary one the sums may leave float32 where the gradients do not.
+        served = served and (problem.dtype != np.float32 or folds(problem.scale))
         served = served and (problem.offsets is None or supports(problem))
         item = problem.dtype.itemsize
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
