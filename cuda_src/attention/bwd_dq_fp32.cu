@@ -15,7 +15,7 @@ constexpr float kFarFp32 = 32.0f;
 // more keys: results over parts of the keys were merged.
 constexpr float kLseToleranceFp32 = 1.0f / (1 << 19);
 // The largest score of a row that has seen no key: finite, so that no difference of two is NaN.
-constexpr float kNoMaxFp32 = -3.40282347e38f;
+constexpr float kNoMaxFp32 = -kLargest;
 
 FA_DEVICE bool is_far(float lse) { return fabsf(lse) >= kFarFp32 && fabsf(lse) < FA_INFINITY; }
 

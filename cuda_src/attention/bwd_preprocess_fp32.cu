@@ -6,8 +6,6 @@
 #include "cuda_src/common/backward_rows_fp32.cuh"
 #include "cuda_src/common/split_float.cuh"
 
-constexpr float kLargest = 3.40282347e38f;
-
 // Splits `cols` columns of a row, the rest of which becomes zero, as does all of one that does not
 // exist.  Returns what its pairs are to be multiplied by twice: 0 of a row of zeros.
 FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16* to) {

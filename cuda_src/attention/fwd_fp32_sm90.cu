@@ -59,8 +59,8 @@ using Scale = SplitScale<kTileN>;
 using KPipeline = PipelineState<kKStages>;
 using VPipeline = PipelineState<kVStages>;
 static_assert(sizeof(KVTile) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
-constexpr int kQLow = 64 * kDim * 2;  // bytes from high parts to low ones
-constexpr int kKLow = KVTile::kPartBytes;
+constexpr int kQLow = QTile::kBytes;  // from high parts to low ones
+constexpr int kKLow = KVTile::Tile::kBytes;
 
 struct FwdFp32Sm90Params {
   AttentionParams common;
@@ -121,12 +121,6 @@ FA_DEVICE void find_work(const AttentionParams& params, SharedStorage& shared) {
   }
 }
 
-// The first tile of a batch entry's keys, or values.
-FA_DEVICE const KVTile* tiles_of_entry(const AttentionParams& params, int64 batch,
-                                       const KVTile* first, const int64 (&strides)[kMaxBatchAxes]) {
-  return first + element_of_entry(params, batch, strides);
-}
-
 // Copies a tile and what its exponents are.
 FA_DEVICE void load_tile(uint8* to, Scale& scale, const KVTile& from, uint64& full) {
   const uint32 barrier = cvta_to_shared(&full);
@@ -138,8 +132,8 @@ FA_DEVICE void load_tile(uint8* to, Scale& scale, const KVTile& from, uint64& fu
 // Copies the tiles of K and V, in the order in which they are waited for.
 FA_DEVICE void load_tiles(const FwdFp32Sm90Params& params, SharedStorage& shared) {
   const AttentionParams& p = params.common;
-  const KVTile* k = tiles_of_entry(p, shared.work.batch, params.k, params.k_batch);
-  const KVTile* v = tiles_of_entry(p, shared.work.batch, params.v, params.v_batch);
+  const KVTile* k = params.k + element_of_entry(p, shared.work.batch, params.k_batch);
+  const KVTile* v = params.v + element_of_entry(p, shared.work.batch, params.v_batch);
   KPipeline k_at;
   VPipeline v_at;
 #pragma unroll 1
@@ -178,10 +172,9 @@ FA_DEVICE void release(const uint64& barrier) {
 // Splits the 64 rows of a warpgroup and writes them to shared memory, for its products to read.
 FA_DEVICE void load_q(const AttentionParams& params, SharedStorage& shared, int group) {
   constexpr int kAtOnce = kDim <= 128 ? 64 : 16;  // rows in registers
-  using Rows = FloatChunk<kAtOnce, kDim, 4>;
-  const int tid = threadIdx.x % 128, own_row = split_row<QTile>(tid), col = 4 * (tid % 8);
+  using Rows = FloatChunk<kAtOnce, kDim, 4, true>;
+  const int tid = threadIdx.x % 128, own_row = split_row<QTile>(tid), col = 8 * (tid % 8);
   const bool whole = params.aligned && params.head_dim % 4 == 0;
-  uint8* to = shared.q[group];
 #pragma unroll 1
   for (int first = own_row; first < 64; first += kAtOnce) {
     const int from = shared.work.q_begin + 64 * group + first;
@@ -192,18 +185,7 @@ FA_DEVICE void load_q(const AttentionParams& params, SharedStorage& shared, int 
 #pragma unroll
     for (int g = 0; g < Rows::kGroups; ++g) {
       const int row = first + g * Rows::kStep, exponent = rows.exponent(g);
-      const float scale = power_of_two(exponent);
-#pragma unroll
-      for (int i = 0; i < Rows::kFours; ++i) {
-        const float (&x)[4] = rows.x[g][i];
-        const SplitPair one = split_near(x[0] * scale, x[1] * scale);
-        const SplitPair two = split_near(x[2] * scale, x[3] * scale);
-        const uint32 at = QTile::offset(row, 4 * i + tid % 8 / 2) + tid % 2 * 8;
-        *reinterpret_cast<uint2*>(to + at) = make_uint2(one.high, two.high);
-        if constexpr (kParts == 2) {
-          *reinterpret_cast<uint2*>(to + at + kQLow) = make_uint2(one.low, two.low);
-        }
-      }
+      store_near<QTile, kParts>(shared.q[group], rows.x[g], row, power_of_two(exponent));
       if (tid % 8 == 0) shared.q_factor[64 * group + row] = power_of_two(-exponent / 2);
     }
   }

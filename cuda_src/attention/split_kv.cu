@@ -80,27 +80,6 @@ FA_DEVICE Exponents exponents_of_block(const int (&own)[Rows::kGroups],
   return found;
 }
 
-// Writes a thread's part of a row: high parts, and low ones.
-FA_DEVICE void store_pairs(Pairs& to, const float (&x)[Rows::kFours][4], int row, float scale) {
-  const int lane = threadIdx.x % 8;
-#pragma unroll
-  for (int i = 0; i < Rows::kFours / 2; ++i) {
-    SplitPair pair[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float* two = &x[2 * i + e / 2][e % 2 * 2];
-      pair[e] = split_near(two[0] * scale, two[1] * scale);
-    }
-    const uint32 at = Pairs::Tile::offset(row, 8 * i + lane);
-    *reinterpret_cast<uint4*>(to.part[0] + at) =
-        make_uint4(pair[0].high, pair[1].high, pair[2].high, pair[3].high);
-    if constexpr (kParts == 2) {
-      *reinterpret_cast<uint4*>(to.part[kParts - 1] + at) =
-          make_uint4(pair[0].low, pair[1].low, pair[2].low, pair[3].low);
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads)
     attention_split_kv(const __grid_constant__ SplitKvParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -133,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int row = own_row + g * Rows::kStep;
     // Rows of zeros take part, unless there is nothing else.
     const int exponent = is_mixed ? own[g] : min(found.of_largest, own[g]);
-    store_pairs(to, rows.x[g], row, power_of_two(exponent));
+    store_near<Pairs::Tile, kParts>(to.part[0], rows.x[g], row, power_of_two(exponent));
     if (threadIdx.x % 8 == 0) {
       const bool has_none = most[g] == 0.0f && (is_mixed || found.of_largest > exponent);
       if (is_v) {

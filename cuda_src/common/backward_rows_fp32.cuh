@@ -1,5 +1,5 @@
-// What the kernels of attention backward in float32 are told and tell each other: rows in pairs of
-// float16, and what is known of each.  bwd_preprocess_fp32 writes them.
+// The parameters of the kernels of attention backward in float32, and what bwd_preprocess_fp32
+// writes for the others: rows in pairs of float16, and what is known of each row.
 #pragma once
 #include "cuda_src/common/backward_rows.cuh"
 

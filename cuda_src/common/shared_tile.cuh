@@ -20,6 +20,7 @@ struct SharedTile {
 
   static constexpr int kRowBytes = kBlockCols * 2;
   static constexpr int kBlockBytes = kRows * kRowBytes;
+  static constexpr int kBytes = kRows * kCols * 2;
 
   static __device__ __forceinline__ int swizzle(int row) {
     return kBlockChunks == 8 ? row & 7 : row >> 1 & 3;

@@ -12,6 +12,7 @@
 
 constexpr float kLowScale = 2048.0f;           // 2^11
 constexpr float kLowInverse = 1.0f / 2048.0f;  // 2^-11
+constexpr float kLargest = 3.40282347e38f;     // of float32 (IEEE 754)
 constexpr int kNoExponent = -1000;             // of a row of zeros: below all others
 
 // 2^exponent, for an exponent between -127 (which gives 0) and 127 (IEEE 754).
@@ -143,8 +144,6 @@ struct FloatChunk {
   }
 
  private:
-  static constexpr float kLargest = 3.40282347e38f;
-
   static __device__ __forceinline__ float max_over_row(float most) {
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
     most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));

@@ -20,9 +20,8 @@ struct SplitScale {
 template <int kRows, int kCols, int kParts>
 struct SplitTile {
   using Tile = SharedTile<kRows, kCols>;
-  static constexpr int kPartBytes = 2 * kRows * kCols;
 
-  uint8 part[kParts][kPartBytes];
+  uint8 part[kParts][Tile::kBytes];
   SplitScale<kRows> scale;
 };
 

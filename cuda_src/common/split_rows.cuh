@@ -16,6 +16,28 @@ FA_DEVICE SplitPair split_near(float x, float y) {
                                  y - cvt_f32_f16(static_cast<uint16>(high >> 16)))};
 }
 
+// Writes a part of a row, eight neighbouring columns of every 64 (FloatChunk), to a tile of
+// high parts, and to one of low parts behind it if kParts is 2.
+template <typename Tile, int kParts, int kFours>
+FA_DEVICE void store_near(uint8* tile, const float (&x)[kFours][4], int row, float scale) {
+#pragma unroll
+  for (int i = 0; i < kFours / 2; ++i) {
+    SplitPair pair[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* two = &x[2 * i + e / 2][e % 2 * 2];
+      pair[e] = split_near(two[0] * scale, two[1] * scale);
+    }
+    uint8* to = tile + Tile::offset(row, 8 * i + threadIdx.x % 8);
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(pair[0].high, pair[1].high, pair[2].high, pair[3].high);
+    if constexpr (kParts == 2) {
+      *reinterpret_cast<uint4*>(to + Tile::kBytes) =
+          make_uint4(pair[0].low, pair[1].low, pair[2].low, pair[3].low);
+    }
+  }
+}
+
 // The largest number of a row, which eight neighbouring lanes share.
 FA_DEVICE float max_over_row(float most) {
   most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
@@ -33,7 +55,6 @@ FA_DEVICE float max_over_row(float most) {
 template <int kRows, int kBoxes, int kInFlight, bool kInPlace = false>
 FA_DEVICE bool split_rows(int (&own)[kRows / 16], const uint8* boxes, const uint8* tile) {
   using Tile = SharedTile<kRows, 32 * kBoxes>;
-  constexpr float kLargest = 3.40282347e38f;
   const int lane = threadIdx.x % 8, row = split_row<Tile>(threadIdx.x % 128);
   // Boxes have rows of 128 bytes, swizzled (PTX ISA 5.5.7 "Swizzling Modes").
   const uint32 from = cvta_to_shared(boxes) + row * 128 + ((lane ^ (row & 7)) << 4);

@@ -277,7 +277,7 @@ def attention(
         Of shape ``problem.out_shape``.
     lse : cupy.ndarray or None
     """
-    device, captured = runtime.getDevice(), capturing()
+    device, captured = runtime.getDevice(), problem.dtype == np.float64 and capturing()
     if isinstance(bias, SparseBias):
         return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())

@@ -242,7 +242,8 @@ def test_a_kernel_finds_every_element(arrays, tile_m, max_grid):
     out = arrays["out"].array
     with mock.patch.object(attention_params, "MAX_GRID", max_grid):
         view = attention_problem.out_view(problem, out.shape, out.strides)
-        filled, parts, aligned = make_params(Traits(problem, view), tile_m)
+        traits = Traits(problem, view)
+        (filled, parts), aligned = make_params(traits, tile_m), traits.aligned()
     p = filled[0]
     tiles = -(-problem.q_len // tile_m)
     if "mask" in arrays:  # whole blocks of rows
@@ -299,7 +300,7 @@ def test_rows_of_whole_16_bytes_are_aligned(dim, gap, out_gap, want):
     q, out = (Array((3, 6, dim), np.float16, gap=n).array for n in (gap, out_gap))
     problem = attention_problem.attention_problem(q, q, q, None, None, **NO_OPTIONS)
     view = attention_problem.out_view(problem, out.shape, out.strides)
-    assert make_params(Traits(problem, view), 64)[2] is want
+    assert bool(Traits(problem, view).aligned()) is want
 
 
 @pytest.mark.parametrize("batch", [(2**16, 2**16), (2**32 + 5,)])
@@ -312,7 +313,7 @@ def test_batch_entries_past_2_to_the_31(batch):
     problem = attention_problem.attention_problem(q, k, v, None, None, **NO_OPTIONS)
     steps = (2 * 2**16, 2, 2, 2) if len(batch) == 2 else (2, 2, 2)
     view = attention_problem.out_view(problem, (*batch, 1, 1), steps)
-    filled, parts, _ = make_params(Traits(problem, view), 64)
+    filled, parts = make_params(Traits(problem, view), 64)
     p, count = filled[0], 0
     assert all(0 < part.blocks < 2**31 for part in parts)
     for part in parts:

@@ -1,6 +1,7 @@
 """Attention of float32 on pairs of float16: what the kernels for it are held against."""
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from fa_cupy import BitMask, reference
@@ -10,6 +11,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from tests.support import packed_sequences
 from tests.support.kernel_attention import BANDS, any_sinks, blocks_of, draw, shuffled
 from tests.support.planted import plant
+from validation import emulator
 from validation.emulator import calls
 from validation.emulator.launcher import EmulatorLauncher
 
@@ -367,3 +369,18 @@ def check_rows_written(row):
     assert reference.relative_error(out, want) < 5e-7
     out[:] = 7.0
     assert (room == 7.0).all()
+
+
+def check_planted(row, changes, calls_of_bugs, tmp_path):
+    """Hold calls, and have those of some seed fail with a kernel that is changed."""
+    source = plant(tmp_path, row.source, *changes)
+
+    def compare():
+        for seed in range(10):
+            for arrays, options in calls_of_bugs:
+                hold(row, arrays, rows=True, seed=seed, source=source, **options)
+
+    for arrays, options in calls_of_bugs:
+        hold(row, arrays, rows=True, **options)
+    with pytest.raises((emulator.EmulationError, AssertionError)):
+        compare()

@@ -5,8 +5,9 @@ import numpy as np
 from fa_cupy import reference
 from fa_cupy.core.attention_problem import attention_problem
 from fa_cupy.gpu.kernels.score import score_mod_of
-from tests.support import strategies
+from tests.support import packed_sequences, strategies
 from tests.support.gradients import hold
+from tests.support.kernel_attention import blocks_of
 from validation.emulator import calls
 
 NAMES = "dq", "dk", "dv"
@@ -71,3 +72,44 @@ def check_any(rows, arrays, rounded, bias=None, seen=None, dlse=None, **options)
     case = strategies.Case(*operands, bias, seen, options=without_offsets(own))
     with np.errstate(all="ignore"):
         hold(case, dict(zip("qkv", found, strict=True)), dout, dlse, rounded)
+
+
+def check_bias(rows, rounded, less, axes, dtype, lengths, band, softcap, hides, seed):
+    """As `check_any`, with a bias that has some of the axes, and may hide pairs."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(n if has else 1 for n, has in zip((2, *lengths), axes, strict=True))
+    bias = rng.standard_normal(shape).astype(dtype)
+    if hides:
+        bias[rng.random(shape) < 0.3] = -np.inf
+    arrays = arrays_of(rows, lengths, less=less, seed=seed)
+    check_any(rows, arrays, rounded, bias=bias, seed=seed, softcap=softcap, **band)
+
+
+def check_mask(rows, rounded, less, far, heads, own, lengths, band, spoiled, seed):
+    """As `check_any`, under a mask of each head or of all.
+
+    There may be NaN in a key and a value, and a number of `far` that makes scores so.
+    """
+    rng = np.random.default_rng(seed)
+    mask = blocks_of(rng, *([heads[0]] if own else []), *lengths)
+    arrays = arrays_of(rows, lengths, heads, less, seed)
+    if far:
+        arrays[1][..., ::7, :] = 0
+        arrays[1][..., ::7, 0] = far
+        arrays[2][..., 0] = 1.0
+    if spoiled and lengths[0] * lengths[1] < 4000:
+        arrays[2][..., -1, 0] = arrays[3][..., 0, 0] = np.nan
+    check_any(rows, arrays, rounded, seen=mask, seed=seed, **band)
+
+
+def check_packed(rows, rounded, less, lengths, band, softcap, seed):
+    """As `check_any`, for packed sequences."""
+    sizes, q_offsets, k_offsets = lengths
+    options = {"q_offsets": q_offsets, "softcap": softcap, **band}
+    if k_offsets is not q_offsets:
+        options["k_offsets"] = k_offsets
+    both = q_offsets, k_offsets
+    options["seen"] = packed_sequences.visible(*both, sizes, **band)
+    options["invalid"] = np.flatnonzero(packed_sequences.invalid_rows(*both, sizes))
+    arrays = arrays_of(rows, sizes, less=less, seed=seed)
+    check_any(rows, arrays, rounded, seed=seed, **options)

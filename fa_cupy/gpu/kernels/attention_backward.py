@@ -63,10 +63,10 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dq_fp32.VARIANTS,
     *bwd_dkdv_fp32.VARIANTS,
 )
-#: The kernels of dtypes that have the same ones everywhere, in the order of their launches.
+#: The main kernels of dtypes that have the same ones everywhere, in the order of their launches.
 _OF_DTYPE: Mapping[str, tuple[Sequence[BackwardVariant], ...]] = {
     "float64": (bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS),
-    "float32": (bwd_preprocess_fp32.VARIANTS, bwd_dq_fp32.VARIANTS, bwd_dkdv_fp32.VARIANTS),
+    "float32": (bwd_dq_fp32.VARIANTS, bwd_dkdv_fp32.VARIANTS),
 }
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -107,11 +107,10 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if (kernels := _OF_DTYPE.get(wanted.dtype)) is not None:
         if wanted.dbias or not wanted.strided:
             return ()
-        prepares = kernels[0] is bwd_preprocess_fp32.VARIANTS  # whose rows take any mask
-        masked = [wanted.masked and not (prepares and i == 0) for i in range(len(kernels))]
-        each = zip(kernels, masked, strict=True)
-        picked = tuple(row for rows, sparse in each for row in pick(rows, sparse))
-        return picked if len(picked) == len(kernels) else ()
+        picked = [row for rows in kernels for row in pick(rows, wanted.masked)]
+        if len(picked) < len(kernels):
+            return ()
+        return *pick(bwd_preprocess_fp32.VARIANTS), *picked  # none in float64
     main: list[BackwardVariant] = []
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):

@@ -306,6 +306,11 @@ class Wanted(NamedTuple):
     packed: bool = False
 
 
+def padded_rows(rows: int) -> int:
+    """Return how many rows there are with those that fill the last `PADDED` ones."""
+    return -(-rows // PADDED) * PADDED
+
+
 def takes_dims(dtype: str, *dims: int) -> bool:
     """Whether kernels read rows of so many elements: of 16-bit types, whole multiples of 16 bytes.
 
@@ -421,9 +426,9 @@ class Traits:
     def _addresses_walk(self) -> bool:
         """As `_maps_walk` for kernels that compute addresses."""
         if self.problem.dtype.itemsize > 2:  # their rows begin at any element
-            rows = sum(-(-n // PADDED) * PADDED for n in (self.problem.q_len, self.problem.k_len))
+            rows = padded_rows(self.problem.q_len) + padded_rows(self.problem.k_len)
             return self.gathers and self.entries * rows // _LEAST_ROWS <= MAX_GRID
-        rows = self.entries * -(-self.problem.q_len // PADDED) * PADDED
+        rows = self.entries * padded_rows(self.problem.q_len)
         blocks = max(rows // 8, self.entries * -(-self.problem.k_len // _LEAST_KEYS))
         item = self.problem.dtype.itemsize
         return blocks <= MAX_GRID and all(
@@ -450,7 +455,7 @@ class Traits:
                 math.prod(self.size[axis + 1 :]) for axis in range(MAP_AXES)
             ]
         p["lower"], p["upper"] = attention_params.band_limits(problem)
-        fill_score(p, problem)
+        fill_score(p, problem, self.wanted.score)
         return filled
 
     def common(self, q: str, out: str, v_dim: int, tile_m: int) -> np.ndarray[Any, Any]:

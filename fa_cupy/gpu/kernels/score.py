@@ -202,9 +202,9 @@ def with_float32_bias(xp: Any, problem: Problem, bias: Any) -> tuple[Problem, An
     return dataclasses.replace(problem, bias=view, bias_dtype=bias.dtype), bias
 
 
-def fill_score(p: Any, problem: Problem) -> None:
-    """Write into ``struct AttentionParams`` how scores are computed."""
-    plain = score_mod_of(problem) is None
+def fill_score(p: Any, problem: Problem, score: ScoreMod | None) -> None:
+    """Write into ``struct AttentionParams`` how scores are computed; `score` is `score_mod_of`."""
+    plain = score is None
     p["exp2_scale"] = problem.scale * LOG2E if plain else LOG2E
     p["scale"] = in_float32(problem.scale)
     if problem.softcap:

@@ -22,10 +22,13 @@ from tests.support.full_precision_gradients import (
     NAMES,
     arrays_of,
     check_any,
+    check_bias,
+    check_mask,
+    check_packed,
     definition,
     solve,
 )
-from tests.support.kernel_attention import BANDS, any_sinks, blocks_of
+from tests.support.kernel_attention import BANDS, any_sinks
 from tests.support.planted import plant
 from validation import emulator
 
@@ -232,13 +235,7 @@ def test_any_call(rows, lengths, heads, less, band, scale, softcap, sinks, dlse,
     seed=st.integers(0, 2**32),
 )
 def test_any_bias(axes, dtype, lengths, band, softcap, hides, seed):
-    rng = np.random.default_rng(seed)
-    shape = tuple(n if has else 1 for n, has in zip((2, *lengths), axes, strict=True))
-    bias = rng.standard_normal(shape).astype(dtype)
-    if hides:
-        bias[rng.random(shape) < 0.3] = -np.inf
-    arrays = arrays_of(D32, lengths, less=(8, 8), seed=seed)
-    check_any(D32, arrays, 0.0, bias=bias, seed=seed, softcap=softcap, **band)
+    check_bias(D32, 0.0, (8, 8), axes, dtype, lengths, band, softcap, hides, seed)
 
 
 @examples(20)
@@ -254,16 +251,10 @@ def test_any_bias(axes, dtype, lengths, band, softcap, hides, seed):
 )
 def test_any_mask(rows, heads, own, lengths, band, spoiled, far, seed):
     """Of each head or of all, with NaN in a key and a value, and with scores that are far."""
-    rng = np.random.default_rng(seed)
-    mask = blocks_of(rng, *([heads[0]] if own else []), *lengths)
-    arrays = arrays_of(rows, lengths, heads, (8, 16), seed)
-    if far:
-        arrays[1][..., ::7, :] = 0
-        arrays[1][..., ::7, 0] = 2.0**10
-        arrays[2][..., 0] = 1.0
-    if spoiled and lengths[0] * lengths[1] < 4000:
-        arrays[2][..., -1, 0] = arrays[3][..., 0, 0] = np.nan
-    check_any(rows, arrays, 0.0, seen=mask, seed=seed, **band)
+    size = 2.0**10 if far else 0
+    check_mask(
+        rows, 0.0, (8, 16), size, heads, own, lengths, band, spoiled, seed
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["3 * tanh(s) * x[h] + 0.01 * (i - j)", "s + x[h] * sqrt(i - j)"])
@@ -281,14 +272,7 @@ def test_a_score_expression(text):
     seed=st.integers(0, 2**32),
 )
 def test_any_packed_sequences(lengths, band, softcap, seed):
-    sizes, q_offsets, k_offsets = lengths
-    options = {"q_offsets": q_offsets, "softcap": softcap, **band}
-    if k_offsets is not q_offsets:
-        options["k_offsets"] = k_offsets
-    both = q_offsets, k_offsets
-    options["seen"] = packed_sequences.visible(*both, sizes, **band)
-    options["invalid"] = np.flatnonzero(packed_sequences.invalid_rows(*both, sizes))
-    check_any(D32, arrays_of(D32, sizes, less=(8, 8), seed=seed), 0.0, seed=seed, **options)
+    check_packed(D32, 0.0, (8, 8), lengths, band, softcap, seed)
 
 
 @examples(20)

@@ -16,6 +16,9 @@ from tests.support.full_precision_gradients import (
     NAMES,
     arrays_of,
     check_any,
+    check_bias,
+    check_mask,
+    check_packed,
     definition,
     solve,
 )
@@ -96,13 +99,7 @@ def test_any_call(rows, lengths, heads, less, band, scale, softcap, sinks, dlse,
     seed=st.integers(0, 2**32),
 )
 def test_any_bias(axes, dtype, lengths, band, softcap, hides, seed):
-    rng = np.random.default_rng(seed)
-    shape = tuple(n if has else 1 for n, has in zip((2, *lengths), axes, strict=True))
-    bias = rng.standard_normal(shape).astype(dtype)
-    if hides:
-        bias[rng.random(shape) < 0.3] = -np.inf
-    arrays = arrays_of(SMALL, lengths, less=(40, 40), seed=seed)
-    check_any(SMALL, arrays, UNIT, bias=bias, seed=seed, softcap=softcap, **band)
+    check_bias(SMALL, UNIT, (40, 40), axes, dtype, lengths, band, softcap, hides, seed)
 
 
 @pytest.mark.parametrize("which", some(SPARSE, lambda name: "wide" in name))
@@ -127,17 +124,10 @@ def test_every_row_for_masks(which, tmp_path):
 )
 def test_any_mask(heads, own, lengths, band, spoiled, far, seed):
     """Of each head or of all, with NaN in a key and a value, and with scores that are far."""
-    rng = np.random.default_rng(seed)
-    rows = SPARSE["64-32"]
-    mask = blocks_of(rng, *([heads[0]] if own else []), *lengths)
-    arrays = arrays_of(rows, lengths, heads, (48, 56), seed)
-    if far:
-        arrays[1][..., ::7, :] = 0
-        arrays[1][..., ::7, 0] = 2.0**14
-        arrays[2][..., 0] = 1.0
-    if spoiled and lengths[0] * lengths[1] < 4000:
-        arrays[2][..., -1, 0] = arrays[3][..., 0, 0] = np.nan
-    check_any(rows, arrays, UNIT, seen=mask, seed=seed, **band)
+    size = 2.0**14 if far else 0
+    check_mask(
+        SPARSE["64-32"], UNIT, (48, 56), size, heads, own, lengths, band, spoiled, seed
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["3 * tanh(s) * x[h] + 0.01 * (i - j)", "s + x[h] * sqrt(i - j)"])
@@ -156,14 +146,7 @@ def test_a_score_expression(text):
     seed=st.integers(0, 2**32),
 )
 def test_any_packed_sequences(lengths, band, softcap, seed):
-    sizes, q_offsets, k_offsets = lengths
-    options = {"q_offsets": q_offsets, "softcap": softcap, **band}
-    if k_offsets is not q_offsets:
-        options["k_offsets"] = k_offsets
-    both = q_offsets, k_offsets
-    options["seen"] = packed_sequences.visible(*both, sizes, **band)
-    options["invalid"] = np.flatnonzero(packed_sequences.invalid_rows(*both, sizes))
-    check_any(SMALL, arrays_of(SMALL, sizes, less=(40, 40), seed=seed), UNIT, seed=seed, **options)
+    check_packed(SMALL, UNIT, (40, 40), lengths, band, softcap, seed)
 
 
 @pytest.mark.parametrize("which", only(["64-64-wide", "64-32"], "64-32"))

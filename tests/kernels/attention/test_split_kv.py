@@ -20,7 +20,7 @@ pytestmark = pytest.mark.emulator
 
 ROWS = {(row.dim, row.parts): row for row in split_kv.VARIANTS}
 D64, D256, ROUNDED = ROWS[64, 2], ROWS[256, 2], ROWS[128, 1]
-GUARD = 64  # bytes behind the tiles of an array, which nobody writes
+GUARD = 64  # bytes behind the tiles of an array, which stay as they are
 
 
 class Tiles:
@@ -234,7 +234,8 @@ def test_numbers_that_are_not_finite():
 BUGS = {
     "rows behind the end are read": ("params.rows - first - own_row", "1 << 20"),
     "chunks are not exchanged": (
-        "Tile::offset(row, 8 * i + lane)", "Tile::offset(row & ~7, 8 * i + lane) + row % 8 * 128",
+        "Tile::offset(row, 8 * i + threadIdx.x % 8)",
+        "Tile::offset(row & ~7, 8 * i + threadIdx.x % 8) + row % 8 * 128",
     ),
     "the limit of mixed tiles": ("kMostUniform = 8;", "kMostUniform = 7;"),
     "exponents of one warp": ("w < kWarps; ++w)", "w < 1; ++w)"),

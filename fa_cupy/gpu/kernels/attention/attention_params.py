@@ -214,13 +214,24 @@ class Traits:
         self.fields = {name: name for name in self.pointers if name not in score_arrays.values()}
         self.fields |= score_arrays
 
+    def aligned(self, names: tuple[str, ...] = _ROWS) -> tuple[str, ...]:
+        """Return the names of arrays whose rows begin at multiples of 16 bytes if the arrays do.
+
+        None of them, if that does not hold for all.
+        """
+        bits = 0
+        for name in names:
+            for step in (*self.strides[name], self.views[name].strides[-2]):
+                bits |= step
+        return () if bits & 15 else names
+
     def query_tiles(self, tile_m: int) -> int:
         """Return the tiles of queries of a batch entry; with a mask, of whole blocks of rows."""
         block = tile_m if self.problem.mask is None else MASK_BLOCK
         return -(-self.problem.q_len // block) * (block // tile_m)
 
 
-def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list[Part], bool]:
+def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list[Part]]:
     """Return the parameter struct of a problem, all but addresses, and the launches it takes.
 
     Parameters
@@ -235,8 +246,6 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
         Shape (1,), dtype `ATTENTION_PARAMS`.
     parts : list of Part
         One, unless there are more batch axes or tiles than a launch takes.
-    aligned : bool
-        Whether all rows of q, k, v and out start at multiples of 16 bytes if the arrays do.
     """
     problem, views, item = traits.problem, traits.views, traits.item
     sizes, strides = traits.sizes, dict(traits.strides)
@@ -258,7 +267,7 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
         p[name] = getattr(problem, name)
     p["q_tiles"] = traits.query_tiles(tile_m)
     p["lower"], p["upper"] = band_limits(problem)
-    fill_score(p, problem)
+    fill_score(p, problem, traits.score)
     if problem.sinks_dtype is not None:
         p["sinks_kind"] = FLOAT_DTYPES.index(problem.sinks_dtype)
 
@@ -266,8 +275,7 @@ def make_params(traits: Traits, tile_m: int) -> tuple[np.ndarray[Any, Any], list
         row_bytes = sum_dtype(problem.dtype).itemsize * problem.q_len
         strides["lse"] = [row_bytes * math.prod(sizes[a + 1 :]) for a in range(outer)]
     found = list(parts(traits.pointers, sizes, outer, strides, int(p["q_tiles"])))
-    steps = [step for name in _ROWS for step in (*strides[name], views[name].strides[-2])]
-    return params, found, all(step % 16 == 0 for step in steps)
+    return params, found
 
 
 def mask_addresses(prefix: str = "", whole: bool = True) -> dict[str, str]:

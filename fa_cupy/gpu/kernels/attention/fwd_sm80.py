@@ -81,7 +81,7 @@ VARIANTS: tuple[FwdSm80, ...] = tuple(_rows())
 
 def steps(traits: Traits, variant: Variant) -> list[Step]:
     """Return the launches of a problem: one, unless it has more tiles or axes than one takes."""
-    params, parts, aligned = make_params(traits, variant.tile_m)
+    (params, parts), kept = make_params(traits, variant.tile_m), traits.aligned()
     found = []
     for part in parts:
         own = params.copy()
@@ -91,6 +91,5 @@ def steps(traits: Traits, variant: Variant) -> list[Step]:
         if traits.problem.mask is not None:
             addresses |= mask_addresses(whole=len(parts) == 1)
             shifts["mask.matrix_of_entry"] = 4 * part.entry
-        kept = ("q", "k", "v", "out") if aligned else ()
         found.append(Step(variant, part.blocks, own, addresses, shifts=shifts, aligned=kept))
     return found

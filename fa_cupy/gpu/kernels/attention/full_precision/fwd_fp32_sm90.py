@@ -17,7 +17,6 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     mask_addresses,
 )
 from fa_cupy.gpu.kernels.attention.full_precision import split_kv
-from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Step
 
 DTYPE = "float32"
@@ -36,25 +35,16 @@ _WORK_BYTES = 120  # TileWork, KeyTiles, TileRange and ListedRange in cuda_src/c
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwdFp32Sm90(Variant):
+class FwdFp32Sm90(split_kv.OfSplitTiles):
     """A row of ``fwd_fp32_sm90``, which takes any call with a mask, or any without.
 
     Attributes
     ----------
     v_stages : int
         Tiles of V in flight; `stages` are those of K.
-    parts : int
-        2 for pairs of float16 and three products. 1 for numbers that are rounded to float16, which
-        has as many digits as TF32.
     """
 
     v_stages: int
-    parts: int
-
-    @property
-    def name(self) -> str:
-        """Unique, for people and for file names."""
-        return super().name + ("" if self.parts == 2 else "-rounded")
 
     @property
     def split(self) -> split_kv.SplitKv:
@@ -62,11 +52,6 @@ class FwdFp32Sm90(Variant):
         wanted = self.tile_n, self.dim, self.parts
         rows = (row for row in split_kv.VARIANTS if (row.tile_n, row.dim, row.parts) == wanted)
         return next(rows)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Those that have wgmma."""
-        return ("sm_90a",)
 
     @property
     def shared_bytes(self) -> int:
@@ -77,18 +62,11 @@ class FwdFp32Sm90(Variant):
         return _round_up(pairs + rest // 8 * 8 + 16 * tiles + _WORK_BYTES)
 
     @property
-    def tile_bytes(self) -> int:
-        """Of a tile of K or V and its exponents."""
-        return split_kv.tile_bytes(self.tile_n, self.dim, self.parts)
-
-    @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
         return (
             *super().defines,
             ("FA_V_STAGES", self.v_stages),
-            ("FA_PARTS", self.parts),
-            ("FA_SPLIT_TILE_BYTES", self.tile_bytes),
             ("FA_FWD_FP32_SM90_BYTES", FWD_FP32_SM90_PARAMS.itemsize),
         )
 
@@ -103,20 +81,22 @@ def _round_up(count: int) -> int:
 
 
 def _rows() -> Iterator[FwdFp32Sm90]:
-    # parts, dim, tile_n, stages, v_stages, why.
+    # stages, v_stages and why, for each tile that split_kv has.
     rows = (
-        (2, 64, 128, 2, 2, "as many keys as there are registers for"),
-        (2, 128, 64, 2, 2, "as for 64"),
-        (2, 256, 32, 2, 1, "as for 64; shared memory is full"),
-        (1, 64, 128, 2, 2, "as for pairs"),
-        (1, 128, 128, 2, 2, "as for pairs"),
-        (1, 256, 64, 2, 2, "as for pairs"),
+        (2, 2, "as many keys as there are registers for"),
+        (2, 2, "as for 64"),
+        (2, 1, "as for 64; shared memory is full"),
+        (2, 2, "as for pairs"),
+        (2, 2, "as for pairs"),
+        (2, 2, "as for pairs"),
     )
-    for parts, dim, tile_n, stages, v_stages, why in rows:
+    for tile, (stages, v_stages, why) in zip(split_kv.VARIANTS, rows, strict=True):
+        parts, dim = tile.parts, tile.dim
         for sparse in (False, True):
             yield FwdFp32Sm90(  # two warpgroups compute, with 64 queries each
-                source="attention/fwd_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=128, tile_n=tile_n,
-                warps=12, stages=stages, v_stages=v_stages, parts=parts, why=why, sparse=sparse,
+                source="attention/fwd_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=128,
+                tile_n=tile.tile_n, warps=12, stages=stages, v_stages=v_stages, parts=parts,
+                why=why, sparse=sparse,
                 hot_targets=() if (parts, dim) == (1, 128) else ("sm_90a",),  # that spills 4 bytes
             )  # fmt: skip
 
@@ -144,7 +124,7 @@ def supports(traits: Traits) -> bool:
 def steps(traits: Traits, variant: FwdFp32Sm90) -> tuple[list[Step], dict[str, int]]:
     """Return the two launches of a problem, and the bytes of the parts of their workspace."""
     first, sizes = split_kv.step(traits, variant.split)
-    common, parts, _ = make_params(traits, variant.tile_m)
+    common, parts = make_params(traits, variant.tile_m)
     (part,) = parts
     params = np.zeros(1, FWD_FP32_SM90_PARAMS)
     params["common"] = common
@@ -156,6 +136,5 @@ def steps(traits: Traits, variant: FwdFp32Sm90) -> tuple[list[Step], dict[str, i
     addresses |= dict(zip(("k", "v"), split_kv.OUTPUTS, strict=True))
     if traits.problem.mask is not None:
         addresses |= mask_addresses("common.")
-    rows = [(*traits.strides[x], traits.views[x].strides[-2]) for x in _ARRAYS]
-    kept = _ARRAYS if all(step % 16 == 0 for steps in rows for step in steps) else ()
+    kept = traits.aligned(_ARRAYS)
     return [first, Step(variant, part.blocks, params, addresses, aligned=kept)], sizes

@@ -102,7 +102,7 @@ def supports(problem: Problem) -> bool:
 def steps(traits: Traits, variant: FwdFp64) -> list[Step]:
     """Return the launches of a problem: one, unless it has more tiles or axes than one takes."""
     problem = traits.problem
-    params, parts, aligned = make_params(traits, variant.tile_m)
+    (params, parts), kept = make_params(traits, variant.tile_m), traits.aligned()
     filled = np.zeros(1, FWD_FP64_PARAMS)
     filled["common"], filled["scale"] = params, problem.scale
     if problem.softcap:
@@ -118,7 +118,6 @@ def steps(traits: Traits, variant: FwdFp64) -> list[Step]:
         if problem.mask is not None:
             listed = mask_addresses("common.", whole=len(parts) == 1)
             shifts["mask.matrix_of_entry"] = 4 * part.entry
-        kept = ("q", "k", "v", "out") if aligned else ()
         to = addresses | listed
         found.append(Step(variant, part.blocks, own, to, shifts=shifts, aligned=kept))
     return found

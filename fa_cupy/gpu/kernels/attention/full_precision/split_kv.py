@@ -28,19 +28,15 @@ OUTPUTS = ("k_tiles", "v_tiles")
 _ARRAYS = ("k", "v")
 
 
-def tile_bytes(tile_n: int, dim: int, parts: int) -> int:
-    """Return the size of a ``SplitTile``: parts, an exponent for each row, and what these are."""
-    return 2 * parts * tile_n * dim + 4 * tile_n + 16
-
-
 @dataclass(frozen=True, kw_only=True)
-class SplitKv(Variant):
-    """A row of ``split_kv``, whose tiles are those of a kernel that reads them.
+class OfSplitTiles(Variant):
+    """A row of a kernel that writes or reads tiles of K and V.
 
     Attributes
     ----------
     parts : int
-        2 for pairs of float16, 1 for numbers that are rounded to it.
+        2 for pairs of float16 and three products. 1 for numbers that are rounded to float16, which
+        has as many digits as TF32.
     """
 
     parts: int
@@ -52,8 +48,26 @@ class SplitKv(Variant):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Those of the kernels that read its tiles."""
+        """Those that have wgmma, which reads the tiles."""
         return ("sm_90a",)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Size of a ``SplitTile``: parts, an exponent for each row, and what these are."""
+        return 2 * self.parts * self.tile_n * self.dim + 4 * self.tile_n + 16
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_PARTS", self.parts),
+            ("FA_SPLIT_TILE_BYTES", self.tile_bytes),
+        )
+
+
+class SplitKv(OfSplitTiles):
+    """A row of ``split_kv``."""
 
     @property
     def shared_bytes(self) -> int:
@@ -66,12 +80,11 @@ class SplitKv(Variant):
         return (
             *super().defines,
             ("FA_WARPS", self.warps),
-            ("FA_PARTS", self.parts),
-            ("FA_SPLIT_TILE_BYTES", tile_bytes(self.tile_n, self.dim, self.parts)),
             ("FA_SPLIT_KV_PARAMS_BYTES", SPLIT_KV_PARAMS.itemsize),
         )
 
 
+#: A row for each tile that `fwd_fp32_sm90` has.
 VARIANTS: tuple[SplitKv, ...] = tuple(
     SplitKv(
         source="attention/split_kv", dtype="float32", dim=dim, tile_m=1, tile_n=tile_n, warps=8,
@@ -103,10 +116,10 @@ def step(traits: Traits, variant: SplitKv) -> tuple[Step, dict[str, int]]:
         Of a problem with at most `MAX_BATCH_AXES` batch axes.
     variant : SplitKv
     """
-    problem, tile_n = traits.problem, variant.tile_n
+    problem = traits.problem
     params = np.zeros(1, SPLIT_KV_PARAMS)
     p = params[0]
-    p["rows"], p["tiles"] = problem.k_len, -(-problem.k_len // tile_n)
+    p["rows"], p["tiles"] = problem.k_len, -(-problem.k_len // variant.tile_n)
     sizes: dict[str, int] = {}
     addresses: dict[str, str] = {}
     grid, item = 0, problem.dtype.itemsize
@@ -118,9 +131,7 @@ def step(traits: Traits, variant: SplitKv) -> tuple[Step, dict[str, int]]:
         array["blocks"] = blocks = math.prod(axes) * int(p["tiles"])
         array["row"] = traits.views[name].strides[-2] // item
         array["cols"] = problem.head_dim if name == "k" else problem.v_dim
-        sizes[output] = blocks * tile_bytes(tile_n, variant.dim, variant.parts)
+        sizes[output] = blocks * variant.tile_bytes
         addresses |= {f"array.{number}.from": name, f"array.{number}.to": output}
         grid += blocks
-    rows = [(*traits.strides[x], traits.views[x].strides[-2]) for x in _ARRAYS]
-    kept = _ARRAYS if all(step % 16 == 0 for steps in rows for step in steps) else ()
-    return Step(variant, grid, params, addresses, aligned=kept), sizes
+    return Step(variant, grid, params, addresses, aligned=traits.aligned(_ARRAYS)), sizes

@@ -54,7 +54,7 @@ def steps(
 ) -> list[Step]:
     """Return the launches: one, and one that adds up pieces where there are some."""
     problem = traits.problem
-    params, parts, aligned = make_params(traits, variant.tile_m)
+    (params, parts), kept = make_params(traits, variant.tile_m), traits.aligned()
     assert len(parts) == 1
     filled = np.zeros(1, FWD_PAIRS_PARAMS)
     filled["common"] = params
@@ -67,7 +67,6 @@ def steps(
         addresses["pair_bias"] = "pair_bias"
     if counts.query_pieces:
         addresses["partials"] = "partials"
-    kept = ("q", "k", "v", "out") if aligned else ()
     grid = grid_of(entries, problem.q_len, counts.query_pieces)
     found = [Step(variant, grid, filled, addresses, aligned=kept)]
     if counts.query_pieces:

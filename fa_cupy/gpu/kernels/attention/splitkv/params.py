@@ -120,7 +120,7 @@ def make_splitkv_params(
     problem, heads = traits.problem, heads_of_tile(traits)
     params = np.zeros(1, FWD_SPLITKV_PARAMS)
     p = params[0]
-    common, _, aligned = make_params(traits, tile_m)
+    common, aligned = make_params(traits, tile_m)[0], bool(traits.aligned())
     p["common"] = common[0]
     for field, value in traits.key_fields.items():
         p[field] = value
@@ -131,8 +131,8 @@ def make_splitkv_params(
         p["page_size"], p["pages"] = size, problem.pages.count
         p["page_table_col"] = problem.pages.table.strides[-1] // traits.item["page_table"]
         p["page_shift"] = size.bit_length() - 1 if size & (size - 1) == 0 else -1
-        p["k_page"], p["v_page"] = (step // item for step in between)
-        aligned = aligned and not any(step % 16 for step in between)
+        p["k_page"], p["v_page"] = between[0] // item, between[1] // item
+        aligned = aligned and not (between[0] | between[1]) & 15
     p["aligned"] = aligned
     p["heads"], p["band_from_end"] = heads, problem.band_from_end
     entries = math.prod(problem.batch)

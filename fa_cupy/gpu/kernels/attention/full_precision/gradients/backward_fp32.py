@@ -11,7 +11,7 @@ from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import
     WORK_BYTES,
     BackwardRows,
 )
-from fa_cupy.gpu.kernels.backward import PADDED, Launches, Traits
+from fa_cupy.gpu.kernels.backward import Launches, Traits, padded_rows
 from fa_cupy.gpu.plan import Step
 
 DTYPE = "float32"
@@ -73,7 +73,7 @@ class BackwardFp32(BackwardRows):
 
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch, which reads or writes rows in pairs and what is known of them."""
-        keys = -(-traits.problem.k_len // PADDED) * PADDED
+        keys = padded_rows(traits.problem.k_len)
         queries, of_keys = traits.entries * launches.rows, traits.entries // traits.group * keys
         launches.scratch["query_rows"] = 4 * QUERY_FIELDS * queries
         launches.scratch["key_rows"] = 4 * KEY_FIELDS * of_keys

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_fp32 import DTYPE, BackwardFp32
-from fa_cupy.gpu.kernels.backward import PADDED, Traits
+from fa_cupy.gpu.kernels.backward import Traits, padded_rows
 from fa_cupy.gpu.kernels.score import ScoreMod
 
 
@@ -30,9 +30,7 @@ class BwdPreprocessFp32(BackwardFp32):
 
     def blocks(self, traits: Traits) -> int:
         """Return how many there are: one for so many rows as it has warps."""
-        queries, keys = (
-            -(-n // PADDED) * PADDED for n in (traits.problem.q_len, traits.problem.k_len)
-        )
+        queries, keys = padded_rows(traits.problem.q_len), padded_rows(traits.problem.k_len)
         rows = traits.entries * queries + traits.entries // traits.group * keys
         return rows // self.warps
 
