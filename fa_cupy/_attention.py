@@ -139,12 +139,12 @@ def attention(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for float32, for float64, for dims above 256,
-        for a `score` together with a softcap or a bias and for lengths, pages and offsets in the
-        memory of the host (the capture can go on), and in a capture mode other than "relaxed" for
-        the first call with a `BitMask`, which takes memory from the driver. For a sparse `bias` on
-        a GPU: in a capture, for float64 and for dims above 256. For a `score` with `i` or `j` and
-        offsets on a GPU, where no kernel serves the call.
+        While a stream is captured into a CUDA graph: for dims above 256, for up to 16 queries of
+        float64, for a `score` together with a softcap or a bias and for lengths, pages and offsets
+        in the memory of the host (the capture can go on), and in a capture mode other than
+        "relaxed" for the first call with a `BitMask`, which takes memory from the driver. For a
+        sparse `bias` on a GPU: in a capture, for float64 and for dims above 256. For a `score` with
+        `i` or `j` and offsets on a GPU, where no kernel serves the call.
 
     See Also
     --------
@@ -456,11 +456,12 @@ def attention_backward(
         With a message that names the argument, its value and the value that is wanted, before
         anything is allocated.
     NotImplementedError
-        While a stream is captured into a CUDA graph: for float32 and float64, for dims that are not
-        multiples of 8 or are above 256, for the gradient of an array of a `score`, and as for
-        `attention` with a `score`, a `BitMask` or a sparse `bias`; for that on a GPU also with
-        `sinks`, for gradients of arrays of a `score`, and for masks of heads that share keys. As
-        for `attention` with offsets on a GPU.
+        While a stream is captured into a CUDA graph: for dims above 256 (128 in float32) and, in 16
+        bits, for dims that are not multiples of 8; for the gradient of a `bias` in float32 and
+        float64, and of an array of a `score`; with a `score` or a `BitMask` as for `attention`. For
+        a sparse `bias` on a GPU: as for `attention`, and also with `sinks`, for gradients of arrays
+        of a `score`, and for masks of heads that share keys. With offsets on a GPU: as for
+        `attention`.
 
     See Also
     --------
@@ -472,18 +473,18 @@ def attention_backward(
     results, the call needs memory proportional to the lengths. Results are bitwise repeatable.
     There are no second derivatives.
 
-    Where `lse` is large (beyond 1,024, in kernels 5,678), the maximum and the sum of the scores are
-    computed again, and the weights from them, so that they sum to 1. An `lse` over more keys than
-    `k` has is recognised because it differs from that maximum and sum, and is used as given. It is
-    not recognised where the difference is within rounding (2**-20 of `lse` in float32, 2**-48 in
-    float64, 2**-18 in kernels), as with a padding bias of -1e9: the weights of each part of the
-    keys then sum to 1.
+    Where `lse` is large (beyond 1,024; in kernels of 16 bits 5,678, in those of float32 32), the
+    maximum and the sum of the scores are computed again, and the weights from them, so that they
+    sum to 1. An `lse` over more keys than `k` has is recognised because it differs from that
+    maximum and sum, and is used as given. It is not recognised where the difference is within
+    rounding (2**-20 of `lse`, 2**-48 in float64; in kernels of 16 bits 2**-18, in those of float32
+    2**-19), as with a padding bias of -1e9: the weights of each part of the keys then sum to 1.
 
-    A query without visible keys has gradient 0 and contributes nothing to other gradients but that
-    of its sink, and in a sequence whose offsets are not valid, or a batch entry whose length is
-    not, not to that either. The contents of hidden keys and values, NaN included, never reach a
-    gradient, and their own gradients are 0. Where `lse` is merged over parts
-    of the keys, pass `sinks` with the part that they were given with.
+    A query without visible keys has gradient 0 and contributes to no other gradient but that of its
+    sink. Queries of a sequence whose offsets are not valid, or of a batch entry whose length is
+    not, do not contribute to that either. The contents of hidden keys and values, NaN included,
+    never reach a gradient, and their own gradients are 0. Where `lse` is merged over parts of the
+    keys, pass `sinks` with the part that they were given with.
 
     References
     ----------

@@ -1,8 +1,8 @@
 """Functions with gradients for JAX, which JAX can also trace.
 
-Importing this module imports jax; no other module of fa_cupy does. Calls on arrays with data run on
-the device of the arrays. Under `jax.jit` and other transformations the arrays have no data yet, and
-a callback is recorded, which computes on the CPU.
+Importing this module imports jax; no other module of fa_cupy does. Calls on concrete arrays run on
+the device of the arrays. Under `jax.jit` and other transformations the arrays are traced, without
+numbers in them, and a callback is recorded, which computes on the CPU.
 """
 
 from __future__ import annotations
