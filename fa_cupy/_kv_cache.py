@@ -146,7 +146,9 @@ class KVCache:
         # Of contiguous sequences, each is one page where a call is for some of them.
         multiple = PAGE_MULTIPLE if self.page_size is None else self.page_size
         if self.page_size is None and pages is not None:
-            raise ValueError(f"{name}: pages is {checks.show(pages)} without page_size")
+            raise ValueError(
+                f"{name}: pages is {checks.show(pages)} without page_size, want both or neither"
+            )
         if multiple % PAGE_MULTIPLE:
             raise ValueError(
                 f"{name}: page_size is {page_size}, want a multiple of {PAGE_MULTIPLE}"
@@ -214,7 +216,8 @@ class KVCache:
         numbers = self._numbers(name, sequences)
         if len(np.unique(numbers)) < len(numbers):
             values, counts = np.unique(numbers, return_counts=True)
-            raise ValueError(f"{name}: sequences has {values[counts > 1][0]} more than once")
+            twice = values[counts > 1][0]
+            raise ValueError(f"{name}: sequences has {twice} more than once, want each once")
         for arg, x, like in (("k", k, self.k), ("v", v, self.v)):
             self._check(name, arg, x, (len(numbers), like.shape[1], None, like.shape[3]))
             if overlap(x, self.k) or overlap(x, self.v):

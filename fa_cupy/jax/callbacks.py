@@ -158,7 +158,8 @@ def _attention_backward(static: Static, saved: tuple[Array, ...], grads: Any) ->
     arrays = dict(zip(names, saved, strict=False))
     if arrays["page_table"] is not None:
         raise NotImplementedError(
-            "attention: page_table is given and a gradient is asked for, which there is not with it"
+            "attention: page_table is given and a gradient is asked for, want keys and values that "
+            "are not in pages (calls with pages have no gradient)"
         )
     without = _looked_up(score.value)
     need = [

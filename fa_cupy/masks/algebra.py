@@ -296,7 +296,9 @@ class Algebra:
                 )
             found.append(number % ndim)
         if len(set(found)) < len(found):
-            raise ValueError(f"BitMask.{method}: axis is {axis}, which has an axis twice")
+            raise ValueError(
+                f"BitMask.{method}: axis is {axis}, which has an axis twice, want each once"
+            )
         return tuple(found)
 
     def _small(self, numbers: Array) -> npt.NDArray[np.bool_]:

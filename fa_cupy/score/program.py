@@ -198,7 +198,9 @@ class Operands:
                 continue
             array = self.names.index(arg.removeprefix("score."))
             if kind_of(self.program.dtypes[array]) != "float":
-                raise ValueError(f"{name}: need has {arg!r}, which is an array of integers")
+                raise ValueError(
+                    f"{name}: need has {arg!r}, which is an array of integers, want one of floats"
+                )
             element = self.looked_up(arg)
             if element is not None:
                 raise ValueError(no_gradient(name, arg, element))

@@ -132,7 +132,10 @@ def regression(name: str, backend: str, given: Arguments, kernel: str) -> Regres
         width = widened(xp, width, double)
         # A bandwidth of NaN is not above 0; the inverse of a tiny one is infinite.
         if not bool(((width > 0) & xp.isfinite(width) & xp.isfinite(1.0 / width)).all()):
-            raise ValueError(f"{name}: bandwidth has elements that are not finite numbers > 0")
+            raise ValueError(
+                f"{name}: bandwidth has elements that are not finite, not above 0 or too small to "
+                "divide by, want finite numbers > 0"
+            )
     x, X = (widened(xp, array, real) for array in given[:2])
     return Regression(name, xp, x, X, y, 1.0 / width, given.mask, kernel, batch)
 

@@ -116,8 +116,9 @@ def places(name: str, given: dict[str, Any], *tensors: Any) -> dict[str, Any]:
         for x in tensors:
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 raise NotImplementedError(
-                    f"{name}: page_table is given and a tensor requires a gradient, which there is "
-                    "not with it, want the call in torch.no_grad(), or tensors after .detach()"
+                    f"{name}: page_table is given and a tensor requires a gradient, want the call "
+                    "in torch.no_grad(), or tensors after .detach() (with pages there are no "
+                    "gradients)"
                 )
     return given
 
