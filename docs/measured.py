@@ -250,7 +250,7 @@ def traffic():
             "No traffic has been measured yet. ``python -m validation traffic`` measures it, on a"
             " GPU with ncu on the path.\n"
         )
-    head = ("device", "call", "MB measured", "MB by the formula", "MB with L2 and separate passes")
+    head = ("device", "call", "MB measured", "MB by the formula", "MB if a pass reads arrays once")
     return table(head, rows)
 
 

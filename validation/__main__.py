@@ -7,14 +7,14 @@ import sys
 
 COMMANDS = {
     "accuracy": ("validation.accuracy", "errors over dtypes, lengths and options"),
-    "bench": ("validation.bench", "timings beside the peers that are installed"),
+    "bench": ("validation.bench", "times, compared with the peers that are installed"),
     "host": ("validation.host_time", "time on the host: a call, a first call, the import"),
     "tiles": ("validation.tiles", "tile sizes of the CPU path around the planned one"),
     "memory": ("validation.memory", "peak memory of a long sequence"),
     "traffic": ("validation.traffic", "bytes through device memory, read by ncu"),
     "readme": ("validation.readme", "the README's table, from the results"),
-    "turns": ("validation.turns", "gradients whose turns at dQ are passed on late"),
-    "sass": ("validation.sass", "hashes of the kernels' machine code, held against a table"),
+    "turns": ("validation.turns", "gradients with a pause in the order of dQ"),
+    "sass": ("validation.sass", "hashes of the kernels' machine code, compared with a table"),
     "fuzz": ("validation.fuzz", "random calls against float64, and as replayed graphs"),
     "outcomes": ("validation.outcomes", "results of all public functions against stored ones"),
     "sanitize": ("validation.sanitize", "compute-sanitizer over a reduced set"),
