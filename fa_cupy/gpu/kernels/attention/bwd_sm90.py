@@ -122,8 +122,8 @@ def _fits_wide_tiles(score: ScoreMod) -> bool:
 def _rows() -> Iterator[BwdSm90]:
     # dim, tile_m, stages, store_threads, defer_dq, l2_groups, why
     rows = (
-        (64, 128, 2, 3, True, (16, 8, 16), "K and V serve 128 queries at once, turns may be late"),
-        (96, 64, 3, 3, False, (16, 16, 8), "as for 128; late turns cost more with two stores"),
+        (64, 128, 2, 3, True, (16, 8, 16), "K and V serve 128 queries; late dQ costs little"),
+        (96, 64, 3, 3, False, (16, 16, 8), "as for 128; with two stores late dQ would cost more"),
         (128, 64, 3, 2, False, (16, 16, 8), "dK and dV fill half of the registers; Q stays longer"),
     )
     for dim, tile_m, stages, store_threads, defer_dq, l2_groups, why in rows:

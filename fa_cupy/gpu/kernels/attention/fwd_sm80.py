@@ -63,7 +63,7 @@ def _rows() -> Iterator[FwdSm80]:
         (96, 128, 64, 4, 2, "as for 32; 96 keys a tile spill"),
         (128, 128, 64, 4, 2, "as for 32; 5% faster with two stages than with one"),
         (192, 64, 96, 4, 1, "16 rows a warp, or the output would not fit in registers"),
-        (256, 64, 64, 4, 1, "as for 192; two blocks an SM beat one of 8 warps by 15%"),
+        (256, 64, 64, 4, 1, "as for 192; two blocks are 15% faster than one of 8 warps"),
     )
     for dim, tile_m, tile_n, warps, stages, why in rows:
         for dtype, sparse in product(DTYPE_NAMES, (False, True)):
