@@ -89,6 +89,9 @@ class KVCache:
     some sequences only cannot be captured, because their numbers are copied from the host. Only
     read these arrays. A cache must not be used by several threads at the same time.
 
+    On a GPU, kernels read keys and values of float16 and bfloat16 where they are. In float32 and
+    float64, every call copies pages to where their rows follow each other.
+
     Examples
     --------
     >>> import numpy as np
