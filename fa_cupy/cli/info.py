@@ -19,6 +19,8 @@ from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc, remedies
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
+from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32_sm90 import LEAST_ROWS
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FEW_QUERIES, FwdFp64
 from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import DTYPE, prefers_cublas
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
@@ -190,7 +192,10 @@ def _attention(
         return
     walkable = not (head_dim % DIM_STEP or v_dim % DIM_STEP)
     walkable = walkable and min(q_len, k_len, head_dim, v_dim) > 0
-    call = Call(mapped=walkable)
+    # Each entry has keys of its own, which are split where enough queries share them.
+    call = Call(
+        mapped=walkable, split=dtype == fwd_fp32.DTYPE and q_len >= LEAST_ROWS and k_len > 0
+    )
     row = select(dtype, head_dim, v_dim, target, call)
     if row is None or (isinstance(row, FwdFp64) and q_len <= FEW_QUERIES):
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"

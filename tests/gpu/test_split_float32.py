@@ -26,7 +26,7 @@ CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
 def split_always(cupy, monkeypatch):
     if current_target() != "sm_90a":
         pytest.skip("the kernel is for sm_90a")
-    monkeypatch.setattr(fwd_fp32_sm90, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(fwd_fp32_sm90, "LEAST_ROWS", 1)
     plans.forget()
     yield
     plans.forget()

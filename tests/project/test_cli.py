@@ -137,7 +137,14 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
     ("arguments", "shown"),
     [
         (["--dtype", "bf16", "--target", "sm_90a"], f"sm_90a: {SERVES.name}"),
-        (["--dtype", "float32", "--target", "sm_90a"], "sm_90a: attention_fwd_fp32-float32-d128"),
+        (
+            ["--dtype", "float32", "--target", "sm_90a"],
+            "sm_90a: attention_fwd_fp32_sm90-float32-d128",
+        ),
+        (
+            ["--dtype", "float32", "--shape", "1,2,300,128", "--target", "sm_90a"],
+            "sm_90a: attention_fwd_fp32-float32-d128",
+        ),
         (["--dtype", "float64", "--target", "sm_90a"], "sm_90a: attention_fwd_fp64-float64-d128"),
         (
             ["--dtype", "float64", "--shape", "1,2,9,64", "--target", "sm_90a"],

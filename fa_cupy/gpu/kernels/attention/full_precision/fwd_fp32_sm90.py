@@ -27,8 +27,8 @@ FWD_FP32_SM90_PARAMS = np.dtype(
     + [(f"{name}_batch", np.int64, (MAX_BATCH_AXES,)) for name in ("k", "v")],
     align=True,
 )
-# So many queries that share keys pay for splitting these: about 200 take as long as that does.
-_LEAST_ROWS = 512
+#: So many queries that share keys pay for splitting these: about 200 take as long as that does.
+LEAST_ROWS = 512
 _ARRAYS = ("q", "out")  # whose rows the kernel reads and writes itself
 _ATOM_BYTES = 1024  # of the swizzle: tiles in shared memory begin at its multiples
 _WORK_BYTES = 120  # TileWork, KeyTiles, TileRange and ListedRange in cuda_src/common
@@ -118,7 +118,7 @@ def supports(traits: Traits) -> bool:
         if not any(steps)
     )
     tiles = math.prod(sizes) * -(-max(problem.q_len, problem.k_len) // 64)
-    return len(sizes) <= MAX_BATCH_AXES and 2 * tiles <= MAX_GRID and shared >= _LEAST_ROWS
+    return len(sizes) <= MAX_BATCH_AXES and 2 * tiles <= MAX_GRID and shared >= LEAST_ROWS
 
 
 def steps(traits: Traits, variant: FwdFp32Sm90) -> tuple[list[Step], dict[str, int]]:
