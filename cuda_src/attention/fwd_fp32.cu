@@ -53,7 +53,7 @@ struct SharedStorage {
   uint16 v[2][kTileN * kDim];
   // A row of Q, or of K, is the square of this times that of its tile.
   float q_factor[kTileM], k_factor[kTileN];
-  int v_exponent[kTileN];  // a row of V is 2^e times that of its tile; or kNoExponent
+  int v_exponent[kTileN];  // a row of V is 2^e times that of its tile; or one without a number
   TileWork work;
   KeyTiles band;
   TileRange tiles;
@@ -323,7 +323,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     // The same for V, and every warp has left K.
     cp_async_wait_group<0>();
     KVTile::split_rows(cvta_to_shared(shared.v), [&](int row, int exponent, float largest) {
-      shared.v_exponent[row] = largest == 0.0f ? kNoExponent : -exponent;
+      const int of_zeros = key * kTileN + row < params.k_len ? kZeroExponent : kNoExponent;
+      shared.v_exponent[row] = largest == 0.0f ? of_zeros : -exponent;
     });
     __syncthreads();
     if (tile + 1 < tiles.end) load_k(params, shared, tile + 1);

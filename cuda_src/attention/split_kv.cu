@@ -11,6 +11,8 @@ constexpr int kTileN = FA_TILE_N;
 constexpr int kParts = FA_PARTS;  // 2: high and low parts; 1: high parts alone
 constexpr int kWarps = FA_WARPS;
 constexpr int kThreads = 32 * kWarps;
+// Blocks that should fit on a multiprocessor; 0 leaves that open.
+constexpr int kMinBlocks = kParts == 2 && kDim <= 128 ? 4 : 0;
 using Rows = FloatChunk<kTileN, kDim, kWarps, true>;
 using Pairs = SplitTile<kTileN, kDim, kParts>;
 static_assert(sizeof(Pairs) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
@@ -43,7 +45,8 @@ FA_DEVICE const float* rows_of_entry(const SplitArray& array, uint32 entry) {
   return from;
 }
 
-// The exponents s of the largest row and of the smallest one, which has the largest exponent.
+// The exponents s of the largest row and of the smallest one, which has the largest exponent: one
+// above all others if that is a row of zeros that counts.
 struct Exponents {
   int of_largest, of_smallest;
 };
@@ -54,13 +57,19 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 // Over all rows of a block but those of zeros; without one, of_largest is the larger of the two.
+// Of V, rows of zeros count: their weights are no measure for those of other rows.  `counting` are
+// the rows that may, from this thread's first one on.
 FA_DEVICE Exponents exponents_of_block(const int (&own)[Rows::kGroups],
-                                       const float (&most)[Rows::kGroups], SharedStorage& shared) {
+                                       const float (&most)[Rows::kGroups], int counting,
+                                       SharedStorage& shared) {
   constexpr int kOffset = 200;  // of exponents, for a reduction of unsigned integers
   uint32 below = 0, above = 0;
 #pragma unroll
   for (int g = 0; g < Rows::kGroups; ++g) {
-    if (most[g] == 0.0f) continue;
+    if (most[g] == 0.0f) {
+      if (g * Rows::kStep < counting) above = kOffset - kZeroExponent;
+      continue;
+    }
     below = max(below, static_cast<uint32>(kOffset - own[g]));
     above = max(above, static_cast<uint32>(kOffset + own[g]));
   }
@@ -80,7 +89,7 @@ FA_DEVICE Exponents exponents_of_block(const int (&own)[Rows::kGroups],
   return found;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_split_kv(const __grid_constant__ SplitKvParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -90,11 +99,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const uint32 entry = block / params.tiles;
   const int first = static_cast<int>(block - entry * params.tiles) * kTileN;
   const int own_row = split_row<Rows::Tile>(threadIdx.x), col = 8 * (threadIdx.x % 8);
+  const int rows_left = params.rows - first - own_row;
 
   Rows rows;
   rows.load(rows_of_entry(array, entry) + static_cast<int64>(first + own_row) * array.row + col,
-            array.row, params.rows - first - own_row, array.cols - col,
-            params.aligned && array.cols % 4 == 0);
+            array.row, rows_left, array.cols - col, params.aligned && array.cols % 4 == 0);
   int own[Rows::kGroups];
   float most[Rows::kGroups];
 #pragma unroll
@@ -102,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     most[g] = rows.largest(g);
     own[g] = split_exponent(most[g]);
   }
-  const Exponents found = exponents_of_block(own, most, shared);
+  const Exponents found = exponents_of_block(own, most, is_v ? rows_left : 0, shared);
   const bool is_mixed = found.of_smallest - found.of_largest > kMostUniform;
 
   Pairs& to = array.to[block];
@@ -114,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int exponent = is_mixed ? own[g] : min(found.of_largest, own[g]);
     store_near<Pairs::Tile, kParts>(to.part[0], rows.x[g], row, power_of_two(exponent));
     if (threadIdx.x % 8 == 0) {
-      const bool has_none = most[g] == 0.0f && (is_mixed || found.of_largest > exponent);
       if (is_v) {
-        to.scale.exponent[row] = has_none ? kNoExponent : -exponent;
+        const int of_zeros = first + row < params.rows ? kZeroExponent : kNoExponent;
+        to.scale.exponent[row] = is_mixed && most[g] == 0.0f ? of_zeros : -exponent;
       } else {
         to.scale.factor[row] = power_of_two(-exponent / 2);
       }

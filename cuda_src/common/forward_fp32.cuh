@@ -113,7 +113,8 @@ FA_DEVICE float clamped_power_of_two(int exponent) {
 
 // Multiplies weights by the factors of their rows of V, 2^e, relative to the largest that counts:
 // that is 2^top for each row.  Rows of V are nearly always of about one size, and top is their
-// largest exponent.  Where they are not, it is that of the row's largest weight times 2^e.
+// largest exponent.  Where they are not, or one is of zeros, beside whose weight all others may be
+// small, it is that of the row's largest weight times 2^e.
 template <int kMmaN>
 FA_DEVICE void weigh_by_exponents(const int* v_exponent, float (&s)[1][kMmaN][4], int (&top)[2]) {
   constexpr int kTileN = 8 * kMmaN;

@@ -13,7 +13,9 @@
 constexpr float kLowScale = 2048.0f;           // 2^11
 constexpr float kLowInverse = 1.0f / 2048.0f;  // 2^-11
 constexpr float kLargest = 3.40282347e38f;     // of float32 (IEEE 754)
-constexpr int kNoExponent = -1000;             // of a row of zeros: below all others
+// Exponents of rows of V without a number, below all others: of one of zeros, whose weight may be far
+// above those of the others, and of one that does not exist, whose weight is 0.
+constexpr int kZeroExponent = -900, kNoExponent = -1000;
 
 // 2^exponent, for an exponent between -127 (which gives 0) and 127 (IEEE 754).
 FA_DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }

@@ -9,7 +9,7 @@ template <int kRows>
 struct SplitScale {
   union {
     float factor[kRows];  // of K: 2^(-s/2) of each row, which is 2^-s times its pair
-    int exponent[kRows];  // of V: -s, or kNoExponent of a row of zeros
+    int exponent[kRows];  // of V: -s, or kZeroExponent or kNoExponent
   };
   // Whether rows have exponents of their own: else all of them have that of the largest one.
   int is_mixed;

@@ -115,6 +115,14 @@ DATA = {
         ),
         True,
     ),
+    "a value of zeros that weighs the most": (
+        lambda q, k, v: (
+            np.where(np.arange(64) < 1, 8, q),
+            np.where(np.arange(64) < 1, np.where(np.arange(len(k)) % 50, 0, 28)[:, None], k),
+            v * (np.arange(len(v)) % 50 > 0)[:, None],
+        ),
+        True,
+    ),
 }  # fmt: skip
 
 
