@@ -93,8 +93,8 @@ def attention(
         nor masked, and no `score` is evaluated for it; -inf is no sink. Any of the four dtypes; of
         shape (heads, 1) for one number a head.
     precision : {None, "tf32"}
-        "tf32" allows TensorFloat-32 products of float32 arrays on a GPU, with about 3 decimal
-        digits. Elsewhere it has no effect.
+        "tf32" allows products of float32 arrays on a GPU to have the digits of TensorFloat-32,
+        about 3 decimal ones. Elsewhere it has no effect.
     return_lse : bool
         Whether to return the log-sum-exp of each row of scores too.
     score : Score, optional

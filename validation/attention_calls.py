@@ -110,6 +110,34 @@ def as_mask(sent: dict[str, Any], host: dict[str, np.ndarray], shape: dict[str, 
         sent["mask"] = BitMask.from_dense(host["mask"])
 
 
+def rows_beside(row: Any) -> tuple[Any, ...]:
+    """Return the rows that `select` needs beside a row: for other pointers, or fewer queries."""
+    from fa_cupy.gpu.kernels import forward
+    from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32 import FwdFp32
+    from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32_sm90 import FwdFp32Sm90
+    from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
+    from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
+
+    kind = {FwdSm90: FwdSm80, FwdFp32Sm90: FwdFp32}.get(type(row))
+    return tuple(other for other in forward.ROWS if kind and isinstance(other, kind))
+
+
+def with_splits(row: Any) -> set[Any]:
+    """Return a row, and that of ``split_kv`` which is launched before it, if there is one."""
+    from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32_sm90 import FwdFp32Sm90
+
+    return {row, row.split} if isinstance(row, FwdFp32Sm90) else {row}
+
+
+@contextlib.contextmanager
+def split_keys(always: bool) -> Iterator[None]:
+    """While entered, keys of float32 are split for any number of queries, or for none."""
+    from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32_sm90
+
+    with mock.patch.object(fwd_fp32_sm90, "_LEAST_ROWS", 1 if always else 1 << 62):
+        yield
+
+
 def dtype_of(row: Any) -> np.dtype:
     """The dtype of the arrays that a row takes."""
     return next(dtype for dtype in peers.DTYPES.values() if dtype.name == row.dtype)
@@ -155,11 +183,8 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     from fa_cupy import attention
     from fa_cupy.core import plan_cache
     from fa_cupy.gpu.kernels import forward
-    from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
-    from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 
     calls = 0
-    others = tuple(row for row in forward.ROWS if isinstance(row, FwdSm80))
     for number, row in enumerate(forward.ROWS):
         if number % shares != share:
             continue
@@ -167,9 +192,10 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
             print(f"{row.name}: not for {target}")
             continue
         dtype = dtype_of(row)
-        # What `select` chooses from; a row of fwd_sm90 needs one beside it for other pointers.
-        rows = (row, *others) if isinstance(row, FwdSm90) else (row,)
-        with mock.patch.object(forward, "ROWS", rows), loaded_rows() as reached:
+        rows = row, *rows_beside(row)  # what `select` chooses from
+        more = {"precision": "tf32"} if getattr(row, "parts", 2) == 1 else {}
+        patched = mock.patch.object(forward, "ROWS", rows)
+        with patched, split_keys(True), loaded_rows() as reached:
             forward.select.cache_clear()
             plan_cache.plans.clear()
             for shape, options in (masked_problems if row.sparse else problems)(row.dim, number):
@@ -178,12 +204,12 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
                 host = arrays(dtype, shape)
                 sent = {name: send(x, shape.get("offset", 0)) for name, x in host.items()}
                 as_mask(sent, host, shape)
-                out, _ = attention(**sent, **options, return_lse=True)
+                out, _ = attention(**sent, **options, **more, return_lse=True)
                 if not np.isfinite(peers.to_host(out).astype(np.float32)).all():
                     raise RuntimeError(f"{row.name} {shape} {options}: the result is not finite")
                 calls += 1
-        if row not in reached:
-            raise RuntimeError(f"no call reached {row.name}")
+        if missed := with_splits(row) - reached:
+            raise RuntimeError(f"no call reached {', '.join(x.name for x in missed)}")
     forward.select.cache_clear()
     plan_cache.plans.clear()
     return calls

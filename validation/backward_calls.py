@@ -106,7 +106,8 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     calls = 0
     select = attention_backward.select
     # One of each call.
-    kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", "bwd_dkdv_fp64")
+    of_rows = "bwd_dkdv_fp32", "bwd_dkdv_fp64"
+    kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", *of_rows)
     mains = [row for row in attention_backward.VARIANTS if row.kernel in kernels]
     for row in mains[share::shares]:
         if target not in row.targets:
@@ -119,7 +120,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
             problem_set = sm80_problems(row.dim, row.sparse)
             wanted = wanted._replace(mapped=False)
             patches.append(mock.patch.object(attention_backward, "select", unmapped(select)))
-        elif row.kernel == "bwd_dkdv_fp64":
+        elif row.kernel in of_rows:
             problem_set = sm80_problems(row.dim, row.sparse)
         rows = select(wanted, target)
         if row not in rows:

@@ -15,8 +15,13 @@ from validation import attention_calls, backward_calls, peers, product_calls
 _WRONG = 0.02  # of a norm, in bfloat16; rounding is a tenth of it
 _BAND = ("is_causal", "causal_align", "window")
 _SMALL = (32, 64, 96, 128, 192, 256)
-#: Which kernels of attention are to run, and with which dims.
-_DIMS = {"sm90": (64, 96, 128, 192, 256), "sm80": _SMALL, "fp32": _SMALL, "fp64": _SMALL}
+#: Which kernels of attention are to run, and with which dims; of "split" ones of float32, and of
+#: "tf32" ones, K and V are split beforehand.
+_DIMS = {
+    "sm90": (64, 96, 128, 192, 256), "sm80": _SMALL, "fp32": _SMALL, "split": (64, 128, 256),
+    "tf32": (64, 128, 256), "fp64": _SMALL,
+}  # fmt: skip
+_SPLIT = "split", "tf32"
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -63,16 +68,26 @@ def arrays(dtype: np.dtype[Any], shape: dict[str, Any]) -> dict[str, np.ndarray[
 
 
 def solve(
-    host: dict[str, Any], options: dict[str, Any], send: Callable[[str, Any], Any]
+    host: dict[str, Any],
+    options: dict[str, Any],
+    send: Callable[[str, Any], Any],
+    precision: str | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Return the output and the gradients of a call on arrays that are sent."""
+    """Return the output, of this precision, and the gradients of a call on arrays that are sent.
+
+    Gradients are those of the precise output: where a row has one key, they are the difference of
+    numbers that would be equal but for rounding.
+    """
     from fa_cupy import attention, attention_backward
 
     sent = {name: send(name, x) for name, x in host.items()}
     q, k, v, dout = (sent.pop(name) for name in ("q", "k", "v", "dout"))
     dlse = sent.pop("dlse", None)
-    out, lse = attention(q, k, v, return_lse=True, **sent, **options)
-    return out, attention_backward(dout, q, k, v, out, lse, dlse=dlse, **sent, **options)
+    out, lse = attention(q, k, v, return_lse=True, precision=precision, **sent, **options)
+    precise = (
+        (out, lse) if precision is None else attention(q, k, v, return_lse=True, **sent, **options)
+    )
+    return out, attention_backward(dout, q, k, v, *precise, dlse=dlse, **sent, **options)
 
 
 def is_right(
@@ -111,6 +126,7 @@ def forced(kernels: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(forward, "ROWS", rows))
             select = backward_calls.unmapped(attention_backward.select)
             stack.enter_context(mock.patch.object(attention_backward, "select", select))
+        stack.enter_context(attention_calls.split_keys(kernels in _SPLIT))
         yield
     forward.select.cache_clear()
     plan_cache.plans.clear()
@@ -118,7 +134,8 @@ def forced(kernels: str) -> Iterator[None]:
 
 def dtype_of(kernels: str) -> np.dtype[Any]:
     """The dtype of the arrays that these kernels take."""
-    return peers.DTYPES[kernels if kernels in peers.DTYPES else "bf16"]
+    name = "fp32" if kernels in _SPLIT else kernels
+    return peers.DTYPES[name if name in peers.DTYPES else "bf16"]
 
 
 def rows_of(kernels: str, dim: int, target: str) -> set[Any]:
@@ -129,16 +146,19 @@ def rows_of(kernels: str, dim: int, target: str) -> set[Any]:
 
     mapped = kernels == "sm90"
     dtype = dtype_of(kernels).name
-    row = forward.select(dtype, dim, dim, target, forward.Call(None, mapped, False))
+    call = forward.Call(None, mapped, False, kernels in _SPLIT, kernels == "tf32")
+    row = forward.select(dtype, dim, dim, target, call)
     assert row is not None
+    splits = attention_calls.with_splits(row) - {row}
     wanted = Wanted(dtype, dim, mapped=mapped, packed=True)
     gradients = attention_backward.select(wanted, target)
-    return {row.for_sequences(True), *gradients, row_intervals.VARIANT}
+    return {row.for_sequences(True), *splits, *gradients, row_intervals.VARIANT}
 
 
 def run_attention(kernels: str, dim: int, target: str) -> int:
     """Make the calls of some kernels with one dim; return how many there were."""
     calls = 0
+    precision = "tf32" if kernels == "tf32" else None
     with forced(kernels), attention_calls.loaded_rows() as reached:
         for shape, options in problems(dim):
             host = arrays(dtype_of(kernels), shape)
@@ -146,7 +166,7 @@ def run_attention(kernels: str, dim: int, target: str) -> int:
             def send(name: str, x: Any, shape: dict[str, Any] = shape) -> Any:
                 return x if name.endswith("offsets") and "host" in shape else peers.to_device(x)
 
-            out, grads = solve(host, options, send)
+            out, grads = solve(host, options, send, precision)
             if not is_right(host, options, peers.to_host(out), tuple(map(peers.to_host, grads))):
                 raise RuntimeError(f"{kernels} {shape} {options}: the result is wrong")
             calls += 1

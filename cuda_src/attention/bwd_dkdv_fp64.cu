@@ -9,34 +9,6 @@
 // results are the same bits every time.
 #include "cuda_src/common/backward_fp64.cuh"
 
-// ------------------------------------------------------------------------------------ rows by hand
-// A warp computes its columns of dK or dV of one key again, without pairs that do not count.  Terms
-// are scaled before they are added: what overflows is then the sum itself.
-FA_DEVICE void recompute_key(const BwdFp64Params& params, const WorkTile& work, int key) {
-  const AttentionParams& p = params.common;
-  const bool of_values = warp_role() == 0;
-  const Fp64Array& array = of_values ? params.dout : params.q;
-  const int cols = of_values ? p.v_dim : p.head_dim, end = last_query(p, key);
-  RowSums again;
-  again.clear();
-#pragma unroll 1
-  for (int head = 0; head < params.group; ++head) {
-    const uint32 entry = work.entry + head;
-#pragma unroll 1
-    for (int query = first_query(p, key); query <= end; ++query) {
-      const QueryRow& row = params.rows[static_cast<int64>(entry) * params.entry_rows + query];
-      const PairTerms terms = pair_terms(params, entry, row, query, key);
-      if (!terms.counts) continue;
-      const double factor = of_values ? terms.weight : params.scale * terms.ds;
-      const double* from = row_start(params, array, entry, query);
-      again.for_each(cols, [&](double& sum, int col) { sum = fma(factor, from[col], sum); });
-      if (again.are_nan(cols)) break;  // as they will be at once with the next head
-    }
-  }
-  double* to = row_start(params, of_values ? params.dv : params.dk, work.entry, key);
-  again.for_each(cols, [&](double& sum, int col) { to[col] = sum; });
-}
-
 // ------------------------------------------------------------------------------------------ kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_bwd_dkdv_fp64(const __grid_constant__ BwdFp64Params params) {
@@ -87,6 +59,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   const bool of_values = warp_role() == 0;
   write_sums(params, work, of_values ? params.dv : params.dk, p.k_len,
-             of_values ? p.v_dim : p.head_dim, sums, of_values ? 1.0 : params.scale,
-             [&](int key) { recompute_key(params, work, key); });
+             of_values ? p.v_dim : p.head_dim, sums, of_values ? 1.0 : params.scale, [&](int key) {
+               const auto row_of = [&](uint32 entry, int query) -> const QueryRow& {
+                 return params.rows[static_cast<int64>(entry) * params.entry_rows + query];
+               };
+               recompute_key<kSumCols>(params, work, row_of, key, warp_role() == 0);
+             });
 }

@@ -107,29 +107,6 @@ FA_DEVICE void find_statistics(const BwdFp64Params& params, SharedStorage& share
   }
 }
 
-// ------------------------------------------------------------------------------------ rows by hand
-// A warp computes its columns of one row again, without pairs that do not count.  Terms are scaled
-// before they are added: what overflows is then the sum itself.
-FA_DEVICE void recompute_dq(const BwdFp64Params& params, const SharedStorage& shared, int query) {
-  const AttentionParams& p = params.common;
-  const uint32 entry = shared.work.entry;
-  const QueryRow& row = shared.rows[0][query - shared.work.first_own];
-  RowSums again;
-  again.clear();
-  const int end = last_key(p, query);
-#pragma unroll 1
-  for (int key = first_key(p, query); key <= end; ++key) {
-    const PairTerms terms = pair_terms(params, entry, row, query, key);
-    if (!terms.counts) continue;
-    const double* k = row_start(params, params.k, entry, key);
-    again.for_each(p.head_dim,
-                   [&](double& sum, int col) { sum = fma(params.scale * terms.ds, k[col], sum); });
-    if (again.are_nan(p.head_dim)) break;
-  }
-  double* to = row_start(params, params.dq, entry, query);
-  again.for_each(p.head_dim, [&](double& sum, int col) { to[col] = sum; });
-}
-
 // ------------------------------------------------------------------------------------------ kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_bwd_dq_fp64(const __grid_constant__ BwdFp64Params params) {
@@ -187,6 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     at = next;
   }
   cp_async_wait_group<0>();
-  write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, params.scale,
-             [&](int query) { recompute_dq(params, shared, query); });
+  write_sums(params, work, params.dq, p.q_len, p.head_dim, dq, params.scale, [&](int query) {
+    recompute_dq<kSumCols>(params, work.entry, shared.rows[0][query - work.first_own], query);
+  });
 }

@@ -8,41 +8,22 @@
 // same pairs in the same registers.  Sums of 16 rows of two gradients with 128 columns would not
 // fit into the registers of one warp.
 //
-// Shift is the LSE and factor 1, unless the LSE is so large that its rounding would show in the
-// weights (kFarFp64).  Then shift is the row's largest score and factor 1 / (the sum of
-// exponentials).  bwd_dq_fp64 writes both, and delta = dout . out - dlse, for bwd_dkdv_fp64.
+// bwd_dq_fp64 finds what is known of each query, and writes it for bwd_dkdv_fp64.
 #pragma once
-#include "cuda_src/common/attention_params.cuh"
-#include "cuda_src/common/band.cuh"
-#include "cuda_src/common/block_table.cuh"
-#include "cuda_src/common/math_fp64.cuh"
+#include "cuda_src/common/backward_rows.cuh"
 #include "cuda_src/common/mma_fp64.cuh"
-#include "cuda_src/common/rows_fp64.cuh"
-#include "cuda_src/common/score.cuh"
 #include "ptx/warpgroup.cuh"
 
 // --------------------------------------------------------------------------------------- constants
-constexpr bool kOwnKeys = FA_OWN_KEYS;         // whether a block owns keys, else queries
-constexpr int kDim = FA_DIM;                   // head_dim and v_dim, padded with zeros
-constexpr int kTileM = FA_TILE_M;              // queries of a tile
-constexpr int kTileN = FA_TILE_N;              // keys of a tile
-constexpr int kWarps = FA_WARPS;               // of a block
-constexpr int kStages = FA_STAGES;             // tiles of the other side in shared memory
 constexpr int kColumnWarps = FA_COLUMN_WARPS;  // pairs of warps that share rows
 constexpr bool kWideMma = FA_WIDE_MMA;         // m16n8k16, which SM90 has
-constexpr bool kSparse = FA_SPARSE;            // with a mask
-constexpr int kThreads = 32 * kWarps;
-constexpr int kPairs = kWarps / 2;  // of warps
-constexpr int kOwnRows = kOwnKeys ? kTileN : kTileM, kOtherRows = kOwnKeys ? kTileM : kTileN;
+constexpr int kPairs = kWarps / 2;             // of warps
 constexpr int kMmaN = kOtherRows / 8;
 // Columns of the sums of a warp: of dK or dV, one of a pair's warps has all; of dQ each has half.
 constexpr int kSumCols = kDim / (kOwnKeys ? kColumnWarps : 2 * kColumnWarps), kMmaV = kSumCols / 8;
-constexpr int kAxes = 3;  // of the batch
 static_assert(kOwnRows * kColumnWarps == 16 * kPairs, "a pair of warps has 16 rows");
 static_assert(kSumCols % 16 == 0 && kOtherRows % 16 == 0, "products take 16 of each");
-static_assert(kStages == 1 || kStages == 2, "the next tile comes during this one or after it");
 static_assert(2 * kTileM <= kThreads || !kOwnKeys, "a thread loads half of a QueryRow");
-static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
 static_assert(kPairs <= 15, "each pair has a barrier; 0 is that of __syncthreads");
 
 using Tile = Fp64Tile<kOwnRows, kDim, kExchangeOfBoth>;  // and of kOtherRows
@@ -50,44 +31,16 @@ using Products = double[1][kMmaN][4];
 using Sums = double[1][kMmaV][4];
 
 // -------------------------------------------------------------------------------------- parameters
-struct Fp64Array {
-  double* start;
-  int64 row, batch[kAxes];  // strides, in elements; 0 along an axis that broadcasts
-};
+using Fp64Array = StridedArray<double>;
 
 // What is known of a query: a weight is factor * exp(score - shift).
 struct alignas(16) QueryRow {
   double shift, factor, delta, unused;
 };
 
-// Passed by value.  backward_fp64.py holds the same fields in the same order.
-struct BwdFp64Params {
-  AttentionParams common;  // without arrays but the bias and the sinks
-  Fp64Array q, k, v, out, dout, dq, dk, dv;
-  MaskTable mask;            // by rows of blocks of the side that a kernel owns
-  const double *lse, *dlse;  // (*batch, q_len) dense; dlse is null for zeros
-  QueryRow* rows;            // (*batch, entry_rows)
-  double scale;              // of a product
-  double softcap, factor;    // softcap * tanh(factor * product), in builds with a softcap
-  int size[kAxes];           // of the batch
-  int group;                 // how many entries, along the last axis, share keys and values
-  int entry_rows;            // q_len, padded to whole tiles
-  int aligned;               // 1: every row of the arrays starts at a multiple of 16 bytes
-};
+// backward_fp64.py holds the same fields in the same order.  Rows are (*batch, entry_rows).
+using BwdFp64Params = BwdRowsParams<double, QueryRow>;
 static_assert(sizeof(BwdFp64Params) == FA_BWD_FP64_BYTES, "backward_fp64.py holds the same struct");
-
-// Where a row of a batch entry begins.
-FA_DEVICE double* row_start(const BwdFp64Params& params, const Fp64Array& array, uint32 entry,
-                            int row) {
-  double* start = array.start + row * array.row;
-#pragma unroll
-  for (int axis = kAxes - 1; axis > 0; --axis) {
-    const uint32 size = params.size[axis];
-    start += entry % size * array.batch[axis];
-    entry /= size;
-  }
-  return start + entry * array.batch[0];
-}
 
 FA_DEVICE const Fp64Array& own_array(const BwdFp64Params& params, int i) {
   if constexpr (kOwnKeys) return i == 0 ? params.k : params.v;
@@ -99,20 +52,6 @@ FA_DEVICE const Fp64Array& other_array(const BwdFp64Params& params, int i) {
 }
 
 // -------------------------------------------------------------------------------------------- work
-// What the block has to do.
-struct WorkTile {
-  uint32 entry;              // of the block's rows; of keys, the first of those that share them
-  int first_own;             // the block's first row
-  int begin, end;            // tiles of the other side
-  int full_begin, full_end;  // those of them all of whose pairs count
-  int any_far;               // whether a row has an LSE that is far
-};
-
-// A tile of the other side; of one of the heads that share keys.
-struct OtherTile {
-  int head, tile;
-};
-
 struct SharedStorage {
   double own[2][kOwnRows * kDim];
   double other[kStages][2][kOtherRows * kDim];
@@ -132,56 +71,6 @@ FA_DEVICE int warp_row() { return warp_pair() / kColumnWarps * 16; }
 FA_DEVICE int warp_col() {
   const int part = warp_pair() % kColumnWarps;
   return (kOwnKeys ? part : 2 * part + warp_role()) * kSumCols;
-}
-
-// Finds the rows of the block and the tiles of the other side, by one thread.
-FA_DEVICE void find_work(const BwdFp64Params& params, WorkTile& work) {
-  const AttentionParams& p = params.common;
-  const int own_len = kOwnKeys ? p.k_len : p.q_len;
-  const uint32 own_tiles = (own_len + kOwnRows - 1) / kOwnRows;
-  const uint32 entry = blockIdx.x / own_tiles;
-  const int place = static_cast<int>(blockIdx.x - entry * own_tiles);
-  work.any_far = 0;
-  // Under a causal mask the first keys are seen by the most queries, and the last queries see the
-  // most keys: these go first.
-  if constexpr (kOwnKeys) {
-    work.entry = entry * params.group;
-    work.first_own = place * kOwnRows;
-    const QueryTiles tiles =
-        query_tiles(p, work.first_own, min(work.first_own + kOwnRows, own_len) - 1, kOtherRows);
-    work.begin = tiles.begin, work.end = tiles.end;
-    // Not those that reach behind the last query.
-    work.full_begin = tiles.full_begin, work.full_end = min(tiles.full_end, p.q_len / kOtherRows);
-  } else {
-    work.entry = entry;
-    work.first_own = (static_cast<int>(own_tiles) - 1 - place) * kOwnRows;
-    const KeyTiles tiles =
-        key_tiles(p, work.first_own, min(work.first_own + kOwnRows, own_len) - 1, kOtherRows);
-    work.begin = tiles.begin, work.end = tiles.end;
-    work.full_begin = tiles.full_begin, work.full_end = tiles.full_end;
-  }
-}
-
-FA_DEVICE int mask_row(const BwdFp64Params& params, uint32 entry, int own_row) {
-  return table_row(params.mask, entry, own_row / kMaskBlock);
-}
-
-// How many heads a block walks over.
-FA_DEVICE int heads_of(const BwdFp64Params& params) { return kOwnKeys ? params.group : 1; }
-
-// The first tile from `at` on that a mask does not hide.  Where all are hidden, the head of the
-// result is heads_of().
-FA_DEVICE OtherTile next_visible(const BwdFp64Params& params, const WorkTile& work, OtherTile at) {
-  if (work.begin >= work.end) return {heads_of(params), 0};
-  while (at.head < heads_of(params)) {
-    if constexpr (kSparse) {
-      const int row = mask_row(params, work.entry + at.head, work.first_own);
-      at.tile = next_tile<kOtherRows>(params.mask, row, at.tile, work.end);
-    }
-    if (at.tile < work.end) break;
-    at = {at.head + 1, work.begin};
-  }
-  return at;
 }
 
 // Copies are started by cp.async; the caller commits their group.
@@ -222,39 +111,6 @@ FA_DEVICE void load_other(const BwdFp64Params& params, SharedStorage& shared, co
 }
 
 // ----------------------------------------------------------------------------------------- weights
-FA_DEVICE ScoreAndSlope<double> score_and_slope_fp64(const BwdFp64Params& params,
-                                                     const BatchOffsets& at, double product,
-                                                     int query, int key) {
-  const AttentionParams& p = params.common;
-  if constexpr (kExpression)
-    return expression_of<double>(p, at, params.scale * product, query, key);
-  ScoreAndSlope<double> found = {params.scale * product, 1.0};
-  if constexpr (kSoftcap) {
-    const double part = tanh(params.factor * product);
-    found = {params.softcap * part, 1.0 - part * part};
-  }
-  if constexpr (kHasBias) found.score += load_bias<double>(p, at.bias, query, key);
-  return found;
-}
-
-// e**x of what an LSE that belongs to the scores leaves below 700, and not infinite of any other.
-FA_DEVICE double exp_of_difference_fp64(double x) { return exp_fp64(x > 700.0 ? 700.0 : x); }
-
-FA_DEVICE double weight_fp64(const QueryRow& row, double score) {
-  return row.factor * exp_of_difference_fp64(score - row.shift);
-}
-
-// A weight times the slope of its score, which may be anything of a pair that does not count.
-FA_DEVICE double times_slope(double weight, double slope) {
-  if constexpr (!kHasSlope) return weight;
-  return kExpressionHasSlope && weight == 0.0 ? 0.0 : weight * slope;
-}
-
-FA_DEVICE BatchOffsets operand_offsets(const BwdFp64Params& params, uint32 entry) {
-  if constexpr (kHasOperands) return batch_offsets(params.common, entry);
-  return {0, 0, 0, 0, 0};
-}
-
 // Calls use(j, e, found) with the score and the slope of each product that a thread holds; the
 // score is -inf where the band or a mask hides a pair.  Of a pair that does not exist, that of
 // another one.
@@ -363,67 +219,6 @@ FA_DEVICE void add_to_sums(const SharedStorage& shared, int stage, int i, const 
   add_product_fp64<kWideMma, Tile>(
       sums, x, cvta_to_shared(shared.other[stage][i]) + Tile::lane_of_columns(warp_col()));
 }
-
-// ------------------------------------------------------------------------------------ rows by hand
-// Whether a mask leaves a pair.
-FA_DEVICE bool mask_leaves(const BwdFp64Params& params, uint32 entry, int query, int key) {
-  const int own = kOwnKeys ? key : query, other = kOwnKeys ? query : key;
-  const int words_index =
-      block_words_index(params.mask, mask_row(params, entry, own), other / kMaskBlock);
-  if (words_index < 0) return words_index == kFullBlock;
-  return block_bit(partial_block_words(params.mask, words_index), own % kMaskBlock,
-                   other % kMaskBlock);
-}
-
-// What a pair adds to gradients; `counts` is false where it is hidden, or its score is -inf.
-struct PairTerms {
-  bool counts;
-  double weight, ds;
-};
-
-FA_DEVICE PairTerms pair_terms(const BwdFp64Params& params, uint32 entry, const QueryRow& row,
-                               int query, int key) {
-  const AttentionParams& p = params.common;
-  if constexpr (kSparse) {
-    if (!mask_leaves(params, entry, query, key)) return {false, 0.0, 0.0};
-  }
-  const auto dot = [&](const Fp64Array& of_query, const Fp64Array& of_key, int cols) {
-    return dot_of_warp(row_start(params, of_query, entry, query),
-                       row_start(params, of_key, entry, key), cols);
-  };
-  const auto found = score_and_slope_fp64(params, operand_offsets(params, entry),
-                                          dot(params.q, params.k, p.head_dim), query, key);
-  if (found.score == -FA_INFINITY) return {false, 0.0, 0.0};
-  const double weight = weight_fp64(row, found.score);
-  const double dp = dot(params.dout, params.v, p.v_dim) - row.delta;
-  return {true, weight, times_slope(weight, found.slope) * dp};
-}
-
-// The columns of a row that a warp computes again: a lane has every 32nd.
-struct RowSums {
-  double sums[(kSumCols + 31) / 32];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (double& sum : sums) sum = 0.0;
-  }
-  // Calls f(sum, column) for those of them that exist.
-  template <typename F>
-  __device__ __forceinline__ void for_each(int cols, const F& f) {
-    const int first = warp_col(), end = min(first + kSumCols, cols);
-#pragma unroll
-    for (int i = 0; i < (kSumCols + 31) / 32; ++i) {
-      const int col = first + threadIdx.x % 32 + 32 * i;
-      if (col < end) f(sums[i], col);
-    }
-  }
-  // Whether nothing that is added would change them.
-  __device__ __forceinline__ bool are_nan(int cols) {
-    bool found = true;
-    for_each(cols, [&](double& sum, int) { found &= sum != sum; });
-    return __all_sync(kFullWarp, found);
-  }
-};
 
 // ---------------------------------------------------------------------------------------- epilogue
 // Writes this warp's columns of a row that a thread shares with three others; returns whether a

@@ -15,10 +15,12 @@ FA_DEVICE double load_sink_fp64(const AttentionParams& p, int64 batch, int row) 
 }
 
 // The product of two rows of so many columns, all of it in every lane.
-FA_DEVICE double dot_of_warp(const double* a, const double* b, int cols) {
+template <typename Real>
+FA_DEVICE double dot_of_warp(const Real* a, const Real* b, int cols) {
   double sum = 0.0;
 #pragma unroll 1
-  for (int d = threadIdx.x % 32; d < cols; d += 32) sum = fma(a[d], b[d], sum);
+  for (int d = threadIdx.x % 32; d < cols; d += 32)
+    sum = fma(static_cast<double>(a[d]), static_cast<double>(b[d]), sum);
 #pragma unroll 1
   for (int step = 16; step > 0; step /= 2) sum += shfl_xor_fp64(sum, step);
   return sum;

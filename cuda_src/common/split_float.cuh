@@ -12,6 +12,7 @@
 
 constexpr float kLowScale = 2048.0f;           // 2^11
 constexpr float kLowInverse = 1.0f / 2048.0f;  // 2^-11
+constexpr int kNoExponent = -1000;             // of a row of zeros: below all others
 
 // 2^exponent, for an exponent between -127 (which gives 0) and 127 (IEEE 754).
 FA_DEVICE float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
@@ -57,8 +58,9 @@ FA_DEVICE int split_row(uint32 tid) {
 }
 
 // A thread's part of kRows rows, in registers from the start of its loads until the pairs have been
-// written to shared memory.
-template <int kRows, int kCols, int kWarps>
+// written to shared memory.  With kEights it has eight neighbouring columns of every 64: a chunk of
+// 16 bytes of high parts, and one of low ones.
+template <int kRows, int kCols, int kWarps, bool kEights = false>
 struct FloatChunk {
   using Tile = SharedTile<kRows, kCols>;
   static constexpr int kStep = 4 * kWarps;  // rows that the team covers at once
@@ -66,6 +68,11 @@ struct FloatChunk {
   static constexpr int kFours = kCols / 32;
   static_assert(kRows % kStep == 0 && kStep % 8 == 0, "every thread has as many rows");
   float x[kGroups][kFours][4];
+
+  // Where four columns begin, counted from the thread's first one.
+  static constexpr __device__ __forceinline__ int column(int four) {
+    return kEights ? four / 2 * 64 + four % 2 * 4 : 32 * four;
+  }
 
   // From this thread's first row and column on, of which `rows` and `cols` exist; the rest becomes
   // zero.  With `whole`, any four columns are 16 aligned bytes of which all or none exist.
@@ -151,7 +158,7 @@ struct FloatChunk {
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
       for (int i = 0; i < kFours; ++i) {
-        visit(x[g][i], from + 32 * i, g * kStep < rows ? cols - 32 * i : 0);
+        visit(x[g][i], from + column(i), g * kStep < rows ? cols - column(i) : 0);
       }
       from += static_cast<int64>(kStep) * row_stride;
     }

@@ -20,6 +20,7 @@ from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention.attention_params import MAX_LENGTH
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FEW_QUERIES, FwdFp64
+from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import DTYPE, prefers_cublas
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import row_serving
 from fa_cupy.gpu.kernels.backward import Wanted, takes_dims
@@ -142,8 +143,9 @@ def _call(options: argparse.Namespace) -> Iterator[Line]:
     if target is None:
         yield "CuPy", "no device here; --target asks for one that is not"
         return
-    yield from _attention(dtype, entries, q_len, k_len, head_dim, v_dim, target)
-    yield from _backward(dtype, q_len, k_len, head_dim, v_dim, target)
+    sizes = dtype, entries, q_len, k_len, head_dim, v_dim
+    yield from _attention(*sizes, target, options.causal)
+    yield from _backward(*sizes, target)
     yield from _pairs(dtype, q_len, k_len, head_dim, v_dim)
     if q_len == k_len:
         yield from _product(dtype, entries, q_len, head_dim, v_dim, target)
@@ -179,8 +181,9 @@ def multiprocessors(target: str) -> int:
 
 
 def _attention(
-    dtype: str, entries: int, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str
-) -> Iterator[Line]:
+    dtype: str, entries: int, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str,
+    is_causal: bool,
+) -> Iterator[Line]:  # fmt: skip
     if max(q_len, k_len) > MAX_LENGTH:
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         yield "", f"kernels take up to {MAX_LENGTH:,} queries and keys"
@@ -192,7 +195,12 @@ def _attention(
     if row is None or (isinstance(row, FwdFp64) and q_len <= FEW_QUERIES):
         yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products"
         return
-    yield "CuPy", f"{target}: {row.name}"
+    pairs = entries * q_len * k_len
+    if dtype == DTYPE and not is_causal and prefers_cublas(target, pairs, head_dim, v_dim):
+        yield "CuPy", f"{target}: tiled CuPy, on cuBLAS products, which are faster here"
+        yield "", f"in a CUDA graph, with a mask or another option: {row.name}"
+    else:
+        yield "CuPy", f"{target}: {row.name}"
     yield "", _described(row, entries * -(-q_len // row.tile_m), target)
     yield "", row.why
     shown = [row]
@@ -209,7 +217,7 @@ def _attention(
 
 
 def _backward(
-    dtype: str, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str
+    dtype: str, entries: int, q_len: int, k_len: int, head_dim: int, v_dim: int, target: str
 ) -> Iterator[Line]:
     """Say how gradients of attention would be computed, and which other kernels there are."""
     sizes = q_len, k_len, head_dim, v_dim
@@ -222,7 +230,13 @@ def _backward(
         yield "", "attention_backward: tiled CuPy, on cuBLAS products"
         return
     main = rows[1]  # what comes before and after it is the same for all dims
-    yield "", f"attention_backward: {main.name}"
+    pairs = entries * q_len * k_len
+    faster = dtype == DTYPE and prefers_cublas(target, pairs, head_dim, v_dim, gradients=True)
+    if faster:
+        yield "", "attention_backward: tiled CuPy, on cuBLAS products, which are faster here"
+        yield "", f"in a CUDA graph, with a mask or a score: {main.name}"
+    else:
+        yield "", f"attention_backward: {main.name}"
     yield "", f"with {', '.join(row.entry for row in rows if row is not main)}"
     shown = [main]
     for what, other in (
@@ -232,7 +246,7 @@ def _backward(
         ("with a mask, rows not of 16 bytes", wanted._replace(masked=True, mapped=False)),
     ):
         instead = attention_backward.select(other, target)[1]
-        if instead not in shown:
+        if instead not in shown and not (faster and other.score):
             yield "", f"  {what}: {instead.name}"
             shown.append(instead)
 

@@ -20,6 +20,9 @@ from fa_cupy.gpu.driver import compile, cubin_cache, devices, nvrtc
 from fa_cupy.gpu.driver.targets import SHARED_LIMIT
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention import row_intervals
+from fa_cupy.gpu.kernels.attention.full_precision import split_kv
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32_sm90 import FwdFp32Sm90
+from fa_cupy.gpu.kernels.attention.full_precision.split_kv import SplitKv
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant, row_serving
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
@@ -40,7 +43,8 @@ _LENGTHS = tuple(2**n for n in range(4, 22))
 def serving(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that attention of these types and dims gets, in the table's order."""
     chosen = {row for dtype in dtypes for dim in dims for row in reachable(dtype, dim, dim, target)}
-    return [row for row in ROWS if row in chosen]
+    before = [row.split for row in chosen if isinstance(row, FwdFp32Sm90)]
+    return [row for row in (*split_kv.VARIANTS, *ROWS) if row in (*before, *chosen)]
 
 
 def serving_splitkv(target: str, dtypes: set[str], dims: set[int]) -> list[FwdSplitkv]:
@@ -83,7 +87,7 @@ def serving_products(
 def serving_packed(target: str, dtypes: set[str], dims: set[int]) -> list[Variant]:
     """Return the rows that calls of packed sequences get, those of products last."""
     plain = [row for row in serving(target, dtypes, dims) if not row.sparse]
-    found: list[Variant] = [row.for_sequences(True) for row in plain]
+    found = [row if isinstance(row, SplitKv) else row.for_sequences(True) for row in plain]
     walked = [pair for pair in product(dtypes, dims) if takes_dims(*pair)]
     for pair, mapped in product(walked, (False, True)):
         wanted = Wanted(*pair, mapped=mapped, packed=True)

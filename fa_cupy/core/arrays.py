@@ -7,6 +7,7 @@ and results are handed back in the caller's kind.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -153,6 +154,32 @@ def dense_strides(shape: Sequence[int], itemsize: int, order: Sequence[int]) -> 
         strides[axis] = step
         step *= max(1, shape[axis])
     return tuple(strides)
+
+
+class Laid(NamedTuple):
+    """How an array lies in memory, in place of the array."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def dense(
+        cls, shape: tuple[int, ...], dtype: np.dtype[Any], order: Sequence[int] | None = None
+    ) -> Laid:
+        """Return one whose axes lie in `order`, outermost first; C order by default."""
+        order = range(len(shape)) if order is None else order
+        return cls(shape, dense_strides(shape, dtype.itemsize, order), dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a dense array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def overlap(a: Any, b: Any) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fa_cupy.core import attention_problem, broadcasting, checks
+from fa_cupy.core.arrays import Laid
 from fa_cupy.core.attention_problem import View
 from fa_cupy.keys.offsets import Offsets
 
@@ -201,18 +202,6 @@ def positions(name: str, ends: Any, k_len: int) -> np.ndarray[Any, np.dtype[np.i
     return np.asarray(found, np.int64)
 
 
-class _Laid(NamedTuple):
-    """An array of states as shape and strides say, without the axis of sequences."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
 def _with_axis(view: View, states: tuple[int, ...], state: Any) -> View:
     """Return a view of `state` with the axis of sequences, if there is one."""
     if not states:
@@ -233,7 +222,7 @@ def _checked_state(name: str, state: Any, dims: tuple[int, ...], normalised: boo
     if len(dims) == 2:
         return state
     shape, strides = ((*x[:-3], *x[-2:]) for x in (state.shape, state.strides))
-    return _Laid(shape, strides, state.dtype)
+    return Laid(shape, strides, state.dtype)
 
 
 def _check_state_heads(name: str, state: Any, arrays: Mapping[str, Any]) -> Any:

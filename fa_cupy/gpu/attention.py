@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import cupy
+import numpy as np
 from cupy import ndarray
 from cupy.cuda import alloc, get_current_stream, runtime
 
@@ -34,8 +35,10 @@ from fa_cupy.gpu.arrays import (
     packed_copy,
     require_whole_elements,
 )
+from fa_cupy.gpu.driver.launch import capturing
 from fa_cupy.gpu.kernels import forward
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
+from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import leaves_to_cublas
 from fa_cupy.gpu.kernels.attention.pairs import fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
 from fa_cupy.gpu.kernels.built_in import with_built_in
@@ -46,7 +49,13 @@ from fa_cupy.gpu.masks.pair_bias import PairPlaces
 from fa_cupy.gpu.masks.pairs import CallPairs
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.keys import sequences
-from fa_cupy.keys.gathered import gathered, mark_bad, mark_bad_rows, unpacked
+from fa_cupy.keys.gathered import (
+    gathered,
+    mark_bad,
+    mark_bad_rows,
+    unpacked,
+    without_places,
+)
 from fa_cupy.keys.layout import PLACES, KeyArrays
 from fa_cupy.score.program import Operands
 
@@ -268,7 +277,7 @@ def attention(
         Of shape ``problem.out_shape``.
     lse : cupy.ndarray or None
     """
-    device = runtime.getDevice()
+    device, captured = runtime.getDevice(), capturing()
     if isinstance(bias, SparseBias):
         return _over_pairs(problem, q, k, v, bias, mask, out, return_lse, sinks, score)
     of_score = {} if score is None else dict(score.named())
@@ -278,9 +287,9 @@ def attention(
     counts = _counts(problem, mask, device)
     if built_in is not None:
         counts_of_form = _counts(built_in[0], mask, device)
-        if _served(built_in[0], device, counts_of_form):
+        if _served(built_in[0], device, counts_of_form, captured):
             (problem, bias), score, counts = built_in, None, counts_of_form
-    unserved = isinstance(mask, tuple) or not _served(problem, device, counts)
+    unserved = isinstance(mask, tuple) or not _served(problem, device, counts, captured)
     if problem.offsets is not None and unserved:
         inputs = q, k, v, bias, mask
         return _packed(problem, inputs, out, return_lse, sinks, score, keys, on_host)
@@ -320,6 +329,9 @@ def _by_gathering(
     keys: KeyArrays,
 ) -> tuple[Any, Any | None]:
     """Solve a problem whose key lengths and pages no kernel reads: by an equal call without."""
+    hidden = problem.k_lengths is not None
+    expected = without_places(problem) if hidden else dataclasses.replace(problem, pages=None)
+    _refuse(expected, None if hidden else mask)
     alone = gathered(cupy, problem, k, v, mask, keys)
     result, lse = attention(
         alone.problem, q, alone.k, alone.v, bias, alone.mask, out, return_lse, sinks, score
@@ -350,6 +362,7 @@ def _packed(
         )
     sequences.refuse_positions(_NAME, score)
     q, k, v, bias, mask = inputs
+    _refuse(without_places(problem), None)
     alone, mask, bad = unpacked(cupy, problem, mask, keys)
     result, lse = attention(alone, q, k, v, bias, mask, out, return_lse, sinks, score)
     mark_bad_rows(cupy, bad, result, lse)
@@ -443,11 +456,31 @@ def _counts(problem: Problem, mask: Any, device: int) -> PairCounts | None:
     return pairs.counts_of(problem, mask, device)
 
 
-def _served(problem: Problem, device: int, counts: PairCounts | None) -> bool:
-    """Whether a kernel serves a problem in any layout, or there is no query."""
+def _served(
+    problem: Problem, device: int, counts: PairCounts | None, captured: bool = False
+) -> bool:
+    """Whether a kernel solves a problem in any layout, or there is no query.
+
+    Where the stream is `captured`, also one that cuBLAS solves faster.
+    """
     if counts is not None or not math.prod(problem.out_shape[:-1]):
         return True
-    return forward.for_any_layout(problem, workspace.launcher(device).target) is not None
+    target = workspace.launcher(device).target
+    if not captured and problem.dtype == np.float64 and leaves_to_cublas(problem, target):
+        return False
+    return forward.for_any_layout(problem, target) is not None
+
+
+def _refuse(problem: Problem, mask: Any) -> None:
+    """Raise in a capture, before anything is launched, for what no kernel serves.
+
+    `problem` is one that is about to be made; `mask` is its mask, if that is given and no new one.
+    """
+    device = runtime.getDevice()
+    if capturing() and not _served(problem, device, _counts(problem, mask, device), True):
+        from fa_cupy.gpu.cublas import attention  # needs cuBLAS, which the kernels do not
+
+        workspace.refuse_products(_NAME, attention.described(problem))
 
 
 def _direct(problem: Problem, out_strides: tuple[int, ...]) -> bool:

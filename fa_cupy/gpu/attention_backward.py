@@ -16,8 +16,8 @@ import cupy
 import numpy as np
 from cupy.cuda import alloc, get_current_stream, runtime
 
-from fa_cupy.core import arrays as core_arrays
 from fa_cupy.core import attention_problem
+from fa_cupy.core.arrays import Laid, dense_strides, empty_laid_out, memory_order
 from fa_cupy.core.attention_problem import Problem, View
 from fa_cupy.core.plan_cache import NUMBERS, TEXTS, UNKNOWN, lookup, remember, window_key
 from fa_cupy.core.sparse_bias import SparseBias
@@ -32,10 +32,12 @@ from fa_cupy.gpu.arrays import (
     mask_key,
     require_whole_elements,
 )
+from fa_cupy.gpu.driver.launch import capturing
+from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import leaves_to_cublas
 from fa_cupy.gpu.kernels.attention.pairs import gradients_plan
 from fa_cupy.gpu.kernels.attention.pairs.pair_gradients import serves_gradients
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairBias, PairCounts
-from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan
+from fa_cupy.gpu.kernels.attention_backward import ARRAYS, make_plan, select
 from fa_cupy.gpu.kernels.backward import Gradients, Traits
 from fa_cupy.gpu.kernels.built_in import with_built_in
 from fa_cupy.gpu.kernels.score import takes_bias, takes_score, with_float32_bias
@@ -44,8 +46,13 @@ from fa_cupy.gpu.masks.pair_bias import PairPlaces, gradient_without_pairs
 from fa_cupy.gpu.masks.pairs import CallPairs, counts_of, counts_with_bias
 from fa_cupy.gpu.plan import Plan
 from fa_cupy.keys import entries, sequences
-from fa_cupy.keys.folded import can_fold, folded, unfold
-from fa_cupy.keys.gathered import as_integers, gathered_gradients, unpacked_gradients
+from fa_cupy.keys.folded import can_fold, folded, folded_problem, unfold
+from fa_cupy.keys.gathered import (
+    as_integers,
+    gathered_gradients,
+    unpacked_gradients,
+    without_places,
+)
 from fa_cupy.keys.layout import PLACES, KeyArrays
 from fa_cupy.score.program import Operands
 
@@ -54,24 +61,7 @@ _INPUTS = ("q", "k", "v")
 _GRADIENTS = ("dq", "dk", "dv")
 _RESULTS = ("out", "lse", "dout", "dlse")
 _ROWS = ("lse", "dlse")  # which kernels read as dense arrays
-
-
-class Laid(NamedTuple):
-    """How an array lies in memory."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def ndim(self) -> int:
-        """Axes."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Of a dense array."""
-        return math.prod(self.shape) * self.dtype.itemsize
+_FLOAT64 = np.dtype(np.float64)
 
 
 class Prepared(NamedTuple):
@@ -187,7 +177,8 @@ def cached(
             return None
         facts += (x.shape, x.strides, x.dtype)
         addresses |= x.data.ptr
-    if addresses & 15:  # kernels could not read an array where it lies
+    # Kernels could not read an array where it lies; those of float64 read any whole elements.
+    if addresses & (7 if q.dtype == _FLOAT64 else 15):
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
@@ -198,7 +189,7 @@ def cached(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
-        if not takes_bias(problem):
+        if not takes_bias(problem) or (problem.dtype == _FLOAT64 and _on_products(problem)):
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
         of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
@@ -244,7 +235,7 @@ def backward(
         return _with_lengths(problem, inputs, results, need, empty, sinks, score, keys, on_host)
     of_keys = () if keys is None else keys[2:]
     found = None
-    if not isinstance(inputs[4], tuple):
+    if not isinstance(inputs[4], tuple) and (capturing() or not _on_products(problem)):
         found = by_kernels(problem, inputs, results, need, empty, sinks, score, of_keys)
     if found is not None:
         return found
@@ -253,6 +244,12 @@ def backward(
     from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
 
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
+
+
+def _on_products(problem: Problem) -> bool:
+    """Whether products of cuBLAS compute gradients that kernels could compute, unless captured."""
+    target = workspace.launcher(runtime.getDevice()).target
+    return problem.dtype == _FLOAT64 and leaves_to_cublas(problem, target, gradients=True)
 
 
 def _packed(
@@ -269,6 +266,8 @@ def _packed(
     """Return gradients of a problem with offsets that no kernels take, as the forward pass does."""
     if on_host is None or not sequences.on_host(on_host):
         sequences.refuse_positions(_NAME, score)
+        rows = [None if x is None else Laid.dense(x.shape, x.dtype) for x in results]
+        _refuse(without_places(problem), inputs, rows, need, score)
         alone, mask, clean = unpacked_gradients(cupy, problem, inputs[4], results, sinks, keys)
         return backward(alone, (*inputs[:4], mask), clean, need, empty, sinks, score)
     of_gpu = _of_parts(empty)
@@ -312,14 +311,26 @@ def _with_lengths(
             alone = together.alone(problem, inputs[4])
             return backward(alone, inputs, results, need, empty, sinks, score)
         if together is not None:
+            if capturing():
+                part, arrays = together.taken(problem, inputs)
+                _refuse(part(), arrays, results, need, score)
             own = entries.own_gradients(problem, inputs[3], sinks)
             return sequences.by_parts(
                 _of_parts(empty), problem, inputs, results, need, sinks, score, [together], own
             )
-    if problem.band_from_end and problem.dtype != np.float32 and score is None:
+    if problem.band_from_end and score is None:
         grads = _by_folding(problem, inputs, results, need, empty, sinks, keys)
         if grads is not None:
             return grads
+    if capturing():
+        q, *of_keys, bias, _ = inputs
+        k, v = (Laid.dense(x.shape, x.dtype, memory_order(x.shape, x)) for x in of_keys)
+        alone = without_places(problem)
+        of_k = attention_problem.batch_view(alone, k, problem.k_len, problem.head_dim)
+        of_v = attention_problem.batch_view(alone, v, problem.k_len, problem.v_dim)
+        alone = dataclasses.replace(alone, k=of_k, v=of_v)
+        rows = [x if checked or x is None else Laid.dense(x.shape, x.dtype) for x in results]
+        _refuse(alone, (q, k, v, bias, None), rows, need, score)
     alone, inputs, results = gathered_gradients(
         cupy, problem, inputs, results, sinks, keys, checked
     )
@@ -338,14 +349,16 @@ def _by_folding(
     """Return gradients of a problem with key lengths as packed sequences; None without a kernel."""
 
     def inside(shape: Sequence[int], dtype: np.dtype[Any], like: Any) -> Any:
-        return core_arrays.empty_laid_out(cupy, shape, like, dtype)
+        return empty_laid_out(cupy, shape, like, dtype)
 
     if not can_fold(problem, inputs[:3], sinks):
         return None
-    call = folded(cupy, problem, inputs, results, sinks, keys)
-    parts = by_kernels(
-        call.problem, call.inputs, call.results, need, inside, sinks, None, call.keys[2:]
-    )
+    alone, laid = folded_problem(problem, inputs[:3], sinks)
+    of_rows = laid["out"], None, laid["out"], None
+    if not _takes(alone, (*[laid[name] for name in _INPUTS], None, None), of_rows, need):
+        return None
+    call = folded(cupy, problem, inputs, results, keys)
+    parts = by_kernels(alone, call.inputs, call.results, need, inside, sinks, None, call.keys[2:])
     if parts is None:
         return None
     given = dict(zip(_INPUTS, inputs, strict=False))
@@ -416,15 +429,10 @@ def by_kernels(
     Those of q, k and v are computed, whichever are asked for, and that of the bias only if it is.
     That of sinks follows from what the kernels leave in the workspace.
     """
-    if any(name.startswith("score.") for name in need):
+    form = _form(problem, inputs[3], need, score)
+    if form is None:
         return None
-    arrays, bias = _named(inputs, results), inputs[3]
-    if score is not None:
-        built_in = with_built_in(problem, score)
-        if built_in is not None:
-            (problem, bias), score = built_in, None
-        elif not takes_score(problem):
-            return None
+    arrays, (problem, bias, score) = _named(inputs, results), form
     if not takes_bias(problem):
         problem, bias = with_float32_bias(cupy, problem, bias)
     of_bias = _dbias(inputs[3], bias.dtype) if "bias" in need else None
@@ -451,6 +459,66 @@ def by_kernels(
     if grads["dbias"] is not found.get("bias"):
         found["bias"][...] = grads["dbias"]
     return found
+
+
+def _form(
+    problem: Problem, bias: Any, need: Sequence[str], score: Operands | None
+) -> tuple[Problem, Any, Operands | None] | None:
+    """Return the problem, bias and score of a call in the form that kernels compute fastest.
+
+    None where they do not compute what is asked for.
+    """
+    if any(name.startswith("score.") for name in need):
+        return None
+    built_in = None if score is None else with_built_in(problem, score)
+    if built_in is not None:
+        return *built_in, None
+    return (problem, bias, score) if takes_score(problem) else None
+
+
+def _takes(
+    problem: Problem,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    need: Sequence[str],
+    score: Operands | None = None,
+) -> bool:
+    """Whether `by_kernels` takes a call of arrays that lie as these do. None of these is read.
+
+    The mask is as the problem says, and no `BitMask` whose pairs are read one by one. The
+    log-sum-exp and its gradient may be None.
+    """
+    form = _form(problem, inputs[3], need, score)
+    if form is None:
+        return False
+    problem = form[0]
+    if not takes_bias(problem):
+        problem = dataclasses.replace(problem, bias_dtype=np.dtype(np.float32))
+    of_bias = None
+    if "bias" in need and problem.bias_dtype is not None:
+        of_bias = _dbias(inputs[3], problem.bias_dtype)
+    given = {name: x for name, x in _named(inputs, results).items() if x is not None}
+    laid = {name: Laid(x.shape, x.strides, x.dtype) for name, x in given.items()}
+    copied = [name for name in laid if not _readable(name, laid[name], 0)]
+    traits = _traits(problem, laid, copied, need, of_bias)[0]
+    return bool(select(traits.wanted, workspace.launcher(runtime.getDevice()).target))
+
+
+def _refuse(
+    problem: Problem,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    need: tuple[str, ...],
+    score: Operands | None,
+) -> None:
+    """Raise in a capture, before anything is launched, for what `_takes` says is not for kernels.
+
+    Products of cuBLAS would compute it, which cannot be captured.
+    """
+    if capturing() and not _takes(problem, inputs, results, need, score):
+        from fa_cupy.gpu.cublas import attention_backward  # needs cuBLAS, which kernels do not
+
+        attention_backward.refuse(problem, need)
 
 
 def prepared(
@@ -502,13 +570,47 @@ def _prepare(
     counts: PairCounts | None,
     by_pair: PairBias | None,
 ) -> Prepared | None:
-    inside = {name: _laid_out(laid[name].shape, None, laid[name].dtype) for name in copied}
-    orders = [core_arrays.memory_order(laid[name].shape, laid[name]) for name in _INPUTS]
+    traits, inside = _traits(problem, laid, copied, need, dbias)
+    sizes, launcher = {name: x.nbytes for name, x in inside.items()}, workspace.launcher(device)
+    if counts is not None and serves_gradients(traits):
+        made = gradients_plan.make_plan(traits, launcher, counts, sizes, by_pair)
+        tables: Any = CallPairs(traits.problem, device, gradients=True)
+    elif by_pair is not None:
+        return None
+    else:
+        found = make_plan(traits, launcher, sizes)
+        if found is None:
+            return None
+        made = found
+        tables = None if problem.mask is None else CallTables(traits.problem, device)
+    plan, (places, _) = made
+    return Prepared(
+        plan,
+        tables=tables,
+        places=places,
+        copies={name: (x, places[name]) for name, x in inside.items()},
+        grads=[allocation(*x) for x in (*[laid[name] for name in _GRADIENTS], dbias) if x],
+    )
+
+
+def _traits(
+    problem: Problem,
+    laid: dict[str, Laid],
+    copied: Sequence[str],
+    need: Sequence[str],
+    dbias: Laid | None,
+) -> tuple[Traits, dict[str, Laid]]:
+    """Return the traits of a call, and the arrays that lie in its workspace.
+
+    To `laid` come gradients, and what is `copied` is changed to its copy.
+    """
+    inside = {name: Laid.dense(laid[name].shape, laid[name].dtype) for name in copied}
+    orders = [memory_order(laid[name].shape, laid[name]) for name in _INPUTS]
     for name, order in zip(_INPUTS, orders, strict=True):
         x = laid[name]
-        grad = _laid_out(x.shape, order, x.dtype)
+        grad = Laid(x.shape, dense_strides(x.shape, x.dtype.itemsize, order), x.dtype)
         if name not in need or not _readable("", grad, 0):
-            grad = inside[f"d{name}"] = _laid_out(x.shape, None, x.dtype)
+            grad = inside[f"d{name}"] = Laid.dense(x.shape, x.dtype)
         laid[f"d{name}"] = grad
     views: dict[tuple[Laid, bool], View] = {
         (laid[name], name in "kv"): getattr(problem, name) for name in _INPUTS
@@ -529,28 +631,8 @@ def _prepare(
         of_bias = attention_problem.batch_view(problem, dbias, problem.q_len, problem.k_len)
     dout, out, dq, dk, dv = (view(name) for name in ("dout", "out", *_GRADIENTS))
     gradients = Gradients(dout, out, dq, dk, dv, of_bias)
-    problem = dataclasses.replace(problem, q=view("q"), k=view("k"), v=view("v"))
-    sizes = {name: x.nbytes for name, x in inside.items()}
-    traits, launcher = Traits(problem, gradients), workspace.launcher(device)
-    if counts is not None and serves_gradients(traits):
-        made = gradients_plan.make_plan(traits, launcher, counts, sizes, by_pair)
-        tables: Any = CallPairs(problem, device, gradients=True)
-    elif by_pair is not None:
-        return None
-    else:
-        found = make_plan(traits, launcher, sizes)
-        if found is None:
-            return None
-        made = found
-        tables = None if problem.mask is None else CallTables(problem, device)
-    plan, (places, _) = made
-    return Prepared(
-        plan,
-        tables=tables,
-        places=places,
-        copies={name: (x, places[name]) for name, x in inside.items()},
-        grads=[allocation(*x) for x in (*[laid[name] for name in _GRADIENTS], dbias) if x],
-    )
+    changed: dict[str, Any] = {name: view(name) for name in _INPUTS if name in copied}
+    return Traits(dataclasses.replace(problem, **changed), gradients), inside
 
 
 def _dbias(bias: Any, dtype: np.dtype[Any]) -> Laid:
@@ -558,8 +640,8 @@ def _dbias(bias: Any, dtype: np.dtype[Any]) -> Laid:
 
     As the caller gets it, unless it is to be converted.
     """
-    order = core_arrays.memory_order(bias.shape, bias) if bias.dtype == dtype else None
-    return _laid_out(bias.shape, order, dtype)
+    order = memory_order(bias.shape, bias) if bias.dtype == dtype else None
+    return Laid.dense(bias.shape, dtype, order)
 
 
 def _named(inputs: Sequence[Any], results: Sequence[Any]) -> dict[str, Any]:
@@ -572,20 +654,13 @@ def _readable(name: str, laid: Laid, pointer: int) -> bool:
     """Whether kernels read an array as it lies; others are copied."""
     steps = [(n, step) for n, step in zip(laid.shape, laid.strides, strict=True) if n > 1]
     if name in _ROWS:
-        dense = _laid_out(laid.shape, None, laid.dtype).strides
+        dense = dense_strides(laid.shape, laid.dtype.itemsize, range(laid.ndim))
         return steps == [(n, step) for n, step in zip(laid.shape, dense, strict=True) if n > 1]
-    if pointer & 15 or (laid.shape[-1] > 1 and steps.pop()[1] != laid.dtype.itemsize):
+    if laid.shape[-1] > 1 and steps.pop()[1] != laid.dtype.itemsize:
         return False
     # Kernels count the steps of rows in int32, in elements.
-    if laid.shape[-2] > 1 and not 0 < steps[-1][1] < 2**31 * laid.dtype.itemsize:
-        return False
-    return all(step >= 0 and step % 16 == 0 for _, step in steps)
-
-
-def _laid_out(shape: tuple[int, ...], order: Sequence[int] | None, dtype: np.dtype[Any]) -> Laid:
-    """Return a dense array whose axes lie in `order`, outermost first; C order by default."""
-    strides, step = [0] * len(shape), dtype.itemsize
-    for axis in reversed(range(len(shape)) if order is None else order):
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return Laid(shape, tuple(strides), dtype)
+    row, most = steps[-1][1] if laid.shape[-2] > 1 else 1, 2**31 * laid.dtype.itemsize
+    if laid.dtype == _FLOAT64:  # whose kernels begin rows at any element, and walk them either way
+        return abs(row) < most
+    aligned = not pointer & 15 and all(step % 16 == 0 for _, step in steps)
+    return aligned and 0 < row < most and all(step >= 0 for _, step in steps)

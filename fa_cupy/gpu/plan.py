@@ -55,8 +55,8 @@ class Step(NamedTuple):
     shifts : mapping of int
         Bytes to add to addresses, by name; a null pointer stays one.
     aligned : tuple of str
-        Names of arrays. If there are any, the field ``aligned`` of the struct is set to whether all
-        their addresses are multiples of 16.
+        Names of arrays. If there are any, the field ``aligned`` of the struct, or of its part
+        ``common``, is set to whether all their addresses are multiples of 16.
     persistent : bool
         Whether blocks take tiles until none is left.
     """
@@ -286,7 +286,8 @@ class _Launch:
             self.shifts = tuple(step.shifts.get(name, 0) for name in index)
         self.aligned: Any = None
         if step.aligned:
-            self.aligned = offset_of(dtype, "aligned"), _several([index[x] for x in step.aligned])
+            path = "aligned" if "aligned" in (dtype.names or ()) else "common.aligned"
+            self.aligned = offset_of(dtype, path), _several([index[x] for x in step.aligned])
         maps = step.maps.items()
         self.mapped = _several([index[name] for _, (name, _) in maps])
         self.maps = [

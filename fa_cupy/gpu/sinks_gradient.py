@@ -44,12 +44,12 @@ class Rows(NamedTuple):
     inverse_sum: Any
 
 
-class Fp64Rows(NamedTuple):
-    """What the kernels of float64 leave there; a weight is ``factor * exp(score - shift)``.
+class KnownRows(NamedTuple):
+    """What those of float32 and float64 leave there; a weight is ``factor * exp(score - shift)``.
 
     Attributes
     ----------
-    shift, factor, delta : cupy.ndarray of float64
+    shift, factor, delta : cupy.ndarray
         Of shape (entries, q_len). The shift of a row that sees nothing is infinite.
     """
 
@@ -60,14 +60,14 @@ class Fp64Rows(NamedTuple):
 
 def rows_of(
     problem: Problem, plan: Plan, places: Mapping[str, int], memory: Any
-) -> Rows | Fp64Rows:
+) -> Rows | KnownRows:
     """Return views of a workspace, before the plan runs in it.
 
     Parameters
     ----------
     problem : Problem
     plan : Plan
-        With a launch of ``bwd_preprocess`` or, in float64, of ``bwd_dq_fp64``.
+        With a launch of ``bwd_preprocess``, or of kernels of float32 or float64.
     places : dict of int
         Where the parts of its workspace begin.
     memory : cupy.cuda.MemoryPointer
@@ -75,9 +75,12 @@ def rows_of(
     """
     params = next(x.params for x in plan.steps if "entry_rows" in (x.params.dtype.names or ()))
     entries, rows = math.prod(problem.batch), int(params["entry_rows"][0])
+    if problem.dtype == np.float32:  # kShift, kFactor and kDelta of QueryField
+        known = cupy.ndarray((3, entries, rows), np.float32, memory + places["query_rows"])
+        return KnownRows(*known[:, :, : problem.q_len])
     if problem.dtype == np.float64:
         known = cupy.ndarray((entries, rows, 4), np.float64, memory + places["query_rows"])
-        return Fp64Rows(*(known[:, : problem.q_len, i] for i in range(3)))
+        return KnownRows(*(known[:, : problem.q_len, i] for i in range(3)))
     pairs = (entries, rows // 2, 2, 2)  # float4 of two rows: the LSE of each, delta of each
     lse_delta = cupy.ndarray(pairs, np.float32, memory + places["lse_delta"])
     statistics = cupy.ndarray((entries, rows, 2), np.float32, memory + places["row_statistics"])
@@ -88,7 +91,7 @@ def rows_of(
 
 
 def gradient(
-    problem: Problem, sinks: Any, lse: Any, rows: Rows | Fp64Rows, empty: Callable[..., Any]
+    problem: Problem, sinks: Any, lse: Any, rows: Rows | KnownRows, empty: Callable[..., Any]
 ) -> Any:
     """Return the gradient of `sinks`, given the natural LSE and what is known of the rows.
 
@@ -97,7 +100,7 @@ def gradient(
     problem : Problem
     sinks, lse : cupy.ndarray
         Of the call.
-    rows : Rows or Fp64Rows
+    rows : Rows or KnownRows
         After the run of the plan.
     empty : callable
         ``empty(shape, dtype, like)`` returns memory for a result.
@@ -106,7 +109,7 @@ def gradient(
     view = attention_problem.batch_view(problem, sink[..., None], problem.q_len, 1)
     shape = math.prod(problem.batch), problem.q_len
     sink = attention_problem.view(cupy, sink, view).reshape(shape)
-    if isinstance(rows, Fp64Rows):
+    if isinstance(rows, KnownRows):
         weights = rows.factor * cupy.exp(sink - rows.shift)
         unseen = cupy.isneginf(sink) | (rows.shift == np.inf)
         terms = cupy.where(unseen, 0.0, -weights * rows.delta)

@@ -15,28 +15,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fa_cupy.core.arrays import Laid
 from fa_cupy.core.attention_problem import Problem, attention_problem
 from fa_cupy.keys.gathered import as_integers, zeros_behind
 from fa_cupy.keys.layout import KeyArrays
+from fa_cupy.keys.offsets import Offsets
 from fa_cupy.keys.sequences import shifted_band
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 class Folded(NamedTuple):
-    """What takes the place of a problem and its arrays.
+    """What takes the place of the arrays of a problem, all dense.
 
     Attributes
     ----------
-    problem : Problem
-        With `offsets`, of 4 axes, the first of them of size 1.
     inputs, results : tuple of array or None
         q, k, v, bias and mask; output and log-sum-exp, and the gradients of both.
     keys : KeyArrays
         The offsets.
     """
 
-    problem: Problem
     inputs: tuple[Any, ...]
     results: tuple[Any, ...]
     keys: KeyArrays
@@ -55,15 +54,37 @@ def can_fold(problem: Problem, qkv: Sequence[Array], sinks: Array | None) -> boo
     return of_heads and not of_pairs and all(x.shape[:-3] == shape for x in qkv)
 
 
+def folded_problem(
+    problem: Problem, qkv: Sequence[Array], sinks: Array | None
+) -> tuple[Problem, dict[str, Laid]]:
+    """Return an equal problem with offsets, and how its q, k, v and output lie.
+
+    It has 4 axes, the first of them of size 1. No array is made.
+    """
+    count = math.prod(problem.out_shape[:-3])
+    q, k, v = (Laid.dense((1, x.shape[-3], count * x.shape[-2], x.shape[-1]), x.dtype) for x in qkv)
+    alone = attention_problem(
+        q, k, v, None, None, scale=problem.scale, softcap=problem.softcap, sinks=sinks,
+        precision=problem.precision,
+    )  # fmt: skip
+    # Bounds that count from the end are those of one sequence of all queries and keys.
+    lower, upper = shifted_band(problem, alone.q_len, alone.k_len)
+    number = np.dtype(np.int64)
+    alone = replace(
+        alone, lower=lower, upper=upper, band_from_end=problem.band_from_end,
+        offsets=Offsets(2 * count, number, number),
+    )  # fmt: skip
+    return alone, {"q": q, "k": k, "v": v, "out": Laid.dense(alone.out_shape, alone.dtype)}
+
+
 def folded(
     xp: Any,
     problem: Problem,
     inputs: Sequence[Array | None],
     results: Sequence[Array | None],
-    sinks: Array | None,
     keys: KeyArrays,
 ) -> Folded:
-    """Return an equal call with offsets; sinks are the same.
+    """Return the arrays of `folded_problem`; sinks are the same.
 
     Parameters
     ----------
@@ -75,7 +96,6 @@ def folded(
         q, k, v, bias and mask; the last two are None.
     results : sequence of array or None
         Output and log-sum-exp, and the gradients of both.
-    sinks : array or None
     keys : KeyArrays
         The lengths, of `xp`. An entry whose length is out of range is a sequence whose offsets are.
     """
@@ -83,17 +103,10 @@ def folded(
     out, lse, dout, dlse = results
     lengths = xp.clip(keys.lengths, 0, problem.k_len)
     k, v = (zeros_behind(xp, x, lengths) for x in (k, v))
-    arrays = *(_folded(x, 3) for x in (q, k, v)), None, None
+    arrays = *(_folded(xp, x, 3) for x in (q, k, v)), None, None
+    rows = tuple(_folded(xp, x, own) for x, own in ((out, 3), (lse, 2), (dout, 3), (dlse, 2)))
     offsets = _offsets(xp, problem, keys.lengths)
-    alone = attention_problem(
-        *arrays, scale=problem.scale, softcap=problem.softcap, sinks=sinks,
-        precision=problem.precision, q_offsets=offsets[0], k_offsets=offsets[1],
-    )  # fmt: skip
-    # Bounds that count from the end are those of one sequence of all queries and keys.
-    lower, upper = shifted_band(problem, alone.q_len, alone.k_len)
-    alone = replace(alone, lower=lower, upper=upper, band_from_end=problem.band_from_end)
-    rows = _folded(out, 3), _folded(lse, 2), _folded(dout, 3), _folded(dlse, 2)
-    return Folded(alone, arrays, rows, KeyArrays(q_offsets=offsets[0], k_offsets=offsets[1]))
+    return Folded(arrays, rows, KeyArrays(q_offsets=offsets[0], k_offsets=offsets[1]))
 
 
 def unfold(x: Array, found: Array) -> None:
@@ -104,14 +117,18 @@ def unfold(x: Array, found: Array) -> None:
     as_integers(x)[...] = parts.transpose(*range(1, axes + 1), 0, axes + 1, axes + 2)
 
 
-def _folded(x: Array | None, own: int) -> Array | None:
+def _folded(xp: Any, x: Array | None, own: int) -> Array | None:
     """Return (1, heads, entries * length, ...) of an array whose last `own` axes are of entries."""
     if x is None:
         return None
     axes = x.ndim - own
     heads, length, *dims = x.shape[axes:]
     turned = as_integers(x).transpose(axes, *range(axes), *range(axes + 1, x.ndim))
-    return turned.reshape(1, heads, math.prod(x.shape[:axes]) * length, *dims).view(x.dtype)
+    return (
+        xp.ascontiguousarray(turned)
+        .reshape(1, heads, math.prod(x.shape[:axes]) * length, *dims)
+        .view(x.dtype)
+    )
 
 
 def _offsets(xp: Any, problem: Problem, lengths: Array) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from fa_cupy._bitmask import BitMask
 from fa_cupy.core import arrays as core_arrays
-from fa_cupy.core.attention_problem import BFLOAT16, Problem, batch_view
+from fa_cupy.core.attention_problem import BFLOAT16, Problem, View, batch_view
 from fa_cupy.keys import offsets
 from fa_cupy.keys.layout import KeyArrays, Pages
 
@@ -42,6 +42,19 @@ class Gathered(NamedTuple):
     v: Array
     mask: Array | None
     bad: Array | None
+
+
+def without_places(problem: Problem) -> Problem:
+    """Return what is known of an equal problem without key lengths, pages and offsets.
+
+    That is all but the elements of its mask, which hides keys. No array is made.
+    """
+    shape = *problem.batch, problem.q_len, problem.k_len
+    return replace(
+        problem, lower=None, upper=None, k_lengths=None, k_lengths_dtype=None, pages=None,
+        offsets=None, band_from_end=False,
+        mask=View(shape, (0,) * len(shape)) if problem.k_len else None,
+    )  # fmt: skip
 
 
 def gathered(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_cupy.core import broadcasting, checks
+from fa_cupy.core.arrays import Laid
 from fa_cupy.core.broadcasting import View
 
 DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -58,18 +59,6 @@ class KeyArrays(NamedTuple):
     table: Any = None
     q_offsets: Any = None
     k_offsets: Any = None
-
-
-class _Laid(NamedTuple):
-    """An array as its shape, strides and dtype say."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
 
 class KeyLayout:
@@ -164,7 +153,7 @@ def _over_entries(
     """Return the view (*batch, cols) of an array of shape (*entries, cols), or (*entries,)."""
     between = len(entries) and 1  # the heads, if there are axes before them
     strides = (*array.strides, *[array.dtype.itemsize] * (len(entries) + 1 - array.ndim))
-    laid = _Laid(
+    laid = Laid(
         (*entries, *[1] * between, 1, cols), (*strides[:-1], *[0] * between, 0, strides[-1]),
         array.dtype,
     )  # fmt: skip
@@ -193,12 +182,12 @@ def _page_size(name: str, args: Sequence[str], k: Any, v: Any, table: Any) -> in
     return int(size)
 
 
-def _as_rows(pages: Any, axes: int, per_sequence: int) -> _Laid:
+def _as_rows(pages: Any, axes: int, per_sequence: int) -> Laid:
     """Return the layout of pages as that of rows, valid in a page; of `axes` axes, 3 or 4."""
     _, heads, size, dim = pages.shape
     first = (1,) if axes >= 4 else ()  # heads are grouped in arrays of 4 axes only
     shape = (*first, heads, per_sequence * size, dim)
-    return _Laid(shape, (*[0] * len(first), *pages.strides[1:]), pages.dtype)
+    return Laid(shape, (*[0] * len(first), *pages.strides[1:]), pages.dtype)
 
 
 def separated(

@@ -315,6 +315,8 @@ def gradients_of(
 GRADIENTS = {
     "float16": {"shape": (2, 4, 600, 64)},
     "bfloat16, causal, dlse": {"dtype": BFLOAT16, "is_causal": True, "dlse": True},
+    "float32, causal, dlse": {"dtype": SINGLE, "is_causal": True, "dlse": True},
+    "float32, sinks": {"dtype": SINGLE, "sinks": ((4, 1), SINGLE), "layouts": {"k": "strided"}},
     "head_dim 128": {"shape": (2, 2, 200, 128)},
     "head_dim 256": {"shape": (2, 2, 200, 256)},
     **{f"k {layout}": {"layouts": {"k": layout}} for layout in STRANGE},
@@ -639,7 +641,6 @@ def refused_calls():
     points = [uniform((40, 2), seed, SINGLE) for seed in range(3)]
     score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
-        "attention, tf32": lambda: fa_cupy.attention(x, x, x, precision="tf32"),
         "attention, few queries of float64": lambda: fa_cupy.attention(few, states, states),
         "attention, head_dim 320": lambda: fa_cupy.attention(wide, wide, wide),
         "attention, few queries of float64 and a score": lambda: fa_cupy.attention(
@@ -648,7 +649,9 @@ def refused_calls():
         "attention_backward of a score's array": lambda: fa_cupy.attention_backward(
             half, half, half, half, half, rows, score=score, need=["score.x"]
         ),
-        "attention_backward, float32": lambda: fa_cupy.attention_backward(x, x, x, x, x, rows),
+        "attention_backward, float32 of head_dim 160": lambda: fa_cupy.attention_backward(
+            *[uniform((2, 40, 160), 0, SINGLE)] * 5, rows
+        ),
         "causal_product, float64": lambda: fa_cupy.causal_product(states, states, states),
         "causal_product_backward, float64": lambda: fa_cupy.causal_product_backward(*[states] * 4),
         "linear_attention, float64": lambda: fa_cupy.linear_attention(states, states, states),
@@ -670,8 +673,9 @@ def refused_calls():
 
 
 REFUSED = (
-    "attention, tf32", "attention, few queries of float64", "attention, head_dim 320",
-    "attention_backward, float32", "causal_product, float64", "causal_product_backward, float64",
+    "attention, few queries of float64", "attention, head_dim 320",
+    "attention_backward, float32 of head_dim 160", "causal_product, float64",
+    "causal_product_backward, float64",
     "linear_attention, float64", "linear_attention, all keys",
     "linear_attention_backward, float64", "kernel_regression", "kernel_regression_backward",
     "non_local_means", "prefix_state", "prefix_state, q", "BitMask",

@@ -179,7 +179,7 @@ def test_gradients_of_the_definition(host, cupy, launcher):
 @pytest.mark.parametrize("target", SHARED_LIMIT)
 def test_select(target):
     for masked in (False, True):
-        assert rows_sm80("float32", 64, 64, masked, target) == ()
+        assert rows_sm80("float32", 129, 64, masked, target) == ()
         assert rows_sm80("float16", 257, 64, masked, target) == ()
         for dim in range(8, 264, 8):
             rows = rows_sm80("bfloat16", 8, dim, masked, target)

@@ -6,8 +6,16 @@ import pytest
 from fa_cupy.core import attention_problem
 from fa_cupy.gpu.kernels.attention import attention_params
 from fa_cupy.gpu.kernels.attention.attention_params import POINTERS, MaskPointers, Traits
+from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32_sm90, split_kv
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FWD_SM90_PARAMS
-from fa_cupy.gpu.kernels.forward import VARIANTS, for_any_layout, make_plan, reachable
+from fa_cupy.gpu.kernels.forward import (
+    VARIANTS,
+    Call,
+    for_any_layout,
+    make_plan,
+    reachable,
+    select,
+)
 from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.core.test_checks import NO_OPTIONS
 from tests.support.noting_launcher import WORKSPACE, NotingLauncher
@@ -190,9 +198,161 @@ def test_packed_float32_has_a_kernel(launcher):
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "tf32"}, {"k_lengths": np.array(7)}, {"dim": 264}, {"target": "sm_75"}],
+    [{"k_lengths": np.array(7)}, {"dim": 264}, {"target": "sm_75"}],
     ids=str,
 )
 def test_what_the_kernel_of_float32_does_not_take(options):
     target = options.pop("target", "sm_90a")
     assert for_any_layout(single(**options).problem, target) is None
+
+
+# --------------------------------------------------------------- keys of float32 that are split
+def long_single(batches=((2,), (2,), (2,)), lengths=(600, 300), dims=(64, 64), **options):
+    """The traits of a problem of float32 whose arrays have these batch axes."""
+    (q_len, k_len), (dim, v_dim) = lengths, dims
+    shapes = (q_len, dim), (k_len, dim), (k_len, v_dim)
+    q, k, v = (
+        np.zeros((*batch, *shape), np.float32) for batch, shape in zip(batches, shapes, strict=True)
+    )
+    mask = np.ones((q_len, k_len), bool) if options.pop("masked", False) else None
+    problem = attention_problem.attention_problem(q, k, v, None, mask, **NO_OPTIONS | options)
+    out = np.zeros(problem.out_shape, np.float32)
+    return Traits(problem, attention_problem.out_view(problem, out.shape, out.strides))
+
+
+@pytest.mark.parametrize(
+    ("batches", "q_len", "splits"),
+    [
+        (((2,), (2,), (2,)), 511, False),
+        (((2,), (2,), (2,)), 512, True),
+        (((3, 4), (3, 1), (3, 1)), 128, True),  # heads share keys
+        (((3, 4), (3, 1), (3, 1)), 127, False),
+        (((3, 4), (3, 2), (3, 2)), 256, True),  # pairs of heads do
+        (((3, 4), (3, 1), (3, 4)), 511, False),  # but not values
+        (((4, 4), (4, 1), (1, 4)), 511, False),
+        (((512,), (), ()), 1, True),
+        (((2, 1, 2, 1, 2), (2, 1, 2, 1, 2), (2, 1, 2, 1, 2)), 512, True),
+    ],
+)
+def test_keys_are_split_where_enough_queries_share_them(launcher, batches, q_len, splits):
+    traits = long_single(batches, (q_len, 300))
+    assert fwd_fp32_sm90.supports(traits) == splits
+    sources = [step.variant.source for step in make_plan(traits, launcher).steps]
+    one = ["attention/split_kv", "attention/fwd_fp32_sm90"]
+    assert sources == (one if splits else ["attention/fwd_fp32"])
+
+
+def test_keys_of_many_batch_axes_are_not_split():
+    """The launches of such a problem would each need tiles of their own."""
+    axes = attention_params.MAX_BATCH_AXES + 1
+    batches = [[2 if i % 2 == of else 1 for i in range(axes)] for of in (0, 1, 1)]
+    traits = long_single(((2,) * axes, *batches[1:]), (600, 10))
+    assert len(traits.sizes) == axes
+    assert not fwd_fp32_sm90.supports(traits)
+
+
+def test_as_many_tiles_as_a_launch_takes(monkeypatch):
+    traits = long_single(((5,), (5,), (5,)), (600, 700))
+    monkeypatch.setattr(fwd_fp32_sm90, "MAX_GRID", 2 * 5 * 11)
+    assert fwd_fp32_sm90.supports(traits)
+    monkeypatch.setattr(fwd_fp32_sm90, "MAX_GRID", 2 * 5 * 11 - 1)
+    assert not fwd_fp32_sm90.supports(traits)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize(("dims", "dim"), [((20, 64), 64), ((65, 1), 128), ((128, 129), 256)])
+def test_the_row_that_splits_keys(launcher, dims, dim, precision, masked):
+    traits = long_single(dims=dims, precision=precision, masked=masked, softcap=2.0)
+    first, last = (step.variant for step in make_plan(traits, launcher).steps)
+    assert (last.dim, last.sparse, last.parts) == (dim, masked, 2 if precision is None else 1)
+    assert last.score == ScoreMod(softcap=True)
+    assert (first.dim, first.tile_n, first.parts) == (dim, last.tile_n, last.parts)
+    call = Call(None, True, masked, True, precision is not None)
+    assert select("float32", *dims, "sm_90a", call) == last.for_score(None)
+    for target in ("sm_80", "sm_120"):
+        assert select("float32", *dims, target, call).source == "attention/fwd_fp32"
+
+
+def test_tiles_of_keys_go_from_one_launch_to_the_next(launcher):
+    """Entries along axes of which keys or values have one only are split once."""
+    traits = long_single(((3, 2), (3, 1), (1, 2)), (600, 300), (64, 60))
+    plan = make_plan(traits, launcher)
+    bytes_of_tile = split_kv.tile_bytes(128, 64, 2)
+    assert bytes_of_tile == 4 * 128 * 64 + 4 * 128 + 16
+    k_bytes, v_bytes = 3 * 3 * bytes_of_tile, 2 * 3 * bytes_of_tile
+    v_tiles = WORKSPACE + -(-k_bytes // 256) * 256
+    plan.run(PLACES)
+    assert launcher.taken == [plan.workspace_bytes]
+    assert plan.workspace_bytes >= v_tiles - WORKSPACE + v_bytes
+    (first, split), (last, values) = launcher.launched
+    assert first.grid == 3 * 3 + 2 * 3
+    assert last.grid == 6 * 5
+    s, p = split[0], values[0]
+    assert (s["rows"], s["tiles"], s["aligned"]) == (300, 3, 1)
+    k, v = s["array"]
+    assert (k["from"], k["to"], k["blocks"], k["row"], k["cols"]) == (
+        PLACES[1], WORKSPACE, 9, 64, 64,
+    )  # fmt: skip
+    assert (v["from"], v["to"], v["blocks"], v["row"], v["cols"]) == (
+        PLACES[2], v_tiles, 6, 60, 60,
+    )  # fmt: skip
+    assert k["size"][:2].tolist() == [3, 1]
+    assert v["size"][:2].tolist() == [1, 2]
+    assert k["batch"][:2].tolist() == [300 * 64, 0]
+    assert v["batch"][:2].tolist() == [0, 300 * 60]
+    assert (p["k"], p["v"]) == (WORKSPACE, v_tiles)
+    assert p["k_batch"][:2].tolist() == [3, 0]
+    assert p["v_batch"][:2].tolist() == [0, 3]
+    assert (p["common"]["q"], p["common"]["out"]) == (PLACES[0], PLACES[4])
+    assert p["common"]["lse"] == PLACES[5]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 4])
+def test_each_launch_knows_whether_its_arrays_are_aligned(launcher, which):
+    plan = make_plan(long_single(), launcher)
+    places = list(PLACES)
+    places[which] += 4
+    plan.run(tuple(places))
+    (_, split), (_, values) = launcher.launched
+    assert split["aligned"][0] == (which not in (1, 2))
+    assert values["common"]["aligned"][0] == (which in (1, 2))
+
+
+def test_rows_that_are_never_aligned(launcher):
+    plan = make_plan(long_single(dims=(64, 62)), launcher)
+    plan.run(PLACES)
+    (_, split), (_, values) = launcher.launched
+    assert not split["aligned"][0]
+    assert not values["common"]["aligned"][0]
+
+
+def test_packed_sequences_whose_keys_are_split(launcher):
+    offsets = np.array([0, 10, 600], np.int32)
+    traits = long_single(q_offsets=offsets, k_offsets=np.array([0, 9, 300]))
+    plan = make_plan(traits, launcher)
+    assert [step.variant.source for step in plan.steps] == [
+        "attention/split_kv", "attention/row_intervals", "attention/fwd_fp32_sm90",
+    ]  # fmt: skip
+    assert plan.steps[-1].variant.packed
+    assert not plan.steps[0].variant.packed
+    plan.run((*PLACES, 0x60000, 0x70000))
+    (_, split), (_, intervals), (_, values) = launcher.launched
+    assert values[0]["k"] == split[0]["array"][0]["to"]
+    written = {int(intervals[0][name]) for name in ("keys_of_row", "order")}
+    assert written <= {*values[0]["common"]["mask"].item()} - {0}
+
+
+def test_a_mask_reaches_the_launch_that_reads_split_keys(launcher):
+    make_plan(long_single(masked=True), launcher).run((*PLACES, *MASK))
+    (step, values) = launcher.launched[-1]
+    assert step.grid == 2 * 5
+    assert values[0]["common"]["mask"].item() == MASK
+
+
+def test_no_keys_at_all(launcher):
+    """There is nothing to split, and a launch without a block would be an error."""
+    plan = make_plan(long_single(lengths=(600, 0)), launcher)
+    plan.run(PLACES)
+    ((step, _),) = launcher.launched
+    assert step.grid == 2 * 5

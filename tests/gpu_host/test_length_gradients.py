@@ -125,6 +125,26 @@ def test_those_of_float64_too(host, cupy, launcher):
     assert launcher.ran == ["row_intervals", "bwd_dq_fp64", "bwd_dkdv_fp64"]
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [("float16", 60), ("float64", 264)])
+def test_without_a_kernel_nothing_is_folded(host, cupy, launcher, monkeypatch, dtype, dim):
+    """A mask of the same call takes the gradients to products of cuBLAS."""
+    copied = []
+    monkeypatch.setattr(host, "folded", lambda *given: copied.append("folded") or 1 / 0)
+    monkeypatch.setattr(
+        host, "gathered_gradients", lambda *given: copied.append("gathered") or (None,) * 3
+    )
+    monkeypatch.setattr(host, "backward", lambda *given: "products")
+    q, k, dout = (owned(np.zeros((2, 2, n, dim), dtype)) for n in (20, 30, 20))
+    lengths = owned(np.array([30, 7]))
+    problem = attention_problem.attention_problem(q, k, k, None, None, k_lengths=lengths, **CAUSAL)
+    results = dout, owned(np.zeros((2, 2, 20))), dout, None
+    found = host._with_lengths(
+        problem, (q, k, k, None, None), results, ("q", "k", "v"), None, None, None,
+        KeyArrays(lengths), None,
+    )  # fmt: skip
+    assert (found, copied) == ("products", ["gathered"])
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize("band", [{}, CAUSAL], ids=str)
 def test_the_gradient_of_sinks(host, cupy, band):

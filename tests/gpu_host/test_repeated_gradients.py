@@ -135,6 +135,24 @@ def test_arrays_that_kernels_cannot_read_are_copied(device, which):
     assert known() == before
 
 
+@pytest.mark.parametrize("which", range(6))
+def test_kernels_of_float64_read_any_address(device, monkeypatch, which):
+    """That is one of a whole element."""
+    double = np.dtype(np.float64)
+    given = [*(array(2, 200, 64, dtype=double) for _ in range(5)), array(2, 200, dtype=double)]
+    fa_cupy.attention_backward(*given)
+    shape = given[which].shape
+    given[which] = array(given[which].size + 1, dtype=double)[1:].reshape(*shape)
+    asked = plans_made(monkeypatch)
+    _, names = kernels(fa_cupy.attention_backward, *given)
+    assert names == ["attention_bwd_dq_fp64", "attention_bwd_dkdv_fp64"]
+    assert not asked
+    bits = array(8 * given[which].size + 8, dtype=np.dtype(np.int8))
+    given[which] = bits[4:-4].view(double).reshape(*shape)
+    with pytest.raises(ValueError, match="multiples of its item size 8"):
+        fa_cupy.attention_backward(*given)
+
+
 def test_a_call_that_needs_copies_is_looked_at_once(device, monkeypatch):
     given = arrays()
     given[5] = array(2, 400, dtype=SINGLE)[:, ::2]

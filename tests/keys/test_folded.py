@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fa_cupy.core.arrays import empty_laid_out
 from fa_cupy.core.attention_problem import gradient_problem
 from fa_cupy.cpu import attention_backward as cpu_backward
-from fa_cupy.keys.folded import can_fold, folded, unfold
+from fa_cupy.keys.folded import can_fold, folded, folded_problem, unfold
 from fa_cupy.keys.gathered import unpacked_gradients
 from fa_cupy.keys.layout import KeyArrays
 from tests.api.test_key_lengths import BANDS
@@ -32,10 +32,14 @@ def solve_gradients(dout, dlse, q, k, v, *, sinks=None, k_lengths, **options):
     results = *solve(*inputs, **options), dout, dlse
     problem = problem_of(inputs, results, **options)
     assert can_fold(problem, inputs[:3], sinks)
-    call = folded(np, problem, inputs, results, sinks, keys)
+    alone, laid = folded_problem(problem, inputs[:3], sinks)
+    call = folded(np, problem, inputs, results, keys)
+    for name, x in zip(laid, (*call.inputs[:3], call.results[0]), strict=True):
+        assert (laid[name].shape, laid[name].dtype) == (x.shape, x.dtype)
+        assert x.flags.c_contiguous
     assert all(np.isfinite(x.astype(float)).all() for x in call.inputs[1:3])
     need = ("q", "k", "v") if sinks is None else ("q", "k", "v", "sinks")
-    alone, mask, clean = unpacked_gradients(np, call.problem, None, call.results, sinks, call.keys)
+    alone, mask, clean = unpacked_gradients(np, alone, None, call.results, sinks, call.keys)
     parts = cpu_backward.backward(alone, (*call.inputs[:4], mask), clean, need, empty, sinks)
     found = {name: parts[name] for name in need[3:]}
     for name, of in zip("qkv", inputs, strict=False):

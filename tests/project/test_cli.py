@@ -143,6 +143,19 @@ def test_info_knows_what_tensor_maps_cannot_walk(capsys):
             ["--dtype", "float64", "--shape", "1,2,9,64", "--target", "sm_90a"],
             "sm_90a: tiled CuPy",
         ),
+        (["--dtype", "float64", "--v-dim", "256", "--target", "sm_90a"], "sm_90a: tiled CuPy"),
+        (
+            ["--dtype", "float64", "--v-dim", "256", "--target", "sm_90a"],
+            "a mask or another option: attention_fwd_fp64-float64-d256",
+        ),
+        (
+            ["--dtype", "float64", "--v-dim", "256", "--target", "sm_90a"],
+            "a mask or a score: attention_bwd_dkdv_fp64-float64-d256",
+        ),
+        (
+            ["--dtype", "float64", "--v-dim", "256", "--causal", "--target", "sm_90a"],
+            "sm_90a: attention_fwd_fp64-float64-d256",
+        ),
         (["--v-dim", "300", "--target", "sm_80"], "sm_80: tiled CuPy"),
         (["--causal"], "causal: 0.275 TFLOP"),
         ([], "causal_product: chunked, 1 segments a sequence"),
@@ -279,7 +292,7 @@ def test_warmup_compiles_what_calls_can_get():
         assert {row.dtype for row in rows} == {"float16", "bfloat16", "float32", "float64"}
         assert {row.dim for row in rows} == {64, 128, 256}
         assert all(target in row.targets for row in rows)
-        assert len({row.source for row in rows}) == (4 if target == "sm_90a" else 3)
+        assert len({row.source for row in rows}) == (6 if target == "sm_90a" else 3)
 
 
 @pytest.mark.parametrize("target", SHARED_LIMIT)
@@ -301,11 +314,12 @@ def test_warmup_compiles_what_few_queries_can_get(target):
 
 
 def test_warmup_compiles_what_gradients_can_get():
-    """Those of float64 in dims of any size."""
+    """Those of float32 and float64 in dims of any size."""
     every = attention_backward.VARIANTS
     for target in ("sm_80", "sm_90a", "sm_120"):
         rows = serving_backward(target, {"float16", "bfloat16", "float32"}, {64, 100, 200, 300})
-        calls = product(("float16", "bfloat16"), (64, 200), (False, True))
+        calls = [*product(("float16", "bfloat16"), (64, 200), (False, True))]
+        calls += product(("float32",), (64, 100), (False, True))
         chains = [
             attention_backward.select(Wanted(dtype, dim, masked, mapped), target)
             for dtype, dim, masked in calls
@@ -316,7 +330,7 @@ def test_warmup_compiles_what_gradients_can_get():
         assert all(target in row.targets for row in rows)
     dims = {row.dim for row in every}
     # Others are for a bias.
-    plain = [row for row in every if row.score is None and row.dtype != "float64"]
+    plain = [row for row in every if row.score is None and row.dtype in ("float16", "bfloat16")]
     assert serving_backward("sm_90a", {"float16", "bfloat16"}, dims) == [*plain, *MASKS]
     rows = serving_backward("sm_80", {"float64"}, {33, 300})
     of_33 = [attention_backward.select(Wanted("float64", 33, x), "sm_80") for x in (False, True)]

@@ -431,11 +431,12 @@ def test_machine_code_is_held_against_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(sass, "TABLE", save(tmp_path / "sass.json", (ROOT / TABLE).read_text()))
     monkeypatch.setattr(sass, "version", lambda: "13.0.88")
     _, rows = sass.read(sass.TABLE)
-    changed = {**rows, ROWS[0].name: {"sm_80": {"code": "0", "registers": 1, "spilled": 0}}}
+    row = next(row for row in ROWS if "sm_80" in row.targets)
+    changed = {**rows, row.name: {"sm_80": {"code": "0", "registers": 1, "spilled": 0}}}
     monkeypatch.setattr(sass, "compiled_rows", lambda chosen: changed)
     found = receipt.machine_code()
     assert found["compared"]
-    assert f"changed  {ROWS[0].name} sm_80" in found["changes"][0]
+    assert f"changed  {row.name} sm_80" in found["changes"][0]
     monkeypatch.setattr(sass, "version", lambda: "12.0.1")
     assert not receipt.machine_code()["compared"]
 
@@ -576,6 +577,18 @@ def test_plugin_records_a_run_that_is_cut(tmp_path):
     assert said.startswith("==== checks/test_gpu.py::test_bad")
     assert "assert 0" in said
     assert (tmp_path / "tests.running.txt").read_text() == "checks/test_gpu.py::test_end"
+
+
+@pytest.mark.parametrize("options", only([[], IN_TWO_PROCESSES], IN_TWO_PROCESSES), ids=" ".join)
+def test_plugin_records_what_cannot_be_collected(tmp_path, options):
+    save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")
+    save(tmp_path / "checks/test_gpu.py", "import no_such_module\n")
+    record = recorded(tmp_path, options)
+    assert record["failed"] == ["checks/test_gpu.py (collection)"]
+    said = (tmp_path / "tests.failures.txt").read_text()
+    assert said.startswith("==== checks/test_gpu.py (collection)\n")
+    assert said.count("==== ") == 1
+    assert "No module named 'no_such_module'" in said
 
 
 @pytest.mark.long

@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import attention, reference
+from fa_cupy.core import attention_problem
+from fa_cupy.gpu.kernels import forward
+from fa_cupy.gpu.kernels.attention.attention_params import Traits
+from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32_sm90
 from tests.support import keyed_cases, products
 from tests.support.every_run import examples
+from tests.support.noting_launcher import NotingLauncher
 from validation import __main__ as command
 from validation import (
     accuracy,
@@ -361,6 +366,25 @@ def test_the_reduced_set_is_made_of_valid_calls(dim, kind):
         count += 1
     assert count == 13
     assert states == ({0, 1, 2} if "mask" in arrays else set())
+
+
+@pytest.mark.parametrize("row", fwd_fp32_sm90.VARIANTS, ids=lambda row: row.name)
+def test_the_reduced_set_gets_each_row_whose_keys_are_split(row, monkeypatch):
+    """Also with few queries; calls that no row of its kernel takes go to one of another kernel."""
+    monkeypatch.setattr(forward, "ROWS", (row, *attention_calls.rows_beside(row)))
+    forward.select.cache_clear()
+    precision = "tf32" if row.parts == 1 else None
+    with attention_calls.split_keys(True):
+        for q_len, k_len in ((150, 193), (1, 1), (64, 0)):
+            q, k = np.zeros((q_len, row.dim), np.float32), np.zeros((k_len, row.dim), np.float32)
+            mask = np.ones((q_len, k_len), bool) if row.sparse else None
+            problem = attention_problem.attention_problem(q, k, k, None, mask, precision=precision)
+            assert forward.for_any_layout(problem, "sm_90a").source == "attention/fwd_fp32"
+            traits = Traits(problem, attention_problem.out_view(problem, q.shape, q.strides))
+            steps = forward.make_plan(traits, NotingLauncher()).steps
+            found = {step.variant for step in steps}
+            assert k_len == 0 or found == attention_calls.with_splits(row)
+    forward.select.cache_clear()
 
 
 NCU = """==PROF== Connected to process 1

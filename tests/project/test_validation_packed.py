@@ -300,8 +300,8 @@ def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
     monkeypatch.setattr(packed_calls, "run_products", lambda row: made.append(row) or 12)
     calls = sum(packed_calls.run(TARGET, share, 3) for share in range(3))
     rows = packed_calls.product_rows(TARGET)
-    assert calls == 10 * 23 + 12 * len(rows)
-    assert len({*made}) == len(made) == 23 + len(rows)
+    assert calls == 10 * 29 + 12 * len(rows)
+    assert len({*made}) == len(made) == 29 + len(rows)
     assert {dim for kind, dim, _ in (x for x in made if isinstance(x, tuple))} >= {64, 96, 256}
 
 
@@ -312,7 +312,14 @@ def test_attention_must_reach_its_builds():
             assert any(row.entry == f"attention_fwd_{kernels}" for row in found)
             assert any(row.entry.endswith(f"_{kernels}") and "bwd" in row.entry for row in found)
             assert all(row.packed or row.entry == "attention_row_intervals" for row in found)
-    for kernels in ("fp32", "fp64"):
-        entries = {row.entry for row in packed_calls.rows_of(kernels, 96, TARGET)}
-        names = ["fwd_fp32"] if kernels == "fp32" else ["fwd_fp64", "bwd_dq_fp64", "bwd_dkdv_fp64"]
-        assert entries == {f"attention_{name}" for name in ("row_intervals", *names)}
+    gradients = [f"bwd_{stem}_fp32" for stem in ("preprocess", "dq", "dkdv")]
+    wide = {
+        "fp32": ["fwd_fp32", *gradients],
+        "split": ["split_kv", "fwd_fp32_sm90", *gradients],
+        "tf32": ["split_kv", "fwd_fp32_sm90", *gradients],
+        "fp64": ["fwd_fp64", "bwd_dq_fp64", "bwd_dkdv_fp64"],
+    }
+    for kernels, names in wide.items():
+        found = packed_calls.rows_of(kernels, 96, TARGET)
+        assert {row.entry for row in found} == {f"attention_{x}" for x in ("row_intervals", *names)}
+        assert {getattr(row, "parts", 2) for row in found} == ({2, 1} if kernels == "tf32" else {2})

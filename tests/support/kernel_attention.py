@@ -28,6 +28,11 @@ BANDS = [
 ]
 
 
+def unit_of(row):
+    """What an output of a row may be off by, of the largest value: rows may round float32."""
+    return UNITS["float16" if getattr(row, "parts", 2) == 1 else row.dtype]
+
+
 def draw(*shape, dtype, seed=0, scale=1.0):
     """Random normal values."""
     values = np.random.default_rng(seed).standard_normal(shape)
@@ -65,10 +70,10 @@ def check(row, q, k, v, mask=None, bias=None, bits=None, seed=0, order=None, by_
     want, want_lse = reference.attention(q, k, v, bias, mask, **options)
     largest = np.abs(np.nan_to_num(v.astype(np.float64), posinf=0, neginf=0)).max(initial=1)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    np.testing.assert_allclose(
-        out.astype(np.float64), want, rtol=0, atol=UNITS[row.dtype] * largest
-    )
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+    unit = unit_of(row)
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=unit * largest)
+    off = 1e-4 if getattr(row, "parts", 2) == 2 else 1e-2
+    np.testing.assert_allclose(lse, want_lse, rtol=off, atol=off)
     return out, lse
 
 

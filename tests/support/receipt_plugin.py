@@ -61,8 +61,10 @@ class Recorder:
         return report
 
     def pytest_collectreport(self, report):
-        if report.failed:
-            self.failed.add(f"{report.nodeid} (collection)")
+        name = f"{report.nodeid} (collection)"
+        if report.failed and name not in self.failed:  # each process collects
+            self._write_failure(name, report)
+            self.failed.add(name)
         elif report.skipped:
             self.skipped[report.nodeid] = str(report.longrepr[2])
 
@@ -76,8 +78,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            said = f"==== {report.nodeid}, {report.duration:.0f} s\n{report.longreprtext}\n"
-            self._write_beside("failures", said, "a")
+            self._write_failure(f"{report.nodeid}, {report.duration:.0f} s", report)
             self.failed.add(report.nodeid + ("" if report.when == "call" else f" ({report.when})"))
         elif report.skipped:
             why = getattr(report, "wasxfail", None)
@@ -104,6 +105,10 @@ class Recorder:
             (self.config.rootpath / folder).resolve() for folder in self.config.getini("testpaths")
         }
         self.write(whole and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
+
+    def _write_failure(self, title, report):
+        """Add what a report says."""
+        self._write_beside("failures", f"==== {title}\n{report.longreprtext}\n", "a")
 
     def _write_beside(self, name, text, mode="w"):
         """Write a text file beside the record, in the process that writes that."""

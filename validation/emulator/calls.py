@@ -19,7 +19,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm80 import BwdDbiasSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm90 import BwdDbiasSm90
-from fa_cupy.gpu.kernels.attention.full_precision.backward_fp64 import BackwardFp64
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import BackwardRows
 from fa_cupy.gpu.kernels.attention.pairs import (
     fwd_pairs,
     gradients_plan,
@@ -303,7 +303,7 @@ def attention_backward(
     # As k and v are seen, so are dk and dv.
     like = attention_problem.attention_problem(q, dk, dv, bias, mask, **options)
     traits = backward.Traits(problem, backward.Gradients(*queries, like.k, like.v, of_bias))
-    plain = any(isinstance(row, BwdDqSm80 | BackwardFp64) for row in rows)
+    plain = any(isinstance(row, BwdDqSm80 | BackwardRows) for row in rows)
     assert traits.wanted.strided if plain else traits.wanted.mapped
     launcher = EmulatorLauncher(seed, truncating, sources, blocks, together)
     made = backward_launches.make_plan(traits, launcher, variants=rows)

@@ -40,6 +40,7 @@ struct alignas(16) double2 {
 };
 inline double2 make_double2(double x, double y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fmul_rn(float x, float y) { return x * y; }
@@ -91,6 +92,10 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
     const unsigned other = __shfl_xor_sync(mask, x, step);
     x = x < other ? other : x;
   }
+  return x;
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned x) {
+  for (int step = 16; step > 0; step /= 2) x |= __shfl_xor_sync(mask, x, step);
   return x;
 }
 inline void __syncwarp() { machine::sync_warp(); }

@@ -56,10 +56,7 @@ def backward(
     score : Operands or None
         The score expression, if `problem` has one.
     """
-    what = attention.described(problem)
-    if any(name.startswith("score.") for name in need):
-        what = "the gradient of an array of a score"
-    workspace.refuse_products("attention_backward", what)
+    refuse(problem, need)
     dtype = attention_problem.sum_dtype(problem.dtype)
     grads = gradients.gradients(cupy, problem, inputs, need, dtype, empty, sinks, score)
     # 16-bit inputs are exact in TF32, and weights rounded to it lose no more than to float16.
@@ -97,6 +94,14 @@ def backward(
         for x in stacks:
             attention_backward.add_to_sinks(steps, x)
     return gradients.finished(steps, need, grads, empty, score)
+
+
+def refuse(problem: attention_problem.Problem, need: tuple[str, ...]) -> None:
+    """Raise, before anything is launched, if the stream is captured: products cannot be."""
+    what = attention.described(problem)
+    if any(name.startswith("score.") for name in need):
+        what = "the gradient of an array of a score"
+    workspace.refuse_products("attention_backward", what)
 
 
 def _tile_score(score: ScoreOperands, dtype: np.dtype[Any], b: Any, h: Any) -> TileScore:

@@ -7,7 +7,8 @@ which ``bwd_convert_dq`` scales and rounds; or ``bwd_dkdv_sm90`` computes dK and
 kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` computes rows again whose
 sums were not finite. Last, ``bwd_dbias_sm90`` or ``bwd_dbias_sm80`` computes the gradient of the
 bias where it is wanted. In float64 there are ``bwd_dq_fp64``, which also finds what is known of
-each query, and ``bwd_dkdv_fp64``.
+each query, and ``bwd_dkdv_fp64``; in float32 ``bwd_preprocess_fp32``, which splits rows and says
+what is known of them, ``bwd_dq_fp32`` and ``bwd_dkdv_fp32``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_sm90,
 )
 from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80, bwd_dbias_sm90
-from fa_cupy.gpu.kernels.attention.full_precision import bwd_dkdv_fp64, bwd_dq_fp64
+from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
+    bwd_dkdv_fp32,
+    bwd_dkdv_fp64,
+    bwd_dq_fp32,
+    bwd_dq_fp64,
+    bwd_preprocess_fp32,
+)
 from fa_cupy.gpu.kernels.attention.row_intervals import OFFSETS, Intervals, intervals
 from fa_cupy.gpu.kernels.backward import PADDED, BackwardVariant, Launches, Traits, Wanted
 from fa_cupy.gpu.kernels.mask.mask_table import TABLE_ARRAYS
-from fa_cupy.gpu.kernels.score import score_pointers, takes_scale
+from fa_cupy.gpu.kernels.score import score_pointers
 
 #: The arrays that a plan is given addresses of, in that order; `TABLE_ARRAYS` follow with a mask,
 #: `OFFSETS` with packed sequences.
@@ -52,7 +59,15 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dbias_sm90.VARIANTS,
     *bwd_dq_fp64.VARIANTS,
     *bwd_dkdv_fp64.VARIANTS,
+    *bwd_preprocess_fp32.VARIANTS,
+    *bwd_dq_fp32.VARIANTS,
+    *bwd_dkdv_fp32.VARIANTS,
 )
+#: The kernels of dtypes that have the same ones everywhere, in the order of their launches.
+_OF_DTYPE: Mapping[str, tuple[Sequence[BackwardVariant], ...]] = {
+    "float64": (bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS),
+    "float32": (bwd_preprocess_fp32.VARIANTS, bwd_dq_fp32.VARIANTS, bwd_dkdv_fp32.VARIANTS),
+}
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
 
@@ -73,7 +88,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
         that no kernel can walk, packed sequences with a mask or with scores of positions. Of
-        float64 also gradients of a bias, and dims above 128 without 227 KB of shared memory.
+        float32 and float64 also gradients of a bias, and dims above 128 in float32, or without
+        227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
@@ -88,12 +104,14 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         first = itertools.islice(fits, 1)  # rows of smaller dims come first
         return (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
 
-    if wanted.dtype == "float64":
+    if (kernels := _OF_DTYPE.get(wanted.dtype)) is not None:
         if wanted.dbias or not wanted.strided:
             return ()
-        both = bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS
-        picked = tuple(row for rows in both for row in pick(rows, wanted.masked))
-        return picked if len(picked) == len(both) else ()
+        prepares = kernels[0] is bwd_preprocess_fp32.VARIANTS  # whose rows take any mask
+        masked = [wanted.masked and not (prepares and i == 0) for i in range(len(kernels))]
+        each = zip(kernels, masked, strict=True)
+        picked = tuple(row for rows, sparse in each for row in pick(rows, sparse))
+        return picked if len(picked) == len(kernels) else ()
     main: list[BackwardVariant] = []
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
@@ -134,8 +152,7 @@ def make_plan(
     variants : sequence of BackwardVariant, optional
         Kernels in place of those that `select` picks.
     """
-    if not variants and takes_scale(traits.problem):
-        variants = select(traits.wanted, launcher.target)
+    variants = variants or select(traits.wanted, launcher.target)
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)

@@ -25,7 +25,13 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
 )
 from fa_cupy.gpu.kernels.attention.row_intervals import supports
 from fa_cupy.gpu.kernels.mask.mask_table import MASK_TABLE, table_arrays, table_of
-from fa_cupy.gpu.kernels.score import ScoreMod, fill_score, score_mod_of, score_pointers
+from fa_cupy.gpu.kernels.score import (
+    ScoreMod,
+    fill_score,
+    score_mod_of,
+    score_pointers,
+    takes_scale,
+)
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,
@@ -36,13 +42,14 @@ from fa_cupy.gpu.kernels.tensor_maps import (
 )
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Step
+from fa_cupy.tiled.softcap import folds
 
 #: Columns of a box of a tensor map, and rows where it is a result's: 128 bytes are a swizzled row.
 BOX = 64
 #: Rows of the workspace are padded to a multiple of it, the largest tile.
 PADDED = 128
 _LEAST_KEYS = 32  # of a block, in any row of ``bwd_dkdv_sm80``
-_LEAST_ROWS_FP64 = 16  # of a block of a kernel of float64
+_LEAST_ROWS = 8  # of a block of a kernel of float32 or float64
 _ROWS_PER_FLAG = 64  # kRowsPerFlag of cuda_src/common/nonfinite_flags.cuh
 
 #: ``struct Array`` of ``cuda_src/common/backward_params.cuh``.
@@ -273,10 +280,10 @@ class Wanted(NamedTuple):
     masked : bool
         Whether there is a mask.
     mapped : bool
-        Whether tensor maps can walk the arrays, if all pointers but the bias' are multiples of 16.
+        Whether tensor maps can walk the arrays, if all pointers but the bias' are multiples of 16,
+        and kernels take the scale.
     strided : bool
-        Whether kernels that compute addresses can walk the arrays, if all pointers but the bias'
-        are multiples of 16.
+        As `mapped`, for kernels that compute addresses.
     score : ScoreMod or None
         What a score is besides a product times a positive scale.
     dbias : bool
@@ -302,9 +309,9 @@ class Wanted(NamedTuple):
 def takes_dims(dtype: str, *dims: int) -> bool:
     """Whether kernels read rows of so many elements: of 16-bit types, whole multiples of 16 bytes.
 
-    Those of float64 read any.
+    Those of float32 and float64 read any.
     """
-    return dtype == "float64" or not any(dim % DIM_STEP for dim in dims)
+    return dtype in ("float32", "float64") or not any(dim % DIM_STEP for dim in dims)
 
 
 class Traits:
@@ -362,7 +369,10 @@ class Traits:
             and min(*sizes, self.entries) > 0
             and max(sizes[:2]) <= MAX_LENGTH
         )
-        served = walked and takes_dims(problem.dtype.name, *sizes[2:])
+        served = walked and takes_dims(problem.dtype.name, *sizes[2:]) and takes_scale(problem)
+        # Kernels of float32 add up dQ and dK before they multiply them by the scale: with an
+        # extraordinary one the sums may leave float32 where the gradients do not.
+        served = served and (problem.dtype != np.float32 or folds(problem.scale))
         served = served and (problem.offsets is None or supports(problem))
         item = problem.dtype.itemsize
         #: Whether kernels that compute addresses, one row at a time, can walk the arrays.
@@ -410,9 +420,9 @@ class Traits:
 
     def _addresses_walk(self) -> bool:
         """As `_maps_walk` for kernels that compute addresses."""
-        if self.problem.dtype == np.float64:  # their rows begin at any element
-            rows = max(self.problem.q_len, self.problem.k_len)
-            return self.gathers and self.entries * -(-rows // _LEAST_ROWS_FP64) <= MAX_GRID
+        if self.problem.dtype.itemsize > 2:  # their rows begin at any element
+            rows = sum(-(-n // PADDED) * PADDED for n in (self.problem.q_len, self.problem.k_len))
+            return self.gathers and self.entries * rows // _LEAST_ROWS <= MAX_GRID
         rows = self.entries * -(-self.problem.q_len // PADDED) * PADDED
         blocks = max(rows // 8, self.entries * -(-self.problem.k_len // _LEAST_KEYS))
         item = self.problem.dtype.itemsize

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,14 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     MAX_LENGTH,
     Traits,
 )
-from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32, fwd_fp64, products_fp64
+from fa_cupy.gpu.kernels.attention.full_precision import (
+    fwd_fp32,
+    fwd_fp32_sm90,
+    fwd_fp64,
+    products_fp64,
+)
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32 import FwdFp32
+from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp32_sm90 import FwdFp32Sm90
 from fa_cupy.gpu.kernels.attention.full_precision.fwd_fp64 import FwdFp64
 from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
@@ -31,10 +38,10 @@ from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
 
 #: A row of a kernel that takes tiles of queries.
-Row = FwdSm80 | FwdSm90 | FwdFp32 | FwdFp64
+Row = FwdSm80 | FwdSm90 | FwdFp32 | FwdFp32Sm90 | FwdFp64
 #: All rows that compute in float32, in their builds for products times a positive scale.
-VARIANTS: tuple[FwdSm80 | FwdSm90 | FwdFp32, ...] = (
-    *fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS, *fwd_fp32.VARIANTS,
+VARIANTS: tuple[FwdSm80 | FwdSm90 | FwdFp32 | FwdFp32Sm90, ...] = (
+    *fwd_sm80.VARIANTS, *fwd_sm90.VARIANTS, *fwd_fp32.VARIANTS, *fwd_fp32_sm90.VARIANTS,
 )  # fmt: skip
 #: Those that compute in float64.
 FP64_VARIANTS = fwd_fp64.VARIANTS
@@ -65,11 +72,17 @@ class Call(NamedTuple):
         Whether tensor maps can walk the arrays (`fwd_sm90.supports`).
     masked : bool
         Whether there is a mask.
+    split : bool
+        Whether it pays to split keys and values of float32 (`fwd_fp32_sm90.supports`).
+    rounded : bool
+        Whether numbers of float32 may be rounded to the digits of TF32.
     """
 
     score: ScoreMod | None = None
     mapped: bool = True
     masked: bool = False
+    split: bool = False
+    rounded: bool = False
 
 
 _PLAIN = Call()
@@ -113,6 +126,8 @@ def _serves(variant: Row, call: Call) -> bool:
     """Whether a variant can take a call of its dtype and dims."""
     if variant.sparse != call.masked:
         return False
+    if isinstance(variant, FwdFp32Sm90):
+        return call.split and variant.parts == (1 if call.rounded else 2)
     return call.mapped or not isinstance(variant, FwdSm90)
 
 
@@ -120,7 +135,7 @@ def reachable(dtype: str, head_dim: int, v_dim: int, target: str | None) -> list
     """Return all variants that plain calls of this type and these dims get, first choices first."""
     found = {
         select(dtype, head_dim, v_dim, target, Call(None, *call))
-        for call in product((False, True), repeat=2)
+        for call in product((False, True), repeat=4)
     }
     return sorted((variant for variant in found if variant), key=lambda variant: variant.rank)
 
@@ -154,7 +169,7 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
     with plain scores.
     """
     problem = traits.problem
-    if isinstance(variant, FwdFp32 | FwdFp64):
+    if isinstance(variant, FwdFp32 | FwdFp32Sm90 | FwdFp64):
         return False
     if problem.pages is not None:
         return True
@@ -200,7 +215,13 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     if problem.offsets is not None:
         names += row_intervals.OFFSETS
     if variant is None:
-        call = Call(traits.score, fwd_sm90.supports(traits), problem.mask is not None)
+        call = Call(
+            traits.score,
+            fwd_sm90.supports(traits),
+            problem.mask is not None,
+            problem.dtype == fwd_fp32.DTYPE and fwd_fp32_sm90.supports(traits),
+            problem.precision is not None,
+        )
         dims = problem.head_dim, problem.v_dim
         variant = select(problem.dtype.name, *dims, launcher.target, call)
         if splits_keys(traits, variant, launcher.multiprocessors):
@@ -214,6 +235,9 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         variant = variant.for_keys(lengths=True, split=False)
     if isinstance(variant, FwdFp64):
         return _plan(traits, variant, fwd_fp64.steps(traits, variant), names, launcher)
+    if isinstance(variant, FwdFp32Sm90):
+        found, parts = fwd_fp32_sm90.steps(traits, variant)
+        return _plan(traits, variant, found, names, launcher, sizes=parts)
     if not isinstance(variant, FwdSm90):
         return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
@@ -240,9 +264,10 @@ def _plan(
     names: tuple[str, ...],
     launcher: Launcher,
     fallback: Callable[[], Plan] | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Plan:
     """Return the plan of a kernel's launches, with what packed sequences need before them."""
-    sizes: dict[str, int] = {}
+    sizes = dict(sizes)
     if isinstance(variant, FwdSm90) and variant.split:
         p = steps[0].params[0]
         sizes |= partial_sizes(variant.dim, int(p["rows"]) * int(p["splits"]))
@@ -250,6 +275,8 @@ def _plan(
         sizes["counter"] = COUNTER_BYTES
     if traits.problem.offsets is not None:
         first = row_intervals.intervals(traits.problem, variant.tile_m, variant.tile_n, ["order"])
-        prefix = "common." if isinstance(variant, FwdSm90 | FwdFp64) else ""
-        steps, sizes = first.before(steps, prefix), sizes | first.sizes
+        prefix = "common." if isinstance(variant, FwdSm90 | FwdFp32Sm90 | FwdFp64) else ""
+        count = len(steps) - 1 if isinstance(variant, FwdFp32Sm90) else 0  # know no intervals
+        steps = [*steps[:count], *first.before(steps[count:], prefix)]
+        sizes |= first.sizes
     return Plan(steps, names, launcher, workspace_of(sizes) if sizes else None, fallback)

@@ -6,6 +6,7 @@ import itertools
 
 from fa_cupy.gpu.kernels import attention_backward
 from fa_cupy.gpu.kernels.attention import row_intervals
+from fa_cupy.gpu.kernels.attention.full_precision import split_kv
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.attention.pairs import bwd_dkdv_pairs, bwd_dq_pairs, fwd_pairs
 from fa_cupy.gpu.kernels.attention.pairs.pair_rows import PairVariant
@@ -39,7 +40,7 @@ SPLITKV: tuple[fwd_splitkv.FwdSplitkv, ...] = fwd_splitkv.VARIANTS
 _GRADIENTS = [
     row
     for row in attention_backward.VARIANTS
-    if row.dtype in ("bfloat16", "float64") and not row.sparse and row.score is None
+    if row.dtype in ("bfloat16", "float32", "float64") and not row.sparse and row.score is None
     if row.for_score(SCORE_EXAMPLES[0]) != row
 ]
 #: One build for other scores of each row of attention; each kind of scores comes up in turn.
@@ -64,7 +65,12 @@ PACKED_ATTENTION: tuple[Variant, ...] = (
     *(
         row.for_score(score).for_sequences(True)
         for row, score in zip(
-            (row for row in _UNMASKED if row.dim == _SCORED_DIM and row.score is None),
+            (
+                row
+                for row in _UNMASKED
+                if row.dim == _SCORED_DIM and row.score is None
+                if row.for_score(SCORE_EXAMPLES[0]) != row
+            ),
             itertools.cycle(SCORE_EXAMPLES),
             strict=False,
         )
@@ -82,6 +88,6 @@ SPLIT: tuple[Variant, ...] = (
     *fwd_join_splits.VARIANTS,
 )
 ROWS: tuple[Variant, ...] = (
-    *VARIANTS, *FP64_VARIANTS, *SCORED, *attention_backward.VARIANTS, *PRODUCTS, *MASKS, *PAIRS,
-    *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *SPLIT,
+    *split_kv.VARIANTS, *VARIANTS, *FP64_VARIANTS, *SCORED, *attention_backward.VARIANTS,
+    *PRODUCTS, *MASKS, *PAIRS, *SPLITKV, *PACKED, SEQUENCE_SPANS, *PACKED_ATTENTION, *SPLIT,
 )  # fmt: skip

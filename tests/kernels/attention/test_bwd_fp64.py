@@ -6,14 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_cupy import Score, reference
-from fa_cupy.core.attention_problem import attention_problem
-from fa_cupy.gpu.kernels.attention.full_precision import bwd_dkdv_fp64, bwd_dq_fp64
+from fa_cupy.gpu.kernels.attention.full_precision.gradients import bwd_dkdv_fp64, bwd_dq_fp64
 from fa_cupy.gpu.kernels.attention_backward import select
 from fa_cupy.gpu.kernels.backward import Wanted
-from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of
-from tests.support import packed_sequences, strategies
+from fa_cupy.gpu.kernels.score import ScoreMod
+from tests.support import packed_sequences
 from tests.support.every_run import examples, only, some
-from tests.support.gradients import hold
+from tests.support.full_precision_gradients import (
+    NAMES,
+    arrays_of,
+    check_any,
+    definition,
+    solve,
+)
 from tests.support.kernel_attention import BANDS, any_sinks, blocks_of
 from tests.support.planted import plant
 from validation import emulator
@@ -33,54 +38,7 @@ PAIRS, SPARSE = (
 # One of each number of stages, of warps that share columns, and of each instruction.
 D64, D256, SMALL = PAIRS["64-64-wide"], PAIRS["256-32-wide"], PAIRS["64-32"]
 NOT_AGAIN = "if ((recompute_lanes[0] | recompute_lanes[1]) == 0) return;", "return;"
-NAMES = "dq", "dk", "dv"
 UNIT = 2.0**-53
-
-
-def arrays_of(rows, lengths, heads=(2, 1), less=(0, 0), seed=0, scale=1.0):
-    """Random dout, q, k and v for some rows."""
-    rng, (q_len, k_len) = np.random.default_rng(seed), lengths
-    dim, v_dim = (rows[0].dim - n for n in less)
-    shapes = [(heads[0], q_len, v_dim), (heads[0], q_len, dim), (heads[1], k_len, dim)]
-    shapes.append((heads[1], k_len, v_dim))
-    return [scale * rng.standard_normal((1, *shape)) for shape in shapes]
-
-
-def solve(
-    rows, arrays, bias=None, seen=None, dlse=None, seed=0, sources=None, invalid=(), **options
-):
-    """The kernels' gradients of what the definition has for output and LSE.
-
-    `seen` is the definition's mask. Offsets say the same to the kernels, if there are any, and
-    `invalid` are the rows whose offsets are out of range.
-    """
-    dout, q, k, v = arrays
-    as_given = dict(options)
-    calls.operands_in(as_given)
-    score = score_mod_of(attention_problem(q, k, v, bias, None, **as_given), sloped=True)
-    builds = [row.for_score(score).for_sequences("q_offsets" in options) for row in rows]
-    with np.errstate(all="ignore"):
-        results = reference.attention(q, k, v, bias, seen, **without_offsets(options))
-    out, lse = results
-    out[..., list(invalid), :] = lse[..., list(invalid)] = np.nan
-    mask = seen if rows[0].sparse else None
-    given = dout, q, k, v, out, lse, dlse, bias, mask
-    how = {"seed": seed, "sources": sources or {}}
-    return calls.attention_backward(builds, *given, **how, **options)
-
-
-def without_offsets(options):
-    """The options of the definition, to which a mask says which sequences there are."""
-    if "q_offsets" not in options:
-        return options
-    of_sequences = "q_offsets", "k_offsets", "is_causal", "window", "causal_align"
-    return {name: x for name, x in options.items() if name not in of_sequences}
-
-
-def definition(arrays, bias=None, seen=None, dlse=None, **options):
-    return reference.attention_backward(
-        *arrays, bias, seen, dlse=dlse, **without_offsets(options)
-    )  # fmt: skip
 
 
 def check(rows, arrays, seed=0, sources=None, invalid=(), **call):
@@ -91,16 +49,6 @@ def check(rows, arrays, seed=0, sources=None, invalid=(), **call):
         limit = 1e-13 * max(float(np.abs(y).max(initial=0)), 1e-150)
         np.testing.assert_allclose(x, y, rtol=1e-13, atol=limit, err_msg=name)
     return found
-
-
-def check_any(rows, arrays, bias=None, seen=None, dlse=None, **options):
-    """Hold gradients of any numbers against what their arithmetic allows, element by element."""
-    found = solve(rows, arrays, bias=bias, seen=seen, dlse=dlse, **options)
-    own = {name: x for name, x in options.items() if name not in ("seed", "invalid")}
-    dout, *operands = arrays
-    case = strategies.Case(*operands, bias, seen, options=without_offsets(own))
-    with np.errstate(all="ignore"):
-        hold(case, dict(zip("qkv", found, strict=True)), dout, dlse, UNIT)
 
 
 @pytest.mark.parametrize("which", some(PAIRS, lambda name: "wide" in name))
@@ -132,7 +80,9 @@ def test_any_call(rows, lengths, heads, less, band, scale, softcap, sinks, dlse,
     if sinks:
         options["sinks"] = any_sinks(rng, 1, heads[0], lengths[0])
     given = rng.standard_normal((1, heads[0], lengths[0])) if dlse else None
-    check_any(rows, arrays_of(rows, lengths, heads, less, seed), dlse=given, seed=seed, **options)
+    check_any(
+        rows, arrays_of(rows, lengths, heads, less, seed), UNIT, dlse=given, seed=seed, **options
+    )
 
 
 @examples(20)
@@ -152,7 +102,7 @@ def test_any_bias(axes, dtype, lengths, band, softcap, hides, seed):
     if hides:
         bias[rng.random(shape) < 0.3] = -np.inf
     arrays = arrays_of(SMALL, lengths, less=(40, 40), seed=seed)
-    check_any(SMALL, arrays, bias=bias, seed=seed, softcap=softcap, **band)
+    check_any(SMALL, arrays, UNIT, bias=bias, seed=seed, softcap=softcap, **band)
 
 
 @pytest.mark.parametrize("which", some(SPARSE, lambda name: "wide" in name))
@@ -187,7 +137,7 @@ def test_any_mask(heads, own, lengths, band, spoiled, far, seed):
         arrays[2][..., 0] = 1.0
     if spoiled and lengths[0] * lengths[1] < 4000:
         arrays[2][..., -1, 0] = arrays[3][..., 0, 0] = np.nan
-    check_any(rows, arrays, seen=mask, seed=seed, **band)
+    check_any(rows, arrays, UNIT, seen=mask, seed=seed, **band)
 
 
 @pytest.mark.parametrize("text", ["3 * tanh(s) * x[h] + 0.01 * (i - j)", "s + x[h] * sqrt(i - j)"])
@@ -213,7 +163,7 @@ def test_any_packed_sequences(lengths, band, softcap, seed):
     both = q_offsets, k_offsets
     options["seen"] = packed_sequences.visible(*both, sizes, **band)
     options["invalid"] = np.flatnonzero(packed_sequences.invalid_rows(*both, sizes))
-    check_any(SMALL, arrays_of(SMALL, sizes, less=(40, 40), seed=seed), seed=seed, **options)
+    check_any(SMALL, arrays_of(SMALL, sizes, less=(40, 40), seed=seed), UNIT, seed=seed, **options)
 
 
 @pytest.mark.parametrize("which", only(["64-64-wide", "64-32"], "64-32"))
@@ -250,7 +200,7 @@ def test_numbers_that_are_not_finite(rows, name, band, lengths, value, seed):
     arrays = arrays_of(rows, lengths, less=(40, 48), seed=seed)
     spoiled = arrays[("dout", "q", "k", "v").index(name)]
     spoiled[tuple(rng.integers(0, spoiled.shape))] = value
-    check_any(rows, arrays, seed=seed, **band)
+    check_any(rows, arrays, UNIT, seed=seed, **band)
 
 
 def test_sums_that_overflow():
@@ -436,7 +386,8 @@ BUGS = {
         "dkdv", "if (found.score == -FA_INFINITY) return {false, 0.0, 0.0};", "",
     ),
     "a row that is computed again is not scaled": (
-        "dq", "fma(params.scale * terms.ds, k[col], sum)", "fma(terms.ds, k[col], sum)",
+        "dq", "fma(params.scale * terms.ds, static_cast<double>(k[col]), sum)",
+        "fma(terms.ds, static_cast<double>(k[col]), sum)",
     ),
 }  # fmt: skip
 

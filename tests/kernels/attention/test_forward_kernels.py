@@ -475,7 +475,7 @@ def test_seeds_are_drawn_from_all_families_or_one():
     kinds = {family: Chosen(family).kinds() for family in FAMILIES}
     assert Chosen().kinds() == [kind for family in kinds.values() for kind in family]
     launched = {row.name for rows, _ in Chosen().kinds() for row in rows}
-    own = "dbias", "fp64"  # own tests
+    own = "dbias", "fp32", "fp64"  # own tests
     rows = [row for row in attention_backward.VARIANTS if not any(x in row.entry for x in own)]
     assert launched == {row.name for row in (*VARIANTS, *SPLITKV, *PRODUCTS, *rows)}
     (scan,) = {row.name for row in PRODUCTS if row.source == "linear/state_prefix_sum"}

@@ -9,7 +9,7 @@ from fa_cupy import Score, reference
 from fa_cupy.gpu.kernels.forward import VARIANTS
 from tests.support import packed_sequences
 from tests.support.every_run import drawn, examples, only, some
-from tests.support.kernel_attention import FORWARD_DTYPES, UNITS, any_sinks, draw
+from tests.support.kernel_attention import FORWARD_DTYPES, any_sinks, draw, unit_of
 from tests.support.planted import plant
 from validation import emulator
 from validation.emulator import calls
@@ -49,6 +49,7 @@ NOT_AGAIN = {
         "largest_max >= kCoarseScore || nonfinite_bits != 0)", "largest_max != largest_max)",
     ),
     "attention_fwd_fp32": ("if (any_recompute) {", "if (false) {"),
+    "attention_fwd_fp32_sm90": ("if (any_recompute) {", "if (false) {"),
 }  # fmt: skip
 
 
@@ -78,9 +79,10 @@ def check(row, arrays, both, band=None, bias=None, seed=0, source=None, **option
     want[..., invalid, :] = want_lse[..., invalid] = np.nan
     largest = float(np.abs(arrays[2].astype(np.float64)).max())
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-    atol = UNITS[row.dtype] * largest
+    atol = unit_of(row) * largest
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=0, atol=atol)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-4)
+    off = 1e-4 if getattr(row, "parts", 2) == 2 else 1e-2
+    np.testing.assert_allclose(lse, want_lse, rtol=off, atol=off)
     return out, lse
 
 

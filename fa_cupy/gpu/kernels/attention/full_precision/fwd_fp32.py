@@ -78,6 +78,7 @@ VARIANTS: tuple[FwdFp32, ...] = tuple(_rows())
 def supports(problem: Problem) -> bool:
     """Whether the kernel may solve a problem of float32 of dims that it has.
 
-    It computes in the full precision of float32, and reads keys at equal distances.
+    It reads keys at equal distances. What may be as coarse as TF32 it computes in float32: that
+    takes a third of the time of products of cuBLAS in TF32.
     """
-    return problem.precision is None and problem.k_lengths is None and problem.pages is None
+    return problem.k_lengths is None and problem.pages is None

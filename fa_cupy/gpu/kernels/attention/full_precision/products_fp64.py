@@ -1,13 +1,70 @@
-"""What all kernels for float64 share: which devices have their products."""
+"""What all kernels for float64 share: which devices have their products, which calls are faster."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from fa_cupy.core.attention_problem import Problem
 from fa_cupy.gpu.driver.targets import number_of
 from fa_cupy.gpu.kernels.variant import Variant
 
 DTYPE = "float64"
+
+# Above these dims tiles by cuBLAS are faster than kernels, whose warps share rows there and compute
+# their scores more than once. TFLOP/s on an H200, 4 sequences of 4,096 tokens, kernels and cuBLAS:
+#
+#   head_dim         64         128        256
+#   full                                   22 and 25
+#   causal                                 21 and 18
+#   gradients        20 and 13  21 and 22  12 and 29
+#   gradients causal 19 and 10  20 and 16  12 and 21
+_KERNEL_DIM = 128
+_MEASURED_TARGET = "sm_90a"
+# The rest is reckoned from these numbers, not measured. Tiles cost some tenths of a millisecond of
+# launches, whatever their size, which so many operations gain: of the output, of gradients.
+_LEAST_FLOP = 2**37, 2**35
+# Under a window cuBLAS computes 2,048 queries with 3,072 keys more than each of them sees. It takes
+# 12/29 of the kernels' time for a pair, so that it needs windows of 2,200 keys to gain anything.
+_LEAST_WINDOW = 4096
+
+
+def prefers_cublas(
+    target: str | None, pairs: int, head_dim: int, v_dim: int, gradients: bool = False
+) -> bool:
+    """Whether tiles by cuBLAS are faster than kernels, for a call of float64 without options.
+
+    Parameters
+    ----------
+    target : str or None
+    pairs : int
+        Of a query and a key, in all batch entries.
+    head_dim, v_dim : int
+    gradients : bool, optional
+        Whether these are computed.
+    """
+    flop = pairs * (6 * head_dim + 4 * v_dim if gradients else 2 * (head_dim + v_dim))
+    wide = max(head_dim, v_dim) > _KERNEL_DIM
+    return target == _MEASURED_TARGET and wide and flop >= _LEAST_FLOP[gradients]
+
+
+def leaves_to_cublas(problem: Problem, target: str | None, gradients: bool = False) -> bool:
+    """Whether a problem that kernels serve is left to tiles by cuBLAS, which are faster.
+
+    Kernels keep what tiles compute in vain, or not at all: what masks hide, narrow windows, packed
+    sequences, and scores by an expression, each step of which takes a pass over all scores. Of the
+    output, for which tiles gain little, kernels keep bands, softcaps and biases too. They also keep
+    what is captured into a graph, which the caller looks at.
+    """
+    lower, upper = problem.lower, problem.upper
+    narrow = lower is not None and upper is not None and upper - lower < _LEAST_WINDOW
+    of_kernels = problem.mask, problem.offsets, problem.score
+    if narrow or any(x is not None for x in of_kernels):
+        return False
+    if not gradients and (problem.softcap or {problem.bias, lower, upper} != {None}):
+        return False
+    pairs = math.prod(problem.batch) * problem.q_len * problem.k_len
+    return prefers_cublas(target, pairs, problem.head_dim, problem.v_dim, gradients)
 
 
 @dataclass(frozen=True, kw_only=True)

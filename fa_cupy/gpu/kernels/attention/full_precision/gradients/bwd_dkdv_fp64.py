@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fa_cupy.gpu.kernels.attention.full_precision.backward_fp64 import BackwardFp64
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_fp64 import BackwardFp64
 from fa_cupy.gpu.kernels.attention.full_precision.products_fp64 import DTYPE
 
 

@@ -1,0 +1,146 @@
+// Turns K and V of float32 into pairs of float16 before fwd_fp32_sm90 reads them, once for all
+// tiles of queries.  Rows may lie anywhere; behind the last one come zeros.
+//
+// A block takes one tile of kTileN rows.  Eight neighbouring lanes share a row.
+#include "cuda_src/common/batch_axes.cuh"
+#include "cuda_src/common/split_kv.cuh"
+#include "cuda_src/common/split_rows.cuh"
+
+constexpr int kDim = FA_DIM;  // padded with zeros
+constexpr int kTileN = FA_TILE_N;
+constexpr int kParts = FA_PARTS;  // 2: high and low parts; 1: high parts alone
+constexpr int kWarps = FA_WARPS;
+constexpr int kThreads = 32 * kWarps;
+using Rows = FloatChunk<kTileN, kDim, kWarps, true>;
+using Pairs = SplitTile<kTileN, kDim, kParts>;
+static_assert(sizeof(Pairs) == FA_SPLIT_TILE_BYTES, "the host gives memory for this size");
+
+// One array.
+struct SplitArray {
+  const float* from;
+  Pairs* to;                   // of each entry, its tiles one after the other
+  int64 batch[kMaxBatchAxes];  // elements along the axes of batch entries
+  int64 size[kMaxBatchAxes];   // of them; 1 where the array broadcasts
+  uint32 blocks;               // tiles of all entries
+  int row, cols;               // elements from row to row; columns
+};
+struct SplitKvParams {
+  SplitArray array[2];
+  int rows, tiles;  // of an entry
+  int aligned;      // 1: every row of both arrays starts at a multiple of 16 bytes
+};
+static_assert(sizeof(SplitKvParams) == FA_SPLIT_KV_PARAMS_BYTES,
+              "the host module of this name holds the same struct");
+
+FA_DEVICE const float* rows_of_entry(const SplitArray& array, uint32 entry) {
+  const float* from = array.from;
+#pragma unroll
+  for (int axis = kMaxBatchAxes - 1; axis >= 0; --axis) {
+    const uint32 size = static_cast<uint32>(array.size[axis]);
+    from += array.batch[axis] * (entry % size);
+    entry /= size;
+  }
+  return from;
+}
+
+// The exponents s of the largest row and of the smallest one, which has the largest exponent.
+struct Exponents {
+  int of_largest, of_smallest;
+};
+
+struct SharedStorage {
+  Exponents of_warp[kWarps];
+};
+static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
+
+// Over all rows of a block but those of zeros; without one, of_largest is the larger of the two.
+FA_DEVICE Exponents exponents_of_block(const int (&own)[Rows::kGroups],
+                                       const float (&most)[Rows::kGroups], SharedStorage& shared) {
+  constexpr int kOffset = 200;  // of exponents, for a reduction of unsigned integers
+  uint32 below = 0, above = 0;
+#pragma unroll
+  for (int g = 0; g < Rows::kGroups; ++g) {
+    if (most[g] == 0.0f) continue;
+    below = max(below, static_cast<uint32>(kOffset - own[g]));
+    above = max(above, static_cast<uint32>(kOffset + own[g]));
+  }
+  below = __reduce_max_sync(kFullWarp, below);
+  above = __reduce_max_sync(kFullWarp, above);
+  if (threadIdx.x % 32 == 0) {
+    shared.of_warp[threadIdx.x / 32] = {kOffset - static_cast<int>(below),
+                                        static_cast<int>(above) - kOffset};
+  }
+  __syncthreads();
+  Exponents found = shared.of_warp[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) {
+    found = {min(found.of_largest, shared.of_warp[w].of_largest),
+             max(found.of_smallest, shared.of_warp[w].of_smallest)};
+  }
+  return found;
+}
+
+// Writes a thread's part of a row: high parts, and low ones.
+FA_DEVICE void store_pairs(Pairs& to, const float (&x)[Rows::kFours][4], int row, float scale) {
+  const int lane = threadIdx.x % 8;
+#pragma unroll
+  for (int i = 0; i < Rows::kFours / 2; ++i) {
+    SplitPair pair[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* two = &x[2 * i + e / 2][e % 2 * 2];
+      pair[e] = split_near(two[0] * scale, two[1] * scale);
+    }
+    const uint32 at = Pairs::Tile::offset(row, 8 * i + lane);
+    *reinterpret_cast<uint4*>(to.part[0] + at) =
+        make_uint4(pair[0].high, pair[1].high, pair[2].high, pair[3].high);
+    if constexpr (kParts == 2) {
+      *reinterpret_cast<uint4*>(to.part[kParts - 1] + at) =
+          make_uint4(pair[0].low, pair[1].low, pair[2].low, pair[3].low);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    attention_split_kv(const __grid_constant__ SplitKvParams params) {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  const bool is_v = blockIdx.x >= params.array[0].blocks;
+  const SplitArray& array = params.array[is_v];
+  const uint32 block = blockIdx.x - (is_v ? params.array[0].blocks : 0);
+  const uint32 entry = block / params.tiles;
+  const int first = static_cast<int>(block - entry * params.tiles) * kTileN;
+  const int own_row = split_row<Rows::Tile>(threadIdx.x), col = 8 * (threadIdx.x % 8);
+
+  Rows rows;
+  rows.load(rows_of_entry(array, entry) + static_cast<int64>(first + own_row) * array.row + col,
+            array.row, params.rows - first - own_row, array.cols - col,
+            params.aligned && array.cols % 4 == 0);
+  int own[Rows::kGroups];
+  float most[Rows::kGroups];
+#pragma unroll
+  for (int g = 0; g < Rows::kGroups; ++g) {
+    most[g] = rows.largest(g);
+    own[g] = split_exponent(most[g]);
+  }
+  const Exponents found = exponents_of_block(own, most, shared);
+  const bool is_mixed = found.of_smallest - found.of_largest > kMostUniform;
+
+  Pairs& to = array.to[block];
+  if (threadIdx.x == 0) to.scale.is_mixed = is_mixed;
+#pragma unroll
+  for (int g = 0; g < Rows::kGroups; ++g) {
+    const int row = own_row + g * Rows::kStep;
+    // Rows of zeros take part, unless there is nothing else.
+    const int exponent = is_mixed ? own[g] : min(found.of_largest, own[g]);
+    store_pairs(to, rows.x[g], row, power_of_two(exponent));
+    if (threadIdx.x % 8 == 0) {
+      const bool has_none = most[g] == 0.0f && (is_mixed || found.of_largest > exponent);
+      if (is_v) {
+        to.scale.exponent[row] = has_none ? kNoExponent : -exponent;
+      } else {
+        to.scale.factor[row] = power_of_two(-exponent / 2);
+      }
+    }
+  }
+}

@@ -1,0 +1,86 @@
+"""What the kernels of attention backward in float32 share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import (
+    BWD_ROWS_FIELDS,
+    WORK_BYTES,
+    BackwardRows,
+)
+from fa_cupy.gpu.kernels.backward import PADDED, Launches, Traits
+from fa_cupy.gpu.plan import Step
+
+DTYPE = "float32"
+_PAIRS = ("q_pairs", "dout_pairs", "k_pairs", "v_pairs")
+#: ``struct BwdFp32Params`` of ``cuda_src/common/backward_fp32.cuh``.
+BWD_FP32_PARAMS = np.dtype(
+    BWD_ROWS_FIELDS
+    + [(name, np.uint64) for name in (*_PAIRS, "key_rows")]
+    + [(name, np.int32) for name in ("entries", "key_entry_rows")],
+    align=True,
+)
+#: kQueryFields and kKeyFields of it.
+QUERY_FIELDS, KEY_FIELDS = 7, 4
+_PAIR_BYTES = 4  # of a number
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardFp32(BackwardRows):
+    """A row of a kernel of gradients in float32.
+
+    Attributes
+    ----------
+    warp_rows : int
+        Rows of the block that a warp owns.
+    part : int
+        Rows of the other side that it multiplies at a time.
+    at_once : int
+        Products of eight of them that are under way together.
+    blocks_at_once : int
+        Blocks that should fit on a multiprocessor.
+    """
+
+    warp_rows: int = 16
+    part: int = 32
+    at_once: int = 4
+    blocks_at_once: int = 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
+        own, other = QUERY_FIELDS, KEY_FIELDS
+        if self.own_keys:
+            own, other = other, own
+        tiles = _PAIR_BYTES * self.dim * 2 * (self.own_rows + self.stages * self.other_rows)
+        rows = 4 * (own * self.own_rows + other * self.stages * self.other_rows)
+        return tiles + rows + 8 * self.warps + WORK_BYTES
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (
+            *super().defines,
+            ("FA_WARP_ROWS", self.warp_rows),
+            ("FA_PART", self.part),
+            ("FA_AT_ONCE", self.at_once),
+            ("FA_BLOCKS", self.blocks_at_once),
+            ("FA_BWD_FP32_BYTES", BWD_FP32_PARAMS.itemsize),
+        )
+
+    def step(self, traits: Traits, launches: Launches) -> Step:
+        """Return the launch, which reads or writes rows in pairs and what is known of them."""
+        keys = -(-traits.problem.k_len // PADDED) * PADDED
+        queries, of_keys = traits.entries * launches.rows, traits.entries // traits.group * keys
+        launches.scratch["query_rows"] = 4 * QUERY_FIELDS * queries
+        launches.scratch["key_rows"] = 4 * KEY_FIELDS * of_keys
+        for name in _PAIRS:
+            rows = of_keys if name in ("k_pairs", "v_pairs") else queries
+            launches.scratch[name] = _PAIR_BYTES * self.dim * rows
+        filled = np.zeros(1, BWD_FP32_PARAMS)
+        filled["entries"], filled["key_entry_rows"] = traits.entries, keys
+        addresses = {name: name for name in (*_PAIRS, "key_rows")}
+        return self.launch(traits, launches, filled, addresses, self.blocks(traits))

@@ -1,0 +1,46 @@
+"""The host side of ``bwd_preprocess_fp32``, which splits the rows that gradients multiply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa_cupy.gpu.driver.targets import SHARED_LIMIT
+from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_fp32 import DTYPE, BackwardFp32
+from fa_cupy.gpu.kernels.backward import PADDED, Traits
+from fa_cupy.gpu.kernels.score import ScoreMod
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdPreprocessFp32(BackwardFp32):
+    """A row of ``bwd_preprocess_fp32``, a warp of which takes one query or key."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All."""
+        return tuple(SHARED_LIMIT)
+
+    @property
+    def shared_bytes(self) -> int:
+        """None."""
+        return 0
+
+    def for_score(self, score: ScoreMod | None) -> BwdPreprocessFp32:
+        """Return the row: it computes no scores."""
+        return self
+
+    def blocks(self, traits: Traits) -> int:
+        """Return how many there are: one for so many rows as it has warps."""
+        queries, keys = (
+            -(-n // PADDED) * PADDED for n in (traits.problem.q_len, traits.problem.k_len)
+        )
+        rows = traits.entries * queries + traits.entries // traits.group * keys
+        return rows // self.warps
+
+
+VARIANTS = tuple(
+    BwdPreprocessFp32(
+        source="attention/bwd_preprocess_fp32", dtype=DTYPE, dim=dim, tile_m=128, tile_n=64,
+        warps=8, stages=1, why="rows are read and written once", own_keys=False,
+    )
+    for dim in (32, 64, 96, 128)
+)  # fmt: skip

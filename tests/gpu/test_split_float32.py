@@ -1,0 +1,132 @@
+"""Attention of float32 whose keys and values are split beforehand: calls of any size on a GPU.
+
+Other calls of few queries do not split them, as that would not pay.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+
+from fa_cupy import BitMask, attention, reference
+from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32_sm90
+from tests.support.packed_sequences import visible
+from tests.support.strategies import Case, cases, check_against_reference, normal
+
+pytest.importorskip("cupy")
+import cupy as cp
+
+from fa_cupy.gpu.driver.devices import current_target
+from tests.support import plans
+
+SINGLE = np.dtype(np.float32)
+CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
+
+
+@pytest.fixture(autouse=True)
+def split_always(cupy, monkeypatch):
+    if current_target() != "sm_90a":
+        pytest.skip("the kernel is for sm_90a")
+    monkeypatch.setattr(fwd_fp32_sm90, "_LEAST_ROWS", 1)
+    plans.forget()
+    yield
+    plans.forget()
+
+
+def solve(case, **more):
+    """Solve a case on memory that was NaN, twice: the bits are the same."""
+    q, k, v, bias, mask = case.native(cp)
+    results = []
+    for _ in range(2):
+        out = cp.full(reference.attention(*case.arrays, **case.options)[0].shape, cp.nan, q.dtype)
+        out, lse = attention(q, k, v, bias, mask, out=out, return_lse=True, **case.options, **more)
+        results.append((out.get(), lse.get()))
+    for x, y in zip(*results, strict=True):
+        assert x.tobytes() == y.tobytes()
+    return results[0]
+
+
+@settings(max_examples=400)
+@given(case=cases(dtypes=(SINGLE,)))
+def test_any_call_agrees_with_the_reference(case):
+    note(f"{[a if a is None else a.shape for a in case.arrays]} {case.options} {case.layouts}")
+    check_against_reference(case, *solve(case))
+
+
+@settings(max_examples=200)
+@given(case=cases(dtypes=(SINGLE,)))
+def test_any_call_in_tf32_has_what_is_not_finite_where_the_reference_has_it(case):
+    note(f"{[a if a is None else a.shape for a in case.arrays]} {case.options} {case.layouts}")
+    out, lse = solve(case, precision="tf32")
+    want, want_lse = reference.attention(*case.arrays, **case.options)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(want) | np.isnan(want_lse)[..., None])
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+
+
+@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize("dim", [20, 64, 100, 128, 200, 256])
+@pytest.mark.parametrize("how", ["full", "causal", "mask", "window", "packed"])
+def test_long_calls(dim, how, precision):
+    rng = np.random.default_rng(dim)
+    q, k, v = (normal(rng, (2, heads, 1000, dim), SINGLE) for heads in (4, 2, 2))
+    mask, options = None, {}
+    if how == "mask":
+        mask = np.repeat(np.repeat(rng.random((8, 8)) < 0.6, 128, 0), 128, 1)[:1000, :1000].copy()
+        mask[:300, :500] &= rng.random((300, 500)) < 0.5
+    elif how == "packed":
+        options = {"q_offsets": np.array([0, 3, 3, 500, 731, 1000]), "is_causal": True}
+    elif how != "full":
+        options = CAUSAL if how == "causal" else {"window": (100, 30), "causal_align": "top_left"}
+    given = None if mask is None else BitMask.from_dense(mask)
+    found, _ = attention(
+        *map(cp.asarray, (q, k, v)), None, given, return_lse=True, precision=precision, **options
+    )
+    assert "attention/fwd_fp32_sm90" in plans.kernels()
+    rest = dict(options)
+    if how == "packed":
+        mask = visible(rest["q_offsets"], rest.pop("q_offsets"), (1000, 1000), is_causal=True)
+        rest = {}
+    want, _ = reference.attention(q, k, v, None, mask, **rest)
+    error = reference.relative_error(found.get(), want)
+    assert error < (6e-7 if precision is None else 6e-4)
+
+
+def test_rows_of_all_sizes():
+    rng = np.random.default_rng(0)
+    q, k, v = (normal(rng, (2, 700, 64), SINGLE) for _ in range(3))
+    for x in (q, k, v):
+        x *= np.float32(10.0) ** rng.integers(-18, 18, (2, 700, 1)).astype(SINGLE)
+    case = Case(q, k, v, None, None, options=CAUSAL)
+    check_against_reference(case, *solve(case))
+
+
+def test_two_streams():
+    rng = np.random.default_rng(0)
+    arrays = [[cp.asarray(normal(rng, (3, 900, 64), SINGLE)) for _ in range(3)] for _ in range(2)]
+    wants = [attention(*x).get() for x in arrays]
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in arrays]
+    cp.cuda.Device().synchronize()
+    results = [[], []]
+    for _ in range(20):
+        for stream, inputs, found in zip(streams, arrays, results, strict=True):
+            with stream:
+                found.append(attention(*inputs))
+    cp.cuda.Device().synchronize()
+    for found, want in zip(results, wants, strict=True):
+        assert all((x.get() == want).all() for x in found)
+
+
+def test_a_captured_call_reads_new_values():
+    rng = np.random.default_rng(0)
+    q, k, v = (cp.asarray(normal(rng, (2, 900, 64), SINGLE)) for _ in range(3))
+    attention(q, k, v)
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        out = attention(q, k, v)
+        graph = stream.end_capture()
+        for seed in range(3):
+            k[...] = cp.asarray(normal(np.random.default_rng(seed + 1), (2, 900, 64), SINGLE))
+            graph.launch()
+            stream.synchronize()
+            want, _ = reference.attention(q.get(), k.get(), v.get())
+            assert reference.relative_error(out.get(), want) < 1e-6
