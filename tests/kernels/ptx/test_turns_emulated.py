@@ -86,6 +86,8 @@ def test_threads_change_as_those_of_the_c_library(tmp_path):
         program = tmp_path / define
         command = [emulator.compiler(), f"-D{define}", "-std=c++17", "-O2", f"-I{emulator.FOLDER}"]
         subprocess.run([*command, str(tmp_path / "changes.cpp"), "-o", str(program)], check=True)
-        done = subprocess.run([str(program)], capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            [str(program)], capture_output=True, text=True, check=True, timeout=60
+        )
         ends = [f"12 24 36 48 {mine + 6} 8 9 10 11 12" for mine in (0, 1)]
         assert done.stdout.split() == f"0 10 1 11 2 12 {ends[0]} {ends[1]}".split()
