@@ -157,6 +157,7 @@ def test_turns_that_moved_are_missed(monkeypatch):
         turns.source()
 
 
+@pytest.mark.long
 def test_picture_of_turns(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(report, "STATIC", tmp_path)

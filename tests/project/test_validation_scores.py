@@ -224,6 +224,7 @@ def test_without_torch_peers_say_so(monkeypatch):
                     family.impls[impl](case, arrays)
 
 
+@pytest.mark.long
 def test_a_picture_has_bars_of_every_score(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [
