@@ -11,8 +11,10 @@ GPU_JOBS ?= 1
 WATCHED := -o faulthandler_timeout=300 --timeout 600 --timeout-method thread --durations 25
 # BLAS has one thread in each process: more of them than cores wait for each other, and a reference
 # in float64 then takes up to twenty times as long.
-# Bytecode is written, even where the environment says not to: many tests start Python anew.
-PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(JOBS) $(WATCHED)
+# Bytecode is written, even where the environment says not to: many tests start Python anew. Each
+# process has half of the tests in their order, so that few files are begun by both.
+PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(JOBS) \
+  --dist worksteal $(WATCHED)
 GPU_RUN := build/gpu-run
 CLANG_FORMAT := $(if $(findstring /,$(PY)),$(dir $(PY)))clang-format
 NEEDS_GXX = $(if $(shell command -v g++),g++ is there: kernels run on the CPU,\

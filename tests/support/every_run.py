@@ -43,7 +43,7 @@ def drawn(values, *kept):
 
 
 #: Cases of each test in these folders that `make test` runs.
-_CASES = {"cpu": 4, "gpu_host": 4}
+_CASES = {"cpu": 3, "gpu_host": 2}
 
 
 def thin_out(items):
