@@ -125,6 +125,7 @@ def test_outputs_are_looked_at(case):
     assert check(want.astype(bf16)) == np.inf
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [c for c in SCORES if c.backward], ids=label)
 def test_gradients_are_looked_at(case):
     case = small(case)
