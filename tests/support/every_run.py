@@ -76,7 +76,7 @@ def _is_quick():
 def examples(count, fewer=8):
     """hypothesis's settings for that many examples; `make test` tries one of `fewer` of them."""
     if _is_quick():
-        count = max(3, count // fewer)
+        count = max(2, count // fewer)
     return settings(deadline=None, max_examples=count)
 
 
