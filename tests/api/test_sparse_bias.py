@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import sparse
 
@@ -23,6 +23,7 @@ from tests.api.test_gradients import plain_options
 from tests.api.test_masks import peak_of
 from tests.support import blas, gradients
 from tests.support.blas import two_threads
+from tests.support.every_run import examples
 from tests.support.strategies import DTYPES, Case, cases, check_against_reference, normal
 
 # Of diagonals by SciPy, which draws come to.
@@ -128,7 +129,7 @@ def test_any_call_agrees_with_the_reference(drawn, least):
 
 
 @given(drawn=sparse_cases(), least=LEAST, with_dlse=st.booleans())
-@settings(max_examples=40)
+@examples(40, fewer=4)
 def test_gradients_of_any_call_agree_with_the_reference(drawn, least, with_dlse):
     case, arrays, stored = drawn
     assume(plain_options(case))

@@ -178,6 +178,7 @@ def test_no_row_is_no_work():
 # Accuracy at length
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "bound"), [(SINGLE, 2e-6), (DOUBLE, 1e-13)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_error_at_length_4096(dtype, bound, is_causal):

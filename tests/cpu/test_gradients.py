@@ -23,7 +23,7 @@ from tests.api.test_gradients import plain_options
 from tests.api.test_masks import dense_masks
 from tests.support import blas
 from tests.support.blas import two_threads
-from tests.support.every_run import examples, some
+from tests.support.every_run import examples, only, some
 from tests.support.gradients import UNIT, check, hold, solve
 from tests.support.strategies import DTYPES, LAYOUTS, Case, by_dtype, cases, normal
 
@@ -135,7 +135,7 @@ def test_one_tile_straight_through(plain_calls, dtype, options, layout):
     assert all(plain_calls)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", only([False, True], True))
 def test_stacks_of_one_tile_in_threads(plain_calls, is_causal):
     """As many as the work is worth, the last of them shorter."""
     q, k, v = draw(*[(2, 19, 130, 40)] * 3)

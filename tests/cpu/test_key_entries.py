@@ -27,6 +27,18 @@ def draw(*shapes, dtype=np.float32, seed=0):
     return [normal(rng, shape, dtype) for shape in shapes]
 
 
+def check_parts(case, short, out, lse):
+    """As `check_against_reference`, of short entries and of others, with no keys behind all ends.
+
+    The reference computes all keys of every entry: those of a long one for short ones too.
+    """
+    for part in (short, ~short):
+        lengths = case.options["k_lengths"][part]
+        k, v = (x[part, :, : lengths.max()] for x in (case.k, case.v))
+        options = {**case.options, "k_lengths": lengths}
+        check_against_reference(Case(case.q[part], k, v, options=options), out[part], lse[part])
+
+
 @pytest.fixture
 def one_by_one(monkeypatch):
     """Short entries are taken one by one, as others are."""
@@ -254,7 +266,7 @@ def test_threads_do_not_show_in_short_entries(q_len, dtype):
             found = attention(q, k, k, k_lengths=lengths, return_lse=True)
             results.append(found[0].tobytes())
     assert len(set(results)) == 1
-    check_against_reference(Case(q, k, k, options={"k_lengths": lengths}), *found)
+    check_parts(Case(q, k, k, options={"k_lengths": lengths}), lengths < 400, *found)
 
 
 def test_groups_are_bounded_and_hold_each_entry_once():
@@ -270,7 +282,7 @@ def test_groups_are_bounded_and_hold_each_entry_once():
 
     with mock.patch.object(short_entries.ShortEntries, "groups", note):
         out, lse = attention(q, k, k, k_lengths=lengths, return_lse=True)
-    check_against_reference(Case(q, k, k, options={"k_lengths": lengths}), out, lse)
+    check_parts(Case(q, k, k, options={"k_lengths": lengths}), lengths < 300, out, lse)
     alone = [x for x in seen if isinstance(x, int)]
     together = [x for x in seen if not isinstance(x, int)]
     assert alone == [0, 27, 59]
@@ -325,4 +337,4 @@ def test_few_queries_read_pages_where_they_are(size, dtype):
             with mock.patch.object(key_entries.PagedRows, "copied", never):
                 options = {**options, "k_lengths": lengths}
                 found = attention(q, wide, v_pages, page_table=table, return_lse=True, **options)
-            check_against_reference(Case(q, k, v, options=options), *found)
+            check_parts(Case(q, k, v, options=options), lengths < 2000, *found)

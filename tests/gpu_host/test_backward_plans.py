@@ -252,6 +252,7 @@ def test_masks_of_bool_are_packed_by_every_call(host, cupy, launcher, shape):
     assert launcher.ran == 2 * [*TABLES, *kernels]
 
 
+@pytest.mark.long
 def test_masks_of_wide_dims(host, cupy, launcher):
     call, mask = masked((192, 136), (4,), (130, 300))
     call.check(host, cupy, mask=cupy_stand_in.owned(mask))

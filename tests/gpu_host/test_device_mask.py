@@ -30,6 +30,7 @@ def test_from_indices(cupy, shape, dtype):
     mask_sources.check_indices(cupy, shape, dtype)
 
 
+@pytest.mark.long
 def test_from_indices_that_fill_blocks(cupy):
     mask_sources.check_full_blocks_of_indices(cupy)
 

@@ -197,6 +197,7 @@ def table(tmp_path, monkeypatch):
     return path, row.name
 
 
+@pytest.mark.long
 def test_sass_compares_and_renews(table, capsys):
     path, name = table
     command = ["--rows", name]

@@ -28,6 +28,7 @@ from fa_cupy.gpu.kernels.score import (
     with_float32_bias,
 )
 from tests.core.test_checks import NO_OPTIONS
+from tests.support.every_run import examples
 from validation.digest import ROOT
 
 COMMON = ROOT / "cuda_src/common"
@@ -231,6 +232,7 @@ def by_kernel(p, part, name, item, tail):
     return part.entry + batch, (moved + offset)[:, None, None] + inner
 
 
+@examples(100)
 @given(
     arrays=calls(),
     tile_m=st.sampled_from([1, 2, 4]),

@@ -119,6 +119,7 @@ SEARCHED = {
 }
 
 
+@pytest.mark.long
 def test_pages_build_without_a_warning(tmp_path):
     """In a copy, as generated pages are written beside the others; recipes are not run."""
     pytest.importorskip("furo")

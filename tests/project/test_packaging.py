@@ -35,10 +35,11 @@ def listing(root, *folders):
 
 
 def build(kind, source, target):
-    """Build without isolation: nothing is downloaded."""
+    """Build without isolation: nothing is downloaded, and no bytecode written to the source."""
     code = f"import sys; from setuptools.build_meta import build_{kind} as b; b(sys.argv[1])"
     command = [sys.executable, "-c", code, str(target)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return next(target.glob("*.whl" if kind == "wheel" else "*.tar.gz"))
 

@@ -566,6 +566,7 @@ def recorded(folder, options=()):
     return json.loads(out.read_text())
 
 
+@pytest.mark.long
 def test_plugin_records_a_run_that_is_cut(tmp_path):
     save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")
     save(tmp_path / "checks/test_gpu.py", CUT)
@@ -579,6 +580,7 @@ def test_plugin_records_a_run_that_is_cut(tmp_path):
     assert (tmp_path / "tests.running.txt").read_text() == "checks/test_gpu.py::test_end"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", only([[], IN_TWO_PROCESSES], IN_TWO_PROCESSES), ids=" ".join)
 def test_plugin_records_what_cannot_be_collected(tmp_path, options):
     save(tmp_path / "pytest.ini", "[pytest]\ntestpaths = checks\nmarkers = gpu\n")
@@ -613,6 +615,7 @@ def test_plugin_records_a_run(tmp_path, options, tree_prints):
         assert "one device" in record["skipped"][where + "test_away"]
 
 
+@pytest.mark.long
 def test_commands(capsys, monkeypatch, tree_prints):
     monkeypatch.setattr(receipt, "fingerprints", lambda: tree_prints)
     assert receipt.main(["digest"]) == 0

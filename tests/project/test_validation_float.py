@@ -353,6 +353,7 @@ def test_the_table_has_ratios_to_all_but_leaves_its_own_tiles_out_of_the_best():
     assert report.table(forward, {}).splitlines()[1].split()[-2] == "0.33"
 
 
+@pytest.mark.long
 def test_a_picture_has_bars_of_every_kind_of_numbers(tmp_path):
     pytest.importorskip("matplotlib")
     target = report.draw(rows(), FACTS, str(tmp_path / "bench.png"), "float")

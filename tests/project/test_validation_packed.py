@@ -202,6 +202,7 @@ def test_the_summary_has_a_case_of_each(family):
     assert table.rows == [[found[0], "100 TFLOP/s", "103 TFLOP/s, FlashAttention-2", "0.97"]]
 
 
+@pytest.mark.long
 def test_a_picture_has_bars_of_every_case(tmp_path):
     pytest.importorskip("matplotlib")
     found = rows() + rows("attention_packed_bwd")

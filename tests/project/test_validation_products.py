@@ -283,6 +283,7 @@ def test_a_wrong_result_of_the_reduced_set_is_seen():
             assert product_calls.wrong(problem, host, results), problem
 
 
+@pytest.mark.long
 def test_every_row_that_computes_products_is_forced_and_split():
     reached = set()
     for number, forced in enumerate(PRODUCTS):
@@ -320,6 +321,7 @@ def test_every_row_that_computes_products_is_forced_and_split():
     assert reached >= {row for row in PRODUCTS if row.source in helpers and TARGET in row.targets}
 
 
+@pytest.mark.long
 def test_shares_of_the_reduced_set_are_all_of_it(monkeypatch):
     """Each row is some share's own, and a share that misses one of its rows says so."""
     monkeypatch.setattr("fa_cupy.gpu.linear_attention", None, raising=False)

@@ -125,6 +125,7 @@ def test_outputs_are_looked_at(case):
     assert check(want.astype(bf16)) == np.inf
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [c for c in SCORES if c.backward], ids=label)
 def test_gradients_are_looked_at(case):
     case = small(case)
@@ -224,6 +225,7 @@ def test_without_torch_peers_say_so(monkeypatch):
                     family.impls[impl](case, arrays)
 
 
+@pytest.mark.long
 def test_a_picture_has_bars_of_every_score(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [

@@ -43,7 +43,7 @@ def drawn(values, *kept):
 
 
 #: Cases of each test in these folders that `make test` runs.
-_CASES = {"cpu": 4, "gpu_host": 4}
+_CASES = {"cpu": 3, "gpu_host": 2}
 
 
 def thin_out(items):
@@ -76,7 +76,7 @@ def _is_quick():
 def examples(count, fewer=8):
     """hypothesis's settings for that many examples; `make test` tries one of `fewer` of them."""
     if _is_quick():
-        count = max(3, count // fewer)
+        count = max(2, count // fewer)
     return settings(deadline=None, max_examples=count)
 
 

@@ -88,15 +88,25 @@ def _digest(paths: Iterable[Path], *options: object) -> str:
 # What a process has seen of the files that all kernels share, it holds to: tests plant bugs in
 # kernels only, and reading a hundred files for each launch took longer than the launch.
 @functools.cache
-def _machine() -> tuple[Path, ...]:
-    """Compile what runs the blocks."""
+def _machine() -> Path:
+    """Compile what runs the blocks, a library that those of kernels name."""
     options = ("-O1", _SANITIZERS[0]) if SANITIZE in os.environ else ("-O2", "-ftree-vectorize")
-    headers = [FOLDER / "engine.hpp", FOLDER / "machine.hpp"]
-    return tuple(
-        _compile(BUILD / f"{path.stem}-{_digest([path, *headers], options)}.o",
-                 *options, "-c", str(path))
-        for path in (FOLDER / "machine.cpp", FOLDER / "instructions.cpp")
-    )  # fmt: skip
+    headers = [FOLDER / name for name in ("engine.hpp", "machine.hpp", "context.hpp")]
+    sources = [FOLDER / "machine.cpp", FOLDER / "instructions.cpp"]
+    target = BUILD / f"machine-{_digest([*sources, *headers], options)}.so"
+    return _compile(target, *options, "-shared", *map(str, sources))
+
+
+@functools.cache
+def _emulate() -> Any:
+    """Return the machine's function that runs a launch."""
+    run = ctypes.CDLL(str(_machine())).emulate
+    run.argtypes = [
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t,
+        ctypes.c_uint64, ctypes.c_bool, ctypes.c_uint, ctypes.c_void_p, ctypes.c_char_p,
+        ctypes.c_size_t,
+    ]  # fmt: skip
+    return run
 
 
 @functools.cache
@@ -113,7 +123,7 @@ def _headers() -> str:
     """Return a digest of all that a kernel is made of but its own source."""
     used = sorted([*FOLDER.rglob("*.cuh"), *ROOT.glob("cuda_src/*/*.cuh")])
     used += [FOLDER / "engine.hpp", FOLDER / "cuda.hpp", FOLDER / "entry.cpp"]
-    return _digest([*used, ROOT / "ptx/types.cuh"], [x.name for x in _machine()])
+    return _digest([*used, ROOT / "ptx/types.cuh"], _machine().name)
 
 
 def build(
@@ -156,8 +166,9 @@ def build(
         kernel = _compile(
             BUILD / f"{stem}.{os.getpid()}.o", *_precompiled(*options), *options, *flags
         )
-        _compile(target, *(_SANITIZERS if sanitize else ()), "-shared", str(kernel),
-                 *map(str, _machine()))  # fmt: skip
+        _compile(
+            target, *(_SANITIZERS if sanitize else ()), "-shared", str(kernel), str(_machine())
+        )
         kernel.unlink(missing_ok=True)
     return target
 
@@ -181,10 +192,7 @@ def _written(made: Mapping[str, bytes]) -> Path:
 
 
 def _library(path: Path) -> ctypes.CDLL:
-    """Load a kernel, or take one of the last that were.
-
-    Each holds some 10 MB: shared memory with what it holds, and the stacks of its threads.
-    """
+    """Load a kernel, or take one of the last that were."""
     library = _LOADED.pop(path, None) or ctypes.CDLL(str(path))
     _LOADED[path] = library
     if len(_LOADED) > _MOST_LOADED:
@@ -246,13 +254,9 @@ def launch(
     raw = np.zeros(filled.nbytes + 64, np.uint8)
     at = -raw.ctypes.data % 64
     raw[at : at + filled.nbytes] = filled.reshape(-1).view(np.uint8)
-    run = _library(path).emulate
-    run.argtypes = [
-        ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64,
-        ctypes.c_bool, ctypes.c_uint, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t,
-    ]  # fmt: skip
+    kernel = ctypes.cast(_library(path).run_entry, ctypes.c_void_p)
     arguments = blocks, threads, shared, seed, truncating, together, raw.ctypes.data + at
-    if run(entry.encode(), *arguments, message, len(message)):
+    if _emulate()(kernel, entry.encode(), *arguments, message, len(message)):
         said = _line(path, message.value.decode())
         raise EmulationError(f"{entry}, seed {seed}: {said}")
 

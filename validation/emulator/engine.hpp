@@ -9,6 +9,9 @@ struct Dim3 {
   unsigned x = 0, y = 0, z = 0;
 };
 
+// The machine is a library of its own, which those of kernels are linked with.
+#pragma GCC visibility push(default)
+
 // Where dynamic shared memory lies; kernels declare it `extern`.
 extern "C" unsigned char shared_bytes[];
 
@@ -72,6 +75,11 @@ uint32_t load_acquire(const uint32_t* address);
 void add_release(uint32_t* address, uint32_t x);
 
 long long clock();
+
+}  // namespace machine
+#pragma GCC visibility pop
+
+namespace machine {
 
 inline float from_bits(uint32_t bits) {
   float x;

@@ -11,7 +11,8 @@ static void call(void (*entry)(Params), const void* params) {
 }
 
 // ENTRIES is a list like "ENTRY(a) ENTRY(b)".
-void run_entry(const char* name, const void* params) {
+extern "C" __attribute__((visibility("default"))) void run_entry(const char* name,
+                                                                 const void* params) {
 #define ENTRY(entry) \
   if (std::strcmp(name, #entry) == 0) return call(entry, params);
   ENTRIES

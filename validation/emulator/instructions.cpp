@@ -93,8 +93,8 @@ bool truncating;
 // to.  There an accumulator that 17.5 of its ulp are added to grows by 16, and with 1.75 it stays:
 // the smaller of the two is cut, towards zero, to twice the ulp of the larger (2 is the smallest
 // power of two that does both), and so is what float32 cannot hold of the sum.
-static float accumulate(float c, double product) {
-  if (!truncating || !std::isfinite(c + product)) return static_cast<float>(c + product);
+static float add_truncated(float c, double product) {
+  if (!std::isfinite(c + product)) return static_cast<float>(c + product);
   int exponent;
   double low = c, high = product;
   if (std::fabs(low) > std::fabs(high)) std::swap(low, high);
@@ -102,6 +102,39 @@ static float accumulate(float c, double product) {
   const double sum = high + std::ldexp(std::trunc(std::ldexp(low, 23 - exponent)), exponent - 23);
   const float rounded = static_cast<float>(sum);
   return std::fabs(rounded) > std::fabs(sum) ? std::nextafter(rounded, 0.0f) : rounded;
+}
+
+// Compiled twice where one compiler can, because the sums of products are most of the work; both
+// give the same bits: a product is exact, and is added with one rounding.
+#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__clang__)
+#define FA_WIDE __attribute__((target_clones("default", "arch=haswell")))
+#else
+#define FA_WIDE
+#endif
+
+FA_WIDE static void widen_all(const uint16_t* from, double* to, int count, bool bf16) {
+  if (bf16) {
+    for (int i = 0; i < count; ++i) to[i] = widen(from[i], true);
+  } else {
+    for (int i = 0; i < count; ++i) to[i] = widen(from[i], false);
+  }
+}
+
+// One step over k, of 16: to each c is added the sum of x[k] y[k][i], in the order of k.
+FA_WIDE static void multiply_row(const double* x, const double* y, int stride, int n, float* c) {
+  double sum[256];
+  for (int k = 0; k < 16; k += 4) {
+    const double *y0 = y + k * stride, *y1 = y0 + stride, *y2 = y1 + stride, *y3 = y2 + stride;
+    for (int i = 0; i < n; ++i) {
+      const double before = k == 0 ? 0.0 : sum[i];
+      sum[i] = before + x[k] * y0[i] + x[k + 1] * y1[i] + x[k + 2] * y2[i] + x[k + 3] * y3[i];
+    }
+  }
+  if (truncating) {
+    for (int i = 0; i < n; ++i) c[i] = add_truncated(c[i], sum[i]);
+  } else {
+    for (int i = 0; i < n; ++i) c[i] = static_cast<float>(c[i] + sum[i]);
+  }
 }
 
 struct MmaArgument {
@@ -113,26 +146,27 @@ struct MmaArgument {
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool bf16) {
   MmaArgument argument{d, a, {b0, b1}};
   meet(32, "mma.sync", argument, [bf16](MmaArgument** lanes) {
-    double x[16][16], y[16][8];
+    uint16_t bits[16 * 16 + 16 * 8];  // of A and B
+    double x[16 * 16 + 16 * 8];
     for (int lane = 0; lane < 32; ++lane) {
       const int g = lane / 4, t = lane % 4;
       for (int i = 0; i < 4; ++i) {
-        for (int e = 0; e < 2; ++e) {
-          const int column = 2 * t + i / 2 * 8 + e;
-          x[g + i % 2 * 8][column] = widen(uint16_t(lanes[lane]->a[i] >> 16 * e), bf16);
-          if (i < 2) y[2 * t + 8 * i + e][g] = widen(uint16_t(lanes[lane]->b[i] >> 16 * e), bf16);
-        }
+        const uint32_t word = lanes[lane]->a[i];
+        std::memcpy(bits + 16 * (g + i % 2 * 8) + 2 * t + i / 2 * 8, &word, 4);
+      }
+      for (int i = 0; i < 4; ++i) {
+        const int k = 2 * t + 8 * (i / 2) + i % 2;
+        bits[256 + 8 * k + g] = uint16_t(lanes[lane]->b[i / 2] >> 16 * (i % 2));
       }
     }
+    widen_all(bits, x, 16 * 16 + 16 * 8, bf16);
     for (int row = 0; row < 16; ++row) {
-      double sum[8] = {};
-      for (int k = 0; k < 16; ++k) {
-        for (int col = 0; col < 8; ++col) sum[col] += x[row][k] * y[k][col];
-      }
-      for (int col = 0; col < 8; ++col) {
-        float& d = lanes[row % 8 * 4 + col / 2]->d[row / 8 * 2 + col % 2];
-        d = accumulate(d, sum[col]);
-      }
+      float c[8];
+      for (int i = 0; i < 4; ++i)
+        std::memcpy(c + 2 * i, lanes[row % 8 * 4 + i]->d + row / 8 * 2, 8);
+      multiply_row(x + 16 * row, x + 256, 8, 8, c);
+      for (int i = 0; i < 4; ++i)
+        std::memcpy(lanes[row % 8 * 4 + i]->d + row / 8 * 2, c + 2 * i, 8);
     }
   });
 }
@@ -143,6 +177,12 @@ struct MmaArgument64 {
 };
 
 // Each product is added by an operation that rounds once.
+FA_WIDE static void fma_row(const double* x, const double* y, int count, double* c) {
+  for (int k = 0; k < count; ++k) {
+    for (int i = 0; i < 8; ++i) c[i] = std::fma(x[k], y[8 * k + i], c[i]);
+  }
+}
+
 void multiply_float64(double* d, const double* a, const double* b, int m, int k) {
   MmaArgument64 argument{d, a, b};
   meet(32, "mma.sync", argument, [m, k](MmaArgument64** lanes) {
@@ -155,10 +195,12 @@ void multiply_float64(double* d, const double* a, const double* b, int m, int k)
       }
     }
     for (int row = 0; row < m; ++row) {
-      for (int col = 0; col < 8; ++col) {
-        double& sum = lanes[row % 8 * 4 + col / 2]->d[row / 8 * 2 + col % 2];
-        for (int i = 0; i < k; ++i) sum = std::fma(x[row][i], y[i][col], sum);
-      }
+      double c[8];
+      for (int i = 0; i < 4; ++i)
+        std::memcpy(c + 2 * i, lanes[row % 8 * 4 + i]->d + row / 8 * 2, 16);
+      fma_row(x[row], y[0], k, c);
+      for (int i = 0; i < 4; ++i)
+        std::memcpy(lanes[row % 8 * 4 + i]->d + row / 8 * 2, c + 2 * i, 16);
     }
   });
 }
@@ -208,42 +250,44 @@ struct Started {
 
   void run() const {
     const int n = product.n;
-    static float x[64][16], y[16][256];
-    const auto read = [&](uint32_t at, float* to, int stride) {
+    static uint16_t a_bits[64][16], b_bits[16][256];
+    static double x[64][16], y[16][256];
+    const auto read = [](uint32_t at, uint16_t* to, int stride) {
       uint16_t bits[8];
       check_filled("wgmma", at, 16);
       std::memcpy(bits, shared_at(at, 16, 16), 16);
-      for (int i = 0; i < 8; ++i) to[i * stride] = widen(bits[i], product.bf16);
+      for (int i = 0; i < 8; ++i) to[i * stride] = bits[i];
     };
     if (product.a == nullptr) {
       const bool rows = product.a_k_major;  // of A, as stored, are its rows
       Matrix(product.a_descriptor)
           .each_chunk(rows ? 64 : 16, rows ? 16 : 64, [&](int row, int col, uint32_t at) {
-            read(at, rows ? &x[row][col] : &x[col][row], rows ? 1 : 16);
+            read(at, rows ? &a_bits[row][col] : &a_bits[col][row], rows ? 1 : 16);
           });
     } else {
       for (int m = 0; m < 64; ++m) {
-        for (int k = 0; k < 16; ++k) {
+        for (int k = 0; k < 16; k += 2) {
           const uint32_t word = a[m / 16 * 32 + m % 8 * 4 + k % 8 / 2][m % 16 / 8 + k / 8 * 2];
-          x[m][k] = widen(uint16_t(word >> 16 * (k % 2)), product.bf16);
+          std::memcpy(&a_bits[m][k], &word, 4);
         }
       }
     }
     const bool rows = product.k_major;  // of B, as stored, are its columns
     Matrix(product.b_descriptor)
         .each_chunk(rows ? n : 16, rows ? 16 : n, [&](int row, int col, uint32_t at) {
-          read(at, rows ? &y[col][row] : &y[row][col], rows ? 256 : 1);
+          read(at, rows ? &b_bits[col][row] : &b_bits[row][col], rows ? 256 : 1);
         });
+    widen_all(a_bits[0], x[0], 64 * 16, product.bf16);
+    for (int k = 0; k < 16; ++k) widen_all(b_bits[k], y[k], n, product.bf16);
     for (int m = 0; m < 64; ++m) {
-      double sum[256] = {};
-      for (int k = 0; k < 16; ++k) {
-        for (int i = 0; i < n; ++i) sum[i] += double(x[m][k]) * y[k][i];
+      float c[256] = {};
+      float (*const* row)[4] = d + m / 16 * 32 + m % 8 * 4;  // of four threads
+      const int half = m % 16 / 8 * 2;
+      for (int i = 0; product.add && i < n; i += 2) {
+        std::memcpy(c + i, &row[i % 8 / 2][i / 8][half], 8);
       }
-      for (int i = 0; i < n; ++i) {
-        const int thread = m / 16 * 32 + m % 8 * 4 + i % 8 / 2;
-        float& out = d[thread][i / 8][m % 16 / 8 * 2 + i % 2];
-        out = accumulate(product.add ? out : 0.0f, sum[i]);
-      }
+      multiply_row(x[m], y[0], 256, n, c);
+      for (int i = 0; i < n; i += 2) std::memcpy(&row[i % 8 / 2][i / 8][half], c + i, 8);
     }
   }
 };
@@ -264,7 +308,7 @@ void start_product(const Product& product) {
       if (mine.a != nullptr) std::memcpy(started->a[i], mine.a, 16);
     }
     started->check();
-    block->products[warpgroup].emplace_back(self().groups, [started] { started->run(); });
+    block->products[warpgroup].queue.emplace_back(self().groups, [started] { started->run(); });
   });
 }
 
@@ -277,28 +321,48 @@ void commit_products() {
 void wait_products(int pending) {
   Fiber& fiber = self();
   const uint64_t until = fiber.groups > uint64_t(pending) ? fiber.groups - pending : 0;
-  const Products& queue = block->products[fiber.tid.x / 128];
-  wait_until("wgmma.wait_group",
-             [&queue, until] { return queue.empty() || queue.front().first >= until; });
+  Products& products = block->products[fiber.tid.x / 128];
+  if (products.over(until)) {
+    take_turns();
+  } else {
+    products.parked.emplace_back(until, &fiber);
+    sleep("wgmma.wait_group");
+  }
   fiber.waited = std::max(fiber.waited, until);
 }
 
 // ---------------------------------------------------------------------------------------- cp.async
-Group CopyGroups::add() {
-  ++open->unread, ++open->unwritten;
-  return open;
+uint64_t CopyGroups::add() {
+  ++groups.back().unread, ++groups.back().unwritten;
+  return first + groups.size() - 1;
 }
 
-void CopyGroups::commit() { closed.push_back(std::exchange(open, std::make_shared<CopyGroup>())); }
+bool CopyGroups::over(size_t allowed, Left left) const {
+  for (size_t i = 0; i + 1 + allowed < groups.size(); ++i) {
+    if (groups[i].*left > 0) return false;
+  }
+  return true;
+}
 
-void CopyGroups::wait(const char* where, int pending, int CopyGroup::* left) {
-  wait_until(where, [this, pending, left] {
-    while (!closed.empty() && closed.front()->unwritten == 0) closed.pop_front();
-    for (size_t i = 0; i + size_t(pending) < closed.size(); ++i) {
-      if ((*closed[i]).*left > 0) return false;
-    }
-    return true;
-  });
+void CopyGroups::done(uint64_t group, Left left) {
+  if (--(groups[group - first].*left) > 0 || waiter == nullptr || !over(pending, wanted)) return;
+  wake(*std::exchange(waiter, nullptr));
+}
+
+void CopyGroups::commit() {
+  size_t gone = 0;
+  while (gone < groups.size() - 1 && groups[gone].unwritten == 0) ++gone;
+  groups.erase(groups.begin(), groups.begin() + static_cast<std::ptrdiff_t>(gone));
+  first += gone;
+  groups.emplace_back();
+}
+
+void CopyGroups::wait(const char* where, int allowed, Left left) {
+  pending = static_cast<size_t>(allowed);
+  wanted = left;
+  if (over(pending, wanted)) return take_turns();
+  waiter = &self();
+  sleep(where);
 }
 
 // The first of `size` bytes, 4, 8 or 16; the rest becomes zero.
@@ -307,13 +371,14 @@ void copy(uint32_t address, const void* global, uint32_t size, uint32_t bytes) {
   if (bytes > size) fail("cp.async of more than " + std::to_string(size) + " bytes");
   if (bytes > 0 && reinterpret_cast<uintptr_t>(global) % size) fail("misaligned cp.async");
   Fiber* fiber = &self();
-  const Group group = fiber->copies.add();
+  const uint64_t group = fiber->copies.add();
   fill(address, static_cast<int>(size), kNothing);
   block->pending.push_back([=] {
     std::memset(to, 0, size);
     if (bytes > 0) std::memcpy(to, global, bytes);
     fill(address, static_cast<int>(size), writing(*fiber));
-    --group->unread, --group->unwritten;
+    fiber->copies.done(group, &CopyGroup::unread);
+    fiber->copies.done(group, &CopyGroup::unwritten);
   });
 }
 
@@ -388,26 +453,27 @@ void load_box(uint32_t address, const unsigned long long* map, uint32_t barrier,
 // The source is read at one moment and written at a later one.
 void store_box(const unsigned long long* map, uint32_t address, const int (&c)[5]) {
   const Box box(map, address, c);
-  const Group group = self().stores.add();
+  CopyGroups& stores = self().stores;
+  const uint64_t group = stores.add();
   box.each_chunk([](unsigned char*, uint32_t at, int64_t bytes) {
     check_filled("a TMA store", at, static_cast<int>(bytes));
     check_fenced("a TMA store", at, static_cast<int>(bytes));
   });
-  block->pending.push_back([box, group] {
+  block->pending.push_back([box, group, &stores] {
     const auto data = std::make_shared<std::vector<unsigned char>>();
     box.each_chunk([&](unsigned char*, uint32_t at, int64_t bytes) {
       const unsigned char* from = shared_at(at, 16);
       check_filled("a TMA store", at, static_cast<int>(bytes));
       data->insert(data->end(), from, from + 16);
     });
-    --group->unread;
-    block->pending.push_back([box, group, data] {
+    stores.done(group, &CopyGroup::unread);
+    block->pending.push_back([box, group, &stores, data] {
       const unsigned char* from = data->data();
       box.each_chunk([&](unsigned char* to, uint32_t, int64_t bytes) {
         if (bytes > 0) std::memcpy(to, from, size_t(bytes));
         from += 16;
       });
-      --group->unwritten;
+      stores.done(group, &CopyGroup::unwritten);
     });
   });
 }
@@ -431,15 +497,16 @@ void load_bytes(uint32_t address, const void* global, uint32_t bytes, uint32_t b
 // As for a box: read at one moment, written, or added, at a later one.
 void store_bytes(void* global, uint32_t address, uint32_t bytes, bool add) {
   const unsigned char* from = bulk_at(address, global, bytes);
-  const Group group = self().stores.add();
+  CopyGroups& stores = self().stores;
+  const uint64_t group = stores.add();
   const int size = static_cast<int>(bytes);
   check_filled("a bulk copy", address, size);
   check_fenced("a bulk copy", address, size);
-  block->pending.push_back([=] {
+  block->pending.push_back([=, &stores] {
     check_filled("a bulk copy", address, size);
     const auto data = std::make_shared<std::vector<unsigned char>>(from, from + size);
-    --group->unread;
-    block->pending.push_back([=] {
+    stores.done(group, &CopyGroup::unread);
+    block->pending.push_back([=, &stores] {
       auto* to = static_cast<unsigned char*>(global);
       for (int i = 0; i < size; i += 4) {
         float x, sum = 0;
@@ -448,7 +515,7 @@ void store_bytes(void* global, uint32_t address, uint32_t bytes, bool add) {
         sum += x;
         std::memcpy(to + i, add ? &sum : &x, 4);
       }
-      --group->unwritten;
+      stores.done(group, &CopyGroup::unwritten);
     });
   });
 }

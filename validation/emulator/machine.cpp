@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <mutex>
 #include <utility>
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -18,7 +19,6 @@
 #endif
 
 alignas(1024) unsigned char shared_bytes[kSharedLimit];
-void run_entry(const char* name, const void* params);  // entry.cpp
 
 namespace machine {
 
@@ -26,6 +26,8 @@ Thread* current;
 Dim3 block_index, grid_size, block_size;
 Block* block;
 size_t shared_size;
+using RunEntry = void (*)(const char* entry, const void* params);  // entry.cpp
+static RunEntry run_entry;
 static const char* entry;
 static const void* entry_params;
 static std::string failure;
@@ -40,39 +42,41 @@ uint64_t Block::random(uint64_t below) {  // xorshift64*
   state ^= state >> 12;
   state ^= state << 25;
   state ^= state >> 27;
-  return (state * 2685821657736338717ull >> 33) % below;
+  return (state * 2685821657736338717ull >> 33) * below >> 31;
 }
 
-static void advance_products(Products& products) {
-  const Action action = std::move(products.front().second);
+void Products::advance() {
+  const Action action = std::move(queue.front().second);
   action();
-  products.pop_front();
+  queue.pop_front();
+  for (size_t i = 0; i < parked.size();) {
+    if (over(parked[i].first)) {
+      wake(*parked[i].second);
+      parked[i] = parked.back();
+      parked.pop_back();
+    } else {
+      ++i;
+    }
+  }
 }
 
 bool Block::advance() {
-  for (auto& [warpgroup, queue] : products) {
-    if (copies_last && !queue.empty()) {
-      advance_products(queue);
-      return true;
-    }
+  Products* asked[8];
+  size_t warpgroups = 0;
+  for (Products& one : products) {
+    if (!one.queue.empty()) asked[warpgroups++] = &one;
   }
-  const size_t choices = pending.size() + products.size();
+  const size_t copies = copies_last && warpgroups > 0 ? 0 : pending.size();
+  const size_t choices = copies + warpgroups;
   if (choices == 0) return false;
-  const size_t newest = std::max<size_t>(pending.size(), 1) - 1;
-  const size_t first = order == 0 ? random(choices) : order == 1 ? 0 : newest;
-  for (size_t i = 0; i < choices; ++i) {
-    const size_t choice = (first + i) % choices;
-    if (choice < pending.size()) {
-      (*pending.take(choice))();
-      return true;
-    }
-    const auto it = std::next(products.begin(), static_cast<int>(choice - pending.size()));
-    if (!it->second.empty()) {
-      advance_products(it->second);
-      return true;
-    }
+  const size_t newest = std::max<size_t>(copies, 1) - 1;
+  const size_t choice = order == 0 ? random(choices) : order == 1 ? 0 : newest;
+  if (choice < copies) {
+    pending.take(choice)();
+  } else {
+    asked[choice - copies]->advance();
   }
-  return false;
+  return true;
 }
 
 std::string Block::places() const {
@@ -114,13 +118,13 @@ static size_t scheduler_stack_size;
 static void switch_to_scheduler(Fiber& fiber, bool forever) {
   __sanitizer_start_switch_fiber(forever ? nullptr : &fiber.fake_stack, scheduler_stack,
                                  scheduler_stack_size);
-  swapcontext(&fiber.context, &block->scheduler);
+  change(fiber.context, block->scheduler);
   __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
 }
 static void switch_to(Fiber& fiber) {
   void* mine;
   __sanitizer_start_switch_fiber(&mine, fiber.stack, kStack);
-  swapcontext(&block->scheduler, &fiber.context);
+  change(block->scheduler, fiber.context);
   __sanitizer_finish_switch_fiber(mine, nullptr, nullptr);
 }
 static void entered(Fiber& fiber) {
@@ -128,25 +132,17 @@ static void entered(Fiber& fiber) {
 }
 #else
 bool checking = true;
-// Jumps, because swapcontext asks the kernel for the signal mask each time.
-static void switch_to_scheduler(Fiber& fiber, bool) {
-  if (_setjmp(fiber.place) == 0) _longjmp(block->place, 1);
-}
-static void switch_to(Fiber& fiber) {
-  if (_setjmp(block->place) != 0) return;
-  if (fiber.started) _longjmp(fiber.place, 1);
-  fiber.started = true;
-  setcontext(&fiber.context);
-}
+static void switch_to_scheduler(Fiber& fiber, bool) { change(fiber.context, block->scheduler); }
+static void switch_to(Fiber& fiber) { change(block->scheduler, fiber.context); }
 static void entered(Fiber&) {}
 #endif
 
-// The callers of what goes wrong, as offsets in this library; Python makes lines of them.
+// The callers of what goes wrong, as offsets in the kernel's library; Python makes lines of them.
 static std::string callers() {
   void* frames[32];
   const int count = backtrace(frames, 32);
   Dl_info own, info;
-  if (dladdr(shared_bytes, &own) == 0) return "";
+  if (dladdr(reinterpret_cast<const void*>(run_entry), &own) == 0) return "";
   char text[32];
   std::string all;
   for (int i = 0; i < count; ++i) {
@@ -168,24 +164,25 @@ void fail(const std::string& what) {
   while (true) switch_to_scheduler(self(), true);
 }
 
-void wait_until(const char* where, Ready ready) {
+void sleep(const char* where) {
   Fiber& fiber = self();
   fiber.where = where;
-  fiber.ready = std::move(ready);
   switch_to_scheduler(fiber, false);
   fiber.where = "running";
 }
 
-void park(const char* where, Parked& among) {
-  self().parked = true;
-  among.push_back(&self());
-  wait_until(where, {});
+void wake(Fiber& fiber) {
+  (fiber.tid.x / 32 == block->slow ? block->held : block->runnable).push_back(&fiber);
 }
 
 void wake(Parked& parked) {
-  for (Fiber* fiber : parked) fiber->parked = false;
-  block->runnable.insert(block->runnable.end(), parked.begin(), parked.end());
+  for (Fiber* fiber : parked) wake(*fiber);
   parked.clear();
+}
+
+void take_turns() {
+  wake(self());
+  sleep("running");
 }
 
 static void enter() {
@@ -207,34 +204,41 @@ static void start_block(Block& b, unsigned threads) {
     Fiber& fiber = *b.fibers.back();
     fiber.tid.x = i;
     fiber.stack = stack_of(b.slot * 1024 + i);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack;
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
+    // Not all at the same distance from a power of two, where they would share few lines of a cache.
+    begin_at(fiber.context, fiber.stack, kStack - i * 17 % 256 * 64, enter);
     b.runnable.push_back(&fiber);
   }
 }
 
 // Takes out the fiber that runs next; null when none can go on.
 static Fiber* next_fiber(Block& b) {
-  const auto take = [](std::vector<Fiber*>& from, size_t i) {
-    Fiber* fiber = std::exchange(from[i], from.back());
+  const auto take = [](auto& from, size_t i) {
+    const auto taken = std::exchange(from[i], from.back());
     from.pop_back();
-    return fiber;
+    return taken;
   };
-  const auto can = [](Fiber* fiber) { return !fiber->ready || fiber->ready(); };
-  const size_t runnable = b.runnable.size(), all = runnable + b.waiting.size();
-  if (all == 0) return nullptr;
-  const size_t pick = b.random(all);
+  const auto can = [](const Watched& one) { return *one.address != one.before; };
+  const size_t runnable = b.runnable.size(), all = runnable + b.watched.size();
+  const size_t pick = all > 0 && (b.held.empty() || b.random(64) > 0) ? b.random(all) : all;
   if (pick < runnable) return take(b.runnable, pick);
-  if (can(b.waiting[pick - runnable])) return take(b.waiting, pick - runnable);
-  if (runnable > 0) return take(b.runnable, b.random(runnable));
+  if (pick < all && can(b.watched[pick - runnable])) {
+    return take(b.watched, pick - runnable).fiber;
+  }
+  if (pick < all && runnable > 0) return take(b.runnable, b.random(runnable));
+  if (!b.held.empty()) return take(b.held, b.random(b.held.size()));
   for (size_t i = 0; i < all; ++i) {
     const size_t at = (pick + i) % all;
-    if (can(b.waiting[at])) return take(b.waiting, at);
+    if (can(b.watched[at])) return take(b.watched, at).fiber;
   }
   return nullptr;
+}
+
+// Those who wait for a while have waited long enough; whether there are any.
+static bool send_on(Block& b) {
+  for (auto& [address, barrier] : b.barriers) wake(barrier.parked);
+  for (const Watched& one : b.watched) wake(*one.fiber);
+  b.watched.clear();
+  return !b.runnable.empty() || !b.held.empty();
 }
 
 // A block's turn of so many steps, or until nobody can go on; whether it has ended.
@@ -247,25 +251,16 @@ static bool run_block(Block& b, uint64_t steps) {
     if (b.steps > kEndless) throw std::runtime_error("it does not end;" + b.places());
     Fiber* fiber = next_fiber(b);
     if (fiber != nullptr) {
-      fiber->ready = nullptr;
       accesses = 0;
       current = fiber;
       switch_to(*fiber);
       current = nullptr;
       if (!failure.empty()) throw std::runtime_error(failure);
       b.left -= fiber->ended;
-      if (!fiber->ended && !fiber->parked) {
-        (fiber->ready ? b.waiting : b.runnable).push_back(fiber);
-      }
       continue;
     }
     if (b.advance()) continue;
-    // Those who wait for a while have waited long enough.
-    bool more = false;
-    for (Fiber* one : b.waiting) {
-      if (one->impatient) more = true, one->ready = nullptr;
-    }
-    if (!more || ++b.idle > 8) {
+    if (!send_on(b) || ++b.idle > 8) {
       b.stuck = true;
       return false;
     }
@@ -303,6 +298,7 @@ static std::unique_ptr<Block> make_block(unsigned index, unsigned slot, unsigned
   b->patience = kPatience[b->random(5)];
   b->copies_last = b->random(2) == 0;
   b->order = static_cast<int>(b->random(3));
+  if (b->random(2) == 0) b->slow = static_cast<unsigned>(b->random((threads + 31) / 32));
   start_block(*b, threads);
   return b;
 }
@@ -340,7 +336,7 @@ static void run_grid(unsigned blocks, unsigned threads, uint64_t seed, unsigned 
 }
 
 long long clock() {
-  wait_until("running", {});
+  take_turns();
   return static_cast<long long>(100 * block->steps);
 }
 
@@ -358,12 +354,17 @@ void arrive_named(int id, int threads) {
 void sync_named(int id, int threads) {
   auto& barrier = block->named[id];
   arrive_named(id, threads);
-  if (barrier.came > 0) park("bar.sync", barrier.parked);
+  if (barrier.came > 0) {
+    barrier.parked.push_back(&self());
+    sleep("bar.sync");
+  }
 }
 
 void make_barrier(uint32_t address, int arrivals) {
   shared_at(address, 8, 8);
-  block->barriers[address] = {arrivals, arrivals, 0, 0};
+  Barrier& barrier = block->barriers[address];
+  wake(barrier.parked);
+  barrier = {arrivals, arrivals, 0, 0, {}};
 }
 
 static Barrier& barrier_at(uint32_t address) {
@@ -381,6 +382,7 @@ void progress(uint32_t address, int arrivals, long bytes) {
   if (barrier.missing == 0 && barrier.bytes == 0) {
     ++barrier.phase;
     barrier.missing = barrier.arrivals;
+    wake(barrier.parked);
   }
 }
 
@@ -394,9 +396,8 @@ bool try_wait(uint32_t address, uint32_t parity) {
   Barrier& barrier = barrier_at(address);
   const auto over = [&barrier, parity] { return (barrier.phase & 1) != parity; };
   if (!over() && block->random(16) > 0) {
-    self().impatient = true;
-    wait_until("mbarrier", over);
-    self().impatient = false;
+    barrier.parked.push_back(&self());
+    sleep("mbarrier");
   }
   return over();
 }
@@ -407,9 +408,8 @@ uint32_t load_acquire(const uint32_t* address) {
   Fiber& fiber = self();
   const uint32_t before = *address;
   if (fiber.asked == address && fiber.answer == before && block->random(16) > 0) {
-    fiber.impatient = true;
-    wait_until("ld.acquire", [address, before] { return *address != before; });
-    fiber.impatient = false;
+    block->watched.push_back({&fiber, address, before});
+    sleep("ld.acquire");
   }
   fiber.asked = address;
   fiber.answer = *address;
@@ -436,20 +436,35 @@ void fill(uint32_t address, int bytes, uint32_t with) {
   if (checking) std::fill_n(shadow + address, bytes, with);
 }
 
+// Whether a byte holds nothing. Without a branch for each, and of 4 and 16, as most are, unrolled.
+template <int kBytes>
+static bool any_empty(const uint32_t* holds) {
+  uint32_t empty = 0;
+  for (int i = 0; i < kBytes; ++i) empty |= holds[i] == kNothing;
+  return empty != 0;
+}
+static bool any_empty(const uint32_t* holds, int bytes) {
+  if (bytes == 4) return any_empty<4>(holds);
+  if (bytes == 16) return any_empty<16>(holds);
+  uint32_t empty = 0;
+  for (int i = 0; i < bytes; ++i) empty |= holds[i] == kNothing;
+  return empty != 0;
+}
+
 void check_filled(const char* who, uint32_t address, int bytes) {
-  for (uint32_t at = address; checking && at < address + bytes; ++at) {
-    if (shadow[at] == kNothing) {
-      fail(std::string(who) + " reads shared memory that holds nothing, or not yet: byte " +
-           std::to_string(at));
-    }
-  }
+  if (!checking || !any_empty(shadow + address, bytes)) return;
+  const auto at = std::find(shadow + address, shadow + address + bytes, kNothing) - shadow;
+  fail(std::string(who) + " reads shared memory that holds nothing, or not yet: byte " +
+       std::to_string(at));
 }
 
 void check_fenced(const char* who, uint32_t address, int bytes) {
+  uint32_t seen = kAnyone;  // what the byte before holds
   for (uint32_t at = address; checking && at < address + bytes; ++at) {
-    if (shadow[at] <= kAnyone) continue;
-    const uint32_t writer = (shadow[at] >> 20) - 2;
-    if (!has_fenced(*block->fibers[writer], shadow[at]) && !has_fenced(self(), shadow[at])) {
+    if (shadow[at] <= kAnyone || shadow[at] == seen) continue;
+    seen = shadow[at];
+    const uint32_t writer = (seen >> 20) - 2;
+    if (!has_fenced(*block->fibers[writer], seen) && !has_fenced(self(), seen)) {
       fail(std::string(who) + " without fence.proxy.async after what thread " +
            std::to_string(writer) + " has written: byte " + std::to_string(at));
     }
@@ -540,6 +555,7 @@ static void access(const void* pointer, size_t bytes, bool write, bool aligned, 
 
 }  // namespace machine
 
+#pragma GCC visibility push(default)
 extern "C" {
 #define ACCESS(n)                                                                 \
   void __tsan_read##n(void* p) { machine::access(p, n, false, true); }            \
@@ -558,12 +574,13 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 
 // Returns 0, or 1 with what went wrong in `message`.
-__attribute__((visibility("default"))) int emulate(const char* entry, unsigned blocks,
-                                                   unsigned threads, size_t shared, uint64_t seed,
-                                                   bool truncating, unsigned together,
-                                                   const void* params, char* message,
-                                                   size_t message_size) {
+int emulate(machine::RunEntry run_entry, const char* entry, unsigned blocks, unsigned threads,
+            size_t shared, uint64_t seed, bool truncating, unsigned together, const void* params,
+            char* message, size_t message_size) {
+  static std::mutex one_launch;
+  const std::lock_guard lock(one_launch);
   machine::failure.clear();
+  machine::run_entry = run_entry;
   machine::entry = entry;
   machine::entry_params = params;
   machine::shared_size = shared;
@@ -582,3 +599,4 @@ __attribute__((visibility("default"))) int emulate(const char* entry, unsigned b
   return 0;
 }
 }
+#pragma GCC visibility pop

@@ -2,9 +2,6 @@
 // have come, copies and products that run beside the threads happen at a random moment before the
 // wait that promises them.  One seed decides which fiber runs next and when that moment is.
 #pragma once
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <deque>
 #include <functional>
 #include <map>
@@ -14,13 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "context.hpp"
 #include "engine.hpp"
 
 constexpr size_t kSharedLimit = 227 * 1024;
 
 namespace machine {
 
-using Ready = std::function<bool()>;
 using Action = std::function<void()>;
 
 // Registers that a thread has lent to the tensor cores.
@@ -30,31 +27,37 @@ struct Registers {
   bool touched;    // since the last wgmma_fence
 };
 
-// Copies that a thread asked for: the open group, and the closed ones.  A group is the number of
-// its copies whose source has not been read, and of those that have not been written.
+struct Fiber;
+using Parked = std::vector<Fiber*>;  // who sleeps until something has happened
+
+// The copies that a thread has asked for, by groups: of each how many have not been read at their
+// source, and how many have not been written.  The last group is open.
 struct CopyGroup {
   int unread = 0, unwritten = 0;
 };
-using Group = std::shared_ptr<CopyGroup>;
-struct CopyGroups {
-  Group open = std::make_shared<CopyGroup>();
-  std::deque<Group> closed;
+using Left = int CopyGroup::*;
+class CopyGroups {
+  std::vector<CopyGroup> groups{1};
+  uint64_t first = 0;       // the number of the first one kept
+  Fiber* waiter = nullptr;  // and for how much it waits
+  size_t pending = 0;
+  Left wanted = nullptr;
 
-  Group add();
+  bool over(size_t allowed, Left left) const;
+
+ public:
+  uint64_t add();  // a copy; returns the number of its group
+  void done(uint64_t group, Left left);
   void commit();
-  void wait(const char* where, int pending, int CopyGroup::* left);
+  void wait(const char* where, int allowed, Left left);
 };
 
 struct Fiber : Thread {
-  ucontext_t context;
-  jmp_buf place;
+  Context context;
   char* stack;
   void* fake_stack = nullptr;  // AddressSanitizer's
-  Ready ready;                 // empty: it can go on, unless it is parked
   const char* where = "running";
-  bool started = false, ended = false;
-  bool parked = false;              // until somebody wakes it
-  bool impatient = false;           // it waits for a while only
+  bool ended = false;
   uint32_t fence = 0;               // of proxies, its last: the number in the block
   const uint32_t* asked = nullptr;  // the word that it asked for last, and what that was
   uint32_t answer = 0;
@@ -65,30 +68,29 @@ struct Fiber : Thread {
 };
 
 // Threads that meet: the last to come acts for all, and wakes them.
-using Parked = std::vector<Fiber*>;
 struct Meeting {
   int came = 0;
   const char* what = nullptr;
-  std::vector<void*> arguments;
+  void* arguments[128];
   Parked parked;
 };
 
-// What is under way, in the order in which it was asked for; pointers, which move fast when one
-// in the middle is taken out.
+// What is under way, in the order in which it was asked for; one that is taken out of the middle
+// has its place filled by the last one.
 class Actions {
-  std::vector<Action*> actions;
+  std::deque<Action> actions;
 
  public:
-  Actions() = default;
-  Actions(const Actions&) = delete;
-  ~Actions() {
-    for (Action* action : actions) delete action;
-  }
   size_t size() const { return actions.size(); }
-  void push_back(Action action) { actions.push_back(new Action(std::move(action))); }
-  std::unique_ptr<Action> take(size_t i) {
-    std::unique_ptr<Action> taken(actions[i]);
-    actions.erase(actions.begin() + static_cast<std::ptrdiff_t>(i));
+  void push_back(Action action) { actions.push_back(std::move(action)); }
+  Action take(size_t i) {
+    Action taken = std::move(actions[i]);
+    if (i == 0) {
+      actions.pop_front();
+    } else {
+      if (i + 1 < actions.size()) actions[i] = std::move(actions.back());
+      actions.pop_back();
+    }
     return taken;
   }
 };
@@ -97,6 +99,7 @@ struct Barrier {  // an mbarrier
   int arrivals = 0, missing = 0;
   long bytes = 0;
   uint32_t phase = 0;
+  Parked parked;  // until the phase ends, or nobody can go on
 };
 
 struct NamedBarrier {
@@ -104,19 +107,34 @@ struct NamedBarrier {
   Parked parked;
 };
 
-// Products that a warpgroup has asked for, in order, with the number of their group.
-using Products = std::deque<std::pair<uint64_t, Action>>;
+// Products that a warpgroup has asked for, in order, with the number of their group; who sleeps
+// until none of a group below a number is left.
+struct Products {
+  std::deque<std::pair<uint64_t, Action>> queue;
+  std::vector<std::pair<uint64_t, Fiber*>> parked;
+
+  bool over(uint64_t until) const { return queue.empty() || queue.front().first >= until; }
+  void advance();
+};
+
+// A word of global memory that a thread waits for, until it is another one or nobody can go on.
+// Whoever may change it does not say so: it is looked at in between.
+struct Watched {
+  Fiber* fiber;
+  const uint32_t* address;
+  uint32_t before;
+};
 
 struct Block {
   std::vector<std::unique_ptr<Fiber>> fibers;
-  std::vector<Fiber*> runnable, waiting;  // of those that are not parked, by whether they wait
-  ucontext_t scheduler;
-  jmp_buf place;
+  std::vector<Fiber*> runnable, held;  // who can go on; held: of the slow warp
+  std::vector<Watched> watched;
+  Context scheduler;
   Actions pending;  // copies under way
   Meeting warps[32], warpgroups[8];
   std::map<uint32_t, Barrier> barriers;
   std::map<int, NamedBarrier> named;
-  std::map<int, Products> products;
+  Products products[8];
   uint64_t state = 1;
   // What runs beside the threads gets on at one of so many steps of theirs, and when none can go
   // on. At 0 that is the only time: whoever does not wait finds nothing there.
@@ -124,6 +142,8 @@ struct Block {
   bool copies_last = false;  // a copy happens only when no product can
   int order = 0;             // of copies: any, 1: the oldest first, 2: the newest first
   int idle = 0;              // how often those who wait for a while have been sent on in vain
+  // It goes on rarely while others can: who does not wait for it has long gone ahead.
+  unsigned slow = ~0u;
   uint64_t steps = 0;
   uint32_t fences = 0;                 // of proxies, by all threads
   unsigned index = 0, slot = 0;        // in the grid; among those that run at the same time
@@ -143,9 +163,10 @@ extern bool truncating;  // how tensor cores add (instructions.cpp)
 
 inline Fiber& self() { return static_cast<Fiber&>(*current); }
 [[noreturn]] void fail(const std::string& what);
-void wait_until(const char* where, Ready ready);
-void park(const char* where, Parked& among);
+void sleep(const char* where);  // until somebody wakes it, whom it has told
+void wake(Fiber& fiber);
 void wake(Parked& parked);
+void take_turns();  // lets others go on
 // An arrival, or bytes that have landed; the phase ends when neither is missing.
 void progress(uint32_t address, int arrivals, long bytes);
 
@@ -172,7 +193,6 @@ void meet(int count, const char* what, Argument& argument, Act act) {
   Meeting& meeting = (count == 32 ? block->warps : block->warpgroups)[thread / count];
   if (meeting.came == 0) {
     meeting.what = what;
-    meeting.arguments.assign(count, nullptr);
     const bool all_there = block->left == block->fibers.size();
     for (int i = first; !all_there && i < first + count; ++i) {  // who leaves later looks here
       if (block->fibers.at(i)->ended) {
@@ -185,12 +205,13 @@ void meet(int count, const char* what, Argument& argument, Act act) {
   meeting.arguments[thread % count] = &argument;
   if (++meeting.came == count) {
     meeting.came = 0;
-    act(reinterpret_cast<Argument**>(meeting.arguments.data()));
+    act(reinterpret_cast<Argument**>(meeting.arguments));
     wake(meeting.parked);
   } else {
-    park(what, meeting.parked);
+    meeting.parked.push_back(&self());
+    sleep(what);
   }
-  if (block->random(4) == 0) wait_until("running", {});
+  if (block->random(4) == 0) take_turns();
 }
 
 }  // namespace machine

@@ -77,6 +77,7 @@ def test_a_bias_lies_in_memory_as_it_likes():
         assert found[3].shape == bias.shape
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "lengths",
@@ -123,6 +124,7 @@ def test_what_is_not_finite_spoils_what_it_belongs_to():
         check_spoiled(call)
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 def test_nothing_leaks_from_hidden_pairs():
     biases.check_hidden_pairs(target="sm_90a", fills=True)

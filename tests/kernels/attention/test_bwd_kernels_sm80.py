@@ -134,6 +134,7 @@ def test_softcaps_of_any_size():
                            softcap=softcap))  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize("dim", only(DIMS, 64))
 def test_rows_and_keys_that_see_nothing(dim):
@@ -228,6 +229,7 @@ def test_an_all_true_mask_is_no_mask():
             assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 def test_sums_of_tensor_cores_that_truncate():
     for dim in (64, 128, 256):
@@ -236,6 +238,7 @@ def test_sums_of_tensor_cores_that_truncate():
         check(call, truncating=True)
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 def test_scores_of_any_size():
     """Weights of 1 and of nothing; keys of zeros behind the last one would weigh 2**200."""

@@ -68,6 +68,7 @@ def test_a_row_of_nothing_but_padding(length):
 PADS = [np.float16(-65504), ml_dtypes.bfloat16(-1e9), np.float32(-1e9), np.float64(-1e30)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pad", only(PADS, *PADS[1:3]), ids=lambda pad: pad.dtype.name)
 def test_a_bias_of_any_type(pad):
     for more in ({}, {"softcap": 3.0}, CAUSAL):
@@ -75,6 +76,7 @@ def test_a_bias_of_any_type(pad):
               rows=rows_of(padded_case("float16", (9, 7), 64, pad), False))  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 1, 90, 1), (1, 2, 1, 1), (1, 1, 1, 1)])
 def test_a_bias_that_broadcasts(shape):
     call = padded_case("bfloat16", (90, 70), 96, np.float32(-1e9), every=1)
@@ -139,6 +141,7 @@ def test_others_keep_their_bits(dim, hopper):
         assert x[:, 1, 256:].tobytes() == y[:, 1, 256:].tobytes()
 
 
+@pytest.mark.long
 def test_any_number_of_blocks_gives_the_same_bits():
     call = far_case("bfloat16", (2, 1), (130, 150), 64, every=5)
     want = solve(call, rows=rows_of(call, False))

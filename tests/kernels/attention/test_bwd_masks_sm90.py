@@ -101,6 +101,7 @@ def test_the_schedule_does_not_show(dim, band):
     assert len(found) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dim", "band"),
     only(

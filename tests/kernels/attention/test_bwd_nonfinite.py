@@ -116,6 +116,7 @@ def test_a_clean_call_is_left_as_it_is():
         assert all(x.tobytes() == want[name].tobytes() for name, x in found.items())
 
 
+@pytest.mark.long
 def test_only_tiles_that_are_not_finite_are_computed_again():
     """The others have the bits that they would have had."""
     for dim in DIMS:

@@ -179,6 +179,7 @@ def spoiled_call(dim):
     return call, solve(call, rows=rows_of(call))
 
 
+@pytest.mark.long
 def test_what_is_spoiled_by_all_kinds_of_hidden_pairs():
     call, _ = spoiled_call(64)
     check_spoiled(call, rows=rows_of(call))

@@ -173,6 +173,7 @@ def test_a_loop_without_an_end_is_reported(together, tmp_path):
         emulator.launch(path, "endless", 1, 32, 1024, params, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", [SM80, *SM90], ids=lambda row: row.name)
 def test_truncating_sums(row):
     q, k, v = (draw(2, n, row.dim, dtype=FORWARD_DTYPES[row.dtype], seed=n) for n in (70, 200, 200))
@@ -454,6 +455,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", only(BROKEN, "product"))
 def test_a_failing_seed_replays(family, tmp_path):
     part, kernel, *change = BROKEN[family]

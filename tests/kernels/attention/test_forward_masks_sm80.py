@@ -141,6 +141,7 @@ def test_neither_schedule_nor_order_nor_place_of_the_lists_shows(row):
     assert len(found) == 1
 
 
+@pytest.mark.long
 def test_an_all_true_mask_is_no_mask():
     """The same tiles in the same order as without a mask, where the tile is the same."""
     plain = {row.dim: row for row in VARIANTS if not row.sparse and row.source == ROWS[0].source}

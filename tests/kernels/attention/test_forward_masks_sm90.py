@@ -103,6 +103,7 @@ def test_blocks_that_are_not_listed_are_not_read(row):
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
+@pytest.mark.long
 @by_tile
 def test_neither_schedule_nor_order_nor_place_of_the_lists_shows(row):
     rng, dtype = np.random.default_rng(0), DTYPES[row.dtype]

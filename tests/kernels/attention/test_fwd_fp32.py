@@ -51,6 +51,7 @@ def test_as_good_as_plain_float32(data, truncating, options):
     hold_data(D64, data, truncating=truncating, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2000, 2.0**17, -1e9, -1e30])
 @pytest.mark.parametrize("how", only(["bias", "softcap", "mask", "causal"], "bias"))
 def test_scores_far_from_zero(size, how):
@@ -76,6 +77,7 @@ def test_only_rows_that_lose_digits_are_computed_again(tmp_path):
     check_rows_computed_again(D64, SPARSE, tmp_path, 1e4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", only(VARIANTS, D64), ids=lambda row: row.name)
 def test_long_sequences(row):
     """Where tensor cores add up a few terms at a time, cutting them shows no more than this."""

@@ -141,6 +141,7 @@ def test_only_the_rows_of_the_output_are_written():
     check_rows_written(D64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", only(PAIRS, D64), ids=lambda row: row.name)
 def test_long_sequences(row):
     """Tensor cores cut sums of a tile alone, and the small products first."""
@@ -173,6 +174,7 @@ def test_numbers_that_may_be_rounded(row):
         assert 1e-5 < error < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exponent", range(0, 64, 4))
 def test_large_numbers_that_meet_zeros(exponent):
     """Where small numbers lose what counts, rows are computed again."""

@@ -94,6 +94,7 @@ def test_rows_that_are_not_finite_beside_large_scores(row):
     hold(near, *run(row, near))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ONE, ids=lambda row: row.name)
 @pytest.mark.parametrize("size", [3e18, 1e30])
 def test_products_beyond_float32(row, size):

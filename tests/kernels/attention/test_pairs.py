@@ -172,6 +172,7 @@ def test_a_number_for_each_pair(dtype, batch):
         check(q, k, v, seen, pair_bias=numbers, piece_pairs=19, **options)
 
 
+@pytest.mark.long
 def test_results_do_not_depend_on_the_order_of_warps():
     q, k, v = arrays_of("float16", (60, 70), (64, 64))
     bits = BitMask.from_dense(graph(np.random.default_rng(6), 60, 70))

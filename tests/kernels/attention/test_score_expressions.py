@@ -122,6 +122,7 @@ def test_values_of_hidden_keys_do_not_show(mapped):
     check(row_for(score, "bfloat16", 64, mapped=mapped), q, k, v, score=score)
 
 
+@pytest.mark.long
 @emulated
 @examples(12, fewer=4)
 @given(text=expressions.smooth(), seed=st.integers(0, 99))

@@ -85,6 +85,7 @@ def test_every_row_of_float32(row):
     assert reference.relative_error(state, last) <= 3e-7
 
 
+@pytest.mark.long
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "row",

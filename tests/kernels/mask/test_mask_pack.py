@@ -106,7 +106,7 @@ VALUES = st.sampled_from([(0, 1), (0, 255), (0, 128), (0, 1, 2, 127, 128, 254, 2
 
 
 @given(st.data())
-@examples(16, fewer=2)
+@examples(16, fewer=4)
 def test_any_mask_is_packed_as_on_the_cpu(data):
     lengths = [data.draw(st.sampled_from([1, 5, 16, 100, 127, 128, 129, 144, 200, 256, 272])) for
                _ in range(2)]  # fmt: skip
@@ -160,6 +160,7 @@ def test_one_byte_makes_a_block_partial(at, wide):
     check(*pack(base, 0, View((B, B), (B, 1)), wide=wide), base != 0)
 
 
+@pytest.mark.long
 def test_broadcast_axes_are_packed_once():
     rng = np.random.default_rng(0)
     base = rng.integers(0, 2, (3, 2, 40, 150), np.uint8)
