@@ -117,7 +117,8 @@ struct WorkTileFields {
   int q_begin;        // first row of the query tile; -1: there is no more work
   int begin, end;     // key tiles that its rows see; with a mask, how many: from 0 on
 #if FA_PACKED
-  int key_origin;  // the first key of tile 0
+  int key_origin;        // the first key of tile 0
+  int has_invalid_rows;  // 1: rows of some sequence are NaN, here or elsewhere
 #endif
 #if FA_SPLIT
   int split;  // which part of the keys

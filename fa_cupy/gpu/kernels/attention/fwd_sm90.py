@@ -150,7 +150,7 @@ class FwdSm90(Variant):
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
-        work += 16 if self.lengths else 0
+        work += 16 if self.lengths or self.packed else 0
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
@@ -259,7 +259,8 @@ def packed_heads(traits: Traits, tile_m: int) -> int:
     if problem.mask is not None or problem.offsets is not None:
         return 1
     axes = traits.mapped_sizes
-    if not axes or strides["k"][-1] or strides["v"][-1] or not strides["q"][-1]:
+    shared = ("k", "v", *traits.key_views)
+    if not axes or any(strides[name][-1] for name in shared) or not strides["q"][-1]:
         return 1
     heads, rows = axes[-1], problem.q_len * axes[-1]
     if traits.score or heads > _MAX_PACKED or heads & (heads - 1):
