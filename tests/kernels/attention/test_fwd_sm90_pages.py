@@ -12,7 +12,7 @@ from fa_cupy.gpu.kernels.attention import fwd_sm90
 from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
-from tests.support.every_run import drawn, examples, only, some
+from tests.support.every_run import drawn, examples, only
 from tests.support.kernel_attention import BANDS, DTYPES, PLAIN, any_sinks, check, draw
 from tests.support.planted import plant
 from validation.emulator import calls
@@ -45,7 +45,7 @@ def paged(row, size, lengths=LENGTHS, heads=(4, 2), q_len=150, k_len=400, seed=0
     return q, k, v, table.astype(lengths.dtype)
 
 
-@pytest.mark.parametrize("row", some(ROWS, lambda row: row.dtype), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", only(ROWS, D128), ids=lambda row: row.name)
 @pytest.mark.parametrize("size", only((16, 48, 64, 128, 256), 16, 64))
 def test_every_row(row, size, splits):
     q, k, v, table = paged(row, size)
@@ -142,7 +142,7 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", only(BUGS, "the pages of the first entry"))
 def test_planted_bugs_are_found(bug, tmp_path):
     source = plant(tmp_path, "attention/fwd_sm90", BUGS[bug])
     q, k, v, table = paged(D128, 32, scale=3.0)
