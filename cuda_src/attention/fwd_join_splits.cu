@@ -2,13 +2,11 @@
 //
 // Splits are added up in their order, as those of fwd_splitkv are, by the same functions.
 #include "cuda_src/common/splitkv_rows.cuh"
-#include "ptx/grid_dependency.cuh"
 
 constexpr int kWarps = FA_WARPS;
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     attention_fwd_join_splits(const __grid_constant__ FwdSplitkvParams params) {
-  griddepcontrol_wait();
   const int64 row = static_cast<int64>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= params.rows) return;
   const int64 batch = row / params.common.q_len;

@@ -21,7 +21,6 @@
 #include "cuda_src/common/softmax.cuh"
 #include "cuda_src/common/tile_scheduler.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/grid_dependency.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/prefetch.cuh"
 #include "ptx/shared.cuh"
@@ -1146,8 +1145,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fence_mbarrier_init();
   }
   __syncthreads();
-  if constexpr (kSplit) griddepcontrol_launch_dependents();  // fwd_join_splits
-  if constexpr (kPacked) griddepcontrol_wait();              // for row_intervals
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
   if (warp >= 4) {

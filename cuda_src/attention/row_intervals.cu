@@ -10,7 +10,6 @@
 // from the intervals of its first and its last row, which its thread finds itself.
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
-#include "ptx/grid_dependency.cuh"
 
 constexpr int kThreads = FA_THREADS;
 constexpr int kMostShared = FA_SHARED_OFFSETS;  // offsets of an axis that shared memory holds
@@ -256,7 +255,6 @@ FA_DEVICE void write_key_tile(const PackedSequences& x, int tile) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     attention_row_intervals(const __grid_constant__ RowIntervalsParams params) {
-  griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   OffsetArray q = {params.q_offsets, params.q_bytes, params.q_len};

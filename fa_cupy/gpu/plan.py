@@ -59,9 +59,6 @@ class Step(NamedTuple):
         ``common``, is set to whether all their addresses are multiples of 16.
     persistent : bool
         Whether blocks take tiles until none is left.
-    overlaps : bool
-        Whether the launch may begin before that of the step before has ended: its kernel waits for
-        it (``ptx/grid_dependency.cuh``). Not for the first step, and for devices from SM90 on.
     """
 
     variant: Any
@@ -72,7 +69,6 @@ class Step(NamedTuple):
     shifts: Mapping[str, int] = _NOTHING
     aligned: tuple[str, ...] = ()
     persistent: bool = False
-    overlaps: bool = False
 
 
 Launch = Callable[[Arguments, Any], Any]

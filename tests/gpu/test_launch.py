@@ -11,7 +11,7 @@ from fa_cupy.gpu.kernels.forward import VARIANTS
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS
 
 pytest.importorskip("cupy")
-from fa_cupy.gpu.driver.launch import Arguments, Launch, OverlappingLaunch, launch
+from fa_cupy.gpu.driver.launch import Arguments, Launch, launch
 
 PARAMS = np.dtype(
     [("out", np.uint64), ("bytes", np.uint8, (120,)), ("value", np.int32), ("shared", np.int32)]
@@ -25,21 +25,6 @@ extern "C" __global__ void test(const __grid_constant__ Params p) {
   if (threadIdx.x < 120) last[threadIdx.x] = p.bytes[threadIdx.x];
   __syncthreads();
   if (threadIdx.x < 120) p.out[blockIdx.x * 128 + threadIdx.x] = last[threadIdx.x] + p.value;
-}
-"""
-OVERLAPPING = """
-#include "ptx/grid_dependency.cuh"
-struct Params { int* out; };
-extern "C" __global__ void first(const __grid_constant__ Params p) {
-  griddepcontrol_launch_dependents();
-  const long long start = clock64();
-  while (clock64() - start < 3000000) {
-  }
-  if (threadIdx.x == 0) p.out[0] = 1;
-}
-extern "C" __global__ void second(const __grid_constant__ Params p) {
-  griddepcontrol_wait();
-  if (threadIdx.x == 0) p.out[1] = 2 * *static_cast<volatile int*>(p.out);
 }
 """
 LARGE = 96 * 1024  # more than a block gets without asking, and less than any device has
@@ -107,29 +92,6 @@ def test_launch_uses_the_current_stream(cupy, kernel):
     graph.launch(stream)
     stream.synchronize()
     check(cupy, out)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_an_overlapping_launch_waits_for_the_one_before(cupy, target, captured):
-    """The first kernel lets the second one begin, and only then takes its time."""
-    if target not in ("sm_90a", "sm_100", "sm_120"):
-        pytest.skip("launches do not overlap on this device")
-    device, source = cupy.cuda.Device().id, OVERLAPPING.encode()
-    cubin = compile.compile_source("overlapping", source, target).cubin
-    first = Launch(compile.load_cubin(cubin, "first", device), 1, 32, 0)
-    second = OverlappingLaunch(compile.load_cubin(cubin, "second", device), 1, 32, 0)
-    out = cupy.zeros(2, np.int32)
-    params = Arguments(np.array([(out.data.ptr,)], [("out", np.uint64)]))
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        if captured:
-            stream.begin_capture()
-        second(params, first(params))
-        if captured:
-            stream.end_capture().launch(stream)
-    stream.synchronize()
-    assert out.tolist() == [1, 2]
 
 
 def test_a_thread_without_a_context_can_launch(cupy, kernel):

@@ -286,19 +286,6 @@ def launch_kernel(function, grid, gy, gz, block, by, bz, shared, stream, argumen
     module.launch(entry, grid, block, (ctypes.c_uint8 * size).from_address(struct), MEMORY)
 
 
-def launch_kernel_ex(config, function, arguments, extra):
-    """Answer in place of ``cuLaunchKernelEx``."""
-    from cuda.bindings.driver import CUresult
-
-    assert len(config.attrs) == config.numAttrs == 1
-    block = config.blockDimX, 1, 1
-    launch_kernel(
-        function, config.gridDimX, 1, 1, *block, config.sharedMemBytes, config.hStream, arguments,
-        extra,
-    )  # fmt: skip
-    return (CUresult.CUDA_SUCCESS,)
-
-
 def get_allocator():
     return getattr(_local, "allocator", pool)
 
@@ -491,5 +478,4 @@ def on_a_device(**properties):
         patch.setattr(Module, "interprets", False)
         patch.setattr(compile, "compile_variant", lambda variant, target: compiled)
         patch.setattr(driver, "cuTensorMapEncodeTiled", encoded_map)
-        patch.setattr(driver, "cuLaunchKernelEx", launch_kernel_ex)
         yield cupy

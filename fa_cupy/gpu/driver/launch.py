@@ -16,7 +16,6 @@ from fa_cupy.gpu.driver.tensor_map import LayoutError, encode_tiled
 
 # CUfunction_attribute, CUDA Driver API, section "Data types used by CUDA driver".
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-_MOST_STREAMS = 64  # that a launch remembers
 _context = driver.ctxGetCurrent
 _launch_kernel = driver.launchKernel
 
@@ -104,58 +103,6 @@ class Launch:
         return stream
 
 
-class OverlappingLaunch(Launch):
-    """A launch that may begin before the one before it on the stream has ended.
-
-    Its kernel waits for that one by ``griddepcontrol.wait``. Parameters are those of `Launch`.
-    """
-
-    __slots__ = ("_configs", "_driver")
-
-    def __init__(self, kernel: Any, grid: int, block: int, shared_bytes: int) -> None:
-        from cuda.bindings import driver as bindings
-
-        super().__init__(kernel, grid, block, shared_bytes)
-        self._driver = bindings
-        self._configs: dict[int, Any] = {}
-
-    def __call__(self, arguments: Arguments, stream: int | None = None) -> int:
-        """Queue the kernel and return the stream; see `Launch`.
-
-        Raises
-        ------
-        RuntimeError
-            If the driver does not launch it.
-        """
-        if stream is None:
-            stream = int(get_current_stream().ptr)
-        try:
-            config = self._configs[stream]
-        except KeyError:
-            config = self._config(stream)
-        error = self._driver.cuLaunchKernelEx(config, self._function, arguments.address, 0)[0]
-        if error:
-            raise RuntimeError(f"cuLaunchKernelEx: {error.name}")
-        return stream
-
-    def _config(self, stream: int) -> Any:
-        """Return what the driver wants to know of a launch on a stream, made at most once."""
-        overlap = self._driver.CUlaunchAttribute()
-        overlap.id = (
-            self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        )
-        overlap.value.programmaticStreamSerializationAllowed = 1
-        config = self._driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self._grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._block, 1, 1
-        config.sharedMemBytes, config.hStream = self._shared_bytes, self._driver.CUstream(stream)
-        config.attrs, config.numAttrs = [overlap], 1
-        if len(self._configs) >= _MOST_STREAMS:
-            self._configs.clear()
-        self._configs[stream] = config
-        return config
-
-
 def launch(
     kernel: Any, grid: int, block: int, shared_bytes: int, params: np.ndarray[Any, Any]
 ) -> None:
@@ -193,9 +140,7 @@ class DriverLauncher:
         variants = [step.variant for step in steps]
         kernels = compile.load_all(variants, str(self.target), self._device)
         return [
-            (OverlappingLaunch if step.overlaps else Launch)(
-                kernel, step.grid, step.variant.threads, step.variant.shared_bytes
-            )
+            Launch(kernel, step.grid, step.variant.threads, step.variant.shared_bytes)
             for kernel, step in zip(kernels, steps, strict=True)
         ]
 

@@ -90,11 +90,6 @@ SOURCES = {
   prefetch_l1(&at<uint32>(p.x)[i]);
   at<uint32>(p.out)[i] = at<uint32>(p.x)[i];
 """,
-    "griddepcontrol": """
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  at<uint32>(p.out)[i] = at<uint32>(p.x)[i];
-""",
     "mma_m16n8k16_f32_f16": mma("mma_m16n8k16_f32_f16"),
     "mma_m16n8k16_f32_bf16": mma("mma_m16n8k16_f32_bf16"),
     # A is x (8, 4), B is y (4, 8), the sum starts from z (8, 8).
@@ -381,13 +376,6 @@ def test_prefetch_l1(run):
     """What was asked for ahead of time is what is there."""
     x = np.arange(384, dtype=np.uint32)
     np.testing.assert_array_equal(run("prefetch_l1", (x.shape, x.dtype), x, threads=x.size), x)
-
-
-@pytest.mark.gpu
-def test_griddepcontrol(run):
-    """A launch that overlaps with none waits for none."""
-    x = np.arange(384, dtype=np.uint32)
-    np.testing.assert_array_equal(run("griddepcontrol", (x.shape, x.dtype), x, threads=x.size), x)
 
 
 @pytest.mark.gpu

@@ -393,9 +393,7 @@ def _step(
         addresses |= {name: name for name in PARTIAL}
     if grid < entries * tiles:
         addresses |= {"scheduler.counter": "counter", "scheduler.mark": MARK}
-    # row_intervals comes before the first launch, which waits for what it needs of that.
-    overlaps = variant.packed and first == 0
-    return Step(variant, grid, own, addresses, maps, persistent=True, overlaps=overlaps)
+    return Step(variant, grid, own, addresses, maps, persistent=True)
 
 
 def _geometry(

@@ -67,4 +67,4 @@ def step(traits: Traits, dim: int, splits: int) -> Step:
     addresses = {f"common.{field}": name for field, name in traits.fields.items()}
     addresses |= {name: name for name in (*PARTIAL, *traits.key_views)}
     grid = -(-int(params["rows"][0]) // variant.warps)
-    return Step(variant, grid, params, addresses, overlaps=True)
+    return Step(variant, grid, params, addresses)
