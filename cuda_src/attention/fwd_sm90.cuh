@@ -101,7 +101,7 @@ struct FwdSm90Params {
   const void* page_table;
   int64 page_table_batch[kMaxBatchAxes];
   int64 page_table_col, k_page, v_page;
-  int page_axis;  // batch axis of the maps of K and V along which pages lie; entries have none there
+  int page_axis;  // batch axis of the maps of K and V along which pages lie, not entries
   int page_box;   // keys of a box of these maps, all in one page
 };
 static_assert(sizeof(FwdSm90Params) == FA_SM90_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");

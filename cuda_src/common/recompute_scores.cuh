@@ -13,8 +13,8 @@ FA_DEVICE uint32 load_pair(const uint16* row, int col, int cols) {
 }
 
 // S = Q K^T of 16 rows of this warp with 8 * kMmaN keys, by mma.sync.  Q is read from a swizzled
-// tile in shared memory (`q_address` is this lane's row of an ldmatrix), K from global memory, where
-// row_of(key) is: rarely enough that its tile in shared memory need not be kept for this.
+// tile in shared memory (`q_address` is this lane's row of an ldmatrix), K from global memory,
+// where row_of(key) is: rarely enough that its tile in shared memory need not be kept for this.
 template <bool kBf16, typename QTile, int kSteps, int kMmaN, typename RowOf>
 FA_DEVICE void recompute_scores(const AttentionParams& p, float (&s)[1][kMmaN][4], uint32 q_address,
                                 int first_key, const RowOf& row_of) {
