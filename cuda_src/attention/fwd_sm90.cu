@@ -123,12 +123,16 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     work.end = keys.end;
 #if FA_PACKED
     work.key_origin = origin;
+    work.has_invalid_rows = is_invalid_row(p, p.q_len + kIntervalPadding - 1);
 #endif
 #if FA_SPLIT
     work.split = split;
 #endif
 #if FA_LENGTHS
     work.band = band;
+#endif
+#if FA_PAGES
+    work.has_invalid_page = 0;
 #endif
     if constexpr (kHasOperands) shared.operands_offset[stage] = batch_offsets(p, work.entry).bias;
   }
@@ -224,6 +228,79 @@ FA_DEVICE void load_kv(const FwdSm90Params& params, SharedStorage& shared) {
     }
   }
 }
+
+#if FA_PAGES
+using PagedKeys = EntryKeysOf<FwdSm90Params>;
+FA_DEVICE PagedKeys paged_keys(const FwdSm90Params& params, const BatchOffsets& offsets,
+                               const WorkTileInfo& work) {
+  const int64 entry = static_cast<int64>(work.entry) << params.row_shift;
+  return {params, offsets, work.band,
+          element_of_entry(params.common, entry, params.page_table_batch), true};
+}
+
+// Loads the tiles of K and V of pages, by a warp: a lane for each box, of 16 keys at least.
+static_assert(kTileN / 16 * kBlocks <= 32, "there are lanes for them");
+FA_DEVICE void load_paged_kv(const FwdSm90Params& params, SharedStorage& shared) {
+  const int lane = threadIdx.x % 32, boxes = kTileN / params.page_box;
+  const int box = lane / kBlocks, block = lane % kBlocks;
+  const uint32 place = block * kTileN * 128 + box * params.page_box * 128;
+  const BatchOffsets no_offsets = {};
+  WorkPipeline work_pipe;
+  KVPipeline k_pipe, v_pipe;
+#pragma unroll 1
+  while (true) {
+    const int work_stage = work_pipe.index();
+    wait(shared.work_full[work_stage], work_pipe.parity());
+    const WorkTileInfo work = shared.work[work_stage];
+    __syncwarp();
+    if (lane == 0) arrive(shared.work_empty[work_stage]);
+    work_pipe.advance();
+    if (work.q_begin < 0) break;
+    if (lane == 0) arrive(shared.work_started[work_stage]);
+    const PagedKeys keys = paged_keys(params, no_offsets, work);
+    auto load = [&](uint8(&tiles)[kStages][kKTileBytes], uint64(&full)[kStages],
+                    uint64(&empty)[kStages], KVPipeline& at, const TensorMap& map,
+                    const int (&step)[3], int tile) {
+      // The table is read before there is room.  Behind the last key it may hold anything.
+      const int key = tile * kTileN + box * params.page_box, page = keys.page_of(key);
+      int number = 0;
+      if (box < boxes && key < work.band.k_len) number = keys.listed_page(page);
+      const bool is_page = keys.is_page(number);
+      const bool any_invalid = !__all_sync(kFullWarp, is_page);
+      wait(empty[at.index()], at.parity() ^ 1);
+      const uint32 barrier = cvta_to_shared(&full[at.index()]);
+      if (lane == 0) {
+        // The stage of the work is not given back before these keys have been seen.
+        if (any_invalid) shared.work[work_stage].has_invalid_page = 1;
+        mbarrier_arrive_expect_tx(barrier, kKTileBytes);
+      }
+      __syncwarp();
+      if (box < boxes) {
+        int c[3];
+#pragma unroll
+        for (int axis = 0; axis < 3; ++axis) {
+          c[axis] = axis == params.page_axis ? (is_page ? number : 0)
+                                             : work.coordinate[axis] * step[axis];
+        }
+        cp_async_bulk_tensor_5d_load(cvta_to_shared(&tiles[at.index()][place]), &map, barrier,
+                                     kEvictLast, 64 * block, key - page * params.page_size, c[2],
+                                     c[1], c[0]);
+      }
+      at.advance();
+    };
+#pragma unroll 1
+    for (int tile = work.begin; tile <= work.end; ++tile) {
+      if (tile < work.end) {
+        load(shared.k, shared.k_full, shared.k_empty, k_pipe, params.k_map, params.k_step, tile);
+      }
+      if (tile > work.begin) {
+        load(shared.v, shared.v_full, shared.v_empty, v_pipe, params.v_map, params.v_step,
+             tile - 1);
+      }
+    }
+  }
+}
+#endif
 
 // The second and third coordinate of a box of 64 rows of Q or of the output: row and last batch
 // axis, or, with several heads in a tile, head and row.
@@ -611,6 +688,25 @@ FA_DEVICE void release_v(const Consumer& c, Pipelines& at) {
   }
 }
 
+// Whether every row of this warp that sees a key of the tile has a row_max, in a tile that has
+// keys of several sequences or is hidden from some rows.  Asked before the products are there.
+FA_DEVICE bool rows_have_max(const Consumer& c, const Pipelines& at, const GroupWork& own,
+                             const OnlineSoftmax<1>& softmax, int key_tile) {
+#if FA_PACKED
+  const int first = first_col(c, at, key_tile), row = lane_row(c, at, own);
+  bool all_have_max = true;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (softmax.row_max[0][h] > kNoMax) continue;
+    const Interval keys = keys_of_row(c.params.common, row + 8 * h);
+    all_have_max = all_have_max && (keys.first >= first + kTileN || keys.last < first);
+  }
+  return __all_sync(kFullWarp, all_have_max);
+#else
+  return false;
+#endif
+}
+
 // Turns scores into weights as if row_max stayed where it is; returns false, with the scores gone,
 // if it may not.  near: whether the scores of this thread are right, in a build without branches.
 template <int kCols>
@@ -640,8 +736,16 @@ FA_DEVICE void reload_scores(const Consumer& c, const Pipelines& at, const Group
   const AttentionParams& p = c.params.common;
   const auto& work = c.shared.work[at.work.index()];
   if constexpr (kSparse) mask.key_tile = reload_tile_number(p, work, own.tile);
+#if FA_PAGES
+  const BatchOffsets offsets = batch_offsets(p, reload_entry(c, at) << c.params.row_shift);
+  const PagedKeys keys = paged_keys(c.params, offsets, work);
+  recompute_scores<kBf16, QTile, kDim / 16>(p, s, q_tile + c.q_lane,
+                                            first_col(c, at, mask.key_tile),
+                                            [&](int key) { return keys.k(key); });
+#else
   recompute_scores<kBf16, QTile, kDim / 16>(p, reload_entry(c, at) << c.params.row_shift, s,
                                             q_tile + c.q_lane, first_col(c, at, mask.key_tile));
+#endif
   if constexpr (kSparse) mask.listed = reload_mask_words(p, work, own.tile, mask.visible_bits);
 }
 
@@ -658,20 +762,23 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   bool listed = false;
   uint32 visible_bits[1][2];
   const TileMask mask = {key_tile, listed, visible_bits};
-  bool rows_have_max = false;  // whether all rows that see some key of the tile have a row_max
+  bool has_max = false;  // whether all rows that see some key of the tile have a row_max
   if constexpr (kSparse) {
     listed = read_mask_tile(c.shared, at.k.index(), key_tile, visible_bits);
-    if constexpr (!kFirst) rows_have_max = softmax.has_max(visible_bits);
+    if constexpr (!kFirst) has_max = softmax.has_max(visible_bits);
+  } else if constexpr (!kFirst) {
+    // Without a mask rows have a row_max once they have seen a key.
+    has_max = own.tile > own.keys.full_begin;
+    if constexpr (kPacked && !kScoreMod) {
+      if (!has_max) has_max = rows_have_max(c, at, own, softmax, key_tile);
+    }
   }
   OperandTile<false, kCols / 8> operands;
   prefetch_operands<kFirst>(c, at, own, operands, key_tile);
   finish_gemm_qk<kFirst>(c, at);
   if constexpr (!kOverlapSoftmaxPv) release_v<kFirst>(c, at);
   if constexpr (!kScoreMod) mod_and_mask_scores<kCols>(c, at, own, mask, s_tile, steady_scores);
-  // Without a mask rows have a row_max once they have seen a key.
-  bool use_stale_max = !kFirst && kCols == kTileN &&
-                       (kSparse ? rows_have_max : own.tile > own.keys.full_begin) &&
-                       !softmax.has_large_max;
+  bool use_stale_max = !kFirst && kCols == kTileN && has_max && !softmax.has_large_max;
   if constexpr (kScoreMod)
     use_stale_max = use_stale_max && steady_scores && !crosses_band(c, at, own, mask);
   // What a warp decides is not what its neighbours do, and a warpgroup waits for its products
@@ -728,11 +835,17 @@ FA_DEVICE void add_sinks(const Consumer& c, const Pipelines& at, OnlineSoftmax<1
 // Makes NaN of the statistics of rows of an invalid sequence or length, and so of their results.
 FA_DEVICE void mark_invalid_rows(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>& softmax,
                                  int my_row) {
+#if FA_PACKED
+  if (!c.shared.work[at.work.index()].has_invalid_rows) return;
+#endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     bool is_invalid = is_invalid_row(c.params.common, my_row + 8 * h);
 #if FA_LENGTHS
     is_invalid = c.shared.work[at.work.index()].band.upper == kInvalidBound;
+#endif
+#if FA_PAGES
+    is_invalid = is_invalid || c.shared.work[at.work.index()].has_invalid_page != 0;
 #endif
     if (is_invalid) softmax.row_max[0][h] = softmax.row_sum[0][h] = FA_NAN;
   }
@@ -775,7 +888,12 @@ FA_DEVICE void write_output(const Consumer& c, const OnlineSoftmax<1>& softmax, 
   }
 }
 
-#if FA_LENGTHS
+#if FA_PAGES
+FA_DEVICE PagedKeys keys_of_work(const Consumer& c, const Pipelines& at,
+                                 const BatchOffsets& offsets) {
+  return paged_keys(c.params, offsets, c.shared.work[at.work.index()]);
+}
+#elif FA_LENGTHS
 // The keys and values of a batch entry, rows at equal distances, and its band.
 struct LengthKeys : DenseKeys {
   const KeyBand& own_band;
@@ -1034,7 +1152,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     consume(params, shared, warp);
   } else {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0 && elect_sync()) {
+#if FA_PAGES
+    if (warp == 0) {
+      load_paged_kv(params, shared);
+    } else
+#endif
+        if (warp == 0 && elect_sync()) {
       prefetch_tensormap(&params.k_map);
       prefetch_tensormap(&params.v_map);
       load_kv(params, shared);

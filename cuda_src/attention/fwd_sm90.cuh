@@ -3,6 +3,7 @@
 #include "cuda_src/common/attention_params.cuh"
 #include "cuda_src/common/band.cuh"
 #include "cuda_src/common/block_lists.cuh"
+#include "cuda_src/common/entry_keys.cuh"
 #include "cuda_src/common/load_index.cuh"
 #include "cuda_src/common/pipeline.cuh"
 #include "cuda_src/common/score.cuh"
@@ -36,6 +37,12 @@ constexpr bool kSplit = FA_SPLIT;
 #define FA_LENGTHS 0
 #endif
 constexpr bool kLengths = FA_LENGTHS;
+// Keys and values are in pages, whose numbers a table has; such builds have kLengths, too.
+#ifndef FA_PAGES
+#define FA_PAGES 0
+#endif
+constexpr bool kPages = FA_PAGES;
+static_assert(kLengths || !kPages, "the band of an entry is in its work tiles");
 // A warpgroup's softmax starts before its O += P V is done.
 constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
 // The last keys come first: a bias such as ALiBi's is largest at the latest key that a query sees,
@@ -89,6 +96,13 @@ struct FwdSm90Params {
   int64 k_lengths_batch[kMaxBatchAxes];
   int k_lengths_bytes;
   int band_from_end;
+  // Of builds with kPages: likewise.
+  int page_size, page_shift, pages, page_table_bytes;
+  const void* page_table;
+  int64 page_table_batch[kMaxBatchAxes];
+  int64 page_table_col, k_page, v_page;
+  int page_axis;  // batch axis of the maps of K and V along which pages lie, not entries
+  int page_box;   // keys of a box of these maps, all in one page
 };
 static_assert(sizeof(FwdSm90Params) == FA_SM90_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
 
@@ -103,13 +117,17 @@ struct WorkTileFields {
   int q_begin;        // first row of the query tile; -1: there is no more work
   int begin, end;     // key tiles that its rows see; with a mask, how many: from 0 on
 #if FA_PACKED
-  int key_origin;  // the first key of tile 0
+  int key_origin;        // the first key of tile 0
+  int has_invalid_rows;  // 1: rows of some sequence are NaN, here or elsewhere
 #endif
 #if FA_SPLIT
   int split;  // which part of the keys
 #endif
 #if FA_LENGTHS
   KeyBand band;  // of the entry
+#endif
+#if FA_PAGES
+  int has_invalid_page;  // written by who loads keys, before the first ones are there
 #endif
 };
 // What is loaded of a mask's row of blocks, and where the first of both kinds stands in its list.
@@ -185,7 +203,13 @@ FA_DEVICE const KeyBand& band_of(const FwdSm90Params&, const WorkTileInfo& work)
 FA_DEVICE KeyBand band_of_entry(const FwdSm90Params& params, int64 entry) {
   const AttentionParams& p = params.common;
   const int64 place = element_of_entry(p, entry << params.row_shift, params.k_lengths_batch);
-  const int length = load_index(params.k_lengths, place, params.k_lengths_bytes);
+#if FA_PAGES
+  const bool has_length = params.k_lengths != nullptr;
+#else
+  constexpr bool has_length = true;
+#endif
+  const int length =
+      has_length ? load_index(params.k_lengths, place, params.k_lengths_bytes) : p.k_len;
   bool is_valid;
   KeyBand band = band_of_length(p, length, params.band_from_end, is_valid);
   if (!is_valid) band.upper = kInvalidBound;

@@ -13,19 +13,18 @@ FA_DEVICE uint32 load_pair(const uint16* row, int col, int cols) {
 }
 
 // S = Q K^T of 16 rows of this warp with 8 * kMmaN keys, by mma.sync.  Q is read from a swizzled
-// tile in shared memory (`q_address` is this lane's row of an ldmatrix), K from global memory:
-// rarely enough that its tile in shared memory need not be kept for this.
-template <bool kBf16, typename QTile, int kSteps, int kMmaN>
-FA_DEVICE void recompute_scores(const AttentionParams& p, uint32 entry, float (&s)[1][kMmaN][4],
-                                uint32 q_address, int first_key) {
+// tile in shared memory (`q_address` is this lane's row of an ldmatrix), K from global memory,
+// where row_of(key) is: rarely enough that its tile in shared memory need not be kept for this.
+template <bool kBf16, typename QTile, int kSteps, int kMmaN, typename RowOf>
+FA_DEVICE void recompute_scores(const AttentionParams& p, float (&s)[1][kMmaN][4], uint32 q_address,
+                                int first_key, const RowOf& row_of) {
   const int lane = threadIdx.x % 32;
-  const uint16* k = static_cast<const uint16*>(p.k) + batch_offsets(p, entry).k;
   // Rolled up, because this code is rarely run and would be a quarter of the kernel.
 #pragma unroll 2
   for (int j = 0; j < kMmaN; ++j) {
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const int key = first_key + 8 * j + lane / 4;
-    const uint16* row = key < p.k_len ? k + static_cast<int64>(key) * p.k_row : nullptr;
+    const uint16* row = key < p.k_len ? row_of(key) : nullptr;
 #pragma unroll 1
     for (int step = 0; step < kSteps; ++step) {
       uint32 a[4];
@@ -40,4 +39,13 @@ FA_DEVICE void recompute_scores(const AttentionParams& p, uint32 entry, float (&
       for (int e = 0; e < 4; ++e) s[0][i][e] = i == j ? sums[e] : s[0][i][e];
     }
   }
+}
+
+// The same of an entry whose rows of keys are at equal distances.
+template <bool kBf16, typename QTile, int kSteps, int kMmaN>
+FA_DEVICE void recompute_scores(const AttentionParams& p, uint32 entry, float (&s)[1][kMmaN][4],
+                                uint32 q_address, int first_key) {
+  const uint16* k = static_cast<const uint16*>(p.k) + batch_offsets(p, entry).k;
+  recompute_scores<kBf16, QTile, kSteps>(
+      p, s, q_address, first_key, [&](int key) { return k + static_cast<int64>(key) * p.k_row; });
 }

@@ -32,7 +32,12 @@ from fa_cupy.gpu.kernels.attention.fwd_sm80 import FwdSm80
 from fa_cupy.gpu.kernels.attention.fwd_sm90 import COUNTER_BYTES, FwdSm90
 from fa_cupy.gpu.kernels.attention.splitkv import fwd_join_splits, fwd_splitkv
 from fa_cupy.gpu.kernels.attention.splitkv.fwd_splitkv import FwdSplitkv
-from fa_cupy.gpu.kernels.attention.splitkv.params import heads_of_tile, partial_sizes, supports
+from fa_cupy.gpu.kernels.attention.splitkv.params import (
+    heads_of_tile,
+    partial_sizes,
+    reads_key_arrays,
+    supports,
+)
 from fa_cupy.gpu.kernels.score import ScoreMod, score_mod_of, takes_scale, takes_score
 from fa_cupy.gpu.kernels.variant import Variant
 from fa_cupy.gpu.plan import Launcher, Plan, Step, workspace_of
@@ -152,7 +157,7 @@ def for_any_layout(problem: Problem, target: str | None) -> Row | None:
         len(problem.batch) > MAX_BATCH_AXES or not takes_score(problem)
     ):
         return None
-    if (problem.k_lengths or problem.pages) is not None and not supports(problem):
+    if reads_key_arrays(problem) and not supports(problem):
         return None
     if problem.offsets is not None and not row_intervals.supports(problem):
         return None
@@ -165,15 +170,13 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
     """Whether ``fwd_splitkv`` solves a problem, rather than this row.
 
     It does where few rows share keys, if their tiles leave multiprocessors idle, or `fwd_sm80`
-    would read the keys for each head. It alone reads pages, and lengths of keys but for more rows
+    would read the keys for each head. It alone reads pages and lengths of keys, but for more rows
     with plain scores.
     """
     problem = traits.problem
     if isinstance(variant, FwdFp32 | FwdFp32Sm90 | FwdFp64):
         return False
-    if problem.pages is not None:
-        return True
-    of_lengths = problem.k_lengths is not None
+    of_pages, of_lengths = problem.pages is not None, reads_key_arrays(problem)
     if problem.offsets is not None or (problem.q_len > _SPLIT_ROWS and not of_lengths):
         return False
     heads = heads_of_tile(traits)
@@ -181,7 +184,9 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
     if isinstance(variant, FwdSm90) and variant.score is None:
         # Of some numbers of heads each reads the keys for itself there.
         packed = fwd_sm90.packed_heads(traits, variant.tile_m) == heads
-        many = rows > _FEW_ROWS or problem.k_len >= _MANY_KEYS
+        many = rows > _FEW_ROWS or (problem.k_len >= _MANY_KEYS and not of_pages)
+        if of_pages and fwd_sm90.boxes_of_pages(traits, variant) is None:
+            return True
         if rows > _SPLIT_ROWS or (packed and many):
             return False
     if of_lengths:
@@ -231,8 +236,8 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
     assert isinstance(variant, Row)
     if problem.offsets is not None:
         variant = variant.for_sequences(True)
-    if isinstance(variant, FwdSm90) and problem.k_lengths is not None:
-        variant = variant.for_keys(lengths=True, split=False)
+    if isinstance(variant, FwdSm90) and reads_key_arrays(problem):
+        variant = variant.for_keys(True, False, pages=problem.pages is not None)
     if isinstance(variant, FwdFp64):
         return _plan(traits, variant, fwd_fp64.steps(traits, variant), names, launcher)
     if isinstance(variant, FwdFp32Sm90):
@@ -242,7 +247,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
         return _plan(traits, variant, fwd_sm80.steps(traits, variant), names, launcher)
 
     def fallback() -> Plan:
-        if problem.k_lengths is not None:
+        if reads_key_arrays(problem):
             return fwd_splitkv.make_plan(traits, launcher)
         plain = for_any_layout(problem, launcher.target)
         assert plain is not None
@@ -250,7 +255,7 @@ def make_plan(traits: Traits, launcher: Launcher, variant: Variant | None = None
 
     splits = fwd_sm90.splits_of_keys(traits, variant, launcher.multiprocessors)
     if splits > 1:
-        variant = variant.for_keys(variant.lengths, split=True)
+        variant = variant.for_keys(variant.lengths, True, variant.pages)
     steps = fwd_sm90.steps(traits, variant, launcher.multiprocessors, splits)
     if splits > 1:
         steps.append(fwd_join_splits.step(traits, variant.dim, splits))

@@ -76,14 +76,20 @@ PACKED_ATTENTION: tuple[Variant, ...] = (
         )
     ),
 )
-#: Builds of ``fwd_sm90`` for batch entries with numbers of keys of their own, for a part of the
-#: keys each, and for both; and the kernel that joins parts.
+#: Builds of ``fwd_sm90`` for batch entries with numbers of keys of their own, or with pages, for a
+#: part of the keys each, and for both; and the kernel that joins parts.
 SPLIT: tuple[Variant, ...] = (
     *(
-        row.for_keys(lengths, split)
+        row.for_keys(lengths, split, pages)
         for row in _UNMASKED
         if isinstance(row, FwdSm90)
-        for lengths, split in ((True, False), (False, True), (True, True))
+        for lengths, split, pages in (
+            (True, False, False),
+            (False, True, False),
+            (True, True, False),
+            (True, False, True),
+            (True, True, True),
+        )
     ),
     *fwd_join_splits.VARIANTS,
 )

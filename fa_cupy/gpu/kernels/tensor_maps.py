@@ -19,7 +19,8 @@ MAP_AXES = 3
 #: Dims are multiples of it. Boxes are clipped in steps of 16 bytes: a store of 33 columns writes 40
 #: (seen on an H200).
 DIM_STEP = 8
-_MAX_STEP = 2**40  # bytes, CUDA Driver API, cuTensorMapEncodeTiled
+#: Bytes from an entry of an axis to the next:
+MAX_STEP = 2**40  # CUDA Driver API, cuTensorMapEncodeTiled
 
 
 def padded(fields: list[Any], alignment: int) -> np.dtype[Any]:
@@ -74,4 +75,4 @@ def maps_walk(
 
 
 def _walks(step: int) -> bool:
-    return 0 < step < _MAX_STEP and step % 16 == 0
+    return 0 < step < MAX_STEP and step % 16 == 0

@@ -81,6 +81,11 @@ def test_memory_behind_the_keys_may_hold_nan(splits):
     check(D128, *arrays(D128, garbage=np.nan), k_lengths=LENGTHS)
 
 
+def test_entries_that_share_all_keys_have_their_own_lengths(splits):
+    q, k, v = (x[:, :4, :] for x in arrays(D128, garbage=0.5))
+    check(D128, q, k[:1, :1], v[:1, :1], k_lengths=LENGTHS)
+
+
 @pytest.mark.parametrize("bad", [-1, 401, 2**32 + 5])
 def test_a_length_out_of_range_is_nan(bad, splits):
     q, k, v = arrays(D128)

@@ -172,7 +172,7 @@ class Traits:
     sizes, strides : list of int, dict of list of int
         The batch axes that all of them walk, merged, and the bytes along each; see `merge_axes`.
     mapped_sizes, mapped_strides : list of int, dict of list of int
-        The same of q, k, v and out, which may be walked by tensor maps.
+        The same of q, k, v and out, which may be walked by tensor maps, and of `key_views`.
     key_views : dict of View
         Of the arrays that say where keys are, if there are any: ``k_lengths``, ``page_table``.
     score : ScoreMod or None
@@ -185,12 +185,6 @@ class Traits:
         self.problem, self.out = problem, out
         self.views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": out}
         self.item = dict.fromkeys(self.views, problem.dtype.itemsize)
-        self.mapped_sizes, self.mapped_strides = merge_axes(problem.batch, self.views)
-        self.sizes, self.strides = self.mapped_sizes, self.mapped_strides
-        if problem.bias is not None and problem.bias_dtype is not None:
-            self.views["bias"], self.item["bias"] = problem.bias, problem.bias_dtype.itemsize
-        if problem.sinks is not None and problem.sinks_dtype is not None:
-            self.views["sinks"], self.item["sinks"] = problem.sinks, problem.sinks_dtype.itemsize
         self.key_views: dict[str, View] = {}
         if problem.k_lengths is not None and problem.k_lengths_dtype is not None:
             self.key_views["k_lengths"] = problem.k_lengths
@@ -198,7 +192,15 @@ class Traits:
         if problem.pages is not None:
             self.key_views["page_table"] = problem.pages.table
             self.item["page_table"] = problem.pages.dtype.itemsize
-        if self.key_views or len(self.views) > len(_ROWS):
+        # Entries of the same keys may have different numbers of them, or different pages.
+        walked = {**self.views, **self.key_views}
+        self.mapped_sizes, self.mapped_strides = merge_axes(problem.batch, walked)
+        self.sizes, self.strides = self.mapped_sizes, self.mapped_strides
+        if problem.bias is not None and problem.bias_dtype is not None:
+            self.views["bias"], self.item["bias"] = problem.bias, problem.bias_dtype.itemsize
+        if problem.sinks is not None and problem.sinks_dtype is not None:
+            self.views["sinks"], self.item["sinks"] = problem.sinks, problem.sinks_dtype.itemsize
+        if len(self.views) > len(_ROWS):
             self.sizes, self.strides = merge_axes(problem.batch, {**self.views, **self.key_views})
         #: How they lie in memory, for the fields ``<name>_bytes`` and ``<name>_batch`` of a struct.
         self.key_fields: dict[str, Any] = {}

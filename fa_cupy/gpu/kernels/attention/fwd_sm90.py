@@ -25,12 +25,13 @@ from fa_cupy.gpu.kernels.attention.attention_params import (
     make_params,
     mask_addresses,
 )
-from fa_cupy.gpu.kernels.attention.splitkv.params import PARTIAL
+from fa_cupy.gpu.kernels.attention.splitkv.params import PARTIAL, fill_pages
 from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.tensor_maps import (
     DIM_STEP,
     MAP_AXES,
     MAP_BYTES,
+    MAX_STEP,
     Geometry,
     maps_walk,
     padded,
@@ -73,7 +74,11 @@ FWD_SM90_PARAMS = padded(
     + [("row_shift", np.int32), ("splits", np.int32), ("rows", np.int64)]
     + [(name, np.uint64) for name in (*PARTIAL, "k_lengths")]
     + [("k_lengths_batch", np.int64, (MAX_BATCH_AXES,))]
-    + [(name, np.int32) for name in ("k_lengths_bytes", "band_from_end")],
+    + [(name, np.int32) for name in ("k_lengths_bytes", "band_from_end")]
+    + [(name, np.int32) for name in ("page_size", "page_shift", "pages", "page_table_bytes")]
+    + [("page_table", np.uint64), ("page_table_batch", np.int64, (MAX_BATCH_AXES,))]
+    + [(name, np.int64) for name in ("page_table_col", "k_page", "v_page")]
+    + [(name, np.int32) for name in ("page_axis", "page_box")],
     alignment=64,
 )
 
@@ -97,6 +102,8 @@ class FwdSm90(Variant):
         Whether this build is for a part of the keys each (`splits_of_keys`).
     lengths : bool
         Whether this build is for batch entries with numbers of keys of their own.
+    pages : bool
+        Whether this build is for keys in pages; then `lengths` holds, too.
     """
 
     q_stages: int
@@ -104,19 +111,23 @@ class FwdSm90(Variant):
     q_registers: bool
     split: bool = False
     lengths: bool = False
+    pages: bool = False
 
-    def for_keys(self, lengths: bool, split: bool) -> FwdSm90:
-        """Return the build of this row for lengths of entries, or for parts of the keys each."""
+    def for_keys(self, lengths: bool, split: bool, pages: bool = False) -> FwdSm90:
+        """Return the build of this row for lengths of entries, pages, or parts of the keys each."""
         # Up to 40 bytes are spilled: 512 queries to 131,072 keys still have 0.86 of the speed of as
         # many queries as keys at dim 64, and 0.93 at 128.
         spills = self.dim in (64, 128)
         hot = () if spills else self.hot_targets
-        return dataclasses.replace(self, lengths=lengths, split=split, hot_targets=hot)
+        return dataclasses.replace(
+            self, lengths=lengths or pages, split=split, pages=pages, hot_targets=hot
+        )
 
     @property
     def name(self) -> str:
         """Unique, for people and for file names."""
-        return super().name + "-lengths" * self.lengths + "-split" * self.split
+        keys = "-pages" if self.pages else "-lengths" * self.lengths
+        return super().name + keys + "-split" * self.split
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -139,7 +150,7 @@ class FwdSm90(Variant):
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
-        work += 16 if self.lengths else 0
+        work += 16 if self.lengths or self.packed else 0
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
@@ -156,6 +167,7 @@ class FwdSm90(Variant):
             ("FA_SM90_PARAMS_BYTES", FWD_SM90_PARAMS.itemsize),
             *((("FA_SPLIT", 1),) if self.split else ()),
             *((("FA_LENGTHS", 1),) if self.lengths else ()),
+            *((("FA_PAGES", 1),) if self.pages else ()),
         )
 
     def for_score(self, score: ScoreMod | None) -> FwdSm90:
@@ -247,7 +259,8 @@ def packed_heads(traits: Traits, tile_m: int) -> int:
     if problem.mask is not None or problem.offsets is not None:
         return 1
     axes = traits.mapped_sizes
-    if not axes or strides["k"][-1] or strides["v"][-1] or not strides["q"][-1]:
+    shared = ("k", "v", *traits.key_views)
+    if not axes or any(strides[name][-1] for name in shared) or not strides["q"][-1]:
         return 1
     heads, rows = axes[-1], problem.q_len * axes[-1]
     if traits.score or heads > _MAX_PACKED or heads & (heads - 1):
@@ -282,6 +295,37 @@ def splits_of_keys(traits: Traits, variant: FwdSm90, multiprocessors: int) -> in
     return min(range(1, most + 1), key=cost)
 
 
+def _map_axes(traits: Traits, heads: int) -> tuple[list[int], dict[str, list[int]]]:
+    """Return the batch axes of the maps, and the bytes along each for every mapped array."""
+    size, strides = list(traits.mapped_sizes), dict(traits.mapped_strides)
+    if heads > 1:  # their axis is none of the batch any more
+        size[-1] = 1
+        strides = {name: [*strides[name][:-1], 0] for name in MAPPED}
+    missing = MAP_AXES - len(size)
+    return [1] * missing + size, {name: [0] * missing + strides[name] for name in MAPPED}
+
+
+def boxes_of_pages(traits: Traits, variant: FwdSm90) -> tuple[int, int] | None:
+    """Return how tensor maps walk keys and values in pages, None where they do not.
+
+    Returns
+    -------
+    axis : int
+        The batch axis of the maps along which pages lie: one that keys and values broadcast along.
+    keys : int
+        Of a box, all in one page. A lane of a warp asks for each box of a tile.
+    """
+    pages = traits.problem.pages
+    if pages is None or not pages.count:
+        return None
+    keys = math.gcd(pages.size, variant.tile_n)  # 16 or more, as pages are multiples of that
+    between = pages.k_stride, pages.v_stride
+    walked = pages.count == 1 or all(0 < n < MAX_STEP and not n % 16 for n in between)
+    _, strides = _map_axes(traits, packed_heads(traits, variant.tile_m))
+    axes = [i for i in range(MAP_AXES) if not strides["k"][i] and not strides["v"][i]]
+    return (axes[0], keys) if walked and axes else None
+
+
 def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 1) -> list[Step]:
     """Return the launches of a problem: one, unless it has more tiles than one can count.
 
@@ -298,14 +342,8 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
         ``partial_stats`` of the workspace in place of the output.
     """
     problem, heads = traits.problem, packed_heads(traits, variant.tile_m)
-    size, strides = list(traits.mapped_sizes), dict(traits.mapped_strides)
-    head_strides = {name: strides[name][-1] if heads > 1 else 0 for name in MAPPED}
-    if heads > 1:  # their axis is none of the batch any more
-        size[-1] = 1
-        strides = {name: [*strides[name][:-1], 0] for name in MAPPED}
-    missing = MAP_AXES - len(size)
-    size = [1] * missing + size
-    strides = {name: [0] * missing + strides[name] for name in MAPPED}
+    size, strides = _map_axes(traits, heads)
+    head_strides = {name: traits.mapped_strides[name][-1] if heads > 1 else 0 for name in MAPPED}
     tiles = splits * -(-problem.q_len * heads // variant.tile_m)
 
     params = np.zeros(1, FWD_SM90_PARAMS)
@@ -319,6 +357,9 @@ def steps(traits: Traits, variant: FwdSm90, multiprocessors: int, splits: int = 
     for field, value in traits.key_fields.items():
         p[field] = value
     p["band_from_end"] = problem.band_from_end
+    if problem.pages is not None:
+        fill_pages(p, traits)
+        p["page_axis"], p["page_box"] = boxes_of_pages(traits, variant) or (0, 0)
     p["splits"], p["rows"] = splits, math.prod(problem.batch) * problem.q_len
     maps = {
         f"{name}_map": (name, _geometry(traits, variant, name, heads, size, strides, head_strides))
@@ -365,6 +406,12 @@ def _geometry(
     shape = [n if step else 1 for n, step in zip(size, own, strict=True)]
     walked = [*own, view.strides[-2]]
     box = [1, 1, 1, variant.tile_n if name in "kv" else _BOX]
+    pages, boxes = traits.problem.pages, boxes_of_pages(traits, variant)
+    if pages is not None and boxes is not None and name in "kv":
+        axis, box[-1] = boxes
+        shape[axis] = pages.count
+        walked[axis] = pages.k_stride if name == "k" else pages.v_stride
+        rows = pages.size
     if heads > 1 and name not in "kv":
         shape = [*shape[:-1], rows, heads]
         walked = [*own[:2], view.strides[-2], head_strides[name]]
