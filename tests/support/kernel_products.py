@@ -13,7 +13,7 @@ from tests.support.products import Case, check_product
 from tests.support.strategies import DTYPES, normal
 from validation.emulator import calls
 
-NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2]}
+NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2], "float64": DTYPES[3]}
 ROUNDED = (ChunkSm80, ChunkSm90)  # scores and states, to the dtype
 
 
