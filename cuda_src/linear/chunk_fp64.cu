@@ -14,7 +14,14 @@ constexpr bool kAhead = kStages == 3;  // whether weights are those of the next 
 constexpr int kTiles = kMmaR * (kMmaR + 1) / 2;  // of 16 x 16 weights, up to the diagonal
 static_assert(kStages == 2 || kStages == 3, "a chunk is loaded while one or two are in use");
 static_assert(kMmaR == 1 || kMmaR == 2, "the place of a tile of weights follows from its number");
-static_assert(kKeyParts == 1 || (kKeyParts == 2 && !kAhead), "parts are added behind a barrier");
+// Whether outputs wait for the next chunk's barrier, behind which all parts of them are there.
+constexpr bool kLate = kAhead && kKeyParts > 1;
+constexpr int kBuffers = kAhead ? 2 : 1;  // of weights, and of parts of outputs
+// Places of what a warp with another than the first part of the key columns adds to outputs.
+constexpr int kWarpParts = kMmaR * kMmaM, kPartials = (kKeyParts - 1) * kColWarps * kWarpParts;
+// Warps that compute weights: where there are several parts, those that do not write outputs.
+constexpr int kFirstScoreWarp = kKeyParts > 1 ? kColWarps : 0;
+constexpr int kScoreWarps = kWarps - kFirstScoreWarp;
 
 using QTile = Fp64Tile<kChunk, kDim, kExchangeOfRows>;
 // A thread's part of an operand of 16 rows and columns: it has places of its own.
@@ -26,19 +33,18 @@ struct SharedStorage {
   double q[kStages][kChunk * kDim];
   double k[kStages][kChunk * kDim];
   double v[kStages][kChunk * kCols];
-  // Weights of a chunk, and of the one behind it; what each warp with the second part of the key
-  // columns adds to outputs.
-  LaneParts parts[(kAhead ? 2 : 1) * kTiles + (kKeyParts - 1) * kColWarps * kMmaR * kMmaM];
+  LaneParts parts[kBuffers * (kTiles + kPartials)];
   ProductWork work;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 FA_DEVICE LaneParts* weights_of(SharedStorage& shared, int chunk) {
-  return shared.parts + (kAhead ? chunk % 2 * kTiles : 0);
+  return shared.parts + chunk % kBuffers * kTiles;
 }
-FA_DEVICE LaneParts* partial_outputs(SharedStorage& shared) {
-  const int warp = tid_x_again() / 32 % kColWarps;
-  return shared.parts + kTiles + warp * kMmaR * kMmaM;
+// Of a part of the key columns, the first one excepted.
+FA_DEVICE LaneParts* partial_outputs(SharedStorage& shared, int chunk, int part) {
+  const int place = (part - 1) * kColWarps + tid_x_again() / 32 % kColWarps;
+  return shared.parts + kBuffers * kTiles + chunk % kBuffers * kPartials + place * kWarpParts;
 }
 
 // ---------------------------------------------------------------------------------------- weights
@@ -46,8 +52,10 @@ FA_DEVICE LaneParts* partial_outputs(SharedStorage& shared) {
 // each gets its turn.
 FA_DEVICE void multiply_scores(const SharedStorage& shared, LaneParts* p, int stage, int turn) {
   const int lane = tid_x_again() % 32;
+  const int warp = tid_x_again() / 32 - kFirstScoreWarp;
+  if (warp < 0) return;
 #pragma unroll 1
-  for (int i = (tid_x_again() / 32 + 2 * turn) % kWarps; i < 2 * kTiles; i += kWarps) {
+  for (int i = (warp + 2 * turn) % kScoreWarps; i < 2 * kTiles; i += kScoreWarps) {
     const int tile = i / 2, half = i % 2, r = tile > 0, c = tile > 1;
     double x[1][1][4];
     multiply_rows_fp64<kWideMma, QTile, KTile, kDim>(
@@ -270,23 +278,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     if (chunks > 0) multiply_scores(shared, weights_of(shared, 0), 0, 0);
   }
 
+  const int part = threadIdx.x / 32 / kColWarps;
+  Outputs o;
+  // Stores outputs of a chunk, which become whole here.
+  auto finish = [&](int chunk) {
+    const int row = chunk * kChunk, cols = params.v_dim - col - warp_col();
+    if (part > 0 || cols <= 0) return;
+#pragma unroll
+    for (int other = 1; other < kKeyParts; ++other) {
+      take_over(o, partial_outputs(shared, chunk, other));
+    }
+    store_outputs(o,
+                  static_cast<double*>(params.out) + work.out + col + warp_col() +
+                      static_cast<int64>(row) * params.out_row,
+                  params.out_row, work.rows - row, cols, params.aligned);
+  };
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     cp_async_wait_group<0>();
     __syncthreads();  // the chunk has landed for all, and all have read the one before
     constexpr int kNext = kAhead ? 1 : 0;
     load_chunk(params, shared, chunk + 1 + kNext, chunks);
+    if (kLate && chunk > 0) finish(chunk - 1);
     const int scored = chunk + kNext;
     if (scored < chunks) {
       multiply_scores(shared, weights_of(shared, scored), scored % kStages, scored);
     }
     const int stage = chunk % kStages;
     const int cols = params.v_dim - col - warp_col();  // of this warp and of those behind it
-    Outputs o;
     if (cols > 0) multiply_state(o, state, cvta_to_shared(shared.q[stage]));
-    const int part = tid_x_again() / 32 / kColWarps;
     if constexpr (kKeyParts > 1) {
-      if (part > 0 && cols > 0) hand_over(partial_outputs(shared), o);
+      if (part > 0 && cols > 0) hand_over(partial_outputs(shared, chunk, part), o);
     }
     if constexpr (!kAhead) __syncthreads();
     if (cols <= 0) continue;
@@ -294,17 +316,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     Values v;
     load_values(v, v_tile);
     if (part == 0) {
-      if constexpr (kKeyParts > 1) take_over(o, partial_outputs(shared));
       add_values(o, weights_of(shared, chunk), v, v_tile);
-      const int row = chunk * kChunk;
-      store_outputs(o,
-                    static_cast<double*>(params.out) + work.out + col + warp_col() +
-                        static_cast<int64>(row) * params.out_row,
-                    params.out_row, work.rows - row, cols, params.aligned);
+      if (!kLate) finish(chunk);
     }
     state.add(v, cvta_to_shared(shared.k[stage]));
   }
 
+  if constexpr (kLate) {
+    __syncthreads();
+    if (chunks > 0) finish(chunks - 1);
+  }
   if (params.state != nullptr && work.writes_state && work.segment == params.segments - 1) {
     state.store(params.state + work.state, params.state_row, params.state_col, params.qk_dim,
                 params.v_dim, col);

@@ -6,10 +6,10 @@ from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.sm80.chunk_sm80 import ChunkSm80
 from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
 from fa_cupy.gpu.kernels.linear.sm90_params import DIM_STEPS
-from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM
+from fa_cupy.gpu.kernels.linear.state_prefix_sum import state_prefix_sum
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS, serving
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
-from tests.support.products import Case, check_product
+from tests.support.products import Case, check_product, state_dtype
 from tests.support.strategies import DTYPES, normal
 from validation.emulator import calls
 
@@ -80,7 +80,7 @@ def readings(case, asks):
 
 # Of each row that makes outputs, with those that help it.
 ROWS = [
-    (row,) if states_of(row) is None else (row, states_of(row), STATE_PREFIX_SUM)
+    (row,) if states_of(row) is None else (row, states_of(row), state_prefix_sum(row))
     for row in PRODUCTS
     if row.algorithm
 ]
@@ -123,7 +123,7 @@ def random_call(rows, seed):
     batch = np.broadcast_shapes(*batches) if batches[0][:1] != (1,) else batches[0]
     held = [None, tuple(dims), (*batch, *dims)]
     initial, dstate = (
-        None if shape is None else normal(rng, shape, np.float32)
+        None if shape is None else normal(rng, shape, state_dtype(NAMES[row.dtype]))
         for shape in (held[int(i)] for i in rng.integers(0, 3, 2))
     )
     kinds = ["dense", "blhd", "rows"] + ["upward", "offset"] * (not mapped)

@@ -67,9 +67,10 @@ class ChunkFp64(Fp64Variant):
         """Dynamic shared memory: chunks of Q, K and V, weights, and parts of outputs."""
         chunks = 8 * self.stages * self.tile_m * (2 * self.dim + self.tile_n)
         down = self.tile_m // 16
-        weights = (2 if self.stages == 3 else 1) * down * (down + 1) // 2
+        weights = down * (down + 1) // 2
         partial = (self.key_parts - 1) * down * self.tile_n // 16
-        return chunks + 2048 * (weights + partial) + WORK_BYTES + 8  # a multiple of 16
+        buffers = 2 if self.stages == 3 else 1
+        return chunks + 2048 * buffers * (weights + partial) + WORK_BYTES + 8  # a multiple of 16
 
 
 def _variants() -> Iterator[ChunkFp64]:
