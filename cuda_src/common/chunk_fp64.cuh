@@ -21,7 +21,7 @@ constexpr bool kWideMma = FA_WIDE_MMA;   // m16n8k16, which SM90 has
 constexpr int kMinBlocks = FA_BLOCKS;    // blocks that should fit on a multiprocessor
 constexpr int kThreads = 32 * kWarps;
 constexpr int kColWarps = kWarps / kKeyParts, kWarpDim = kDim / kKeyParts;
-constexpr int kMmaR = kChunk / 16;              // products down a chunk's rows
+constexpr int kMmaR = kChunk / 16;               // products down a chunk's rows
 constexpr int kMmaM = kCols / (16 * kColWarps);  // products across a warp's value columns
 static_assert(kCols == 16 * kMmaM * kColWarps && kWarpDim % 16 == 0, "a warp owns whole products");
 

@@ -17,16 +17,16 @@ using StateNumber = float;
 // Strides count elements.  Axes that broadcast have stride 0; rows in reverse order have a negative
 // stride, and the pointers are those of the last row.
 struct ProductParams {
-  const void* q;         // (*batch, length, qk_dim)
-  const void* k;         // (*batch, length, qk_dim)
-  const void* v;         // (*batch, length, v_dim)
-  void* out;             // (*batch, length, v_dim)
+  const void* q;               // (*batch, length, qk_dim)
+  const void* k;               // (*batch, length, qk_dim)
+  const void* v;               // (*batch, length, v_dim)
+  void* out;                   // (*batch, length, v_dim)
   const StateNumber* initial;  // (*batch, qk_dim, v_dim), null for zeros
   StateNumber* state;          // (*batch, qk_dim, v_dim), null if not wanted
   StateNumber* workspace;  // (batch entries, segments, qk_dim, v_dim) dense; null for one segment
   int64 first_batch;       // entry of the first block: a grid has at most 2**31 - 1 blocks
-  int aligned;           // 1: every row of q, k, v and out starts at a multiple of 16 bytes
-  int batch_axes;        // how many of the axes below are in use
+  int aligned;             // 1: every row of q, k, v and out starts at a multiple of 16 bytes
+  int batch_axes;          // how many of the axes below are in use
   int64 q_batch[kMaxBatchAxes], k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes],
       out_batch[kMaxBatchAxes], initial_batch[kMaxBatchAxes], state_batch[kMaxBatchAxes];
   int64 batch_size[kMaxBatchAxes];

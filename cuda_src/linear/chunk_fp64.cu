@@ -10,7 +10,7 @@
 #include "cuda_src/common/chunk_fp64.cuh"
 
 // -------------------------------------------------------------------------------------- constants
-constexpr bool kAhead = kStages == 3;  // whether weights are those of the next chunk
+constexpr bool kAhead = kStages == 3;            // whether weights are those of the next chunk
 constexpr int kTiles = kMmaR * (kMmaR + 1) / 2;  // of 16 x 16 weights, up to the diagonal
 static_assert(kStages == 2 || kStages == 3, "a chunk is loaded while one or two are in use");
 static_assert(kMmaR == 1 || kMmaR == 2, "the place of a tile of weights follows from its number");
@@ -237,18 +237,15 @@ FA_DEVICE void load_chunk(const ProductParams& params, SharedStorage& shared, in
   if (chunk < chunks) {
     const ProductWork& work = shared.work;
     const int stage = chunk % kStages, begin = chunk * kChunk, col = work.tile * kCols;
-    load_tile_fp64<QTile, kChunk, kThreads>(cvta_to_shared(shared.q[stage]),
-                                            static_cast<const double*>(params.q) + work.q,
-                                            params.q_row, begin, work.rows, params.qk_dim,
-                                            params.aligned);
-    load_tile_fp64<KTile, kChunk, kThreads>(cvta_to_shared(shared.k[stage]),
-                                            static_cast<const double*>(params.k) + work.k,
-                                            params.k_row, begin, work.rows, params.qk_dim,
-                                            params.aligned);
-    load_tile_fp64<VTile, kChunk, kThreads>(cvta_to_shared(shared.v[stage]),
-                                            static_cast<const double*>(params.v) + work.v + col,
-                                            params.v_row, begin, work.rows, params.v_dim - col,
-                                            params.aligned);
+    load_tile_fp64<QTile, kChunk, kThreads>(
+        cvta_to_shared(shared.q[stage]), static_cast<const double*>(params.q) + work.q,
+        params.q_row, begin, work.rows, params.qk_dim, params.aligned);
+    load_tile_fp64<KTile, kChunk, kThreads>(
+        cvta_to_shared(shared.k[stage]), static_cast<const double*>(params.k) + work.k,
+        params.k_row, begin, work.rows, params.qk_dim, params.aligned);
+    load_tile_fp64<VTile, kChunk, kThreads>(
+        cvta_to_shared(shared.v[stage]), static_cast<const double*>(params.v) + work.v + col,
+        params.v_row, begin, work.rows, params.v_dim - col, params.aligned);
   }
   cp_async_commit_group();
 }

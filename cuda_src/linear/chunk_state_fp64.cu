@@ -25,14 +25,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   auto load = [&](int chunk) {
     if (chunk < chunks) {
       const int stage = chunk % kStages;
-      load_tile_fp64<KTile, kChunk, kThreads>(cvta_to_shared(shared.k[stage]),
-                                              static_cast<const double*>(params.k) + work.k,
-                                              params.k_row, chunk * kChunk, work.rows,
-                                              params.qk_dim, params.aligned);
-      load_tile_fp64<VTile, kChunk, kThreads>(cvta_to_shared(shared.v[stage]),
-                                              static_cast<const double*>(params.v) + work.v + col,
-                                              params.v_row, chunk * kChunk, work.rows,
-                                              params.v_dim - col, params.aligned);
+      load_tile_fp64<KTile, kChunk, kThreads>(
+          cvta_to_shared(shared.k[stage]), static_cast<const double*>(params.k) + work.k,
+          params.k_row, chunk * kChunk, work.rows, params.qk_dim, params.aligned);
+      load_tile_fp64<VTile, kChunk, kThreads>(
+          cvta_to_shared(shared.v[stage]), static_cast<const double*>(params.v) + work.v + col,
+          params.v_row, chunk * kChunk, work.rows, params.v_dim - col, params.aligned);
     }
     cp_async_commit_group();
   };

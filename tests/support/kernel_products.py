@@ -32,7 +32,8 @@ def split(row, length, segment_chunks, own_prefix=False):
 
 def states_of(row):
     """What sums the states of a row's segments; None for rows that take whole sequences."""
-    return dict(serving(row.dtype, "sm_90a"))[row]
+    target = "sm_90a" if "sm_90a" in row.targets else row.targets[0]
+    return dict(serving(row.dtype, target, row.packed))[row]
 
 
 def solve(row, case, segment_chunks=None, own_prefix=False, **how):

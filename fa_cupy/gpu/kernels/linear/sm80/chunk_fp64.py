@@ -33,11 +33,11 @@ class Fp64Variant(ProductVariant):
 
     @functools.cached_property
     def targets(self) -> tuple[str, ...]:
-        """Targets the row may serve: those that have its instructions and its shared memory."""
+        """Targets the row may serve: those whose best instruction it has, and its shared memory."""
         return tuple(
             t
             for t, limit in SHARED_LIMIT.items()
-            if self.shared_bytes <= limit and (number_of(t) >= 90 or not self.wide)
+            if self.shared_bytes <= limit and self.wide == (number_of(t) >= 90)
         )
 
     @functools.cached_property
@@ -80,6 +80,7 @@ def _variants() -> Iterator[ChunkFp64]:
         (64, 64, 16, 3, 4, 1, 3, True, "as for 32"),
         (96, 96, 16, 3, 6, 1, 1, True, "as for 32"),
         (128, 128, 16, 3, 8, 1, 1, True, "as for 32; the state takes 128 registers of a thread"),
+        (128, 64, 16, 2, 4, 1, 2, True, "few columns of values; 99 KB of shared memory"),
         (192, 64, 16, 2, 8, 2, 1, True, "two warps share columns, or the state would not fit"),
         (256, 64, 16, 2, 8, 2, 1, True, "as for 192"),
         (32, 64, 16, 3, 4, 1, 4, False, "fits the 99 KB of the smallest targets"),
