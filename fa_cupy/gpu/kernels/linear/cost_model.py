@@ -42,6 +42,7 @@ _DOUBLE_WAITING_TOGETHER = 1.5
 # Clocks of the plain kernels: a row of `recurrent`, and of each warp of a multiprocessor where it
 # has many; a tile of `low_occupancy`, what 32 key columns add, and an instruction.
 _RECURRENT_CLOCKS, _RECURRENT_WARP_CLOCKS = 200, 30
+_DOUBLE_RECURRENT_CLOCKS = 600  # reckoned: a chain of 32 multiply-adds, and reads that it waits for
 _LOW_OCCUPANCY_CLOCKS, _LOW_OCCUPANCY_DIM_CLOCKS, _LOW_OCCUPANCY_ISSUE_CLOCKS = 600, 700, 2.8
 
 
@@ -192,6 +193,8 @@ def _plain_us(
         waited = _LOW_OCCUPANCY_CLOCKS + _LOW_OCCUPANCY_DIM_CLOCKS * row.dim / 32
         clocks = max(waited, issued) / row.tile_m
     else:
-        clocks = max(_RECURRENT_CLOCKS, together * row.warps * _RECURRENT_WARP_CLOCKS)
+        double = row.dtype == "float64"
+        least = _DOUBLE_RECURRENT_CLOCKS if double else _RECURRENT_CLOCKS
+        clocks = max(least, together * row.warps * _RECURRENT_WARP_CLOCKS)
     waves, turns = -(-blocks // (sms * together)), -(-qk_dim // row.dim)
     return _LAUNCH_US + waves * turns * (_START_US + length * clocks / _CLOCKS_PER_US)
