@@ -104,8 +104,8 @@ FA_DEVICE void multiply_rows_fp64(double (&x)[kMmaM][kMmaN][4], uint32 a_address
   }
 }
 
-// A thread's part of 16 rows and 16 columns of a tile whose rows are summed over: four numbers of an
-// even column and of the odd one behind it.  The address is that of lane_of_columns.
+// A thread's part of 16 rows and 16 columns of a tile whose rows are summed over: four numbers of
+// an even column and of the odd one behind it.  The address is that of lane_of_columns.
 template <typename Tile>
 FA_DEVICE void load_column_pairs(double (&x)[2][4], uint32 address, int row_step, int col_step) {
 #pragma unroll

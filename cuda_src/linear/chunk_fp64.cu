@@ -216,8 +216,8 @@ FA_DEVICE void poison_outputs(Outputs& o, const int (&first)[kMmaM][2]) {
   }
 }
 
-// O = O + P V of a chunk.  P is 0 where a row does not read a value, but 0 * NaN is NaN: values that
-// are not finite are left out, and the rows that read them become NaN.
+// O = O + P V of a chunk.  P is 0 where a row does not read a value, but 0 * NaN is NaN: values
+// that are not finite are left out, and the rows that read them become NaN.
 FA_DEVICE void add_values(Outputs& o, const LaneParts* p, Values& v, uint32 v_tile) {
   if (!has_nonfinite(v)) {
     add_weighted(o, p, v);
