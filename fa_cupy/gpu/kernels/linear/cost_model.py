@@ -34,10 +34,11 @@ _WAITING, _WAITING_TOGETHER = 2.1, 1.6
 _SINGLE_STEP_US = 0.5
 _SINGLE_MMA_US = 1.3 * _MMA_US
 _SINGLE_WAITING = 2.4
-# The same of float64. A product takes a quarter of a multiprocessor 64 clocks, and one warp alone
-# waits for its own more than for tensor cores (H200: 3.2 us for 16 rows at dims of 64).
+# The same of float64. A product takes a quarter of a multiprocessor 64 clocks, and a chunk what its
+# warps wait for besides (H200: 4.1 us for 32 rows at dims of 64, 5.1 for 16 at dims of 128, states
+# alone 1.3 for 32 rows at dims of 64).
 _DOUBLE_MMA_US = 64 / _CLOCKS_PER_US
-_DOUBLE_STEP_US, _DOUBLE_STATES_STEP_US = 2.6, 1.0
+_DOUBLE_STEP_US, _DOUBLE_STATES_STEP_US = 2.6, 0.7
 _DOUBLE_WAITING_TOGETHER = 1.5
 # Clocks of the plain kernels: a row of `recurrent`, and of each warp of a multiprocessor where it
 # has many; a tile of `low_occupancy`, what 32 key columns add, and an instruction.

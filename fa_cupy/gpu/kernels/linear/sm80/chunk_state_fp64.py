@@ -26,11 +26,11 @@ class ChunkStateFp64(Fp64Variant):
 def _variants() -> Iterator[ChunkStateFp64]:
     # dim, tile_n, tile_m, stages, warps, key parts, blocks, wide, why.
     rows = (
-        (32, 64, 16, 3, 4, 1, 4, True, "16 columns a warp"),
-        (64, 64, 16, 3, 4, 1, 3, True, "as for 32"),
-        (96, 96, 16, 3, 6, 1, 1, True, "as for 32"),
-        (128, 128, 16, 3, 8, 1, 1, True, "as for 32"),
-        (192, 64, 16, 3, 8, 2, 1, True, "two warps share columns, or the state would not fit"),
+        (32, 32, 32, 3, 4, 2, 4, True, "parts of the keys, so that there are more warps"),
+        (64, 64, 32, 3, 8, 2, 1, True, "as for 32"),
+        (96, 96, 16, 3, 6, 1, 1, True, "16 columns a warp"),
+        (128, 64, 16, 3, 8, 2, 2, True, "two blocks hide each other's barriers"),
+        (192, 64, 16, 3, 8, 2, 1, True, "parts of the keys, or the state would not fit"),
         (256, 64, 16, 3, 8, 2, 1, True, "as for 192"),
         (32, 64, 16, 3, 4, 1, 4, False, "16 columns a warp"),
         (64, 64, 16, 3, 4, 1, 3, False, "as for 32"),
