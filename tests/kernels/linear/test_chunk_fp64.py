@@ -38,10 +38,17 @@ def test_a_planted_bug_is_found(bug, tmp_path):
     show(CHUNK_FP64[0], BUGS[bug], tmp_path)
 
 
+# Of parts of the keys, by the stages of the row.
 BUGS_OF_PARTS = {
-    "outputs of one part of the keys": ("take_over(o, partial_outputs(shared));", ";"),
-    "a part is read before it is there": ("if constexpr (!kAhead) __syncthreads();", ""),
+    "outputs of one part of the keys": (
+        3,
+        "take_over(o, partial_outputs(shared, chunk, other));",
+        ";",
+    ),
+    "parts of another chunk": (3, "shared, chunk, other)", "shared, chunk + 1, other)"),
+    "a part is read before it is there": (2, "if constexpr (!kAhead) __syncthreads();", ""),
     "the same keys in both parts": (
+        2,
         "tid_x_again() / 32 / kColWarps * kWarpDim;",
         "tid_x_again() / 32 / kColWarps * 0;",
     ),
@@ -50,9 +57,10 @@ BUGS_OF_PARTS = {
 
 @pytest.mark.parametrize("bug", only(BUGS_OF_PARTS))
 def test_a_bug_in_parts_of_the_keys_is_found(bug, tmp_path):
-    row = next(row for row in CHUNK_FP64 if row.key_parts > 1)
+    stages, *change = BUGS_OF_PARTS[bug]
+    row = next(row for row in CHUNK_FP64 if row.key_parts > 1 and row.stages == stages)
     case = Case(*draw(*[(100, row.dim)] * 2, (100, 40), dtype=DOUBLE))
-    show(row, BUGS_OF_PARTS[bug], tmp_path, case=case)
+    show(row, change, tmp_path, case=case)
 
 
 NONFINITE = {
