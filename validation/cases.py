@@ -578,17 +578,20 @@ MASK_MADE_CPU = (
 )
 
 # Many sequences, few long ones, and one case so small that it stays in the L2 cache.
+_PRODUCT_SIZES = (
+    (8, 16, 4096, 64),
+    (8, 16, 4096, 128),
+    (1, 16, 32768, 128),
+    (1, 8, 65536, 64),
+    (2, 4, 1024, 64),
+)
 CAUSAL_PRODUCT_FWD = tuple(
     CausalProduct(dtype, dim, length, batch, heads)
-    for dtype, (batch, heads, length, dim) in product(
-        ("bf16", "fp32"),
-        (
-            (8, 16, 4096, 64),
-            (8, 16, 4096, 128),
-            (1, 16, 32768, 128),
-            (1, 8, 65536, 64),
-            (2, 4, 1024, 64),
-        ),
-    )
+    for dtype, (batch, heads, length, dim) in product(("bf16", "fp32"), _PRODUCT_SIZES)
 )
 CAUSAL_PRODUCT_BWD = tuple(replace(case, backward=True) for case in CAUSAL_PRODUCT_FWD)
+CAUSAL_PRODUCT_FP64_FWD = tuple(
+    CausalProduct("fp64", dim, length, batch, heads)
+    for batch, heads, length, dim in (*_PRODUCT_SIZES, (2, 16, 4096, 256))
+)
+CAUSAL_PRODUCT_FP64_BWD = tuple(replace(case, backward=True) for case in CAUSAL_PRODUCT_FP64_FWD)

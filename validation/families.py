@@ -122,6 +122,18 @@ _CAUSAL_PRODUCT_FWD = Family(
     picture="causal_product",
 )
 
+_PRODUCTS_FP64 = {
+    "fa_cupy": _PRODUCTS["fa_cupy"],
+    "fa_cupy_cublas": product_peers.fa_cupy_cublas,
+    "torch_chunk": product_peers.torch_chunk,
+}
+_CAUSAL_PRODUCT_FP64_FWD = dataclasses.replace(
+    _CAUSAL_PRODUCT_FWD,
+    cases=cases.CAUSAL_PRODUCT_FP64_FWD,
+    impls=_PRODUCTS_FP64,
+    default_impls=tuple(_PRODUCTS_FP64),
+)
+
 _PACKED = dataclasses.replace(
     _ATTENTION_FWD,
     cases=cases.ATTENTION_PACKED_FWD,
@@ -266,6 +278,10 @@ FAMILIES: dict[str, Family] = {
         cases=cases.CAUSAL_PRODUCT_BWD,
         impls=_GRADIENTS,
         default_impls=tuple(_GRADIENTS),
+    ),
+    "causal_product_fp64_fwd": _CAUSAL_PRODUCT_FP64_FWD,
+    "causal_product_fp64_bwd": dataclasses.replace(
+        _CAUSAL_PRODUCT_FP64_FWD, cases=cases.CAUSAL_PRODUCT_FP64_BWD
     ),
     "graphs_cpu": Family(
         device="cpu",

@@ -87,9 +87,10 @@ def arrays(dtype: np.dtype[Any], problem: Problem) -> dict[str, np.ndarray]:
     if problem.function == "causal_product_backward":
         found["dout"] = draw(q_heads, rows, v_dim)
     if problem.states:
-        found["initial_state"] = draw(heads, qk_dim, v_dim, np.float32)
+        of_state = dtype if dtype.itemsize == 8 else np.float32
+        found["initial_state"] = draw(heads, qk_dim, v_dim, of_state)
         if problem.function == "causal_product_backward":
-            found["dstate"] = draw(heads, qk_dim, v_dim, np.float32)
+            found["dstate"] = draw(heads, qk_dim, v_dim, of_state)
     return found
 
 

@@ -61,6 +61,34 @@ def fa_cupy(algorithm: str = "auto") -> Callable[[CausalProduct, Arrays], Call]:
     return prepare
 
 
+def fa_cupy_cublas(case: CausalProduct, arrays: Arrays) -> Call:
+    """This package's products of cuBLAS, whether or not a kernel takes the case."""
+    from fa_cupy.core.linear_problem import product_problem
+
+    cublas = peers.module("fa_cupy.gpu.cublas.linear_attention")
+    gradients = peers.module("fa_cupy.gpu.causal_product_backward")
+    xp = peers.module("cupy")
+    problem = product_problem("causal_product", *arrays[-3:])
+
+    def compute(terms: Any) -> None:
+        for term in terms:
+            results = term.initial, term.out, term.state
+            cublas.product(*term[:4], *results, reverse=term.reverse)
+
+    def backward() -> Any:
+        found = gradients.backward(
+            problem, *arrays, None, None, reverse=False, compute_terms=compute
+        )
+        return found[:3]
+
+    def forward() -> Any:
+        out = xp.empty(problem.out_shape, problem.dtype)
+        cublas.product(problem, *arrays, None, out, None, reverse=False)
+        return out
+
+    return Call(backward if case.backward else forward, _same, _wait(arrays))
+
+
 def chunked(
     q: Any,
     k: Any,
@@ -71,8 +99,8 @@ def chunked(
 ) -> Any:
     """The formula of docs/explain/causal_products.rst for all chunks at once; NumPy, torch or JAX.
 
-    The states before all chunks stand in memory.  They are summed in `state_dtype`, float32, as
-    the others sum theirs: running sums in bfloat16 would be off by percents.
+    The states before all chunks stand in memory.  They are summed in `state_dtype`, float32 or
+    float64, as the others sum theirs: running sums in bfloat16 would be off by percents.
     """
     shape = v.shape
     q, k, v = (x.reshape(*x.shape[:2], -1, chunk, x.shape[-1]) for x in (q, k, v))
@@ -118,7 +146,7 @@ def torch_chunk(case: CausalProduct, arrays: Arrays) -> Call:
         raise UnavailableError("this torch has no CUDA")
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        return chunked(q, k, v, torch.tril, torch.float32)
+        return chunked(q, k, v, torch.tril, torch.promote_types(q.dtype, torch.float32))
 
     return differentiated(case, arrays, forward)
 

@@ -4,20 +4,29 @@
 #include "cuda_src/common/packed.cuh"
 #include "cuda_src/common/row_span.cuh"
 
+#ifndef FA_FP64
+#define FA_FP64 0
+#endif
+#if FA_FP64  // rows are float64, and so are states
+using StateNumber = double;
+#else
+using StateNumber = float;
+#endif
+
 // Passed by value.  fa_cupy/gpu/kernels/linear/params.py holds the same fields in the same order.
 // Strides count elements.  Axes that broadcast have stride 0; rows in reverse order have a negative
 // stride, and the pointers are those of the last row.
 struct ProductParams {
-  const void* q;         // (*batch, length, qk_dim)
-  const void* k;         // (*batch, length, qk_dim)
-  const void* v;         // (*batch, length, v_dim)
-  void* out;             // (*batch, length, v_dim)
-  const float* initial;  // (*batch, qk_dim, v_dim), null for zeros
-  float* state;          // (*batch, qk_dim, v_dim), null if not wanted
-  float* workspace;      // (batch entries, segments, qk_dim, v_dim) dense; null for one segment
-  int64 first_batch;     // entry of the first block: a grid has at most 2**31 - 1 blocks
-  int aligned;           // 1: every row of q, k, v and out starts at a multiple of 16 bytes
-  int batch_axes;        // how many of the axes below are in use
+  const void* q;               // (*batch, length, qk_dim)
+  const void* k;               // (*batch, length, qk_dim)
+  const void* v;               // (*batch, length, v_dim)
+  void* out;                   // (*batch, length, v_dim)
+  const StateNumber* initial;  // (*batch, qk_dim, v_dim), null for zeros
+  StateNumber* state;          // (*batch, qk_dim, v_dim), null if not wanted
+  StateNumber* workspace;  // (batch entries, segments, qk_dim, v_dim) dense; null for one segment
+  int64 first_batch;       // entry of the first block: a grid has at most 2**31 - 1 blocks
+  int aligned;             // 1: every row of q, k, v and out starts at a multiple of 16 bytes
+  int batch_axes;          // how many of the axes below are in use
   int64 q_batch[kMaxBatchAxes], k_batch[kMaxBatchAxes], v_batch[kMaxBatchAxes],
       out_batch[kMaxBatchAxes], initial_batch[kMaxBatchAxes], state_batch[kMaxBatchAxes];
   int64 batch_size[kMaxBatchAxes];
@@ -105,6 +114,6 @@ FA_DEVICE ProductWork product_work(const ProductParams& p, int segments) {
 }
 
 // The state before a segment, of qk_dim x v_dim elements in the workspace.
-FA_DEVICE float* segment_state(const ProductParams& p, int64 entry, int segment) {
+FA_DEVICE StateNumber* segment_state(const ProductParams& p, int64 entry, int segment) {
   return p.workspace + (entry * p.segments + segment) * p.qk_dim * p.v_dim;
 }

@@ -65,6 +65,19 @@ FA_DEVICE void load_row_part(double (&x)[4], uint32 address) {
   x[2] = pair[0], x[3] = pair[1];
 }
 
+// A thread's part of an A operand that is rows of a tile, 16 columns of it.  The address is that of
+// lane_of_rows.
+template <typename Tile, int kMmaM>
+FA_DEVICE void load_rows_part(double (&a)[kMmaM][8], uint32 address, int col_step) {
+#pragma unroll
+  for (int i = 0; i < 2 * kMmaM; ++i) {
+    double four[4];
+    load_row_part(four, address + 8 * i * Tile::kRowBytes + 128 * col_step);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) a[i / 2][2 * e + i % 2] = four[e];
+  }
+}
+
 // x = A B^T.  Addresses are those of lane_of_rows.
 template <bool kWide, typename ATile, typename BTile, int kCols, int kMmaM, int kMmaN>
 FA_DEVICE void multiply_rows_fp64(double (&x)[kMmaM][kMmaN][4], uint32 a_address,
@@ -80,13 +93,7 @@ FA_DEVICE void multiply_rows_fp64(double (&x)[kMmaM][kMmaN][4], uint32 a_address
 #pragma unroll
   for (int step = 0; step < kCols / 16; ++step) {
     double a[kMmaM][8];
-#pragma unroll
-    for (int i = 0; i < 2 * kMmaM; ++i) {
-      double four[4];
-      load_row_part(four, a_address + 8 * i * ATile::kRowBytes + 128 * step);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) a[i / 2][2 * e + i % 2] = four[e];
-    }
+    load_rows_part<ATile>(a, a_address, step);
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
       double b[4];
@@ -94,6 +101,20 @@ FA_DEVICE void multiply_rows_fp64(double (&x)[kMmaM][kMmaN][4], uint32 a_address
 #pragma unroll
       for (int i = 0; i < kMmaM; ++i) mma_fp64<kWide>(x[i][j], a[i], b);
     }
+  }
+}
+
+// A thread's part of 16 rows and 16 columns of a tile whose rows are summed over: four numbers of
+// an even column and of the odd one behind it.  The address is that of lane_of_columns.
+template <typename Tile>
+FA_DEVICE void load_column_pairs(double (&x)[2][4], uint32 address, int row_step, int col_step) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    double pair[2];
+    const int row = 16 * row_step + k / 2 * 8 + k % 2;
+    ld_shared_v2_f64(pair, (address ^ k % 2 * Tile::kOddRow) + row * Tile::kRowBytes +
+                               static_cast<uint32>(128 * col_step));
+    x[0][k] = pair[0], x[1][k] = pair[1];
   }
 }
 
@@ -108,14 +129,7 @@ FA_DEVICE void add_product_fp64(double (&sums)[kMmaM][kMmaN][4], const double (&
 #pragma unroll
     for (int p = 0; p < kMmaN / 2; ++p) {
       double b[2][4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        double pair[2];
-        const int row = 16 * step + k / 2 * 8 + k % 2;
-        ld_shared_v2_f64(pair,
-                         (b_address ^ k % 2 * BTile::kOddRow) + row * BTile::kRowBytes + 128 * p);
-        b[0][k] = pair[0], b[1][k] = pair[1];
-      }
+      load_column_pairs<BTile>(b, b_address, step, p);
 #pragma unroll
       for (int i = 0; i < kMmaM; ++i) {
         double part[8];

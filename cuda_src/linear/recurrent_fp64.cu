@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
   const double* k = static_cast<const double*>(params.k) + work.k;
   const double* v = static_cast<const double*>(params.v) + work.v + col;
   double* out = static_cast<double*>(params.out) + work.out + col;
-  const double* initial = reinterpret_cast<const double*>(params.initial);
-  double* state = reinterpret_cast<double*>(params.state);
+  const double* initial = params.initial;
+  double* state = params.state;
 
 #pragma unroll 1
   for (int first = 0; first < params.qk_dim; first += kDim) {

@@ -17,17 +17,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_BLOCKS)
   const int64 element = static_cast<int64>(work.tile) * kThreads + threadIdx.x;
   if (element >= elements) return;
   const int64 row = divide(element, params.v_dim), col = element - row * params.v_dim;
-  float sum = 0.0f;
+  StateNumber sum = 0;
   if (params.initial != nullptr) {
     sum = params.initial[work.initial + row * params.initial_row + col * params.initial_col];
   }
-  float* address = segment_state(params, work.entry, 0) + element;
+  StateNumber* address = segment_state(params, work.entry, 0) + element;
   *address = sum;
   for (int s = 1; s < params.segments; s += kInFlight) {
-    float segment_sums[kInFlight];
+    StateNumber segment_sums[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      segment_sums[i] = s + i < params.segments ? address[(s + i) * elements] : 0.0f;
+      segment_sums[i] = s + i < params.segments ? address[(s + i) * elements] : StateNumber(0);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {

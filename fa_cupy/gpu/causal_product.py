@@ -38,6 +38,8 @@ class _Call(NamedTuple):
     plan: Plan
     out: Allocation
     state: tuple[int, ...] | None
+    state_dtype: Any
+    low_bits: int  # of an address: none of an element of the call has one of them
 
 
 def cached(
@@ -52,12 +54,12 @@ def cached(
         return None
     call = lookup(_key(q, k, v, initial, return_state, reverse, algorithm))
     places = [0 if x is None else x.data.ptr for x in (q, k, v, initial)]
-    if call is None or any(place & 3 for place in places):
+    if call is None or any(place & call.low_bits for place in places):
         return None
     nbytes, shape, dtype, strides = call.out
     memory = alloc(nbytes)
     result = cupy.ndarray(shape, dtype, memory, strides)
-    state = None if call.state is None else cupy.empty(call.state, np.float32)
+    state = None if call.state is None else cupy.empty(call.state, call.state_dtype)
     call.plan.run((*places[:3], memory.ptr, places[3], 0 if state is None else state.data.ptr))
     return (result, state) if return_state else result
 
@@ -91,7 +93,9 @@ def product(
     if own and plan is not None:
         shape = None if state is None else state.shape
         key = _key(q, k, v, initial, return_state, reverse, algorithm)
-        remember(key, _Call(plan, allocation(out.shape, out.strides, out.dtype), shape))
+        kind, low_bits = (np.float64, 7) if problem.dtype.itemsize == 8 else (np.float32, 3)
+        place = allocation(out.shape, out.strides, out.dtype)
+        remember(key, _Call(plan, place, shape, kind, low_bits))
     return out, state
 
 

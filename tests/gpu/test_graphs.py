@@ -358,8 +358,9 @@ def product_of(
         if states:
             more["return_state"] = True
             more["initial_state"] = new(
-                *k_shape[:-2], shape[-1], shape[-1], dtype=SINGLE, layout=lay.get("state", "dense")
-            )
+                *k_shape[:-2], shape[-1], shape[-1],
+                dtype=DOUBLE if dtype == DOUBLE else SINGLE, layout=lay.get("state", "dense"),
+            )  # fmt: skip
         if out is not None:
             _, more["out"] = laid_out(shape, np.dtype(dtype), out)
         return lambda: fa_cupy.causal_product(q, k, v, **more, **options)
@@ -375,6 +376,8 @@ PRODUCTS = {
     "float32, in segments": {"shape": (2, 3000, 64), "dtype": SINGLE},
     "float32, recurrent": {"dtype": SINGLE, "algorithm": "recurrent"},
     "float32, low_occupancy": {"dtype": SINGLE, "algorithm": "low_occupancy"},
+    "float64, states": {"dtype": DOUBLE, "states": True},
+    "float64, in segments": {"shape": (2, 3000, 64), "dtype": DOUBLE},
     "reverse, states": {"reverse": True, "states": True},
     **{f"k {layout}": {"layouts": {"k": layout}} for layout in STRANGE},
     "all strided, in segments": {
@@ -403,7 +406,8 @@ def product_gradients_of(
         more = {}
         if states:
             sizes = (*k_shape[:-2], shape[-1], shape[-1])
-            more = {arg: new(*sizes, dtype=SINGLE) for arg in ("initial_state", "dstate")}
+            kind = DOUBLE if dtype == DOUBLE else SINGLE
+            more = {arg: new(*sizes, dtype=kind) for arg in ("initial_state", "dstate")}
         return lambda: fa_cupy.causal_product_backward(dout, q, k, v, **more, **options)
 
     return build
@@ -413,6 +417,7 @@ PRODUCT_GRADIENTS = {
     "float16": {},
     "bfloat16, states": {"dtype": BFLOAT16, "states": True},
     "float32, states": {"dtype": SINGLE, "states": True},
+    "float64, states": {"dtype": DOUBLE, "states": True},
     "float16, in segments": {"shape": (2, 1, 3000, 64), "heads": 1},
     "shared heads": {"heads": 2},
     "shared heads, bfloat16": {"heads": 2, "dtype": BFLOAT16, "reverse": True},
@@ -452,7 +457,7 @@ def linear_of(feature, dtype=HALF, heads=4, out=None, layouts=None, dim=64):
 
 
 for _feature in ("elu1", "relu", "exp", "identity"):
-    for _dtype in (HALF, BFLOAT16, SINGLE):
+    for _dtype in (HALF, BFLOAT16, SINGLE, DOUBLE):
         CASES[f"linear_attention: {_feature}, {_dtype.name}"] = linear_of(_feature, _dtype)
 CASES["linear_attention: a function"] = linear_of(pairs, dim=8)
 CASES["linear_attention: grouped heads"] = linear_of("elu1", heads=2)
@@ -530,7 +535,7 @@ def linear_backward_of(feature, dtype=HALF, heads=4, state=False):
 CASES["linear_attention with a state"] = linear_state_of(HALF)
 CASES["linear_attention with a state, float32"] = linear_state_of(SINGLE)
 for _feature in ("elu1", "relu", "exp", "identity"):
-    for _dtype in (HALF, BFLOAT16, SINGLE):
+    for _dtype in (HALF, BFLOAT16, SINGLE, DOUBLE):
         _name = f"linear_attention_backward: {_feature}, {_dtype.name}"
         CASES[_name] = linear_backward_of(_feature, _dtype)
 CASES["linear_attention_backward: grouped heads"] = linear_backward_of("elu1", heads=2)
@@ -637,7 +642,7 @@ def refused_calls():
     x, rows = uniform((2, 40, 64), 0, SINGLE), cp.zeros((2, 40), SINGLE)
     seen, wide = cp.ones((40, 40), np.bool_), cp.zeros((9, 320), HALF)
     half, states = x.astype(HALF), uniform((2, 40, 64), 1, DOUBLE)
-    few = states[:, :9]
+    few, many = states[:, :9], uniform((2, 40, 264), 1, DOUBLE)
     points = [uniform((40, 2), seed, SINGLE) for seed in range(3)]
     score = fa_cupy.Score("s * x[h]", x=cp.ones(2, SINGLE))
     return {
@@ -652,14 +657,16 @@ def refused_calls():
         "attention_backward, float32 of head_dim 160": lambda: fa_cupy.attention_backward(
             *[uniform((2, 40, 160), 0, SINGLE)] * 5, rows
         ),
-        "causal_product, float64": lambda: fa_cupy.causal_product(states, states, states),
-        "causal_product_backward, float64": lambda: fa_cupy.causal_product_backward(*[states] * 4),
-        "linear_attention, float64": lambda: fa_cupy.linear_attention(states, states, states),
+        "causal_product, wide float64": lambda: fa_cupy.causal_product(many, many, many),
+        "causal_product_backward, wide float64": lambda: fa_cupy.causal_product_backward(
+            *[many] * 4
+        ),
+        "linear_attention, wide float64": lambda: fa_cupy.linear_attention(many, many, many),
         "linear_attention, all keys": lambda: fa_cupy.linear_attention(
             half, half, half, is_causal=False
         ),
-        "linear_attention_backward, float64": lambda: fa_cupy.linear_attention_backward(
-            *[states] * 4
+        "linear_attention_backward, wide float64": lambda: fa_cupy.linear_attention_backward(
+            *[many] * 4
         ),
         "kernel_regression": lambda: fa_cupy.kernel_regression(*points, 1.0),
         "kernel_regression_backward": lambda: fa_cupy.kernel_regression_backward(
@@ -674,10 +681,10 @@ def refused_calls():
 
 REFUSED = (
     "attention, few queries of float64", "attention, head_dim 320",
-    "attention_backward, float32 of head_dim 160", "causal_product, float64",
-    "causal_product_backward, float64",
-    "linear_attention, float64", "linear_attention, all keys",
-    "linear_attention_backward, float64", "kernel_regression", "kernel_regression_backward",
+    "attention_backward, float32 of head_dim 160", "causal_product, wide float64",
+    "causal_product_backward, wide float64",
+    "linear_attention, wide float64", "linear_attention, all keys",
+    "linear_attention_backward, wide float64", "kernel_regression", "kernel_regression_backward",
     "non_local_means", "prefix_state", "prefix_state, q", "BitMask",
     "attention, few queries of float64 and a score", "attention_backward of a score's array",
 )  # fmt: skip

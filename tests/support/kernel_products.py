@@ -6,14 +6,14 @@ from fa_cupy.gpu.kernels.linear.choice import Choice
 from fa_cupy.gpu.kernels.linear.sm80.chunk_sm80 import ChunkSm80
 from fa_cupy.gpu.kernels.linear.sm90.chunk_sm90 import ChunkSm90
 from fa_cupy.gpu.kernels.linear.sm90_params import DIM_STEPS
-from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM
+from fa_cupy.gpu.kernels.linear.state_prefix_sum import state_prefix_sum
 from fa_cupy.gpu.kernels.linear.table import PRODUCTS, serving
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant
-from tests.support.products import Case, check_product
+from tests.support.products import Case, check_product, state_dtype
 from tests.support.strategies import DTYPES, normal
 from validation.emulator import calls
 
-NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2]}
+NAMES = {"float16": DTYPES[0], "bfloat16": DTYPES[1], "float32": DTYPES[2], "float64": DTYPES[3]}
 ROUNDED = (ChunkSm80, ChunkSm90)  # scores and states, to the dtype
 
 
@@ -32,7 +32,8 @@ def split(row, length, segment_chunks, own_prefix=False):
 
 def states_of(row):
     """What sums the states of a row's segments; None for rows that take whole sequences."""
-    return dict(serving(row.dtype, "sm_90a"))[row]
+    target = "sm_90a" if "sm_90a" in row.targets else row.targets[0]
+    return dict(serving(row.dtype, target, row.packed))[row]
 
 
 def solve(row, case, segment_chunks=None, own_prefix=False, **how):
@@ -80,7 +81,7 @@ def readings(case, asks):
 
 # Of each row that makes outputs, with those that help it.
 ROWS = [
-    (row,) if states_of(row) is None else (row, states_of(row), STATE_PREFIX_SUM)
+    (row,) if states_of(row) is None else (row, states_of(row), state_prefix_sum(row))
     for row in PRODUCTS
     if row.algorithm
 ]
@@ -123,7 +124,7 @@ def random_call(rows, seed):
     batch = np.broadcast_shapes(*batches) if batches[0][:1] != (1,) else batches[0]
     held = [None, tuple(dims), (*batch, *dims)]
     initial, dstate = (
-        None if shape is None else normal(rng, shape, np.float32)
+        None if shape is None else normal(rng, shape, state_dtype(NAMES[row.dtype]))
         for shape in (held[int(i)] for i in rng.integers(0, 3, 2))
     )
     kinds = ["dense", "blhd", "rows"] + ["upward", "offset"] * (not mapped)

@@ -9,7 +9,6 @@ from fa_cupy.core import linear_problem
 from fa_cupy.gpu.kernels import products
 from fa_cupy.gpu.kernels.linear import params
 from fa_cupy.gpu.kernels.linear.choice import Choice
-from fa_cupy.gpu.kernels.linear.table import serving
 from fa_cupy.keys.offsets import Offsets
 from tests.support import kernel_products, packed_sequences
 from tests.support.products import Case, check_product
@@ -21,7 +20,7 @@ def packed_split(row, segments, own_prefix=False):
     """The choice of a row with as many segments of each sequence; see `kernel_products.split`."""
     states = None
     if segments > 1 and not own_prefix:
-        states = dict(serving(row.dtype, "sm_90a", packed=True)).get(row)
+        states = kernel_products.states_of(row)
     return Choice(row, states, segments, 64, 0.0)
 
 

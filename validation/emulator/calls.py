@@ -361,7 +361,7 @@ def causal_products(
     for q, k, v, initial, reverse in calls:
         problem = linear_problem.product_problem("causal_product", q, k, v, initial)
         out = np.full(problem.out_shape, np.nan, problem.dtype)
-        state = np.full(problem.state_shape, np.nan, np.float32)
+        state = np.full(problem.state_shape, np.nan, problem.state_dtype)
         whole, last = (problem.view(x.shape, x.strides) for x in (out, state))
         jobs.append(traits_of(Job(problem, whole, last, reverse)))
         arrays += [q, k, v, out, initial, state]

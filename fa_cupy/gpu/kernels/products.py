@@ -98,7 +98,9 @@ def _unmapped(
 
 def _states_bytes(choice: Choice, traits: Traits) -> int:
     problem = traits.job.problem
-    return 4 * math.prod((*problem.batch, choice.segments, problem.qk_dim, problem.v_dim))
+    return problem.state_dtype.itemsize * math.prod(
+        (*problem.batch, choice.segments, problem.qk_dim, problem.v_dim)
+    )
 
 
 def steps_alone(

@@ -31,7 +31,7 @@ from tests.support.strategies import DTYPES, lay
 
 @settings(max_examples=200)
 @given(
-    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
     entries=st.integers(1, 300) | st.sampled_from([65536, 10**6]),
     length=st.integers(0, 10**6) | st.sampled_from([2**31, 2**33]),
     qk_dim=st.integers(1, 256),
@@ -61,6 +61,28 @@ def test_a_choice_covers_its_call(dtype, entries, length, qk_dim, v_dim, target,
     # The workspace is no larger than the arrays.
     if found.segments > 1 and length < 2**31 - 2**16:
         assert found.segments <= length // found.row.tile_m
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("qk_dim", [1, 33, 64, 65, 128, 129, 192, 256])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_120", "compute_80+163K"])
+def test_float64_has_the_instruction_of_its_target(qk_dim, target, packed):
+    found = choose("float64", 8, 5000, qk_dim, 64, target, 132, packed=packed)
+    if qk_dim > 128 and target == "sm_120":
+        assert found is None or found.row.source == "linear/recurrent_fp64"
+        return
+    launches = [row for row, _, _ in found.launches(qk_dim, 64)]
+    assert [row.source for row in launches] == [
+        "linear/chunk_state_fp64", "linear/state_prefix_sum", "linear/chunk_fp64",
+    ]  # fmt: skip
+    assert {row.dtype for row in launches} == {"float64"}
+    assert {row.packed for row in launches} == {packed}
+    assert launches[0].wide == launches[-1].wide == (target in ("sm_90a", "sm_120"))
+
+
+def test_keys_of_float64_that_are_too_wide_run_row_by_row_where_sequences_are_packed():
+    found = choose("float64", 8, 100, 257, 64, "sm_90a", 132, packed=True)
+    assert found.row.source == "linear/recurrent_fp64"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -119,7 +141,9 @@ def test_plain_kernels_take_any_dim(qk_dim):
 
 
 def test_what_no_kernel_computes():
-    assert choose("float64", 8, 100, 64, 64, "sm_90a", 132) is None
+    assert choose("float64", 8, 100, 257, 64, "sm_90a", 132) is None
+    assert choose("float64", 8, 100, 129, 64, "sm_86", 82) is None
+    assert choose("float64", 8, 100, 64, 64, "sm_90a", 132, "recurrent") is None
     assert choose("float32", 8, 100, 129, 64, "sm_90a", 132, "chunked") is None
     assert choose("float16", 8, 100, 64, 64, "sm_90a", 132, "recurrent") is None
     assert choose("float16", 8, 100, 257, 64, "sm_90a", 132) is None
@@ -139,7 +163,7 @@ def test_a_plan_follows_the_algorithm_that_was_asked_for(algorithm):
 
 def test_what_has_no_kernel_has_no_plan():
     launcher = NotingLauncher(132)
-    double = [job(*draw(*[(8, 100, 64)] * 3, dtype=np.float64))]
+    double = [job(*draw(*[(8, 100, 260)] * 3, dtype=np.float64))]
     assert products.make_plan(double, launcher) is None
     jobs = [job(*draw(*[(8, 100, 64)] * 3))]
     assert products.make_plan(jobs, launcher) is not None

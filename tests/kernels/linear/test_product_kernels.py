@@ -15,6 +15,7 @@ from tests.support.kernel_products import NAMES, check, gradients, solve
 from tests.support.product_rows import (
     CHUNK_FP32_SM80,
     CHUNK_FP32_SM90,
+    CHUNK_FP64,
     CHUNK_SM80,
     CHUNK_SM90,
     PINGPONG,
@@ -23,7 +24,7 @@ from tests.support.product_rows import (
     SMALL_SM90,
     job,
 )
-from tests.support.products import Case, draw
+from tests.support.products import DOUBLE, Case, draw, state_dtype
 from tests.support.seeds import Chosen, one
 
 
@@ -86,6 +87,35 @@ def test_every_row_of_float32(row):
 
 
 @pytest.mark.long
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    "row",
+    some(CHUNK_FP64, lambda row: (row.source, row.key_parts, row.stages)),
+    ids=lambda row: row.name,
+)
+def test_every_row_of_float64(row):
+    length = 3 * row.tile_m + 9
+    shapes = (2, length, row.dim), (2, length, row.dim), (2, length, row.tile_n)
+    arrays = draw(*shapes, dtype=DOUBLE)
+    initial = draw((2, row.dim, row.tile_n), dtype=DOUBLE, seed=1)[0]
+    check(row, Case(*arrays, initial), seed=1)
+    check(row, Case(*arrays, initial, reverse=True), segment_chunks=2, seed=2)
+    out, state = check(row, Case(*arrays), segment_chunks=1, seed=3)
+    for found, want in zip((out, state), in_extended_precision(*arrays), strict=True):
+        assert reference.relative_error(found, want) <= 6e-16
+    odd = draw((40, row.dim - 3), (40, row.dim - 3), (40, row.tile_n + 7), dtype=DOUBLE)
+    check(row, Case(*odd), segment_chunks=1)
+    q, k, v = (x[..., : min(row.dim, row.tile_n)] for x in arrays)  # columns of either are keys
+    gradients(row, Case(q, k, v), *draw(v.shape, dtype=DOUBLE, seed=4), segment_chunks=2)
+
+
+def in_extended_precision(q, k, v):
+    """Output and state in the longest floats that NumPy has, rounded to float64."""
+    q, k, v = (x.astype(np.longdouble) for x in (q, k, v))
+    out = np.tril(q @ k.swapaxes(-1, -2)) @ v
+    return out.astype(float), (k.swapaxes(-1, -2) @ v).astype(float)
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "row",
@@ -179,13 +209,21 @@ def test_keys_that_share_no_column():
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "row",
-    [SMALL_SM80[0], SMALL_SM90[0], CHUNK_FP32_SM80[0], CHUNK_FP32_SM90[0], PLAIN[0]],
+    [
+        SMALL_SM80[0],
+        SMALL_SM90[0],
+        CHUNK_FP32_SM80[0],
+        CHUNK_FP32_SM90[0],
+        CHUNK_FP64[0],
+        PLAIN[0],
+    ],
     ids=lambda row: row.name,
 )
 def test_heads_that_share_keys_or_values(row):
     arrays = draw((2, 4, 70, 16), (2, 2, 70, 16), (2, 1, 70, 24), dtype=NAMES[row.dtype])
     for seed, heads in enumerate((1, 2, 4)):
-        check(row, Case(*arrays, draw((heads, 16, 24))[0]), seed=seed)
+        initial = draw((heads, 16, 24), dtype=state_dtype(arrays[0].dtype))[0]
+        check(row, Case(*arrays, initial), seed=seed)
 
 
 @pytest.mark.emulator
@@ -242,7 +280,14 @@ def test_jobs_of_one_launch(row, lengths, dims, segment_chunks, seed):
 @pytest.mark.parametrize(
     "row",
     some(
-        [*CHUNK_SM80[:2], *SMALL_SM90, *CHUNK_FP32_SM80[:2], *CHUNK_FP32_SM90[:2], PINGPONG],
+        [
+            *CHUNK_SM80[:2],
+            *SMALL_SM90,
+            *CHUNK_FP32_SM80[:2],
+            *CHUNK_FP32_SM90[:2],
+            PINGPONG,
+            CHUNK_FP64[0],
+        ],
         lambda row: row.source,
     ),
     ids=lambda row: row.name,
@@ -280,7 +325,14 @@ def test_scores_and_states_of_any_size(row, sizes):
 @pytest.mark.parametrize(
     "row",
     some(
-        [*SMALL_SM80[::2], *SMALL_SM90[1:3], CHUNK_FP32_SM80[0], *CHUNK_FP32_SM90[:3:2], PINGPONG],
+        [
+            *SMALL_SM80[::2],
+            *SMALL_SM90[1:3],
+            CHUNK_FP32_SM80[0],
+            *CHUNK_FP32_SM90[:3:2],
+            PINGPONG,
+            CHUNK_FP64[0],
+        ],
         lambda row: row.source,
     ),
     ids=lambda row: row.name,

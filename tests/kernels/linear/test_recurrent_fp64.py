@@ -29,4 +29,4 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", only(BUGS))
 def test_a_planted_bug_is_found(bug, tmp_path):
-    show("linear/recurrent_fp64", np.dtype("float64"), BUGS[bug], tmp_path)
+    show("linear/recurrent_fp64", np.dtype("float64"), BUGS[bug], tmp_path, dim=260)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fa_cupy.gpu.kernels.linear.state_prefix_sum import PACKED_STATE_PREFIX_SUM, STATE_PREFIX_SUM
+from fa_cupy.gpu.kernels.linear.state_prefix_sum import state_prefix_sum
 from fa_cupy.gpu.kernels.linear.variant import ProductVariant
 
 
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
         if self.states is not None:
             tiles = -(-v_dim // self.states.tile_n)
             launches.append((self.states, tiles, self.segments - 1))
-            scan = PACKED_STATE_PREFIX_SUM if self.row.packed else STATE_PREFIX_SUM
+            scan = state_prefix_sum(self.row)
             launches.append((scan, -(-qk_dim * v_dim // scan.threads), 1))
         return [*launches, (self.row, -(-v_dim // self.row.tile_n), self.segments)]
 

@@ -34,9 +34,16 @@ _WAITING, _WAITING_TOGETHER = 2.1, 1.6
 _SINGLE_STEP_US = 0.5
 _SINGLE_MMA_US = 1.3 * _MMA_US
 _SINGLE_WAITING = 2.4
+# The same of float64. A product takes a quarter of a multiprocessor 64 clocks, and a chunk what its
+# warps wait for besides (H200: 4.1 us for 32 rows at dims of 64, 5.1 for 16 at dims of 128, states
+# alone 1.3 for 32 rows at dims of 64).
+_DOUBLE_MMA_US = 64 / _CLOCKS_PER_US
+_DOUBLE_STEP_US, _DOUBLE_STATES_STEP_US = 2.6, 0.7
+_DOUBLE_WAITING_TOGETHER = 1.5
 # Clocks of the plain kernels: a row of `recurrent`, and of each warp of a multiprocessor where it
 # has many; a tile of `low_occupancy`, what 32 key columns add, and an instruction.
 _RECURRENT_CLOCKS, _RECURRENT_WARP_CLOCKS = 200, 30
+_DOUBLE_RECURRENT_CLOCKS = 600  # reckoned: a chain of 32 multiply-adds, and reads that it waits for
 _LOW_OCCUPANCY_CLOCKS, _LOW_OCCUPANCY_DIM_CLOCKS, _LOW_OCCUPANCY_ISSUE_CLOCKS = 600, 700, 2.8
 
 
@@ -152,7 +159,8 @@ def _pass_us(
     own_columns = min(v_dim, row.tile_n)
     outputs = not row.sums_states
     single = row.dtype == "float32"
-    traffic = (4 if single else 2) * row.tile_m * (2 if outputs else 1) * (qk_dim + own_columns)
+    item = {"float32": 4, "float64": 8}.get(row.dtype, 2)
+    traffic = item * row.tile_m * (2 if outputs else 1) * (qk_dim + own_columns)
     mma = row.tile_m * row.dim * row.tile_n / (16 * 8 * 16) / 4  # of the state, a quarter of an SM
     if outputs:
         scores = row.tile_m**2 * (row.dim + row.tile_n) / 2 / (16 * 8 * 16) / 4
@@ -161,6 +169,9 @@ def _pass_us(
     waiting, waiting_together = (_WAITING, _WAITING_TOGETHER) if outputs else (1, 1)
     if single:
         waiting, waiting_together = _SINGLE_WAITING, 1
+    if row.dtype == "float64":
+        mma_us, waiting, waiting_together = _DOUBLE_MMA_US, 1, _DOUBLE_WAITING_TOGETHER
+        least = _DOUBLE_STEP_US if outputs else _DOUBLE_STATES_STEP_US
     alone = waiting * (least + mma * mma_us)
     busy = max(traffic / _BYTES_PER_US, waiting_together * mma * mma_us)
     step = max(alone, together * busy)
@@ -183,6 +194,8 @@ def _plain_us(
         waited = _LOW_OCCUPANCY_CLOCKS + _LOW_OCCUPANCY_DIM_CLOCKS * row.dim / 32
         clocks = max(waited, issued) / row.tile_m
     else:
-        clocks = max(_RECURRENT_CLOCKS, together * row.warps * _RECURRENT_WARP_CLOCKS)
+        double = row.dtype == "float64"
+        least = _DOUBLE_RECURRENT_CLOCKS if double else _RECURRENT_CLOCKS
+        clocks = max(least, together * row.warps * _RECURRENT_WARP_CLOCKS)
     waves, turns = -(-blocks // (sms * together)), -(-qk_dim // row.dim)
     return _LAUNCH_US + waves * turns * (_START_US + length * clocks / _CLOCKS_PER_US)

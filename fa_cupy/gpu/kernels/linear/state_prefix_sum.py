@@ -23,4 +23,14 @@ STATE_PREFIX_SUM = StatePrefixSum(
     source="linear/state_prefix_sum", dtype="float32", dim=256, tile_m=1, tile_n=256, warps=8,
     stages=1, blocks=4, why="whole lines of states a warp",
 )  # fmt: skip
-PACKED_STATE_PREFIX_SUM = dataclasses.replace(STATE_PREFIX_SUM, packed=True)
+STATE_PREFIX_SUM_FP64 = dataclasses.replace(STATE_PREFIX_SUM, dtype="float64")
+_ROWS = {
+    (row.dtype == "float64", packed): row.for_sequences(packed)
+    for row in (STATE_PREFIX_SUM, STATE_PREFIX_SUM_FP64)
+    for packed in (False, True)
+}
+
+
+def state_prefix_sum(row: ProductVariant) -> StatePrefixSum:
+    """Return what sums the states of segments that `row` reads."""
+    return _ROWS[row.dtype == "float64", row.packed]

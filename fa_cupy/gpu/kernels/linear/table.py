@@ -12,8 +12,10 @@ from fa_cupy.gpu.kernels.linear import low_occupancy, recurrent
 from fa_cupy.gpu.kernels.linear.packed import other_rows, recurrent_fp64
 from fa_cupy.gpu.kernels.linear.sm80 import (
     chunk_fp32_sm80,
+    chunk_fp64,
     chunk_sm80,
     chunk_state_fp32_sm80,
+    chunk_state_fp64,
     chunk_state_sm80,
 )
 from fa_cupy.gpu.kernels.linear.sm90 import (
@@ -23,7 +25,7 @@ from fa_cupy.gpu.kernels.linear.sm90 import (
     chunk_state_fp32_sm90,
     chunk_state_sm90,
 )
-from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM
+from fa_cupy.gpu.kernels.linear.state_prefix_sum import STATE_PREFIX_SUM, STATE_PREFIX_SUM_FP64
 from fa_cupy.gpu.kernels.linear.variant import ProductSm90Variant, ProductVariant
 
 PRODUCTS: tuple[ProductVariant, ...] = (
@@ -32,6 +34,9 @@ PRODUCTS: tuple[ProductVariant, ...] = (
     STATE_PREFIX_SUM,
     *chunk_fp32_sm80.VARIANTS,
     *chunk_state_fp32_sm80.VARIANTS,
+    *chunk_fp64.VARIANTS,
+    *chunk_state_fp64.VARIANTS,
+    STATE_PREFIX_SUM_FP64,
     *recurrent.VARIANTS,
     *low_occupancy.VARIANTS,
     *chunk_sm90.VARIANTS,

@@ -51,6 +51,7 @@ class ProductVariant(Variant):
         params = PACKED_PRODUCT_PARAMS if self.packed else PRODUCT_PARAMS
         return (
             ("FA_BF16", int(self.dtype == "bfloat16")),
+            ("FA_FP64", int(self.dtype == "float64")),
             ("FA_DIM", self.dim),
             ("FA_TILE_M", self.tile_m),
             ("FA_TILE_N", self.tile_n),
