@@ -21,7 +21,7 @@ from tests.support.kernel_gradients import Case
 
 __all__ = ["cupy", "host", "launcher"]  # fixtures
 pytestmark = pytest.mark.emulator
-KERNELS = ["bwd_dq_fp64", "bwd_dkdv_fp64"]
+KERNELS, KERNEL_OF_BIAS = ["bwd_dq_fp64", "bwd_dkdv_fp64"], "bwd_dbias_fp64"
 CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
 
 
@@ -131,6 +131,15 @@ def test_all_that_stands_before_the_softmax(host, cupy, launcher, what):
     assert launcher.ran == KERNELS
 
 
+@pytest.mark.parametrize("what", only(["a bias", "a bias of float32"], "a bias"))
+def test_the_gradient_of_a_bias(host, cupy, launcher, what):
+    """Of which blocks share tiles: what they have found is added up by a second launch."""
+    call = FullCall(small(**CAUSAL, **OPTIONS[what]))
+    call.check(host, cupy, (*ALL, "bias"))
+    call.check(host, cupy, ("bias", "k"))
+    assert launcher.ran == 2 * [*KERNELS, *[KERNEL_OF_BIAS] * (2 if what == "a bias" else 1)]
+
+
 @pytest.mark.parametrize("shape", [(1,), (4, 1), (2, 4, 50)], ids=str)
 def test_the_gradient_of_sinks(host, cupy, launcher, shape):
     """Far ones too, and some that do not count."""
@@ -157,8 +166,6 @@ def test_a_mask(host, cupy, launcher):
 
 
 def test_what_is_not_for_the_kernels(host, cupy, launcher):
-    call = FullCall(small(bias=OPTIONS["a bias"]["bias"]))
-    assert call.solve(host, cupy, (*ALL, "bias")) is None
     assert FullCall(small(dims=(264, 16), lengths=(8, 8))).solve(host, cupy) is None
     launcher.target = "sm_80"
     assert FullCall(small(dims=(136, 16), lengths=(9, 8))).solve(host, cupy) is None
