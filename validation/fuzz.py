@@ -8,9 +8,9 @@ kernels, and any of them captured into a graph.  A captured call is replayed thr
 memory that it gave back belongs to others: results must be the bits of an eager call, and the
 others' memory must stay as it is.
 
-Every second process has ``fwd_fp32_sm90`` compute the calls of float32 of few queries too, which
-``fwd_fp32`` would be faster for.  Several processes share the device, each with seeds of its own, until the time is up.  A finding is
-printed with the example that hypothesis reduced it to.
+Several processes share the device, each with seeds of its own, until the time is up.  In every
+second one ``fwd_fp32_sm90`` computes calls of few queries too, for which ``fwd_fp32`` is faster.  A
+finding is printed with the example that hypothesis reduced it to.
 """
 
 from __future__ import annotations
