@@ -27,8 +27,8 @@ struct TileWarps {
   static __device__ __forceinline__ bool have_sums() { return true; }
   static __device__ __forceinline__ int row() { return warp_row(); }
   static __device__ __forceinline__ int col() { return 0; }
-  static __device__ __forceinline__ int down() { return tid_x_again() / 32; }
-  static __device__ __forceinline__ int across() { return 0; }
+  static __device__ __forceinline__ int down(int warp) { return warp; }
+  static __device__ __forceinline__ int across(int) { return 0; }
 };
 
 // The product of two rows by one thread.

@@ -27,8 +27,8 @@ struct TileWarps {
   static __device__ __forceinline__ bool have_sums() { return warp_role() == 1; }
   static __device__ __forceinline__ int row() { return warp_row(); }
   static __device__ __forceinline__ int col() { return 0; }
-  static __device__ __forceinline__ int down() { return warp_pair(); }
-  static __device__ __forceinline__ int across() { return 0; }
+  static __device__ __forceinline__ int down(int warp) { return warp % kPairs; }
+  static __device__ __forceinline__ int across(int) { return 0; }
 };
 
 // What is known of the queries of a tile, by cp.async.

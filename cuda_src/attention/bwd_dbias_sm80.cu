@@ -88,8 +88,8 @@ struct TileWarps {
   static __device__ __forceinline__ bool have_sums() { return true; }
   static __device__ __forceinline__ int row() { return warp_row(); }
   static __device__ __forceinline__ int col() { return warp_col(); }
-  static __device__ __forceinline__ int down() { return tid_x_again() / 32 / kWarpCols; }
-  static __device__ __forceinline__ int across() { return tid_x_again() / 32 % kWarpCols; }
+  static __device__ __forceinline__ int down(int warp) { return warp / kWarpCols; }
+  static __device__ __forceinline__ int across(int warp) { return warp % kWarpCols; }
 };
 
 // Asks for a tile of an array, unless the step before had the same.

@@ -18,7 +18,7 @@ static_assert(kHasBias && !kOwnKeys, "the gradient is that of a bias; blocks own
 template <typename Base, typename Real>
 struct DbiasRowsParams : Base {
   void* dbias;                                     // of the type of the bias
-  Real* partial_sums;                              // (tiles, splits, numbers of a thread, kThreads)
+  Real* partial_sums;                              // (tiles, splits, numbers of a thread, threads)
   int64 dbias_row, dbias_col, dbias_batch[kAxes];  // strides; 0 along an axis that is summed over
   int sums_queries, sums_keys;                     // whether one element is of all of them
   int splits;                                      // blocks of this launch that share a tile
@@ -64,29 +64,29 @@ FA_DEVICE bool queries_are_there(const DbiasWork& shared) {
   return shared.step.entry == shared.loaded_entry && shared.step.query_tile == shared.loaded_tile;
 }
 
-// Where the sums of a split of the block's tile are, for this thread.
-template <int kCount, typename Params>
+// Where the sums of a split of the block's tile are, for this thread of kTeam.
+template <int kTeam, int kCount, typename Params>
 FA_DEVICE auto partial_sums(const Params& params, const DbiasTile& own, int splits, int split) {
   const int64 block = static_cast<int64>(own.output) * splits + split;
-  return params.partial_sums + block * (kCount * kThreads) + tid_x_again();
+  return params.partial_sums + block * (kCount * kTeam) + tid_x_again() % kTeam;
 }
 
 // Writes what a thread has found: for others that share the tile, or else as write(x) does.  In the
 // launch that joins them, it reads what they have written.
-template <typename Params, typename Real, int kCount, typename Write>
+template <int kTeam, typename Params, typename Real, int kCount, typename Write>
 FA_DEVICE void join_and_write(const Params& params, const DbiasTile& own, Real (&x)[kCount],
                               const Write& write) {
   if (params.splits > 1) {
-    Real* to = partial_sums<kCount>(params, own, params.splits, own.split);
+    Real* to = partial_sums<kTeam, kCount>(params, own, params.splits, own.split);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) to[i * kThreads] = x[i];
+    for (int i = 0; i < kCount; ++i) to[i * kTeam] = x[i];
     return;
   }
 #pragma unroll 1
   for (int split = 0; split < params.joined; ++split) {
-    const Real* from = partial_sums<kCount>(params, own, params.joined, split);
+    const Real* from = partial_sums<kTeam, kCount>(params, own, params.joined, split);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] += from[i * kThreads];
+    for (int i = 0; i < kCount; ++i) x[i] += from[i * kTeam];
   }
   write(x);
 }
@@ -98,14 +98,16 @@ FA_DEVICE void write_tile(const Params& params, const DbiasTile& own, Real* sums
   if (params.sums_queries || params.sums_keys) {
     Real sum[1] = {0};
     if (params.joined == 0) sum[0] = sum_of_tile<Warps>(params, sums, x);
-    join_and_write(params, own, sum, [&](const Real(&found)[1]) {
+    join_and_write<kThreads>(params, own, sum, [&](const Real(&found)[1]) {
       store_sum<kTileM, kTileN>(params, own, found[0]);
     });
     return;
   }
   if (!Warps::have_sums()) return;
   auto& all = reinterpret_cast<Real(&)[kMmaM * kMmaN * 4]>(x);
-  join_and_write(params, own, all, [&](const Real(&)[kMmaM* kMmaN* 4]) {
+  static_assert(Warps::kRows * Warps::kCols % (kMmaM * kMmaN * 4) == 0, "threads have as much");
+  constexpr int kTeam = Warps::kRows * Warps::kCols / (kMmaM * kMmaN * 4);  // that have sums
+  join_and_write<kTeam>(params, own, all, [&](const Real(&)[kMmaM* kMmaN* 4]) {
     const int lane = tid_x_again() % 32;
     store_pairs(params, dbias_offset(params, entry_of(params, own.entry, 0)),
                 own.query_tile * kTileM + Warps::row() + lane / 4,

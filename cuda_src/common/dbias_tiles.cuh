@@ -115,7 +115,7 @@ FA_DEVICE Real sum_of_tile(const Params& params, Real* sums, const Real (&x)[kMm
         sum += shuffled(sum, 1);
         sum += shuffled(sum, 2);
         const int row = Warps::row() + 16 * i + 8 * h + lane / 4;
-        if (Warps::have_sums() && lane % 4 == 0) sums[Warps::across() * Warps::kRows + row] = sum;
+        if (Warps::have_sums() && lane % 4 == 0) sums[Warps::across(tid / 32) * Warps::kRows + row] = sum;
       }
     }
   } else {
@@ -129,7 +129,7 @@ FA_DEVICE Real sum_of_tile(const Params& params, Real* sums, const Real (&x)[kMm
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) sum += shuffled(sum, step);
         const int col = Warps::col() + 8 * j + lane * 2 + e;
-        if (Warps::have_sums() && lane < 4) sums[Warps::down() * Warps::kCols + col] = sum;
+        if (Warps::have_sums() && lane < 4) sums[Warps::down(tid / 32) * Warps::kCols + col] = sum;
       }
     }
   }
