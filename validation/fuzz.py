@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import re
 import subprocess
@@ -308,7 +309,7 @@ def campaign(xp: Any, seed: int, seconds: float, only: str = "") -> int:
         for name, (check, drawn) in list(chosen.items()):
             batch += 1
             try:
-                ran = draw_batch(check, drawn, seed * 1_000_003 + batch)
+                ran = draw_batch(check, drawn, seed * 1_000_003 + batch, until)
             except Exception:  # whatever it is, it is a finding
                 failed, ran = 1, 1
                 del chosen[name]  # the others go on
@@ -321,13 +322,17 @@ def campaign(xp: Any, seed: int, seconds: float, only: str = "") -> int:
     return failed
 
 
-def draw_batch(check: Callable[..., None], drawn: dict[str, Any], seed: int) -> int:
-    """Check some examples; return how many."""
+def draw_batch(
+    check: Callable[..., None], drawn: dict[str, Any], seed: int, until: float = math.inf
+) -> int:
+    """Check some examples, none after the time is up; return how many."""
     ran = 0
 
     @functools.wraps(check)
     def counted(**given: Any) -> None:
         nonlocal ran
+        if time.perf_counter() > until:
+            return  # a kernel that is compiled takes seconds, and 25 of them minutes
         ran += 1
         hypothesis.note(str(given))
         check(**given)

@@ -6,7 +6,7 @@
 //
 // Where there are fewer tiles than multiprocessors, blocks split what shares a tile, and put their
 // sums into the workspace.  The kernel is then launched once more, with a block for each tile, to
-// add them up in their order.  So all sums have one order, and results are the same bits every time.
+// add them up in their order.  So all sums have one order, and results are the same bits each time.
 #pragma once
 #include "cuda_src/common/dbias_tiles.cuh"
 

@@ -1,6 +1,6 @@
-// How kernels for the gradient of a bias divide it into tiles, whatever their arithmetic: which tile
-// a block owns, which batch entries and tiles of pairs share its elements, and how sums over rows or
-// columns of a tile are made and stored.
+// How kernels for the gradient of a bias divide it into tiles, whatever their arithmetic: which
+// tile a block owns, which batch entries and tiles of pairs share its elements, and how sums over
+// rows or columns of a tile are made and stored.
 //
 // `Params` has sums_queries and sums_keys, which say whether one element is of all queries or all
 // keys, and splits, the blocks that share a tile, besides what dbias.cuh wants.
@@ -95,7 +95,7 @@ FA_DEVICE void find_step(const Params& params, const DbiasTile& own, int64 index
   step.index = index;
 }
 
-// --------------------------------------------------------------------------------------------- sums
+// -------------------------------------------------------------------------------------------- sums
 FA_DEVICE float shuffled(float x, int step) { return __shfl_xor_sync(kFullWarp, x, step); }
 FA_DEVICE double shuffled(double x, int step) { return shfl_xor_fp64(x, step); }
 
@@ -115,7 +115,8 @@ FA_DEVICE Real sum_of_tile(const Params& params, Real* sums, const Real (&x)[kMm
         sum += shuffled(sum, 1);
         sum += shuffled(sum, 2);
         const int row = Warps::row() + 16 * i + 8 * h + lane / 4;
-        if (Warps::have_sums() && lane % 4 == 0) sums[Warps::across(tid / 32) * Warps::kRows + row] = sum;
+        if (Warps::have_sums() && lane % 4 == 0)
+          sums[Warps::across(tid / 32) * Warps::kRows + row] = sum;
       }
     }
   } else {
