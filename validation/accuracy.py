@@ -3,7 +3,8 @@
 For 16-bit inputs an error is judged by that of the same formula computed plainly (float32 scores
 and softmax, weights rounded to the dtype before the second product): at most 1.1 times it.
 
-The sweep of causal products, `validation.product_accuracy`, has limits of its own.
+The sweep of causal products, `validation.product_accuracy`, has limits of its own. What products of
+float16 lose that stand for those of float32 is computed by `validation.split_accuracy`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from validation import peers, product_accuracy, store
+from validation import peers, product_accuracy, split_accuracy, store
 
 FAMILY = "accuracy"
 PLAIN_FACTOR = 1.1
@@ -157,7 +158,11 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--device", choices=("cpu", "gpu"), default=None)
     p.add_argument("--cases", default="", help="only cases whose name contains this")
     p.add_argument("--out", default="", help="JSON file instead of results/accuracy-<device>.json")
+    p.add_argument("--split", action="store_true", help="only what products of float16 lose")
     args = p.parse_args(argv)
+    if args.split:
+        print(split_accuracy.table())
+        return 0
     device = args.device or ("gpu" if store.gpu_available() else "cpu")
     everything: list[Case | product_accuracy.Case] = [*sweep(), *product_accuracy.sweep()]
     chosen = [case for case in everything if args.cases in case.name]

@@ -3,12 +3,14 @@
 Every call is drawn by hypothesis, with the strategies of the tests, and of one of these kinds:
 attention, with key lengths, pages and offsets too, its gradients, causal products, with offsets
 too, their gradients (each held against float64), and, on a GPU, calls of offsets that are out of
-order, and any of them captured into a graph.  A captured call is replayed three times while all
+order, attention in float32, TF32 and float64 and its gradients once more, of dims that need few
+kernels, and any of them captured into a graph.  A captured call is replayed three times while all
 memory that it gave back belongs to others: results must be the bits of an eager call, and the
 others' memory must stay as it is.
 
-Several processes share the device, each with seeds of its own, until the time is up.  A finding is
-printed with the example that hypothesis reduced it to.
+Several processes share the device, each with seeds of its own, until the time is up.  In every
+second one ``fwd_fp32_sm90`` computes calls of few queries too, for which ``fwd_fp32`` is faster.  A
+finding is printed with the example that hypothesis reduced it to.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -32,6 +36,7 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from fa_cupy import reference
+from fa_cupy.gpu.kernels.attention.full_precision import fwd_fp32_sm90
 from validation import store
 
 EXAMPLES = 25  # of a kind, before the next kind has its turn
@@ -233,6 +238,7 @@ def kinds(xp: Any) -> dict[str, Any]:
             any_offsets,
             {"case": keyed_cases.cases_of_any_offsets()},
         )
+        found |= full_precision_kinds(xp)
         mode = {"mode": st.sampled_from(MODES)}
         gradient = {"gradient": st.booleans(), **mode}
         found["captured attention"] = (captured_attention, {**calls, **gradient})
@@ -249,6 +255,35 @@ def kinds(xp: Any) -> dict[str, Any]:
     return found
 
 
+def full_precision_kinds(xp: Any) -> dict[str, Any]:
+    """Return kinds of calls in float32, TF32 and float64, as `kinds` does."""
+    from fa_cupy import attention
+    from tests.support import gradients, strategies
+    from tests.support.strategies import to_numpy
+
+    def forward(case: Any, dtype: str) -> None:
+        options: dict[str, Any] = dict(case.options)
+        if dtype == "tf32":
+            options["precision"] = "tf32"
+        found = attention(*case.native(xp), return_lse=True, **options)
+        rounded = 2.0**-11 if dtype == "tf32" else 0.0
+        strategies.check_against_reference(case, *map(to_numpy, found), rounded=rounded)
+
+    def backward(case: Any, dtype: str, dlse: bool) -> None:
+        gradients.check(xp, case, dlse)
+
+    found: dict[str, Any] = {}
+    for dtype in ("float32", "tf32", "float64"):
+        of = np.dtype(np.float64 if dtype == "float64" else np.float32)
+        drawn = strategies.cases((of,), few_builds=True)
+        same = {"dtype": st.just(dtype)}
+        found[f"{dtype} attention"] = forward, {"case": drawn, **same}
+        if dtype != "tf32":  # whose gradients are those of float32
+            of_finite = {"case": drawn.filter(_is_finite), "dlse": st.booleans(), **same}
+            found[f"{dtype} attention_backward"] = backward, of_finite
+    return found
+
+
 def _rounded(xp: Any, case: Any) -> bool:
     """Whether scores and states are rounded to the dtype, as kernels do."""
     return xp is not np and case.q.dtype.itemsize == 2
@@ -260,16 +295,21 @@ def _is_finite(case: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------- runs
-def campaign(xp: Any, seed: int, seconds: float) -> int:
-    """Draw calls until the time is up; print a line for each batch of them; 1 after a finding."""
+def campaign(xp: Any, seed: int, seconds: float, only: str = "") -> int:
+    """Draw calls until the time is up; print a line for each batch of them; 1 after a finding.
+
+    `only` is what the name of a kind matches, a regular expression.
+    """
     until = time.perf_counter() + seconds
-    chosen = kinds(xp)
+    if xp is not np and seed % 2:
+        fwd_fp32_sm90._LEAST_ROWS = 1
+    chosen = {name: kind for name, kind in kinds(xp).items() if re.search(only, name)}
     failed = batch = 0
     while chosen and time.perf_counter() < until:
         for name, (check, drawn) in list(chosen.items()):
             batch += 1
             try:
-                ran = draw_batch(check, drawn, seed * 1_000_003 + batch)
+                ran = draw_batch(check, drawn, seed * 1_000_003 + batch, until)
             except Exception:  # whatever it is, it is a finding
                 failed, ran = 1, 1
                 del chosen[name]  # the others go on
@@ -282,13 +322,17 @@ def campaign(xp: Any, seed: int, seconds: float) -> int:
     return failed
 
 
-def draw_batch(check: Callable[..., None], drawn: dict[str, Any], seed: int) -> int:
-    """Check some examples; return how many."""
+def draw_batch(
+    check: Callable[..., None], drawn: dict[str, Any], seed: int, until: float = math.inf
+) -> int:
+    """Check some examples, none after the time is up; return how many."""
     ran = 0
 
     @functools.wraps(check)
     def counted(**given: Any) -> None:
         nonlocal ran
+        if time.perf_counter() > until:
+            return  # a kernel that is compiled takes seconds, and 25 of them minutes
         ran += 1
         hypothesis.note(str(given))
         check(**given)
@@ -332,6 +376,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--seconds", type=float, default=60.0, help="for how long")
     p.add_argument("--jobs", type=int, default=8, help="processes")
     p.add_argument("--seed", type=int, default=None, help="of the first process")
+    p.add_argument("--kinds", default="", help="only kinds whose name matches, as '^(float|tf)'")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     seed = int.from_bytes(os.urandom(3), "little") if args.seed is None else args.seed
@@ -339,8 +384,8 @@ def main(argv: Sequence[str]) -> int:
         xp: Any = np
         if store.gpu_available():
             import cupy as xp
-        return campaign(xp, seed, args.seconds)
-    command = [sys.executable, "-m", "validation", "fuzz", "--worker"]
+        return campaign(xp, seed, args.seconds, args.kinds)
+    command = [sys.executable, "-m", "validation", "fuzz", "--worker", f"--kinds={args.kinds}"]
     command += ["--seconds", str(args.seconds), "--seed"]
     workers = [
         subprocess.Popen([*command, str(seed + i)], stdout=subprocess.PIPE, text=True)

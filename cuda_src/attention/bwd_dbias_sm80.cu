@@ -18,6 +18,7 @@
 // LSE is too large for weights (common/large_lse.cuh).
 #include "cuda_src/common/backward_sm80.cuh"
 #include "cuda_src/common/dbias.cuh"
+#include "cuda_src/common/dbias_tiles.cuh"
 #include "cuda_src/common/large_lse.cuh"
 #include "ptx/atomic.cuh"
 
@@ -57,24 +58,6 @@ struct DbiasParams : BackwardParams {
 };
 static_assert(sizeof(DbiasParams) == FA_DBIAS_PARAMS_BYTES, "fa_cupy/gpu holds the same struct");
 
-// What a block owns, and which of the steps of it.
-struct OwnTile {
-  uint32 output;             // index among all tiles of the gradient
-  uint32 entry;              // of the gradient, counted over the axes that it has
-  int query_tile, key_tile;  // 0 along an axis that is summed over
-  int split;
-  int64 begin, end;  // steps
-};
-
-// The tiles of one batch entry that a step computes.
-struct PairStep {
-  int64 index;
-  uint32 entry;
-  int query_tile, key_tile;
-  bool in_band;
-  int words_index;  // of its block of a mask
-};
-
 // ---------------------------------------------------------------------------------------- storage
 // This step, the next one, and the one before, which some may still read.
 constexpr int kSteps = 3;
@@ -88,78 +71,26 @@ struct SharedStorage {
   };
   uint16 dout[kTileM * kDim], v[kTileN * kDim];
   float4 lse_delta[kTileM / 2];  // LSE of two queries, delta of them
-  OwnTile own;                   // which is left here, as are steps: registers are short
+  DbiasTile own;                 // which is left here, as are steps: registers are short
   PairStep steps[kSteps];
   uint32 arrived;
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "fa_cupy/gpu asks for as much");
 
 // ------------------------------------------------------------------------------------------- work
-FA_DEVICE int tiles_of(int len, int tile) { return (len + tile - 1) / tile; }
-
-// How many tiles of queries, or of keys, share an element.
-FA_DEVICE int shared_query_tiles(const DbiasParams& params) {
-  return params.sums_queries ? tiles_of(params.common.q_len, kTileM) : 1;
-}
-FA_DEVICE int shared_key_tiles(const DbiasParams& params) {
-  return params.sums_keys ? tiles_of(params.common.k_len, kTileN) : 1;
-}
-
-FA_DEVICE void find_own_tile(const DbiasParams& params, OwnTile& own) {
-  const AttentionParams& p = params.common;
-  const uint32 query_tiles = params.sums_queries ? 1 : tiles_of(p.q_len, kTileM);
-  const uint32 key_tiles = params.sums_keys ? 1 : tiles_of(p.k_len, kTileN);
-  own.output = blockIdx.x / params.splits;
-  own.split = static_cast<int>(blockIdx.x - own.output * params.splits);
-  const uint32 row = own.output / key_tiles;
-  own.key_tile = static_cast<int>(own.output - row * key_tiles);
-  own.entry = row / query_tiles;
-  own.query_tile = static_cast<int>(row - own.entry * query_tiles);
-  int64 steps = static_cast<int64>(shared_query_tiles(params)) * shared_key_tiles(params);
-#pragma unroll
-  for (int axis = 0; axis < kAxes; ++axis) {
-    if (params.dbias_batch[axis] == 0) steps *= params.size[axis];
-  }
-  const int64 share = divide(steps + params.splits - 1, static_cast<int64>(params.splits));
-  own.begin = min(steps, own.split * share);
-  own.end = min(steps, own.begin + share);
-}
-
-// Finds the first step from this one on that has a pair which is not hidden by the band, and whose
-// block a mask does not hide; the end if there is none.
-FA_DEVICE void find_step(const DbiasParams& params, const OwnTile& own, int64 index,
-                         PairStep& step) {
-  const AttentionParams& p = params.common;
-  const int64 shared_keys = shared_key_tiles(params), shared_queries = shared_query_tiles(params);
-#pragma unroll 1
-  for (; index < own.end; ++index) {
-    const int64 row = divide(index, shared_keys), other = divide(row, shared_queries);
-    const int query_tile = own.query_tile + static_cast<int>(row - other * shared_queries);
-    const int key_tile = own.key_tile + static_cast<int>(index - row * shared_keys);
-    const int first = query_tile * kTileM;
-    const KeyTiles seen = key_tiles(p, first, min(first + kTileM, p.q_len) - 1, kTileN);
-    if (key_tile < seen.begin || key_tile >= seen.end) continue;
-    const uint32 entry = entry_of(params, own.entry, static_cast<uint32>(other));
-    int words_index = kFullBlock;
-    if constexpr (kSparse) {
-      words_index =
-          block_words_index(params.mask, table_row(params.mask, entry, first / kMaskBlock),
-                            key_tile * kTileN / kMaskBlock);
-    }
-    if (words_index == kEmptyBlock) continue;
-    step.entry = entry;
-    step.query_tile = query_tile;
-    step.key_tile = key_tile;
-    step.in_band = key_tile >= seen.full_begin && key_tile < seen.full_end;
-    step.words_index = words_index;
-    break;
-  }
-  step.index = index;
-}
-
 // Where this warp's pairs begin in the tile.
 FA_DEVICE int warp_row() { return tid_x_again() / 32 / kWarpCols * kOwnRows; }
 FA_DEVICE int warp_col() { return tid_x_again() / 32 % kWarpCols * kOwnCols; }
+
+// The warps that share a tile, for sums over its rows and columns.
+struct TileWarps {
+  static constexpr int kRows = kTileM, kCols = kTileN, kDown = kWarpRows, kAcross = kWarpCols;
+  static __device__ __forceinline__ bool have_sums() { return true; }
+  static __device__ __forceinline__ int row() { return warp_row(); }
+  static __device__ __forceinline__ int col() { return warp_col(); }
+  static __device__ __forceinline__ int down(int warp) { return warp / kWarpCols; }
+  static __device__ __forceinline__ int across(int warp) { return warp % kWarpCols; }
+};
 
 // Asks for a tile of an array, unless the step before had the same.
 template <int kRows>
@@ -277,55 +208,10 @@ FA_DEVICE void add_step(float (&sums)[kMmaM][kMmaN][4], const float (&weights)[k
 }
 
 // --------------------------------------------------------------------------------------- epilogue
-// The sum of a row of the tile, or of a column, or of all of it, for the thread of this index.
-FA_DEVICE float sum_of_tile(const DbiasParams& params, SharedStorage& shared,
-                            const float (&x)[kMmaM][kMmaN][4]) {
-  const int tid = tid_x_again(), lane = tid % 32;
-  if (params.sums_keys) {
-#pragma unroll
-    for (int i = 0; i < kMmaM; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kMmaN; ++j) sum += x[i][j][2 * h] + x[i][j][2 * h + 1];
-        sum += __shfl_xor_sync(kFullWarp, sum, 1);
-        sum += __shfl_xor_sync(kFullWarp, sum, 2);
-        const int row = warp_row() + 16 * i + 8 * h + lane / 4;
-        if (lane % 4 == 0) shared.sums[tid / 32 % kWarpCols * kTileM + row] = sum;
-      }
-    }
-  } else {
-#pragma unroll
-    for (int j = 0; j < kMmaN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kMmaM; ++i) sum += x[i][j][e] + x[i][j][e + 2];
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
-        const int col = warp_col() + 8 * j + lane * 2 + e;
-        if (lane < 4) shared.sums[tid / 32 / kWarpCols * kTileN + col] = sum;
-      }
-    }
-  }
-  __syncthreads();
-  const int size = params.sums_keys ? kTileM : kTileN;
-  const int parts = params.sums_keys ? kWarpCols : kWarpRows;
-  float sum = 0.0f;
-  if (params.sums_keys && params.sums_queries) {
-    for (int i = 0; tid == 0 && i < parts * size; ++i) sum += shared.sums[i];
-  } else if (tid < size) {
-    for (int i = 0; i < parts; ++i) sum += shared.sums[i * size + tid];
-  }
-  return sum;
-}
-
 // Adds up what the splits of a tile have found, in their order, if this is the last one to finish;
 // returns whether it is.
 template <int kCount>
-FA_DEVICE bool add_splits(const DbiasParams& params, SharedStorage& shared, const OwnTile& own,
+FA_DEVICE bool add_splits(const DbiasParams& params, SharedStorage& shared, const DbiasTile& own,
                           float (&x)[kCount]) {
   if (params.splits == 1) return true;
   const int tid = tid_x_again();
@@ -351,7 +237,7 @@ FA_DEVICE bool add_splits(const DbiasParams& params, SharedStorage& shared, cons
   return true;
 }
 
-FA_DEVICE void store_tile(const DbiasParams& params, const OwnTile& own,
+FA_DEVICE void store_tile(const DbiasParams& params, const DbiasTile& own,
                           const float (&x)[kMmaM][kMmaN][4]) {
   const int lane = tid_x_again() % 32;
   store_pairs(params, dbias_offset(params, entry_of(params, own.entry, 0)),
@@ -359,27 +245,15 @@ FA_DEVICE void store_tile(const DbiasParams& params, const OwnTile& own,
               own.key_tile * kTileN + warp_col() + lane % 4 * 2, x);
 }
 
-// Stores the sum of a row of the tile, or of a column, or of all of it.
-FA_DEVICE void store_sum(const DbiasParams& params, const OwnTile& own, float x) {
-  const AttentionParams& p = params.common;
-  const int tid = tid_x_again();
-  const int query = own.query_tile * kTileM + (params.sums_queries ? 0 : tid);
-  const int key = own.key_tile * kTileN + (params.sums_keys ? 0 : tid);
-  const int size = !params.sums_keys ? kTileN : params.sums_queries ? 1 : kTileM;
-  if (tid >= size || query >= p.q_len || key >= p.k_len) return;
-  const int64 start = dbias_offset(params, entry_of(params, own.entry, 0));
-  store_rounded(params.dbias, start + query * params.dbias_row + key * params.dbias_col, x);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_bwd_dbias_sm80(const __grid_constant__ DbiasParams params) {
   // ---------------------------------------------------------------------------------------- setup
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  const OwnTile& own = shared.own;
+  const DbiasTile& own = shared.own;
   if (threadIdx.x == 0) {
-    find_own_tile(params, shared.own);
-    find_step(params, own, own.begin, shared.steps[0]);
+    find_own_tile<kTileM, kTileN>(params, shared.own);
+    find_step<kTileM, kTileN, kSparse>(params, own, own.begin, shared.steps[0]);
   }
   __syncthreads();
   if (shared.steps[0].index < own.end) {
@@ -396,7 +270,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
   for (int i = 0; shared.steps[i].index < own.end; i = (i + 1) % kSteps) {
     const PairStep &step = shared.steps[i], &next = shared.steps[(i + 1) % kSteps];
-    if (threadIdx.x == 0) find_step(params, own, step.index + 1, shared.steps[(i + 1) % kSteps]);
+    if (threadIdx.x == 0) {
+      find_step<kTileM, kTileN, kSparse>(params, own, step.index + 1,
+                                         shared.steps[(i + 1) % kSteps]);
+    }
     auto load_next_qk = [&] {
       __syncthreads();  // nobody reads Q and K any more
       if (next.index < own.end) load_qk(params, shared, next, step);
@@ -436,8 +313,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   cp_async_wait_group<0>();
   __syncthreads();  // what was asked for has been read by all
   if (params.sums_queries || params.sums_keys) {
-    float sum[1] = {sum_of_tile(params, shared, sums)};
-    if (add_splits(params, shared, own, sum)) store_sum(params, own, sum[0]);
+    float sum[1] = {sum_of_tile<TileWarps>(params, shared.sums, sums)};
+    if (add_splits(params, shared, own, sum)) store_sum<kTileM, kTileN>(params, own, sum[0]);
   } else if (add_splits(params, shared, own, reinterpret_cast<float (&)[kOwnPairs]>(sums))) {
     store_tile(params, own, sums);
   }

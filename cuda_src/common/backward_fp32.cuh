@@ -414,7 +414,9 @@ FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scor
   }
 }
 
-// P and dS = P (dP - delta) of a warp's rows and a part of the other side.
+// P and dS = P (dP - delta) of a warp's rows and a part of the other side.  Without kSloped, dS is
+// the gradient of a score, not that of what a softcap was applied to.
+template <bool kSloped = true>
 FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage& shared,
                                const OtherTile& at, int stage, int row, Scores& weights,
                                Scores& ds) {
@@ -434,7 +436,7 @@ FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage&
   multiply_arrays(shared, stage, 0, row, weights);
   const Part part = part_of(params, shared.work, at, row);
   make_scores(params, part, weights,
-              [&](int m, int j, int e, float slope) { ds[m][j][e] *= slope; });
+              [&](int m, int j, int e, float slope) { ds[m][j][e] *= kSloped ? slope : 1.0f; });
   check_range(shared, stage, row, weights, ds);
   float own_factor[kMmaM][2];
   if constexpr (!kOwnKeys) {

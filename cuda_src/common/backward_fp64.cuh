@@ -17,6 +17,7 @@
 // --------------------------------------------------------------------------------------- constants
 constexpr int kColumnWarps = FA_COLUMN_WARPS;  // pairs of warps that share rows
 constexpr bool kWideMma = FA_WIDE_MMA;         // m16n8k16, which SM90 has
+constexpr int kHandOver = FA_HAND_OVER;        // how many warps of a pair hand over what they have
 constexpr int kPairs = kWarps / 2;             // of warps
 constexpr int kMmaN = kOtherRows / 8;
 // Columns of the sums of a warp: of dK or dV, one of a pair's warps has all; of dQ each has half.
@@ -55,8 +56,8 @@ FA_DEVICE const Fp64Array& other_array(const BwdFp64Params& params, int i) {
 struct SharedStorage {
   double own[2][kOwnRows * kDim];
   double other[kStages][2][kOtherRows * kDim];
-  // What the warps of a pair hand to each other: of dK and dV only one of them has to.
-  double2 exchanged[kOwnKeys ? 1 : 2][kPairs][2 * kMmaN][32];
+  // What the warps of a pair hand to each other: of dQ both of them have to.
+  double2 exchanged[kHandOver][kPairs][2 * kMmaN][32];
   QueryRow rows[kOwnKeys ? kStages : 1][kTileM];
   WorkTile work;
 };

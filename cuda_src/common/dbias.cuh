@@ -114,30 +114,41 @@ FA_DEVICE void replace_large_weights(const Params& params, QueryChunks queries, 
 }
 
 // Rounds to the type of the bias.
-FA_DEVICE void store_rounded(void* base, int64 index, float x) {
+template <typename Real>
+FA_DEVICE void store_rounded(void* base, int64 index, Real x) {
   if constexpr (kBiasIs16Bit) {
-    static_cast<uint16*>(base)[index] = static_cast<uint16>(pack2<kBiasKind == kBfloat16>(x, 0.0f));
+    const float rounded = static_cast<float>(x);
+    static_cast<uint16*>(base)[index] =
+        static_cast<uint16>(pack2<kBiasKind == kBfloat16>(rounded, 0.0f));
+  } else if constexpr (kBiasKind == kFloat64) {
+    static_cast<double*>(base)[index] = x;
   } else {
-    static_cast<float*>(base)[index] = x;
+    static_cast<float*>(base)[index] = static_cast<float>(x);
   }
 }
 // Of two elements next to each other, at a multiple of the bytes of both.
-FA_DEVICE void store_rounded_pair(void* base, int64 index, float low, float high) {
-  if constexpr (kBiasIs16Bit) {
-    *reinterpret_cast<uint32*>(static_cast<uint16*>(base) + index) =
-        pack2<kBiasKind == kBfloat16>(low, high);
+template <typename Real>
+FA_DEVICE void store_rounded_pair(void* base, int64 index, Real low, Real high) {
+  if constexpr (kBiasKind == kFloat64) {
+    *reinterpret_cast<double2*>(static_cast<double*>(base) + index) = make_double2(low, high);
   } else {
-    *reinterpret_cast<float2*>(static_cast<float*>(base) + index) = make_float2(low, high);
+    const float x = static_cast<float>(low), y = static_cast<float>(high);
+    if constexpr (kBiasIs16Bit) {
+      *reinterpret_cast<uint32*>(static_cast<uint16*>(base) + index) =
+          pack2<kBiasKind == kBfloat16>(x, y);
+    } else {
+      *reinterpret_cast<float2*>(static_cast<float*>(base) + index) = make_float2(x, y);
+    }
   }
 }
 
 // Stores the pairs that a thread holds, from a query and a key on, of the gradient that begins at
 // `start`.
-template <typename Params, int kMmaM, int kMmaN>
+template <typename Params, typename Real, int kMmaM, int kMmaN>
 FA_DEVICE void store_pairs(const Params& params, int64 start, int first_query, int first_key,
-                           const float (&x)[kMmaM][kMmaN][4]) {
+                           const Real (&x)[kMmaM][kMmaN][4]) {
   const AttentionParams& p = params.common;
-  constexpr int kBytes = kBiasIs16Bit ? 2 : 4;
+  constexpr int kBytes = kBiasIs16Bit ? 2 : kBiasKind == kFloat64 ? 8 : 4;
   const uint64 address = reinterpret_cast<uint64>(params.dbias) + start * kBytes;
   const bool pairs =
       params.dbias_col == 1 && params.dbias_row % 2 == 0 && address % (2 * kBytes) == 0;
@@ -151,7 +162,7 @@ FA_DEVICE void store_pairs(const Params& params, int64 start, int first_query, i
       for (int j = 0; j < kMmaN; ++j) {
         const int key = first_key + 8 * j;
         const int64 at = start + query * params.dbias_row + key * params.dbias_col;
-        const float low = x[i][j][2 * h], high = x[i][j][2 * h + 1];
+        const Real low = x[i][j][2 * h], high = x[i][j][2 * h + 1];
         if (pairs && key + 1 < p.k_len) {
           store_rounded_pair(params.dbias, at, low, high);
         } else {

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 PHOTOGRAPH = "grace_hopper.jpg"
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+SHORT, EXACT = "float16", "float64"  # what another dtype is compared with
 
 PATCH = 5  # pixels of a side of the patches
 REACH = 11  # pixels; how far away a pixel may be that counts
@@ -34,6 +36,7 @@ class Result(NamedTuple):
     """A denoised image and what it took."""
 
     image: Image
+    found: NDArray[np.float64]  # what was computed, not cut to the range of a picture
     dtype: str
     seconds: float
     tflops: float  # in TFLOP/s, counting 2 (head_dim + v_dim) operations a pair that counts
@@ -91,7 +94,7 @@ def denoise(
     """
     from fa_cupy import non_local_means
 
-    image = xp.asarray(noisy).astype(dtype)
+    image = xp.asarray(noisy.astype(dtype))  # on the host: CuPy does not convert bfloat16
 
     def call() -> Any:
         return non_local_means(image, _BANDWIDTH * sigma, PATCH, reach, sigma=sigma)
@@ -100,13 +103,14 @@ def denoise(
         call()
         sync()
     start = time.perf_counter()
-    found = call().astype(xp.float32)
+    result = call()
     if sync is not None:
         sync()
     seconds = time.perf_counter() - start
-    image = (found if xp is np else xp.asnumpy(found)).clip(0.0, 1.0)
+    found = (result if xp is np else xp.asnumpy(result)).astype(np.float64)
+    image = found.astype(np.float32).clip(0.0, 1.0)
     work = 2.0 * pairs_within(reach, *noisy.shape[:2]) * (PATCH**2 + 1) * noisy.shape[2]
-    return Result(image, str(np.dtype(dtype)), seconds, work / seconds / 1e12)
+    return Result(image, found, str(np.dtype(dtype)), seconds, work / seconds / 1e12)
 
 
 def pairs_within(reach: int | None, *sides: int) -> int:
@@ -121,6 +125,33 @@ def pairs_within(reach: int | None, *sides: int) -> int:
 def psnr(image: Image, original: Image) -> float:
     """Return the peak signal-to-noise ratio in dB of `image`, with its values cut to [0, 1]."""
     return -10.0 * math.log10(float(np.mean((image.clip(0.0, 1.0) - original) ** 2)))
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def _compare(result: Result, again: Callable[[str], Result]) -> None:
+    """Print the error of `result`, and time and error of a run in 16 bits, which it may replace.
+
+    Errors are those against float64, whose run is not timed here.
+    """
+    from fa_cupy import reference
+
+    exact = result if result.dtype == EXACT else again(EXACT)
+
+    def error(other: Result) -> str:
+        if other is exact:
+            return "what the others are held against"
+        return f"{reference.relative_error(other.found, exact.found):.1e} from {EXACT}"
+
+    print(f"error       {error(result)}", flush=True)
+    if _dtype(result.dtype).itemsize > 2:
+        half = again(SHORT)
+        print(f"{half.dtype:<11} {half}, {error(half)}")
+        print(f"            {result.dtype} takes {result.seconds / half.seconds:.3g} times as long")
 
 
 def _cupy(device: str) -> Any:
@@ -164,20 +195,25 @@ def _run(options: argparse.Namespace) -> None:
     if cupy:
         device = cupy.cuda.Device()
         name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-        where = {"xp": cupy, "dtype": "float16", "sync": device.synchronize}
+        where, usual = {"xp": cupy, "sync": device.synchronize}, SHORT
     else:
-        name, where = f"CPU, {threads} threads", {}
+        name, where, usual = f"CPU, {threads} threads", {}, "float32"
+
+    def run(dtype: str, reach: int | None = REACH) -> Result:
+        return denoise(noisy, options.sigma, dtype=_dtype(dtype), reach=reach, **where)
+
     print(f"device      {name}")
     print(f"photograph  {columns} x {rows}, {rows * columns:,} pixels", flush=True)
-    result = denoise(noisy, options.sigma, **where)
+    result = run(options.dtype or usual)
 
     before, after = psnr(noisy, original), psnr(result.image, original)
     side = 2 * REACH + 1
     print(f"attention   of {PATCH} x {PATCH} x 3 patches to {side} x {side}, {result.dtype}")
     print(f"time        {result}")
     if cupy:
-        whole = denoise(noisy, options.sigma, **where, reach=None)
-        print(f"            {whole} to the whole picture")
+        print(f"            {run(result.dtype, None)} to the whole picture")
+    if options.dtype:
+        _compare(result, run)
     print(f"PSNR        {before:.1f} dB noisy, {after:.1f} dB denoised: {after - before:+.1f} dB")
 
     from fa_cupy import plot
@@ -218,6 +254,12 @@ def main(args: list[str] | None = None) -> int:
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("demo.png"), help="the picture")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of patches and pixels; shows what it costs: its error, and time and error of "
+        f"{SHORT} (without it: {SHORT} on a GPU, float32 on the CPU, and no comparison)",
+    )
     parser.add_argument(
         "--size",
         type=_rows,

@@ -21,7 +21,7 @@ from tests.support.kernel_gradients import Case
 
 __all__ = ["cupy", "host", "launcher"]  # fixtures
 pytestmark = pytest.mark.emulator
-KERNELS = ["bwd_dq_fp64", "bwd_dkdv_fp64"]
+KERNELS, KERNEL_OF_BIAS = ["bwd_dq_fp64", "bwd_dkdv_fp64"], "bwd_dbias_fp64"
 CAUSAL = {"is_causal": True, "causal_align": "bottom_right"}
 
 
@@ -58,7 +58,8 @@ class FullCall(Call):
         for name, y in zip(names, want, strict=False):
             if name in need:
                 assert found[name].shape == y.shape
-                limit = 500 * float(np.finfo(found[name].dtype).eps)  # of the largest number
+                eps = max(float(np.finfo(of).eps) for of in (found[name].dtype, x["q"].dtype))
+                limit = 500 * eps  # of the largest number
                 atol = limit * float(np.abs(y).max())
                 np.testing.assert_allclose(found[name], y, 10 * limit, atol, err_msg=name)
 
@@ -131,6 +132,16 @@ def test_all_that_stands_before_the_softmax(host, cupy, launcher, what):
     assert launcher.ran == KERNELS
 
 
+@pytest.mark.parametrize("shape", only([((4, 50, 70),), ((1, 70),)], ((1, 70),)), ids=str)
+def test_the_gradient_of_a_bias(host, cupy, launcher, shape):
+    """Where blocks share tiles, what they have found is added up by a second launch."""
+    bias = np.random.default_rng(1).standard_normal(shape)
+    call = FullCall(small(**CAUSAL, bias=bias))
+    call.check(host, cupy, (*ALL, "bias"))
+    call.check(host, cupy, ("bias", "k"))
+    assert launcher.ran == 2 * [*KERNELS, *[KERNEL_OF_BIAS] * (2 if shape == (1, 70) else 1)]
+
+
 @pytest.mark.parametrize("shape", [(1,), (4, 1), (2, 4, 50)], ids=str)
 def test_the_gradient_of_sinks(host, cupy, launcher, shape):
     """Far ones too, and some that do not count."""
@@ -157,8 +168,6 @@ def test_a_mask(host, cupy, launcher):
 
 
 def test_what_is_not_for_the_kernels(host, cupy, launcher):
-    call = FullCall(small(bias=OPTIONS["a bias"]["bias"]))
-    assert call.solve(host, cupy, (*ALL, "bias")) is None
     assert FullCall(small(dims=(264, 16), lengths=(8, 8))).solve(host, cupy) is None
     launcher.target = "sm_80"
     assert FullCall(small(dims=(136, 16), lengths=(9, 8))).solve(host, cupy) is None

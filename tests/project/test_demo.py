@@ -69,6 +69,40 @@ def test_the_command_writes_a_picture(tmp_path, capsys):
     assert float(re.search(r"([+-][\d.]+) dB\n", said)[1]) >= 3.0
 
 
+# The largest error of each; float64 is what others are held against.
+COSTS = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 1e-6, "float64": None}
+
+
+@pytest.mark.parametrize("dtype", COSTS)
+def test_what_a_dtype_costs(dtype, tmp_path, capsys):
+    command = ["--device", "cpu", "--size", "32", "-o", str(tmp_path / "demo.png")]
+    assert demo.main([*command, "--dtype", dtype]) == 0
+    said = capsys.readouterr().out
+    assert f"to 23 x 23, {dtype}\n" in said
+    error = re.search(r"^error {7}(.*)$", said, re.MULTILINE)[1]
+    if COSTS[dtype] is None:
+        assert error == "what the others are held against"
+    else:
+        assert error.endswith(" from float64")
+        assert COSTS[dtype] / 30 < float(error.split()[0]) < COSTS[dtype]
+    half = re.search(r"^float16 .*FLOP/s, (\S+) from float64\n +(\S+) takes", said, re.MULTILINE)
+    if dtype in ("float16", "bfloat16"):
+        assert half is None
+    else:
+        assert float(half[1]) == pytest.approx(2.3e-4, rel=0.5)
+        assert half[2] == dtype
+
+
+def test_a_run_in_no_other_dtype(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(["--dtype", "int8"])
+    assert "invalid choice: 'int8'" in capsys.readouterr().err
+    assert demo.main(["--device", "cpu", "--size", "8", "-o", str(tmp_path / "a.png")]) == 0
+    said = capsys.readouterr().out
+    assert "float32\n" in said
+    assert "error" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,11 +171,15 @@ def test_without_cupy(monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-def test_the_command_on_a_gpu(tmp_path, capsys):
+@pytest.mark.parametrize("dtype", [None, *COSTS])
+def test_the_command_on_a_gpu(dtype, tmp_path, capsys):
     path = tmp_path / "demo.png"
-    assert demo.main(["--device", "gpu", "-o", str(path)]) == 0
+    chosen = [] if dtype is None else ["--dtype", dtype]
+    assert demo.main(["--device", "gpu", "-o", str(path), *chosen]) == 0
     said = capsys.readouterr().out
-    assert "float16" in said
+    assert f"to 23 x 23, {dtype or 'float16'}\n" in said
+    if COSTS.get(dtype):
+        assert float(re.search(r"^error +(\S+)", said, re.MULTILINE)[1]) < COSTS[dtype]
     assert "307,200 pixels" in said
     assert "to the whole picture" in said
     assert float(re.search(r"([+-][\d.]+) dB\n", said)[1]) >= 3.0

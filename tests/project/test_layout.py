@@ -308,6 +308,8 @@ TESTED_IN = {
     "attention/bwd_preprocess_fp32": "test_bwd_fp32",
     "attention/bwd_dkdv_fp64": "test_bwd_fp64",
     "attention/bwd_dq_fp64": "test_bwd_fp64",
+    "attention/bwd_dbias_fp32": "test_bwd_dbias_rows",
+    "attention/bwd_dbias_fp64": "test_bwd_dbias_rows",
     "attention/bwd_preprocess": "test_bwd_large_lse",
     "attention/bwd_convert_dq": "test_bwd_nonfinite",
     "attention/fwd_pairs": "test_pairs",

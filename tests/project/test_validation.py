@@ -530,6 +530,33 @@ def test_fuzz_calls_packed_products(packed, gradient):
     assert len(found) == (2 if not gradient else 3 + (packed.initial is not None))
 
 
+@examples(30)
+@given(st.data())
+def test_fuzz_has_kinds_of_full_precision(data):
+    """Each of them is checked here on NumPy, where TF32 is float32."""
+    kinds = fuzz.full_precision_kinds(np)
+    assert set(kinds) < set(fuzz.kinds(None))
+    check, drawn = kinds[data.draw(st.sampled_from(sorted(kinds)))]
+    given = {name: data.draw(strategy) for name, strategy in drawn.items()}
+    assert given["case"].q.dtype == ("float64" if given["dtype"] == "float64" else "float32")
+    assert max(given["case"].q.shape[-1], given["case"].v.shape[-1]) <= 64
+    with np.errstate(all="ignore"):
+        check(**given)
+
+
+def test_fuzz_runs_the_kinds_that_are_chosen(capsys, monkeypatch):
+    ran = []
+    names = "float32 attention", "float64 attention", "attention"
+
+    def check(case):
+        ran.append(case)
+
+    kinds = {name: (check, {"case": st.just(name)}) for name in names}
+    monkeypatch.setattr(fuzz, "kinds", lambda xp: kinds)
+    assert fuzz.campaign(np, 1, 2.0, "^float") == 0
+    assert set(ran) == {"float32 attention", "float64 attention"}
+
+
 def test_fuzz_finds_a_wrong_value(capsys, monkeypatch):
     """Its examples reach the check, and one that fails is printed with its arguments."""
 

@@ -11,6 +11,7 @@ import fa_cupy
 from tests.support import cublas_on_numpy
 from tests.support.cublas_on_numpy import bare, device
 from validation import (
+    accuracy,
     bench,
     cases,
     families,
@@ -18,6 +19,7 @@ from validation import (
     peers,
     readme,
     report,
+    split_accuracy,
     store,
 )
 
@@ -401,3 +403,41 @@ def test_the_page_has_a_place_for_them(monkeypatch):
     assert "tf32 hd128 causal" in measured.floats()
     assert "attention_float_bwd (TFLOP/s)" in measured.floats()
     assert "hd128" not in measured.benchmarks()
+
+
+# ------------------------------------------------------------------------------- parts of float16
+def test_parts_hold_the_bits_of_float32():
+    x = np.random.default_rng(3).standard_normal((200, 64)).astype(np.float32)
+    x[7] = 0
+    x[8] *= np.float32(1e-30)
+    for count, bits in ((1, 11), (2, 23), (3, 33)):
+        found = split_accuracy.parts(x, count)
+        assert len(found) == count
+        off = np.abs(sum(found) - x.astype(np.float64))
+        assert (off <= np.abs(x) * 2.0**-bits + np.abs(x).max(-1, keepdims=True) * 2.0**-35).all()
+        # No part has more digits than float16.
+        assert all((np.frexp(part)[0] * 2**11 % 1 == 0).all() for part in found)
+    assert (sum(split_accuracy.parts(x, 3)) == x).mean() > 0.99
+
+
+def test_what_products_of_parts_lose():
+    """The bounds that docs/kernels/full_precision.rst gives, and that they are reached."""
+    found = {count: split_accuracy.errors(count) for count in (1, 3, 4, 6)}
+    plain = split_accuracy.of_float32()
+    assert 3.9 < found[3].worst_product <= 4.0
+    assert 1.9 < found[4].worst_product <= 2.0
+    x = np.full((1, 1), 1 + 4093 * split_accuracy.ULP)
+    assert split_accuracy._worst_product(x, x, 3) > 3.9
+    assert found[3].worst_score < 0.5 < plain.worst_score
+    assert found[3].score < 0.1 < plain.score
+    assert 0.01 < found[3].score - found[4].score < 0.03
+    assert found[6].worst_score < 1e-3
+    assert found[3].output < plain.output < 1e-6
+    assert 1e-4 < found[1].output < 1e-3
+    assert plain.worst_product <= 0.5
+
+
+def test_the_table_of_products(capsys):
+    assert accuracy.main(["--split"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["products", "1", "3", "4", "6", "float32"]

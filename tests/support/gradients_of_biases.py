@@ -44,7 +44,7 @@ def solve(call, target="sm_80", fills=False, **how):
 
 
 def expected(call):
-    """The gradient of the bias in float64, and what float32 may be off by, element by element.
+    """The gradient of the bias in float64, and what sums may be off by, element by element.
 
     The gradient is shifted by the output that the kernels are given, which is rounded.
     """
@@ -61,7 +61,12 @@ def expected(call):
     # Where an LSE is large, weights come from differences of scores.
     scores = np.abs(np.where(np.abs(x.lse) < 5000, x.lse, 0)).max(initial=1)
     sums = [_definitions.summed(y, bias.shape) for y in (terms, x.p * size)]
-    return sums[0], 2.0**-23 * (16 + 4 * scores) * sums[1]
+    return sums[0], 2 * unit_of_sums(call) * (16 + 4 * scores) * sums[1]
+
+
+def unit_of_sums(call):
+    """The unit of the type that a kernel adds up in: float64 for its own, else float32."""
+    return 2.0**-53 if call.q.dtype == np.float64 else 2.0**-24
 
 
 def check(call, **how):
@@ -77,7 +82,7 @@ def compare(call, got):
     bias = call.options["bias"]
     assert (got.dtype, got.shape) == (bias.dtype, bias.shape)
     error = np.abs(got.astype(np.float64) - want)
-    unit = max(UNIT[bias.dtype], 2.0**-24)
+    unit = max(UNIT[bias.dtype], unit_of_sums(call))
     limit = room + unit * np.abs(want) + (2.0**-24 if bias.dtype == np.float16 else 1e-20)
     assert (error <= limit).all(), (error / limit).max()
 
@@ -99,11 +104,11 @@ def check_spoiled(call, **how):
     return found["bias"].astype(np.float64)
 
 
-def check_hidden_pairs(**how):
+def check_hidden_pairs(dtype="float16", dim=64, **how):
     """What pairs hold that a bias of -inf hides reaches no element; `how` is that of `check`."""
     bias = draw(150, 140, dtype=SINGLE, seed=4)
     bias[:, 9] = bias[7] = -np.inf
-    call = case("float16", (2, 2), (150, 140), (64, 64), batch=1, bias=bias, dlse=True)
+    call = case(dtype, (2, 2), (150, 140), (dim, dim), batch=1, bias=bias, dlse=True)
     want = check(call, **how)[3]
     call.v[..., 9, :] = np.inf
     call.dout[..., 7, :] = call.dlse[..., 7] = np.nan

@@ -19,6 +19,7 @@ from fa_cupy.gpu.kernels.attention.attention_params import Traits
 from fa_cupy.gpu.kernels.attention.bwd_dq_sm80 import BwdDqSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm80 import BwdDbiasSm80
 from fa_cupy.gpu.kernels.attention.dbias.bwd_dbias_sm90 import BwdDbiasSm90
+from fa_cupy.gpu.kernels.attention.dbias.dbias_rows import DbiasRows
 from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_rows import BackwardRows
 from fa_cupy.gpu.kernels.attention.pairs import (
     fwd_pairs,
@@ -294,7 +295,7 @@ def attention_backward(
         problem, bias = with_float32_bias(np, problem, bias)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     dbias, of_bias = None, None
-    if any(isinstance(row, BwdDbiasSm80 | BwdDbiasSm90) for row in rows):
+    if any(isinstance(row, BwdDbiasSm80 | BwdDbiasSm90 | DbiasRows) for row in rows):
         assert bias is not None
         dbias = core_arrays.empty_laid_out(np, bias.shape, bias, bias.dtype)
         dbias[...] = np.nan

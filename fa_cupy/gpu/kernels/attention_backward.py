@@ -8,7 +8,8 @@ kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` compute
 sums were not finite. Last, ``bwd_dbias_sm90`` or ``bwd_dbias_sm80`` computes the gradient of the
 bias where it is wanted. In float64 there are ``bwd_dq_fp64``, which also finds what is known of
 each query, and ``bwd_dkdv_fp64``; in float32 ``bwd_preprocess_fp32``, which splits rows and says
-what is known of them, ``bwd_dq_fp32`` and ``bwd_dkdv_fp32``.
+what is known of them, ``bwd_dq_fp32`` and ``bwd_dkdv_fp32``. ``bwd_dbias_fp64`` or
+``bwd_dbias_fp32`` follows, once more where its blocks share tiles of the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from fa_cupy.gpu.kernels.attention import (
     bwd_preprocess,
     bwd_sm90,
 )
-from fa_cupy.gpu.kernels.attention.dbias import bwd_dbias_sm80, bwd_dbias_sm90
+from fa_cupy.gpu.kernels.attention.dbias import (
+    bwd_dbias_fp32,
+    bwd_dbias_fp64,
+    bwd_dbias_sm80,
+    bwd_dbias_sm90,
+)
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
     bwd_dkdv_fp32,
     bwd_dkdv_fp64,
@@ -62,11 +68,18 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_preprocess_fp32.VARIANTS,
     *bwd_dq_fp32.VARIANTS,
     *bwd_dkdv_fp32.VARIANTS,
+    *bwd_dbias_fp64.VARIANTS,
+    *bwd_dbias_fp32.VARIANTS,
 )
 #: The main kernels of dtypes that have the same ones everywhere, in the order of their launches.
 _OF_DTYPE: Mapping[str, tuple[Sequence[BackwardVariant], ...]] = {
     "float64": (bwd_dq_fp64.VARIANTS, bwd_dkdv_fp64.VARIANTS),
     "float32": (bwd_dq_fp32.VARIANTS, bwd_dkdv_fp32.VARIANTS),
+}
+#: What follows them where the gradient of a bias is wanted.
+_DBIAS_OF_DTYPE: Mapping[str, Sequence[BackwardVariant]] = {
+    "float64": bwd_dbias_fp64.VARIANTS,
+    "float32": bwd_dbias_fp32.VARIANTS,
 }
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
@@ -88,8 +101,7 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     tuple of BackwardVariant
         Empty where no kernels serve the call: other dtypes, dims above 256, old devices, layouts
         that no kernel can walk, packed sequences with a mask or with scores of positions. Of
-        float32 and float64 also gradients of a bias, and dims above 128 in float32, or without
-        227 KB of shared memory.
+        float32 and float64 also dims above 128 in float32, or without 227 KB of shared memory.
     """
 
     def pick(rows: Sequence[_Row], masked: bool = False) -> Iterator[_Row]:
@@ -105,8 +117,10 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
         return (row.for_score(wanted.score).for_sequences(wanted.packed) for row in first)
 
     if (kernels := _OF_DTYPE.get(wanted.dtype)) is not None:
-        if wanted.dbias or not wanted.strided:
+        if not wanted.strided:
             return ()
+        if wanted.dbias:
+            kernels = *kernels, _DBIAS_OF_DTYPE[wanted.dtype]
         picked = [row for rows in kernels for row in pick(rows, wanted.masked)]
         if len(picked) < len(kernels):
             return ()
@@ -155,7 +169,7 @@ def make_plan(
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)
-    steps = [variant.step(traits, launches) for variant in variants[1:]]
+    steps = [step for variant in variants[1:] for step in variant.steps(traits, launches)]
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
     if traits.wanted.packed:
         first = _intervals(traits, variants)

@@ -19,7 +19,7 @@ from fa_cupy.gpu.kernels.backward import (
 )
 from fa_cupy.gpu.kernels.score import ScoreMod
 from fa_cupy.gpu.kernels.tensor_maps import MAP_AXES
-from fa_cupy.gpu.kernels.variant import DTYPE_NAMES
+from fa_cupy.gpu.kernels.variant import DTYPE_NAMES, Variant
 from fa_cupy.gpu.plan import Step
 
 #: Fields of the structs of both kernels, in elements: how the gradient lies in memory.
@@ -58,21 +58,9 @@ class BwdDbiasSm80(BackwardSm80):
     def step(self, traits: Traits, launches: Launches) -> Step:
         """Return the launch: a block for each tile of the gradient, or for each split of one."""
         params, addresses = strided_params(traits, launches, self.tile_m, False, DBIAS_PARAMS)
-        problem, p = traits.problem, params[0]
-        view, steps = traits.views["dbias"], traits.steps["dbias"]
-        fill_strides(p, traits)
-        tiles = -(-problem.q_len // self.tile_m), -(-problem.k_len // self.tile_n)
-        summed = [step == 0 for step in view.strides[-2:]]
-        p["sums_queries"], p["sums_keys"] = summed
-        of_axes = [*zip(traits.size, (step == 0 for step in steps), strict=True)]
-        of_axes += zip(tiles, summed, strict=True)
-        outputs = math.prod(n for n, is_summed in of_axes if not is_summed)
-        shared = math.prod(n for n, is_summed in of_axes if is_summed)
-        wanted = -(-_WAVES * launches.multiprocessors // outputs)
-        p["splits"] = splits = max(1, min(wanted, shared // _LEAST_STEPS))
+        outputs, splits, numbers = fill_splits(params[0], traits, launches, self)
         addresses |= {name: name for name in ("dbias", "row_statistics")}
         if splits > 1:
-            numbers = 1 if any(summed) else self.tile_m * self.tile_n // self.threads
             launches.scratch["partial_sums"] = 4 * outputs * splits * numbers * self.threads
             launches.counters["split_counters"] = 4 * outputs
             addresses |= {name: name for name in ("partial_sums", "split_counters")}
@@ -85,6 +73,30 @@ def fill_strides(params: np.void, traits: Traits) -> None:
     assert dtype is not None
     params["dbias_row"], params["dbias_col"] = (x // dtype.itemsize for x in view.strides[-2:])
     params["dbias_batch"] = [x // dtype.itemsize for x in traits.steps["dbias"]]
+
+
+def fill_splits(
+    params: np.void, traits: Traits, launches: Launches, row: Variant
+) -> tuple[int, int, int]:
+    """Write how blocks divide the gradient into a struct, and how it lies in memory.
+
+    Returns
+    -------
+    (int, int, int)
+        Tiles of the gradient, blocks that share one, and numbers that a thread has of it.
+    """
+    problem = traits.problem
+    fill_strides(params, traits)
+    tiles = -(-problem.q_len // row.tile_m), -(-problem.k_len // row.tile_n)
+    summed = [step == 0 for step in traits.views["dbias"].strides[-2:]]
+    params["sums_queries"], params["sums_keys"] = summed
+    of_axes = [*zip(traits.size, (step == 0 for step in traits.steps["dbias"]), strict=True)]
+    of_axes += zip(tiles, summed, strict=True)
+    outputs = math.prod(n for n, is_summed in of_axes if not is_summed)
+    shared = math.prod(n for n, is_summed in of_axes if is_summed)
+    wanted = -(-_WAVES * launches.multiprocessors // outputs)
+    params["splits"] = splits = max(1, min(wanted, shared // _LEAST_STEPS))
+    return outputs, splits, 1 if any(summed) else row.tile_m * row.tile_n // row.threads
 
 
 def _rows() -> Iterator[BwdDbiasSm80]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +17,13 @@ from fa_cupy.gpu.plan import Step
 
 DTYPE = "float32"
 _PAIRS = ("q_pairs", "dout_pairs", "k_pairs", "v_pairs")
-#: ``struct BwdFp32Params`` of ``cuda_src/common/backward_fp32.cuh``.
-BWD_FP32_PARAMS = np.dtype(
+#: The fields of ``struct BwdFp32Params`` of ``cuda_src/common/backward_rows_fp32.cuh``.
+BWD_FP32_FIELDS: list[Any] = (
     BWD_ROWS_FIELDS
     + [(name, np.uint64) for name in (*_PAIRS, "key_rows")]
-    + [(name, np.int32) for name in ("entries", "key_entry_rows")],
-    align=True,
+    + [(name, np.int32) for name in ("entries", "key_entry_rows")]
 )
+BWD_FP32_PARAMS = np.dtype(BWD_FP32_FIELDS, align=True)
 #: kQueryFields and kKeyFields of it.
 QUERY_FIELDS, KEY_FIELDS = 7, 4
 _PAIR_BYTES = 4  # of a number
@@ -48,6 +49,11 @@ class BackwardFp32(BackwardRows):
     part: int = 32
     at_once: int = 4
     blocks_at_once: int = 1
+
+    @property
+    def struct(self) -> np.dtype[Any]:
+        """What the kernel is passed: a struct that begins as `BWD_FP32_PARAMS`."""
+        return BWD_FP32_PARAMS
 
     @property
     def shared_bytes(self) -> int:
@@ -80,7 +86,7 @@ class BackwardFp32(BackwardRows):
         for name in _PAIRS:
             rows = of_keys if name in ("k_pairs", "v_pairs") else queries
             launches.scratch[name] = _PAIR_BYTES * self.dim * rows
-        filled = np.zeros(1, BWD_FP32_PARAMS)
+        filled = np.zeros(1, self.struct)
         filled["entries"], filled["key_entry_rows"] = traits.entries, keys
         addresses = {name: name for name in (*_PAIRS, "key_rows")}
         return self.launch(traits, launches, filled, addresses, self.blocks(traits))
