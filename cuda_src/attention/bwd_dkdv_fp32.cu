@@ -7,15 +7,15 @@
 //   dP^T = V dO^T,  dS^T = P^T (dP^T - delta),   dK += dS^T Q
 // Each warp has all of this for its own keys (backward_fp32.cuh).  All sums are added up in one
 // order, so results are the same bits every time.
-#include "cuda_src/common/backward_fp32.cuh"
+#include "cuda_src/common/backward_fp32_sm80.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_bwd_dkdv_fp32(const __grid_constant__ BwdFp32Params params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const AttentionParams& p = params.common;
-  const WorkTile& work = shared.work;
-  if (threadIdx.x == 0) find_work(params, shared.work);
+  const WorkTile& work = shared.known.work;
+  if (threadIdx.x == 0) find_work(params, shared.known.work);
   __syncthreads();
   OtherTile at = next_visible(params, work, {0, work.begin});
   if (at.head < params.group) {
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cp_async_commit_group();
     cp_async_wait_group<0>();
     __syncthreads();
-    find_own_limits(shared);
+    find_own_limits(shared.known);
   }
   Sums dk, dv;
   clear(dk);
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
     for (int row = 0; row < kOtherRows; row += kPart) {
       Scores weights, ds;
-      compute_weights(params, shared, at, stage, row, weights, ds);
+      multiply_and_weigh(params, shared, at, stage, row, weights, ds);
       add_product(shared, stage, 1, row, weights, dv);  // dV += P^T dO
       add_product(shared, stage, 0, row, ds, dk);       // dK += dS^T Q
     }
