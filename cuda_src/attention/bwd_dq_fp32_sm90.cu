@@ -18,14 +18,16 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, SharedStorage& share
   for (OtherTile at = next_visible(params, work, {0, work.begin}); at.head == 0;
        at = next_visible(params, work, {0, at.tile + 1})) {
     const int stage = pipeline.index();
-    wait(shared.full[stage], pipeline.parity());
+    wait_for_array(shared, pipeline, 0);
+    wait_for_array(shared, pipeline, 1);
     Scores s, unused;
     clear(unused);
     multiply_scores(shared, stage, s);
     make_scores(params, part_of(params, work, at, 0), s, [](int, int, int, float) {});
     check_range(shared.known, stage, 0, s, unused);
     add_scores(statistics, s);
-    release_per_lane(shared.empty[stage]);
+    release_per_lane(shared.empty[stage][0]);
+    release_per_lane(shared.empty[stage][1]);
     pipeline.advance();
   }
   replace_far(params, shared.known, statistics);
@@ -44,11 +46,13 @@ FA_DEVICE void consume(const BwdFp32Params& params, SharedStorage& shared) {
 #pragma unroll 1
   while (at.head == 0) {
     const int stage = pipeline.index();
-    wait(shared.full[stage], pipeline.parity());
     Scores weights, ds;
-    multiply_and_weigh(params, shared, at, stage, weights, ds);
-    add_product(shared, stage, 0, ds, dq);  // dQ += dS K
-    release_per_lane(shared.empty[stage]);
+    multiply_and_weigh(params, shared, pipeline, at, weights, ds,
+                       [&] { release_per_lane(shared.empty[stage][1]); });
+    Operand of_ds;
+    make_operand(shared, stage, 0, ds, of_ds);
+    add_product(shared, stage, 0, of_ds, dq, [] {});  // dQ += dS K
+    release_per_lane(shared.empty[stage][0]);
     pipeline.advance();
     at = next_visible(params, work, {0, at.tile + 1});
   }

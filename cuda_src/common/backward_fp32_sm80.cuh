@@ -11,6 +11,7 @@ constexpr int kScoreSteps = kDim / 16 % kLongestSum == 0 ? kLongestSum
                             : kDim / 16 % 3 == 0         ? 3
                                                          : 2;  // of one sum
 static_assert(kDim % 32 == 0 && kDim <= 128, "head_dim is padded to a multiple of 32, at most 128");
+static_assert(kStages == 1 || kStages == 2, "the next tile comes during this one or after it");
 static_assert(kOwnRows == 16 * kMmaM * kWarps, "warps divide the rows of the block");
 static_assert(kPart <= 32 && kPart / 16 <= kLongestSum, "the product with a part is one sum");
 static_assert(kMmaN % kScoresAtOnce == 0 && kScoresAtOnce % 2 == 0 && kMmaV % kSumsAtOnce == 0,

@@ -19,7 +19,7 @@
 // --------------------------------------------------------------------------------------- constants
 constexpr int kConsumers = kWarps - 4;  // warps
 // The columns of the sums that a product computes at once: for more there are no registers.
-constexpr int kSumCols = 64;
+constexpr int kSumCols = FA_SUM_COLS;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kMmaM == 1 && kOwnRows == 16 * kConsumers, "a warpgroup owns 64 rows");
@@ -30,33 +30,35 @@ struct __align__(1024) SharedStorage {  // an atom of the swizzle is 1,024 bytes
   uint8 own[2][kOwnRows / 8 * kEightRowsBytes];
   uint8 other[kStages][2][kOtherRows / 8 * kEightRowsBytes];
   KnownRows known;
-  uint64 own_full, full[kStages], empty[kStages];
+  uint64 own_full, full[kStages][2], empty[kStages][2];  // stage, array
 };
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
 FA_DEVICE void init_barriers(SharedStorage& shared) {
   init(shared.own_full, 1);
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) {
-    init(shared.full[i], 1);
-    init(shared.empty[i], kArrivalsPerWarp * kConsumers);
+  for (int i = 0; i < 2 * kStages; ++i) {
+    init(shared.full[i / 2][i % 2], 1);
+    init(shared.empty[i / 2][i % 2], kArrivalsPerWarp * kConsumers);
   }
   fence_mbarrier_init();
 }
 
-// Copies rows of two arrays, and what is known of them.
+// Copies rows of array 0 or 1, from `row` on of all that there are.
+template <bool kKeys, int kRows, int kArray>
+FA_DEVICE void load_pairs(const BwdFp32Params& params, const uint8* tile, int64 row,
+                          uint32 barrier) {
+  const uint16* pairs = kArray == 0 ? (kKeys ? params.k_pairs : params.q_pairs)
+                                    : (kKeys ? params.v_pairs : params.dout_pairs);
+  cp_async_bulk_load(cvta_to_shared(tile), pairs + row * (2 * kDim), kRows / 8 * kEightRowsBytes,
+                     barrier);
+}
+
+// Copies what is known of rows.
 template <bool kKeys, int kRows>
-FA_DEVICE void load_side(const BwdFp32Params& params, const uint8* tiles, const float* rows,
-                         uint32 entry, int first, const uint64& full) {
+FA_DEVICE void load_fields(const BwdFp32Params& params, const float* rows, int64 row,
+                           uint32 barrier) {
   constexpr int kFields = kKeys ? kKeyFields : kQueryFields;
-  constexpr uint32 kTileBytes = kRows / 8 * kEightRowsBytes;
-  const int64 row = first_row_of<kKeys>(params, entry) + first;
-  const int64 place = row * (2 * kDim);
-  const uint32 barrier = cvta_to_shared(&full), tile = cvta_to_shared(tiles);
-  mbarrier_arrive_expect_tx(barrier, 2 * kTileBytes + kFields * kRows * 4);
-  cp_async_bulk_load(tile, (kKeys ? params.k_pairs : params.q_pairs) + place, kTileBytes, barrier);
-  cp_async_bulk_load(tile + kTileBytes, (kKeys ? params.v_pairs : params.dout_pairs) + place,
-                     kTileBytes, barrier);
   const float* from = (kKeys ? params.key_rows : params.rows) + row;
   const int64 step = kKeys ? key_fields_step(params) : query_fields_step(params);
 #pragma unroll
@@ -67,12 +69,17 @@ FA_DEVICE void load_side(const BwdFp32Params& params, const uint8* tiles, const 
 }
 
 FA_DEVICE void load_own(const BwdFp32Params& params, SharedStorage& shared) {
-  load_side<kOwnKeys, kOwnRows>(params, shared.own[0], shared.known.own_rows[0],
-                                shared.known.work.entry, shared.known.work.first_own,
-                                shared.own_full);
+  const WorkTile& work = shared.known.work;
+  const int64 row = first_row_of<kOwnKeys>(params, work.entry) + work.first_own;
+  const uint32 barrier = cvta_to_shared(&shared.own_full);
+  mbarrier_arrive_expect_tx(barrier, sizeof(shared.own) + sizeof(shared.known.own_rows));
+  load_pairs<kOwnKeys, kOwnRows, 0>(params, shared.own[0], row, barrier);
+  load_pairs<kOwnKeys, kOwnRows, 1>(params, shared.own[1], row, barrier);
+  load_fields<kOwnKeys, kOwnRows>(params, shared.known.own_rows[0], row, barrier);
 }
 
-// Copies all tiles that the block walks over, so many times, by one thread.
+// Copies all tiles that the block walks over, so many times, by one thread.  Array 1 is waited for
+// first; what is known of the rows comes with array 0, which is needed to the end.
 FA_DEVICE void load_tiles(const BwdFp32Params& params, SharedStorage& shared, int times) {
   const WorkTile& work = shared.known.work;
   PipelineState<kStages> pipeline;
@@ -82,10 +89,18 @@ FA_DEVICE void load_tiles(const BwdFp32Params& params, SharedStorage& shared, in
     for (OtherTile at = next_visible(params, work, {0, work.begin}); at.head < heads_of(params);
          at = next_visible(params, work, {at.head, at.tile + 1})) {
       const int stage = pipeline.index();
-      wait(shared.empty[stage], pipeline.parity() ^ 1);
-      load_side<!kOwnKeys, kOtherRows>(params, shared.other[stage][0],
-                                       shared.known.other_rows[stage][0], work.entry + at.head,
-                                       at.tile * kOtherRows, shared.full[stage]);
+      const int64 row =
+          first_row_of<!kOwnKeys>(params, work.entry + at.head) + at.tile * kOtherRows;
+      wait(shared.empty[stage][1], pipeline.parity() ^ 1);
+      uint32 barrier = cvta_to_shared(&shared.full[stage][1]);
+      mbarrier_arrive_expect_tx(barrier, sizeof(shared.other[0][1]));
+      load_pairs<!kOwnKeys, kOtherRows, 1>(params, shared.other[stage][1], row, barrier);
+      wait(shared.empty[stage][0], pipeline.parity() ^ 1);
+      barrier = cvta_to_shared(&shared.full[stage][0]);
+      mbarrier_arrive_expect_tx(barrier,
+                                sizeof(shared.other[0][0]) + sizeof(shared.known.other_rows[0]));
+      load_fields<!kOwnKeys, kOtherRows>(params, shared.known.other_rows[stage][0], row, barrier);
+      load_pairs<!kOwnKeys, kOtherRows, 0>(params, shared.other[stage][0], row, barrier);
       pipeline.advance();
     }
   }
@@ -134,6 +149,12 @@ FA_DEVICE void start_high(Scores& x, uint64 a, uint64 b) {
   wgmma_commit_group();
 }
 
+// Waits for array i of a tile.
+FA_DEVICE void wait_for_array(const SharedStorage& shared, const PipelineState<kStages>& pipeline,
+                              int i) {
+  wait(shared.full[pipeline.index()][i], pipeline.parity());
+}
+
 // S = Q K^T or its transpose.
 FA_DEVICE void multiply_scores(const SharedStorage& shared, int stage, Scores& s) {
   const uint64 own = describe_own(shared, 0), other = describe_other(shared, stage, 0);
@@ -144,32 +165,54 @@ FA_DEVICE void multiply_scores(const SharedStorage& shared, int stage, Scores& s
   apply_exponents(shared.known, stage, 0, 0, s);
 }
 
-// P and dS of a warpgroup's rows and a tile of the other side.
+// P and dS of a warpgroup's rows and a tile of the other side, for which it waits.  Array 1 is not
+// read any more after `on_dp`.
+template <typename OnDp>
 FA_DEVICE void multiply_and_weigh(const BwdFp32Params& params, const SharedStorage& shared,
-                                  const OtherTile& at, int stage, Scores& weights, Scores& ds) {
+                                  const PipelineState<kStages>& pipeline, const OtherTile& at,
+                                  Scores& weights, Scores& ds, const OnDp& on_dp) {
+  const int stage = pipeline.index();
   const uint64 own = describe_own(shared, 0), other = describe_other(shared, stage, 0);
   const uint64 own_of_dp = describe_own(shared, 1), other_of_dp = describe_other(shared, stage, 1);
-  start_low(weights, own, other);
+  wait_for_array(shared, pipeline, 1);
   start_low(ds, own_of_dp, other_of_dp);
-  wgmma_wait_group<1>();
-  start_high(weights, own, other);
+  wait_for_array(shared, pipeline, 0);
+  start_low(weights, own, other);
   wgmma_wait_group<1>();
   start_high(ds, own_of_dp, other_of_dp);
   wgmma_wait_group<1>();
-  apply_exponents(shared.known, stage, 0, 0, weights);
-  wgmma_wait_group<0>();
+  start_high(weights, own, other);
+  wgmma_wait_group<1>();
+  on_dp();
   apply_exponents(shared.known, stage, 1, 0, ds);
   subtract_delta(shared.known, stage, 0, ds);
+  wgmma_wait_group<0>();
+  apply_exponents(shared.known, stage, 0, 0, weights);
   compute_weights(params, shared.known, at, stage, 0, weights, ds);
 }
 
-using Operand = SplitPair[kMmaM][kMmaN][2];
+// X as an A operand: high and low parts, and high parts times 2^-11.
+struct Operand {
+  SplitPair pairs[kMmaM][kMmaN][2];
+  uint32 smaller[kMmaN][2];
+  ProductFactors factors;
+};
+
+FA_DEVICE void make_operand(const SharedStorage& shared, int stage, int i, Scores& x, Operand& p) {
+  constexpr uint32 kSmaller = 0x10001000, kMinusZeros = 0x80008000;  // 2^-11 twice, IEEE 754
+  split_operand(shared.known, stage, i, 0, x, p.pairs, p.factors, split_near);
+#pragma unroll
+  for (int e = 0; e < 2 * kMmaN; ++e) {
+    p.smaller[e / 2][e % 2] = fma_rn_f16x2(p.pairs[0][e / 2][e % 2].high, kSmaller, kMinusZeros);
+  }
+}
+
 using Product = float[kSumCols / 8][4];
 
 // Starts the product of X with the rows of a tile, in kSumCols columns.  The sums are not to be
 // touched before a wgmma_wait_group.
-FA_DEVICE void start_product(Product& sums, const Operand& x, const uint32 (&smaller)[kMmaN][2],
-                             uint64 tile, int part_of_cols) {
+FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int part_of_cols) {
+  const int col = part_of_cols * kSumCols;
   wgmma_fence();
 #pragma unroll
   for (int part = 0; part < 3; ++part) {  // low * high, high * low, high * high
@@ -178,40 +221,48 @@ FA_DEVICE void start_product(Product& sums, const Operand& x, const uint32 (&sma
       uint32 own[4];
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const SplitPair& two = x[0][2 * step + r / 2][r % 2];
-        own[r] = part == 0 ? two.low : part == 1 ? smaller[2 * step + r / 2][r % 2] : two.high;
+        const int j = 2 * step + r / 2;
+        const SplitPair& two = x.pairs[0][j][r % 2];
+        own[r] = part == 0 ? two.low : part == 1 ? x.smaller[j][r % 2] : two.high;
       }
       const uint32 a[4] = {own[0], own[1], own[2], own[3]};
-      const int place = part_of_cols * (kSumCols / 64 * kSwizzleBytes) +
-                        step * (2 * kEightRowsBytes) + (part == 1 ? kPartBytes : 0);
+      const int place = col / 64 * kSwizzleBytes + col % 64 * 2 + step * (2 * kEightRowsBytes) +
+                        (part == 1 ? kPartBytes : 0);
       wgmma_m64k16_rs<false, kSumCols>(sums, a, wgmma_at(tile, place), part + step > 0);
     }
   }
   wgmma_commit_group();
 }
 
-// sums += X B, where B are the rows of a tile of the other side's array i.
-FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, Scores& x, Sums& sums) {
-  constexpr uint32 kSmaller = 0x10001000, kMinusZeros = 0x80008000;  // 2^-11 twice, IEEE 754
-  Operand p;
-  ProductFactors factors;
-  split_operand(shared.known, stage, i, 0, x, p, factors, split_near);
-  uint32 smaller[kMmaN][2];
+FA_DEVICE void add_columns(const Product& product, const ProductFactors& factors, Sums& sums,
+                           int part_of_cols) {
 #pragma unroll
-  for (int e = 0; e < 2 * kMmaN; ++e) {
-    smaller[e / 2][e % 2] = fma_rn_f16x2(p[0][e / 2][e % 2].high, kSmaller, kMinusZeros);
+  for (int e = 0; e < kSumCols / 2; ++e) {
+    float& sum = sums[0][part_of_cols * (kSumCols / 8) + e / 4][e % 4];
+    const int h = e % 4 / 2;
+    sum = fmaf(product[e / 4][e % 4] * factors.half[0][h], factors.rest[0][h], sum);
   }
+}
+
+// sums += X B, where B are the rows of a tile of the other side's array i.  `meanwhile` is done
+// while the first columns are multiplied.
+template <typename Meanwhile>
+FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, const Operand& x,
+                           Sums& sums, const Meanwhile& meanwhile) {
+  constexpr int kParts = kDim / kSumCols;
   const uint64 tile = describe_other(shared, stage, i);
+  Product product[FA_BUFFERS];
+  start_product(product[0], x, tile, 0);
+  meanwhile();
 #pragma unroll
-  for (int part = 0; part < kDim / kSumCols; ++part) {
-    Product product;
-    start_product(product, p, smaller, tile, part);
-    wgmma_wait_group<0>();
-#pragma unroll
-    for (int e = 0; e < kSumCols / 2; ++e) {
-      float& sum = sums[0][part * (kSumCols / 8) + e / 4][e % 4];
-      const int h = e % 4 / 2;
-      sum = fmaf(product[e / 4][e % 4] * factors.half[0][h], factors.rest[0][h], sum);
+  for (int part = 0; part < kParts; ++part) {
+    if (FA_BUFFERS > 1 && part + 1 < kParts) {
+      start_product(product[(part + 1) % FA_BUFFERS], x, tile, part + 1);
+      wgmma_wait_group<1>();
+    } else {
+      wgmma_wait_group<0>();
     }
+    add_columns(product[part % FA_BUFFERS], x.factors, sums, part);
+    if (FA_BUFFERS == 1 && part + 1 < kParts) start_product(product[0], x, tile, part + 1);
   }
 }
