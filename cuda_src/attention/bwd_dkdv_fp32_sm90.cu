@@ -25,15 +25,9 @@ FA_DEVICE void consume(const BwdFp32Params& params, SharedStorage& shared) {
     const int stage = pipeline.index();
     Scores weights, ds;
     multiply_and_weigh(params, shared, pipeline, at, weights, ds, [] {});
-    Operand of_weights, of_ds;
-    make_operand(shared, stage, 1, weights, of_weights);
-    if (FA_EARLY == 0) make_operand(shared, stage, 0, ds, of_ds);
-    add_product(shared, stage, 1, of_weights, dv, [&] {  // dV += P^T dO
-      if (FA_EARLY == 1) make_operand(shared, stage, 0, ds, of_ds);
-    });
+    add_product(shared, stage, 1, weights, dv);  // dV += P^T dO
     release_per_lane(shared.empty[stage][1]);
-    if (FA_EARLY == 2) make_operand(shared, stage, 0, ds, of_ds);
-    add_product(shared, stage, 0, of_ds, dk, [] {});  // dK += dS^T Q
+    add_product(shared, stage, 0, ds, dk);  // dK += dS^T Q
     release_per_lane(shared.empty[stage][0]);
     pipeline.advance();
     at = next_visible(params, work, {at.head, at.tile + 1});

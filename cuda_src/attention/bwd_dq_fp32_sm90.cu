@@ -49,9 +49,7 @@ FA_DEVICE void consume(const BwdFp32Params& params, SharedStorage& shared) {
     Scores weights, ds;
     multiply_and_weigh(params, shared, pipeline, at, weights, ds,
                        [&] { release_per_lane(shared.empty[stage][1]); });
-    Operand of_ds;
-    make_operand(shared, stage, 0, ds, of_ds);
-    add_product(shared, stage, 0, of_ds, dq, [] {});  // dQ += dS K
+    add_product(shared, stage, 0, ds, dq);  // dQ += dS K
     release_per_lane(shared.empty[stage][0]);
     pipeline.advance();
     at = next_visible(params, work, {0, at.tile + 1});

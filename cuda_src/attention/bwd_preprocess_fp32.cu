@@ -9,23 +9,24 @@
 constexpr bool kSwizzled = FA_SWIZZLED;  // pairs are for wgmma
 static_assert(!kSwizzled || kDim % 64 == 0, "atoms are whole");
 
-// Where two columns of a row's high parts lie among an array's pairs, and how far behind them the
-// low parts.
-constexpr int kToLow = kSwizzled ? kPartBytes / 2 : kDim;
-FA_DEVICE uint16* place_of(uint16* pairs, int64 row, int col) {
-  if constexpr (!kSwizzled) return pairs + row * (2 * kDim) + col;
-  const int in_eight = static_cast<int>(row % 8), chunk = col / 8 % 8;
-  return pairs +
-         (row / 8 * kEightRowsBytes + col / 64 * kSwizzleBytes + in_eight * 128 +
-          ((chunk ^ in_eight) << 4)) /
-             2 +
-         col % 8;
+// Where a row begins among the pairs of an array; and of two of its columns the place behind that,
+// of high parts, and how far behind these the low parts are.
+FA_DEVICE uint16* pairs_of_row(uint16* pairs, int64 row) {
+  if constexpr (!kSwizzled) return pairs + row * (2 * kDim);
+  return pairs + (row / 8 * kEightRowsBytes + row % 8 * 128) / 2;
 }
+FA_DEVICE int place_in_row(int col, int64 row) {
+  if constexpr (!kSwizzled) return col;
+  const int chunk = col / 8 % 8 ^ static_cast<int>(row % 8);  // as in shared_tile.cuh
+  return (col / 64 * kSwizzleBytes + (chunk << 4)) / 2 + col % 8;
+}
+constexpr int kToLow = kSwizzled ? kPartBytes / 2 : kDim;
 
 // Splits `cols` columns of a row, the rest of which becomes zero, as does all of one that does not
 // exist.  Returns what its pairs are to be multiplied by twice: 0 of a row of zeros.
 FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16* pairs,
                                 int64 row) {
+  uint16* to = pairs_of_row(pairs, row);
   constexpr int kTurns = (kDim + 63) / 64;
   const int lane = threadIdx.x % 32;
   if (!exists) cols = 0;
@@ -47,9 +48,9 @@ FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16
     const int col = 64 * i + 2 * lane;
     if (col >= kDim) continue;
     const SplitPair pair = split(x[i][0] * scale, x[i][1] * scale);
-    uint16* to = place_of(pairs, row, col);
-    *reinterpret_cast<uint32*>(to) = pair.high;
-    *reinterpret_cast<uint32*>(to + kToLow) = pair.low;
+    const int place = place_in_row(col, row);
+    *reinterpret_cast<uint32*>(to + place) = pair.high;
+    *reinterpret_cast<uint32*>(to + kToLow + place) = pair.low;
   }
   return largest == 0.0f ? 0.0f : power_of_two(-exponent / 2);
 }

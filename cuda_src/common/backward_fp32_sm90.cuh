@@ -19,11 +19,12 @@
 // --------------------------------------------------------------------------------------- constants
 constexpr int kConsumers = kWarps - 4;  // warps
 // The columns of the sums that a product computes at once: for more there are no registers.
-constexpr int kSumCols = FA_SUM_COLS;
+constexpr int kSumCols = 64;
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kMmaM == 1 && kOwnRows == 16 * kConsumers, "a warpgroup owns 64 rows");
 static_assert(kPart == kOtherRows, "a tile is multiplied as a whole");
+static_assert(kSumCols == 64, "an atom of the swizzle");
 
 // ---------------------------------------------------------------------------------------- storage
 struct __align__(1024) SharedStorage {  // an atom of the swizzle is 1,024 bytes
@@ -212,7 +213,6 @@ using Product = float[kSumCols / 8][4];
 // Starts the product of X with the rows of a tile, in kSumCols columns.  The sums are not to be
 // touched before a wgmma_wait_group.
 FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int part_of_cols) {
-  const int col = part_of_cols * kSumCols;
   wgmma_fence();
 #pragma unroll
   for (int part = 0; part < 3; ++part) {  // low * high, high * low, high * high
@@ -226,7 +226,7 @@ FA_DEVICE void start_product(Product& sums, const Operand& x, uint64 tile, int p
         own[r] = part == 0 ? two.low : part == 1 ? x.smaller[j][r % 2] : two.high;
       }
       const uint32 a[4] = {own[0], own[1], own[2], own[3]};
-      const int place = col / 64 * kSwizzleBytes + col % 64 * 2 + step * (2 * kEightRowsBytes) +
+      const int place = part_of_cols * kSwizzleBytes + step * (2 * kEightRowsBytes) +
                         (part == 1 ? kPartBytes : 0);
       wgmma_m64k16_rs<false, kSumCols>(sums, a, wgmma_at(tile, place), part + step > 0);
     }
@@ -244,25 +244,16 @@ FA_DEVICE void add_columns(const Product& product, const ProductFactors& factors
   }
 }
 
-// sums += X B, where B are the rows of a tile of the other side's array i.  `meanwhile` is done
-// while the first columns are multiplied.
-template <typename Meanwhile>
-FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, const Operand& x,
-                           Sums& sums, const Meanwhile& meanwhile) {
-  constexpr int kParts = kDim / kSumCols;
+// sums += X B, where B are the rows of a tile of the other side's array i.
+FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, Scores& x, Sums& sums) {
+  Operand p;
+  make_operand(shared, stage, i, x, p);
   const uint64 tile = describe_other(shared, stage, i);
-  Product product[FA_BUFFERS];
-  start_product(product[0], x, tile, 0);
-  meanwhile();
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    if (FA_BUFFERS > 1 && part + 1 < kParts) {
-      start_product(product[(part + 1) % FA_BUFFERS], x, tile, part + 1);
-      wgmma_wait_group<1>();
-    } else {
-      wgmma_wait_group<0>();
-    }
-    add_columns(product[part % FA_BUFFERS], x.factors, sums, part);
-    if (FA_BUFFERS == 1 && part + 1 < kParts) start_product(product[0], x, tile, part + 1);
+  for (int part = 0; part < kDim / kSumCols; ++part) {
+    Product product;
+    start_product(product, p, tile, part);
+    wgmma_wait_group<0>();
+    add_columns(product, p.factors, sums, part);
   }
 }

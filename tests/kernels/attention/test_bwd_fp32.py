@@ -35,7 +35,7 @@ from validation import emulator
 pytestmark = pytest.mark.emulator
 
 SINGLE = np.dtype(np.float32)
-PREPROCESS = {row.dim: row for row in bwd_preprocess_fp32.VARIANTS if not row.swizzled}
+PREPROCESS = {row.dim: row for row in bwd_preprocess_fp32.DENSE}
 #: The rows of a call, by dim, queries of a tile of ``bwd_dq_fp32``, and stages.
 CHAINS, SPARSE = (
     {

@@ -101,8 +101,3 @@ class BackwardFp32Sm90(BackwardFp32):
         """Dynamic shared memory: as for `BackwardFp32`, and barriers."""
         rest = -(-super().shared_bytes // 8) * 8 + 8 * (1 + 4 * self.stages)
         return -(-rest // _ATOM_BYTES) * _ATOM_BYTES
-
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        """The constants the source is compiled with."""
-        return (*super().defines, ("FA_SUM_COLS", 64), ("FA_BUFFERS", 1), ("FA_EARLY", 2))

@@ -13,8 +13,8 @@ from fa_cupy.gpu.kernels.attention.full_precision.gradients.backward_fp32 import
 def _rows() -> Iterator[BackwardFp32Sm90]:
     # dim, rows of a tile of the other side, stages, why.
     rows = (
-        (64, 64, 2, "as many keys as there are registers for"),
-        (128, 32, 2, "as for 64"),
+        (64, 128, 1, "as many keys as there are registers for: queries are read less often"),
+        (128, 64, 1, "as for 64; shared memory is full"),
     )
     for dim, other, stages, why in rows:
         for sparse in (False, True):

@@ -53,12 +53,17 @@ class BwdPreprocessFp32(BackwardFp32):
         return rows // self.warps
 
 
-VARIANTS = tuple(
-    BwdPreprocessFp32(
-        source="attention/bwd_preprocess_fp32", dtype=DTYPE, dim=dim, tile_m=128, tile_n=64,
-        warps=8, stages=1, why="rows are read and written once", own_keys=False,
-        swizzled=swizzled,
-    )
-    for swizzled, dims in ((False, (32, 64, 96, 128)), (True, (64, 128)))
-    for dim in dims
-)  # fmt: skip
+def _rows(swizzled: bool, *dims: int) -> tuple[BwdPreprocessFp32, ...]:
+    return tuple(
+        BwdPreprocessFp32(
+            source="attention/bwd_preprocess_fp32", dtype=DTYPE, dim=dim, tile_m=128, tile_n=64,
+            warps=8, stages=1, why="rows are read and written once", own_keys=False,
+            swizzled=swizzled,
+        )
+        for dim in dims
+    )  # fmt: skip
+
+
+#: The rows whose pairs kernels of mma.sync read, and those of ``wgmma``.
+DENSE, SWIZZLED = _rows(False, 32, 64, 96, 128), _rows(True, 64, 128)
+VARIANTS = (*DENSE, *SWIZZLED)
