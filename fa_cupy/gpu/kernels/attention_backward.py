@@ -78,8 +78,9 @@ _OF_DTYPE: Mapping[str, tuple[Sequence[BackwardVariant], ...]] = {
 _FP32_SM90: tuple[Sequence[BackwardVariant], ...] = (
     bwd_dq_fp32_sm90.VARIANTS, bwd_dkdv_fp32_sm90.VARIANTS,
 )  # fmt: skip
-# Up to this dim kernels of mma.sync are as fast: those of wgmma have twice as many columns.
-_MMA_DIM = 32
+#: Up to this dim gradients of float32 come from kernels of mma.sync everywhere: those of wgmma
+#: would have twice as many columns.
+MMA_DIM = 32
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
 
@@ -147,14 +148,8 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
 
 
 def _is_for_wgmma(wanted: Wanted) -> bool:
-    """Whether kernels of ``wgmma`` compute gradients of float32: plain ones, in dims above 32."""
-    return (
-        wanted.dtype == backward_fp32.DTYPE
-        and wanted.score is None
-        and not wanted.masked
-        and not wanted.packed
-        and wanted.dim > _MMA_DIM
-    )
+    """Whether kernels of ``wgmma`` compute gradients of float32 where they can."""
+    return wanted.dtype == backward_fp32.DTYPE and wanted.dim > MMA_DIM
 
 
 def make_plan(
