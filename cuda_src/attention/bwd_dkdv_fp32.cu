@@ -14,8 +14,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const AttentionParams& p = params.common;
-  const WorkTile& work = shared.known.work;
-  if (threadIdx.x == 0) find_work(params, shared.known.work);
+  const WorkTile& work = shared.work;
+  if (threadIdx.x == 0) find_work(params, shared.work);
   __syncthreads();
   OtherTile at = next_visible(params, work, {0, work.begin});
   if (at.head < params.group) {
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     cp_async_commit_group();
     cp_async_wait_group<0>();
     __syncthreads();
-    find_own_limits(shared.known);
+    find_own_limits(shared);
   }
   Sums dk, dv;
   clear(dk);

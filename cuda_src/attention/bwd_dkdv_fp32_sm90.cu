@@ -8,9 +8,9 @@
 // Each warpgroup has all of this for its own 64 keys (backward_fp32_sm90.cuh).
 #include "cuda_src/common/backward_fp32_sm90.cuh"
 
-FA_DEVICE void consume(const BwdFp32Params& params, SharedStorage& shared) {
+FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {
   const AttentionParams& p = params.common;
-  const WorkTile& work = shared.known.work;
+  const WorkTile& work = shared.work;
   Sums dk, dv;
   clear(dk);
   clear(dv);
@@ -18,7 +18,7 @@ FA_DEVICE void consume(const BwdFp32Params& params, SharedStorage& shared) {
   OtherTile at = next_visible(params, work, {0, work.begin});
   if (at.head < params.group) {
     wait(shared.own_full, 0);
-    find_own_limits(shared.known);
+    find_own_limits(shared);
   }
 #pragma unroll 1
   while (at.head < params.group) {
@@ -45,10 +45,10 @@ FA_DEVICE void consume(const BwdFp32Params& params, SharedStorage& shared) {
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_bwd_dkdv_fp32_sm90(const __grid_constant__ BwdFp32Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  const WorkTile& work = shared.known.work;
+  TileStorage& shared = *reinterpret_cast<TileStorage*>(shared_bytes);
+  const WorkTile& work = shared.work;
   if (threadIdx.x == 0) {
-    find_work(params, shared.known.work);
+    find_work(params, shared.work);
     init_barriers(shared);
   }
   __syncthreads();

@@ -12,7 +12,7 @@
 // ---------------------------------------------------------------------------------------- far rows
 // Goes over all tiles for the scores alone, which are rounded as those of the weights will be.
 FA_DEVICE void find_statistics(const BwdFp32Params& params, SharedStorage& shared) {
-  const WorkTile& work = shared.known.work;
+  const WorkTile& work = shared.work;
   Statistics statistics;
 #pragma unroll 1
   for (OtherTile at = next_visible(params, work, {0, work.begin}); at.head == 0;
@@ -27,12 +27,12 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, SharedStorage& share
       clear(unused);
       multiply_arrays(shared, 0, 0, row, s);
       make_scores(params, part_of(params, work, at, row), s, [](int, int, int, float) {});
-      check_range(shared.known, 0, row, s, unused);
+      check_range(shared, 0, row, s, unused);
       add_scores(statistics, s);
     }
     __syncthreads();  // all have read the tile
   }
-  replace_far(params, shared.known, statistics);
+  replace_far(params, shared, statistics);
 }
 
 // ------------------------------------------------------------------------------------------ kernel
@@ -41,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
   const AttentionParams& p = params.common;
-  const WorkTile& work = shared.known.work;
-  if (threadIdx.x == 0) find_work(params, shared.known.work);
+  const WorkTile& work = shared.work;
+  if (threadIdx.x == 0) find_work(params, shared.work);
   __syncthreads();
   OtherTile at = next_visible(params, work, {0, work.begin});
   load_own(params, shared);
@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   cp_async_commit_group();
   cp_async_wait_group<0>();
   __syncthreads();
-  find_own_limits(shared.known);
-  look_for_far_rows(shared.known);
+  find_own_limits(shared);
+  look_for_far_rows(shared);
   __syncthreads();
   if (work.any_far != 0) {
     find_statistics(params, shared);

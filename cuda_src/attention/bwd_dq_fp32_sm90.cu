@@ -10,9 +10,9 @@
 #include "cuda_src/common/far_rows_fp32.cuh"
 
 // Goes over all tiles for the scores alone, which are rounded as those of the weights will be.
-FA_DEVICE void find_statistics(const BwdFp32Params& params, SharedStorage& shared,
+FA_DEVICE void find_statistics(const BwdFp32Params& params, TileStorage& shared,
                                PipelineState<kStages>& pipeline) {
-  const WorkTile& work = shared.known.work;
+  const WorkTile& work = shared.work;
   Statistics statistics;
 #pragma unroll 1
   for (OtherTile at = next_visible(params, work, {0, work.begin}); at.head == 0;
@@ -24,20 +24,20 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, SharedStorage& share
     clear(unused);
     multiply_scores(shared, stage, s);
     make_scores(params, part_of(params, work, at, 0), s, [](int, int, int, float) {});
-    check_range(shared.known, stage, 0, s, unused);
+    check_range(shared, stage, 0, s, unused);
     add_scores(statistics, s);
     release_per_lane(shared.empty[stage][0]);
     release_per_lane(shared.empty[stage][1]);
     pipeline.advance();
   }
-  replace_far(params, shared.known, statistics);
+  replace_far(params, shared, statistics);
   __syncwarp();
 }
 
-FA_DEVICE void consume(const BwdFp32Params& params, SharedStorage& shared) {
+FA_DEVICE void consume(const BwdFp32Params& params, TileStorage& shared) {
   const AttentionParams& p = params.common;
-  const WorkTile& work = shared.known.work;
-  find_own_limits(shared.known);
+  const WorkTile& work = shared.work;
+  find_own_limits(shared);
   PipelineState<kStages> pipeline;
   if (work.any_far != 0) find_statistics(params, shared, pipeline);
   Sums dq;
@@ -63,15 +63,15 @@ FA_DEVICE void consume(const BwdFp32Params& params, SharedStorage& shared) {
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_bwd_dq_fp32_sm90(const __grid_constant__ BwdFp32Params params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  TileStorage& shared = *reinterpret_cast<TileStorage*>(shared_bytes);
   if (threadIdx.x == 0) {
-    find_work(params, shared.known.work);
+    find_work(params, shared.work);
     init_barriers(shared);
     load_own(params, shared);
   }
   __syncthreads();
   wait(shared.own_full, 0);
-  look_for_far_rows(shared.known);
+  look_for_far_rows(shared);
   __syncthreads();
   if (threadIdx.x < 32 * kConsumers) {
     setmaxnreg_inc<kConsumerRegisters>();
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   } else {
     setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x / 32 == kConsumers && elect_sync()) {
-      load_tiles(params, shared, shared.known.work.any_far != 0 ? 2 : 1);
+      load_tiles(params, shared, shared.work.any_far != 0 ? 2 : 1);
     }
   }
 }

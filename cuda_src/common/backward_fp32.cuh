@@ -37,8 +37,10 @@ constexpr int kOtherFactor = kOwnKeys ? kQFactor : kKFactor;
 constexpr int kOwnLimit = kOwnKeys ? kKLimit : kQLimit;
 constexpr int kOtherLimit = kOwnKeys ? kQLimit : kKLimit;
 
-// What is known of the rows of a block, and of tiles of the other side; in shared memory.
-struct KnownRows {
+// The block's rows and tiles of the other side, in pairs, and what is known of them.
+struct SharedStorage {
+  uint16 own[2][2][kOwnRows * kDim];  // array, part
+  uint16 other[kStages][2][2][kOtherRows * kDim];
   float own_rows[kOwnFields][kOwnRows];
   float other_rows[kStages][kOtherFields][kOtherRows];
   float own_limit[2][kWarps];  // the largest one of each warp's rows
@@ -50,7 +52,7 @@ FA_DEVICE int warp_row() { return tid_x_again() / 32 * (16 * kMmaM); }
 FA_DEVICE int warp_col() { return 0; }
 
 // Finds the largest limits of each warp's own rows, which have landed for it.
-FA_DEVICE void find_own_limits(KnownRows& shared) {
+FA_DEVICE void find_own_limits(SharedStorage& shared) {
   const int lane = tid_x_again() % 32;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -62,7 +64,7 @@ FA_DEVICE void find_own_limits(KnownRows& shared) {
 }
 
 // A number of each own row of a thread: of 16 * i + 8 * h + lane / 4 from the warp's first one on.
-FA_DEVICE void read_own(const KnownRows& shared, int field, float (&x)[kMmaM][2]) {
+FA_DEVICE void read_own(const SharedStorage& shared, int field, float (&x)[kMmaM][2]) {
   const float* from = shared.own_rows[field] + warp_row() + tid_x_again() % 32 / 4;
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
@@ -73,7 +75,7 @@ FA_DEVICE void read_own(const KnownRows& shared, int field, float (&x)[kMmaM][2]
 
 // Numbers of the rows of the other side of a part: the n-th pair is that of columns 8 n + 2 * (lane
 // % 4) and the next one.
-FA_DEVICE const float2* other_pairs(const KnownRows& shared, int stage, int field, int row) {
+FA_DEVICE const float2* other_pairs(const SharedStorage& shared, int stage, int field, int row) {
   return reinterpret_cast<const float2*>(shared.other_rows[stage][field] + row +
                                          tid_x_again() % 4 * 2);
 }
@@ -82,7 +84,7 @@ FA_DEVICE float of_pair(const float2& two, int e) { return e % 2 ? two.y : two.x
 // ---------------------------------------------------------------------------------------- products
 // Multiplies products of the arrays i by what the exponents of their rows are.  Half of these is
 // applied twice, because float32 may not hold all of it.
-FA_DEVICE void apply_exponents(const KnownRows& shared, int stage, int i, int row, Scores& x) {
+FA_DEVICE void apply_exponents(const SharedStorage& shared, int stage, int i, int row, Scores& x) {
   float own_factor[kMmaM][2];
   read_own(shared, kOwnFactor + i, own_factor);
   const float2* other_factor = other_pairs(shared, stage, kOtherFactor + i, row);
@@ -175,7 +177,7 @@ struct ProductFactors {
 // Exponents of these rows belong to X, each row of which is then multiplied by the power of two
 // that brings its largest number near 2^14.  `factors` is what the product is to be multiplied by.
 template <typename Split>
-FA_DEVICE void split_operand(const KnownRows& shared, int stage, int i, int row, Scores& x,
+FA_DEVICE void split_operand(const SharedStorage& shared, int stage, int i, int row, Scores& x,
                              SplitPair (&p)[kMmaM][kMmaN][2], ProductFactors& factors,
                              const Split& split_two) {
   int unit[kMmaM][2];
@@ -257,7 +259,7 @@ FA_DEVICE void make_scores(const BwdFp32Params& params, const Part& part, Scores
 // A number of less than 2^-25 of the largest of its row keeps fewer than 24 bits, and a product of
 // it is off by up to 2^-50 of the largest product that there might be.  A score may be off by 2^-26
 // of the LSE, or of 1; dP by as much of delta, or of dP - delta.
-FA_DEVICE void check_range(const KnownRows& shared, int stage, int row, Scores& s, Scores& dp) {
+FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scores& s, Scores& dp) {
   const int lane = tid_x_again() % 32;
   bool is_suspect = false;
 #pragma unroll
@@ -299,7 +301,7 @@ FA_DEVICE float of_query(const float (&own)[kMmaM][2], const float2& other, int 
 }
 
 // Makes dP - delta of dP.
-FA_DEVICE void subtract_delta(const KnownRows& shared, int stage, int row, Scores& ds) {
+FA_DEVICE void subtract_delta(const SharedStorage& shared, int stage, int row, Scores& ds) {
   float own[kMmaM][2];
   if constexpr (!kOwnKeys) read_own(shared, kDelta, own);
 #pragma unroll
@@ -313,7 +315,7 @@ FA_DEVICE void subtract_delta(const KnownRows& shared, int stage, int row, Score
 
 // Makes P of products of Q and K, and dS = P (dP - delta) of dP - delta, for a warp's rows and a
 // part of the other side.
-FA_DEVICE void compute_weights(const BwdFp32Params& params, const KnownRows& shared,
+FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage& shared,
                                const OtherTile& at, int stage, int row, Scores& weights,
                                Scores& ds) {
   const Part part = part_of(params, shared.work, at, row);

@@ -23,11 +23,6 @@ constexpr uint32 kOwnLow = kOwnRows * kDim * 2;  // bytes from high parts to low
 constexpr uint32 kOtherLow = kOtherRows * kDim * 2;
 
 // ---------------------------------------------------------------------------------------- storage
-struct SharedStorage {
-  uint16 own[2][2][kOwnRows * kDim];  // array, part
-  uint16 other[kStages][2][2][kOtherRows * kDim];
-  KnownRows known;
-};
 static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "backward_fp32.py asks for as much");
 
 // Copies are started by cp.async; the caller commits their group.
@@ -63,15 +58,14 @@ FA_DEVICE void load_side(const BwdFp32Params& params, const uint16* tiles, const
 }
 
 FA_DEVICE void load_own(const BwdFp32Params& params, SharedStorage& shared) {
-  load_side<kOwnKeys, kOwnRows>(params, shared.own[0][0], shared.known.own_rows[0],
-                                shared.known.work.entry, shared.known.work.first_own);
+  load_side<kOwnKeys, kOwnRows>(params, shared.own[0][0], shared.own_rows[0], shared.work.entry,
+                                shared.work.first_own);
 }
 
 FA_DEVICE void load_other(const BwdFp32Params& params, SharedStorage& shared, const OtherTile& at,
                           int stage) {
-  load_side<!kOwnKeys, kOtherRows>(params, shared.other[stage][0][0],
-                                   shared.known.other_rows[stage][0],
-                                   shared.known.work.entry + at.head, at.tile * kOtherRows);
+  load_side<!kOwnKeys, kOtherRows>(params, shared.other[stage][0][0], shared.other_rows[stage][0],
+                                   shared.work.entry + at.head, at.tile * kOtherRows);
 }
 
 // ---------------------------------------------------------------------------------------- products
@@ -116,7 +110,7 @@ FA_DEVICE void multiply_arrays(const SharedStorage& shared, int stage, int i, in
       }
     }
   }
-  apply_exponents(shared.known, stage, i, row, x);
+  apply_exponents(shared, stage, i, row, x);
 }
 
 // P and dS of a warp's rows and a part of the other side.
@@ -124,9 +118,9 @@ FA_DEVICE void multiply_and_weigh(const BwdFp32Params& params, const SharedStora
                                   const OtherTile& at, int stage, int row, Scores& weights,
                                   Scores& ds) {
   multiply_arrays(shared, stage, 1, row, ds);
-  subtract_delta(shared.known, stage, row, ds);
+  subtract_delta(shared, stage, row, ds);
   multiply_arrays(shared, stage, 0, row, weights);
-  compute_weights(params, shared.known, at, stage, row, weights, ds);
+  compute_weights(params, shared, at, stage, row, weights, ds);
 }
 
 // sums += X B, where B are the rows of the other side's array i from `row` of its tile on.
@@ -135,7 +129,7 @@ FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, int ro
   __syncwarp();  // registers are short: nothing of this is to begin earlier
   SplitPair p[kMmaM][kMmaN][2];
   ProductFactors factors;
-  split_operand(shared.known, stage, i, row, x, p, factors,
+  split_operand(shared, stage, i, row, x, p, factors,
                 [](float one, float two) { return split(one, two); });
   const uint32 address =
       OtherSide::at(cvta_to_shared(shared.other[stage][i][0]) + b_trans_lane<OtherSide>(), row, 0);

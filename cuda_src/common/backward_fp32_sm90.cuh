@@ -27,15 +27,13 @@ static_assert(kPart == kOtherRows, "a tile is multiplied as a whole");
 static_assert(kSumCols == 64, "an atom of the swizzle");
 
 // ---------------------------------------------------------------------------------------- storage
-struct __align__(1024) SharedStorage {  // an atom of the swizzle is 1,024 bytes
-  uint8 own[2][kOwnRows / 8 * kEightRowsBytes];
-  uint8 other[kStages][2][kOtherRows / 8 * kEightRowsBytes];
-  KnownRows known;
+// Of eight rows both parts lie together (kEightRowsBytes).  An atom of the swizzle is 1,024 bytes.
+struct __align__(1024) TileStorage : SharedStorage {
   uint64 own_full, full[kStages][2], empty[kStages][2];  // stage, array
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "the host launches with this size");
+static_assert(sizeof(TileStorage) == FA_SHARED_BYTES, "the host launches with this size");
 
-FA_DEVICE void init_barriers(SharedStorage& shared) {
+FA_DEVICE void init_barriers(TileStorage& shared) {
   init(shared.own_full, 1);
 #pragma unroll
   for (int i = 0; i < 2 * kStages; ++i) {
@@ -47,7 +45,7 @@ FA_DEVICE void init_barriers(SharedStorage& shared) {
 
 // Copies rows of array 0 or 1, from `row` on of all that there are.
 template <bool kKeys, int kRows, int kArray>
-FA_DEVICE void load_pairs(const BwdFp32Params& params, const uint8* tile, int64 row,
+FA_DEVICE void load_pairs(const BwdFp32Params& params, const void* tile, int64 row,
                           uint32 barrier) {
   const uint16* pairs = kArray == 0 ? (kKeys ? params.k_pairs : params.q_pairs)
                                     : (kKeys ? params.v_pairs : params.dout_pairs);
@@ -69,20 +67,20 @@ FA_DEVICE void load_fields(const BwdFp32Params& params, const float* rows, int64
   }
 }
 
-FA_DEVICE void load_own(const BwdFp32Params& params, SharedStorage& shared) {
-  const WorkTile& work = shared.known.work;
+FA_DEVICE void load_own(const BwdFp32Params& params, TileStorage& shared) {
+  const WorkTile& work = shared.work;
   const int64 row = first_row_of<kOwnKeys>(params, work.entry) + work.first_own;
   const uint32 barrier = cvta_to_shared(&shared.own_full);
-  mbarrier_arrive_expect_tx(barrier, sizeof(shared.own) + sizeof(shared.known.own_rows));
+  mbarrier_arrive_expect_tx(barrier, sizeof(shared.own) + sizeof(shared.own_rows));
   load_pairs<kOwnKeys, kOwnRows, 0>(params, shared.own[0], row, barrier);
   load_pairs<kOwnKeys, kOwnRows, 1>(params, shared.own[1], row, barrier);
-  load_fields<kOwnKeys, kOwnRows>(params, shared.known.own_rows[0], row, barrier);
+  load_fields<kOwnKeys, kOwnRows>(params, shared.own_rows[0], row, barrier);
 }
 
 // Copies all tiles that the block walks over, so many times, by one thread.  Array 1 is waited for
 // first; what is known of the rows comes with array 0, which is needed to the end.
-FA_DEVICE void load_tiles(const BwdFp32Params& params, SharedStorage& shared, int times) {
-  const WorkTile& work = shared.known.work;
+FA_DEVICE void load_tiles(const BwdFp32Params& params, TileStorage& shared, int times) {
+  const WorkTile& work = shared.work;
   PipelineState<kStages> pipeline;
 #pragma unroll 1
   for (int i = 0; i < times; ++i) {
@@ -98,9 +96,8 @@ FA_DEVICE void load_tiles(const BwdFp32Params& params, SharedStorage& shared, in
       load_pairs<!kOwnKeys, kOtherRows, 1>(params, shared.other[stage][1], row, barrier);
       wait(shared.empty[stage][0], pipeline.parity() ^ 1);
       barrier = cvta_to_shared(&shared.full[stage][0]);
-      mbarrier_arrive_expect_tx(barrier,
-                                sizeof(shared.other[0][0]) + sizeof(shared.known.other_rows[0]));
-      load_fields<!kOwnKeys, kOtherRows>(params, shared.known.other_rows[stage][0], row, barrier);
+      mbarrier_arrive_expect_tx(barrier, sizeof(shared.other[0][0]) + sizeof(shared.other_rows[0]));
+      load_fields<!kOwnKeys, kOtherRows>(params, shared.other_rows[stage][0], row, barrier);
       load_pairs<!kOwnKeys, kOtherRows, 0>(params, shared.other[stage][0], row, barrier);
       pipeline.advance();
     }
@@ -109,15 +106,15 @@ FA_DEVICE void load_tiles(const BwdFp32Params& params, SharedStorage& shared, in
 
 // ---------------------------------------------------------------------------------------- products
 // Rows of pairs, as both kinds of operands (see kEightRowsBytes).
-FA_DEVICE uint64 describe(const uint8* tile) {
-  return wgmma_descriptor(cvta_to_shared(tile), kSwizzleBytes, kEightRowsBytes);
+FA_DEVICE uint64 describe(const void* tile, uint32 bytes) {
+  return wgmma_descriptor(cvta_to_shared(tile) + bytes, kSwizzleBytes, kEightRowsBytes);
 }
 // The arrays i of this warpgroup's rows, and of a tile.
-FA_DEVICE uint64 describe_own(const SharedStorage& shared, int i) {
-  return describe(shared.own[i] + tid_x_again() / 128 * (8 * kEightRowsBytes));
+FA_DEVICE uint64 describe_own(const TileStorage& shared, int i) {
+  return describe(shared.own[i], tid_x_again() / 128 * (8 * kEightRowsBytes));
 }
-FA_DEVICE uint64 describe_other(const SharedStorage& shared, int stage, int i) {
-  return describe(shared.other[stage][i]);
+FA_DEVICE uint64 describe_other(const TileStorage& shared, int stage, int i) {
+  return describe(shared.other[stage][i], 0);
 }
 
 // A part of S or dP, or of its transpose: the products of a's and b's parts, high or low ones, over
@@ -151,25 +148,25 @@ FA_DEVICE void start_high(Scores& x, uint64 a, uint64 b) {
 }
 
 // Waits for array i of a tile.
-FA_DEVICE void wait_for_array(const SharedStorage& shared, const PipelineState<kStages>& pipeline,
+FA_DEVICE void wait_for_array(const TileStorage& shared, const PipelineState<kStages>& pipeline,
                               int i) {
   wait(shared.full[pipeline.index()][i], pipeline.parity());
 }
 
 // S = Q K^T or its transpose.
-FA_DEVICE void multiply_scores(const SharedStorage& shared, int stage, Scores& s) {
+FA_DEVICE void multiply_scores(const TileStorage& shared, int stage, Scores& s) {
   const uint64 own = describe_own(shared, 0), other = describe_other(shared, stage, 0);
   start_low(s, own, other);
   wgmma_wait_group<0>();
   start_high(s, own, other);
   wgmma_wait_group<0>();
-  apply_exponents(shared.known, stage, 0, 0, s);
+  apply_exponents(shared, stage, 0, 0, s);
 }
 
 // P and dS of a warpgroup's rows and a tile of the other side, for which it waits.  Array 1 is not
 // read any more after `on_dp`.
 template <typename OnDp>
-FA_DEVICE void multiply_and_weigh(const BwdFp32Params& params, const SharedStorage& shared,
+FA_DEVICE void multiply_and_weigh(const BwdFp32Params& params, const TileStorage& shared,
                                   const PipelineState<kStages>& pipeline, const OtherTile& at,
                                   Scores& weights, Scores& ds, const OnDp& on_dp) {
   const int stage = pipeline.index();
@@ -185,11 +182,11 @@ FA_DEVICE void multiply_and_weigh(const BwdFp32Params& params, const SharedStora
   start_high(weights, own, other);
   wgmma_wait_group<1>();
   on_dp();
-  apply_exponents(shared.known, stage, 1, 0, ds);
-  subtract_delta(shared.known, stage, 0, ds);
+  apply_exponents(shared, stage, 1, 0, ds);
+  subtract_delta(shared, stage, 0, ds);
   wgmma_wait_group<0>();
-  apply_exponents(shared.known, stage, 0, 0, weights);
-  compute_weights(params, shared.known, at, stage, 0, weights, ds);
+  apply_exponents(shared, stage, 0, 0, weights);
+  compute_weights(params, shared, at, stage, 0, weights, ds);
 }
 
 // X as an A operand: high and low parts, and high parts times 2^-11.
@@ -199,9 +196,9 @@ struct Operand {
   ProductFactors factors;
 };
 
-FA_DEVICE void make_operand(const SharedStorage& shared, int stage, int i, Scores& x, Operand& p) {
+FA_DEVICE void make_operand(const TileStorage& shared, int stage, int i, Scores& x, Operand& p) {
   constexpr uint32 kSmaller = 0x10001000, kMinusZeros = 0x80008000;  // 2^-11 twice, IEEE 754
-  split_operand(shared.known, stage, i, 0, x, p.pairs, p.factors, split_near);
+  split_operand(shared, stage, i, 0, x, p.pairs, p.factors, split_near);
 #pragma unroll
   for (int e = 0; e < 2 * kMmaN; ++e) {
     p.smaller[e / 2][e % 2] = fma_rn_f16x2(p.pairs[0][e / 2][e % 2].high, kSmaller, kMinusZeros);
@@ -245,7 +242,7 @@ FA_DEVICE void add_columns(const Product& product, const ProductFactors& factors
 }
 
 // sums += X B, where B are the rows of a tile of the other side's array i.
-FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, Scores& x, Sums& sums) {
+FA_DEVICE void add_product(const TileStorage& shared, int stage, int i, Scores& x, Sums& sums) {
   Operand p;
   make_operand(shared, stage, i, x, p);
   const uint64 tile = describe_other(shared, stage, i);

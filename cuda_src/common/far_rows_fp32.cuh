@@ -14,7 +14,7 @@ constexpr float kNoMaxFp32 = -kLargest;
 FA_DEVICE bool is_far(float lse) { return fabsf(lse) >= kFarFp32 && fabsf(lse) < FA_INFINITY; }
 
 // Looks for far rows among those of the block; all threads take part.
-FA_DEVICE void look_for_far_rows(KnownRows& shared) {
+FA_DEVICE void look_for_far_rows(SharedStorage& shared) {
 #pragma unroll 1
   for (int r = threadIdx.x; r < kTileM; r += kThreads) {
     if (is_far(shared.own_rows[kShift][r])) shared.work.any_far = 1;
@@ -45,7 +45,7 @@ struct RowStatistics {
 };
 
 // Puts what replaces a far LSE into a row, here and in memory.
-FA_DEVICE void replace_lse(const BwdFp32Params& params, KnownRows& shared, int r,
+FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, int r,
                            RowStatistics statistics) {
   const uint32 entry = shared.work.entry;
   const int query = shared.work.first_own + r;
@@ -75,7 +75,8 @@ FA_DEVICE void add_scores(Statistics& statistics, const Scores& s) {
 }
 
 // Replaces the LSE of the far rows of a warp, each of which four lanes share.
-FA_DEVICE void replace_far(const BwdFp32Params& params, KnownRows& shared, Statistics& statistics) {
+FA_DEVICE void replace_far(const BwdFp32Params& params, SharedStorage& shared,
+                           Statistics& statistics) {
   const int lane = tid_x_again() % 32;
 #pragma unroll
   for (int i = 0; i < 2 * kMmaM; ++i) {

@@ -96,7 +96,7 @@ def test_any_call(rows, lengths, heads, less, band, scale, sinks, dlse, seed):
     seed=st.integers(0, 2**32),
 )
 def test_extraordinary_numbers(name, band, lengths, value, seed):
-    """Those that are not finite show where they belong: not in other rows, nor from hidden pairs."""
+    """Those that are not finite show where they belong: not in other rows, nor in hidden pairs."""
     rng = np.random.default_rng(seed)
     arrays = arrays_of(D64, lengths, less=(8, 16), seed=seed)
     spoiled = arrays[("dout", "q", "k", "v").index(name)]

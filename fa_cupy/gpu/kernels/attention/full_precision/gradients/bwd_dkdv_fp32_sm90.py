@@ -19,8 +19,9 @@ def _rows() -> Iterator[BackwardFp32Sm90]:
     for dim, other, stages, why in rows:
         for sparse in (False, True):
             yield BackwardFp32Sm90(  # two warpgroups compute, with 64 rows each
-                source="attention/bwd_dkdv_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=other, tile_n=128,
-                warps=12, stages=stages, part=other, why=why, own_keys=True, sparse=sparse,
+                source="attention/bwd_dkdv_fp32_sm90", dtype=DTYPE, dim=dim, tile_m=other,
+                tile_n=128, warps=12, stages=stages, part=other, why=why, own_keys=True,
+                sparse=sparse, hot_targets=("sm_90a",) if dim == 64 else (),  # 128 spills
             )  # fmt: skip
 
 
