@@ -18,8 +18,17 @@ from fa_cupy.gpu.kernels.attention_backward import select
 from fa_cupy.gpu.kernels.backward import Wanted
 from fa_cupy.gpu.kernels.score import ScoreMod
 from tests.kernels.attention import test_bwd_fp32 as of_mma
+from tests.support import packed_sequences
 from tests.support.every_run import drawn, examples, only
-from tests.support.full_precision_gradients import arrays_of, check_any, definition, solve
+from tests.support.full_precision_gradients import (
+    arrays_of,
+    check_any,
+    check_bias,
+    check_mask,
+    check_packed,
+    definition,
+    solve,
+)
 from tests.support.kernel_attention import BANDS, any_sinks
 from tests.support.planted import plant
 from validation import emulator
@@ -89,6 +98,46 @@ def test_any_call(rows, lengths, heads, less, band, scale, sinks, dlse, seed):
 
 @examples(20)
 @given(
+    rows=drawn([*SPARSE.values()], SPARSE[64]),
+    heads=st.sampled_from([(1, 1), (4, 2)]),
+    own=st.booleans(),
+    lengths=st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    band=st.sampled_from(BANDS),
+    spoiled=st.booleans(),
+    far=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_mask(rows, heads, own, lengths, band, spoiled, far, seed):
+    """Of each head or of all, with NaN in a key and a value, and with scores that are far."""
+    size = 2.0**10 if far else 0
+    check_mask(rows, 0.0, (8, 16), size, heads, own, lengths, band, spoiled, seed)
+
+
+@pytest.mark.parametrize(
+    ("axes", "softcap"),
+    only(
+        [((True, True, True), 0.0), ((True, False, True), 2.0), ((False, True, False), 0.0)],
+        ((True, True, True), 0.0),
+    ),
+)
+def test_scores(axes, softcap):
+    """Biases of pairs, of keys and of queries, which may hide pairs; softcaps."""
+    for seed, band in enumerate(BANDS[:2]):
+        check_bias(D64, 0.0, (8, 8), axes, np.float32, (150, 70), band, softcap, True, seed)
+
+
+@examples(20)
+@given(
+    lengths=packed_sequences.packed_lengths(100),
+    band=st.sampled_from(BANDS),
+    seed=st.integers(0, 2**32),
+)
+def test_any_packed_sequences(lengths, band, seed):
+    check_packed(D64, 0.0, (8, 8), lengths, band, 0.0, seed)
+
+
+@examples(20)
+@given(
     name=st.sampled_from(["dout", "q", "k", "v"]),
     band=st.sampled_from(BANDS),
     lengths=st.tuples(st.integers(1, 80), st.integers(1, 80)),
@@ -146,19 +195,20 @@ def test_the_schedule_does_not_show():
 
 
 def test_which_calls_they_compute():
-    """Plain ones on Hopper, in dims above 32."""
+    """All on Hopper in dims above 32, whatever the scores and masks are."""
     for dim, rows in ((33, D64), (64, D64), (65, CHAINS[128]), (128, CHAINS[128])):
         assert select(Wanted("float32", dim, mapped=False), "sm_90a") == rows
-    others = (
-        ("sm_80", {}), ("sm_100", {}), ("sm_90a", {"masked": True}), ("sm_90a", {"packed": True}),
-        ("sm_90a", {"score": ScoreMod(softcap=True)}), ("sm_90a", {"dim": 32}),
-    )  # fmt: skip
-    for target, change in others:
-        found = select(Wanted("float32", change.pop("dim", 64), **change), target)
+    assert select(Wanted("float32", 100, masked=True), "sm_90a") == SPARSE[128]
+    score = ScoreMod(softcap=True)
+    found = select(Wanted("float32", 64, score=score, packed=True), "sm_90a")
+    assert found[1:] == tuple(row.for_score(score).for_sequences(True) for row in D64[1:])
+    for target, dim in (("sm_80", 64), ("sm_100", 128), ("sm_90a", 32)):
+        found = select(Wanted("float32", dim), target)
         assert [row.kernel for row in found] == [
             "bwd_preprocess_fp32", "bwd_dq_fp32", "bwd_dkdv_fp32",
         ]  # fmt: skip
         assert not found[0].swizzled
+    assert not select(Wanted("float32", 129), "sm_90a")
 
 
 # By what they show in: the kernel, what is changed, and into what.
