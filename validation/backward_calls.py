@@ -106,7 +106,7 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
     calls = 0
     select = attention_backward.select
     # One of each call.
-    of_rows = "bwd_dkdv_fp32", "bwd_dkdv_fp64"
+    of_rows = "bwd_dkdv_fp32_sm90", "bwd_dkdv_fp32", "bwd_dkdv_fp64"
     kernels = ("bwd_sm90", "bwd_dkdv_sm90", "bwd_dkdv_sm80", *of_rows)
     mains = [row for row in attention_backward.VARIANTS if row.kernel in kernels]
     for row in mains[share::shares]:
@@ -115,14 +115,15 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
             continue
         wanted = Wanted(row.dtype, row.dim, row.sparse)
         problem_set = (masked_problems if row.sparse else problems)(row.dim)
-        patches: list[Any] = []
+        patches: list[Any] = [by_mma()] if row.kernel == "bwd_dkdv_fp32" else []
         if row.kernel == "bwd_dkdv_sm80":  # which is to take what others would
             problem_set = sm80_problems(row.dim, row.sparse)
             wanted = wanted._replace(mapped=False)
             patches.append(mock.patch.object(attention_backward, "select", unmapped(select)))
         elif row.kernel in of_rows:
             problem_set = sm80_problems(row.dim, row.sparse)
-        rows = select(wanted, target)
+        with by_mma() if row.kernel == "bwd_dkdv_fp32" else contextlib.nullcontext():
+            rows = select(wanted, target)
         if row not in rows:
             print(f"{row.name}: others are chosen for {target}")
             continue
@@ -138,6 +139,17 @@ def run(target: str, share: int = 0, shares: int = 1) -> int:
             raise RuntimeError(f"no call reached {', '.join(x.name for x in missed)}")
     plan_cache.plans.clear()  # of those that took what others would
     return calls
+
+
+@contextlib.contextmanager
+def by_mma() -> Iterator[None]:
+    """While entered, gradients of float32 get no kernel of ``wgmma``."""
+    from fa_cupy.gpu.kernels import attention_backward
+
+    attention_backward.select.cache_clear()
+    with mock.patch.object(attention_backward, "MMA_DIM", 1 << 30):
+        yield
+    attention_backward.select.cache_clear()
 
 
 def unmapped(select: Any) -> Any:

@@ -127,9 +127,15 @@ def forced(kernels: str) -> Iterator[None]:
             select = backward_calls.unmapped(attention_backward.select)
             stack.enter_context(mock.patch.object(attention_backward, "select", select))
         stack.enter_context(attention_calls.split_keys(kernels in _SPLIT))
+        stack.enter_context(_gradients_of(kernels))
         yield
     forward.select.cache_clear()
     plan_cache.plans.clear()
+
+
+def _gradients_of(kernels: str) -> contextlib.AbstractContextManager[None]:
+    """Where gradients of float32 are computed by the kernels of this kind."""
+    return backward_calls.by_mma() if kernels == "fp32" else contextlib.nullcontext()
 
 
 def dtype_of(kernels: str) -> np.dtype[Any]:
@@ -151,7 +157,8 @@ def rows_of(kernels: str, dim: int, target: str) -> set[Any]:
     assert row is not None
     splits = attention_calls.with_splits(row) - {row}
     wanted = Wanted(dtype, dim, mapped=mapped, packed=True)
-    gradients = attention_backward.select(wanted, target)
+    with _gradients_of(kernels):
+        gradients = attention_backward.select(wanted, target)
     return {row.for_sequences(True), *splits, *gradients, row_intervals.VARIANT}
 
 

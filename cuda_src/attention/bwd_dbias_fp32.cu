@@ -4,11 +4,11 @@
 // One block owns kTileM queries and kTileN keys of the gradient (dbias_rows.cuh).  Of each step it
 // computes
 //   S = Q K^T,  P = exp(S - LSE),  dP = dO V^T,  dbias += P (dP - delta)
-// as bwd_dq_fp32 does, each warp for queries of its own (backward_fp32.cuh).
+// as bwd_dq_fp32 does, each warp for queries of its own (backward_fp32_sm80.cuh).
 //
 // A term that is not finite, because an input is not, because the pair is hidden and holds anything
 // or because check_range() wants it, is computed again in float64.
-#include "cuda_src/common/backward_fp32.cuh"
+#include "cuda_src/common/backward_fp32_sm80.cuh"
 #include "cuda_src/common/dbias_rows.cuh"
 
 using DbiasParams = DbiasRowsParams<BwdFp32Params, float>;
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll
     for (int row = 0; row < kTileN; row += kPart) {
       Scores weights, terms;
-      compute_weights<false>(params, tiles, at, 0, row, weights, terms);
+      multiply_and_weigh<false>(params, tiles, at, 0, row, weights, terms);
       if (__any_sync(kFullWarp, !all_finite(terms))) {
         const Part part = part_of(params, tiles.work, at, row);
         replace_terms(params, part.entry, part.own, part.other, terms);

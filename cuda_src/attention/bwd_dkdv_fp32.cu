@@ -7,7 +7,7 @@
 //   dP^T = V dO^T,  dS^T = P^T (dP^T - delta),   dK += dS^T Q
 // Each warp has all of this for its own keys (backward_fp32.cuh).  All sums are added up in one
 // order, so results are the same bits every time.
-#include "cuda_src/common/backward_fp32.cuh"
+#include "cuda_src/common/backward_fp32_sm80.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     attention_bwd_dkdv_fp32(const __grid_constant__ BwdFp32Params params) {
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 #pragma unroll 1
     for (int row = 0; row < kOtherRows; row += kPart) {
       Scores weights, ds;
-      compute_weights(params, shared, at, stage, row, weights, ds);
+      multiply_and_weigh(params, shared, at, stage, row, weights, ds);
       add_product(shared, stage, 1, row, weights, dv);  // dV += P^T dO
       add_product(shared, stage, 0, row, ds, dk);       // dK += dS^T Q
     }

@@ -6,9 +6,27 @@
 #include "cuda_src/common/backward_rows_fp32.cuh"
 #include "cuda_src/common/split_float.cuh"
 
+constexpr bool kSwizzled = FA_SWIZZLED;  // pairs are for wgmma
+static_assert(!kSwizzled || kDim % 64 == 0, "atoms are whole");
+
+// Where a row begins among the pairs of an array; and of two of its columns the place behind that,
+// of high parts, and how far behind these the low parts are.
+FA_DEVICE uint16* pairs_of_row(uint16* pairs, int64 row) {
+  if constexpr (!kSwizzled) return pairs + row * (2 * kDim);
+  return pairs + (row / 8 * kEightRowsBytes + row % 8 * 128) / 2;
+}
+FA_DEVICE int place_in_row(int col, int64 row) {
+  if constexpr (!kSwizzled) return col;
+  const int chunk = col / 8 % 8 ^ static_cast<int>(row % 8);  // as in shared_tile.cuh
+  return (col / 64 * kSwizzleBytes + (chunk << 4)) / 2 + col % 8;
+}
+constexpr int kToLow = kSwizzled ? kPartBytes / 2 : kDim;
+
 // Splits `cols` columns of a row, the rest of which becomes zero, as does all of one that does not
 // exist.  Returns what its pairs are to be multiplied by twice: 0 of a row of zeros.
-FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16* to) {
+FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16* pairs,
+                                int64 row) {
+  uint16* to = pairs_of_row(pairs, row);
   constexpr int kTurns = (kDim + 63) / 64;
   const int lane = threadIdx.x % 32;
   if (!exists) cols = 0;
@@ -30,8 +48,9 @@ FA_DEVICE float split_whole_row(const float* from, int cols, bool exists, uint16
     const int col = 64 * i + 2 * lane;
     if (col >= kDim) continue;
     const SplitPair pair = split(x[i][0] * scale, x[i][1] * scale);
-    *reinterpret_cast<uint32*>(to + col) = pair.high;
-    *reinterpret_cast<uint32*>(to + kDim + col) = pair.low;
+    const int place = place_in_row(col, row);
+    *reinterpret_cast<uint32*>(to + place) = pair.high;
+    *reinterpret_cast<uint32*>(to + kToLow + place) = pair.low;
   }
   return largest == 0.0f ? 0.0f : power_of_two(-exponent / 2);
 }
@@ -43,9 +62,8 @@ FA_DEVICE void prepare_query(const BwdFp32Params& params, int64 index) {
   const bool exists = query < p.q_len;
   const float* dout = row_start(params, params.dout, entry, query);
   const float q = split_whole_row(row_start(params, params.q, entry, query), p.head_dim, exists,
-                                  params.q_pairs + index * (2 * kDim));
-  const float of_dout =
-      split_whole_row(dout, p.v_dim, exists, params.dout_pairs + index * (2 * kDim));
+                                  params.q_pairs, index);
+  const float of_dout = split_whole_row(dout, p.v_dim, exists, params.dout_pairs, index);
   const int64 in_batch = static_cast<int64>(entry) * p.q_len + query;
   float lse = exists && !is_invalid_row(p, query) ? params.lse[in_batch] : -FA_INFINITY;
   float delta = 0.0f;
@@ -80,9 +98,9 @@ FA_DEVICE void prepare_key(const BwdFp32Params& params, int64 index) {
       static_cast<int>(index - static_cast<int64>(shared_entry) * params.key_entry_rows);
   const bool exists = key < p.k_len;
   const float k = split_whole_row(row_start(params, params.k, entry, key), p.head_dim, exists,
-                                  params.k_pairs + index * (2 * kDim));
+                                  params.k_pairs, index);
   const float v = split_whole_row(row_start(params, params.v, entry, key), p.v_dim, exists,
-                                  params.v_pairs + index * (2 * kDim));
+                                  params.v_pairs, index);
   if (threadIdx.x % 32 != 0) return;
   const int64 step = key_fields_step(params);
   float* to = params.key_rows + index;

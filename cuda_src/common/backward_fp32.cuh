@@ -1,4 +1,4 @@
-// What the two kernels of attention backward in float32 share.
+// What the kernels of attention backward in float32 share that compute dQ, or dK and dV.
 //
 // As in float64 (backward_rows.cuh), a block owns rows of one side and walks over tiles of the
 // other.  Here all numbers are pairs of float16 (split_float.cuh), with an exponent for each row,
@@ -9,39 +9,26 @@
 //
 // P and dS are split too.  Exponents of the rows that they are multiplied by belong to them, and
 // then each row has its largest number brought near 2^14.
+//
+// The products are those of mma.sync (backward_fp32_sm80.cuh) or wgmma (backward_fp32_sm90.cuh),
+// whose accumulators lie alike.
 #pragma once
 #include "cuda_src/common/backward_rows_fp32.cuh"
 #include "cuda_src/common/backward_scores.cuh"
-#include "cuda_src/common/split_products.cuh"
+#include "cuda_src/common/split_float.cuh"
 #include "ptx/math.cuh"
 
 // --------------------------------------------------------------------------------------- constants
-constexpr int kMinBlocks = FA_BLOCKS;      // blocks that should fit on a multiprocessor
-constexpr int kMmaM = FA_WARP_ROWS / 16;   // products across a warp's own rows
-constexpr int kPart = FA_PART;             // rows of the other side that are multiplied at a time
-constexpr int kScoresAtOnce = FA_AT_ONCE;  // products of a warp under way, across those
-constexpr int kSumsAtOnce = 2;             // the same across columns of the sums
+constexpr int kMinBlocks = FA_BLOCKS;     // blocks that should fit on a multiprocessor
+constexpr int kMmaM = FA_WARP_ROWS / 16;  // products across a warp's own rows
+constexpr int kPart = FA_PART;            // rows of the other side that are multiplied at a time
 constexpr int kMmaN = kPart / 8, kMmaV = kDim / 8;
-constexpr int kScoreSteps = kDim / 16 % kLongestSum == 0 ? kLongestSum
-                            : kDim / 16 % 3 == 0         ? 3
-                                                         : 2;  // of one sum
-static_assert(kDim % 32 == 0 && kDim <= 128, "head_dim is padded to a multiple of 32, at most 128");
 static_assert(kMmaM == 1 || kMmaM == 2, "a warp owns 16 or 32 rows");
-static_assert(kOwnRows == 16 * kMmaM * kWarps, "warps divide the rows of the block");
-static_assert(kOtherRows % kPart == 0 && kPart % 16 == 0 && kPart <= 32 &&
-                  kPart / 16 <= kLongestSum,
-              "a lane for each row of a part, whose product with the other side is one sum");
-static_assert(kMmaN % kScoresAtOnce == 0 && kScoresAtOnce % 2 == 0 && kMmaV % kSumsAtOnce == 0,
-              "sums are in groups, of which ldmatrix reads two at a time");
-
-using OwnTile = SharedTile<kOwnRows, kDim>;
-using OtherSide = SharedTile<kOtherRows, kDim>;
-constexpr uint32 kOwnLow = kOwnRows * kDim * 2;  // bytes from high parts to low ones
-constexpr uint32 kOtherLow = kOtherRows * kDim * 2;
+static_assert(kOtherRows % kPart == 0 && kPart % 16 == 0, "parts divide a tile");
 using Scores = float[kMmaM][kMmaN][4];
 using Sums = float[kMmaM][kMmaV][4];
 
-// ---------------------------------------------------------------------------------------- storage
+// ----------------------------------------------------------------------------------- what is known
 constexpr int kOwnFields = kOwnKeys ? kKeyFields : kQueryFields;
 constexpr int kOtherFields = kOwnKeys ? kQueryFields : kKeyFields;
 // Those of array 0; of array 1 it is the next one.
@@ -50,6 +37,7 @@ constexpr int kOtherFactor = kOwnKeys ? kQFactor : kKFactor;
 constexpr int kOwnLimit = kOwnKeys ? kKLimit : kQLimit;
 constexpr int kOtherLimit = kOwnKeys ? kQLimit : kKLimit;
 
+// The block's rows and tiles of the other side, in pairs, and what is known of them.
 struct SharedStorage {
   uint16 own[2][2][kOwnRows * kDim];  // array, part
   uint16 other[kStages][2][2][kOtherRows * kDim];
@@ -58,54 +46,10 @@ struct SharedStorage {
   float own_limit[2][kWarps];  // the largest one of each warp's rows
   WorkTile work;
 };
-static_assert(sizeof(SharedStorage) == FA_SHARED_BYTES, "backward_fp32.py asks for as much");
 
 // Where this warp's rows begin in the block, and its columns of the sums.
 FA_DEVICE int warp_row() { return tid_x_again() / 32 * (16 * kMmaM); }
 FA_DEVICE int warp_col() { return 0; }
-
-// Copies are started by cp.async; the caller commits their group.
-template <int kRows>
-FA_DEVICE void load_pairs(uint32 tile, const uint16* pairs, int64 first_row, int row, int rows) {
-  pairs += first_row * (2 * kDim);
-  load_tile<kRows, kDim, kThreads>(tile, pairs, 2 * kDim, row, rows, kDim, true);
-  load_tile<kRows, kDim, kThreads>(tile + kRows * kDim * 2, pairs + kDim, 2 * kDim, row, rows, kDim,
-                                   true);
-}
-
-template <int kFields, int kRows>
-FA_DEVICE void load_fields(uint32 to, const float* from, int64 step) {
-  constexpr int kChunks = kRows / 4;
-#pragma unroll 1
-  for (int chunk = tid_x_again(); chunk < kFields * kChunks; chunk += kThreads) {
-    cp_async_cg_16(to + 16 * chunk, from + chunk / kChunks * step + chunk % kChunks * 4, 16);
-  }
-}
-
-template <bool kKeys, int kRows>
-FA_DEVICE void load_side(const BwdFp32Params& params, const uint16* tiles, const float* rows,
-                         uint32 entry, int first) {
-  const int64 first_row = first_row_of<kKeys>(params, entry);
-  const int count = kKeys ? params.key_entry_rows : params.entry_rows;
-  const uint32 tile = cvta_to_shared(tiles);
-  load_pairs<kRows>(tile, kKeys ? params.k_pairs : params.q_pairs, first_row, first, count);
-  load_pairs<kRows>(tile + 4 * kRows * kDim, kKeys ? params.v_pairs : params.dout_pairs, first_row,
-                    first, count);
-  load_fields<kKeys ? kKeyFields : kQueryFields, kRows>(
-      cvta_to_shared(rows), (kKeys ? params.key_rows : params.rows) + first_row + first,
-      kKeys ? key_fields_step(params) : query_fields_step(params));
-}
-
-FA_DEVICE void load_own(const BwdFp32Params& params, SharedStorage& shared) {
-  load_side<kOwnKeys, kOwnRows>(params, shared.own[0][0], shared.own_rows[0], shared.work.entry,
-                                shared.work.first_own);
-}
-
-FA_DEVICE void load_other(const BwdFp32Params& params, SharedStorage& shared, const OtherTile& at,
-                          int stage) {
-  load_side<!kOwnKeys, kOtherRows>(params, shared.other[stage][0][0], shared.other_rows[stage][0],
-                                   shared.work.entry + at.head, at.tile * kOtherRows);
-}
 
 // Finds the largest limits of each warp's own rows, which have landed for it.
 FA_DEVICE void find_own_limits(SharedStorage& shared) {
@@ -119,7 +63,6 @@ FA_DEVICE void find_own_limits(SharedStorage& shared) {
   __syncwarp();
 }
 
-// ---------------------------------------------------------------------------------------- products
 // A number of each own row of a thread: of 16 * i + 8 * h + lane / 4 from the warp's first one on.
 FA_DEVICE void read_own(const SharedStorage& shared, int field, float (&x)[kMmaM][2]) {
   const float* from = shared.own_rows[field] + warp_row() + tid_x_again() % 32 / 4;
@@ -138,48 +81,10 @@ FA_DEVICE const float2* other_pairs(const SharedStorage& shared, int stage, int 
 }
 FA_DEVICE float of_pair(const float2& two, int e) { return e % 2 ? two.y : two.x; }
 
-// S = Q K^T or dP = dO V^T, or its transpose: the product of the arrays i, with rows of the other
-// side from `row` of its tile on.
-FA_DEVICE void multiply_arrays(const SharedStorage& shared, int stage, int i, int row, Scores& x) {
-  const uint32 own_address = cvta_to_shared(shared.own[i][0]) + a_lane<OwnTile>(warp_row());
-  const uint32 other_address = cvta_to_shared(shared.other[stage][i][0]) + b_lane<OtherSide>(row);
-#pragma unroll
-  for (int j = 0; j < kMmaN; j += kScoresAtOnce) {
-#pragma unroll
-    for (int first = 0; first < kDim / 16; first += kScoreSteps) {
-      SplitSum sums[kMmaM][kScoresAtOnce];
-#pragma unroll
-      for (int n = 0; n < kMmaM * kScoresAtOnce; ++n) {
-        sums[n / kScoresAtOnce][n % kScoresAtOnce].clear();
-      }
-#pragma unroll
-      for (int step = first; step < first + kScoreSteps; ++step) {
-        uint32 b[kScoresAtOnce][2], b_low[kScoresAtOnce][2];
-#pragma unroll
-        for (int n = 0; n < kScoresAtOnce; n += 2) {
-          read_pairs<false, kOtherLow>(b, b_low, n,
-                                       OtherSide::at(other_address, 8 * (j + n), step));
-        }
-#pragma unroll
-        for (int m = 0; m < kMmaM; ++m) {
-          uint32 a[4], a_low[4];
-          ldmatrix_x4(a, OwnTile::at(own_address, 16 * m, step));
-          ldmatrix_x4(a_low, OwnTile::at(own_address, 16 * m, step) + kOwnLow);
-          multiply_pairs(sums[m], a, a_low, b, b_low, kScoresAtOnce);
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kMmaM; ++m) {
-#pragma unroll
-        for (int e = 0; e < 4 * kScoresAtOnce; ++e) {
-          const float part = sums[m][e / 4].value(e % 4);
-          float& sum = x[m][j + e / 4][e % 4];
-          sum = first == 0 ? part : sum + part;
-        }
-      }
-    }
-  }
-  // Half of the exponents is applied twice, because float32 may not hold all of it.
+// ---------------------------------------------------------------------------------------- products
+// Multiplies products of the arrays i by what the exponents of their rows are.  Half of these is
+// applied twice, because float32 may not hold all of it.
+FA_DEVICE void apply_exponents(const SharedStorage& shared, int stage, int i, int row, Scores& x) {
   float own_factor[kMmaM][2];
   read_own(shared, kOwnFactor + i, own_factor);
   const float2* other_factor = other_pairs(shared, stage, kOtherFactor + i, row);
@@ -196,16 +101,21 @@ FA_DEVICE void multiply_arrays(const SharedStorage& shared, int stage, int i, in
     }
   }
 }
-
 // Multiplies each row of X by the exponents of the rows that it meets, from `factors` on.  They are
 // relative to their largest, which is `unit`, unless they differ so much that float32 would not
 // hold all of it.  Then `unit` is that of the row's own largest product.
 FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[kMmaM][2]) {
   // Of half of the exponents.  What is 2^-46 of a row's largest number still counts.
   constexpr int kMostSpread = 40;
-  const uint32 bits = __float_as_uint(factors[tid_x_again() % 32 % kPart]);  // 0, or a power of two
-  const int top = static_cast<int>(max(1u, __reduce_max_sync(kFullWarp, bits) >> 23)) - 127;
-  const uint32 lowest = 0u - __reduce_max_sync(kFullWarp, 0u - bits);
+  uint32 most_bits = 0, least_bits = 0;  // of factors, which are 0 or powers of two; below 0
+#pragma unroll
+  for (int r = 0; r < kPart; r += 32) {
+    const uint32 bits = __float_as_uint(factors[r + tid_x_again() % 32 % kPart]);
+    most_bits = max(most_bits, bits);
+    least_bits = max(least_bits, 0u - bits);
+  }
+  const int top = static_cast<int>(max(1u, __reduce_max_sync(kFullWarp, most_bits) >> 23)) - 127;
+  const uint32 lowest = 0u - __reduce_max_sync(kFullWarp, least_bits);
   const float2* own = reinterpret_cast<const float2*>(factors) + tid_x_again() % 4;
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) unit[m][0] = unit[m][1] = 2 * top;
@@ -257,17 +167,21 @@ FA_DEVICE void weigh_by_exponents(const float* factors, Scores& x, int (&unit)[k
   }
 }
 
-// sums += X B, where B are the rows of the other side's array i from `row` of its tile on.
+// A row's exponent, as two powers of two.
+struct ProductFactors {
+  float half[kMmaM][2], rest[kMmaM][2];
+};
+
+// Splits X, for a product with the rows of the other side's array i from `row` of its tile on.
 //
-// Exponents of the rows of B belong to X, each row of which is then multiplied by the power of two
-// that brings its largest number near 2^14.
-FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, int row, Scores& x,
-                           Sums& sums) {
-  __syncwarp();  // registers are short: nothing of this is to begin earlier
+// Exponents of these rows belong to X, each row of which is then multiplied by the power of two
+// that brings its largest number near 2^14.  `factors` is what the product is to be multiplied by.
+template <typename Split>
+FA_DEVICE void split_operand(const SharedStorage& shared, int stage, int i, int row, Scores& x,
+                             SplitPair (&p)[kMmaM][kMmaN][2], ProductFactors& factors,
+                             const Split& split_two) {
   int unit[kMmaM][2];
   weigh_by_exponents(shared.other_rows[stage][kOtherFactor + i] + row, x, unit);
-  SplitPair p[kMmaM][kMmaN][2];
-  float half_factor[kMmaM][2], rest_factor[kMmaM][2];
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
@@ -284,51 +198,14 @@ FA_DEVICE void add_product(const SharedStorage& shared, int stage, int i, int ro
       const float scale = power_of_two(exponent);
 #pragma unroll
       for (int j = 0; j < kMmaN; ++j) {
-        p[m][j][h] = split(x[m][j][2 * h] * scale, x[m][j][2 * h + 1] * scale);
+        p[m][j][h] = split_two(x[m][j][2 * h] * scale, x[m][j][2 * h + 1] * scale);
       }
       const int power = max(-252, min(254, unit[m][h] - exponent)), half = power >> 1;
-      half_factor[m][h] = power_of_two(half);
-      rest_factor[m][h] = power_of_two(power - half);
+      factors.half[m][h] = power_of_two(half);
+      factors.rest[m][h] = power_of_two(power - half);
     }
   }
   __syncwarp();
-  const uint32 address =
-      OtherSide::at(cvta_to_shared(shared.other[stage][i][0]) + b_trans_lane<OtherSide>(), row, 0);
-#pragma unroll
-  for (int first = 0; first < kMmaV; first += kSumsAtOnce) {
-    SplitSum part[kMmaM][kSumsAtOnce];
-#pragma unroll
-    for (int n = 0; n < kMmaM * kSumsAtOnce; ++n) part[n / kSumsAtOnce][n % kSumsAtOnce].clear();
-#pragma unroll
-    for (int step = 0; step < kPart / 16; ++step) {
-      uint32 b[kSumsAtOnce][2], b_low[kSumsAtOnce][2];
-#pragma unroll
-      for (int n = 0; n < kSumsAtOnce; n += 2) {
-        read_pairs<true, kOtherLow>(b, b_low, n,
-                                    OtherSide::at(address, 16 * step, (first + n) / 2));
-      }
-#pragma unroll
-      for (int m = 0; m < kMmaM; ++m) {
-        uint32 a[4], a_low[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          a[r] = p[m][2 * step + r / 2][r % 2].high;
-          a_low[r] = p[m][2 * step + r / 2][r % 2].low;
-        }
-        multiply_pairs(part[m], a, a_low, b, b_low, kSumsAtOnce);
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kMmaM; ++m) {
-#pragma unroll
-      for (int e = 0; e < 4 * kSumsAtOnce; ++e) {
-        float& sum = sums[m][first + e / 4][e % 4];
-        const int h = e % 4 / 2;
-        sum = fmaf(part[m][e / 4].value(e % 4) * half_factor[m][h], rest_factor[m][h], sum);
-      }
-    }
-    __syncwarp();  // keeps the loads of later sums from being moved up: registers are short
-  }
 }
 
 // ----------------------------------------------------------------------------------------- weights
@@ -387,8 +264,11 @@ FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scor
   bool is_suspect = false;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float limit = shared.other_rows[stage][kOtherLimit + i][row + lane % kPart];
-    is_suspect = is_suspect || shared.own_limit[i][tid_x_again() / 32] * limit > 1.0f;
+#pragma unroll
+    for (int r = 0; r < kPart; r += 32) {
+      const float limit = shared.other_rows[stage][kOtherLimit + i][row + r + lane % kPart];
+      is_suspect = is_suspect || shared.own_limit[i][tid_x_again() / 32] * limit > 1.0f;
+    }
   }
   if (!__any_sync(kFullWarp, is_suspect)) return;
   const int first_own = warp_row() + lane / 4, first_other = row + lane % 4 * 2;
@@ -414,17 +294,15 @@ FA_DEVICE void check_range(const SharedStorage& shared, int stage, int row, Scor
   }
 }
 
-// P and dS = P (dP - delta) of a warp's rows and a part of the other side.  Without kSloped, dS is
-// the gradient of a score, not that of what a softcap was applied to.
-template <bool kSloped = true>
-FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage& shared,
-                               const OtherTile& at, int stage, int row, Scores& weights,
-                               Scores& ds) {
-  const auto of_query = [&](const float (&own)[kMmaM][2], const float2& other, int m, int e) {
-    return kOwnKeys ? of_pair(other, e) : own[m][e / 2];
-  };
+// A number of the query of a thread's score: `own` are those of the block's rows, `other` those of
+// a pair of columns.
+FA_DEVICE float of_query(const float (&own)[kMmaM][2], const float2& other, int m, int e) {
+  return kOwnKeys ? of_pair(other, e) : own[m][e / 2];
+}
+
+// Makes dP - delta of dP.
+FA_DEVICE void subtract_delta(const SharedStorage& shared, int stage, int row, Scores& ds) {
   float own[kMmaM][2];
-  multiply_arrays(shared, stage, 1, row, ds);
   if constexpr (!kOwnKeys) read_own(shared, kDelta, own);
 #pragma unroll
   for (int j = 0; j < kMmaN; ++j) {
@@ -433,12 +311,20 @@ FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage&
 #pragma unroll
     for (int e = 0; e < 4 * kMmaM; ++e) ds[e / 4][j][e % 4] -= of_query(own, two, e / 4, e % 4);
   }
-  multiply_arrays(shared, stage, 0, row, weights);
+}
+
+// Makes P of products of Q and K, and dS = P (dP - delta) of dP - delta, for a warp's rows and a
+// part of the other side.  Without kSloped, dS is the gradient of a score, not that of what a
+// softcap was applied to.
+template <bool kSloped = true>
+FA_DEVICE void compute_weights(const BwdFp32Params& params, const SharedStorage& shared,
+                               const OtherTile& at, int stage, int row, Scores& weights,
+                               Scores& ds) {
   const Part part = part_of(params, shared.work, at, row);
   make_scores(params, part, weights,
               [&](int m, int j, int e, float slope) { ds[m][j][e] *= kSloped ? slope : 1.0f; });
   check_range(shared, stage, row, weights, ds);
-  float own_factor[kMmaM][2];
+  float own[kMmaM][2], own_factor[kMmaM][2];
   if constexpr (!kOwnKeys) {
     read_own(shared, kShift, own);
     read_own(shared, kFactor, own_factor);

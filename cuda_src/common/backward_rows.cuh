@@ -26,7 +26,6 @@ constexpr bool kSparse = FA_SPARSE;     // with a mask
 constexpr int kThreads = 32 * kWarps;
 constexpr int kOwnRows = kOwnKeys ? kTileN : kTileM, kOtherRows = kOwnKeys ? kTileM : kTileN;
 constexpr int kAxes = 3;  // of the batch
-static_assert(kStages == 1 || kStages == 2, "the next tile comes during this one or after it");
 static_assert(kMaskBlock % kTileM == 0 && kMaskBlock % kTileN == 0, "tiles divide a mask's blocks");
 
 // -------------------------------------------------------------------------------------- parameters

@@ -21,13 +21,19 @@ enum QueryField : int {
 enum KeyField : int { kKFactor, kVFactor, kKLimit, kVLimit, kKeyFields };
 // backward_fp32.py holds the same fields in the same order.  `rows` are those of QueryField.
 struct BwdFp32Params : BwdRowsParams<float, float> {
-  // (entries, padded rows, 2, kDim) of Q, dO, K and V: high parts of a row, then low parts.
+  // (entries, padded rows, 2, kDim) of Q, dO, K and V: high parts of a row, then low parts; or as
+  // kEightRowsBytes says.
   uint16 *q_pairs, *dout_pairs, *k_pairs, *v_pairs;
   float* key_rows;  // those of KeyField
   int entries;      // of the batch
   int key_entry_rows;
 };
 static_assert(sizeof(BwdFp32Params) == FA_BWD_FP32_BYTES, "backward_fp32.py holds the same struct");
+
+// Pairs for wgmma: of eight rows, high parts and then low parts, each a swizzled atom for every 64
+// columns (ptx/wgmma.cuh).  Any number of such rows are a tile in shared memory, and one bulk copy.
+constexpr uint32 kSwizzleBytes = 1024;  // of an atom
+constexpr uint32 kPartBytes = (kDim + 63) / 64 * kSwizzleBytes, kEightRowsBytes = 2 * kPartBytes;
 
 // From one field to the next.
 FA_DEVICE int64 query_fields_step(const BwdFp32Params& params) {

@@ -306,6 +306,8 @@ TESTED_IN = {
     "attention/bwd_dkdv_fp32": "test_bwd_fp32",
     "attention/bwd_dq_fp32": "test_bwd_fp32",
     "attention/bwd_preprocess_fp32": "test_bwd_fp32",
+    "attention/bwd_dkdv_fp32_sm90": "test_bwd_fp32_sm90",
+    "attention/bwd_dq_fp32_sm90": "test_bwd_fp32_sm90",
     "attention/bwd_dkdv_fp64": "test_bwd_fp64",
     "attention/bwd_dq_fp64": "test_bwd_fp64",
     "attention/bwd_dbias_fp32": "test_bwd_dbias_rows",

@@ -208,13 +208,15 @@ void multiply_float64(double* d, const double* a, const double* b, int m, int k)
 // ------------------------------------------------------------------------------------------- wgmma
 // A matrix of blocks of 64 columns, each with rows of 128 bytes, in the 128-byte swizzle.
 struct Matrix {
-  uint32_t start, leading;
+  uint32_t start, leading, stride;
   explicit Matrix(uint64_t descriptor)
-      : start(uint32_t(descriptor & 0x3fff) << 4), leading(descriptor >> 12 & 0x3fff0) {}
+      : start(uint32_t(descriptor & 0x3fff) << 4),
+        leading(descriptor >> 12 & 0x3fff0),
+        stride(descriptor >> 28 & 0x3fff0) {}
   // The swizzle acts on addresses: bits 4 to 6 are exchanged with bits 7 to 9.
   uint32_t address(int row, int col) const {
-    const uint32_t linear =
-        start + uint32_t(col / 64) * leading + uint32_t(row) * 128 + col % 64 * 2;
+    const uint32_t linear = start + uint32_t(col / 64) * leading + uint32_t(row / 8) * stride +
+                            uint32_t(row % 8) * 128 + col % 64 * 2;
     return linear ^ (linear >> 3 & 0x70);
   }
   template <typename F>

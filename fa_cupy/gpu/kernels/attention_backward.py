@@ -8,8 +8,9 @@ kernels of SM90 do not take and on other devices. Then ``bwd_nonfinite`` compute
 sums were not finite. Last, ``bwd_dbias_sm90`` or ``bwd_dbias_sm80`` computes the gradient of the
 bias where it is wanted. In float64 there are ``bwd_dq_fp64``, which also finds what is known of
 each query, and ``bwd_dkdv_fp64``; in float32 ``bwd_preprocess_fp32``, which splits rows and says
-what is known of them, ``bwd_dq_fp32`` and ``bwd_dkdv_fp32``. ``bwd_dbias_fp64`` or
-``bwd_dbias_fp32`` follows, once more where its blocks share tiles of the gradient.
+what is known of them, and ``bwd_dq_fp32`` and ``bwd_dkdv_fp32``, or ``bwd_dq_fp32_sm90`` and
+``bwd_dkdv_fp32_sm90``. ``bwd_dbias_fp64`` or ``bwd_dbias_fp32`` follows, once more where its
+blocks share tiles of the gradient.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ from fa_cupy.gpu.kernels.attention.dbias import (
     bwd_dbias_sm90,
 )
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
+    backward_fp32,
     bwd_dkdv_fp32,
+    bwd_dkdv_fp32_sm90,
     bwd_dkdv_fp64,
     bwd_dq_fp32,
+    bwd_dq_fp32_sm90,
     bwd_dq_fp64,
     bwd_preprocess_fp32,
 )
@@ -70,6 +74,8 @@ VARIANTS: tuple[BackwardVariant, ...] = (
     *bwd_dkdv_fp32.VARIANTS,
     *bwd_dbias_fp64.VARIANTS,
     *bwd_dbias_fp32.VARIANTS,
+    *bwd_dq_fp32_sm90.VARIANTS,
+    *bwd_dkdv_fp32_sm90.VARIANTS,
 )
 #: The main kernels of dtypes that have the same ones everywhere, in the order of their launches.
 _OF_DTYPE: Mapping[str, tuple[Sequence[BackwardVariant], ...]] = {
@@ -81,6 +87,13 @@ _DBIAS_OF_DTYPE: Mapping[str, Sequence[BackwardVariant]] = {
     "float64": bwd_dbias_fp64.VARIANTS,
     "float32": bwd_dbias_fp32.VARIANTS,
 }
+#: Those of float32 on Hopper, of calls that `_is_for_wgmma`.
+_FP32_SM90: tuple[Sequence[BackwardVariant], ...] = (
+    bwd_dq_fp32_sm90.VARIANTS, bwd_dkdv_fp32_sm90.VARIANTS,
+)  # fmt: skip
+#: Up to this dim gradients of float32 come from kernels of mma.sync everywhere: those of wgmma
+#: would have twice as many columns.
+MMA_DIM = 32
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 _Row = TypeVar("_Row", bound=BackwardVariant)
 
@@ -119,12 +132,13 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if (kernels := _OF_DTYPE.get(wanted.dtype)) is not None:
         if not wanted.strided:
             return ()
+        first = bwd_preprocess_fp32.DENSE  # none in float64
         if wanted.dbias:
             kernels = *kernels, _DBIAS_OF_DTYPE[wanted.dtype]
+        elif target == "sm_90a" and _is_for_wgmma(wanted):
+            first, kernels = bwd_preprocess_fp32.SWIZZLED, _FP32_SM90
         picked = [row for rows in kernels for row in pick(rows, wanted.masked)]
-        if len(picked) < len(kernels):
-            return ()
-        return *pick(bwd_preprocess_fp32.VARIANTS), *picked  # none in float64
+        return (*pick(first), *picked) if len(picked) == len(kernels) else ()
     main: list[BackwardVariant] = []
     if wanted.mapped:
         for row in pick(bwd_sm90.VARIANTS, wanted.masked):
@@ -145,6 +159,11 @@ def select(wanted: Wanted, target: str | None) -> tuple[BackwardVariant, ...]:
     if wanted.mapped and wanted.dbias_fills and of_pairs:  # one may broadcast where it is read only
         last += pick(bwd_dbias_sm90.VARIANTS, wanted.masked)
     return *found, *(last or pick(bwd_dbias_sm80.VARIANTS, wanted.masked))
+
+
+def _is_for_wgmma(wanted: Wanted) -> bool:
+    """Whether kernels of ``wgmma`` compute gradients of float32 where they can."""
+    return wanted.dtype == backward_fp32.DTYPE and wanted.dim > MMA_DIM
 
 
 def make_plan(

@@ -10,9 +10,10 @@ FA_DEVICE void wgmma_wait_group() {
   machine::wait_products(kPending);
 }
 
-FA_DEVICE uint64 wgmma_descriptor(uint32 address, uint32 leading_bytes) {
-  return (uint64(1) << 62) | (uint64(1024 >> 4) << 32) | (uint64(leading_bytes >> 4) << 16) |
-         uint64((address & 0x3ffff) >> 4);
+FA_DEVICE uint64 wgmma_descriptor(uint32 address, uint32 leading_bytes,
+                                  uint32 stride_bytes = 1024) {
+  return (uint64(1) << 62) | (uint64(stride_bytes >> 4) << 32) |
+         (uint64(leading_bytes >> 4) << 16) | uint64((address & 0x3ffff) >> 4);
 }
 FA_DEVICE uint64 wgmma_at(uint64 descriptor, uint32 bytes) {
   const uint32 low = static_cast<uint32>(descriptor) + bytes / 16;

@@ -27,6 +27,7 @@ BWD_FP32_PARAMS = np.dtype(BWD_FP32_FIELDS, align=True)
 #: kQueryFields and kKeyFields of it.
 QUERY_FIELDS, KEY_FIELDS = 7, 4
 _PAIR_BYTES = 4  # of a number
+_ATOM_BYTES = 1024  # of a swizzle: tiles for wgmma begin at its multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +91,19 @@ class BackwardFp32(BackwardRows):
         filled["entries"], filled["key_entry_rows"] = traits.entries, keys
         addresses = {name: name for name in (*_PAIRS, "key_rows")}
         return self.launch(traits, launches, filled, addresses, self.blocks(traits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardFp32Sm90(BackwardFp32):
+    """A row of a kernel of wgmma: a part is a tile, and the last four warps copy tiles."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The only target that has wgmma."""
+        return ("sm_90a",)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: as for `BackwardFp32`, and barriers."""
+        rest = -(-super().shared_bytes // 8) * 8 + 8 * (1 + 4 * self.stages)
+        return -(-rest // _ATOM_BYTES) * _ATOM_BYTES

@@ -12,12 +12,30 @@ from fa_cupy.gpu.kernels.score import ScoreMod
 
 @dataclass(frozen=True, kw_only=True)
 class BwdPreprocessFp32(BackwardFp32):
-    """A row of ``bwd_preprocess_fp32``, a warp of which takes one query or key."""
+    """A row of ``bwd_preprocess_fp32``, a warp of which takes one query or key.
+
+    Attributes
+    ----------
+    swizzled : bool
+        Whether pairs lie as kernels of wgmma read them.
+    """
+
+    swizzled: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique, for people and for file names."""
+        return super().name + ("-swizzled" if self.swizzled else "")
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The constants the source is compiled with."""
+        return (*super().defines, ("FA_SWIZZLED", int(self.swizzled)))
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(SHARED_LIMIT)
+        """All, or those that have wgmma."""
+        return ("sm_90a",) if self.swizzled else tuple(SHARED_LIMIT)
 
     @property
     def shared_bytes(self) -> int:
@@ -35,10 +53,17 @@ class BwdPreprocessFp32(BackwardFp32):
         return rows // self.warps
 
 
-VARIANTS = tuple(
-    BwdPreprocessFp32(
-        source="attention/bwd_preprocess_fp32", dtype=DTYPE, dim=dim, tile_m=128, tile_n=64,
-        warps=8, stages=1, why="rows are read and written once", own_keys=False,
-    )
-    for dim in (32, 64, 96, 128)
-)  # fmt: skip
+def _rows(swizzled: bool, *dims: int) -> tuple[BwdPreprocessFp32, ...]:
+    return tuple(
+        BwdPreprocessFp32(
+            source="attention/bwd_preprocess_fp32", dtype=DTYPE, dim=dim, tile_m=128, tile_n=64,
+            warps=8, stages=1, why="rows are read and written once", own_keys=False,
+            swizzled=swizzled,
+        )
+        for dim in dims
+    )  # fmt: skip
+
+
+#: The rows whose pairs kernels of mma.sync read, and those of ``wgmma``.
+DENSE, SWIZZLED = _rows(False, 32, 64, 96, 128), _rows(True, 64, 128)
+VARIANTS = (*DENSE, *SWIZZLED)

@@ -1,0 +1,92 @@
+// Rows of queries of float32 whose log-sum-exp is so far from 0 that its rounding would show in
+// their weights: what replaces it, for kernels that compute dQ.
+#pragma once
+#include "cuda_src/common/backward_fp32.cuh"
+
+// From this log-sum-exp on, rows are far.  Below, its rounding changes weights by 2^-20 at most.
+constexpr float kFarFp32 = 32.0f;
+// An LSE that differs by more than this part of itself from that of a row's own scores is one of
+// more keys: results over parts of the keys were merged.
+constexpr float kLseToleranceFp32 = 1.0f / (1 << 19);
+// The largest score of a row that has seen no key: finite, so that no difference of two is NaN.
+constexpr float kNoMaxFp32 = -kLargest;
+
+FA_DEVICE bool is_far(float lse) { return fabsf(lse) >= kFarFp32 && fabsf(lse) < FA_INFINITY; }
+
+// Looks for far rows among those of the block; all threads take part.
+FA_DEVICE void look_for_far_rows(SharedStorage& shared) {
+#pragma unroll 1
+  for (int r = threadIdx.x; r < kTileM; r += kThreads) {
+    if (is_far(shared.own_rows[kShift][r])) shared.work.any_far = 1;
+  }
+}
+
+FA_DEVICE float exp_of_difference(float x, float y) { return ex2_approx_ftz((x - y) * kLog2e); }
+
+// The largest score of a row, and the sum of exponentials relative to it, NaN where scores may have
+// lost digits that count.
+struct RowStatistics {
+  float row_max = kNoMaxFp32, row_sum = 0.0f;
+
+  __device__ __forceinline__ void merge(float other_max, float other_sum) {
+    const float most = fmaxf(row_max, other_max);
+    row_sum =
+        row_sum * exp_of_difference(row_max, most) + other_sum * exp_of_difference(other_max, most);
+    row_max = most;
+  }
+  __device__ __forceinline__ void add(float score) {
+    if (score == -FA_INFINITY) return;
+    if (score == score) {
+      merge(score, 1.0f);
+    } else {
+      row_sum = score;
+    }
+  }
+};
+
+// Puts what replaces a far LSE into a row, here and in memory.
+FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, int r,
+                           RowStatistics statistics) {
+  const uint32 entry = shared.work.entry;
+  const int query = shared.work.first_own + r;
+  statistics.add(static_cast<float>(load_sink_fp64(params.common, entry, query)));
+  if (!(statistics.row_sum > 0.0f)) return;
+  const float lse = shared.own_rows[kShift][r];
+  const float own_lse = statistics.row_max + logf(statistics.row_sum);
+  const bool covers_more_keys = !(fabsf(lse - own_lse) <= kLseToleranceFp32 * fabsf(lse));
+  const float factor =
+      covers_more_keys ? exp_of_difference(statistics.row_max, lse) : 1.0f / statistics.row_sum;
+  shared.own_rows[kShift][r] = statistics.row_max;
+  shared.own_rows[kFactor][r] = factor;
+  float* to = params.rows + first_row_of<false>(params, entry) + query;
+  to[kShift * query_fields_step(params)] = statistics.row_max;
+  to[kFactor * query_fields_step(params)] = factor;
+}
+
+// Of the rows of a thread.
+using Statistics = RowStatistics[kMmaM][2];
+
+FA_DEVICE void add_scores(Statistics& statistics, const Scores& s) {
+#pragma unroll
+  for (int m = 0; m < kMmaM; ++m) {
+#pragma unroll
+    for (int e = 0; e < 4 * kMmaN; ++e) statistics[m][e % 4 / 2].add(s[m][e / 4][e % 4]);
+  }
+}
+
+// Replaces the LSE of the far rows of a warp, each of which four lanes share.
+FA_DEVICE void replace_far(const BwdFp32Params& params, SharedStorage& shared,
+                           Statistics& statistics) {
+  const int lane = tid_x_again() % 32;
+#pragma unroll
+  for (int i = 0; i < 2 * kMmaM; ++i) {
+    RowStatistics& own = statistics[i / 2][i % 2];
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const float other_max = __shfl_xor_sync(kFullWarp, own.row_max, step);
+      own.merge(other_max, __shfl_xor_sync(kFullWarp, own.row_sum, step));
+    }
+    const int r = warp_row() + 8 * i + lane / 4;
+    if (lane % 4 == 0 && is_far(shared.own_rows[kShift][r])) replace_lse(params, shared, r, own);
+  }
+}
