@@ -25,7 +25,7 @@ FA_DEVICE void find_statistics(const BwdFp32Params& params, TileStorage& shared,
     multiply_scores(shared, stage, s);
     make_scores(params, part_of(params, work, at, 0), s, [](int, int, int, float) {});
     check_range(shared, stage, 0, s, unused);
-    add_scores(statistics, s);
+    add_scores(shared, stage, 0, statistics, s);
     release_per_lane(shared.empty[stage][0]);
     release_per_lane(shared.empty[stage][1]);
     pipeline.advance();

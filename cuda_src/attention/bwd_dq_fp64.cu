@@ -14,7 +14,7 @@
 // From this log-sum-exp on, rows are far.  Below, its rounding changes weights by 2**-43 at most,
 // which is what the rounding of scores of that size does.
 constexpr double kFarFp64 = 1024.0;
-// An LSE that differs by more than this part of itself from that of a row's own scores is one of
+// An LSE that is larger than that of a row's own scores by more than this part of itself is one of
 // more keys: results over parts of the keys were merged.
 constexpr double kLseToleranceFp64 = 1.0 / (1ll << 48);
 
@@ -64,10 +64,10 @@ FA_DEVICE void replace_lse(const BwdFp64Params& params, uint32 entry, int query,
                            RowStatistics statistics) {
   const AttentionParams& p = params.common;
   statistics.add(load_sink_fp64(p, entry, query));
+  if (!(statistics.row_sum > 0.0)) return;
   const double lse = row.shift, own_lse = statistics.row_max + log(statistics.row_sum);
-  const bool covers_more_keys = !(fabs(lse - own_lse) <= kLseToleranceFp64 * fabs(lse));
-  row.factor = covers_more_keys ? exp_of_difference_fp64(statistics.row_max - lse)
-                                : 1.0 / statistics.row_sum;
+  const bool covers_more_keys = lse - own_lse > kLseToleranceFp64 * fabs(lse);
+  row.factor = covers_more_keys ? exp_fp64(statistics.row_max - lse) : 1.0 / statistics.row_sum;
   row.shift = statistics.row_max;
 }
 

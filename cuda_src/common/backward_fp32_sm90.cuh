@@ -130,11 +130,13 @@ FA_DEVICE void multiply_parts(Scores& x, uint64 a, uint64 b, bool adds) {
   }
 }
 
-// Starts the products with a low part.
+// Starts the products with a low part, that of queries first.  Both kernels are to find the same
+// bits: a unit in the last place of a large score would make weights of 1 any others.
 FA_DEVICE void start_low(Scores& x, uint64 a, uint64 b) {
+  constexpr int kFirst = kOwnKeys ? 0 : 1;  // the part of A
   wgmma_fence();
-  multiply_parts<1, 0>(x, a, b, false);
-  multiply_parts<0, 1>(x, a, b, true);
+  multiply_parts<kFirst, 1 - kFirst>(x, a, b, false);
+  multiply_parts<1 - kFirst, kFirst>(x, a, b, true);
   wgmma_commit_group();
 }
 

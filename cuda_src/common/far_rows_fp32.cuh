@@ -5,8 +5,9 @@
 
 // From this log-sum-exp on, rows are far.  Below, its rounding changes weights by 2^-20 at most.
 constexpr float kFarFp32 = 32.0f;
-// An LSE that differs by more than this part of itself from that of a row's own scores is one of
-// more keys: results over parts of the keys were merged.
+// An LSE that is larger than that of a row's own scores by more than this part of itself, or of the
+// largest product that there might be, is one of more keys: results over parts of the keys were
+// merged.
 constexpr float kLseToleranceFp32 = 1.0f / (1 << 19);
 // The largest score of a row that has seen no key: finite, so that no difference of two is NaN.
 constexpr float kNoMaxFp32 = -kLargest;
@@ -46,14 +47,19 @@ struct RowStatistics {
 
 // Puts what replaces a far LSE into a row, here and in memory.
 FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, int r,
-                           RowStatistics statistics) {
+                           float largest_key, RowStatistics statistics) {
   const uint32 entry = shared.work.entry;
   const int query = shared.work.first_own + r;
   statistics.add(static_cast<float>(load_sink_fp64(params.common, entry, query)));
   if (!(statistics.row_sum > 0.0f)) return;
   const float lse = shared.own_rows[kShift][r];
   const float own_lse = statistics.row_max + logf(statistics.row_sum);
-  const bool covers_more_keys = !(fabsf(lse - own_lse) <= kLseToleranceFp32 * fabsf(lse));
+  float size = fabsf(lse);
+  if constexpr (!kSoftcap && !kExpression) {  // scores are products, whose terms may cancel
+    const float factor = shared.own_rows[kQFactor][r] * largest_key * 32768.0f;
+    size = fmaxf(size, factor * factor * fabsf(params.common.scale));
+  }
+  const bool covers_more_keys = lse - own_lse > kLseToleranceFp32 * size;
   const float factor =
       covers_more_keys ? exp_of_difference(statistics.row_max, lse) : 1.0f / statistics.row_sum;
   shared.own_rows[kShift][r] = statistics.row_max;
@@ -64,13 +70,23 @@ FA_DEVICE void replace_lse(const BwdFp32Params& params, SharedStorage& shared, i
 }
 
 // Of the rows of a thread.
-using Statistics = RowStatistics[kMmaM][2];
+struct Statistics {
+  RowStatistics rows[kMmaM][2];
+  float largest_key = 0.0f;  // the largest factor of the keys that this lane has looked at
+};
 
-FA_DEVICE void add_scores(Statistics& statistics, const Scores& s) {
+// Adds the scores of keys from `row` of a tile on.
+FA_DEVICE void add_scores(const SharedStorage& shared, int stage, int row, Statistics& statistics,
+                          const Scores& s) {
+#pragma unroll
+  for (int r = 0; r < kPart; r += 32) {
+    const float factor = shared.other_rows[stage][kKFactor][row + r + tid_x_again() % 32 % kPart];
+    statistics.largest_key = fmaxf(statistics.largest_key, factor);
+  }
 #pragma unroll
   for (int m = 0; m < kMmaM; ++m) {
 #pragma unroll
-    for (int e = 0; e < 4 * kMmaN; ++e) statistics[m][e % 4 / 2].add(s[m][e / 4][e % 4]);
+    for (int e = 0; e < 4 * kMmaN; ++e) statistics.rows[m][e % 4 / 2].add(s[m][e / 4][e % 4]);
   }
 }
 
@@ -78,15 +94,18 @@ FA_DEVICE void add_scores(Statistics& statistics, const Scores& s) {
 FA_DEVICE void replace_far(const BwdFp32Params& params, SharedStorage& shared,
                            Statistics& statistics) {
   const int lane = tid_x_again() % 32;
+  const uint32 bits = __reduce_max_sync(kFullWarp, __float_as_uint(statistics.largest_key));
+  const float largest_key = __uint_as_float(bits);  // factors are positive
 #pragma unroll
   for (int i = 0; i < 2 * kMmaM; ++i) {
-    RowStatistics& own = statistics[i / 2][i % 2];
+    RowStatistics& own = statistics.rows[i / 2][i % 2];
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
       const float other_max = __shfl_xor_sync(kFullWarp, own.row_max, step);
       own.merge(other_max, __shfl_xor_sync(kFullWarp, own.row_sum, step));
     }
     const int r = warp_row() + 8 * i + lane / 4;
-    if (lane % 4 == 0 && is_far(shared.own_rows[kShift][r])) replace_lse(params, shared, r, own);
+    if (lane % 4 == 0 && is_far(shared.own_rows[kShift][r]))
+      replace_lse(params, shared, r, largest_key, own);
   }
 }

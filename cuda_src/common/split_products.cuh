@@ -9,18 +9,23 @@
 constexpr int kLongestSum = 4;  // steps of 16 that tensor cores add up
 
 // Adds the three products of a step of 16 to sums of kAtOnce times 8 columns, or of `count`; a sum
-// of cross products is 2^-11 times as large as it looks.
-template <int kAtOnce>
+// of cross products is 2^-11 times as large as it looks.  With kLowFirst the low part of A comes
+// first, else that of B: a product is the same bits as that of B and A, in the other order.
+template <bool kLowFirst = true, int kAtOnce>
 FA_DEVICE void multiply_pairs(SplitSum (&sums)[kAtOnce], const uint32 (&a)[4],
                               const uint32 (&a_low)[4], const uint32 (&b)[kAtOnce][2],
                               const uint32 (&b_low)[kAtOnce][2], int count) {
 #pragma unroll
-  for (int n = 0; n < count; ++n) mma_m16n8k16_f32_f16(sums[n].cross, a_low, b[n][0], b[n][1]);
+  for (int n = 0; n < count; ++n) {
+    const uint32(&first)[2] = kLowFirst ? b[n] : b_low[n];
+    mma_m16n8k16_f32_f16(sums[n].cross, kLowFirst ? a_low : a, first[0], first[1]);
+  }
 #pragma unroll
   for (int n = 0; n < count; ++n) mma_m16n8k16_f32_f16(sums[n].main, a, b[n][0], b[n][1]);
 #pragma unroll
   for (int n = 0; n < count; ++n) {
-    mma_m16n8k16_f32_f16(sums[n].cross, a, b_low[n][0], b_low[n][1]);
+    const uint32(&last)[2] = kLowFirst ? b_low[n] : b[n];
+    mma_m16n8k16_f32_f16(sums[n].cross, kLowFirst ? a : a_low, last[0], last[1]);
   }
 }
 

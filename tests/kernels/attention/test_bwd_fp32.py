@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_cupy import Score
+from fa_cupy import Score, reference
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
     bwd_dkdv_fp32,
     bwd_dq_fp32,
@@ -327,6 +327,41 @@ def test_scores_that_are_far(size, band, sinks, seed):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5 * largest)
 
 
+def check_single_keys(rows, size, data=1, **call):
+    """Weights of 1, however small a large score is beside the terms that it is summed from."""
+    arrays = arrays_of(rows, (200, 200), heads=(1, 1), seed=data)
+    arrays[1] *= SINGLE.type(size)
+    _, _, dv = solve(rows, arrays, window=(0, 0), **call)
+    np.testing.assert_allclose(dv, arrays[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e6, 1e9])
+@pytest.mark.parametrize("truncating", [False, True])
+def test_the_weight_of_a_single_key_is_one(size, truncating):
+    check_single_keys(D32, size, truncating=truncating)
+
+
+def check_more_keys(rows, **call):
+    """As of merged results, where a call with half of the keys has half of the weights."""
+    arrays = arrays_of(rows, (80, 90))
+    arrays[2][..., 0], arrays[1][..., 0] = 1, 2.0**10  # scores are far
+    *_, whole = solve(rows, arrays, **call)
+    real = reference.attention
+
+    def merged(*x, **options):
+        out, lse = real(*x, **options)
+        return out, lse + np.log(2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "attention", merged)
+        *_, half = solve(rows, arrays, **call)
+    np.testing.assert_allclose(2 * half, whole, rtol=1e-3, atol=1e-4)
+
+
+def test_a_log_sum_exp_of_more_keys_is_used_as_given():
+    check_more_keys(D32)
+
+
 def test_a_row_of_nothing_but_padding():
     """All keys of a query have the bias -1e30, beside which scores vanish: equal weights."""
     bias = np.zeros((50, 60), SINGLE)
@@ -424,6 +459,16 @@ BUGS = {
         "dq", "if (factor * factor > fabsf(dp[m][j][e])) dp[m][j][e] = FA_NAN;", "",
     ),
     "a far row keeps its LSE": ("dq", "if (is_far(shared.own_rows[kShift][r]))", "if (false)"),
+    "low parts of own rows come first in both kernels": (
+        "dkdv", "multiply_pairs<!kOwnKeys>(", "multiply_pairs(",
+    ),
+    "an LSE that is rounded is taken for one of more keys": (
+        "dq", "kLseToleranceFp32 * size", "kLseToleranceFp32 * fabsf(lse)",
+    ),
+    "an LSE of more keys is not used": (
+        "dq", "covers_more_keys = lse - own_lse > kLseToleranceFp32 * size;",
+        "covers_more_keys = false;",
+    ),
     "the gradient of the LSE is added": (
         "preprocess", "product - (params.dlse == nullptr", "product + (params.dlse == nullptr",
     ),
@@ -460,6 +505,8 @@ def test_a_planted_bug_is_found(bug, tmp_path):
         for seed in range(2):
             for arrays, by_row, options in cases():
                 check(D32, arrays, by_row=by_row, seed=seed, **options, **more)
+        check_single_keys(D32, 1e6, truncating=True, **more)
+        check_more_keys(D32, **more)
 
     with pytest.raises((emulator.EmulationError, AssertionError)):
         compare(sources=sources)

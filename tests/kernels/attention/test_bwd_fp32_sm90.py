@@ -47,6 +47,8 @@ CHAINS, SPARSE = (
     for sparse in (False, True)
 )
 D64 = CHAINS[64]
+# Of single keys, data that show the order of low parts: few do.
+ORDERED = 23
 
 
 @pytest.mark.parametrize("dim", only(CHAINS, 64, 128))
@@ -169,6 +171,12 @@ def test_scores_that_are_far(size):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5 * float(np.abs(y).max()))
 
 
+@pytest.mark.parametrize("size", [1e6, 1e9])
+@pytest.mark.parametrize("truncating", [False, True])
+def test_the_weight_of_a_single_key_is_one(size, truncating):
+    of_mma.check_single_keys(D64, size, ORDERED, truncating=truncating)
+
+
 def test_rows_of_no_pair_are_zeros():
     arrays = arrays_of(D64, (190, 20))
     dq, _, _ = of_mma.check(D64, arrays, window=(3, 0), causal_align="top_left")
@@ -227,12 +235,13 @@ BUGS = {
         "release_per_lane(shared.empty[stage][1]); add_product(shared, stage, 1, weights, dv); "
         "if (false)",
     ),
-    "low parts of own rows are left out": (
-        "dq", "multiply_parts<1, 0>(x, a, b, false);", "multiply_parts<0, 0>(x, a, b, false);",
+    "low parts of queries are left out": (
+        "dq", "multiply_parts<kFirst, 1 - kFirst>(x,", "multiply_parts<0, 0>(x,",
     ),
-    "low parts of the other side are left out": (
-        "dkdv", "multiply_parts<0, 1>(x, a, b, true);", "",
+    "low parts of keys are left out": (
+        "dkdv", "multiply_parts<1 - kFirst, kFirst>(x, a, b, true);", "",
     ),
+    "low parts of keys come first in one of the kernels": ("dkdv", "kOwnKeys ? 0 : 1", "1"),
     "low parts keep their factor": ("dq", "*= kLowInverse;", "*= 1.0f;"),
     "a low part of a weight is left out": ("dkdv", "part == 0 ? two.low", "part == 0 ? 0"),
     "high parts meet low ones as they are": (
@@ -248,7 +257,7 @@ BUGS = {
         "dkdv", "work.entry + at.head) + at.tile", "work.entry) + at.tile",
     ),
     "tiles are copied once where they are read twice": (
-        "dq", "shared.known.work.any_far != 0 ? 2 : 1", "1",
+        "dq", "shared.work.any_far != 0 ? 2 : 1", "1",
     ),
     "rows are not swizzled": (
         "preprocess", "col / 8 % 8 ^ static_cast<int>(row % 8)", "col / 8 % 8",
@@ -278,6 +287,7 @@ def test_a_planted_bug_is_found(bug, tmp_path):
         for seed in range(2):
             for arrays, options in cases():
                 of_mma.check(D64, arrays, seed=seed, sources=sources, **options)
+        of_mma.check_single_keys(D64, 1e6, ORDERED, truncating=True, sources=sources)
 
     with pytest.raises((emulator.EmulationError, AssertionError)):
         compare()
