@@ -17,15 +17,21 @@ FA_DEVICE void multiply_pairs(SplitSum (&sums)[kAtOnce], const uint32 (&a)[4],
                               const uint32 (&b_low)[kAtOnce][2], int count) {
 #pragma unroll
   for (int n = 0; n < count; ++n) {
-    const uint32(&first)[2] = kLowFirst ? b[n] : b_low[n];
-    mma_m16n8k16_f32_f16(sums[n].cross, kLowFirst ? a_low : a, first[0], first[1]);
+    if constexpr (kLowFirst) {
+      mma_m16n8k16_f32_f16(sums[n].cross, a_low, b[n][0], b[n][1]);
+    } else {
+      mma_m16n8k16_f32_f16(sums[n].cross, a, b_low[n][0], b_low[n][1]);
+    }
   }
 #pragma unroll
   for (int n = 0; n < count; ++n) mma_m16n8k16_f32_f16(sums[n].main, a, b[n][0], b[n][1]);
 #pragma unroll
   for (int n = 0; n < count; ++n) {
-    const uint32(&last)[2] = kLowFirst ? b_low[n] : b[n];
-    mma_m16n8k16_f32_f16(sums[n].cross, kLowFirst ? a : a_low, last[0], last[1]);
+    if constexpr (kLowFirst) {
+      mma_m16n8k16_f32_f16(sums[n].cross, a, b_low[n][0], b_low[n][1]);
+    } else {
+      mma_m16n8k16_f32_f16(sums[n].cross, a_low, b[n][0], b[n][1]);
+    }
   }
 }
 

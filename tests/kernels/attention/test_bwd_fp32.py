@@ -460,7 +460,7 @@ BUGS = {
     ),
     "a far row keeps its LSE": ("dq", "if (is_far(shared.own_rows[kShift][r]))", "if (false)"),
     "low parts of own rows come first in both kernels": (
-        "dkdv", "multiply_pairs<!kOwnKeys>(", "multiply_pairs(",
+        "dq", "multiply_pairs<kOwnKeys>(", "multiply_pairs(",
     ),
     "an LSE that is rounded is taken for one of more keys": (
         "dq", "kLseToleranceFp32 * size", "kLseToleranceFp32 * fabsf(lse)",
