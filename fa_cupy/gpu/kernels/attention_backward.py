@@ -38,6 +38,7 @@ from fa_cupy.gpu.kernels.attention.dbias import (
     bwd_dbias_sm80,
     bwd_dbias_sm90,
 )
+from fa_cupy.gpu.kernels.attention.dbias.dbias_rows import DbiasRows
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
     backward_fp32,
     bwd_dkdv_fp32,
@@ -188,7 +189,12 @@ def make_plan(
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)
-    steps = [step for variant in variants[1:] for step in variant.steps(traits, launches)]
+    steps: list[plan.Step] = []
+    for variant in variants[1:]:
+        if isinstance(variant, DbiasRows):
+            steps += variant.steps(traits, launches)  # one or two
+        else:
+            steps.append(variant.step(traits, launches))
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
     if traits.wanted.packed:
         first = _intervals(traits, variants)

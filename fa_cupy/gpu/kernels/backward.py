@@ -128,10 +128,6 @@ class BackwardVariant(Variant):
         """Return the launch of the kernel, whose parts of the workspace are added to `launches`."""
         raise NotImplementedError
 
-    def steps(self, traits: Traits, launches: Launches) -> tuple[Step, ...]:
-        """Return the launches of the kernel: one in most cases."""
-        return (self.step(traits, launches),)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSm80(BackwardVariant):

@@ -406,8 +406,8 @@ def _geometry(
     shape = [n if step else 1 for n, step in zip(size, own, strict=True)]
     walked = [*own, view.strides[-2]]
     box = [1, 1, 1, variant.tile_n if name in "kv" else _BOX]
-    pages, boxes = traits.problem.pages, boxes_of_pages(traits, variant)
-    if pages is not None and boxes is not None and name in "kv":
+    pages = traits.problem.pages if name in "kv" else None
+    if pages is not None and (boxes := boxes_of_pages(traits, variant)) is not None:
         axis, box[-1] = boxes
         shape[axis] = pages.count
         walked[axis] = pages.k_stride if name == "k" else pages.v_stride

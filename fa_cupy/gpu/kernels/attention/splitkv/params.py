@@ -50,11 +50,6 @@ def supports(problem: Problem) -> bool:
     return few and problem.mask is None and problem.k_len > 0
 
 
-def reads_key_arrays(problem: Problem) -> bool:
-    """Whether lengths of keys or pages are given, which lie in device memory."""
-    return problem.k_lengths is not None or problem.pages is not None
-
-
 def heads_of_tile(traits: Traits) -> int:
     """Return how many entries of the last batch axis share keys, and are rows of one tile.
 
