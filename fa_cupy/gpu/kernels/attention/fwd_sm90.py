@@ -150,7 +150,7 @@ class FwdSm90(Variant):
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
         work = 32 * (self.groups + (2 if self.sparse else 1))  # sizeof(WorkTile) in fwd_sm90.cuh
-        work += 16 if self.lengths or self.packed else 0
+        work += 16 if self.lengths else 0
         listed = self.stages * (_WORDS_BYTES + 4) if self.sparse else 0  # Storage<true> there
         parts = offsets + 8 * barriers, _WORK_STAGES * work, listed
         return tiles + sum(-(-part // 16) * 16 for part in parts)
