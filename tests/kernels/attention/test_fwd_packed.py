@@ -102,7 +102,7 @@ def test_sequences_longer_than_tiles(row):
 
 
 def test_rows_of_a_later_sequence_find_their_own_maximum(tmp_path):
-    """Though those of an earlier one in the same tile have theirs: scores are not computed twice."""
+    """Though those of an earlier one in the tile have theirs: no scores are computed twice."""
     source = plant(
         tmp_path,
         D64.source,
