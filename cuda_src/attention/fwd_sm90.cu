@@ -123,7 +123,6 @@ FA_DEVICE bool write_work_tile(const FwdSm90Params& params, SharedStorage& share
     work.end = keys.end;
 #if FA_PACKED
     work.key_origin = origin;
-    work.has_invalid_rows = is_invalid_row(p, p.q_len + kIntervalPadding - 1);
 #endif
 #if FA_SPLIT
     work.split = split;
@@ -769,7 +768,7 @@ FA_DEVICE void softmax_step(const Consumer& c, Pipelines& at, GroupWork& own,
   } else if constexpr (!kFirst) {
     // Without a mask rows have a row_max once they have seen a key.
     has_max = own.tile > own.keys.full_begin;
-    if constexpr (kPacked && !kScoreMod) {
+    if constexpr (kAsksForMax) {
       if (!has_max) has_max = rows_have_max(c, at, own, softmax, key_tile);
     }
   }
@@ -835,9 +834,6 @@ FA_DEVICE void add_sinks(const Consumer& c, const Pipelines& at, OnlineSoftmax<1
 // Makes NaN of the statistics of rows of an invalid sequence or length, and so of their results.
 FA_DEVICE void mark_invalid_rows(const Consumer& c, const Pipelines& at, OnlineSoftmax<1>& softmax,
                                  int my_row) {
-#if FA_PACKED
-  if (!c.shared.work[at.work.index()].has_invalid_rows) return;
-#endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     bool is_invalid = is_invalid_row(c.params.common, my_row + 8 * h);

@@ -45,6 +45,9 @@ constexpr bool kPages = FA_PAGES;
 static_assert(kLengths || !kPages, "the band of an entry is in its work tiles");
 // A warpgroup's softmax starts before its O += P V is done.
 constexpr bool kOverlapSoftmaxPv = !kExclusiveMma;
+// Where it does not, its time shows: there tiles of several sequences are worth a look at which
+// rows have a row_max already.
+constexpr bool kAsksForMax = kPacked && kExclusiveMma && !kScoreMod;
 // The last keys come first: a bias such as ALiBi's is largest at the latest key that a query sees,
 // and a row_max that is there from the start moves no more.  Tiles count in the order of the work.
 constexpr bool kLastTileFirst = kScoreMod && !kSparse;
@@ -117,8 +120,7 @@ struct WorkTileFields {
   int q_begin;        // first row of the query tile; -1: there is no more work
   int begin, end;     // key tiles that its rows see; with a mask, how many: from 0 on
 #if FA_PACKED
-  int key_origin;        // the first key of tile 0
-  int has_invalid_rows;  // 1: rows of some sequence are NaN, here or elsewhere
+  int key_origin;  // the first key of tile 0
 #endif
 #if FA_SPLIT
   int split;  // which part of the keys

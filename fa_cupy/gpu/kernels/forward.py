@@ -172,6 +172,8 @@ def splits_keys(traits: Traits, variant: Row | None, multiprocessors: int) -> bo
     if isinstance(variant, FwdFp32 | FwdFp32Sm90 | FwdFp64):
         return False
     of_pages, of_lengths = problem.pages is not None, bool(traits.key_views)
+    if of_pages and problem.q_len == 1:
+        return True
     if problem.offsets is not None or (problem.q_len > _SPLIT_ROWS and not of_lengths):
         return False
     heads = heads_of_tile(traits)
