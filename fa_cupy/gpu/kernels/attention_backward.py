@@ -169,8 +169,10 @@ def make_plan(
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)
-    steps = [step for variant in variants[1:] for step in variant.steps(traits, launches)]
+    steps = [variant.step(traits, launches) for variant in variants[1:]]
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
+    if traits.wanted.dbias:
+        steps += variants[-1].joining(steps[-1])
     if traits.wanted.packed:
         first = _intervals(traits, variants)
         launches.scratch |= first.sizes
