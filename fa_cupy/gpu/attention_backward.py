@@ -189,10 +189,12 @@ def cached(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
-        if not takes_bias(problem) or (problem.dtype == _FLOAT64 and _on_products(problem)):
+        wants_dbias = bias is not None and need is None
+        exact = problem.dtype == _FLOAT64
+        if not takes_bias(problem) or (exact and _on_products(problem, wants_dbias)):
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
-        of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
+        of_bias = _dbias(bias, bias.dtype) if wants_dbias else None
         found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias))
     if found is None or found.copies:
         return None
@@ -235,7 +237,9 @@ def backward(
         return _with_lengths(problem, inputs, results, need, empty, sinks, score, keys, on_host)
     of_keys = () if keys is None else keys[2:]
     found = None
-    if not isinstance(inputs[4], tuple) and (capturing() or not _on_products(problem)):
+    if not isinstance(inputs[4], tuple) and (
+        capturing() or not _on_products(problem, "bias" in need)
+    ):
         found = by_kernels(problem, inputs, results, need, empty, sinks, score, of_keys)
     if found is not None:
         return found
@@ -246,10 +250,10 @@ def backward(
     return attention_backward.backward(problem, inputs, results, need, empty, sinks, score)
 
 
-def _on_products(problem: Problem) -> bool:
+def _on_products(problem: Problem, of_bias: bool) -> bool:
     """Whether products of cuBLAS compute gradients that kernels could compute, unless captured."""
     target = workspace.launcher(runtime.getDevice()).target
-    return problem.dtype == _FLOAT64 and leaves_to_cublas(problem, target, gradients=True)
+    return problem.dtype == _FLOAT64 and leaves_to_cublas(problem, target, True, of_bias)
 
 
 def _packed(

@@ -457,8 +457,8 @@ REFUSED = {
     "attention_backward, lengths and a band": lambda: with_places(
         gradients=True, dim=60, is_causal=True, causal_align="bottom_right"
     ),
-    "attention_backward, lengths and a bias of float64": lambda: with_places(
-        gradients=True, dtype=DOUBLE, bias=array(300, 300, dtype=DOUBLE)
+    "attention_backward, lengths and a bias of wide dims": lambda: with_places(
+        gradients=True, dtype=DOUBLE, dim=264, bias=array(300, 300, dtype=DOUBLE)
     ),
     "attention_backward, lengths of keys that all share": lambda: with_places(
         gradients=True, shared=1

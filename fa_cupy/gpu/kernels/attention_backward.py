@@ -38,7 +38,6 @@ from fa_cupy.gpu.kernels.attention.dbias import (
     bwd_dbias_sm80,
     bwd_dbias_sm90,
 )
-from fa_cupy.gpu.kernels.attention.dbias.dbias_rows import DbiasRows
 from fa_cupy.gpu.kernels.attention.full_precision.gradients import (
     backward_fp32,
     bwd_dkdv_fp32,
@@ -189,13 +188,10 @@ def make_plan(
     if not variants:
         return None
     launches = Launches(traits, variants, launcher.multiprocessors)
-    steps: list[plan.Step] = []
-    for variant in variants[1:]:
-        if isinstance(variant, DbiasRows):
-            steps += variant.steps(traits, launches)  # one or two
-        else:
-            steps.append(variant.step(traits, launches))
+    steps = [variant.step(traits, launches) for variant in variants[1:]]
     steps.insert(0, variants[0].step(traits, launches))  # which clears what these count in
+    if traits.wanted.dbias:
+        steps += variants[-1].joining(steps[-1])
     if traits.wanted.packed:
         first = _intervals(traits, variants)
         launches.scratch |= first.sizes

@@ -128,6 +128,10 @@ class BackwardVariant(Variant):
         """Return the launch of the kernel, whose parts of the workspace are added to `launches`."""
         raise NotImplementedError
 
+    def joining(self, step: Step) -> list[Step]:
+        """Return what follows the launch of a gradient of a bias: what joins its parts, if any."""
+        return []
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardSm80(BackwardVariant):
