@@ -214,7 +214,7 @@ FA_DEVICE void load_bias_tile(const BackwardParams& params, const Shared& shared
                               const QueryTileStep& step) {
   if constexpr (kStageBias) {
     const AttentionParams& p = params.common;
-    stage_bias<kScoreQueries, kScoreRows, 4>(
+    stage_bias<kScoreQueries, kScoreRows>(
         p, batch_offsets(p, shared.work.entry * params.group + step.head).bias, bias_stage(shared),
         step.tile * kTileM + score_col(), shared.work.first_key + score_row());
   }
@@ -341,12 +341,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     subtract_delta(dp, rows);
     const int own = work.first_key + score_row() + lane / 4;
     const int other = step.tile * kTileM + score_col() + lane % 4 * 2;
-    if constexpr (kStageBias) {
-      add_staged_bias(params.common, shared, s, dp);
+    const int64 bias_offset =
+        kScoreMod ? batch_offsets(params.common, work.entry * params.group + step.head).bias : 0;
+    if (kStageBias && has_aligned_rows(params.common, bias_offset)) {
+      if constexpr (kStageBias) add_staged_bias(params.common, shared, s, dp);
     } else if constexpr (kScoreMod) {
-      apply_score_mod_backward<true>(
-          params.common, batch_offsets(params.common, work.entry * params.group + step.head).bias,
-          s, dp, own, other);
+      apply_score_mod_backward<true>(params.common, bias_offset, s, dp, own, other);
     }
     const bool in_band = step.tile >= work.tiles.full_begin && step.tile < work.tiles.full_end;
     mask_scores<true, kSparse>(params, s, in_band, words_index, own, other);

@@ -267,19 +267,26 @@ FA_DEVICE uint32 bias_stage(const Shared& shared, int group) {
   return cvta_to_shared(shared.bias[4 * group + warp_row() / 16]);
 }
 
+// Whether the bias of a tile is in the stage; rows that are not aligned are loaded to registers.
+FA_DEVICE bool is_staged(Consumer c, const QueryTile& tile) {
+  return kStageBias &&
+         has_aligned_rows(c.params.common, c.shared.operands_offset[tile.q_pipe.index()]);
+}
+
 // Starts to copy the bias of a tile, whose rows of Q have landed, while its first product runs.
 FA_DEVICE void stage_operands(Consumer c, const QueryTile& tile, int countdown) {
   if constexpr (kStageBias) {
-    stage_bias<kTileM, 16, 4>(c.params.common, c.shared.operands_offset[tile.q_pipe.index()],
-                              bias_stage(c.shared, c.group), band_tile(c, countdown) * kTileM,
-                              c.work.tile * kTileN + 64 * c.group + warp_row());
+    stage_bias<kTileM, 16>(c.params.common, c.shared.operands_offset[tile.q_pipe.index()],
+                           bias_stage(c.shared, c.group), band_tile(c, countdown) * kTileM,
+                           c.work.tile * kTileN + 64 * c.group + warp_row());
   }
 }
 
 FA_DEVICE void prefetch_operands(Operands& operands, Consumer c, const QueryTile& tile,
                                  int countdown) {
-  if constexpr (kPrefetchOperands && !kStageBias) {
+  if constexpr (kPrefetchOperands) {
     const int q_stage = tile.q_pipe.index();
+    if (is_staged(c, tile)) return;
     operands.load(c.params.common, c.shared.operands_offset[q_stage], own_key(c),
                   first_query(c, q_stage, countdown));
   }
@@ -366,10 +373,12 @@ FA_DEVICE void softmax_backward(Scores& s, Scores& dp, Rounded& pairs, Consumer 
                                 Operands& operands, uint32 (&visible_bits)[2], bool& needs_mask) {
   Prefetched prefetched;
   prefetch_rows(prefetched, &rows->x);
-  if constexpr (kStageBias) {
-    wait_for_staged_bias<0>();
-    read_staged_bias_of_keys<kTileM, 16>(operands, bias_stage(c.shared, c.group));
-    __syncwarp();  // the stage may be written again
+  if (is_staged(c, tile)) {
+    if constexpr (kStageBias) {
+      wait_for_staged_bias<0>();
+      read_staged_bias_of_keys<kTileM, 16>(operands, bias_stage(c.shared, c.group));
+      __syncwarp();  // the stage may be written again
+    }
   }
   wgmma_wait_group<1 + kLater>();  // S^T
   if constexpr (kSparse) {

@@ -255,6 +255,9 @@ FA_DEVICE void add_staged_bias(const AttentionParams& params, const Shared& shar
   __syncwarp();  // the stage may be written again
 }
 
+// Other dims have no registers for it.
+constexpr bool kSoftcapInLog2 = kNearIsLog2 && kDim == 64;
+
 // Makes scores of products where there is a softcap and nothing else: the coefficients of its
 // series are in units of log2 already, which saves a multiplication.
 FA_DEVICE void softcap_in_log2(const AttentionParams& params, float (&s)[kMmaM][kMmaN][4]) {
@@ -283,15 +286,17 @@ FA_DEVICE void softcap_in_log2(const AttentionParams& params, float (&s)[kMmaM][
 // a large bias is no reason to compute a row again.
 FA_DEVICE void modify_scores(const AttentionParams& params, const SparseStorage& shared,
                              float (&s)[kMmaM][kMmaN][4], int key) {
-  if constexpr (kNearIsLog2) return softcap_in_log2(params, s);
+  if constexpr (kSoftcapInLog2) return softcap_in_log2(params, s);
   const TileWork& work = shared.work;
   const int lane = tid_x_again() % 32, warp = tid_x_again() / 32;
   const int row = work.q_begin + warp * kWarpRows + lane / 4, col = key * kTileN + 2 * (lane % 4);
-  if constexpr (kStageBias) add_staged_bias(params, shared, s);
+  const bool is_staged = kStageBias && has_aligned_rows(params, work.at.bias);
+  if (is_staged) {
+    if constexpr (kStageBias) add_staged_bias(params, shared, s);
+  }
 #pragma unroll
   for (int i = 0; i < kMmaM; ++i) {
-    if constexpr (!kStageBias)
-      load_and_apply_score_mod<false>(params, work.at.bias, s[i], row + 16 * i, col);
+    if (!is_staged) load_and_apply_score_mod<false>(params, work.at.bias, s[i], row + 16 * i, col);
 #pragma unroll
     for (int j = 0; j < kMmaN; ++j) {
 #pragma unroll

@@ -23,11 +23,16 @@ struct BiasStage<kRows, kCols, 4> {
   }
 };
 
+// Whether rows of the bias that begins at `offset` are aligned to 16 bytes.
+FA_DEVICE bool has_aligned_rows(const AttentionParams& p, int64 offset) {
+  const uint64 first = reinterpret_cast<uint64>(p.bias) + offset * (kBiasIs16Bit ? 2 : 4);
+  return (p.bias_pairs >> 2 & 1) && first % 16 == 0;
+}
+
 // Starts to copy the bias of kRows queries and kCols keys to a warp's stage, as a group of
-// cp.async.  Where rows are not aligned to 16 bytes it is copied on return.  Of rows past the last
-// one the last one is copied, of keys zeros.  kUnroll: words of rows that are not aligned on their
-// way at a time, where registers are left for them.
-template <int kRows, int kCols, int kUnroll = 1>
+// cp.async.  Of rows past the last one the last one is copied, of keys zeros.  Where rows are not
+// aligned nothing is copied, or all of it on return.
+template <int kRows, int kCols, bool kCopyUnaligned = false>
 FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, int row,
                           int first_col) {
   constexpr int kBytes = kBiasIs16Bit ? 2 : 4;
@@ -36,9 +41,8 @@ FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, 
   using Stage = BiasStage<kRows, kCols, kBytes>;
   using Element = typename Stage::Element;
   const Element* first = static_cast<const Element*>(p.bias) + offset;
-  const bool aligned = (p.bias_pairs >> 2 & 1) && reinterpret_cast<uint64>(first) % 16 == 0;
   const int lane = threadIdx.x % 32;
-  if (aligned) {
+  if (has_aligned_rows(p, offset)) {
 #pragma unroll
     for (int i = 0; i < kRows * kChunks / 32; ++i) {
       const int own = (32 * i + lane) / kChunks, chunk = (32 * i + lane) % kChunks;
@@ -48,8 +52,8 @@ FA_DEVICE void stage_bias(const AttentionParams& p, int64 offset, uint32 stage, 
           first + min(row + own, p.q_len - 1) * p.bias_row + (bytes > 0 ? col : 0);
       cp_async_cg_16(stage + Stage::offset(own, chunk), from, bytes);
     }
-  } else {
-#pragma unroll kUnroll
+  } else if constexpr (kCopyUnaligned) {
+#pragma unroll 1
     for (int i = lane; i < kRows * kWords; i += 32) {
       const int own = i / kWords, word = i % kWords, col = first_col + kWordCols * word;
       const Element* from = first + min(row + own, p.q_len - 1) * p.bias_row;
