@@ -66,11 +66,17 @@ constexpr int kMmaV = kDim / 8;
 constexpr bool kPrefetchOperands =
     kHasOperands &&
     (kExpression ? !OperandTile<false, kMmaN>::kByCol : kBiasIs16Bit || kBiasAxes != kBiasOfPair);
-// A bias of pairs in 16 bits comes by way of shared memory where its rows are aligned: loaded to
-// registers, an instruction would touch eight rows, for 16 bytes of each.
-constexpr bool kStageBias = kHasBias && kBiasIs16Bit && kBiasAxes == kBiasOfPair && !kSparse;
-using BiasStage = SharedTile<16, kTileN>;  // of a warp
-constexpr int kBiasStageBytes = 16 * kTileN * 2;
+// A bias of pairs comes by way of shared memory (staged_bias.cuh).  Of 16 bits a tile is read to
+// registers before its products are there; of 32 bits it is read beside them, and its stage is free
+// only then.
+#ifndef FA_STAGE_BIAS
+#define FA_STAGE_BIAS 0
+#endif
+constexpr bool kStageBias = FA_STAGE_BIAS;
+constexpr bool kReadBiasLate = kStageBias && !kBiasIs16Bit;
+constexpr int kBiasStageBytes = 16 * kTileN * (kBiasIs16Bit ? 2 : 4);  // of a warp
+static_assert(!kStageBias || (kBiasAxes == kBiasOfPair && kBiasKind != kFloat64 && !kSparse),
+              "there is a tile of a bias to be staged");
 constexpr int kQFragments = kQInRegisters ? kDim / 16 : 1;  // A operands of Q that a thread holds
 constexpr int kTilesPerBlock = kMaskBlock / kTileN;         // key tiles in a block of a mask
 // 65,536 registers are shared out in eights (PTX ISA 9.7.19.5 "setmaxnreg").

@@ -169,7 +169,6 @@ def cached(
         return None  # in a capture, an error would leave memory in the graph
     facts: list[Any] = [
         _NAME, device, scale, is_causal, causal_align, window, softcap, seen, biased, need is None,
-        packed.key,
     ]  # fmt: skip
     addresses = 0  # the bits of all of them
     for x in (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse):
@@ -182,19 +181,18 @@ def cached(
         return None
     if bias is not None:  # whose address is none of those
         require_whole_elements(_NAME, bias=bias)
-    found: Any = lookup(key := tuple(facts), UNKNOWN)
+    found: Any = lookup(key := (*facts, packed.key), UNKNOWN)
     if found is UNKNOWN:  # not None, which stands for a call that has no kernel
         inputs, results = (q, k, v, bias, mask), (out, lse, dout, dlse)
         problem = attention_problem.gradient_problem(
             inputs, *results, _NAME, scale=scale, is_causal=is_causal, causal_align=causal_align,
             window=window, softcap=softcap, q_offsets=q_offsets, k_offsets=k_offsets,
         )  # fmt: skip
-        wants_dbias = bias is not None and need is None
-        exact = problem.dtype == _FLOAT64
-        if not takes_bias(problem) or (exact and _on_products(problem, wants_dbias)):
+        of_bias = _dbias(bias, bias.dtype) if bias is not None and need is None else None
+        is_left = problem.dtype == _FLOAT64 and _on_products(problem, of_bias is not None)
+        if is_left or not takes_bias(problem):
             return None
         require_whole_elements(_NAME, **(arrays := _named(inputs, results)))
-        of_bias = _dbias(bias, bias.dtype) if wants_dbias else None
         found = remember(key, prepared(problem, arrays, mask, _INPUTS, of_bias))
     if found is None or found.copies:
         return None

@@ -146,8 +146,7 @@ class FwdSm90(Variant):
         """Dynamic shared memory: ``sizeof(SharedStorage)``, which the kernel checks."""
         row = 128 * -(-self.dim // 64)  # bytes, in blocks of 64 columns
         tiles = row * (self.q_stages * 64 + 2 * self.stages * self.tile_n)
-        if self.score is not None and self.score.has_16_bit_pairs and not self.sparse:
-            tiles += 2 * self.tile_m * self.tile_n
+        tiles += self.bias_bytes * self.tile_m * self.tile_n
         has_operands = self.score is not None and self.score.has_operands
         offsets = 8 * (_WORK_STAGES if has_operands else 1)
         barriers = 3 * self.q_stages + 4 * self.stages + 3 * _WORK_STAGES
@@ -158,10 +157,22 @@ class FwdSm90(Variant):
         return tiles + sum(-(-part // 16) * 16 for part in parts)
 
     @property
+    def bias_bytes(self) -> int:
+        """Bytes of an element of a bias that comes by way of shared memory; 0 of any other."""
+        score = self.score
+        if self.sparse or score is None or score.bias_axes != "pair":
+            return 0
+        if score.has_16_bit_pairs:
+            return 2
+        # At dim 192 there is no room for a tile.
+        return 4 if score.bias_dtype == "float32" and self.dim != 192 else 0
+
+    @property
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The constants the source is compiled with."""
         return (
             *super().defines,
+            *((("FA_STAGE_BIAS", 1),) if self.bias_bytes else ()),
             ("FA_GROUPS", self.groups),
             ("FA_Q_STAGES", self.q_stages),
             ("FA_EXCLUSIVE_MMA", int(self.exclusive)),
@@ -189,9 +200,10 @@ class FwdSm90(Variant):
         # 624 TFLOP/s at dim 128, 582 without; of a softcap 521 and 522, of a full bias 422 and 470.
         if self.q_registers and of_keys and not score.softcap and not self.sparse:
             change["exclusive"] = True
-        if score.has_16_bit_pairs and not self.sparse and self.dim > 128:
-            change["q_stages"] = 2  # a tile of the bias has the place of one
-        return dataclasses.replace(self, score=score, **change)
+        row = dataclasses.replace(self, score=score, **change)
+        if row.bias_bytes and (self.dim > 128 or (row.bias_bytes == 4 and self.dim > 64)):
+            row = dataclasses.replace(row, q_stages=2)  # a tile of the bias has the place of others
+        return row
 
     @property
     def rank(self) -> tuple[int, ...]:
