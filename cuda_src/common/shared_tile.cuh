@@ -2,9 +2,9 @@
 // bank conflict.
 //
 // The tile is cut into column blocks of 64 elements (128 bytes; 32 or 16 elements, 64 or 32 bytes,
-// where 64 does not divide the width), each stored row after row.  The 16-byte chunk c of row r lies
+// where 64 does not divide the width), each stored row after row.  The 16-byte chunk c of row r is
 // at c ^ (r & 7): eight rows at one chunk then cover all 32 banks.  Blocks of 64 bytes put two rows
-// into one 128-byte line, so there it is c ^ ((r >> 1) & 3), and c ^ ((r >> 2) & 1) in blocks of 32.
+// into one 128-byte line: there it is c ^ ((r >> 1) & 3), and c ^ ((r >> 2) & 1) in blocks of 32.
 // It is the layout that TMA's swizzle of as many bytes makes: PTX ISA 5.5.7 "Swizzling Modes".
 #pragma once
 #include "ptx/cp_async.cuh"

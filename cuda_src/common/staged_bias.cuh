@@ -1,5 +1,5 @@
 // A bias of pairs on its way through shared memory.  Loaded to registers, an instruction would
-// touch eight rows, for 16 or 32 bytes of each.  Each warp copies what its own threads read, so that
+// touch eight rows for 16 or 32 bytes of each.  Each warp copies what its own threads read, so that
 // no barrier is needed but the warp's.
 #pragma once
 #include "cuda_src/common/score.cuh"

@@ -62,7 +62,8 @@ class BwdSm90(BackwardSm90):
         barriers = 4 + 2 * rings + staging_barriers - staging
         notes = 8 * barriers + WORK_STAGES * _WORK_BYTES + self.notes
         end = self.end_of_offsets(notes)
-        bias = 2 * self.tile_m * self.tile_n if self.stages_bias else 0
+        stages_bias = self.score is not None and self.stages_bias
+        bias = 2 * self.tile_m * self.tile_n if stages_bias else 0
         staged = staging * 4 * 64 * self.dq_tile_m
         return tiles + scores + bias + staged + rows + -(-end // 16) * 16
 
